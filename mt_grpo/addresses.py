@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections.abc import Iterable
 from urllib.parse import urlsplit
@@ -13,7 +14,10 @@ MOST = 1024
 
 _RANGE = re.compile(r"\[(\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*)\]")
 _COMMA = re.compile(r",(?![^\[\]]*\])")  # not inside a range
-_LOCAL = ("localhost", "127.0.0.1", "::1")
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+_NAME = re.compile(r"[\w.-]+")
+EVERYWHERE = ("0.0.0.0", "::")
+"""What a server listens on to be reached at all addresses of its machine."""
 
 
 def expand_addresses(given: str | Iterable[str], option: str) -> list[str]:
@@ -45,6 +49,37 @@ def expand_addresses(given: str | Iterable[str], option: str) -> list[str]:
     return list(found.values())
 
 
+def host_url(host: str, port: int, option: str) -> str:
+    """
+    The URL of a server of which host and port are given by two options. One that listens everywhere is asked here.
+
+    Raises:
+        ConfigError: If the host has more in it than a host.
+    """
+    bare = host.removeprefix("[").removesuffix("]")
+    if not _NAME.fullmatch(bare) and not _is_ipv6(bare):
+        raise ConfigError(
+            f"`{option}: {host}` is no host: give its name or number alone, such as `node1`, and the port by itself; "
+            "an address as a whole goes to `vllm_server_base_url`."
+        )
+    if bare in EVERYWHERE:
+        bare = "127.0.0.1"
+    return f"http://{f'[{bare}]' if ':' in bare else bare}:{port}"
+
+
+def is_local(host: str | None) -> bool:
+    """Whether a host is this machine by its loopback."""
+    return host in (*_LOOPBACK, *EVERYWHERE)
+
+
+def _is_ipv6(host: str) -> bool:
+    try:
+        ipaddress.IPv6Address(host)
+    except ValueError:
+        return False
+    return True
+
+
 def _expand(text: str, option: str) -> Iterable[str]:
     match = _RANGE.search(text)
     if match is None:
@@ -74,4 +109,9 @@ def _identity(url: str, option: str) -> tuple[str, str, int, str]:
             f"`{option}: {url}` is no address of a server: write it as `http://HOST:PORT`, several in a list, or as a "
             "range such as `http://node[1-4]:8000`."
         )
-    return scheme, "localhost" if host in _LOCAL else host, port or (443 if scheme == "https" else 80), parts.path
+    return (
+        scheme,
+        "localhost" if is_local(host) else host.rstrip("."),
+        port or (443 if scheme == "https" else 80),
+        parts.path,
+    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from mt_grpo.addresses import expand_addresses
+from mt_grpo.addresses import expand_addresses, host_url
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import choose, did_you_mean
 from mt_grpo.option_values import (
@@ -143,11 +143,12 @@ def check_groups(options: Mapping[str, Any], processes: int) -> None:
 
 def check_addresses(options: Mapping[str, Any]) -> None:
     """
-    Whether the servers of a run are addresses, each named once, and as many as the run needs.
+    Whether the servers of a run are addresses, each named once, and as many as the run needs; the host is one alone.
 
     Raises:
         ConfigError: If they are not.
     """
+    host_url(options["vllm_server_host"], options["vllm_server_port"], "vllm_server_host")
     urls = expand_addresses(options["vllm_server_base_url"] or [], "vllm_server_base_url")
     least = options["vllm_min_servers"]
     if least is not None and least > max(len(urls), 1):

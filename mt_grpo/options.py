@@ -38,6 +38,7 @@ def _is_finite(value: Any) -> bool:
 
 ABOVE_ZERO = Rule(lambda value: value > 0, "set a number above 0, or leave it out")
 NOT_BELOW_ZERO = Rule(lambda value: value >= 0, "set 0 or more, or leave it out")
+PORT = Rule(lambda value: 0 < value < 2**16, "set a port from 1 to 65535, or leave it out")
 NO_EFFECT = Rule(lambda value: not value, "it has no effect on rollouts of many turns, so leave it out", False)
 
 
@@ -467,9 +468,9 @@ class RunOptions:
     )
     weight_sync_port: int | None = option(
         None,
-        "Port at which the trainer offers its weights by `weight_sync: http` or `delta`. Any free one where unset.",
+        "Port at which the trainer offers weights by `http` or `delta`. Any free one where unset.",
         SERVER,
-        rule=Rule(lambda value: 0 < value < 2**16, "set a port from 1 to 65535, or leave it out"),
+        rule=PORT,
         page="server.md",
     )
     verify_sync_every: int = option(
@@ -544,7 +545,7 @@ OF_LIBRARIES = {
     "do_eval": Option("Measure the agent before and after training.", TRAINING),
     "use_cpu": Option("Use no GPU.", TRAINING, of_server=True),
     "use_vllm": Option("Sample with servers of vLLM. `mt-grpo serve` starts them.", SERVER),
-    "vllm_server_port": Option("Port of the vLLM server.", SERVER, of_server=True),
+    "vllm_server_port": Option("Port of the vLLM server.", SERVER, rule=PORT, of_server=True),
     "vllm_tensor_parallel_size": Option(rule=ABOVE_ZERO, of_server=True),
     "vllm_gpu_memory_utilization": Option(
         rule=Rule(lambda value: 0 < value <= 1, "it is a share of a GPU's memory, so set one such as 0.3")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -481,7 +482,7 @@ def check_places(values: Mapping[str, Any], command: str) -> None:
         ImportPathError: If a file or a module is missing.
     """
     if command == "train":
-        check_writable(values.get("output_dir") or ".")
+        check_writable("." if values.get("output_dir") is None else str(values["output_dir"]))
     _check_model(values["model_name_or_path"])
     if command == "serve":
         return
@@ -524,11 +525,18 @@ def check_writable(folder: str, given: str | None = None) -> None:
         ConfigError: If it cannot.
     """
     path, given = Path(folder).absolute(), given or f"`output_dir: {folder}`"
-    there = next(place for place in (path, *path.parents) if place.exists())
-    if not there.is_dir():
-        raise ConfigError(f"{given} cannot be a folder, since {there} is a file: name another.")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise ConfigError(f"{given} cannot be written, since {there} is not yours to write to.")
+    if not folder or "\0" in folder:
+        raise ConfigError(f"{given} names no folder: give it a name.")
+    try:
+        there = next(place for place in (path, *path.parents) if place.exists() or place.is_symlink())
+        if not there.is_dir():
+            raise ConfigError(f"{given} cannot be a folder, since {there} is a file: name another.")
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise ConfigError(f"{given} cannot be written, since {there} is not yours to write to.")
+        with tempfile.TemporaryDirectory(prefix=".mt-grpo-", dir=there):  # some say that they can be written to
+            pass
+    except OSError as error:
+        raise ConfigError(f"{given} cannot be made or written to ({error.strerror}): name another folder.") from error
 
 
 def _check_model(name: str) -> None:

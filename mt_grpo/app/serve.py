@@ -7,14 +7,13 @@ from urllib.parse import urlsplit
 
 import torch
 
-from mt_grpo.addresses import expand_addresses
+from mt_grpo.addresses import EVERYWHERE, expand_addresses, host_url, is_local
 from mt_grpo.app.recipe import Recipe
 from mt_grpo.app.replicas import Replica, run_replicas, share_gpus
 from mt_grpo.errors import ConfigError
 from mt_grpo.option_rules import check_served
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.server_command import command_at
-from mt_grpo.training.servers import EVERYWHERE
 from mt_grpo.vllm_plugin.keys import check_folder
 
 
@@ -61,10 +60,10 @@ def serve(recipe: Recipe, replicas: int | None = None) -> int:
     shares = _shares(args, len(addresses))
     for (host, port), share in zip(addresses, shares, strict=True):
         command, environment = command_at(host, port, args, recipe.model)
-        found.append(Replica(f"http://{host}:{port}", command, environment | share))
+        found.append(Replica(host_url(host, port, "vllm_server_host"), command, environment | share))
     if not expand_addresses(args.vllm_server_base_url or [], "vllm_server_base_url"):
         host, first = addresses[0]
-        host = "THIS_MACHINE" if host == EVERYWHERE else host
+        host = "THIS_MACHINE" if host in EVERYWHERE else f"[{host}]" if ":" in host else host
         print(f"The trainer finds them with `--vllm_server_base_url http://{host}:[{first}-{addresses[-1][1]}]`.")
     return run_replicas(found)
 
@@ -73,9 +72,10 @@ def _addresses(args: MTGRPOConfig, replicas: int | None) -> list[tuple[str, int]
     """Hosts and ports of the servers that are started here."""
     urls = expand_addresses(args.vllm_server_base_url or [], "vllm_server_base_url")
     if not urls:
-        return [(args.vllm_server_host, args.vllm_server_port + number) for number in range(replicas or 1)]
+        host = args.vllm_server_host.strip("[]")
+        return [(host, args.vllm_server_port + number) for number in range(replicas or 1)]
     parts = [urlsplit(url) for url in urls]
-    if any(part.hostname not in ("127.0.0.1", "localhost") for part in parts):
+    if not all(is_local(part.hostname) for part in parts):
         raise ConfigError(
             f"`vllm_server_base_url: {', '.join(args.vllm_server_base_url)}` names servers on other machines: start "
             "each on its own machine, with `--vllm_server_base_url ''`, `--vllm_server_host` and `--vllm_server_port`."

@@ -94,12 +94,16 @@ def locked(args: MTGRPOConfig, model: str | None = None) -> Iterator[None]:
     """
     lock, refusal, path = None, None, Path(args.output_dir, LOCK).resolve()
     if args.process_index == 0 and path not in _held:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock = _lock(path)
-        if lock is None:
-            refusal = _in_use(args)
-        elif model is not None:
-            refusal = _earlier_run(args, model)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lock = _lock(path)
+        except OSError as error:
+            refusal = f"`output_dir: {args.output_dir}` cannot be made or written to ({error.strerror}): name another."
+        else:
+            if lock is None:
+                refusal = _in_use(args)
+            elif model is not None:
+                refusal = _earlier_run(args, model)
     if lock is not None:
         _held.add(path)
     try:

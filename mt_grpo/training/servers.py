@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from trl.distributed import DistributedBackend
 from trl.models import unwrap_model_for_generation
 
-from mt_grpo.addresses import expand_addresses
+from mt_grpo.addresses import expand_addresses, host_url
 from mt_grpo.errors import ConfigError
 from mt_grpo.rollout import Engine
 from mt_grpo.rollout.engine import LocalEngine
@@ -25,8 +25,6 @@ from mt_grpo.training.forward import check_sequence_ratio
 from mt_grpo.weights.transport import TRANSPORTS, WeightTransport
 from mt_grpo.weights.updates import WeightSyncError
 from mt_grpo.weights.verification import EXACT, NARROW, compare, halved, probe_ids, trainer_logprobs
-
-EVERYWHERE = "0.0.0.0"
 
 
 def server_urls(args: MTGRPOConfig, processes: int | None = None) -> list[str]:
@@ -45,8 +43,7 @@ def server_urls(args: MTGRPOConfig, processes: int | None = None) -> list[str]:
     urls = expand_addresses(args.vllm_server_base_url or [], "vllm_server_base_url")
     if urls:
         return urls
-    host = "127.0.0.1" if args.vllm_server_host == EVERYWHERE else args.vllm_server_host
-    return [f"http://{host}:{args.vllm_server_port}"]
+    return [host_url(args.vllm_server_host, args.vllm_server_port, "vllm_server_host")]
 
 
 def colocates(args: MTGRPOConfig) -> bool:

@@ -19,9 +19,13 @@ from accelerate.utils import broadcast_object_list, is_peft_model
 from torch.distributed.fsdp import FSDPModule
 from trl.generation.vllm_generation import VLLMGeneration
 
+from mt_grpo.errors import ConfigError
 from mt_grpo.vllm_plugin.checksum import Checksum
 from mt_grpo.vllm_plugin.fetch import own_folder
 from mt_grpo.weights.verification import HALF
+
+SHARED = "/dev/shm"
+"""Where files of weights are, unless another folder is named."""
 
 
 class FullParameters(VLLMGeneration):
@@ -183,15 +187,31 @@ def make_folder(shared: str | None) -> Path:
     Makes a folder of this process for weight files, in `shared`, or in shared memory by default. Folders of processes
     of this machine that were killed are removed there.
     """
-    root = Path("/dev/shm" if shared is None else shared)
+    root = Path(SHARED if shared is None else shared)
     root.mkdir(parents=True, exist_ok=True)
     # containers may share the host's name and memory, but then number their processes apart
     return own_folder(f"mt-grpo-weights-{socket.gethostname()}.{os.stat('/proc/self/ns/pid').st_ino}", root)
 
 
 def shared_folder(folder: str | None, accelerator: Accelerator) -> Path:
-    """The folder for weight files. The main process makes it, and every process knows its path."""
-    made = [str(make_folder(folder)) if accelerator.is_main_process else ""]
+    """
+    The folder for weight files. The main process makes it, and every process knows its path.
+
+    Raises:
+        ConfigError: In every process, if it cannot be made.
+    """
+    made: list[tuple[str, str]] = [("", "")]
+    if accelerator.is_main_process:
+        try:
+            made[0] = str(make_folder(folder)), ""
+        except OSError as error:
+            made[0] = "", error.strerror or str(error)
     if accelerator.num_processes > 1:
         broadcast_object_list(made)
-    return Path(made[0])
+    path, fault = made[0]
+    if fault:
+        raise ConfigError(
+            f"No folder for weights can be made in {folder or SHARED} ({fault}): set `weight_sync_folder` to one that "
+            "trainer and server can write to or read."
+        )
+    return Path(path)

@@ -301,7 +301,7 @@ def test_help_is_short_and_names_what_is_ours(answers):
     schema = json.loads((ROOT.parent / "mt_grpo" / "app" / "schema.json").read_text())["properties"]
     ours = [name for name, option in schema.items() if option["x-owner"] == "mt_grpo"]
     assert ours and all(f"  --{name} " in train for name in ours)
-    assert "…" not in train and len(train.splitlines()) < 130 and max(map(len, train.splitlines())) <= 100
+    assert "…" not in train and len(train.splitlines()) < 140 and max(map(len, train.splitlines())) <= 100
     assert "--num_prompts" in rollout and "--num_prompts" not in train
     assert "> recipe.schema.json" in schema_help
     assert "--vllm_server_port" in serve and "--outcome_reward_funcs" not in serve
@@ -315,6 +315,22 @@ def test_a_folder_of_somebody_else_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write everywhere
     with pytest.raises(ConfigError, match=f"cannot be written, since {tmp_path} is not yours to write to"):
         check_writable(str(tmp_path / "a" / "run"))
+
+
+@pytest.mark.parametrize(
+    "folder", ["/proc/x", "/proc/self/x/y", "/sys/x", "/dev/null/x", "/dev/full", "", "a" * 300, "a\0b", "dangling"]
+)
+def test_a_place_that_takes_no_folder_is_refused(tmp_path, monkeypatch, folder):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="`output_dir: .*name another|names no folder|to write to") as caught:
+        check_places(RECIPE | {"output_dir": folder}, "train")
+    assert "\n" not in str(caught.value) and len(list(tmp_path.iterdir())) == 1
+
+
+def test_looking_at_a_place_leaves_nothing_there(tmp_path):
+    check_writable(str(tmp_path / "a" / "run"))
+    assert not list(tmp_path.iterdir())
 
 
 def test_only_what_a_command_needs_is_looked_for(tmp_path):

@@ -147,16 +147,17 @@ def test_an_engine_that_dies_while_it_is_restored_is_awaited(replicas, sync_of):
 # Caches on the way
 
 
-def test_no_cache_on_the_way_answers_for_the_server(replicas, sync_of):
-    """One that keeps whatever it was told, whatever the headers say."""
+def test_no_cache_on_the_way_answers_for_the_server(replicas, sync_of, monkeypatch):
+    """One that keeps whatever it was told, whatever the headers say. Nor does a proxy of the environment."""
     kept = {}
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
 
     def answer(request):
         if request.path not in kept or request.method != "GET":
             url = replicas[0].http.url + request.path
-            found = httpx.request(
-                request.method, url, content=request.content, headers=request.headers, timeout=60, verify=False
-            )
+            with httpx.Client(trust_env=False, verify=False, timeout=60) as client:
+                found = client.request(request.method, url, content=request.content, headers=request.headers)
             kept[request.path] = Reply(found.status_code, found.content, len(found.content))
         return kept[request.path]
 

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 
+from mt_grpo.errors import ConfigError
 from mt_grpo.vllm_plugin.checksum import Checksum, file_checksum, read_tensors
-from mt_grpo.weights.weight_file import WeightFile, make_folder, write_weights
+from mt_grpo.weights.weight_file import WeightFile, make_folder, shared_folder, write_weights
 
 TENSORS = {
     "odd": torch.arange(3, dtype=torch.bfloat16),
@@ -150,3 +152,10 @@ def test_what_a_killed_process_left_is_removed(shared, tmp_path):
     own = make_folder(root)
     assert own.exists() and not left.exists()
     own.rmdir()
+
+
+@pytest.mark.parametrize("folder", ["/proc/x", "/dev/null/x"])
+def test_a_place_that_takes_no_weights_is_said_at_the_start(folder):
+    with pytest.raises(ConfigError, match=f"can be made in {folder} .*set `weight_sync_folder`") as caught:
+        shared_folder(folder, Accelerator(cpu=True))
+    assert "\n" not in str(caught.value)

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
+from mt_grpo.addresses import is_local
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
 from mt_grpo.rollout.engines.vllm.http import RequestFailed, ServerControl
 from mt_grpo.vllm_plugin.fetch import time_limit
@@ -24,7 +25,7 @@ from mt_grpo.weights.updates import WeightSyncError, check_folder, confirm
 
 SLACK = 30.0
 """Seconds that a server has to say that a fetch has failed."""
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
+HERE = "127.0.0.1"
 
 
 @weight_transport("http")
@@ -75,9 +76,9 @@ class HttpTransport(SafetensorsTransport):
         """Offers the files; where, for each server."""
         urls = self.client.base_urls
         addresses = {url: _own_address(url) for url in urls}
-        alone = all(urlsplit(url).hostname in LOOPBACK for url in urls)
+        alone = all(is_local(urlsplit(url).hostname) for url in urls)
         try:
-            self._offer = FileOffer(self._folder, "127.0.0.1" if alone else "", port)
+            self._offer = FileOffer(self._folder, HERE if alone else "", port)
         except OSError as error:
             raise WeightSyncError(
                 f"The weights cannot be offered at port {port} ({error.strerror}): set `weight_sync_port` to another "
@@ -158,12 +159,14 @@ class HttpTransport(SafetensorsTransport):
 def _host(url: str) -> str | None:
     """The machine of a server, as far as its address says."""
     host = urlsplit(url).hostname
-    return LOOPBACK[0] if host in LOOPBACK else host
+    return HERE if is_local(host) else host
 
 
 def _own_address(url: str) -> str:
     """The address that this machine has in the network of a server. Nothing is sent to find it."""
     parts = urlsplit(url)
+    if is_local(parts.hostname):
+        return HERE
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((parts.hostname, parts.port or 80))
