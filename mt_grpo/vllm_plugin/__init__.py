@@ -9,6 +9,9 @@ from functools import partialmethod
 BACKEND = "safetensors"
 """Name of the weight-transfer engine, as in `--weight-transfer-config '{"backend": "safetensors"}'`."""
 
+IDENTITY = "mt-grpo-server"
+"""Header that the guard adds to answers: the server's fingerprint, which not all of vLLM's bodies carry."""
+
 SECONDS_TO_END = 3
 """Seconds that requests under way have to finish when the server is told to end."""
 

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
+from mt_grpo.vllm_plugin import IDENTITY
 from mt_grpo.vllm_plugin.fetch import Fetcher, FetchError
 from mt_grpo.vllm_plugin.keys import remove_key, write_key
 
@@ -112,6 +113,7 @@ class Guard:
         self._fetcher = Fetcher()
         self._queries = SCHEDULING | SLEEP if os.environ.get(SLEEPS) else SCHEDULING
         self._ending = False
+        self._identity: list[tuple[bytes, bytes]] = []
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -127,7 +129,13 @@ class Guard:
         elif scope["path"] == FETCH:
             await self._fetch(receive, send)
         else:
-            await self._app(scope, receive, send)
+
+            async def named(message: Message) -> None:
+                if message["type"] == "http.response.start":
+                    message = {**message, "headers": [*message["headers"], *self._identity]}
+                await send(message)
+
+            await self._app(scope, receive, named)
 
     @contextlib.contextmanager
     def _listening(self) -> Iterator[None]:
@@ -152,6 +160,8 @@ class Guard:
     async def _live(self, scope: Message, receive: Receive, send: Send) -> None:
         args = scope["app"].state.args
         self._keys = [key for key in args.api_key or [os.environ.get("VLLM_API_KEY")] if key]
+        if fingerprint := vars(args).get("fingerprint_value"):
+            self._identity = [(IDENTITY.encode(), fingerprint.encode())]
         if self._keys:
             return await self._app(scope, receive, send)
         key = secrets.token_urlsafe(32)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import itertools
 from contextlib import contextmanager
 
 import msgspec
@@ -16,6 +17,7 @@ from mt_grpo.concurrency import run
 from mt_grpo.forward.images import ImageInputs
 from mt_grpo.images import IMAGE
 from mt_grpo.rollout.engines.vllm.http import ServerSetupError
+from mt_grpo.vllm_plugin import IDENTITY
 
 TOKEN = 7
 PIXELS, GRID = torch.arange(24.0).reshape(12, 2), torch.tensor([[1, 3, 4]])
@@ -94,6 +96,30 @@ def ask(server, tokenizer, images, *contexts):
 @pytest.fixture(scope="module")
 def tokenizer():
     return build_tokenizer()
+
+
+@pytest.mark.parametrize(("names", "routed"), [("a", False), ("ab", True)])
+def test_answers_with_images_name_their_server(tokenizer, names, routed):
+    """In a header: a server is not asked for its weights, and a router is noticed."""
+    looker, left = Looker(), itertools.cycle(names)
+
+    def named(body):
+        return (*looker(body), {IDENTITY: next(left)})
+
+    with served(tokenizer, named) as server:
+        client = client_of(tokenizer, server, media_tokens={IMAGE: TOKEN}, server_timeout=20)
+        client.weight_version = 7
+
+        async def go():
+            for number in range(5):
+                await client.generate_with_images([1, -4, -4, -4, 2], {-4: image()}, SAMPLING, str(number))
+
+        if routed:
+            with pytest.raises(ServerSetupError, match="is several servers in turn, as behind a router"):
+                run(closing(client, go()))
+        else:
+            run(closing(client, go()))
+            assert not server.asked("/weight_info")
 
 
 def test_images_are_sent_as_the_model_takes_them(tokenizer):

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from mt_grpo.rollout.engines.vllm.http import ServerSetupError, find_key
-from mt_grpo.vllm_plugin import keys
+from mt_grpo.vllm_plugin import IDENTITY, keys
 from mt_grpo.vllm_plugin.guard import ALLOWED, FETCH, SCHEDULING, SLEEP, SLEEPS, Guard
 
 KEY = "the key"
@@ -204,6 +204,14 @@ def test_web_pages_can_neither_ask_nor_read(guarded, origin, method, path):
     assert answer["status"] == 403
     assert not [name for name, _ in answer["headers"] if name.startswith(b"access-control")]
     assert not server.reached
+
+
+def test_every_answer_names_its_server(monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", KEY)
+    guard = Guard(Server())
+    live(guard, args=SimpleNamespace(**vars(ARGS), fingerprint_value="this one"))
+    for path in ("/v1/completions", "/inference/v1/generate"):
+        assert (IDENTITY.encode(), b"this one") in ask(guard, "POST", path, bearer())["headers"]
 
 
 def test_a_websocket_is_closed_before_it_is_open(guarded):

@@ -22,6 +22,7 @@ from mt_grpo.rollout.engines.vllm.http import (
     RequestFailed,
     Server,
     ServerSetupError,
+    ask_identified,
     router_words,
 )
 from mt_grpo.rollout.engines.vllm.images import (
@@ -316,12 +317,13 @@ class VLLMServerClient(VLLMServers):
                 drops = server.drops
                 try:
                     limit = self.request_timeout + more
-                    answer = await self._call(server, "POST", path, await content(server, failures), limit)
+                    body = await content(server, failures)
+                    answer, name = await ask_identified(self._connection().http, server, "POST", path, body, limit)
                     found = read(answer, f"POST {server.url}{path}")
-                    # other answers say nothing of the server
-                    fingerprint = _identity(server, answer) if path == COMPLETIONS else server.fingerprint
+                    fingerprint = _identity(server, answer) if path == COMPLETIONS else name or server.fingerprint
                     restarted = server.fingerprint not in (None, fingerprint)
-                    if path != COMPLETIONS or str(fingerprint).startswith(_OF_CONFIGURATION):
+                    # where an answer says nothing of the process that gave it
+                    if (path != COMPLETIONS and name is None) or str(fingerprint).startswith(_OF_CONFIGURATION):
                         restarted |= not await self._has_weights(server)
                 except RequestFailed as error:
                     # a server that was restarted knows no adapter, and says so with a 404

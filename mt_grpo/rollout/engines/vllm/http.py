@@ -25,6 +25,7 @@ import orjson
 from mt_grpo.concurrency import run
 from mt_grpo.errors import UserError
 from mt_grpo.rollout.engine import EngineError, ServerSetupError
+from mt_grpo.vllm_plugin import IDENTITY
 from mt_grpo.vllm_plugin.keys import read_key
 
 if TYPE_CHECKING:
@@ -215,9 +216,10 @@ def _found(answer: Any, read: Read, request: str) -> Any:
 
 async def exchange(
     http: aiohttp.ClientSession, server: Server, method: str, path: str, content: bytes | None, timeout: float
-) -> tuple[int, bytes]:
+) -> tuple[int, bytes, str | None]:
     """
-    Status and body of a server's answer. A request that is refused for its key is sent again if another key is found.
+    Status and body of a server's answer, and the identity that its guard gives it. A request that is refused for its
+    key is sent again if another key is found.
 
     Raises:
         RequestFailed: If there is no answer within `timeout` seconds.
@@ -230,12 +232,12 @@ async def exchange(
         key = server.key
         try:
             async with http.request(method, url, data=content, timeout=limit, headers=headers(key)) as answer:
-                status, body = answer.status, await answer.read()
+                status, body, identity = answer.status, await answer.read(), answer.headers.get(IDENTITY)
         except (TimeoutError, aiohttp.ClientError) as error:
             raise no_answer(f"{method} {server.url}{path}", error) from error
         # another request may have looked the key up meanwhile
         if status != 401 or not (server.key != key or server.renew_key()):
-            return status, body
+            return status, body, identity
 
 
 async def ask(
@@ -247,8 +249,16 @@ async def ask(
     timeout: float = CONNECT_TIMEOUT,
 ) -> Any:
     """The decoded answer of a server. Raises as `exchange` and `read_answer` do."""
-    status, body = await exchange(http, server, method, path, content, timeout)
-    return read_answer(f"{method} {server.url}{path}", status, body)
+    answer, _ = await ask_identified(http, server, method, path, content, timeout)
+    return answer
+
+
+async def ask_identified(
+    http: aiohttp.ClientSession, server: Server, method: str, path: str, content: bytes | None, timeout: float
+) -> tuple[Any, str | None]:
+    """The decoded answer of a server, and the identity that its guard gives it; `None` where there is no guard."""
+    status, body, identity = await exchange(http, server, method, path, content, timeout)
+    return read_answer(f"{method} {server.url}{path}", status, body), identity
 
 
 async def wait_for_servers(
@@ -305,7 +315,7 @@ async def wait_for_servers(
 
 async def _hear(http: aiohttp.ClientSession, server: Server) -> None:
     """Asks a server for its health. The status says it: what stands before a server may answer with a text."""
-    status, body = await exchange(http, server, "GET", "/health", None, CONNECT_TIMEOUT)
+    status, body, _ = await exchange(http, server, "GET", "/health", None, CONNECT_TIMEOUT)
     if status != 200:
         read_answer(f"GET {server.url}/health", status, body)
 
@@ -412,11 +422,11 @@ class ServerControl:
         content = None if body is None else orjson.dumps(body)
         target = f"{path}?{urlencode(params)}" if params else path
 
-        async def call() -> tuple[int, bytes]:
+        async def call() -> tuple[int, bytes, str | None]:
             async with open_session() as http:
                 return await exchange(http, self._server, method, target, content, limit)
 
-        status, answer = run(call())
+        status, answer, _ = run(call())
         if status == 200 and (path.endswith("_lora_adapter") or path == "/health"):  # answered in plain words
             return answer.decode(errors="replace")
         return read_answer(f"{method} {self.base_url}{target}", status, answer)

@@ -311,7 +311,7 @@ class Connections:
         if server.url not in self.gates:
 
             async def look() -> Pressure | None:
-                status, body = await exchange(self.http, server, "GET", METRICS, None, CONNECT_TIMEOUT)
+                status, body, _ = await exchange(self.http, server, "GET", METRICS, None, CONNECT_TIMEOUT)
                 if status != 200:
                     read_answer(f"GET {server.url}{METRICS}", status, body)
                 return read_pressure(body.decode(errors="replace"))
