@@ -146,6 +146,29 @@ def test_answers_of_several_servers_in_turn_end_the_run(tokenizer, start):
         asyncio.run(asyncio.wait_for(go(), 60))
 
 
+def test_an_engine_that_dies_in_mid_sampling_is_left_out(tokenizer, start):
+    """Its process answers with errors."""
+    dead = []
+
+    def complete(number, body):
+        return (500, {"error": {"message": "EngineCore encountered an issue."}}) if dead else completion(20)
+
+    dying = start(complete, **{"/health": lambda body: (503 if dead else 200, "")})
+    client = client_of(tokenizer, dying, start(), server_timeout=20)
+
+    async def go():
+        await client.connect()
+        first = [await client.generate([number], SAMPLING, str(number)) for number in range(8)]
+        dead.append(True)
+        second = [await client.generate([number, 1], SAMPLING, str(number)) for number in range(8)]
+        await client.close()
+        return first, second
+
+    first, second = asyncio.run(asyncio.wait_for(go(), 60))
+    assert {20} < {sample.ids[0] for sample in first} and {sample.ids[0] for sample in second} == {5}
+    assert [server.up for server in client.pool.servers] == [False, True]
+
+
 @pytest.mark.parametrize("fingerprint", [None, ""])
 def test_an_answer_that_names_no_server_ends_the_run(tokenizer, start, fingerprint):
     """Behind a router each may come from another one."""

@@ -127,6 +127,28 @@ def test_an_engine_that_dies_is_left_out_and_taken_back(replicas, sync_of, path,
     assert sync.checksum == replicas[1].loaded
 
 
+@pytest.mark.parametrize("path", ["/update_weights", "/finish_weight_update"])
+def test_a_run_waits_for_its_only_engine(replicas, sync_of, path):
+    """It gets the weights once more when it is back."""
+    looks = []
+
+    def answer(method, asked, body):
+        if replicas[0].dead and asked == "/health":
+            looks.append(asked)
+            replicas[0].dead = len(looks) < 3 + len(http.DELAYS)
+            replicas[0].dies_at, replicas[0].active = None, False
+            return 503, {}
+        return replicas[0].answer(method, asked, body)
+
+    replicas[0].http._script = answer
+    sync = sync_of(replicas[0].http.url)
+    sync.sync(0)
+    replicas[0].dies_at = path
+    sync.sync(1)
+    assert looks and step_of(replicas[0].version) == "1" and sync.checksum == replicas[0].loaded
+    assert sync.client.pool.servers[0].up
+
+
 def test_an_engine_that_died_after_rollouts_ends_no_run(replicas, sync_of):
     sync = sync_of([replica.http.url for replica in replicas])
     sync.sync(0)
