@@ -11,8 +11,10 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from itertools import islice
 from typing import Any
 
+import attrs
 import re2
 from jsonschema import Draft202012Validator, FormatChecker, ValidationError
 from jsonschema.exceptions import best_match
@@ -26,8 +28,11 @@ CHECK_SECONDS = 0.5
 SCHEMA_SECONDS = 5.0
 """Most processor time to check the schema itself, once when a tool is made."""
 
-MAX_MATCH_WORK = 10**8
-"""Characters times RE2's instructions: what RE2 may need at worst, some 0.5 s."""
+MATCH_WORK = 2 * 10**8
+"""Characters times RE2's instructions in a second, at worst."""
+
+MAX_ERRORS = 1_000
+"""Errors of one check that are looked for: one is told."""
 
 MAX_UNEVALUATED = 1_000
 """Members that `unevaluatedProperties` and `unevaluatedItems` are held against; their work grows by the square."""
@@ -110,7 +115,7 @@ class ArgumentCheck:
 
     def errors(self, arguments: Any) -> list[ValidationError]:
         """
-        Everything that is wrong with the arguments.
+        What is wrong with the arguments, up to `MAX_ERRORS`.
 
         Raises:
             ValueError: If they cannot be checked, e.g. because a reference leads nowhere, or it would take too long.
@@ -124,7 +129,7 @@ class ArgumentCheck:
 def _errors(validator: Any, instance: Any, seconds: float) -> list[ValidationError]:
     token = _ends_at.set(time.thread_time() + seconds)
     try:
-        return list(validator.iter_errors(instance))
+        return list(islice(validator.iter_errors(instance), MAX_ERRORS))
     finally:
         _ends_at.reset(token)
 
@@ -162,7 +167,7 @@ def _found(pattern: str, text: str) -> bool:
     compiled = _compiled(pattern)
     if isinstance(compiled, str):
         return True
-    if compiled.programsize * len(text) > MAX_MATCH_WORK:
+    if compiled.programsize * len(text) > MATCH_WORK * (_ends_at.get() - time.thread_time()):
         raise TooMuchWork("the text is too long for its pattern")
     return compiled.search(text) is not None
 
@@ -200,13 +205,29 @@ def _unique_items(validator: Any, unique: Any, instance: Any, schema: Any) -> It
         yield ValidationError("there are equal items")
 
 
+def _enum(validator: Any, values: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
+    key = _as_key(instance)
+    if not any(_as_key(value) == key for value in values):
+        yield ValidationError("it is none of the values")
+
+
+def _const(validator: Any, value: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
+    yield from _enum(validator, [value], instance, schema)
+
+
 def _as_key(value: Any) -> Any:
-    """Equal for equal JSON values alone: 1 and 1.0 are, 1 and true are not."""
+    """
+    Equal for equal JSON values alone: 1 and 1.0 are, 1 and true are not. Numbers become text, since only the hashes of
+    text cannot be made equal by whoever chooses the values.
+    """
+    _go_on()
     if isinstance(value, list):
         return "list", tuple(_as_key(item) for item in value)
     if isinstance(value, dict):
         return "dict", frozenset((name, _as_key(item)) for name, item in value.items())
-    return ("bool", value) if isinstance(value, bool) else value
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return (type(value).__name__, repr(value)) if isinstance(value, int | float) else value
 
 
 def _few(keyword: Callable[..., Any]) -> Callable[..., Any]:
@@ -218,14 +239,22 @@ def _few(keyword: Callable[..., Any]) -> Callable[..., Any]:
     return check
 
 
-def _counted(keyword: Callable[..., Any]) -> Callable[..., Any]:
-    """The keyword's own check, unless the time is over."""
+def _timed(errors_of: Callable[..., Any]) -> Callable[..., Any]:
+    """What yields errors, as long as there is time."""
 
-    def check(validator: Any, value: Any, instance: Any, schema: Any) -> Any:
+    def check(*args: Any, **options: Any) -> Iterator[ValidationError]:
         _go_on()
-        return keyword(validator, value, instance, schema)
+        for error in errors_of(*args, **options) or ():
+            _go_on()
+            yield error
 
     return check
+
+
+def _evolve(self: Any, **changes: Any) -> Any:
+    """This validator for another schema, also where that has a `$schema`: other validators have no bound."""
+    kept = {each.alias: getattr(self, each.name) for each in attrs.fields(type(self)) if each.init}
+    return type(self)(**kept | changes)
 
 
 _KEYWORDS = {
@@ -234,8 +263,12 @@ _KEYWORDS = {
     "patternProperties": _pattern_properties,
     "additionalProperties": _additional_properties,
     "uniqueItems": _unique_items,
+    "enum": _enum,
+    "const": _const,
     "unevaluatedProperties": _few(Draft202012Validator.VALIDATORS["unevaluatedProperties"]),
     "unevaluatedItems": _few(Draft202012Validator.VALIDATORS["unevaluatedItems"]),
 }
 
-_Bounded = extend(Draft202012Validator, {name: _counted(keyword) for name, keyword in _KEYWORDS.items()})
+_Bounded: Any = extend(Draft202012Validator, _KEYWORDS)
+_Bounded.iter_errors, _Bounded.descend = _timed(_Bounded.iter_errors), _timed(_Bounded.descend)
+_Bounded.evolve = _evolve

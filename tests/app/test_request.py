@@ -248,7 +248,7 @@ def test_nothing_heavy_is_imported_to_refuse_or_to_help(answers):
     assert answers[3] == []
 
 
-def test_names_of_other_trainers_are_told_before_near_spellings():
+def test_names_of_other_trainers_are_told_before_spellings():
     known = load_schema().properties
     others = [(own, other) for own, names in SYNONYMS.items() for other in names.split()]
     assert len({other for _, other in others}) == len(others)
