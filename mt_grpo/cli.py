@@ -181,7 +181,7 @@ def rollout(arguments: list[str]) -> int:
         show_audit(audit_conversations(trainer), console)
     if folder is not None:
         console.print(save_conversations(trainer, resolved, folder), highlight=False, markup=False)
-    return 0
+    return int(all(trajectory.failed for trajectory in trajectories))  # what failed is told of
 
 
 def serve(arguments: list[str]) -> int:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
@@ -28,7 +29,7 @@ from mt_grpo.rollout import RolloutError
 from mt_grpo.rollout.engines.vllm.http import ServerGoneError
 from mt_grpo.rollout.token_check import examine_template
 from mt_grpo.runlog import open_run
-from mt_grpo.runlog.findings import find_in_run
+from mt_grpo.runlog.findings import Counts, find_in_run
 from mt_grpo.training.checkpoint import says_what_cannot_be_written
 from mt_grpo.training.folder import clear_folder, locked
 from mt_grpo.training.nonfinite import NonFiniteError
@@ -72,6 +73,7 @@ def run_training(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console
         NonFiniteError: If a loss, a gradient or a weight is not finite; likewise, unless weights are not.
         RewardError: If a reward fails; likewise.
         PreemptedError: If the machines are wanted back; likewise.
+        RolloutError: Also after the results are written, if every conversation failed.
     """
     with locked(trainer.args, trainer.model.config.name_or_path):
         try:
@@ -185,6 +187,9 @@ def _run(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console: Consol
     console.print(f"{summary['seconds']:.0f} s of training and evaluation. Written to {folder}:", markup=False)
     for line in report.files_left(folder):
         console.print(f"  {line}", highlight=False, markup=False)
+    counts = Counts().add_table(run.rows, np.arange(len(run.rows)))
+    if counts.failed and not counts.held:  # the trainer ends a run of two batches or more sooner
+        raise RolloutError(f"Every conversation of the run failed, the first with: {counts.first_failure}")
     console.print("What to do next:", highlight=False)
     adapter = isinstance(trainer.accelerator.unwrap_model(trainer.model), PeftModel)
     for what, command in report.next_steps(args, adapter):

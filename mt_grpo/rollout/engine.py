@@ -70,7 +70,7 @@ class ServerSetupError(UserError, ValueError):
 
 
 class RolloutError(UserError, RuntimeError):
-    """All conversations of two batches in a row failed, so the next ones would fail too. It ends the run."""
+    """All conversations of two batches in a row, or of a whole run, failed. It ends the run."""
 
 
 class Engine(Protocol):

@@ -111,6 +111,19 @@ def test_a_run_tells_what_turn_rewards_have_no_credit(recipe, tmp_path, caplog, 
     assert audit["uncredited_at_turn"] == audit["uncredited_up_to_turn"] == share
 
 
+@pytest.mark.parametrize("command", ["train", "rollout"])
+def test_where_every_conversation_failed_the_exit_code_is_1(recipe, tmp_path, capsys, command):
+    keys = {"agent": {"command": "false"}, "outcome_reward_funcs": ["env_reward"], "max_steps": 1, "do_eval": False}
+    without = dict.fromkeys(("tools", "system_prompt", "turn_reward_funcs"))
+    assert main([command, *recipe(**keys, **without), *(["--num_prompts", "2"] if command == "rollout" else [])]) == 1
+    printed = capsys.readouterr()
+    if command == "train":
+        assert "mt-grpo: Every conversation of the run failed, the first with: CommandError: false" in printed.err
+        assert (tmp_path / "run" / "model.safetensors").exists() and (tmp_path / "run" / "summary.json").exists()
+    else:
+        assert "2 of 2 conversations failed" in printed.out
+
+
 def test_rollout_shows_conversations_and_trains_nothing(recipe, tmp_path, capsys):
     assert main(["rollout", *recipe(), "--num_prompts", "3"]) == 0
     printed = capsys.readouterr().out

@@ -68,7 +68,7 @@ def as_chat(body: dict[str, Any], threads: Threads, warnings: Warnings) -> dict[
     """
     check_output(body.get("output_config"), "output_config", "effort", warnings)
     _check_edits(body, warnings)
-    chat = {name: body.get(name) for name in SAME}
+    chat: dict[str, Any] = {name: body.get(name) for name in SAME}
     chat |= {"stop": body.get("stop_sequences"), "messages": _system(body)}
     if body.get("tools"):
         chat["tools"] = [_tool(tool, index) for index, tool in enumerate(body["tools"])]
