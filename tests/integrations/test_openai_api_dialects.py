@@ -222,6 +222,23 @@ def test_a_tool_that_others_run_is_refused(kind):
         read_as("messages", {"messages": user("Q"), "tools": [{"type": kind, "name": "a"}]})
 
 
+@pytest.mark.parametrize("wrong", [True, False])
+def test_a_result_that_is_an_error_is_a_call_that_failed(wrong):
+    async def agent(row, client):
+        headers = {"x-api-key": client.api_key}
+        async with httpx.AsyncClient(base_url=client.base_url, trust_env=False, headers=headers) as web:
+            messages = user("Q1")
+            for _ in range(2):
+                message = (await web.post("/messages", json={"tools": [CUSTOM], "messages": messages})).json()
+                results = [{**result(block), "is_error": wrong} for block in asked(message)]
+                messages = [*messages, {"role": "assistant", "content": message["content"]}]
+                messages.append({"role": "user", "content": results})
+
+    (trajectory,), _ = run_agent(agent, [call("Lima"), f"A{END}"])
+    assert trajectory.tree.num_sequences == 1 and trajectory.turns[0].has_result
+    assert trajectory.turns[0].tool_calls[0].error == ("about Lima" if wrong else None)
+
+
 def test_stop_sequences_and_errors_are_told_in_anthropics_form():
     seen = []
 

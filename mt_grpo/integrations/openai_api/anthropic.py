@@ -183,8 +183,8 @@ def _read(message: Any, place: str) -> list[dict[str, Any]]:
     for block in content:
         kind = block.get("type") if isinstance(block, dict) else None
         if kind == "tool_result":
-            read = {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": block.get("content")}
-            results.append(read)
+            named = {"tool_call_id": block.get("tool_use_id"), "is_error": block.get("is_error")}
+            results.append({"role": "tool", "content": block.get("content"), **named})
         elif kind == "tool_use":
             function = {"name": block.get("name"), "arguments": block.get("input")}
             calls.append({"type": "function", "id": block.get("id"), "function": function})

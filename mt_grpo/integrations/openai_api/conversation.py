@@ -104,7 +104,8 @@ class Calls:
                 if call.executed:
                     continue
                 call.result, call.executed = message["content"], True
-                call.error = call.result.removeprefix("Error: ") if call.result.startswith("Error:") else None
+                failed = "is_error" in message or call.result.startswith("Error:")
+                call.error = call.result.removeprefix("Error: ") if failed else None
                 answered.setdefault(turn.index, (turn, []))[1].append(message)
         return list(answered.values())
 

@@ -104,6 +104,7 @@ def _read(message: Any, place: str) -> Message:
     read: Message = {"role": role, "content": read_content(message.get("content"), f"{place}.content")}
     if role == "tool":
         read |= {name: message[name] for name in ("tool_call_id", "name") if isinstance(message.get(name), str)}
+        read |= {"is_error": True} if message.get("is_error") is True else {}  # as Anthropic's clients say it
     elif role == "assistant":
         for name in ("function_call", "audio"):
             if message.get(name):
