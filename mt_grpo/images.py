@@ -174,6 +174,7 @@ def _read_part(part: Any, of_row: bool, known: Files | None) -> Any:
     if sounds.is_sound_part(part):
         return part if sounds.is_read(part) else sounds.read_part(part, of_row)
     if part.get("type") == "video":
+        _check_options(part, part.get("video"), of_row)
         return {**part, "video": _read_frames(part.get("video"), of_row, known)}
     if not is_image_part(part):
         return part
@@ -186,7 +187,22 @@ def _read_part(part: Any, of_row: bool, known: Files | None) -> Any:
             "`images`, or an image in the part itself."
         )
     rest = {key: value for key, value in part.items() if key not in (*KINDS, "type", "detail")}
+    _check_options(rest, [shown], of_row)
     return {"type": "image", "image": read_image(shown, of_row, known), **rest}
+
+
+def _check_options(part: dict[str, Any], shown: Any, of_row: bool) -> None:
+    """
+    Refuses options for the processor, which may enlarge an image to any size, beside images that are text: a tool may
+    have passed on the whole part.
+    """
+    if of_row or not (isinstance(shown, (list, tuple)) and any(isinstance(each, str) for each in shown)):
+        return
+    for name in part.keys() - {"type", "video", "fps", "alt"}:
+        raise MediumError(
+            f"A part whose image is text has {name!r} beside it, which would go to the processor: give the image as "
+            "bytes, or leave that out."
+        )
 
 
 def _read_frames(frames: Any, of_row: bool, known: Files | None) -> list[Any]:

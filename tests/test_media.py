@@ -275,6 +275,19 @@ def test_text_that_a_tool_passes_on_opens_no_file(private, key):
         assert "is text, and only rows of a dataset name files by text" in trajectory.error
 
 
+def test_a_part_that_a_tool_passes_on_asks_the_processor_nothing():
+    data = as_png(picture("red", (16, 16)))
+    small = {"type": "image", "image": data, "max_pixels": 64}
+    assert read_result([small], None).parts[0]["max_pixels"] == 64
+    asked = {"type": "image", "image": url(data), "alt": "a map", "min_pixels": 10**12}
+    for part in (asked, {"type": "video", "video": [url(data)], "fps": 1, "min_pixels": 10**12}):
+        with pytest.raises(MediumError, match="A part whose image is text has 'min_pixels' beside it"):
+            read_result([part], None)
+    del asked["min_pixels"]
+    assert read_result([asked], None).text == "a map"
+    assert read_parts([{**asked, "max_pixels": 64}], of_row=True)[0]["max_pixels"] == 64
+
+
 def test_what_is_no_regular_file_is_one_sentence(private, tmp_path, monkeypatch):
     fifo, link = tmp_path / "fifo", tmp_path / "link.png"
     os.mkfifo(fifo)
