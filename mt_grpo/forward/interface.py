@@ -64,6 +64,8 @@ class TreeMask(Tensor):
             )
         if function is Tensor.__getitem__ and _takes_all(args[1]):  # Gemma 4, before layers that share keys and values
             return args[0]
+        if function is Tensor.detach:  # a reentrant checkpoint, of what a block is given by place (GPT-2)
+            return args[0]
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **(kwargs or {}))
 
