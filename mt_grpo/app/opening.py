@@ -34,9 +34,9 @@ def opened(folder: str, begun: bool = False) -> Run:
     size = sum(path.lstat().st_size for path in (Path(folder) / FOLDER).glob("index*.jsonl"))
     gc.disable()  # what is read stays: looking for garbage in it would take a third of the time
     try:
-        if size < LONG or sys.platform != "linux":
+        if size < LONG:
             return open_run(folder, begun=begun)
-        with _processes() as each:
+        with processes() as each:
             return open_run(folder, each, begun)
     finally:
         gc.freeze()
@@ -44,11 +44,16 @@ def opened(folder: str, begun: bool = False) -> Run:
 
 
 @contextmanager
-def _processes() -> Iterator[Each]:
+def processes() -> Iterator[Each]:
+    """`map` in other processes, which begin at once: call it before there are threads. Linux alone has them."""
+    if sys.platform != "linux":
+        yield map
+        return
     # forks: all is imported here already, and the only thread of this process is this one
     context = multiprocessing.get_context("fork")
     pool = ProcessPoolExecutor(min(MOST, len(os.sched_getaffinity(0))), context, _begin)
     try:
+        list(pool.map(abs, [0]))
         yield pool.map
     finally:
         pool.shutdown(cancel_futures=True)  # waits: the end of this process and that of the pool would meet

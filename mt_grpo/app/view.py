@@ -8,7 +8,7 @@ import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
 
-from mt_grpo.app.opening import opened
+from mt_grpo.app.opening import opened, processes
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean
 from mt_grpo.runlog.export import FORMS
@@ -79,7 +79,8 @@ def view(arguments: list[str]) -> int:
     if folder.is_dir() and not _is_run(folder):
         if "--export" in options:
             raise ConfigError(f"`--export` takes the folder of one run, and {folder} is none: name one in it.")
-        return _serve(Runs(folder), folders[0], port, options)
+        with processes() as each:
+            return _serve(Runs(folder, each), folders[0], port, options)
     exports = "--export" in options
     queries = Queries(opened(folders[0], begun=not exports), None if exports else cached(folder))
     if exports:

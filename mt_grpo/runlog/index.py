@@ -268,7 +268,8 @@ class Index:
         for name, size in sizes.items():
             offset = self._offsets.get(name, 0)
             # part by part: lines take several times as much memory as their bytes
-            for end, part in each(partial(read_part, folder, name), _bounds(folder, name, offset, size)):
+            bounds = list(_bounds(folder, name, offset, size))
+            for end, part in (each if len(bounds) > 1 else map)(partial(read_part, folder, name), bounds):
                 changed += self._merge(part)
                 self._offsets[name] = end
         return np.unique(np.concatenate(changed))

@@ -16,7 +16,7 @@ import orjson
 from mt_grpo.errors import UserError
 from mt_grpo.imports import did_you_mean
 from mt_grpo.runlog import Run, files, open_run
-from mt_grpo.runlog.index import evaluated, lines_of
+from mt_grpo.runlog.index import Each, evaluated, lines_of
 from mt_grpo.runlog.reader import METRICS
 from mt_grpo.runlog.schema import FOLDER, INDEX
 from mt_grpo.runlog.shapes import misfit
@@ -67,13 +67,14 @@ class Runs:
 
     Args:
         folder (`str` or `Path`): The folder.
+        each (`Callable`, *optional*): As for `open_run`.
 
     Raises:
         UserError: If there is no run in it.
     """
 
-    def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
+    def __init__(self, folder: str | Path, each: Each = map) -> None:
+        self.folder, self._each = Path(folder), each
         self._opened: dict[str, Queries] = {}
         self._lock = threading.Lock()
         self._opening: dict[str, threading.Lock] = {}  # of each run: a long one keeps nobody waiting for another
@@ -119,7 +120,7 @@ class Runs:
             lock = self._opening.setdefault(name, threading.Lock())
         with lock:
             if name not in self._opened:
-                run = open_run(self._folder(name), begun=True)
+                run = open_run(self._folder(name), self._each, begun=True)
                 self._opened[name] = Queries(run, cached(run.folder))
             return self._opened[name]
 

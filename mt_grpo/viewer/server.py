@@ -175,10 +175,15 @@ class _Handler(BaseHTTPRequestHandler):
         for key, value in {**HEADERS, **name, "Content-Type": "application/jsonl; charset=utf-8"}.items():
             self.send_header(key, value)
         self.end_headers()
-        for line in chain([first], lines):
-            data = line.encode("utf-8", "backslashreplace")
-            if data:
-                self.wfile.write(b"%x\r\n%b\r\n" % (len(data), data))
+        try:
+            for line in chain([first], lines):
+                data = line.encode("utf-8", "backslashreplace")
+                if data:
+                    self.wfile.write(b"%x\r\n%b\r\n" % (len(data), data))
+        except UserError as error:  # without its end, the browser tells that the file is not whole
+            print(f"{form}.jsonl ends early: {error}", file=sys.stderr)
+            self.close_connection = True
+            return
         self.wfile.write(b"0\r\n\r\n")
 
     def _send(self, status: HTTPStatus, kind: str, body: bytes) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import http.client
 import json
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -215,9 +217,17 @@ def test_trl_trains_on_tokens_and_on_pairs(folder, tmp_path):
     DPOTrainer(model, args=DPOConfig(max_length=None, **options), train_dataset=rows).train()  # as it is
 
 
-def test_the_page_gives_tokens_and_pairs(folder):
-    import urllib.request
+def test_a_download_that_cannot_go_on_is_not_whole(tmp_path, capsys):
+    folder = write(tmp_path / "run", made(([5], [7])), made(([5, -3], [8])))
+    with serving(Queries(open_run(folder))) as server, urllib.request.urlopen(f"{server.url}export/tokens") as answer:
+        assert "input_ids" in json.loads(answer.readline())
+        with pytest.raises(http.client.IncompleteRead):
+            answer.read()
+    said = capsys.readouterr().err
+    assert "tokens.jsonl" in said and "has an image or a sound" in said and "Traceback" not in said
 
+
+def test_the_page_gives_tokens_and_pairs(folder):
     with serving(Queries(open_run(folder))) as server:
         for form, column in (("tokens", "input_ids"), ("preferences", "chosen_mask")):
             with urllib.request.urlopen(f"{server.url}export/{form}?q=mode%3Dtrain") as answer:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 from support.browser import missing, open_browser, serving, watched
 from support.runs import write_run
@@ -86,6 +89,25 @@ def test_runs_are_compared_without_being_opened(folder):
     first = open_run(folder / "first")
     ends = {step["step"] + 1: step["start"] + step["seconds"] for step in first.steps()}
     assert [x for x, _ in by_time] == [ends[row["step"]] - min(ends.values()) for row in first.metrics()]
+
+
+OPENS = """
+import multiprocessing, sys
+from mt_grpo.app.opening import processes
+from mt_grpo.runlog import index
+from mt_grpo.viewer.runs import Runs
+index.PART = 2**12
+with processes() as each:
+    asked = []
+    runs = Runs(sys.argv[1], lambda *read: asked.append(read) or each(*read))
+    print(runs.answer("run", {"run": "first"})["conversations"], len(asked) > 0, end=" ")
+print(len(multiprocessing.active_children()))
+"""
+
+
+def test_long_indices_are_read_by_other_processes(folder):
+    done = subprocess.run([sys.executable, "-c", OPENS, str(folder)], capture_output=True, text=True, timeout=120)
+    assert done.stdout == f"{len(open_run(folder / 'first').rows)} True 0\n", done.stderr
 
 
 def test_files_are_read_again_once_they_are_others(tmp_path):

@@ -155,7 +155,7 @@ def test_conversations_are_downloaded_from_the_page(server, queries):
     assert [line["session"] for line in lines] == [row["session"] for row in queries.run.rows if row["mode"] == "eval"]
     with pytest.raises(urllib.error.HTTPError) as refused:
         urllib.request.urlopen(f"{server.url}export/nothing")
-    assert "give one of messages, sharegpt, jsonl, openinference" in refused.value.read().decode()
+    assert "give one of messages, sharegpt, tokens, preferences, jsonl" in refused.value.read().decode()
 
 
 @pytest.mark.skipif(missing() is not None, reason=missing() or "")
