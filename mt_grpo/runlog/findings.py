@@ -317,7 +317,7 @@ def why_equal(counts: Counts, about: dict[str, Any] | None = None) -> str:
     """
     Why the members of groups earned the same, as a sentence. The questions are blamed only if nothing else stands out.
     """
-    found = [finding.strong for finding in find(counts, about) if finding.kind != "failed"]
+    found = [finding.strong for finding in find(counts, about) if finding.kind not in ("failed", "refused")]
     if found:
         return f"{'; '.join(strong.rstrip(':,') for strong in found)}."
     if counts.right == {True}:

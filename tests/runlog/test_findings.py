@@ -74,6 +74,11 @@ def test_conversations_that_went_on_after_a_refusal_are_told_of():
     )
 
 
+def test_a_refusal_is_no_reason_for_equal_rewards():
+    rows = [row(number, right=True, refused=1, first_refused="`a` forces") for number in range(2)]
+    assert "too easy" in why_equal(Counts().add(rows))
+
+
 def test_a_policy_that_was_never_asked_is_named():
     rows = [row(0, "env_done", turns=0, calls=0, errors=[]) for _ in range(4)]
     assert list(said(rows)) == ["no turn"] and "the policy was never asked" in said(rows)["no turn"]
