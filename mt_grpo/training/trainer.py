@@ -523,10 +523,11 @@ class MTGRPOEnvTrainer(ResumableTrainer):
 
     def _prove_engine(self) -> None:
         """Before the first conversation: whether the model's own engine samples from what is trained."""
-        engine, self._unproven = self._unproven, None
+        engine = self._unproven
         if engine is not None:
             with without_dropout(self.model, True), self._lent_model():
                 self._run_on_all_ranks(lambda: prove_engine(engine, self.accelerator.mixed_precision))
+            self._unproven = None
 
     def _fill_in(self, batch: RolloutBatch, first: int) -> None:
         """Takes the conversations and scores of a batch from the run that is replayed."""

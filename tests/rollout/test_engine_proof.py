@@ -74,7 +74,7 @@ def test_contexts_are_longer_than_small_windows_and_padded_oddly():
     assert [len(context) for context in probe_contexts(TransformersEngine(short, TOKENIZER))] == [4, 3, 4]
 
 
-def test_weights_that_are_not_finite_are_not_blamed_on_the_engine():
+def test_spoilt_weights_are_not_blamed_on_the_engine():
     model = build_model(TOKENIZER).eval()
     model.model.norm.weight.data.fill_(float("nan"))
     assert asyncio.run(measure_engine(TransformersEngine(model, TOKENIZER))).holds
