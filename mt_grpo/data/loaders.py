@@ -76,11 +76,12 @@ def load_rows(
 
     mapping = column_mapping or {}
     columns = list(first)
-    for column in mapping.values():
+    for target, column in mapping.items():
         if column not in columns:
+            turned = f"; write the new name first, `{{{column}: {target}}}`" if target in columns else ""
             raise DatasetError(
                 f"The dataset {name!r} has no column {column!r}, which `column_mapping` names"
-                f"{did_you_mean(column, columns)}: its columns are {', '.join(columns)}."
+                f"{did_you_mean(column, columns)}: its columns are {', '.join(columns)}{turned}."
             )
     for column in schema.columns:
         if column not in columns and column not in mapping:

@@ -62,21 +62,33 @@ def dataset_schema(
     return register
 
 
+ROLES = ("system", "developer", "user", "assistant", "tool")
+OTHER_ROLES = dict.fromkeys(("human", "customer", "prompter"), "user") | {role: role for role in ROLES}
+OTHER_ROLES |= dict.fromkeys(("gpt", "chatgpt", "bot", "ai", "chatbot", "model"), "assistant") | {"function": "tool"}
+"""Roles that datasets have, in lower case, by what chat templates call them. Others are a template's own."""
+
+
 def as_messages(prompt: Any) -> list[dict[str, Any]]:
     """
     A prompt as messages: text as one user message, messages as they are.
 
     Raises:
-        DatasetError: If it is neither, or a message says nothing.
+        DatasetError: If it is neither, or a message says nothing, or its role has another name in chat templates.
     """
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
     if isinstance(prompt, list) and prompt and all(isinstance(item, dict) and "role" in item for item in prompt):
         for item in prompt:
+            role = str(item["role"])
+            if role not in ROLES and (meant := OTHER_ROLES.get(role.lower())):
+                raise DatasetError(f"has a message of role {role!r}: write {meant!r}.")
             if item.get("content") is None and not item.get("tool_calls"):
                 raise DatasetError(f"has a message without `content`: {str(item)[:80]!r}.")
         return prompt
-    raise DatasetError(f"has a prompt that is neither text nor a list of messages: {str(prompt)[:80]!r}.")
+    hint = ""
+    if isinstance(prompt, list) and prompt and all(isinstance(item, dict) and "from" in item for item in prompt):
+        hint = " Write `role` for `from`, `content` for `value`, and the role `user` for `human`."
+    raise DatasetError(f"has a prompt that is neither text nor a list of messages: {str(prompt)[:80]!r}.{hint}")
 
 
 def with_contents_of_one_kind(rows: list[Row]) -> list[Row]:

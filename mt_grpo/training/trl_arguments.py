@@ -17,7 +17,7 @@ from peft.tuners.tuners_utils import BaseTuner
 from torch.nn import Module
 from trl import GRPOConfig
 
-from mt_grpo.data import with_contents_of_one_kind
+from mt_grpo.data import DatasetError, as_messages, with_contents_of_one_kind
 from mt_grpo.errors import ConfigError
 from mt_grpo.rewards import RewardFunc
 from mt_grpo.training.config import MTGRPOConfig
@@ -118,6 +118,10 @@ def check_prompts(train: Any, evaluated: Any, written: bool) -> None:
                 f"The first row of `{name}` has the prompt {str(prompt)[:80]!r}: give text, or a list of messages, "
                 'such as `{"role": "user", "content": ...}`.'
             )
+        try:
+            as_messages(prompt)
+        except DatasetError as error:
+            raise ConfigError(f"The first row of `{name}` {error}") from None
 
 
 def outcomes_of(reward_funcs: Any, outcome_reward_funcs: Any, listed: list[Any] | None) -> list[Any]:

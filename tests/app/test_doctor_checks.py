@@ -11,7 +11,7 @@ from support.models import build_tokenizer
 
 from mt_grpo.app.doctor import memory_plan, probe, surroundings, time_plan
 from mt_grpo.app.doctor.case import Case, examine
-from mt_grpo.app.doctor.command import CHECKS, PLAN
+from mt_grpo.app.doctor.command import CHECKS, ERROR, PLAN
 from mt_grpo.app.recipe import build_recipe
 from mt_grpo.app.request import read_request
 
@@ -41,6 +41,16 @@ def broken(query: str) -> str:
         query: Anything.
     \"\"\"
     raise RuntimeError("no route")
+
+
+def tells(query: str) -> dict:
+    \"\"\"
+    Tells of its failure.
+
+    Args:
+        query: Anything.
+    \"\"\"
+    return {"error": "no route"}
 
 
 def shows(query: str, count: int, kind: str = "a") -> str:
@@ -154,6 +164,25 @@ def test_lengths_are_held_against_the_context(check):
     assert status == ["fail"] and "the context 512" in words
 
 
+@pytest.mark.parametrize(
+    ("result", "fails"),
+    [
+        ("Error: no key", True),
+        ("error 404", True),
+        ('{"error": {"code": 3}}', True),
+        ("[{'error': 'none found'}]", True),
+        ("ValueError: x", True),
+        ("Traceback (most recent call last):", True),
+        ('{"error": null, "hits": []}', False),
+        ("Errors are human.", False),
+        ("No error.", False),
+        ("", False),
+    ],
+)
+def test_a_result_that_tells_of_an_error_is_known(result, fails):
+    assert bool(ERROR.match(result)) == fails
+
+
 class Client:
     """In the place of OpenEnv's: nobody listens at port 1."""
 
@@ -192,6 +221,8 @@ def test_each_tool_is_called_once(check, tmp_path):
     assert "calculator(expression='1 + 1')" in words and "\"'What is 0 of Peru' 1 a\"" in words
     status, words = check("tools", tools=[f"{tmp_path}/tools.py:slow"], tool_timeout=0.1)
     assert status == ["fail"] and "did not answer in 0.1 s" in words
+    status, words = check("tools", tools=[f"{tmp_path}/tools.py:tells"])
+    assert status == ["warn"] and "answered with what reads as an error" in words
     status, words = check("tools", tools=[f"{tmp_path}/tools.py:broken"])
     assert status == ["warn"] and "no route" in words
     assert check("tools", tools=None)[0] == ["ok"]

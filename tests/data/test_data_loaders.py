@@ -13,6 +13,8 @@ import pytest
 
 from mt_grpo.data import DatasetError, load_rows
 from mt_grpo.data.schemas import as_messages, gsm8k_row, triviaqa_row
+from mt_grpo.errors import ConfigError
+from mt_grpo.training.trl_arguments import check_prompts
 
 TRIVIAQA = [
     {
@@ -217,7 +219,30 @@ def test_a_missing_column_is_named_with_those_there_are(tmp_path: Path) -> None:
     said = refusal(path, "train", column_mapping={"prompt": "prompts", "answer": "golden"})
     assert "has no column 'golden', which `column_mapping` names; the nearest is 'gold'" in said
     assert "has no column 'question'" in refusal(f"gsm8k:{path}", "train")
+    said = refusal(path, "train", column_mapping={"prompts": "prompt"})
+    assert said.endswith("its columns are prompts, gold; write the new name first, `{prompt: prompts}`.")
     assert "has no column 'prompt'" in refusal(path, "train", streaming=True)
+
+
+@pytest.mark.parametrize(
+    ("message", "says"),
+    [
+        ({"role": "human", "content": "Hi"}, "has a message of role 'human': write 'user'."),
+        ({"role": "User", "content": "Hi"}, "has a message of role 'User': write 'user'."),
+        ({"role": "gpt", "content": "Hi"}, "has a message of role 'gpt': write 'assistant'."),
+        ({"from": "human", "value": "Hi"}, "Write `role` for `from`, `content` for `value`, and the role `user` for"),
+    ],
+)
+def test_roles_of_other_datasets_are_refused_with_ours(tmp_path: Path, message: dict[str, str], says: str) -> None:
+    path = write(tmp_path / "qa.jsonl", [{"prompt": [message]}])
+    assert says in refusal(path, "train")
+    with pytest.raises(ConfigError, match="The first row of `train_dataset` has"):
+        check_prompts(datasets.Dataset.from_list([{"prompt": [message]}]), None, False)
+
+
+def test_a_role_of_a_templates_own_is_taken(tmp_path: Path) -> None:
+    path = write(tmp_path / "qa.jsonl", [{"prompt": [{"role": "context", "content": "A"}, *user("Q")]}])
+    assert load_rows(path, "train")[0]["prompt"][0]["role"] == "context"
 
 
 def test_a_missing_split_is_refused_with_those_there_are(tmp_path: Path) -> None:

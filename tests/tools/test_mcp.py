@@ -183,6 +183,12 @@ def test_a_server_that_does_not_answer_a_ping_is_replaced(monkeypatch):
     until(lambda: not alive(int(before)))
 
 
+def test_python_is_this_one_where_there_is_no_other(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    tools = mcp_tools(write(tmp_path, alone={**stdio("alone"), "command": "python"}))
+    assert {"add"} <= {tool.name for tool in tools}
+
+
 # Servers that do not start
 
 

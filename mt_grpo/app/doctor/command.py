@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from typing import Any, TextIO
@@ -102,6 +103,14 @@ WORDS = 80
 """Characters of a result, or of an error, that are shown."""
 EXAMPLES = {"expression": "1 + 1", "code": "print(1)"}
 """Arguments by name, for those that the words of a prompt would not suit."""
+MADE_UP = "arguments were made up: see whether it works with those that the model will give"
+ERROR = re.compile(
+    r"""[\s{\[("']*(?:error|exception|traceback|\w+(?:Error|Exception))\b"""
+    r"""(?!["']?\s*[:=]\s*(?:null|none|false|0|""|'')\s*[,}\]])""",
+    re.IGNORECASE,
+)
+"""How a result begins that tells of an error: in words, or as the first key of JSON, unless its value says that there is
+none."""
 LIMIT = 60.0
 """Seconds a call may take where the recipe has no `tool_timeout`."""
 
@@ -137,13 +146,14 @@ def tools(case: Case) -> Lines:
 
 def _outcome(call: ToolCall, limit: float) -> tuple[str, str, str]:
     asked = f"{call.name}({', '.join(f'{name}={value!r}' for name, value in call.arguments.items())})"
+    if call.error is None and ERROR.match(call.result):
+        return WARN, f"{asked} answered with what reads as an error: {_cut(call.result)!r}", MADE_UP
     if call.error is None:
         return OK, f"{asked} answered in {call.seconds:.2f} s: {_cut(call.result)!r}", ""
     if call.executed and call.seconds >= limit:
         mend = "see why it hangs, or raise `tool_timeout`"
         return FAIL, f"{asked} did not answer in {limit:g} s", mend
-    mend = "arguments were made up: see whether it works with those that the model will give"
-    return WARN, f"{asked} answered with an error after {call.seconds:.2f} s: {_cut(call.error)!r}", mend
+    return WARN, f"{asked} answered with an error after {call.seconds:.2f} s: {_cut(call.error)!r}", MADE_UP
 
 
 def remote_of(tool: Tool) -> McpRemote | None:

@@ -10,6 +10,7 @@ import atexit
 import concurrent.futures
 import logging
 import os
+import shutil
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -315,7 +316,10 @@ class Life:
             from mcp.client.stdio import stdio_client
 
             assert config.command is not None  # a server without one has another transport
-            server = StdioServerParameters(command=config.command, args=config.args, env=config.env, cwd=config.cwd)
+            command = config.command
+            if command == "python" and shutil.which(command, path=(config.env or {}).get("PATH")) is None:
+                command = sys.executable
+            server = StdioServerParameters(command=command, args=config.args, env=config.env, cwd=config.cwd)
             with self._words.pipe() as errors:
                 async with stdio_client(server, errlog=errors) as streams:
                     errors.close()  # the server has it, and it is to end with the server
