@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mt_grpo.token_tree import TokenTree, common_prefix
-from mt_grpo.trajectory import StopReason, ToolCall, Trajectory, Turn
+from mt_grpo.trajectory import StopReason, ToolCall, Trajectory, Turn, visible
 
 
 def make_tree(*timesteps):
@@ -273,6 +273,21 @@ def test_a_long_random_trajectory_equals_the_brute_force_trie():
 def test_a_turn_without_content_has_no_text():
     assert Turn(0, {"role": "assistant", "content": None}).text == ""
     assert Turn(0, {"role": "assistant", "content": "hi"}).text == "hi"
+
+
+def test_a_record_has_what_a_tool_returned_as_far_as_json_can_say_it():
+    class Found:
+        def __str__(self):
+            return "found"
+
+    returned = [{"n": 1}, [Found()], {(1, 2): 3}]
+    turn = Turn(0, {}, [ToolCall("f", returned=value) for value in returned] + [ToolCall("f")])
+    assert [call["returned"] for call in turn.to_dict()["tool_calls"]] == [{"n": 1}, ["found"], None, None]
+    assert [call.returned for call in turn.tool_calls] == [*returned, None]
+
+
+def test_control_characters_are_visible_at_any_depth():
+    assert visible({"a\x1b": ["\x07b\n", 1]}) == {"a\\x1b": ["\\x07b\n", 1]}
 
 
 def test_only_the_reply_of_a_tool_that_ran_is_a_result():

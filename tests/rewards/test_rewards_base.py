@@ -25,7 +25,7 @@ from mt_grpo.rewards import (
     load_rewards,
     score_trajectories,
 )
-from mt_grpo.rewards.base import completion_ids
+from mt_grpo.rewards.base import ScoreFunction, completion_ids
 from mt_grpo.rewards.registry import KINDS
 from mt_grpo.trajectory import StopReason, Trajectory, Turn
 
@@ -546,3 +546,7 @@ def test_a_weight_that_is_no_number_is_refused(number, value):
     wrong = type("Wrong", (Returns,), {number: value})(1.0)
     with pytest.raises(RewardListError, match=f"'Wrong' has the `{number}` .*: set a finite number"):
         load_rewards([wrong], "outcome")
+
+
+def test_what_does_not_say_its_parameters_is_in_no_form_of_others():
+    assert not ScoreFunction.fits(max) and not ScoreFunction.fits("score")

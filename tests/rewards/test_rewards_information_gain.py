@@ -96,3 +96,7 @@ def test_a_row_without_a_right_answer_is_refused(value):
 def test_an_unusable_option_is_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         InformationGain(**options)
+
+
+def test_each_turn_scores_the_right_answer_of_its_row():
+    assert InformationGain().answer_at(3, {"answer": ["Lima", "lima"]}) == "Lima"
