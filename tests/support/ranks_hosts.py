@@ -6,6 +6,7 @@ the second host has a copy, and comes to its step again with another loss.
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -49,10 +50,13 @@ def main() -> None:
     train(3, None, 0.1)
     train(3, 3, 0.1)  # the second host has copies of what it went on from
     train(3, 2, 0.1)
-    (own / "run" / "checkpoint-2" / "model-00001-of-00002.safetensors").touch()  # of an earlier run, with other shards
-    if rank == "0":
-        (own / "run" / "checkpoint-2" / "model-00001-of-00002.safetensors").unlink()
+    copy, checkpoint = own / "copy", own / "run" / "checkpoint-2"
+    checkpoint.rename(copy)
     train(2, 1, 0.5)
+    if rank == "1":  # as if another host had been the second one meanwhile
+        shutil.rmtree(checkpoint, ignore_errors=True)
+        copy.rename(checkpoint)
+        (checkpoint / "model-00001-of-00002.safetensors").touch()  # of an earlier run, with other shards
     trainer = train(3, 2, 0.5)
     weights = {name: weight.detach() for name, weight in trainer.model.named_parameters()}
     copied = [path.name for path in Path("run/checkpoint-2").iterdir()]
