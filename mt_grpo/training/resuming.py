@@ -259,8 +259,7 @@ class ResumableTrainer(GRPOTrainer):
             `Path`: The checkpoint's folder.
         """
         folder = self._checkpoint_folder()
-        saved = is_whole(folder)
-        self.accelerator.wait_for_everyone()  # every process looks before one writes
+        saved = gather_object([is_whole(folder)])[0]  # other hosts may not have it; and all look before one writes
         if not saved:
             step, *before = self._begun
             if step == self.state.global_step:  # an unfinished step begins again

@@ -7,17 +7,22 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 folder, rank = Path(sys.argv[1]), os.environ["RANK"]
 os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 
+import pytest  # noqa: E402
 import torch  # noqa: E402
 from datasets import Dataset  # noqa: E402
+from transformers import TrainerCallback  # noqa: E402
 
 from mt_grpo.app.train import leave_group  # noqa: E402
 from mt_grpo.envs import MultiTurnToolEnv  # noqa: E402
+from mt_grpo.preemption import PreemptedError  # noqa: E402
 from mt_grpo.rollout import ScriptedEngine  # noqa: E402
 from mt_grpo.runlog import open_run  # noqa: E402
 from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer  # noqa: E402
@@ -25,7 +30,15 @@ from support.models import CPU_RUN, build_model, build_tokenizer, lookup  # noqa
 from support.ranks import Length, conversation  # noqa: E402
 
 
-def train(last: int, resumed: int | None, rate: float) -> MTGRPOEnvTrainer:
+class Signal(TrainerCallback):
+    """Asks one rank to end the run, after a step that both have saved."""
+
+    def on_save(self, args, state, control, **kwargs):
+        if rank == "1" and state.global_step == 3:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+
+def train(last: int, resumed: int | None, rate: float, *callbacks: TrainerCallback) -> MTGRPOEnvTrainer:
     tokenizer = build_tokenizer()
     rows = [{"prompt": [{"role": "user", "content": f"What is {number} of Peru"}]} for number in range(6)]
     options = {**CPU_RUN, "per_device_train_batch_size": 4, "max_steps": last, "learning_rate": rate}
@@ -38,8 +51,10 @@ def train(last: int, resumed: int | None, rate: float) -> MTGRPOEnvTrainer:
         train_dataset=Dataset.from_list(rows),
         engine=ScriptedEngine(tokenizer, conversation),
         processing_class=tokenizer,
+        callbacks=list(callbacks),
     )
-    trainer.train(None if resumed is None else f"run/checkpoint-{resumed}")
+    with pytest.raises(PreemptedError) if callbacks else nullcontext():
+        trainer.train(None if resumed is None else f"run/checkpoint-{resumed}")
     return trainer
 
 
@@ -57,7 +72,7 @@ def main() -> None:
         shutil.rmtree(checkpoint, ignore_errors=True)
         copy.rename(checkpoint)
         (checkpoint / "model-00001-of-00002.safetensors").touch()  # of an earlier run, with other shards
-    trainer = train(3, 2, 0.5)
+    trainer = train(4, 2, 0.5, Signal())
     weights = {name: weight.detach() for name, weight in trainer.model.named_parameters()}
     copied = [path.name for path in Path("run/checkpoint-2").iterdir()]
     run = open_run("run") if rank == "0" else None
