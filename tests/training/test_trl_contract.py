@@ -109,6 +109,7 @@ PRIVATE = {
         "_logs",
         "_metrics",
         "_name",
+        "_paper",
         "_step",
         "_tag_names",
         "_tokenizer",
