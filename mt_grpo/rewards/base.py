@@ -216,9 +216,10 @@ class ScoreFunction(OutcomeReward):
         text = "\n".join(each if isinstance(each, str) else "\n".join(map(in_words, each)) for each in said)
         given = {name: row.get(name) for name in ("data_source", "extra_info")} | {"ground_truth": self.truth(row)}
         given |= dict.fromkeys(self.SOLUTION, text)
-        score = self.function(**{name: value for name, value in given.items() if _takes(self.function, name)})
-        score = await score if inspect.isawaitable(score) else score
-        return score["score"] if isinstance(score, Mapping) else score
+        found: Any = self.function(**{name: value for name, value in given.items() if _takes(self.function, name)})
+        found = await found if inspect.isawaitable(found) else found
+        score: float | None = found["score"] if isinstance(found, Mapping) else found
+        return score
 
     @classmethod
     def fits(cls, function: Any) -> bool:

@@ -109,8 +109,7 @@ ERROR = re.compile(
     r"""(?!["']?\s*[:=]\s*(?:null|none|false|0|""|'')\s*[,}\]])""",
     re.IGNORECASE,
 )
-"""How a result begins that tells of an error: in words, or as the first key of JSON, unless its value says that there is
-none."""
+"""How a result begins that tells of an error: in words, or as the first key of JSON whose value does not deny it."""
 LIMIT = 60.0
 """Seconds a call may take where the recipe has no `tool_timeout`."""
 
