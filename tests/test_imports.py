@@ -138,3 +138,10 @@ def test_a_file_that_does_not_import_is_told_of_with_its_line(tmp_path, line, to
     with pytest.raises(ImportPathError) as refused:
         import_object(f"{file}:solve", what="agent")
     assert f"The agent '{file}:solve' does not import: {told.format(file=file)}" in str(refused.value)
+
+
+def test_a_file_may_import_what_stands_beside_it(tmp_path, monkeypatch):
+    (tmp_path / "beside_of_a_plugin.py").write_text("word = 'Lima'")
+    (tmp_path / "plugin.py").write_text("from beside_of_a_plugin import word")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert import_object(f"{tmp_path / 'plugin.py'}:word") == "Lima"
