@@ -275,7 +275,7 @@ def test_a_turn_without_content_has_no_text():
     assert Turn(0, {"role": "assistant", "content": "hi"}).text == "hi"
 
 
-def test_a_record_has_what_a_tool_returned_as_far_as_json_can_say_it():
+def test_a_record_has_what_a_tool_returned_as_json():
     class Found:
         def __str__(self):
             return "found"

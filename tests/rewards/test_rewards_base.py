@@ -548,5 +548,5 @@ def test_a_weight_that_is_no_number_is_refused(number, value):
         load_rewards([wrong], "outcome")
 
 
-def test_what_does_not_say_its_parameters_is_in_no_form_of_others():
+def test_what_hides_its_parameters_is_in_no_form_of_others():
     assert not ScoreFunction.fits(max) and not ScoreFunction.fits("score")
