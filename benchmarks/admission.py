@@ -131,7 +131,10 @@ class Simulation:
 
     def __init__(self, cache: int, processes: int, limit: int | None = None) -> None:
         self.cache, self.limit = cache, limit
-        self.processes = [Process(Admission(processes), LOOK * index / processes) for index in range(processes)]
+        self.processes = [
+            Process(Admission(processes, random.Random(index).random), -LOOK * index / processes)
+            for index in range(processes)
+        ]
         self.free = cache
         self.idle: dict[Conversation, None] = {}  # whose prefixes may go, what was used last at the end
         self.kept = 0  # tokens of those
@@ -171,13 +174,14 @@ class Simulation:
         left = len(owner)
         while left:
             told = self.preemptions, self.prefill_seconds, self.computed
-            pressure = Pressure(self.cache, sum(one.cached for one in running) / self.cache, len(running), *told)
+            usage = sum(one.cached for one in running) / self.cache
+            pressure = Pressure(self.cache, usage, len(running), len(waiting), *told)
             while away and away[0][0] <= self.now:
                 self.want(heapq.heappop(away)[2], owner, waiting)
             for process in self.processes:
                 if self.now >= process.look:
-                    process.admission.observe(pressure)
-                    process.look = self.now + LOOK
+                    process.admission.observe(pressure, self.now)
+                    process.look = max(self.now, process.look + LOOK)
                 while process.queue and self.now >= process.begin and process.under_way < (self.limit or math.inf):
                     process.under_way += 1
                     self.want(process.queue.pop(0), owner, waiting)

@@ -19,28 +19,32 @@ from processes import running
 
 
 class Upstream(asyncio.Protocol):
-    """Reads requests off one connection; bodies are counted, not read."""
+    """Reads requests off one connection; bodies are counted, not read. It has no metrics."""
 
     def __init__(self, answer: bytes, median: float, sigma: float, rng: random.Random) -> None:
         self._answer = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(answer), answer)
         self._seconds = lambda: median * rng.lognormvariate(0.0, sigma)
         self._head = b""
-        self._left = 0
+        self._left: int | None = None  # of the body, once the head is read
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        if not self._left:
-            self._head, end, data = (self._head + data).partition(b"\r\n\r\n")
+        if self._left is None:
+            head, end, body = (self._head + data).partition(b"\r\n\r\n")
             if not end:
+                self._head = head
+                return
+            self._head, data = b"", body
+            if head.startswith(b"GET "):
+                self._transport.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
                 return
             name = b"content-length:"
-            lines = self._head.lower().split(b"\r\n")
-            self._left = next(int(line[len(name) :]) for line in lines if line.startswith(name))
-            self._head = b""
+            self._left = next(int(line[len(name) :]) for line in head.lower().split(b"\r\n") if line.startswith(name))
         self._left -= len(data)
         if not self._left:
+            self._left = None
             asyncio.get_running_loop().call_later(self._seconds(), self._write)
 
     def _write(self) -> None:

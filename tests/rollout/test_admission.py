@@ -15,6 +15,7 @@ METRICS = """\
 # HELP vllm:kv_cache_usage_perc KV-cache usage. 1 means 100 percent usage.
 vllm:kv_cache_usage_perc{{engine="0",model_name="m"}} 0.25
 vllm:num_requests_running{{engine="0",model_name="m"}} 3.0
+vllm:num_requests_waiting{{engine="0",model_name="m"}} 1.0
 vllm:num_preemptions_total{{engine="0",model_name="m"}} 2.0
 vllm:prefix_cache_queries_total{{engine="0",model_name="m"}} 900.0
 vllm:prefix_cache_hits_total{{engine="0",model_name="m"}} 500.0
@@ -25,7 +26,7 @@ vllm:cache_config_info{{block_size="16",{size}num_gpu_blocks="100",num_gpu_block
 
 def admission(capacity: float = 1000, **told) -> Admission:
     found = Admission()
-    found.observe(Pressure(capacity, 0.0, **told))
+    found.observe(Pressure(capacity, 0.0, **told), 0)
     return found
 
 
@@ -83,34 +84,108 @@ def test_a_long_pause_gives_the_place_away():
 
 
 def test_a_pause_is_long_by_what_it_costs_to_compute_again():
-    """At 100 tokens a second, 1,000 tokens hold up the other one that runs for ten seconds."""
+    """At 100 tokens a second, those that run, 1,000 tokens, are computed in ten seconds."""
     subject = admission(3000)
-    subject.observe(Pressure(3000, 0.0, prefill_seconds=3.0, prefilled=300))
+    for look in range(200):  # the server was busy, and computed prefixes, long enough to be told
+        subject.observe(Pressure(3000, 1 / 3, prefill_seconds=3.0 * look, prefilled=300 * look), 0)
     assert turns(subject, 0, a=800, b=700, c=600) == ["a", "b"]
     subject.end("a", 200, 0)
-    assert subject.admit(9.9) == [] and subject.admit(10.1) == ["c"]
+    assert subject.admit(9.5) == [] and subject.admit(10.1) == ["c"]
+
+
+def test_all_turns_begin_where_tools_outlast_a_prefix():
+    subject = admission(3000)
+    for look in range(200):
+        subject.observe(Pressure(3000, 1 / 3, prefill_seconds=3.0 * look, prefilled=300 * look), 0)
+    assert turns(subject, 0, a=800, b=700, c=600, d=900) == ["a", "b"]
+    for session in "ab":
+        subject.end(session, 200, 0)
+    subject.observe(Pressure(3000, 1 / 3, prefill_seconds=600.0, prefilled=60000), 60)
+    assert subject.admit(60) == ["c", "d"]
 
 
 def test_shared_prompts_let_more_in():
     subject = admission(2000)
     assert turns(subject, 0, a=500, b=500, c=500) == ["a", "b"]
     for _ in range(10):
-        subject.observe(Pressure(2000, 0.4, running=2))  # 800 tokens for both
+        subject.observe(Pressure(2000, 0.4, running=2), 0)  # 800 tokens for both
     assert subject.admit(1) == ["c"]
 
 
 def test_preemptions_let_fewer_in():
     calm, crowded = admission(2000), admission(2000)
     for number in range(1, 6):
-        calm.observe(Pressure(2000, 0.0))
-        crowded.observe(Pressure(2000, 0.0, preemptions=number))
+        calm.observe(Pressure(2000, 0.0), 10 * number)
+        crowded.observe(Pressure(2000, 0.0, preemptions=number), 10 * number)
     assert turns(calm, 0, a=500, b=500) == ["a", "b"] and turns(crowded, 0, a=500, b=500) == ["a"]
 
 
-def test_processes_share_a_cache():
-    subject = Admission(processes=2)
-    subject.observe(Pressure(2000, 0.0))
-    assert turns(subject, 0, a=500, b=500) == ["a"]
+def test_one_burst_of_preemptions_counts_once():
+    """Requests under way cannot be withdrawn, so that a crowded server goes on to preempt."""
+    subject = admission(2000)
+    for number in range(1, 6):
+        subject.observe(Pressure(2000, 0.0, preemptions=number), 0.5 * number)
+    assert turns(subject, 3, a=450, b=450) == ["a", "b"]
+
+
+@pytest.fixture
+def shared():
+    """One of two processes; it is never drawn to take what seems free beside others."""
+    subject = Admission(processes=2, draw=lambda: 1.0)
+    subject.observe(Pressure(5000, 0.0), 0)
+    return subject
+
+
+def test_processes_begin_with_even_shares_of_a_cache(shared):
+    assert turns(shared, 0, a=1000, b=1000, c=1000) == ["a"]
+
+
+def test_a_process_alone_on_a_server_has_its_whole_cache(shared):
+    turns(shared, 0, a=1000, b=1000, c=1000)
+    shared.observe(Pressure(5000, 0.25, running=1), 0.5)
+    assert shared.admit(0.5) == ["b", "c"]
+
+
+def test_what_others_hold_is_not_taken(shared):
+    turns(shared, 0, a=1000, b=1000, c=1000)
+    shared.observe(Pressure(5000, 0.5, running=2), 0.5)
+    assert shared.admit(0.5) == []
+
+
+@pytest.mark.parametrize(("drawn", "begun"), [(0.1, ["b"]), (0.9, [])])
+def test_of_those_that_see_room_one_is_drawn(drawn, begun):
+    subject = Admission(processes=2, draw=lambda: drawn)
+    subject.observe(Pressure(8000, 0.0), 0)
+    assert turns(subject, 0, a=2500, b=2500) == ["a"]
+    subject.observe(Pressure(8000, 0.3, running=2), 0.5)
+    assert subject.admit(0.5) == begun
+
+
+def test_borrowed_room_is_given_back_as_others_come(shared):
+    turns(shared, 0, a=1000, b=1000, c=1000)
+    shared.observe(Pressure(5000, 0.25, running=1), 0.5)
+    assert shared.admit(0.5) == ["b", "c"]
+    for session in "abc":
+        shared.end(session, 200, 1)
+    for _ in range(60):
+        shared.observe(Pressure(5000, 0.5, running=2), 1)
+    assert turns(shared, 1, a=1200, b=1200, c=1200) == ["a"]
+
+
+def test_a_batch_begins_with_an_even_share_again(shared):
+    """Between two batches nobody looks, and all processes begin at the same time."""
+    turns(shared, 0, a=1000)
+    shared.observe(Pressure(5000, 0.25, running=1), 0.5)
+    shared.leave("a")
+    assert turns(shared, 9, d=1000, e=1000) == ["d"]
+
+
+def test_requests_of_one_conversation_are_not_taken_for_others(shared):
+    """An agent that asks twice at once has two requests under way."""
+    shared.ask("a", 500, 0)
+    assert turns(shared, 0, a=500, b=1000, c=1000) == ["a", "b"]
+    shared.observe(Pressure(5000, 0.3, running=3), 0.5)
+    assert shared.admit(0.5) == ["c"]
 
 
 def test_a_turn_that_ends_after_its_conversation_counts_nothing():
@@ -136,7 +211,7 @@ def test_agents_that_ask_twice_at_once_have_both_turns():
 @pytest.mark.parametrize(("size", "capacity"), [("", 1600), ('kv_cache_size_tokens="800",', 800)])
 def test_the_cache_is_read_in_vllms_metrics(size, capacity):
     told = read_pressure(METRICS.format(size=size))
-    assert told == Pressure(capacity, 0.25, 3.0, 2.0, 8.0, 400.0)
+    assert told == Pressure(capacity, 0.25, 3.0, 1.0, 2.0, 8.0, 400.0)
 
 
 @pytest.mark.parametrize("text", ["", "{}", "vllm:kv_cache_usage_perc 0.5\n", "no metrics"])

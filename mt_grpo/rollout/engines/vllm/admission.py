@@ -6,6 +6,7 @@ of another conversation out of the cache, which is computed again at its next tu
 from __future__ import annotations
 
 import asyncio
+import random
 import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -24,6 +25,11 @@ _TOLD = 5  # looks after which it is known what a token takes
 _SAMPLES = 200  # that a mean remembers
 LOOK = 0.5
 """Seconds between two looks at the cache."""
+CAUTION = 1.15
+"""How much more others may hold than is told of them, before this process takes more than its even share."""
+_REST = 5.0  # seconds from one cut of the share that is given away to the next
+_LOOKS = 20  # that the mean of what others hold remembers
+_SLOWLY, _RECENT = 0.05, 0.98  # weights: of a look in what is busy, and of sums before it
 _UNKNOWN = 200.0  # tokens of an action, and of an observation, before any was seen
 _LESS, _MORE, _LEAST = (
     0.9,
@@ -31,6 +37,7 @@ _LESS, _MORE, _LEAST = (
     0.02,
 )  # share of the cache: after a look at a crowded server, after any other, at least
 
+_random = random.SystemRandom()  # the processes of a run share the seeds of the other generators
 _VALUE = re.compile(r"^(vllm:\w+)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 _LABEL = re.compile(r'\b(num_gpu_blocks|block_size|kv_cache_size_tokens)="(\d+)"')
 
@@ -43,7 +50,7 @@ class Pressure:
     Args:
         capacity (`float`): Tokens that it holds.
         usage (`float`): Share that requests under way hold, from 0 to 1.
-        running (`float`): Requests under way that have room in it.
+        running (`float`), waiting (`float`): Requests under way that have room in it, and that wait for room.
         preemptions (`float`): Requests that lost their place, since the server was started.
         prefill_seconds (`float`), prefilled (`float`): Time that requests waited for their first token once they had a
             place, and the tokens that were computed for it, since the server was started.
@@ -52,6 +59,7 @@ class Pressure:
     capacity: float
     usage: float
     running: float = 0.0
+    waiting: float = 0.0
     preemptions: float = 0.0
     prefill_seconds: float = 0.0
     prefilled: float = 0.0
@@ -74,6 +82,7 @@ def read_pressure(metrics: str) -> Pressure | None:
         capacity,
         sums["vllm:kv_cache_usage_perc"] / engines,
         sums.get("vllm:num_requests_running", 0.0),
+        sums.get("vllm:num_requests_waiting", 0.0),
         sums.get("vllm:num_preemptions_total", 0.0),
         sums.get("vllm:request_prefill_time_seconds_sum", 0.0),
         sums.get("vllm:prefix_cache_queries_total", 0.0) - sums.get("vllm:prefix_cache_hits_total", 0.0),
@@ -86,10 +95,11 @@ class Mean:
 
     value: float = 0.0
     number: int = 0
+    most: int = _SAMPLES
 
     def add(self, value: float) -> None:
         """Takes one more value in."""
-        self.number = min(self.number + 1, _SAMPLES)
+        self.number = min(self.number + 1, self.most)
         self.value += (value - self.value) / self.number
 
 
@@ -124,22 +134,27 @@ class Admission:
     A conversation has a place as long as its context, and those of all that have places, fit into the cache. It keeps
     the place between two turns, since its prefix is cached. One more conversation gets a place if all would fit after
     they have grown for `AHEAD` turns. If they grow beyond the cache, the youngest lose their places and wait, since
-    least was computed for them. Where tools take longer than it costs to compute a prefix again, no place is kept
-    meanwhile, and turns come in the order in which they are asked for.
+    least was computed for them. Where tools take longer than it costs to compute a prefix again, no place is kept, and
+    all turns begin: the server's own queue is as good.
 
     What a token of a context takes of the cache is measured by the server's usage: members of a group share their
     prompts, and a block that is not full takes as much as a full one. Preemptions lower the share that is given away.
 
+    Processes that share a server do not talk to each other. Each has its even share, and more of what the server's
+    usage shows that the others leave; one that is drawn takes all of it, so that they seldom take it at once. It is
+    given back as others need it.
+
     Args:
         processes (`int`, *optional*, defaults to `1`): Processes whose conversations share the server.
+        draw (`Callable`, *optional*): Returns numbers that are evenly drawn from 0 to 1, others in each process.
 
     Attributes:
         capacity (`float`): Tokens that the cache holds; infinite until `observe` is told.
         talks (`dict[str, Talk]`): Conversations that are not over, by session.
     """
 
-    def __init__(self, processes: int = 1) -> None:
-        self._processes = processes
+    def __init__(self, processes: int = 1, draw: Callable[[], float] = _random.random) -> None:
+        self._processes, self._draw = processes, draw
         self.capacity = float("inf")
         self.talks: dict[str, Talk] = {}
         self._asking: dict[str, Talk] = {}
@@ -147,12 +162,16 @@ class Admission:
         self._action, self._observation = Mean(_UNKNOWN, 5), Mean(_UNKNOWN, 5)
         self._pause, self._told, self._used = Mean(), Mean(), Mean()
         self._seen: Pressure | None = None
-        self._first: Pressure | None = None
-        self._share = 1.0
+        self._away = self._busy = 0.0
+        self._computed = self._computing = 0.0
+        self._share, self._cut = 1.0, -_REST
+        self._room, self._kept, self._others = float("inf"), Mean(), Mean(most=_LOOKS)
 
     def ask(self, session: str, tokens: int, now: float) -> None:
         """Notes that a conversation wants a turn after a context of so many tokens."""
         talk = self.talks.get(session)
+        if not self.talks:  # what others hold may have changed since
+            self._room, self._others = self._whole / self._processes, Mean(most=_LOOKS)
         if talk is None:
             talk = self.talks[session] = Talk(self._next_rank())
         elif talk.turns and not (talk.running or talk.asking):
@@ -168,12 +187,14 @@ class Admission:
         """The conversations whose turns begin: by what fits, or `all_of_them` that wait."""
         if not self._asking:
             return []
-        room = FULL * self._share * self.capacity / self._processes / self._per_token
-        action, ahead = self._action.value, AHEAD * (self._action.value + self._observation.value)
-        if all_of_them or self._tokens + len(self.talks) * (action + ahead) <= room:
+        room = self._room / self._per_token
+        action, ahead = self._action.value, self._ahead
+        fits = self._tokens + len(self.talks) * (action + ahead) <= room
+        if all_of_them or fits or self._away > self._longest_pause():
             return [self._let_in(session) for session in list(self._asking)]
         begin = list[str]()
-        placed = {talk for talk in self.talks.values() if talk.running or (talk.placed and self._keeps(talk, now))}
+        shared = self._processes > 1  # others may run where none of ours does
+        placed = {talk for talk in self.talks.values() if self._holds(talk, now)}
         total = sum(talk.tokens + action for talk in placed)
 
         def take(talk: Talk) -> None:
@@ -190,7 +211,7 @@ class Admission:
             for one in younger:
                 if total > room and not one.running:
                     take(one)
-            if total > room and not younger and not talk.running and self._running:
+            if total > room and not younger and not talk.running and (self._running or shared and len(placed) > 1):
                 take(talk)
             else:
                 begin.append(self._let_in(session))
@@ -198,8 +219,7 @@ class Admission:
             if talk in placed or not talk.asking:
                 continue
             need, number = talk.tokens + action, len(placed) + 1
-            stays = self._pause.value < self._longest_pause((total + need) / number)
-            if self._running and total + need + (ahead * number if stays else 0.0) > room:
+            if (self._running or shared and placed) and total + need + ahead * number > room:
                 break
             placed.add(talk)
             total += need
@@ -240,20 +260,54 @@ class Admission:
         for session in list(self.talks):
             self.leave(session)
 
-    def observe(self, pressure: Pressure) -> None:
+    def observe(self, pressure: Pressure, now: float) -> None:
         """Takes in what the server says of its cache."""
         self.capacity = pressure.capacity
-        before, self._seen = self._seen, pressure
-        if self._first is None or before is None or pressure.prefilled < before.prefilled:  # it was restarted
-            self._first = before = pressure
-        preempted = pressure.preemptions > before.preemptions
-        self._share = max(_LEAST, self._share * _LESS) if preempted else min(1.0, self._share * _MORE)
+        before = self._seen
+        if before is None or pressure.prefilled < before.prefilled:  # it was restarted
+            before = pressure
+        self._seen = pressure
+        self._computed = _RECENT * self._computed + pressure.prefilled - before.prefilled
+        self._computing = _RECENT * self._computing + pressure.prefill_seconds - before.prefill_seconds
+        self._busy += (pressure.usage * pressure.capacity - self._busy) * _SLOWLY
+        away = [now - talk.since for talk in self.talks.values() if talk.turns and not (talk.running or talk.asking)]
+        self._away = (self._pause.value * self._pause.number + sum(away)) / (self._pause.number + 1)
+        if pressure.preemptions > before.preemptions and now >= self._cut + _REST:
+            self._share, self._cut = max(_LEAST, self._share * _LESS), now
+        else:
+            self._share = min(1.0, self._share * _MORE)
         if (
             self._running and pressure.running and pressure.usage
         ):  # a server that is in a long step says what was before
             tokens = sum(talk.tokens + self._action.value / 2 for talk in self.talks.values() if talk.running)
             self._told.add(tokens / self._running)
             self._used.add(pressure.usage * pressure.capacity / pressure.running)
+        self._room = self._whole if self._processes == 1 else self._part_of(pressure, now)
+
+    @property
+    def _whole(self) -> float:
+        """The tokens of the cache that are given away."""
+        return FULL * self._share * self.capacity
+
+    def _part_of(self, pressure: Pressure, now: float) -> float:
+        """
+        The tokens of a cache that this process may use. What others hold is told by their requests under way: as many
+        more conversations of theirs are between two turns as of ours, and each grows as ours do.
+        """
+        holding = [talk for talk in self.talks.values() if self._holds(talk, now)]
+        running = sum(talk.running > 0 for talk in holding)
+        if running:
+            self._kept.add((len(holding) - running) / running)
+        each = pressure.usage * pressure.capacity / pressure.running if pressure.running else 0.0
+        others = max(0.0, pressure.running + pressure.waiting - sum(talk.running for talk in holding))
+        needed = others * (1 + self._kept.value) * (each + self._action.value / 2 + self._ahead)
+        self._others.add(needed)
+        own = sum(talk.tokens + self._action.value + self._ahead for talk in holding)
+        whole = self._whole
+        free = whole - CAUTION * self._others.value - own
+        alone = self._others.value < whole / 100
+        taken = free if free < 0 or alone or self._draw() < 1 / self._processes else 0.0
+        return max(whole / self._processes, own + taken)
 
     @property
     def _per_token(self) -> float:
@@ -275,19 +329,24 @@ class Admission:
         self._tokens += tokens - talk.tokens
         talk.tokens = tokens
 
+    @property
+    def _ahead(self) -> float:
+        """Tokens by which a conversation may grow before another one is let in."""
+        return AHEAD * (self._action.value + self._observation.value)
+
+    def _holds(self, talk: Talk, now: float) -> bool:
+        """Whether a conversation has a place."""
+        return talk.running > 0 or (talk.placed and self._keeps(talk, now))
+
     def _keeps(self, talk: Talk, now: float) -> bool:
         """Whether a conversation between two turns still has its place. One that asks for its turn has it."""
-        return talk.asking > 0 or max(self._pause.value, now - talk.since) < self._longest_pause(talk.tokens)
+        return talk.asking > 0 or max(self._away, now - talk.since) < self._longest_pause()
 
-    def _longest_pause(self, tokens: float) -> float:
+    def _longest_pause(self) -> float:
         """Seconds for which it pays to keep so many tokens in the cache: to compute them holds up all others."""
-        if self._seen is None or self._first is None:
+        if self._computed < 1:
             return UNKNOWN_PAUSE
-        computed = self._seen.prefilled - self._first.prefilled
-        if computed <= 0:
-            return UNKNOWN_PAUSE
-        each = (self._seen.prefill_seconds - self._first.prefill_seconds) / computed
-        return tokens * each * max(self._running, 1) * self._processes
+        return self._busy * self._computing / self._computed
 
 
 @dataclass
@@ -382,7 +441,7 @@ class Gate:
                     pressure = await self._look()
                     if pressure is None:
                         break
-                    self._admission.observe(pressure)
+                    self._admission.observe(pressure, time.monotonic())
                 except RequestFailed as error:  # whether the server is down is found out by the requests
                     if error.status is not None and not error.repeat:
                         break
