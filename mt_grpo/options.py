@@ -505,6 +505,7 @@ OF_LIBRARIES = {
     "dataset_test_split": Option("Split to evaluate on.", MODEL),
     "dataset_streaming": Option("Read rows when they are needed.", MODEL),
     "trust_remote_code": Option("Run code that comes with the model.", of_server=True),
+    "num_train_epochs": Option("Passes over the dataset, where `max_steps` is -1.", TRAINING),
     "max_steps": Option("Optimiser steps; -1: by `num_train_epochs`.", TRAINING),
     "num_generations": Option(
         "Conversations for each prompt.",
@@ -536,7 +537,12 @@ OF_LIBRARIES = {
     ),
     "beta": Option("Weight of the KL divergence from a reference.", TRAINING, rule=NOT_BELOW_ZERO),
     "use_peft": Option("Train a LoRA adapter; see `lora_...`.", TRAINING, of_server=True),
-    "lora_r": Option(of_server=True),
+    "lora_r": Option("Rank of a LoRA adapter.", TRAINING, of_server=True),
+    "lora_alpha": Option("Scale of a LoRA adapter, a multiple of 1 / rank.", TRAINING),
+    "lora_target_modules": Option("Layers that get a LoRA adapter.", TRAINING),
+    "lr_scheduler_type": Option("How the learning rate changes: linear, cosine, constant ...", TRAINING),
+    "warmup_steps": Option("Steps until the learning rate is at its highest; below 1, a share of all.", TRAINING),
+    "gradient_checkpointing": Option("Compute activations again, to save memory.", TRAINING),
     "bf16": Option(
         "Compute in bfloat16; weights stay in `dtype`. Where unset, on a GPU that can, unless `fp16` or `use_cpu` is "
         "set.",
@@ -555,12 +561,18 @@ OF_LIBRARIES = {
     "resume_from_checkpoint": Option(
         "A checkpoint's folder; true: the latest; auto: it, if any.", RUN, also="boolean"
     ),
+    "save_strategy": Option("When checkpoints are written: no, steps, epoch or best.", RUN),
     "save_steps": Option("Steps between two checkpoints.", RUN),
     "enable_jit_checkpoint": Option(
         "SIGTERM ends the run after its step, with a checkpoint and status 75.",
         RUN,
         page="runs.md#machines-that-are-wanted-back",
     ),
+    "save_total_limit": Option("Checkpoints to keep.", RUN),
+    "eval_strategy": Option("When the agent is measured during training: no, steps or epoch.", RUN),
+    "eval_steps": Option("Steps between two measures; unset, as `logging_steps`.", RUN),
+    "push_to_hub": Option("Upload the model to the Hub whenever it is saved.", RUN),
+    "hub_model_id": Option("Its name there, as USER/NAME.", RUN),
     "report_to": Option("Where metrics go: wandb, trackio, tensorboard ...", RUN),
     "seed": Option(
         "Seed of everything drawn.",

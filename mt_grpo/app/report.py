@@ -10,7 +10,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from fnmatch import fnmatch
 from pathlib import Path
@@ -24,6 +24,7 @@ from rich.text import Text
 from transformers import TrainerCallback
 
 from mt_grpo.app.recipe_file import asks_for_trust
+from mt_grpo.concurrency import Silence
 from mt_grpo.rewards import RewardFunc
 from mt_grpo.runlog.files import to_json
 from mt_grpo.training.checkpoint import latest_checkpoint
@@ -265,16 +266,22 @@ class RunProgress(TrainerCallback):
         self._step_log = trainer.step_log
         self._begun = time.monotonic()
         self._first_step = 0
+        self._trainer = trainer
+        self._silence = Silence(self._say_how_far)
+        self._doing = ExitStack()
 
     def begin(self) -> None:
-        """Takes the terminal."""
+        """Takes the terminal. In a log it says from here on how far the work is, where nothing else does."""
         if self._bar is not None:
             self._bar.start()
+        elif self._shows:
+            self._doing.enter_context(self._silence)
 
     def end(self) -> None:
         """Gives the terminal back."""
         if self._bar is not None:
             self._bar.stop()
+        self._doing.close()
 
     @contextmanager
     def measuring(self, label: str) -> Iterator[None]:
@@ -319,6 +326,15 @@ class RunProgress(TrainerCallback):
         left = [] if prefix else [self._left(state)]
         line = "  ".join([f"{prefix}step {state.global_step:>{width}}/{state.max_steps}", *words, *filter(None, left)])
         self._console.print(line, highlight=False, markup=False)
+        self._silence.broken()
+
+    def _say_how_far(self) -> None:
+        state = self._trainer.state
+        training, doing = self._trainer.model.training, self._step_log.activity.describe()
+        where = f"step {state.global_step + 1}/{state.max_steps}" if training else "evaluation"
+        if trained := training and len(self._step_log.latest.outputs):
+            doing += f", {trained} of {self._trainer.args.gradient_accumulation_steps} micro-batches done"
+        self._console.print(f"{where}: {doing}", highlight=False, markup=False)
 
     def _left(self, state: Any) -> str:
         """The time that the remaining steps take, at the pace of the steps that this process did."""

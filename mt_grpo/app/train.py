@@ -17,7 +17,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from peft import PeftModel
 from rich.console import Console
 from rich.rule import Rule
-from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+from transformers import TrainerCallback
 
 from mt_grpo.app import report
 from mt_grpo.app.interrupt import tell
@@ -33,6 +33,7 @@ from mt_grpo.runlog.findings import Counts, find_in_run
 from mt_grpo.training.checkpoint import says_what_cannot_be_written
 from mt_grpo.training.folder import clear_folder, locked
 from mt_grpo.training.nonfinite import NonFiniteError
+from mt_grpo.training.step_log.printed import FewerPrinter, FewerProgress
 from mt_grpo.training.step_log.records import read_audit, versions
 from mt_grpo.training.trainer import MTGRPOEnvTrainer
 from mt_grpo.trajectory import Trajectory
@@ -94,8 +95,8 @@ def _run(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console: Consol
     if main:
         (folder / "config.yaml").write_text(yaml.safe_dump(resolved, sort_keys=True), encoding="utf-8")
     trainer.accelerator.wait_for_everyone()
-    trainer.remove_callback(ProgressCallback)
-    trainer.remove_callback(PrinterCallback)
+    trainer.remove_callback(FewerProgress)
+    trainer.remove_callback(FewerPrinter)
     trainer.step_log.table.console = console
     console.print(examine_template(trainer.runner.renderer), highlight=False, markup=False)
     start = time.perf_counter()

@@ -119,6 +119,7 @@ from mt_grpo.training.servers import (
 from mt_grpo.training.staleness import STEP_FACTOR, SmallerSteps, effective_sample_size
 from mt_grpo.training.step_log import Step, StepLog
 from mt_grpo.training.step_log.metrics import means_over_rows, route_metrics, show_advantages
+from mt_grpo.training.step_log.printed import print_fewer
 from mt_grpo.training.trl_arguments import (
     as_list,
     as_rows,
@@ -403,6 +404,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             self.callback_handler.callbacks,
         )
         self.add_callback(self.step_log)
+        print_fewer(self.callback_handler.callbacks)
 
     # A step of training, in the order in which TRL calls: rows in, sampled, scored, credited, and the loss
 

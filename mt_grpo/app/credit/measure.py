@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,7 @@ from transformers.utils.logging import disable_progress_bar
 from trl import ModelConfig, get_peft_config
 
 from mt_grpo.app.credit.choice import Chosen
+from mt_grpo.concurrency import Silence
 from mt_grpo.credit import (
     ADVANTAGE_ESTIMATORS,
     RewardBatch,
@@ -98,10 +100,19 @@ def measure(chosen: Chosen, tell: Tell) -> Found:
     Raises:
         UserError: If the model is not there, or is not the one that sampled; or a conversation has no rewards.
     """
+    doing = ["reading the conversations"]
+    in_terminal = sys.stderr.isatty()  # which has a bar
+    with nullcontext() if in_terminal else Silence(lambda: tell(doing[-1])):
+        return _measure(chosen, tell, doing.append)
+
+
+def _measure(chosen: Chosen, tell: Tell, note: Tell) -> Found:
+    """`note` is given what is done from here on."""
     options = chosen.options
     trajectories = read_conversations(chosen)
     rewards = chosen.run.about["rewards"]
     batch = reward_batch(trajectories, rewards, chosen.group_size)
+    note("loading the model")
     model = load_policy(chosen.model, options)
     check_tokens(trajectories, model, chosen.model)
     truncation = Truncation(max(options["top_k"] or 0, 0), options["top_p"] or 1.0, options["min_p"] or 0.0)
@@ -111,7 +122,8 @@ def measure(chosen: Chosen, tell: Tell) -> Found:
         temperature=options["temperature"],
         truncation=None if truncation == Truncation() else truncation,
     )
-    computed = compute(trajectories, gradients, chosen.model, tell)
+    computed = compute(trajectories, gradients, chosen.model, tell, note)
+    note("comparing the rules")
     own, rules = rules_of(options["advantage_estimator"])
     comparison, left_out = compare(
         computed.gradients,
@@ -251,7 +263,13 @@ class Computed:
     mismatch: float
 
 
-def compute(trajectories: Sequence[Trajectory], gradients: TurnGradients, model: str, tell: Tell) -> Computed:
+def compute(
+    trajectories: Sequence[Trajectory],
+    gradients: TurnGradients,
+    model: str,
+    tell: Tell,
+    note: Tell = lambda line: None,
+) -> Computed:
     """
     Computes the gradient of each turn's log-prob, after it has told how long that takes.
 
@@ -260,6 +278,7 @@ def compute(trajectories: Sequence[Trajectory], gradients: TurnGradients, model:
         gradients (`TurnGradients`): Of the model that sampled them.
         model (`str`): Its name.
         tell (`Callable`): Is given a line before the work begins.
+        note (`Callable`, *optional*): Is given a line about how far it is, after each turn.
 
     Raises:
         UserError: If it is another model, whose log-probs differ from the recorded ones.
@@ -285,6 +304,7 @@ def compute(trajectories: Sequence[Trajectory], gradients: TurnGradients, model:
         start = time.perf_counter()
         found[row, turn], logps = gradients.of_turn(trajectory.tree, turn, trajectory.turns[turn].mask)
         differences[place] = (logps - _recorded(trajectory, turn)).abs()
+        note(f"{len(differences)} of {len(lengths)} turns")
         return time.perf_counter() - start
 
     order = sorted(lengths, key=lengths.__getitem__)
