@@ -11,6 +11,7 @@ import mmap
 import os
 import shutil
 import socket
+import stat
 import tempfile
 import threading
 import time
@@ -64,6 +65,7 @@ class Fetcher:
         self._number = 0
         self._label = ""
         self._lock = threading.Lock()
+        self._closed = False
 
     def fetch(self, url: str, size: int, label: str = "", base: str = "") -> str:
         """
@@ -81,7 +83,10 @@ class Fetcher:
         """
         _check(url, size, label, base)
         with self._lock:
-            if self._folder is None or not self._folder.is_dir():  # some systems tidy up after a user's last session
+            if self._closed:
+                raise FetchError("This server is shutting down.")
+            # some systems tidy up after a user's last session, and then anybody may make something under its name
+            if self._folder is None or not _is_own(self._folder):
                 self._folder, self._label = own_folder(machine(), Path(self._root)), ""
             before = self._folder / f"{self._number}.safetensors"
             held = self._label
@@ -107,7 +112,8 @@ class Fetcher:
             return str(path)
 
     def close(self) -> None:
-        """Removes all files."""
+        """Removes all files. Nothing is fetched afterwards."""
+        self._closed = True
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -220,7 +226,15 @@ def own_folder(name: str, root: Path) -> Path:
     """
     for folder in root.glob(f"{name}-*"):
         process = folder.name.removeprefix(f"{name}-").split("-")[0]
-        with contextlib.suppress(OSError):  # it is removed by others too
-            if folder.lstat().st_uid == os.geteuid() and not Path(f"/proc/{process}").exists():
-                shutil.rmtree(folder, ignore_errors=True)
+        if _is_own(folder) and not Path(f"/proc/{process}").exists():
+            shutil.rmtree(folder, ignore_errors=True)
     return Path(tempfile.mkdtemp(prefix=f"{name}-{os.getpid()}-", dir=root))
+
+
+def _is_own(folder: Path) -> bool:
+    """Whether a folder is there, and this user has made it."""
+    try:
+        status = folder.lstat()
+    except OSError:  # it may be removed by others meanwhile
+        return False
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()

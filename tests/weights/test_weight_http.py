@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import re
+import shutil
 import socket
 import stat
 import struct
@@ -19,6 +21,7 @@ from accelerate import Accelerator
 from support.loopback import Loopback, Reply, free_port
 from support.replicas import Replica, step_of
 
+from mt_grpo.errors import ConfigError
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
 from mt_grpo.vllm_plugin import delta as module
 from mt_grpo.vllm_plugin import fetch
@@ -29,6 +32,7 @@ from mt_grpo.weights import file_offer
 from mt_grpo.weights.file_offer import FileOffer
 from mt_grpo.weights.transports import delta
 from mt_grpo.weights.transports.delta import DeltaTransport
+from mt_grpo.weights.transports.files import SafetensorsTransport
 from mt_grpo.weights.transports.http import HttpTransport
 from mt_grpo.weights.updates import WeightSyncError
 
@@ -141,12 +145,13 @@ def test_a_server_with_another_file_gets_all_weights(remote, changes, model):
     assert fetched(remote) == ["weights", "weights", "change", "weights"] and changes.checksum == remote.loaded
 
 
-def test_in_doubt_all_weights_are_sent_again(remote, changes, model, monkeypatch):
+def test_in_doubt_all_weights_are_sent_again(remote, changes, model, monkeypatch, caplog):
     changes.sync(0)
     model.model.embed_tokens.weight.data[1] *= 1.5
     monkeypatch.setattr(fetch, "apply", lambda change, file: file.view(-1)[-4:].zero_())
     changes.sync(1)
     assert fetched(remote) == ["weights", "weights", "change", "weights"] and changes.checksum == remote.loaded
+    assert "gets its weights in another way: " in caplog.text
 
 
 def test_all_weights_are_sent_now_and_then(remote, changes, monkeypatch):
@@ -288,6 +293,17 @@ def test_a_port_that_is_taken_is_said_at_once(tokenizer, model):
             HttpTransport(client, lambda: model, Accelerator(cpu=True), port=taken.getsockname()[1])
 
 
+@pytest.mark.parametrize("kind", [SafetensorsTransport, HttpTransport])
+def test_without_a_folder_nothing_is_left_for_the_exit(tokenizer, model, monkeypatch, kind):
+    registered = []
+    monkeypatch.setattr(atexit, "register", registered.append)
+    client = VLLMServerClient("http://127.0.0.1:9", tokenizer)
+    with pytest.raises(ConfigError, match="No folder for weights can be made"):
+        kind(client, lambda: model, Accelerator(cpu=True), folder="/proc/x")
+    for close in registered:
+        close()
+
+
 def test_weights_are_offered_at_the_port_that_is_chosen(remote, tokenizer, model):
     port = free_port()
     for _ in range(2):  # a run that is resumed has it again
@@ -408,9 +424,30 @@ def test_nobody_else_reads_or_writes_what_is_fetched(offer, tmp_path, kind):
     assert victim.read_bytes() == b"precious" and not path.parent.is_symlink()
     assert stat.S_IMODE(folder.st_mode) == 0o700 and stat.S_IMODE(file.st_mode) == 0o600 and file.st_nlink == 1
     assert folder.st_uid == file.st_uid == os.geteuid()
+    other = Fetcher(str(root))
+    assert Path(other.fetch(f"{offer}/weights.safetensors", 25_600)).parent.name != path.parent.name
     fetcher.close()
-    assert Path(fetcher.fetch(f"{offer}/weights.safetensors", 25_600)).parent.name != path.parent.name
+    other.close()
+
+
+def test_what_stands_for_a_folder_that_is_gone_is_not_used(offer, tmp_path):
+    """Its name is known by then."""
+    (trap := tmp_path / "trap").mkdir(mode=0o777)
+    fetcher = Fetcher(str(tmp_path))
+    gone = Path(fetcher.fetch(f"{offer}/weights.safetensors", 25_600)).parent
+    shutil.rmtree(gone)
+    gone.symlink_to(trap)
+    assert Path(fetcher.fetch(f"{offer}/weights.safetensors", 25_600)).parent != gone
+    assert not list(trap.iterdir())
     fetcher.close()
+
+
+def test_a_server_that_ends_fetches_nothing_more(offer, tmp_path):
+    """A request may still have waited for the one before it."""
+    fetcher = Fetcher(str(tmp_path))
+    fetcher.close()
+    with pytest.raises(FetchError, match="shutting down"):
+        fetcher.fetch(f"{offer}/weights.safetensors", 25_600)
 
 
 def test_no_link_is_followed_to_another_file(offer, tmp_path):

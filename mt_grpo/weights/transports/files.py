@@ -40,8 +40,8 @@ class FolderTransport(WeightTransport):
         folder: str | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(client, get_model, accelerator, **options)
         self._folder = shared_folder(folder, accelerator)
+        super().__init__(client, get_model, accelerator, **options)
 
     @staticmethod
     def options(args: Any) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import socket
 from collections.abc import Callable
 from operator import itemgetter
@@ -22,6 +23,8 @@ from mt_grpo.weights.file_offer import FileOffer
 from mt_grpo.weights.transport import weight_transport
 from mt_grpo.weights.transports.files import SafetensorsTransport
 from mt_grpo.weights.updates import WeightSyncError, check_folder, confirm
+
+logger = logging.getLogger(__name__)
 
 SLACK = 30.0
 """Seconds that a server has to say that a fetch has failed."""
@@ -52,8 +55,8 @@ class HttpTransport(SafetensorsTransport):
         port: int | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(client, get_model, accelerator, **options)
         self._offer: FileOffer | None = None
+        super().__init__(client, get_model, accelerator, **options)
         self._shares: dict[tuple[str, str], bool] = {}  # whether one server sees what another has fetched
         found: list[tuple[str, dict[str, str]]] = [("", {})]
         if accelerator.is_main_process:
@@ -94,8 +97,8 @@ class HttpTransport(SafetensorsTransport):
         for way in first:
             try:
                 return self._load(server, way(), step)
-            except (RequestFailed, WeightSyncError):  # in doubt, the next one
-                pass
+            except (RequestFailed, WeightSyncError) as error:  # in doubt, the next one
+                logger.warning("The vLLM server at %s gets its weights in another way: %s", server.base_url, error)
         self._load(server, last(), step)
 
     def _ways(self, server: ServerControl, step: int | None) -> list[Callable[[], Path]]:
