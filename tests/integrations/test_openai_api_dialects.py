@@ -309,6 +309,57 @@ def test_what_could_change_the_answer_is_refused_by_name(dialect, name, value):
     assert (error.value.status, error.value.param) == (400, name)
 
 
+OPENAIS = {"type": "function", "name": "a"}
+TOOLS = [
+    ("chat", {"type": "function", "function": {"name": "a", "input_examples": [{}]}}, "function.input_examples"),
+    ("chat", {"type": "function", "function": {"name": "a"}, "defer_loading": True}, "defer_loading"),
+    ("messages", {"name": "a", "defer_loading": True}, "defer_loading"),
+    ("messages", {"name": "a", "input_examples": [{"b": 1}]}, "input_examples"),
+    ("messages", {"type": "bash_20250124", "name": "bash", "allowed_callers": ["code_execution"]}, "allowed_callers"),
+    ("responses", {**OPENAIS, "defer_loading": True}, "defer_loading"),
+]
+
+
+@pytest.mark.parametrize(("dialect", "tool", "name"), TOOLS)
+def test_a_tool_that_is_to_be_shown_otherwise_is_refused(dialect, tool, name):
+    with pytest.raises(ApiError, match="is no field that this server reads") as error:
+        read_as(dialect, {**ASKED[dialect], "tools": [tool]})
+    assert error.value.param == f"tools[0].{name}"
+
+
+def test_a_tools_fields_that_change_nothing_pass():
+    same = {"strict": True, "defer_loading": False, "cache_control": {"type": "ephemeral"}, "input_examples": []}
+    function = {"name": "a", "parameters": {"type": "object"}, "return": {"type": "string"}, "strict": True}
+    read_as("chat", {**ASKED["chat"], "tools": [{"type": "function", "function": function}]})
+    read_as("responses", {**ASKED["responses"], "tools": [OPENAIS | same]})
+    for tool in ({"name": "a"}, {"type": "text_editor_20250728", "name": "a", "max_characters": 9}):
+        read_as("messages", {**ASKED["messages"], "tools": [tool | same]})
+
+
+def test_an_answer_that_anthropics_client_begins_is_refused():
+    with pytest.raises(ApiError, match="ends with the assistant's"):
+        read_as("messages", {"messages": [*user("Q"), {"role": "assistant", "content": "{"}]})
+
+
+def test_tokens_are_counted_of_what_can_be_asked():
+    """Of a past that ends with an answer too; what is too long to be rendered is refused as it is in a turn."""
+    asked = [*user("Q"), {"role": "assistant", "content": "A"}]
+    long = [CUSTOM | {"description": "x" * 20_000}]
+    counted = []
+
+    async def agent(row, client):
+        base = client.base_url.removesuffix("/v1")
+        async with httpx.AsyncClient(base_url=base, trust_env=False, headers={"x-api-key": client.api_key}) as web:
+            for body in ({"messages": asked}, {"messages": asked, "tools": long}):
+                counted.append(await web.post("/v1/messages/count_tokens", json=body))
+        raise openai.OpenAIError("the agent's own")
+
+    (trajectory,), _ = run_agent(agent, [], context_length=1024)
+    assert [answer.status_code for answer in counted] == [200, 400] and counted[0].json()["input_tokens"] > 0
+    assert counted[1].json()["error"]["code"] == "context_length_exceeded"
+    assert "No request reached the policy" not in trajectory.error
+
+
 PASSED = {"user": "u", "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "timeout": 3, "unheard_of": None}
 DECIDED = {
     "chat": {"temperature": 0.5, "reasoning_effort": "low", "seed": 3},

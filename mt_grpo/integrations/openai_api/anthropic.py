@@ -20,6 +20,7 @@ from mt_grpo.integrations.openai_api.request import (
     ParsedRequest,
     Warnings,
     check_output,
+    check_tool,
     wrong,
 )
 from mt_grpo.trajectory import Message
@@ -32,6 +33,10 @@ READ = frozenset(
     )
 )
 """Fields that are honoured, or refused with a sentence of their own."""
+TOOL = frozenset(
+    "type name description input_schema strict cache_control eager_input_streaming max_characters".split()
+)
+"""Fields of a tool: those that are shown, and those that change nothing of what is."""
 CHOICES: dict[Any, str] = {"auto": "auto", "any": "required", "none": "none"}
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -54,7 +59,7 @@ Threads = dict[str, Thread]
 """The threads of a conversation, by the identifier of their latest answer."""
 
 
-def as_chat(body: dict[str, Any], threads: Threads, warnings: Warnings) -> dict[str, Any]:
+def as_chat(body: dict[str, Any], threads: Threads, warnings: Warnings, answered: bool = True) -> dict[str, Any]:
     """
     The body of the same request as a chat completion.
 
@@ -62,6 +67,7 @@ def as_chat(body: dict[str, Any], threads: Threads, warnings: Warnings) -> dict[
         body (`dict`): The decoded JSON.
         threads (`dict`): The threads of the conversation.
         warnings (`Warnings`): Of the run.
+        answered (`bool`, *optional*, defaults to `True`): Whether it is answered, and not only counted.
 
     Raises:
         ApiError: If a field cannot be read, or the thread is unknown.
@@ -79,6 +85,9 @@ def as_chat(body: dict[str, Any], threads: Threads, warnings: Warnings) -> dict[
         raise wrong("messages", "is no list")
     for index, message in enumerate(given):
         chat["messages"] += _read(message, f"messages[{index}]")
+    last = given[-1] if given else None
+    if answered and isinstance(last, dict) and last.get("role") == "assistant":
+        raise wrong("messages", "ends with the assistant's, whose text is not gone on with: end with the user's")
     choice = body.get("tool_choice")
     if choice is not None:
         if not isinstance(choice, dict):
@@ -164,6 +173,7 @@ CLIENTS: dict[str, dict[str, Any]] = {
 def _tool(tool: Any, index: int) -> dict[str, Any]:
     if not isinstance(tool, dict) or not isinstance(tool.get("name"), str):
         raise wrong(f"tools[{index}]", "is no tool of the client's with a name")
+    check_tool(tool, TOOL, f"tools[{index}]")
     kind = tool.get("type") or "custom"
     if kind == "custom":
         shown = {"description": tool.get("description"), "parameters": tool.get("input_schema")}

@@ -291,13 +291,8 @@ class Conversation:
         """
         self.asked = True
         options = self._calls.options(parsed)
-        # the template writes tools and calls whole, and the renderer measures only the content of messages
-        calls = [message["tool_calls"] for message in parsed.messages if "tool_calls" in message]
-        size, most = len(json.dumps([parsed.tools, calls], ensure_ascii=False)), self.policy.context_length
-        if size > CHARACTERS * most:
-            says = f"This model's maximum context length is {most} tokens, and tools and calls have {size} characters."
-            raise self._refusal(ConversationEnded(StopReason.CONTEXT_FULL, says))
         try:
+            self._check_size(parsed)
             opened = list(await self.policy.opened(parsed.messages))
         except MediumError as error:
             raise _cannot_be_shown(error) from error
@@ -321,14 +316,24 @@ class Conversation:
         Raises:
             ApiError: If the messages cannot be shown.
         """
+        self.asked = True
         options = self._calls.options(parsed)
         try:
+            self._check_size(parsed)
             restored, _, _ = self._told.restore(await self.policy.opened(parsed.messages), self._calls)
             return await self.policy.count(self._calls.written(restored, parsed), **options)
         except ConversationEnded as ended:
             raise refused(ended) from ended
         except (TypeError, ValueError) as error:
             raise _cannot_be_shown(error) from error
+
+    def _check_size(self, parsed: ParsedRequest) -> None:
+        """Ends what the template would write whole: the renderer measures only the content of messages."""
+        calls = [message["tool_calls"] for message in parsed.messages if "tool_calls" in message]
+        size, most = len(json.dumps([parsed.tools, calls], ensure_ascii=False)), self.policy.context_length
+        if size > CHARACTERS * most:
+            says = f"This model's maximum context length is {most} tokens, and tools and calls have {size} characters."
+            raise ConversationEnded(StopReason.CONTEXT_FULL, says)
 
     async def _choose(self, parsed: ParsedRequest, messages: list[Any], options: dict[str, Any], key: int) -> Choice:
         try:

@@ -209,6 +209,8 @@ FORCING = frozenset(
     grammar logit_bias bad_words allowed_token_ids logits_processors min_tokens ignore_eos""".split()
 )
 """Fields that force or forbid tokens."""
+TOOL = frozenset("type function name description parameters return strict cache_control".split())
+"""Fields of a tool, or of its function. `return` is what transformers makes of a docstring."""
 UNCHANGED: Mapping[str, Any] = {
     "modalities": ["text"],
     "logit_bias": {},
@@ -431,10 +433,24 @@ def _read_tools(body: dict[str, Any], warnings: Warnings) -> tuple[list[dict[str
     return tools, True
 
 
+def check_tool(tool: dict[str, Any], read: frozenset[str], place: str) -> None:
+    """
+    Checks that all fields of a tool are known: they say what the policy is shown of it.
+
+    Raises:
+        ApiError: For any other field.
+    """
+    for name, value in tool.items():
+        if name not in read and value not in (None, False, "", [], {}):
+            raise wrong(f"{place}.{name}", UNREAD)
+
+
 def _read_tool(tool: Any, place: str) -> dict[str, Any]:
     function = tool.get("function") if isinstance(tool, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise wrong(place, "is no function with a name")
+    check_tool(tool, TOOL, place)
+    check_tool(function, TOOL, f"{place}.function")
     shown = {"name": function["name"], "description": function.get("description") or ""}
     shown["parameters"] = function.get("parameters") or {"type": "object", "properties": {}}
     if too_deep(shown):

@@ -14,7 +14,15 @@ from typing import Any
 import orjson
 
 from mt_grpo.integrations.openai_api.chat import Choice, count_usage, event
-from mt_grpo.integrations.openai_api.request import ApiError, ParsedRequest, Warnings, check_output, wrong
+from mt_grpo.integrations.openai_api.request import (
+    TOOL,
+    ApiError,
+    ParsedRequest,
+    Warnings,
+    check_output,
+    check_tool,
+    wrong,
+)
 from mt_grpo.trajectory import Message
 
 SAME = ("model", "tool_choice", "parallel_tool_calls", "top_logprobs", "stream")
@@ -85,6 +93,7 @@ def _without_instructions(messages: list[Message]) -> list[Message]:
 def _tool(tool: Any, index: int) -> dict[str, Any]:
     if not isinstance(tool, dict) or tool.get("type") != "function":
         raise wrong(f"tools[{index}]", "is no function of the client's")
+    check_tool(tool, TOOL, f"tools[{index}]")
     return {"type": "function", "function": tool}
 
 
