@@ -210,6 +210,10 @@ def serve(arguments: list[str]) -> int:
 def doctor(arguments: list[str]) -> int:
     """`mt-grpo doctor`: checks a recipe and its surroundings, plans memory and time; 1 where something fails."""
     request = read_request(arguments, "doctor")
+    if request.own["gpu"] is not None:
+        from mt_grpo.app.doctor.gpus import named_gpu
+
+        named_gpu(request.own["gpu"])
     check_places(request.values, "doctor")
     warnings.simplefilter("ignore", FutureWarning)
     with ends_at_once():

@@ -311,10 +311,35 @@ def test_a_quantised_model_keeps_embedding_and_head_whole(seven, nested, gigabyt
         ("l40s", "L40S"),
         ("L4", "L4"),
         ("NVIDIA GH200 480GB", "GH200"),
+        ("NVIDIA-A100-SXM4-80GB", "A100-80GB"),
+        ("80GB A100", "A100-80GB"),
+        ("A100_80GB_PCIe", "A100-80GB"),
+        ("RTX 4090", "RTX-4090"),
+        ("NVIDIA RTX A6000", "RTX-A6000"),
+        ("gpu_1x_h100_sxm5", "H100"),
+        ("AMD Instinct MI300X", "MI300X"),
     ],
 )
 def test_a_gpu_is_known_however_it_is_written(written, name):
     assert named_gpu(written).name == name
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("H10", "'H100'"),
+        ("H100abc", "'H100'"),
+        ("h100x", "'H100'"),
+        ("L4x2", "'L4'"),
+        ("A100", "'A100-40GB' or 'A100-80GB'"),
+        ("NVIDIA A100-SXM4-64GB", "'A100-40GB' or 'A100-80GB'"),
+        ("RTX4090D", "'RTX-4090'"),
+        ("rtx 5080", "'RTX-5090'"),
+    ],
+)
+def test_an_unknown_gpu_is_told_those_of_the_nearest_names(name, nearest):
+    with pytest.raises(ConfigError, match=re.escape(f"The GPU {name!r} is unknown; the nearest is {nearest}: give")):
+        named_gpu(name)
 
 
 @pytest.mark.parametrize("name", ["H1000", "A100", "T4", "4", ""])

@@ -55,20 +55,27 @@ def named_gpu(name: str) -> GPU:
     if found is None:
         names = [gpu.name for gpu in GPUS]
         raise ConfigError(
-            f"The GPU {name!r} is unknown{did_you_mean(name, names)}: give one of {', '.join(names)}, or its memory, "
+            f"The GPU {name!r} is unknown{_nearest(name)}: give one of {', '.join(names)}, or its memory, "
             "as `--gpu_memory 48`."
         )
     return found
 
 
 def find_gpu(name: str) -> GPU | None:
-    """The same; `None` for one that is not known. The longest name counts whose parts are all in the given one."""
-    known = [gpu for gpu in GPUS if all(_has(name.lower(), part) for part in gpu.name.lower().split("-"))]
+    """The same; `None` for one that is not known. The longest name counts whose words are all in the given one."""
+    given = _words(name)
+    known = [gpu for gpu in GPUS if given.issuperset(_words(gpu.name))]
     return max(known, key=lambda gpu: len(gpu.name), default=None)
 
 
-def _has(name: str, part: str) -> bool:
-    """Whether a part stands in a name, and is not itself part of a longer word or number."""
-    before = r"(?<![a-z])" if part[0].isalpha() else r"(?<!\d)"
-    after = r"(?![a-z])" if part[-1].isalpha() else r"(?!\d)"
-    return re.search(before + part + after, name) is not None
+def _nearest(name: str) -> str:
+    """A clause with those of whose number and the given one either begins with the other, else nearest in spelling."""
+    models = {gpu.name: gpu.name.lower().removeprefix("rtx-").partition("-")[0] for gpu in GPUS}
+    given = [word for word in _words(name) if len(word) > 1]
+    near = [one for one, model in models.items() if any(w.startswith(model) or model.startswith(w) for w in given)]
+    return f"; the nearest is {' or '.join(map(repr, near))}" if near else did_you_mean(name.upper(), models)
+
+
+def _words(name: str) -> set[str]:
+    """Its words in small letters, `RTX` for itself where a number follows at once."""
+    return set(re.findall(r"rtx|[a-z0-9]+", name.lower()))
