@@ -11,6 +11,7 @@ from typing import Any
 from mt_grpo.addresses import expand_addresses, host_url
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import choose, did_you_mean
+from mt_grpo.option_names import refuse_unknown
 from mt_grpo.option_values import (
     VERIFIERS,
     chosen_rule,
@@ -534,10 +535,8 @@ def check_environments(options: Mapping[str, Any]) -> None:
                 f"{', '.join(OF_ENVIRONMENT)}."
             )
         for option in given:
-            if option not in OF_ENVIRONMENT:
-                raise ConfigError(
-                    f"`environments: {name}` has an unknown key {option!r}{did_you_mean(str(option), OF_ENVIRONMENT)}."
-                )
+            written = f"The key {option!r} of `environments: {name}`"
+            refuse_unknown(str(option), written, OF_ENVIRONMENT, f"it takes {', '.join(OF_ENVIRONMENT)}")
         check_values(given, OF_ENVIRONMENT, f" of `environments: {name}`")
 
 

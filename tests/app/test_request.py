@@ -10,9 +10,10 @@ import sys
 import pytest
 from support.recipes import RECIPES, ROOT
 
-from mt_grpo.app.request import SYNONYMS, check_places, check_writable, refuse_unknown
+from mt_grpo.app.request import check_places, check_writable
 from mt_grpo.app.schema import load_schema
 from mt_grpo.errors import ConfigError
+from mt_grpo.option_names import SYNONYMS, refuse_unknown
 
 HEAVY = {"accelerate", "datasets", "matplotlib", "numpy", "rich", "torch", "transformers", "trl"}
 
@@ -123,7 +124,19 @@ REFUSED = [
     ([*GOOD, "--lora-rank=8"], "The option '--lora-rank' is unknown: here it is `lora_r`."),
     ([*GOOD, "--learning_rat=1"], "The option '--learning_rat' is unknown; the nearest is 'learning_rate'."),
     ([*GOOD, "-x"], "The option '-x' is unknown: options begin with two dashes, as `--max_steps 10`."),
-    ([*GOOD, "--environments", '{"a": {"tool": []}}'], "`environments: a` has an unknown key 'tool'; the nearest is"),
+    (
+        [*GOOD, "--environments", '{"a": {"tool": []}}'],
+        "The key 'tool' of `environments: a` is unknown; the nearest is",
+    ),
+    (
+        [*GOOD, "--environments", '{"a": {"max_tool_calls": 3}}'],
+        "The key 'max_tool_calls' of `environments: a` is unknown: here it is `max_env_steps`.",
+    ),
+    (
+        [*GOOD, "--environments", '{"a": {"lr": 3}}'],
+        "The key 'lr' of `environments: a` is unknown: it takes tools, tools_config_file, ",
+    ),
+    (["doctor", "good.yaml", "--gpu", "H10"], "The GPU 'H10' is unknown; the nearest is 'H100': give one of H100, "),
     ([*GOOD, "--num_prompts", "3"], "`--num_prompts` is an option of `mt-grpo rollout`, not of `mt-grpo train`."),
     (["rollout", "good.yaml", "--num_prompts", "0"], "`--num_prompts` is 0: it takes a whole number from 1 on."),
     ([*GOOD, "--max_steps"], "`--max_steps` is given without a value: it takes a whole number."),
