@@ -59,7 +59,7 @@ Threads = dict[str, Thread]
 """The threads of a conversation, by the identifier of their latest answer."""
 
 
-def as_chat(body: dict[str, Any], threads: Threads, warnings: Warnings, answered: bool = True) -> dict[str, Any]:
+def as_chat(body: dict[str, Any], threads: Threads, warnings: Warnings) -> dict[str, Any]:
     """
     The body of the same request as a chat completion.
 
@@ -67,7 +67,6 @@ def as_chat(body: dict[str, Any], threads: Threads, warnings: Warnings, answered
         body (`dict`): The decoded JSON.
         threads (`dict`): The threads of the conversation.
         warnings (`Warnings`): Of the run.
-        answered (`bool`, *optional*, defaults to `True`): Whether it is answered, and not only counted.
 
     Raises:
         ApiError: If a field cannot be read, or the thread is unknown.
@@ -85,9 +84,6 @@ def as_chat(body: dict[str, Any], threads: Threads, warnings: Warnings, answered
         raise wrong("messages", "is no list")
     for index, message in enumerate(given):
         chat["messages"] += _read(message, f"messages[{index}]")
-    last = given[-1] if given else None
-    if answered and isinstance(last, dict) and last.get("role") == "assistant":
-        raise wrong("messages", "ends with the assistant's, whose text is not gone on with: end with the user's")
     choice = body.get("tool_choice")
     if choice is not None:
         if not isinstance(choice, dict):

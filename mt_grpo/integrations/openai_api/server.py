@@ -240,14 +240,13 @@ class Endpoint:
         return await self._serve(request, responses.READ, as_chat, partial(responses.answer, kept=kept))
 
     async def _message_tokens(self, request: web.Request) -> web.StreamResponse:
-        as_chat, _ = self._of_messages(request)
-        return await self._count(request, anthropic.READ, partial(as_chat, answered=False), {})
+        return await self._count(request, anthropic.READ, self._of_messages(request)[0], {})
 
     async def _response_tokens(self, request: web.Request) -> web.StreamResponse:
         kind = {"object": "response.input_tokens"}
         return await self._count(request, responses.READ, self._of_responses(request)[0], kind)
 
-    def _of_messages(self, request: web.Request) -> tuple[Callable[..., dict[str, Any]], anthropic.Threads]:
+    def _of_messages(self, request: web.Request) -> tuple[Callable[[Any], dict[str, Any]], anthropic.Threads]:
         threads = self._found(request).threads
         return partial(anthropic.as_chat, threads=threads, warnings=self._warnings), threads
 
