@@ -82,6 +82,27 @@ _DTYPES = {
     torch.float8_e4m3fn: "F8_E4M3",
 }
 _ALIGNMENT = 64  # bytes of a cache line: copies to and from places across two lines take a third longer
+_Places = dict[str, tuple[int, int, torch.dtype, tuple[int, ...]]]
+
+
+def _arranged(layout: Layout) -> tuple[bytes, _Places, int]:
+    """The header of a file, the place of each tensor behind it (offset, bytes, dtype, shape), and the file's bytes."""
+    # wide dtypes first, so that every tensor begins at a multiple of its element's size
+    ordered = sorted(layout, key=lambda entry: -entry[1].itemsize)
+    header, offset, places = {}, 0, {}
+    for name, dtype, shape in ordered:
+        size = dtype.itemsize * torch.Size(shape).numel()
+        header[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": [offset, offset + size]}
+        places[name] = (offset, size, dtype, shape)
+        offset += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text, places, 8 + len(text) + offset
+
+
+def file_size(layout: Layout) -> int:
+    """Bytes of a file of weights."""
+    return _arranged(layout)[2]
 
 
 class WeightFile:
@@ -99,30 +120,21 @@ class WeightFile:
 
     def __init__(self, partial: Path, layout: Layout) -> None:
         self.path = self._partial = partial
-        # wide dtypes first, so that every tensor begins at a multiple of its element's size
-        ordered = sorted(layout, key=lambda entry: -entry[1].itemsize)
-        header, offset, places = {}, 0, {}
-        for name, dtype, shape in ordered:
-            size = dtype.itemsize * torch.Size(shape).numel()
-            header[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": [offset, offset + size]}
-            places[name] = (offset, size, dtype, shape)
-            offset += size
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-(8 + len(text)) % _ALIGNMENT)
-        self._begin, self._places = 8 + len(text), places
+        header, self._places, size = _arranged(layout)
+        self._begin = len(header)
         try:
             with open(partial, "wb") as file:
-                file.write(len(text).to_bytes(8, "little") + text)
+                file.write(header)
                 # reserves the room: a full disk is an error here, not a bus error in the middle of a copy
-                os.posix_fallocate(file.fileno(), 0, self._begin + offset)
+                os.posix_fallocate(file.fileno(), 0, size)
         except OSError as error:
             partial.unlink(missing_ok=True)
             raise OSError(
-                f"There is no room for {(self._begin + offset) / 1e9:.1f} GB of weights in {partial.parent} "
+                f"There is no room for {size / 1e9:.1f} GB of weights in {partial.parent} "
                 f"({error.strerror}): free some (two such files are kept), or set `weight_sync_folder` to another "
                 "folder that the server sees too."
             ) from error
-        self._bytes = torch.from_file(str(partial), shared=True, size=self._begin + offset, dtype=torch.uint8)
+        self._bytes = torch.from_file(str(partial), shared=True, size=size, dtype=torch.uint8)
 
     @property
     def content(self) -> torch.Tensor:

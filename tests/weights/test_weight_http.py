@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import copy
 import os
 import re
 import shutil
@@ -12,6 +13,7 @@ import stat
 import struct
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 import httpx
@@ -93,6 +95,23 @@ def test_a_server_that_comes_back_fetches_the_latest(remote, sync, model):
     sync.sync(1)
     remote.version, remote.loaded = "default", "nothing"
     sync.restore(remote.http.url)
+    assert step_of(remote.version) == "1" and sync.checksum == remote.loaded
+
+
+@pytest.mark.parametrize("kind", ["sync", "changes"])
+def test_a_process_on_another_host_restores_a_server(remote, kind, model, request, tmp_path):
+    """It has no file, and the process that has one may be waiting for it."""
+    sync = request.getfixturevalue(kind)
+    for step in range(2):
+        model.model.embed_tokens.weight.data[step] *= 1.5
+        sync.sync(step)
+    other = copy.copy(sync)
+    other.accelerator = SimpleNamespace(is_main_process=False, unwrap_model=lambda wrapped: wrapped)
+    other._folder, other._base = tmp_path / "elsewhere", None
+    remote.fetcher.close()
+    remote.fetcher = Fetcher(str(remote.folder))
+    remote.version, remote.loaded = "default", "nothing"
+    other.restore(remote.http.url)
     assert step_of(remote.version) == "1" and sync.checksum == remote.loaded
 
 

@@ -23,6 +23,7 @@ from mt_grpo.weights.file_offer import FileOffer
 from mt_grpo.weights.transport import weight_transport
 from mt_grpo.weights.transports.files import SafetensorsTransport
 from mt_grpo.weights.updates import WeightSyncError, check_folder, confirm
+from mt_grpo.weights.weight_file import file_size
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +135,7 @@ class HttpTransport(SafetensorsTransport):
 
     def _fetched(self, server: ServerControl, file: Path, **more: str) -> Path:
         """Has a server fetch a file; its path there. `more` are further arguments of `Fetcher.fetch`."""
-        url, size = f"{self._bases[server.base_url]}/{file.name}", file.stat().st_size
+        url, size = f"{self._bases[server.base_url]}/{file.name}", self._size(file)
         try:
             path = server.post(
                 FETCH,
@@ -151,6 +152,13 @@ class HttpTransport(SafetensorsTransport):
                 "`mt-grpo serve`, and let it reach the trainer's machine on any port, or on `weight_sync_port`."
             ) from error
         return Path(path)
+
+    def _size(self, file: Path) -> int:
+        """Bytes of a file. Other processes, perhaps on other machines, restore servers from that of all weights."""
+        if self.accelerator.is_main_process:
+            return file.stat().st_size
+        assert self._layout is not None  # there was a sync
+        return file_size(self._layout)
 
     def close(self) -> None:
         """Ends the offer too."""
