@@ -29,12 +29,12 @@ srun --nodes=2 --ntasks=2 --nodelist="$MAIN,${NODES[1]}" --overlap bash -c '
 		--vllm_server_base_url "http://$SERVER:[8000-8007]" --weight_sync http \
 		--save_strategy steps --save_steps 20 --resume_from_checkpoint auto --overwrite_output_dir true' &
 TRAIN=$!
-trap 'kill -USR1 "$TRAIN"' USR1 # the batch shell alone is signalled; srun passes it on
-while :; do
-	STATUS=0
-	wait "$TRAIN" || STATUS=$?
-	[[ $STATUS == 138 ]] || break # else the signal has ended the waiting
+trap 'kill -USR1 "$TRAIN" || true' USR1 # the batch shell alone is signalled; srun passes it on
+while kill -0 "$TRAIN" 2>/dev/null; do
+	wait "$TRAIN" || true # a signal ends the waiting, too
 done
+STATUS=0
+wait "$TRAIN" || STATUS=$? # which the shell remembers
 kill %1 || true
 # 75: the run was asked to end, and has a checkpoint to go on from
 if [[ $STATUS == 75 ]]; then

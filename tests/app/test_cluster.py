@@ -25,9 +25,10 @@ with open(os.environ["TOLD"], "a") as file:
 if sys.argv[1] == "train" and "PREEMPTED" in os.environ:
     import signal
 
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    early = "EARLY" in os.environ
+    signal.pthread_sigmask(signal.SIG_UNBLOCK if early else signal.SIG_BLOCK, {signal.SIGUSR1})
     open(os.environ["PREEMPTED"], "a").write("up\\n")
-    signal.sigwait({signal.SIGUSR1})
+    signal.pause() if early else signal.sigwait({signal.SIGUSR1})
     sys.exit(75)
 """
 SCONTROL = """#!/bin/sh
@@ -52,11 +53,9 @@ for ((number = 0; number < tasks; number++)); do
 done
 trap 'kill -USR1 "${started[@]}"' USR1
 for one in "${started[@]}"; do
-    while :; do
-        wait "$one"
-        status=$?
-        [[ $status == 138 ]] || break
-    done
+    while kill -0 "$one" 2> /dev/null; do wait "$one"; done
+    wait "$one"
+    status=$?
 done
 exit $status
 """
@@ -149,6 +148,19 @@ def test_a_job_of_slurm_is_queued_again_before_its_time_limit(shell, tmp_path):
     until(lambda: told.read_text() == "up\nup\n", lambda: job.poll() is None, seen=told.read_text)
     job.send_signal(signal.SIGUSR1)
     assert job.wait() == STATUS and told.read_text() == "up\nup\nrequeue 7\n"
+
+
+def test_a_job_of_slurm_that_the_signal_killed_ends(shell, tmp_path):
+    """A signal that comes before the run listens ends it, with the status of a signal that ends the shell's waiting."""
+    told = tmp_path / "preempted"
+    told.touch()
+    job = shell.start(["bash", str(CLUSTER / "slurm.sh"), RECIPE], **JOB, PREEMPTED=str(told), EARLY="1")
+    until(lambda: told.read_text() == "up\nup\n", lambda: job.poll() is None, seen=told.read_text)
+    job.send_signal(signal.SIGUSR1)
+    try:
+        assert job.wait(60) == 128 + signal.SIGUSR1 and told.read_text() == "up\nup\n"
+    finally:
+        job.kill()
 
 
 def test_kubernetes_begins_a_preempted_run_again():
