@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from accelerate.scheduler import AcceleratedScheduler
@@ -18,8 +19,15 @@ OPTIONS = {
 
 
 def hyperparameters(optimizer: Any) -> list[dict[str, Any]]:
-    """Everything of an optimizer's groups but their weights."""
-    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    """
+    The options of an optimizer's groups: what its class takes, and the rates. Groups of some optimizers also hold what
+    these count, such as the steps of those without a schedule.
+    """
+    plain = optimizer
+    while hasattr(plain, "optimizer"):  # accelerate and DeepSpeed wrap it
+        plain = plain.optimizer
+    names = {*RATES, *OPTIONS, *inspect.signature(type(plain)).parameters} - {"params"}
+    return [{name: value for name, value in group.items() if name in names} for group in optimizer.param_groups]
 
 
 def take_given(optimizer: Any, scheduler: Any, given: list[dict[str, Any]]) -> dict[str, tuple[Any, Any]]:

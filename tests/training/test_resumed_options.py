@@ -11,6 +11,7 @@ from transformers import TrainerCallback
 
 from mt_grpo.errors import ConfigError
 from mt_grpo.training.checkpoint import batch_options, check_checkpoint, check_sharding
+from mt_grpo.training.hyperparameters import hyperparameters, take_given
 
 SAVED = {"save_strategy": "steps", "save_steps": 1, "learning_rate": 0.1, "max_steps": 3, "optim": "adamw_torch"}
 WATCHED = ("lr", "initial_lr", "weight_decay", "betas", "eps")
@@ -57,6 +58,25 @@ def test_options_of_the_optimizer_are_those_given(build, tmp_path, caplog, given
     assert len(notes) == (said is not None) and (said is None or said in notes[0])
     logged = [row["learning_rate"] for row in resumed.state.log_history if "learning_rate" in row]
     assert logged[1:] == [groups[0]["lr"] for groups in expected[1:]]
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps in its groups, as optimizers without a schedule do."""
+
+    def __init__(self, params, lr, momentum=0.0):
+        super().__init__(params, lr=lr, momentum=momentum)
+        for group in self.param_groups:
+            group["k"] = 0
+
+
+def test_what_an_optimizer_counts_in_its_groups_is_kept():
+    saved, here = (Counting([torch.nn.Parameter(torch.zeros(1))], *given) for given in ((0.1, 0.9), (0.01, 0.5)))
+    saved.param_groups[0]["k"] = 7
+    schedule = torch.optim.lr_scheduler.LambdaLR(here, lambda step: 1.0)
+    given = hyperparameters(here)
+    here.load_state_dict(saved.state_dict())
+    take_given(here, schedule, given)
+    assert {name: here.param_groups[0][name] for name in ("k", "lr", "momentum")} == {"k": 7, "lr": 0.01, "momentum": 0.5}
 
 
 def test_a_rate_by_evaluations_cannot_be_another(build, tmp_path):
