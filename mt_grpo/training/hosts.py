@@ -23,7 +23,7 @@ from transformers import TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 
 from mt_grpo.errors import ConfigError
-from mt_grpo.training.checkpoint import find_checkpoint
+from mt_grpo.training.checkpoint import find_checkpoint, is_whole
 
 T = TypeVar("T")
 
@@ -39,8 +39,8 @@ def several_hosts(args: TrainingArguments) -> bool:
 def resume_point(wanted: str | bool | None, args: TrainingArguments) -> str | None:
     """
     The checkpoint that `resume_from_checkpoint` names, of which every host then has a copy. Where the latest one is
-    asked for, it is the latest of any host: a launcher may give the first place to another one. This is a collective
-    call.
+    asked for, it is the latest of any host: a launcher may give the first place to another one. Files go only where
+    another host has the whole checkpoint. This is a collective call.
 
     Raises:
         ConfigError: As `find_checkpoint`, in every process, if no host has it.
@@ -52,16 +52,17 @@ def resume_point(wanted: str | bool | None, args: TrainingArguments) -> str | No
         found = find_checkpoint(wanted, args.output_dir)
     except ConfigError as refusal:
         error = str(refusal)
-    answers = gather_object([(found, error)])
-    folders = [folder for folder, _ in answers if folder is not None]
+    answers = gather_object([(found, error, found is not None and is_whole(Path(found)))])
+    folders = [folder for folder, _, _ in answers if folder is not None]
     if not folders:
-        errors = [sentence for _, sentence in answers if sentence is not None]
+        errors = [sentence for _, sentence, _ in answers if sentence is not None]
         if errors:
             raise ConfigError(errors[0])
         return None
     chosen = max(folders, key=_step)  # the first of equals
-    source = [folder for folder, _ in answers].index(chosen)
-    _copy(Path(chosen), source, args.local_process_index == 0, mirrors=True)
+    wholes = [folder == chosen and whole for folder, _, whole in answers]
+    source = wholes.index(True) if any(wholes) else [folder for folder, _, _ in answers].index(chosen)
+    _copy(Path(chosen), source, args.local_process_index == 0, mirrors=any(wholes))
     return chosen
 
 

@@ -26,6 +26,7 @@ from mt_grpo.preemption import PreemptedError  # noqa: E402
 from mt_grpo.rollout import ScriptedEngine  # noqa: E402
 from mt_grpo.runlog import open_run  # noqa: E402
 from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer  # noqa: E402
+from mt_grpo.training.hosts import resume_point  # noqa: E402
 from support.models import CPU_RUN, build_model, build_tokenizer, lookup  # noqa: E402
 from support.ranks import Length, conversation  # noqa: E402
 
@@ -75,11 +76,19 @@ def main() -> None:
     trainer = train(4, 2, 0.5, Signal())
     weights = {name: weight.detach() for name, weight in trainer.model.named_parameters()}
     copied = [path.name for path in Path("run/checkpoint-2").iterdir()]
+    other = Path("other", "checkpoint-5")
+    shutil.copytree(checkpoint, other)
+    if rank == "0":  # as if it had been the second host, and been killed before the first had its part
+        for path in other.iterdir():
+            if path.name != "rollouts-rank1.pt":
+                path.unlink()
+    resume_point(str(other), trainer.args)
+    completed = [path.name for path in other.iterdir()]
     run = open_run("run") if rank == "0" else None
     logged = run and sorted(
         (int(step), int(rank)) for step, rank in zip(run.column("step"), run.column("rank"), strict=True)
     )
-    torch.save({"weights": weights, "copied": copied, "logged": logged}, folder / f"result-{rank}.pt")
+    torch.save({"weights": weights, "copied": copied, "completed": completed, "logged": logged}, folder / f"result-{rank}.pt")
     accelerator = trainer.accelerator
     del trainer
     leave_group(accelerator)

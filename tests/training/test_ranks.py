@@ -227,11 +227,13 @@ def test_a_synced_reference_is_restored_on_every_rank(tmp_path, environment):
 def test_a_host_takes_a_checkpoint_that_was_replaced(tmp_path):
     """
     Its copy has the size of the new one. Nothing of another run's shards stays, and no step is recorded twice. A
-    signal to the second host, which has no copy of the last one, ends both.
+    signal to the second host, which has no copy of the last one, ends both. A first host with a part of a checkpoint
+    takes nothing from the one that has it whole.
     """
     run_processes(["-m", "support.ranks_hosts", str(tmp_path)], 2, tmp_path / "log", {})
     first, second = (torch.load(tmp_path / f"result-{rank}.pt") for rank in range(2))
     for name, weight in first["weights"].items():
         assert weight.equal(second["weights"][name]), name
     assert sorted(first["copied"]) == sorted(second["copied"])
+    assert sorted(first["completed"]) == sorted(second["completed"]) == sorted(second["copied"])
     assert first["logged"] == [(step, rank) for step in range(3) for rank in (0,) * 4 + (1,) * 4]
