@@ -745,7 +745,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         return super().get_eval_dataloader(eval_dataset if rows.dataset is dataset else rows.dataset)
 
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
-        self.eval_trajectories = []
+        self.eval_trajectories, self.evaluated_step = [], None
         metrics = super().evaluate(eval_dataset, *args, **kwargs)
         if eval_dataset is None:
             self.evaluated_step = self.state.global_step

@@ -169,3 +169,12 @@ def test_a_streamed_evaluation_counts_each_row_once(build, questions):
     trainer = build(rows, do_eval=True, num_generations_eval=1, per_device_eval_batch_size=4)
     trainer.evaluate()
     assert sorted(row.row["answer"][0] for row in trainer.eval_trajectories) == [f"Lima {n}" for n in range(5)]
+
+
+def test_an_evaluation_of_other_rows_is_not_the_last_one(build, questions):
+    """Whose conversations stand for the run's own evaluation rows."""
+    trainer = build(questions.select([0, 1]), do_eval=True, num_generations_eval=1, per_device_eval_batch_size=2)
+    trainer.evaluate()
+    assert trainer.evaluated_step == 0
+    trainer.evaluate(questions.select([2, 3]), metric_key_prefix="test")
+    assert trainer.evaluated_step is None
