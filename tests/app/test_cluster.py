@@ -151,7 +151,7 @@ def test_a_job_of_slurm_is_queued_again_before_its_time_limit(shell, tmp_path):
 
 
 def test_a_job_of_slurm_that_the_signal_killed_ends(shell, tmp_path):
-    """A signal that comes before the run listens ends it, with the status of a signal that ends the shell's waiting."""
+    """A signal before the run listens ends it, with the status that the shell's waiting has where a signal ends it."""
     told = tmp_path / "preempted"
     told.touch()
     job = shell.start(["bash", str(CLUSTER / "slurm.sh"), RECIPE], **JOB, PREEMPTED=str(told), EARLY="1")

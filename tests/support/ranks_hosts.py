@@ -88,7 +88,8 @@ def main() -> None:
     logged = run and sorted(
         (int(step), int(rank)) for step, rank in zip(run.column("step"), run.column("rank"), strict=True)
     )
-    torch.save({"weights": weights, "copied": copied, "completed": completed, "logged": logged}, folder / f"result-{rank}.pt")
+    result = {"weights": weights, "copied": copied, "completed": completed, "logged": logged}
+    torch.save(result, folder / f"result-{rank}.pt")
     accelerator = trainer.accelerator
     del trainer
     leave_group(accelerator)

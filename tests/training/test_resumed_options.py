@@ -76,7 +76,8 @@ def test_what_an_optimizer_counts_in_its_groups_is_kept():
     given = hyperparameters(here)
     here.load_state_dict(saved.state_dict())
     take_given(here, schedule, given)
-    assert {name: here.param_groups[0][name] for name in ("k", "lr", "momentum")} == {"k": 7, "lr": 0.01, "momentum": 0.5}
+    (group,) = here.param_groups
+    assert (group["k"], group["lr"], group["momentum"]) == (7, 0.01, 0.5)
 
 
 def test_a_rate_by_evaluations_cannot_be_another(build, tmp_path):
