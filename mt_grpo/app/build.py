@@ -215,7 +215,8 @@ def build_trainer(recipe: Recipe, trains: bool = True, writes: bool = True) -> M
         train_dataset = source.rows("train")
     if trains and train_dataset is not None:
         check_rows_suffice(args, train_dataset)
-    name = resolve_model(model.model_name_or_path, model.model_revision)
+    subfolder = (args.model_init_kwargs or {}).get("subfolder")
+    name = resolve_model(model.model_name_or_path, model.model_revision, subfolder)
     base, peft_config = resolve_base(name), get_peft_config(model)
     if checkpoint is not None:
         check_adapter(checkpoint, adapter_settings(name) or (peft_config and peft_config.to_dict()))

@@ -6,7 +6,7 @@ import importlib.util
 from typing import Any
 
 from datasets import Audio, Dataset, Image, IterableDataset, List
-from transformers import AutoConfig, AutoProcessor, PreTrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
+from transformers import AutoProcessor, PreTrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
 from trl.data_utils import prepare_multimodal_messages
 
 from mt_grpo.errors import ConfigError
@@ -41,8 +41,8 @@ def tokenizer_in(processing_class: Any) -> PreTrainedTokenizerBase:
 
 def processing_of(model: Any, given: Any, args: MTGRPOConfig) -> Any:
     """
-    The processor or tokenizer of a run: what is given, or else the processor of a model that takes sounds alone, which
-    TRL cannot make.
+    The processor or tokenizer of a run: what is given, or else that of the model. TRL would look for it without a
+    token and in no subfolder, and cannot take one of sounds alone.
 
     Args:
         model (`str` or `PreTrainedModel`): What TRL's trainer is given.
@@ -51,10 +51,8 @@ def processing_of(model: Any, given: Any, args: MTGRPOConfig) -> Any:
     """
     if given is not None:
         return given
-    where = source_options(args)
-    config = AutoConfig.from_pretrained(model, **where) if isinstance(model, str) else model.config
-    alone = image_token(config) is None and sound_token(config) is not None
-    return AutoProcessor.from_pretrained(config.name_or_path, **where) if alone else None
+    name = model if isinstance(model, str) else model.config.name_or_path
+    return AutoProcessor.from_pretrained(name, truncation_side="left", padding_side="left", **source_options(args))
 
 
 def for_trl(processing_class: Any) -> Any:

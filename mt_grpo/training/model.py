@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import transformers
 from accelerate import Accelerator
 from huggingface_hub import try_to_load_from_cache
 from peft import PeftModel
@@ -15,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME
 from trl.distributed import DistributedBackend
 from trl.trainer.utils import create_model_from_path
@@ -36,7 +37,7 @@ OF_SOURCE = ("trust_remote_code", "revision", "code_revision", "token", "subfold
 logger = logging.getLogger(__name__)
 
 
-def resolve_model(name: str, revision: str | None = None) -> str:
+def resolve_model(name: str, revision: str | None = None, subfolder: str | None = None) -> str:
     """
     What a model's name stands for: the folder of the embedded model for `embedded`; any other name as it is, once it
     is certain that there is such a folder, or that the Hub can be asked.
@@ -44,6 +45,7 @@ def resolve_model(name: str, revision: str | None = None) -> str:
     Args:
         name (`str`): `embedded`, a folder or a Hub id.
         revision (`str`, *optional*): Revision on the Hub.
+        subfolder (`str`, *optional*): Where the model is in the folder, or in the Hub's repository.
 
     Raises:
         ConfigError: If there is no such folder, no model or a damaged one is in it, or it is not cached and the Hub
@@ -52,17 +54,18 @@ def resolve_model(name: str, revision: str | None = None) -> str:
     if name == "embedded":
         return str(Path(embedded.__file__).parent / "model")
     path = Path(name).expanduser()
+    files = [str(Path(subfolder or "", file)) for file in (CONFIG_NAME, ADAPTER_CONFIG_NAME)]
     if path.exists():
-        if not any((path / file).is_file() for file in (CONFIG_NAME, ADAPTER_CONFIG_NAME)):
+        if not any((path / file).is_file() for file in files):
             raise ConfigError(
-                f"There is no model in {name!r}: name a folder with a {CONFIG_NAME} or an {ADAPTER_CONFIG_NAME}, such "
-                "as the `output_dir` of a run that has ended, or one of its checkpoints."
+                f"There is no model in {str(Path(name, subfolder or ''))!r}: name a folder with a {CONFIG_NAME} or an "
+                f"{ADAPTER_CONFIG_NAME}, such as the `output_dir` of a run that has ended, or one of its checkpoints."
             )
-        _check_weights(name, path)
+        _check_weights(name, path / (subfolder or ""))
         return str(path)
     if looks_like_path(name):
         raise ConfigError(f"The model {name!r} cannot be loaded: there is no such folder (from {Path.cwd()}).")
-    cached = (try_to_load_from_cache(name, file, revision=revision) for file in (CONFIG_NAME, ADAPTER_CONFIG_NAME))
+    cached = (try_to_load_from_cache(name, file, revision=revision) for file in files)
     if not any(isinstance(file, str) for file in cached):
         check_hub(f"The model {name!r}")
     return name
@@ -111,6 +114,20 @@ def source_options(args: MTGRPOConfig, revision: str | None = None) -> dict[str,
     return {"trust_remote_code": args.trust_remote_code, **({"revision": revision} if revision else {}), **found}
 
 
+def loading_options(model: Any, args: MTGRPOConfig) -> dict[str, Any] | None:
+    """
+    `model_init_kwargs` for TRL's trainer, with the class of a named model where the options say where it is: TRL reads
+    the class from a configuration that it looks for by the name alone.
+    """
+    given = args.model_init_kwargs
+    if not isinstance(model, str) or given is None or not given.keys() & set(OF_SOURCE) - {"trust_remote_code"}:
+        return given
+    config = AutoConfig.from_pretrained(model, **source_options(args))
+    known = getattr(transformers, (config.architectures or [""])[0], None)
+    shows = "AutoModelForImageTextToText" in (getattr(config, "auto_map", None) or {})
+    return given | {"architecture": known or (AutoModelForImageTextToText if shows else AutoModelForCausalLM)}
+
+
 def open_policy(
     model: str | PreTrainedModel, args: MTGRPOConfig, quantization_config: Any, peft_config: Any
 ) -> dict[str, Any]:
@@ -118,7 +135,8 @@ def open_policy(
     What TRL's trainer takes as its model: `model`, `quantization_config` and `peft_config`. The adapter in a folder is
     loaded on its base, with all options of loading, and trained on, whatever adapter the options describe.
     """
-    name = resolve_model(model, (args.model_init_kwargs or {}).get("revision")) if isinstance(model, str) else None
+    given = args.model_init_kwargs or {}
+    name = resolve_model(model, given.get("revision"), given.get("subfolder")) if isinstance(model, str) else None
     if name is None or adapter_settings(name) is None:
         return {"model": name or model, "quantization_config": quantization_config, "peft_config": peft_config}
     if peft_config is not None and args.process_index == 0:

@@ -79,6 +79,7 @@ from mt_grpo.training.microbatches import rebalance
 from mt_grpo.training.model import (
     check_reference,
     disable_dropout,
+    loading_options,
     name_wrapped_layers,
     open_policy,
     without_dropout,
@@ -265,7 +266,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             hidden = {
                 "use_vllm": False,  # else TRL connects a client of its own, which needs vLLM to be installed
                 "enable_jit_checkpoint": False,  # transformers' ends as if all steps were taken, see `preemption`
-                "model_init_kwargs": None if loaded else args.model_init_kwargs,
+                "model_init_kwargs": None if loaded else loading_options(policy["model"], args),
                 "reward_weights": weights,
             }
             super().__init__(

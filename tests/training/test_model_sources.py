@@ -112,9 +112,7 @@ def test_a_model_with_code_of_its_own_is_trained_from_python(folder, tmp_path, o
     (folder / "config.json").write_text(json.dumps(written))
     (folder / "remote.py").write_text(REMOTE)
     rows = Dataset.from_list([{"prompt": "Where?"}] * 4)
-    given = {"outcome_reward_funcs": [Letters()], "train_dataset": rows, "processing_class": None}
-    if "trust_remote_code" not in options:  # TRL's own tokenizer looks at the other option
-        given["processing_class"] = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+    given = {"outcome_reward_funcs": [Letters()], "train_dataset": rows}
     run = {**CPU_RUN, "max_steps": 1, "max_completion_length": 16}
     with pytest.raises(ValueError, match="trust_remote_code"):
         MTGRPOEnvTrainer(str(folder), MultiTurnToolEnv(), args=MTGRPOConfig(str(tmp_path / "a"), **run), **given)
@@ -125,6 +123,17 @@ def test_a_model_with_code_of_its_own_is_trained_from_python(folder, tmp_path, o
     assert source_options(MTGRPOConfig(str(tmp_path), **CPU_RUN, model_init_kwargs=dict.fromkeys(OF_SOURCE, "a"))) == (
         dict.fromkeys(OF_SOURCE, "a")
     )
+
+
+def test_a_model_in_a_subfolder_has_its_tokenizer_there(folder, tokenizer, tmp_path):
+    rows = Dataset.from_list([{"prompt": "Where?"}])
+    args = MTGRPOConfig(str(tmp_path / "run"), **CPU_RUN, model_init_kwargs={"subfolder": folder.name})
+    given = {"outcome_reward_funcs": [Letters()], "train_dataset": rows}
+    trainer = MTGRPOEnvTrainer(str(folder.parent), MultiTurnToolEnv(), args=args, **given)
+    assert trainer.processing_class.get_vocab() == tokenizer.get_vocab()
+    args.model_init_kwargs = {"subfolder": "other"}
+    with pytest.raises(ConfigError, match="There is no model in '.*/other'"):
+        MTGRPOEnvTrainer(str(folder.parent), MultiTurnToolEnv(), args=args, **given)
 
 
 def test_rollout_shows_the_adapter_and_not_its_base(recipe_of, adapter, folder, capsys):
