@@ -29,6 +29,8 @@ T = TypeVar("T")
 
 CHUNK = 1 << 26
 """Bytes that are sent at once."""
+ADDED = 1 << 22
+"""Numbers that are added up at once."""
 
 
 def several_hosts(args: TrainingArguments) -> bool:
@@ -208,6 +210,8 @@ def _number(tensors: Mapping[str, Any]) -> int:
     number = 0
     for name, tensor in sorted(tensors.items()):
         if isinstance(tensor, torch.Tensor) and not is_traceable_wrapper_subclass(tensor):
-            bits = tensor.detach().view(_BITS[tensor.element_size()]).sum(dtype=torch.int64).item()
-            number = crc32(f"{name} {tuple(tensor.shape)} {bits}".encode(), number)
+            bits = tensor.detach().view(_BITS[tensor.element_size()]).reshape(-1)
+            # part by part, since a sum makes 64-bit numbers of all that it adds
+            total = sum(part.sum(dtype=torch.int64).item() for part in bits.split(ADDED))
+            number = crc32(f"{name} {tuple(tensor.shape)} {total}".encode(), number)
     return number

@@ -1,11 +1,11 @@
 import functools
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.memory import peak_memory
 from support.models import build_model
 from torch.nn.attention.flex_attention import flex_attention
 from transformers import (
@@ -98,19 +98,6 @@ def test_segments_attend_as_the_whole_mask_does(forest, window, groups, kind, el
         found = attend("segment", packed, tensors, window, score)
     for ours, oracle in zip(found, attend("dense", packed, tensors, window, score), strict=True):
         torch.testing.assert_close(ours, oracle, rtol=1e-9, atol=1e-12)
-
-
-def peak_memory(run):
-    """Bytes by which the memory of this process grows at most while `run` runs."""
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
-    before, *_ = resident("VmRSS")
-    run()
-    return resident("VmHWM")[0] - before
-
-
-def resident(name):
-    status = Path("/proc/self/status").read_text()
-    return [1024 * int(line.split()[1]) for line in status.splitlines() if line.startswith(f"{name}:")]
 
 
 @pytest.mark.parametrize(("kind", "tokens", "branches"), [("plain", 65_536, 4), ("all", 12_288, 2)])
