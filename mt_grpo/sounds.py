@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import re
 import struct
 import sys
 from numbers import Integral
@@ -20,6 +21,11 @@ KINDS = ("audio", "input_audio", "audio_url")
 
 _GIVEN = ("audio", "input_audio", "audio_url", "url", "path", "base64")
 """Keys of such a part under which the sound may stand."""
+
+_COMPRESSED = re.compile(rb"fLaC|OggS|\xff[\xe2-\xff]")
+"""How FLAC, Ogg and MP3 begin. What soundfile is a wrapper of has twenty more readers, which are little tested."""
+
+KNOWN = "WAV, FLAC, Ogg, MP3"
 
 _PCM, _FLOAT, _EXTENSIBLE = 1, 3, 0xFFFE
 _UNKNOWN_RATE = 16_000
@@ -213,6 +219,8 @@ def _header(file: bytes, name: str) -> tuple[int, int, int]:
         except ValueError as error:
             raise MediumError(f"{name} cannot be read as a sound: {error}.") from error
         return len(wav.body) // (wav.channels * wav.bits // 8), wav.channels, wav.rate
+    if not _COMPRESSED.match(file, _tags_end(file)):
+        raise MediumError(f"{name} cannot be read as a sound: it is broken, or of no known kind ({KNOWN}).")
     try:
         import soundfile  # type: ignore[import-not-found]
     except ImportError:
@@ -223,7 +231,18 @@ def _header(file: bytes, name: str) -> tuple[int, int, int]:
         with soundfile.SoundFile(io.BytesIO(file)) as opened:
             return opened.frames, opened.channels, opened.samplerate
     except (soundfile.LibsndfileError, RuntimeError) as error:
-        raise MediumError(f"{name} cannot be read as a sound: it is broken, or of no known kind.") from error
+        raise MediumError(f"{name} cannot be read as a sound: it is broken, or of no known kind ({KNOWN}).") from error
+
+
+def _tags_end(file: bytes) -> int:
+    """Where the ID3 tags before a sound end."""
+    end = 0
+    while file[end : end + 3] == b"ID3" and len(file) >= end + 10:
+        size = 0
+        for byte in file[end + 6 : end + 10]:
+            size = size << 7 | byte & 0x7F
+        end += 10 + size
+    return end
 
 
 def _decoded(file: bytes) -> np.ndarray:
@@ -238,7 +257,7 @@ def _decoded(file: bytes) -> np.ndarray:
             return opened.read(opened.frames, dtype="float32", always_2d=True).mean(axis=1)
     except (soundfile.LibsndfileError, RuntimeError) as error:
         raise MediumError(
-            f"A sound of {len(file)} bytes cannot be read as a sound: it is broken, or of no known kind."
+            f"A sound of {len(file)} bytes cannot be read as a sound: it is broken, or of no known kind ({KNOWN})."
         ) from error
 
 

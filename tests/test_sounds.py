@@ -110,7 +110,9 @@ def test_a_decoder_of_torchcodec_is_read(monkeypatch):
     assert named({"audio": [AudioDecoder(), Sound(TONE, 8_000)]}) == {"audio": [sound_digest(Sound(TONE, 8_000))] * 2}
 
 
-def test_other_files_are_read_with_soundfile(monkeypatch):
+def test_a_few_other_files_are_read_with_soundfile(monkeypatch):
+    opened = []
+
     class LibsndfileError(RuntimeError):
         pass
 
@@ -118,7 +120,8 @@ def test_other_files_are_read_with_soundfile(monkeypatch):
         frames, channels, samplerate = len(TONE), 2, 8_000
 
         def __init__(self, file):
-            if file.read() != b"fLaC":
+            opened.append(file.read())
+            if not opened[-1].endswith(b"fLaC"):
                 raise LibsndfileError("unknown format")
 
         def __enter__(self):
@@ -132,9 +135,15 @@ def test_other_files_are_read_with_soundfile(monkeypatch):
 
     library = SimpleNamespace(SoundFile=SoundFile, LibsndfileError=LibsndfileError)
     monkeypatch.setitem(sys.modules, "soundfile", library)
-    assert read_sound(b"fLaC") == Sound(TONE, 8_000)
-    with pytest.raises(MediumError, match="A sound of 3 bytes cannot be read as a sound: it is broken, or of no "):
-        read_sound(b"abc")
+    tag = b"ID3\4\0\0\0\0\0\2ab"
+    assert read_sound(b"fLaC") == Sound(TONE, 8_000) == read_sound(tag + b"fLaC")
+    with pytest.raises(MediumError, match="A sound of 5 bytes cannot be read as a sound: it is broken, or of no "):
+        read_sound(b"OggS.")
+    opened.clear()
+    for other in (b"abc", b"FORM....AIFF", b"MATLAB 5.0", tag + b"FORM....AIFF", b"ID3"):
+        with pytest.raises(MediumError, match=r"of no known kind \(WAV, FLAC, Ogg, MP3\)"):
+            read_sound(other)
+    assert not opened
 
 
 def test_arrays_of_rows_are_named_by_their_content():
@@ -153,7 +162,7 @@ def test_an_array_that_is_compared_with_a_sound_gives_one_answer():
     [
         ("/no/such.wav", "The sound '/no/such.wav' cannot be read: No such file or directory"),
         ("https://example.org/a.wav", "is an address, which rollouts do not fetch: give a file or its bytes"),
-        (b"no sound", "A sound of 8 bytes is no WAV file, and what reads others is not installed: `pip install sou"),
+        (b"fLaC....", "A sound of 8 bytes is no WAV file, and what reads others is not installed: `pip install sou"),
         (wav(TONE)[:30], "A sound of 30 bytes cannot be read as a sound: it ends within its header"),
         (b"RIFF\0\0\0\0WAVE", "A sound of 12 bytes cannot be read as a sound: it has no samples"),
         (wav(TONE).replace(b"\x01\x00\x01\x00", b"\x07\x00\x01\x00", 1), "samples are of format 7 with 16 bits"),

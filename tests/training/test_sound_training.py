@@ -216,7 +216,7 @@ def test_sounds_stand_where_their_places_are():
 @pytest.mark.parametrize(
     ("prompt", "sounds", "problem"),
     [
-        ("What?", [b"no sound"], "A sound of 8 bytes is no WAV file"),
+        ("What?", [b"no sound"], "A sound of 8 bytes cannot be read as a sound: it is broken, or of no known kind"),
         ("What?", ["/no/such.wav"], "The sound '/no/such.wav' cannot be read: No such file or directory"),
         ([{"type": "audio"}] * 2, [tone()], "the prompt has 2 places for sounds, and the row has 1 sounds"),
         ([{"type": "audio", "path": "/no/such.wav"}], [tone()], "The sound '/no/such.wav' cannot be read: No such"),
