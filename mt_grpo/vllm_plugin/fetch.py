@@ -51,6 +51,30 @@ class FetchError(Exception):
     """A file could not be brought; one sentence."""
 
 
+class Ending:
+    """Ends, from another thread, what is being fetched."""
+
+    def __init__(self) -> None:
+        self.over = False
+        self._connection: socket.socket | None = None
+
+    def check(self) -> None:
+        """Raises `FetchError` if nothing is to be fetched any more."""
+        if self.over:
+            raise FetchError("This server is shutting down.")
+
+    def watch(self, connection: socket.socket) -> None:
+        """Notes the connection under way. Raises as `check`."""
+        self._connection = connection
+        self.check()
+
+    def end(self) -> None:
+        """Ends it, and lets no other begin."""
+        self.over = True
+        if self._connection is not None:
+            _end(self._connection)
+
+
 class Fetcher:
     """
     The files of one server. They are removed when it ends, those of a killed one when the next one begins.
@@ -65,7 +89,7 @@ class Fetcher:
         self._number = 0
         self._label = ""
         self._lock = threading.Lock()
-        self._closed = False
+        self._ending = Ending()
 
     def fetch(self, url: str, size: int, label: str = "", base: str = "") -> str:
         """
@@ -83,8 +107,7 @@ class Fetcher:
         """
         _check(url, size, label, base)
         with self._lock:
-            if self._closed:
-                raise FetchError("This server is shutting down.")
+            self._ending.check()
             # some systems tidy up after a user's last session, and then anybody may make something under its name
             if self._folder is None or not _is_own(self._folder):
                 self._folder, self._label = own_folder(machine(), Path(self._root)), ""
@@ -100,20 +123,20 @@ class Fetcher:
             try:
                 if base:
                     change = self._folder / "change"
-                    download(url, change, size)
+                    download(url, change, size, self._ending)
                     _change(before, change, path)
                     if file_checksum(path) != label:
                         raise FetchError("The change does not make the weights that were announced.")
                 else:
-                    download(url, path, size)
+                    download(url, path, size, self._ending)
             except OSError as error:
                 raise FetchError(f"There is no place for {size / 1e9:.2f} GB in {self._folder}: {error}.") from error
             self._label = label
             return str(path)
 
     def close(self) -> None:
-        """Removes all files. Nothing is fetched afterwards."""
-        self._closed = True
+        """Gives up what is being fetched, and removes all files. Nothing is fetched afterwards."""
+        self._ending.end()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -133,12 +156,13 @@ def _change(before: Path, change: Path, path: Path) -> None:
         raise FetchError(str(error)) from error
 
 
-def download(url: str, path: Path, size: int) -> None:
+def download(url: str, path: Path, size: int, ending: Ending | None = None) -> None:
     """
     Fills a file from a URL. After a broken connection it goes on where it was.
 
     Raises:
-        FetchError: If it is refused, `ATTEMPTS` connections in a row bring nothing, or `time_limit` is over.
+        FetchError: If it is refused, `ATTEMPTS` connections in a row bring nothing, `time_limit` is over, or it is
+            ended.
         OSError: If there is no room.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
@@ -148,7 +172,7 @@ def download(url: str, path: Path, size: int) -> None:
             descriptor, 0, size
         )  # a full disk is an error here, not a bus error in the middle of a copy
         with mmap.mmap(descriptor, size) as memory, memoryview(memory) as view:
-            _fill(url, view)
+            _fill(url, view, ending or Ending())
     finally:
         os.close(descriptor)
 
@@ -160,15 +184,16 @@ def _check(url: object, size: object, label: object, base: object) -> None:
         raise FetchError(f"A file has 1 to {LARGEST} bytes.")
 
 
-def _fill(url: str, view: memoryview) -> None:
+def _fill(url: str, view: memoryview, ending: Ending) -> None:
     done, broken, limit = 0, 0, time_limit(len(view))
     deadline = time.monotonic() + limit
     while done < len(view):
         before, fault = done, "the connection ended early"
         try:
-            done = _go_on(url, view, done, deadline)
+            done = _go_on(url, view, done, deadline, ending)
         except (OSError, http.client.HTTPException) as error:
             fault = str(error) or type(error).__name__
+        ending.check()
         if done < len(view) and time.monotonic() >= deadline:
             raise FetchError(f"{url} brought {done} of {len(view)} bytes in {limit:.0f} s, and is given up.")
         broken = 0 if done > before else broken + 1
@@ -178,7 +203,7 @@ def _fill(url: str, view: memoryview) -> None:
             time.sleep(0.1 * 2**broken)
 
 
-def _go_on(url: str, view: memoryview, done: int, deadline: float) -> int:
+def _go_on(url: str, view: memoryview, done: int, deadline: float, ending: Ending) -> int:
     """Reads from byte `done` to the end, or as far as one connection goes until the deadline."""
     parts = urlsplit(url)
     if parts.hostname is None or parts.scheme != "http":
@@ -186,6 +211,7 @@ def _go_on(url: str, view: memoryview, done: int, deadline: float) -> int:
     connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=SILENCE)
     with contextlib.closing(connection):
         connection.connect()
+        ending.watch(connection.sock)
         end = threading.Timer(deadline - time.monotonic(), _end, [connection.sock])
         end.daemon = True
         end.start()

@@ -529,6 +529,28 @@ def test_a_trickle_is_given_up_though_it_never_ends(tmp_path, monkeypatch, answe
         thread.join()
 
 
+def test_a_server_that_ends_waits_for_no_trainer(tmp_path):
+    """Its process ends when its threads have."""
+    fetcher, faults = Fetcher(str(tmp_path)), []
+
+    def work(url):
+        try:
+            fetcher.fetch(url, 10_000)
+        except FetchError as error:
+            faults.append(str(error))
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=work, args=(f"http://127.0.0.1:{server.getsockname()[1]}/weights",))
+        thread.start()
+        connection, _ = server.accept()
+        with connection:
+            connection.recv(1000)
+            connection.sendall(b"HTTP/1.1 206 OK\r\nContent-Length: 10000\r\n\r\nx")
+            fetcher.close()
+            thread.join(fetch.SILENCE / 2)
+    assert faults == ["This server is shutting down."] and not list(tmp_path.iterdir())
+
+
 def test_larger_files_may_take_longer():
     assert fetch.time_limit(140 * 10**9) > 20 * fetch.time_limit(10**6)
 
