@@ -10,7 +10,7 @@ BACKEND = "safetensors"
 """Name of the weight-transfer engine, as in `--weight-transfer-config '{"backend": "safetensors"}'`."""
 
 IDENTITY = "mt-grpo-server"
-"""Header that the guard adds to answers: the server's fingerprint, which not all of vLLM's bodies carry."""
+"""Header that the guard adds to answers: which server gave them. Not all of vLLM's bodies say it."""
 
 SECONDS_TO_END = 3
 """Seconds that requests under way have to finish when the server is told to end."""

@@ -160,8 +160,10 @@ class Guard:
     async def _live(self, scope: Message, receive: Receive, send: Send) -> None:
         args = scope["app"].state.args
         self._keys = [key for key in args.api_key or [os.environ.get("VLLM_API_KEY")] if key]
-        if fingerprint := vars(args).get("fingerprint_value"):
-            self._identity = [(IDENTITY.encode(), fingerprint.encode())]
+        # one of its own where this is the server's only process: what is given may be that of other servers too
+        alone = vars(args).get("api_server_count") == 1
+        if identity := secrets.token_hex(8) if alone else vars(args).get("fingerprint_value"):
+            self._identity = [(IDENTITY.encode(), identity.encode())]
         if self._keys:
             return await self._app(scope, receive, send)
         key = secrets.token_urlsafe(32)

@@ -11,6 +11,7 @@ from support.upstreams import SAMPLING, client_of, completion
 from support.waiting import until_true
 
 from mt_grpo.rollout.engines.vllm.http import ServerGoneError, ServerSetupError
+from mt_grpo.vllm_plugin import IDENTITY
 
 
 def refusal(client) -> str:
@@ -133,6 +134,25 @@ def test_answers_of_several_servers_in_turn_end_the_run(tokenizer, start):
     """A server that is restarted never has an identity of before."""
     router = start(lambda number, body: completion(5, fingerprint="ab"[number % 2]))
     client = client_of(tokenizer, router, server_timeout=20)
+
+    async def go():
+        await client.connect()
+        try:
+            for number in range(6):
+                await client.generate([number], SAMPLING, str(number))
+        finally:
+            await client.close()
+
+    with pytest.raises(ServerSetupError, match="is several servers in turn, as behind a router"):
+        asyncio.run(asyncio.wait_for(go(), 60))
+
+
+def test_servers_in_turn_are_told_apart_by_their_guards(tokenizer, start):
+    """They have one configuration, and one of them answers for the weights of all."""
+    own = "vllm-0.31.0-0123abcd"
+    router = start(lambda number, body: (*completion(5, fingerprint=own), {IDENTITY: "ab"[number % 2]}))
+    client = client_of(tokenizer, router, server_timeout=20)
+    client.weight_version = 7
 
     async def go():
         await client.connect()

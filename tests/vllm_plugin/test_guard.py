@@ -214,6 +214,18 @@ def test_every_answer_names_its_server(monkeypatch):
         assert (IDENTITY.encode(), b"this one") in ask(guard, "POST", path, bearer())["headers"]
 
 
+def test_servers_that_are_started_alike_have_names_of_their_own(monkeypatch):
+    """Processes of one server share the name that it was given."""
+    monkeypatch.setenv("VLLM_API_KEY", KEY)
+    names = {}
+    for count in (1, 2):
+        for guard in (Guard(Server()), Guard(Server())):
+            live(guard, args=SimpleNamespace(**vars(ARGS), fingerprint_value="all", api_server_count=count))
+            headers = dict(ask(guard, "POST", "/v1/completions", bearer())["headers"])
+            names.setdefault(count, set()).add(headers[IDENTITY.encode()])
+    assert len(names[1]) == 2 and names[2] == {b"all"}
+
+
 def test_a_websocket_is_closed_before_it_is_open(guarded):
     server, guard = guarded
     assert ask(guard, "GET", "/v1/realtime", bearer(), kind="websocket")["type"] == "websocket.close"

@@ -320,10 +320,11 @@ class VLLMServerClient(VLLMServers):
                     body = await content(server, failures)
                     answer, name = await ask_identified(self._connection().http, server, "POST", path, body, limit)
                     found = read(answer, f"POST {server.url}{path}")
-                    fingerprint = _identity(server, answer) if path == COMPLETIONS else name or server.fingerprint
+                    if name is None and path == COMPLETIONS:
+                        name = _identity(server, answer)
+                    fingerprint = name or server.fingerprint
                     restarted = server.fingerprint not in (None, fingerprint)
-                    # where an answer says nothing of the process that gave it
-                    if (path != COMPLETIONS and name is None) or str(fingerprint).startswith(_OF_CONFIGURATION):
+                    if name is None or name.startswith(_OF_CONFIGURATION):  # of any process that is started so
                         restarted |= not await self._has_weights(server)
                 except RequestFailed as error:
                     # a server that was restarted knows no adapter, and says so with a 404
