@@ -161,7 +161,7 @@ class Guard:
         args = scope["app"].state.args
         self._keys = [key for key in args.api_key or [os.environ.get("VLLM_API_KEY")] if key]
         # one of its own where this is the server's only process: what is given may be that of other servers too
-        alone = vars(args).get("api_server_count") == 1
+        alone = vars(args).get("api_server_count") in (None, 1)
         if identity := secrets.token_hex(8) if alone else vars(args).get("fingerprint_value"):
             self._identity = [(IDENTITY.encode(), identity.encode())]
         if self._keys:

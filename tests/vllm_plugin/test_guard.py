@@ -209,7 +209,7 @@ def test_web_pages_can_neither_ask_nor_read(guarded, origin, method, path):
 def test_every_answer_names_its_server(monkeypatch):
     monkeypatch.setenv("VLLM_API_KEY", KEY)
     guard = Guard(Server())
-    live(guard, args=SimpleNamespace(**vars(ARGS), fingerprint_value="this one"))
+    live(guard, args=SimpleNamespace(**vars(ARGS), fingerprint_value="this one", api_server_count=2))
     for path in ("/v1/completions", "/inference/v1/generate"):
         assert (IDENTITY.encode(), b"this one") in ask(guard, "POST", path, bearer())["headers"]
 
@@ -218,12 +218,12 @@ def test_servers_that_are_started_alike_have_names_of_their_own(monkeypatch):
     """Processes of one server share the name that it was given."""
     monkeypatch.setenv("VLLM_API_KEY", KEY)
     names = {}
-    for count in (1, 2):
+    for count in (None, 1, 2):
         for guard in (Guard(Server()), Guard(Server())):
             live(guard, args=SimpleNamespace(**vars(ARGS), fingerprint_value="all", api_server_count=count))
             headers = dict(ask(guard, "POST", "/v1/completions", bearer())["headers"])
             names.setdefault(count, set()).add(headers[IDENTITY.encode()])
-    assert len(names[1]) == 2 and names[2] == {b"all"}
+    assert len(names[None]) == len(names[1]) == 2 and names[2] == {b"all"}
 
 
 def test_a_websocket_is_closed_before_it_is_open(guarded):
