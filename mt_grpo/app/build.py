@@ -30,6 +30,7 @@ from mt_grpo.envs.source import COLUMN, source_of
 from mt_grpo.errors import ConfigError, describe_error, libraries_may_refuse
 from mt_grpo.forward.images import media_tokens
 from mt_grpo.forward.probe import context_length
+from mt_grpo.images import read_messages
 from mt_grpo.option_values import verifiers_name
 from mt_grpo.rollout import ChatRenderer
 from mt_grpo.rollout.token_check import examine_template
@@ -44,7 +45,7 @@ from mt_grpo.training.config import MTGRPOConfig, changed
 from mt_grpo.training.environment import build_env
 from mt_grpo.training.folder import check_folder
 from mt_grpo.training.hosts import resume_point
-from mt_grpo.training.images import tokenizer_in
+from mt_grpo.training.images import tokenizer_in, with_its_images
 from mt_grpo.training.model import resolve_base, resolve_model, source_options
 from mt_grpo.training.own_server import check_own_servers
 from mt_grpo.training.preflight import Rows, check_batch_sizes, check_rows_suffice, check_surroundings
@@ -319,7 +320,9 @@ def _shown(trainer: MTGRPOEnvTrainer, row: dict[str, Any]) -> str:
         )
     renderer = trainer.runner.sampler.renderer(env.tool_schemas, env.protocol.tags)
     try:
-        shown = decoded(renderer.prompt_ids(env.start(row["prompt"])), renderer.tokenizer)
+        prompt = with_its_images(row)["prompt"]
+        messages = prompt if isinstance(prompt, str) else list(read_messages(prompt, of_row=True))
+        shown = decoded(renderer.prompt_ids(env.start(messages)), renderer.tokenizer)
     except Exception as error:  # the user's code or the template refuses the row
         return f"mt-grpo: the first prompt{of_which} cannot be rendered: {describe_error(error)}"
     text = f"mt-grpo: the model is first shown this, for the first row{of_which}:\n{visible(cut(shown, SHOWN))}"

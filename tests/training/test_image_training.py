@@ -15,6 +15,7 @@ from support.waiting import until
 from transformers import AutoModelForImageTextToText, TrainerCallback
 
 from mt_grpo import MTGRPOConfig, MTGRPOEnvTrainer
+from mt_grpo.app.build import finish_dry_run
 from mt_grpo.envs import MultiTurnToolEnv, Outcome
 from mt_grpo.errors import ConfigError
 from mt_grpo.images import image_parts, read_image
@@ -76,6 +77,14 @@ def trained(folder: Path, resume: str | None = None, **options: Any) -> MTGRPOEn
 def losses(trainer: MTGRPOEnvTrainer) -> list[tuple[float, ...]]:
     keys = ("loss", "grad_norm", "kl")
     return [tuple(line.get(key, 0.0) for key in keys) for line in trainer.state.log_history if "loss" in line]
+
+
+@pytest.mark.parametrize("content", ["What?", [{"type": "image"}, {"type": "text", "text": "What?"}]])
+def test_a_dry_run_prints_a_prompt_with_its_images(tmp_path, capsys, content):
+    row = {"prompt": [{"role": "user", "content": content}], "images": [picture("red", (24, 16))]}
+    rows = Dataset.from_list([row])
+    finish_dry_run(trainer_of(tmp_path, MultiTurnToolEnv([], system_prompt=""), rows), {})
+    assert "<|im_start|>user\n<|vision_start|>[image]<|vision_end|>What?<|im_end|>" in capsys.readouterr().err
 
 
 @pytest.mark.slow
