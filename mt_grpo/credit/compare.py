@@ -41,6 +41,11 @@ class Interval:
     low: float | None
     high: float | None
 
+    @property
+    def told(self) -> bool:
+        """Whether the groups tell anything: not where the interval is all that a cosine, or a ratio, can be."""
+        return (self.low, self.high) not in ((-1.0, 1.0), (0.0, None))
+
 
 @dataclass(frozen=True)
 class Direction:
@@ -84,8 +89,9 @@ class Comparison:
 
     @property
     def known(self) -> bool:
-        """Whether the steps of the best rule are shown to go along the true gradient, and not against it."""
-        return _ends(self.ascents[self.best][1:], self.groups, -math.inf, math.inf)[0] > 0
+        """Whether the steps of the best rule are shown to go along the true gradient: `step` is above 0."""
+        best = self.directions[self.best]
+        return best is not None and best.step.low is not None and best.step.low > 0
 
     def behind(self, rule: str, other: str) -> bool:
         """Whether the `step` of a rule is shown to be smaller than another's: the whole paired interval is below 0."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 
 import pyarrow.parquet as pq
 import pytest
+import torch
 import yaml
 from support.decision_processes import PROCESSES
 from support.exact_gradients import Paths, measure
@@ -15,8 +17,10 @@ from support.recipes import ROOT
 from support.runs import write_run
 
 from mt_grpo.app.credit.choice import choose
-from mt_grpo.app.credit.measure import compare, rules_of
+from mt_grpo.app.credit.measure import Found, compare, rules_of
+from mt_grpo.app.credit.report import as_json, show
 from mt_grpo.cli import main
+from mt_grpo.credit.compare import compare_rules
 from mt_grpo.runlog import open_run
 
 
@@ -182,6 +186,25 @@ def test_a_rule_that_is_not_registered_is_no_rule_to_compare():
 
 
 # From a rollout to advice
+
+
+def test_what_groups_do_not_tell_is_no_number(folder, capsys):
+    """The steps of the quiet rule go along the mean of few noisy groups in all draws, and no length is told from 0."""
+    generator = torch.Generator().manual_seed(4)
+    truth = torch.eye(64)[0]
+    noisy = 0.5 * truth + 0.5 * torch.randn(7, 64, generator=generator)
+    rules = {"quiet": truth + 0.05 * torch.randn(7, 64, generator=generator), "noisy": noisy}
+    comparison = compare_rules(rules, noisy, 4, draws=200)
+    names = dict.fromkeys(rules, "leave_one_out")
+    found = Found(choose(open_run(folder)), "noisy", None, None, names, comparison, {}, 28, 1.0, 0.0)
+    printed = as_json(found)
+    quiet = printed["rules"]["quiet"]
+    assert printed["known"] is False and printed["best"] is None and not quiet["behind_best"]
+    assert quiet["cosine"] == quiet["step"] == {"value": None, "low": None, "high": None}
+    show(found)
+    shown = capsys.readouterr().out
+    assert re.search(r"\nquiet +not told +\d.* +not told *\n", shown) and "[-1.00, 1.00]" not in shown
+    assert "so they tell no rule from another: sample more" in shown
 
 
 @pytest.mark.slow

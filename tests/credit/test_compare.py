@@ -121,7 +121,24 @@ def test_nothing_is_known_where_groups_tell_no_gradient():
     noise = torch.randn(12, 32, generator=torch.Generator().manual_seed(1))
     found = compare_rules({"rule": noise}, noise, 4)
     assert not found.known
-    assert found.directions["rule"].step.low == -1.0
+    assert not found.directions["rule"].step.told
+
+
+def test_nothing_is_known_of_a_quiet_rule_beside_a_noisy_truth():
+    """All its draws go along the mean of the reference, which 7 groups do not tell from 0."""
+    generator = torch.Generator().manual_seed(4)
+    truth = torch.eye(64)[0]
+    noisy = 0.5 * truth + 0.5 * torch.randn(7, 64, generator=generator)
+    quiet = truth + 0.05 * torch.randn(7, 64, generator=generator)
+    found = compare_rules({"quiet": quiet, "noisy": noisy}, noisy, 4, draws=200)
+    assert found.best == "quiet" and found.ascents["quiet"].min() > 0
+    quiet = found.directions["quiet"]
+    assert not (found.known or quiet.cosine.told or quiet.step.told)
+
+
+def test_nothing_is_known_where_no_rule_has_a_gradient():
+    found = compare_rules({"silent": torch.zeros(12, 32)}, torch.zeros(12, 32), 4, draws=20)
+    assert found.directions == {"silent": None} and not found.known
 
 
 def test_a_rule_without_signal_has_no_direction():

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from mt_grpo.app.credit.choice import rollout_command
 from mt_grpo.app.credit.measure import Found
-from mt_grpo.credit.compare import Interval
+from mt_grpo.credit.compare import Direction, Interval
 from mt_grpo.credit.rule import sums_turns
 from mt_grpo.option_values import rule_name
 from mt_grpo.runlog import Run, files
@@ -20,6 +20,8 @@ from mt_grpo.trajectory import visible
 
 WIDTH = 100
 """Columns of the table, whatever the terminal has."""
+
+NOT_TOLD: dict[str, float | None] = {"value": None, "low": None, "high": None}
 
 
 def show(found: Found) -> None:
@@ -55,14 +57,15 @@ def show(found: Found) -> None:
 def _ordered(found: Found) -> list[str]:
     """The rules: those whose steps are expected to point best first, those without a gradient last."""
 
-    def key(label: str) -> float:
-        direction = found.comparison.directions[label]
-        return 2.0 if direction is None else -(direction.step.value or 0.0)
+    def key(label: str) -> tuple[bool, float]:
+        return found.comparison.directions[label] is None, -found.comparison.ascents[label][0].item()
 
     return sorted(found.comparison.directions, key=key)
 
 
 def _interval(interval: Interval) -> str:
+    if not interval.told:
+        return "not told"
     value, low, high = (
         "?" if each is None else f"{each:.2f}" for each in (interval.value, interval.low, interval.high)
     )
@@ -133,6 +136,11 @@ def depending_on_later_turns(run: Run) -> list[str]:
 def as_json(found: Found) -> dict[str, Any]:
     """All of it for programs; numbers that the groups do not tell are `null`."""
     chosen, comparison = found.chosen, found.comparison
+
+    def numbers(direction: Direction | None) -> dict[str, dict[str, float | None]]:
+        intervals = {} if direction is None else vars(direction)
+        return {name: asdict(each) if each.told else NOT_TOLD for name, each in intervals.items()}
+
     return {
         "run": str(chosen.run.folder),
         "model": chosen.model,
@@ -151,7 +159,7 @@ def as_json(found: Found) -> dict[str, Any]:
         "rules": {
             label: {
                 "rule": found.rules[label],
-                **({} if each is None else asdict(each)),
+                **numbers(each),
                 "behind_best": comparison.known and comparison.behind(label, comparison.best),
             }
             for label, each in comparison.directions.items()
