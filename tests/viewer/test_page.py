@@ -351,8 +351,10 @@ def test_a_conversation_that_failed_at_once_is_shown(browser, tmp_path):
     folder = write_run(tmp_path / "run", steps=1)
     prompt = [{"role": "user", "content": [{"type": "text", "text": "What is <b>it</b>?"}, {"type": "image"}]}]
     failed = Trajectory(prompt, stop_reason=StopReason.ENGINE_ERROR, error="The engine <i>failed</i>.", start=0.0)
+    went_on = Trajectory(prompt, stop_reason=StopReason.ANSWERED, answer="", start=0.0)
+    went_on.refusals = {"`seed` is <b>not</b> understood: leave it out.": 2}
     failed.where, failed.traceback = "env.py, line 3, in step", 'File "env.py", line 3, in step\n    return <b>'
-    writer, batch = RunWriter(folder), Batch("train", 5, 0, 1, [0], [failed], REWARDS)
+    writer, batch = RunWriter(folder), Batch("train", 5, 0, 1, [0, 1], [failed, went_on], REWARDS)
     writer.append(writer.write(batch))
     with serving(Queries(open_run(folder))) as server, watched(browser) as page:
         page.goto(f"{server.url}#/trajectory?session={batch.sessions[0]}")
@@ -365,6 +367,14 @@ def test_a_conversation_that_failed_at_once_is_shown(browser, tmp_path):
         go(page, "overview")
         page.click("text=show them >> nth=0")
         counted(page, 1)
+        go(page, "overview")
+        refused = page.locator("li:has-text('Requests were refused in 1 of ')")
+        assert "`seed` is <b>not</b> understood" in refused.inner_text()
+        refused.locator("text=show them").click()
+        counted(page, 1)
+        assert page.input_value("#filter") == "refused>0"
+        go(page, f"trajectory?session={batch.sessions[1]}")
+        assert "2 requests refused: `seed` is <b>not</b> understood: leave it out." in page.inner_text("main")
 
 
 def test_what_is_not_there_is_said(page):
