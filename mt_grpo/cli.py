@@ -169,7 +169,7 @@ def rollout(arguments: list[str]) -> int:
 
     from mt_grpo.app.audit import audit_conversations, find_in_conversations, show_audit
     from mt_grpo.app.saved import save_conversations
-    from mt_grpo.concurrency import Silence
+    from mt_grpo.silence import Silence
     from mt_grpo.viewer import render_trajectory
 
     console = _console()

@@ -23,10 +23,11 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from functools import partial
 from typing import Any, Generic, TypeVar
 
+from mt_grpo.call_clock import CallClock, timed, waiting
 from mt_grpo.errors import ONLY_MAIN, describe_error
 
 T = TypeVar("T")
@@ -391,8 +392,8 @@ async def call(function: Callable[..., Any], *args: Any, what: str, timeout: flo
     Args:
         function (`Callable`), *args: What to call.
         what (`str`): Its name in errors, and that of its thread or task.
-        timeout (`float`, *optional*): Seconds it may take. An `async` function is cancelled then; a thread cannot be
-            stopped and is left behind. Neither is waited for.
+        timeout (`float`, *optional*): Seconds it may take, waits for a place not counted. An `async` function is
+            cancelled then; a thread cannot be stopped and is left behind. Neither is waited for.
 
     Raises:
         OutOfTime: If it takes longer.
@@ -403,8 +404,8 @@ async def call(function: Callable[..., Any], *args: Any, what: str, timeout: flo
         if timeout is None:
             return await guarded(result)
     else:
-        result = await _within(in_thread(partial(function, *args), what), what, timeout)
-    return await _within(begin(result, what), what, timeout) if inspect.isawaitable(result) else result
+        result = await _within(partial(in_thread, partial(function, *args), what), what, timeout)
+    return await _within(partial(begin, result, what), what, timeout) if inspect.isawaitable(result) else result
 
 
 def in_thread(function: Callable[[], Any], name: str) -> asyncio.Future[Any]:
@@ -470,16 +471,40 @@ async def guarded(work: Awaitable[Any]) -> Any:
         raise RuntimeError(describe_error(caught)) from caught
 
 
-async def _within(future: asyncio.Future[Any], what: str, timeout: float | None) -> Any:
+async def _within(start: Callable[[], asyncio.Future[Any]], what: str, timeout: float | None) -> Any:
+    with timed() as clock:
+        future = start()
     try:
-        done, _ = await asyncio.wait([future], timeout=timeout)
+        in_time = await ended_within({future: clock}, timeout)
     finally:
         abandon(future)
-    if not done:
+    if not in_time:
         raise OutOfTime(f"{what} took longer than {timeout:g} s.")
     if future.cancelled():  # by itself: for who waits, that is a failure like any other
         raise RuntimeError(f"{what} cancelled itself.")
     return future.result()
+
+
+async def ended_within(
+    clocks: Mapping[asyncio.Future[Any], CallClock], timeout: float | None
+) -> set[asyncio.Future[Any]]:
+    """
+    Waits for calls, each with its clock, and abandons those that take longer than `timeout` seconds by it.
+
+    Returns:
+        Those that ended in time.
+    """
+    ended: set[asyncio.Future[Any]] = set()
+    running = set(clocks)
+    while running:
+        left = None if timeout is None else min(clocks[future].left(timeout) for future in running)
+        done, running = await asyncio.wait(running, timeout=left)
+        ended |= done
+        for future in [each for each in running if timeout is not None and clocks[each].seconds >= timeout]:
+            running.remove(future)
+            clocks[future].end()
+            abandon(future)
+    return ended
 
 
 def abandon(future: asyncio.Future[Any]) -> None:
@@ -494,49 +519,11 @@ def retrieve(future: asyncio.Future[Any]) -> None:
         future.exception()
 
 
-class Silence:
-    """
-    Says how far work is whenever nothing was said for a while, from a thread of its own, as long as the block runs.
-
-    Args:
-        say (`Callable`): Says it.
-        seconds (`float`, *optional*): Of silence at most.
-    """
-
-    def __init__(self, say: Callable[[], object], seconds: float = 8.0) -> None:
-        self._say, self._seconds = say, seconds
-        self._heard = threading.Event()
-        self._over = False
-        self._thread: threading.Thread | None = None
-
-    def broken(self) -> None:
-        """Notes that something was said."""
-        self._heard.set()
-
-    def __enter__(self) -> Silence:
-        self._over = False
-        self._thread = threading.Thread(target=self._watch, name="silence", daemon=True)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._over = True
-        self._heard.set()
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-
-    def _watch(self) -> None:
-        while not self._over:
-            self._heard.clear()
-            if not self._heard.wait(self._seconds) and not self._over:
-                self._say()
-
-
 class ConcurrencyLimit:
     """
     Lets so many of one kind (calls of a tool, say) run at once, in the order they came. It is one for all event loops
-    of the process: an evaluation, or another cell of a notebook, may run in a loop of its own.
+    of the process: an evaluation, or another cell of a notebook, may run in a loop of its own. The wait is no
+    part of the time of the call that waits.
 
     Args:
         size (`int`): How many run at once.
@@ -561,7 +548,8 @@ class ConcurrencyLimit:
             turn = loop.create_future()
             self._waiting.append((loop, turn))
         try:
-            await turn
+            with waiting():
+                await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():  # it was this call's turn when it was cancelled
                 self._release()

@@ -14,6 +14,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from mt_grpo.call_clock import waiting
 from mt_grpo.concurrency import ConcurrencyLimit
 from mt_grpo.errors import describe_error
 
@@ -124,7 +125,8 @@ class ServerPool:
         failure, deadline, rounds = Unreachable(), math.inf, 0
         while True:
             async with self._entrance:
-                chosen = await self._next(tried)
+                with waiting():
+                    chosen = await self._next(tried)
             if chosen is None:
                 pause, now = backoff(rounds), time.monotonic()
                 deadline = min(deadline, now + min(PATIENCE, math.inf if patience is None else patience))

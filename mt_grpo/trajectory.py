@@ -51,7 +51,7 @@ class ToolCall:
         result (`str`): Text that the model gets as the answer: the tool's result, or an error that it can read.
         error (`str`, *optional*): What went wrong; `None` for a call that succeeded.
         executed (`bool`): Whether the tool ran; `False` for a malformed call, an unknown tool or bad arguments.
-        seconds (`float`): Wall time of the tool.
+        seconds (`float`): Wall time of the tool, waits for a place among other calls not counted.
         id (`str`, *optional*): Identifier the model gave the call.
         data (`dict`, *optional*): What the tool returned beside its text, for rewards; JSON, never shown to the model.
         start (`float`, *optional*): When the tool was called, in seconds since 1970 (UTC); `None` if it did not run.

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 from support.waiting import until_true
 
 from mt_grpo import server_pool
+from mt_grpo.concurrency import OutOfTime, call
 from mt_grpo.server_pool import (
     STARTS,
     Full,
@@ -264,3 +266,20 @@ def test_what_a_conversation_holds_is_given_back_at_its_end():
 
     asyncio.run(both())
     assert sorted(ended) == ["a", "b"]
+
+
+def test_the_wait_for_room_is_no_time_of_the_call_that_waits(quick):
+    """Another call is out of time meanwhile, though it may take longer."""
+    pool, servers = ServerPool(URLS[:1], "test server"), Servers(room=1)
+
+    async def play() -> str:
+        url, _ = await pool.begin(servers.start)
+        begins = partial(pool.begin, servers.start)
+        waits = asyncio.ensure_future(call(begins, what="begins", timeout=0.3))
+        with pytest.raises(OutOfTime):
+            await call(asyncio.Event().wait, what="hangs", timeout=0.6)
+        assert not waits.done()
+        servers.end(pool, url)
+        return (await waits)[0]
+
+    assert asyncio.run(play()) == URLS[0]

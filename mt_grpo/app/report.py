@@ -24,9 +24,9 @@ from rich.text import Text
 from transformers import TrainerCallback
 
 from mt_grpo.app.recipe_file import asks_for_trust
-from mt_grpo.concurrency import Silence
 from mt_grpo.rewards import RewardFunc
 from mt_grpo.runlog.files import to_json
+from mt_grpo.silence import Silence
 from mt_grpo.training.checkpoint import latest_checkpoint
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.folder import LOCK

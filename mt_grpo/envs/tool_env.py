@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
-from mt_grpo.concurrency import ConcurrencyLimit, abandon, begin, in_thread, retrieve
+from mt_grpo.call_clock import CallClock, timed
+from mt_grpo.concurrency import ConcurrencyLimit, abandon, begin, ended_within, in_thread, retrieve
 from mt_grpo.envs.env import ConversationEnded, Outcome, Policy, Step, StepEnv
 from mt_grpo.envs.protocols import PROTOCOLS, SYSTEM_ROLES, CallProtocol, instruct
 from mt_grpo.errors import ConfigError, find_fault
@@ -36,7 +37,8 @@ class MultiTurnToolEnv(StepEnv):
             calls included; after the last one the model has one more turn to answer.
         protocol (`str`, *optional*, defaults to `"tags"`): `"tags"` or `"native"`, see `protocols.py`.
         env_mask (`int`, *optional*, defaults to `0`): Completion mask of tokens the environment wrote.
-        tool_timeout (`float`, *optional*, defaults to `60.0`): Seconds one tool call may take; `None` is no limit.
+        tool_timeout (`float`, *optional*, defaults to `60.0`): Seconds one tool call may take, see `execute_calls`;
+            `None` is no limit.
 
     Raises:
         ConfigError: For an unknown protocol, a negative limit, a mask other than 0 or 1, a tool named as a tag of the
@@ -168,8 +170,9 @@ async def execute_calls(calls: list[ToolCall], tools: dict[str, Tool], timeout: 
     Args:
         calls (`list[ToolCall]`): Calls of one turn.
         tools (`dict[str, Tool]`): Tools by name.
-        timeout (`float`, *optional*): Seconds one call may take, the wait for a tool's concurrency limit not counted.
-            A synchronous tool that exceeds it is abandoned, not killed: Python cannot stop its thread.
+        timeout (`float`, *optional*): Seconds one call may take. What it waits for a place counts neither here nor in
+            its time: that of a concurrency limit, of a pool of servers or processes, of `rate_limit`. A synchronous
+            tool that exceeds it is abandoned, not killed: Python cannot stop its thread.
 
     A call that did not finish failed, whatever ended the wait: its own time, or the conversation's.
 
@@ -212,35 +215,35 @@ async def execute_calls(calls: list[ToolCall], tools: dict[str, Tool], timeout: 
 
 async def _run(calls: list[tuple[Tool, ToolCall]], timeout: float | None) -> None:
     """Runs calls that begin together."""
-    start = time.perf_counter()
     running: dict[asyncio.Future[Any], tuple[Tool, ToolCall]] = {}
-    ended: dict[asyncio.Future[Any], float] = {}
-    unfinished = "did not finish before the conversation ended."
+    clocks: dict[asyncio.Future[Any], CallClock] = {}
+    ended: set[asyncio.Future[Any]] = set()
     try:
         for tool, call in calls:
             call.executed, call.start = True, time.time()
-            if tool.is_async:
-                future: asyncio.Future[Any] = begin(_awaited(tool, call.arguments), f"tool {tool.name!r}")
-            else:
-                future = in_thread(partial(_called, tool, call.arguments), f"tool-{tool.name}")
-            future.add_done_callback(lambda done: ended.setdefault(done, time.perf_counter()))
-            running[future] = tool, call
-        await asyncio.wait(running, timeout=timeout)
-        if timeout is not None:
-            unfinished = f"took longer than {timeout:g} s."
-        for future in running:
-            if future.done() and not future.cancelled() and isinstance(error := future.exception(), ServerLost):
+            with timed() as clock:
+                if tool.is_async:
+                    future: asyncio.Future[Any] = begin(_awaited(tool, call.arguments), f"tool {tool.name!r}")
+                else:
+                    future = in_thread(partial(_called, tool, call.arguments), f"tool-{tool.name}")
+            future.add_done_callback(lambda done, clock=clock: clock.end())  # type: ignore[misc]
+            running[future], clocks[future] = (tool, call), clock
+        ended = await ended_within(clocks, timeout)
+        for future in ended:
+            if not future.cancelled() and isinstance(error := future.exception(), ServerLost):
                 raise error
     finally:
         finished = {future for future in running if future.done()}
         for future in running:
             abandon(future)
         for future, (tool, call) in running.items():
-            call.seconds = ended.get(future, time.perf_counter()) - start
-            if future in finished:
+            call.seconds = clocks[future].seconds
+            if timeout is not None and call.seconds >= timeout and future not in ended:
+                _fail(call, f"{call.name} took longer than {timeout:g} s.", tool)
+            elif future in finished:
                 _read(tool, call, future)
             else:
-                _fail(call, f"{call.name} {unfinished}", tool)
+                _fail(call, f"{call.name} did not finish before the conversation ended.", tool)
 
 
 def fail_unanswered(turn: Turn) -> None:

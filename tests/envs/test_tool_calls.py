@@ -8,17 +8,22 @@ import json
 import signal
 import threading
 from dataclasses import dataclass, replace
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
+from mcp.types import CallToolResult
 from pydantic import BaseModel
 from support.waiting import until_true
 
 from mt_grpo.concurrency import ConcurrencyLimit
+from mt_grpo.concurrency import call as call_within
 from mt_grpo.concurrency import run as run_and_wait
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.envs.tool_env import execute_calls, fail_unanswered
 from mt_grpo.rollout import RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
 from mt_grpo.tools import Tool, ToolDefinitionError, load_tools, tool
+from mt_grpo.tools.mcp.tools import McpRemote
 from mt_grpo.trajectory import StopReason, ToolCall, Trajectory, Turn
 
 NOTHING = {"type": "object", "properties": {}}
@@ -125,6 +130,33 @@ def test_a_limit_above_a_method_is_one_for_all_objects():
 
     first, second = Tool.from_function(Browser().look), Tool.from_function(Browser().look)
     assert first.limit is second.limit and first.concurrency == 1 and first.max_result_size == 7
+
+
+@pytest.mark.parametrize("kind", ["async", "thread", "entry of MCP", "stateful"])
+def test_a_wait_for_a_place_inside_a_call_is_not_its_time(kind):
+    """The other call has the place until it is out of time, and this one gets it then."""
+    place, taken = ConcurrencyLimit(1), threading.Event()
+
+    async def hang():
+        async with place:
+            taken.set()
+            await asyncio.Event().wait()
+
+    async def have(*names):
+        await asyncio.to_thread(taken.wait, 20)
+        async with place:
+            return CallToolResult(content=[])
+
+    remote = McpRemote(SimpleNamespace(call=have), {"name": "waits"}, timeout=0.5)
+    waits = {
+        "async": have,
+        "thread": lambda: run_and_wait(have()),
+        "entry of MCP": partial(remote.call, {}),
+        "stateful": partial(call_within, have, what="waits", timeout=0.5),
+    }[kind]
+    hung, waited = run(made(hang, "hangs"), made(waits, "waits"), timeout=0.5)
+    assert hung.error == "hangs took longer than 0.5 s." and waited.error is None
+    assert waited.seconds < 0.5 <= hung.seconds
 
 
 def test_the_wait_for_the_limit_counts_toward_no_timeout():

@@ -22,7 +22,6 @@ from transformers.utils.logging import disable_progress_bar
 from trl import ModelConfig, get_peft_config
 
 from mt_grpo.app.credit.choice import Chosen
-from mt_grpo.concurrency import Silence
 from mt_grpo.credit import (
     ADVANTAGE_ESTIMATORS,
     RewardBatch,
@@ -39,6 +38,7 @@ from mt_grpo.errors import UserError, libraries_may_refuse
 from mt_grpo.forward.lm_head import Truncation
 from mt_grpo.forward.turn_gradients import SIZE, TurnGradients
 from mt_grpo.rewards import Scores
+from mt_grpo.silence import Silence
 from mt_grpo.training.checkpoint import adapter_settings
 from mt_grpo.training.model import resolve_base, resolve_model
 from mt_grpo.training.reward_batch import gather_rewards

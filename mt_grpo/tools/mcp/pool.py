@@ -10,6 +10,7 @@ import weakref
 from dataclasses import dataclass
 from typing import Any
 
+from mt_grpo.call_clock import waiting
 from mt_grpo.concurrency import OnePerProcess
 from mt_grpo.errors import ConfigError
 from mt_grpo.server_pool import (
@@ -131,12 +132,16 @@ class McpPool:
         return await self._call(await self._leased(conversation), tool, arguments)
 
     async def _leased(self, conversation: Conversation) -> _Lease:
-        async with conversation.lock:
+        with waiting():  # for another call of the turn, which begins there
+            await conversation.lock.acquire()
+        try:
             lease: _Lease | None = conversation.held.get(self)
             if lease is None:
                 lease = conversation.held[self] = await self._take()
                 conversation.at_end.callback(self._give, lease)
             return lease
+        finally:
+            conversation.lock.release()
 
     def _give(self, lease: _Lease) -> None:
         self._pool.give(lease.url, lease.lost)

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from mt_grpo.concurrency import in_thread
+from mt_grpo.call_clock import waiting
+from mt_grpo.concurrency import OutOfTime, call, in_thread
 from mt_grpo.images import read_parts
 from mt_grpo.imports import did_you_mean
 from mt_grpo.media import decoded
@@ -30,7 +31,7 @@ class McpRemote:
     Args:
         server (`McpServer` or `McpPool`): Where it runs.
         listed (`dict`): The server's description: `name`, `description`, `inputSchema`.
-        timeout (`float`, *optional*): Seconds a call may take, beside `tool_timeout`.
+        timeout (`float`, *optional*): Seconds a call may take, beside `tool_timeout`; waits for a place not counted.
         pace (`Pace`, *optional*): Spaces the calls.
     """
 
@@ -69,11 +70,11 @@ class McpRemote:
         """
         if self.pace is not None:
             await self.pace.wait()
+        name = self.listed["name"]
         try:
-            async with asyncio.timeout(self.timeout):
-                result = await self.server.call(self.listed["name"], arguments)
-        except TimeoutError as error:
-            raise McpToolError(f"{self.listed['name']} took longer than {self.timeout:g} s.") from error
+            result = await call(self.server.call, name, arguments, what=name, timeout=self.timeout)
+        except OutOfTime as error:
+            raise McpToolError(str(error)) from error
         rest = result.model_dump(by_alias=True, mode="json", exclude={"content"})
         if rest.get("isError"):
             raise McpToolError(result_text(result.content) or f"{self.listed['name']} failed.")
@@ -120,7 +121,8 @@ class Pace:
         """Waits for the caller's turn."""
         now = time.monotonic()
         self._due = max(self._due, now) + self._interval
-        await asyncio.sleep(max(0.0, self._due - now - self._burst))
+        with waiting():
+            await asyncio.sleep(max(0.0, self._due - now - self._burst))
 
 
 def remote_tools(
