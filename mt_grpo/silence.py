@@ -5,6 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+SECONDS = 8.0
+"""Of silence at most, by default."""
+
 
 class Silence:
     """
@@ -15,11 +18,16 @@ class Silence:
         seconds (`float`, *optional*): Of silence at most.
     """
 
-    def __init__(self, say: Callable[[], object], seconds: float = 8.0) -> None:
-        self._say, self._seconds = say, seconds
+    def __init__(self, say: Callable[[], object], seconds: float | None = None) -> None:
+        self._say, self._seconds = say, SECONDS if seconds is None else seconds
         self._heard = threading.Event()
         self._over = False
         self._thread: threading.Thread | None = None
+
+    @property
+    def watched(self) -> bool:
+        """Whether the block runs."""
+        return self._thread is not None
 
     def broken(self) -> None:
         """Notes that something was said."""

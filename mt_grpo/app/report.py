@@ -329,12 +329,7 @@ class RunProgress(TrainerCallback):
         self._silence.broken()
 
     def _say_how_far(self) -> None:
-        state = self._trainer.state
-        training, doing = self._trainer.model.training, self._step_log.activity.describe()
-        where = f"step {state.global_step + 1}/{state.max_steps}" if training else "evaluation"
-        if trained := training and len(self._step_log.latest.outputs):
-            doing += f", {trained} of {self._trainer.args.gradient_accumulation_steps} micro-batches done"
-        self._console.print(f"{where}: {doing}", highlight=False, markup=False)
+        self._console.print(self._trainer.describe_progress(), highlight=False, markup=False)
 
     def _left(self, state: Any) -> str:
         """The time that the remaining steps take, at the pace of the steps that this process did."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 import signal
+import sys
 import textwrap
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -22,6 +23,7 @@ from mt_grpo.preemption import PreemptedError, heard, listening
 from mt_grpo.runlog.files import to_json
 from mt_grpo.runlog.schema import FOLDER
 from mt_grpo.runlog.state import Pulse
+from mt_grpo.silence import Silence
 from mt_grpo.training.ahead import BatchesAhead, batches_ahead
 from mt_grpo.training.checkpoint import (
     BEST,
@@ -49,6 +51,7 @@ from mt_grpo.training.preflight import check_batch_sizes, check_rows_suffice
 from mt_grpo.training.servers import replays_routes
 from mt_grpo.training.staleness import SmallerSteps
 from mt_grpo.training.step_log import StepLog
+from mt_grpo.training.step_log.printed import FewerPrinter, FewerProgress
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +65,7 @@ class ResumableTrainer(GRPOTrainer):
     args: MTGRPOConfig
     env: Any
     step_log: StepLog
+    _silence: Silence
     _ahead: BatchesAhead | None
     _earlier: list[Path]
     _steps: SmallerSteps
@@ -111,7 +115,7 @@ class ResumableTrainer(GRPOTrainer):
         self._ahead, self._sampler = batches_ahead(self), None  # a stream has no sampler
         signals = [signal.SIGUSR1, *([signal.SIGTERM] if self.args.enable_jit_checkpoint else [])]
         with locked(self.args), listening(*signals):
-            with self._pulse(), self._ahead or nullcontext():
+            with self._pulse(), self._says_how_far(), self._ahead or nullcontext():
                 result = super().train(checkpoint, *args, **kwargs)
             keep_records(Path(self.args.output_dir, FOLDER), self.args)
         if self._initial_global_step == self.state.global_step < self.state.max_steps:
@@ -136,6 +140,21 @@ class ResumableTrainer(GRPOTrainer):
             }
 
         return Pulse(self.args.output_dir, look).beating()
+
+    def _says_how_far(self) -> AbstractContextManager[object]:
+        """In logs of a script, a line within a step or an evaluation that takes long."""
+        prints = any(isinstance(each, (FewerPrinter, FewerProgress)) for each in self.callback_handler.callbacks)
+        if not prints or sys.stdout.isatty() or self._silence.watched or not self.is_world_process_zero():
+            return nullcontext()
+        return self._silence
+
+    def describe_progress(self) -> str:
+        """How far the step under way is, or the evaluation."""
+        training, said = self.model.training, self.step_log.activity.describe()
+        where = f"step {self.state.global_step + 1}/{self.state.max_steps}" if training else "evaluation"
+        if trained := training and len(self.step_log.latest.outputs):
+            said += f", {trained} of {self.args.gradient_accumulation_steps} micro-batches done"
+        return f"{where}: {said}"
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, *args: Any) -> tuple[list[Any], Any]:
         """Those of transformers, which may have been read ahead. An optimiser step begins here."""

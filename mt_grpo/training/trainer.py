@@ -30,6 +30,7 @@ from mt_grpo.rewards import RewardFunc, Scores, load_rewards, score_trajectories
 from mt_grpo.rollout import Engine, RolloutError
 from mt_grpo.rollout.engines.proof import prove_engine
 from mt_grpo.rollout.engines.transformers import TransformersEngine
+from mt_grpo.silence import Silence
 from mt_grpo.training.activations import Activations, check_checkpointing
 from mt_grpo.training.ahead import BatchesAhead
 from mt_grpo.training.answers import (
@@ -406,6 +407,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         )
         self.add_callback(self.step_log)
         print_fewer(self.callback_handler.callbacks)
+        self._silence = Silence(lambda: print(self.describe_progress(), flush=True))
 
     # A step of training, in the order in which TRL calls: rows in, sampled, scored, credited, and the loss
 
@@ -735,6 +737,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             metrics.update({name: [value] for name, value in routes.items()})
         metrics.update({name: [value] for name, value in self.step_log.metrics.close(mode).items()})
         super().log(logs, start_time)
+        self._silence.broken()
 
     # Without training
 
@@ -747,7 +750,8 @@ class MTGRPOEnvTrainer(ResumableTrainer):
 
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
         self.eval_trajectories, self.evaluated_step = [], None
-        metrics = super().evaluate(eval_dataset, *args, **kwargs)
+        with self._says_how_far():
+            metrics = super().evaluate(eval_dataset, *args, **kwargs)
         if eval_dataset is None:
             self.evaluated_step = self.state.global_step
             check_best(self.args.metric_for_best_model, metrics)

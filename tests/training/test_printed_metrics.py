@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import io
+import re
+import sys
+import threading
 from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 from transformers import PrinterCallback, ProgressCallback
 
+from mt_grpo import silence
+from mt_grpo.app.train import run_training
+from mt_grpo.rewards import OutcomeReward
 from mt_grpo.training.step_log.printed import FewerPrinter, FewerProgress, print_fewer, printed
 
 
@@ -34,3 +42,33 @@ def test_printers_of_others_are_left_as_they_are():
     callbacks = [ProgressCallback(), PrinterCallback(), Own()]
     print_fewer(callbacks)
     assert list(map(type, callbacks)) == [FewerProgress, FewerPrinter, Own]
+
+
+@pytest.mark.parametrize("way", ["train", "evaluate", "command"])
+def test_a_slow_step_says_once_how_far_it_is(build, monkeypatch, way):
+    """The reward waits until somebody has said that it is waited for."""
+    said, watching = threading.Event(), set()
+    monkeypatch.setattr(silence, "SECONDS", 0.01)
+
+    class Log(io.StringIO):
+        def write(self, text):
+            if re.search(r"(step 1/1|evaluation): waiting for rewards", text):
+                said.set()
+            return super().write(text)
+
+    class Slow(OutcomeReward):
+        def score(self, trajectory, **row):
+            watching.add(sum(thread.name == "silence" for thread in threading.enumerate()))
+            assert said.wait(30)
+            return 1.0
+
+    log = Log()
+    trainer = build(rewards=((), (Slow(),)), max_steps=1)
+    monkeypatch.setattr(sys, "stdout", log)
+    if way == "command":
+        trainer.eval_dataset = None
+        run_training(trainer, {}, Console(file=log))
+    else:
+        getattr(trainer, way)()
+    assert said.is_set() and watching == {1}
+    assert not [thread for thread in threading.enumerate() if thread.name == "silence"]
