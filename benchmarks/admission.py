@@ -131,10 +131,7 @@ class Simulation:
 
     def __init__(self, cache: int, processes: int, limit: int | None = None) -> None:
         self.cache, self.limit = cache, limit
-        self.processes = [
-            Process(Admission(processes, random.Random(index).random), -LOOK * index / processes)
-            for index in range(processes)
-        ]
+        self.processes = [Process(Admission(processes), -LOOK * index / processes) for index in range(processes)]
         self.free = cache
         self.idle: dict[Conversation, None] = {}  # whose prefixes may go, what was used last at the end
         self.kept = 0  # tokens of those

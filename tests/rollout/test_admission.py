@@ -87,21 +87,31 @@ def test_a_pause_is_long_by_what_it_costs_to_compute_again():
     """At 100 tokens a second, those that run, 1,000 tokens, are computed in ten seconds."""
     subject = admission(3000)
     for look in range(200):  # the server was busy, and computed prefixes, long enough to be told
-        subject.observe(Pressure(3000, 1 / 3, prefill_seconds=3.0 * look, prefilled=300 * look), 0)
-    assert turns(subject, 0, a=800, b=700, c=600) == ["a", "b"]
-    subject.end("a", 200, 0)
-    assert subject.admit(9.5) == [] and subject.admit(10.1) == ["c"]
+        subject.observe(Pressure(3000, 1 / 3, prefill_seconds=3.0 * look, prefilled=300 * look), 3 * look)
+    assert turns(subject, 600, a=800, b=700, c=600) == ["a", "b"]
+    subject.end("a", 200, 600)
+    assert subject.admit(609.5) == [] and subject.admit(610.1) == ["c"]
+
+
+def test_requests_computed_together_take_no_longer():
+    """Each of ten counts the three seconds that all of them took."""
+    subject = admission(3000)
+    for look in range(200):
+        subject.observe(Pressure(3000, 1 / 3, prefill_seconds=30.0 * look, prefilled=300 * look), 3 * look)
+    assert turns(subject, 600, a=800, b=700, c=600) == ["a", "b"]
+    subject.end("a", 200, 600)
+    assert subject.admit(610.1) == ["c"]
 
 
 def test_all_turns_begin_where_tools_outlast_a_prefix():
     subject = admission(3000)
     for look in range(200):
-        subject.observe(Pressure(3000, 1 / 3, prefill_seconds=3.0 * look, prefilled=300 * look), 0)
-    assert turns(subject, 0, a=800, b=700, c=600, d=900) == ["a", "b"]
+        subject.observe(Pressure(3000, 1 / 3, prefill_seconds=3.0 * look, prefilled=300 * look), 3 * look)
+    assert turns(subject, 600, a=800, b=700, c=600, d=900) == ["a", "b"]
     for session in "ab":
-        subject.end(session, 200, 0)
-    subject.observe(Pressure(3000, 1 / 3, prefill_seconds=600.0, prefilled=60000), 60)
-    assert subject.admit(60) == ["c", "d"]
+        subject.end(session, 200, 600)
+    subject.observe(Pressure(3000, 1 / 3, prefill_seconds=600.0, prefilled=60000), 660)
+    assert subject.admit(660) == ["c", "d"]
 
 
 def test_shared_prompts_let_more_in():
@@ -130,8 +140,8 @@ def test_one_burst_of_preemptions_counts_once():
 
 @pytest.fixture
 def shared():
-    """One of two processes; it is never drawn to take what seems free beside others."""
-    subject = Admission(processes=2, draw=lambda: 1.0)
+    """One of two processes."""
+    subject = Admission(processes=2)
     subject.observe(Pressure(5000, 0.0), 0)
     return subject
 
@@ -152,13 +162,15 @@ def test_what_others_hold_is_not_taken(shared):
     assert shared.admit(0.5) == []
 
 
-@pytest.mark.parametrize(("drawn", "begun"), [(0.1, ["b"]), (0.9, [])])
-def test_of_those_that_see_room_one_is_drawn(drawn, begun):
-    subject = Admission(processes=2, draw=lambda: drawn)
+def test_a_process_takes_free_room_by_and_by():
+    """Half of it at the first look, and all of it once the other process has left it."""
+    subject = Admission(processes=2)
     subject.observe(Pressure(8000, 0.0), 0)
     assert turns(subject, 0, a=2500, b=2500) == ["a"]
     subject.observe(Pressure(8000, 0.3, running=2), 0.5)
-    assert subject.admit(0.5) == begun
+    assert subject.admit(0.5) == []
+    subject.observe(Pressure(8000, 0.3, running=2), 1)
+    assert subject.admit(1) == ["b"]
 
 
 def test_borrowed_room_is_given_back_as_others_come(shared):

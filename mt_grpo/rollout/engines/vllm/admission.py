@@ -6,7 +6,6 @@ of another conversation out of the cache, which is computed again at its next tu
 from __future__ import annotations
 
 import asyncio
-import random
 import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -25,10 +24,10 @@ _TOLD = 5  # looks after which it is known what a token takes
 _SAMPLES = 200  # that a mean remembers
 LOOK = 0.5
 """Seconds between two looks at the cache."""
-CAUTION = 1.15
+CAUTION = 1.2
 """How much more others may hold than is told of them, before this process takes more than its even share."""
 _REST = 5.0  # seconds from one cut of the share that is given away to the next
-_LOOKS = 20  # that the mean of what others hold remembers
+_LOOKS = 10  # that the mean of what others hold remembers
 _SLOWLY, _RECENT = 0.05, 0.98  # weights: of a look in what is busy, and of sums before it
 _UNKNOWN = 200.0  # tokens of an action, and of an observation, before any was seen
 _LESS, _MORE, _LEAST = (
@@ -37,7 +36,6 @@ _LESS, _MORE, _LEAST = (
     0.02,
 )  # share of the cache: after a look at a crowded server, after any other, at least
 
-_random = random.SystemRandom()  # the processes of a run share the seeds of the other generators
 _VALUE = re.compile(r"^(vllm:\w+)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 _LABEL = re.compile(r'\b(num_gpu_blocks|block_size|kv_cache_size_tokens)="(\d+)"')
 
@@ -141,20 +139,19 @@ class Admission:
     prompts, and a block that is not full takes as much as a full one. Preemptions lower the share that is given away.
 
     Processes that share a server do not talk to each other. Each has its even share, and more of what the server's
-    usage shows that the others leave; one that is drawn takes all of it, so that they seldom take it at once. It is
-    given back as others need it.
+    usage shows that the others leave: an even part at first, and twice as much at each further look that finds room
+    left. So all of them may take it at once, and one that is alone soon has all. It is given back as others need it.
 
     Args:
         processes (`int`, *optional*, defaults to `1`): Processes whose conversations share the server.
-        draw (`Callable`, *optional*): Returns numbers that are evenly drawn from 0 to 1, others in each process.
 
     Attributes:
         capacity (`float`): Tokens that the cache holds; infinite until `observe` is told.
         talks (`dict[str, Talk]`): Conversations that are not over, by session.
     """
 
-    def __init__(self, processes: int = 1, draw: Callable[[], float] = _random.random) -> None:
-        self._processes, self._draw = processes, draw
+    def __init__(self, processes: int = 1) -> None:
+        self._processes, self._part = processes, 1 / processes
         self.capacity = float("inf")
         self.talks: dict[str, Talk] = {}
         self._asking: dict[str, Talk] = {}
@@ -162,7 +159,7 @@ class Admission:
         self._action, self._observation = Mean(_UNKNOWN, 5), Mean(_UNKNOWN, 5)
         self._pause, self._told, self._used = Mean(), Mean(), Mean()
         self._seen: Pressure | None = None
-        self._away = self._busy = 0.0
+        self._away = self._busy = self._looked = 0.0
         self._computed = self._computing = 0.0
         self._share, self._cut = 1.0, -_REST
         self._room, self._kept, self._others = float("inf"), Mean(), Mean(most=_LOOKS)
@@ -268,7 +265,9 @@ class Admission:
             before = pressure
         self._seen = pressure
         self._computed = _RECENT * self._computed + pressure.prefilled - before.prefilled
-        self._computing = _RECENT * self._computing + pressure.prefill_seconds - before.prefill_seconds
+        # requests that are computed together each count the whole time
+        spent = min(pressure.prefill_seconds - before.prefill_seconds, now - self._looked)
+        self._computing, self._looked = _RECENT * self._computing + spent, now
         self._busy += (pressure.usage * pressure.capacity - self._busy) * _SLOWLY
         away = [now - talk.since for talk in self.talks.values() if talk.turns and not (talk.running or talk.asking)]
         self._away = (self._pause.value * self._pause.number + sum(away)) / (self._pause.number + 1)
@@ -306,7 +305,8 @@ class Admission:
         whole = self._whole
         free = whole - CAUTION * self._others.value - own
         alone = self._others.value < whole / 100
-        taken = free if free < 0 or alone or self._draw() < 1 / self._processes else 0.0
+        taken = free if free < 0 or alone else free * self._part
+        self._part = min(1.0, 2 * self._part) if free > 0 and self._asking else 1 / self._processes
         return max(whole / self._processes, own + taken)
 
     @property
