@@ -159,7 +159,7 @@ class Admission:
         self._action, self._observation = Mean(_UNKNOWN, 5), Mean(_UNKNOWN, 5)
         self._pause, self._told, self._used = Mean(), Mean(), Mean()
         self._seen: Pressure | None = None
-        self._away = self._busy = self._looked = 0.0
+        self._away = self._busy = self._told_at = 0.0
         self._computed = self._computing = 0.0
         self._share, self._cut = 1.0, -_REST
         self._room, self._kept, self._others = float("inf"), Mean(), Mean(most=_LOOKS)
@@ -265,9 +265,10 @@ class Admission:
             before = pressure
         self._seen = pressure
         self._computed = _RECENT * self._computed + pressure.prefilled - before.prefilled
-        # requests that are computed together each count the whole time
-        spent = min(pressure.prefill_seconds - before.prefill_seconds, now - self._looked)
-        self._computing, self._looked = _RECENT * self._computing + spent, now
+        spent = pressure.prefill_seconds - before.prefill_seconds
+        self._computing = _RECENT * self._computing + min(spent, now - self._told_at)
+        if spent:  # requests that are computed together each count the whole time; one may take several looks
+            self._told_at = now
         self._busy += (pressure.usage * pressure.capacity - self._busy) * _SLOWLY
         away = [now - talk.since for talk in self.talks.values() if talk.turns and not (talk.running or talk.asking)]
         self._away = (self._pause.value * self._pause.number + sum(away)) / (self._pause.number + 1)
