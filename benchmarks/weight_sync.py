@@ -70,14 +70,14 @@ class Timed(SafetensorsTransport):
         sync = self
 
         class Control(ServerControl):
-            def get(self, path, **params):
+            def get(self, path, *read, **params):
                 with clock(sync.times, path):
-                    return super().get(path, **params)
+                    return super().get(path, *read, **params)
 
-            def post(self, path, body=None, **params):
+            def post(self, path, *body_and_read, **params):
                 # reading the worker's time takes as long as a short call
                 with clock(sync.times, path, sync.worker if path == "/update_weights" else None):
-                    return super().post(path, body, **params)
+                    return super().post(path, *body_and_read, **params)
 
         return Control(base_url)
 

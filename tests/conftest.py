@@ -25,30 +25,6 @@ __all__ = ["pytest_pyfunc_call", "pytest_report_to_serializable"]  # hooks
 os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
-COVERING = (
-    "credit",
-    "rewards",
-    "test_trajectory.py",
-    "forward/test_routes.py",
-    "integrations/test_verl_names.py",
-    "rollout/test_branching.py",
-    "rollout/test_token_row.py",
-    "runlog/test_runlog.py",
-    "training/test_nonfinite.py",
-    "training/test_reward_batch.py",
-    "training/test_reward_columns.py",
-)
-"""Tests that cover all of the rooms that `make test` holds to it."""
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Coverage is measured in those tests only: it makes any Python take half as long again."""
-    covering = tuple(str(Path(__file__).parent / path) for path in COVERING)
-    for item in items:
-        if not str(item.path).startswith(covering):
-            item.add_marker("no_cover")
-
-
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Every training collects garbage; what was imported need not be searched each time."""
     gc.collect()

@@ -281,9 +281,10 @@ def test_a_record_has_what_a_tool_returned_as_json():
             return "found"
 
     returned = [{"n": 1}, [Found()], {(1, 2): 3}]
-    turn = Turn(0, {}, [ToolCall("f", returned=value) for value in returned] + [ToolCall("f")])
-    assert [call["returned"] for call in turn.to_dict()["tool_calls"]] == [{"n": 1}, ["found"], None, None]
-    assert [call.returned for call in turn.tool_calls] == [*returned, None]
+    shown = ToolCall("f", parts=[{"type": "text", "text": "x"}], returned=[1])  # its parts are what it returned
+    turn = Turn(0, {}, [*(ToolCall("f", returned=value) for value in returned), ToolCall("f"), shown])
+    assert [call["returned"] for call in turn.to_dict()["tool_calls"]] == [{"n": 1}, ["found"], None, None, None]
+    assert [call.returned for call in turn.tool_calls] == [*returned, None, [1]]
 
 
 def test_control_characters_are_visible_at_any_depth():

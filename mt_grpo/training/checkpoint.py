@@ -93,6 +93,7 @@ def batch_options(args: MTGRPOConfig) -> dict[str, Any]:
     """What a checkpoint says of its run's options, for a run that resumes from it."""
     names = (*BATCH_OPTIONS, *LASTING, *SCHEDULE, *BEST, "beta", "max_staleness")
     options = {name: getattr(args, name) for name in names}
+    options["replay"] = args.replay is not None
     options["optim"] = str(getattr(args.optim, "value", args.optim)).removesuffix("_fused")  # the same state
     options["lr_scheduler_type"] = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
     return options
@@ -240,6 +241,8 @@ def check_checkpoint(folder: Path, options: dict[str, Any], rank: int, processes
         )
     saved: dict[str, Any] = options | {"max_staleness": 0} | state.get("options", {})
     exact = [*BATCH_OPTIONS, *LASTING]
+    if options["replay"]:
+        exact.remove("shuffle_dataset")  # its prompts come in the order in which the run's conversations are read
     if state["processes"] != processes:
         _check_processes(folder, saved, state["processes"], options, processes)
         exact = [name for name in exact if name not in SPLIT]

@@ -375,7 +375,7 @@ def test_one_reason_that_stops_many_checks_is_told_once(recipe):
     found = examined(recipe, model_name_or_path="Qwen/Qwen2.5-7B-Instruct")
     assert sum("is not here" in one.what for one in found) == 1
     assert found[-1].check == "left out" and found[-1].status == "warn"
-    assert found[-1].what.endswith("template, lengths, training memory, files, step")
+    assert found[-1].what.endswith("template, prompt, lengths, training memory, files, step")
 
 
 def test_for_another_machine_this_one_is_no_reason_to_fail(recipe, monkeypatch):

@@ -519,7 +519,7 @@ def test_arguments_are_made_from_schema_and_row(properties, expected):
 
 
 def test_the_command_prints_a_line_for_each_finding(recipe, capsys):
-    assert main(["doctor", *recipe(max_completion_length=64)]) == 0
+    assert main(["doctor", *recipe(max_completion_length=64, call_protocol="learnt_tags")]) == 0
     out = capsys.readouterr().out
     assert "ok    processes" in out and out.splitlines()[-1] == "nothing stands in the way of this run"
     assert main(["doctor", *recipe(per_device_train_batch_size=12)]) == 1

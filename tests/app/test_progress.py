@@ -30,7 +30,11 @@ def test_without_a_terminal_each_step_is_a_line(recipe, capsys):
     assert len(steps) == 3 and re.fullmatch(STEP, steps[0]) and steps[2].startswith("step 3/3  ")
     assert "left" not in steps[2]
     measured = [line for line in lines if line.startswith("evaluation at step ")]
-    assert [line.split()[3] for line in measured] == ["0/3", "2/3", "3/3"]  # before and in training, the last step once
+    assert [line.split()[3] for line in measured] == [
+        "0/3",
+        "2/3",
+        "3/3",
+    ]  # the last step once
     assert re.fullmatch(r"evaluation at step 2/3  reward \d\.\d{3}  turns \d\.\d\d  \d+\.\d s", measured[1])
 
 

@@ -18,6 +18,7 @@ from support.forked import run_processes
 from support.loopback import free_port
 from support.models import CPU_RUN, build_model
 from support.trainers import Letters
+from support.waiting import until
 
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.errors import ConfigError
@@ -194,8 +195,15 @@ def served(tmp_path, tokenizer, questions, monkeypatch):
 
 def children() -> list[psutil.Process]:
     """Processes in the place of servers, once there are some."""
-    while not (found := [one for one in psutil.Process().children(recursive=True) if one.cmdline() == IDLE]):
-        pass
+
+    def idle(process: psutil.Process) -> bool:
+        try:
+            return process.cmdline() == IDLE
+        except psutil.Error:  # one that has ended, of another test or while it is looked at
+            return False
+
+    found: list[psutil.Process] = []
+    until(lambda: found.extend(filter(idle, psutil.Process().children(recursive=True))) or found)
     return found
 
 

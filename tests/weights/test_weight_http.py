@@ -261,7 +261,8 @@ def test_half_open_connections_hold_up_nobody(offer, tmp_path, monkeypatch):
     held = [raw(offer, b"GET /") for _ in range(40)]
     fetch.download(f"{offer}/weights.safetensors", tmp_path / "copy", 25_600)
     assert len(threads()) <= before + 1
-    assert not held[0].recv(1)  # the oldest was ended
+    with contextlib.suppress(ConnectionResetError):  # which says the same
+        assert not held[0].recv(1)  # the oldest was ended
     for connection in held:
         connection.close()
 
