@@ -35,7 +35,7 @@ class Talk(MultiTurnToolEnv):
     """Asks the same question a number of times."""
 
     def __init__(self, turns: int) -> None:
-        super().__init__(system_prompt="")
+        super().__init__(protocol="learnt_tags")
         self.number = turns
 
     async def step(self, turn):

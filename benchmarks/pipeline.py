@@ -165,7 +165,7 @@ def measure(times: dict[str, float], staleness: int, steps: int, drained: bool =
         )
         trainer = MTGRPOEnvTrainer(
             Qwen3ForCausalLM(config),
-            MultiTurnToolEnv([wait], system_prompt="", max_steps=int(times["turns"])),
+            MultiTurnToolEnv([wait], protocol="learnt_tags", max_steps=int(times["turns"])),
             (),
             (Nothing(),),
             args,
@@ -234,7 +234,7 @@ def beside(steps: int, rounds: int) -> tuple[list[float], float]:
     train()
     for number in range(rounds):
         server = Server(tokenizer, BESIDE)
-        env = MultiTurnToolEnv([wait], system_prompt="", max_steps=int(BESIDE["turns"]))
+        env = MultiTurnToolEnv([wait], protocol="learnt_tags", max_steps=int(BESIDE["turns"]))
         runner = RolloutRunner(env, server)
         requests = [RolloutRequest(f"Wait {row}", str(row)) for row in range(int(BESIDE["conversations"]))]
         alone = train() if number % 2 else 0.0

@@ -64,7 +64,7 @@ class Talk(MultiTurnToolEnv):
     """Asks a further question after each answer."""
 
     def __init__(self, turns: int) -> None:
-        super().__init__(system_prompt="", protocol="plain")
+        super().__init__(protocol="plain")
         self.number = turns
 
     async def step(self, turn):

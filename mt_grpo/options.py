@@ -203,7 +203,7 @@ class RunOptions:
     system_prompt: str | None = option(
         None,
         "The system message of prompts that bring none. The call protocol's instructions follow it, as they follow a "
-        'prompt\'s own; with `""` nothing is added.',
+        "prompt's own; `call_protocol: learnt_tags` has none.",
         AGENT,
         of_environment=True,
     )

@@ -44,7 +44,7 @@ def outputs(tmp_path, tokenizer, questions, monkeypatch):
         args.learning_rate = 0.1
         trainer = Objective(
             build_model(tokenizer),
-            Spelling(system_prompt="", max_steps=2),
+            Spelling(protocol="learnt_tags", max_steps=2),
             (),
             (Letters(),),
             args,

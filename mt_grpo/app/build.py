@@ -57,7 +57,7 @@ logger = logging.getLogger(__name__)
 
 ROWS_READ = 1000
 """Most rows that are read to find one of each environment."""
-HIDDEN_TOOLS = 'describe them in `system_prompt`, and leave `system_prompt: ""` out, which keeps the protocol from it'
+HIDDEN_TOOLS = "describe them in `system_prompt`, or in the prompts themselves"
 """What to do where a prompt lacks the tools."""
 SHOWN = 10_000
 """Most characters of a prompt that a dry run prints."""

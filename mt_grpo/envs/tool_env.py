@@ -32,7 +32,7 @@ class MultiTurnToolEnv(StepEnv):
     Args:
         tools (`Sequence[Callable | str | Tool]`): Functions with type hints and docstrings, names or dotted paths.
         system_prompt (`str`, *optional*): The system message of prompts that bring none. The protocol's instructions
-            follow it, or the prompt's own. An empty string adds nothing to a prompt: no instructions either.
+            follow it, or the prompt's own; `learnt_tags` is the protocol that has none.
         max_steps (`int`, *optional*, defaults to `5`): Replies the environment gives at most, replies to malformed
             calls included; after the last one the model has one more turn to answer.
         protocol (`str`, *optional*, defaults to `"tags"`): `"tags"` or `"native"`, see `protocols.py`.
@@ -101,9 +101,7 @@ class MultiTurnToolEnv(StepEnv):
     def start(self, prompt: str | list[Message]) -> list[Message]:
         """The messages a conversation begins with: the prompt's own, a system message, the protocol's instructions."""
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        if self.system_prompt == "":
-            return messages
-        if self.system_prompt is not None and messages[0]["role"] not in SYSTEM_ROLES:
+        if self.system_prompt and messages[0]["role"] not in SYSTEM_ROLES:
             messages.insert(0, {"role": "system", "content": self.system_prompt})
         return instruct(messages, self.protocol.instructions(list(self.tools.values())))
 

@@ -53,7 +53,7 @@ def recipe(tmp_path, model_folder):
             "dataset_test_split": "train[4:]",
             "column_mapping": {"prompt": "question"},
             "tools": ["calculator"],
-            "system_prompt": "",
+            "call_protocol": "learnt_tags",
             "outcome_reward_funcs": ["exact_match_reward_func", "format_reward_func"],
             "turn_reward_funcs": ["tool_execution_reward_func"],
             "max_turn_length": 8,

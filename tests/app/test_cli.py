@@ -114,7 +114,7 @@ def test_a_run_tells_what_turn_rewards_have_no_credit(recipe, tmp_path, caplog, 
 @pytest.mark.parametrize("command", ["train", "rollout"])
 def test_where_every_conversation_failed_the_exit_code_is_1(recipe, tmp_path, capsys, command):
     keys = {"agent": {"command": "false"}, "outcome_reward_funcs": ["env_reward"], "max_steps": 1, "do_eval": False}
-    without = dict.fromkeys(("tools", "system_prompt", "turn_reward_funcs"))
+    without = dict.fromkeys(("tools", "call_protocol", "turn_reward_funcs"))
     assert main([command, *recipe(**keys, **without), *(["--num_prompts", "2"] if command == "rollout" else [])]) == 1
     printed = capsys.readouterr()
     if command == "train":

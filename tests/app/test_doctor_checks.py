@@ -17,6 +17,14 @@ from mt_grpo.app.request import read_request
 
 ALL = CHECKS | PLAN | {"probe": probe.probe}
 
+SILENT = """
+from mt_grpo.envs import MultiTurnToolEnv
+
+class Env(MultiTurnToolEnv):
+    def start(self, prompt):
+        return [{"role": "user", "content": str(prompt)}]
+"""
+
 TOOLS = """
 import time
 
@@ -149,10 +157,15 @@ def test_a_template_appends_or_refuses(check, model_folder, tmp_path):
     assert status == ["fail"] and "one message only" in words
 
 
-def test_tools_that_the_first_prompt_lacks_are_named(check):
-    assert check("prompt", call_protocol="learnt_tags", system_prompt="Compute.")[0] == ["ok"]
-    assert check("prompt", system_prompt="Compute.")[0] == ["ok"]
-    status, words = check("prompt", system_prompt="")
+@pytest.mark.parametrize("system_prompt", [None, "", "Compute."])
+@pytest.mark.parametrize("protocol", [None, "learnt_tags"])
+def test_a_first_prompt_has_its_tools(check, protocol, system_prompt):
+    assert check("prompt", call_protocol=protocol, system_prompt=system_prompt)[0] == ["ok"]
+
+
+def test_tools_that_the_first_prompt_lacks_are_named(check, tmp_path):
+    (tmp_path / "env.py").write_text(SILENT)
+    status, words = check("prompt", env=f"{tmp_path}/env.py:Env", call_protocol=None)
     assert status == ["warn"] and "not shown its tools (calculator)" in words
 
 
@@ -205,7 +218,7 @@ def test_openenv_servers_answer(check, tmp_path, monkeypatch):
         f"from {Client.__module__} import Client\n"
         "echo = openenv_server(action=str, client=Client)\n"
     )
-    options = {"env": f"{tmp_path}/games.py:echo", "tools": None}
+    options = {"env": f"{tmp_path}/games.py:echo", "tools": None, "call_protocol": None}
     status, words = check("environment", environment_urls="http://127.0.0.1:[1-2]", **options)
     assert (
         status == ["warn"] and "1 of 2 OpenEnv servers answer (http://127.0.0.1:1: ConnectionError: nobody)" in words

@@ -24,6 +24,14 @@ class Env(MultiTurnToolEnv):
         raise SystemExit("a conversation was begun")
 """
 
+SILENT = """
+from mt_grpo.envs import MultiTurnToolEnv
+
+class Env(MultiTurnToolEnv):
+    def start(self, prompt):
+        return [{"role": "user", "content": str(prompt)}]
+"""
+
 
 def dry_run(arguments: list[str]) -> tuple[int, str]:
     with redirect_stdout(io.StringIO()) as printed:
@@ -45,17 +53,25 @@ def test_the_resolved_recipe_is_printed_and_is_a_recipe(recipe, tmp_path, capsys
 
 
 @pytest.mark.parametrize(
-    ("options", "shown", "missing"),
+    ("options", "shown"),
     [
-        ({"system_prompt": "Compute."}, "<|im_start|>system\nCompute.\n\nSolve the task", False),
-        ({"system_prompt": None}, "<|im_start|>system\nSolve the task", False),
-        ({"system_prompt": ""}, "<|im_start|>user\n", True),
+        ({"call_protocol": None, "system_prompt": "Compute."}, "<|im_start|>system\nCompute.\n\nSolve the task"),
+        ({"call_protocol": None}, "<|im_start|>system\nSolve the task"),
+        ({"call_protocol": None, "system_prompt": ""}, "<|im_start|>system\nSolve the task"),
+        ({"call_protocol": "learnt_tags"}, "<|im_start|>user\n"),
     ],
 )
-def test_what_the_model_is_shown_is_printed(recipe, capsys, options, shown, missing):
+def test_what_the_model_is_shown_is_printed(recipe, capsys, options, shown):
     assert dry_run(recipe(model_name_or_path="embedded", **options))[0] == 0
     said = capsys.readouterr().err
-    assert f"for the first row:\n{shown}" in said and ("not shown its tools (calculator)" in said) == missing
+    assert f"for the first row:\n{shown}" in said and "not shown its tools" not in said
+    assert ("calculator" in said.partition("Chat template")[0]) == (options["call_protocol"] is None)
+
+
+def test_tools_that_an_environment_does_not_show_are_named(recipe, tmp_path, capsys):
+    (tmp_path / "env.py").write_text(SILENT)
+    assert dry_run(recipe(model_name_or_path="embedded", call_protocol=None, env=f"{tmp_path}/env.py:Env"))[0] == 0
+    assert "it is not shown its tools (calculator): describe them in `system_prompt`" in capsys.readouterr().err
 
 
 def test_one_prompt_of_each_environment_is_printed(recipe, tmp_path, capsys):
@@ -63,7 +79,7 @@ def test_one_prompt_of_each_environment_is_printed(recipe, tmp_path, capsys):
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     named = {"sums": {"tools": ["calculator"]}, "words": {"call_protocol": "plain"}}
     keys = {"model_name_or_path": "embedded", "environments": named, "dataset_train_split": "train", "do_eval": False}
-    status, _ = dry_run(recipe(**keys, tools=None, system_prompt=None, column_mapping=None))
+    status, _ = dry_run(recipe(**keys, tools=None, call_protocol=None, column_mapping=None))
     said = capsys.readouterr().err
     assert status == 0 and said.count("for the first row of `environment: ") == 2
     assert "calculator" in said and "<|im_start|>user\nwords?" in said

@@ -18,7 +18,7 @@ TURNS = [CALL.format(6), CALL.format(3) + CALL.format(2), "<answer>7</answer>"]
 
 def converse(tokenizer, tool, turns=TURNS, limits=None, truth=7, **options):
     engine = ScriptedEngine(tokenizer, lambda session, turn: turns[turn] + "<|im_end|>")
-    runner = RolloutRunner(MultiTurnToolEnv([tool], system_prompt="", **options), engine, limits)
+    runner = RolloutRunner(MultiTurnToolEnv([tool], protocol="learnt_tags", **options), engine, limits)
     row = {"prompt": "Guess.", "tools_kwargs": {"guess": {"create_kwargs": {"ground_truth": truth}}}}
     request = RolloutRequest("Guess.", "0", row=row)
     (trajectory,) = asyncio.run(runner.run([request], SamplingParams()))

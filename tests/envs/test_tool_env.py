@@ -369,6 +369,8 @@ TOLD = [{"role": "user", "content": "hi"}]
         (None, [{"role": "system", "content": ""}, *TOLD], ""),
         (None, [{"role": "system", "content": None}, *TOLD], ""),
         (None, [{"role": "assistant", "content": "{}"}, *TOLD], ""),
+        ("", TOLD, ""),
+        ("", [{"role": "system", "content": "Mine."}, *TOLD], "Mine.\n\n"),
     ],
 )
 def test_instructions_follow_the_users_text(search_tool, system_prompt, prompt, begins):
@@ -409,7 +411,7 @@ def lambda_tool(word: str) -> str:
 
 @pytest.mark.parametrize(
     "options",
-    [{"system_prompt": ""}, {"protocol": "native"}, {"protocol": "learnt_tags"}, {"tools": (), "protocol": "plain"}],
+    [{"protocol": "native"}, {"protocol": "learnt_tags"}, {"tools": (), "protocol": "plain"}],
 )
 def test_some_prompts_get_no_instructions(search_tool, options):
     env = MultiTurnToolEnv(**{"tools": [search_tool], **options})

@@ -150,7 +150,7 @@ def build(tmp_path, tokenizer, questions):
         options = {"max_completion_length": 400, "max_steps": 1, "use_vllm": True, **CPU_RUN, **options}
         trainer = MTGRPOEnvTrainer(
             model or sampled,
-            Spelling([lookup], system_prompt="", max_steps=2),
+            Spelling([lookup], protocol="learnt_tags", max_steps=2),
             [],
             [Length()],
             MTGRPOConfig(str(tmp_path), **options),

@@ -76,7 +76,7 @@ class TestReasoningGym:
     def test_right_answers_earn_and_wrong_ones_do_not(self, task):
         rows = [dict(row) for row in load_rows(f"reasoning_gym:{task}", "train[:4]")]
         for right in (True, False):
-            env = MultiTurnToolEnv(system_prompt="", max_steps=0)
+            env = MultiTurnToolEnv(protocol="learnt_tags", max_steps=0)
             answers = [row["answer"] if right else "?" for row in rows]
             ended = play(
                 env, [dict(row) for row in rows], lambda number, turn, said=answers: f"<answer>{said[number]}</answer>"

@@ -242,7 +242,7 @@ def test_tools_that_keep_no_state_can_branch(tokenizer):
         texts = [call, call, f"<answer>{session}</answer>"]
         return (texts if session == "0" else texts[1:])[turn]
 
-    env = MultiTurnToolEnv([lookup], system_prompt="")
+    env = MultiTurnToolEnv([lookup], protocol="learnt_tags")
     check_forkable(env)
     trajectories, _, _ = run(tokenizer, env, searches, at=1, size=3)
     assert [each.answer for each in trajectories] == ["0", "1", "2"]

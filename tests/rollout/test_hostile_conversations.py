@@ -316,8 +316,8 @@ def test_each_hostile_conversation_ends_as_it_must(keep, noise, briefly):
     draw = random.Random(f"{SEED}/{keep}")
     tools, expected = hostile.calls()
     sources = {
-        "tools": MultiTurnToolEnv(tools, system_prompt="", tool_timeout=hostile.TIMEOUT),
-        "untimed": MultiTurnToolEnv(tools, system_prompt="", tool_timeout=None),
+        "tools": MultiTurnToolEnv(tools, protocol="learnt_tags", tool_timeout=hostile.TIMEOUT),
+        "untimed": MultiTurnToolEnv(tools, protocol="learnt_tags", tool_timeout=None),
         "states": MultiTurnToolEnv(
             [hostile.State(name) for name in ("first", "harm", "last")], "", tool_timeout=hostile.TIMEOUT
         ),
@@ -412,7 +412,7 @@ def test_a_server_killed_in_mid_call_ends_calls_only(tmp_path, noise, briefly, m
         return Conversation([said, ANSWER], {}, "answered", None, check)
 
     conversations = [conversation() for _ in range(max(12, NUMBER // 20))]
-    env = MultiTurnToolEnv(tools, system_prompt="", tool_timeout=60.0)
+    env = MultiTurnToolEnv(tools, protocol="learnt_tags", tool_timeout=60.0)
     runner, trajectories, seconds = hold(env, conversations, concurrent=3, timeout=120.0)
     judge(runner, trajectories, conversations)
     killed = sum("die" in one.turns[0] for one in conversations)

@@ -331,7 +331,7 @@ class Talk(MultiTurnToolEnv):
     """Answers the first turn with a text, and ends after the second."""
 
     def __init__(self, reply: str) -> None:
-        super().__init__(system_prompt="")
+        super().__init__(protocol="learnt_tags")
         self.reply = reply
 
     async def step(self, turn):

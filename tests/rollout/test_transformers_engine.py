@@ -414,7 +414,7 @@ def test_rollouts_repeat_whatever_time_tools_take(frozen):
                 return await super().step(turn)
 
         engine = TransformersEngine(frozen, TOKENIZER, patience=0.02)
-        runner = RolloutRunner(Env(system_prompt="", max_steps=2), engine, RolloutLimits(max_turn_tokens=80))
+        runner = RolloutRunner(Env(protocol="learnt_tags", max_steps=2), engine, RolloutLimits(max_turn_tokens=80))
         requests = [RolloutRequest(f"What is {i}", f"{i}", seed=i) for i in range(3)]
         trajectories = asyncio.run(runner.run(requests, SamplingParams(temperature=0.7)))
         assert max(len(trajectory.turns) for trajectory in trajectories) == 3

@@ -20,7 +20,7 @@ class Talk(MultiTurnToolEnv):
     """Answers every turn with the next user message of a list, until there is none."""
 
     def __init__(self, replies, **options):
-        super().__init__(system_prompt="", **options)
+        super().__init__(**{"protocol": "learnt_tags", **options})
         self.replies = replies
 
     async def step(self, turn):

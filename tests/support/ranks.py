@@ -238,7 +238,7 @@ def run(folder: str, world: int, scenario: str) -> Accelerator:
             model.save_pretrained(model.config._name_or_path)
     trainer = MTGRPOEnvTrainer(
         model,
-        MultiTurnToolEnv([lookup], system_prompt="", max_steps=6),
+        MultiTurnToolEnv([lookup], protocol="learnt_tags", max_steps=6),
         [] if scenario == "branches" else [Searched(), *[InformationGain()][: scenario in INFORMED]],
         [] if scenario == "turns" else [Length()],
         args,

@@ -47,7 +47,7 @@ def run(folder: Path, port: int, per_server: int) -> Accelerator:
     rows = [{"prompt": [{"role": "user", "content": f"What is {number} of Peru"}]} for number in range(8)]
     trainer = MTGRPOEnvTrainer(
         model,
-        MultiTurnToolEnv(system_prompt=""),
+        MultiTurnToolEnv(protocol="learnt_tags"),
         [],
         [Letters()],
         args,

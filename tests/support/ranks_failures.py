@@ -84,7 +84,7 @@ def env_cannot_begin(trainer, rank):
             return super().start(prompt)
 
     started = []
-    trainer.runner.env = Env([lookup], system_prompt="")
+    trainer.runner.env = Env([lookup], protocol="learnt_tags")
 
 
 def no_conversation_is_left(trainer, rank):
@@ -94,7 +94,7 @@ def no_conversation_is_left(trainer, rank):
                 raise ConnectionError("no container")
             return super().start(prompt)
 
-    trainer.runner.env = Env([lookup], system_prompt="")
+    trainer.runner.env = Env([lookup], protocol="learnt_tags")
 
 
 def template_of_judge_refuses(trainer, rank):
@@ -152,7 +152,7 @@ def main(folder: str) -> None:
     for fault in FAULTS:
         trainer = MTGRPOEnvTrainer(
             build_model(tokenizer, max_position_embeddings=1024),
-            MultiTurnToolEnv([lookup], system_prompt=""),
+            MultiTurnToolEnv([lookup], protocol="learnt_tags"),
             outcome_reward_funcs=[Length(), sharded_judge(tokenizer)],
             reward_processing_classes=[None, build_tokenizer()],
             args=MTGRPOConfig(f"{folder}/{fault.__name__}", max_steps=1, **CPU_RUN, max_completion_length=100),

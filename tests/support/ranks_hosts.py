@@ -46,7 +46,7 @@ def train(last: int, resumed: int | None, rate: float, *callbacks: TrainerCallba
     options |= {"save_strategy": "steps", "save_steps": 1, "optim": "adamw_torch", "max_completion_length": 480}
     trainer = MTGRPOEnvTrainer(
         build_model(tokenizer, max_position_embeddings=1024),
-        MultiTurnToolEnv([lookup], system_prompt="", max_steps=6),
+        MultiTurnToolEnv([lookup], protocol="learnt_tags", max_steps=6),
         outcome_reward_funcs=[Length()],
         args=MTGRPOConfig("run", lr_scheduler_type="constant", **options),
         train_dataset=Dataset.from_list(rows),

@@ -60,7 +60,7 @@ def run(folder: str, processes: int, url: str, model: str) -> Accelerator:
     )
     trainer = MTGRPOEnvTrainer(
         AutoModelForCausalLM.from_pretrained(model),
-        Talks(system_prompt=""),
+        Talks(protocol="learnt_tags"),
         [],
         [Length()],
         args,

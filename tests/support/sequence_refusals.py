@@ -53,7 +53,7 @@ def refuse(file: Path) -> Accelerator:
         try:
             trainer = MTGRPOEnvTrainer(
                 model,
-                MultiTurnToolEnv([lookup], system_prompt="", max_steps=2),
+                MultiTurnToolEnv([lookup], protocol="learnt_tags", max_steps=2),
                 [],
                 [Length()],
                 args,

@@ -101,7 +101,7 @@ def trainer_builder(folder: Path, tokenizer: Any, questions: Dataset) -> Callabl
         }
         return MTGRPOEnvTrainer(
             build_model(tokenizer) if model is None else model,
-            MultiTurnToolEnv([lookup], system_prompt="", max_steps=3),
+            MultiTurnToolEnv([lookup], protocol="learnt_tags", max_steps=3),
             *(rewards or ((Calls(),), (Answered(),))),
             MTGRPOConfig(**options),
             train_dataset=questions,

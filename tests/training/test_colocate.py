@@ -164,7 +164,7 @@ def served(tmp_path, tokenizer, questions, monkeypatch):
         made.append(
             MTGRPOEnvTrainer(
                 str(folder),
-                MultiTurnToolEnv(system_prompt=""),
+                MultiTurnToolEnv(protocol="learnt_tags"),
                 [],
                 [Letters()],
                 config(

@@ -78,7 +78,7 @@ def test_an_environment_that_raises_leaves_loss_and_baseline_too(tmp_path, token
 
     trainer = MTGRPOEnvTrainer(
         build_model(tokenizer),
-        Broken([lookup], system_prompt="", max_steps=3),
+        Broken([lookup], protocol="learnt_tags", max_steps=3),
         [],
         [Answered()],
         MTGRPOConfig(str(tmp_path), max_completion_length=400, **CPU_RUN),

@@ -83,7 +83,7 @@ def losses(trainer: MTGRPOEnvTrainer) -> list[tuple[float, ...]]:
 def test_a_dry_run_prints_a_prompt_with_its_images(tmp_path, capsys, content):
     row = {"prompt": [{"role": "user", "content": content}], "images": [picture("red", (24, 16))]}
     rows = Dataset.from_list([row])
-    finish_dry_run(trainer_of(tmp_path, MultiTurnToolEnv([], system_prompt=""), rows), {})
+    finish_dry_run(trainer_of(tmp_path, MultiTurnToolEnv([], protocol="learnt_tags"), rows), {})
     assert "<|im_start|>user\n<|vision_start|>[image]<|vision_end|>What?<|im_end|>" in capsys.readouterr().err
 
 
@@ -123,7 +123,7 @@ class Finished(TrainerCallback):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("env", [Screen, MultiTurnToolEnv([], system_prompt="")], ids=["own", "tools"])
+@pytest.mark.parametrize("env", [Screen, MultiTurnToolEnv([], protocol="learnt_tags")], ids=["own", "tools"])
 def test_conversations_with_images_are_sampled_ahead(tmp_path, env):
     """They are those of a run that waits, and a resumed run goes on with those that are finished."""
     options = {"env": env, "learning_rate": 0.0, "save_strategy": "steps", "save_steps": 1}

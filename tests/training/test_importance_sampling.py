@@ -46,7 +46,7 @@ def train(tmp_path, tokenizer, questions):
         trainer = MTGRPOEnvTrainer(
             model,
             Spelling(
-                [lookup], system_prompt="", max_steps=2, env_mask=args.env_mask
+                [lookup], protocol="learnt_tags", max_steps=2, env_mask=args.env_mask
             ),  # no call parses, each is replied to
             [],
             [Length()],

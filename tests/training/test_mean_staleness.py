@@ -113,7 +113,7 @@ def test_mean_staleness_is_its_closed_form(tmp_path, tokenizer, questions, train
     options = {"output_dir": str(tmp_path), **CPU_RUN, "max_completion_length": 480, "max_staleness": staleness}
     trainer = MTGRPOEnvTrainer(
         build_model(tokenizer),
-        MultiTurnToolEnv([lookup], system_prompt="", max_steps=turns - 1),
+        MultiTurnToolEnv([lookup], protocol="learnt_tags", max_steps=turns - 1),
         (Calls(),),
         (Answered(),),
         MTGRPOConfig(**options, max_steps=steps, learning_rate=0.0),

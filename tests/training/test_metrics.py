@@ -50,7 +50,7 @@ def build(tmp_path, tokenizer, questions):
         options = {**CPU_RUN, "max_steps": 3, "logging_steps": 3, "max_completion_length": 400, **options}
         return MTGRPOEnvTrainer(
             build_model(tokenizer),
-            MultiTurnToolEnv([lookup], system_prompt="", max_steps=2),
+            MultiTurnToolEnv([lookup], protocol="learnt_tags", max_steps=2),
             [Called()],
             [Length()],
             MTGRPOConfig(str(tmp_path), **options),

@@ -24,7 +24,7 @@ def build(tmp_path, tokenizer, questions):
         )
         trainer = MTGRPOEnvTrainer(
             build_model(tokenizer, attention_dropout=attention_dropout),
-            MultiTurnToolEnv([lookup], system_prompt="", max_steps=2),
+            MultiTurnToolEnv([lookup], protocol="learnt_tags", max_steps=2),
             [],
             [Letters()],
             MTGRPOConfig(

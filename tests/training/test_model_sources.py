@@ -166,7 +166,7 @@ def recipe_of(tmp_path):
             "do_eval": True,
             "num_generations_eval": 1,
             "tools": ["calculator"],
-            "system_prompt": "",
+            "call_protocol": "learnt_tags",
             "outcome_reward_funcs": ["format_reward_func"],
             "max_turn_length": 8,
             "output_dir": str(tmp_path / "run"),

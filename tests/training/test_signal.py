@@ -227,7 +227,7 @@ def test_environments_of_discarded_conversations_are_closed(tmp_path, tokenizer,
 
     trainer = MTGRPOEnvTrainer(
         build_model(tokenizer),
-        Closing([lookup], system_prompt="", max_steps=3),
+        Closing([lookup], protocol="learnt_tags", max_steps=3),
         [],
         [FirstDiffers(until=1)],
         MTGRPOConfig(

@@ -41,7 +41,7 @@ def sampled(tmp_path, tokenizer, questions):
         options = {"output_dir": str(folder), **CPU_RUN, "max_completion_length": 200, "max_steps": 6, **options}
         trainer = MTGRPOEnvTrainer(
             build_model(tokenizer),
-            Spelling(system_prompt="", max_steps=2),
+            Spelling(protocol="learnt_tags", max_steps=2),
             (),
             (Letters(),),
             MTGRPOConfig(**options),
@@ -87,7 +87,7 @@ def gated(tmp_path, tokenizer, questions, may, **options):
     options = {"output_dir": str(tmp_path), **CPU_RUN, "max_completion_length": 400, "max_steps": 4, **options}
     return MTGRPOEnvTrainer(
         build_model(tokenizer),
-        MultiTurnToolEnv([], system_prompt="", max_steps=3),
+        MultiTurnToolEnv([], protocol="learnt_tags", max_steps=3),
         (Calls(),),
         (Answered(),),
         MTGRPOConfig(**options),
@@ -175,7 +175,7 @@ def test_an_interrupted_run_keeps_what_is_finished(tmp_path, tokenizer, question
     def build(engine, folder, **options):
         return MTGRPOEnvTrainer(
             build_model(tokenizer),
-            MultiTurnToolEnv([], system_prompt="", max_steps=3),
+            MultiTurnToolEnv([], protocol="learnt_tags", max_steps=3),
             (Calls(),),
             (Answered(),),
             MTGRPOConfig(
@@ -310,7 +310,7 @@ def test_an_engine_of_the_trained_model_is_refused(tmp_path, tokenizer, question
     with pytest.raises(ConfigError, match="Own samples from the model that is trained"):
         MTGRPOEnvTrainer(
             build_model(tokenizer),
-            MultiTurnToolEnv([], system_prompt="", max_steps=3),
+            MultiTurnToolEnv([], protocol="learnt_tags", max_steps=3),
             (Calls(),),
             (Answered(),),
             MTGRPOConfig(str(tmp_path), **CPU_RUN, max_staleness=1),

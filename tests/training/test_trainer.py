@@ -364,8 +364,8 @@ class Searching(MultiTurnToolEnv):
         ({"env_mask": 1}, "`env_mask` is 1 in the arguments and 0 in the `env`"),
         ({"max_env_steps": 7}, "`max_env_steps` is 7 in the arguments and 3 in the `env`"),
         ({"tools": ["calculator"]}, r"`tools` is \['calculator'\] in the arguments and \['lookup'\] in the `env`"),
-        ({"system_prompt": "Search."}, "`system_prompt` is 'Search.' in the arguments and '' in the `env`"),
-        ({"call_protocol": "native"}, "`call_protocol` is 'native' in the arguments and 'tags' in the `env`"),
+        ({"system_prompt": "Search."}, "`system_prompt` is 'Search.' in the arguments and None in the `env`"),
+        ({"call_protocol": "native"}, "`call_protocol` is 'native' in the arguments and 'learnt_tags' in the `env`"),
         ({"env": "test_trainer.Searching"}, "`env` is 'test_trainer.Searching' in the arguments and 'MultiTurnTo"),
     ],
 )
@@ -375,7 +375,10 @@ def test_an_environment_that_contradicts_the_options_is_refused(build, options, 
 
 
 def test_options_that_agree_with_the_environment_are_none(build):
-    assert build(max_env_steps=3, env_mask=0, tools=["support.models.lookup"], system_prompt="").env.max_steps == 3
+    assert (
+        build(max_env_steps=3, env_mask=0, tools=["support.models.lookup"], call_protocol="learnt_tags").env.max_steps
+        == 3
+    )
 
 
 def test_an_environment_from_options_may_have_its_own_rules(build, tmp_path, tokenizer, questions):
@@ -396,7 +399,7 @@ def test_a_conversation_that_cannot_begin_is_not_trained(build):
             return super().start(prompt)
 
     trainer, started = build(), []
-    trainer.runner.env = Env([lookup], system_prompt="", max_steps=3)
+    trainer.runner.env = Env([lookup], protocol="learnt_tags", max_steps=3)
     inputs = batch(trainer)
     assert [trajectory.stop_reason.value for trajectory in trainer.batch.trajectories].count("env_error") == 1
     assert inputs["tool_mask"][1].mul(inputs["completion_mask"][1]).sum() == 0

@@ -267,7 +267,7 @@ def test_a_run_trains_and_is_resumed(tmp_path, tokenizer, questions, steps):
             gradient_checkpointing_kwargs={"use_reentrant": False},
             **options,
         )
-        env = MultiTurnToolEnv([], system_prompt="", max_steps=2)
+        env = MultiTurnToolEnv([], protocol="learnt_tags", max_steps=2)
         letters = lambda completions, **columns: [float(len(str(text))) for text in completions]  # noqa: E731
         trainer = MTGRPOEnvTrainer(
             build_model(tokenizer), env, [], [letters], args, questions, processing_class=tokenizer
