@@ -70,12 +70,12 @@ def search_server() -> Iterator[str]:
         yield f"http://127.0.0.1:{int(process.stdout.readline())}/"
 
 
-def train(form: str, quick: bool) -> dict[str, Any]:
+def train(form: str, url: str, quick: bool) -> dict[str, Any]:
     """Trains one form; what `summary.json` says about it."""
     recipe = yaml.safe_load((ROOT / "recipes" / "quickstart.yaml").read_text())
     for name in ("tools", "max_env_steps", *(["system_prompt"] if "agent" in FORMS[form] else [])):
         del recipe[name]
-    with search_server() as url, tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "run"
         recipe |= {**FORMS[form], **(SMALL if quick else {}), "output_dir": str(output)}
         for name, content in (("recipe.yaml", recipe), ("servers.json", SERVERS), ("tools.yaml", TOOLS)):
@@ -97,7 +97,8 @@ def main() -> None:
         if form not in FORMS:
             parser.error(f"there is no form {form!r}: name any of {', '.join(FORMS)}")
     forms = args.forms or [form for form in FORMS if form != "program" or shutil.which("node")]
-    measured = {form: train(form, args.quick) for form in forms}
+    with search_server() as url:
+        measured = {form: train(form, url, args.quick) for form in forms}
     table = Table("form", "exact match before", "after", "tool execution after", "turns after", "seconds")
     quickstart = json.loads((RESULTS / "quickstart.json").read_text())
     for form, row in {"quickstart": quickstart, **measured}.items():

@@ -63,9 +63,10 @@ class Clock(TrainerCallback):
         self.seconds["step"] += time.process_time() - self._began
 
 
-def measure(rule: str, steps: int) -> dict[str, Any]:
+def measure(rule: str, steps: int, further: dict[str, str]) -> dict[str, Any]:
     """Trains for so many steps, and one before them. Returns seconds per step, and the share of what is for credit."""
     options = {"advantage_estimator": rule, "max_steps": str(steps + 1), "do_eval": "false", "disable_tqdm": "true"}
+    options |= further
     with tempfile.TemporaryDirectory() as folder:
         options |= {"output_dir": folder}
         words = [word for option, value in options.items() for word in (f"--{option}", value)]
@@ -92,12 +93,13 @@ ESTIMATE, UNCREDITED, ROWS = trainer.estimate_parts, step_log.uncredited_turn_re
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one step each; writes no result")
+    parser.add_argument("--quick", action="store_true", help="one step each, of few conversations; writes no result")
     quick = parser.parse_args().quick
     torch.set_num_threads(1)
     steps, rows = 1 if quick else 4, []
+    further = {"per_device_train_batch_size": "8"} if quick else {}
     for rule in ("reward_to_go", "turn_gae"):
-        rows.append(measure(rule, steps))
+        rows.append(measure(rule, steps, further))
         numbers = "  ".join(f"{part} {1000 * rows[-1][part]:.1f} ms" for part in ("step", *PARTS))
         print(f"{rule}: turns {rows[-1]['turns']:.1f}  {numbers}  share {rows[-1]['share']:.2%}")
     if not quick:

@@ -73,8 +73,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="two turns, to see that it runs; nothing is written")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    turns, repeats = (2, 1) if args.quick else (12, args.repeats)
-    batch = build_batch(stripped_rows(512, 2, turns), args.device)
+    prompt, turns, repeats = (32, 2, 1) if args.quick else (512, 12, args.repeats)
+    batch = build_batch(stripped_rows(prompt, 2, turns), args.device)
     settings = {"device": args.device, "group": 2, "turns": turns, "seed": 0, "repeats": repeats, "threads": 1}
     results = []
     print("| model | padded / unique | trained | TRL | tree | time ratio | ratio / limit | memory, MiB | gradient |")

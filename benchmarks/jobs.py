@@ -54,20 +54,28 @@ def run_all(
         work (`Callable`): Runs a job, given it, `given` and the folder, and writes its file; returns it.
         waiting (`Sequence[Job]`): The jobs, in their order.
         folder (`Path`): Where they leave their files.
-        workers (`int`): Processes.
+        workers (`int`): Processes; with 0 this one runs them.
         prepare (`Callable`, *optional*): Called in each process at its start.
     """
     folder.mkdir(parents=True, exist_ok=True)
     os.environ.update(ENVIRONMENT)
     began = time.perf_counter()
+
+    def tell(number: int, job: Job) -> None:
+        left = (time.perf_counter() - began) / number * (len(waiting) - number)
+        print(f"{' '.join(map(str, job))}: {number} of {len(waiting)}, {left:.0f} s left", flush=True)
+
+    if not workers:
+        prepare()
+        for number, job in enumerate(waiting, 1):
+            tell(number, work(job, *given, folder))
+        return
     context = multiprocessing.get_context("spawn")
     with ended_by_sigterm(), ProcessPoolExecutor(workers, mp_context=context, initializer=prepare) as pool:
         try:
             futures = [pool.submit(work, job, *given, folder) for job in waiting]
             for number, future in enumerate(as_completed(futures), 1):
-                left = (time.perf_counter() - began) / number * (len(waiting) - number)
-                done = " ".join(map(str, future.result()))
-                print(f"{done}: {number} of {len(waiting)}, {left:.0f} s left", flush=True)
+                tell(number, future.result())
         except BaseException:
             for process in multiprocessing.active_children():  # the pool would wait for jobs of minutes
                 process.terminate()

@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="six layers, one repeat; writes no results")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    layers, prompt, turns, repeats = (6, 512, 2, 1) if args.quick else (36, 512, 6, 3)
+    layers, prompt, turns, repeats = (6, 64, 2, 1) if args.quick else (36, 512, 6, 3)
     model = build_model(layers)
     sequences = [row for trajectory in extension_rows(prompt, 1, turns, vocabulary=VOCABULARY) for row in trajectory]
     packed = pack([FlatTree(tokens, np.where(trained, 0, -1)) for tokens, trained in sequences])

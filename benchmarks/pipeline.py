@@ -254,10 +254,11 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="shorter times, fewer steps, nothing is written")
     quick = parser.parse_args().quick
     logging.disable(logging.WARNING)
-    steps, rounds = ({"constant": 5, "agent": 5}, 1) if quick else ({"constant": 12, "agent": 10}, 2)
+    steps, rounds = ({"constant": 4, "agent": 4}, 1) if quick else ({"constant": 12, "agent": 10}, 2)
+    few = {"conversations": 4} if quick else {}
     constant, agent = (
         {name: value * (0.1 if quick and name in SECONDS else 1) for name, value in times.items()}
-        for times in (CONSTANT, AGENT)
+        for times in (CONSTANT | few, AGENT | few)
     )
     table = Table(title="Sampling ahead")
     for column in ("what", "step, s", "T, s", "L, s", "value", "target"):
@@ -282,7 +283,7 @@ def main() -> None:
         gains = [each[slow]["cycle"] / each[fast]["cycle"] for each in found_in]
         shown = {key: statistics.median(each[fast][key] for each in found_in) for key in found_in[0][fast]}
         add(f"agent, staleness {slow} / {fast}", shown, gains, target)
-    ratios, rate = beside(*((2, 2) if quick else (6, 6)))
+    ratios, rate = beside(*((1, 1) if quick else (6, 6)))
     rows.append({"label": "step beside conversations / alone", "target": "<= 1.03", "values": ratios, "turns": rate})
     table.add_row("step beside conversations / alone", "", "", "", f"{statistics.median(ratios):.3f}", "<= 1.03")
     Console().print(table)

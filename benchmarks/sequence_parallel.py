@@ -142,7 +142,9 @@ def main() -> None:
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for processes in (2,) if args.quick else (2, 4):
         with tempfile.TemporaryDirectory() as folder:
-            torch.multiprocessing.spawn(work, (processes, folder, args.quick), nprocs=processes)
+            # nothing has run here that a fork may not have behind it, and it need not import all of this again
+            given = processes, folder, args.quick
+            torch.multiprocessing.start_processes(work, given, nprocs=processes, start_method="fork")
             rows = torch.load(f"{folder}/results")
         for row in rows:
             mebibytes = [size / 2**20 for size in (row["bytes_of_one"], max(row["bytes_of_each"]))]

@@ -243,7 +243,7 @@ def run_quickly(folder: Path, engine: str) -> None:
     chosen = {name: part for name, part in PARTS.items() if part.engine == engine}
     parts = {name: part._replace(steps=2, batch=8, questions=4) for name, part in chosen.items()}
     given = [Job(name, *part.arms[-1], 1) for name, part in parts.items()]
-    run_left(given, parts, folder, workers=1)
+    run_left(given, parts, folder, workers=0)
     for row in rows_of(folder, parts):
         print(json.dumps(row))
 

@@ -128,8 +128,8 @@ def main() -> None:
     if kernel:
         need_kernel()
     shape = args.shape or ("cpu" if args.device == "cpu" else "0.6b")
-    turns = 6 if args.quick else 12 if args.device == "cpu" else 32
-    rows = [sequence for trajectory in stripped_rows(512, 4, turns) for sequence in trajectory]
+    prompt, turns = (32, 2) if args.quick else (512, 12 if args.device == "cpu" else 32)
+    rows = [sequence for trajectory in stripped_rows(prompt, 4, turns) for sequence in trajectory]
     register_tree_attention()
     AttentionInterface.register(GATHERED, gathered_attention)
     AttentionMaskInterface.register(GATHERED, lambda **kwargs: None)

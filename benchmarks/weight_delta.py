@@ -12,8 +12,8 @@ Prints a table and writes `benchmarks/results/weight_delta.json`.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -25,17 +25,20 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file
 
+from mt_grpo import cli
 from mt_grpo.vllm_plugin.delta import apply, difference
 
 TARGET = 0.1
 RECIPE = Path(__file__).parents[1] / "recipes" / "quickstart.yaml"
 
 
-def trained(steps: int, folder: str) -> list[torch.Tensor]:
+def trained(steps: int, folder: str, *further: str) -> list[torch.Tensor]:
     """The bytes of the weights after each step of a run, in bfloat16."""
     options = ["--max_steps", str(steps), "--save_strategy", "steps", "--save_steps", "1", "--do_eval", "false"]
     options += ["--save_only_model", "true", "--output_dir", folder]
-    subprocess.run([sys.executable, "-m", "mt_grpo", "train", str(RECIPE), *options], check=True)
+    with contextlib.redirect_stdout(sys.stderr):
+        if status := cli.main(["train", str(RECIPE), *options, *further]):
+            raise SystemExit(status)
     found = []
     for step in range(1, steps + 1):
         tensors = load_file(f"{folder}/checkpoint-{step}/model.safetensors")
@@ -61,10 +64,10 @@ def measure(step: int, old: torch.Tensor, new: torch.Tensor) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="three steps; nothing is written")
-    steps = 3 if (quick := parser.parse_args().quick) else 50
+    parser.add_argument("--quick", action="store_true", help="two steps of few conversations; nothing is written")
+    steps = 2 if (quick := parser.parse_args().quick) else 50
     with tempfile.TemporaryDirectory() as folder:
-        weights = trained(steps, folder)
+        weights = trained(steps, folder, *(["--per_device_train_batch_size", "8"] if quick else []))
     rows = [measure(step, *weights[step - 2 : step]) for step in range(2, steps + 1)]
     shares = [row["delta / all"] for row in rows]
     table = Table(title="Weights in bfloat16, quickstart")

@@ -39,13 +39,8 @@ def marks(name: str) -> list:
 def test_a_quick_run_ends_and_leaves_the_results_alone(script, tmp_path):
     results = BENCHMARKS / "results" / Path(script).with_suffix(".json")
     before = results.read_bytes()
-    command, log = [str(BENCHMARKS / script), "--quick"], tmp_path / "log"
-    if "run_all(" in SOURCES[script]:  # its processes load the script, which a forked one has not begun with
-        with log.open("wb") as file:
-            status = subprocess.run([sys.executable, *command], stdout=file, stderr=file).returncode
-    else:
-        status = Forked(command, log).wait()
-    assert status == 0, log.read_text()
+    log = tmp_path / "log"
+    assert Forked([str(BENCHMARKS / script), "--quick"], log).wait() == 0, log.read_text()
     assert results.read_bytes() == before
 
 
