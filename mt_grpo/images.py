@@ -242,18 +242,18 @@ MODEL_TAKES: ContextVar[Callable[[dict[str, Any]], bool]] = ContextVar("whether 
 
 class _Opened:
     """
-    What is known of an image that was opened here.
+    What is known of an image that was opened or decoded here.
 
     Args:
         image: Of Pillow's.
-        file (`bytes`): Its file, kept until it is decoded.
+        file (`bytes`, *optional*): Its file, kept until it is decoded.
     """
 
-    def __init__(self, image: Any, file: bytes) -> None:
+    def __init__(self, image: Any, file: bytes | None) -> None:
         key = id(image)
         self.image = weakref.ref(image, lambda _: _opened.pop(key, None))
-        self.file: bytes | None = file
-        self.digest = _digest(file)
+        self.file = file
+        self.digest = _pixel_digest(image) if file is None else _digest(file)
 
 
 _opened: dict[int, _Opened] = {}
@@ -323,13 +323,11 @@ def _reduced(image: Any) -> Any:
 
 
 def is_decoded(medium: Any) -> bool:
-    """Whether an image or a sound is more than a file of which the header was read."""
+    """Whether an image or a sound has been given to `decode`, so that its pixels or samples and its name are known."""
     if isinstance(medium, Sound):
-        return medium.file is None
+        return medium.file is None and medium.digest is not None
     opened = _opened.get(id(medium))
-    if opened is not None:
-        return opened.file is None
-    return not _is_lazy(medium)
+    return opened is not None and opened.file is None
 
 
 def _is_lazy(image: Any) -> bool:
@@ -345,14 +343,15 @@ def _is_refused(image: Any) -> bool:
 
 def decode(medium: Any) -> None:
     """
-    Decodes an image or a sound. That takes seconds and hundreds of megabytes for large ones: do it in a thread, one
-    after another, and only to what is looked at.
+    Decodes an image or a sound, and names it by its content. That takes seconds and hundreds of megabytes for large
+    ones: do it in a thread, one after another, and only to what is looked at.
 
     Raises:
         MediumError: If its file is broken.
     """
     if isinstance(medium, Sound):
         _ = medium.samples
+        medium.digest = sounds.sound_digest(medium)
         return
     from PIL import Image
 
@@ -362,7 +361,9 @@ def decode(medium: Any) -> None:
     except (*_BROKEN, Image.DecompressionBombError) as error:  # a frame may be larger than the header says
         size = f"{medium.width} by {medium.height} pixels"
         raise MediumError(f"An image of {size} cannot be read as an image: it is broken.") from error
-    if opened is not None and opened.file is not None:
+    if opened is None:
+        _opened[id(medium)] = _Opened(medium, None)
+    elif opened.file is not None:
         opened.digest, opened.file = _pixel_digest(medium), None
 
 
@@ -428,6 +429,32 @@ def named(value: Any) -> Any:
 def digest(value: Any) -> str:
     """A name for an image of Pillow's, or a sound, by its content: 32 hexadecimal digits, everywhere the same."""
     return sounds.sound_digest(value) if isinstance(value, Sound) else image_digest(value)
+
+
+def name_at_hand(medium: Any) -> str:
+    """
+    What an image or a sound is told apart by without looking at it: its digest, where `decode` or an opener of files
+    has made it. What else there is, is shown to no model, so that its kind and size are enough.
+    """
+    digest = medium.digest if isinstance(medium, Sound) else (known := _opened.get(id(medium))) and known.digest
+    return digest or _kind_and_size(medium)
+
+
+def _kind_and_size(medium: Any) -> str:
+    return repr(medium) if isinstance(medium, Sound) else f"{medium.mode}/{medium.width}x{medium.height}"
+
+
+def is_same(medium: Any, known: Any, looks: bool = False) -> bool:
+    """
+    Whether two images or sounds are the same, by their names.
+
+    Args:
+        medium, known: The two. The second has been given to `decode`, if a model is shown it.
+        looks (`bool`, *optional*, defaults to `False`): Whether to give the first to `decode` where that may tell.
+    """
+    if looks and is_decoded(known) and not is_decoded(medium) and _kind_and_size(medium) == _kind_and_size(known):
+        decode(medium)
+    return name_at_hand(medium) == name_at_hand(known)
 
 
 def image_digest(image: Any) -> str:

@@ -54,6 +54,8 @@ class Sound:
         self._samples: np.ndarray | None = samples
         self.file: bytes | None = None
         """The file of one that is not decoded."""
+        self.digest: str | None = None
+        """See `sound_digest`; unset where nobody has asked for it."""
 
     @classmethod
     def of_file(cls, file: bytes, name: str) -> Sound:
@@ -76,6 +78,7 @@ class Sound:
         IN_MESSAGE.check([frames * channels])
         sound = cls.__new__(cls)
         sound.rate, sound.length, sound._samples, sound.file = rate, frames, None, file
+        sound.digest = hashlib.blake2b(file, digest_size=16).hexdigest()
         return sound
 
     @property
@@ -83,8 +86,9 @@ class Sound:
         """`(N,)` float32; raises `MediumError` if its file is broken."""
         file = self.file
         if file is not None:
-            self._samples = _checked(_decoded(file), self.rate)._samples
-            self.file = None  # after the other is there: another thread may ask
+            self._samples = samples = _checked(_decoded(file), self.rate).samples
+            self.digest = _digest(samples, self.rate)
+            self.file = None  # after the others are there: another thread may ask
         assert self._samples is not None
         return self._samples
 
@@ -350,10 +354,12 @@ def sound_digest(sound: Sound) -> str:
     A name for a sound by its content: 32 hexadecimal digits, the same on every machine. One that is not decoded is
     named by its file.
     """
-    if sound.file is not None:
-        return hashlib.blake2b(sound.file, digest_size=16).hexdigest()
-    content = hashlib.blake2b(f"{sound.rate}/".encode(), digest_size=16)
-    content.update(sound.samples.tobytes())
+    return sound.digest or _digest(sound.samples, sound.rate)
+
+
+def _digest(samples: np.ndarray, rate: int | None) -> str:
+    content = hashlib.blake2b(f"{rate}/".encode(), digest_size=16)
+    content.update(samples.tobytes())
     return content.hexdigest()
 
 

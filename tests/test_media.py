@@ -22,7 +22,7 @@ from support.images import ScriptedSight, build_processor, picture
 from support.models import build_tokenizer
 
 from mt_grpo.envs import Outcome
-from mt_grpo.images import as_png, digest, is_decoded, read_image, read_parts
+from mt_grpo.images import as_png, digest, is_decoded, read_image, read_messages, read_parts
 from mt_grpo.media import IN_CONVERSATION, IN_MESSAGE, MOST_BYTES, MediumError
 from mt_grpo.rollout import RolloutRequest, RolloutRunner, SamplingParams
 from mt_grpo.rollout.engines.scripted import ScriptedEngine
@@ -219,6 +219,82 @@ def test_images_are_decoded_in_a_thread_and_once(monkeypatch):
     given = {"type": "image", "image": saved(picture("green", (16, 16)), "PNG")}
     assert converse(Shows(given, given, given), *sighted()).error is None
     assert threads == ["mt-grpo-decode"]
+
+
+class Redraws:
+    """Makes its images and sounds anew for each of three requests."""
+
+    file = saved(picture("red", (16, 16)), "PNG")
+
+    def __call__(self) -> Redraws:
+        return self
+
+    async def run(self, policy: Any, row: dict[str, Any]) -> Outcome:
+        said: list[Any] = []
+        for _ in range(3):
+            images = [picture("green", (32, 16)), Image.open(io.BytesIO(self.file))]
+            parts: list[Any] = [{"type": "image", "image": image, "alt": "a square"} for image in images]
+            sound = Sound(np.ones(160, dtype=np.float32), 16_000)
+            parts.append({"type": "audio", "audio": sound, "seconds": 0.01, "alt": "a tone"})
+            given = {"role": "user", "content": parts}
+            turn = await policy.reply([given, *said])
+            said += [turn.message, {"role": "user", "content": "And now?"}]
+        return Outcome()
+
+    async def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("sees", [True, False])
+def test_what_is_made_anew_is_told_apart_in_a_thread_and_counts_once(monkeypatch, sees):
+    monkeypatch.setattr("mt_grpo.images.IN_CONVERSATION", IN_CONVERSATION._replace(number=3))
+    shown = sighted() if sees else (ScriptedEngine(build_tokenizer(), lambda session, turn: "Fine."),)
+    begin, looked = threading.get_ident(), []
+    for name in ("tobytes", "__eq__"):
+        method = getattr(Image.Image, name)
+
+        def noted(self: Any, *others: Any, method: Any = method) -> Any:
+            looked.append(threading.get_ident())
+            return method(self, *others)
+
+        monkeypatch.setattr(Image.Image, name, noted)
+    trajectory = converse(Redraws(), *shown)
+    assert trajectory.stop_reason is StopReason.ENV_DONE, trajectory.error
+    assert [turn.fork_cause for turn in trajectory.turns] == [None] * 3
+    assert begin not in looked and bool(looked) == sees
+
+
+def test_requests_of_one_conversation_open_images_one_after_another(monkeypatch):
+    opening, release, opened = threading.Event(), threading.Event(), []
+
+    def slowly(messages: Any, of_row: bool, known: Any) -> Any:
+        opened.append(messages)
+        opening.set()
+        assert len(opened) > 1 or release.wait(60)
+        return read_messages(messages, of_row, known)
+
+    monkeypatch.setattr("mt_grpo.rollout.policy.read_messages", slowly)
+    monkeypatch.setattr("mt_grpo.images.IN_CONVERSATION", IN_CONVERSATION._replace(number=1))
+    first, second = saved(picture("green", (16, 16)), "PNG"), picture("red", (16, 16))
+
+    class AtOnce(Shows):
+        async def run(self, policy: Any, row: dict[str, Any]) -> Outcome:
+            asked = [policy.opened([{"role": "user", "content": [{"type": "image", "image": image}]}])
+                     for image in (first, second)]  # fmt: skip
+            slow = asyncio.ensure_future(asked[0])
+            await asyncio.to_thread(opening.wait, 60)
+            quick = asyncio.ensure_future(asked[1])
+            await asyncio.wait([quick], timeout=0.1)
+            assert len(opened) == 1
+            release.set()
+            await slow
+            with pytest.raises(MediumError, match="shows 2 images"):
+                await quick
+            return Outcome()
+
+    engine = ScriptedEngine(build_tokenizer(), lambda session, turn: "Fine.")
+    trajectory = converse(AtOnce(), engine)
+    assert trajectory.stop_reason is StopReason.ENV_DONE, trajectory.error
 
 
 def test_a_file_that_is_cut_off_fails_the_call_and_not_more():

@@ -175,7 +175,7 @@ class ConversationPolicy:
 
     def __init__(self, sampler: Sampler, trajectory: Trajectory, sampling: SamplingParams, seed: int) -> None:
         self._sampler, self._trajectory, self.sampling, self._seed = sampler, trajectory, sampling, seed
-        self._lock = asyncio.Lock()
+        self._lock, self._opening = asyncio.Lock(), asyncio.Lock()
         self._last = time.perf_counter()
         self._transcript, self._shown = Transcript(), Shown()
         self._asked: tuple[Any, Any] | None = None
@@ -202,7 +202,8 @@ class ConversationPolicy:
         """A policy for a branch that begins here; it writes into `trajectory`, a copy of this conversation's."""
         twin = copy.copy(self)
         twin._trajectory, twin._seed, twin.session, twin.before_turn = trajectory, seed, trajectory.session, None
-        twin._lock, twin._transcript, twin._shown = asyncio.Lock(), self._transcript.fork(), self._shown.fork()
+        twin._lock, twin._opening = asyncio.Lock(), asyncio.Lock()
+        twin._transcript, twin._shown = self._transcript.fork(), self._shown.fork()
         twin._history = None if self._history is None else self._history.fork()
         twin._context, twin._renderers = list(self._context), list(self._renderers)
         return twin
@@ -267,23 +268,30 @@ class ConversationPolicy:
         Raises:
             MediumError: If one cannot be read, or all of the conversation are too many or too large.
         """
-        seen = self._transcript.seen_length(messages)  # those were opened at their turn
-        added, takes = messages[seen:], self._sampler.takes
+        async with self._opening:  # requests of one conversation may come at once
+            opened = await self._opened(messages, of_row)
+        if self.ended is not None:
+            raise ConversationEnded(self.ended)
+        return opened
 
-        def work() -> Sequence[Message]:
+    async def _opened(self, messages: Sequence[Message], of_row: bool) -> Sequence[Message]:
+        takes = self._sampler.takes
+        seen = self._transcript.seen_length(messages)  # those were opened at their turn
+
+        def work(seen: int) -> Sequence[Message]:
+            added = messages[seen:]
             read = read_messages(added, of_row, self._shown.files)
             parts = list(image_parts(read))
             self._shown.add(media_of(parts))
             for medium in media_of(filter(takes, parts)):
                 decode(medium)
-            return read
+            return messages if read is added else [*messages[:seen], *read]
 
-        found = list(image_parts(added))
+        found = image_parts(messages[seen:])
         quick = all(is_read(part) and (not takes(part) or all(map(is_decoded, media_of([part])))) for part in found)
-        read = work() if quick else await self._sampler.decode(work)
-        if self.ended is not None:
-            raise ConversationEnded(self.ended)
-        return messages if read is added else [*messages[:seen], *read]
+        if quick:
+            return work(seen)
+        return await self._sampler.decode(lambda: work(self._transcript.seen_length(messages, looks=True)))
 
     async def count(
         self,

@@ -11,7 +11,7 @@ import re
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
-from mt_grpo.images import digest, is_kept
+from mt_grpo.images import is_kept, is_same, name_at_hand
 from mt_grpo.option_rules import check_history
 from mt_grpo.rollout.chat_template import THOUGHTS
 from mt_grpo.rollout.rendering import ChatRenderer
@@ -163,10 +163,13 @@ class Transcript:
         twin._before, twin._noted, twin._ends = list(self._before), list(self._noted), dict(self._ends)
         return twin
 
-    def seen_length(self, messages: Sequence[Message]) -> int:
-        """The number of messages that the latest turn was sampled after, where `messages` begin with them; else 0."""
-        size = len(self._before)
-        return size if messages[:size] == self._before else 0
+    def seen_length(self, messages: Sequence[Message], looks: bool = False) -> int:
+        """
+        The number of messages that the latest turn was sampled after, where `messages` begin with them; else 0. For
+        `looks` see `is_same`: it is for a thread.
+        """
+        before = self._before[:]
+        return len(before) if _alike(messages[: len(before)], before, looks) else 0
 
     def known_length(self, messages: Sequence[Message]) -> int:
         """
@@ -174,14 +177,14 @@ class Transcript:
         on; else 0.
         """
         size = len(self._before)
-        if self._latest is None or len(messages) <= size or messages[:size] != self._before:
+        if self._latest is None or len(messages) <= size or not _alike(messages[:size], self._before):
             return 0
         own = _message(self._latest)
         return size + 1 if messages[size] is own or identity(messages[size]) == identity(own) else 0
 
     def begun_text(self, messages: list[Message]) -> str | None:
         """The text of the assistant's message after `messages`, where the latest turn wrote it; else `None`."""
-        if self._latest is None or messages != self._before:
+        if self._latest is None or not _alike(messages, self._before):
             return None
         return _text(_message(self._latest).get("content"))
 
@@ -216,6 +219,22 @@ class Transcript:
         return found
 
 
+def _alike(one: Any, other: Any, looks: bool = False, depth: int = 5) -> bool:
+    """
+    Whether messages are equal, images and sounds by their names: Pillow would decode both images, and compare pixels.
+    They stand in the frames of parts of contents of messages at the deepest, which is `depth`.
+    """
+    if one is other:
+        return True
+    if is_kept(one) or is_kept(other):
+        return is_kept(one) and is_kept(other) and is_same(one, other, looks)
+    if depth and isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(_alike(*pair, looks, depth - 1) for pair in zip(one, other, strict=True))
+    if depth and isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_alike(one[key], other[key], looks, depth - 1) for key in one)
+    return bool(one == other)
+
+
 def _message(noted: _Noted) -> Message:
     return noted.turn.message if noted.message is None else noted.message
 
@@ -245,4 +264,4 @@ def _text(value: Any) -> str:
 
 
 def _named(value: Any) -> str:
-    return digest(value) if is_kept(value) else str(value)
+    return name_at_hand(value) if is_kept(value) else str(value)
