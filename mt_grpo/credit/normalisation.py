@@ -10,6 +10,9 @@ from torch import Tensor
 
 Scale = Literal["group", "batch", "none"]
 
+Scales = Literal["each", "one"]
+"""Whether outcome and turn rewards are divided by their own deviations, or both by that of what they sum to."""
+
 
 @dataclass(frozen=True)
 class Between:

@@ -70,6 +70,7 @@ def against_group(
     scale_rewards: Scale,
     weight: float | Tensor = 1.0,
     where: Tensor | None = None,
+    scale: Tensor | None = None,
 ) -> Term:
     """
     The term of values that are centred in their group and divided by the largest of their deviations over turns.
@@ -82,8 +83,10 @@ def against_group(
         scale_rewards (`str`): Whose deviation divides.
         weight (`float` or `Tensor`, *optional*, defaults to `1.0`): Weight of the term.
         where (`Tensor`, *optional*): As in `Term`.
+        scale (`Tensor`, *optional*): What divides instead, shape (B, 1).
     """
-    scale = largest_deviation(values, batch.group_size, scale_rewards)
+    if scale is None:
+        scale = largest_deviation(values, batch.group_size, scale_rewards)
     value = weight * (centre(values, batch.group_size) / scale)
     return Term(value, scale, {name: weight * part for name, part in parts.items()}, baseline, where)
 

@@ -190,6 +190,47 @@ def slow_lambda_to_go(batch, turn_coef, scale, lam=0.9):
     return outcome + turn_coef * turn
 
 
+def of_total(members, i, scale):
+    """What divides outcome and turn rewards alike."""
+    among = {"group": members.ran(i), "batch": members.everyone()}.get(scale)
+    if not among:
+        return 1.0
+    turns = range(members.num_turns)
+    return max(spread([members.outcomes[j] + members.to_go(j, t) for j in among]) for t in turns) + EPSILON
+
+
+def slow_reward_to_go_of_one_scale(batch, turn_coef, scale, scales):
+    members = Members(batch, turn_coef)
+
+    def of(i, k):
+        mean = statistics.fmean(members.outcomes[j] + members.to_go(j, k) for j in members.ran(i))
+        return (members.outcomes[i] + members.to_go(i, k) - mean) / of_total(members, i, scale)
+
+    return members.advantages(of)
+
+
+def slow_lambda_to_go_of_one_scale(batch, turn_coef, scale, lam, scales):
+    """A_ik = [(O_i − mean_{j≠i} O_j) + c Σ_{l≥k} λ^(l−k) δ_il] / σ."""
+    members = Members(batch, turn_coef)
+
+    def value(i, k):
+        others = [j for j in members.ran(i) if j != i]
+        reach = [t for t in range(k + 1) if any(members.lengths[j] > t for j in others)][-1]
+        return statistics.fmean(members.to_go(j, reach) for j in others if members.lengths[j] > reach)
+
+    def of(i, k):
+        others = [members.outcomes[j] for j in members.ran(i) if j != i]
+        if not others:
+            return 0.0
+        last, total = members.lengths[i] - 1, members.outcomes[i] - statistics.fmean(others)
+        for t in range(k, last + 1):
+            after = value(i, t + 1) if t < last else 0.0
+            total += lam ** (t - k) * (members.rewards[i][t] + after - value(i, t))
+        return total / of_total(members, i, scale)
+
+    return members.advantages(of)
+
+
 def slow_gigpo(batch, turn_coef, scale, gamma=0.95):
     members = Members(batch)
     states = batch.state_ids.tolist()
@@ -253,6 +294,9 @@ def slow_state_baseline(batch, turn_coef, scale, lam=1.0, fit="line"):
         (turn_gae, slow_turn_gae, {"gamma": 0.5, "lam": 0.3}),
         (lambda_to_go, slow_lambda_to_go, {}),
         (lambda_to_go, slow_lambda_to_go, {"lam": 1.0}),
+        (reward_to_go, slow_reward_to_go_of_one_scale, {"scales": "one"}),
+        (lambda_to_go, slow_lambda_to_go_of_one_scale, {"lam": 0.8, "scales": "one"}),
+        (lambda_to_go, slow_lambda_to_go_of_one_scale, {"lam": 1.0, "scales": "one"}),
         (gigpo, slow_gigpo, {}),
         (gigpo, slow_gigpo, {"gamma": 0.5}),
         (state_baseline, slow_state_baseline, {}),
@@ -460,6 +504,49 @@ def test_each_stream_has_its_own_scale():
         stream_weights=torch.tensor([3.0, 1.0, 1.0]),
     )
     assert reward_to_go(batch)[0] > 0 > gdpo(batch)[0]  # the small one weighs more
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_rules_of_one_scale_meet(scale):
+    """`gdpo` is `reward_to_go` then, and so is `mt_grpo` with one boundary, after the first turn."""
+    for seed in range(5):
+        batch = draw_batch(seed, absent=0.0)
+        turns, outcomes = batch.turn_streams.nan_to_num(nan=0.0), batch.outcome_streams
+        rewards = torch.einsum("s,sbk->bk", batch.stream_weights[:2], turns)
+        outcome = torch.einsum("r,rb->b", batch.stream_weights[2:], outcomes)
+        batch = fields(batch, turn_rewards=rewards, outcome_rewards=outcome)
+        options = {"scales": "one", "scale_rewards": scale, "turn_coef": 0.5}
+        torch.testing.assert_close(gdpo(batch, **options), reward_to_go(batch, **options), rtol=1e-9, atol=1e-9)
+        first = torch.zeros_like(batch.result_mask)
+        first[:, 0] = True
+        called = fields(batch, result_mask=first & batch.turn_mask, turn_rewards=rewards * first)
+        torch.testing.assert_close(
+            mt_grpo(called, **options), reward_to_go(called, **options).float(), rtol=1e-5, atol=1e-5
+        )
+
+
+@pytest.mark.parametrize("rule", [reward_to_go, gdpo, lambda_to_go, mt_grpo], ids=lambda rule: rule.__name__)
+def test_one_scale_keeps_the_proportion_that_rewards_have(rule):
+    """Small turn rewards against the outcome: with a scale each they weigh as much, with one a fiftieth."""
+    rewards = torch.tensor([[0.02, 0.0], [0.0, 0.0]], dtype=torch.double)
+    outcomes = torch.tensor([0.0, 1.0], dtype=torch.double)
+    exists = torch.ones_like(rewards, dtype=torch.bool)
+    streams = {"turn_streams": rewards[None], "outcome_streams": outcomes[None], "stream_weights": torch.ones(2)}
+    batch = RewardBatch(rewards, outcomes, exists, exists, 2, **streams)
+    each, one = rule(batch, scales="each"), rule(batch, scales="one")
+    larger = torch.tensor([[0.98, 1.0], [-0.98, -1.0]], dtype=torch.double)
+    torch.testing.assert_close(one.double() / one[1, 1].abs().double(), -larger, rtol=1e-4, atol=1e-4)
+    assert each[:, 0].abs().max() < 0.01 * each[:, 1].abs().min()
+
+
+def test_equal_totals_of_one_scale_do_not_blow_up():
+    """What the outcome gives the last turn takes: they sum to the same, and the deviation of that is 0."""
+    rewards = torch.tensor([[0.0, -1.0], [0.0, 0.0]], dtype=torch.double)
+    outcomes = torch.tensor([1.0, 0.0], dtype=torch.double)
+    exists = torch.ones_like(rewards, dtype=torch.bool)
+    batch = RewardBatch(rewards, outcomes, exists, exists, 2)
+    assert not reward_to_go(batch, scales="one").any()
+    assert lambda_to_go(batch, scales="one", lam=0.5).abs().max() <= 1
 
 
 # As rules of a recipe

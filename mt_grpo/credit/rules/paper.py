@@ -10,20 +10,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mt_grpo.credit.normalisation import Scale, to_go
+from mt_grpo.credit.normalisation import Scale, Scales, largest_deviation, to_go
 from mt_grpo.credit.parts import Term, against_group, credit_of, earned, outcome_parts, turn_parts
 from mt_grpo.credit.rule import Credit, RewardBatch, advantage_estimator, in_parts
 
 
 @advantage_estimator("mt_grpo", sums_turns=True)
 @in_parts
-def mt_grpo(batch: RewardBatch, *, turn_coef: float = 1.0, scale_rewards: Scale = "group") -> Credit:
+def mt_grpo(
+    batch: RewardBatch, *, turn_coef: float = 1.0, scales: Scales = "each", scale_rewards: Scale = "group"
+) -> Credit:
     """
     The position-aware rule of MT-GRPO: the turn advantage goes to the turns up to the first tool result.
 
     A^O is the normalised outcome reward. A^T is the normalised sum of the trajectory's turn rewards. The turns up to
     and including the first one that a tool result follows get A^O + turn_coef × A^T. Later turns get A^O. In a
-    trajectory without a tool result every turn gets the normalised sum of both rewards.
+    trajectory without a tool result every turn gets the normalised sum of both rewards. The paper normalises outcome
+    and turn rewards each by its own deviation; with `scales: one` all are divided by that of `reward_to_go`.
 
     Bias: none (× G / (G − 1)) with one tool boundary, `turn_coef` 1 and `scale_rewards: none`. With several boundaries
     the turns after the first tool result get nothing for the turn rewards that they earn, see
@@ -33,6 +36,7 @@ def mt_grpo(batch: RewardBatch, *, turn_coef: float = 1.0, scale_rewards: Scale 
     Args:
         batch (`RewardBatch`): The rewards.
         turn_coef (`float`, *optional*, defaults to `1.0`): Weight of the turn advantage.
+        scales (`str`, *optional*, defaults to `"each"`): `"each"`, or `"one"` for both.
         scale_rewards (`str`, *optional*, defaults to `"group"`): What the centred rewards are divided by: the standard
             deviation of the `"group"`, of the whole `"batch"`, or nothing (`"none"`).
 
@@ -43,9 +47,13 @@ def mt_grpo(batch: RewardBatch, *, turn_coef: float = 1.0, scale_rewards: Scale 
     """
     earlier_results = batch.result_mask.cumsum(dim=1) - batch.result_mask.long()
     has_result = batch.result_mask.any(dim=1, keepdim=True)
+    scale = None
+    if scales == "one":
+        totals = batch.outcome_rewards.double()[:, None] + turn_coef * to_go(batch.of_turns())
+        scale = largest_deviation(totals, batch.group_size, scale_rewards)
     return credit_of(
         batch,
-        _outcome(batch, scale_rewards, where=has_result),
+        _outcome(batch, scale_rewards, where=has_result, scale=scale),
         against_group(
             batch,
             _turn_sums(batch),
@@ -54,8 +62,9 @@ def mt_grpo(batch: RewardBatch, *, turn_coef: float = 1.0, scale_rewards: Scale 
             scale_rewards,
             weight=turn_coef,
             where=has_result & (earlier_results == 0),
+            scale=scale,
         ),
-        _merged(batch, scale_rewards, where=~has_result),
+        _merged(batch, scale_rewards, where=~has_result, scale=scale),
         dtype=torch.float32,
     )
 
@@ -74,18 +83,22 @@ def grpo_mr(batch: RewardBatch, *, turn_coef: float = 1.0, scale_rewards: Scale 
     return credit_of(batch, _merged(batch, scale_rewards), dtype=torch.float32)
 
 
-def _outcome(batch: RewardBatch, scale_rewards: Scale, where: Tensor | None = None) -> Term:
+def _outcome(
+    batch: RewardBatch, scale_rewards: Scale, where: Tensor | None = None, scale: Tensor | None = None
+) -> Term:
     """The term of the outcome reward; an absent one is left out of the mean."""
-    outcome = batch.outcome_rewards.double()[:, None]
-    return against_group(batch, outcome, outcome_parts(batch), "outcome baseline", scale_rewards, where=where)
+    outcome, parts = batch.outcome_rewards.double()[:, None], outcome_parts(batch)
+    return against_group(batch, outcome, parts, "outcome baseline", scale_rewards, where=where, scale=scale)
 
 
-def _merged(batch: RewardBatch, scale_rewards: Scale, where: Tensor | None = None) -> Term:
+def _merged(
+    batch: RewardBatch, scale_rewards: Scale, where: Tensor | None = None, scale: Tensor | None = None
+) -> Term:
     """The term of the sum of turn and outcome rewards; where neither applies, it is left out of the mean."""
     rewards = torch.cat([batch.turn_rewards, batch.outcome_rewards[:, None]], dim=1)
     sums = _whole(rewards.nan_to_num(nan=0.0)).masked_fill(rewards.isnan().all(dim=1, keepdim=True), torch.nan)
     parts = {**outcome_parts(batch), **earned(_whole, turn_parts(batch))}
-    return against_group(batch, sums, parts, "baseline", scale_rewards, where=where)
+    return against_group(batch, sums, parts, "baseline", scale_rewards, where=where, scale=scale)
 
 
 def _whole(rewards: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mt_grpo.credit.normalisation import (
     Scale,
+    Scales,
     Share,
     centre,
     largest_deviation,
@@ -30,15 +31,22 @@ from mt_grpo.credit.rule import Credit, RewardBatch, advantage_estimator, in_par
 
 @advantage_estimator("reward_to_go")
 @in_parts
-def reward_to_go(batch: RewardBatch, *, turn_coef: float = 1.0, scale_rewards: Scale = "group") -> Credit:
+def reward_to_go(
+    batch: RewardBatch, *, turn_coef: float = 1.0, scales: Scales = "each", scale_rewards: Scale = "group"
+) -> Credit:
     """
     Each turn gets the outcome advantage and what its trajectory earns from that turn on.
 
         T_ik = Σ_{l ≥ k} r_il
         A_ik = A^O_i + turn_coef × (T_ik − mean_j T_jk) / σ
 
-    σ is the largest deviation over turns, max_k std_j T_jk. With one tool boundary, `turn_coef` 1 and no scaling it
-    equals `mt_grpo`.
+    σ is the largest deviation over turns, max_k std_j T_jk, and that of A^O the deviation of the outcome. So turn
+    rewards weigh as much as the outcome, however small they are. With `scales: one` both are divided by the deviation
+    of what they sum to, and keep the proportion that the rewards give them:
+
+        σ = max_k std_j (O_j + turn_coef × T_jk)
+
+    With one tool boundary, `turn_coef` 1 and no scaling it equals `mt_grpo`.
 
     Bias: none (× G / (G − 1)), for any number of turns and any `turn_coef`, if no turn reward depends on later turns.
     Source: policy gradients with rewards to go (Sutton et al. 2000), a mean over the group as the baseline.
@@ -46,6 +54,7 @@ def reward_to_go(batch: RewardBatch, *, turn_coef: float = 1.0, scale_rewards: S
     Args:
         batch (`RewardBatch`): The rewards.
         turn_coef (`float`, *optional*, defaults to `1.0`): Weight of turn rewards.
+        scales (`str`, *optional*, defaults to `"each"`): `"each"`, or `"one"` for both.
         scale_rewards (`str`, *optional*, defaults to `"group"`): Whose deviation divides: that of the `"group"`, of
             the whole `"batch"`, or none (`"none"`).
 
@@ -53,22 +62,31 @@ def reward_to_go(batch: RewardBatch, *, turn_coef: float = 1.0, scale_rewards: S
         `Tensor`: Advantages, shape (B, K), in the dtype of the rewards; 0 where a turn does not exist.
     """
     returns, parts = to_go(batch.of_turns()), earned(to_go, turn_parts(batch))
-    turn = against_group(batch, returns, parts, "turn baseline", scale_rewards, weight=turn_coef)
-    return credit_of(batch, of_outcome(batch, scale_rewards), turn)
+    scale = of_both(batch, batch.of_outcomes()[:, None] + turn_coef * returns, scales, scale_rewards)
+    turn = against_group(batch, returns, parts, "turn baseline", scale_rewards, weight=turn_coef, scale=scale)
+    return credit_of(batch, of_outcome(batch, scale_rewards, scale), turn)
 
 
-def of_outcome(batch: RewardBatch, scale_rewards: Scale) -> Term:
+def of_both(batch: RewardBatch, totals: Tensor, scales: Scales, scale_rewards: Scale) -> Tensor | None:
+    """What divides outcome and turn rewards alike, (B, 1), by what they sum to, (B, K); `None` if each has its own."""
+    return None if scales == "each" else largest_deviation(totals, batch.group_size, scale_rewards)
+
+
+def of_outcome(batch: RewardBatch, scale_rewards: Scale, scale: Tensor | None = None) -> Term:
     """The term of the outcome; an absent one counts as 0."""
     outcome = batch.of_outcomes()[:, None]
-    return against_group(batch, outcome, outcome_parts(batch), "outcome baseline", scale_rewards)
+    return against_group(batch, outcome, outcome_parts(batch), "outcome baseline", scale_rewards, scale=scale)
 
 
 @advantage_estimator("gdpo")
 @in_parts
-def gdpo(batch: RewardBatch, *, turn_coef: float = 1.0, scale_rewards: Scale = "group") -> Credit:
+def gdpo(
+    batch: RewardBatch, *, turn_coef: float = 1.0, scales: Scales = "each", scale_rewards: Scale = "group"
+) -> Credit:
     """
     `reward_to_go` with a scale for each reward: every turn reward and every outcome reward is centred and divided by
     its own deviation, and then weighed by its weight. A reward of a small range counts as much as one of a large one.
+    With `scales: one` it is `reward_to_go` with that option.
 
     Bias: that of the scaling. Without it the rule is `reward_to_go`.
     Source: GDPO (Liu et al. 2026, arXiv 2601.05242) on rewards to go; its last step, normalising the batch, is left
@@ -77,7 +95,7 @@ def gdpo(batch: RewardBatch, *, turn_coef: float = 1.0, scale_rewards: Scale = "
     Args:
         batch (`RewardBatch`): The rewards, with `turn_streams`, `outcome_streams` and `stream_weights`.
         turn_coef (`float`, *optional*, defaults to `1.0`): Weight of all turn rewards.
-        scale_rewards (`str`, *optional*, defaults to `"group"`): As in `reward_to_go`.
+        scales, scale_rewards (`str`, *optional*, default to `"each"` and `"group"`): As in `reward_to_go`.
 
     Returns:
         `Tensor`: Advantages, shape (B, K), in the dtype of the rewards; 0 where a turn does not exist.
@@ -88,15 +106,18 @@ def gdpo(batch: RewardBatch, *, turn_coef: float = 1.0, scale_rewards: Scale = "
     turns, outcomes = (batch.needed("gdpo", name) for name in ("turn_streams", "outcome_streams"))
     weights = batch.needed("gdpo", "stream_weights")
     names = stream_names(batch)
-    terms = []
+    weighed = []
     for name, rewards, weight in zip(names[len(turns) :], outcomes, weights[len(turns) :], strict=True):
         part = "outcome" if len(outcomes) == 1 else f"outcome {name}"
-        values = batch.of_outcomes(rewards)[:, None]
-        terms.append(against_group(batch, values, {part: values}, f"{part} baseline", scale_rewards, weight))
+        weighed.append((part, batch.of_outcomes(rewards)[:, None], weight))
     for name, rewards, weight in zip(names[: len(turns)], turns, weights[: len(turns)], strict=True):
-        part, values = f"turn reward {name}", to_go(batch.of_turns(rewards))
-        weight = turn_coef * weight
-        terms.append(against_group(batch, values, {part: values}, f"{part} baseline", scale_rewards, weight))
+        weighed.append((f"turn reward {name}", to_go(batch.of_turns(rewards)), turn_coef * weight))
+    totals = sum((weight * values for _, values, weight in weighed), torch.zeros_like(batch.of_turns()))
+    scale = of_both(batch, totals, scales, scale_rewards)
+    terms = [
+        against_group(batch, values, {part: values}, f"{part} baseline", scale_rewards, weight, scale=scale)
+        for part, values, weight in weighed
+    ]
     return credit_of(batch, *terms)
 
 
@@ -120,11 +141,20 @@ def leave_one_out(batch: RewardBatch, *, turn_coef: float = 1.0, scale_rewards: 
 
 
 def against_others(
-    batch: RewardBatch, values: Tensor, parts: Mapping[str, Tensor], baseline: str, scale_rewards: Scale
+    batch: RewardBatch,
+    values: Tensor,
+    parts: Mapping[str, Tensor],
+    baseline: str,
+    scale_rewards: Scale,
+    scale: Tensor | None = None,
 ) -> Term:
-    """The term of values of trajectories, (B, 1), less the mean of the other members, divided by their deviation."""
+    """
+    The term of values of trajectories, (B, 1), less the mean of the other members, divided by their deviation or by
+    `scale`, (B, 1).
+    """
     others = (~batch.failed).view(-1, batch.group_size).sum(dim=1).repeat_interleave(batch.group_size)[:, None] - 1
-    scale = largest_deviation(values, batch.group_size, scale_rewards)
+    if scale is None:
+        scale = largest_deviation(values, batch.group_size, scale_rewards)
     centred = centre(values, batch.group_size) / scale * (others + 1) / others.clamp(min=1)
     return Term(centred, scale, parts, baseline)
 
@@ -211,7 +241,12 @@ def turn_gae(
 @advantage_estimator("lambda_to_go")
 @in_parts
 def lambda_to_go(
-    batch: RewardBatch, *, turn_coef: float = 1.0, lam: Share = 0.9, scale_rewards: Scale = "group"
+    batch: RewardBatch,
+    *,
+    turn_coef: float = 1.0,
+    lam: Share = 0.9,
+    scales: Scales = "each",
+    scale_rewards: Scale = "group",
 ) -> Credit:
     """
     The outcome advantage on every turn, and turn rewards near the turns that earn them: `turn_gae` over turn rewards
@@ -222,7 +257,7 @@ def lambda_to_go(
         A_ik = A^O_i + turn_coef × Σ_{l ≥ k} lam^(l−k) δ_il / σ
 
     A^O_i is the outcome minus the mean of the other members, divided by its deviation. σ is the largest deviation of
-    T over turns.
+    T over turns. With `scales: one` both are divided by max_k std_j (O_j + turn_coef × T_jk), as in `reward_to_go`.
 
     Bias: none at `lam` 1, for any `turn_coef`, if no turn reward depends on later turns. Below 1 the outcome is still
     unbiased, and a turn gets only lam^n of what it changes in the turn rewards n turns later. In a long conversation
@@ -232,18 +267,21 @@ def lambda_to_go(
 
     Args and returns are those of `reward_to_go`; `lam` (`float`, *optional*, defaults to `0.9`) is the λ of GAE.
     """
-    outcome = against_others(
-        batch, batch.of_outcomes()[:, None], outcome_parts(batch), "outcome baseline", scale_rewards
-    )
-    rewards = batch.of_turns()
+    rewards, earns = batch.of_turns(), batch.of_outcomes()[:, None]
     returns = to_go(rewards)
+    totals = earns + turn_coef * returns
+    scale = of_both(batch, totals, scales, scale_rewards)
+    outcome = against_others(batch, earns, outcome_parts(batch), "outcome baseline", scale_rewards, scale)
     values = group_values(batch, returns)
     parts = earned(lambda each: to_go(each, lam), turn_parts(batch)) | later_values(batch, values, 1.0, lam)
-    turn = scaled(batch, gae(rewards, values, batch.turn_mask, 1.0, lam), returns, scale_rewards, parts)
+    turn = scaled(batch, gae(rewards, values, batch.turn_mask, 1.0, lam), returns, scale_rewards, parts, scale)
     weighed = {name: turn_coef * part for name, part in parts.items()}
-    return credit_of(
-        batch, outcome, replace(turn, value=turn_coef * turn.value, parts=weighed, baseline="turn baseline")
-    )
+    turn = replace(turn, value=turn_coef * turn.value, parts=weighed, baseline="turn baseline")
+    if scale is not None:  # where totals are equal at every turn, a `lam` below 1 would be divided by `EPSILON`
+        has_signal = (centre(totals, batch.group_size) != 0).view(-1, batch.group_size * totals.shape[1]).any(dim=1)
+        where = has_signal.repeat_interleave(batch.group_size)[:, None]
+        outcome, turn = replace(outcome, where=where), replace(turn, where=where)
+    return credit_of(batch, outcome, turn)
 
 
 def with_outcome(batch: RewardBatch, turn_coef: float) -> Tensor:
@@ -306,12 +344,21 @@ def gae(rewards: Tensor, values: Tensor, turn_mask: Tensor, gamma: float, lam: f
 
 
 def scaled(
-    batch: RewardBatch, advantages: Tensor, returns: Tensor, scale_rewards: Scale, parts: Mapping[str, Tensor]
+    batch: RewardBatch,
+    advantages: Tensor,
+    returns: Tensor,
+    scale_rewards: Scale,
+    parts: Mapping[str, Tensor],
+    scale: Tensor | None = None,
 ) -> Term:
-    """The term of advantages divided by the largest deviation of the returns; 0 where an advantage is NaN."""
+    """
+    The term of advantages divided by the largest deviation of the returns, or by `scale`, (B, 1); 0 where an advantage
+    is NaN.
+    """
     largest = returns.nan_to_num(nan=0.0).abs().view(-1, batch.group_size * returns.shape[1]).amax(dim=1)
     advantages = without_rounding(advantages, largest.repeat_interleave(batch.group_size)[:, None])
-    scale = largest_deviation(returns, batch.group_size, scale_rewards)
+    if scale is None:
+        scale = largest_deviation(returns, batch.group_size, scale_rewards)
     return Term((advantages / scale).nan_to_num(nan=0.0), scale, parts, "baseline")
 
 
