@@ -80,7 +80,7 @@ def earn(design: str, calls: Calls, shaping: float) -> Earned:
     Args:
         design (`str`): One of `DESIGNS`.
         calls (`Calls`): What they did.
-        shaping (`float`): What a turn earns for what is paid; a fifth of it where "a little" is, and divided by K in N.
+        shaping (`float`): What a turn earns for what is paid; a fifth of it in F, H and P, and a K-th in N.
     """
     right, turns = calls.right.double(), calls.exists.shape[1]
     searched = calls.searches.double().sum(dim=1)
