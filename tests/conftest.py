@@ -61,3 +61,13 @@ def search_tool():
 def build(tmp_path, tokenizer, questions):
     """Makes trainers on scripted conversations; see `trainer_builder`."""
     return trainer_builder(tmp_path, tokenizer, questions)
+
+
+@pytest.fixture
+def ghostscript(tmp_path, monkeypatch):
+    """A program of this name; the path of what it writes."""
+    program, trace = tmp_path / "gs", tmp_path / "started"
+    program.write_text(f"#!/bin/sh\ntouch {trace}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    return trace

@@ -61,16 +61,6 @@ def from_server(data: bytes) -> Any:
 # Formats
 
 
-@pytest.fixture
-def ghostscript(tmp_path, monkeypatch):
-    """A program of this name; the path of what it writes."""
-    program, trace = tmp_path / "gs", tmp_path / "started"
-    program.write_text(f"#!/bin/sh\ntouch {trace}\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    return trace
-
-
 def test_no_image_starts_a_program(ghostscript):
     for read in (
         lambda: read_image(EPS),

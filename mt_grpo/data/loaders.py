@@ -15,6 +15,7 @@ from datasets.exceptions import DatasetsError
 from huggingface_hub import constants
 from huggingface_hub.file_download import repo_folder_name
 
+from mt_grpo.data.images import decoded_as, undecoded, with_own_opener
 from mt_grpo.data.schemas import REASONING_GYM, SCHEMAS, DatasetError, Row, Schema, as_messages, puzzles
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import FORMATS, did_you_mean, looks_like_path
@@ -103,9 +104,10 @@ def load_rows(
     if streaming:
         return rows.map(convert, with_indices=True, remove_columns=dropped)
     # The cache of `datasets` knows an imported function by its name only: it would survive a change of its code.
-    return rows.map(
+    made = undecoded(rows).map(
         convert, with_indices=True, remove_columns=dropped, load_from_cache_file=False, keep_in_memory=True
     )
+    return decoded_as(made, {**rows.features, **{target: rows.features[column] for target, column in mapping.items()}})
 
 
 def had_text_prompts(rows: Rows | dict[str, Rows] | None) -> bool:
@@ -177,7 +179,7 @@ def _load(source: str, split: str, config: str | None, streaming: bool) -> tuple
         rows = datasets.load_dataset(**arguments, split=base if streaming else split, streaming=streaming)
         if streaming and bracket:
             rows = _sliced_stream(rows, split)
-        return rows, next(iter(rows), None)  # a stream is not read, and fails, before this
+        return with_own_opener(rows), next(iter(undecoded(rows)), None)  # a stream is not read, and fails, before this
     except (DatasetsError, OSError, ValueError, StopIteration) as error:
         # How `datasets` reports JSON files without a line, and other splits without a row.
         if isinstance(error, StopIteration) or "corresponds to no data" in str(error):

@@ -15,6 +15,7 @@ from datasets import Dataset
 from trl.chat_template_utils import add_response_schema
 
 from mt_grpo.concurrency import run
+from mt_grpo.data.images import with_own_opener
 from mt_grpo.envs import EnvLike, EnvSource, MultiTurnToolEnv, StepEnv
 from mt_grpo.envs.protocols import PROTOCOLS
 from mt_grpo.envs.simulated_user import SimulatedUser, SimulatedUserEnv
@@ -365,7 +366,8 @@ def rows_of(dataset: Rows | None, source: EnvSource, args: MTGRPOConfig) -> Rows
 
 def with_prompts(data: Any, source: EnvSource, name: str) -> Any:
     """
-    A dataset, or several by name, with the column `prompt`. Where the environment writes prompts, rows may lack it.
+    A dataset, or several by name, with the column `prompt`, and images that are opened as those of tools are. Where
+    the environment writes prompts, rows may lack it.
 
     Args:
         data: The rows, as far as there are any. The columns of a stream may not be known.
@@ -377,6 +379,7 @@ def with_prompts(data: Any, source: EnvSource, name: str) -> Any:
     """
     if isinstance(data, dict):
         return {split: with_prompts(rows, source, f"{name} {split!r}") for split, rows in data.items()}
+    data = None if data is None else with_own_opener(data)
     columns = None if data is None else data.column_names
     if not columns or "prompt" in columns:
         return data

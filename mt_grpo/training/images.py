@@ -9,9 +9,10 @@ from datasets import Audio, Dataset, Image, IterableDataset, List
 from transformers import AutoProcessor, PreTrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
 from trl.data_utils import prepare_multimodal_messages
 
+from mt_grpo.data.images import ImageOfRowError
 from mt_grpo.errors import ConfigError
 from mt_grpo.forward.images import image_token, sound_token, video_token
-from mt_grpo.images import decode, media_of, read_parts
+from mt_grpo.images import as_png, decode, is_decoded, is_image, media_of, read_parts
 from mt_grpo.media import MediumError
 from mt_grpo.rollout import Engine
 from mt_grpo.rollout.engine import ImageEngine
@@ -71,7 +72,8 @@ def with_its_images(row: dict[str, Any]) -> dict[str, Any]:
     their places are `{"type": "audio"}`.
 
     Raises:
-        ConfigError: If there are more or fewer than places, or one cannot be read.
+        ConfigError: If there are more or fewer than places, or a sound cannot be read.
+        ImageOfRowError: If an image cannot be read.
     """
     images, sounds = (_listed(row, columns) for columns in (IMAGE_COLUMNS, SOUND_COLUMNS))
     if images is None and sounds is None:
@@ -87,14 +89,26 @@ def with_its_images(row: dict[str, Any]) -> dict[str, Any]:
             for message in messages
         ]
         if images is not None:
-            shown = _decoded([{"type": "image", "image": image} for image in images])
-            messages = prepare_multimodal_messages(messages, images=[part["image"] for part in shown])
+            shown = [_shown(image, row) for image in images]
+            messages = prepare_multimodal_messages(messages, images=shown)
         if sounds is not None:
             messages = _with_sounds(messages, _decoded([{"type": "audio", "audio": sound} for sound in sounds]))
         return {**row, "prompt": [_with_text(message) for message in messages]}
+    except ImageOfRowError:
+        raise
     except ValueError as error:  # TRL counts images
         done = "played" if images is None else "shown"
         raise ConfigError(f"The {what} of a row cannot be {done}: {str(error).rstrip('.')}.") from error
+
+
+def _shown(image: Any, row: dict[str, Any]) -> Any:
+    """An image of a row's column, decoded."""
+    try:
+        return _decoded([{"type": "image", "image": image}])[0]["image"]
+    except MediumError as error:
+        one, several = IMAGE_COLUMNS
+        value = {"bytes": as_png(image)} if is_image(image) and not is_decoded(image) else image
+        raise ImageOfRowError(error, one if row.get(several) is None else several, value) from error
 
 
 def _decoded(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:

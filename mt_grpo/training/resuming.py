@@ -17,6 +17,7 @@ from torch.utils.data import Sampler
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from trl import GRPOTrainer
 
+from mt_grpo.data.images import naming_rows
 from mt_grpo.envs.source import tool_names
 from mt_grpo.errors import ConfigError
 from mt_grpo.preemption import PreemptedError, heard, listening
@@ -115,7 +116,7 @@ class ResumableTrainer(GRPOTrainer):
         self._ahead, self._sampler = batches_ahead(self), None  # a stream has no sampler
         signals = [signal.SIGUSR1, *([signal.SIGTERM] if self.args.enable_jit_checkpoint else [])]
         with locked(self.args), listening(*signals):
-            with self._pulse(), self._says_how_far(), self._ahead or nullcontext():
+            with self._pulse(), self._says_how_far(), self._ahead or nullcontext(), self._names_rows():
                 result = super().train(checkpoint, *args, **kwargs)
             keep_records(Path(self.args.output_dir, FOLDER), self.args)
         if self._initial_global_step == self.state.global_step < self.state.max_steps:
@@ -147,6 +148,13 @@ class ResumableTrainer(GRPOTrainer):
         if not prints or sys.stdout.isatty() or self._silence.watched or not self.is_world_process_zero():
             return nullcontext()
         return self._silence
+
+    def _names_rows(self, evaluated: Any = None) -> AbstractContextManager[None]:
+        """Says which row has an image that cannot be shown: of what is `evaluated`, or of the trainer's rows."""
+        evaluated = self.eval_dataset if evaluated is None or isinstance(evaluated, str) else evaluated
+        several = evaluated if isinstance(evaluated, dict) else {"": evaluated}
+        names = {f"evaluation dataset {name!r}" if name else "evaluation dataset": several[name] for name in several}
+        return naming_rows({**names, "training dataset": self.train_dataset})
 
     def describe_progress(self) -> str:
         """How far the step under way is, or the evaluation."""

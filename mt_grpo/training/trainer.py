@@ -19,6 +19,7 @@ from trl import GRPOConfig
 
 from mt_grpo.credit import Rule, estimate_parts, rule_says, whole_rule
 from mt_grpo.data import had_text_prompts
+from mt_grpo.data.images import with_own_opener
 from mt_grpo.envs import EnvLike
 from mt_grpo.envs.source import source_of, tool_names
 from mt_grpo.forward.images import Images, media_tokens
@@ -743,6 +744,8 @@ class MTGRPOEnvTrainer(ResumableTrainer):
 
     def get_eval_dataloader(self, eval_dataset: str | Dataset | IterableDataset | None = None) -> DataLoader:
         check_eval_batch(vars(self.args), self.args.world_size)
+        if isinstance(eval_dataset, (Dataset, IterableDataset)):
+            eval_dataset = with_own_opener(eval_dataset)
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         dataset = self.eval_dataset[dataset] if isinstance(dataset, str) else dataset
         rows = self._evaluation = EvaluationRows(dataset, self.num_generations_eval, self.accelerator)
@@ -750,7 +753,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
 
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
         self.eval_trajectories, self.evaluated_step = [], None
-        with self._says_how_far():
+        with self._says_how_far(), self._names_rows(eval_dataset):
             metrics = super().evaluate(eval_dataset, *args, **kwargs)
         if eval_dataset is None:
             self.evaluated_step = self.state.global_step
@@ -765,7 +768,8 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         """
         dataset = self.train_dataset if self.eval_dataset is None else self.eval_dataset
         dataset = next(iter(dataset.values())) if isinstance(dataset, dict) else dataset
-        rows = [with_its_images(row) for row in dataset.take(num_prompts) for _ in range(num_generations)]
+        with self._names_rows():
+            rows = [with_its_images(row) for row in dataset.take(num_prompts) for _ in range(num_generations)]
         batch = self.batch = RolloutBatch("eval", rows, [False] * len(rows), group_size=num_generations)
         with open_environments(batch):
             self._rollout(batch)
