@@ -17,6 +17,7 @@ import pytest
 import torch
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
+from support.forked import Forked
 from support.images import build_processor, build_vision_model
 from support.models import CPU_RUN, build_model
 from support.recipes import RECIPES, parse_recipe, processes_of
@@ -220,17 +221,13 @@ def test_accelerate_command_works_up_to_its_gpus(command, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_the_training_script_runs_under_accelerate(tmp_path):
-    arguments = shlex.split(SMALL["train"])
-    run = subprocess.run(
-        [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1", "scripts/train.py"]
-        + ["--config", "recipes/quickstart.yaml", "--output_dir", str(tmp_path), *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stderr
-    assert (tmp_path / "summary.json").exists()
+def test_the_training_script_runs_under_accelerate(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1", "scripts/train.py"]
+    arguments = ["--config", "recipes/quickstart.yaml", "--output_dir", str(tmp_path / "run")]
+    log = tmp_path / "log"
+    assert Forked([*launch, *arguments, *shlex.split(SMALL["train"])], log).wait(300) == 0, log.read_text()
+    assert (tmp_path / "run" / "summary.json").exists()
 
 
 FIRST, AGENT = [block for name, block in blocks("python") if name == "README.md"]

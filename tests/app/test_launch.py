@@ -47,14 +47,19 @@ def config(tmp_path):
 
 @pytest.fixture
 def start(tmp_path):
-    """Starts `mt-grpo train`, whose output is in `tmp_path / "log"`."""
-    return lambda *arguments: Forked(["-m", "mt_grpo", "train", *arguments], tmp_path / "log")
+    """Starts `mt-grpo train`, whose output is in `tmp_path / "log"`; what it launches may be forked."""
+
+    def begin(*arguments: str, forked: bool = True) -> Forked:
+        launcher = ["-m", "support.launcher"] if forked else []
+        return Forked([*launcher, "-m", "mt_grpo", "train", *arguments], tmp_path / "log")
+
+    return begin
 
 
 @pytest.mark.slow
 def test_two_processes_train_as_the_configuration_says(start, recipe, config, tmp_path):
     arguments = [*recipe(do_eval=False), "--accelerate_config", config(7), "--num_processes", "2", "--max_steps", "1"]
-    assert start(*arguments).wait(300) == 0
+    assert start(*arguments, forked=False).wait(300) == 0
     folder = tmp_path / "run"
     assert json.loads((folder / "summary.json").read_text())["steps"] == 1
     assert yaml.safe_load((folder / "config.yaml").read_text())["max_steps"] == 1
@@ -65,7 +70,7 @@ def test_two_processes_train_as_the_configuration_says(start, recipe, config, tm
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_failure_of_the_processes_is_the_exit_status(start, recipe, config, tmp_path, processes):
     arguments = [*recipe(tools=["mt_grpo.errors.nothing"]), "--accelerate_config", config(processes), "--dry_run"]
-    assert start(*arguments).wait(300) == 1
+    assert start(*arguments, forked=processes > 1).wait(300) == 1
     errors = (tmp_path / "log").read_text()
     assert "mt-grpo: The tool 'mt_grpo.errors.nothing' does not exist" in errors and "Traceback" not in errors
 

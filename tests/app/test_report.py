@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import shlex
@@ -15,6 +14,7 @@ import pytest
 from support.forked import Forked
 from support.models import CPU_RUN
 from support.own_process import TERMINAL
+from support.waiting import until
 
 from mt_grpo.app.report import next_steps, plot
 from mt_grpo.cli import main
@@ -215,23 +215,14 @@ def test_a_second_ctrl_c_waits_for_nothing(recipe, tmp_path):
 def test_of_several_processes_one_says_what_is_kept(recipe, tmp_path):
     """As in a terminal, the launcher and all of its processes get Ctrl-C, and the launcher passes it on as well."""
     (tmp_path / "terminal.py").write_text(PRESSED)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    launch = ["-m", "support.launcher", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     arguments = recipe(**SAVE, max_steps=5000, per_device_train_batch_size=2)
-    command = [*launch, str(tmp_path / "terminal.py"), "train", *arguments]
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    with (tmp_path / "errors").open("w") as errors:
-        run = subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True
-        )
-        try:
-            next(line for line in run.stdout if re.match("step +2/", line))
-            os.killpg(run.pid, signal.SIGINT)
-            run.stdout.read()
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(run.pid, signal.SIGKILL)
-            run.communicate()
-    said = re.findall(r"mt-grpo: (.*)", (tmp_path / "errors").read_text())
+    command, log = [*launch, str(tmp_path / "terminal.py"), "train", *arguments], tmp_path / "log"
+    run = Forked(command, log, {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"})
+    until(lambda: re.search("^step +2/", log.read_text(), re.M), lambda: run.poll() is None, seen=log.read_text)
+    os.killpg(run.pid, signal.SIGINT)
+    run.wait(120)
+    said = re.findall(r"mt-grpo: (.*)", log.read_text())
     assert len(said) == 1
     assert re.match(r"interrupted by Ctrl-C\. \d+ steps were taken, and what was learnt up to step \d", said[0])
     assert re.search(r"the command that began this run, with --resume_from_checkpoint \S+/checkpoint-\d+$", said[0])

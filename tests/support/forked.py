@@ -16,9 +16,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import TextIO
 
+import accelerate.commands.launch
 from torch.distributed import TCPStore
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 IMPORTED = "mt_grpo.app.train", "support.trainers", "accelerate.utils", "torch.distributed.fsdp"
 
@@ -129,8 +134,36 @@ def main() -> None:
         __import__(module)
     gc.collect()
     gc.freeze()  # what is imported is neither searched nor copied by the garbage collector of every fork
-    answers, running = os.dup(1), set()
-    for line in sys.stdin:
+    _serve(sys.stdin, os.dup(1))
+
+
+def fork_what_is_launched() -> None:
+    """
+    For a launcher that was forked itself. What accelerate starts then is forked from a copy of it as it is here: with
+    its imports and namespaces, and without the threads that torchrun begins. It writes where the launcher does.
+    """
+    requests, answers = os.pipe(), os.pipe()
+    if os.fork() == 0:
+        asked: list[int] = []
+        signal.signal(signal.SIGINT, lambda number, frame: asked.append(number))
+        os.close(requests[1])
+        os.close(answers[0])
+        _serve(os.fdopen(requests[0]), answers[1], asked)
+        sys.exit()
+    os.close(requests[0])
+    os.close(answers[1])
+    parent = SimpleNamespace(stdin=os.fdopen(requests[1], "w"), stdout=os.fdopen(answers[0]))
+    globals()["_parent"] = lambda: parent
+    log = Path(os.readlink("/proc/self/fd/1"))
+    SubprocessHandler._popen = lambda self, words, environment: Forked([*words[2:]], log, environment)
+    single = SimpleNamespace(**vars(subprocess) | {"Popen": lambda words, env: Forked(words[1:], log, env)})
+    accelerate.commands.launch.subprocess = single
+
+
+def _serve(requests: TextIO, answers: int, asked: Sequence[int] = ()) -> None:
+    """Forks until there are no more requests, or, once it is `asked` to end, until what it has forked has ended."""
+    running = set()
+    for line in requests:
         request = json.loads(line)
         if isinstance(request, int):  # one that has ended
             answer = os.waitpid(request, 0)[1]
@@ -141,6 +174,8 @@ def main() -> None:
         else:
             running.add(answer)
         os.write(answers, f"{answer}\n".encode())
+        if asked and not running:
+            break
     for pid in running:
         os.kill(pid, signal.SIGKILL)
 
@@ -156,6 +191,11 @@ def _become(arguments: list[str], log: str, environment: dict[str, str], folder:
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
+    run_python(arguments)
+
+
+def run_python(arguments: list[str]) -> None:
+    """Runs what `python` would run with these arguments."""
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import json
 import os
-import shlex
 import signal
-import subprocess
+import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -14,8 +15,12 @@ from pathlib import Path
 import pytest
 from pyroute2 import NetNS, netns
 
+from support.forked import Forked, fork_what_is_launched, run_python
+
 ADDRESS = "10.77.0.{}"
 _SWITCH = "switch"
+CLONE_NEWNS, CLONE_NEWUTS = 0x20000, 0x4000000
+MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
 
 
 class Hosts:
@@ -51,20 +56,12 @@ class Hosts:
                             host.addr("add", index=index, address=ADDRESS.format(n + 1), prefixlen=24)
                         host.link("set", index=index, state="up")
 
-    def start(self, n: int, arguments: list[str], log: Path, **environment: str) -> subprocess.Popen:
+    def start(self, n: int, arguments: list[str], log: Path, **environment: str) -> Forked:
         """`python` with these arguments on host `n`."""
-        private = shlex.join(["mount", "--bind", str(self.place / str(n)), str(self.folder)])
-        names = shlex.join(["mount", "--bind", str(self._known), "/etc/hosts"])
-        words = shlex.join([sys.executable, *arguments])
-        command = ["nsenter", f"--net=/run/netns/{self._names[n]}", "unshare", "--mount", "--uts", "sh", "-c"]
-        with log.open("w") as file:
-            return subprocess.Popen(
-                [*command, f"hostname host{n} && {names} && {private} && exec {words}"],
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                env={**os.environ, "GLOO_SOCKET_IFNAME": "eth0", **environment},
-            )
+        mounts = {str(self.place / str(n)): str(self.folder), str(self._known): "/etc/hosts"}
+        enter = ["-m", "support.hosts", self._names[n], f"host{n}", json.dumps(mounts)]
+        log.unlink(missing_ok=True)
+        return Forked([*enter, *arguments], log, {**os.environ, "GLOO_SOCKET_IFNAME": "eth0", **environment})
 
     def unplug(self, n: int) -> None:
         """Takes a host's network away: it has no route to another one, nor an answer from it."""
@@ -103,3 +100,25 @@ def hosts(number: int, folder: Path, place: Path) -> Iterator[Hosts]:
         yield made
     finally:
         made.close()
+
+
+def main(namespace: str, name: str, mounts: str, *arguments: str) -> None:
+    """Becomes a program on a host."""
+    netns.setns(namespace)
+    libc = ctypes.CDLL(None, use_errno=True)
+    _check(libc.unshare(CLONE_NEWNS | CLONE_NEWUTS))
+    socket.sethostname(name)
+    _check(libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None))
+    for source, place in json.loads(mounts).items():
+        _check(libc.mount(os.fsencode(source), os.fsencode(place), None, MS_BIND, None))
+    fork_what_is_launched()
+    run_python([*arguments])
+
+
+def _check(status: int) -> None:
+    if status:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
