@@ -18,7 +18,7 @@ from support.forked import Forked
 from support.marks import needs_server
 from support.registered import keep_estimators
 from support.reward_batches import draw_batch
-from support.servers import ROOT
+from support.servers import ROOT, begin_forks
 from support.waiting import until
 
 from mt_grpo.credit import estimate
@@ -40,6 +40,8 @@ def test_a_quick_run_ends_and_leaves_the_results_alone(script, tmp_path):
     results = BENCHMARKS / "results" / Path(script).with_suffix(".json")
     before = results.read_bytes() if results.exists() else None
     log = tmp_path / "log"
+    if marks(script):
+        begin_forks()
     assert Forked([str(BENCHMARKS / script), "--quick"], log).wait() == 0, log.read_text()
     assert (results.read_bytes() if results.exists() else None) == before
 

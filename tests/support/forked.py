@@ -7,23 +7,22 @@ from __future__ import annotations
 
 import atexit
 import functools
-import gc
 import json
 import os
-import runpy
 import select
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TextIO
 
 import accelerate.commands.launch
 from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+from support.forking import serve_forks
 
 IMPORTED = "mt_grpo.app.train", "support.trainers", "accelerate.utils", "torch.distributed.fsdp"
 
@@ -36,9 +35,16 @@ class Forked:
         arguments: What comes after `python` on its command line: a script, or `-m` and a module.
         log: File that takes its output.
         environment: All of its environment variables.
+        ask: Asks the process that it is forked from.
     """
 
-    def __init__(self, arguments: list[str], log: Path, environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        arguments: list[str],
+        log: Path,
+        environment: dict[str, str] | None = None,
+        ask: Callable[[object], int] | None = None,
+    ) -> None:
         request = {
             "arguments": arguments,
             "log": str(log),
@@ -46,7 +52,8 @@ class Forked:
             "folder": os.getcwd(),
         }
         log.touch()
-        self.pid: int = _ask(request)
+        self._ask = ask or _ask
+        self.pid: int = self._ask(request)
         self.returncode: int | None = None
         self._ends = os.pidfd_open(self.pid)
         self.store: TCPStore | None = None
@@ -61,7 +68,7 @@ class Forked:
             if not select.select([self._ends], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired(str(self.pid), timeout)
             os.close(self._ends)
-            self.returncode = os.waitstatus_to_exitcode(_ask(self.pid))
+            self.returncode = os.waitstatus_to_exitcode(self._ask(self.pid))
         return self.returncode
 
     def send_signal(self, number: int) -> None:
@@ -132,9 +139,8 @@ def main() -> None:
     """The process that programs are forked from. It ends with its standard input, and they with it."""
     for module in IMPORTED:
         __import__(module)
-    gc.collect()
-    gc.freeze()  # what is imported is neither searched nor copied by the garbage collector of every fork
-    _serve(sys.stdin, os.dup(1))
+    answers = os.dup(1)
+    serve_forks((line, answers) for line in sys.stdin)
 
 
 def fork_what_is_launched() -> None:
@@ -148,7 +154,7 @@ def fork_what_is_launched() -> None:
         signal.signal(signal.SIGINT, lambda number, frame: asked.append(number))
         os.close(requests[1])
         os.close(answers[0])
-        _serve(os.fdopen(requests[0]), answers[1], asked)
+        serve_forks(((line, answers[1]) for line in os.fdopen(requests[0])), asked)
         sys.exit()
     os.close(requests[0])
     os.close(answers[1])
@@ -158,51 +164,6 @@ def fork_what_is_launched() -> None:
     SubprocessHandler._popen = lambda self, words, environment: Forked([*words[2:]], log, environment)
     single = SimpleNamespace(**vars(subprocess) | {"Popen": lambda words, env: Forked(words[1:], log, env)})
     accelerate.commands.launch.subprocess = single
-
-
-def _serve(requests: TextIO, answers: int, asked: Sequence[int] = ()) -> None:
-    """Forks until there are no more requests, or, once it is `asked` to end, until what it has forked has ended."""
-    running = set()
-    for line in requests:
-        request = json.loads(line)
-        if isinstance(request, int):  # one that has ended
-            answer = os.waitpid(request, 0)[1]
-            running.remove(request)
-        elif (answer := os.fork()) == 0:
-            os.close(answers)
-            return _become(**request)
-        else:
-            running.add(answer)
-        os.write(answers, f"{answer}\n".encode())
-        if asked and not running:
-            break
-    for pid in running:
-        os.kill(pid, signal.SIGKILL)
-
-
-def _become(arguments: list[str], log: str, environment: dict[str, str], folder: str) -> None:
-    os.setsid()
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    for number, path in ((0, os.devnull), (1, log), (2, log)):
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-        os.dup2(file, number)
-        os.close(file)
-    os.environ.clear()
-    os.environ.update(environment)
-    os.chdir(folder)
-    run_python(arguments)
-
-
-def run_python(arguments: list[str]) -> None:
-    """Runs what `python` would run with these arguments."""
-    if arguments[0] == "-m":
-        sys.argv = arguments[1:]
-        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
-    else:
-        sys.argv = arguments
-        sys.path.insert(0, os.path.dirname(arguments[0]))
-        runpy.run_path(arguments[0], run_name="__main__")
 
 
 if __name__ == "__main__":

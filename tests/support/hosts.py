@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 from pyroute2 import NetNS, netns
 
-from support.forked import Forked, fork_what_is_launched, run_python
+from support.forked import Forked, fork_what_is_launched
+from support.forking import run_python
 
 ADDRESS = "10.77.0.{}"
 _SWITCH = "switch"

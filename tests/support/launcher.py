@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from support.forked import fork_what_is_launched, run_python
+from support.forked import fork_what_is_launched
+from support.forking import run_python
 
 if __name__ == "__main__":
     fork_what_is_launched()

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import atexit
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import httpx
 
+from mt_grpo.app.serve import server_command
 from mt_grpo.rollout.engines.vllm.http import find_key, headers
 from support.forked import Forked
 from support.loopback import free_port
+from support.recipes import parse_recipe
 
 ROOT = Path(__file__).parents[2]
 SERVER_PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
@@ -33,9 +39,42 @@ except ProcessLookupError:
 """
 
 
+FORKS = "MT_GRPO_VLLM_FORKS"
+"""Environment variable: a socket of the process that servers are forked from, where it has begun."""
+
+
+def begin_forks() -> None:
+    """Starts the process that servers are forked from. It ends with this one; what this one starts asks it too."""
+    if FORKS in os.environ:
+        return
+    folder = tempfile.TemporaryDirectory()  # nobody else may ask
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(f"{folder.name}/forks")
+        listening.listen()
+        command = [str(SERVER_PYTHON), "-m", "support.vllm_forks", str(listening.fileno())]
+        numbers = [listening.fileno()]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=numbers, start_new_session=True)
+    os.environ[FORKS] = f"{folder.name}/forks"
+
+    def end() -> None:
+        process.communicate()
+        folder.cleanup()
+
+    atexit.register(end)
+
+
+def ask_forks(request: object) -> int:
+    """See `Forked`."""
+    with socket.socket(socket.AF_UNIX) as asking:
+        asking.connect(os.environ[FORKS])
+        asking.sendall(json.dumps(request).encode() + b"\n")
+        return int(asking.makefile().readline())
+
+
 class ServerProcess:
     """
-    A server in a process group of its own, that downloads nothing. It ends with this process, whatever ends that.
+    A server in a process group of its own, that downloads nothing. It ends with this process, whatever ends that. vLLM
+    is forked after `begin_forks`.
 
     Args:
         command: What starts it.
@@ -64,6 +103,8 @@ class ServerProcess:
         return self
 
     def _begin(self) -> subprocess.Popen[bytes] | Forked:
+        if FORKS in os.environ and self.command[0] == str(SERVER_PYTHON):
+            return Forked(self.command[1:], self.log, self._environment, ask_forks)
         with open(self.log, "ab") as log:
             return subprocess.Popen(
                 self.command, cwd=ROOT, env=self._environment, stdout=log, stderr=log, start_new_session=True
@@ -96,6 +137,7 @@ class ServerProcess:
         try:
             os.killpg(self._process.pid, how)
             self._process.wait(60)
+            self._all_gone(10.0)  # what shares memory with others removes it last
         except (ProcessLookupError, subprocess.TimeoutExpired):
             pass
         try:
@@ -103,6 +145,13 @@ class ServerProcess:
         except ProcessLookupError:
             pass
         self._process.wait()
+
+    def _all_gone(self, seconds: float) -> None:
+        """Waits so long at most. Raises `ProcessLookupError` as soon as no process of its group is left."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            os.killpg(self._process.pid, 0)
+            time.sleep(0.02)
 
     def get(self, path: str) -> httpx.Response:
         """What it answers to somebody who has its key."""
@@ -129,20 +178,30 @@ def metric(url: str, name: str, **labels: str) -> float:
 
 class RealServer(ServerProcess):
     """
-    The vLLM server as `mt-grpo serve` starts it.
+    The vLLM server as `mt-grpo serve` starts it, forked where vLLM is imported.
 
     Args:
         model: `embedded`, or the folder of a model.
         log: File that takes its output.
         options: Further options of the recipe, as on a command line.
         transport: How weights reach it.
+        by_command: Whether it is started by `mt-grpo serve` itself, and imports vLLM.
     """
 
-    def __init__(self, model: str, log: Path, *options: str, transport: str = "auto") -> None:
+    def __init__(
+        self, model: str, log: Path, *options: str, transport: str = "auto", by_command: bool = False
+    ) -> None:
         port = free_port()
-        command = ["-m", "mt_grpo", "serve", "--config", str(ROOT / "recipes/quickstart.yaml"), "--use_vllm", "true"]
-        command += ["--weight_sync", transport, "--model_name_or_path", model, "--vllm_server_host", "127.0.0.1"]
-        super().__init__([*command, "--vllm_server_port", str(port), *options], port, log)
+        recipe = ["--config", str(ROOT / "recipes/quickstart.yaml"), "--use_vllm", "true", "--weight_sync", transport]
+        recipe += ["--model_name_or_path", model, "--vllm_server_host", "127.0.0.1", "--vllm_server_port", str(port)]
+        self._options, self.by_command = [*recipe, *options], by_command
+        self._recipe = parse_recipe(self._options)  # not at a start: it resets what an `Accelerator` shares
+        super().__init__([], port, log)
 
-    def _begin(self) -> Forked:
-        return Forked(self.command, self.log, self._environment)
+    def _begin(self) -> subprocess.Popen[bytes] | Forked:
+        if self.by_command:
+            return Forked(["-m", "mt_grpo", "serve", *self._options], self.log, self._environment)
+        begin_forks()
+        self.command, variables = server_command(self._recipe)
+        self._environment |= variables
+        return super()._begin()
