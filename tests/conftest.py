@@ -25,6 +25,18 @@ __all__ = ["pytest_pyfunc_call", "pytest_report_to_serializable"]  # hooks
 os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """
+    Processes that share the tests take one file after another: those that last go first, since one of them at the end
+    would leave the other processes without work.
+    """
+    if hasattr(config, "workerinput"):
+        marks: dict[Path, set[str]] = {}
+        for item in items:
+            marks.setdefault(item.path, set()).update(mark.name for mark in item.iter_markers())
+        items.sort(key=lambda item: ("server" not in marks[item.path], "slow" not in marks[item.path]))
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Every training collects garbage; what was imported need not be searched each time."""
     gc.collect()
