@@ -61,7 +61,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a small model; nothing is written")
     quick = parser.parse_args().quick
-    layers, rounds, number = (2, 1, 2) if quick else (8, 3, 5)
+    layers, rounds, number = (1, 1, 1) if quick else (8, 3, 5)
     tokenizer = build_tokenizer()
     torch.manual_seed(0)
     sizes = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8}
