@@ -109,6 +109,12 @@ def test_memory_does_not_grow_with_the_square_of_a_row(kind, tokens, branches):
     assert peak_memory(lambda: attend("segment", packed, tensors, None, score)) < 1e9  # masks or scores take more
 
 
+@pytest.mark.parametrize("window", [None, 8, Chunk(8)])
+def test_the_mask_of_a_short_row_is_small(window):
+    packed = pack([make_tree([([1, 2] * 10, [3]), ([1, 2] * 5, [4])])])
+    assert peak_memory(lambda: attend("segment", packed, make_qkv(len(packed.input_ids)), window)) < 1e8
+
+
 @settings(max_examples=50, deadline=None)
 @given(forests, st.sampled_from([None, 1, 3, Chunk(1), Chunk(3)]))
 def test_the_mask_shows_a_token_its_ancestors_in_the_window(forest, window):

@@ -24,7 +24,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 
 from support.forking import serve_forks
 
-IMPORTED = "mt_grpo.app.train", "support.trainers", "accelerate.utils", "torch.distributed.fsdp"
+IMPORTED = "support.ranks", "mt_grpo.app.train", "support.trainers", "accelerate.utils", "torch.distributed.fsdp"
 
 
 class Forked:

@@ -137,12 +137,13 @@ class TreeLayout:
     def piece_mask(self, device: torch.device, dtype: torch.dtype, window: Window, piece: Piece) -> Tensor:
         """
         Additive mask of a piece's queries over its keys. All pieces read one matrix: where `P` keys come before the
-        first query, the columns in which query `i` sees up to key `P + i`.
+        first query, the columns in which query `i` sees up to key `P + i`. It has a row for each token of the longest
+        chain, or for as many as attend at once.
         """
         reach = window if isinstance(window, int) else None
         key = (device, dtype, window)
         if key not in self._triangles:
-            rows, before = self.most_queries(window), int(self.depth.max())
+            rows, before = min(self.most_queries(window), int(self.sizes.max())), int(self.depth.max())
             before = before if window is None else min(before, window.size if isinstance(window, Chunk) else window)
             hidden = torch.full((rows, before + rows), float("-inf"), dtype=dtype, device=device)
             later = hidden.triu(before + 1)
