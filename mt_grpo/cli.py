@@ -165,22 +165,13 @@ def rollout(arguments: list[str]) -> int:
     if folder is not None:
         check_new(folder)
     trainer, resolved = _prepare(request, trains=False)
-    from contextlib import nullcontext
-
     from mt_grpo.app.audit import audit_conversations, find_in_conversations, show_audit
     from mt_grpo.app.saved import save_conversations
-    from mt_grpo.silence import Silence
     from mt_grpo.viewer import render_trajectory
 
     console = _console()
     generations = 1 if folder is None and not audits else trainer.num_generations
-    activity = trainer.step_log.activity
-    with (
-        nullcontext()
-        if sys.stderr.isatty()
-        else Silence(lambda: print(activity.describe(), file=sys.stderr, flush=True))
-    ):
-        trajectories = trainer.rollout(request.own["num_prompts"], generations)
+    trajectories = trainer.rollout(request.own["num_prompts"], generations)
     for number, trajectory in enumerate(trajectories[::generations]):  # of a group, its first member stands for all
         console.rule(f"conversation {number + 1}")
         console.print(render_trajectory(trajectory, trainer.processing_class, console.is_terminal))

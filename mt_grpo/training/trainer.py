@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -764,14 +765,17 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         """
         Runs and scores conversations, `num_generations` for each prompt, without training. Prompts are the first rows
         of the evaluation set (the first one of several), or of the training set if there is none. Where conversations
-        can be compared, turn rewards are also asked whether they depend on later turns, see `Warnings.causal`.
+        can be compared, turn rewards are also asked whether they depend on later turns, see `Warnings.causal`. In logs
+        a line of standard error says how far it is, wherever nothing was said for a while.
         """
         dataset = self.train_dataset if self.eval_dataset is None else self.eval_dataset
         dataset = next(iter(dataset.values())) if isinstance(dataset, dict) else dataset
         with self._names_rows():
             rows = [with_its_images(row) for row in dataset.take(num_prompts) for _ in range(num_generations)]
         batch = self.batch = RolloutBatch("eval", rows, [False] * len(rows), group_size=num_generations)
-        with open_environments(batch):
+        tells = self.is_world_process_zero() and not sys.stderr.isatty()
+        says = Silence(lambda: print(self.step_log.activity.describe(), file=sys.stderr, flush=True))
+        with says if tells else nullcontext(), open_environments(batch):
             self._rollout(batch)
             batch.scores = self._score(batch)
             if num_generations > 1:

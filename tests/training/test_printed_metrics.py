@@ -44,7 +44,7 @@ def test_printers_of_others_are_left_as_they_are():
     assert list(map(type, callbacks)) == [FewerProgress, FewerPrinter, Own]
 
 
-@pytest.mark.parametrize("way", ["train", "evaluate", "command"])
+@pytest.mark.parametrize("way", ["train", "evaluate", "command", "rollout"])
 def test_a_slow_step_says_once_how_far_it_is(build, monkeypatch, way):
     """The reward waits until somebody has said that it is waited for."""
     said, watching = threading.Event(), set()
@@ -52,7 +52,7 @@ def test_a_slow_step_says_once_how_far_it_is(build, monkeypatch, way):
 
     class Log(io.StringIO):
         def write(self, text):
-            if re.search(r"(step 1/1|evaluation): waiting for rewards", text):
+            if re.search(r"(step 1/1: |evaluation: |^)waiting for rewards", text):
                 said.set()
             return super().write(text)
 
@@ -64,11 +64,11 @@ def test_a_slow_step_says_once_how_far_it_is(build, monkeypatch, way):
 
     log = Log()
     trainer = build(rewards=((), (Slow(),)), max_steps=1)
-    monkeypatch.setattr(sys, "stdout", log)
+    monkeypatch.setattr(sys, "stderr" if way == "rollout" else "stdout", log)
     if way == "command":
         trainer.eval_dataset = None
         run_training(trainer, {}, Console(file=log))
     else:
-        getattr(trainer, way)()
+        getattr(trainer, way)(*([2] if way == "rollout" else []))
     assert said.is_set() and watching == {1}
     assert not [thread for thread in threading.enumerate() if thread.name == "silence"]
