@@ -7,6 +7,7 @@ import contextlib
 import functools
 import logging
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, gather_object
 from trl.distributed import DistributedBackend
 
 from mt_grpo.concurrency import run
@@ -58,12 +59,22 @@ _GOODBYE = 5.0  # seconds a call may take when the run is over
 
 
 class _Seen(NamedTuple):
-    """The state that the main process broadcasts: its failure, which servers are up and why not, what was sent."""
+    """
+    What a process tells the others: its failure, as the kind and the words of an error, and the state. That of the
+    main process counts: which servers are up and why not, and what was sent.
+    """
 
-    failure: str | None
+    failure: tuple[type[Exception], str] | None
     states: list[tuple[bool, str]]
     checksum: str
     dtype: torch.dtype | None
+
+
+def _told(failure: BaseException, rank: int) -> tuple[type[Exception], str]:
+    """The kind and the words of the error that other processes raise."""
+    if isinstance(failure, (WeightSyncError, ServerGoneError)):
+        return type(failure), str(failure)
+    return RuntimeError, f"Process {rank} failed:\n{''.join(traceback.format_exception(failure))}"
 
 
 TRANSPORTS: Registry[type[WeightTransport]] = Registry("weight transport", "mt_grpo.weights.transports")
@@ -405,39 +416,45 @@ class WeightTransport:
 
     def _run(self, main: Callable[[], None], everywhere: Callable[[], None] | None = None) -> None:
         """
-        Runs `everywhere` in every process, then `main` in the main one. A failure is raised in all processes. A server
-        that the main one lost is left out by all, because its weights may differ from the rest. A server that the main
-        one uses again, with its weights, is used again by all.
+        Runs `everywhere` in every process, then `main` in the main one. A failure, of whatever kind, is raised in all
+        processes. A server that the main one lost is left out by all, because its weights may differ from the rest. A
+        server that the main one uses again, with its weights, is used again by all.
         """
-        failure = None
+        failure: BaseException | None = None
         try:
             if everywhere is not None:
                 everywhere()
             if self.accelerator.is_main_process:
                 main()
-        except (RequestFailed, WeightSyncError, OSError) as error:
+        except (WeightSyncError, ServerGoneError) as error:
+            failure = error
+        except (RequestFailed, OSError) as error:
+            failure = WeightSyncError(str(error))
+            failure.__cause__ = error
+        except (Exception, SystemExit) as error:  # a defect: the others would wait for this process
             failure = error
         servers = self.client.pool.servers
         seen = _Seen(
-            None if failure is None else str(failure),
+            None if failure is None else _told(failure, self.accelerator.process_index),
             [(server.up, server.fault) for server in servers],
             self.checksum,
             self.dtype,
         )
-        if self.accelerator.num_processes > 1:
-            box = [seen]
-            broadcast_object_list(box)
-            (seen,) = box
+        every = gather_object([seen]) if self.accelerator.num_processes > 1 else [seen]
+        seen = every[0]
         self.checksum, self.dtype = seen.checksum, seen.dtype
         for server, (up, fault) in zip(servers, seen.states, strict=True):
             if server.up and not up:
                 server.drop(fault)
             elif up and not server.up:
                 server.mark_up()
-        if isinstance(failure, (WeightSyncError, ServerGoneError)):
+        failures = [(rank, each.failure) for rank, each in enumerate(every) if each.failure is not None]
+        if not failures:
+            return
+        rank, (kind, words) = failures[0]  # also where this process failed as well: all end for the same reason
+        if failure is not None and rank == self.accelerator.process_index:
             raise failure
-        if failure is not None or seen.failure is not None:
-            raise WeightSyncError(seen.failure if failure is None else str(failure)) from failure
+        raise kind(words) from failure
 
     def those_that(self, numbers: list[int], action: Callable[[ServerControl], None]) -> list[int]:
         """Every process: which servers the main process could do something with. A failure ends nothing."""

@@ -27,6 +27,20 @@ async def sample(client: VLLMServerClient) -> list[tuple[int, int | None]]:
     return samples
 
 
+def failure_of(sync: SafetensorsTransport) -> str:
+    """What a process ends with where a sync meets a defect in the main process."""
+
+    def broken(*_: object) -> None:
+        raise KeyError("a defect")
+
+    sync._push = broken
+    try:
+        sync.sync(2)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 def main(folder: str, *urls: str) -> None:
     leave_group(run(folder, *urls))
 
@@ -43,6 +57,8 @@ def run(folder: str, *urls: str) -> Accelerator:
     if not accelerator.is_main_process:
         seen["sampled"] = asyncio.run(asyncio.wait_for(sample(client), 60))
         seen["up_afterwards"] = [server.up for server in client.pool.servers]
+    (Path(folder) / f"rank{accelerator.process_index}.json").write_text(json.dumps(seen))
+    seen["failure"] = failure_of(sync)
     (Path(folder) / f"rank{accelerator.process_index}.json").write_text(json.dumps(seen))
     accelerator.wait_for_everyone()
     sync.close()

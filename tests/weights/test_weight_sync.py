@@ -48,6 +48,10 @@ def test_a_server_without_the_update_is_left_out_until_restored(tmp_path, replic
     assert second["sampled"] and {tuple(sample) for sample in second["sampled"]} == {(1, 1)}
     assert [step_of(replica.version) for replica in replicas] == ["1", "1"]
     assert replicas[1].http.asked("/v1/completions")
+    assert first["failure"] == "KeyError: 'a defect'"
+    assert (
+        second["failure"].startswith("RuntimeError: Process 0 failed:\nTraceback") and "KeyError" in second["failure"]
+    )
     assert not list(tmp_path.glob("mt-grpo-weights-*"))
 
 
