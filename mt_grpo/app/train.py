@@ -123,6 +123,7 @@ def _run(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console: Consol
         if evaluates and not summary["before"]:
             summary["before"] = _measure(trainer, progress, "before")
             examples.extend(trainer.eval_trajectories[:EXAMPLES])
+            args.eval_on_start = False  # this was it
         if main:
             report.write_json(summary_path, summary)
 

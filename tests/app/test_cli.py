@@ -62,9 +62,9 @@ def test_a_run_is_resumed_from_its_latest_checkpoint(recipe, tmp_path):
     assert steps == [1, 2, 3]
 
 
-def test_the_last_step_is_evaluated_once(recipe, tmp_path):
+def test_the_first_and_the_last_step_are_evaluated_once(recipe, tmp_path):
     """Weights that were evaluated while the run trained are what it has at its end."""
-    assert main(["train", *recipe(eval_strategy="steps", eval_steps=2)]) == 0
+    assert main(["train", *recipe(eval_strategy="steps", eval_steps=2, eval_on_start=True)]) == 0
     run = open_run(tmp_path / "run")
     steps = [step for step, mode in zip(run.column("step"), run.column("mode"), strict=True) if mode == "eval"]
     assert steps == [0] * 4 + [2] * 4
