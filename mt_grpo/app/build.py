@@ -24,6 +24,7 @@ from trl import get_peft_config, get_quantization_config
 
 from mt_grpo.app.recipe import Recipe
 from mt_grpo.data import check_apart, load_rows
+from mt_grpo.data.images import naming_rows
 from mt_grpo.envs import EnvSource, MultiTurnToolEnv
 from mt_grpo.envs.protocols import LearntTagProtocol
 from mt_grpo.envs.source import COLUMN, source_of
@@ -46,7 +47,7 @@ from mt_grpo.training.environment import build_env
 from mt_grpo.training.folder import check_folder
 from mt_grpo.training.hosts import resume_point
 from mt_grpo.training.images import tokenizer_in, with_its_images
-from mt_grpo.training.model import resolve_base, resolve_model, source_options
+from mt_grpo.training.model import resolve_base, resolve_model, source_options, subfolder_of
 from mt_grpo.training.own_server import check_own_servers
 from mt_grpo.training.preflight import Rows, check_batch_sizes, check_rows_suffice, check_surroundings
 from mt_grpo.training.trainer import MTGRPOEnvTrainer
@@ -216,8 +217,7 @@ def build_trainer(recipe: Recipe, trains: bool = True, writes: bool = True) -> M
         train_dataset = source.rows("train")
     if trains and train_dataset is not None:
         check_rows_suffice(args, train_dataset)
-    subfolder = (args.model_init_kwargs or {}).get("subfolder")
-    name = resolve_model(model.model_name_or_path, model.model_revision, subfolder)
+    name = resolve_model(model.model_name_or_path, model.model_revision, subfolder_of(args))
     base, peft_config = resolve_base(name), get_peft_config(model)
     if checkpoint is not None:
         check_adapter(checkpoint, adapter_settings(name) or (peft_config and peft_config.to_dict()))
@@ -301,7 +301,9 @@ def finish_dry_run(trainer: MTGRPOEnvTrainer, resolved: dict[str, Any]) -> None:
     if trainer.accelerator.is_main_process:
         print(yaml.safe_dump(resolved, sort_keys=True), end="", flush=True)
         if trainer.replay is None:
-            for row in first_rows(trainer.train_dataset, source_of(trainer.env)):
+            with naming_rows({"training dataset": trainer.train_dataset}):
+                rows = first_rows(trainer.train_dataset, source_of(trainer.env))
+            for row in rows:
                 print(_shown(trainer, row), file=sys.stderr)
         print(examine_template(trainer.runner.renderer), file=sys.stderr)
         print("mt-grpo: everything is in place for this run; nothing was sampled or written.", file=sys.stderr)

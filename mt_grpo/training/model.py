@@ -101,6 +101,30 @@ def resolve_base(name: str) -> str:
         raise ConfigError(f"The adapter in {name!r} was trained on the model {base!r}. {error}") from error
 
 
+def subfolder_of(args: MTGRPOConfig) -> str | None:
+    """Where the model is in its folder, or in the Hub's repository."""
+    found: str | None = (args.model_init_kwargs or {}).get("subfolder")
+    return found
+
+
+def served_model(name: str, args: MTGRPOConfig) -> str:
+    """
+    A resolved name as a vLLM server takes it, which looks into no subfolder.
+
+    Raises:
+        ConfigError: For a subfolder of a repository of the Hub.
+    """
+    subfolder = subfolder_of(args)
+    if subfolder is None:
+        return name
+    if not Path(name).is_dir():
+        raise ConfigError(
+            f"A vLLM server loads no subfolder of a repository of the Hub ({subfolder!r} of {name!r}): fetch it (`hf "
+            f"download {name} --local-dir FOLDER`), and name the folder as the model."
+        )
+    return str(Path(name, subfolder))
+
+
 def source_options(args: MTGRPOConfig, revision: str | None = None) -> dict[str, Any]:
     """
     Options with which a model's configuration, tokenizer and processor are found, as its weights are.
@@ -136,7 +160,7 @@ def open_policy(
     loaded on its base, with all options of loading, and trained on, whatever adapter the options describe.
     """
     given = args.model_init_kwargs or {}
-    name = resolve_model(model, given.get("revision"), given.get("subfolder")) if isinstance(model, str) else None
+    name = resolve_model(model, given.get("revision"), subfolder_of(args)) if isinstance(model, str) else None
     if name is None or adapter_settings(name) is None:
         return {"model": name or model, "quantization_config": quantization_config, "peft_config": peft_config}
     if peft_config is not None and args.process_index == 0:

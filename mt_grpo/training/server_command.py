@@ -20,7 +20,7 @@ from mt_grpo.forward.images import image_token
 from mt_grpo.forward.routes import route_shape
 from mt_grpo.training.checkpoint import adapter_settings
 from mt_grpo.training.config import MTGRPOConfig
-from mt_grpo.training.model import resolve_base, resolve_model, source_options
+from mt_grpo.training.model import resolve_base, resolve_model, served_model, source_options, subfolder_of
 from mt_grpo.training.servers import colocates, replays_routes, transport_of
 
 GUARD = "mt_grpo.vllm_plugin.guard.Guard"
@@ -42,7 +42,7 @@ def command_at(host: str, port: int, args: MTGRPOConfig, model: ModelConfig) -> 
         args (`MTGRPOConfig`): Options of the run.
         model (`ModelConfig`): The model that the trainer begins with: its name, revision, dtype and adapter rank.
     """
-    name = resolve_model(model.model_name_or_path, model.model_revision)
+    name = resolve_model(model.model_name_or_path, model.model_revision, subfolder_of(args))
     adapter = adapter_settings(name)
     if adapter is not None:  # the server holds its base
         model = replace(model, lora_r=adapter["r"])
@@ -50,7 +50,7 @@ def command_at(host: str, port: int, args: MTGRPOConfig, model: ModelConfig) -> 
     command = [
         str(interpreter()),
         *("-m", "vllm.entrypoints.openai.api_server"),
-        *("--model", resolve_base(name)),
+        *("--model", served_model(resolve_base(name), args)),
         *("--host", host, "--port", str(port)),
         *("--dtype", "bfloat16" if args.bf16 else "float16" if args.fp16 else model.dtype or "auto"),
         *("--tensor-parallel-size", str(args.vllm_tensor_parallel_size)),

@@ -22,6 +22,7 @@ from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
 from mt_grpo.rollout.engines.vllm.http import ServerSetupError
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.forward import check_sequence_ratio
+from mt_grpo.training.model import served_model
 from mt_grpo.weights.transport import TRANSPORTS, WeightTransport
 from mt_grpo.weights.updates import WeightSyncError
 from mt_grpo.weights.verification import EXACT, NARROW, compare, halved, probe_ids, trainer_logprobs
@@ -246,7 +247,7 @@ def server_client(
     return VLLMServerClient(
         server_urls(args),
         tokenizer,
-        model=model,
+        model=served_model(model, args),
         server_timeout=args.vllm_server_timeout,
         home=f"http://127.0.0.1:{own_port(args)}" if colocates(args) else None,
         media_tokens=media_tokens,

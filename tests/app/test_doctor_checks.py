@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from PIL import Image
 from support.loopback import ScriptedServer, free_port
 from support.models import build_tokenizer
 
@@ -167,6 +168,27 @@ def test_tools_that_the_first_prompt_lacks_are_named(check, tmp_path):
     (tmp_path / "env.py").write_text(SILENT)
     status, words = check("prompt", env=f"{tmp_path}/env.py:Env", call_protocol=None)
     assert status == ["warn"] and "not shown its tools (calculator)" in words
+
+
+def test_a_first_prompt_with_images_is_looked_at(check, tmp_path):
+    rows = [
+        {"prompt": f"What is {number}?", "answer": "Lima", "image": [str(tmp_path / "one.png")]} for number in range(8)
+    ]
+    Image.new("RGB", (16, 16)).save(tmp_path / "one.png")
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "env.py").write_text(SILENT)
+    assert check("prompt", call_protocol=None, column_mapping=None)[0] == ["ok"]
+    status, words = check("prompt", env=f"{tmp_path}/env.py:Env", call_protocol=None, column_mapping=None)
+    assert status == ["warn"] and "not shown its tools (calculator)" in words
+    (tmp_path / "one.png").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0")
+    status, words = check("prompt", column_mapping=None)
+    assert status == ["fail"] and "Row 0 (counted from 0) of the training dataset has an image that cannot" in words
+
+
+def test_a_model_in_a_subfolder_is_found(check, model_folder):
+    options = {"model_name_or_path": str(model_folder.parent), "model_init_kwargs": {"subfolder": model_folder.name}}
+    assert check("model", **options)[0] == ["ok"]
+    assert check("template", **options)[0] == ["ok"]
 
 
 def test_lengths_are_held_against_the_context(check):

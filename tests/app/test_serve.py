@@ -17,7 +17,7 @@ from mt_grpo.app.replicas import share_gpus
 from mt_grpo.cli import main
 from mt_grpo.errors import ConfigError
 from mt_grpo.training import server_command
-from mt_grpo.training.servers import check_importance_sampling, server_urls
+from mt_grpo.training.servers import check_importance_sampling, server_client, server_urls
 from mt_grpo.vllm_plugin import keys
 
 QUICKSTART = ["--config", "recipes/quickstart_vllm.yaml"]
@@ -164,6 +164,17 @@ def test_the_server_of_an_adapter_holds_its_base_and_its_rank(tmp_path):
     (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
     _, flags, _ = command("--model_name_or_path", str(tmp_path), transport="lora")
     assert flags["--model"].endswith("embedded/model") and flags["--max-lora-rank"] == "64"
+
+
+def test_the_server_of_a_model_in_a_subfolder_is_given_that(tmp_path, monkeypatch):
+    Qwen3Config().save_pretrained(tmp_path / "inner")
+    options = ["--model_init_kwargs", json.dumps({"subfolder": "inner"}), "--model_name_or_path"]
+    assert command(*options, str(tmp_path))[1]["--model"] == str(tmp_path / "inner")
+    client = server_client(parse_recipe([*QUICKSTART, *options, str(tmp_path)]).training, None, str(tmp_path))
+    assert client.expected_model == str(tmp_path / "inner")
+    monkeypatch.setattr("mt_grpo.training.model.check_hub", lambda what: None)
+    with pytest.raises(ConfigError, match="no subfolder of a repository of the Hub .*hf download org/name"):
+        command(*options, "org/name")
 
 
 def test_a_server_of_a_model_that_is_not_there_is_refused():

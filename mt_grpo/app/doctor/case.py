@@ -47,7 +47,7 @@ from mt_grpo.errors import ConfigError, UserError, libraries_may_refuse
 from mt_grpo.forward.probe import context_length
 from mt_grpo.training.checkpoint import adapter_settings
 from mt_grpo.training.environment import check_env, prepare_tokenizer, rows_of
-from mt_grpo.training.model import resolve_base, resolve_model, source_options
+from mt_grpo.training.model import resolve_base, resolve_model, source_options, subfolder_of
 from mt_grpo.training.servers import colocates, server_urls
 
 LONGEST = 64
@@ -190,7 +190,7 @@ class Case:
         """The model, as `resolve_model` has it."""
         given = self.recipe.model.model_name_or_path
         try:
-            return resolve_model(given, self.recipe.model.model_revision)
+            return resolve_model(given, self.recipe.model.model_revision, subfolder_of(self.args))
         except HubUnreachable as error:
             raise NotKnown(
                 f"The model {given!r} is not here, and {hub_fault()}: memory and time are not planned. Give a folder "

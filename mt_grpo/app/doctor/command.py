@@ -20,9 +20,11 @@ from mt_grpo.app.doctor.case import FAIL, OK, WARN, Case, Check, Finding, Lines,
 from mt_grpo.app.recipe import build_recipe
 from mt_grpo.app.request import Request
 from mt_grpo.concurrency import run
+from mt_grpo.data.images import naming_rows
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.envs.tool_env import execute_calls
 from mt_grpo.errors import ConfigError
+from mt_grpo.images import in_words
 from mt_grpo.option_rules import check_batches
 from mt_grpo.rewards import load_rewards
 from mt_grpo.rollout import ChatRenderer, TemplateError
@@ -31,9 +33,10 @@ from mt_grpo.server_pool import ServerLost
 from mt_grpo.tools import Tool
 from mt_grpo.tools.mcp.tools import MCPBaseTool, McpRemote, McpTool
 from mt_grpo.tools.stateful import StatefulTool, ToolSession, ToolStateError
+from mt_grpo.training.images import with_its_images
 from mt_grpo.training.preflight import check_reward_columns
 from mt_grpo.training.reward_models import with_models
-from mt_grpo.trajectory import ToolCall, visible
+from mt_grpo.trajectory import Message, ToolCall, visible
 
 PLAN: dict[str, Check] = {
     "training memory": memory_plan.training,
@@ -288,8 +291,10 @@ def template(case: Case) -> Lines:
 
 
 def prompt(case: Case) -> Lines:
-    """Whether the first prompt shows the tools."""
-    for row in first_rows(case.train_rows, case.env):
+    """Whether the first prompt shows the tools. Its images and sounds stand as words: it is for the tokenizer."""
+    with naming_rows({"training dataset": case.train_rows}):
+        rows = [with_its_images(row) for row in first_rows(case.train_rows, case.env)]
+    for row in rows:
         env = env_of_prompt(case.env, row)
         if env is None or not env.tools:
             continue
@@ -297,10 +302,16 @@ def prompt(case: Case) -> Lines:
             renderer = ChatRenderer(
                 case.tokenizer, env.tool_schemas, case.args.chat_template_kwargs, tags=env.protocol.tags
             )
-            if missing := tools_not_in(renderer.prompt_text(env.start(row["prompt"])), env):
+            if missing := tools_not_in(renderer.prompt_text([*map(_in_words, env.start(row["prompt"]))]), env):
                 yield WARN, f"the model is not shown its tools ({missing})", HIDDEN_TOOLS
             else:
                 yield OK, f"the model has its tools ({', '.join(env.tools)}) from the prompt, or has learnt them", ""
+
+
+def _in_words(message: Message) -> Message:
+    """A message with the words of its parts."""
+    content: Any = message.get("content")
+    return {**message, "content": "\n".join(map(in_words, content))} if isinstance(content, list) else message
 
 
 def lengths(case: Case) -> Lines:
