@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import time
 import weakref
 import zlib
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, NamedTuple
 
 import httpx
@@ -83,6 +84,36 @@ def _decompressed(raw: bytes, encoding: str) -> bytes:
 
 def _too_large() -> httpx.RemoteProtocolError:
     return httpx.RemoteProtocolError(f"the answer has more than {MOST_BYTES:,} bytes")
+
+
+async def _ask_plainly(request: Any) -> None:
+    request.headers["Accept-Encoding"] = "identity"
+
+
+async def _bound(response: Any) -> None:
+    library: Any = sys.modules[type(response).__module__.partition(".")[0]]
+    encoding = response.headers.get("Content-Encoding", "identity").strip().lower()
+    if encoding != "identity":
+        raise library.DecodingError(f"the answer has the encoding {encoding!r}, and none was asked for")
+    source = response.stream
+
+    class Bounded(library.AsyncByteStream):
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            left = MOST_BYTES
+            async for part in source:
+                left -= len(part)
+                if left < 0:
+                    raise library.RemoteProtocolError(f"the answer has more than {MOST_BYTES:,} bytes")
+                yield part
+
+        async def aclose(self) -> None:
+            await source.aclose()
+
+    response.stream = Bounded()
+
+
+BOUNDED: Mapping[str, list[Callable[..., Any]]] = {"request": [_ask_plainly], "response": [_bound]}
+"""`event_hooks` of a client of httpx or httpx2 that a library asks with: its answers are bounded too."""
 
 
 class WebClient:

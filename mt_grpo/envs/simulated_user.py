@@ -18,7 +18,7 @@ from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean
 from mt_grpo.option_values import parse_user
 from mt_grpo.trajectory import Message, StopReason, Turn
-from mt_grpo.web import WebClient
+from mt_grpo.web import BOUNDED, WebClient
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -131,7 +131,11 @@ class SimulatedUser:
 
         if self._client is None:
             self._client = openai.AsyncOpenAI(
-                api_key=self._key or NO_KEY, base_url=self.base_url, timeout=self.timeout, max_retries=self.max_retries
+                api_key=self._key or NO_KEY,
+                base_url=self.base_url,
+                timeout=self.timeout,
+                max_retries=self.max_retries,
+                http_client=openai.DefaultAsyncHttpxClient(event_hooks=BOUNDED),
             )
         self._conversations += 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import logging
 import re
@@ -14,10 +15,11 @@ import pytest
 import yaml
 from datasets import Dataset
 from support.conversations import user
-from support.loopback import ScriptedServer, free_port
+from support.loopback import Loopback, Reply, ScriptedServer, free_port
 from support.models import CPU_RUN, build_model, build_tokenizer, lookup
 from support.trainers import Letters
 
+from mt_grpo import web
 from mt_grpo.envs.simulated_user import GREETING, SimulatedUser, SimulatedUserEnv
 from mt_grpo.errors import UserError
 from mt_grpo.rollout import RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
@@ -87,6 +89,24 @@ def test_the_user_sees_its_goal_and_its_own_side(endpoint):
         {"role": "assistant", "content": "Do you have pears?"},
         {"role": "user", "content": "Yes."},
     ]
+
+
+@pytest.mark.parametrize("encoding", ["identity", "gzip"])
+def test_an_answer_without_end_ends_its_conversation(endpoint, monkeypatch, encoding):
+    monkeypatch.setattr(web, "MOST_BYTES", 10_000)
+    answer = said("pears " * 20_000)
+    if encoding == "gzip":
+        packed = gzip.compress(json.dumps(answer[1]).encode())
+        server = Loopback(lambda request: Reply(200, packed, len(packed), {"Content-Encoding": "gzip"}))
+    else:
+        server = endpoint(answer)
+    try:
+        [trajectory], _ = run(simulated(server, max_retries=0), ["Welcome."])
+    finally:
+        server.stop()
+    assert trajectory.stop_reason is StopReason.ENV_ERROR and len(trajectory.error) < 500
+    says = {"identity": "the answer has more than 10,000 bytes", "gzip": "the answer has the encoding 'gzip'"}
+    assert says[encoding] in trajectory.error
 
 
 def test_the_tokens_of_the_user_are_masked(endpoint):
