@@ -33,6 +33,9 @@ class Mapping(Replica):
         self.backend, self.packed = "ipc", None
 
     def answer(self, method, path, body):
+        self.dead |= path == self.dies_at
+        if self.dead:
+            return super().answer(method, path, body)
         if path == "/init_weight_transfer_engine":
             self.packed = body["init_info"]["packed"]
             return 200, {}
@@ -99,6 +102,30 @@ def test_a_server_that_fails_is_resumed_and_ends_the_run(mapping, model):
         transport(mapping, model).sync(0)
     posts = [path for method, path, _ in mapping.http.requests if method == "POST"]
     assert posts[-2:] == ["/finish_weight_update", "/wake_up"]
+
+
+@pytest.mark.parametrize("place", ["/sleep", "/start_weight_update", "/update_weights", "/finish_weight_update"])
+def test_one_of_several_that_dies_is_left_out_and_taken_back(mapping, model, tokenizer, place):
+    other = Mapping(tokenizer)
+    client = VLLMServerClient([mapping.http.url, other.http.url], tokenizer, server_timeout=5.0)
+    sync = IpcTransport(client, lambda: model, Accelerator(cpu=True))
+    sync.sync(0)
+    other.dies_at = place
+    sync.sync(1)
+    assert [server.up for server in client.pool.servers] == [True, False] and step_of(mapping.version) == "1"
+    asked = len(other.http.requests)
+    sync.sync(2)
+    assert [path for _, path, _ in other.http.requests[asked:]] == ["/health"]  # nothing else
+    other.dead = other.active = False
+    other.dies_at, other.model = None, build_model(tokenizer, seed=8)
+    sync.verify_every = 1
+    sync.sync(3)
+    assert [server.up for server in client.pool.servers] == [True, True] and step_of(other.version) == "3"
+    mapping.dies_at = other.dies_at = place
+    with pytest.raises(WeightSyncError):
+        sync.sync(4)
+    sync.close()
+    other.http.stop()
 
 
 def test_a_server_that_maps_no_memory_is_refused(mapping, model):

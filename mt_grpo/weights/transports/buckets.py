@@ -12,7 +12,7 @@ import torch
 from accelerate import Accelerator
 
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
-from mt_grpo.rollout.engines.vllm.http import ServerControl
+from mt_grpo.rollout.engines.vllm.http import RequestFailed, ServerControl
 from mt_grpo.weights.transport import WeightTransport
 from mt_grpo.weights.updates import check_lease
 from mt_grpo.weights.weight_file import FullParameters, exhaust
@@ -27,7 +27,7 @@ Walk = Iterator[tuple[str, torch.Tensor]]
 class BucketTransport(WeightTransport):
     """
     Sends weights in buckets. All processes finish gathering a bucket before the main one has the servers take it. A
-    failure ends all processes at the same bucket.
+    failure ends all processes at the same bucket. No process can send the weights again by itself.
     """
 
     repeatable = False
@@ -43,31 +43,51 @@ class BucketTransport(WeightTransport):
         """Every process: gathers the next bucket; something false at the end of the walk."""
 
     @abstractmethod
-    def _deliver(self, servers: list[ServerControl], bucket: Any) -> None:
-        """The main process: has the servers take a bucket."""
+    def _deliver(self, server: ServerControl, bucket: Any) -> None:
+        """The main process: has a server take a bucket."""
 
     def _gather(self, step: int | None) -> None:
-        """Also sends the weights."""
-        servers: list[ServerControl] = []
-        with contextlib.ExitStack() as update:
+        """
+        Also sends the weights. Of several servers, one that dies meanwhile is left out, and taken back at a later sync
+        if it is well: not where servers sleep, as nobody knows which memory it has, or while conversations go on.
+        """
+        updates: dict[str, contextlib.ExitStack] = {}
 
-            def begin_update() -> None:
-                self._wait_for_one()
-                servers.extend(self._control(server.url) for server in self.client.pool.servers)
-                for server in servers:
-                    check_lease(server, self.run)
-                    update.enter_context(self._updating(server, step))
+        def begin_all() -> None:
+            for server in [] if self.asleep or self.in_flight else self.client.pool.servers:
+                if not (server.up or server.awaits_proof) and self._control(server.url).healthy(repeat=False):
+                    server.mark_up()
+            self._each_server(begin)
 
+        def begin(server: ServerControl) -> None:
+            check_lease(server, self.run)
+            with contextlib.ExitStack() as update:
+                update.enter_context(self._updating(server, step))
+                updates[server.base_url] = update.pop_all()
+
+        def end(server: ServerControl) -> None:
+            updates.pop(server.base_url).close()
+
+        failure: BaseException = RequestFailed("It is left out.", True)
+        try:
             # before anyone walks over the parameters, which all must do or none
-            self._run(begin_update)
+            self._run(begin_all)
             self._parameters.model, self._parameters.dtype = self.get_model(), self.dtype
             self._parameters.changed = self.changed
             walk = iter(self._parameters)
             try:
                 while bucket := self._take(walk):
-                    self._run(functools.partial(self._deliver, servers, bucket))
+                    self._run(functools.partial(self._each_server, functools.partial(self._deliver, bucket=bucket)))
             finally:  # gathering the rest takes all processes
                 exhaust(walk)
+            self._run(lambda: self._each_server(end))
+        except BaseException as error:
+            failure = error
+            raise
+        finally:
+            for update in updates.values():  # a server that is left in a pause would answer nobody
+                with contextlib.suppress(type(failure)):
+                    update.__exit__(type(failure), failure, failure.__traceback__)
 
     def _finish(self) -> None:
         """Every process: waits until all of them have their part of a bucket."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import pickle
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from accelerate.utils import gather_object
 from torch.multiprocessing.reductions import reduce_tensor
 
+from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
 from mt_grpo.rollout.engines.vllm.http import ServerControl
 from mt_grpo.weights.transport import weight_transport
 from mt_grpo.weights.transports.buckets import BUCKET, BucketTransport, Walk
@@ -47,6 +47,10 @@ class IpcTransport(BucketTransport):
 
     _shared: Shared | None = None
 
+    def __init__(self, client: VLLMServerClient, *args: Any, **options: Any) -> None:
+        super().__init__(client, *args, **options)
+        client.restore = None  # a server that missed weights gets those of the next sync
+
     @staticmethod
     def server_flags(model_args: Any) -> tuple[list[str], dict[str, str]]:
         # how the memory is mapped is pickled; the guard lets nobody but the trainer send it
@@ -79,7 +83,7 @@ class IpcTransport(BucketTransport):
         handles = gather_object([packed.handles])
         return replace(packed, handles={gpu: handle for of_rank in handles for gpu, handle in of_rank.items()})
 
-    def _deliver(self, servers: list[ServerControl], bucket: Packed) -> None:
+    def _deliver(self, server: ServerControl, bucket: Packed) -> None:
         info = {
             "names": bucket.names,
             "dtype_names": bucket.dtypes,
@@ -87,12 +91,7 @@ class IpcTransport(BucketTransport):
             "tensor_sizes": bucket.sizes,
             "ipc_handles_pickled": base64.b64encode(pickle.dumps(bucket.handles)).decode(),
         }
-        with ThreadPoolExecutor(len(servers)) as executor:
-            list(
-                executor.map(
-                    lambda server: server.post("/update_weights", {"update_info": info}, repeat=False), servers
-                )
-            )
+        server.post("/update_weights", {"update_info": info}, repeat=False)
 
 
 class Shared:

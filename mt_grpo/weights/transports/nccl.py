@@ -75,9 +75,9 @@ class NcclTransport(BucketTransport):
         self._finish()  # two groups that broadcast at the same time may deadlock
         return bucket
 
-    def _deliver(self, servers: list[ServerControl], bucket: Bucket) -> None:
+    def _deliver(self, server: ServerControl, bucket: Bucket) -> None:
         assert self._group is not None  # the process that sends has made it in `_prepare`
-        send_bucket(servers[0], self._group, bucket)
+        send_bucket(server, self._group, bucket)
 
     def restore(self, base_url: str) -> None:
         raise WeightSyncError(

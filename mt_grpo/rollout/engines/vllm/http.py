@@ -384,11 +384,11 @@ class ServerControl:
         with contextlib.suppress(RequestFailed):
             self._call("POST", path, body, params, _LAST_WORDS)
 
-    def healthy(self) -> bool:
-        """Whether the server says so. Its process may answer though its engine has died."""
+    def healthy(self, repeat: bool = True) -> bool:
+        """Whether the server says so; it is asked once without `repeat`. It may answer though its engine has died."""
         control = ServerControl(self.base_url, self._server.api_key, min(self._timeout, CONNECT_TIMEOUT))
         try:
-            control.get("/health")
+            control._insist("GET", "/health", None, {}, _whole, repeat=repeat)
         except RequestFailed:
             return False
         return True
