@@ -236,7 +236,7 @@ class Redraws:
 
 
 @pytest.mark.parametrize("sees", [True, False])
-def test_what_is_made_anew_is_told_apart_in_a_thread_and_counts_once(monkeypatch, sees):
+def test_images_made_anew_are_compared_in_a_thread(monkeypatch, sees):
     monkeypatch.setattr("mt_grpo.images.IN_CONVERSATION", IN_CONVERSATION._replace(number=3))
     shown = sighted() if sees else (ScriptedEngine(build_tokenizer(), lambda session, turn: "Fine."),)
     begin, looked = threading.get_ident(), []
@@ -254,7 +254,7 @@ def test_what_is_made_anew_is_told_apart_in_a_thread_and_counts_once(monkeypatch
     assert begin not in looked and bool(looked) == sees
 
 
-def test_requests_of_one_conversation_open_images_one_after_another(monkeypatch):
+def test_requests_at_once_open_their_images_in_turn(monkeypatch):
     opening, release, opened = threading.Event(), threading.Event(), []
 
     def slowly(messages: Any, of_row: bool, known: Any) -> Any:
