@@ -7,7 +7,10 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from mt_grpo.credit import RewardBatch, Rule, bias_of_turn_coef, bind_rule, mt_grpo, rule_name, sums_turns
+from torch import Tensor
+
+from mt_grpo.credit import RewardBatch, Rule, bias_of_turn_coef, bind_rule, mt_grpo, rule_name, sums_turns, whole_rule
+from mt_grpo.credit.proportions import outcome_at_first_turn, pull_apart, scale_ratio
 from mt_grpo.rewards import RewardFunc, StateScore, TurnReward, score_cut
 from mt_grpo.runlog.findings import Counts, find, why_equal
 from mt_grpo.training.config import MTGRPOConfig
@@ -20,6 +23,10 @@ CUT = 8
 """Trajectories of a run that are scored again with their later turns cut off."""
 STILL = 10
 """Steps in a row without a gradient that are warned of: fewer may be chance."""
+APART = 10
+"""Steps over which outcomes and turn rewards are watched for going apart."""
+LOST, OUT_OF_PROPORTION = 0.3, 3.0
+"""Share of the outcome's advantage that the first turn has at least, and the ratio of scales that is warned of."""
 
 logger = logging.getLogger(__name__)
 
@@ -28,10 +35,17 @@ class Warnings:
     """
     Warns once during the run, and with a count at its end, of what stands out in conversations
     (`mt_grpo.runlog.findings`), of rewards that return `None` for every trajectory, and of batches in which no
-    trajectory has an advantage. Warns once of turn rewards that depend on later turns, if the credit rule credits
-    single turns with them, of turn rewards that do not reach the turn that earned them, of batches on which the rule
-    `mt_grpo` is biased by its coefficient, and of a gradient that has been 0 for `STILL` steps. Only the main process
-    warns.
+    trajectory has an advantage. Warns once of
+
+    - turn rewards that depend on later turns, if the credit rule credits single turns with them,
+    - turn rewards that do not reach the turn that earned them,
+    - an outcome that hardly reaches the first turn,
+    - turn rewards that count for far more beside the outcome than their weights say, or for far less,
+    - outcomes and turn rewards that go apart over `APART` steps,
+    - batches on which the rule `mt_grpo` is biased by its coefficient,
+    - a gradient that has been 0 for `STILL` steps.
+
+    Only the main process warns.
 
     Args:
         rewards (`Sequence[RewardFunc]`): The rewards.
@@ -59,7 +73,9 @@ class Warnings:
         """Whether a turn reward stays as it is when later turns are cut off, for those that were examined here."""
         self._absent = list(self._names)
         self._batches = self._flat = 0
-        self._said_biased = self._said_uncredited = False
+        self._said_biased = self._said_uncredited = self._said_proportions = self._said_apart = False
+        self._means: deque[tuple[float, float]] = deque(maxlen=APART)
+        """Mean outcomes and mean sums of turn rewards of the latest training batches."""
         self._found: set[str] = set()
         self._counts = {"train": Counts(), "eval": Counts()}
         self._seen = {"train": 0, "eval": 0}
@@ -98,6 +114,8 @@ class Warnings:
         columns = step.batch.rewards_per_func
         self._find_bias(step.batch.rewards)
         self._find_uncredited(step.audit)
+        self._find_proportions(step.batch.rewards, step.batch.advantages)
+        self._find_apart(step.batch.rewards)
         missing = columns.isnan().all(dim=0).tolist()
         if all(missing):  # all conversations failed, or no reward said anything: there is nothing to compare
             return
@@ -143,6 +161,33 @@ class Warnings:
         if sentence is not None and not self._said_uncredited and self._speaks:
             self._said_uncredited = True
             logger.warning(sentence)
+
+    def _find_proportions(self, rewards: RewardBatch, advantages: Tensor) -> None:
+        if self._said_proportions or not self._speaks or not self._of_turns or not advantages.any():
+            return
+        self._said_proportions = True
+        for sentence in says_proportions(rewards, self._rule, self._args):
+            logger.warning(sentence)
+
+    def _find_apart(self, rewards: RewardBatch) -> None:
+        ran = ~rewards.failed
+        if self._said_apart or not self._speaks or not self._of_turns or not ran.any():
+            return
+        outcomes, turns = rewards.of_outcomes()[ran], rewards.of_turns()[ran].sum(dim=1)
+        self._means.append((outcomes.mean().item(), turns.mean().item()))
+        (first, first_turns), (last, last_turns) = self._means[0], self._means[-1]
+        if len(self._means) == APART and pull_apart(*zip(*self._means, strict=True)):
+            self._said_apart = True
+            logger.warning(
+                "Over %d steps the mean outcome went from %.3f to %.3f, and the mean sum of turn rewards from %.3f to "
+                "%.3f: the policy learns one at the cost of the other. If the outcome is what you want, weigh turn "
+                "rewards less (`reward_weights`), or pay for what makes the outcome better.",
+                APART,
+                first,
+                last,
+                first_turns,
+                last_turns,
+            )
 
     def recheck(self, trajectories: Sequence[Trajectory], mode: str) -> None:
         """
@@ -240,6 +285,41 @@ def says_uncredited(audit: dict[str, Any], rule: Rule, args: MTGRPOConfig) -> st
         f"`{rule_name(rule)}` leaves {at_turn:.0%} of the turn rewards of this batch without credit at the turn that "
         f"earned them{lost}: take {take}."
     )
+
+
+def says_proportions(rewards: RewardBatch, rule: Rule, args: MTGRPOConfig) -> list[str]:
+    """
+    That a credit rule loses the outcome of early turns, or weighs turn rewards out of proportion, a sentence each.
+
+    Args:
+        rewards (`RewardBatch`): Of a batch with signal.
+        rule (`str` or `Mapping`): The credit rule.
+        args (`MTGRPOConfig`): The run's options.
+    """
+    said, name = [], rule_name(rule)
+    options = {"turn_coef": args.turn_advantage_coef, "scale_rewards": args.scale_rewards}
+    share = outcome_at_first_turn(rule, rewards, turn_coef=args.turn_advantage_coef)
+    if share is not None and share < LOST:
+        turns = rewards.turn_mask.sum(dim=1).double()
+        said.append(
+            f"`{name}` gives the first turn {share:.2%} of what it gives the turn that gets most for the outcome, in "
+            f"conversations of {turns[turns > 0].mean():.0f} turns: what an early turn decides is hardly learnt from "
+            f"the outcome. Take {KEEPS_PROPORTIONS}."
+        )
+    ratio = scale_ratio(rule, rewards, **options)
+    if ratio is not None and not 1 / OUT_OF_PROPORTION <= ratio <= OUT_OF_PROPORTION:
+        has_option = "scales" in whole_rule(rule, **options)
+        take = f"`scales: one` beside `name: {name}` in `advantage_estimator`" if has_option else KEEPS_PROPORTIONS
+        counts = f"{ratio:.1f} times as much" if ratio > 1 else f"{ratio:.2f} times as much"
+        said.append(
+            f"`{name}` divides outcome and turn rewards by a deviation each, so that turn rewards count {counts} "
+            f"beside the outcome as their weights say. To keep the proportion that your rewards have, take {take}."
+        )
+    return said
+
+
+KEEPS_PROPORTIONS = "`advantage_estimator: {name: lambda_to_go, lam: 0.8, scales: one}`"
+"""A rule that gives every turn the outcome, and keeps the weight of turn rewards beside it."""
 
 
 def why_still(audits: Sequence[dict[str, Any]], counts: Counts, about: dict[str, Any] | None = None) -> str:
