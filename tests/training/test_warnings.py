@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 
 import pytest
+import torch
 from support.trainers import Calls, Letters, conversation, member
 
-from mt_grpo.credit import Audit, RewardAudit, Uncredited
+from mt_grpo.credit import Audit, RewardAudit, RewardBatch, Uncredited
 from mt_grpo.rewards import OutcomeReward, TurnReward
 from mt_grpo.rollout import EngineError
 from mt_grpo.runlog.findings import Counts
+from mt_grpo.training import MTGRPOConfig
 from mt_grpo.training.step_log import Update, warnings
 from mt_grpo.training.step_log.records import as_record
-from mt_grpo.training.step_log.warnings import CUT, STILL, why_still
+from mt_grpo.training.step_log.warnings import CUT, STILL, says_proportions, why_still
 
 
 class Never(TurnReward):
@@ -93,7 +96,8 @@ class Share(TurnReward):
 
 
 def test_a_turn_reward_that_needs_the_future_is_named_once(build, caplog):
-    build(rewards=((Calls(), Share()), (Letters(),)), advantage_estimator="reward_to_go", max_steps=3).train()
+    rule = {"name": "reward_to_go", "scales": "one"}
+    build(rewards=((Calls(), Share()), (Letters(),)), advantage_estimator=rule, max_steps=3).train()
     (message,) = said(caplog)
     assert "'Share' of turns depends on later turns (turn " in message
     assert "so the credit rule 'reward_to_go' is biased" in message
@@ -128,7 +132,7 @@ def test_the_bias_of_mt_grpo_is_said_once(build, caplog):
 def test_turn_rewards_without_credit_are_said_once(build, caplog, tmp_path):
     """Of four calls that earn 1, one is made after the first tool result."""
     build(rewards=((Calls(),), (Letters(),)), max_steps=3).train()
-    (message,) = said(caplog)
+    message, _ = said(caplog)
     assert message == (
         "`mt_grpo` leaves 25% of the turn rewards of this batch without credit at the turn that earned them: take "
         "`advantage_estimator: reward_to_go` (`leave_one_out` if turn rewards depend on later turns)."
@@ -145,11 +149,11 @@ def test_turn_rewards_without_credit_are_said_once(build, caplog, tmp_path):
             "earned them, and 100% at all turns up to it: take `advantage_estimator: r",
         ),
         (
-            {"advantage_estimator": "reward_to_go", "turn_advantage_coef": 0.0},
+            {"advantage_estimator": {"name": "reward_to_go", "scales": "one"}, "turn_advantage_coef": 0.0},
             ": take a `turn_advantage_coef` other th",
         ),
         (
-            {"advantage_estimator": {"name": "reward_to_go", "turn_coef": 0.0}},
+            {"advantage_estimator": {"name": "reward_to_go", "scales": "one", "turn_coef": 0.0}},
             ": take a `turn_coef` other than 0.",
         ),
         (
@@ -165,8 +169,57 @@ def test_the_rule_to_take_fits_the_run(build, caplog, options, advice):
 
 
 def test_another_rule_is_not_called_biased(build, caplog):
-    build(rewards=((Calls(),), (Letters(),)), advantage_estimator="reward_to_go").train()
+    rule = {"name": "reward_to_go", "scales": "one"}
+    build(rewards=((Calls(),), (Letters(),)), advantage_estimator=rule).train()
     assert not said(caplog)
+
+
+def test_turn_rewards_out_of_proportion_are_said_once(build, caplog):
+    build(rewards=((Calls(),), (Letters(),)), advantage_estimator="reward_to_go", max_steps=3).train()
+    assert said(caplog) == [
+        "`reward_to_go` divides outcome and turn rewards by a deviation each, so that turn rewards count 3.5 times as "
+        "much beside the outcome as their weights say. To keep the proportion that your rewards have, take `scales: "
+        "one` beside `name: reward_to_go` in `advantage_estimator`."
+    ]
+
+
+def long_conversations(turns: int, shaping: float) -> RewardBatch:
+    """Two groups; every second member succeeds, and every call is paid by chance."""
+    draw = torch.Generator().manual_seed(0)
+    exists = torch.ones(16, turns, dtype=torch.bool)
+    rewards = shaping * (torch.rand(16, turns, generator=draw) < 0.5).double()
+    return RewardBatch(rewards, (torch.arange(16) % 2).double(), exists, exists, 8)
+
+
+@pytest.mark.parametrize(
+    ("rule", "turns", "shaping", "said"),
+    [
+        ({"name": "gtpo", "gamma": 0.5}, 12, 0.1, ["gives the first turn 0.05% of what it gives the turn that gets"]),
+        ({"name": "gtpo", "gamma": 0.5}, 3, 0.1, []),
+        ({"name": "gtpo", "gamma": 0.9}, 12, 0.1, []),
+        ("lambda_to_go", 12, 0.02, ["count 11.8 times as much beside the outcome as their weights say. To keep"]),
+        ("lambda_to_go", 12, 5.0, ["count 0.05 times as much beside the outcome as their weights say. To keep"]),
+        ({"name": "lambda_to_go", "lam": 0.8, "scales": "one"}, 12, 0.02, []),
+        ("grpo_or", 12, 0.02, []),
+    ],
+)
+def test_a_rule_that_loses_proportions_is_named(rule, turns, shaping, said, tmp_path):
+    args = MTGRPOConfig(str(tmp_path), use_cpu=True, bf16=False, advantage_estimator=rule)
+    found = says_proportions(long_conversations(turns, shaping), rule, args)
+    assert len(found) == len(said) and all(part in sentence for part, sentence in zip(said, found, strict=True))
+
+
+def test_outcomes_that_fall_while_calls_are_paid_are_said_once(caplog, tmp_path):
+    args = MTGRPOConfig(str(tmp_path), use_cpu=True, bf16=False, advantage_estimator="lambda_to_go")
+    watch = warnings.Warnings([Calls(), Letters()], args, [], [])
+    for step in range(2 * warnings.APART):
+        batch = long_conversations(4, 0.1)
+        batch = replace(
+            batch, turn_rewards=batch.turn_rewards + 0.02 * step, outcome_rewards=batch.outcome_rewards - 0.03 * step
+        )
+        watch._find_apart(batch)
+    (message,) = said(caplog)
+    assert message.startswith("Over 10 steps the mean outcome went from 0.500 to 0.230, and the mean sum of turn rew")
 
 
 def test_a_gradient_that_stays_zero_is_spoken_of_once(build, caplog, monkeypatch):
