@@ -16,6 +16,7 @@ Axes: N group, P projected gradient, D draw of the bootstrap.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -95,8 +96,62 @@ class Comparison:
 
     def behind(self, rule: str, other: str) -> bool:
         """Whether the `step` of a rule is shown to be smaller than another's: the whole paired interval is below 0."""
-        gap = self.ascents[rule] - self.ascents[other]
-        return _ends(gap[1:], self.groups, -math.inf, math.inf)[1] < 0
+        return _below(self.ascents[rule] - self.ascents[other], self.groups)
+
+
+@dataclass(frozen=True, eq=False)
+class Judgement:
+    """
+    Rules by what each does worst: by all rewards together, or by one of them alone. A cosine with the gradient of all
+    rewards is high where a rule follows many easy ones and loses the one that decides.
+
+    Args:
+        items (`dict[str, Comparison]`): The same rules on the same groups and draws, by what they are compared on;
+            those whose direction is `known` count.
+    """
+
+    items: dict[str, Comparison]
+
+    @property
+    def told(self) -> dict[str, Comparison]:
+        """What the groups tell something of."""
+        return {name: item for name, item in self.items.items() if item.known}
+
+    @property
+    def known(self) -> bool:
+        return bool(self.told)
+
+    @functools.cached_property
+    def shares(self) -> dict[str, dict[str, Tensor]]:
+        """By rule and item, how far its steps go, in what those of the best rule there do: 1 for that; (1 + D,)."""
+        shares: dict[str, dict[str, Tensor]] = {}
+        for name, item in self.told.items():
+            most = item.ascents[item.best][0]
+            for rule, ascent in item.ascents.items():
+                shares.setdefault(rule, {})[name] = ascent / most
+        return shares
+
+    @functools.cached_property
+    def scores(self) -> dict[str, Tensor]:
+        """By rule, the least of its shares, (1 + D,)."""
+        return {rule: torch.stack(list(shares.values())).amin(dim=0) for rule, shares in self.shares.items()}
+
+    @property
+    def best(self) -> str:
+        """The rule with the largest least share."""
+        return max(self.scores, key=lambda rule: self.scores[rule][0].item())
+
+    def worst(self, rule: str) -> str:
+        """The item that a rule does worst."""
+        return min(self.shares[rule], key=lambda name: self.shares[rule][name][0].item())
+
+    def behind(self, rule: str, other: str) -> bool:
+        """Whether the score of a rule is shown to be smaller than another's: the whole paired interval is below 0."""
+        return _below(self.scores[rule] - self.scores[other], next(iter(self.told.values())).groups)
+
+
+def _below(gap: Tensor, groups: int) -> bool:
+    return _ends(gap[1:], groups, -math.inf, math.inf)[1] < 0
 
 
 def compare_rules(
