@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -31,8 +31,11 @@ from mt_grpo.credit import (
     rule_label,
     rule_name,
     uncredited_turn_rewards,
+    whole_rule,
 )
-from mt_grpo.credit.compare import Comparison, compare_rules
+from mt_grpo.credit.compare import Comparison, Judgement, compare_rules
+from mt_grpo.credit.normalisation import Scale
+from mt_grpo.credit.parts import outcome_parts, turn_parts
 from mt_grpo.credit.rule import MissingField
 from mt_grpo.errors import UserError, libraries_may_refuse
 from mt_grpo.forward.lm_head import Truncation
@@ -45,6 +48,8 @@ from mt_grpo.training.reward_batch import gather_rewards
 from mt_grpo.trajectory import Trajectory
 
 REFERENCE = "leave_one_out"
+ALL = "all rewards"
+"""The name of the comparison on all rewards together."""
 MOST_MISMATCH = 0.2
 """Nats by which the log-probs of the model that sampled may differ from recorded ones, in the mean."""
 VARIANTS: tuple[Rule, ...] = ({"name": "gtpo", "gamma": 0.5},)
@@ -70,7 +75,7 @@ class Found:
         uncredited (`float`, *optional*): Share of the turn rewards that the run's rule leaves without credit at the
             turn that earned it; `None` where there is no such rule, or no turn reward.
         rules (`dict[str, Rule]`): What was compared, by label.
-        comparison (`Comparison`): The comparison.
+        judgement (`Judgement`): How they compare on all rewards together (`ALL`), and on each reward by itself.
         left_out (`dict[str, str]`): Rules that were not, and why.
         turns (`int`): Gradients that were computed.
         seconds (`float`): How long that took.
@@ -82,11 +87,16 @@ class Found:
     batch: RewardBatch = field(repr=False)
     uncredited: float | None
     rules: dict[str, Rule]
-    comparison: Comparison = field(repr=False)
+    judgement: Judgement = field(repr=False)
     left_out: dict[str, str]
     turns: int
     seconds: float
     mismatch: float
+
+    @property
+    def comparison(self) -> Comparison:
+        """On all rewards together."""
+        return self.judgement.items[ALL]
 
 
 def measure(chosen: Chosen, tell: Tell) -> Found:
@@ -125,13 +135,14 @@ def _measure(chosen: Chosen, tell: Tell, note: Tell) -> Found:
     computed = compute(trajectories, gradients, chosen.model, tell, note)
     note("comparing the rules")
     own, rules = rules_of(options["advantage_estimator"])
-    comparison, left_out = compare(
+    judgement, left_out = compare(
         computed.gradients,
         batch,
         rules,
         chosen.groups_per_step,
         weights=token_weights(trajectories, options),
         turn_coef=options["turn_advantage_coef"],
+        scale_rewards=options["scale_rewards"],
     )
     uncredited = None
     if own is not None:
@@ -146,7 +157,7 @@ def _measure(chosen: Chosen, tell: Tell, note: Tell) -> Found:
         batch,
         uncredited,
         rules,
-        comparison,
+        judgement,
         left_out,
         computed.turns,
         computed.seconds,
@@ -396,10 +407,11 @@ def compare(
     *,
     weights: Tensor | None = None,
     turn_coef: float | None = None,
-) -> tuple[Comparison, dict[str, str]]:
+    scale_rewards: Scale = "none",
+) -> tuple[Judgement, dict[str, str]]:
     """
-    Compares rules without scaling, which bends all of them alike, with `leave_one_out`, which is unbiased whatever the
-    rewards are.
+    Compares rules with `leave_one_out` without scaling, which is unbiased whatever the rewards are: on all rewards
+    together, as the run scales them, and on each reward by itself, without scaling.
 
     Args:
         gradients (`Tensor`): Of each turn, (B, K, P).
@@ -409,24 +421,57 @@ def compare(
         weights (`Tensor`, *optional*): What the loss weighs the tokens of each trajectory by, (B,). Those of the
             reference have the same weight each.
         turn_coef (`float`, *optional*): Weight of turn rewards.
+        scale_rewards (`str`, *optional*, defaults to `"none"`): What the run divides rewards by; a rule that takes no
+            such option is called without.
 
     Returns:
-        The comparison, and why other rules cannot be compared.
+        The comparisons, by `ALL` and the names of rewards, and why other rules cannot be compared.
     """
 
-    def per_group(rule: Rule, weights: Tensor | None) -> Tensor:
-        advantages = estimate(rule, batch, turn_coef=turn_coef, scale_rewards="none").cpu()
+    def per_group(rule: Rule, rewards: RewardBatch, scale: Scale, weights: Tensor | None) -> Tensor:
+        takes = "scale_rewards" in whole_rule(rule, turn_coef=turn_coef, scale_rewards="group")
+        scale = scale if takes else "group"
+        advantages = estimate(rule, rewards, turn_coef=turn_coef, scale_rewards=scale).cpu()
         whole = torch.einsum("bk,bkp->bp", advantages.double(), gradients.double())
         whole = whole if weights is None else whole * weights[:, None]
         return whole.view(-1, batch.group_size, whole.shape[1]).sum(dim=1)
 
-    estimates, left_out = {}, {}
+    left_out = {}
     for label, rule in rules.items():
         if rule_name(rule) == "branch_to_go" and batch.num_branches == 1:
             left_out[label] = "the conversations do not branch"
             continue
         try:
-            estimates[label] = per_group(rule, weights)
+            estimate(rule, batch, turn_coef=turn_coef)
         except MissingField as error:
             left_out[label] = f"the run logged no `{error.field}`"
-    return compare_rules(estimates, per_group(REFERENCE, None), groups_per_step), left_out
+    items = {}
+    for name, rewards in {ALL: batch, **by_reward(batch)}.items():
+        scale = scale_rewards if name == ALL else "none"
+        estimates = {
+            label: per_group(rule, rewards, scale, weights) for label, rule in rules.items() if label not in left_out
+        }
+        items[name] = compare_rules(estimates, per_group(REFERENCE, rewards, "none", None), groups_per_step)
+    return Judgement(items), left_out
+
+
+def by_reward(batch: RewardBatch) -> dict[str, RewardBatch]:
+    """A batch for each reward that differs, in which all others are 0; none where it is the only one."""
+    parts = {**outcome_parts(batch), **turn_parts(batch)}
+    if len(parts) < 2:
+        return {}
+    found = {}
+    for name, part in parts.items():
+        is_turn = part.shape[1] == batch.turn_mask.shape[1] and not name.startswith("outcome")
+        turns = part if is_turn else torch.zeros_like(batch.turn_rewards, dtype=torch.double)
+        outcomes = torch.zeros_like(batch.outcome_rewards, dtype=torch.double) if is_turn else part[:, 0]
+        found[name] = replace(
+            batch,
+            turn_rewards=turns.masked_fill(batch.turn_rewards.isnan(), torch.nan),
+            outcome_rewards=outcomes.masked_fill(batch.outcome_rewards.isnan(), torch.nan),
+            turn_streams=turns[None],
+            outcome_streams=outcomes[None],
+            stream_weights=torch.ones(2, dtype=torch.double),
+            names=(),
+        )
+    return found

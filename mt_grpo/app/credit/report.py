@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mt_grpo.app.credit.choice import rollout_command
-from mt_grpo.app.credit.measure import Found
+from mt_grpo.app.credit.measure import ALL, Found
 from mt_grpo.credit.compare import Direction, Interval
 from mt_grpo.credit.rule import sums_turns
 from mt_grpo.option_values import rule_name
@@ -38,7 +38,7 @@ def show(found: Found) -> None:
     )
     table = Table(box=None, padding=(0, 2, 0, 0), width=WIDTH)
     table.add_column("rule", no_wrap=True)
-    for column in ("cosine", "signal-to-noise", f"cosine of a step of {chosen.groups_per_step:.3g} groups"):
+    for column in ("cosine", "signal-to-noise", f"a step of {chosen.groups_per_step:.3g} groups", "serves worst"):
         table.add_column(column, justify="right", no_wrap=True)
     for label in _ordered(found):
         direction = comparison.directions[label]
@@ -46,7 +46,7 @@ def show(found: Found) -> None:
         parts = ("no gradient", "", "")
         if direction is not None:
             parts = tuple(map(_interval, (direction.cosine, direction.signal_to_noise, direction.step)))
-        table.add_row(Text(visible(name)), *parts)
+        table.add_row(Text(visible(name)), *parts, Text(_worst(found, label)))
     console.print(table)
     for label, why in found.left_out.items():
         console.print(f"Not measurable here: {visible(label)}: {visible(why)}.", highlight=False, markup=False)
@@ -55,12 +55,21 @@ def show(found: Found) -> None:
 
 
 def _ordered(found: Found) -> list[str]:
-    """The rules: those whose steps are expected to point best first, those without a gradient last."""
+    """The rules: those that serve the reward best that they serve worst first, those without a gradient last."""
 
-    def key(label: str) -> tuple[bool, float]:
-        return found.comparison.directions[label] is None, -found.comparison.ascents[label][0].item()
+    def key(label: str) -> tuple[bool, float, float]:
+        score = found.judgement.scores[label][0].item() if found.judgement.known else 0.0
+        return found.comparison.directions[label] is None, -score, -found.comparison.ascents[label][0].item()
 
     return sorted(found.comparison.directions, key=key)
+
+
+def _worst(found: Found, label: str) -> str:
+    """What a rule does worst, and how far its steps go there in what those of the best rule do."""
+    if not found.judgement.known:
+        return ""
+    item = found.judgement.worst(label)
+    return f"{visible(item)} {found.judgement.shares[label][item][0].item():.2f}"
 
 
 def _interval(interval: Interval) -> str:
@@ -91,31 +100,45 @@ def advice(found: Found) -> list[str]:
             "credit at the turn that earned them."
         )
     more = rollout_command(chosen.run, 64)
-    if not comparison.known:
+    judged = found.judgement
+    silent = [name for name in judged.items if name not in judged.told]
+    if not judged.known:
         lines.append(
             f"{len(chosen.rows) // chosen.group_size} groups do not tell the direction of the gradient, so they tell "
             f"no rule from another: sample more ({more}, then `mt-grpo credit FOLDER`)."
         )
         return lines
-    best = comparison.best
-    direction = comparison.directions[best]
-    points = f"its steps point along the gradient with a cosine of {_interval(direction.step)}"
+    best = judged.best
+    points = f"of what it does worst, {_reached(found, best)}"
     if own is None:
         lines.append(f"Take `{best}`: {points}, the best here.")
     elif own == best:
         lines.append(f"Keep `{own}`: {points}, the best here.")
-    elif not comparison.behind(own, best):
+    elif not judged.behind(own, best):
         lines.append(
             f"Keep `{own}`: no rule is shown to be better; `{best}` has the best estimate, and more groups would tell."
         )
     else:
-        mine = comparison.directions[own]
-        instead = "none, since its gradient is 0" if mine is None else _interval(mine.step)
-        lines.append(f"Take `{best}` instead of `{own}`: {points} instead of {instead}.")
-    near = [rule for rule in comparison.directions if rule not in (best, own) and not comparison.behind(rule, best)]
+        lines.append(f"Take `{best}` instead of `{own}`: {points}; `{own}` does worst {_reached(found, own)}.")
+    near = [rule for rule in comparison.directions if rule not in (best, own) and not judged.behind(rule, best)]
     if near and own != best:
         lines[-1] += f" Not shown behind it: {', '.join(f'`{rule}`' for rule in near)}."
+    if silent:
+        names = ", ".join(f"`{visible(name)}`" for name in silent)
+        lines.append(
+            f"Not enough evidence on {names}: the groups do not tell its gradient, so it has no part in this."
+        )
     return lines
+
+
+def _reached(found: Found, label: str) -> str:
+    """What a rule does worst, in words."""
+    item = found.judgement.worst(label)
+    share = found.judgement.shares[label][item][0].item()
+    direction = found.judgement.items[item].directions[label]
+    cosine = "no gradient" if direction is None else f"a cosine of {_interval(direction.step)}"
+    what = "all rewards together" if item == ALL else f"`{visible(item)}`"
+    return f"{what}, its steps go {share:.2f} as far as those of the best rule there ({cosine})"
 
 
 def depending_on_later_turns(run: Run) -> list[str]:
@@ -135,7 +158,7 @@ def depending_on_later_turns(run: Run) -> list[str]:
 
 def as_json(found: Found) -> dict[str, Any]:
     """All of it for programs; numbers that the groups do not tell are `null`."""
-    chosen, comparison = found.chosen, found.comparison
+    chosen, comparison, judged = found.chosen, found.comparison, found.judgement
 
     def numbers(direction: Direction | None) -> dict[str, dict[str, float | None]]:
         intervals = {} if direction is None else vars(direction)
@@ -154,13 +177,19 @@ def as_json(found: Found) -> dict[str, Any]:
         "mismatch": found.mismatch,
         "own": found.own,
         "uncredited_at_turn": found.uncredited,
-        "known": comparison.known,
-        "best": comparison.best if comparison.known else None,
+        "known": judged.known,
+        "best": judged.best if judged.known else None,
+        "told": list(judged.told),
         "rules": {
             label: {
                 "rule": found.rules[label],
                 **numbers(each),
-                "behind_best": comparison.known and comparison.behind(label, comparison.best),
+                "rewards": {
+                    item: numbers(compared.directions[label]).get("step", NOT_TOLD)
+                    for item, compared in judged.items.items()
+                },
+                "worst": judged.worst(label) if judged.known else None,
+                "behind_best": judged.known and judged.behind(label, judged.best),
             }
             for label, each in comparison.directions.items()
         },
