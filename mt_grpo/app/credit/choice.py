@@ -34,6 +34,7 @@ DEFAULTS: dict[str, Any] = {
     "top_k": 0,
     "top_p": 1.0,
     "turn_advantage_coef": None,
+    "scale_rewards": "group",
     "use_cpu": False,
     "use_peft": False,
 }
