@@ -27,7 +27,7 @@ from horizon_report import LATER, behind, paired, share
 from horizon_task import ARMS, SCORES, SETTINGS
 from jobs import finished, prepare
 
-from mt_grpo.app.credit.measure import compare, compute
+from mt_grpo.app.credit.measure import ALL, compare, compute
 from mt_grpo.credit import rule_label
 from mt_grpo.forward.turn_gradients import TurnGradients
 from mt_grpo.training.reward_batch import gather_rewards
@@ -55,17 +55,20 @@ def advise(setting: str, plan: Plan, model: Path) -> Row:
     found = compute(judged.trajectories, TurnGradients(trainer.model), "of the setting", print)
     labels = {arm: rule_label(rule) for arm, rule in ARMS.items() if arm not in SCORES}
     rules = {label: ARMS[arm] for arm, label in labels.items()}
-    comparison, _ = compare(found.gradients, batch, rules, plan.turns / turns / GROUP)
+    judged, _ = compare(found.gradients, batch, rules, plan.turns / turns / GROUP, scale_rewards="group")
+    comparison = judged.items[ALL]
     directions = {arm: comparison.directions[label] for arm, label in labels.items()}
-    best = next(arm for arm, label in labels.items() if label == comparison.best)
+    best = next(arm for arm, label in labels.items() if label == judged.best) if judged.known else None
     return {
         "setting": setting,
         "groups": groups,
         "seconds": round(found.seconds, 1),
-        "known": comparison.known,
+        "known": judged.known,
         "named": best,
         "arms": {arm: None if each is None else asdict(each) for arm, each in directions.items()},
-        "near": [arm for arm in labels if arm != best and not comparison.behind(labels[arm], comparison.best)],
+        "near": [
+            arm for arm in labels if arm != best and judged.known and not judged.behind(labels[arm], judged.best)
+        ],
     }
 
 

@@ -17,10 +17,11 @@ from support.recipes import ROOT
 from support.runs import write_run
 
 from mt_grpo.app.credit.choice import choose
-from mt_grpo.app.credit.measure import Found, compare, rules_of
+from mt_grpo.app.credit.measure import ALL, Found, compare, rules_of
 from mt_grpo.app.credit.report import as_json, show
 from mt_grpo.cli import main
-from mt_grpo.credit.compare import compare_rules
+from mt_grpo.credit import rule_label
+from mt_grpo.credit.compare import Judgement, compare_rules
 from mt_grpo.runlog import open_run
 
 
@@ -157,7 +158,8 @@ def test_rules_are_compared_as_enumeration_has_them(name):
     rows = paths.draw(300, 4)
     own, rules = rules_of({"name": "gtpo", "gamma": 0.7})
     assert own == "gtpo (gamma 0.7)" and {"mt_grpo", "gtpo (gamma 0.5)", own} <= set(rules)
-    found, left_out = compare(paths.gradients[rows.flatten()], paths.batch(rows), rules, 8)
+    judged, left_out = compare(paths.gradients[rows.flatten()], paths.batch(rows), rules, 8)
+    found = judged.items[ALL]
     assert left_out == {"branch_to_go": "the conversations do not branch"} and found.known
     for label in ("mt_grpo", "reward_to_go", "grpo_mr", "grpo_or", own):
         exact = measure(rules[label], process, group_size=4, parameters=parameters)
@@ -175,9 +177,57 @@ def test_a_length_in_the_loss_bends_rules_not_the_reference():
     shares = 1.0 / paths.turn_mask[rows.flatten()].sum(dim=1).double() ** 2
     options = {"rules": {"leave_one_out": "leave_one_out"}, "groups_per_step": 8}
     batch, gradients = paths.batch(rows), paths.gradients[rows.flatten()]
-    plain, bent = (compare(gradients, batch, weights=weights, **options)[0] for weights in (None, shares))
+    plain, bent = (compare(gradients, batch, weights=weights, **options)[0].items[ALL] for weights in (None, shares))
     assert plain.directions["leave_one_out"].cosine.value == pytest.approx(1.0)
     assert bent.directions["leave_one_out"].cosine.value < 0.9999
+
+
+def key_decision(play):
+    """The first turn decides the outcome; five more are paid, each for a skill of its own."""
+    right = play.decide(0)
+    play.turn(0.0, result=True)
+    for turn in range(1, 6):
+        play.turn(0.6 if play.decide(turn) else 0.0, result=True)
+    return float(right)
+
+
+def paid_calls(play):
+    """Up to four calls, of which each is paid a little and makes the answer right less often."""
+    for calls in range(4):
+        if not play.decide(calls):
+            break
+        play.turn(0.02, result=True)
+    else:
+        calls = 4
+    right = play.chance(1 - calls / 4) if calls < 4 else False
+    play.turn()
+    return float(right)
+
+
+RULES = ["leave_one_out", {"name": "gtpo", "gamma": 0.5}, "lambda_to_go", {"name": "lambda_to_go", "scales": "one"}]
+
+
+def judged(process, parameters):
+    paths = Paths.of(process, parameters)
+    rows = paths.draw(300, 8)
+    rules = {rule_label(rule): rule for rule in RULES}
+    return compare(paths.gradients[rows.flatten()], paths.batch(rows), rules, 8, scale_rewards="group")[0]
+
+
+def test_a_lost_outcome_is_not_hidden_behind_easy_turn_rewards():
+    """The gradient of all rewards is mostly that of the five paid turns, which the short discount follows well."""
+    found = judged(key_decision, (-0.5,) * 6)
+    assert set(found.told) == {ALL, "outcome", "turn reward 1"}
+    short = "gtpo (gamma 0.5)"
+    assert found.items[ALL].directions[short].cosine.value > 0.8
+    assert found.worst(short) == "outcome" and found.scores[short][0] < 0.3
+    assert found.best != short and found.behind(short, found.best)
+
+
+def test_rewards_that_the_run_scales_apart_count_as_it_scales_them():
+    found = judged(paid_calls, (0.5,) * 4)
+    assert found.worst("lambda_to_go") == ALL and found.best != "lambda_to_go"
+    assert found.behind("lambda_to_go", found.best)
 
 
 def test_a_rule_that_is_not_registered_is_no_rule_to_compare():
@@ -196,7 +246,7 @@ def test_what_groups_do_not_tell_is_no_number(folder, capsys):
     rules = {"quiet": truth + 0.05 * torch.randn(7, 64, generator=generator), "noisy": noisy}
     comparison = compare_rules(rules, noisy, 4, draws=200)
     names = dict.fromkeys(rules, "leave_one_out")
-    found = Found(choose(open_run(folder)), "noisy", None, None, names, comparison, {}, 28, 1.0, 0.0)
+    found = Found(choose(open_run(folder)), "noisy", None, None, names, Judgement({ALL: comparison}), {}, 28, 1.0, 0.0)
     printed = as_json(found)
     quiet = printed["rules"]["quiet"]
     assert printed["known"] is False and printed["best"] is None and not quiet["behind_best"]

@@ -10,7 +10,7 @@ from support.decision_processes import PROCESSES
 from support.exact_gradients import Paths, measure
 
 from mt_grpo.credit import bind_rule
-from mt_grpo.credit.compare import compare_rules
+from mt_grpo.credit.compare import Judgement, compare_rules
 
 RULES = ("leave_one_out", "reward_to_go", "gtpo", "mt_grpo", "grpo_mr", "grpo_or")
 SIZE = 4
@@ -152,3 +152,32 @@ def test_a_rule_without_signal_has_no_direction():
 def test_one_group_is_refused():
     with pytest.raises(ValueError, match="one group"):
         compare_rules({}, torch.ones(1, 4), 4)
+
+
+def drawn(cosines, seed, noise=0.2):
+    """A comparison of rules whose gradients have these cosines with the truth."""
+    draws = torch.Generator().manual_seed(seed)
+    truth, across = torch.eye(16)[0], torch.eye(16)[1]
+    rules = {
+        rule: cosine * truth + math.sqrt(1 - cosine**2) * across + noise * torch.randn(60, 16, generator=draws)
+        for rule, cosine in cosines.items()
+    }
+    return compare_rules(rules, truth + noise * torch.randn(60, 16, generator=draws), groups_per_step=8)
+
+
+def test_a_rule_is_judged_by_what_it_does_worst():
+    found = Judgement(
+        {
+            "all": drawn({"loses": 0.95, "even": 0.8}, 0),
+            "outcome": drawn({"loses": 0.1, "even": 0.9}, 1),
+            "noise": drawn({"loses": 1.0, "even": -1.0}, 2, noise=50.0),
+        }
+    )
+    assert set(found.told) == {"all", "outcome"} and found.known
+    assert found.worst("loses") == "outcome" and found.worst("even") == "all"
+    assert found.scores["even"][0] == pytest.approx(0.8 / 0.95, abs=0.05)
+    assert found.best == "even" and found.behind("loses", "even") and not found.behind("even", "loses")
+
+
+def test_nothing_is_judged_where_nothing_is_told():
+    assert not Judgement({"all": drawn({"one": 1.0}, 0, noise=50.0)}).known
