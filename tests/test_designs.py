@@ -119,7 +119,7 @@ def row(design: str, arm: str, seed: int, start: float, end: float) -> dict:
     return {"design": design, "arm": arm, "seed": seed, "start": start, "end": end, "over": end}
 
 
-def test_an_arm_below_its_start_or_below_the_outcome_alone_is_out():
+def test_an_arm_below_its_start_or_the_outcome_alone_is_out():
     from designs_report import decide, verdicts
 
     rows = []

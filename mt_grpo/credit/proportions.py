@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean
@@ -36,7 +37,9 @@ def outcome_at_first_turn(rule: Rule, batch: RewardBatch, *, turn_coef: float | 
         ConfigError, CreditError: As `estimate`.
     """
     _, options = bind_rule(rule, turn_coef=turn_coef, scale_rewards="group")
-    scale = "none" if "scale_rewards" in options else "group"  # without one, what an outcome adds is told by itself
+    scale: Scale = (
+        "none" if "scale_rewards" in options else "group"
+    )  # without one, what an outcome adds is told by itself
 
     def advantages(rewards: RewardBatch) -> Tensor:
         with torch.random.fork_rng(devices=[rewards.turn_mask.device] if rewards.turn_mask.is_cuda else []):
@@ -103,5 +106,5 @@ def _slope(values: Sequence[float]) -> float:
     spread = sum((place - middle) ** 2 for place in range(count))
     slope = sum((place - middle) * value for place, value in enumerate(values)) / spread
     rest = sum((value - mean - slope * (place - middle)) ** 2 for place, value in enumerate(values))
-    error = (rest / (count - 2) / spread) ** 0.5
+    error = math.sqrt(rest / (count - 2) / spread)
     return slope / max(error, 1e-12)

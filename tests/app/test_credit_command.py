@@ -224,7 +224,7 @@ def test_a_lost_outcome_is_not_hidden_behind_easy_turn_rewards():
     assert found.best != short and found.behind(short, found.best)
 
 
-def test_rewards_that_the_run_scales_apart_count_as_it_scales_them():
+def test_rewards_count_as_the_run_scales_them():
     found = judged(paid_calls, (0.5,) * 4)
     assert found.worst("lambda_to_go") == ALL and found.best != "lambda_to_go"
     assert found.behind("lambda_to_go", found.best)
