@@ -53,7 +53,10 @@ def begin_forks() -> None:
         listening.listen()
         command = [str(SERVER_PYTHON), "-m", "support.vllm_forks", str(listening.fileno())]
         numbers = [listening.fileno()]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=numbers, start_new_session=True)
+        environment = {name: value for name, value in os.environ.items() if name != "ONEDNN_MAX_CPU_ISA"}
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, pass_fds=numbers, start_new_session=True, env=environment
+        )
     os.environ[FORKS] = f"{folder.name}/forks"
 
     def end() -> None:
@@ -87,6 +90,8 @@ class ServerProcess:
         self.command, self.port, self.log = command, port, log
         self.url = f"http://127.0.0.1:{port}"
         self._environment = {**os.environ, "HF_HUB_OFFLINE": "1", **(environment or {})}
+        # vLLM chooses its kernels by the processor; what tells oneDNN alone of another one ends its engine in bfloat16
+        self._environment.pop("ONEDNN_MAX_CPU_ISA", None)
         self._process: subprocess.Popen[bytes] | Forked | None = None
         self._watch: subprocess.Popen[bytes] | None = None
 
