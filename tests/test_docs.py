@@ -426,7 +426,7 @@ def test_the_answer_as_a_baseline_trains_in_a_recipe(tmp_path, monkeypatch):
 
 def test_the_example_of_a_state_score_fits_its_recipe(tmp_path, monkeypatch):
     example, *_ = [block for name, block in blocks("python") if name == "credit.md"]
-    named, *_ = [block for name, block in blocks("yaml") if name == "credit.md"]
+    named, *_ = [block for name, block in blocks("yaml") if name == "credit.md" and "Found" in block]
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_scores.py").write_text(example)
     options = yaml.safe_load((ROOT / "recipes" / "quickstart.yaml").read_text()) | yaml.safe_load(named)
