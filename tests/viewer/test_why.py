@@ -81,7 +81,7 @@ def test_the_group_is_behind_each_term_of_the_example(tmp_path):
         assert term["deviation"]["value"] == pytest.approx(np.std(values, ddof=1), abs=1e-6)
         assert term["scale"] == pytest.approx(term["deviation"]["value"] + 1e-4) and term["of"] == "the group’s 8"
     assert [each["values"] for each in turns["rewards"]] == [[0.2, 0.0, None], [0.0, 0.0, None]]
-    assert why["rule"] == {"name": "mt_grpo", "turn_coef": 1.0, "scale_rewards": "group"}
+    assert why["rule"] == {"name": "mt_grpo", "turn_coef": 1.0, "scales": "each", "scale_rewards": "group"}
     assert why["says"].startswith("The position-aware rule of MT-GRPO")
 
 
