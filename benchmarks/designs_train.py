@@ -69,7 +69,7 @@ class Designed(StepEnv):
     """Questions of which each is answered with a result and the next one; a tally ends some designs."""
 
     design: str
-    turns: int
+    length: int
     protocol = Calls()
     step_timeout = None
 
@@ -86,9 +86,9 @@ class Designed(StepEnv):
             call.executed, call.result = True, "r0"
         self._searches.append(tool == "search")
         self._named.append(name == self.row["right"][number].split()[1])
-        info = {"searches": list(self._searches), "named": list(self._named), "luck": self._luck, "turns": self.turns}
+        info = {"searches": list(self._searches), "named": list(self._named), "luck": self._luck, "turns": self.length}
         ended = self.design in ENDING and tool == "tally"
-        if ended or number + 1 == self.turns:
+        if ended or number + 1 == self.length:
             return Step(done=True, info=info)
         return Step(f"r0 . {self.row['questions'][number + 1]}", info=info)
 
@@ -180,7 +180,7 @@ def build(job: Job, plan: Plan, model: Path, folder: str) -> MTGRPOEnvTrainer:
         disable_tqdm=True,
     )
     env = Designed()
-    env.design, env.turns = job.design, plan.turns
+    env.design, env.length = job.design, plan.turns
     trainer = MTGRPOEnvTrainer(
         AutoModelForCausalLM.from_pretrained(model),
         env,

@@ -61,7 +61,7 @@ def test_the_trainers_environment_pays_the_same(design):
     from horizon_task import Calls, Setting, rows
 
     env = Designed()
-    env.design, env.turns, env.session = design, 8, "one"
+    env.design, env.length, env.session = design, 8, "one"
     (row,) = rows(Setting(8, 1), 1, seed=1)
     env.row = row
     said = [row["right"][0], "search n0", row["right"][2], "tally n0", *row["right"][4:]]
