@@ -1,7 +1,7 @@
 """
 Tests that the engine in this process samples from the distribution that is trained: what it samples in one batch of
 short and long rows, which are padded on the left and go on from a cache, is scored by a plain forward over each row
-alone.
+alone. A second turn of these rows, which may go on from the cache of the first, is scored likewise.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ from mt_grpo.rollout.engines.transformers import TransformersEngine
 LONGEST = 1024
 """Most tokens of the longest context, so that the test takes seconds."""
 
+RESULT = 7
+"""Most tokens between the two turns."""
+
 EXACT = 1e-3
 """Largest mean difference over a row's samples in float32, in nats. Some layers with a state go on from it by another
 formula than they compute a row with (transformers clamps a step of Mamba 2 in rows alone), which moves less."""
@@ -39,7 +42,8 @@ formula than they compute a row with (transformers clamps a step of Mamba 2 in r
 
 async def prove_engine(engine: TransformersEngine, mixed_precision: str = "no") -> None:
     """
-    Proves an engine for its model. It draws no random numbers and leaves no gradients.
+    Proves an engine for its model. It draws no random numbers and leaves no gradients. The engine keeps prefixes
+    afterwards if that changes nothing.
 
     Args:
         engine (`TransformersEngine`): The engine, whose model is in evaluation mode.
@@ -48,6 +52,7 @@ async def prove_engine(engine: TransformersEngine, mixed_precision: str = "no") 
     Raises:
         ConfigError: If it samples from another distribution than a forward over the same tokens computes.
     """
+    engine.keeps_prefixes = False
     proof = await measure_engine(engine, mixed_precision)
     if not proof.holds:
         raise ConfigError(
@@ -55,15 +60,36 @@ async def prove_engine(engine: TransformersEngine, mixed_precision: str = "no") 
             f"{proof.difference:.1e} nats away from a forward over each row, which is what is trained, where its "
             f"precision explains {proof.allowed:.1e}: set `use_vllm: true` to sample from a server."
         )
+    engine.keeps_prefixes = engine.context_length > 2 * TURN + RESULT
+    if engine.keeps_prefixes:
+        try:
+            engine.keeps_prefixes = (await measure_engine(engine, mixed_precision, turns=2)).holds
+        except Exception:  # of a model's own code, which does not go on from a cache
+            engine.keeps_prefixes = False
 
 
-async def measure_engine(engine: TransformersEngine, mixed_precision: str = "no") -> Proof:
-    """How far the log-probs of what an engine samples are from those of a forward over each row alone."""
-    contexts = probe_contexts(engine)
+async def measure_engine(engine: TransformersEngine, mixed_precision: str = "no", turns: int = 1) -> Proof:
+    """
+    How far the log-probs of what an engine samples are from those of a forward over each row alone.
+
+    Args:
+        engine (`TransformersEngine`): The engine.
+        mixed_precision (`str`, *optional*, defaults to `"no"`): As in `mt_grpo.forward.probe.prove`.
+        turns (`int`, *optional*, defaults to `1`): The turn that is measured, after results of several lengths.
+    """
+    contexts = probe_contexts(engine, turns)
     names = [f"engine-proof-{number}" for number in range(len(contexts))]
     sampling = [SamplingParams(max_tokens=TURN, seed=number) for number in range(len(contexts))]
+    samples: list[Sample] = []
     try:
-        samples = await asyncio.gather(*map(engine.generate, contexts, sampling, names))
+        for turn in range(turns):
+            if turn:
+                results = [context[: min(1 + 3 * number, RESULT)] for number, context in enumerate(contexts)]
+                contexts = [
+                    context + sample.ids + result
+                    for context, sample, result in zip(contexts, samples, results, strict=True)
+                ]
+            samples = await asyncio.gather(*map(engine.generate, contexts, sampling, names))
     finally:
         for name in names:
             engine.release(name)
@@ -71,16 +97,16 @@ async def measure_engine(engine: TransformersEngine, mixed_precision: str = "no"
         return _compare(engine, contexts, samples, rounding_step(engine.model, mixed_precision))
 
 
-def probe_contexts(engine: TransformersEngine) -> list[list[int]]:
+def probe_contexts(engine: TransformersEngine, turns: int = 1) -> list[list[int]]:
     """
     Three contexts, of which the shorter two are padded by numbers of tokens that no kernel's block divides. The
-    longest is longer than the model's windows, where these have less than `LONGEST` tokens.
+    longest is longer than the model's windows, where these have less than `LONGEST` tokens. All leave room for turns.
     """
     whole = base_model(engine.model).config
     config = whole.get_text_config()
     reaches = [getattr(config, name, None) or 0 for name in REACHES]
     longest = max(SHALLOWEST, *(reach for reach in reaches if reach < LONGEST)) + TURN
-    longest = max(1, min(longest, engine.context_length - TURN))
+    longest = max(1, min(longest, engine.context_length - turns * TURN - (turns - 1) * RESULT))
     draw = np.random.default_rng(0)
     words = np.setdiff1d(
         np.arange(config.vocab_size), [*media_tokens(whole).values()]

@@ -28,6 +28,7 @@ from mt_grpo.forward.probe import context_length
 from mt_grpo.forward.routes import Recorder
 from mt_grpo.images import SOUND, kind_of
 from mt_grpo.rollout.engine import Sample, SamplingParams
+from mt_grpo.rollout.engines.prefixes import Prefixes, is_of_tokens_alone, keep, left_padded, weights_of
 from mt_grpo.token_tree import Routes
 
 
@@ -71,6 +72,9 @@ class TransformersEngine:
         weight_version (`int`, *optional*): Optimiser step of the model's weights, which samples are stamped with.
         update (`threading.Lock`): Held while a batch is sampled, and to be held while the model's weights are changed.
         context (`Callable`): Makes the context in which the model runs, such as autocast.
+        keeps_prefixes (`bool`): Whether the next turns of a batch's conversations go on from the keys and values of
+            the last ones, in place of computing them again. Off until `prove_engine` has shown that the model allows
+            it: only layers of full attention, without images.
     """
 
     def __init__(
@@ -90,6 +94,8 @@ class TransformersEngine:
         self.weight_version: int | None = None
         self.update = threading.Lock()
         self.context: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self.keeps_prefixes = False
+        self._prefixes: Prefixes | None = None
         self._live: set[str] = set()
         self._waiting: list[_Request] = []
         self._batch: asyncio.Future[None] | None = None
@@ -101,6 +107,7 @@ class TransformersEngine:
     def use_model(self, model: Any) -> None:
         """Samples from `model` until another is given; see `LocalEngine`."""
         self.model = model
+        self._prefixes = None
 
     async def generate(self, context: list[int], sampling: SamplingParams, session: str) -> Sample:
         """Samples one action; see `Engine`. `sampling.max_tokens` must be set."""
@@ -114,6 +121,7 @@ class TransformersEngine:
         if loop is not self._loop:  # what an earlier event loop left behind will not come back
             self._loop, self._batch, self._timer, self._waiting = loop, None, None, []
             self._live.clear()
+            self._prefixes = None
         request = _Request(list(context), sampling, session, loop.create_future(), images=images)
         self._live.add(session)
         self._waiting.append(request)
@@ -126,6 +134,8 @@ class TransformersEngine:
         if loop is not self._loop:
             return
         self._live.discard(session)
+        if not self._live:
+            self._prefixes = None
         # only what nobody waits for: a conversation of the same name may have begun since
         self._waiting = [request for request in self._waiting if not request.future.done()]
         loop.call_soon(self._start_batch)
@@ -157,6 +167,8 @@ class TransformersEngine:
     def _end_batch(self, batch: list[_Request], done: asyncio.Future[None]) -> None:
         if self._batch is done:
             self._batch = None
+        if not self._live:
+            self._prefixes = None
         for request in batch:
             if request.future.done():  # a cancelled conversation is gone already
                 continue
@@ -184,37 +196,42 @@ class TransformersEngine:
 
     def _generate(self, batch: list[_Request], drawing: tuple[float, ...]) -> None:
         device = self.model.device
-        width = max(len(request.context) for request in batch)
-        pad = self.tokenizer.pad_token_id
-        # masked, but a repetition penalty reads it: a token of the row itself, so that padding changes nothing; the
-        # largest is none of an image
-        padded = [[max(request.context)] * (width - len(request.context)) + request.context for request in batch]
-        mask = [[0] * (width - len(request.context)) + [1] * len(request.context) for request in batch]
-        ids = torch.tensor(padded, device=device)
         images: dict[int, ImageInputs] = {}
         for request in batch:
             images |= request.images
-        inputs = row_inputs(self.model, ids, images)
+        sessions, contexts = [request.session for request in batch], [request.context for request in batch]
+        weights = weights_of(self.model, self.weight_version)
+        prefixes, self._prefixes = self._prefixes, None
+        rows = prefixes and prefixes.continued(sessions, contexts, weights)
+        rows = rows or left_padded(contexts)
+        width = len(rows.ids[0])
+        inputs = row_inputs(self.model, torch.tensor(rows.ids, device=device), images)
         never = [*media_tokens(self.model.config).values()]  # no image would stand behind it
         recorder = _Recorder(batch, width, device, greedy=drawing[0] == 0, never=never)
         routes = Recorder(self.model) if self.record_routes else nullcontext()
         with routes:
-            self.model.generate(
+            output = self.model.generate(
                 inputs.pop("input_ids"),
                 **inputs,
-                attention_mask=torch.tensor(mask, device=device),
+                **({} if rows.cache is None else {"past_key_values": rows.cache}),
+                attention_mask=torch.tensor(rows.mask, device=device),
                 generation_config=GenerationConfig(
                     do_sample=False,
                     max_new_tokens=max(request.budget for request in batch),
                     repetition_penalty=1.0,
-                    pad_token_id=pad,
+                    pad_token_id=self.tokenizer.pad_token_id,
                     eos_token_id=None,
                     use_cache=True,
+                    return_dict_in_generate=True,
                 ),
                 logits_processor=LogitsProcessorList([*_warpers(drawing), recorder]),
                 stopping_criteria=[_Finished(self, batch, recorder)],
                 synced_gpus=False,  # which ZeRO-3 would turn on; processes make different numbers of calls
             )
+        cache = getattr(output, "past_key_values", None)
+        if self.keeps_prefixes and not never and not self.record_routes and is_of_tokens_alone(cache):
+            samples = [request.ids for request in batch]
+            self._prefixes = keep(cache, rows, sessions, contexts, samples, weights)
         if any(request.finish_reason is None and not request.future.cancelled() for request in batch):
             raise ConfigError(
                 f"`generate` of {type(self.model).__name__} returned before its answers had ended, without the "
