@@ -18,6 +18,7 @@ import random
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from itertools import product
 from pathlib import Path
 from statistics import fmean
@@ -95,15 +96,18 @@ class Designed(StepEnv):
 
 def earned_by(design: str, shaping: float, info: Mapping[str, Any]) -> Earned:
     """What one conversation earned."""
-    made, turns = len(info["searches"]), info["turns"]
+    return _earned(design, shaping, tuple(info["searches"]), tuple(info["named"]), info["luck"], info["turns"])
 
+
+@lru_cache(maxsize=4096)  # asked for each turn
+def _earned(
+    design: str, shaping: float, searches: tuple[bool, ...], named: tuple[bool, ...], luck: float, turns: int
+) -> Earned:
     def widened(values: Sequence[bool]) -> torch.Tensor:
-        return torch.tensor([[*values, *[False] * (turns - made)]])
+        return torch.tensor([[*values, *[False] * (turns - len(values))]])
 
-    calls = Made(
-        widened(info["searches"]), widened(info["named"]), widened([True] * made), torch.tensor([info["luck"]])
-    )
-    return earn(design, calls, shaping)
+    exists = [True] * len(searches)
+    return earn(design, Made(widened(searches), widened(named), widened(exists), torch.tensor([luck])), shaping)
 
 
 class Shaping(TurnReward):

@@ -105,6 +105,18 @@ def test_what_is_changed_is_computed_again(frozen, change):
     assert engine.places[4] == longest
 
 
+def test_a_recorder_of_routes_that_finds_none_is_no_hindrance(frozen):
+    engine = Counting(frozen)
+    engine.record_routes = True
+
+    async def converse():
+        first = await ask(engine, {"a": WORDS})
+        await ask(engine, {"a": WORDS + first["a"].ids + WORDS[:2]})
+
+    asyncio.run(converse())
+    assert engine.places[4] == 3
+
+
 def test_nothing_is_kept_when_no_conversation_is_left(frozen):
     engine = Counting(frozen)
 

@@ -74,7 +74,7 @@ class TransformersEngine:
         context (`Callable`): Makes the context in which the model runs, such as autocast.
         keeps_prefixes (`bool`): Whether the next turns of a batch's conversations go on from the keys and values of
             the last ones, in place of computing them again. Off until `prove_engine` has shown that the model allows
-            it: only layers of full attention, without images.
+            it: only layers of full attention, without images or routes to record.
     """
 
     def __init__(
@@ -228,10 +228,6 @@ class TransformersEngine:
                 stopping_criteria=[_Finished(self, batch, recorder)],
                 synced_gpus=False,  # which ZeRO-3 would turn on; processes make different numbers of calls
             )
-        cache = getattr(output, "past_key_values", None)
-        if self.keeps_prefixes and not never and not self.record_routes and is_of_tokens_alone(cache):
-            samples = [request.ids for request in batch]
-            self._prefixes = keep(cache, rows, sessions, contexts, samples, weights)
         if any(request.finish_reason is None and not request.future.cancelled() for request in batch):
             raise ConfigError(
                 f"`generate` of {type(self.model).__name__} returned before its answers had ended, without the "
@@ -239,6 +235,10 @@ class TransformersEngine:
                 "sample from a server (`use_vllm: true`)."
             )
         found = routes.routes(len(batch)) if isinstance(routes, Recorder) else None
+        cache = getattr(output, "past_key_values", None)
+        if self.keeps_prefixes and not never and found is None and is_of_tokens_alone(cache):
+            samples = [request.ids for request in batch]
+            self._prefixes = keep(cache, rows, sessions, contexts, samples, weights)
         if found is not None:
             for request, row in zip(batch, found, strict=True):
                 first = request.sampling.routes_from
