@@ -81,7 +81,7 @@ def learn_by_heart(model, family: str, tokenizer) -> None:
     (trajectory,) = asyncio.run(runner.run([RolloutRequest(ASKED, "0")], SamplingParams()))
     (sequence,) = trajectory.tree.sequences()
     ids, learnt = torch.tensor([sequence.tokens]), torch.tensor(sequence.mask[1:]).bool()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
     for _ in range(200):
         logits = model(input_ids=ids).logits[0, :-1][learnt]
         loss = torch.nn.functional.cross_entropy(logits.float(), ids[0, 1:][learnt])
@@ -89,6 +89,8 @@ def learn_by_heart(model, family: str, tokenizer) -> None:
             return
         optimizer.zero_grad()
         loss.backward()
+        # unclipped, a mixture of experts jumps back to where it began, at other steps on each CPU
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3)
         optimizer.step()
     raise AssertionError(f"{loss.item():.2f} nats a token")
 
