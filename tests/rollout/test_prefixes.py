@@ -16,6 +16,8 @@ from mt_grpo.rollout import SamplingParams
 from mt_grpo.rollout.engines.proof import prove_engine
 from mt_grpo.rollout.engines.transformers import TransformersEngine
 
+pytestmark = pytest.mark.filterwarnings("error::FutureWarning")  # transformers renames what it is given
+
 TOKENIZER = build_tokenizer()
 WORDS = TOKENIZER.encode("What is the capital of Peru user answer the query name of Lima")
 

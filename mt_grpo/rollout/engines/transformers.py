@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria
 from transformers.generation import (
+    GenerateDecoderOnlyOutput,
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
@@ -30,6 +31,9 @@ from mt_grpo.images import SOUND, kind_of
 from mt_grpo.rollout.engine import Sample, SamplingParams
 from mt_grpo.rollout.engines.prefixes import Prefixes, is_of_tokens_alone, keep, left_padded, weights_of
 from mt_grpo.token_tree import Routes
+
+CACHE = "cache" if "cache" in GenerateDecoderOnlyOutput.__dataclass_fields__ else "past_key_values"
+"""What this version of transformers calls the keys and values that `generate` takes and returns."""
 
 
 @dataclass(eq=False)
@@ -213,7 +217,7 @@ class TransformersEngine:
             output = self.model.generate(
                 inputs.pop("input_ids"),
                 **inputs,
-                **({} if rows.cache is None else {"past_key_values": rows.cache}),
+                **({} if rows.cache is None else {CACHE: rows.cache}),
                 attention_mask=torch.tensor(rows.mask, device=device),
                 generation_config=GenerationConfig(
                     do_sample=False,
@@ -235,7 +239,7 @@ class TransformersEngine:
                 "sample from a server (`use_vllm: true`)."
             )
         found = routes.routes(len(batch)) if isinstance(routes, Recorder) else None
-        cache = getattr(output, "past_key_values", None)
+        cache = getattr(output, CACHE, None)
         if self.keeps_prefixes and not never and found is None and is_of_tokens_alone(cache):
             samples = [request.ids for request in batch]
             self._prefixes = keep(cache, rows, sessions, contexts, samples, weights)
