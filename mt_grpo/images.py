@@ -148,6 +148,38 @@ def _is_unread_part(part: Any) -> bool:
     return any(value is None for value in part.values()) or (is_shown(part) and not is_read(part))
 
 
+def own_parts(content: list[Any]) -> list[Any]:
+    """
+    The parts of a content with images that nobody else can draw on: copies, or files opened again where they are not
+    decoded. A tool or an environment may draw on one image turn after turn, and each turn shows what it was then.
+    """
+    return [_own_part(part) for part in content]
+
+
+def _own_part(part: Any) -> Any:
+    if is_image(part):
+        return _own(part)
+    if isinstance(part, dict) and is_image(part.get("image")):
+        return {**part, "image": _own(part["image"])}
+    if isinstance(part, dict) and isinstance(part.get("video"), (list, tuple)):
+        return {**part, "video": [_own(frame) if is_image(frame) else frame for frame in part["video"]]}
+    return part
+
+
+def _own(image: Any) -> Any:
+    if _owned.get(id(image)) is image or _is_refused(image):
+        return image
+    if _is_lazy(image):
+        place = image.fp.tell()  # some formats are decoded from where they were left
+        image.fp.seek(0)
+        copied = _open(image.fp.read(), "An image")
+        image.fp.seek(place)
+    else:
+        copied = image.copy()
+        _owned[id(copied)] = copied
+    return copied
+
+
 def media_of(parts: Iterable[dict[str, Any]]) -> list[Any]:
     """The images, frames of videos, and sounds of parts that are read, in order."""
     return [medium for part in parts for medium in _media_in(part)]
@@ -257,6 +289,8 @@ class _Opened:
 
 
 _opened: dict[int, _Opened] = {}
+_owned: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+"""Images that were opened or copied here."""
 _BROKEN = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, IndexError, KeyError, TypeError)
 """What Pillow raises for files that are none."""
 
@@ -310,6 +344,7 @@ def _open(file: bytes, name: str) -> Any:
             f"{name} has {size_of(image):,} pixels, and {IN_MESSAGE.values:,} are the most: make it smaller."
         )
     _opened[id(image)] = _Opened(image, file)
+    _owned[id(image)] = image
     copyreg.pickle(type(image), _reduced)
     return image
 

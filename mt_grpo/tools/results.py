@@ -8,7 +8,7 @@ from dataclasses import asdict, is_dataclass
 from typing import Any, NamedTuple
 
 from mt_grpo.errors import describe_error
-from mt_grpo.images import decode_shown, in_words, read_parts, shows_images
+from mt_grpo.images import decode_shown, in_words, own_parts, read_parts, shows_images
 
 MAX_DEPTH = 100
 """Most levels of nested lists and dictionaries in data, since code that handles it is recursive."""
@@ -51,7 +51,7 @@ def read_result(result: Any, max_size: int | None) -> Result:
         return Result(cut(render(result), max_size), data)
     parts = [
         {**part, "text": cut(render(part["text"]), max_size)} if "text" in part else part
-        for part in read_parts(result if isinstance(result, list) else [result])
+        for part in read_parts(own_parts(result if isinstance(result, list) else [result]))
     ]
     decode_shown(parts)
     return Result("\n".join(map(in_words, parts)), data, parts)

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image, ImageDraw
 from support.images import ScriptedSight, build_processor, build_vision_model, picture
 from support.models import build_tokenizer
 from trl.chat_template_utils import add_response_schema
 
-from mt_grpo.envs import MultiTurnToolEnv, Outcome
+from mt_grpo.envs import MultiTurnToolEnv, Outcome, Step, StepEnv
 from mt_grpo.images import as_png, image_parts
 from mt_grpo.images import read_parts as opened_parts
 from mt_grpo.integrations.openai_api.request import read_parts
@@ -152,6 +153,57 @@ def test_a_rendered_history_keeps_its_images(history):
     assert trajectory.stop_reason is StopReason.ANSWERED, trajectory.error
     last = trajectory.tree.path_of_turn(2)
     assert [token for token in last if token < 0].count(list(trajectory.images)[1]) == 2 * 4
+
+
+class Board(StepEnv):
+    """Draws on one image and shows it after each turn."""
+
+    def __init__(self, image: Any) -> None:
+        self.image = image
+
+    def reset(self, row: dict[str, Any]) -> list[Any]:
+        return shown(self.image)
+
+    def step(self, turn: Any) -> Step:
+        draw_on(self.image, len(self.turns))
+        return Step(shown(self.image), done=len(self.turns) == 3)
+
+
+def draw_on(image: Any, number: int) -> None:
+    ImageDraw.Draw(image).rectangle((0, 0, 4 * number, 16), fill="yellow")
+
+
+def drawing_tool(image: Any) -> Any:
+    def look(where: str) -> Any:
+        """
+        Draws and looks.
+
+        Args:
+            where: At what.
+        """
+        draw_on(image, len(where))
+        return image
+
+    return look
+
+
+@pytest.mark.parametrize("by", ["tool", "environment"])
+@pytest.mark.parametrize("opened", ["from a file", "in memory"])
+def test_an_image_that_is_drawn_on_is_shown_as_it_was(by, opened, tmp_path):
+    processor, image = build_processor("qwen3_vl"), picture(size=(24, 16))
+    if opened == "from a file":
+        image.save(tmp_path / "board.png")
+        image = Image.open(tmp_path / "board.png")
+    script = [CALLS["tags"].format("a" * number) for number in (1, 2)] + ["<answer>a</answer>"]
+    engine = ScriptedSight(processor.tokenizer, lambda session, turn: script[turn])
+    env = Board(image) if by == "environment" else MultiTurnToolEnv([drawing_tool(image)])
+    [trajectory] = rollout(env, engine, processor, [shown(picture("blue"))], sanity_check_mode="strict")
+    assert trajectory.stop_reason in (StopReason.ANSWERED, StopReason.ENV_DONE), trajectory.error
+    replies = [turn.replies for turn in trajectory.turns[:2]]
+    said = [trajectory.prompt, *replies] if by == "environment" else replies
+    pixels = [part["image"].getpixel((6, 1)) for message in said for part in image_parts(message)]
+    assert [each == (255, 255, 0) for each in pixels] == [False, False, True][-len(pixels) :]
+    assert len(trajectory.images) == 3 and trajectory.tree.num_sequences == 1
 
 
 # Sampled
