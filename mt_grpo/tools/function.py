@@ -245,7 +245,7 @@ def _refuse_undescribed(name: str, function: Callable[..., Any]) -> Callable[...
         raise ToolDefinitionError(
             f"The tool {name!r} has no type hint for {_listing(unhinted)}: write one, as in `{unhinted[0]}: str`."
         )
-    if undocumented := [parameter.name for parameter in parameters if parameter.name not in documented]:
+    if undocumented := [parameter.name for parameter in parameters if not documented.get(parameter.name)]:
         raise ToolDefinitionError(
             f"The tool {name!r} does not describe {_listing(undocumented)} in its docstring: add a line "
             f"`{undocumented[0]}: what it is` under `Args:`."
