@@ -12,7 +12,7 @@ WORKERS := --numprocesses=auto --maxprocesses=4 --dist=loadfile --no-loadscope-r
 TRL_OLDEST := 1.15.0
 MCP_OLDEST := 1.30.0
 
-.PHONY: quickstart test check lint format bench browser server-cpu trl-oldest warm-start clean
+.PHONY: quickstart test covering check lint format bench browser server-cpu trl-oldest warm-start clean
 .PHONY: ablation bench-environments interop interop-games interop-agents interop-deepspeed interop-trl interop-verifiers
 
 quickstart: $(VENV)/.installed
@@ -24,10 +24,15 @@ COVERING := credit rewards test_trajectory.py forward/test_routes.py integration
 	rollout/test_branching.py rollout/test_token_row.py runlog/test_runlog.py training/test_nonfinite.py \
 	training/test_reward_batch.py training/test_reward_columns.py
 
-test: lint server-cpu trl-oldest browser
+# What one process does alone goes beside what another does.
+test:
+	$(MAKE) --jobs=3 $(VENV)/.installed server-cpu browser
+	$(MAKE) --jobs=2 $(if $(filter output-sync,$(.FEATURES)),--output-sync) lint trl-oldest covering
+	$(BIN)/python -m pytest $(WORKERS) $(COVERING:%=--ignore=tests/%)
+
+covering: $(VENV)/.installed
 	$(BIN)/python -m pytest $(WORKERS) $(COVERING:%=tests/%) --cov=mt_grpo.trajectory --cov=mt_grpo.token_tree \
 		--cov=mt_grpo.credit --cov=mt_grpo.rewards --cov-branch --cov-report=term-missing --cov-fail-under=100
-	$(BIN)/python -m pytest $(WORKERS) $(COVERING:%=--ignore=tests/%)
 
 # What most changes break, in minutes: lint, and every test that is quick and needs no server. With `ROOM=credit` only
 # those of one room.
