@@ -11,8 +11,8 @@ from torch.nn.attention.flex_attention import flex_attention
 from transformers import (
     DogeConfig,
     DogeForCausalLM,
-    GPTJConfig,
-    GPTJForCausalLM,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     RwkvConfig,
@@ -289,7 +289,12 @@ def test_a_decoder_with_plain_attention_is_accepted():
             lambda: RwkvForCausalLM(RwkvConfig(vocab_size=32, hidden_size=16, num_hidden_layers=2)),
             "attention interf",
         ),
-        (lambda: GPTJForCausalLM(GPTJConfig(n_embd=16, n_layer=1, n_head=2, rotary_dim=4)), "attention interf"),
+        (
+            lambda: GPTNeoForCausalLM(
+                GPTNeoConfig(hidden_size=16, num_layers=1, num_heads=2, attention_types=[[["global"], 1]])
+            ),
+            "attention interf",
+        ),
     ],
 )
 def test_a_model_that_cannot_run_over_trees_is_refused(build, reason):
