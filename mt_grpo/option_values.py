@@ -37,8 +37,8 @@ USER_OPTIONS: dict[str, tuple[type, ...]] = {
 }
 """Keys of `simulated_user`, the first three needed, and what they take; see `mt_grpo.envs.simulated_user`."""
 
-DEFAULT_RULE: dict[str, Any] = {"name": "gtpo", "gamma": 0.5}
-"""The credit rule where none is chosen. docs/horizon.md says why."""
+DEFAULT_RULE = "turn_gae"
+"""The credit rule where none is chosen. docs/designs.md says why."""
 
 OUTCOME_RULE = "grpo_or"
 """The same without turn rewards: TRL's, which gives the outcome to every token of a conversation."""
@@ -85,7 +85,7 @@ def chosen_rule(rule: str | dict[str, Any] | None, has_turn_rewards: bool) -> st
     """The credit rule of a run: the one that was chosen, or a default."""
     if rule is not None:
         return rule
-    return dict(DEFAULT_RULE) if has_turn_rewards else OUTCOME_RULE
+    return DEFAULT_RULE if has_turn_rewards else OUTCOME_RULE
 
 
 def parse_rule(rule: Any) -> str | dict[str, Any]:

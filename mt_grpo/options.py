@@ -309,7 +309,7 @@ class RunOptions:
     )
     advantage_estimator: dict[str, Any] | str | None = option(
         None,
-        "Credit rule: its name, or `name` and options (JSON). Unset: `gtpo`, `gamma: 0.5`; `grpo_or` without turn "
+        "Credit rule: its name, or `name` and options (JSON). Unset: `turn_gae`; `grpo_or` without turn "
         "rewards, as in TRL.",
         REWARDS,
         page="credit.md",

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.images import picture
-from support.vision import VISION_FAMILIES, Family
+from support.vision import RUNNABLE, VISION_FAMILIES, Family
 from torch import Tensor
 
 from mt_grpo.envs import Outcome
@@ -103,7 +103,7 @@ def gradients(model: Any, logps: Tensor) -> dict[str, Tensor]:
     return {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
 
 
-@pytest.mark.parametrize("name", VISION_FAMILIES)
+@pytest.mark.parametrize("name", RUNNABLE)
 def test_it_samples_and_scores_as_the_model_alone_does(name):
     (processor, model), packed = family(name), VISION_FAMILIES[name][1]
     engine = TransformersEngine(model, processor.tokenizer)
