@@ -69,6 +69,14 @@ DESIGNS = {
 }
 """By name, what is paid."""
 
+HELD_OUT = {
+    "T": "turn 5 alone decides the outcome; right calls after it are paid",
+    "M": "milestones: every fourth turn is paid for the share right of the last four; the outcome wants .75 right",
+    "W": "wrong names are paid a little; the outcome is the share right",
+    "Q": "right names are paid next to nothing; the outcome is chance, and more likely with each search",
+}
+"""Designs that the advice of `mt-grpo credit` was not made on; in no other comparison."""
+
 ENDING = ("F", "H", "P")
 """Designs in which a tally ends the conversation."""
 
@@ -78,9 +86,10 @@ def earn(design: str, calls: Calls, shaping: float) -> Earned:
     What conversations earn.
 
     Args:
-        design (`str`): One of `DESIGNS`.
+        design (`str`): One of `DESIGNS` or `HELD_OUT`.
         calls (`Calls`): What they did.
-        shaping (`float`): What a turn earns for what is paid; a fifth of it in F, H and P, and a K-th in N.
+        shaping (`float`): What a turn earns for what is paid; a fifth of it in F, H, P and W, a fiftieth in Q, and a
+            K-th in N.
     """
     right, turns = calls.right.double(), calls.exists.shape[1]
     searched = calls.searches.double().sum(dim=1)
@@ -107,5 +116,17 @@ def earn(design: str, calls: Calls, shaping: float) -> Earned:
     if design == "P":
         likely = answered * torch.where(searched >= ENOUGH, 0.9, 0.2)
         return Earned(shaping / 5 * calls.searches.double(), (calls.luck < likely).double(), likely / 0.9)
-    outcome = (calls.luck < 0.4 + 0.2 * share).double()
-    return Earned(shaping / turns * right, outcome, share)
+    if design == "N":
+        outcome = (calls.luck < 0.4 + 0.2 * share).double()
+        return Earned(shaping / turns * right, outcome, share)
+    if design == "T":
+        later = torch.arange(turns) > 4
+        return Earned(shaping * right * later, right[:, 4], right[:, 4])
+    if design == "M":
+        paid = torch.zeros_like(right)
+        paid[:, 3::4] = right.view(len(right), -1, 4).mean(dim=2)
+        return Earned(shaping * paid, (share >= 0.75).double(), share)
+    if design == "W":
+        return Earned(shaping / 5 * (~calls.named).double(), share, share)
+    likely = 0.2 + 0.6 * searched / turns
+    return Earned(shaping / 50 * calls.named.double(), (calls.luck < likely).double(), searched / turns)

@@ -47,15 +47,26 @@ class Cell(NamedTuple):
     arm: str
 
 
-def train(cell: Cell, arm: Arm, seeds: int = SEEDS, steps: int = STEPS) -> list[Row]:
+def first_policy(searches: float = SEARCHES, named: float = NAMED) -> Tensor:
+    """How likely each of the four actions is."""
+    of_tool, of_name = (torch.tensor([share, 1 - share], dtype=torch.double) for share in (searches, named))
+    return torch.outer(of_tool, of_name).flatten()
+
+
+def train(
+    cell: Cell,
+    arm: Arm,
+    seeds: int = SEEDS,
+    steps: int = STEPS,
+    policy: tuple[float, float] = (SEARCHES, NAMED),
+    group: int = GROUP,
+) -> list[Row]:
     """Trains an arm; for each rate the share reached at the first step, at the end and over training, by seed."""
     draw = torch.Generator().manual_seed(0)
     function, options = bind_rule(arm.rule, turn_coef=None, scale_rewards=arm.scale_rewards)
-    number = cell.groups * GROUP
-    start = torch.tensor(
-        [SEARCHES * NAMED, SEARCHES * (1 - NAMED), (1 - SEARCHES) * NAMED, (1 - SEARCHES) * (1 - NAMED)]
-    )
-    tables = [start.double().log().repeat(seeds, cell.turns, 1).requires_grad_() for _ in RATES]
+    number = cell.groups * group
+    start = first_policy(*policy)
+    tables = [start.log().repeat(seeds, cell.turns, 1).requires_grad_() for _ in RATES]
     optimizer = torch.optim.Adam([{"params": [table], "lr": rate} for table, rate in zip(tables, RATES, strict=True)])
     reached = []
     for _ in range(steps):
@@ -68,7 +79,7 @@ def train(cell: Cell, arm: Arm, seeds: int = SEEDS, steps: int = STEPS) -> list[
         calls = calls_of(cell.design, actions, luck)
         earned = earn(cell.design, calls, cell.shaping)
         exists = calls.exists
-        batch = batch_of(calls, earned)
+        batch = batch_of(calls, earned, group)
         advantages = function(batch, **options).view(actions.shape)
         chosen = likely[:, None].expand(-1, number, -1, -1).gather(3, actions[..., None])[..., 0]
         turns = exists.view(len(likely), -1).sum(dim=1)
@@ -100,10 +111,10 @@ def calls_of(design: str, actions: Tensor, luck: Tensor) -> Calls:
     return Calls(searches & exists, named & exists, exists, luck.flatten())
 
 
-def batch_of(calls: Calls, earned: Earned) -> RewardBatch:
+def batch_of(calls: Calls, earned: Earned, group: int = GROUP) -> RewardBatch:
     """The rewards as a rule gets them."""
     return RewardBatch(
-        earned.turns.masked_fill(~calls.exists, torch.nan), earned.outcomes, calls.exists, calls.searches, GROUP
+        earned.turns.masked_fill(~calls.exists, torch.nan), earned.outcomes, calls.exists, calls.searches, group
     )
 
 

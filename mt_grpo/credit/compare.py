@@ -19,13 +19,17 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import NormalDist
 
 import torch
 from torch import Tensor
 
+ALL = "all rewards"
+"""What all rewards together are named."""
 DRAWS = 2000
+NEAR = 0.2
+"""Rules whose steps go less than this share behind the farthest ones are near them."""
 
 
 @dataclass(frozen=True)
@@ -90,9 +94,11 @@ class Comparison:
 
     @property
     def known(self) -> bool:
-        """Whether the steps of the best rule are shown to go along the true gradient: `step` is above 0."""
-        best = self.directions[self.best]
-        return best is not None and best.step.low is not None and best.step.low > 0
+        """
+        Whether the steps of the best rule are shown to go along the true gradient. How straight they go need not be
+        told for that: a quiet rule tells it also where the groups do not tell the length of the true gradient.
+        """
+        return _above(self.ascents[self.best], self.groups)
 
     def behind(self, rule: str, other: str) -> bool:
         """Whether the `step` of a rule is shown to be smaller than another's: the whole paired interval is below 0."""
@@ -102,24 +108,57 @@ class Comparison:
 @dataclass(frozen=True, eq=False)
 class Judgement:
     """
-    Rules by what each does worst: by all rewards together, or by one of them alone. A cosine with the gradient of all
-    rewards is high where a rule follows many easy ones and loses the one that decides.
+    Rules by what their steps do worst. Each step is that of all rewards, as the run makes it, and is held against the
+    gradient of all rewards together and against that of each reward. With that of all alone a rule looks good that
+    follows many easy rewards and loses the one that decides, and one that drowns a clear reward in the noise of
+    another.
+
+    Not every reward has a part in this. One whose gradient the groups do not tell has none. Neither has one that goes
+    against the others: rules are right not to follow it. So where all rewards together are told, a reward counts that
+    is shown to go along with them; where they are not, one that is not shown to go against the others.
+
+    What hardly shows yet is in no gradient: an outcome that nobody reaches, or a decision that comes later. So of
+    rules that are near the farthest one, `best` is that which gives early turns most of an outcome.
 
     Args:
-        items (`dict[str, Comparison]`): The same rules on the same groups and draws, by what they are compared on;
-            those whose direction is `known` count.
+        items (`dict[str, Comparison]`): The same rules on the same groups and draws, by what they are held against:
+            `ALL`, and the names of rewards.
+        with_all (`dict[str, Tensor]`): By reward, how far its gradient goes along that of all rewards, (1 + D,).
+        with_others (`dict[str, Tensor]`): The same along that of all others.
+        kept (`dict[str, float]`): By rule, how much of an outcome's advantage reaches the first turn, in what reaches
+            the turn that gets most of it; 1 for a rule that is not in it.
     """
 
     items: dict[str, Comparison]
+    with_all: dict[str, Tensor] = field(default_factory=dict)
+    with_others: dict[str, Tensor] = field(default_factory=dict)
+    kept: dict[str, float] = field(default_factory=dict)
+
+    @functools.cached_property
+    def told(self) -> dict[str, Comparison]:
+        """What steps are judged by."""
+        known = {name: item for name, item in self.items.items() if item.known}
+        if ALL in known:
+            left = [name for name in known if name == ALL or _above(self.with_all[name], known[name].groups)]
+        else:
+            left = [name for name in known if not _below(self.with_others[name], known[name].groups)]
+        return {name: known[name] for name in left}
 
     @property
-    def told(self) -> dict[str, Comparison]:
-        """What the groups tell something of."""
-        return {name: item for name, item in self.items.items() if item.known}
+    def silent(self) -> list[str]:
+        """What the groups do not tell the gradient of."""
+        return [name for name, item in self.items.items() if not item.known]
+
+    @property
+    def opposed(self) -> list[str]:
+        """Rewards without a part that are shown to go against the others."""
+        left = [name for name in self.with_others if name not in self.told and self.items[name].known]
+        return [name for name in left if _below(self.with_others[name], self.items[name].groups)]
 
     @property
     def known(self) -> bool:
-        return bool(self.told)
+        """Whether a rule is shown to be good for something, and none of it is worse for the steps of all rules."""
+        return bool(self.told) and self.scores[self.farthest][0].item() > 0
 
     @functools.cached_property
     def shares(self) -> dict[str, dict[str, Tensor]]:
@@ -137,9 +176,20 @@ class Judgement:
         return {rule: torch.stack(list(shares.values())).amin(dim=0) for rule, shares in self.shares.items()}
 
     @property
-    def best(self) -> str:
-        """The rule with the largest least share."""
+    def farthest(self) -> str:
+        """The rule with the largest score."""
         return max(self.scores, key=lambda rule: self.scores[rule][0].item())
+
+    @property
+    def best(self) -> str:
+        """Of the rules near the farthest one, that which keeps most of an outcome; of equal ones the farthest."""
+        least = (1 - NEAR) * self.scores[self.farthest][0].item()
+        near = {rule: score[0].item() for rule, score in self.scores.items() if score[0].item() >= least}
+        return max(near, key=lambda rule: (self.kept.get(rule, 1.0), near[rule]))
+
+    def share(self, rule: str, name: str) -> Interval:
+        """One of `shares` with its interval."""
+        return _interval(self.shares[rule][name], self.told[name].groups, -math.inf, math.inf)
 
     def worst(self, rule: str) -> str:
         """The item that a rule does worst."""
@@ -150,8 +200,55 @@ class Judgement:
         return _below(self.scores[rule] - self.scores[other], next(iter(self.told.values())).groups)
 
 
-def _below(gap: Tensor, groups: int) -> bool:
-    return _ends(gap[1:], groups, -math.inf, math.inf)[1] < 0
+def judge_rules(
+    gradients: Mapping[str, Tensor],
+    truths: Mapping[str, Tensor],
+    groups_per_step: float,
+    kept: Mapping[str, float],
+    *,
+    draws: int = DRAWS,
+    seed: int = 0,
+) -> Judgement:
+    """
+    Judges the steps of rules.
+
+    Args:
+        gradients (`Mapping[str, Tensor]`): By rule, the gradient of all rewards that each group estimates, (N, P).
+        truths (`Mapping[str, Tensor]`): The same of a rule without bias, of `ALL` and of each reward, which sum to it.
+        groups_per_step (`float`): Groups of an optimiser step.
+        kept (`Mapping[str, float]`): As in `Judgement`.
+        draws, seed (`int`, *optional*): As in `compare_rules`.
+
+    Raises:
+        ValueError: If there are fewer than two groups.
+    """
+
+    whole = truths[ALL].double()
+    weights = _weights(len(whole), draws, seed)
+
+    def along(reward: Tensor, truth: Tensor) -> Tensor:
+        return _Moments.of(reward, truth, weights).ascent(groups_per_step)
+
+    rewards = {name: truth.double() for name, truth in truths.items() if name != ALL}
+    return Judgement(
+        items={
+            name: compare_rules(gradients, truth, groups_per_step, draws=draws, seed=seed)
+            for name, truth in truths.items()
+        },
+        with_all={name: along(reward, whole) for name, reward in rewards.items()},
+        with_others={name: along(reward, whole - reward) for name, reward in rewards.items()},
+        kept=dict(kept),
+    )
+
+
+def _above(values: Tensor, groups: int) -> bool:
+    """Whether a value is shown to be above 0."""
+    return _below(-values, groups)
+
+
+def _below(values: Tensor, groups: int) -> bool:
+    """Whether a value is shown to be below 0: the whole interval of its draws is, which come after it."""
+    return _ends(values[1:], groups, -math.inf, math.inf)[1] < 0
 
 
 def compare_rules(
@@ -170,28 +267,31 @@ def compare_rules(
     Raises:
         ValueError: If there are fewer than two groups.
     """
-    count = len(reference)
-    if count < 2:
-        raise ValueError("Directions are means over pairs of groups, and there is one group.")
-    chosen = torch.randint(count, (draws, count), generator=torch.Generator().manual_seed(seed))
-    drawn = torch.zeros(draws, count, dtype=torch.double).scatter_add_(1, chosen, torch.ones(draws, count).double())
-    weights = torch.cat([torch.ones(1, count, dtype=torch.double), drawn])  # the groups as they are come first
+    weights = _weights(len(reference), draws, seed)
     truth = _Moments.of(reference.double(), reference.double(), weights)
     directions: dict[str, Direction | None] = {}
     ascents: dict[str, Tensor] = {}
     for name, estimates in gradients.items():
         own = _Moments.of(estimates.double(), reference.double(), weights)
-        directions[name], ascents[name] = None, torch.zeros(1 + draws, dtype=torch.double)
+        directions[name], ascents[name] = None, own.ascent(groups_per_step)
         if not estimates.any():
             continue
-        size = own.length.clamp(min=0) + own.spread / groups_per_step
-        ascents[name] = own.inner / size.sqrt()
+        size = own.size(groups_per_step)
         directions[name] = Direction(
-            cosine=_interval(_ratio(own.inner, own.length * truth.length), count, -1.0, 1.0),
-            signal_to_noise=_interval(own.signal_to_noise / truth.signal_to_noise, count, 0.0, math.inf),
-            step=_interval(_ratio(own.inner, size * truth.length), count, -1.0, 1.0),
+            cosine=_interval(_ratio(own.inner, own.length * truth.length), len(reference), -1.0, 1.0),
+            signal_to_noise=_interval(own.signal_to_noise / truth.signal_to_noise, len(reference), 0.0, math.inf),
+            step=_interval(_ratio(own.inner, size * truth.length), len(reference), -1.0, 1.0),
         )
-    return Comparison(directions, count, ascents)
+    return Comparison(directions, len(reference), ascents)
+
+
+def _weights(count: int, draws: int, seed: int) -> Tensor:
+    """How often each group is in the groups as they are, all ones, and in each draw, (1 + D, N)."""
+    if count < 2:
+        raise ValueError("Directions are means over pairs of groups, and there is one group.")
+    chosen = torch.randint(count, (draws, count), generator=torch.Generator().manual_seed(seed))
+    drawn = torch.zeros(draws, count, dtype=torch.double).scatter_add_(1, chosen, torch.ones(draws, count).double())
+    return torch.cat([torch.ones(1, count, dtype=torch.double), drawn])
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,6 +308,15 @@ class _Moments:
         length = _over_pairs(products, weights)
         second = weights @ products.diagonal() / weights.sum(dim=1)
         return cls(length, second - length, _over_pairs(estimates @ reference.T, weights))
+
+    def size(self, groups_per_step: float) -> Tensor:
+        """The squared length of a step, as expected."""
+        return self.length.clamp(min=0) + self.spread / groups_per_step
+
+    def ascent(self, groups_per_step: float) -> Tensor:
+        """How far a step of length 1 goes along the true gradient, times the length of that; 0 for no gradient."""
+        size = self.size(groups_per_step)
+        return self.inner / torch.where(size > 0, size, 1.0).sqrt()
 
     @property
     def signal_to_noise(self) -> Tensor:
@@ -228,17 +337,19 @@ def _ratio(inner: Tensor, squared: Tensor) -> Tensor:
 
 def _interval(values: Tensor, count: int, least: float, most: float) -> Interval:
     """The first value with the interval of the others."""
-    value = values[0].item()
-    low, high = _ends(values[1:], count, least, most)
-    return Interval(value if math.isfinite(value) else None, low, high if math.isfinite(high) else None)
+    ends = _ends(values[1:], count, least, most)
+    value, low, high = (each if math.isfinite(each) else None for each in (values[0].item(), *ends))
+    return Interval(value, low, high)
 
 
 def _ends(values: Tensor, count: int, least: float, most: float) -> tuple[float, float]:
     """The interval of drawn values. One that is NaN may be anything between `least` and `most`."""
     tail, last = _tail(count), len(values) - 1
-    low = values.nan_to_num(nan=least, posinf=most, neginf=least).sort().values[math.floor(tail * last)]
-    high = values.nan_to_num(nan=most, posinf=most, neginf=least).sort().values[math.ceil((1 - tail) * last)]
-    return low.item(), high.item()
+    ordered = values.nan_to_num(nan=most, posinf=most, neginf=least).sort().values
+    high = ordered[math.ceil((1 - tail) * last)]
+    if values.isnan().any():
+        ordered = values.nan_to_num(nan=least, posinf=most, neginf=least).sort().values
+    return ordered[math.floor(tail * last)].item(), high.item()
 
 
 def _tail(count: int) -> float:

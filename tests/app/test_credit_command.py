@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from dataclasses import replace
 
 import pyarrow.parquet as pq
 import pytest
@@ -17,11 +18,11 @@ from support.recipes import ROOT
 from support.runs import write_run
 
 from mt_grpo.app.credit.choice import choose
-from mt_grpo.app.credit.measure import ALL, Found, compare, rules_of
-from mt_grpo.app.credit.report import as_json, show
+from mt_grpo.app.credit.measure import Found, compare, kept_outcomes, rules_of, with_batch_scale
+from mt_grpo.app.credit.report import advice, as_json, show
 from mt_grpo.cli import main
-from mt_grpo.credit import rule_label
-from mt_grpo.credit.compare import Judgement, compare_rules
+from mt_grpo.credit import RewardBatch, rule_label
+from mt_grpo.credit.compare import ALL, judge_rules
 from mt_grpo.runlog import open_run
 
 
@@ -204,6 +205,13 @@ def paid_calls(play):
     return float(right)
 
 
+def coin(play):
+    """Six turns earn a little for a skill each, and the outcome is a coin."""
+    for turn in range(6):
+        play.turn(0.01 if play.decide(turn) else 0.0, result=True)
+    return float(play.chance(0.5))
+
+
 RULES = ["leave_one_out", {"name": "gtpo", "gamma": 0.5}, "lambda_to_go", {"name": "lambda_to_go", "scales": "one"}]
 
 
@@ -238,15 +246,20 @@ def test_a_rule_that_is_not_registered_is_no_rule_to_compare():
 # From a rollout to advice
 
 
+def found_on(folder, rules, truths, own, kept=None, batch=None, scales=None):
+    """What the command would have found on gradients that are made up."""
+    judged = judge_rules(rules, truths, 4, kept or {}, draws=200)
+    names = dict.fromkeys(rules, "leave_one_out")
+    return Found(choose(open_run(folder)), own, batch, None, names, scales or {}, judged, {}, 28, 1.0, 0.0)
+
+
 def test_what_groups_do_not_tell_is_no_number(folder, capsys):
-    """The steps of the quiet rule go along the mean of few noisy groups in all draws, and no length is told from 0."""
+    """No length is told from 0, and no rule is shown to go along the mean of few noisy groups."""
     generator = torch.Generator().manual_seed(4)
     truth = torch.eye(64)[0]
-    noisy = 0.5 * truth + 0.5 * torch.randn(7, 64, generator=generator)
+    noisy = 0.1 * truth + 0.5 * torch.randn(7, 64, generator=generator)
     rules = {"quiet": truth + 0.05 * torch.randn(7, 64, generator=generator), "noisy": noisy}
-    comparison = compare_rules(rules, noisy, 4, draws=200)
-    names = dict.fromkeys(rules, "leave_one_out")
-    found = Found(choose(open_run(folder)), "noisy", None, None, names, Judgement({ALL: comparison}), {}, 28, 1.0, 0.0)
+    found = found_on(folder, rules, {ALL: noisy}, "noisy")
     printed = as_json(found)
     quiet = printed["rules"]["quiet"]
     assert printed["known"] is False and printed["best"] is None and not quiet["behind_best"]
@@ -255,6 +268,93 @@ def test_what_groups_do_not_tell_is_no_number(folder, capsys):
     shown = capsys.readouterr().out
     assert re.search(r"\nquiet +not told +\d.* +not told *\n", shown) and "[-1.00, 1.00]" not in shown
     assert "so they tell no rule from another: sample more" in shown
+
+
+def estimates(first, noise=0.2, seed=0):
+    """Noisy estimates of a gradient that begins with these numbers, of 40 groups."""
+    draws = torch.Generator().manual_seed(seed)
+    return torch.tensor([*first, *[0.0] * (8 - len(first))]) + noise * torch.randn(40, 8, generator=draws)
+
+
+def rewarded(outcome, turns=(6, 6)):
+    """A group of conversations of so many turns, of which the first one gets an outcome."""
+    exists = torch.arange(max(turns)) < torch.tensor(turns)[:, None]
+    rewards = torch.where(exists, 0.1, torch.nan)
+    outcomes = torch.tensor([outcome, *[0.0] * (len(turns) - 1)])
+    return RewardBatch(rewards, outcomes, exists, exists, len(turns))
+
+
+def test_an_outcome_that_nobody_reached_is_kept_for_early_turns(folder):
+    """The run's rule goes farthest along what is there, and keeps the outcome from early turns."""
+    rules = {"short": estimates([1.0], seed=1), "long": estimates([1.0, 0.4], seed=2)}
+    kept = {"short": 0.005, "long": 1.0}
+    (said, later) = advice(found_on(folder, rules, {ALL: estimates([1.0])}, "short", kept, rewarded(0.0)))
+    assert said.startswith(
+        "Take `long` instead of `short`, which is not shown to be behind, and gives the first turn 0.50%"
+    )
+    assert "`short` goes farther" in said
+    assert later.startswith(
+        "These conversations hardly show what the outcome wants of each turn: that may decide later"
+    )
+    assert len(advice(found_on(folder, rules, {ALL: estimates([1.0])}, "short", kept, rewarded(1.0)))) == 1
+
+
+def test_short_conversations_do_not_show_later_turns(folder):
+    rules = {"one": estimates([1.0], seed=1)}
+    said = advice(found_on(folder, rules, {ALL: estimates([1.0])}, "one", {}, rewarded(1.0, turns=(1, 2, 12))))
+    assert said[0].startswith("Keep `one`: of what it does worst, all rewards together, its steps go 1.00 [")
+    assert "hardly show turns after the 5 that conversations have in the mean" in said[1]
+
+
+def test_a_reward_that_goes_against_the_rest_is_named(folder):
+    rules = {"small": estimates([-0.9], seed=1), "all": estimates([0.9], seed=2)}
+    paid, outcome = estimates([-0.4], seed=3), estimates([1.0], seed=4)
+    truths = {ALL: paid + outcome, "outcome": outcome, "turn reward 1": paid}
+    first, second = advice(found_on(folder, rules, truths, "small", {}, rewarded(1.0)))
+    assert first.startswith("Against the rest of the rewards goes `turn reward 1`")
+    assert second.startswith("Take `all` instead of `small`")
+    outcome = -paid
+    cancelled = {ALL: paid + outcome, "outcome": outcome, "turn reward 1": paid}
+    found = found_on(folder, rules, cancelled, "small", {}, rewarded(1.0))
+    (said,) = advice(found)
+    assert said.startswith("Not enough evidence: `outcome`, `turn reward 1` goes against the rest of the rewards")
+    assert as_json(found)["best"] is None and as_json(found)["opposed"] == ["outcome", "turn reward 1"]
+
+
+def test_another_scale_is_named_with_its_option(folder):
+    rules = {"one": estimates([0.2, 1.0], seed=1), "one, batch": estimates([1.0], seed=2)}
+    found = found_on(folder, rules, {ALL: estimates([1.0])}, None, {}, rewarded(1.0), {"one, batch": "batch"})
+    assert advice(found)[0].startswith("Take `leave_one_out` with `scale_rewards: batch`: of what it does worst")
+    printed = as_json(found)["rules"]
+    assert [printed[name]["scale_rewards"] for name in rules] == ["group", "batch"]
+
+
+def test_the_scale_of_the_batch_is_compared_too():
+    own, rules = rules_of({"name": "lambda_to_go", "scales": "one"})
+    found, scales = with_batch_scale(rules, own, "group")
+    assert scales == {"lambda_to_go (lam 0.8, scales one), batch": "batch", f"{own}, batch": "batch"}
+    assert set(found) == {*rules, *scales}
+    assert with_batch_scale(rules, own, "batch") == (rules, {})
+    assert "grpo_or" in rules and set(with_batch_scale(rules, None, "none")[1]) == {
+        "lambda_to_go (lam 0.8, scales one), batch"
+    }
+
+
+def test_an_outcome_that_is_made_up_tells_what_a_rule_keeps():
+    batch = rewarded(0.0, turns=(6, 6))
+    kept = kept_outcomes(batch, {"short": {"name": "gtpo", "gamma": 0.5}, "all": "lambda_to_go"})
+    assert kept["short"] == pytest.approx(0.5**5) and kept["all"] == pytest.approx(1.0)
+    assert kept_outcomes(rewarded(0.0, turns=(2, 2)), {"all": "lambda_to_go"}) == {}
+    without = replace(batch, turn_streams=batch.turn_rewards[None], outcome_streams=torch.zeros(0, 2))
+    assert kept_outcomes(without, {"all": "lambda_to_go"}) == {}
+
+
+def test_a_clear_reward_is_not_drowned_in_a_noisy_outcome():
+    """The outcome is a coin. A rule with one scale gives its noise to every turn; one with two learns what is paid."""
+    found = judged(coin, (-0.5,) * 6)
+    one, each = "lambda_to_go (scales one)", "lambda_to_go"
+    assert list(found.told) == ["turn reward 1"] and found.silent == [ALL, "outcome"]
+    assert found.best == each and found.behind(one, each) and found.behind("gtpo (gamma 0.5)", each)
 
 
 @pytest.mark.slow

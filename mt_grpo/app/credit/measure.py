@@ -33,9 +33,10 @@ from mt_grpo.credit import (
     uncredited_turn_rewards,
     whole_rule,
 )
-from mt_grpo.credit.compare import Comparison, Judgement, compare_rules
+from mt_grpo.credit.compare import ALL, Comparison, Judgement, judge_rules
 from mt_grpo.credit.normalisation import Scale
 from mt_grpo.credit.parts import outcome_parts, turn_parts
+from mt_grpo.credit.proportions import outcome_at_first_turn
 from mt_grpo.credit.rule import MissingField
 from mt_grpo.errors import UserError, libraries_may_refuse
 from mt_grpo.forward.lm_head import Truncation
@@ -48,11 +49,10 @@ from mt_grpo.training.reward_batch import gather_rewards
 from mt_grpo.trajectory import Trajectory
 
 REFERENCE = "leave_one_out"
-ALL = "all rewards"
-"""The name of the comparison on all rewards together."""
 MOST_MISMATCH = 0.2
 """Nats by which the log-probs of the model that sampled may differ from recorded ones, in the mean."""
-VARIANTS: tuple[Rule, ...] = ({"name": "gtpo", "gamma": 0.5},)
+ONE_SCALE: Rule = {"name": "lambda_to_go", "lam": 0.8, "scales": "one"}
+VARIANTS: tuple[Rule, ...] = ({"name": "gtpo", "gamma": 0.5}, ONE_SCALE)
 """Rules that are compared with other options than their own defaults too."""
 PER_TRAJECTORY = ("grpo", "sapo")
 """Losses in which a trajectory's tokens share its weight; in others each token has the same."""
@@ -75,6 +75,7 @@ class Found:
         uncredited (`float`, *optional*): Share of the turn rewards that the run's rule leaves without credit at the
             turn that earned it; `None` where there is no such rule, or no turn reward.
         rules (`dict[str, Rule]`): What was compared, by label.
+        scales (`dict[str, str]`): Of rules whose `scale_rewards` is not the run's, theirs.
         judgement (`Judgement`): How they compare on all rewards together (`ALL`), and on each reward by itself.
         left_out (`dict[str, str]`): Rules that were not, and why.
         turns (`int`): Gradients that were computed.
@@ -87,6 +88,7 @@ class Found:
     batch: RewardBatch = field(repr=False)
     uncredited: float | None
     rules: dict[str, Rule]
+    scales: dict[str, Scale]
     judgement: Judgement = field(repr=False)
     left_out: dict[str, str]
     turns: int
@@ -135,6 +137,7 @@ def _measure(chosen: Chosen, tell: Tell, note: Tell) -> Found:
     computed = compute(trajectories, gradients, chosen.model, tell, note)
     note("comparing the rules")
     own, rules = rules_of(options["advantage_estimator"])
+    rules, scales = with_batch_scale(rules, own, options["scale_rewards"])
     judgement, left_out = compare(
         computed.gradients,
         batch,
@@ -143,6 +146,7 @@ def _measure(chosen: Chosen, tell: Tell, note: Tell) -> Found:
         weights=token_weights(trajectories, options),
         turn_coef=options["turn_advantage_coef"],
         scale_rewards=options["scale_rewards"],
+        scales=scales,
     )
     uncredited = None
     if own is not None:
@@ -157,6 +161,7 @@ def _measure(chosen: Chosen, tell: Tell, note: Tell) -> Found:
         batch,
         uncredited,
         rules,
+        scales,
         judgement,
         left_out,
         computed.turns,
@@ -399,6 +404,34 @@ def rules_of(own: Rule | None) -> tuple[str | None, dict[str, Rule]]:
     return rule_label(rule), {rule_label(each): each for each in [*rules, rule]}
 
 
+def with_batch_scale(
+    rules: Mapping[str, Rule], own: str | None, scale_rewards: Scale
+) -> tuple[dict[str, Rule], dict[str, Scale]]:
+    """
+    Rules with two more where the run does not divide by the deviation of the batch: its own rule, and the one that
+    keeps the proportion of rewards, both with that scale.
+
+    Args:
+        rules (`Mapping[str, Rule]`): By label.
+        own (`str`, *optional*): The label of the run's.
+        scale_rewards (`str`): What the run divides rewards by.
+
+    Returns:
+        The rules, and the scales of those that do not have the run's, by label.
+    """
+    found, scales = dict(rules), dict[str, Scale]()
+    if scale_rewards != "batch":
+        for label in dict.fromkeys(label for label in (rule_label(ONE_SCALE), own) if label is not None):
+            if takes_scale(rules[label]):
+                found[f"{label}, batch"], scales[f"{label}, batch"] = rules[label], "batch"
+    return found, scales
+
+
+def takes_scale(rule: Rule) -> bool:
+    """Whether a rule is told what to divide rewards by."""
+    return "scale_rewards" in whole_rule(rule, turn_coef=None, scale_rewards="group")
+
+
 def compare(
     gradients: Tensor,
     batch: RewardBatch,
@@ -408,10 +441,11 @@ def compare(
     weights: Tensor | None = None,
     turn_coef: float | None = None,
     scale_rewards: Scale = "none",
+    scales: Mapping[str, Scale] | None = None,
 ) -> tuple[Judgement, dict[str, str]]:
     """
-    Compares rules with `leave_one_out` without scaling, which is unbiased whatever the rewards are: on all rewards
-    together, as the run scales them, and on each reward by itself, without scaling.
+    Holds the steps of rules, as the run makes them, against the gradients of `leave_one_out` without scaling, which is
+    unbiased whatever the rewards are: against that of all rewards together, and that of each reward by itself.
 
     Args:
         gradients (`Tensor`): Of each turn, (B, K, P).
@@ -423,36 +457,49 @@ def compare(
         turn_coef (`float`, *optional*): Weight of turn rewards.
         scale_rewards (`str`, *optional*, defaults to `"none"`): What the run divides rewards by; a rule that takes no
             such option is called without.
+        scales (`Mapping[str, str]`, *optional*): The same for single rules, by label.
 
     Returns:
-        The comparisons, by `ALL` and the names of rewards, and why other rules cannot be compared.
+        How the rules are judged, and why other rules cannot be compared.
     """
 
     def per_group(rule: Rule, rewards: RewardBatch, scale: Scale, weights: Tensor | None) -> Tensor:
-        takes = "scale_rewards" in whole_rule(rule, turn_coef=turn_coef, scale_rewards="group")
-        scale = scale if takes else "group"
-        advantages = estimate(rule, rewards, turn_coef=turn_coef, scale_rewards=scale).cpu()
-        whole = torch.einsum("bk,bkp->bp", advantages.double(), gradients.double())
+        advantages = estimate(
+            rule, rewards, turn_coef=turn_coef, scale_rewards=scale if takes_scale(rule) else "group"
+        )
+        whole = torch.einsum("bk,bkp->bp", advantages.cpu().double(), gradients.double())
         whole = whole if weights is None else whole * weights[:, None]
         return whole.view(-1, batch.group_size, whole.shape[1]).sum(dim=1)
 
-    left_out = {}
+    left_out, estimates = {}, {}
     for label, rule in rules.items():
         if rule_name(rule) == "branch_to_go" and batch.num_branches == 1:
             left_out[label] = "the conversations do not branch"
             continue
         try:
-            estimate(rule, batch, turn_coef=turn_coef)
+            estimates[label] = per_group(rule, batch, (scales or {}).get(label, scale_rewards), weights)
         except MissingField as error:
             left_out[label] = f"the run logged no `{error.field}`"
-    items = {}
-    for name, rewards in {ALL: batch, **by_reward(batch)}.items():
-        scale = scale_rewards if name == ALL else "none"
-        estimates = {
-            label: per_group(rule, rewards, scale, weights) for label, rule in rules.items() if label not in left_out
-        }
-        items[name] = compare_rules(estimates, per_group(REFERENCE, rewards, "none", None), groups_per_step)
-    return Judgement(items), left_out
+    truths = {
+        name: per_group(REFERENCE, rewards, "none", None) for name, rewards in {ALL: batch, **by_reward(batch)}.items()
+    }
+    kept = kept_outcomes(batch, {label: rules[label] for label in estimates}, turn_coef)
+    return judge_rules(estimates, truths, groups_per_step, kept), left_out
+
+
+def kept_outcomes(batch: RewardBatch, rules: Mapping[str, Rule], turn_coef: float | None = None) -> dict[str, float]:
+    """
+    By rule, how much of an outcome's advantage reaches the first turn, in what reaches the turn that gets most of it.
+    The outcome is made up, 1 for every second member of a group: that of a first policy is often the same for all.
+    Empty where a run has no outcome reward, and for conversations that are too short to ask.
+    """
+    if batch.outcome_streams is not None and not len(batch.outcome_streams):
+        return {}
+    members = torch.arange(len(batch.outcome_rewards), device=batch.outcome_rewards.device) % batch.group_size
+    made_up = (members % 2).to(batch.outcome_rewards.dtype)
+    alone = _alone(batch, torch.zeros_like(batch.turn_rewards), made_up)
+    kept = {label: outcome_at_first_turn(rule, alone, turn_coef=turn_coef) for label, rule in rules.items()}
+    return {label: share for label, share in kept.items() if share is not None}
 
 
 def by_reward(batch: RewardBatch) -> dict[str, RewardBatch]:
@@ -465,13 +512,18 @@ def by_reward(batch: RewardBatch) -> dict[str, RewardBatch]:
         is_turn = part.shape[1] == batch.turn_mask.shape[1] and not name.startswith("outcome")
         turns = part if is_turn else torch.zeros_like(batch.turn_rewards, dtype=torch.double)
         outcomes = torch.zeros_like(batch.outcome_rewards, dtype=torch.double) if is_turn else part[:, 0]
-        found[name] = replace(
-            batch,
-            turn_rewards=turns.masked_fill(batch.turn_rewards.isnan(), torch.nan),
-            outcome_rewards=outcomes.masked_fill(batch.outcome_rewards.isnan(), torch.nan),
-            turn_streams=turns[None],
-            outcome_streams=outcomes[None],
-            stream_weights=torch.ones(2, dtype=torch.double),
-            names=(),
-        )
+        found[name] = _alone(batch, turns, outcomes)
     return found
+
+
+def _alone(batch: RewardBatch, turns: Tensor, outcomes: Tensor) -> RewardBatch:
+    """A batch with other rewards, one for turns and one for outcomes; absent where its own are."""
+    return replace(
+        batch,
+        turn_rewards=turns.masked_fill(batch.turn_rewards.isnan(), torch.nan),
+        outcome_rewards=outcomes.masked_fill(batch.outcome_rewards.isnan(), torch.nan),
+        turn_streams=turns[None],
+        outcome_streams=outcomes[None],
+        stream_weights=torch.ones(2, dtype=torch.double),
+        names=(),
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -11,15 +12,20 @@ from rich.table import Table
 from rich.text import Text
 
 from mt_grpo.app.credit.choice import rollout_command
-from mt_grpo.app.credit.measure import ALL, Found
-from mt_grpo.credit.compare import Direction, Interval
-from mt_grpo.credit.rule import sums_turns
+from mt_grpo.app.credit.measure import Found
+from mt_grpo.credit.compare import ALL, Direction, Interval
+from mt_grpo.credit.rule import rule_label, sums_turns
 from mt_grpo.option_values import rule_name
 from mt_grpo.runlog import Run, files
 from mt_grpo.trajectory import visible
 
 WIDTH = 100
 """Columns of the table, whatever the terminal has."""
+
+LITTLE = 0.3
+"""Of a rule that gives the first turn less of an outcome than this share, a run warns too."""
+LATE = 0.5
+"""Where conversations have less than this share of the turns of the longest one, later turns hardly show."""
 
 NOT_TOLD: dict[str, float | None] = {"value": None, "low": None, "high": None}
 
@@ -37,7 +43,7 @@ def show(found: Found) -> None:
         markup=False,
     )
     table = Table(box=None, padding=(0, 2, 0, 0), width=WIDTH)
-    table.add_column("rule", no_wrap=True)
+    table.add_column("rule")
     for column in ("cosine", "signal-to-noise", f"a step of {chosen.groups_per_step:.3g} groups", "serves worst"):
         table.add_column(column, justify="right", no_wrap=True)
     for label in _ordered(found):
@@ -99,46 +105,94 @@ def advice(found: Found) -> list[str]:
             f"At {turns:.1f} turns per conversation `{own}` leaves {found.uncredited:.0%} of the turn rewards without "
             "credit at the turn that earned them."
         )
-    more = rollout_command(chosen.run, 64)
     judged = found.judgement
-    silent = [name for name in judged.items if name not in judged.told]
+    groups = len(chosen.rows) // chosen.group_size
+    more = f"sample more ({rollout_command(chosen.run, 64)}, then `mt-grpo credit FOLDER`)"
+    opposed = _names(judged.opposed)
+    if opposed and ALL in judged.told:
+        lines.append(f"Against the rest of the rewards goes {opposed}: that a rule does not follow it is no fault.")
     if not judged.known:
-        lines.append(
-            f"{len(chosen.rows) // chosen.group_size} groups do not tell the direction of the gradient, so they tell "
-            f"no rule from another: sample more ({more}, then `mt-grpo credit FOLDER`)."
-        )
+        if opposed:
+            lines.append(
+                f"Not enough evidence: {opposed} goes against the rest of the rewards, and {groups} groups do not "
+                f"tell what all of them together want: {more}."
+            )
+        else:
+            lines.append(
+                f"Not enough evidence: {groups} groups do not tell the direction of the gradient, so they tell no "
+                f"rule from another: {more}."
+            )
         return lines
     best = judged.best
     points = f"of what it does worst, {_reached(found, best)}"
+    if best != judged.farthest:
+        points += f". `{judged.farthest}` goes farther, and gives early turns less of an outcome"
+    else:
+        points += ", the best here"
     if own is None:
-        lines.append(f"Take `{best}`: {points}, the best here.")
+        lines.append(f"Take {_call(found, best)}: {points}.")
     elif own == best:
-        lines.append(f"Keep `{own}`: {points}, the best here.")
-    elif not judged.behind(own, best):
+        lines.append(f"Keep `{own}`: {points}.")
+    elif judged.behind(own, best):
+        lines.append(
+            f"Take {_call(found, best)} instead of `{own}`: {points}; `{own}` does worst {_reached(found, own)}."
+        )
+    elif judged.kept.get(own, 1.0) < LITTLE <= judged.kept.get(best, 1.0):
+        lines.append(
+            f"Take {_call(found, best)} instead of `{own}`, which is not shown to be behind, and gives the first turn "
+            f"{judged.kept[own]:.2%} of what it gives the turn that gets most for an outcome: {points}."
+        )
+    else:
         lines.append(
             f"Keep `{own}`: no rule is shown to be better; `{best}` has the best estimate, and more groups would tell."
         )
-    else:
-        lines.append(f"Take `{best}` instead of `{own}`: {points}; `{own}` does worst {_reached(found, own)}.")
     near = [rule for rule in comparison.directions if rule not in (best, own) and not judged.behind(rule, best)]
     if near and own != best:
         lines[-1] += f" Not shown behind it: {', '.join(f'`{rule}`' for rule in near)}."
-    if silent:
-        names = ", ".join(f"`{visible(name)}`" for name in silent)
+    if judged.silent:
         lines.append(
-            f"Not enough evidence on {names}: the groups do not tell its gradient, so it has no part in this."
+            f"Not enough evidence on {_names(judged.silent)}: the groups do not tell its gradient, so it has no part "
+            "in this."
         )
+    lines += unseen(found)
     return lines
+
+
+def _call(found: Found, label: str) -> str:
+    """A rule as it is to be taken."""
+    scale = found.scales.get(label)
+    return f"`{label}`" if scale is None else f"`{rule_label(found.rules[label])}` with `scale_rewards: {scale}`"
+
+
+def _names(items: Sequence[str]) -> str:
+    return ", ".join(f"`{visible(name)}`" for name in items)
+
+
+def unseen(found: Found) -> list[str]:
+    """What the first policy hardly shows, and may decide later, as one sentence; none where there is nothing."""
+    judged, batch = found.judgement, found.batch
+    turns = batch.turn_mask.sum(dim=1)[~batch.failed].double()
+    shown = set(judged.items) - set(judged.silent)
+    outcome_alone = not judged.with_all and bool(batch.outcome_rewards.nan_to_num(nan=0.0).any())
+    parts = []
+    if judged.kept and not outcome_alone and not any(name.startswith("outcome") for name in shown):
+        parts.append("what the outcome wants of each turn")
+    if turns.mean() < LATE * turns.max():
+        parts.append(f"turns after the {turns.mean():.0f} that conversations have in the mean")
+    if not parts:
+        return []
+    return [
+        f"These conversations hardly show {' and '.join(parts)}: that may decide later, so compare again at a "
+        "checkpoint (`--step N`)."
+    ]
 
 
 def _reached(found: Found, label: str) -> str:
     """What a rule does worst, in words."""
     item = found.judgement.worst(label)
-    share = found.judgement.shares[label][item][0].item()
-    direction = found.judgement.items[item].directions[label]
-    cosine = "no gradient" if direction is None else f"a cosine of {_interval(direction.step)}"
+    share = found.judgement.share(label, item)
     what = "all rewards together" if item == ALL else f"`{visible(item)}`"
-    return f"{what}, its steps go {share:.2f} as far as those of the best rule there ({cosine})"
+    return f"{what}, its steps go {_interval(share)} as far as those of the best rule there"
 
 
 def depending_on_later_turns(run: Run) -> list[str]:
@@ -180,15 +234,22 @@ def as_json(found: Found) -> dict[str, Any]:
         "known": judged.known,
         "best": judged.best if judged.known else None,
         "told": list(judged.told),
+        "not_told": judged.silent,
+        "opposed": judged.opposed,
         "rules": {
             label: {
                 "rule": found.rules[label],
+                "scale_rewards": found.scales.get(label, chosen.options["scale_rewards"]),
                 **numbers(each),
                 "rewards": {
-                    item: numbers(compared.directions[label]).get("step", NOT_TOLD)
+                    item: {
+                        **numbers(compared.directions[label]).get("step", NOT_TOLD),
+                        "share": asdict(judged.share(label, item)) if item in judged.told else NOT_TOLD,
+                    }
                     for item, compared in judged.items.items()
                 },
                 "worst": judged.worst(label) if judged.known else None,
+                "outcome_at_first_turn": judged.kept.get(label),
                 "behind_best": judged.known and judged.behind(label, judged.best),
             }
             for label, each in comparison.directions.items()
