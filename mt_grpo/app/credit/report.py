@@ -19,7 +19,7 @@ from mt_grpo.option_values import rule_name
 from mt_grpo.runlog import Run, files
 from mt_grpo.trajectory import visible
 
-WIDTH = 100
+WIDTH = 110
 """Columns of the table, whatever the terminal has."""
 
 LITTLE = 0.3
