@@ -94,11 +94,9 @@ class Comparison:
 
     @property
     def known(self) -> bool:
-        """
-        Whether the steps of the best rule are shown to go along the true gradient. How straight they go need not be
-        told for that: a quiet rule tells it also where the groups do not tell the length of the true gradient.
-        """
-        return _above(self.ascents[self.best], self.groups)
+        """Whether the steps of the best rule are shown to go along the true gradient: all of its `step` is above 0."""
+        best = self.directions[self.best]
+        return best is not None and best.step.told and best.step.low is not None and best.step.low > 0
 
     def behind(self, rule: str, other: str) -> bool:
         """Whether the `step` of a rule is shown to be smaller than another's: the whole paired interval is below 0."""

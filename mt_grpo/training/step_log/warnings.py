@@ -327,7 +327,9 @@ def keeps_proportions(turns: float) -> str:
     the outcome: (1 − 1/K)^(K − 1) is 1/e or more.
     """
     lam = math.ceil(1000 * (1 - 1 / max(turns, 1))) / 1000
-    return "`advantage_estimator: turn_gae`" if lam <= LAM else f"`advantage_estimator: {{name: turn_gae, lam: {lam}}}`"
+    return (
+        "`advantage_estimator: turn_gae`" if lam <= LAM else f"`advantage_estimator: {{name: turn_gae, lam: {lam}}}`"
+    )
 
 
 def why_still(audits: Sequence[dict[str, Any]], counts: Counts, about: dict[str, Any] | None = None) -> str:
