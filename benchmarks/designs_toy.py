@@ -27,6 +27,7 @@ from designs_report import ARMS, Arm, write_page
 from torch import Tensor
 
 from mt_grpo.credit import RewardBatch, bind_rule
+from mt_grpo.credit.normalisation import largest_deviation, to_go
 
 RESULT = RESULTS / "designs_toy.json"
 TURNS, SHAPINGS, GROUPS, RATES = (8, 16, 32), (0.02, 0.1), (6, 24), (0.025, 0.05, 0.1)
@@ -53,26 +54,28 @@ def first_policy(searches: float = SEARCHES, named: float = NAMED) -> Tensor:
     return torch.outer(of_tool, of_name).flatten()
 
 
-def train(
+def curves(
     cell: Cell,
     arm: Arm,
     seeds: int = SEEDS,
     steps: int = STEPS,
+    rates: Sequence[float] = RATES,
     policy: tuple[float, float] = (SEARCHES, NAMED),
     group: int = GROUP,
-) -> list[Row]:
-    """Trains an arm; for each rate the share reached at the first step, at the end and over training, by seed."""
+) -> Tensor:
+    """Trains an arm; what is reached at each step, shape (steps, rates, seeds)."""
     draw = torch.Generator().manual_seed(0)
-    function, options = bind_rule(arm.rule, turn_coef=None, scale_rewards=arm.scale_rewards)
+    divides = "none" if arm.scale_rewards == "batch" else arm.scale_rewards
+    function, options = bind_rule(arm.rule, turn_coef=None, scale_rewards=divides)
     number = cell.groups * group
     start = first_policy(*policy)
-    tables = [start.log().repeat(seeds, cell.turns, 1).requires_grad_() for _ in RATES]
-    optimizer = torch.optim.Adam([{"params": [table], "lr": rate} for table, rate in zip(tables, RATES, strict=True)])
+    tables = [start.log().repeat(seeds, cell.turns, 1).requires_grad_() for _ in rates]
+    optimizer = torch.optim.Adam([{"params": [table], "lr": rate} for table, rate in zip(tables, rates, strict=True)])
     reached = []
     for _ in range(steps):
         # equal numbers for all rates and arms
-        drawn = torch.rand(seeds, number, cell.turns, generator=draw, dtype=torch.double).repeat(len(RATES), 1, 1)
-        luck = torch.rand(seeds, number, generator=draw, dtype=torch.double).repeat(len(RATES), 1)
+        drawn = torch.rand(seeds, number, cell.turns, generator=draw, dtype=torch.double).repeat(len(rates), 1, 1)
+        luck = torch.rand(seeds, number, generator=draw, dtype=torch.double).repeat(len(rates), 1)
         likely = torch.cat(tables).log_softmax(dim=2)
         ends = likely.detach().exp().cumsum(dim=2)[:, None, :, :3]
         actions = (drawn[..., None] > ends).sum(dim=3)
@@ -80,15 +83,20 @@ def train(
         earned = earn(cell.design, calls, cell.shaping)
         exists = calls.exists
         batch = batch_of(calls, earned, group)
-        advantages = function(batch, **options).view(actions.shape)
+        advantages = (function(batch, **options) / own_scale(batch, arm, number)).view(actions.shape)
         chosen = likely[:, None].expand(-1, number, -1, -1).gather(3, actions[..., None])[..., 0]
         turns = exists.view(len(likely), -1).sum(dim=1)
         losses = -(advantages * chosen).flatten(1).sum(dim=1) / turns
         optimizer.zero_grad()
         losses.sum().backward()
         optimizer.step()
-        reached.append(earned.reached.view(len(RATES), seeds, number).mean(dim=2))
-    curve = torch.stack(reached)  # (steps, rates, seeds)
+        reached.append(earned.reached.view(len(rates), seeds, number).mean(dim=2))
+    return torch.stack(reached)
+
+
+def train(cell: Cell, arm: Arm, seeds: int = SEEDS, steps: int = STEPS, **options: Any) -> list[Row]:
+    """Trains an arm; for each rate the share reached at the first step, at the end and over training, by seed."""
+    curve = curves(cell, arm, seeds, steps, **options)
     return [
         {
             **cell._asdict(),
@@ -116,6 +124,15 @@ def batch_of(calls: Calls, earned: Earned, group: int = GROUP) -> RewardBatch:
     return RewardBatch(
         earned.turns.masked_fill(~calls.exists, torch.nan), earned.outcomes, calls.exists, calls.searches, group
     )
+
+
+def own_scale(batch: RewardBatch, arm: Arm, number: int) -> Tensor:
+    """
+    With one scale of the batch, what divides advantages, (B, 1): that of each policy's own batch of so many
+    conversations, since all policies are trained at once. Else 1.
+    """
+    totals = batch.of_outcomes()[:, None] + to_go(batch.of_turns())
+    return largest_deviation(totals, number, "group" if arm.scale_rewards == "batch" else "none")
 
 
 def cells(designs: Sequence[str]) -> list[Cell]:

@@ -147,3 +147,32 @@ def test_a_rate_and_a_seed_are_drawn_alike_for_all_arms():
         for arm in ("grpo_or", "mt_grpo")
     }
     assert starts["grpo_or"] == starts["mt_grpo"]
+
+
+def test_what_is_trained_beside_a_policy_does_not_change_it():
+    """A scale of the batch is that of the policy's own conversations, at every rate."""
+    from designs_report import ARMS
+    from designs_toy import Cell, curves
+
+    for arm in ("one scale .8, batch", "one scale .8"):
+        cell = Cell("F", 8, 0.1, 2, arm)
+        alone = curves(cell, ARMS[arm], seeds=1, steps=12, rates=(0.1,))
+        beside = curves(cell, ARMS[arm], seeds=1, steps=12, rates=(0.025, 0.1))
+        torch.testing.assert_close(beside[:, 1:], alone, rtol=0, atol=0)
+
+
+def test_the_scale_of_a_policys_batch_is_that_of_the_rule():
+    from designs import Calls, earn
+    from designs_report import ARMS
+    from designs_toy import batch_of, own_scale
+
+    from mt_grpo.credit import estimate
+
+    searches, named = torch.rand(2, 32, 6, generator=torch.Generator().manual_seed(0)) < 0.6
+    made = Calls(searches, named, torch.ones_like(searches), torch.rand(32))
+    whole = batch_of(made, earn("A", made, 0.1))
+    arm = ARMS["one scale .8, batch"]
+    unscaled = estimate(arm.rule, whole, scale_rewards="none") / own_scale(whole, arm, 32)
+    by_rule = estimate(arm.rule, whole, scale_rewards="batch")
+    torch.testing.assert_close(unscaled, by_rule, check_dtype=False)
+    assert (own_scale(whole, ARMS["turn_gae"], 32) == 1).all()
