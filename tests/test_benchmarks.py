@@ -263,6 +263,29 @@ def test_the_page_on_credit_has_the_table_of_its_command(monkeypatch):
         assert row in page or ("state_baseline" in name and any(line.startswith(name) for line in page)), row
 
 
+def test_the_page_on_credit_has_the_tables_of_one_scale(monkeypatch):
+    """Some columns of the first; where batches are drawn, numbers may differ a little from one torch to another."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    from credit_scales import BEGIN, END, bias_table, designs_table
+
+    page = (ROOT / "docs" / "credit.md").read_text().split(BEGIN)[1].split(END)[0]
+    committed, of_designs = ([cells(line) for line in part.splitlines()] for part in page.strip().split("\n\n"))
+    found = [cells(line) for line in bias_table(("stopper", "one_search", "late"))]
+    held = [(found, [[row[place] for place in (0, 1, 2, 3, 6)] for row in committed])]
+    for ours, theirs in (*held, ([cells(line) for line in designs_table()], of_designs)):
+        assert [row[:2] for row in ours] == [row[:2] for row in theirs] and ours[0] == theirs[0]
+        for row, other in zip(ours[2:], theirs[2:], strict=True):
+            assert numbers(row) == pytest.approx(numbers(other), abs=0.03), row
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.split("|")[1:-1]]
+
+
+def numbers(row: list[str]) -> list[float]:
+    return [float(number) for cell in row[2:] for number in cell.split(" / ")]
+
+
 def test_rules_that_were_tried_still_run(monkeypatch):
     keep_estimators(monkeypatch)
     monkeypatch.syspath_prepend(BENCHMARKS)

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from support.decision_processes import PROCESSES, late, one_search, stopper
+from support.decision_processes import PROCESSES, late, logit, nearly_noise, one_search, paid_searches, stopper
 from support.exact_gradients import Measurement, Paths, measure, sample
 from support.registered import keep_estimators
 
@@ -100,6 +100,54 @@ def test_lambda_leaves_out_what_a_turn_changes_later():
         assert result.signal_to_noise > 1.05 * to_go.signal_to_noise
         assert measured(name, {"name": "turn_gae", "lam": 0.5}, own=False).bias.norm() > 0.1 * result.truth.norm()
     assert measured("late", rule, own=False).cosine < 0.9
+
+
+# One scale for outcome and turn rewards, or one each
+
+
+def in_paid_searches(scales, scale_rewards, searches=0.7):
+    """`reward_to_go` where searches are paid and the outcome wants none, with groups of 4."""
+    rule, factor, parameters = {"name": "reward_to_go", "scales": scales}, 4 / 3, (logit(searches),) * 4
+    options = {"group_size": 4, "factor": factor, "parameters": parameters, "scale_rewards": scale_rewards}
+    return (
+        sample(rule, paid_searches(4), groups=20_000, **options)
+        if scale_rewards == "batch"
+        else measure(rule, paid_searches(4), **options)
+    )
+
+
+@pytest.mark.parametrize("name", PROCESSES)
+@pytest.mark.parametrize(("rule", "own"), [("reward_to_go", True), ("gdpo", True), ("lambda_to_go", False)])
+def test_one_scale_is_unbiased_without_scaling(rule, own, name):
+    options = {"scales": "one"} | ({"lam": 1.0} if rule == "lambda_to_go" else {})
+    result = measured(name, {"name": rule, **options}, 3, own, turn_coef=0.5)
+    assert result.bias.abs().max() < 1e-12 < result.truth.norm()
+
+
+@pytest.mark.parametrize("scale_rewards", ["group", "batch"])
+def test_separate_scales_point_away_where_calls_cost_the_outcome(scale_rewards):
+    for searches in (0.7, 0.3):
+        assert in_paid_searches("each", scale_rewards, searches).cosine < -0.95
+
+
+def test_one_scale_of_the_batch_keeps_the_direction():
+    for searches in (0.7, 0.3, 0.1):
+        assert in_paid_searches("one", "batch", searches).cosine > 0.99
+
+
+def test_one_scale_of_groups_of_equal_outcomes_points_away():
+    """Then only turn rewards differ in most groups, and their small deviation divides."""
+    assert in_paid_searches("one", "group").cosine > 0.99
+    assert in_paid_searches("one", "group", searches=0.3).cosine < -0.5
+
+
+def test_separate_scales_have_less_noise_of_a_noisy_outcome():
+    options = {"group_size": 4, "factor": 4 / 3, "parameters": (logit(0.28),) * 3, "scale_rewards": "group"}
+    each, one = (
+        measure({"name": "reward_to_go", "scales": scales}, nearly_noise(3), **options) for scales in ("each", "one")
+    )
+    assert min(each.cosine, one.cosine) > 0.99
+    assert each.signal_to_noise > 3 * one.signal_to_noise
 
 
 @pytest.mark.parametrize("fit", ["line", "table"])

@@ -53,10 +53,13 @@ def batches(draw):
     st.sampled_from(["group", "batch", "none"]),
     st.sampled_from([0.0, 0.5, 1.0]),
     st.sampled_from([0.0, 0.5, 1.0]),
+    st.sampled_from(["each", "one"]),
 )
 @settings(max_examples=25, deadline=None)
-def test_parts_sum_to_the_advantage(rule, batch, scale, turn_coef, share):
-    options = {option: share for option in ("gamma", "lam") if option in whole_rule(rule, **OF_RUN)}
+def test_parts_sum_to_the_advantage(rule, batch, scale, turn_coef, share, scales):
+    known = whole_rule(rule, **OF_RUN)
+    options = {"gamma": share, "lam": share, "scales": scales}
+    options = {option: value for option, value in options.items() if option in known}
     if rule == "branch_to_go":
         batch = replace(batch, **BRANCHES)
     function, options = bind_rule({"name": rule, **options}, turn_coef=turn_coef, scale_rewards=scale)

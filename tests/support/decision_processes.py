@@ -5,6 +5,8 @@ results that are partly chance. See `support.exact_gradients`.
 
 from __future__ import annotations
 
+import math
+
 from support.exact_gradients import Play, Process
 
 
@@ -108,6 +110,42 @@ def tasks(number: int, skills: int) -> Process:
         return float(done == number)
 
     return play
+
+
+def paid_searches(turns: int, shaping: float = 0.1) -> Process:
+    """
+    Design F of docs/designs.md in few turns: a search earns a fifth of the shaping, and makes it less likely that the
+    answer, which ends the conversation, is right. Who never answers is not right. A parameter for each turn.
+    """
+
+    def play(play: Play) -> float:
+        for step in range(turns):
+            if not play.decide(step):
+                play.turn(0.0)
+                return float(play.chance(1 - step / turns))
+            play.turn(shaping / 5, result=True)
+        return 0.0
+
+    return play
+
+
+def nearly_noise(turns: int, shaping: float = 0.1) -> Process:
+    """Design N in few turns: all right calls together earn the shaping, and the outcome is nearly chance."""
+
+    def play(play: Play) -> float:
+        right = 0
+        for step in range(turns):
+            is_right = play.decide(step)
+            right += is_right
+            play.turn(shaping / turns * is_right, result=True)
+        return float(play.chance(0.4 + 0.2 * right / turns))
+
+    return play
+
+
+def logit(likely: float) -> float:
+    """The parameter with which a decision is taken so likely."""
+    return math.log(likely / (1 - likely))
 
 
 PROCESSES: dict[str, tuple[Process, tuple[float, ...]]] = {
