@@ -17,7 +17,15 @@ from mt_grpo.trajectory import Trajectory, Turn
 def importable(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     keep_estimators(monkeypatch)
-    for name in ("ablation_arms", "horizon_task", "designs", "designs_report", "designs_train", "designs_toy"):
+    for name in (
+        "ablation_arms",
+        "horizon_task",
+        "designs",
+        "designs_report",
+        "designs_train",
+        "designs_toy",
+        "designs_said",
+    ):
         monkeypatch.delitem(sys.modules, name, raising=False)
 
 
@@ -176,3 +184,10 @@ def test_the_scale_of_a_policys_batch_is_that_of_the_rule():
     by_rule = estimate(arm.rule, whole, scale_rewards="batch")
     torch.testing.assert_close(unscaled, by_rule, check_dtype=False)
     assert (own_scale(whole, ARMS["turn_gae"], 32) == 1).all()
+
+
+def test_what_is_heard_is_what_runs_say():
+    from designs_said import KINDS
+
+    source = " ".join((ROOT / "mt_grpo/training/step_log/warnings.py").read_text().replace('"', " ").split())
+    assert all(part in source for part in KINDS)
