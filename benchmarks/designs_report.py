@@ -41,6 +41,9 @@ ARMS = {
 }
 TODAY = "gtpo .5"
 """The default when the comparison was planned."""
+FINALISTS = 3
+"""The best arms of the main table, which the second stage takes on."""
+BEGIN_SECOND, END_SECOND = "<!-- second -->", "<!-- end of second -->"
 
 
 def by_seed(rows: Sequence[Row], design: str, arm: str, measure: str) -> dict[int, float]:
@@ -116,6 +119,53 @@ def decide(rows: Sequence[Row]) -> str | None:
     return min(near, key=lambda each: each.mean).arm
 
 
+def finalists(rows: Sequence[Row]) -> list[str]:
+    """
+    The arms of the second stage: the best ones of the main table, the one that it decides on first, and the default of
+    today.
+
+    Raises:
+        SystemExit: If the main table is not complete.
+    """
+    ordered = [each.arm for each in verdicts(rows)]
+    if len(ordered) < len(ARMS) or any(not by_seed(rows, design, TODAY, "end") for design in DESIGNS):
+        raise SystemExit("The main table is not complete: run `python benchmarks/designs_train.py`, or name --arms.")
+    first = [arm for arm in (decide(rows),) if arm is not None]
+    return list(dict.fromkeys([*[*first, *(arm for arm in ordered if arm not in first)][:FINALISTS], TODAY]))
+
+
+def text_of_variants(rows: Sequence[Row]) -> str:
+    """The tables of the second stage, one for each variant, in Markdown."""
+    parts = []
+    for variant in dict.fromkeys(row["variant"] for row in rows):
+        own = [row for row in rows if row["variant"] == variant]
+        designs = [design for design in DESIGNS if any(row["design"] == design for row in own)]
+        seeds = len({row["seed"] for row in own})
+        lines = [
+            f"**{variant}.** Regret at the end, with the half of its 95 % interval; {seeds} seeds.",
+            "",
+            f"| arm | {' | '.join(designs)} | mean | mean over training |",
+            f"| --- |{' --- |' * (len(designs) + 2)}",
+        ]
+        for arm in dict.fromkeys(row["arm"] for row in own):
+            cells = [cell_of(own, design, arm, "end") for design in designs]
+            ends, overs = (
+                [1 - fmean(values) for design in designs if (values := by_seed(own, design, arm, measure).values())]
+                for measure in ("end", "over")
+            )
+            lines.append(f"| {arm} | {' | '.join(cells)} | {fmean(ends):.3f} | {fmean(overs):.3f} |")
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts).replace("|  |", "| |") or "Not run."
+
+
+def cell_of(rows: Sequence[Row], design: str, arm: str, measure: str) -> str:
+    """The regret of an arm, with the half of its interval; of a single seed alone."""
+    found = regret(rows, design, arm, measure)
+    if found:
+        return f"{found[0]:.2f} ± {found[1] - found[0]:.2f}"
+    return " ".join(f"{1 - value:.2f}" for value in by_seed(rows, design, arm, measure).values())
+
+
 def text(rows: Sequence[Row]) -> str:
     """The tables of the page, in Markdown."""
     designs = [design for design in DESIGNS if any(row["design"] == design for row in rows)]
@@ -124,15 +174,7 @@ def text(rows: Sequence[Row]) -> str:
     for measure, title in (("end", "Regret at the end"), ("over", "Regret over training")):
         lines = [f"{title}, with the half of its 95 % interval; 0 is all that is possible.", "", head]
         for arm in ARMS:
-            cells = []
-            for design in designs:
-                found = regret(rows, design, arm, measure)
-                own = by_seed(rows, design, arm, measure)
-                cells.append(
-                    f"{found[0]:.2f} ± {found[1] - found[0]:.2f}"
-                    if found
-                    else " ".join(f"{1 - value:.2f}" for value in own.values())
-                )
+            cells = [cell_of(rows, design, arm, measure) for design in designs]
             if any(cells):
                 lines.append(f"| {arm} | {' | '.join(cells)} |")
         parts.append("\n".join(lines))

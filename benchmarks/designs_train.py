@@ -3,11 +3,13 @@ Credit rules on the designs of `designs.py`, learnt by the real trainer: the mai
 
     python benchmarks/designs_train.py            # hours on two cores; goes on where it was interrupted
     python benchmarks/designs_train.py --quick    # one seed of three arms on B and F: minutes; writes nothing
-    python benchmarks/designs_train.py --report   # tables and page alone, from benchmarks/results/designs_train.json
+    python benchmarks/designs_train.py --stage second    # the best arms of that table, with other settings: hours
+    python benchmarks/designs_train.py --list     # what has not run, of the first stage or of `--stage second`
+    python benchmarks/designs_train.py --report   # table and page alone, from committed results
 
 The model and its questions are those of `horizon.py`: a tally is a call of the other tool. A run ends after `steps`,
 or when nothing moves (`Settled`). Each leaves a file in `runs/designs`; what benchmarks/results/designs_train.json
-has already is not run again.
+(designs_second.json) has already is not run again. For K 32 the model is warm-started on longer conversations.
 """
 
 from __future__ import annotations
@@ -28,20 +30,20 @@ import torch
 from common import RESULTS
 from designs import DESIGNS, ENDING, Earned, earn
 from designs import Calls as Made
-from designs_report import ARMS, text, write_page
-from horizon_task import Calls, Setting, rows, warm_start
-from jobs import PATIENCE, finished, run_all, write_rows
-from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, ProgressCallback, TrainerCallback
+from designs_report import ARMS, BEGIN_SECOND, END_SECOND, finalists, text, text_of_variants, write_page
+from horizon_task import Calls, build_trainer, model_of, run_missing
+from jobs import finished, write_rows
+from transformers import TrainerCallback
 
-from mt_grpo import MTGRPOConfig, MTGRPOEnvTrainer
+from mt_grpo import MTGRPOEnvTrainer
 from mt_grpo.app.report import write_json
 from mt_grpo.envs.env import Step, StepEnv
 from mt_grpo.rewards import OutcomeReward, TurnReward
 from mt_grpo.trajectory import Trajectory, Turn
 
 FOLDER = Path(__file__).parent.parent / "runs" / "designs"
-RESULT = RESULTS / "designs_train.json"
-GROUP, SEEDS, LAST = 8, 6, 10
+RESULT, SECOND = RESULTS / "designs_train.json", RESULTS / "designs_second.json"
+SEEDS, SECOND_SEEDS, LAST = 6, 3, 10
 QUICK = (("B", "F"), ("gtpo .5", "lambda_to_go", "one scale .8"))
 
 
@@ -55,6 +57,16 @@ class Plan(NamedTuple):
     learning_rate: float = 2e-3
 
 
+VARIANTS = {
+    "K 32": Plan(turns=32),
+    "24 groups": Plan(groups=24),
+    "shaping .02": Plan(shaping=0.02),
+    "half the rate": Plan(learning_rate=1e-3),
+    "twice the rate": Plan(learning_rate=4e-3),
+}
+"""What the second stage changes, one at a time."""
+
+
 class Job(NamedTuple):
     """One run."""
 
@@ -64,6 +76,19 @@ class Job(NamedTuple):
 
     def file(self, folder: Path) -> Path:
         return folder / f"{self.design}-{self.arm.replace(' ', '_').replace(',', '')}-{self.seed}.json"
+
+
+class Varied(NamedTuple):
+    """A run of the second stage."""
+
+    variant: str
+    design: str
+    arm: str
+    seed: int
+
+    def file(self, folder: Path) -> Path:
+        name = "-".join((self.variant, self.design, self.arm, str(self.seed)))
+        return folder / f"{name.replace(' ', '_').replace(',', '')}.json"
 
 
 class Designed(StepEnv):
@@ -157,52 +182,30 @@ class Settled(TrainerCallback):
             control.should_training_stop = max(means) - min(means) < self.WITHIN
 
 
-def build(job: Job, plan: Plan, model: Path, folder: str) -> MTGRPOEnvTrainer:
+def build(job: Job | Varied, plan: Plan, model: Path, folder: str) -> MTGRPOEnvTrainer:
     """The trainer of a run."""
-    arm, conversations = ARMS[job.arm], plan.groups * GROUP
-    args = MTGRPOConfig(
-        folder,
-        seed=job.seed,
-        max_steps=plan.steps,
-        per_device_train_batch_size=conversations,
-        num_generations=GROUP,
-        learning_rate=plan.learning_rate,
-        lr_scheduler_type="constant_with_warmup",
-        warmup_steps=3,
-        max_grad_norm=0.5,
-        beta=0.0,
-        advantage_estimator=arm.rule,
-        scale_rewards=arm.scale_rewards,
-        max_turn_length=4,
-        max_completion_length=24 * plan.turns,
-        tokenization_sanity_check_mode="disable",
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-    )
+    arm = ARMS[job.arm]
     env = Designed()
     env.design, env.length = job.design, plan.turns
-    trainer = MTGRPOEnvTrainer(
-        AutoModelForCausalLM.from_pretrained(model),
+    return build_trainer(
+        model,
+        folder,
         env,
-        turn_reward_funcs=[Shaping(job.design, plan.shaping)],
-        outcome_reward_funcs=[Outcome(job.design), Reached(job.design)],
-        args=args,
-        train_dataset=rows(Setting(plan.turns, 1), plan.steps * plan.groups, job.seed),
-        processing_class=AutoTokenizer.from_pretrained(model),
+        [Shaping(job.design, plan.shaping)],
+        [Outcome(job.design), Reached(job.design)],
+        turns=plan.turns,
+        skills=1,
+        groups=plan.groups,
+        steps=plan.steps,
+        seed=job.seed,
         callbacks=[Settled()],
+        learning_rate=plan.learning_rate,
+        advantage_estimator=arm.rule,
+        scale_rewards=arm.scale_rewards,
     )
-    for callback in (PrinterCallback, ProgressCallback):
-        trainer.remove_callback(callback)
-    trainer.runner.engine.patience = PATIENCE
-    trainer.runner.engine.max_batch_size = conversations
-    return trainer
 
 
-def run(job: Job, plan: Plan, model: Path) -> dict[str, Any]:
+def run(job: Job | Varied, plan: Plan, model: Path) -> dict[str, Any]:
     """Trains one arm; what was reached at first, at the end and over all steps, as if it had gone on as it ended."""
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
@@ -234,51 +237,128 @@ def jobs(designs: Sequence[str], arms: Sequence[str], seeds: int) -> list[Job]:
     return [Job(design, arm, seed) for seed, design, arm in product(range(1, seeds + 1), designs, arms)]
 
 
+def quick(folder: Path, workers: int, steps: int = Plan().steps) -> str:
+    """Runs one seed of a few arms on B and F, and writes no results; the table, in Markdown."""
+    plan, given = Plan(steps=steps), jobs(*QUICK, 1)
+    finished(given, folder, plan=plan._asdict())  # refuses a folder of other runs
+    run_missing(work, given, plan, folder=folder, workers=workers)
+    return text(finished(given, folder, plan=plan._asdict()))
+
+
+def first_stage(designs: Sequence[str], arms: Sequence[str], seeds: int, folder: Path, workers: int) -> None:
+    """Runs what has not run, and writes results and page with it, also where it is interrupted."""
+    plan, known = Plan(), rows_of(RESULT)
+    committed = {(row["design"], row["arm"], row["seed"]) for row in known}
+    whole = jobs(list(DESIGNS), list(ARMS), SEEDS)
+    finished(whole, folder, plan=plan._asdict())
+    left = [job for job in jobs(designs, arms, seeds) if tuple(job) not in committed]
+    try:
+        run_missing(work, left, plan, folder=folder, workers=workers)
+    finally:
+        keep(RESULT, Job, whole, known, finished(whole, folder, plan=plan._asdict()), plan=plan._asdict())
+        write(second=False)
+
+
+def varied(variants: Sequence[str], designs: Sequence[str], arms: Sequence[str], seeds: int) -> list[Varied]:
+    """The runs of the second stage: those of the first seed first."""
+    return [
+        Varied(variant, design, arm, seed)
+        for seed, variant, design, arm in product(range(1, seeds + 1), variants, designs, arms)
+    ]
+
+
+def measures_of(given: Sequence[Varied], folder: Path) -> list[dict[str, Any]]:
+    """The measures of the runs of the second stage that have a file."""
+    return [row for job in given for row in finished([job], folder, plan=VARIANTS[job.variant]._asdict())]
+
+
+def work_varied(job: Varied, folder: Path) -> Varied:
+    """Runs a job of the second stage and keeps its measures."""
+    plan = VARIANTS[job.variant]
+    write_json(job.file(folder), run(job, plan, model_of(folder, plan.turns)))
+    return job
+
+
+def second_stage(given: Sequence[Varied], folder: Path, workers: int) -> None:
+    """Runs what has not run, and writes results and page with it, also where it is interrupted."""
+    known = rows_of(SECOND)
+    committed = {tuple(row[name] for name in Varied._fields) for row in known}
+    measures_of(given, folder)  # refuses a folder of other runs
+    left = [job for job in given if tuple(job) not in committed]
+    try:
+        for seed in dict.fromkeys(job.seed for job in left):
+            for turns in dict.fromkeys(VARIANTS[job.variant].turns for job in left):
+                chosen = [job for job in left if job.seed == seed and VARIANTS[job.variant].turns == turns]
+                run_missing(work_varied, chosen, folder=folder, workers=workers, turns=turns)
+    finally:
+        whole = varied(list(VARIANTS), list(DESIGNS), list(ARMS), SECOND_SEEDS)
+        plans = {variant: plan._asdict() for variant, plan in VARIANTS.items()}
+        keep(SECOND, Varied, whole, known, measures_of(whole, folder), plans=plans)
+        write(second=True)
+
+
+def write(*, second: bool) -> str:
+    """Writes the tables of a stage into the page, and returns them."""
+    if second:
+        write_page(lines := text_of_variants(rows_of(SECOND)), begin=BEGIN_SECOND, end=END_SECOND)
+    else:
+        write_page(lines := text(rows_of(RESULT)))
+    return lines
+
+
+def rows_of(result: Path) -> list[dict[str, Any]]:
+    """The committed rows of a stage."""
+    return json.loads(result.read_text())["rows"] if result.exists() else []
+
+
+def keep(
+    result: Path,
+    kind: type[Job] | type[Varied],
+    whole: Sequence[Job | Varied],
+    known: Sequence[dict[str, Any]],
+    found: Sequence[dict[str, Any]],
+    **made_with: Any,
+) -> None:
+    """Writes the rows that are known and those that were found, in the order of all runs."""
+    rows = {tuple(row[name] for name in kind._fields): row for row in (*known, *found)}
+    if rows:
+        write_rows(result, [rows[tuple(job)] for job in whole if tuple(job) in rows], **made_with)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stage", choices=("first", "second"), default="first", help="which table (first)")
+    parser.add_argument("--list", action="store_true", help="run nothing, and name what has not run")
     parser.add_argument("--report", action="store_true", help="run nothing, and read committed results")
     parser.add_argument("--quick", action="store_true", help="one seed of a few arms, in minutes; writes no results")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="where runs leave their files (runs/designs)")
     parser.add_argument("--designs", nargs="+", choices=DESIGNS, default=list(DESIGNS))
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
-    parser.add_argument("--seeds", type=int, default=SEEDS, help=f"from 1 to this number ({SEEDS})")
+    parser.add_argument(
+        "--arms", nargs="+", choices=ARMS, help="all of the first stage; of the second those named above"
+    )
+    parser.add_argument("--seeds", type=int, help=f"from 1 to this number ({SEEDS}; second stage: {SECOND_SEEDS})")
     parser.add_argument("--workers", type=int, default=2, help="processes, of one core each (2)")
     options = parser.parse_args(argv)
-    plan = Plan()
-    known = json.loads(RESULT.read_text())["rows"] if RESULT.exists() else []
+    if options.quick:
+        return print(quick(options.folder, options.workers))
+    second = options.stage == "second"
     if not options.report:
-        given = jobs(*QUICK, 1) if options.quick else jobs(options.designs, options.arms, options.seeds)
-        committed = set() if options.quick else {(row["design"], row["arm"], row["seed"]) for row in known}
-        finished(given, options.folder, plan=plan._asdict())  # refuses a folder of other runs
-        left = [job for job in given if tuple(job) not in committed and not job.file(options.folder).exists()]
-        if left:
-            if not (options.folder / "model" / "config.json").exists():
-                print("warm-starting the model, in a minute or two", flush=True)
-                warm_start(options.folder / "model")
-            try:
-                run_all(work, left, plan, folder=options.folder, workers=options.workers)
-            finally:
-                known = keep(given, known, options.folder, plan, write=not options.quick)
+        arms = options.arms or (finalists(rows_of(RESULT)) if second else list(ARMS))
+        seeds = options.seeds or (SECOND_SEEDS if second else SEEDS)
+        given: list[Any] = (
+            varied(list(VARIANTS), options.designs, arms, seeds) if second else jobs(options.designs, arms, seeds)
+        )
+        if options.list:
+            done = {
+                tuple(row[name] for name in type(given[0])._fields) for row in rows_of(SECOND if second else RESULT)
+            }
+            left = [job for job in given if tuple(job) not in done and not job.file(options.folder).exists()]
+            return print("\n".join([*(" ".join(map(str, job)) for job in left), f"{len(left)} of {len(given)} runs"]))
+        if second:
+            second_stage(given, options.folder, options.workers)
         else:
-            known = keep(given, known, options.folder, plan, write=not options.quick)
-    print(text(known))
-
-
-def keep(
-    given: Sequence[Job], known: list[dict[str, Any]], folder: Path, plan: Plan, write: bool
-) -> list[dict[str, Any]]:
-    """The results with what has run since, which they and the page are written with."""
-    if not write:
-        return finished(given, folder, plan=plan._asdict())
-    found = {(row["design"], row["arm"], row["seed"]): row for row in known}
-    found |= {
-        (row["design"], row["arm"], row["seed"]): row
-        for row in finished(jobs(list(DESIGNS), list(ARMS), SEEDS), folder, plan=plan._asdict())
-    }
-    ordered = [found[job] for job in jobs(list(DESIGNS), list(ARMS), SEEDS) if job in found]
-    write_rows(RESULT, ordered, plan=plan._asdict())
-    write_page(text(ordered))
-    return ordered
+            first_stage(options.designs, arms, seeds, options.folder, options.workers)
+    print(write(second=second))
 
 
 if __name__ == "__main__":

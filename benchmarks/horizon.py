@@ -2,7 +2,8 @@
 Credit rules compared by the number of turns of a conversation; see docs/ablation.md.
 
     python benchmarks/horizon.py              # runs what has not run, then writes results, tables and the picture
-    python benchmarks/horizon.py --quick      # one seed of four arms at 1 and 12 turns: minutes; writes nothing
+    python benchmarks/horizon.py --quick      # one seed of a few arms at 1 and 12 turns, and on the designs B and F of
+                                              # `designs.py`: minutes; writes nothing
     python benchmarks/horizon.py --report     # tables and the picture alone, from benchmarks/results/horizon.json
 
 Every run (setting, arm, seed) leaves one file in `runs/horizon` and is skipped where that is there, so the command can
@@ -20,19 +21,18 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import designs_train
 from common import RESULTS
 from horizon_report import draw, text, write_page
-from horizon_task import ARMS, SCORES, SETTINGS, ShareRight, environment, rows, warm_start
-from jobs import PATIENCE, finished, run_all, write_rows
-from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, ProgressCallback
+from horizon_task import ARMS, GROUP, SCORES, SETTINGS, ShareRight, build_trainer, environment, run_missing
+from jobs import finished, write_rows
 
-from mt_grpo import MTGRPOConfig, MTGRPOEnvTrainer
+from mt_grpo import MTGRPOEnvTrainer
 from mt_grpo.app.report import write_json
 
 FOLDER = Path(__file__).parent.parent / "runs" / "horizon"
 RESULT = RESULTS / "horizon.json"
 SEEDS = 6
-GROUP = 8
 QUICK = (["two-1", "two-12"], ["grpo_or", "mt_grpo", "reward_to_go", "gtpo"])
 
 
@@ -64,44 +64,21 @@ def jobs(settings: Sequence[str], arms: Sequence[str], seeds: int) -> list[Job]:
 def build(job: Job, plan: Plan, model: Path, folder: str) -> MTGRPOEnvTrainer:
     """The trainer of a run."""
     setting = SETTINGS[job.setting]
-    conversations = plan.turns // setting.turns
-    args = MTGRPOConfig(
+    return build_trainer(
+        model,
         folder,
+        environment(setting),
+        ["step_reward"],
+        ["env_reward", ShareRight()],
+        turns=setting.turns,
+        skills=setting.skills,
+        groups=plan.turns // setting.turns // GROUP,
+        steps=plan.steps,
         seed=job.seed,
-        max_steps=plan.steps,
-        per_device_train_batch_size=conversations,
-        num_generations=GROUP,
         learning_rate=plan.learning_rate,
-        lr_scheduler_type="constant_with_warmup",
-        warmup_steps=3,
-        max_grad_norm=0.5,
-        beta=0.0,
         advantage_estimator=ARMS[job.arm],
         state_score=SCORES.get(job.arm),
-        max_turn_length=4,
-        max_completion_length=24 * setting.turns,
-        tokenization_sanity_check_mode="disable",
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
     )
-    trainer = MTGRPOEnvTrainer(
-        AutoModelForCausalLM.from_pretrained(model),
-        environment(setting),
-        turn_reward_funcs=["step_reward"],
-        outcome_reward_funcs=["env_reward", ShareRight()],
-        args=args,
-        train_dataset=rows(setting, plan.steps * conversations // GROUP, job.seed),
-        processing_class=AutoTokenizer.from_pretrained(model),
-    )
-    for callback in (PrinterCallback, ProgressCallback):
-        trainer.remove_callback(callback)
-    trainer.runner.engine.patience = PATIENCE
-    trainer.runner.engine.max_batch_size = conversations
-    return trainer
 
 
 def run(job: Job, plan: Plan, model: Path) -> dict[str, Any]:
@@ -145,18 +122,17 @@ def main(argv: list[str] | None = None) -> None:
     plan = Plan()
     given = jobs(*QUICK, 1) if options.quick else jobs(options.settings, options.arms, options.seeds)
     finished(given, options.folder, plan=plan._asdict())  # refuses a folder of other runs
-    left = [job for job in given if not job.file(options.folder).exists()]
-    if left and not options.so_far:
-        if not (options.folder / "model" / "config.json").exists():
-            print("warm-starting the model, in a minute or two", flush=True)
-            warm_start(options.folder / "model")
-        run_all(work, left, plan, folder=options.folder, workers=options.workers)
+    if not options.so_far:
+        run_missing(work, given, plan, folder=options.folder, workers=options.workers)
     found = finished(given, options.folder, plan=plan._asdict())
     if not options.quick:
         write_rows(RESULT, found, plan=plan._asdict())
         write_page(found, plan._asdict())
         draw(found, plan._asdict())
     print(text(found, plan._asdict()))
+    if options.quick:
+        print(f"\nDesigns of docs/designs.md, {plan.steps} steps.\n")
+        print(designs_train.quick(options.folder, options.workers, steps=plan.steps))
 
 
 if __name__ == "__main__":

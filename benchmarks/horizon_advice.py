@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 from ablation_report import DOCS
 from common import RESULTS, machine
-from horizon import FOLDER, GROUP, RESULT, SEEDS, Job, Plan, build, jobs
+from horizon import FOLDER, RESULT, SEEDS, Job, Plan, build, jobs
 from horizon_report import LATER, behind, paired, share
-from horizon_task import ARMS, SCORES, SETTINGS
+from horizon_task import ARMS, GROUP, SCORES, SETTINGS
 from jobs import finished, prepare
 
 from mt_grpo.app.credit.measure import ALL, compare, compute

@@ -14,7 +14,7 @@ three tokens: tool, name, end.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,15 +22,26 @@ from typing import Any
 import torch
 from ablation_arms import shuffled
 from datasets import Dataset
+from jobs import PATIENCE, Job, run_all
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+    PrinterCallback,
+    ProgressCallback,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    TrainerCallback,
+)
 
+from mt_grpo import MTGRPOConfig, MTGRPOEnvTrainer
 from mt_grpo.credit import RewardBatch, Rule, advantage_estimator, reward_to_go
 from mt_grpo.credit.normalisation import Scale
 from mt_grpo.envs.env import Step, StepEnv
 from mt_grpo.envs.protocols import ParsedTurn
-from mt_grpo.rewards import AnswerLogprob, OutcomeReward
+from mt_grpo.rewards import AnswerLogprob, OutcomeReward, TurnReward
 from mt_grpo.trajectory import ToolCall, Trajectory, Turn
 
 MARKERS = ("of", "by", "at", "in")
@@ -101,6 +112,9 @@ ARMS: dict[str, Rule] = {
     "answer_baseline": "state_baseline",
 }
 """The credit rule of each arm."""
+
+GROUP = 8
+"""Conversations of a group."""
 
 SCORES = {"answer_baseline": "horizon_task.NextCall"}
 """The state score of an arm that has one."""
@@ -229,6 +243,73 @@ def environment(setting: Setting) -> Tasks:
     return env
 
 
+def build_trainer(
+    model: Path,
+    folder: str,
+    env: StepEnv,
+    turn_rewards: Sequence[str | TurnReward],
+    outcome_rewards: Sequence[str | OutcomeReward],
+    *,
+    turns: int,
+    skills: int,
+    groups: int,
+    steps: int,
+    seed: int,
+    callbacks: Sequence[TrainerCallback] = (),
+    **options: Any,
+) -> MTGRPOEnvTrainer:
+    """
+    The trainer of a run, whatever is compared.
+
+    Args:
+        model (`Path`): The warm-started model.
+        folder (`str`): Where the run leaves its files.
+        env (`StepEnv`): What conversations are copies of.
+        turn_rewards, outcome_rewards (`Sequence`): The rewards.
+        turns, skills (`int`): Of a conversation's questions, as in `Setting`.
+        groups (`int`): Groups of a step.
+        steps, seed (`int`): How long it trains, and what is drawn.
+        callbacks (`Sequence[TrainerCallback]`, *optional*): Callbacks of the trainer.
+        **options: Options of `MTGRPOConfig` that runs differ in.
+    """
+    args = MTGRPOConfig(
+        folder,
+        seed=seed,
+        max_steps=steps,
+        per_device_train_batch_size=groups * GROUP,
+        num_generations=GROUP,
+        lr_scheduler_type="constant_with_warmup",
+        warmup_steps=3,
+        max_grad_norm=0.5,
+        beta=0.0,
+        max_turn_length=4,
+        max_completion_length=24 * turns,
+        tokenization_sanity_check_mode="disable",
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        **options,
+    )
+    trainer = MTGRPOEnvTrainer(
+        AutoModelForCausalLM.from_pretrained(model),
+        env,
+        turn_reward_funcs=list(turn_rewards),
+        outcome_reward_funcs=list(outcome_rewards),
+        args=args,
+        train_dataset=rows(Setting(turns, skills), steps * groups, seed),
+        processing_class=AutoTokenizer.from_pretrained(model),
+        callbacks=list(callbacks),
+    )
+    for callback in (PrinterCallback, ProgressCallback):
+        trainer.remove_callback(callback)
+    trainer.runner.engine.patience = PATIENCE
+    trainer.runner.engine.max_batch_size = groups * GROUP
+    return trainer
+
+
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """A token for each word."""
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -247,7 +328,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0) -> Qwen3ForCausalLM:
+def build_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0, positions: int = 512) -> Qwen3ForCausalLM:
     """A Qwen3 of two layers, with random weights."""
     torch.manual_seed(seed)
     return Qwen3ForCausalLM(
@@ -259,7 +340,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0) -> Qwen3ForCa
             num_attention_heads=4,
             num_key_value_heads=4,
             head_dim=16,
-            max_position_embeddings=512,
+            max_position_embeddings=positions,
             tie_word_embeddings=True,
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,
@@ -269,16 +350,21 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0) -> Qwen3ForCa
     )
 
 
-def warm_start(folder: Path, steps: int = 2500) -> None:
+LENGTHS = {12: (1, 4, 12, 12), 32: (1, 4, 12, 32)}
+"""Turns of the conversations of a warm start, by those of the longest ones."""
+
+
+def warm_start(folder: Path, steps: int = 2500, longest: int = 12) -> None:
     """Trains the model on conversations with random calls and saves it; about a minute of one core."""
     tokenizer = build_tokenizer()
-    model = build_model(tokenizer)
+    tokenizer.model_max_length = positions = 512 if longest == 12 else 1024
+    model = build_model(tokenizer, positions=positions)
     rng = random.Random(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, weight_decay=0.0, betas=(0.9, 0.98))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) / 50) * (1 - step / steps))
     for step in range(steps):
-        turns = 1 if step < 400 else rng.choice((1, 4, 12, 12))
-        ids, mask = _traces(rng, tokenizer, {1: 128, 4: 32, 12: 16}[turns], turns)
+        turns = 1 if step < 400 else rng.choice(LENGTHS[longest])
+        ids, mask = _traces(rng, tokenizer, {1: 128, 4: 32, 12: 16, 32: 8}[turns], turns)
         logits = model(ids[:, :-1]).logits
         losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
         wanted = mask[:, 1:].flatten()
@@ -291,6 +377,25 @@ def warm_start(folder: Path, steps: int = 2500) -> None:
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def model_of(folder: Path, turns: int) -> Path:
+    """Where the warm-started model for conversations of so many turns is."""
+    return folder / ("model" if turns <= 12 else "model_32")
+
+
+def run_missing(
+    work: Callable[..., Job], given: Sequence[Job], *options: Any, folder: Path, workers: int, turns: int = 12
+) -> None:
+    """Runs the jobs that have left no file, given `options`; the model is made first where it is not there."""
+    left = [job for job in given if not job.file(folder).exists()]
+    if not left:
+        return
+    model = model_of(folder, turns)
+    if not (model / "config.json").exists():
+        print("warm-starting the model, in a minute or two", flush=True)
+        warm_start(model, longest=12 if turns <= 12 else 32)
+    run_all(work, left, *options, folder=folder, workers=workers)
 
 
 def _traces(rng: random.Random, tokenizer: PreTrainedTokenizerFast, size: int, turns: int) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 
 import pytest
@@ -191,3 +192,81 @@ def test_what_is_heard_is_what_runs_say():
 
     source = " ".join((ROOT / "mt_grpo/training/step_log/warnings.py").read_text().replace('"', " ").split())
     assert all(part in source for part in KINDS)
+
+
+def main_table(folder, **changed) -> None:
+    """Rows of all designs and arms, of which three end best."""
+    from designs import DESIGNS
+    from designs_report import ARMS
+
+    ends = {"turn_gae": 0.99, "one scale .8": 0.98, "one scale .9": 0.95, **changed}
+    rows = [
+        row(design, arm, seed, 0.3, ends.get(arm, 0.7) + seed / 1000)
+        for design in DESIGNS
+        for arm in ARMS
+        for seed in (1, 2, 3)
+    ]
+    (folder / "designs_train.json").write_text(json.dumps({"rows": rows}))
+
+
+@pytest.fixture
+def stages(tmp_path, monkeypatch):
+    """Results and runs are in a folder of the test, and the page is what is returned."""
+    import designs_train
+
+    page = {}
+    monkeypatch.setattr(designs_train, "RESULT", tmp_path / "designs_train.json")
+    monkeypatch.setattr(designs_train, "SECOND", tmp_path / "designs_second.json")
+    monkeypatch.setattr(designs_train, "write_page", lambda lines, **marks: page.update(lines=lines, **marks))
+    return page
+
+
+def test_the_second_stage_lists_the_best_arms_and_todays_default(stages, tmp_path, capsys):
+    import designs_train
+
+    command = ["--stage", "second", "--list", "--folder", str(tmp_path)]
+    with pytest.raises(SystemExit, match="The main table is not complete"):
+        designs_train.main(command)
+    main_table(tmp_path)
+    designs_train.main(command)
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert last == "480 of 480 runs"  # five settings, eight designs, four arms, three seeds
+    assert lines[:4] == [f"K 32 A {arm} 1" for arm in ("turn_gae", "one scale .8", "one scale .9", "gtpo .5")]
+    main_table(tmp_path, **{"gtpo .5": 0.97})
+    designs_train.main(command)
+    assert capsys.readouterr().out.splitlines()[-1] == "360 of 360 runs"
+
+
+def test_the_second_stage_goes_on_where_it_stopped(stages, tmp_path, monkeypatch, capsys):
+    import designs_train
+    from designs_train import VARIANTS
+
+    main_table(tmp_path)
+    ran = []
+
+    def run_missing(work, given, *, folder, workers, turns):
+        for job in given[:1]:
+            ran.append((job, turns))
+            measures = {"start": 0.3, "end": 0.9, "over": 0.8, "plan": VARIANTS[job.variant]._asdict()}
+            job.file(folder).write_text(json.dumps(job._asdict() | measures))
+
+    monkeypatch.setattr(designs_train, "run_missing", run_missing)
+    command = ["--stage", "second", "--folder", str(tmp_path), "--seeds", "1", "--designs", "B"]
+    designs_train.main(command)
+    assert [(job.variant, turns) for job, turns in ran] == [("K 32", 32), ("24 groups", 12)]
+    assert stages["begin"] == "<!-- second -->" and "**K 32.**" in stages["lines"]
+    assert "| turn_gae | 0.10 | 0.100 | 0.200 |" in stages["lines"]
+    for job, _ in ran:
+        job.file(tmp_path).unlink()  # what is committed is enough
+    capsys.readouterr()
+    designs_train.main([*command, "--list"])
+    assert capsys.readouterr().out.splitlines()[-1] == "18 of 20 runs"
+
+
+def test_the_page_has_a_place_for_each_table():
+    from designs_report import BEGIN, BEGIN_SECOND, END, END_SECOND
+
+    page = (ROOT / "docs" / "designs.md").read_text()
+    marks = ("<!-- grid -->", "<!-- end of the grid -->", BEGIN, END, BEGIN_SECOND, END_SECOND)
+    assert [page.count(mark) for mark in marks] == [1] * len(marks)
+    assert sorted(marks, key=page.index) == list(marks)

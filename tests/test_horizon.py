@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 
 import pytest
@@ -19,7 +20,7 @@ def importable(monkeypatch):
     """Benchmarks can be imported, and the credit rules that they register are forgotten."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     keep_estimators(monkeypatch)
-    for name in ("ablation_arms", "horizon_task", "horizon", "horizon_advice"):
+    for name in ("ablation_arms", "horizon_task", "horizon", "horizon_advice", "designs_train"):
         monkeypatch.delitem(sys.modules, name, raising=False)
 
 
@@ -84,6 +85,25 @@ def test_the_score_of_a_state_asks_for_the_next_right_call():
     assert [score.answer_at(turn, row) for turn in range(4)] == row["right"]
     trajectory = Trajectory([], [Turn(0, {}), Turn(1, {})], answer_logprobs={score.name: [-3.0, -1.0]})
     assert [score.score(turn, trajectory, **row) for turn in trajectory.turns] == [-1.0, None]
+
+
+def test_a_quick_run_has_two_designs_in_it(tmp_path, monkeypatch, capsys):
+    import designs_train
+    import horizon
+
+    def run_missing(work, given, plan, *, folder, workers):
+        for job in given:
+            measures = {"right": [0.5] * 3, "start": 0.3, "end": 0.75, "over": 0.5, "plan": plan._asdict()}
+            job.file(folder).write_text(json.dumps(job._asdict() | measures))
+
+    for module in (horizon, designs_train):
+        monkeypatch.setattr(module, "run_missing", run_missing)
+    for name in ("write_rows", "write_page", "draw"):
+        monkeypatch.delattr(horizon, name)
+    horizon.main(["--quick", "--folder", str(tmp_path)])
+    said = capsys.readouterr().out
+    assert "### `two-12`" in said and "| arm | B | F |" in said and "| lambda_to_go | 0.25 | 0.25 |" in said
+    assert len(list(tmp_path.glob("*.json"))) == 2 * 4 + 2 * 3
 
 
 def test_the_goal_is_reached_by_the_mean_of_three_steps():
