@@ -270,3 +270,21 @@ def test_the_page_has_a_place_for_each_table():
     marks = ("<!-- grid -->", "<!-- end of the grid -->", BEGIN, END, BEGIN_SECOND, END_SECOND)
     assert [page.count(mark) for mark in marks] == [1] * len(marks)
     assert sorted(marks, key=page.index) == list(marks)
+
+
+def test_the_picture_is_of_the_trainer_once_it_has_run(tmp_path):
+    from designs import DESIGNS
+    from designs_picture import HEADS, TABLES, TRAINER, draw, regrets
+    from designs_report import ARMS
+
+    assert list(HEADS) == list(DESIGNS)
+    tables = [{"design": "B", "arm": "turn_gae", "end": [0.5, 0.7]}, {"design": "B", "arm": "turn_gae", "end": [0.9]}]
+    values, where = regrets([], tables)
+    place = list(ARMS).index("turn_gae"), list(DESIGNS).index("B")
+    assert (where, values[place]) == (TABLES, pytest.approx(0.3))
+    values, where = regrets([row("B", "turn_gae", 1, 0.3, 0.9)], tables)
+    assert (where, values[place]) == (TRAINER, pytest.approx(0.1))
+    draw(values, where, tmp_path / "designs.png")  # what has not run stays white
+    assert (tmp_path / "designs.png").stat().st_size > 1000
+    for page in ("README.md", "docs/designs.md"):
+        assert (ROOT / page).read_text().count("images/designs.png") == 1
