@@ -21,7 +21,7 @@ STEPS = 24
 RUNS = [
     *[(design, "gtpo .5") for design in "BHP"],
     *[(design, "lambda_to_go") for design in "FPN"],
-    *[(design, "turn_gae") for design in "ABCDFHPN"],
+    *[(design, "one scale .8, batch") for design in "ABCDFHPN"],
 ]
 KINDS = {
     "gives the first turn": "the outcome is lost at the first turn",

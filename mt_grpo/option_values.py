@@ -37,7 +37,7 @@ USER_OPTIONS: dict[str, tuple[type, ...]] = {
 }
 """Keys of `simulated_user`, the first three needed, and what they take; see `mt_grpo.envs.simulated_user`."""
 
-DEFAULT_RULE = "turn_gae"
+DEFAULT_RULE: dict[str, Any] = {"name": "lambda_to_go", "lam": 0.8, "scales": "batch"}
 """The credit rule where none is chosen. docs/designs.md says why."""
 
 OUTCOME_RULE = "grpo_or"
@@ -85,7 +85,7 @@ def chosen_rule(rule: str | dict[str, Any] | None, has_turn_rewards: bool) -> st
     """The credit rule of a run: the one that was chosen, or a default."""
     if rule is not None:
         return rule
-    return DEFAULT_RULE if has_turn_rewards else OUTCOME_RULE
+    return dict(DEFAULT_RULE) if has_turn_rewards else OUTCOME_RULE
 
 
 def parse_rule(rule: Any) -> str | dict[str, Any]:

@@ -309,8 +309,8 @@ class RunOptions:
     )
     advantage_estimator: dict[str, Any] | str | None = option(
         None,
-        "Credit rule: its name, or `name` and options (JSON). Unset: `turn_gae`; `grpo_or` without turn "
-        "rewards, as in TRL.",
+        "Credit rule: its name, or `name` and options (JSON). Unset: `lambda_to_go`, `lam: 0.8`, `scales: batch`; "
+        "`grpo_or` without turn rewards, as in TRL.",
         REWARDS,
         page="credit.md",
     )

@@ -10,8 +10,11 @@ from torch import Tensor
 
 Scale = Literal["group", "batch", "none"]
 
-Scales = Literal["each", "one"]
-"""Whether outcome and turn rewards are divided by their own deviations, or both by that of what they sum to."""
+Scales = Literal["each", "one", "batch"]
+"""
+Whether outcome and turn rewards are divided by their own deviations, or both by that of what they sum to: in what
+`scale_rewards` says, or in the whole batch where that says `group`.
+"""
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,13 @@ def largest_deviation(values: Tensor, group_size: int, scale: Scale) -> Tensor:
     grouped = values.view(-1, group_size if scale == "group" else len(values), values.shape[1])
     largest = deviation(grouped, dim=1).amax(dim=2) + EPSILON
     return largest.repeat_interleave(grouped.shape[1], dim=0)
+
+
+def divisor(totals: Tensor, group_size: int, scales: Scales, scale: Scale) -> Tensor | None:
+    """What divides outcome and turn rewards alike, (B, 1), by what they sum to, (B, K); `None` if each has its own."""
+    if scales == "each":
+        return None
+    return largest_deviation(totals, group_size, "batch" if scales == "batch" and scale == "group" else scale)
 
 
 def deviation(values: Tensor, dim: int) -> Tensor:

@@ -115,7 +115,7 @@ def why(run: Run, columns: Columns, session: str) -> dict[str, Any]:
         raise UserError(f"{session} has no advantage yet: the batch is not credited.")
     peers = _peers(columns, row)
     rule = run.about.get("rule")
-    whole_batch = rule is not None and rule.get("scale_rewards") == "batch"
+    whole_batch = rule is not None and "batch" in (rule.get("scale_rewards"), rule.get("scales"))
     batch = _read(run, peers if whole_batch else [peer for peer in peers if peer["group"] == row["group"]])
     group = [member for member in batch if member.row["group"] == row["group"]]
     here = next(member for member in group if member.row["session"] == session)

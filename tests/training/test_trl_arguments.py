@@ -20,6 +20,7 @@ from trl import GRPOConfig
 from mt_grpo.data import load_rows
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.errors import ConfigError, UserError
+from mt_grpo.option_values import DEFAULT_RULE
 from mt_grpo.rollout import ScriptedEngine
 from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
 
@@ -271,8 +272,8 @@ def test_outcomes_alone_are_credited_as_in_trl(trainer):
 
 def test_turn_rewards_are_credited_to_turns(trainer):
     one = trainer(turn_reward_funcs=["tool_execution_reward_func"])
-    assert one.credit_rule == "turn_gae"
-    with pytest.raises(ConfigError, match="turn_gae` gives to single turns is lost"):
+    assert one.credit_rule == DEFAULT_RULE
+    with pytest.raises(ConfigError, match="lambda_to_go` gives to single turns is lost"):
         trainer(turn_reward_funcs=["tool_execution_reward_func"], importance_sampling_level="sequence")
 
 
@@ -280,7 +281,7 @@ def test_options_of_one_run_do_not_decide_the_rule_of_the_next(trainer, tmp_path
     args = MTGRPOConfig(str(tmp_path), **CPU_RUN, max_completion_length=200)
     outcomes = trainer(config=lambda folder, **options: args)
     turns = trainer(config=lambda folder, **options: args, given={"turn_reward_funcs": ["tool_execution_reward_func"]})
-    assert (outcomes.credit_rule, turns.credit_rule) == ("grpo_or", "turn_gae")
+    assert (outcomes.credit_rule, turns.credit_rule) == ("grpo_or", DEFAULT_RULE)
     args.advantage_estimator = "leave_one_out"
     assert outcomes.credit_rule == turns.credit_rule == "leave_one_out"
 

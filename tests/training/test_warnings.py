@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.trainers import Calls, Letters, conversation, member
 
-from mt_grpo.credit import Audit, RewardAudit, RewardBatch, Uncredited, whole_rule
+from mt_grpo.credit import Audit, RewardAudit, RewardBatch, Uncredited
 from mt_grpo.rewards import OutcomeReward, TurnReward
 from mt_grpo.rollout import EngineError
 from mt_grpo.runlog.findings import Counts
@@ -178,8 +178,8 @@ def test_turn_rewards_out_of_proportion_are_said_once(build, caplog):
     build(rewards=((Calls(),), (Letters(),)), advantage_estimator="reward_to_go", max_steps=3).train()
     assert said(caplog) == [
         "`reward_to_go` divides outcome and turn rewards by a deviation each, so that turn rewards count 3.5 times as "
-        "much beside the outcome as their weights say. To keep the proportion that your rewards have: take "
-        "`advantage_estimator: turn_gae`."
+        "much beside the outcome as their weights say. To keep the proportion that your rewards have, take "
+        "`advantage_estimator: {name: lambda_to_go, lam: 0.8, scales: batch}`, the default."
     ]
 
 
@@ -200,6 +200,7 @@ def long_conversations(turns: int, shaping: float) -> RewardBatch:
         ("lambda_to_go", 12, 0.02, ["count 11.8 times as much beside the outcome as their weights say. To keep"]),
         ("lambda_to_go", 12, 5.0, ["count 0.05 times as much beside the outcome as their weights say. To keep"]),
         ({"name": "lambda_to_go", "lam": 0.8, "scales": "one"}, 12, 0.02, []),
+        ({"name": "lambda_to_go", "lam": 0.8, "scales": "batch"}, 64, 0.02, []),
         ("grpo_or", 12, 0.02, []),
         ("turn_gae", 12, 0.1, []),
         ("turn_gae", 64, 0.1, ["conversations of 64 turns: what an early turn decides is hardly learnt from the out"]),
@@ -210,12 +211,6 @@ def test_a_rule_that_loses_proportions_is_named(rule, turns, shaping, said, tmp_
     args = MTGRPOConfig(str(tmp_path), use_cpu=True, bf16=False, advantage_estimator=rule)
     found = says_proportions(long_conversations(turns, shaping), rule, args)
     assert len(found) == len(said) and all(part in sentence for part, sentence in zip(said, found, strict=True))
-
-
-@pytest.mark.parametrize(("turns", "rule"), [(1, "turn_gae"), (20, "turn_gae"), (64, "{name: turn_gae, lam: 0.985}")])
-def test_the_rule_to_take_leaves_early_turns_a_third(turns, rule):
-    assert warnings.keeps_proportions(turns) == f"`advantage_estimator: {rule}`"
-    assert whole_rule("turn_gae", turn_coef=None, scale_rewards="group")["lam"] == warnings.LAM
 
 
 def test_outcomes_that_fall_while_calls_are_paid_are_said_once(caplog, tmp_path):

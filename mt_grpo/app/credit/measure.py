@@ -409,7 +409,7 @@ def with_batch_scale(
 ) -> tuple[dict[str, Rule], dict[str, Scale]]:
     """
     Rules with two more where the run does not divide by the deviation of the batch: its own rule, and the one that
-    keeps the proportion of rewards, both with that scale.
+    keeps the proportion of rewards, both with that scale; none that are told to divide by it in any case.
 
     Args:
         rules (`Mapping[str, Rule]`): By label.
@@ -422,7 +422,7 @@ def with_batch_scale(
     found, scales = dict(rules), dict[str, Scale]()
     if scale_rewards != "batch":
         for label in dict.fromkeys(label for label in (rule_label(ONE_SCALE), own) if label is not None):
-            if takes_scale(rules[label]):
+            if takes_scale(rules[label]) and "batch" not in dict(rules[label]).values():
                 found[f"{label}, batch"], scales[f"{label}, batch"] = rules[label], "batch"
     return found, scales
 

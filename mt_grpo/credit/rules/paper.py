@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mt_grpo.credit.normalisation import Scale, Scales, largest_deviation, to_go
+from mt_grpo.credit.normalisation import Scale, Scales, divisor, to_go
 from mt_grpo.credit.parts import Term, against_group, credit_of, earned, outcome_parts, turn_parts
 from mt_grpo.credit.rule import Credit, RewardBatch, advantage_estimator, in_parts
 
@@ -36,7 +36,8 @@ def mt_grpo(
     Args:
         batch (`RewardBatch`): The rewards.
         turn_coef (`float`, *optional*, defaults to `1.0`): Weight of the turn advantage.
-        scales (`str`, *optional*, defaults to `"each"`): `"each"`, or `"one"` for both.
+        scales (`str`, *optional*, defaults to `"each"`): `"each"`, `"one"` for both, or `"batch"`: one for both, that
+            of the whole batch where `scale_rewards` is `"group"`.
         scale_rewards (`str`, *optional*, defaults to `"group"`): What the centred rewards are divided by: the standard
             deviation of the `"group"`, of the whole `"batch"`, or nothing (`"none"`).
 
@@ -47,10 +48,8 @@ def mt_grpo(
     """
     earlier_results = batch.result_mask.cumsum(dim=1) - batch.result_mask.long()
     has_result = batch.result_mask.any(dim=1, keepdim=True)
-    scale = None
-    if scales == "one":
-        totals = batch.outcome_rewards.double()[:, None] + turn_coef * to_go(batch.of_turns())
-        scale = largest_deviation(totals, batch.group_size, scale_rewards)
+    totals = batch.outcome_rewards.double()[:, None] + turn_coef * to_go(batch.of_turns())
+    scale = divisor(totals, batch.group_size, scales, scale_rewards)
     return credit_of(
         batch,
         _outcome(batch, scale_rewards, where=has_result, scale=scale),

@@ -21,6 +21,7 @@ from mt_grpo.credit.normalisation import (
     Scales,
     Share,
     centre,
+    divisor,
     largest_deviation,
     to_go,
     without_rounding,
@@ -54,7 +55,8 @@ def reward_to_go(
     Args:
         batch (`RewardBatch`): The rewards.
         turn_coef (`float`, *optional*, defaults to `1.0`): Weight of turn rewards.
-        scales (`str`, *optional*, defaults to `"each"`): `"each"`, or `"one"` for both.
+        scales (`str`, *optional*, defaults to `"each"`): `"each"`, `"one"` for both, or `"batch"`: one for both, that
+            of the whole batch where `scale_rewards` is `"group"`.
         scale_rewards (`str`, *optional*, defaults to `"group"`): Whose deviation divides: that of the `"group"`, of
             the whole `"batch"`, or none (`"none"`).
 
@@ -62,14 +64,9 @@ def reward_to_go(
         `Tensor`: Advantages, shape (B, K), in the dtype of the rewards; 0 where a turn does not exist.
     """
     returns, parts = to_go(batch.of_turns()), earned(to_go, turn_parts(batch))
-    scale = of_both(batch, batch.of_outcomes()[:, None] + turn_coef * returns, scales, scale_rewards)
+    scale = divisor(batch.of_outcomes()[:, None] + turn_coef * returns, batch.group_size, scales, scale_rewards)
     turn = against_group(batch, returns, parts, "turn baseline", scale_rewards, weight=turn_coef, scale=scale)
     return credit_of(batch, of_outcome(batch, scale_rewards, scale), turn)
-
-
-def of_both(batch: RewardBatch, totals: Tensor, scales: Scales, scale_rewards: Scale) -> Tensor | None:
-    """What divides outcome and turn rewards alike, (B, 1), by what they sum to, (B, K); `None` if each has its own."""
-    return None if scales == "each" else largest_deviation(totals, batch.group_size, scale_rewards)
 
 
 def of_outcome(batch: RewardBatch, scale_rewards: Scale, scale: Tensor | None = None) -> Term:
@@ -113,7 +110,7 @@ def gdpo(
     for name, rewards, weight in zip(names[: len(turns)], turns, weights[: len(turns)], strict=True):
         weighed.append((f"turn reward {name}", to_go(batch.of_turns(rewards)), turn_coef * weight))
     totals = sum((weight * values for _, values, weight in weighed), torch.zeros_like(batch.of_turns()))
-    scale = of_both(batch, totals, scales, scale_rewards)
+    scale = divisor(totals, batch.group_size, scales, scale_rewards)
     terms = [
         against_group(batch, values, {part: values}, f"{part} baseline", scale_rewards, weight, scale=scale)
         for part, values, weight in weighed
@@ -270,7 +267,7 @@ def lambda_to_go(
     rewards, earns = batch.of_turns(), batch.of_outcomes()[:, None]
     returns = to_go(rewards)
     totals = earns + turn_coef * returns
-    scale = of_both(batch, totals, scales, scale_rewards)
+    scale = divisor(totals, batch.group_size, scales, scale_rewards)
     outcome = against_others(batch, earns, outcome_parts(batch), "outcome baseline", scale_rewards, scale)
     values = group_values(batch, returns)
     parts = earned(lambda each: to_go(each, lam), turn_parts(batch)) | later_values(batch, values, 1.0, lam)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -26,8 +25,6 @@ STILL = 10
 """Steps in a row without a gradient that are warned of: fewer may be chance."""
 APART = 10
 """Steps over which outcomes and turn rewards are watched for going apart."""
-LAM = 0.95
-"""The `lam` of `turn_gae` where none is given."""
 LOST, OUT_OF_PROPORTION = 0.3, 3.0
 """Share of the outcome's advantage that the first turn has at least, and the ratio of scales that is warned of."""
 
@@ -303,33 +300,26 @@ def says_proportions(rewards: RewardBatch, rule: Rule, args: MTGRPOConfig) -> li
     options = {"turn_coef": args.turn_advantage_coef, "scale_rewards": args.scale_rewards}
     lengths = rewards.turn_mask.sum(dim=1).double()
     turns = lengths[lengths > 0].mean().item()
-    take = f"Take {keeps_proportions(turns)}."
     share = outcome_at_first_turn(rule, rewards, turn_coef=args.turn_advantage_coef)
     if share is not None and share < LOST:
         said.append(
             f"`{name}` gives the first turn {share:.2%} of what it gives the turn that gets most for the outcome, in "
-            f"conversations of {turns:.0f} turns: what an early turn decides is hardly learnt from the outcome. {take}"
+            f"conversations of {turns:.0f} turns: what an early turn decides is hardly learnt from the outcome. Take "
+            f"{KEEPS_PROPORTIONS}."
         )
     ratio = scale_ratio(rule, rewards, **options)
     if ratio is not None and not 1 / OUT_OF_PROPORTION <= ratio <= OUT_OF_PROPORTION:
         counts = f"{ratio:.1f} times as much" if ratio > 1 else f"{ratio:.2f} times as much"
         said.append(
             f"`{name}` divides outcome and turn rewards by a deviation each, so that turn rewards count {counts} "
-            f"beside the outcome as their weights say. To keep the proportion that your rewards have: "
-            f"{take[0].lower()}{take[1:]}"
+            f"beside the outcome as their weights say. To keep the proportion that your rewards have, take "
+            f"{KEEPS_PROPORTIONS}."
         )
     return said
 
 
-def keeps_proportions(turns: float) -> str:
-    """
-    A rule that divides all rewards by one deviation, with a `lam` that leaves the first of `turns` a third or more of
-    the outcome: (1 − 1/K)^(K − 1) is 1/e or more.
-    """
-    lam = math.ceil(1000 * (1 - 1 / max(turns, 1))) / 1000
-    return (
-        "`advantage_estimator: turn_gae`" if lam <= LAM else f"`advantage_estimator: {{name: turn_gae, lam: {lam}}}`"
-    )
+KEEPS_PROPORTIONS = "`advantage_estimator: {name: lambda_to_go, lam: 0.8, scales: batch}`, the default"
+"""A rule that gives every turn the outcome, and keeps the weight of turn rewards beside it."""
 
 
 def why_still(audits: Sequence[dict[str, Any]], counts: Counts, about: dict[str, Any] | None = None) -> str:
