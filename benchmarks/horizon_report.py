@@ -18,7 +18,7 @@ GOAL = 0.85
 CANDIDATES = ("reward_to_go", "turn_gae", "gtpo")
 """Rules that can become the default, in this order."""
 DECIDES = ("one-12", "two-12")
-LATER = ("answer_baseline", "lambda_to_go")
+LATER = ("answer_baseline", "lambda_to_go", "one_scale")
 """Arms that were added after results had been seen: they decide nothing."""
 SMOOTH = 3
 """Steps over which the share right is averaged before it is held against the goal."""

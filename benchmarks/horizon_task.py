@@ -108,6 +108,7 @@ ARMS: dict[str, Rule] = {
     "gtpo": {"name": "gtpo", "gamma": 0.5},
     "turn_gae": "turn_gae",
     "lambda_to_go": "lambda_to_go",
+    "one_scale": {"name": "lambda_to_go", "lam": 0.8, "scales": "batch"},
     "shuffled": "reward_to_go_over_turns",
     "answer_baseline": "state_baseline",
 }
