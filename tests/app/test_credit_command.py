@@ -23,6 +23,7 @@ from mt_grpo.app.credit.report import advice, as_json, show
 from mt_grpo.cli import main
 from mt_grpo.credit import RewardBatch, rule_label
 from mt_grpo.credit.compare import ALL, judge_rules
+from mt_grpo.option_values import DEFAULT_RULE
 from mt_grpo.runlog import open_run
 
 
@@ -340,6 +341,13 @@ def test_the_scale_of_the_batch_is_compared_too():
     }
 
 
+@pytest.mark.parametrize("rule", ["mt_grpo", DEFAULT_RULE])
+def test_a_rule_that_has_the_scale_of_the_batch_is_compared_once(rule):
+    own, rules = rules_of(rule)
+    scales = with_batch_scale(rules, own, "group")[1]
+    assert (f"{own}, batch" in scales) == (rule == "mt_grpo")
+
+
 def test_an_outcome_that_is_made_up_tells_what_a_rule_keeps():
     batch = rewarded(0.0, turns=(6, 6))
     kept = kept_outcomes(batch, {"short": {"name": "gtpo", "gamma": 0.5}, "all": "lambda_to_go"})
@@ -366,18 +374,18 @@ def test_conversations_of_a_rollout_are_compared(tmp_path, capsys):
     assert yaml.safe_load((folder / "config.yaml").read_text())["num_generations"] == 4
     (credit,) = folder.rglob("*credit*.parquet")
     parts = pq.read_table(credit).column("parts").to_pylist()
-    assert {"baseline"} <= {part["name"] for each in parts for part in each}
+    assert {"outcome baseline", "turn baseline"} <= {part["name"] for each in parts for part in each}
     assert main(["credit", str(folder), "--max_groups", "5"]) == 0
     printed, said = capsys.readouterr()
-    assert "5 groups of 4 conversations, eval, step 0" in printed and "gtpo (gamma 0.5) (this run's)" in printed
+    assert "5 groups of 4 conversations, eval, step 0" in printed and "run's)" in printed
     assert "Not measurable here: state_baseline: the run logged no `state_scores`." in printed
     assert "a forward and a backward for each: about" in said
     assert main(["credit", str(folder), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["own"] == "gtpo (gamma 0.5)" and found["groups"] == 6 and found["mismatch"] < 1e-4
+    assert found["own"] == "lambda_to_go (lam 0.8, scales batch)" and found["groups"] == 6 and found["mismatch"] < 1e-4
     assert not found["known"]  # six groups tell nothing, not even of the rule that others are compared with
     assert found["rules"]["leave_one_out"]["signal_to_noise"] == {"value": None, "low": None, "high": None}
-    assert found["rules"]["gtpo (gamma 0.5)"]["rule"] == {"name": "gtpo", "gamma": 0.5}
+    assert found["rules"][found["own"]]["rule"] == DEFAULT_RULE
     assert len(found["advice"]) >= 1
     assert main(["rollout", str(recipe), "--save", str(folder)]) == 1
     assert "is there already" in capsys.readouterr().err

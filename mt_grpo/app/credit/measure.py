@@ -422,7 +422,8 @@ def with_batch_scale(
     found, scales = dict(rules), dict[str, Scale]()
     if scale_rewards != "batch":
         for label in dict.fromkeys(label for label in (rule_label(ONE_SCALE), own) if label is not None):
-            if takes_scale(rules[label]) and "batch" not in dict(rules[label]).values():
+            whole = whole_rule(rules[label], turn_coef=None, scale_rewards="group")
+            if "scale_rewards" in whole and whole.get("scales") != "batch":
                 found[f"{label}, batch"], scales[f"{label}, batch"] = rules[label], "batch"
     return found, scales
 

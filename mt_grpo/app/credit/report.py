@@ -54,6 +54,9 @@ def show(found: Found) -> None:
             parts = tuple(map(_interval, (direction.cosine, direction.signal_to_noise, direction.step)))
         table.add_row(Text(visible(name)), *parts, Text(_worst(found, label)))
     console.print(table)
+    if named := names_of_rewards(found):
+        listed = "; ".join(f"{item} is `{visible(name)}`" for item, name in named.items())
+        console.print(f"{listed[0].upper()}{listed[1:]}.", highlight=False, markup=False)
     for label, why in found.left_out.items():
         console.print(f"Not measurable here: {visible(label)}: {visible(why)}.", highlight=False, markup=False)
     for line in advice(found):
@@ -76,6 +79,15 @@ def _worst(found: Found, label: str) -> str:
         return ""
     item = found.judgement.worst(label)
     return f"{visible(item)} {found.judgement.shares[label][item][0].item():.2f}"
+
+
+def names_of_rewards(found: Found) -> dict[str, str]:
+    """The run's names of the rewards that are told apart by numbers, of those that have a gradient."""
+    named = {}
+    for kind, what in (("turn", "turn reward"), ("outcome", "outcome")):
+        names = [reward["name"] for reward in found.chosen.run.about["rewards"] if reward["kind"] == kind]
+        named |= {f"{what} {number}": name for number, name in enumerate(names, 1)}
+    return {item: name for item, name in named.items() if item in found.judgement.items}
 
 
 def _interval(interval: Interval) -> str:
