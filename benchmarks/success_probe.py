@@ -1,7 +1,7 @@
 """
-A success probe as a baseline where only the outcome pays: does asking the policy itself help? See docs/success_probe.md.
+A success probe as a baseline where only the outcome pays: does asking the policy help? See docs/success_probe.md.
 
-    python benchmarks/success_probe.py            # about half an hour of one core; goes on where it was interrupted
+    python benchmarks/success_probe.py            # about twenty minutes of one core; goes on where it was interrupted
     python benchmarks/success_probe.py --quick    # one seed of few steps; writes nothing
     python benchmarks/success_probe.py --report   # the table alone, from benchmarks/results/success_probe.json
 
@@ -52,7 +52,7 @@ ARMS = {"grpo_or": "grpo_or", "success probe": RULE, "exact value": RULE}
 class Plan(NamedTuple):
     """What all runs have in common."""
 
-    steps: int = 100
+    steps: int = 60
     groups: int = 6
     learning_rate: float = 2e-3
 
@@ -161,7 +161,7 @@ def text(given: Sequence[dict[str, Any]]) -> str:
     """The table of the page, and what it decides, in Markdown."""
     lines = [
         "| arm | first step | last ten steps | over training | above `grpo_or` over training "
-        "| explained, steps 1–33, 34–66, 67–100 | groups that used it | seeds |",
+        "| explained, by thirds of training | groups that used it | seeds |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     verdict = ""

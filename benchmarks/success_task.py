@@ -6,7 +6,7 @@ Questions are those of `horizon.py` (skill A): search for the name after "of". O
 heavy. The environment answers "r1" where a call was right and "r0" where it was not, as a search shows what it found.
 
 The model is warm-started to call with names at random, and apart from that to say whether an attempt will succeed. It
-learns that from attempts of any skill, after any turn, and not from its own: as a model that has read how others fared.
+learns that from attempts of any skill, after any turn, and not from its own: as one that has read how others fared.
 """
 
 from __future__ import annotations
@@ -264,7 +264,7 @@ def used(batch: RewardBatch, scale_rewards: Scale = "group") -> Tensor:
 
 
 def explained(batch: RewardBatch, scale_rewards: Scale = "group") -> float:
-    """The share of squared advantages that scores take away, each group's fitted on the others; after the first turn."""
+    """The share of squared advantages after the first turn that scores take away, each group fitted on the others."""
     with_scores, without = (each[:, 1:].double().square().sum() for each in advantages(batch, scale_rewards))
     return float(1 - with_scores / without) if without > 0 else 0.0
 
