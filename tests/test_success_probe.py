@@ -22,7 +22,7 @@ from mt_grpo.trajectory import ToolCall, Trajectory, Turn
 def importable(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     keep_estimators(monkeypatch)
-    for name in ("horizon_task", "success_task", "success_probe"):
+    for name in ("horizon_task", "success_task", "success_probe", "success_toy"):
         monkeypatch.delitem(sys.modules, name, raising=False)
 
 
@@ -183,3 +183,21 @@ def test_the_table_decides_by_the_paired_interval(gain, verdict):
         rows.append(row("success probe", seed, 0.5 + seed / 100 + gain + (0.01 if seed % 2 else -0.01)))
     assert verdict in text(rows)
     assert "0.10, 0.10, 0.10" in text(rows)
+
+
+def test_the_values_of_a_table_are_the_means_over_all_that_may_follow():
+    from success_task import chance
+    from success_toy import values
+
+    likely = torch.rand(2, 12, generator=torch.Generator().manual_seed(0), dtype=torch.double)
+    found = values(likely)
+    for seed in range(2):
+        share = likely[seed, 10:].tolist()  # two light calls are left
+        expected = sum(
+            prod(rate if won else 1 - rate for rate, won in zip(share, right, strict=True))
+            * chance(0.3 + 0.04 * (4 + sum(right)))
+            for right in product((False, True), repeat=2)
+        )
+        assert found[seed, 10, 1, 4].item() == pytest.approx(expected)
+    mixed = likely[:, 2] * found[:, 3, 1, 1] + (1 - likely[:, 2]) * found[:, 3, 0, 1]
+    assert found[:, 2, 0, 1] == pytest.approx(mixed)  # the third call is heavy
