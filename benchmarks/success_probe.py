@@ -176,7 +176,7 @@ def text(given: Sequence[dict[str, Any]]) -> str:
         if arm != "grpo_or" and len(both) > 1:
             found = difference([ours[seed]["over"] for seed in both], [theirs[seed]["over"] for seed in both])
             gap = f"{found.mean:+.3f} ± {found.half:.3f}"
-            if arm == "success probe":
+            if arm == "success probe" and len(both) >= SEEDS:
                 stays = found.mean - found.half > 0
                 verdict = f"By the rule above the probe {'stays' if stays else 'is left out'}."
         shown, share = "", ""
@@ -186,7 +186,8 @@ def text(given: Sequence[dict[str, Any]]) -> str:
             share = f"{fmean(value for row in ours.values() for value in row['used']):.2f}"
         cells = (f"`{arm}`" if arm == "grpo_or" else arm, f"{start:.2f}", f"{end:.2f}", f"{over:.3f}", gap)
         lines.append(f"| {' | '.join((*cells, shown, share, str(len(ours))))} |".replace("|  |", "| |"))
-    return "\n".join(line.replace("|  |", "| |") for line in lines) + (f"\n\n{verdict}" if verdict else "")
+    verdict = verdict or f"So far {len(given)} of {len(ARMS) * SEEDS} runs: nothing is decided."
+    return "\n".join(line.replace("|  |", "| |") for line in lines) + f"\n\n{verdict}"
 
 
 def third(values: Sequence[float], part: int) -> Sequence[float]:
