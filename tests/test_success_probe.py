@@ -70,7 +70,7 @@ def test_the_context_says_what_was_right_and_what_is_heavy():
     assert [step.replies.split()[0] for step in steps[:-1]] == ["r1"] * 2 + ["r0"] + ["r1"] * 8
 
 
-def test_the_exact_value_is_the_mean_chance_over_all_that_may_follow():
+def test_the_exact_value_is_the_mean_chance_of_what_may_follow():
     from success_task import WEIGHTS, chance, value
 
     begins, so_far, likely, later = 6, 0.38, 0.3, 0.6
@@ -105,7 +105,7 @@ def test_the_exact_value_of_a_state_knows_no_later_turn():
     assert score.score(trajectory.turns[11], trajectory) is None
 
 
-def test_the_probe_is_the_difference_of_both_answers_in_the_next_context():
+def test_the_probe_is_the_difference_of_both_answers():
     from success_task import SuccessProbe
 
     probe, trajectory = SuccessProbe(), attempt("111")
@@ -185,7 +185,7 @@ def test_the_table_decides_by_the_paired_interval(gain, verdict):
     assert "So far 10 of 18 runs: nothing is decided." in text(rows[:10])
 
 
-def test_the_values_of_a_table_are_the_means_over_all_that_may_follow():
+def test_the_values_of_a_table_are_means_of_what_may_follow():
     from success_task import chance
     from success_toy import values
 

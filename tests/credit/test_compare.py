@@ -224,7 +224,7 @@ def test_nothing_is_known_where_each_rule_is_bad_for_something():
     assert set(found.told) == {"a", "b"} and not found.known
 
 
-def test_of_rules_that_go_nearly_as_far_the_one_that_keeps_an_outcome_is_best():
+def test_of_near_rules_the_one_that_keeps_outcomes_is_best():
     rules = {"short": [1.0, 0.0], "keeps": [0.9, 0.44], "slow": [0.4, 0.92]}
     kept = {"short": 0.01, "keeps": 0.9}  # "slow" keeps all
     found = judged(rules, {"turn": [1.0]}, kept)
