@@ -77,7 +77,7 @@ SCENARIOS = {
     # every other question shows an image, or plays a sound, so in each step one of two ranks has none
     "images": {"shuffle_dataset": False, "ddp_find_unused_parameters": False},
     "sounds": {"shuffle_dataset": False, "ddp_find_unused_parameters": False},
-    # Qwen3.5: linear attention and full attention. With the default rule its third step makes 5e-4 of a rounding of 1e-6.
+    # Qwen3.5: linear and full attention. With the default rule its third step makes 5e-4 of a rounding of 1e-6.
     "hybrid": {"advantage_estimator": {"name": "gtpo", "gamma": 0.5}},
     "sinks": {},  # gpt-oss: sinks, windows and experts
     "saved": {"save_strategy": "steps", "save_steps": 1, "optim": "adamw_torch"},
