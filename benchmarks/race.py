@@ -132,7 +132,13 @@ def build(job: Job, plan: Plan, model: Path, folder: str) -> Trainer:
         environment(),
         turn_reward_funcs=TURN_REWARDS,
         outcome_reward_funcs=OUTCOME_REWARDS,
-        args=MTGRPOConfig(folder, max_turn_length=MAX_TURN_TOKENS, max_staleness=int(job.arm == "ahead"), **common),
+        args=MTGRPOConfig(
+            folder,
+            advantage_estimator={"name": "gtpo", "gamma": 0.5},  # for turns that are paid at once
+            max_turn_length=MAX_TURN_TOKENS,
+            max_staleness=int(job.arm == "ahead"),
+            **common,
+        ),
         train_dataset=rows,
         processing_class=tokenizer,
     )
