@@ -169,6 +169,8 @@ def _own_part(part: Any) -> Any:
 def _own(image: Any) -> Any:
     if _owned.get(id(image)) is image or _is_refused(image):
         return image
+    if _is_lazy(image) and (image.fp is None or image.fp.closed):
+        return image  # `decode` says that its file was closed
     if _is_lazy(image):
         place = image.fp.tell()  # some formats are decoded from where they were left
         image.fp.seek(0)

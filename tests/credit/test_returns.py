@@ -673,3 +673,15 @@ def test_gigpo_prefers_the_visit_nearer_to_the_reward():
     batch = RewardBatch(turns, torch.zeros(4), exists, exists, 4, state_ids=states)
     torch.testing.assert_close(gigpo(batch)[0], torch.tensor([0.0, -0.93, 0.93]), atol=0.005, rtol=0.0)
     assert not gigpo(batch, gamma=1.0).any()
+
+
+@pytest.mark.parametrize("name", ["mt_grpo", "reward_to_go", "lambda_to_go"])
+@pytest.mark.parametrize(("scale", "same"), [("group", "batch"), ("batch", "batch"), ("none", "none")])
+def test_one_scale_of_the_batch_does_without_the_runs_option(name, scale, same):
+    draw = torch.Generator().manual_seed(0)
+    exists = torch.ones(8, 3, dtype=torch.bool)
+    rewards = torch.rand(8, 3, generator=draw).double() * torch.tensor([1.0, 5.0]).repeat_interleave(4)[:, None]
+    batch = RewardBatch(rewards, torch.rand(8, generator=draw).double(), exists, exists, 4)
+    found = estimate({"name": name, "scales": "batch"}, batch, scale_rewards=scale)
+    assert torch.equal(found, estimate({"name": name, "scales": "one"}, batch, scale_rewards=same))
+    assert not torch.equal(found, estimate({"name": name, "scales": "one"}, batch, scale_rewards="group"))

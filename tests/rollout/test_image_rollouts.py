@@ -15,7 +15,7 @@ from support.models import build_tokenizer
 from trl.chat_template_utils import add_response_schema
 
 from mt_grpo.envs import MultiTurnToolEnv, Outcome, Step, StepEnv
-from mt_grpo.images import as_png, image_parts
+from mt_grpo.images import as_png, image_parts, own_parts
 from mt_grpo.images import read_parts as opened_parts
 from mt_grpo.integrations.openai_api.request import read_parts
 from mt_grpo.integrations.trl import TRLEnv
@@ -204,6 +204,13 @@ def test_an_image_that_is_drawn_on_is_shown_as_it_was(by, opened, tmp_path):
     pixels = [part["image"].getpixel((6, 1)) for message in said for part in image_parts(message)]
     assert [each == (255, 255, 0) for each in pixels] == [False, False, True][-len(pixels) :]
     assert len(trajectory.images) == 3 and trajectory.tree.num_sequences == 1
+
+
+def test_a_file_closed_before_it_is_decoded_is_left_alone(tmp_path):
+    picture().save(tmp_path / "page.png")
+    with Image.open(tmp_path / "page.png") as closed:
+        pass
+    assert own_parts([closed]) == [closed]
 
 
 # Sampled
