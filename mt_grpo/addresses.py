@@ -21,18 +21,7 @@ EVERYWHERE = ("0.0.0.0", "::")
 
 
 def expand_addresses(given: str | Iterable[str], option: str) -> list[str]:
-    """
-    The addresses that an option names, each once and without a trailing slash.
-
-    Args:
-        given (`str` or `Iterable[str]`): Addresses. Each may be several, separated by commas, and have ranges:
-            `http://node[1-3,7]:8000` is `http://node1:8000` to `http://node3:8000` and `http://node7:8000`. A range
-            that begins with a zero keeps its width: `node[08-10]` is `node08`, `node09`, `node10`.
-        option (`str`): The option, for errors.
-
-    Raises:
-        ConfigError: If one is no address, a range runs backwards, or an address is named twice.
-    """
+    """The addresses that an option names, each once and without a trailing slash."""
     found: dict[tuple[str, str, int, str], str] = {}
     for text in [given] if isinstance(given, str) else given:
         for part in filter(None, (piece.strip() for piece in _COMMA.split(text))):
@@ -52,9 +41,6 @@ def expand_addresses(given: str | Iterable[str], option: str) -> list[str]:
 def host_url(host: str, port: int, option: str) -> str:
     """
     The URL of a server of which host and port are given by two options. One that listens everywhere is asked here.
-
-    Raises:
-        ConfigError: If the host has more in it than a host.
     """
     bare = host.removeprefix("[").removesuffix("]")
     if not _NAME.fullmatch(bare) and not _is_ipv6(bare):

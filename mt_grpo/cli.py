@@ -39,12 +39,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """
-    Entry point of the `mt-grpo` command.
-
-    Returns:
-        `int`: Exit status: 0, or 1 after one sentence about what is wrong with the input.
-    """
+    """Entry point of the `mt-grpo` command."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a notebook's is none
             stream.reconfigure(errors="replace")  # a model's words on a terminal without UTF-8

@@ -47,15 +47,6 @@ def run(work: Coroutine[Any, Any, T]) -> T:
     Runs a coroutine in the background loop and waits for it; this works inside a running loop (a notebook) too. If the
     wait is interrupted (Ctrl-C, a signal handler that raises), the coroutine and every task that it began are
     cancelled. They have `GRACE` seconds to end; a warning names those that do not. Then the interruption is raised.
-
-    Args:
-        work (`Coroutine`): Runs with the context variables of the caller.
-
-    Returns:
-        The result of the coroutine. Its exceptions are raised.
-
-    Raises:
-        RuntimeError: If this is called in the background thread, which would wait for itself.
     """
     begun = Begun(work)
     try:
@@ -67,15 +58,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 
 
 class Begun(Generic[T]):
-    """
-    A coroutine in the background loop, for which a thread need not wait at once.
-
-    Args:
-        work (`Coroutine`): Runs with the context variables of the caller, once `start` is called.
-
-    Raises:
-        RuntimeError: If it is made in the background thread, which would wait for itself.
-    """
+    """A coroutine in the background loop, for which a thread need not wait at once."""
 
     def __init__(self, work: Coroutine[Any, Any, T]) -> None:
         self._background = _background.get()
@@ -209,12 +192,7 @@ def _anywhere(function: Callable[[], T]) -> T:
 
 
 class LoopThread:
-    """
-    A daemon thread with an event loop.
-
-    Args:
-        name (`str`): Name of the thread.
-    """
+    """A daemon thread with an event loop."""
 
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
@@ -254,9 +232,6 @@ class OnePerProcess(Generic[T]):
     """
     A value of which each process has one, made on first use. A forked process makes its own: it has no threads of its
     parent, and one of them may have held the lock.
-
-    Args:
-        make (`Callable`): Makes it.
     """
 
     def __init__(self, make: Callable[[], T]) -> None:
@@ -386,19 +361,7 @@ class OutOfTime(Exception):
 
 
 async def call(function: Callable[..., Any], *args: Any, what: str, timeout: float | None = None) -> Any:
-    """
-    Calls a function of the user's: an `async` one in the event loop, any other in a thread of its own.
-
-    Args:
-        function (`Callable`), *args: What to call.
-        what (`str`): Its name in errors, and that of its thread or task.
-        timeout (`float`, *optional*): Seconds it may take, waits for a place not counted. An `async` function is
-            cancelled then; a thread cannot be stopped and is left behind. Neither is waited for.
-
-    Raises:
-        OutOfTime: If it takes longer.
-        RuntimeError: In place of what is no `Exception` (`SystemExit`), and of a cancellation that nobody asked for.
-    """
+    """Calls a function of the user's: an `async` one in the event loop, any other in a thread of its own."""
     if inspect.iscoroutinefunction(function):
         result = function(*args)
         if timeout is None:
@@ -413,14 +376,6 @@ def in_thread(function: Callable[[], Any], name: str) -> asyncio.Future[Any]:
     Runs a blocking function in a daemon thread of its own, so that neither a pool's size nor a function that hangs
     holds up other calls or the end of the process. One that sets the handler of a signal is called again in the main
     thread, one such call after another.
-
-    Args:
-        function (`Callable`): Called without arguments.
-        name (`str`): Name of the thread.
-
-    Returns:
-        A future of what it returns or raises. What is no `Exception` (`SystemExit`) is raised as `RuntimeError`, so
-        that it cannot end the event loop.
     """
     loop = asyncio.get_running_loop()
     future = loop.create_future()
@@ -488,12 +443,7 @@ async def _within(start: Callable[[], asyncio.Future[Any]], what: str, timeout: 
 async def ended_within(
     clocks: Mapping[asyncio.Future[Any], CallClock], timeout: float | None
 ) -> set[asyncio.Future[Any]]:
-    """
-    Waits for calls, each with its clock, and abandons those that take longer than `timeout` seconds by it.
-
-    Returns:
-        Those that ended in time.
-    """
+    """Waits for calls, each with its clock, and abandons those that take longer than `timeout` seconds by it."""
     ended: set[asyncio.Future[Any]] = set()
     running = set(clocks)
     while running:
@@ -524,9 +474,6 @@ class ConcurrencyLimit:
     Lets so many of one kind (calls of a tool, say) run at once, in the order they came. It is one for all event loops
     of the process: an evaluation, or another cell of a notebook, may run in a loop of its own. The wait is no
     part of the time of the call that waits.
-
-    Args:
-        size (`int`): How many run at once.
     """
 
     def __init__(self, size: int) -> None:

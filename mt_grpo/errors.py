@@ -30,13 +30,7 @@ class ConfigError(UserError, ValueError):
 
 
 class RemoteError(Exception):
-    """
-    What a function raised in another process.
-
-    Args:
-        said (`str`): Its kind and what it says, as `describe_error` has it there.
-        where (`str`, *optional*), traceback (`str`): As in `Fault`.
-    """
+    """What a function raised in another process."""
 
     def __init__(self, said: str, where: str | None, traceback: str) -> None:
         super().__init__(said)
@@ -53,14 +47,7 @@ _INSTALLED = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib")}
 
 @dataclass(frozen=True)
 class Fault:
-    """
-    Where users' code failed.
-
-    Args:
-        where (`str`, *optional*): Their innermost frame, as `FILE, line N, in FUNCTION`; `None` where none is theirs.
-        traceback (`str`): Their frames as Python shows them, outermost first; the innermost frame of all where none is
-            theirs.
-    """
+    """Where users' code failed."""
 
     where: str | None
     traceback: str
@@ -150,15 +137,7 @@ LIBRARIES = {"accelerate", "datasets", "huggingface_hub", "peft", "safetensors",
 
 @contextlib.contextmanager
 def libraries_may_refuse(what: str) -> Iterator[None]:
-    """
-    Turns the errors that libraries raise about a user's input into `ConfigError`.
-
-    Args:
-        what (`str`): What was not possible, as the beginning of the sentence.
-
-    Raises:
-        ConfigError: If a library raised `ValueError`, `OSError`, `ImportError` or `NotImplementedError`.
-    """
+    """Turns the errors that libraries raise about a user's input into `ConfigError`."""
     try:
         yield
     except (ValueError, OSError, ImportError, NotImplementedError) as error:

@@ -101,14 +101,6 @@ def read_parts(content: list[Any], of_row: bool = False, known: Files | None = N
     The parts of a content in the form that chat templates take: images are `{"type": "image", "image": ...}`, with an
     image of Pillow's, and sounds as `sounds.read_part` has them; and no part has a key without a value, as the rows of
     a `datasets.Dataset` have them. Files are opened and not decoded, see `decode`.
-
-    Args:
-        content (`list`): The parts.
-        of_row (`bool`, *optional*, defaults to `False`): See `mt_grpo.media.file_of`.
-        known (`Files`, *optional*): What was opened before, for files that are given again. They are added.
-
-    Raises:
-        MediumError: If a part shows or plays something that cannot be, or all of them are too many or too large.
     """
     IN_MESSAGE.check([0 for part in content for _ in _media_in(part)])  # before the first is opened
     read = [_read_part(part, of_row, known) for part in content]
@@ -275,13 +267,7 @@ MODEL_TAKES: ContextVar[Callable[[dict[str, Any]], bool]] = ContextVar("whether 
 
 
 class _Opened:
-    """
-    What is known of an image that was opened or decoded here.
-
-    Args:
-        image: Of Pillow's.
-        file (`bytes`, *optional*): Its file, kept until it is decoded.
-    """
+    """What is known of an image that was opened or decoded here."""
 
     def __init__(self, image: Any, file: bytes | None) -> None:
         key = id(image)
@@ -302,9 +288,6 @@ def read_image(value: Any, of_row: bool = False, known: Files | None = None) -> 
     An image of Pillow's, from what datasets, tools and requests have: such an image, a path, bytes of a file, a
     `data:` URL, or a dictionary with `bytes` or `path`. A file is opened and not decoded, see `decode`. For `of_row`
     and `known` see `read_parts`.
-
-    Raises:
-        MediumError: If it is none of these, cannot be read, or has too many pixels.
     """
     if is_image(value):
         if _is_refused(value):
@@ -382,9 +365,6 @@ def decode(medium: Any) -> None:
     """
     Decodes an image or a sound, and names it by its content. That takes seconds and hundreds of megabytes for large
     ones: do it in a thread, one after another, and only to what is looked at.
-
-    Raises:
-        MediumError: If its file is broken.
     """
     if isinstance(medium, Sound):
         _ = medium.samples
@@ -408,9 +388,6 @@ def decode_shown(parts: Iterable[Any]) -> None:
     """
     Decodes what parts show to the model of the conversation that this code runs in, if there is one: so that a tool
     is told of a broken file.
-
-    Raises:
-        MediumError: If a file is broken.
     """
     takes = MODEL_TAKES.get(None)
     if takes is not None:
@@ -482,13 +459,7 @@ def _kind_and_size(medium: Any) -> str:
 
 
 def is_same(medium: Any, known: Any, looks: bool = False) -> bool:
-    """
-    Whether two images or sounds are the same, by their names.
-
-    Args:
-        medium, known: The two. The second has been given to `decode`, if a model is shown it.
-        looks (`bool`, *optional*, defaults to `False`): Whether to give the first to `decode` where that may tell.
-    """
+    """Whether two images or sounds are the same, by their names."""
     if looks and is_decoded(known) and not is_decoded(medium) and _kind_and_size(medium) == _kind_and_size(known):
         decode(medium)
     return name_at_hand(medium) == name_at_hand(known)

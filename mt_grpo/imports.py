@@ -48,10 +48,6 @@ class Registry(Mapping[str, T]):
     """
     Things by the names that recipes give them. Each thing registers itself where it is defined. The modules of its
     room are imported when a name is first looked up, so no list of them is needed.
-
-    Args:
-        what (`str`): What to call one of them in errors.
-        package (`str`): The package whose modules define the built-in ones.
     """
 
     def __init__(self, what: str, package: str) -> None:
@@ -62,12 +58,7 @@ class Registry(Mapping[str, T]):
         self._files: dict[str, str] = {}
 
     def register(self, name: str) -> Callable[[T], T]:
-        """
-        A decorator that registers a function or a class under a name.
-
-        Raises:
-            RegistrationError: If the name is no word, or another file has registered it.
-        """
+        """A decorator that registers a function or a class under a name."""
         check_name(name, self._what)
 
         def add(thing: T) -> T:
@@ -105,17 +96,7 @@ class Registry(Mapping[str, T]):
 
 
 def import_object(path: str, *, what: str = "object") -> Any:
-    """
-    Imports what a recipe names.
-
-    Args:
-        path (`str`): `package.module.attribute`, `package.module:attribute` or `folder/file.py:attribute`. The
-            current folder is importable.
-        what (`str`): What the path stands for, for the error.
-
-    Raises:
-        ImportPathError: If the module does not import or lacks the attribute.
-    """
+    """Imports what a recipe names."""
     module_name, _, attribute = path.rpartition(":") if ":" in path else path.rpartition(".")
     if not module_name or not attribute:
         raise ImportPathError(
@@ -142,16 +123,7 @@ def import_file(path: str) -> Any:
 
 
 def check_place(path: str, what: str) -> None:
-    """
-    Whether there is a file or a module where a recipe names an object, found without running any of it.
-
-    Args:
-        path (`str`): As `import_object` takes it.
-        what (`str`): What the path stands for, for the error.
-
-    Raises:
-        ImportPathError: If there is none.
-    """
+    """Whether there is a file or a module where a recipe names an object, found without running any of it."""
     module_name, _, attribute = path.rpartition(":") if ":" in path else path.rpartition(".")
     if module_name and attribute:
         _check_place(module_name, f"The {what} {path!r}")

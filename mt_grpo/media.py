@@ -29,12 +29,7 @@ class Bounds(NamedTuple):
     """Their pixels and samples."""
 
     def check(self, sizes: Collection[int]) -> None:
-        """
-        Refuses too many, or too large ones.
-
-        Args:
-            sizes (`Collection[int]`): Pixels or samples of each.
-        """
+        """Refuses too many, or too large ones."""
         if len(sizes) > self.number:
             raise MediumError(
                 f"{self.where} shows {len(sizes):,} images, frames and sounds, and {self.number:,} are the most: show "
@@ -52,18 +47,7 @@ IN_CONVERSATION = Bounds("A conversation", 1 << 12, 1 << 28)
 
 
 def file_of(value: Any, name: str, of_row: bool) -> bytes:
-    """
-    The bytes of an image's or sound's file.
-
-    Args:
-        value: Bytes, a `data:` URL, or the path of a regular file.
-        name (`str`): What to say of it in errors.
-        of_row (`bool`): Whether a row of a dataset has it. Elsewhere text is no path, since a tool or an agent may
-            pass on text of others, and a path (`pathlib.Path`) is no link, which a program of the model may have made.
-
-    Raises:
-        MediumError: If there are none, or more than `MOST_BYTES`.
-    """
+    """The bytes of an image's or sound's file."""
     if isinstance(value, str) and value.startswith("data:"):
         return decoded(value.partition(",")[2], name)
     if isinstance(value, str) and value.startswith(("http://", "https://")):

@@ -100,12 +100,6 @@ def refuse_unknown(
     """
     Refuses an option that is not among the known ones. Says what one of another trainer is called here, else the
     nearest in spelling where it is near, not any of 250.
-
-    Args:
-        name (`str`): Its name.
-        written (`str`): What was written, and where.
-        known (`Iterable[str]`): Names of options.
-        otherwise (`str`, *optional*): What is said where none is near.
     """
     known = list(known)
     if name not in known:

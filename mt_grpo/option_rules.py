@@ -38,17 +38,7 @@ PARTNERS = ("simulated_user", "interaction_config_file", "env", "environment_fac
 def check_options(
     options: Mapping[str, Any], registered: Mapping[str, Iterable[str]], table: Mapping[str, Option] = OPTIONS
 ) -> None:
-    """
-    Holds the options of a run against the rules of the table, and against each other.
-
-    Args:
-        options (`Mapping`): Every option of `MTGRPOConfig` with its value.
-        registered (`Mapping`): The names that an option can give; an option that is not in it is not looked up.
-        table (`Mapping`, *optional*): What is said of each, by its name.
-
-    Raises:
-        ConfigError: For the first rule that they break.
-    """
+    """Holds the options of a run against the rules of the table, and against each other."""
     check_values(options, table)
     ours, of_trl = options["max_env_steps"], options["max_tool_calling_iterations"]
     if None not in (ours, of_trl) and ours != of_trl:
@@ -92,9 +82,6 @@ def check_options(
 def check_servers(options: Mapping[str, Any]) -> None:
     """
     Whether servers can do what the options ask of them where they run: on GPUs of their own, or on the trainer's.
-
-    Raises:
-        ConfigError: If they cannot.
     """
     if not options["use_vllm"]:
         return
@@ -128,12 +115,7 @@ def check_servers(options: Mapping[str, Any]) -> None:
 
 
 def check_groups(options: Mapping[str, Any], processes: int) -> None:
-    """
-    Whether the processes of a run make whole groups for the servers that it starts.
-
-    Raises:
-        ConfigError: If they do not.
-    """
+    """Whether the processes of a run make whole groups for the servers that it starts."""
     size = options["vllm_tensor_parallel_size"]
     if options["use_vllm"] and options["vllm_mode"] == "colocate" and processes % size:
         raise ConfigError(
@@ -145,9 +127,6 @@ def check_groups(options: Mapping[str, Any], processes: int) -> None:
 def check_addresses(options: Mapping[str, Any]) -> None:
     """
     Whether the servers of a run are addresses, each named once, and as many as the run needs; the host is one alone.
-
-    Raises:
-        ConfigError: If they are not.
     """
     host_url(options["vllm_server_host"], options["vllm_server_port"], "vllm_server_host")
     urls = expand_addresses(options["vllm_server_base_url"] or [], "vllm_server_base_url")
@@ -160,12 +139,7 @@ def check_addresses(options: Mapping[str, Any]) -> None:
 
 
 def check_staleness(options: Mapping[str, Any]) -> None:
-    """
-    Whether the loss corrects for weights that are not the latest, in a way that keeps what it is to learn from.
-
-    Raises:
-        ConfigError: If it does not, or weights cannot be sent while conversations go on.
-    """
+    """Whether the loss corrects for weights that are not the latest, in a way that keeps what it is to learn from."""
     if not options["max_staleness"]:
         return
     mode = options["vllm_importance_sampling_mode"]
@@ -191,12 +165,7 @@ def check_staleness(options: Mapping[str, Any]) -> None:
 
 
 def check_sequence(options: Mapping[str, Any]) -> None:
-    """
-    Whether the forward is one that several processes can share.
-
-    Raises:
-        ConfigError: If it is not.
-    """
+    """Whether the forward is one that several processes can share."""
     size, forward = options["sp_size"], options["forward"]
     if size > 1 and forward != "tree":
         raise ConfigError(
@@ -206,12 +175,7 @@ def check_sequence(options: Mapping[str, Any]) -> None:
 
 
 def check_activations(options: Mapping[str, Any]) -> None:
-    """
-    Whether what is said about activations has an effect.
-
-    Raises:
-        ConfigError: If it has none.
-    """
+    """Whether what is said about activations has an effect."""
 
     def name(end: str) -> str:
         """transformers' later name, where that is given, since it wins."""
@@ -242,12 +206,7 @@ def check_activations(options: Mapping[str, Any]) -> None:
 
 
 def check_sharing(size: int, processes: int) -> None:
-    """
-    Whether processes make whole groups of `sp_size`.
-
-    Raises:
-        ConfigError: If they do not.
-    """
+    """Whether processes make whole groups of `sp_size`."""
     if processes % size:
         raise ConfigError(
             f"`sp_size: {size}` does not divide {_processes(processes)}: start a multiple of it (`--num_processes`), "
@@ -256,12 +215,7 @@ def check_sharing(size: int, processes: int) -> None:
 
 
 def check_trainable(options: Mapping[str, Any]) -> None:
-    """
-    Whether the options let training take a step; rollouts and evaluations need less.
-
-    Raises:
-        ConfigError: If they do not.
-    """
+    """Whether the options let training take a step; rollouts and evaluations need less."""
     if not options["temperature"] > 0:
         raise ConfigError(
             f"`temperature: {options['temperature']}` cannot be trained, since log-probs are those of the logits "
@@ -276,16 +230,7 @@ def check_trainable(options: Mapping[str, Any]) -> None:
 
 
 def check_batches(options: Mapping[str, Any], processes: int) -> None:
-    """
-    Whether the processes of a run make whole groups.
-
-    Args:
-        options (`Mapping`): Those of the run.
-        processes (`int`): How many there are.
-
-    Raises:
-        ConfigError: If they do not; it says which numbers would do.
-    """
+    """Whether the processes of a run make whole groups."""
     check_groups(options, processes)
     check_sharing(options["sp_size"], processes)
     sizes = f"{options['per_device_train_batch_size']} a device × {_processes(processes)}"
@@ -309,12 +254,7 @@ def check_batches(options: Mapping[str, Any], processes: int) -> None:
 
 
 def check_eval_batch(options: Mapping[str, Any], processes: int) -> None:
-    """
-    Whether a batch of an evaluation holds whole groups.
-
-    Raises:
-        ConfigError: If it does not; it says which numbers would do.
-    """
+    """Whether a batch of an evaluation holds whole groups."""
     generations = options["num_generations_eval"] or options["num_generations"]
     size = options["per_device_eval_batch_size"]
     batch = size * processes
@@ -338,12 +278,7 @@ def _divisors(batch: int, least: int) -> str:
 
 
 def check_served(options: Mapping[str, Any]) -> None:
-    """
-    Whether a run would use the server that is to be started.
-
-    Raises:
-        ConfigError: If it would not.
-    """
+    """Whether a run would use the server that is to be started."""
     if not options.get("use_vllm"):
         raise ConfigError(
             "The recipe's trainer samples from its own model and would leave a server alone: set `use_vllm: true` for "
@@ -357,12 +292,7 @@ def check_served(options: Mapping[str, Any]) -> None:
 
 
 def check_names(options: Mapping[str, Any], tools: Iterable[str], rewards: Iterable[str]) -> None:
-    """
-    Holds tools and rewards that are given by a bare name against the built-in ones.
-
-    Raises:
-        ConfigError: If one is unknown.
-    """
+    """Holds tools and rewards that are given by a bare name against the built-in ones."""
     for tool in options["tools"] or []:
         if is_bare(tool) and tool not in tools:
             raise ConfigError(unknown_tool(tool, tools))
@@ -397,12 +327,7 @@ def check_history(policy: str, compact_every: int | None) -> None:
 
 
 def check_signalless(options: Mapping[str, Any]) -> None:
-    """
-    Whether `groups_without_signal` goes together with the other options.
-
-    Raises:
-        ConfigError: If not.
-    """
+    """Whether `groups_without_signal` goes together with the other options."""
     choice = options["groups_without_signal"]
     for name in ("entropy_coef", "use_adaptive_entropy"):
         if choice != "keep" and options[name]:
@@ -413,16 +338,7 @@ def check_signalless(options: Mapping[str, Any]) -> None:
 
 
 def check_rule(options: Mapping[str, Any], rule: str) -> None:
-    """
-    Whether the options have what a credit rule needs.
-
-    Args:
-        options (`Mapping`): With `state_score` among them.
-        rule (`str`): Name of the credit rule.
-
-    Raises:
-        ConfigError: If not.
-    """
+    """Whether the options have what a credit rule needs."""
     if rule == "state_baseline" and options["state_score"] is None:
         raise ConfigError(
             "`advantage_estimator: state_baseline` needs a score of states: name a `StateScore` in `state_score`."
@@ -430,17 +346,7 @@ def check_rule(options: Mapping[str, Any], rule: str) -> None:
 
 
 def check_branches(options: Mapping[str, Any], rule: str) -> None:
-    """
-    Whether conversations can branch as the options say.
-
-    Args:
-        options (`Mapping`): With `branch_at`, `num_branches`, `num_generations`, `max_env_steps` and
-            `environments` among them.
-        rule (`str`): Name of the credit rule.
-
-    Raises:
-        ConfigError: If they cannot, or the credit rule is not the one for branches.
-    """
+    """Whether conversations can branch as the options say."""
     at, number, group = options["branch_at"], options["num_branches"], options["num_generations"]
     if at is None and rule == BRANCH_RULE:
         raise ConfigError(
@@ -470,16 +376,7 @@ def check_branches(options: Mapping[str, Any], rule: str) -> None:
 
 
 def check_trunks(options: Mapping[str, Any], rows: int) -> None:
-    """
-    Whether all branches of a conversation are on one process.
-
-    Args:
-        options (`Mapping`): With `branch_at` and `num_branches` among them.
-        rows (`int`): Conversations that a process samples at once.
-
-    Raises:
-        ConfigError: If they are not.
-    """
+    """Whether all branches of a conversation are on one process."""
     if options["branch_at"] is not None and rows % options["num_branches"]:
         raise ConfigError(
             f"`num_branches: {options['num_branches']}` does not divide the {rows} conversations that a process "
@@ -489,16 +386,7 @@ def check_trunks(options: Mapping[str, Any], rows: int) -> None:
 
 
 def check_partner(options: Mapping[str, Any], place: str = "") -> None:
-    """
-    Whether the options say once at most who answers the model's words.
-
-    Args:
-        options (`Mapping`): With `PARTNERS` among them.
-        place (`str`, *optional*): Where they stand, for the error.
-
-    Raises:
-        ConfigError: If they say it twice.
-    """
+    """Whether the options say once at most who answers the model's words."""
     given = [name for name in PARTNERS if options[name] is not None]
     if len(given) > 1:
         raise ConfigError(
@@ -507,12 +395,7 @@ def check_partner(options: Mapping[str, Any], place: str = "") -> None:
 
 
 def check_environments(options: Mapping[str, Any]) -> None:
-    """
-    Whether `environments` names environments, each with options that one may have for itself.
-
-    Raises:
-        ConfigError: If it does not, or `env`, `agent` or `environment_factory` stand beside it.
-    """
+    """Whether `environments` names environments, each with options that one may have for itself."""
     if options["environments"] is None:
         return
     if options["environment_factory"] is not None:
@@ -541,16 +424,7 @@ def check_environments(options: Mapping[str, Any]) -> None:
 
 
 def check_agent(options: Mapping[str, Any], key: str = "") -> None:
-    """
-    Holds the options of one environment that may be an agent's or of verifiers against each other.
-
-    Args:
-        options (`Mapping`): `agent`, `env` and `env_config`, and what stands beside them.
-        key (`str`, *optional*): Where it stands, for errors.
-
-    Raises:
-        ConfigError: If they contradict each other.
-    """
+    """Holds the options of one environment that may be an agent's or of verifiers against each other."""
     place = f" of `{key}`" if key else ""
     own = verifiers_name(options["env"]) is not None
     if options["env_config"] is not None:
@@ -571,16 +445,7 @@ def check_agent(options: Mapping[str, Any], key: str = "") -> None:
 
 
 def check_scheduler(options: Mapping[str, Any], key: str = "") -> None:
-    """
-    Holds the options of one environment that may be a scheduler's against each other.
-
-    Args:
-        options (`Mapping`): `multi_turn_scheduler`, and what stands beside it.
-        key (`str`, *optional*): Where it stands, for errors.
-
-    Raises:
-        ConfigError: If they contradict each other.
-    """
+    """Holds the options of one environment that may be a scheduler's against each other."""
     place = f" of `{key}`" if key else ""
     if options["multi_turn_scheduler"] is None:
         for name, default in (("max_turns", None), ("loss_scale", "all")):

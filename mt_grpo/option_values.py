@@ -60,9 +60,6 @@ def parse_reward(entry: Any) -> tuple[Any, dict[str, Any]]:
     """
     A reward as a recipe, a command line (the mapping as JSON) or a script lists it: its name, path or object, and the
     options that it is made with.
-
-    Raises:
-        ConfigError: If it is a mapping without a `name`, or JSON that cannot be read.
     """
     if isinstance(entry, str) and entry.lstrip().startswith("{"):
         try:
@@ -121,9 +118,6 @@ def parse_mapping(value: Any, key: str) -> Any:
     """
     What a text stands for where an option takes a mapping, as on the command line: JSON, or YAML. Any other value is
     returned as it is.
-
-    Raises:
-        ConfigError: If it cannot be read.
     """
     if not isinstance(value, str):
         return value
@@ -136,12 +130,7 @@ def parse_mapping(value: Any, key: str) -> Any:
 
 
 def parse_user(user: Any) -> dict[str, Any]:
-    """
-    A simulated user as a recipe, a command line (the mapping as JSON) or a script gives it.
-
-    Raises:
-        ConfigError: If it is no mapping, or one of its keys or values is wrong.
-    """
+    """A simulated user as a recipe, a command line (the mapping as JSON) or a script gives it."""
     user = parse_mapping(user, "simulated_user")
     needed = list(USER_OPTIONS)[:3]
     if not isinstance(user, Mapping):
@@ -179,16 +168,7 @@ def parse_user(user: Any) -> dict[str, Any]:
 
 
 def parse_agent(agent: Any, key: str = "agent") -> dict[str, str]:
-    """
-    An agent as a recipe, a command line (the mapping as JSON) or a script gives it.
-
-    Args:
-        agent (`str` or `Mapping`): A path of a function, or a mapping of `AGENT_OPTIONS`.
-        key (`str`, *optional*): Where it stands, for errors.
-
-    Raises:
-        ConfigError: If it is neither, or its command names no program.
-    """
+    """An agent as a recipe, a command line (the mapping as JSON) or a script gives it."""
     if isinstance(agent, str) and agent.lstrip().startswith("{"):
         agent = parse_mapping(agent, key)
     if isinstance(agent, str):
@@ -216,12 +196,7 @@ def parse_agent(agent: Any, key: str = "agent") -> dict[str, str]:
 
 
 def verifiers_name(env: Any) -> str | None:
-    """
-    The name of the environment of verifiers that `env` stands for; `None` where it is none of verifiers'.
-
-    Raises:
-        ConfigError: If it names none.
-    """
+    """The name of the environment of verifiers that `env` stands for; `None` where it is none of verifiers'."""
     if not isinstance(env, str) or not env.startswith(VERIFIERS):
         return None
     name = env.removeprefix(VERIFIERS).strip()
@@ -231,12 +206,7 @@ def verifiers_name(env: Any) -> str | None:
 
 
 def parse_env_config(config: Any, key: str = "env_config") -> dict[str, Any]:
-    """
-    The options of an environment as a recipe, a command line (the mapping as JSON) or a script gives them.
-
-    Raises:
-        ConfigError: If they are no mapping.
-    """
+    """The options of an environment as a recipe, a command line (the mapping as JSON) or a script gives them."""
     config = parse_mapping(config, key)
     if not isinstance(config, Mapping):
         raise ConfigError(f"`{key}` is {config!r}: give a mapping from names of options to values.")

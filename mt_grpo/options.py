@@ -44,20 +44,7 @@ NO_EFFECT = Rule(lambda value: not value, "it has no effect on rollouts of many 
 
 @dataclass(frozen=True)
 class Option:
-    """
-    What the table says of an option, beside its name, type and default.
-
-    Args:
-        help (`str`): A sentence for `--help`, and further ones for whoever reads on. A library's own text follows it.
-        group (`str`, *optional*): One of `GROUPS`. Options without one are listed by `--help-all` only.
-        rule (`Rule`, *optional*): What a value has to be.
-        names (`tuple`, *optional*): All values, where they are few and no plugin adds to them.
-        also (`str`, *optional*): A JSON type that it takes beside those of its annotation; for a list, its items take.
-        page (`str`, *optional*): The page of the docs about it.
-        executes (`str`, *optional*): `"path"` where it names code, `"file"` where it names a file that names code.
-        of_environment (`bool`, *optional*): Whether each of several `environments` may have a value of its own.
-        of_server (`bool`, *optional*): Whether the server's command is made of it.
-    """
+    """What the table says of an option, beside its name, type and default."""
 
     help: str = ""
     group: str | None = None
@@ -631,18 +618,7 @@ OF_ENVIRONMENT = {name: described for name, described in OPTIONS.items() if desc
 
 
 def check_value(name: str, value: Any, described: Option, place: str = "") -> None:
-    """
-    Holds the value of one option against its rule and its names.
-
-    Args:
-        name (`str`): The option.
-        value: Its value.
-        described (`Option`): What the table says of it.
-        place (`str`, *optional*): Where it stands, for the error.
-
-    Raises:
-        ConfigError: If it breaks one of them.
-    """
+    """Holds the value of one option against its rule and its names."""
     if described.names and value is not None and value not in described.names:
         choose(name, value, [known for known in described.names if isinstance(known, str)])
     rule = described.rule
@@ -655,12 +631,7 @@ def check_value(name: str, value: Any, described: Option, place: str = "") -> No
 
 
 def check_values(values: Mapping[str, Any], table: Mapping[str, Option], place: str = "") -> None:
-    """
-    Holds each value that the table has rules for against them; `place` as in `check_value`.
-
-    Raises:
-        ConfigError: For the first value that breaks one.
-    """
+    """Holds each value that the table has rules for against them; `place` as in `check_value`."""
     for name, described in table.items():
         if name in values:
             check_value(name, values[name], described, place)

@@ -42,10 +42,6 @@ def listening(*numbers: int, on_first: Callable[[], None] = lambda: None) -> Ite
     """
     Notes signals within it, whatever they would do otherwise. A second SIGTERM does that all the same. In another
     thread than the main one, which alone can have a say in signals, it does nothing.
-
-    Args:
-        *numbers (`int`): The signals.
-        on_first (`Callable`, *optional*): Called when one has come.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

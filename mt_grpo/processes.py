@@ -40,12 +40,7 @@ class _Raised(NamedTuple):
 
 
 class Processes:
-    """
-    A pool of processes. Each training process has its own.
-
-    Args:
-        size (`int`): How many there are.
-    """
+    """A pool of processes. Each training process has its own."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -57,15 +52,7 @@ class Processes:
         return self._workers.setdefault(os.getpid(), [])
 
     def start(self, functions: Sequence[Callable[..., Any]]) -> None:
-        """
-        Starts the processes, each with all functions loaded, so that no call waits for that.
-
-        Args:
-            functions (`Sequence[Callable]`): Functions at the top of modules.
-
-        Raises:
-            ConfigError: If they cannot load one.
-        """
+        """Starts the processes, each with all functions loaded, so that no call waits for that."""
         for function in functions:
             try:
                 pickle.dumps(function)
@@ -87,13 +74,6 @@ class Processes:
         """
         Calls a function in one of them, when one is free. A call that is cancelled ends its process, and another one
         takes its place.
-
-        Args:
-            function (`Callable`): One that they have loaded.
-            arguments (`dict`): Its arguments by name. They and what it returns are pickled.
-
-        Raises:
-            RemoteError: What the function raised, as it said it there; or that its process ended.
         """
         async with self._limit:
             free = self._free

@@ -39,9 +39,6 @@ def backoff(attempt: int) -> float:
     """
     Seconds to wait before another attempt: evenly drawn below a bound that doubles from attempt to attempt, so that
     many who failed together do not come back together ("full jitter", Brooker, AWS Architecture Blog, 2015).
-
-    Args:
-        attempt (`int`): Attempts that failed so far, from 0.
     """
     return _random.uniform(0.0, min(LONGEST, SHORTEST * 2.0 ** min(attempt, 16)))
 
@@ -82,13 +79,7 @@ class _Host:
 
 
 class ServerPool:
-    """
-    Servers of one kind, for all event loops of the process.
-
-    Args:
-        urls (`Iterable[str]`): Their addresses, at least one, each once.
-        kind (`str`): What they are, for messages, such as `OpenEnv server`.
-    """
+    """Servers of one kind, for all event loops of the process."""
 
     def __init__(self, urls: Iterable[str], kind: str) -> None:
         self.kind = kind
@@ -108,18 +99,6 @@ class ServerPool:
     async def begin(self, start: Callable[[str], Awaitable[T]], patience: float | None = None) -> tuple[str, T]:
         """
         Begins on the server with the fewest conversations that can be reached and has room. Give it back with `give`.
-
-        Args:
-            start (`Callable`): Begins on the server of an address. It raises `Unreachable` or `Full` if nothing has
-                begun there, so that another server is tried.
-            patience (`float`, *optional*): Seconds for which attempts go on while no server can be reached, if that is
-                less than `PATIENCE`.
-
-        Returns:
-            The address, and what `start` returned.
-
-        Raises:
-            ServerLost: If no server can be reached, or none has room for too long.
         """
         tried: set[str] = set()
         failure, deadline, rounds = Unreachable(), math.inf, 0
@@ -160,13 +139,7 @@ class ServerPool:
                 raise
 
     def give(self, url: str, lost: str | None = None) -> None:
-        """
-        A conversation on a server is over.
-
-        Args:
-            url (`str`): The server.
-            lost (`str`, *optional*): Why the server is believed to be gone, as a clause.
-        """
+        """A conversation on a server is over."""
         with self._lock:
             self._hosts[url].begun -= 1
         self._release(url, lost)

@@ -12,10 +12,6 @@ SECONDS = 8.0
 class Silence:
     """
     Says how far work is whenever nothing was said for a while, from a thread of its own, as long as the block runs.
-
-    Args:
-        say (`Callable`): Says it.
-        seconds (`float`, *optional*): Of silence at most.
     """
 
     def __init__(self, say: Callable[[], object], seconds: float | None = None) -> None:

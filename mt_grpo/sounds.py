@@ -125,9 +125,6 @@ def read_part(part: dict[str, Any], of_row: bool = False) -> dict[str, Any]:
     """
     A part that plays a sound in the form that chat templates take: `{"type": "audio", "audio": ..., "seconds": ...}`,
     with a `Sound`. Its other keys stay. See `mt_grpo.media.file_of` for `of_row`.
-
-    Raises:
-        MediumError: If there is no sound in it, or none that can be read.
     """
     found = [(key, part[key]) for key in _GIVEN if part.get(key) is not None]
     if len(found) != 1:
@@ -157,15 +154,6 @@ def read_sound(value: Any, rate: int | None = None, of_row: bool = False) -> Sou
     A sound, from what datasets, tools and requests have: an array, `{"array": ..., "sampling_rate": ...}`, a decoder
     of torchcodec's (rows of `datasets.Audio`), a path, the bytes of a file, `{"bytes": ...}` or `{"path": ...}`, or a
     `data:` URL. Channels of a file are averaged, as transformers does.
-
-    Args:
-        value: One of these.
-        rate (`int`, *optional*): Samples per second of an array.
-        of_row (`bool`, *optional*, defaults to `False`): See `mt_grpo.media.file_of`.
-
-    Raises:
-        MediumError: If it is none of them, cannot be read, is too long, or has no samples, another number of
-            dimensions than one, or numbers that are not finite.
     """
     if isinstance(value, Sound):
         return value

@@ -14,13 +14,6 @@ NO_ROUTE = b"\xff"
 class Node:
     """
     A run of tokens of a `TokenTree` that has no fork inside. All of it is context, or all is the action of one turn.
-
-    Args:
-        parent (`int`): Index of the node that it continues; -1 for a root.
-        tokens (`list[int]`): Token ids that it adds.
-        turn (`int`): Turn whose action it is; -1 for context.
-        logprobs (`list[float]`): Log-probabilities that the action was sampled with; empty for context.
-        routes (`bytes`): The tokens' routes, see `Routes`; empty where none is known.
     """
 
     parent: int
@@ -35,11 +28,6 @@ class Routes:
     """
     The experts that a mixture sent tokens to, in the form of `mt_grpo.forward.routes`: an equal number of bytes for
     each token. A token whose bytes are all 255 has no route.
-
-    Args:
-        first (`int`): Place of the first of these tokens, counted from the root.
-        width (`int`): Bytes of a token.
-        data (`bytes`): The routes of this token and those after it.
     """
 
     first: int

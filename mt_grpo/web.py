@@ -42,17 +42,7 @@ class Answer(NamedTuple):
 
 
 async def ask(http: httpx.AsyncClient, method: str, url: str, seconds: float, **request: Any) -> Answer:
-    """
-    Asks for an answer.
-
-    Args:
-        http (`httpx.AsyncClient`): Sends the request.
-        method (`str`), url (`str`), **request: See `httpx.AsyncClient.stream`.
-        seconds (`float`): How long all of it may take, however it comes.
-
-    Raises:
-        httpx.HTTPError: If there is none, it takes longer, or it has more than `MOST_BYTES`.
-    """
+    """Asks for an answer."""
     raw = bytearray()
     begun = time.monotonic()
     try:
@@ -117,12 +107,7 @@ BOUNDED: Mapping[str, list[Callable[..., Any]]] = {"request": [_ask_plainly], "r
 
 
 class WebClient:
-    """
-    Asks a server from any thread. Requests of all threads are sent by one, which can end each in time.
-
-    Args:
-        headers (`Mapping[str, str]`, *optional*): Sent with every request.
-    """
+    """Asks a server from any thread. Requests of all threads are sent by one, which can end each in time."""
 
     def __init__(self, headers: Mapping[str, str] | None = None) -> None:
         given = {"Accept-Encoding": "gzip", **(headers or {})}

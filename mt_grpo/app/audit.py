@@ -21,13 +21,7 @@ from mt_grpo.trajectory import visible
 
 
 def audit_conversations(trainer: MTGRPOEnvTrainer) -> dict[str, Any]:
-    """
-    Audits the rewards of the conversations that a trainer ran and scored last.
-
-    Returns:
-        `dict`: As a line of `audit.jsonl`; beside it `conversations`, `failed` of them, and `advice` where the credit
-        rule leaves turn rewards away from their turns.
-    """
+    """Audits the rewards of the conversations that a trainer ran and scored last."""
     args, judged = trainer.args, trainer.batch
     weights = trainer.reward_weights.to(args.device)
     batch, _ = gather_rewards(judged.trajectories, judged.scores, weights, judged.group_size)

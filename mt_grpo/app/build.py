@@ -147,9 +147,6 @@ def drop_long_prompts(
     """
     Drops rows whose prompt leaves no room for an answer in the model's context, with a counted warning. A row whose
     first messages only a conversation can tell is kept.
-
-    Raises:
-        ConfigError: If that is all of them.
     """
     if source.writes_prompts:
         return dataset
@@ -177,15 +174,7 @@ def drop_long_prompts(
 
 
 def build_trainer(recipe: Recipe, trains: bool = True, writes: bool = True) -> MTGRPOEnvTrainer:
-    """
-    Everything a recipe names, checked and put together; bad input is refused with one sentence.
-
-    Args:
-        recipe (`Recipe`): What to build.
-        trains (`bool`, *optional*, defaults to `True`): Whether it is to be trained, so that what only training needs
-            is checked as well.
-        writes (`bool`, *optional*, defaults to `True`): Whether `output_dir` and the Hub may be written to.
-    """
+    """Everything a recipe names, checked and put together; bad input is refused with one sentence."""
     args, model = recipe.training, recipe.model
     if trains:
         check_batch_sizes(args)
@@ -254,11 +243,6 @@ def load_processing(name: str, config: PreTrainedConfig, **where: Any) -> PreTra
     """
     The processor of a model that takes images or sounds, else its tokenizer. Where what the processor needs is not
     installed, the model is given text only, with a warning.
-
-    Args:
-        name (`str`): The model.
-        config (`PreTrainedConfig`): Its configuration.
-        **where: See `source_options`.
     """
     if media_tokens(config):
         try:
@@ -291,10 +275,6 @@ def finish_dry_run(trainer: MTGRPOEnvTrainer, resolved: dict[str, Any]) -> None:
     """
     Lets the servers go, and prints the resolved recipe as YAML; on standard error, what the model is shown of the
     first row, and what else is known.
-
-    Args:
-        trainer (`MTGRPOEnvTrainer`): Built, with its servers claimed.
-        resolved (`dict`): Every option with its value.
     """
     if trainer.weight_sync is not None:
         trainer.weight_sync.close()

@@ -61,12 +61,7 @@ prints a script that completes commands and options; load it where the shell sta
 
 
 def run(arguments: list[str]) -> int:
-    """
-    `mt-grpo completion bash | zsh | fish`: prints the script.
-
-    Raises:
-        ConfigError: For any other argument.
-    """
+    """`mt-grpo completion bash | zsh | fish`: prints the script."""
     match arguments:
         case ["-h" | "--help"]:
             print(USAGE, end="")

@@ -22,12 +22,7 @@ GIB = 2**30
 
 
 def run(arguments: list[str]) -> int:
-    """
-    `mt-grpo env`.
-
-    Raises:
-        ConfigError: If it is given an argument.
-    """
+    """`mt-grpo env`."""
     if arguments in (["-h"], ["--help"]):
         print("usage: mt-grpo env\n\nprints versions and devices, to be pasted in a bug report")
         return 0

@@ -19,15 +19,7 @@ _VALUES = {"integer": "N", "number": "X", "boolean": "true|false", "object": "MA
 
 
 def command_help(command: str, line: str, everything: bool = False) -> str:
-    """
-    The help of a command that takes a recipe.
-
-    Args:
-        command (`str`): One of `OWN_OPTIONS`.
-        line (`str`): What it does.
-        everything (`bool`, *optional*, defaults to `False`): Whether every option of a recipe is listed, with its
-            whole description.
-    """
+    """The help of a command that takes a recipe."""
     width = min(shutil.get_terminal_size((100, 24)).columns, 119)
     text = [
         f"usage: mt-grpo {command} RECIPE.yaml [--option value ...]",

@@ -57,9 +57,6 @@ def run_interruptibly(command: Callable[[list[str]], int], arguments: list[str])
     """
     Runs a command; the first signal raises `KeyboardInterrupt(number)` in it, so that what it began is ended, and a
     second one does not wait for that. The main process alone says anything.
-
-    Returns:
-        `int`: The command's exit status, or the conventional one of the signal.
     """
     times: list[float] = []
     launched = int(os.environ.get("WORLD_SIZE", 1)) > 1

@@ -35,20 +35,7 @@ PATIENCE = 30.0
 
 
 def launch(request: Request) -> int:
-    """
-    Runs `mt-grpo train` under accelerate, and returns when all of its processes have ended.
-
-    Args:
-        request (`Request`): Its `accelerate_config` is the name of a configuration in `recipes/accelerate`, or the
-            path of one, of which its other `OF_LAUNCHER` replace parts. Everything else goes to each process.
-
-    Returns:
-        `int`: Exit status of the first process that failed; that of a run that was preempted; else 0.
-
-    Raises:
-        ConfigError: If there is no such configuration, or it does not fit this machine.
-        KeyboardInterrupt: After a signal has ended the processes; with its number.
-    """
+    """Runs `mt-grpo train` under accelerate, and returns when all of its processes have ended."""
     if "LOCAL_RANK" in os.environ:
         raise ConfigError(
             "`--accelerate_config` launches processes, and this is one that was launched: leave it out under "
@@ -127,10 +114,6 @@ def _killed(rank: int, number: int) -> str:
 def _check(path: Path, content: dict[str, Any], hosts: Hosts, given: dict[str, Any]) -> dict[str, Any] | None:
     """
     One sentence for what would otherwise be a traceback of each process that finds no device, or of a reader of YAML.
-
-    Returns:
-        `dict`, *optional*: What to launch in place of a configuration of several processes on CPUs. accelerate takes
-        MPI for these, and would launch a single one here.
     """
     config = load_config_from_file(str(path))
     wanted, there = given.get("num_processes", config.num_processes), torch.accelerator.device_count()

@@ -45,13 +45,7 @@ def main(arguments: list[str]) -> int:
 
 
 def build_schema(options: Sequence[type] | None = None) -> dict[str, Any]:
-    """
-    A JSON schema (draft 7, which editors know) of a recipe.
-
-    Args:
-        options (`Sequence[type]`, *optional*): The dataclasses that hold its options; those of every recipe where
-            none are given.
-    """
+    """A JSON schema (draft 7, which editors know) of a recipe."""
     from mt_grpo.app.recipe import DATACLASSES, RecipeParser
     from mt_grpo.rewards import REWARDS
     from mt_grpo.tools.loading import TOOLS

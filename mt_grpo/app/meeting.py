@@ -29,14 +29,7 @@ PORT = 29500
 
 @dataclass(frozen=True)
 class Hosts:
-    """
-    The hosts of a run, as accelerate's configuration or the options of the command have them.
-
-    Args:
-        number (`int`): How many there are.
-        rank (`int`): Which one this is.
-        address (`str`, *optional*), port (`int`): Where the first one is.
-    """
+    """The hosts of a run, as accelerate's configuration or the options of the command have them."""
 
     number: int
     rank: int
@@ -55,12 +48,7 @@ class Hosts:
         )
 
     def check(self, processes: int) -> None:
-        """
-        Whether they are told what they have to know, and `processes` can be shared out to them.
-
-        Raises:
-            ConfigError: If not.
-        """
+        """Whether they are told what they have to know, and `processes` can be shared out to them."""
         if self.rank >= self.number:
             raise ConfigError(
                 f"`--machine_rank {self.rank}` is none of {self.number} hosts: they count from 0 to {self.number - 1}."
@@ -93,9 +81,6 @@ class Hosts:
         """
         Waits until the first host can be reached from this one. Within it, torch's ways to say that hosts did not meet
         are one sentence.
-
-        Raises:
-            ConfigError: If they do not meet within `seconds`.
         """
         if self.rank > 0:
             self._reach(seconds)

@@ -25,12 +25,7 @@ MOST = 4
 
 
 def opened(folder: str, begun: bool = False) -> Run:
-    """
-    The run in a folder, with `begun` also one without conversations so far; call it before there are threads.
-
-    Raises:
-        UserError: As `open_run`.
-    """
+    """The run in a folder, with `begun` also one without conversations so far; call it before there are threads."""
     size = sum(path.lstat().st_size for path in (Path(folder) / FOLDER).glob("index*.jsonl"))
     gc.disable()  # what is read stays: looking for garbage in it would take a third of the time
     try:

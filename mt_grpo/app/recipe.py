@@ -53,12 +53,7 @@ class RecipeParser(TrlParser):
 
 
 def build_recipe(request: Request) -> Recipe:
-    """
-    The options of a request, as TRL's parser and the dataclasses take them.
-
-    Raises:
-        ConfigError: For an unknown key or option, naming the nearest, or a wrong value.
-    """
+    """The options of a request, as TRL's parser and the dataclasses take them."""
     parser = RecipeParser(DATACLASSES, allow_abbrev=False)
     known = {action.dest for action in parser._actions}
     for key in request.recipe:

@@ -46,15 +46,7 @@ _Loader.add_implicit_resolver(
 
 
 def read_file(path: str) -> tuple[dict[str, Any], dict[str, int]]:
-    """
-    Reads a recipe.
-
-    Returns:
-        Its keys with their values, and with the lines they stand in.
-
-    Raises:
-        ConfigError: If there is no such file, or it is not a YAML mapping, or a key stands in it twice.
-    """
+    """Reads a recipe."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -119,14 +111,6 @@ def check_trust(path: str, recipe: Mapping[str, Any], variables: Mapping[str, An
     Whether a recipe may run without a question: it is no run's configuration, or all code that it names is of this
     package or in the current folder, and not in what holds the run there; and it sends no key to another machine.
     Nothing is imported.
-
-    Args:
-        path (`str`): The recipe's file.
-        recipe (`Mapping`): Its options, less those that the command line replaces.
-        variables (`Mapping`): The environment variables that it sets.
-
-    Raises:
-        ConfigError: If the user has to say that the configuration is trusted; names what would run.
     """
     folder = Path(path).resolve().parent
     of_run = any((folder / name).exists() for name in RECORDS)

@@ -20,14 +20,7 @@ _ENDS = signal.SIGTERM, signal.SIGINT
 
 @dataclass(frozen=True)
 class Replica:
-    """
-    A server to start.
-
-    Args:
-        url (`str`): Its address.
-        command (`list[str]`): What starts it.
-        environment (`dict[str, str]`): Environment variables beside those of this process.
-    """
+    """A server to start."""
 
     url: str
     command: list[str]
@@ -40,17 +33,7 @@ class Replica:
 
 
 def share_gpus(replicas: int, each: int, visible: Sequence[str]) -> list[str]:
-    """
-    The GPUs of each server, as `CUDA_VISIBLE_DEVICES` takes them.
-
-    Args:
-        replicas (`int`): Servers.
-        each (`int`): GPUs of one server.
-        visible (`Sequence[str]`): The GPUs that there are.
-
-    Raises:
-        ConfigError: If they do not suffice.
-    """
+    """The GPUs of each server, as `CUDA_VISIBLE_DEVICES` takes them."""
     if replicas * each > len(visible):
         raise ConfigError(
             f"{replicas} servers take {replicas * each} GPUs, {each} each, and {len(visible)} are visible: start "
@@ -64,9 +47,6 @@ def run_replicas(replicas: Sequence[Replica]) -> int:
     Starts servers and waits until all have ended. The first Ctrl-C or SIGTERM is passed on as SIGTERM, at which each
     finishes the requests under way; the second one ends them at once. One that ends by itself ends no other. All get
     SIGTERM where this process is killed. It has to be called in the main thread, whose end they see.
-
-    Returns:
-        `int`: 0 if they ended because they were told to, else 1.
     """
     before = {number: signal.getsignal(number) for number in _ENDS}
     try:

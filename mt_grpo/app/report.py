@@ -35,13 +35,7 @@ from mt_grpo.trajectory import Trajectory
 
 
 def measure(trajectory: Trajectory, rewards: Sequence[RewardFunc]) -> dict[str, float]:
-    """
-    One trajectory's measures.
-
-    Returns:
-        `dict`: each reward as a share of its `maximum` (turn rewards summed over the turns; 0 where none applies),
-        `tool_execution`, the share of attempted calls that succeeded (0 without an attempt), and `turns`.
-    """
+    """One trajectory's measures."""
     measures = {}
     for reward in rewards:
         value = trajectory.rewards["turn"].get(reward.name, trajectory.rewards["outcome"].get(reward.name))
@@ -91,14 +85,7 @@ def _label(name: str) -> str:
 
 
 def plot(history: list[dict[str, Any]], path: Path, title: str) -> None:
-    """
-    Draws the mean of each reward over training steps.
-
-    Args:
-        history (`list[dict]`): The trainer's log history.
-        path (`Path`): PNG to write.
-        title (`str`): Heading.
-    """
+    """Draws the mean of each reward over training steps."""
     rows = [row for row in history if "reward" in row]
     names = [key for key in (rows[0] if rows else {}) if key.startswith("rewards/") and key.endswith("/mean")]
     figure = Figure(figsize=(10, 4.5), layout="constrained")
@@ -147,16 +134,7 @@ def files_left(folder: Path) -> list[str]:
 
 
 def next_steps(args: MTGRPOConfig, adapter: bool) -> list[tuple[str, str]]:
-    """
-    What can be done with a finished run.
-
-    Args:
-        args (`MTGRPOConfig`): Its options.
-        adapter (`bool`): Whether it trained an adapter.
-
-    Returns:
-        `list[tuple[str, str]]`: What a command does, and the command.
-    """
+    """What can be done with a finished run."""
     folder, python = args.output_dir, _relative(sys.executable)
     trained, options, steps = folder, [], []
     if adapter:
@@ -182,14 +160,7 @@ def next_steps(args: MTGRPOConfig, adapter: bool) -> list[tuple[str, str]]:
 
 
 def what_is_kept(args: MTGRPOConfig, step: int, model_saved: bool) -> str:
-    """
-    What an interrupted run has left and how to go on, in sentences.
-
-    Args:
-        args (`MTGRPOConfig`): Its options.
-        step (`int`): Steps that it had taken.
-        model_saved (`bool`): Whether the trained model is in its folder.
-    """
+    """What an interrupted run has left and how to go on, in sentences."""
     folder = args.output_dir
     if model_saved:
         return f"Training had ended: the model, its metrics and its conversations are in {folder}."
@@ -253,10 +224,6 @@ class RunProgress(TrainerCallback):
     """
     Shows step, reward, loss, turns, seconds and the time that is left; in a terminal also what the step waits for.
     Only the main process shows anything.
-
-    Args:
-        trainer (`MTGRPOEnvTrainer`): The run.
-        console (`Console`): Where to show it.
     """
 
     def __init__(self, trainer: MTGRPOEnvTrainer, console: Console) -> None:

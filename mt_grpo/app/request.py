@@ -163,14 +163,7 @@ IMPORTING = ("tools", "turn_reward_funcs", "outcome_reward_funcs")
 
 @dataclass
 class Request:
-    """
-    Args:
-        path (`str`, *optional*): The recipe's file.
-        recipe (`dict`): Its options.
-        arguments (`list[str]`): The options of the command line, the recipe's path and the command's own left out.
-        own (`dict`): The command's own options, each with its value.
-        values (`dict`): What recipe and command line say together, the latter winning.
-    """
+    """"""
 
     path: str | None = None
     recipe: dict[str, Any] = field(default_factory=dict)
@@ -183,13 +176,6 @@ def read_request(arguments: list[str], command: str = "serve") -> Request:
     """
     Reads `R.yaml --field value ...`; the recipe may also stand behind `--config`, and `--replay` without one takes
     that of the run. The variables of an `env:` block are set in this process, as TRL does.
-
-    Args:
-        arguments (`list[str]`): The command line, program and command left out.
-        command (`str`, *optional*, defaults to `"serve"`): Which of `OWN_OPTIONS`, for its own options and rules.
-
-    Raises:
-        ConfigError: For what is known to be wrong without a library; `build_recipe` finds the rest.
     """
     schema = load_schema()
     request = Request(own={name: option["default"] for name, option in OWN_OPTIONS[command].items()})
@@ -350,12 +336,7 @@ def _check_whole(request: Request, schema: Schema, command: str) -> None:
 
 
 def check_processes(request: Request) -> None:
-    """
-    Whether the processes that this one was launched with make whole groups.
-
-    Raises:
-        ConfigError: If they do not.
-    """
+    """Whether the processes that this one was launched with make whole groups."""
     schema = load_schema()
     if schema.exact:
         processes = next((int(os.environ[name]) for name in WORLD_SIZES if name in os.environ), 1)
@@ -370,14 +351,6 @@ KINDS = {"tools": "tool", "turn_reward_funcs": "turn reward", "outcome_reward_fu
 def check_places(values: Mapping[str, Any], command: str) -> None:
     """
     Looks for the model, the rows and the code that a recipe names as files, and for a folder that the run can write.
-
-    Args:
-        values (`Mapping`): What recipe and command line say.
-        command (`str`): For which command.
-
-    Raises:
-        ConfigError: If the folder cannot be, or a model or rows are missing.
-        ImportPathError: If a file or a module is missing.
     """
     if command == "train":
         check_writable("." if values.get("output_dir") is None else str(values["output_dir"]))
@@ -400,28 +373,14 @@ def check_places(values: Mapping[str, Any], command: str) -> None:
 
 
 def check_new(folder: str) -> None:
-    """
-    Whether a folder can be made.
-
-    Raises:
-        ConfigError: If it cannot, or something is in its place.
-    """
+    """Whether a folder can be made."""
     if Path(folder).exists() and not (Path(folder).is_dir() and not any(Path(folder).iterdir())):
         raise ConfigError(f"{folder} is there already: give `--save` another folder, or remove it.")
     check_writable(folder, f"`--save {folder}`")
 
 
 def check_writable(folder: str, given: str | None = None) -> None:
-    """
-    Whether a folder can be made, or written to where it is there.
-
-    Args:
-        folder (`str`): The folder.
-        given (`str`, *optional*): How it was given; as `output_dir` by default.
-
-    Raises:
-        ConfigError: If it cannot.
-    """
+    """Whether a folder can be made, or written to where it is there."""
     path, given = Path(folder).absolute(), given or f"`output_dir: {folder}`"
     if not folder or "\0" in folder:
         raise ConfigError(f"{given} names no folder: give it a name.")

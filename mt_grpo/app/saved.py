@@ -17,20 +17,7 @@ from mt_grpo.training.trainer import MTGRPOEnvTrainer
 
 
 def save_conversations(trainer: MTGRPOEnvTrainer, resolved: dict[str, Any], folder: str) -> str:
-    """
-    Writes the conversations that a trainer ran and scored last, their credit, `config.yaml` and `audit.jsonl`.
-
-    Args:
-        trainer (`MTGRPOEnvTrainer`): Its batch is the conversations.
-        resolved (`dict`): Every option with its value.
-        folder (`str`): Where to.
-
-    Returns:
-        `str`: What was written and where, in words.
-
-    Raises:
-        RunLogError: If the folder cannot be written.
-    """
+    """Writes the conversations that a trainer ran and scored last, their credit, `config.yaml` and `audit.jsonl`."""
     args, judged, records = trainer.args, trainer.batch, trainer.step_log.records
     size = judged.group_size
     batch = Batch("eval", 0, 0, size, list(range(len(judged.trajectories))), judged.trajectories, records.rewards)

@@ -33,13 +33,7 @@ _SHOWN = 60
 
 @dataclass(frozen=True)
 class Schema:
-    """
-    Args:
-        properties (`dict`): Each option's JSON schema; `x-owner` says whose it is (`mt_grpo` or a library), `x-flag`
-            that it may stand on the command line without a value, `x-many` that it takes several there.
-        exact (`bool`): Whether the installed libraries are those it was made from. Where they are not, they may have
-            options and values that it does not know.
-    """
+    """"""
 
     properties: dict[str, dict[str, Any]]
     exact: bool
@@ -95,19 +89,7 @@ def from_text(option: dict[str, Any], value: Any) -> Any:
 
 
 def check_value(name: str, option: dict[str, Any], value: Any, label: str, in_file: bool) -> None:
-    """
-    Holds a value against the type of its option.
-
-    Args:
-        name (`str`): The option.
-        option (`dict`): Its schema.
-        value: What was given, after `from_text`.
-        label (`str`): The option and the place where it was given, for the error.
-        in_file (`bool`): Whether that is a YAML file.
-
-    Raises:
-        ConfigError: If it is of another type, or none of the choices.
-    """
+    """Holds a value against the type of its option."""
     typed = {key: item for key, item in option.items() if key != "enum"}
     if Draft7Validator(typed).is_valid(value):
         if "enum" in option and value not in option["enum"]:

@@ -18,12 +18,7 @@ from mt_grpo.vllm_plugin.keys import check_folder
 
 
 def server_command(recipe: Recipe) -> tuple[list[str], dict[str, str]]:
-    """
-    The command that starts a recipe's server, and the environment variables it needs; see `command_at`.
-
-    Raises:
-        ConfigError: If the recipe's servers are on other machines.
-    """
+    """The command that starts a recipe's server, and the environment variables it needs; see `command_at`."""
     host, port = _addresses(recipe.training, None)[0]
     return command_at(host, port, recipe.training, recipe.model)
 
@@ -31,17 +26,6 @@ def server_command(recipe: Recipe) -> tuple[list[str], dict[str, str]]:
 def serve(recipe: Recipe, replicas: int | None = None) -> int:
     """
     Prints the command and becomes it; of several servers prints all commands, and waits until the servers have ended.
-
-    Args:
-        recipe (`Recipe`): The recipe.
-        replicas (`int`, *optional*): Servers to start; by default as many as the recipe names.
-
-    Returns:
-        `int`: Exit status of several servers.
-
-    Raises:
-        ConfigError: If the recipe's trainer samples by itself, its servers are on other machines, there are too few
-            GPUs, or a server has to make up a key and there is no place that only this user can read.
     """
     args = recipe.training
     check_served(vars(args))

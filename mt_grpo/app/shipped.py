@@ -51,12 +51,7 @@ def accelerate_configs() -> dict[str, Traversable]:
 
 
 def read_accelerate_config(path: Path) -> dict[str, Any]:
-    """
-    What a file of accelerate's says.
-
-    Raises:
-        ConfigError: If it is not YAML, or no mapping.
-    """
+    """What a file of accelerate's says."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
@@ -83,12 +78,7 @@ def describe(recipe: str) -> str:
 
 
 def run(arguments: list[str]) -> int:
-    """
-    `mt-grpo recipes ls` and `mt-grpo recipes cp NAME [DEST]`.
-
-    Raises:
-        ConfigError: For an unknown recipe, a file that is there already, or a folder that is not.
-    """
+    """`mt-grpo recipes ls` and `mt-grpo recipes cp NAME [DEST]`."""
     match arguments:
         case ["-h" | "--help"]:
             print(USAGE, end="")
@@ -107,19 +97,7 @@ def run(arguments: list[str]) -> int:
 
 
 def copy(name: str, destination: Path) -> Path:
-    """
-    Copies a recipe. The line that tells editors of the schema names that of this package, wherever the copy is.
-
-    Args:
-        name (`str`): Its name; the ending `.yaml` may be left out.
-        destination (`Path`): A folder, in which the file keeps its own name, or a file.
-
-    Returns:
-        `Path`: the copy.
-
-    Raises:
-        ConfigError: As `run`.
-    """
+    """Copies a recipe. The line that tells editors of the schema names that of this package, wherever the copy is."""
     known = shipped()
     source = known.get(name) or known.get(f"{name}.yaml")
     if source is None:

@@ -60,21 +60,6 @@ def run_training(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console
     """
     Trains, and writes to the output folder `config.yaml` (the resolved options), `metrics.jsonl`, `audit.jsonl`,
     conversations (`rollouts/`), `tokenizer/`, `learning_curve.png`, the model, and `summary.json`.
-
-    Args:
-        trainer (`MTGRPOEnvTrainer`): Ready to train; it is measured before and after where it has an evaluation set.
-        resolved (`dict`): Every option with its value.
-        console (`Console`): Where progress and results are shown.
-
-    Raises:
-        ConfigError: If another run trains in `output_dir`, if it holds an earlier one, or if the rows do not suffice
-            for a step.
-        ServerGoneError, WeightSyncError, RolloutError, CreditError: If nothing can be sampled or credited any more;
-            after a checkpoint was written, which the message names, where training had begun.
-        NonFiniteError: If a loss, a gradient or a weight is not finite; likewise, unless weights are not.
-        RewardError: If a reward fails; likewise.
-        PreemptedError: If the machines are wanted back; likewise.
-        RolloutError: Also after the results are written, if every conversation failed.
     """
     with locked(trainer.args, trainer.model.config.name_or_path):
         try:

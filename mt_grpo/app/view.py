@@ -55,13 +55,7 @@ writes the conversations of the run in the folder RUN (its `output_dir`) as FORM
 
 
 def view(arguments: list[str]) -> int:
-    """
-    `mt-grpo view RUN_DIR`.
-
-    Raises:
-        ConfigError: For a wrong option.
-        UserError: If the folder is none of a run, the port is taken, or the filter cannot be read.
-    """
+    """`mt-grpo view RUN_DIR`."""
     if {"-h", "--help"}.intersection(arguments):
         print(VIEW, end="")
         return 0
@@ -108,12 +102,7 @@ def _serve(answers: Answers, folder: str, port: int | None, options: dict[str, s
 
 
 def export(arguments: list[str]) -> int:
-    """
-    `mt-grpo export RUN --to FORM [--filter TEXT] [--output PATH] [--overwrite]`.
-
-    Raises:
-        UserError: If the arguments are wrong, or as `mt_grpo.runlog.export.export`.
-    """
+    """`mt-grpo export RUN --to FORM [--filter TEXT] [--output PATH] [--overwrite]`."""
     if {"-h", "--help"}.intersection(arguments):
         print(EXPORT, end="")
         return 0

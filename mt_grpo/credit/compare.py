@@ -34,13 +34,7 @@ NEAR = 0.2
 
 @dataclass(frozen=True)
 class Interval:
-    """
-    An estimate and its interval.
-
-    Args:
-        value (`float`, *optional*): The estimate; `None` where the groups tell none.
-        low, high (`float`, *optional*): The ends of the 95 % interval; `None` where it has none.
-    """
+    """An estimate and its interval."""
 
     value: float | None
     low: float | None
@@ -54,16 +48,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Direction:
-    """
-    What the groups tell of a rule.
-
-    Args:
-        cosine (`Interval`): Between the expected gradient of the rule and the true one. It tells bias alone.
-        signal_to_noise (`Interval`): Length of the rule's expected gradient / root of its summed variances, in that of
-            the reference. It tells noise alone.
-        step (`Interval`): Between the rule's gradient over the groups of one optimiser step and the true gradient, as
-            expected. It tells bias and noise together.
-    """
+    """What the groups tell of a rule."""
 
     cosine: Interval
     signal_to_noise: Interval
@@ -72,16 +57,7 @@ class Direction:
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """
-    Rules on the same groups.
-
-    Args:
-        directions (`dict[str, Direction | None]`): By rule; `None` for one that gives every turn 0.
-        groups (`int`): Their number.
-        ascents (`dict[str, Tensor]`): Of each rule, how far its steps go along the true gradient: `step` times the
-            length of that gradient, which all rules share and noisy groups tell last. The estimate, then a value per
-            draw, (1 + D,).
-    """
+    """Rules on the same groups."""
 
     directions: dict[str, Direction | None]
     groups: int
@@ -117,14 +93,6 @@ class Judgement:
 
     What hardly shows yet is in no gradient: an outcome that nobody reaches, or a decision that comes later. So of
     rules that are near the farthest one, `best` is that which gives early turns most of an outcome.
-
-    Args:
-        items (`dict[str, Comparison]`): The same rules on the same groups and draws, by what they are held against:
-            `ALL`, and the names of rewards.
-        with_all (`dict[str, Tensor]`): By reward, how far its gradient goes along that of all rewards, (1 + D,).
-        with_others (`dict[str, Tensor]`): The same along that of all others.
-        kept (`dict[str, float]`): By rule, how much of an outcome's advantage reaches the first turn, in what reaches
-            the turn that gets most of it; 1 for a rule that is not in it.
     """
 
     items: dict[str, Comparison]
@@ -207,19 +175,7 @@ def judge_rules(
     draws: int = DRAWS,
     seed: int = 0,
 ) -> Judgement:
-    """
-    Judges the steps of rules.
-
-    Args:
-        gradients (`Mapping[str, Tensor]`): By rule, the gradient of all rewards that each group estimates, (N, P).
-        truths (`Mapping[str, Tensor]`): The same of a rule without bias, of `ALL` and of each reward, which sum to it.
-        groups_per_step (`float`): Groups of an optimiser step.
-        kept (`Mapping[str, float]`): As in `Judgement`.
-        draws, seed (`int`, *optional*): As in `compare_rules`.
-
-    Raises:
-        ValueError: If there are fewer than two groups.
-    """
+    """Judges the steps of rules."""
 
     whole = truths[ALL].double()
     weights = _weights(len(whole), draws, seed)
@@ -252,19 +208,7 @@ def _below(values: Tensor, groups: int) -> bool:
 def compare_rules(
     gradients: Mapping[str, Tensor], reference: Tensor, groups_per_step: float, *, draws: int = DRAWS, seed: int = 0
 ) -> Comparison:
-    """
-    Compares the gradients of rules with that of an unbiased reference.
-
-    Args:
-        gradients (`Mapping[str, Tensor]`): By rule, the gradient that each group estimates, (N, P); any length.
-        reference (`Tensor`): The same of a rule without bias, (N, P).
-        groups_per_step (`float`): Groups of an optimiser step.
-        draws (`int`, *optional*, defaults to 2000): Draws of the bootstrap.
-        seed (`int`, *optional*, defaults to 0): Of these draws; they are the same for all rules.
-
-    Raises:
-        ValueError: If there are fewer than two groups.
-    """
+    """Compares the gradients of rules with that of an unbiased reference."""
     weights = _weights(len(reference), draws, seed)
     truth = _Moments.of(reference.double(), reference.double(), weights)
     directions: dict[str, Direction | None] = {}

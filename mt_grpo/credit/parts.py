@@ -16,13 +16,6 @@ from mt_grpo.credit.rule import Credit, RewardBatch
 class Term:
     """
     A summand of an advantage: what was earned less a baseline, divided by a scale. All but `value` only explain it.
-
-    Args:
-        value (`Tensor`): What it adds to the advantage, float64, shape (B, K) or (B, 1).
-        scale (`Tensor`, *optional*): What it was divided by, of either shape; `None` if that is no single number.
-        parts (`dict[str, Tensor]`): What was earned, by name, of either shape, not yet divided by the scale; NaN is 0.
-        baseline (`str`): Name of the part that is the rest of the value.
-        where (`Tensor`, *optional*): Bool, of either shape: the turns that have the term; by default all.
     """
 
     value: Tensor
@@ -33,14 +26,7 @@ class Term:
 
 
 def credit_of(batch: RewardBatch, *terms: Term, dtype: torch.dtype | None = None) -> Credit:
-    """
-    The sum of terms, and its parts.
-
-    Args:
-        batch (`RewardBatch`): The rewards.
-        terms (`Term`): Those with parts of the same name are at different turns, or have the same scale.
-        dtype (`torch.dtype`, *optional*): To which the sum is rounded, once; by default that of the rewards.
-    """
+    """The sum of terms, and its parts."""
     values = [term.value if term.where is None else torch.where(term.where, term.value, 0.0) for term in terms]
     total = sum(values, torch.zeros_like(batch.turn_rewards, dtype=torch.double))
     advantages = (total * batch.turn_mask).to(dtype or batch.turn_rewards.dtype)
@@ -72,19 +58,7 @@ def against_group(
     where: Tensor | None = None,
     scale: Tensor | None = None,
 ) -> Term:
-    """
-    The term of values that are centred in their group and divided by the largest of their deviations over turns.
-
-    Args:
-        batch (`RewardBatch`): The rewards.
-        values (`Tensor`): Shape (B, K) or (B, 1); a NaN is left out.
-        parts (`dict[str, Tensor]`): What the values are the sum of.
-        baseline (`str`): Name of the mean.
-        scale_rewards (`str`): Whose deviation divides.
-        weight (`float` or `Tensor`, *optional*, defaults to `1.0`): Weight of the term.
-        where (`Tensor`, *optional*): As in `Term`.
-        scale (`Tensor`, *optional*): What divides instead, shape (B, 1).
-    """
+    """The term of values that are centred in their group and divided by the largest of their deviations over turns."""
     if scale is None:
         scale = largest_deviation(values, batch.group_size, scale_rewards)
     value = weight * (centre(values, batch.group_size) / scale)

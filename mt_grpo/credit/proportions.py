@@ -26,15 +26,6 @@ def outcome_at_first_turn(rule: Rule, batch: RewardBatch, *, turn_coef: float | 
 
     With a discount γ and K turns it is about γ^(K − 1): .0005 for `gtpo` with γ .5 and 12 turns. `lambda_to_go` gives
     all turns the same, 1.
-
-    Args:
-        rule, batch, turn_coef: As in `estimate`.
-
-    Returns:
-        `float`: `None` where there is no such conversation, or the outcome changes no advantage.
-
-    Raises:
-        ConfigError, CreditError: As `estimate`.
     """
     _, options = bind_rule(rule, turn_coef=turn_coef, scale_rewards="group")
     scale: Scale = (
@@ -62,15 +53,6 @@ def scale_ratio(
     """
     What the rule divides outcomes by / what it divides turn rewards by, the median over turns: with 10, a turn reward
     counts ten times as much beside the outcome as its weight says.
-
-    Args:
-        rule, batch, turn_coef, scale_rewards: As in `estimate`.
-
-    Returns:
-        `float`: `None` for a rule that has no such scales, and where outcomes or turn rewards do not differ.
-
-    Raises:
-        ConfigError, CreditError: As `estimate`.
     """
     scales = estimate_parts(rule, batch, turn_coef=turn_coef, scale_rewards=scale_rewards).scales
     outcome, turn = (
@@ -86,13 +68,7 @@ def scale_ratio(
 
 
 def pull_apart(outcomes: Sequence[float], turns: Sequence[float]) -> bool:
-    """
-    Whether of two means over steps, in their order, one is shown to rise while the other falls.
-
-    Args:
-        outcomes (`Sequence[float]`): Mean outcomes, a step each.
-        turns (`Sequence[float]`): Mean sums of turn rewards.
-    """
+    """Whether of two means over steps, in their order, one is shown to rise while the other falls."""
     slopes = [_slope(outcomes), _slope(turns)]
     return min(slopes) < -SURE and max(slopes) > SURE
 

@@ -20,15 +20,7 @@ ORIENTATION = 0x112
 
 
 class ImageOfRowError(MediumError):
-    """
-    An image of a row that cannot be shown.
-
-    Args:
-        error (`MediumError`): Why.
-        column (`str`): Where it stands.
-        value: What the column has there.
-        row (`str`, *optional*): Which row that is.
-    """
+    """An image of a row that cannot be shown."""
 
     def __init__(self, error: MediumError, column: str, value: Any, row: str = "A row") -> None:
         super().__init__(f"{row} has an image that cannot be shown, in the column {column!r}: {error}")
@@ -42,12 +34,7 @@ class OpenedImage(datasets.Image):
     column: str = ""
 
     def decode_example(self, value: Any, token_per_repo_id: dict[str, Any] | None = None) -> Any:
-        """
-        The image, opened; decoded where it is to be turned, or of another mode.
-
-        Raises:
-            ImageOfRowError: If it cannot be read, or has too many pixels.
-        """
+        """The image, opened; decoded where it is to be turned, or of another mode."""
         if not isinstance(value, dict):
             return value
         try:
@@ -85,13 +72,7 @@ def undecoded(rows: Rows) -> Rows:
 
 
 def decoded_as(rows: datasets.Dataset, features: dict[str, Any]) -> datasets.Dataset:
-    """
-    A dataset that was made of undecoded rows, with images where they had some.
-
-    Args:
-        rows (`Dataset`): The dataset.
-        features (`dict`): Of columns before; of one that is copied, what it is a copy of.
-    """
+    """A dataset that was made of undecoded rows, with images where they had some."""
     features = {name: feature for name, feature in features.items() if name in rows.features and shows_images(feature)}
     for name, feature in features.items():
         bare = _each(feature, name, _bare)
@@ -141,15 +122,7 @@ def shows_images(feature: Any) -> bool:
 
 @contextmanager
 def naming_rows(data: dict[str, Any]) -> Iterator[None]:
-    """
-    Says which row of some datasets has the image that cannot be shown: it is looked for.
-
-    Args:
-        data (`dict`): Each dataset by its name. A stream is not searched.
-
-    Raises:
-        ImageOfRowError: In place of one that does not say the row.
-    """
+    """Says which row of some datasets has the image that cannot be shown: it is looked for."""
     try:
         yield
     except ImageOfRowError as error:

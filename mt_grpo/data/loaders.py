@@ -295,15 +295,7 @@ def hub_fault() -> str | None:
 
 
 def check_hub(what: str) -> None:
-    """
-    Makes sure that something which is not in the cache can be fetched.
-
-    Args:
-        what (`str`): What is to be fetched, as the beginning of the sentence.
-
-    Raises:
-        HubUnreachable: If the Hub cannot be asked.
-    """
+    """Makes sure that something which is not in the cache can be fetched."""
     fault = hub_fault()
     if fault is not None:
         raise HubUnreachable(

@@ -22,16 +22,7 @@ class DatasetError(UserError, ValueError):
 
 @dataclass(frozen=True)
 class Schema:
-    """
-    A kind of dataset.
-
-    Args:
-        convert (`Callable`): Makes the columns to set from a row.
-        columns (`tuple[str, ...]`): Columns that it reads.
-        dropped (`tuple[str, ...]`): Columns that no prompt and no reward uses.
-        hub_id (`str`): Id on the Hub; empty if a recipe always names a source, as `name:SOURCE`.
-        config (`str`, *optional*): Configuration on the Hub.
-    """
+    """A kind of dataset."""
 
     convert: Convert
     columns: tuple[str, ...]
@@ -122,9 +113,6 @@ def _in_parts(message: Any) -> Any:
 def triviaqa_row(row: Row) -> Row:
     """
     TriviaQA. The question becomes `prompt`. Value and aliases of the answer become one list of strings, value first.
-
-    Raises:
-        DatasetError: If the answer has another form, or is hidden, as in the test split.
     """
     answer = row["answer"]
     if not isinstance(answer, dict) or not {"value", "aliases"} <= answer.keys():
@@ -140,9 +128,6 @@ def gsm8k_row(row: Row) -> Row:
     """
     GSM8K. The question becomes `prompt`. The worked `answer` stays as it is. The number after `####` becomes
     `final_answer`, a string without thousands separators.
-
-    Raises:
-        DatasetError: If the answer has no `####`.
     """
     if not isinstance(row["answer"], str) or "####" not in row["answer"]:
         raise DatasetError("has an answer without the `####` that precedes GSM8K's final answers.")
@@ -156,18 +141,7 @@ SEEDS = {"train": 0, "validation": 1, "test": 2}
 
 
 def puzzles(task: str, split: str, config: str | None) -> list[Row]:
-    """
-    The rows of a task: `prompt`, `answer`, and what the reward `reasoning_gym_reward` needs to judge an answer.
-
-    Args:
-        task (`str`): Its name, such as `leg_counting`.
-        split (`str`): `train`, `validation` or `test`; other seeds, other puzzles.
-        config (`str`, *optional*): Options of the task as a YAML mapping, such as `{size: 2000, max_animals: 5}`; 500
-            rows by default.
-
-    Raises:
-        DatasetError: If reasoning-gym is not installed, or refuses the task or its options.
-    """
+    """The rows of a task: `prompt`, `answer`, and what the reward `reasoning_gym_reward` needs to judge an answer."""
     try:
         import reasoning_gym
         from reasoning_gym.factory import DATASETS

@@ -20,17 +20,6 @@ THOUGHT_ENDS = ("</think>", "</reasoning>")
 class DialogueEnv(MultiTurnToolEnv):
     """
     A conversation in which a turn without a tool call is said to somebody, who answers it. Subclass it with `respond`.
-
-    Args:
-        tools (`Sequence[Callable | str | Tool]`): As in `MultiTurnToolEnv`; there may be none.
-        system_prompt (`str`, *optional*): As in `MultiTurnToolEnv`; without tools the protocol adds nothing to it.
-        **options: As in `MultiTurnToolEnv`. `max_steps` bounds all replies, of tools and of the other side. The turn
-            after the last reply is still answered, so that it is scored; the model does not see that answer.
-
-    Attributes:
-        opening (`list[dict]`): The messages that the conversation began with.
-        dialogue (`list[dict]`): What the two sides said to each other so far, without system messages, calls, results
-            and thoughts.
     """
 
     opening: list[Message]

@@ -307,16 +307,7 @@ def finite(value: Any, what: str) -> float:
 
 
 def checked_outcome(outcome: Any, env: Env) -> Outcome:
-    """
-    The outcome of a conversation, its rewards as floats.
-
-    Args:
-        outcome: What `run` returned.
-        env (`Env`): The environment, for errors.
-
-    Raises:
-        TypeError, ValueError: If it is no `Outcome`, or a field of it is not of its type. The message says which.
-    """
+    """The outcome of a conversation, its rewards as floats."""
     method = env.step if isinstance(env, StepEnv) and type(env).run is StepEnv.run else env.run
     name = f"{type(env).__name__}.{method.__name__}{defined_at(method)}"
     if not isinstance(outcome, Outcome):

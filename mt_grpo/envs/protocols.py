@@ -17,15 +17,7 @@ from mt_grpo.trajectory import Message, ToolCall, Turn
 
 @dataclass
 class ParsedTurn:
-    """
-    The meaning of one turn's text.
-
-    Args:
-        message (`dict`): The assistant message.
-        calls (`list[ToolCall]`): Tools it calls; run before anything else is looked at.
-        answer (`str`, *optional*): The final answer, where the turn gives one.
-        error (`str`, *optional*): What is wrong with the turn, in a sentence the model can act on.
-    """
+    """The meaning of one turn's text."""
 
     message: Message
     calls: list[ToolCall] = field(default_factory=list)
@@ -227,14 +219,7 @@ class NativeProtocol:
         tools: list[dict[str, Any]] | None = None,
         end: str = "",
     ) -> ParsedTurn:
-        """
-        As `CallProtocol.parse`.
-
-        Args:
-            tools (`list[dict]`, *optional*): Schemas of the tools. Formats that write arguments as plain text, such as
-                Qwen3.5's, do not tell `7` from `"7"`: the schema does.
-            end (`str`, *optional*): The token that ended the turn. Some response templates close a call with it.
-        """
+        """As `CallProtocol.parse`."""
         header = _begun(tokenizer.response_template, tokenizer.decode(list(context)))
         try:
             try:

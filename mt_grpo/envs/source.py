@@ -286,17 +286,7 @@ async def _close(env: Env) -> str | None:
 
 
 def check_source(source: Any, name: str = "env", branches: bool = False) -> None:
-    """
-    Refuses what no environment can be made from.
-
-    Args:
-        source: What was given.
-        name (`str`, *optional*, defaults to `"env"`): Its name in errors.
-        branches (`bool`, *optional*, defaults to `False`): Whether its conversations branch, see `check_forkable`.
-
-    Raises:
-        ConfigError: With one sentence that says what to give instead.
-    """
+    """Refuses what no environment can be made from."""
     if isinstance(source, dict):
         if not source:
             raise ConfigError(f"`{name}` is an empty dictionary: give environments by name.")
@@ -325,12 +315,7 @@ def check_source(source: Any, name: str = "env", branches: bool = False) -> None
 
 
 def check_forkable(source: EnvLike) -> None:
-    """
-    Refuses environments that cannot go on several times from the middle of a conversation.
-
-    Raises:
-        ConfigError: If one does not define `fork` itself, or has a tool that keeps a state.
-    """
+    """Refuses environments that cannot go on several times from the middle of a conversation."""
     for one in source.values() if isinstance(source, dict) else [source]:
         if isinstance(one, dict):
             check_forkable(one)

@@ -165,17 +165,7 @@ async def execute_calls(calls: list[ToolCall], tools: dict[str, Tool], timeout: 
     """
     Runs calls concurrently and writes result, data, error and time into each, in place; the order of `calls` is kept.
 
-    Args:
-        calls (`list[ToolCall]`): Calls of one turn.
-        tools (`dict[str, Tool]`): Tools by name.
-        timeout (`float`, *optional*): Seconds one call may take. What it waits for a place counts neither here nor in
-            its time: that of a concurrency limit, of a pool of servers or processes, of `rate_limit`. A synchronous
-            tool that exceeds it is abandoned, not killed: Python cannot stop its thread.
-
     A call that did not finish failed, whatever ended the wait: its own time, or the conversation's.
-
-    Raises:
-        ServerLost: If a call found that the server of the conversation is gone. All calls have ended by then.
     """
 
     async def run_in_limit(limit: ConcurrencyLimit, tool: Tool, call: ToolCall) -> None:

@@ -27,13 +27,7 @@ TYPES = ("mm_token_type_ids", "token_type_ids")
 
 @dataclass(frozen=True, eq=False)
 class ImageInputs:
-    """
-    What a model takes of one image.
-
-    Args:
-        size (`int`): Its tokens.
-        inputs (`dict[str, Tensor]`): Pixels and the like, as the processor returns them for this image alone.
-    """
+    """What a model takes of one image."""
 
     size: int
     inputs: dict[str, Tensor]
@@ -149,14 +143,7 @@ def _padded(part: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def row_inputs(model: nn.Module, ids: Tensor, images: Images) -> dict[str, Tensor]:
-    """
-    What a forward over rows takes beside their mask.
-
-    Args:
-        model (`nn.Module`): The model, as it is or wrapped.
-        ids (`Tensor`): `(B, L)`, those of images below 0.
-        images (`Images`): The images.
-    """
+    """What a forward over rows takes beside their mask."""
     if not images:
         return {"input_ids": ids}
     base = pretrained(model)
@@ -219,9 +206,6 @@ def packed_positions(backbone: Any, packed: Packed, images: Images, device: torc
     """
     The positions of a packed row's tokens, `(3, 1, N)`, where the model gives image tokens a place in three
     dimensions. What follows an image is at another position than its depth. Each root-to-leaf path is asked for.
-
-    Returns:
-        `None` for a model whose positions are depths.
     """
     ask = getattr(backbone, "get_rope_index", None)
     if ask is None:

@@ -44,11 +44,6 @@ class TreeMask(Tensor):
     """
     A mask of one element in place of one over all pairs of tokens. What is computed from it is an ordinary tensor, but
     for a slice of the whole.
-
-    Args:
-        tree (`TreeLayout`): The packed row.
-        window (`Window`): What a layer with this mask sees of a token's ancestors.
-        known (`bool`): Whether that is so. Models may make masks that none of their layers uses.
     """
 
     tree: TreeLayout
@@ -73,12 +68,7 @@ class TreeMask(Tensor):
     def of(
         cls, layout: TreeLayout, sees: Callable[..., Tensor], size: int | None, device: torch.device, dimensions: int
     ) -> TreeMask:
-        """
-        Args:
-            sees (`Callable`): transformers' rule: `(batch, head, query, key)`, positions for the last two.
-            size (`int`, *optional*): Of windows or chunks.
-            dimensions (`int`): What `Tensor.dim` returns.
-        """
+        """"""
         mask = torch.ones([1] * dimensions, dtype=torch.bool, device=device).as_subclass(cls)
         windows = _windows(sees, size, layout)
         mask.tree, mask.window, mask.known = layout, next(iter(windows), None), bool(windows)
@@ -186,21 +176,6 @@ def attend_over_tree(
     """
     Attention over a packed row of `N` tokens, with transformers' names. Where several processes compute the row, each
     has the queries, keys and values of its own tokens.
-
-    Args:
-        query (`Tensor`): `(1, heads, N, head_dim)`.
-        key, value (`Tensor`): `(1, key_value_heads, N, head_dim)`.
-        mask (`TreeMask`): What the layer sees.
-        softcap (`float`, *optional*): Cap of scores.
-        s_aux (`Tensor`, *optional*): `(heads,)` sinks.
-        alibi (`Tensor`, *optional*): `(heads, D)` added to scores, by the key's depth.
-
-    Returns:
-        `(1, N, heads, head_dim)`.
-
-    Raises:
-        UnsupportedModelError: If the layer hands over another tensor, such as biases for pairs of tokens, or another
-            mask.
     """
     if not mask.known:
         raise UnsupportedModelError(

@@ -27,13 +27,6 @@ def layers_in_groups(model: nn.Module, size: int) -> Iterator[Groups]:
     """
     Within it, a forward keeps one input for each `size` layers that follow upon each other. A layer whose input is not
     just what the layer before it returned begins another group. Layers that are not checkpointed are left alone.
-
-    Args:
-        model (`nn.Module`): The model, as it is or wrapped for training.
-        size (`int`): Layers of a group; 1 leaves everything as it is.
-
-    Returns:
-        `Groups`: What was made of them.
     """
     groups = Groups(size)
     modules: Iterable[Any] = model.modules() if size > 1 else ()
@@ -49,15 +42,7 @@ def layers_in_groups(model: nn.Module, size: int) -> Iterator[Groups]:
 
 
 class Groups:
-    """
-    The groups of one forward, made as its layers are called.
-
-    Args:
-        size (`int`): Layers of a group, at most.
-
-    Attributes:
-        largest (`int`): Layers of the largest one.
-    """
+    """The groups of one forward, made as its layers are called."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -107,12 +92,7 @@ def _with(run: Callable[..., Any], others: list[Any], states: Tensor) -> Any:
 
 
 class _Group:
-    """
-    Layers that follow upon each other.
-
-    Args:
-        first (`Tensor`): The input of the first one.
-    """
+    """Layers that follow upon each other."""
 
     def __init__(self, first: Tensor) -> None:
         self.layers: list[tuple[nn.Module, Run]] = []

@@ -102,19 +102,6 @@ def chunked_logps(
     `log_softmax(transform(hidden @ weight.T) / temperature)` at the labels, and the entropy of the same distribution.
     Both are over the tokens that `truncation` keeps, and the label. The gradient treats the set of kept tokens as
     constant.
-
-    Args:
-        hidden (`Tensor`): `(M, hidden)` states that predict the labels.
-        weight (`Tensor`): `(vocab, hidden)` of the output layer.
-        bias (`Tensor`, *optional*): `(vocab,)`.
-        labels (`Tensor`): `(M,)` tokens whose log-probs are wanted.
-        temperature (`float`, *optional*, defaults to `1.0`): Divides the logits.
-        truncation (`Truncation`, *optional*): Which tokens can be drawn; all if unset.
-        transform (`Callable`, *optional*): What the model does with its logits, a scale or a cap: a function of
-            `(M, vocab)` logits without parameters.
-
-    Returns:
-        Two float32 tensors (float64 if `hidden` is), `(M,)`: log-probabilities and entropies in nats.
     """
     if torch.is_autocast_enabled(hidden.device.type):
         hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))

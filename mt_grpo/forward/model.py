@@ -45,14 +45,7 @@ from mt_grpo.forward.sounds import packed_sounds, playing
 
 @dataclass(frozen=True)
 class TreeScores:
-    """
-    What a model's forward returns for a packed row of `M` labels.
-
-    Args:
-        logps (`Tensor`): `(M,)` log-probabilities.
-        entropies (`Tensor`): `(M,)` entropies in nats.
-        router_loss (`Tensor`, *optional*): The loss that balances experts, if it was asked for.
-    """
+    """What a model's forward returns for a packed row of `M` labels."""
 
     logps: Tensor
     entropies: Tensor
@@ -80,14 +73,6 @@ def enable_trees(model: PreTrainedModel | PeftModel, cast_head_to_fp32: bool | N
     The model's own forward is extended. So everything that wraps the model (DDP's gradient hooks, FSDP's and ZeRO-3's
     gathering of weights, autocast) sees one ordinary forward. Backbone and head are looked up on each call, because
     wrappers replace them.
-
-    Args:
-        model (`PreTrainedModel` or `PeftModel`): The model, not wrapped for training yet.
-        cast_head_to_fp32 (`bool`, *optional*): Whether to compute logits in float32, outside autocast, as TRL's
-            `cast_lm_head_to_fp32` does. Unset, an earlier setting stays; the first is `False`.
-
-    Raises:
-        UnsupportedModelError: If the model cannot run over packed trees.
     """
     if isinstance(model, PeftModel):
         if any(config.is_prompt_learning for config in model.peft_config.values()):
@@ -192,21 +177,7 @@ def score_packed(
     images: Images | None = None,
     sequence: SequenceGroup | None = None,
 ) -> TreeScores:
-    """
-    One forward over a packed row.
-
-    Args:
-        model (`nn.Module`): A model after `enable_trees`, as it is or wrapped for training.
-        packed (`Packed`): The row.
-        attention (`str`, *optional*, defaults to `"auto"`): `"auto"`, `"segment"`, `"flex"` or `"dense"`.
-        temperature (`float`, *optional*, defaults to `1.0`): Divides the logits.
-        truncation (`Truncation`, *optional*): Which tokens can be drawn.
-        plain (`np.ndarray`, *optional*): `(M,)` bool: labels that are scored at temperature 1 and without truncation.
-        router_loss (`bool`, *optional*, defaults to `False`): Whether to compute the loss that balances experts.
-        images (`Images`, *optional*): The images in the row.
-        sequence (`SequenceGroup`, *optional*): The processes that compute the row together. Each gives the same row,
-            and gets all scores.
-    """
+    """One forward over a packed row."""
     device = next(model.parameters()).device
     if sequence is not None:
         packed = long_enough(packed, sequence.size)
@@ -243,9 +214,6 @@ def check_model(model: PreTrainedModel) -> None:
     """
     Refuses a causal language model that cannot run over packed trees, or that may score them wrongly in a way that
     `mt_grpo.forward.probe` cannot see.
-
-    Raises:
-        UnsupportedModelError: With the reason, and how to mend it.
     """
     reason = _obstacle(model)
     if reason is not None:
@@ -255,16 +223,7 @@ def check_model(model: PreTrainedModel) -> None:
 
 
 def check_sequence_parallel(model: PreTrainedModel | PeftModel, size: int) -> None:
-    """
-    Refuses a model whose rows several processes cannot compute together.
-
-    Args:
-        model (`PreTrainedModel` or `PeftModel`): A model that can run over packed trees.
-        size (`int`): How many processes there are.
-
-    Raises:
-        UnsupportedModelError: With the reason, and how to mend it.
-    """
+    """Refuses a model whose rows several processes cannot compute together."""
     model = model.get_base_model() if isinstance(model, PeftModel) else model
     heads, name = getattr(model.config.get_text_config(), "num_attention_heads", None), type(model).__name__
     if isinstance(heads, int) and heads % size:

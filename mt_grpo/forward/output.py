@@ -87,22 +87,6 @@ def score_states(
 
     The output layer is called once, as a module: if that layer is sharded by itself, hooks gather its weights and
     reduce their gradients, and only a call of the module runs these hooks.
-
-    Args:
-        model (`PreTrainedModel`): The model, whose forward before `enable_trees` is `_forward_without_trees`.
-        outputs: What its backbone returned.
-        predictor (`Tensor`): `(M,)` index, among all tokens of `outputs`, whose state predicts a label.
-        label (`Tensor`): `(M,)` labels.
-        sampling (`Sampling`): How they were drawn.
-        in_float32 (`bool`): Whether to compute logits in float32, outside autocast.
-        labels (`Labels`, *optional*): Where several processes compute the row, who scores which. `predictor` then has
-            the labels that this process predicts, `label` and `sampling` those that it scores.
-
-    Returns:
-        Two tensors, as long as `label`.
-
-    Raises:
-        UnsupportedModelError: If the model does not call its output layer once.
     """
     head, module = output_layer(model), model.get_output_embeddings()
     assert head is not None  # else the model was refused

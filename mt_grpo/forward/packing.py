@@ -15,16 +15,7 @@ from mt_grpo.token_tree import NO_ROUTE, TokenTree
 
 @dataclass(frozen=True)
 class FlatTree:
-    """
-    One trajectory's tree as arrays of its `L` tokens in depth-first order.
-
-    Args:
-        tokens (`np.ndarray`): `(L,)` token ids.
-        turns (`np.ndarray`): `(L,)` turn to whose trained action a token belongs; -1 if it is not trained.
-        parent (`np.ndarray`, *optional*): `(L,)` index of the token that it follows, -1 for a root; `None` for a tree
-            that is one sequence.
-        routes (`np.ndarray`, *optional*): `(L, W)` uint8, the route of each token, see `mt_grpo.forward.routes`.
-    """
+    """One trajectory's tree as arrays of its `L` tokens in depth-first order."""
 
     tokens: np.ndarray
     turns: np.ndarray
@@ -83,22 +74,6 @@ class Packed:
     `N` unique tokens of many trees in depth-first order, and the `M` labels: the tokens whose log-probs are wanted.
 
     Token `q` sees token `k` if and only if `k <= q <= subtree_end[k]`.
-
-    Args:
-        input_ids (`np.ndarray`): `(N,)` token ids.
-        position_ids (`np.ndarray`): `(N,)` depth.
-        parent (`np.ndarray`): `(N,)` index of the token whose hidden state predicts this one; -1 for a root.
-        subtree_end (`np.ndarray`): `(N,)` last index of the token's subtree.
-        predictor (`np.ndarray`): `(M,)` index whose hidden state predicts a label.
-        label (`np.ndarray`): `(M,)` the label's id.
-        tree (`np.ndarray`): `(M,)` tree that the label belongs to.
-        column (`np.ndarray`): `(M,)` the label's index in that `FlatTree`.
-        turn (`np.ndarray`): `(M,)` turn in which the label was sampled.
-        routes (`np.ndarray`, *optional*): `(N, W)` uint8, the routes of a mixture's tokens. Those of a prefix that
-            trees share are the ones of the first tree that has it in the row.
-        shared_routes (`tuple[int, int]`): How many tokens of shared prefixes have routes in a second tree too, and how
-            many of these are others.
-        ends (`np.ndarray`): Index of the last token of each root-to-leaf sequence of the trees.
     """
 
     input_ids: np.ndarray
@@ -137,9 +112,6 @@ def pack(trees: Sequence[FlatTree | TokenTree]) -> Packed:
     The root-to-leaf sequences are sorted. Each one then adds what follows its longest common prefix with the one
     before it. This order is the depth-first order of the tree that they form together. A numpy call costs as much as
     hundreds of tokens, so Python loops over sequences, and numpy handles the tokens of all sequences at once.
-
-    Raises:
-        ValueError: If a trained token has no token before it.
     """
     sequences = _sequences(trees)
     order, shared = sort_by_prefix([sequence.tokens for sequence in sequences])
@@ -218,16 +190,7 @@ def _pack_routes(
 
 
 class _Sequence(NamedTuple):
-    """
-    A root-to-leaf sequence.
-
-    Args:
-        tokens (`np.ndarray`): Its token ids.
-        turns (`np.ndarray`): Turns of its last tokens, whose columns no earlier sequence of its tree has.
-        tree (`int`): Its tree.
-        lead (`int`): Column minus depth of such a token.
-        routes (`np.ndarray`, *optional*): Routes of these last tokens.
-    """
+    """A root-to-leaf sequence."""
 
     tokens: np.ndarray
     turns: np.ndarray
@@ -267,13 +230,6 @@ def split(trees: Sequence[FlatTree], budget: int) -> list[list[int]]:
     """
     Distributes trees over rows of at most `budget` unique tokens. A larger tree has a row of its own. Trees that begin
     alike are next to each other, so that few rows repeat a shared prefix.
-
-    Args:
-        trees (`list[FlatTree]`): The trees.
-        budget (`int`): Unique tokens a row may hold.
-
-    Returns:
-        `list[list[int]]`: indices of the trees in each row.
     """
     rows: list[list[int]] = []
     size = 0
@@ -313,15 +269,6 @@ def lay_out(sizes: list[int], shared: list[int]) -> tuple[list[int], list[int], 
     """
     Lays out the tree of sorted sequences depth first. Each sequence adds what follows its common prefix with the one
     before.
-
-    Args:
-        sizes (`list[int]`): Lengths of the sequences.
-        shared (`list[int]`): Length that each shares with the one before it.
-
-    Returns:
-        Two lists and an array: per sequence, index minus depth of the tokens that it adds; per sequence, the sequence
-        that added the last token of the shared prefix (-1 if there is none); per added token, the last index of its
-        subtree.
     """
     total = sum(sizes) - sum(shared)
     subtree_end = np.full(total, total - 1)

@@ -70,13 +70,7 @@ NOISE_ROWS, NOISE_LENGTH, PADDING = 4, 1024, 300
 
 @dataclass(frozen=True)
 class Proof:
-    """
-    How far apart the two ways of scoring the probe tree are.
-
-    Args:
-        difference (`float`): In nats: of the worst token in float32, else the mean over the worst turn's tokens.
-        allowed (`float`): The largest difference that the precision explains.
-    """
+    """How far apart the two ways of scoring the probe tree are."""
 
     difference: float
     allowed: float
@@ -98,17 +92,6 @@ def prove(
     Proves a model for rows of up to `length` tokens, unless this was done before. Every rank calls it at the same
     point, since a sharded forward is collective. All ranks get the same result. It draws no random numbers and leaves
     no gradients.
-
-    Args:
-        model (`nn.Module`): A model after `enable_trees`, as it is or wrapped for training.
-        length (`int`): Tokens of the longest row.
-        attention (`str`, *optional*, defaults to `"auto"`): As in `run`.
-        mixed_precision (`str`, *optional*, defaults to `"no"`): What the wrapper computes in, as accelerate has it:
-            `"no"` (the parameters' own type), `"bf16"`, `"fp16"` or `"fp8"`.
-        sequence (`SequenceGroup`, *optional*): The processes that compute a row together.
-
-    Raises:
-        UnsupportedModelError: If the model scores the tree differently from each turn alone.
     """
     base = base_model(model)
     proven = vars(base).setdefault("_proven_lengths", {})
@@ -137,9 +120,6 @@ def prove(
 def prove_rows(model: nn.Module, length: int, *, mixed_precision: str = "no") -> None:
     """
     As `prove`, for a model whose trees are not packed: each sequence is a row of a batch that is padded on the right.
-
-    Raises:
-        UnsupportedModelError: If the model scores these rows differently from each turn alone.
     """
     base = base_model(model)
     proven = vars(base).setdefault("_proven_lengths", {})
@@ -178,15 +158,6 @@ def prove_images(
     """
     As `prove` and `prove_rows`, on trees of a run that show images or sounds: the probe's own show none. It does not
     remember what it has proven.
-
-    Args:
-        trees (`list[FlatTree]`): The trees. All ranks bring the same.
-        images (`Images`): Their images.
-        rows (`bool`): Whether each sequence is a row of its own instead.
-        model, attention, mixed_precision: As in `prove`.
-
-    Raises:
-        UnsupportedModelError: If the model scores the tree differently from each turn alone.
     """
     proof = measure(model, attention=attention, mixed_precision=mixed_precision, rows=rows, shown=(trees, images))
     if not proof.holds:
@@ -285,12 +256,6 @@ def measure(
     Scores the probe tree both ways. Turn by turn uses the attention that the model had before `enable_trees`. In
     float32 this costs a forward over `depth` tokens, and turns of 2.5 times as many. Coarser precisions cost two more
     forwards of 4 rows.
-
-    Args:
-        depth (`int`): Tokens on the longest path, at least 16.
-        rows (`bool`, *optional*, defaults to `False`): Whether each sequence is a row of its own instead.
-        shown (`tuple`, *optional*): Trees with images in place of the probe's, and the images.
-        As `prove`.
     """
     base = base_model(model)
     vocabulary = base.config.get_text_config().vocab_size

@@ -24,24 +24,7 @@ def turn_by_turn_logps(
     logits_to_keep: bool = False,
     images: Images | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """
-    Log-probabilities and entropies of a TRL batch, with one forward per turn of each row.
-
-    Args:
-        model: A causal language model.
-        prompt_ids, prompt_mask (`Tensor`): `(B, P)`, padded on the left.
-        completion_ids, loss_mask, turn_ids (`Tensor`): `(B, T)`, padded on the right.
-        parent (`Tensor`, *optional*): `(B, T)` column of the token that each token follows, -1 for the prompt's last;
-            `None` if every row is one sequence.
-        temperature (`float`): Divides the logits.
-        truncation (`Truncation`, *optional*): Which tokens can be drawn.
-        logits_to_keep (`bool`, *optional*, defaults to `False`): Whether the model computes only the logits of the
-            turn. Its forward must take `logits_to_keep`.
-        images (`Images`, *optional*): The images in the rows.
-
-    Returns:
-        Two `(B, T)` float32 tensors, 0 where `loss_mask` is 0.
-    """
+    """Log-probabilities and entropies of a TRL batch, with one forward per turn of each row."""
     rows, columns, logps, entropies = [], [], [], []
     for row in range(len(prompt_ids)):
         prompt = prompt_ids[row][prompt_mask[row].bool()]

@@ -36,13 +36,7 @@ _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_
 
 @dataclass(frozen=True)
 class RouteShape:
-    """
-    Args:
-        layers (`int`): Layers of the model, also those without experts.
-        chosen (`int`): Experts that a token goes to in a layer.
-        experts (`int`): Experts in a layer.
-        groups (`int`): Groups that a router scores by the best two of each, before it chooses; 0 where it does not.
-    """
+    """"""
 
     layers: int
     chosen: int
@@ -77,14 +71,7 @@ def has_router_loss(config: PreTrainedConfig) -> bool:
 
 
 def router_loss(config: PreTrainedConfig, scores: tuple[Tensor, ...], mask: Tensor | None) -> Tensor:
-    """
-    The loss that balances experts, as Mixtral's file computes it for all mixtures.
-
-    Args:
-        config (`PreTrainedConfig`): The model's.
-        scores (`tuple[Tensor]`): For each layer with a router, those of `B * L` tokens for each expert.
-        mask (`Tensor`, *optional*): `(B, L)` how often a token counts.
-    """
+    """The loss that balances experts, as Mixtral's file computes it for all mixtures."""
     loss: Tensor = load_balancing_loss_func(scores, *_experts(config.get_text_config()), mask)
     return loss
 
@@ -132,13 +119,6 @@ class _Block:
     """
     The part of a layer that holds a router and its experts. Its forward goes through a mode where a choice is to be
     seen or made, also where it is computed again for its gradient.
-
-    Args:
-        layer (`int`): Its layer.
-        module (`nn.Module`): The part.
-        shape (`RouteShape`): The model's.
-        choose (`Callable`, *optional*): What routers choose by, see `TreeLayout.choose`, in place of that of the row
-            whose forward runs.
     """
 
     def __init__(
@@ -195,15 +175,7 @@ def _blocks(
 
 
 class Recorder:
-    """
-    Records the routes of all forwards of a model while it is entered.
-
-    Args:
-        model (`nn.Module`): A model of transformers.
-
-    Attributes:
-        shape (`RouteShape`, *optional*): Of its routes; `None` for a model without experts.
-    """
+    """Records the routes of all forwards of a model while it is entered."""
 
     def __init__(self, model: nn.Module) -> None:
         self.shape = route_shape(model.config)
@@ -226,10 +198,6 @@ class Recorder:
     def routes(self, rows: int) -> np.ndarray | None:
         """
         The routes of the forwards of a batch of `rows` sequences, each of which went on where the one before ended.
-
-        Returns:
-            `np.ndarray`: `(rows, tokens, width)`, uint8. `None` for a model without experts, or where a layer chose
-            more than once.
         """
         if self.shape is None or not self._found:
             return None
@@ -248,16 +216,7 @@ class Recorder:
 
 
 class Replayer:
-    """
-    Lets the routers of a model choose what the routes of a packed row say.
-
-    Args:
-        model (`nn.Module`): A model of transformers that has experts.
-        shape (`RouteShape`): Of its routes.
-
-    Attributes:
-        counts (`RouteCounts`): What was replayed since `take_counts`.
-    """
+    """Lets the routers of a model choose what the routes of a packed row say."""
 
     def __init__(self, model: nn.Module, shape: RouteShape) -> None:
         self.shape, self.name = shape, type(model).__name__
@@ -266,18 +225,7 @@ class Replayer:
 
     @contextmanager
     def replaying(self, layout: TreeLayout, routes: np.ndarray, shared: tuple[int, int]) -> Iterator[None]:
-        """
-        Has the forward inside, which is that of `layout`, choose by its routes.
-
-        Args:
-            layout (`TreeLayout`): Of a packed row of `N` tokens.
-            routes (`np.ndarray`): `(N, W)` uint8.
-            shared (`tuple[int, int]`): See `Packed.shared_routes`.
-
-        Raises:
-            UnsupportedModelError: If they are not routes of the model, or no layer chose experts, or one did so more
-                than once.
-        """
+        """Has the forward inside, which is that of `layout`, choose by its routes."""
         layout.choose = Replay(routes, self).choose
         for block in self._blocks:
             block.choices = 0
@@ -301,14 +249,7 @@ class Replayer:
 
 @dataclass
 class RouteCounts:
-    """
-    Counts of tokens.
-
-    Args:
-        routed (`Tensor` or `int`): Choices, one for each token and layer with experts, that a route made.
-        differing (`Tensor` or `int`): Those where the router itself would choose other experts.
-        shared (`int`), shared_differing (`int`): See `Packed.shared_routes`.
-    """
+    """Counts of tokens."""
 
     routed: Tensor | int = 0
     differing: Tensor | int = 0
@@ -317,16 +258,7 @@ class RouteCounts:
 
 
 class Replay:
-    """
-    The routes of a packed row of `N` tokens.
-
-    Args:
-        routes (`np.ndarray`): `(N, W)` uint8.
-        replayer (`Replayer`): That of the model.
-
-    Raises:
-        UnsupportedModelError: If they are not routes of the model.
-    """
+    """The routes of a packed row of `N` tokens."""
 
     def __init__(self, routes: np.ndarray, replayer: Replayer) -> None:
         self.shape, self._replayer = replayer.shape, replayer
@@ -341,9 +273,6 @@ class Replay:
     def choose(self, layer: int, own: Tensor) -> Tensor:
         """
         The experts of a layer, in the shape of `own`, `(N, k)`: those of the routes, and `own` for tokens without.
-
-        Raises:
-            UnsupportedModelError: If the router chooses for other tokens than those of the row.
         """
         if own.numel() != len(self._routes) * self.shape.chosen:
             raise UnsupportedModelError(

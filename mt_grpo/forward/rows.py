@@ -19,14 +19,7 @@ from mt_grpo.forward.routes import router_loss as loss_of_routers
 
 @dataclass(frozen=True, eq=False)
 class RowScores:
-    """
-    Scores of the `M` trained tokens of trees. Each is scored in the first sequence that has it.
-
-    Args:
-        tree, column, turn (`np.ndarray`): `(M,)` a token's tree, its index in that `FlatTree`, and its turn.
-        logps, entropies (`Tensor`): `(M,)`.
-        router_loss (`Tensor`, *optional*): The loss that balances experts, over all rows.
-    """
+    """Scores of the `M` trained tokens of trees. Each is scored in the first sequence that has it."""
 
     tree: np.ndarray
     column: np.ndarray
@@ -48,13 +41,6 @@ def score_rows(
     One forward over all sequences of some trees. What follows a token changes nothing for a model that reads from left
     to right, so padding on the right needs no position of its own. Logits are computed where a row has a trained
     token, if the model can choose.
-
-    Args:
-        model (`nn.Module`): A causal language model, as it is or wrapped for training.
-        trees (`list[FlatTree]`): The trees.
-        temperature, truncation: As in `chunked_logps`.
-        router_loss (`bool`, *optional*, defaults to `False`): Whether to compute that loss.
-        images (`Images`, *optional*): The images in the trees. Each is looked at as often as rows show it.
     """
     paths = [(number, path) for number, tree in enumerate(trees) for path in tree.paths()]
     device = next(model.parameters()).device

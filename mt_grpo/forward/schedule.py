@@ -23,16 +23,7 @@ for zeros. Final states are needed if the chains are `continued`.
 
 @dataclass(frozen=True, eq=False)
 class _Batch:
-    """
-    Chains that run side by side, padded on the right.
-
-    Args:
-        chains, parents (`list[int]`): `B` chains, and the chains that they continue; -1 for a root.
-        shape (`tuple[int, int]`): `B` and the tokens `L` of the longest.
-        tokens (`int`): Tokens of all.
-        padded (`np.ndarray`): `(B * L,)` index of each place's token among the batch's tokens; `tokens` for padding.
-        kept (`np.ndarray`): `(tokens,)` place of each token.
-    """
+    """Chains that run side by side, padded on the right."""
 
     chains: list[int]
     parents: list[int]
@@ -46,11 +37,6 @@ class Schedule:
     """
     The order of a row's `C` chains: a chain runs after the one that it continues. Chains that others continue run
     level by level, from the roots. Chains that none continues run last, side by side.
-
-    Args:
-        starts, sizes (`np.ndarray`): `(C,)` first token and number of tokens of each chain.
-        parents (`list[int]`): The chain that each continues; -1 for a root.
-        parent (`np.ndarray`): `(N,)` index of the token that each token follows; -1 for a root.
     """
 
     def __init__(self, starts: np.ndarray, sizes: np.ndarray, parents: list[int], parent: np.ndarray) -> None:
@@ -72,18 +58,7 @@ class Schedule:
         self._tensors: dict[tuple[torch.device, int], Tensor] = {}
 
     def run(self, inputs: Sequence[Tensor], step: Step, padding: Sequence[float] = ()) -> Tensor:
-        """
-        Runs a recurrence over the tree.
-
-        Args:
-            inputs (`Sequence[Tensor]`): `(N, ...)` inputs of the tokens.
-            step (`Step`): The recurrence over a batch of sequences.
-            padding (`Sequence[float]`, *optional*): What each input is padded with, by default zeros. The recurrence
-                must keep its state at padding.
-
-        Returns:
-            `Tensor`: `(N, ...)` outputs.
-        """
+        """Runs a recurrence over the tree."""
         device, counts = inputs[0].device, [batch.tokens for batch in self._batches]
         order = self._on(device, self._order)
         # split and cat, not slices: the backward of a slice would write a zero gradient of the whole row per batch
@@ -113,14 +88,6 @@ class Schedule:
         """
         Runs a causal convolution over the tree, once, over a row in which each chain stands behind the last tokens
         before it.
-
-        Args:
-            inputs (`Tensor`): `(1, channels, N)`.
-            width (`int`): Tokens that an output depends on: its own and `width - 1` before it.
-            convolution (`Callable`): The convolution over one sequence.
-
-        Returns:
-            `Tensor`: `(1, channels, N)`.
         """
         if width not in self._rows:
             self._rows[width] = self._row(width)

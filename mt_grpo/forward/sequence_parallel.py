@@ -28,12 +28,7 @@ from mt_grpo.token_tree import NO_ROUTE
 
 
 class SequenceGroup:
-    """
-    The processes that compute a row together.
-
-    Args:
-        group (`ProcessGroup`): Theirs.
-    """
+    """The processes that compute a row together."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -78,10 +73,6 @@ def long_enough(packed: Packed, size: int) -> Packed:
 class Share:
     """
     The tokens of a packed row that this process computes: those that come after each other, as many as others have.
-
-    Args:
-        group (`SequenceGroup`): The processes that compute the row.
-        length (`int`): Tokens of the row, at least one for each process.
     """
 
     group: SequenceGroup
@@ -108,13 +99,6 @@ class Share:
         """
         From all heads of this process's tokens to all tokens of its heads. Key-value heads that there are too few of
         are sent to several processes.
-
-        Args:
-            query (`Tensor`): `(1, heads, n, head_dim)`.
-            key, value (`Tensor`): `(1, key_value_heads, n, head_dim)`.
-
-        Raises:
-            UnsupportedModelError: If processes would not get equal numbers of heads.
         """
         heads, size = query.size(1), self.group.size
         if heads % size:
@@ -144,11 +128,6 @@ class Labels:
     """
     The `M` labels of a row, by the process that has the token before them. Tokens that were sampled may all be in one
     share, so states are sent on, and every process scores as many labels.
-
-    Args:
-        group (`SequenceGroup`): The processes that compute the row.
-        order (`np.ndarray`): `(M,)` the labels, those of the first process first.
-        had, scored (`list[int]`): How many labels each process predicts, and scores; both in that order.
     """
 
     group: SequenceGroup

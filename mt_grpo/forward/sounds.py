@@ -21,12 +21,7 @@ from mt_grpo.images import SOUND, kind_of
 
 
 def packed_sounds(backbone: Any, packed: Packed, images: Images, device: torch.device) -> tuple[Tensor, Tensor] | None:
-    """
-    What a model hears in a packed row. Each sound is heard once, however many branches play it.
-
-    Returns:
-        Where the sounds stand in the row, `(M,)`, and the embeddings there, `(M, H)`; `None` where there is no sound.
-    """
+    """What a model hears in a packed row. Each sound is heard once, however many branches play it."""
     places = torch.from_numpy(packed.input_ids)
     places = (kinds(places) == SOUND).nonzero()[:, 0]
     if not len(places):

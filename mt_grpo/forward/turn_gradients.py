@@ -30,13 +30,7 @@ PERIOD = 2048 * SIZE
 
 
 class Projection:
-    """
-    Projects gradients. Every instance of the same seed and shapes does it in the same way.
-
-    Args:
-        parameters (`Sequence[Tensor]`): What gradients are of.
-        seed (`int`, *optional*, defaults to 0): Of the signs.
-    """
+    """Projects gradients. Every instance of the same seed and shapes does it in the same way."""
 
     def __init__(self, parameters: Sequence[Tensor], seed: int = 0) -> None:
         signs = torch.randint(2, (PERIOD,), generator=torch.Generator().manual_seed(seed)) * 2.0 - 1.0
@@ -59,14 +53,7 @@ class Projection:
 
 
 class TurnGradients:
-    """
-    Computes projected gradients of log-probs. The model is put into evaluation mode.
-
-    Args:
-        model (`PreTrainedModel`): A causal language model; gradients are of its parameters that require one, such as
-            those of an adapter.
-        forward, temperature, truncation: As of `token_logps`.
-    """
+    """Computes projected gradients of log-probs. The model is put into evaluation mode."""
 
     def __init__(
         self,
@@ -82,17 +69,7 @@ class TurnGradients:
         self._project = Projection(self._parameters)
 
     def of_turn(self, tree: TokenTree, turn: int, mask: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
-        """
-        The gradient of the summed log-probs of a turn's tokens.
-
-        Args:
-            tree (`TokenTree`): The conversation.
-            turn (`int`): Its turn.
-            mask (`Sequence[int]`, *optional*): 1 for each sampled token that counts; all by default.
-
-        Returns:
-            The projected gradient, (521,), and the log-probs of all tokens of the turn; (T,).
-        """
+        """The gradient of the summed log-probs of a turn's tokens."""
         path, size = tree.path_of_turn(turn), len(tree.actions()[turn])
         if not size:
             return torch.zeros(SIZE), torch.empty(0)

@@ -67,16 +67,7 @@ def openenv_server(
 
 
 class OpenEnv(GymEnv):
-    """
-    A conversation with an environment behind OpenEnv servers; `openenv_server` makes it.
-
-    Args:
-        urls (`list[str]`): Where the servers listen; empty where `environment_urls` is to say it.
-        client (`Callable`): Makes the client of a conversation.
-        observe (`Callable`): Turns an observation into what the model reads.
-        parse, tag, max_turns, step_timeout: See `GymEnv`.
-        option (`str`, *optional*): What named the servers, for messages.
-    """
+    """A conversation with an environment behind OpenEnv servers; `openenv_server` makes it."""
 
     def __init__(
         self,
@@ -114,16 +105,7 @@ class OpenEnv(GymEnv):
                 await self.user_environment.close()
 
     async def check(self) -> dict[str, str]:
-        """
-        Connects to each server once. Servers that cannot be reached are named in a warning, unless none can.
-
-        Returns:
-            Why servers cannot be reached, by address.
-
-        Raises:
-            ConfigError: If there is no address, none can be reached, another program answers at one, or two serve
-                different environments.
-        """
+        """Connects to each server once. Servers that cannot be reached are named in a warning, unless none can."""
         urls, name = self._urls(), self.option
         limit = asyncio.Semaphore(STARTS)
 

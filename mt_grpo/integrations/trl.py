@@ -91,20 +91,6 @@ class TRLEnv(MultiTurnToolEnv):
     - `get_reward()`, sync or `async`: an outcome reward under the name of the class.
     - `close()`, sync or `async`: called when the process ends, and when an instance is dropped because `reset` raised
       or a call hangs.
-
-    Args:
-        factory (`Callable`): Makes an instance; called without arguments. The constructor makes the first one, to read
-            its methods.
-        tools (`Sequence`, *optional*): Tools beside the methods.
-        max_steps (`int`, *optional*): See `MultiTurnToolEnv`; `None`, as in TRL, is no limit.
-        protocol (`str`, *optional*, defaults to `"native"`): The call protocol; `"native"` is TRL's.
-        tool_timeout (`float`, *optional*, defaults to `60.0`): Seconds that a method, `reset` and `get_reward` may
-            take.
-        system_prompt, env_mask: See `MultiTurnToolEnv`.
-
-    Raises:
-        ConfigError: If the factory cannot be called, raises, or makes something without `reset`.
-        ToolDefinitionError: If a public method cannot be described to a model.
     """
 
     user_environment: Any = None
@@ -281,13 +267,7 @@ def import_factory(path: Any, key: str) -> Any:
 
 
 def environments_of(factory: Factory, **options: Any) -> TRLEnv | dict[str, TRLEnv]:
-    """
-    Environments of a factory, or of several by name.
-
-    Args:
-        factory (`Factory`): As TRL's trainer takes it.
-        **options: The keyword arguments of `TRLEnv`.
-    """
+    """Environments of a factory, or of several by name."""
     if not isinstance(factory, dict):
         return _environment(factory, options)
     if not factory:
@@ -372,10 +352,6 @@ class InstancePool:
     """
     Instances of a factory, which one conversation after another uses. When the pool or the process ends, the free
     instances are closed if their class has a `close`.
-
-    Args:
-        factory (`Callable`): Makes an instance.
-        first (`Any`): The first instance; its class has the methods.
     """
 
     def __init__(self, factory: Callable[[], Any], first: Any) -> None:
@@ -397,12 +373,7 @@ class InstancePool:
         return len(self._free)
 
     async def take(self, timeout: float | None) -> Any:
-        """
-        A free instance, or another one of the factory.
-
-        Args:
-            timeout (`float`, *optional*): Seconds that the factory may take.
-        """
+        """A free instance, or another one of the factory."""
         if self._free:
             return self._free.pop()
         making = asyncio.ensure_future(call(self._factory, what=f"the factory of {self.name}", timeout=timeout))

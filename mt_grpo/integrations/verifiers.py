@@ -32,19 +32,7 @@ SPLITS = ("train", "eval")
 
 
 class VerifiersSource(AgentSource):
-    """
-    Makes the environments of conversations from one of verifiers', which brings its own rows.
-
-    Args:
-        name (`str`): The environment, as verifiers' own commands name it.
-        config (`dict`, *optional*): Its options. With 0.3.1, arguments of its `load_environment`. With 0.4, verifiers'
-            configuration of the environment, and beside it `select` (the tasks to train on) and `eval_select` (the
-            tasks to evaluate on).
-        protocol (`CallProtocol`, *optional*): See `AgentSource`.
-
-    Raises:
-        ConfigError: If verifiers is not installed, or cannot load the environment.
-    """
+    """Makes the environments of conversations from one of verifiers', which brings its own rows."""
 
     def __init__(self, name: str, config: dict[str, Any] | None = None, protocol: CallProtocol | None = None) -> None:
         self.environment = _load(name, config or {})
@@ -67,12 +55,7 @@ class VerifiersSource(AgentSource):
 
 
 def example_of(row: dict[str, Any]) -> tuple[str, int]:
-    """
-    The split and the number of a row's example.
-
-    Raises:
-        ValueError: If the row has none.
-    """
+    """The split and the number of a row's example."""
     split, number = row.get(SPLIT, SPLITS[0]), row.get(EXAMPLE)
     if split not in SPLITS or isinstance(number, bool) or not isinstance(number, int) or number < 0:
         raise ValueError(

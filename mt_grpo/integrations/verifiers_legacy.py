@@ -31,15 +31,7 @@ _UNREACHED: ContextVar[list[str]] = ContextVar("unreached")
 
 
 class LegacyEnvironment:
-    """
-    An environment by its name.
-
-    Args:
-        name (`str`), config (`dict`): Of `load_environment`.
-
-    Raises:
-        ConfigError: If its rubric scores the conversations of a group together.
-    """
+    """An environment by its name."""
 
     def __init__(self, name: str, config: dict[str, Any]) -> None:
         self.env = vf.load_environment(name, **config)
@@ -58,17 +50,7 @@ class LegacyEnvironment:
         return self.env.get_dataset() if split == "train" else self.env.get_eval_dataset()
 
     async def play(self, split: str, number: int, client: AgentClient, relay_key: str) -> Outcome:
-        """
-        Runs the conversation of an example in verifiers' loop, and scores it with its rubric.
-
-        Args:
-            split (`str`), number (`int`): The example.
-            client (`AgentClient`): Leads to the policy.
-            relay_key (`str`): Not needed here.
-
-        Raises:
-            RuntimeError: If verifiers recorded an error, or a reward function could not reach what it asks.
-        """
+        """Runs the conversation of an example in verifiers' loop, and scores it with its rubric."""
         unreached: list[str] = []
         _UNREACHED.set(unreached)
         output = await self.env.run_rollout(

@@ -64,9 +64,6 @@ class TasksetEnvironment:
     A taskset by its name, with its own agents. By default, agents run as local processes (`runtime: {type:
     subprocess}`), and `ChatHarness` replaces verifiers' default harness `bash`, which lets the model run commands on
     this machine.
-
-    Args:
-        name (`str`), config (`dict`): See `mt_grpo.integrations.verifiers.VerifiersSource`.
     """
 
     def __init__(self, name: str, config: dict[str, Any]) -> None:
@@ -102,17 +99,7 @@ class TasksetEnvironment:
         return list(tasks)
 
     async def play(self, split: str, number: int, client: AgentClient, relay_key: str) -> Outcome:
-        """
-        Runs an episode of a task, and scores it as the task does.
-
-        Args:
-            split (`str`), number (`int`): The task.
-            client (`AgentClient`): Leads to the policy.
-            relay_key (`str`): The key for every conversation, by the names that `client.add_session` gives.
-
-        Raises:
-            RuntimeError: If verifiers recorded an error.
-        """
+        """Runs an episode of a task, and scores it as the task does."""
         task = self._of(split)[number]
         # all conversations share one URL, so that verifiers makes one client; the trace's name finds the conversation
         variable = f"{KEY_NAME}_{blake2b(relay_key.encode(), digest_size=8).hexdigest()}"

@@ -177,12 +177,7 @@ class FunctionReward(OutcomeReward):
 
 
 class ReadsAnswer:
-    """
-    A reward that takes the right answer from a column. All answers of a dataset are looked at before any work.
-
-    Attributes:
-        column (`str`, *optional*, defaults to `"answer"`): The column.
-    """
+    """A reward that takes the right answer from a column. All answers of a dataset are looked at before any work."""
 
     column: str = "answer"
 
@@ -199,9 +194,6 @@ class ScoreFunction(OutcomeReward):
     - `solution_str`: all that was said after the prompt, as text.
     - `ground_truth`: the column of that name, or `ground_truth` of the column `reward_model`, as in verl's rows.
     - `data_source`, `extra_info`: the columns of these names, or `None`.
-
-    Args:
-        function (`Callable`): Returns a number, or a dictionary with `score`; sync or async.
     """
 
     SOLUTION = ("solution_str", "predict_str")

@@ -113,12 +113,7 @@ def accepted_answers(answer: Answer) -> list[str]:
 
 
 def as_texts(answer: Any) -> list[str]:
-    """
-    All strings of an `answer` column; a number is written as in `3` and `0.5`.
-
-    Raises:
-        ValueError: If it has another form.
-    """
+    """All strings of an `answer` column; a number is written as in `3` and `0.5`."""
     if isinstance(answer, dict) and "value" in answer:
         answer = [answer["value"], *(answer.get("aliases") or []), *(answer.get("normalized_aliases") or [])]
     texts = [_as_text(each) for each in (answer if isinstance(answer, list) else [answer])]

@@ -67,20 +67,6 @@ class ChatTemplate:
     - which token ends an assistant's turn, which one ends a turn with calls, and what is written for the end of a turn
       in the past;
     - what it writes between the assistant's header and the words, and around thinking, which the model writes itself.
-
-    Args:
-        tokenizer: Tokenizer with a chat template.
-        variables (`dict`): Further variables of the template.
-        calls (`bool`): Whether conversations will have tool calls and results.
-
-    Attributes:
-        end_of_turn (`str`): The token with which the template ends an assistant's turn.
-        end_of_calls (`str`): The same of a turn with calls; differs for Gemma 4 and gpt-oss, for instance.
-        past_end (`str`): The token with which it ends an assistant's turn in the past.
-        calls_shown (`int`): Calls of one turn that it shows: 0, 1, or 2 for any number.
-
-    Raises:
-        TemplateError: If there is no chat template, or one that does not show the model what it is told.
     """
 
     def __init__(self, tokenizer: Any, variables: dict[str, Any], calls: bool) -> None:
@@ -131,14 +117,7 @@ class ChatTemplate:
         return text
 
     def past_message(self, message: Message, text: str) -> Message:
-        """
-        A sampled turn in the form in which the template writes it again.
-
-        Args:
-            message (`dict`): As the turn was read.
-            text (`str`): What the model wrote, without the end of the turn. A message with this as its content was not
-                read.
-        """
+        """A sampled turn in the form in which the template writes it again."""
         if message.get("tool_calls") and not self.calls_shown:  # so the text shows them
             message = {"role": "assistant", "content": text}
         if message.keys() != {"role", "content"} or message["content"] != text:
@@ -150,15 +129,6 @@ class ChatTemplate:
     def suffix(self, replies: list[Message], called: Sequence[str] = (), shown: Sequence[dict[str, Any]] = ()) -> str:
         """
         What the template writes from the end of an assistant's turn on: the end, the replies, the assistant's header.
-
-        Args:
-            replies (`list[dict]`): The environment's messages.
-            called (`Sequence[str]`): Names of the functions that they answer, where they are results of tools.
-            shown (`Sequence[dict]`): Parts for images, videos and sounds that the conversation has before, which some
-                templates count.
-
-        Raises:
-            TemplateError: If the template refuses them, or does not show the text of each.
         """
         roles = tuple(reply["role"] for reply in replies)
         if roles not in self._proven:

@@ -46,15 +46,7 @@ def hearing(processor: Any) -> Any:
 
 
 class EncodedImage:
-    """
-    An image, a video or a sound as a model sees it.
-
-    Args:
-        id (`int`): Of its tokens, below 0; made of its content, and of what its part asks of the processor. See
-            `mt_grpo.images.kind_of`.
-        tokens (`list[int]`): What the processor writes for it: its tokens, and others around them.
-        inputs (`ImageInputs`): What the model takes.
-    """
+    """An image, a video or a sound as a model sees it."""
 
     __slots__ = ("__weakref__", "id", "inputs", "tokens")
 
@@ -67,17 +59,6 @@ class ImageEncoder:
     Encodes the images, videos and sounds of conversations. Each is encoded once, for as long as a conversation has it.
 
     In escaped text it is the text that the chat template writes for it, followed by its id between two marks.
-
-    Args:
-        processor: Of a model that takes images or sounds, with a tokenizer.
-        token (`int`, *optional*): By which the model knows the tokens of images. Unset, it is the processor's, which
-            may be of another token: Gemma 3's and Llama 4's is of one that stands beside them.
-        video (`int`, *optional*): By which it knows those of videos, if it takes any.
-        sound (`int`, *optional*): By which it knows those of sounds, if it takes any.
-
-    Raises:
-        MediumError: If the chat template has no place for images, or, of a processor of sounds alone, for a sound; or
-            the processor makes something else of several images than of each alone.
     """
 
     def __init__(
@@ -165,12 +146,7 @@ class ImageEncoder:
                 )
 
     def _process(self, images: Sequence[Any], options: dict[str, Any] | None = None) -> Any:
-        """
-        What the processor makes of a batch of texts that show one image each.
-
-        Raises:
-            MediumError: If it does not take an image.
-        """
+        """What the processor makes of a batch of texts that show one image each."""
         given = {"images_kwargs": options} if options else {}
         try:
             return self._processor(
@@ -188,9 +164,6 @@ class ImageEncoder:
         """
         The image, video or sound of a part of a message. What else is in the part of an image or a video is an option
         of the processor for it, such as `max_pixels`; of a video `fps` is how many of its frames there are per second.
-
-        Raises:
-            MediumError: If the processor does not take it.
         """
         kind = kind_of_part(part)
         options = {name: value for name, value in part.items() if name not in ("type", part["type"], "alt")}

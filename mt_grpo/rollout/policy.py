@@ -63,16 +63,7 @@ class RolloutLimits:
 
 
 class Sampler:
-    """
-    What the conversations of a run share: engine, limits, and a renderer for each set of tools.
-
-    Args:
-        engine (`Engine`): Samples the turns.
-        limits (`RolloutLimits`): Bounds.
-        template_kwargs (`dict`): Variables for the chat template.
-        history (`str`), compact_every (`int`, *optional*): See `History`.
-        images (`ImageEncoder`, *optional*): Encodes images, where the engine's model takes some.
-    """
+    """What the conversations of a run share: engine, limits, and a renderer for each set of tools."""
 
     def __init__(
         self,
@@ -126,14 +117,7 @@ class Sampler:
             return await in_thread(work, "mt-grpo-decode")
 
     def budget(self, context_length: int, used: int, max_tokens: int | None = None) -> tuple[int, StopReason]:
-        """
-        Tokens that a turn may sample, and what has cut it off when it samples as many.
-
-        Args:
-            context_length (`int`): Tokens of its context.
-            used (`int`): Tokens after the prompt.
-            max_tokens (`int`, *optional*): A bound of this turn.
-        """
+        """Tokens that a turn may sample, and what has cut it off when it samples as many."""
         bounds = [(self.engine.context_length - context_length, StopReason.CONTEXT_FULL)]
         if self.limits.max_completion_tokens is not None:
             bounds.append((self.limits.max_completion_tokens - used, StopReason.TOKEN_BUDGET))
@@ -150,28 +134,7 @@ def derive_seed(*parts: object) -> int:
 
 
 class ConversationPolicy:
-    """
-    The policy of one conversation; see `Policy`. Turns that are asked for at once are sampled one after another.
-
-    Args:
-        sampler (`Sampler`): What conversations share.
-        trajectory (`Trajectory`): Where turns and tokens are kept.
-        sampling (`SamplingParams`): How tokens are drawn; budget, stop strings and seed are set for each turn.
-        seed (`int`): Seed of the conversation's random stream.
-
-    Attributes:
-        session (`str`): The trajectory's.
-        sampling (`SamplingParams`): As it was given.
-        exhausted (`StopReason`, *optional*): The limit that cut off the latest turn.
-        tokenizer, context_length (`int`): The engine's.
-        sampled (`tuple[list[int], list[float]]`): Token ids of the latest turn, and their log-probabilities.
-        renderer (`ChatRenderer`): The latest turn's; not set before the first is asked for.
-        ended (`StopReason`, *optional*): Why it takes no further turn, where it was told so.
-        no_room (`str`, *optional*): Why there was no token left to sample, where a turn was asked for in vain.
-        rewrote (`bool`): Whether any messages did not go on from those before.
-        failure (`Exception`, *optional*): What the engine raised, where that is a bug and ends the run.
-        before_turn (`Callable`, *optional*): Awaited before each turn, with the conversation so far.
-    """
+    """The policy of one conversation; see `Policy`. Turns that are asked for at once are sampled one after another."""
 
     def __init__(self, sampler: Sampler, trajectory: Trajectory, sampling: SamplingParams, seed: int) -> None:
         self._sampler, self._trajectory, self.sampling, self._seed = sampler, trajectory, sampling, seed
@@ -258,16 +221,7 @@ class ConversationPolicy:
             return turn
 
     async def opened(self, messages: Sequence[Message], of_row: bool = False) -> Sequence[Message]:
-        """
-        Messages whose images and sounds are opened, and decoded where the model is shown them.
-
-        Args:
-            messages (`Sequence[dict]`): The whole conversation.
-            of_row (`bool`, *optional*, defaults to `False`): See `mt_grpo.media.file_of`.
-
-        Raises:
-            MediumError: If one cannot be read, or all of the conversation are too many or too large.
-        """
+        """Messages whose images and sounds are opened, and decoded where the model is shown them."""
         async with self._opening:  # requests of one conversation may come at once
             opened = await self._opened(messages, of_row)
         if self.ended is not None:

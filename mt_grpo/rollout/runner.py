@@ -379,13 +379,7 @@ MultiTurnToolEnv.generate = generate  # a method of the environment's, though ro
 
 @dataclass(frozen=True)
 class Branching:
-    """
-    How conversations branch.
-
-    Args:
-        at (`int`): Turns that the branches of a conversation share.
-        number (`int`): Branches of a conversation, itself included.
-    """
+    """How conversations branch."""
 
     at: int
     number: int
@@ -405,11 +399,6 @@ class BranchedConversation:
     """
     A conversation and those that branch from it. They begin as one; when it has had its turns, its environment is
     forked, and each goes on with a seed and a budget of its own. If it ends before, the others are copies of it.
-
-    Args:
-        at (`int`): Turns that they share.
-        requests (`Sequence[RolloutRequest]`): The conversation, and those that branch from it.
-        engine (`Engine`): Samples the turns.
     """
 
     def __init__(self, at: int, requests: Sequence[RolloutRequest], engine: Engine) -> None:
@@ -424,15 +413,7 @@ class BranchedConversation:
         finish: Callable[[int, Trajectory, ConversationPolicy], None],
         unclosed: list[str],
     ) -> None:
-        """
-        Holds the conversations.
-
-        Args:
-            converse (`Callable`): Holds the conversation of a request: from a `branch` on, or from its beginning, with
-                a callable that is awaited `before_turn`.
-            finish (`Callable`): Called with the number of each, its trajectory and its policy when it is finished.
-            unclosed (`list[str]`): Gets the reasons why copies of the environment could not be closed.
-        """
+        """Holds the conversations."""
 
         async def split(policy: ConversationPolicy, trajectory: Trajectory, messages: Sequence[Message]) -> None:
             if len(trajectory.turns) != self._at or self._copies:

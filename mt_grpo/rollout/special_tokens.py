@@ -40,14 +40,6 @@ class SpecialTokens:
     Special are here all added tokens by which a template or a model structures text: those that the tokenizer calls
     special, and others such as `<think>`. Added tokens that the model's own vocabulary holds as text, such as Gemma's
     `<table>` and runs of spaces, are not.
-
-    Args:
-        tokenizer: The tokenizer.
-        template (`str`): Its chat template.
-        kept (`Iterable[str]`, *optional*): Added tokens that contents may hold.
-
-    Attributes:
-        ids (`dict[int, str]`): Text of each special token by its id.
     """
 
     def __init__(self, tokenizer: Any, template: str, kept: Iterable[str] = ()) -> None:
@@ -125,10 +117,6 @@ class SpecialTokens:
         """
         Escapes an assistant's message as it was sampled: special tokens that the model sampled stay, those that it
         spelt become text.
-
-        Args:
-            message (`dict`): The message that was read from the turn.
-            ids (`list[int]`): Its sampled tokens.
         """
         sampled = self._tokenizer.decode(ids, skip_special_tokens=False)
         places = self._places(sampled, ids)

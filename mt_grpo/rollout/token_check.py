@@ -25,14 +25,7 @@ OTHER_TOKENS = "the same text in other tokens"
 
 @dataclass(frozen=True)
 class Difference:
-    """
-    The first place at which the trained ids and the full rendering differ.
-
-    Args:
-        cause (`str`): Short name of the cause: a message's role and whether text or only its tokens differ.
-        trained (`str`): What the model saw there: text, or ids where the texts are equal.
-        rendered (`str`): What the template writes there, likewise.
-    """
+    """The first place at which the trained ids and the full rendering differ."""
 
     cause: str
     trained: str
@@ -43,13 +36,6 @@ class SanityCheck:
     """
     Compares each trajectory with the full rendering of its messages. A difference does not end the run. It is counted,
     and logged once per cause; the same text in other tokens is only counted, since models that explore write it.
-
-    Args:
-        renderer (`ChatRenderer`): Renders the conversation.
-        mode (`str`): `"strict"` compares ids; `"ignore_strippable"` compares text without white space.
-
-    Raises:
-        ValueError: For an unknown mode.
     """
 
     def __init__(self, renderer: ChatRenderer, mode: str) -> None:

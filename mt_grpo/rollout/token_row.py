@@ -108,9 +108,6 @@ def _observations(trajectory: Trajectory) -> dict[int, tuple[int, int]]:
     """
     The nodes of a trajectory's tree that hold what the environment wrote between two turns. Copies of a past in a
     rewritten context are left out.
-
-    Returns:
-        `dict`: Per such node, the number of these tokens at its end, and the turn that they answer.
     """
     tree, turns = trajectory.tree, trajectory.turns
     nodes, held = tree.nodes, {}
@@ -134,14 +131,7 @@ def _observations(trajectory: Trajectory) -> dict[int, tuple[int, int]]:
 
 @dataclass
 class AnswerLeaves:
-    """
-    What is to be scored for one trajectory.
-
-    Args:
-        tree (`TokenTree`): The contexts of the turns, each followed by a leaf. Turn `n` of this tree is leaf `n`; its
-            action is the answer. The trajectory's own tree has no part in it and is trained as it is.
-        turns (`list[int]`): Turn of the trajectory whose context each leaf follows.
-    """
+    """What is to be scored for one trajectory."""
 
     tree: TokenTree = field(default_factory=TokenTree)
     turns: list[int] = field(default_factory=list)
@@ -151,11 +141,6 @@ def answer_ids(renderer: ChatRenderer, prefix: str, answer: str) -> tuple[list[i
     """
     Ids of what stands before an answer, and of the answer. They are encoded as one text, as the model would write
     them; a token that holds the end of the prefix and the beginning of the answer is the answer's.
-
-    Args:
-        renderer (`ChatRenderer`): The conversation's.
-        prefix (`str`): Text in which special tokens are tokens.
-        answer (`str`): Text in which they are text, since it comes from a dataset.
     """
     before = renderer.encode(prefix)
     whole = renderer.encode(renderer.special_tokens.tidy(prefix + renderer.special_tokens.escape_all(answer)))
@@ -166,15 +151,7 @@ def answer_ids(renderer: ChatRenderer, prefix: str, answer: str) -> tuple[list[i
 def answer_leaves(
     trajectory: Trajectory, answers: Sequence[tuple[list[int], list[int]] | None], most: int
 ) -> AnswerLeaves:
-    """
-    The contexts that a trajectory's turns really had, each followed by its right answer.
-
-    Args:
-        trajectory (`Trajectory`): It stays as it is.
-        answers (`Sequence`): For each turn what `answer_ids` returns, or `None` where it has no right answer.
-        most (`int`): Tokens that a context and its leaf may have; there is no leaf where they have more, nor for a
-            turn that sampled nothing.
-    """
+    """The contexts that a trajectory's turns really had, each followed by its right answer."""
     leaves = AnswerLeaves()
     for turn, (action, ids) in enumerate(zip(trajectory.tree.actions(), answers, strict=True)):
         if not action or ids is None:

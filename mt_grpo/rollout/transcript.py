@@ -43,14 +43,6 @@ class History:
 
     A rendered history keeps the ids that the model has seen, as far as their text is the same; only the rest is
     encoded. So a history that changes nothing makes no fork in the token tree.
-
-    Args:
-        renderer (`ChatRenderer`): Renders the conversation.
-        policy (`str`, *optional*, defaults to `"keep"`): One of the above.
-        compact_every (`int`, *optional*): Turns between two compactions, for `"compact"`.
-
-    Raises:
-        ValueError: For an unknown policy, or `"compact"` without `compact_every`.
     """
 
     def __init__(self, renderer: ChatRenderer, policy: str = "keep", compact_every: int | None = None) -> None:
@@ -189,15 +181,7 @@ class Transcript:
         return _text(_message(self._latest).get("content"))
 
     def add(self, messages: list[Message], known: int, turn: Turn, whole: Message | None = None) -> None:
-        """
-        Notes a turn.
-
-        Args:
-            messages (`list[dict]`): What it was sampled after.
-            known (`int`): What `known_length` said of them.
-            turn (`Turn`): The turn; its message may still be changed until the next is added.
-            whole (`dict`, *optional*): The assistant's message, where the turn is a part of it.
-        """
+        """Notes a turn."""
         self._latest = _Noted(known > 0, messages[known:], turn, whole)
         self._noted.append(self._latest)
         unchanged = max(known - 1, 0)  # all but the turn's own message

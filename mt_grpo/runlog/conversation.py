@@ -26,31 +26,7 @@ def conversation(
     updates: list[dict[str, Any]],
     tokenizer: Tokenizer | None,
 ) -> dict[str, Any]:
-    """
-    A conversation as the page shows it, in JSON, with `None` for NaN.
-
-    Args:
-        row (`dict`): Its row of the index.
-        rollout, credit, updates: Its rows of the files; `credit` is `None` where it is not written.
-        tokenizer (`Tokenizer`, *optional*): Decodes its tokens.
-
-    Returns:
-        `dict`: The fields of `Trajectory` except `tree`, as `Trajectory.to_dict` names them, and
-
-        - `index` (`dict`): the row of the index;
-        - `weights` (`dict`): weight of each reward;
-        - `turns[i]["advantage"]` (`float`): where credit is written;
-        - `turns[i]["parts"]` (`list[dict]`): what it is the sum of, each with `name`, `value` and `scale`, by which
-          the value was divided (`None`: by no single number); empty where that is not written;
-        - `nodes` (`list[dict]`): the token tree in depth-first order: `parent` (node, -1: none), `turn` (-1: context),
-          `begin` and `end` (tokens `begin:end`), `subtree_end` (the first node after its subtree);
-        - `tokens` (`dict` of lists, an entry per token of the tree, depth first): `ids`, `texts` (`None` without a
-          tokenizer; a token that ends no character has ""), `turn` (-1: context), `parent` (token that it follows, -1:
-          none), `subtree_end` (as of nodes), `logprobs` (the engine's), `trainer` (the trainer's, before the first
-          update), `entropies`, `advantages` (of the token's turn); the last four are `None` where there is no such
-          number, `trainer` and `entropies` for tokens that are not trained;
-        - `updates` (`list[dict]`): per update `step`, `ratios` and `clipped`, lists with an entry per token likewise.
-    """
+    """A conversation as the page shows it, in JSON, with `None` for NaN."""
     tree = token_tree(rollout)
     record = read_record(rollout, row)
     _check_lists(row, record, tree, credit, updates)
@@ -113,16 +89,7 @@ def _part(part: dict[str, Any], turn: int) -> dict[str, Any]:
 
 
 def read_record(rollout: dict[str, Any], row: dict[str, Any]) -> dict[str, Any]:
-    """
-    The `record` of a row of a file of conversations.
-
-    Args:
-        rollout (`dict`): The row, with `record`.
-        row (`dict`): The index's.
-
-    Raises:
-        Damage: If it is no record, or of another conversation than the row of the index.
-    """
+    """The `record` of a row of a file of conversations."""
     record = _json("record", rollout["record"])
     turns = record["turns"]
     if [turn["index"] for turn in turns] != list(range(len(turns))) or len(turns) != len(row["turn_rewards"]):
@@ -298,11 +265,6 @@ def token_texts(ids: list[int], nodes: list[dict[str, Any]], tokenizer: Tokenize
     """
     The text of each token, of special tokens too. Joined along a path they are the path's text. A character of several
     tokens stands with the last of them, and the mark of an image with the first.
-
-    Args:
-        ids (`list[int]`): Tokens of the tree, depth first.
-        nodes (`list[dict]`): Its nodes, as `conversation` returns them.
-        tokenizer (`Tokenizer`): Decodes them.
     """
     texts: list[str] = []
     for number, node in enumerate(nodes):

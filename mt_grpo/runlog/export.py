@@ -41,23 +41,7 @@ def export(
     rows: Sequence[Row] | None = None,
     overwrite: bool = False,
 ) -> str:
-    """
-    Writes a run's conversations in another form. See `FORMS`.
-
-    Args:
-        run (`Run`): The run.
-        form (`str`): One of `FORMS`.
-        output (`str` or `Path`, *optional*): Where to; a place in the run's folder where none is given, and trackio's
-            own folder for `trackio`.
-        rows (`list[dict]`, *optional*): The conversations, as rows of the index; all where left out.
-        overwrite (`bool`, *optional*): Whether to replace what stands there.
-
-    Returns:
-        `str`: What was written and where, in words.
-
-    Raises:
-        UserError: If the form is unknown, the run has no conversations, or the output is there already.
-    """
+    """Writes a run's conversations in another form. See `FORMS`."""
     if form not in FORMS:
         raise UserError(f"The form {form!r} is unknown: give one of {', '.join(FORMS)}{did_you_mean(form, FORMS)}.")
     rows = run.rows if rows is None else rows

@@ -27,19 +27,7 @@ _KINDS = {
 
 
 def find(folder: Path, name: str) -> Path | None:
-    """
-    A regular file of a run's folder.
-
-    Args:
-        folder (`Path`): The run's folder.
-        name (`str`): The file's path in it.
-
-    Returns:
-        `Path`: Where the file is once links are followed; `None` where there is nothing.
-
-    Raises:
-        UserError: If something else than a file is there, or a link that leads out of the folder.
-    """
+    """A regular file of a run's folder."""
     path = folder / name
     try:
         real = path.resolve(strict=True)
@@ -68,9 +56,6 @@ def read(folder: Path, name: str, offset: int = 0, most: int = -1) -> bytes | No
     """
     The bytes of a file of a run's folder from `offset` on, at most `most` where it is given; `None` where it is not
     there.
-
-    Raises:
-        UserError: As `find`; if it has more than `MOST` bytes, or may not be read.
     """
     path = find(folder, name)
     if path is None:
@@ -91,9 +76,6 @@ def written_whole(path: Path) -> Iterator[Path]:
     """
     Gives a path beside `path`, to write a file or a folder at. It is moved to `path` when it is whole, and removed if
     writing fails. Links are not followed.
-
-    Raises:
-        OSError: As writing does.
     """
     partial = path.with_name(f".{secrets.token_hex(8)}.partial")  # a name that nobody can have put a link at
     try:
@@ -106,12 +88,7 @@ def written_whole(path: Path) -> Iterator[Path]:
 
 
 def check_target(path: Path) -> None:
-    """
-    Refuses a link as a place to write to: it may lead to any file of the user's.
-
-    Raises:
-        UserError: If `path` is a link.
-    """
+    """Refuses a link as a place to write to: it may lead to any file of the user's."""
     if path.is_symlink():
         raise UserError(
             f"{path} is a link, and what it leads to is not overwritten: remove it, or give another place."
@@ -126,10 +103,6 @@ def to_json(record: dict[str, Any] | list[Any], **options: Any) -> str:
     """
     A record as JSON. NaN and infinity become `null`, since JSON lacks them. A value without a JSON form becomes its
     text.
-
-    Args:
-        record (`dict`): What to write.
-        **options: As for `json.dumps`.
     """
     options = {"default": str, "ensure_ascii": False, **options}
     try:

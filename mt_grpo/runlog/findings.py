@@ -33,15 +33,7 @@ LIMITS = {
 
 @dataclass(frozen=True)
 class Finding:
-    """
-    A rule that found something.
-
-    Args:
-        level (`str`): `"bad"` or `"warn"`.
-        kind (`str`): The rule, or the limit that it speaks of.
-        strong, text (`str`): The sentence in two parts.
-        query (`str`): A filter of the page that finds the conversations.
-    """
+    """A rule that found something."""
 
     level: str
     kind: str
@@ -218,13 +210,7 @@ def _columns(table: Table, places: np.ndarray, *names: str) -> list[np.ndarray]:
 
 
 def find(counts: Counts, about: dict[str, Any] | None = None) -> list[Finding]:
-    """
-    What stands out, worst first.
-
-    Args:
-        counts (`Counts`): Of the conversations.
-        about (`dict`, *optional*): The index's line of kind `run`; it knows the names of the tools.
-    """
+    """What stands out, worst first."""
     limits = list(_limits(counts))
     tools = (
         {} if limits or counts.too_long else about or {}

@@ -129,20 +129,7 @@ Part = list[tuple[str, Any]]
 
 
 def read_part(folder: Path, name: str, bounds: tuple[int, int, int]) -> tuple[int, Part]:
-    """
-    A part of a file of an index, which another process may read.
-
-    Args:
-        folder (`Path`): The run's.
-        name (`str`): The file.
-        bounds (`(int, int, int)`): Where it begins and ends, and the size of the file.
-
-    Returns:
-        `(int, list)`: Where its last whole line ends, and what it says.
-
-    Raises:
-        UserError: If the file cannot be read, or a whole line is damaged.
-    """
+    """A part of a file of an index, which another process may read."""
     begin, end, size = bounds
     added = files.read(folder, name, begin, end - begin) or b""
     whole = added.rfind(b"\n") + 1  # the last line may be half written
@@ -166,9 +153,6 @@ def _bounds(folder: Path, name: str, begin: int, size: int) -> Iterator[tuple[in
 def lines_of(folder: Path, head: bytes) -> Iterator[dict[str, Any]]:
     """
     The lines of an index that begin with `head`. The others are not parsed, which takes most of the time of `Index`.
-
-    Raises:
-        UserError: If a file cannot be read, or one of these lines is damaged.
     """
     for path in sorted((folder / FOLDER).glob("index*.jsonl")):
         data = files.read(folder, f"{FOLDER}/{path.name}") or b""
@@ -224,15 +208,7 @@ def _blocks(lines: Iterable[dict[str, Any]]) -> Iterator[tuple[str, Any]]:
 
 @dataclass
 class Index:
-    """
-    The lines of an index, merged. `read` reads only what was added since it was called last.
-
-    Args:
-        rows (`Table`): A row per session, in the order in which they were first written.
-        steps (`list[dict]`): The lines of kind `step`, one per step, in order.
-        run (`dict`): The latest line of kind `run`; empty where there is none.
-        files (`dict`): Size and CRC-32 by name of the files that have a line of kind `file`; old indices have none.
-    """
+    """The lines of an index, merged. `read` reads only what was added since it was called last."""
 
     rows: Table = field(default_factory=Table)
     steps: list[dict[str, Any]] = field(default_factory=list)
@@ -245,16 +221,6 @@ class Index:
         """
         Reads what was added to the index files of a folder. If a file is gone, another or shorter, a run has replaced
         this one or has trimmed it, and everything is read again.
-
-        Args:
-            folder (`Path`): The run's `output_dir`.
-            each (`Callable`): Calls a function with each of some values, in their order; perhaps in other processes.
-
-        Returns:
-            `np.ndarray` of ints: Positions in `rows` of the sessions that are added or changed.
-
-        Raises:
-            UserError: If a file cannot be read, or a whole line is damaged.
         """
         changed = [np.zeros(0, np.int64)]
         names = [f"{FOLDER}/{path.name}" for path in sorted((folder / FOLDER).glob("index*.jsonl"))]

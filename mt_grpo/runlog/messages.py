@@ -19,12 +19,6 @@ class Said:
     """
     What was said on one way through a conversation. One that goes straight on has one such way; where an agent began
     anew, rewrote the past or asked a sub-agent, each way ends with a turn that nothing follows.
-
-    Args:
-        messages (`list[dict]`): All messages, the model's last.
-        prompt (`int`): How many of them stand before the first turn.
-        tools (`list[dict]`, *optional*): Schemas of the tools that the template showed.
-        turns (`list[int]`): The turns whose messages these are, in order.
     """
 
     messages: list[Message]
@@ -49,14 +43,7 @@ def added(record: dict[str, Any], index: int) -> list[Message]:
 
 
 def ways(record: dict[str, Any], texts: list[str] | None = None) -> Iterator[Said]:
-    """
-    Each way through a conversation, in the order of their last turns; none where the model said nothing.
-
-    Args:
-        record (`dict`): The `record` of a row of a file of conversations.
-        texts (`list[str]`, *optional*): The text that the model wrote in each turn. It stands for turns with calls,
-            where the chat template shows no calls.
-    """
+    """Each way through a conversation, in the order of their last turns; none where the model said nothing."""
     turns, before = record["turns"], parents(record["turns"])
     for leaf in sorted(set(range(len(turns))) - set(before)):
         way = [leaf]
@@ -110,16 +97,7 @@ def _add(messages: list[Message], message: Message) -> None:
 
 
 def turn_texts(rollout: dict[str, Any], tokenizer: Tokenizer) -> list[str]:
-    """
-    What the model wrote in each turn, without the special token that ended it.
-
-    Args:
-        rollout (`dict`): A row of a file of conversations.
-        tokenizer (`Tokenizer`): The run's.
-
-    Raises:
-        Damage: If the row has no sound token tree.
-    """
+    """What the model wrote in each turn, without the special token that ended it."""
     special = {number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
     actions = token_tree(rollout).actions()
     return [

@@ -15,23 +15,13 @@ LONGEST = 4000
 
 
 def read_notes(folder: Path) -> dict[str, dict[str, Any]]:
-    """
-    By session `star` (`bool`) and `note` (`str`), of conversations that have one of them.
-
-    Raises:
-        UserError: If the file is damaged.
-    """
+    """By session `star` (`bool`) and `note` (`str`), of conversations that have one of them."""
     mend = "bring it back, or remove it to go on without notes"
     return read_shaped(folder, FILE, "notes", mend) or {}
 
 
 def write_note(folder: Path, session: str, star: bool, note: str) -> dict[str, dict[str, Any]]:
-    """
-    Puts a star and a note on a conversation, or takes them off. Returns all notes of the run.
-
-    Raises:
-        UserError: If the note is too long, or the file is damaged or cannot be written.
-    """
+    """Puts a star and a note on a conversation, or takes them off. Returns all notes of the run."""
     if len(note) > LONGEST:
         raise UserError(f"The note has {len(note)} characters, and may have {LONGEST}: shorten it.")
     notes = read_notes(folder)

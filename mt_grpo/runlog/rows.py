@@ -58,14 +58,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Weighted:
-    """
-    The weighted rewards of a conversation, `None` where none applies.
-
-    Args:
-        total (`float`, *optional*): Of the whole conversation.
-        turns (`list[float | None]`): Of turn rewards, per turn.
-        by_name (`dict[str, float | None]`): Each reward without its weight; turn rewards are summed over turns.
-    """
+    """The weighted rewards of a conversation, `None` where none applies."""
 
     total: float | None
     turns: list[float | None]

@@ -233,17 +233,7 @@ LINES = {
 
 
 def read_shaped(folder: Path, file: str, kind: str, mend: str) -> Any:
-    """
-    What a JSON file of a run holds; `None` where there is none.
-
-    Args:
-        folder (`Path`), file (`str`): The run, and the file in it.
-        kind (`str`): Its shape, a key of `LINES`.
-        mend (`str`): What to do where it is damaged.
-
-    Raises:
-        UserError: If it is damaged.
-    """
+    """What a JSON file of a run holds; `None` where there is none."""
     data = files.read(folder, file)
     if data is None:
         return None
@@ -258,13 +248,7 @@ def read_shaped(folder: Path, file: str, kind: str, mend: str) -> Any:
 
 
 def misfit(kind: str, value: Any) -> str | None:
-    """
-    Why a value does not have a shape, as a clause; `None` if it has.
-
-    Args:
-        kind (`str`): The shape, a key of `LINES`.
-        value: What was read.
-    """
+    """Why a value does not have a shape, as a clause; `None` if it has."""
     try:
         _validator(kind)(value)
     except ValidationError as error:

@@ -29,13 +29,7 @@ RUNNING, FINISHED, STOPPED, FAILED, DIED = "running", "finished", "stopped", "fa
 
 
 class Pulse:
-    """
-    Writes a run's state while it goes on.
-
-    Args:
-        folder (`str` or `Path`): The run's `output_dir`.
-        look (`Callable`): What the run is at: `step`, `of` and `under_way`. It is called from another thread.
-    """
+    """Writes a run's state while it goes on."""
 
     def __init__(self, folder: str | Path, look: Callable[[], dict[str, Any]]) -> None:
         self._path, self._look = Path(folder, FILE), look
@@ -92,9 +86,6 @@ def read_state(folder: Path) -> dict[str, Any] | None:
     """
     What a run is at, as it was last written, with `state` `"died"` where its process is gone; `None` where it has
     written nothing.
-
-    Raises:
-        UserError: If the file is damaged.
     """
     state = read_shaped(folder, FILE, "state", "remove it; a run that goes on writes it again")
     if state is None:

@@ -22,15 +22,7 @@ EQUAL = 1e-9
 
 @dataclass(frozen=True)
 class Tokens:
-    """
-    A root-to-leaf sequence of a conversation's token tree.
-
-    Args:
-        ids (`list[int]`): Its tokens.
-        own (`list[int]`): 1 for a token that the model sampled, and that the environment left in training.
-        trained (`list[int]`): The same, 0 for a token that an earlier sequence of the conversation has too.
-        turns (`list[int]`): The turn that sampled each token; -1 for none.
-    """
+    """A root-to-leaf sequence of a conversation's token tree."""
 
     ids: list[int]
     own: list[int]
@@ -44,12 +36,7 @@ class Tokens:
 
 
 def sequences(tree: TokenTree, record: Row, session: str) -> list[Tokens]:
-    """
-    The sequences of a conversation in which the model sampled something.
-
-    Raises:
-        UserError: If an image, a video or a sound is in it: a model's processor makes their tokens.
-    """
+    """The sequences of a conversation in which the model sampled something."""
     masks = {turn["index"]: turn["mask"] for turn in record["turns"] if turn.get("mask") is not None}
     found = []
     for sequence in tree.sequences():
@@ -71,13 +58,6 @@ def pairs(run: Run, rows: Sequence[Row]) -> Iterator[Row]:
     Pairs of a group's conversations: the best with the worst, the second best with the second worst, and so on, while
     their rewards differ. Both have the same tokens up to the first turn in which they differ, where `prompt` ends;
     a pair that was given other contexts before it differed is left out, and so are failed conversations and copies.
-
-    Args:
-        run (`Run`): The run.
-        rows (`list[dict]`): Rows of its index.
-
-    Raises:
-        UserError: If there is no pair, the run has no tokenizer, or a conversation has an image or a sound.
     """
     if run.tokenizer is None:
         raise UserError(f"{run.folder} has no tokenizer, so that pairs have no text: export `tokens`.")

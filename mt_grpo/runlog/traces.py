@@ -23,14 +23,6 @@ def trace(row: dict[str, Any], record: dict[str, Any], run: Run) -> dict[str, An
     The trace of a conversation: a span of kind `AGENT`, in it one of kind `LLM` per turn and `TOOL` per call. The span
     of a turn has the messages that were added since the turn that it goes on from, which `graph.node.parent_id` names.
     So each message stands in a trace once, and a fork is a node that several go on from.
-
-    Args:
-        row (`dict`): Its row of the index.
-        record (`dict`): Its `record`.
-        run (`Run`): Its run.
-
-    Returns:
-        `dict`: OTLP's `TracesData`; a trace's id depends on the run's folder name and the session alone.
     """
     spans = _Spans(f"{run.folder.resolve().name}/{row['session']}", record["start"] or 0.0)
     names = ("mode", "step", "k", "group", "member", "reward", "rewards", "turn_rewards", "advantages", "shared_turns")

@@ -28,16 +28,6 @@ def trim(folder: Path, steps: int) -> int:
     """
     Removes what a run recorded after a number of optimiser steps. What it recorded up to there stays byte for byte, an
     evaluation after the last of these steps too.
-
-    Args:
-        folder (`Path`): The run's `output_dir`.
-        steps (`int`): Optimiser steps of the checkpoint that the run goes on from.
-
-    Returns:
-        `int`: The last step whose metrics were removed; `steps` where there were none.
-
-    Raises:
-        RunLogError: If a file cannot be written.
     """
     last = steps
 

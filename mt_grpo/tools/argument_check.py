@@ -54,16 +54,7 @@ class UnsoundSchema(ValueError):
 
 
 def read_schema(schema: Any) -> dict[str, str]:
-    """
-    Holds a schema against the language it is written in, JSON schema 2020-12.
-
-    Returns:
-        `dict[str, str]`: The patterns that RE2 cannot match, each with its reason; no text is held against them.
-
-    Raises:
-        UnsoundSchema: If it is no schema, takes too long to read, or has `unevaluatedProperties` and
-            `patternProperties`, which together are matched by Python's expressions.
-    """
+    """Holds a schema against the language it is written in, JSON schema 2020-12."""
     unmatchable: dict[str, str] = {}
 
     def is_pattern(pattern: Any) -> bool:
@@ -102,24 +93,13 @@ def _names(schema: Any) -> set[str]:
 
 
 class ArgumentCheck:
-    """
-    Holds arguments against a schema. References to other documents are never fetched.
-
-    Args:
-        schema (`dict`): JSON schema 2020-12, read by `read_schema`. A pattern that RE2 cannot match holds for
-            every text.
-    """
+    """Holds arguments against a schema. References to other documents are never fetched."""
 
     def __init__(self, schema: dict[str, Any]) -> None:
         self._validator = _Bounded(schema, registry=Registry())
 
     def errors(self, arguments: Any) -> list[ValidationError]:
-        """
-        What is wrong with the arguments, up to `MAX_ERRORS`.
-
-        Raises:
-            ValueError: If they cannot be checked, e.g. because a reference leads nowhere, or it would take too long.
-        """
+        """What is wrong with the arguments, up to `MAX_ERRORS`."""
         try:
             return _errors(self._validator, arguments, CHECK_SECONDS)
         except (ArithmeticError, RecursionError, Unresolvable) as error:

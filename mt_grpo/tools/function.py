@@ -305,12 +305,7 @@ NUMPY_ITEM = re.compile(r"^(?P<indent>\s*)(?P<names>\*{0,2}\w+(?:\s*,\s*\*{0,2}\
 
 
 def read_docstring(text: str) -> tuple[str, dict[str, str]]:
-    """
-    Reads a docstring, its indentation removed as `inspect.getdoc` does.
-
-    Returns:
-        What the function does, and the descriptions of its arguments by name.
-    """
+    """Reads a docstring, its indentation removed as `inspect.getdoc` does."""
     lines = text.expandtabs().split("\n")
     end = next((index for index in range(len(lines)) if _begins(lines, index)), len(lines))
     arguments: dict[str, list[str]] = {}
@@ -331,11 +326,6 @@ def in_google_style(function: Callable[..., Any], text: str, names: list[str]) -
     """
     The function as `transformers.utils.get_json_schema` can read it, which is in Google's style without types. A
     function with another docstring is replaced by one with a rewritten docstring.
-
-    Args:
-        function (`Callable`): The function or bound method.
-        text (`str`): Its docstring.
-        names (`list[str]`): Its parameters.
     """
     _, documented, _ = parse_google_format_docstring(text)
     other = any(_is_numpy_or_field(text.split("\n"), index) for index in range(text.count("\n") + 1))

@@ -195,12 +195,7 @@ class RemotePython:
 
 @functools.cache
 def refuse_unconfined() -> None:
-    """
-    Runs code that tries to leave the sandbox, once in a process.
-
-    Raises:
-        UnconfinedError: If it can, or does not run.
-    """
+    """Runs code that tries to leave the sandbox, once in a process."""
     request = {"code": ALLOWED, "time_limit": 20.0, "memory_limit": 512 << 20, "disk_limit": 1 << 20}
     request |= {"output_limit": 1000, "readable": []}
     with ThreadPoolExecutor(1) as thread:  # an event loop may run in this one

@@ -31,14 +31,6 @@ def read_result(result: Any, max_size: int | None) -> Result:
     """
     Reads the result of a tool: text, an image or a sound, a list of parts with one, or anything that has a JSON form;
     or a pair of one of the first three and a dictionary of data.
-
-    Args:
-        result: What the tool returned.
-        max_size (`int`, *optional*): Characters of the text; `None` is no limit.
-
-    Raises:
-        MediumError: If it shows an image, or plays a sound, that cannot be read.
-        TypeError, ValueError: If the result or the data has no JSON form (keys that are not text or numbers, cycles).
     """
     data = None
     if type(result) is tuple and len(result) == 2 and isinstance(result[1], dict):
@@ -58,12 +50,7 @@ def read_result(result: Any, max_size: int | None) -> Result:
 
 
 def render(result: Any) -> str:
-    """
-    The text of a result: text as it is, bytes as text, everything else as JSON.
-
-    Raises:
-        TypeError, ValueError: If the result has no JSON form (keys that are not text or numbers, cycles).
-    """
+    """The text of a result: text as it is, bytes as text, everything else as JSON."""
     if isinstance(result, (bytes, bytearray, memoryview)):
         return _decoded(result)
     text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=_plain)
@@ -78,17 +65,7 @@ def cut(text: str, max_size: int | None) -> str:
 
 
 def check_data(value: Any, what: str) -> None:
-    """
-    Refuses data that a run cannot write.
-
-    Args:
-        value: The data. Values without a JSON form are written as text.
-        what (`str`): Its name in errors.
-
-    Raises:
-        ValueError: If it has keys that are no text or numbers, cycles, more than `MAX_DEPTH` levels, or values that
-            cannot be written as text.
-    """
+    """Refuses data that a run cannot write."""
     if too_deep(value):
         raise ValueError(f"{what} goes more than {MAX_DEPTH} levels deep, or has no end: give less nested data.")
     try:

@@ -179,9 +179,6 @@ def _mount(folder: str, size: int) -> bool:
     """
     Mounts an empty file system of `size` bytes and `MAX_FILES` files over a folder, which only this process and its
     descendants see. Root may do so at once, other users in a user namespace, in which they keep their identity.
-
-    Returns:
-        `bool`: Whether this machine lets it.
     """
     libc = ctypes.CDLL(None)
     user, group = os.geteuid(), os.getegid()

@@ -258,12 +258,7 @@ class Pause:
             self._until = max(self._until, time.monotonic() + min(seconds, LONGEST_PAUSE))
 
     def wait(self, give_up: float) -> None:
-        """
-        Returns when the pause is over.
-
-        Raises:
-            RuntimeError: If it lasts beyond `give_up`, in seconds of `time.monotonic`.
-        """
+        """Returns when the pause is over."""
         while (left := self._until - time.monotonic()) > 0:
             if self._until > give_up:
                 raise RuntimeError(f"Wikipedia search failed: too many requests; Wikipedia asks to wait {left:.0f} s.")

@@ -140,9 +140,6 @@ class BaseTool:
 class StatefulTool(Tool):
     """
     A `BaseTool` as the model sees it. It is called in a conversation only, through the copy that `ToolSession` makes.
-
-    Args:
-        base (`BaseTool`): The tool.
     """
 
     base: BaseTool = field(kw_only=True)

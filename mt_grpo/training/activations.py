@@ -25,9 +25,6 @@ def check_checkpointing(args: MTGRPOConfig, model: nn.Module) -> None:
     """
     Whether gradients reach all layers. A reentrant checkpoint stops those of what layers hand on beside their output:
     keys and values that later layers share (Gemma 3n, Gemma 4 E2B and E4B).
-
-    Raises:
-        ConfigError: If they do not.
     """
     reentrant = args.gradient_checkpointing and (args.gradient_checkpointing_kwargs or {}).get("use_reentrant")
     if reentrant and any(vars(module).get("is_kv_shared_layer") for module in model.modules()):
@@ -39,16 +36,7 @@ def check_checkpointing(args: MTGRPOConfig, model: nn.Module) -> None:
 
 
 class Activations:
-    """
-    How a run keeps activations.
-
-    Args:
-        args (`MTGRPOConfig`): The run's options.
-        device (`torch.device`): What it trains on.
-
-    Raises:
-        ConfigError: If there is no other memory to keep them in.
-    """
+    """How a run keeps activations."""
 
     def __init__(self, args: MTGRPOConfig, device: torch.device) -> None:
         if args.activation_offloading and device.type == "cpu":

@@ -47,17 +47,7 @@ Moment = tuple[int, int]
 
 @dataclass
 class Planned:
-    """
-    A batch from when its rows are read until it is trained.
-
-    Args:
-        moment (`tuple[int, int]`): When it is trained.
-        rows (`list[dict]`): Its rows.
-        requests (`list[RolloutRequest]`): Its conversations, once it has begun.
-        finished (`list[Trajectory]`): Those that are finished, as they end.
-        kept (`list[Trajectory]`): Of these, what a checkpoint may keep.
-        begun (`Begun`, *optional*): Those that are sampled in this run.
-    """
+    """A batch from when its rows are read until it is trained."""
 
     moment: Moment
     rows: Rows
@@ -80,17 +70,7 @@ def batches_ahead(trainer: GRPOTrainer) -> BatchesAhead | None:
 
 
 class BatchesAhead:
-    """
-    The batches of a run that are sampled while earlier ones are trained.
-
-    Args:
-        runner (`RolloutRunner`): Runs the conversations.
-        sampling (`SamplingParams`): How tokens are drawn.
-        args (`MTGRPOConfig`): The run's options.
-        rewards (`Sequence[RewardFunc]`): Its rewards.
-        branching (`Branching`, *optional*): How conversations branch.
-        rank (`int`), device (`torch.device`): The process's.
-    """
+    """The batches of a run that are sampled while earlier ones are trained."""
 
     def __init__(
         self,
@@ -121,20 +101,7 @@ class BatchesAhead:
     # Rows
 
     def read(self, rows: Iterator[Rows], number: int, micro: int, state: TrainerState) -> Iterator[Rows]:
-        """
-        Reads rows ahead, for an optimiser step that is about to be taken.
-
-        Args:
-            rows (`Iterator`): The epoch's, as the dataloader gives them: for each micro-batch, the rows of the whole
-                batch that it is part of.
-            number (`int`): Micro-batches of the step.
-            micro (`int`): Micro-batches that were trained before.
-            state (`TrainerState`): Says how many optimiser steps were taken before, and how many the whole run has; no
-                row is read for a later one.
-
-        Returns:
-            `Iterator`: The same rows, from those of this step on.
-        """
+        """Reads rows ahead, for an optimiser step that is about to be taken."""
         step = state.global_step
         if rows is not self._iterator:  # another epoch, or run
             self._iterator = rows
@@ -162,16 +129,7 @@ class BatchesAhead:
     # Conversations
 
     def begin(self, micro: int, step: int) -> bool:
-        """
-        Begins what may begin when the weights are out with which the batch of a micro-batch is trained.
-
-        Args:
-            micro (`int`): The micro-batch's number.
-            step (`int`): Optimiser steps that its weights have taken.
-
-        Returns:
-            `bool`: Whether its own rows were read ahead, so that `take` has them.
-        """
+        """Begins what may begin when the weights are out with which the batch of a micro-batch is trained."""
         self._out = [*self._out, step][-self._args.max_staleness - 2 :]
         self._planned = {at: planned for at, planned in self._planned.items() if at >= micro}  # others are trained
         for at, planned in self._planned.items():
@@ -221,9 +179,6 @@ class BatchesAhead:
         """
         Waits for the batch that a micro-batch begins with, one that `begin` has begun. `batch` gets its conversations
         as they end, and its `lag`.
-
-        Returns:
-            `list[Trajectory]` in the order of its rows.
         """
         planned = self._planned[micro]
         assert planned.begun is not None
@@ -260,9 +215,6 @@ class BatchesAhead:
     def state(self, step: int) -> dict[str, Any]:
         """
         What a run that goes on from here needs: the finished conversations of batches that are still to be trained.
-
-        Args:
-            step (`int`): Optimiser steps that the checkpoint's weights have taken.
         """
         finished = dict(self._restored)
         for planned in self._planned.values():

@@ -39,17 +39,7 @@ from mt_grpo.trajectory import Trajectory
 
 
 def check_scorers(rewards: Sequence[RewardFunc], args: MTGRPOConfig, engine: Engine | None = None) -> None:
-    """
-    Whether there is a server for the rewards that ask one.
-
-    Args:
-        rewards (`Sequence[RewardFunc]`): The rewards, state scores among them.
-        args (`MTGRPOConfig`): The run's options.
-        engine (`Engine`, *optional*): What the trainer was given to sample with.
-
-    Raises:
-        ConfigError: If there is none.
-    """
+    """Whether there is a server for the rewards that ask one."""
     for reward in rewards:
         if not isinstance(reward, RightAnswer) or reward.scorer != "server":
             continue
@@ -76,14 +66,7 @@ def trees_of_rows(leaves: dict[str, list[AnswerLeaves]]) -> list[list[TokenTree]
 
 
 def fill_in(batch: RolloutBatch, leaves: dict[str, list[AnswerLeaves]], found: list[list[list[float]]]) -> None:
-    """
-    Fills in `answer_logprobs` of a batch's trajectories.
-
-    Args:
-        batch (`RolloutBatch`): The batch.
-        leaves (`dict`): By the name of a reward, the leaves of each row.
-        found (`list`): For each row and reward the log-probs of its leaves.
-    """
+    """Fills in `answer_logprobs` of a batch's trajectories."""
     for trajectory, of_row, *each in zip(batch.trajectories, found, *leaves.values(), strict=True):
         for name, of_reward, values in zip(leaves, each, of_row, strict=True):
             of_turns = dict(zip(of_reward.turns, values, strict=True))
@@ -176,14 +159,6 @@ def mean_logprobs(
     """
     The mean log-prob per token of each turn's action, from one forward of `"tree"` or `"padded"`, also if there is
     nothing to score, so that ranks with different trees stay in step.
-
-    Args:
-        model (`nn.Module`): The model, as it is or wrapped for training; for `"tree"` after `enable_trees`.
-        trees (`Sequence[TokenTree]`): Trees whose turns all have an action. What they share is computed once.
-        forward (`str`, *optional*, defaults to `"tree"`), attention (`str`, *optional*, defaults to `"auto"`): As in
-            `token_logps`.
-        images (`Images`, *optional*): The images in the trees.
-        sequence (`SequenceGroup`, *optional*): The processes that compute a row together.
     """
     given = len(trees)
     if not any(tree.nodes for tree in trees):

@@ -85,17 +85,7 @@ OPTIONAL = ("parent", "prompt_routes", "routes")
 
 @dataclass(frozen=True)
 class TokenColumns:
-    """
-    What a forward needs of the completions of a TRL batch besides their ids.
-
-    Args:
-        scored (`Tensor`): `(B, T)` 1 where a token is trained.
-        turn_ids (`Tensor`): `(B, T)` turn of each token.
-        parent (`Tensor`, *optional*): `(B, T)` completion column of the token that each token follows; `None` if no
-            history was rewritten.
-        prompt_routes, routes (`Tensor`, *optional*): `(B, P, W)` and `(B, T, W)` uint8, the routes of a mixture's
-            tokens in `W` bytes each, 255 where there is none; `None` if no token has any.
-    """
+    """What a forward needs of the completions of a TRL batch besides their ids."""
 
     scored: Tensor
     turn_ids: Tensor
@@ -137,20 +127,7 @@ def batch_trees(
     prompt_routes: Tensor | None = None,
     routes: Tensor | None = None,
 ) -> tuple[list[FlatTree], list[int]]:
-    """
-    The rows of a TRL batch as trees.
-
-    Args:
-        prompt_ids, prompt_mask (`Tensor`): `(B, P)`, padded on the left.
-        completion_ids, completion_mask (`Tensor`): `(B, T)`, padded on the right.
-        loss_mask (`Tensor`): `(B, T)` 1 where a token's log-prob is wanted.
-        parent (`Tensor`, *optional*): `(B, T)` completion column of the token that each token follows; -1 is the last
-            token of the prompt, -2 the one before. `None` if every row is one sequence.
-        prompt_routes, routes (`Tensor`, *optional*): As in `TokenColumns`.
-
-    Returns:
-        The trees, and the length of each prompt.
-    """
+    """The rows of a TRL batch as trees."""
     arrays = (prompt_ids, prompt_mask, completion_ids, completion_mask, loss_mask)
     prompts, prompt_masks, completions, masks, wanted = (array.detach().cpu().numpy() for array in arrays)
     columns = None if parent is None else parent.cpu().numpy()
@@ -197,18 +174,6 @@ def batch_logps(
     Log-probabilities and entropies of a TRL batch from one packed forward, in which shared prefixes are computed once.
     Every call makes one forward on every rank, also if no log-prob is wanted, so ranks with different rows stay in
     step.
-
-    Args:
-        Those of `batch_trees`, and `attention`, `temperature` and `truncation` of `score_packed`.
-        leaves (`Sequence[TokenTree]`, *optional*): What else to score, by the same forward, at temperature 1 and
-            without truncation: contexts of the rows, each followed by a leaf, which is the action of a turn.
-        router_losses (`list`, *optional*): Where the loss that balances experts is put, if it is wanted.
-        images (`Images`, *optional*): The images in the rows and leaves.
-        sequence (`SequenceGroup`, *optional*): The processes that compute a row together.
-        shared (`bool`, *optional*, defaults to `False`): Whether each of them has the same batch, not one of its own.
-
-    Returns:
-        Two `(B, T)` tensors, 0 where `loss_mask` is 0; and the means of the leaves, as `leaf_means` has them.
     """
     trees, lengths = batch_trees(
         prompt_ids, prompt_mask, completion_ids, loss_mask, completion_mask, parent, prompt_routes, routes
@@ -273,15 +238,7 @@ def rows_logps(
 
 
 def leaf_means(packed: Packed, logps: Tensor, leaves: Sequence[TokenTree], first: int = 0) -> list[list[float]]:
-    """
-    For each tree the mean log-prob, per token, of each turn's action; 0 for a turn without one.
-
-    Args:
-        packed (`Packed`): A row whose last trees are `leaves`.
-        logps (`Tensor`): `(M,)` log-probs of its labels.
-        leaves (`Sequence[TokenTree]`): The trees.
-        first (`int`, *optional*, defaults to `0`): Place of the first of them among the row's trees.
-    """
+    """For each tree the mean log-prob, per token, of each turn's action; 0 for a turn without one."""
     if not leaves:
         return []
     wanted = np.flatnonzero(packed.tree >= first)

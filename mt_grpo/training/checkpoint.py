@@ -102,17 +102,7 @@ def batch_options(args: MTGRPOConfig) -> dict[str, Any]:
 def save_rollouts(
     folder: Path, accelerator: Accelerator, step: int, batches: Any, options: dict[str, Any], ahead: Any = None
 ) -> None:
-    """
-    Saves the rollouts that this process has still to train on. It is the last write to a checkpoint.
-
-    Args:
-        folder (`Path`): The checkpoint.
-        accelerator (`Accelerator`): The run's accelerator.
-        step (`int`): Micro-batches trained so far.
-        batches (`list[dict]`): Micro-batches of the latest rollouts.
-        options (`dict`): The run's `batch_options`.
-        ahead (`dict`, *optional*): What `BatchesAhead.state` returns, where batches are sampled ahead.
-    """
+    """Saves the rollouts that this process has still to train on. It is the last write to a checkpoint."""
     state = {"step": step, "buffered_inputs": batches, "processes": accelerator.num_processes, "options": options}
     if ahead is not None:
         state["ahead"] = ahead
@@ -126,20 +116,7 @@ def save_rollouts(
 def load_rollouts(
     folder: Path, accelerator: Accelerator, options: dict[str, Any], with_routes: bool = True
 ) -> tuple[int, Any, Any]:
-    """
-    What `save_rollouts` saved for this process. Call `check_checkpoint` first.
-
-    Args:
-        folder (`Path`), accelerator (`Accelerator`): As of `save_rollouts`.
-        options (`dict`): The `batch_options` of the run that goes on.
-        with_routes (`bool`, *optional*, defaults to `True`): Whether the run replays the routes of a mixture. Else
-            those that were saved are left out.
-
-    Returns:
-        `tuple`: Micro-batches trained so far, as this run counts them; the micro-batches of the latest rollouts; what
-        was sampled ahead. The last two are `None` where this run has to sample them again: for other processes, and
-        where log-probs of the sampler came in or went with `max_staleness`, or it became smaller.
-    """
+    """What `save_rollouts` saved for this process. Call `check_checkpoint` first."""
     path, device = _path(folder, accelerator.process_index), torch.device(accelerator.device)
     path = path if path.exists() else _path(folder, 0)
     state = _read(path, map_location="cpu" if device.type == "cpu" else device)  # of several ranks it is `cpu:0`
@@ -161,15 +138,7 @@ def load_rollouts(
 def made_with(
     args: MTGRPOConfig, tools: Sequence[str], rewards: Sequence[Mapping[str, Any]], rows: Dataset | IterableDataset
 ) -> dict[str, str]:
-    """
-    What a run learns from, in words.
-
-    Args:
-        args (`MTGRPOConfig`): Its options.
-        tools (`Sequence[str]`): Names of its tools.
-        rewards (`Sequence[Mapping]`): The `name` and `weight` of each reward.
-        rows (`Dataset` or `IterableDataset`): What it is trained on.
-    """
+    """What a run learns from, in words."""
     return {
         "tools": ", ".join(tools) or "none",
         "rewards": ", ".join(f"{reward['name']} ({reward['weight']:g})" for reward in rewards),
@@ -179,14 +148,7 @@ def made_with(
 
 
 def warn_of_differences(folder: Path, here: dict[str, str], changed: Mapping[str, tuple[Any, Any]]) -> None:
-    """
-    Warns where a run that goes on has other things or options than its checkpoint.
-
-    Args:
-        folder (`Path`): The checkpoint; one that does not say what it was made with is taken.
-        here (`dict`): What `made_with` says of the run.
-        changed (`Mapping`): Further options with their values there and here.
-    """
+    """Warns where a run that goes on has other things or options than its checkpoint."""
     path = folder / MADE_WITH
     made = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     other = [f"{name}: {made[name]}; here {here[name]}" for name in here if made.get(name, here[name]) != here[name]]
@@ -209,20 +171,7 @@ def _known_by(rows: Dataset | IterableDataset) -> str:
 
 
 def check_checkpoint(folder: Path, options: dict[str, Any], rank: int, processes: int) -> dict[str, Any]:
-    """
-    Checks that a run can resume from a checkpoint.
-
-    Args:
-        folder (`Path`): The checkpoint.
-        options (`dict`): The run's `batch_options`.
-        rank, processes (`int`): This process, and the number of processes.
-
-    Returns:
-        `dict`: The `batch_options` that it was made with; where it does not say one, the run's.
-
-    Raises:
-        ConfigError: If other options, another trainer or processes with other batches wrote the checkpoint.
-    """
+    """Checks that a run can resume from a checkpoint."""
     path = _path(folder, rank)
     path = path if path.exists() else _path(folder, 0)
     if not path.exists():
@@ -313,16 +262,7 @@ SHARDINGS = {"DeepSpeed": "global_step*", "FSDP": f"{FSDP_MODEL_NAME}*"}
 
 
 def check_sharding(folder: Path, here: str | None) -> None:
-    """
-    Whether a checkpoint was written by processes that share weights as those of a run do.
-
-    Args:
-        folder (`Path`): The checkpoint.
-        here (`str`, *optional*): What shards in the run, one of `SHARDINGS`; `None` where each process has all.
-
-    Raises:
-        ConfigError: If it was not.
-    """
+    """Whether a checkpoint was written by processes that share weights as those of a run do."""
     saved = next((kind for kind, pattern in SHARDINGS.items() if any(folder.glob(pattern))), None)
     if saved == here:
         return
@@ -338,17 +278,7 @@ def check_sharding(folder: Path, here: str | None) -> None:
 
 
 def check_adapter(folder: Path, adapter: dict[str, Any] | None) -> None:
-    """
-    Whether a checkpoint has the adapter, or the whole model, that a run trains.
-
-    Args:
-        folder (`Path`): The checkpoint.
-        adapter (`dict`, *optional*): Settings of the adapter that is trained, as peft writes them; `None` where the
-            whole model is.
-
-    Raises:
-        ConfigError: If it has the other, or an adapter of another rank.
-    """
+    """Whether a checkpoint has the adapter, or the whole model, that a run trains."""
     saved = adapter_settings(folder)
     if saved is not None and adapter is None:
         raise ConfigError(
@@ -372,13 +302,6 @@ def check_adapter(folder: Path, adapter: dict[str, Any] | None) -> None:
 def check_weights_fit(folder: Path, model: torch.nn.Module) -> None:
     """
     Whether a checkpoint's weights are those of a model, by their names and shapes. What is sharded is passed over.
-
-    Args:
-        folder (`Path`): The checkpoint.
-        model (`nn.Module`): The model, not wrapped.
-
-    Raises:
-        ConfigError: If they are of another model, or damaged.
     """
     files = [*folder.glob("model*.safetensors"), *folder.glob("adapter_model*.safetensors")]
     saved = {name: shape for file in files for name, shape in _shapes(file).items()}
@@ -405,9 +328,6 @@ def load_converted(folder: Path, model: PreTrainedModel) -> bool:
     Loads a checkpoint of a model whose weights transformers writes under other names than the model has, such as those
     of experts and of vision-language models. The trainer of transformers would take them for another model's and leave
     the model as it is.
-
-    Returns:
-        Whether the names differ, so that the weights were loaded here.
     """
     saved = {name for file in folder.glob("model*.safetensors") for name in _shapes(file)}
     if not saved - model.state_dict().keys():
@@ -434,9 +354,6 @@ def find_checkpoint(wanted: str | bool | None, output_dir: str) -> str | None:
     """
     The folder that `resume_from_checkpoint` names. `true` is the latest whole checkpoint in `output_dir`;
     `auto` is that one too, or none where there is none.
-
-    Raises:
-        ConfigError: If there is none.
     """
     if wanted is None or str(wanted).lower() == "false":
         return None
@@ -556,16 +473,7 @@ def _read(path: Path, map_location: Any = "cpu", **options: Any) -> dict[str, An
 
 @contextmanager
 def says_what_cannot_be_written(folder: Path, output_dir: str | Path) -> Iterator[None]:
-    """
-    Turns the errors of writing a model or a checkpoint into a sentence.
-
-    Args:
-        folder (`Path`): What is written.
-        output_dir (`str` or `Path`): The run's folder, in which whole checkpoints may be.
-
-    Raises:
-        CheckpointError: If the disk is full, or the folder cannot be written.
-    """
+    """Turns the errors of writing a model or a checkpoint into a sentence."""
     try:
         yield
     except Exception as error:  # the library tokenizers raises no narrower one

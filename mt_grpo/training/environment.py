@@ -52,20 +52,7 @@ def build_env(
     tools: Sequence[Any] | None = None,
     plain: bool = False,
 ) -> EnvLike:
-    """
-    The environment, or environments by name, that `args` describe.
-
-    Args:
-        args (`MTGRPOConfig`): The options.
-        factory (`Factory`, *optional*): What the trainer was given as `environment_factory`.
-        tools (`Sequence`, *optional*): What it was given as `tools`, beside those of `args`; their calls are native
-            and unbounded where `args` do not say otherwise, and results have TRL's form.
-        plain (`bool`, *optional*, defaults to `False`): Whether a run without tools and partners has the call protocol
-            `plain`, so that a conversation is one answer, as in TRL.
-
-    Raises:
-        ConfigError: If what they name is no environment; see `MultiTurnToolEnv` for further errors.
-    """
+    """The environment, or environments by name, that `args` describe."""
     options = {name: getattr(args, name) for name in OF_ENVIRONMENT}
     if tools:
         given = (TRLTool.of(tool) if type(tool) is Tool else tool for tool in load_tools(list(tools)))
@@ -228,15 +215,6 @@ def check_env(
     """
     The environment of a run, or environments by name: those that the trainer was given, else those of the options.
     Refuses an environment that contradicts the options that were set, or the rows.
-
-    Args:
-        env (`EnvLike`, *optional*): What the trainer was given. An `EnvSource` has no options to contradict.
-        args (`MTGRPOConfig`): The options.
-        *datasets: To train on, then to evaluate on.
-        factory, tools, plain: As of `build_env`.
-
-    Raises:
-        ConfigError: If they contradict each other, or no environment can be made from it.
     """
     if env is not None and factory is not None:
         raise ConfigError("The trainer was given both `env` and `environment_factory`: leave one out.")
@@ -266,12 +244,7 @@ def check_env(
 
 
 def check_servers(source: EnvSource) -> None:
-    """
-    Connects to the servers of the environments once.
-
-    Raises:
-        ConfigError: If none of an environment's can be reached, or what answers is no server of it.
-    """
+    """Connects to the servers of the environments once."""
     for env in source.prototypes():
         if isinstance(env, OpenEnv):
             run(env.check())
@@ -337,9 +310,6 @@ def rows_of(dataset: Rows | None, source: EnvSource, args: MTGRPOConfig) -> Rows
     """
     The rows to train on: the source's own where none are given. As in TRL, a single factory needs none: the
     environment's `reset` writes the prompts.
-
-    Raises:
-        ConfigError: If there are no rows, and no single factory with `max_steps` that makes do without.
     """
     dataset = source.rows("train") if dataset is None else dataset
     if not source.writes_prompts:
@@ -368,14 +338,6 @@ def with_prompts(data: Any, source: EnvSource, name: str) -> Any:
     """
     A dataset, or several by name, with the column `prompt`, and images that are opened as those of tools are. Where
     the environment writes prompts, rows may lack it.
-
-    Args:
-        data: The rows, as far as there are any. The columns of a stream may not be known.
-        source (`EnvSource`): What environments are made from.
-        name (`str`): Of the dataset, for the error.
-
-    Raises:
-        ConfigError: If rows need a prompt and have none.
     """
     if isinstance(data, dict):
         return {split: with_prompts(rows, source, f"{name} {split!r}") for split, rows in data.items()}
@@ -394,12 +356,7 @@ def with_prompts(data: Any, source: EnvSource, name: str) -> Any:
 
 
 def own_rewards(listed: Sequence[RewardFunc], source: EnvSource) -> list[RewardFunc]:
-    """
-    The outcome rewards that environments bring beside those that are listed.
-
-    Raises:
-        ConfigError: If one has the name of a listed reward, two of these have the same, or there is no reward at all.
-    """
+    """The outcome rewards that environments bring beside those that are listed."""
     names = Counter(reward.name for reward in listed)
     several = [name for name, number in names.items() if number > 1]  # of one kind they are refused when loaded
     if several:
@@ -420,12 +377,7 @@ def own_rewards(listed: Sequence[RewardFunc], source: EnvSource) -> list[RewardF
 
 
 def weights_of(args: MTGRPOConfig, listed: Sequence[RewardFunc], own: Sequence[RewardFunc]) -> list[float] | None:
-    """
-    `reward_weights`: where they count the listed rewards only, each of the environments' own has 1, as in TRL.
-
-    Raises:
-        ConfigError: If they count neither the listed rewards nor all.
-    """
+    """`reward_weights`: where they count the listed rewards only, each of the environments' own has 1, as in TRL."""
     given, names = args.reward_weights, [reward.name for reward in (*listed, *own)]
     if given is None or len(given) == len(names):
         return given
@@ -440,9 +392,6 @@ def prepare_tokenizer(tokenizer: Any, source: EnvSource) -> None:
     """
     Checks that the model's template can hold the conversations of a source, as far as they are known beforehand. Under
     the native protocol, adds TRL's response template to a tokenizer that has none.
-
-    Raises:
-        ConfigError: If the template cannot show tool calls, or nothing can read them back.
     """
     if source.needs_template_calls is False:
         return

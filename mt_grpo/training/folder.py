@@ -49,17 +49,7 @@ def _is_checkpoint(path: Path) -> bool:
 
 
 def check_folder(args: MTGRPOConfig, model: str) -> None:
-    """
-    Checks that a run can begin in its `output_dir`. This is a collective call, in which the main process looks.
-
-    Args:
-        args (`MTGRPOConfig`): The options; a run that goes on from a checkpoint in the folder may.
-        model (`str`): Name or folder of the model it begins with.
-
-    Raises:
-        ConfigError: If another run is training there, if an earlier run is there that is neither resumed nor to be
-            overwritten, or if overwriting would remove the model that the run begins with.
-    """
+    """Checks that a run can begin in its `output_dir`. This is a collective call, in which the main process looks."""
     refusal = None
     if args.process_index == 0:
         refusal = _in_use(args) if _is_in_use(args) else _earlier_run(args, model)
@@ -85,12 +75,6 @@ def locked(args: MTGRPOConfig, model: str | None = None) -> Iterator[None]:
     """
     Keeps other processes that train out of `output_dir` in the block; blocks may be nested. This is a collective call,
     in which the main process locks.
-
-    Args:
-        args (`MTGRPOConfig`), model (`str`): As of `check_folder`. Without `model` an earlier run may be there.
-
-    Raises:
-        ConfigError: As `check_folder` does.
     """
     lock, refusal, path = None, None, Path(args.output_dir, LOCK).resolve()
     if args.process_index == 0 and path not in _held:

@@ -33,15 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 def prepare_forward(trainer: GRPOTrainer) -> dict[str, Any]:
-    """
-    Prepares the policy and the reference of a trainer for its `forward`.
-
-    Returns:
-        `temperature` and `truncation` of the distribution that is trained.
-
-    Raises:
-        ConfigError: If `forward` cannot train with the other options.
-    """
+    """Prepares the policy and the reference of a trainer for its `forward`."""
     args = trainer.args
     if args.forward == "turn_by_turn" and trainer.accelerator.num_processes > 1:
         raise ConfigError("`forward: turn_by_turn` runs on one process only; set `forward: tree`.")
@@ -81,25 +73,7 @@ def completion_logps(
     sequence: SequenceGroup | None = None,
     shared: bool = False,
 ) -> tuple[Tensor, Tensor, list[list[list[float]]]]:
-    """
-    Log-probabilities and entropies of the completions of a TRL batch.
-
-    Args:
-        model (`nn.Module`): The policy or the reference.
-        input_ids, attention_mask (`Tensor`): `(B, P + T)`, prompts padded on the left, completions on the right.
-        columns (`TokenColumns`): Of the completions, `(B, T)`.
-        args (`MTGRPOConfig`): The run's options.
-        distribution (`dict`): As `prepare_forward` returns it.
-        batch_size (`int`, *optional*): Rows in one forward; all where none is given.
-        leaves (`Sequence`, *optional*): For each row what else to score in its forward, see `batch_logps`; with
-            `forward: tree` only.
-        router_losses (`list`, *optional*): Where each forward's loss that balances experts is put, if it is wanted.
-        images (`Images`, *optional*): The images in the rows.
-        sequence (`SequenceGroup`, *optional*), shared (`bool`, *optional*): As in `batch_logps`.
-
-    Returns:
-        Two `(B, T)` tensors, 0 where a token is not trained; and for each row the means of each of its `leaves`.
-    """
+    """Log-probabilities and entropies of the completions of a TRL batch."""
     split = input_ids.size(1) - columns.scored.size(1)
     prompt_ids, ids = input_ids[:, :split], input_ids[:, split:]
     prompt_mask, mask = attention_mask[:, :split], attention_mask[:, split:]
@@ -171,9 +145,6 @@ def prepare_router_loss(trainer: GRPOTrainer) -> None:
     """
     Lets TRL's trainer ask a model without experts for no loss that balances them. It asks whatever has the option, as
     Granite 4 without a mixture.
-
-    Raises:
-        ConfigError: If such a loss is weighed in the options.
     """
     if not trainer.aux_loss_enabled or has_router_loss(trainer.model.config):
         return
@@ -211,9 +182,6 @@ def prove_forward(trainer: GRPOTrainer, length: int) -> None:
     Proves `forward: tree` for the policy as it is wrapped for training, and for a separate reference model, once for
     rows of up to `length` tokens. If a model scores packed trees differently from each turn alone, the run goes on
     with padded rows, which are proven too. Every rank calls it at the same point. In evaluation it does nothing.
-
-    Raises:
-        UnsupportedModelError: If a model scores padded rows differently too.
     """
     args, mixed_precision = trainer.args, trainer.accelerator.mixed_precision
     if args.forward == "turn_by_turn" or not trainer.model.training:
@@ -245,10 +213,6 @@ def prove_shown(trainer: GRPOTrainer, batch: RolloutBatch, proven: set[Any]) -> 
     """
     Proves `forward` on a batch's shortest trajectories that show images, videos or sounds, the same ones on every
     rank, as `prove_forward` proves it without. This is a collective call.
-
-    Args:
-        proven (`set`): What was shown when `forward` was proven before, `IMAGE`, `VIDEO`, `SOUND` and `SEVERAL`. What
-            the batch shows is added.
     """
     args, mixed_precision = trainer.args, trainer.accelerator.mixed_precision
     mine: dict[Any, TokenRow] = {}
@@ -367,12 +331,7 @@ def trained_truncation(args: MTGRPOConfig) -> Truncation | None:
 
 
 def check_sequence_ratio(args: MTGRPOConfig) -> None:
-    """
-    Refuses ratios of whole trajectories between two different distributions, which vanish over many tokens.
-
-    Raises:
-        ConfigError: If `vllm_importance_sampling_mode` is one of `sequence_*` and training cannot follow the sampling.
-    """
+    """Refuses ratios of whole trajectories between two different distributions, which vanish over many tokens."""
     inexact = inexact_options(args)
     mode = args.vllm_importance_sampling_mode
     if inexact and args.vllm_importance_sampling_correction and mode.startswith("sequence"):

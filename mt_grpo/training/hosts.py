@@ -43,9 +43,6 @@ def resume_point(wanted: str | bool | None, args: TrainingArguments) -> str | No
     The checkpoint that `resume_from_checkpoint` names, of which every host then has a copy. Where the latest one is
     asked for, it is the latest of any host: a launcher may give the first place to another one. Files go only where
     another host has the whole checkpoint. This is a collective call.
-
-    Raises:
-        ConfigError: As `find_checkpoint`, in every process, if no host has it.
     """
     if not several_hosts(args):
         return find_checkpoint(wanted, args.output_dir)
@@ -106,16 +103,7 @@ def _collect(folder: Path, args: TrainingArguments, replaces: bool) -> None:
 
 
 def _copy(folder: Path, source: int, receives: bool, replaces: bool = True, mirrors: bool = False) -> None:
-    """
-    Copies from a process what others lack of a folder. This is a collective call.
-
-    Args:
-        folder (`Path`): The folder, which each may have for itself.
-        source (`int`): The process that sends.
-        receives (`bool`): Whether this one receives.
-        replaces (`bool`, *optional*): Whether files of other content are replaced.
-        mirrors (`bool`, *optional*): Whether files that the source lacks are removed.
-    """
+    """Copies from a process what others lack of a folder. This is a collective call."""
     sends = PartialState().process_index == source
     here = _identities(folder) if sends or receives else {}
     there = _broadcast(here, source)
@@ -179,17 +167,7 @@ def _read(path: Path, start: int) -> bytes:
 
 
 def check_same(what: str, tensors: Mapping[str, Any], mend: str) -> None:
-    """
-    Compares one number of tensors across all processes, each of which has them whole. This is a collective call.
-
-    Args:
-        what (`str`): What they are, for the sentence.
-        tensors (`Mapping`): By name. Shards, which differ as they should, and what is no tensor are passed over.
-        mend (`str`): What to do where they differ.
-
-    Raises:
-        ConfigError: In every process, if the numbers differ.
-    """
+    """Compares one number of tensors across all processes, each of which has them whole. This is a collective call."""
     if PartialState().num_processes == 1:
         return
     answers = gather_object([(_number(tensors), socket.gethostname())])

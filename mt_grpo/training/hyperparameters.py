@@ -35,14 +35,6 @@ def take_given(optimizer: Any, scheduler: Any, given: list[dict[str, Any]]) -> d
     Gives an optimizer and its schedule back what a checkpoint replaced. The step that the schedule is
     at, and what the optimizer remembers of gradients, stay the checkpoint's. A schedule that is no function of the
     step keeps the rate too.
-
-    Args:
-        optimizer (`Optimizer`): As loaded, like `scheduler`.
-        scheduler (`LRScheduler`): Its schedule.
-        given (`list[dict]`): What `hyperparameters` returned before.
-
-    Returns:
-        `dict`: Options that differ, each with its value in the checkpoint and the given one.
     """
     if isinstance(scheduler, AcceleratedScheduler):  # DeepSpeed's
         scheduler = scheduler.scheduler

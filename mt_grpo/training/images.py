@@ -44,11 +44,6 @@ def processing_of(model: Any, given: Any, args: MTGRPOConfig) -> Any:
     """
     The processor or tokenizer of a run: what is given, or else that of the model. TRL would look for it without a
     token and in no subfolder, and cannot take one of sounds alone.
-
-    Args:
-        model (`str` or `PreTrainedModel`): What TRL's trainer is given.
-        given (`ProcessorMixin` or `PreTrainedTokenizerBase`, *optional*): The trainer's argument.
-        args (`MTGRPOConfig`): The run's options.
     """
     if given is not None:
         return given
@@ -70,10 +65,6 @@ def with_its_images(row: dict[str, Any]) -> dict[str, Any]:
     A row whose prompt shows the images of its columns, and plays the sounds. As in TRL images stand before the words
     of the first message of the user, or where the prompt has places for them, `{"type": "image"}`. Sounds do too:
     their places are `{"type": "audio"}`.
-
-    Raises:
-        ConfigError: If there are more or fewer than places, or a sound cannot be read.
-        ImageOfRowError: If an image cannot be read.
     """
     images, sounds = (_listed(row, columns) for columns in (IMAGE_COLUMNS, SOUND_COLUMNS))
     if images is None and sounds is None:
@@ -183,12 +174,7 @@ def image_encoder(processor: Any, config: PreTrainedConfig, engine: Engine) -> I
 
 
 def check_images(encoder: ImageEncoder | None, config: PreTrainedConfig, engine: Engine, *data: Any) -> None:
-    """
-    Refuses datasets with images or sounds where the model cannot be shown them.
-
-    Raises:
-        ConfigError: If one has a column of images or sounds, and the encoder takes none of them.
-    """
+    """Refuses datasets with images or sounds where the model cannot be shown them."""
     every = [rows for one in data for rows in (one.values() if isinstance(one, dict) else [one])]
     for columns, feature, part, token, what in (
         (IMAGE_COLUMNS, Image, {"type": "image"}, image_token(config), "images"),
@@ -217,12 +203,7 @@ def check_images(encoder: ImageEncoder | None, config: PreTrainedConfig, engine:
 
 
 def check_decoding(rows: Dataset | IterableDataset | None) -> None:
-    """
-    Refuses a dataset with a column of sounds that nothing here decodes, before a row is looked at.
-
-    Raises:
-        ConfigError: With the column.
-    """
+    """Refuses a dataset with a column of sounds that nothing here decodes, before a row is looked at."""
     for column, feature in ((None if rows is None else rows.features) or {}).items():
         inner = feature.feature if isinstance(feature, List) else feature
         if isinstance(inner, Audio) and inner.decode and importlib.util.find_spec("torchcodec") is None:

@@ -21,15 +21,7 @@ _DIE_WITH_PARENT = 1  # of prctl
 
 
 def main(parent: int, command: list[str]) -> int:
-    """
-    Args:
-        parent (`int`): The process that asked. Its end is seen by this one's standard input, which it holds open, and,
-            where a child of it holds that too, by who this process's parent is.
-        command (`list[str]`): What starts the server.
-
-    Returns:
-        `int`: The server's status.
-    """
+    """"""
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # they are for the parent
         signal.signal(ignored, signal.SIG_IGN)
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_begin)

@@ -33,14 +33,6 @@ def rebalance(batches: Sequence[dict[str, Any]], group_size: int) -> list[dict[s
 
     Rows move only if a micro-batch holds whole groups, or a group fills whole micro-batches. If not, they stay on
     their rank: groups lie next to each other and are cut where a micro-batch ends.
-
-    Args:
-        batches (`list[dict]`): Micro-batches of equal size on every rank, as TRL buffers them: tensors whose first
-            dimension is the row, and other values, which stay unchanged. `group_ids`, `(B,)`, numbers the groups.
-        group_size (`int`): Rows in a group.
-
-    Returns:
-        The same number of micro-batches, without padding that no row of this rank needs.
     """
     state = PartialState()
     size = len(batches[0]["group_ids"])
@@ -75,12 +67,7 @@ def rebalance(batches: Sequence[dict[str, Any]], group_size: int) -> list[dict[s
 
 
 def assign(weights: Sequence[float], ranks: int, steps: int) -> list[list[list[int]]]:
-    """
-    Assigns pieces of work to micro-steps, and within each to ranks.
-
-    Args:
-        weights (`list[float]`): Cost of each piece; a multiple of `ranks * steps` of them.
-    """
+    """Assigns pieces of work to micro-steps, and within each to ranks."""
 
     def cost(bin: list[int]) -> float:
         return sum(weights[piece] for piece in bin)
@@ -181,13 +168,6 @@ def balance(weights: Sequence[float], num_bins: int) -> list[list[int]]:
     """
     Distributes items over bins of equal count so that the heaviest bin is light: the largest items first, each to the
     lightest bin with room (Graham's rule with a cap).
-
-    Args:
-        weights (`list[float]`): Cost of each item, e.g. the unique tokens of a group.
-        num_bins (`int`): Ranks or micro-batches.
-
-    Returns:
-        `list[list[int]]`: indices of the items in each bin; sizes differ by at most one.
     """
     room = -(-len(weights) // num_bins)
     bins: list[list[int]] = [[] for _ in range(num_bins)]

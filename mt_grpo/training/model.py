@@ -41,15 +41,6 @@ def resolve_model(name: str, revision: str | None = None, subfolder: str | None 
     """
     What a model's name stands for: the folder of the embedded model for `embedded`; any other name as it is, once it
     is certain that there is such a folder, or that the Hub can be asked.
-
-    Args:
-        name (`str`): `embedded`, a folder or a Hub id.
-        revision (`str`, *optional*): Revision on the Hub.
-        subfolder (`str`, *optional*): Where the model is in the folder, or in the Hub's repository.
-
-    Raises:
-        ConfigError: If there is no such folder, no model or a damaged one is in it, or it is not cached and the Hub
-            cannot be reached.
     """
     if name == "embedded":
         return str(Path(embedded.__file__).parent / "model")
@@ -87,9 +78,6 @@ def _check_weights(name: str, folder: Path) -> None:
 def resolve_base(name: str) -> str:
     """
     The model whose configuration and architecture a resolved name has: the base of an adapter, else the name itself.
-
-    Raises:
-        ConfigError: If an adapter's base is not there.
     """
     settings = adapter_settings(name)
     if settings is None:
@@ -108,12 +96,7 @@ def subfolder_of(args: MTGRPOConfig) -> str | None:
 
 
 def served_model(name: str, args: MTGRPOConfig) -> str:
-    """
-    A resolved name as a vLLM server takes it, which looks into no subfolder.
-
-    Raises:
-        ConfigError: For a subfolder of a repository of the Hub.
-    """
+    """A resolved name as a vLLM server takes it, which looks into no subfolder."""
     subfolder = subfolder_of(args)
     if subfolder is None:
         return name
@@ -126,13 +109,7 @@ def served_model(name: str, args: MTGRPOConfig) -> str:
 
 
 def source_options(args: MTGRPOConfig, revision: str | None = None) -> dict[str, Any]:
-    """
-    Options with which a model's configuration, tokenizer and processor are found, as its weights are.
-
-    Args:
-        args (`MTGRPOConfig`): The run's options.
-        revision (`str`, *optional*): Of the model, where `model_init_kwargs` names none.
-    """
+    """Options with which a model's configuration, tokenizer and processor are found, as its weights are."""
     given = args.model_init_kwargs or {}
     found = {name: given[name] for name in OF_SOURCE if given.get(name) is not None}
     return {"trust_remote_code": args.trust_remote_code, **({"revision": revision} if revision else {}), **found}
@@ -214,12 +191,7 @@ def without_dropout(model: nn.Module, wanted: bool) -> Iterator[None]:
 
 
 def check_reference(args: MTGRPOConfig, accelerator: Accelerator) -> None:
-    """
-    Refuses a run that could be trained but not resumed.
-
-    Raises:
-        ConfigError: If the run saves checkpoints, and its reference is synced and sharded by ZeRO-3.
-    """
+    """Refuses a run that could be trained but not resumed."""
     if args.sync_ref_model and args.save_strategy != "no" and DistributedBackend(accelerator).is_zero3:
         raise ConfigError(
             "A synced reference (`sync_ref_model: true`) cannot be saved under DeepSpeed ZeRO-3, so a run could not "
@@ -241,12 +213,7 @@ def save_reference(folder: Path, args: MTGRPOConfig, accelerator: Accelerator, r
 
 
 def load_reference(folder: Path, args: MTGRPOConfig, accelerator: Accelerator, reference: nn.Module | None) -> None:
-    """
-    Loads what `save_reference` wrote into the reference.
-
-    Raises:
-        ConfigError: If the checkpoint has none.
-    """
+    """Loads what `save_reference` wrote into the reference."""
     if not args.sync_ref_model:
         return
     if not (folder / REFERENCE).exists():

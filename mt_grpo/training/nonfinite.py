@@ -23,18 +23,7 @@ class NonFiniteError(UserError, RuntimeError):
 
 
 def check_loss(loss: Tensor, inputs: dict[str, Any], model: nn.Module, step: int) -> None:
-    """
-    Checks the loss of a micro-batch. This is a collective call.
-
-    Args:
-        loss (`Tensor`): The loss of this process.
-        inputs (`dict`): Its micro-batch.
-        model (`nn.Module`): The policy.
-        step (`int`): Steps taken so far.
-
-    Raises:
-        NonFiniteError: In every process, if the loss of one is NaN or infinite.
-    """
+    """Checks the loss of a micro-batch. This is a collective call."""
     losses = gather(loss.detach().float().reshape(1))
     if not losses.isfinite().all():
         causes = gather_object([_cause(inputs, model)])  # on every process: weights may be sharded
@@ -49,9 +38,6 @@ def check_gradient(norm: Any, args: MTGRPOConfig, accelerator: Accelerator, step
     Checks the norm of a gradient before the optimiser's step. In float16 a gradient may overflow, and the scaler then
     leaves out the step. DeepSpeed steps inside the backward, so a bad gradient is found after its step, but before a
     save. This is a collective call.
-
-    Raises:
-        NonFiniteError: In every process, if the norm of one is NaN or infinite.
     """
     if norm is None or args.fp16:  # DeepSpeed may know none
         return
@@ -88,12 +74,7 @@ def _spoilt_weight(model: nn.Module) -> str | None:
 
 
 def check_weights(model: nn.Module, accelerator: Accelerator, step: int) -> None:
-    """
-    Checks every trained weight; each process checks its own shards. This is a collective call.
-
-    Raises:
-        NonFiniteError: In every process, if a weight is NaN or infinite.
-    """
+    """Checks every trained weight; each process checks its own shards. This is a collective call."""
     spoilt = _spoilt_weight(model)
     if gather(torch.tensor([int(spoilt is not None)], device=accelerator.device)).sum():
         raise NonFiniteError(

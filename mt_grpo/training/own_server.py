@@ -46,13 +46,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_own_servers(args: MTGRPOConfig) -> None:
-    """
-    Whether this machine can hold the servers that a run starts. This is a collective call.
-
-    Raises:
-        ConfigError: If it cannot: processes on several machines, tensor-parallel groups that do not divide them, no
-            vLLM, a port that is taken, or no place for a key.
-    """
+    """Whether this machine can hold the servers that a run starts. This is a collective call."""
     if colocates(args):
         everywhere(lambda: _check(args))
 
@@ -94,13 +88,7 @@ def is_free(port: int) -> bool:
 
 
 class OwnServer:
-    """
-    A server that this process starts, and that ends with it. Its output goes to a file of its own.
-
-    Args:
-        command (`list[str]`), environment (`dict[str, str]`): What starts it, and its whole environment.
-        url (`str`): Where it listens.
-    """
+    """A server that this process starts, and that ends with it. Its output goes to a file of its own."""
 
     def __init__(self, command: list[str], environment: dict[str, str], url: str) -> None:
         self.url = url
@@ -117,12 +105,7 @@ class OwnServer:
             )
 
     def wait(self, seconds: float) -> None:
-        """
-        Waits until it answers.
-
-        Raises:
-            ServerSetupError: If it ends instead, or does not answer within so many seconds.
-        """
+        """Waits until it answers."""
         server, began, told = Server(self.url), time.monotonic(), TOLD
         while run(wait_for_servers([server], 1, time.monotonic(), SLICE, lambda words: None)):
             waited = time.monotonic() - began
@@ -163,17 +146,6 @@ def start_own_server(args: MTGRPOConfig, model: Any) -> OwnServer | None:
     """
     Starts the server of this process's group, and returns when all servers of the run answer. This is a collective
     call.
-
-    Args:
-        args (`MTGRPOConfig`): The options.
-        model: The trainer's model, with which the server begins; it is loaded by its name.
-
-    Returns:
-        `OwnServer`, *optional*: The server; `None` in a process whose group another one leads.
-
-    Raises:
-        ConfigError: If the model has no name that a server could load it by.
-        ServerSetupError: If a server does not come up.
     """
 
     def start() -> OwnServer | None:

@@ -29,17 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_rows_suffice(args: MTGRPOConfig, dataset: Dataset | IterableDataset, dropped: int = 0) -> None:
-    """
-    Checks that there are rows for a step.
-
-    Args:
-        args (`MTGRPOConfig`): The options.
-        dataset (`Dataset` or `IterableDataset`): Rows to train on. Of a stream, the rows of one batch are read.
-        dropped (`int`, *optional*, defaults to `0`): Rows left out because their prompts are too long.
-
-    Raises:
-        ConfigError: If there are not.
-    """
+    """Checks that there are rows for a step."""
     needed = args.generation_batch_size // args.num_generations
     rows = sum(1 for _ in dataset.take(needed)) if isinstance(dataset, IterableDataset) else len(dataset)
     if rows < needed:
@@ -53,12 +43,7 @@ def check_rows_suffice(args: MTGRPOConfig, dataset: Dataset | IterableDataset, d
 
 
 def check_surroundings(args: MTGRPOConfig) -> None:
-    """
-    Whether the machine has what the options ask of it: a device, packages, the Hub.
-
-    Raises:
-        ConfigError: If it has not.
-    """
+    """Whether the machine has what the options ask of it: a device, packages, the Hub."""
     _check_device(args)
     check_trackers(args)
     if args.push_to_hub:
@@ -66,12 +51,7 @@ def check_surroundings(args: MTGRPOConfig) -> None:
 
 
 def check_trackers(args: MTGRPOConfig) -> None:
-    """
-    Whether the packages that `report_to` names are installed.
-
-    Raises:
-        ConfigError: If one is not, or there is no such tracker.
-    """
+    """Whether the packages that `report_to` names are installed."""
     available = get_available_reporting_integrations()
     for name in args.report_to:
         # the list never has flyte, nor azure_ml beside mlflow
@@ -105,12 +85,7 @@ def tell_device(args: MTGRPOConfig) -> None:
 
 
 def check_push(args: MTGRPOConfig) -> None:
-    """
-    Whether the Hub can be pushed to.
-
-    Raises:
-        ConfigError: If there is no token, or no Hub.
-    """
+    """Whether the Hub can be pushed to."""
     if not args.hub_token and get_token() is None:
         raise ConfigError(
             "`push_to_hub: true` needs a token: run `hf auth login`, set `HF_TOKEN`, or leave `push_to_hub` out."
@@ -124,12 +99,7 @@ def check_push(args: MTGRPOConfig) -> None:
 
 
 def check_batch_sizes(args: MTGRPOConfig) -> None:
-    """
-    Whether the processes of this run make whole groups, and the options leave something to train.
-
-    Raises:
-        ConfigError: If they do not; it says which numbers would do.
-    """
+    """Whether the processes of this run make whole groups, and the options leave something to train."""
     check_batches(vars(args), args.world_size)
     check_trainable(vars(args))
 
@@ -142,10 +112,6 @@ def check_reward_columns(
     """
     Checks that every reward can be called with the columns of every dataset. If a stream does not name its columns,
     its first row is read.
-
-    Raises:
-        ConfigError: If a reward needs an argument that is no column, does not take a column, or finds no right answer
-            in a row.
     """
     evaluated = eval_dataset if isinstance(eval_dataset, dict) else {"": eval_dataset}
     datasets = {"training": train_dataset, **{f"evaluation {name}".strip(): rows for name, rows in evaluated.items()}}
@@ -229,16 +195,7 @@ def _needed(parameters: Iterable[Parameter], positional: int) -> list[str]:
 
 
 def check_best(wanted: str | None, metrics: Mapping[str, Any]) -> None:
-    """
-    Whether an evaluation measures what the best model is chosen by.
-
-    Args:
-        wanted (`str`, *optional*): `metric_for_best_model`.
-        metrics (`Mapping`): Those of an evaluation.
-
-    Raises:
-        ConfigError: If it does not.
-    """
+    """Whether an evaluation measures what the best model is chosen by."""
     names = [name.removeprefix("eval_") for name in metrics]
     if wanted is not None and wanted.removeprefix("eval_") not in names:
         raise ConfigError(

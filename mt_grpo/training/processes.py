@@ -51,12 +51,6 @@ class ProcessGoneError(UserError, RuntimeError):
 def says_who_is_gone(output_dir: str) -> Iterator[None]:
     """
     Turns what a backend of torch raises into a sentence: when processes cannot form a group, and when one is gone.
-
-    Args:
-        output_dir (`str`): The run's folder.
-
-    Raises:
-        ProcessGoneError: If a process or its host is gone, or the network between them.
     """
     try:
         yield
@@ -79,13 +73,7 @@ def says_who_is_gone(output_dir: str) -> Iterator[None]:
 
 
 def everywhere(work: Callable[[], T]) -> T:
-    """
-    Does this process's part of the work of all processes. This is a collective call.
-
-    Raises:
-        Exception: The failure of the first process that failed, in every process. Other processes raise the same kind
-            with the same sentence, or a `RankError` with its traceback.
-    """
+    """Does this process's part of the work of all processes. This is a collective call."""
     failure: BaseException | None = None
     try:
         result = work()

@@ -30,13 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class NoEngine:
-    """
-    What stands in an engine's place where nothing is sampled.
-
-    Args:
-        tokenizer: The trainer's tokenizer.
-        context_length (`int`): Of the model.
-    """
+    """What stands in an engine's place where nothing is sampled."""
 
     def __init__(self, tokenizer: Any, context_length: int) -> None:
         self.tokenizer, self.context_length = tokenizer, context_length
@@ -55,14 +49,6 @@ class Replay:
     """
     The generation batches of a run, as its folder has them. The n-th batch that a trainer asks for is the n-th that
     the run sampled, whatever was learnt in between.
-
-    Args:
-        args (`MTGRPOConfig`): With `replay`, the run's folder. Options that ask for an evaluation are turned off,
-            since nothing can be sampled, and where `max_steps` is unset it is what the run's batches suffice for.
-
-    Raises:
-        ConfigError: If there is no run with whole batches, if their size or their groups are others than those of the
-            options, if they do not suffice for the steps, or if the run would be written over.
     """
 
     def __init__(self, args: MTGRPOConfig) -> None:
@@ -147,12 +133,7 @@ class Replay:
             )
 
     def check_rewards(self, rewards: list[RewardFunc | StateScore]) -> None:
-        """
-        Whether the run scored its conversations by all these rewards.
-
-        Raises:
-            ConfigError: If it did not.
-        """
+        """Whether the run scored its conversations by all these rewards."""
         known = list(self._batches[0][0]["rewards"])
         for reward in rewards:
             if not isinstance(reward, StateScore) and reward.name not in known:
@@ -163,12 +144,7 @@ class Replay:
                 )
 
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """
-        Whether the run's tokens are those of a tokenizer.
-
-        Raises:
-            ConfigError: If the run saved another.
-        """
+        """Whether the run's tokens are those of a tokenizer."""
         saved = self._run.tokenizer
         if saved is not None and saved.get_vocab() != tokenizer.get_vocab():
             raise ConfigError(
@@ -186,20 +162,7 @@ class Replay:
     def fill_in(
         self, batch: RolloutBatch, number: int, first: int, rewards: dict[str, list[str]], vocabulary: int
     ) -> None:
-        """
-        Gives a batch its trajectories and their scores.
-
-        Args:
-            batch (`RolloutBatch`): This process's part of a generation batch.
-            number (`int`): How many generation batches came before.
-            first (`int`): Number of its first row among those of all processes.
-            rewards (`dict[str, list[str]]`): Names of the `turn`, `outcome` and `state` rewards.
-            vocabulary (`int`): Token ids that the model has.
-
-        Raises:
-            ConfigError: If a record is damaged, has no sampled log-probs, or tokens that the model lacks, and if the
-                batch is of an evaluation.
-        """
+        """Gives a batch its trajectories and their scores."""
         if batch.mode != "train":
             raise ConfigError(NOTHING_SAMPLED)
         rows = self._batches[number][first : first + len(batch.rows)]

@@ -81,13 +81,6 @@ class ResumableTrainer(GRPOTrainer):
         """
         Trains as TRL does; `True` goes on from the latest checkpoint that is whole. If the folder has records of an
         earlier run that is not resumed, warns and adds to them.
-
-        Raises:
-            ConfigError: If the options or the rows do not suffice for one step, a stream ends before it, or another
-                process trains in `output_dir`.
-            NonFiniteError: If weights are NaN or infinite at a checkpoint or at the end.
-            PreemptedError: After SIGUSR1, or SIGTERM with `enable_jit_checkpoint`, to one of the processes: with a
-                checkpoint of the step that was under way.
         """
         check_batch_sizes(self.args)
         check_rows_suffice(self.args, self.train_dataset)
@@ -281,9 +274,6 @@ class ResumableTrainer(GRPOTrainer):
         """
         Writes a checkpoint of the last finished step, also if training stopped in the middle of the next one. A
         checkpoint that is already there is kept. This is a collective call.
-
-        Returns:
-            `Path`: The checkpoint's folder.
         """
         folder = self._checkpoint_folder()
         saved = gather_object([is_whole(folder)])[0]  # other hosts may not have it; and all look before one writes
@@ -300,9 +290,6 @@ class ResumableTrainer(GRPOTrainer):
         """
         Ends the run if a signal has asked one of its processes to. Call it between optimizer steps. This is a
         collective call.
-
-        Raises:
-            PreemptedError: In every process, when there is a checkpoint of the last step.
         """
         asked = [name for name in gather_object([heard()]) if name is not None]
         if not asked:

@@ -33,20 +33,6 @@ def gather_rewards(
     """
     Gathers the scores of all processes. This is a collective call: every process brings the same number of
     trajectories, with any number of turns.
-
-    Args:
-        trajectories (`list[Trajectory]`): Trajectories of this process.
-        scores (`Scores`): Their scores.
-        weights (`torch.Tensor` of shape `(num_rewards,)`): Weights of turn rewards, then outcome rewards; results are
-            on their device.
-        group_size (`int`): Trajectories of one prompt.
-        branching (`Branching`, *optional*): How their conversations branched.
-        names (`Sequence[str]`, *optional*): Names of the rewards, in the order of their weights.
-
-    Returns:
-        The weighted rewards of all processes, and their scores with a column for each reward, `(B, num_rewards)`: turn
-        rewards summed over turns, NaN where a reward does not apply. A trajectory that failed has no turns and no
-        rewards, so that it is in no baseline. Weighed turn rewards are float64, since rules sum them over turns.
     """
     device, weights = weights.device, weights.double()
     num_turns = torch.tensor([len(trajectory.turns) for trajectory in trajectories], device=device)
@@ -115,14 +101,6 @@ def share_of_equal_groups(columns: torch.Tensor, weights: torch.Tensor, group_si
     """
     TRL's `frac_reward_zero_std`, by the measure that credit rules have for equal sums. TRL compares a float32
     deviation with zero, which rounding may change.
-
-    Args:
-        columns (`torch.Tensor` of shape `(B, num_rewards)`): Scores of all processes, NaN where one does not apply.
-        weights (`torch.Tensor` of shape `(num_rewards,)`): Their weights.
-        group_size (`int`): Trajectories of one prompt.
-
-    Returns:
-        The share of the groups whose members all earn the same, among the groups that earn anything; NaN for none.
     """
     above = above_least(_sum_present(columns.double() * weights, dim=1).view(-1, group_size, 1)).squeeze(2)
     earns = ~above.isnan().all(dim=1)
@@ -139,13 +117,6 @@ def sample_again(
     """
     Samples the prompts of groups without signal again, with other seeds, until every group has one. This is a
     collective call: every process makes as many rounds.
-
-    Args:
-        batch (`RolloutBatch`): A batch whose conversations are finished. In the end it has the latest conversations of
-            each group, and those that they took the place of in `discarded`.
-        limit (`int`): Rounds at most.
-        sample, score (`Callable`): Run the conversations of a batch, and return their scores.
-        judge (`Callable`): Fills in the advantages of a batch, those of all processes.
     """
     first = PartialState().process_index * len(batch.rows)
     judge(batch)
@@ -197,10 +168,6 @@ def share_out(batches: list[dict[str, Any]], loss_type: str) -> None:
 
     TRL divides by rows (`grpo`, `sapo`, `luspo`, `dr_grpo`), by micro-batches (`bnpo`) or by the tokens that are
     trained, which are counted right already.
-
-    Args:
-        batches (`list[dict]`): All micro-batches of a generation batch that `leave_out` has seen.
-        loss_type (`str`): The loss.
     """
     if loss_type in TOKENS_OF_ALL:
         return

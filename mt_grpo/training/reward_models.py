@@ -22,13 +22,6 @@ class ModelReward(FunctionReward):
     The logit of a sequence classifier with one label for the whole conversation. It reads texts where prompts are
     text, else the conversation in the reward model's own chat template. TRL's trainer loads the model and its
     tokenizer, and places it on the device; `use` takes them from there.
-
-    Args:
-        model (`str` or `Module`): A folder, a Hub id, or the model.
-        **where: Where it is found, see `source_options`.
-
-    Raises:
-        ConfigError: If there is no such model, or it gives no number, or several.
     """
 
     collective = True

@@ -25,17 +25,7 @@ from mt_grpo.trajectory import Message, Trajectory, visible
 
 @dataclass
 class Lag:
-    """
-    How a batch came to be trained.
-
-    Args:
-        turns (`list[tuple[int, int]]`): Of each turn, the generation batches that were trained since its first weights
-            were out, and its tokens. Without turns whose engine does not know.
-        ready (`float`): Share of the conversations that were finished when the trainer came for them.
-        wait_seconds (`float`): Time that it then waited.
-        sync_seconds (`float`): Time that it took to bring the weights out.
-        effective (`float`, *optional*): Share of the batch that counts, see `effective_sample_size`.
-    """
+    """How a batch came to be trained."""
 
     turns: list[tuple[int, int]] = field(default_factory=list)
     ready: float = 0.0
@@ -234,11 +224,6 @@ def branching(args: MTGRPOConfig, mode: str) -> Branching | None:
 class EvaluationRows:
     """
     Tells the rows of a dataset from padding rows, with which accelerate fills up the last batch of an evaluation.
-
-    Args:
-        dataset (`Dataset` or `IterableDataset`): What is evaluated.
-        generations (`int`): How often each row is evaluated.
-        accelerator (`Accelerator`): The run's.
     """
 
     def __init__(self, dataset: Dataset | IterableDataset, generations: int, accelerator: Accelerator) -> None:

@@ -29,9 +29,6 @@ def sequence_group(trainer: GRPOTrainer) -> SequenceGroup | None:
     """
     The processes that compute rows together with this one; `None` where each computes its own, and where there is only
     one, which may sample. This is a collective call.
-
-    Raises:
-        ConfigError: If the model, the number of processes, or how weights are spread does not allow `sp_size`.
     """
     size, accelerator = trainer.args.sp_size, trainer.accelerator
     config = accelerator.parallelism_config
@@ -70,10 +67,6 @@ def loss_of_group(
     The loss of this process's micro-batch, after the backward of all but the last micro-batch of its group. Its own
     backward is that of the last one. Summed over processes, gradients are those of all micro-batches, as if each
     process had computed its own.
-
-    Args:
-        inputs (`dict`): The micro-batch of this process.
-        loss_of (`Callable`): A micro-batch to its loss, which the group computes together.
     """
     sequence: SequenceGroup = trainer.sequence
     parts = exchange([inputs] * sequence.size, inputs["completion_ids"].device, sequence.group)

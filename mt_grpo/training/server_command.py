@@ -36,11 +36,6 @@ def command_at(host: str, port: int, args: MTGRPOConfig, model: ModelConfig) -> 
 
     The interpreter is that of `.venv-vllm` in the checkout, where it has been made, else this one. The key is taken
     from `VLLM_API_KEY`, by the server as by the trainer, or made up by the server, so that no command line shows it.
-
-    Args:
-        host (`str`), port (`int`): Where the server listens.
-        args (`MTGRPOConfig`): Options of the run.
-        model (`ModelConfig`): The model that the trainer begins with: its name, revision, dtype and adapter rank.
     """
     name = resolve_model(model.model_name_or_path, model.model_revision, subfolder_of(args))
     adapter = adapter_settings(name)
@@ -114,12 +109,7 @@ def _carries_state(config: PreTrainedConfig) -> bool:
 
 
 def check_vllm() -> None:
-    """
-    Whether servers can be started.
-
-    Raises:
-        ConfigError: If vLLM is not installed where they run.
-    """
+    """Whether servers can be started."""
     own = interpreter()
     here = own == Path(sys.executable)
     if not (find_spec("vllm") if here else list(own.parents[1].glob("lib/python*/site-packages/vllm"))):

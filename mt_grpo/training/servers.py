@@ -33,10 +33,6 @@ def server_urls(args: MTGRPOConfig, processes: int | None = None) -> list[str]:
     URLs of a run's servers: those of `vllm_server_base_url`, or else the one of `vllm_server_host` and
     `vllm_server_port`. Those that a trainer starts are on this machine, on that port and the
     ones after it.
-
-    Args:
-        args (`MTGRPOConfig`): The options.
-        processes (`int`, *optional*): Processes that train; by default as many as this one was launched with.
     """
     if colocates(args):
         groups = (processes or args.world_size) // args.vllm_tensor_parallel_size
@@ -68,13 +64,7 @@ def transport_of(args: MTGRPOConfig) -> type[WeightTransport]:
 
 
 def check_importance_sampling(args: MTGRPOConfig) -> None:
-    """
-    Makes TRL's own check, which TRL makes only for its own client, and `check_sequence_ratio`.
-
-    Raises:
-        ConfigError: If the loss needs a correction per token and the chosen one is not, or if the correction would be
-            of another distribution than the one that is sampled from.
-    """
+    """Makes TRL's own check, which TRL makes only for its own client, and `check_sequence_ratio`."""
     check_sequence_ratio(args)
     by_token = ("token_truncate", "token_mask")
     if (
@@ -94,13 +84,7 @@ def replays_routes(args: MTGRPOConfig) -> bool:
 
 
 def own_engine(args: MTGRPOConfig, tokenizer: Any, model: Any, accelerator: Accelerator) -> TransformersEngine:
-    """
-    An engine that samples from the trainer's own model.
-
-    Raises:
-        ConfigError: If its weights are sharded: each forward is then a collective, and processes take different
-            numbers of turns.
-    """
+    """An engine that samples from the trainer's own model."""
     backend = DistributedBackend(accelerator)
     sharded = backend.is_fsdp or (backend.is_zero3 and not args.ds3_gather_for_generation)
     if sharded and accelerator.num_processes > 1:
@@ -116,15 +100,6 @@ class ModelCopy:
     The weights that an engine in this process samples with while the trainer changes its own: a copy, which is brought
     up to date between two batches of the engine. Conversations go on with it. It has those methods of a
     `WeightTransport` that a trainer calls.
-
-    Args:
-        engine (`TransformersEngine`): Samples from the copy.
-        model: The trainer's model, not wrapped for training yet.
-        accelerator (`Accelerator`): Its accelerator.
-        args (`MTGRPOConfig`): The run's options.
-
-    Raises:
-        ConfigError: If the copy does not compute with its own weights.
     """
 
     def __init__(self, engine: TransformersEngine, model: Any, accelerator: Accelerator, args: MTGRPOConfig) -> None:
@@ -155,12 +130,7 @@ class ModelCopy:
 
     @torch.no_grad()
     def sync(self, step: int) -> None:
-        """
-        Takes over the trainer's weights as they are after optimiser step `step`.
-
-        Raises:
-            WeightSyncError: If the copy then does not compute what the trainer's model computes.
-        """
+        """Takes over the trainer's weights as they are after optimiser step `step`."""
         with self._engine.update:
             for mine, theirs in zip(_tensors(self._copy), _tensors(self._model), strict=True):
                 mine.copy_(theirs)
@@ -197,9 +167,6 @@ def own_weights(engine: Engine, model: Any, args: MTGRPOConfig, accelerator: Acc
     """
     The weights that an engine in this process samples with if conversations run while the model is trained; `None` for
     an engine that has its model elsewhere.
-
-    Raises:
-        ConfigError: If they cannot be copied.
     """
     if not isinstance(engine, LocalEngine):
         return None
@@ -235,15 +202,7 @@ def lent_model(engine: Engine, model: Any, args: MTGRPOConfig, accelerator: Acce
 def server_client(
     args: MTGRPOConfig, tokenizer: Any, model: str, media_tokens: Mapping[int, int] | None = None
 ) -> VLLMServerClient:
-    """
-    The client of a run's servers, not yet connected.
-
-    Args:
-        args (`MTGRPOConfig`): The run's options.
-        tokenizer: The trainer's tokenizer.
-        model (`str`): Name or path of the model that the servers must hold.
-        media_tokens (`dict[int, int]`, *optional*): The ids that it knows the tokens of images, videos and sounds by.
-    """
+    """The client of a run's servers, not yet connected."""
     return VLLMServerClient(
         server_urls(args),
         tokenizer,

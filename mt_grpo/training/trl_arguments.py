@@ -28,12 +28,7 @@ REFERENCE = "ref"
 
 
 def widened(args: Any) -> MTGRPOConfig:
-    """
-    Options as a `MTGRPOConfig`: a `GRPOConfig` with the defaults of all else, and every value that it has.
-
-    Raises:
-        ConfigError: If they are no `GRPOConfig`, or have a value that rollouts of many turns cannot follow.
-    """
+    """Options as a `MTGRPOConfig`: a `GRPOConfig` with the defaults of all else, and every value that it has."""
     if isinstance(args, MTGRPOConfig):
         args.check()  # scripts set values after they made it
         return args
@@ -54,13 +49,7 @@ def widened(args: Any) -> MTGRPOConfig:
 
 
 def as_rows(data: Any, name: str) -> Any:
-    """
-    A dataset as it is, and a list of rows as a dataset; `name` is that of the argument.
-
-    Raises:
-        ConfigError: If it is something else, its rows do not have the same types in the same columns, or nothing here
-            decodes its sounds.
-    """
+    """A dataset as it is, and a list of rows as a dataset; `name` is that of the argument."""
     if isinstance(data, dict):
         return {split: as_rows(rows, f"{name}[{split!r}]") for split, rows in data.items()}
     if data is None or isinstance(data, (Dataset, IterableDataset)):
@@ -98,14 +87,6 @@ def check_prompts(train: Any, evaluated: Any, written: bool) -> None:
     """
     Refuses datasets whose prompts are neither text nor messages. A column has one type, so the first row tells; the
     rows of a stream are not read.
-
-    Args:
-        train: The training dataset, with the column `prompt`.
-        evaluated: The evaluation dataset, or several by name.
-        written (`bool`): Whether environments write the prompts, so that those of rows do not count.
-
-    Raises:
-        ConfigError: If the first prompt is something else, or has no messages.
     """
     several = evaluated.values() if isinstance(evaluated, dict) else [evaluated]
     for name, rows in [("train_dataset", train), *(("eval_dataset", rows) for rows in several)]:
@@ -125,12 +106,7 @@ def check_prompts(train: Any, evaluated: Any, written: bool) -> None:
 
 
 def outcomes_of(reward_funcs: Any, outcome_reward_funcs: Any, listed: list[Any] | None) -> list[Any]:
-    """
-    The outcome rewards: those that the trainer was given, under TRL's name or ours, else those of the options.
-
-    Raises:
-        ConfigError: If it was given both.
-    """
+    """The outcome rewards: those that the trainer was given, under TRL's name or ours, else those of the options."""
     if reward_funcs is not None and outcome_reward_funcs is not None:
         raise ConfigError(
             "The trainer was given `reward_funcs` and `outcome_reward_funcs`, which are the same: give one list."
@@ -147,18 +123,7 @@ def as_list(given: Any) -> list[Any]:
 def tokenizers_of(
     given: Any, listed: list[Any], rewards: list[RewardFunc], turn_rewards: list[RewardFunc]
 ) -> list[Any]:
-    """
-    TRL's `reward_processing_classes`, with one for each reward.
-
-    Args:
-        given: What the trainer was given: one tokenizer, or one for each outcome reward.
-        listed (`list`): The outcome rewards that are listed.
-        rewards (`list[RewardFunc]`): All: those of turns, those that are listed, and those of environments.
-        turn_rewards (`list[RewardFunc]`): Those of turns.
-
-    Raises:
-        ConfigError: If there are more or fewer than outcome rewards.
-    """
+    """TRL's `reward_processing_classes`, with one for each reward."""
     tokenizers = [None] * len(listed) if given is None else as_list(given)
     if len(tokenizers) != len(listed):
         raise ConfigError(

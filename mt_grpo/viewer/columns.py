@@ -54,12 +54,7 @@ def short_name(reward: str) -> str:
 
 
 class Columns:
-    """
-    Conversations in the order in which they were written, by column.
-
-    Args:
-        rows (`Table`): The rows of a run. They may grow: see `change`.
-    """
+    """Conversations in the order in which they were written, by column."""
 
     def __init__(self, rows: Table) -> None:
         self.rows = rows
@@ -145,12 +140,7 @@ class Columns:
         return self._made["groups"]
 
     def resolve(self, name: str) -> str:
-        """
-        The column that a name in a filter means. Rewards may be given by their short names.
-
-        Raises:
-            FilterError: If there is none.
-        """
+        """The column that a name in a filter means. Rewards may be given by their short names."""
         if name in NUMBERS or name in TEXTS or name in (SPREAD, SIGNAL, TOOL, *NOTES, *PER_TURN):
             return name
         name = name.removeprefix("reward.").removeprefix(REWARD)
@@ -162,15 +152,7 @@ class Columns:
         raise FilterError(f"There is no column {name!r}{near or ': there are ' + ', '.join(names)}.")
 
     def where(self, conditions: list[Condition]) -> np.ndarray:
-        """
-        Which rows fulfil all conditions.
-
-        Returns:
-            `np.ndarray` of shape `(rows,)`, of bool.
-
-        Raises:
-            FilterError: For a column that is not there, or a comparison that makes no sense for it.
-        """
+        """Which rows fulfil all conditions."""
         mask = np.ones(self._size, dtype=bool)
         for condition in conditions:
             mask &= self._holds(condition)
@@ -308,14 +290,7 @@ class FilterError(UserError, ValueError):
 
 @dataclass(frozen=True)
 class Condition:
-    """
-    One term of a filter; all terms of a filter must hold.
-
-    Args:
-        name (`str`): The column; empty for text that prompt or answer contains.
-        sign (`str`): `=`, `!=`, `<`, `<=`, `>` or `>=`; empty for text.
-        value (`str`): What stands behind the sign. With `=` and `!=`, commas separate values of which one must match.
-    """
+    """One term of a filter; all terms of a filter must hold."""
 
     name: str
     sign: str
@@ -332,9 +307,6 @@ def parse_filter(text: str) -> list[Condition]:
     """
     Reads a filter: terms between spaces. A term is a comparison, or text that prompt or answer contains, in quotes
     where it has spaces.
-
-    Raises:
-        FilterError: Says which term cannot be read.
     """
     conditions, at = [], 0
     text = text.strip()

@@ -24,18 +24,7 @@ LABEL = 80
 
 
 def trajectory(run: Run, columns: Columns, session: str) -> dict[str, Any]:
-    """
-    One conversation as the page shows it.
-
-    Returns:
-        `dict`: The fields of `Run.trajectory`, and `question`, `accepted` (the column `answer` of the dataset's row),
-        `group` (mean reward of those that count, sessions of all members, and the key of the group), `branch` (see
-        `mt_grpo.viewer.groups`), `special` (ids of special tokens) and
-        `short` (rewards' short names).
-
-    Raises:
-        UserError: If there is no such conversation.
-    """
+    """One conversation as the page shows it."""
     whole = run.trajectory(session)
     row = columns.rows[columns.positions[session]]
     places = _members(columns, row["mode"], row["step"], row["k"], row["group"])
@@ -65,25 +54,7 @@ def special_tokens(run: Run, ids: set[int]) -> list[int]:
 
 
 def group(run: Run, columns: Columns, mode: str, step: int, k: int, number: int) -> dict[str, Any]:
-    """
-    The conversations that answer one prompt, the best first.
-
-    Args:
-        run (`Run`): The run.
-        columns (`Columns`): Its conversations.
-        mode, step, k, number: The key of the group.
-
-    Returns:
-        `dict`: `question`, `accepted`, `members`, `previous` and `next` (keys of the neighbouring groups, or `None`),
-        `number` and `of` (its place among the groups of its step), `mean` and `deviation` (n − 1) of the members that
-        are no copies, `rewards` (names in the order of the columns, and the largest value of each), `notes`. A member
-        has its row of the index, `branch` (see `mt_grpo.viewer.groups`) and `turns`, each with `label`, `text`,
-        `tokens`, `seconds`, `advantage`, `reward`, `entropy`, `error`, and `reply`: what the environment did until the
-        next turn, as `tokens`, `seconds`, `error` and `text`.
-
-    Raises:
-        UserError: If there is no such group.
-    """
+    """The conversations that answer one prompt, the best first."""
     places = _members(columns, mode, step, k, number)
     if not len(places):
         raise UserError(f"There is no group {number} of step {step} ({mode}, batch {k}).")
@@ -127,12 +98,7 @@ def may_be_lost(columns: Columns) -> list[dict[str, Any]]:
 
 
 def lost_answers(run: Run, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """
-    Those conversations that had the right answer in a turn that could not be parsed, and ended with another one.
-
-    Returns:
-        `dict`: `sessions`, and `read`, how many were read.
-    """
+    """Those conversations that had the right answer in a turn that could not be parsed, and ended with another one."""
     wholes = ({**record, "index": row} for row, record in run.records(rows))
     lost = [whole["index"]["session"] for whole in wholes if _notes(whole, _accepted(whole["row"].get("answer")))]
     return {"sessions": lost, "read": len(rows)}

@@ -28,18 +28,6 @@ def export(queries: Queries, path: Path, filter: str, overwrite: bool = False) -
     """
     Writes the file. It has the overview of the whole run, the conversations that the filter lets through, the groups
     that these are of, and the comparison of the first and the last evaluation.
-
-    Args:
-        queries (`Queries`): The run.
-        path (`Path`): The file.
-        filter (`str`): In the language of `parse_filter`; empty for all conversations.
-        overwrite (`bool`, *optional*): Whether to replace a file.
-
-    Returns:
-        `int`: the number of conversations.
-
-    Raises:
-        UserError: If the filter cannot be read, lets through none or too many, or the file cannot be written.
     """
     check_target(path)
     if path.exists() and not overwrite:
@@ -91,13 +79,7 @@ def page(data: dict[str, Any]) -> str:
 
 
 def bundle(files: dict[str, str], name: str) -> str:
-    """
-    The modules that one imports, and itself last, as one script: a function each, which returns what it exports.
-
-    Args:
-        files (`dict[str, str]`): Modules by name. Each import and each export is on a line of its own.
-        name (`str`): The one to begin with.
-    """
+    """The modules that one imports, and itself last, as one script: a function each, which returns what it exports."""
     order: list[str] = []
 
     def visit(module: str) -> None:

@@ -16,24 +16,7 @@ EQUAL = 1e-9
 
 
 def groups(columns: Columns, mode: str, step: int | None) -> dict[str, Any]:
-    """
-    The groups of a step.
-
-    Args:
-        columns (`Columns`): The run's conversations.
-        mode (`str`): `"train"`, `"eval"` or `"discarded"`.
-        step (`int`, *optional*): Optimiser steps that were taken before; by default the latest.
-
-    Returns:
-        `dict`: `mode`, `step`, `steps` (of the mode: each step, its groups and how many have a signal), `highest` and
-        `lowest` (rewards of the step), and `groups`, each with `key`, `prompt`, `mean`, `deviation` (n − 1; both
-        of the members that count), `stops` (a count by reason), `signal`, `says` (why, in words) and `members`: each
-        with `session`, `member`, `reward`, `right`, `stop`, `root` (the member that it is a branch of, itself where it
-        is none), `shared` (turns that it shares with it) and `copy` (whether it is that conversation once more).
-
-    Raises:
-        UserError: If there is no such step.
-    """
+    """The groups of a step."""
     of_mode = np.flatnonzero(columns.is_text("mode", mode))
     if not len(of_mode):
         raise UserError(f"No conversation of the mode {mode!r} is written yet.")

@@ -28,21 +28,7 @@ EDGE = 5
 
 
 def overview(columns: Columns, steps: list[dict[str, Any]], metrics: list[dict[str, Any]]) -> dict[str, Any]:
-    """
-    Curves of the training batches.
-
-    Args:
-        columns (`Columns`): The run's conversations.
-        steps (`list[dict]`): Lines of kind `step` of its index.
-        metrics (`list[dict]`): Lines of `metrics.jsonl`.
-
-    Returns:
-        `dict`: `step`, the optimiser steps taken before; `last`, the last step of each point, where a point is of
-        several; curves with a value per point, `None` where there is none: `distribution` (`QUANTILES` of the reward),
-        `reward`, `rewards` by name, `stops` (shares of the conversations that were cut off, by reason), `health` by
-        name, `turns`; `time` with its own `step` and `PARTS` in seconds; `held_out`, a point per evaluation; `tokens`,
-        counts of the whole run.
-    """
+    """Curves of the training batches."""
     train = np.flatnonzero(columns.is_text("mode", "train"))
     step = columns.numbers("step")[train]
     axis, place = np.unique(step, return_inverse=True)
@@ -134,14 +120,7 @@ def _tokens(columns: Columns, train: np.ndarray) -> dict[str, int]:
 
 
 def metric_curves(metrics: list[dict[str, Any]]) -> dict[str, Any]:
-    """
-    Every number of `metrics.jsonl` as a curve.
-
-    Returns:
-        `dict`: `curves`, by name `step` and `values`. Steps are counted as those of conversations: `metrics.jsonl`
-        counts a step of training itself, from 1, and here it has the number of those before, from 0. What an
-        evaluation logs has the number of steps that were taken before it.
-    """
+    """Every number of `metrics.jsonl` as a curve."""
     found: dict[str, dict[int, float]] = {}
     for line in metrics:
         for name, value in line.items():
@@ -221,19 +200,7 @@ def limits(view: dict[str, Any]) -> dict[str, float]:
 def findings(
     view: dict[str, Any], columns: Columns, compared: dict[str, Any] | None, about: dict[str, Any] | None = None
 ) -> list[dict[str, Any]]:
-    """
-    The list, worst first.
-
-    Args:
-        view (`dict`): What `overview` returns.
-        columns (`Columns`): The run's conversations.
-        compared (`dict`, *optional*): What `compare` returns for the first and the last evaluation.
-        about (`dict`, *optional*): The index's line of kind `run`.
-
-    Returns:
-        `list[dict]`: `level` (`"bad"`, `"warn"` or `"ok"`), `strong` and `text`, the sentence in two parts, and `link`
-        with its words in `label`, or `None`. A link has a `view` and its parameters.
-    """
+    """The list, worst first."""
     shared = find_in_run(columns.rows, about)
     found = {finding.kind for finding in shared}
     of_conversations = map(_as_dict, shared)

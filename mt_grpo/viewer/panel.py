@@ -25,19 +25,7 @@ NAMED = {"model": "model_name_or_path", "estimator": "advantage_estimator", "gro
 
 
 def status(state: dict[str, Any] | None, seconds: float | None, folder: Path) -> dict[str, Any]:
-    """
-    How a run is.
-
-    Args:
-        state (`dict`, *optional*): Of `read_state`.
-        seconds (`float`, *optional*): That training took, where it is finished.
-        folder (`Path`): The run's.
-
-    Returns:
-        `dict`: `status` (`"running"`, `"finished"`, `"stopped"`, `"failed"`, `"died"`, or `"unknown"` for a run of an
-        earlier version that is not finished), `reason`, `of` (steps), `started`, `seconds`, `left` (to go, estimated)
-        and `beat` (the last sign of life).
-    """
+    """How a run is."""
     if state is None:
         written = [folder / "metrics.jsonl", folder / FOLDER / INDEX]
         beat = max((path.stat().st_mtime for path in written if path.is_file()), default=None)
@@ -61,14 +49,7 @@ def configured(folder: Path) -> dict[str, Any]:
 
 
 def panel(run: Run, columns: Columns, seconds: float | None) -> dict[str, Any]:
-    """
-    The run's panel.
-
-    Returns:
-        `dict`: `status`, see there; `waits_for` and `under_way`, of a run that goes on; `about` (the index's line of
-        kind `run`; before it is there `configured`), `config` (the text of `config.yaml`, where there is one) and
-        `steps`: those that have a waterfall.
-    """
+    """The run's panel."""
     state = read_state(run.folder)
     now = time.time()
     running = state is not None and state["state"] == "running"
@@ -89,17 +70,7 @@ def panel(run: Run, columns: Columns, seconds: float | None) -> dict[str, Any]:
 
 
 def waterfall(run: Run, columns: Columns, step: int, mode: str) -> dict[str, Any]:
-    """
-    When each conversation of a step sampled, ran tools and waited; those that ended last come first.
-
-    Returns:
-        `dict`: `seconds` of all, `conversations` in the step, `shares` of `sampling`, `tools`, `waiting` and `done`
-        (while others went on) in the time of all, and `rows`, at most `MOST`. A row has `session`, `group`, `member`,
-        `prompt`, `start`, `end` and `parts`: `[kind, start, seconds, name]`, in seconds since the first began.
-
-    Raises:
-        UserError: If the step has no conversation, or its files are damaged.
-    """
+    """When each conversation of a step sampled, ran tools and waited; those that ended last come first."""
     places = np.flatnonzero((columns.numbers("step") == step) & columns.is_text("mode", mode))
     chosen = [row for place in places.tolist() if (row := columns.rows[place])["start"] is not None]
     if not chosen:

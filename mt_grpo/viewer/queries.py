@@ -60,13 +60,7 @@ class BadQuestion(UserError, ValueError):
 
 
 class Queries:
-    """
-    Answers questions about a run, which may still go on. Several threads may ask at the same time.
-
-    Args:
-        run (`Run`): The run.
-        cache (`Path`, *optional*): Where the index of its words is kept; nowhere where left out.
-    """
+    """Answers questions about a run, which may still go on. Several threads may ask at the same time."""
 
     def __init__(self, run: Run, cache: Path | None = None) -> None:
         self.run = run
@@ -98,16 +92,7 @@ class Queries:
         }
 
     def answer(self, question: str, asked: Parameters) -> dict[str, Any]:
-        """
-        Answers one question.
-
-        Args:
-            question (`str`): Its name.
-            asked (`dict`): Its parameters, as text.
-
-        Raises:
-            UserError: If it cannot be answered; says why.
-        """
+        """Answers one question."""
         if question == "lost":  # reads conversations: nothing else waits for it
             return self._lost()
         if question not in self._questions:
@@ -206,12 +191,7 @@ class Queries:
         return self._lost_at[1]
 
     def note(self, asked: Parameters, star: bool, note: str) -> dict[str, Any]:
-        """
-        Puts a star and a note on a conversation, which `session` names.
-
-        Raises:
-            UserError: If there is no such conversation, or it cannot be written.
-        """
+        """Puts a star and a note on a conversation, which `session` names."""
         with self._lock:
             self._refresh()
             session = asked.get("session", "")
@@ -221,12 +201,7 @@ class Queries:
             return {"notes": self.columns.notes}
 
     def export(self, form: str, asked: Parameters) -> Iterator[str]:
-        """
-        The conversations that the filter `q` selects, as lines of a form that `mt-grpo export` writes.
-
-        Raises:
-            UserError: If the form is unknown, the filter cannot be read, or it selects none.
-        """
+        """The conversations that the filter `q` selects, as lines of a form that `mt-grpo export` writes."""
         text = asked.get("q", "")
         if form not in LINES:
             raise BadQuestion(f"The form {form[:40]!r} is unknown: give one of {', '.join(LINES)}.")
@@ -281,12 +256,7 @@ class Queries:
 
 
 def selected(run: Run, text: str) -> Sequence[dict[str, Any]]:
-    """
-    The rows of a run that a filter selects.
-
-    Raises:
-        UserError: If the filter cannot be read, or selects none.
-    """
+    """The rows of a run that a filter selects."""
     if not text.strip():
         return run.rows
     columns = Columns(run.rows)
@@ -336,18 +306,6 @@ def compare(columns: Columns, before: int | None = None, after: int | None = Non
     How each question fared in two evaluations. A question is right if at least half of its conversations are. A
     conversation is right if its first outcome reward is at its maximum. In a run without outcome rewards, a question
     is right if its mean reward is at least half of the largest reward of both evaluations.
-
-    Args:
-        columns (`Columns`): The run's conversations.
-        before, after (`int`, *optional*): Steps of evaluations; the first and the last where they are left out.
-
-    Returns:
-        `dict`: `steps` of all evaluations, `from`, `to`, `counts` by kind, and `rows`: the broken first, then those
-        whose reward changed most. A row has `prompt`, `kind`, `before` and `after` (mean rewards), and `sessions`, a
-        conversation of each evaluation. Questions that only one of the two has are left out.
-
-    Raises:
-        UserError: If there are not two evaluations, or none at these steps.
     """
     steps = evaluations(columns)
     if len(steps) < 2:

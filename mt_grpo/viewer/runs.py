@@ -62,16 +62,7 @@ def find_runs(folder: Path) -> dict[str, Path]:
 
 
 class Runs:
-    """
-    Answers questions about the runs in a folder. A run is opened when somebody asks about its conversations.
-
-    Args:
-        folder (`str` or `Path`): The folder.
-        each (`Callable`, *optional*): As for `open_run`.
-
-    Raises:
-        UserError: If there is no run in it.
-    """
+    """Answers questions about the runs in a folder. A run is opened when somebody asks about its conversations."""
 
     def __init__(self, folder: str | Path, each: Each = map) -> None:
         self.folder, self._each = Path(folder), each
@@ -86,12 +77,7 @@ class Runs:
             )
 
     def answer(self, question: str, asked: Parameters) -> dict[str, Any]:
-        """
-        Answers a question about a run, which `run` names, or one about several: `runs`, `curves` or `questions`.
-
-        Raises:
-            UserError: If it cannot be answered; says why.
-        """
+        """Answers a question about a run, which `run` names, or one about several: `runs`, `curves` or `questions`."""
         asked = dict(asked)
         if question == "runs":
             found = sorted((self._summary(*each) for each in self._found().items()), key=_newest_first)
@@ -259,21 +245,7 @@ def _of_metrics(folder: Path) -> dict[str, Any]:
 
 
 def summary(folder: Path, metrics: dict[str, Any], about: dict[str, Any]) -> dict[str, Any]:
-    """
-    A run at a glance, from the ends of its files: its index is not read as a whole.
-
-    Args:
-        folder (`Path`): The run's.
-        metrics (`dict`): `_of_metrics`.
-        about (`dict`): `about_run`, or `configured`.
-
-    Returns:
-        `dict`: `state` (`status`), `rule`, `model`, `step`, `of`, `started`, `seconds`, `left` (seconds, estimated),
-        `reward` (a curve of at most `POINTS` points), `last` (mean of the last steps) and `written`.
-
-    Raises:
-        UserError: If a file is damaged.
-    """
+    """A run at a glance, from the ends of its files: its index is not read as a whole."""
     state = read_state(folder)
     options = about.get("options") or {}
     rule = about.get("rule") or about.get("estimator")

@@ -50,13 +50,7 @@ Key = tuple[Any, ...]
 
 
 class SearchIndex:
-    """
-    The words of a run's conversations.
-
-    Args:
-        run (`Run`): The run.
-        path (`Path`, *optional*): Where the index is kept; only as long as this lives where it is left out.
-    """
+    """The words of a run's conversations."""
 
     def __init__(self, run: Run, path: Path | None = None) -> None:
         self._run = run
@@ -108,12 +102,7 @@ class SearchIndex:
                 self._thread.start()
 
     def read_all(self, rows: Table) -> None:
-        """
-        Reads what these rows have and the index lacks, before it returns.
-
-        Raises:
-            UserError: If a file is damaged.
-        """
+        """Reads what these rows have and the index lacks, before it returns."""
         self._rows = rows
         self._catch_up()
 
@@ -184,17 +173,7 @@ class SearchIndex:
     # Asking
 
     def where(self, text: str, column: str, size: int) -> np.ndarray:
-        """
-        Which rows have a text, of those that are read.
-
-        Args:
-            text (`str`): Words in order; the last may be the beginning of one.
-            column (`str`): One of `COLUMNS`.
-            size (`int`): Number of rows.
-
-        Returns:
-            `np.ndarray` of shape `(size,)`, of bool.
-        """
+        """Which rows have a text, of those that are read."""
         mask = np.zeros(size, dtype=bool)
         phrase = " ".join(_spaced(text).replace('"', " ").replace("\0", " ").split())
         if not re.search(r"\w", phrase):

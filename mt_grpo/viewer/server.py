@@ -68,16 +68,7 @@ class Answers(Protocol):
 
 
 class Server(ThreadingHTTPServer):
-    """
-    Serves the page of a run, or of several.
-
-    Args:
-        queries (`Answers`): Answers its questions.
-        port (`int`, *optional*): The port; where it is left out, the first free one from `PORT` on.
-
-    Raises:
-        PortError: If the port is taken.
-    """
+    """Serves the page of a run, or of several."""
 
     daemon_threads = True
     block_on_close = False

@@ -80,32 +80,7 @@ class Member:
 
 
 def why(run: Run, columns: Columns, session: str) -> dict[str, Any]:
-    """
-    Why the turns of a conversation have their advantages.
-
-    Args:
-        run (`Run`): The run.
-        columns (`Columns`): Its conversations.
-        session (`str`): The conversation.
-
-    Returns:
-        `dict`: `rule` (name and options) and `says` (its first sentence), where the run recorded them; `members`, each
-        with `session`, `member`, `reward`, `advantages`, `copy`; `batch`, how many conversations were credited
-        together; and `turns`, each with
-
-        - `advantage`, and `sum`, what the terms add up to, in float64;
-        - `terms` (`list[dict]`): `name`, `value`, `scale` (`None`: no single number), `earned` and `baseline` (not yet
-          divided), and what is behind them:
-          - `values`: `[member, earned]` of those in the baseline's mean, and `of`, who they are; empty where the
-            baseline is another number;
-          - `deviation`: `value`, `of`, and whether it is that of `values`, `here`; where the scale is one plus 1e-4;
-          - `rewards`, see `_rewards`, and `others`: other parts, each with `name` and `value`;
-        - `moved` (`list[dict]`): rewards of this group that the rule credits to another turn than the one that earned
-          them, see `_moved`.
-
-    Raises:
-        UserError: If there is no such conversation, or it is not credited.
-    """
+    """Why the turns of a conversation have their advantages."""
     place = columns.positions.get(session)
     if place is None:
         run.trajectory(session)  # says what is the nearest
@@ -359,14 +334,7 @@ def _named(part: str, kinds: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class Split:
-    """
-    How much of a turn's reward each turn is credited with, found by trying what explains every part of a group.
-
-    Args:
-        kind (`str`): `"to go"` (own and later turns), `"all"` or `"own"`.
-        discount (`float`): By which a reward counts less for each turn that it is later.
-        coefficient (`float`): Weight of all turn rewards.
-    """
+    """How much of a turn's reward each turn is credited with, found by trying what explains every part of a group."""
 
     kind: str
     discount: float

@@ -17,9 +17,6 @@ class Checksum:
     """
     A checksum over named tensors in any order: their names, dtypes, shapes and contents. A tensor is read once, on its
     device, at the speed of memory. Sums of 64-bit words over blocks detect failed transfers, not attacks.
-
-    Attributes:
-        lines (`list[str]`): That of each tensor (`line_of`).
     """
 
     def __init__(self) -> None:

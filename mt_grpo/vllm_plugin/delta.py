@@ -31,16 +31,7 @@ _PLACES, _STEPS = 0, 1
 
 
 def difference(old: torch.Tensor, new: torch.Tensor, most: float = 0.5) -> torch.Tensor | None:
-    """
-    What changed.
-
-    Args:
-        old, new (`torch.Tensor`): Bytes of both files, as many of one as of the other.
-        most (`float`, *optional*, defaults to `0.5`): Share of the file that a difference may take.
-
-    Returns:
-        `torch.Tensor`, *optional*: Its bytes; `None` where it takes more, or a half word differs.
-    """
+    """What changed."""
     whole = old.numel() // WORD * WORD
     if old.numel() != new.numel() or not torch.equal(old[whole:], new[whole:]):
         return None
@@ -67,16 +58,7 @@ def difference(old: torch.Tensor, new: torch.Tensor, most: float = 0.5) -> torch
 
 
 def apply(change: torch.Tensor, file: torch.Tensor) -> None:
-    """
-    Makes the new file of the old one, in place.
-
-    Args:
-        change (`torch.Tensor`): A `difference`.
-        file (`torch.Tensor`): Bytes of the old file.
-
-    Raises:
-        ValueError: If the change is not one of such a file.
-    """
+    """Makes the new file of the old one, in place."""
     words = file[: file.numel() // WORD * WORD].view(torch.int16)
     try:
         {_PLACES: _place, _STEPS: _step}[int(change[0])](change[1:].numpy().tobytes(), words)

@@ -30,10 +30,6 @@ class SafetensorsInitInfo(WeightTransferInitInfo):
     """
     The trainer's description of what it sent. A worker that sees something else raises, and the trainer gets an HTTP
     500.
-
-    Args:
-        checksum (`str`): Checksum of the weights.
-        path (`str`, *optional*): File that they are in; by default the weights that this worker loaded last.
     """
 
     checksum: str
@@ -42,12 +38,7 @@ class SafetensorsInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class SafetensorsUpdateInfo(WeightTransferUpdateInfo):
-    """
-    One update.
-
-    Args:
-        path (`str`): File with every parameter under its checkpoint name. Each worker reads it.
-    """
+    """One update."""
 
     path: str
 

@@ -76,12 +76,7 @@ class Ending:
 
 
 class Fetcher:
-    """
-    The files of one server. They are removed when it ends, those of a killed one when the next one begins.
-
-    Args:
-        root (`str`, *optional*): Where their folder is made.
-    """
+    """The files of one server. They are removed when it ends, those of a killed one when the next one begins."""
 
     def __init__(self, root: str = ROOT) -> None:
         self._root = root
@@ -95,15 +90,6 @@ class Fetcher:
         """
         Brings a file, and returns its path here. The file before it stays. A file that is here already is not brought
         again, whoever of the replicas on this machine it is for.
-
-        Args:
-            url (`str`): Where it is.
-            size (`int`): Its bytes.
-            label (`str`, *optional*): Checksum of the weights in it, to know the file by.
-            base (`str`, *optional*): Label of the file before it. What is brought is then the change from that one.
-
-        Raises:
-            FetchError: If it cannot be had.
         """
         _check(url, size, label, base)
         with self._lock:
@@ -157,14 +143,7 @@ def _change(before: Path, change: Path, path: Path) -> None:
 
 
 def download(url: str, path: Path, size: int, ending: Ending | None = None) -> None:
-    """
-    Fills a file from a URL. After a broken connection it goes on where it was.
-
-    Raises:
-        FetchError: If it is refused, `ATTEMPTS` connections in a row bring nothing, `time_limit` is over, or it is
-            ended.
-        OSError: If there is no room.
-    """
+    """Fills a file from a URL. After a broken connection it goes on where it was."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
         os.ftruncate(descriptor, size)
@@ -245,10 +224,6 @@ def own_folder(name: str, root: Path) -> Path:
     """
     Makes a folder of this process, which nobody else can enter, and whose name nobody can know before: anybody may
     make something under a name in shared memory. Folders of this user's processes that were killed are removed.
-
-    Args:
-        name (`str`): How their names begin: with what, and in which numbering of processes.
-        root (`Path`): Where it is made.
     """
     for folder in root.glob(f"{name}-*"):
         process = folder.name.removeprefix(f"{name}-").split("-")[0]

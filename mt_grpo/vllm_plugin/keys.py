@@ -14,12 +14,7 @@ _EVERYWHERE = {None, "", "0.0.0.0", "::", "localhost", "127.0.0.1", "::1"}
 
 
 def check_folder() -> None:
-    """
-    Makes the folder for keys if there is none.
-
-    Raises:
-        PermissionError: If another user could read or write in it; one sentence with the mend.
-    """
+    """Makes the folder for keys if there is none."""
     with contextlib.suppress(FileExistsError):
         os.mkdir(_path(), 0o700)
     with _folder():
@@ -27,12 +22,7 @@ def check_folder() -> None:
 
 
 def write_key(host: str | None, port: int, key: str) -> None:
-    """
-    Stores the key of the server at `host` and `port`. It replaces the key of a server that is gone.
-
-    Raises:
-        PermissionError: See `check_folder`.
-    """
+    """Stores the key of the server at `host` and `port`. It replaces the key of a server that is gone."""
     check_folder()
     name = _name(host, port)
     with _folder() as folder:
@@ -46,9 +36,6 @@ def read_key(host: str | None, port: int) -> str | None:
     """
     The key that a server at `host` and `port` stored; `None` if there is none. The key of a server that was killed may
     still be there.
-
-    Raises:
-        PermissionError: See `check_folder`.
     """
     try:
         with _folder() as folder, open(os.open(_name(host, port), os.O_RDONLY, dir_fd=folder)) as text:

@@ -40,14 +40,6 @@ class FileOffer:
     """
     Offers the files of a folder to those who know a secret part of the URL, from any byte on. A connection costs a
     thread only when its request has arrived and has the secret.
-
-    Args:
-        folder (`Path`): The folder.
-        host (`str`): Address to listen at; empty for all.
-        port (`int`, *optional*, defaults to `0`): Port to listen at; 0 for any free one.
-
-    Raises:
-        OSError: If the port is taken.
     """
 
     def __init__(self, folder: Path, host: str, port: int = 0) -> None:

@@ -37,15 +37,6 @@ def tell_apart(each_server: Callable[..., None], run: str, urls: Iterable[str]) 
     """
     Makes sure that each address leads to one server, and to one of its own: each is given a weight version of its own,
     and asked for it several times.
-
-    Args:
-        each_server (`Callable`): Does a first thing with every server that is up, or where all are lost meanwhile, a
-            second one with those that come back.
-        run (`str`): This run, which may use them.
-        urls (`Iterable[str]`): Their addresses.
-
-    Raises:
-        WeightSyncError: If an address leads to several servers in turn, or two lead to one.
     """
     labels = {url: weight_label(run, f"start{number}") for number, url in enumerate(urls)}
 
@@ -76,9 +67,6 @@ def prove_newcomers(transport: Transport) -> list[int]:
     """
     Every process: proves that weights reach servers that came up after the start, before any conversation is sent to
     them. One that cannot be used is left out.
-
-    Returns:
-        `list[int]`: The numbers of those that passed. They have the weights of the proof.
     """
     servers = transport.client.pool.servers
     if not any(server.awaits_proof for server in servers):

@@ -85,10 +85,6 @@ def fall_asleep(server: ServerControl, level: int) -> None:
     """
     Frees the memory of a server on the trainer's GPUs. Requests are paused first: one that was being computed would
     read memory that is gone (vLLM issue 28714).
-
-    Args:
-        server (`ServerControl`): The server.
-        level (`int`): 1 keeps the weights in the machine's memory, 2 forgets them. Either forgets the cache.
     """
     server.post("/sleep", level="0", mode="keep")
     server.post("/sleep", level=str(level), mode="abort")
@@ -107,28 +103,13 @@ def wake_cache(server: ServerControl) -> None:
 def load_file(server: ServerControl, path: Path, checksum: str) -> None:
     """
     Within an update: makes the server load a file of weights, and each of its workers confirm what its model received.
-
-    Args:
-        server (`ServerControl`): The server.
-        path (`Path`): The file, on a path that the server sees too.
-        checksum (`str`): Checksum of the weights.
-
-    Raises:
-        RequestFailed: With the server's words.
-        WeightSyncError: If a worker loaded something else, or nothing.
     """
     server.post("/update_weights", {"update_info": {"path": str(path)}}, final=_VERDICT)
     confirm(server, checksum)
 
 
 def push_adapter(server: ServerControl, path: Path, version: str, checksum: str, previous: str | None) -> None:
-    """
-    Makes the server load an adapter under the name of its folder, then forget the previous one.
-
-    Raises:
-        RequestFailed: With the server's words.
-        WeightSyncError: If the server sees other weights under that path, or lists no adapter from there.
-    """
+    """Makes the server load an adapter under the name of its folder, then forget the previous one."""
     confirm(server, checksum, path / "adapter_model.safetensors")
     server.post("/v1/load_lora_adapter", {"lora_name": path.name, "lora_path": str(path), "load_inplace": True})
     served = server.get("/v1/models", lambda it: {(entry["id"], entry["root"]) for entry in it["data"]})
@@ -146,9 +127,6 @@ def push_adapter(server: ServerControl, path: Path, version: str, checksum: str,
 def confirm(server: ServerControl, checksum: str, path: Path | None = None) -> None:
     """
     Asks every worker of a server whether the file at `path`, or the weights that it loaded last, have a checksum.
-
-    Raises:
-        WeightSyncError: If a worker sees another checksum.
     """
     info = {"checksum": checksum} if path is None else {"checksum": checksum, "path": str(path)}
     try:
@@ -162,12 +140,7 @@ def confirm(server: ServerControl, checksum: str, path: Path | None = None) -> N
 
 
 def check_lease(server: ServerControl, run: str) -> None:
-    """
-    Makes sure that no other run uses a server.
-
-    Raises:
-        WeightSyncError: If another run uses it, or may use it.
-    """
+    """Makes sure that no other run uses a server."""
     other = read_lease(weight_version(server))
     if other is None or other.run == run or other.over:
         return
@@ -179,13 +152,7 @@ def check_lease(server: ServerControl, run: str) -> None:
 
 
 def check_still_leased(server: ServerControl, label: str) -> None:
-    """
-    Makes sure that a server held the weights of `label` while it was sampled from.
-
-    Raises:
-        WeightSyncError: If another run's weights came in between. RequestFailed: If it holds no run's weights, as
-        after a restart. It counts as down until it has its weights again.
-    """
+    """Makes sure that a server held the weights of `label` while it was sampled from."""
     version = weight_version(server)
     if version in (label, released(label)):
         return
@@ -214,18 +181,7 @@ def check_folder(
     folder: Path,
     bring: Callable[[Path], Path] = lambda file: file,
 ) -> None:
-    """
-    Makes sure that a server sees the trainer's files.
-
-    Args:
-        server (`ServerControl`): The server.
-        config (`dict`): Its configuration.
-        folder (`Path`): Folder of the weight files.
-        bring (`Callable`, *optional*): Brings a file to the server; its path there. By default it is there.
-
-    Raises:
-        WeightSyncError: If it does not; the message says what it sees.
-    """
+    """Makes sure that a server sees the trainer's files."""
     transfer = config["weight_transfer_config"]
     if transfer is None or transfer["backend"] != BACKEND:
         raise WeightSyncError(

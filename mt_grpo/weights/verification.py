@@ -35,14 +35,7 @@ NARROW = 0.25
 
 @dataclass(frozen=True)
 class Verdict:
-    """
-    How far two computations of the probe's log-probs are apart.
-
-    Args:
-        server (`float`), trainer (`float`): Mean log-probability of the probe's tokens, in nats.
-        difference (`float`): Mean absolute difference per token, in nats.
-        largest (`float`): Largest absolute difference of a token, in nats.
-    """
+    """How far two computations of the probe's log-probs are apart."""
 
     server: float
     trainer: float
@@ -70,14 +63,7 @@ def server_logprobs(server: ServerControl, model: str, ids: list[int]) -> list[f
 
 @torch.no_grad()
 def trainer_logprobs(model: Any, ids: list[int], padding: int = 0) -> list[float]:
-    """
-    The same by the trainer's model. With sharded weights every process must call it.
-
-    Args:
-        model: The model.
-        ids (`list[int]`): The tokens.
-        padding (`int`, *optional*, defaults to `0`): Masked tokens before them, which change only rounding.
-    """
+    """The same by the trainer's model. With sharded weights every process must call it."""
     training = model.training
     model.eval()
     try:
@@ -99,11 +85,6 @@ def tolerance_for(expected: list[float], padded: list[float], epsilon: float) ->
     padding alone changes in the trainer, and what rounding the log-probs would change, because the server's kernels
     round in other places. It is at least 0.25 and at most 2, well below the 7 to 16 nats of weights that did not
     arrive.
-
-    Args:
-        expected (`list[float]`), padded (`list[float]`): The trainer's log-probs of the probe, without and with
-            padding.
-        epsilon (`float`): Relative distance between two neighbouring numbers of the narrowest type.
     """
     rounding = epsilon / 2 * sum(abs(value) for value in expected) / len(expected)
     return min(2.0, max(NARROW, 10.0 * rounding, 10.0 * compare(padded, expected).difference))
@@ -126,13 +107,7 @@ _WRAPPERS = ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "modules_to
 
 @contextlib.contextmanager
 def halved(model: nn.Module) -> Iterator[set[str]]:
-    """
-    A context in which `model` computes as if its linear layers and embeddings had half their weights and biases.
-
-    Yields:
-        `set[str]`: The names of these weights and biases, as vLLM loads them. It is filled as layers are called. A
-        layer that a forward does not call is not in it, nor a router that returns more than its product (Llama 4).
-    """
+    """A context in which `model` computes as if its linear layers and embeddings had half their weights and biases."""
     names: set[str] = set()
 
     def add_hook(name: str, layer: nn.Module) -> Any:

@@ -33,10 +33,6 @@ class FullParameters(VLLMGeneration):
     TRL's walk over a trainer's full parameters, under the names that vLLM loads. It supports FSDP, DeepSpeed ZeRO and
     adapters, which are merged during the walk. Iterating is a collective operation: every process must iterate to the
     end.
-
-    Args:
-        model: The trainer's model.
-        accelerator (`Accelerator`): Its accelerator.
     """
 
     dtype: torch.dtype | None = None
@@ -109,13 +105,6 @@ class WeightFile:
     """
     A file that is filled tensor by tensor, and gets its name when it is complete. It can be filled again, because
     writing to fresh memory takes several times as long as the copy. Two files that take turns avoid that.
-
-    Args:
-        partial (`Path`): Its name while it is not complete.
-        layout (`list[tuple[str, torch.dtype, tuple]]`): Name, dtype and shape of every tensor.
-
-    Raises:
-        OSError: If there is no room for it; nothing is left behind.
     """
 
     def __init__(self, partial: Path, layout: Layout) -> None:
@@ -206,12 +195,7 @@ def make_folder(shared: str | None) -> Path:
 
 
 def shared_folder(folder: str | None, accelerator: Accelerator) -> Path:
-    """
-    The folder for weight files. The main process makes it, and every process knows its path.
-
-    Raises:
-        ConfigError: In every process, if it cannot be made.
-    """
+    """The folder for weight files. The main process makes it, and every process knows its path."""
     made: list[tuple[str, str]] = [("", "")]
     if accelerator.is_main_process:
         try:

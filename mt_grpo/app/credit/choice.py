@@ -43,18 +43,7 @@ DEFAULTS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Chosen:
-    """
-    The conversations to compare rules on.
-
-    Args:
-        run (`Run`): Their run.
-        options (`dict`): The run's options, see `DEFAULTS`.
-        rows (`list[dict]`): Their rows of the index, group after group.
-        group_size (`int`): Conversations of a group.
-        mode (`str`): Theirs.
-        step (`int`): Optimiser steps that were taken before they were sampled.
-        model (`str`): The model that sampled them.
-    """
+    """The conversations to compare rules on."""
 
     run: Run = field(repr=False)
     options: dict[str, Any]
@@ -75,19 +64,7 @@ class Chosen:
 
 
 def choose(run: Run, step: int | None = None, most: int | None = None, model: str | None = None) -> Chosen:
-    """
-    Chooses the groups to compare rules on: those of training, else those of an evaluation.
-
-    Args:
-        run (`Run`): The run.
-        step (`int`, *optional*): Of which step; the first by default that has groups.
-        most (`int`, *optional*): Groups at most.
-        model (`str`, *optional*): The model that sampled them. By default that of the run at step 0, and that of the
-            step's checkpoint later.
-
-    Raises:
-        UserError: If there are no two groups that can be compared, or it is not known what sampled them.
-    """
+    """Chooses the groups to compare rules on: those of training, else those of an evaluation."""
     options = read_options(run)
     groups = _whole_groups(run)
     if step is None:
@@ -121,12 +98,7 @@ def choose(run: Run, step: int | None = None, most: int | None = None, model: st
 
 
 def read_options(run: Run) -> dict[str, Any]:
-    """
-    The options of a run that are in `DEFAULTS`.
-
-    Raises:
-        UserError: If its `config.yaml` cannot be read, or a value has another type than its option.
-    """
+    """The options of a run that are in `DEFAULTS`."""
     path, schema = find(run.folder, CONFIG), load_schema().properties
     if path is None:  # a run from Python
         logged = run.about.get("options")

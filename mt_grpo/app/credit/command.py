@@ -27,12 +27,7 @@ where the gradient of each rule points and how noisy it is; RUN_DIR is the `outp
 
 
 def credit(arguments: list[str]) -> int:
-    """
-    `mt-grpo credit RUN_DIR`.
-
-    Raises:
-        UserError: If the arguments are wrong, the run has no groups to compare, or its model is not there.
-    """
+    """`mt-grpo credit RUN_DIR`."""
     if {"-h", "--help"}.intersection(arguments):
         print(USAGE, end="")
         return 0

@@ -102,16 +102,7 @@ class Found:
 
 
 def measure(chosen: Chosen, tell: Tell) -> Found:
-    """
-    Compares rules on the conversations of a run.
-
-    Args:
-        chosen (`Chosen`): The conversations, and the model that sampled them.
-        tell (`Callable`): Is given lines for people, before the work begins.
-
-    Raises:
-        UserError: If the model is not there, or is not the one that sampled; or a conversation has no rewards.
-    """
+    """Compares rules on the conversations of a run."""
     doing = ["reading the conversations"]
     in_terminal = sys.stderr.isatty()  # which has a bar
     with nullcontext() if in_terminal else Silence(lambda: tell(doing[-1])):
@@ -174,12 +165,7 @@ def _measure(chosen: Chosen, tell: Tell, note: Tell) -> Found:
 
 
 def read_conversations(chosen: Chosen) -> list[Trajectory]:
-    """
-    The conversations, group after group.
-
-    Raises:
-        UserError: If one is damaged, has no rewards, or branched.
-    """
+    """The conversations, group after group."""
     names = {reward["name"] for reward in chosen.run.about["rewards"]}
     trajectories = []
     for data in chosen.run.trajectories(chosen.rows):
@@ -237,9 +223,6 @@ def load_policy(name: str, options: Mapping[str, Any]) -> PreTrainedModel:
     """
     The model that sampled: on the first GPU where there is one, in float32 on a CPU. A run with an adapter of its own
     gets one of the same shape at step 0.
-
-    Raises:
-        ConfigError: If it is not there, or cannot be loaded.
     """
     if not sys.stderr.isatty():
         disable_progress_bar()
@@ -263,15 +246,7 @@ def load_policy(name: str, options: Mapping[str, Any]) -> PreTrainedModel:
 
 @dataclass(frozen=True)
 class Computed:
-    """
-    Gradients of turns.
-
-    Args:
-        gradients (`Tensor`): Shape (B, K, P), projected; 0 where there is no turn.
-        turns (`int`): Turns that exist.
-        seconds (`float`): How long they took.
-        mismatch (`float`): Mean difference of the model's log-probs from the recorded ones, in nats.
-    """
+    """Gradients of turns."""
 
     gradients: Tensor
     turns: int
@@ -286,19 +261,7 @@ def compute(
     tell: Tell,
     note: Tell = lambda line: None,
 ) -> Computed:
-    """
-    Computes the gradient of each turn's log-prob, after it has told how long that takes.
-
-    Args:
-        trajectories (`Sequence[Trajectory]`): The conversations; those that failed are left out.
-        gradients (`TurnGradients`): Of the model that sampled them.
-        model (`str`): Its name.
-        tell (`Callable`): Is given a line before the work begins.
-        note (`Callable`, *optional*): Is given a line about how far it is, after each turn.
-
-    Raises:
-        UserError: If it is another model, whose log-probs differ from the recorded ones.
-    """
+    """Computes the gradient of each turn's log-prob, after it has told how long that takes."""
     begun = time.perf_counter()
     lengths = {}
     for row, trajectory in enumerate(trajectories):
@@ -356,12 +319,7 @@ def _mean(differences: Mapping[Any, Tensor]) -> float:
 
 
 def check_tokens(trajectories: Sequence[Trajectory], model: PreTrainedModel, name: str) -> None:
-    """
-    Whether a model has all tokens of the conversations.
-
-    Raises:
-        UserError: If it lacks one.
-    """
+    """Whether a model has all tokens of the conversations."""
     known = model.get_input_embeddings().num_embeddings
     if any(min(node.tokens, default=0) < 0 for each in trajectories for node in each.tree.nodes):
         raise UserError("The conversations show images, which credit rules are not compared on: name a run of text.")
@@ -374,12 +332,7 @@ def check_tokens(trajectories: Sequence[Trajectory], model: PreTrainedModel, nam
 
 
 def check_mismatch(mismatch: float, model: str) -> None:
-    """
-    Whether a model is the one that sampled.
-
-    Raises:
-        UserError: If its log-probs are too far from the recorded ones.
-    """
+    """Whether a model is the one that sampled."""
     if mismatch > MOST_MISMATCH:
         raise UserError(
             f"The model {model!r} is not the one that sampled these conversations: its log-probs differ from the "
@@ -391,12 +344,7 @@ def check_mismatch(mismatch: float, model: str) -> None:
 
 
 def rules_of(own: Rule | None) -> tuple[str | None, dict[str, Rule]]:
-    """
-    All rules to compare, by label: the registered ones with their defaults, `VARIANTS`, and a run's own.
-
-    Returns:
-        The label of the run's own, `None` where it is not registered; and the rules.
-    """
+    """All rules to compare, by label: the registered ones with their defaults, `VARIANTS`, and a run's own."""
     rules: list[Rule] = [*ADVANTAGE_ESTIMATORS, *VARIANTS]
     rule = None if own is None else parse_rule(own)
     if rule is None or rule_name(rule) not in ADVANTAGE_ESTIMATORS:
@@ -410,14 +358,6 @@ def with_batch_scale(
     """
     Rules with two more where the run does not divide by the deviation of the batch: its own rule, and the one that
     keeps the proportion of rewards, both with that scale; none that are told to divide by it in any case.
-
-    Args:
-        rules (`Mapping[str, Rule]`): By label.
-        own (`str`, *optional*): The label of the run's.
-        scale_rewards (`str`): What the run divides rewards by.
-
-    Returns:
-        The rules, and the scales of those that do not have the run's, by label.
     """
     found, scales = dict(rules), dict[str, Scale]()
     if scale_rewards != "batch":
@@ -447,21 +387,6 @@ def compare(
     """
     Holds the steps of rules, as the run makes them, against the gradients of `leave_one_out` without scaling, which is
     unbiased whatever the rewards are: against that of all rewards together, and that of each reward by itself.
-
-    Args:
-        gradients (`Tensor`): Of each turn, (B, K, P).
-        batch (`RewardBatch`): The rewards.
-        rules (`Mapping[str, Rule]`): The rules by label.
-        groups_per_step (`float`): Groups of an optimiser step.
-        weights (`Tensor`, *optional*): What the loss weighs the tokens of each trajectory by, (B,). Those of the
-            reference have the same weight each.
-        turn_coef (`float`, *optional*): Weight of turn rewards.
-        scale_rewards (`str`, *optional*, defaults to `"none"`): What the run divides rewards by; a rule that takes no
-            such option is called without.
-        scales (`Mapping[str, str]`, *optional*): The same for single rules, by label.
-
-    Returns:
-        How the rules are judged, and why other rules cannot be compared.
     """
 
     def per_group(rule: Rule, rewards: RewardBatch, scale: Scale, weights: Tensor | None) -> Tensor:

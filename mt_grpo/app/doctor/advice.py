@@ -38,16 +38,7 @@ class Change(NamedTuple):
 
 
 def advise(case: Case, load: Load, sharding: Sharding) -> str:
-    """
-    Names ways to make a run fit, those first that change least of what it learns.
-
-    Args:
-        case (`Case`): The run.
-        load (`Load`), sharding (`Sharding`): What its training processes hold, and how that is spread.
-
-    Returns:
-        `str`: What to do, or that nothing known here helps.
-    """
+    """Names ways to make a run fit, those first that change least of what it learns."""
     tried: list[float] = []  # memory that plans need
 
     def fits(plan: Plan) -> bool:

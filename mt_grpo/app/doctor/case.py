@@ -65,15 +65,7 @@ OK, WARN, FAIL = "ok", "warn", "fail"
 
 @dataclass(frozen=True)
 class Finding:
-    """
-    One line of the report.
-
-    Args:
-        check (`str`): Which check found it.
-        status (`str`): `ok`, `warn` (the run begins, but look at this) or `fail` (it does not).
-        what (`str`): What was found, one sentence without a full stop.
-        mend (`str`, *optional*, defaults to `""`): What to do about it.
-    """
+    """One line of the report."""
 
     check: str
     status: str
@@ -104,13 +96,7 @@ def fact(find: Callable[[Case], T]) -> T:
 
 
 class Case:
-    """
-    A run, as its recipe and the doctor's own options describe it.
-
-    Args:
-        request (`Request`): What the command was asked.
-        recipe (`Recipe`): The options.
-    """
+    """A run, as its recipe and the doctor's own options describe it."""
 
     def __init__(self, request: Request, recipe: Recipe) -> None:
         self.recipe, self.args, self.own = recipe, recipe.training, request.own
@@ -380,10 +366,6 @@ def examine(case: Case, checks: Mapping[str, Check]) -> Iterator[Finding]:
     """
     Runs checks. A `UserError` is a `fail`, or a `warn` if it is `NotKnown`. One that stops several checks is told
     once, and the other checks are listed at the end.
-
-    Args:
-        case (`Case`): The run.
-        checks (`Mapping[str, Check]`): By name, in the order in which they are run.
     """
     told: set[str] = set()
     left_out = []

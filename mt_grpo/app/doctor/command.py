@@ -50,15 +50,7 @@ WIDTH = 16
 
 
 def diagnose(request: Request) -> int:
-    """
-    Examines a run, and prints what was found.
-
-    Args:
-        request (`Request`): What the command was asked.
-
-    Returns:
-        `int`: 1 if anything fails, else 0.
-    """
+    """Examines a run, and prints what was found."""
     case = Case(request, build_recipe(request))
     checks = CHECKS | PLAN
     if request.own["probe"]:

@@ -10,15 +10,7 @@ from mt_grpo.imports import did_you_mean
 
 
 class GPU(NamedTuple):
-    """
-    A GPU, as its data sheet has it.
-
-    Args:
-        name (`str`): For messages.
-        memory (`float`): GB (10⁹ bytes).
-        flops (`float`): Teraflops of dense products in bfloat16.
-        bandwidth (`float`): Terabytes per second from its memory.
-    """
+    """A GPU, as its data sheet has it."""
 
     name: str
     memory: float
@@ -45,12 +37,7 @@ GPUS = (
 
 
 def named_gpu(name: str) -> GPU:
-    """
-    The GPU of a name, however it is written: `rtx4090`, `NVIDIA H100 80GB HBM3`.
-
-    Raises:
-        ConfigError: If it is not known.
-    """
+    """The GPU of a name, however it is written: `rtx4090`, `NVIDIA H100 80GB HBM3`."""
     found = find_gpu(name)
     if found is None:
         names = [gpu.name for gpu in GPUS]

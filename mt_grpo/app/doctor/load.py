@@ -25,25 +25,7 @@ from mt_grpo.forward.lm_head import CHUNK_ELEMENTS
 
 @dataclass(frozen=True)
 class Load:
-    """
-    What decides what a training process holds.
-
-    Args:
-        shape (`Shape`), precision (`Precision`): The model's.
-        processes (`int`): How many train.
-        rows (`int`): Conversations of a micro-batch.
-        accumulation (`int`): Micro-batches of an optimiser step.
-        prompt (`int`), completion (`int`): Most tokens of a conversation: before its first turn, and from there on.
-        context (`int`): Most of both.
-        checkpointing (`bool`): Whether activations are computed again.
-        chunk (`int`, *optional*): As in `head`.
-        reference (`bool`): Whether there is a reference model.
-        under_way (`int`): Conversations that the trainer's own model samples at once; 0 with a server.
-        copied (`bool`): Whether they are sampled from a copy of the model, while it is trained (`max_staleness`).
-        on_gpu (`bool`): Whether processes have a GPU.
-        sharing (`int`): Processes that compute a micro-batch together (`sp_size`).
-        group (`int`), offloading (`bool`): As in `activations`.
-    """
+    """What decides what a training process holds."""
 
     shape: Shape
     precision: Precision

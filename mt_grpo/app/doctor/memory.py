@@ -49,16 +49,7 @@ SHARED_BY = range(2, 17)
 
 @dataclass(frozen=True)
 class Precision:
-    """
-    Bytes of an element.
-
-    Args:
-        weights (`float`): Of the weights as they are loaded, those that are quantised left out.
-        compute (`int`): Of activations.
-        moment (`float`): Of one of the optimiser's two moments, `None` for that of the weights.
-        quantised (`float`, *optional*): Of the weights of linear layers but the head, where bitsandbytes quantises
-            them. It leaves the embedding and the head as they are.
-    """
+    """Bytes of an element."""
 
     weights: float
     compute: int
@@ -79,13 +70,7 @@ def four_bit(nested: bool) -> float:
 
 
 def weights(shape: Shape, precision: Precision, whole: float | None = None) -> float:
-    """
-    Bytes of the weights.
-
-    Args:
-        shape (`Shape`), precision (`Precision`): The model's.
-        whole (`float`, *optional*): Bytes of one that is not quantised, where they are not those it is loaded with.
-    """
+    """Bytes of the weights."""
     whole = precision.weights if whole is None else whole
     if precision.quantised is None:
         return shape.parameters * whole
@@ -93,15 +78,7 @@ def weights(shape: Shape, precision: Precision, whole: float | None = None) -> f
 
 
 def states(shape: Shape, precision: Precision, sharding: Sharding, ranks: int) -> float:
-    """
-    Bytes of weights, gradients and the optimiser's states in one process.
-
-    Args:
-        shape (`Shape`): The model's.
-        precision (`Precision`): Bytes of elements.
-        sharding (`Sharding`): What is spread.
-        ranks (`int`): Over how many processes.
-    """
+    """Bytes of weights, gradients and the optimiser's states in one process."""
     # sharded weights are cast to the type of the computation
     whole = precision.weights if sharding.stage == 0 else min(precision.weights, precision.compute)
     # peft keeps an adapter in float32, and TRL casts that of a quantised model to bfloat16
@@ -149,15 +126,7 @@ def layer_activations(shape: Shape, tokens: int, compute: int) -> float:
 def activations(
     shape: Shape, tokens: int, compute: int, checkpointing: bool, group: int = 1, offloading: bool = False
 ) -> float:
-    """
-    Bytes that a forward and its backward keep on their device, at most.
-
-    Args:
-        checkpointing (`bool`): Whether layers keep their inputs only; beside these there is one layer's.
-        group (`int`, *optional*, defaults to `1`): Layers that keep one input between them; those of one group are
-            there in its backward.
-        offloading (`bool`, *optional*): Whether all but what is on its way is in the machine's memory.
-    """
+    """Bytes that a forward and its backward keep on their device, at most."""
     layer = layer_activations(shape, tokens, compute)
     if not checkpointing and not offloading:
         return shape.layers * layer
@@ -167,14 +136,7 @@ def activations(
 
 
 def head(shape: Shape, tokens: int, compute: int, chunk: int | None) -> float:
-    """
-    Bytes of logits.
-
-    Args:
-        tokens (`int`): Whose logits are computed.
-        chunk (`int`, *optional*): Logits that are computed at a time, in float32; all, and their gradient, where none
-            is given (`forward: padded`).
-    """
+    """Bytes of logits."""
     if chunk is None:
         return float(2 * tokens * shape.vocabulary * compute)
     matrix = 0 if shape.adapter else shape.vocabulary * shape.hidden * 4  # its gradient is summed over chunks
@@ -182,16 +144,7 @@ def head(shape: Shape, tokens: int, compute: int, chunk: int | None) -> float:
 
 
 def server_tokens(memory: float, shape: Shape, size: int, gpus: int = 1, share: float = SERVER_SHARE) -> int:
-    """
-    Tokens whose keys and values a server holds.
-
-    Args:
-        memory (`float`): Bytes of a GPU.
-        shape (`Shape`): The model's.
-        size (`int`): Bytes of an element of weights and of keys and values.
-        gpus (`int`, *optional*, defaults to `1`): Over which the server spreads the model.
-        share (`float`, *optional*): Of a GPU's memory that the server plans with.
-    """
+    """Tokens whose keys and values a server holds."""
     room = gpus * (share * memory - RESERVE) - size * shape.parameters
     return max(0, int(room / max(1, shape.kv_bytes(size))))  # Mamba keeps nothing of a token
 
@@ -212,18 +165,7 @@ def checkpoint(shape: Shape, precision: Precision, sharding: Sharding) -> float:
 
 @dataclass(frozen=True)
 class Shape:
-    """
-    The shape of a model, from its configuration.
-
-    Args:
-        parameters (`int`): Of the model; tied ones count once.
-        trained (`int`): Those that are trained: all, or the adapter's.
-        adapter (`int`): Those of the adapter; 0 where the whole model is trained.
-        linear (`int`): Those of linear layers but the head, which can be quantised.
-        layers, hidden, intermediate, vocabulary, kv_heads, head_size (`int`): As in its configuration.
-        shared_by (`tuple`): Numbers of processes that can compute its rows together (`sp_size`).
-        kept (`int`): Elements of the keys and values of one token, in all layers.
-    """
+    """The shape of a model, from its configuration."""
 
     parameters: int
     trained: int
@@ -247,11 +189,6 @@ def read_shape(config: PreTrainedConfig, peft: PeftConfig | None = None, **optio
     """
     The shape of the model that a configuration describes. Its parameters are counted on the meta device, without their
     memory.
-
-    Args:
-        config (`PreTrainedConfig`): Of the model.
-        peft (`PeftConfig`, *optional*): Of its adapter, where one is trained.
-        **options: For `from_config`, e.g. `trust_remote_code`.
     """
     with torch.device("meta"):
         # what sees or hears may be no causal language model by name: TRL makes it by its architecture too
@@ -330,18 +267,7 @@ OFFLOADED = ("cpu", "nvme")
 
 @dataclass(frozen=True)
 class Sharding:
-    """
-    How training states are spread over processes, as an accelerate configuration says.
-
-    Args:
-        name (`str`): For messages.
-        stage (`int`): What is spread, as ZeRO counts: 0 nothing, 1 the optimiser's states, 2 gradients too, 3 weights
-            too, which FSDP's full shard does as well.
-        processes (`int`, *optional*): How many the configuration launches.
-        offloads_optimizer, offloads_weights (`bool`): Whether these are kept off the GPU.
-        checkpoints (`bool`): Whether it turns on checkpointed activations by itself.
-        deepspeed (`bool`): Whether DeepSpeed spreads them.
-    """
+    """How training states are spread over processes, as an accelerate configuration says."""
 
     name: str
     stage: int
@@ -361,15 +287,7 @@ SHARING = (COPIES, FSDP2)
 
 
 def read_sharding(named: str) -> Sharding:
-    """
-    Reads an accelerate configuration.
-
-    Args:
-        named (`str`): Name of one in `recipes/accelerate`, or the path of a file.
-
-    Raises:
-        ConfigError: If there is none, or it is no mapping.
-    """
+    """Reads an accelerate configuration."""
     known = accelerate_configs()
     if named in known:
         return _sharding(named, yaml.safe_load(known[named].read_text(encoding="utf-8")))

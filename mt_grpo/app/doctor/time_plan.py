@@ -35,16 +35,7 @@ LATEST = 3
 
 @dataclass(frozen=True)
 class Speed:
-    """
-    The speed of a processor.
-
-    Args:
-        flops (`float`): Operations of matrix products per second.
-        bandwidth (`float`): Bytes read from memory per second.
-        layer (`float`): Seconds that a forward of one layer takes beside its products.
-        token (`float`): Seconds outside the layers per token of a batch, when the trainer's model samples.
-        name (`str`): The processor, for messages.
-    """
+    """The speed of a processor."""
 
     flops: float
     bandwidth: float
@@ -67,15 +58,7 @@ def speed_of(gpu: GPU | None) -> Speed:
 
 @dataclass(frozen=True)
 class Lengths:
-    """
-    Means over conversations.
-
-    Args:
-        turns (`float`): Turns.
-        sampled (`float`): Tokens that the model wrote.
-        unique (`float`): Tokens that training computes: the model's, the environment's and the prompt's.
-        measured (`bool`): Whether they come from a run, and are not assumed.
-    """
+    """Means over conversations."""
 
     turns: float
     sampled: float
@@ -112,15 +95,7 @@ class Step:
 
 
 def assumed_lengths(prompt: int, steps: int, turn: int | None, completion: int) -> Lengths:
-    """
-    Lengths to assume without a run: half of what the recipe allows.
-
-    Args:
-        prompt (`int`): Tokens of the prompt.
-        steps (`int`): Replies of the environment.
-        turn (`int`, *optional*): Most tokens of a turn.
-        completion (`int`): Most tokens of a conversation behind the prompt.
-    """
+    """Lengths to assume without a run: half of what the recipe allows."""
     turns = (steps + 2) / 2
     sampled = min(turns * (turn or completion) / 2, completion / 2)
     return Lengths(turns, sampled, prompt + max(sampled, completion / 2))
@@ -137,18 +112,7 @@ def recomputed(checkpointing: bool, group: int) -> float:
 def training_seconds(
     shape: Shape, speed: Speed, tokens: float, ranks: int, again: float, passes: float, microbatches: int
 ) -> float:
-    """
-    Seconds of forwards and backwards of a step.
-
-    Args:
-        shape (`Shape`): The model's.
-        speed (`Speed`): Of one rank.
-        tokens (`float`): Unique tokens of the step, of all ranks.
-        ranks (`int`): How many train.
-        again (`float`): As `recomputed`.
-        passes (`float`): Forwards and backwards over each token; a forward alone is a third.
-        microbatches (`int`): Of one rank.
-    """
+    """Seconds of forwards and backwards of a step."""
     # a frozen weight has no gradient of its own
     work = (4 if shape.adapter else 6) * shape.parameters * tokens * passes * again
     return work / (speed.flops * ranks) + 3 * microbatches * shape.layers * speed.layer
@@ -157,17 +121,7 @@ def training_seconds(
 def server_seconds(
     shape: Shape, speed: Speed, lengths: Lengths, conversations: float, at_once: float, size: int, gpus: int
 ) -> float:
-    """
-    Seconds that one server takes to sample a batch.
-
-    Args:
-        shape (`Shape`), speed (`Speed`): Of the model, and of one of its GPUs.
-        lengths (`Lengths`): Of a conversation.
-        conversations (`float`): How many it samples.
-        at_once (`float`): How many of them at once.
-        size (`int`): Bytes of an element.
-        gpus (`int`): GPUs over which it is spread.
-    """
+    """Seconds that one server takes to sample a batch."""
     at_once = max(1.0, min(conversations, at_once))
     reads = size * shape.parameters + at_once * lengths.unique * shape.kv_bytes(size)
     step = max(reads / speed.bandwidth, 2 * shape.parameters * at_once / speed.flops) / gpus
@@ -181,12 +135,6 @@ def own_engine_seconds(shape: Shape, speed: Speed, turns: int, turn: float, conv
     """
     Seconds that the trainer's own model takes to sample a batch, turn after turn. A turn takes as long as the longest
     row of the batch, which is assumed to be half of what is allowed.
-
-    Args:
-        shape (`Shape`), speed (`Speed`): Of the model, and of the processor.
-        turns (`int`): Most turns of a conversation.
-        turn (`float`): Most tokens of a turn.
-        conversations (`int`): Of one process.
     """
     rows = min(conversations, MOST_ROWS)
     step = shape.layers * speed.layer + speed.token + 2 * shape.parameters * rows / speed.flops
@@ -194,16 +142,7 @@ def own_engine_seconds(shape: Shape, speed: Speed, turns: int, turn: float, conv
 
 
 def read_run(folder: str, steps_of_a_batch: float = 1.0) -> tuple[Lengths, float] | None:
-    """
-    Lengths and the seconds of a batch, from the metrics of a run; `None` where it has logged no step.
-
-    Args:
-        folder (`str`): Its `output_dir`.
-        steps_of_a_batch (`float`, *optional*, defaults to `1.0`): Optimiser steps taken with each batch.
-
-    Raises:
-        ConfigError: If its metrics cannot be read.
-    """
+    """Lengths and the seconds of a batch, from the metrics of a run; `None` where it has logged no step."""
     path = Path(folder, "metrics.jsonl")
     if not path.is_file():
         return None
@@ -225,13 +164,7 @@ def read_run(folder: str, steps_of_a_batch: float = 1.0) -> tuple[Lengths, float
 
 
 def measure_cpu(shape: Shape, seconds: float = 0.15) -> Speed:
-    """
-    Measures this processor with matrices as wide as the model, in a fraction of a second.
-
-    Args:
-        shape (`Shape`): The model's.
-        seconds (`float`, *optional*, defaults to `0.15`): For each of the three measures.
-    """
+    """Measures this processor with matrices as wide as the model, in a fraction of a second."""
     width, inner = min(shape.hidden, 2048), min(shape.intermediate, 4096)
     rows, matrix = torch.ones(512, width), torch.ones(width, inner)
     flops = EFFICIENCY * 2 * 512 * width * inner / _fastest(lambda: rows @ matrix, seconds)

@@ -30,13 +30,7 @@ LABELS = {
 
 @dataclass(frozen=True)
 class Entity:
-    """A subject of facts.
-
-    Attributes:
-        name: unique name of the entity.
-        family: kind of entity, such as `country` or `element`.
-        facts: relation -> accepted values, the canonical one first.
-    """
+    """A subject of facts."""
 
     name: str
     family: str

@@ -44,13 +44,7 @@ ASKED = {
 
 @dataclass(frozen=True)
 class Form:
-    """A kind of question.
-
-    Attributes:
-        text: the question, with `{}` in place of the name it gives.
-        relations: relation to search for at each hop.
-        inverse: whether the given name is a value of the first relation, so that its subject is to be found.
-    """
+    """A kind of question."""
 
     text: str
     relations: tuple[str, ...]
@@ -59,15 +53,7 @@ class Form:
 
 @dataclass(frozen=True)
 class Problem:
-    """A question with its solution.
-
-    Attributes:
-        question: the text of the question.
-        answer: accepted answers, the canonical one first.
-        searches: the ideal query of each hop.
-        passages: the passage which each ideal query should find.
-        entities: subjects and bridges involved.
-    """
+    """A question with its solution."""
 
     question: str
     answer: tuple[str, ...]
@@ -194,11 +180,7 @@ def problems(split: Literal["train", "validation"]) -> tuple[Problem, ...]:
 
 
 def questions(split: Literal["train", "validation"]) -> list[dict]:
-    """The questions of a split, shuffled the same way every time, so that a slice is a fair sample.
-
-    Returns:
-        rows with `question` (str), `answer` (list of accepted strings, the canonical one first) and `hops` (1 or 2).
-    """
+    """The questions of a split, shuffled the same way every time, so that a slice is a fair sample."""
     rows = [
         {"question": problem.question, "answer": list(problem.answer), "hops": len(problem.searches)}
         for problem in problems(split)

@@ -26,12 +26,7 @@ ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def check_flex(device: torch.device) -> None:
-    """
-    Refuses a device for which FlexAttention is not compiled.
-
-    Raises:
-        ConfigError: If it is a CPU, on which FlexAttention has no backward.
-    """
+    """Refuses a device for which FlexAttention is not compiled."""
     if device.type == "cpu":
         raise ConfigError(
             "FlexAttention (`flex`) is compiled for GPUs only, and the model is on a CPU: choose `auto` or `segment`."

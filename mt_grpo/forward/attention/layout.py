@@ -30,14 +30,7 @@ FEWEST_QUERIES = 16
 
 
 class Piece(NamedTuple):
-    """
-    Queries that attend at once, by their depth.
-
-    Args:
-        begin, end (`int`): Depth of the first query, and of the one after the last.
-        first (`int`): Depth of the first key that they see.
-        causal (`bool`): Whether they see each other alone, and need no mask.
-    """
+    """Queries that attend at once, by their depth."""
 
     begin: int
     end: int
@@ -48,11 +41,6 @@ class Piece(NamedTuple):
 class TreeLayout:
     """
     Which token sees which in a packed row of `N` tokens.
-
-    Args:
-        packed (`Packed`): The row.
-        attention (`str`): `"auto"`, `"segment"`, `"flex"` or `"dense"`.
-        sequence (`SequenceGroup`, *optional*): The processes that compute the row together.
 
     Masks are made on the device of the queries, which may differ between layers, and are kept.
     """
@@ -111,12 +99,6 @@ class TreeLayout:
     def pieces(self, chain: int, window: Window, most: int, masked: bool) -> Iterator[Piece]:
         """
         A chain's queries, in parts that attend at once. Chunks begin where they begin, so no part is in two of them.
-
-        Args:
-            chain (`int`): The chain.
-            window (`Window`): What its tokens see of their ancestors.
-            most (`int`): Most queries of a part that needs a mask.
-            masked (`bool`): Whether each part needs one. Else parts that see no earlier key go without.
         """
         begin = int(self.depth[self.starts[chain]])
         end = begin + int(self.sizes[chain])

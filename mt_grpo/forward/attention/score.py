@@ -14,12 +14,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Chunk:
-    """
-    Chunked attention: a token sees its own chunk only (Llama 4).
-
-    Args:
-        size (`int`): Tokens of a chunk.
-    """
+    """Chunked attention: a token sees its own chunk only (Llama 4)."""
 
     size: int
 
@@ -41,17 +36,7 @@ def oldest(depth: np.ndarray, window: Window) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class Score:
-    """
-    What becomes of the scaled product of a query and a key.
-
-    Args:
-        cap (`float`, *optional*): `cap * tanh(score / cap)` takes the place of a score (Gemma 2).
-        bias (`Tensor`, *optional*): `(heads, D)` is added, by the key's depth (ALiBi: BLOOM, MPT, Falcon).
-        sinks (`Tensor`, *optional*): `(heads,)` a score that takes part in the softmax and has no value (gpt-oss).
-        dropout (`float`): Share of the weights that are dropped.
-        eager (`Callable`, *optional*): The model's own way to write this out, which rounds as the model does:
-            `(query, key, value, mask) -> output`, shapes as in `attend`. FlexAttention has no use for it.
-    """
+    """What becomes of the scaled product of a query and a key."""
 
     cap: float | None = None
     bias: Tensor | None = None
@@ -71,18 +56,7 @@ PLAIN = Score()
 def attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float, score: Score, first: int | Tensor
 ) -> Tensor:
-    """
-    Attention written out, as transformers' eager attention has it.
-
-    Args:
-        query (`Tensor`): `(1, heads, S, head_dim)`.
-        key, value (`Tensor`): `(1, key_value_heads, L, head_dim)`.
-        mask (`Tensor`): `(S, L)` added to scores.
-        first (`int` or `Tensor`): Depth of the first key, whose successors follow it, or of each key.
-
-    Returns:
-        `(1, heads, S, head_dim)`.
-    """
+    """Attention written out, as transformers' eager attention has it."""
     if score.eager is not None:
         return score.eager(query, key, value, mask)
     groups = query.size(1) // key.size(1)

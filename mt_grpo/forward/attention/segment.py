@@ -26,13 +26,6 @@ def segment_attention(
     Attends per unforked chain: its queries against the keys on the path from the root. Where scores are plain, this is
     PyTorch's scaled-dot-product attention. Long chains attend in pieces, so that memory grows with the row's length
     and not with its square.
-
-    Args:
-        query (`Tensor`): `(1, heads, N, head_dim)`.
-        key, value (`Tensor`): `(1, key_value_heads, N, head_dim)`.
-
-    Returns:
-        `(1, heads, N, head_dim)`.
     """
     sizes = layout.sizes.tolist()
     # split and cat, not slices: the backward of a slice would write a zero gradient of the whole row for each chain

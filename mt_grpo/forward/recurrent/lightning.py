@@ -20,11 +20,6 @@ def lightning_attention(layer: Any, schedule: Schedule, hidden_states: Tensor) -
     """
     What `MiniMaxLightningAttention` computes, over a tree. It is a state space of Mamba 2 whose steps are all 1, so
     that each head decays by a constant per token.
-
-    Args:
-        layer (`MiniMaxLightningAttention`): The layer.
-        schedule (`Schedule`): The row's.
-        hidden_states (`Tensor`): `(1, N, hidden_size)`.
     """
     states = layer.act_fn(layer.qkv_proj(hidden_states))
     query, key, value = states.unflatten(2, (layer.num_attention_heads, -1)).chunk(3, dim=3)

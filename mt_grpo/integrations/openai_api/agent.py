@@ -111,16 +111,7 @@ class Command:
         self.arguments = shlex.split(line)
 
     async def __call__(self, row: dict[str, Any], client: AgentClient) -> Any:
-        """
-        Runs it for one row.
-
-        Returns:
-            The last line of its output: a JSON number or object, or else text; `None` if it wrote nothing.
-
-        Raises:
-            CommandError: If its exit code is not 0; the message has the end of its standard error.
-            OSError: If it cannot be started.
-        """
+        """Runs it for one row."""
         hosts = ",".join(filter(None, [os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), client.host]))
         variables = {
             **{name: value for name, value in os.environ.items() if name != "ANTHROPIC_AUTH_TOKEN"},  # would go first
@@ -256,11 +247,6 @@ async def run_agent(work: Callable[[], Coroutine[Any, Any, Any]], name: str) -> 
     """
     Runs an agent's coroutine in the loop of the agents. All agents of a process share it, so that they may share
     clients and locks.
-
-    Args:
-        work (`Callable`): Makes the coroutine, once the loop comes to it: of one that blocks it may be never. It is
-            cancelled when this call is, and not waited for.
-        name (`str`): Name of its task.
     """
     agents = _agents.get(fit=lambda loop: loop.lives)
     agents.ask()
@@ -423,17 +409,7 @@ def _name(agent: Any) -> str:
 
 
 def read_result(result: Any, name: str) -> Outcome:
-    """
-    An agent's result as an outcome.
-
-    Args:
-        result: A number (the reward), text (the answer), a mapping from names of rewards to numbers with an optional
-            text `answer`, an `Outcome`, or `None`.
-        name (`str`): The agent and where it is defined, for errors.
-
-    Raises:
-        TypeError: If it is anything else.
-    """
+    """An agent's result as an outcome."""
     if isinstance(result, Outcome):
         return result
     if isinstance(result, str):

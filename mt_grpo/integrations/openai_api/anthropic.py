@@ -43,13 +43,7 @@ REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 @dataclass(frozen=True)
 class Thread:
-    """
-    What a conversation keeps of an answer that the client may go on from.
-
-    Args:
-        messages (`list[dict]`): The messages, with the answer.
-        tools (`list[dict]`, *optional*): Schemas of the tools.
-    """
+    """What a conversation keeps of an answer that the client may go on from."""
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None
@@ -60,17 +54,7 @@ Threads = dict[str, Thread]
 
 
 def as_chat(body: dict[str, Any], threads: Threads, warnings: Warnings) -> dict[str, Any]:
-    """
-    The body of the same request as a chat completion.
-
-    Args:
-        body (`dict`): The decoded JSON.
-        threads (`dict`): The threads of the conversation.
-        warnings (`Warnings`): Of the run.
-
-    Raises:
-        ApiError: If a field cannot be read, or the thread is unknown.
-    """
+    """The body of the same request as a chat completion."""
     check_output(body.get("output_config"), "output_config", "effort", warnings)
     _check_edits(body, warnings)
     chat: dict[str, Any] = {name: body.get(name) for name in SAME}

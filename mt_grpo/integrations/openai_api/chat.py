@@ -20,15 +20,7 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 
 @dataclass(frozen=True)
 class Choice:
-    """
-    One answer.
-
-    Args:
-        message (`dict`): The message for the client.
-        finish_reason (`str`): `stop`, `length` or `tool_calls`.
-        turn (`Turn`): What was sampled.
-        logprobs (`list[dict]`, *optional*): The log-probability of each token, if the client asked for them.
-    """
+    """One answer."""
 
     message: Message
     finish_reason: str

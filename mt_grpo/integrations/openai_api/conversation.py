@@ -35,13 +35,7 @@ _TEXT, _NATIVE = Text(), NativeProtocol()
 
 
 class Calls:
-    """
-    The tool calls of one conversation: how they are shown to the model and parsed, and their results.
-
-    Args:
-        protocol (`CallProtocol`, *optional*): A text protocol; by default the chat template's own calls.
-        tokenizer: The model's.
-    """
+    """The tool calls of one conversation: how they are shown to the model and parsed, and their results."""
 
     def __init__(self, protocol: CallProtocol | None, tokenizer: Any) -> None:
         self._protocol = None if protocol is None or protocol.native_tools else protocol
@@ -50,12 +44,7 @@ class Calls:
         self._made: dict[str, tuple[Turn, ToolCall]] = {}  # calls by identifier
 
     def options(self, parsed: ParsedRequest) -> dict[str, Any]:
-        """
-        Arguments of `Policy.reply` beside the messages.
-
-        Raises:
-            ApiError: If the model cannot be shown the tools.
-        """
+        """Arguments of `Policy.reply` beside the messages."""
         if self._protocol is not None:
             return {"stop": (*self._protocol.stop, *parsed.stop), "protocol": self._protocol}
         if parsed.tools is not None and self._tokenizer.response_template is None:
@@ -88,15 +77,7 @@ class Calls:
         return instruct(written, self._protocol.instructions(tools))  # type: ignore[arg-type]  # it reads schemas only
 
     def note_results(self, messages: Sequence[Message]) -> list[tuple[Turn, list[Message]]]:
-        """
-        Stores the results in a client's messages in the calls that they answer.
-
-        Args:
-            messages (`Sequence[dict]`): The messages with the calls' own identifiers, see `Told.restore`.
-
-        Returns:
-            The turns with these calls, each with the messages of its results.
-        """
+        """Stores the results in a client's messages in the calls that they answer."""
         answered: dict[int, tuple[Turn, list[Message]]] = {}
         for message in messages:
             if message["role"] == "tool" and message.get("tool_call_id") in self._made:
@@ -174,13 +155,7 @@ MOST_REQUESTS = 256
 
 @dataclass(eq=False)
 class Attempt:
-    """
-    A request and its answer.
-
-    Args:
-        answer (`asyncio.Future`): The answer, once there is one.
-        delivered (`bool`): Whether the answer went out while the client was still connected.
-    """
+    """A request and its answer."""
 
     answer: asyncio.Future[Any]
     delivered: bool = False
@@ -200,12 +175,7 @@ class Retries:
         self._waiting = 0
 
     def attempt(self, content: bytes, headers: Mapping[str, str], answer: Callable[[], Awaitable[Any]]) -> Attempt:
-        """
-        The earlier attempt that a request repeats, or else another one, for which `answer` is called.
-
-        Raises:
-            ApiError: If too many requests wait.
-        """
+        """The earlier attempt that a request repeats, or else another one, for which `answer` is called."""
         once, count = headers.get("Idempotency-Key"), headers.get("x-stainless-retry-count")
         key = blake2b(content, digest_size=16).hexdigest() + ("" if once is None else f" {once}")
         same = self._attempts.setdefault(key, [])
@@ -248,25 +218,7 @@ PATIENCE = 100
 
 
 class Conversation:
-    """
-    A conversation over HTTP. Turns of concurrent requests are sampled one after another; each is trained.
-
-    Args:
-        policy (`ConversationPolicy`): Samples the turns.
-        protocol (`CallProtocol`, *optional*): Writes and reads calls as text, see `Calls`.
-        base_url (`str`), api_key (`str`): What its client needs.
-
-    Attributes:
-        fixed (`dict`): What the run decides about sampling, by OpenAI's and vLLM's names.
-        limit (`StopReason`, *optional*): The limit that refused or cut off the latest turn.
-        asked (`bool`), sampled (`bool`): Whether a request came, and whether a turn was sampled.
-        failure (`EngineError`, *optional*): The engine's error, if it failed to sample the latest turn.
-        refusal (`str`, *optional*): Why a request was refused after the latest turn. A limit is none.
-        retries (`Retries`): Its requests.
-        responses (`Kept`), threads (`dict`): What Responses and Anthropic's threads go on from.
-        names (`list[str]`): Further names of the conversation, beside its session.
-        over (`asyncio.Event`): Set when the client does not stop asking though no token is left.
-    """
+    """A conversation over HTTP. Turns of concurrent requests are sampled one after another; each is trained."""
 
     def __init__(self, policy: ConversationPolicy, protocol: CallProtocol | None, base_url: str, api_key: str) -> None:
         self.policy, self.base_url, self.api_key = policy, base_url, api_key
@@ -283,12 +235,7 @@ class Conversation:
         self._refused = 0
 
     async def choices(self, parsed: ParsedRequest) -> list[Choice]:
-        """
-        Samples the turns that a request asks for.
-
-        Raises:
-            ApiError: If no turn can be sampled.
-        """
+        """Samples the turns that a request asks for."""
         self.asked = True
         options = self._calls.options(parsed)
         try:
@@ -310,12 +257,7 @@ class Conversation:
         return choices
 
     async def count(self, parsed: ParsedRequest) -> int:
-        """
-        Tokens of the context of the turn that a request would be answered with.
-
-        Raises:
-            ApiError: If the messages cannot be shown.
-        """
+        """Tokens of the context of the turn that a request would be answered with."""
         self.asked = True
         options = self._calls.options(parsed)
         try:

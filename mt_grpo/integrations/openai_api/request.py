@@ -16,17 +16,7 @@ from mt_grpo.trajectory import Message, StopReason
 
 
 class ApiError(Exception):
-    """
-    A refused request, in the form that OpenAI's clients read.
-
-    Args:
-        status (`int`): The HTTP status. Clients retry 408, 409, 429 and from 500 on.
-        message (`str`): One sentence.
-        code (`str`, *optional*): OpenAI's name of the error.
-        param (`str`, *optional*): The wrong field.
-        again (`bool`, *optional*, defaults to `False`): Whether the client may retry.
-        details (`dict`, *optional*): What Anthropic's clients act on.
-    """
+    """A refused request, in the form that OpenAI's clients read."""
 
     def __init__(
         self,
@@ -80,9 +70,6 @@ TEXTS = ("text", "input_text", "output_text", "refusal")
 def read_messages(given: Any) -> list[Message]:
     """
     Normalises a client's messages: content is text, arguments of calls are JSON objects, other keys are left out.
-
-    Raises:
-        ApiError: If they are no messages, or contain something other than text.
     """
     if not isinstance(given, list) or not given:
         raise wrong("messages", "is no list with messages in it")
@@ -244,21 +231,7 @@ MOST_STOPS = 64
 
 @dataclass(frozen=True)
 class ParsedRequest:
-    """
-    A request of any dialect.
-
-    Args:
-        messages (`list[dict]`): The conversation, see `read_messages`.
-        model (`str`): The client's name for the model, which the answer repeats.
-        tools (`list[dict]`, *optional*): Schemas of the tools.
-        reads_calls (`bool`): Whether calls are parsed from the answer.
-        stop (`tuple[str, ...]`): Strings that end the answer, and are cut from it.
-        n (`int`): Number of answers.
-        max_tokens (`int`, *optional*): Largest number of tokens in each.
-        logprobs (`bool`): Whether the answer has log-probabilities.
-        stream (`bool`): Whether the answer is a stream of events.
-        usage (`bool`): Whether the last event has the token counts.
-    """
+    """A request of any dialect."""
 
     messages: list[Message]
     model: str
@@ -286,18 +259,7 @@ class Warnings:
 
 
 def check_output(given: Any, name: str, effort: str, warnings: Warnings) -> None:
-    """
-    Checks a field that says how the answer is to be.
-
-    Args:
-        given: The field's value: `format` and more.
-        name (`str`): The field.
-        effort (`str`): Which part of it the run decides.
-        warnings (`Warnings`): Of the run.
-
-    Raises:
-        ApiError: For any form but text, and for a part that is not known.
-    """
+    """Checks a field that says how the answer is to be."""
     given = given or {}
     check_format(given.get("format"), f"{name}.format")
     for part, value in given.items():
@@ -315,19 +277,7 @@ def read_request(
     fixed: Mapping[str, Any],
     warnings: Warnings,
 ) -> ParsedRequest:
-    """
-    Reads the body of a request.
-
-    Args:
-        body: The decoded JSON.
-        read (`frozenset[str]`): Fields that the dialect reads.
-        as_chat (`Callable`): Translates the body into that of a chat completion.
-        fixed (`dict`): What the run decides about sampling, by OpenAI's and vLLM's names.
-        warnings (`Warnings`): Of the run.
-
-    Raises:
-        ApiError: If a field is wrong, or asks for tokens that would not be the policy's own sample.
-    """
+    """Reads the body of a request."""
     if not isinstance(body, dict):
         raise ApiError(400, "The body of the request is no JSON object.", "invalid_value")
     try:
@@ -368,18 +318,7 @@ def _read_chat(body: dict[str, Any], warnings: Warnings) -> ParsedRequest:
 
 
 def check_fields(body: dict[str, Any], read: frozenset[str], fixed: Mapping[str, Any], warnings: Warnings) -> None:
-    """
-    Passes over fields without an effect, and warns of those that the run decides.
-
-    Args:
-        body (`dict`): The decoded JSON.
-        read (`frozenset[str]`): Fields that the dialect reads.
-        fixed (`Mapping`): What the run decides about sampling, by OpenAI's and vLLM's names.
-        warnings (`Warnings`): Of the run.
-
-    Raises:
-        ApiError: For any other field: what is not understood may change the answer.
-    """
+    """Passes over fields without an effect, and warns of those that the run decides."""
     for name, value in body.items():
         if name in read or name in NEUTRAL or value is None or value in ([], ""):
             continue
@@ -397,12 +336,7 @@ def check_fields(body: dict[str, Any], read: frozenset[str], fixed: Mapping[str,
 
 
 def check_format(given: Any, name: str) -> None:
-    """
-    Checks the form that an answer is to have.
-
-    Raises:
-        ApiError: For any form but text.
-    """
+    """Checks the form that an answer is to have."""
     kind = (given or {"type": "text"}).get("type")
     if kind != "text":
         raise wrong(name, f"is {kind!r}, which {FORCED}")
@@ -434,12 +368,7 @@ def _read_tools(body: dict[str, Any], warnings: Warnings) -> tuple[list[dict[str
 
 
 def check_tool(tool: dict[str, Any], read: frozenset[str], place: str) -> None:
-    """
-    Checks that all fields of a tool are known: they say what the policy is shown of it.
-
-    Raises:
-        ApiError: For any other field.
-    """
+    """Checks that all fields of a tool are known: they say what the policy is shown of it."""
     for name, value in tool.items():
         if name not in read and value not in (None, False, "", [], {}):
             raise wrong(f"{place}.{name}", UNREAD)

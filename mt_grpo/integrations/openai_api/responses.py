@@ -38,30 +38,14 @@ READ = frozenset(
 
 @dataclass(frozen=True)
 class Kept:
-    """
-    What a conversation keeps of its responses.
-
-    Args:
-        messages (`dict[str, list]`): The messages of each response with its answer, by its identifier.
-        items (`dict[str, dict]`): The items of the answers, by theirs.
-    """
+    """What a conversation keeps of its responses."""
 
     messages: dict[str, list[Message]] = field(default_factory=dict)
     items: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 def as_chat(body: dict[str, Any], kept: Kept, warnings: Warnings) -> dict[str, Any]:
-    """
-    The body of the same request as a chat completion.
-
-    Args:
-        body (`dict`): The decoded JSON.
-        kept (`Kept`): Earlier responses.
-        warnings (`Warnings`): Of the run.
-
-    Raises:
-        ApiError: If a field cannot be read, or the previous response is unknown.
-    """
+    """The body of the same request as a chat completion."""
     for name in ("background", "conversation"):
         if body.get(name):
             raise wrong(name, "is nothing that this server keeps: send the whole conversation as `input`")

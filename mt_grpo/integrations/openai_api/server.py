@@ -34,9 +34,6 @@ class Strangers:
     """
     Counts requests that no agent of the run made: those without a conversation's key, and those that are no HTTP. One
     log line gives their number, and nothing of their content.
-
-    Attributes:
-        log (`logging.Logger`): For aiohttp, which would log a traceback with the headers of each such request.
     """
 
     def __init__(self) -> None:

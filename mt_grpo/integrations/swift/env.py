@@ -259,10 +259,6 @@ class SchedulerEnv:
 def _mask_earlier_rounds(sampled: list[Sampled], last: set[int]) -> None:
     """
     Masks all turns but those of the last round: the turn that a record ends with, and the turns that it continues.
-
-    Args:
-        sampled (`list[Sampled]`): All turns in order.
-        last (`set[int]`): Indices of the turns that records end with.
     """
     trained = False
     for one in reversed(sampled):
@@ -300,17 +296,7 @@ _lock = threading.Lock()
 async def run_apart(
     function: Callable[..., Coroutine[Any, Any, Any]], *args: Any, idle: Callable[[], float], timeout: float | None
 ) -> Any:
-    """
-    Awaits an `async` function of the user's in the event loop of another thread.
-
-    Args:
-        function (`Callable`), *args: The function and its arguments.
-        idle (`Callable`): Returns for how many seconds the function has not been waiting for the policy.
-        timeout (`float`, *optional*): Largest value of `idle()`. Above it the function is given up.
-
-    Raises:
-        OutOfTime: If `idle()` exceeds `timeout`.
-    """
+    """Awaits an `async` function of the user's in the event loop of another thread."""
     with _lock:
         if len(_loops) < MOST:
             _loops.append(_Loop())

@@ -33,12 +33,7 @@ def without_images(messages: list[Message]) -> tuple[list[Message], list[Any]]:
 
 
 def with_images(messages: list[Message], images: list[Any]) -> list[Message]:
-    """
-    Messages whose places show images. Images without a place come before the user's first words.
-
-    Raises:
-        ValueError: If there are more places than images, and images at all.
-    """
+    """Messages whose places show images. Images without a place come before the user's first words."""
     if not images:
         return messages
     places = sum(str(message.get("content")).count(PLACE) for message in messages)

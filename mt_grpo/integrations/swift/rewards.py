@@ -133,12 +133,7 @@ class DefaultRMPlugin:
         self.model, self.template = model, template
 
     def __call__(self, inputs: list[dict[str, Any]], **kwargs: Any) -> Any:
-        """
-        The rewards of a batch, `(B,)`.
-
-        Args:
-            inputs (`list[dict]`): The columns of each row, with `messages`, the whole conversation.
-        """
+        """The rewards of a batch, `(B,)`."""
         import torch
 
         encoded = self.template.data_collator([self.template.encode(one) for one in inputs])
@@ -147,12 +142,7 @@ class DefaultRMPlugin:
 
 
 class RewardTemplate:
-    """
-    Encodes conversations for a reward model, with its own chat template.
-
-    Args:
-        tokenizer: The reward model's.
-    """
+    """Encodes conversations for a reward model, with its own chat template."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer

@@ -41,19 +41,7 @@ OF_THE_RUN = ("temperature", "top_k", "top_p", "repetition_penalty", "n")
 
 @dataclass
 class Conversation:
-    """
-    The state of one conversation of a scheduler.
-
-    Args:
-        policy (`Policy`): Samples the turns, in the event loop `loop`.
-        protocol (`Words`): Its call protocol.
-        timeout (`float`, *optional*): Seconds that one method of the scheduler may take.
-        sampled (`list[Sampled]`): Its turns so far.
-        masked (`bool`): Whether the scheduler gave a `response_loss_mask`.
-        reason (`StopReason`, *optional*): The limit that cut off the latest turn, or that left no room for another.
-        answer (`str`, *optional*): The final answer, if the scheduler returned one.
-        rewards (`dict[str, float]`): Rewards of the whole conversation, by name.
-    """
+    """The state of one conversation of a scheduler."""
 
     policy: Policy
     protocol: Words
@@ -132,12 +120,7 @@ CONVERSATION: ContextVar[Conversation] = ContextVar("conversation")
 
 
 class InferEngine:
-    """
-    `MultiTurnScheduler.infer_engine`: one for all conversations.
-
-    Args:
-        tokenizer: The model's.
-    """
+    """`MultiTurnScheduler.infer_engine`: one for all conversations."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -146,17 +129,7 @@ class InferEngine:
     async def infer_async(
         self, infer_request: RolloutInferRequest, request_config: RequestConfig | None = None, **kwargs: Any
     ) -> ChatCompletionResponse:
-        """
-        Samples a response.
-
-        Args:
-            infer_request (`RolloutInferRequest`): The conversation.
-            request_config (`RequestConfig`, *optional*): Limits and stop strings of the response.
-
-        Raises:
-            ConversationEnded: If a limit leaves no token to sample.
-            ValueError: If `request_config` asks for another distribution than the run's.
-        """
+        """Samples a response."""
         config = request_config or RequestConfig()
         for option in fields(RequestConfig):
             if option.name in OF_THE_RUN and getattr(config, option.name) != option.default:

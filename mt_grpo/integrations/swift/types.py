@@ -177,15 +177,7 @@ def remove_response(messages: Messages) -> str | None:
 
 @dataclass(eq=False)
 class Sampled:
-    """
-    A turn of a scheduler with its sampled token ids.
-
-    Args:
-        turn (`Turn`): The turn.
-        ids (`list[int]`): Its token ids.
-        continues (`bool`): Whether it continues the assistant's message of the turn before.
-        claimed (`bool`): Whether a response that the scheduler returned has these ids.
-    """
+    """A turn of a scheduler with its sampled token ids."""
 
     turn: Turn
     ids: list[int]
@@ -220,17 +212,6 @@ def claim(
     - A sampled token in `ids` is trained as `mask` says; without a mask, it is trained.
     - A sampled token that is missing from `ids` is not trained.
     - A token in `ids` that was not sampled is context, which `mask` may not train.
-
-    Args:
-        where (`str`): Which response, for errors.
-        sampled (`Sequence[Sampled]`): The turns that it may be made of.
-        ids (`list[int]`, *optional*): Its token ids; without them only `logprobs` can be checked.
-        mask (`list[int]`, *optional*): 1 where a token is trained.
-        logprobs (`list[float]`, *optional*): One for each trained token. Only their number is checked: training
-            uses the log-probabilities of the sampling.
-
-    Raises:
-        ResponseError: If lengths differ, or a token is to be trained that was not sampled.
     """
     if mask is not None:
         if ids is None:
@@ -307,14 +288,7 @@ def plain(value: Any, depth: int = 8) -> Any:
 
 
 class Names(dict[str, Any]):
-    """
-    Classes by name: `multi_turns["mine"] = Mine`.
-
-    Args:
-        what (`str`): What one of them is, for errors.
-        base (`type`): What each is a subclass of.
-        added (`Callable`, *optional*): Called with the name and the class of each.
-    """
+    """Classes by name: `multi_turns["mine"] = Mine`."""
 
     def __init__(self, what: str, base: type, added: Callable[[str, type], None] | None = None) -> None:
         super().__init__()

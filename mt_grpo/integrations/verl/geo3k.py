@@ -12,12 +12,7 @@ _FORMAT = re.compile(r"<think>.*</think>.*\\boxed\{.*\}.*", re.DOTALL)
 
 
 def find_grader() -> ModuleType:
-    """
-    The module that grades answers.
-
-    Raises:
-        ToolDefinitionError: If it is not installed.
-    """
+    """The module that grades answers."""
     try:
         return importlib.import_module("mathruler.grader")
     except ModuleNotFoundError as error:

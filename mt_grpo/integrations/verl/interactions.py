@@ -216,12 +216,7 @@ source_of.register(InteractionEnv, InteractionSource)
 
 
 def find_kwargs(interactions: Mapping[str, BaseInteraction], row: dict[str, Any]) -> dict[str, Any]:
-    """
-    The row's `interaction_kwargs`, with `name`, without keys that are `None`: a table has all keys in every row.
-
-    Raises:
-        ConfigError: If the row names none of `interactions`.
-    """
+    """The row's `interaction_kwargs`, with `name`, without keys that are `None`: a table has all keys in every row."""
     given = (row.get("extra_info") or {}).get("interaction_kwargs") or {}
     name = given.get("name")
     if name is None:

@@ -16,13 +16,7 @@ MOST_PADDING = 2
 
 @dataclass
 class Padded:
-    """
-    Rows of one width, as `generate` takes them.
-
-    Args:
-        ids, mask (`list[list[int]]`): Shape (B, T); the mask is 0 where a row has padding.
-        cache (`DynamicCache`, *optional*): Keys and values of the first of the T places.
-    """
+    """Rows of one width, as `generate` takes them."""
 
     ids: list[list[int]]
     mask: list[list[int]]
@@ -31,16 +25,7 @@ class Padded:
 
 @dataclass
 class Prefixes:
-    """
-    What is computed of each conversation of the last batch.
-
-    Args:
-        cache (`DynamicCache`): Keys and values, of T places.
-        places (`dict[str, int]`): The row of each session.
-        known (`list[list[int]]`): The tokens of each row, without padding.
-        rows (`Padded`): The rows of shape (B, T).
-        weights (`object`): Tells the weights that computed them from others.
-    """
+    """What is computed of each conversation of the last batch."""
 
     cache: DynamicCache
     places: dict[str, int]
@@ -109,15 +94,7 @@ def keep(
     samples: Sequence[list[int]],
     weights: object,
 ) -> Prefixes:
-    """
-    What a batch leaves.
-
-    Args:
-        cache (`DynamicCache`): After the batch: its last token is not computed yet.
-        rows (`Padded`): What the batch began with.
-        sessions, contexts, samples: Of each row: its session, what it began with without padding, what it sampled.
-        weights (`object`): See `weights_of`.
-    """
+    """What a batch leaves."""
     steps = cache.get_seq_length() - len(rows.ids[0])
     sampled = [ids[:steps] for ids in samples]
     return Prefixes(

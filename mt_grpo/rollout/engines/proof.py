@@ -44,13 +44,6 @@ async def prove_engine(engine: TransformersEngine, mixed_precision: str = "no") 
     """
     Proves an engine for its model. It draws no random numbers and leaves no gradients. The engine keeps prefixes
     afterwards if that changes nothing.
-
-    Args:
-        engine (`TransformersEngine`): The engine, whose model is in evaluation mode.
-        mixed_precision (`str`, *optional*, defaults to `"no"`): As in `mt_grpo.forward.probe.prove`.
-
-    Raises:
-        ConfigError: If it samples from another distribution than a forward over the same tokens computes.
     """
     engine.keeps_prefixes = False
     proof = await measure_engine(engine, mixed_precision)
@@ -69,14 +62,7 @@ async def prove_engine(engine: TransformersEngine, mixed_precision: str = "no") 
 
 
 async def measure_engine(engine: TransformersEngine, mixed_precision: str = "no", turns: int = 1) -> Proof:
-    """
-    How far the log-probs of what an engine samples are from those of a forward over each row alone.
-
-    Args:
-        engine (`TransformersEngine`): The engine.
-        mixed_precision (`str`, *optional*, defaults to `"no"`): As in `mt_grpo.forward.probe.prove`.
-        turns (`int`, *optional*, defaults to `1`): The turn that is measured, after results of several lengths.
-    """
+    """How far the log-probs of what an engine samples are from those of a forward over each row alone."""
     contexts = probe_contexts(engine, turns)
     names = [f"engine-proof-{number}" for number in range(len(contexts))]
     sampling = [SamplingParams(max_tokens=TURN, seed=number) for number in range(len(contexts))]

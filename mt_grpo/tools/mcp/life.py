@@ -40,12 +40,7 @@ _FIRST = asyncio.FIRST_COMPLETED
 
 
 class LastWords:
-    """
-    Reads what a server writes to its standard error, logs it, and keeps the last line.
-
-    Args:
-        name (`str`): The server.
-    """
+    """Reads what a server writes to its standard error, logs it, and keeps the last line."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -135,14 +130,7 @@ def close_servers() -> None:
 
 
 class StartError(Exception):
-    """
-    A server did not start.
-
-    Args:
-        why (`str`): As a clause.
-        transient (`bool`, *optional*): Whether it is refused now, and another attempt may help.
-        foreign (`bool`, *optional*): Whether what answers at the URL is no MCP server that can be used.
-    """
+    """A server did not start."""
 
     def __init__(self, why: str, transient: bool = False, foreign: bool = False) -> None:
         super().__init__(why)
@@ -157,11 +145,6 @@ class Life:
     """
     Holds the session with a server open in one task, since the library's contexts must be left by the task that
     entered them. All methods are called in the thread of `McpThread`.
-
-    Args:
-        config (`McpServerConfig`): The server.
-        transport (`str`): `"stdio"`, `"sse"` or `"http"`.
-        thread (`McpThread`): The thread it lives in, which ends it with the process.
     """
 
     def __init__(self, config: McpServerConfig, transport: str, thread: McpThread) -> None:
@@ -180,16 +163,7 @@ class Life:
         self._owner.add_done_callback(lambda _: thread.open.discard(self))
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> Any:
-        """
-        Calls a tool of the server.
-
-        Returns:
-            The library's `CallToolResult`.
-
-        Raises:
-            ServerEnded: If the server ends before it answers.
-            Exception: Whatever the library makes of an answer that is an error of the protocol.
-        """
+        """Calls a tool of the server."""
         request = asyncio.ensure_future(self._session.call_tool(tool, arguments))
         try:
             # not every version of the library reports that a server at a URL is gone, but a ping then fails
@@ -425,15 +399,7 @@ class Life:
 
 
 def _bounded(library: Any, source: Any, events: bool, refuse: Callable[[str], Exception]) -> Any:
-    """
-    A stream of httpx's of which each message is bounded.
-
-    Args:
-        library: httpx or httpx2, see `_failure`.
-        source: The stream.
-        events (`bool`): Whether it is one of events, which goes on for as long as the session does.
-        refuse (`Callable`): Makes the error for a message that is too long.
-    """
+    """A stream of httpx's of which each message is bounded."""
 
     class Bounded(library.AsyncByteStream):
         async def __aiter__(self) -> AsyncIterator[bytes]:

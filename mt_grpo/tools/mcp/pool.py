@@ -42,12 +42,6 @@ class McpPool:
     """
     MCP servers at several URLs. All calls of a conversation go to one of them, that with the fewest conversations when
     the first is made. A server that dies ends the conversations that have it.
-
-    Args:
-        config (`McpServerConfig`): With several addresses as its `url`.
-
-    Raises:
-        ConfigError: If the `mcp` library is not installed, or an address is none.
     """
 
     def __init__(self, config: McpServerConfig) -> None:
@@ -60,9 +54,6 @@ class McpPool:
         """
         The tools of the servers, as `McpServer.list_tools` has them; starts all. Servers that cannot be reached are
         named in a warning, and join once they can.
-
-        Raises:
-            ConfigError: If none can be reached, what answers at an address is no MCP server, or two list other tools.
         """
         connections = {url: server.connection() for url, server in self._servers.items()}
 
@@ -115,13 +106,7 @@ class McpPool:
         return self._tools
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> Any:
-        """
-        Calls a tool on the server of the conversation; outside of conversations, on the one with the fewest.
-
-        Raises:
-            ServerLost: If the conversation's server is gone, or none can be reached.
-            McpToolError: If the server answers with an error of the protocol.
-        """
+        """Calls a tool on the server of the conversation; outside of conversations, on the one with the fewest."""
         conversation = current_conversation()
         if conversation is None:
             lease = await self._take()

@@ -25,15 +25,7 @@ from mt_grpo.tools.stateful import BaseTool, OpenAIFunctionToolSchema, ToolRespo
 
 @dataclass(frozen=True)
 class McpRemote:
-    """
-    One tool of one server.
-
-    Args:
-        server (`McpServer` or `McpPool`): Where it runs.
-        listed (`dict`): The server's description: `name`, `description`, `inputSchema`.
-        timeout (`float`, *optional*): Seconds a call may take, beside `tool_timeout`; waits for a place not counted.
-        pace (`Pace`, *optional*): Spaces the calls.
-    """
+    """One tool of one server."""
 
     server: McpServer | McpPool
     listed: dict[str, Any]
@@ -56,18 +48,7 @@ class McpRemote:
         return (self.listed.get("annotations") or {}).get("readOnlyHint") is True
 
     async def call(self, arguments: dict[str, Any]) -> tuple[list[Any], dict[str, Any] | None]:
-        """
-        Calls the tool.
-
-        Args:
-            arguments (`dict`): By name.
-
-        Returns:
-            The parts of the result's content, and its structured content where it has some.
-
-        Raises:
-            McpToolError: If the server does not answer in time, or answers with an error.
-        """
+        """Calls the tool."""
         if self.pace is not None:
             await self.pace.wait()
         name = self.listed["name"]
@@ -86,12 +67,7 @@ class McpRemote:
 
 @dataclass
 class McpTool(Tool):
-    """
-    A tool of an MCP server as the model sees it.
-
-    Args:
-        remote (`McpRemote`): The tool of the server.
-    """
+    """A tool of an MCP server as the model sees it."""
 
     remote: McpRemote = field(kw_only=True)
 
@@ -105,12 +81,7 @@ class _Text:
 
 
 class Pace:
-    """
-    Spaces calls, with a burst of one second's worth.
-
-    Args:
-        per_second (`float`): Calls a second.
-    """
+    """Spaces calls, with a burst of one second's worth."""
 
     def __init__(self, per_second: float) -> None:
         self._interval = 1.0 / per_second
@@ -128,19 +99,7 @@ class Pace:
 def remote_tools(
     path: str, selected: list[str] | None = None, timeout: float | None = None, rate_limit: float | None = None
 ) -> list[McpRemote]:
-    """
-    Starts the servers of a file and lists their tools.
-
-    Args:
-        path (`str`): The file, see `read_servers`.
-        selected (`list[str]`, *optional*): Names of the tools to use; all where none is given.
-        timeout (`float`, *optional*): Seconds a call may take.
-        rate_limit (`float`, *optional*): Calls a second, of all tools of the file.
-
-    Raises:
-        ConfigError: If the file is wrong, or a server cannot be started.
-        ToolDefinitionError: If there is no tool of a selected name.
-    """
+    """Starts the servers of a file and lists their tools."""
     pace = None if rate_limit is None else Pace(rate_limit)
     tools = [
         McpRemote(server, listed, timeout, pace)
@@ -182,9 +141,6 @@ def result_parts(content: list[Any]) -> list[dict[str, Any]] | None:
     """
     The parts of a result's content that shows images or plays sounds; a model of text reads what `result_text` has for
     each. `None` where there is none, or nothing to read it with.
-
-    Raises:
-        MediumError: If one cannot be read, or all are too many or too large.
     """
     parts = [_part(part) for part in content]
     return read_parts(parts) if any(part["type"] != "text" for part in parts) else None
@@ -232,14 +188,5 @@ class MCPBaseTool(BaseTool):
         return ToolResponse(text=text), 0.0, metrics
 
     def _parse_tool_result(self, content: list[Any]) -> tuple[str, dict]:
-        """
-        Reads a result.
-
-        Args:
-            content (`list`): The parts that the server sent, objects of the `mcp` library with a `type`; a `text`
-                part has a `text`.
-
-        Returns:
-            What the model reads, and numbers to log.
-        """
+        """Reads a result."""
         return result_text(content), {}

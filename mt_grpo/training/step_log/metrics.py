@@ -99,19 +99,7 @@ class Metrics:
 
 
 def rollout_metrics(trajectories: list[Trajectory]) -> Tally:
-    """
-    Metrics of the conversations of all ranks; a collective call.
-
-    Returns:
-        `Tally`: TRL's `completions/*` in tokens sampled; `turns/mean`; `tools/call_frequency` (calls per trajectory),
-        `tools/failure_frequency` (failures per call) and `tools/malformed_frequency` (turns per trajectory with
-        neither a call that could be read nor an answer); `sequences/mean`, `tokens/unique` and `tokens/turn_by_turn`,
-        what one forward per turn would compute (per trajectory); `turn_K/length` and `turn_K/context_length` (tokens),
-        `turn_K/tool_calls`, `turn_K/failures` and `turn_K/malformed` (per trajectory that has the turn), K from 1;
-        `stop/REASON` for every reason, shares that sum to 1; `rollouts/failed`, the share that the engine or the
-        environment ended, which is left out of loss, baseline and rewards; `forks/CAUSE` and `tokenization/CAUSE` (per
-        trajectory), if there are any.
-    """
+    """Metrics of the conversations of all ranks; a collective call."""
     records = gather_object([_record(trajectory) for trajectory in trajectories])
     turns = [turn for record in records for turn in record["turns"]]
     tally = Tally()
@@ -173,13 +161,7 @@ def _record(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def credit_metrics(batch: RewardBatch, advantages: torch.Tensor) -> Tally:
-    """
-    Mean reward and mean advantage per turn. The reward is a mean over trajectories to which one applies.
-
-    Args:
-        batch (`RewardBatch`): Rewards of all ranks.
-        advantages (`torch.Tensor` of shape `(B, K)`): Their advantages.
-    """
+    """Mean reward and mean advantage per turn. The reward is a mean over trajectories to which one applies."""
     tally = Tally()
     for index in range(advantages.shape[1]):
         rewards = batch.turn_rewards[:, index]
@@ -189,13 +171,7 @@ def credit_metrics(batch: RewardBatch, advantages: torch.Tensor) -> Tally:
 
 
 def audit_metrics(audit: dict[str, Any], sampled_again: int) -> Tally:
-    """
-    The handful of an audit's numbers that trackers get; `audit.jsonl` has all.
-
-    Args:
-        audit (`dict`): Of a batch, see `as_record`.
-        sampled_again (`int`): Groups of the batch that were sampled again, counted as often as they were.
-    """
+    """The handful of an audit's numbers that trackers get; `audit.jsonl` has all."""
     tally, groups = Tally(), audit["groups"]
     tally.count("group", groups)
     tally.add("credit/groups_without_signal", audit["groups_without_signal"] * groups, per="group")
@@ -212,15 +188,7 @@ def audit_metrics(audit: dict[str, Any], sampled_again: int) -> Tally:
 
 
 def staleness_metrics(lag: Lag) -> Tally:
-    """
-    How a batch that was sampled ahead came to be trained; a collective call.
-
-    Returns:
-        `Tally`: Of sampled tokens, `staleness/mean` and `staleness/max`, the generation batches that were trained
-        since the first weights of their turn were out; `staleness/effective_sample_size`, the share of the batch that
-        counts; `rollout/ready`, the share of its conversations that were finished when the trainer came for them;
-        `rollout/wait_seconds` and `sync/seconds`, of the slowest process.
-    """
+    """How a batch that was sampled ahead came to be trained; a collective call."""
     lags = gather_object([lag])
     tally = Tally()
     turns = [turn for each in lags for turn in each.turns]
@@ -239,13 +207,7 @@ def staleness_metrics(lag: Lag) -> Tally:
 
 
 def means_over_rows(metrics: dict[str, list[float]], sizes: list[int]) -> dict[str, list[float]]:
-    """
-    TRL's metrics of an evaluation, each as one mean over its rows: its batches differ in size.
-
-    Args:
-        metrics (`dict`): A value per batch by name, NaN where a metric does not apply. Others are left out.
-        sizes (`list[int]`): Rows of each batch.
-    """
+    """TRL's metrics of an evaluation, each as one mean over its rows: its batches differ in size."""
     means = {}
     for name, values in metrics.items():
         if len(values) == len(sizes):
@@ -266,14 +228,7 @@ def show_advantages(shown: deque[float], batch: RewardBatch, advantages: torch.T
 
 
 def reward_metrics(rewards: torch.Tensor, weights: torch.Tensor, names: list[str]) -> Tally:
-    """
-    Means of the rewards over the trajectories to which they apply.
-
-    Args:
-        rewards (`torch.Tensor` of shape `(B, num_rewards)`): Rewards of all ranks; NaN if one does not apply.
-        weights (`torch.Tensor` of shape `(num_rewards,)`): Their weights.
-        names (`list[str]`): Their names.
-    """
+    """Means of the rewards over the trajectories to which they apply."""
     totals = (rewards * weights.to(rewards.device)).nansum(dim=1).masked_fill(rewards.isnan().all(dim=1), torch.nan)
     tally = Tally()
     for name, values in zip(
@@ -284,17 +239,7 @@ def reward_metrics(rewards: torch.Tensor, weights: torch.Tensor, names: list[str
 
 
 def mismatch_metrics(batch: dict[str, torch.Tensor], num_turns: int) -> Tally:
-    """
-    Difference between the engine's log-probs and the trainer's, per turn. This is a collective call.
-
-    Args:
-        batch (`dict`): This process's batch: `old_per_token_logps`, `sampling_per_token_logps`, `completion_mask`,
-            `tool_mask` and `turn_ids`, each `(B, T)`.
-        num_turns (`int`): Number of turns of the longest trajectory of all processes.
-
-    Returns:
-        `turn_K/sampling_logp_difference/mean` and `.../max`, in nats per token, K from 1.
-    """
+    """Difference between the engine's log-probs and the trainer's, per turn. This is a collective call."""
     trained = (batch["completion_mask"] * batch["tool_mask"]).bool()
     trained &= ~batch["sampling_per_token_logps"].isnan()  # trained tokens of the environment, which no engine sampled
     turns = batch["turn_ids"][trained]
@@ -317,18 +262,7 @@ def mismatch_metrics(batch: dict[str, torch.Tensor], num_turns: int) -> Tally:
 
 
 def route_metrics(model: Any) -> dict[str, float]:
-    """
-    How the routes of a mixture were replayed since the last call, on all ranks; a collective call.
-
-    Args:
-        model: The policy, not wrapped for training.
-
-    Returns:
-        `router/differing`, of the choices that routes made (one for each token and layer with experts) the share in
-        which the trainer's own router would have chosen other experts; `router/shared_prefix_differing`, of the tokens
-        of prefixes that several conversations share, the share whose routes differ between two of them. Nothing for a
-        model without experts, or where nothing was replayed.
-    """
+    """How the routes of a mixture were replayed since the last call, on all ranks; a collective call."""
     replayer = next((module._replayer for module in model.modules() if "_replayer" in vars(module)), None)
     if replayer is None:
         return {}

@@ -224,14 +224,7 @@ def _numbers(trajectories: list[Trajectory]) -> list[int]:
 
 
 def part_rows(credit: Credit, trajectories: Sequence[Trajectory], rows: Any = slice(None)) -> list[Lines]:
-    """
-    The parts of the advantages of each conversation that was run, as `write_credit` takes them.
-
-    Args:
-        credit (`Credit`): Of the conversations of all processes.
-        trajectories (`list[Trajectory]`): Those of this one.
-        rows (*optional*): Their rows in `credit`, as an index; all by default.
-    """
+    """The parts of the advantages of each conversation that was run, as `write_credit` takes them."""
     columns = [
         (name, part[rows].tolist(), credit.scales[name][rows].tolist() if name in credit.scales else None)
         for name, part in credit.parts.items()
@@ -273,12 +266,7 @@ def _step_line(update: Update) -> dict[str, Any]:
 
 
 def update_rows(outputs: list[Outputs]) -> tuple[Lines, Lines]:
-    """
-    The rows that a step trained.
-
-    Returns:
-        Rows with the columns of `UPDATES`, except `updated_step`, and of each the summary for the index.
-    """
+    """The rows that a step trained."""
     rows, summaries = [], []
     for output in outputs:
         tensors = (

@@ -131,16 +131,7 @@ class Outputs:
 
 
 def clip_flags(log_ratios: Tensor, advantages: Tensor, trained: Tensor, args: MTGRPOConfig) -> Tensor:
-    """
-    Where TRL's loss clips the ratio, so that the token has no gradient, or with `cispo` a bounded weight.
-
-    Args:
-        log_ratios, advantages, trained (`Tensor`): `(B, T)`.
-        args (`MTGRPOConfig`): With the options of the loss.
-
-    Returns:
-        `Tensor`: Bool, `(B, T)`.
-    """
+    """Where TRL's loss clips the ratio, so that the token has no gradient, or with `cispo` a bounded weight."""
     low, high = args.epsilon, args.epsilon if args.epsilon_high is None else args.epsilon_high
     if args.importance_sampling_level == "sequence":
         mean = (log_ratios * trained).sum(dim=1, keepdim=True) / trained.sum(dim=1, keepdim=True).clamp(min=1)

@@ -148,15 +148,7 @@ def numbers(values: Sequence[float | None]) -> str:
 
 
 def table_row(step: int, trajectory: Trajectory, advantages: Sequence[float], extra: dict[str, Any]) -> dict[str, Any]:
-    """
-    A conversation as a row of a table: numbers, text and `None`.
-
-    Args:
-        step (`int`): The optimiser step.
-        trajectory (`Trajectory`): A scored conversation.
-        advantages (`Sequence[float]`): One per turn.
-        extra (`dict`): What reward functions logged for it, by name.
-    """
+    """A conversation as a row of a table: numbers, text and `None`."""
     rewards = trajectory.rewards
     return {
         "step": step,

@@ -263,11 +263,6 @@ def says_uncredited(audit: dict[str, Any], rule: Rule, args: MTGRPOConfig) -> st
     """
     That the credit rule leaves turn rewards away from the turns that earned them, and the rule to take; `None` where
     it is less than a percent of them.
-
-    Args:
-        audit (`dict`): Of a batch, with the shares of `Uncredited`.
-        rule (`str` or `Mapping`): The credit rule.
-        args (`MTGRPOConfig`): The run's options.
     """
     at_turn, up_to_turn = audit["uncredited_at_turn"], audit["uncredited_up_to_turn"]
     if at_turn is None or round(100 * at_turn) < 1:
@@ -290,11 +285,6 @@ def says_uncredited(audit: dict[str, Any], rule: Rule, args: MTGRPOConfig) -> st
 def says_proportions(rewards: RewardBatch, rule: Rule, args: MTGRPOConfig) -> list[str]:
     """
     That a credit rule loses the outcome of early turns, or weighs turn rewards out of proportion, a sentence each.
-
-    Args:
-        rewards (`RewardBatch`): Of a batch with signal.
-        rule (`str` or `Mapping`): The credit rule.
-        args (`MTGRPOConfig`): The run's options.
     """
     said, name = [], rule_name(rule)
     options = {"turn_coef": args.turn_advantage_coef, "scale_rewards": args.scale_rewards}
@@ -323,14 +313,7 @@ KEEPS_PROPORTIONS = "`advantage_estimator: {name: lambda_to_go, lam: 0.8, scales
 
 
 def why_still(audits: Sequence[dict[str, Any]], counts: Counts, about: dict[str, Any] | None = None) -> str:
-    """
-    The likely causes of a gradient of 0, as the end of a sentence.
-
-    Args:
-        audits (`Sequence[dict]`): Of the latest training batches, see `as_record`.
-        counts (`Counts`): Of their conversations.
-        about (`dict`, *optional*): The names of the `tools`.
-    """
+    """The likely causes of a gradient of 0, as the end of a sentence."""
     if not audits:
         return "no conversation was sampled."
     if not counts.held:

@@ -24,12 +24,7 @@ from mt_grpo.weights.weight_file import FullParameters, Layout, WeightFile, exha
 
 
 class FolderTransport(WeightTransport):
-    """
-    Sends files that the servers read.
-
-    Args:
-        folder (`str`, *optional*): Folder that the servers see under the same path; shared memory by default.
-    """
+    """Sends files that the servers read."""
 
     def __init__(
         self,

@@ -39,12 +39,6 @@ class HttpTransport(SafetensorsTransport):
     go on, and goes on after a broken connection where it was. Only then it is paused, and loads the file from its own
     machine's memory. Replicas of one machine load the file that the first of them has fetched. Checksums are as of a
     shared file.
-
-    Args:
-        port (`int`, *optional*): Port at which the files are offered; any free one by default.
-
-    Raises:
-        WeightSyncError: In every process, if the port is taken or a server's network cannot be reached.
     """
 
     def __init__(

@@ -21,13 +21,7 @@ from mt_grpo.weights.updates import WeightSyncError
 
 @dataclass(frozen=True)
 class Packed:
-    """
-    Tensors one after another in the memory that is shared.
-
-    Args:
-        names, dtypes, shapes, sizes (`list`): Of each tensor, in order; sizes in bytes.
-        handles (`dict`): By the id of a GPU, how another process maps the memory there.
-    """
+    """Tensors one after another in the memory that is shared."""
 
     names: list[str]
     dtypes: list[str]
@@ -95,13 +89,7 @@ class IpcTransport(BucketTransport):
 
 
 class Shared:
-    """
-    Memory of a GPU that another process maps. It is handed out once, and filled again for each bucket.
-
-    Args:
-        device (`torch.device`): The GPU.
-        size (`int`, *optional*): Bytes; more are taken for a tensor that needs more.
-    """
+    """Memory of a GPU that another process maps. It is handed out once, and filled again for each bucket."""
 
     def __init__(self, device: torch.device, size: int = BUCKET) -> None:
         self._device = device

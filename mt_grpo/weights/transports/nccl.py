@@ -25,12 +25,6 @@ class NcclTransport(BucketTransport):
     Sends weights by NCCL broadcast between GPUs, as TRL does. It needs vLLM in the trainer's environment too. The
     server joins a process group when the run begins. A server that is restarted cannot join it again, so the run ends,
     and can be resumed from its checkpoint.
-
-    Args:
-        group_port (`int`, *optional*, defaults to `51216`): Port of that process group.
-
-    Raises:
-        ConfigError: If vLLM is not installed here, or there are several servers.
     """
 
     server_backend = "nccl"
@@ -90,16 +84,7 @@ Bucket = list[tuple[str, torch.Tensor]]
 
 
 class NcclGroup:
-    """
-    The NCCL group of a trainer's process and a server's workers.
-
-    Args:
-        base_url (`str`): The server.
-        api_key (`str`, *optional*): Its key.
-        port (`int`): Port of the group.
-        timeout (`float`): Seconds to wait for the server.
-        device (`torch.device`): This process's GPU.
-    """
+    """The NCCL group of a trainer's process and a server's workers."""
 
     def __init__(self, base_url: str, api_key: str | None, port: int, timeout: float, device: torch.device) -> None:
         self._client = KeyedClient(base_url, group_port=port, connection_timeout=timeout, api_key=api_key)
@@ -117,14 +102,7 @@ class NcclGroup:
 
 
 def take_bucket(walk: Walk, keep: bool, size: int = BUCKET) -> Bucket:
-    """
-    The next tensors of a walk, together `size` bytes or little more; empty at the end.
-
-    Args:
-        walk (`Iterator`): Names and whole tensors.
-        keep (`bool`): Whether this process needs the contents.
-        size (`int`, *optional*): Bytes.
-    """
+    """The next tensors of a walk, together `size` bytes or little more; empty at the end."""
     bucket, taken = [], 0
     while taken < size and (item := next(walk, None)) is not None:
         name, tensor = item
@@ -137,10 +115,6 @@ def send_bucket(server: ServerControl, group: NcclGroup, bucket: Bucket) -> None
     """
     Makes the server receive tensors while they are broadcast. If the server fails, it never takes part in the
     broadcast, so the broadcast is ended here.
-
-    Raises:
-        RequestFailed: With the server's words.
-        WeightSyncError: If the broadcast fails.
     """
     info = {
         "names": [name for name, _ in bucket],
@@ -173,13 +147,7 @@ def send_bucket(server: ServerControl, group: NcclGroup, bucket: Bucket) -> None
 
 
 class KeyedClient(VLLMClient):
-    """
-    Sends the server's key with every request.
-
-    Args:
-        args, options: Those of TRL's client.
-        api_key (`str`, *optional*): The key; by default that of `find_key`.
-    """
+    """Sends the server's key with every request."""
 
     def __init__(self, *args: Any, api_key: str | None, **options: Any) -> None:
         self._api_key = api_key

@@ -42,17 +42,7 @@ _LABEL = re.compile(r'\b(num_gpu_blocks|block_size|kv_cache_size_tokens)="(\d+)"
 
 @dataclass(frozen=True)
 class Pressure:
-    """
-    What a server says of its cache.
-
-    Args:
-        capacity (`float`): Tokens that it holds.
-        usage (`float`): Share that requests under way hold, from 0 to 1.
-        running (`float`), waiting (`float`): Requests under way that have room in it, and that wait for room.
-        preemptions (`float`): Requests that lost their place, since the server was started.
-        prefill_seconds (`float`), prefilled (`float`): Time that requests waited for their first token once they had a
-            place, and the tokens that were computed for it, since the server was started.
-    """
+    """What a server says of its cache."""
 
     capacity: float
     usage: float
@@ -103,18 +93,7 @@ class Mean:
 
 @dataclass(eq=False)
 class Talk:
-    """
-    A conversation as a cache sees it.
-
-    Args:
-        rank (`int`): Its place in the order. The least goes first.
-        tokens (`int`): Of its context, with what was sampled.
-        running (`int`): Requests under way.
-        asking (`int`): Requests that wait for their turn.
-        placed (`bool`): Whether room is kept for it between its turns.
-        since (`float`): When its latest turn ended.
-        turns (`int`): Turns that it had.
-    """
+    """A conversation as a cache sees it."""
 
     rank: int
     tokens: int = 0
@@ -141,13 +120,6 @@ class Admission:
     Processes that share a server do not talk to each other. Each has its even share, and more of what the server's
     usage shows that the others leave: an even part at first, and twice as much at each further look that finds room
     left. So all of them may take it at once, and one that is alone soon has all. It is given back as others need it.
-
-    Args:
-        processes (`int`, *optional*, defaults to `1`): Processes whose conversations share the server.
-
-    Attributes:
-        capacity (`float`): Tokens that the cache holds; infinite until `observe` is told.
-        talks (`dict[str, Talk]`): Conversations that are not over, by session.
     """
 
     def __init__(self, processes: int = 1) -> None:
@@ -361,11 +333,6 @@ class Gate:
     """
     Lets turns on one server begin, in one event loop, as `Admission` decides. While the server does not say what its
     cache holds, each begins at once.
-
-    Args:
-        admission (`Admission`): Decides.
-        look (`Callable`): Asks the server for its pressure; `None` where the server does not tell it.
-        up (`Callable`): Whether the server is up. Turns that wait for one that is not begin, to look for another.
     """
 
     def __init__(

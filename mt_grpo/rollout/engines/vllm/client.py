@@ -66,29 +66,6 @@ class VLLMServerClient(VLLMServers):
     A failed request is repeated if that can help: after no answer, HTTP 5xx, 429, or an answer that cannot be read.
     Sampling changes nothing on the server, so asking twice is safe. Cancelling `generate` closes the connection, and
     the server aborts the request.
-
-    Args:
-        base_urls (`str` or `list[str]`): Servers, e.g. `"http://127.0.0.1:8000"`.
-        tokenizer: Tokenizer of the model. `connect` compares it with the server's.
-        model (`str`, *optional*): Name or path of the model that the server must hold; unset, any model will do.
-        api_key (`str`, *optional*): Key of the servers; by default `VLLM_API_KEY`, or the key that each server on this
-            machine left for its user.
-        request_timeout (`float`, *optional*, defaults to `600.0`): Most seconds of a request, plus `TOKEN_TIME` per
-            token that it may sample.
-        max_retries (`int`, *optional*, defaults to `4`): Repeats of a request after failures of the server.
-        max_concurrent (`int`, *optional*, defaults to `1024`): Most requests under way at once.
-        server_timeout (`float`, *optional*, defaults to `240.0`): Seconds to wait for a server that is not up.
-        home (`str`, *optional*): The server that gets all conversations of this process while it is up.
-        media_tokens (`dict[int, int]`, *optional*): The ids that the model knows the tokens of images, videos and
-            sounds by, by kind, see `mt_grpo.images.kind_of`.
-        min_servers (`int`, *optional*): Servers without which nothing is sampled. `connect` waits for this many, and
-            the others join later. Unset: `connect` waits for all, and goes on with those that are up.
-        by_cache (`bool`, *optional*, defaults to `True`): Whether turns wait for room in a server's cache.
-        processes (`int`, *optional*, defaults to `1`): Processes that share each server.
-
-    Attributes:
-        model (`str`): Model name in requests; empty for each server's own model. Weight sync by adapter sets it.
-        salted (`bool`): Whether requests read no prefix that was cached with other weights, see `salt`.
     """
 
     def __init__(
@@ -127,13 +104,7 @@ class VLLMServerClient(VLLMServers):
         self.salted = False
 
     async def generate(self, context: list[int], sampling: SamplingParams, session: str) -> Sample:
-        """
-        Samples one action; see `Engine`. `sampling.max_tokens` must be set.
-
-        Raises:
-            EngineError: If the server refuses the request, or fails more than `max_retries` times.
-            ServerGoneError: If no server is up for `server_timeout` seconds.
-        """
+        """Samples one action; see `Engine`. `sampling.max_tokens` must be set."""
 
         async def content(server: Server, failures: int, drawing: SamplingParams) -> bytes:
             return completion_request(self.model, context, drawing, **self.salt)
@@ -226,12 +197,7 @@ class VLLMServerClient(VLLMServers):
                         gate.leave(session)
 
     async def _layout(self, server: Server) -> Layout:
-        """
-        How a server takes images; it is asked once.
-
-        Raises:
-            ServerSetupError: If it takes none as the trainer has them.
-        """
+        """How a server takes images; it is asked once."""
         if server.layout is None:
             body = orjson.dumps(layout_request(self.model))
             try:

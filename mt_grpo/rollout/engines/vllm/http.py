@@ -53,15 +53,7 @@ Read = Callable[[Any], Any]
 
 
 class RequestFailed(EngineError):
-    """
-    A request came back without a usable answer.
-
-    Attributes:
-        repeat (`bool`): Whether the same request may succeed later: after overload, a server's fault or a lost
-            connection.
-        unreachable (`bool`): Whether there was no answer at all, so that the server may be down.
-        status (`int`, *optional*): HTTP status, if there was an answer.
-    """
+    """A request came back without a usable answer."""
 
     def __init__(self, message: str, repeat: bool, unreachable: bool = False, status: int | None = None) -> None:
         super().__init__(message)
@@ -78,9 +70,6 @@ def find_key(base_url: str) -> str | None:
     """
     The key of a server: `VLLM_API_KEY`, or else the key that a server at this address of this machine left for its
     user; `None` if there is neither.
-
-    Raises:
-        ServerSetupError: If another user could have left it; see `mt_grpo.vllm_plugin.keys`.
     """
     parts = urlsplit(base_url)
     port = parts.port or (443 if parts.scheme == "https" else 80)
@@ -102,17 +91,7 @@ def open_session() -> aiohttp.ClientSession:
 
 
 def read_answer(request: str, status: int, body: bytes) -> Any:
-    """
-    The decoded JSON of an answer, `None` for an empty one.
-
-    Args:
-        request (`str`): Method and URL, for messages.
-        status (`int`): HTTP status of the answer.
-        body (`bytes`): Its body.
-
-    Raises:
-        RequestFailed: For any status but 200, and for a body that is not JSON.
-    """
+    """The decoded JSON of an answer, `None` for an empty one."""
     if status != 200:
         raise RequestFailed(
             f"{request} was answered with HTTP {status}: {_words(body)}",
@@ -141,26 +120,7 @@ def no_answer(request: str, error: Exception) -> RequestFailed:
 
 @dataclass(eq=False)
 class Server:
-    """
-    One server as its clients see it.
-
-    Args:
-        url (`str`): Base URL without a trailing slash.
-        api_key (`str`, *optional*): Its key; if unset, `find_key` looks it up when the server wants one.
-        down_since (`float`, *optional*): Time (`time.monotonic`) at which it stopped answering; `None` while it is up.
-        fault (`str`): The failure that was seen when it stopped.
-        fingerprint (`str`, *optional*): The identity that its answers carry, once seen. A restarted server has
-            another.
-        past (`set[str]`): Identities that it had before. One comes back only where several servers answer in turn.
-        failure (`BaseException`, *optional*): Why it can never be used again; `None` if it can.
-        context_length (`int`): Most tokens of a request; 0 until it was held against what the run needs.
-        version (`str`, *optional*): vLLM's version, where there are several servers.
-        awaits_proof (`bool`): Whether it is left out until weights are seen to arrive at it. Weight sync sets it.
-        drops (`int`): How often it was left out.
-        sessions (`set[str]`): Conversations under way on it.
-        layout (`Layout`, *optional*): How it takes images, once asked.
-        images (`set[str]`): Names of the images that it was sent.
-    """
+    """One server as its clients see it."""
 
     url: str
     api_key: str | None = None
@@ -220,9 +180,6 @@ async def exchange(
     """
     Status and body of a server's answer, and the identity that its guard gives it. A request that is refused for its
     key is sent again if another key is found.
-
-    Raises:
-        RequestFailed: If there is no answer within `timeout` seconds.
     """
     limit = aiohttp.ClientTimeout(timeout, sock_connect=CONNECT_TIMEOUT)
     url = server.url + path
@@ -269,24 +226,7 @@ async def wait_for_servers(
     progress: Callable[[str], None],
     check: Callable[[Server], Awaitable[None]] | None = None,
 ) -> list[Server]:
-    """
-    Asks servers for their health, again and again, until enough of them answer.
-
-    Args:
-        servers (`list[Server]`): The servers. Each gets its latest failure as its `fault`.
-        enough (`int`): How many must answer.
-        since (`float`), timeout (`float`): When the wait began (`time.monotonic`), and its most seconds from there.
-            Every server is asked at least once.
-        progress (`Callable[[str], None]`): Is told now and then what is waited for.
-        check (`Callable`, *optional*): Holds a healthy server against what the run needs. Where that fails in a way
-            that may pass, the server has not answered.
-
-    Returns:
-        `list[Server]`: Those that do not answer.
-
-    Raises:
-        ServerSetupError: If something else than a vLLM server answers, or as `check` does.
-    """
+    """Asks servers for their health, again and again, until enough of them answer."""
     silent, told = list(servers), 0.0
     async with open_session() as http:
         while True:
@@ -337,11 +277,6 @@ class ServerControl:
     Calls one server's control endpoints from plain functions, each over a connection of its own: after an error the
     server closes it, perhaps under the next call. A call that fails in a way that may pass is repeated after `DELAYS`;
     one that nobody listens to, or that took all its time, is not.
-
-    Args:
-        base_url (`str`): The server.
-        api_key (`str`, *optional*): Its key; by default that of `find_key`.
-        timeout (`float`, *optional*, defaults to `300.0`): Most seconds of a call.
     """
 
     def __init__(self, base_url: str, api_key: str | None = None, timeout: float = 300.0) -> None:
@@ -365,18 +300,7 @@ class ServerControl:
         timeout: float = 0.0,
         **params: str,
     ) -> Any:
-        """
-        POST; what `read` finds in the answer. See `read_answer` for what is raised.
-
-        Args:
-            path (`str`): Where to.
-            body (`dict`, *optional*): What is sent.
-            read (`Callable`, *optional*): Takes from the answer what is wanted; by default the whole.
-            final (`str`, *optional*): A regular expression for the server's words: such a failure is no passing one.
-            repeat (`bool`, *optional*, defaults to `True`): Whether the server may be asked twice.
-            timeout (`float`, *optional*): Seconds that the call may take, if more than others.
-            params (`str`): The query.
-        """
+        """POST; what `read` finds in the answer. See `read_answer` for what is raised."""
         return self._insist("POST", path, body, params, read, final, repeat, timeout)
 
     def tidy_up(self, path: str, body: dict[str, Any] | None = None, **params: str) -> None:
@@ -450,19 +374,7 @@ def _cut(text: str, length: int = 400) -> str:
 
 
 async def check_server(server: Server, model: str | None, tokenizer: Any, several: bool = False) -> None:
-    """
-    Compares a server with what the trainer expects, and notes its context length and its version.
-
-    Args:
-        server (`Server`): The server.
-        model (`str`, *optional*): Name or path of the model it must hold.
-        tokenizer: The trainer's tokenizer. It must encode a text and every added token as the server does.
-        several (`bool`, *optional*, defaults to `False`): Whether there are others, whose version it must have.
-
-    Raises:
-        RequestFailed: If it does not answer.
-        ServerSetupError: If they do not fit together.
-    """
+    """Compares a server with what the trainer expects, and notes its context length and its version."""
     url = server.url
     async with open_session() as http:
 

@@ -29,14 +29,7 @@ _names: weakref.WeakKeyDictionary[ImageInputs, str] = weakref.WeakKeyDictionary(
 
 @dataclass(frozen=True)
 class Field:
-    """
-    How vLLM takes one input of an image.
-
-    Args:
-        dtype (`str`): Its dtype, by torch's name.
-        kind (`str`): How it joins those of several images: `"batched"`, `"flat"` or `"shared"`.
-        options (`dict`): Of this kind, as vLLM writes them.
-    """
+    """How vLLM takes one input of an image."""
 
     dtype: str
     kind: str
@@ -53,12 +46,7 @@ class Shown:
 
 
 class Layout:
-    """
-    How a server takes images, as its own rendering of one shows.
-
-    Args:
-        fields (`dict[str, Field]`): Its inputs by name.
-    """
+    """How a server takes images, as its own rendering of one shows."""
 
     def __init__(self, fields: dict[str, Field]) -> None:
         self.fields = fields
@@ -72,12 +60,7 @@ class Layout:
         return cls({name: Field(each["data"][0], *each["field"]) for name, each in item.items()})
 
     def write(self, image: ImageInputs) -> str:
-        """
-        An image as vLLM reads it.
-
-        Raises:
-            ServerSetupError: If vLLM takes something else of an image than the trainer's processor returns.
-        """
+        """An image as vLLM reads it."""
         msgpack = _msgpack()
         if image.inputs.keys() != self.fields.keys():
             raise ServerSetupError(
@@ -123,13 +106,7 @@ def layout_request(model: str) -> dict[str, Any]:
 
 
 def shown_in(context: list[int], images: Images) -> list[Shown]:
-    """
-    The images whose tokens, of ids below 0, stand in a context, in order.
-
-    Raises:
-        ServerSetupError: If those of an image do not stand together: vLLM cannot be told which are its own. Or if
-            there is a video.
-    """
+    """The images whose tokens, of ids below 0, stand in a context, in order."""
     found, index = list[Shown](), 0
     while index < len(context):
         token = context[index]

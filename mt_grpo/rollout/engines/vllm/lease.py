@@ -36,16 +36,7 @@ def released(label: str) -> str:
 
 @dataclass(frozen=True)
 class Lease:
-    """
-    The run that a server's weight version names.
-
-    Args:
-        run (`str`): The run.
-        step (`str`): Optimiser step of the weights, or `proof`.
-        words (`str`): The process, for messages.
-        here (`bool`): Whether the process is one of this machine, so that it can be looked for.
-        over (`bool`): Whether the run gave the server back, or its process is gone or is this one.
-    """
+    """The run that a server's weight version names."""
 
     run: str
     step: str

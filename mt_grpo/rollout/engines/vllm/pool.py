@@ -16,11 +16,6 @@ class ServerPool:
     Conversations with the same first context, as in a GRPO group, are a group. A group goes to the server with the
     fewest conversations. A hash that is the same in every process breaks ties. A conversation stays on its server
     while that is up.
-
-    Args:
-        urls (`list[str]`): The servers.
-        api_key (`str`, *optional*): Their key.
-        home (`str`, *optional*): The server that gets every group while it is up.
     """
 
     def __init__(self, urls: list[str], api_key: str | None = None, home: str | None = None) -> None:

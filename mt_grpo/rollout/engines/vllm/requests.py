@@ -65,9 +65,6 @@ def read_sample(answer: Any, request: str, routes_from: int = 0) -> Sample:
     """
     The sample in an answer of `/v1/completions`, with its routes where the server gives them. `routes_from` is the
     token of the context that they begin with.
-
-    Raises:
-        RequestFailed: If the answer holds no sample, or the server aborted the request. A repeat may help.
     """
 
     def parts(choice: Any) -> tuple[list[int], list[float]]:
@@ -131,12 +128,7 @@ def scoring_request(model: str, context: list[int], token: int, **more: Any) -> 
 
 
 def read_logprob(answer: Any, token: int, request: str) -> float:
-    """
-    The log-prob in an answer.
-
-    Raises:
-        RequestFailed: If it is not there. A repeat may help.
-    """
+    """The log-prob in an answer."""
     try:
         return float(answer["choices"][0]["logprobs"]["top_logprobs"][0][f"token_id:{token}"])
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:

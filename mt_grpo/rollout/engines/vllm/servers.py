@@ -41,21 +41,6 @@ class VLLMServers:
     The vLLM servers of a run. A server that stops answering is left out. It is used again when it answers and holds
     the weights of `weight_version`. Only the health check decides whether a server is down, so a request that hangs
     stops no other.
-
-    Args:
-        base_urls (`list[str]`): The servers.
-        tokenizer, model, api_key, request_timeout, max_concurrent, server_timeout, home, min_servers, processes: As of
-            `VLLMServerClient`.
-
-    Attributes:
-        context_length (`int`): The shortest `max_model_len` among the servers; 0 before `connect`.
-        weight_version (`int`, *optional*), run (`str`, *optional*): Optimiser step and run of the servers' weights.
-            Weight sync sets them.
-        incoming_version (`int`, *optional*): That of weights which are being sent while conversations go on: a server
-            may have them already, or not yet.
-        remedy (`str`): What to do when no server is left, as the last sentence of the error.
-        restore (`Callable[[str], None]`, *optional*): Sends the weights to a server that came back without them. It is
-            called in a thread with the server's URL. Without it a server is left out until it has the weights.
     """
 
     def __init__(
@@ -95,16 +80,7 @@ class VLLMServers:
         return [server.url for server in self.pool.servers]
 
     async def connect(self, progress: Callable[[str], None] = logger.warning) -> None:
-        """
-        Waits for the servers, then checks that they hold the right model and learns their context length.
-
-        Args:
-            progress (`Callable[[str], None]`, *optional*): Is told now and then what the client waits for.
-
-        Raises:
-            ServerGoneError: If none is up after `server_timeout` seconds; the message has the command that starts one.
-            ServerSetupError: If a server is up but cannot serve this run.
-        """
+        """Waits for the servers, then checks that they hold the right model and learns their context length."""
         try:
             servers, began = self.pool.servers, time.monotonic()
             enough = self.min_servers or len(servers)
@@ -128,13 +104,7 @@ class VLLMServers:
             await self.close()
 
     async def check(self, server: Server) -> None:
-        """
-        Holds a server that comes later against what the run needs.
-
-        Raises:
-            RequestFailed: If it does not answer.
-            ServerSetupError: If it cannot serve this run.
-        """
+        """Holds a server that comes later against what the run needs."""
         await check_server(server, self.expected_model, self.tokenizer, len(self.pool.servers) > 1)
         self._check_beside(server)
 
