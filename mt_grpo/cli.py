@@ -18,7 +18,7 @@ from mt_grpo.app.interrupt import ends_at_once, run_interruptibly, tell
 from mt_grpo.app.request import OWN_OPTIONS, Request, check_new, check_places, check_processes, read_request
 from mt_grpo.errors import UserError
 from mt_grpo.imports import did_you_mean
-from mt_grpo.option_rules import check_served
+from mt_grpo.options.rules import check_served
 from mt_grpo.preemption import PreemptedError, leave, listening
 from mt_grpo.trajectory import visible
 

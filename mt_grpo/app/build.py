@@ -32,7 +32,7 @@ from mt_grpo.errors import ConfigError, describe_error, libraries_may_refuse
 from mt_grpo.forward.images import media_tokens
 from mt_grpo.forward.probe import context_length
 from mt_grpo.images import read_messages
-from mt_grpo.option_values import verifiers_name
+from mt_grpo.options.values import verifiers_name
 from mt_grpo.rollout import ChatRenderer
 from mt_grpo.rollout.token_check import examine_template
 from mt_grpo.tools.results import cut

@@ -10,7 +10,7 @@ from typing import Any
 
 from mt_grpo.app.request import OF_HOSTS, OWN_OPTIONS
 from mt_grpo.app.schema import kinds, load_schema, summary
-from mt_grpo.options import GROUPS, OPTIONS, Option
+from mt_grpo.options.table import GROUPS, OPTIONS, Option
 
 NAMES = 24
 """Columns for the name of an option; a longer name moves its own words."""

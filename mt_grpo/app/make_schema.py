@@ -15,7 +15,7 @@ from importlib.metadata import version
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from mt_grpo.errors import ConfigError
-from mt_grpo.options import OF_LIBRARIES, Option, options_of
+from mt_grpo.options.table import OF_LIBRARIES, Option, options_of
 
 HELP = """usage: mt-grpo schema
 

@@ -12,8 +12,8 @@ from trl import ModelConfig, ScriptArguments, TrlParser
 
 from mt_grpo.app.request import Request
 from mt_grpo.errors import ConfigError, libraries_may_refuse
-from mt_grpo.option_names import refuse_unknown
-from mt_grpo.options import DataOptions, with_options_in_docstring
+from mt_grpo.options.names import refuse_unknown
+from mt_grpo.options.table import DataOptions, with_options_in_docstring
 from mt_grpo.training.config import MTGRPOConfig
 
 

@@ -19,8 +19,8 @@ import yaml
 
 from mt_grpo.app.shipped import shipped
 from mt_grpo.errors import ConfigError
-from mt_grpo.option_values import VERIFIERS, is_bare, parse_mapping
-from mt_grpo.options import OPTIONS
+from mt_grpo.options.table import OPTIONS
+from mt_grpo.options.values import VERIFIERS, is_bare, parse_mapping
 
 
 class _Loader(yaml.SafeLoader):

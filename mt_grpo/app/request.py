@@ -13,9 +13,9 @@ from mt_grpo.app.recipe_file import check_trust, read_file
 from mt_grpo.app.schema import Schema, check_value, from_text, kinds, load_schema, wanted
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import FORMATS, check_place, looks_like_path
-from mt_grpo.option_names import refuse_unknown
-from mt_grpo.option_rules import check_batches, check_names, check_options, check_trainable
-from mt_grpo.option_values import is_bare, parse_agent, parse_reward, verifiers_name
+from mt_grpo.options.names import refuse_unknown
+from mt_grpo.options.rules import check_batches, check_names, check_options, check_trainable
+from mt_grpo.options.values import is_bare, parse_agent, parse_reward, verifiers_name
 
 TRUST = {
     "trust": {

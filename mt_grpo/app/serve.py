@@ -11,7 +11,7 @@ from mt_grpo.addresses import EVERYWHERE, expand_addresses, host_url, is_local
 from mt_grpo.app.recipe import Recipe
 from mt_grpo.app.replicas import Replica, run_replicas, share_gpus
 from mt_grpo.errors import ConfigError
-from mt_grpo.option_rules import check_served
+from mt_grpo.options.rules import check_served
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.server_command import command_at
 from mt_grpo.vllm_plugin.keys import check_folder

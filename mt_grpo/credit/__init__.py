@@ -33,7 +33,7 @@ from mt_grpo.credit.rules.returns import (
 )
 from mt_grpo.credit.rules.shared_states import branch_to_go, gigpo
 from mt_grpo.credit.uncredited import Uncredited, uncredited_turn_rewards
-from mt_grpo.option_values import parse_rule, rule_name
+from mt_grpo.options.values import parse_rule, rule_name
 
 __all__ = [
     "ADVANTAGE_ESTIMATORS",

@@ -20,7 +20,7 @@ from torch import Tensor
 from mt_grpo.credit.normalisation import Between, Scale
 from mt_grpo.errors import ConfigError, UserError, defined_at, describe_error, find_fault
 from mt_grpo.imports import Registry, check_name, did_you_mean
-from mt_grpo.option_values import rule_name
+from mt_grpo.options.values import rule_name
 
 
 class MissingField(ConfigError):

@@ -20,7 +20,7 @@ from mt_grpo.envs.env import Outcome
 from mt_grpo.envs.protocols import CallProtocol
 from mt_grpo.errors import ConfigError
 from mt_grpo.integrations.openai_api.agent import AgentClient, AgentSource, protocol_of
-from mt_grpo.option_values import VERIFIERS, parse_env_config
+from mt_grpo.options.values import VERIFIERS, parse_env_config
 
 if TYPE_CHECKING:
     from mt_grpo.integrations.verifiers_legacy import LegacyEnvironment

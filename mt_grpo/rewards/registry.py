@@ -10,8 +10,8 @@ from typing import Any, Literal, TypeVar, cast
 
 from mt_grpo.errors import UserError
 from mt_grpo.imports import Registry, check_name, did_you_mean, import_object
-from mt_grpo.option_rules import unknown_reward
-from mt_grpo.option_values import is_bare, parse_reward
+from mt_grpo.options.rules import unknown_reward
+from mt_grpo.options.values import is_bare, parse_reward
 from mt_grpo.rewards.base import FunctionReward, OutcomeReward, RewardFunc, ScoreFunction, StateScore, TurnReward
 
 Judge = TypeVar("Judge", bound=Callable[..., Any])

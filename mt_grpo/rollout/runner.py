@@ -23,7 +23,7 @@ from mt_grpo.envs.source import EnvLike, check_source, close_each, source_of, wa
 from mt_grpo.envs.tool_env import fail_unanswered
 from mt_grpo.errors import describe_error, find_fault
 from mt_grpo.images import MODEL_TAKES
-from mt_grpo.option_rules import check_history
+from mt_grpo.options.rules import check_history
 from mt_grpo.rollout.engine import Engine, EngineError, PlacingEngine, SamplingParams
 from mt_grpo.rollout.images import ImageEncoder
 from mt_grpo.rollout.policy import ConversationPolicy, RolloutLimits, Sampler, derive_seed

@@ -12,7 +12,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 from mt_grpo.images import is_kept, is_same, name_at_hand
-from mt_grpo.option_rules import check_history
+from mt_grpo.options.rules import check_history
 from mt_grpo.rollout.chat_template import THOUGHTS
 from mt_grpo.rollout.rendering import ChatRenderer
 from mt_grpo.trajectory import Message, Trajectory, Turn

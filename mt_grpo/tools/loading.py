@@ -17,8 +17,8 @@ from pydantic import ValidationError
 from mt_grpo.concurrency import ConcurrencyLimit
 from mt_grpo.errors import UserError
 from mt_grpo.imports import Registry, did_you_mean, import_object
-from mt_grpo.option_rules import unknown_tool
-from mt_grpo.option_values import is_bare
+from mt_grpo.options.rules import unknown_tool
+from mt_grpo.options.values import is_bare
 from mt_grpo.processes import Processes
 from mt_grpo.tools.function import Tool, ToolDefinitionError, ToolOptions
 from mt_grpo.tools.mcp.tools import MCPBaseTool, mcp_tools, remote_tools

@@ -18,9 +18,9 @@ from mt_grpo.envs.protocols import PROTOCOLS
 from mt_grpo.errors import ConfigError
 from mt_grpo.forward.attention.layout import KERNELS
 from mt_grpo.imports import import_file
-from mt_grpo.option_rules import check_options
-from mt_grpo.option_values import chosen_rule, parse_agent, parse_env_config, parse_mapping, parse_user
-from mt_grpo.options import OF_LIBRARIES, RunOptions, options_of, with_options_in_docstring
+from mt_grpo.options.rules import check_options
+from mt_grpo.options.table import OF_LIBRARIES, RunOptions, options_of, with_options_in_docstring
+from mt_grpo.options.values import chosen_rule, parse_agent, parse_env_config, parse_mapping, parse_user
 from mt_grpo.weights.transport import TRANSPORTS
 
 KEEPS_TURNS = ("cispo", "vespo")

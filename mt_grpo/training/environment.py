@@ -28,9 +28,9 @@ from mt_grpo.integrations.swift import SchedulerSource
 from mt_grpo.integrations.trl import Factory, TRLEnv, TRLTool, environments_of, import_factory
 from mt_grpo.integrations.verifiers import VerifiersSource
 from mt_grpo.integrations.verl import InteractionEnv, load_interactions
-from mt_grpo.option_rules import PARTNERS, check_agent, check_partner, check_scheduler
-from mt_grpo.option_values import parse_user, verifiers_name
-from mt_grpo.options import OF_ENVIRONMENT
+from mt_grpo.options.rules import PARTNERS, check_agent, check_partner, check_scheduler
+from mt_grpo.options.table import OF_ENVIRONMENT
+from mt_grpo.options.values import parse_user, verifiers_name
 from mt_grpo.rewards import RewardFunc
 from mt_grpo.rollout import Engine, RolloutLimits, RolloutRunner, TemplateError
 from mt_grpo.rollout.chat_template import ChatTemplate

@@ -21,7 +21,7 @@ from trl import ModelConfig
 
 from mt_grpo.concurrency import run
 from mt_grpo.errors import ConfigError
-from mt_grpo.option_rules import check_groups
+from mt_grpo.options.rules import check_groups
 from mt_grpo.rollout.engines.vllm.http import Server, ServerSetupError, wait_for_servers
 from mt_grpo.training import keeper
 from mt_grpo.training.config import MTGRPOConfig

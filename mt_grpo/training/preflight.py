@@ -15,7 +15,7 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK,
 from mt_grpo.data.loaders import hub_fault
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import choose, did_you_mean
-from mt_grpo.option_rules import check_batches, check_trainable
+from mt_grpo.options.rules import check_batches, check_trainable
 from mt_grpo.rewards import FunctionReward, RewardFunc, StateScore, TurnReward
 from mt_grpo.rewards.base import NOT_COLUMNS, ReadsAnswer, ScoreFunction
 from mt_grpo.training.config import MTGRPOConfig, has_bfloat16

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from mt_grpo.errors import ConfigError
-from mt_grpo.option_values import names_model
+from mt_grpo.options.values import names_model
 from mt_grpo.rewards import FunctionReward, RewardFunc
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.model import resolve_model, source_options

@@ -21,7 +21,7 @@ from trl import GRPOTrainer
 from mt_grpo.errors import ConfigError, UnsupportedModelError
 from mt_grpo.forward.model import check_sequence_parallel
 from mt_grpo.forward.sequence_parallel import SequenceGroup
-from mt_grpo.option_rules import check_sharing
+from mt_grpo.options.rules import check_sharing
 from mt_grpo.training.microbatches import exchange
 
 

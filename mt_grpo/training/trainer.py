@@ -27,7 +27,7 @@ from mt_grpo.forward.images import Images, media_tokens
 from mt_grpo.forward.probe import context_length
 from mt_grpo.forward.routes import route_shape
 from mt_grpo.integrations.trl import Factory
-from mt_grpo.option_rules import check_eval_batch
+from mt_grpo.options.rules import check_eval_batch
 from mt_grpo.rewards import RewardFunc, Scores, load_rewards, score_trajectories
 from mt_grpo.rollout import Engine, RolloutError
 from mt_grpo.rollout.engines.proof import prove_engine

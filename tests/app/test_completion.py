@@ -12,7 +12,7 @@ from trl import ModelConfig, TrlParser
 from mt_grpo.app.recipe import MTGRPOScriptArguments
 from mt_grpo.app.request import OF_HOSTS
 from mt_grpo.cli import COMMANDS, main
-from mt_grpo.options import OPTIONS
+from mt_grpo.options.table import OPTIONS
 from mt_grpo.runlog.export import FORMS
 from mt_grpo.training import MTGRPOConfig
 

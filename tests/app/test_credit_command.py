@@ -23,7 +23,7 @@ from mt_grpo.app.credit.report import advice, as_json, show
 from mt_grpo.cli import main
 from mt_grpo.credit import RewardBatch, rule_label
 from mt_grpo.credit.compare import ALL, judge_rules
-from mt_grpo.option_values import DEFAULT_RULE
+from mt_grpo.options.values import DEFAULT_RULE
 from mt_grpo.runlog import open_run
 
 

@@ -189,7 +189,7 @@ def test_accuracy_compares_numbers_and_words(said, solution, right):
     ("options", "problem"),
     [
         ({"multi_turn_scheduler": "test_dubt"}, "There is no scheduler 'test_dubt'; the nearest is 'test_doubt'"),
-        ({"multi_turn_scheduler": "mt_grpo.option_values.is_bare"}, "give a subclass of `MultiTurnScheduler`"),
+        ({"multi_turn_scheduler": "mt_grpo.options.values.is_bare"}, "give a subclass of `MultiTurnScheduler`"),
         ({"multi_turn_scheduler": "test_doubt", "tools": ["calculator"]}, "`tools` and `multi_turn_scheduler` are"),
         ({"multi_turn_scheduler": "test_doubt", "env": "a.B"}, "`env` and `multi_turn_scheduler` are both set"),
         ({"multi_turn_scheduler": "test_doubt", "max_turns": 0}, "`max_turns` is 0"),

@@ -11,7 +11,7 @@ from support.trainers import SEARCH, Answered, Calls, batch, member
 from mt_grpo.credit import estimate
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.errors import ConfigError
-from mt_grpo.option_rules import check_batches
+from mt_grpo.options.rules import check_batches
 from mt_grpo.rollout import ScriptedEngine
 from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
 

@@ -22,7 +22,7 @@ from support.waiting import until
 
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.errors import ConfigError
-from mt_grpo.option_rules import check_batches, check_served
+from mt_grpo.options.rules import check_batches, check_served
 from mt_grpo.rollout import ScriptedEngine
 from mt_grpo.rollout.engines.vllm.http import ServerGoneError, ServerSetupError
 from mt_grpo.rollout.engines.vllm.pool import ServerPool

@@ -20,7 +20,7 @@ from trl import GRPOConfig
 from mt_grpo.data import load_rows
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.errors import ConfigError, UserError
-from mt_grpo.option_values import DEFAULT_RULE
+from mt_grpo.options.values import DEFAULT_RULE
 from mt_grpo.rollout import ScriptedEngine
 from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
 

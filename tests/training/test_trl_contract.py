@@ -22,7 +22,7 @@ from trl.models import unwrap_model_for_generation
 
 import mt_grpo
 from mt_grpo.envs import MultiTurnToolEnv
-from mt_grpo.options import OPTIONS
+from mt_grpo.options.table import OPTIONS
 from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
 from mt_grpo.training.config import KEEPS_TURNS
 

@@ -17,7 +17,7 @@ from mt_grpo.cli import main
 from mt_grpo.envs import Outcome
 from mt_grpo.errors import ConfigError
 from mt_grpo.integrations.verifiers import VerifiersSource, example_of, kept_signals
-from mt_grpo.option_values import verifiers_name
+from mt_grpo.options.values import verifiers_name
 from mt_grpo.training import MTGRPOConfig
 from mt_grpo.training.environment import check_env
 from mt_grpo.trajectory import StopReason

@@ -15,7 +15,7 @@ from mt_grpo.app.credit.choice import rollout_command
 from mt_grpo.app.credit.measure import Found
 from mt_grpo.credit.compare import ALL, Direction, Interval
 from mt_grpo.credit.rule import rule_label, sums_turns
-from mt_grpo.option_values import rule_name
+from mt_grpo.options.values import rule_name
 from mt_grpo.runlog import Run, files
 from mt_grpo.trajectory import visible
 

@@ -17,7 +17,7 @@ from mt_grpo.app.doctor.case import Case
 from mt_grpo.app.doctor.load import Load
 from mt_grpo.app.doctor.memory import COPIES, FSDP2, GB, SPARE, Shape, Sharding, four_bit, input_of_layer, read_shape
 from mt_grpo.errors import ConfigError
-from mt_grpo.option_rules import check_batches
+from mt_grpo.options.rules import check_batches
 
 MOST = 3
 """Ways that are named."""

@@ -25,7 +25,7 @@ from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.envs.tool_env import execute_calls
 from mt_grpo.errors import ConfigError
 from mt_grpo.images import in_words
-from mt_grpo.option_rules import check_batches
+from mt_grpo.options.rules import check_batches
 from mt_grpo.rewards import load_rewards
 from mt_grpo.rollout import ChatRenderer, TemplateError
 from mt_grpo.rollout.token_check import examine_template

@@ -14,7 +14,7 @@ from mt_grpo.app.request import check_writable
 from mt_grpo.concurrency import run
 from mt_grpo.errors import ConfigError
 from mt_grpo.integrations.openenv import OpenEnv
-from mt_grpo.option_rules import check_groups
+from mt_grpo.options.rules import check_groups
 from mt_grpo.rollout.engines.vllm.http import RequestFailed, ServerControl
 from mt_grpo.server_pool import in_words
 from mt_grpo.training.folder import check_folder

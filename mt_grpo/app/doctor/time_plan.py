@@ -19,7 +19,7 @@ from mt_grpo.app.doctor.case import OK, WARN, Case, Lines, NotKnown
 from mt_grpo.app.doctor.gpus import GPU, named_gpu
 from mt_grpo.app.doctor.memory import SERVER_SHARE, Shape, server_tokens
 from mt_grpo.errors import ConfigError
-from mt_grpo.option_rules import check_batches
+from mt_grpo.options.rules import check_batches
 
 EFFICIENCY = 0.5
 """Share of the speed of a large matrix product that a whole model reaches on a CPU."""

@@ -39,7 +39,7 @@ from mt_grpo.integrations.swift.types import (
     claim,
     plain,
 )
-from mt_grpo.option_values import is_bare
+from mt_grpo.options.values import is_bare
 from mt_grpo.trajectory import Message, StopReason
 
 logger = logging.getLogger(__name__)

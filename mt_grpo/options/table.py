@@ -1,6 +1,6 @@
 """
 The table of options: what a recipe can say, once. The configuration's fields and docstring, `--help`, the JSON schema,
-the tables of the docs and the checks of single values come from it. Rules over several options are in `option_rules`.
+the tables of the docs and the checks of single values come from it. Rules over several options are in `rules`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """
 How options that take names or mappings are read: from a recipe, a command line (a mapping as JSON) or a
-script. Plain values, as in `option_rules`.
+script. Plain values, as in `rules`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """
 What options may say together. Rules over plain values: they are held before torch is imported, and by `MTGRPOConfig`.
-What a single value may be is in the table of `options`, and how mappings are read in `option_values`.
+What a single value may be is in `table`, and how mappings are read in `values`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from typing import Any
 from mt_grpo.addresses import expand_addresses, host_url
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import choose, did_you_mean
-from mt_grpo.option_names import refuse_unknown
-from mt_grpo.option_values import (
+from mt_grpo.options.names import refuse_unknown
+from mt_grpo.options.table import OF_ENVIRONMENT, OPTIONS, Option, check_value, check_values
+from mt_grpo.options.values import (
     VERIFIERS,
     chosen_rule,
     is_bare,
@@ -26,7 +27,6 @@ from mt_grpo.option_values import (
     rule_name,
     verifiers_name,
 )
-from mt_grpo.options import OF_ENVIRONMENT, OPTIONS, Option, check_value, check_values
 
 BRANCH_RULE = "branch_to_go"
 """The credit rule of conversations that branch."""
