@@ -15,7 +15,14 @@ def _index() -> CorpusSearch:
 
 
 def search(query: str) -> str:
-    """Search the corpus."""
+    """Search the corpus.
+
+    Args:
+        query: What to look for.
+
+    Returns:
+        The passage that fits best.
+    """
     with _BUILDING:  # the first searches come from many threads at once, and one index is enough
         index = _index()
     return index.search(query)
