@@ -22,7 +22,18 @@ _lock = threading.Lock()
 def textarena_game(
     game: str, opponent: Opponent | None = None, max_turns: int | None = None, **options: Any
 ) -> GymEnv:
-    """A game of TextArena by its id. The row's `seed` decides how the game begins, see `GymEnv`."""
+    """
+    A game of TextArena by its id. The row's `seed` decides how the game begins, see `GymEnv`.
+
+    Args:
+        game (`str`): The id, such as `"GuessTheNumber-v0"`.
+        opponent (`Callable`, *optional*): Plays the second side of a game for two; the model begins.
+        max_turns (`int`, *optional*): Largest number of turns in a conversation.
+        **options: Arguments of the game, in place of those that TextArena registers with the id.
+
+    Raises:
+        ConfigError: If TextArena is not installed, or has no such game.
+    """
     try:
         import textarena
     except ImportError as error:
