@@ -6,7 +6,7 @@ read), a time for each request of the batch, and a time for each token that is n
 order in which they come, as long as there is room. One that grows beyond the room preempts the latest. What
 conversations leave in the cache between two turns stays until its room is needed: what was used last goes last, and of
 a conversation its end goes first. The order of turns is the client's own code,
-`mt_grpo/rollout/engines/vllm/admission.py`, once for each process, and sees what a server's metrics say twice in a
+`mt_grpo/servers/cache_scheduler.py`, once for each process, and sees what a server's metrics say twice in a
 second of virtual time.
 
     python benchmarks/admission.py [--quick]
@@ -31,7 +31,7 @@ from common import write
 from rich.console import Console
 from rich.table import Table
 
-from mt_grpo.rollout.engines.vllm.admission import LOOK, Admission, Pressure
+from mt_grpo.servers.cache_scheduler import LOOK, CacheScheduler, Pressure
 
 OF_BEST = 0.97
 FIXED = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96)
@@ -119,7 +119,7 @@ def conversations(kind: str, number: int, seed: int) -> list[Conversation]:
 class Process:
     """One that holds conversations: its order of turns, and those that it has still to begin."""
 
-    admission: Admission
+    admission: CacheScheduler
     look: float
     queue: list[Conversation] = field(default_factory=list)
     begin: float = 0.0
@@ -127,11 +127,11 @@ class Process:
 
 
 class Simulation:
-    """A server, and processes that share it. Without a `limit` of conversations of each, `Admission` decides."""
+    """A server, and processes that share it. Without a `limit` of conversations of each, `CacheScheduler` decides."""
 
     def __init__(self, cache: int, processes: int, limit: int | None = None) -> None:
         self.cache, self.limit = cache, limit
-        self.processes = [Process(Admission(processes), -LOOK * index / processes) for index in range(processes)]
+        self.processes = [Process(CacheScheduler(processes), -LOOK * index / processes) for index in range(processes)]
         self.free = cache
         self.idle: dict[Conversation, None] = {}  # whose prefixes may go, what was used last at the end
         self.kept = 0  # tokens of those

@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PrinterCallback,
 from mt_grpo.app.build import build_trainer
 from mt_grpo.app.recipe import Recipe
 from mt_grpo.data import embedded
-from mt_grpo.rollout.engines.vllm.http import ServerControl
+from mt_grpo.servers.http import ServerControl
 from mt_grpo.token_tree import TokenTree
 from mt_grpo.training import token_logps
 from mt_grpo.training.trainer import MTGRPOEnvTrainer

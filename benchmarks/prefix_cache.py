@@ -37,7 +37,7 @@ from mt_grpo.data.embedded.tool import search
 from mt_grpo.envs import MultiTurnToolEnv, Step
 from mt_grpo.rollout import RolloutLimits, RolloutRequest, RolloutRunner, Sample, SamplingParams, derive_seed
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
-from mt_grpo.rollout.engines.vllm.http import ServerControl
+from mt_grpo.servers.http import ServerControl
 from mt_grpo.trajectory import StopReason, Trajectory, Turn
 
 TARGET = 0.99

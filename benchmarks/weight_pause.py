@@ -25,7 +25,7 @@ from server import read, serve
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
-from mt_grpo.rollout.engines.vllm.http import ServerControl
+from mt_grpo.servers.http import ServerControl
 from mt_grpo.weights.transports.files import SafetensorsTransport
 from mt_grpo.weights.transports.http import HttpTransport
 

@@ -29,6 +29,14 @@ class ConfigError(UserError, ValueError):
     """An option is wrong. The message is one sentence fit for the user."""
 
 
+class EngineError(UserError, RuntimeError):
+    """The engine could not serve a request, and a repeat would not help. It ends one conversation, not the run."""
+
+
+class ServerSetupError(UserError, ValueError):
+    """A server is up but cannot serve this run: wrong model, missing flag, refused key. The message has the mend."""
+
+
 class RemoteError(Exception):
     """What a function raised in another process."""
 

@@ -146,9 +146,9 @@ def dying_server(trace: Trace, folder: Path) -> None:
         with trace.on():
             for number in range(4):  # of which each server is asked
                 await client.generate([1, number], SamplingParams(max_tokens=2), str(number))
-            assert not client.pool.servers[1].up
+            assert not client.servers[1].up
             Replica(tokenizer, port=port)
-            while not client.pool.servers[1].up:
+            while not client.servers[1].up:
                 await asyncio.sleep(0.01)
         await client.close()
 

@@ -11,13 +11,13 @@ from types import SimpleNamespace
 import pytest
 from support.waiting import until_true
 
-from mt_grpo import server_pool
 from mt_grpo.concurrency import OutOfTime, call
-from mt_grpo.server_pool import (
+from mt_grpo.servers import env_servers
+from mt_grpo.servers.env_servers import (
     STARTS,
+    EnvServerPool,
     Full,
     ServerLost,
-    ServerPool,
     Unreachable,
     backoff,
     conversation,
@@ -48,7 +48,7 @@ class Servers:
         self.open[url] += 1
         return url
 
-    def end(self, pool: ServerPool, url: str) -> None:
+    def end(self, pool: EnvServerPool, url: str) -> None:
         self.open[url] -= 1
         pool.give(url)
 
@@ -57,20 +57,20 @@ class Servers:
 def quick(monkeypatch):
     """Waits of milliseconds."""
     for name, seconds in (("SHORTEST", 0.001), ("LONGEST", 0.01), ("LOOK", 0.001), ("PATIENCE", 0.05)):
-        monkeypatch.setattr(server_pool, name, seconds)
+        monkeypatch.setattr(env_servers, name, seconds)
 
 
 @pytest.fixture
 def clock(monkeypatch):
     """Time that passes when a test says so."""
     clock = SimpleNamespace(now=1000.0)
-    monkeypatch.setattr(server_pool, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(env_servers, "time", SimpleNamespace(monotonic=lambda: clock.now))
     return clock
 
 
 @pytest.fixture
 def pool():
-    return ServerPool(URLS, "test server")
+    return EnvServerPool(URLS, "test server")
 
 
 def begin(pool, servers, number):
@@ -90,13 +90,13 @@ def test_conversations_are_spread_evenly(pool):
 
 
 def test_ties_are_broken_by_chance_since_others_have_the_servers():
-    firsts = {begin(ServerPool(URLS, "test server"), Servers(), 1)[0] for _ in range(60)}
+    firsts = {begin(EnvServerPool(URLS, "test server"), Servers(), 1)[0] for _ in range(60)}
     assert firsts == set(URLS)
 
 
 def test_few_begin_on_a_server_at_once():
     servers = Servers()
-    begin(ServerPool(URLS[:1], "test server"), servers, 4 * STARTS)
+    begin(EnvServerPool(URLS[:1], "test server"), servers, 4 * STARTS)
     assert servers.open[URLS[0]] == 4 * STARTS and servers.most <= STARTS
 
 
@@ -137,9 +137,9 @@ def test_no_server_left_fails_after_some_attempts(pool, quick):
 
 
 def test_a_server_that_comes_up_meanwhile_is_found(quick, monkeypatch):
-    monkeypatch.setattr(server_pool, "PATIENCE", 60.0)
+    monkeypatch.setattr(env_servers, "PATIENCE", 60.0)
     servers = Servers(dead=(URLS[0],))
-    alone = ServerPool(URLS[:1], "test server")
+    alone = EnvServerPool(URLS[:1], "test server")
 
     async def start(url):
         if servers.asked[url] == 3:
@@ -169,16 +169,16 @@ def test_conversations_wait_while_all_servers_are_full(pool, quick, caplog):
 
 
 def test_a_full_server_is_not_asked_by_everybody(monkeypatch):
-    monkeypatch.setattr(server_pool, "FULL_PATIENCE", 0.0)
+    monkeypatch.setattr(env_servers, "FULL_PATIENCE", 0.0)
     servers = Servers(room=0)
-    alone = ServerPool(URLS[:1], "test server")
+    alone = EnvServerPool(URLS[:1], "test server")
     failures = begin(alone, servers, 10 * STARTS)
     assert {str(each) for each in failures} == {"No test server had room for a conversation for 0 s."}
     assert servers.asked[URLS[0]] <= STARTS + 3
 
 
 def test_more_room_on_a_server_is_found(quick):
-    servers, alone = Servers(room=1), ServerPool(URLS[:1], "test server")
+    servers, alone = Servers(room=1), EnvServerPool(URLS[:1], "test server")
 
     async def play():
         await alone.begin(servers.start)
@@ -208,7 +208,7 @@ def test_a_server_that_fails_fast_does_not_get_everybody(pool):
 
 @pytest.mark.parametrize("where", ["starts", "waits"])
 def test_a_cancelled_conversation_leaves_its_place(quick, where):
-    servers, alone = Servers(room=1), ServerPool(URLS[:1], "test server")
+    servers, alone = Servers(room=1), EnvServerPool(URLS[:1], "test server")
 
     async def play():
         if where == "waits":
@@ -238,7 +238,7 @@ def test_a_lost_server_is_named_once(pool, caplog):
 
 def test_pauses_are_drawn_below_a_bound_that_doubles():
     for attempt in range(40):
-        bound = min(server_pool.LONGEST, server_pool.SHORTEST * 2**attempt)
+        bound = min(env_servers.LONGEST, env_servers.SHORTEST * 2**attempt)
         drawn = [backoff(attempt) for _ in range(200)]
         assert 0 <= min(drawn) < bound / 4 and bound * 3 / 4 < max(drawn) <= bound
 
@@ -270,7 +270,7 @@ def test_what_a_conversation_holds_is_given_back_at_its_end():
 
 def test_the_wait_for_room_is_no_time_of_the_call_that_waits(quick):
     """Another call is out of time meanwhile, though it may take longer."""
-    pool, servers = ServerPool(URLS[:1], "test server"), Servers(room=1)
+    pool, servers = EnvServerPool(URLS[:1], "test server"), Servers(room=1)
 
     async def play() -> str:
         url, _ = await pool.begin(servers.start)

@@ -14,10 +14,10 @@ import httpx
 import pytest
 from support.loopback import Loopback, Reply
 
-from mt_grpo import web
 from mt_grpo.errors import ConfigError
 from mt_grpo.integrations import openenv
 from mt_grpo.integrations.openenv import openenv_server
+from mt_grpo.servers import web
 from mt_grpo.tools.mcp import McpServerConfig, life
 from mt_grpo.tools.mcp.server import McpServer
 from mt_grpo.tools.python_sandbox import RemotePython

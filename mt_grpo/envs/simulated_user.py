@@ -17,8 +17,8 @@ from mt_grpo.envs.source import Prototype, source_of
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean
 from mt_grpo.options.values import parse_user
+from mt_grpo.servers.web import BOUNDED, WebClient
 from mt_grpo.trajectory import Message, StopReason, Turn
-from mt_grpo.web import BOUNDED, WebClient
 
 if TYPE_CHECKING:
     from datasets import Dataset

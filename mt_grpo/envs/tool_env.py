@@ -16,7 +16,7 @@ from mt_grpo.envs.protocols import PROTOCOLS, SYSTEM_ROLES, CallProtocol, instru
 from mt_grpo.errors import ConfigError, find_fault
 from mt_grpo.images import shows_images
 from mt_grpo.imports import did_you_mean
-from mt_grpo.server_pool import ServerLost
+from mt_grpo.servers.env_servers import ServerLost
 from mt_grpo.tools import Tool, ToolSession, load_tools
 from mt_grpo.tools.results import cut, render
 from mt_grpo.tools.stateful import StatefulTool, ToolStateError

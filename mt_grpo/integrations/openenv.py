@@ -15,12 +15,12 @@ from typing import Any
 
 import httpx
 
-from mt_grpo.addresses import expand_addresses
 from mt_grpo.envs import Outcome, Policy
 from mt_grpo.errors import ConfigError, describe_error
 from mt_grpo.integrations.gym import GymEnv
-from mt_grpo.server_pool import STARTS, Full, ServerLost, ServerPool, Unreachable, backoff, in_words
-from mt_grpo.web import ask
+from mt_grpo.servers.addresses import expand_addresses
+from mt_grpo.servers.env_servers import STARTS, EnvServerPool, Full, ServerLost, Unreachable, backoff, in_words
+from mt_grpo.servers.web import ask
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class OpenEnv(GymEnv):
         super().__init__(self._game, parse, tag, max_turns, step_timeout)
         self.reset_timeout = None  # the wait for a place counts toward no timeout
         self.client, self.observe, self.option = client, observe, option
-        self.pool = ServerPool(urls, KIND)
+        self.pool = EnvServerPool(urls, KIND)
 
     def at(self, urls: str | list[str]) -> OpenEnv:
         """The same environment at the addresses of `environment_urls`; raises `ConfigError` if one is none."""
@@ -158,7 +158,7 @@ class Game:
     def __init__(
         self,
         make: Callable[..., Any],
-        pool: ServerPool,
+        pool: EnvServerPool,
         observe: Callable[[Any], Any],
         timeout: float | None,
     ) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from mt_grpo.addresses import expand_addresses, host_url
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import choose, did_you_mean
 from mt_grpo.options.names import refuse_unknown
@@ -27,6 +26,7 @@ from mt_grpo.options.values import (
     rule_name,
     verifiers_name,
 )
+from mt_grpo.servers.addresses import expand_addresses, host_url
 
 BRANCH_RULE = "branch_to_go"
 """The credit rule of conversations that branch."""

@@ -1,7 +1,8 @@
 """Rollouts: from prompts to trajectories."""
 
+from mt_grpo.errors import EngineError
 from mt_grpo.rollout.chat_template import TemplateError
-from mt_grpo.rollout.engine import Engine, EngineError, RolloutError, Sample, SamplingParams
+from mt_grpo.rollout.engine import Engine, RolloutError, Sample, SamplingParams
 from mt_grpo.rollout.engines.scripted import ScriptedEngine
 from mt_grpo.rollout.policy import RolloutLimits, derive_seed
 from mt_grpo.rollout.rendering import ChatRenderer

@@ -61,14 +61,6 @@ class Sample:
     routes: Routes | None = None
 
 
-class EngineError(UserError, RuntimeError):
-    """The engine could not serve a request, and a repeat would not help. It ends one conversation, not the run."""
-
-
-class ServerSetupError(UserError, ValueError):
-    """A server is up but cannot serve this run: wrong model, missing flag, refused key. The message has the mend."""
-
-
 class RolloutError(UserError, RuntimeError):
     """All conversations of two batches in a row, or of a whole run, failed. It ends the run."""
 

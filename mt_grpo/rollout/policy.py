@@ -16,8 +16,9 @@ from weakref import WeakValueDictionary
 from mt_grpo.concurrency import ConcurrencyLimit, in_thread
 from mt_grpo.envs.env import ConversationEnded, check_messages
 from mt_grpo.envs.protocols import CallProtocol, NativeProtocol
+from mt_grpo.errors import EngineError
 from mt_grpo.images import Shown, decode, image_parts, is_decoded, is_read, is_shown, media_of, read_messages
-from mt_grpo.rollout.engine import Engine, EngineError, ImageEngine, LocalEngine, Sample, SamplingParams
+from mt_grpo.rollout.engine import Engine, ImageEngine, LocalEngine, Sample, SamplingParams
 from mt_grpo.rollout.images import ImageEncoder
 from mt_grpo.rollout.rendering import ChatRenderer
 from mt_grpo.rollout.transcript import Context, History, Transcript

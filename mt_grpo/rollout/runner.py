@@ -21,15 +21,15 @@ from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.envs.env import ConversationEnded, Outcome, StepEnv, checked_outcome
 from mt_grpo.envs.source import EnvLike, check_source, close_each, source_of, warn_of_unclosed
 from mt_grpo.envs.tool_env import fail_unanswered
-from mt_grpo.errors import describe_error, find_fault
+from mt_grpo.errors import EngineError, describe_error, find_fault
 from mt_grpo.images import MODEL_TAKES
 from mt_grpo.options.rules import check_history
-from mt_grpo.rollout.engine import Engine, EngineError, PlacingEngine, SamplingParams
+from mt_grpo.rollout.engine import Engine, PlacingEngine, SamplingParams
 from mt_grpo.rollout.images import ImageEncoder
 from mt_grpo.rollout.policy import ConversationPolicy, RolloutLimits, Sampler, derive_seed
 from mt_grpo.rollout.token_check import SanityCheck
 from mt_grpo.rollout.token_row import TokenRow, token_row
-from mt_grpo.server_pool import conversation
+from mt_grpo.servers.env_servers import conversation
 from mt_grpo.tools.results import cut
 from mt_grpo.trajectory import Message, StopReason, Trajectory
 

@@ -18,8 +18,8 @@ from typing import Any
 import httpx
 
 from mt_grpo.errors import ConfigError, UserError
+from mt_grpo.servers.web import WebClient
 from mt_grpo.tools.loading import tool
-from mt_grpo.web import WebClient
 
 logger = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ import httpx
 import numpy as np
 
 from mt_grpo.errors import UserError
+from mt_grpo.servers.web import WebClient
 from mt_grpo.tools.loading import tool
-from mt_grpo.web import WebClient
 
 NO_RESULTS = "No results."
 

@@ -20,8 +20,8 @@ from mt_grpo.errors import ConfigError, UserError
 from mt_grpo.rewards import RewardError
 from mt_grpo.rollout import EngineError, RolloutError
 from mt_grpo.rollout.engines.transformers import on_device
-from mt_grpo.rollout.engines.vllm.http import ServerGoneError, ServerSetupError
 from mt_grpo.runlog import RunLogError
+from mt_grpo.servers.http import ServerGoneError, ServerSetupError
 from mt_grpo.weights.updates import WeightSyncError
 
 T = TypeVar("T")

@@ -13,13 +13,13 @@ from accelerate import Accelerator
 from trl.distributed import DistributedBackend
 from trl.models import unwrap_model_for_generation
 
-from mt_grpo.addresses import expand_addresses, host_url
 from mt_grpo.errors import ConfigError
 from mt_grpo.rollout import Engine
 from mt_grpo.rollout.engine import LocalEngine
 from mt_grpo.rollout.engines.transformers import TransformersEngine
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
-from mt_grpo.rollout.engines.vllm.http import ServerSetupError
+from mt_grpo.servers.addresses import expand_addresses, host_url
+from mt_grpo.servers.http import ServerSetupError
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.forward import check_sequence_ratio
 from mt_grpo.training.model import served_model

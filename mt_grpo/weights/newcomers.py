@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
-from mt_grpo.rollout.engines.vllm.http import ServerControl, router_words
-from mt_grpo.rollout.engines.vllm.lease import read_lease, weight_label
+from mt_grpo.servers.http import ServerControl, router_words
+from mt_grpo.servers.owner import read_owner, weight_label
 from mt_grpo.weights.updates import WeightSyncError, weight_version
 
 logger = logging.getLogger(__name__)
@@ -68,14 +68,14 @@ def prove_newcomers(transport: Transport) -> list[int]:
     Every process: proves that weights reach servers that came up after the start, before any conversation is sent to
     them. One that cannot be used is left out.
     """
-    servers = transport.client.pool.servers
+    servers = transport.client.servers
     if not any(server.awaits_proof for server in servers):
         return []
     # a context length is known of those that the client has heard and found to fit
     waiting = [number for number, server in enumerate(servers) if server.awaits_proof and server.context_length]
 
     def examine(server: ServerControl) -> None:
-        held = read_lease(weight_version(server))
+        held = read_owner(weight_version(server))
         if held is not None and held.run == transport.run and held.step != "proof":
             raise WeightSyncError(f"{server.base_url} leads to a server that this run uses already.")
         dtype = transport.dtype
@@ -91,7 +91,7 @@ def prove_newcomers(transport: Transport) -> list[int]:
 def take_in(transport: Transport, numbers: Iterable[int]) -> None:
     """Every process: conversations are sent to these servers from here on."""
     for number in numbers:
-        server = transport.client.pool.servers[number]
+        server = transport.client.servers[number]
         server.awaits_proof = False
         server.mark_up()
         if transport.accelerator.is_main_process:

@@ -22,19 +22,19 @@ from trl.distributed import DistributedBackend
 from mt_grpo.concurrency import run
 from mt_grpo.imports import Registry
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
-from mt_grpo.rollout.engines.vllm.http import (
+from mt_grpo.servers.http import (
     RequestFailed,
     Server,
     ServerControl,
     ServerGoneError,
     wait_for_servers,
 )
-from mt_grpo.rollout.engines.vllm.lease import new_run, weight_label
+from mt_grpo.servers.owner import new_run, weight_label
 from mt_grpo.weights.newcomers import prove_newcomers, take_in, tell_apart
 from mt_grpo.weights.updates import (
     WeightSyncError,
-    check_lease,
-    check_still_leased,
+    check_owner,
+    check_still_owner,
     fall_asleep,
     give_back,
     paused,
@@ -182,7 +182,7 @@ class WeightTransport:
         if self._begun:
             return
         self._run(lambda: self._each_server(self.examine))
-        for server in self.client.pool.servers:
+        for server in self.client.servers:
             server.awaits_proof = not server.up
         mixed = {"no": torch.float32, "fp16": torch.float16}.get(self.accelerator.mixed_precision, torch.bfloat16)
         assert self.dtype is not None  # every server was asked
@@ -285,7 +285,7 @@ class WeightTransport:
         """Gives the servers back to other runs, and ends those that this run started."""
         atexit.unregister(self.close)
         if self.accelerator.is_main_process and self._begun:
-            for server in self.client.pool.servers:
+            for server in self.client.servers:
                 if server.up:
                     give_back(ServerControl(server.url, self.client.api_key, _GOODBYE), self.run)
         if self.end_server is not None:
@@ -322,7 +322,7 @@ class WeightTransport:
         return ""
 
     def examine(self, server: ServerControl) -> None:
-        check_lease(server, self.run)
+        check_owner(server, self.run)
         config = server.get("/server_info", itemgetter("vllm_config"), config_format="json")
         dtype = getattr(torch, config["model_config"]["dtype"].removeprefix("torch."))
         self.dtype = max(self.dtype or dtype, dtype, key=lambda one: one.itemsize)
@@ -354,12 +354,12 @@ class WeightTransport:
         if newcomers:
             take_in(self, self.those_that(list(newcomers), bring))
         self.client.weight_version = step
-        for server in self.client.pool.servers:
+        for server in self.client.servers:
             server.fingerprint = None
         self._pushed(step)
 
     def _bring(self, server: ServerControl, step: int | None) -> None:
-        check_lease(server, self.run)
+        check_owner(server, self.run)
         self._push(server, step)
 
     def _paused(self, server: ServerControl) -> AbstractContextManager[None]:
@@ -377,8 +377,8 @@ class WeightTransport:
 
     def _check_up(self) -> None:
         """Checks every server that is up. A server that is down is left out."""
-        look = functools.partial(check_still_leased, label=self._label(self.client.weight_version))
-        for server in self.client.pool.servers:
+        look = functools.partial(check_still_owner, label=self._label(self.client.weight_version))
+        for server in self.client.servers:
             failure = self._attempt(server, look) if server.up else None
             if failure is not None and server.up:
                 raise failure
@@ -433,7 +433,7 @@ class WeightTransport:
             failure.__cause__ = error
         except (Exception, SystemExit) as error:  # a defect: the others would wait for this process
             failure = error
-        servers = self.client.pool.servers
+        servers = self.client.servers
         seen = _Seen(
             None if failure is None else _told(failure, self.accelerator.process_index),
             [(server.up, server.fault) for server in servers],
@@ -462,7 +462,7 @@ class WeightTransport:
 
         def each() -> None:
             for number in numbers:
-                server = self.client.pool.servers[number]
+                server = self.client.servers[number]
                 try:
                     action(self._control(server.url))
                     done.append(number)
@@ -484,13 +484,13 @@ class WeightTransport:
         back. If all servers are lost meanwhile, `again` is done once, with those that come back.
         """
         self._wait_for_one()
-        up = [server for server in self.client.pool.servers if server.up]
+        up = [server for server in self.client.servers if server.up]
         if len(up) == 1:  # in this thread, which is the one that CUDA knows the device of
             failures = [self._attempt(up[0], action)]
         else:
             with ThreadPoolExecutor(len(up)) as executor:
                 failures = list(executor.map(lambda server: self._attempt(server, action), up))
-        if not any(server.up for server in self.client.pool.servers):
+        if not any(server.up for server in self.client.servers):
             if again is None or not self.repeatable:
                 first = next(failure for failure in failures if failure is not None)
                 if self.end_server is not None:  # nobody else starts it again
@@ -516,7 +516,7 @@ class WeightTransport:
 
     def _wait_for_one(self) -> None:
         """Waits until at least one server is up."""
-        every = self.client.pool.servers
+        every = self.client.servers
         if any(server.up for server in every):
             return
         servers = [server for server in every if not (self.num_syncs and server.awaits_proof)]

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import save_file
 
 from mt_grpo.errors import UserError
-from mt_grpo.rollout.engines.vllm.http import RequestFailed, ServerControl
-from mt_grpo.rollout.engines.vllm.lease import read_lease, released
+from mt_grpo.servers.http import RequestFailed, ServerControl
+from mt_grpo.servers.owner import read_owner, released
 from mt_grpo.vllm_plugin import BACKEND
 from mt_grpo.vllm_plugin.checksum import file_checksum
 
@@ -139,9 +139,9 @@ def confirm(server: ServerControl, checksum: str, path: Path | None = None) -> N
         ) from error
 
 
-def check_lease(server: ServerControl, run: str) -> None:
+def check_owner(server: ServerControl, run: str) -> None:
     """Makes sure that no other run uses a server."""
-    other = read_lease(weight_version(server))
+    other = read_owner(weight_version(server))
     if other is None or other.run == run or other.over:
         return
     end = "end it first" if other.here else "end it first, or restart the server if that run was killed"
@@ -151,12 +151,12 @@ def check_lease(server: ServerControl, run: str) -> None:
     )
 
 
-def check_still_leased(server: ServerControl, label: str) -> None:
+def check_still_owner(server: ServerControl, label: str) -> None:
     """Makes sure that a server held the weights of `label` while it was sampled from."""
     version = weight_version(server)
     if version in (label, released(label)):
         return
-    other = read_lease(version)
+    other = read_owner(version)
     if other is None:
         raise RequestFailed(f"The server at {server.base_url} was restarted.", True, unreachable=True)
     raise WeightSyncError(
@@ -170,7 +170,7 @@ def give_back(server: ServerControl, run: str) -> None:
     """Tells a server that a run is over, if the server can be reached and holds the run's weights."""
     with contextlib.suppress(RequestFailed):
         version = weight_version(server)
-        held = read_lease(version)
+        held = read_owner(version)
         if held is not None and held.run == run and version != released(version):
             server.post("/update_weight_version", {"new_version": released(f"{run}:{held.step}")})
 

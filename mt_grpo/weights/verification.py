@@ -21,7 +21,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from mt_grpo.rollout.engines.vllm.http import ServerControl
+from mt_grpo.servers.http import ServerControl
 
 LENGTH = 64
 """Tokens of the probe sequence."""

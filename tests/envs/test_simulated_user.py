@@ -19,11 +19,11 @@ from support.loopback import Loopback, Reply, ScriptedServer, free_port
 from support.models import CPU_RUN, build_model, build_tokenizer, lookup
 from support.trainers import Letters
 
-from mt_grpo import web
 from mt_grpo.envs.simulated_user import GREETING, SimulatedUser, SimulatedUserEnv
 from mt_grpo.errors import UserError
 from mt_grpo.rollout import RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
 from mt_grpo.runlog import read_trajectories
+from mt_grpo.servers import web
 from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
 from mt_grpo.training.environment import build_env, check_env
 from mt_grpo.trajectory import StopReason

@@ -10,12 +10,12 @@ import pytest
 from support.models import build_tokenizer
 from support.waiting import until_true
 
-from mt_grpo import server_pool
 from mt_grpo.envs.source import close_environments, source_of
 from mt_grpo.errors import ConfigError
 from mt_grpo.integrations.openenv import openenv_server
 from mt_grpo.rollout import RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
-from mt_grpo.server_pool import ServerLost
+from mt_grpo.servers import env_servers
+from mt_grpo.servers.env_servers import ServerLost
 from mt_grpo.training import MTGRPOConfig
 from mt_grpo.training.environment import build_env, check_env
 from mt_grpo.trajectory import StopReason
@@ -64,7 +64,7 @@ def host():
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     for name, seconds in (("SHORTEST", 0.001), ("LONGEST", 0.01), ("LOOK", 0.001)):
-        monkeypatch.setattr(server_pool, name, seconds)
+        monkeypatch.setattr(env_servers, name, seconds)
 
 
 def begin(host, number, url=URLS, env=None, step_timeout=0.05):

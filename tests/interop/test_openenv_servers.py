@@ -17,7 +17,7 @@ from mt_grpo.errors import ConfigError
 from mt_grpo.integrations import openenv as ours
 from mt_grpo.integrations.openenv import openenv_server
 from mt_grpo.rollout import RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
-from mt_grpo.server_pool import ServerLost
+from mt_grpo.servers.env_servers import ServerLost
 from mt_grpo.trajectory import StopReason
 
 pytest.importorskip("openenv.core", reason="openenv is not installed: run `make interop-games`")

@@ -9,7 +9,7 @@ import pytest
 from support.upstreams import SAMPLING, client_of, completion
 from support.waiting import until_true
 
-from mt_grpo.rollout.engines.vllm.admission import Admission, Gate, Pressure, read_pressure
+from mt_grpo.servers.cache_scheduler import CacheScheduler, Gate, Pressure, read_pressure
 
 METRICS = """\
 # HELP vllm:kv_cache_usage_perc KV-cache usage. 1 means 100 percent usage.
@@ -24,13 +24,13 @@ vllm:cache_config_info{{block_size="16",{size}num_gpu_blocks="100",num_gpu_block
 """
 
 
-def admission(capacity: float = 1000, **told) -> Admission:
-    found = Admission()
+def admission(capacity: float = 1000, **told) -> CacheScheduler:
+    found = CacheScheduler()
     found.observe(Pressure(capacity, 0.0, **told), 0)
     return found
 
 
-def turns(subject: Admission, now: float, **tokens: int) -> list[str]:
+def turns(subject: CacheScheduler, now: float, **tokens: int) -> list[str]:
     for session, number in tokens.items():
         subject.ask(session, number, now)
     return subject.admit(now)
@@ -41,7 +41,7 @@ def test_all_begin_where_all_fit():
 
 
 def test_all_begin_where_a_server_does_not_tell_its_cache():
-    assert turns(Admission(), 0, a=10**6, b=10**6) == ["a", "b"]
+    assert turns(CacheScheduler(), 0, a=10**6, b=10**6) == ["a", "b"]
 
 
 def test_those_that_do_not_fit_wait_in_their_order():
@@ -141,7 +141,7 @@ def test_one_burst_of_preemptions_counts_once():
 @pytest.fixture
 def shared():
     """One of two processes."""
-    subject = Admission(processes=2)
+    subject = CacheScheduler(processes=2)
     subject.observe(Pressure(5000, 0.0), 0)
     return subject
 
@@ -164,7 +164,7 @@ def test_what_others_hold_is_not_taken(shared):
 
 def test_a_process_takes_free_room_by_and_by():
     """Half of it at the first look, and all of it once the other process has left it."""
-    subject = Admission(processes=2)
+    subject = CacheScheduler(processes=2)
     subject.observe(Pressure(8000, 0.0), 0)
     assert turns(subject, 0, a=2500, b=2500) == ["a"]
     subject.observe(Pressure(8000, 0.3, running=2), 0.5)
@@ -320,7 +320,7 @@ def test_a_turn_cancelled_as_it_begins_leaves_its_room():
 
         async with gate.turn("a", 500):
             waits = asyncio.ensure_future(turn("b"))
-            await until_true(lambda: len(subject.talks) == 2)
+            await until_true(lambda: len(subject.conversations) == 2)
             gate.leave("a")  # from here on it may begin
             waits.cancel()
             await asyncio.gather(waits, return_exceptions=True)

@@ -16,7 +16,7 @@ from support.upstreams import SAMPLING, client_of, completion, upstream
 from mt_grpo.concurrency import run
 from mt_grpo.forward.images import ImageInputs
 from mt_grpo.images import IMAGE
-from mt_grpo.rollout.engines.vllm.http import ServerSetupError
+from mt_grpo.servers.http import ServerSetupError
 from mt_grpo.vllm_plugin import IDENTITY
 
 TOKEN = 7

@@ -11,10 +11,10 @@ from accelerate import Accelerator
 from support.models import build_model
 from support.replicas import Replica, step_of
 
-from mt_grpo.rollout.engines.vllm import lease as vllm_run
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
-from mt_grpo.rollout.engines.vllm.http import ServerSetupError
-from mt_grpo.rollout.engines.vllm.lease import new_run, read_lease, released, weight_label
+from mt_grpo.servers import owner
+from mt_grpo.servers.http import ServerSetupError
+from mt_grpo.servers.owner import new_run, read_owner, released, weight_label
 from mt_grpo.training import MTGRPOConfig
 from mt_grpo.training.servers import weight_sync
 from mt_grpo.weights.transports.files import SafetensorsTransport
@@ -46,8 +46,8 @@ def sync_of(replicas, tokenizer, model):
 
 def run_of(process: int) -> str:
     """The name a run of that process has."""
-    own = f"-{os.getpid()}-{vllm_run._start(os.getpid())}-"
-    return new_run().replace(own, f"-{process}-{vllm_run._start(process)}-")
+    own = f"-{os.getpid()}-{owner._start(os.getpid())}-"
+    return new_run().replace(own, f"-{process}-{owner._start(process)}-")
 
 
 @pytest.fixture
@@ -90,13 +90,13 @@ def test_a_run_that_was_killed_blocks_nobody(replicas, sync_of, other, reaped):
 
 def test_a_process_of_the_same_number_is_another_one(replicas, sync_of, other):
     run = run_of(other.pid)
-    start = vllm_run._start(other.pid)
+    start = owner._start(other.pid)
     replicas[0].version = weight_label(run.replace(f"-{start}-", f"-{start - 1}-"), 7)
     sync_of().sync(0)
 
 
 def test_a_server_held_by_another_machine_is_refused_until_freed(replicas, sync_of):
-    there = new_run().replace(vllm_run._machine(), "0a1b2c3d.4026531836")
+    there = new_run().replace(owner._machine(), "0a1b2c3d.4026531836")
     replicas[0].version = weight_label(there, "proof")
     with pytest.raises(WeightSyncError, match="step proof.*or restart the server if that run was killed"):
         sync_of().sync(0)
@@ -106,7 +106,7 @@ def test_a_server_held_by_another_machine_is_refused_until_freed(replicas, sync_
 
 @pytest.mark.parametrize("version", ["default", "12", "a-b:3"])
 def test_versions_that_no_run_of_ours_set_name_nobody(replicas, sync_of, version):
-    assert read_lease(version) is None
+    assert read_owner(version) is None
     replicas[0].version = version
     sync_of().sync(0)
 
@@ -156,6 +156,6 @@ def test_a_server_that_was_restarted_during_rollouts_ends_no_run(replicas, sync_
     sync.sync(0)
     replicas[1].version, replicas[1].model = "default", build_model(tokenizer, seed=9)
     sync.check()
-    assert [server.up for server in sync.client.pool.servers] == [True, False]
+    assert [server.up for server in sync.client.servers] == [True, False]
     sync.restore(replicas[1].http.url)
     assert step_of(replicas[1].version) == "0"

@@ -10,7 +10,7 @@ from support.loopback import ScriptedServer, free_port
 from support.upstreams import SAMPLING, client_of, completion
 from support.waiting import until_true
 
-from mt_grpo.rollout.engines.vllm.http import ServerGoneError, ServerSetupError
+from mt_grpo.servers.http import ServerGoneError, ServerSetupError
 from mt_grpo.vllm_plugin import IDENTITY
 
 
@@ -34,7 +34,7 @@ def test_a_run_begins_with_the_servers_that_it_needs(tokenizer, start):
         await client.connect(told.append)
         await client.generate([0], SAMPLING, "first")
         late = start(port=port)
-        await until(lambda: client.pool.servers[2].up)
+        await until(lambda: client.servers[2].up)
         for number in range(12):
             await client.generate([number], SAMPLING, str(number))
         await client.close()
@@ -186,7 +186,7 @@ def test_an_engine_that_dies_in_mid_sampling_is_left_out(tokenizer, start):
 
     first, second = asyncio.run(asyncio.wait_for(go(), 60))
     assert {20} < {sample.ids[0] for sample in first} and {sample.ids[0] for sample in second} == {5}
-    assert [server.up for server in client.pool.servers] == [False, True]
+    assert [server.up for server in client.servers] == [False, True]
 
 
 @pytest.mark.parametrize("fingerprint", [None, ""])

@@ -12,10 +12,10 @@ from support.upstreams import SAMPLING, client_of, completion
 from support.waiting import until_true
 
 from mt_grpo.concurrency import run
+from mt_grpo.errors import EngineError
 from mt_grpo.rollout import SamplingParams
-from mt_grpo.rollout.engine import EngineError
-from mt_grpo.rollout.engines.vllm.http import ServerGoneError, ServerSetupError
-from mt_grpo.rollout.engines.vllm.pool import ServerPool
+from mt_grpo.servers.fleet import Placement
+from mt_grpo.servers.http import Server, ServerGoneError, ServerSetupError
 from mt_grpo.vllm_plugin import keys
 
 
@@ -274,7 +274,7 @@ def test_a_group_stays_on_one_server_and_groups_are_spread(tokenizer, start):
 
 
 def test_a_group_of_conversations_that_are_over_is_forgotten():
-    pool = ServerPool(["http://a", "http://b"])
+    pool = Placement([Server("http://a"), Server("http://b")])
     for round_ in range(3):
         for index in range(8):
             pool.place(f"{round_}-{index}", [index // 4])
@@ -301,7 +301,7 @@ def test_a_dead_server_among_several_is_left_out_and_taken_back(tokenizer, start
         await turn()
         assert len(other.asked("/v1/completions")) >= 2 + 4
         back = start(port=dying.port)
-        await until_true(lambda: all(server.up for server in client.pool.servers))
+        await until_true(lambda: all(server.up for server in client.servers))
         await asyncio.gather(*(client.generate([i], SAMPLING, f"t{i}") for i in range(8)))
         assert back.asked("/v1/completions")
         await client.close()
@@ -375,7 +375,7 @@ def test_a_restart_is_noticed_by_weights_where_names_stay(tokenizer, start):
     ],
 )
 def test_a_bad_answer_at_the_start_is_asked_for_again(tokenizer, start, monkeypatch, path, fault):
-    monkeypatch.setattr("mt_grpo.rollout.engines.vllm.http.POLL", 0.01)
+    monkeypatch.setattr("mt_grpo.servers.http.POLL", 0.01)
     left = [fault]
     server = start()
     script = server._script
@@ -438,7 +438,7 @@ def test_weights_in_between_are_no_restart(tokenizer, start, held, restarted):
         await client.connect()
         asked = asyncio.ensure_future(client.generate([1], SAMPLING, "a"))
         if restarted:
-            await until_true(lambda: not client.pool.servers[0].up)
+            await until_true(lambda: not client.servers[0].up)
             assert not restored  # the sync goes on: whatever is sent now would be the weights of before
             client.weight_version, client.incoming_version = 7, None
         sample = await asked
@@ -446,7 +446,7 @@ def test_weights_in_between_are_no_restart(tokenizer, start, held, restarted):
         return sample
 
     sample = asyncio.run(go())
-    assert bool(restored) == restarted == bool(client.pool.servers[0].drops)
+    assert bool(restored) == restarted == bool(client.servers[0].drops)
     assert (sample.weight_version, sample.last_weight_version) == ((7, 7) if restarted else (6, 7))
 
 
@@ -491,7 +491,7 @@ def test_servers_may_keep_the_model_in_different_folders(tokenizer, start):
 def test_a_server_lost_long_ago_is_asked_before_it_is_given_up(tokenizer, start):
     """Nobody looks for it between two batches of rollouts."""
     client = client_of(tokenizer, start())
-    client.pool.servers[0].down_since = time.monotonic() - 1000
+    client.servers[0].down_since = time.monotonic() - 1000
     assert ask(client, connect=False).ids == [5, 6]
 
 
@@ -531,4 +531,4 @@ def test_closing_beside_a_rollout_leaves_it_its_connections(tokenizer, start):
     run(client.close())
     answered.set()
     waiting.join(20)
-    assert [sample.ids for sample in samples] == [[5]] and len(client.pool.servers[0].sessions) <= 1
+    assert [sample.ids for sample in samples] == [[5]] and len(client.servers[0].sessions) <= 1

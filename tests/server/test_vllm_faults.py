@@ -22,8 +22,8 @@ from transformers import AutoTokenizer
 from mt_grpo.cli import main
 from mt_grpo.rollout import SamplingParams
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
-from mt_grpo.rollout.engines.vllm.http import ServerControl
 from mt_grpo.runlog import read_trajectories
+from mt_grpo.servers.http import ServerControl
 from mt_grpo.token_tree import TokenTree
 
 pytestmark = [needs_server, pytest.mark.server]
@@ -201,7 +201,7 @@ def test_a_server_that_hangs_as_a_whole_is_waited_for(undisturbed, server):
 
     async def go() -> None:
         await client.connect()
-        (one,) = client.pool.servers
+        (one,) = client.servers
         group = server._process.pid
         os.killpg(group, signal.SIGSTOP)
         try:

@@ -15,8 +15,8 @@ from support.servers import ROOT, RealServer
 from support.waiting import until
 
 from mt_grpo.cli import main
-from mt_grpo.rollout.engines.vllm.http import ServerControl, find_key
-from mt_grpo.training.server_command import GUARD
+from mt_grpo.servers.http import ServerControl, find_key
+from mt_grpo.training.own_server import GUARD
 
 pytestmark = [needs_server, pytest.mark.server]
 KEYS = ("no key", "a wrong key", "the key")

@@ -116,7 +116,7 @@ def test_an_image_that_a_server_does_not_know_is_sent_again(served):
 
     async def ask():
         client = VLLMServerClient(server.url, processor.tokenizer, media_tokens={IMAGE: processor.image_token_id})
-        client.pool.servers[0].images.add(name_of(shown.inputs))  # as if it had been sent, and pushed out since
+        client.servers[0].images.add(name_of(shown.inputs))  # as if it had been sent, and pushed out since
         context, images = [*shown.tokens, *processor.tokenizer.encode("What is it?")], {shown.id: shown.inputs}
         try:
             return await client.generate_with_images(context, images, SamplingParams(max_tokens=4), "")

@@ -33,8 +33,8 @@ from mt_grpo.integrations.openai_api import AgentSource
 from mt_grpo.rewards import InformationGain
 from mt_grpo.rollout import RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
-from mt_grpo.rollout.engines.vllm.http import ServerControl, ServerGoneError, ServerSetupError, find_key
 from mt_grpo.runlog import open_run, read_trajectories
+from mt_grpo.servers.http import ServerControl, ServerGoneError, ServerSetupError, find_key
 from mt_grpo.token_tree import TokenTree
 from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer, token_logps
 from mt_grpo.trajectory import StopReason, Trajectory

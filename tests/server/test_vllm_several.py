@@ -47,7 +47,7 @@ def test_a_late_server_takes_over_from_one_that_is_killed(tmp_path):
         sync = SafetensorsTransport(client, lambda: model, Accelerator(cpu=True), verify_every=1)
         sync.sync(0)
         late.start()
-        up = client.pool.servers
+        up = client.servers
 
         async def hear():
             while not up[1].context_length:

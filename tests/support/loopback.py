@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from mt_grpo.rollout.engines.vllm.http import find_key, headers
+from mt_grpo.servers.http import find_key, headers
 
 
 def free_port(number: int = 1) -> int:

@@ -19,7 +19,7 @@ from support.models import build_model, build_tokenizer
 async def sample(client: VLLMServerClient) -> list[tuple[int, int | None]]:
     """One token of each of some conversations, until every server has been asked: (token, version)."""
     samples, number = [], 0
-    while not all(server.up for server in client.pool.servers) or number < 16:
+    while not all(server.up for server in client.servers) or number < 16:
         taken = await client.generate([number % 50, 1], SamplingParams(max_tokens=1), str(number))
         samples.append((taken.ids[0], taken.weight_version))
         number += 1
@@ -53,10 +53,10 @@ def run(folder: str, *urls: str) -> Accelerator:
     asyncio.run(client.connect())
     sync = SafetensorsTransport(client, lambda: model, accelerator, folder=folder)
     sync.sync(1)
-    seen = {"up": [server.up for server in client.pool.servers]}
+    seen = {"up": [server.up for server in client.servers]}
     if not accelerator.is_main_process:
         seen["sampled"] = asyncio.run(asyncio.wait_for(sample(client), 60))
-        seen["up_afterwards"] = [server.up for server in client.pool.servers]
+        seen["up_afterwards"] = [server.up for server in client.servers]
     (Path(folder) / f"rank{accelerator.process_index}.json").write_text(json.dumps(seen))
     seen["failure"] = failure_of(sync)
     (Path(folder) / f"rank{accelerator.process_index}.json").write_text(json.dumps(seen))

@@ -8,7 +8,7 @@ import threading
 from peft import PeftModel
 from safetensors.torch import load_file
 
-from mt_grpo.rollout.engines.vllm.lease import read_lease
+from mt_grpo.servers.owner import read_owner
 from mt_grpo.vllm_plugin.checksum import file_checksum
 from mt_grpo.weights.verification import trainer_logprobs
 from support.loopback import ScriptedServer
@@ -116,7 +116,7 @@ class Replica:
 
 
 def step_of(version: str) -> str:
-    return read_lease(version).step
+    return read_owner(version).step
 
 
 class Receiver(Replica):

@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx
 
 from mt_grpo.app.serve import server_command
-from mt_grpo.rollout.engines.vllm.http import find_key, headers
+from mt_grpo.servers.http import find_key, headers
 from support.forked import Forked
 from support.loopback import free_port
 from support.recipes import parse_recipe

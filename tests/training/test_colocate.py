@@ -24,10 +24,12 @@ from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.errors import ConfigError
 from mt_grpo.options.rules import check_batches, check_served
 from mt_grpo.rollout import ScriptedEngine
-from mt_grpo.rollout.engines.vllm.http import ServerGoneError, ServerSetupError
-from mt_grpo.rollout.engines.vllm.pool import ServerPool
-from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer, keeper, own_server, server_command
-from mt_grpo.training.own_server import OwnServer, check_own_servers
+from mt_grpo.servers import processes, watchdog
+from mt_grpo.servers.fleet import Placement
+from mt_grpo.servers.http import Server, ServerGoneError, ServerSetupError
+from mt_grpo.servers.processes import OwnServer
+from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer, own_server
+from mt_grpo.training.own_server import check_own_servers
 from mt_grpo.training.servers import server_urls, transport_of
 from mt_grpo.weights.updates import WeightSyncError
 
@@ -86,13 +88,13 @@ def test_a_port_that_is_taken_is_said_before_work(tmp_path):
 
 
 def test_without_vllm_no_server_can_be_started(tmp_path, monkeypatch):
-    monkeypatch.setattr(server_command, "interpreter", lambda: tmp_path / "bin" / "python")
+    monkeypatch.setattr(own_server, "interpreter", lambda: tmp_path / "bin" / "python")
     with pytest.raises(ConfigError, match="vLLM is neither in `.venv-vllm` nor in this environment"):
         check_own_servers(config(tmp_path, vllm_server_port=free_port()))
 
 
 def test_an_engine_that_is_given_needs_no_vllm(tmp_path, tokenizer, monkeypatch):
-    monkeypatch.setattr(server_command, "interpreter", lambda: tmp_path / "bin" / "python")
+    monkeypatch.setattr(own_server, "interpreter", lambda: tmp_path / "bin" / "python")
     engine = ScriptedEngine(tokenizer, ["a"])
     rows = [{"prompt": "What is it?"}]
     trainer = MTGRPOEnvTrainer(
@@ -114,7 +116,7 @@ def test_a_server_of_its_own_is_not_started_by_serve(tmp_path):
 def test_a_server_that_ends_at_its_start_says_why(monkeypatch):
     code = "raise ValueError('Free memory on the device is less than desired')"
     server = OwnServer([sys.executable, "-c", code], dict(os.environ), "http://127.0.0.1:1")
-    monkeypatch.setattr(own_server, "SLICE", 0.05)
+    monkeypatch.setattr(processes, "SLICE", 0.05)
     with pytest.raises(ServerSetupError, match="Free memory on the device") as error:
         server.wait(60.0)
     server.close()
@@ -124,10 +126,10 @@ def test_a_server_that_ends_at_its_start_says_why(monkeypatch):
 
 STARTS = """
 import os, signal, subprocess, sys
-keeper, pid = sys.argv[1:]
+watchdog, pid = sys.argv[1:]
 code = "import os, sys, time; open(sys.argv[1], 'w').write(f'{os.getpid()}.'); time.sleep(600)"
 command = [sys.executable, "-S", "-c", code, pid]
-subprocess.Popen([sys.executable, "-I", "-S", keeper, str(os.getpid()), *command], stdin=subprocess.PIPE)
+subprocess.Popen([sys.executable, "-I", "-S", watchdog, str(os.getpid()), *command], stdin=subprocess.PIPE)
 while not os.path.exists(pid) or not open(pid).read().endswith("."):
     pass
 os.kill(os.getpid(), signal.SIGKILL)
@@ -137,7 +139,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 def test_a_killed_trainer_leaves_no_server(tmp_path):
     pid = tmp_path / "pid"
-    trainer = subprocess.run([sys.executable, "-c", STARTS, keeper.__file__, str(pid)], timeout=300)
+    trainer = subprocess.run([sys.executable, "-c", STARTS, watchdog.__file__, str(pid)], timeout=300)
     assert trainer.returncode == -signal.SIGKILL
     with suppress(psutil.NoSuchProcess):
         psutil.Process(int(pid.read_text().removesuffix("."))).wait(60)
@@ -288,7 +290,7 @@ def test_each_group_of_ranks_has_a_server(per_server, tmp_path, tokenizer):
 
 
 def test_a_process_samples_from_the_server_on_its_gpu():
-    pool = ServerPool(["http://a:1", "http://b:2"], home="http://b:2")
+    pool = Placement([Server("http://a:1"), Server("http://b:2")], home="http://b:2")
     assert {pool.place(str(number), [number]).url for number in range(8)} == {"http://b:2"}
     pool.servers[1].drop("gone")
     assert {pool.place(str(number), [number]).url for number in range(8)} == {"http://a:1"}

@@ -17,7 +17,7 @@ from transformers import TrainerCallback
 
 from mt_grpo.rollout import SamplingParams
 from mt_grpo.rollout.engines.transformers import TransformersEngine
-from mt_grpo.rollout.engines.vllm.requests import read_sample
+from mt_grpo.rollout.engines.vllm.client import read_sample
 from mt_grpo.token_tree import Routes
 
 

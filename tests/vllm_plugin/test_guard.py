@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mt_grpo.rollout.engines.vllm.http import ServerSetupError, find_key
+from mt_grpo.servers.http import ServerSetupError, find_key
 from mt_grpo.vllm_plugin import IDENTITY, keys
 from mt_grpo.vllm_plugin.guard import ALLOWED, FETCH, SCHEDULING, SLEEP, SLEEPS, Guard
 

@@ -50,7 +50,7 @@ def hear(client, number: int = 1) -> None:
     """Rollouts during which a server is found to be up."""
 
     async def go():
-        while not client.pool.servers[number].context_length:
+        while not client.servers[number].context_length:
             await client.generate([1], SamplingParams(max_tokens=1), "one")
             await asyncio.sleep(0.01)
         await client.close()
@@ -69,9 +69,9 @@ def test_a_late_server_is_proved_before_it_samples(tokenizer, replicas, late, ki
     sync.sync(0)
     replicas[1].http.stopped = False
     hear(late)
-    assert not replicas[1].http.asked("/v1/completions") and not late.pool.servers[1].up
+    assert not replicas[1].http.asked("/v1/completions") and not late.servers[1].up
     sync.sync(1)
-    assert late.pool.servers[1].up and [step_of(replica.version) for replica in replicas] == ["1", "1"]
+    assert late.servers[1].up and [step_of(replica.version) for replica in replicas] == ["1", "1"]
     scored = replicas[1].http.asked("/v1/completions")
     assert len(scored) == 2 and all("prompt_logprobs" in body for body in scored)  # changed weights, and true ones
     taken = sample(late)
@@ -91,7 +91,7 @@ def test_a_late_server_that_takes_no_weights_is_left_out(tokenizer, replicas, la
     replicas[1].agrees = fault == "deaf"
     hear(late)
     sync.sync(1)
-    assert not late.pool.servers[1].up
+    assert not late.servers[1].up
     assert f"The run goes on without the vLLM server at {replicas[1].http.url}" in caplog.text
     assert {one.ids[0] for one in sample(late)} == {1}
     sync.close()

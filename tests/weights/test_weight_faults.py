@@ -13,9 +13,9 @@ from support.models import build_model
 from support.replicas import Replica, step_of
 
 from mt_grpo.rollout import SamplingParams
-from mt_grpo.rollout.engines.vllm import http
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
-from mt_grpo.rollout.engines.vllm.http import RequestFailed
+from mt_grpo.servers import http
+from mt_grpo.servers.http import RequestFailed
 from mt_grpo.vllm_plugin.fetch import Fetcher
 from mt_grpo.vllm_plugin.guard import FETCH
 from mt_grpo.weights.transports.delta import DeltaTransport
@@ -74,7 +74,7 @@ def test_one_bad_answer_of_each_control_call_ends_no_run(replicas, sync_of, faul
     failed.clear()
     sync.sync(1)
     sync.check()
-    assert sync.client.pool.servers[0].up and not sync.client.pool.servers[0].drops
+    assert sync.client.servers[0].up and not sync.client.servers[0].drops
     assert step_of(replicas[0].version) == "1" and sync.checksum == replicas[0].loaded
     assert {"/sleep", "/update_weights", "/finish_weight_update", "/weight_info", "/v1/completions"} <= failed
     proxy.stop()
@@ -95,7 +95,7 @@ def test_a_lasting_fault_of_a_healthy_server_ends_the_run(replicas, sync_of):
 def sample(client, number: int = 6) -> list:
     async def go():
         taken = [await client.generate([one, 1], SamplingParams(max_tokens=1), str(one)) for one in range(number)]
-        while not all(server.up for server in client.pool.servers):
+        while not all(server.up for server in client.servers):
             await client.generate([1], SamplingParams(max_tokens=1), "waits")
         await client.close()
         return taken
@@ -119,7 +119,7 @@ def test_an_engine_that_dies_is_left_out_and_taken_back(replicas, sync_of, path,
     replicas[1].dies_at = path
     sync.sync(1)
     sync.check()
-    assert [server.up for server in sync.client.pool.servers] == [True, False]
+    assert [server.up for server in sync.client.servers] == [True, False]
     replicas[1].dies_at, replicas[1].dead, replicas[1].active = None, False, False
     replicas[1].version = replicas[1].loaded = "default"
     assert {each.ids[0] for each in sample(sync.client)} == {1}
@@ -146,7 +146,7 @@ def test_a_run_waits_for_its_only_engine(replicas, sync_of, path):
     replicas[0].dies_at = path
     sync.sync(1)
     assert looks and step_of(replicas[0].version) == "1" and sync.checksum == replicas[0].loaded
-    assert sync.client.pool.servers[0].up
+    assert sync.client.servers[0].up
 
 
 def test_an_engine_that_died_after_rollouts_ends_no_run(replicas, sync_of):
@@ -154,7 +154,7 @@ def test_an_engine_that_died_after_rollouts_ends_no_run(replicas, sync_of):
     sync.sync(0)
     replicas[1].dead = True
     sync.check()
-    assert [server.up for server in sync.client.pool.servers] == [True, False]
+    assert [server.up for server in sync.client.servers] == [True, False]
 
 
 def test_an_engine_that_dies_while_it_is_restored_is_awaited(replicas, sync_of):
@@ -191,7 +191,7 @@ def test_no_cache_on_the_way_answers_for_the_server(replicas, sync_of, monkeypat
         sync.check()
     replicas[0].dead = True
     sync.check()
-    assert not sync.client.pool.servers[0].up
+    assert not sync.client.servers[0].up
     assert "no-store" in replicas[0].http.last_headers["Cache-Control"]
     cache.stop()
 

@@ -355,7 +355,7 @@ def test_replicas_of_one_machine_fetch_once(pair, tokenizer, model, kind):
     assert pair[0].loaded == pair[1].loaded == sync.checksum
     assert [len(list(pair[0].folder.glob("*/*.safetensors")))] == [fetch.FILES + 1]  # and the nonce of the second
     assert len(pair[1].urls) == 1
-    client.pool.servers[0].drop("gone")
+    client.servers[0].drop("gone")
     model.model.embed_tokens.weight.data[5] *= 1.5
     sync.sync(3)
     assert step_of(pair[1].version) == "3" and pair[1].loaded == sync.checksum

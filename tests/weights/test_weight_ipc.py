@@ -112,7 +112,7 @@ def test_one_of_several_that_dies_is_left_out_and_taken_back(mapping, model, tok
     sync.sync(0)
     other.dies_at = place
     sync.sync(1)
-    assert [server.up for server in client.pool.servers] == [True, False] and step_of(mapping.version) == "1"
+    assert [server.up for server in client.servers] == [True, False] and step_of(mapping.version) == "1"
     asked = len(other.http.requests)
     sync.sync(2)
     assert [path for _, path, _ in other.http.requests[asked:]] == ["/health"]  # nothing else
@@ -120,7 +120,7 @@ def test_one_of_several_that_dies_is_left_out_and_taken_back(mapping, model, tok
     other.dies_at, other.model = None, build_model(tokenizer, seed=8)
     sync.verify_every = 1
     sync.sync(3)
-    assert [server.up for server in client.pool.servers] == [True, True] and step_of(other.version) == "3"
+    assert [server.up for server in client.servers] == [True, True] and step_of(other.version) == "3"
     mapping.dies_at = other.dies_at = place
     with pytest.raises(WeightSyncError):
         sync.sync(4)

@@ -15,7 +15,7 @@ from support.replicas import Replica, step_of
 
 from mt_grpo.errors import ConfigError
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
-from mt_grpo.rollout.engines.vllm.http import DELAYS, ServerControl
+from mt_grpo.servers.http import DELAYS, ServerControl
 from mt_grpo.training import MTGRPOConfig
 from mt_grpo.training.servers import own_engine
 from mt_grpo.vllm_plugin import keys

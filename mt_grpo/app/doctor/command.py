@@ -29,7 +29,7 @@ from mt_grpo.options.rules import check_batches
 from mt_grpo.rewards import load_rewards
 from mt_grpo.rollout import ChatRenderer, TemplateError
 from mt_grpo.rollout.token_check import examine_template
-from mt_grpo.server_pool import ServerLost
+from mt_grpo.servers.env_servers import ServerLost
 from mt_grpo.tools import Tool
 from mt_grpo.tools.mcp.tools import MCPBaseTool, McpRemote, McpTool
 from mt_grpo.tools.stateful import StatefulTool, ToolSession, ToolStateError

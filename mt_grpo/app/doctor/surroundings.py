@@ -15,8 +15,8 @@ from mt_grpo.concurrency import run
 from mt_grpo.errors import ConfigError
 from mt_grpo.integrations.openenv import OpenEnv
 from mt_grpo.options.rules import check_groups
-from mt_grpo.rollout.engines.vllm.http import RequestFailed, ServerControl
-from mt_grpo.server_pool import in_words
+from mt_grpo.servers.env_servers import in_words
+from mt_grpo.servers.http import RequestFailed, ServerControl
 from mt_grpo.training.folder import check_folder
 from mt_grpo.training.model import resolve_base
 from mt_grpo.training.own_server import is_free

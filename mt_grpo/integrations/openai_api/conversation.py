@@ -14,12 +14,12 @@ from typing import Any
 from mt_grpo.envs.dialogue import Words
 from mt_grpo.envs.env import ConversationEnded
 from mt_grpo.envs.protocols import CallProtocol, NativeProtocol, instruct
+from mt_grpo.errors import EngineError
 from mt_grpo.integrations.openai_api.anthropic import Threads
 from mt_grpo.integrations.openai_api.chat import Choice, tell, token_logprobs
 from mt_grpo.integrations.openai_api.request import ENDED, NO_ROOM, ApiError, ParsedRequest, refused
 from mt_grpo.integrations.openai_api.responses import Kept
 from mt_grpo.media import MediumError
-from mt_grpo.rollout.engine import EngineError
 from mt_grpo.rollout.policy import ConversationPolicy
 from mt_grpo.rollout.transcript import identity
 from mt_grpo.trajectory import Message, StopReason, ToolCall, Turn

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from mt_grpo.addresses import expand_addresses
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean
+from mt_grpo.servers.addresses import expand_addresses
 
 TRANSPORTS = {"stdio": "stdio", "sse": "sse", "http": "http", "streamable-http": "http", "streamable_http": "http"}
 

@@ -13,11 +13,11 @@ from typing import Any
 from mt_grpo.call_clock import waiting
 from mt_grpo.concurrency import OnePerProcess
 from mt_grpo.errors import ConfigError
-from mt_grpo.server_pool import (
+from mt_grpo.servers.env_servers import (
     STARTS,
     Conversation,
+    EnvServerPool,
     ServerLost,
-    ServerPool,
     Unreachable,
     current_conversation,
     in_words,
@@ -47,7 +47,7 @@ class McpPool:
     def __init__(self, config: McpServerConfig) -> None:
         self.config = config
         self._servers = {str(member.url): McpServer.shared(member) for member in config.members}
-        self._pool = ServerPool(self._servers, f"MCP server {config.name!r}")
+        self._pool = EnvServerPool(self._servers, f"MCP server {config.name!r}")
         self._tools: list[dict[str, Any]] = []
 
     def list_tools(self) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from mt_grpo.concurrency import OnePerProcess, retrieve
 from mt_grpo.errors import ConfigError
-from mt_grpo.server_pool import backoff
+from mt_grpo.servers.env_servers import backoff
 from mt_grpo.tools.mcp.config import McpServerConfig
 from mt_grpo.tools.mcp.life import PROBE_SECONDS, Life, McpThread, ServerEnded, StartError, mcp_thread
 

@@ -12,9 +12,9 @@ import torch
 from accelerate import Accelerator
 
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
-from mt_grpo.rollout.engines.vllm.http import RequestFailed, ServerControl
+from mt_grpo.servers.http import RequestFailed, ServerControl
 from mt_grpo.weights.transport import WeightTransport
-from mt_grpo.weights.updates import check_lease
+from mt_grpo.weights.updates import check_owner
 from mt_grpo.weights.weight_file import FullParameters, exhaust
 
 BUCKET = 2**28
@@ -54,13 +54,13 @@ class BucketTransport(WeightTransport):
         updates: dict[str, contextlib.ExitStack] = {}
 
         def begin_all() -> None:
-            for server in [] if self.asleep or self.in_flight else self.client.pool.servers:
+            for server in [] if self.asleep or self.in_flight else self.client.servers:
                 if not (server.up or server.awaits_proof) and self._control(server.url).healthy(repeat=False):
                     server.mark_up()
             self._each_server(begin)
 
         def begin(server: ServerControl) -> None:
-            check_lease(server, self.run)
+            check_owner(server, self.run)
             with contextlib.ExitStack() as update:
                 update.enter_context(self._updating(server, step))
                 updates[server.base_url] = update.pop_all()

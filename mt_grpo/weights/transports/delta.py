@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from mt_grpo.rollout.engines.vllm.http import ServerControl
+from mt_grpo.servers.http import ServerControl
 from mt_grpo.vllm_plugin.delta import difference
 from mt_grpo.weights.transport import weight_transport
 from mt_grpo.weights.transports.http import HttpTransport

@@ -15,7 +15,7 @@ from trl.distributed import DistributedBackend
 
 from mt_grpo.errors import ConfigError
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
-from mt_grpo.rollout.engines.vllm.http import ServerControl
+from mt_grpo.servers.http import ServerControl
 from mt_grpo.vllm_plugin.checksum import file_checksum
 from mt_grpo.weights.transport import WeightTransport, weight_transport
 from mt_grpo.weights.updates import WeightSyncError, check_folder, load_file, push_adapter

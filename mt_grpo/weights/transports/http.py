@@ -14,9 +14,9 @@ from urllib.parse import urlsplit
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
-from mt_grpo.addresses import is_local
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
-from mt_grpo.rollout.engines.vllm.http import RequestFailed, ServerControl
+from mt_grpo.servers.addresses import is_local
+from mt_grpo.servers.http import RequestFailed, ServerControl
 from mt_grpo.vllm_plugin.fetch import time_limit
 from mt_grpo.vllm_plugin.guard import FETCH
 from mt_grpo.weights.file_offer import FileOffer
@@ -108,7 +108,7 @@ class HttpTransport(SafetensorsTransport):
     def _neighbour(self, server: ServerControl) -> ServerControl | None:
         """The first server that is up on the machine of another, and fetches for both; `None` if it is itself."""
         host = _host(server.base_url)
-        for one in self.client.pool.servers:
+        for one in self.client.servers:
             if one.url == server.base_url:
                 return None
             if one.up and _host(one.url) == host and self._shares.get((server.base_url, one.url), True):

@@ -13,7 +13,7 @@ from accelerate.utils import gather_object
 from torch.multiprocessing.reductions import reduce_tensor
 
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
-from mt_grpo.rollout.engines.vllm.http import ServerControl
+from mt_grpo.servers.http import ServerControl
 from mt_grpo.weights.transport import weight_transport
 from mt_grpo.weights.transports.buckets import BUCKET, BucketTransport, Walk
 from mt_grpo.weights.updates import WeightSyncError

@@ -13,7 +13,7 @@ from trl.import_utils import is_vllm_available
 
 from mt_grpo.errors import ConfigError
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
-from mt_grpo.rollout.engines.vllm.http import RequestFailed, ServerControl, find_key
+from mt_grpo.servers.http import RequestFailed, ServerControl, find_key
 from mt_grpo.weights.transport import weight_transport
 from mt_grpo.weights.transports.buckets import BUCKET, BucketTransport, Walk
 from mt_grpo.weights.updates import WeightSyncError

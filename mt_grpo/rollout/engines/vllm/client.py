@@ -6,25 +6,21 @@ group are placed on one server, so that its prefix cache helps them.
 from __future__ import annotations
 
 import asyncio
+import base64
 import functools
+import io
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
+import numpy as np
 import orjson
 
+from mt_grpo.errors import EngineError
 from mt_grpo.forward.images import Images
 from mt_grpo.images import IMAGE, kind_of
-from mt_grpo.rollout.engine import EngineError, Sample, SamplingParams
-from mt_grpo.rollout.engines.vllm.admission import Turn
-from mt_grpo.rollout.engines.vllm.http import (
-    RequestFailed,
-    Server,
-    ServerSetupError,
-    ask_identified,
-    router_words,
-)
+from mt_grpo.rollout.engine import Sample, SamplingParams
 from mt_grpo.rollout.engines.vllm.images import (
     GENERATE,
     RENDER,
@@ -34,16 +30,17 @@ from mt_grpo.rollout.engines.vllm.images import (
     layout_request,
     shown_in,
 )
-from mt_grpo.rollout.engines.vllm.lease import weight_label
-from mt_grpo.rollout.engines.vllm.requests import (
-    completion_request,
-    generate_request,
-    read_generated,
-    read_logprob,
-    read_sample,
-    scoring_request,
+from mt_grpo.servers.cache_scheduler import Turn
+from mt_grpo.servers.fleet import VLLMServers
+from mt_grpo.servers.http import (
+    RequestFailed,
+    Server,
+    ServerSetupError,
+    ask_identified,
+    router_words,
 )
-from mt_grpo.rollout.engines.vllm.servers import VLLMServers
+from mt_grpo.servers.owner import weight_label
+from mt_grpo.token_tree import Routes
 
 T = TypeVar("T")
 Body = Callable[[Server, int], Awaitable[bytes]]
@@ -186,7 +183,7 @@ class VLLMServerClient(VLLMServers):
         with wire.waiting():
             while True:
                 server = await self._server(session, context)
-                gate = wire.gate(server, self._admissions[server.url])
+                gate = wire.gate(server, self._schedulers[server.url])
                 try:
                     async with gate.turn(session, len(context)) as turn:
                         if server.up:
@@ -254,11 +251,11 @@ class VLLMServerClient(VLLMServers):
 
     def join(self, session: str, other: str) -> None:
         """Places a conversation on the server of another; see `PlacingEngine`."""
-        self.pool.join(session, other)
+        self.placement.join(session, other)
 
     def release(self, session: str) -> None:
         """Forgets which server served the conversation."""
-        self.pool.release(session)
+        self.placement.release(session)
         for gate in self._wire.gates.values() if self._wire is not None else ():
             gate.leave(session)
 
@@ -336,3 +333,124 @@ def _sent(
     del sending[url, name]
     if not done.cancelled():
         done.exception()  # told to the conversations that waited, if they still do
+
+
+def completion_request(model: str, context: list[int], sampling: SamplingParams, **more: Any) -> bytes:
+    """
+    The body that samples one action, with `more` options. It sets every option, so that defaults of the server's model
+    do not apply.
+    """
+    body = {
+        **sampling_options(sampling),
+        "model": model,
+        "prompt": context,
+        # ids come with the log-probabilities; `return_token_ids` would send the whole prompt back as well
+        "return_tokens_as_token_ids": True,
+    }
+    return orjson.dumps(body | more)
+
+
+def generate_request(
+    model: str, ids: list[int], sampling: SamplingParams, features: dict[str, Any], **more: Any
+) -> bytes:
+    """The body that samples one action after ids with images among them: `features`, see `features_of`."""
+    body = {"token_ids": ids, "features": features, "sampling_params": sampling_options(sampling), **more}
+    return orjson.dumps(body | ({"model": model} if model else {}))
+
+
+def sampling_options(sampling: SamplingParams) -> dict[str, Any]:
+    """vLLM's options for one action, with its log-probabilities."""
+    options = {
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "seed": sampling.seed,
+        "stop": list(sampling.stop),
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
+        "logprobs": 0,
+    }
+    if sampling.routes_from:
+        options["routed_experts_prompt_start"] = sampling.routes_from
+    return options
+
+
+def read_sample(answer: Any, request: str, routes_from: int = 0) -> Sample:
+    """
+    The sample in an answer of `/v1/completions`, with its routes where the server gives them. `routes_from` is the
+    token of the context that they begin with.
+    """
+
+    def parts(choice: Any) -> tuple[list[int], list[float]]:
+        found = choice["logprobs"]
+        ids = [int(token.removeprefix("token_id:")) for token in found["tokens"]]
+        return ids, [float(value) for value in found["token_logprobs"]]
+
+    return _read_choice(answer, request, routes_from, parts)
+
+
+def read_generated(answer: Any, request: str, routes_from: int = 0) -> Sample:
+    """The sample in an answer of `/inference/v1/generate`; as `read_sample`."""
+
+    def parts(choice: Any) -> tuple[list[int], list[float]]:
+        return [int(token) for token in choice["token_ids"]], [
+            float(each["logprob"]) for each in choice["logprobs"]["content"]
+        ]
+
+    return _read_choice(answer, request, routes_from, parts)
+
+
+def _read_choice(
+    answer: Any, request: str, routes_from: int, parts: Callable[[Any], tuple[list[int], list[float]]]
+) -> Sample:
+    try:
+        choice = answer["choices"][0]
+        ids, logprobs = parts(choice)
+        reason = choice["finish_reason"]
+        routes = read_routes(choice.get("routed_experts"), routes_from)
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        shown = str(answer)[:400]
+        raise RequestFailed(
+            f"{request} was answered with something that is not a completion: {shown}", True
+        ) from error
+    if reason not in ("stop", "length") or not ids or len(ids) != len(logprobs):
+        raise RequestFailed(
+            f"{request} was answered with {len(ids)} tokens, {len(logprobs)} log-probabilities and the finish reason "
+            f"{reason!r}.",
+            True,
+        )
+    return Sample(ids, logprobs, reason, routes=routes)
+
+
+def read_routes(encoded: str | None, first: int) -> Routes | None:
+    """The routes of a choice: an array `(tokens, layers, k)` as a `.npy` file in base64. Raises `ValueError`."""
+    if not encoded:
+        return None
+    found = np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)
+    return Routes(first, found[:1].nbytes, found.tobytes()) if len(found) else None
+
+
+def scoring_request(model: str, context: list[int], token: int, **more: Any) -> bytes:
+    """
+    The body that asks for the log-prob of one token after `context`.
+
+    `prompt_logprobs` would give those of all tokens in one request, but a request with it does not read the prefix
+    cache. Temperature 1 without truncation makes the processed log-probs the model's own.
+    """
+    sampling = SamplingParams(max_tokens=1)
+    return completion_request(model, context, sampling, seed=None, logprob_token_ids=[token], **more)
+
+
+def read_logprob(answer: Any, token: int, request: str) -> float:
+    """The log-prob in an answer."""
+    try:
+        return float(answer["choices"][0]["logprobs"]["top_logprobs"][0][f"token_id:{token}"])
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        shown = str(answer)[:400]
+        raise RequestFailed(f"{request} was answered without the log-prob of token {token}: {shown}", True) from error

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mt_grpo.errors import ServerSetupError
 from mt_grpo.forward.images import ImageInputs, Images
 from mt_grpo.images import SOUND, VIDEO, as_png, kind_of
-from mt_grpo.rollout.engine import ServerSetupError
 
 GENERATE = "/inference/v1/generate"
 RENDER = "/v1/chat/completions/render"

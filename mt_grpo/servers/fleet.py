@@ -6,6 +6,8 @@ import asyncio
 import functools
 import logging
 import time
+import zlib
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -13,8 +15,8 @@ from typing import Any
 
 import aiohttp
 
-from mt_grpo.rollout.engines.vllm.admission import Admission, Gate, Pressure, read_pressure
-from mt_grpo.rollout.engines.vllm.http import (
+from mt_grpo.servers.cache_scheduler import CacheScheduler, Gate, Pressure, read_pressure
+from mt_grpo.servers.http import (
     CONNECT_TIMEOUT,
     POLL,
     RequestFailed,
@@ -28,8 +30,7 @@ from mt_grpo.rollout.engines.vllm.http import (
     read_answer,
     wait_for_servers,
 )
-from mt_grpo.rollout.engines.vllm.lease import weight_label
-from mt_grpo.rollout.engines.vllm.pool import ServerPool
+from mt_grpo.servers.owner import weight_label
 
 logger = logging.getLogger(__name__)
 METRICS = "/metrics"
@@ -57,7 +58,8 @@ class VLLMServers:
         min_servers: int | None,
         processes: int,
     ) -> None:
-        self.pool = ServerPool(base_urls, api_key, home)
+        self.servers = [Server(url.rstrip("/"), api_key) for url in base_urls]
+        self.placement = Placement(self.servers, home)
         self.tokenizer = tokenizer
         self.expected_model = model
         self.api_key = api_key
@@ -71,18 +73,18 @@ class VLLMServers:
         self.run: str | None = None
         self.restore: Callable[[str], None] | None = None
         self.remedy = f"Start it with `{START_COMMAND}`, R.yaml being this run's recipe."
-        self._admissions = {server.url: Admission(processes) for server in self.pool.servers}
+        self._schedulers = {server.url: CacheScheduler(processes) for server in self.servers}
         self._wire: Connections | None = None
 
     @property
     def base_urls(self) -> list[str]:
         """URLs of the servers."""
-        return [server.url for server in self.pool.servers]
+        return [server.url for server in self.servers]
 
     async def connect(self, progress: Callable[[str], None] = logger.warning) -> None:
         """Waits for the servers, then checks that they hold the right model and learns their context length."""
         try:
-            servers, began = self.pool.servers, time.monotonic()
+            servers, began = self.servers, time.monotonic()
             enough = self.min_servers or len(servers)
 
             async def fits(server: Server) -> None:
@@ -105,12 +107,12 @@ class VLLMServers:
 
     async def check(self, server: Server) -> None:
         """Holds a server that comes later against what the run needs."""
-        await check_server(server, self.expected_model, self.tokenizer, len(self.pool.servers) > 1)
+        await check_server(server, self.expected_model, self.tokenizer, len(self.servers) > 1)
         self._check_beside(server)
 
     def _check_beside(self, server: Server) -> None:
         """Whether a server can stand in for the others."""
-        first = next(one for one in self.pool.servers if one.context_length)
+        first = next(one for one in self.servers if one.context_length)
         if server.version != first.version:
             raise ServerSetupError(
                 f"The servers run different versions of vLLM, {first.version} at {first.url} and {server.version} at "
@@ -139,18 +141,18 @@ class VLLMServers:
         """The server of a conversation. It waits while fewer servers than needed are up."""
         wire = self._connection()
         while True:
-            for server in self.pool.servers:
+            for server in self.servers:
                 if not server.up and server.url not in wire.watchers:
                     watcher = asyncio.ensure_future(self._watch(server, wire))
                     wire.watchers[server.url] = watcher
                     watcher.add_done_callback(functools.partial(wire.end_watch, server))
                 if server.failure is not None:
                     raise server.failure
-            if sum(one.up for one in self.pool.servers) >= (self.min_servers or 1):
-                placed = self.pool.place(session, context)
+            if sum(one.up for one in self.servers) >= (self.min_servers or 1):
+                placed = self.placement.place(session, context)
                 if placed is not None:
                     return placed
-            since = max(one.down_since for one in self.pool.servers if one.down_since is not None)
+            since = max(one.down_since for one in self.servers if one.down_since is not None)
             left = since + self.server_timeout - time.monotonic()
             if left <= 0:
                 raise ServerGoneError(self.gone())
@@ -221,23 +223,92 @@ class VLLMServers:
         loop = asyncio.get_running_loop()
         if self._wire is None or self._wire.loop is not loop:
             self._wire = Connections(loop, open_session(), asyncio.Semaphore(self.max_concurrent), {}, {}, {})
-            for admission in self._admissions.values():
-                admission.forget()
-            self.pool.wait_anew()
+            for scheduler in self._schedulers.values():
+                scheduler.forget()
+            self.placement.wait_anew()
         return self._wire
 
     def gone(self, silent: list[Server] | None = None) -> str:
         """The error for when too few servers are left; `silent` are those that do not answer, by default all."""
-        silent = silent or [server for server in self.pool.servers if not server.up] or self.pool.servers
+        silent = silent or [server for server in self.servers if not server.up] or self.servers
         faults = " ".join(dict.fromkeys(server.fault for server in silent))
         urls = ", ".join(server.url for server in silent)
-        answering = len(self.pool.servers) - len(silent)
+        answering = len(self.servers) - len(silent)
         if not answering:
             return f"No vLLM server answered for {self.server_timeout:.0f} s at {urls}. {faults} {self.remedy}"
         return (
-            f"{answering} of {len(self.pool.servers)} vLLM servers answered for {self.server_timeout:.0f} s, and "
+            f"{answering} of {len(self.servers)} vLLM servers answered for {self.server_timeout:.0f} s, and "
             f"`vllm_min_servers` wants {self.min_servers}; none did at {urls}. {faults} {self.remedy}"
         )
+
+
+class Placement:
+    """
+    Places conversations on servers.
+
+    Conversations with the same first context, as in a GRPO group, are a group. A group goes to the server with the
+    fewest conversations. A hash that is the same in every process breaks ties. A conversation stays on its server
+    while that is up.
+    """
+
+    def __init__(self, servers: list[Server], home: str | None = None) -> None:
+        self.servers, self._home = servers, home
+        self._server: dict[str, Server] = {}
+        self._group: dict[str, int] = {}
+        self._server_of_group: dict[int, Server] = {}
+        self._members: Counter[int] = Counter()
+
+    def place(self, session: str, context: list[int]) -> Server | None:
+        """The server of a conversation; `None` while no server is up."""
+        server = self._server.get(session)
+        if server is not None and server.up:
+            return server
+        if session not in self._group:
+            self._group[session] = hash(tuple(context))
+            self._members[self._group[session]] += 1
+        group = self._group[session]
+        chosen = self._server_of_group.get(group)
+        if chosen is None or not chosen.up:
+            up = [candidate for candidate in self.servers if candidate.up]
+            if not up:
+                return None
+            chosen = min(up, key=lambda one: self._rank(one, group))
+            self._server_of_group[group] = chosen
+        if server is not None:
+            server.sessions.discard(session)
+        self._server[session] = chosen
+        chosen.sessions.add(session)
+        return chosen
+
+    def _rank(self, server: Server, group: int) -> tuple[bool, int, int]:
+        """The least is chosen."""
+        by_name = zlib.crc32(f"{server.url}/{group}".encode())
+        return server.url != self._home, len(server.sessions), by_name
+
+    def join(self, session: str, other: str) -> None:
+        """Puts a conversation that is not placed yet into the group of another one."""
+        if other in self._group:
+            self._group[session] = self._group[other]
+            self._members[self._group[session]] += 1
+
+    def wait_anew(self) -> None:
+        """Restarts the clock of servers that are down: between rollouts nobody asked whether they are back."""
+        for server in self.servers:
+            if not server.up:
+                server.down_since = time.monotonic()
+
+    def release(self, session: str) -> None:
+        """Forgets a conversation, and its group after the last member."""
+        group = self._group.pop(session, None)
+        if group is None:
+            return
+        server = self._server.pop(session, None)
+        if server is not None:
+            server.sessions.discard(session)
+        self._members[group] -= 1
+        if not self._members[group]:
+            del self._members[group]
+            self._server_of_group.pop(group, None)
 
 
 @dataclass
@@ -276,7 +347,7 @@ class Connections:
         finally:
             self.asking -= 1
 
-    def gate(self, server: Server, admission: Admission) -> Gate:
+    def gate(self, server: Server, scheduler: CacheScheduler) -> Gate:
         """Lets turns on a server begin."""
         if server.url not in self.gates:
 
@@ -286,7 +357,7 @@ class Connections:
                     read_answer(f"GET {server.url}{METRICS}", status, body)
                 return read_pressure(body.decode(errors="replace"))
 
-            self.gates[server.url] = Gate(admission, look, lambda: server.up)
+            self.gates[server.url] = Gate(scheduler, look, lambda: server.up)
         return self.gates[server.url]
 
     def end_watch(self, server: Server, done: asyncio.Future[None]) -> None:

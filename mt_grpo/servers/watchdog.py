@@ -1,6 +1,6 @@
 """
-Runs a server, and ends it together with the process that asked for it, whatever ends that: `keeper.py PARENT COMMAND`.
-It is run as a script, and imports nothing of this package, so that it begins at once.
+Runs a server, and ends it together with the process that asked for it, whatever ends that: `watchdog.py PARENT
+COMMAND`. It is run as a script, and imports nothing of this package, so that it begins at once.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import subprocess
 import sys
 from contextlib import suppress
 
-LOOK = 1.0
+POLL = 1.0
 """Seconds between two looks."""
-PATIENCE = 20.0
+TIME_TO_END = 20.0
 """Seconds that the server has to end by itself."""
 _DIE_WITH_PARENT = 1  # of prctl
 
@@ -26,14 +26,14 @@ def main(parent: int, command: list[str]) -> int:
         signal.signal(ignored, signal.SIG_IGN)
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_begin)
     while server.poll() is None and os.getppid() == parent:
-        readable, _, _ = select.select([0], [], [], LOOK)
+        readable, _, _ = select.select([0], [], [], POLL)
         if readable and not os.read(0, 1):
             break
     for number in (signal.SIGTERM, signal.SIGKILL):
         with suppress(ProcessLookupError):
             os.killpg(server.pid, number)
         with suppress(subprocess.TimeoutExpired):
-            server.wait(PATIENCE)
+            server.wait(TIME_TO_END)
     return server.wait()
 
 

@@ -16,20 +16,16 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlencode, urlsplit
 
 import aiohttp
 import orjson
 
 from mt_grpo.concurrency import run
-from mt_grpo.errors import UserError
-from mt_grpo.rollout.engine import EngineError, ServerSetupError
+from mt_grpo.errors import EngineError, ServerSetupError, UserError
 from mt_grpo.vllm_plugin import IDENTITY
 from mt_grpo.vllm_plugin.keys import read_key
-
-if TYPE_CHECKING:
-    from mt_grpo.rollout.engines.vllm.images import Layout
 
 CONNECT_TIMEOUT = 5.0
 """Seconds after which a host that does not answer counts as unreachable."""
@@ -134,7 +130,7 @@ class Server:
     awaits_proof: bool = False
     drops: int = 0
     sessions: set[str] = field(default_factory=set)
-    layout: Layout | None = None
+    layout: Any = None
     images: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:

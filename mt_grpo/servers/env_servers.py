@@ -78,7 +78,7 @@ class _Host:
         return self.rests > now, self.taken, _random.random()
 
 
-class ServerPool:
+class EnvServerPool:
     """Servers of one kind, for all event loops of the process."""
 
     def __init__(self, urls: Iterable[str], kind: str) -> None:
@@ -87,7 +87,7 @@ class ServerPool:
         self._lock = threading.Lock()
         self._entrance = ConcurrencyLimit(1)  # conversations begin in the order they came
 
-    def __deepcopy__(self, memo: object) -> ServerPool:
+    def __deepcopy__(self, memo: object) -> EnvServerPool:
         """The copy of an environment counts with it."""
         return self
 

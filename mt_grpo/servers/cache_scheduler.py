@@ -1,5 +1,5 @@
 """
-Whose turn it is on a server whose cache does not hold all conversations. Without an order, each turn pushes the prefix
+Schedules turns when a server's KV cache cannot hold all conversations. Without an order, each turn pushes the prefix
 of another conversation out of the cache, which is computed again at its next turn.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from mt_grpo.rollout.engines.vllm.http import RequestFailed, ServerSetupError
+from mt_grpo.servers.http import RequestFailed, ServerSetupError
 
 FULL = 0.97
 """Share of the cache that is given away."""
@@ -92,7 +92,7 @@ class Mean:
 
 
 @dataclass(eq=False)
-class Talk:
+class CachedConversation:
     """A conversation as a cache sees it."""
 
     rank: int
@@ -104,7 +104,7 @@ class Talk:
     turns: int = 0
 
 
-class Admission:
+class CacheScheduler:
     """
     Decides which conversations of one server have their next turn.
 
@@ -125,8 +125,8 @@ class Admission:
     def __init__(self, processes: int = 1) -> None:
         self._processes, self._part = processes, 1 / processes
         self.capacity = float("inf")
-        self.talks: dict[str, Talk] = {}
-        self._asking: dict[str, Talk] = {}
+        self.conversations: dict[str, CachedConversation] = {}
+        self._asking: dict[str, CachedConversation] = {}
         self._tokens = self._ranks = self._running = 0
         self._action, self._observation = Mean(_UNKNOWN, 5), Mean(_UNKNOWN, 5)
         self._pause, self._told, self._used = Mean(), Mean(), Mean()
@@ -138,19 +138,19 @@ class Admission:
 
     def ask(self, session: str, tokens: int, now: float) -> None:
         """Notes that a conversation wants a turn after a context of so many tokens."""
-        talk = self.talks.get(session)
-        if not self.talks:  # what others hold may have changed since
+        conversation = self.conversations.get(session)
+        if not self.conversations:  # what others hold may have changed since
             self._room, self._others = self._whole / self._processes, Mean(most=_LOOKS)
-        if talk is None:
-            talk = self.talks[session] = Talk(self._next_rank())
-        elif talk.turns and not (talk.running or talk.asking):
-            self._observation.add(max(0, tokens - talk.tokens))
-            self._pause.add(now - talk.since)
-            if talk.placed and not self._keeps(talk, now):
-                talk.placed, talk.rank = False, self._next_rank()
-        self._grow(talk, max(tokens, talk.tokens) if talk.running else tokens)
-        talk.asking += 1
-        self._asking[session] = talk
+        if conversation is None:
+            conversation = self.conversations[session] = CachedConversation(self._next_rank())
+        elif conversation.turns and not (conversation.running or conversation.asking):
+            self._observation.add(max(0, tokens - conversation.tokens))
+            self._pause.add(now - conversation.since)
+            if conversation.placed and not self._keeps(conversation, now):
+                conversation.placed, conversation.rank = False, self._next_rank()
+        self._grow(conversation, max(tokens, conversation.tokens) if conversation.running else tokens)
+        conversation.asking += 1
+        self._asking[session] = conversation
 
     def admit(self, now: float, all_of_them: bool = False) -> list[str]:
         """The conversations whose turns begin: by what fits, or `all_of_them` that wait."""
@@ -158,75 +158,80 @@ class Admission:
             return []
         room = self._room / self._per_token
         action, ahead = self._action.value, self._ahead
-        fits = self._tokens + len(self.talks) * (action + ahead) <= room
+        fits = self._tokens + len(self.conversations) * (action + ahead) <= room
         if all_of_them or fits or self._away > self._longest_pause():
             return [self._let_in(session) for session in list(self._asking)]
         begin = list[str]()
         shared = self._processes > 1  # others may run where none of ours does
-        placed = {talk for talk in self.talks.values() if self._holds(talk, now)}
-        total = sum(talk.tokens + action for talk in placed)
+        placed = {one for one in self.conversations.values() if self._holds(one, now)}
+        total = sum(one.tokens + action for one in placed)
 
-        def take(talk: Talk) -> None:
+        def take(conversation: CachedConversation) -> None:
             nonlocal total
-            talk.placed = False
-            placed.discard(talk)
-            total -= talk.tokens + action
+            conversation.placed = False
+            placed.discard(conversation)
+            total -= conversation.tokens + action
 
         those = sorted(self._asking.items(), key=lambda one: one[1].rank)
-        for session, talk in those:
-            if talk not in placed:
+        for session, conversation in those:
+            if conversation not in placed:
                 continue
-            younger = sorted((one for one in placed if one.rank > talk.rank), key=lambda one: -one.rank)
+            younger = sorted((one for one in placed if one.rank > conversation.rank), key=lambda one: -one.rank)
             for one in younger:
                 if total > room and not one.running:
                     take(one)
-            if total > room and not younger and not talk.running and (self._running or shared and len(placed) > 1):
-                take(talk)
+            if (
+                total > room
+                and not younger
+                and not conversation.running
+                and (self._running or shared and len(placed) > 1)
+            ):
+                take(conversation)
             else:
                 begin.append(self._let_in(session))
-        for session, talk in those:
-            if talk in placed or not talk.asking:
+        for session, conversation in those:
+            if conversation in placed or not conversation.asking:
                 continue
-            need, number = talk.tokens + action, len(placed) + 1
+            need, number = conversation.tokens + action, len(placed) + 1
             if (self._running or shared and placed) and total + need + ahead * number > room:
                 break
-            placed.add(talk)
+            placed.add(conversation)
             total += need
             begin.append(self._let_in(session))
         return begin
 
     def end(self, session: str, tokens: int, now: float) -> None:
         """Notes that a turn is over; `tokens` were sampled, 0 if it failed."""
-        talk = self.talks.get(session)
-        if talk is None or not talk.running:  # the conversation was over before it
+        conversation = self.conversations.get(session)
+        if conversation is None or not conversation.running:  # the conversation was over before it
             return
-        talk.running -= 1
-        self._running -= not talk.running
-        talk.since = now
+        conversation.running -= 1
+        self._running -= not conversation.running
+        conversation.since = now
         if tokens:
-            talk.turns += 1
-            self._grow(talk, talk.tokens + tokens)
+            conversation.turns += 1
+            self._grow(conversation, conversation.tokens + tokens)
             self._action.add(tokens)
 
     def withdraw(self, session: str) -> None:
         """Notes that a turn which waits is not wanted any more."""
-        talk = self._asking.get(session)
-        if talk is not None:
-            talk.asking -= 1
-            if not talk.asking:
+        conversation = self._asking.get(session)
+        if conversation is not None:
+            conversation.asking -= 1
+            if not conversation.asking:
                 del self._asking[session]
 
     def leave(self, session: str) -> None:
         """Notes that a conversation is over."""
-        talk = self.talks.pop(session, None)
+        conversation = self.conversations.pop(session, None)
         self._asking.pop(session, None)
-        if talk is not None:
-            self._running -= talk.running > 0
-            self._tokens -= talk.tokens
+        if conversation is not None:
+            self._running -= conversation.running > 0
+            self._tokens -= conversation.tokens
 
     def forget(self) -> None:
         """Forgets all conversations, and keeps what was learned from them."""
-        for session in list(self.talks):
+        for session in list(self.conversations):
             self.leave(session)
 
     def observe(self, pressure: Pressure, now: float) -> None:
@@ -242,16 +247,20 @@ class Admission:
         if spent:  # requests that are computed together each count the whole time; one may take several looks
             self._told_at = now
         self._busy += (pressure.usage * pressure.capacity - self._busy) * _SLOWLY
-        away = [now - talk.since for talk in self.talks.values() if talk.turns and not (talk.running or talk.asking)]
+        pausing = [one for one in self.conversations.values() if one.turns and not (one.running or one.asking)]
+        away = [now - one.since for one in pausing]
         self._away = (self._pause.value * self._pause.number + sum(away)) / (self._pause.number + 1)
         if pressure.preemptions > before.preemptions and now >= self._cut + _REST:
             self._share, self._cut = max(_LEAST, self._share * _LESS), now
         else:
             self._share = min(1.0, self._share * _MORE)
-        if (
-            self._running and pressure.running and pressure.usage
-        ):  # a server that is in a long step says what was before
-            tokens = sum(talk.tokens + self._action.value / 2 for talk in self.talks.values() if talk.running)
+        # a server that is in a long step says what was before
+        if self._running and pressure.running and pressure.usage:
+            tokens = sum(
+                conversation.tokens + self._action.value / 2
+                for conversation in self.conversations.values()
+                if conversation.running
+            )
             self._told.add(tokens / self._running)
             self._used.add(pressure.usage * pressure.capacity / pressure.running)
         self._room = self._whole if self._processes == 1 else self._part_of(pressure, now)
@@ -266,15 +275,15 @@ class Admission:
         The tokens of a cache that this process may use. What others hold is told by their requests under way: as many
         more conversations of theirs are between two turns as of ours, and each grows as ours do.
         """
-        holding = [talk for talk in self.talks.values() if self._holds(talk, now)]
-        running = sum(talk.running > 0 for talk in holding)
+        holding = [one for one in self.conversations.values() if self._holds(one, now)]
+        running = sum(one.running > 0 for one in holding)
         if running:
             self._kept.add((len(holding) - running) / running)
         each = pressure.usage * pressure.capacity / pressure.running if pressure.running else 0.0
-        others = max(0.0, pressure.running + pressure.waiting - sum(talk.running for talk in holding))
+        others = max(0.0, pressure.running + pressure.waiting - sum(one.running for one in holding))
         needed = others * (1 + self._kept.value) * (each + self._action.value / 2 + self._ahead)
         self._others.add(needed)
-        own = sum(talk.tokens + self._action.value + self._ahead for talk in holding)
+        own = sum(one.tokens + self._action.value + self._ahead for one in holding)
         whole = self._whole
         free = whole - CAUTION * self._others.value - own
         alone = self._others.value < whole / 100
@@ -292,28 +301,28 @@ class Admission:
         return self._ranks
 
     def _let_in(self, session: str) -> str:
-        talk = self._asking.pop(session)
-        self._running += not talk.running
-        talk.running += talk.asking
-        talk.asking, talk.placed = 0, True
+        conversation = self._asking.pop(session)
+        self._running += not conversation.running
+        conversation.running += conversation.asking
+        conversation.asking, conversation.placed = 0, True
         return session
 
-    def _grow(self, talk: Talk, tokens: int) -> None:
-        self._tokens += tokens - talk.tokens
-        talk.tokens = tokens
+    def _grow(self, conversation: CachedConversation, tokens: int) -> None:
+        self._tokens += tokens - conversation.tokens
+        conversation.tokens = tokens
 
     @property
     def _ahead(self) -> float:
         """Tokens by which a conversation may grow before another one is let in."""
         return AHEAD * (self._action.value + self._observation.value)
 
-    def _holds(self, talk: Talk, now: float) -> bool:
+    def _holds(self, conversation: CachedConversation, now: float) -> bool:
         """Whether a conversation has a place."""
-        return talk.running > 0 or (talk.placed and self._keeps(talk, now))
+        return conversation.running > 0 or (conversation.placed and self._keeps(conversation, now))
 
-    def _keeps(self, talk: Talk, now: float) -> bool:
+    def _keeps(self, conversation: CachedConversation, now: float) -> bool:
         """Whether a conversation between two turns still has its place. One that asks for its turn has it."""
-        return talk.asking > 0 or max(self._away, now - talk.since) < self._longest_pause()
+        return conversation.asking > 0 or max(self._away, now - conversation.since) < self._longest_pause()
 
     def _longest_pause(self) -> float:
         """Seconds for which it pays to keep so many tokens in the cache: to compute them holds up all others."""
@@ -331,14 +340,14 @@ class Turn:
 
 class Gate:
     """
-    Lets turns on one server begin, in one event loop, as `Admission` decides. While the server does not say what its
-    cache holds, each begins at once.
+    Lets turns on one server begin, in one event loop, as `CacheScheduler` decides. While the server does not say
+    what its cache holds, each begins at once.
     """
 
     def __init__(
-        self, admission: Admission, look: Callable[[], Awaitable[Pressure | None]], up: Callable[[], bool]
+        self, scheduler: CacheScheduler, look: Callable[[], Awaitable[Pressure | None]], up: Callable[[], bool]
     ) -> None:
-        self._admission, self._look, self._up = admission, look, up
+        self._scheduler, self._look, self._up = scheduler, look, up
         self._loop = asyncio.get_running_loop()
         self._waiting: dict[str, list[asyncio.Future[None]]] = {}
         self._told = asyncio.Event()
@@ -352,8 +361,8 @@ class Gate:
         if self._watch is None:
             self._watch = asyncio.ensure_future(self._keep_looking())
         await self._told.wait()
-        admission, turn, begun = self._admission, Turn(), self._loop.create_future()
-        admission.ask(session, tokens, time.monotonic())
+        scheduler, turn, begun = self._scheduler, Turn(), self._loop.create_future()
+        scheduler.ask(session, tokens, time.monotonic())
         self._waiting.setdefault(session, []).append(begun)
         self._begin_soon()
         try:
@@ -362,25 +371,25 @@ class Gate:
             waiting = self._waiting.get(session, [])
             if begun in waiting:
                 waiting.remove(begun)
-                admission.withdraw(session)
+                scheduler.withdraw(session)
             else:  # it had just begun
-                admission.end(session, 0, time.monotonic())
+                scheduler.end(session, 0, time.monotonic())
             self._begin_soon()
             raise
         try:
             yield turn
         finally:
-            admission.end(session, turn.sampled, time.monotonic())
+            scheduler.end(session, turn.sampled, time.monotonic())
             self._begin_soon()
 
     def leave(self, session: str) -> None:
         """Notes that a conversation is over, or goes on elsewhere."""
-        self._admission.leave(session)
+        self._scheduler.leave(session)
         self._wake(session)
         self._begin_soon()
 
     async def close(self) -> None:
-        """Ends the looks."""
+        """Stops polling."""
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)
@@ -393,7 +402,7 @@ class Gate:
 
     def _begin(self) -> None:
         self._due = False
-        for session in self._admission.admit(time.monotonic(), self._open or not self._up()):
+        for session in self._scheduler.admit(time.monotonic(), self._open or not self._up()):
             self._wake(session)
 
     def _wake(self, session: str) -> None:
@@ -409,14 +418,14 @@ class Gate:
                     pressure = await self._look()
                     if pressure is None:
                         break
-                    self._admission.observe(pressure, time.monotonic())
+                    self._scheduler.observe(pressure, time.monotonic())
                 except RequestFailed as error:  # whether the server is down is found out by the requests
                     if error.status is not None and not error.repeat:
                         break
                 self._told.set()
                 self._begin_soon()
                 await asyncio.sleep(LOOK)
-                if not self._admission.talks:
+                if not self._scheduler.conversations:
                     self._watch = None
                     return
         except ServerSetupError:  # told by the requests

@@ -1,18 +1,36 @@
-"""Several servers of one command: started together, told to end together, each in a process group of its own."""
+"""
+Processes of servers: several of one command, each in a process group of its own, and one that ends with this process.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import ctypes
+import logging
 import os
+import re
 import shlex
 import signal
+import socket
+import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from mt_grpo.concurrency import run
 from mt_grpo.errors import ConfigError
+from mt_grpo.servers import watchdog
+from mt_grpo.servers.http import Server, ServerSetupError, wait_for_servers
+
+logger = logging.getLogger(__name__)
+SLICE = 1.0
+"""Seconds between two looks at a server that starts."""
+TOLD = 15.0
+"""Seconds after which it is said that a server starts."""
 
 _DIE_WITH_PARENT = 1  # of prctl
 _ENDS = signal.SIGTERM, signal.SIGINT
@@ -107,3 +125,69 @@ async def _supervise(replicas: Sequence[Replica]) -> int:
         watches.append(asyncio.create_task(tell_end(replica, process)))
     await asyncio.gather(*watches)
     return 0 if told else 1
+
+
+class OwnServer:
+    """A server that this process starts, and that ends with it. Its output goes to a file of its own."""
+
+    def __init__(self, command: list[str], environment: dict[str, str], url: str) -> None:
+        self.url = url
+        handle, path = tempfile.mkstemp(prefix=f"mt-grpo-server-{url.rsplit(':', 1)[1]}-", suffix=".log")
+        self.log = Path(path)
+        with open(handle, "wb") as log:
+            self._watchdog = subprocess.Popen(
+                [sys.executable, "-I", "-S", watchdog.__file__, str(os.getpid()), *command],
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # Ctrl-C in a terminal is for the trainer
+            )
+
+    def wait(self, seconds: float) -> None:
+        """Waits until it answers."""
+        server, began, told = Server(self.url), time.monotonic(), TOLD
+        while run(wait_for_servers([server], 1, time.monotonic(), SLICE, lambda words: None)):
+            waited = time.monotonic() - began
+            if self._watchdog.poll() is not None:
+                raise ServerSetupError(f"The vLLM server that this run started ended{self._reason()}. {self.where}")
+            if waited > seconds:
+                raise ServerSetupError(
+                    f"The vLLM server that this run started did not answer within {seconds:.0f} s: raise "
+                    f"`vllm_server_timeout`. {self.where}"
+                )
+            if waited > told:
+                logger.warning("The vLLM server of this run starts (%.0f of %.0f s). %s", waited, seconds, self.where)
+                told *= 3
+
+    @property
+    def where(self) -> str:
+        """Where its output is."""
+        return f"Its output is in {self.log}."
+
+    def _reason(self) -> str:
+        """Its last words, as far as they name an error."""
+        text = self.log.read_text(encoding="utf-8", errors="replace")
+        errors = re.findall(r"^.*?\b(\w+(?:Error|Exception): .+)$", text, re.MULTILINE)
+        return f" ({errors[-1].strip()[:300]})" if errors else ""
+
+    def close(self) -> None:
+        """Ends it, and removes its output, unless it had ended by itself."""
+        ended = self._watchdog.poll() is not None
+        assert self._watchdog.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._watchdog.stdin.close()
+        self._watchdog.wait()
+        if not ended:
+            self.log.unlink(missing_ok=True)
+
+
+def is_free(port: int) -> bool:
+    """Whether a program can listen on a port of this machine."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: a port that was just left is free
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True

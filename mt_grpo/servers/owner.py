@@ -35,7 +35,7 @@ def released(label: str) -> str:
 
 
 @dataclass(frozen=True)
-class Lease:
+class Owner:
     """The run that a server's weight version names."""
 
     run: str
@@ -45,7 +45,7 @@ class Lease:
     over: bool
 
 
-def read_lease(label: str) -> Lease | None:
+def read_owner(label: str) -> Owner | None:
     """The run that a weight version names; `None` if no run of this project set it."""
     match = _LABEL.fullmatch(label)
     if match is None:
@@ -53,7 +53,7 @@ def read_lease(label: str) -> Lease | None:
     process, here = int(match["process"]), match["machine"] == _machine()
     gone = here and (process == os.getpid() or _start(process) != int(match["start"]))
     words = f"process {process} on {match['host']}, step {match['step']}"
-    return Lease(match["run"], match["step"], words, here, gone or label.endswith(f":{_RELEASED}"))
+    return Owner(match["run"], match["step"], words, here, gone or label.endswith(f":{_RELEASED}"))
 
 
 def _machine() -> str:
