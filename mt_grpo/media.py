@@ -1,90 +1,475 @@
-"""The bytes of images and sounds, and how much of them a conversation may show."""
+"""
+Images, videos and sounds in messages. A content may be a list of parts: `{"type": "image", "image": ...}` shows an
+image of Pillow's, `{"type": "video", "video": [...]}` the list of a video's frames, and `{"type": "audio", "audio":
+...}` plays a `Sound`. A file is bounded and of an allowed format before it is opened, and decoded only by `decode`.
+"""
 
 from __future__ import annotations
 
-import base64
-import binascii
+import copyreg
+import hashlib
+import io
 import os
-import stat
-from collections.abc import Collection
-from typing import Any, NamedTuple
+import struct
+import sys
+import weakref
+import zlib
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from contextvars import ContextVar
+from typing import Any
 
-from mt_grpo.errors import UserError
+from mt_grpo import sounds
+from mt_grpo.media_files import IN_CONVERSATION, IN_MESSAGE, MediumError, file_name, file_of
+from mt_grpo.sounds import Sound
 
-MOST_BYTES = 64 << 20
-"""Bytes of one file."""
+IMAGE, VIDEO, SOUND = 1, 2, 3
+"""What a token or a part is of, as transformers counts them in `mm_token_type_ids`; 0 is text."""
 
+_KIND_OF_TYPE = {
+    **dict.fromkeys(("image", "image_url", "input_image"), IMAGE),
+    "video": VIDEO,
+    **dict.fromkeys(sounds.TYPES, SOUND),
+}
+"""By the type of a part: those of chat templates, of OpenAI's two interfaces, and of vLLM's."""
 
-class MediumError(UserError, ValueError):
-    """Something that is shown as an image or played as a sound, and is none. The message is one sentence."""
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+"""Image files that are opened: those of others start programs (EPS), or are read by little tested code."""
 
-
-class Bounds(NamedTuple):
-    """How much may be shown together, whatever the files' sizes: a few bytes may be an image of any size."""
-
-    where: str
-    number: int
-    """Images, frames of videos, and sounds."""
-    values: int
-    """Their pixels and samples."""
-
-    def check(self, sizes: Collection[int]) -> None:
-        """Refuses too many, or too large ones."""
-        if len(sizes) > self.number:
-            raise MediumError(
-                f"{self.where} shows {len(sizes):,} images, frames and sounds, and {self.number:,} are the most: show "
-                "fewer."
-            )
-        if sum(sizes) > self.values:
-            raise MediumError(
-                f"{self.where} shows images and sounds of {sum(sizes):,} pixels and samples, and {self.values:,} are "
-                "the most: show smaller ones, or fewer."
-            )
+IN_TEXT, SOUND_IN_TEXT = "[image]", "[sound]"
+"""What stands for an image or a video, and for a sound, where text is shown."""
 
 
-IN_MESSAGE = Bounds("A message", 1 << 10, 1 << 26)
-IN_CONVERSATION = Bounds("A conversation", 1 << 12, 1 << 28)
+def kind_of(token: int) -> int:
+    """What a token is of, by its id, which is below 0 where it is not of text: its two lowest bits say of what."""
+    return 0 if token >= 0 else IMAGE + (token & 3)
 
 
-def file_of(value: Any, name: str, of_row: bool) -> bytes:
-    """The bytes of an image's or sound's file."""
-    if isinstance(value, str) and value.startswith("data:"):
-        return decoded(value.partition(",")[2], name)
-    if isinstance(value, str) and value.startswith(("http://", "https://")):
-        raise MediumError(f"{name} is an address, which rollouts do not fetch: give a file or its bytes.")
-    if isinstance(value, str) and not of_row:
+def token_text(token: int) -> str:
+    """What stands for the token of an image, a video or a sound where text is shown."""
+    return SOUND_IN_TEXT if kind_of(token) == SOUND else IN_TEXT
+
+
+def kind_of_part(part: Any) -> int:
+    """What a part of a content shows or plays: `IMAGE`, `VIDEO`, `SOUND`, or 0 for text and everything else."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    return _KIND_OF_TYPE.get(kind, 0) if isinstance(kind, str) else 0
+
+
+def is_image(value: Any) -> bool:
+    """Whether a value is an image of Pillow's. Where nobody has imported Pillow, nothing is."""
+    pillow = sys.modules.get("PIL.Image")
+    return pillow is not None and isinstance(value, pillow.Image)
+
+
+def is_medium(value: Any) -> bool:
+    """Whether a value is an image of Pillow's, or a sound: what a run keeps in a file of its own."""
+    return is_image(value) or isinstance(value, Sound)
+
+
+def is_read(part: Any) -> bool:
+    """Whether a part that shows something is in the form that `read_parts` gives it."""
+    shown = part.get(part["type"])
+    if part["type"] == "audio":
+        return isinstance(shown, Sound) and "seconds" in part
+    frames = shown if part["type"] == "video" else [shown] if part["type"] == "image" else None
+    return (
+        isinstance(frames, list) and bool(frames) and all(is_image(each) and not _is_refused(each) for each in frames)
+    )
+
+
+def media_parts(messages: Iterable[Any]) -> Iterator[dict[str, Any]]:
+    """The parts of messages that show images or videos, or play sounds, in order."""
+    for message in messages:
+        content = message.get("content") if isinstance(message, dict) else None
+        if isinstance(content, list):
+            yield from filter(kind_of_part, content)
+
+
+def read_parts(content: list[Any], of_row: bool = False, known: Files | None = None) -> list[Any]:
+    """
+    The parts of a content in the form that chat templates take: images are `{"type": "image", "image": ...}`, with an
+    image of Pillow's, and sounds as `sounds.read_part` has them; and no part has a key without a value, as the rows of
+    a `datasets.Dataset` have them. Files are opened and not decoded, see `decode`.
+    """
+    IN_MESSAGE.check([0 for part in content for _ in _media_in(part)])  # before the first is opened
+    read = [_read_part(part, of_row, known) for part in content]
+    IN_MESSAGE.check([size_of(medium) for part in read for medium in _media_in(part)])
+    return read
+
+
+def _media_in(part: Any) -> list[Any]:
+    """What a part shows or plays, read or not: the frames of a video."""
+    if is_medium(part):
+        return [part]
+    if not kind_of_part(part):
+        return []
+    shown = part.get(part["type"])
+    return list(shown) if part["type"] == "video" and isinstance(shown, (list, tuple)) else [shown]
+
+
+def read_messages(messages: Sequence[Any], of_row: bool = False, known: Files | None = None) -> Sequence[Any]:
+    """The messages with their contents as `read_parts` has them; they themselves where all are read."""
+    if not any(map(_is_unread, messages)):
+        return messages
+    return [
+        {**message, "content": read_parts(message["content"], of_row, known)} if _is_unread(message) else message
+        for message in messages
+    ]
+
+
+def _is_unread(message: Any) -> bool:
+    """Whether a message has parts that are not in the form that templates take."""
+    content = message.get("content") if isinstance(message, dict) else None
+    return isinstance(content, list) and any(map(_is_unread_part, content))
+
+
+def _is_unread_part(part: Any) -> bool:
+    if not isinstance(part, dict):
+        return is_medium(part)
+    return any(value is None for value in part.values()) or (kind_of_part(part) > 0 and not is_read(part))
+
+
+def snapshot_parts(content: list[Any]) -> list[Any]:
+    """
+    The parts of a content with images that nobody else can draw on: copies, or files opened again where they are not
+    decoded. A tool or an environment may draw on one image turn after turn, and each turn shows what it was then.
+    """
+    return [
+        {**part, **{key: _snapshot(part[key]) for key in ("image", "video") if key in part}}
+        if isinstance(part, dict)
+        else _snapshot(part)
+        for part in content
+    ]
+
+
+def _snapshot(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [*map(_snapshot, value)]
+    if not is_image(value) or _own.get(id(value)) is value or _is_refused(value):
+        return value
+    if not _is_lazy(value):
+        copied = value.copy()
+        _own[id(copied)] = copied
+        return copied
+    if value.fp is None or value.fp.closed:
+        return value  # `decode` says that its file was closed
+    place = value.fp.tell()  # some formats are decoded from where they were left
+    value.fp.seek(0)
+    copied = _open(value.fp.read(), "An image")
+    value.fp.seek(place)
+    return copied
+
+
+def media_of(parts: Iterable[dict[str, Any]]) -> list[Any]:
+    """The images, frames of videos, and sounds of parts that are read, in order."""
+    return [medium for part in parts for medium in _media_in(part)]
+
+
+def size_of(medium: Any) -> int:
+    """The number of pixels or samples of an image or a sound, which need not be decoded."""
+    return medium.length if isinstance(medium, Sound) else medium.width * medium.height
+
+
+def _read_part(part: Any, of_row: bool, known: Files | None) -> Any:
+    if is_medium(part):
+        part = {"type": "image", "image": part} if is_image(part) else {"type": "audio", "audio": part}
+    if not isinstance(part, dict):
+        return part
+    part = {key: value for key, value in part.items() if value is not None}
+    if part.get("type") == "video_url":
         raise MediumError(
-            f"{name} is text, and only rows of a dataset name files by text: give the bytes, or `pathlib.Path(...)`."
+            "A message shows a part of type 'video_url', and rollouts hold text, images, videos and sounds: show a "
+            "video as the list of its frames."
         )
-    data = _read(value, name, of_row) if isinstance(value, (str, os.PathLike)) else bytes(value)
-    if len(data) > MOST_BYTES:
-        raise MediumError(f"{name} has more than {MOST_BYTES:,} bytes, the most of a file: give a smaller one.")
-    return data
+    kind = kind_of_part(part)
+    if kind == SOUND:
+        return part if is_read(part) else sounds.read_part(part, of_row)
+    if kind == VIDEO:
+        _check_options(part, part.get("video"), of_row)
+        return {**part, "video": _read_frames(part.get("video"), of_row, known)}
+    if kind != IMAGE:
+        return part
+    shown = part.get("image") if part["type"] == "image" else part.get("image_url", part.get("image"))
+    if isinstance(shown, dict) and "url" in shown:
+        shown = shown["url"]
+    if shown is None:
+        raise MediumError(
+            "A message has a place for an image and no image: give as many images as places in the row's column "
+            "`images`, or an image in the part itself."
+        )
+    rest = {
+        key: value for key, value in part.items() if _KIND_OF_TYPE.get(key) != IMAGE and key not in ("type", "detail")
+    }
+    _check_options(rest, [shown], of_row)
+    return {"type": "image", "image": read_image(shown, of_row, known), **rest}
 
 
-def decoded(text: str, name: str) -> bytes:
-    """The bytes of a file in base64; raises `MediumError` as `file_of` does."""
-    if len(text) > MOST_BYTES * 4 // 3 + 4:
-        raise MediumError(f"{name} has more than {MOST_BYTES:,} bytes, the most of a file: give a smaller one.")
+def _check_options(part: dict[str, Any], shown: Any, of_row: bool) -> None:
+    """
+    Refuses options for the processor, which may enlarge an image to any size, beside images that are text: a tool may
+    have passed on the whole part.
+    """
+    if of_row or not (isinstance(shown, (list, tuple)) and any(isinstance(each, str) for each in shown)):
+        return
+    for name in part.keys() - {"type", "video", "fps", "alt"}:
+        raise MediumError(
+            f"A part whose image is text has {name!r} beside it, which would go to the processor: give the image as "
+            "bytes, or leave that out."
+        )
+
+
+def _read_frames(frames: Any, of_row: bool, known: Files | None) -> list[Any]:
+    if not isinstance(frames, (list, tuple)) or not frames:
+        given = repr(frames) if isinstance(frames, str) and len(frames) < 80 else f"a value of {type(frames).__name__}"
+        raise MediumError(
+            f"A video is the list of its frames, which are images, and {given} is none: decode it first, and give "
+            "some of its frames (`fps` says how many there are per second)."
+        )
+    return [read_image(frame, of_row, known) for frame in frames]
+
+
+def has_media(value: Any) -> bool:
+    """Whether what a tool returned is an image or a sound, or a list of parts with one."""
+    if not isinstance(value, list):
+        return is_medium(value)
+    parts = all(is_medium(part) or (isinstance(part, dict) and "type" in part) for part in value)
+    return parts and any(is_medium(part) or kind_of_part(part) for part in value)
+
+
+def part_text(part: Any) -> str:
+    """The text of a part of a content; of an image, a video or a sound its `alt`, or what it is."""
+    kind = kind_of_part(part)
+    if not kind:
+        return str(part.get("text") or "") if isinstance(part, dict) else str(part)
+    seconds = part.get("seconds")
+    if kind == SOUND and isinstance(seconds, float):
+        return str(part.get("alt") or f"[sound of {seconds:.1f} s]")
+    return str(part.get("alt") or (SOUND_IN_TEXT if kind == SOUND else IN_TEXT))
+
+
+Files = MutableMapping[str, Any]
+"""Images that were opened, by digests of their files."""
+
+MODEL_TAKES: ContextVar[Callable[[dict[str, Any]], bool]] = ContextVar("whether the model is shown a part")
+"""Of the conversation that this code runs in."""
+
+
+class _Opened:
+    """What is known of an image that was opened or decoded here."""
+
+    def __init__(self, image: Any, file: bytes | None) -> None:
+        key = id(image)
+        self.image = weakref.ref(image, lambda _: _opened.pop(key, None))
+        self.file = file
+        self.digest = _pixel_digest(image) if file is None else _digest(file)
+
+
+_opened: dict[int, _Opened] = {}
+_own: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+"""Images that were opened or copied here."""
+_BROKEN = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, IndexError, KeyError, TypeError)
+"""What Pillow raises for files that are none."""
+
+
+def read_image(value: Any, of_row: bool = False, known: Files | None = None) -> Any:
+    """
+    An image of Pillow's, from what datasets, tools and requests have: such an image, a path, bytes of a file, a
+    `data:` URL, or a dictionary with `bytes` or `path`. A file is opened and not decoded, see `decode`. For `of_row`
+    and `known` see `read_parts`.
+    """
+    if is_image(value):
+        if _is_refused(value):
+            raise MediumError(
+                f"An image of the format {value.format} is not decoded, as only {', '.join(FORMATS)} are: load it "
+                "first (`image.load()`), if its origin is trusted."
+            )
+        return value
+    name = file_name(value, "image")
+    if isinstance(value, dict):
+        value = value.get("bytes") or value.get("path")
+    if not isinstance(value, (str, os.PathLike, bytes, bytearray)):
+        raise MediumError(f"{name} is no image: give an image of Pillow's, a path, or the bytes of a file.")
+    file = file_of(value, name, of_row)
+    if known is None:
+        return _open(file, name)
+    digest = _digest(file)
+    image = known.get(digest)
+    if image is None:
+        image = known[digest] = _open(file, name)
+    return image
+
+
+def _open(file: bytes, name: str) -> Any:
     try:
-        return base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise MediumError(f"{name} cannot be read: it is no base64.") from error
-
-
-def _read(path: str | os.PathLike[str], name: str, of_row: bool) -> bytes:
-    """At most one byte more of a file than `MOST_BYTES`."""
+        from PIL import Image
+    except ImportError:
+        raise MediumError("A message shows an image, and Pillow is not installed: `pip install pillow`.") from None
     try:
-        if not stat.S_ISREG(os.stat(path, follow_symlinks=of_row).st_mode):  # to open a device may do something
-            raise MediumError(f"{name} is no regular file: give the path of one, behind all links.")
-        opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if of_row else os.O_NOFOLLOW))
-        with open(opened, "rb") as file:
-            if not stat.S_ISREG(os.fstat(opened).st_mode):
-                raise MediumError(f"{name} is no regular file: give the path of one, behind all links.")
-            return file.read(MOST_BYTES + 1) or b""
-    except OSError as error:
-        raise MediumError(f"{name} cannot be read: {error.strerror or error}.") from error
-    except ValueError as error:  # a path with a NUL
-        if isinstance(error, MediumError):
-            raise
-        raise MediumError(f"{name} cannot be read: {error}.") from error
+        image = Image.open(io.BytesIO(file), formats=FORMATS)
+    except (*_BROKEN, Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        if isinstance(error, (Image.DecompressionBombError, Image.DecompressionBombWarning)):
+            raise MediumError(f"{name} has more than {IN_MESSAGE.values:,} pixels: give a smaller one.") from error
+        raise MediumError(
+            f"{name} cannot be read as an image: it is broken, or of no known kind ({', '.join(FORMATS)})."
+        ) from error
+    if size_of(image) > IN_MESSAGE.values:
+        raise MediumError(
+            f"{name} has {size_of(image):,} pixels, and {IN_MESSAGE.values:,} are the most: make it smaller."
+        )
+    _opened[id(image)] = _Opened(image, file)
+    _own[id(image)] = image
+    copyreg.pickle(type(image), _reduced)
+    return image
+
+
+def _reduced(image: Any) -> Any:
+    """How an image is pickled and copied: one that is not decoded stays so."""
+    opened = _opened.get(id(image))
+    if opened is None or opened.file is None:
+        return image.__reduce_ex__(2)
+    return _open, (opened.file, "An image")
+
+
+def _known(medium: Any) -> _Opened | Sound | None:
+    """What holds a medium's file, which is `None` once it is decoded, and its digest."""
+    return medium if isinstance(medium, Sound) else _opened.get(id(medium))
+
+
+def is_decoded(medium: Any) -> bool:
+    """Whether an image or a sound has been given to `decode`, so that its pixels or samples and its name are known."""
+    known = _known(medium)
+    return known is not None and known.file is None and known.digest is not None
+
+
+def _is_lazy(image: Any) -> bool:
+    """Whether an image that somebody else opened is to be decoded."""
+    files = sys.modules.get("PIL.ImageFile")
+    return files is not None and isinstance(image, files.ImageFile) and bool(image.tile)
+
+
+def _is_refused(image: Any) -> bool:
+    """Whether an image that somebody else opened is of a kind that is not decoded here."""
+    return _is_lazy(image) and image.format not in (*FORMATS, "MPO")  # the last is a JPEG with several images
+
+
+def decode(medium: Any) -> None:
+    """
+    Decodes an image or a sound, and names it by its content. That takes seconds and hundreds of megabytes for large
+    ones: do it in a thread, one after another, and only to what is looked at.
+    """
+    if isinstance(medium, Sound):
+        _ = medium.samples
+        medium.digest = digest(medium)
+        return
+    from PIL import Image
+
+    opened = _opened.get(id(medium))
+    try:
+        medium.load()
+    except (*_BROKEN, Image.DecompressionBombError) as error:  # a frame may be larger than the header says
+        size = f"{medium.width} by {medium.height} pixels"
+        raise MediumError(f"An image of {size} cannot be read as an image: it is broken.") from error
+    if opened is None:
+        _opened[id(medium)] = _Opened(medium, None)
+    elif opened.file is not None:
+        opened.digest, opened.file = _pixel_digest(medium), None
+
+
+def decode_for_model(parts: Iterable[Any]) -> None:
+    """
+    Decodes what parts show to the model of the conversation that this code runs in, if there is one: so that a tool
+    is told of a broken file.
+    """
+    takes = MODEL_TAKES.get(None)
+    if takes is not None:
+        for medium in media_of(part for part in parts if kind_of_part(part) and takes(part)):
+            decode(medium)
+
+
+class ConversationMedia:
+    """The images, frames and sounds that one conversation shows: each file is opened once, and all are bounded."""
+
+    def __init__(self) -> None:
+        self.files: Files = weakref.WeakValueDictionary()
+        self._media: dict[int, Any] = {}
+
+    def fork(self) -> ConversationMedia:
+        """A copy for a branch of the conversation; the two change apart."""
+        twin = ConversationMedia()
+        twin.files, twin._media = self.files, dict(self._media)
+        return twin
+
+    def add(self, media: Iterable[Any]) -> None:
+        """Adds media; raises `MediumError`, and adds none, if they are too many or too large together."""
+        both = self._media | {id(medium): medium for medium in media}
+        IN_CONVERSATION.check([*map(size_of, both.values())])
+        self._media = both
+
+
+def media_to_digests(value: Any) -> Any:
+    """A copy of nested lists and dictionaries in which images, sounds and arrays are replaced by their digests."""
+    if isinstance(value, dict):
+        return {key: media_to_digests(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [media_to_digests(item) for item in value]
+    return digest(value) if is_image(value) else sounds.name_of(value) or value
+
+
+def digest(medium: Any) -> str:
+    """
+    A name for an image of Pillow's, or a sound, by its content: 32 hexadecimal digits, the same on every machine. One
+    that was opened and not decoded is named by its file.
+    """
+    known = _known(medium)
+    return (known and known.digest) or (
+        sounds.digest_of(medium.samples, medium.rate) if isinstance(medium, Sound) else _pixel_digest(medium)
+    )
+
+
+def digest_at_hand(medium: Any) -> str:
+    """
+    What an image or a sound is told apart by without looking at it: its digest, where `decode` or an opener of files
+    has made it. What else there is, is shown to no model, so that its kind and size are enough.
+    """
+    known = _known(medium)
+    return (known and known.digest) or _kind_and_size(medium)
+
+
+def _kind_and_size(medium: Any) -> str:
+    return repr(medium) if isinstance(medium, Sound) else f"{medium.mode}/{medium.width}x{medium.height}"
+
+
+def is_same(medium: Any, known: Any, looks: bool = False) -> bool:
+    """Whether two images or sounds are the same, by their digests; `looks`: the first may be decoded for it."""
+    if looks and is_decoded(known) and not is_decoded(medium) and _kind_and_size(medium) == _kind_and_size(known):
+        decode(medium)
+    return digest_at_hand(medium) == digest_at_hand(known)
+
+
+def _pixel_digest(image: Any) -> str:
+    shape = f"{image.mode}/{image.width}x{image.height}/".encode()
+    palette = image.getpalette() if image.mode == "P" else None
+    return _digest(shape + bytes(palette or b""), image.tobytes())
+
+
+def _digest(*contents: bytes) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for content in contents:
+        digest.update(content)
+    return digest.hexdigest()
+
+
+def to_file(medium: Any) -> bytes:
+    """
+    The bytes of a PNG file of an image of Pillow's, or of a WAV file of a sound. One that was opened and not decoded
+    is the file that it came in, whatever its kind.
+    """
+    known = _known(medium)
+    if known is not None and known.file is not None:
+        return known.file
+    if isinstance(medium, Sound):
+        return sounds.wav_of(medium)
+    kept = medium if medium.mode in ("1", "L", "LA", "P", "RGB", "RGBA", "I", "I;16") else medium.convert("RGB")
+    file = io.BytesIO()
+    kept.save(file, format="PNG")
+    return file.getvalue()

@@ -11,12 +11,12 @@ import sys
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mt_grpo.media import IN_MESSAGE, MediumError, decoded, file_of
+from mt_grpo.media_files import IN_MESSAGE, MediumError, decoded, file_name, file_of
 
 if TYPE_CHECKING:
     import numpy as np
 
-KINDS = ("audio", "input_audio", "audio_url")
+TYPES = ("audio", "input_audio", "audio_url")
 """Types of parts that play a sound: of chat templates, of OpenAI's interface, and of vLLM's."""
 
 _GIVEN = ("audio", "input_audio", "audio_url", "url", "path", "base64")
@@ -55,7 +55,7 @@ class Sound:
         self.file: bytes | None = None
         """The file of one that is not decoded."""
         self.digest: str | None = None
-        """See `sound_digest`; unset where nobody has asked for it."""
+        """See `mt_grpo.media.digest`; unset where nobody has asked for it."""
 
     @classmethod
     def of_file(cls, file: bytes, name: str) -> Sound:
@@ -87,7 +87,7 @@ class Sound:
         file = self.file
         if file is not None:
             self._samples = samples = _checked(_decoded(file), self.rate).samples
-            self.digest = _digest(samples, self.rate)
+            self.digest = digest_of(samples, self.rate)
             self.file = None  # after the others are there: another thread may ask
         assert self._samples is not None
         return self._samples
@@ -111,20 +111,10 @@ class Sound:
         return f"Sound({self.seconds:.2f} s)"
 
 
-def is_sound_part(part: Any) -> bool:
-    """Whether a part of a message's content plays a sound."""
-    return isinstance(part, dict) and part.get("type") in KINDS
-
-
-def is_read(part: dict[str, Any]) -> bool:
-    """Whether such a part is in the form that `read_part` gives it."""
-    return part["type"] == "audio" and isinstance(part.get("audio"), Sound) and "seconds" in part
-
-
 def read_part(part: dict[str, Any], of_row: bool = False) -> dict[str, Any]:
     """
     A part that plays a sound in the form that chat templates take: `{"type": "audio", "audio": ..., "seconds": ...}`,
-    with a `Sound`. Its other keys stay. See `mt_grpo.media.file_of` for `of_row`.
+    with a `Sound`. Its other keys stay. See `mt_grpo.media_files.file_of` for `of_row`.
     """
     found = [(key, part[key]) for key in _GIVEN if part.get(key) is not None]
     if len(found) != 1:
@@ -167,7 +157,7 @@ def read_sound(value: Any, rate: int | None = None, of_row: bool = False) -> Sou
     if isinstance(value, dict):
         value = value["bytes"] if value.get("bytes") is not None else value.get("path")
     if isinstance(value, (bytes, bytearray, str, os.PathLike)):
-        name = _named(value)
+        name = file_name(value, "sound")
         return Sound.of_file(file_of(value, name, of_row), name)
     import numpy as np
 
@@ -186,14 +176,6 @@ def _is_decoder(value: Any) -> bool:
     """Whether a value is a decoder of torchcodec's. Where nobody has imported torchcodec, nothing is."""
     torchcodec = sys.modules.get("torchcodec.decoders")
     return torchcodec is not None and isinstance(value, torchcodec.AudioDecoder)
-
-
-def _named(value: Any) -> str:
-    """What to say of the file of a sound."""
-    if isinstance(value, (bytes, bytearray)):
-        return f"A sound of {len(value)} bytes"
-    text = str(value)
-    return f"The sound {text[:60] + '…' if len(text) > 60 else text!r}"
 
 
 def is_wav(data: bytes) -> bool:
@@ -337,15 +319,8 @@ def _checked(samples: np.ndarray, rate: Any) -> Sound:
     return Sound(samples, None if rate is None else int(rate))
 
 
-def sound_digest(sound: Sound) -> str:
-    """
-    A name for a sound by its content: 32 hexadecimal digits, the same on every machine. One that is not decoded is
-    named by its file.
-    """
-    return sound.digest or _digest(sound.samples, sound.rate)
-
-
-def _digest(samples: np.ndarray, rate: int | None) -> str:
+def digest_of(samples: np.ndarray, rate: int | None) -> str:
+    """A name for samples, see `mt_grpo.media.digest`."""
     content = hashlib.blake2b(f"{rate}/".encode(), digest_size=16)
     content.update(samples.tobytes())
     return content.hexdigest()
@@ -356,7 +331,7 @@ def name_of(value: Any) -> str | None:
     if _is_decoder(value):
         value = read_sound(value)
     if isinstance(value, Sound):
-        return sound_digest(value)
+        return value.digest or digest_of(value.samples, value.rate)
     numpy = sys.modules.get("numpy")
     if numpy is None or not isinstance(value, numpy.ndarray) or value.dtype.hasobject:
         return None
@@ -365,13 +340,8 @@ def name_of(value: Any) -> str | None:
     return content.hexdigest()
 
 
-def as_wav(sound: Sound) -> bytes:
-    """
-    A sound as the bytes of a WAV file of float32, from which `read_sound` reads the same samples. One that is not
-    decoded is the file that it came in, whatever its kind.
-    """
-    if sound.file is not None:
-        return sound.file
+def wav_of(sound: Sound) -> bytes:
+    """A sound as the bytes of a WAV file of float32, from which `read_sound` reads the same samples."""
     rate, body = sound.rate or _UNKNOWN_RATE, sound.samples.tobytes()
     form = struct.pack("<4sIHHIIHH", b"fmt ", 16, _FLOAT, 1, rate, 4 * rate, 4, 32)
     chunks = b"WAVE" + form + struct.pack("<4sI", b"data", len(body)) + body

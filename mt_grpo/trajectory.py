@@ -194,8 +194,8 @@ class Trajectory:
         environment (*optional*): The environment, while rewards may look at it; it is written nowhere.
         texts (`tuple[str, str]`, *optional*): Prompt and completion as text, for reward functions in TRL's form, where
             the row's prompt is text; written nowhere.
-        images (`dict[int, EncodedImage]`): The images of its contexts by the id of their tokens; the images themselves
-            are in the messages.
+        images (`dict[int, EncodedMedium]`): The media of its contexts by the id of their tokens; they themselves are
+            in the messages.
     """
 
     prompt: list[Message]

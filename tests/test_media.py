@@ -22,14 +22,24 @@ from support.images import ScriptedSight, build_processor, picture
 from support.models import build_tokenizer
 
 from mt_grpo.envs import Outcome
-from mt_grpo.images import as_png, digest, is_decoded, read_image, read_messages, read_parts
-from mt_grpo.media import IN_CONVERSATION, IN_MESSAGE, MOST_BYTES, MediumError
+from mt_grpo.media import (
+    IN_CONVERSATION,
+    IN_MESSAGE,
+    MediumError,
+    digest,
+    is_decoded,
+    read_image,
+    read_messages,
+    read_parts,
+    to_file,
+)
+from mt_grpo.media_files import MOST_BYTES
 from mt_grpo.rollout import RolloutRequest, RolloutRunner, SamplingParams
 from mt_grpo.rollout.engines.scripted import ScriptedEngine
-from mt_grpo.rollout.images import ImageEncoder
+from mt_grpo.rollout.media import MediaEncoder
 from mt_grpo.runlog.rows import Batch
 from mt_grpo.runlog.writer import RunWriter
-from mt_grpo.sounds import Sound, as_wav, read_sound
+from mt_grpo.sounds import Sound, read_sound
 from mt_grpo.tools.mcp.tools import result_parts
 from mt_grpo.tools.results import read_result
 from mt_grpo.trajectory import StopReason, Trajectory
@@ -79,7 +89,7 @@ def test_no_image_starts_a_program(ghostscript):
 def test_images_of_these_formats_are_read(kind):
     data = saved(picture("green", (16, 16)), kind)
     image = read_image(data)
-    assert (image.size, is_decoded(image), as_png(image)) == ((16, 16), False, data)
+    assert (image.size, is_decoded(image), to_file(image)) == ((16, 16), False, data)
     for same in (copy.deepcopy(image), pickle.loads(pickle.dumps(image)), image):
         assert not is_decoded(same) and digest(same) == digest(image)
         [shown] = read_result(same, None).parts
@@ -142,13 +152,13 @@ def test_a_sound_that_is_too_large_is_one_sentence(data, problem):
 
 
 def test_a_sound_is_decoded_when_it_is_looked_at():
-    sound = read_sound(as_wav(Sound(np.ones(160, np.float32), 16_000)))
+    sound = read_sound(to_file(Sound(np.ones(160, np.float32), 16_000)))
     same = pickle.loads(pickle.dumps(sound))
     assert (sound.seconds, sound, is_decoded(sound), is_decoded(same)) == (0.01, same, False, False)
     assert sound.samples.tolist() == [1.0] * 160 and is_decoded(sound)
 
 
-def converse(env: Any, engine: Any, images: ImageEncoder | None = None, prompt: Any = "What?") -> Trajectory:
+def converse(env: Any, engine: Any, images: MediaEncoder | None = None, prompt: Any = "What?") -> Trajectory:
     runner = RolloutRunner(env, engine, images=images)
     return asyncio.run(runner.run([RolloutRequest(prompt, "a", {}, 0)], SamplingParams()))[0]
 
@@ -173,13 +183,13 @@ class Shows:
         pass
 
 
-def sighted() -> tuple[ScriptedSight, ImageEncoder]:
+def sighted() -> tuple[ScriptedSight, MediaEncoder]:
     processor = build_processor()
-    return ScriptedSight(processor.tokenizer, lambda session, turn: "Fine."), ImageEncoder(processor)
+    return ScriptedSight(processor.tokenizer, lambda session, turn: "Fine."), MediaEncoder(processor)
 
 
 def test_the_images_of_a_conversation_are_bounded_together(monkeypatch):
-    monkeypatch.setattr("mt_grpo.images.IN_CONVERSATION", IN_CONVERSATION._replace(values=1_000))
+    monkeypatch.setattr("mt_grpo.media.IN_CONVERSATION", IN_CONVERSATION._replace(values=1_000))
     parts = [{"type": "image", "image": picture(color, (16, 16))} for color in ("red", "green", "blue", "white")]
     again = [parts[0], *parts[:3]]
     assert converse(Shows(*again), *sighted()).stop_reason is StopReason.ENV_DONE
@@ -237,7 +247,7 @@ class Redraws:
 
 @pytest.mark.parametrize("sees", [True, False])
 def test_images_made_anew_are_compared_in_a_thread(monkeypatch, sees):
-    monkeypatch.setattr("mt_grpo.images.IN_CONVERSATION", IN_CONVERSATION._replace(number=3))
+    monkeypatch.setattr("mt_grpo.media.IN_CONVERSATION", IN_CONVERSATION._replace(number=3))
     shown = sighted() if sees else (ScriptedEngine(build_tokenizer(), lambda session, turn: "Fine."),)
     begin, looked = threading.get_ident(), []
     for name in ("tobytes", "__eq__"):
@@ -264,7 +274,7 @@ def test_requests_at_once_open_their_images_in_turn(monkeypatch):
         return read_messages(messages, of_row, known)
 
     monkeypatch.setattr("mt_grpo.rollout.policy.read_messages", slowly)
-    monkeypatch.setattr("mt_grpo.images.IN_CONVERSATION", IN_CONVERSATION._replace(number=1))
+    monkeypatch.setattr("mt_grpo.media.IN_CONVERSATION", IN_CONVERSATION._replace(number=1))
     first, second = saved(picture("green", (16, 16)), "PNG"), picture("red", (16, 16))
 
     class AtOnce(Shows):
@@ -310,7 +320,7 @@ def test_an_image_that_a_tool_left_cut_off_is_written_as_words(tmp_path):
 @pytest.fixture
 def private(tmp_path) -> Path:
     path = tmp_path / "private.png"
-    path.write_bytes(as_png(picture("red", (16, 16))))
+    path.write_bytes(to_file(picture("red", (16, 16))))
     return path
 
 
@@ -342,7 +352,7 @@ def test_text_that_a_tool_passes_on_opens_no_file(private, key):
 
 
 def test_a_part_that_a_tool_passes_on_asks_the_processor_nothing():
-    data = as_png(picture("red", (16, 16)))
+    data = to_file(picture("red", (16, 16)))
     small = {"type": "image", "image": data, "max_pixels": 64}
     assert read_result([small], None).parts[0]["max_pixels"] == 64
     asked = {"type": "image", "image": url(data), "alt": "a map", "min_pixels": 10**12}
@@ -366,7 +376,7 @@ def test_what_is_no_regular_file_is_one_sentence(private, tmp_path, monkeypatch)
         with pytest.raises(MediumError, match="is no regular file"):
             read_image(path, of_row=True)
     assert read_image(str(link), of_row=True).size == (16, 16)  # a cache of datasets is full of links
-    monkeypatch.setattr("mt_grpo.media.MOST_BYTES", 20)
+    monkeypatch.setattr("mt_grpo.media_files.MOST_BYTES", 20)
     for given in (private, url(private.read_bytes()), private.read_bytes()):
         with pytest.raises(MediumError, match="has more than 20 bytes, the most of a file"):
             read_image(given)

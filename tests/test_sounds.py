@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from mt_grpo.images import in_words, named, read_parts
-from mt_grpo.media import MediumError
-from mt_grpo.sounds import Sound, as_wav, read_part, read_sound, sound_digest
+from mt_grpo.media import MediumError, digest, media_to_digests, part_text, read_parts, to_file
+from mt_grpo.sounds import Sound, read_part, read_sound
 
 TONE = np.sin(np.arange(160) / 5).astype(np.float32) / 2
 
@@ -68,14 +67,14 @@ def test_files_are_read_and_their_channels_averaged(tmp_path, width, channels):
 
 def test_what_a_run_writes_is_read_again():
     sound = Sound(TONE, 24_000)
-    again = read_sound(as_wav(sound))
-    assert as_wav(again) == as_wav(sound)
+    again = read_sound(to_file(sound))
+    assert to_file(again) == to_file(sound)
     assert again == sound
-    assert sound_digest(sound) == sound_digest(again) != sound_digest(Sound(TONE, 16_000))
+    assert digest(sound) == digest(again) != digest(Sound(TONE, 16_000))
 
 
 def test_a_file_of_many_chunks_that_was_cut_off_is_read():
-    data = as_wav(Sound(TONE, 8_000))
+    data = to_file(Sound(TONE, 8_000))
     extended = data[:12] + struct.pack("<4sI", b"LIST", 3) + b"abc\0" + data[12:-3]
     assert read_sound(extended).samples.tolist() == TONE[:-1].tolist()
 
@@ -93,7 +92,7 @@ def test_parts_of_all_forms_become_one():
     ]
     assert read_parts(forms) == [expected] * len(forms)
     assert read_parts([{**expected, "alt": "a tone", "gain": 2}]) == [{**expected, "alt": "a tone", "gain": 2}]
-    assert in_words(expected) == "[sound of 0.0 s]" and in_words({**expected, "alt": "a tone"}) == "a tone"
+    assert part_text(expected) == "[sound of 0.0 s]" and part_text({**expected, "alt": "a tone"}) == "a tone"
 
 
 def test_a_decoder_of_torchcodec_is_read(monkeypatch):
@@ -107,7 +106,9 @@ def test_a_decoder_of_torchcodec_is_read(monkeypatch):
     module.AudioDecoder = AudioDecoder
     monkeypatch.setitem(sys.modules, "torchcodec.decoders", module)
     assert read_sound(AudioDecoder()) == Sound(TONE, 8_000)
-    assert named({"audio": [AudioDecoder(), Sound(TONE, 8_000)]}) == {"audio": [sound_digest(Sound(TONE, 8_000))] * 2}
+    assert media_to_digests({"audio": [AudioDecoder(), Sound(TONE, 8_000)]}) == {
+        "audio": [digest(Sound(TONE, 8_000))] * 2
+    }
 
 
 def test_a_few_other_files_are_read_with_soundfile(monkeypatch):
@@ -147,8 +148,8 @@ def test_a_few_other_files_are_read_with_soundfile(monkeypatch):
 
 
 def test_arrays_of_rows_are_named_by_their_content():
-    assert named(TONE) == named(TONE.copy()) != named(TONE[:-1])
-    assert named({"empty": np.empty(0), "text": "a"})["text"] == "a"
+    assert media_to_digests(TONE) == media_to_digests(TONE.copy()) != media_to_digests(TONE[:-1])
+    assert media_to_digests({"empty": np.empty(0), "text": "a"})["text"] == "a"
 
 
 def test_an_array_that_is_compared_with_a_sound_gives_one_answer():

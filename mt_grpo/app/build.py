@@ -29,9 +29,9 @@ from mt_grpo.envs import EnvSource, MultiTurnToolEnv
 from mt_grpo.envs.protocols import LearntTagProtocol
 from mt_grpo.envs.source import COLUMN, source_of
 from mt_grpo.errors import ConfigError, describe_error, libraries_may_refuse
-from mt_grpo.forward.images import media_tokens
+from mt_grpo.forward.media import media_tokens
 from mt_grpo.forward.probe import context_length
-from mt_grpo.images import read_messages
+from mt_grpo.media import read_messages
 from mt_grpo.options.values import verifiers_name
 from mt_grpo.rollout import ChatRenderer
 from mt_grpo.rollout.token_check import examine_template

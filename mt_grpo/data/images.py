@@ -1,4 +1,4 @@
-"""Images in columns of datasets, read as those of all others: of few formats, and bounded (`mt_grpo.images`)."""
+"""Images in columns of datasets, read as those of all others: of few formats, and bounded (`mt_grpo.media`)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any, TypeAlias
 import datasets
 from datasets.utils.file_utils import is_local_path, xopen
 
-from mt_grpo.images import decode, read_image
-from mt_grpo.media import MOST_BYTES, MediumError
+from mt_grpo.media import MediumError, decode, read_image
+from mt_grpo.media_files import MOST_BYTES
 
 Rows: TypeAlias = datasets.Dataset | datasets.IterableDataset
 ORIENTATION = 0x112
@@ -62,7 +62,7 @@ def _fetched(value: dict[str, Any], tokens: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_own_opener(rows: Rows) -> Rows:
-    """A dataset whose images are opened by `mt_grpo.images`, wherever in a row they stand."""
+    """A dataset whose images are opened by `mt_grpo.media`, wherever in a row they stand."""
     return _with_images(rows, lambda image, column: OpenedImage(image.mode, column=column))
 
 

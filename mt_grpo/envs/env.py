@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 from mt_grpo.concurrency import call
 from mt_grpo.envs.protocols import CallProtocol
 from mt_grpo.errors import defined_at
-from mt_grpo.images import own_parts
+from mt_grpo.media import snapshot_parts
 from mt_grpo.tools.results import check_data
 from mt_grpo.trajectory import Message, StopReason, Turn
 
@@ -249,7 +249,9 @@ def _messages(said: str | list[Message], what: str, method: Callable[..., Any], 
     except (TypeError, ValueError) as error:
         raise type(error)(f"{what}{defined_at(method)}: {error}") from None
     return [
-        {**message, "content": own_parts(message["content"])} if isinstance(message.get("content"), list) else message
+        {**message, "content": snapshot_parts(message["content"])}
+        if isinstance(message.get("content"), list)
+        else message
         for message in said
     ]
 

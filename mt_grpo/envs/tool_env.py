@@ -14,8 +14,8 @@ from mt_grpo.concurrency import ConcurrencyLimit, abandon, begin, ended_within, 
 from mt_grpo.envs.env import ConversationEnded, Outcome, Policy, Step, StepEnv
 from mt_grpo.envs.protocols import PROTOCOLS, SYSTEM_ROLES, CallProtocol, instruct
 from mt_grpo.errors import ConfigError, find_fault
-from mt_grpo.images import shows_images
 from mt_grpo.imports import did_you_mean
+from mt_grpo.media import has_media
 from mt_grpo.servers.env_servers import ServerLost
 from mt_grpo.tools import Tool, ToolSession, load_tools
 from mt_grpo.tools.results import cut, render
@@ -264,6 +264,6 @@ def _called(tool: Tool, arguments: dict[str, Any]) -> Any:
 
 async def _awaited(tool: Tool, arguments: dict[str, Any]) -> Any:
     result = await tool.function(**arguments)
-    if shows_images(result[0] if type(result) is tuple and result else result):
+    if has_media(result[0] if type(result) is tuple and result else result):
         return await in_thread(partial(tool.read, result), f"tool-{tool.name}")
     return tool.read(result)

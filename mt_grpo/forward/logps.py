@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 
 from mt_grpo.errors import ConfigError
 from mt_grpo.forward.attention.layout import KERNELS
-from mt_grpo.forward.images import Images
 from mt_grpo.forward.lm_head import Truncation
+from mt_grpo.forward.media import Media
 from mt_grpo.forward.model import enable_trees, score_packed
 from mt_grpo.forward.packing import FlatTree, flatten, pack, split
 from mt_grpo.forward.probe import prove
@@ -32,7 +32,7 @@ def token_logps(
     attention: str = "auto",
     temperature: float = 1.0,
     truncation: Truncation | None = None,
-    images: Images | None = None,
+    images: Media | None = None,
 ) -> list[list[Tensor]]:
     """
     Log-probabilities of the sampled tokens, differentiable.
@@ -45,7 +45,7 @@ def token_logps(
         attention (`str`, *optional*, defaults to `"auto"`): Attention of `"tree"`: `"segment"`, `"flex"` or `"dense"`.
         temperature (`float`, *optional*, defaults to `1.0`): Divides the logits.
         truncation (`Truncation`, *optional*): The `top_k`, `top_p` and `min_p` that tokens were sampled with.
-        images (`Images`, *optional*): The images of the trees, by the id of their tokens.
+        images (`Media`, *optional*): The images of the trees, by the id of their tokens.
 
     Returns:
         `list[list[Tensor]]`: per tree and turn a float32 tensor with one entry per action token.
@@ -75,7 +75,7 @@ def _tree(
     attention: str,
     temperature: float,
     truncation: Truncation | None,
-    images: Images | None,
+    images: Media | None,
 ) -> list[list[Tensor]]:
     enable_trees(model)
     prove(model, max(len(path) for tree in flat for path in tree.paths()), attention=attention)
@@ -101,7 +101,7 @@ def _padded(
     num_turns: list[int],
     temperature: float,
     truncation: Truncation | None,
-    images: Images | None,
+    images: Media | None,
 ) -> list[list[Tensor]]:
     scores = score_rows(model, flat, temperature, truncation, images=images)
     order = torch.from_numpy(np.lexsort((scores.column, scores.turn, scores.tree))).to(scores.logps.device)
@@ -117,7 +117,7 @@ def _turn_by_turn(
     num_turns: list[int],
     temperature: float,
     truncation: Truncation | None,
-    images: Images | None,
+    images: Media | None,
 ) -> list[list[Tensor]]:
     device = next(model.parameters()).device
     found = []

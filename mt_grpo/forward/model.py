@@ -18,17 +18,18 @@ from transformers import PreTrainedModel
 
 from mt_grpo.errors import UnsupportedModelError
 from mt_grpo.forward.attention.layout import TreeLayout
-from mt_grpo.forward.images import (
-    Images,
-    image_token,
+from mt_grpo.forward.interface import PREFIX, own_attention, packed_row, register, use_attention
+from mt_grpo.forward.lm_head import Truncation
+from mt_grpo.forward.media import (
+    Media,
+    inject_audio_embeddings,
     media_tokens,
+    packed_audio_embeddings,
     packed_features,
     packed_positions,
     real_ids,
     takes_features,
 )
-from mt_grpo.forward.interface import PREFIX, own_attention, packed_row, register, use_attention
-from mt_grpo.forward.lm_head import Truncation
 from mt_grpo.forward.output import Sampling, backbone_name, output_layer, score_states
 from mt_grpo.forward.own_attention import extend_own_attention, has_own_attention
 from mt_grpo.forward.packing import Packed
@@ -40,7 +41,7 @@ from mt_grpo.forward.recurrent.layers import (
 )
 from mt_grpo.forward.routes import Replayer, route_shape, router_loss
 from mt_grpo.forward.sequence_parallel import SequenceGroup, long_enough
-from mt_grpo.forward.sounds import packed_sounds, playing
+from mt_grpo.media import IMAGE
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class TreeInput:
     truncation: Truncation | None = None
     plain: np.ndarray | None = None
     router_loss: bool = False
-    images: Images | None = None
+    images: Media | None = None
 
 
 def enable_trees(model: PreTrainedModel | PeftModel, cast_head_to_fp32: bool | None = None) -> None:
@@ -145,7 +146,7 @@ def _backbone_outputs(model: PreTrainedModel, tree: TreeInput, input_ids: Tensor
     heard = None
     if tree.images and (input_ids < 0).any():
         # before anything runs over the tree: the towers for images and sounds have no trees
-        heard = packed_sounds(backbone, tree.packed, tree.images, input_ids.device)
+        heard = packed_audio_embeddings(backbone, tree.packed, tree.images, input_ids.device)
         seen = packed_features(backbone, tree.packed, tree.images, input_ids.device)
         places = packed_positions(backbone, tree.packed, tree.images, input_ids.device)
         position_ids = position_ids if places is None else places
@@ -162,7 +163,7 @@ def _backbone_outputs(model: PreTrainedModel, tree: TreeInput, input_ids: Tensor
     replays: AbstractContextManager[None] = nullcontext()
     if routes is not None and replayer is not None:
         replays = replayer.replaying(tree.layout, routes, shared)
-    with packed_row(tree.layout), replays, over_tree(model, tree.layout), playing(backbone, heard):
+    with packed_row(tree.layout), replays, over_tree(model, tree.layout), inject_audio_embeddings(backbone, heard):
         return backbone(input_ids=input_ids, attention_mask=torch.ones_like(input_ids), use_cache=False, **given)
 
 
@@ -174,7 +175,7 @@ def score_packed(
     truncation: Truncation | None = None,
     plain: np.ndarray | None = None,
     router_loss: bool = False,
-    images: Images | None = None,
+    images: Media | None = None,
     sequence: SequenceGroup | None = None,
 ) -> TreeScores:
     """One forward over a packed row."""
@@ -264,7 +265,7 @@ def _obstacle(model: PreTrainedModel) -> str | None:
         return "is more than a text decoder"
     if model.config is not config:
         backbone = getattr(model, backbone_name(model) or "")
-        if image_token(model.config) is not None and not takes_features(backbone):
+        if IMAGE in media_tokens(model.config) and not takes_features(backbone):
             return "takes no features of images"
         both_ways = getattr(config, "use_bidirectional_attention", None) == "vision"  # some of Gemma 4
         if both_ways or "token_type_ids" in inspect.signature(backbone.forward).parameters:

@@ -22,14 +22,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from mt_grpo.errors import UnsupportedModelError
-from mt_grpo.forward.images import Images
 from mt_grpo.forward.interface import use_attention
+from mt_grpo.forward.media import Media
 from mt_grpo.forward.model import score_packed
 from mt_grpo.forward.packing import FlatTree, flatten, pack
 from mt_grpo.forward.reference import turn_by_turn_logps
 from mt_grpo.forward.rows import score_rows
 from mt_grpo.forward.sequence_parallel import SequenceGroup
-from mt_grpo.images import SOUND, kind_of
+from mt_grpo.media import SOUND, kind_of
 from mt_grpo.token_tree import TokenTree
 
 EXACT = 1e-4
@@ -149,7 +149,7 @@ def prove_rows(model: nn.Module, length: int, *, mixed_precision: str = "no") ->
 def prove_images(
     model: nn.Module,
     trees: Sequence[FlatTree],
-    images: Images,
+    images: Media,
     *,
     attention: str = "auto",
     mixed_precision: str = "no",
@@ -249,7 +249,7 @@ def measure(
     attention: str = "auto",
     mixed_precision: str = "no",
     rows: bool = False,
-    shown: tuple[Sequence[FlatTree], Images] | None = None,
+    shown: tuple[Sequence[FlatTree], Media] | None = None,
     sequence: SequenceGroup | None = None,
 ) -> Proof:
     """
@@ -307,7 +307,7 @@ def rounding_step(model: nn.Module, mixed_precision: str = "no") -> float:
 
 
 def _turn_by_turn(
-    model: nn.Module, base: PreTrainedModel, tree: FlatTree, device: torch.device, images: Images | None
+    model: nn.Module, base: PreTrainedModel, tree: FlatTree, device: torch.device, images: Media | None
 ) -> Tensor:
     """Log-probs of a tree's trained tokens, turn after turn."""
     tokens, turns, parent = (

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mt_grpo.forward.images import Images, row_inputs
 from mt_grpo.forward.lm_head import Truncation
+from mt_grpo.forward.media import Media, row_inputs
 
 
 def turn_by_turn_logps(
@@ -22,7 +22,7 @@ def turn_by_turn_logps(
     temperature: float,
     truncation: Truncation | None = None,
     logits_to_keep: bool = False,
-    images: Images | None = None,
+    images: Media | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities and entropies of a TRL batch, with one forward per turn of each row."""
     rows, columns, logps, entropies = [], [], [], []

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mt_grpo.forward.images import Images, pretrained, row_inputs
 from mt_grpo.forward.lm_head import Truncation
+from mt_grpo.forward.media import Media, pretrained, row_inputs
 from mt_grpo.forward.packing import FlatTree
 from mt_grpo.forward.routes import router_loss as loss_of_routers
 
@@ -35,7 +35,7 @@ def score_rows(
     temperature: float = 1.0,
     truncation: Truncation | None = None,
     router_loss: bool = False,
-    images: Images | None = None,
+    images: Media | None = None,
 ) -> RowScores:
     """
     One forward over all sequences of some trees. What follows a token changes nothing for a model that reads from left

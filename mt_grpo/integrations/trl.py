@@ -24,8 +24,8 @@ from mt_grpo.envs.env import ConversationEnded
 from mt_grpo.envs.source import CLOSE_TIMEOUT, COLUMN, Prototype, source_of
 from mt_grpo.envs.tool_env import execute_calls
 from mt_grpo.errors import ConfigError, describe_error
-from mt_grpo.images import is_shown, read_parts, shows_images
 from mt_grpo.imports import did_you_mean, import_object
+from mt_grpo.media import has_media, kind_of_part, read_parts
 from mt_grpo.rewards import EnvReward, RewardFunc
 from mt_grpo.tools import Tool
 from mt_grpo.tools.results import Result
@@ -60,7 +60,7 @@ class TRLTool(Tool):
         return cls(**{each.name: getattr(tool, each.name) for each in fields(tool)})
 
     def read(self, returned: Any) -> Result:
-        shown = returned if shows_images(returned) else _as_text(returned)
+        shown = returned if has_media(returned) else _as_text(returned)
         return super().read(shown)._replace(data=None, returned=returned if isinstance(returned, list) else None)
 
     def describe(self, error: Exception) -> str:
@@ -335,11 +335,11 @@ def _text(said: Any) -> Any:
     """What `reset` returned as text, as `_as_text` has it; as it is if it shows images."""
     if isinstance(said, list) and said and all(isinstance(part, dict) and "type" in part for part in said):
         for part in said:
-            if part["type"] != "text" and not is_shown(part):
+            if part["type"] != "text" and not kind_of_part(part):
                 raise PartError(
                     f"A part of type {part['type']!r} cannot be shown: models read text, images, videos and sounds."
                 )
-    return said if shows_images(said) else _as_text(said)
+    return said if has_media(said) else _as_text(said)
 
 
 def _parts(said: Any) -> list[Any]:

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
-from mt_grpo.images import in_words
+from mt_grpo.media import part_text
 from mt_grpo.trajectory import Trajectory, Turn
 
 PlainFunction = Callable[..., "list[float | None] | Awaitable[list[float | None]]"]
@@ -205,7 +205,7 @@ class ScoreFunction(OutcomeReward):
 
     async def score(self, trajectory: Trajectory, **row: Any) -> float | None:
         said = [message.get("content") or "" for message in trajectory.completion]
-        text = "\n".join(each if isinstance(each, str) else "\n".join(map(in_words, each)) for each in said)
+        text = "\n".join(each if isinstance(each, str) else "\n".join(map(part_text, each)) for each in said)
         given = {name: row.get(name) for name in ("data_source", "extra_info")} | {"ground_truth": self.truth(row)}
         given |= dict.fromkeys(self.SOLUTION, text)
         found: Any = self.function(**{name: value for name, value in given.items() if _takes(self.function, name)})

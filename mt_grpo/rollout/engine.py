@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from mt_grpo.errors import UserError
-from mt_grpo.forward.images import Images
+from mt_grpo.forward.media import Media
 from mt_grpo.token_tree import Routes
 
 
@@ -100,11 +100,11 @@ class PlacingEngine(Protocol):
 
 
 @runtime_checkable
-class ImageEngine(Protocol):
+class MediaEngine(Protocol):
     """An engine whose model takes images."""
 
     async def generate_with_images(
-        self, context: list[int], images: Images, sampling: SamplingParams, session: str
+        self, context: list[int], images: Media, sampling: SamplingParams, session: str
     ) -> Sample:
         """As `generate`, after a context in which the tokens of `images` have ids below 0."""
         ...

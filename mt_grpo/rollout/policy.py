@@ -17,9 +17,18 @@ from mt_grpo.concurrency import ConcurrencyLimit, in_thread
 from mt_grpo.envs.env import ConversationEnded, check_messages
 from mt_grpo.envs.protocols import CallProtocol, NativeProtocol
 from mt_grpo.errors import EngineError
-from mt_grpo.images import Shown, decode, image_parts, is_decoded, is_read, is_shown, media_of, read_messages
-from mt_grpo.rollout.engine import Engine, ImageEngine, LocalEngine, Sample, SamplingParams
-from mt_grpo.rollout.images import ImageEncoder
+from mt_grpo.media import (
+    ConversationMedia,
+    decode,
+    is_decoded,
+    is_read,
+    kind_of_part,
+    media_of,
+    media_parts,
+    read_messages,
+)
+from mt_grpo.rollout.engine import Engine, LocalEngine, MediaEngine, Sample, SamplingParams
+from mt_grpo.rollout.media import MediaEncoder
 from mt_grpo.rollout.rendering import ChatRenderer
 from mt_grpo.rollout.transcript import Context, History, Transcript
 from mt_grpo.token_tree import common_prefix
@@ -73,7 +82,7 @@ class Sampler:
         template_kwargs: dict[str, Any],
         history: str,
         compact_every: int | None,
-        images: ImageEncoder | None = None,
+        images: MediaEncoder | None = None,
     ) -> None:
         self.engine, self.limits, self.images = engine, limits, images
         self.history, self.compact_every = history, compact_every
@@ -141,7 +150,7 @@ class ConversationPolicy:
         self._sampler, self._trajectory, self.sampling, self._seed = sampler, trajectory, sampling, seed
         self._lock, self._opening = asyncio.Lock(), asyncio.Lock()
         self._last = time.perf_counter()
-        self._transcript, self._shown = Transcript(), Shown()
+        self._transcript, self._shown = Transcript(), ConversationMedia()
         self._asked: tuple[Any, Any] | None = None
         self._history: History | None = None
         self._context: list[int] = []  # the latest, and its action
@@ -236,13 +245,13 @@ class ConversationPolicy:
         def work(seen: int) -> Sequence[Message]:
             added = messages[seen:]
             read = read_messages(added, of_row, self._shown.files)
-            parts = list(image_parts(read))
+            parts = list(media_parts(read))
             self._shown.add(media_of(parts))
             for medium in media_of(filter(takes, parts)):
                 decode(medium)
             return messages if read is added else [*messages[:seen], *read]
 
-        found = image_parts(messages[seen:])
+        found = media_parts(messages[seen:])
         quick = all(is_read(part) and (not takes(part) or all(map(is_decoded, media_of([part])))) for part in found)
         if quick:
             return work(seen)
@@ -469,7 +478,7 @@ class ConversationPolicy:
     async def _sample(self, context: list[int], drawing: SamplingParams) -> Sample:
         engine, images = self._sampler.engine, self._trajectory.images
         try:
-            if images and isinstance(engine, ImageEngine):
+            if images and isinstance(engine, MediaEngine):
                 inputs = {number: image.inputs for number, image in images.items()}
                 return await engine.generate_with_images(context, inputs, drawing, self.session)
             return await engine.generate(context, drawing, self.session)
@@ -501,5 +510,7 @@ class ConversationPolicy:
 
 def _size(message: Message) -> int:
     """Characters of a message, roughly; an image or a sound is as much work as long text."""
-    shown = sum(map(is_shown, message["content"])) if isinstance(message.get("content"), list) else 0
+    shown = (
+        sum(kind_of_part(part) > 0 for part in message["content"]) if isinstance(message.get("content"), list) else 0
+    )
     return shown * LONG + sum(len(value) if isinstance(value, str) else len(str(value)) for value in message.values())

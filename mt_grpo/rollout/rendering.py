@@ -6,11 +6,10 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, overload
 
-from mt_grpo.images import image_parts, in_words, is_shown
+from mt_grpo.media import SOUND, kind_of_part, media_parts, part_text
 from mt_grpo.rollout.chat_template import ChatTemplate, TemplateError
-from mt_grpo.rollout.images import EncodedImage, ImageEncoder
+from mt_grpo.rollout.media import EncodedMedium, MediaEncoder
 from mt_grpo.rollout.special_tokens import SpecialTokens, template_constants
-from mt_grpo.sounds import is_sound_part
 from mt_grpo.trajectory import Message
 
 _PROMPTS_KEPT = 64
@@ -32,7 +31,7 @@ class ChatRenderer:
         tools (`list[dict]`, *optional*): Tool schemas for the template to show.
         template_kwargs (`dict`, *optional*): Further variables of the template, e.g. `enable_thinking`.
         tags (`tuple[str, ...]`, *optional*): Added tokens that contents may hold, such as a call protocol's own.
-        images (`ImageEncoder`, *optional*): Encodes images, videos and sounds, for a model that takes some.
+        images (`MediaEncoder`, *optional*): Encodes images, videos and sounds, for a model that takes some.
 
     Attributes:
         end_of_turn (`str`), end_id (`int`): The token with which the template ends an assistant's turn.
@@ -51,7 +50,7 @@ class ChatRenderer:
         tools: list[dict[str, Any]] | None = None,
         template_kwargs: dict[str, Any] | None = None,
         tags: tuple[str, ...] = (),
-        images: ImageEncoder | None = None,
+        images: MediaEncoder | None = None,
     ) -> None:
         self._template = ChatTemplate(tokenizer, template_kwargs or {}, calls=bool(tools))
         self.images = images
@@ -118,19 +117,21 @@ class ChatRenderer:
             return message
         missing = next((part for part in left if "alt" not in part), None)
         if missing is not None and self.images is None:
-            shows, what = ("plays a sound", "sounds") if is_sound_part(missing) else ("shows an image", "images")
+            shows, what = (
+                ("plays a sound", "sounds") if kind_of_part(missing) == SOUND else ("shows an image", "images")
+            )
             raise TemplateError(
                 f"A message of {message['role']!r} {shows}, and this run gives its model text only: use a model that "
                 f"takes {what}, with its processor, and sample with `use_vllm: false`."
             )
         if missing is not None and self.images is not None:
             self.images.encode(missing)  # says why it cannot be shown
-        words = [{"type": "text", "text": in_words(part)} if self._is_left_out(part) else part for part in content]
+        words = [{"type": "text", "text": part_text(part)} if self._is_left_out(part) else part for part in content]
         return {**message, "content": words}
 
     def _is_left_out(self, part: Any) -> bool:
         """Whether a part shows something that this model is not shown."""
-        return is_shown(part) and (self.images is None or not self.images.takes(part))
+        return kind_of_part(part) > 0 and (self.images is None or not self.images.takes(part))
 
     def past_message(self, message: Message, ids: list[int]) -> Message:
         """
@@ -152,7 +153,7 @@ class ChatRenderer:
         """Rendered text with the images of its messages."""
         if self.images is None:
             return text
-        parts = [part for part in image_parts(self._template.arranged(list(messages))) if self.images.takes(part)]
+        parts = [part for part in media_parts(self._template.arranged(list(messages))) if self.images.takes(part)]
         placed = self.images.place(text, parts)
         if placed is None:
             raise TemplateError(
@@ -212,7 +213,7 @@ class ChatRenderer:
 
     def shown_parts(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """Parts for the images, videos and sounds that messages show the model, for a template to count."""
-        parts = image_parts(messages) if self.images is not None else ()
+        parts = media_parts(messages) if self.images is not None else ()
         return [{"type": part["type"]} for part in parts if not self._is_left_out(part)]
 
     def _reply_ids(
@@ -256,7 +257,7 @@ class ChatRenderer:
             return self.special_tokens.encode(text)
         ids: list[int] = []
         for section in self.images.sections(text):
-            ids += section.tokens if isinstance(section, EncodedImage) else self.special_tokens.encode(section)
+            ids += section.tokens if isinstance(section, EncodedMedium) else self.special_tokens.encode(section)
         return ids
 
     def escaped_text(self, ids: list[int]) -> str:

@@ -22,10 +22,10 @@ from mt_grpo.envs.env import ConversationEnded, Outcome, StepEnv, checked_outcom
 from mt_grpo.envs.source import EnvLike, check_source, close_each, source_of, warn_of_unclosed
 from mt_grpo.envs.tool_env import fail_unanswered
 from mt_grpo.errors import EngineError, describe_error, find_fault
-from mt_grpo.images import MODEL_TAKES
+from mt_grpo.media import MODEL_TAKES
 from mt_grpo.options.rules import check_history
 from mt_grpo.rollout.engine import Engine, PlacingEngine, SamplingParams
-from mt_grpo.rollout.images import ImageEncoder
+from mt_grpo.rollout.media import MediaEncoder
 from mt_grpo.rollout.policy import ConversationPolicy, RolloutLimits, Sampler, derive_seed
 from mt_grpo.rollout.token_check import SanityCheck
 from mt_grpo.rollout.token_row import TokenRow, token_row
@@ -69,7 +69,7 @@ class RolloutRunner:
         template_kwargs (`dict`, *optional*): Variables for the chat template.
         history (`str`, *optional*, defaults to `"keep"`), compact_every (`int`, *optional*): See `History`.
         sanity_check_mode (`str`, *optional*, defaults to `"disable"`): See `SanityCheck`.
-        images (`ImageEncoder`, *optional*): Encodes the images of conversations. The engine must be an `ImageEngine`.
+        images (`MediaEncoder`, *optional*): Encodes the images of conversations. The engine must be an `MediaEngine`.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class RolloutRunner:
         history: str = "keep",
         compact_every: int | None = None,
         sanity_check_mode: str = "disable",
-        images: ImageEncoder | None = None,
+        images: MediaEncoder | None = None,
     ) -> None:
         check_history(history, compact_every)
         check_source(env)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from mt_grpo.forward.images import Images
+from mt_grpo.forward.media import Media
 from mt_grpo.rollout.rendering import ChatRenderer
 from mt_grpo.token_tree import NO_ROUTE, TokenTree, common_prefix
 from mt_grpo.trajectory import StopReason, Trajectory
@@ -29,7 +29,7 @@ class TokenRow:
         parent (`list[int]`): Position of the token that each token follows. It is the one before, except where the
             history was rewritten. -1 is the last token of the prompt, -2 the one before, and so on.
         prompt_routes, routes (`bytes`): The routes of both parts, see `Routes`; empty where no token has one.
-        images (`Images`): The images of both parts. Their tokens have ids below 0.
+        images (`Media`): The images of both parts. Their tokens have ids below 0.
     """
 
     prompt_ids: list[int]
@@ -40,7 +40,7 @@ class TokenRow:
     parent: list[int]
     prompt_routes: bytes = b""
     routes: bytes = b""
-    images: Images = field(default_factory=dict)
+    images: Media = field(default_factory=dict)
 
 
 def token_row(trajectory: Trajectory, renderer: ChatRenderer, env_mask: int = 0) -> TokenRow:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
-from mt_grpo.images import is_kept, is_same, name_at_hand
+from mt_grpo.media import digest_at_hand, is_medium, is_same
 from mt_grpo.options.rules import check_history
 from mt_grpo.rollout.chat_template import THOUGHTS
 from mt_grpo.rollout.rendering import ChatRenderer
@@ -210,8 +210,8 @@ def _alike(one: Any, other: Any, looks: bool = False, depth: int = 5) -> bool:
     """
     if one is other:
         return True
-    if is_kept(one) or is_kept(other):
-        return is_kept(one) and is_kept(other) and is_same(one, other, looks)
+    if is_medium(one) or is_medium(other):
+        return is_medium(one) and is_medium(other) and is_same(one, other, looks)
     if depth and isinstance(one, list) and isinstance(other, list):
         return len(one) == len(other) and all(_alike(*pair, looks, depth - 1) for pair in zip(one, other, strict=True))
     if depth and isinstance(one, dict) and isinstance(other, dict):
@@ -248,4 +248,4 @@ def _text(value: Any) -> str:
 
 
 def _named(value: Any) -> str:
-    return name_at_hand(value) if is_kept(value) else str(value)
+    return digest_at_hand(value) if is_medium(value) else str(value)

@@ -9,7 +9,7 @@ import numpy as np
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from mt_grpo.images import in_words, token_in_words
+from mt_grpo.media import part_text, token_text
 from mt_grpo.runlog.shapes import misfit
 from mt_grpo.token_tree import Node, TokenTree
 from mt_grpo.trajectory import Trajectory
@@ -172,7 +172,7 @@ def words(message: dict[str, Any]) -> str:
     content = message.get("content") or ""
     if isinstance(content, str):
         return content
-    return "\n".join(in_words(part) for part in content)
+    return "\n".join(part_text(part) for part in content)
 
 
 def token_tree(rollout: dict[str, Any]) -> TokenTree:
@@ -275,5 +275,5 @@ def token_texts(ids: list[int], nodes: list[dict[str, Any]], tokenizer: Tokenize
             if token >= 0:
                 texts.append(stream.step(tokenizer, token) or "")
             else:
-                texts.append("" if place and ids[place - 1] == token else token_in_words(token))
+                texts.append("" if place and ids[place - 1] == token else token_text(token))
     return texts

@@ -11,7 +11,7 @@ from zlib import crc32
 import numpy as np
 import pyarrow as pa
 
-from mt_grpo.images import is_kept
+from mt_grpo.media import is_medium
 from mt_grpo.runlog.files import to_json, whole
 from mt_grpo.runlog.schema import ROLLOUTS, rollouts_file, session_id
 from mt_grpo.trajectory import UNWRITTEN, Trajectory
@@ -135,7 +135,7 @@ def record(trajectory: Trajectory, keep: Callable[[Any], str]) -> bytes:
     fields["turns"] = [{**vars(turn), "tool_calls": list(map(vars, turn.tool_calls))} for turn in trajectory.turns]
     fields["stop_reason"] = trajectory.stop_reason and trajectory.stop_reason.value
     # half a character, which an environment may write, as the escape that JSON has for it
-    plain = to_json(fields, default=lambda value: keep(value) if is_kept(value) else str(value))
+    plain = to_json(fields, default=lambda value: keep(value) if is_medium(value) else str(value))
     return plain.encode("utf-8", "backslashreplace")
 
 

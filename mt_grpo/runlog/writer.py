@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mt_grpo.errors import UserError
-from mt_grpo.images import as_png, digest
+from mt_grpo.media import digest, to_file
 from mt_grpo.runlog.index import written
 from mt_grpo.runlog.rows import Batch, rollout_lines, rollout_table
 from mt_grpo.runlog.schema import (
@@ -30,7 +30,7 @@ from mt_grpo.runlog.schema import (
     sound_file,
     updates_file,
 )
-from mt_grpo.sounds import Sound, as_wav
+from mt_grpo.sounds import Sound
 
 Line = dict[str, Any]
 
@@ -65,13 +65,12 @@ class RunWriter:
         kept: list[Line] = []
 
         def keep(value: Any) -> str:
-            heard = isinstance(value, Sound)
             try:
-                file = (sound_file if heard else image_file)(digest(value))
+                file = (sound_file if isinstance(value, Sound) else image_file)(digest(value))
             except (OSError, ValueError) as error:  # one that the user's code opened, and that is cut off
                 return f"[{error}]"
             if not (self.folder / file).exists():
-                kept.append(self._save(file, as_wav(value) if heard else as_png(value)))
+                kept.append(self._save(file, to_file(value)))
             return file
 
         table = rollout_table(batch, self.rank, keep)

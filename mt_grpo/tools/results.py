@@ -8,7 +8,7 @@ from dataclasses import asdict, is_dataclass
 from typing import Any, NamedTuple
 
 from mt_grpo.errors import describe_error
-from mt_grpo.images import decode_shown, in_words, own_parts, read_parts, shows_images
+from mt_grpo.media import decode_for_model, has_media, part_text, read_parts, snapshot_parts
 
 MAX_DEPTH = 100
 """Most levels of nested lists and dictionaries in data, since code that handles it is recursive."""
@@ -34,19 +34,19 @@ def read_result(result: Any, max_size: int | None) -> Result:
     """
     data = None
     if type(result) is tuple and len(result) == 2 and isinstance(result[1], dict):
-        if isinstance(result[0], str) or shows_images(result[0]):
+        if isinstance(result[0], str) or has_media(result[0]):
             result, data = result
             # so that a reward sees the same in the run and when it reads what the run has written
             data = json.loads(json.dumps(data, default=_plain))
             check_data(data, "the data of the result")
-    if not shows_images(result):
+    if not has_media(result):
         return Result(cut(render(result), max_size), data)
     parts = [
         {**part, "text": cut(render(part["text"]), max_size)} if "text" in part else part
-        for part in read_parts(own_parts(result if isinstance(result, list) else [result]))
+        for part in read_parts(snapshot_parts(result if isinstance(result, list) else [result]))
     ]
-    decode_shown(parts)
-    return Result("\n".join(map(in_words, parts)), data, parts)
+    decode_for_model(parts)
+    return Result("\n".join(map(part_text, parts)), data, parts)
 
 
 def render(result: Any) -> str:

@@ -19,8 +19,8 @@ from torch import nn
 from trl import GRPOTrainer
 
 from mt_grpo.errors import ConfigError
-from mt_grpo.forward.images import Images, with_blank
 from mt_grpo.forward.logps import token_logps
+from mt_grpo.forward.media import Media, with_blank
 from mt_grpo.forward.model import score_own
 from mt_grpo.forward.packing import pack
 from mt_grpo.forward.sequence_parallel import SequenceGroup
@@ -125,7 +125,7 @@ def _leaves_of(reward: RightAnswer, trajectory: Trajectory, trainer: GRPOTrainer
 
 
 def _by_trainer(
-    trainer: GRPOTrainer, rows: list[list[TokenTree]], mode: str, images: Images
+    trainer: GRPOTrainer, rows: list[list[TokenTree]], mode: str, images: Media
 ) -> list[list[list[float]]]:
     args = trainer.args
     size = args.per_device_train_batch_size if mode == "train" else args.per_device_eval_batch_size
@@ -153,7 +153,7 @@ def mean_logprobs(
     trees: Sequence[TokenTree],
     forward: str = "tree",
     attention: str = "auto",
-    images: Images | None = None,
+    images: Media | None = None,
     sequence: SequenceGroup | None = None,
 ) -> list[list[float]]:
     """

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mt_grpo.forward.images import ImageInputs, Images, with_blank
 from mt_grpo.forward.lm_head import Truncation
+from mt_grpo.forward.media import Media, MediumInputs, with_blank
 from mt_grpo.forward.model import score_own, score_packed
 from mt_grpo.forward.packing import FlatTree, Packed, flatten, pack
 from mt_grpo.forward.routes import NO_ROUTE
@@ -61,9 +61,9 @@ def image_column(rows: list[TokenRow]) -> list[dict[int, tuple[int, dict[str, Te
     return column if any(column) else None
 
 
-def images_of(column: Sequence[dict[int, tuple[int, dict[str, Tensor]]]] | None) -> Images:
+def images_of(column: Sequence[dict[int, tuple[int, dict[str, Tensor]]]] | None) -> Media:
     """The images of all rows of an `image_column`."""
-    return {number: ImageInputs(*image) for row in column or () for number, image in row.items()}
+    return {number: MediumInputs(*image) for row in column or () for number, image in row.items()}
 
 
 def with_images(ids: Tensor, rows: list[list[int]], left: bool) -> Tensor:
@@ -166,7 +166,7 @@ def batch_logps(
     attention: str = "auto",
     temperature: float = 1.0,
     truncation: Truncation | None = None,
-    images: Images | None = None,
+    images: Media | None = None,
     sequence: SequenceGroup | None = None,
     shared: bool = False,
 ) -> tuple[Tensor, Tensor, list[list[float]]]:
@@ -216,7 +216,7 @@ def rows_logps(
     *,
     temperature: float = 1.0,
     truncation: Truncation | None = None,
-    images: Images | None = None,
+    images: Media | None = None,
     router_losses: list[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """

@@ -25,7 +25,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME
 
 from mt_grpo.errors import ConfigError, UserError
-from mt_grpo.images import named
+from mt_grpo.media import media_to_digests
 from mt_grpo.runlog.files import to_json
 from mt_grpo.training.config import MTGRPOConfig
 
@@ -166,7 +166,7 @@ def _known_by(rows: Dataset | IterableDataset) -> str:
     if isinstance(rows, IterableDataset):
         return "a stream"
     ends = sorted({*range(min(ROWS, len(rows))), *range(max(0, len(rows) - ROWS), len(rows))})
-    digest = crc32(to_json([named(rows[index]) for index in ends]).encode("utf-8", "backslashreplace"))
+    digest = crc32(to_json([media_to_digests(rows[index]) for index in ends]).encode("utf-8", "backslashreplace"))
     return f"{len(rows)} rows ({digest:08x})"
 
 

@@ -34,7 +34,7 @@ from mt_grpo.options.values import parse_user, verifiers_name
 from mt_grpo.rewards import RewardFunc
 from mt_grpo.rollout import Engine, RolloutLimits, RolloutRunner, TemplateError
 from mt_grpo.rollout.chat_template import ChatTemplate
-from mt_grpo.rollout.images import ImageEncoder
+from mt_grpo.rollout.media import MediaEncoder
 from mt_grpo.tools import Tool, in_processes, load_tools, load_tools_file
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.preflight import Rows
@@ -419,7 +419,7 @@ def prepare_tokenizer(tokenizer: Any, source: EnvSource) -> None:
 
 
 def build_runner(
-    env: EnvLike, engine: Engine, args: MTGRPOConfig, images: ImageEncoder | None = None
+    env: EnvLike, engine: Engine, args: MTGRPOConfig, images: MediaEncoder | None = None
 ) -> RolloutRunner:
     """Runs conversations of `env` as `args` say."""
     limits = RolloutLimits(

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from trl import GRPOTrainer
 
 from mt_grpo.errors import ConfigError, UnsupportedModelError
-from mt_grpo.forward.images import Images, feature_lengths
 from mt_grpo.forward.lm_head import Truncation
+from mt_grpo.forward.media import Media, feature_lengths
 from mt_grpo.forward.model import enable_trees
 from mt_grpo.forward.probe import prove, prove_images, prove_rows
 from mt_grpo.forward.reference import turn_by_turn_logps
 from mt_grpo.forward.routes import has_router_loss
 from mt_grpo.forward.sequence_parallel import SequenceGroup
-from mt_grpo.images import SOUND, kind_of
+from mt_grpo.media import SOUND, kind_of
 from mt_grpo.rollout import SamplingParams
 from mt_grpo.rollout.token_row import TokenRow
 from mt_grpo.token_tree import TokenTree
@@ -69,7 +69,7 @@ def completion_logps(
     batch_size: int | None = None,
     leaves: Sequence[Sequence[TokenTree]] = (),
     router_losses: list[Tensor] | None = None,
-    images: Images | None = None,
+    images: Media | None = None,
     sequence: SequenceGroup | None = None,
     shared: bool = False,
 ) -> tuple[Tensor, Tensor, list[list[list[float]]]]:
@@ -156,7 +156,7 @@ def prepare_router_loss(trainer: GRPOTrainer) -> None:
     trainer.aux_loss_enabled = False
 
 
-def trl_scores(trainer: GRPOTrainer, columns: TokenColumns, images: Images) -> bool:
+def trl_scores(trainer: GRPOTrainer, columns: TokenColumns, images: Media) -> bool:
     """Whether TRL's own forward computes the log-probs of a batch: it knows of rows, and of few names for experts."""
     config = trainer.model.config.get_text_config()
     counts_experts = not trainer.aux_loss_enabled or getattr(config, "num_experts", None) is not None
@@ -229,7 +229,7 @@ def prove_shown(trainer: GRPOTrainer, batch: RolloutBatch, proven: set[Any]) -> 
     found: list[dict[Any, TokenRow]] = gather_object([{each: mine[each] for each in wanted if each in mine}])
     rows = {id(row): row for each in wanted for row in [next(of_rank[each] for of_rank in found if each in of_rank)]}
     trees = [flat_tree(row) for row in rows.values()]
-    images: Images = {number: image for row in rows.values() for number, image in row.images.items()}
+    images: Media = {number: image for row in rows.values() for number, image in row.images.items()}
     models = list(filter(None, (trainer.model_wrapped, trainer.ref_model)))
     with trainer.accelerator.autocast():
         if args.forward == "tree":

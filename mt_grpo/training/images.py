@@ -11,13 +11,12 @@ from trl.data_utils import prepare_multimodal_messages
 
 from mt_grpo.data.images import ImageOfRowError
 from mt_grpo.errors import ConfigError
-from mt_grpo.forward.images import image_token, sound_token, video_token
-from mt_grpo.images import as_png, decode, is_decoded, is_image, media_of, read_parts
-from mt_grpo.media import MediumError
+from mt_grpo.forward.media import media_tokens
+from mt_grpo.media import IMAGE, SOUND, MediumError, decode, is_decoded, is_image, media_of, read_parts, to_file
 from mt_grpo.rollout import Engine
-from mt_grpo.rollout.engine import ImageEngine
+from mt_grpo.rollout.engine import MediaEngine
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
-from mt_grpo.rollout.images import ImageEncoder, hearing
+from mt_grpo.rollout.media import MediaEncoder, audio_feature_extractor
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.model import source_options
 
@@ -98,7 +97,7 @@ def _shown(image: Any, row: dict[str, Any]) -> Any:
         return _decoded([{"type": "image", "image": image}])[0]["image"]
     except MediumError as error:
         one, several = IMAGE_COLUMNS
-        value = {"bytes": as_png(image)} if is_image(image) and not is_decoded(image) else image
+        value = {"bytes": to_file(image)} if is_image(image) and not is_decoded(image) else image
         raise ImageOfRowError(error, one if row.get(several) is None else several, value) from error
 
 
@@ -163,22 +162,21 @@ def _with_text(message: dict[str, Any]) -> dict[str, Any]:
     return message
 
 
-def image_encoder(processor: Any, config: PreTrainedConfig, engine: Engine) -> ImageEncoder | None:
+def image_encoder(processor: Any, config: PreTrainedConfig, engine: Engine) -> MediaEncoder | None:
     """What encodes the images and sounds of a run; `None` where model, processor or engine take none."""
     inside = vars(processor) if isinstance(processor, ProcessorMixin) else {}
-    image = image_token(config) if "image_processor" in inside else None
-    sound = sound_token(config) if inside and hearing(processor) is not None else None
-    if (image is None and sound is None) or not isinstance(engine, ImageEngine):
-        return None
-    return ImageEncoder(processor, image, video_token(config), sound)
+    tokens = media_tokens(config)
+    sees = IMAGE in tokens and "image_processor" in inside
+    hears = SOUND in tokens and bool(inside) and audio_feature_extractor(processor) is not None
+    return MediaEncoder(processor, tokens) if (sees or hears) and isinstance(engine, MediaEngine) else None
 
 
-def check_images(encoder: ImageEncoder | None, config: PreTrainedConfig, engine: Engine, *data: Any) -> None:
+def check_images(encoder: MediaEncoder | None, config: PreTrainedConfig, engine: Engine, *data: Any) -> None:
     """Refuses datasets with images or sounds where the model cannot be shown them."""
     every = [rows for one in data for rows in (one.values() if isinstance(one, dict) else [one])]
     for columns, feature, part, token, what in (
-        (IMAGE_COLUMNS, Image, {"type": "image"}, image_token(config), "images"),
-        (SOUND_COLUMNS, Audio, PLACE, sound_token(config), "sounds"),
+        (IMAGE_COLUMNS, Image, {"type": "image"}, media_tokens(config).get(IMAGE), "images"),
+        (SOUND_COLUMNS, Audio, PLACE, media_tokens(config).get(SOUND), "sounds"),
     ):
         column = next((name for rows in every for name in columns if _holds(rows, name, feature)), None)
         if column is not None and feature is Audio and isinstance(engine, VLLMServerClient):
@@ -191,7 +189,7 @@ def check_images(encoder: ImageEncoder | None, config: PreTrainedConfig, engine:
         if token is None:
             problem = "the model takes text only" if encoder is None else f"the model takes no {what}"
             mend = f"use a model that takes {what}"
-        elif not isinstance(engine, ImageEngine):
+        elif not isinstance(engine, MediaEngine):
             problem = f"{type(engine).__name__} is given tokens of text only"
             mend = "sample with the model itself (`use_vllm: false`)"
         else:

@@ -23,8 +23,9 @@ from trl import ModelConfig
 
 import mt_grpo
 from mt_grpo.errors import ConfigError
-from mt_grpo.forward.images import image_token
+from mt_grpo.forward.media import media_tokens
 from mt_grpo.forward.routes import route_shape
+from mt_grpo.media import IMAGE
 from mt_grpo.options.rules import check_groups
 from mt_grpo.servers.processes import OwnServer, is_free
 from mt_grpo.training.checkpoint import adapter_settings
@@ -204,7 +205,7 @@ def command_at(host: str, port: int, args: MTGRPOConfig, model: ModelConfig) -> 
     command += flags
     environment |= variables
     config = _read_config(resolve_base(name), args, model)
-    if config is not None and image_token(config) is not None:
+    if config is not None and IMAGE in media_tokens(config):
         # the endpoint that takes token ids with images, of pixels as the trainer's processor makes them
         command += ["--enable-scale-out", "--no-mm-device-do-normalize"]
     routes = replays_routes(args) and config is not None and route_shape(config) is not None

@@ -13,7 +13,7 @@ from datasets import Dataset, IterableDataset
 from torch import Tensor
 
 from mt_grpo.credit import Credit, RewardBatch
-from mt_grpo.images import in_words, named
+from mt_grpo.media import media_to_digests, part_text
 from mt_grpo.rewards import Scores, completion_ids, spread
 from mt_grpo.rollout import RolloutRequest, TokenRow, derive_seed
 from mt_grpo.rollout.runner import Branching
@@ -135,7 +135,7 @@ class RolloutBatch:
             session = "-".join([self.mode, *(f"{part:06d}" for part in (*moment, number))])
             columns = {name: value for name, value in row.items() if name != "prompt"}
             prompt = row["prompt"]
-            draw = derive_seed(seed, self.mode, *moment, number, named(prompt))
+            draw = derive_seed(seed, self.mode, *moment, number, media_to_digests(prompt))
             requests.append(RolloutRequest(prompt, session, columns, draw))
         return requests
 
@@ -212,7 +212,7 @@ def _text(name: str, value: Any) -> str | None:
     if value is None:
         return None
     if name == "content" and isinstance(value, list):
-        value = "\n".join(map(in_words, value))
+        value = "\n".join(map(part_text, value))
     return str(visible(value if isinstance(value, str) else to_json(value)))
 
 

@@ -23,7 +23,7 @@ from mt_grpo.data import had_text_prompts
 from mt_grpo.data.images import with_own_opener
 from mt_grpo.envs import EnvLike
 from mt_grpo.envs.source import source_of, tool_names
-from mt_grpo.forward.images import Images, media_tokens
+from mt_grpo.forward.media import Media, media_tokens
 from mt_grpo.forward.probe import context_length
 from mt_grpo.forward.routes import route_shape
 from mt_grpo.integrations.trl import Factory
@@ -371,7 +371,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         check_images(images, self.model.config, engine, self.train_dataset, self.eval_dataset)
         self._proven_shown: set[Any] | None = None if images is None else set()
         several = images is not None and self.accelerator.num_processes > 1
-        self.blank: Images = images.blanks() if several else {}
+        self.blank: Media = images.blanks() if several else {}
         self.runner = build_runner(self.env, engine, args, images)
         if args.max_staleness:
             self.weight_sync = self.weight_sync or own_weights(engine, self.model, args, self.accelerator)

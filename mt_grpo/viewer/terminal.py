@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.text import Text
 
-from mt_grpo.images import token_in_words
+from mt_grpo.media import token_text
 from mt_grpo.trajectory import Trajectory, visible
 
 MODEL, ENVIRONMENT = "green", "bright_black"
@@ -55,5 +55,5 @@ def decoded(tokens: list[int], tokenizer: Any) -> str:
     """The text of tokens, in which an image or a sound is a word."""
     runs = [(token, list(run)) for token, run in groupby(tokens, lambda token: min(token, 0))]
     return "".join(
-        token_in_words(image) if image else tokenizer.decode(run, skip_special_tokens=False) for image, run in runs
+        token_text(image) if image else tokenizer.decode(run, skip_special_tokens=False) for image, run in runs
     )

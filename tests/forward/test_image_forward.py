@@ -10,8 +10,8 @@ from support.images import FAMILIES, build_processor, build_vision_model, pictur
 from torch import Tensor
 
 from mt_grpo.forward import token_logps
-from mt_grpo.forward.images import ImageInputs
-from mt_grpo.rollout.images import ImageEncoder
+from mt_grpo.forward.media import MediumInputs
+from mt_grpo.rollout.media import MediaEncoder
 from mt_grpo.token_tree import TokenTree
 
 
@@ -20,7 +20,7 @@ class Shown:
 
     def __init__(self) -> None:
         self.processor = build_processor()
-        self.encoder = ImageEncoder(self.processor)
+        self.encoder = MediaEncoder(self.processor)
         self.pictures = {
             name: picture(name, size) for name, size in (("red", (24, 16)), ("blue", (16, 32)), ("green", (40, 24)))
         }
@@ -41,7 +41,7 @@ class Shown:
         self.trees = [first, second, text]
 
     @property
-    def images(self) -> dict[int, ImageInputs]:
+    def images(self) -> dict[int, MediumInputs]:
         return {image.id: image.inputs for image in self.encoded.values()}
 
     def oracle(self, model: Any) -> list[list[Tensor]]:

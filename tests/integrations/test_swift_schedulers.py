@@ -28,7 +28,7 @@ from mt_grpo.integrations.swift import (
 )
 from mt_grpo.integrations.swift.images import with_images, without_images
 from mt_grpo.rollout import EngineError, RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
-from mt_grpo.rollout.images import ImageEncoder
+from mt_grpo.rollout.media import MediaEncoder
 from mt_grpo.training.batch import batch_logps
 from mt_grpo.trajectory import StopReason, ToolCall
 
@@ -580,7 +580,7 @@ def test_a_message_that_plays_a_sound_keeps_it_beside_an_image():
 def test_a_scheduler_adds_and_removes_images():
     processor = build_processor()
     engine = ScriptedSight(processor.tokenizer, talk)
-    encoder = ImageEncoder(processor)
+    encoder = MediaEncoder(processor)
     runner = RolloutRunner(SchedulerSource(Shows, 3, timeout=5.0), engine, RolloutLimits(), images=encoder)
     first = picture("red", (24, 16))
     prompt = [

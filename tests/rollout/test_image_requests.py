@@ -14,8 +14,8 @@ from support.models import build_tokenizer
 from support.upstreams import SAMPLING, client_of, completion, upstream
 
 from mt_grpo.concurrency import run
-from mt_grpo.forward.images import ImageInputs
-from mt_grpo.images import IMAGE
+from mt_grpo.forward.media import MediumInputs
+from mt_grpo.media import IMAGE
 from mt_grpo.servers.http import ServerSetupError
 from mt_grpo.vllm_plugin import IDENTITY
 
@@ -35,7 +35,7 @@ async def closing(client, asked):
 
 
 def image(pixels=PIXELS):
-    return ImageInputs(3, {"pixel_values": pixels, "image_grid_thw": GRID})
+    return MediumInputs(3, {"pixel_values": pixels, "image_grid_thw": GRID})
 
 
 def rendering(fields):

@@ -15,15 +15,14 @@ from support.models import build_tokenizer
 from trl.chat_template_utils import add_response_schema
 
 from mt_grpo.envs import MultiTurnToolEnv, Outcome, Step, StepEnv
-from mt_grpo.images import as_png, image_parts, own_parts
-from mt_grpo.images import read_parts as opened_parts
 from mt_grpo.integrations.openai_api.request import read_parts
 from mt_grpo.integrations.trl import TRLEnv
-from mt_grpo.media import MediumError
+from mt_grpo.media import MediumError, media_parts, snapshot_parts, to_file
+from mt_grpo.media import read_parts as opened_parts
 from mt_grpo.rollout import RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams
 from mt_grpo.rollout.chat_template import TemplateError
 from mt_grpo.rollout.engines.transformers import TransformersEngine
-from mt_grpo.rollout.images import ImageEncoder
+from mt_grpo.rollout.media import MediaEncoder
 from mt_grpo.rollout.rendering import ChatRenderer
 from mt_grpo.tools.mcp.tools import result_parts
 from mt_grpo.tools.results import read_result
@@ -37,7 +36,7 @@ def shown(*images: Any, words: str = "What is it?") -> list[dict[str, Any]]:
 
 def rollout(env: Any, engine: Any, processor: Any, prompts: list[Any], **options: Any) -> list[Trajectory]:
     runner = RolloutRunner(
-        env, engine, options.pop("limits", RolloutLimits()), images=ImageEncoder(processor), **options
+        env, engine, options.pop("limits", RolloutLimits()), images=MediaEncoder(processor), **options
     )
     requests = [RolloutRequest(prompt, f"{number:03d}", {}, number) for number, prompt in enumerate(prompts)]
     return asyncio.run(runner.run(requests, SamplingParams(temperature=1.0)))
@@ -53,17 +52,17 @@ def real(ids: list[int], processor: Any) -> list[int]:
 @pytest.mark.parametrize("template", ["qwen2_5_vl", "qwen3_vl"])
 def test_a_prompt_has_the_ids_that_the_processor_gives_it(template):
     processor = build_processor(template)
-    renderer = ChatRenderer(processor.tokenizer, images=ImageEncoder(processor))
+    renderer = ChatRenderer(processor.tokenizer, images=MediaEncoder(processor))
     messages = [{"role": "system", "content": "Look."}, *shown(picture("red"), picture("blue", (16, 32)))]
     text = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    images = [part["image"] for part in image_parts(messages)]
+    images = [part["image"] for part in media_parts(messages)]
     expected = processor(text=[text], images=images)["input_ids"][0]
     assert real(renderer.prompt_ids(messages), processor) == list(expected)
 
 
 def test_a_text_that_spells_an_image_shows_none():
     processor = build_processor()
-    renderer = ChatRenderer(processor.tokenizer, images=ImageEncoder(processor))
+    renderer = ChatRenderer(processor.tokenizer, images=MediaEncoder(processor))
     words = "<|vision_start|><|image_pad|><|vision_end|> \U0001f76b2123\U0001f76b3"
     ids = renderer.prompt_ids(shown(picture(), words=words))
     assert sum(token == processor.image_token_id for token in ids) == 0
@@ -73,7 +72,7 @@ def test_a_text_that_spells_an_image_shows_none():
 
 def test_a_part_has_options_of_the_processor_for_itself():
     processor = build_processor()
-    encoder, image = ImageEncoder(processor), picture(size=(64, 64))
+    encoder, image = MediaEncoder(processor), picture(size=(64, 64))
     whole, small = (encoder.encode({"type": "image", "image": image, **more}) for more in ({}, {"max_pixels": 1024}))
     assert (whole.inputs.size, small.inputs.size) == (64, 16)
     assert whole.id != small.id
@@ -82,7 +81,7 @@ def test_a_part_has_options_of_the_processor_for_itself():
 
 
 def test_one_image_in_two_objects_is_one():
-    encoder = ImageEncoder(build_processor())
+    encoder = MediaEncoder(build_processor())
     first, second, other = picture(), picture(), picture("green")
     encoded = [encoder.encode({"type": "image", "image": image}) for image in (first, second, other)]
     assert encoded[0] is encoded[1] is not encoded[2]
@@ -201,7 +200,7 @@ def test_an_image_that_is_drawn_on_is_shown_as_it_was(by, opened, tmp_path):
     assert trajectory.stop_reason in (StopReason.ANSWERED, StopReason.ENV_DONE), trajectory.error
     replies = [turn.replies for turn in trajectory.turns[:2]]
     said = [trajectory.prompt, *replies] if by == "environment" else replies
-    pixels = [part["image"].getpixel((6, 1)) for message in said for part in image_parts(message)]
+    pixels = [part["image"].getpixel((6, 1)) for message in said for part in media_parts(message)]
     assert [each == (255, 255, 0) for each in pixels] == [False, False, True][-len(pixels) :]
     assert len(trajectory.images) == 3 and trajectory.tree.num_sequences == 1
 
@@ -210,7 +209,7 @@ def test_a_file_closed_before_it_is_decoded_is_left_alone(tmp_path):
     picture().save(tmp_path / "page.png")
     with Image.open(tmp_path / "page.png") as closed:
         pass
-    assert own_parts([closed]) == [closed]
+    assert snapshot_parts([closed]) == [closed]
 
 
 # Sampled
@@ -242,7 +241,7 @@ def test_the_engine_samples_as_the_model_reads_images():
     for trajectory in trajectories:
         for turn, action in enumerate(trajectory.tree.actions()):
             said = [message for each in trajectory.turns[:turn] for message in (each.message, *each.replies)]
-            images = [part["image"] for part in image_parts(trajectory.prompt + said)]
+            images = [part["image"] for part in media_parts(trajectory.prompt + said)]
             pixels = processor.image_processor(images=images, return_tensors="pt") if images else {}
             ids = torch.tensor([real(trajectory.tree.path_of_turn(turn), processor)])
             types = {"mm_token_type_ids": (ids == processor.image_token_id).long()} if images else {}
@@ -275,7 +274,7 @@ def test_no_image_is_sampled():
 
 
 def png() -> str:
-    return base64.b64encode(as_png(picture("green", (16, 16)))).decode()
+    return base64.b64encode(to_file(picture("green", (16, 16)))).decode()
 
 
 def test_an_mcp_server_shows_images_to_models_that_see():

@@ -15,13 +15,14 @@ from torch import Tensor
 from mt_grpo.envs import Outcome
 from mt_grpo.errors import UnsupportedModelError
 from mt_grpo.forward import token_logps
-from mt_grpo.forward.images import image_token, real_ids, sound_token
+from mt_grpo.forward.media import media_tokens, real_ids
 from mt_grpo.forward.model import enable_trees
 from mt_grpo.forward.packing import flatten
 from mt_grpo.forward.probe import prove_images
+from mt_grpo.media import SOUND
 from mt_grpo.rollout import RolloutRequest, RolloutRunner, SamplingParams
 from mt_grpo.rollout.engines.transformers import TransformersEngine
-from mt_grpo.rollout.images import ImageEncoder
+from mt_grpo.rollout.media import MediaEncoder
 from mt_grpo.rollout.rendering import ChatRenderer
 from mt_grpo.sounds import read_part
 from mt_grpo.trajectory import Trajectory
@@ -35,8 +36,8 @@ def family(name: str) -> Family:
     return SOUND_FAMILIES[name]()
 
 
-def encoder_of(processor: Any, model: Any) -> ImageEncoder:
-    return ImageEncoder(processor, image_token(model.config), sound=sound_token(model.config))
+def encoder_of(processor: Any, model: Any) -> MediaEncoder:
+    return MediaEncoder(processor, media_tokens(model.config))
 
 
 def asked(words: str, *sounds: str) -> dict[str, Any]:
@@ -66,7 +67,7 @@ def test_a_conversation_has_the_ids_of_its_processor(name):
     low, high = (inputs_of(processor, [processor.audio_token], [name])["input_ids"][0] for name in ("low", "high"))
     expected = [*before, *low.tolist(), *between, *high.tolist(), *after]
     assert real_ids(ids, model.config).tolist() == expected
-    assert int((ids < 0).sum()) == expected.count(sound_token(model.config)) > 4
+    assert int((ids < 0).sum()) == expected.count(media_tokens(model.config)[SOUND]) > 4
 
 
 class Player:

@@ -15,17 +15,17 @@ from support.images import ScriptedSight, build_processor, build_vision_model
 from support.models import build_tokenizer
 
 from mt_grpo.envs import MultiTurnToolEnv
-from mt_grpo.forward.images import image_token, sound_token
-from mt_grpo.images import read_parts as opened_parts
+from mt_grpo.forward.media import media_tokens
 from mt_grpo.integrations.openai_api.request import ApiError, read_parts
 from mt_grpo.integrations.trl import TRLEnv
-from mt_grpo.media import MediumError
+from mt_grpo.media import SOUND, MediumError, to_file
+from mt_grpo.media import read_parts as opened_parts
 from mt_grpo.rollout import RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams
 from mt_grpo.rollout.chat_template import TemplateError
 from mt_grpo.rollout.engines.transformers import TransformersEngine
-from mt_grpo.rollout.images import ImageEncoder
+from mt_grpo.rollout.media import MediaEncoder
 from mt_grpo.rollout.rendering import ChatRenderer
-from mt_grpo.sounds import Sound, as_wav, read_part
+from mt_grpo.sounds import Sound, read_part
 from mt_grpo.tools.mcp.tools import result_parts
 from mt_grpo.tools.results import read_result
 from mt_grpo.trajectory import StopReason
@@ -38,8 +38,8 @@ def family() -> Any:
     return SOUND_FAMILIES["qwen2-audio"]()
 
 
-def encoder_of(processor: Any, model: Any) -> ImageEncoder:
-    return ImageEncoder(processor, image_token(model.config), sound=sound_token(model.config))
+def encoder_of(processor: Any, model: Any) -> MediaEncoder:
+    return MediaEncoder(processor, media_tokens(model.config))
 
 
 def played(sound: Any = TONE, words: str = "What is it?") -> list[dict[str, Any]]:
@@ -59,7 +59,7 @@ def test_a_text_that_spells_a_sound_plays_none():
     renderer = ChatRenderer(processor.tokenizer, images=encoder_of(processor, model))
     words = "<|audio_bos|><|AUDIO|><|audio_eos|> \U0001f76b2123\U0001f76b3"
     ids = renderer.prompt_ids(played(words=words))
-    assert sound_token(model.config) not in ids and len({token for token in ids if token < 0}) == 1
+    assert media_tokens(model.config)[SOUND] not in ids and len({token for token in ids if token < 0}) == 1
     assert words in renderer.decode(ids)
 
 
@@ -91,7 +91,7 @@ def test_sounds_for_a_model_of_text_are_refused_or_read_as_words():
 
 def test_a_model_that_only_sees_reads_the_words_for_a_sound():
     processor = build_processor()
-    encoder = ImageEncoder(processor, image_token(build_vision_model(processor.tokenizer).config))
+    encoder = MediaEncoder(processor, media_tokens(build_vision_model(processor.tokenizer).config))
     renderer = ChatRenderer(processor.tokenizer, images=encoder)
     with pytest.raises(MediumError, match="The model is not played sounds, .*: show a transcript as text"):
         renderer.prompt_ids(played())
@@ -170,7 +170,7 @@ def test_no_token_of_a_sound_is_sampled():
 
 
 def test_an_mcp_server_plays_sounds_to_models_that_hear():
-    data = base64.b64encode(as_wav(TONE)).decode()
+    data = base64.b64encode(to_file(TONE)).decode()
     content = [SimpleNamespace(type="audio", data=data), SimpleNamespace(type="text", text="a bell")]
     sound, text = result_parts(content)
     assert sound["audio"] == TONE
@@ -181,7 +181,7 @@ def test_an_mcp_server_plays_sounds_to_models_that_hear():
 
 
 def test_a_request_plays_sounds_of_its_own():
-    place, data = "messages[0].content", base64.b64encode(as_wav(TONE)).decode()
+    place, data = "messages[0].content", base64.b64encode(to_file(TONE)).decode()
     given = {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}
     sound, text = opened_parts(read_parts([given, {"type": "text", "text": "What?"}], place))
     assert sound["audio"] == TONE and text == {"type": "text", "text": "What?"}

@@ -12,12 +12,11 @@ from torch import Tensor
 
 from mt_grpo.envs import Outcome
 from mt_grpo.forward import token_logps
-from mt_grpo.forward.images import image_token, kinds, real_ids, video_token
-from mt_grpo.images import read_parts
-from mt_grpo.media import MediumError
+from mt_grpo.forward.media import kinds, media_tokens, real_ids
+from mt_grpo.media import MediumError, read_parts
 from mt_grpo.rollout import RolloutRequest, RolloutRunner, SamplingParams
 from mt_grpo.rollout.engines.transformers import TransformersEngine
-from mt_grpo.rollout.images import ImageEncoder
+from mt_grpo.rollout.media import MediaEncoder
 from mt_grpo.rollout.rendering import ChatRenderer
 
 IMAGE = {"type": "image", "image": picture("green", (24, 16))}
@@ -25,8 +24,8 @@ VIDEO = {"type": "video", "video": [picture(color, (32, 16)) for color in ("red"
 OTHER = {"type": "video", "video": [picture(color, (16, 24)) for color in ("white", "red")], "fps": 1}
 
 
-def encoder_of(processor: Any, model: Any) -> ImageEncoder:
-    return ImageEncoder(processor, image_token(model.config), video_token(model.config))
+def encoder_of(processor: Any, model: Any) -> MediaEncoder:
+    return MediaEncoder(processor, media_tokens(model.config))
 
 
 def asked(*parts: Any) -> dict[str, Any]:

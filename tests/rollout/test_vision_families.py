@@ -15,12 +15,11 @@ from torch import Tensor
 from mt_grpo.envs import Outcome
 from mt_grpo.errors import UnsupportedModelError
 from mt_grpo.forward import token_logps
-from mt_grpo.forward.images import image_token
-from mt_grpo.images import image_parts
-from mt_grpo.media import MediumError
+from mt_grpo.forward.media import media_tokens
+from mt_grpo.media import IMAGE, MediumError, media_parts
 from mt_grpo.rollout import RolloutRequest, RolloutRunner, SamplingParams
 from mt_grpo.rollout.engines.transformers import TransformersEngine
-from mt_grpo.rollout.images import ImageEncoder
+from mt_grpo.rollout.media import MediaEncoder
 from mt_grpo.rollout.rendering import ChatRenderer
 from mt_grpo.trajectory import Trajectory
 
@@ -32,8 +31,8 @@ def family(name: str) -> Family:
     return VISION_FAMILIES[name][0]()
 
 
-def encoder_of(processor: Any, model: Any) -> ImageEncoder:
-    return ImageEncoder(processor, image_token(model.config))
+def encoder_of(processor: Any, model: Any) -> MediaEncoder:
+    return MediaEncoder(processor, media_tokens(model.config))
 
 
 def asked(words: str, *colors: str) -> dict[str, Any]:
@@ -43,7 +42,7 @@ def asked(words: str, *colors: str) -> dict[str, Any]:
 
 def inputs_of(processor: Any, text: str, messages: list[dict[str, Any]]) -> dict[str, Tensor]:
     """What the processor makes of a conversation."""
-    images = [part["image"] for part in image_parts(messages)]
+    images = [part["image"] for part in media_parts(messages)]
     found = processor(text=[text], images=[images] if images else None, return_tensors="pt", add_special_tokens=False)
     return dict(found)
 
@@ -55,7 +54,7 @@ def test_a_conversation_has_the_ids_of_its_processor(name):
     messages = [asked("What is it?", "red", "blue"), answer, asked("Now?", "green", "red")]
     text = processor.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     ids = ChatRenderer(processor.tokenizer, images=encoder_of(processor, model)).prompt_ids(messages)
-    token = image_token(model.config)
+    token = media_tokens(model.config)[IMAGE]
     expected = inputs_of(processor, text, messages)["input_ids"][0].tolist()
     assert [token if each < 0 else each for each in ids] == expected
     assert sum(each < 0 for each in ids) == expected.count(token) > 4
@@ -89,7 +88,7 @@ def own_logps(processor: Any, model: Any, trajectory: Trajectory) -> Tensor:
             order.append(rest[0])
             rest = rest[shown[rest[0]].inputs.size :]
         made = inputs_of(processor, encoder.marker * len(order), [asked("", *(colors[each] for each in order))])
-        ids = torch.tensor([[image_token(model.config) if token < 0 else token for token in path]])
+        ids = torch.tensor([[media_tokens(model.config)[IMAGE] if token < 0 else token for token in path]])
         types = {key: (torch.tensor([path]) < 0).long() for key in made if key.endswith("token_type_ids")}
         pixels = {key: value for key, value in made.items() if key not in ("input_ids", "attention_mask", *types)}
         logits = model(input_ids=ids, use_cache=False, **pixels, **types).logits[0, -len(action) - 1 : -1]

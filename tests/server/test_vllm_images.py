@@ -14,11 +14,11 @@ from transformers import AutoModelForImageTextToText
 
 from mt_grpo import MTGRPOConfig, MTGRPOEnvTrainer
 from mt_grpo.envs import Outcome
-from mt_grpo.images import IMAGE
+from mt_grpo.media import IMAGE
 from mt_grpo.rollout import SamplingParams
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
 from mt_grpo.rollout.engines.vllm.images import name_of
-from mt_grpo.rollout.images import ImageEncoder
+from mt_grpo.rollout.media import MediaEncoder
 
 pytestmark = [needs_server, pytest.mark.server]
 
@@ -85,7 +85,7 @@ def test_a_model_is_sampled_and_trained_alike_on_images(served):
 
 def test_an_image_of_the_same_size_has_a_prefix_of_its_own(served):
     server, _, processor = served
-    encoder = ImageEncoder(processor)
+    encoder = MediaEncoder(processor)
     red, blue = (
         encoder.encode({"type": "image", "image": Image.new("RGB", (64, 64), color)}) for color in ("red", "blue")
     )
@@ -111,7 +111,7 @@ def test_an_image_of_the_same_size_has_a_prefix_of_its_own(served):
 
 def test_an_image_that_a_server_does_not_know_is_sent_again(served):
     server, _, processor = served
-    encoder = ImageEncoder(processor)
+    encoder = MediaEncoder(processor)
     shown = encoder.encode({"type": "image", "image": Image.new("RGB", (32, 32), "green")})
 
     async def ask():

@@ -20,7 +20,7 @@ from mt_grpo.app.build import finish_dry_run
 from mt_grpo.data.images import ImageOfRowError
 from mt_grpo.envs import MultiTurnToolEnv, Outcome
 from mt_grpo.errors import ConfigError
-from mt_grpo.images import as_png, image_parts, read_image
+from mt_grpo.media import media_parts, read_image, to_file
 from mt_grpo.rollout.engines.scripted import ScriptedEngine
 from mt_grpo.runlog.reader import open_run
 from mt_grpo.training.images import with_its_images
@@ -148,7 +148,7 @@ def test_a_run_writes_each_image_once(tmp_path):
     run = open_run(tmp_path / "run")
     record = run.trajectory(run.rows[0]["session"])
     messages = [*record["prompt"], *(reply for turn in record["turns"] for reply in turn["replies"])]
-    files = [part["image"] for part in image_parts(messages)]
+    files = [part["image"] for part in media_parts(messages)]
     assert len(files) == len(set(files)) == 2
     shown = {path.name for path in (tmp_path / "run" / "rollouts").glob("image_*.png")}
     assert set(files) <= shown
@@ -248,7 +248,7 @@ EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage
     [*product(["image", "images", "photo", "prompt"], ["path", "file"]), ("image", "bytes"), ("images", "bytes")],
 )
 def test_a_row_with_a_bad_image_is_named(tmp_path, column, kind):
-    files = {"good": as_png(picture()), "bad": EPS}
+    files = {"good": to_file(picture()), "bad": EPS}
     for name, data in files.items():
         (tmp_path / name).write_bytes(data)
 

@@ -17,11 +17,11 @@ from transformers import AutoProcessor, Qwen2AudioForConditionalGeneration
 from mt_grpo import MTGRPOConfig, MTGRPOEnvTrainer
 from mt_grpo.envs import Outcome
 from mt_grpo.errors import ConfigError, UnsupportedModelError
-from mt_grpo.images import image_parts
+from mt_grpo.media import media_parts, to_file
 from mt_grpo.rollout.engines.scripted import ScriptedEngine
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
 from mt_grpo.runlog.reader import open_run
-from mt_grpo.sounds import Sound, as_wav, read_part, read_sound
+from mt_grpo.sounds import Sound, read_part, read_sound
 from mt_grpo.training.images import check_images, image_encoder, with_its_images
 
 ROWS = [
@@ -130,7 +130,7 @@ def test_a_run_writes_each_sound_once_and_its_processor(tmp_path):
     run = open_run(tmp_path / "run")
     record = run.trajectory(run.rows[0]["session"])
     messages = [*record["prompt"], *(reply for turn in record["turns"] for reply in turn["replies"])]
-    parts = list(image_parts(messages))
+    parts = list(media_parts(messages))
     files = [part["audio"] for part in parts]
     assert len(files) == len(set(files)) == 2 and [part["seconds"] for part in parts] == [1.0, 0.5]
     kept = {path.name for path in (tmp_path / "run" / "rollouts").glob("sound_*.wav")}
@@ -230,7 +230,7 @@ def test_a_row_with_a_bad_sound_is_one_sentence(prompt, sounds, problem):
 
 def test_a_dataset_of_files_is_played(tmp_path):
     """As `datasets.Audio` gives them where nothing decodes them: their bytes, and their path."""
-    (tmp_path / "tone.wav").write_bytes(as_wav(Sound(tone(), RATE)))
+    (tmp_path / "tone.wav").write_bytes(to_file(Sound(tone(), RATE)))
     rows = Dataset.from_dict({"prompt": ["What is it?"] * 4, "audio": [str(tmp_path / "tone.wav")] * 4})
     trainer = trainer_of(tmp_path, rows=rows.cast_column("audio", Audio(decode=False)))
     batch(trainer)

@@ -24,7 +24,7 @@ from mt_grpo.data.images import naming_rows
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.envs.tool_env import execute_calls
 from mt_grpo.errors import ConfigError
-from mt_grpo.images import in_words
+from mt_grpo.media import part_text
 from mt_grpo.options.rules import check_batches
 from mt_grpo.rewards import load_rewards
 from mt_grpo.rollout import ChatRenderer, TemplateError
@@ -303,7 +303,7 @@ def prompt(case: Case) -> Lines:
 def _in_words(message: Message) -> Message:
     """A message with the words of its parts."""
     content: Any = message.get("content")
-    return {**message, "content": "\n".join(map(in_words, content))} if isinstance(content, list) else message
+    return {**message, "content": "\n".join(map(part_text, content))} if isinstance(content, list) else message
 
 
 def lengths(case: Case) -> Lines:

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mt_grpo.envs.env import ConversationEnded
-from mt_grpo.images import is_image_part
-from mt_grpo.sounds import is_sound_part
+from mt_grpo.media import IMAGE, SOUND, kind_of_part
 from mt_grpo.tools.results import too_deep
 from mt_grpo.trajectory import Message, StopReason
 
@@ -109,15 +108,14 @@ def read_parts(content: Any, place: str) -> str | list[dict[str, Any]]:
     Content as text, or as parts where it shows images or plays sounds. These come with the request: images as `data:`
     URLs, sounds as `input_audio` in base64. The policy opens them.
     """
-    if not isinstance(content, list) or not any(is_image_part(part) or is_sound_part(part) for part in content):
+    if not isinstance(content, list) or not any(kind_of_part(part) in (IMAGE, SOUND) for part in content):
         return read_text(content, place)
     return [_read_part(part, place) for part in content]
 
 
 def _read_part(part: Any, place: str) -> dict[str, Any]:
-    if is_image_part(part):
-        return _read_image(part, place)
-    return _read_sound(part, place) if is_sound_part(part) else {"type": "text", "text": read_text([part], place)}
+    read = {IMAGE: _read_image, SOUND: _read_sound}.get(kind_of_part(part))
+    return {"type": "text", "text": read_text([part], place)} if read is None else read(part, place)
 
 
 def _read_sound(part: dict[str, Any], place: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from mt_grpo.images import is_image_part, is_shown
+from mt_grpo.media import IMAGE, kind_of_part
 from mt_grpo.trajectory import Message
 
 PLACE = "<image>"
@@ -23,10 +23,10 @@ def without_images(messages: list[Message]) -> tuple[list[Message], list[Any]]:
     written = []
     for message in messages:
         content = message.get("content")
-        others = isinstance(content, list) and any(is_shown(part) and not is_image_part(part) for part in content)
-        if isinstance(content, list) and not others and any(map(is_image_part, content)):
-            images += [part["image"] for part in content if is_image_part(part)]
-            words = [PLACE if is_image_part(part) else part.get("text", "") for part in content]
+        kinds = [*map(kind_of_part, content)] if isinstance(content, list) else []
+        if set(kinds) - {0} == {IMAGE}:
+            images += [part["image"] for part, kind in zip(content, kinds, strict=True) if kind]
+            words = [PLACE if kind else part.get("text", "") for part, kind in zip(content, kinds, strict=True)]
             message = {**message, "content": "".join(words)}
         written.append(message)
     return written, images

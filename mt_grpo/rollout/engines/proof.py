@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mt_grpo.errors import ConfigError
-from mt_grpo.forward.images import media_tokens
+from mt_grpo.forward.media import media_tokens
 from mt_grpo.forward.probe import (
     FACTOR,
     MOST,

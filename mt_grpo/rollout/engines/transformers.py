@@ -24,10 +24,10 @@ from transformers.generation import (
 )
 
 from mt_grpo.errors import ConfigError
-from mt_grpo.forward.images import ImageInputs, Images, feature_lengths, media_tokens, row_inputs
+from mt_grpo.forward.media import Media, MediumInputs, feature_lengths, media_tokens, row_inputs
 from mt_grpo.forward.probe import context_length
 from mt_grpo.forward.routes import Recorder
-from mt_grpo.images import SOUND, kind_of
+from mt_grpo.media import SOUND, kind_of
 from mt_grpo.rollout.engine import Sample, SamplingParams
 from mt_grpo.rollout.engines.prefixes import Prefixes, is_of_tokens_alone, keep, left_padded, weights_of
 from mt_grpo.token_tree import Routes
@@ -46,7 +46,7 @@ class _Request:
     logprobs: list[float] = field(default_factory=list)
     finish_reason: str | None = None
     routes: Routes | None = None
-    images: Images = field(default_factory=dict)
+    images: Media = field(default_factory=dict)
     weight_version: int | None = None
 
     @property
@@ -118,9 +118,9 @@ class TransformersEngine:
         return await self.generate_with_images(context, {}, sampling, session)
 
     async def generate_with_images(
-        self, context: list[int], images: Images, sampling: SamplingParams, session: str
+        self, context: list[int], images: Media, sampling: SamplingParams, session: str
     ) -> Sample:
-        """Samples one action; see `ImageEngine`."""
+        """Samples one action; see `MediaEngine`."""
         loop = asyncio.get_running_loop()
         if loop is not self._loop:  # what an earlier event loop left behind will not come back
             self._loop, self._batch, self._timer, self._waiting = loop, None, None, []
@@ -200,7 +200,7 @@ class TransformersEngine:
 
     def _generate(self, batch: list[_Request], drawing: tuple[float, ...]) -> None:
         device = self.model.device
-        images: dict[int, ImageInputs] = {}
+        images: dict[int, MediumInputs] = {}
         for request in batch:
             images |= request.images
         sessions, contexts = [request.session for request in batch], [request.context for request in batch]

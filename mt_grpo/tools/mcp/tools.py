@@ -12,9 +12,9 @@ from typing import Any
 
 from mt_grpo.call_clock import waiting
 from mt_grpo.concurrency import OutOfTime, call, in_thread
-from mt_grpo.images import read_parts
 from mt_grpo.imports import did_you_mean
-from mt_grpo.media import decoded
+from mt_grpo.media import read_parts
+from mt_grpo.media_files import decoded
 from mt_grpo.sounds import is_wav
 from mt_grpo.tools.function import Tool, ToolDefinitionError
 from mt_grpo.tools.mcp.config import read_servers

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 from transformers.integrations import TensorBoardCallback, TrackioCallback, WandbCallback
 
-from mt_grpo.images import in_words
+from mt_grpo.media import part_text
 from mt_grpo.runlog.files import to_json
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.rollout_batch import RolloutBatch
@@ -183,7 +183,7 @@ def shorten(text: str) -> str:
 def _piece(message: Message) -> Piece:
     content = message.get("content")
     if isinstance(content, list):
-        content = "\n".join(map(in_words, content))
+        content = "\n".join(map(part_text, content))
     parts = [message.get("reasoning_content"), content, *map(_call, message.get("tool_calls") or [])]
     texts = [part if isinstance(part, str) else to_json(part) for part in parts if part]
     return visible(message["role"]), shorten(visible("\n".join(texts).strip()))

@@ -18,8 +18,8 @@ import numpy as np
 import orjson
 
 from mt_grpo.errors import EngineError
-from mt_grpo.forward.images import Images
-from mt_grpo.images import IMAGE, kind_of
+from mt_grpo.forward.media import Media
+from mt_grpo.media import IMAGE, kind_of
 from mt_grpo.rollout.engine import Sample, SamplingParams
 from mt_grpo.rollout.engines.vllm.images import (
     GENERATE,
@@ -109,9 +109,9 @@ class VLLMServerClient(VLLMServers):
         return await self._sample(session, context, sampling, content, COMPLETIONS)
 
     async def generate_with_images(
-        self, context: list[int], images: Images, sampling: SamplingParams, session: str
+        self, context: list[int], images: Media, sampling: SamplingParams, session: str
     ) -> Sample:
-        """Samples one action; see `ImageEngine`. Raises as `generate`, or `ServerSetupError` as `_layout`."""
+        """Samples one action; see `MediaEngine`. Raises as `generate`, or `ServerSetupError` as `_layout`."""
         shown = shown_in(context, images)
         if not shown:
             return await self.generate(context, sampling, session)

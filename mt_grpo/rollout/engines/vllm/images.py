@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from mt_grpo.errors import ServerSetupError
-from mt_grpo.forward.images import ImageInputs, Images
-from mt_grpo.images import SOUND, VIDEO, as_png, kind_of
+from mt_grpo.forward.media import Media, MediumInputs
+from mt_grpo.media import SOUND, VIDEO, kind_of, to_file
 
 GENERATE = "/inference/v1/generate"
 RENDER = "/v1/chat/completions/render"
 _SIDE = 64  # pixels of the image by which a server is asked how it takes images
 _RAW = 3  # vLLM's number for bytes of a tensor in msgpack
-_names: weakref.WeakKeyDictionary[ImageInputs, str] = weakref.WeakKeyDictionary()
+_names: weakref.WeakKeyDictionary[MediumInputs, str] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Shown:
 
     name: str
     offset: int
-    image: ImageInputs
+    image: MediumInputs
 
 
 class Layout:
@@ -59,7 +59,7 @@ class Layout:
         item = msgpack.decode(base64.b64decode(content), ext_hook=lambda code, data: None)
         return cls({name: Field(each["data"][0], *each["field"]) for name, each in item.items()})
 
-    def write(self, image: ImageInputs) -> str:
+    def write(self, image: MediumInputs) -> str:
         """An image as vLLM reads it."""
         msgpack = _msgpack()
         if image.inputs.keys() != self.fields.keys():
@@ -100,12 +100,12 @@ def layout_request(model: str) -> dict[str, Any]:
     from PIL import Image
 
     image = Image.frombytes("RGB", (_SIDE, _SIDE), os.urandom(3 * _SIDE**2))
-    url = f"data:image/png;base64,{base64.b64encode(as_png(image)).decode()}"
+    url = f"data:image/png;base64,{base64.b64encode(to_file(image)).decode()}"
     content = [{"type": "image_url", "image_url": {"url": url}}]
     return {"messages": [{"role": "user", "content": content}], **({"model": model} if model else {})}
 
 
-def shown_in(context: list[int], images: Images) -> list[Shown]:
+def shown_in(context: list[int], images: Media) -> list[Shown]:
     """The images whose tokens, of ids below 0, stand in a context, in order."""
     found, index = list[Shown](), 0
     while index < len(context):
@@ -134,7 +134,7 @@ def shown_in(context: list[int], images: Images) -> list[Shown]:
     return found
 
 
-def name_of(image: ImageInputs) -> str:
+def name_of(image: MediumInputs) -> str:
     """The name of an image by what the model takes of it: 32 hexadecimal digits."""
     name = _names.get(image)
     if name is None:

@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from mt_grpo.forward.images import BLANK, SILENCE, TYPES, ImageInputs, joined
-from mt_grpo.images import IMAGE, SOUND, VIDEO, image_digest, kind_of, kind_of_part
-from mt_grpo.media import MediumError
-from mt_grpo.sounds import Sound, sound_digest
+from mt_grpo.forward.media import BLANK, SILENCE, TYPES, MediumInputs, concat_media_inputs
+from mt_grpo.media import IMAGE, SOUND, VIDEO, MediumError, digest, kind_of, kind_of_part
+from mt_grpo.sounds import Sound
 
 OF_TEXT = ("input_ids", "attention_mask", *TYPES)
 """What a processor returns of a text."""
@@ -39,31 +38,30 @@ def _of_images(found: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in found.items() if key not in OF_TEXT}
 
 
-def hearing(processor: Any) -> Any:
+def audio_feature_extractor(processor: Any) -> Any:
     """What a processor makes features of sounds with; `None` if it takes none."""
     inside = vars(processor)
     return inside.get("feature_extractor", inside.get("audio_processor"))
 
 
-class EncodedImage:
+class EncodedMedium:
     """An image, a video or a sound as a model sees it."""
 
     __slots__ = ("__weakref__", "id", "inputs", "tokens")
 
-    def __init__(self, id: int, tokens: list[int], inputs: ImageInputs) -> None:
+    def __init__(self, id: int, tokens: list[int], inputs: MediumInputs) -> None:
         self.id, self.tokens, self.inputs = id, tokens, inputs
 
 
-class ImageEncoder:
+class MediaEncoder:
     """
     Encodes the images, videos and sounds of conversations. Each is encoded once, for as long as a conversation has it.
 
     In escaped text it is the text that the chat template writes for it, followed by its id between two marks.
     """
 
-    def __init__(
-        self, processor: Any, token: int | None = None, video: int | None = None, sound: int | None = None
-    ) -> None:
+    def __init__(self, processor: Any, tokens: Mapping[int, int] | None = None) -> None:
+        known = tokens or {}
         self._processor = processor
         inside = vars(processor)
         self._tokens: dict[int, int] = {}  # by which the model knows those of a kind
@@ -75,12 +73,12 @@ class ImageEncoder:
                     "The chat template has no place for an image, so the model cannot be shown one: use a model whose "
                     "template has (`chat_template_path`)."
                 )
-            self._know(IMAGE, int(processor.image_token_id) if token is None else token, marker)
+            self._know(IMAGE, known.get(IMAGE, processor.image_token_id), marker)
             self._check_batches()
-        if video is not None and "video_processor" in inside:
-            self._know(VIDEO, video, self._find_marker("video", (processor.video_token,)))
-        if sound is not None and hearing(processor) is not None:
-            self._know(SOUND, sound, self._find_marker("audio", (inside.get("audio_token"),)))
+        if VIDEO in known and "video_processor" in inside:
+            self._know(VIDEO, known[VIDEO], self._find_marker("video", (processor.video_token,)))
+        if SOUND in known and audio_feature_extractor(processor) is not None:
+            self._know(SOUND, known[SOUND], self._find_marker("audio", (inside.get("audio_token"),)))
         if not self._markers:
             raise MediumError(
                 "The chat template has no place for a sound, so the model cannot be played one: use a model whose "
@@ -89,9 +87,9 @@ class ImageEncoder:
         self._kinds = {marker: kind for kind, marker in self._markers.items()}
         self._anywhere = re.compile("|".join(map(re.escape, self._kinds)))
         self._place = re.compile(f"(?:{self._anywhere.pattern}){_BEGIN}([0-9]+){_END}")
-        self._of_object: dict[tuple[int, str], tuple[weakref.ref[Any], EncodedImage]] = {}
-        self._known: weakref.WeakValueDictionary[str, EncodedImage] = weakref.WeakValueDictionary()
-        self._by_id: weakref.WeakValueDictionary[int, EncodedImage] = weakref.WeakValueDictionary()
+        self._of_object: dict[tuple[int, str], tuple[weakref.ref[Any], EncodedMedium]] = {}
+        self._known: weakref.WeakValueDictionary[str, EncodedMedium] = weakref.WeakValueDictionary()
+        self._by_id: weakref.WeakValueDictionary[int, EncodedMedium] = weakref.WeakValueDictionary()
 
     def _know(self, kind: int, token: int, marker: str | None) -> None:
         if marker is not None:
@@ -102,7 +100,7 @@ class ImageEncoder:
         """What the chat template writes for an image."""
         return self._markers[IMAGE]
 
-    def __getitem__(self, image: int) -> EncodedImage:
+    def __getitem__(self, image: int) -> EncodedMedium:
         """An image that a conversation shows, by its id."""
         return self._by_id[image]
 
@@ -110,7 +108,7 @@ class ImageEncoder:
         """Whether the model is shown what a part shows, or plays."""
         return kind_of_part(part) in self._markers
 
-    def blanks(self) -> dict[int, ImageInputs]:
+    def blanks(self) -> dict[int, MediumInputs]:
         """A small image and a short sound that no conversation shows, by their ids, where the model takes such."""
         found = {}
         if IMAGE in self._markers:
@@ -118,7 +116,7 @@ class ImageEncoder:
 
             found[BLANK] = self.encode({"type": "image", "image": Image.new("RGB", (32, 32))}).inputs
         if SOUND in self._markers:
-            samples = np.zeros(hearing(self._processor).sampling_rate, dtype=np.float32)
+            samples = np.zeros(audio_feature_extractor(self._processor).sampling_rate, dtype=np.float32)
             found[SILENCE] = self.encode({"type": "audio", "audio": Sound(samples)}).inputs
         return found
 
@@ -131,12 +129,12 @@ class ImageEncoder:
         return next((str(each) for each in known if each and text.count(each) == 1 and words in text), None)
 
     def _check_batches(self) -> None:
-        """Holds what `joined` makes of images of several sizes against what the processor makes of them together."""
+        """Holds `concat_media_inputs` of images of several sizes against what the processor makes of them together."""
         from PIL import Image
 
         shown = [Image.linear_gradient("L").resize(size).convert("RGB") for size in ((96, 64), (64, 160), (128, 128))]
-        apart = {number: ImageInputs(0, _of_images(self._process([image]))) for number, image in enumerate(shown)}
-        together, ours = _of_images(self._process(shown)), joined(list(apart), apart, torch.device("cpu"))
+        apart = {number: MediumInputs(0, _of_images(self._process([image]))) for number, image in enumerate(shown)}
+        together, ours = _of_images(self._process(shown)), concat_media_inputs(list(apart), apart, torch.device("cpu"))
         for name, theirs in together.items():
             if name not in ours or not torch.equal(theirs, ours[name]):
                 raise MediumError(
@@ -160,7 +158,7 @@ class ImageEncoder:
         except (ValueError, TypeError, KeyError) as error:
             raise MediumError(f"The processor refuses an image of {_size(images)}: {_reason(error)}.") from error
 
-    def encode(self, part: dict[str, Any]) -> EncodedImage:
+    def encode(self, part: dict[str, Any]) -> EncodedMedium:
         """
         The image, video or sound of a part of a message. What else is in the part of an image or a video is an option
         of the processor for it, such as `max_pixels`; of a video `fps` is how many of its frames there are per second.
@@ -171,7 +169,7 @@ class ImageEncoder:
             options = {}
         chosen = repr(sorted(options.items()))
         if kind == VIDEO:  # as long as its first frame
-            shown, name = part["video"][0], f"video {[*map(image_digest, part['video'])]} {chosen}"
+            shown, name = part["video"][0], f"video {[*map(digest, part['video'])]} {chosen}"
             key = id(shown), name
         else:
             shown, name = part[part["type"]], ""
@@ -179,7 +177,7 @@ class ImageEncoder:
         kept = self._of_object.get(key)
         if kept is not None and kept[0]() is shown:
             return kept[1]
-        name = name or f"{(sound_digest if kind == SOUND else image_digest)(shown)} {chosen}"
+        name = name or f"{digest(shown)} {chosen}"
         encoded = self._known.get(name)
         if encoded is None:
             encoded = self._known[name] = self._encoded(name, part, options)
@@ -187,7 +185,7 @@ class ImageEncoder:
         self._of_object[key] = weakref.ref(shown, lambda _: self._of_object.pop(key, None)), encoded
         return encoded
 
-    def _encoded(self, name: str, part: dict[str, Any], options: dict[str, Any]) -> EncodedImage:
+    def _encoded(self, name: str, part: dict[str, Any], options: dict[str, Any]) -> EncodedMedium:
         kind = kind_of_part(part)
         if kind == IMAGE:
             shown, found = _size([part["image"]]), self._process([part["image"]], options)
@@ -204,7 +202,7 @@ class ImageEncoder:
         if not size:
             raise MediumError(f"The processor gives {_A[kind]} of {shown} no tokens.")
         tokens = [number if each == self._tokens[kind] else each for each in tokens]
-        return EncodedImage(number, tokens, ImageInputs(size, _of_images(found)))
+        return EncodedMedium(number, tokens, MediumInputs(size, _of_images(found)))
 
     def _process_video(self, frames: Sequence[Any], options: dict[str, Any]) -> Any:
         if VIDEO not in self._markers:
@@ -235,7 +233,7 @@ class ImageEncoder:
                 "The model is not played sounds, as it, its processor or its chat template has no place for one: show "
                 "a transcript as text."
             )
-        rate = hearing(self._processor).sampling_rate
+        rate = audio_feature_extractor(self._processor).sampling_rate
         if sound.rate not in (None, rate):
             raise MediumError(
                 f"A sound has {sound.rate} samples per second, and the model's processor takes {rate}: resample it, "
@@ -265,7 +263,7 @@ class ImageEncoder:
             begin = place.end()
         return found + text[begin:]
 
-    def sections(self, text: str) -> Iterable[str | EncodedImage]:
+    def sections(self, text: str) -> Iterable[str | EncodedMedium]:
         """Escaped text as text and images in turn."""
         begin = 0
         for match in self._place.finditer(text):

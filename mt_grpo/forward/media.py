@@ -1,13 +1,14 @@
 """
 Images, videos and sounds among tokens; what is said of images here holds for all three. The tokens of an image have an
 id of their own below 0, which is made of its content: so two prompts with the same words and other images share no
-prefix, and all that compares tokens compares images too. `mt_grpo.images.kind_of` tells the three apart by the id.
+prefix, and all that compares tokens compares images too. `mt_grpo.media.kind_of` tells the three apart by the id.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from mt_grpo.errors import UnsupportedModelError
 from mt_grpo.forward.packing import FlatTree, Packed, flatten
-from mt_grpo.images import IMAGE, SOUND, VIDEO, kind_of
+from mt_grpo.media import IMAGE, SOUND, VIDEO, kind_of
 from mt_grpo.token_tree import TokenTree
 
 TYPES = ("mm_token_type_ids", "token_type_ids")
@@ -26,19 +28,19 @@ TYPES = ("mm_token_type_ids", "token_type_ids")
 
 
 @dataclass(frozen=True, eq=False)
-class ImageInputs:
+class MediumInputs:
     """What a model takes of one image."""
 
     size: int
     inputs: dict[str, Tensor]
 
 
-def feature_lengths(image: ImageInputs) -> tuple[int, ...]:
+def feature_lengths(image: MediumInputs) -> tuple[int, ...]:
     """The sizes of what a model takes of one image or sound, which differ where one is padded beside another."""
     return tuple(sorted({size for tensor in image.inputs.values() for size in tensor.shape[1:]}))
 
 
-Images = Mapping[int, ImageInputs]
+Media = Mapping[int, MediumInputs]
 """Images by the id of their tokens."""
 
 
@@ -46,7 +48,7 @@ BLANK, SILENCE = -(2**31) - 4, -(2**31) - 2
 """The ids of an image and of a sound that no conversation shows."""
 
 
-def with_blank(trees: Sequence[FlatTree | TokenTree], images: Images) -> list[FlatTree | TokenTree]:
+def with_blank(trees: Sequence[FlatTree | TokenTree], images: Media) -> list[FlatTree | TokenTree]:
     """
     The trees of a forward; and one that is the image `BLANK` alone, if `images` has it and none of them shows any, and
     one of the sound `SILENCE`. Processes that train together reduce the gradients of a tower together, and gather its
@@ -66,30 +68,22 @@ def _tokens(tree: FlatTree | TokenTree) -> np.ndarray:
     return flatten(tree).tokens if isinstance(tree, TokenTree) else tree.tokens
 
 
-def image_token(config: PreTrainedConfig) -> int | None:
-    """The id that a model knows the tokens of images by; `None` for a model of text."""
-    names = ("image_token_id", "image_token_index")
-    return next((value for name in names if isinstance(value := getattr(config, name, None), int)), None)
-
-
-def video_token(config: PreTrainedConfig) -> int | None:
-    """The id that a model knows the tokens of videos by; `None` for a model that takes none."""
-    names = ("video_token_id", "video_token_index")
-    return next((value for name in names if isinstance(value := getattr(config, name, None), int)), None)
-
-
-def sound_token(config: PreTrainedConfig) -> int | None:
-    """The id that a model knows the tokens of sounds by; `None` for a model that takes none."""
-    if getattr(config, "audio_config", config) is None:  # Gemma 4's name the token without hearing anything
-        return None
-    names = ("audio_token_id", "audio_token_index")
-    return next((value for name in names if isinstance(value := getattr(config, name, None), int)), None)
-
-
 def media_tokens(config: PreTrainedConfig) -> dict[int, int]:
     """The ids that a model knows the tokens of images, videos and sounds by, by kind; none for a model of text."""
-    found = {IMAGE: image_token(config), VIDEO: video_token(config), SOUND: sound_token(config)}
-    return {kind: token for kind, token in found.items() if token is not None}
+    found = {}
+    for kind, name in ((IMAGE, "image"), (VIDEO, "video"), (SOUND, "audio")):
+        token = next(
+            (
+                value
+                for end in ("id", "index")
+                if isinstance(value := getattr(config, f"{name}_token_{end}", None), int)
+            ),
+            None,
+        )
+        # Gemma 4's name the token of sounds without hearing anything
+        if token is not None and (kind != SOUND or getattr(config, "audio_config", config) is not None):
+            found[kind] = token
+    return found
 
 
 def pretrained(model: nn.Module) -> PreTrainedModel:
@@ -110,7 +104,7 @@ def kinds(ids: Tensor) -> Tensor:
     return (ids < 0).long() * (IMAGE + (ids & 3))
 
 
-def in_order(ids: np.ndarray, images: Images) -> list[int]:
+def in_order(ids: np.ndarray, images: Media) -> list[int]:
     """The images whose tokens stand in a sequence, or in a packed row, one after another: each as often as there."""
     places = ids[ids < 0]
     found: list[int] = []
@@ -121,7 +115,7 @@ def in_order(ids: np.ndarray, images: Images) -> list[int]:
     return found
 
 
-def joined(order: Sequence[int], images: Images, device: torch.device) -> dict[str, Tensor]:
+def concat_media_inputs(order: Sequence[int], images: Media, device: torch.device) -> dict[str, Tensor]:
     """
     The inputs of several images as a model takes them: one after another, smaller ones followed by zeros, as
     processors pad a batch.
@@ -142,13 +136,13 @@ def _padded(part: Tensor, shape: Sequence[int]) -> Tensor:
     )
 
 
-def row_inputs(model: nn.Module, ids: Tensor, images: Images) -> dict[str, Tensor]:
+def row_inputs(model: nn.Module, ids: Tensor, images: Media) -> dict[str, Tensor]:
     """What a forward over rows takes beside their mask."""
     if not images:
         return {"input_ids": ids}
     base = pretrained(model)
     order = [image for row in ids.cpu().numpy() for image in in_order(row, images)]
-    seen = {**joined(order, images, ids.device), **type_ids(base.forward, ids)} if order else {}
+    seen = {**concat_media_inputs(order, images, ids.device), **type_ids(base.forward, ids)} if order else {}
     return {"input_ids": real_ids(ids, base.config), **seen}
 
 
@@ -163,7 +157,7 @@ def takes_features(backbone: Any) -> bool:
     return "mm_encoder_outputs" in inspect.signature(backbone.forward).parameters
 
 
-def packed_features(backbone: Any, packed: Packed, images: Images, device: torch.device) -> dict[str, Any]:
+def packed_features(backbone: Any, packed: Packed, images: Media, device: torch.device) -> dict[str, Any]:
     """
     The argument by which a backbone takes the features of the images in a packed row. Each image is looked at once,
     however many branches show it.
@@ -177,11 +171,11 @@ def packed_features(backbone: Any, packed: Packed, images: Images, device: torch
     return {"mm_encoder_outputs": found} if found else {}
 
 
-def _features(look: Callable[..., Any], order: Sequence[int], images: Images, device: torch.device) -> Any:
+def _features(look: Callable[..., Any], order: Sequence[int], images: Media, device: torch.device) -> Any:
     """What a model makes of images, or of videos, as often as they are shown. It looks at each once."""
     unique = list(dict.fromkeys(order))
     known = inspect.signature(look).parameters
-    inputs = {name: value for name, value in joined(unique, images, device).items() if name in known}
+    inputs = {name: value for name, value in concat_media_inputs(unique, images, device).items() if name in known}
     features = look(**inputs, return_dict=True)
     places = [unique.index(image) for image in order]
     projected = getattr(features, "pooler_output", None) is not None  # Llama 4 projects them later
@@ -202,7 +196,7 @@ def _in_places(found: Tensor | Sequence[Tensor], sizes: Sequence[int], places: S
     return torch.cat(chosen).reshape(-1, *found.shape[1:]) if isinstance(found, Tensor) else chosen
 
 
-def packed_positions(backbone: Any, packed: Packed, images: Images, device: torch.device) -> Tensor | None:
+def packed_positions(backbone: Any, packed: Packed, images: Media, device: torch.device) -> Tensor | None:
     """
     The positions of a packed row's tokens, `(3, 1, N)`, where the model gives image tokens a place in three
     dimensions. What follows an image is at another position than its depth. Each root-to-leaf path is asked for.
@@ -222,7 +216,7 @@ def packed_positions(backbone: Any, packed: Packed, images: Images, device: torc
     for path in FlatTree(packed.input_ids, packed.input_ids, packed.parent).paths():
         ids = torch.from_numpy(packed.input_ids[path])[None]
         order = in_order(packed.input_ids[path], images)
-        given = joined(order, images, torch.device("cpu"))
+        given = concat_media_inputs(order, images, torch.device("cpu"))
         if "feature_attention_mask" in given:  # as the forwards of Qwen's Omni models say it
             given["audio_seqlens"] = given["feature_attention_mask"].sum(dim=1)
         if "video_second_per_grid" in given:
@@ -231,3 +225,84 @@ def packed_positions(backbone: Any, packed: Packed, images: Images, device: torc
         given = {name: value for name, value in given.items() if name in known}
         positions[:, path] = ask(input_ids=real_ids(ids, backbone.config), **given)[0][:, 0]
     return positions[:, None].to(device)
+
+
+def packed_audio_embeddings(
+    backbone: Any, packed: Packed, images: Media, device: torch.device
+) -> tuple[Tensor, Tensor] | None:
+    """
+    Places and audio embeddings of a packed row. Each clip is encoded once, even if several branches contain it.
+    """
+    places = torch.from_numpy(packed.input_ids)
+    places = (kinds(places) == SOUND).nonzero()[:, 0]
+    if not len(places):
+        return None
+    order = [each for each in in_order(packed.input_ids, images) if kind_of(each) == SOUND]
+    unique = list(dict.fromkeys(order))
+    sizes = [images[each].size for each in unique]
+    found = dict(zip(unique, _heard(backbone, unique, images, device).split(sizes), strict=True))
+    return places.to(device), torch.cat([found[each] for each in order])
+
+
+def _heard(backbone: Any, sounds: list[int], images: Media, device: torch.device) -> Tensor:
+    """The embeddings that a backbone hands to its decoder for sounds, one after another: `(M, H)`."""
+    decoder, asked = backbone.get_decoder(), list[Tensor]()
+    size = sum(images[each].size for each in sounds)
+    ids = torch.full((1, size), media_tokens(backbone.config).get(SOUND, 0), device=device)
+    if decoder is not backbone:  # Phi 4's is both
+        with _asking(decoder, asked):
+            given = concat_media_inputs(sounds, images, device)
+            backbone(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **given)
+    if not asked:
+        raise UnsupportedModelError(
+            f"{type(backbone).__name__} has no text decoder apart from what hears sounds, so trees cannot be packed "
+            "for it; set `forward: padded`."
+        )
+    return asked[0][0]
+
+
+class _Nothing(MoeModelOutputWithPast):  # type: ignore[misc]
+    """What a decoder that computed nothing returns; backbones look for outputs of several names in it."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+@contextmanager
+def _asking(decoder: Any, asked: list[Tensor]) -> Iterator[None]:
+    """Keeps the embeddings that a decoder is given in `asked`, and lets it compute nothing."""
+
+    def keep(*args: Any, inputs_embeds: Tensor | None = None, **kwargs: Any) -> Any:
+        if inputs_embeds is not None:
+            asked.append(inputs_embeds)
+        return _Nothing(last_hidden_state=inputs_embeds)
+
+    own = vars(decoder).get("forward")
+    decoder.forward = keep
+    try:
+        yield
+    finally:
+        if own is None:
+            del decoder.forward
+        else:
+            decoder.forward = own
+
+
+@contextmanager
+def inject_audio_embeddings(backbone: Any, heard: tuple[Tensor, Tensor] | None) -> Iterator[None]:
+    """Puts what `packed_audio_embeddings` returned among the embeddings that a backbone hands to its decoder."""
+    if heard is None:
+        yield
+        return
+    places, embeddings = heard
+
+    def put(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        row = kwargs["inputs_embeds"]
+        return args, {**kwargs, "inputs_embeds": row.index_copy(1, places, embeddings[None].to(row))}
+
+    hook = backbone.get_decoder().register_forward_pre_hook(put, with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()
