@@ -23,10 +23,11 @@ def without_images(messages: list[Message]) -> tuple[list[Message], list[Any]]:
     written = []
     for message in messages:
         content = message.get("content")
-        kinds = [*map(kind_of_part, content)] if isinstance(content, list) else []
+        parts = content if isinstance(content, list) else []
+        kinds = [*map(kind_of_part, parts)]
         if set(kinds) - {0} == {IMAGE}:
-            images += [part["image"] for part, kind in zip(content, kinds, strict=True) if kind]
-            words = [PLACE if kind else part.get("text", "") for part, kind in zip(content, kinds, strict=True)]
+            images += [part["image"] for part, kind in zip(parts, kinds, strict=True) if kind]
+            words = [PLACE if kind else part.get("text", "") for part, kind in zip(parts, kinds, strict=True)]
             message = {**message, "content": "".join(words)}
         written.append(message)
     return written, images
