@@ -99,9 +99,9 @@ class OneMore(MTGRPOConfig):
     """A configuration with one more line in its table."""
 
     patience: int | None = option(
-        3,
         "Turns that a user waits for. Then the user leaves.",
         AGENT,
+        default=3,
         rule=Rule(lambda value: value > 0, "set a number above 0"),
         names=(1, 2, 3, 0),
     )

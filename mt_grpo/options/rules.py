@@ -1,17 +1,19 @@
 """
-What options may say together. Rules over plain values: they are held before torch is imported, and by `MTGRPOConfig`.
-What a single value may be is in `table`, and how mappings are read in `values`.
+What options may say together: rows of conflicts over plain values, held before torch is imported and by
+`MTGRPOConfig`. What a single value may be is in `table`, and how mappings are read in `values`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import choose, did_you_mean
 from mt_grpo.options.names import refuse_unknown
-from mt_grpo.options.table import OF_ENVIRONMENT, OPTIONS, Option, check_value, check_values
+from mt_grpo.options.table import OF_ENVIRONMENT, OPTIONS, Option, check_values
 from mt_grpo.options.values import (
     VERIFIERS,
     chosen_rule,
@@ -35,93 +37,268 @@ PARTNERS = ("simulated_user", "interaction_config_file", "env", "environment_fac
 """Options of which one at most says who answers the model's words."""
 
 
+@dataclass(frozen=True)
+class Conflict:
+    """Values that do not go together. A name in braces, in `what` and `mend`, stands for the value of that option."""
+
+    when: Callable[[Any], object]
+    what: str
+    mend: str = "leave one of them out"
+
+
+def refuse(conflicts: Iterable[Conflict], options: Mapping[str, Any]) -> None:
+    """Raises `ConfigError` for the first conflict among the options."""
+    values = SimpleNamespace(**options)
+    for conflict in conflicts:
+        if conflict.when(values):
+            raise ConfigError(f"{conflict.what}: {conflict.mend}.".format_map(options))
+
+
+HISTORY = Conflict(
+    lambda o: o.history == "compact" and (o.compact_every is None or o.compact_every < 1),
+    "`history: compact` needs `compact_every`, the number of turns between two compactions",
+    "set 1 or more",
+)
+
+CONFLICTS = (
+    Conflict(
+        lambda o: None not in (ours := o.max_env_steps, trl := o.max_tool_calling_iterations) and ours != trl,
+        "`max_env_steps` is {max_env_steps} and `max_tool_calling_iterations` is {max_tool_calling_iterations}, and "
+        "both bound the replies of the environment",
+    ),
+    Conflict(
+        lambda o: o.bf16 and o.fp16,
+        "`bf16` and `fp16` are both true, and a run computes in one of them",
+        "leave one out",
+    ),
+    Conflict(
+        lambda o: None not in (turn := o.max_turn_length, whole := o.max_completion_length) and turn > whole,
+        "`max_turn_length: {max_turn_length}` is above `max_completion_length: {max_completion_length}`, the tokens "
+        "of all turns together and of what the environment replies",
+        "lower the first, or raise the second",
+    ),
+    HISTORY,
+    Conflict(
+        lambda o: o.groups_without_signal != "keep" and (o.entropy_coef or o.use_adaptive_entropy),
+        "`groups_without_signal: {groups_without_signal}` takes groups out of the loss, and `entropy_coef: "
+        "{entropy_coef}` with `use_adaptive_entropy: {use_adaptive_entropy}` learns from all that is sampled",
+    ),
+    # sampling ahead
+    Conflict(
+        lambda o: (
+            o.max_staleness
+            and not (o.vllm_importance_sampling_correction and o.vllm_importance_sampling_clip_max is not None)
+        ),
+        "`max_staleness: {max_staleness}` trains on conversations of earlier weights, which needs a correction with a "
+        "bound",
+        "leave `vllm_importance_sampling_correction` and `vllm_importance_sampling_clip_max` out, or `max_staleness` "
+        "at 0",
+    ),
+    Conflict(
+        lambda o: o.max_staleness and o.vllm_importance_sampling_mode in ("sequence_truncate", "sequence_mask"),
+        "`max_staleness: {max_staleness}` trains on conversations of earlier weights, and "
+        "`vllm_importance_sampling_mode: {vllm_importance_sampling_mode}` would take most of them out of the loss, "
+        "since the ratio of a whole conversation is far from 1",
+        "leave it out (it is then `token_truncate`), or `max_staleness` at 0",
+    ),
+    Conflict(
+        lambda o: o.max_staleness and o.use_vllm and o.weight_sync == "lora",
+        "`max_staleness: {max_staleness}` sends weights while conversations go on, and `weight_sync: lora` takes away "
+        "the adapter that they are sampled with",
+        "choose `weight_sync: safetensors`, or leave `max_staleness` at 0",
+    ),
+    # the forward
+    Conflict(
+        lambda o: o.sp_size > 1 and o.forward != "tree",
+        "`sp_size: {sp_size}` shares packed trees among processes, and `forward: {forward}` packs none",
+        "set `forward: tree`, or leave `sp_size` out",
+    ),
+    Conflict(
+        lambda o: o.gradient_checkpointing_layers > 1 and not vars(o)[o.checkpointing],
+        "`gradient_checkpointing_layers: {gradient_checkpointing_layers}` groups layers that are computed again, and "
+        "`{checkpointing}: false` computes none again",
+        "leave one of the two out",
+    ),
+    Conflict(
+        lambda o: o.gradient_checkpointing_layers > 1 and o.activation_offloading,
+        "`gradient_checkpointing_layers: {gradient_checkpointing_layers}` keeps fewer inputs of layers on the GPU, "
+        "and `activation_offloading: true` keeps none there",
+        "leave one of the two out",
+    ),
+    # credit
+    Conflict(
+        lambda o: o.credit_rule == "state_baseline" and o.state_score is None,
+        "`advantage_estimator: state_baseline` needs a score of states",
+        "name a `StateScore` in `state_score`",
+    ),
+    Conflict(
+        lambda o: o.branch_at is None and o.credit_rule == BRANCH_RULE,
+        "`advantage_estimator: {credit_rule}` is the rule of conversations that branch",
+        "set `branch_at`, or choose `reward_to_go`",
+    ),
+    Conflict(
+        lambda o: o.branch_at is not None and o.num_branches < 2,
+        "`num_branches` is {num_branches}",
+        "set 2 or more, or leave `branch_at` out",
+    ),
+    Conflict(
+        lambda o: (
+            o.branch_at is not None and (o.num_generations % o.num_branches or o.num_generations < o.least_group)
+        ),
+        "`num_generations: {num_generations}` does not make two conversations or more of `num_branches: "
+        "{num_branches}` each",
+        "set it to {least_group} or a larger multiple of {num_branches}",
+    ),
+    Conflict(
+        # of several environments each may have its own number of replies
+        lambda o: None not in (o.branch_at, o.most_turns) and o.branch_at >= o.most_turns and o.environments is None,
+        "`branch_at: {branch_at}` is never reached, since a conversation has {most_turns} turns at most with "
+        "`max_env_steps: {max_env_steps}`",
+        "lower the first, or raise the second",
+    ),
+    Conflict(
+        lambda o: o.branch_at is not None and o.credit_rule != BRANCH_RULE,
+        f"`branch_at` needs `advantage_estimator: {BRANCH_RULE}`",
+        "{credit_rule!r} does not know which members of a group share turns, and would be biased",
+    ),
+    # servers, on GPUs of their own or on the trainer's
+    Conflict(
+        lambda o: o.use_vllm and o.vllm_mode == "server" and o.vllm_enable_sleep_mode,
+        "`vllm_enable_sleep_mode: true` gives a server's memory to training on the same GPU",
+        "set `vllm_mode: colocate`, or leave it out, since this run's server has a GPU of its own",
+    ),
+    Conflict(
+        lambda o: o.use_vllm and o.vllm_mode == "server" and o.weight_sync == "ipc",
+        "`weight_sync: ipc` hands over memory of a GPU that trainer and server share",
+        "set `vllm_mode: colocate`, or choose `safetensors` or `nccl`",
+    ),
+    Conflict(
+        lambda o: o.use_vllm and o.vllm_mode == "colocate" and o.vllm_server_base_url,
+        "`vllm_mode: colocate` starts its servers itself, and `vllm_server_base_url: {vllm_server_base_url}` names "
+        "one",
+        "leave it out, or set `vllm_mode: server`",
+    ),
+    Conflict(
+        lambda o: o.use_vllm and o.vllm_mode == "colocate" and o.weight_sync == "nccl",
+        "`weight_sync: nccl` needs a GPU for each end, and with `vllm_mode: colocate` both are on one",
+        "leave it out, or choose `ipc` or `safetensors`",
+    ),
+    Conflict(
+        lambda o: o.use_vllm and o.vllm_mode == "colocate" and o.vllm_enable_sleep_mode and o.max_staleness,
+        "`max_staleness: {max_staleness}` samples while the model is trained, when `vllm_enable_sleep_mode: true` has "
+        "taken the server's weights away",
+    ),
+)
+"""Of every command. Beside the options they know `credit_rule`, `checkpointing`, `least_group` and `most_turns`."""
+
+OF_TRAINING = (
+    Conflict(
+        lambda o: not o.temperature > 0,
+        "`temperature: {temperature}` cannot be trained, since log-probs are those of the logits divided by it",
+        "set a number above 0, such as 1.0",
+    ),
+    Conflict(
+        lambda o: o.max_steps == 0,
+        "`max_steps` is 0, so nothing is trained",
+        "set a number above 0, or leave it out",
+    ),
+    Conflict(
+        lambda o: o.max_steps < 0 and not o.num_train_epochs > 0,
+        "`num_train_epochs` is {num_train_epochs}, so nothing is trained",
+        "set a number above 0",
+    ),
+)
+"""Rollouts and evaluations need less."""
+
+OF_SERVE = (
+    Conflict(
+        lambda o: not o.use_vllm,
+        "The recipe's trainer samples from its own model and would leave a server alone",
+        "set `use_vllm: true` for both commands",
+    ),
+    Conflict(
+        lambda o: o.vllm_mode == "colocate",
+        "The recipe's trainer starts its servers itself (`vllm_mode: colocate`)",
+        "run `mt-grpo train` alone, or give both commands `--vllm_mode server`",
+    ),
+)
+
+SERVER_GROUPS = Conflict(
+    lambda o: o.use_vllm and o.vllm_mode == "colocate" and o.processes % o.vllm_tensor_parallel_size,
+    "`vllm_tensor_parallel_size: {vllm_tensor_parallel_size}` does not divide the {all} that train, and each server "
+    "of `vllm_mode: colocate` runs on the GPUs of so many of them",
+    "set a divisor, such as 1",
+)
+SEQUENCE_GROUPS = Conflict(
+    lambda o: o.processes % o.sp_size,
+    "`sp_size: {sp_size}` does not divide {all}",
+    "start a multiple of it (`--num_processes`), or leave it out",
+)
+OF_BATCHES = (
+    SERVER_GROUPS,
+    SEQUENCE_GROUPS,
+    Conflict(
+        lambda o: o.batch % o.step,
+        "`generation_batch_size: {batch}` is no multiple of {step} ({sizes})",
+        "make it one, or leave it out",
+    ),
+    Conflict(
+        lambda o: o.batch % o.num_generations,
+        "`num_generations: {num_generations}` does not divide the generation batch of {batch} ({sizes} × {steps})",
+        "{divisors}make the batch a multiple of {num_generations}",
+    ),
+    Conflict(
+        lambda o: o.branch_at is not None and o.rows % o.num_branches,
+        "`num_branches: {num_branches}` does not divide the {rows} conversations that a process samples at once, and "
+        "a conversation branches on one process",
+        "change it, or `per_device_train_batch_size`",
+    ),
+)
+"""Of the processes of a run, which have to make whole groups."""
+OF_EVAL_BATCHES = (
+    Conflict(
+        lambda o: o.batch % o.generations,
+        "`num_generations_eval: {generations}` does not divide the evaluation batch of {batch} ({sizes})",
+        "{divisors}make the batch a multiple of {generations}",
+    ),
+)
+
+
 def check_options(
     options: Mapping[str, Any], registered: Mapping[str, Iterable[str]], table: Mapping[str, Option] = OPTIONS
 ) -> None:
     """Holds the options of a run against the rules of the table, and against each other."""
     check_values(options, table)
-    ours, of_trl = options["max_env_steps"], options["max_tool_calling_iterations"]
-    if None not in (ours, of_trl) and ours != of_trl:
-        raise ConfigError(
-            f"`max_env_steps` is {ours} and `max_tool_calling_iterations` is {of_trl}, and both bound the replies of "
-            "the environment: leave one of them out."
-        )
-    if options["bf16"] and options["fp16"]:
-        raise ConfigError("`bf16` and `fp16` are both true, and a run computes in one of them: leave one out.")
-    turn, whole = options["max_turn_length"], options["max_completion_length"]
-    if None not in (turn, whole) and turn > whole:
-        raise ConfigError(
-            f"`max_turn_length: {turn}` is above `max_completion_length: {whole}`, the tokens of all turns together "
-            "and of what the environment replies: lower the first, or raise the second."
-        )
-    check_signalless(options)
     if options["environments"] is None:  # else each may have options of its own
         check_scheduler(options)
         check_agent(options)
     given = options["advantage_estimator"]
-    chosen = chosen_rule(None if given is None else parse_rule(given), bool(options["turn_reward_funcs"]))
-    rule = rule_name(chosen)
+    rule = rule_name(chosen_rule(None if given is None else parse_rule(given), bool(options["turn_reward_funcs"])))
     for name, known in registered.items():
         value = rule if name == "advantage_estimator" else options[name]
         if value is not None:  # `call_protocol` may be left to the kind of environment
             choose(name, value, known)
-    check_staleness(options)
-    check_sequence(options)
-    check_activations(options)
-    check_rule(options, rule)
-    check_branches(options, rule)
-    check_servers(options)
+    steps = options["max_env_steps"]
+    derived = {
+        "credit_rule": rule,
+        "checkpointing": _checkpointing(options, ""),
+        "least_group": 2 * options["num_branches"],
+        "most_turns": None if steps is None else steps + 1,
+    }
+    refuse(CONFLICTS, {**options, **derived})
+    check_checkpointing_options(options)
     check_addresses(options)
     check_partner(options)
     check_environments(options)
     if options["simulated_user"] is not None:
         parse_user(options["simulated_user"])
-    check_history(options["history"], options["compact_every"])
 
 
-def check_servers(options: Mapping[str, Any]) -> None:
-    """
-    Whether servers can do what the options ask of them where they run: on GPUs of their own, or on the trainer's.
-    """
-    if not options["use_vllm"]:
-        return
-    if options["vllm_mode"] == "server":
-        if options["vllm_enable_sleep_mode"]:
-            raise ConfigError(
-                "`vllm_enable_sleep_mode: true` gives a server's memory to training on the same GPU: set `vllm_mode: "
-                "colocate`, or leave it out, since this run's server has a GPU of its own."
-            )
-        if options["weight_sync"] == "ipc":
-            raise ConfigError(
-                "`weight_sync: ipc` hands over memory of a GPU that trainer and server share: set `vllm_mode: "
-                "colocate`, or choose `safetensors` or `nccl`."
-            )
-        return
-    if options["vllm_server_base_url"]:
-        raise ConfigError(
-            f"`vllm_mode: colocate` starts its servers itself, and `vllm_server_base_url: "
-            f"{options['vllm_server_base_url']}` names one: leave it out, or set `vllm_mode: server`."
-        )
-    if options["weight_sync"] == "nccl":
-        raise ConfigError(
-            "`weight_sync: nccl` needs a GPU for each end, and with `vllm_mode: colocate` both are on one: leave it "
-            "out, or choose `ipc` or `safetensors`."
-        )
-    if options["vllm_enable_sleep_mode"] and options["max_staleness"]:
-        raise ConfigError(
-            f"`max_staleness: {options['max_staleness']}` samples while the model is trained, when "
-            "`vllm_enable_sleep_mode: true` has taken the server's weights away: leave one of them out."
-        )
-
-
-def check_groups(options: Mapping[str, Any], processes: int) -> None:
-    """Whether the processes of a run make whole groups for the servers that it starts."""
-    size = options["vllm_tensor_parallel_size"]
-    if options["use_vllm"] and options["vllm_mode"] == "colocate" and processes % size:
-        raise ConfigError(
-            f"`vllm_tensor_parallel_size: {size}` does not divide the {_processes(processes)} that train, and each "
-            "server of `vllm_mode: colocate` runs on the GPUs of so many of them: set a divisor, such as 1."
-        )
+def check_history(policy: str, compact_every: int | None) -> None:
+    """Raises `ConfigError` for an unknown policy, or `"compact"` without its number of turns."""
+    options = {"history": policy, "compact_every": compact_every}
+    check_values(options, OPTIONS)
+    refuse([HISTORY], options)
 
 
 def check_addresses(options: Mapping[str, Any]) -> None:
@@ -129,141 +306,87 @@ def check_addresses(options: Mapping[str, Any]) -> None:
     Whether the servers of a run are addresses, each named once, and as many as the run needs; the host is one alone.
     """
     host_url(options["vllm_server_host"], options["vllm_server_port"], "vllm_server_host")
-    urls = expand_addresses(options["vllm_server_base_url"] or [], "vllm_server_base_url")
+    named = max(len(expand_addresses(options["vllm_server_base_url"] or [], "vllm_server_base_url")), 1)
     least = options["vllm_min_servers"]
-    if least is not None and least > max(len(urls), 1):
+    if least is not None and least > named:
         raise ConfigError(
-            f"`vllm_min_servers: {least}` wants more servers than are named, {max(len(urls), 1)}: name the others in "
+            f"`vllm_min_servers: {least}` wants more servers than are named, {named}: name the others in "
             "`vllm_server_base_url`, or lower it."
         )
 
 
-def check_staleness(options: Mapping[str, Any]) -> None:
-    """Whether the loss corrects for weights that are not the latest, in a way that keeps what it is to learn from."""
-    if not options["max_staleness"]:
-        return
-    mode = options["vllm_importance_sampling_mode"]
-    given = f"`max_staleness: {options['max_staleness']}`"
-    bound = options["vllm_importance_sampling_clip_max"]
-    if not options["vllm_importance_sampling_correction"] or bound is None:
-        raise ConfigError(
-            f"{given} trains on conversations of earlier weights, which needs a correction with a bound: leave "
-            "`vllm_importance_sampling_correction` and `vllm_importance_sampling_clip_max` out, or `max_staleness` at "
-            "0."
-        )
-    if mode in ("sequence_truncate", "sequence_mask"):
-        raise ConfigError(
-            f"{given} trains on conversations of earlier weights, and `vllm_importance_sampling_mode: {mode}` would "
-            "take most of them out of the loss, since the ratio of a whole conversation is far from 1: leave it out "
-            "(it is then `token_truncate`), or `max_staleness` at 0."
-        )
-    if options["use_vllm"] and options["weight_sync"] == "lora":
-        raise ConfigError(
-            f"{given} sends weights while conversations go on, and `weight_sync: lora` takes away the adapter that "
-            "they are sampled with: choose `weight_sync: safetensors`, or leave `max_staleness` at 0."
-        )
+def _checkpointing(options: Mapping[str, Any], end: str) -> str:
+    """The name of an option of gradient checkpointing: transformers' later one where that is given, since it wins."""
+    later = f"activation_checkpointing{end}"
+    return f"gradient_checkpointing{end}" if options.get(later) is None else later
 
 
-def check_sequence(options: Mapping[str, Any]) -> None:
-    """Whether the forward is one that several processes can share."""
-    size, forward = options["sp_size"], options["forward"]
-    if size > 1 and forward != "tree":
-        raise ConfigError(
-            f"`sp_size: {size}` shares packed trees among processes, and `forward: {forward}` packs none: set "
-            "`forward: tree`, or leave `sp_size` out."
-        )
-
-
-def check_activations(options: Mapping[str, Any]) -> None:
-    """Whether what is said about activations has an effect."""
-
-    def name(end: str) -> str:
-        """transformers' later name, where that is given, since it wins."""
-        later = f"activation_checkpointing{end}"
-        return f"gradient_checkpointing{end}" if options.get(later) is None else later
-
-    checkpointing, given = name(""), name("_kwargs")
-    extras = parse_mapping(options[given], given) or {}
+def check_checkpointing_options(options: Mapping[str, Any]) -> None:
+    """Refuses options of gradient checkpointing that have no effect."""
+    name = _checkpointing(options, "_kwargs")
+    given = parse_mapping(options[name], name) or {}
     for key in ("every_n_layers", "offload"):
-        if key in extras:
+        if key in given:
             raise ConfigError(
-                f"`{given}: {{{key}: {str(extras[key]).lower()}}}` does not outlast the first batch, since TRL's "
+                f"`{name}: {{{key}: {str(given[key]).lower()}}}` does not outlast the first batch, since TRL's "
                 "trainer turns checkpointing off and on again without it: leave it out, and set "
                 "`gradient_checkpointing_layers` to keep fewer inputs of layers, or `activation_offloading` to move "
                 "them."
             )
-    layers = options["gradient_checkpointing_layers"]
-    if layers > 1 and not options[checkpointing]:
-        raise ConfigError(
-            f"`gradient_checkpointing_layers: {layers}` groups layers that are computed again, and "
-            f"`{checkpointing}: false` computes none again: leave one of the two out."
-        )
-    if layers > 1 and options["activation_offloading"]:
-        raise ConfigError(
-            f"`gradient_checkpointing_layers: {layers}` keeps fewer inputs of layers on the GPU, and "
-            "`activation_offloading: true` keeps none there: leave one of the two out."
-        )
+
+
+def check_served(options: Mapping[str, Any]) -> None:
+    """Whether a run would use the server that is to be started."""
+    refuse(OF_SERVE, {"use_vllm": None, "vllm_mode": None, **options})
+
+
+def check_groups(options: Mapping[str, Any], processes: int) -> None:
+    """Whether the processes of a run make whole groups for the servers that it starts."""
+    refuse([SERVER_GROUPS], {**options, "processes": processes, "all": _processes(processes)})
 
 
 def check_sharing(size: int, processes: int) -> None:
     """Whether processes make whole groups of `sp_size`."""
-    if processes % size:
-        raise ConfigError(
-            f"`sp_size: {size}` does not divide {_processes(processes)}: start a multiple of it (`--num_processes`), "
-            "or leave it out."
-        )
+    refuse([SEQUENCE_GROUPS], {"sp_size": size, "processes": processes, "all": _processes(processes)})
 
 
 def check_trainable(options: Mapping[str, Any]) -> None:
-    """Whether the options let training take a step; rollouts and evaluations need less."""
-    if not options["temperature"] > 0:
-        raise ConfigError(
-            f"`temperature: {options['temperature']}` cannot be trained, since log-probs are those of the logits "
-            "divided by it: set a number above 0, such as 1.0."
-        )
-    if options["max_steps"] == 0:
-        raise ConfigError("`max_steps` is 0, so nothing is trained: set a number above 0, or leave it out.")
-    if options["max_steps"] < 0 and not options["num_train_epochs"] > 0:
-        raise ConfigError(
-            f"`num_train_epochs` is {options['num_train_epochs']}, so nothing is trained: set a number above 0."
-        )
+    """Whether the options let training take a step."""
+    refuse(OF_TRAINING, options)
 
 
 def check_batches(options: Mapping[str, Any], processes: int) -> None:
     """Whether the processes of a run make whole groups."""
-    check_groups(options, processes)
-    check_sharing(options["sp_size"], processes)
-    sizes = f"{options['per_device_train_batch_size']} a device × {_processes(processes)}"
-    step = options["per_device_train_batch_size"] * processes
-    steps = options["steps_per_generation"] or options["gradient_accumulation_steps"]
-    batch = options["generation_batch_size"] or step * steps
-    if batch % step:
-        raise ConfigError(
-            f"`generation_batch_size: {batch}` is no multiple of {step} ({sizes}): make it one, or leave it out."
-        )
-    generations = options["num_generations"]
-    if batch % generations:
-        raise ConfigError(
-            f"`num_generations: {generations}` does not divide the generation batch of {batch} ({sizes} × "
-            f"{batch // step} step{'s' * (batch > step)}): {_divisors(batch, 2)}make the batch a multiple of "
-            f"{generations}."
-        )
-    check_trunks(options, batch // processes)
+    device = options["per_device_train_batch_size"]
+    step = device * processes
+    batch = options["generation_batch_size"] or step * (
+        options["steps_per_generation"] or options["gradient_accumulation_steps"]
+    )
+    derived = {
+        "processes": processes,
+        "all": _processes(processes),
+        "sizes": f"{device} a device × {_processes(processes)}",
+        "step": step,
+        "batch": batch,
+        "steps": f"{batch // step} step{'s' * (batch > step)}",
+        "rows": batch // processes,
+        "divisors": _divisors(batch, 2),
+    }
+    refuse(OF_BATCHES, {**options, **derived})
     if options["do_eval"] or options["eval_strategy"] != "no":
         check_eval_batch(options, processes)
 
 
 def check_eval_batch(options: Mapping[str, Any], processes: int) -> None:
     """Whether a batch of an evaluation holds whole groups."""
-    generations = options["num_generations_eval"] or options["num_generations"]
-    size = options["per_device_eval_batch_size"]
-    batch = size * processes
-    if batch % generations:
-        raise ConfigError(
-            f"`num_generations_eval: {generations}` does not divide the evaluation batch of {batch} "
-            f"({size} a device × {_processes(processes)}): {_divisors(batch, 1)}make the batch a multiple of "
-            f"{generations}."
-        )
+    device = options["per_device_eval_batch_size"]
+    sizes = {
+        "generations": options["num_generations_eval"] or options["num_generations"],
+        "batch": device * processes,
+        "sizes": f"{device} a device × {_processes(processes)}",
+        "divisors": _divisors(device * processes, 1),
+    }
+    refuse(OF_EVAL_BATCHES, sizes)
 
 
 def _processes(number: int) -> str:
@@ -275,20 +398,6 @@ def _divisors(batch: int, least: int) -> str:
     numbers = [str(number) for number in range(least, batch + 1) if batch % number == 0]
     one_of = "one of " if len(numbers) > 1 else ""
     return f"set it to {one_of}{', '.join(numbers)}, or " if numbers else ""
-
-
-def check_served(options: Mapping[str, Any]) -> None:
-    """Whether a run would use the server that is to be started."""
-    if not options.get("use_vllm"):
-        raise ConfigError(
-            "The recipe's trainer samples from its own model and would leave a server alone: set `use_vllm: true` for "
-            "both commands."
-        )
-    if options.get("vllm_mode") == "colocate":
-        raise ConfigError(
-            "The recipe's trainer starts its servers itself (`vllm_mode: colocate`): run `mt-grpo train` alone, or "
-            "give both commands `--vllm_mode server`."
-        )
 
 
 def check_names(options: Mapping[str, Any], tools: Iterable[str], rewards: Iterable[str]) -> None:
@@ -317,72 +426,6 @@ def unknown_reward(name: str, kind: str, known: Iterable[str]) -> str:
         f"The {kind} reward {name!r} is neither a built-in name nor a path such as `package.module.name`"
         f"{did_you_mean(name, known)}."
     )
-
-
-def check_history(policy: str, compact_every: int | None) -> None:
-    """Raises `ConfigError` for an unknown policy, or `"compact"` without its number of turns."""
-    check_value("history", policy, OPTIONS["history"])
-    if policy == "compact" and (compact_every is None or compact_every < 1):
-        raise ConfigError("`history: compact` needs `compact_every`, the number of turns between two compactions.")
-
-
-def check_signalless(options: Mapping[str, Any]) -> None:
-    """Whether `groups_without_signal` goes together with the other options."""
-    choice = options["groups_without_signal"]
-    for name in ("entropy_coef", "use_adaptive_entropy"):
-        if choice != "keep" and options[name]:
-            raise ConfigError(
-                f"`groups_without_signal: {choice}` takes groups out of the loss, and `{name}: {options[name]}` "
-                "learns from all that is sampled: leave one of them out."
-            )
-
-
-def check_rule(options: Mapping[str, Any], rule: str) -> None:
-    """Whether the options have what a credit rule needs."""
-    if rule == "state_baseline" and options["state_score"] is None:
-        raise ConfigError(
-            "`advantage_estimator: state_baseline` needs a score of states: name a `StateScore` in `state_score`."
-        )
-
-
-def check_branches(options: Mapping[str, Any], rule: str) -> None:
-    """Whether conversations can branch as the options say."""
-    at, number, group = options["branch_at"], options["num_branches"], options["num_generations"]
-    if at is None and rule == BRANCH_RULE:
-        raise ConfigError(
-            f"`advantage_estimator: {rule}` is the rule of conversations that branch: set `branch_at`, or choose "
-            "`reward_to_go`."
-        )
-    if at is None:
-        return
-    if number < 2:
-        raise ConfigError(f"`num_branches` is {number}; set 2 or more, or leave `branch_at` out.")
-    if group % number or group == number:
-        raise ConfigError(
-            f"`num_generations: {group}` does not make two conversations or more of `num_branches: {number}` each: "
-            f"set it to {2 * number} or a larger multiple of {number}."
-        )
-    steps = options["max_env_steps"]
-    if steps is not None and at > steps and options["environments"] is None:  # else each may have its own number
-        raise ConfigError(
-            f"`branch_at: {at}` is never reached, since a conversation has {steps + 1} turns at most with "
-            f"`max_env_steps: {steps}`: lower the first, or raise the second."
-        )
-    if rule != BRANCH_RULE:
-        raise ConfigError(
-            f"`branch_at` needs `advantage_estimator: {BRANCH_RULE}`: {rule!r} does not know which members of a group "
-            "share turns, and would be biased."
-        )
-
-
-def check_trunks(options: Mapping[str, Any], rows: int) -> None:
-    """Whether all branches of a conversation are on one process."""
-    if options["branch_at"] is not None and rows % options["num_branches"]:
-        raise ConfigError(
-            f"`num_branches: {options['num_branches']}` does not divide the {rows} conversations that a process "
-            "samples at once, and a conversation branches on one process: change it, or "
-            "`per_device_train_batch_size`."
-        )
 
 
 def check_partner(options: Mapping[str, Any], place: str = "") -> None:

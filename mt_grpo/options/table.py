@@ -6,6 +6,7 @@ the tables of the docs and the checks of single values come from it. Rules over 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import numbers
 import textwrap
@@ -66,7 +67,7 @@ _OPTIONS: dict[dataclasses.Field[Any], Option] = {}
 """By field, since the metadata of a field has to be what `argparse` takes."""
 
 
-def option(default: Any, help: str, group: str, **more: Any) -> Any:
+def option(help: str, group: str, default: Any = None, **more: Any) -> Any:
     """A field of a dataclass of options; `more` are further arguments of `Option`."""
     described = Option(help, group, **more)
     made: dataclasses.Field[Any] = dataclasses.field(default=default, metadata={"help": described.description})
@@ -74,12 +75,16 @@ def option(default: Any, help: str, group: str, **more: Any) -> Any:
     return made
 
 
+_model, _agent, _rewards, _training, _server, _run = (functools.partial(option, group=group) for group in GROUPS)
+_env = functools.partial(_agent, of_environment=True)
+
+
 @dataclass
 class DataOptions:
     """Options that TRL's `ScriptArguments` does not have."""
 
-    column_mapping: dict[str, str] | str | None = option(
-        None, "Columns to add, each from one that is there: {wanted: present}.", MODEL
+    column_mapping: dict[str, str] | str | None = _model(
+        "Columns to add, each from one that is there: {wanted: present}.",
     )
 
 
@@ -87,398 +92,313 @@ class DataOptions:
 class RunOptions:
     """Options that TRL's `GRPOConfig` does not have, or to which it gives another meaning or default."""
 
-    tools: list[str] | None = option(
-        None, "Tools by name or dotted path.", AGENT, page="tools.md", executes="path", of_environment=True
-    )
-    tools_config_file: str | None = option(
-        None,
+    tools: list[str] | None = _env("Tools by name or dotted path.", page="tools.md", executes="path")
+    tools_config_file: str | None = _env(
         "YAML file of further tools, in verl's form. Those of MCP servers may be among them.",
-        AGENT,
         page="mcp.md",
         executes="file",
-        of_environment=True,
     )
-    env: str | None = option(
-        None,
+    env: str | None = _env(
         "Dotted path of an environment, or `verifiers:NAME`. The path leads to a class, a `StepEnv`, or a function "
         "from a row to one; an environment of verifiers brings its own rows. `MultiTurnToolEnv` where unset.",
-        AGENT,
-        also="object",  # TRL's block of variables
+        also="object",
         page="environments.md",
         executes="path",
-        of_environment=True,
     )
-    env_config: dict[str, Any] | str | None = option(
-        None,
+    env_config: dict[str, Any] | str | None = _env(
         "Options of an environment of verifiers. JSON on the command line.",
-        AGENT,
         page="any_agent.md#environments-of-verifiers",
-        of_environment=True,
     )
-    environment_urls: list[str] | None = option(
-        None,
-        "OpenEnv servers of the environment. A list, or ranges such as `http://node[1-4]:8000`, in place of the `url` "
-        "of `openenv_server`.",
-        AGENT,
+    environment_urls: list[str] | None = _env(
+        "OpenEnv servers of the environment. A list, or ranges such as `http://node[1-4]:8000`, in place of the "
+        "`url` of `openenv_server`.",
         page="games.md#openenv",
-        of_environment=True,
     )
-    environment_factory: dict[str, Any] | str | None = option(
-        None,
+    environment_factory: dict[str, Any] | str | None = _env(
         "A factory in TRL's form, or several by name. Dotted paths; the names are those in the dataset's column "
         "`environment`.",
-        AGENT,
         page="trl_environments.md",
         executes="path",
-        of_environment=True,
     )
-    agent: dict[str, Any] | str | None = option(
-        None,
+    agent: dict[str, Any] | str | None = _env(
         "Anybody's agent: a function's path, or its `command`. It asks the policy over HTTP as it would ask OpenAI. "
         "The function is `solve(row, client)`; `{command: ...}` is a program that runs once for each conversation.",
-        AGENT,
         page="any_agent.md",
-        of_environment=True,
     )
-    environments: dict[str, Any] | str | None = option(
-        None,
-        "Several, by the names in the column `environment`. Each is a dotted path, or a mapping of the "
-        "options that it has for itself, such as `env`, `agent`, `tools` and `max_env_steps`; JSON on the command "
-        "line.",
-        AGENT,
+    environments: dict[str, Any] | str | None = _agent(
+        "Several, by the names in the column `environment`. Each is a dotted path, or a mapping of the options that "
+        "it has for itself, such as `env`, `agent`, `tools` and `max_env_steps`; JSON on the command line.",
         page="environments.md#several-in-one-run",
     )
-    simulated_user: dict[str, Any] | str | None = option(
-        None,
-        "A user whom an OpenAI-compatible endpoint plays. A mapping of `base_url`, `model`, `system_prompt` and more; "
-        "JSON on the command line. It answers every turn without a tool call.",
-        AGENT,
+    simulated_user: dict[str, Any] | str | None = _env(
+        "A user whom an OpenAI-compatible endpoint plays. A mapping of `base_url`, `model`, `system_prompt` and "
+        "more; JSON on the command line. It answers every turn without a tool call.",
         page="simulated_users.md",
-        of_environment=True,
     )
-    interaction_config_file: str | None = option(
-        None,
+    interaction_config_file: str | None = _env(
         "YAML file of verl's interactions. They answer every turn without a tool call.",
-        AGENT,
         page="interactions.md",
         executes="file",
-        of_environment=True,
     )
-    multi_turn_scheduler: str | None = option(
-        None,
+    multi_turn_scheduler: str | None = _env(
         "A scheduler in the place of an environment. By name or dotted path.",
-        AGENT,
         page="schedulers.md",
         executes="path",
-        of_environment=True,
     )
-    max_turns: int | None = option(
-        None,
+    max_turns: int | None = _env(
         "Responses of one conversation of the scheduler. No bound of its own where unset.",
-        AGENT,
         rule=ABOVE_ZERO,
-        of_environment=True,
     )
-    call_protocol: str | None = option(
-        None,
+    call_protocol: str | None = _env(
         "How calls are written: tags, native or another. `native` is the model's own form; `learnt_tags` are `tags` "
         "without instructions, for a model that knows its tools; with `plain` there are no calls, and a conversation "
         "is one answer. Where unset: `tags`, and `native` for `environment_factory`, as in TRL.",
-        AGENT,
-        of_environment=True,
     )
-    system_prompt: str | None = option(
-        None,
+    system_prompt: str | None = _env(
         "The system message of prompts that bring none. The call protocol's instructions follow it, as they follow a "
         "prompt's own; `call_protocol: learnt_tags` has none.",
-        AGENT,
-        of_environment=True,
     )
-    max_env_steps: int | None = option(
-        None,
-        "Replies in one conversation; 5 where unset. Those of the environment. For `environment_factory` no bound but "
-        "the tokens where unset, as in TRL. TRL's `max_tool_calling_iterations` is the same.",
-        AGENT,
+    max_env_steps: int | None = _env(
+        "Replies in one conversation; 5 where unset. Those of the environment. For `environment_factory` no bound "
+        "but the tokens where unset, as in TRL. TRL's `max_tool_calling_iterations` is the same.",
         rule=Rule(lambda value: value >= 0, "it counts replies of the environment, so set 0 or more"),
-        of_environment=True,
     )
-    max_turn_length: int | None = option(
-        None,
+    max_turn_length: int | None = _agent(
         "Tokens sampled in one turn. Reaching it ends the conversation. No bound of its own where unset.",
-        AGENT,
         rule=ABOVE_ZERO,
     )
-    max_completion_length: int | None = option(
-        512,
-        "Tokens of a conversation after the prompt. Those that the environment writes count. TRL's default is "
-        "often too few.",
-        AGENT,
+    max_completion_length: int | None = _agent(
+        "Tokens of a conversation after the prompt. Those that the environment writes count. TRL's default is often "
+        "too few.",
+        default=512,
         rule=ABOVE_ZERO,
     )
-    tool_timeout: float | None = option(
-        60.0,
+    tool_timeout: float | None = _env(
         "Seconds one tool call may take. Also what an environment with a loop of its own may take between two turns.",
-        AGENT,
+        default=60.0,
         rule=ABOVE_ZERO,
-        of_environment=True,
     )
-    tool_processes: int = option(
-        0,
+    tool_processes: int = _env(
         "Processes that call tools which are plain functions. Those that compute then do not wait for each other. 0 "
         "calls them in threads.",
-        AGENT,
+        default=0,
         rule=Rule(lambda value: value >= 0, "set 0 or more"),
         page="tools.md",
-        of_environment=True,
     )
-    rollout_timeout: float | None = option(
-        None, "Seconds one conversation may take. No bound where unset.", AGENT, rule=ABOVE_ZERO
-    )
-    max_concurrent_rollouts: int | None = option(
-        None,
+    rollout_timeout: float | None = _agent("Seconds one conversation may take. No bound where unset.", rule=ABOVE_ZERO)
+    max_concurrent_rollouts: int | None = _agent(
         "Conversations under way at once in a process. Unset: all, and with a server as many as its cache holds.",
-        AGENT,
         rule=ABOVE_ZERO,
         page="rollouts.md",
     )
-    history: str = option(
-        "keep",
+    history: str = _agent(
         "keep, strip_thinking, compact or template. What stays of the past in the context of the next turn.",
-        AGENT,
+        default="keep",
         names=("keep", "strip_thinking", "compact", "template"),
         page="history.md",
     )
-    compact_every: int | None = option(None, "Turns between two compactions. For `history: compact`.", AGENT)
-    tokenization_sanity_check_mode: str = option(
-        "strict",
+    compact_every: int | None = _agent("Turns between two compactions. For `history: compact`.")
+    tokenization_sanity_check_mode: str = _agent(
         "strict, ignore_strippable or disable. How a trajectory is compared with its full rendering.",
-        AGENT,
+        default="strict",
         names=("strict", "ignore_strippable", "disable"),
         page="history.md",
     )
-    external_plugins: list[str] | None = option(
-        None, "Python files imported before anything is looked up by name.", AGENT, executes="path"
+    external_plugins: list[str] | None = _agent(
+        "Python files imported before anything is looked up by name.",
+        executes="path",
     )
 
-    turn_reward_funcs: list[str] | None = option(
-        None,
+    turn_reward_funcs: list[str] | None = _rewards(
         "Turn rewards by name or dotted path. A class also by a mapping of its `name` or path and its options; JSON "
         "on the command line.",
-        REWARDS,
         also="object",
         page="rewards.md",
         executes="path",
     )
-    outcome_reward_funcs: list[str] | None = option(
-        None,
+    outcome_reward_funcs: list[str] | None = _rewards(
         "Outcome rewards by name or dotted path. In the same form as turn rewards; reward models too.",
-        REWARDS,
         also="object",
         page="rewards.md",
         executes="path",
     )
-    reward_weights: list[float] | None = option(
-        None,
+    reward_weights: list[float] | None = _rewards(
         "Weights of the turn rewards, then of the outcome rewards. 1 each where unset.",
-        REWARDS,
         rule=Rule(
             lambda value: isinstance(value, (list, tuple)) and all(map(_is_finite, value)),
             "give a list of finite numbers, one for each reward",
             of_numbers=False,
         ),
     )
-    state_score: dict[str, Any] | str | None = option(
-        None,
+    state_score: dict[str, Any] | str | None = _rewards(
         "State score, for the rule `state_baseline`. By name or dotted path, or a mapping with its options.",
-        REWARDS,
         page="credit.md#bias-and-noise",
         executes="path",
     )
-    advantage_estimator: dict[str, Any] | str | None = option(
-        None,
+    advantage_estimator: dict[str, Any] | str | None = _rewards(
         "Credit rule: its name, or `name` and options (JSON). Unset: `lambda_to_go`, `lam: 0.8`, `scales: batch`; "
         "`grpo_or` without turn rewards, as in TRL.",
-        REWARDS,
         page="credit.md",
     )
-    turn_advantage_coef: float | None = option(
-        None,
+    turn_advantage_coef: float | None = _rewards(
         "Weight of the turn advantage. The rule's default (1.0 for `mt_grpo`) where unset.",
-        REWARDS,
         rule=Rule(math.isfinite, "give a finite number"),
     )
-    groups_without_signal: str = option(
-        "keep",
-        "keep, resample or leave_out. What becomes of groups whose advantages are all 0. `keep`: they count where the "
-        "loss is divided; `resample`: their prompts are sampled again, and what then has no signal is left out; "
+    groups_without_signal: str = _rewards(
+        "keep, resample or leave_out. What becomes of groups whose advantages are all 0. `keep`: they count where "
+        "the loss is divided; `resample`: their prompts are sampled again, and what then has no signal is left out; "
         "`leave_out`: they do not count.",
-        REWARDS,
+        default="keep",
         names=("keep", "resample", "leave_out"),
         page="credit.md",
     )
-    max_resample_times: int = option(
-        3, "Rounds of sampling such groups again. That many at most.", REWARDS, rule=ABOVE_ZERO
+    max_resample_times: int = _rewards(
+        "Rounds of sampling such groups again. That many at most.",
+        default=3,
+        rule=ABOVE_ZERO,
     )
-    branch_at: int | None = option(
-        None,
+    branch_at: int | None = _rewards(
         "Turns after which a conversation branches. None does where unset; in training only.",
-        REWARDS,
         rule=Rule(lambda value: value >= 1, "it counts the turns that branches share, so set 1 or more"),
         page="branching.md",
     )
-    num_branches: int = option(
-        4,
+    num_branches: int = _rewards(
         "Branches of a conversation, with `branch_at`. They are members of one group.",
-        REWARDS,
+        default=4,
         page="branching.md",
     )
-    env_mask: int = option(
-        0,
+    env_mask: int = _rewards(
         "Loss mask of tokens that the environment wrote. 1 trains on tool results too.",
-        REWARDS,
+        default=0,
         rule=Rule(lambda value: value in (0, 1), "set 0 (tool results are not trained) or 1 (they are)"),
         of_environment=True,
     )
-    loss_scale: str = option(
-        "all",
+    loss_scale: str = _rewards(
         "Trained of a scheduler: all or last_round. Which of its responses are; it is a mask, and gives way to a "
         "`response_loss_mask`.",
-        REWARDS,
+        default="all",
         names=("all", "last_round"),
         page="schedulers.md",
         of_environment=True,
     )
 
-    forward: str = option(
-        "tree",
+    forward: str = _training(
         "Log-probs in training: tree, padded or turn_by_turn. `tree` computes every token once and shares shared "
         "prefixes, `padded` is TRL's, `turn_by_turn` computes each turn alone, as an oracle.",
-        TRAINING,
+        default="tree",
         names=("tree", "padded", "turn_by_turn"),
         page="forward.md",
     )
-    tree_attention: str = option(
-        "auto", "auto, segment, flex or dense. The attention of `forward: tree`.", TRAINING, page="forward.md"
+    tree_attention: str = _training(
+        "auto, segment, flex or dense. The attention of `forward: tree`.",
+        default="auto",
+        page="forward.md",
     )
-    sp_size: int = option(
-        1,
+    sp_size: int = _training(
         "Processes that share each micro-batch's tokens. It is for conversations too long for one GPU.",
-        TRAINING,
+        default=1,
         rule=Rule(
             lambda value: value >= 1 and value == int(value), "set a whole number of processes, or leave it out"
         ),
         page="long_conversations.md",
     )
-    gradient_checkpointing_layers: int = option(
-        1,
-        "Layers that keep one input between them. It is for `gradient_checkpointing`. The square root of their number "
-        "keeps least, for one more forward.",
-        TRAINING,
+    gradient_checkpointing_layers: int = _training(
+        "Layers that keep one input between them. It is for `gradient_checkpointing`. The square root of their "
+        "number keeps least, for one more forward.",
+        default=1,
         rule=Rule(lambda value: value >= 1 and value == int(value), "set a whole number of layers, or leave it out"),
         page="long_conversations.md",
     )
-    activation_offloading: bool = option(
-        False,
+    activation_offloading: bool = _training(
         "Keep activations in the machine's memory. Without it they stay on the GPU until the backward.",
-        TRAINING,
+        default=False,
         page="long_conversations.md",
     )
-    router_replay: bool = option(
-        True,
+    router_replay: bool = _training(
         "Train mixtures by the experts of sampling. It needs `forward: tree`, and an engine that names them.",
-        TRAINING,
+        default=True,
         page="forward.md",
     )
-    max_staleness: int = option(
-        0,
-        "Generation batches that are sampled ahead. 0 samples and trains them one after the other. With `S`, "
-        "a batch begins when the weights are out that the one `S` before it is trained with. 1 or 2 suit slow tools.",
-        TRAINING,
+    max_staleness: int = _training(
+        "Generation batches that are sampled ahead. 0 samples and trains them one after the other. With `S`, a batch "
+        "begins when the weights are out that the one `S` before it is trained with. 1 or 2 suit slow tools.",
+        default=0,
         rule=Rule(
             lambda value: value >= 0 and value == int(value),
             "it counts generation batches, so set a whole number, 0 or more",
         ),
         page="staleness.md",
     )
-    vllm_importance_sampling_mode: str | None = option(
-        None,
+    vllm_importance_sampling_mode: str | None = _training(
         "How the loss corrects for log-probs that are not the policy's. Unset: TRL's `sequence_mask`; with "
         "`max_staleness`, `token_truncate` at 2, unless `vllm_importance_sampling_clip_max` says another bound than "
         "TRL's 3.",
-        TRAINING,
         names=("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
         page="staleness.md",
     )
 
-    disable_dropout: bool = option(
-        True,
-        "Train without dropout, as sampling has none. An adapter's is included. With `false` it is in the loss, never "
-        "in old and reference log-probs. TRL's default is false.",
-        TRAINING,
+    disable_dropout: bool = _training(
+        "Train without dropout, as sampling has none. An adapter's is included. With `false` it is in the loss, "
+        "never in old and reference log-probs. TRL's default is false.",
+        default=True,
     )
 
-    vllm_mode: str = option(
-        "server",
-        "server or colocate. `mt-grpo serve` starts the server, on other GPUs; or the trainer does, on its own. TRL's "
-        "default is colocate.",
-        SERVER,
+    vllm_mode: str = _server(
+        "server or colocate. `mt-grpo serve` starts the server, on other GPUs; or the trainer does, on its own. "
+        "TRL's default is colocate.",
+        default="server",
         names=("server", "colocate"),
         page="colocate.md",
     )
-    vllm_server_host: str = option("127.0.0.1", "Host of the vLLM server.", SERVER, of_server=True)
-    vllm_server_base_url: list[str] | None = option(
-        None,
+    vllm_server_host: str = _server("Host of the vLLM server.", default="127.0.0.1", of_server=True)
+    vllm_server_base_url: list[str] | None = _server(
         "Addresses of several servers. A list, or ranges such as `http://node[1-4]:8000`; in place of host and port.",
-        SERVER,
         page="server.md#several-servers",
         of_server=True,
     )
-    vllm_min_servers: int | None = option(
-        None,
+    vllm_min_servers: int | None = _server(
         "Servers that a run needs. It begins with so many, and the others join when they are up. Where unset, it "
         "waits for all, and goes on with those that are up.",
-        SERVER,
         rule=ABOVE_ZERO,
         page="server.md#several-servers",
     )
-    weight_sync: str = option(
-        "auto",
-        "How weights reach the server. `safetensors` goes through a file, `http` over the network, `delta` sends only "
-        "what changed, `nccl` goes from GPU to GPU, `ipc` within a GPU, and `lora` sends the adapter only. `auto` is "
-        "the first, and `ipc` with `vllm_mode: colocate` on a GPU.",
-        SERVER,
+    weight_sync: str = _server(
+        "How weights reach the server. `safetensors` goes through a file, `http` over the network, `delta` sends "
+        "only what changed, `nccl` goes from GPU to GPU, `ipc` within a GPU, and `lora` sends the adapter only. "
+        "`auto` is the first, and `ipc` with `vllm_mode: colocate` on a GPU.",
+        default="auto",
         page="server.md",
         of_server=True,
     )
-    weight_sync_folder: str | None = option(
-        None, "Folder of the weights' file, shared between hosts. Shared memory where unset.", SERVER, page="server.md"
+    weight_sync_folder: str | None = _server(
+        "Folder of the weights' file, shared between hosts. Shared memory where unset.",
+        page="server.md",
     )
-    weight_sync_port: int | None = option(
-        None,
+    weight_sync_port: int | None = _server(
         "Port at which the trainer offers weights by `http` or `delta`. Any free one where unset.",
-        SERVER,
         rule=PORT,
         page="server.md",
     )
-    verify_sync_every: int = option(
-        50, "Every so many weight syncs are verified. So is the first.", SERVER, rule=ABOVE_ZERO, page="server.md"
+    verify_sync_every: int = _server(
+        "Every so many weight syncs are verified. So is the first.",
+        default=50,
+        rule=ABOVE_ZERO,
+        page="server.md",
     )
 
-    overwrite_output_dir: bool = option(
-        False,
-        "Remove what an earlier run left in `output_dir`. Otherwise `mt-grpo train` refuses to begin there. It has no "
-        "effect on a run that is resumed.",
-        RUN,
+    overwrite_output_dir: bool = _run(
+        "Remove what an earlier run left in `output_dir`. Otherwise `mt-grpo train` refuses to begin there. It has "
+        "no effect on a run that is resumed.",
+        default=False,
     )
-    replay: str | None = option(
-        None,
-        "A run's folder, to train on what it logged. Nothing is sampled, scored or evaluated, and "
-        "no server is used; the first step is the one that the run took.",
-        RUN,
+    replay: str | None = _run(
+        "A run's folder, to train on what it logged. Nothing is sampled, scored or evaluated, and no server is used; "
+        "the first step is the one that the run took.",
         page="runs.md#training-on-what-a-run-logged",
     )
-    logging_steps: float = option(
-        1, "Steps between two lines of metrics. Below 1, a share of all steps. TRL's default is 10.", RUN
+    logging_steps: float = _run(
+        "Steps between two lines of metrics. Below 1, a share of all steps. TRL's default is 10.",
+        default=1,
     )
 
 
@@ -617,24 +537,18 @@ OF_ENVIRONMENT = {name: described for name, described in OPTIONS.items() if desc
 """The options that one of several `environments` may have for itself."""
 
 
-def check_value(name: str, value: Any, described: Option, place: str = "") -> None:
-    """Holds the value of one option against its rule and its names."""
-    if described.names and value is not None and value not in described.names:
-        choose(name, value, [known for known in described.names if isinstance(known, str)])
-    rule = described.rule
-    if rule is None or value is None:
-        return
-    if rule.of_numbers and (isinstance(value, bool) or not isinstance(value, numbers.Real)):
-        raise ConfigError(f"`{name}`{place} is {value!r}; give a number.")
-    if not rule.holds(value):
-        raise ConfigError(f"`{name}`{place} is {value}; {rule.advice}.")
-
-
 def check_values(values: Mapping[str, Any], table: Mapping[str, Option], place: str = "") -> None:
-    """Holds each value that the table has rules for against them; `place` as in `check_value`."""
+    """Holds each value against the names and the rule that the table has for it; `place` says where it was given."""
     for name, described in table.items():
-        if name in values:
-            check_value(name, values[name], described, place)
+        value, rule = values.get(name), described.rule
+        if value is None:
+            continue
+        if described.names and value not in described.names:
+            choose(name, value, [known for known in described.names if isinstance(known, str)])
+        if rule and rule.of_numbers and (isinstance(value, bool) or not isinstance(value, numbers.Real)):
+            raise ConfigError(f"`{name}`{place} is {value!r}; give a number.")
+        if rule and not rule.holds(value):
+            raise ConfigError(f"`{name}`{place} is {value}; {rule.advice}.")
 
 
 def with_options_in_docstring(config: type) -> type:

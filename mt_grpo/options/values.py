@@ -11,9 +11,11 @@ import shlex
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_type_hints
 
 import yaml
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError, with_config
+from typing_extensions import TypedDict
 
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean
@@ -21,21 +23,42 @@ from mt_grpo.imports import did_you_mean
 VERIFIERS = "verifiers:"
 """What `env` begins with where it names an environment of verifiers."""
 
-AGENT_OPTIONS = ("function", "command", "host")
-"""Keys of `agent` as a mapping; it has one of the first two."""
 
-USER_OPTIONS: dict[str, tuple[type, ...]] = {
-    "base_url": (str,),
-    "model": (str,),
-    "system_prompt": (str,),
-    "api_key_env": (str,),
-    "stop_phrase": (str,),
-    "max_turns": (int,),
-    "timeout": (int, float),
-    "max_retries": (int,),
-    "request": (Mapping,),
-}
-"""Keys of `simulated_user`, the first three needed, and what they take; see `mt_grpo.envs.simulated_user`."""
+def _check_url(text: str) -> str:
+    if not text.startswith(("http://", "https://")):
+        raise ValueError("give a URL such as `http://127.0.0.1:8001/v1`")
+    return text
+
+
+Text = Annotated[str, Field(min_length=1)]
+
+
+class _UserNeeds(TypedDict):
+    base_url: Annotated[str, AfterValidator(_check_url)]
+    model: Text
+    system_prompt: Text
+
+
+@with_config(ConfigDict(extra="forbid", strict=True))
+class UserOptions(_UserNeeds, total=False):
+    """Keys of `simulated_user`; see `mt_grpo.envs.simulated_user`."""
+
+    api_key_env: str
+    stop_phrase: Text
+    max_turns: Annotated[int, Field(ge=1)]
+    timeout: Annotated[float, Field(gt=0)]
+    max_retries: Annotated[int, Field(ge=0)]
+    request: Mapping[str, Any]
+
+
+@with_config(ConfigDict(extra="forbid", strict=True))
+class AgentOptions(TypedDict, total=False):
+    """Keys of `agent` as a mapping; it has one of the first two."""
+
+    function: Text
+    command: Text
+    host: Text
+
 
 DEFAULT_RULE: dict[str, Any] = {"name": "lambda_to_go", "lam": 0.8, "scales": "batch"}
 """The credit rule where none is chosen. docs/designs.md says why."""
@@ -61,21 +84,15 @@ def parse_reward(entry: Any) -> tuple[Any, dict[str, Any]]:
     A reward as a recipe, a command line (the mapping as JSON) or a script lists it: its name, path or object, and the
     options that it is made with.
     """
-    if isinstance(entry, str) and entry.lstrip().startswith("{"):
-        try:
-            entry = json.loads(entry)
-        except json.JSONDecodeError as error:
-            raise ConfigError(
-                f"The reward {entry!r} is not valid JSON ({error.msg} at character {error.pos})."
-            ) from error
-    if not isinstance(entry, Mapping):
-        return entry, {}
-    if not isinstance(entry.get("name"), str):
+    given = _parse_braces(entry, "The reward")
+    if not isinstance(given, Mapping):
+        return given, {}
+    if not isinstance(given.get("name"), str):
         raise ConfigError(
-            f"The reward {dict(entry)!r} has no name: give the name or the path of a reward class and its options, "
+            f"The reward {dict(given)!r} has no name: give the name or the path of a reward class and its options, "
             "such as `{name: information_gain, column: answer}`."
         )
-    return entry["name"], {name: value for name, value in entry.items() if name != "name"}
+    return given["name"], {name: value for name, value in given.items() if name != "name"}
 
 
 def chosen_rule(rule: str | dict[str, Any] | None, has_turn_rewards: bool) -> str | dict[str, Any]:
@@ -86,25 +103,14 @@ def chosen_rule(rule: str | dict[str, Any] | None, has_turn_rewards: bool) -> st
 
 
 def parse_rule(rule: Any) -> str | dict[str, Any]:
-    """
-    A credit rule as a recipe, a command line (the mapping as JSON) or a script gives it.
-
-    Raises:
-        ConfigError: If it is neither a name nor a mapping with one.
-    """
-    if isinstance(rule, str) and rule.lstrip().startswith("{"):
-        try:
-            rule = json.loads(rule)
-        except json.JSONDecodeError as error:
-            raise ConfigError(
-                f"`advantage_estimator` is {rule!r}, which is not valid JSON ({error.msg} at character {error.pos})."
-            ) from error
-    if isinstance(rule, Mapping) and isinstance(rule.get("name"), str):
-        return dict(rule)
-    if isinstance(rule, str):
-        return rule
+    """A credit rule as a recipe, a command line (the mapping as JSON) or a script gives it."""
+    given = _parse_braces(rule, "The credit rule")
+    if isinstance(given, str):
+        return given
+    if isinstance(given, Mapping) and isinstance(given.get("name"), str):
+        return dict(given)
     raise ConfigError(
-        f"`advantage_estimator` is {rule!r}: give the name of a rule, or a mapping of its `name` and its options, "
+        f"`advantage_estimator` is {given!r}: give the name of a rule, or a mapping of its `name` and its options, "
         'such as `{"name": "mt_grpo", "turn_coef": 0.5}`.'
     )
 
@@ -129,70 +135,72 @@ def parse_mapping(value: Any, key: str) -> Any:
         raise ConfigError(f"`{key}` is {value!r}, which is not a JSON mapping.") from None
 
 
+def _parse_braces(value: Any, what: str) -> Any:
+    """The mapping that a text in JSON stands for, where an option takes plain text too; any other value as it is."""
+    if not isinstance(value, str) or not value.lstrip().startswith("{"):
+        return value
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{what} {value!r} is not valid JSON ({error.msg} at character {error.pos}).") from error
+
+
+def _validated(options: type, given: Any, key: str) -> dict[str, Any]:
+    """A mapping as pydantic takes it; else one sentence about the first thing that is wrong with it."""
+    try:
+        return TypeAdapter(options).validate_python(given)
+    except ValidationError as error:
+        wrong = error.errors()[0]
+    known = get_type_hints(options)
+    needed = [key for key in known if key in options.__required_keys__]  # type: ignore[attr-defined]
+    name = ".".join(map(str, wrong["loc"]))
+    if wrong["type"] == "extra_forbidden":
+        raise ConfigError(f"`{key}` has an unknown key {name!r}{did_you_mean(name, known)}.")
+    if wrong["type"] == "missing":
+        raise ConfigError(f"`{key}` has no `{name}`: it needs {', '.join(needed)}.")
+    if not name:
+        raise ConfigError(f"`{key}` is {given!r}: give a mapping of {', '.join(needed or known)}.")
+    mend = wrong["msg"].removeprefix("Value error, ")
+    raise ConfigError(f"`{key}: {name}` is {wrong['input']!r}: {mend[0].lower()}{mend[1:]}.")
+
+
 def parse_user(user: Any) -> dict[str, Any]:
     """A simulated user as a recipe, a command line (the mapping as JSON) or a script gives it."""
     user = parse_mapping(user, "simulated_user")
-    needed = list(USER_OPTIONS)[:3]
-    if not isinstance(user, Mapping):
-        raise ConfigError(f"`simulated_user` is {user!r}: give a mapping of {', '.join(needed)} and further options.")
-    if "api_key" in user:
-        raise ConfigError(
-            "`simulated_user: api_key` would write a key into a file: put it into an environment variable, and name "
-            "that in `api_key_env`."
-        )
-    for name, value in user.items():
-        if name not in USER_OPTIONS:
-            raise ConfigError(f"`simulated_user` has an unknown key {name!r}{did_you_mean(name, USER_OPTIONS)}.")
-        kinds = USER_OPTIONS[name]
-        if value is not None and (not isinstance(value, kinds) or isinstance(value, bool)):
-            wanted = {str: "text", int: "a whole number", float: "a number", Mapping: "a mapping"}[kinds[-1]]
-            raise ConfigError(f"`simulated_user: {name}` is {value!r}: give {wanted}.")
-    for name in needed:
-        if not user.get(name):
-            raise ConfigError(f"`simulated_user` has no `{name}`: it needs {', '.join(needed)}.")
-    if not user["base_url"].startswith(("http://", "https://")):
-        raise ConfigError(
-            f"`simulated_user: base_url` is {user['base_url']!r}: give a URL such as `http://127.0.0.1:8001/v1`."
-        )
+    if isinstance(user, Mapping):
+        if "api_key" in user:
+            raise ConfigError(
+                "`simulated_user: api_key` would write a key into a file: put it into an environment variable, and "
+                "name that in `api_key_env`."
+            )
+        user = {name: value for name, value in user.items() if value is not None}
+    user = _validated(UserOptions, user, "simulated_user")
     for name in ("model", "messages", "stream"):
-        if name in (user.get("request") or {}):
+        if name in user.get("request", {}):
             raise ConfigError(f"`simulated_user: request` sets `{name}`, which is set for it: leave that out.")
-    if user.get("stop_phrase") == "":
-        raise ConfigError("`simulated_user: stop_phrase` is empty, which every reply has: give one, or leave it out.")
-    for name, least in (("max_turns", 1), ("max_retries", 0)):
-        if user.get(name) is not None and user[name] < least:
-            raise ConfigError(f"`simulated_user: {name}` is {user[name]}: set {least} or more.")
-    if user.get("timeout") is not None and not user["timeout"] > 0:
-        raise ConfigError(f"`simulated_user: timeout` is {user['timeout']}: set seconds above 0.")
-    return {name: value for name, value in user.items() if value is not None}
+    return user
 
 
 def parse_agent(agent: Any, key: str = "agent") -> dict[str, str]:
     """An agent as a recipe, a command line (the mapping as JSON) or a script gives it."""
-    if isinstance(agent, str) and agent.lstrip().startswith("{"):
-        agent = parse_mapping(agent, key)
     if isinstance(agent, str):
-        agent = {"function": agent}
+        agent = parse_mapping(agent, key) if agent.lstrip().startswith("{") else {"function": agent}
     forms = 'the path of a function, such as `my_agent.solve`, or `{command: "node agent.js"}`'
     if not isinstance(agent, Mapping):
         raise ConfigError(f"`{key}` is {agent!r}: give {forms}.")
-    for name, value in agent.items():
-        if name not in AGENT_OPTIONS:
-            raise ConfigError(f"`{key}` has an unknown key {name!r}{did_you_mean(name, AGENT_OPTIONS)}.")
-        if not isinstance(value, str) or not value.strip():
-            raise ConfigError(f"`{key}: {name}` is {value!r}: give text.")
+    agent = _validated(AgentOptions, agent, key)
     if ("function" in agent) == ("command" in agent):
         raise ConfigError(f"`{key}` has to name one thing that runs: {forms}.")
     if "command" in agent:
         try:
-            program = shlex.split(agent["command"])[0]
+            program = next(iter(shlex.split(agent["command"])), "")
         except ValueError as error:
             raise ConfigError(f"`{key}: command` cannot be split into words ({error}): close its quotes.") from error
         if shutil.which(program) is None:
             raise ConfigError(
                 f"`{key}: command` begins with {program!r}, which is no program here: install it, or give its path."
             )
-    return dict(agent)
+    return agent
 
 
 def verifiers_name(env: Any) -> str | None:

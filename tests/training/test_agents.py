@@ -96,7 +96,7 @@ def test_a_failing_agent_does_not_end_the_run(tmp_path, tokenizer, questions):
         ({"agent": {"comand": "ls"}}, "unknown key 'comand'; the nearest is 'command'"),
         ({"agent": {"command": "ls", "function": "a.b"}}, "has to name one thing that runs"),
         ({"agent": {"host": "127.0.0.1"}}, "has to name one thing that runs"),
-        ({"agent": {"command": ""}}, "`agent: command` is '': give text"),
+        ({"agent": {"command": ""}}, "`agent: command` is '': string should have at least 1 char"),
         ({"agent": {"command": "echo 'a"}}, "close its quotes"),
         ({"agent": {"command": "no-such-program x"}}, "is no program here"),
         ({"agent": "a.b", "tools": ["calculator"]}, "`tools` and `agent` are both set"),

@@ -71,7 +71,7 @@ def test_an_evaluation_does_not_branch(build):
     ("options", "message"),
     [
         ({"branch_at": 0}, "`branch_at` is 0; it counts the turns"),
-        ({"num_branches": 1}, "`num_branches` is 1; set 2 or more"),
+        ({"num_branches": 1}, "`num_branches` is 1: set 2 or more"),
         ({"num_branches": 4}, "`num_generations: 4` does not make two conversations .* set it to 8 or a larger"),
         ({"num_branches": 3}, "`num_generations: 4` does not make two conversations .* set it to 6 or a larger"),
         ({"branch_at": 3, "max_env_steps": 2}, "`branch_at: 3` is never reached, since a conversation has 3 turns at"),

@@ -273,7 +273,10 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(build, tmp_path):
     [
         ({"groups_without_signal": "resampel"}, "the nearest is 'resample'"),
         ({"max_resample_times": 0}, "`max_resample_times` is 0; set a number above 0"),
-        ({"groups_without_signal": "leave_out", "entropy_coef": 0.1}, "`entropy_coef: 0.1` learns from all that is"),
+        (
+            {"groups_without_signal": "leave_out", "entropy_coef": 0.1},
+            "`entropy_coef: 0.1` with `use_adaptive_entropy: False` learns",
+        ),
         ({"groups_without_signal": "resample", "use_adaptive_entropy": True}, "`use_adaptive_entropy: True` learns"),
     ],
 )
