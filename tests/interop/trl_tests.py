@@ -24,11 +24,12 @@ import datasets
 import torch
 import transformers
 import trl
-from PIL import Image
 
 sys.path.append(str(Path(__file__).parents[1]))
 
 from support.conversations import template_tokenizer
+from support.images import build_processor, build_vision_model, picture
+from support.vision import VISION_FAMILIES
 
 import mt_grpo.training.trainer
 from mt_grpo.rollout import Sample
@@ -65,6 +66,25 @@ MODELS = {
 }
 """The template of TRL's that a stand-in speaks, and what its configuration has beside `SIZES`."""
 
+LONG = {"max_position_embeddings": 32768}
+
+
+def _qwen(template: str, family: str, **decoder: object):
+    processor = build_processor(template)
+    return processor, build_vision_model(processor.tokenizer, family=family, **LONG, **decoder)
+
+
+VISION_MODELS = {
+    "Gemma3ForConditionalGeneration": VISION_FAMILIES["gemma 3"][0],
+    "Gemma4ForConditionalGeneration": VISION_FAMILIES["gemma 4 e2b"][0],
+    "LlavaNextForConditionalGeneration": VISION_FAMILIES["llava-next"][0],
+    "Qwen2VLForConditionalGeneration": lambda: _qwen("qwen2_5_vl", "qwen2_vl"),
+    "Qwen2_5_VLForConditionalGeneration": lambda: _qwen("qwen2_5_vl", "qwen2_5_vl"),
+    "Qwen3_5ForConditionalGeneration-NoThink": lambda: _qwen("qwen3_5_nothink", "qwen3_5"),
+    "Qwen3_5MoeForConditionalGeneration-3.6": lambda: _qwen("qwen3_6", "qwen3_5_moe", router_aux_loss_coef=0.0),
+}
+"""What makes the processor and the model of a stand-in that sees."""
+
 PROMPTS = """Beautiful is better than|Explicit is|Simple is better|Complex|Flat is better than|Sparse is better
 Readability|Special cases aren't special|Although practicality beats|Errors should never|Unless explicitly
 In the face of ambiguity, refuse|There should be one-- and preferably|Although that way may not be obvious
@@ -72,8 +92,16 @@ Now is better|Although never is often|If the implementation is hard to explain, 
 """Those that its tests name, in their order; 17 as in its data set, since tests count the steps of an epoch."""
 
 
-def make_model(name: str, hub: Path) -> None:
-    """Writes a stand-in where a cache of the Hub has the model."""
+def snapshot_of(name: str, hub: Path) -> Path:
+    """Where a cache of the Hub has the files of a model."""
+    folder = hub / f"models--trl-internal-testing--tiny-{name}"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text("0" * 40)
+    return folder / "snapshots" / ("0" * 40)
+
+
+def make_model(name: str, snapshot: Path) -> None:
+    """Writes a stand-in of text."""
     template, more = MODELS[name]
     tokenizer = copy.deepcopy(template_tokenizer(template))
     if name == "Qwen2ForCausalLM-2.5":  # one of few tokens ends an answer of 8 where a test expects that it does not
@@ -84,10 +112,6 @@ def make_model(name: str, hub: Path) -> None:
     config = getattr(transformers, config_name)(vocab_size=len(tokenizer), **special, **{**SIZES, **more})
     torch.manual_seed(0)
     model = getattr(transformers, kind.replace("Remote", "Llama"))(config).float()
-    folder = hub / f"models--trl-internal-testing--tiny-{name}"
-    snapshot = folder / "snapshots" / ("0" * 40)
-    (folder / "refs").mkdir(parents=True)
-    (folder / "refs" / "main").write_text("0" * 40)
     model.save_pretrained(snapshot)
     tokenizer.save_pretrained(snapshot)
     if kind.startswith("Remote"):
@@ -106,23 +130,34 @@ def load_dataset(path: str, name: str | None = None, split: str | None = None, s
     talk = "conversational" in (name or "")
     rows = [{"prompt": [{"role": "user", "content": text}] if talk else text} for text in texts]
     if "image" in path:
-        picture = Image.new("RGB", (32, 32))
-        column = {"images": [picture] * 2} if "multi" in path else {"image": picture}
+        image = picture(size=(32, 32))
+        column = {"images": [image] * 2} if "multi" in path else {"image": image}
         rows = [{**row, **column} for row in rows]
     loaded = datasets.Dataset.from_list(rows)
     return loaded.to_iterable_dataset() if streaming else loaded
 
 
+def load_processor(name: str, *args, **options):
+    """That of a stand-in which sees. Its files would need torchvision, for videos."""
+    make = VISION_MODELS.get(str(name).removeprefix("trl-internal-testing/tiny-"))
+    if make is None:
+        return OWN_PROCESSOR(name, *args, **options)
+    processor, _ = make()
+    for side in ("padding_side", "truncation_side"):
+        setattr(processor.tokenizer, side, options.get(side, "right"))
+    return processor
+
+
 def texts_of_ids(source: str) -> dict[tuple[int, ...], str]:
-    """What the rows of token ids in TRL's tests say, by the comments beside them: the ids are of Qwen's tokenizer."""
+    """What the rows of token ids in TRL's tests say, by the comments beside them: the ids are of Qwen's tokenizers."""
     found, text = {}, None
     for line in map(str.strip, source.splitlines()):
-        if comment := re.match(r"""# (['"].*['"])( \+ pad)?$""", line) or re.match(
+        if comment := re.match(r"""# (['"].*['"])( \+ pad(ding)?)?$""", line) or re.match(
             r"""\[.*\],\s+# (['"].*['"])""", line
         ):
             text = ast.literal_eval(comment.group(1))
         if (row := re.match(r"\[([\d, ]+)\],", line)) and text:
-            found[tuple(int(each) for each in row.group(1).split(",") if int(each) != 151643)] = text
+            found[tuple(int(each) for each in row.group(1).split(",") if int(each) not in PADDING)] = text
     return found
 
 
@@ -136,14 +171,22 @@ class ReplacedGenerate:
         return getattr(self.own, name)
 
     async def generate(self, context, sampling, session):
-        replaced = vars(self.model).get("generate")
-        if not isinstance(replaced, Mock):
+        if not isinstance(vars(self.model).get("generate"), Mock):
             return await self.own.generate(context, sampling, session)
+        return self.replaced(sampling, session)
+
+    async def generate_with_images(self, context, images, sampling, session):
+        if not isinstance(vars(self.model).get("generate"), Mock):
+            return await self.own.generate_with_images(context, images, sampling, session)
+        return self.replaced(sampling, session)
+
+    def replaced(self, sampling, session) -> Sample:
         turn = self.turns[session] = self.turns.get(session, -1) + 1
-        size = min(self.args.generation_batch_size, 4) if turn == 0 else 2  # two of three call a tool in those tests
-        rows = replaced(input_ids=torch.zeros(size, 1, dtype=torch.long))[:, 1:].tolist()
-        ids = tuple(each for each in rows[int(session.rsplit("-", 1)[1]) % len(rows)] if each != 151643)
-        text = TEXTS[ids].removesuffix("<|im_end|>") + "<|im_end|>" * (151645 in ids)
+        size = min(self.args.generation_batch_size, 4)
+        size = size if turn == 0 else (size + 1) // 2  # so many call a tool in those tests: two of three, one of two
+        rows = self.model.generate(input_ids=torch.zeros(size, 1, dtype=torch.long))[:, 1:].tolist()
+        ids = tuple(each for each in rows[int(session.rsplit("-", 1)[1]) % len(rows)] if each not in PADDING)
+        text = TEXTS[ids].removesuffix("<|im_end|>") + "<|im_end|>" * (not ENDS.isdisjoint(ids))
         sampled = self.tokenizer.encode(text, add_special_tokens=False)[: sampling.max_tokens]
         return Sample(sampled, [-1.0] * len(sampled), "stop")
 
@@ -159,6 +202,9 @@ class Config(MTGRPOConfig):
 
 
 TEXTS: dict[tuple[int, ...], str] = {}
+PADDING, ENDS = {151643, 248044}, {151645, 248046}
+"""Ids of Qwen3's tokenizer, and of Qwen3.5's."""
+OWN_PROCESSOR = transformers.AutoProcessor.from_pretrained
 
 
 def pytest_configure(config) -> None:
@@ -172,13 +218,17 @@ def pytest_configure(config) -> None:
     mt_grpo.training.trainer.own_engine = lambda args, tokenizer, model, accelerator: ReplacedGenerate(
         own(args, tokenizer, model, accelerator), args, tokenizer, accelerator.unwrap_model(model)
     )
+    transformers.AutoProcessor.from_pretrained = load_processor
     datasets.load_dataset, trl.GRPOConfig, trl.GRPOTrainer = load_dataset, Config, MTGRPOEnvTrainer
 
 
 def main(clone: Path, options: list[str]) -> int:
     with tempfile.TemporaryDirectory() as cache:
+        hub = Path(cache) / "hub"
         for name in MODELS:
-            make_model(name, Path(cache) / "hub")
+            make_model(name, snapshot_of(name, hub))
+        for name, make in VISION_MODELS.items():
+            make()[1].save_pretrained(snapshot_of(name, hub))
         paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
         env = {**os.environ, "HF_HOME": cache, "HF_HUB_OFFLINE": "1", "PYTHONPATH": paths, "TRL_CLONE": str(clone)}
         env["OMP_NUM_THREADS"] = "1"  # the models are tiny, and threads wait for one another

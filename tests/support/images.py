@@ -15,8 +15,12 @@ from transformers import (
     ProcessorMixin,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
     Qwen3_5Config,
     Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
 )
@@ -129,6 +133,21 @@ _VISION = {
     "out_hidden_size": 32,
     "initializer_range": 0.2,
 }
+_LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "head_dim": 16,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1000.0,
+        "mrope_section": [1, 1, 0],
+        "mrope_interleaved": True,
+        "partial_rotary_factor": 0.25,
+    },
+}
 FAMILIES: dict[str, tuple[type[PreTrainedModel], type[PreTrainedConfig], dict[str, object], dict[str, object]]] = {
     "qwen2_5_vl": (
         Qwen2_5_VLForConditionalGeneration,
@@ -145,20 +164,19 @@ FAMILIES: dict[str, tuple[type[PreTrainedModel], type[PreTrainedConfig], dict[st
     "qwen3_5": (
         Qwen3_5ForConditionalGeneration,
         Qwen3_5Config,
+        _LINEAR,
+        {"num_position_embeddings": 64, "deepstack_visual_indexes": []},
+    ),
+    "qwen2_vl": (Qwen2VLForConditionalGeneration, Qwen2VLConfig, {}, {"hidden_size": 32, "embed_dim": 16}),
+    "qwen3_5_moe": (
+        Qwen3_5MoeForConditionalGeneration,
+        Qwen3_5MoeConfig,
         {
-            "layer_types": ["linear_attention", "full_attention"],
-            "linear_key_head_dim": 8,
-            "linear_value_head_dim": 8,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 2,
-            "head_dim": 16,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 1000.0,
-                "mrope_section": [1, 1, 0],
-                "mrope_interleaved": True,
-                "partial_rotary_factor": 0.25,
-            },
+            **_LINEAR,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 16,
         },
         {"num_position_embeddings": 64, "deepstack_visual_indexes": []},
     ),
