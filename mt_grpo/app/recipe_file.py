@@ -19,6 +19,7 @@ import yaml
 
 from mt_grpo.app.shipped import shipped
 from mt_grpo.errors import ConfigError
+from mt_grpo.options.environments import TYPES, with_env_options
 from mt_grpo.options.table import OPTIONS
 from mt_grpo.options.values import VERIFIERS, is_bare, parse_mapping
 
@@ -122,7 +123,7 @@ def check_trust(path: str, recipe: Mapping[str, Any], variables: Mapping[str, An
         theirs = None
     elif folder != here and folder.is_relative_to(here):  # what was unpacked here has code beside the run's folder too
         theirs = here / folder.relative_to(here).parts[0]
-    found = list(dict.fromkeys([*_executed(recipe, theirs), *_told(recipe)]))
+    found = list(dict.fromkeys([*_executed(with_env_options(recipe), theirs), *_told(recipe)]))
     found += [f"`env: {name}`" for name in variables]
     if found:
         more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
@@ -132,10 +133,17 @@ def check_trust(path: str, recipe: Mapping[str, Any], variables: Mapping[str, An
         )
 
 
+def pop_variables(recipe: dict[str, Any]) -> dict[str, Any]:
+    """Takes TRL's block of environment variables, an `env` without a `type`, out of a recipe."""
+    env = recipe.get("env")
+    return recipe.pop("env") if isinstance(env, dict) and "type" not in env else {}
+
+
 def asks_for_trust(path: str) -> bool:
     """Whether a configuration is asked about where it is run from the current folder."""
     try:
-        check_trust(path, read_file(path)[0], {})
+        recipe, _ = read_file(path)
+        check_trust(path, recipe, pop_variables(recipe))
     except ConfigError:
         return True
     return False
@@ -146,6 +154,8 @@ def _executed(options: Mapping[str, Any], run: Path | None) -> Iterator[str]:
         value = _parsed(options.get(option))
         if option == "environment_factory" and isinstance(value, Mapping):  # one of its names may be `name`
             value = list(value.values())
+        if option == "env" and isinstance(value, Mapping):
+            value = [value[name] for name in TYPES[value["type"]].paths if name in value]
         for text in _texts(value):
             if text.startswith(VERIFIERS) or not (is_bare(text) or _is_own(text, run)):
                 yield f"`{option}: {text}`"

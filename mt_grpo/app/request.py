@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mt_grpo.app.recipe_file import check_trust, read_file
+from mt_grpo.app.recipe_file import check_trust, pop_variables, read_file
 from mt_grpo.app.schema import Schema, check_value, from_text, kinds, load_schema, wanted
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import FORMATS, check_place, looks_like_path
+from mt_grpo.options.environments import with_env_options
 from mt_grpo.options.names import refuse_unknown
 from mt_grpo.options.rules import check_batches, check_names, check_options, check_trainable
 from mt_grpo.options.values import is_bare, parse_agent, parse_reward, verifiers_name
@@ -191,14 +192,13 @@ def read_request(arguments: list[str], command: str = "serve") -> Request:
         request.recipe, lines = read_file(request.path)
         if of_run:
             request.recipe.pop("resume_from_checkpoint", None)  # the replay begins where the run began
-        if isinstance(request.recipe.get("env"), dict):
-            variables = request.recipe.pop("env")
+        variables = pop_variables(request.recipe)
         _check_recipe(request, lines, schema)
         if not request.own["trust"]:
             check_trust(
                 request.path, {name: request.recipe[name] for name in request.recipe if name not in given}, variables
             )
-    request.values = {**request.recipe, **given}
+    request.values = with_env_options({**request.recipe, **given})
     _check_whole(request, schema, command)
     os.environ.update({name: str(value) for name, value in variables.items()})
     return request

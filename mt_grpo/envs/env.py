@@ -13,6 +13,7 @@ from mt_grpo.concurrency import call
 from mt_grpo.envs.protocols import CallProtocol
 from mt_grpo.errors import defined_at
 from mt_grpo.media import snapshot_parts
+from mt_grpo.servers.env_servers import EnvServerPool
 from mt_grpo.tools.results import check_data
 from mt_grpo.trajectory import Message, StopReason, Turn
 
@@ -235,6 +236,31 @@ class StepEnv(Env):
 
     async def close(self) -> None:
         """Nothing to let go of."""
+
+
+class ServedEnv(StepEnv):
+    """An environment that servers hold, at one address or several."""
+
+    pool: EnvServerPool
+
+    @abstractmethod
+    def at(self, urls: str | list[str]) -> ServedEnv:
+        """The same environment at other addresses; raises `ConfigError` if one is none."""
+
+    @abstractmethod
+    async def check(self) -> dict[str, str]:
+        """Connects to each server once; returns why some cannot be reached, by address."""
+
+
+class RecordedEnv(Env):
+    """
+    An environment that keeps records of its own for rewards.
+
+    Attributes:
+        records (`list[tuple[list[dict], dict]]`): Messages and infos of each record of the trajectory.
+    """
+
+    records: list[tuple[list[Message], dict[str, Any]]]
 
 
 def _messages(said: str | list[Message], what: str, method: Callable[..., Any], right: str) -> list[Message]:

@@ -13,6 +13,7 @@ import httpx
 
 from mt_grpo.envs.dialogue import DialogueEnv
 from mt_grpo.envs.env import Outcome, Policy, Step
+from mt_grpo.envs.registry import environment, tool_arguments
 from mt_grpo.envs.source import Prototype, source_of
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean
@@ -261,6 +262,14 @@ class SimulatedUserSource(Prototype):
 
 
 source_of.register(SimulatedUserEnv, SimulatedUserSource)
+
+
+@environment("simulated_user")
+def user_of_options(options: Mapping[str, Any]) -> SimulatedUserEnv:
+    """The environment of a run's option `simulated_user`, whose endpoint is asked once."""
+    user = SimulatedUser(**parse_user(options["simulated_user"]))
+    user.check()
+    return SimulatedUserEnv(user, **tool_arguments(options))
 
 
 def _columns(template: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import hashlib
 import inspect
 import json
@@ -14,7 +15,10 @@ from typing import Any, SupportsFloat
 from mt_grpo.concurrency import call
 from mt_grpo.envs import Outcome, Policy, Step, StepEnv
 from mt_grpo.envs.env import ConversationEnded
+from mt_grpo.envs.registry import environment
 from mt_grpo.errors import ConfigError, describe_error, find_fault
+from mt_grpo.imports import import_object
+from mt_grpo.options.environments import TYPES
 from mt_grpo.tools.results import render
 from mt_grpo.trajectory import Message, StopReason, Turn
 
@@ -160,6 +164,25 @@ class GymEnv(StepEnv):
         if not (opened and closed):
             raise ValueError(f"write your action between <{self.tag}> and </{self.tag}>.")
         return action.strip()
+
+
+@environment("gym")
+def gym_of_options(options: Mapping[str, Any]) -> GymEnv:
+    """`GymEnv` with the keys of `env: {type: gym}`."""
+    return GymEnv(**imported(options["env"]))
+
+
+def imported(env: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of `env: {type: ...}`, the objects in the place of their paths."""
+    paths, given = TYPES[env["type"]].paths, {name: value for name, value in env.items() if name != "type"}
+    return {
+        name: _import(value, name) if name in paths and isinstance(value, str) else value
+        for name, value in given.items()
+    }
+
+
+def _import(path: str, name: str) -> Any:
+    return vars(builtins)[path] if path in ("int", "float", "str") else import_object(path, what=f"`{name}`")
 
 
 def show(observation: Any) -> str:

@@ -9,15 +9,17 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import httpx
 
 from mt_grpo.envs import Outcome, Policy
+from mt_grpo.envs.env import ServedEnv
+from mt_grpo.envs.registry import environment
 from mt_grpo.errors import ConfigError, describe_error
-from mt_grpo.integrations.gym import GymEnv
+from mt_grpo.integrations.gym import GymEnv, imported
 from mt_grpo.servers.addresses import expand_addresses
 from mt_grpo.servers.env_servers import STARTS, EnvServerPool, Full, ServerLost, Unreachable, backoff, in_words
 from mt_grpo.servers.web import ask
@@ -66,7 +68,13 @@ def openenv_server(
     return OpenEnv(urls, client, observe or (lambda seen: seen), action, tag, max_turns, step_timeout)
 
 
-class OpenEnv(GymEnv):
+@environment("openenv")
+def openenv_of_options(options: Mapping[str, Any]) -> OpenEnv:
+    """`openenv_server` with the keys of `env: {type: openenv}`."""
+    return openenv_server(**imported(options["env"]))
+
+
+class OpenEnv(GymEnv, ServedEnv):
     """A conversation with an environment behind OpenEnv servers; `openenv_server` makes it."""
 
     def __init__(

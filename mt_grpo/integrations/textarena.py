@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from mt_grpo.envs.registry import environment
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean
-from mt_grpo.integrations.gym import GymEnv
+from mt_grpo.integrations.gym import GymEnv, imported
 
 Opponent = Callable[[str], str]
 """The other player: a function from an observation to a move, as TextArena's agents are."""
@@ -46,6 +47,13 @@ def textarena_game(
         games = [key.removesuffix("-raw") for key in known if key.endswith("-raw")]
         raise ConfigError(f"TextArena has no game {game!r}{did_you_mean(game, games)}.")
     return GymEnv(lambda: Game(name, opponent, options), max_turns=max_turns)
+
+
+@environment("textarena")
+def game_of_options(options: Mapping[str, Any]) -> GymEnv:
+    """`textarena_game` with the keys of `env: {type: textarena}`."""
+    given = imported(options["env"])
+    return textarena_game(**given.pop("options", {}), **given)
 
 
 class Game:

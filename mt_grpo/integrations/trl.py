@@ -10,7 +10,7 @@ import math
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
@@ -21,7 +21,8 @@ from datasets import Dataset
 from mt_grpo.concurrency import OutOfTime, call, in_thread
 from mt_grpo.envs import MultiTurnToolEnv, Outcome, Policy
 from mt_grpo.envs.env import ConversationEnded
-from mt_grpo.envs.source import CLOSE_TIMEOUT, COLUMN, Prototype, source_of
+from mt_grpo.envs.registry import environment, tool_arguments
+from mt_grpo.envs.source import CLOSE_TIMEOUT, COLUMN, EnvLike, Prototype, source_of
 from mt_grpo.envs.tool_env import execute_calls
 from mt_grpo.errors import ConfigError, describe_error
 from mt_grpo.imports import did_you_mean, import_object
@@ -30,9 +31,6 @@ from mt_grpo.rewards import EnvReward, RewardFunc
 from mt_grpo.tools import Tool
 from mt_grpo.tools.results import Result
 from mt_grpo.trajectory import Message, ToolCall
-
-Factory = Callable[[], Any] | dict[str, Callable[[], Any]]
-"""What TRL's trainer takes: something that makes an environment, or a dictionary by the column `environment`."""
 
 logger = logging.getLogger(__name__)
 
@@ -266,20 +264,24 @@ def import_factory(path: Any, key: str) -> Any:
     return import_object(path, what="environment factory")
 
 
-def environments_of(factory: Factory, **options: Any) -> TRLEnv | dict[str, TRLEnv]:
-    """Environments of a factory, or of several by name."""
+@environment("trl")
+def environments_of_options(options: Mapping[str, Any]) -> EnvLike:
+    """Environments of a run's option `environment_factory`: of a factory, or of several by name."""
+    key, factory = options.get("key"), options.get("factory")  # the second: the trainer's own argument
+    if factory is None:
+        place = "environment_factory" if key is None else f"{key}: environment_factory"
+        factory = import_factory(options["environment_factory"], place)
+    arguments = tool_arguments(options, "native", max_steps=None)
     if not isinstance(factory, dict):
-        return _environment(factory, options)
+        return _environment(factory, arguments, named=key is not None)
     if not factory:
         raise ConfigError("`environment_factory` is an empty dictionary: give factories by name.")
-    environments = {name: _environment(one, options) for name, one in factory.items()}
-    for env in environments.values():
-        env.named = True
-    return environments
+    return {name: _environment(one, arguments, named=True) for name, one in factory.items()}
 
 
-def _environment(factory: Any, options: dict[str, Any]) -> TRLEnv:
-    env = TRLEnv(factory, **options)
+def _environment(factory: Any, arguments: dict[str, Any], named: bool) -> TRLEnv:
+    env = TRLEnv(factory, **arguments)
+    env.named = named
     if not env.tools:
         logger.warning(
             "The environment %s has no tools: it has no public method but `reset`, `get_reward` and `close`, so each "

@@ -18,6 +18,7 @@ from datasets import Dataset
 from mt_grpo.data import with_contents_of_one_kind
 from mt_grpo.envs.env import Outcome
 from mt_grpo.envs.protocols import CallProtocol
+from mt_grpo.envs.registry import environment
 from mt_grpo.errors import ConfigError
 from mt_grpo.integrations.openai_api.agent import AgentClient, AgentSource, protocol_of
 from mt_grpo.options.values import VERIFIERS, parse_env_config
@@ -38,12 +39,6 @@ class VerifiersSource(AgentSource):
         self.environment = _load(name, config or {})
         super().__init__(self._play, protocol)
 
-    @classmethod
-    def from_options(cls, options: Mapping[str, Any]) -> VerifiersSource:
-        """The environment of a run's option `env: verifiers:NAME`."""
-        config = parse_env_config(options["env_config"] or {})
-        return cls(options["env"].removeprefix(VERIFIERS).strip(), config, protocol_of(options))
-
     async def _play(self, row: dict[str, Any], client: AgentClient) -> Outcome:
         split, number = example_of(row)
         return await self.environment.play(split, number, client, self.endpoint.relay_key)
@@ -52,6 +47,13 @@ class VerifiersSource(AgentSource):
         """The environment's own data, `train` or `eval`: `prompt`, `answer`, `example` and `split`."""
         rows = with_contents_of_one_kind(self.environment.rows(split))
         return Dataset.from_list([{**row, EXAMPLE: number, SPLIT: split} for number, row in enumerate(rows)])
+
+
+@environment("verifiers")
+def verifiers_of_options(options: Mapping[str, Any]) -> VerifiersSource:
+    """The environment of a run's option `env: verifiers:NAME`."""
+    config = parse_env_config(options["env_config"] or {})
+    return VerifiersSource(options["env"].removeprefix(VERIFIERS).strip(), config, protocol_of(options))
 
 
 def example_of(row: dict[str, Any]) -> tuple[str, int]:

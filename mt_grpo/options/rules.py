@@ -12,6 +12,7 @@ from typing import Any
 
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import choose, did_you_mean
+from mt_grpo.options.environments import ALIASES
 from mt_grpo.options.names import refuse_unknown
 from mt_grpo.options.table import OF_ENVIRONMENT, OPTIONS, Option, check_values
 from mt_grpo.options.values import (
@@ -33,7 +34,7 @@ from mt_grpo.servers.addresses import expand_addresses, host_url
 BRANCH_RULE = "branch_to_go"
 """The credit rule of conversations that branch."""
 
-PARTNERS = ("simulated_user", "interaction_config_file", "env", "environment_factory", "agent")
+PARTNERS = tuple(name for name in ALIASES if name != "multi_turn_scheduler")
 """Options of which one at most says who answers the model's words."""
 
 

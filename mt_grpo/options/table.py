@@ -98,10 +98,10 @@ class RunOptions:
         page="mcp.md",
         executes="file",
     )
-    env: str | None = _env(
-        "Dotted path of an environment, or `verifiers:NAME`. The path leads to a class, a `StepEnv`, or a function "
-        "from a row to one; an environment of verifiers brings its own rows. `MultiTurnToolEnv` where unset.",
-        also="object",
+    env: dict[str, Any] | str | None = _env(
+        "An environment: `{type: NAME, ...}`, a dotted path, or `verifiers:NAME`. A type is one of class, tools, "
+        "agent, simulated_user, interactions, scheduler, trl, verifiers, gym, textarena and openenv. The path leads "
+        "to a class, a `StepEnv`, or a function from a row to one. Tools alone where unset. JSON on the command line.",
         page="environments.md",
         executes="path",
     )

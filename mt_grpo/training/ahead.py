@@ -24,8 +24,8 @@ from trl import GRPOTrainer
 
 from mt_grpo.concurrency import Begun, run
 from mt_grpo.envs import MultiTurnToolEnv
+from mt_grpo.envs.env import RecordedEnv
 from mt_grpo.envs.source import close_environments
-from mt_grpo.integrations.swift.env import SchedulerEnv
 from mt_grpo.rewards import RewardFunc
 from mt_grpo.rewards.base import Adapter, FunctionReward
 from mt_grpo.rollout import RolloutRequest, RolloutRunner, SamplingParams
@@ -252,7 +252,7 @@ def is_judged_without_environment(trajectory: Trajectory, rewards: Sequence[Rewa
     ours = type(env).__module__.startswith("mt_grpo.")
     tools = env.tools.values() if isinstance(env, MultiTurnToolEnv) else []
     stateful = any(isinstance(tool, StatefulTool) for tool in tools)
-    return ours and not stateful and not isinstance(env, (Adapter, SchedulerEnv))
+    return ours and not stateful and not isinstance(env, (Adapter, RecordedEnv))
 
 
 def _asks_for_environments(reward: RewardFunc) -> bool:

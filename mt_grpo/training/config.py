@@ -18,6 +18,7 @@ from mt_grpo.envs.protocols import PROTOCOLS
 from mt_grpo.errors import ConfigError
 from mt_grpo.forward.attention.layout import KERNELS
 from mt_grpo.imports import import_file
+from mt_grpo.options.environments import with_env_options
 from mt_grpo.options.rules import check_options
 from mt_grpo.options.table import OF_LIBRARIES, RunOptions, options_of, with_options_in_docstring
 from mt_grpo.options.values import chosen_rule, parse_agent, parse_env_config, parse_mapping, parse_user
@@ -78,6 +79,7 @@ class MTGRPOConfig(RunOptions, GRPOConfig):
     """Configuration of `MTGRPOEnvTrainer`. TRL's fields keep their meaning, but for those that are listed here."""
 
     def __post_init__(self) -> None:
+        vars(self).update(with_env_options(vars(self)))
         ours = options_of(type(self))
         for field in fields(self):
             given = getattr(self, field.name)
@@ -87,7 +89,6 @@ class MTGRPOConfig(RunOptions, GRPOConfig):
                 setattr(self, field.name, [given])  # a recipe may give one name without a list
         for plugin in self.external_plugins or []:
             import_file(plugin)
-        self.environments = parse_mapping(self.environments, "environments")
         if isinstance(self.environment_factory, str) and self.environment_factory.lstrip().startswith("{"):
             self.environment_factory = parse_mapping(self.environment_factory, "environment_factory")
         if self.agent is not None:

@@ -17,25 +17,21 @@ from trl.chat_template_utils import add_response_schema
 from mt_grpo.concurrency import run
 from mt_grpo.data.images import with_own_opener
 from mt_grpo.envs import EnvLike, EnvSource, MultiTurnToolEnv, StepEnv
+from mt_grpo.envs.env import ServedEnv
 from mt_grpo.envs.protocols import PROTOCOLS
-from mt_grpo.envs.simulated_user import SimulatedUser, SimulatedUserEnv
+from mt_grpo.envs.registry import TRLFactory, build_environment, named_tools
 from mt_grpo.envs.source import COLUMN, check_source, close_environments, source_of
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean, import_object
-from mt_grpo.integrations.openai_api import AgentSource
-from mt_grpo.integrations.openenv import OpenEnv
-from mt_grpo.integrations.swift import SchedulerSource
-from mt_grpo.integrations.trl import Factory, TRLEnv, TRLTool, environments_of, import_factory
-from mt_grpo.integrations.verifiers import VerifiersSource
-from mt_grpo.integrations.verl import InteractionEnv, load_interactions
+from mt_grpo.options.environments import TYPES
 from mt_grpo.options.rules import PARTNERS, check_agent, check_partner, check_scheduler
 from mt_grpo.options.table import OF_ENVIRONMENT
-from mt_grpo.options.values import parse_user, verifiers_name
+from mt_grpo.options.values import verifiers_name
 from mt_grpo.rewards import RewardFunc
 from mt_grpo.rollout import Engine, RolloutLimits, RolloutRunner, TemplateError
 from mt_grpo.rollout.chat_template import ChatTemplate
 from mt_grpo.rollout.media import MediaEncoder
-from mt_grpo.tools import Tool, in_processes, load_tools, load_tools_file
+from mt_grpo.tools import Tool, load_tools
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.preflight import Rows
 from mt_grpo.training.rollout_batch import RolloutBatch
@@ -48,21 +44,20 @@ logger = logging.getLogger(__name__)
 
 def build_env(
     args: MTGRPOConfig,
-    factory: Factory | None = None,
+    factory: TRLFactory | None = None,
     tools: Sequence[Any] | None = None,
     plain: bool = False,
 ) -> EnvLike:
     """The environment, or environments by name, that `args` describe."""
     options = {name: getattr(args, name) for name in OF_ENVIRONMENT}
     if tools:
-        given = (TRLTool.of(tool) if type(tool) is Tool else tool for tool in load_tools(list(tools)))
+        of_trl = import_object("mt_grpo.integrations.trl.TRLTool").of
+        given = (of_trl(tool) if type(tool) is Tool else tool for tool in load_tools(list(tools)))
         options["tools"] = [*(args.tools or []), *given]
         options["call_protocol"] = args.call_protocol or "native"
         options["max_env_steps"] = sys.maxsize if args.max_env_steps is None else args.max_env_steps
     if factory is not None:
-        options["environment_factory"] = factory
-    elif args.environment_factory is not None:
-        options["environment_factory"] = import_factory(args.environment_factory, "environment_factory")
+        options |= {"environment_factory": factory, "factory": factory}
     others = (*PARTNERS, "tools", "tools_config_file", "multi_turn_scheduler", "call_protocol")
     if plain and args.environments is None and not any(options[name] for name in others):
         options["call_protocol"] = "plain"
@@ -75,24 +70,24 @@ def build_env(
         )
     if args.tool_processes and not any(map(_names_tools, [options, *args.environments.values()])):
         raise _no_tool(args.tool_processes)
-    named = {name: _build_named(name, given, options, args) for name, given in args.environments.items()}
+    settings = {name: _settings(given, options, args) for name, given in args.environments.items()}
+    named = {name: _build_named(name, settings[name], given, args) for name, given in args.environments.items()}
     if not any(isinstance(env, MultiTurnToolEnv) for env in named.values()):
-        scheduled = any(isinstance(env, SchedulerSource) for env in named.values())
-        of_schedulers = ("system_prompt", "call_protocol") if scheduled else ()
+        scheduled = any(given["multi_turn_scheduler"] for given in settings.values())
+        of_schedulers = TYPES["scheduler"].takes if scheduled else ()
         unused = {name: value for name, value in options.items() if name not in of_schedulers}
         _check_unused(unused, "any of `environments`")
-    if args.environment_urls is not None and not any(isinstance(env, OpenEnv) for env in named.values()):
+    if args.environment_urls is not None and not any(isinstance(env, ServedEnv) for env in named.values()):
         _at(named, args.environment_urls, "environments")
     return named
 
 
-def _build_named(name: str, given: Any, run_options: dict[str, Any], args: MTGRPOConfig) -> EnvLike:
-    key = f"environments: {name}"
+def _settings(given: Any, options: dict[str, Any], args: MTGRPOConfig) -> dict[str, Any]:
+    """The options of one of `environments`: its own, and of the run's those that this kind of environment has."""
     given = {"env": given} if isinstance(given, str) else given
-    options = dict(run_options)
+    options = dict(options)
     if any(partner in given for partner in PARTNERS):
         options |= dict.fromkeys((*PARTNERS, "env_config"))
-    # of the run's own options those count that this kind of environment has
     scheduler = ("multi_turn_scheduler", "max_turns", "loss_scale")
     if any(name in given for name in (*PARTNERS, "tools", "tools_config_file", "multi_turn_scheduler")):
         defaults = {field.name: field.default for field in fields(args)}
@@ -103,15 +98,17 @@ def _build_named(name: str, given: Any, run_options: dict[str, Any], args: MTGRP
     options |= {"environment_urls": None, **given}
     if "tool_processes" not in given and not _names_tools(options):
         options["tool_processes"] = 0
+    return options
+
+
+def _build_named(name: str, options: dict[str, Any], given: Any, args: MTGRPOConfig) -> EnvLike:
+    key = f"environments: {name}"
+    given = {"env": given} if isinstance(given, str) else given
     check_scheduler(options, key)
-    if options["environment_factory"] is not None:
-        options["environment_factory"] = import_factory(options["environment_factory"], f"{key}: environment_factory")
-    env = _build(options, key, given)
+    env = _build({**options, "key": key}, key, given)
     if isinstance(env, dict):
         raise ConfigError(f"`{key}` has several factories in `environment_factory`: give each a name of its own.")
-    if isinstance(env, TRLEnv):
-        env.named = True
-    if isinstance(env, OpenEnv) and not given.get("environment_urls") and args.environment_urls is not None:
+    if isinstance(env, ServedEnv) and not given.get("environment_urls") and args.environment_urls is not None:
         return env.at(args.environment_urls)
     return env
 
@@ -122,9 +119,9 @@ def _build(options: dict[str, Any], key: str, said: Mapping[str, Any]) -> EnvLik
     return env if options["environment_urls"] is None else _at(env, options["environment_urls"], key)
 
 
-def _at(env: EnvLike, urls: list[str], key: str) -> OpenEnv:
+def _at(env: EnvLike, urls: list[str], key: str) -> ServedEnv:
     """The OpenEnv environment at its servers; refuses any other environment."""
-    if not isinstance(env, OpenEnv):
+    if not isinstance(env, ServedEnv):
         raise ConfigError(
             f"`environment_urls` names OpenEnv servers, and `{key}` is no environment that `openenv_server` made: "
             "leave one of them out (MCP servers are named in their own file)."
@@ -136,44 +133,14 @@ def _of_options(options: dict[str, Any], key: str, said: Mapping[str, Any]) -> E
     check_partner(options, "" if key == "env" else f"In `{key}`, ")
     if options["tool_processes"] and not _names_tools(options):
         raise _no_tool(options["tool_processes"])
-    if options["multi_turn_scheduler"] is not None:
-        return SchedulerSource.from_options(options)
     check_agent(options, "" if key == "env" else key)
-    if options["agent"] is not None:
-        return AgentSource.from_options(options)
-    if verifiers_name(options["env"]) is not None:
-        return VerifiersSource.from_options(options)
+    env = build_environment(options)
     path = options["env"]
-    if options["environment_factory"] is not None:
-        return environments_of(
-            options["environment_factory"],
-            tools=_tools(options),
-            system_prompt=options["system_prompt"],
-            max_steps=options["max_env_steps"],
-            protocol=options["call_protocol"] or "native",
-            env_mask=options["env_mask"],
-            tool_timeout=options["tool_timeout"],
-        )
-    found = MultiTurnToolEnv if path is None else import_object(path, what="environment")
-    if not (isinstance(found, type) and issubclass(found, MultiTurnToolEnv)):
-        check_source(found, key)
-        _check_unused(said, f"`{path}`{'' if key == 'env' else f' of `{key}`'}")
-        return found
-    partner: dict[str, Any] = {}
-    if options["simulated_user"] is not None:
-        found, partner = SimulatedUserEnv, {"user": SimulatedUser(**parse_user(options["simulated_user"]))}
-        partner["user"].check()
-    elif options["interaction_config_file"] is not None:
-        found, partner = InteractionEnv, {"interactions": load_interactions(options["interaction_config_file"])}
-    return found(
-        **partner,
-        tools=_tools(options),
-        system_prompt=options["system_prompt"],
-        max_steps=5 if options["max_env_steps"] is None else options["max_env_steps"],
-        protocol=options["call_protocol"] or "tags",
-        env_mask=options["env_mask"],
-        tool_timeout=options["tool_timeout"],
-    )
+    if path is not None and verifiers_name(path) is None and not isinstance(env, MultiTurnToolEnv):
+        check_source(env, key)
+        name = path if isinstance(path, str) else f"env: {{type: {path['type']}}}"
+        _check_unused(said, f"`{name}`{'' if key == 'env' else f' of `{key}`'}")
+    return env
 
 
 def _check_unused(said: Mapping[str, Any], env: str) -> None:
@@ -195,20 +162,11 @@ def _no_tool(processes: int) -> ConfigError:
     return ConfigError(f"`tool_processes` is {processes}, and no tool is named: leave it out.")
 
 
-def _tools(options: dict[str, Any]) -> list[Any]:
-    tools = _named_tools(options["tools"], options["tools_config_file"])
-    return in_processes(tools, options["tool_processes"]) if options["tool_processes"] else tools
-
-
-def _named_tools(named: list[Any] | None, file: str | None) -> list[Any]:
-    return [*(named or []), *([] if file is None else load_tools_file(file))]
-
-
 def check_env(
     env: EnvLike | None,
     args: MTGRPOConfig,
     *datasets: Rows | dict[str, Rows] | None,
-    factory: Factory | None = None,
+    factory: TRLFactory | None = None,
     tools: Sequence[Any] | None = None,
     plain: bool = False,
 ) -> EnvLike:
@@ -246,7 +204,7 @@ def check_env(
 def check_servers(source: EnvSource) -> None:
     """Connects to the servers of the environments once."""
     for env in source.prototypes():
-        if isinstance(env, OpenEnv):
+        if isinstance(env, ServedEnv):
             run(env.check())
 
 
@@ -291,7 +249,7 @@ def _check_options(env: MultiTurnToolEnv, args: MTGRPOConfig) -> None:
     defaults = {field.name: field.default for field in fields(args)}
     for name, value in of_env.items():
         asked = getattr(args, name)
-        if name == "tools" and (tools := _named_tools(asked, args.tools_config_file)):
+        if name == "tools" and (tools := named_tools(asked, args.tools_config_file)):
             asked = sorted(tool.name for tool in load_tools(tools))
         if asked == defaults[name]:
             continue

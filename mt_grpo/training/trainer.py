@@ -22,11 +22,11 @@ from mt_grpo.credit import Rule, estimate_parts, rule_says, whole_rule
 from mt_grpo.data import had_text_prompts
 from mt_grpo.data.images import with_own_opener
 from mt_grpo.envs import EnvLike
+from mt_grpo.envs.registry import TRLFactory
 from mt_grpo.envs.source import source_of, tool_names
 from mt_grpo.forward.media import Media, media_tokens
 from mt_grpo.forward.probe import context_length
 from mt_grpo.forward.routes import route_shape
-from mt_grpo.integrations.trl import Factory
 from mt_grpo.options.rules import check_eval_batch
 from mt_grpo.rewards import RewardFunc, Scores, load_rewards, score_trajectories
 from mt_grpo.rollout import Engine, RolloutError
@@ -206,7 +206,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         optimizers: tuple[Any, Any] = (None, None),
         quantization_config: Any = None,
         peft_config: Any = None,
-        environment_factory: Factory | None = None,
+        environment_factory: TRLFactory | None = None,
         reward_funcs: Rewards = None,
         reward_processing_classes: PreTrainedTokenizerBase | list[PreTrainedTokenizerBase | None] | None = None,
         tools: Sequence[Callable[..., Any] | str] | None = None,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 
 import pytest
@@ -12,6 +14,7 @@ from support.trainers import SEARCH, member
 
 from mt_grpo.envs import EnvSource, MultiTurnToolEnv, Step, StepEnv
 from mt_grpo.errors import ConfigError
+from mt_grpo.options.table import OF_ENVIRONMENT
 from mt_grpo.rewards import EnvReward, OutcomeReward
 from mt_grpo.rollout import ScriptedEngine
 from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
@@ -172,6 +175,81 @@ def test_options_of_one_of_several_environments_are_its_own(tmp_path):
     )
     assert (env["search"].max_steps, list(env["search"].tools)) == (2, ["lookup"])
     assert (env["talk"].max_steps, env["talk"].tools, env["talk"].protocol.native_tools) == (4, {}, True)
+
+
+TYPED = [
+    ({"type": "tools", "tools": ["calculator"], "max_env_steps": 2}, {"tools": ["calculator"], "max_env_steps": 2}),
+    ({"type": "class", "path": f"{__file__}:Guess"}, {"env": f"{__file__}:Guess"}),
+    ({"type": "trl", "factory": "a.B"}, {"environment_factory": "a.B"}),
+    ({"type": "agent", "function": "a.solve"}, {"agent": {"function": "a.solve"}}),
+    ({"type": "interactions", "file": "a.yaml"}, {"interaction_config_file": "a.yaml"}),
+    (
+        {"type": "scheduler", "name": "retry_scheduler", "max_turns": 3},
+        {"multi_turn_scheduler": "retry_scheduler", "max_turns": 3},
+    ),
+    (
+        {"type": "simulated_user", "base_url": "http://a:1/v1", "model": "m", "system_prompt": "You ask."},
+        {"simulated_user": {"base_url": "http://a:1/v1", "model": "m", "system_prompt": "You ask."}},
+    ),
+    (
+        {"type": "verifiers", "name": "wordle", "config": {"games": 2}},
+        {"env": "verifiers:wordle", "env_config": {"games": 2}},
+    ),
+]
+
+
+@pytest.mark.parametrize(("typed", "options"), TYPED, ids=[typed["type"] for typed, _ in TYPED])
+def test_an_env_of_a_type_is_the_older_options(tmp_path, typed, options):
+    def resolved(**given):
+        return {name: getattr(MTGRPOConfig(str(tmp_path), **CPU_RUN, **given), name) for name in OF_ENVIRONMENT}
+
+    assert resolved(env=typed) == resolved(env=json.dumps(typed)) == resolved(**options)
+    several = MTGRPOConfig(str(tmp_path), environments={"a": typed}, **CPU_RUN).environments["a"]
+    assert {name: value for name, value in several.items() if value is not None} == options
+
+
+class Count:
+    def reset(self):
+        return 0
+
+    def step(self, action):
+        return action, 1.0, True
+
+
+def test_a_game_is_made_of_its_keys(tmp_path):
+    env = {"type": "gym", "make": f"{__file__}:Count", "parse": "int", "max_turns": 2}
+    made = named(tmp_path, env=env)
+    assert (made.make.__name__, made.parse, made.max_turns, made.tag) == ("Count", int, 2, None)
+    assert named(tmp_path, environments={"a": env, "b": {}})["a"].parse is int
+    with pytest.raises(ConfigError, match="`max_env_steps: 3` has no effect on `env: {type: gym}`: only what is made"):
+        named(tmp_path, env=env, max_env_steps=3)
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"env": {"type": "agnet"}}, "`env: type` is 'agnet'; the nearest is 'agent': choose one of tools, simulated"),
+        ({"env": {"path": "a.B"}}, "`env` has no `type`: name one of tools, simulated_user, interactions, class, "),
+        ({"env": {"type": "gym"}}, "`env` of the type `gym` has no `make`: give it."),
+        (
+            {"env": {"type": "agent", "functoin": "a.solve"}},
+            "`env` of the type `agent` has an unknown key 'functoin'; the nearest is 'function': it takes function, "
+            "command, host, call_protocol.",
+        ),
+        (
+            {"env": {"type": "agent", "function": "a.b"}, "multi_turn_scheduler": "retry_scheduler"},
+            "`env` of the type `agent` and `multi_turn_scheduler` both say who answers the model: leave one of them",
+        ),
+        (
+            {"env": {"type": "tools", "tools": ["search"]}, "tools": ["calculator"]},
+            "`tools` is set both in `env` of the type `tools` and beside it: leave one of them out.",
+        ),
+        ({"environments": {"a": {"type": "gyn"}}}, "`environments: a: type` is 'gyn'; the nearest is 'gym': choose"),
+    ],
+)
+def test_an_env_of_a_type_that_is_wrong_is_refused(tmp_path, options, problem):
+    with pytest.raises(ConfigError, match=re.escape(problem)):
+        named(tmp_path, **options)
 
 
 def test_environments_may_be_given_as_json_on_the_command_line(tmp_path):

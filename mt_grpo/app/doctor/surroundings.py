@@ -12,8 +12,8 @@ from mt_grpo.app.doctor.case import FAIL, OK, WARN, Case, Lines
 from mt_grpo.app.env import MISSING, SERVER, version_here, version_in
 from mt_grpo.app.request import check_writable
 from mt_grpo.concurrency import run
+from mt_grpo.envs.env import ServedEnv
 from mt_grpo.errors import ConfigError
-from mt_grpo.integrations.openenv import OpenEnv
 from mt_grpo.options.rules import check_groups
 from mt_grpo.servers.env_servers import in_words
 from mt_grpo.servers.http import RequestFailed, ServerControl
@@ -56,7 +56,7 @@ def device(case: Case) -> Lines:
 
 def environment(case: Case) -> Lines:
     """Whether the OpenEnv servers of the environments answer."""
-    remote = [one for one in case.environments if isinstance(one, OpenEnv)]
+    remote = [one for one in case.environments if isinstance(one, ServedEnv)]
     if not remote:
         yield OK, "none is on OpenEnv servers", ""
     for one in remote:

@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 from mt_grpo.concurrency import LoopThread, OnePerProcess, abandon, begin, in_thread
 from mt_grpo.envs.env import ConversationEnded, Outcome, finite
 from mt_grpo.envs.protocols import PROTOCOLS, CallProtocol
+from mt_grpo.envs.registry import environment
 from mt_grpo.envs.source import EnvSource
 from mt_grpo.errors import ConfigError, defined_at, describe_error
 from mt_grpo.imports import import_object
@@ -289,26 +290,6 @@ class AgentSource(EnvSource):
     ) -> None:
         self.agent, self.protocol, self.endpoint = agent, protocol, Endpoint(host)
 
-    @classmethod
-    def from_options(cls, options: Mapping[str, Any]) -> AgentSource:
-        """
-        The agent of a run's option `agent`.
-
-        Raises:
-            ConfigError: If it is nothing that can be called.
-        """
-        given = parse_agent(options["agent"])
-        if "command" in given:
-            agent: Any = Command(given["command"])
-        else:
-            agent = import_object(given["function"], what="agent")
-            if not takes_two(agent):
-                raise ConfigError(
-                    f"`agent: {given['function']}` leads to {agent!r}: give a function that is called with the row "
-                    "and the client."
-                )
-        return cls(agent, protocol_of(options), given.get("host", "127.0.0.1"))
-
     @property
     def needs_template_calls(self) -> bool | None:
         """It is not known whether an agent will ask for tools; a text protocol writes its calls itself."""
@@ -316,6 +297,22 @@ class AgentSource(EnvSource):
 
     async def make(self, row: dict[str, Any]) -> Any:  # an `AgentEnv`: its `run` asks for the runner's own policy
         return AgentEnv(self)
+
+
+@environment("agent")
+def agent_of_options(options: Mapping[str, Any]) -> AgentSource:
+    """The agent of a run's option `agent`."""
+    given = parse_agent(options["agent"])
+    if "command" in given:
+        agent: Any = Command(given["command"])
+    else:
+        agent = import_object(given["function"], what="agent")
+        if not takes_two(agent):
+            raise ConfigError(
+                f"`agent: {given['function']}` leads to {agent!r}: give a function that is called with the row "
+                "and the client."
+            )
+    return AgentSource(agent, protocol_of(options), given.get("host", "127.0.0.1"))
 
 
 def protocol_of(options: Mapping[str, Any]) -> CallProtocol | None:

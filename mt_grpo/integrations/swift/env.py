@@ -16,8 +16,9 @@ from typing import Any
 
 from mt_grpo.concurrency import OutOfTime, call, guarded
 from mt_grpo.envs.dialogue import Words
-from mt_grpo.envs.env import ConversationEnded, Outcome, Policy
+from mt_grpo.envs.env import ConversationEnded, Outcome, Policy, RecordedEnv
 from mt_grpo.envs.protocols import PROTOCOLS
+from mt_grpo.envs.registry import environment
 from mt_grpo.envs.source import EnvSource
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean, import_object
@@ -40,7 +41,7 @@ from mt_grpo.integrations.swift.types import (
     plain,
 )
 from mt_grpo.options.values import is_bare
-from mt_grpo.trajectory import Message, StopReason
+from mt_grpo.trajectory import StopReason
 
 logger = logging.getLogger(__name__)
 
@@ -79,39 +80,6 @@ class SchedulerSource(EnvSource):
     def __name__(self) -> str:
         return self.scheduler_class.__name__
 
-    @classmethod
-    def from_options(cls, options: Mapping[str, Any]) -> SchedulerSource:
-        """
-        The scheduler of a run's option `multi_turn_scheduler`.
-
-        Raises:
-            ConfigError: If it is no scheduler.
-        """
-        name = options["multi_turn_scheduler"]
-        if not is_bare(name):
-            found = import_object(name, what="scheduler")
-        elif name in multi_turns:
-            found = multi_turns[name]
-        else:
-            raise ConfigError(
-                f"There is no scheduler {name!r}{did_you_mean(name, multi_turns)}: choose one of "
-                f"{', '.join(multi_turns)}, name the file that adds it to `multi_turns` in "
-                "`external_plugins`, or give a dotted path."
-            )
-        if not (isinstance(found, type) and issubclass(found, MultiTurnScheduler)):
-            raise ConfigError(
-                f"`multi_turn_scheduler: {name}` leads to {found!r}: give a subclass of `MultiTurnScheduler`, which "
-                "is in `mt_grpo.integrations.swift`."
-            )
-        return cls(
-            found,
-            max_turns=options["max_turns"],
-            loss_scale=options["loss_scale"],
-            system_prompt=options["system_prompt"],
-            tags=PROTOCOLS[options["call_protocol"] or "tags"]().tags,
-            timeout=options["tool_timeout"],
-        )
-
     async def make(self, row: dict[str, Any]) -> SchedulerEnv:
         return SchedulerEnv(self)
 
@@ -142,20 +110,46 @@ class SchedulerSource(EnvSource):
             )
 
 
-class SchedulerEnv:
+@environment("scheduler")
+def scheduler_of_options(options: Mapping[str, Any]) -> SchedulerSource:
+    """The scheduler of a run's option `multi_turn_scheduler`."""
+    name = options["multi_turn_scheduler"]
+    if not is_bare(name):
+        found = import_object(name, what="scheduler")
+    elif name in multi_turns:
+        found = multi_turns[name]
+    else:
+        raise ConfigError(
+            f"There is no scheduler {name!r}{did_you_mean(name, multi_turns)}: choose one of "
+            f"{', '.join(multi_turns)}, name the file that adds it to `multi_turns` in "
+            "`external_plugins`, or give a dotted path."
+        )
+    if not (isinstance(found, type) and issubclass(found, MultiTurnScheduler)):
+        raise ConfigError(
+            f"`multi_turn_scheduler: {name}` leads to {found!r}: give a subclass of `MultiTurnScheduler`, which "
+            "is in `mt_grpo.integrations.swift`."
+        )
+    return SchedulerSource(
+        found,
+        max_turns=options["max_turns"],
+        loss_scale=options["loss_scale"],
+        system_prompt=options["system_prompt"],
+        tags=PROTOCOLS[options["call_protocol"] or "tags"]().tags,
+        timeout=options["tool_timeout"],
+    )
+
+
+class SchedulerEnv(RecordedEnv):
     """
     One conversation of a scheduler.
 
     Args:
         source (`SchedulerSource`): Has the scheduler and its options.
-
-    Attributes:
-        records (`list[tuple[list[dict], dict]]`): Messages and `rollout_infos` of each record of the trajectory.
     """
 
     def __init__(self, source: SchedulerSource) -> None:
         self.source = source
-        self.records: list[tuple[list[Message], dict[str, Any]]] = []
+        self.records = []
         self._conversation: Conversation | None = None
 
     async def run(self, policy: Policy, row: dict[str, Any]) -> Outcome:

@@ -7,8 +7,8 @@ import re
 from functools import partialmethod
 from typing import Any
 
+from mt_grpo.envs.env import RecordedEnv
 from mt_grpo.errors import ConfigError
-from mt_grpo.integrations.swift.env import SchedulerEnv
 from mt_grpo.integrations.swift.types import Names
 from mt_grpo.rewards import REWARDS, FunctionReward
 from mt_grpo.rewards.gsm8k import find_number
@@ -64,7 +64,7 @@ class AsyncORM(ORM):
 def _records(trajectory: Trajectory) -> list[dict[str, Any]]:
     environment = trajectory.environment
     whole = [(trajectory.messages, trajectory.info)]
-    records = environment.records if isinstance(environment, SchedulerEnv) and environment.records else whole
+    records = environment.records if isinstance(environment, RecordedEnv) and environment.records else whole
     columns = {**trajectory.row, "request_id": trajectory.session}
     return [{**columns, "messages": messages, "rollout_infos": infos} for messages, infos in records]
 

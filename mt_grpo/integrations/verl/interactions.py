@@ -18,6 +18,7 @@ from datasets import Dataset
 from mt_grpo.concurrency import call
 from mt_grpo.envs.dialogue import DialogueEnv
 from mt_grpo.envs.env import ConversationEnded, Outcome, Policy, Step, finite
+from mt_grpo.envs.registry import environment, tool_arguments
 from mt_grpo.envs.source import Prototype, source_of
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean, import_object
@@ -213,6 +214,12 @@ class InteractionSource(Prototype):
 
 
 source_of.register(InteractionEnv, InteractionSource)
+
+
+@environment("interactions")
+def interactions_of_options(options: Mapping[str, Any]) -> InteractionEnv:
+    """The environment of a run's option `interaction_config_file`."""
+    return InteractionEnv(load_interactions(options["interaction_config_file"]), **tool_arguments(options))
 
 
 def find_kwargs(interactions: Mapping[str, BaseInteraction], row: dict[str, Any]) -> dict[str, Any]:
