@@ -35,7 +35,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import Qwen3Config, Qwen3ForCausalLM, TrainerCallback
 
-from mt_grpo.concurrency import Begun
+from mt_grpo.concurrency import BackgroundTask
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.rewards import OutcomeReward
 from mt_grpo.rollout import RolloutRequest, RolloutRunner, Sample, SamplingParams, derive_seed
@@ -238,7 +238,7 @@ def beside(steps: int, rounds: int) -> tuple[list[float], float]:
         runner = RolloutRunner(env, server)
         requests = [RolloutRequest(f"Wait {row}", str(row)) for row in range(int(BESIDE["conversations"]))]
         alone = train() if number % 2 else 0.0
-        begun = Begun(runner.run(requests, SamplingParams())).start()
+        begun = BackgroundTask(runner.run(requests, SamplingParams())).start()
         while len(runner.under_way) < len(requests):
             time.sleep(0.01)
         before, start = server.sampled, time.perf_counter()

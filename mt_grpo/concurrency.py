@@ -2,7 +2,7 @@
 The one way to run coroutines from threads, and functions in threads from coroutines.
 
 - `run(coroutine)`, from any thread: runs it in the background event loop of this process and waits for it.
-- `Begun(coroutine)`, from any thread: the same in two steps, begun and waited for.
+- `BackgroundTask(coroutine)`, from any thread: the same in two steps, begun and waited for.
 - `call(function, ...)`, in a coroutine: calls a user's function, `async` or not, within its time.
 - `in_thread(function, name)`, in a coroutine: begins a blocking call in a daemon thread.
 - `LoopThread`: a daemon thread with an event loop, for what outlives the loop of its caller.
@@ -23,11 +23,10 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from mt_grpo.call_clock import CallClock, timed, waiting
 from mt_grpo.errors import ONLY_MAIN, describe_error
 
 T = TypeVar("T")
@@ -35,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 GRACE = 5.0
 """Seconds that cancelled tasks may take to end before they are left behind."""
-_LOOK = 0.1  # seconds between looks for Ctrl-C: a signal that another thread took does not wake the one that waits
+_LOOK = 0.1  # seconds between looks at a call, and for Ctrl-C: a signal of another thread does not wake one that waits
 _TASKS: contextvars.ContextVar[Any] = contextvars.ContextVar("tasks that the coroutine given to `run` has begun")
 
 
@@ -48,7 +47,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
     wait is interrupted (Ctrl-C, a signal handler that raises), the coroutine and every task that it began are
     cancelled. They have `GRACE` seconds to end; a warning names those that do not. Then the interruption is raised.
     """
-    begun = Begun(work)
+    begun = BackgroundTask(work)
     try:
         begun.wait(begun.start)
     except BaseException:
@@ -57,7 +56,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
     return begun.result()
 
 
-class Begun(Generic[T]):
+class BackgroundTask(Generic[T]):
     """A coroutine in the background loop, for which a thread need not wait at once."""
 
     def __init__(self, work: Coroutine[Any, Any, T]) -> None:
@@ -75,7 +74,7 @@ class Begun(Generic[T]):
         self._context = contextvars.copy_context()
         self._context.run(_TASKS.set, self._tasks)
 
-    def start(self) -> Begun[T]:
+    def start(self) -> BackgroundTask[T]:
         """Begins it. Returns itself."""
         self._background.loop.call_soon_threadsafe(self._start, context=self._context)
         return self
@@ -107,7 +106,7 @@ class Begun(Generic[T]):
         self._root.add_done_callback(self._end)
 
     def _end(self, done: asyncio.Task[T]) -> None:
-        retrieve(done)  # an interrupted caller does not ask for its exception
+        consume_exception(done)  # an interrupted caller does not ask for its exception
         self._ended.set_result(None)
 
     async def _drain(self) -> list[asyncio.Task[Any]]:
@@ -353,6 +352,81 @@ def _end() -> None:
     background.stop()
 
 
+# The time of calls of users' code: what they wait for a place among other calls is not theirs
+
+
+class CallClock:
+    """Counts the seconds of a call, those left out in which it waits for a place; one for all threads of the call."""
+
+    def __init__(self) -> None:
+        self._outer = _current.get()
+        self._lock = threading.Lock()
+        self._since = time.perf_counter()
+        self._counted = 0.0
+        self._stops = 0
+
+    @property
+    def seconds(self) -> float:
+        """So far."""
+        with self._lock:
+            return self._counted if self._stops else self._counted + time.perf_counter() - self._since
+
+    def left(self, seconds: float) -> float:
+        """For how long its end can be waited for, if it may take so many seconds, before it is looked at again."""
+        return max(seconds - self.seconds, _LOOK if self._stops else 0.0)
+
+    def end(self) -> None:
+        """Stops the clock for good."""
+        with self._lock:
+            if not self._stops:
+                self._counted += time.perf_counter() - self._since
+            self._stops += 1
+
+    def stop(self) -> None:
+        """Stops the clock, and those of the calls that made this one."""
+        self.end()
+        if self._outer is not None:
+            self._outer.stop()
+
+    def resume(self) -> None:
+        """Ends what one `stop` began; the clock runs once all have ended."""
+        with self._lock:
+            self._stops -= 1
+            self._since = time.perf_counter()
+        if self._outer is not None:
+            self._outer.resume()
+
+
+_current: contextvars.ContextVar[CallClock | None] = contextvars.ContextVar(
+    "the clock of the call that this task or thread is", default=None
+)
+
+
+@contextlib.contextmanager
+def timed() -> Iterator[CallClock]:
+    """A clock, which runs, for the task or thread that is begun in the block."""
+    clock = CallClock()
+    token = _current.set(clock)
+    try:
+        yield clock
+    finally:
+        _current.reset(token)
+
+
+@contextlib.contextmanager
+def waiting() -> Iterator[None]:
+    """The call that this belongs to waits for a place in the block."""
+    clock = _current.get()
+    if clock is None:
+        yield
+        return
+    clock.stop()
+    try:
+        yield
+    finally:
+        clock.resume()
+
+
 # From a coroutine: calls of users' code, which neither hold up the event loop nor outlive their time
 
 
@@ -460,10 +534,10 @@ async def ended_within(
 def abandon(future: asyncio.Future[Any]) -> None:
     """Cancels what nobody waits for any more, and asks for the exception that it may still end with."""
     future.cancel()
-    future.add_done_callback(retrieve)
+    future.add_done_callback(consume_exception)
 
 
-def retrieve(future: asyncio.Future[Any]) -> None:
+def consume_exception(future: asyncio.Future[Any]) -> None:
     """Asks for the exception of a future that nobody else may ask for, so that asyncio does not report it."""
     if not future.cancelled():
         future.exception()

@@ -18,7 +18,7 @@ from mt_grpo.errors import ConfigError
 from mt_grpo.integrations import openenv
 from mt_grpo.integrations.openenv import openenv_server
 from mt_grpo.servers import web
-from mt_grpo.tools.mcp import McpServerConfig, life
+from mt_grpo.tools.mcp import McpServerConfig, session
 from mt_grpo.tools.mcp.server import McpServer
 from mt_grpo.tools.python_sandbox import RemotePython
 from mt_grpo.tools.search import RetrievalSearch, WikipediaSearch
@@ -123,8 +123,8 @@ def test_brackets_without_end_are_one_error(answered):
 
 @pytest.mark.parametrize("transport", ["http", "sse"])
 def test_an_mcp_server_is_bounded(answered, monkeypatch, transport):
-    monkeypatch.setattr(life, "MOST_BYTES", 1_000)
-    monkeypatch.setattr(life, "START_SECONDS", 5.0)
+    monkeypatch.setattr(session, "MOST_BYTES", 1_000)
+    monkeypatch.setattr(session, "START_SECONDS", 5.0)
     kind = {"Content_Type": "application/json" if transport == "http" else "text/event-stream"}
     for url, problem in (
         (answered(gzip.compress(bytes(10_000)), Content_Encoding="gzip", **kind), "it answers in gzip, though"),

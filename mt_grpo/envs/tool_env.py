@@ -9,8 +9,16 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
-from mt_grpo.call_clock import CallClock, timed
-from mt_grpo.concurrency import ConcurrencyLimit, abandon, begin, ended_within, in_thread, retrieve
+from mt_grpo.concurrency import (
+    CallClock,
+    ConcurrencyLimit,
+    abandon,
+    begin,
+    consume_exception,
+    ended_within,
+    in_thread,
+    timed,
+)
 from mt_grpo.envs.env import ConversationEnded, Outcome, Policy, Step, StepEnv
 from mt_grpo.envs.protocols import PROTOCOLS, SYSTEM_ROLES, CallProtocol, instruct
 from mt_grpo.errors import ConfigError, find_fault
@@ -196,7 +204,7 @@ async def execute_calls(calls: list[ToolCall], tools: dict[str, Tool], timeout: 
                 task.cancel()
             await asyncio.wait(unfinished)  # they write what became of their calls
         for task in waiting:
-            retrieve(task)
+            consume_exception(task)
     for task in waiting:
         task.result()
 

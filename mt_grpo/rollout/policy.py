@@ -8,7 +8,7 @@ import hashlib
 import json
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
@@ -70,6 +70,24 @@ class RolloutLimits:
     rollout_timeout: float | None = None
     max_concurrent: int | None = None
     idle_timeout: float | None = None
+
+
+@dataclass
+class RolloutRequest:
+    """
+    One conversation to run.
+
+    Args:
+        prompt (`str` or `list[dict]`): The user's words, or messages.
+        session (`str`): Identifier, unique within a run of the runner; its order is the engine's batch order.
+        row (`dict`): The dataset row, kept with the trajectory.
+        seed (`int`): Seed of the conversation's random stream.
+    """
+
+    prompt: str | list[Message]
+    session: str
+    row: dict[str, Any] = field(default_factory=dict)
+    seed: int = 0
 
 
 class Sampler:

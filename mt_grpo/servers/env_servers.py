@@ -14,8 +14,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from mt_grpo.call_clock import waiting
-from mt_grpo.concurrency import ConcurrencyLimit
+from mt_grpo.concurrency import ConcurrencyLimit, waiting
 from mt_grpo.errors import describe_error
 
 T = TypeVar("T")

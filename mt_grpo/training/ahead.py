@@ -22,14 +22,14 @@ import torch
 from transformers import TrainerState
 from trl import GRPOTrainer
 
-from mt_grpo.concurrency import Begun, run
+from mt_grpo.concurrency import BackgroundTask, run
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.envs.env import RecordedEnv
 from mt_grpo.envs.source import close_environments
 from mt_grpo.rewards import RewardFunc
 from mt_grpo.rewards.base import Adapter, FunctionReward
 from mt_grpo.rollout import RolloutRequest, RolloutRunner, SamplingParams
-from mt_grpo.rollout.runner import Branching
+from mt_grpo.rollout.branching import Branching
 from mt_grpo.runlog.files import to_json
 from mt_grpo.tools.stateful import StatefulTool
 from mt_grpo.training.config import MTGRPOConfig
@@ -54,7 +54,7 @@ class Planned:
     requests: list[RolloutRequest] = field(default_factory=list)
     finished: list[Trajectory] = field(default_factory=list)
     kept: list[Trajectory] = field(default_factory=list)
-    begun: Begun[list[Trajectory]] | None = None
+    begun: BackgroundTask[list[Trajectory]] | None = None
 
 
 def batches_ahead(trainer: GRPOTrainer) -> BatchesAhead | None:
@@ -173,7 +173,7 @@ class BatchesAhead:
                 on_check=check,
             )
 
-        planned.begun = Begun(sample()).start()
+        planned.begun = BackgroundTask(sample()).start()
 
     def take(self, batch: RolloutBatch, micro: int) -> list[Trajectory]:
         """

@@ -14,7 +14,7 @@ from accelerate.utils import gather
 from mt_grpo.credit import RewardBatch, without_signal
 from mt_grpo.credit.normalisation import above_least, to_go
 from mt_grpo.rewards import Scores
-from mt_grpo.rollout.runner import Branching
+from mt_grpo.rollout.branching import Branching
 from mt_grpo.training.rollout_batch import RolloutBatch
 from mt_grpo.trajectory import Trajectory
 

@@ -31,7 +31,7 @@ from mt_grpo.rollout import runner as runners
 from mt_grpo.runlog.files import to_json
 from mt_grpo.tools.mcp import mcp_tools
 from mt_grpo.tools.mcp import server as servers
-from mt_grpo.tools.mcp.life import mcp_thread
+from mt_grpo.tools.mcp.session import mcp_thread
 from mt_grpo.trajectory import Trajectory
 
 NUMBER = int(os.environ.get("MT_GRPO_CONVERSATIONS", 150))

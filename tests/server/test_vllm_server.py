@@ -26,7 +26,7 @@ from support.waiting import until, until_true
 from transformers import AutoTokenizer
 
 from mt_grpo.app.doctor.memory import read_shape
-from mt_grpo.concurrency import Begun
+from mt_grpo.concurrency import BackgroundTask
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.forward.lm_head import Truncation
 from mt_grpo.integrations.openai_api import AgentSource
@@ -454,7 +454,7 @@ def test_each_token_of_requests_in_flight_has_one_version(tied):
     def generated() -> float:
         return tied.server.metric("vllm:generation_tokens_total")
 
-    begun = Begun(sample()).start()
+    begun = BackgroundTask(sample()).start()
     try:
         for step in (1, 2):
             before = generated()

@@ -23,11 +23,11 @@ from mt_grpo.tools.mcp import (
     McpServer,
     McpServerConfig,
     McpToolError,
-    life,
     mcp_tools,
     read_servers,
     result_text,
     server,
+    session,
 )
 from mt_grpo.tools.mcp.tools import Pace
 from mt_grpo.trajectory import ToolCall
@@ -169,7 +169,7 @@ def test_a_server_that_keeps_ending_is_left_alone_for_a_while(small, monkeypatch
 
 @pytest.mark.slow
 def test_a_server_that_does_not_answer_a_ping_is_replaced(monkeypatch):
-    monkeypatch.setattr(life, "PROBE_SECONDS", 0.5)
+    monkeypatch.setattr(session, "PROBE_SECONDS", 0.5)
     mine = McpServer(read_entry(stdio("freezes")))
 
     async def converse() -> tuple[str, str]:
@@ -210,7 +210,7 @@ def test_a_server_that_cannot_be_started_is_refused(tmp_path, entry, problem, mo
 
 
 def test_a_server_that_says_nothing_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(life, "START_SECONDS", 0.3)
+    monkeypatch.setattr(session, "START_SECONDS", 0.3)
     with pytest.raises(ConfigError, match="cannot be started: it has not listed its tools within 0.3 s"):
         mcp_tools(write(tmp_path, mute={"command": "sleep", "args": [60]}))
 
@@ -268,7 +268,7 @@ def test_a_server_at_a_url_is_called_with_the_token(tmp_path, listening):
 
 @pytest.mark.slow
 def test_a_server_at_a_url_that_is_killed_is_found_again(listening, monkeypatch):
-    monkeypatch.setattr(life, "HEARTBEAT_SECONDS", 0.3)
+    monkeypatch.setattr(session, "HEARTBEAT_SECONDS", 0.3)
     far = McpServer(McpServerConfig("far", **at(listening, {"sse": "sse", "http": "mcp"}[listening.kind])))
 
     async def begin() -> McpToolError:
@@ -339,7 +339,7 @@ if how == "fork":
     child = os.fork()
     if child == 0:
         mine = asyncio.run(process.function())
-        mt_grpo.tools.mcp.life.close_servers()
+        mt_grpo.tools.mcp.session.close_servers()
         os._exit(0 if mine != pid else 1)
     assert os.waitpid(child, 0)[1] == 0
     assert asyncio.run(process.function()) == pid

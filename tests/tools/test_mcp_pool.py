@@ -14,7 +14,7 @@ from support.models import build_tokenizer
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.errors import ConfigError
 from mt_grpo.rollout import RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
-from mt_grpo.tools.mcp import life, mcp_tools, read_servers, server
+from mt_grpo.tools.mcp import mcp_tools, read_servers, server, session
 from mt_grpo.trajectory import StopReason
 
 NOBODY = "http://127.0.0.1:9/mcp"
@@ -103,7 +103,7 @@ def test_calls_outside_of_conversations_share_the_servers(tmp_path, two):
 
 @pytest.mark.slow
 def test_a_dead_server_ends_its_conversations_and_comes_back(tmp_path, own, two, caplog, monkeypatch):
-    monkeypatch.setattr(life, "HEARTBEAT_SECONDS", 0.2)
+    monkeypatch.setattr(session, "HEARTBEAT_SECONDS", 0.2)
     [mortal], stays = own(1), two[0]
     tools = tools_of(tmp_path, mortal, stays)
     dead = mortal.process.pid
@@ -134,7 +134,7 @@ def test_a_restart_between_calls_ends_the_conversation(tmp_path, own):
 
 @pytest.mark.slow
 def test_a_frozen_server_is_passed_over(tmp_path, own, two, monkeypatch):
-    monkeypatch.setattr(life, "PROBE_SECONDS", 1.0)
+    monkeypatch.setattr(session, "PROBE_SECONDS", 1.0)
     [frozen], stays = own(1), two[0]
     tools = tools_of(tmp_path, frozen, stays)
     frozen.freeze()
@@ -159,7 +159,7 @@ def test_all_servers_dead_end_conversations_not_the_run(tmp_path, own, monkeypat
 
 def test_a_server_that_is_down_is_named_and_the_run_goes_on(tmp_path, two, caplog):
     tools = tools_of(tmp_path, two[0], NOBODY)
-    [said] = [record for record in caplog.records if record.name == "mt_grpo.tools.mcp.pool"]
+    [said] = [record for record in caplog.records if record.name == "mt_grpo.tools.mcp.server"]
     assert said.message.startswith(
         "1 of the 2 servers of the MCP server 'small' cannot be started (http://127.0.0.1:9"
     )

@@ -9,7 +9,7 @@ from support.browser import missing, open_browser, serving, watched
 from support.credited_runs import EXAMPLE, Member, write_credited
 
 from mt_grpo.errors import UserError
-from mt_grpo.rollout.runner import Branching
+from mt_grpo.rollout.branching import Branching
 from mt_grpo.runlog import open_run
 from mt_grpo.viewer.queries import Queries
 

@@ -1,21 +1,35 @@
-"""An MCP server: started when it is needed, shared by all conversations, started again after it ended."""
+"""
+An MCP server: started when it is needed, shared by all conversations, started again after it ended. Several servers of
+the same tools are one `McpPool`: each conversation has one of them until it ends.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import shlex
 import threading
 import time
 import weakref
+from dataclasses import dataclass
 from typing import Any
 
-from mt_grpo.concurrency import OnePerProcess, retrieve
+from mt_grpo.concurrency import OnePerProcess, consume_exception, waiting
 from mt_grpo.errors import ConfigError
-from mt_grpo.servers.env_servers import backoff
+from mt_grpo.servers.env_servers import (
+    STARTS,
+    Conversation,
+    EnvServerPool,
+    ServerLost,
+    Unreachable,
+    backoff,
+    current_conversation,
+    in_words,
+)
 from mt_grpo.tools.mcp.config import McpServerConfig
-from mt_grpo.tools.mcp.life import PROBE_SECONDS, Life, McpThread, ServerEnded, StartError, mcp_thread
+from mt_grpo.tools.mcp.session import PROBE_SECONDS, McpThread, ServerEnded, ServerSession, StartError, mcp_thread
 
 logger = logging.getLogger(__name__)
 
@@ -87,27 +101,27 @@ class McpServer:
                 mend = f"run `{shlex.join([config.command, *config.args])}` by hand to see why"
             raise ConfigError(f"The MCP server {config.name!r} cannot be started: {error}; {mend}.") from error
 
-    async def call(self, tool: str, arguments: dict[str, Any], life: Life | None = None) -> Any:
+    async def call(self, tool: str, arguments: dict[str, Any], session: ServerSession | None = None) -> Any:
         """
         Calls a tool; awaited in any event loop. A call that is cancelled leaves the server to the others.
 
         Args:
             tool (`str`): Its name.
             arguments (`dict`): By name.
-            life (`Life`, *optional*): The life of the server in which it is to be called, as `ready` returned it. By
-                default the present one; a server that does not run is started.
+            session (`ServerSession`, *optional*): In which session, as `ready` returned it. By default the present one;
+                a server that does not run is started.
 
         Returns:
             The library's `CallToolResult`, which may be an error of the tool.
 
         Raises:
-            McpServerGone: If the server ends before it answers, has ended that life, or cannot be started.
+            McpServerGone: If the server ends before it answers, has ended that session, or cannot be started.
             McpToolError: If it answers with an error of the protocol.
         """
         connection = self.connection()
-        return await connection.thread.run(connection.call(tool, arguments, life))
+        return await connection.thread.run(connection.call(tool, arguments, session))
 
-    async def ready(self) -> Life:
+    async def ready(self) -> ServerSession:
         """
         Starts the server if it does not run, and asks it whether it answers; awaited in any event loop.
 
@@ -128,15 +142,15 @@ class McpServer:
 
 
 class Connection:
-    """The part of an `McpServer` that lives in the thread. It has one `Life` after another."""
+    """The part of an `McpServer` that lives in the thread. It has one `ServerSession` after another."""
 
     def __init__(self, config: McpServerConfig, thread: McpThread) -> None:
         self.config = config
         self.thread = thread
         self._transports = config.transports
-        self._life: Life | None = None
-        self._start: asyncio.Task[Life] | None = None
-        self._check: asyncio.Task[Life] | None = None
+        self._session: ServerSession | None = None
+        self._start: asyncio.Task[ServerSession] | None = None
+        self._check: asyncio.Task[ServerSession] | None = None
         self._one_by_one = asyncio.Lock()
         self._starts = 0  # since the last call that was answered
         self._started_at = 0.0
@@ -144,25 +158,25 @@ class Connection:
     async def list_tools(self) -> list[dict[str, Any]]:
         return (await self._alive()).tools
 
-    async def ready(self) -> Life:
+    async def ready(self) -> ServerSession:
         """The running server, pinged. Calls that come together wait for one ping."""
         if self._check is None or self._check.done():
             self._check = asyncio.create_task(self._pinged())
-            self._check.add_done_callback(retrieve)
+            self._check.add_done_callback(consume_exception)
         return await asyncio.shield(self._check)
 
-    async def _pinged(self) -> Life:
-        life = await self._alive()
-        if not await life.answers():
+    async def _pinged(self) -> ServerSession:
+        session = await self._alive()
+        if not await session.answers():
             raise StartError(f"it does not answer a ping within {PROBE_SECONDS:g} s")
-        return life
+        return session
 
-    async def call(self, tool: str, arguments: dict[str, Any], life: Life | None) -> Any:
+    async def call(self, tool: str, arguments: dict[str, Any], session: ServerSession | None) -> Any:
         name = self.config.name
         try:
-            if life is not None and life.over.done():
+            if session is not None and session.over.done():
                 raise ServerEnded("")
-            result = await (life or await self._alive()).call(tool, arguments)
+            result = await (session or await self._alive()).call(tool, arguments)
         except StartError as error:
             raise McpServerGone(f"the MCP server {name!r} cannot be started: {error}.", str(error)) from error
         except ServerEnded as error:
@@ -178,46 +192,46 @@ class Connection:
 
     def stop(self) -> None:
         """Stops the server, if it was started."""
-        if self._life is not None:
-            self._life.stop()
+        if self._session is not None:
+            self._session.stop()
 
-    async def _alive(self) -> Life:
+    async def _alive(self) -> ServerSession:
         """The running server, started if it does not run. All calls wait for one start, which none of them cancels."""
         async with self._one_by_one:
             start = self._start
             if start is None or (start.done() and not await self._lives(start)):
                 start = self._start = asyncio.create_task(self._begin())
-                start.add_done_callback(retrieve)
+                start.add_done_callback(consume_exception)
         return await asyncio.shield(start)
 
     @staticmethod
-    async def _lives(start: asyncio.Task[Life]) -> bool:
+    async def _lives(start: asyncio.Task[ServerSession]) -> bool:
         return start.exception() is None and await start.result().checked()
 
-    async def _begin(self) -> Life:
-        if self._life is not None:
-            await self._life.ended()
+    async def _begin(self) -> ServerSession:
+        if self._session is not None:
+            await self._session.ended()
         wait = self._started_at + PAUSE_SECONDS - time.monotonic()
         if self._starts >= RESTARTS and wait > 0:
             raise StartError(
                 f"it was started {self._starts} times without answering a call, and is started again in {wait:.0f} s"
             )
-        if self._life is not None and self._life.started.exception() is None:
+        if self._session is not None and self._session.started.exception() is None:
             logger.warning("The MCP server %r has ended, and is started again.", self.config.name)
         self._starts += 1
         self._started_at = time.monotonic()
         for attempt in range(ATTEMPTS):
             errors = []
             for transport in self._transports:
-                self._life = Life(self.config, transport, self.thread)
+                self._session = ServerSession(self.config, transport, self.thread)
                 try:
-                    await self._life.started
+                    await self._session.started
                 except StartError as error:
                     errors.append(error)
-                    await self._life.ended()
+                    await self._session.ended()
                 else:
                     self._transports = (transport,)
-                    return self._life
+                    return self._session
             if attempt + 1 == ATTEMPTS or not errors[0].transient:
                 break
             await asyncio.sleep(backoff(attempt))
@@ -230,5 +244,151 @@ def _stop(connection: Connection, process: int) -> None:
         connection.thread.loop.call_soon_threadsafe(connection.stop)
 
 
+@dataclass
+class _Lease:
+    """A server that a conversation has."""
+
+    url: str
+    session: ServerSession
+    lost: str | None = None
+
+
+class McpPool:
+    """
+    MCP servers at several URLs. All calls of a conversation go to one of them, that with the fewest conversations when
+    the first is made. A server that dies ends the conversations that have it.
+    """
+
+    def __init__(self, config: McpServerConfig) -> None:
+        self.config = config
+        self._servers = {str(member.url): McpServer.shared(member) for member in config.members}
+        self._pool = EnvServerPool(self._servers, f"MCP server {config.name!r}")
+        self._tools: list[dict[str, Any]] = []
+
+    def list_tools(self) -> list[dict[str, Any]]:
+        """
+        The tools of the servers, as `McpServer.list_tools` has them; starts all. Servers that cannot be reached are
+        named in a warning, and join once they can.
+        """
+        connections = {url: server.connection() for url, server in self._servers.items()}
+
+        async def ask() -> dict[str, list[dict[str, Any]] | StartError]:
+            limit = asyncio.Semaphore(STARTS)
+
+            async def one(connection: Any) -> list[dict[str, Any]] | StartError:
+                async with limit:
+                    try:
+                        return await connection.list_tools()
+                    except StartError as error:
+                        return error
+
+            answers = await asyncio.gather(*map(one, connections.values()))
+            return dict(zip(connections, answers, strict=True))
+
+        found = next(iter(connections.values())).thread.wait(ask())
+        faults = {url: answer for url, answer in found.items() if isinstance(answer, StartError)}
+        listed = {url: answer for url, answer in found.items() if not isinstance(answer, StartError)}
+        name = self.config.name
+        for url, fault in faults.items():
+            if fault.foreign:
+                raise ConfigError(
+                    f"The address {url} of the MCP server {name!r} cannot be used ({fault}): correct it, its path and "
+                    "its `auth_token`, or leave it out."
+                )
+        said = in_words(faults)
+        if not listed:
+            raise ConfigError(
+                f"None of the {len(found)} servers of the MCP server {name!r} can be started ({said}): check that "
+                "they run, and their `url`."
+            )
+        (first, self._tools), *others = listed.items()
+        for url, tools in others:
+            if difference := _difference(self._tools, tools):
+                raise ConfigError(
+                    f"The addresses {first} and {url} of the MCP server {name!r} have different tools "
+                    f"({difference!r}): give addresses of the same server."
+                )
+        if faults:
+            self._pool.rest(faults)
+            logger.warning(
+                "%d of the %d servers of the MCP server %r cannot be started (%s). The run goes on with the others; "
+                "conversations go there once it answers.",
+                len(faults),
+                len(found),
+                name,
+                said,
+            )
+        return self._tools
+
+    async def call(self, tool: str, arguments: dict[str, Any]) -> Any:
+        """Calls a tool on the server of the conversation; outside of conversations, on the one with the fewest."""
+        conversation = current_conversation()
+        if conversation is None:
+            lease = await self._take()
+            try:
+                return await self._call(lease, tool, arguments)
+            finally:
+                self._give(lease)
+        return await self._call(await self._leased(conversation), tool, arguments)
+
+    async def _leased(self, conversation: Conversation) -> _Lease:
+        with waiting():  # for another call of the turn, which begins there
+            await conversation.lock.acquire()
+        try:
+            lease: _Lease | None = conversation.held.get(self)
+            if lease is None:
+                lease = conversation.held[self] = await self._take()
+                conversation.at_end.callback(self._give, lease)
+            return lease
+        finally:
+            conversation.lock.release()
+
+    def _give(self, lease: _Lease) -> None:
+        self._pool.give(lease.url, lease.lost)
+
+    async def _take(self) -> _Lease:
+        return _Lease(*await self._pool.begin(self._start))
+
+    async def _start(self, url: str) -> ServerSession:
+        try:
+            session = await self._servers[url].ready()
+        except StartError as error:
+            raise Unreachable(str(error)) from error
+        if self._tools and (difference := _difference(self._tools, session.tools)):
+            raise Unreachable(f"it has other tools than the others ({difference!r})")
+        return session
+
+    async def _call(self, lease: _Lease, tool: str, arguments: dict[str, Any]) -> Any:
+        try:
+            return await self._servers[lease.url].call(tool, arguments, lease.session)
+        except McpServerGone as error:
+            lease.lost = error.why
+            raise ServerLost(
+                f"The MCP server {self.config.name!r} at {lease.url}, which this conversation used, is gone: "
+                f"{error.why}."
+            ) from error
+
+
+def _difference(these: list[dict[str, Any]], those: list[dict[str, Any]]) -> str | None:
+    """A tool that is not in both lists, or takes other arguments."""
+    one, other = (
+        {tool["name"]: json.dumps(tool["inputSchema"], sort_keys=True) for tool in tools} for tools in (these, those)
+    )
+    return next((name for name in {**one, **other} if one.get(name) != other.get(name)), None)
+
+
+def shared_server(config: McpServerConfig) -> McpServer | McpPool:
+    """The server of a configuration, or the pool of its several. All callers share it, as `McpServer.shared`."""
+    members = config.members
+    if len(members) == 1:
+        return McpServer.shared(members[0])
+    with _lock.get():
+        pool = _pools.get(config.key)
+        if pool is None:
+            pool = _pools[config.key] = McpPool(config)
+        return pool
+
+
 _shared: weakref.WeakValueDictionary[str, McpServer] = weakref.WeakValueDictionary()
-_lock = OnePerProcess(threading.Lock)
+_pools: weakref.WeakValueDictionary[str, McpPool] = weakref.WeakValueDictionary()
+_lock = OnePerProcess(threading.RLock)

@@ -10,16 +10,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from mt_grpo.call_clock import waiting
-from mt_grpo.concurrency import OutOfTime, call, in_thread
+from mt_grpo.concurrency import OutOfTime, call, in_thread, waiting
 from mt_grpo.imports import did_you_mean
 from mt_grpo.media import read_parts
 from mt_grpo.media_files import decoded
 from mt_grpo.sounds import is_wav
 from mt_grpo.tools.function import Tool, ToolDefinitionError
 from mt_grpo.tools.mcp.config import read_servers
-from mt_grpo.tools.mcp.pool import McpPool, shared_server
-from mt_grpo.tools.mcp.server import McpServer, McpToolError
+from mt_grpo.tools.mcp.server import McpPool, McpServer, McpToolError, shared_server
 from mt_grpo.tools.stateful import BaseTool, OpenAIFunctionToolSchema, ToolResponse
 
 

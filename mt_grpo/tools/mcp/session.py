@@ -1,6 +1,6 @@
 """
-One life of an MCP server, from its start until it ends, is stopped or no longer answers, and what it wrote last. Apart
-from `server`, which outlives it: a server that ended is started again.
+The session with an MCP server, from its start until it ends, is stopped or no longer answers. Apart from `server`,
+which outlives it: a server that ended is started again, with another session.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, TextIO
 
-from mt_grpo.concurrency import LoopThread, OnePerProcess, retrieve
+from mt_grpo.concurrency import LoopThread, OnePerProcess, consume_exception
 from mt_grpo.tools.mcp.config import McpServerConfig
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ STOP_SECONDS = 15.0
 _FIRST = asyncio.FIRST_COMPLETED
 
 
-class LastWords:
+class StderrTail:
     """Reads what a server writes to its standard error, logs it, and keeps the last line."""
 
     def __init__(self, name: str) -> None:
@@ -101,7 +101,7 @@ class McpThread(LoopThread):
 
     def __init__(self) -> None:
         super().__init__("mt-grpo-mcp")
-        self.open: set[Life] = set()
+        self.open: set[ServerSession] = set()
 
     def close(self) -> None:
         """Stops every server, waits until they have ended, `STOP_SECONDS` at most, and ends the thread."""
@@ -141,7 +141,7 @@ class ServerEnded(Exception):
     """The server ended during a call; its last words."""
 
 
-class Life:
+class ServerSession:
     """
     Holds the session with a server open in one task, since the library's contexts must be left by the task that
     entered them. All methods are called in the thread of `McpThread`.
@@ -156,7 +156,7 @@ class Life:
         self._session: Any = None
         self._status: tuple[int, str] | None = None  # of a request that was refused
         self._refused: str | None = None  # why an answer was refused
-        self._words = LastWords(config.name)
+        self._stderr = StderrTail(config.name)
         self._probing: asyncio.Task[bool] | None = None
         self._owner = asyncio.create_task(self._own(), name=f"MCP server {config.name!r}")
         thread.open.add(self)
@@ -173,14 +173,14 @@ class Life:
             if not request.done() or request.exception() is not None:
                 self._probe()
                 if not await self.checked():
-                    raise ServerEnded(await self._words.last())
+                    raise ServerEnded(await self._stderr.last())
             return request.result()
         except asyncio.CancelledError:
             self._probe()
             raise
         finally:
             request.cancel()
-            request.add_done_callback(retrieve)
+            request.add_done_callback(consume_exception)
 
     async def checked(self) -> bool:
         """Whether the server lives. After a call that failed, this waits for the answer to a ping."""
@@ -252,13 +252,13 @@ class Life:
                 logger.debug("The MCP server %r ended: %s", self.config.name, error)
             else:
                 self.started.set_exception(await self._failure(error))
-                retrieve(self.started)
+                consume_exception(self.started)
         except asyncio.CancelledError:
             self.started.set_exception(StartError(self._refused or "it was stopped before it had started"))
-            retrieve(self.started)
+            consume_exception(self.started)
         finally:
             self._end()
-            self._words.close()
+            self._stderr.close()
 
     async def _begin(self, stack: AsyncExitStack) -> None:
         from mcp import ClientSession
@@ -294,7 +294,7 @@ class Life:
             if command == "python" and shutil.which(command, path=(config.env or {}).get("PATH")) is None:
                 command = sys.executable
             server = StdioServerParameters(command=command, args=config.args, env=config.env, cwd=config.cwd)
-            with self._words.pipe() as errors:
+            with self._stderr.pipe() as errors:
                 async with stdio_client(server, errlog=errors) as streams:
                     errors.close()  # the server has it, and it is to end with the server
                     yield streams
@@ -384,7 +384,7 @@ class Life:
         if self.transport == "stdio":
             if isinstance(cause, FileNotFoundError):
                 return StartError(f"there is no command {self.config.command!r}")
-            words = await self._words.last()
+            words = await self._stderr.last()
             return StartError(f"it ended with {words!r}" if words else _in_words(cause))
         kind = type(cause).__name__  # of httpx or of httpx2, as the version of the library has it
         if kind == "HTTPStatusError":
