@@ -108,7 +108,7 @@ class McpServer:
         Args:
             tool (`str`): Its name.
             arguments (`dict`): By name.
-            session (`ServerSession`, *optional*): In which session, as `ready` returned it. By default the present one;
+            session (`ServerSession`, *optional*): In which session, as `ready` returned it; by default the present;
                 a server that does not run is started.
 
         Returns:
