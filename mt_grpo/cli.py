@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 
 from mt_grpo import __version__
-from mt_grpo.app.interrupt import ends_at_once, run_interruptibly, tell
+from mt_grpo.app.interrupt import ends_at_once, print_error, run_interruptibly
 from mt_grpo.app.request import OWN_OPTIONS, Request, check_new, check_places, check_processes, read_request
 from mt_grpo.errors import UserError
 from mt_grpo.imports import did_you_mean
@@ -30,7 +30,7 @@ COMMANDS = {
     "export": ("write a run's conversations for other programs", "mt_grpo.app.view:export"),
     "credit": ("compare the credit rules on a run's conversations", "mt_grpo.app.credit.command:credit"),
     "doctor": ("tell whether a run can begin and fits, and how long a step takes", "mt_grpo.cli:doctor"),
-    "recipes": ("list the recipes that ship with mt-grpo, or copy one", "mt_grpo.app.shipped:run"),
+    "recipes": ("list the recipes that ship with mt-grpo, or copy one", "mt_grpo.app.recipes_command:run"),
     "env": ("print versions and devices, for a bug report", "mt_grpo.app.env:run"),
     "schema": ("print the JSON schema of recipes, for editors", "mt_grpo.app.make_schema:main"),
     "completion": ("print a script that completes commands and options in a shell", "mt_grpo.app.completion:run"),
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             command = vars(importlib.import_module(module))[function]
         return command(arguments)
     except UserError as error:
-        tell(error)
+        print_error(error)
         return 1
     except KeyboardInterrupt:
         if name in OWN_OPTIONS:
@@ -160,8 +160,7 @@ def rollout(arguments: list[str]) -> int:
     if folder is not None:
         check_new(folder)
     trainer, resolved = _prepare(request, trains=False)
-    from mt_grpo.app.audit import audit_conversations, find_in_conversations, show_audit
-    from mt_grpo.app.saved import save_conversations
+    from mt_grpo.app.rollout import audit_conversations, find_in_conversations, save_conversations, show_audit
     from mt_grpo.viewer import render_trajectory
 
     console = _console()

@@ -8,9 +8,9 @@ from typing import Any
 
 import shtab
 
+from mt_grpo.app.recipes_command import accelerate_configs, shipped
 from mt_grpo.app.request import OWN_OPTIONS
 from mt_grpo.app.schema import load_schema, summary
-from mt_grpo.app.shipped import accelerate_configs, shipped
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean
 

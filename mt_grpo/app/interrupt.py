@@ -23,7 +23,7 @@ AGAIN = 0.05
 WORDS = {signal.SIGINT: "interrupted by Ctrl-C", signal.SIGTERM: "ended by SIGTERM"}
 
 
-def tell(error: UserError) -> None:
+def print_error(error: UserError) -> None:
     """Shows the sentence of an error, unless the user has read it."""
     if not error.told:
         print(f"mt-grpo: {visible(' '.join(str(error).split()))}", file=sys.stderr, flush=True)

@@ -1,4 +1,7 @@
-"""`mt-grpo train --accelerate_config`: accelerate launches the same command in as many processes as it is told."""
+"""
+`mt-grpo train --accelerate_config`: accelerate launches the same command in as many processes as it is told, on one
+host or, after a rendezvous, on several.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,14 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import subprocess
-from contextlib import ExitStack
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
 from importlib.resources import as_file
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,18 +28,126 @@ import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command, launch_command_parser
 from accelerate.utils import patch_environment
+from torch.distributed import DistError, TCPStore
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousError
 
-from mt_grpo.app.interrupt import tell
-from mt_grpo.app.meeting import MOST, Hosts
+from mt_grpo.app.interrupt import print_error
+from mt_grpo.app.recipes_command import accelerate_configs, read_accelerate_config
 from mt_grpo.app.request import OF_LAUNCHER, Request
-from mt_grpo.app.shipped import accelerate_configs, read_accelerate_config
 from mt_grpo.errors import ConfigError, UserError, libraries_may_refuse
 from mt_grpo.imports import did_you_mean
 from mt_grpo.preemption import FOLDER, SIGNALS, STATUS, left, listening
 
-PATIENCE = 30.0
+RENDEZVOUS_SECONDS = 900
+"""Seconds that hosts wait for each other: a cluster starts them one by one. A shorter `ddp_timeout` holds here too."""
+ANSWER_SECONDS = 10.0
+"""Seconds that a first host has, at least, to answer as one."""
+RETRY_SECONDS = 1.0
+"""Seconds between two attempts to reach the first host."""
+PORT = 29500
+"""accelerate's."""
+
+
+@dataclass(frozen=True)
+class HostGroup:
+    """The hosts of a run, as accelerate's configuration or the options of the command have them."""
+
+    number: int
+    rank: int
+    address: str | None
+    port: int
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> HostGroup:
+        """Those of a configuration of accelerate, options of the command among it."""
+        port = options.get("main_process_port")
+        return cls(
+            options.get("num_machines") or 1,
+            options.get("machine_rank") or 0,
+            options.get("main_process_ip"),
+            PORT if port is None else port,
+        )
+
+    def check(self, processes: int) -> None:
+        """Whether they are told what they have to know, and `processes` can be shared out to them."""
+        if self.rank >= self.number:
+            raise ConfigError(
+                f"`--machine_rank {self.rank}` is none of {self.number} hosts: they count from 0 to {self.number - 1}."
+            )
+        if processes % self.number:
+            raise ConfigError(
+                f"`--num_processes {processes}`, those of all hosts together, is no multiple of `--num_machines "
+                f"{self.number}`: give each host as many."
+            )
+        if not self.address:
+            raise ConfigError(
+                f"`--num_machines {self.number}` needs `--main_process_ip`, the address of the host with "
+                "`--machine_rank 0`."
+            )
+        if not self.port:
+            raise ConfigError(
+                "`main_process_port: 0` lets each host choose a port of its own: give all of them the same with "
+                "`--main_process_port`."
+            )
+
+    def options(self, restarts: bool, seconds: int) -> list[str]:
+        """Options of accelerate's launcher: how they meet, and how long they wait for each other."""
+        if not restarts:
+            return ["--rdzv_conf", f"timeout={seconds}"]
+        first = int(self.rank == 0)
+        return ["--rdzv_backend", "c10d", "--rdzv_conf", f"is_host={first},join_timeout={seconds},timeout={seconds}"]
+
+    @contextmanager
+    def rendezvous(self, seconds: int) -> Iterator[None]:
+        """
+        Waits until the first host can be reached from this one. Within it, torch's ways to say that hosts did not meet
+        are one sentence.
+        """
+        if self.rank > 0:
+            self._reach(seconds)
+        try:
+            yield
+        except (DistError, RendezvousError) as error:
+            why = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+            raise ConfigError(
+                f"The {self.number} hosts of the run did not meet at {self.address}:{self.port} within {seconds} s "
+                f"({why}): run the same command on every host, each with its own `--machine_rank`, and all "
+                "with the same `--main_process_ip` and `--main_process_port`."
+            ) from error
+
+    def _reach(self, seconds: int) -> None:
+        end = time.monotonic() + seconds
+        while True:
+            left = end - time.monotonic()
+            try:
+                socket.create_connection((self.address, self.port), timeout=max(RETRY_SECONDS, left)).close()
+                break
+            except OSError as error:  # no such name, no route, nobody listens
+                if left <= RETRY_SECONDS:
+                    raise ConfigError(
+                        f"The first host of the run cannot be reached at {self.address}:{self.port} within {seconds} "
+                        f"s ({error.strerror or error}): start the same command there with `--machine_rank 0`, and "
+                        "see that `--main_process_ip` and `--main_process_port` are right and this host has a route."
+                    ) from None
+            time.sleep(RETRY_SECONDS)
+        # torch would wait for ever for a store's answer from anything else
+        join = threading.Thread(target=self._join, args=(seconds,), daemon=True)
+        join.start()
+        join.join(max(ANSWER_SECONDS, end - time.monotonic()))
+        if join.is_alive():
+            raise ConfigError(
+                f"Something else than the first host of the run listens at {self.address}:{self.port}: give all hosts "
+                "another `--main_process_port`."
+            )
+
+    def _join(self, seconds: int) -> None:
+        with contextlib.suppress(DistError):  # the first host has gone again, which torch's launcher will find
+            TCPStore(str(self.address), self.port, wait_for_workers=False, timeout=timedelta(seconds=seconds))
+
+
+EXIT_SECONDS = 30.0
 """Seconds that processes have to end by themselves; torch gives those that it starts as many."""
 
 
@@ -58,7 +175,7 @@ def _launch(path: Path, request: Request) -> int:
     given = {name: request.own[name] for name in OF_LAUNCHER if request.own[name] is not None}
     with libraries_may_refuse(f"The accelerate configuration {path} cannot be launched"), ExitStack() as stack:
         content = read_accelerate_config(path)
-        hosts = Hosts.of({**content, **given})
+        hosts = HostGroup.of({**content, **given})
         file = _check(path, content, hosts, given)
         if file is not None:
             path = Path(stack.enter_context(TemporaryDirectory()), path.name)
@@ -68,13 +185,13 @@ def _launch(path: Path, request: Request) -> int:
         command += [word for name, value in given.items() for word in (f"--{name}", str(value))]
         if hosts.number > 1:
             # no host waits longer for another one than processes would
-            seconds = min(MOST, int(request.values.get("ddp_timeout", MOST)))
+            seconds = min(RENDEZVOUS_SECONDS, int(request.values.get("ddp_timeout", RENDEZVOUS_SECONDS)))
             restarts = bool(request.own["max_restarts"])
             if restarts:
                 # hosts that begin again have to meet in a store of their own: torch's has what the last ones left
                 stack.enter_context(patch_environment(torch_disable_share_rdzv_tcp_store="1"))
             command += hosts.options(restarts, seconds)
-            stack.enter_context(hosts.meeting(seconds))
+            stack.enter_context(hosts.rendezvous(seconds))
         command += ["--module", "mt_grpo", "train", *([] if request.path is None else [request.path])]
         command += [*request.arguments, *(f"--{name}" for name in ("dry_run", "trust") if request.own[name])]
         words = launch_command_parser().parse_args(command)
@@ -89,7 +206,7 @@ def _launch(path: Path, request: Request) -> int:
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
             if failure.exitcode < 0:  # else it has said why by itself
-                tell(UserError(_killed(rank, -failure.exitcode)))
+                print_error(UserError(_killed(rank, -failure.exitcode)))
             return _status(failure.exitcode)
         except subprocess.CalledProcessError as error:
             return _status(error.returncode)
@@ -111,7 +228,7 @@ def _killed(rank: int, number: int) -> str:
     )
 
 
-def _check(path: Path, content: dict[str, Any], hosts: Hosts, given: dict[str, Any]) -> dict[str, Any] | None:
+def _check(path: Path, content: dict[str, Any], hosts: HostGroup, given: dict[str, Any]) -> dict[str, Any] | None:
     """
     One sentence for what would otherwise be a traceback of each process that finds no device, or of a reader of YAML.
     """
@@ -148,9 +265,9 @@ def _end_processes(number: int) -> None:
         signal.signal(impatient, signal.SIG_IGN)
     processes = psutil.Process().children(recursive=True)
     if number == signal.SIGINT:
-        _, processes = psutil.wait_procs(processes, PATIENCE)
+        _, processes = psutil.wait_procs(processes, EXIT_SECONDS)
     for last in (signal.SIGTERM, signal.SIGKILL):
         for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(last)
-        _, processes = psutil.wait_procs(processes, PATIENCE)
+        _, processes = psutil.wait_procs(processes, EXIT_SECONDS)

@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from mt_grpo.app.shipped import shipped
+from mt_grpo.app.recipes_command import shipped
 from mt_grpo.errors import ConfigError
 from mt_grpo.options.environments import TYPES, with_env_options
 from mt_grpo.options.table import OPTIONS
@@ -139,7 +139,7 @@ def pop_variables(recipe: dict[str, Any]) -> dict[str, Any]:
     return recipe.pop("env") if isinstance(env, dict) and "type" not in env else {}
 
 
-def asks_for_trust(path: str) -> bool:
+def needs_trust_confirmation(path: str) -> bool:
     """Whether a configuration is asked about where it is run from the current folder."""
     try:
         recipe, _ = read_file(path)

@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 from transformers import TrainerCallback
 
-from mt_grpo.app.recipe_file import asks_for_trust
+from mt_grpo.app.recipe_file import needs_trust_confirmation
 from mt_grpo.rewards import RewardFunc
 from mt_grpo.runlog.files import to_json
 from mt_grpo.silence import Silence
@@ -195,7 +195,7 @@ def _steps(number: int) -> str:
 def _config(args: MTGRPOConfig) -> list[str]:
     """The options that name the run's own configuration, whose code has just run."""
     path = str(Path(args.output_dir) / "config.yaml")
-    return ["--config", path, *(["--trust"] if Path(path).is_file() and asks_for_trust(path) else [])]
+    return ["--config", path, *(["--trust"] if Path(path).is_file() and needs_trust_confirmation(path) else [])]
 
 
 def _command(*words: str) -> str:

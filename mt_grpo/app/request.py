@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mt_grpo.app.recipe_file import check_trust, pop_variables, read_file
-from mt_grpo.app.schema import Schema, check_value, from_text, kinds, load_schema, wanted
+from mt_grpo.app.schema import Schema, check_type, from_text, kinds, load_schema, wanted
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import FORMATS, check_place, looks_like_path
 from mt_grpo.options.environments import with_env_options
@@ -18,135 +18,49 @@ from mt_grpo.options.names import refuse_unknown
 from mt_grpo.options.rules import check_batches, check_names, check_options, check_trainable
 from mt_grpo.options.values import is_bare, parse_agent, parse_reward, verifiers_name
 
-TRUST = {
-    "trust": {
-        "description": "Run the code and the commands that the `config.yaml` of a run names.",
-        "type": "boolean",
-        "x-flag": True,
-        "default": False,
-    }
-}
+
+def _flag(description: str) -> dict[str, Any]:
+    return {"description": description, "type": "boolean", "x-flag": True, "default": False}
+
+
+def _text(description: str) -> dict[str, Any]:
+    return {"description": description, "type": "string", "default": None}
+
+
+def _number(description: str, least: int, kind: str = "integer", default: int | None = None) -> dict[str, Any]:
+    return {"description": description, "type": kind, "minimum": least, "default": default}
+
+
+_TRUST = {"trust": _flag("Run the code and the commands that the `config.yaml` of a run names.")}
 
 OWN_OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "train": {
-        **TRUST,
-        "dry_run": {
-            "description": "Check and build everything; sample and write nothing.",
-            "type": "boolean",
-            "x-flag": True,
-            "default": False,
-        },
-        "accelerate_config": {
-            "description": "Launch with accelerate: fsdp2, zero2, zero3, or a file.",
-            "type": "string",
-            "default": None,
-        },
-        "num_processes": {
-            "description": "Processes to launch, instead of the configuration's.",
-            "type": "integer",
-            "minimum": 1,
-            "default": None,
-        },
-        "num_machines": {
-            "description": "Hosts that train, each of which runs this command.",
-            "type": "integer",
-            "minimum": 1,
-            "default": None,
-        },
-        "machine_rank": {
-            "description": "Which of the hosts this is, from 0.",
-            "type": "integer",
-            "minimum": 0,
-            "default": None,
-        },
-        "main_process_ip": {
-            "description": "Address of the first host.",
-            "type": "string",
-            "default": None,
-        },
-        "main_process_port": {
-            "description": "Port at which the hosts meet there.",
-            "type": "integer",
-            "minimum": 1,
-            "default": None,
-        },
-        "max_restarts": {
-            "description": "How often all begin again where a process has died.",
-            "type": "integer",
-            "minimum": 0,
-            "default": None,
-        },
+        **_TRUST,
+        "dry_run": _flag("Check and build everything; sample and write nothing."),
+        "accelerate_config": _text("Launch with accelerate: fsdp2, zero2, zero3, or a file."),
+        "num_processes": _number("Processes to launch, instead of the configuration's.", 1),
+        "num_machines": _number("Hosts that train, each of which runs this command.", 1),
+        "machine_rank": _number("Which of the hosts this is, from 0.", 0),
+        "main_process_ip": _text("Address of the first host."),
+        "main_process_port": _number("Port at which the hosts meet there.", 1),
+        "max_restarts": _number("How often all begin again where a process has died.", 0),
     },
     "rollout": {
-        **TRUST,
-        "num_prompts": {
-            "description": "Prompts to answer, of the evaluation set if there is one.",
-            "type": "integer",
-            "minimum": 1,
-            "default": 4,
-        },
-        "audit": {
-            "description": "Run `num_generations` conversations for each prompt, and say what the rewards tell apart.",
-            "type": "boolean",
-            "x-flag": True,
-            "default": False,
-        },
-        "save": {
-            "description": "Folder to make, with `num_generations` conversations for each prompt, as a run's.",
-            "type": "string",
-            "default": None,
-        },
+        **_TRUST,
+        "num_prompts": _number("Prompts to answer, of the evaluation set if there is one.", 1, default=4),
+        "audit": _flag("Run `num_generations` conversations for each prompt, and say what the rewards tell apart."),
+        "save": _text("Folder to make, with `num_generations` conversations for each prompt, as a run's."),
     },
-    "serve": {
-        **TRUST,
-        "replicas": {
-            "description": "Servers to start, each on GPUs of its own.",
-            "type": "integer",
-            "minimum": 1,
-            "default": None,
-        },
-    },
+    "serve": {**_TRUST, "replicas": _number("Servers to start, each on GPUs of its own.", 1)},
     "doctor": {
-        **TRUST,
-        "num_processes": {
-            "description": "Processes that train, instead of the accelerate configuration's, or 1.",
-            "type": "integer",
-            "minimum": 1,
-            "default": None,
-        },
-        "gpu": {
-            "description": "The kind of GPU of the run, such as H100; that of the first one here where there is one.",
-            "type": "string",
-            "default": None,
-        },
-        "gpu_memory": {
-            "description": "GB of a GPU of the run, where they are not those of its kind.",
-            "type": "number",
-            "minimum": 1,
-            "default": None,
-        },
-        "accelerate_config": {
-            "description": "What the run is launched with: fsdp2, zero2, zero3, or a file.",
-            "type": "string",
-            "default": None,
-        },
-        "calibrate": {
-            "description": "Folder of a run whose metrics correct the time of a step, where not `output_dir`.",
-            "type": "string",
-            "default": None,
-        },
-        "probe": {
-            "description": "Run one micro-batch of the greatest length, forward and backward, and measure its memory.",
-            "type": "boolean",
-            "x-flag": True,
-            "default": False,
-        },
-        "json": {
-            "description": "Print JSON.",
-            "type": "boolean",
-            "x-flag": True,
-            "default": False,
-        },
+        **_TRUST,
+        "num_processes": _number("Processes that train, instead of the accelerate configuration's, or 1.", 1),
+        "gpu": _text("The kind of GPU of the run, such as H100; that of the first one here where there is one."),
+        "gpu_memory": _number("GB of a GPU of the run, where they are not those of its kind.", 1, "number"),
+        "accelerate_config": _text("What the run is launched with: fsdp2, zero2, zero3, or a file."),
+        "calibrate": _text("Folder of a run whose metrics correct the time of a step, where not `output_dir`."),
+        "probe": _flag("Run one micro-batch of the greatest length, forward and backward, and measure its memory."),
+        "json": _flag("Print JSON."),
     },
 }
 """The commands that take a recipe, with the options that are the command's and no recipe's."""
@@ -280,7 +194,7 @@ def _value(name: str, option: dict[str, Any], texts: list[str], written: str, ch
         raise ConfigError(f"`{written}` is given without a value: it takes {wanted(option)}.")
     value = from_text(option, texts if option.get("x-many") else texts[0])
     if checked:
-        check_value(name, option, value, f"`{written}`", in_file=False)
+        check_type(name, option, value, f"`{written}`", in_file=False)
     return value
 
 
@@ -302,7 +216,7 @@ def _check_recipe(request: Request, lines: dict[str, int], schema: Schema) -> No
         if key in schema.properties and schema.decides(key):
             option = schema.properties[key]
             value = request.recipe[key] = from_text(option, value)
-            check_value(key, option, value, f"`{key}` {place}", in_file=True)
+            check_type(key, option, value, f"`{key}` {place}", in_file=True)
 
 
 def _check_whole(request: Request, schema: Schema, command: str) -> None:

@@ -8,24 +8,24 @@ import re
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from types import NoneType
 from typing import Any
-
-from jsonschema import Draft7Validator
 
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import choose
 
 SHIPPED = Path(__file__).with_name("schema.json")
 
-KINDS = {
-    "integer": "a whole number",
-    "number": "a number",
-    "boolean": "true or false",
-    "string": "text",
-    "array": "a list",
-    "object": "a mapping",
+KINDS: dict[str, tuple[str, type | tuple[type, ...]]] = {
+    "integer": ("a whole number", int),
+    "number": ("a number", (int, float)),
+    "boolean": ("true or false", bool),
+    "string": ("text", str),
+    "array": ("a list", list),
+    "object": ("a mapping", dict),
+    "null": ("nothing", NoneType),
 }
-"""The types of JSON schema in plain words; null is no value that one has to ask for."""
+"""The types of JSON schema: in plain words, and Python's."""
 
 _BOOLEANS = dict.fromkeys(("yes", "true", "t", "y", "1"), True) | dict.fromkeys(("no", "false", "f", "n", "0"), False)
 _SHOWN = 60
@@ -63,7 +63,7 @@ def summary(option: dict[str, Any]) -> str:
 
 def wanted(option: dict[str, Any]) -> str:
     """What an option takes, in words."""
-    words = [KINDS[kind] for kind in kinds(option) if kind != "null"]
+    words = [KINDS[kind][0] for kind in kinds(option) if kind != "null"]
     least = f" from {option['minimum']} on" if "minimum" in option else ""
     return " or ".join(words) + least
 
@@ -88,10 +88,18 @@ def from_text(option: dict[str, Any], value: Any) -> Any:
     return value
 
 
-def check_value(name: str, option: dict[str, Any], value: Any, label: str, in_file: bool) -> None:
-    """Holds a value against the type of its option."""
-    typed = {key: item for key, item in option.items() if key != "enum"}
-    if Draft7Validator(typed).is_valid(value):
+def _is_taken(option: dict[str, Any], value: Any) -> bool:
+    # in Python, true and false are whole numbers too
+    takes = (kind for kind in kinds(option) if isinstance(value, bool) == (kind == "boolean"))
+    kind = next((kind for kind in takes if isinstance(value, KINDS[kind][1])), None)
+    if kind == "array" and "items" in option:
+        return all(_is_taken(option["items"], item) for item in value)
+    return kind is not None and not ("minimum" in option and value < option["minimum"])
+
+
+def check_type(name: str, option: dict[str, Any], value: Any, label: str, in_file: bool) -> None:
+    """Holds a value against the type of its option, and the names that it may be."""
+    if _is_taken(option, value):
         if "enum" in option and value not in option["enum"]:
             choose(name, value, [choice for choice in option["enum"] if isinstance(choice, str)])
         return

@@ -20,7 +20,7 @@ from rich.rule import Rule
 from transformers import TrainerCallback
 
 from mt_grpo.app import report
-from mt_grpo.app.interrupt import tell
+from mt_grpo.app.interrupt import print_error
 from mt_grpo.app.report import RunProgress
 from mt_grpo.credit import CreditError, rule_label
 from mt_grpo.preemption import PreemptedError
@@ -142,7 +142,7 @@ def _run(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console: Consol
         if trainer.accelerator.num_processes > 1:
             progress.end()
             if main:
-                tell(failure)
+                print_error(failure)
             failure.told = True
             trainer.accelerator.wait_for_everyone()  # once one process ends, a launcher ends the others
         raise failure from error

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
 import os
+import signal
 import sys
+import threading
 import webbrowser
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
-from mt_grpo.app.opening import opened, processes
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean
+from mt_grpo.runlog import Run, open_run
 from mt_grpo.runlog.export import FORMS
 from mt_grpo.runlog.export import export as export_run
+from mt_grpo.runlog.index import Each
 from mt_grpo.runlog.reader import METRICS
 from mt_grpo.runlog.schema import FOLDER
 from mt_grpo.runlog.state import FILE as STATE
@@ -73,10 +80,10 @@ def view(arguments: list[str]) -> int:
     if folder.is_dir() and not _is_run(folder):
         if "--export" in options:
             raise ConfigError(f"`--export` takes the folder of one run, and {folder} is none: name one in it.")
-        with processes() as each:
+        with parallel_map() as each:
             return _serve(Runs(folder, each), folders[0], port, options)
     exports = "--export" in options
-    queries = Queries(opened(folders[0], begun=not exports), None if exports else cached(folder))
+    queries = Queries(open_run_parallel(folders[0], begun=not exports), None if exports else cached(folder))
     if exports:
         path = Path(options["--export"])
         number = export_page(queries, path, options.get("--filter", ""), "--overwrite" in options)
@@ -109,7 +116,7 @@ def export(arguments: list[str]) -> int:
     folders, options = read_words("export", arguments, values=("--to", "--output", "--filter"), flags=("--overwrite",))
     if len(folders) != 1 or "--to" not in options:
         raise ConfigError(f"Write `mt-grpo export RUN --to FORM`, where FORM is one of {', '.join(FORMS)}.")
-    run = opened(folders[0])
+    run = open_run_parallel(folders[0])
     rows = selected(run, options.get("--filter", ""))
     print(export_run(run, options["--to"], options.get("--output"), rows, "--overwrite" in options))
     return 0
@@ -145,3 +152,53 @@ def _port(text: str) -> int:
 def _has_a_screen() -> bool:
     """Whether there is a screen. Without one, a text browser would open in this terminal."""
     return sys.platform in ("darwin", "win32") or bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
+
+
+LONG_INDEX = 2**24
+"""Bytes of an index that one process takes a third of a second or more to read."""
+
+MAX_PROCESSES = 4
+"""Processes: more would wait for this one, which puts together what they read."""
+
+
+def open_run_parallel(folder: str, begun: bool = False) -> Run:
+    """The run in a folder, with `begun` also one without conversations so far; call it before there are threads."""
+    size = sum(path.lstat().st_size for path in (Path(folder) / FOLDER).glob("index*.jsonl"))
+    gc.disable()  # what is read stays: looking for garbage in it would take a third of the time
+    try:
+        if size < LONG_INDEX:
+            return open_run(folder, begun=begun)
+        with parallel_map() as each:
+            return open_run(folder, each, begun)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+@contextmanager
+def parallel_map() -> Iterator[Each]:
+    """`map` in other processes, which begin at once: call it before there are threads. Linux alone has them."""
+    if sys.platform != "linux":
+        yield map
+        return
+    # forks: all is imported here already, and the only thread of this process is this one
+    context = multiprocessing.get_context("fork")
+    pool = ProcessPoolExecutor(min(MAX_PROCESSES, len(os.sched_getaffinity(0))), context, _start_worker)
+    try:
+        list(pool.map(abs, [0]))
+        yield pool.map
+    finally:
+        pool.shutdown(cancel_futures=True)  # waits: the end of this process and that of the pool would meet
+
+
+def _start_worker() -> None:
+    for number in (signal.SIGINT, signal.SIGUSR1):  # they are for the process that made this one
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)

@@ -126,14 +126,14 @@ from mt_grpo.training.step_log.metrics import means_over_rows, route_metrics, sh
 from mt_grpo.training.step_log.printed import print_fewer
 from mt_grpo.training.trl_arguments import (
     as_list,
+    as_mtgrpo_config,
     as_rows,
-    check_one,
     check_prompts,
     check_rollout_func,
     no_adapter_left,
     outcomes_of,
+    refuse_several_datasets,
     tokenizers_of,
-    widened,
 )
 from mt_grpo.trajectory import Trajectory
 from mt_grpo.weights.transport import WeightTransport
@@ -157,7 +157,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             functions, or reward models (a folder, a Hub id or an object). Both default to those of `args`. One reward
             needs no list.
         args (`MTGRPOConfig`, *optional*): The options. As in TRL the object itself is the trainer's `args`, so that
-            what is set there later counts; a `GRPOConfig` is taken too and copied, see `widened`.
+            what is set there later counts; a `GRPOConfig` is taken too and copied, see `as_mtgrpo_config`.
         train_dataset, eval_dataset (`Dataset`): Rows with a `prompt` (text or messages); other columns reach rewards.
             A list of rows is taken too.
         engine (`Engine`, *optional*): Samples the completions. By default it is the server of `args` with `use_vllm`,
@@ -215,7 +215,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         if args is None:
             name = Path(model if isinstance(model, str) else model.config.name_or_path).name
             args = MTGRPOConfig(f"{name}-MT-GRPO")
-        args = widened(args)
+        args = as_mtgrpo_config(args)
         check_rollout_func(rollout_func)
         tools = as_list(tools)
         check_surroundings(args)
@@ -227,7 +227,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         if self.replay is not None:
             train_dataset, eval_dataset = self.replay.rows(), None
         train_dataset, eval_dataset = as_rows(train_dataset, "train_dataset"), as_rows(eval_dataset, "eval_dataset")
-        check_one(train_dataset)
+        refuse_several_datasets(train_dataset)
         self.env = check_env(
             env,
             args,

@@ -27,7 +27,7 @@ REFERENCE = "ref"
 """The adapter in which TRL's trainer keeps the reference of a model that comes with an adapter."""
 
 
-def widened(args: Any) -> MTGRPOConfig:
+def as_mtgrpo_config(args: Any) -> MTGRPOConfig:
     """Options as a `MTGRPOConfig`: a `GRPOConfig` with the defaults of all else, and every value that it has."""
     if isinstance(args, MTGRPOConfig):
         args.check()  # scripts set values after they made it
@@ -74,7 +74,7 @@ def as_rows(data: Any, name: str) -> Any:
         ) from error
 
 
-def check_one(train: Any) -> None:
+def refuse_several_datasets(train: Any) -> None:
     """Refuses several datasets to train on."""
     if isinstance(train, dict):
         raise ConfigError(

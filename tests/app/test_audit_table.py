@@ -6,7 +6,7 @@ import io
 
 from rich.console import Console
 
-from mt_grpo.app.audit import findings, show_audit
+from mt_grpo.app.rollout import findings, show_audit
 from mt_grpo.credit import RewardAudit
 
 GOOD = {**dict.fromkeys(RewardAudit.__dataclass_fields__, 0.5), "causal": True}

@@ -16,7 +16,7 @@ from support.recipes import LISTED, ROOT
 
 from mt_grpo import __version__
 from mt_grpo.app import env
-from mt_grpo.app.shipped import describe, shipped
+from mt_grpo.app.recipes_command import describe, shipped
 from mt_grpo.cli import main
 
 WITHOUT_TORCH = """

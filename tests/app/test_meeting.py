@@ -10,7 +10,7 @@ import yaml
 from support.forked import Forked
 from support.loopback import free_port
 
-from mt_grpo.app import meeting
+from mt_grpo.app import launch
 from mt_grpo.cli import main
 from mt_grpo.training.processes import ProcessGoneError, says_who_is_gone
 
@@ -53,7 +53,7 @@ def test_a_first_host_that_stays_alone_says_so(command, tmp_path, options):
 @pytest.mark.own_process
 def test_a_port_that_something_else_listens_at_is_named(command, capsys, monkeypatch):
     """Also where it takes what it is sent and says nothing, for which torch waits without end."""
-    monkeypatch.setattr(meeting, "PATIENCE", 0.5)
+    monkeypatch.setattr(launch, "ANSWER_SECONDS", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         assert main(["train", *command(1, silent.getsockname()[1])]) == 1
     (line,) = capsys.readouterr().err.splitlines()

@@ -13,12 +13,12 @@ from mt_grpo.runlog import open_run
 
 READ = """
 import json, multiprocessing, sys
-from mt_grpo.app import opening
+from mt_grpo.app import view
 from mt_grpo.errors import UserError
 from mt_grpo.runlog import index
-opening.LONG, index.PART, index.NEAR = 0, 3000, 100
+view.LONG_INDEX, index.PART, index.NEAR = 0, 3000, 100
 try:
-    run = opening.opened(sys.argv[1])
+    run = view.open_run_parallel(sys.argv[1])
 except UserError as error:
     sys.exit(f"refused: {error}")
 print(json.dumps([run.rows[:], run.steps(), run.about]))

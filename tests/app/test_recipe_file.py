@@ -81,7 +81,7 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("name", FOREIGN)
-def test_a_strangers_configuration_asks_for_trust(stranger, name):
+def test_a_strangers_configuration_needs_trust_confirmation(stranger, name):
     options, words = FOREIGN[name]
     with pytest.raises(ConfigError) as refused:
         read_request([config(stranger, **options)], "rollout")
@@ -107,7 +107,7 @@ def test_a_configuration_that_names_own_code_is_not_asked_about(stranger):
 
 
 @pytest.mark.parametrize("records", [True, False])
-def test_code_beside_a_strangers_run_asks_for_trust(stranger, monkeypatch, records):
+def test_code_beside_a_strangers_run_needs_trust_confirmation(stranger, monkeypatch, records):
     """As where an archive with both was unpacked here."""
     monkeypatch.chdir(stranger.parent)
     folder = stranger / "runs" / "one"

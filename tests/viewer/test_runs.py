@@ -93,11 +93,11 @@ def test_runs_are_compared_without_being_opened(folder):
 
 OPENS = """
 import multiprocessing, sys
-from mt_grpo.app.opening import processes
+from mt_grpo.app.view import parallel_map
 from mt_grpo.runlog import index
 from mt_grpo.viewer.runs import Runs
 index.PART = 2**12
-with processes() as each:
+with parallel_map() as each:
     asked = []
     runs = Runs(sys.argv[1], lambda *read: asked.append(read) or each(*read))
     print(runs.answer("run", {"run": "first"})["conversations"], len(asked) > 0, end=" ")

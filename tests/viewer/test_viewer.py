@@ -11,7 +11,7 @@ from rich.console import Console
 from support.models import build_tokenizer
 
 from mt_grpo.app import report
-from mt_grpo.app.interrupt import tell
+from mt_grpo.app.interrupt import print_error
 from mt_grpo.errors import UserError
 from mt_grpo.token_tree import TokenTree
 from mt_grpo.trajectory import StopReason, Trajectory
@@ -60,7 +60,7 @@ def test_the_frames_of_the_users_code_are_shown():
 
 
 def test_an_error_does_nothing_to_the_terminal(capsys):
-    tell(UserError(f"bad {ATTACK}"))
+    print_error(UserError(f"bad {ATTACK}"))
     printed = capsys.readouterr().err
     assert not controls(printed) and "\\x1b]0;title" in printed
 

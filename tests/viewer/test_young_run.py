@@ -8,7 +8,7 @@ import pytest
 from support.browser import missing, open_browser, serving, watched
 from support.runs import write_run
 
-from mt_grpo.app.opening import opened
+from mt_grpo.app.view import open_run_parallel
 from mt_grpo.cli import main
 from mt_grpo.runlog.state import Pulse
 from mt_grpo.viewer.queries import Queries
@@ -32,7 +32,7 @@ def begun(folder, error=None):
 
 def test_a_young_run_answers_all_that_is_known(tmp_path):
     with begun(tmp_path / "run"):
-        queries = Queries(opened(str(tmp_path / "run"), begun=True))
+        queries = Queries(open_run_parallel(str(tmp_path / "run"), begun=True))
         assert queries.answer("run", {})["status"] == "running" and queries.answer("overview", {})["step"] == []
         view = queries.answer("panel", {})
         assert view["about"] == {"model": "org/small", "estimator": "gtpo"} and "0.00123" in view["config"]
@@ -47,13 +47,13 @@ def test_a_young_run_answers_all_that_is_known(tmp_path):
 def test_a_strange_config_is_text_alone(tmp_path, config):
     begun(tmp_path / "run", "none")
     (tmp_path / "run" / "config.yaml").write_text(config)
-    view = Queries(opened(str(tmp_path / "run"), begun=True)).answer("panel", {})
+    view = Queries(open_run_parallel(str(tmp_path / "run"), begun=True)).answer("panel", {})
     assert view["about"] == {} and view["config"] == config
 
 
 def test_a_failed_run_is_the_first_finding(tmp_path):
     folder = begun(tmp_path / "run", "no reward for row 3")
-    first = Queries(opened(str(folder), begun=True)).answer("overview", {})["findings"][0]
+    first = Queries(open_run_parallel(str(folder), begun=True)).answer("overview", {})["findings"][0]
     assert (first["level"], first["strong"], first["text"]) == (
         "bad",
         "The run failed:",
@@ -83,7 +83,11 @@ def test_the_page_shows_a_run_from_its_first_second(tmp_path):
             assert "gtpo" in page.inner_text("main")
             shutil.copytree(tmp_path / "whole", young, dirs_exist_ok=True)
             page.wait_for_function("() => document.querySelector('main').innerText.includes('Reward components')")
-    with open_browser() as browser, serving(Queries(opened(str(failed), True))) as server, watched(browser) as page:
+    with (
+        open_browser() as browser,
+        serving(Queries(open_run_parallel(str(failed), True))) as server,
+        watched(browser) as page,
+    ):
         for view, words in (("", "no reward for row 3"), ("find", "0 of 0 conversations"), ("run", "no reward")):
             page.goto(f"{server.url}#/{view}")
             page.wait_for_function("words => document.querySelector('main').innerText.includes(words)", arg=words)

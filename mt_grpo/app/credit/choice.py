@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mt_grpo.app.recipe_file import CONFIG, read_file
-from mt_grpo.app.schema import check_value, from_text, load_schema
+from mt_grpo.app.schema import check_type, from_text, load_schema
 from mt_grpo.errors import UserError
 from mt_grpo.runlog import Run
 from mt_grpo.runlog.files import find
@@ -110,7 +110,7 @@ def read_options(run: Run) -> dict[str, Any]:
     for name in DEFAULTS:
         if given.get(name) is not None:
             options[name] = from_text(schema[name], given[name])
-            check_value(name, schema[name], options[name], f"`{name}` in {where}", in_file=True)
+            check_type(name, schema[name], options[name], f"`{name}` in {where}", in_file=True)
     return options
 
 
