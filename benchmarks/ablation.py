@@ -1,5 +1,6 @@
 """
-The paper's comparison of credit rules on the embedded task, and on its two-hop questions alone; see docs/ablation.md.
+The paper's comparison of credit rules on the embedded task, and on its two-hop questions alone;
+see reports/ablation.md.
 
     python benchmarks/ablation.py              # runs what has not run, then writes results, table and curves
     python benchmarks/ablation.py --report     # tables and curves alone, from benchmarks/results/ablation.json

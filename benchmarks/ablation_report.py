@@ -15,6 +15,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 
 DOCS = Path(__file__).parent.parent / "docs"
+REPORTS = Path(__file__).parent / "reports"
 BEGIN, END = "<!-- measured -->", "<!-- end of what is measured -->"
 
 BASELINE, PLACED, PLACED_BASELINE = "mt_grpo", ("shuffled", "at_the_end"), "reward_to_go"
@@ -132,7 +133,7 @@ def text(rows: Sequence[Row]) -> str:
     return "\n\n".join("\n".join(table(rows, variant)) for variant in variants)
 
 
-def write_page(rows: Sequence[Row], page: Path = DOCS / "ablation.md") -> None:
+def write_page(rows: Sequence[Row], page: Path = REPORTS / "ablation.md") -> None:
     """Puts the tables into the page, between its two marks."""
     whole = page.read_text()
     before, rest = whole.split(BEGIN)

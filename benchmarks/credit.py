@@ -1,5 +1,5 @@
 """
-The bias and the noise of every credit rule, exactly, as the table of docs/credit.md. It takes seconds.
+The bias and the noise of every credit rule, exactly, as the table of reports/credit.md. It takes seconds.
 
     python benchmarks/credit.py
     python benchmarks/credit.py --tried     # also rules that are not in the package, and steps to learn: minutes

@@ -1,6 +1,6 @@
 """
 What one scale for outcome and turn rewards changes: the bias of rules with `scales` each and one, and what is learnt
-in design F. Writes two tables into docs/credit.md, and its picture.
+in design F. Writes two tables into reports/credit.md, and its picture.
 
     python benchmarks/credit_scales.py             # about a minute of one core
     python benchmarks/credit_scales.py --tables    # the tables alone, in seconds

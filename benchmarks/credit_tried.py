@@ -1,6 +1,6 @@
 """
 Rules that were tried and are not in the package, in their shortest form: what `credit.py --tried` measures. See
-"Rules that were tried" in docs/credit.md.
+"Rules that were tried" in reports/credit.md.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """
-Rewards made to refute a credit rule: what conversations of K turns earn; see docs/designs.md.
+Rewards made to refute a credit rule: what conversations of K turns earn; see reports/designs.md.
 
 A turn is a call of one of two tools, with one of many names. It *searches* or tallies, and it is *named* right or not.
 A call is right if it searches for the right name. In three designs a tally ends the conversation.

@@ -1,6 +1,6 @@
 """
 Which rule `mt-grpo credit` names on the designs of `designs.py`, and how that rule ended in the grid of
-`designs_toy.py`; see docs/designs.md.
+`designs_toy.py`; see reports/designs.md.
 
     python benchmarks/designs_advice.py               # minutes of one core
     python benchmarks/designs_advice.py --held-out    # designs and settings that it was not made on; trains them first

@@ -1,5 +1,5 @@
 """
-The picture of README and docs/designs.md: designs x rules, with the regret at the end in colours and numbers.
+The picture of README and reports/designs.md: designs x rules, with the regret at the end in colours and numbers.
 
     python benchmarks/designs_picture.py
 

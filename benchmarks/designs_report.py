@@ -1,4 +1,4 @@
-"""The arms of the comparison of docs/designs.md, its tables, and the decision on its results."""
+"""The arms of the comparison of reports/designs.md, its tables, and the decision on its results."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from ablation_report import BEGIN, DOCS, END, difference
+from ablation_report import BEGIN, END, REPORTS, difference
 from designs import DESIGNS
 
 from mt_grpo.credit import Rule
@@ -194,6 +194,6 @@ def text(rows: Sequence[Row]) -> str:
 
 def write_page(lines: str, page: str = "designs.md", begin: str = BEGIN, end: str = END) -> None:
     """Puts tables into a page, between its two marks."""
-    path = DOCS / page
+    path = REPORTS / page
     before, rest = path.read_text().split(begin)
     path.write_text(f"{before}{begin}\n\n{lines}\n\n{end}{rest.split(end)[1]}")

@@ -1,5 +1,5 @@
 """
-What the first steps of a run say of its rule's proportions, on the designs of `designs.py`; see docs/designs.md.
+What the first steps of a run say of its rule's proportions, on the designs of `designs.py`; see reports/designs.md.
 
     python benchmarks/designs_said.py    # minutes; writes the table of the page
 

@@ -1,5 +1,5 @@
 """
-Credit rules on the designs of `designs.py`, learnt by the real trainer: the main table of docs/designs.md.
+Credit rules on the designs of `designs.py`, learnt by the real trainer: the main table of reports/designs.md.
 
     python benchmarks/designs_train.py            # hours on two cores; goes on where it was interrupted
     python benchmarks/designs_train.py --quick    # one seed of three arms on B and F: minutes; writes nothing

@@ -1,5 +1,5 @@
 """
-Credit rules compared by the number of turns of a conversation; see docs/ablation.md.
+Credit rules compared by the number of turns of a conversation; see reports/ablation.md.
 
     python benchmarks/horizon.py              # runs what has not run, then writes results, tables and the picture
     python benchmarks/horizon.py --quick      # one seed of a few arms at 1 and 12 turns, and on the designs B and F of
@@ -131,7 +131,7 @@ def main(argv: list[str] | None = None) -> None:
         draw(found, plan._asdict())
     print(text(found, plan._asdict()))
     if options.quick:
-        print(f"\nDesigns of docs/designs.md, {plan.steps} steps.\n")
+        print(f"\nDesigns of reports/designs.md, {plan.steps} steps.\n")
         print(designs_train.quick(options.folder, options.workers, steps=plan.steps))
 
 

@@ -1,5 +1,6 @@
 """
-Which rule `mt-grpo credit` names before the runs of `horizon.py`, and how that rule ended there; see docs/horizon.md.
+Which rule `mt-grpo credit` names before the runs of `horizon.py`, and how that rule ended there;
+see reports/horizon.md.
 
     python benchmarks/horizon_advice.py             # samples each setting with the first model, then compares
     python benchmarks/horizon_advice.py --report    # the table alone, from benchmarks/results/horizon_advice.json
@@ -20,7 +21,7 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
-from ablation_report import DOCS
+from ablation_report import REPORTS
 from common import RESULTS, machine
 from horizon import FOLDER, RESULT, SEEDS, Job, Plan, build, jobs
 from horizon_report import LATER, behind, paired, share
@@ -106,7 +107,7 @@ def agreement(row: Row, means: dict[str, float]) -> float:
     return float(np.corrcoef(*ranks)[0, 1])
 
 
-def write_page(lines: Sequence[str], page: Path = DOCS / "horizon.md") -> None:
+def write_page(lines: Sequence[str], page: Path = REPORTS / "horizon.md") -> None:
     """Puts the table into the page, between its two marks."""
     whole = page.read_text()
     before, rest = whole.split(BEGIN)

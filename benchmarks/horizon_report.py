@@ -9,7 +9,7 @@ from typing import Any
 
 import matplotlib
 import numpy as np
-from ablation_report import BEGIN, DOCS, END, Difference, difference, quantile
+from ablation_report import BEGIN, DOCS, END, REPORTS, Difference, difference, quantile
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
@@ -126,7 +126,7 @@ def text(rows: Sequence[Row], plan: Plan) -> str:
     return "\n\n".join([*tables, *("\n".join(part) for part in (decision(rows), later(rows)) if len(part) > 2)])
 
 
-def write_page(rows: Sequence[Row], plan: Plan, page: Path = DOCS / "horizon.md") -> None:
+def write_page(rows: Sequence[Row], plan: Plan, page: Path = REPORTS / "horizon.md") -> None:
     """Puts the tables into the page, between its two marks."""
     whole = page.read_text()
     before, rest = whole.split(BEGIN)

@@ -1,5 +1,5 @@
 """
-What sampling ahead (`max_staleness`) does to what is learnt, on the embedded task; see docs/staleness.md.
+What sampling ahead (`max_staleness`) does to what is learnt, on the embedded task; see reports/staleness.md.
 
     python benchmarks/staleness.py                 # runs what has not run, then writes results, tables and picture
     python benchmarks/staleness.py --engine own    # of that, what needs no server, or with `server` the rest

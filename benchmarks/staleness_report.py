@@ -15,6 +15,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 
 DOCS = Path(__file__).parent.parent / "docs"
+REPORTS = Path(__file__).parent / "reports"
 BEGIN, END = "<!-- learning -->", "<!-- end of learning -->"
 START = "start"
 NAMES = {
@@ -92,7 +93,7 @@ def text(rows: Sequence[Row], parts: dict[str, Any]) -> str:
     return "\n\n".join(said)
 
 
-def write_page(rows: Sequence[Row], parts: dict[str, Any], page: Path = DOCS / "staleness.md") -> None:
+def write_page(rows: Sequence[Row], parts: dict[str, Any], page: Path = REPORTS / "staleness.md") -> None:
     """Puts the tables into the page, between its two marks."""
     before, rest = page.read_text().split(BEGIN)
     page.write_text(f"{before}{BEGIN}\n\n{text(rows, parts)}\n\n{END}{rest.split(END)[1]}")

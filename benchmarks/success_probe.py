@@ -1,5 +1,5 @@
 """
-A success probe as a baseline where only the outcome pays: does asking the policy help? See docs/success_probe.md.
+A success probe as a baseline where only the outcome pays: does asking the policy help? See reports/success_probe.md.
 
     python benchmarks/success_probe.py            # about twenty minutes of one core; goes on where it was interrupted
     python benchmarks/success_probe.py --quick    # one seed of few steps; writes nothing

@@ -1,6 +1,6 @@
 """
 The task, the model, the probe and its oracle of `success_probe.py`: twelve decisions of which two are heavy, and an
-outcome alone pays; see docs/success_probe.md.
+outcome alone pays; see reports/success_probe.md.
 
 Questions are those of `horizon.py` (skill A): search for the name after "of". One that ends with "!" instead of "?" is
 heavy. The environment answers "r1" where a call was right and "r0" where it was not, as a search shows what it found.

@@ -198,7 +198,7 @@ def committed() -> list[dict]:
 def test_the_page_has_the_committed_results():
     from ablation_report import text
 
-    assert text(committed()) in (ROOT / "docs" / "ablation.md").read_text()
+    assert text(committed()) in (ROOT / "benchmarks" / "reports" / "ablation.md").read_text()
 
 
 def test_arms_of_a_seed_begin_with_the_same_batch():

@@ -250,12 +250,12 @@ def test_a_kernel_that_cannot_be_had_is_asked_for_in_a_sentence(tmp_path):
     assert "Traceback" not in said
 
 
-def test_the_page_on_credit_has_the_table_of_its_command(monkeypatch):
+def test_the_report_on_credit_has_the_table_of_its_command(monkeypatch):
     """Rows of rules that are measured on drawn groups may differ from one torch to another."""
     monkeypatch.syspath_prepend(BENCHMARKS)
     from credit import table
 
-    page = (ROOT / "docs" / "credit.md").read_text().splitlines()
+    page = (ROOT / "benchmarks" / "reports" / "credit.md").read_text().splitlines()
     rows = table()
     assert len(rows) > 10
     for row in rows:
@@ -263,12 +263,12 @@ def test_the_page_on_credit_has_the_table_of_its_command(monkeypatch):
         assert row in page or ("state_baseline" in name and any(line.startswith(name) for line in page)), row
 
 
-def test_the_page_on_credit_has_the_tables_of_one_scale(monkeypatch):
+def test_the_report_on_credit_has_the_tables_of_one_scale(monkeypatch):
     """Some columns of the first; where batches are drawn, numbers may differ a little from one torch to another."""
     monkeypatch.syspath_prepend(BENCHMARKS)
     from credit_scales import BEGIN, END, bias_table, designs_table
 
-    page = (ROOT / "docs" / "credit.md").read_text().split(BEGIN)[1].split(END)[0]
+    page = (ROOT / "benchmarks" / "reports" / "credit.md").read_text().split(BEGIN)[1].split(END)[0]
     committed, of_designs = ([cells(line) for line in part.splitlines()] for part in page.strip().split("\n\n"))
     found = [cells(line) for line in bias_table(("stopper", "one_search", "late"))]
     held = [(found, [[row[place] for place in (0, 1, 2, 3, 6)] for row in committed])]

@@ -266,7 +266,7 @@ def test_the_second_stage_goes_on_where_it_stopped(stages, tmp_path, monkeypatch
 def test_the_page_has_a_place_for_each_table():
     from designs_report import BEGIN, BEGIN_SECOND, END, END_SECOND
 
-    page = (ROOT / "docs" / "designs.md").read_text()
+    page = (ROOT / "benchmarks" / "reports" / "designs.md").read_text()
     marks = ("<!-- grid -->", "<!-- end of the grid -->", BEGIN, END, BEGIN_SECOND, END_SECOND)
     assert [page.count(mark) for mark in marks] == [1] * len(marks)
     assert sorted(marks, key=page.index) == list(marks)
@@ -286,5 +286,5 @@ def test_the_picture_is_of_the_trainer_once_it_has_run(tmp_path):
     assert (where, values[place]) == (TRAINER, pytest.approx(0.1))
     draw(values, where, tmp_path / "designs.png")  # what has not run stays white
     assert (tmp_path / "designs.png").stat().st_size > 1000
-    for page in ("README.md", "docs/designs.md"):
+    for page in ("README.md", "benchmarks/reports/designs.md"):
         assert (ROOT / page).read_text().count("images/designs.png") == 1

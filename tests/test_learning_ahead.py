@@ -90,9 +90,9 @@ def results():
 
 
 def test_the_page_has_the_committed_figures(results):
-    from staleness_report import BEGIN, DOCS, END, text
+    from staleness_report import BEGIN, END, REPORTS, text
 
-    page = (DOCS / "staleness.md").read_text()
+    page = (REPORTS / "staleness.md").read_text()
     assert page.split(BEGIN)[1].split(END)[0].strip() == text(results["rows"], results["parts"])
 
 

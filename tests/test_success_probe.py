@@ -1,4 +1,4 @@
-"""The success probe that is compared in docs/success_probe.md: its task, its score, its rule and its table."""
+"""The success probe of benchmarks/reports/success_probe.md: its task, its score, its rule and its table."""
 
 from __future__ import annotations
 

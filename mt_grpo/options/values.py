@@ -61,7 +61,7 @@ class AgentOptions(TypedDict, total=False):
 
 
 DEFAULT_RULE: dict[str, Any] = {"name": "lambda_to_go", "lam": 0.8, "scales": "batch"}
-"""The credit rule where none is chosen. docs/designs.md says why."""
+"""The credit rule where none is chosen. benchmarks/reports/designs.md says why."""
 
 OUTCOME_RULE = "grpo_or"
 """The same without turn rewards: TRL's, which gives the outcome to every token of a conversation."""

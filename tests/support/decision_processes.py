@@ -114,8 +114,9 @@ def tasks(number: int, skills: int) -> Process:
 
 def paid_searches(turns: int, shaping: float = 0.1) -> Process:
     """
-    Design F of docs/designs.md in few turns: a search earns a fifth of the shaping, and makes it less likely that the
-    answer, which ends the conversation, is right. Who never answers is not right. A parameter for each turn.
+    Design F of benchmarks/reports/designs.md in few turns: a search earns a fifth of the shaping, and makes it less
+    likely that the answer, which ends the conversation, is right. Who never answers is not right. A parameter for each
+    turn.
     """
 
     def play(play: Play) -> float:
