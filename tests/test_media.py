@@ -35,7 +35,7 @@ from mt_grpo.media import (
 )
 from mt_grpo.media_files import MOST_BYTES
 from mt_grpo.rollout import RolloutRequest, RolloutRunner, SamplingParams
-from mt_grpo.rollout.engines.scripted import ScriptedEngine
+from mt_grpo.rollout.engine import ScriptedEngine
 from mt_grpo.rollout.media import MediaEncoder
 from mt_grpo.runlog.rows import Batch
 from mt_grpo.runlog.writer import RunWriter

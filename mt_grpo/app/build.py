@@ -46,7 +46,7 @@ from mt_grpo.training.config import MTGRPOConfig, changed
 from mt_grpo.training.environment import build_env
 from mt_grpo.training.folder import check_folder
 from mt_grpo.training.hosts import resume_point
-from mt_grpo.training.images import tokenizer_in, with_its_images
+from mt_grpo.training.media import tokenizer_in, with_column_media
 from mt_grpo.training.model import resolve_base, resolve_model, source_options, subfolder_of
 from mt_grpo.training.own_server import check_own_servers
 from mt_grpo.training.preflight import Rows, check_batch_sizes, check_rows_suffice, check_surroundings
@@ -302,7 +302,7 @@ def _shown(trainer: MTGRPOEnvTrainer, row: dict[str, Any]) -> str:
         )
     renderer = trainer.runner.sampler.renderer(env.tool_schemas, env.protocol.tags)
     try:
-        prompt = with_its_images(row)["prompt"]
+        prompt = with_column_media(row)["prompt"]
         messages = prompt if isinstance(prompt, str) else list(read_messages(prompt, of_row=True))
         shown = decoded(renderer.prompt_ids(env.start(messages)), renderer.tokenizer)
     except Exception as error:  # the user's code or the template refuses the row

@@ -23,18 +23,21 @@ _BEGIN, _END = "\U0001f76b2", "\U0001f76b3"
 
 
 _A = {IMAGE: "an image", VIDEO: "a video", SOUND: "a sound"}
+_NO_PLACE = {
+    kind: f"The model is not {what}, as it, its processor or its chat template has no place for one: show {instead}."
+    for kind, what, instead in (
+        (VIDEO, "shown videos", "frames as images"),
+        (SOUND, "played sounds", "a transcript as text"),
+    )
+}
 
 
 def _size(images: Sequence[Any]) -> str:
     return ", ".join(f"{image.width} by {image.height}" for image in images)
 
 
-def _reason(error: Exception) -> str:
-    return " ".join(str(error).split()).rstrip(".")
-
-
-def _of_images(found: Mapping[str, Any]) -> dict[str, Any]:
-    """What a processor returns of images."""
+def _media_inputs(found: Mapping[str, Any]) -> dict[str, Any]:
+    """What a processor returns of media, without what it returns of the text around them."""
     return {key: value for key, value in found.items() if key not in OF_TEXT}
 
 
@@ -133,8 +136,13 @@ class MediaEncoder:
         from PIL import Image
 
         shown = [Image.linear_gradient("L").resize(size).convert("RGB") for size in ((96, 64), (64, 160), (128, 128))]
-        apart = {number: MediumInputs(0, _of_images(self._process([image]))) for number, image in enumerate(shown)}
-        together, ours = _of_images(self._process(shown)), concat_media_inputs(list(apart), apart, torch.device("cpu"))
+        apart = {
+            number: MediumInputs(0, _media_inputs(self._process_images([image]))) for number, image in enumerate(shown)
+        }
+        together, ours = (
+            _media_inputs(self._process_images(shown)),
+            concat_media_inputs(list(apart), apart, torch.device("cpu")),
+        )
         for name, theirs in together.items():
             if name not in ours or not torch.equal(theirs, ours[name]):
                 raise MediumError(
@@ -143,20 +151,22 @@ class MediaEncoder:
                     "alone as `processing_class` to train on text."
                 )
 
-    def _process(self, images: Sequence[Any], options: dict[str, Any] | None = None) -> Any:
-        """What the processor makes of a batch of texts that show one image each."""
-        given = {"images_kwargs": options} if options else {}
+    def _process(self, what: str, kinds: Sequence[int], **media: Any) -> Any:
+        """What the processor makes of texts that show a medium each."""
+        errors = (ValueError, TypeError, KeyError, *([RuntimeError] if SOUND in kinds else []))
         try:
-            return self._processor(
-                text=[self.marker] * len(images),
-                images=[[image] for image in images],
-                padding=True,
-                return_tensors="pt",
-                add_special_tokens=False,
-                **given,
-            )
-        except (ValueError, TypeError, KeyError) as error:
-            raise MediumError(f"The processor refuses an image of {_size(images)}: {_reason(error)}.") from error
+            text = [self._markers[kind] for kind in kinds]
+            return self._processor(text=text, return_tensors="pt", add_special_tokens=False, **media)
+        except errors as error:
+            reason = " ".join(str(error).split()).rstrip(".")
+            raise MediumError(f"The processor refuses {what}: {reason}.") from error
+
+    def _process_images(self, images: Sequence[Any], options: dict[str, Any] | None = None) -> Any:
+        given = {"images_kwargs": options} if options else {}
+        shown = [[image] for image in images]
+        return self._process(
+            f"an image of {_size(images)}", [IMAGE] * len(images), images=shown, padding=True, **given
+        )
 
     def encode(self, part: dict[str, Any]) -> EncodedMedium:
         """
@@ -187,8 +197,10 @@ class MediaEncoder:
 
     def _encoded(self, name: str, part: dict[str, Any], options: dict[str, Any]) -> EncodedMedium:
         kind = kind_of_part(part)
+        if kind not in self._markers and kind in _NO_PLACE:
+            raise MediumError(_NO_PLACE[kind])
         if kind == IMAGE:
-            shown, found = _size([part["image"]]), self._process([part["image"]], options)
+            shown, found = _size([part["image"]]), self._process_images([part["image"]], options)
         elif kind == VIDEO:
             shown, found = _size(part["video"][:1]), self._process_video(part["video"], options)
         else:
@@ -202,53 +214,29 @@ class MediaEncoder:
         if not size:
             raise MediumError(f"The processor gives {_A[kind]} of {shown} no tokens.")
         tokens = [number if each == self._tokens[kind] else each for each in tokens]
-        return EncodedMedium(number, tokens, MediumInputs(size, _of_images(found)))
+        return EncodedMedium(number, tokens, MediumInputs(size, _media_inputs(found)))
 
     def _process_video(self, frames: Sequence[Any], options: dict[str, Any]) -> Any:
-        if VIDEO not in self._markers:
-            raise MediumError(
-                "The model is not shown videos, as it, its processor or its chat template has no place for one: show "
-                "frames as images."
-            )
         others = {name: value for name, value in options.items() if name != "fps"}
         metadata = {"total_num_frames": len(frames), "frames_indices": list(range(len(frames)))}
         if "fps" in options:
             metadata["fps"] = options["fps"]
-        try:
-            return self._processor(
-                text=[self._markers[VIDEO]],
-                videos=[list(frames)],
-                return_tensors="pt",
-                add_special_tokens=False,
-                videos_kwargs={"video_metadata": [metadata], "do_sample_frames": False, **others},
-            )
-        except (ValueError, TypeError, KeyError) as error:
-            raise MediumError(
-                f"The processor refuses a video of {len(frames)} frames of {_size(frames[:1])}: {_reason(error)}."
-            ) from error
+        return self._process(
+            f"a video of {len(frames)} frames of {_size(frames[:1])}",
+            [VIDEO],
+            videos=[list(frames)],
+            videos_kwargs={"video_metadata": [metadata], "do_sample_frames": False, **others},
+        )
 
     def _process_sound(self, sound: Sound) -> Any:
-        if SOUND not in self._markers:
-            raise MediumError(
-                "The model is not played sounds, as it, its processor or its chat template has no place for one: show "
-                "a transcript as text."
-            )
         rate = audio_feature_extractor(self._processor).sampling_rate
         if sound.rate not in (None, rate):
             raise MediumError(
                 f"A sound has {sound.rate} samples per second, and the model's processor takes {rate}: resample it, "
                 f'for example with `dataset.cast_column("audio", datasets.Audio(sampling_rate={rate}))`.'
             )
-        try:
-            return self._processor(
-                text=[self._markers[SOUND]],
-                audio=[np.array(sound.samples)],
-                return_tensors="pt",
-                add_special_tokens=False,
-                audio_kwargs={"sampling_rate": rate},
-            )
-        except (ValueError, TypeError, KeyError, RuntimeError) as error:
-            raise MediumError(f"The processor refuses a sound of {sound.seconds:.2f} s: {_reason(error)}.") from error
+        options = {"audio_kwargs": {"sampling_rate": rate}}
+        return self._process(f"a sound of {sound.seconds:.2f} s", [SOUND], audio=[np.array(sound.samples)], **options)
 
     # Escaped text
 

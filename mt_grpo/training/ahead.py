@@ -33,7 +33,7 @@ from mt_grpo.rollout.branching import Branching
 from mt_grpo.runlog.files import to_json
 from mt_grpo.tools.stateful import StatefulTool
 from mt_grpo.training.config import MTGRPOConfig
-from mt_grpo.training.images import with_its_images
+from mt_grpo.training.media import with_column_media
 from mt_grpo.training.rollout_batch import RolloutBatch, branching
 from mt_grpo.trajectory import Trajectory
 
@@ -140,7 +140,7 @@ class BatchesAhead:
         return micro in self._planned
 
     def _begin(self, planned: Planned) -> None:
-        rows = [with_its_images(row) for row in planned.rows]
+        rows = [with_column_media(row) for row in planned.rows]
         batch = RolloutBatch("train", rows, [False] * len(rows), self._branching)
         planned.requests = batch.requests(self._rank * len(planned.rows), planned.moment, self._args.seed)
         size = 1 if self._branching is None else self._branching.number

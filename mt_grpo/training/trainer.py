@@ -69,14 +69,14 @@ from mt_grpo.training.forward import (
     trl_scores,
     warn_without_routes,
 )
-from mt_grpo.training.images import (
+from mt_grpo.training.media import (
     MEDIA_COLUMNS,
-    check_images,
+    check_media,
     for_trl,
-    image_encoder,
+    media_encoder,
     processing_of,
     tokenizer_in,
-    with_its_images,
+    with_column_media,
 )
 from mt_grpo.training.microbatches import rebalance
 from mt_grpo.training.model import (
@@ -367,8 +367,8 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         self._needs_routes = route_shape(self.model.config) is not None
         engine = engine or own_engine(args, self._tokenizer, self.model, self.accelerator)
         self._unproven = engine if type(engine) is TransformersEngine else None
-        images = image_encoder(self.processing_class, self.model.config, engine)
-        check_images(images, self.model.config, engine, self.train_dataset, self.eval_dataset)
+        images = media_encoder(self.processing_class, self.model.config, engine)
+        check_media(images, self.model.config, engine, self.train_dataset, self.eval_dataset)
         self._proven_shown: set[Any] | None = None if images is None else set()
         several = images is not None and self.accelerator.num_processes > 1
         self.blank: Media = images.blanks() if several else {}
@@ -432,7 +432,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         evaluates = mode == "eval" and self._evaluation is not None
         fills = self._evaluation.fills(len(inputs)) if evaluates else [False] * len(inputs)
         generations = self.num_generations if mode == "train" else self.num_generations_eval
-        rows = [with_its_images(row) for row in inputs]
+        rows = [with_column_media(row) for row in inputs]
         batch = self.batch = RolloutBatch(mode, rows, fills, branching(self.args, mode), generations)
         k = self._step % self.args.gradient_accumulation_steps
         step = self.step_log.begin(batch, self.state.global_step, k)
@@ -771,7 +771,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         dataset = self.train_dataset if self.eval_dataset is None else self.eval_dataset
         dataset = next(iter(dataset.values())) if isinstance(dataset, dict) else dataset
         with self._names_rows():
-            rows = [with_its_images(row) for row in dataset.take(num_prompts) for _ in range(num_generations)]
+            rows = [with_column_media(row) for row in dataset.take(num_prompts) for _ in range(num_generations)]
         batch = self.batch = RolloutBatch("eval", rows, [False] * len(rows), group_size=num_generations)
         tells = self.is_world_process_zero() and not sys.stderr.isatty()
         says = Silence(lambda: print(self.step_log.activity.describe(), file=sys.stderr, flush=True))

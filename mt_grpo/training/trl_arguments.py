@@ -21,7 +21,7 @@ from mt_grpo.data import DatasetError, as_messages, with_contents_of_one_kind
 from mt_grpo.errors import ConfigError
 from mt_grpo.rewards import RewardFunc
 from mt_grpo.training.config import MTGRPOConfig
-from mt_grpo.training.images import check_decoding
+from mt_grpo.training.media import check_decoding
 
 REFERENCE = "ref"
 """The adapter in which TRL's trainer keeps the reference of a model that comes with an adapter."""

@@ -26,7 +26,7 @@ from transformers import (
 )
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from mt_grpo.rollout.engines.scripted import ScriptedEngine
+from mt_grpo.rollout.engine import ScriptedEngine
 from support.models import build_tokenizer
 
 VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")

@@ -21,9 +21,9 @@ from mt_grpo.data.images import ImageOfRowError
 from mt_grpo.envs import MultiTurnToolEnv, Outcome
 from mt_grpo.errors import ConfigError
 from mt_grpo.media import media_parts, read_image, to_file
-from mt_grpo.rollout.engines.scripted import ScriptedEngine
+from mt_grpo.rollout.engine import ScriptedEngine
 from mt_grpo.runlog.reader import open_run
-from mt_grpo.training.images import with_its_images
+from mt_grpo.training.media import with_column_media
 
 COLORS = ("red", "green", "blue", "white")
 ROWS = Dataset.from_list(
@@ -237,7 +237,7 @@ def test_an_engine_of_tokens_refuses_images(tmp_path):
 def test_a_row_with_a_bad_image_is_one_sentence(prompt, images, problem):
     row = {"prompt": [{"role": "user", "content": prompt}], "images": images}
     with pytest.raises(ConfigError, match=f"The images of a row cannot be shown: .*{problem}"):
-        with_its_images(row)
+        with_column_media(row)
 
 
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n%%EOF\n"
@@ -281,12 +281,12 @@ def test_a_row_with_a_bad_image_is_named(tmp_path, column, kind):
 
 def test_images_stand_where_trl_puts_them():
     image, other = picture("red"), picture("blue")
-    before = with_its_images({"prompt": "What is it?", "image": image})["prompt"]
+    before = with_column_media({"prompt": "What is it?", "image": image})["prompt"]
     assert before[0]["content"] == [{"type": "image", "image": image}, {"type": "text", "text": "What is it?"}]
     places = [{"type": "text", "text": "this", "image": None}, {"type": "image", "text": None}, {"type": "image"}]
-    filled = with_its_images({"prompt": [{"role": "user", "content": places}], "images": [image, other]})["prompt"]
+    filled = with_column_media({"prompt": [{"role": "user", "content": places}], "images": [image, other]})["prompt"]
     assert [part.get("image") for part in filled[0]["content"]] == [None, image, other]
-    assert with_its_images({"prompt": "What?", "images": None}) == {"prompt": "What?", "images": None}
+    assert with_column_media({"prompt": "What?", "images": None}) == {"prompt": "What?", "images": None}
 
 
 @pytest.mark.parametrize("name", ["idefics 3", "mistral 3", "gemma 3"])

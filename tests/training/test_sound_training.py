@@ -18,11 +18,11 @@ from mt_grpo import MTGRPOConfig, MTGRPOEnvTrainer
 from mt_grpo.envs import Outcome
 from mt_grpo.errors import ConfigError, UnsupportedModelError
 from mt_grpo.media import media_parts, to_file
-from mt_grpo.rollout.engines.scripted import ScriptedEngine
+from mt_grpo.rollout.engine import ScriptedEngine
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
 from mt_grpo.runlog.reader import open_run
 from mt_grpo.sounds import Sound, read_part, read_sound
-from mt_grpo.training.images import check_images, image_encoder, with_its_images
+from mt_grpo.training.media import check_media, media_encoder, with_column_media
 
 ROWS = [
     {"prompt": [{"role": "user", "content": "What is it?"}], "audio": {"array": tone(pitch), "sampling_rate": RATE}}
@@ -199,17 +199,17 @@ def test_a_model_that_hears_padding_trains_turn_by_turn(tmp_path):
 
 def test_sounds_stand_where_their_places_are():
     low, high = ({"array": tone(pitch), "sampling_rate": RATE} for pitch in (30.0, 90.0))
-    before = with_its_images({"prompt": "What is it?", "audio": low})["prompt"]
+    before = with_column_media({"prompt": "What is it?", "audio": low})["prompt"]
     part = read_part({"type": "audio", "audio": low})
     assert before == [{"role": "user", "content": [part, {"type": "text", "text": "What is it?"}]}]
     places = [{"type": "text", "text": "this", "audio": None}, {"type": "audio", "text": None}, {"type": "audio"}]
-    filled = with_its_images({"prompt": [{"role": "user", "content": places}], "audios": [low, high]})["prompt"]
+    filled = with_column_media({"prompt": [{"role": "user", "content": places}], "audios": [low, high]})["prompt"]
     assert [part.get("audio") for part in filled[0]["content"]] == [
         None,
         *(Sound(each["array"], RATE) for each in (low, high)),
     ]
-    assert with_its_images({"prompt": "What?", "audio": None}) == {"prompt": "What?", "audio": None}
-    listed = with_its_images({"prompt": "What?", "audio": tone().tolist()})["prompt"][0]["content"]
+    assert with_column_media({"prompt": "What?", "audio": None}) == {"prompt": "What?", "audio": None}
+    listed = with_column_media({"prompt": "What?", "audio": tone().tolist()})["prompt"][0]["content"]
     assert listed[0]["audio"] == Sound(tone())  # as a table has an array
 
 
@@ -225,7 +225,7 @@ def test_sounds_stand_where_their_places_are():
 def test_a_row_with_a_bad_sound_is_one_sentence(prompt, sounds, problem):
     row = {"prompt": [{"role": "user", "content": prompt}], "audios": sounds}
     with pytest.raises(ConfigError, match=f"The sounds of a row cannot be played: .*{problem}"):
-        with_its_images(row)
+        with_column_media(row)
 
 
 def test_a_dataset_of_files_is_played(tmp_path):
@@ -283,7 +283,7 @@ def test_sounds_are_not_sent_to_a_server():
     with pytest.raises(
         ConfigError, match="'audio' .* holds sounds, which are not sent to a vLLM server: set `use_vll"
     ):
-        check_images(image_encoder(processor, model.config, client), model.config, client, rows)
+        check_media(media_encoder(processor, model.config, client), model.config, client, rows)
 
 
 def test_a_model_alone_brings_its_processor(tmp_path):

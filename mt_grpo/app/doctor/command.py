@@ -33,7 +33,7 @@ from mt_grpo.servers.env_servers import ServerLost
 from mt_grpo.tools import Tool
 from mt_grpo.tools.mcp.tools import MCPBaseTool, McpRemote, McpTool
 from mt_grpo.tools.stateful import StatefulTool, ToolSession, ToolStateError
-from mt_grpo.training.images import with_its_images
+from mt_grpo.training.media import with_column_media
 from mt_grpo.training.preflight import check_reward_columns
 from mt_grpo.training.reward_models import with_models
 from mt_grpo.trajectory import Message, ToolCall, visible
@@ -285,7 +285,7 @@ def template(case: Case) -> Lines:
 def prompt(case: Case) -> Lines:
     """Whether the first prompt shows the tools. Its images and sounds stand as words: it is for the tokenizer."""
     with naming_rows({"training dataset": case.train_rows}):
-        rows = [with_its_images(row) for row in first_rows(case.train_rows, case.env)]
+        rows = [with_column_media(row) for row in first_rows(case.train_rows, case.env)]
     for row in rows:
         env = env_of_prompt(case.env, row)
         if env is None or not env.tools:

@@ -59,7 +59,7 @@ def for_trl(processing_class: Any) -> Any:
     return processing_class if shows else tokenizer_in(processing_class)
 
 
-def with_its_images(row: dict[str, Any]) -> dict[str, Any]:
+def with_column_media(row: dict[str, Any]) -> dict[str, Any]:
     """
     A row whose prompt shows the images of its columns, and plays the sounds. As in TRL images stand before the words
     of the first message of the user, or where the prompt has places for them, `{"type": "image"}`. Sounds do too:
@@ -162,7 +162,7 @@ def _with_text(message: dict[str, Any]) -> dict[str, Any]:
     return message
 
 
-def image_encoder(processor: Any, config: PreTrainedConfig, engine: Engine) -> MediaEncoder | None:
+def media_encoder(processor: Any, config: PreTrainedConfig, engine: Engine) -> MediaEncoder | None:
     """What encodes the images and sounds of a run; `None` where model, processor or engine take none."""
     inside = vars(processor) if isinstance(processor, ProcessorMixin) else {}
     tokens = media_tokens(config)
@@ -171,7 +171,7 @@ def image_encoder(processor: Any, config: PreTrainedConfig, engine: Engine) -> M
     return MediaEncoder(processor, tokens) if (sees or hears) and isinstance(engine, MediaEngine) else None
 
 
-def check_images(encoder: MediaEncoder | None, config: PreTrainedConfig, engine: Engine, *data: Any) -> None:
+def check_media(encoder: MediaEncoder | None, config: PreTrainedConfig, engine: Engine, *data: Any) -> None:
     """Refuses datasets with images or sounds where the model cannot be shown them."""
     every = [rows for one in data for rows in (one.values() if isinstance(one, dict) else [one])]
     for columns, feature, part, token, what in (
