@@ -1,5 +1,5 @@
 """
-What credit costs of a training step: the rule with the parts of its advantages, the search for turn rewards without
+What credit costs of a training step: the rule, the parts of its advantages, the search for turn rewards without
 credit, and the record of credit. They are timed where a run calls them, in seconds of one processor core, so that what
 else the machine does has no part in the ratio.
 
@@ -33,7 +33,7 @@ from mt_grpo.training import step_log, trainer
 from mt_grpo.training.step_log import records
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "quickstart.yaml"
-PARTS = ("rule and parts", "without credit", "record")
+PARTS = ("rule", "parts", "without credit", "record")
 
 
 class Clock(TrainerCallback):
@@ -72,7 +72,7 @@ def measure(rule: str, steps: int, further: dict[str, str]) -> dict[str, Any]:
         words = [word for option, value in options.items() for word in (f"--{option}", value)]
         args = build_recipe(read_request([str(RECIPE), *words])).training
         clock = Clock()
-        trainer.estimate_parts = clock.of("rule and parts", ESTIMATE)
+        trainer.call_rule, records.explain = clock.of("rule", RULE), clock.of("parts", EXPLAIN)
         step_log.uncredited_turn_rewards = clock.of("without credit", UNCREDITED)
         records.part_rows = clock.of("record", ROWS)
         run = trainer.MTGRPOEnvTrainer("embedded", args=args, train_dataset=load_rows("embedded", "train"))
@@ -88,7 +88,8 @@ def measure(rule: str, steps: int, further: dict[str, str]) -> dict[str, Any]:
     return {"rule": rule, "turns": turns[-1], **seconds, "share": round(share, 5)}
 
 
-ESTIMATE, UNCREDITED, ROWS = trainer.estimate_parts, step_log.uncredited_turn_rewards, records.part_rows
+RULE, EXPLAIN, ROWS = trainer.call_rule, records.explain, records.part_rows
+UNCREDITED = step_log.uncredited_turn_rewards
 
 
 def main() -> None:

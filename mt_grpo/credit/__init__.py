@@ -1,17 +1,18 @@
 """Credit: from the rewards of a batch to an advantage per turn."""
 
 from mt_grpo.credit.audit import Audit, RewardAudit, audit_rewards, without_signal
+from mt_grpo.credit.batch import RewardBatch
+from mt_grpo.credit.explain import by_reward, estimate_parts, explain
 from mt_grpo.credit.rule import (
     ADVANTAGE_ESTIMATORS,
     AdvantageEstimator,
     Credit,
     CreditError,
-    RewardBatch,
     Rule,
     advantage_estimator,
     bind_rule,
+    call_rule,
     estimate,
-    estimate_parts,
     get_estimator,
     in_parts,
     rule_label,
@@ -50,8 +51,11 @@ __all__ = [
     "bias_of_turn_coef",
     "bind_rule",
     "branch_to_go",
+    "by_reward",
+    "call_rule",
     "estimate",
     "estimate_parts",
+    "explain",
     "gdpo",
     "get_estimator",
     "gigpo",

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mt_grpo.credit.batch import RewardBatch
 from mt_grpo.credit.normalisation import centre, deviation, to_go
-from mt_grpo.credit.rule import RewardBatch
 
 
 @dataclass(frozen=True)

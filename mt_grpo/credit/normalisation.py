@@ -43,7 +43,7 @@ def without_rounding(differences: Tensor, size: Tensor) -> Tensor:
     return torch.where(differences.abs() < ROUNDING * size.nan_to_num(nan=0.0).clamp(min=EPSILON), 0.0, differences)
 
 
-def above_least(grouped: Tensor) -> Tensor:
+def minus_group_min(grouped: Tensor) -> Tensor:
     """Values of shape (N, G, K) minus the least of their group at their turn, 0 for equal ones; NaN stays."""
     least = grouped.nan_to_num(nan=torch.inf).amin(dim=1, keepdim=True)
     return without_rounding(grouped - least, torch.maximum(grouped.abs(), least.abs()))
@@ -71,7 +71,7 @@ def centre(values: Tensor, group_size: int) -> Tensor:
     """Values of shape (B, K) minus the mean of their turn in their group."""
     grouped = values.view(-1, group_size, values.shape[1])
     # Shifted by the group's least first, so that equal values come out as exactly 0.
-    shifted = above_least(grouped)
+    shifted = minus_group_min(grouped)
     centred = (shifted - shifted.nanmean(dim=1, keepdim=True)).nan_to_num(nan=0.0)
     return without_rounding(centred, shifted).reshape(values.shape)
 

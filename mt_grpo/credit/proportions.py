@@ -10,8 +10,10 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
+from mt_grpo.credit.batch import RewardBatch
+from mt_grpo.credit.explain import estimate_parts
 from mt_grpo.credit.normalisation import EPSILON, Scale
-from mt_grpo.credit.rule import RewardBatch, Rule, bind_rule, estimate, estimate_parts
+from mt_grpo.credit.rule import Rule, bind_rule, estimate
 
 FEWEST_TURNS = 4
 """Turns of a conversation in which it is asked what of the outcome reaches the first one."""

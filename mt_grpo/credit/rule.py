@@ -1,6 +1,6 @@
 """
-What a credit rule is: what it is given, what it returns, its entry in the registry, and how a recipe names it with its
-options. Options are checked against the rule's signature.
+A credit rule in use: its entry in the registry, how a recipe names it with its options, which are checked against its
+signature, and what it may return.
 """
 
 from __future__ import annotations
@@ -17,87 +17,11 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import torch
 from torch import Tensor
 
+from mt_grpo.credit.batch import RewardBatch
 from mt_grpo.credit.normalisation import Between, Scale
 from mt_grpo.errors import ConfigError, UserError, defined_at, describe_error, find_fault
 from mt_grpo.imports import Registry, check_name, did_you_mean
 from mt_grpo.options.values import rule_name
-
-
-class MissingField(ConfigError):
-    """A rule needs a field of `RewardBatch` that is not filled in."""
-
-    def __init__(self, rule: str, field: str) -> None:
-        super().__init__(f"The advantage estimator {rule!r} needs the `{field}` of a `RewardBatch`: fill them in.")
-        self.field = field
-
-
-@dataclass(frozen=True)
-class RewardBatch:
-    """
-    The rewards of a batch of groups.
-
-    Args:
-        turn_rewards (`Tensor`): Shape (B, K); NaN if the turn does not exist, or no turn reward applies to it.
-        outcome_rewards (`Tensor`): Shape (B,); NaN if no outcome reward applies.
-        turn_mask (`Tensor`): Shape (B, K), bool: whether the turn exists.
-        result_mask (`Tensor`): Shape (B, K), bool: whether a tool result follows the turn.
-        group_size (`int`): Rows i*G .. i*G+G-1 answer the same prompt.
-        state_ids (`Tensor`, *optional*): Shape (B, K), int64: equal in the turns of a group that begin in the same
-            state.
-        state_scores (`Tensor`, *optional*): Shape (B, K): the `StateScore` of the state after each turn; NaN if there
-            is none.
-        turn_streams (`Tensor`, *optional*): Shape (S, B, K): each turn reward by itself, not weighted.
-        outcome_streams (`Tensor`, *optional*): Shape (R, B): each outcome reward by itself, not weighted.
-        stream_weights (`Tensor`, *optional*): Shape (S + R,): the weights of both.
-        num_branches (`int`, *optional*, defaults to `1`): So many rows in a row continue the same trunk.
-        branch_at (`int`, *optional*, defaults to `0`): Turns that these rows share.
-        names (`tuple[str, ...]`, *optional*): Of the S turn rewards, then of the R outcome rewards.
-
-    There are two kinds of NaN. An *absent* reward is one that does not apply to a trajectory which ran: the policy
-    decided that. Rules that are unbiased count it as 0. A *failed* trajectory, which the engine or the environment
-    ended, has no turns and no rewards: `failed` names it, and every rule leaves it out of its means.
-    """
-
-    turn_rewards: Tensor
-    outcome_rewards: Tensor
-    turn_mask: Tensor
-    result_mask: Tensor
-    group_size: int
-    state_ids: Tensor | None = None
-    state_scores: Tensor | None = None
-    turn_streams: Tensor | None = None
-    outcome_streams: Tensor | None = None
-    stream_weights: Tensor | None = None
-    num_branches: int = 1
-    branch_at: int = 0
-    names: tuple[str, ...] = ()
-
-    @property
-    def failed(self) -> Tensor:
-        """The trajectories that the engine or the environment ended, shape (B,), bool."""
-        return ~self.turn_mask.any(dim=1)
-
-    def of_outcomes(self, rewards: Tensor | None = None) -> Tensor:
-        """Outcome rewards, shape (B,), float64: 0 for an absent one, NaN for a failed trajectory."""
-        rewards = self.outcome_rewards if rewards is None else rewards
-        return rewards.double().nan_to_num(nan=0.0).masked_fill(self.failed, torch.nan)
-
-    def of_turns(self, rewards: Tensor | None = None) -> Tensor:
-        """Turn rewards, shape (B, K), float64: 0 for an absent one or no turn, NaN for a failed trajectory."""
-        rewards = self.turn_rewards if rewards is None else rewards
-        return rewards.double().nan_to_num(nan=0.0).masked_fill(self.failed[:, None], torch.nan)
-
-    def needed(self, rule: str, field: str) -> Tensor:
-        """
-        A field that one rule cannot do without.
-
-        Raises:
-            MissingField: If the batch lacks it.
-        """
-        value: Tensor | None = getattr(self, field)
-        if value is None:
-            raise MissingField(rule, field)
-        return value
 
 
 @dataclass(frozen=True)
@@ -349,13 +273,6 @@ class CreditError(UserError, ValueError):
 def estimate(
     rule: Rule, batch: RewardBatch, *, turn_coef: float | None = None, scale_rewards: Scale = "group"
 ) -> Tensor:
-    """The advantages of `estimate_parts`, shape (B, K), with its arguments and errors."""
-    return estimate_parts(rule, batch, turn_coef=turn_coef, scale_rewards=scale_rewards).advantages
-
-
-def estimate_parts(
-    rule: Rule, batch: RewardBatch, *, turn_coef: float | None = None, scale_rewards: Scale = "group"
-) -> Credit:
     """
     Calls a rule.
 
@@ -366,14 +283,20 @@ def estimate_parts(
         scale_rewards (`str`, *optional*, defaults to `"group"`): What rewards are divided by, see `mt_grpo`.
 
     Returns:
-        `Credit`: Its advantages, shape (B, K), float32, and their parts and scales, shape (B, K), float64; advantages
-        and parts are 0 where a turn does not exist.
+        `Tensor`: The advantages, shape (B, K), float32; 0 where a turn does not exist.
 
     Raises:
         ConfigError: If there is no such rule, or it does not take its options.
         CreditError: If it raises, or returns no tensor, a tensor of another shape, a number that is not finite at a
             turn that exists, or parts whose sum is not the advantage.
     """
+    return call_rule(rule, batch, turn_coef=turn_coef, scale_rewards=scale_rewards).advantages
+
+
+def call_rule(
+    rule: Rule, batch: RewardBatch, *, turn_coef: float | None = None, scale_rewards: Scale = "group"
+) -> Credit:
+    """The advantages of `estimate`, and the parts that a rule of a user's own returns with them."""
     name = rule_name(rule)
     function, options = bind_rule(rule, turn_coef=turn_coef, scale_rewards=scale_rewards)
     if isinstance(function, in_parts):

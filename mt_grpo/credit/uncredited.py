@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from mt_grpo.credit.batch import RewardBatch
 from mt_grpo.credit.normalisation import Scale
-from mt_grpo.credit.rule import RewardBatch, Rule, estimate
+from mt_grpo.credit.rule import Rule, estimate
 
 MOST_TURNS = 16
 """Turns of the longest trajectory whose rewards are examined; of more, as many that are spread evenly."""

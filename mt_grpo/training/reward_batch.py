@@ -12,7 +12,7 @@ from accelerate import PartialState
 from accelerate.utils import gather
 
 from mt_grpo.credit import RewardBatch, without_signal
-from mt_grpo.credit.normalisation import above_least, to_go
+from mt_grpo.credit.normalisation import minus_group_min, to_go
 from mt_grpo.rewards import Scores
 from mt_grpo.rollout.branching import Branching
 from mt_grpo.training.rollout_batch import RolloutBatch
@@ -102,7 +102,7 @@ def share_of_equal_groups(columns: torch.Tensor, weights: torch.Tensor, group_si
     TRL's `frac_reward_zero_std`, by the measure that credit rules have for equal sums. TRL compares a float32
     deviation with zero, which rounding may change.
     """
-    above = above_least(_sum_present(columns.double() * weights, dim=1).view(-1, group_size, 1)).squeeze(2)
+    above = minus_group_min(_sum_present(columns.double() * weights, dim=1).view(-1, group_size, 1)).squeeze(2)
     earns = ~above.isnan().all(dim=1)
     return (above.nan_to_num(nan=0.0) == 0).all(dim=1)[earns].float().mean().item()
 

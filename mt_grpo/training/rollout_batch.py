@@ -52,8 +52,8 @@ class RolloutBatch:
             one does not apply.
         extra (`dict`): What reward functions log per row (`log_extra`), by name.
         scores (`Scores`, *optional*): The scores of the trajectories of this process.
-        credit (`Credit`, *optional*): The advantages of the trajectories of all processes, shape `(B, K)`, and their
-            parts.
+        credit (`Credit`, *optional*): The advantages of the trajectories of all processes, shape `(B, K)`, and the
+            parts that a rule of a user's own says.
         attempt (`int`): How often the rows were sampled before.
         discarded (`list[list[Trajectory]]`): Those of this process whose place later ones took, by attempt.
         sampled_again (`int`): Groups that were sampled again, counted as often as they were.

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 from transformers.integrations import TensorBoardCallback
 from trl import GRPOConfig
 
-from mt_grpo.credit import Rule, estimate_parts, rule_says, whole_rule
+from mt_grpo.credit import Rule, call_rule, rule_says, whole_rule
 from mt_grpo.data import had_text_prompts
 from mt_grpo.data.images import with_own_opener
 from mt_grpo.envs import EnvLike
@@ -586,7 +586,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             branching=batch.branching,
             names=self.reward_func_names,
         )
-        batch.credit = estimate_parts(
+        batch.credit = call_rule(
             self.credit_rule,
             batch.rewards,
             turn_coef=self.args.turn_advantage_coef,

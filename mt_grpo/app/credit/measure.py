@@ -26,6 +26,7 @@ from mt_grpo.credit import (
     ADVANTAGE_ESTIMATORS,
     RewardBatch,
     Rule,
+    by_reward,
     estimate,
     parse_rule,
     rule_label,
@@ -33,11 +34,10 @@ from mt_grpo.credit import (
     uncredited_turn_rewards,
     whole_rule,
 )
+from mt_grpo.credit.batch import MissingField
 from mt_grpo.credit.compare import ALL, Comparison, Judgement, judge_rules
 from mt_grpo.credit.normalisation import Scale
-from mt_grpo.credit.parts import outcome_parts, turn_parts
 from mt_grpo.credit.proportions import outcome_at_first_turn
-from mt_grpo.credit.rule import MissingField
 from mt_grpo.errors import UserError, libraries_may_refuse
 from mt_grpo.forward.lm_head import Truncation
 from mt_grpo.forward.turn_gradients import SIZE, TurnGradients
@@ -406,8 +406,10 @@ def compare(
             estimates[label] = per_group(rule, batch, (scales or {}).get(label, scale_rewards), weights)
         except MissingField as error:
             left_out[label] = f"the run logged no `{error.field}`"
+    alone = by_reward(batch)
     truths = {
-        name: per_group(REFERENCE, rewards, "none", None) for name, rewards in {ALL: batch, **by_reward(batch)}.items()
+        name: per_group(REFERENCE, rewards, "none", None)
+        for name, rewards in {ALL: batch, **(alone if len(alone) > 1 else {})}.items()
     }
     kept = kept_outcomes(batch, {label: rules[label] for label in estimates}, turn_coef)
     return judge_rules(estimates, truths, groups_per_step, kept), left_out
@@ -426,20 +428,6 @@ def kept_outcomes(batch: RewardBatch, rules: Mapping[str, Rule], turn_coef: floa
     alone = _alone(batch, torch.zeros_like(batch.turn_rewards), made_up)
     kept = {label: outcome_at_first_turn(rule, alone, turn_coef=turn_coef) for label, rule in rules.items()}
     return {label: share for label, share in kept.items() if share is not None}
-
-
-def by_reward(batch: RewardBatch) -> dict[str, RewardBatch]:
-    """A batch for each reward that differs, in which all others are 0; none where it is the only one."""
-    parts = {**outcome_parts(batch), **turn_parts(batch)}
-    if len(parts) < 2:
-        return {}
-    found = {}
-    for name, part in parts.items():
-        is_turn = part.shape[1] == batch.turn_mask.shape[1] and not name.startswith("outcome")
-        turns = part if is_turn else torch.zeros_like(batch.turn_rewards, dtype=torch.double)
-        outcomes = torch.zeros_like(batch.outcome_rewards, dtype=torch.double) if is_turn else part[:, 0]
-        found[name] = _alone(batch, turns, outcomes)
-    return found
 
 
 def _alone(batch: RewardBatch, turns: Tensor, outcomes: Tensor) -> RewardBatch:

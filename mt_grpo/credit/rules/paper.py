@@ -10,16 +10,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mt_grpo.credit.batch import RewardBatch
 from mt_grpo.credit.normalisation import Scale, Scales, divisor, to_go
-from mt_grpo.credit.parts import Term, against_group, credit_of, earned, outcome_parts, turn_parts
-from mt_grpo.credit.rule import Credit, RewardBatch, advantage_estimator, in_parts
+from mt_grpo.credit.rule import advantage_estimator
 
 
 @advantage_estimator("mt_grpo", sums_turns=True)
-@in_parts
 def mt_grpo(
     batch: RewardBatch, *, turn_coef: float = 1.0, scales: Scales = "each", scale_rewards: Scale = "group"
-) -> Credit:
+) -> Tensor:
     """
     The position-aware rule of MT-GRPO: the turn advantage goes to the turns up to the first tool result.
 
@@ -48,71 +47,39 @@ def mt_grpo(
     """
     earlier_results = batch.result_mask.cumsum(dim=1) - batch.result_mask.long()
     has_result = batch.result_mask.any(dim=1, keepdim=True)
-    totals = batch.outcome_rewards.double()[:, None] + turn_coef * to_go(batch.of_turns())
+    outcome, turns = batch.outcome_rewards.double()[:, None], _sum(batch.of_turns())
+    totals = outcome + turn_coef * to_go(batch.of_turns())
     scale = divisor(totals, batch.group_size, scales, scale_rewards)
-    return credit_of(
-        batch,
-        _outcome(batch, scale_rewards, where=has_result, scale=scale),
-        against_group(
-            batch,
-            _turn_sums(batch),
-            earned(_whole, turn_parts(batch)),
-            "turn baseline",
-            scale_rewards,
-            weight=turn_coef,
-            where=has_result & (earlier_results == 0),
-            scale=scale,
-        ),
-        _merged(batch, scale_rewards, where=~has_result, scale=scale),
-        dtype=torch.float32,
-    )
+    of_outcome = batch.against_group(outcome, "outcome baseline", scale_rewards, scale)
+    of_turns = turn_coef * batch.against_group(turns, "turn baseline", scale_rewards, scale)
+    of_both = batch.against_group(_both(batch), "baseline", scale_rewards, scale)
+    of_turns = torch.where(has_result & (earlier_results == 0), of_turns, 0.0)
+    total = torch.where(has_result, of_outcome, 0.0) + of_turns + torch.where(has_result, 0.0, of_both)
+    return batch.advantages(total, torch.float32)
 
 
 @advantage_estimator("grpo_or", splits_turns=False, sums_turns=True)
-@in_parts
-def grpo_or(batch: RewardBatch, *, turn_coef: float = 1.0, scale_rewards: Scale = "group") -> Credit:
+def grpo_or(batch: RewardBatch, *, turn_coef: float = 1.0, scale_rewards: Scale = "group") -> Tensor:
     """GRPO on the outcome reward alone: its advantage on every turn, shape (B, K). `turn_coef` has no effect."""
-    return credit_of(batch, _outcome(batch, scale_rewards), dtype=torch.float32)
+    outcome = batch.outcome_rewards.double()[:, None]
+    return batch.advantages(batch.against_group(outcome, "outcome baseline", scale_rewards), torch.float32)
 
 
 @advantage_estimator("grpo_mr", splits_turns=False, sums_turns=True)
-@in_parts
-def grpo_mr(batch: RewardBatch, *, turn_coef: float = 1.0, scale_rewards: Scale = "group") -> Credit:
+def grpo_mr(batch: RewardBatch, *, turn_coef: float = 1.0, scale_rewards: Scale = "group") -> Tensor:
     """GRPO on the sum of turn and outcome rewards: its advantage on every turn, (B, K). `turn_coef` has no effect."""
-    return credit_of(batch, _merged(batch, scale_rewards), dtype=torch.float32)
+    return batch.advantages(batch.against_group(_both(batch), "baseline", scale_rewards), torch.float32)
 
 
-def _outcome(
-    batch: RewardBatch, scale_rewards: Scale, where: Tensor | None = None, scale: Tensor | None = None
-) -> Term:
-    """The term of the outcome reward; an absent one is left out of the mean."""
-    outcome, parts = batch.outcome_rewards.double()[:, None], outcome_parts(batch)
-    return against_group(batch, outcome, parts, "outcome baseline", scale_rewards, where=where, scale=scale)
-
-
-def _merged(
-    batch: RewardBatch, scale_rewards: Scale, where: Tensor | None = None, scale: Tensor | None = None
-) -> Term:
-    """The term of the sum of turn and outcome rewards; where neither applies, it is left out of the mean."""
-    rewards = torch.cat([batch.turn_rewards, batch.outcome_rewards[:, None]], dim=1)
-    sums = _whole(rewards.nan_to_num(nan=0.0)).masked_fill(rewards.isnan().all(dim=1, keepdim=True), torch.nan)
-    parts = {**outcome_parts(batch), **earned(_whole, turn_parts(batch))}
-    return against_group(batch, sums, parts, "baseline", scale_rewards, where=where, scale=scale)
-
-
-def _whole(rewards: Tensor) -> Tensor:
+def _sum(rewards: Tensor) -> Tensor:
     """Sum of each trajectory's rewards, shape (B, 1)."""
     return to_go(rewards)[:, :1]
 
 
-def _turn_sums(batch: RewardBatch) -> Tensor:
-    """
-    Sum of each trajectory's turn rewards, shape (B, 1); NaN for a trajectory without any turn.
-
-    A trajectory to which no turn reward applies counts as 0: the policy decides whether it calls tools, so leaving it
-    out of the group's mean would bias the gradient.
-    """
-    return _whole(batch.of_turns())
+def _both(batch: RewardBatch) -> Tensor:
+    """Sum of each trajectory's turn and outcome rewards, shape (B, 1); NaN where none applies."""
+    rewards = torch.cat([batch.turn_rewards, batch.outcome_rewards[:, None]], dim=1)
+    return _sum(rewards.nan_to_num(nan=0.0)).masked_fill(rewards.isnan().all(dim=1, keepdim=True), torch.nan)
 
 
 def bias_of_turn_coef(batch: RewardBatch, turn_coef: float) -> str | None:

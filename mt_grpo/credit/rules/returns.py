@@ -9,13 +9,13 @@ group bends it. `tests/support/exact_gradients.py` measures this without samplin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from mt_grpo.credit.batch import RewardBatch
 from mt_grpo.credit.normalisation import (
     Scale,
     Scales,
@@ -26,15 +26,13 @@ from mt_grpo.credit.normalisation import (
     to_go,
     without_rounding,
 )
-from mt_grpo.credit.parts import Term, against_group, credit_of, earned, outcome_parts, stream_names, turn_parts
-from mt_grpo.credit.rule import Credit, RewardBatch, advantage_estimator, in_parts
+from mt_grpo.credit.rule import advantage_estimator
 
 
 @advantage_estimator("reward_to_go")
-@in_parts
 def reward_to_go(
     batch: RewardBatch, *, turn_coef: float = 1.0, scales: Scales = "each", scale_rewards: Scale = "group"
-) -> Credit:
+) -> Tensor:
     """
     Each turn gets the outcome advantage and what its trajectory earns from that turn on.
 
@@ -63,23 +61,17 @@ def reward_to_go(
     Returns:
         `Tensor`: Advantages, shape (B, K), in the dtype of the rewards; 0 where a turn does not exist.
     """
-    returns, parts = to_go(batch.of_turns()), earned(to_go, turn_parts(batch))
-    scale = divisor(batch.of_outcomes()[:, None] + turn_coef * returns, batch.group_size, scales, scale_rewards)
-    turn = against_group(batch, returns, parts, "turn baseline", scale_rewards, weight=turn_coef, scale=scale)
-    return credit_of(batch, of_outcome(batch, scale_rewards, scale), turn)
-
-
-def of_outcome(batch: RewardBatch, scale_rewards: Scale, scale: Tensor | None = None) -> Term:
-    """The term of the outcome; an absent one counts as 0."""
-    outcome = batch.of_outcomes()[:, None]
-    return against_group(batch, outcome, outcome_parts(batch), "outcome baseline", scale_rewards, scale=scale)
+    outcome, returns = batch.of_outcomes()[:, None], to_go(batch.of_turns())
+    scale = divisor(outcome + turn_coef * returns, batch.group_size, scales, scale_rewards)
+    of_outcome = batch.against_group(outcome, "outcome baseline", scale_rewards, scale)
+    of_turns = batch.against_group(returns, "turn baseline", scale_rewards, scale)
+    return batch.advantages(of_outcome + turn_coef * of_turns)
 
 
 @advantage_estimator("gdpo")
-@in_parts
 def gdpo(
     batch: RewardBatch, *, turn_coef: float = 1.0, scales: Scales = "each", scale_rewards: Scale = "group"
-) -> Credit:
+) -> Tensor:
     """
     `reward_to_go` with a scale for each reward: every turn reward and every outcome reward is centred and divided by
     its own deviation, and then weighed by its weight. A reward of a small range counts as much as one of a large one.
@@ -101,26 +93,22 @@ def gdpo(
         ConfigError: If the batch lacks the streams.
     """
     turns, outcomes = (batch.needed("gdpo", name) for name in ("turn_streams", "outcome_streams"))
-    weights = batch.needed("gdpo", "stream_weights")
-    names = stream_names(batch)
-    weighed = []
-    for name, rewards, weight in zip(names[len(turns) :], outcomes, weights[len(turns) :], strict=True):
-        part = "outcome" if len(outcomes) == 1 else f"outcome {name}"
-        weighed.append((part, batch.of_outcomes(rewards)[:, None], weight))
-    for name, rewards, weight in zip(names[: len(turns)], turns, weights[: len(turns)], strict=True):
-        weighed.append((f"turn reward {name}", to_go(batch.of_turns(rewards)), turn_coef * weight))
-    totals = sum((weight * values for _, values, weight in weighed), torch.zeros_like(batch.of_turns()))
+    given = batch.needed("gdpo", "stream_weights")
+    earned = [batch.of_outcomes(rewards)[:, None] for rewards in outcomes]
+    earned += [to_go(batch.of_turns(rewards)) for rewards in turns]
+    weights = [*given[len(turns) :], *(turn_coef * given[: len(turns)])]  # outcomes first, as above
+    names = [*batch.part_names("outcome"), *batch.part_names("turn")]
+    weighted = [weight * values for weight, values in zip(weights, earned, strict=True)]
+    totals = sum(weighted, torch.zeros_like(batch.of_turns()))
     scale = divisor(totals, batch.group_size, scales, scale_rewards)
-    terms = [
-        against_group(batch, values, {part: values}, f"{part} baseline", scale_rewards, weight, scale=scale)
-        for part, values, weight in weighed
-    ]
-    return credit_of(batch, *terms)
+    total = torch.zeros_like(batch.of_turns())
+    for name, values, weight in zip(names, earned, weights, strict=True):
+        total = total + weight * batch.against_group(values, f"{name} baseline", scale_rewards, scale)
+    return batch.advantages(total)
 
 
 @advantage_estimator("leave_one_out", splits_turns=False, sums_turns=True)
-@in_parts
-def leave_one_out(batch: RewardBatch, *, turn_coef: float = 1.0, scale_rewards: Scale = "group") -> Credit:
+def leave_one_out(batch: RewardBatch, *, turn_coef: float = 1.0, scale_rewards: Scale = "group") -> Tensor:
     """
     Every turn gets what its trajectory earns in all, minus the mean of the other members.
 
@@ -133,32 +121,11 @@ def leave_one_out(batch: RewardBatch, *, turn_coef: float = 1.0, scale_rewards: 
     Args and returns are those of `reward_to_go`.
     """
     sums = turn_coef * to_go(batch.of_turns())[:, :1] + batch.of_outcomes()[:, None]
-    parts = reward_parts(batch, turn_coef, lambda rewards: to_go(rewards)[:, :1])
-    return credit_of(batch, against_others(batch, sums, parts, "baseline", scale_rewards))
-
-
-def against_others(
-    batch: RewardBatch,
-    values: Tensor,
-    parts: Mapping[str, Tensor],
-    baseline: str,
-    scale_rewards: Scale,
-    scale: Tensor | None = None,
-) -> Term:
-    """
-    The term of values of trajectories, (B, 1), less the mean of the other members, divided by their deviation or by
-    `scale`, (B, 1).
-    """
-    others = (~batch.failed).view(-1, batch.group_size).sum(dim=1).repeat_interleave(batch.group_size)[:, None] - 1
-    if scale is None:
-        scale = largest_deviation(values, batch.group_size, scale_rewards)
-    centred = centre(values, batch.group_size) / scale * (others + 1) / others.clamp(min=1)
-    return Term(centred, scale, parts, baseline)
+    return batch.advantages(batch.against_others(sums, "baseline", scale_rewards))
 
 
 @advantage_estimator("gtpo")
-@in_parts
-def gtpo(batch: RewardBatch, *, turn_coef: float = 1.0, gamma: Share = 0.9, scale_rewards: Scale = "group") -> Credit:
+def gtpo(batch: RewardBatch, *, turn_coef: float = 1.0, gamma: Share = 0.9, scale_rewards: Scale = "group") -> Tensor:
     """
     Each turn gets its discounted return; the outcome is a reward of the last turn.
 
@@ -173,15 +140,13 @@ def gtpo(batch: RewardBatch, *, turn_coef: float = 1.0, gamma: Share = 0.9, scal
     Args and returns are those of `reward_to_go`; `gamma` (`float`, *optional*, defaults to `0.9`) is the discount.
     """
     returns = to_go(with_outcome(batch, turn_coef), gamma)
-    parts = reward_parts(batch, turn_coef, lambda rewards: to_go(rewards, gamma))
-    return credit_of(batch, against_group(batch, returns, parts, "baseline", scale_rewards))
+    return batch.advantages(batch.against_group(returns, "baseline", scale_rewards))
 
 
 @advantage_estimator("mt_grpo_discounted")
-@in_parts
 def mt_grpo_discounted(
     batch: RewardBatch, *, turn_coef: float = 1.0, gamma: Share = 1.0, scale_rewards: Scale = "group"
-) -> Credit:
+) -> Tensor:
     """
     Each turn gets the outcome advantage and the discounted sum of the turn advantages from it on.
 
@@ -195,16 +160,17 @@ def mt_grpo_discounted(
 
     Args and returns are those of `reward_to_go`; `gamma` (`float`, *optional*, defaults to `1.0`) is the discount.
     """
-    columns = batch.of_turns().split(1, dim=1)
-    scales = torch.cat([largest_deviation(column, batch.group_size, scale_rewards) for column in columns], dim=1)
-    turn = to_go(torch.cat([centre(column, batch.group_size) for column in columns], dim=1) / scales, gamma)
+    of_outcome = batch.against_group(batch.of_outcomes()[:, None], "outcome baseline", scale_rewards)
+    rewards, size = batch.of_turns(), batch.group_size
+    columns = rewards.split(1, dim=1)
+    scales = torch.cat([largest_deviation(column, size, scale_rewards) for column in columns], dim=1)
+    centred = torch.cat([centre(column, size) for column in columns], dim=1)
     # each turn's reward has a scale of its own, so their sum has none
-    parts = earned(lambda rewards: turn_coef * to_go(rewards / scales, gamma), turn_parts(batch))
-    return credit_of(batch, of_outcome(batch, scale_rewards), Term(turn_coef * turn, None, parts, "turn baseline"))
+    of_turns = batch.term(centred / scales, rewards, scales, "turn baseline", scale_told=False)
+    return batch.advantages(of_outcome + turn_coef * to_go(of_turns, gamma))
 
 
 @advantage_estimator("turn_gae")
-@in_parts
 def turn_gae(
     batch: RewardBatch,
     *,
@@ -212,7 +178,7 @@ def turn_gae(
     gamma: Share = 1.0,
     lam: Share = 0.95,
     scale_rewards: Scale = "group",
-) -> Credit:
+) -> Tensor:
     """
     Generalised advantage estimation over turns, with the group as the critic.
 
@@ -229,14 +195,13 @@ def turn_gae(
     are the discount and the λ of GAE.
     """
     rewards = with_outcome(batch, turn_coef)
-    values = group_values(batch, to_go(rewards, gamma))
-    advantages = gae(rewards, values, batch.turn_mask, gamma, lam)
-    parts = gae_parts(batch, values, turn_coef, gamma, lam)
-    return credit_of(batch, scaled(batch, advantages, to_go(rewards, gamma), scale_rewards, parts))
+    returns = to_go(rewards, gamma)
+    values = group_values(batch, returns)
+    scale = largest_deviation(returns, batch.group_size, scale_rewards)
+    return batch.advantages(gae_over(batch, rewards, values, returns, scale, gamma, lam))
 
 
 @advantage_estimator("lambda_to_go")
-@in_parts
 def lambda_to_go(
     batch: RewardBatch,
     *,
@@ -244,7 +209,7 @@ def lambda_to_go(
     lam: Share = 0.9,
     scales: Scales = "each",
     scale_rewards: Scale = "group",
-) -> Credit:
+) -> Tensor:
     """
     The outcome advantage on every turn, and turn rewards near the turns that earn them: `turn_gae` over turn rewards
     alone.
@@ -264,52 +229,24 @@ def lambda_to_go(
 
     Args and returns are those of `reward_to_go`; `lam` (`float`, *optional*, defaults to `0.9`) is the λ of GAE.
     """
-    rewards, earns = batch.of_turns(), batch.of_outcomes()[:, None]
+    outcome, rewards = batch.of_outcomes()[:, None], batch.of_turns()
     returns = to_go(rewards)
-    totals = earns + turn_coef * returns
+    totals = outcome + turn_coef * returns
     scale = divisor(totals, batch.group_size, scales, scale_rewards)
-    outcome = against_others(batch, earns, outcome_parts(batch), "outcome baseline", scale_rewards, scale)
+    of_outcome = batch.against_others(outcome, "outcome baseline", scale_rewards, scale)
+    own = largest_deviation(returns, batch.group_size, scale_rewards) if scale is None else scale
     values = group_values(batch, returns)
-    parts = earned(lambda each: to_go(each, lam), turn_parts(batch)) | later_values(batch, values, 1.0, lam)
-    turn = scaled(batch, gae(rewards, values, batch.turn_mask, 1.0, lam), returns, scale_rewards, parts, scale)
-    weighed = {name: turn_coef * part for name, part in parts.items()}
-    turn = replace(turn, value=turn_coef * turn.value, parts=weighed, baseline="turn baseline")
+    total = of_outcome + turn_coef * gae_over(batch, rewards, values, returns, own, 1.0, lam, "turn baseline")
     if scale is not None:  # where totals are equal at every turn, a `lam` below 1 would be divided by `EPSILON`
         has_signal = (centre(totals, batch.group_size) != 0).view(-1, batch.group_size * totals.shape[1]).any(dim=1)
-        where = has_signal.repeat_interleave(batch.group_size)[:, None]
-        outcome, turn = replace(outcome, where=where), replace(turn, where=where)
-    return credit_of(batch, outcome, turn)
+        total = torch.where(has_signal.repeat_interleave(batch.group_size)[:, None], total, 0.0)
+    return batch.advantages(total)
 
 
 def with_outcome(batch: RewardBatch, turn_coef: float) -> Tensor:
     """Weighed turn rewards with the outcome added to the last turn, shape (B, K); NaN for a failed trajectory."""
-    return turn_coef * batch.of_turns() + at_last_turn(batch, batch.of_outcomes()[:, None])
-
-
-def at_last_turn(batch: RewardBatch, outcome: Tensor) -> Tensor:
-    """An outcome, (B, 1), as a reward of the last turn, shape (B, K)."""
     last = batch.turn_mask & ~torch.nn.functional.pad(batch.turn_mask, (0, 1))[:, 1:]
-    return torch.where(last, outcome, 0.0)
-
-
-def reward_parts(batch: RewardBatch, turn_coef: float, by: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-    """What is earned by each reward, `by(rewards)`, with the outcome as a reward of the last turn."""
-    outcomes = earned(lambda outcome: by(at_last_turn(batch, outcome)), outcome_parts(batch))
-    return {**outcomes, **earned(lambda rewards: by(turn_coef * rewards), turn_parts(batch))}
-
-
-def gae_parts(batch: RewardBatch, values: Tensor, turn_coef: float, gamma: float, lam: float) -> dict[str, Tensor]:
-    """The parts of `gae` but its baseline, the value of the turn itself."""
-    rewards = reward_parts(batch, turn_coef, lambda rewards: to_go(rewards, gamma * lam))
-    return rewards | later_values(batch, values, gamma, lam)
-
-
-def later_values(batch: RewardBatch, values: Tensor, gamma: float, lam: float) -> dict[str, Tensor]:
-    """With `lam` below 1, the part of the values of later turns: they stand in for what is left out of rewards."""
-    if lam == 1:
-        return {}
-    known = values.masked_fill(~batch.turn_mask, 0.0)
-    return {"later values": gae(torch.zeros_like(known), known, batch.turn_mask, gamma, lam) + known}
+    return turn_coef * batch.of_turns() + torch.where(last, batch.of_outcomes()[:, None], 0.0)
 
 
 def group_values(batch: RewardBatch, returns: Tensor) -> Tensor:
@@ -340,27 +277,37 @@ def gae(rewards: Tensor, values: Tensor, turn_mask: Tensor, gamma: float, lam: f
     return advantages
 
 
-def scaled(
+def gae_over(
     batch: RewardBatch,
-    advantages: Tensor,
+    rewards: Tensor,
+    values: Tensor,
     returns: Tensor,
-    scale_rewards: Scale,
-    parts: Mapping[str, Tensor],
-    scale: Tensor | None = None,
-) -> Term:
+    scale: Tensor,
+    gamma: float,
+    lam: float,
+    baseline: str = "baseline",
+    others: Mapping[str, Tensor] | None = None,
+) -> Tensor:
     """
-    The term of advantages divided by the largest deviation of the returns, or by `scale`, (B, 1); 0 where an advantage
-    is NaN.
+    The term of `gae` / `scale`, shape (B, K); 0 where there is no value. With `lam` below 1 the values of later turns
+    stand in for what is left out of rewards; they are the part `later values`.
     """
+    parts = dict(others or {})
+    if lam != 1:
+        known = values.masked_fill(~batch.turn_mask, 0.0)
+        parts["later values"] = gae(torch.zeros_like(known), known, batch.turn_mask, gamma, lam) + known
+    value = in_units_of(scale, batch, gae(rewards, values, batch.turn_mask, gamma, lam), returns)
+    return batch.term(value, to_go(rewards, gamma * lam), scale, baseline, parts)
+
+
+def in_units_of(scale: Tensor, batch: RewardBatch, advantages: Tensor, returns: Tensor) -> Tensor:
+    """Advantages / scale, (B, K); 0 for what rounding of the returns explains, and where an advantage is NaN."""
     largest = returns.nan_to_num(nan=0.0).abs().view(-1, batch.group_size * returns.shape[1]).amax(dim=1)
     advantages = without_rounding(advantages, largest.repeat_interleave(batch.group_size)[:, None])
-    if scale is None:
-        scale = largest_deviation(returns, batch.group_size, scale_rewards)
-    return Term((advantages / scale).nan_to_num(nan=0.0), scale, parts, "baseline")
+    return (advantages / scale).nan_to_num(nan=0.0)
 
 
 @advantage_estimator("state_baseline")
-@in_parts
 def state_baseline(
     batch: RewardBatch,
     *,
@@ -368,7 +315,7 @@ def state_baseline(
     lam: Share = 1.0,
     fit: Literal["line", "table"] = "line",
     scale_rewards: Scale = "group",
-) -> Credit:
+) -> Tensor:
     """
     `turn_gae` whose values know the score of the state in which a turn begins.
 
@@ -408,11 +355,8 @@ def state_baseline(
     scale = largest_deviation(returns, batch.group_size, scale_rewards)
     fitted = {"line": _line, "table": _table}[fit](before[known], ((returns - values) / scale)[known], groups)
     more = scale * torch.zeros_like(values).masked_scatter(known, fitted)
-    values = values + more
-    parts = {**gae_parts(batch, values, turn_coef, 1.0, lam), "state baseline": -more}
-    return credit_of(
-        batch, scaled(batch, gae(rewards, values, batch.turn_mask, 1.0, lam), returns, scale_rewards, parts)
-    )
+    others = {"state baseline": -more}
+    return batch.advantages(gae_over(batch, rewards, values + more, returns, scale, 1.0, lam, others=others))
 
 
 def _line(x: Tensor, y: Tensor, groups: Tensor) -> Tensor:

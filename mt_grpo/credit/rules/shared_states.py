@@ -26,25 +26,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mt_grpo.credit.batch import RewardBatch
 from mt_grpo.credit.normalisation import (
     EPSILON,
     Scale,
     Share,
-    above_least,
     deviation,
+    largest_deviation,
+    minus_group_min,
     to_go,
     without_rounding,
 )
-from mt_grpo.credit.parts import Term, against_group, credit_of, earned, outcome_parts, turn_parts
-from mt_grpo.credit.rule import Credit, RewardBatch, advantage_estimator, in_parts
-from mt_grpo.credit.rules.returns import reward_parts, scaled, with_outcome
+from mt_grpo.credit.rule import advantage_estimator
+from mt_grpo.credit.rules.returns import in_units_of, with_outcome
 
 
 @advantage_estimator("gigpo")
-@in_parts
 def gigpo(
     batch: RewardBatch, *, turn_coef: float = 1.0, gamma: Share = 0.95, scale_rewards: Scale = "group"
-) -> Credit:
+) -> Tensor:
     """
     The advantage of the whole trajectory, plus that of the turn among all turns of the group that begin in its state.
 
@@ -74,22 +74,20 @@ def gigpo(
     """
     states = batch.needed("gigpo", "state_ids")
     rewards = with_outcome(batch, 1.0)
-    whole_parts = reward_parts(batch, 1.0, lambda rewards: to_go(rewards)[:, :1])
-    whole = against_group(batch, to_go(rewards)[:, :1], whole_parts, "baseline", scale_rewards)
+    of_trajectory = batch.against_group(to_go(rewards)[:, :1], "baseline", scale_rewards)
     groups = torch.arange(len(states), device=states.device) // batch.group_size
     keys = torch.stack([groups[:, None].expand_as(states), states], dim=-1)[batch.turn_mask]
-    returns = to_go(rewards, gamma)[batch.turn_mask]
-    centred, spread = _among_equals(returns, keys.unique(dim=0, return_inverse=True)[1])
+    returns = to_go(rewards, gamma)
+    centred, spread = _among_equals(returns[batch.turn_mask], keys.unique(dim=0, return_inverse=True)[1])
     scale = {
         "group": spread + EPSILON,
-        "batch": (deviation(returns, dim=0) + EPSILON).expand_as(returns),
-        "none": torch.ones_like(returns),
+        "batch": (deviation(returns[batch.turn_mask], dim=0) + EPSILON).expand_as(spread),
+        "none": torch.ones_like(spread),
     }[scale_rewards]
     anchored = torch.zeros_like(rewards).masked_scatter(batch.turn_mask, centred / scale)
     scales = torch.ones_like(rewards).masked_scatter(batch.turn_mask, scale)
-    parts = reward_parts(batch, 1.0, lambda rewards: turn_coef * to_go(rewards, gamma))
-    parts = {f"{name} (same state)": part for name, part in parts.items()}
-    return credit_of(batch, whole, Term(turn_coef * anchored, scales, parts, "baseline (same state)"))
+    of_state = batch.term(anchored, returns, scales, "baseline (same state)")
+    return batch.advantages(of_trajectory + turn_coef * of_state)
 
 
 def _among_equals(values: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -106,8 +104,7 @@ def _among_equals(values: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @advantage_estimator("branch_to_go")
-@in_parts
-def branch_to_go(batch: RewardBatch, *, turn_coef: float = 1.0, scale_rewards: Scale = "group") -> Credit:
+def branch_to_go(batch: RewardBatch, *, turn_coef: float = 1.0, scale_rewards: Scale = "group") -> Tensor:
     """
     Rewards to go for conversations that branch; the rule of `branch_at`.
 
@@ -132,7 +129,7 @@ def branch_to_go(batch: RewardBatch, *, turn_coef: float = 1.0, scale_rewards: S
     """
     returns = turn_coef * to_go(batch.of_turns()) + batch.of_outcomes()[:, None]
     # group, trunk, branch, turn; shifted by the group's least, so that equal returns come out as exactly 0
-    grouped = above_least(returns.view(-1, batch.group_size, returns.shape[1]))
+    grouped = minus_group_min(returns.view(-1, batch.group_size, returns.shape[1]))
     branches = grouped.view(len(grouped), -1, batch.num_branches, returns.shape[1])
     stays = ~branches.isnan()
     trunk_sum, trunk_count = branches.nansum(dim=2, keepdim=True), stays.sum(dim=2, keepdim=True)
@@ -141,13 +138,9 @@ def branch_to_go(batch: RewardBatch, *, turn_coef: float = 1.0, scale_rewards: S
     of_branch = branches - torch.where(siblings.isnan(), others, siblings)
     shared = torch.arange(returns.shape[1], device=returns.device) < batch.branch_at
     advantages = torch.where(shared, trunk_sum / trunk_count - others, of_branch)
-
-    def by(rewards: Tensor) -> Tensor:
-        """What a branch earns; before it, the mean of its trunk."""
-        of_branches = rewards.expand_as(returns).reshape(branches.shape)
-        of_trunk = of_branches.masked_fill(~stays, torch.nan).nanmean(dim=2, keepdim=True)
-        return torch.where(shared, of_trunk, of_branches).reshape(returns.shape)
-
-    parts = earned(by, outcome_parts(batch))
-    parts |= earned(lambda rewards: by(turn_coef * to_go(rewards)), turn_parts(batch))
-    return credit_of(batch, scaled(batch, advantages.reshape(returns.shape), returns, scale_rewards, parts))
+    # what a branch earns; before it, the mean of its trunk
+    of_trunk = returns.view(branches.shape).masked_fill(~stays, torch.nan).nanmean(dim=2, keepdim=True)
+    earned = torch.where(shared, of_trunk, returns.view(branches.shape)).reshape(returns.shape)
+    scale = largest_deviation(returns, batch.group_size, scale_rewards)
+    value = in_units_of(scale, batch, advantages.reshape(returns.shape), returns)
+    return batch.advantages(batch.term(value, earned, scale, "baseline"))

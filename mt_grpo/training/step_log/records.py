@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from accelerate.utils import gather_object
 
-from mt_grpo.credit import Audit, Credit, Uncredited
+from mt_grpo.credit import Audit, Credit, Uncredited, explain
 from mt_grpo.rewards import RewardFunc
 from mt_grpo.runlog import Batch, RunWriter
 from mt_grpo.runlog.files import to_json
@@ -90,7 +90,10 @@ class Records:
             for trajectory, values in zip(step.batch.trajectories, step.advantages.tolist(), strict=True)
             if trajectory.stop_reason is not None
         ]
-        parts = part_rows(step.batch.credit, step.batch.trajectories, step.rows)
+        rule = self._args.credit_rule(any(reward["kind"] == "turn" for reward in self.rewards))
+        options = {"turn_coef": self._args.turn_advantage_coef, "scale_rewards": self._args.scale_rewards}
+        credit = explain(step.batch.credit, rule, step.batch.rewards, **options)
+        parts = part_rows(credit, step.batch.trajectories, step.rows)
         self._commit(lambda: self.writer.write_credit(batch, advantages, parts))
         return [line for line in lines if line["kind"] == "rollout" and line["mode"] == step.mode]
 
