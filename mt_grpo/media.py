@@ -16,6 +16,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextvars import ContextVar
+from itertools import groupby
 from typing import Any
 
 from mt_grpo import sounds
@@ -47,6 +48,14 @@ def kind_of(token: int) -> int:
 def token_text(token: int) -> str:
     """What stands for the token of an image, a video or a sound where text is shown."""
     return SOUND_IN_TEXT if kind_of(token) == SOUND else IN_TEXT
+
+
+def decoded(tokens: list[int], tokenizer: Any) -> str:
+    """The text of tokens, in which an image or a sound is a word."""
+    runs = [(token, list(run)) for token, run in groupby(tokens, lambda token: min(token, 0))]
+    return "".join(
+        token_text(image) if image else tokenizer.decode(run, skip_special_tokens=False) for image, run in runs
+    )
 
 
 def kind_of_part(part: Any) -> int:

@@ -58,3 +58,26 @@ def test_type_checkers_see_every_export():
     project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))
     assert files("mt_grpo").joinpath("py.typed").is_file()
     assert "py.typed" in project["tool"]["setuptools"]["package-data"]["mt_grpo"]
+
+
+QUICKSTART = """
+import sys
+from mt_grpo.app.build import build_trainer
+from mt_grpo.app.recipe import build_recipe
+from mt_grpo.app.request import read_request
+
+build_trainer(build_recipe(read_request(["recipes/quickstart.yaml", "--output_dir", sys.argv[1]], "train")))
+print(*sorted(name for name in sys.modules if name.startswith("mt_grpo.")))
+"""
+EXTRAS = ("app.credit", "app.doctor", "integrations", "viewer")
+MOST_MODULES = 200
+
+
+def test_the_quickstart_loads_no_extra(tmp_path):
+    """Extras import the core, never the other way round: they are found by name where a run asks for them."""
+    command = [sys.executable, "-c", QUICKSTART, str(tmp_path / "run")]
+    run = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1])
+    loaded = run.stdout.splitlines()[-1].split()
+    extras = tuple(f"mt_grpo.{name}" for name in EXTRAS)
+    assert [name for name in loaded if name.startswith(extras)] == []
+    assert len(loaded) <= MOST_MODULES

@@ -31,7 +31,7 @@ from mt_grpo.envs.source import COLUMN, source_of
 from mt_grpo.errors import ConfigError, describe_error, libraries_may_refuse
 from mt_grpo.forward.media import media_tokens
 from mt_grpo.forward.probe import context_length
-from mt_grpo.media import read_messages
+from mt_grpo.media import decoded, read_messages
 from mt_grpo.options.values import verifiers_name
 from mt_grpo.rollout import ChatRenderer
 from mt_grpo.rollout.token_check import examine_template
@@ -52,7 +52,6 @@ from mt_grpo.training.own_server import check_own_servers
 from mt_grpo.training.preflight import Rows, check_batch_sizes, check_rows_suffice, check_surroundings
 from mt_grpo.training.trainer import MTGRPOEnvTrainer
 from mt_grpo.trajectory import visible
-from mt_grpo.viewer.terminal import decoded
 
 logger = logging.getLogger(__name__)
 

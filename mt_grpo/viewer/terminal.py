@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from itertools import groupby
 from typing import Any
 
 from rich.text import Text
 
-from mt_grpo.media import token_text
+from mt_grpo.media import decoded
 from mt_grpo.trajectory import Trajectory, visible
 
 MODEL, ENVIRONMENT = "green", "bright_black"
@@ -49,11 +48,3 @@ def render_trajectory(trajectory: Trajectory, tokenizer: Any, color: bool = True
             shown = ", ".join("-" if item is None else f"{item:.3g}" for item in values)
             text.append(f"\n  {kind} reward {visible(name)}: ", style="cyan").append(shown)
     return text.append("\n")
-
-
-def decoded(tokens: list[int], tokenizer: Any) -> str:
-    """The text of tokens, in which an image or a sound is a word."""
-    runs = [(token, list(run)) for token, run in groupby(tokens, lambda token: min(token, 0))]
-    return "".join(
-        token_text(image) if image else tokenizer.decode(run, skip_special_tokens=False) for image, run in runs
-    )
