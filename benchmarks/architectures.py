@@ -45,10 +45,10 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreT
 from mt_grpo.app.report import write_json
 from mt_grpo.errors import UnsupportedModelError
 from mt_grpo.forward import model as forward
-from mt_grpo.forward.model import enable_trees, score_packed
-from mt_grpo.forward.packing import flatten, pack
-from mt_grpo.forward.probe import EXACT, prove, prove_rows
-from mt_grpo.forward.rows import score_rows
+from mt_grpo.forward.model import enable_trees
+from mt_grpo.forward.plan import ForwardPlan
+from mt_grpo.forward.probe import EXACT, prove
+from mt_grpo.forward.rows import score
 from mt_grpo.token_tree import TokenTree
 
 FOLDER = Path(__file__).parent.parent / "runs" / "architectures"
@@ -303,8 +303,8 @@ def oracle(plain: PreTrainedModel, taught: PreTrainedModel) -> Oracle:
                 alone.append(exact)
                 rounding = max(rounding, (exact - off).abs().max().item())
         ways = {
-            "tree": lambda trees=trees: over_trees(taught, trees),
-            "padded": lambda trees=trees: in_rows(plain, trees),
+            "tree": lambda trees=trees: of_turns(taught, trees, "tree"),
+            "padded": lambda trees=trees: of_turns(plain, trees, "padded"),
         }
         for name in [name for name in ways if name in largest]:
             try:
@@ -317,14 +317,9 @@ def oracle(plain: PreTrainedModel, taught: PreTrainedModel) -> Oracle:
     return Oracle(largest.get("tree"), largest.get("padded"), rounding)
 
 
-def over_trees(model: PreTrainedModel, trees: list[TokenTree]) -> Tensor:
-    packed = pack(trees)
-    return score_packed(model, packed).logps[torch.from_numpy(packed.turn_order)]
-
-
-def in_rows(model: PreTrainedModel, trees: list[TokenTree]) -> Tensor:
-    found = score_rows(model, [flatten(tree) for tree in trees])
-    return found.logps[torch.from_numpy(np.lexsort((found.column, found.turn, found.tree)))]
+def of_turns(model: PreTrainedModel, trees: list[TokenTree], forward: str) -> Tensor:
+    found = score(model, ForwardPlan(trees, forward=forward)).by_turn([tree.num_turns for tree in trees])
+    return torch.cat([logps for of_tree in found for logps in of_tree])
 
 
 def verdict(model: PreTrainedModel) -> tuple[str, str]:
@@ -336,7 +331,7 @@ def verdict(model: PreTrainedModel) -> tuple[str, str]:
             prove(model, LENGTH)
         except UnsupportedModelError as error:
             sentence = str(error)
-            prove_rows(model, LENGTH)
+            prove(model, LENGTH, ForwardPlan(forward="padded"))
     except UnsupportedModelError as error:
         return "refused", str(error)
     except Exception as error:  # what our own checks should have said in a sentence

@@ -26,6 +26,7 @@ from transformers import Qwen3ForCausalLM
 
 from mt_grpo.forward.model import enable_trees, score_packed
 from mt_grpo.forward.packing import FlatTree, Packed, pack
+from mt_grpo.forward.plan import ForwardPlan
 from mt_grpo.forward.sequence_parallel import SequenceGroup
 
 CONVERSATIONS: dict[str, Callable[[], list[list[Row]]]] = {
@@ -79,7 +80,7 @@ def step(model: Qwen3ForCausalLM, packed: Packed, sequence: SequenceGroup | None
     model.zero_grad()
     kept = Kept(model)
     with kept.watching():
-        found = score_packed(model, packed, sequence=sequence)
+        found = score_packed(model, packed, ForwardPlan(group=sequence))
         loss = -(found.logps * torch.linspace(-1, 1, len(found.logps))).mean() + found.entropies.mean()
     size = kept.bytes(loss)
     loss.backward()

@@ -29,7 +29,8 @@ from trl import GRPOConfig, GRPOTrainer
 from mt_grpo.forward.attention.layout import TreeLayout
 from mt_grpo.forward.model import enable_trees
 from mt_grpo.forward.packing import pack
-from mt_grpo.training.batch import batch_logps, batch_trees
+from mt_grpo.forward.plan import ForwardPlan
+from mt_grpo.training.forward_plan import batch_trees, score_batch
 
 SHAPES = {  # hidden, intermediate, layers, heads, key-value heads, head size, vocabulary
     "cpu": (128, 384, 2, 4, 2, 64, 2048),
@@ -80,6 +81,7 @@ def build_batch(rows: list[list[Row]], device: str) -> dict[str, Any]:
         "completion_ids": pad(completions, "right"),
         "completion_mask": pad([torch.ones_like(piece) for piece in completions], "right"),
         "tool_mask": tool_mask,
+        "turn_ids": torch.zeros_like(tool_mask),
         "advantages": torch.randn(tool_mask.shape).to(device),
         "num_items_in_batch": tool_mask.sum(),
     }
@@ -94,16 +96,10 @@ class TreeTrainer(GRPOTrainer):
 
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any, None]:
         inputs = self._inputs
+        plan = ForwardPlan(batch_trees(inputs), temperature=self.temperature)
+        mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
         with self.accelerator.autocast():
-            logps, entropies, _ = batch_logps(
-                model,
-                inputs["prompt_ids"],
-                inputs["prompt_mask"],
-                inputs["completion_ids"],
-                inputs["completion_mask"],
-                inputs["completion_mask"] * inputs["tool_mask"],
-                temperature=self.temperature,
-            )
+            logps, entropies, *_ = score_batch(model, plan, mask, inputs["completion_ids"].size(1))
         return logps, entropies, None
 
 
@@ -142,8 +138,7 @@ def compare(
     name: str, batch: dict[str, Any], stock: GRPOTrainer, tree: GRPOTrainer, device: str, repeats: int
 ) -> dict[str, Any]:
     """Equality, memory and time of one workload; prints its row of the table. `DoesNotFit` where one side does not."""
-    keys = ("prompt_ids", "prompt_mask", "completion_ids", "tool_mask", "completion_mask")
-    packed = pack(batch_trees(*(batch[key] for key in keys))[0])
+    packed = pack(batch_trees(batch))
     padded = batch["prompt_ids"].numel() + batch["completion_ids"].numel()
     functions = within_memory({"trl": lambda: step(stock, batch), "tree": lambda: step(tree, batch)})
     (their_loss, theirs), (our_loss, ours) = (function() for function in functions.values())

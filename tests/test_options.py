@@ -15,7 +15,7 @@ from mt_grpo.app.make_schema import build_schema
 from mt_grpo.app.recipe import MTGRPOScriptArguments
 from mt_grpo.app.schema import Schema
 from mt_grpo.errors import ConfigError
-from mt_grpo.forward.logps import FORWARDS
+from mt_grpo.forward.plan import FORWARDS
 from mt_grpo.options.rules import check_trainable
 from mt_grpo.options.table import AGENT, GROUPS, OPTIONS, Rule, RunOptions, option, options_of
 from mt_grpo.rollout.token_check import MODES

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -13,11 +13,11 @@ from mt_grpo.errors import ConfigError
 from mt_grpo.forward.attention.layout import KERNELS
 from mt_grpo.forward.lm_head import Truncation
 from mt_grpo.forward.media import Media
-from mt_grpo.forward.model import enable_trees, score_packed
-from mt_grpo.forward.packing import FlatTree, flatten, pack, split
+from mt_grpo.forward.model import enable_trees
+from mt_grpo.forward.packing import flatten, split
+from mt_grpo.forward.plan import FORWARDS, ForwardPlan
 from mt_grpo.forward.probe import prove
-from mt_grpo.forward.reference import turn_by_turn_logps
-from mt_grpo.forward.rows import score_rows
+from mt_grpo.forward.rows import score
 from mt_grpo.token_tree import TokenTree
 
 ROW_TOKENS = 65_536
@@ -60,77 +60,19 @@ def token_logps(
     flat = [flatten(tree) for tree in trees]
     if any(tree.parent is not None and ((tree.turns >= 0) & (tree.parent < 0)).any() for tree in flat):
         raise ValueError("The first token of a tree is trained, but no token before it predicts it.")
-    turns = [tree.num_turns for tree in trees]
-    if not any(len(tree.tokens) for tree in flat):
-        return [[torch.empty(0)] * count for count in turns]
-    if forward == "tree":
-        return _tree(model, flat, turns, attention, temperature, truncation, images)
-    return (_padded if forward == "padded" else _turn_by_turn)(model, flat, turns, temperature, truncation, images)
-
-
-def _tree(
-    model: PreTrainedModel,
-    flat: list[FlatTree],
-    num_turns: list[int],
-    attention: str,
-    temperature: float,
-    truncation: Truncation | None,
-    images: Media | None,
-) -> list[list[Tensor]]:
-    enable_trees(model)
-    prove(model, max(len(path) for tree in flat for path in tree.paths()), attention=attention)
-    found = [[torch.empty(0)] * count for count in num_turns]
+    found = [[torch.empty(0)] * tree.num_turns for tree in trees]
     full = [index for index, tree in enumerate(flat) if len(tree.tokens)]
-    for part in split([flat[index] for index in full], ROW_TOKENS):
-        row = [full[place] for place in part]
-        packed = pack([flat[index] for index in row])
-        logps = score_packed(model, packed, attention, temperature, truncation, images=images).logps
-        order = packed.turn_order
-        logps = logps[torch.from_numpy(order).to(logps.device)]
-        bases = np.cumsum([0, *(num_turns[index] for index in row)])
-        sizes = np.bincount(bases[packed.tree] + packed.turn, minlength=bases[-1])
-        pieces = iter(logps.split(sizes.tolist()))
-        for index in row:
-            found[index] = [next(pieces) for _ in range(num_turns[index])]
+    if not full:
+        return found
+    plan = ForwardPlan(flat, (), images or {}, forward, attention, temperature, truncation)
+    rows = [list(range(len(full)))]
+    if forward == "tree":
+        enable_trees(model)
+        prove(model, max(len(path) for tree in flat for path in tree.paths()), plan)
+        rows = split([flat[index] for index in full], ROW_TOKENS)
+    for row in rows:
+        indices = [full[place] for place in row]
+        scores = score(model, replace(plan, trees=[flat[index] for index in indices]))
+        for index, of_turns in zip(indices, scores.by_turn([len(found[index]) for index in indices]), strict=True):
+            found[index] = of_turns
     return found
-
-
-def _padded(
-    model: PreTrainedModel,
-    flat: list[FlatTree],
-    num_turns: list[int],
-    temperature: float,
-    truncation: Truncation | None,
-    images: Media | None,
-) -> list[list[Tensor]]:
-    scores = score_rows(model, flat, temperature, truncation, images=images)
-    order = torch.from_numpy(np.lexsort((scores.column, scores.turn, scores.tree))).to(scores.logps.device)
-    bases = np.cumsum([0, *num_turns])
-    sizes = np.bincount(bases[scores.tree] + scores.turn, minlength=bases[-1])
-    pieces = iter(scores.logps[order].split(sizes.tolist()))
-    return [[next(pieces) for _ in range(count)] for count in num_turns]
-
-
-def _turn_by_turn(
-    model: PreTrainedModel,
-    flat: list[FlatTree],
-    num_turns: list[int],
-    temperature: float,
-    truncation: Truncation | None,
-    images: Media | None,
-) -> list[list[Tensor]]:
-    device = next(model.parameters()).device
-    found = []
-    for tree, count in zip(flat, num_turns, strict=True):
-        tokens, turns, parent = (
-            torch.from_numpy(array).to(device)[None] for array in (tree.tokens, tree.turns, tree.parent)
-        )
-        prompt = tokens[:, :0]
-        logps, _ = turn_by_turn_logps(
-            model, prompt, prompt, tokens, turns >= 0, turns, parent, temperature, truncation, images=images
-        )
-        found.append([logps[0, turns[0] == turn] for turn in range(count)])
-    return found
-
-
-FORWARDS = ("tree", "padded", "turn_by_turn")

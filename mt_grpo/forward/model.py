@@ -19,9 +19,7 @@ from transformers import PreTrainedModel
 from mt_grpo.errors import UnsupportedModelError
 from mt_grpo.forward.attention.layout import TreeLayout
 from mt_grpo.forward.interface import PREFIX, own_attention, packed_row, register, use_attention
-from mt_grpo.forward.lm_head import Truncation
 from mt_grpo.forward.media import (
-    Media,
     inject_audio_embeddings,
     media_tokens,
     packed_audio_embeddings,
@@ -32,7 +30,8 @@ from mt_grpo.forward.media import (
 )
 from mt_grpo.forward.output import Sampling, backbone_name, output_layer, score_states
 from mt_grpo.forward.own_attention import extend_own_attention, has_own_attention
-from mt_grpo.forward.packing import Packed
+from mt_grpo.forward.packing import Packed, pack
+from mt_grpo.forward.plan import DEFAULT_PLAN, ForwardPlan, Scores
 from mt_grpo.forward.recurrent.layers import (
     extend_blocks,
     extend_recurrent_layers,
@@ -40,17 +39,8 @@ from mt_grpo.forward.recurrent.layers import (
     recurrent_layers,
 )
 from mt_grpo.forward.routes import Replayer, route_shape, router_loss
-from mt_grpo.forward.sequence_parallel import SequenceGroup, long_enough
+from mt_grpo.forward.sequence_parallel import long_enough
 from mt_grpo.media import IMAGE
-
-
-@dataclass(frozen=True)
-class TreeScores:
-    """What a model's forward returns for a packed row of `M` labels."""
-
-    logps: Tensor
-    entropies: Tensor
-    router_loss: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,11 +49,8 @@ class TreeInput:
 
     packed: Packed
     layout: TreeLayout
-    temperature: float
-    truncation: Truncation | None = None
+    plan: ForwardPlan
     plain: np.ndarray | None = None
-    router_loss: bool = False
-    images: Media | None = None
 
 
 def enable_trees(model: PreTrainedModel | PeftModel, cast_head_to_fp32: bool | None = None) -> None:
@@ -112,7 +99,7 @@ def enable_trees(model: PreTrainedModel | PeftModel, cast_head_to_fp32: bool | N
                 "trees cannot be packed for it; set `forward: padded`."
             )
         scores = _label_scores(self, tree, outputs)
-        if not tree.router_loss:
+        if not tree.plan.router_loss:
             return scores
         copies = torch.from_numpy(tree.packed.copies).to(scores[0].device)[None]  # TRL's loss is of a padded batch
         return (*scores, router_loss(config, outputs.router_logits, copies))
@@ -133,7 +120,7 @@ def _label_scores(model: PreTrainedModel, tree: TreeInput, outputs: Any) -> tupl
         outputs,
         torch.from_numpy(predictor),
         torch.from_numpy(label),
-        Sampling(tree.temperature, tree.truncation, plain),
+        Sampling(tree.plan.temperature, tree.plan.truncation, plain),
         model._head_in_float32,
         labels,
     )
@@ -144,15 +131,16 @@ def _backbone_outputs(model: PreTrainedModel, tree: TreeInput, input_ids: Tensor
     backbone = getattr(model, backbone_name(model) or "")
     seen: dict[str, Any] = {}
     heard = None
-    if tree.images and (input_ids < 0).any():
+    images = tree.plan.media
+    if images and (input_ids < 0).any():
         # before anything runs over the tree: the towers for images and sounds have no trees
-        heard = packed_audio_embeddings(backbone, tree.packed, tree.images, input_ids.device)
-        seen = packed_features(backbone, tree.packed, tree.images, input_ids.device)
-        places = packed_positions(backbone, tree.packed, tree.images, input_ids.device)
+        heard = packed_audio_embeddings(backbone, tree.packed, images, input_ids.device)
+        seen = packed_features(backbone, tree.packed, images, input_ids.device)
+        places = packed_positions(backbone, tree.packed, images, input_ids.device)
         position_ids = position_ids if places is None else places
         input_ids = real_ids(input_ids, model.config)
     given = {"position_ids": position_ids, "tree_layout": tree.layout, **seen}
-    if tree.router_loss:
+    if tree.plan.router_loss:
         given["output_router_logits"] = True
     parameters = inspect.signature(backbone.forward).parameters
     if all(parameter.kind is not inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
@@ -167,48 +155,29 @@ def _backbone_outputs(model: PreTrainedModel, tree: TreeInput, input_ids: Tensor
         return backbone(input_ids=input_ids, attention_mask=torch.ones_like(input_ids), use_cache=False, **given)
 
 
+def score_trees(model: nn.Module, plan: ForwardPlan) -> Scores:
+    """One forward over a plan's trees in one row, in which prefixes that they share are computed once."""
+    packed = pack(plan.all_trees)
+    plain = packed.tree >= len(plan.trees) if plan.leaves else None
+    if plan.group is None or plan.shared:
+        return score_packed(model, packed, plan, plain)
+    rows = plan.group.gather((packed, plain))  # the group computes one after the other
+    return [score_packed(model, row, plan, plain) for row, plain in rows][plan.group.rank]
+
+
 def score_packed(
-    model: nn.Module,
-    packed: Packed,
-    attention: str = "auto",
-    temperature: float = 1.0,
-    truncation: Truncation | None = None,
-    plain: np.ndarray | None = None,
-    router_loss: bool = False,
-    images: Media | None = None,
-    sequence: SequenceGroup | None = None,
-) -> TreeScores:
-    """One forward over a packed row."""
+    model: nn.Module, packed: Packed, plan: ForwardPlan = DEFAULT_PLAN, plain: np.ndarray | None = None
+) -> Scores:
+    """One forward over a packed row. Labels where `plain`, `(M,)`, are scored at temperature 1 and not truncated."""
     device = next(model.parameters()).device
-    if sequence is not None:
-        packed = long_enough(packed, sequence.size)
-    layout = TreeLayout(packed, attention, sequence)
+    row = packed if plan.group is None else long_enough(packed, plan.group.size)
+    layout = TreeLayout(row, plan.attention, plan.group)
     mine = slice(None) if layout.share is None else layout.share.tokens
     input_ids, position_ids = (
-        torch.from_numpy(array[mine]).to(device)[None] for array in (packed.input_ids, packed.position_ids)
+        torch.from_numpy(array[mine]).to(device)[None] for array in (row.input_ids, row.position_ids)
     )
-    tree = TreeInput(packed, layout, temperature, truncation, plain, router_loss, images)
-    return TreeScores(*model(input_ids=input_ids, position_ids=position_ids, tree=tree))
-
-
-def score_own(
-    model: nn.Module,
-    packed: Packed,
-    plain: np.ndarray | None = None,
-    sequence: SequenceGroup | None = None,
-    **options: Any,
-) -> TreeScores:
-    """
-    As `score_packed`, with its options, where each process gives a row of its own: the group computes one after the
-    other. For forwards without a gradient, since activations of all rows would be kept for one.
-    """
-    if sequence is None:
-        return score_packed(model, packed, plain=plain, **options)
-    found = [
-        score_packed(model, row, plain=of_row, sequence=sequence, **options)
-        for row, of_row in sequence.gather((packed, plain))
-    ]
-    return found[sequence.rank]
+    scores = model(input_ids=input_ids, position_ids=position_ids, tree=TreeInput(row, layout, plan, plain))
+    return Scores(packed.tree, packed.column, packed.turn, *scores)
 
 
 def check_model(model: PreTrainedModel) -> None:

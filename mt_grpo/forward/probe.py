@@ -10,9 +10,9 @@ than, since these have an effect only beyond their length. What the weights make
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,12 +23,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from mt_grpo.errors import UnsupportedModelError
 from mt_grpo.forward.interface import use_attention
-from mt_grpo.forward.media import Media
-from mt_grpo.forward.model import score_packed
-from mt_grpo.forward.packing import FlatTree, flatten, pack
-from mt_grpo.forward.reference import turn_by_turn_logps
-from mt_grpo.forward.rows import score_rows
-from mt_grpo.forward.sequence_parallel import SequenceGroup
+from mt_grpo.forward.packing import FlatTree, flatten
+from mt_grpo.forward.plan import DEFAULT_PLAN, ForwardPlan, Scores
+from mt_grpo.forward.rows import score, score_turns
 from mt_grpo.media import SOUND, kind_of
 from mt_grpo.token_tree import TokenTree
 
@@ -79,99 +76,65 @@ class Proof:
     def holds(self) -> bool:
         return self.difference <= self.allowed
 
+    def __str__(self) -> str:
+        return (
+            f"{self.difference:.1e} nats away from one forward for each turn, where its precision explains "
+            f"{self.allowed:.1e}"
+        )
 
-def prove(
-    model: nn.Module,
-    length: int,
-    *,
-    attention: str = "auto",
-    mixed_precision: str = "no",
-    sequence: SequenceGroup | None = None,
-) -> None:
+
+def prove(model: nn.Module, length: int, plan: ForwardPlan = DEFAULT_PLAN, mixed_precision: str = "no") -> None:
     """
-    Proves a model for rows of up to `length` tokens, unless this was done before. Every rank calls it at the same
-    point, since a sharded forward is collective. All ranks get the same result. It draws no random numbers and leaves
-    no gradients.
+    Proves a model for rows of up to `length` tokens, unless this was done before: over packed trees, or in rows that
+    are padded on the right, as `plan.forward` says. Every rank calls it at the same point, since a sharded forward is
+    collective. All ranks get the same result. It draws no random numbers and leaves no gradients.
     """
     base = base_model(model)
+    name, padded = type(base).__name__, plan.forward == "padded"
+    neither = f"{name} can be trained neither over packed trees nor in padded rows"
     proven = vars(base).setdefault("_proven_lengths", {})
-    way = (id(model), attention, mixed_precision)
+    way = (id(model), plan.forward, plan.attention, mixed_precision)
     if length <= proven.get(way, 0):
         return
     known = turns_by_length(base)
     if known is not None and length > known:
+        turn = f"turn differently in rows of more than {known} tokens and in shorter ones"
         raise UnsupportedModelError(
-            f"The rotary positions of {type(base).__name__} turn differently in rows of more than {known} tokens and "
-            f"in shorter ones, so trees cannot be packed for it; keep rows within {known} tokens."
+            f"{neither}, since its rotary positions {turn}: keep prompt and completion within {known} tokens, or set "
+            "`forward: turn_by_turn`."
+            if padded
+            else f"The rotary positions of {name} {turn}, so trees cannot be packed for it; keep rows within {known} "
+            "tokens."
         )
     config = base.config.get_text_config()
     depth = probe_depth(config, length, known)
     if way not in proven or depth > probe_depth(config, proven[way], known):
-        proof = measure(model, depth, attention=attention, mixed_precision=mixed_precision, sequence=sequence)
+        probe = ForwardPlan(forward=plan.forward, attention=plan.attention, group=plan.group)
+        proof = measure(model, depth, probe, mixed_precision)
         if not proof.holds:
             raise UnsupportedModelError(
-                f"{type(base).__name__} scores packed trees {proof.difference:.1e} nats away from one forward for "
-                f"each turn, where its precision explains {proof.allowed:.1e}, so trees cannot be packed for it; set "
-                "`forward: padded`."
+                f"{neither}: it scores these {proof}."
+                if padded
+                else f"{name} scores packed trees {proof}, so trees cannot be packed for it; set `forward: padded`."
             )
     proven[way] = max(depth, length)
 
 
-def prove_rows(model: nn.Module, length: int, *, mixed_precision: str = "no") -> None:
+def prove_media(model: nn.Module, plan: ForwardPlan, mixed_precision: str = "no") -> None:
     """
-    As `prove`, for a model whose trees are not packed: each sequence is a row of a batch that is padded on the right.
+    As `prove`, on the trees of a plan, which show images or sounds: the probe's own show none. It does not remember
+    what it has proven.
     """
-    base = base_model(model)
-    proven = vars(base).setdefault("_proven_lengths", {})
-    way = (id(model), "rows", mixed_precision)
-    if length <= proven.get(way, 0):
-        return
-    known = turns_by_length(base)
-    if known is not None and length > known:
-        raise UnsupportedModelError(
-            f"{type(base).__name__} can be trained neither over packed trees nor in padded rows, since its rotary "
-            f"positions turn differently in rows of more than {known} tokens and in shorter ones: keep prompt and "
-            f"completion within {known} tokens, or set `forward: turn_by_turn`."
-        )
-    config = base.config.get_text_config()
-    depth = probe_depth(config, length, known)
-    if way not in proven or depth > probe_depth(config, proven[way], known):
-        proof = measure(model, depth, mixed_precision=mixed_precision, rows=True)
-        if not proof.holds:
-            raise UnsupportedModelError(
-                f"{type(base).__name__} can be trained neither over packed trees nor in padded rows: it scores these "
-                f"{proof.difference:.1e} nats away from one forward for each turn, where its precision explains "
-                f"{proof.allowed:.1e}."
-            )
-    proven[way] = max(depth, length)
-
-
-def prove_images(
-    model: nn.Module,
-    trees: Sequence[FlatTree],
-    images: Media,
-    *,
-    attention: str = "auto",
-    mixed_precision: str = "no",
-    rows: bool,
-) -> None:
-    """
-    As `prove` and `prove_rows`, on trees of a run that show images or sounds: the probe's own show none. It does not
-    remember what it has proven.
-    """
-    proof = measure(model, attention=attention, mixed_precision=mixed_precision, rows=rows, shown=(trees, images))
+    proof = measure(model, SHALLOWEST, plan, mixed_precision)
     if not proof.holds:
         name = type(base_model(model)).__name__
-        what = "sounds" if any(kind_of(number) == SOUND for number in images) else "images"
-        difference = f"{proof.difference:.1e} nats away from one forward for each turn, where its precision explains "
-        if rows:
-            raise UnsupportedModelError(
-                f"{name} cannot be trained with {what} in batches: it scores padded rows of them "
-                f"{difference}{proof.allowed:.1e}; set `forward: turn_by_turn`."
-            )
+        what = "sounds" if any(kind_of(number) == SOUND for number in plan.media) else "images"
         raise UnsupportedModelError(
-            f"{name} scores packed trees with {what} {difference}{proof.allowed:.1e}, so trees cannot be packed for "
-            "it; set `forward: padded`."
+            f"{name} cannot be trained with {what} in batches: it scores padded rows of them {proof}; set `forward: "
+            "turn_by_turn`."
+            if plan.forward == "padded"
+            else f"{name} scores packed trees with {what} {proof}, so trees cannot be packed for it; set `forward: "
+            "padded`."
         )
 
 
@@ -243,52 +206,43 @@ def probe_trees(vocabulary: int, depth: int) -> list[FlatTree]:
 
 @torch.no_grad()
 def measure(
-    model: nn.Module,
-    depth: int = SHALLOWEST,
-    *,
-    attention: str = "auto",
-    mixed_precision: str = "no",
-    rows: bool = False,
-    shown: tuple[Sequence[FlatTree], Media] | None = None,
-    sequence: SequenceGroup | None = None,
+    model: nn.Module, depth: int = SHALLOWEST, plan: ForwardPlan = DEFAULT_PLAN, mixed_precision: str = "no"
 ) -> Proof:
     """
-    Scores the probe tree both ways. Turn by turn uses the attention that the model had before `enable_trees`. In
-    float32 this costs a forward over `depth` tokens, and turns of 2.5 times as many. Coarser precisions cost two more
-    forwards of 4 rows.
+    Scores the trees of a plan, by default the probe's, as it says and turn by turn, which uses the attention that the
+    model had before `enable_trees`. In float32 this costs a forward over `depth` tokens, and turns of 2.5 times as
+    many. Coarser precisions cost two more forwards of 4 rows.
     """
     base = base_model(model)
     vocabulary = base.config.get_text_config().vocab_size
-    trees, images = (probe_trees(vocabulary, depth), None) if shown is None else shown
-    packed = pack(trees)
+    size = min(TURN, depth // 8) if not plan.trees else None
+    plan = replace(plan, trees=plan.trees or probe_trees(vocabulary, depth), shared=True)
+    turns = [int(tree.turns.max(initial=-1)) + 1 for tree in plan.all_trees[: len(plan.trees)]]
     training = model.training
     model.eval()  # dropout would differ between the two
     try:
-        if rows:
-            found_in_rows = score_rows(model, trees, images=images)
-            scores = found_in_rows.logps
-            order = np.lexsort((found_in_rows.column, found_in_rows.turn, found_in_rows.tree))
-        else:
-            scores = score_packed(model, packed, attention, images=images, sequence=sequence).logps
-            order = packed.turn_order
+        ours = _of_all_turns(score(model, plan), turns)
         step = rounding_step(model, mixed_precision)
         with _own_attention(base):
-            expected = torch.cat([_turn_by_turn(model, base, tree, scores.device, images) for tree in trees])
-            ours = scores[torch.from_numpy(order).to(scores.device)]
+            keep_logits = not takes(base, "logits_to_keep")
+            expected = _of_all_turns(score_turns(model, plan, keep_logits), turns)
             differences = (ours - expected).abs()
             if not expected.isfinite().all():  # weights that are not finite: the trainer names them
                 found = torch.stack([differences.new_tensor(0.0), differences.new_tensor(torch.inf)])
             elif step <= torch.finfo(torch.float32).eps:
                 found = torch.stack([differences.max(), differences.new_tensor(EXACT)])
             else:
-                noise = _rounding_noise(model, base, min(depth, NOISE_LENGTH), vocabulary, scores.device, step)
+                noise = _rounding_noise(model, base, min(depth, NOISE_LENGTH), vocabulary, ours.device, step)
                 allowed = (FACTOR * noise.clamp(min=step)).clamp(max=MOST)
-                size = min(TURN, depth // 8) if shown is None else len(differences)
-                found = torch.stack([differences.view(-1, size).mean(dim=1).max(), allowed])
+                found = torch.stack([differences.view(-1, size or len(differences)).mean(dim=1).max(), allowed])
     finally:
         model.train(training)
     difference, allowed = _worst_rank(found).tolist()
     return Proof(difference, allowed)
+
+
+def _of_all_turns(scores: Scores, num_turns: list[int]) -> Tensor:
+    return torch.cat([logps for of_tree in scores.by_turn(num_turns) for logps in of_tree])
 
 
 def rounding_step(model: nn.Module, mixed_precision: str = "no") -> float:
@@ -304,29 +258,6 @@ def rounding_step(model: nn.Module, mixed_precision: str = "no") -> float:
     product = torch.diag(1 + 0.5**exponents) @ torch.eye(256, device=exponents.device)
     kept = exponents[product.diag() > 1].max().item()
     return max(0.5**kept, *(torch.finfo(dtype).eps for dtype in types))
-
-
-def _turn_by_turn(
-    model: nn.Module, base: PreTrainedModel, tree: FlatTree, device: torch.device, images: Media | None
-) -> Tensor:
-    """Log-probs of a tree's trained tokens, turn after turn."""
-    tokens, turns, parent = (
-        torch.from_numpy(array).to(device)[None] for array in (tree.tokens, tree.turns, tree.parent)
-    )
-    prompt = tokens[:, :0]
-    logps, _ = turn_by_turn_logps(
-        model,
-        prompt,
-        prompt,
-        tokens,
-        turns >= 0,
-        turns,
-        parent,
-        1.0,
-        logits_to_keep=_keeps_logits(base),
-        images=images,
-    )
-    return torch.cat([logps[0, turns[0] == turn] for turn in turns[turns >= 0].unique()])
 
 
 def _rounding_noise(
@@ -350,7 +281,7 @@ def _rounding_noise(
                 attention_mask=mask,
                 use_cache=False,
                 **({"position_ids": (mask.cumsum(dim=1) - 1).clamp(min=0)} if takes(base, "position_ids") else {}),
-                **({"logits_to_keep": size + 1} if _keeps_logits(base) else {}),
+                **({"logits_to_keep": size + 1} if takes(base, "logits_to_keep") else {}),
             ).logits
         distribution = logits[:, -size - 1 : -1].float().log_softmax(dim=-1)
         results.append(distribution.gather(2, ids[:, -size:, None]))
@@ -396,10 +327,6 @@ def base_model(model: nn.Module) -> PreTrainedModel:
     """The model of transformers in a wrapper, the one whose forward is extended where there are several."""
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     return next((each for each in models if "_forward_without_trees" in vars(each)), models[0])
-
-
-def _keeps_logits(base: PreTrainedModel) -> bool:
-    return takes(base, "logits_to_keep")
 
 
 def takes(base: PreTrainedModel, name: str) -> bool:

@@ -1,24 +1,31 @@
 """
-Decides which rank trains which rows in which micro-batch, so that no rank waits long for another. Apart from the
-trainer, since it is a function of the lengths of rows, and tested as one.
+Which process trains which rows in which micro-batch, so that none waits long for another; and `sp_size`, by which
+processes compute micro-batches together.
 """
 
 from __future__ import annotations
 
 import heapq
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
-from accelerate.utils import gather
-from torch import Tensor
+from accelerate.utils import DistributedType, gather
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from trl import GRPOTrainer
 
+from mt_grpo.errors import ConfigError, UnsupportedModelError
+from mt_grpo.forward.model import check_sequence_parallel
 from mt_grpo.forward.packing import unique_tokens
 from mt_grpo.forward.routes import NO_ROUTE
-from mt_grpo.training.batch import IMAGES, batch_trees
+from mt_grpo.forward.sequence_parallel import SequenceGroup
+from mt_grpo.options.rules import check_sharing
+from mt_grpo.training.forward_plan import IMAGES, batch_trees
 
 Rows = dict[str, Any]
 """Columns of rows: tensors, and the list of the rows' images."""
@@ -49,7 +56,8 @@ def rebalance(batches: Sequence[dict[str, Any]], group_size: int) -> list[dict[s
         mine = [_take(rows, order)]
     else:
         pieces = [_take(rows, part) for part in order.split(min(size, group_size))]
-        weights = gather(torch.tensor([_weight(piece) for piece in pieces], device=order.device)).tolist()
+        tokens = [unique_tokens(batch_trees(piece)) for piece in pieces]
+        weights = gather(torch.tensor(tokens, device=order.device)).tolist()
         plan = assign(weights, state.num_processes, len(batches))
         first = state.process_index * len(pieces)
         parcels: list[dict[int, Rows]] = [
@@ -126,12 +134,6 @@ def _take(rows: Rows, index: Tensor) -> Rows:
     return taken
 
 
-def _weight(rows: Rows) -> int:
-    columns = [rows[key] for key in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")]
-    trees, _ = batch_trees(*columns, rows["completion_mask"], rows.get("parent"))
-    return unique_tokens(trees)
-
-
 def _join(pieces: list[Rows]) -> Rows:
     images = [row for piece in pieces for row in piece.pop(IMAGES, [{}] * len(piece["group_ids"]))]
     if any("parent" in piece for piece in pieces):  # a rank on which no history was rewritten sent none
@@ -182,3 +184,70 @@ def balance(weights: Sequence[float], num_bins: int) -> list[list[int]]:
         if len(bins[bin]) < room:
             heapq.heappush(heap, (load + weights[item], bin))
     return bins
+
+
+# `sp_size`: processes that compute micro-batches together
+
+
+def sequence_group(trainer: GRPOTrainer) -> SequenceGroup | None:
+    """
+    The processes that compute rows together with this one; `None` where each computes its own, and where there is only
+    one, which may sample. This is a collective call.
+
+    accelerate's `ParallelismConfig` has the name, but its sequence parallelism is DeepSpeed's, for rows that are cut
+    before the model has sampled them; TRL's trainer refuses it for that reason. So the group is made here.
+    """
+    size, accelerator = trainer.args.sp_size, trainer.accelerator
+    config = accelerator.parallelism_config
+    if config is not None and max(config.sp_size, config.cp_size, config.tp_size) > 1:
+        raise ConfigError(
+            "accelerate is configured to split sequences or layers (`parallelism_config`), which training has no use "
+            "for: leave it out, and set `sp_size` in the recipe."
+        )
+    if size == 1 or accelerator.num_processes == 1:
+        return None
+    check_sharing(size, accelerator.num_processes)
+    spread = accelerator.distributed_type
+    if spread == DistributedType.DEEPSPEED or (spread == DistributedType.FSDP and not accelerator.is_fsdp2):
+        name = "DeepSpeed" if spread == DistributedType.DEEPSPEED else "FSDP 1"
+        raise ConfigError(
+            f"`sp_size: {size}` takes a backward for each micro-batch of its group before a step, which {name} does "
+            "not: shard with FSDP2 (`--accelerate_config fsdp2`), or leave `sp_size` out."
+        )
+    if trainer.aux_loss_enabled:
+        raise ConfigError(
+            f"`sp_size: {size}` has no loss that balances experts, since that depends on every token of a row: set "
+            "`router_aux_loss_coef: 0.0`, or leave `sp_size` out."
+        )
+    for model in filter(None, (trainer.model, trainer.ref_model)):
+        try:
+            check_sequence_parallel(accelerator.unwrap_model(model), size)
+        except UnsupportedModelError as error:
+            raise ConfigError(str(error)) from error
+    return SequenceGroup.of_neighbours(size, accelerator.device)
+
+
+def loss_of_group(
+    trainer: GRPOTrainer, model: nn.Module, inputs: dict[str, Any], loss_of: Callable[[dict[str, Any]], Tensor]
+) -> Tensor:
+    """
+    The loss of this process's micro-batch, after the backward of all but the last micro-batch of its group. Its own
+    backward is that of the last one. The processes exchange their micro-batches and compute one after the other, so
+    activations of one at a time are kept, and each process has a share of its tokens. Summed over processes, gradients
+    are those of all micro-batches, as if each process had computed its own.
+    """
+    sequence: SequenceGroup = trainer.sequence
+    parts = exchange([inputs] * sequence.size, inputs["completion_ids"].device, sequence.group)
+    for part in parts:
+        part.pop("row_ids", None)  # the process that has a row takes note of it
+    parts[sequence.rank] = inputs
+    losses = []
+    for number, part in enumerate(parts, start=1):
+        # DDP sums gradients once, FSDP2 after each backward, so that whole gradients are not kept
+        waits = number < sequence.size and isinstance(model, DistributedDataParallel)
+        with model.no_sync() if waits else nullcontext():
+            loss = loss_of(part)
+            losses.append(loss.detach())
+            if number < sequence.size:
+                trainer.accelerator.backward(loss)  # TRL's loss is divided by the steps of accumulation already
+    return loss + (losses[sequence.rank] - loss.detach())

@@ -21,7 +21,7 @@ from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
 from mt_grpo.servers.addresses import expand_addresses, host_url
 from mt_grpo.servers.http import ServerSetupError
 from mt_grpo.training.config import MTGRPOConfig
-from mt_grpo.training.forward import check_sequence_ratio
+from mt_grpo.training.forward_plan import check_sequence_ratio
 from mt_grpo.training.model import served_model
 from mt_grpo.weights.transport import TRANSPORTS, WeightTransport
 from mt_grpo.weights.updates import WeightSyncError

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from mt_grpo.rollout.engines.transformers import TransformersEngine
 from mt_grpo.silence import Silence
 from mt_grpo.training.activations import Activations, check_checkpointing
 from mt_grpo.training.ahead import BatchesAhead
-from mt_grpo.training.answers import (
+from mt_grpo.training.answer_logprobs import (
     asks_server,
     check_scorers,
     fill_in,
@@ -44,7 +45,6 @@ from mt_grpo.training.answers import (
     score_answers,
     trees_of_rows,
 )
-from mt_grpo.training.batch import IMAGES, OPTIONAL, TokenColumns, image_column, images_of, with_images
 from mt_grpo.training.config import MTGRPOConfig, changed, options_given
 from mt_grpo.training.environment import (
     build_runner,
@@ -58,14 +58,17 @@ from mt_grpo.training.environment import (
     with_prompts,
 )
 from mt_grpo.training.folder import left_by_runs
-from mt_grpo.training.forward import (
-    completion_logps,
+from mt_grpo.training.forward_plan import (
     keep_outputs_exact,
+    plan_of_loss,
+    plan_of_rollouts,
     prepare_forward,
     prepare_router_loss,
     prove_forward,
     prove_shown,
     sampling_params,
+    score_batch,
+    token_columns,
     trl_scores,
     warn_without_routes,
 )
@@ -78,7 +81,7 @@ from mt_grpo.training.media import (
     tokenizer_in,
     with_column_media,
 )
-from mt_grpo.training.microbatches import rebalance
+from mt_grpo.training.microbatches import loss_of_group, rebalance, sequence_group
 from mt_grpo.training.model import (
     check_reference,
     disable_dropout,
@@ -108,7 +111,6 @@ from mt_grpo.training.reward_batch import (
 )
 from mt_grpo.training.reward_models import ModelReward, as_in_trl, with_models
 from mt_grpo.training.rollout_batch import EvaluationRows, RolloutBatch, as_text, branching, fill_up, fill_up_scores
-from mt_grpo.training.sequence_parallel import loss_of_group, sequence_group
 from mt_grpo.training.servers import (
     ModelCopy,
     check_importance_sampling,
@@ -332,7 +334,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         prepare_router_loss(self)
         self.sequence = sequence_group(self)
         self.gave_up_trees = False  # for a model that they are wrong for, see `prove_forward`
-        self._distribution = prepare_forward(self)
+        self.forward_plan = prepare_forward(self)
         self._activations = Activations(self.args, self.accelerator.device)
 
     def _prepare_rewards(self, rewards: list[RewardFunc]) -> None:
@@ -618,24 +620,9 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         equal = share_of_equal_groups(batch.rewards_per_func, weights, batch.group_size)
         self._metrics[step.mode]["frac_reward_zero_std"][-1] = equal
         show_advantages(self._logs["advantages"], batch.rewards, batch.advantages)
-        columns = TokenColumns.of_rollouts(batch.token_rows, output["completion_ids"], output["prompt_ids"].size(1))
+        output |= token_columns(batch.token_rows, output)
         output["group_ids"], output["row_ids"] = step.rows // batch.group_size, step.row_ids
-        output["turn_ids"], output["advantages"] = columns.turn_ids, step.advantages.gather(1, columns.turn_ids)
-        output |= {name: value for name in OPTIONAL if (value := getattr(columns, name)) is not None}
-        images = image_column(batch.token_rows)
-        if images is not None:
-            output[IMAGES] = images
-            output["prompt_ids"], output["completion_ids"] = self._ids_with_images(
-                output["prompt_ids"], output["completion_ids"]
-            )
-
-    def _ids_with_images(self, prompt_ids: torch.Tensor, completion_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The batch's ids as TRL padded them, in which each image has an id of its own."""
-        rows = self.batch.token_rows
-        return (
-            with_images(prompt_ids, [row.prompt_ids for row in rows], left=True),
-            with_images(completion_ids, [row.ids for row in rows], left=False),
-        )
+        output["advantages"] = step.advantages.gather(1, output["turn_ids"])
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         if self.model.training:
@@ -678,48 +665,29 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         first, and the right answers that rewards ask for are scored with them.
         """
         inputs = self._loss_inputs
+        leaves = self.batch.take_leaves() if inputs is None else {}
+        if inputs is None:
+            plan = plan_of_rollouts(self, self.batch, trees_of_rows(leaves))
+        else:
+            plan = plan_of_loss(self, inputs)
         with without_dropout(model, inputs is None):
-            if inputs is None:
-                split = input_ids.size(1) - logits_to_keep
-                columns = TokenColumns.of_rollouts(self.batch.token_rows, input_ids[:, split:], split)
-                images = {**self.blank, **images_of(image_column(self.batch.token_rows))}
-                if images:
-                    ids = input_ids[:, :split], input_ids[:, split:]
-                    input_ids = torch.cat(self._ids_with_images(*ids), dim=1)
-            else:
-                columns = TokenColumns.of_inputs(inputs)
-                images = {**self.blank, **images_of(inputs.get(IMAGES))}
-            if trl_scores(self, columns, images):
-                results = super()._get_per_token_logps_and_entropies(
+            if trl_scores(self, plan):
+                logps, entropies, router_loss = super()._get_per_token_logps_and_entropies(
                     model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **kwargs
                 )
             else:
-                leaves = self.batch.take_leaves() if inputs is None else {}
-                router_losses: list[torch.Tensor] | None = [] if kwargs.get("compute_aux_loss") else None
+                plan = replace(plan, router_loss=bool(kwargs.get("compute_aux_loss")))
                 with self.accelerator.autocast():
-                    logps, entropies, means = completion_logps(
-                        model,
-                        input_ids,
-                        attention_mask,
-                        columns,
-                        self.args,
-                        self._distribution,
-                        batch_size,
-                        trees_of_rows(leaves),
-                        router_losses,
-                        images,
-                        self.sequence,
-                        shared=inputs is not None and self.model.training,
-                    )
+                    scores = score_batch(model, plan, attention_mask, logits_to_keep, batch_size)
                 if leaves:
-                    fill_in(self.batch, leaves, means)
-                router_loss = torch.stack(router_losses).mean() if router_losses else None
-                results = logps, entropies if compute_entropy else None, router_loss
+                    fill_in(self.batch, leaves, scores.leaf_means)
+                logps, entropies, router_loss = scores.logps, scores.entropies, scores.router_loss
+                entropies = entropies if compute_entropy else None
         if inputs is not None:
-            self._router_loss = results[2]
+            self._router_loss = router_loss
             if self.model.training:
-                self.step_log.trained(inputs, *results[:2])
-        return results
+                self.step_log.trained(inputs, logps, entropies)
+        return logps, entropies, router_loss
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         norm = super()._get_grad_norm(model, grad_norm)

@@ -1,5 +1,6 @@
 import copy
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,9 +15,11 @@ from mt_grpo.forward import lm_head as head
 from mt_grpo.forward.lm_head import chunked_logps
 from mt_grpo.forward.logps import token_logps
 from mt_grpo.forward.model import enable_trees
-from mt_grpo.forward.packing import flatten, unique_tokens
+from mt_grpo.forward.packing import FlatTree, unique_tokens
+from mt_grpo.forward.plan import ForwardPlan
+from mt_grpo.forward.rows import score
 from mt_grpo.token_tree import TokenTree
-from mt_grpo.training.batch import batch_logps
+from mt_grpo.training.forward_plan import batch_trees, score_batch
 
 
 def assert_equal(model, forest, bound=1e-6, **options):
@@ -177,19 +180,18 @@ def test_logits_in_float32_are_computed_outside_autocast(tokenizer):
     model, seen = build_model(tokenizer), []
     model.lm_head.register_forward_pre_hook(lambda module, args: seen.append(args[0].float()))
     enable_trees(model, cast_head_to_fp32=True)
-    ids, ones = torch.tensor([[1, 2, 3]]), torch.ones(1, 3, dtype=torch.long)
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-        logps, *_ = batch_logps(model, ids, ones, ids, ones, ones)
-    expected = (seen[0] @ model.lm_head.weight.T).log_softmax(dim=-1).gather(1, ids.T)[:, 0]
-    torch.testing.assert_close(logps[0], expected)
+        logps = score(model, ForwardPlan([make_tree([([1, 2, 3], [1, 2, 3])])])).logps
+    expected = (seen[0] @ model.lm_head.weight.T).log_softmax(dim=-1).gather(1, torch.tensor([[1], [2], [3]]))[:, 0]
+    torch.testing.assert_close(logps, expected)
 
 
 def test_a_batch_with_nothing_to_score_has_a_gradient_of_zero(tokenizer):
     model = build_model(tokenizer)
     enable_trees(model)
-    ids, ones = torch.tensor([[1, 2], [1, 3]]), torch.ones(2, 2, dtype=torch.long)
-    logps, entropies, _ = batch_logps(model, ids, ones, ids, ones, torch.zeros(2, 2))
-    (logps + entropies).sum().backward()
+    trees = [FlatTree(np.array(tokens), np.full(4, -1)) for tokens in ([1, 2, 1, 2], [1, 3, 1, 3])]
+    found = score_batch(model, ForwardPlan(trees), torch.ones(2, 4, dtype=torch.long), 2)
+    (found.logps + found.entropies).sum().backward()
     assert all(p.grad.abs().max() == 0 for p in model.parameters())
 
 
@@ -203,43 +205,23 @@ def padded_logps(model, input_ids, attention_mask, width):
 
 def test_a_padded_batch_gives_the_log_probs_of_trained_tokens(tokenizer):
     model = build_model(tokenizer)
-    prompt_ids = torch.tensor([[0, 1, 2], [0, 1, 2], [3, 1, 2]])
-    prompt_mask = torch.tensor([[0, 1, 1], [0, 1, 1], [1, 1, 1]])
-    completion_ids = torch.tensor([[4, 5, 6, 7], [4, 6, 0, 0], [4, 5, 5, 0]])
-    completion_mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 0]])
-    loss_mask = completion_mask * torch.tensor([1, 0, 1, 1])
-    mask = torch.cat([prompt_mask, completion_mask], dim=1)
-    expected = padded_logps(model, torch.cat([prompt_ids, completion_ids], dim=1), mask, 4)
+    columns = {
+        "prompt_ids": torch.tensor([[0, 1, 2], [0, 1, 2], [3, 1, 2]]),
+        "prompt_mask": torch.tensor([[0, 1, 1], [0, 1, 1], [1, 1, 1]]),
+        "completion_ids": torch.tensor([[4, 5, 6, 7], [4, 6, 0, 0], [4, 5, 5, 0]]),
+        "completion_mask": torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 0]]),
+        "tool_mask": torch.tensor([[1, 0, 1, 1]] * 3),
+        "turn_ids": torch.tensor([[0, 0, 1, 1]] * 3),
+    }
+    ids, mask = (torch.cat([columns[f"prompt_{name}"], columns[f"completion_{name}"]], 1) for name in ("ids", "mask"))
+    trained = columns["completion_mask"] * columns["tool_mask"]
+    expected = padded_logps(model, ids, mask, 4)
     enable_trees(model)
-    logps, entropies, _ = batch_logps(model, prompt_ids, prompt_mask, completion_ids, completion_mask, loss_mask)
-    torch.testing.assert_close(logps, expected * loss_mask)
-    assert (entropies > 0).equal(loss_mask.bool())
-
-
-def test_a_row_can_be_a_tree(tokenizer):
-    model = build_model(tokenizer)
-    tree = make_tree([*FOREST[0], ([1, 2, 9], [8, 9])])  # the last history is rewritten within the prompt
-    flat = flatten(tree)
-    prompt = 4
-    tokens, parent, turns = (
-        torch.from_numpy(array)[None] for array in (flat.tokens, flat.parent - prompt, flat.turns)
-    )
-    completion = tokens[:, prompt:]
-    ones = torch.ones_like(tokens)
-    scored = (turns[:, prompt:] >= 0).long()
-    enable_trees(model)
-    logps, *_ = batch_logps(
-        model,
-        tokens[:, :prompt],
-        ones[:, :prompt],
-        completion,
-        torch.ones_like(completion),
-        scored,
-        parent[:, prompt:],
-    )
-    expected = torch.cat(token_logps(model, [tree], forward="turn_by_turn")[0])
-    order = torch.argsort(turns[0, prompt:][scored[0].bool()], stable=True)
-    torch.testing.assert_close(logps[scored.bool()][order], expected)
+    for forward in ("tree", "padded", "turn_by_turn"):
+        for size in (None, 2):
+            found = score_batch(model, ForwardPlan(batch_trees(columns), forward=forward), mask, 4, size)
+            torch.testing.assert_close(found.logps, expected * trained)
+            assert (found.entropies > 0).equal(trained.bool())
 
 
 def test_trees_of_several_rows_come_back_in_their_order(tokenizer, monkeypatch):

@@ -36,10 +36,12 @@ from mt_grpo.errors import UnsupportedModelError
 from mt_grpo.forward import probe
 from mt_grpo.forward.logps import token_logps
 from mt_grpo.forward.model import enable_trees
-from mt_grpo.forward.probe import EXACT, MOST, measure, probe_depth, probe_trees, prove, prove_rows, rounding_step
+from mt_grpo.forward.plan import ForwardPlan
+from mt_grpo.forward.probe import EXACT, MOST, measure, probe_depth, probe_trees, prove, rounding_step
 from mt_grpo.forward.recurrent.functions import FUNCTIONS
 from mt_grpo.token_tree import TokenTree
 
+ROWS = ForwardPlan(forward="padded")
 SIZE = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
 TINY = {**SIZE, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
 EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 4}
@@ -185,11 +187,11 @@ LONGROPE = {
 def test_rows_that_turn_positions_by_their_length_are_refused(rope):
     model = make(LlamaConfig(**TINY, max_position_embeddings=300, rope_parameters=rope))
     token_logps(model, [deep_tree(290)])  # with weights that make little use of it
-    prove_rows(model, 290)
+    prove(model, 290, ROWS)
     with pytest.raises(UnsupportedModelError, match="rows of more than 300 tokens and in shorter ones, so trees"):
         token_logps(model, [deep_tree(310)])
     with pytest.raises(UnsupportedModelError, match="completion within 300 tokens, or set `forward: turn_by_turn`"):
-        prove_rows(model, 310)
+        prove(model, 310, ROWS)
 
 
 def test_padding_needs_no_position_that_a_model_lacks():
@@ -314,7 +316,7 @@ def test_rows_that_are_wrong_too_are_refused(build, tokenizer):  # noqa: F811
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "opt", "state spaces"])
 def test_padded_rows_are_proven(kind):
-    prove_rows(make(RIGHT[kind]()), 300)
+    prove(make(RIGHT[kind]()), 300, ROWS)
 
 
 def test_an_evaluation_needs_no_proof(build, tokenizer):  # noqa: F811

@@ -17,7 +17,7 @@ from mt_grpo.forward import lm_head as head
 from mt_grpo.forward.lm_head import Truncation, chunked_logps
 from mt_grpo.rollout.engines.transformers import TransformersEngine
 from mt_grpo.training import ConfigError, MTGRPOConfig, MTGRPOEnvTrainer
-from mt_grpo.training.forward import read_truncation
+from mt_grpo.training.forward_plan import read_truncation
 
 TRUNCATIONS = {
     "top_k": {"top_k": 5},
@@ -230,18 +230,19 @@ def test_sampling_that_training_cannot_follow_is_refused(build, options, what, m
     ],
 )
 def test_sampling_that_training_cannot_follow_is_said_once(build, caplog, options, what, mend):
-    with caplog.at_level(logging.WARNING, "mt_grpo.training.forward"):
+    with caplog.at_level(logging.WARNING, "mt_grpo.training.forward_plan"):
         trainer, _ = build(**options)
         trainer.train()
-    (message,) = [record.getMessage() for record in caplog.records if record.name == "mt_grpo.training.forward"]
+    name = "mt_grpo.training.forward_plan"
+    (message,) = [record.getMessage() for record in caplog.records if record.name == name]
     assert message.startswith(what) and mend in message
 
 
 @pytest.mark.parametrize("options", [{}, {"forward": "padded"}, {"top_k": 3}, {"top_k": -1, "forward": "padded"}])
 def test_sampling_that_training_follows_is_not_talked_about(build, caplog, options):
-    with caplog.at_level(logging.WARNING, "mt_grpo.training.forward"):
+    with caplog.at_level(logging.WARNING, "mt_grpo.training.forward_plan"):
         trainer, _ = build(**options)
-    assert not [record for record in caplog.records if record.name == "mt_grpo.training.forward"]
+    assert not [record for record in caplog.records if record.name == "mt_grpo.training.forward_plan"]
     assert (read_truncation(trainer.args) is None) == (options.get("top_k", 0) <= 0)
 
 

@@ -15,7 +15,8 @@ from support.images import ScriptedSight, build_processor, picture
 from support.models import build_model, build_tokenizer
 
 from mt_grpo.forward.model import enable_trees
-from mt_grpo.forward.reference import turn_by_turn_logps
+from mt_grpo.forward.plan import ForwardPlan
+from mt_grpo.forward.rows import score, score_turns
 from mt_grpo.integrations.swift import (
     Env,
     MultiTurnScheduler,
@@ -29,7 +30,7 @@ from mt_grpo.integrations.swift import (
 from mt_grpo.integrations.swift.images import with_images, without_images
 from mt_grpo.rollout import EngineError, RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
 from mt_grpo.rollout.media import MediaEncoder
-from mt_grpo.training.batch import batch_logps
+from mt_grpo.training.forward_plan import row_tree
 from mt_grpo.trajectory import StopReason, ToolCall
 
 END = "<|im_end|>"
@@ -130,8 +131,7 @@ def test_masked_forks_have_the_log_probs_of_each_turn_alone():
     trajectory, runner, contexts = hold(Extend, talk, max_turns=3)
     assert trajectory.tree.num_sequences > 1
     row, model = runner.completion(trajectory), build_model(build_tokenizer()).double()
-    names = ("prompt_ids", "ids", "mask", "turns", "parent")
-    prompt, ids, mask, turns, parent = (torch.tensor([getattr(row, name)]) for name in names)
+    ids, mask, turns = (torch.tensor([getattr(row, name)]) for name in ("ids", "mask", "turns"))
     actions = trajectory.tree.actions()
     for turn, action in enumerate(actions):
         own = (turns[0] == turn) & ~torch.tensor(row.logprobs).isnan()
@@ -139,10 +139,9 @@ def test_masked_forks_have_the_log_probs_of_each_turn_alone():
         assert mask[0][own].tolist() == (trajectory.turns[turn].mask or [1] * len(action))
     assert mask.sum() == sum(map(len, actions)) - 2
     enable_trees(model)
-    ones = torch.ones_like
-    tree, *_ = batch_logps(model, prompt, ones(prompt), ids, ones(ids), mask, parent)
-    alone, _ = turn_by_turn_logps(model, prompt, ones(prompt), ids, mask, turns, parent, temperature=1.0)
-    assert torch.allclose(tree.float(), alone, atol=1e-5) and tree.count_nonzero() == mask.sum()
+    plan = ForwardPlan([row_tree(row)])
+    tree, alone = (torch.cat(way(model, plan).by_turn([len(actions)])[0]) for way in (score, score_turns))
+    assert torch.allclose(tree.float(), alone, atol=1e-5) and len(tree) == mask.sum()
 
 
 def returns(**extra):

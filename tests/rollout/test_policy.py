@@ -15,11 +15,12 @@ from support.models import build_model, build_tokenizer
 
 from mt_grpo.envs import ConversationEnded, MultiTurnToolEnv, Outcome, Step
 from mt_grpo.forward.model import enable_trees
-from mt_grpo.forward.reference import turn_by_turn_logps
+from mt_grpo.forward.plan import ForwardPlan
+from mt_grpo.forward.rows import score, score_turns
 from mt_grpo.rollout import EngineError, RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
 from mt_grpo.rollout import policy as policies
 from mt_grpo.rollout.special_tokens import SpecialTokens
-from mt_grpo.training.batch import batch_logps
+from mt_grpo.training.forward_plan import row_tree
 from mt_grpo.trajectory import StopReason, Trajectory
 
 END = "<|im_end|>"
@@ -299,17 +300,14 @@ def test_roots_and_forks_have_the_log_probs_of_each_turn_alone():
     contexts = [context for _, context, _ in runner.engine.requests]
     row, model = runner.completion(trajectory), build_model(build_tokenizer()).double()
     assert sum(row.mask) == sum(turn.num_tokens for turn in trajectory.turns)
-    names = ("prompt_ids", "ids", "mask", "turns", "parent")
-    prompt, ids, mask, turns, parent = (torch.tensor([getattr(row, name)]) for name in names)
-    ones = torch.ones_like
     enable_trees(model)
-    tree, *_ = batch_logps(model, prompt, ones(prompt), ids, ones(ids), mask, parent)
-    alone, _ = turn_by_turn_logps(model, prompt, ones(prompt), ids, mask, turns, parent, temperature=1.0)
-    assert torch.allclose(tree.float(), alone, atol=1e-5) and tree.count_nonzero() == mask.sum()
-    for turn, action in enumerate(trajectory.tree.actions()):  # and against the whole context that was sampled from
+    actions, plan = trajectory.tree.actions(), ForwardPlan([row_tree(row)])
+    tree, alone = (way(model, plan).by_turn([len(actions)])[0] for way in (score, score_turns))
+    assert torch.allclose(torch.cat(tree).float(), torch.cat(alone), atol=1e-5)
+    for turn, action in enumerate(actions):  # and against the whole context that was sampled from
         path = torch.tensor([contexts[turn] + action])
         logps = model(path).logits[0, :-1].log_softmax(-1).gather(1, path[0, 1:, None])[-len(action) :, 0]
-        assert torch.allclose(alone[0][(turns[0] == turn) & mask[0].bool()], logps.float(), atol=1e-5)
+        assert torch.allclose(alone[turn], logps.float(), atol=1e-5)
 
 
 def test_renderers_that_nobody_uses_are_not_kept(tokenizer, monkeypatch):

@@ -18,7 +18,8 @@ from mt_grpo.forward import token_logps
 from mt_grpo.forward.media import media_tokens, real_ids
 from mt_grpo.forward.model import enable_trees
 from mt_grpo.forward.packing import flatten
-from mt_grpo.forward.probe import prove_images
+from mt_grpo.forward.plan import ForwardPlan
+from mt_grpo.forward.probe import prove_media
 from mt_grpo.media import SOUND
 from mt_grpo.rollout import RolloutRequest, RolloutRunner, SamplingParams
 from mt_grpo.rollout.engines.transformers import TransformersEngine
@@ -178,7 +179,8 @@ def test_a_model_that_hears_padding_is_refused_in_batches():
     found = [each for turns in token_logps(model, trees, forward="turn_by_turn", images=images) for each in turns]
     torch.testing.assert_close(torch.cat(found), expected, rtol=1e-5, atol=1e-5)
     enable_trees(model)
-    for rows, problem in ((False, "packed trees with sounds"), (True, "padded rows .* set `forward: turn_by_turn`")):
+    problems = {"tree": "packed trees with sounds", "padded": "padded rows .* set `forward: turn_by_turn`"}
+    for forward, problem in problems.items():
         with pytest.raises(UnsupportedModelError, match=problem):
-            prove_images(model, [*map(flatten, trees)], images, rows=rows)
-        prove_images(model, [flatten(trees[0])], images, rows=rows)
+            prove_media(model, ForwardPlan([*map(flatten, trees)], media=images, forward=forward))
+        prove_media(model, ForwardPlan([flatten(trees[0])], media=images, forward=forward))

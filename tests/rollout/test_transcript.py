@@ -207,7 +207,9 @@ def test_the_wrong_policy_is_refused_with_the_nearest(tokenizer):
 def test_logps_of_forked_rows_are_those_of_each_turn_alone(tokenizer):
     from mt_grpo.forward.logps import token_logps
     from mt_grpo.forward.model import enable_trees
-    from mt_grpo.training.batch import batch_logps
+    from mt_grpo.forward.plan import ForwardPlan
+    from mt_grpo.forward.rows import score
+    from mt_grpo.training.forward_plan import row_tree
 
     model = build_model(tokenizer)
     rows, trees = [], []
@@ -217,25 +219,8 @@ def test_logps_of_forked_rows_are_those_of_each_turn_alone(tokenizer):
         trees.append(trajectory.tree)
     expected = token_logps(model, trees, forward="turn_by_turn")
     enable_trees(model)
-    width = max(len(row.ids) for row in rows)
-
-    def pad(values):
-        return torch.tensor([row + [0] * (width - len(row)) for row in values])
-
-    prompt = torch.tensor([row.prompt_ids for row in rows])
-    logps, *_ = batch_logps(
-        model,
-        prompt,
-        torch.ones_like(prompt),
-        pad([row.ids for row in rows]),
-        pad([[1] * len(row.ids) for row in rows]),
-        pad([row.mask for row in rows]),
-        pad([row.parent for row in rows]),
-    )
-    for number, row in enumerate(rows):
-        for turn in range(4):
-            columns = [i for i, (t, m) in enumerate(zip(row.turns, row.mask, strict=True)) if t == turn and m]
-            torch.testing.assert_close(logps[number, columns], expected[number][turn], rtol=1e-5, atol=1e-5)
+    found = score(model, ForwardPlan([row_tree(row) for row in rows])).by_turn([4] * len(rows))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_reply_before_an_empty_turn_is_trained_too(tokenizer):

@@ -22,10 +22,12 @@ from transformers import TrainerCallback
 from mt_grpo.app.train import leave_group, run_training
 from mt_grpo.credit import ADVANTAGE_ESTIMATORS, RewardBatch, estimate
 from mt_grpo.envs import MultiTurnToolEnv
+from mt_grpo.forward.plan import ForwardPlan
+from mt_grpo.forward.rows import score
 from mt_grpo.rewards import InformationGain, OutcomeReward, StateScore, TurnReward, reward
 from mt_grpo.rollout import ScriptedEngine
+from mt_grpo.token_tree import TokenTree
 from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
-from mt_grpo.training.batch import batch_logps
 from mt_grpo.training.model import load_reference
 from mt_grpo.training.nonfinite import NonFiniteError
 from mt_grpo.training.step_log.records import read_audit
@@ -281,9 +283,10 @@ def run(folder: str, world: int, scenario: str) -> Accelerator:
     walk = FullParameters(trainer.model, trainer.accelerator)
     walk.dtype = torch.bfloat16 if args.bf16 else None  # of the server that such a recipe starts
     sent = {name: tensor.detach().clone() for name, tensor in walk}
-    ids = torch.tensor([[1, 2]])
+    tree = TokenTree()
+    tree.add_turn([1, 2], [1, 2], [0.0] * 2)
     with trainer.accelerator.autocast():
-        logps, *_ = batch_logps(trainer.model, ids, ids > 0, ids, ids > 0, ids > 0)
+        logps = score(trainer.model, ForwardPlan([tree])).logps
     model = trainer.accelerator.unwrap_model(trainer.model)
     logged = [row for row in trainer.state.log_history if "loss" in row]
     result = {

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 from mt_grpo.forward.lm_head import Truncation
-from mt_grpo.forward.model import enable_trees, score_own, score_packed
+from mt_grpo.forward.model import enable_trees, score_packed, score_trees
 from mt_grpo.forward.packing import Packed, pack
+from mt_grpo.forward.plan import ForwardPlan
 from mt_grpo.forward.probe import measure
 from mt_grpo.forward.routes import route_shape
 from mt_grpo.forward.sequence_parallel import SequenceGroup
@@ -45,10 +46,12 @@ def random_trees(seed: int, trees: int = 3) -> list[TokenTree]:
     return found
 
 
-def scores(model: nn.Module, packed: Packed, sequence: SequenceGroup | None, **options) -> list[torch.Tensor]:
+def scores(
+    model: nn.Module, packed: Packed, sequence: SequenceGroup | None, plain: np.ndarray | None = None, **options
+) -> list[torch.Tensor]:
     """Log-probs and entropies, a loss of both, and the gradient of all parameters, summed over the processes."""
     model.zero_grad()
-    found = score_packed(model, packed, sequence=sequence, **options)
+    found = score_packed(model, packed, ForwardPlan(group=sequence, **options), plain)
     weights = torch.linspace(-1, 1, len(found.logps), dtype=found.logps.dtype)
     loss = (found.logps * weights).sum() + (found.entropies * weights).cos().sum()
     loss.backward()
@@ -91,7 +94,7 @@ def check_options(sequence: SequenceGroup) -> None:
         model.enable_input_require_grads()
         assert_equal(model, packed, sequence, 1e-5)
     model.eval()
-    assert measure(model, 64, sequence=sequence).holds
+    assert measure(model, 64, ForwardPlan(group=sequence)).holds
     half = build_random("seed-oss").bfloat16()
     enable_trees(half)
     one, several = (scores(half, packed, group)[0] for group in (None, sequence))
@@ -112,11 +115,10 @@ def check_own(sequence: SequenceGroup) -> None:
     """Each process gives a row of its own, and gets the scores of that."""
     model = build_random("gemma 2")
     enable_trees(model)
-    packed = pack(random_trees(100 + sequence.rank))
+    trees = random_trees(100 + sequence.rank)
     with torch.no_grad():
-        torch.testing.assert_close(
-            score_own(model, packed, sequence=sequence).logps, score_packed(model, packed).logps, rtol=0, atol=1e-5
-        )
+        ours, alone = (score_trees(model, ForwardPlan(trees, group=group)).logps for group in (sequence, None))
+    torch.testing.assert_close(ours, alone, rtol=0, atol=1e-5)
 
 
 def check_routes(sequence: SequenceGroup) -> None:
@@ -131,7 +133,7 @@ def check_routes(sequence: SequenceGroup) -> None:
         packed = replace(packed, routes=routes, shared_routes=(7, 3))
         counts = []
         for group in (None, sequence):
-            score_packed(model, packed, sequence=group)
+            score_packed(model, packed, ForwardPlan(group=group))
             found = model._replayer.take_counts()
             counts.append(torch.tensor([int(value) for value in vars(found).values()]))
         dist.all_reduce(counts[1], group=sequence.group)

@@ -15,12 +15,13 @@ from mt_grpo.credit import rule_name
 from mt_grpo.errors import ConfigError, EngineError, UnsupportedModelError
 from mt_grpo.forward.model import enable_trees
 from mt_grpo.forward.packing import unique_tokens
+from mt_grpo.forward.plan import ForwardPlan
 from mt_grpo.rewards import AnswerLogprob, InformationGain, cut_after, score_cut
 from mt_grpo.rollout import ScriptedEngine
 from mt_grpo.rollout.token_row import answer_ids, answer_leaves
 from mt_grpo.token_tree import TokenTree
-from mt_grpo.training.answers import longest, mean_logprobs
-from mt_grpo.training.forward import has_old_forward
+from mt_grpo.training.answer_logprobs import longest, mean_logprobs
+from mt_grpo.training.forward_plan import has_old_forward
 from mt_grpo.training.preflight import check_reward_columns
 from mt_grpo.trajectory import Trajectory, Turn
 
@@ -67,7 +68,7 @@ def test_log_probs_equal_a_plain_forward_for_each_answer(model, trees, forward):
         for of, tree in zip(paths, trees, strict=True)
     ]
     enable_trees(model)
-    found = mean_logprobs(model, [TokenTree(), *trees], forward)
+    found = mean_logprobs(model, ForwardPlan([TokenTree(), *trees], forward=forward))
     assert found[0] == [] and longest(trees) == max(len(path) for of in paths for path in of)
     for ours, oracle in zip(found[1:], expected, strict=True):
         assert ours == pytest.approx(oracle, abs=1e-5)
@@ -84,7 +85,7 @@ def count_tokens(model):
 def test_every_token_of_a_batch_is_computed_once(model, trees):
     enable_trees(model)
     counted = count_tokens(model)
-    mean_logprobs(model, trees)
+    mean_logprobs(model, ForwardPlan(trees))
     assert counted == [unique_tokens(trees)]
     assert counted[0] < 0.6 * sum(len(tree.path_of_turn(turn)) for tree in trees for turn in range(tree.num_turns))
 
@@ -93,7 +94,7 @@ def test_every_token_of_a_batch_is_computed_once(model, trees):
 def test_a_rank_with_nothing_to_score_makes_its_forward_too(model, forward):
     enable_trees(model)
     counted = count_tokens(model)
-    assert mean_logprobs(model, [TokenTree(), TokenTree()], forward) == [[], []]
+    assert mean_logprobs(model, ForwardPlan([TokenTree(), TokenTree()], forward=forward)) == [[], []]
     assert len(counted) == 1
 
 
@@ -153,7 +154,7 @@ def test_a_cut_trajectory_has_the_log_probs_of_the_whole(build):
         before, answer = answer_ids(trainer.runner.renderer, "<answer>", whole.row["answer"][0])
         for index in range(len(whole.turns)):
             leaves = answer_leaves(cut_after(whole, index), [(before, answer)] * (index + 1), 400)
-            (found,) = mean_logprobs(trainer.model, [leaves.tree])
+            (found,) = mean_logprobs(trainer.model, ForwardPlan([leaves.tree]))
             assert found == pytest.approx(whole.answer_logprobs["information_gain"][: index + 1], abs=1e-5)
 
 
@@ -214,11 +215,11 @@ def test_the_policy_scores_answers_and_not_its_reference(build, model, tmp_path,
 
 
 def test_answers_are_scored_where_a_long_batch_gives_up_trees(build, monkeypatch):
-    def prove(model, length, **options):
-        if length > 64:
+    def prove(model, length, plan, precision):
+        if length > 64 and plan.forward == "tree":
             raise UnsupportedModelError("The model is wrong far back, so trees cannot be packed for it.")
 
-    monkeypatch.setattr("mt_grpo.training.forward.prove", prove)
+    monkeypatch.setattr("mt_grpo.training.forward_plan.prove", prove)
     trainer = build(rewards=GAIN, num_iterations=2)
     trainer.model.train()
     assert "old_per_token_logps" in batch(trainer) and trainer.args.forward == "padded"
@@ -262,7 +263,7 @@ def test_a_rewritten_past_is_scored_as_the_model_saw_it(tokenizer, model):
     replies = [[{"role": "user", "content": "Q2"}]]
     trajectory, _, seen = converse(tokenizer, ["<think>a</think>one", "two"], replies, "strip_thinking")
     enable_trees(model)
-    (found,) = mean_logprobs(model, [answer_leaves(trajectory, [([5], [6, 7])] * 2, 500).tree])
+    (found,) = mean_logprobs(model, ForwardPlan([answer_leaves(trajectory, [([5], [6, 7])] * 2, 500).tree]))
     assert found == pytest.approx([alone(model, [*context, 5], [6, 7]) for context, _ in seen], abs=1e-5)
 
 

@@ -12,6 +12,8 @@ def batch_of(groups, start):
         "prompt_mask": ones,
         "completion_ids": ids + torch.arange(start, start + size)[:, None],
         "completion_mask": ones,
+        "tool_mask": ones,
+        "turn_ids": 0 * ones,
         "group_ids": torch.tensor(groups),
         "num_items_in_batch": torch.tensor(8),
         "ref_per_token_logps": None,
@@ -44,7 +46,8 @@ def test_what_branches_of_a_rewritten_history_share_weighs_once():
     for batch in batches:
         size = len(batch["group_ids"])
         batch["completion_ids"] = batch["group_ids"][:, None] + torch.tensor([5, 6, 7, 8] * 2)
-        batch["completion_mask"] = torch.ones(size, 8, dtype=torch.long)
+        batch["completion_mask"] = batch["tool_mask"] = torch.ones(size, 8, dtype=torch.long)
+        batch["turn_ids"] = torch.zeros(size, 8, dtype=torch.long)
         branches = torch.tensor([-1, 0, 1, 2, -1, 4, 5, 6])  # the second is the first once more
         chain = torch.arange(-1, 7)
         batch["parent"] = torch.stack([branches if group in (1, 3) else chain for group in (1, 2, 3, 4)])

@@ -15,7 +15,6 @@ from mt_grpo.runlog import RunLogError, open_run
 from mt_grpo.runlog.state import read_state
 from mt_grpo.runlog.writer import RunWriter
 from mt_grpo.token_tree import TokenTree
-from mt_grpo.training.batch import TokenColumns
 from mt_grpo.training.step_log import Outputs
 from mt_grpo.training.step_log.records import as_record, mean_record, read_audit, update_rows
 from mt_grpo.training.step_log.step import number_rows, split_number
@@ -192,7 +191,7 @@ def test_a_failure_after_scoring_loses_no_conversation(build, tmp_path, monkeypa
     def fail(*arguments):
         raise MemoryError("full")
 
-    monkeypatch.setattr(TokenColumns, "of_rollouts", fail)
+    monkeypatch.setattr("mt_grpo.training.trainer.token_columns", fail)
     with pytest.raises(MemoryError):
         build(max_steps=1).train()
     rows = open_run(tmp_path).rows

@@ -13,8 +13,8 @@ from support.models import CPU_RUN
 
 from mt_grpo.errors import ConfigError
 from mt_grpo.training import MTGRPOConfig
+from mt_grpo.training.microbatches import sequence_group
 from mt_grpo.training.preflight import check_batch_sizes
-from mt_grpo.training.sequence_parallel import sequence_group
 
 SAID = {
     "heads": "Qwen3ForCausalLM has 3 attention heads, which 2 processes cannot share equally: set `sp_size` to 3, or",

@@ -53,7 +53,7 @@ def test_the_loss_reads_tool_results_but_is_not_taken_on_them(build):
         inputs["completion_ids"].shape[1],
     )
     before = trainer._get_per_token_logps_and_entropies(*arguments)[0][row]
-    arguments[1][row, inputs["prompt_ids"].shape[1] + position] += 1
+    trainer.batch.token_rows[row].ids[position] += 1
     after = trainer._get_per_token_logps_and_entropies(*arguments)[0][row]
     answer = (inputs["completion_mask"][row] * inputs["tool_mask"][row]).bool()
     answer[:position] = False

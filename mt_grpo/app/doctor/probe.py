@@ -23,10 +23,12 @@ from mt_grpo.app.doctor.load import Load
 from mt_grpo.app.doctor.memory import GB, SPARE, weights
 from mt_grpo.errors import ConfigError, libraries_may_refuse
 from mt_grpo.forward.model import enable_trees
+from mt_grpo.forward.packing import FlatTree
+from mt_grpo.forward.plan import ForwardPlan
+from mt_grpo.forward.rows import score
 from mt_grpo.training.activations import Activations
-from mt_grpo.training.batch import TokenColumns
 from mt_grpo.training.checkpoint import adapter_settings
-from mt_grpo.training.forward import completion_logps, trained_truncation
+from mt_grpo.training.forward_plan import trained_truncation
 from mt_grpo.training.model import resolve_base
 
 
@@ -156,10 +158,10 @@ def _logps(case: Case, model: nn.Module, ids: Tensor, mask: Tensor, scored: Tens
             keep = scored.size(1)
             logits = model(input_ids=ids, attention_mask=mask, use_cache=False, logits_to_keep=keep + 1).logits
             return selective_log_softmax(logits[:, :-1] / args.temperature, ids[:, -keep:])
-        columns = TokenColumns(scored, torch.zeros_like(scored), None)
-        distribution = {"temperature": args.temperature, "truncation": trained_truncation(args)}
-        logps, *_ = completion_logps(model, ids, mask, columns, args, distribution)
-    return logps
+        turns = (torch.arange(ids.size(1)) >= ids.size(1) - scored.size(1)).long().numpy() - 1
+        trees = [FlatTree(row, turns) for row in ids.cpu().numpy()]
+        options = {"temperature": args.temperature, "truncation": trained_truncation(args)}
+        return score(model, ForwardPlan(trees, forward=args.forward, attention=args.tree_attention, **options)).logps
 
 
 def _forget_peak() -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -19,19 +20,15 @@ from torch import nn
 from trl import GRPOTrainer
 
 from mt_grpo.errors import ConfigError
-from mt_grpo.forward.logps import token_logps
-from mt_grpo.forward.media import Media, with_blank
-from mt_grpo.forward.model import score_own
-from mt_grpo.forward.packing import pack
-from mt_grpo.forward.sequence_parallel import SequenceGroup
+from mt_grpo.forward.plan import ForwardPlan
+from mt_grpo.forward.rows import score
 from mt_grpo.rewards import RewardFunc, RightAnswer
 from mt_grpo.rollout import Engine
 from mt_grpo.rollout.engine import ScoringEngine
 from mt_grpo.rollout.token_row import AnswerLeaves, answer_ids, answer_leaves
 from mt_grpo.token_tree import TokenTree
-from mt_grpo.training.batch import leaf_means
 from mt_grpo.training.config import MTGRPOConfig
-from mt_grpo.training.forward import has_old_forward, prove_forward
+from mt_grpo.training.forward_plan import has_old_forward, prove_forward
 from mt_grpo.training.model import without_dropout
 from mt_grpo.training.processes import everywhere, run_here
 from mt_grpo.training.rollout_batch import RolloutBatch
@@ -89,9 +86,7 @@ def score_answers(trainer: GRPOTrainer, batch: RolloutBatch) -> None:
     for together in [asking] if trainer.args.forward == "tree" else [[each] for each in asking]:
         if together:
             leaves = _leaves(trainer, batch, together)
-            shown = {number: image.inputs for one in batch.trajectories for number, image in one.images.items()}
-            images = {**trainer.blank, **shown}
-            fill_in(batch, leaves, _by_trainer(trainer, trees_of_rows(leaves), batch.mode, images))
+            fill_in(batch, leaves, _by_trainer(trainer, batch, trees_of_rows(leaves)))
 
 
 def asks_server(trainer: GRPOTrainer) -> bool:
@@ -124,20 +119,22 @@ def _leaves_of(reward: RightAnswer, trajectory: Trajectory, trainer: GRPOTrainer
     return answer_leaves(trajectory, answers, runner.engine.context_length - 1)
 
 
-def _by_trainer(
-    trainer: GRPOTrainer, rows: list[list[TokenTree]], mode: str, images: Media
-) -> list[list[list[float]]]:
+def _by_trainer(trainer: GRPOTrainer, batch: RolloutBatch, rows: list[list[TokenTree]]) -> list[list[list[float]]]:
     args = trainer.args
-    size = args.per_device_train_batch_size if mode == "train" else args.per_device_eval_batch_size
+    size = args.per_device_train_batch_size if batch.mode == "train" else args.per_device_eval_batch_size
     prove_forward(trainer, max(gather_object([longest(tree for row in rows for tree in row)])))
+    shown = {number: image.inputs for one in batch.trajectories for number, image in one.images.items()}
+    plan = ForwardPlan(
+        media={**trainer.blank, **shown},
+        forward=args.forward,
+        attention=args.tree_attention,
+        group=trainer.sequence,
+    )
     found: list[list[list[float]]] = []
     with without_dropout(trainer.model, True), trainer.accelerator.autocast():
         for start in range(0, len(rows), size):
             part = rows[start : start + size]
-            trees = [tree for row in part for tree in row]
-            means = iter(
-                mean_logprobs(trainer.model, trees, args.forward, args.tree_attention, images, trainer.sequence)
-            )
+            means = iter(mean_logprobs(trainer.model, replace(plan, trees=[tree for row in part for tree in row])))
             found += [[next(means) for _ in row] for row in part]
     return found
 
@@ -148,37 +145,20 @@ def longest(trees: Iterable[TokenTree]) -> int:
 
 
 @torch.no_grad()
-def mean_logprobs(
-    model: nn.Module,
-    trees: Sequence[TokenTree],
-    forward: str = "tree",
-    attention: str = "auto",
-    images: Media | None = None,
-    sequence: SequenceGroup | None = None,
-) -> list[list[float]]:
+def mean_logprobs(model: nn.Module, plan: ForwardPlan) -> list[list[float]]:
     """
-    The mean log-prob per token of each turn's action, from one forward of `"tree"` or `"padded"`, also if there is
-    nothing to score, so that ranks with different trees stay in step.
+    The mean log-prob per token of each turn's action, also from a forward if there is nothing to score, so that ranks
+    with different trees stay in step.
     """
-    given = len(trees)
-    if not any(tree.nodes for tree in trees):
-        trees = [*trees, _nothing()]
-    trees = with_blank(trees, images or {})
-    if forward != "tree":
-        return [
-            [turn.mean().item() for turn in tree]
-            for tree in token_logps(model, trees, forward=forward, images=images)[:given]
-        ]
-    packed = pack(trees)
-    logps = score_own(model, packed, attention=attention, images=images, sequence=sequence).logps
-    return leaf_means(packed, logps, trees)[:given]
-
-
-def _nothing() -> TokenTree:
-    """One token of context."""
-    tree = TokenTree()
-    tree.add_turn([0], [], [])
-    return tree
+    given, turns = len(plan.trees), [tree.num_turns for tree in plan.trees]
+    if not any(tree.nodes for tree in plan.trees):
+        nothing = TokenTree()
+        nothing.add_turn([0], [], [])
+        plan, turns = replace(plan, trees=[*plan.trees, nothing]), [*turns, 1]
+    scores = score(model, plan)
+    if plan.forward == "tree":
+        return scores.turn_means(turns)[:given]
+    return [[turn.mean().item() for turn in tree] for tree in scores.by_turn(turns)[:given]]
 
 
 def _by_server(

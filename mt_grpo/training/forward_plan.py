@@ -1,12 +1,16 @@
-"""Computes log-probs for the trainer, under the distribution that tokens are sampled from."""
+"""
+The trainer's forwards: how a batch becomes a `ForwardPlan`, with the distribution that tokens were sampled from, and
+its scores the tensors that TRL's loss takes.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import gather_object
@@ -15,25 +19,110 @@ from trl import GRPOTrainer
 
 from mt_grpo.errors import ConfigError, UnsupportedModelError
 from mt_grpo.forward.lm_head import Truncation
-from mt_grpo.forward.media import Media, feature_lengths
+from mt_grpo.forward.media import Media, MediumInputs, feature_lengths
 from mt_grpo.forward.model import enable_trees
-from mt_grpo.forward.probe import prove, prove_images, prove_rows
-from mt_grpo.forward.reference import turn_by_turn_logps
-from mt_grpo.forward.routes import has_router_loss
-from mt_grpo.forward.sequence_parallel import SequenceGroup
+from mt_grpo.forward.packing import FlatTree
+from mt_grpo.forward.plan import ForwardPlan
+from mt_grpo.forward.probe import prove, prove_media
+from mt_grpo.forward.routes import NO_ROUTE, has_router_loss
+from mt_grpo.forward.rows import score
 from mt_grpo.media import SOUND, kind_of
-from mt_grpo.rollout import SamplingParams
-from mt_grpo.rollout.token_row import TokenRow
+from mt_grpo.rollout import SamplingParams, TokenRow
 from mt_grpo.token_tree import TokenTree
-from mt_grpo.training.batch import OPTIONAL, TokenColumns, batch_logps, flat_tree, rows_logps
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.rollout_batch import RolloutBatch
+
+IMAGES = "row_images"
+"""The column of a batch with the images of each row, where a row has some: by id their size and inputs."""
 
 logger = logging.getLogger(__name__)
 
 
-def prepare_forward(trainer: GRPOTrainer) -> dict[str, Any]:
-    """Prepares the policy and the reference of a trainer for its `forward`."""
+# A batch as columns, and as trees
+
+
+def token_columns(rows: list[TokenRow], output: dict[str, Any]) -> dict[str, Any]:
+    """
+    What a batch of TRL's needs for our forward besides its ids, as tensors that are padded as its own `(B, T)` and
+    `(B, P)` are. Not every batch has a `parent`, `routes` or images.
+    """
+    prompts, completions = output["prompt_ids"], output["completion_ids"]
+    columns: dict[str, Any] = {"turn_ids": _padded([row.turns for row in rows], completions)}
+    if any(row.parent != list(range(-1, len(row.ids) - 1)) for row in rows):
+        columns["parent"] = _padded([row.parent for row in rows], completions)
+    width = max(len(row.routes) // len(row.ids) for row in rows)
+    if width:
+        before, after = (
+            torch.full((*ids.shape, width), NO_ROUTE, dtype=torch.uint8) for ids in (prompts, completions)
+        )
+        for number, row in enumerate(rows):
+            if row.routes:
+                before[number, before.size(1) - len(row.prompt_ids) :] = _routes(row.prompt_routes, width)
+                after[number, : len(row.ids)] = _routes(row.routes, width)
+        columns |= {"prompt_routes": before.to(prompts.device), "routes": after.to(prompts.device)}
+    if any(row.images for row in rows):  # each has an id of its own, where TRL's ids have the model's
+        columns[IMAGES] = [
+            {number: (image.size, image.inputs) for number, image in row.images.items()} for row in rows
+        ]
+        columns["prompt_ids"], columns["completion_ids"] = prompts.clone(), completions.clone()
+        for number, row in enumerate(rows):
+            columns["prompt_ids"][number, prompts.size(1) - len(row.prompt_ids) :] = torch.tensor(row.prompt_ids)
+            columns["completion_ids"][number, : len(row.ids)] = torch.tensor(row.ids)
+    return columns
+
+
+def _padded(rows: list[list[int]], like: Tensor) -> Tensor:
+    """Rows of integers in the shape of `like`, `(B, T)`, padded with 0."""
+    padded = torch.zeros_like(like)
+    for row, values in enumerate(rows):
+        padded[row, : len(values)] = torch.tensor(values, device=like.device)
+    return padded
+
+
+def _routes(routes: bytes, width: int) -> Tensor:
+    return torch.from_numpy(np.frombuffer(routes, np.uint8).reshape(-1, width).copy())
+
+
+def row_tree(row: TokenRow) -> FlatTree:
+    """A row as a tree."""
+    before, size = len(row.prompt_ids), len(row.ids)
+    turns = np.full(before + size, -1, dtype=np.int64)
+    turns[before:] = np.where(np.array(row.mask) > 0, row.turns, -1)
+    parent = routes = None
+    if row.parent != list(range(-1, size - 1)):
+        parent = np.r_[np.arange(-1, before - 1), np.array(row.parent, dtype=np.int64) + before]
+    if row.routes:
+        routes = np.frombuffer(row.prompt_routes + row.routes, np.uint8).reshape(before + size, -1)
+    return FlatTree(np.array(row.prompt_ids + row.ids, dtype=np.int64), turns, parent, routes)
+
+
+def batch_trees(columns: dict[str, Any]) -> list[FlatTree]:
+    """The rows of a batch that has `token_columns`, as trees."""
+    arrays = {
+        name: value.detach().cpu().numpy()
+        for name, value in columns.items()
+        if name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask", "turn_ids")
+        or (name in ("parent", "prompt_routes", "routes") and value is not None)
+    }
+    trees = []
+    for row, (prompt, known) in enumerate(zip(arrays["prompt_ids"], arrays["prompt_mask"].astype(bool), strict=True)):
+        prompt, size = prompt[known], int(arrays["completion_mask"][row].sum())
+        completion, mask, turn = (arrays[name][row][:size] for name in ("completion_ids", "tool_mask", "turn_ids"))
+        turns = np.r_[np.full(len(prompt), -1), np.where(mask > 0, turn, -1)]
+        parent = routes = None
+        if "parent" in arrays:
+            parent = np.r_[np.arange(-1, len(prompt) - 1), arrays["parent"][row][:size] + len(prompt)]
+        if "routes" in arrays:
+            routes = np.concatenate([arrays["prompt_routes"][row][known], arrays["routes"][row][:size]])
+        trees.append(FlatTree(np.r_[prompt, completion], turns, parent, routes))
+    return trees
+
+
+# Plans, and what comes of them
+
+
+def prepare_forward(trainer: GRPOTrainer) -> ForwardPlan:
+    """Prepares the policy and the reference of a trainer for its `forward`. Returns what its plans have in common."""
     args = trainer.args
     if args.forward == "turn_by_turn" and trainer.accelerator.num_processes > 1:
         raise ConfigError("`forward: turn_by_turn` runs on one process only; set `forward: tree`.")
@@ -43,8 +132,12 @@ def prepare_forward(trainer: GRPOTrainer) -> dict[str, Any]:
             "batch; set `router_aux_loss_coef: 0.0`, or `forward: tree`."
         )
     truncation = trained_truncation(args)
-    # TRL's own forward knows of temperature only
-    distribution = {"temperature": args.temperature, "truncation": None if args.forward == "padded" else truncation}
+    plan = ForwardPlan(
+        attention=args.tree_attention,
+        temperature=args.temperature,
+        truncation=None if args.forward == "padded" else truncation,  # TRL's own forward knows of temperature only
+        group=trainer.sequence,
+    )
     if args.forward == "tree":
         if args.tree_attention == "flex" and trainer.accelerator.device.type == "cpu":
             raise ConfigError(
@@ -56,78 +149,81 @@ def prepare_forward(trainer: GRPOTrainer) -> dict[str, Any]:
                 enable_trees(trainer.accelerator.unwrap_model(policy), args.cast_lm_head_to_fp32)
         except UnsupportedModelError as error:
             _give_up_trees(trainer, error)
-    return distribution
+    return plan
 
 
-def completion_logps(
-    model: nn.Module,
-    input_ids: Tensor,
-    attention_mask: Tensor,
-    columns: TokenColumns,
-    args: MTGRPOConfig,
-    distribution: dict[str, Any],
-    batch_size: int | None = None,
-    leaves: Sequence[Sequence[TokenTree]] = (),
-    router_losses: list[Tensor] | None = None,
-    images: Media | None = None,
-    sequence: SequenceGroup | None = None,
-    shared: bool = False,
-) -> tuple[Tensor, Tensor, list[list[list[float]]]]:
-    """Log-probabilities and entropies of the completions of a TRL batch."""
-    split = input_ids.size(1) - columns.scored.size(1)
-    prompt_ids, ids = input_ids[:, :split], input_ids[:, split:]
-    prompt_mask, mask = attention_mask[:, :split], attention_mask[:, split:]
-    if args.forward == "turn_by_turn":
-        logps, entropies = turn_by_turn_logps(
-            model,
-            prompt_ids,
-            prompt_mask,
-            ids,
-            columns.scored,
-            columns.turn_ids,
-            columns.parent,
-            images=images,
-            **distribution,
+def plan_of_rollouts(
+    trainer: GRPOTrainer, batch: RolloutBatch, leaves: Sequence[Sequence[TokenTree]] = ()
+) -> ForwardPlan:
+    """For log-probs of a batch that are taken before its loss, without a gradient."""
+    shown = {number: image for row in batch.token_rows for number, image in row.images.items()}
+    return replace(
+        trainer.forward_plan,
+        trees=[row_tree(row) for row in batch.token_rows],
+        leaves=leaves,
+        media={**trainer.blank, **shown},
+        forward=trainer.args.forward,
+    )
+
+
+def plan_of_loss(trainer: GRPOTrainer, inputs: dict[str, Any]) -> ForwardPlan:
+    """For the loss of a micro-batch, which all processes of a sequence group compute together in training."""
+    shown = {number: MediumInputs(*image) for row in inputs.get(IMAGES) or () for number, image in row.items()}
+    return replace(
+        trainer.forward_plan,
+        trees=batch_trees(inputs),
+        media={**trainer.blank, **shown},
+        forward=trainer.args.forward,
+        shared=trainer.model.training,
+    )
+
+
+class BatchScores(NamedTuple):
+    """
+    Scores of the rows of a TRL batch.
+
+    Args:
+        logps, entropies (`Tensor`): `(B, T)`, 0 where a token is not trained.
+        router_loss (`Tensor`, *optional*): The loss that balances experts, if the plan asks for it.
+        leaf_means (`list`): For each row and leaf the mean log-prob per token of each turn.
+    """
+
+    logps: Tensor
+    entropies: Tensor
+    router_loss: Tensor | None
+    leaf_means: list[list[list[float]]]
+
+
+def score_batch(
+    model: nn.Module, plan: ForwardPlan, attention_mask: Tensor, width: int, batch_size: int | None = None
+) -> BatchScores:
+    """
+    Scores a plan whose trees are the rows of a batch, with `width` columns of completions, `batch_size` rows at a
+    time. Every call makes as many forwards on every rank, also if no log-prob is wanted, so ranks with different rows
+    stay in step.
+    """
+    prompts = attention_mask[:, :-width].sum(dim=1).cpu().numpy()
+    size = batch_size or len(plan.trees)
+    results, losses, means = [], [], []
+    for number, part in enumerate(plan.split(size)):
+        scores = score(model, part)
+        device, of_rows = scores.logps.device, scores.tree < len(part.trees)
+        row, column = scores.tree[of_rows], scores.column[of_rows]
+        place = (row, column - prompts[number * size :][row])
+        index = tuple(torch.from_numpy(array).to(device) for array in place)
+        chosen = torch.from_numpy(of_rows).to(device)
+        results.append(
+            [
+                values.new_zeros(len(part.trees), width).index_put(index, values[chosen] if part.leaves else values)
+                for values in (scores.logps, scores.entropies)
+            ]
         )
-        return logps, entropies, []
-    if args.forward == "padded":
-        tensors = [prompt_ids, prompt_mask, ids, mask, columns.scored]
-        tensors += [] if columns.parent is None else [columns.parent]
-        pieces = zip(*(tensor.split(batch_size or len(ids)) for tensor in tensors), strict=True)
-        logps, entropies = (
-            torch.cat(values)
-            for values in zip(
-                *(
-                    rows_logps(model, *piece, router_losses=router_losses, images=images, **distribution)
-                    for piece in pieces
-                ),
-                strict=True,
-            )
-        )
-        return logps, entropies, []
-    size = batch_size or len(ids)
-    tensors = [prompt_ids, prompt_mask, ids, mask, columns.scored, *(getattr(columns, name) for name in OPTIONAL)]
-    results, means = [], []
-    for start in range(0, len(ids), size):
-        piece = (None if tensor is None else tensor[start : start + size] for tensor in tensors)
-        trees = leaves[start : start + size]
-        hung = [tree for of_row in trees for tree in of_row]
-        *result, found = batch_logps(
-            model,
-            *piece,
-            leaves=hung,
-            router_losses=router_losses,
-            attention=args.tree_attention,
-            images=images,
-            sequence=sequence,
-            shared=shared,
-            **distribution,
-        )
-        results.append(result)
-        rest = iter(found)
-        means += [[next(rest) for _ in of_row] for of_row in trees]
+        losses += [] if scores.router_loss is None else [scores.router_loss]
+        turns = [tree.num_turns for of_row in part.leaves for tree in of_row]
+        found = iter(scores.turn_means(turns, len(part.trees)))
+        means += [[next(found) for _ in of_row] for of_row in part.leaves]
     logps, entropies = (torch.cat(values) for values in zip(*results, strict=True))
-    return logps, entropies, means
+    return BatchScores(logps, entropies, torch.stack(losses).mean() if losses else None, means)
 
 
 def has_old_forward(trainer: GRPOTrainer) -> bool:
@@ -156,12 +252,12 @@ def prepare_router_loss(trainer: GRPOTrainer) -> None:
     trainer.aux_loss_enabled = False
 
 
-def trl_scores(trainer: GRPOTrainer, columns: TokenColumns, images: Media) -> bool:
+def trl_scores(trainer: GRPOTrainer, plan: ForwardPlan) -> bool:
     """Whether TRL's own forward computes the log-probs of a batch: it knows of rows, and of few names for experts."""
     config = trainer.model.config.get_text_config()
     counts_experts = not trainer.aux_loss_enabled or getattr(config, "num_experts", None) is not None
-    rows = trainer.args.forward == "padded" and columns.parent is None and not trainer.gave_up_trees and not images
-    return rows and counts_experts
+    rows = plan.forward == "padded" and not trainer.gave_up_trees and not plan.media
+    return rows and counts_experts and all(tree.parent is None for tree in plan.trees)
 
 
 def keep_outputs_exact(accelerator: Accelerator) -> None:
@@ -177,32 +273,33 @@ def keep_outputs_exact(accelerator: Accelerator) -> None:
         )
 
 
+# Proofs, before a batch is trained
+
+
 def prove_forward(trainer: GRPOTrainer, length: int) -> None:
     """
     Proves `forward: tree` for the policy as it is wrapped for training, and for a separate reference model, once for
     rows of up to `length` tokens. If a model scores packed trees differently from each turn alone, the run goes on
     with padded rows, which are proven too. Every rank calls it at the same point. In evaluation it does nothing.
     """
-    args, mixed_precision = trainer.args, trainer.accelerator.mixed_precision
-    if args.forward == "turn_by_turn" or not trainer.model.training:
-        return
+    if trainer.model.training and (trainer.args.forward == "tree" or trainer.gave_up_trees):
+        plan = ForwardPlan(attention=trainer.args.tree_attention, group=trainer.sequence)
+        _prove(trainer, plan, lambda model, plan, precision: prove(model, length, plan, precision))
+
+
+def _prove(trainer: GRPOTrainer, plan: ForwardPlan, proof: Callable[[nn.Module, ForwardPlan, str], None]) -> None:
+    """Holds a proof over trees, or in padded rows where they are given up, now or before."""
     models = list(filter(None, (trainer.model_wrapped, trainer.ref_model)))
     with trainer.accelerator.autocast():
-        if args.forward == "tree":
+        if trainer.args.forward == "tree":
             try:
                 for model in models:
-                    prove(
-                        model,
-                        length,
-                        attention=args.tree_attention,
-                        mixed_precision=mixed_precision,
-                        sequence=trainer.sequence,
-                    )
+                    proof(model, plan, trainer.accelerator.mixed_precision)
             except UnsupportedModelError as error:
                 _give_up_trees(trainer, error)
-        if trainer.gave_up_trees:
+        if trainer.args.forward == "padded":
             for model in models:
-                prove_rows(model, length, mixed_precision=mixed_precision)
+                proof(model, replace(plan, forward="padded"), trainer.accelerator.mixed_precision)
 
 
 SEVERAL = "several"
@@ -214,7 +311,6 @@ def prove_shown(trainer: GRPOTrainer, batch: RolloutBatch, proven: set[Any]) -> 
     Proves `forward` on a batch's shortest trajectories that show images, videos or sounds, the same ones on every
     rank, as `prove_forward` proves it without. This is a collective call.
     """
-    args, mixed_precision = trainer.args, trainer.accelerator.mixed_precision
     mine: dict[Any, TokenRow] = {}
     for row in sorted(batch.token_rows, key=lambda row: len(row.prompt_ids) + len(row.ids), reverse=True):
         if any(row.mask):
@@ -223,31 +319,14 @@ def prove_shown(trainer: GRPOTrainer, batch: RolloutBatch, proven: set[Any]) -> 
     lengths = sorted(each for each in shown if isinstance(each, tuple))
     new = (shown - set(lengths) | ({SEVERAL} if len(lengths) > 1 else set())) - proven
     proven |= new
-    if not new or args.forward == "turn_by_turn":
+    if not new or trainer.args.forward == "turn_by_turn":
         return
     wanted = [*(new - {SEVERAL}), *(lengths[:1] + lengths[-1:] if new & {SOUND, SEVERAL} else [])]
     found: list[dict[Any, TokenRow]] = gather_object([{each: mine[each] for each in wanted if each in mine}])
     rows = {id(row): row for each in wanted for row in [next(of_rank[each] for of_rank in found if each in of_rank)]}
-    trees = [flat_tree(row) for row in rows.values()]
-    images: Media = {number: image for row in rows.values() for number, image in row.images.items()}
-    models = list(filter(None, (trainer.model_wrapped, trainer.ref_model)))
-    with trainer.accelerator.autocast():
-        if args.forward == "tree":
-            try:
-                for model in models:
-                    prove_images(
-                        model,
-                        trees,
-                        images,
-                        attention=args.tree_attention,
-                        mixed_precision=mixed_precision,
-                        rows=False,
-                    )
-            except UnsupportedModelError as error:
-                _give_up_trees(trainer, error)
-        if args.forward == "padded":
-            for model in models:
-                prove_images(model, trees, images, mixed_precision=mixed_precision, rows=True)
+    media: Media = {number: image for row in rows.values() for number, image in row.images.items()}
+    trees = [row_tree(row) for row in rows.values()]
+    _prove(trainer, ForwardPlan(trees, media=media, attention=trainer.args.tree_attention), prove_media)
 
 
 def _shown_by(row: TokenRow) -> set[Any]:
@@ -285,6 +364,9 @@ def warn_without_routes(batch: RolloutBatch) -> bool:
             "`router_replay: false` to go without."
         )
     return False
+
+
+# The distribution that tokens are sampled from
 
 
 def read_truncation(args: MTGRPOConfig) -> Truncation | None:
