@@ -36,7 +36,7 @@ from designs_toy import (
     train,
 )
 
-from mt_grpo.app.credit.measure import compare
+from mt_grpo.advisor.measure import compare
 from mt_grpo.credit.normalisation import Scale
 
 GROUPS, DRAWS, NEAR, STEP = 48, 10, 0.05, 6

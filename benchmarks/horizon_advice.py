@@ -28,7 +28,7 @@ from horizon_report import LATER, behind, paired, share
 from horizon_task import ARMS, GROUP, SCORES, SETTINGS
 from jobs import finished, prepare
 
-from mt_grpo.app.credit.measure import ALL, compare, compute
+from mt_grpo.advisor.measure import ALL, compare, compute
 from mt_grpo.credit import rule_label
 from mt_grpo.forward.turn_gradients import TurnGradients
 from mt_grpo.training.reward_batch import gather_rewards

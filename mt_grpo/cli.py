@@ -28,7 +28,7 @@ COMMANDS = {
     "serve": ("start the vLLM server that the recipe's trainer needs", "mt_grpo.cli:serve"),
     "view": ("show a run's conversations and their credit in the browser", "mt_grpo.app.view:view"),
     "export": ("write a run's conversations for other programs", "mt_grpo.app.view:export"),
-    "credit": ("compare the credit rules on a run's conversations", "mt_grpo.app.credit.command:credit"),
+    "credit": ("compare the credit rules on a run's conversations", "mt_grpo.advisor:credit"),
     "doctor": ("tell whether a run can begin and fits, and how long a step takes", "mt_grpo.cli:doctor"),
     "recipes": ("list the recipes that ship with mt-grpo, or copy one", "mt_grpo.app.recipes_command:run"),
     "env": ("print versions and devices, for a bug report", "mt_grpo.app.env:run"),

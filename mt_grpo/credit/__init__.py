@@ -1,6 +1,6 @@
 """Credit: from the rewards of a batch to an advantage per turn."""
 
-from mt_grpo.credit.audit import Audit, RewardAudit, audit_rewards, without_signal
+from mt_grpo.credit.audit import Audit, RewardAudit, Uncredited, audit_rewards, uncredited_turn_rewards, without_signal
 from mt_grpo.credit.batch import RewardBatch
 from mt_grpo.credit.explain import by_reward, estimate_parts, explain
 from mt_grpo.credit.rule import (
@@ -33,7 +33,6 @@ from mt_grpo.credit.rules.returns import (
     turn_gae,
 )
 from mt_grpo.credit.rules.shared_states import branch_to_go, gigpo
-from mt_grpo.credit.uncredited import Uncredited, uncredited_turn_rewards
 from mt_grpo.options.values import parse_rule, rule_name
 
 __all__ = [

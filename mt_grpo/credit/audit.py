@@ -1,14 +1,30 @@
-"""Measures each reward of a batch: how much it varies within groups, and how it correlates with the outcome."""
+"""
+What the rewards of a batch tell, and what a rule makes of them: how much each varies within groups and goes with the
+outcome; the share of turn rewards that does not reach the turn that earned it; what of the outcome reaches early turns
+and what turn rewards weigh beside it.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
 
 import torch
 from torch import Tensor
 
 from mt_grpo.credit.batch import RewardBatch
-from mt_grpo.credit.normalisation import centre, deviation, to_go
+from mt_grpo.credit.explain import estimate_parts
+from mt_grpo.credit.normalisation import EPSILON, Scale, centre, deviation, to_go
+from mt_grpo.credit.rule import Rule, bind_rule, estimate
+
+MOST_TURNS = 16
+"""Turns of the longest trajectory whose rewards are examined; of more, as many that are spread evenly."""
+FEWEST_TURNS = 4
+"""Turns of a conversation in which it is asked what of the outcome reaches the first one."""
+SURE = 3.0
+"""A slope is shown if it is so many of its standard errors: of ten points, one in a hundred by chance."""
 
 
 @dataclass(frozen=True)
@@ -138,3 +154,160 @@ def _correlations(columns: Tensor, other: Tensor) -> list[float | None]:
 
 def _number(value: Tensor) -> float | None:
     return None if value.isnan() else value.item()
+
+
+@dataclass(frozen=True)
+class Uncredited:
+    """
+    Shares of the turn rewards of a batch, by absolute weighted value. `None` where no turn earned anything.
+
+    Args:
+        at_turn (`float`, *optional*): Share that does not reach the turn that earned it.
+        up_to_turn (`float`, *optional*): Share that reaches neither this turn nor one before it.
+    """
+
+    at_turn: float | None
+    up_to_turn: float | None
+
+
+def uncredited_turn_rewards(
+    rule: Rule,
+    batch: RewardBatch,
+    *,
+    turn_coef: float | None = None,
+    scale_rewards: Scale = "group",
+    most_turns: int = MOST_TURNS,
+) -> Uncredited:
+    """
+    Measures how much of the turn rewards of a batch does not reach the turn that earned it.
+
+    For each turn k the rewards that trajectories earned at k are made smaller, each by another factor, and the rule is
+    asked again. The reward of a trajectory at k reaches a turn if the advantage of that turn changes. A reward of 0
+    has no share. Neither has one in a group where all other members failed, or of a turn that branches share where all
+    other trunks failed: it is compared with nothing.
+
+    With a tool result after each of 12 turns that earn the same, `mt_grpo` leaves 11 / 12 away from their turns, which
+    all reach the first turn. `grpo_or` leaves everything away, `reward_to_go` nothing.
+
+    The rule is called once, and once more for each turn at which something was earned. If these are more than
+    `most_turns`, so many of them, evenly spread, stand for all. What changes the deviation by which an advantage is
+    divided counts as reaching it.
+
+    Args:
+        rule, batch, turn_coef, scale_rewards: As in `estimate`.
+        most_turns (`int`, *optional*, defaults to `MOST_TURNS`): See above.
+
+    Raises:
+        ConfigError, CreditError: As `estimate`.
+    """
+    earned = batch.of_turns().nan_to_num(nan=0.0).abs() * batch.turn_mask
+    earned = earned.masked_fill(~_is_compared(batch), 0.0)
+    turns = earned.any(dim=0).nonzero()[:, 0].tolist()
+    if not turns:
+        return Uncredited(None, None)
+    if len(turns) > most_turns:
+        turns = [turns[index * len(turns) // most_turns] for index in range(most_turns)]
+
+    def advantages(rewards: RewardBatch) -> Tensor:
+        # a rule that draws draws the same each time, and so does the run
+        with torch.random.fork_rng(devices=[earned.device] if earned.is_cuda else []):
+            return estimate(rule, rewards, turn_coef=turn_coef, scale_rewards=scale_rewards)
+
+    before = advantages(batch)
+    # members that earn the same differ then, and rewards stay between what they were and 0
+    draws = torch.Generator().manual_seed(0)
+    factors = torch.rand(len(earned), generator=draws, dtype=torch.double).to(earned.device) / 2
+    total = missed = lost = 0.0
+    for turn in turns:
+        of_turn = earned[:, turn]
+        changed = advantages(_with_less(batch, turn, factors)) != before
+        total += of_turn.sum().item()
+        missed += of_turn[~changed[:, turn]].sum().item()
+        lost += of_turn[~changed[:, : turn + 1].any(dim=1)].sum().item()
+    return Uncredited(missed / total, lost / total)
+
+
+def _is_compared(batch: RewardBatch) -> Tensor:
+    """The turns that have others of their group to be compared with, shape (B, K), bool."""
+    lives = (~batch.failed).view(-1, batch.group_size // batch.num_branches, batch.num_branches)
+    has_members, has_trunks = lives.sum(dim=(1, 2)) > 1, lives.any(dim=2).sum(dim=1) > 1
+    shared = torch.arange(batch.turn_mask.shape[1], device=lives.device) < batch.branch_at
+    return torch.where(shared, has_trunks[:, None], has_members[:, None]).repeat_interleave(batch.group_size, dim=0)
+
+
+def _with_less(batch: RewardBatch, turn: int, factors: Tensor) -> RewardBatch:
+    """The batch with the rewards of a turn times factors, (B,). A rule is given the dtypes that the run gives it."""
+    rewards = batch.turn_rewards.clone()
+    rewards[:, turn] *= factors
+    if batch.turn_streams is None:
+        return replace(batch, turn_rewards=rewards)
+    streams = batch.turn_streams.clone()
+    streams[:, :, turn] *= factors
+    return replace(batch, turn_rewards=rewards, turn_streams=streams)
+
+
+def outcome_at_first_turn(rule: Rule, batch: RewardBatch, *, turn_coef: float | None = None) -> float | None:
+    """
+    How much of the outcome's advantage reaches the first turn, in what reaches the turn that gets most of it: the mean
+    over conversations of `FEWEST_TURNS` turns or more. The outcome's advantage is what changes where outcomes are 0.
+
+    With a discount γ and K turns it is about γ^(K − 1): .0005 for `gtpo` with γ .5 and 12 turns. `lambda_to_go` gives
+    all turns the same, 1.
+    """
+    _, options = bind_rule(rule, turn_coef=turn_coef, scale_rewards="group")
+    scale: Scale = (
+        "none" if "scale_rewards" in options else "group"
+    )  # without one, what an outcome adds is told by itself
+
+    def advantages(rewards: RewardBatch) -> Tensor:
+        with torch.random.fork_rng(devices=[rewards.turn_mask.device] if rewards.turn_mask.is_cuda else []):
+            return estimate(rule, rewards, turn_coef=turn_coef, scale_rewards=scale).double()
+
+    streams = batch.outcome_streams
+    without = replace(
+        batch,
+        outcome_rewards=0 * batch.outcome_rewards,
+        outcome_streams=None if streams is None else 0 * streams,
+    )
+    reached = (advantages(batch) - advantages(without)).abs()[batch.turn_mask.sum(dim=1) >= FEWEST_TURNS]
+    most = reached.amax(dim=1).sum().item() if len(reached) else 0.0
+    return reached[:, 0].sum().item() / most if most > 0 else None
+
+
+def scale_ratio(
+    rule: Rule, batch: RewardBatch, *, turn_coef: float | None = None, scale_rewards: Scale = "group"
+) -> float | None:
+    """
+    What the rule divides outcomes by / what it divides turn rewards by, the median over turns: with 10, a turn reward
+    counts ten times as much beside the outcome as its weight says.
+    """
+    scales = estimate_parts(rule, batch, turn_coef=turn_coef, scale_rewards=scale_rewards).scales
+    outcome, turn = (
+        [scale for name, scale in scales.items() if name.startswith(kind) and not name.endswith("baseline")]
+        for kind in ("outcome", "turn reward")
+    )
+    if not outcome or not turn:
+        return None
+    of_outcome, of_turns = torch.stack(outcome).amax(dim=0), torch.stack(turn).amax(dim=0)
+    differ = batch.turn_mask & (of_outcome > 2 * EPSILON) & (of_turns > 2 * EPSILON)
+    ratios = (of_outcome / of_turns)[differ]
+    return ratios.median().item() if len(ratios) else None
+
+
+def pull_apart(outcomes: Sequence[float], turns: Sequence[float]) -> bool:
+    """Whether of two means over steps, in their order, one is shown to rise while the other falls."""
+    slopes = [_slope(outcomes), _slope(turns)]
+    return min(slopes) < -SURE and max(slopes) > SURE
+
+
+def _slope(values: Sequence[float]) -> float:
+    """The slope of a line through values, in its standard errors; 0 for fewer than three."""
+    count = len(values)
+    if count < 3:
+        return 0.0
+    middle, mean = (count - 1) / 2, fmean(values)
+    spread = sum((place - middle) ** 2 for place in range(count))
+    slope = sum((place - middle) * value for place, value in enumerate(values)) / spread
+    rest = sum((value - mean - slope * (place - middle)) ** 2 for place, value in enumerate(values))
+    error = math.sqrt(rest / (count - 2) / spread)
+    return slope / max(error, 1e-12)

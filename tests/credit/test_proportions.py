@@ -11,7 +11,7 @@ from support.registered import keep_estimators
 from support.reward_batches import NONE, draw_batch
 
 from mt_grpo.credit import RewardBatch, advantage_estimator
-from mt_grpo.credit.proportions import outcome_at_first_turn, pull_apart, scale_ratio
+from mt_grpo.credit.audit import outcome_at_first_turn, pull_apart, scale_ratio
 
 
 def conversations(turns: int = 12, shaping: float = 0.1, members: int = 8) -> RewardBatch:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from mt_grpo.credit import RewardBatch, Rule, bias_of_turn_coef, bind_rule, mt_grpo, rule_name, sums_turns
-from mt_grpo.credit.proportions import outcome_at_first_turn, pull_apart, scale_ratio
+from mt_grpo.credit.audit import outcome_at_first_turn, pull_apart, scale_ratio
 from mt_grpo.rewards import RewardFunc, StateScore, TurnReward, score_cut
 from mt_grpo.runlog.findings import Counts, find, why_equal
 from mt_grpo.training.config import MTGRPOConfig

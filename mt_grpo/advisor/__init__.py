@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import sys
 
-from mt_grpo.app.credit.choice import choose
+from mt_grpo.advisor.choice import choose
 from mt_grpo.app.interrupt import ends_at_once
 from mt_grpo.app.view import read_words
 from mt_grpo.errors import ConfigError
@@ -38,8 +38,8 @@ def credit(arguments: list[str]) -> int:
     step, most = _number(options, "--step", 0), _number(options, "--max_groups", 2)
     chosen = choose(open_run(folders[0]), step, most, options.get("--model_name_or_path"))
     with ends_at_once():
-        from mt_grpo.app.credit.measure import measure
-        from mt_grpo.app.credit.report import as_json, show
+        from mt_grpo.advisor.measure import measure
+        from mt_grpo.advisor.report import as_json, show
 
     found = measure(chosen, tell=lambda line: print(line, file=sys.stderr, flush=True))
     if "--json" in options:

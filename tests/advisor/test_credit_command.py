@@ -17,12 +17,12 @@ from support.models import build_model, build_tokenizer
 from support.recipes import ROOT
 from support.runs import write_run
 
-from mt_grpo.app.credit.choice import choose
-from mt_grpo.app.credit.measure import Found, compare, kept_outcomes, rules_of, with_batch_scale
-from mt_grpo.app.credit.report import advice, as_json, show
+from mt_grpo.advisor.choice import choose
+from mt_grpo.advisor.compare import ALL, judge_rules
+from mt_grpo.advisor.measure import Found, compare, kept_outcomes, rules_of, with_batch_scale
+from mt_grpo.advisor.report import advice, as_json, show
 from mt_grpo.cli import main
 from mt_grpo.credit import RewardBatch, rule_label
-from mt_grpo.credit.compare import ALL, judge_rules
 from mt_grpo.options.values import DEFAULT_RULE
 from mt_grpo.runlog import open_run
 

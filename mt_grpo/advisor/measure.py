@@ -1,5 +1,5 @@
 """
-The gradient of every turn of a run's conversations, and of every credit rule in every group. Apart from `command`,
+The gradient of every turn of a run's conversations, and of every credit rule in every group. Apart from `choice`,
 since it imports torch.
 """
 
@@ -21,7 +21,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 from trl import ModelConfig, get_peft_config
 
-from mt_grpo.app.credit.choice import Chosen
+from mt_grpo.advisor.choice import Chosen
+from mt_grpo.advisor.compare import ALL, Comparison, Judgement, judge_rules
 from mt_grpo.credit import (
     ADVANTAGE_ESTIMATORS,
     RewardBatch,
@@ -34,10 +35,9 @@ from mt_grpo.credit import (
     uncredited_turn_rewards,
     whole_rule,
 )
+from mt_grpo.credit.audit import outcome_at_first_turn
 from mt_grpo.credit.batch import MissingField
-from mt_grpo.credit.compare import ALL, Comparison, Judgement, judge_rules
 from mt_grpo.credit.normalisation import Scale
-from mt_grpo.credit.proportions import outcome_at_first_turn
 from mt_grpo.errors import UserError, libraries_may_refuse
 from mt_grpo.forward.lm_head import Truncation
 from mt_grpo.forward.turn_gradients import SIZE, TurnGradients

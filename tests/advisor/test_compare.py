@@ -9,8 +9,8 @@ import torch
 from support.decision_processes import PROCESSES
 from support.exact_gradients import Paths, measure
 
+from mt_grpo.advisor.compare import ALL, compare_rules, judge_rules
 from mt_grpo.credit import bind_rule
-from mt_grpo.credit.compare import ALL, compare_rules, judge_rules
 
 RULES = ("leave_one_out", "reward_to_go", "gtpo", "mt_grpo", "grpo_mr", "grpo_or")
 SIZE = 4

@@ -1,1 +1,0 @@
-"""`mt-grpo credit`: which credit rule suits the rewards of a run."""
