@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -56,6 +57,12 @@ def test_what_to_read_for_a_question_is_what_it_calls():
     command = [sys.executable, "scripts/trace_calls.py", "--check"]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert ran.returncode == 0, ran.stderr[-2000:]
+
+
+def test_the_reference_of_fields_is_that_of_the_code():
+    reference = runpy.run_path(str(ROOT / "scripts" / "write_reference.py"))["reference"]
+    page = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
+    assert page == reference(), "run python scripts/write_reference.py"
 
 
 def test_the_picture_names_rooms_that_exist():

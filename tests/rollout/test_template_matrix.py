@@ -18,7 +18,10 @@ KINDS = ("qwen3_5_think", "glm4moe", "gptoss", "gemma4", "deepseekv3", "llama3_1
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_becomes_of_a_conversation_is_as_the_page_says(family):
-    assert row(family) in PAGE.read_text(encoding="utf-8"), "run python tests/support/template_matrix.py"
+    name, verdicts = row(family).removeprefix("| ").split(" | ", 1)
+    lines = PAGE.read_text(encoding="utf-8").splitlines()
+    found = [line for line in lines if line.startswith("|") and name in line and line.endswith(verdicts)]
+    assert len(found) == 1, "run python tests/support/template_matrix.py"
 
 
 @pytest.mark.parametrize("family", KINDS)

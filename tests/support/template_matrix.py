@@ -460,11 +460,14 @@ def row(family: str) -> str:
 
 
 def table() -> str:
-    """The table of `docs/templates.md`."""
+    """The table of `docs/templates.md`: templates of the same verdicts share a line."""
     head = ["template", "calls", *(f"{policy}, {replies}" for replies in PLAIN for policy in POLICIES)]
     lines = [f"| {' | '.join(head)} |", f"| {' | '.join(['---'] * len(head))} |"]
+    families: dict[str, list[str]] = {}
     for family in FAMILIES:
-        lines.append(row(family))
+        name, verdicts = row(family).removeprefix("| ").split(" | ", 1)
+        families.setdefault(verdicts, []).append(name)
+    lines += [f"| {', '.join(names)} | {verdicts}" for verdicts, names in families.items()]
     return "\n".join(lines)
 
 
