@@ -241,14 +241,20 @@ def differences(found: Traces, there: dict[str, set[str]]) -> dict[str, list[str
 def named(page: str) -> dict[str, set[str]]:
     """The files of each list on the page."""
     parts = re.findall(r"^### (.+?)\n(.*?)(?=^##)", page, re.DOTALL | re.MULTILINE)
-    return {title: set(re.findall(r"^- `(\S+)`:", part, re.MULTILINE)) for title, part in parts}
+    return {title: set(re.findall(r"^- `(\S+)`", part, re.MULTILINE)) for title, part in parts}
 
 
 def with_lists(page: str, found: dict[str, list[str]]) -> str:
-    """The page with these lists in place of its own. What is in a file is the first sentence of its docstring."""
-    written = []
+    """The page with these lists in place of its own. What is in a file is said where the file is named first."""
+    written, said = [], set[str]()
     for title, files in found.items():
-        lines = [textwrap.fill(f"- `{file}`: {_about(file)}", 119, subsequent_indent="  ") for file in files]
+        lines = [
+            textwrap.fill(
+                f"- `{file}`" + (f": {_about(file)}" if file not in said else ""), 119, subsequent_indent="  "
+            )
+            for file in files
+        ]
+        said.update(files)
         note = [f"\n{textwrap.fill(NOTES[title], 119)}"] if title in NOTES else []
         written.append("\n".join([f"### {title}\n", *lines, *note]))
     begin, end = page.index("### "), page.index("\n## ", page.index("### "))
@@ -256,8 +262,9 @@ def with_lists(page: str, found: dict[str, list[str]]) -> str:
 
 
 def _about(file: str) -> str:
+    """The first clause of a file's docstring."""
     said = ast.get_docstring(ast.parse((ROOT / file).read_text(encoding="utf-8"))) or ""
-    return re.split(r"(?<=[.;])\s", " ".join(said.split("\n\n")[0].split()))[0].rstrip(".;")
+    return re.split(r"(?<=[.;:])\s", " ".join(said.split("\n\n")[0].split()))[0].rstrip(".;:")
 
 
 if __name__ == "__main__":
