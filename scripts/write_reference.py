@@ -43,15 +43,15 @@ def table(cls: type) -> str:
     """The fields of a dataclass with types, defaults and meanings, then its properties."""
     text = inspect.getdoc(cls) or ""
     meanings = described(text)
-    lines = ["| field | type | |", "| --- | --- | --- |"]
+    lines = ["| field | |", "| --- | --- |"]
     for field in dataclasses.fields(cls):
         if field.repr:  # the others are the trainer's own
             kind = str(field.type).replace("|", "or")
-            lines.append(f"| `{field.name}` | `{kind}` | {meanings[field.name]} |")
+            lines.append(f"| `{field.name}: {kind}` | {meanings[field.name]} |")
     for name, member in vars(cls).items():
         if isinstance(member, property) and not name.startswith("_"):
             words = (inspect.getdoc(member) or "").split("\n\n")[0].replace("\n", " ")
-            lines.append(f"| `{name}` | | {re.split(r'[.:;] ', words)[0].rstrip('.')} |")
+            lines.append(f"| `{name}` | {re.split(r'[.:;] ', words)[0].rstrip('.')} |")
     return "\n".join(lines)
 
 

@@ -455,13 +455,18 @@ def row(family: str) -> str:
     """The line of a template in the table."""
     by_kind = {WORDS_ONLY: "–", ONE_CALL: "one", HIDDEN: "as text"}
     calls = next((words for families, words in by_kind.items() if family in families), "any number")
-    cells = [cell(family, replies, policy) for replies in PLAIN for policy in POLICIES]
+    cells = []
+    for replies in PLAIN:
+        verdicts = {policy: cell(family, replies, policy) for policy in POLICIES}
+        assert verdicts.pop("compact") == verdicts["strip_thinking"], family  # they share a column
+        cells += verdicts.values()
     return f"| `{family}` | {calls} | {' | '.join(cells)} |"
 
 
 def table() -> str:
     """The table of `docs/templates.md`: templates of the same verdicts share a line."""
-    head = ["template", "calls", *(f"{policy}, {replies}" for replies in PLAIN for policy in POLICIES)]
+    policies = [policy for policy in POLICIES if policy != "compact"]
+    head = ["template", "calls", *(f"{policy}, {replies}" for replies in PLAIN for policy in policies)]
     lines = [f"| {' | '.join(head)} |", f"| {' | '.join(['---'] * len(head))} |"]
     families: dict[str, list[str]] = {}
     for family in FAMILIES:
