@@ -238,11 +238,11 @@ MODULES: dict[str, dict[str, Sequence[str]]] = {
         )
     },
     "verl.tools.search_tool": {VERL: ("SearchTool",)},
-    "verl.utils.reward_score.geo3k": {f"{VERL}.geo3k": ("acc_reward", "compute_score", "format_reward")},
-    "verl.utils.reward_score.gsm8k": {f"{VERL}.gsm8k": ("compute_score", "extract_solution")},
+    "verl.utils.reward_score.geo3k": {f"{VERL}.tools": ("acc_reward", "compute_score=geo3k_score", "format_reward")},
+    "verl.utils.reward_score.gsm8k": {VERL: ("compute_score", "extract_solution")},
     "verl.utils.rollout_trace": {VERL: ("rollout_trace_op",)},
 }
-"""The names in each module of theirs, by our module that defines them."""
+"""The names in each module of theirs, by our module that defines them; `theirs=ours` where the names differ."""
 
 PACKAGES = {name.rpartition(".")[0] for name in MODULES} | {"swift", "verl", "verl.utils"}
 
@@ -277,7 +277,8 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         for source, names in MODULES.get(module.__name__, {}).items():
             found = importlib.import_module(source)
             for name in names:
-                setattr(made, name, getattr(found, name))
+                theirs, _, own = name.partition("=")
+                setattr(made, theirs, getattr(found, own or theirs))
 
 
 _FINDER = _Finder()

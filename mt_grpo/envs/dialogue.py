@@ -33,7 +33,7 @@ class DialogueEnv(MultiTurnToolEnv):
     ) -> None:
         super().__init__(tools, system_prompt, **options)
         if not self.tools:
-            self.protocol = Words()
+            self.protocol = PlainTextProtocol()
         elif type(self.protocol) in (TagProtocol, LearntTagProtocol):
             self.protocol = SpokenTags(learnt=type(self.protocol) is LearntTagProtocol)
 
@@ -70,7 +70,7 @@ class DialogueEnv(MultiTurnToolEnv):
         return step
 
 
-class Words:
+class PlainTextProtocol:
     """For a model without tools: all that it writes is said to the other side."""
 
     stop: tuple[str, ...] = ()

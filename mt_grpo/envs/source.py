@@ -155,7 +155,7 @@ class Factory(EnvSource):
         return env
 
 
-class Several(EnvSource):
+class NamedEnvSources(EnvSource):
     """Environments by name, of which the column `environment` of a row names one."""
 
     def __init__(self, given: dict[str, EnvLike]) -> None:
@@ -221,7 +221,7 @@ def source_of(given: Any) -> EnvSource:
 
 source_of.register(EnvSource, lambda given: given)
 source_of.register(StepEnv, Prototype)
-source_of.register(dict, Several)
+source_of.register(dict, NamedEnvSources)
 
 
 async def _made(making: asyncio.Future[Any]) -> Any:

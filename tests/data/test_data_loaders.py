@@ -12,7 +12,7 @@ import datasets
 import pytest
 
 from mt_grpo.data import DatasetError, load_rows
-from mt_grpo.data.schemas import as_messages, gsm8k_row, triviaqa_row
+from mt_grpo.data.loaders import as_messages, gsm8k_row, triviaqa_row
 from mt_grpo.errors import ConfigError
 from mt_grpo.training.trl_arguments import check_prompts
 

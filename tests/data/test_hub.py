@@ -6,7 +6,7 @@ import pytest
 from huggingface_hub import constants
 
 from mt_grpo.data import load_rows
-from mt_grpo.data.schemas import DatasetError
+from mt_grpo.data.loaders import DatasetError
 from mt_grpo.errors import ConfigError
 from mt_grpo.training.model import resolve_model
 

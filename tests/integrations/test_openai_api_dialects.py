@@ -13,7 +13,7 @@ from support.agents import END, LOOKUP, call, calling_tokenizer, run_agent, samp
 from support.conversations import user
 
 from mt_grpo.integrations.openai_api import anthropic, responses
-from mt_grpo.integrations.openai_api.conversation import Calls, Told
+from mt_grpo.integrations.openai_api.conversation import Calls, ReturnedMessages
 from mt_grpo.integrations.openai_api.request import READ, ApiError, Warnings, read_request
 from mt_grpo.trajectory import StopReason
 
@@ -395,4 +395,4 @@ def test_a_request_is_read_or_refused(body, messages, dialect):
         assert error.status in (400, 404) and error.body["error"]["message"]
     else:
         assert all(isinstance(message["content"], str) for message in parsed.messages)
-        assert Told().restore(parsed.messages, Calls(None, None))[0] == parsed.messages
+        assert ReturnedMessages().restore(parsed.messages, Calls(None, None))[0] == parsed.messages

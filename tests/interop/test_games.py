@@ -10,7 +10,7 @@ import pytest
 from support.models import build_tokenizer
 
 from mt_grpo.data import load_rows
-from mt_grpo.data.schemas import DatasetError
+from mt_grpo.data.loaders import DatasetError
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.errors import ConfigError
 from mt_grpo.integrations.textarena import textarena_game

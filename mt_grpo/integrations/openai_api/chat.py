@@ -28,7 +28,7 @@ class Choice:
     logprobs: list[dict[str, Any]] | None = None
 
 
-def tell(turn: Turn, stop: Sequence[str], reads_calls: bool) -> tuple[Message, str]:
+def turn_to_message(turn: Turn, stop: Sequence[str], reads_calls: bool) -> tuple[Message, str]:
     """A turn as a message, with the reasoning apart and the stop string cut, and the finish reason."""
     content = turn.message.get("content") or ""
     reasoning = next((turn.message[name] for name in REASONING if turn.message.get(name)), None)

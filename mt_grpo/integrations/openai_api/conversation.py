@@ -11,12 +11,12 @@ from itertools import groupby
 from types import SimpleNamespace
 from typing import Any
 
-from mt_grpo.envs.dialogue import Words
+from mt_grpo.envs.dialogue import PlainTextProtocol
 from mt_grpo.envs.env import ConversationEnded
 from mt_grpo.envs.protocols import CallProtocol, NativeProtocol, instruct
 from mt_grpo.errors import EngineError
 from mt_grpo.integrations.openai_api.anthropic import Threads
-from mt_grpo.integrations.openai_api.chat import Choice, tell, token_logprobs
+from mt_grpo.integrations.openai_api.chat import Choice, token_logprobs, turn_to_message
 from mt_grpo.integrations.openai_api.request import ENDED, NO_ROOM, ApiError, ParsedRequest, refused
 from mt_grpo.integrations.openai_api.responses import Kept
 from mt_grpo.media import MediumError
@@ -25,7 +25,7 @@ from mt_grpo.rollout.transcript import identity
 from mt_grpo.trajectory import Message, StopReason, ToolCall, Turn
 
 
-class Text(Words):
+class Text(PlainTextProtocol):
     """Parses no calls, though the chat template shows the tools."""
 
     native_tools = True
@@ -110,7 +110,7 @@ def _without_calls(message: Message) -> Message:
     )
 
 
-class Told:
+class ReturnedMessages:
     """
     The turns of one conversation, by the messages that the client was sent. Such a message may lack a part of the
     turn: the stop string, or the reasoning.
@@ -231,7 +231,7 @@ class Conversation:
         self.names: list[str] = []
         self.responses, self.threads = Kept(), Threads()
         self._calls = Calls(protocol, policy.tokenizer)
-        self._told, self.retries = Told(), Retries()
+        self._returned, self.retries = ReturnedMessages(), Retries()
         self._refused = 0
 
     async def choices(self, parsed: ParsedRequest) -> list[Choice]:
@@ -245,7 +245,7 @@ class Conversation:
             raise _cannot_be_shown(error) from error
         except ConversationEnded as ended:
             raise self._refusal(ended) from ended
-        restored, key, before = self._told.restore(opened, self._calls)
+        restored, key, before = self._returned.restore(opened, self._calls)
         answered = self._calls.note_results(restored)
         messages = self._calls.written(restored, parsed)
         choices = [await self._choose(parsed, messages, options, key) for _ in range(parsed.n)]
@@ -262,7 +262,7 @@ class Conversation:
         options = self._calls.options(parsed)
         try:
             self._check_size(parsed)
-            restored, _, _ = self._told.restore(await self.policy.opened(parsed.messages), self._calls)
+            restored, _, _ = self._returned.restore(await self.policy.opened(parsed.messages), self._calls)
             return await self.policy.count(self._calls.written(restored, parsed), **options)
         except ConversationEnded as ended:
             raise refused(ended) from ended
@@ -298,8 +298,8 @@ class Conversation:
         if not (parsed.tools and parsed.reads_calls):
             turn.error = None  # a text protocol misses a call where none was asked for
         self._calls.name(turn)
-        told, reason = tell(turn, parsed.stop, parsed.reads_calls and parsed.tools is not None)
-        self._told.note(key, told, turn)
+        told, reason = turn_to_message(turn, parsed.stop, parsed.reads_calls and parsed.tools is not None)
+        self._returned.note(key, told, turn)
         wanted = token_logprobs(self.policy.tokenizer, *self.policy.sampled) if parsed.logprobs else None
         return Choice(told, reason, turn, wanted)
 

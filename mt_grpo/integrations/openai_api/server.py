@@ -30,7 +30,7 @@ ANSWERED = (web.RequestPayloadError, ConnectionError)
 """Errors that a client causes: a damaged body, a closed connection. They are answered elsewhere."""
 
 
-class Strangers:
+class UnauthorizedAttempts:
     """
     Counts requests that no agent of the run made: those without a conversation's key, and those that are no HTTP. One
     log line gives their number, and nothing of their content.
@@ -45,7 +45,7 @@ class Strangers:
         """Counts a request."""
         self._count += 1
 
-    def tell(self) -> None:
+    def warn(self) -> None:
         """Logs their number, once."""
         if self._count and not self._told:
             self._told = True
@@ -93,7 +93,7 @@ class Endpoint:
 
     def __init__(self, host: str = LOOPBACK[0]) -> None:
         self.host, self.relay_key = host, secrets.token_urlsafe(24)
-        self._warnings, self._strangers = Warnings(), Strangers()
+        self._warnings, self._unauthorized = Warnings(), UnauthorizedAttempts()
         self._conversations: dict[str, Conversation] = {}
         self._keys: dict[str, Conversation] = {}
         self._ended: deque[str] = deque(maxlen=ENDED)  # keys
@@ -136,7 +136,7 @@ class Endpoint:
             if self._entered == 0:
                 self._start = None
                 await (await start)[0].cleanup()
-                self._strangers.tell()
+                self._unauthorized.warn()
 
     def add_session(self, conversation: Conversation, name: str) -> None:
         """
@@ -161,7 +161,7 @@ class Endpoint:
             app.router.add_post(f"{prefix}/v1/messages/count_tokens", self._message_tokens)
             app.router.add_get(f"{prefix}/v1/models", self._models)
             app.router.add_get(f"{prefix}/v1/models/{{model:.+}}", self._model)
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.0, logger=self._strangers.log)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.0, logger=self._unauthorized.log)
         await runner.setup()
         await web.TCPSite(runner, self.host, 0, backlog=OPEN_FILES).start()
         return runner, runner.addresses[0][1]
@@ -191,11 +191,11 @@ class Endpoint:
         except ValueError:  # a port that is none, for instance
             host = None
         if self.host in LOOPBACK and host not in LOOPBACK:  # a page in a browser, by DNS rebinding
-            self._strangers.note()
+            self._unauthorized.note()
             raise ApiError(403, f"This server is for {self.host} alone.", "wrong_host")
         key = self._key(request)
         if key != self.relay_key and key not in self._keys and key not in self._ended:
-            self._strangers.note()
+            self._unauthorized.note()
             raise ApiError(401, "The API key is missing or wrong.", "invalid_api_key")
 
     def _note(self, request: web.Request, error: ApiError) -> None:

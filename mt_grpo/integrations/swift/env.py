@@ -15,14 +15,13 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from mt_grpo.concurrency import OutOfTime, call, guarded
-from mt_grpo.envs.dialogue import Words
+from mt_grpo.envs.dialogue import PlainTextProtocol
 from mt_grpo.envs.env import ConversationEnded, Outcome, Policy, RecordedEnv
 from mt_grpo.envs.protocols import PROTOCOLS
 from mt_grpo.envs.registry import environment
 from mt_grpo.envs.source import EnvSource
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean, import_object
-from mt_grpo.integrations.swift.images import without_images
 from mt_grpo.integrations.swift.scheduler import (
     CONVERSATION,
     Conversation,
@@ -39,6 +38,7 @@ from mt_grpo.integrations.swift.types import (
     check_infos,
     claim,
     plain,
+    without_images,
 )
 from mt_grpo.options.values import is_bare
 from mt_grpo.trajectory import StopReason
@@ -70,7 +70,7 @@ class SchedulerSource(EnvSource):
     ) -> None:
         self.scheduler_class, self.max_turns, self.loss_scale = scheduler, max_turns, loss_scale
         self.system_prompt, self.timeout = system_prompt, timeout
-        self.protocol = Words()
+        self.protocol = PlainTextProtocol()
         self.protocol.tags = tags
         self._made: MultiTurnScheduler | None = None
         self._making = threading.Lock()

@@ -16,9 +16,8 @@ from types import SimpleNamespace
 from typing import Any, SupportsFloat
 
 from mt_grpo.concurrency import call
-from mt_grpo.envs.dialogue import Words
+from mt_grpo.envs.dialogue import PlainTextProtocol
 from mt_grpo.envs.env import ConversationEnded, Policy
-from mt_grpo.integrations.swift.images import with_images
 from mt_grpo.integrations.swift.types import (
     ChatCompletionResponse,
     ChatCompletionResponseChoice,
@@ -32,6 +31,7 @@ from mt_grpo.integrations.swift.types import (
     check_infos,
     claim,
     strip_thinking,
+    with_images,
 )
 from mt_grpo.trajectory import StopReason, ToolCall
 
@@ -44,7 +44,7 @@ class Conversation:
     """The state of one conversation of a scheduler."""
 
     policy: Policy
-    protocol: Words
+    protocol: PlainTextProtocol
     timeout: float | None
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     sampled: list[Sampled] = field(default_factory=list)

@@ -3,7 +3,6 @@ verl's interactions and the tools that verl brings, see docs/interactions.md and
 for verl runs unchanged, also under verl's own module names (`mt_grpo.imports`); other files import from here.
 """
 
-from mt_grpo.integrations.verl.gsm8k import compute_score, extract_solution
 from mt_grpo.integrations.verl.interactions import (
     BaseInteraction,
     Gsm8kInteraction,
@@ -18,6 +17,8 @@ from mt_grpo.integrations.verl.tools import (
     MCPSearchTool,
     SandboxFusionTool,
     SearchTool,
+    compute_score,
+    extract_solution,
     rollout_trace_op,
 )
 from mt_grpo.tools import BaseTool, MCPBaseTool, OpenAIFunctionToolSchema, ToolResponse

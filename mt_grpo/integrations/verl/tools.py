@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
+import re
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from decimal import Decimal
+from types import ModuleType
 from typing import Any, TypeVar
 
-from mt_grpo.integrations.verl import geo3k, gsm8k
+from mt_grpo.rewards.gsm8k import find_number
 from mt_grpo.tools import BaseTool, MCPBaseTool, OpenAIFunctionToolSchema, ToolResponse
 from mt_grpo.tools.function import ToolDefinitionError
 from mt_grpo.tools.python_sandbox import RemotePython
@@ -24,6 +28,58 @@ WORSE = -0.05
 def rollout_trace_op(function: Function) -> Function:
     """verl's decorator for traces. It does nothing here: the records have every call."""
     return function
+
+
+_FINAL = re.compile(r"####\s*(-?[0-9.,]+)")
+
+
+def extract_solution(solution_str: str, method: str = "strict") -> str | None:
+    """The answer of a solution: the number after `####`, or with `"flexible"` the last number."""
+    found = _FINAL.findall(solution_str) if method == "strict" else []
+    number = find_number(solution_str) if method == "flexible" else find_number(found[-1]) if found else None
+    return None if number is None else str(number)
+
+
+def compute_score(
+    solution_str: str, ground_truth: Any, method: str = "strict", format_score: float = 0.0, score: float = 1.0
+) -> float:
+    """`score` for the right answer, `format_score` for a wrong one, 0 without an answer."""
+    said = extract_solution(solution_str, method)
+    if said is None:
+        return 0.0
+    return score if Decimal(said) == find_number(str(ground_truth)) else format_score
+
+
+_FORMAT = re.compile(r"<think>.*</think>.*\\boxed\{.*\}.*", re.DOTALL)
+
+
+def find_grader() -> ModuleType:
+    """The module that grades answers."""
+    try:
+        return importlib.import_module("mathruler.grader")
+    except ModuleNotFoundError as error:
+        raise ToolDefinitionError(
+            f"Answers to Geometry3K are graded by `mathruler`, and {error.name!r} is not installed: `pip install "
+            "mathruler pylatexenc`."
+        ) from error
+
+
+def format_reward(predict_str: str) -> float:
+    """1.0 for thoughts in `<think>` and an answer in a box after them, else 0.0."""
+    return float(_FORMAT.fullmatch(predict_str) is not None)
+
+
+def acc_reward(predict_str: str, ground_truth: str, use_boxed: bool = True) -> float:
+    """1.0 if the answer, by default that in the box, equals `ground_truth` as an expression, else 0.0."""
+    grader = find_grader()
+    answer = grader.extract_boxed_content(predict_str) if use_boxed else predict_str
+    return float(grader.grade_answer(answer, ground_truth))
+
+
+def geo3k_score(predict_str: str, ground_truth: str, use_boxed: bool = True, format_score: float = 0.1) -> float:
+    """The mean of `acc_reward` and `format_reward`; the second has the weight `format_score`."""
+    right = acc_reward(predict_str, ground_truth, use_boxed)
+    return (1.0 - format_score) * right + format_score * format_reward(predict_str)
 
 
 class AnswerTool(BaseTool, ABC):
@@ -68,7 +124,7 @@ class Gsm8kTool(AnswerTool):
     """An `AnswerTool` that compares numbers."""
 
     def score(self, answer: str, gold: Any) -> float:
-        return gsm8k.compute_score(answer, gold, "flexible")
+        return compute_score(answer, gold, "flexible")
 
 
 class Geo3kTool(AnswerTool):
@@ -76,10 +132,10 @@ class Geo3kTool(AnswerTool):
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
         super().__init__(config, tool_schema)
-        geo3k.find_grader()
+        find_grader()
 
     def score(self, answer: str, gold: Any) -> float:
-        return geo3k.acc_reward(answer, str(gold), use_boxed=False)
+        return acc_reward(answer, str(gold), use_boxed=False)
 
 
 class ExecutionPool:
