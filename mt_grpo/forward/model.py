@@ -18,7 +18,16 @@ from transformers import PreTrainedModel
 
 from mt_grpo.errors import UnsupportedModelError
 from mt_grpo.forward.attention.layout import TreeLayout
-from mt_grpo.forward.interface import PREFIX, own_attention, packed_row, register, use_attention
+from mt_grpo.forward.interface import (
+    PREFIX,
+    extend_own_attention,
+    has_own_attention,
+    own_attention,
+    packed_row,
+    register,
+    use_attention,
+)
+from mt_grpo.forward.lm_head import Sampling, backbone_name, output_layer, score_states
 from mt_grpo.forward.media import (
     inject_audio_embeddings,
     media_tokens,
@@ -28,11 +37,9 @@ from mt_grpo.forward.media import (
     real_ids,
     takes_features,
 )
-from mt_grpo.forward.output import Sampling, backbone_name, output_layer, score_states
-from mt_grpo.forward.own_attention import extend_own_attention, has_own_attention
 from mt_grpo.forward.packing import Packed, pack
 from mt_grpo.forward.plan import DEFAULT_PLAN, ForwardPlan, Scores
-from mt_grpo.forward.recurrent.layers import (
+from mt_grpo.forward.recurrent_layers import (
     extend_blocks,
     extend_recurrent_layers,
     over_tree,

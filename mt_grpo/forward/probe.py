@@ -35,7 +35,7 @@ EXACT = 1e-4
 FACTOR = 4
 """In coarser precisions a turn may differ by this many times what rounding changes in a padded batch."""
 
-MOST = 0.5
+MOST_NOISE = 0.5
 """Largest difference, in nats, that rounding can explain: some models that are wrong on trees are wrong on padded
 rows too."""
 
@@ -233,7 +233,7 @@ def measure(
                 found = torch.stack([differences.max(), differences.new_tensor(EXACT)])
             else:
                 noise = _rounding_noise(model, base, min(depth, NOISE_LENGTH), vocabulary, ours.device, step)
-                allowed = (FACTOR * noise.clamp(min=step)).clamp(max=MOST)
+                allowed = (FACTOR * noise.clamp(min=step)).clamp(max=MOST_NOISE)
                 found = torch.stack([differences.view(-1, size or len(differences)).mean(dim=1).max(), allowed])
     finally:
         model.train(training)

@@ -22,8 +22,7 @@ from transformers import (
 from mt_grpo.errors import UnsupportedModelError
 from mt_grpo.forward.attention import flex
 from mt_grpo.forward.attention import layout as layout_module
-from mt_grpo.forward.attention.layout import BLOCK, KERNELS, TreeLayout
-from mt_grpo.forward.attention.score import PLAIN, Chunk, Score
+from mt_grpo.forward.attention.layout import BLOCK, KERNELS, PLAIN, Chunk, Score, TreeLayout
 from mt_grpo.forward.logps import token_logps
 from mt_grpo.forward.model import check_model
 from mt_grpo.forward.packing import pack

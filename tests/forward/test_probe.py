@@ -37,8 +37,8 @@ from mt_grpo.forward import probe
 from mt_grpo.forward.logps import token_logps
 from mt_grpo.forward.model import enable_trees
 from mt_grpo.forward.plan import ForwardPlan
-from mt_grpo.forward.probe import EXACT, MOST, measure, probe_depth, probe_trees, prove, rounding_step
-from mt_grpo.forward.recurrent.functions import FUNCTIONS
+from mt_grpo.forward.probe import EXACT, MOST_NOISE, measure, probe_depth, probe_trees, prove, rounding_step
+from mt_grpo.forward.recurrence import FUNCTIONS
 from mt_grpo.token_tree import TokenTree
 
 ROWS = ForwardPlan(forward="padded")
@@ -151,7 +151,7 @@ def test_coarser_precisions_are_held_against_two_paddings(kind, autocast):
     enable_trees(model)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         proof = measure(model, 256)
-    assert proof.holds and 10 * EXACT < proof.allowed <= MOST
+    assert proof.holds and 10 * EXACT < proof.allowed <= MOST_NOISE
 
 
 @pytest.mark.parametrize("kind", ["positions that begin elsewhere"])

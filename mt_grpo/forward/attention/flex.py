@@ -13,8 +13,7 @@ from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from mt_grpo.errors import ConfigError
-from mt_grpo.forward.attention.layout import TreeLayout, attention_kernel
-from mt_grpo.forward.attention.score import PLAIN, Score, Window
+from mt_grpo.forward.attention.layout import PLAIN, Score, TreeLayout, Window, attention_kernel
 
 RECOMPILE_LIMIT = 64
 """

@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from mt_grpo.forward.attention.layout import TreeLayout, attention_kernel
-from mt_grpo.forward.attention.score import PLAIN, Score, Window, attend, oldest
+from mt_grpo.forward.attention.layout import PLAIN, Score, TreeLayout, Window, attend, attention_kernel, oldest
 
 
 @attention_kernel("segment")

@@ -16,7 +16,7 @@ from mt_grpo.errors import ConfigError
 from mt_grpo.forward.media import media_tokens
 from mt_grpo.forward.probe import (
     FACTOR,
-    MOST,
+    MOST_NOISE,
     REACHES,
     SHALLOWEST,
     TURN,
@@ -113,7 +113,7 @@ def _compare(engine: TransformersEngine, contexts: list[list[int]], samples: lis
         if coarse:
             with shaken(base_model(engine.model), step):
                 noise.append((_row_logps(engine, context, sample) - expected).abs().mean().item())
-    return Proof(max(differences), min(FACTOR * max(noise), MOST) if coarse else EXACT)
+    return Proof(max(differences), min(FACTOR * max(noise), MOST_NOISE) if coarse else EXACT)
 
 
 def _row_logps(engine: TransformersEngine, context: list[int], sample: Sample) -> Tensor:

@@ -9,12 +9,31 @@ from contextlib import contextmanager
 from contextvars import Token
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
+from transformers.models.mamba2 import modeling_mamba2
+from transformers.models.minimax.modeling_minimax import MiniMaxLightningAttention
 
 from mt_grpo.forward.attention.layout import CURRENT, TreeLayout
-from mt_grpo.forward.recurrent.functions import FUNCTIONS, Function
-from mt_grpo.forward.recurrent.lightning import LAYERS, lightning_attention
+from mt_grpo.forward.recurrence import FUNCTIONS, Function, Schedule, state_space
+
+LIGHTNING = (MiniMaxLightningAttention,) if "mamba2_chunk_scan" in vars(modeling_mamba2) else ()
+"""MiniMax's layers, which call no function that could run along a tree instead; none with a transformers whose Mamba 2 has no scan to call."""
+
+
+def lightning_attention(layer: Any, schedule: Schedule, hidden_states: Tensor) -> tuple[Tensor, None]:
+    """
+    What `MiniMaxLightningAttention` computes, over a tree. It is a state space of Mamba 2 whose steps are all 1, so
+    that each head decays by a constant per token.
+    """
+    states = layer.act_fn(layer.qkv_proj(hidden_states))
+    query, key, value = states.unflatten(2, (layer.num_attention_heads, -1)).chunk(3, dim=3)
+    steps, decay = value.new_ones(value.shape[:3]), -layer.slope_rate.flatten()
+    scan = state_space(modeling_mamba2.mamba2_chunk_scan, schedule)
+    output = scan(value, steps, decay, key, query, chunk_size=layer.block_size).to(value.dtype)
+    output = layer.norm(output.flatten(2))
+    return layer.out_proj(torch.sigmoid(layer.output_gate(hidden_states)) * output), None
 
 
 def recurrent_layers(model: nn.Module) -> list[Any]:
@@ -22,7 +41,7 @@ def recurrent_layers(model: nn.Module) -> list[Any]:
     The layers that carry a state by functions that can run along a tree. All else that they compute must depend on one
     token only, which the probe tests.
     """
-    return [module for module in model.modules() if isinstance(module, LAYERS) or _called(type(module))]
+    return [module for module in model.modules() if isinstance(module, LIGHTNING) or _called(type(module))]
 
 
 def extend_recurrent_layers(model: nn.Module) -> None:
@@ -119,7 +138,7 @@ def _forward(
     if layout is None:
         return self._forward_along_sequence(hidden_states, *args, **kwargs)
     layout.layers.add(self.layer_idx)
-    if isinstance(self, LAYERS):
+    if isinstance(self, LIGHTNING):
         return lightning_attention(self, layout.schedule, hidden_states)
     kwargs["attention_mask"] = None  # no token of a row is padding
     return _along_tree(type(self), layout)(self, hidden_states, *args, **kwargs)

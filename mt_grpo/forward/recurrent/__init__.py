@@ -1,1 +1,0 @@
-"""Linear attention, state spaces and short convolutions over packed trees."""
