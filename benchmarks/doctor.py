@@ -30,9 +30,9 @@ import torch
 from common import build_tokenizer, write
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from mt_grpo.app.doctor.memory import COPIES, Precision, read_shape, states
 from mt_grpo.cli import main as mt_grpo
 from mt_grpo.data import embedded
+from mt_grpo.doctor.memory import COPIES, Precision, read_shape, states
 
 ROOT = Path(__file__).parent.parent
 QUICKSTART = str(ROOT / "recipes" / "quickstart.yaml")

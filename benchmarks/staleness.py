@@ -36,7 +36,7 @@ from mt_grpo.concurrency import run
 from mt_grpo.data import load_rows
 from mt_grpo.data.embedded.tool import search
 from mt_grpo.training.config import CLIP, MTGRPOConfig
-from mt_grpo.training.staleness import STEP_FACTOR
+from mt_grpo.training.prefetch import STEP_FACTOR
 from mt_grpo.training.trainer import MTGRPOEnvTrainer
 
 FOLDER = Path(__file__).parent.parent / "runs" / "staleness"

@@ -134,7 +134,7 @@ def _train(request: Request) -> int:
     with ends_at_once():
         from mt_grpo.app.build import finish_dry_run
         from mt_grpo.app.train import leave_group, run_training
-        from mt_grpo.training.processes import says_who_is_gone
+        from mt_grpo.training.ranks import says_who_is_gone
 
     dry_run = request.own["dry_run"]
     with says_who_is_gone(
@@ -196,15 +196,12 @@ def doctor(arguments: list[str]) -> int:
     """`mt-grpo doctor`: checks a recipe and its surroundings, plans memory and time; 1 where something fails."""
     request = read_request(arguments, "doctor")
     if request.own["gpu"] is not None:
-        from mt_grpo.app.doctor.gpus import named_gpu
-
-        named_gpu(request.own["gpu"])
+        importlib.import_module("mt_grpo.doctor").named_gpu(request.own["gpu"])
     check_places(request.values, "doctor")
     warnings.simplefilter("ignore", FutureWarning)
     with ends_at_once():
-        from mt_grpo.app.doctor.command import diagnose
-
-    return diagnose(request)
+        checks = importlib.import_module("mt_grpo.doctor.checks")
+    return checks.diagnose(request)
 
 
 def _console(quiet: bool = False):

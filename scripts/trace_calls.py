@@ -188,7 +188,7 @@ QUESTIONS: dict[str, Callable[[Trace, Path], None]] = {
 
 NOTES = {
     "A server that dies": "Where no server comes back, the `ServerGoneError` of one process ends all "
-    "(`mt_grpo/training/processes.py`), and `mt_grpo/app/train.py` writes a checkpoint and names it beside the error.",
+    "(`mt_grpo/training/ranks.py`), and `mt_grpo/app/train.py` writes a checkpoint and names it beside the error.",
     "A recipe's key and its use": "The trainer then uses it as `args.KEY`; `git grep` finds where.",
     "A record and its way to the page": "`mt_grpo/viewer/page/trajectory.js` draws the answer.",
 }

@@ -69,7 +69,7 @@ from mt_grpo.app.request import read_request
 build_trainer(build_recipe(read_request(["recipes/quickstart.yaml", "--output_dir", sys.argv[1]], "train")))
 print(*sorted(name for name in sys.modules if name.startswith("mt_grpo.")))
 """
-EXTRAS = ("advisor", "app.doctor", "integrations", "viewer")
+EXTRAS = ("advisor", "doctor", "integrations", "viewer")
 MOST_MODULES = 200
 
 

@@ -41,15 +41,14 @@ from mt_grpo.training.checkpoint import (
     batch_options,
     check_adapter,
     check_checkpoint,
+    resume_point,
 )
 from mt_grpo.training.config import MTGRPOConfig, changed
 from mt_grpo.training.environment import build_env
-from mt_grpo.training.folder import check_folder
-from mt_grpo.training.hosts import resume_point
 from mt_grpo.training.media import tokenizer_in, with_column_media
 from mt_grpo.training.model import resolve_base, resolve_model, source_options, subfolder_of
 from mt_grpo.training.own_server import check_own_servers
-from mt_grpo.training.preflight import Rows, check_batch_sizes, check_rows_suffice, check_surroundings
+from mt_grpo.training.preflight import Rows, check_batch_sizes, check_folder, check_rows_suffice, check_surroundings
 from mt_grpo.training.trainer import MTGRPOEnvTrainer
 from mt_grpo.trajectory import visible
 

@@ -29,7 +29,7 @@ from mt_grpo.runlog.files import to_json
 from mt_grpo.silence import Silence
 from mt_grpo.training.checkpoint import latest_checkpoint
 from mt_grpo.training.config import MTGRPOConfig
-from mt_grpo.training.folder import LOCK
+from mt_grpo.training.preflight import LOCK
 from mt_grpo.training.trainer import MTGRPOEnvTrainer
 from mt_grpo.trajectory import Trajectory
 

@@ -31,9 +31,9 @@ from mt_grpo.runlog import open_run
 from mt_grpo.runlog.findings import Counts, find_in_run
 from mt_grpo.servers.http import ServerGoneError
 from mt_grpo.training.checkpoint import says_what_cannot_be_written
-from mt_grpo.training.folder import clear_folder, locked
 from mt_grpo.training.nonfinite import NonFiniteError
-from mt_grpo.training.step_log.printed import FewerPrinter, FewerProgress
+from mt_grpo.training.preflight import clear_folder, locked
+from mt_grpo.training.step_log.display import FewerPrinter, FewerProgress
 from mt_grpo.training.step_log.records import read_audit, versions
 from mt_grpo.training.trainer import MTGRPOEnvTrainer
 from mt_grpo.trajectory import Trajectory

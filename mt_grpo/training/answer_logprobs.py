@@ -30,7 +30,7 @@ from mt_grpo.token_tree import TokenTree
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.forward_plan import has_old_forward, prove_forward
 from mt_grpo.training.model import without_dropout
-from mt_grpo.training.processes import everywhere, run_here
+from mt_grpo.training.ranks import everywhere, run_here
 from mt_grpo.training.rollout_batch import RolloutBatch
 from mt_grpo.trajectory import Trajectory
 

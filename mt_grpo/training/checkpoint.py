@@ -1,4 +1,4 @@
-"""Adds to TRL's checkpoints what a resumed run also needs: the rollouts that are still to be trained on."""
+"""Checkpoints: conversations that wait to be trained, beside what TRL saves; whether one is whole, and fits a run."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from zlib import crc32
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from accelerate.utils.constants import FSDP_MODEL_NAME
 from datasets import Dataset, IterableDataset
 from safetensors import SafetensorError, safe_open
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, TrainingArguments
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_pt_utils import safe_globals
@@ -28,6 +29,7 @@ from mt_grpo.errors import ConfigError, UserError
 from mt_grpo.media import media_to_digests
 from mt_grpo.runlog.files import to_json
 from mt_grpo.training.config import MTGRPOConfig
+from mt_grpo.training.ranks import copy_folder, several_hosts
 
 logger = logging.getLogger(__name__)
 
@@ -100,12 +102,12 @@ def batch_options(args: MTGRPOConfig) -> dict[str, Any]:
 
 
 def save_rollouts(
-    folder: Path, accelerator: Accelerator, step: int, batches: Any, options: dict[str, Any], ahead: Any = None
+    folder: Path, accelerator: Accelerator, step: int, batches: Any, options: dict[str, Any], prefetched: Any = None
 ) -> None:
     """Saves the rollouts that this process has still to train on. It is the last write to a checkpoint."""
     state = {"step": step, "buffered_inputs": batches, "processes": accelerator.num_processes, "options": options}
-    if ahead is not None:
-        state["ahead"] = ahead
+    if prefetched is not None:
+        state["ahead"] = prefetched
     folder.mkdir(parents=True, exist_ok=True)  # where only the model is saved, the main process alone has made it
     path = _path(folder, accelerator.process_index)
     partial = path.with_suffix(".partial")
@@ -378,6 +380,38 @@ def find_checkpoint(wanted: str | bool | None, output_dir: str) -> str | None:
             f"There is no checkpoint in `output_dir: {output_dir}` to resume from; `save_strategy: steps` leaves some."
         )
     return None if latest is None else str(latest)
+
+
+def resume_point(wanted: str | bool | None, args: TrainingArguments) -> str | None:
+    """
+    The checkpoint that `resume_from_checkpoint` names, of which every host then has a copy. Where the latest one is
+    asked for, it is the latest of any host: a launcher may give the first place to another one. Files go only where
+    another host has the whole checkpoint. This is a collective call.
+    """
+    if not several_hosts(args):
+        return find_checkpoint(wanted, args.output_dir)
+    found, error = None, None
+    try:
+        found = find_checkpoint(wanted, args.output_dir)
+    except ConfigError as refusal:
+        error = str(refusal)
+    answers = gather_object([(found, error, found is not None and is_whole(Path(found)))])
+    folders = [folder for folder, _, _ in answers if folder is not None]
+    if not folders:
+        errors = [sentence for _, sentence, _ in answers if sentence is not None]
+        if errors:
+            raise ConfigError(errors[0])
+        return None
+    chosen = max(folders, key=_step)  # the first of equals
+    wholes = [folder == chosen and whole for folder, _, whole in answers]
+    source = wholes.index(True) if any(wholes) else [folder for folder, _, _ in answers].index(chosen)
+    copy_folder(Path(chosen), source, args.local_process_index == 0, mirrors=any(wholes))
+    return chosen
+
+
+def _step(folder: str) -> int:
+    number = Path(folder).name.rpartition("-")[2]
+    return int(number) if number.isdecimal() else 0
 
 
 def latest_checkpoint(output_dir: str) -> Path | None:

@@ -100,9 +100,9 @@ class MTGRPOConfig(RunOptions, GRPOConfig):
         if self.advantage_estimator is not None:
             self.advantage_estimator = parse_rule(self.advantage_estimator)
         if self.vllm_importance_sampling_mode is None:
-            ahead = bool(self.max_staleness)
-            self.vllm_importance_sampling_mode = "token_truncate" if ahead else "sequence_mask"
-            if ahead and self.vllm_importance_sampling_clip_max == CLIP_OF_TRL:
+            prefetches = bool(self.max_staleness)
+            self.vllm_importance_sampling_mode = "token_truncate" if prefetches else "sequence_mask"
+            if prefetches and self.vllm_importance_sampling_clip_max == CLIP_OF_TRL:
                 self.vllm_importance_sampling_clip_max = CLIP
         self.check()
         if self.bf16 is None:

@@ -1,16 +1,28 @@
-"""Every refusal before any work: the machine, the batch sizes, the rows, and the columns that rewards need."""
+"""
+Every refusal before any work: the machine, the batch sizes, the rows, the columns that rewards need, and an output
+folder with an earlier run's files, which are neither mixed with another run nor removed unasked.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import inspect
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+import os
+import re
+import shutil
+import socket
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from inspect import Parameter
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
+from accelerate.utils import broadcast_object_list
 from datasets import Dataset, IterableDataset
 from huggingface_hub import get_token
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
+from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 
 from mt_grpo.data.loaders import hub_fault
 from mt_grpo.errors import ConfigError
@@ -18,10 +30,20 @@ from mt_grpo.imports import choose, did_you_mean
 from mt_grpo.options.rules import check_batches, check_trainable
 from mt_grpo.rewards import FunctionReward, RewardFunc, StateScore, TurnReward
 from mt_grpo.rewards.base import NOT_COLUMNS, ReadsAnswer, ScoreFunction
+from mt_grpo.runlog.schema import FOLDER
+from mt_grpo.training.checkpoint import is_whole
 from mt_grpo.training.config import MTGRPOConfig, has_bfloat16
 
 BATCH_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 """Arguments of a plain TRL reward function besides the columns."""
+
+RECORDS = ("metrics.jsonl", "trajectories*.jsonl", "summary.json", "learning_curve.png", "audit.jsonl")
+MODEL = ("model*.safetensors", "model*.safetensors.index.json", "adapter_model*.safetensors", "adapter_config.json")
+ROLLOUTS = ("index*.jsonl", "*.rank*.parquet", "*.rank*.partial")
+"""What a run leaves in its folder of conversations."""
+LOCK = ".lock"
+"""Locked by the run that trains in a folder. The system lets go of it when the process ends, however it ends."""
+CHECKPOINT = re.compile(r"checkpoint-\d+")
 
 Rows = Dataset | IterableDataset
 
@@ -202,3 +224,166 @@ def check_best(wanted: str | None, metrics: Mapping[str, Any]) -> None:
             f"`metric_for_best_model: {wanted}` is nothing that an evaluation measures"
             f"{did_you_mean(wanted.removeprefix('eval_'), names)}: name one of its metrics, such as `reward`."
         )
+
+
+# The output folder
+
+
+def left_by_runs(output_dir: str) -> list[Path]:
+    """Records, checkpoints and models in a folder."""
+    folder = Path(output_dir)
+    records, models = ([path for name in names for path in sorted(folder.glob(name))] for names in (RECORDS, MODEL))
+    conversations = [folder / FOLDER] if _conversations(folder / FOLDER) else []
+    checkpoints = [path for path in sorted(folder.glob("checkpoint-*")) if _is_checkpoint(path)]
+    return [*records, *conversations, *models, *checkpoints]
+
+
+def _conversations(folder: Path) -> list[Path]:
+    return [path for pattern in ROLLOUTS for path in folder.glob(pattern)]
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """Whether this trainer wrote the checkpoint, wholly or partly."""
+    marks = [path / TRAINER_STATE_NAME, *path.glob("rollouts-rank*.pt")]
+    return CHECKPOINT.fullmatch(path.name) is not None and any(mark.exists() for mark in marks)
+
+
+def check_folder(args: MTGRPOConfig, model: str) -> None:
+    """Checks that a run can begin in its `output_dir`. This is a collective call, in which the main process looks."""
+    refusal = None
+    if args.process_index == 0:
+        refusal = _in_use(args) if _is_in_use(args) else _earlier_run(args, model)
+    _refuse_everywhere(args, refusal)
+
+
+def _refuse_everywhere(args: MTGRPOConfig, sentence: str | None) -> None:
+    message = [sentence]
+    if args.world_size > 1:
+        broadcast_object_list(message)
+    if message[0] is not None:
+        raise ConfigError(message[0])
+
+
+_held: set[Path] = set()
+"""
+Locks of this process. It must not open one again: the system lets go of a file's locks where any opening is closed.
+"""
+
+
+@contextmanager
+def locked(args: MTGRPOConfig, model: str | None = None) -> Iterator[None]:
+    """
+    Keeps other processes that train out of `output_dir` in the block; blocks may be nested. This is a collective call,
+    in which the main process locks.
+    """
+    lock, refusal, path = None, None, Path(args.output_dir, LOCK).resolve()
+    if args.process_index == 0 and path not in _held:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lock = _lock(path)
+        except OSError as error:
+            refusal = f"`output_dir: {args.output_dir}` cannot be made or written to ({error.strerror}): name another."
+        else:
+            if lock is None:
+                refusal = _in_use(args)
+            elif model is not None:
+                refusal = _earlier_run(args, model)
+    if lock is not None:
+        _held.add(path)
+    try:
+        _refuse_everywhere(args, refusal)
+        yield
+    finally:
+        if lock is not None:
+            _held.remove(path)
+            path.unlink(missing_ok=True)
+            lock.close()
+
+
+def _lock(path: Path) -> IO[str] | None:
+    """The locked file; `None` where another process has it."""
+    while True:
+        file = path.open("a+", encoding="utf-8")
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):  # how a lock of another process is told
+            file.close()
+            return None
+        except OSError:  # the file system has no locks
+            return file
+        if _is(path, file):
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}")
+            file.flush()
+            return file
+        file.close()  # the run that had it has ended in between, and removed it
+
+
+def _is(path: Path, file: IO[str]) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
+    except FileNotFoundError:
+        return False
+
+
+def _in_use(args: MTGRPOConfig) -> str:
+    holder = ""
+    with suppress(FileNotFoundError):  # it ends just then
+        holder = Path(args.output_dir, LOCK).read_text(encoding="utf-8")
+    return (
+        f"`output_dir: {args.output_dir}` is in use: {holder or 'another process'} is training there. Wait until it "
+        "has ended, or choose another `output_dir`."
+    )
+
+
+def _is_in_use(args: MTGRPOConfig) -> bool:
+    path = Path(args.output_dir, LOCK).resolve()
+    if path in _held or not path.exists():
+        return False
+    lock = _lock(path)
+    if lock is not None:
+        path.unlink(missing_ok=True)
+        lock.close()
+    return lock is None
+
+
+def _earlier_run(args: MTGRPOConfig, model: str) -> str | None:
+    found = [] if _resumes_here(args) else left_by_runs(args.output_dir)
+    if not found:
+        return None
+    if args.overwrite_output_dir:
+        if not Path(model).resolve().is_relative_to(Path(args.output_dir).resolve()):
+            return None
+        return (
+            f"The model {model} is in `output_dir: {args.output_dir}`, which `overwrite_output_dir: true` clears: "
+            "choose another `output_dir`."
+        )
+    names = ", ".join(path.name for path in found[:3]) + (", ..." if len(found) > 3 else "")
+    resume = "go on with it (`--resume_from_checkpoint true`), " if any(map(is_whole, found)) else ""
+    return (
+        f"`output_dir: {args.output_dir}` holds an earlier run ({names}): {resume}remove it and begin anew "
+        "(`--overwrite_output_dir true`), or choose another `output_dir`."
+    )
+
+
+def _resumes_here(args: MTGRPOConfig) -> bool:
+    checkpoint = args.resume_from_checkpoint
+    return checkpoint is not None and Path(checkpoint).resolve().parent == Path(args.output_dir).resolve()
+
+
+def clear_folder(args: MTGRPOConfig) -> None:
+    """
+    Removes the records and checkpoints of earlier runs, and a model that a trainer saved, unless a run is resumed. All
+    other files stay.
+    """
+    if _resumes_here(args):
+        return
+    saved = Path(args.output_dir, TRAINING_ARGS_NAME).exists()
+    for path in left_by_runs(args.output_dir):
+        if path.name == FOLDER:
+            for file in _conversations(path):
+                file.unlink()
+        elif path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif saved or not any(path.match(pattern) for pattern in MODEL):
+            path.unlink()

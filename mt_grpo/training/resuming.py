@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import shutil
 import signal
@@ -12,7 +13,9 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
+from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import gather_object, is_peft_model
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Sampler
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from trl import GRPOTrainer
@@ -25,7 +28,6 @@ from mt_grpo.runlog.files import to_json
 from mt_grpo.runlog.schema import FOLDER
 from mt_grpo.runlog.state import Pulse
 from mt_grpo.silence import Silence
-from mt_grpo.training.ahead import BatchesAhead, batches_ahead
 from mt_grpo.training.checkpoint import (
     BEST,
     MADE_WITH,
@@ -38,21 +40,20 @@ from mt_grpo.training.checkpoint import (
     load_converted,
     load_rollouts,
     made_with,
+    resume_point,
     save_rollouts,
     says_what_cannot_be_written,
     warn_of_differences,
 )
 from mt_grpo.training.config import MTGRPOConfig
-from mt_grpo.training.folder import left_by_runs, locked
-from mt_grpo.training.hosts import check_same, clear, keep_checkpoint, keep_records, resume_point
-from mt_grpo.training.hyperparameters import hyperparameters, take_given
 from mt_grpo.training.model import load_reference, save_reference
 from mt_grpo.training.nonfinite import check_weights
-from mt_grpo.training.preflight import check_batch_sizes, check_rows_suffice
+from mt_grpo.training.prefetch import PrefetchQueue, SmallerSteps
+from mt_grpo.training.preflight import check_batch_sizes, check_rows_suffice, left_by_runs, locked
+from mt_grpo.training.ranks import check_same, clear_checkpoint, keep_checkpoint, keep_records
 from mt_grpo.training.servers import replays_routes
-from mt_grpo.training.staleness import SmallerSteps
 from mt_grpo.training.step_log import StepLog
-from mt_grpo.training.step_log.printed import FewerPrinter, FewerProgress
+from mt_grpo.training.step_log.display import FewerPrinter, FewerProgress
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +68,7 @@ class ResumableTrainer(GRPOTrainer):
     env: Any
     step_log: StepLog
     _silence: Silence
-    _ahead: BatchesAhead | None
+    _prefetch: PrefetchQueue | None
     _earlier: list[Path]
     _steps: SmallerSteps
     _synced_step: int
@@ -106,10 +107,10 @@ class ResumableTrainer(GRPOTrainer):
         self._begun, self.evaluated_step = (-1, 0, None), None
         folder = Path(self.args.output_dir).resolve()
         self.step_log.records.resumes = checkpoint is not None and Path(checkpoint).resolve().parent == folder
-        self._ahead, self._sampler = batches_ahead(self), None  # a stream has no sampler
+        self._prefetch, self._sampler = PrefetchQueue.of(self), None  # a stream has no sampler
         signals = [signal.SIGUSR1, *([signal.SIGTERM] if self.args.enable_jit_checkpoint else [])]
         with locked(self.args), listening(*signals):
-            with self._pulse(), self._says_how_far(), self._ahead or nullcontext(), self._names_rows():
+            with self._pulse(), self._says_how_far(), self._prefetch or nullcontext(), self._names_rows():
                 result = super().train(checkpoint, *args, **kwargs)
             keep_records(Path(self.args.output_dir, FOLDER), self.args)
         if self._initial_global_step == self.state.global_step < self.state.max_steps:
@@ -158,11 +159,11 @@ class ResumableTrainer(GRPOTrainer):
         return f"{where}: {said}"
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, *args: Any) -> tuple[list[Any], Any]:
-        """Those of transformers, which may have been read ahead. An optimiser step begins here."""
+        """Those of transformers, which may have been read earlier. An optimiser step begins here."""
         self.end_if_preempted()
         self._begun = self.state.global_step, self._step, self._buffered_inputs
-        if self._ahead is not None:
-            epoch_iterator = self._ahead.read(epoch_iterator, num_batches, self._step, self.state)
+        if self._prefetch is not None:
+            epoch_iterator = self._prefetch.read(epoch_iterator, num_batches, self._step, self.state)
         return super().get_batch_samples(epoch_iterator, num_batches, *args)
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:
@@ -233,11 +234,11 @@ class ResumableTrainer(GRPOTrainer):
         if self.is_world_process_zero():
             warn_of_differences(folder, self._made_with(), changed)
         load_reference(folder, self.args, accelerator, self.ref_model)
-        self._step, self._buffered_inputs, ahead = load_rollouts(
+        self._step, self._buffered_inputs, prefetched = load_rollouts(
             folder, accelerator, options, replays_routes(self.args)
         )
-        if self._ahead is not None and ahead is not None:
-            self._ahead.restore(ahead)
+        if self._prefetch is not None and prefetched is not None:
+            self._prefetch.restore(prefetched)
 
     def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
         """TRL's, which is called when the optimizer is ready and no checkpoint is loaded yet."""
@@ -313,14 +314,14 @@ class ResumableTrainer(GRPOTrainer):
         limit, self.args.save_total_limit = self.args.save_total_limit, None  # earlier ones stay until this is whole
         try:
             with says_what_cannot_be_written(folder, self.args.output_dir):
-                clear(folder, self.args)  # of one that was written before the run went back behind it
+                clear_checkpoint(folder, self.args)  # of one that was written before the run went back behind it
                 super()._save_checkpoint(model, trial)
                 save_reference(folder, self.args, self.accelerator, self.ref_model)
                 if self.is_world_process_zero():
                     (folder / MADE_WITH).write_text(to_json(self._made_with()), encoding="utf-8")
                 options = batch_options(self.args)
-                ahead = None if self._ahead is None else self._ahead.state(self.state.global_step)
-                save_rollouts(folder, self.accelerator, self._step, self._buffered_inputs, options, ahead)
+                prefetched = None if self._prefetch is None else self._prefetch.state(self.state.global_step)
+                save_rollouts(folder, self.accelerator, self._step, self._buffered_inputs, options, prefetched)
                 keep_checkpoint(folder, self.args)
                 keep_records(Path(self.args.output_dir, FOLDER), self.args)
         except BaseException:  # a checkpoint is whole or absent, whatever stops its writing
@@ -357,3 +358,52 @@ class ResumableTrainer(GRPOTrainer):
             text = card.read_text(encoding="utf-8").replace("[None](https://huggingface.co/None)", f"`{name}`")
             text = text.replace('model="None"', f'model="{Path(self.args.output_dir).name}"')
             card.write_text(text, encoding="utf-8")
+
+
+RATES = ("lr", "initial_lr")
+OPTIONS = {
+    "initial_lr": ("learning_rate",),
+    "weight_decay": ("weight_decay",),
+    "betas": ("adam_beta1", "adam_beta2"),
+    "eps": ("adam_epsilon",),
+}
+"""The options of a group's entries."""
+
+
+def hyperparameters(optimizer: Any) -> list[dict[str, Any]]:
+    """
+    The options of an optimizer's groups: what its class takes, and the rates. Groups of some optimizers also hold what
+    these count, such as the steps of those without a schedule.
+    """
+    plain = optimizer
+    while hasattr(plain, "optimizer"):  # accelerate and DeepSpeed wrap it
+        plain = plain.optimizer
+    names = {*RATES, *OPTIONS, *inspect.signature(type(plain)).parameters} - {"params"}
+    return [{name: value for name, value in group.items() if name in names} for group in optimizer.param_groups]
+
+
+def take_given(optimizer: Any, scheduler: Any, given: list[dict[str, Any]]) -> dict[str, tuple[Any, Any]]:
+    """
+    Gives an optimizer and its schedule back what a checkpoint replaced. The step that the schedule is
+    at, and what the optimizer remembers of gradients, stay the checkpoint's. A schedule that is no function of the
+    step keeps the rate too.
+    """
+    if isinstance(scheduler, AcceleratedScheduler):  # DeepSpeed's
+        scheduler = scheduler.scheduler
+    changed: dict[str, tuple[Any, Any]] = {}
+    for group, values in zip(optimizer.param_groups, given, strict=True):
+        for name, options in OPTIONS.items():
+            if name in group and name in values:
+                before, here = (each if len(options) > 1 else (each,) for each in (group[name], values[name]))
+                pairs = zip(options, before, here, strict=True)
+                changed |= {option: (old, new) for option, old, new in pairs if old != new}
+    by_step = isinstance(scheduler, LambdaLR)
+    for group, values in zip(optimizer.param_groups, given, strict=True):
+        group.update({name: value for name, value in values.items() if by_step or name not in RATES})
+    if isinstance(scheduler, LambdaLR):
+        bases = [values["initial_lr"] for values in given]
+        rates = [base * of(scheduler.last_epoch) for base, of in zip(bases, scheduler.lr_lambdas, strict=True)]
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        scheduler.load_state_dict(scheduler.state_dict() | {"base_lrs": bases, "_last_lr": rates})
+    return changed

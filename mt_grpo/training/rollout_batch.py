@@ -24,8 +24,8 @@ from mt_grpo.trajectory import Message, Trajectory, visible
 
 
 @dataclass
-class Lag:
-    """How a batch came to be trained."""
+class Staleness:
+    """How a batch came to be trained: how old its samples are, and what was waited for."""
 
     turns: list[tuple[int, int]] = field(default_factory=list)
     ready: float = 0.0
@@ -59,7 +59,7 @@ class RolloutBatch:
         sampled_again (`int`): Groups that were sampled again, counted as often as they were.
         leaves (`dict[str, list[AnswerLeaves]]`): By reward, the right answers that the policy's next forward scores.
         answered (`bool`): Whether a forward has scored those of every reward that asks the policy.
-        lag (`Lag`): How it came to be trained, where batches are sampled ahead.
+        staleness (`Staleness`): How it came to be trained.
     """
 
     mode: str
@@ -79,7 +79,7 @@ class RolloutBatch:
     sampled_again: int = 0
     leaves: dict[str, list[AnswerLeaves]] = field(default_factory=dict)
     answered: bool = False
-    lag: Lag = field(default_factory=Lag)
+    staleness: Staleness = field(default_factory=Staleness)
 
     @property
     def advantages(self) -> Tensor:

@@ -35,7 +35,6 @@ from mt_grpo.rollout.engines.proof import prove_engine
 from mt_grpo.rollout.engines.transformers import TransformersEngine
 from mt_grpo.silence import Silence
 from mt_grpo.training.activations import Activations, check_checkpointing
-from mt_grpo.training.ahead import BatchesAhead
 from mt_grpo.training.answer_logprobs import (
     asks_server,
     check_scorers,
@@ -57,7 +56,6 @@ from mt_grpo.training.environment import (
     weights_of,
     with_prompts,
 )
-from mt_grpo.training.folder import left_by_runs
 from mt_grpo.training.forward_plan import (
     keep_outputs_exact,
     plan_of_loss,
@@ -92,24 +90,28 @@ from mt_grpo.training.model import (
 )
 from mt_grpo.training.nonfinite import NumbersToTensorBoard, check_gradient, check_loss
 from mt_grpo.training.own_server import check_own_servers, hand_over, own_server
+from mt_grpo.training.prefetch import STEP_FACTOR, PrefetchQueue, SmallerSteps, effective_sample_size
 from mt_grpo.training.preflight import (
     check_best,
     check_reward_columns,
     check_surroundings,
+    left_by_runs,
     tell_device,
 )
-from mt_grpo.training.processes import everywhere, run_here
+from mt_grpo.training.ranks import everywhere, run_here
 from mt_grpo.training.replay import NoEngine, Replay
 from mt_grpo.training.resuming import ResumableTrainer
 from mt_grpo.training.reward_batch import (
+    ModelReward,
+    as_in_trl,
     gather_rewards,
     has_signal,
     leave_out,
     sample_again,
     share_of_equal_groups,
     share_out,
+    with_models,
 )
-from mt_grpo.training.reward_models import ModelReward, as_in_trl, with_models
 from mt_grpo.training.rollout_batch import EvaluationRows, RolloutBatch, as_text, branching, fill_up, fill_up_scores
 from mt_grpo.training.servers import (
     ModelCopy,
@@ -122,10 +124,9 @@ from mt_grpo.training.servers import (
     server_client,
     weight_sync,
 )
-from mt_grpo.training.staleness import STEP_FACTOR, SmallerSteps, effective_sample_size
 from mt_grpo.training.step_log import Step, StepLog
+from mt_grpo.training.step_log.display import print_fewer
 from mt_grpo.training.step_log.metrics import means_over_rows, route_metrics, show_advantages
-from mt_grpo.training.step_log.printed import print_fewer
 from mt_grpo.training.trl_arguments import (
     as_list,
     as_mtgrpo_config,
@@ -297,7 +298,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             self._prepare_rollouts(engine)
             self._prepare_step_log()
         self.batch: RolloutBatch | None = None
-        self._ahead: BatchesAhead | None = None
+        self._prefetch: PrefetchQueue | None = None
         self.eval_trajectories: list[Trajectory] = []
         self.evaluated_step: int | None = None
         self._evaluation: EvaluationRows | None = None
@@ -447,8 +448,8 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             with open_environments(batch):
                 step.output = super()._generate_and_score_completions(shown)
             if self.args.max_staleness and mode == "train":
-                batch.lag.effective = effective_sample_size(step.output)
-                step.output[STEP_FACTOR] = torch.tensor(self._steps.factor(batch.lag.effective), dtype=torch.double)
+                share = batch.staleness.effective = effective_sample_size(step.output)
+                step.output[STEP_FACTOR] = torch.tensor(self._steps.factor(share), dtype=torch.double)
             self._credit(step)
         except BaseException:  # whatever fails, conversations that were finished before are not lost
             self.step_log.records.rescue(step)
@@ -502,10 +503,10 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             start = time.perf_counter()
             with self.step_log.activity.of("weight sync"):
                 self.weight_sync.sync(step)
-            self._synced_step, batch.lag.sync_seconds = step, time.perf_counter() - start
+            self._synced_step, batch.staleness.sync_seconds = step, time.perf_counter() - start
         self._prove_engine()
-        ahead = None if batch.mode == "eval" or batch.attempt else self._ahead
-        taken = ahead is not None and ahead.begin(self._step, step)
+        prefetch = None if batch.mode == "eval" or batch.attempt else self._prefetch
+        taken = prefetch is not None and prefetch.begin(self._step, step)
         sessions = {request.session for request in requests}
         sampling = self.step_log.activity.sampling(batch, self.runner.under_way, sessions)
 
@@ -519,7 +520,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             )
 
         with without_dropout(self.model, True), self._lent_model(), sampling:
-            run = everywhere(lambda: ahead.take(batch, self._step)) if taken else self._run_on_all_ranks(converse)
+            run = everywhere(lambda: prefetch.take(batch, self._step)) if taken else self._run_on_all_ranks(converse)
         if self.weight_sync is not None:
             self.weight_sync.check()
         batch.trajectories = fill_up(run, batch.fills, lambda index: Trajectory(batch.rows[index]["prompt"]))

@@ -10,13 +10,13 @@ from PIL import Image
 from support.loopback import ScriptedServer, free_port
 from support.models import build_tokenizer
 
-from mt_grpo.app.doctor import memory_plan, probe, surroundings, time_plan
-from mt_grpo.app.doctor.case import Case, examine
-from mt_grpo.app.doctor.command import CHECKS, ERROR, PLAN
 from mt_grpo.app.recipe import build_recipe
 from mt_grpo.app.request import read_request
+from mt_grpo.doctor import checks, memory_plan, time_plan
+from mt_grpo.doctor.checks import CHECKS, ERROR, PLAN
+from mt_grpo.doctor.context import RunFacts, examine
 
-ALL = CHECKS | PLAN | {"probe": probe.probe}
+ALL = CHECKS | PLAN | {"probe": memory_plan.probe}
 
 SILENT = """
 from mt_grpo.envs import MultiTurnToolEnv
@@ -98,7 +98,7 @@ def check(recipe, tmp_path):
 
     def run(name: str, *options: str, **keys: object) -> tuple[list[str], str]:
         request = read_request([*recipe(**keys), *options], "doctor")
-        found = list(examine(Case(request, build_recipe(request)), {name: ALL[name]}))
+        found = list(examine(RunFacts(request, build_recipe(request)), {name: ALL[name]}))
         assert {one.check for one in found} == {name}
         return [one.status for one in found], " ".join(f"{one.what}. {one.mend}" for one in found)
 
@@ -281,10 +281,10 @@ def test_the_server_holds_the_model_or_not(check, server, tmp_path):
 
 def test_vllm_is_installed_or_not(check, monkeypatch):
     assert check(".venv-vllm")[0] == ["ok"]
-    monkeypatch.setattr(surroundings, "version_in", lambda *names: "0.31.0")
+    monkeypatch.setattr(checks, "version_in", lambda *names: "0.31.0")
     assert check(".venv-vllm", use_vllm=True)[0] == ["ok"]
-    monkeypatch.setattr(surroundings, "version_in", lambda *names: surroundings.MISSING)
-    monkeypatch.setattr(surroundings, "version_here", lambda name: surroundings.MISSING)
+    monkeypatch.setattr(checks, "version_in", lambda *names: checks.MISSING)
+    monkeypatch.setattr(checks, "version_here", lambda name: checks.MISSING)
     status, words = check(".venv-vllm", use_vllm=True)
     assert status == ["fail"] and "scripts/install.sh .venv-vllm" in words
     assert check(".venv-vllm", use_vllm=True, vllm_server_base_url="http://far.example:8000")[0] == ["ok"]
@@ -299,7 +299,7 @@ def test_ports_are_free_or_taken(check, server, monkeypatch):
         port = int(other.url.rsplit(":", 1)[1])
         status, words = check("ports", use_vllm=True, vllm_server_port=port)
         assert status == ["fail"] and f"port {port} is taken by another program" in words
-        monkeypatch.setattr(surroundings, "MEETING_PORT", port)
+        monkeypatch.setattr(checks, "MEETING_PORT", port)
         assert check("ports", "--num_processes", "2")[0] == ["fail"]
     finally:
         other.stop()
@@ -390,7 +390,7 @@ def test_a_probe_that_runs_out_of_memory_says_so(check, monkeypatch):
     def fail(*arguments):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(probe, "_logps", fail)
+    monkeypatch.setattr(memory_plan, "_logps", fail)
     status, words = check("probe", max_completion_length=64)
     assert status == ["fail"] and "does not fit" in words and "`gradient_checkpointing: true`" in words
 
@@ -403,7 +403,7 @@ def test_a_probe_that_would_end_the_machine_is_refused(check, monkeypatch):
 
 def examined(recipe, *options, **keys):
     request = read_request([*recipe(**keys), *options], "doctor")
-    return list(examine(Case(request, build_recipe(request)), CHECKS | PLAN))
+    return list(examine(RunFacts(request, build_recipe(request)), CHECKS | PLAN))
 
 
 def test_one_reason_that_stops_many_checks_is_told_once(recipe):

@@ -18,12 +18,14 @@ from support.models import build_model
 from support.recipes import ROOT
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from mt_grpo.app.doctor.command import made_arguments
-from mt_grpo.app.doctor.gpus import named_gpu
-from mt_grpo.app.doctor.load import Load
-from mt_grpo.app.doctor.memory import (
+from mt_grpo.cli import main
+from mt_grpo.data import embedded
+from mt_grpo.doctor import named_gpu
+from mt_grpo.doctor.checks import made_arguments
+from mt_grpo.doctor.memory import (
     COPIES,
     GB,
+    Load,
     Precision,
     Sharding,
     activations,
@@ -38,9 +40,7 @@ from mt_grpo.app.doctor.memory import (
     shared_memory,
     states,
 )
-from mt_grpo.app.doctor.time_plan import Lengths, Step, assumed_lengths, recomputed, server_seconds, speed_of
-from mt_grpo.cli import main
-from mt_grpo.data import embedded
+from mt_grpo.doctor.time_plan import Lengths, Step, assumed_lengths, recomputed, server_seconds, speed_of
 from mt_grpo.errors import ConfigError
 from mt_grpo.tools.search import CorpusSearch, WikipediaSearch
 

@@ -12,7 +12,7 @@ from support.loopback import free_port
 
 from mt_grpo.app import launch
 from mt_grpo.cli import main
-from mt_grpo.training.processes import ProcessGoneError, says_who_is_gone
+from mt_grpo.training.ranks import ProcessGoneError, says_who_is_gone
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from mt_grpo.app.train import run_training
 from mt_grpo.cli import main
 from mt_grpo.rollout import RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
 from mt_grpo.training.rollout_batch import RolloutBatch
-from mt_grpo.training.step_log.step import Activity
+from mt_grpo.training.step_log import Activity
 
 STEP = r"step 1/3  reward \d\.\d{3}  loss -?\d\.\d{4}  turns \d\.\d\d  \d+\.\d s  0:0\d:\d\d left"
 

@@ -14,8 +14,8 @@ from support.trainers import Letters
 from mt_grpo.cli import main
 from mt_grpo.rewards import OutcomeReward
 from mt_grpo.training import ConfigError
-from mt_grpo.training.folder import clear_folder, left_by_runs
 from mt_grpo.training.nonfinite import NonFiniteError
+from mt_grpo.training.preflight import clear_folder, left_by_runs
 
 SAVE = ("--save_strategy", "steps", "--save_steps", "1", "--do_eval", "false")
 

@@ -25,8 +25,8 @@ from support.trainers import Letters, batch
 from support.waiting import until, until_true
 from transformers import AutoTokenizer
 
-from mt_grpo.app.doctor.memory import read_shape
 from mt_grpo.concurrency import BackgroundTask
+from mt_grpo.doctor.memory import read_shape
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.forward.lm_head import Truncation
 from mt_grpo.integrations.openai_api import AgentSource

@@ -26,7 +26,7 @@ from mt_grpo.preemption import PreemptedError  # noqa: E402
 from mt_grpo.rollout import ScriptedEngine  # noqa: E402
 from mt_grpo.runlog import open_run  # noqa: E402
 from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer  # noqa: E402
-from mt_grpo.training.hosts import resume_point  # noqa: E402
+from mt_grpo.training.checkpoint import resume_point  # noqa: E402
 from support.models import CPU_RUN, build_model, build_tokenizer, lookup  # noqa: E402
 from support.ranks import Length, conversation  # noqa: E402
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from support.memory import peak_memory
 
-from mt_grpo.training.hosts import _number
+from mt_grpo.training.ranks import _number
 
 
 def test_a_large_weight_is_added_up_in_little_memory():

@@ -11,12 +11,12 @@ import pytest
 
 from mt_grpo.errors import ConfigError
 from mt_grpo.training.config import MTGRPOConfig
-from mt_grpo.training.folder import LOCK, check_folder, locked
+from mt_grpo.training.preflight import LOCK, check_folder, locked
 
 HOLDS = """
 import sys
 from mt_grpo.training.config import MTGRPOConfig
-from mt_grpo.training.folder import locked
+from mt_grpo.training.preflight import locked
 with locked(MTGRPOConfig(sys.argv[1], use_cpu=True, bf16=False), "a/model"):
     print("held", flush=True)
     sys.stdin.read()

@@ -15,7 +15,7 @@ from transformers import PrinterCallback, ProgressCallback
 from mt_grpo import silence
 from mt_grpo.app.train import run_training
 from mt_grpo.rewards import OutcomeReward
-from mt_grpo.training.step_log.printed import FewerPrinter, FewerProgress, print_fewer, printed
+from mt_grpo.training.step_log.display import FewerPrinter, FewerProgress, print_fewer, printed
 
 
 @pytest.mark.parametrize("name", ["loss", "reward", "rewards/mine/mean", "eval_reward", "eval_hard_reward", "epoch"])

@@ -16,8 +16,14 @@ from mt_grpo.runlog.state import read_state
 from mt_grpo.runlog.writer import RunWriter
 from mt_grpo.token_tree import TokenTree
 from mt_grpo.training.step_log import Outputs
-from mt_grpo.training.step_log.records import as_record, mean_record, read_audit, update_rows
-from mt_grpo.training.step_log.step import number_rows, split_number
+from mt_grpo.training.step_log.records import (
+    as_record,
+    mean_record,
+    number_rows,
+    read_audit,
+    split_number,
+    update_rows,
+)
 from mt_grpo.trajectory import Trajectory
 
 

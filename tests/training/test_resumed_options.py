@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 
 from mt_grpo.errors import ConfigError
 from mt_grpo.training.checkpoint import batch_options, check_checkpoint, check_sharding
-from mt_grpo.training.hyperparameters import hyperparameters, take_given
+from mt_grpo.training.resuming import hyperparameters, take_given
 
 SAVED = {"save_strategy": "steps", "save_steps": 1, "learning_rate": 0.1, "max_steps": 3, "optim": "adamw_torch"}
 WATCHED = ("lr", "initial_lr", "weight_decay", "betas", "eps")

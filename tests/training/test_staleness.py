@@ -17,7 +17,7 @@ from mt_grpo.rollout import ScriptedEngine
 from mt_grpo.runlog import open_run
 from mt_grpo.token_tree import TokenTree
 from mt_grpo.training import ConfigError, MTGRPOConfig, MTGRPOEnvTrainer, token_logps
-from mt_grpo.training.staleness import effective_sample_size
+from mt_grpo.training.prefetch import effective_sample_size
 
 
 def tokens_of(folder):
@@ -253,7 +253,7 @@ def test_few_effective_conversations_make_steps_smaller(sampled, monkeypatch, ca
     trainer, _ = sampled("small", callback=Rates(), max_staleness=1, max_steps=3, learning_rate=0.3)
     assert rates == pytest.approx([0.3, 0.1 * 0.2, 0.1])
     assert logged(trainer, "learning_rate") == pytest.approx([0.3, 0.2, 0.1])
-    assert "Of a batch only 10 % counts" in caplog.text
+    assert "Effective sample size is only 10 % of the batch" in caplog.text
 
 
 def test_a_resumed_batch_keeps_its_smaller_steps(sampled, monkeypatch):

@@ -16,7 +16,14 @@ from mt_grpo.rollout import ScriptedEngine
 from mt_grpo.token_tree import TokenTree
 from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
 from mt_grpo.training.rollout_batch import as_text
-from mt_grpo.training.step_log.table import MOST_CHARACTERS, MOST_MESSAGES, as_markdown, plain, table_row, turn_pieces
+from mt_grpo.training.step_log.display import (
+    MOST_CHARACTERS,
+    MOST_MESSAGES,
+    as_markdown,
+    plain,
+    table_row,
+    turn_pieces,
+)
 from mt_grpo.trajectory import StopReason, Trajectory, Turn
 
 

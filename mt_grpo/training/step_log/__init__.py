@@ -7,7 +7,9 @@ own: what is on disk, what is warned of, what is logged, what is shown.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +18,101 @@ from transformers import TrainerCallback
 
 from mt_grpo.credit import audit_rewards, uncredited_turn_rewards
 from mt_grpo.rewards import RewardFunc, StateScore
+from mt_grpo.runlog.rows import question_of
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.rollout_batch import RolloutBatch
+from mt_grpo.training.step_log.display import Table
 from mt_grpo.training.step_log.metrics import Metrics
-from mt_grpo.training.step_log.records import Records, as_record, describe_rewards
-from mt_grpo.training.step_log.step import Activity, Outputs, Step, Update
-from mt_grpo.training.step_log.table import Table
+from mt_grpo.training.step_log.records import Outputs, Records, Step, Update, as_record, describe_rewards
 from mt_grpo.training.step_log.warnings import Warnings
+from mt_grpo.trajectory import Trajectory
 
-__all__ = ["Outputs", "Step", "StepLog", "Update"]
+__all__ = ["Activity", "Outputs", "Step", "StepLog", "Update"]
+
+
+class Activity:
+    """
+    What the trainer waits for: `forward and backward` unless it says otherwise.
+
+    Attributes:
+        waits_for (`str`): What is waited for.
+        seconds (`dict[str, float]`): Time that was waited for each thing since somebody cleared it.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.waits_for = "forward and backward"
+        self._batch: RolloutBatch | None = None
+        self._under_way: Mapping[str, Trajectory] = {}
+        self._sessions: Container[str] | None = None
+
+    @contextmanager
+    def of(self, what: str) -> Iterator[None]:
+        """`what` is waited for in the block."""
+        before, self.waits_for = self.waits_for, what
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.waits_for = before
+            self.seconds[what] += time.perf_counter() - start
+
+    @contextmanager
+    def sampling(
+        self, batch: RolloutBatch, under_way: Mapping[str, Trajectory], sessions: Container[str] | None = None
+    ) -> Iterator[None]:
+        """
+        Conversations are sampled in the block.
+
+        Args:
+            batch (`RolloutBatch`): Gets the conversations that are finished.
+            under_way (`dict`): Those that are not, by session; those of other batches too.
+            sessions (`Container[str]`, *optional*): Those of the batch; all by default.
+        """
+        self._batch, self._under_way, self._sessions = batch, under_way, sessions
+        try:
+            with self.of("sampling"):
+                yield
+        finally:
+            self._batch, self._under_way, self._sessions = None, {}, None
+
+    def conversations(self) -> list[dict[str, Any]]:
+        """Those under way on this process, the oldest first, as `state.json` has them."""
+        under_way = list(self._under_way.values())  # a copy, since another thread goes on
+        shown = [
+            {
+                "session": trajectory.session,
+                "prompt": question_of(trajectory),
+                "turns": len(trajectory.turns),
+                "tokens": sum(turn.num_tokens for turn in trajectory.turns),
+                "start": trajectory.start,
+                "waits_for": "tools" if _waits_for_tools(trajectory) else "sampling",
+            }
+            for trajectory in under_way
+        ]
+        return sorted(shown, key=lambda each: each["start"] or 0.0)
+
+    def describe(self) -> str:
+        """What is waited for, and while conversations are sampled, how many are finished and their turns so far."""
+        batch, sessions = self._batch, self._sessions
+        # a copy, since another thread goes on
+        items = list(self._under_way.items())
+        under_way = [each for session, each in items if sessions is None or session in sessions]
+        if batch is None:
+            return f"waiting for {self.waits_for}"
+        finished = list(batch.trajectories)
+        asked = batch.fills.count(False)
+        turns = sum(len(trajectory.turns) for trajectory in (*finished, *under_way))
+        in_tools = sum(_waits_for_tools(trajectory) for trajectory in under_way)
+        return (
+            f"{len(finished)} of {asked} conversations, {turns} turns; waiting for sampling "
+            f"({len(under_way) - in_tools}) and tools ({in_tools})"
+        )
+
+
+def _waits_for_tools(trajectory: Trajectory) -> bool:
+    """Whether the latest turn of a conversation that is under way has no reply yet."""
+    return bool(trajectory.turns) and not trajectory.turns[-1].replies
 
 
 class StepLog(TrainerCallback):
@@ -58,8 +146,8 @@ class StepLog(TrainerCallback):
         self.activity = Activity()
         self.warnings = Warnings(rewards, args, state_scores, about["tools"])
         self.records = Records(args, about, described, save_tokenizer)
-        ahead = args.max_staleness > 0 and args.replay is None
-        self.metrics = Metrics(weights, [reward.name for reward in rewards], ahead)
+        prefetches = args.max_staleness > 0 and args.replay is None
+        self.metrics = Metrics(weights, [reward.name for reward in rewards], prefetches)
         self.table = Table(args, trackers)
         self._args, self._names = args, [reward.name for reward in rewards]
         self._has_turn_rewards = bool(turn_rewards)

@@ -11,8 +11,8 @@ from accelerate import PartialState
 from accelerate.utils import gather, gather_object
 
 from mt_grpo.credit import RewardBatch
-from mt_grpo.training.rollout_batch import Lag
-from mt_grpo.training.step_log.step import Step
+from mt_grpo.training.rollout_batch import Staleness
+from mt_grpo.training.step_log.records import Step
 from mt_grpo.trajectory import StopReason, Trajectory
 
 
@@ -71,11 +71,11 @@ class Metrics:
     Args:
         weights (`Tensor`): `(num_rewards,)`, weights of the rewards.
         names (`list[str]`): Their names.
-        ahead (`bool`, *optional*, defaults to `False`): Whether batches are sampled ahead.
+        prefetches (`bool`, *optional*, defaults to `False`): Whether batches are prefetched.
     """
 
-    def __init__(self, weights: torch.Tensor, names: list[str], ahead: bool = False) -> None:
-        self._weights, self._names, self._ahead = weights, names, ahead
+    def __init__(self, weights: torch.Tensor, names: list[str], prefetches: bool = False) -> None:
+        self._weights, self._names, self._prefetches = weights, names, prefetches
         self._tallies = {"train": Tally(), "eval": Tally()}
 
     def take(self, step: Step) -> None:
@@ -87,8 +87,8 @@ class Metrics:
         tally.merge(credit_metrics(batch.rewards, batch.advantages))
         if step.mode == "train":
             tally.merge(audit_metrics(step.audit, batch.sampled_again))
-        if step.mode == "train" and self._ahead:
-            tally.merge(staleness_metrics(batch.lag))
+        if step.mode == "train" and self._prefetches:
+            tally.merge(staleness_metrics(batch.staleness))
         if "importance_sampling_ratio" in step.output:
             tally.merge(mismatch_metrics(step.output, batch.advantages.shape[1]))
 
@@ -187,22 +187,22 @@ def audit_metrics(audit: dict[str, Any], sampled_again: int) -> Tally:
     return tally
 
 
-def staleness_metrics(lag: Lag) -> Tally:
-    """How a batch that was sampled ahead came to be trained; a collective call."""
-    lags = gather_object([lag])
+def staleness_metrics(staleness: Staleness) -> Tally:
+    """How a batch that was prefetched came to be trained; a collective call."""
+    ranks = gather_object([staleness])
     tally = Tally()
-    turns = [turn for each in lags for turn in each.turns]
+    turns = [turn for each in ranks for turn in each.turns]
     if turns:
         tally.count("sampled token", sum(tokens for _, tokens in turns))
         tally.add("staleness/mean", sum(behind * tokens for behind, tokens in turns), per="sampled token")
         tally.largest("staleness/max", float(max(behind for behind, _ in turns)))
-    tally.count("batch ahead", 1)
-    tally.add("rollout/ready", sum(each.ready for each in lags) / len(lags), per="batch ahead")
-    tally.add("rollout/wait_seconds", max(each.wait_seconds for each in lags), per="batch ahead")
-    tally.add("sync/seconds", max(each.sync_seconds for each in lags), per="batch ahead")
-    if lag.effective is not None and not math.isnan(lag.effective):  # the same on every process
+    tally.count("prefetched batch", 1)
+    tally.add("rollout/ready", sum(each.ready for each in ranks) / len(ranks), per="prefetched batch")
+    tally.add("rollout/wait_seconds", max(each.wait_seconds for each in ranks), per="prefetched batch")
+    tally.add("sync/seconds", max(each.sync_seconds for each in ranks), per="prefetched batch")
+    if staleness.effective is not None and not math.isnan(staleness.effective):  # the same on every process
         tally.count("corrected batch", 1)
-        tally.add("staleness/effective_sample_size", lag.effective, per="corrected batch")
+        tally.add("staleness/effective_sample_size", staleness.effective, per="corrected batch")
     return tally
 
 

@@ -9,14 +9,16 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from math import isnan
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from accelerate.utils import gather_object
+from torch import Tensor
 
 from mt_grpo.credit import Audit, Credit, Uncredited, explain
 from mt_grpo.rewards import RewardFunc
@@ -27,9 +29,8 @@ from mt_grpo.runlog.trim import trim
 from mt_grpo.runlog.writer import end_with_a_line, finite
 from mt_grpo.training.checkpoint import later_checkpoints
 from mt_grpo.training.config import MTGRPOConfig
-from mt_grpo.training.hosts import several_hosts
-from mt_grpo.training.processes import everywhere
-from mt_grpo.training.step_log.step import Outputs, Step, Update, split_number
+from mt_grpo.training.ranks import everywhere, several_hosts
+from mt_grpo.training.rollout_batch import RolloutBatch
 from mt_grpo.trajectory import Trajectory
 
 Lines = list[dict[str, Any]]
@@ -40,6 +41,144 @@ SECRET = ("token", "key", "secret", "password")
 PACKAGES = ("mt-grpo", "trl", "transformers", "accelerate", "torch", "datasets", "peft")
 
 logger = logging.getLogger(__name__)
+
+
+_STEP, _BATCH = 40, 24  # bits: a row of a batch of 16 million, of 65,536 batches of a step
+
+
+@dataclass
+class Step:
+    """
+    One batch of training or of an evaluation.
+
+    Args:
+        batch (`RolloutBatch`): Its conversations; once they are judged, their rewards and advantages.
+        number (`int`): Optimiser steps that were taken before.
+        k (`int`): Tells batches of one step apart.
+        first (`int`): Number of this process's first row among those of all processes.
+        output (`dict`): The columns that TRL trains on, most of them `(B, T)`.
+        audit (`dict`): What the rewards of all processes say within their groups, in training; see `as_record`.
+        lines (`list[dict]`): The index's lines of its conversations, of all processes.
+    """
+
+    batch: RolloutBatch
+    number: int
+    k: int
+    first: int
+    output: dict[str, Any] = field(default_factory=dict)
+    audit: dict[str, Any] = field(default_factory=dict)
+    lines: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def mode(self) -> str:
+        return self.batch.mode
+
+    @property
+    def rows(self) -> Tensor:
+        """Numbers of this process's rows among those of all processes, `(B,)`."""
+        return torch.arange(self.first, self.first + len(self.batch.rows), device=self.batch.advantages.device)
+
+    @property
+    def row_ids(self) -> Tensor:
+        """A number per row, `(B,)`, that says which conversation it is, wherever the row is trained."""
+        return number_rows(self.number, self.k, self.rows)
+
+    @property
+    def advantages(self) -> Tensor:
+        """Of this process's rows, per turn, `(B, K)`."""
+        return self.batch.advantages[self.rows]
+
+
+@dataclass
+class Update:
+    """
+    One optimiser step.
+
+    Args:
+        number (`int`): The step, from 0.
+        start (`float`): When it began, in seconds since 1970.
+        seconds (`float`): How long it took.
+        waits (`dict[str, float]`): Seconds of it that were waited for each thing, see `Activity`.
+        outputs (`list[Outputs]`): What its forwards computed, per micro-batch.
+        gradient_norm (`float`, *optional*): `None` where it is not known.
+    """
+
+    number: int = 0
+    start: float = 0.0
+    seconds: float = 0.0
+    waits: dict[str, float] = field(default_factory=dict)
+    outputs: list[Outputs] = field(default_factory=list)
+    gradient_norm: float | None = None
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """
+    What the forward of one micro-batch computed, on its device, so that nothing waits for it within the step. All but
+    `row_ids` are `(B, T)`.
+
+    Args:
+        row_ids (`Tensor`): `(B,)`, see `number_rows`.
+        trained (`Tensor`): Bool, where a token is trained.
+        difference, entropies, ratios, clipped (`Tensor`): See `mt_grpo.runlog.schema.UPDATES`.
+    """
+
+    row_ids: Tensor
+    trained: Tensor
+    difference: Tensor
+    entropies: Tensor
+    ratios: Tensor
+    clipped: Tensor
+
+    @classmethod
+    def of(cls, inputs: dict[str, Any], logps: Tensor, entropies: Tensor, args: MTGRPOConfig) -> Outputs:
+        """
+        Of the micro-batch whose loss TRL computes.
+
+        Args:
+            inputs (`dict`): The micro-batch.
+            logps, entropies (`Tensor`): `(B, T)`, from its forward.
+            args (`MTGRPOConfig`): With the options of the loss.
+        """
+        logps = logps.detach()
+        trained = (inputs["completion_mask"] * inputs["tool_mask"]).bool()
+        log_ratios = logps - inputs.get("old_per_token_logps", logps)
+        return cls(
+            inputs["row_ids"],
+            trained,
+            (logps - inputs["sampling_per_token_logps"]).half(),
+            entropies.detach().half(),
+            log_ratios.exp().half(),
+            clip_flags(log_ratios, inputs["advantages"], trained, args),
+        )
+
+
+def clip_flags(log_ratios: Tensor, advantages: Tensor, trained: Tensor, args: MTGRPOConfig) -> Tensor:
+    """Where TRL's loss clips the ratio, so that the token has no gradient, or with `cispo` a bounded weight."""
+    low, high = args.epsilon, args.epsilon if args.epsilon_high is None else args.epsilon_high
+    if args.importance_sampling_level == "sequence":
+        mean = (log_ratios * trained).sum(dim=1, keepdim=True) / trained.sum(dim=1, keepdim=True).clamp(min=1)
+        log_ratios = mean.expand_as(log_ratios)
+    ratios = log_ratios.exp()
+    if args.loss_type == "cispo":
+        return (ratios > high) & (advantages > 0)
+    if args.loss_type in ("sapo", "vespo"):  # they weigh ratios smoothly
+        return torch.zeros_like(trained)
+    clipped = (ratios < 1 - low) & (advantages < 0)
+    clipped |= (ratios > 1 + high) & (advantages > 0)
+    if args.delta is not None:
+        clipped |= (ratios > args.delta) & (advantages < 0)
+    return clipped
+
+
+def number_rows(step: int, k: int, rows: Tensor) -> Tensor:
+    """One number for step, batch and row, `(B,)`."""
+    return (step << _STEP) + (k << _BATCH) + rows
+
+
+def split_number(number: int) -> tuple[int, int, int]:
+    """Step, batch and row of what `number_rows` returns."""
+    return number >> _STEP, (number >> _BATCH) % (1 << (_STEP - _BATCH)), number % (1 << _BATCH)
 
 
 def describe_rewards(turn: Sequence[RewardFunc], outcome: Sequence[RewardFunc], weights: Sequence[float]) -> Lines:

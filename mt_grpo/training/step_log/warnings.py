@@ -14,9 +14,8 @@ from mt_grpo.credit.audit import outcome_at_first_turn, pull_apart, scale_ratio
 from mt_grpo.rewards import RewardFunc, StateScore, TurnReward, score_cut
 from mt_grpo.runlog.findings import Counts, find, why_equal
 from mt_grpo.training.config import MTGRPOConfig
-from mt_grpo.training.processes import run_here
-from mt_grpo.training.step_log.records import mean_record
-from mt_grpo.training.step_log.step import Step, Update
+from mt_grpo.training.ranks import run_here
+from mt_grpo.training.step_log.records import Step, Update, mean_record
 from mt_grpo.trajectory import Trajectory
 
 CUT = 8

@@ -23,14 +23,18 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrained
 from trl import get_peft_config
 
 from mt_grpo.app.build import load_datasets, prompt_lengths
-from mt_grpo.app.doctor.gpus import GPU, find_gpu, named_gpu
-from mt_grpo.app.doctor.memory import (
+from mt_grpo.app.recipe import Recipe
+from mt_grpo.app.request import Request
+from mt_grpo.data.loaders import HubUnreachable, hub_fault
+from mt_grpo.doctor import GPU, find_gpu, named_gpu
+from mt_grpo.doctor.memory import (
     ASLEEP,
     COPIES,
     EIGHT_BIT,
     GB,
     SHARING,
     USUAL,
+    Load,
     Precision,
     Shape,
     Sharding,
@@ -38,12 +42,10 @@ from mt_grpo.app.doctor.memory import (
     read_shape,
     read_sharding,
 )
-from mt_grpo.app.recipe import Recipe
-from mt_grpo.app.request import Request
-from mt_grpo.data.loaders import HubUnreachable, hub_fault
 from mt_grpo.envs import EnvSource
 from mt_grpo.envs.source import source_of
 from mt_grpo.errors import ConfigError, UserError, libraries_may_refuse
+from mt_grpo.forward.lm_head import CHUNK_ELEMENTS
 from mt_grpo.forward.probe import context_length
 from mt_grpo.training.checkpoint import adapter_settings
 from mt_grpo.training.environment import check_env, prepare_tokenizer, rows_of
@@ -77,11 +79,11 @@ class NotKnown(ConfigError):
     """A fact that cannot be found out on this machine, e.g. without a network. The run itself may know it."""
 
 
-def fact(find: Callable[[Case], T]) -> T:
+def fact(find: Callable[[RunFacts], T]) -> T:
     """A property that is computed once. A `UserError` that it raised is raised again each time."""
 
     @functools.wraps(find)
-    def get(self: Case) -> T:
+    def get(self: RunFacts) -> T:
         if find.__name__ not in self._known:
             try:
                 self._known[find.__name__] = find(self), None
@@ -95,7 +97,7 @@ def fact(find: Callable[[Case], T]) -> T:
     return property(get)
 
 
-class Case:
+class RunFacts:
     """A run, as its recipe and the doctor's own options describe it."""
 
     def __init__(self, request: Request, recipe: Recipe) -> None:
@@ -298,6 +300,30 @@ class Case:
         """Tokens of the longest conversation that the run allows."""
         return min(self.context, self.prompt + self.args.max_completion_length)
 
+    @fact
+    def load(self) -> Load:
+        """What decides what a training process holds."""
+        args = self.args
+        return Load(
+            self.shape,
+            self.precision,
+            self.processes,
+            args.per_device_train_batch_size,
+            args.gradient_accumulation_steps,
+            self.prompt,
+            args.max_completion_length,
+            self.context,
+            bool(args.gradient_checkpointing),
+            CHUNK_ELEMENTS["cuda" if self.on_gpu else "cpu"] if args.forward != "padded" else None,
+            args.beta > 0,
+            0 if args.use_vllm else self.under_way,
+            bool(args.max_staleness) and not args.use_vllm,
+            self.on_gpu,
+            args.sp_size,
+            args.gradient_checkpointing_layers,
+            args.activation_offloading,
+        )
+
     # Batches and servers
 
     @property
@@ -359,10 +385,10 @@ OF_THIS_MACHINE = ("environment", "server", ".venv-vllm", "ports", "files")
 
 Lines = Iterator[tuple[str, str, str]]
 """Status, finding and mend of each line of a check."""
-Check = Callable[["Case"], Lines]
+Check = Callable[[RunFacts], Lines]
 
 
-def examine(case: Case, checks: Mapping[str, Check]) -> Iterator[Finding]:
+def examine(facts: RunFacts, checks: Mapping[str, Check]) -> Iterator[Finding]:
     """
     Runs checks. A `UserError` is a `fail`, or a `warn` if it is `NotKnown`. One that stops several checks is told
     once, and the other checks are listed at the end.
@@ -371,21 +397,21 @@ def examine(case: Case, checks: Mapping[str, Check]) -> Iterator[Finding]:
     left_out = []
     for name, check in checks.items():
         try:
-            for status, what, mend in check(case):
-                yield _placed(case, Finding(name, status, what, mend))
+            for status, what, mend in check(facts):
+                yield _placed(facts, Finding(name, status, what, mend))
         except UserError as error:
             words = " ".join(str(error).split()).removesuffix(".")
             if words in told:
                 left_out.append(name)
                 continue
             told.add(words)
-            yield _placed(case, Finding(name, WARN if isinstance(error, NotKnown) else FAIL, words))
+            yield _placed(facts, Finding(name, WARN if isinstance(error, NotKnown) else FAIL, words))
     if left_out:
         yield Finding("left out", WARN, f"not checked, for the reasons above: {', '.join(left_out)}")
 
 
-def _placed(case: Case, found: Finding) -> Finding:
+def _placed(facts: RunFacts, found: Finding) -> Finding:
     """A finding about this machine; a fail is only a `warn` if the run is for another machine."""
-    if found.status != FAIL or found.check not in OF_THIS_MACHINE or not case.elsewhere:
+    if found.status != FAIL or found.check not in OF_THIS_MACHINE or not facts.elsewhere:
         return found
     return Finding(found.check, WARN, f"here, which is not the machine of the run: {found.what}", found.mend)

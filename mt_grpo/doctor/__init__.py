@@ -1,4 +1,7 @@
-"""What makers say of GPUs that people train on: memory, and speeds of which a run reaches a part."""
+"""
+`mt-grpo doctor`: whether a run can begin, whether it fits, and about how long a step takes. Here are the GPUs that it
+knows by name, which need no torch: memory, and speeds of which a run reaches a part.
+"""
 
 from __future__ import annotations
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from mt_grpo.app.doctor.case import OK, WARN, Case, Lines, NotKnown
-from mt_grpo.app.doctor.gpus import GPU, named_gpu
-from mt_grpo.app.doctor.memory import SERVER_SHARE, Shape, server_tokens
+from mt_grpo.doctor import GPU, named_gpu
+from mt_grpo.doctor.context import OK, WARN, Lines, NotKnown, RunFacts
+from mt_grpo.doctor.memory import MOST_ROWS, SERVER_SHARE, Shape, server_tokens
 from mt_grpo.errors import ConfigError
 from mt_grpo.options.rules import check_batches
 
@@ -27,8 +27,6 @@ OPS_PER_LAYER = 200
 """Small operations of a layer on a CPU, the work of Python among them."""
 OPS_PER_TOKEN = 2500
 """The same outside the layers, per token of a batch that is sampled."""
-MOST_ROWS = 64
-"""Conversations in one batch of the engine that samples from the trainer's own model."""
 LATEST = 3
 """Latest batches of a run whose mean is taken."""
 
@@ -194,39 +192,39 @@ REPLIES = 5
 """Replies of an environment where a recipe sets no `max_env_steps`."""
 
 
-def estimate(case: Case, lengths: Lengths, speed: Speed, ranks: int, servers: int) -> Step:
+def estimate(facts: RunFacts, lengths: Lengths, speed: Speed, ranks: int, servers: int) -> Step:
     """The parts of a step with so many training processes and servers."""
-    args, shape = case.args, case.shape
+    args, shape = facts.args, facts.shape
     turn = args.max_turn_length or args.max_completion_length
     if args.use_vllm:
-        size, gpus = case.served_size, args.vllm_tensor_parallel_size
-        at_once = case.under_way / servers
-        if case.on_gpu:
-            share = case.args.vllm_gpu_memory_utilization if case.colocated else SERVER_SHARE
-            at_once = min(at_once, server_tokens(case.memory, shape, size, gpus, share) / lengths.unique)
-        sampling = server_seconds(shape, speed, lengths, case.batch / servers, at_once, size, gpus)
+        size, gpus = facts.served_size, args.vllm_tensor_parallel_size
+        at_once = facts.under_way / servers
+        if facts.on_gpu:
+            share = facts.args.vllm_gpu_memory_utilization if facts.colocated else SERVER_SHARE
+            at_once = min(at_once, server_tokens(facts.memory, shape, size, gpus, share) / lengths.unique)
+        sampling = server_seconds(shape, speed, lengths, facts.batch / servers, at_once, size, gpus)
     else:
         turns = (REPLIES if args.max_env_steps is None else args.max_env_steps) + 1
-        sampling = own_engine_seconds(shape, speed, turns, turn, -(-case.batch // ranks))
-    slowest = max(case.tool_seconds.values(), default=0.0)
-    tokens = case.batch * lengths.unique
+        sampling = own_engine_seconds(shape, speed, turns, turn, -(-facts.batch // ranks))
+    slowest = max(facts.tool_seconds.values(), default=0.0)
+    tokens = facts.batch * lengths.unique
     corrected = args.num_iterations > 1 or args.use_vllm or args.max_staleness > 0
     forwards = corrected + (args.beta > 0)  # old log-probs, and the reference's
     passes = args.num_iterations + forwards / 3
-    microbatches = args.num_iterations * max(1, case.batch // (args.per_device_train_batch_size * ranks))
+    microbatches = args.num_iterations * max(1, facts.batch // (args.per_device_train_batch_size * ranks))
     again = recomputed(bool(args.gradient_checkpointing), args.gradient_checkpointing_layers)
     trained = training_seconds(shape, speed, tokens, ranks, again, passes, microbatches)
     return Step(sampling, lengths.turns * slowest, trained, args.max_staleness, not args.use_vllm)
 
 
-def step(case: Case) -> Lines:
+def step(facts: RunFacts) -> Lines:
     """The time of a step, and how the GPUs are best split between serving and training."""
-    if not case.args.use_cpu and not case.on_gpu:
+    if not facts.args.use_cpu and not facts.on_gpu:
         raise NotKnown("The memory of a GPU is not known, since there is none here: state it, as `--gpu H100`.")
-    speed = speed_of(case.gpu) if case.on_gpu else measure_cpu(case.shape)
-    lengths, factor, run = _calibrated(case, speed)
-    found = estimate(case, lengths, speed, case.processes, len(case.urls)).scaled(factor)
-    case.plan["step"] = {
+    speed = speed_of(facts.gpu) if facts.on_gpu else measure_cpu(facts.shape)
+    lengths, factor, run = _calibrated(facts, speed)
+    found = estimate(facts, lengths, speed, facts.processes, len(facts.urls)).scaled(factor)
+    facts.plan["step"] = {
         "seconds": found.total,
         "sampling": found.sampling,
         "tools": found.tools,
@@ -236,28 +234,28 @@ def step(case: Case) -> Lines:
         "sampled tokens": lengths.sampled,
         "unique tokens": lengths.unique,
     }
-    tools = _seconds(found.tools) if case.tool_seconds else "not known"
+    tools = _seconds(found.tools) if facts.tool_seconds else "not known"
     source = f"calibrated with the steps of {run}" if run else f"an estimate, for {speed.name}"
-    steps = case.steps_of_a_batch
+    steps = facts.steps_of_a_batch
     several = f" for a batch and its {steps:g} optimiser steps" if steps != 1 else ""
     what = (
         f"{_seconds(found.total)}{several} ({source}): sampling {_seconds(found.sampling)}, tools {tools}, "
         f"forward and backward {_seconds(found.training)}{_overlap(found)}; for conversations of "
         f"{lengths.turns:.1f} turns, {lengths.sampled:.0f} tokens sampled, {lengths.unique:.0f} trained on"
     )
-    hours = found.total * case.steps / case.steps_of_a_batch / 3600
-    case.plan["step"]["hours of the run"] = hours
-    what += f"; {_long(hours)} for the {case.steps} steps of the run"
+    hours = found.total * facts.steps / facts.steps_of_a_batch / 3600
+    facts.plan["step"]["hours of the run"] = hours
+    what += f"; {_long(hours)} for the {facts.steps} steps of the run"
     assumed = "" if lengths.measured else "half of what the recipe allows; `--calibrate RUN` takes those of a run"
     yield OK, what, assumed
-    if case.args.use_vllm and case.on_gpu and not case.colocated:
-        yield from _split(case, lengths, speed, factor)
+    if facts.args.use_vllm and facts.on_gpu and not facts.colocated:
+        yield from _split(facts, lengths, speed, factor)
 
 
-def _calibrated(case: Case, speed: Speed) -> tuple[Lengths, float, str | None]:
+def _calibrated(facts: RunFacts, speed: Speed) -> tuple[Lengths, float, str | None]:
     """Lengths of conversations, by how much a run was slower than its estimate, and which run that was."""
-    args, named = case.args, case.own["calibrate"]
-    run = read_run(named or args.output_dir, case.steps_of_a_batch)
+    args, named = facts.args, facts.own["calibrate"]
+    run = read_run(named or args.output_dir, facts.steps_of_a_batch)
     if run is None and named is not None:
         raise ConfigError(
             f"`--calibrate {named}` has no metrics of a step: name the `output_dir` of a run that has logged some."
@@ -266,37 +264,37 @@ def _calibrated(case: Case, speed: Speed) -> tuple[Lengths, float, str | None]:
         lengths, seconds = run
         return (
             lengths,
-            seconds / estimate(case, lengths, speed, case.processes, len(case.urls)).total,
+            seconds / estimate(facts, lengths, speed, facts.processes, len(facts.urls)).total,
             (named or args.output_dir),
         )
     steps = REPLIES if args.max_env_steps is None else args.max_env_steps
-    return assumed_lengths(case.prompt, steps, args.max_turn_length, args.max_completion_length), 1.0, None
+    return assumed_lengths(facts.prompt, steps, args.max_turn_length, args.max_completion_length), 1.0, None
 
 
-def _split(case: Case, lengths: Lengths, speed: Speed, factor: float) -> Lines:
+def _split(facts: RunFacts, lengths: Lengths, speed: Speed, factor: float) -> Lines:
     """Compares splits of the same GPUs, as long as at least half of them train."""
-    each, ranks = case.args.vllm_tensor_parallel_size, case.processes
-    total = ranks + each * len(case.urls)
+    each, ranks = facts.args.vllm_tensor_parallel_size, facts.processes
+    total = ranks + each * len(facts.urls)
     splits = {}
     for servers in range(1, total // (2 * each) + 1):
         trains = total - servers * each
-        splits[trains, servers] = estimate(case, lengths, speed, trains, servers).scaled(factor).total
+        splits[trains, servers] = estimate(facts, lengths, speed, trains, servers).scaled(factor).total
     if len(splits) < 2:
         return
-    now = estimate(case, lengths, speed, ranks, len(case.urls)).scaled(factor).total
+    now = estimate(facts, lengths, speed, ranks, len(facts.urls)).scaled(factor).total
     # of those that are about as fast, that with the fewest servers
     least = min(splits.values())
     (trains, servers), best = next(item for item in splits.items() if item[1] < ALIKE * least)
-    case.plan["splits"] = {f"{training} + {served * each}": seconds for (training, served), seconds in splits.items()}
-    shown = ", ".join(f"{name}: {_seconds(seconds)}" for name, seconds in case.plan["splits"].items())
+    facts.plan["splits"] = {f"{training} + {served * each}": seconds for (training, served), seconds in splits.items()}
+    shown = ", ".join(f"{name}: {_seconds(seconds)}" for name, seconds in facts.plan["splits"].items())
     what = f"GPUs that train + serve, and a step with them: {shown}"
     if best > BETTER * now:
-        yield OK, f"{what}; {ranks} + {each * len(case.urls)} is near the best", ""
+        yield OK, f"{what}; {ranks} + {each * len(facts.urls)} is near the best", ""
         return
     mend = f"train on {trains} and serve on {servers * each}"
     mend += f": {servers} servers, in `vllm_server_base_url`, separated by commas" if servers > 1 else ""
     try:
-        check_batches(case.options, trains)
+        check_batches(facts.options, trains)
     except ConfigError as error:
         mend += f"; with {trains} processes the batch does not divide: {error}".removesuffix(".")
     yield WARN, f"{what}; an estimate", mend

@@ -1,29 +1,42 @@
 """
-Runs over several hosts that share no folder. The first host keeps whatever is to last: checkpoints, and conversations
-of all processes. The others get from it what they resume from. On a shared folder nothing is lacking, nor copied.
-Files are compared by their content: a copy of a checkpoint that has been written again since is often of its size.
+The processes of a run, together: a failure of one ends all, so that none waits for it in a collective; what they begin
+with is compared; and of several hosts that share no folder, the first keeps whatever is to last: checkpoints, and
+conversations of all processes. On a shared folder nothing is lacking, nor copied. Files are compared by their content:
+a copy of a checkpoint that has been written again since is often of its size.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
+import re
 import shutil
 import socket
-from collections.abc import Iterable, Mapping
+import traceback
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from zlib import crc32
 
 import torch
+import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
+from torch.distributed import DistError
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 
-from mt_grpo.errors import ConfigError
-from mt_grpo.training.checkpoint import find_checkpoint, is_whole
+from mt_grpo.concurrency import run
+from mt_grpo.errors import ConfigError, UserError
+from mt_grpo.rewards import RewardError
+from mt_grpo.rollout import EngineError, RolloutError
+from mt_grpo.rollout.engines.transformers import on_device
+from mt_grpo.runlog import RunLogError
+from mt_grpo.servers.http import ServerGoneError, ServerSetupError
+from mt_grpo.weights.updates import WeightSyncError
 
 T = TypeVar("T")
 
@@ -32,45 +45,97 @@ CHUNK = 1 << 26
 ADDED = 1 << 22
 """Numbers that are added up at once."""
 
+_SENTENCES = (
+    ServerGoneError,
+    ServerSetupError,
+    WeightSyncError,
+    RolloutError,
+    RewardError,
+    ConfigError,
+    EngineError,
+    RunLogError,
+)
+"""Failures whose message is enough. Others are shown with their traceback."""
+
+
+class RankError(RuntimeError):
+    """Another process failed unexpectedly. The message has its traceback."""
+
+
+class ProcessGoneError(UserError, RuntimeError):
+    """Another process of the run did not come, has ended without a word, or cannot be reached."""
+
+
+@contextmanager
+def says_who_is_gone(output_dir: str) -> Iterator[None]:
+    """
+    Turns what a backend of torch raises into a sentence: when processes cannot form a group, and when one is gone.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, UserError) or not (isinstance(error, DistError) or "gloo" in str(error).lower()):
+            raise
+        # without the place in the backend's code
+        why = re.sub(r"\[/[^]]*\] *", "", str(error)).split(". ")[0].splitlines()[0][:160]
+        if not dist.is_initialized():
+            raise ProcessGoneError(
+                f"The processes of the run do not reach each other ({why}): see that all of them run; on several "
+                "hosts set `GLOO_SOCKET_IFNAME` and `NCCL_SOCKET_IFNAME` to the network interface that joins them, "
+                "and open their ports to each other."
+            ) from error
+        raise ProcessGoneError(
+            f"Another process of the run is gone, or its host or the network is ({why}); what it printed last may say "
+            f"why. Checkpoints are in {output_dir}: run the same command on every host with `--resume_from_checkpoint "
+            "auto` to go on."
+        ) from error
+
+
+def everywhere(work: Callable[[], T]) -> T:
+    """Does this process's part of the work of all processes. This is a collective call."""
+    failure: BaseException | None = None
+    try:
+        result = work()
+    except (Exception, asyncio.CancelledError, SystemExit) as error:  # Ctrl-C comes to every process by itself
+        failure = error
+    failures = gather_object([failure and _told(failure)])
+    first = next((rank for rank, entry in enumerate(failures) if entry is not None), None)
+    if first is None:
+        return result
+    if failure is not None and first == PartialState().process_index:
+        raise failure
+    kind, message = failures[first]  # also where this process failed as well: all end for the same reason
+    raise kind(message) from failure
+
+
+def run_here(work: Coroutine[Any, Any, T], device: torch.device) -> T:
+    """Runs a coroutine in the background thread, with `device` as the current GPU."""
+
+    async def on() -> T:
+        with on_device(device):
+            return await work
+
+    return run(on())
+
+
+def _told(failure: BaseException) -> tuple[type[Exception], str]:
+    """The kind and message of the error that other processes raise."""
+    kind = next((kind for kind in _SENTENCES if isinstance(failure, kind)), None)
+    if kind is not None:
+        return kind, str(failure)
+    rank, lines = PartialState().process_index, traceback.format_exception(failure)
+    return RankError, f"Process {rank} failed:\n{''.join(lines)}"
+
+
+# Several hosts
+
 
 def several_hosts(args: TrainingArguments) -> bool:
     """Whether processes run on more than one host, as torch's launcher says it."""
     return args.world_size > int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size))
 
 
-def resume_point(wanted: str | bool | None, args: TrainingArguments) -> str | None:
-    """
-    The checkpoint that `resume_from_checkpoint` names, of which every host then has a copy. Where the latest one is
-    asked for, it is the latest of any host: a launcher may give the first place to another one. Files go only where
-    another host has the whole checkpoint. This is a collective call.
-    """
-    if not several_hosts(args):
-        return find_checkpoint(wanted, args.output_dir)
-    found, error = None, None
-    try:
-        found = find_checkpoint(wanted, args.output_dir)
-    except ConfigError as refusal:
-        error = str(refusal)
-    answers = gather_object([(found, error, found is not None and is_whole(Path(found)))])
-    folders = [folder for folder, _, _ in answers if folder is not None]
-    if not folders:
-        errors = [sentence for _, sentence, _ in answers if sentence is not None]
-        if errors:
-            raise ConfigError(errors[0])
-        return None
-    chosen = max(folders, key=_step)  # the first of equals
-    wholes = [folder == chosen and whole for folder, _, whole in answers]
-    source = wholes.index(True) if any(wholes) else [folder for folder, _, _ in answers].index(chosen)
-    _copy(Path(chosen), source, args.local_process_index == 0, mirrors=any(wholes))
-    return chosen
-
-
-def _step(folder: str) -> int:
-    number = Path(folder).name.rpartition("-")[2]
-    return int(number) if number.isdecimal() else 0
-
-
-def clear(folder: Path, args: TrainingArguments) -> None:
+def clear_checkpoint(folder: Path, args: TrainingArguments) -> None:
     """Removes a checkpoint that is about to be written, of every host. This is a collective call."""
     for turn in (args.process_index == 0, args.local_process_index == 0):  # a shared folder is empty by the second
         if turn:
@@ -99,10 +164,10 @@ def keep_records(folder: Path, args: TrainingArguments) -> None:
 def _collect(folder: Path, args: TrainingArguments, replaces: bool) -> None:
     heads = gather_object([args.local_process_index == 0])  # which also waits until every process has written
     for source in [rank for rank, head in enumerate(heads) if head and rank]:
-        _copy(folder, source, args.process_index == 0, replaces=replaces)
+        copy_folder(folder, source, args.process_index == 0, replaces=replaces)
 
 
-def _copy(folder: Path, source: int, receives: bool, replaces: bool = True, mirrors: bool = False) -> None:
+def copy_folder(folder: Path, source: int, receives: bool, replaces: bool = True, mirrors: bool = False) -> None:
     """Copies from a process what others lack of a folder. This is a collective call."""
     sends = PartialState().process_index == source
     here = _identities(folder) if sends or receives else {}
@@ -132,7 +197,7 @@ def _copy(folder: Path, source: int, receives: bool, replaces: bool = True, mirr
             partial.replace(path)
 
 
-class Identity(NamedTuple):
+class _Identity(NamedTuple):
     """What a file of a shared folder has in common on all hosts, and copies of it have not."""
 
     size: int
@@ -140,9 +205,9 @@ class Identity(NamedTuple):
     changed: int
 
 
-def _identities(folder: Path) -> dict[str, Identity]:
+def _identities(folder: Path) -> dict[str, _Identity]:
     found = {path.relative_to(folder).as_posix(): path.stat() for path in _files(folder)}
-    return {name: Identity(each.st_size, each.st_ino, each.st_mtime_ns) for name, each in found.items()}
+    return {name: _Identity(each.st_size, each.st_ino, each.st_mtime_ns) for name, each in found.items()}
 
 
 def _broadcast(value: T, source: int) -> T:

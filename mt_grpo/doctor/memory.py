@@ -43,6 +43,8 @@ UNDER_WAY = 5
 """Tensors that TRL's offloading keeps on the GPU while they are copied."""
 STATEFUL = ("linear_attention", "conv", "mlp", "moe")
 """Kinds of layers that keep no keys and values of a token; transformers' names."""
+MOST_ROWS = 64
+"""Conversations in one batch of the engine that samples from the trainer's own model."""
 SHARED_BY = range(2, 17)
 """Values of `sp_size` that are tried."""
 
@@ -337,3 +339,58 @@ def _fsdp(name: str, processes: int | None, options: dict[str, Any]) -> Sharding
     offloads = bool(options.get("fsdp_offload_params", False))
     checkpoints = bool(options.get("fsdp_activation_checkpointing", False))
     return Sharding(name, stage, processes, offloads, offloads, checkpoints)
+
+
+@dataclass(frozen=True)
+class Load:
+    """What decides what a training process holds."""
+
+    shape: Shape
+    precision: Precision
+    processes: int
+    rows: int
+    accumulation: int
+    prompt: int
+    completion: int
+    context: int
+    checkpointing: bool
+    chunk: int | None
+    reference: bool
+    under_way: int
+    copied: bool
+    on_gpu: bool
+    sharing: int
+    group: int = 1
+    offloading: bool = False
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest conversation."""
+        return min(self.context, self.prompt + self.completion)
+
+    def parts(self, sharding: Sharding) -> dict[str, float]:
+        """Bytes of what one training process holds at its highest, in the worst micro-batch."""
+        shape, precision, ranks = self.shape, self.precision, self.processes
+        whole = self.rows * self.longest, self.rows * min(self.completion, self.longest)
+        tokens, trained = (-(-number // self.sharing) for number in whole)
+        checkpointing = self.checkpointing or sharding.checkpoints
+        training = activations(shape, tokens, precision.compute, checkpointing, self.group, self.offloading)
+        logits = head(shape, trained, precision.compute, self.chunk)
+        found = {"states": states(shape, precision, sharding, ranks), "activations": training, "logits": logits}
+        if sharding.stage == 3:
+            found["gathered layers"] = gathered(shape, precision, sharding)
+        if self.reference and not shape.adapter:
+            held = weights(shape, precision)
+            found["reference model"] = held / ranks if sharding.stage == 3 else held
+        rows = min(-(-self.under_way // ranks), MOST_ROWS)
+        cache = float(rows * self.longest * shape.kv_bytes(precision.compute))
+        if self.copied:
+            found["copy that samples"] = weights(shape, precision) + cache
+        elif self.under_way:  # it samples before it trains, so the larger of the two counts
+            found["sampling beyond training"] = max(0.0, cache - training - logits)
+        found["CUDA and gaps" if self.on_gpu else "Python"] = RESERVE if self.on_gpu else PROCESS
+        return found
+
+    def needs(self, sharding: Sharding) -> float:
+        """Their sum."""
+        return sum(self.parts(sharding).values())

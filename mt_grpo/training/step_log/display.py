@@ -1,4 +1,7 @@
-"""A few conversations of each log step, for trackers as a table and for the terminal as text."""
+"""
+What people see of a log step: the few metrics that a script prints, of which records and trackers have all, and a few
+conversations, for trackers as a table and for the terminal as text.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +13,64 @@ from rich.console import Console
 from rich.rule import Rule
 from rich.text import Text
 from torch import Tensor
-from transformers import TrainerCallback
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.integrations import TensorBoardCallback, TrackioCallback, WandbCallback
 
 from mt_grpo.media import part_text
 from mt_grpo.runlog.files import to_json
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.rollout_batch import RolloutBatch
-from mt_grpo.training.step_log.step import Step
+from mt_grpo.training.step_log.records import Step
 from mt_grpo.trajectory import Message, Trajectory, visible
 
 ROWS = 4
 """Conversations of a log step where `num_completions_to_print` is unset."""
 STYLES = {"turn": "cyan", "assistant": "green"}
 """Of messages, by author; others are the environment's."""
+
+
+PRINTED = (
+    *("loss", "grad_norm", "learning_rate", "reward", "reward_std", "frac_reward_zero_std", "kl", "entropy"),
+    *("completions/mean_length", "completions/clipped_ratio", "tools/call_frequency", "tools/failure_frequency"),
+    *("turns/mean", "num_tokens", "step_time", "runtime", "epoch"),
+)
+
+
+def printed(logs: dict[str, Any]) -> dict[str, Any]:
+    """Those of `PRINTED`, the mean of each reward, and what is logged at the end of training."""
+
+    def few(name: str) -> bool:
+        return name in PRINTED or (name.startswith("rewards/") and name.endswith("/mean"))
+
+    def of_evaluation(name: str) -> bool:
+        bare = name.removeprefix("eval_")  # what follows may begin with the name of one of several sets
+        return bare != name and (few(bare) or any(bare.endswith(f"_{one}") for one in PRINTED))
+
+    return {
+        name: value for name, value in logs.items() if few(name) or of_evaluation(name) or name.startswith("train_")
+    }
+
+
+class FewerProgress(ProgressCallback):
+    """Prints beside a bar."""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        super().on_log(args, state, control, printed(logs or {}), **kwargs)
+
+
+class FewerPrinter(PrinterCallback):
+    """Prints without a bar."""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        super().on_log(args, state, control, printed(logs or {}), **kwargs)
+
+
+def print_fewer(callbacks: list[TrainerCallback]) -> None:
+    """Puts them in the place of those of transformers."""
+    fewer = {ProgressCallback: FewerProgress, PrinterCallback: FewerPrinter}
+    for place, callback in enumerate(callbacks):
+        if type(callback) in fewer:
+            callbacks[place] = fewer[type(callback)]()
 
 
 class Table:

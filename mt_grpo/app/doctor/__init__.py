@@ -1,1 +1,0 @@
-"""`mt-grpo doctor`: whether a run can begin, whether it fits, and about how long a step takes."""
