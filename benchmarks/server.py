@@ -18,7 +18,7 @@ from support.servers import ServerProcess, get, metric
 from mt_grpo.app.recipe import Recipe, build_recipe
 from mt_grpo.app.request import read_request
 from mt_grpo.app.serve import server_command
-from mt_grpo.training.own_server import GUARD
+from mt_grpo.training.servers import GUARD
 
 __all__ = ["block_size", "metric", "read", "serve"]
 

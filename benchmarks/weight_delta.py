@@ -26,7 +26,7 @@ from rich.table import Table
 from safetensors.torch import load_file
 
 from mt_grpo import cli
-from mt_grpo.vllm_plugin.delta import apply, difference
+from mt_grpo.vllm_plugin.fetch import apply, difference
 
 TARGET = 0.1
 RECIPE = Path(__file__).parents[1] / "recipes" / "quickstart.yaml"

@@ -26,6 +26,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
 from mt_grpo.servers.http import ServerControl
+from mt_grpo.weights.sync import WeightSync
+from mt_grpo.weights.transport import Transport
 from mt_grpo.weights.transports.files import SafetensorsTransport
 from mt_grpo.weights.transports.http import HttpTransport
 
@@ -33,9 +35,9 @@ TARGET = 1.2
 WARM = 2
 
 
-def pauses(kind: type[SafetensorsTransport], client: VLLMServerClient, model: Any, number: int) -> list[float]:
+def pauses(kind: type[Transport], client: VLLMServerClient, model: Any, number: int) -> list[float]:
     """Seconds of so many pauses."""
-    sync, found, begun = kind(client, lambda: model, Accelerator(cpu=True)), list[float](), 0.0
+    sync, found, begun = WeightSync(kind, client, lambda: model, Accelerator(cpu=True)), list[float](), 0.0
     post = ServerControl.post
 
     def timed(self: ServerControl, path: str, *args: Any, **params: Any) -> Any:

@@ -26,6 +26,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -38,6 +39,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
 from mt_grpo.servers.http import ServerControl
+from mt_grpo.weights.sync import WeightSync
 from mt_grpo.weights.transports.files import SafetensorsTransport
 
 TARGET = 0.7
@@ -56,15 +58,19 @@ Times = dict[str, list[tuple[float, float]]]
 """Of each part, in each repeat: seconds that passed, and seconds of processors."""
 
 
-class Timed(SafetensorsTransport):
+class Timed(WeightSync):
     """Keeps the times of its parts in `times`; `worker` is the process id of the server's worker."""
 
     times: Times
     worker: int
 
-    def _gather(self, step: int) -> None:
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.source.control = self._control  # type: ignore[method-assign]
+
+    def _pack(self, step: int | None) -> None:
         with clock(self.times, "write"):
-            super()._gather(step)
+            super()._pack(step)
 
     def _control(self, base_url: str) -> ServerControl:
         sync = self
@@ -123,7 +129,7 @@ def run(model: Qwen3ForCausalLM, folder: str, url: str, repeats: int) -> tuple[T
     """Times of each part, and the number of threads of the server's worker."""
     client = VLLMServerClient(url, build_tokenizer(), model=folder)
     asyncio.run(client.connect())
-    sync = Timed(client, lambda: model, Accelerator(cpu=True), verify_every=1 << 30)
+    sync = Timed(SafetensorsTransport, client, lambda: model, Accelerator(cpu=True), verify_every=1 << 30)
     tensors = [parameter.detach() for parameter in model.parameters()]
     copies = [tensor.clone() for tensor in tensors]
     control = ServerControl(url)

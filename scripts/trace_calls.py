@@ -46,6 +46,7 @@ from mt_grpo.rollout.engines.vllm.client import VLLMServerClient  # noqa: E402
 from mt_grpo.runlog import open_run  # noqa: E402
 from mt_grpo.viewer.queries import Queries  # noqa: E402
 from mt_grpo.viewer.server import Server  # noqa: E402
+from mt_grpo.weights.sync import WeightSync  # noqa: E402
 from mt_grpo.weights.transports.files import SafetensorsTransport  # noqa: E402
 
 
@@ -138,7 +139,7 @@ def dying_server(trace: Trace, folder: Path) -> None:
     tokenizer, model, port = build_tokenizer(), build_model(build_tokenizer()), free_port()
     replicas = [Replica(tokenizer), Replica(tokenizer, port=port)]
     client = VLLMServerClient([replica.http.url for replica in replicas], tokenizer)
-    SafetensorsTransport(client, lambda: model, Accelerator(cpu=True)).sync(0)
+    WeightSync(SafetensorsTransport, client, lambda: model, Accelerator(cpu=True)).sync(0)
 
     async def die() -> None:
         await client.connect()

@@ -17,9 +17,10 @@ from support.models import build_model, build_tokenizer, lookup
 from support.own_process import pytest_pyfunc_call
 from support.sent_reports import pytest_report_to_serializable
 from support.trainers import trainer_builder
+from support.upstreams import start
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-__all__ = ["pytest_pyfunc_call", "pytest_report_to_serializable"]  # hooks
+__all__ = ["pytest_pyfunc_call", "pytest_report_to_serializable", "start"]  # hooks, and a fixture
 
 # what tests start in processes of their own may use what tests share
 os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])

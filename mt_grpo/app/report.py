@@ -29,7 +29,12 @@ from mt_grpo.runlog.files import to_json
 from mt_grpo.silence import Silence
 from mt_grpo.training.checkpoint import latest_checkpoint
 from mt_grpo.training.config import MTGRPOConfig
+<<<<<<< HEAD
 from mt_grpo.training.preflight import LOCK
+=======
+from mt_grpo.training.folder import LOCK
+from mt_grpo.training.servers import transport_of
+>>>>>>> e2fe6e29 (Weights are packed, delivered and proved: a transport is two methods, one class syncs, no object is called back)
 from mt_grpo.training.trainer import MTGRPOEnvTrainer
 from mt_grpo.trajectory import Trajectory
 
@@ -140,7 +145,7 @@ def next_steps(args: MTGRPOConfig, adapter: bool) -> list[tuple[str, str]]:
     if adapter:
         trained, options = str(Path(folder) / "merged"), ["--use_peft", "false"]
         steps.append(("put the adapter into its model", _shell(python, "-c", MERGE.format(folder, trained))))
-    if args.weight_sync == "lora":
+    if transport_of(args).sends_adapter:
         options += ["--weight_sync", "auto"]
     arguments = [*_config(args), "--model_name_or_path", trained, *options]
     if args.use_vllm and args.vllm_mode == "server":

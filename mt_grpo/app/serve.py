@@ -13,7 +13,7 @@ from mt_grpo.options.rules import check_served
 from mt_grpo.servers.addresses import EVERYWHERE, expand_addresses, host_url, is_local
 from mt_grpo.servers.processes import Replica, run_replicas, share_gpus
 from mt_grpo.training.config import MTGRPOConfig
-from mt_grpo.training.own_server import command_at
+from mt_grpo.training.servers import command_at
 from mt_grpo.vllm_plugin.keys import check_folder
 
 

@@ -19,7 +19,7 @@ from mt_grpo.forward.attention.layout import CURRENT, TreeLayout
 from mt_grpo.forward.recurrence import FUNCTIONS, Function, Schedule, state_space
 
 LIGHTNING = (MiniMaxLightningAttention,) if "mamba2_chunk_scan" in vars(modeling_mamba2) else ()
-"""MiniMax's layers call no function that could run along a tree; with an older transformers there is no scan to call."""
+"""MiniMax's layers call no function that could run along a tree; with an older transformers there is no scan."""
 
 
 def lightning_attention(layer: Any, schedule: Schedule, hidden_states: Tensor) -> tuple[Tensor, None]:

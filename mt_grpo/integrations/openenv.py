@@ -21,7 +21,7 @@ from mt_grpo.envs.registry import environment
 from mt_grpo.errors import ConfigError, describe_error
 from mt_grpo.integrations.gym import GymEnv, imported
 from mt_grpo.servers.addresses import expand_addresses
-from mt_grpo.servers.env_servers import STARTS, EnvServerPool, Full, ServerLost, Unreachable, backoff, in_words
+from mt_grpo.servers.env_servers import MAX_STARTING, EnvServerPool, Full, ServerLost, Unreachable, backoff, in_words
 from mt_grpo.servers.web import ask
 
 logger = logging.getLogger(__name__)
@@ -115,7 +115,7 @@ class OpenEnv(GymEnv, ServedEnv):
     async def check(self) -> dict[str, str]:
         """Connects to each server once. Servers that cannot be reached are named in a warning, unless none can."""
         urls, name = self._urls(), self.option
-        limit = asyncio.Semaphore(STARTS)
+        limit = asyncio.Semaphore(MAX_STARTING)
 
         async def reach(url: str) -> Exception | None:
             async with limit:

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from mt_grpo.errors import ConfigError
 
-MOST = 1024
+LIMIT = 1024
 """Most addresses of one option: more are a mistyped range."""
 
 _RANGE = re.compile(r"\[(\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*)\]")
@@ -33,8 +33,8 @@ def expand_addresses(given: str | Iterable[str], option: str) -> list[str]:
                         "one of the two out."
                     )
                 found[key] = url
-                if len(found) > MOST:
-                    raise ConfigError(f"`{option}: {part}` names more than {MOST} servers: shorten its range.")
+                if len(found) > LIMIT:
+                    raise ConfigError(f"`{option}: {part}` names more than {LIMIT} servers: shorten its range.")
     return list(found.values())
 
 

@@ -30,11 +30,7 @@ _REST = 5.0  # seconds from one cut of the share that is given away to the next
 _LOOKS = 10  # that the mean of what others hold remembers
 _SLOWLY, _RECENT = 0.05, 0.98  # weights: of a look in what is busy, and of sums before it
 _UNKNOWN = 200.0  # tokens of an action, and of an observation, before any was seen
-_LESS, _MORE, _LEAST = (
-    0.9,
-    1.01,
-    0.02,
-)  # share of the cache: after a look at a crowded server, after any other, at least
+_LESS, _MORE, _LEAST = 0.9, 1.01, 0.02  # the share given away: after preemptions, after any other look, at least
 
 _VALUE = re.compile(r"^(vllm:\w+)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 _LABEL = re.compile(r'\b(num_gpu_blocks|block_size|kv_cache_size_tokens)="(\d+)"')

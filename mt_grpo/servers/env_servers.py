@@ -20,16 +20,16 @@ from mt_grpo.errors import describe_error
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
-STARTS = 16
+MAX_STARTING = 16
 """Conversations that begin on a server at once; others wait for their turn."""
-REST = 30.0
+RETRY_AFTER = 30.0
 """Seconds in which a server that could not be reached is asked only if no other is left."""
-PATIENCE = 30.0
+START_TIMEOUT = 30.0
 """Seconds for which a conversation tries to begin while no server can be reached."""
-FULL_PATIENCE = 300.0
+FULL_TIMEOUT = 300.0
 """Seconds for which it waits for a place while others than this process hold all of them."""
-LOOK = 0.02  # seconds between looks for a free place, of the one conversation that is next
-SHORTEST, LONGEST = 0.1, 5.0
+POLL = 0.02  # seconds between looks for a free place, of the one conversation that is next
+MIN_BACKOFF, MAX_BACKOFF = 0.1, 5.0
 
 _random = random.SystemRandom()  # the processes of a run share the seeds of the other generators
 
@@ -39,7 +39,7 @@ def backoff(attempt: int) -> float:
     Seconds to wait before another attempt: evenly drawn below a bound that doubles from attempt to attempt, so that
     many who failed together do not come back together ("full jitter", Brooker, AWS Architecture Blog, 2015).
     """
-    return _random.uniform(0.0, min(LONGEST, SHORTEST * 2.0 ** min(attempt, 16)))
+    return _random.uniform(0.0, min(MAX_BACKOFF, MIN_BACKOFF * 2.0 ** min(attempt, 16)))
 
 
 def in_words(faults: Mapping[str, object]) -> str:
@@ -70,7 +70,7 @@ class _Host:
     places: float = math.inf  # as far as it has said
     refusals: int = 0  # in a row, of one conversation more than `places`
     ask: float = 0.0  # from then on one more may be tried
-    starts: ConcurrencyLimit = field(default_factory=lambda: ConcurrencyLimit(STARTS))
+    starts: ConcurrencyLimit = field(default_factory=lambda: ConcurrencyLimit(MAX_STARTING))
 
     def order(self, now: float) -> tuple[bool, int, float]:
         """The least comes first. Ties are broken by chance: other processes have the same servers."""
@@ -107,7 +107,7 @@ class EnvServerPool:
                     chosen = await self._next(tried)
             if chosen is None:
                 pause, now = backoff(rounds), time.monotonic()
-                deadline = min(deadline, now + min(PATIENCE, math.inf if patience is None else patience))
+                deadline = min(deadline, now + min(START_TIMEOUT, math.inf if patience is None else patience))
                 if now + pause > deadline:
                     raise ServerLost(f"No {self.kind} can be reached ({failure}).") from failure
                 await asyncio.sleep(pause)
@@ -147,7 +147,7 @@ class EnvServerPool:
         """Servers are known to be gone: they are asked again as if a conversation had found out."""
         with self._lock:
             for url in urls:
-                self._hosts[url].rests = time.monotonic() + REST
+                self._hosts[url].rests = time.monotonic() + RETRY_AFTER
 
     async def _next(self, tried: set[str]) -> tuple[str, bool] | None:
         """
@@ -166,9 +166,9 @@ class EnvServerPool:
                     return None
                 if any(host.begun for host in self._hosts.values()):
                     since = now
-            if now - since > FULL_PATIENCE:
-                raise ServerLost(f"No {self.kind} had room for a conversation for {FULL_PATIENCE:g} s.")
-            await asyncio.sleep(LOOK)
+            if now - since > FULL_TIMEOUT:
+                raise ServerLost(f"No {self.kind} had room for a conversation for {FULL_TIMEOUT:g} s.")
+            await asyncio.sleep(POLL)
 
     def _take(self, url: str, now: float) -> tuple[str, bool]:
         host = self._hosts[url]
@@ -176,7 +176,7 @@ class EnvServerPool:
         if asks:
             host.ask = math.inf  # one at a time
         if host.rests:
-            host.rests = now + REST  # one finds out whether it is back
+            host.rests = now + RETRY_AFTER  # one finds out whether it is back
         host.taken += 1
         return url, asks
 
@@ -190,7 +190,7 @@ class EnvServerPool:
             if host.begun > host.places:
                 host.places, host.refusals, host.ask = host.begun, 0, 0.0
             else:
-                host.ask = min(host.ask, time.monotonic() + LONGEST)
+                host.ask = min(host.ask, time.monotonic() + MAX_BACKOFF)
 
     def _note_full(self, url: str, asked: bool) -> None:
         with self._lock:
@@ -211,11 +211,13 @@ class EnvServerPool:
         with self._lock:
             host, now = self._hosts[url], time.monotonic()
             host.taken -= 1
-            host.ask = min(host.ask, now + LONGEST)  # whoever was to find out has not
+            host.ask = min(host.ask, now + MAX_BACKOFF)  # whoever was to find out has not
             if lost is not None:
                 if host.rests <= now:
-                    logger.warning("The %s at %s is passed over for %g s: %s.", self.kind, url, REST, lost.rstrip("."))
-                host.rests = now + REST
+                    logger.warning(
+                        "The %s at %s is passed over for %g s: %s.", self.kind, url, RETRY_AFTER, lost.rstrip(".")
+                    )
+                host.rests = now + RETRY_AFTER
 
 
 class Conversation:

@@ -8,7 +8,7 @@ import logging
 import time
 import zlib
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -46,27 +46,30 @@ class VLLMServers:
 
     def __init__(
         self,
-        base_urls: list[str],
+        base_urls: str | list[str],
         tokenizer: Any,
         *,
-        model: str | None,
-        api_key: str | None,
-        request_timeout: float,
-        max_concurrent: int,
-        server_timeout: float,
-        home: str | None,
-        min_servers: int | None,
-        processes: int,
+        model: str | None = None,
+        api_key: str | None = None,
+        request_timeout: float = 600.0,
+        max_retries: int = 4,
+        max_concurrent: int = 1024,
+        server_timeout: float = 240.0,
+        home: str | None = None,
+        media_tokens: Mapping[int, int] | None = None,
+        min_servers: int | None = None,
+        by_cache: bool = True,
+        processes: int = 1,
     ) -> None:
-        self.servers = [Server(url.rstrip("/"), api_key) for url in base_urls]
+        urls = [base_urls] if isinstance(base_urls, str) else base_urls
+        self.servers = [Server(url.rstrip("/"), api_key) for url in urls]
         self.placement = Placement(self.servers, home)
-        self.tokenizer = tokenizer
-        self.expected_model = model
-        self.api_key = api_key
-        self.request_timeout = request_timeout
-        self.max_concurrent = max_concurrent
-        self.server_timeout = server_timeout
-        self.min_servers = min_servers
+        self.tokenizer, self.api_key = tokenizer, api_key
+        self.expected_model, self.model = model, ""
+        self.request_timeout, self.max_retries, self.max_concurrent = request_timeout, max_retries, max_concurrent
+        self.server_timeout, self.min_servers = server_timeout, min_servers
+        self.media_tokens = dict(media_tokens or {})
+        self.by_cache, self.salted = by_cache, False
         self.context_length = 0
         self.weight_version: int | None = None
         self.incoming_version: int | None = None

@@ -1,31 +1,56 @@
-"""Makes the trainer's engine, its own model or vLLM servers, and the transport of weights to the servers."""
+"""
+The vLLM servers of a trainer: their addresses, their client, the sync of weights, the command that starts one, and
+servers that a trainer starts on its own GPUs (`vllm_mode: colocate`), one for each tensor-parallel group.
+"""
 
 from __future__ import annotations
 
-import copy
-import inspect
+import json
+import os
+import sys
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from trl.distributed import DistributedBackend
-from trl.models import unwrap_model_for_generation
+from accelerate.utils import is_peft_model
+from transformers import AutoConfig, PreTrainedConfig
+from trl import ModelConfig
 
-from mt_grpo.errors import ConfigError
-from mt_grpo.rollout import Engine
-from mt_grpo.rollout.engine import LocalEngine
-from mt_grpo.rollout.engines.transformers import TransformersEngine
+import mt_grpo
+from mt_grpo.errors import ConfigError, ServerSetupError
+from mt_grpo.forward.media import media_tokens
+from mt_grpo.forward.routes import route_shape
+from mt_grpo.media import IMAGE
+from mt_grpo.options.rules import check_groups
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
 from mt_grpo.servers.addresses import expand_addresses, host_url
-from mt_grpo.servers.http import ServerSetupError
+from mt_grpo.servers.processes import OwnServer, is_free
+from mt_grpo.training.checkpoint import adapter_settings
 from mt_grpo.training.config import MTGRPOConfig
-from mt_grpo.training.forward_plan import check_sequence_ratio
-from mt_grpo.training.model import served_model
-from mt_grpo.weights.transport import TRANSPORTS, WeightTransport
+from mt_grpo.training.model import resolve_base, resolve_model, served_model, source_options, subfolder_of
+from mt_grpo.training.own_engine import replays_routes
+from mt_grpo.training.processes import everywhere
+from mt_grpo.vllm_plugin.guard import SLEEPS
+from mt_grpo.vllm_plugin.keys import check_folder
+from mt_grpo.weights.sync import WeightSync
+from mt_grpo.weights.transport import Transport, find_transport
 from mt_grpo.weights.updates import WeightSyncError
-from mt_grpo.weights.verification import EXACT, NARROW, compare, halved, probe_ids, trainer_logprobs
+
+LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+LAUNCHERS = ("ROLE_", "MASTER_", "TORCHELASTIC_", "ACCELERATE_", "FSDP_", "TORCH_NCCL_", "OMP_")
+"""Environment variables of a process that was launched, and the beginnings of others; a server is none."""
+GONE = 20.0
+"""Seconds to wait for a server that was up: nobody starts it again."""
+GUARD = "mt_grpo.vllm_plugin.guard.Guard"
+"""The middleware that lets only the trainer's requests pass, and only with the key."""
+DRAIN = 30
+"""Seconds that a server which is told to end gives the requests under way."""
 
 
 def server_urls(args: MTGRPOConfig, processes: int | None = None) -> list[str]:
@@ -53,150 +78,9 @@ def own_port(args: MTGRPOConfig) -> int:
     return args.vllm_server_port + args.process_index // args.vllm_tensor_parallel_size
 
 
-def transport_of(args: MTGRPOConfig) -> type[WeightTransport]:
-    """
-    The transport that `weight_sync` names. `auto` is the one that works everywhere, and between processes on one GPU
-    the one that copies least.
-    """
-    shares_gpu = colocates(args) and args.device.type == "cuda"
-    best = "ipc" if shares_gpu else "safetensors"
-    return TRANSPORTS[best if args.weight_sync == "auto" else args.weight_sync]
-
-
-def check_importance_sampling(args: MTGRPOConfig) -> None:
-    """Makes TRL's own check, which TRL makes only for its own client, and `check_sequence_ratio`."""
-    check_sequence_ratio(args)
-    by_token = ("token_truncate", "token_mask")
-    if (
-        args.loss_type == "vespo"
-        and args.vllm_importance_sampling_correction
-        and args.vllm_importance_sampling_mode not in by_token
-    ):
-        raise ConfigError(
-            f"`loss_type: vespo` needs `vllm_importance_sampling_mode` to be one of {', '.join(by_token)}, not "
-            f"{args.vllm_importance_sampling_mode!r}."
-        )
-
-
-def replays_routes(args: MTGRPOConfig) -> bool:
-    """Whether the forward of a run replays the routes of a mixture that its engine gives."""
-    return args.router_replay and args.forward == "tree"
-
-
-def own_engine(args: MTGRPOConfig, tokenizer: Any, model: Any, accelerator: Accelerator) -> TransformersEngine:
-    """An engine that samples from the trainer's own model."""
-    backend = DistributedBackend(accelerator)
-    sharded = backend.is_fsdp or (backend.is_zero3 and not args.ds3_gather_for_generation)
-    if sharded and accelerator.num_processes > 1:
-        raise ConfigError(
-            "A model with sharded weights cannot sample by itself, since processes take different numbers of turns: "
-            "set `use_vllm: true`, or shard with DeepSpeed ZeRO-3 and `ds3_gather_for_generation: true`."
-        )
-    return TransformersEngine(accelerator.unwrap_model(model), tokenizer, record_routes=replays_routes(args))
-
-
-class ModelCopy:
-    """
-    The weights that an engine in this process samples with while the trainer changes its own: a copy, which is brought
-    up to date between two batches of the engine. Conversations go on with it. It has those methods of a
-    `WeightTransport` that a trainer calls.
-    """
-
-    def __init__(self, engine: TransformersEngine, model: Any, accelerator: Accelerator, args: MTGRPOConfig) -> None:
-        self._engine, self._model = engine, model
-        self._copy = copy.deepcopy(model).requires_grad_(False).eval()
-        for module in self._copy.modules():
-            # what extends a forward may hold on to the model that it extends, as TRL's does
-            vars(module).pop("forward", None)
-        if args.cast_lm_head_to_fp32:
-            head = self._copy.get_output_embeddings()
-            head.register_forward_pre_hook(lambda layer, states: (states[0].to(layer.weight.dtype),))
-        self._verify_every, self._num_syncs = args.verify_sync_every, 0
-        self._probe = probe_ids(model.config.get_text_config().vocab_size)
-        narrow = accelerator.mixed_precision != "no" or next(model.parameters()).dtype != torch.float32
-        self._tolerance = NARROW if narrow else EXACT
-        engine.use_model(self._copy)
-        engine.context = accelerator.autocast
-        before = self._answers()
-        with halved(self._copy):
-            if compare(self._answers(), before).difference < 2 * self._tolerance:
-                raise ConfigError(
-                    f"A copy of this {type(model).__name__} does not answer with weights of its own, so that it "
-                    "cannot sample while the model is trained: set `use_vllm: true`, or leave `max_staleness` at 0."
-                )
-
-    def send_in_flight(self) -> None:
-        """Conversations go on anyway."""
-
-    @torch.no_grad()
-    def sync(self, step: int) -> None:
-        """Takes over the trainer's weights as they are after optimiser step `step`."""
-        with self._engine.update:
-            for mine, theirs in zip(_tensors(self._copy), _tensors(self._model), strict=True):
-                mine.copy_(theirs)
-            self._engine.weight_version = step
-            if self._num_syncs % self._verify_every == 0:
-                with self._engine.context():
-                    expected = trainer_logprobs(self._model, self._probe)
-                difference = compare(self._answers(), expected).difference
-                if difference > self._tolerance:
-                    raise WeightSyncError(
-                        f"The copy of the model that conversations are sampled with differs from the model by "
-                        f"{difference:.2e} nats a token, and {self._tolerance:.1e} is allowed: set `use_vllm: true`, "
-                        "or leave `max_staleness` at 0."
-                    )
-            self._num_syncs += 1
-
-    def _answers(self) -> list[float]:
-        with self._engine.context():
-            return trainer_logprobs(self._copy, self._probe)
-
-    def check(self) -> None:
-        """Nobody else writes to it."""
-
-    def close(self) -> None:
-        """There is nothing to give back."""
-
-
-def _tensors(model: Any) -> Iterator[torch.Tensor]:
-    yield from model.parameters()
-    yield from model.buffers()
-
-
-def own_weights(engine: Engine, model: Any, args: MTGRPOConfig, accelerator: Accelerator) -> ModelCopy | None:
-    """
-    The weights that an engine in this process samples with if conversations run while the model is trained; `None` for
-    an engine that has its model elsewhere.
-    """
-    if not isinstance(engine, LocalEngine):
-        return None
-    if not isinstance(engine, TransformersEngine):
-        raise ConfigError(
-            f"`max_staleness: {args.max_staleness}` samples while the model is trained, and {type(engine).__name__} "
-            "samples from the model that is trained: set `use_vllm: true`, or leave `max_staleness` at 0."
-        )
-    backend = DistributedBackend(accelerator)
-    if backend.is_fsdp or backend.is_zero3:
-        raise ConfigError(
-            f"`max_staleness: {args.max_staleness}` without a server samples from a copy of the model, and the "
-            "weights of this one are sharded: set `use_vllm: true`, or leave `max_staleness` at 0."
-        )
-    return ModelCopy(engine, accelerator.unwrap_model(model), accelerator, args)
-
-
-@contextmanager
-def lent_model(engine: Engine, model: Any, args: MTGRPOConfig, accelerator: Accelerator) -> Iterator[None]:
-    """Lends the trainer's model, in the state in which TRL generates, to an engine that samples in this process."""
-    if not isinstance(engine, LocalEngine):
-        yield
-        return
-    options: dict[str, Any] = {"gather_deepspeed3_params": args.ds3_gather_for_generation}
-    known = inspect.signature(unwrap_model_for_generation).parameters
-    if "gradient_checkpointing_kwargs" in known:  # TRL 1.15 has no such argument
-        options["gradient_checkpointing_kwargs"] = args.gradient_checkpointing_kwargs
-    with unwrap_model_for_generation(model, accelerator, **options) as unwrapped:
-        engine.use_model(unwrapped)
-        yield
+def transport_of(args: MTGRPOConfig) -> type[Transport]:
+    """The transport that `weight_sync` names."""
+    return find_transport(args.weight_sync, shares_gpu=colocates(args) and args.device.type == "cuda")
 
 
 def server_client(
@@ -218,19 +102,246 @@ def server_client(
 
 def weight_sync(
     args: MTGRPOConfig, client: VLLMServerClient, get_model: Callable[[], Any], accelerator: Accelerator
-) -> WeightTransport:
+) -> WeightSync:
     """
-    The transport of weights to the servers that the options choose.
+    The sync of weights to the servers, by the transport that the options choose.
 
     Raises:
         ServerSetupError: If a server cannot be used, e.g. because another run uses it.
     """
     transport = transport_of(args)
     try:
-        sync = transport(
-            client, get_model, accelerator, verify_every=args.verify_sync_every, **transport.options(args)
-        )
+        options = transport.options(args)
+        sync = WeightSync(transport, client, get_model, accelerator, verify_every=args.verify_sync_every, **options)
         sync.begin()
     except WeightSyncError as error:
         raise ServerSetupError(str(error)) from error
     return sync
+
+
+# The command of a server
+
+
+def command_at(host: str, port: int, args: MTGRPOConfig, model: ModelConfig) -> tuple[list[str], dict[str, str]]:
+    """
+    The command that starts a server, and the environment variables it needs beside those of this process.
+
+    The interpreter is that of `.venv-vllm` in the checkout, where it has been made, else this one. The key is taken
+    from `VLLM_API_KEY`, by the server as by the trainer, or made up by the server, so that no command line shows it.
+    """
+    name = resolve_model(model.model_name_or_path, model.model_revision, subfolder_of(args))
+    adapter = adapter_settings(name)
+    if adapter is not None:  # the server holds its base
+        model = replace(model, lora_r=adapter["r"])
+    transport = transport_of(args)
+    command = [
+        str(interpreter()),
+        *("-m", "vllm.entrypoints.openai.api_server"),
+        *("--model", served_model(resolve_base(name), args)),
+        *("--host", host, "--port", str(port)),
+        *("--dtype", "bfloat16" if args.bf16 else "float16" if args.fp16 else model.dtype or "auto"),
+        *("--tensor-parallel-size", str(args.vllm_tensor_parallel_size)),
+        *("--middleware", GUARD),
+        "--enable-prefix-caching",
+        *("--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"),
+        *("--weight-transfer-config", json.dumps({"backend": transport.server_backend})),
+        # for requests under way at SIGTERM; the guard sends others away meanwhile
+        *("--shutdown-timeout", str(DRAIN)),
+        # answers carry it: a client sees by it that the server was restarted and has lost its weights
+        *("--fingerprint-mode", "custom", "--fingerprint-value", f"mt-grpo-{uuid.uuid4().hex[:12]}"),
+    ]
+    environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "MT_GRPO_SERVER": "1"}
+    if args.vllm_max_model_length:
+        command += ["--max-model-len", str(args.vllm_max_model_length)]
+    if model.model_revision and model.model_revision != "main":
+        command += ["--revision", model.model_revision]
+    if args.trust_remote_code:
+        command.append("--trust-remote-code")
+    if colocates(args) and args.device.type == "cuda":
+        command += ["--gpu-memory-utilization", str(args.vllm_gpu_memory_utilization)]
+        command += ["--enable-sleep-mode"] if args.vllm_enable_sleep_mode else []  # the CPU build refuses the flag
+    flags, variables = transport.server_flags(model)
+    command += flags
+    environment |= variables
+    config = _read_config(resolve_base(name), args, model)
+    if config is not None and IMAGE in media_tokens(config):
+        # the endpoint that takes token ids with images, of pixels as the trainer's processor makes them
+        command += ["--enable-scale-out", "--no-mm-device-do-normalize"]
+    routes = replays_routes(args) and config is not None and route_shape(config) is not None
+    if args.use_cpu or not torch.cuda.is_available():
+        # a seeded prompt split over two steps ends vLLM's CPU build ("CPU Generator does not use offset")
+        command += ["--enforce-eager", "--no-enable-chunked-prefill"]
+        if config is not None and _carries_state(config):
+            command.append("--no-enable-prefix-caching")  # states are cached where prompts are split only
+        elif routes:
+            command += ["--enable-return-routed-experts", "--no-async-scheduling"]
+            environment["MT_GRPO_ROUTES"] = "1"  # see mt_grpo.vllm_plugin.routes
+        for name, value in _cpu_defaults().items():
+            environment[name] = os.environ.get(name, value)
+    elif routes:
+        command.append("--enable-return-routed-experts")
+        environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+    return command, environment
+
+
+def _read_config(name: str, args: MTGRPOConfig, model: ModelConfig) -> PreTrainedConfig | None:
+    """The configuration of a model; `None` where there is none, since the server says what is wrong with its model."""
+    try:
+        where = source_options(args, model.model_revision)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(name, **where)
+    except OSError:
+        return None
+    return config
+
+
+def _carries_state(config: PreTrainedConfig) -> bool:
+    """Whether a model has layers of linear attention, state spaces or convolutions."""
+    kinds = getattr(config.get_text_config(), "layer_types", None) or []
+    return any(kind == "linear_attention" or "attention" not in kind and kind not in ("mlp", "moe") for kind in kinds)
+
+
+def check_vllm() -> None:
+    """Whether servers can be started."""
+    own = interpreter()
+    here = own == Path(sys.executable)
+    if not (find_spec("vllm") if here else list(own.parents[1].glob("lib/python*/site-packages/vllm"))):
+        raise ConfigError(
+            "`vllm_mode: colocate` starts a vLLM server, and vLLM is neither in `.venv-vllm` nor in this environment: "
+            'install it (`TORCH="" scripts/install.sh .venv-vllm ".[vllm]"`, or on a CPU `make server-cpu`).'
+        )
+
+
+def interpreter() -> Path:
+    """The Python that servers run with."""
+    own = Path(mt_grpo.__file__).parents[1] / ".venv-vllm" / "bin" / "python"
+    return own if own.exists() else Path(sys.executable)
+
+
+def _cpu_defaults() -> dict[str, str]:
+    """
+    Environment variables for a server on a CPU, as far as the user did not set them. By default vLLM binds the threads
+    of every server to the same cores, where they spin, and other processes on these cores may never run.
+    """
+    return {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": str(max(1, torch.get_num_threads() - 1)),
+    }
+
+
+# Servers on the trainer's own GPUs
+
+
+def check_own_servers(args: MTGRPOConfig) -> None:
+    """Whether this machine can hold the servers that a run starts. This is a collective call."""
+    if colocates(args):
+        everywhere(lambda: _check(args))
+
+
+def _check(args: MTGRPOConfig) -> None:
+    check_groups(vars(args), args.world_size)
+    if int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size)) < args.world_size:
+        raise ConfigError(
+            "`vllm_mode: colocate` starts servers for the processes of one machine, and these are on several: set "
+            "`vllm_mode: server`, and start the servers with `mt-grpo serve`."
+        )
+    check_vllm()
+    if not os.environ.get("VLLM_API_KEY"):
+        try:
+            check_folder()
+        except PermissionError as error:
+            raise ConfigError(str(error)) from error
+    if _leads(args) and not is_free(own_port(args)):
+        raise ConfigError(
+            f"Port {own_port(args)} is taken, and `vllm_mode: colocate` starts a server on it: give the run another "
+            "`vllm_server_port`; its servers take that one and those after it."
+        )
+
+
+def _leads(args: MTGRPOConfig) -> bool:
+    """Whether this process starts a server: the first one of each group."""
+    return args.process_index % args.vllm_tensor_parallel_size == 0
+
+
+def start_own_server(args: MTGRPOConfig, model: Any) -> OwnServer | None:
+    """
+    Starts the server of this process's group, and returns when all servers of the run answer. This is a collective
+    call.
+    """
+
+    def start() -> OwnServer | None:
+        if not _leads(args):
+            return None
+        name = model.config.name_or_path
+        if not name:
+            raise ConfigError(
+                "`vllm_mode: colocate` starts a server with the model, which was made without a name: save it to a "
+                "folder, and give that folder as the model."
+            )
+        peft = model.peft_config["default"] if is_peft_model(model) else None
+        kwargs = args.model_init_kwargs or {}
+        about = ModelConfig(
+            model_name_or_path=name,
+            model_revision=kwargs.get("revision") or "main",
+            dtype=str(next(model.parameters()).dtype).removeprefix("torch."),
+            lora_r=16 if peft is None else peft.r,
+        )
+        command, environment = command_at("127.0.0.1", own_port(args), args, about)
+        environment |= _gpus(args)
+        if args.vllm_enable_sleep_mode:
+            environment[SLEEPS] = "1"
+        server = OwnServer(command, {**_surroundings(), **environment}, server_urls(args)[_group(args)])
+        try:
+            server.wait(args.vllm_server_timeout)
+        except BaseException:
+            server.close()
+            raise
+        return server
+
+    return everywhere(start)
+
+
+@contextmanager
+def own_server(args: MTGRPOConfig, model: Any) -> Iterator[OwnServer | None]:
+    """
+    The server of this process's group, if there is one; see `start_own_server`. It ends where the context fails, and
+    lives on where it does not.
+    """
+    server = start_own_server(args, model) if colocates(args) else None
+    try:
+        yield server
+    except BaseException:
+        if server is not None:
+            server.close()
+        raise
+
+
+def hand_over(server: OwnServer | None, args: MTGRPOConfig, sync: WeightSync) -> None:
+    """Lets the end of weight sync end the server, and its client know where to look when it is gone."""
+    if not colocates(args):
+        return
+    sync.client.server_timeout = GONE
+    sync.client.remedy = "The run that started it has to be started again."
+    if server is not None:
+        sync.end_server = server.close
+        sync.client.remedy += f" {server.where}"
+
+
+def _group(args: MTGRPOConfig) -> int:
+    return int(args.process_index) // args.vllm_tensor_parallel_size
+
+
+def _surroundings() -> dict[str, str]:
+    names = {name for name in os.environ if name in LAUNCHER or name.startswith(LAUNCHERS)}
+    return {name: value for name, value in os.environ.items() if name not in names}
+
+
+def _gpus(args: MTGRPOConfig) -> dict[str, str]:
+    """The GPUs of the group, for the server alone."""
+    if args.device.type != "cuda":
+        return {}
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = given.split(",") if given else [str(number) for number in range(torch.cuda.device_count())]
+    size = args.vllm_tensor_parallel_size
+    first = args.local_process_index // size * size
+    return {"CUDA_VISIBLE_DEVICES": ",".join(names[first : first + size])}

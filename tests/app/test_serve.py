@@ -16,8 +16,9 @@ from mt_grpo.app import serve
 from mt_grpo.cli import main
 from mt_grpo.errors import ConfigError
 from mt_grpo.servers.processes import share_gpus
-from mt_grpo.training import own_server
-from mt_grpo.training.servers import check_importance_sampling, server_client, server_urls
+from mt_grpo.training import servers
+from mt_grpo.training.own_engine import check_importance_sampling
+from mt_grpo.training.servers import server_client, server_urls
 from mt_grpo.vllm_plugin import keys
 
 QUICKSTART = ["--config", "recipes/quickstart_vllm.yaml"]
@@ -46,7 +47,7 @@ def test_environment_variables_decide_how_a_cpu_is_used(monkeypatch):
     names = ("VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS")
     for name in names:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(own_server.torch, "get_num_threads", lambda: 8)
+    monkeypatch.setattr(servers.torch, "get_num_threads", lambda: 8)
     assert [command()[2][name] for name in names] == ["nobind", "7"]
     for name in names:
         monkeypatch.setenv(name, "0-3")
@@ -183,7 +184,7 @@ def test_a_server_of_a_model_that_is_not_there_is_refused():
 
 
 def test_without_a_server_environment_this_interpreter_is_used(monkeypatch, tmp_path):
-    monkeypatch.setattr(own_server.mt_grpo, "__file__", str(tmp_path / "mt_grpo" / "__init__.py"))
+    monkeypatch.setattr(servers.mt_grpo, "__file__", str(tmp_path / "mt_grpo" / "__init__.py"))
     assert command()[0][0] == sys.executable
 
 
@@ -204,7 +205,7 @@ def test_a_mixture_on_a_gpu_says_which_experts_tokens_went_to(experts, replay, r
         Qwen3Config().save_pretrained(tmp_path)
     recipe = parse_recipe([*QUICKSTART, "--model_name_or_path", str(tmp_path), "--router_replay", replay])
     recipe.training.use_cpu = False
-    monkeypatch.setattr(own_server.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(servers.torch.cuda, "is_available", lambda: True)
     words, environment = serve.server_command(recipe)
     assert ("--enable-return-routed-experts" in words) == returned
     assert environment.get("VLLM_USE_V2_MODEL_RUNNER") == ("1" if returned else None)

@@ -63,7 +63,7 @@ def host():
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    for name, seconds in (("SHORTEST", 0.001), ("LONGEST", 0.01), ("LOOK", 0.001)):
+    for name, seconds in (("MIN_BACKOFF", 0.001), ("MAX_BACKOFF", 0.01), ("POLL", 0.001)):
         monkeypatch.setattr(env_servers, name, seconds)
 
 

@@ -8,7 +8,7 @@ import time
 
 import pytest
 from support.loopback import free_port
-from support.upstreams import SAMPLING, client_of, completion
+from support.upstreams import SAMPLING, client_of, completion, play
 from support.waiting import until_true
 
 from mt_grpo.concurrency import run
@@ -19,31 +19,12 @@ from mt_grpo.servers.http import Server, ServerGoneError, ServerSetupError
 from mt_grpo.vllm_plugin import keys
 
 
-async def closing(client, asked):
-    """What a client answers, which is closed then."""
-    try:
-        return await asked
-    finally:
-        await client.close()
-
-
 def ask(client, context=(1, 2, 3), session="a", connect=True):
-    async def go():
-        if connect:
-            await client.connect()
-        return await closing(client, client.generate(list(context), SAMPLING, session))
-
-    return asyncio.run(go())
+    return play(client, lambda: client.generate(list(context), SAMPLING, session), connect)
 
 
 def ask_logprobs(client, context, tokens):
-    async def go():
-        try:
-            return await closing(client, client.logprobs(context, tokens, "a"))
-        finally:
-            client.release("a")
-
-    return asyncio.run(go())
+    return play(client, lambda: client.logprobs(context, tokens, "a"), connect=False)
 
 
 def test_ids_log_probs_and_reason_come_back_as_sampled(tokenizer, start):
@@ -242,11 +223,9 @@ def test_concurrency_is_bounded(tokenizer, start):
     client = client_of(tokenizer, start(complete), max_concurrent=3)
 
     async def go():
-        await client.connect()
         await asyncio.gather(*(client.generate([1], SAMPLING, str(index)) for index in range(12)))
-        await client.close()
 
-    asyncio.run(go())
+    play(client, go)
     assert most == 3
 
 
@@ -260,15 +239,13 @@ def test_a_group_stays_on_one_server_and_groups_are_spread(tokenizer, start):
     client = client_of(tokenizer, *servers)
 
     async def go():
-        await client.connect()
         prompts = [[group, 1, 2] for group in range(6)]
         for turn in ([], [9, 9]):
             await asyncio.gather(
                 *(client.generate(p + turn, SAMPLING, f"{p[0]}-{member}") for p in prompts for member in range(4))
             )
-        await client.close()
 
-    asyncio.run(go())
+    play(client, go)
     groups = [{body["prompt"][0] for body in server.asked("/v1/completions")} for server in servers]
     assert [len(one) for one in groups] == [3, 3] and not groups[0] & groups[1]
 
@@ -289,7 +266,6 @@ def test_a_dead_server_among_several_is_left_out_and_taken_back(tokenizer, start
     client = client_of(tokenizer, dying, other, server_timeout=20)
 
     async def go():
-        await client.connect()
         sessions = [f"s{index}" for index in range(4)]
 
         async def turn():
@@ -304,9 +280,8 @@ def test_a_dead_server_among_several_is_left_out_and_taken_back(tokenizer, start
         await until_true(lambda: all(server.up for server in client.servers))
         await asyncio.gather(*(client.generate([i], SAMPLING, f"t{i}") for i in range(8)))
         assert back.asked("/v1/completions")
-        await client.close()
 
-    asyncio.run(asyncio.wait_for(go(), 60))
+    play(client, go)
 
 
 def test_all_servers_gone_ends_the_run_with_the_command(tokenizer, start):
@@ -337,13 +312,11 @@ def test_a_restarted_server_gets_weights_before_it_is_asked(tokenizer, start):
     client.restore = restore
 
     async def go():
-        await client.connect()
         assert (await client.generate([1], SAMPLING, "a")).ids == [5]
         held[0] = "default"
         assert (await client.generate([1], SAMPLING, "a")).ids == [5]
-        await client.close()
 
-    asyncio.run(go())
+    play(client, go)
     assert restored == [server.url]
 
 
@@ -357,13 +330,11 @@ def test_a_restart_is_noticed_by_weights_where_names_stay(tokenizer, start):
     client.restore = lambda url: held.__setitem__(0, "7")
 
     async def go():
-        await client.connect()
         assert (await client.generate([1], SAMPLING, "a")).ids == [7]
         held[0] = "0"
         assert (await client.generate([1], SAMPLING, "a")).ids == [7]
-        await client.close()
 
-    asyncio.run(go())
+    play(client, go)
 
 
 @pytest.mark.parametrize(
@@ -394,13 +365,11 @@ def test_a_server_whose_weights_cannot_be_restored_ends_the_run(tokenizer, start
     client.restore = restore
 
     async def go():
-        await client.connect()
         await client.generate([1], SAMPLING, "a")
         with pytest.raises(RuntimeError, match="lost for good"):
             await client.generate([1], SAMPLING, "a")
-        await client.close()
 
-    asyncio.run(go())
+    play(client, go)
 
 
 def test_an_unknown_adapter_shows_that_a_server_restarted(tokenizer, start):
@@ -412,12 +381,10 @@ def test_an_unknown_adapter_shows_that_a_server_restarted(tokenizer, start):
     client.restore = lambda url: held.__setitem__(0, "7")
 
     async def go():
-        await client.connect()
         held[0] = "default"
         assert (await client.generate([1], SAMPLING, "a")).ids == [5]
-        await client.close()
 
-    asyncio.run(go())
+    play(client, go)
 
 
 @pytest.mark.parametrize(("held", "restarted"), [("6", False), ("7", False), ("default", True)])
@@ -435,17 +402,15 @@ def test_weights_in_between_are_no_restart(tokenizer, start, held, restarted):
     client.restore = restore
 
     async def go():
-        await client.connect()
         asked = asyncio.ensure_future(client.generate([1], SAMPLING, "a"))
         if restarted:
             await until_true(lambda: not client.servers[0].up)
             assert not restored  # the sync goes on: whatever is sent now would be the weights of before
             client.weight_version, client.incoming_version = 7, None
         sample = await asked
-        await client.close()
         return sample
 
-    sample = asyncio.run(go())
+    sample = play(client, go)
     assert bool(restored) == restarted == bool(client.servers[0].drops)
     assert (sample.weight_version, sample.last_weight_version) == ((7, 7) if restarted else (6, 7))
 
@@ -460,13 +425,11 @@ def test_requests_in_flight_read_no_prefix_of_other_weights(tokenizer, start):
     client = client_of(tokenizer, start(complete))
 
     async def go():
-        await client.connect()
         for version, salted in ((7, False), (7, True), (8, True)):
             client.weight_version, client.salted = version, salted
             await client.generate([1], SAMPLING, "a")
-        await client.close()
 
-    asyncio.run(go())
+    play(client, go)
     assert [body.get("cache_salt") for body in bodies] == [None, "7", "8"]
 
 
@@ -479,12 +442,10 @@ def test_servers_may_keep_the_model_in_different_folders(tokenizer, start):
     client = client_of(tokenizer, *servers, model="/home/me/qwen")
 
     async def go():
-        await client.connect()
         samples = await asyncio.gather(*(client.generate([number], SAMPLING, str(number)) for number in range(8)))
-        await client.close()
         return samples
 
-    assert [sample.ids for sample in asyncio.run(go())] == [[5]] * 8
+    assert [sample.ids for sample in play(client, go)] == [[5]] * 8
     assert all(server.asked("/v1/completions") for server in servers)
 
 
@@ -499,7 +460,9 @@ def test_the_client_works_while_the_callers_loop_runs(tokenizer, start):
     client = client_of(tokenizer, start())
 
     async def notebook():
-        return run(closing(client, client.generate([1], SAMPLING, "one")))
+        sample = run(client.generate([1], SAMPLING, "one"))
+        run(client.close())
+        return sample
 
     assert asyncio.run(notebook()).ids == [5, 6]
 

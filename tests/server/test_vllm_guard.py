@@ -16,7 +16,7 @@ from support.waiting import until
 
 from mt_grpo.cli import main
 from mt_grpo.servers.http import ServerControl, find_key
-from mt_grpo.training.own_server import GUARD
+from mt_grpo.training.servers import GUARD
 
 pytestmark = [needs_server, pytest.mark.server]
 KEYS = ("no key", "a wrong key", "the key")

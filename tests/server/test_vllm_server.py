@@ -10,6 +10,7 @@ import re
 import signal
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -38,9 +39,9 @@ from mt_grpo.servers.http import ServerControl, ServerGoneError, ServerSetupErro
 from mt_grpo.token_tree import TokenTree
 from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer, token_logps
 from mt_grpo.trajectory import StopReason, Trajectory
-from mt_grpo.weights.transports.delta import DeltaTransport
+from mt_grpo.weights.sync import WeightSync
 from mt_grpo.weights.transports.files import LoraTransport, SafetensorsTransport
-from mt_grpo.weights.transports.http import HttpTransport
+from mt_grpo.weights.transports.http import DeltaTransport, HttpTransport
 from mt_grpo.weights.updates import WeightSyncError
 
 pytestmark = [needs_server, pytest.mark.server]
@@ -75,8 +76,8 @@ class Served:
         asyncio.run(client.connect())
         return client
 
-    def sync(self, client, model=None, kind=SafetensorsTransport, **options) -> SafetensorsTransport:
-        return kind(client, lambda: model or self.model, Accelerator(cpu=True), **options)
+    def sync(self, client, model=None, kind=SafetensorsTransport, **options) -> WeightSync:
+        return WeightSync(kind, client, lambda: model or self.model, Accelerator(cpu=True), **options)
 
     def prompts(self, number: int = 6) -> list[list[int]]:
         texts = [f"user What is the capital of Peru {index}" for index in range(number)]
@@ -395,7 +396,7 @@ def test_after_a_sync_the_server_samples_with_trained_weights(trained):
     assert largest_difference(trained.model, contexts, samples) < TOLERANCE
     assert {sample.weight_version for sample in samples} == {5}
     assert ServerControl(trained.server.url).get("/weight_info") == {"weight_version": f"{sync.run}:5"}
-    (file,) = sync._folder.glob("*.safetensors")
+    (file,) = sync.transport.folder.glob("*.safetensors")
     assert file.name == "weights-00000005.safetensors"
     sync.close()
     assert not file.parent.exists()
@@ -424,8 +425,8 @@ def test_a_change_of_weights_reaches_the_server(trained):
     for step, rows in enumerate((40, 4), 1):
         weights[::rows] *= 1.5
         sync.sync(step)
-        (change,) = sync._folder.glob("change-*")
-        assert change.stat().st_size < 0.3 * sync._file(step).stat().st_size
+        (change,) = sync.transport.folder.glob("change-*")
+        assert change.stat().st_size < 0.3 * sync.payload.size
         samples = generate(client, contexts, SamplingParams(max_tokens=40, seed=3))
         assert largest_difference(trained.model, contexts, samples) < TOLERANCE
         assert {sample.weight_version for sample in samples} == {step}
@@ -531,20 +532,20 @@ def test_cached_prefixes_end_with_their_weights(trained):
 def test_requests_under_way_during_a_sync_are_finished(trained):
     client, contexts = trained.client(max_retries=0), trained.prompts(8)
     sync = trained.sync(client)
-    times, moments, done, push = [], {}, asyncio.Event(), sync._push
+    times, moments, done, push = [], {}, asyncio.Event(), sync.transport.deliver
 
-    def timed(server, step):
-        post = server.post
+    def timed(update, payload):
+        post = update.server.post
 
         def noted(path, *args, **params):
             answer = post(path, *args, **params)
             moments[path] = time.monotonic()
             return answer
 
-        server.post = noted
-        push(server, step)
+        update.server.post = noted
+        push(update, payload)
 
-    sync._push = timed
+    sync.transport.deliver = timed
 
     async def ask_on(index):
         while not done.is_set():
@@ -578,7 +579,7 @@ def test_weights_that_did_not_arrive_end_the_run(trained):
     with pytest.raises(WeightSyncError, match=r"is -\d+\.\d{4} on the server and -\d+\.\d{4} in the trainer"):
         sync.verify()
     sync.sync(1)  # not verified: the second of every two
-    sync._push = lambda server, step: None  # weights that never leave, as where a sync is forgotten
+    sync.transport.deliver = lambda update, payload: None  # weights that never leave, as where a sync is forgotten
     train_a_little(trained.model)
     with pytest.raises(WeightSyncError, match="Likely causes"):
         sync.sync(2)
@@ -590,14 +591,12 @@ def test_a_failed_update_leaves_the_server_its_old_weights(trained, tmp_path):
     client, contexts = trained.client(), trained.prompts()
     sync = trained.sync(client)
     sync.sync(3)
-    good, broken = sync._files[-1].path, tmp_path / "broken.safetensors"
+    broken = tmp_path / "broken.safetensors"
+    control = ServerControl(trained.server.url)
     broken.write_bytes(b"\x08\x00\x00\x00\x00\x00\x00\x00{broken}")
     for bad in (broken, tmp_path / "missing.safetensors"):
-        sync._files[-1].path = bad
         with pytest.raises(WeightSyncError, match="HTTP 500"):
-            sync._run(lambda: None, lambda: sync._each_server(lambda control: sync._push(control, 4)))
-    sync._files[-1].path = good
-    control = ServerControl(trained.server.url)
+            sync.transport.deliver(sync._update(control, 4), replace(sync.payload, path=bad))
     assert control.get("/is_paused") == {"is_paused": False}
     assert control.get("/weight_info") == {"weight_version": f"{sync.run}:3"}
     samples = generate(client, contexts, SamplingParams(max_tokens=20))
@@ -673,14 +672,14 @@ def test_an_adapter_is_taken_out_again_when_the_disk_is_full(untied, monkeypatch
     with pytest.raises(WeightSyncError, match="No space left on device"):
         sync.sync(1)
     assert not any(layer.merged for layer in model.modules() if hasattr(layer, "merged"))
-    assert not list(sync._folder.iterdir())
+    assert not list(sync.transport.folder.iterdir())
     sync.close()
 
 
 def test_an_adapter_is_loaded_under_a_name_of_its_own(untied):
     model = adapted(untied)
     client, contexts = untied.client(), untied.prompts()
-    sync = LoraTransport(client, lambda: model, Accelerator(cpu=True), verify_every=1)
+    sync = WeightSync(LoraTransport, client, lambda: model, Accelerator(cpu=True), verify_every=1)
     for step in (1, 2):
         sync.sync(step)
         samples = generate(client, contexts, SamplingParams(max_tokens=20))
@@ -696,7 +695,7 @@ def test_an_adapter_is_loaded_under_a_name_of_its_own(untied):
 
 def test_a_server_without_lora_is_sent_no_adapter(tied):
     model = adapted(tied)
-    sync = LoraTransport(tied.client(), lambda: model, Accelerator(cpu=True))
+    sync = WeightSync(LoraTransport, tied.client(), lambda: model, Accelerator(cpu=True))
     with pytest.raises(WeightSyncError, match="was started without LoRA.* start it again with `mt-grpo serve`"):
         sync.begin()
     sync.close()

@@ -14,6 +14,7 @@ from support.servers import START_LIMIT, RealServer
 
 from mt_grpo.rollout import SamplingParams
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
+from mt_grpo.weights.sync import WeightSync
 from mt_grpo.weights.transports.files import SafetensorsTransport
 
 pytestmark = [needs_server, pytest.mark.server]
@@ -44,7 +45,7 @@ def test_a_late_server_takes_over_from_one_that_is_killed(tmp_path):
             [first.url, late.url], tokenizer, model=path, server_timeout=START_LIMIT, min_servers=1
         )
         asyncio.run(client.connect())
-        sync = SafetensorsTransport(client, lambda: model, Accelerator(cpu=True), verify_every=1)
+        sync = WeightSync(SafetensorsTransport, client, lambda: model, Accelerator(cpu=True), verify_every=1)
         sync.sync(0)
         late.start()
         up = client.servers

@@ -31,7 +31,7 @@ from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
 from mt_grpo.training.model import load_reference
 from mt_grpo.training.nonfinite import NonFiniteError
 from mt_grpo.training.step_log.records import read_audit
-from mt_grpo.weights.weight_file import FullParameters
+from mt_grpo.weights.transport import FullParameters
 from support.architectures import build_random
 from support.audio import SOUND_FAMILIES, tone
 from support.hybrids import build_hybrid

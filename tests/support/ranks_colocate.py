@@ -12,7 +12,8 @@ from transformers import AutoTokenizer
 
 from mt_grpo.app.train import leave_group
 from mt_grpo.envs import MultiTurnToolEnv
-from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer, own_server
+from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
+from mt_grpo.training import servers as starting
 from support.colocated import IDLE, Sleeper
 from support.models import CPU_RUN
 from support.trainers import Letters
@@ -31,7 +32,7 @@ def run(folder: Path, port: int, per_server: int) -> Accelerator:
         servers.append(Sleeper(tokenizer, port, model))
         return IDLE, {}
 
-    own_server.command_at, own_server.check_vllm = command_at, lambda: None
+    starting.command_at, starting.check_vllm = command_at, lambda: None
     args = MTGRPOConfig(
         str(folder / "run"),
         **CPU_RUN | {"per_device_train_batch_size": 4},

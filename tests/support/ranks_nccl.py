@@ -15,8 +15,9 @@ from torch.distributed.tensor import DTensor
 
 from mt_grpo.app.train import leave_group
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
-from mt_grpo.weights.transports import nccl as weight_transports
-from mt_grpo.weights.transports.nccl import take_bucket
+from mt_grpo.weights.sync import WeightSync
+from mt_grpo.weights.transports import gpu as weight_transports
+from mt_grpo.weights.transports.gpu import take_bucket
 from mt_grpo.weights.updates import WeightSyncError
 from support.models import build_model, build_tokenizer
 from support.replicas import Receiver, ScriptedGroup
@@ -64,7 +65,7 @@ def run(folder: str, failing: str) -> Accelerator:
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    sync = weight_transports.NcclTransport(VLLMServerClient(url[0], tokenizer), lambda: model, accelerator)
+    sync = WeightSync(weight_transports.NcclTransport, VLLMServerClient(url[0], tokenizer), lambda: model, accelerator)
     failure = None
     try:
         sync.sync(1)

@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from mt_grpo.app.train import leave_group
 from mt_grpo.rollout import SamplingParams
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
+from mt_grpo.weights.sync import WeightSync
 from mt_grpo.weights.transports.files import SafetensorsTransport
 from support.models import build_model, build_tokenizer
 
@@ -27,13 +28,13 @@ async def sample(client: VLLMServerClient) -> list[tuple[int, int | None]]:
     return samples
 
 
-def failure_of(sync: SafetensorsTransport) -> str:
+def failure_of(sync: WeightSync) -> str:
     """What a process ends with where a sync meets a defect in the main process."""
 
     def broken(*_: object) -> None:
         raise KeyError("a defect")
 
-    sync._push = broken
+    sync.transport.deliver = broken
     try:
         sync.sync(2)
     except Exception as error:
@@ -51,7 +52,7 @@ def run(folder: str, *urls: str) -> Accelerator:
     model = build_model(tokenizer)
     client = VLLMServerClient(list(urls), tokenizer)
     asyncio.run(client.connect())
-    sync = SafetensorsTransport(client, lambda: model, accelerator, folder=folder)
+    sync = WeightSync(SafetensorsTransport, client, lambda: model, accelerator, folder=folder)
     sync.sync(1)
     seen = {"up": [server.up for server in client.servers]}
     if not accelerator.is_main_process:

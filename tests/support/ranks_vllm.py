@@ -16,7 +16,7 @@ from mt_grpo.envs import MultiTurnToolEnv, Step
 from mt_grpo.rewards import OutcomeReward
 from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
 from mt_grpo.trajectory import StopReason
-from mt_grpo.weights.weight_file import FullParameters
+from mt_grpo.weights.transport import FullParameters
 from support.models import CPU_RUN, DEEPSPEED_RUN
 
 BATCH = 8

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from mt_grpo.servers.owner import read_owner
 from mt_grpo.vllm_plugin.checksum import file_checksum
-from mt_grpo.weights.verification import trainer_logprobs
+from mt_grpo.weights.proof import trainer_logprobs
 from support.loopback import ScriptedServer
 from support.models import build_model
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+
+import pytest
+
 from mt_grpo.rollout.engine import SamplingParams
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
 from support.loopback import ScriptedServer
@@ -47,3 +51,32 @@ def upstream(tokenizer, complete, *, version="7", model="base", port=0, **endpoi
 def client_of(tokenizer, *servers, **options):
     urls = [getattr(server, "url", server) for server in servers]
     return VLLMServerClient(urls, tokenizer, **{"server_timeout": 1.0, "request_timeout": 30.0, **options})
+
+
+def play(client, scenario, connect=True):
+    """Runs a scenario with a client, which is connected before it and closed after it."""
+
+    async def go():
+        try:
+            if connect:
+                await client.connect()
+            return await scenario()
+        finally:
+            await client.close()
+
+    return asyncio.run(asyncio.wait_for(go(), 60))
+
+
+@pytest.fixture
+def start(tokenizer):
+    """Starts upstreams, which are closed after the test."""
+    servers = []
+
+    def begin(complete=lambda number, body: completion(5, 6), **options):
+        servers.append(upstream(tokenizer, complete, **options))
+        return servers[-1]
+
+    yield begin
+    for server in servers:
+        if not server.stopped:
+            server.stop()

@@ -144,7 +144,7 @@ def test_a_frozen_server_is_passed_over(tmp_path, own, two, monkeypatch):
 
 @pytest.mark.slow
 def test_all_servers_dead_end_conversations_not_the_run(tmp_path, own, monkeypatch):
-    monkeypatch.setattr("mt_grpo.servers.env_servers.PATIENCE", 0.2)
+    monkeypatch.setattr("mt_grpo.servers.env_servers.START_TIMEOUT", 0.2)
     both = own(2)
     tools = tools_of(tmp_path, *both)
     for one in both:

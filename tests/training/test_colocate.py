@@ -28,9 +28,9 @@ from mt_grpo.servers import processes, watchdog
 from mt_grpo.servers.fleet import Placement
 from mt_grpo.servers.http import Server, ServerGoneError, ServerSetupError
 from mt_grpo.servers.processes import OwnServer
-from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer, own_server
-from mt_grpo.training.own_server import check_own_servers
-from mt_grpo.training.servers import server_urls, transport_of
+from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
+from mt_grpo.training import servers as starting
+from mt_grpo.training.servers import check_own_servers, server_urls, transport_of
 from mt_grpo.weights.updates import WeightSyncError
 
 COLOCATE = {**CPU_RUN, "use_vllm": True, "vllm_mode": "colocate"}
@@ -88,13 +88,13 @@ def test_a_port_that_is_taken_is_said_before_work(tmp_path):
 
 
 def test_without_vllm_no_server_can_be_started(tmp_path, monkeypatch):
-    monkeypatch.setattr(own_server, "interpreter", lambda: tmp_path / "bin" / "python")
+    monkeypatch.setattr(starting, "interpreter", lambda: tmp_path / "bin" / "python")
     with pytest.raises(ConfigError, match="vLLM is neither in `.venv-vllm` nor in this environment"):
         check_own_servers(config(tmp_path, vllm_server_port=free_port()))
 
 
 def test_an_engine_that_is_given_needs_no_vllm(tmp_path, tokenizer, monkeypatch):
-    monkeypatch.setattr(own_server, "interpreter", lambda: tmp_path / "bin" / "python")
+    monkeypatch.setattr(starting, "interpreter", lambda: tmp_path / "bin" / "python")
     engine = ScriptedEngine(tokenizer, ["a"])
     rows = [{"prompt": "What is it?"}]
     trainer = MTGRPOEnvTrainer(
@@ -158,8 +158,8 @@ def served(tmp_path, tokenizer, questions, monkeypatch):
         servers.append(Sleeper(tokenizer, port, str(folder)))
         return IDLE, {}
 
-    monkeypatch.setattr(own_server, "command_at", command_at)
-    monkeypatch.setattr(own_server, "check_vllm", lambda: None)
+    monkeypatch.setattr(starting, "command_at", command_at)
+    monkeypatch.setattr(starting, "check_vllm", lambda: None)
     made = []
 
     def build(**options):
@@ -246,7 +246,7 @@ def test_the_end_of_a_run_ends_its_server(served):
 
 
 def test_a_server_that_is_lost_ends_the_run_in_a_sentence(served, monkeypatch):
-    monkeypatch.setattr(own_server, "GONE", 0.2)
+    monkeypatch.setattr(starting, "GONE", 0.2)
     trainer = served()
     served.servers[0].http.stop()
     with pytest.raises((ServerGoneError, WeightSyncError), match="has to be started again. Its output is in"):
@@ -268,7 +268,7 @@ def test_a_trainer_that_fails_leaves_no_server(served, monkeypatch):
 
 def test_a_model_without_a_name_is_refused(tmp_path, tokenizer):
     with pytest.raises(ConfigError, match="save it to a folder"):
-        own_server.start_own_server(config(Path(tmp_path)), build_model(tokenizer))
+        starting.start_own_server(config(Path(tmp_path)), build_model(tokenizer))
 
 
 @pytest.mark.slow

@@ -11,37 +11,18 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from support.architectures import build_random
 from support.models import build_model
-from support.replicas import Replica
 
-from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
-from mt_grpo.weights.transports.files import LoraTransport, SafetensorsTransport
+from mt_grpo.weights.proof import EXACT, with_halved_weights
+from mt_grpo.weights.transport import FullParameters
+from mt_grpo.weights.transports.files import LoraTransport
 from mt_grpo.weights.updates import WeightSyncError
-from mt_grpo.weights.verification import EXACT, halved
-from mt_grpo.weights.weight_file import FullParameters
 
 
 @pytest.fixture
-def replica(tokenizer):
+def replica(tokenizer, replicas):
     """A server that holds what the trainer begins with, as at the start of every run."""
-    replica = Replica(tokenizer)
-    replica.model = build_model(tokenizer)
-    yield replica
-    replica.http.stop()
-
-
-@pytest.fixture
-def sync_of(replica, tokenizer):
-    """Makes the sync of a model to the replica, and closes it."""
-    made = []
-
-    def make(model, kind=SafetensorsTransport, **options):
-        client = VLLMServerClient(replica.http.url, tokenizer, server_timeout=5.0)
-        made.append(kind(client, lambda: model, Accelerator(cpu=True), **options))
-        return made[-1]
-
-    yield make
-    for sync in made:
-        sync.close()
+    replicas[0].model = build_model(tokenizer)
+    return replicas[0]
 
 
 def learn_a_little(model) -> None:
@@ -59,7 +40,7 @@ def adapted(model):
 
 
 def test_a_push_that_never_arrives_is_seen_at_that_sync(replica, sync_of, model):
-    sync = sync_of(model)
+    sync = sync_of()
     sync.sync(0)
     learn_a_little(model)
     replica.deaf = True
@@ -68,10 +49,10 @@ def test_a_push_that_never_arrives_is_seen_at_that_sync(replica, sync_of, model)
 
 
 def test_a_push_of_another_file_is_seen_at_that_sync(replica, sync_of, model, tmp_path):
-    sync = sync_of(model)
+    sync = sync_of()
     sync.sync(0)
     learn_a_little(model)
-    load, old = replica.load, shutil.copy(next(sync._folder.glob("weights-*")), tmp_path)
+    load, old = replica.load, shutil.copy(next(sync.transport.folder.glob("weights-*")), tmp_path)
     replica.load = lambda path: load(old)
     with pytest.raises(WeightSyncError, match="did not arrive.*checksum"):
         sync.sync(1)
@@ -82,31 +63,29 @@ def test_a_layer_that_gets_no_weights_is_seen_at_the_first_sync(replica, sync_of
     """The server's weights are right all the same: nothing was learnt yet."""
     replica.skipped = {missing}
     with pytest.raises(WeightSyncError, match="changed to see them arrive.*is -.* on the server"):
-        sync_of(model).sync(0)
+        sync_of().sync(0)
 
 
 def test_a_server_that_agrees_with_everything_is_refused(replica, sync_of, model):
     replica.deaf = replica.agrees = True
     with pytest.raises(WeightSyncError, match="agrees with whatever it is told.*mt-grpo serve"):
-        sync_of(model).sync(0)
+        sync_of().sync(0)
 
 
 def test_a_server_that_reads_no_files_is_refused(replica, sync_of, model):
     replica.backend = "nccl"
     with pytest.raises(WeightSyncError, match="does not load weights from files: start it with `mt-grpo serve`"):
-        sync_of(model).sync(0)
+        sync_of().sync(0)
 
 
-def test_a_server_that_sees_no_files_is_told_of_the_folder(replica, tmp_path, model, tokenizer):
+def test_a_server_that_sees_no_files_is_told_of_the_folder(replica, sync_of):
     """At the start, before anything is gathered."""
     replica.blind = True
-    client = VLLMServerClient(replica.http.url, tokenizer)
-    sync = SafetensorsTransport(client, lambda: model, Accelerator(cpu=True))
+    sync = sync_of()
     for _ in range(2):
         with pytest.raises(WeightSyncError, match="set `weight_sync_folder` to.*No such file"):
             sync.begin()
     assert not replica.http.asked("/update_weights")
-    sync.close()
 
 
 @pytest.mark.parametrize("peft", [False, True], ids=["whole", "merged adapter"])
@@ -119,7 +98,7 @@ def test_the_proof_touches_no_weight_and_leaves_the_true_ones(replica, sync_of, 
     before = {name: value.clone() for name, value in model.state_dict().items()}
     sent, load = [], replica.load
     replica.load = lambda path: (sent.append(load_file(path)), load(path))
-    sync_of(model).sync(0)
+    sync_of(model=model).sync(0)
     tolerance = {"rtol": 0, "atol": 1e-6 if peft else 0}  # merging an adapter and taking it out again rounds
     for name, value in model.state_dict().items():
         torch.testing.assert_close(value, before[name], **tolerance)
@@ -137,14 +116,14 @@ def test_the_proof_touches_no_weight_and_leaves_the_true_ones(replica, sync_of, 
 def test_a_server_that_takes_no_such_adapter_is_refused(replica, sync_of, model, lora, message):
     replica.lora = lora
     with pytest.raises(WeightSyncError, match=message):
-        sync_of(adapted(model), LoraTransport).begin()
+        sync_of(kind=LoraTransport, model=adapted(model)).begin()
     assert not replica.http.asked("/v1/load_lora_adapter")
 
 
 def test_an_adapter_that_changes_nothing_yet_can_be_proven(replica, sync_of, model):
     model = adapted(model)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    sync = sync_of(model, LoraTransport)
+    sync = sync_of(kind=LoraTransport, model=model)
     sync.sync(0)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     learn_a_little(model)
@@ -155,7 +134,7 @@ def test_an_adapter_that_changes_nothing_yet_can_be_proven(replica, sync_of, mod
 def test_other_weights_of_the_same_step_have_a_name_of_their_own(replica, sync_of, model):
     """Such as those of the best model. A server caches prefixes by the name."""
     model = adapted(model)
-    sync = sync_of(model, LoraTransport)
+    sync = sync_of(kind=LoraTransport, model=model)
     names = []
     for step in (0, 1, 1, 0):
         learn_a_little(model)
@@ -167,7 +146,7 @@ def test_other_weights_of_the_same_step_have_a_name_of_their_own(replica, sync_o
 
 def test_an_adapter_that_is_not_loaded_is_seen_at_that_sync(replica, sync_of, model):
     model = adapted(model)
-    sync = sync_of(model, LoraTransport)
+    sync = sync_of(kind=LoraTransport, model=model)
     sync.sync(0)
     learn_a_little(model)
     replica.deaf = True
@@ -179,7 +158,7 @@ def test_a_server_that_ignores_adapters_is_seen_at_once(replica, sync_of, model)
     scored = replica.scored
     replica.scored = lambda body: scored(body | {"model": "base"})
     with pytest.raises(WeightSyncError, match="changed to see them arrive"):
-        sync_of(adapted(model), LoraTransport).sync(0)
+        sync_of(kind=LoraTransport, model=adapted(model)).sync(0)
 
 
 # Narrow types
@@ -197,14 +176,14 @@ def sharp(tokenizer):
 def test_rounding_of_a_narrow_type_ends_no_run(replica, sync_of, tokenizer, sharp):
     """A server in float32 computes what the trainer would without rounding: 0.1 nats a token away and more."""
     replica.model.load_state_dict(sharp.state_dict())
-    sync = sync_of(sharp, verify_every=1)
+    sync = sync_of(model=sharp, verify_every=1)
     sync.sync(0)
-    assert 0.25 <= sync.tolerance <= 2.0
+    assert 0.25 <= sync.proof.tolerance <= 2.0
 
 
 def test_weights_that_did_not_arrive_show_in_a_narrow_type(replica, sync_of, tokenizer, sharp):
     replica.model.load_state_dict(sharp.state_dict())
-    sync = sync_of(sharp)
+    sync = sync_of(model=sharp)
     sync.sync(0)
     other = build_model(tokenizer, seed=5)
     replica.model.load_state_dict(other.state_dict())
@@ -213,17 +192,17 @@ def test_weights_that_did_not_arrive_show_in_a_narrow_type(replica, sync_of, tok
 
 
 def test_in_float32_a_thousandth_of_a_nat_is_allowed(replica, sync_of, model):
-    sync = sync_of(model)
+    sync = sync_of()
     sync.sync(0)
-    assert sync.tolerance == EXACT == 1e-3
+    assert sync.proof.tolerance == EXACT == 1e-3
 
 
 def test_weights_travel_in_the_type_of_the_server(replica, sync_of, model):
     """FSDP2 and mixed precision keep float32 weights, which are twice the bytes."""
     replica.dtype = "torch.bfloat16"
-    sync = sync_of(model)
+    sync = sync_of()
     sync.sync(0)
-    dtypes = {tensor.dtype for tensor in load_file(sync._files[-1].path).values()}
+    dtypes = {tensor.dtype for tensor in load_file(sync.transport.files.files[-1].path).values()}
     assert dtypes == {torch.bfloat16}
     assert all(parameter.dtype is torch.float32 for parameter in model.parameters())
 
@@ -242,7 +221,7 @@ def test_wide_and_narrow_parameters_are_sent_as_they_are(model):
 def test_a_router_that_returns_more_is_not_halved():
     """Llama 4's is a linear layer, and returns scores and logits."""
     model, ids = build_random("llama 4"), torch.arange(3, 40)[None]
-    with halved(model) as names:
+    with with_halved_weights(model) as names:
         found = model(ids).logits
     assert "lm_head.weight" in names and not any("router" in name for name in names)
     with torch.no_grad():

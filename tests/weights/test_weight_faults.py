@@ -6,21 +6,18 @@ import asyncio
 
 import httpx
 import pytest
-from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
 from support.loopback import Loopback, Proxy, Reply
 from support.models import build_model
 from support.replicas import Replica, step_of
 
 from mt_grpo.rollout import SamplingParams
-from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
 from mt_grpo.servers import http
 from mt_grpo.servers.http import RequestFailed
 from mt_grpo.vllm_plugin.fetch import Fetcher
 from mt_grpo.vllm_plugin.guard import FETCH
-from mt_grpo.weights.transports.delta import DeltaTransport
 from mt_grpo.weights.transports.files import LoraTransport, SafetensorsTransport
-from mt_grpo.weights.transports.http import HttpTransport
+from mt_grpo.weights.transports.http import DeltaTransport, HttpTransport
 from mt_grpo.weights.updates import WeightSyncError
 
 
@@ -28,28 +25,6 @@ from mt_grpo.weights.updates import WeightSyncError
 def quick(monkeypatch):
     monkeypatch.setattr(http, "DELAYS", (0.01, 0.01, 0.01))
     monkeypatch.setattr(http, "POLL", 0.01)
-
-
-@pytest.fixture
-def replicas(tokenizer):
-    pair = [Replica(tokenizer), Replica(tokenizer)]
-    yield pair
-    for replica in pair:
-        replica.http.stop()
-
-
-@pytest.fixture
-def sync_of(tokenizer, model):
-    made = []
-
-    def make(urls, kind=SafetensorsTransport, model=model, **options):
-        client = VLLMServerClient(urls, tokenizer, **{"server_timeout": 20.0, **options})
-        made.append(kind(client, lambda: model, Accelerator(cpu=True)))
-        return made[-1]
-
-    yield make
-    for sync in made:
-        sync.close()
 
 
 # Calls that fail once
@@ -67,7 +42,7 @@ def test_one_bad_answer_of_each_control_call_ends_no_run(replicas, sync_of, faul
         return fault
 
     proxy = Proxy(replicas[0].http.url, first)
-    sync = sync_of(proxy.url)
+    sync = sync_of(proxy.url, server_timeout=20.0)
     sync.verify_every = 1
     asyncio.run(sync.client.connect(lambda words: None))
     sync.sync(0)
@@ -75,13 +50,13 @@ def test_one_bad_answer_of_each_control_call_ends_no_run(replicas, sync_of, faul
     sync.sync(1)
     sync.check()
     assert sync.client.servers[0].up and not sync.client.servers[0].drops
-    assert step_of(replicas[0].version) == "1" and sync.checksum == replicas[0].loaded
+    assert step_of(replicas[0].version) == "1" and sync.payload.checksum == replicas[0].loaded
     assert {"/sleep", "/update_weights", "/finish_weight_update", "/weight_info", "/v1/completions"} <= failed
     proxy.stop()
 
 
 def test_a_lasting_fault_of_a_healthy_server_ends_the_run(replicas, sync_of):
-    sync = sync_of([replica.http.url for replica in replicas])
+    sync = sync_of(*replicas, server_timeout=20.0)
     sync.sync(0)
     replicas[1].refused = "/update_weights"
     with pytest.raises(WeightSyncError, match=f"{replicas[1].http.url}/update_weights was answered with HTTP 500: no"):
@@ -111,7 +86,7 @@ CALLS += ["/finish_weight_update", "/reset_prefix_cache", "/wake_up", "/v1/compl
 @pytest.mark.parametrize("in_flight", [False, True])
 def test_an_engine_that_dies_is_left_out_and_taken_back(replicas, sync_of, path, in_flight):
     """Its process goes on to answer, with errors only."""
-    sync = sync_of([replica.http.url for replica in replicas])
+    sync = sync_of(*replicas, server_timeout=20.0)
     sync.verify_every = 1
     if in_flight:
         sync.send_in_flight()
@@ -124,7 +99,7 @@ def test_an_engine_that_dies_is_left_out_and_taken_back(replicas, sync_of, path,
     replicas[1].version = replicas[1].loaded = "default"
     assert {each.ids[0] for each in sample(sync.client)} == {1}
     assert [step_of(replica.version) for replica in replicas] == ["1", "1"]
-    assert sync.checksum == replicas[1].loaded
+    assert sync.payload.checksum == replicas[1].loaded
 
 
 @pytest.mark.parametrize("path", ["/update_weights", "/finish_weight_update"])
@@ -141,16 +116,16 @@ def test_a_run_waits_for_its_only_engine(replicas, sync_of, path):
         return replicas[0].answer(method, asked, body)
 
     replicas[0].http._script = answer
-    sync = sync_of(replicas[0].http.url)
+    sync = sync_of(server_timeout=20.0)
     sync.sync(0)
     replicas[0].dies_at = path
     sync.sync(1)
-    assert looks and step_of(replicas[0].version) == "1" and sync.checksum == replicas[0].loaded
+    assert looks and step_of(replicas[0].version) == "1" and sync.payload.checksum == replicas[0].loaded
     assert sync.client.servers[0].up
 
 
 def test_an_engine_that_died_after_rollouts_ends_no_run(replicas, sync_of):
-    sync = sync_of([replica.http.url for replica in replicas])
+    sync = sync_of(*replicas, server_timeout=20.0)
     sync.sync(0)
     replicas[1].dead = True
     sync.check()
@@ -158,7 +133,7 @@ def test_an_engine_that_died_after_rollouts_ends_no_run(replicas, sync_of):
 
 
 def test_an_engine_that_dies_while_it_is_restored_is_awaited(replicas, sync_of):
-    sync = sync_of([replica.http.url for replica in replicas])
+    sync = sync_of(*replicas, server_timeout=20.0)
     sync.sync(0)
     replicas[1].dies_at = "/init_weight_transfer_engine"
     with pytest.raises(RequestFailed) as caught:
@@ -184,7 +159,7 @@ def test_no_cache_on_the_way_answers_for_the_server(replicas, sync_of, monkeypat
         return kept[request.path]
 
     cache = Loopback(answer)
-    sync = sync_of(cache.url)
+    sync = sync_of(cache.url, server_timeout=20.0)
     asyncio.run(sync.client.connect(lambda words: None))
     for step in range(2):
         sync.sync(step)
@@ -217,7 +192,7 @@ def test_after_each_update_no_features_of_older_weights_stay(tokenizer, sync_of,
     if kind is LoraTransport:
         replica.model = build_model(tokenizer)
         model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"]))
-    sync = sync_of(replica.http.url, kind, model, media_tokens={-1: 7})
+    sync = sync_of(replica, kind=kind, model=model, media={-1: 7})
     sync.sync(0)
     sync.sync(1)
     posts = [path for _, path, _ in replica.http.requests if path in ("/sleep", "/reset_encoder_cache", "/wake_up")]

@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 
 from mt_grpo.errors import ConfigError
 from mt_grpo.vllm_plugin.checksum import Checksum, file_checksum, read_tensors
-from mt_grpo.weights.weight_file import WeightFile, make_folder, shared_folder, write_weights
+from mt_grpo.weights.transports.files import WeightFile, make_folder, write_weights
 
 TENSORS = {
     "odd": torch.arange(3, dtype=torch.bfloat16),
@@ -143,7 +142,7 @@ def test_a_file_has_its_name_only_when_it_is_complete(tmp_path):
 @pytest.mark.parametrize("shared", [False, True])
 def test_what_a_killed_process_left_is_removed(shared, tmp_path):
     root = str(tmp_path) if shared else None
-    makes = f"from mt_grpo.weights.weight_file import make_folder as m; print(m({root!r}), flush=True)"
+    makes = f"from mt_grpo.weights.transports.files import make_folder as m; print(m({root!r}), flush=True)"
     code = f"import os; {makes}; os._exit(9)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     left = Path(run.stdout.strip())
@@ -157,5 +156,5 @@ def test_what_a_killed_process_left_is_removed(shared, tmp_path):
 @pytest.mark.parametrize("folder", ["/proc/x", "/dev/null/x"])
 def test_a_place_that_takes_no_weights_is_said_at_the_start(folder):
     with pytest.raises(ConfigError, match=f"can be made in {folder} .*set `weight_sync_folder`") as caught:
-        shared_folder(folder, Accelerator(cpu=True))
+        make_folder(folder)
     assert "\n" not in str(caught.value)

@@ -12,6 +12,7 @@ import socket
 import stat
 import struct
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from urllib.parse import urlsplit
@@ -19,23 +20,16 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 import torch
-from accelerate import Accelerator
 from support.loopback import Loopback, Reply, free_port
 from support.replicas import Replica, step_of
 
 from mt_grpo.errors import ConfigError
-from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
-from mt_grpo.vllm_plugin import delta as module
 from mt_grpo.vllm_plugin import fetch
-from mt_grpo.vllm_plugin.delta import apply, difference
-from mt_grpo.vllm_plugin.fetch import Fetcher, FetchError
+from mt_grpo.vllm_plugin.fetch import Fetcher, FetchError, apply, difference
 from mt_grpo.vllm_plugin.guard import FETCH
-from mt_grpo.weights import file_offer
-from mt_grpo.weights.file_offer import FileOffer
-from mt_grpo.weights.transports import delta
-from mt_grpo.weights.transports.delta import DeltaTransport
+from mt_grpo.weights.transports import http as transports
 from mt_grpo.weights.transports.files import SafetensorsTransport
-from mt_grpo.weights.transports.http import HttpTransport
+from mt_grpo.weights.transports.http import DeltaTransport, FileOffer, HttpTransport
 from mt_grpo.weights.updates import WeightSyncError
 
 UPDATE = ["/sleep", "/start_weight_update", "/update_weights", "/init_weight_transfer_engine"]
@@ -71,11 +65,8 @@ def remote(tokenizer, tmp_path):
 
 
 @pytest.fixture
-def sync(remote, model):
-    client = VLLMServerClient(remote.http.url, remote.tokenizer, server_timeout=5.0)
-    sync = HttpTransport(client, lambda: model, Accelerator(cpu=True))
-    yield sync
-    sync.close()
+def sync(remote, sync_of):
+    return sync_of(remote, kind=HttpTransport)
 
 
 def test_weights_are_fetched_before_the_server_is_paused(remote, sync):
@@ -85,7 +76,7 @@ def test_weights_are_fetched_before_the_server_is_paused(remote, sync):
     posts = [path for method, path, _ in remote.http.requests if method == "POST" and path in known]
     nonce, proof = [FETCH, *UPDATE[3:4] * 2], [FETCH, *UPDATE, "/v1/completions"]
     assert posts == nonce + proof * 2 + [FETCH, *UPDATE] * 2
-    assert step_of(remote.version) == "2" and sync.checksum == remote.loaded
+    assert step_of(remote.version) == "2" and sync.payload.checksum == remote.loaded
     assert len(list(remote.folder.glob("*/*"))) == fetch.FILES
 
 
@@ -95,7 +86,7 @@ def test_a_server_that_comes_back_fetches_the_latest(remote, sync, model):
     sync.sync(1)
     remote.version, remote.loaded = "default", "nothing"
     sync.restore(remote.http.url)
-    assert step_of(remote.version) == "1" and sync.checksum == remote.loaded
+    assert step_of(remote.version) == "1" and sync.payload.checksum == remote.loaded
 
 
 @pytest.mark.parametrize("kind", ["sync", "changes"])
@@ -107,12 +98,14 @@ def test_a_process_on_another_host_restores_a_server(remote, kind, model, reques
         sync.sync(step)
     other = copy.copy(sync)
     other.accelerator = SimpleNamespace(is_main_process=False, unwrap_model=lambda wrapped: wrapped)
-    other._folder, other._base = tmp_path / "elsewhere", None
+    other.source, other.transport = copy.copy(sync.source), copy.copy(sync.transport)
+    other.source.accelerator, other.transport._base = other.accelerator, ""
+    other.payload = replace(sync.payload, path=tmp_path / "elsewhere" / sync.payload.path.name)
     remote.fetcher.close()
     remote.fetcher = Fetcher(str(remote.folder))
     remote.version, remote.loaded = "default", "nothing"
     other.restore(remote.http.url)
-    assert step_of(remote.version) == "1" and sync.checksum == remote.loaded
+    assert step_of(remote.version) == "1" and sync.payload.checksum == remote.loaded
 
 
 def test_a_server_that_cannot_fetch_is_refused_at_the_start(remote, sync):
@@ -122,15 +115,12 @@ def test_a_server_that_cannot_fetch_is_refused_at_the_start(remote, sync):
 
 
 @pytest.fixture
-def changes(remote, model):
+def changes(remote, model, sync_of):
     """Sends what changes of a model in bfloat16."""
     model.bfloat16()
     remote.model.bfloat16()
     remote.dtype = "torch.bfloat16"
-    client = VLLMServerClient(remote.http.url, remote.tokenizer, server_timeout=5.0)
-    sync = DeltaTransport(client, lambda: model, Accelerator(cpu=True))
-    yield sync
-    sync.close()
+    return sync_of(remote, kind=DeltaTransport)
 
 
 def fetched(remote) -> list[str]:
@@ -142,7 +132,7 @@ def test_of_most_weights_only_changes_are_sent(remote, changes, model):
     for step in range(4):
         model.model.embed_tokens.weight.data[step] *= 1.5
         changes.sync(step)
-        assert changes.checksum == remote.loaded
+        assert changes.payload.checksum == remote.loaded
     assert fetched(remote) == ["weights"] * 2 + ["change"] * 3  # the proof and the first are whole
     sent, whole = remote.http.asked(FETCH)[-1]["size"], remote.http.asked(FETCH)[1]["size"]
     assert sent < 0.1 * whole and step_of(remote.version) == "3"
@@ -153,7 +143,7 @@ def test_where_all_weights_changed_all_are_sent(remote, changes, model):
     for weight in model.parameters():
         weight.data += 1
     changes.sync(1)
-    assert fetched(remote) == ["weights"] * 3 and changes.checksum == remote.loaded
+    assert fetched(remote) == ["weights"] * 3 and changes.payload.checksum == remote.loaded
 
 
 def test_a_server_with_another_file_gets_all_weights(remote, changes, model):
@@ -161,7 +151,7 @@ def test_a_server_with_another_file_gets_all_weights(remote, changes, model):
     remote.fetcher.close()
     remote.fetcher = Fetcher(str(remote.folder))
     changes.sync(1)
-    assert fetched(remote) == ["weights", "weights", "change", "weights"] and changes.checksum == remote.loaded
+    assert fetched(remote) == ["weights", "weights", "change", "weights"] and changes.payload.checksum == remote.loaded
 
 
 def test_in_doubt_all_weights_are_sent_again(remote, changes, model, monkeypatch, caplog):
@@ -169,12 +159,12 @@ def test_in_doubt_all_weights_are_sent_again(remote, changes, model, monkeypatch
     model.model.embed_tokens.weight.data[1] *= 1.5
     monkeypatch.setattr(fetch, "apply", lambda change, file: file.view(-1)[-4:].zero_())
     changes.sync(1)
-    assert fetched(remote) == ["weights", "weights", "change", "weights"] and changes.checksum == remote.loaded
+    assert fetched(remote) == ["weights", "weights", "change", "weights"] and changes.payload.checksum == remote.loaded
     assert "gets its weights in another way: " in caplog.text
 
 
 def test_all_weights_are_sent_now_and_then(remote, changes, monkeypatch):
-    monkeypatch.setattr(delta, "WHOLE_EVERY", 2)
+    monkeypatch.setattr(transports, "WHOLE_EVERY", 2)
     for step in range(4):
         changes.sync(step)
     assert fetched(remote) == ["weights", "weights", "change", "weights", "change"]
@@ -185,7 +175,7 @@ def test_all_weights_are_sent_now_and_then(remote, changes, monkeypatch):
 @pytest.mark.parametrize("anywhere", [False, True])
 def test_a_change_makes_the_new_file_of_the_old(size, share, anywhere, monkeypatch):
     """Words go up by a little, or to any other value, infinities among them."""
-    monkeypatch.setattr(module, "STRETCH", 70_000)
+    monkeypatch.setattr(fetch, "STRETCH", 70_000)
     old = torch.randint(256, (size,), dtype=torch.uint8)
     new = old.clone()
     places = torch.randint(size // 2, (int(size // 2 * share),)) * 2
@@ -256,7 +246,7 @@ def threads():
 
 
 def test_half_open_connections_hold_up_nobody(offer, tmp_path, monkeypatch):
-    monkeypatch.setattr(file_offer, "MOST_WAITING", 8)
+    monkeypatch.setattr(transports, "MOST_WAITING", 8)
     before = len(threads())
     held = [raw(offer, b"GET /") for _ in range(40)]
     fetch.download(f"{offer}/weights.safetensors", tmp_path / "copy", 25_600)
@@ -268,7 +258,7 @@ def test_half_open_connections_hold_up_nobody(offer, tmp_path, monkeypatch):
 
 
 def test_a_request_that_does_not_arrive_is_given_up(tmp_path, monkeypatch):
-    monkeypatch.setattr(file_offer, "HEAD_TIME", 0.05)
+    monkeypatch.setattr(transports, "HEAD_TIME", 0.05)
     offer = FileOffer(tmp_path, "127.0.0.1")
     with raw(offer.url("127.0.0.1"), b"GET /") as connection:
         assert not connection.recv(1)
@@ -301,34 +291,31 @@ def test_what_is_no_request_is_refused(offer, sent):
 
 
 def test_a_long_way_is_told_of(offer, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(file_offer, "TOLD_EVERY", 0.0)
+    monkeypatch.setattr(transports, "TOLD_EVERY", 0.0)
     fetch.download(f"{offer}/weights.safetensors", tmp_path / "copy", 25_600)
     assert "127.0.0.1 has fetched 0.0 of 0.0 GB of the weights" in caplog.text
 
 
-def test_a_port_that_is_taken_is_said_at_once(tokenizer, model):
+def test_a_port_that_is_taken_is_said_at_once(sync_of):
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        client = VLLMServerClient("http://127.0.0.1:9", tokenizer)
         with pytest.raises(WeightSyncError, match="cannot be offered at port.*`weight_sync_port`"):
-            HttpTransport(client, lambda: model, Accelerator(cpu=True), port=taken.getsockname()[1])
+            sync_of("http://127.0.0.1:9", kind=HttpTransport, port=taken.getsockname()[1])
 
 
 @pytest.mark.parametrize("kind", [SafetensorsTransport, HttpTransport])
-def test_without_a_folder_nothing_is_left_for_the_exit(tokenizer, model, monkeypatch, kind):
+def test_without_a_folder_nothing_is_left_for_the_exit(sync_of, monkeypatch, kind):
     registered = []
     monkeypatch.setattr(atexit, "register", registered.append)
-    client = VLLMServerClient("http://127.0.0.1:9", tokenizer)
     with pytest.raises(ConfigError, match="No folder for weights can be made"):
-        kind(client, lambda: model, Accelerator(cpu=True), folder="/proc/x")
+        sync_of("http://127.0.0.1:9", kind=kind, folder="/proc/x")
     for close in registered:
         close()
 
 
-def test_weights_are_offered_at_the_port_that_is_chosen(remote, tokenizer, model):
+def test_weights_are_offered_at_the_port_that_is_chosen(remote, sync_of):
     port = free_port()
     for _ in range(2):  # a run that is resumed has it again
-        client = VLLMServerClient(remote.http.url, tokenizer, server_timeout=5.0)
-        sync = HttpTransport(client, lambda: model, Accelerator(cpu=True), port=port)
+        sync = sync_of(remote, kind=HttpTransport, port=port)
         sync.sync(0)
         sync.close()
     assert {urlsplit(url).port for url in remote.urls} == {port}
@@ -345,24 +332,23 @@ def pair(tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize("kind", [HttpTransport, DeltaTransport])
-def test_replicas_of_one_machine_fetch_once(pair, tokenizer, model, kind):
-    client = VLLMServerClient([each.http.url for each in pair], tokenizer, server_timeout=5.0)
-    sync = kind(client, lambda: model, Accelerator(cpu=True))
+def test_replicas_of_one_machine_fetch_once(pair, sync_of, model, kind):
+    sync = sync_of(*pair, kind=kind)
     for step in range(3):
         model.model.embed_tokens.weight.data[step] *= 1.5
         sync.sync(step)
     assert [step_of(each.version) for each in pair] == ["2", "2"]
-    assert pair[0].loaded == pair[1].loaded == sync.checksum
+    assert pair[0].loaded == pair[1].loaded == sync.payload.checksum
     assert [len(list(pair[0].folder.glob("*/*.safetensors")))] == [fetch.FILES + 1]  # and the nonce of the second
     assert len(pair[1].urls) == 1
-    client.servers[0].drop("gone")
+    sync.client.servers[0].drop("gone")
     model.model.embed_tokens.weight.data[5] *= 1.5
     sync.sync(3)
-    assert step_of(pair[1].version) == "3" and pair[1].loaded == sync.checksum
+    assert step_of(pair[1].version) == "3" and pair[1].loaded == sync.payload.checksum
     sync.close()
 
 
-def test_replicas_that_share_an_address_only_fetch_each(pair, tokenizer, model):
+def test_replicas_that_share_an_address_only_fetch_each(pair, sync_of):
     """As containers do whose ports are mapped."""
     seen = pair[1].confirmed
     pair[1].confirmed = lambda checksum, path=None: (
@@ -370,8 +356,7 @@ def test_replicas_that_share_an_address_only_fetch_each(pair, tokenizer, model):
         if path is not None and str(Path(path).parent) == str(pair[0].fetcher._folder)
         else seen(checksum, path)
     )
-    client = VLLMServerClient([each.http.url for each in pair], tokenizer, server_timeout=5.0)
-    sync = HttpTransport(client, lambda: model, Accelerator(cpu=True))
+    sync = sync_of(*pair, kind=HttpTransport)
     for step in range(2):
         sync.sync(step)
     assert [step_of(each.version) for each in pair] == ["1", "1"]
@@ -510,7 +495,7 @@ def test_a_request_for_no_file_is_refused(tmp_path, asked):
 
 @pytest.mark.parametrize("answered", [False, True], ids=["the head", "the file"])
 def test_a_trickle_is_given_up_though_it_never_ends(tmp_path, monkeypatch, answered):
-    monkeypatch.setattr(fetch, "PATIENCE", 0.3)
+    monkeypatch.setattr(fetch, "BASE_TIMEOUT", 0.3)
     over = threading.Event()
 
     def trickle(server):

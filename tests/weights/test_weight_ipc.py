@@ -7,13 +7,11 @@ import pickle
 
 import pytest
 import torch
-from accelerate import Accelerator
 from support.models import build_model
 from support.replicas import Replica, step_of
 
-from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
-from mt_grpo.weights.transports import ipc
-from mt_grpo.weights.transports.ipc import IpcTransport, Shared
+from mt_grpo.weights.transports import gpu
+from mt_grpo.weights.transports.gpu import IpcTransport, Shared
 from mt_grpo.weights.updates import WeightSyncError
 
 EXPORTED: dict[str, torch.Tensor] = {}
@@ -54,20 +52,15 @@ class Mapping(Replica):
 
 @pytest.fixture
 def mapping(tokenizer, monkeypatch):
-    monkeypatch.setattr(ipc, "exported", exported)
+    monkeypatch.setattr(gpu, "exported", exported)
     monkeypatch.setattr(Shared.__init__, "__defaults__", (40_000,))
     server = Mapping(tokenizer)
     yield server
     server.http.stop()
 
 
-def transport(server, model, **options):
-    client = VLLMServerClient(server.http.url, server.tokenizer, server_timeout=5.0, **options)
-    return IpcTransport(client, lambda: model, Accelerator(cpu=True))
-
-
-def test_weights_arrive_in_buckets_while_the_server_is_paused(mapping, model):
-    sync = transport(mapping, model)
+def test_weights_arrive_in_buckets_while_the_server_is_paused(mapping, sync_of, model):
+    sync = sync_of(mapping, kind=IpcTransport)
     sync.sync(3)
     posts = [path for method, path, _ in mapping.http.requests if method == "POST"]
     assert posts[0] == "/init_weight_transfer_engine" and mapping.packed
@@ -78,37 +71,35 @@ def test_weights_arrive_in_buckets_while_the_server_is_paused(mapping, model):
     assert step_of(mapping.version) == "3"
     for name, weight in model.state_dict().items():
         assert torch.equal(mapping.model.state_dict()[name], weight)
-    sync.close()
 
 
-def test_buckets_leave_no_features_of_older_weights(mapping, model):
-    sync = transport(mapping, model, media_tokens={-1: 7})
+def test_buckets_leave_no_features_of_older_weights(mapping, sync_of, model):
+    sync = sync_of(mapping, kind=IpcTransport, media={-1: 7})
     sync.sync(3)
     posts = [path for method, path, _ in mapping.http.requests if method == "POST"]
     assert posts.count("/reset_encoder_cache") == posts.count("/finish_weight_update") == 2
-    sync.close()
 
 
-def test_a_layer_without_weights_is_seen_at_once(mapping, model, tokenizer):
+def test_a_layer_without_weights_is_seen_at_once(mapping, sync_of, model, tokenizer):
     mapping.model = build_model(tokenizer)
     mapping.skipped = {"model.layers.1.mlp.down_proj.weight"}
     with pytest.raises(WeightSyncError, match="changed to see them arrive"):
-        transport(mapping, model).sync(0)
+        sync_of(mapping, kind=IpcTransport).sync(0)
 
 
-def test_a_server_that_fails_is_resumed_and_ends_the_run(mapping, model):
+def test_a_server_that_fails_is_resumed_and_ends_the_run(mapping, sync_of, model):
     mapping.lost = 1
     with pytest.raises(WeightSyncError, match="CUDA out of memory"):
-        transport(mapping, model).sync(0)
+        sync_of(mapping, kind=IpcTransport).sync(0)
     posts = [path for method, path, _ in mapping.http.requests if method == "POST"]
     assert posts[-2:] == ["/finish_weight_update", "/wake_up"]
 
 
 @pytest.mark.parametrize("place", ["/sleep", "/start_weight_update", "/update_weights", "/finish_weight_update"])
-def test_one_of_several_that_dies_is_left_out_and_taken_back(mapping, model, tokenizer, place):
+def test_one_of_several_that_dies_is_left_out_and_taken_back(mapping, sync_of, model, tokenizer, place):
     other = Mapping(tokenizer)
-    client = VLLMServerClient([mapping.http.url, other.http.url], tokenizer, server_timeout=5.0)
-    sync = IpcTransport(client, lambda: model, Accelerator(cpu=True))
+    sync = sync_of(mapping, other, kind=IpcTransport)
+    client = sync.client
     sync.sync(0)
     other.dies_at = place
     sync.sync(1)
@@ -128,10 +119,10 @@ def test_one_of_several_that_dies_is_left_out_and_taken_back(mapping, model, tok
     other.http.stop()
 
 
-def test_a_server_that_maps_no_memory_is_refused(mapping, model):
+def test_a_server_that_maps_no_memory_is_refused(mapping, sync_of, model):
     mapping.backend = "safetensors"
     with pytest.raises(WeightSyncError, match="for servers that the trainer starts"):
-        transport(mapping, model).sync(0)
+        sync_of(mapping, kind=IpcTransport).sync(0)
 
 
 def test_tensors_begin_where_their_type_can_be_read(mapping):

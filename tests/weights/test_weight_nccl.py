@@ -6,14 +6,12 @@ import json
 
 import pytest
 import torch
-from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
 from support.forked import run_processes
 from support.models import build_model
 from support.replicas import Receiver, ScriptedGroup, step_of
 
-from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
-from mt_grpo.weights.transports.nccl import BUCKET, NcclTransport, take_bucket
+from mt_grpo.weights.transports.gpu import BUCKET, NcclTransport, take_bucket
 from mt_grpo.weights.updates import WeightSyncError
 
 UPDATE = ["/start_weight_update", "/update_weights", "/update_weights", "/finish_weight_update"]
@@ -27,25 +25,20 @@ def receiver(tokenizer):
 
 
 @pytest.fixture
-def sync_of(receiver, tokenizer, monkeypatch):
+def nccl(receiver, sync_of, monkeypatch):
     """Makes the sync of a model in two buckets."""
-    made = []
-    monkeypatch.setattr("mt_grpo.weights.transports.nccl.is_vllm_available", lambda: True)
-    monkeypatch.setattr("mt_grpo.weights.transports.nccl.NcclGroup", ScriptedGroup)
+    monkeypatch.setattr("mt_grpo.weights.transports.gpu.is_vllm_available", lambda: True)
+    monkeypatch.setattr("mt_grpo.weights.transports.gpu.NcclGroup", ScriptedGroup)
     monkeypatch.setattr(ScriptedGroup, "server", receiver, raising=False)
 
     def make(model):
         size = sum(parameter.nbytes for parameter in model.parameters()) // 2
         monkeypatch.setattr(
-            "mt_grpo.weights.transports.nccl.take_bucket", lambda walk, keep: take_bucket(walk, keep, size)
+            "mt_grpo.weights.transports.gpu.take_bucket", lambda walk, keep: take_bucket(walk, keep, size)
         )
-        client = VLLMServerClient(receiver.http.url, tokenizer, server_timeout=5.0)
-        made.append(NcclTransport(client, lambda: model, Accelerator(cpu=True)))
-        return made[-1]
+        return sync_of(receiver, kind=NcclTransport, model=model)
 
-    yield make
-    for sync in made:
-        sync.close()
+    return make
 
 
 def posts(receiver) -> list[str]:
@@ -62,69 +55,69 @@ def adapted(model):
 
 
 @pytest.mark.parametrize("peft", [False, True], ids=["whole", "merged adapter"])
-def test_by_nccl_the_server_is_paused_while_the_weights_travel(receiver, sync_of, model, peft):
+def test_by_nccl_the_server_is_paused_while_the_weights_travel(receiver, nccl, model, peft):
     model = adapted(model) if peft else model
-    sync = sync_of(model)
+    sync = nccl(model)
     sync.sync(3)
     push = ["/sleep", *UPDATE, "/reset_prefix_cache", "/wake_up"]
     assert posts(receiver)[1:] == [*push, "/v1/completions"] * 2  # halved ones first, as a proof
     assert sync.client.weight_version == 3 and step_of(receiver.version) == "3"
 
 
-def test_by_nccl_a_layer_without_weights_is_seen_at_once(receiver, sync_of, model):
+def test_by_nccl_a_layer_without_weights_is_seen_at_once(receiver, nccl, model):
     receiver.model = build_model(receiver.tokenizer)
     receiver.skipped = {"model.layers.1.mlp.down_proj.weight"}
     with pytest.raises(WeightSyncError, match="changed to see them arrive"):
-        sync_of(model).sync(0)
+        nccl(model).sync(0)
 
 
-def test_by_nccl_weights_travel_in_the_type_of_the_server(receiver, sync_of, model):
+def test_by_nccl_weights_travel_in_the_type_of_the_server(receiver, nccl, model):
     receiver.dtype = "torch.bfloat16"
-    sync_of(model).sync(0)
+    nccl(model).sync(0)
     sent = receiver.http.asked("/update_weights")
     assert {dtype for body in sent for dtype in body["update_info"]["dtype_names"]} == {"bfloat16"}
 
 
-def test_by_nccl_parameters_are_gathered_only_under_a_pause(receiver, sync_of, model):
+def test_by_nccl_parameters_are_gathered_only_under_a_pause(receiver, nccl, model):
     receiver.refused = "/sleep"
     with pytest.raises(WeightSyncError, match="/sleep.*HTTP 500"):
-        sync_of(model).sync(3)
+        nccl(model).sync(3)
     assert "/update_weights" not in posts(receiver)
 
 
 @pytest.mark.parametrize("failing", [0, 1, 3])
-def test_a_server_that_fails_in_its_update_ends_the_run(receiver, sync_of, model, failing):
+def test_a_server_that_fails_in_its_update_ends_the_run(receiver, nccl, model, failing):
     """The broadcast would wait for it for ever; an adapter that was merged for it is taken out again."""
     receiver.failing, model = failing, adapted(model)
-    sync = sync_of(model)
+    sync = nccl(model)
     with pytest.raises(WeightSyncError, match="HTTP 500: CUDA out of memory"):
         sync.sync(3)
-    assert sync._group.aborted
+    assert sync.transport.group.aborted
     assert posts(receiver)[-2:] == ["/finish_weight_update", "/wake_up"]
     assert receiver.http.asked("/finish_weight_update")[-1] == {}
     assert not any(layer.merged for layer in model.modules() if hasattr(layer, "merged"))
 
 
-def test_a_broadcast_that_fails_does_not_wait_for_the_server(receiver, sync_of, model, monkeypatch):
+def test_a_broadcast_that_fails_does_not_wait_for_the_server(receiver, nccl, model, monkeypatch):
     def broken(self, bucket):
         receiver.offered.append(bucket)
         raise RuntimeError("NCCL error: unhandled cuda error")
 
     monkeypatch.setattr(ScriptedGroup, "send", broken)
-    sync = sync_of(model)
+    sync = nccl(model)
     with pytest.raises(WeightSyncError, match="could not be broadcast by NCCL: NCCL error"):
         sync.sync(3)
-    assert sync._group.aborted
+    assert sync.transport.group.aborted
     receiver.offer.release()  # lets the server go
 
 
-def test_a_group_that_cannot_be_made_is_said_at_the_start(receiver, sync_of, model, monkeypatch):
+def test_a_group_that_cannot_be_made_is_said_at_the_start(receiver, nccl, model, monkeypatch):
     def broken(self, *args):
         raise Exception("Request failed: 500")
 
     monkeypatch.setattr(ScriptedGroup, "__init__", broken)
     with pytest.raises(WeightSyncError, match="No NCCL group.*Request failed: 500.*weight_sync: safetensors"):
-        sync_of(model).begin()
+        nccl(model).begin()
 
 
 @pytest.mark.slow

@@ -8,38 +8,24 @@ from types import SimpleNamespace
 import httpx
 import pytest
 import torch
-from accelerate import Accelerator
 from support.forked import run_processes
 from support.models import build_model
-from support.replicas import Replica, step_of
+from support.replicas import step_of
 
 from mt_grpo.errors import ConfigError
-from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
 from mt_grpo.servers.http import DELAYS, ServerControl
 from mt_grpo.training import MTGRPOConfig
-from mt_grpo.training.servers import own_engine
+from mt_grpo.training.own_engine import own_engine
 from mt_grpo.vllm_plugin import keys
-from mt_grpo.weights.transports.files import LoraTransport, SafetensorsTransport
-from mt_grpo.weights.transports.nccl import KeyedClient, NcclGroup, NcclTransport
+from mt_grpo.weights.transports.files import LoraTransport
+from mt_grpo.weights.transports.gpu import KeyedClient, NcclGroup, NcclTransport
 from mt_grpo.weights.updates import WeightSyncError, paused
-
-
-@pytest.fixture
-def replicas(tokenizer):
-    pair = [Replica(tokenizer), Replica(tokenizer, lost=1 + len(DELAYS))]
-    yield pair
-    for replica in pair:
-        replica.http.stop()
-
-
-@pytest.fixture
-def client(tokenizer, replicas):
-    return VLLMServerClient(replicas[0].http.url, tokenizer)
 
 
 @pytest.mark.slow
 def test_a_server_without_the_update_is_left_out_until_restored(tmp_path, replicas):
     """Rank 0 loses the second server in the middle of an update; then only rank 1 has anything to sample."""
+    replicas[1].lost = 1 + len(DELAYS)
     urls = [replica.http.url for replica in replicas]
     run_processes(["-m", "support.ranks_sync", str(tmp_path), *urls], 2, tmp_path / "log", {})
     first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
@@ -55,9 +41,8 @@ def test_a_server_without_the_update_is_left_out_until_restored(tmp_path, replic
     assert not list(tmp_path.glob("mt-grpo-weights-*"))
 
 
-def test_a_restored_server_is_verified_though_the_sync_was_not(tokenizer, replicas, client):
-    model, replica = build_model(tokenizer), replicas[0]
-    sync = SafetensorsTransport(client, lambda: model, Accelerator(cpu=True))
+def test_a_restored_server_is_verified_though_the_sync_was_not(tokenizer, model, replicas, sync_of):
+    replica, sync = replicas[0], sync_of()
     sync.sync(0)
     model.model.embed_tokens.weight.data *= 1.5
     sync.sync(1)
@@ -67,18 +52,16 @@ def test_a_restored_server_is_verified_though_the_sync_was_not(tokenizer, replic
     replica.model.load_state_dict = lambda *args, **kwargs: None
     with pytest.raises(WeightSyncError, match="does not compute what the trainer computes"):
         sync.restore(replica.http.url)
-    sync.close()
 
 
 @pytest.mark.parametrize(
     ("installed", "urls", "words"),
     [(False, 1, "needs vLLM"), (True, 2, "one server")],
 )
-def test_what_nccl_cannot_do_is_said_at_the_start(tokenizer, monkeypatch, installed, urls, words):
-    monkeypatch.setattr("mt_grpo.weights.transports.nccl.is_vllm_available", lambda: installed)
-    client = VLLMServerClient([f"http://127.0.0.1:{port}" for port in range(1, 1 + urls)], tokenizer)
+def test_what_nccl_cannot_do_is_said_at_the_start(sync_of, monkeypatch, installed, urls, words):
+    monkeypatch.setattr("mt_grpo.weights.transports.gpu.is_vllm_available", lambda: installed)
     with pytest.raises(ConfigError, match=f"{words}.*weight_sync: safetensors"):
-        NcclTransport(client, lambda: build_model(tokenizer), Accelerator(cpu=True))
+        sync_of(*(f"http://127.0.0.1:{port}" for port in range(1, 1 + urls)), kind=NcclTransport)
 
 
 class Session(httpx.Client):
@@ -111,9 +94,9 @@ def test_by_nccl_the_key_goes_with_the_first_request(tokenizer, monkeypatch, tmp
     assert [path for _, path, _ in http.requests] == ["/health", "/v1/models", "/server_info"]
 
 
-def test_sync_by_adapter_needs_an_adapter(tokenizer, client):
+def test_sync_by_adapter_needs_an_adapter(sync_of):
     with pytest.raises(ConfigError, match="use_peft: true"):
-        LoraTransport(client, lambda: build_model(tokenizer), Accelerator(cpu=True))
+        sync_of(kind=LoraTransport)
 
 
 def test_a_server_is_resumed_though_the_pause_was_interrupted():

@@ -19,7 +19,7 @@ from typing import Any
 from mt_grpo.concurrency import OnePerProcess, consume_exception, waiting
 from mt_grpo.errors import ConfigError
 from mt_grpo.servers.env_servers import (
-    STARTS,
+    MAX_STARTING,
     Conversation,
     EnvServerPool,
     ServerLost,
@@ -273,7 +273,7 @@ class McpPool:
         connections = {url: server.connection() for url, server in self._servers.items()}
 
         async def ask() -> dict[str, list[dict[str, Any]] | StartError]:
-            limit = asyncio.Semaphore(STARTS)
+            limit = asyncio.Semaphore(MAX_STARTING)
 
             async def one(connection: Any) -> list[dict[str, Any]] | StartError:
                 async with limit:

@@ -2,115 +2,238 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
+import socket
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from accelerate import Accelerator
+import torch
 from accelerate.utils import is_peft_model
 from safetensors import SafetensorError
 from trl.distributed import DistributedBackend
 
 from mt_grpo.errors import ConfigError
-from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
 from mt_grpo.servers.http import ServerControl
-from mt_grpo.vllm_plugin.checksum import file_checksum
-from mt_grpo.weights.transport import WeightTransport, weight_transport
+from mt_grpo.vllm_plugin.checksum import Checksum, file_checksum
+from mt_grpo.vllm_plugin.fetch import own_folder
+from mt_grpo.weights.proof import shift_file, with_shifted_adapter
+from mt_grpo.weights.transport import Payload, Source, Transport, Update, exhaust, weight_transport
 from mt_grpo.weights.updates import WeightSyncError, check_folder, load_file, push_adapter
-from mt_grpo.weights.verification import shift_file, shifted
-from mt_grpo.weights.weight_file import FullParameters, Layout, WeightFile, exhaust, shared_folder, write_weights
+
+SHARED = "/dev/shm"
+"""Where files of weights are, unless another folder is named."""
+
+Layout = list[tuple[str, torch.dtype, tuple[int, ...]]]
+
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.float8_e4m3fn: "F8_E4M3",
+}
+_ALIGNMENT = 64  # bytes of a cache line: copies to and from places across two lines take a third longer
+_Places = dict[str, tuple[int, int, torch.dtype, tuple[int, ...]]]
 
 
-class FolderTransport(WeightTransport):
-    """Sends files that the servers read."""
+def _arranged(layout: Layout) -> tuple[bytes, _Places, int]:
+    """The header of a file, the place of each tensor behind it (offset, bytes, dtype, shape), and the file's bytes."""
+    # wide dtypes first, so that every tensor begins at a multiple of its element's size
+    ordered = sorted(layout, key=lambda entry: -entry[1].itemsize)
+    header, offset, places = {}, 0, {}
+    for name, dtype, shape in ordered:
+        size = dtype.itemsize * torch.Size(shape).numel()
+        header[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": [offset, offset + size]}
+        places[name] = (offset, size, dtype, shape)
+        offset += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text, places, 8 + len(text) + offset
 
-    def __init__(
-        self,
-        client: VLLMServerClient,
-        get_model: Callable[[], Any],
-        accelerator: Accelerator,
-        *,
-        folder: str | None = None,
-        **options: Any,
-    ) -> None:
-        self._folder = shared_folder(folder, accelerator)
-        super().__init__(client, get_model, accelerator, **options)
+
+class WeightFile:
+    """
+    A file that is filled tensor by tensor, and gets its name when it is complete. It can be filled again, because
+    writing to fresh memory takes several times as long as the copy. Two files that take turns avoid that.
+    """
+
+    def __init__(self, partial: Path, layout: Layout) -> None:
+        self.path = self._partial = partial
+        header, self._places, size = _arranged(layout)
+        self._begin = len(header)
+        try:
+            with open(partial, "wb") as file:
+                file.write(header)
+                # reserves the room: a full disk is an error here, not a bus error in the middle of a copy
+                os.posix_fallocate(file.fileno(), 0, size)
+        except OSError as error:
+            partial.unlink(missing_ok=True)
+            raise OSError(
+                f"There is no room for {size / 1e9:.1f} GB of weights in {partial.parent} "
+                f"({error.strerror}): free some (two such files are kept), or set `weight_sync_folder` to another "
+                "folder that the server sees too."
+            ) from error
+        self._bytes = torch.from_file(str(partial), shared=True, size=size, dtype=torch.uint8)
+
+    @property
+    def content(self) -> torch.Tensor:
+        """Its bytes."""
+        return self._bytes
+
+    def withdraw(self) -> None:
+        """Removes its name, before it is filled again."""
+        self.path = self.path.replace(self._partial)
+
+    def place(self, name: str) -> torch.Tensor:
+        """The memory of one tensor in the file, to copy it to."""
+        offset, size, dtype, shape = self._places[name]
+        begin = self._begin + offset
+        return self._bytes[begin : begin + size].view(dtype).view(shape)
+
+    def publish(self, path: Path) -> None:
+        """Gives the complete file its name, atomically."""
+        with open(self.path, "rb") as file:
+            os.fsync(file.fileno())
+        self.path = self.path.replace(path)
+
+
+def write_weights(file: WeightFile, path: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """
+    Fills a file from a walk over parameters, names it `path`, and returns the checksum of the parameters.
+
+    The walk is always finished, even if writing fails. It gathers parameters together with other processes, and it
+    merges an adapter until its end.
+    """
+    iterator, checksum = iter(tensors), Checksum()
+    try:
+        with ThreadPoolExecutor(1) as other:
+            for name, tensor in iterator:
+                place = file.place(name)
+                if (tensor.shape, tensor.dtype) != (place.shape, place.dtype):
+                    raise ValueError(
+                        f"{name} is {tuple(tensor.shape)} of {tensor.dtype}; its place has the size "
+                        f"{tuple(place.shape)} and holds {place.dtype}."
+                    )
+                if tensor.device.type == "cpu":
+                    summed = other.submit(checksum.add, name, tensor)
+                    place.copy_(tensor)
+                    summed.result()  # the tensor may change when the walk goes on
+                else:
+                    place.copy_(tensor)
+                    checksum.add(name, tensor)
+        file.publish(path)
+    finally:
+        exhaust(iterator)
+    return checksum.hexdigest()
+
+
+def make_folder(shared: str | None) -> Path:
+    """
+    Makes a folder of this process for weight files, in `shared`, or in shared memory by default. Folders of processes
+    of this machine that were killed are removed there.
+    """
+    root = Path(SHARED if shared is None else shared)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        # containers may share the host's name and memory, but then number their processes apart
+        return own_folder(f"mt-grpo-weights-{socket.gethostname()}.{os.stat('/proc/self/ns/pid').st_ino}", root)
+    except OSError as error:
+        raise ConfigError(
+            f"No folder for weights can be made in {root} ({error.strerror or error}): set `weight_sync_folder` to "
+            "one that trainer and server can write to or read."
+        ) from error
+
+
+class WeightFiles:
+    """Packs all weights into one of two files, which take turns."""
+
+    def __init__(self, source: Source, folder: Path) -> None:
+        self.files: list[WeightFile] = []
+        self._source, self._folder = source, folder
+        self._layout: Layout | None = None
+
+    def pack(self, step: int | None) -> Payload:
+        """Every process: writes the weights. Only the main one knows their checksum and size."""
+        parameters = self._source.parameters
+        path = self._folder / f"weights-{'proof' if step is None else f'{step:08d}'}.safetensors"
+        if self._layout is None:
+            self._layout = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in parameters]
+        tensors = iter(parameters)
+        if not self._source.accelerator.is_main_process:
+            exhaust(tensors)
+            return Payload(path, "")
+        try:
+            if len(self.files) < 2:
+                self.files.insert(0, WeightFile(self._folder / f"{len(self.files)}.partial", self._layout))
+            for file in self.files:
+                file.withdraw()
+            checksum = write_weights(self.files[0], path, tensors)
+        finally:
+            exhaust(tensors)
+        self.files.reverse()
+        return Payload(path, checksum, path.stat().st_size)
+
+
+@weight_transport("safetensors")
+class SafetensorsTransport(Transport):
+    """Sends a safetensors file, in shared memory on one host or in a folder that all hosts see. Any device."""
+
+    keeps_files = True
+    folder: Path
+
+    def __init__(self, source: Source, *, folder: str | None = None) -> None:
+        super().__init__(source)
+        self.folder = source.from_main(lambda: make_folder(folder))
+        self.files = WeightFiles(source, self.folder)
 
     @staticmethod
     def options(args: Any) -> dict[str, Any]:
         return {"folder": args.weight_sync_folder}
 
-    def _prepare(self, server: ServerControl, config: dict[str, Any]) -> None:
-        check_folder(server, config, self._folder)
+    def prepare(self, server: ServerControl, config: dict[str, Any]) -> None:
+        check_folder(server, config, self.folder)
 
-    def close(self) -> None:
-        """Removes the folder with its files, and gives the servers back."""
-        if self.accelerator.is_main_process:
-            shutil.rmtree(self._folder, ignore_errors=True)
-        super().close()
+    def pack(self, step: int | None) -> list[Payload]:
+        return [self.files.pack(step)]
 
-
-@weight_transport("safetensors")
-class SafetensorsTransport(FolderTransport):
-    """Sends a safetensors file, in shared memory on one host or in a folder that all hosts see. Any device."""
-
-    def __init__(
-        self, client: VLLMServerClient, get_model: Callable[[], Any], accelerator: Accelerator, **options: Any
-    ) -> None:
-        super().__init__(client, get_model, accelerator, **options)
-        self._parameters = FullParameters(get_model(), accelerator)
-        self._layout: Layout | None = None
-        self._files: list[WeightFile] = []
-
-    def _gather(self, step: int | None) -> None:
-        self._parameters.model, self._parameters.dtype = self.get_model(), self.dtype
-        self._parameters.changed = self.changed
-        if self._layout is None:
-            self._layout = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._parameters]
-        tensors = iter(self._parameters)
-        if not self.accelerator.is_main_process:
-            exhaust(tensors)
-            return
-        try:
-            if len(self._files) < 2:
-                self._files.insert(0, WeightFile(self._folder / f"{len(self._files)}.partial", self._layout))
-            for file in self._files:
-                file.withdraw()
-            self.checksum = write_weights(self._files[0], self._file(step), tensors)
-        finally:
-            exhaust(tensors)
-        self._files.reverse()
-
-    def _push(self, server: ServerControl, step: int | None) -> None:
-        self._load(server, self._file(step), step)
-
-    def _load(self, server: ServerControl, path: Path, step: int | None) -> None:
-        with self._updating(server, step):
-            load_file(server, path, self.checksum)
-
-    def _file(self, step: int | None) -> Path:
-        return self._folder / f"weights-{'proof' if step is None else f'{step:08d}'}.safetensors"
+    def deliver(self, update: Update, payload: Payload) -> None:
+        with update.begun():
+            load_file(update.server, payload.path, payload.checksum)
 
 
 @weight_transport("lora")
-class LoraTransport(FolderTransport):
+class LoraTransport(Transport):
     """
     Sends only the adapter. The server keeps the base model and loads each version of the adapter under a name of its
     own, which requests then ask for. The server must be started for it, as `mt-grpo serve` does.
     """
 
     sleep_level = 1
+    sends_adapter = True
+    folder: Path
+    change = staticmethod(with_shifted_adapter)
 
-    def __init__(
-        self, client: VLLMServerClient, get_model: Callable[[], Any], accelerator: Accelerator, **options: Any
-    ) -> None:
-        if not is_peft_model(accelerator.unwrap_model(get_model())):
+    def __init__(self, source: Source, *, folder: str | None = None) -> None:
+        if not is_peft_model(source.model):
             raise ConfigError("`weight_sync: lora` sends an adapter, and there is none: set `use_peft: true`.")
-        super().__init__(client, get_model, accelerator, **options)
-        self._previous: Path | None = None
+        super().__init__(source)
+        self.folder = source.from_main(lambda: make_folder(folder))
+        self._served: Path | None = None  # the adapter that all servers have
+        self._packed: Path | None = None
         self._written: Counter[int | None] = Counter()  # versions by their step, which the best model shares
+
+    @staticmethod
+    def options(args: Any) -> dict[str, Any]:
+        return {"folder": args.weight_sync_folder}
 
     @staticmethod
     def server_flags(model_args: Any) -> tuple[list[str], dict[str, str]]:
@@ -119,8 +242,8 @@ class LoraTransport(FolderTransport):
         flags = ["--enable-lora", "--max-loras", "2", "--max-lora-rank", str(rank)]
         return flags, {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
 
-    def _prepare(self, server: ServerControl, config: dict[str, Any]) -> None:
-        super()._prepare(server, config)
+    def prepare(self, server: ServerControl, config: dict[str, Any]) -> None:
+        check_folder(server, config, self.folder)
         loads = server.get(
             "/server_info", lambda it: it["vllm_env"]["VLLM_ALLOW_RUNTIME_LORA_UPDATING"], config_format="json"
         )
@@ -129,7 +252,7 @@ class LoraTransport(FolderTransport):
                 f"The vLLM server at {server.base_url} was started without LoRA, and `weight_sync: lora` sends it an "
                 "adapter: start it again with `mt-grpo serve` and this run's recipe."
             )
-        rank = self.accelerator.unwrap_model(self.get_model()).peft_config["default"].r
+        rank = self.source.model.peft_config["default"].r
         if rank > config["lora_config"]["max_lora_rank"]:
             raise WeightSyncError(
                 f"The vLLM server at {server.base_url} takes adapters up to rank "
@@ -137,44 +260,36 @@ class LoraTransport(FolderTransport):
                 "serve` and this run's recipe."
             )
 
-    def _gather(self, step: int | None) -> None:
+    def pack(self, step: int | None) -> list[Payload]:
         self._written[step] += 1
-        model = self.accelerator.unwrap_model(self.get_model())
-        backend = DistributedBackend(self.accelerator)
+        again = f"-{self._written[step]}" if self._written[step] > 1 else ""
+        path = self._packed = self.folder / f"adapter-{'proof' if step is None else f'{step:08d}'}{again}"
+        model, accelerator, checksum = self.source.model, self.source.accelerator, ""
+        backend = DistributedBackend(accelerator)
         # under DeepSpeed accelerate gathers through the engine only, and the whole model
-        state = self.accelerator.get_state_dict(self.get_model()) if backend.is_fsdp else None
+        state = accelerator.get_state_dict(self.source.get_model()) if backend.is_fsdp else None
         with backend.gather_params([parameter for parameter in model.parameters() if parameter.requires_grad]):
-            if self.accelerator.is_main_process:
+            if accelerator.is_main_process:
                 # embeddings that are trained are saved all the same; to guess whether others changed asks the Hub
                 try:
-                    model.save_pretrained(self._adapter(step), state_dict=state, save_embedding_layers=False)
+                    model.save_pretrained(path, state_dict=state, save_embedding_layers=False)
                 except SafetensorError as error:
                     raise OSError(
-                        f"The adapter could not be written to {self._folder} ({error}): free some room, or set "
+                        f"The adapter could not be written to {self.folder} ({error}): free some room, or set "
                         "`weight_sync_folder` to another folder that the server sees too."
                     ) from error
-                file = self._adapter(step) / "adapter_model.safetensors"
-                if self.changed is not None:
+                file = path / "adapter_model.safetensors"
+                if self.source.changed is not None:
                     shift_file(file)
-                self.checksum = file_checksum(file)
+                checksum = file_checksum(file)
+        return [Payload(path, checksum, model=path.name)]
 
-    def _push(self, server: ServerControl, step: int | None) -> None:
-        adapter = self._adapter(step)
-        previous = None if self._previous in (None, adapter) else self._previous.name
-        with self._paused(server):
-            push_adapter(server, adapter, self._label(step), self.checksum, previous)
+    def deliver(self, update: Update, payload: Payload) -> None:
+        previous = None if self._served in (None, payload.path) else self._served.name
+        with update.paused():
+            push_adapter(update.server, payload.path, update.label, payload.checksum, previous)
 
-    def _pushed(self, step: int | None) -> None:
-        self.client.model = self._adapter(step).name
-        if self.accelerator.is_main_process and self._previous not in (None, self._adapter(step)):
-            shutil.rmtree(self._previous)
-        self._previous = self._adapter(step)
-
-    def _served_name(self, step: int | None) -> str:
-        return self._adapter(step).name
-
-    def _adapter(self, step: int | None) -> Path:
-        again = f"-{self._written[step]}" if self._written[step] > 1 else ""
-        return self._folder / f"adapter-{'proof' if step is None else f'{step:08d}'}{again}"
-
-    _change = staticmethod(shifted)
+    def delivered(self) -> None:
+        if self.source.accelerator.is_main_process and self._served not in (None, self._packed):
+            shutil.rmtree(self._served)
+        self._served = self._packed

@@ -1,39 +1,65 @@
-"""Transport over the network: the servers fetch the trainer's weights before they are paused. No folder is shared."""
+"""
+Transports over the network: the servers fetch the trainer's weights, or what changed in them, before they are paused.
+No folder is shared.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import functools
 import logging
+import re
+import secrets
 import socket
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 from urllib.parse import urlsplit
 
-from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
-
-from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
+from mt_grpo.concurrency import LoopThread
 from mt_grpo.servers.addresses import is_local
 from mt_grpo.servers.http import RequestFailed, ServerControl
-from mt_grpo.vllm_plugin.fetch import time_limit
+from mt_grpo.vllm_plugin.fetch import difference, time_limit
 from mt_grpo.vllm_plugin.guard import FETCH
-from mt_grpo.weights.file_offer import FileOffer
-from mt_grpo.weights.transport import weight_transport
-from mt_grpo.weights.transports.files import SafetensorsTransport
-from mt_grpo.weights.updates import WeightSyncError, check_folder, confirm
-from mt_grpo.weights.weight_file import file_size
+from mt_grpo.weights.transport import Payload, Source, Transport, Update, weight_transport
+from mt_grpo.weights.transports.files import WeightFiles, make_folder
+from mt_grpo.weights.updates import WeightSyncError, check_folder, confirm, load_file
 
 logger = logging.getLogger(__name__)
 
 SLACK = 30.0
 """Seconds that a server has to say that a fetch has failed."""
+WHOLE_EVERY = 50
+"""One sync in so many sends all weights, where changes are sent."""
 HERE = "127.0.0.1"
+HEAD_TIME = 10.0
+"""Most seconds that a request may take to arrive."""
+LONGEST_HEAD = 2**13
+"""Most bytes of a request."""
+MOST_WAITING = 256
+"""Connections whose request has not arrived. One more ends the oldest of them."""
+SENDERS = 64
+"""Files that are sent at a time; further ones wait."""
+SILENCE = 30.0
+"""Seconds after which a receiver that takes nothing counts as gone."""
+STRETCH = 2**24
+"""Bytes that are sent at a time."""
+TOLD_EVERY = 10.0
+"""Seconds between two lines about a file that is being sent."""
+
+_REFUSAL = b"HTTP/1.1 %s\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+_NOT_FOUND, _BAD, _BEYOND = b"404 Not Found", b"400 Bad Request", b"416 Range Not Satisfiable"
+
+Way = Callable[[], Path]
+"""Brings a server the weights; their path there."""
 
 
 @weight_transport("http")
-class HttpTransport(SafetensorsTransport):
+class HttpTransport(Transport):
     """
     Sends a safetensors file over HTTP. The main process offers its files. Each server fetches one while conversations
     go on, and goes on after a broken connection where it was. Only then it is paused, and loads the file from its own
@@ -41,42 +67,32 @@ class HttpTransport(SafetensorsTransport):
     shared file.
     """
 
-    def __init__(
-        self,
-        client: VLLMServerClient,
-        get_model: Callable[[], Any],
-        accelerator: Accelerator,
-        *,
-        port: int | None = None,
-        **options: Any,
-    ) -> None:
+    keeps_files = True
+    folder: Path
+
+    def __init__(self, source: Source, *, port: int | None = None, folder: str | None = None) -> None:
+        super().__init__(source)
+        self.folder = source.from_main(lambda: make_folder(folder))
+        self.files = WeightFiles(source, self.folder)
         self._offer: FileOffer | None = None
-        super().__init__(client, get_model, accelerator, **options)
         self._shares: dict[tuple[str, str], bool] = {}  # whether one server sees what another has fetched
-        found: list[tuple[str, dict[str, str]]] = [("", {})]
-        if accelerator.is_main_process:
-            try:
-                found[0] = "", self._begin_offer(port or 0)
-            except WeightSyncError as error:
-                found[0] = str(error), {}
-        if accelerator.num_processes > 1:
-            broadcast_object_list(found)
-        fault, self._bases = found[0]
-        if fault:
+        try:
+            self._bases = source.from_main(lambda: self._begin_offer(port or 0))
+        except WeightSyncError:
             self.close()
-            raise WeightSyncError(fault)
+            raise
 
     @staticmethod
     def options(args: Any) -> dict[str, Any]:
-        return {"port": args.weight_sync_port, **SafetensorsTransport.options(args)}
+        return {"port": args.weight_sync_port, "folder": args.weight_sync_folder}
 
     def _begin_offer(self, port: int) -> dict[str, str]:
         """Offers the files; where, for each server."""
-        urls = self.client.base_urls
+        urls = self.source.client.base_urls
         addresses = {url: _own_address(url) for url in urls}
         alone = all(is_local(urlsplit(url).hostname) for url in urls)
         try:
-            self._offer = FileOffer(self._folder, HERE if alone else "", port)
+            self._offer = FileOffer(self.folder, HERE if alone else "", port)
         except OSError as error:
             raise WeightSyncError(
                 f"The weights cannot be offered at port {port} ({error.strerror}): set `weight_sync_port` to another "
@@ -84,52 +100,60 @@ class HttpTransport(SafetensorsTransport):
             ) from error
         return {url: self._offer.url(address) for url, address in addresses.items()}
 
-    def _prepare(self, server: ServerControl, config: dict[str, Any]) -> None:
-        check_folder(server, config, self._folder, lambda file: self._fetched(server, file))
+    def prepare(self, server: ServerControl, config: dict[str, Any]) -> None:
+        check_folder(server, config, self.folder, lambda file: self._fetched(server, file, file.stat().st_size))
 
-    def _push(self, server: ServerControl, step: int | None) -> None:
-        *first, last = self._ways(server, step)
-        for way in first:
+    def pack(self, step: int | None) -> list[Payload]:
+        return [self.files.pack(step)]
+
+    def deliver(self, update: Update, payload: Payload) -> None:
+        self.deliver_by(update, payload, self.ways(update, payload, payload.path, payload.size))
+
+    def deliver_by(self, update: Update, payload: Payload, ways: list[Way]) -> None:
+        """Brings a server the weights in one of these ways, the cheapest first and the surest last."""
+        for way in ways:
             try:
-                return self._load(server, way(), step)
+                path = way()
+                with update.begun():
+                    return load_file(update.server, path, payload.checksum)
             except (RequestFailed, WeightSyncError) as error:  # in doubt, the next one
-                logger.warning("The vLLM server at %s gets its weights in another way: %s", server.base_url, error)
-        self._load(server, last(), step)
+                if way is ways[-1]:
+                    raise
+                url = update.server.base_url
+                logger.warning("The vLLM server at %s gets its weights in another way: %s", url, error)
 
-    def _ways(self, server: ServerControl, step: int | None) -> list[Callable[[], Path]]:
-        """What brings a server the weights, the cheapest way first and the surest last. Each returns a path there."""
-        return self._ways_of(server, self._file(step), label=self.checksum)
-
-    def _ways_of(self, server: ServerControl, file: Path, **more: str) -> list[Callable[[], Path]]:
-        neighbour = self._neighbour(server)
+    def ways(self, update: Update, payload: Payload, file: Path, size: int, **more: str) -> list[Way]:
+        """How a server comes to a file: a neighbour fetches it, or the server itself."""
+        server, neighbour = update.server, self._neighbour(update.server)
         those = [server] if neighbour is None else [neighbour, server]
-        return [functools.partial(self._seen, server, one, file, **more) for one in those]
+        more["label"] = payload.checksum
+        return [functools.partial(self._seen, server, one, file, size, **more) for one in those]
 
     def _neighbour(self, server: ServerControl) -> ServerControl | None:
         """The first server that is up on the machine of another, and fetches for both; `None` if it is itself."""
         host = _host(server.base_url)
-        for one in self.client.servers:
+        for one in self.source.client.servers:
             if one.url == server.base_url:
                 return None
             if one.up and _host(one.url) == host and self._shares.get((server.base_url, one.url), True):
-                return self._control(one.url)
+                return self.source.control(one.url)
         return None
 
-    def _seen(self, server: ServerControl, fetching: ServerControl, file: Path, **more: str) -> Path:
+    def _seen(self, server: ServerControl, fetching: ServerControl, file: Path, size: int, **more: str) -> Path:
         """Has one server fetch a file that another sees; its path. Containers may share an address, and no memory."""
-        path, pair = self._fetched(fetching, file, **more), (server.base_url, fetching.base_url)
+        path, pair = self._fetched(fetching, file, size, **more), (server.base_url, fetching.base_url)
         if fetching is not server and pair not in self._shares:
             try:
-                confirm(server, self.checksum, path)
+                confirm(server, more["label"], path)
             except WeightSyncError:
                 self._shares[pair] = False
                 raise
             self._shares[pair] = True
         return path
 
-    def _fetched(self, server: ServerControl, file: Path, **more: str) -> Path:
+    def _fetched(self, server: ServerControl, file: Path, size: int, **more: str) -> Path:
         """Has a server fetch a file; its path there. `more` are further arguments of `Fetcher.fetch`."""
-        url, size = f"{self._bases[server.base_url]}/{file.name}", self._size(file)
+        url = f"{self._bases[server.base_url]}/{file.name}"
         try:
             path = server.post(
                 FETCH,
@@ -147,18 +171,66 @@ class HttpTransport(SafetensorsTransport):
             ) from error
         return Path(path)
 
-    def _size(self, file: Path) -> int:
-        """Bytes of a file. Other processes, perhaps on other machines, restore servers from that of all weights."""
-        if self.accelerator.is_main_process:
-            return file.stat().st_size
-        assert self._layout is not None  # there was a sync
-        return file_size(self._layout)
-
     def close(self) -> None:
         """Ends the offer too."""
         if self._offer is not None:
             self._offer.close()
         super().close()
+
+
+@weight_transport("delta")
+class DeltaTransport(Transport):
+    """
+    Sends the words of the file that changed, as `http` sends the file: between two steps most weights in bfloat16 keep
+    all their bits. A server puts them into a copy of the file that it fetched before, and loads the whole. So nothing
+    is lost, and the checksum is of all weights. All weights are sent where a server holds another file, where a
+    checksum does not fit, once in `WHOLE_EVERY` syncs, and where half a file or more would be sent anyway.
+    """
+
+    keeps_files = True
+    folder: Path
+    options = staticmethod(HttpTransport.options)
+
+    def __init__(self, source: Source, **options: Any) -> None:
+        super().__init__(source)
+        self.http = HttpTransport(source, **options)
+        self.folder = self.http.folder
+        self._latest: Payload | None = None
+        self._base = ""
+        """Checksum of the weights that the latest change starts from; empty if all weights are to be sent."""
+        self._num_syncs = 0
+
+    def prepare(self, server: ServerControl, config: dict[str, Any]) -> None:
+        self.http.prepare(server, config)
+
+    def pack(self, step: int | None) -> list[Payload]:
+        before, (after,) = self._latest, self.http.pack(step)
+        self._latest, self._base = after, ""
+        whole = step is None or self._num_syncs % WHOLE_EVERY == 0
+        self._num_syncs += step is not None
+        if self.source.accelerator.is_main_process:
+            for old in self.folder.glob("change-*"):
+                old.unlink()
+            if before is not None and not whole:
+                older, newer = self.http.files.files
+                change = difference(older.content, newer.content)
+                if change is not None:
+                    self._change = self.folder / f"change-{step:08d}"
+                    self._change.write_bytes(change.numpy().tobytes())
+                    self._base = before.checksum
+        return [after]
+
+    def deliver(self, update: Update, payload: Payload) -> None:
+        """Brings the change; in doubt, all weights."""
+        ways = self.http.ways(update, payload, payload.path, payload.size)
+        if self._base:
+            size = self._change.stat().st_size
+            ways = self.http.ways(update, payload, self._change, size, base=self._base) + ways
+        self.http.deliver_by(update, payload, ways)
+
+    def close(self) -> None:
+        """Ends the offer too."""
+        self.http.close()
 
 
 def _host(url: str) -> str | None:
@@ -179,3 +251,122 @@ def _own_address(url: str) -> str:
             raise WeightSyncError(f"There is no way from here to the vLLM server at {url}: {error}.") from error
         address: str = probe.getsockname()[0]
         return address
+
+
+class FileOffer:
+    """
+    Offers the files of a folder to those who know a secret part of the URL, from any byte on. A connection costs a
+    thread only when its request has arrived and has the secret.
+    """
+
+    def __init__(self, folder: Path, host: str, port: int = 0) -> None:
+        self._socket = socket.create_server((host, port), backlog=MOST_WAITING)
+        self._socket.setblocking(False)
+        self._port = self._socket.getsockname()[1]
+        self._folder, self._secret = folder, secrets.token_urlsafe(32)
+        self._wanted = re.compile(rf"GET /{re.escape(self._secret)}/(\w[\w.-]*) HTTP/1\.[01]\r\n".encode())
+        self._waiting: dict[asyncio.Task[None], None] = {}
+        self._sending: set[socket.socket] = set()
+        self._senders = ThreadPoolExecutor(SENDERS, "mt-grpo-weights")
+        self._thread = LoopThread("mt-grpo-weights")
+        self._accepting = self._thread.wait(self._begin())
+
+    def url(self, address: str) -> str:
+        """The URL of the folder, for somebody who reaches this machine at an address."""
+        return f"http://{address}:{self._port}/{self._secret}"
+
+    def close(self) -> None:
+        """Refuses connections, and ends those that there are."""
+        self._thread.wait(self._end())
+        self._thread.stop()
+        for connection in list(self._sending):
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        self._senders.shutdown(cancel_futures=True)
+
+    async def _begin(self) -> asyncio.Task[None]:
+        return asyncio.ensure_future(self._accept())
+
+    async def _end(self) -> None:
+        tasks = [self._accepting, *self._waiting]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._socket.close()
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                connection, peer = await loop.sock_accept(self._socket)
+            except OSError:  # gone again, or there are too many files open
+                await asyncio.sleep(0.1)
+                continue
+            if len(self._waiting) >= MOST_WAITING:
+                next(iter(self._waiting)).cancel()
+            task = asyncio.ensure_future(self._answer(connection, peer[0]))
+            self._waiting[task] = None
+            task.add_done_callback(self._waiting.pop)
+
+    async def _answer(self, connection: socket.socket, peer: str) -> None:
+        """Reads a request, and has a thread send what it asks for."""
+        loop, sent = asyncio.get_running_loop(), False
+        connection.setblocking(False)
+        try:
+            async with asyncio.timeout(HEAD_TIME):
+                head = b""
+                while b"\r\n\r\n" not in head:
+                    received = await loop.sock_recv(connection, LONGEST_HEAD)
+                    head += received
+                    if not received or len(head) > LONGEST_HEAD:
+                        return
+                found = self._find(head)
+                if isinstance(found, bytes):
+                    await loop.sock_sendall(connection, _REFUSAL % found)
+                    return
+            self._sending.add(connection)
+            self._senders.submit(self._send, connection, peer, *found)
+            sent = True
+        except (OSError, TimeoutError):  # it has gone, or brings nothing
+            pass
+        finally:
+            if not sent:
+                connection.close()
+
+    def _find(self, head: bytes) -> bytes | tuple[BinaryIO, int, int]:
+        """The file that a request asks for, the first byte and the size, or the status that refuses it."""
+        wanted = self._wanted.match(head)
+        if wanted is None:
+            return _NOT_FOUND
+        asked = re.search(rb"\r\nRange:([^\r]*)", head, re.IGNORECASE)
+        begin = re.fullmatch(rb"\s*bytes=(\d{1,18})-\s*", asked[1] if asked else b"bytes=0-")
+        if begin is None:
+            return _BAD
+        try:
+            file = open(self._folder / wanted[1].decode(), "rb")  # noqa: SIM115  # who sends it closes it
+        except OSError:
+            return _NOT_FOUND
+        offset, size = int(begin[1]), file.seek(0, 2)
+        if offset >= size:
+            file.close()
+            return _BEYOND
+        return file, offset, size
+
+    def _send(self, connection: socket.socket, peer: str, file: BinaryIO, offset: int, size: int) -> None:
+        try:
+            with connection, file:
+                connection.settimeout(SILENCE)
+                connection.sendall(
+                    f"HTTP/1.1 206 Partial Content\r\nContent-Range: bytes {offset}-{size - 1}/{size}\r\n"
+                    f"Content-Length: {size - offset}\r\nCache-Control: no-store\r\nConnection: close\r\n\r\n".encode()
+                )
+                begun = told = time.monotonic()
+                while offset < size and (sent := connection.sendfile(file, offset, min(STRETCH, size - offset))):
+                    offset += sent
+                    if (now := time.monotonic()) - told >= TOLD_EVERY:
+                        told, done = now, f"{offset / 1e9:.1f} of {size / 1e9:.1f} GB"
+                        logger.warning("%s has fetched %s of the weights in %.0f s.", peer, done, now - begun)
+        except OSError:  # the server has gone, or has had enough
+            pass
+        finally:
+            self._sending.discard(connection)

@@ -9,7 +9,7 @@ import asyncio
 import base64
 import functools
 import io
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -64,41 +64,6 @@ class VLLMServerClient(VLLMServers):
     Sampling changes nothing on the server, so asking twice is safe. Cancelling `generate` closes the connection, and
     the server aborts the request.
     """
-
-    def __init__(
-        self,
-        base_urls: str | list[str],
-        tokenizer: Any,
-        *,
-        model: str | None = None,
-        api_key: str | None = None,
-        request_timeout: float = 600.0,
-        max_retries: int = 4,
-        max_concurrent: int = 1024,
-        server_timeout: float = 240.0,
-        home: str | None = None,
-        media_tokens: Mapping[int, int] | None = None,
-        min_servers: int | None = None,
-        by_cache: bool = True,
-        processes: int = 1,
-    ) -> None:
-        super().__init__(
-            [base_urls] if isinstance(base_urls, str) else list(base_urls),
-            tokenizer,
-            model=model,
-            api_key=api_key,
-            request_timeout=request_timeout,
-            max_concurrent=max_concurrent,
-            server_timeout=server_timeout,
-            home=home,
-            min_servers=min_servers,
-            processes=processes,
-        )
-        self.model = ""
-        self.max_retries = max_retries
-        self.media_tokens = dict(media_tokens or {})
-        self.by_cache = by_cache
-        self.salted = False
 
     async def generate(self, context: list[int], sampling: SamplingParams, session: str) -> Sample:
         """Samples one action; see `Engine`. `sampling.max_tokens` must be set."""

@@ -6,24 +6,15 @@ import asyncio
 import itertools
 
 import pytest
-from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
 from support.loopback import ScriptedServer
 from support.models import build_model
-from support.replicas import Replica, step_of
+from support.replicas import step_of
 
 from mt_grpo.rollout import SamplingParams
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
 from mt_grpo.weights.transports.files import LoraTransport, SafetensorsTransport
 from mt_grpo.weights.updates import WeightSyncError
-
-
-@pytest.fixture
-def replicas(tokenizer):
-    pair = [Replica(tokenizer), Replica(tokenizer)]
-    yield pair
-    for replica in pair:
-        replica.http.stop()
 
 
 @pytest.fixture
@@ -59,13 +50,13 @@ def hear(client, number: int = 1) -> None:
 
 
 @pytest.mark.parametrize("kind", [SafetensorsTransport, LoraTransport])
-def test_a_late_server_is_proved_before_it_samples(tokenizer, replicas, late, kind):
+def test_a_late_server_is_proved_before_it_samples(tokenizer, replicas, late, sync_of, kind):
     model = build_model(tokenizer)
     if kind is LoraTransport:
         model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"]))
         for replica in replicas:
             replica.model = build_model(tokenizer)
-    sync = kind(late, lambda: model, Accelerator(cpu=True))
+    sync = sync_of(kind=kind, client=late, model=model)
     sync.sync(0)
     replicas[1].http.stopped = False
     hear(late)
@@ -77,14 +68,12 @@ def test_a_late_server_is_proved_before_it_samples(tokenizer, replicas, late, ki
     taken = sample(late)
     assert {one.ids[0] for one in taken} == {1}
     assert all(len(replica.http.asked("/v1/completions")) > 2 for replica in replicas)
-    sync.close()
 
 
 @pytest.mark.parametrize("fault", ["deaf", "blind"])
-def test_a_late_server_that_takes_no_weights_is_left_out(tokenizer, replicas, late, caplog, fault):
-    model = build_model(tokenizer)
+def test_a_late_server_that_takes_no_weights_is_left_out(tokenizer, replicas, late, sync_of, caplog, fault):
     replicas[1].model = build_model(tokenizer)  # what the trainer holds: equal answers would prove nothing
-    sync = SafetensorsTransport(late, lambda: model, Accelerator(cpu=True))
+    sync = sync_of(client=late)
     sync.sync(0)
     replicas[1].http.stopped = False
     setattr(replicas[1], fault, True)
@@ -94,30 +83,19 @@ def test_a_late_server_that_takes_no_weights_is_left_out(tokenizer, replicas, la
     assert not late.servers[1].up
     assert f"The run goes on without the vLLM server at {replicas[1].http.url}" in caplog.text
     assert {one.ids[0] for one in sample(late)} == {1}
-    sync.close()
 
 
-def start_of(tokenizer, urls) -> str:
-    model = build_model(tokenizer)
-    client = VLLMServerClient(urls, tokenizer)
-    sync = SafetensorsTransport(client, lambda: model, Accelerator(cpu=True))
-    with pytest.raises(WeightSyncError) as caught:
-        sync.sync(0)
-    sync.close()
-    return str(caught.value)
-
-
-def test_one_server_under_two_addresses_is_refused(tokenizer, replicas):
+def test_one_server_under_two_addresses_is_refused(replicas, sync_of):
     other = ScriptedServer(replicas[0].answer)
-    words = start_of(tokenizer, [replicas[0].http.url, other.url])
-    assert "lead to the same vLLM server" in words and other.url in words
+    with pytest.raises(WeightSyncError, match=f"{other.url} (and .* )?lead to the same vLLM server"):
+        sync_of(replicas[0], other.url).sync(0)
     other.stop()
 
 
-def test_what_spreads_requests_over_servers_is_refused(tokenizer, replicas):
+def test_what_spreads_requests_over_servers_is_refused(replicas, sync_of):
     turns = itertools.cycle(replicas)
     proxy = ScriptedServer(lambda *request: next(turns).answer(*request))
-    words = start_of(tokenizer, [proxy.url])
-    assert f"What answers at {proxy.url} is several servers in turn" in words
+    with pytest.raises(WeightSyncError, match=f"What answers at {proxy.url} is several servers in turn"):
+        sync_of(proxy.url).sync(0)
     assert not any(replica.updates for replica in replicas)
     proxy.stop()

@@ -9,7 +9,7 @@ import sys
 import pytest
 from accelerate import Accelerator
 from support.models import build_model
-from support.replicas import Replica, step_of
+from support.replicas import step_of
 
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
 from mt_grpo.servers import owner
@@ -17,31 +17,7 @@ from mt_grpo.servers.http import ServerSetupError
 from mt_grpo.servers.owner import new_run, read_owner, released, weight_label
 from mt_grpo.training import MTGRPOConfig
 from mt_grpo.training.servers import weight_sync
-from mt_grpo.weights.transports.files import SafetensorsTransport
 from mt_grpo.weights.updates import WeightSyncError
-
-
-@pytest.fixture
-def replicas(tokenizer):
-    pair = [Replica(tokenizer), Replica(tokenizer)]
-    yield pair
-    for replica in pair:
-        replica.http.stop()
-
-
-@pytest.fixture
-def sync_of(replicas, tokenizer, model):
-    """Makes syncs of one model to the first replicas."""
-    made = []
-
-    def make(servers=1):
-        client = VLLMServerClient([replica.http.url for replica in replicas[:servers]], tokenizer, server_timeout=5.0)
-        made.append(SafetensorsTransport(client, lambda: model, Accelerator(cpu=True)))
-        return made[-1]
-
-    yield make
-    for sync in made:
-        sync.close()
 
 
 def run_of(process: int) -> str:
@@ -112,12 +88,12 @@ def test_versions_that_no_run_of_ours_set_name_nobody(replicas, sync_of, version
 
 
 def test_a_run_that_ends_gives_its_servers_back(replicas, sync_of):
-    first = sync_of(servers=2)
+    first = sync_of(*replicas)
     first.sync(4)
     first.close()
     assert [replica.version for replica in replicas] == [f"{first.run}:4:released"] * 2
     first.close()
-    second = sync_of(servers=2)
+    second = sync_of(*replicas)
     second.sync(0)
     first.close()
     assert [replica.version for replica in replicas] == [f"{second.run}:0"] * 2
@@ -126,12 +102,12 @@ def test_a_run_that_ends_gives_its_servers_back(replicas, sync_of):
 def test_every_server_is_looked_at(replicas, sync_of, other):
     replicas[1].version = weight_label(run_of(other.pid), 7)
     with pytest.raises(WeightSyncError, match=f"{replicas[1].http.url} holds the weights of another run"):
-        sync_of(servers=2).sync(0)
+        sync_of(*replicas).sync(0)
     assert not replicas[0].updates
 
 
 def test_weights_another_run_sends_during_rollouts_are_noticed(replicas, sync_of, other):
-    sync = sync_of(servers=2)
+    sync = sync_of(*replicas)
     sync.sync(0)
     sync.check()
     replicas[1].version = weight_label(run_of(other.pid), 7)
@@ -152,7 +128,7 @@ def test_a_second_trainer_takes_over_and_the_first_one_notices(replicas, sync_of
 
 
 def test_a_server_that_was_restarted_during_rollouts_ends_no_run(replicas, sync_of, tokenizer):
-    sync = sync_of(servers=2)
+    sync = sync_of(*replicas)
     sync.sync(0)
     replicas[1].version, replicas[1].model = "default", build_model(tokenizer, seed=9)
     sync.check()

@@ -1,5 +1,5 @@
 """
-Verifies a weight sync: compares the log-probs of one sequence by the server and by the trainer.
+Proves that weights arrived: compares the log-probs of one sequence by the server and by the trainer.
 
 At the start of a run the server's weights equal the trainer's before anything was sent, so equal answers would prove
 nothing. The first weights that are sent are therefore changed on purpose. The trainer computes the effect without
@@ -9,8 +9,9 @@ touching its weights: halving the weights of a linear layer halves its output.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from mt_grpo.servers.http import ServerControl
+from mt_grpo.weights.updates import WeightSyncError
 
+logger = logging.getLogger(__name__)
 LENGTH = 64
 """Tokens of the probe sequence."""
 PADDING = 7
@@ -98,6 +101,57 @@ def compare(server: list[float], trainer: list[float]) -> Verdict:
     return Verdict(sum(server) / count, sum(trainer) / count, sum(differences) / count, max(differences))
 
 
+class Proof:
+    """
+    Holds the trainer's answers against those of servers.
+
+    Args:
+        get_model: Returns the trainer's model as it is currently wrapped.
+        vocab_size (`int`): Token ids that the probe is drawn from.
+        tolerance (`float`, *optional*): Largest mean absolute difference of a probe token's log-probability, in nats.
+            It is 1e-3 if all is computed in float32, and measured otherwise, see `tolerance_for`.
+    """
+
+    def __init__(self, get_model: Callable[[], Any], vocab_size: int, tolerance: float | None) -> None:
+        self.tolerance = EXACT if tolerance is None else tolerance
+        self.expected: list[float] = []
+        """The trainer's answers to hold a server against; empty until they are computed."""
+        self._get_model, self._ids = get_model, probe_ids(vocab_size)
+        self._measures, self._epsilon = tolerance is None, 0.0
+
+    def use_dtypes(self, *dtypes: torch.dtype) -> None:
+        """Those that trainer and servers compute in."""
+        self._epsilon = max(torch.finfo(dtype).eps for dtype in dtypes)
+        self._measures &= self._epsilon > torch.finfo(torch.float32).eps
+
+    def compute(self, model: Any = None, measure: bool = True) -> list[float]:
+        """Computes the trainer's answers, and with `measure` how far a server's may be from them."""
+        model = self._get_model() if model is None else model
+        expected = trainer_logprobs(model, self._ids)
+        if measure and self._measures:
+            padded = trainer_logprobs(model, self._ids, PADDING)
+            self.tolerance = tolerance_for(expected, padded, self._epsilon)
+        return expected
+
+    def compute_changed(self) -> None:
+        """Computes what is expected of servers with weights that were changed on purpose."""
+        self.expected = trainer_logprobs(self._get_model(), self._ids)
+
+    def compare(self, server: ServerControl, model: str, what: str) -> None:
+        """Holds a server's answers, by a model of this name, against those that are expected."""
+        verdict = compare(server_logprobs(server, model, self._ids), self.expected)
+        logger.info("Weight sync verified at %s: %.2e nats a token.", server.base_url, verdict.difference)
+        if verdict.difference > self.tolerance:
+            raise WeightSyncError(
+                f"The vLLM server at {server.base_url} does not compute what the trainer computes{what}: over the "
+                f"same {len(self._ids)} tokens the mean log-probability is {verdict.server:.4f} on the server and "
+                f"{verdict.trainer:.4f} in the trainer; they differ by {verdict.difference:.2e} nats a token (at most "
+                f"{verdict.largest:.2e}), and {self.tolerance:.1e} is allowed. Likely causes: weights that did not "
+                "reach every layer (tied output embeddings, parameter names the server does not know), another run "
+                "writing to the same server, a different dtype, quantization or model revision on the server."
+            )
+
+
 HALF = 0.5
 SHIFT = 0.0625
 """Added to the weights of an adapter's second factors. They begin at 0, so halving would change nothing."""
@@ -106,7 +160,7 @@ _WRAPPERS = ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "modules_to
 
 
 @contextlib.contextmanager
-def halved(model: nn.Module) -> Iterator[set[str]]:
+def with_halved_weights(model: nn.Module) -> Iterator[set[str]]:
     """A context in which `model` computes as if its linear layers and embeddings had half their weights and biases."""
     names: set[str] = set()
 
@@ -128,7 +182,7 @@ def halved(model: nn.Module) -> Iterator[set[str]]:
 
 
 @contextlib.contextmanager
-def shifted(model: nn.Module) -> Iterator[set[str]]:
+def with_shifted_adapter(model: nn.Module) -> Iterator[set[str]]:
     """A context in which `model` computes as if `SHIFT` were added to all weights of its adapter's second factors."""
 
     def shift(module: nn.Module, inputs: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
@@ -145,7 +199,7 @@ def shifted(model: nn.Module) -> Iterator[set[str]]:
 
 
 def shift_file(path: Path) -> None:
-    """Changes a saved adapter as `shifted` does."""
+    """Changes a saved adapter as `with_shifted_adapter` does."""
     tensors = load_file(path)
     for name, tensor in tensors.items():
         if name.endswith(".lora_B.weight"):

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 from support.loopback import ScriptedServer, free_port
-from support.upstreams import SAMPLING, client_of, completion
+from support.upstreams import SAMPLING, client_of, completion, play
 from support.waiting import until_true
 
 from mt_grpo.servers.http import ServerGoneError, ServerSetupError
@@ -21,10 +21,6 @@ def refusal(client) -> str:
     return str(caught.value)
 
 
-async def until(holds) -> None:
-    await until_true(holds)
-
-
 def test_a_run_begins_with_the_servers_that_it_needs(tokenizer, start):
     """The third comes late: it is held against the run, and gets conversations then."""
     servers, port, told = [start(), start()], free_port(), []
@@ -34,7 +30,7 @@ def test_a_run_begins_with_the_servers_that_it_needs(tokenizer, start):
         await client.connect(told.append)
         await client.generate([0], SAMPLING, "first")
         late = start(port=port)
-        await until(lambda: client.servers[2].up)
+        await until_true(lambda: client.servers[2].up)
         for number in range(12):
             await client.generate([number], SAMPLING, str(number))
         await client.close()
@@ -57,16 +53,14 @@ def test_a_late_server_that_does_not_fit_is_left_out(tokenizer, start, caplog, f
     }[fault]
 
     async def go():
-        await client.connect()
         await client.generate([0], SAMPLING, "first")
         late = start(port=port, **wrong)
-        await until(lambda: "The run goes on without it" in caplog.text)
+        await until_true(lambda: "The run goes on without it" in caplog.text)
         for number in range(6):
             await client.generate([number], SAMPLING, str(number))
-        await client.close()
         return late
 
-    assert not asyncio.run(asyncio.wait_for(go(), 60)).asked("/v1/completions")
+    assert not play(client, go).asked("/v1/completions")
 
 
 def test_too_few_servers_end_the_start_with_one_sentence(tokenizer, start):
@@ -80,17 +74,13 @@ def test_fewer_servers_than_needed_end_the_run(tokenizer, start):
     client = client_of(tokenizer, *servers, min_servers=2, server_timeout=0.3)
 
     async def go():
-        await client.connect()
         for number in range(4):  # on both
             await client.generate([number], SAMPLING, str(number))
         servers[1].stop()
-        try:
-            await asyncio.gather(*(client.generate([number], SAMPLING, str(number)) for number in range(4)))
-        finally:
-            await client.close()
+        await asyncio.gather(*(client.generate([number], SAMPLING, str(number)) for number in range(4)))
 
     with pytest.raises(ServerGoneError, match=f"none did at {servers[1].url}"):
-        asyncio.run(asyncio.wait_for(go(), 60))
+        play(client, go)
 
 
 def test_servers_of_mixed_versions_are_refused(tokenizer, start):
@@ -136,15 +126,11 @@ def test_answers_of_several_servers_in_turn_end_the_run(tokenizer, start):
     client = client_of(tokenizer, router, server_timeout=20)
 
     async def go():
-        await client.connect()
-        try:
-            for number in range(6):
-                await client.generate([number], SAMPLING, str(number))
-        finally:
-            await client.close()
+        for number in range(6):
+            await client.generate([number], SAMPLING, str(number))
 
     with pytest.raises(ServerSetupError, match="is several servers in turn, as behind a router"):
-        asyncio.run(asyncio.wait_for(go(), 60))
+        play(client, go)
 
 
 def test_servers_in_turn_are_told_apart_by_their_guards(tokenizer, start):
@@ -155,15 +141,11 @@ def test_servers_in_turn_are_told_apart_by_their_guards(tokenizer, start):
     client.weight_version = 7
 
     async def go():
-        await client.connect()
-        try:
-            for number in range(6):
-                await client.generate([number], SAMPLING, str(number))
-        finally:
-            await client.close()
+        for number in range(6):
+            await client.generate([number], SAMPLING, str(number))
 
     with pytest.raises(ServerSetupError, match="is several servers in turn, as behind a router"):
-        asyncio.run(asyncio.wait_for(go(), 60))
+        play(client, go)
 
 
 def test_an_engine_that_dies_in_mid_sampling_is_left_out(tokenizer, start):
@@ -177,14 +159,12 @@ def test_an_engine_that_dies_in_mid_sampling_is_left_out(tokenizer, start):
     client = client_of(tokenizer, dying, start(), server_timeout=20)
 
     async def go():
-        await client.connect()
         first = [await client.generate([number], SAMPLING, str(number)) for number in range(8)]
         dead.append(True)
         second = [await client.generate([number, 1], SAMPLING, str(number)) for number in range(8)]
-        await client.close()
         return first, second
 
-    first, second = asyncio.run(asyncio.wait_for(go(), 60))
+    first, second = play(client, go)
     assert {20} < {sample.ids[0] for sample in first} and {sample.ids[0] for sample in second} == {5}
     assert [server.up for server in client.servers] == [False, True]
 
@@ -195,16 +175,10 @@ def test_an_answer_that_names_no_server_ends_the_run(tokenizer, start, fingerpri
     server = start(lambda number, body: completion(5, fingerprint=fingerprint))
     client = client_of(tokenizer, server)
 
-    async def go():
-        try:
-            await client.generate([1], SAMPLING, "one")
-        finally:
-            await client.close()
-
     with pytest.raises(
         ServerSetupError, match=f"{server.url} have no `system_fingerprint`.*`mt-grpo serve`"
     ) as caught:
-        asyncio.run(go())
+        play(client, lambda: client.generate([1], SAMPLING, "one"), connect=False)
     assert "\n" not in str(caught.value) and len(server.asked("/v1/completions")) == 1
 
 
@@ -224,7 +198,6 @@ def test_conversations_of_a_dying_server_go_on_from_their_tokens(tokenizer, star
     client = client_of(tokenizer, *servers, server_timeout=20)
 
     async def go():
-        await client.connect()
         contexts = {f"s{number}": [number, 1, 2] for number in range(8)}
         taken = {session: [] for session in contexts}
         for _ in range(3):
@@ -235,10 +208,9 @@ def test_conversations_of_a_dying_server_go_on_from_their_tokens(tokenizer, star
                 taken[session] += sample.ids
 
             await asyncio.gather(*map(turn, contexts))
-        await client.close()
         return contexts, taken
 
-    contexts, taken = asyncio.run(asyncio.wait_for(go(), 60))
+    contexts, taken = play(client, go)
     assert asked.is_set()
     every = [token for tokens in taken.values() for token in tokens]
     assert len(every) == len(set(every)) == 24

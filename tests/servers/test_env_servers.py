@@ -14,7 +14,7 @@ from support.waiting import until_true
 from mt_grpo.concurrency import OutOfTime, call
 from mt_grpo.servers import env_servers
 from mt_grpo.servers.env_servers import (
-    STARTS,
+    MAX_STARTING,
     EnvServerPool,
     Full,
     ServerLost,
@@ -56,7 +56,7 @@ class Servers:
 @pytest.fixture
 def quick(monkeypatch):
     """Waits of milliseconds."""
-    for name, seconds in (("SHORTEST", 0.001), ("LONGEST", 0.01), ("LOOK", 0.001), ("PATIENCE", 0.05)):
+    for name, seconds in (("MIN_BACKOFF", 0.001), ("MAX_BACKOFF", 0.01), ("POLL", 0.001), ("START_TIMEOUT", 0.05)):
         monkeypatch.setattr(env_servers, name, seconds)
 
 
@@ -96,8 +96,8 @@ def test_ties_are_broken_by_chance_since_others_have_the_servers():
 
 def test_few_begin_on_a_server_at_once():
     servers = Servers()
-    begin(EnvServerPool(URLS[:1], "test server"), servers, 4 * STARTS)
-    assert servers.open[URLS[0]] == 4 * STARTS and servers.most <= STARTS
+    begin(EnvServerPool(URLS[:1], "test server"), servers, 4 * MAX_STARTING)
+    assert servers.open[URLS[0]] == 4 * MAX_STARTING and servers.most <= MAX_STARTING
 
 
 def test_a_dead_server_is_passed_over_and_rests(pool, caplog):
@@ -137,7 +137,7 @@ def test_no_server_left_fails_after_some_attempts(pool, quick):
 
 
 def test_a_server_that_comes_up_meanwhile_is_found(quick, monkeypatch):
-    monkeypatch.setattr(env_servers, "PATIENCE", 60.0)
+    monkeypatch.setattr(env_servers, "START_TIMEOUT", 60.0)
     servers = Servers(dead=(URLS[0],))
     alone = EnvServerPool(URLS[:1], "test server")
 
@@ -169,12 +169,12 @@ def test_conversations_wait_while_all_servers_are_full(pool, quick, caplog):
 
 
 def test_a_full_server_is_not_asked_by_everybody(monkeypatch):
-    monkeypatch.setattr(env_servers, "FULL_PATIENCE", 0.0)
+    monkeypatch.setattr(env_servers, "FULL_TIMEOUT", 0.0)
     servers = Servers(room=0)
     alone = EnvServerPool(URLS[:1], "test server")
-    failures = begin(alone, servers, 10 * STARTS)
+    failures = begin(alone, servers, 10 * MAX_STARTING)
     assert {str(each) for each in failures} == {"No test server had room for a conversation for 0 s."}
-    assert servers.asked[URLS[0]] <= STARTS + 3
+    assert servers.asked[URLS[0]] <= MAX_STARTING + 3
 
 
 def test_more_room_on_a_server_is_found(quick):
@@ -238,7 +238,7 @@ def test_a_lost_server_is_named_once(pool, caplog):
 
 def test_pauses_are_drawn_below_a_bound_that_doubles():
     for attempt in range(40):
-        bound = min(env_servers.LONGEST, env_servers.SHORTEST * 2**attempt)
+        bound = min(env_servers.MAX_BACKOFF, env_servers.MIN_BACKOFF * 2**attempt)
         drawn = [backoff(attempt) for _ in range(200)]
         assert 0 <= min(drawn) < bound / 4 and bound * 3 / 4 < max(drawn) <= bound
 

@@ -1,0 +1,556 @@
+"""Sends the trainer's weights to the servers of a run, and proves that they arrived."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import logging
+import threading
+import traceback
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from trl.distributed import DistributedBackend
+
+from mt_grpo.concurrency import run
+from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
+from mt_grpo.servers.http import (
+    RequestFailed,
+    Server,
+    ServerControl,
+    ServerGoneError,
+    router_words,
+    wait_for_servers,
+)
+from mt_grpo.servers.owner import new_run, read_owner, weight_label
+from mt_grpo.weights.proof import Proof, compare
+from mt_grpo.weights.transport import Payload, Source, Transport, Update
+from mt_grpo.weights.updates import (
+    WeightSyncError,
+    check_owner,
+    check_still_owner,
+    fall_asleep,
+    give_back,
+    wake_cache,
+    wake_weights,
+    weight_version,
+)
+
+logger = logging.getLogger(__name__)
+
+GOODBYE = 5.0
+"""Seconds that a call may take when the run is over."""
+LOOKS = 8
+"""Requests that tell one server from several that answer in turn."""
+
+Action = Callable[[ServerControl], None]
+
+
+class _Report(NamedTuple):
+    """
+    What a process tells the others: its failure, as the kind and the words of an error, and the state. That of the
+    main process counts: which servers are up and why not, and what was packed.
+    """
+
+    failure: tuple[type[Exception], str] | None
+    states: list[tuple[bool, str]]
+    payload: Payload | None
+    dtype: torch.dtype | None
+
+
+def _told(failure: BaseException, rank: int) -> tuple[type[Exception], str]:
+    """The kind and the words of the error that other processes raise."""
+    if isinstance(failure, (WeightSyncError, ServerGoneError)):
+        return type(failure), str(failure)
+    return RuntimeError, f"Process {rank} failed:\n{''.join(traceback.format_exception(failure))}"
+
+
+class WeightSync:
+    """
+    Sends weights by a transport. The main process talks to the servers. Every process learns the result, and which
+    servers are left out. Every process calls all public methods except `restore` at the same points.
+
+    Args:
+        transport (`type[Transport]`): What carries the weights.
+        client (`VLLMServerClient`): Its servers are synced. Its version and `restore` are set.
+        get_model (`Callable[[], PreTrainedModel]`): Returns the trainer's model as it is currently wrapped.
+        accelerator (`Accelerator`): Its accelerator.
+        verify_every (`int`, *optional*, defaults to `50`): The first sync, and then one in this many, is verified.
+        tolerance (`float`, *optional*): See `Proof`.
+        timeout (`float`, *optional*, defaults to `300.0`): Most seconds of a call to a server.
+        options: Those of the transport.
+    """
+
+    def __init__(
+        self,
+        transport: type[Transport],
+        client: VLLMServerClient,
+        get_model: Callable[[], Any],
+        accelerator: Accelerator,
+        *,
+        verify_every: int = 50,
+        tolerance: float | None = None,
+        timeout: float = 300.0,
+        **options: Any,
+    ) -> None:
+        self.client, self.accelerator, self.verify_every = client, accelerator, verify_every
+        self.source = Source(client, get_model, accelerator, timeout)
+        self.transport = transport(self.source, **options)
+        self.proof = Proof(get_model, self.source.model.config.get_text_config().vocab_size, tolerance)
+        self.payload: Payload | None = None
+        """What was packed last."""
+        self.in_flight = False
+        """Whether conversations go on while weights are sent."""
+        self.asleep = False
+        """Whether the servers have given their memory to training."""
+        self.end_server: Callable[[], None] | None = None
+        """Ends the server that this process started, if it did."""
+        self._num_syncs, self._begun = 0, False
+        backend = DistributedBackend(accelerator)
+        # elsewhere a forward is cheap, but takes every process, or a thread that knows its device
+        self._computes_late = accelerator.device.type == "cpu" and not (backend.is_fsdp or backend.is_zero3)
+        self._lock = threading.Lock()  # a server that is restarted is restored from another thread
+        self.run = client.run = self.source.from_main(new_run)
+        client.restore = self.restore if self.transport.repeatable else self.transport.on_restart
+        atexit.register(self.close)
+
+    # What a trainer calls
+
+    def begin(self) -> None:
+        """
+        Makes sure that this run can use every server, before anything is sent. If it was not called, `sync` calls it.
+
+        Raises:
+            WeightSyncError: In every process, if a server cannot be used, e.g. because another run uses it.
+        """
+        if self._begun:
+            return
+        self._run(lambda: self._each_server(self._examine))
+        for server in self.client.servers:
+            server.awaits_proof = not server.up
+        mixed = {"no": torch.float32, "fp16": torch.float16}.get(self.accelerator.mixed_precision, torch.bfloat16)
+        assert self.source.dtype is not None  # every server was asked
+        self.proof.use_dtypes(next(self.source.get_model().parameters()).dtype, mixed, self.source.dtype)
+        self._begun = True
+
+    def send_in_flight(self) -> None:
+        """
+        From here on, conversations go on while weights are sent. The probe is then computed at every sync: later the
+        model is the main thread's, which trains it.
+        """
+        self.in_flight, self._computes_late, self.client.salted = True, False, True
+
+    def sleep(self) -> None:
+        """
+        Has the servers give their memory to training. The next `sync` wakes them: the memory of the weights, the
+        weights, then the memory of the cache. A server that sleeps already is left alone.
+
+        Raises:
+            WeightSyncError: In every process, if one does not.
+        """
+        if self.asleep:
+            return
+        with self._lock:
+            level = self.transport.sleep_level
+            self._run(lambda: self._each_server(functools.partial(fall_asleep, level=level)))
+            self.asleep = True
+
+    def sync(self, step: int) -> None:
+        """
+        Makes the servers sample with the trainer's weights as they are after optimiser step `step`.
+
+        Raises:
+            WeightSyncError: In every process, if they do not.
+        """
+        with self._lock:
+            if self.in_flight and self._num_syncs:  # before the barrier: no process sends before all know
+                self.client.incoming_version = step
+            try:
+                self._sync(step)
+            finally:
+                self.client.incoming_version = None
+
+    def verify(self) -> None:
+        """
+        Compares every server's log-probs of a probe sequence with the trainer's.
+
+        Raises:
+            WeightSyncError: In every process, if they differ by more than allowed. The message has both numbers.
+        """
+        with self._lock:
+            self.proof.expected = self.proof.compute()
+            self._verify()
+
+    def check(self) -> None:
+        """
+        After rollouts, makes sure that no other run sent weights to the servers meanwhile. A server that is down is
+        left out.
+
+        Raises:
+            WeightSyncError: In every process, if another run did.
+        """
+
+        def check_each() -> None:
+            for server in self.client.servers:
+                failure = self._attempt(server, look) if server.up else None
+                if failure is not None and server.up:
+                    raise failure
+
+        with self._lock:
+            look = functools.partial(check_still_owner, label=self._label(self.client.weight_version))
+            self._run(check_each)
+
+    def restore(self, base_url: str) -> None:
+        """
+        Sends the weights of the latest `sync` to a server that was restarted, and verifies them. Any process may call
+        it at any time, since the others may be waiting for this process in a collective.
+        """
+        with self._lock:
+            server = self.source.control(base_url)
+            try:
+                self._bring_and_compare(server)
+            except WeightSyncError as error:
+                if server.healthy():
+                    raise
+                raise RequestFailed(str(error), True, unreachable=True) from error
+
+    def close(self) -> None:
+        """Gives the servers back to other runs, and ends those that this run started."""
+        atexit.unregister(self.close)
+        self.transport.close()
+        if self.accelerator.is_main_process and self._begun:
+            for server in self.client.servers:
+                if server.up:
+                    give_back(ServerControl(server.url, self.client.api_key, GOODBYE), self.run)
+        if self.end_server is not None:
+            self.end_server()
+
+    # A sync
+
+    def _sync(self, step: int) -> None:
+        self.accelerator.wait_for_everyone()  # until no process restores a server with the weights of before
+        self.begin()
+        late = self._prove_late() if self._num_syncs else []
+        if self._num_syncs == 0:
+            self._run(self._tell_apart)
+            self._prove()
+        due = bool(late) or self.asleep or self._num_syncs % self.verify_every == 0
+        self._send(step)
+        self._take_in(late, step)
+        self._note_sent(step)
+        self.proof.expected = []
+        if due or not self._computes_late:  # for servers that are restarted while other processes are busy
+            self.proof.expected = self.proof.compute(measure=due)
+        if due:
+            self._verify()
+        self._num_syncs += 1
+
+    def _prove(self) -> None:
+        """Sends weights that were changed on purpose, and checks that every server answers with them."""
+        unchanged = self.proof.compute()
+        with self._changed():
+            if compare(unchanged, self.proof.expected).difference < 2 * self.proof.tolerance:
+                logger.warning(
+                    "Weights are not proved to reach every layer: the model's answers hardly depend on them."
+                )
+            self.client.weight_version = None
+            self._send(None)
+            self._note_sent(None)
+            self._verify()
+
+    @contextlib.contextmanager
+    def _changed(self) -> Any:
+        """A block in which changed weights are sent, whose answers the proof expects."""
+        with self.transport.change(self.source.model) as self.source.changed:
+            self.proof.compute_changed()
+        yield
+        self.source.changed = None
+
+    def _verify(self) -> None:
+        self._run(lambda: self._each_server(self._compare, self._bring_and_compare))
+
+    def _send(self, step: int | None) -> None:
+        bring = functools.partial(self._bring, step=step)
+        if self.asleep:
+            if self.accelerator.device.type == "cuda":
+                torch.cuda.empty_cache()  # what training has kept for itself
+            self.accelerator.wait_for_everyone()
+            self._run(lambda: self._each_server(wake_weights))
+        self._run(lambda: self._each_server(bring, bring), everywhere=lambda: self._pack(step))
+        if self.asleep:
+            self._run(lambda: self._each_server(wake_cache))
+            self.asleep = False
+
+    def _note_sent(self, step: int | None) -> None:
+        self.client.weight_version = step
+        self.client.model = "" if self.payload is None else self.payload.model
+        for server in self.client.servers:
+            server.fingerprint = None
+        self.transport.delivered()
+
+    def _pack(self, step: int | None) -> None:
+        """Every process: packs the weights; buckets are delivered at once."""
+        if self.transport.repeatable:
+            (self.payload,) = self.transport.pack(step)
+        else:
+            self._stream(step)
+
+    def _bring(self, server: ServerControl, step: int | None) -> None:
+        check_owner(server, self.run)
+        if self.transport.repeatable:
+            self._deliver(server, step, self.payload)
+
+    def _deliver(self, server: ServerControl, step: int | None, payload: Any) -> None:
+        self.transport.deliver(self._update(server, step), payload)
+
+    def _stream(self, step: int | None) -> None:
+        """
+        Every process: packs bucket by bucket, and the main one has the servers take each. Of several servers, one that
+        dies meanwhile is left out, and taken back at a later sync if it is well: not where servers sleep, as nobody
+        knows which memory it has, or while conversations go on.
+        """
+        updates: dict[str, contextlib.ExitStack] = {}
+
+        def begin_all() -> None:
+            for server in [] if self.asleep or self.in_flight else self.client.servers:
+                if not (server.up or server.awaits_proof) and self.source.control(server.url).healthy(repeat=False):
+                    server.mark_up()
+            self._each_server(begin)
+
+        def begin(server: ServerControl) -> None:
+            check_owner(server, self.run)
+            with contextlib.ExitStack() as update:
+                update.enter_context(self._update(server, step).begun())
+                updates[server.base_url] = update.pop_all()
+
+        def end(server: ServerControl) -> None:
+            updates.pop(server.base_url).close()
+
+        failure: BaseException = RequestFailed("It is left out.", True)
+        try:
+            # before anyone walks over the parameters, which all must do or none
+            self._run(begin_all)
+            packed: Any = self.transport.pack(step)  # a generator, which takes all processes to its end
+            with contextlib.closing(packed) as buckets:
+                for bucket in buckets:
+                    deliver = functools.partial(self._deliver, step=step, payload=bucket)
+                    self._run(functools.partial(self._each_server, deliver))
+            self._run(lambda: self._each_server(end))
+        except BaseException as error:
+            failure = error
+            raise
+        finally:
+            for update in updates.values():  # a server that is left in a pause would answer nobody
+                with contextlib.suppress(type(failure)):
+                    update.__exit__(type(failure), failure, failure.__traceback__)
+
+    def _update(self, server: ServerControl, step: int | None) -> Update:
+        return Update(server, self._label(step), bool(self.client.media_tokens))
+
+    def _label(self, step: int | None) -> str:
+        return weight_label(self.run, "proof" if step is None else step)
+
+    def _bring_and_compare(self, server: ServerControl) -> None:
+        self._bring(server, self.client.weight_version)
+        self._compare(server)
+
+    def _compare(self, server: ServerControl, model: str | None = None) -> None:
+        self.proof.expected = self.proof.expected or self.proof.compute(self.source.model)
+        what = "" if self.source.changed is None else ", with weights that were changed to see them arrive"
+        self.proof.compare(server, self.client.model if model is None else model, what)
+
+    # Servers that join
+
+    def _examine(self, server: ServerControl) -> None:
+        check_owner(server, self.run)
+        config = server.get("/server_info", itemgetter("vllm_config"), config_format="json")
+        dtype = getattr(torch, config["model_config"]["dtype"].removeprefix("torch."))
+        self.source.dtype = max(self.source.dtype or dtype, dtype, key=lambda one: one.itemsize)
+        self.transport.prepare(server, config)
+
+    def _tell_apart(self) -> None:
+        """
+        Makes sure that each address leads to one server, and to one of its own: each is given a weight version of its
+        own, and asked for it several times.
+        """
+        labels = {url: weight_label(self.run, f"start{number}") for number, url in enumerate(self.client.base_urls)}
+
+        def look(server: ServerControl) -> None:
+            for _ in range(LOOKS):
+                seen = weight_version(server)
+                other = next((url for url, label in labels.items() if label == seen), None)
+                if other is None:
+                    raise WeightSyncError(
+                        router_words(server.base_url, "is several servers in turn, as behind a router")
+                    )
+                if other != server.base_url:
+                    raise WeightSyncError(
+                        f"{server.base_url} and {other} lead to the same vLLM server, or to a router: name each "
+                        "server once in `vllm_server_base_url`."
+                    )
+
+        def mark(server: ServerControl) -> None:
+            server.post("/update_weight_version", {"new_version": labels[server.base_url]})
+
+        def mark_and_look(server: ServerControl) -> None:
+            mark(server)
+            look(server)
+
+        self._each_server(mark, mark)
+        self._each_server(look, mark_and_look)
+
+    def _prove_late(self) -> list[int]:
+        """
+        Every process: proves that weights reach servers that came up after the start, before any conversation is sent
+        to them. One that cannot be used is left out.
+        """
+
+        def examine(server: ServerControl) -> None:
+            held = read_owner(weight_version(server))
+            if held is not None and held.run == self.run and held.step != "proof":
+                raise WeightSyncError(f"{server.base_url} leads to a server that this run uses already.")
+            dtype = self.source.dtype
+            self._examine(server)
+            if self.source.dtype != dtype:
+                wider, self.source.dtype = self.source.dtype, dtype
+                raise WeightSyncError(f"The vLLM server at {server.base_url} holds weights in {wider}, not {dtype}.")
+
+        def prove(server: ServerControl) -> None:
+            self._bring(server, None)
+            self._compare(server, "" if self.payload is None else self.payload.model)
+
+        servers = self.client.servers
+        if not any(server.awaits_proof for server in servers):
+            return []
+        # a context length is known of those that the client has heard and found to fit
+        waiting = [number for number, server in enumerate(servers) if server.awaits_proof and server.context_length]
+        found = self._those_that(waiting, examine)
+        if not found:
+            return []
+        with self._changed():
+            self._run(lambda: None, everywhere=lambda: self._pack(None))
+            return self._those_that(found, prove)
+
+    def _take_in(self, late: list[int], step: int) -> None:
+        """Every process: late servers get the weights, and conversations are sent to them from here on."""
+        for number in self._those_that(late, functools.partial(self._bring, step=step)) if late else []:
+            server = self.client.servers[number]
+            server.awaits_proof = False
+            server.mark_up()
+            if self.accelerator.is_main_process:
+                logger.warning("The vLLM server at %s has joined.", server.url)
+
+    # Calls of all servers
+
+    def _run(self, main: Callable[[], None], everywhere: Callable[[], None] | None = None) -> None:
+        """
+        Runs `everywhere` in every process, then `main` in the main one. A failure, of whatever kind, is raised in all
+        processes. A server that the main one lost is left out by all, because its weights may differ from the rest. A
+        server that the main one uses again, with its weights, is used again by all.
+        """
+        failure: BaseException | None = None
+        try:
+            if everywhere is not None:
+                everywhere()
+            if self.accelerator.is_main_process:
+                main()
+        except (WeightSyncError, ServerGoneError) as error:
+            failure = error
+        except (RequestFailed, OSError) as error:
+            failure = WeightSyncError(str(error))
+            failure.__cause__ = error
+        except (Exception, SystemExit) as error:  # a defect: the others would wait for this process
+            failure = error
+        servers = self.client.servers
+        seen = _Report(
+            None if failure is None else _told(failure, self.accelerator.process_index),
+            [(server.up, server.fault) for server in servers],
+            self.payload,
+            self.source.dtype,
+        )
+        every = gather_object([seen]) if self.accelerator.num_processes > 1 else [seen]
+        seen = every[0]
+        self.payload, self.source.dtype = seen.payload, seen.dtype
+        for server, (up, fault) in zip(servers, seen.states, strict=True):
+            if server.up and not up:
+                server.drop(fault)
+            elif up and not server.up:
+                server.mark_up()
+        failures = [(rank, each.failure) for rank, each in enumerate(every) if each.failure is not None]
+        if not failures:
+            return
+        rank, (kind, words) = failures[0]  # also where this process failed as well: all end for the same reason
+        if failure is not None and rank == self.accelerator.process_index:
+            raise failure
+        raise kind(words) from failure
+
+    def _those_that(self, numbers: Iterable[int], action: Action) -> list[int]:
+        """Every process: which servers the main process could do something with. A failure ends nothing."""
+        done: list[int] = []
+
+        def each() -> None:
+            for number in numbers:
+                server = self.client.servers[number]
+                try:
+                    action(self.source.control(server.url))
+                    done.append(number)
+                except (RequestFailed, WeightSyncError) as error:
+                    server.fault = str(error)
+                    logger.warning("The run goes on without the vLLM server at %s: %s", server.url, error)
+
+        self._run(each)
+        return self.source.from_main(lambda: done)
+
+    def _each_server(self, action: Action, again: Action | None = None) -> None:
+        """
+        Does something with every server that is up, concurrently. A server that is down gets its weights when it is
+        back. If all servers are lost meanwhile, `again` is done once, with those that come back.
+        """
+        self._wait_for_one()
+        up = [server for server in self.client.servers if server.up]
+        if len(up) == 1:  # in this thread, which is the one that CUDA knows the device of
+            failures = [self._attempt(up[0], action)]
+        else:
+            with ThreadPoolExecutor(len(up)) as executor:
+                failures = list(executor.map(lambda server: self._attempt(server, action), up))
+        if not any(server.up for server in self.client.servers):
+            if again is None or not self.transport.repeatable:
+                first = next(failure for failure in failures if failure is not None)
+                if self.end_server is not None:  # nobody else starts it again
+                    raise WeightSyncError(f"{first} {self.client.remedy}") from first
+                raise first
+            return self._each_server(again)
+        for server, failure in zip(up, failures, strict=True):
+            if failure is not None and server.up:
+                raise failure
+
+    def _attempt(self, server: Server, action: Action) -> RequestFailed | WeightSyncError | None:
+        """Does something with a server. One that does not answer, or whose health fails then too, is left out."""
+        control = self.source.control(server.url)
+        try:
+            action(control)
+        except (RequestFailed, WeightSyncError) as error:
+            if (isinstance(error, RequestFailed) and error.unreachable) or not control.healthy():
+                server.drop(str(error))
+            return error
+        return None
+
+    def _wait_for_one(self) -> None:
+        """Waits until at least one server is up."""
+        every = self.client.servers
+        if any(server.up for server in every):
+            return
+        servers = [server for server in every if not (self._num_syncs and server.awaits_proof)]
+        since = max(server.down_since for server in servers if server.down_since is not None)
+        silent = run(wait_for_servers(servers, 1, since, self.client.server_timeout, logger.warning))
+        if len(silent) == len(servers):
+            raise ServerGoneError(self.client.gone())
+        for server in servers:
+            if server not in silent:
+                server.mark_up()

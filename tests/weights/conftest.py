@@ -1,0 +1,37 @@
+"""Servers that hold weights, and syncs to them."""
+
+from __future__ import annotations
+
+import pytest
+from accelerate import Accelerator
+from support.replicas import Replica
+
+from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
+from mt_grpo.weights.sync import WeightSync
+from mt_grpo.weights.transports.files import SafetensorsTransport
+
+
+@pytest.fixture
+def replicas(tokenizer):
+    """Two servers with weights of their own."""
+    pair = [Replica(tokenizer), Replica(tokenizer)]
+    yield pair
+    for replica in pair:
+        replica.http.stop()
+
+
+@pytest.fixture
+def sync_of(replicas, tokenizer, model):
+    """Makes syncs to servers, by default of one model to the first replica, and closes them."""
+    made = []
+
+    def make(*servers, kind=SafetensorsTransport, model=model, client=None, server_timeout=5.0, media=None, **options):
+        urls = [getattr(server, "http", server) for server in servers or replicas[:1]]
+        urls = [getattr(server, "url", server) for server in urls]
+        client = client or VLLMServerClient(urls, tokenizer, server_timeout=server_timeout, media_tokens=media)
+        made.append(WeightSync(kind, client, lambda: model, Accelerator(cpu=True), **options))
+        return made[-1]
+
+    yield make
+    for sync in made:
+        sync.close()
