@@ -47,13 +47,8 @@ from mt_grpo.training.config import MTGRPOConfig, changed
 from mt_grpo.training.environment import build_env
 from mt_grpo.training.media import tokenizer_in, with_column_media
 from mt_grpo.training.model import resolve_base, resolve_model, source_options, subfolder_of
-<<<<<<< HEAD
-from mt_grpo.training.own_server import check_own_servers
 from mt_grpo.training.preflight import Rows, check_batch_sizes, check_folder, check_rows_suffice, check_surroundings
-=======
-from mt_grpo.training.preflight import Rows, check_batch_sizes, check_rows_suffice, check_surroundings
 from mt_grpo.training.servers import check_own_servers
->>>>>>> e2fe6e29 (Weights are packed, delivered and proved: a transport is two methods, one class syncs, no object is called back)
 from mt_grpo.training.trainer import MTGRPOEnvTrainer
 from mt_grpo.trajectory import visible
 

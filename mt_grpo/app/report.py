@@ -29,12 +29,8 @@ from mt_grpo.runlog.files import to_json
 from mt_grpo.silence import Silence
 from mt_grpo.training.checkpoint import latest_checkpoint
 from mt_grpo.training.config import MTGRPOConfig
-<<<<<<< HEAD
 from mt_grpo.training.preflight import LOCK
-=======
-from mt_grpo.training.folder import LOCK
 from mt_grpo.training.servers import transport_of
->>>>>>> e2fe6e29 (Weights are packed, delivered and proved: a transport is two methods, one class syncs, no object is called back)
 from mt_grpo.training.trainer import MTGRPOEnvTrainer
 from mt_grpo.trajectory import Trajectory
 

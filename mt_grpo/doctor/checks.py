@@ -36,12 +36,12 @@ from mt_grpo.rollout import ChatRenderer, TemplateError
 from mt_grpo.rollout.token_check import examine_template
 from mt_grpo.servers.env_servers import ServerLost, in_words
 from mt_grpo.servers.http import RequestFailed, ServerControl
+from mt_grpo.servers.processes import is_free
 from mt_grpo.tools import Tool
 from mt_grpo.tools.mcp.tools import MCPBaseTool, McpRemote, McpTool
 from mt_grpo.tools.stateful import StatefulTool, ToolSession, ToolStateError
 from mt_grpo.training.media import with_column_media
 from mt_grpo.training.model import resolve_base
-from mt_grpo.training.own_server import is_free
 from mt_grpo.training.preflight import check_folder, check_push, check_reward_columns, check_trackers
 from mt_grpo.training.reward_batch import with_models
 from mt_grpo.training.servers import server_client

@@ -53,6 +53,7 @@ from mt_grpo.training.activations import Activations
 from mt_grpo.training.checkpoint import adapter_settings
 from mt_grpo.training.forward_plan import trained_truncation
 from mt_grpo.training.model import resolve_base
+from mt_grpo.training.servers import transport_of
 
 RECORD = 8
 """Bytes per token in the files of `rollouts`, those of the trainer's numbers included."""
@@ -214,8 +215,7 @@ def files(facts: RunFacts) -> Lines:
 
 
 def _shared(facts: RunFacts) -> Lines:
-    by_file = ("safetensors", "http", "delta", *(() if facts.colocated and facts.on_gpu else ("auto",)))
-    if not facts.args.use_vllm or facts.args.weight_sync not in by_file:
+    if not facts.args.use_vllm or not transport_of(facts.args).keeps_files:
         return
     folder = facts.args.weight_sync_folder or "/dev/shm"
     needed, free = shared_memory(facts.shape, facts.served_size), free_bytes(folder)

@@ -48,16 +48,10 @@ from mt_grpo.training.checkpoint import (
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.model import load_reference, save_reference
 from mt_grpo.training.nonfinite import check_weights
-<<<<<<< HEAD
+from mt_grpo.training.own_engine import replays_routes
 from mt_grpo.training.prefetch import PrefetchQueue, SmallerSteps
 from mt_grpo.training.preflight import check_batch_sizes, check_rows_suffice, left_by_runs, locked
 from mt_grpo.training.ranks import check_same, clear_checkpoint, keep_checkpoint, keep_records
-from mt_grpo.training.servers import replays_routes
-=======
-from mt_grpo.training.own_engine import replays_routes
-from mt_grpo.training.preflight import check_batch_sizes, check_rows_suffice
-from mt_grpo.training.staleness import SmallerSteps
->>>>>>> e2fe6e29 (Weights are packed, delivered and proved: a transport is two methods, one class syncs, no object is called back)
 from mt_grpo.training.step_log import StepLog
 from mt_grpo.training.step_log.display import FewerPrinter, FewerProgress
 

@@ -35,7 +35,7 @@ from mt_grpo.training.checkpoint import adapter_settings
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.model import resolve_base, resolve_model, served_model, source_options, subfolder_of
 from mt_grpo.training.own_engine import replays_routes
-from mt_grpo.training.processes import everywhere
+from mt_grpo.training.ranks import everywhere
 from mt_grpo.vllm_plugin.guard import SLEEPS
 from mt_grpo.vllm_plugin.keys import check_folder
 from mt_grpo.weights.sync import WeightSync

@@ -89,10 +89,6 @@ from mt_grpo.training.model import (
     without_dropout,
 )
 from mt_grpo.training.nonfinite import NumbersToTensorBoard, check_gradient, check_loss
-<<<<<<< HEAD
-from mt_grpo.training.own_server import check_own_servers, hand_over, own_server
-from mt_grpo.training.prefetch import STEP_FACTOR, PrefetchQueue, SmallerSteps, effective_sample_size
-=======
 from mt_grpo.training.own_engine import (
     ModelCopy,
     check_importance_sampling,
@@ -101,7 +97,7 @@ from mt_grpo.training.own_engine import (
     own_weights,
     replays_routes,
 )
->>>>>>> e2fe6e29 (Weights are packed, delivered and proved: a transport is two methods, one class syncs, no object is called back)
+from mt_grpo.training.prefetch import STEP_FACTOR, PrefetchQueue, SmallerSteps, effective_sample_size
 from mt_grpo.training.preflight import (
     check_best,
     check_reward_columns,
@@ -124,22 +120,7 @@ from mt_grpo.training.reward_batch import (
     with_models,
 )
 from mt_grpo.training.rollout_batch import EvaluationRows, RolloutBatch, as_text, branching, fill_up, fill_up_scores
-<<<<<<< HEAD
-from mt_grpo.training.servers import (
-    ModelCopy,
-    check_importance_sampling,
-    colocates,
-    lent_model,
-    own_engine,
-    own_weights,
-    replays_routes,
-    server_client,
-    weight_sync,
-)
-=======
 from mt_grpo.training.servers import check_own_servers, colocates, hand_over, own_server, server_client, weight_sync
-from mt_grpo.training.staleness import STEP_FACTOR, SmallerSteps, effective_sample_size
->>>>>>> e2fe6e29 (Weights are packed, delivered and proved: a transport is two methods, one class syncs, no object is called back)
 from mt_grpo.training.step_log import Step, StepLog
 from mt_grpo.training.step_log.display import print_fewer
 from mt_grpo.training.step_log.metrics import means_over_rows, route_metrics, show_advantages
