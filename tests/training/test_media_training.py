@@ -1,0 +1,479 @@
+"""Training of models that see or hear: images and sounds in prompts and in results of tools, through the trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Audio, Dataset, Features, Image, List, Value
+from support.audio import RATE, SOUND_FAMILIES, granite, tone
+from support.images import VideoTextProcessor, build_processor, build_vision_model, picture
+from support.models import CPU_RUN, build_model
+from support.trainers import batch, check_log_probs
+from support.vision import VISION_FAMILIES
+from support.waiting import until
+from transformers import (
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    Qwen2AudioForConditionalGeneration,
+    TrainerCallback,
+)
+
+from mt_grpo import MTGRPOConfig, MTGRPOEnvTrainer
+from mt_grpo.app.build import finish_dry_run
+from mt_grpo.data.images import ImageOfRowError
+from mt_grpo.envs import MultiTurnToolEnv, Outcome
+from mt_grpo.errors import ConfigError, UnsupportedModelError
+from mt_grpo.media import media_of, media_parts, read_image, to_file
+from mt_grpo.rollout.engine import ScriptedEngine
+from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
+from mt_grpo.runlog.reader import open_run
+from mt_grpo.sounds import Sound, read_part, read_sound
+from mt_grpo.training.media import check_media, media_encoder, with_column_media
+
+PROMPT = [{"role": "user", "content": "What is it?"}]
+IMAGES = Dataset.from_list(
+    [
+        {"prompt": PROMPT, "images": [picture(color, (24, 16 + 8 * number))]}
+        for number, color in enumerate(("red", "green", "blue", "white"))
+    ]
+)
+SOUNDS = [
+    {"prompt": PROMPT, "audio": {"array": tone(pitch), "sampling_rate": RATE}} for pitch in (30.0, 60.0, 90.0, 120.0)
+]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A model that sees or hears, and what it is shown after each turn."""
+
+    type: str
+    build: Callable[[], tuple[Any, Any]]
+    load: Callable[[Any], Any]
+    rows: Any
+    make: Callable[[int], Any]
+    tower: str
+    file: str
+    words: str
+
+
+@cache
+def hearing() -> Any:
+    return SOUND_FAMILIES["qwen2-audio"]()[0]
+
+
+def sight() -> tuple[Any, Any]:
+    processor = build_processor()
+    return processor, build_vision_model(processor.tokenizer)
+
+
+SEES = Kind(
+    "image",
+    sight,
+    AutoModelForImageTextToText.from_pretrained,
+    IMAGES,
+    lambda number: picture("blue", (16, 16 + 8 * number)),
+    "visual.patch_embed.proj",
+    "image_*.png",
+    "[image]",
+)
+HEARS = Kind(
+    "audio",
+    lambda: (hearing(), SOUND_FAMILIES["qwen2-audio"]()[1]),
+    Qwen2AudioForConditionalGeneration.from_pretrained,
+    SOUNDS,
+    lambda number: {"type": "audio", "audio": tone(50.0, 0.5 + number), "sampling_rate": RATE},
+    "audio_tower.conv1",
+    "sound_*.wav",
+    "[sound]",
+)
+both = pytest.mark.parametrize("kind", [SEES, HEARS], ids=lambda kind: kind.type)
+
+
+def screen(kind: Kind) -> Any:
+    class Screen:
+        """Shows another medium after each turn, whatever the model writes, and at last forgets the first one."""
+
+        async def run(self, policy: Any, row: dict[str, Any]) -> Outcome:
+            messages = list(row["prompt"])
+            for number in range(3):
+                turn = await policy.reply(messages, max_tokens=6)
+                parts = [{"type": "text", "text": "Now"}, kind.make(number)]
+                messages += [turn.message, {"role": "user", "content": parts}]
+                if number == 1:
+                    del messages[1:3]
+            return Outcome()
+
+        async def close(self) -> None:
+            pass
+
+    return Screen
+
+
+def words(completions: list[Any], **columns: Any) -> list[float]:
+    return [float(sum(map(ord, str(messages[0]["content"]))) % 7) for messages in completions]
+
+
+def trainer_of(
+    kind: Kind, folder: Path, model: Any, processor: Any, *, env: Any = None, rows: Any = None, **options: Any
+) -> MTGRPOEnvTrainer:
+    given = {name: options.pop(name) for name in ("engine",) if name in options}
+    return MTGRPOEnvTrainer(
+        model,
+        env or screen(kind),
+        args=MTGRPOConfig(str(folder), **{**CPU_RUN, **options}),
+        reward_funcs=words,
+        train_dataset=kind.rows if rows is None else rows,
+        processing_class=processor,
+        **given,
+    )
+
+
+def small_trainer(kind: Kind, folder: Path, **options: Any) -> MTGRPOEnvTrainer:
+    """A trainer of the small model of a kind, whose weights are the same for all of a folder."""
+    if not (folder / "model").exists():
+        kind.build()[1].save_pretrained(folder / "model")
+    processor = hearing() if kind is HEARS else build_processor()
+    limits = {"max_steps": 3, "learning_rate": 1e-3, "seed": 3, "max_turn_length": 6}
+    return trainer_of(kind, folder / "run", kind.load(folder / "model"), processor, **{**limits, **options})
+
+
+def trained(kind: Kind, folder: Path, resume: str | None = None, **options: Any) -> MTGRPOEnvTrainer:
+    trainer = small_trainer(kind, folder, **options)
+    trainer.train(resume)
+    return trainer
+
+
+def losses(trainer: MTGRPOEnvTrainer) -> list[tuple[float, ...]]:
+    keys = ("loss", "grad_norm", "kl")
+    return [tuple(line.get(key, 0.0) for key in keys) for line in trainer.state.log_history if "loss" in line]
+
+
+@pytest.mark.parametrize("content", ["What?", [{"type": "image"}, {"type": "text", "text": "What?"}]])
+def test_a_dry_run_prints_a_prompt_with_its_images(tmp_path, capsys, content):
+    row = {"prompt": [{"role": "user", "content": content}], "images": [picture("red", (24, 16))]}
+    env = MultiTurnToolEnv([], protocol="learnt_tags")
+    finish_dry_run(small_trainer(SEES, tmp_path, env=env, rows=Dataset.from_list([row])), {})
+    assert "<|im_start|>user\n<|vision_start|>[image]<|vision_end|>What?<|im_end|>" in capsys.readouterr().err
+
+
+@both
+@pytest.mark.slow
+def test_three_steps_are_the_same_however_they_are_computed(tmp_path, kind):
+    forwards = ("tree", "turn_by_turn", "padded")
+    runs = {forward: trained(kind, tmp_path / forward, forward=forward, beta=0.1) for forward in forwards}
+    assert {trainer.args.forward for trainer in runs.values()} == runs.keys()  # none gave up
+    expected = losses(runs["turn_by_turn"])
+    assert len(expected) == 3
+    for forward in ("tree", "padded"):
+        for found, values in zip(losses(runs[forward]), expected, strict=True):
+            assert found == pytest.approx(values, rel=1e-4, abs=1e-6)
+    tree, fresh = runs["tree"], kind.load(tmp_path / "tree" / "model")
+    moved, before = (model.get_submodule(f"model.{kind.tower}").weight for model in (tree.model, fresh))
+    assert (moved - before).abs().max() > 1e-4
+    assert {one.tree.num_sequences for one in tree.batch.trajectories} == {2}
+
+
+@both
+@pytest.mark.slow
+def test_a_resumed_run_trains_on_the_media_that_were_left(tmp_path, kind):
+    options = {"steps_per_generation": 2, "max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    whole = trained(kind, tmp_path, **options)
+    resumed = trained(kind, tmp_path, str(tmp_path / "run" / "checkpoint-1"), **options)
+    assert losses(resumed)[-1] == pytest.approx(losses(whole)[-1], rel=1e-5)
+
+
+class Finished(TrainerCallback):
+    """Steps end when the batches ahead are finished, so that a checkpoint has them."""
+
+    trainer: MTGRPOEnvTrainer
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        until(lambda: not self.trainer.runner.under_way)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "env"),
+    [(SEES, None), (SEES, MultiTurnToolEnv([], protocol="learnt_tags")), (HEARS, None)],
+    ids=["own", "tools", "audio"],
+)
+def test_conversations_with_media_are_sampled_ahead(tmp_path, kind, env):
+    """They are those of a run that waits, and a resumed run goes on with those that are finished."""
+    options = {"env": env, "learning_rate": 0.0, "save_strategy": "steps", "save_steps": 1}
+    found = []
+    for staleness, resumed in ((0, False), (2, False), (2, True)):
+        trainer = small_trainer(kind, tmp_path, **options, max_staleness=staleness)
+        finished = Finished()
+        finished.trainer = trainer
+        trainer.add_callback(finished)
+        trainer.train(str(tmp_path / "run" / "checkpoint-1") if resumed else None)
+        records = [each for each in open_run(tmp_path / "run").trajectories() if each["session"].startswith("train")]
+        found.append({each["session"]: [node["tokens"] for node in each["tree"]["nodes"]] for each in records})
+        assert trainer.state.global_step == 3 and len(found[-1]) == 12
+    assert found[0] == found[1] == found[2]
+
+
+@both
+@pytest.mark.slow
+def test_a_run_writes_each_medium_once(tmp_path, kind):
+    trainer = trained(kind, tmp_path, max_steps=1, save_strategy="steps", save_steps=1)
+    run = open_run(tmp_path / "run")
+    record = run.trajectory(run.rows[0]["session"])
+    messages = [*record["prompt"], *(reply for turn in record["turns"] for reply in turn["replies"])]
+    parts = list(media_parts(messages))
+    files = [part[kind.type] for part in parts]
+    assert len(files) == len(set(files)) == 2
+    assert set(files) <= {path.name for path in (tmp_path / "run" / "rollouts").glob(kind.file)}
+    [shown] = media_of(media_parts(trainer.batch.trajectories[0].prompt))
+    read = read_sound if kind is HEARS else read_image
+    assert to_file(read(tmp_path / "run" / "rollouts" / files[0])) == to_file(shown)
+    assert kind.words in record["tokens"]["texts"]
+    if kind is HEARS:
+        assert [part["seconds"] for part in parts] == [1.0, 0.5]
+        again = AutoProcessor.from_pretrained(tmp_path / "run" / "checkpoint-1")
+        assert again.feature_extractor.sampling_rate == RATE
+
+
+@both
+def test_tree_and_engine_agree_on_what_was_sampled(tmp_path, kind):
+    trainer = small_trainer(kind, tmp_path)
+    inputs = batch(trainer)
+    assert (inputs["prompt_ids"] < 0).any() and (inputs["completion_ids"] < 0).any()
+    check_log_probs(trainer, inputs)
+
+
+@pytest.mark.slow
+def test_a_run_trains_on_videos_and_writes_their_frames(tmp_path):
+    processor = build_processor(kind=VideoTextProcessor)
+    video = {"type": "video", "video": [picture("red"), picture("blue")], "fps": 1}
+    rows = [{"prompt": [{"role": "user", "content": [video, {"type": "text", "text": "What?"}]}]}] * 4
+    model = build_vision_model(processor.tokenizer)
+    trainer = trainer_of(SEES, tmp_path, model, processor, rows=rows, max_steps=1, learning_rate=1e-3)
+    trainer.train()
+    assert trainer.args.forward == "tree" and losses(trainer)[0][1] > 0
+    run = open_run(tmp_path)
+    record = run.trajectory(run.rows[0]["session"])
+    files = record["prompt"][0]["content"][0]["video"]
+    assert len(set(files)) == 2 and all((tmp_path / "rollouts" / file).exists() for file in files)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        *((SEES, name) for name in ("idefics 3", "mistral 3", "gemma 3")),
+        *((HEARS, name) for name in ("qwen2.5-omni", "gemma 4", "voxtral")),
+    ],
+    ids=lambda each: each if isinstance(each, str) else each.type,
+)
+def test_models_of_other_families_train(tmp_path, kind, name, caplog):
+    make, packed = (SOUND_FAMILIES[name], "tree") if kind is HEARS else VISION_FAMILIES[name]
+    processor, model = make()
+    trainer = trainer_of(kind, tmp_path, model, processor)
+    trainer.model.train()
+    inputs = batch(trainer)
+    assert trainer.args.forward == ("tree" if packed == "tree" else "padded")
+    assert packed == "tree" or packed in caplog.text
+    check_log_probs(trainer, inputs)
+
+
+def test_images_and_sounds_stand_in_one_conversation(tmp_path):
+    processor, model = SOUND_FAMILIES["qwen2.5-omni"]()
+    rows = [{**row, "images": [picture("red")]} for row in SOUNDS]
+    trainer = trainer_of(HEARS, tmp_path, model, processor, rows=rows)
+    trainer.model.train()
+    inputs = batch(trainer)
+    assert trainer.args.forward == "tree"
+    kinds = [part["type"] for part in trainer.batch.trajectories[0].prompt[0]["content"]]
+    assert sorted(kinds) == ["audio", "image", "text"]
+    check_log_probs(trainer, inputs)
+
+
+def test_a_model_that_hears_padding_trains_turn_by_turn(tmp_path):
+    processor, model = granite()
+    trainer = trainer_of(HEARS, tmp_path, model, processor)
+    trainer.model.train()
+    with pytest.raises(UnsupportedModelError, match="cannot be trained with sounds in batches: .* set `forward: turn"):
+        batch(trainer)
+
+
+def test_a_model_whose_trees_of_images_differ_trains_in_rows(tmp_path, monkeypatch, caplog):
+    # positions as in a text, which a tree without images cannot tell from the model's
+    monkeypatch.setattr("mt_grpo.forward.model.packed_positions", lambda *given: None)
+    trainer = small_trainer(SEES, tmp_path, use_vllm=False)
+    trainer.model.train()
+    inputs = batch(trainer)
+    assert trainer.args.forward == "padded"
+    assert "scores packed trees with images" in caplog.text
+    check_log_probs(trainer, inputs)
+
+
+def test_a_model_alone_brings_its_processor(tmp_path):
+    processor, model = SOUND_FAMILIES["qwen2-audio"]()
+    for each in (processor, model):
+        each.save_pretrained(tmp_path / "model")
+    trainer = trainer_of(HEARS, tmp_path / "run", str(tmp_path / "model"), None)
+    batch(trainer)
+    assert [each.error for each in trainer.batch.trajectories] == [None] * 4
+
+
+# Rows
+
+
+def test_images_stand_where_trl_puts_them():
+    image, other = picture("red"), picture("blue")
+    before = with_column_media({"prompt": "What is it?", "image": image})["prompt"]
+    assert before[0]["content"] == [{"type": "image", "image": image}, {"type": "text", "text": "What is it?"}]
+    places = [{"type": "text", "text": "this", "image": None}, {"type": "image", "text": None}, {"type": "image"}]
+    filled = with_column_media({"prompt": [{"role": "user", "content": places}], "images": [image, other]})["prompt"]
+    assert [part.get("image") for part in filled[0]["content"]] == [None, image, other]
+    assert with_column_media({"prompt": "What?", "images": None}) == {"prompt": "What?", "images": None}
+
+
+def test_sounds_stand_where_their_places_are():
+    low, high = ({"array": tone(pitch), "sampling_rate": RATE} for pitch in (30.0, 90.0))
+    before = with_column_media({"prompt": "What is it?", "audio": low})["prompt"]
+    part = read_part({"type": "audio", "audio": low})
+    assert before == [{"role": "user", "content": [part, {"type": "text", "text": "What is it?"}]}]
+    places = [{"type": "text", "text": "this", "audio": None}, {"type": "audio", "text": None}, {"type": "audio"}]
+    filled = with_column_media({"prompt": [{"role": "user", "content": places}], "audios": [low, high]})["prompt"]
+    sounds = [Sound(each["array"], RATE) for each in (low, high)]
+    assert [part.get("audio") for part in filled[0]["content"]] == [None, *sounds]
+    assert with_column_media({"prompt": "What?", "audio": None}) == {"prompt": "What?", "audio": None}
+    listed = with_column_media({"prompt": "What?", "audio": tone().tolist()})["prompt"][0]["content"]
+    assert listed[0]["audio"] == Sound(tone())  # as a table has an array
+
+
+IMAGE_ROW, SOUND_ROW = "The images of a row cannot be shown: .*", "The sounds of a row cannot be played: .*"
+ADDRESS = {"type": "video_url", "video_url": {"url": "https://example.org/a.mp4"}}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "column", "media", "problem"),
+    [
+        ([{"type": "image"}] * 2, "images", [picture()], IMAGE_ROW + r"images provided \(1\) does not match"),
+        (
+            [{"type": "video", "video": "a.mp4"}],
+            "images",
+            [],
+            IMAGE_ROW + "A video is the list of its frames, .* 'a.mp4' is none: decode it",
+        ),
+        ([ADDRESS], "images", [], IMAGE_ROW + "shows a part of type 'video_url', and rollouts hold text, images"),
+        ("What?", "audios", [b"no sound"], SOUND_ROW + "A sound of 8 bytes cannot be read as a sound: it is broken"),
+        ("What?", "audios", ["/no/such.wav"], SOUND_ROW + "The sound '/no/such.wav' cannot be read: No such file or"),
+        (
+            [{"type": "audio"}] * 2,
+            "audios",
+            [tone()],
+            SOUND_ROW + "the prompt has 2 places for sounds, and the row has 1 sounds",
+        ),
+        (
+            [{"type": "audio", "path": "/no/such.wav"}],
+            "audios",
+            [tone()],
+            SOUND_ROW + "The sound '/no/such.wav' cannot be read: No such",
+        ),
+    ],
+)
+def test_a_row_with_a_bad_medium_is_one_sentence(prompt, column, media, problem):
+    with pytest.raises(ConfigError, match=problem):
+        with_column_media({"prompt": [{"role": "user", "content": prompt}], column: media})
+
+
+EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n%%EOF\n"
+
+
+@pytest.mark.parametrize(
+    ("column", "kind"),
+    [*product(["image", "images", "photo", "prompt"], ["path", "file"]), ("image", "bytes"), ("images", "bytes")],
+)
+def test_a_row_with_a_bad_image_is_named(tmp_path, column, kind):
+    files = {"good": to_file(picture()), "bad": EPS}
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+
+    def row(name):
+        image = {"bytes": files[name], "path": name} if kind == "file" else {"path": str(tmp_path / name)}
+        image = files[name] if kind == "bytes" else image
+        content = [{"type": "text", "text": "What?"}, {"type": "image", "image": image}]
+        message = {"role": "user", "content": content if column == "prompt" else "What?"}
+        shown = {} if column == "prompt" else {column: [image] if column == "images" else image}
+        return {"prompt": [message]} | shown
+
+    text = Value("string")
+    part = {"type": text, "text": text, "image": Image()}
+    features = Features({"prompt": List({"role": text, "content": List(part) if column == "prompt" else text})})
+    if column != "prompt":
+        features[column] = List(Image()) if column == "images" else Image()
+    rows = Dataset.from_list([*map(row, ["good"] * 5), row("bad")], features=None if kind == "bytes" else features)
+    env = MultiTurnToolEnv([], protocol="learnt_tags")
+    trainer = small_trainer(SEES, tmp_path, env=env, rows=rows, max_steps=6)
+    says = (
+        f"Row 5 .counted from 0. of the training dataset has an image that cannot be shown, in the column '{column}'"
+    )
+    with pytest.raises(ImageOfRowError, match=f"{says}: .* of no known kind"):
+        trainer.rollout(6)
+    with pytest.raises(ImageOfRowError, match=f"{says}: .* of no known kind"):
+        trainer.train()
+    with pytest.raises(ImageOfRowError, match="Row 0 .counted from 0. of the evaluation dataset"):
+        trainer.evaluate(rows.select([5]))
+
+
+def test_a_dataset_of_files_is_played(tmp_path):
+    """As `datasets.Audio` gives them where nothing decodes them: their bytes, and their path."""
+    (tmp_path / "tone.wav").write_bytes(to_file(Sound(tone(), RATE)))
+    rows = Dataset.from_dict({"prompt": ["What is it?"] * 4, "audio": [str(tmp_path / "tone.wav")] * 4})
+    trainer = small_trainer(HEARS, tmp_path, rows=rows.cast_column("audio", Audio(decode=False)))
+    batch(trainer)
+    part = trainer.batch.trajectories[0].prompt[0]["content"][0]
+    assert part["audio"] == Sound(tone(), RATE)
+
+
+# What cannot be shown
+
+
+@pytest.mark.parametrize(
+    ("kind", "case", "problem"),
+    [
+        (SEES, "text", "The column 'images' .* the model takes text only: use a model that takes"),
+        (SEES, "engine", "ScriptedEngine is given tokens of text only: sample with the model itself"),
+        (HEARS, "text", "The column 'audio' of the dataset holds sounds, and the model takes text o"),
+        (HEARS, "other", "holds sounds, and the model takes no sounds: use a model that takes sounds"),
+        (HEARS, "no processor", "holds sounds, and there is no processor of sounds: pass the model's"),
+        (HEARS, "engine", "holds sounds, and ScriptedEngine is given tokens of text only: sample with"),
+    ],
+    ids=lambda each: each.type if isinstance(each, Kind) else each if len(str(each)) < 20 else "",
+)
+def test_models_that_cannot_be_shown_media_are_refused(tmp_path, kind, case, problem):
+    processor, model = sight() if case == "other" else kind.build()
+    options: dict[str, Any] = {"rows": Dataset.from_list([{"prompt": "What is it?", "audio": "a.wav"}])}
+    options["rows"] = options["rows"].cast_column("audio", Audio(decode=False)) if kind is HEARS else None
+    if case == "text":
+        processor = build_processor().tokenizer
+        model = build_model(processor)
+    if case == "no processor":
+        processor = processor.tokenizer
+    if case == "engine":
+        options["engine"] = ScriptedEngine(processor.tokenizer, ["a"])
+    with pytest.raises(ConfigError, match=problem):
+        trainer_of(kind, tmp_path, model, processor, **options)
+
+
+def test_sounds_that_nothing_decodes_are_refused(tmp_path):
+    rows = Dataset.from_dict({"prompt": ["What is it?"] * 4, "audio": ["a.wav"] * 4}).cast_column("audio", Audio())
+    with pytest.raises(ConfigError, match=r"'audio' .* torchcodec, which is not installed: .*datasets.Audio\(decode"):
+        small_trainer(HEARS, tmp_path, rows=rows)
+
+
+def test_sounds_are_not_sent_to_a_server():
+    processor, model = SOUND_FAMILIES["qwen2-audio"]()
+    rows = Dataset.from_dict({"prompt": ["What?"], "audio": ["a.wav"]}).cast_column("audio", Audio(decode=False))
+    client = VLLMServerClient("http://127.0.0.1:9", processor.tokenizer)
+    problem = "'audio' .* holds sounds, which are not sent to a vLLM server: set `use_vll"
+    with pytest.raises(ConfigError, match=problem):
+        check_media(media_encoder(processor, model.config, client), model.config, client, rows)
