@@ -8,11 +8,12 @@ from __future__ import annotations
 import argparse
 import enum
 import json
-import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import MISSING, Field, fields
 from importlib.metadata import version
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, get_type_hints
+
+from pydantic import TypeAdapter
 
 from mt_grpo.errors import ConfigError
 from mt_grpo.options.table import OF_LIBRARIES, Option, options_of
@@ -29,8 +30,6 @@ and checks a recipe by it where the recipe's first line names a file that holds 
 
 LIBRARIES = ("trl", "transformers")
 """Whose options are among those of a recipe."""
-
-_JSON = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
 
 
 def main(arguments: list[str]) -> int:
@@ -82,51 +81,35 @@ def build_schema(options: Sequence[type] | None = None) -> dict[str, Any]:
 def _property(field: Field[Any], hint: Any, action: argparse.Action, described: Option) -> dict[str, Any]:
     default = field.default_factory() if field.default_factory is not MISSING else field.default
     default = json.loads(json.dumps(default.value if isinstance(default, enum.Enum) else default, default=str))
-    takes, items = _types(hint)
-    if items and items["type"] == "string":  # one name stands for a list of one
-        takes.append("string")
-    if default is None:
-        takes.append("null")
-    if described.also and not items:
-        takes.append(described.also)
-    if action.nargs == "?":
-        takes.append("boolean")
-    takes = list(dict.fromkeys(takes))
+    kinds, item = _types(hint)
+    flag, many = action.nargs == "?", action.nargs == "+"
+    if item == "string":  # one name stands for a list of one
+        kinds.append("string")
+    kinds += [described.also] if described.also and not item else []
+    kinds += ["null"] * (default is None) + ["boolean"] * flag
+    takes = list(dict.fromkeys(kinds))
     texts = [described.description, *([] if field.metadata.get("help") == described.description else [action.help])]
     option: dict[str, Any] = {
         "description": " ".join(" ".join(filter(None, texts)).replace("%%", "%").split()),
         "type": takes[0] if len(takes) == 1 else takes,
         "default": default,
     }
-    if items:
-        option["items"] = items | ({"type": [items["type"], described.also]} if described.also else {})
+    if item:
+        option["items"] = {"type": [item, described.also] if described.also else item}
     choices = described.names or action.choices
     if choices:
         option["enum"] = [*choices, *([None] if "null" in takes else [])]
-    if action.nargs == "?":
-        option["x-flag"] = True
-    if action.nargs == "+":
-        option["x-many"] = True
-    if described.group:
-        option["x-group"] = described.group
-    if described.of_server:
-        option["x-of-server"] = True
-    return option
+    marks = {"x-flag": flag, "x-many": many, "x-group": described.group, "x-of-server": described.of_server}
+    return option | {name: value for name, value in marks.items() if value}
 
 
-def _types(hint: Any) -> tuple[list[str], Mapping[str, Any] | None]:
-    """The JSON types of a type hint, and the schema of its items where it may be a list."""
-    origin = get_origin(hint)
-    if origin in (Union, types.UnionType):
-        parts = [_types(part) for part in get_args(hint)]
-        items = next((items for _, items in parts if items), None)
-        return list(dict.fromkeys(kind for kinds, _ in parts for kind in kinds)), items
-    if origin is Literal:
-        return [_JSON[type(value)] for value in get_args(hint)], None
-    if hint is type(None):
-        return ["null"], None
-    if origin is list:
-        return ["array"], {"type": _types(get_args(hint)[0])[0][0]}
-    if isinstance(hint, type) and issubclass(hint, enum.Enum):
-        return ["string"], None
-    return [_JSON.get(origin or hint, "object")], None
+def _types(hint: Any) -> tuple[list[str], str | None]:
+    """The JSON types of a type hint, and the type of its items where it may be a list."""
+    schema = TypeAdapter(hint).json_schema()
+
+    def resolved(part: dict[str, Any]) -> dict[str, Any]:
+        return schema["$defs"][part["$ref"].rpartition("/")[2]] if "$ref" in part else part
+
+    parts = [resolved(part) for part in schema.get("anyOf", [schema])]
+    items = next((resolved(part["items"])["type"] for part in parts if "items" in part), None)
+    return list(dict.fromkeys(part.get("type", "object") for part in parts)), items
