@@ -146,27 +146,6 @@ def test_copying_overwrites_nothing(tmp_path, capsys):
     assert (tmp_path / "quickstart.yaml").read_text() == "mine" and not (tmp_path / "elsewhere.yaml").exists()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("recipes", "Write `mt-grpo recipes ls`, or `mt-grpo recipes cp NAME [DEST]`."),
-        ("recipes list", "Write `mt-grpo recipes ls`"),
-        ("recipes cp", "Write `mt-grpo recipes ls`"),
-        ("recipes cp quikstart.yaml", "'quikstart.yaml' is unknown; the nearest is 'quickstart.yaml': `mt-grpo rec"),
-        ("recipes cp quickstart.yaml nowhere/x", "cannot be copied to nowhere/x: No such file or directory."),
-        ("env --all", "`mt-grpo env` takes no argument; it was given '--all'."),
-        ("completion", "needs one shell behind it: bash, zsh, fish."),
-        ("completion fsh", "There is no completion for 'fsh'; the nearest is 'fish': write one of bash, zsh, fish."),
-    ],
-)
-def test_wrong_words_are_one_sentence(arguments, message, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert main(arguments.split()) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("mt-grpo: ") and message in line
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize("command", ["recipes", "env", "completion", "view"])
 @pytest.mark.parametrize("flag", ["-h", "--help"])
 def test_each_command_shows_its_usage(command, flag, capsys):

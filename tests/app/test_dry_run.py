@@ -14,7 +14,6 @@ from support.recipes import parse_recipe
 
 from mt_grpo.app.request import read_request
 from mt_grpo.cli import main
-from mt_grpo.errors import ConfigError
 
 ENV = """
 from mt_grpo.envs import MultiTurnToolEnv
@@ -122,8 +121,6 @@ def test_an_earlier_run_is_refused_or_left_alone(recipe, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"model_name_or_path": "/no/such/model"}, "/no/such/model"),
-        ({"tools": ["no.such.tool"]}, "'no.such.tool' does not import"),
         ({"outcome_reward_funcs": ["exact_match"]}, "exact_match_reward_func"),
         ({"per_device_train_batch_size": 12}, "has 4 rows"),
     ],
@@ -171,22 +168,3 @@ def test_dry_run_takes_a_truth_value_and_nothing_else(recipe, given, dry):
     request = read_request(given.replace("R", path).split(), "train")
     assert (request.path, request.own["dry_run"]) == (path, dry)
     assert "--dry_run" not in request.arguments
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ("--dry_run=maybe", "`--dry_run` is 'maybe': it takes true or false."),
-        ("--accelerate_config", "`--accelerate_config` is given without a value"),
-        ("--accelerate_config zero3 --num_processes 0", "`--num_processes` is 0: it takes"),
-        ("--num_processes 2", "`--num_processes` needs `--accelerate_config` beside it"),
-    ],
-)
-def test_wrong_values_are_refused(recipe, given, message):
-    with pytest.raises(ConfigError, match=message):
-        read_request([*recipe(), *given.split()], "train")
-
-
-def test_only_training_is_dry(recipe):
-    with pytest.raises(ConfigError, match="`--dry_run` is an option of `mt-grpo train`, not of `mt-grpo rollout`"):
-        read_request([*recipe(), "--dry_run"], "rollout")

@@ -172,11 +172,6 @@ def test_hosts_are_told_what_they_have_to_say(recipe, config, capsys, options, e
     assert expected in capsys.readouterr().err
 
 
-def test_options_of_hosts_need_a_configuration(recipe, capsys):
-    assert main(["train", *recipe(), "--max_restarts", "1"]) == 1
-    assert "`--max_restarts` needs `--accelerate_config` beside it" in capsys.readouterr().err
-
-
 def test_weights_that_no_cpu_shards_are_refused(recipe, tmp_path, capsys):
     path = tmp_path / "sharded.yaml"
     path.write_text(yaml.safe_dump({"distributed_type": "FSDP", "use_cpu": True, "num_processes": 2}))

@@ -100,38 +100,6 @@ def test_one_name_stands_for_a_list_of_one(tmp_path):
     assert parse_recipe(write(tmp_path, tools="calculator")).training.tools == ["calculator"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--config"], "needs the path"),
-        (["--config", "missing.yaml"], "'missing.yaml' does not exist"),
-        (["--learning_rat", "1"], "nearest is 'learning_rate'"),
-        (["--max_steps", "many"], "`--max_steps` is 'many': it takes a whole number."),
-        (["--use_cpu", "true", "--bf16", "false"], "model_name_or_path"),
-        (["--use_cpu", "true", "--bf16", "false", "--model_name_or_path", "m"], "dataset_name"),
-    ],
-)
-def test_a_wrong_command_line_is_refused_with_one_sentence(arguments, message):
-    with pytest.raises(ConfigError, match=message) as caught:
-        parse_recipe(arguments)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("learning_rat: 1", "'learning_rat' in .* is unknown; the nearest is 'learning_rate'"),
-        ("- a", "not a mapping"),
-        ("a: [", "not valid YAML"),
-    ],
-)
-def test_a_wrong_recipe_is_refused_with_one_sentence(tmp_path, text, message):
-    path = tmp_path / "recipe.yaml"
-    path.write_text(text)
-    with pytest.raises(ConfigError, match=message):
-        parse_recipe(["--config", str(path)])
-
-
 RULE = """
 from mt_grpo.credit import advantage_estimator
 from mt_grpo.rewards import OutcomeReward, reward
