@@ -13,7 +13,7 @@ from trl import ModelConfig, ScriptArguments, TrlParser
 from mt_grpo.app import help
 from mt_grpo.app.make_schema import build_schema
 from mt_grpo.app.recipe import MTGRPOScriptArguments
-from mt_grpo.app.schema import Schema
+from mt_grpo.app.schema import Schema, SchemaOption
 from mt_grpo.errors import ConfigError
 from mt_grpo.forward.plan import FORWARDS
 from mt_grpo.options.rules import check_trainable
@@ -107,7 +107,11 @@ def test_an_option_is_one_line_of_the_table(tmp_path, monkeypatch):
     added = properties["patience"]
     assert (added["default"], added["x-owner"]) == (3, "mt_grpo")
     assert added["description"] == "Turns that a user waits for. Then the user leaves."
-    monkeypatch.setattr(help, "load_schema", lambda: Schema(properties, exact=True))
+    monkeypatch.setattr(
+        help,
+        "load_schema",
+        lambda: Schema({name: SchemaOption.of(each) for name, each in properties.items()}, exact=True),
+    )
     assert "  --patience               Turns that a user waits for. (3)\n" in help.command_help("train", "train")
     assert "| `patience` | `3` | Turns that a user waits for. Then the user leaves. |" in help.fill_tables(
         f"<!-- options: {AGENT} -->\n\n<!-- end of options -->", OPTIONS | options_of(OneMore)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mt_grpo.app.recipe_file import CONFIG, read_file
-from mt_grpo.app.schema import check_type, from_text, load_schema
+from mt_grpo.app.schema import load_schema
 from mt_grpo.errors import UserError
 from mt_grpo.runlog import Run
 from mt_grpo.runlog.files import find
@@ -99,7 +99,7 @@ def choose(run: Run, step: int | None = None, most: int | None = None, model: st
 
 def read_options(run: Run) -> dict[str, Any]:
     """The options of a run that are in `DEFAULTS`."""
-    path, schema = find(run.folder, CONFIG), load_schema().properties
+    path, schema = find(run.folder, CONFIG), load_schema().options
     if path is None:  # a run from Python
         logged = run.about.get("options")
         given = {**(logged if isinstance(logged, dict) else {}), "advantage_estimator": run.about.get("estimator")}
@@ -109,8 +109,8 @@ def read_options(run: Run) -> dict[str, Any]:
     options = dict(DEFAULTS)
     for name in DEFAULTS:
         if given.get(name) is not None:
-            options[name] = from_text(schema[name], given[name])
-            check_type(name, schema[name], options[name], f"`{name}` in {where}", in_file=True)
+            options[name] = schema[name].read(given[name])
+            schema[name].check(name, options[name], f"`{name}` in {where}", in_file=True)
     return options
 
 

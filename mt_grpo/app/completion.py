@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from typing import Any
 
 import shtab
 
 from mt_grpo.app.recipes_command import accelerate_configs, shipped
 from mt_grpo.app.request import OWN_OPTIONS
-from mt_grpo.app.schema import load_schema, summary
+from mt_grpo.app.schema import SchemaOption, load_schema
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean
 
@@ -85,7 +84,7 @@ def command_line() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("mt-grpo")
     parser.add_argument("--version", action="store_true")
     commands = parser.add_subparsers()
-    recipes = load_schema().properties
+    recipes = load_schema().options
     for name, own in OWN_OPTIONS.items():
         command = commands.add_parser(name, help=name)
         _completed(command.add_argument("recipe", nargs="?"), YAML)
@@ -121,16 +120,16 @@ def command_line() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_option(command: argparse.ArgumentParser, name: str, described: dict[str, Any]) -> None:
-    said = summary(described)
-    if described.get("x-flag"):
+def _add_option(command: argparse.ArgumentParser, name: str, described: SchemaOption) -> None:
+    said = described.summary
+    if described.flag:
         command.add_argument(f"--{name}", action="store_true", help=said)
         return
-    option = command.add_argument(f"--{name}", nargs="+" if described.get("x-many") else None, help=said)
+    option = command.add_argument(f"--{name}", nargs="+" if described.many else None, help=said)
     if name == "accelerate_config":
         _completed(option, LAUNCHED)
     else:
-        option.choices = [value for value in described.get("enum", ()) if isinstance(value, str)] or None
+        option.choices = described.words or None
 
 
 def _completed(argument: argparse.Action, by: Mapping[str, str]) -> None:

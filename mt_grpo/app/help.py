@@ -6,10 +6,9 @@ import re
 import shutil
 import textwrap
 from collections.abc import Mapping
-from typing import Any
 
 from mt_grpo.app.request import OF_HOSTS, OWN_OPTIONS
-from mt_grpo.app.schema import kinds, load_schema, summary
+from mt_grpo.app.schema import SchemaOption, load_schema
 from mt_grpo.options.table import GROUPS, OPTIONS, Option
 
 NAMES = 24
@@ -36,9 +35,9 @@ def command_help(command: str, line: str, everything: bool = False) -> str:
     if OWN_OPTIONS[command]:
         own = {name: option for name, option in OWN_OPTIONS[command].items() if everything or name not in OF_HOSTS}
         text += ["", f"Options of {command}:", *_lines(own, width)]
-    options = load_schema().properties
+    options = load_schema().options
     if everything:
-        ours = {name: option for name, option in options.items() if option["x-owner"] == "mt_grpo"}
+        ours = {name: option for name, option in options.items() if option.owner == "mt_grpo"}
         rest = {name: options[name] for name in sorted(options.keys() - ours.keys())}
         for title, group in (("Options of mt-grpo", ours), ("Options of TRL and transformers", rest)):
             text += ["", f"{title}:", *(part for name in group for part in _paragraph(name, group[name], width))]
@@ -49,22 +48,20 @@ def command_help(command: str, line: str, everything: bool = False) -> str:
     return "\n".join(text) + "\n"
 
 
-def _groups(options: dict[str, dict[str, Any]], command: str) -> dict[str, dict[str, dict[str, Any]]]:
+def _groups(options: dict[str, SchemaOption], command: str) -> dict[str, dict[str, SchemaOption]]:
     """The options that `--help` shows, by the titles of their groups, in the order of the table."""
     listed = {name: options[name] for name in dict.fromkeys([*OPTIONS, *options])}
     if command == "serve":
-        return {"The server": {name: option for name, option in listed.items() if option.get("x-of-server")}}
-    return {
-        title: {name: option for name, option in listed.items() if option.get("x-group") == title} for title in GROUPS
-    }
+        return {"The server": {name: option for name, option in listed.items() if option.of_server}}
+    return {title: {name: option for name, option in listed.items() if option.group == title} for title in GROUPS}
 
 
-def _lines(options: dict[str, dict[str, Any]], width: int) -> list[str]:
+def _lines(options: dict[str, SchemaOption], width: int) -> list[str]:
     """A line for each option, and a second one where a narrow terminal needs it."""
     lines = []
     for name, option in options.items():
         lines += textwrap.wrap(
-            summary(option) + _default(option),
+            option.summary + _default(option),
             width,
             initial_indent=f"  {f'--{name}':<{NAMES}} ",
             subsequent_indent=" " * (NAMES + 3),
@@ -72,22 +69,21 @@ def _lines(options: dict[str, dict[str, Any]], width: int) -> list[str]:
     return lines
 
 
-def _paragraph(name: str, option: dict[str, Any], width: int) -> list[str]:
-    choices = [choice for choice in option.get("enum", ()) if isinstance(choice, str)]
-    takes = "{" + ",".join(choices) + "}" if choices else "|".join(_takes(option))
+def _paragraph(name: str, option: SchemaOption, width: int) -> list[str]:
+    takes = "{" + ",".join(option.words) + "}" if option.words else "|".join(_takes(option))
     head = textwrap.wrap(f"--{name} {takes}{_default(option)}", width, initial_indent="  ", subsequent_indent="    ")
     indent = " " * 8
-    return [*head, *textwrap.wrap(option["description"], width, initial_indent=indent, subsequent_indent=indent)]
+    return [*head, *textwrap.wrap(option.description, width, initial_indent=indent, subsequent_indent=indent)]
 
 
-def _takes(option: dict[str, Any]) -> list[str]:
-    if option.get("x-many"):
-        return [f"{_VALUES[kinds(option['items'])[0]]} ..."]
-    return [_VALUES[kind] for kind in kinds(option) if kind in _VALUES]
+def _takes(option: SchemaOption) -> list[str]:
+    if option.many and option.items is not None:
+        return [f"{_VALUES[option.items.kinds[0]]} ..."]
+    return [_VALUES[kind] for kind in option.kinds if kind in _VALUES]
 
 
-def _default(option: dict[str, Any]) -> str:
-    default = option["default"]
+def _default(option: SchemaOption) -> str:
+    default = option.default
     if default in (None, "", [], {}) and default is not False:
         return ""
     return f" ({str(default).lower() if isinstance(default, bool) else default})"
@@ -101,7 +97,7 @@ def fill_tables(page: str, table: Mapping[str, Option] = OPTIONS) -> str:
     A page of the docs with its tables of options made again: each stands between `<!-- options: GROUP -->` and
     `<!-- end of options -->`.
     """
-    groups = _groups(load_schema().properties, "train")
+    groups = _groups(load_schema().options, "train")
 
     def fill(found: re.Match[str]) -> str:
         rows = ["| option | default | |", "| --- | --- | --- |"]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mt_grpo.app.recipe_file import check_trust, pop_variables, read_file
-from mt_grpo.app.schema import Schema, check_type, from_text, kinds, load_schema, wanted
+from mt_grpo.app.schema import Schema, SchemaOption, load_schema
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import FORMATS, check_place, looks_like_path
 from mt_grpo.options.environments import with_env_options
@@ -19,29 +19,25 @@ from mt_grpo.options.rules import check_batches, check_names, check_options, che
 from mt_grpo.options.values import is_bare, parse_agent, parse_reward, verifiers_name
 
 
-def _flag(description: str) -> dict[str, Any]:
-    return {"description": description, "type": "boolean", "x-flag": True, "default": False}
+def _flag(description: str) -> SchemaOption:
+    return SchemaOption(description, ("boolean",), False, flag=True)
 
 
-def _text(description: str) -> dict[str, Any]:
-    return {"description": description, "type": "string", "default": None}
-
-
-def _number(description: str, least: int, kind: str = "integer", default: int | None = None) -> dict[str, Any]:
-    return {"description": description, "type": kind, "minimum": least, "default": default}
+def _number(description: str, least: int, default: int | None = None, kind: str = "integer") -> SchemaOption:
+    return SchemaOption(description, (kind,), default, least)
 
 
 _TRUST = {"trust": _flag("Run the code and the commands that the `config.yaml` of a run names.")}
 
-OWN_OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
+OWN_OPTIONS: dict[str, dict[str, SchemaOption]] = {
     "train": {
         **_TRUST,
         "dry_run": _flag("Check and build everything; sample and write nothing."),
-        "accelerate_config": _text("Launch with accelerate: fsdp2, zero2, zero3, or a file."),
+        "accelerate_config": SchemaOption("Launch with accelerate: fsdp2, zero2, zero3, or a file."),
         "num_processes": _number("Processes to launch, instead of the configuration's.", 1),
         "num_machines": _number("Hosts that train, each of which runs this command.", 1),
         "machine_rank": _number("Which of the hosts this is, from 0.", 0),
-        "main_process_ip": _text("Address of the first host."),
+        "main_process_ip": SchemaOption("Address of the first host."),
         "main_process_port": _number("Port at which the hosts meet there.", 1),
         "max_restarts": _number("How often all begin again where a process has died.", 0),
     },
@@ -49,16 +45,18 @@ OWN_OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         **_TRUST,
         "num_prompts": _number("Prompts to answer, of the evaluation set if there is one.", 1, default=4),
         "audit": _flag("Run `num_generations` conversations for each prompt, and say what the rewards tell apart."),
-        "save": _text("Folder to make, with `num_generations` conversations for each prompt, as a run's."),
+        "save": SchemaOption("Folder to make, with `num_generations` conversations for each prompt, as a run's."),
     },
     "serve": {**_TRUST, "replicas": _number("Servers to start, each on GPUs of its own.", 1)},
     "doctor": {
         **_TRUST,
         "num_processes": _number("Processes that train, instead of the accelerate configuration's, or 1.", 1),
-        "gpu": _text("The kind of GPU of the run, such as H100; that of the first one here where there is one."),
-        "gpu_memory": _number("GB of a GPU of the run, where they are not those of its kind.", 1, "number"),
-        "accelerate_config": _text("What the run is launched with: fsdp2, zero2, zero3, or a file."),
-        "calibrate": _text("Folder of a run whose metrics correct the time of a step, where not `output_dir`."),
+        "gpu": SchemaOption(
+            "The kind of GPU of the run, such as H100; that of the first one here where there is one."
+        ),
+        "gpu_memory": _number("GB of a GPU of the run, where they are not those of its kind.", 1, kind="number"),
+        "accelerate_config": SchemaOption("What the run is launched with: fsdp2, zero2, zero3, or a file."),
+        "calibrate": SchemaOption("Folder of a run whose metrics correct the time of a step, where not `output_dir`."),
         "probe": _flag("Run one micro-batch of the greatest length, forward and backward, and measure its memory."),
         "json": _flag("Print JSON."),
     },
@@ -93,7 +91,7 @@ def read_request(arguments: list[str], command: str = "serve") -> Request:
     that of the run. The variables of an `env:` block are set in this process, as TRL does.
     """
     schema = load_schema()
-    request = Request(own={name: option["default"] for name, option in OWN_OPTIONS[command].items()})
+    request = Request(own={name: option.default for name, option in OWN_OPTIONS[command].items()})
     given = _read_command_line(list(arguments), schema, command, request)
     of_run = request.path is None and command == "train" and given.get("replay")
     if of_run:
@@ -132,7 +130,7 @@ def _recipe_of_run(folder: str) -> str:
 
 def _read_command_line(tokens: list[str], schema: Schema, command: str, request: Request) -> dict[str, Any]:
     """The values of the recipe's options; the path, the own options and what argparse is to see go to `request`."""
-    options = {**schema.properties, **OWN_OPTIONS[command]}
+    options = {**schema.options, **OWN_OPTIONS[command]}
     given = {}
     while tokens:
         token = tokens.pop(0)
@@ -152,7 +150,7 @@ def _read_command_line(tokens: list[str], schema: Schema, command: str, request:
                 continue
             given[name] = value
             request.arguments += [f"--{name}={texts[0]}"] if len(texts) == 1 else [f"--{name}", *texts]
-        elif name.startswith("no_") and options.get(name[3:], {}).get("default") is True and not equals:
+        elif name.startswith("no_") and name[3:] in options and options[name[3:]].default is True and not equals:
             given[name[3:]] = False
             request.arguments.append(f"--{name}")
         else:
@@ -175,26 +173,26 @@ def _is_value(tokens: list[str]) -> bool:
     return bool(tokens) and not tokens[0].startswith("--")
 
 
-def _take(tokens: list[str], option: dict[str, Any], written: str) -> list[str]:
+def _take(tokens: list[str], option: SchemaOption, written: str) -> list[str]:
     """Takes the texts behind an option from the command line."""
-    if option.get("x-flag") and (not _is_value(tokens) or Path(tokens[0]).suffix in (".yaml", ".yml")):
+    if option.flag and (not _is_value(tokens) or Path(tokens[0]).suffix in (".yaml", ".yml")):
         return []
     if not _is_value(tokens):
-        raise ConfigError(f"`{written}` is given without a value: it takes {wanted(option)}.")
+        raise ConfigError(f"`{written}` is given without a value: it takes {option.wanted}.")
     texts = [tokens.pop(0)]
-    while option.get("x-many") and _is_value(tokens):
+    while option.many and _is_value(tokens):
         texts.append(tokens.pop(0))
     return texts
 
 
-def _value(name: str, option: dict[str, Any], texts: list[str], written: str, checked: bool) -> Any:
+def _value(name: str, option: SchemaOption, texts: list[str], written: str, checked: bool) -> Any:
     if not texts:
         return True
-    if not texts[0] and "string" not in kinds(option):
-        raise ConfigError(f"`{written}` is given without a value: it takes {wanted(option)}.")
-    value = from_text(option, texts if option.get("x-many") else texts[0])
+    if not texts[0] and "string" not in option.kinds:
+        raise ConfigError(f"`{written}` is given without a value: it takes {option.wanted}.")
+    value = option.read(texts if option.many else texts[0])
     if checked:
-        check_type(name, option, value, f"`{written}`", in_file=False)
+        option.check(name, value, f"`{written}`", in_file=False)
     return value
 
 
@@ -205,18 +203,18 @@ def _refuse_option(name: str, written: str, schema: Schema, command: str) -> Non
     if not written.startswith("--"):
         raise ConfigError(f"The option {written!r} is unknown: options begin with two dashes, as `--max_steps 10`.")
     if schema.exact:
-        refuse_unknown(name, f"The option {written!r}", [*schema.properties, *OWN_OPTIONS[command], "config"])
+        refuse_unknown(name, f"The option {written!r}", [*schema.options, *OWN_OPTIONS[command], "config"])
 
 
 def _check_recipe(request: Request, lines: dict[str, int], schema: Schema) -> None:
     for key, value in request.recipe.items():
         place = f"in {request.path}, line {lines[str(key)]}," if str(key) in lines else f"in {request.path}"
         if schema.exact:
-            refuse_unknown(str(key), f"The key {key!r} {place}", schema.properties)
-        if key in schema.properties and schema.decides(key):
-            option = schema.properties[key]
-            value = request.recipe[key] = from_text(option, value)
-            check_type(key, option, value, f"`{key}` {place}", in_file=True)
+            refuse_unknown(str(key), f"The key {key!r} {place}", schema.options)
+        if key in schema.options and schema.decides(key):
+            option = schema.options[key]
+            value = request.recipe[key] = option.read(value)
+            option.check(key, value, f"`{key}` {place}", in_file=True)
 
 
 def _check_whole(request: Request, schema: Schema, command: str) -> None:
@@ -234,17 +232,17 @@ def _check_whole(request: Request, schema: Schema, command: str) -> None:
             raise ConfigError(f"The recipe names no {what}: set `{name}`.")
     if not schema.exact:  # the defaults of the installed libraries may be others
         return
-    whole = {name: option["default"] for name, option in schema.properties.items()} | given
+    whole = schema.defaults | given
     for name in IMPORTING:
         if isinstance(whole[name], str):  # one name stands for a list of one
             whole[name] = [whole[name]]
     listed = [parse_reward(entry)[0] for name in IMPORTING for entry in whole[name] or []]
     plugins = whole["external_plugins"] or whole["env"] or whole["environment_factory"] or whole["agent"]
-    named = {name: option["examples"] for name, option in schema.properties.items() if "examples" in option}
+    named = {name: option.examples for name, option in schema.options.items() if option.examples}
     check_options(whole, {} if plugins else named)
     if not plugins and all(is_bare(entry) or entry.startswith("mt_grpo.") for entry in listed):
-        known = [schema.properties[name]["items"]["examples"] for name in IMPORTING[:2]]
-        check_names(whole, *known)
+        tools, rewards = (schema.options[name].items.examples for name in IMPORTING[:2])
+        check_names(whole, tools, rewards)
     if command in ("train", "doctor"):
         check_trainable(whole)
 
@@ -254,9 +252,7 @@ def check_processes(request: Request) -> None:
     schema = load_schema()
     if schema.exact:
         processes = next((int(os.environ[name]) for name in WORLD_SIZES if name in os.environ), 1)
-        check_batches(
-            {name: option["default"] for name, option in schema.properties.items()} | request.values, processes
-        )
+        check_batches(schema.defaults | request.values, processes)
 
 
 KINDS = {"tools": "tool", "turn_reward_funcs": "turn reward", "outcome_reward_funcs": "outcome reward"}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -32,15 +34,106 @@ _SHOWN = 60
 
 
 @dataclass(frozen=True)
-class Schema:
-    """"""
+class SchemaOption:
+    """What the schema says of an option."""
 
-    properties: dict[str, dict[str, Any]]
+    description: str = ""
+    kinds: tuple[str, ...] = ("string",)
+    default: Any = None
+    minimum: int | None = None
+    items: SchemaOption | None = None
+    names: tuple[Any, ...] = ()
+    examples: tuple[str, ...] = ()
+    flag: bool = False
+    many: bool = False
+    group: str | None = None
+    of_server: bool = False
+    owner: str | None = None
+
+    @classmethod
+    def of(cls, said: Mapping[str, Any]) -> SchemaOption:
+        """An option as JSON has it."""
+        kinds = said["type"] if isinstance(said["type"], list) else [said["type"]]
+        items = cls.of(said["items"]) if "items" in said else None
+        plain = {name: said[name] for name in ("description", "default", "minimum") if name in said}
+        marks = {name.removeprefix("x-").replace("-", "_"): said[name] for name in said if name.startswith("x-")}
+        names, examples = tuple(said.get("enum", ())), tuple(said.get("examples", ()))
+        return cls(**plain, **marks, kinds=tuple(kinds), items=items, names=names, examples=examples)
+
+    @property
+    def summary(self) -> str:
+        """The first sentence about it."""
+        return re.split(r"(?<=\.)\s", self.description)[0]
+
+    @property
+    def wanted(self) -> str:
+        """What it takes, in words."""
+        words = [KINDS[kind][0] for kind in self.kinds if kind != "null"]
+        least = "" if self.minimum is None else f" from {self.minimum} on"
+        return " or ".join(words) + least
+
+    @property
+    def words(self) -> list[str]:
+        """The texts that it takes, if it takes no others."""
+        return [name for name in self.names if isinstance(name, str)]
+
+    def read(self, value: Any) -> Any:
+        """The value that a text stands for, where the option takes no text; any other value as it is."""
+        if isinstance(value, list) and self.items is not None:
+            return [self.items.read(item) for item in value]
+        if isinstance(value, float) and value.is_integer() and "integer" in self.kinds and "number" not in self.kinds:
+            return int(value)
+        if not isinstance(value, str) or "string" in self.kinds:
+            return value
+        if "boolean" in self.kinds and value.lower() in _BOOLEANS:
+            return _BOOLEANS[value.lower()]
+        for kind, read in (("integer", int), ("number", float)):
+            if kind in self.kinds:
+                with contextlib.suppress(ValueError):
+                    return read(value)
+        return value
+
+    def _takes(self, value: Any) -> bool:
+        # in Python, true and false are whole numbers too
+        kinds = (kind for kind in self.kinds if isinstance(value, bool) == (kind == "boolean"))
+        kind = next((kind for kind in kinds if isinstance(value, KINDS[kind][1])), None)
+        if kind == "array" and self.items is not None:
+            return all(map(self.items._takes, value))
+        return kind is not None and not (self.minimum is not None and value is not None and value < self.minimum)
+
+    def check(self, name: str, value: Any, label: str, in_file: bool) -> None:
+        """Holds a value against the types of the option, and the names that it may be."""
+        if self._takes(value):
+            if self.names and value not in self.names:
+                choose(name, value, self.words)
+            return
+        if value is None:
+            raise ConfigError(f"{label} is empty: give it {self.wanted}, or leave it out.")
+        if in_file and not isinstance(value, list | dict) and "string" in self.kinds:
+            read_as = {True: ", as YAML reads `yes` and `on`", False: ", as YAML reads `no` and `off`"}
+            as_bool = read_as[value] if isinstance(value, bool) else ""
+            raise ConfigError(f"{label} is {show(value)}{as_bool}: it takes {self.wanted}, so put it in quotes.")
+        if isinstance(value, list) and self.items is not None:
+            raise ConfigError(f"{label} is {show(value)}: it takes a list, each item {self.items.wanted}.")
+        what = ", a list" if isinstance(value, list) else ", a mapping" if isinstance(value, dict) else ""
+        raise ConfigError(f"{label} is {show(value)}{what}: it takes {self.wanted}.")
+
+
+@dataclass(frozen=True)
+class Schema:
+    """The options of a recipe by name; `exact` where the installed libraries are those that it was made from."""
+
+    options: dict[str, SchemaOption]
     exact: bool
 
     def decides(self, name: str) -> bool:
         """Whether what the schema says of an option holds for the installed libraries."""
-        return self.exact or self.properties[name].get("x-owner") == "mt_grpo"
+        return self.exact or self.options[name].owner == "mt_grpo"
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The values of a recipe that says nothing."""
+        return {name: option.default for name, option in self.options.items()}
 
 
 @functools.cache
@@ -48,73 +141,7 @@ def load_schema() -> Schema:
     """The schema that ships with the package."""
     schema = json.loads(SHIPPED.read_text(encoding="utf-8"))
     exact = all(version(library) == made_from for library, made_from in schema["x-versions"].items())
-    return Schema(schema["properties"], exact)
-
-
-def kinds(option: dict[str, Any]) -> list[str]:
-    """The JSON types that an option takes."""
-    return option["type"] if isinstance(option["type"], list) else [option["type"]]
-
-
-def summary(option: dict[str, Any]) -> str:
-    """The first sentence about an option."""
-    return re.split(r"(?<=\.)\s", option["description"])[0]
-
-
-def wanted(option: dict[str, Any]) -> str:
-    """What an option takes, in words."""
-    words = [KINDS[kind][0] for kind in kinds(option) if kind != "null"]
-    least = f" from {option['minimum']} on" if "minimum" in option else ""
-    return " or ".join(words) + least
-
-
-def from_text(option: dict[str, Any], value: Any) -> Any:
-    """The value that a text stands for, where the option takes no text; any other value as it is."""
-    if isinstance(value, list) and "items" in option:
-        return [from_text(option["items"], item) for item in value]
-    takes = kinds(option)
-    if isinstance(value, float) and value.is_integer() and "integer" in takes and "number" not in takes:
-        return int(value)
-    if not isinstance(value, str) or "string" in takes:
-        return value
-    if "boolean" in takes and value.lower() in _BOOLEANS:
-        return _BOOLEANS[value.lower()]
-    for kind, read in (("integer", int), ("number", float)):
-        if kind in takes:
-            try:
-                return read(value)
-            except ValueError:
-                continue
-    return value
-
-
-def _is_taken(option: dict[str, Any], value: Any) -> bool:
-    # in Python, true and false are whole numbers too
-    takes = (kind for kind in kinds(option) if isinstance(value, bool) == (kind == "boolean"))
-    kind = next((kind for kind in takes if isinstance(value, KINDS[kind][1])), None)
-    if kind == "array" and "items" in option:
-        return all(_is_taken(option["items"], item) for item in value)
-    return kind is not None and not ("minimum" in option and value < option["minimum"])
-
-
-def check_type(name: str, option: dict[str, Any], value: Any, label: str, in_file: bool) -> None:
-    """Holds a value against the type of its option, and the names that it may be."""
-    if _is_taken(option, value):
-        if "enum" in option and value not in option["enum"]:
-            choose(name, value, [choice for choice in option["enum"] if isinstance(choice, str)])
-        return
-    if value is None:
-        raise ConfigError(f"{label} is empty: give it {wanted(option)}, or leave it out.")
-    plain = in_file and not isinstance(value, list | dict)
-    if plain and "string" in kinds(option):
-        as_bool = (
-            f", as YAML reads {'`yes` and `on`' if value else '`no` and `off`'}" if isinstance(value, bool) else ""
-        )
-        raise ConfigError(f"{label} is {show(value)}{as_bool}: it takes {wanted(option)}, so put it in quotes.")
-    if isinstance(value, list) and "array" in kinds(option):
-        raise ConfigError(f"{label} is {show(value)}: it takes a list, each item {wanted(option['items'])}.")
-    what = ", a list" if isinstance(value, list) else ", a mapping" if isinstance(value, dict) else ""
-    raise ConfigError(f"{label} is {show(value)}{what}: it takes {wanted(option)}.")
+    return Schema({name: SchemaOption.of(said) for name, said in schema["properties"].items()}, exact)
 
 
 def show(value: Any) -> str:

@@ -279,7 +279,7 @@ def test_nothing_heavy_is_imported_to_refuse_or_to_help(answers):
 
 
 def test_names_of_other_trainers_are_told_before_spellings():
-    known = load_schema().properties
+    known = load_schema().options
     others = [(own, other) for own, names in SYNONYMS.items() for other in names.split()]
     assert len({other for _, other in others}) == len(others)
     for own, other in others:
