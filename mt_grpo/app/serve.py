@@ -11,10 +11,9 @@ from mt_grpo.app.recipe import Recipe
 from mt_grpo.errors import ConfigError
 from mt_grpo.options.rules import check_served
 from mt_grpo.servers.addresses import EVERYWHERE, expand_addresses, host_url, is_local
-from mt_grpo.servers.processes import Replica, run_replicas, share_gpus
+from mt_grpo.servers.processes import Replica, check_keys, run_replicas, share_gpus
 from mt_grpo.training.config import MTGRPOConfig
-from mt_grpo.training.servers import command_at
-from mt_grpo.vllm_plugin.keys import check_folder
+from mt_grpo.training.servers import command_at, visible_gpus
 
 
 def server_command(recipe: Recipe) -> tuple[list[str], dict[str, str]]:
@@ -29,11 +28,7 @@ def serve(recipe: Recipe, replicas: int | None = None) -> int:
     """
     args = recipe.training
     check_served(vars(args))
-    if not os.environ.get("VLLM_API_KEY"):
-        try:
-            check_folder()
-        except PermissionError as error:
-            raise ConfigError(str(error)) from error
+    check_keys()
     addresses = _addresses(args, replicas)
     if len(addresses) == 1:
         command, environment = server_command(recipe)
@@ -77,6 +72,5 @@ def _shares(args: MTGRPOConfig, servers: int) -> list[dict[str, str]]:
     if args.use_cpu or not torch.cuda.is_available():
         threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (torch.get_num_threads() - 1) // servers))
         return [{"OMP_NUM_THREADS": threads}] * servers
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    visible = given.split(",") if given else [str(number) for number in range(torch.cuda.device_count())]
-    return [{"CUDA_VISIBLE_DEVICES": gpus} for gpus in share_gpus(servers, args.vllm_tensor_parallel_size, visible)]
+    shares = share_gpus(servers, args.vllm_tensor_parallel_size, visible_gpus())
+    return [{"CUDA_VISIBLE_DEVICES": gpus} for gpus in shares]

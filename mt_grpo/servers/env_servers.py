@@ -1,4 +1,4 @@
-"""Servers of one kind: each conversation gets the one with the fewest, and none is asked for too much at once."""
+"""Environment servers of one kind: each conversation gets the one with the fewest, and none is asked too much."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 MAX_STARTING = 16
-"""Conversations that begin on a server at once; others wait for their turn."""
+"""Conversations that may begin on a server at the same time; others wait."""
 RETRY_AFTER = 30.0
 """Seconds in which a server that could not be reached is asked only if no other is left."""
 START_TIMEOUT = 30.0
@@ -233,13 +233,13 @@ _current: ContextVar[Conversation | None] = ContextVar("the conversation that th
 
 
 def current_conversation() -> Conversation | None:
-    """That of the task which asks; `None` outside of conversations."""
+    """The conversation of the running task; `None` outside of conversations."""
     return _current.get()
 
 
 @contextmanager
 def conversation() -> Iterator[None]:
-    """The block is one conversation: what it holds of servers is given back at its end."""
+    """Context manager for one conversation; releases its server slots on exit."""
     mine = Conversation()
     before = _current.set(mine)
     try:

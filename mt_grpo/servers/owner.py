@@ -1,4 +1,4 @@
-"""Which run uses a server: the server's weight version names the run that set it, and the run's process."""
+"""The owner of a server: its weight version names the run that set it, and the run's process."""
 
 from __future__ import annotations
 

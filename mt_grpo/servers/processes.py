@@ -25,6 +25,7 @@ from mt_grpo.concurrency import run
 from mt_grpo.errors import ConfigError
 from mt_grpo.servers import watchdog
 from mt_grpo.servers.http import Server, ServerSetupError, wait_for_servers
+from mt_grpo.vllm_plugin.keys import check_folder
 
 logger = logging.getLogger(__name__)
 SLICE = 1.0
@@ -180,6 +181,15 @@ class OwnServer:
         self._watchdog.wait()
         if not ended:
             self.log.unlink(missing_ok=True)
+
+
+def check_keys() -> None:
+    """Whether servers can leave their keys for their user's trainers, where no key is given."""
+    if not os.environ.get("VLLM_API_KEY"):
+        try:
+            check_folder()
+        except PermissionError as error:
+            raise ConfigError(str(error)) from error
 
 
 def is_free(port: int) -> bool:

@@ -22,13 +22,7 @@ _thread = OnePerProcess(lambda: LoopThread("mt-grpo-web"))
 
 
 class Answer(NamedTuple):
-    """
-    An answer.
-
-    Args:
-        response (`httpx.Response`): Its status and headers.
-        content (`bytes`): All of it, decompressed.
-    """
+    """An answer: status and headers, and all of its content, decompressed."""
 
     response: httpx.Response
     content: bytes

@@ -30,14 +30,13 @@ from mt_grpo.media import IMAGE
 from mt_grpo.options.rules import check_groups
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
 from mt_grpo.servers.addresses import expand_addresses, host_url
-from mt_grpo.servers.processes import OwnServer, is_free
+from mt_grpo.servers.processes import OwnServer, check_keys, is_free
 from mt_grpo.training.checkpoint import adapter_settings
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.model import resolve_base, resolve_model, served_model, source_options, subfolder_of
 from mt_grpo.training.own_engine import replays_routes
 from mt_grpo.training.ranks import everywhere
 from mt_grpo.vllm_plugin.guard import SLEEPS
-from mt_grpo.vllm_plugin.keys import check_folder
 from mt_grpo.weights.sync import WeightSync
 from mt_grpo.weights.transport import Transport, find_transport
 from mt_grpo.weights.updates import WeightSyncError
@@ -104,10 +103,8 @@ def weight_sync(
     args: MTGRPOConfig, client: VLLMServerClient, get_model: Callable[[], Any], accelerator: Accelerator
 ) -> WeightSync:
     """
-    The sync of weights to the servers, by the transport that the options choose.
-
-    Raises:
-        ServerSetupError: If a server cannot be used, e.g. because another run uses it.
+    The sync of weights to the servers, by the transport that the options choose. A server that cannot be used, e.g.
+    because another run uses it, raises `ServerSetupError`.
     """
     transport = transport_of(args)
     try:
@@ -217,6 +214,12 @@ def interpreter() -> Path:
     return own if own.exists() else Path(sys.executable)
 
 
+def visible_gpus() -> list[str]:
+    """The GPUs that this process may use, as `CUDA_VISIBLE_DEVICES` names them."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return given.split(",") if given else [str(number) for number in range(torch.cuda.device_count())]
+
+
 def _cpu_defaults() -> dict[str, str]:
     """
     Environment variables for a server on a CPU, as far as the user did not set them. By default vLLM binds the threads
@@ -246,11 +249,7 @@ def _check(args: MTGRPOConfig) -> None:
             "`vllm_mode: server`, and start the servers with `mt-grpo serve`."
         )
     check_vllm()
-    if not os.environ.get("VLLM_API_KEY"):
-        try:
-            check_folder()
-        except PermissionError as error:
-            raise ConfigError(str(error)) from error
+    check_keys()
     if _leads(args) and not is_free(own_port(args)):
         raise ConfigError(
             f"Port {own_port(args)} is taken, and `vllm_mode: colocate` starts a server on it: give the run another "
@@ -290,7 +289,7 @@ def start_own_server(args: MTGRPOConfig, model: Any) -> OwnServer | None:
         environment |= _gpus(args)
         if args.vllm_enable_sleep_mode:
             environment[SLEEPS] = "1"
-        server = OwnServer(command, {**_surroundings(), **environment}, server_urls(args)[_group(args)])
+        server = OwnServer(command, {**_surroundings(), **environment}, f"http://127.0.0.1:{own_port(args)}")
         try:
             server.wait(args.vllm_server_timeout)
         except BaseException:
@@ -327,10 +326,6 @@ def hand_over(server: OwnServer | None, args: MTGRPOConfig, sync: WeightSync) ->
         sync.client.remedy += f" {server.where}"
 
 
-def _group(args: MTGRPOConfig) -> int:
-    return int(args.process_index) // args.vllm_tensor_parallel_size
-
-
 def _surroundings() -> dict[str, str]:
     names = {name for name in os.environ if name in LAUNCHER or name.startswith(LAUNCHERS)}
     return {name: value for name, value in os.environ.items() if name not in names}
@@ -340,8 +335,6 @@ def _gpus(args: MTGRPOConfig) -> dict[str, str]:
     """The GPUs of the group, for the server alone."""
     if args.device.type != "cuda":
         return {}
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = given.split(",") if given else [str(number) for number in range(torch.cuda.device_count())]
     size = args.vllm_tensor_parallel_size
     first = args.local_process_index // size * size
-    return {"CUDA_VISIBLE_DEVICES": ",".join(names[first : first + size])}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(visible_gpus()[first : first + size])}

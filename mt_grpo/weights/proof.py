@@ -103,13 +103,9 @@ def compare(server: list[float], trainer: list[float]) -> Verdict:
 
 class Proof:
     """
-    Holds the trainer's answers against those of servers.
-
-    Args:
-        get_model: Returns the trainer's model as it is currently wrapped.
-        vocab_size (`int`): Token ids that the probe is drawn from.
-        tolerance (`float`, *optional*): Largest mean absolute difference of a probe token's log-probability, in nats.
-            It is 1e-3 if all is computed in float32, and measured otherwise, see `tolerance_for`.
+    Holds the trainer's answers against those of servers. `tolerance` is the largest mean absolute difference of a
+    probe token's log-probability, in nats: 1e-3 if all is computed in float32, and measured otherwise, see
+    `tolerance_for`.
     """
 
     def __init__(self, get_model: Callable[[], Any], vocab_size: int, tolerance: float | None) -> None:

@@ -73,18 +73,11 @@ def _told(failure: BaseException, rank: int) -> tuple[type[Exception], str]:
 
 class WeightSync:
     """
-    Sends weights by a transport. The main process talks to the servers. Every process learns the result, and which
-    servers are left out. Every process calls all public methods except `restore` at the same points.
+    Sends the weights of the model that `get_model` returns to the client's servers, by a transport with its `options`.
 
-    Args:
-        transport (`type[Transport]`): What carries the weights.
-        client (`VLLMServerClient`): Its servers are synced. Its version and `restore` are set.
-        get_model (`Callable[[], PreTrainedModel]`): Returns the trainer's model as it is currently wrapped.
-        accelerator (`Accelerator`): Its accelerator.
-        verify_every (`int`, *optional*, defaults to `50`): The first sync, and then one in this many, is verified.
-        tolerance (`float`, *optional*): See `Proof`.
-        timeout (`float`, *optional*, defaults to `300.0`): Most seconds of a call to a server.
-        options: Those of the transport.
+    The main process talks to the servers. Every process learns the result, and which servers are left out. Every
+    process calls all public methods except `restore` at the same points. What fails raises a `WeightSyncError` in
+    every process. The first sync, and then one in `verify_every`, is verified.
     """
 
     def __init__(
@@ -124,10 +117,8 @@ class WeightSync:
 
     def begin(self) -> None:
         """
-        Makes sure that this run can use every server, before anything is sent. If it was not called, `sync` calls it.
-
-        Raises:
-            WeightSyncError: In every process, if a server cannot be used, e.g. because another run uses it.
+        Makes sure that this run can use every server, before anything is sent: another run may use it. If it was not
+        called, `sync` calls it.
         """
         if self._begun:
             return
@@ -150,9 +141,6 @@ class WeightSync:
         """
         Has the servers give their memory to training. The next `sync` wakes them: the memory of the weights, the
         weights, then the memory of the cache. A server that sleeps already is left alone.
-
-        Raises:
-            WeightSyncError: In every process, if one does not.
         """
         if self.asleep:
             return
@@ -162,12 +150,7 @@ class WeightSync:
             self.asleep = True
 
     def sync(self, step: int) -> None:
-        """
-        Makes the servers sample with the trainer's weights as they are after optimiser step `step`.
-
-        Raises:
-            WeightSyncError: In every process, if they do not.
-        """
+        """Makes the servers sample with the trainer's weights as they are after optimiser step `step`."""
         with self._lock:
             if self.in_flight and self._num_syncs:  # before the barrier: no process sends before all know
                 self.client.incoming_version = step
@@ -177,12 +160,7 @@ class WeightSync:
                 self.client.incoming_version = None
 
     def verify(self) -> None:
-        """
-        Compares every server's log-probs of a probe sequence with the trainer's.
-
-        Raises:
-            WeightSyncError: In every process, if they differ by more than allowed. The message has both numbers.
-        """
+        """Compares every server's log-probs of a probe sequence with the trainer's."""
         with self._lock:
             self.proof.expected = self.proof.compute()
             self._verify()
@@ -191,9 +169,6 @@ class WeightSync:
         """
         After rollouts, makes sure that no other run sent weights to the servers meanwhile. A server that is down is
         left out.
-
-        Raises:
-            WeightSyncError: In every process, if another run did.
         """
 
         def check_each() -> None:

@@ -30,12 +30,7 @@ TRANSPORTS: Registry[type[Transport]] = Registry("weight transport", "mt_grpo.we
 
 
 def weight_transport(name: str) -> Callable[[type[Transport]], type[Transport]]:
-    """
-    Registers a subclass of `Transport` under a name.
-
-    Raises:
-        RegistrationError: If the name is no word, or another file has registered it.
-    """
+    """Registers a subclass of `Transport` under a name; `RegistrationError` if it is no word, or taken."""
     return TRANSPORTS.register(name)
 
 

@@ -21,11 +21,11 @@ from mt_grpo.vllm_plugin.checksum import file_checksum
 _ACTIVE, _INACTIVE = "already active", "without a matching start"
 """What vLLM says of an update that has begun, and of one that has not."""
 _VERDICT = "checksum"
-"""What a worker speaks of that sees other weights, however often it is asked."""
+"""A word in the error of a worker that has other weights; asking again does not help."""
 
 
 class WeightSyncError(UserError, RuntimeError):
-    """The server does not hold the trainer's weights, and cannot be brought to. It ends the run."""
+    """The server's weights could not be updated. Ends the run."""
 
 
 @contextlib.contextmanager
