@@ -173,8 +173,9 @@ class HttpTransport(Transport):
 
     def close(self) -> None:
         """Ends the offer too."""
-        if self._offer is not None:
-            self._offer.close()
+        offer, self._offer = self._offer, None  # a run may be closed twice
+        if offer is not None:
+            offer.close()
         super().close()
 
 
