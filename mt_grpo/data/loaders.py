@@ -73,10 +73,7 @@ OTHER_ROLES |= dict.fromkeys(("gpt", "chatgpt", "bot", "ai", "chatbot", "model")
 
 def as_messages(prompt: Any) -> list[dict[str, Any]]:
     """
-    A prompt as messages: text as one user message, messages as they are.
-
-    Raises:
-        DatasetError: If it is neither, or a message says nothing, or its role has another name in chat templates.
+    A prompt as messages: text as one user message, messages as they are; raises `DatasetError` for anything else.
     """
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
@@ -95,10 +92,7 @@ def as_messages(prompt: Any) -> list[dict[str, Any]]:
 
 
 def with_contents_of_one_kind(rows: list[Row]) -> list[Row]:
-    """
-    Rows whose messages, where some contents are lists of parts, all have such lists: a column of a table is of one
-    type, and text is a part too.
-    """
+    """Rows whose messages all have lists of parts where some have: a column of a table is of one type."""
     prompts = [row["prompt"] for row in rows if isinstance(row.get("prompt"), list)]
     messages = [message for prompt in prompts for message in prompt if isinstance(message, dict)]
     if not any(isinstance(message.get("content"), list) for message in messages):
@@ -123,9 +117,7 @@ def _in_parts(message: Any) -> Any:
     config="rc.nocontext",
 )
 def triviaqa_row(row: Row) -> Row:
-    """
-    TriviaQA. The question becomes `prompt`. Value and aliases of the answer become one list of strings, value first.
-    """
+    """TriviaQA. The question becomes `prompt`, value and aliases of the answer one list, value first."""
     answer = row["answer"]
     if not isinstance(answer, dict) or not {"value", "aliases"} <= answer.keys():
         raise DatasetError("has an answer without the value and aliases of TriviaQA.")
@@ -137,10 +129,7 @@ def triviaqa_row(row: Row) -> Row:
 
 @dataset_schema("gsm8k", columns=("question", "answer"), hub_id="openai/gsm8k", config="main")
 def gsm8k_row(row: Row) -> Row:
-    """
-    GSM8K. The question becomes `prompt`. The worked `answer` stays as it is. The number after `####` becomes
-    `final_answer`, a string without thousands separators.
-    """
+    """GSM8K. The question becomes `prompt`, the number after `####` of the `answer` becomes `final_answer`."""
     if not isinstance(row["answer"], str) or "####" not in row["answer"]:
         raise DatasetError("has an answer without the `####` that precedes GSM8K's final answers.")
     final = row["answer"].rpartition("####")[2].strip().replace(",", "")
@@ -369,17 +358,7 @@ def _sliced_stream(rows: datasets.IterableDataset, split: str) -> datasets.Itera
 
 
 def check_apart(name: str, train: str, test: str, rows: Rows | None = None) -> None:
-    """
-    Refuses to evaluate on rows that are trained on.
-
-    Args:
-        name (`str`): The dataset, as `load_rows` takes it.
-        train, test (`str`): Its splits.
-        rows (`Dataset`, *optional*): The training rows; they may know how many rows their split has as a whole.
-
-    Raises:
-        DatasetError: If the two splits have a row in common. The sentence says which slices have none.
-    """
+    """Refuses to evaluate on rows that are trained on; `rows` may know how many rows their whole split has."""
     schema, source, _ = _resolve(name, None)
     base = train.partition("[")[0]
     known = None if rows is None or rows.info.splits is None else rows.info.splits.get(base)
@@ -449,8 +428,7 @@ class HubUnreachable(ConfigError):
 
 def hub_fault() -> str | None:
     """
-    Why the Hub cannot be asked, as the end of a sentence; `None` where it can. The Hub's own client tries six times
-    for each file, in half a minute, before it says that there is no network.
+    Why the Hub cannot be asked, as the end of a sentence; `None` where it can. Its own client tries for half a minute.
     """
     if constants.HF_HUB_OFFLINE:
         return "`HF_HUB_OFFLINE` is set"

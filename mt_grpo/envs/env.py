@@ -253,12 +253,7 @@ class ServedEnv(StepEnv):
 
 
 class RecordedEnv(Env):
-    """
-    An environment that keeps records of its own for rewards.
-
-    Attributes:
-        records (`list[tuple[list[dict], dict]]`): Messages and infos of each record of the trajectory.
-    """
+    """An environment that keeps records of its own for rewards: messages and infos of each."""
 
     records: list[tuple[list[Message], dict[str, Any]]]
 

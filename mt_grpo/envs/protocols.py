@@ -59,12 +59,7 @@ SYSTEM_ROLES = ("system", "developer")
 
 
 def call_protocol(name: str) -> Callable[[type[CallProtocol]], type[CallProtocol]]:
-    """
-    Registers a class with the members of `CallProtocol`, made without arguments, under a name.
-
-    Raises:
-        RegistrationError: If the name is no word, or another file has registered it.
-    """
+    """Registers a class with the members of `CallProtocol`, made without arguments, under a name."""
     return PROTOCOLS.register(name)
 
 

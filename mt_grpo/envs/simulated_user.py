@@ -90,12 +90,7 @@ class SimulatedUser:
         self._conversations = 0
 
     def check(self) -> None:
-        """
-        Asks the endpoint for its models, to know that it is there.
-
-        Raises:
-            ConfigError: If it cannot be reached, or refuses the key.
-        """
+        """Asks the endpoint for its models; raises `ConfigError` if it cannot be reached, or refuses the key."""
         client = WebClient({"Authorization": f"Bearer {self._key or NO_KEY}"})
         try:
             status = client.ask("GET", f"{self.base_url.rstrip('/')}/models", REACH_TIMEOUT).response.status_code
@@ -112,12 +107,7 @@ class SimulatedUser:
             )
 
     def check_columns(self, columns: list[str]) -> None:
-        """
-        Whether the system prompt can be written for rows with these columns.
-
-        Raises:
-            ConfigError: If it names another.
-        """
+        """Raises `ConfigError` if the system prompt names another column than these."""
         for column in self.columns:
             if column not in columns:
                 raise ConfigError(
@@ -149,17 +139,8 @@ class SimulatedUser:
 
     async def reply(self, dialogue: list[Message], row: Mapping[str, Any]) -> tuple[str, bool]:
         """
-        What the user says next.
-
-        Args:
-            dialogue (`list[dict]`): What was said so far; the role `assistant` is the policy's.
-            row (`Mapping`): For the system prompt.
-
-        Returns:
-            The words, and whether the stop phrase was among them.
-
-        Raises:
-            SimulatedUserError: If the endpoint gives no words, after all attempts.
+        What the user says next in a dialogue in which the role `assistant` is the policy's, and whether the stop
+        phrase was in it; raises `SimulatedUserError` if the endpoint gives no words after all attempts.
         """
         import openai
 
@@ -213,13 +194,7 @@ class SimulatedUser:
 
 
 class SimulatedUserEnv(DialogueEnv):
-    """
-    A conversation with a simulated user. The row's `prompt` is how it begins: the user's first words.
-
-    Args:
-        user (`SimulatedUser`): Answers.
-        **options: As in `DialogueEnv`.
-    """
+    """A conversation with a simulated user. The row's `prompt` is how it begins: the user's first words."""
 
     _entered = False
 

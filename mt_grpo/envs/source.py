@@ -68,14 +68,8 @@ class EnvSource:
 
     async def make(self, row: dict[str, Any]) -> Env:
         """
-        Makes the environment of one conversation.
-
-        Args:
-            row (`dict`): The row it is for.
-
-        Raises:
-            ValueError: If the row names no environment of several.
-            TypeError: If what a factory made is no environment.
+        Makes the environment of a row; raises `ValueError` if the row names none of several, `TypeError` if a factory
+        made none.
         """
         raise NotImplementedError(f"{type(self).__name__} has no `make`: define it.")
 
@@ -96,16 +90,7 @@ class EnvSource:
         return []
 
     def check(self, rows: Dataset, name: str) -> None:
-        """
-        Holds it against the rows of a dataset.
-
-        Args:
-            rows (`Dataset`): The rows.
-            name (`str`): Of the dataset, for errors, such as `training dataset`.
-
-        Raises:
-            ConfigError: If a row has not what it needs.
-        """
+        """Raises `ConfigError` if a row of the dataset `name` lacks what it needs."""
 
 
 class Prototype(EnvSource):

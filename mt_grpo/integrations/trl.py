@@ -48,8 +48,8 @@ class FactoryError(Exception):
 
 class TRLTool(Tool):
     """
-    A tool whose results are TRL's: `str(result)`, or `{'error': ...}` with the exception's own words. Of a list, the
-    model reads the text, and reward functions get the list. What shows images or plays sounds is shown.
+    A tool whose results are TRL's: `str(result)`, or `{'error': ...}`. Of a list, the model reads the text, and reward
+    functions get the list.
     """
 
     @classmethod

@@ -92,8 +92,8 @@ def read_as(dialect: str, body):
     warnings = Warnings()
     readers = {
         "chat": (READ, lambda body: body),
-        "messages": (anthropic.READ, lambda body: anthropic.as_chat(body, {}, warnings)),
-        "responses": (responses.READ, lambda body: responses.as_chat(body, responses.Kept(), warnings)),
+        "messages": (anthropic.READ, lambda body: anthropic.as_chat({}, warnings, body)),
+        "responses": (responses.READ, lambda body: responses.as_chat(responses.Kept(), warnings, body)),
     }
     return read_request(body, *readers[dialect], {"temperature": 1.0}, warnings)
 

@@ -218,10 +218,7 @@ STUCK = 2.0
 
 
 class _AgentLoop(LoopThread):
-    """
-    The event loop of `async` agents. It is not the server's: an agent may block it, for instance with a client that is
-    not `async`, while the server answers.
-    """
+    """The event loop of `async` agents. It is not the server's, which answers while an agent blocks its loop."""
 
     def __init__(self) -> None:
         super().__init__("mt-grpo-agents")
@@ -245,10 +242,7 @@ _agents = OnePerProcess(_AgentLoop)
 
 
 async def run_agent(work: Callable[[], Coroutine[Any, Any, Any]], name: str) -> Any:
-    """
-    Runs an agent's coroutine in the loop of the agents. All agents of a process share it, so that they may share
-    clients and locks.
-    """
+    """Runs an agent's coroutine in the loop that all agents of a process share: they may share clients and locks."""
     agents = _agents.get(fit=lambda loop: loop.lives)
     agents.ask()
 

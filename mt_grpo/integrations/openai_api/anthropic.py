@@ -53,12 +53,14 @@ Threads = dict[str, Thread]
 """The threads of a conversation, by the identifier of their latest answer."""
 
 
-def as_chat(body: dict[str, Any], threads: Threads, warnings: Warnings) -> dict[str, Any]:
+def as_chat(threads: Threads, warnings: Warnings, body: dict[str, Any]) -> dict[str, Any]:
     """The body of the same request as a chat completion."""
     check_output(body.get("output_config"), "output_config", "effort", warnings)
     _check_edits(body, warnings)
     chat: dict[str, Any] = {name: body.get(name) for name in SAME}
-    chat |= {"stop": body.get("stop_sequences"), "messages": _system(body)}
+    chat |= {"stop": body.get("stop_sequences"), "messages": []}
+    if body.get("system"):
+        chat["messages"] = [{"role": "system", "content": body["system"]}]
     if body.get("tools"):
         chat["tools"] = [_tool(tool, index) for index, tool in enumerate(body["tools"])]
     if (before := _thread(body, threads)) is not None:
@@ -76,10 +78,6 @@ def as_chat(body: dict[str, Any], threads: Threads, warnings: Warnings) -> dict[
         chat["tool_choice"] = CHOICES.get(choice.get("type"), named)
         chat["parallel_tool_calls"] = not choice.get("disable_parallel_tool_use")
     return chat
-
-
-def _system(body: dict[str, Any]) -> list[dict[str, Any]]:
-    return [{"role": "system", "content": body["system"]}] if body.get("system") else []
 
 
 def _thread(body: dict[str, Any], threads: Threads) -> Thread | None:

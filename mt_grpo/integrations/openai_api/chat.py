@@ -77,7 +77,7 @@ def count_usage(choices: Sequence[Choice]) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 
-def answer(parsed: ParsedRequest, choices: Sequence[Choice]) -> Iterator[bytes]:
+def answer(parsed: ParsedRequest, choices: Sequence[Choice], kept: None = None) -> Iterator[bytes]:
     """The answer: one JSON object, or the events of a stream."""
     head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "object": "chat.completion", "created": int(time.time())}
     head["model"] = parsed.model

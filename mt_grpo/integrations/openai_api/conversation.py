@@ -112,8 +112,8 @@ def _without_calls(message: Message) -> Message:
 
 class ReturnedMessages:
     """
-    The turns of one conversation, by the messages that the client was sent. Such a message may lack a part of the
-    turn: the stop string, or the reasoning.
+    Turns of one conversation by the messages that the client was sent, which may lack the stop string or the
+    reasoning.
     """
 
     def __init__(self) -> None:
@@ -121,8 +121,8 @@ class ReturnedMessages:
 
     def restore(self, messages: Sequence[Message], calls: Calls) -> tuple[list[Message], int, Turn | None]:
         """
-        The messages, with the assistant's replaced by the model's own, and results named by the identifiers of its
-        calls; a key of all of them; and the turn of the last message of the assistant.
+        The messages with the model's own in the place of the client's copies, and results named by their calls; a key
+        of all of them; and the turn of the last message of the assistant.
         """
         key, restored, latest = 0, [], None
         made: list[str | None] = []  # identifiers of the latest turn's calls
@@ -305,8 +305,8 @@ class Conversation:
 
     def note_refusal(self, error: ApiError) -> None:
         """
-        Keeps why a request was refused: an agent that goes on as if nothing were wrong says nothing of it. The limits
-        of a conversation and failures of the engine are kept otherwise.
+        Keeps why a request was refused, unless by a limit or a failure of the engine: an agent may go on as if nothing
+        were wrong.
         """
         self.asked = True
         if error.again or error.status >= 500 or error.code in (NO_ROOM, ENDED):

@@ -44,7 +44,7 @@ class Kept:
     items: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
-def as_chat(body: dict[str, Any], kept: Kept, warnings: Warnings) -> dict[str, Any]:
+def as_chat(kept: Kept, warnings: Warnings, body: dict[str, Any]) -> dict[str, Any]:
     """The body of the same request as a chat completion."""
     for name in ("background", "conversation"):
         if body.get(name):
@@ -56,7 +56,8 @@ def as_chat(body: dict[str, Any], kept: Kept, warnings: Warnings) -> dict[str, A
         raise ApiError(404, f"There is no response {previous!r}.", "not_found", "previous_response_id")
     before = [] if previous is None else kept.messages[previous]
     if body.get("instructions"):  # they replace those of the previous response
-        before = [{"role": "system", "content": body["instructions"]}, *_without_instructions(before)]
+        before = before[1:] if before and before[0]["role"] == "system" else before
+        before = [{"role": "system", "content": body["instructions"]}, *before]
     given = body.get("input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not isinstance(items, list):
@@ -70,10 +71,6 @@ def as_chat(body: dict[str, Any], kept: Kept, warnings: Warnings) -> dict[str, A
     return chat
 
 
-def _without_instructions(messages: list[Message]) -> list[Message]:
-    return messages[1:] if messages and messages[0]["role"] == "system" else messages
-
-
 def _tool(tool: Any, index: int) -> dict[str, Any]:
     if not isinstance(tool, dict) or tool.get("type") != "function":
         raise wrong(f"tools[{index}]", "is no function of the client's")
@@ -83,8 +80,7 @@ def _tool(tool: Any, index: int) -> dict[str, Any]:
 
 def _messages(items: list[Any], kept: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """
-    Items as messages; `kept` are those that the client may refer to. Successive texts and calls of the assistant are
-    joined into one message.
+    Items as messages; `kept` are those that the client may refer to. What the assistant says in a row is one message.
     """
     messages: list[dict[str, Any]] = []
     said: dict[str, Any] | None = None

@@ -7,8 +7,9 @@ import logging
 import resource
 import secrets
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from urllib.parse import quote
@@ -73,6 +74,36 @@ OPEN_FILES = 8192
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
+@dataclass(frozen=True)
+class Dialect:
+    """
+    How requests of an API are read and answered: the fields that are read, the body as that of a chat completion, the
+    answer, what a conversation keeps of its answers, and what a count of tokens says beside the number.
+    """
+
+    read: frozenset[str]
+    as_chat: Callable[[Any, Warnings, dict[str, Any]], dict[str, Any]]
+    answer: Callable[[ParsedRequest, list[Choice], Any], Iterable[bytes]]
+    kept: Callable[[Conversation], Any]
+    counted: Mapping[str, str] = field(default_factory=dict)
+
+
+DIALECTS = {
+    "chat/completions": Dialect(READ, lambda kept, warnings, body: body, chat.answer, lambda conversation: None),
+    "messages": Dialect(
+        anthropic.READ, anthropic.as_chat, anthropic.answer, lambda conversation: conversation.threads
+    ),
+    "responses": Dialect(
+        responses.READ,
+        responses.as_chat,
+        responses.answer,
+        lambda conversation: conversation.responses,
+        {"object": "response.input_tokens"},
+    ),
+}
+"""By the path of the requests."""
+
+
 class Endpoint:
     """
     Serves the policies of the conversations under way, each under a path of its own,
@@ -81,14 +112,8 @@ class Endpoint:
 
     (also `/responses`, Anthropic's `/messages`, and what counts the tokens of both), or under `/v1/...` with the
     header `X-Session-ID: SESSION`. It runs as long as there are conversations. Each conversation has a key of its own,
-    without which no request reaches it.
-
-    Args:
-        host (`str`, *optional*, defaults to `"127.0.0.1"`): Address to listen on.
-
-    Attributes:
-        relay_key (`str`): Reaches every conversation by a name that `add_session` gave it, for code of this process
-            that serves several conversations with one client. Agents never get it.
+    without which no request reaches it. `relay_key` reaches every conversation by a name that `add_session` gave it,
+    for code of this process that serves several with one client; agents never get it.
     """
 
     def __init__(self, host: str = LOOPBACK[0]) -> None:
@@ -104,14 +129,7 @@ class Endpoint:
     async def conversation(
         self, policy: ConversationPolicy, protocol: CallProtocol | None = None, session: str | None = None
     ) -> AsyncIterator[Conversation]:
-        """
-        Serves a policy inside the context. Requests without an answer at its end are dropped.
-
-        Args:
-            policy (`ConversationPolicy`): Samples the turns, in this event loop.
-            protocol (`CallProtocol`, *optional*): Writes and reads calls as text, see `Calls`.
-            session (`str`, *optional*): Name of the conversation; by default the policy's.
-        """
+        """Serves a policy inside the context; `protocol` writes and reads calls as text, see `Calls`."""
         session = policy.session if session is None else session
         self._entered += 1
         if self._start is None:
@@ -139,12 +157,7 @@ class Endpoint:
                 self._unauthorized.warn()
 
     def add_session(self, conversation: Conversation, name: str) -> None:
-        """
-        Gives a conversation a further name until it ends; may be called from any thread.
-
-        Raises:
-            ValueError: If another conversation has the name.
-        """
+        """Gives a conversation a further name until it ends; may be called from any thread."""
         if name in self._conversations:
             raise ValueError(f"A conversation has the name {name!r} already.")
         self._conversations[name] = conversation
@@ -154,11 +167,10 @@ class Endpoint:
         _allow_files()
         app = web.Application(client_max_size=LARGEST, middlewares=[self._guard])
         for prefix in ("", "/{session}"):
-            app.router.add_post(f"{prefix}/v1/chat/completions", self._chat)
-            app.router.add_post(f"{prefix}/v1/responses", self._responses)
-            app.router.add_post(f"{prefix}/v1/messages", self._messages)
-            app.router.add_post(f"{prefix}/v1/responses/input_tokens", self._response_tokens)
-            app.router.add_post(f"{prefix}/v1/messages/count_tokens", self._message_tokens)
+            for path, dialect in DIALECTS.items():
+                app.router.add_post(f"{prefix}/v1/{path}", partial(self._serve, dialect))
+            app.router.add_post(f"{prefix}/v1/responses/input_tokens", partial(self._count, DIALECTS["responses"]))
+            app.router.add_post(f"{prefix}/v1/messages/count_tokens", partial(self._count, DIALECTS["messages"]))
             app.router.add_get(f"{prefix}/v1/models", self._models)
             app.router.add_get(f"{prefix}/v1/models/{{model:.+}}", self._model)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.0, logger=self._unauthorized.log)
@@ -225,35 +237,7 @@ class Endpoint:
             raise ApiError(404, message, "conversation_not_found")
         return found
 
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._serve(request, READ, lambda body: body, chat.answer)
-
-    async def _messages(self, request: web.Request) -> web.StreamResponse:
-        as_chat, threads = self._of_messages(request)
-        return await self._serve(request, anthropic.READ, as_chat, partial(anthropic.answer, threads=threads))
-
-    async def _responses(self, request: web.Request) -> web.StreamResponse:
-        as_chat, kept = self._of_responses(request)
-        return await self._serve(request, responses.READ, as_chat, partial(responses.answer, kept=kept))
-
-    async def _message_tokens(self, request: web.Request) -> web.StreamResponse:
-        return await self._count(request, anthropic.READ, self._of_messages(request)[0], {})
-
-    async def _response_tokens(self, request: web.Request) -> web.StreamResponse:
-        kind = {"object": "response.input_tokens"}
-        return await self._count(request, responses.READ, self._of_responses(request)[0], kind)
-
-    def _of_messages(self, request: web.Request) -> tuple[Callable[[Any], dict[str, Any]], anthropic.Threads]:
-        threads = self._found(request).threads
-        return partial(anthropic.as_chat, threads=threads, warnings=self._warnings), threads
-
-    def _of_responses(self, request: web.Request) -> tuple[Callable[[Any], dict[str, Any]], responses.Kept]:
-        kept = self._found(request).responses
-        return partial(responses.as_chat, kept=kept, warnings=self._warnings), kept
-
-    async def _read(
-        self, request: web.Request, fields: frozenset[str], as_chat: Callable[[Any], dict[str, Any]]
-    ) -> tuple[Conversation, bytes, ParsedRequest]:
+    async def _read(self, dialect: Dialect, request: web.Request) -> tuple[Conversation, bytes, ParsedRequest]:
         """Reads a request as a chat completion; also its conversation, and its bytes."""
         content = await request.read()
         conversation = self._found(request)
@@ -261,31 +245,20 @@ class Endpoint:
             body = orjson.loads(content)
         except orjson.JSONDecodeError as error:
             raise ApiError(400, f"The body of the request is no JSON: {error}.", "invalid_json") from error
-        return conversation, content, read_request(body, fields, as_chat, conversation.fixed, self._warnings)
+        as_chat = partial(dialect.as_chat, dialect.kept(conversation), self._warnings)
+        return conversation, content, read_request(body, dialect.read, as_chat, conversation.fixed, self._warnings)
 
-    async def _count(
-        self,
-        request: web.Request,
-        fields: frozenset[str],
-        as_chat: Callable[[Any], dict[str, Any]],
-        answer: dict[str, Any],
-    ) -> web.StreamResponse:
+    async def _count(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
         """Answers how many tokens a request has."""
-        conversation, _, parsed = await self._read(request, fields, as_chat)
-        return web.json_response({**answer, "input_tokens": await conversation.count(parsed)})
+        conversation, _, parsed = await self._read(dialect, request)
+        return web.json_response({**dialect.counted, "input_tokens": await conversation.count(parsed)})
 
-    async def _serve(
-        self,
-        request: web.Request,
-        fields: frozenset[str],
-        as_chat: Callable[[Any], dict[str, Any]],
-        told: Callable[[ParsedRequest, list[Choice]], Iterable[bytes]],
-    ) -> web.StreamResponse:
+    async def _serve(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
         """Reads a request, has it answered, and writes the answer in the client's dialect."""
-        conversation, content, parsed = await self._read(request, fields, as_chat)
+        conversation, content, parsed = await self._read(dialect, request)
 
         async def answer() -> tuple[bytes, ...]:
-            return tuple(told(parsed, await conversation.choices(parsed)))
+            return tuple(dialect.answer(parsed, await conversation.choices(parsed), dialect.kept(conversation)))
 
         attempt = conversation.retries.attempt(content, request.headers, answer)
         try:

@@ -48,15 +48,8 @@ logger = logging.getLogger(__name__)
 
 class SchedulerSource(EnvSource):
     """
-    Makes the environments of a run's conversations, which share a scheduler.
-
-    Args:
-        scheduler (`type[MultiTurnScheduler]`): The class; an instance is made when the first conversation begins.
-        max_turns (`int`, *optional*): Largest number of responses in a conversation.
-        loss_scale (`str`, *optional*, defaults to `"all"`): `"last_round"` trains the last round only.
-        system_prompt (`str`, *optional*): For prompts without a system message.
-        tags (`tuple[str, ...]`): Added tokens that messages may contain.
-        timeout (`float`, *optional*): Seconds that one method of the scheduler may take.
+    Makes the environments of a run's conversations, which share a scheduler: an instance is made when the first
+    begins.
     """
 
     def __init__(
@@ -140,12 +133,7 @@ def scheduler_of_options(options: Mapping[str, Any]) -> SchedulerSource:
 
 
 class SchedulerEnv(RecordedEnv):
-    """
-    One conversation of a scheduler.
-
-    Args:
-        source (`SchedulerSource`): Has the scheduler and its options.
-    """
+    """One conversation of a scheduler."""
 
     def __init__(self, source: SchedulerSource) -> None:
         self.source = source

@@ -93,15 +93,7 @@ class Conversation:
 
 
 class Template:
-    """
-    `InferEngine.template`, as far as schedulers ask for it.
-
-    Args:
-        tokenizer: The model's.
-
-    Attributes:
-        template_meta: `is_thinking`, whether the model's chat template has thinking.
-    """
+    """`InferEngine.template`, as far as schedulers ask for it."""
 
     mode = "vllm"
 

@@ -315,10 +315,7 @@ PLACE = "<image>"
 
 
 def without_images(messages: list[Message]) -> tuple[list[Message], list[Any]]:
-    """
-    Messages whose images are places, and the images in order. A message that shows a video too, or plays a sound,
-    stays as it is.
-    """
+    """Messages whose images are places, and the images in order. Messages with other media stay as they are."""
     images: list[Any] = []
     written = []
     for message in messages:

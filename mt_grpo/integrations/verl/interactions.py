@@ -138,13 +138,9 @@ BUILT_IN: dict[str, type[BaseInteraction]] = {
 
 class InteractionEnv(DialogueEnv):
     """
-    A conversation with the interaction that `name` in the row's `extra_info["interaction_kwargs"]` chooses. The score
-    of a turn is `Turn.reward`. `calculate_score` is a reward of the conversation, under the interaction's name.
-    Additional data are listed in `info["interaction"]`.
-
-    Args:
-        interactions (`Mapping[str, BaseInteraction]`): By name.
-        **options: As in `DialogueEnv`. `tool_timeout` is also the time limit of each call of the interaction.
+    A conversation with the interaction that `name` in the row's `extra_info["interaction_kwargs"]` chooses. Scores of
+    turns are `Turn.reward`, `calculate_score` is a reward under the interaction's name, and additional data are in
+    `info["interaction"]`.
     """
 
     interaction: BaseInteraction | None = None

@@ -189,11 +189,7 @@ class SandboxFusionTool(BaseTool):
         self, instance_id: str, code: str, timeout: float | None = None, language: str = "python"
     ) -> ToolResponse:
         """
-        What the code prints.
-
-        Raises:
-            CodeError: If the code fails, or reaches a limit.
-            RuntimeError: If the server cannot be reached, or could not run the code.
+        What the code prints; raises `CodeError` if it fails or reaches a limit, `RuntimeError` if the server does.
         """
         text, _ = self._server.run(code, language, timeout)
         return ToolResponse(text=text)
