@@ -14,6 +14,7 @@ from typing import Any
 
 from datasets import Dataset
 from transformers import IntervalStrategy, PreTrainedTokenizerBase
+from trl import GRPOTrainer
 
 from mt_grpo.errors import ConfigError, UserError
 from mt_grpo.imports import did_you_mean
@@ -159,12 +160,12 @@ class Replay:
         ]
         return Dataset.from_dict({"prompt": prompts})
 
-    def fill_in(
-        self, batch: RolloutBatch, number: int, first: int, rewards: dict[str, list[str]], vocabulary: int
-    ) -> None:
-        """Gives a batch its trajectories and their scores."""
+    def fill_in(self, batch: RolloutBatch, trainer: GRPOTrainer, first: int) -> None:
+        """Gives a trainer's batch its trajectories and their scores; `first` is the number of its first row."""
         if batch.mode != "train":
             raise ConfigError(NOTHING_SAMPLED)
+        number = trainer._step // (trainer.args.steps_per_generation * trainer.num_iterations)
+        vocabulary = trainer.model.config.get_text_config().vocab_size
         rows = self._batches[number][first : first + len(batch.rows)]
         try:
             records = list(self._run.trajectories(rows))
@@ -177,8 +178,12 @@ class Replay:
         for trajectory in trajectories:
             self._check(trajectory, batch, vocabulary)
         turns, outcomes, states = (
-            [[self._scores(each, kind, name) for each in trajectories] for name in rewards[kind]]
-            for kind in ("turn", "outcome", "state")
+            [[self._scores(each, kind, reward.name) for each in trajectories] for reward in rewards]
+            for kind, rewards in (
+                ("turn", trainer.turn_reward_funcs),
+                ("outcome", trainer.outcome_reward_funcs),
+                ("state", trainer.state_scores),
+            )
         )
         batch.trajectories = trajectories  # what is damaged is not written again
         batch.scores = Scores(turns, outcomes, states)

@@ -19,12 +19,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 from transformers.integrations import TensorBoardCallback
 from trl import GRPOConfig
 
-from mt_grpo.credit import Rule, call_rule, rule_says, whole_rule
+from mt_grpo.credit import Rule, call_rule
 from mt_grpo.data import had_text_prompts
 from mt_grpo.data.images import with_own_opener
 from mt_grpo.envs import EnvLike
 from mt_grpo.envs.registry import TRLFactory
-from mt_grpo.envs.source import source_of, tool_names
+from mt_grpo.envs.source import source_of
 from mt_grpo.forward.media import Media, media_tokens
 from mt_grpo.forward.probe import context_length
 from mt_grpo.forward.routes import route_shape
@@ -34,51 +34,19 @@ from mt_grpo.rollout import Engine, RolloutError
 from mt_grpo.rollout.engines.proof import prove_engine
 from mt_grpo.rollout.engines.transformers import TransformersEngine
 from mt_grpo.silence import Silence
+from mt_grpo.training import (
+    answer_logprobs,
+    environment,
+    forward_plan,
+    media,
+    own_engine,
+    preflight,
+    reward_batch,
+    servers,
+)
+from mt_grpo.training import trl_arguments as arguments
 from mt_grpo.training.activations import Activations, check_checkpointing
-from mt_grpo.training.answer_logprobs import (
-    asks_server,
-    check_scorers,
-    fill_in,
-    hang_leaves,
-    longest,
-    score_answers,
-    trees_of_rows,
-)
-from mt_grpo.training.config import MTGRPOConfig, changed, options_given
-from mt_grpo.training.environment import (
-    build_runner,
-    check_env,
-    check_servers,
-    open_environments,
-    own_rewards,
-    prepare_tokenizer,
-    rows_of,
-    weights_of,
-    with_prompts,
-)
-from mt_grpo.training.forward_plan import (
-    keep_outputs_exact,
-    plan_of_loss,
-    plan_of_rollouts,
-    prepare_forward,
-    prepare_router_loss,
-    prove_forward,
-    prove_shown,
-    sampling_params,
-    score_batch,
-    token_columns,
-    trl_scores,
-    warn_without_routes,
-)
-from mt_grpo.training.media import (
-    MEDIA_COLUMNS,
-    check_media,
-    for_trl,
-    media_encoder,
-    processing_of,
-    tokenizer_in,
-    with_column_media,
-)
+from mt_grpo.training.config import MTGRPOConfig, changed
 from mt_grpo.training.microbatches import loss_of_group, rebalance, sequence_group
 from mt_grpo.training.model import (
     check_reference,
@@ -89,52 +57,16 @@ from mt_grpo.training.model import (
     without_dropout,
 )
 from mt_grpo.training.nonfinite import NumbersToTensorBoard, check_gradient, check_loss
-from mt_grpo.training.own_engine import (
-    ModelCopy,
-    check_importance_sampling,
-    lent_model,
-    own_engine,
-    own_weights,
-    replays_routes,
-)
+from mt_grpo.training.own_engine import ModelCopy
 from mt_grpo.training.prefetch import STEP_FACTOR, PrefetchQueue, SmallerSteps, effective_sample_size
-from mt_grpo.training.preflight import (
-    check_best,
-    check_reward_columns,
-    check_surroundings,
-    left_by_runs,
-    tell_device,
-)
 from mt_grpo.training.ranks import everywhere, run_here
 from mt_grpo.training.replay import NoEngine, Replay
 from mt_grpo.training.resuming import ResumableTrainer
-from mt_grpo.training.reward_batch import (
-    ModelReward,
-    as_in_trl,
-    gather_rewards,
-    has_signal,
-    leave_out,
-    sample_again,
-    share_of_equal_groups,
-    share_out,
-    with_models,
-)
+from mt_grpo.training.reward_batch import ModelReward
 from mt_grpo.training.rollout_batch import EvaluationRows, RolloutBatch, as_text, branching, fill_up, fill_up_scores
-from mt_grpo.training.servers import check_own_servers, colocates, hand_over, own_server, server_client, weight_sync
 from mt_grpo.training.step_log import Step, StepLog
 from mt_grpo.training.step_log.display import print_fewer
 from mt_grpo.training.step_log.metrics import means_over_rows, route_metrics, show_advantages
-from mt_grpo.training.trl_arguments import (
-    as_list,
-    as_mtgrpo_config,
-    as_rows,
-    check_prompts,
-    check_rollout_func,
-    no_adapter_left,
-    outcomes_of,
-    refuse_several_datasets,
-    tokenizers_of,
-)
 from mt_grpo.trajectory import Trajectory
 from mt_grpo.weights.sync import WeightSync
 
@@ -215,20 +147,21 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         if args is None:
             name = Path(model if isinstance(model, str) else model.config.name_or_path).name
             args = MTGRPOConfig(f"{name}-MT-GRPO")
-        args = as_mtgrpo_config(args)
-        check_rollout_func(rollout_func)
-        tools = as_list(tools)
-        check_surroundings(args)
+        args = arguments.as_mtgrpo_config(args)
+        arguments.check_rollout_func(rollout_func)
+        tools = arguments.as_list(tools)
+        preflight.check_surroundings(args)
         if engine is None:
-            check_own_servers(args)
+            servers.check_own_servers(args)
         if args.use_vllm or args.max_staleness:
-            check_importance_sampling(args)
+            own_engine.check_importance_sampling(args)
         self.replay = None if args.replay is None else Replay(args)
         if self.replay is not None:
             train_dataset, eval_dataset = self.replay.rows(), None
-        train_dataset, eval_dataset = as_rows(train_dataset, "train_dataset"), as_rows(eval_dataset, "eval_dataset")
-        refuse_several_datasets(train_dataset)
-        self.env = check_env(
+        train_dataset = arguments.as_rows(train_dataset, "train_dataset")
+        eval_dataset = arguments.as_rows(eval_dataset, "eval_dataset")
+        arguments.refuse_several_datasets(train_dataset)
+        self.env = environment.check_env(
             env,
             args,
             *(() if self.replay is not None else (train_dataset, eval_dataset)),
@@ -238,33 +171,35 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         )
         source = source_of(self.env)
         if self.replay is None:
-            check_servers(source)
-        train_dataset = with_prompts(rows_of(train_dataset, source, args), source, "training dataset")
+            environment.check_servers(source)
+        train_dataset = environment.with_prompts(
+            environment.rows_of(train_dataset, source, args), source, "training dataset"
+        )
         eval_dataset = source.rows("eval") if eval_dataset is None and args.do_eval else eval_dataset
-        eval_dataset = with_prompts(eval_dataset, source, "evaluation dataset")
-        check_prompts(train_dataset, eval_dataset, source.writes_prompts)
-        turns = args.turn_reward_funcs if turn_reward_funcs is None else as_list(turn_reward_funcs)
+        eval_dataset = environment.with_prompts(eval_dataset, source, "evaluation dataset")
+        arguments.check_prompts(train_dataset, eval_dataset, source.writes_prompts)
+        turns = args.turn_reward_funcs if turn_reward_funcs is None else arguments.as_list(turn_reward_funcs)
         self.turn_reward_funcs = load_rewards(turns or [], "turn")
         args.check_credit(bool(self.turn_reward_funcs))
-        outcomes = outcomes_of(reward_funcs, outcome_reward_funcs, args.outcome_reward_funcs)
-        self.outcome_reward_funcs = load_rewards(with_models(outcomes, args), "outcome")
+        outcomes = arguments.outcomes_of(reward_funcs, outcome_reward_funcs, args.outcome_reward_funcs)
+        self.outcome_reward_funcs = load_rewards(reward_batch.with_models(outcomes, args), "outcome")
         self.state_scores = load_rewards([args.state_score] if args.state_score else [], "state")
         listed = [*self.turn_reward_funcs, *self.outcome_reward_funcs]
-        own = own_rewards(listed, source)
+        own = environment.own_rewards(listed, source)
         self.outcome_reward_funcs += own
         rewards = [*listed, *own]
-        tokenizers = tokenizers_of(reward_processing_classes, outcomes, rewards, self.turn_reward_funcs)
-        weights = weights_of(args, listed, own)
+        tokenizers = arguments.tokenizers_of(reward_processing_classes, outcomes, rewards, self.turn_reward_funcs)
+        weights = environment.weights_of(args, listed, own)
         if self.replay is not None:
             self.replay.check_rewards(rewards)
         else:
-            check_scorers([*rewards, *self.state_scores], args, engine)
-            check_reward_columns([*rewards, *self.state_scores], train_dataset, eval_dataset)
+            answer_logprobs.check_scorers([*rewards, *self.state_scores], args, engine)
+            preflight.check_reward_columns([*rewards, *self.state_scores], train_dataset, eval_dataset)
         if processing_class is not None:  # before a model is loaded
-            prepare_tokenizer(tokenizer_in(processing_class), source)
-        with no_adapter_left(model, self):
+            environment.prepare_tokenizer(media.tokenizer_in(processing_class), source)
+        with arguments.no_adapter_left(model, self):
             policy = open_policy(model, args, quantization_config, peft_config)
-            processing = processing_of(policy["model"], processing_class, args)
+            processing = media.processing_of(policy["model"], processing_class, args)
             loaded = isinstance(model, str) and not isinstance(policy["model"], str)
             hidden = {
                 "use_vllm": False,  # else TRL connects a client of its own, which needs vLLM to be installed
@@ -274,12 +209,14 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             }
             super().__init__(
                 **policy,
-                reward_funcs=[as_in_trl(reward) for reward in rewards],  # TRL loads models; they are called here
+                reward_funcs=[
+                    reward_batch.as_in_trl(reward) for reward in rewards
+                ],  # TRL loads models; they are called here
                 reward_processing_classes=tokenizers,
                 args=changed(args, **hidden),
                 train_dataset=train_dataset,
                 eval_dataset=eval_dataset,
-                processing_class=for_trl(processing),
+                processing_class=media.for_trl(processing),
                 callbacks=callbacks,
                 optimizers=optimizers,
             )
@@ -288,7 +225,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             if processing is not None:
                 self.processing_class = self.callback_handler.processing_class = processing
             if processing_class is None:
-                prepare_tokenizer(tokenizer_in(self.processing_class), source)
+                environment.prepare_tokenizer(media.tokenizer_in(self.processing_class), source)
             self._prepare_logs()
             self._prepare_models()
             self._prepare_rewards(rewards)
@@ -312,11 +249,11 @@ class MTGRPOEnvTrainer(ResumableTrainer):
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
-        keep_outputs_exact(self.accelerator)
+        forward_plan.keep_outputs_exact(self.accelerator)
 
     def _prepare_logs(self) -> None:
-        tell_device(self.args)
-        self._earlier = left_by_runs(self.args.output_dir)
+        preflight.tell_device(self.args)
+        self._earlier = preflight.left_by_runs(self.args.output_dir)
         for callback in list(self.callback_handler.callbacks):
             if type(callback) is TensorBoardCallback:
                 self.remove_callback(callback)
@@ -329,10 +266,10 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         name_wrapped_layers(self.model, self.accelerator)
         check_reference(self.args, self.accelerator)
         check_checkpointing(self.args, self.model)
-        prepare_router_loss(self)
+        forward_plan.prepare_router_loss(self)
         self.sequence = sequence_group(self)
         self.gave_up_trees = False  # for a model that they are wrong for, see `prove_forward`
-        self.forward_plan = prepare_forward(self)
+        self.forward_plan = forward_plan.prepare_forward(self)
         self._activations = Activations(self.args, self.accelerator.device)
 
     def _prepare_rewards(self, rewards: list[RewardFunc]) -> None:
@@ -357,56 +294,31 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             engine = NoEngine(self._tokenizer, context_length(self.model.config))
         if args.use_vllm and engine is None:
             config = self.model.config
-            engine = server_client(args, self._tokenizer, config.name_or_path, media_tokens(config))
-            with own_server(args, self.accelerator.unwrap_model(self.model)) as server:
+            engine = servers.server_client(args, self._tokenizer, config.name_or_path, media_tokens(config))
+            with servers.own_server(args, self.accelerator.unwrap_model(self.model)) as server:
                 self._run_on_all_ranks(engine.connect)
-                self.weight_sync = weight_sync(args, engine, lambda: self.model, self.accelerator)
-                hand_over(server, args, self.weight_sync)
-            self._servers_sleep = colocates(args) and args.vllm_enable_sleep_mode
-        self._sampling = sampling_params(args)
+                self.weight_sync = servers.weight_sync(args, engine, lambda: self.model, self.accelerator)
+                servers.hand_over(server, args, self.weight_sync)
+            self._servers_sleep = servers.colocates(args) and args.vllm_enable_sleep_mode
+        self._sampling = forward_plan.sampling_params(args)
         self._needs_routes = route_shape(self.model.config) is not None
-        engine = engine or own_engine(args, self._tokenizer, self.model, self.accelerator)
+        engine = engine or own_engine.own_engine(args, self._tokenizer, self.model, self.accelerator)
         self._unproven = engine if type(engine) is TransformersEngine else None
-        images = media_encoder(self.processing_class, self.model.config, engine)
-        check_media(images, self.model.config, engine, self.train_dataset, self.eval_dataset)
+        images = media.media_encoder(self.processing_class, self.model.config, engine)
+        media.check_media(images, self.model.config, engine, self.train_dataset, self.eval_dataset)
         self._proven_shown: set[Any] | None = None if images is None else set()
         several = images is not None and self.accelerator.num_processes > 1
         self.blank: Media = images.blanks() if several else {}
-        self.runner = build_runner(self.env, engine, args, images)
+        self.runner = environment.build_runner(self.env, engine, args, images)
         if args.max_staleness:
-            self.weight_sync = self.weight_sync or own_weights(engine, self.model, args, self.accelerator)
+            self.weight_sync = self.weight_sync or own_engine.own_weights(engine, self.model, args, self.accelerator)
             if self.weight_sync is not None:
                 self.weight_sync.send_in_flight()
             self._steps = SmallerSteps()
             self.add_callback(self._steps)
 
     def _prepare_step_log(self) -> None:
-        about = {
-            "group_size": self.num_generations,
-            "group_size_eval": self.num_generations_eval,
-            "processes": self.accelerator.num_processes,
-            "estimator": self.credit_rule,
-            "rule": whole_rule(
-                self.credit_rule,
-                turn_coef=self.args.turn_advantage_coef,
-                scale_rewards=self.scale_rewards,
-            ),
-            "rule_says": rule_says(self.credit_rule),
-            "model": str(Path(self.model.config.name_or_path)),
-            "tools": tool_names(self.env),
-            "chat_template_kwargs": self.chat_template_kwargs,
-            "options": options_given(self.args),
-        }
-        self.step_log = StepLog(
-            self.args,
-            self.turn_reward_funcs,
-            self.outcome_reward_funcs,
-            self.reward_weights,
-            self.state_scores,
-            about,
-            self._tokenizer.save_pretrained,
-            self.callback_handler.callbacks,
-        )
+        self.step_log = StepLog(self)
         self.add_callback(self.step_log)
         print_fewer(self.callback_handler.callbacks)
         self._silence = Silence(lambda: print(self.describe_progress(), flush=True))
@@ -415,14 +327,16 @@ class MTGRPOEnvTrainer(ResumableTrainer):
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
         """TRL's. Rows of a group are put into one micro-batch, where `forward: tree` computes their prefix once."""
-        prove_forward(self, self.max_completion_length or 1)  # before rollouts, and before rows a checkpoint kept
+        forward_plan.prove_forward(
+            self, self.max_completion_length or 1
+        )  # before rollouts, and before rows a checkpoint kept
         buffered = self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)
         if self._buffered_inputs is not buffered:
             if self.args.forward == "tree":
                 self._buffered_inputs = rebalance(self._buffered_inputs, self.num_generations)
             if self.args.groups_without_signal != "keep":
-                share_out(self._buffered_inputs, self.loss_type)
+                reward_batch.share_out(self._buffered_inputs, self.loss_type)
             inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]
         return inputs
 
@@ -432,17 +346,15 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         evaluates = mode == "eval" and self._evaluation is not None
         fills = self._evaluation.fills(len(inputs)) if evaluates else [False] * len(inputs)
         generations = self.num_generations if mode == "train" else self.num_generations_eval
-        rows = [with_column_media(row) for row in inputs]
+        rows = [media.with_column_media(row) for row in inputs]
         batch = self.batch = RolloutBatch(mode, rows, fills, branching(self.args, mode), generations)
         k = self._step % self.args.gradient_accumulation_steps
         step = self.step_log.begin(batch, self.state.global_step, k)
         # for TRL's table of completions; what is sampled after is the batch's own rows
-        shown = [
-            {name: as_text(row[name]) if name == "prompt" else row[name] for name in row if name not in MEDIA_COLUMNS}
-            for row in rows
-        ]
+        shown = [{name: row[name] for name in row if name not in media.MEDIA_COLUMNS} for row in rows]
+        shown = [row | {"prompt": as_text(row["prompt"])} for row in shown]
         try:
-            with open_environments(batch):
+            with environment.open_environments(batch):
                 step.output = super()._generate_and_score_completions(shown)
             if self.args.max_staleness and mode == "train":
                 share = batch.staleness.effective = effective_sample_size(step.output)
@@ -455,7 +367,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             self.eval_trajectories += batch.counted
         self.step_log.take(step)
         if mode == "train" and self.args.groups_without_signal != "keep":
-            leave_out(step.output, has_signal(batch))
+            reward_batch.leave_out(step.output, reward_batch.has_signal(batch))
         return step.output
 
     def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
@@ -463,20 +375,20 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         batch = self.batch
         self._rollout(batch)
         if batch.mode == "train" and self.args.groups_without_signal == "resample" and self.replay is None:
-            sample_again(batch, self.args.max_resample_times, self._rollout, self._score, self._judge)
-        if batch.mode == "train" and not asks_server(self):
+            reward_batch.sample_again(batch, self.args.max_resample_times, self._rollout, self._score, self._judge)
+        if batch.mode == "train" and not answer_logprobs.asks_server(self):
             self._take_memory_from_servers()
         batch.token_rows = [self.runner.completion(trajectory) for trajectory in batch.trajectories]
-        if not replays_routes(self.args):
+        if not own_engine.replays_routes(self.args):
             batch.leave_out_routes()
         elif self._needs_routes:
-            self._needs_routes = warn_without_routes(batch)
+            self._needs_routes = forward_plan.warn_without_routes(batch)
         batch.leave_out(self._tokenizer.pad_token_id, self.args.mask_truncated_completions)
-        hang_leaves(self, batch)
-        leaves = longest(each.tree for of_reward in batch.leaves.values() for each in of_reward)
-        prove_forward(self, max(gather_object([max(batch.longest, leaves)])))
+        answer_logprobs.hang_leaves(self, batch)
+        leaves = answer_logprobs.longest(each.tree for of_reward in batch.leaves.values() for each in of_reward)
+        forward_plan.prove_forward(self, max(gather_object([max(batch.longest, leaves)])))
         if self._proven_shown is not None and batch.mode == "train":
-            prove_shown(self, batch, self._proven_shown)
+            forward_plan.prove_shown(self, batch, self._proven_shown)
         if self.args.forward != "tree":  # trees were given up: right answers get a forward of their own
             batch.leaves = {}
         self._count(batch)
@@ -491,7 +403,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
     def _rollout(self, batch: RolloutBatch) -> None:
         step, first = self.state.global_step, self.accelerator.process_index * len(batch.rows)
         if self.replay is not None:
-            self._fill_in(batch, first)
+            everywhere(lambda: self.replay.fill_in(batch, self, first))
             return
         # generation can happen more than once in an optimiser step; evaluation draws the same numbers every time
         moment = (step, self._step % self.args.gradient_accumulation_steps) if batch.mode == "train" else ()
@@ -526,7 +438,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         """Lends the model to an engine that has no weights of its own."""
         if self.weight_sync is not None:
             return nullcontext()
-        return lent_model(self.runner.engine, self.model_wrapped, self.args, self.accelerator)
+        return own_engine.lent_model(self.runner.engine, self.model_wrapped, self.args, self.accelerator)
 
     def _prove_engine(self) -> None:
         """Before the first conversation: whether the model's own engine samples from what is trained."""
@@ -535,14 +447,6 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             with without_dropout(self.model, True), self._lent_model():
                 self._run_on_all_ranks(lambda: prove_engine(engine, self.accelerator.mixed_precision))
             self._unproven = None
-
-    def _fill_in(self, batch: RolloutBatch, first: int) -> None:
-        """Takes the conversations and scores of a batch from the run that is replayed."""
-        number = self._step // (self.args.steps_per_generation * self.num_iterations)
-        rewards = {"turn": self.turn_reward_funcs, "outcome": self.outcome_reward_funcs, "state": self.state_scores}
-        vocabulary = self.model.config.get_text_config().vocab_size
-        names = {kind: [reward.name for reward in of_kind] for kind, of_kind in rewards.items()}
-        everywhere(lambda: self.replay.fill_in(batch, number, first, names, vocabulary))
 
     def _run_on_all_ranks(self, begin: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
         """Runs a coroutine in the background; a failure of one process ends all."""
@@ -578,7 +482,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         """Scores the trajectories of this process, unless they are scored, and credits those of all."""
         batch.scores = batch.scores or self._score(batch)
         weights = self.reward_weights.to(self.accelerator.device)
-        batch.rewards, batch.rewards_per_func = gather_rewards(
+        batch.rewards, batch.rewards_per_func = reward_batch.gather_rewards(
             batch.trajectories,
             batch.scores,
             weights,
@@ -587,10 +491,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             names=self.reward_func_names,
         )
         batch.credit = call_rule(
-            self.credit_rule,
-            batch.rewards,
-            turn_coef=self.args.turn_advantage_coef,
-            scale_rewards=self.scale_rewards,
+            self.credit_rule, batch.rewards, turn_coef=self.args.turn_advantage_coef, scale_rewards=self.scale_rewards
         )
 
     def _score(self, batch: RolloutBatch) -> Scores:
@@ -598,7 +499,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         dataset = self.train_dataset if batch.mode == "train" or self.eval_dataset is None else self.eval_dataset
         batch.add_texts(self._tokenizer, had_text_prompts(dataset))
         with self.step_log.activity.of("rewards"):
-            score_answers(self, batch)
+            answer_logprobs.score_answers(self, batch)
             scores = self._run_on_all_ranks(
                 lambda: score_trajectories(
                     self.turn_reward_funcs,
@@ -615,10 +516,10 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         """Adds the advantages of turns, and columns for our forward, to the batch that TRL trains on."""
         batch, output = step.batch, step.output
         weights = self.reward_weights.to(self.accelerator.device)
-        equal = share_of_equal_groups(batch.rewards_per_func, weights, batch.group_size)
+        equal = reward_batch.share_of_equal_groups(batch.rewards_per_func, weights, batch.group_size)
         self._metrics[step.mode]["frac_reward_zero_std"][-1] = equal
         show_advantages(self._logs["advantages"], batch.rewards, batch.advantages)
-        output |= token_columns(batch.token_rows, output)
+        output |= forward_plan.token_columns(batch.token_rows, output)
         output["group_ids"], output["row_ids"] = step.rows // batch.group_size, step.row_ids
         output["advantages"] = step.advantages.gather(1, output["turn_ids"])
 
@@ -665,20 +566,20 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         inputs = self._loss_inputs
         leaves = self.batch.take_leaves() if inputs is None else {}
         if inputs is None:
-            plan = plan_of_rollouts(self, self.batch, trees_of_rows(leaves))
+            plan = forward_plan.plan_of_rollouts(self, self.batch, answer_logprobs.trees_of_rows(leaves))
         else:
-            plan = plan_of_loss(self, inputs)
+            plan = forward_plan.plan_of_loss(self, inputs)
         with without_dropout(model, inputs is None):
-            if trl_scores(self, plan):
+            if forward_plan.trl_scores(self, plan):
                 logps, entropies, router_loss = super()._get_per_token_logps_and_entropies(
                     model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **kwargs
                 )
             else:
                 plan = replace(plan, router_loss=bool(kwargs.get("compute_aux_loss")))
                 with self.accelerator.autocast():
-                    scores = score_batch(model, plan, attention_mask, logits_to_keep, batch_size)
+                    scores = forward_plan.score_batch(model, plan, attention_mask, logits_to_keep, batch_size)
                 if leaves:
-                    fill_in(self.batch, leaves, scores.leaf_means)
+                    answer_logprobs.fill_in(self.batch, leaves, scores.leaf_means)
                 logps, entropies, router_loss = scores.logps, scores.entropies, scores.router_loss
                 entropies = entropies if compute_entropy else None
         if inputs is not None:
@@ -700,7 +601,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         metrics = self._metrics[mode]
         if mode == "eval" and self._evaluation is not None:  # batches of an evaluation differ in size
             metrics.update(means_over_rows(metrics, self._evaluation.sizes))
-        if mode == "train" and replays_routes(self.args):
+        if mode == "train" and own_engine.replays_routes(self.args):
             routes = route_metrics(self.accelerator.unwrap_model(self.model))
             metrics.update({name: [value] for name, value in routes.items()})
         metrics.update({name: [value] for name, value in self.step_log.metrics.close(mode).items()})
@@ -724,7 +625,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             metrics = super().evaluate(eval_dataset, *args, **kwargs)
         if eval_dataset is None:
             self.evaluated_step = self.state.global_step
-            check_best(self.args.metric_for_best_model, metrics)
+            preflight.check_best(self.args.metric_for_best_model, metrics)
         return metrics
 
     def rollout(self, num_prompts: int, num_generations: int = 1) -> list[Trajectory]:
@@ -737,11 +638,11 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         dataset = self.train_dataset if self.eval_dataset is None else self.eval_dataset
         dataset = next(iter(dataset.values())) if isinstance(dataset, dict) else dataset
         with self._names_rows():
-            rows = [with_column_media(row) for row in dataset.take(num_prompts) for _ in range(num_generations)]
+            rows = [media.with_column_media(row) for row in dataset.take(num_prompts) for _ in range(num_generations)]
         batch = self.batch = RolloutBatch("eval", rows, [False] * len(rows), group_size=num_generations)
         tells = self.is_world_process_zero() and not sys.stderr.isatty()
         says = Silence(lambda: print(self.step_log.activity.describe(), file=sys.stderr, flush=True))
-        with says if tells else nullcontext(), open_environments(batch):
+        with says if tells else nullcontext(), environment.open_environments(batch):
             self._rollout(batch)
             batch.scores = self._score(batch)
             if num_generations > 1:

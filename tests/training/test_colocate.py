@@ -260,7 +260,7 @@ def test_a_trainer_that_fails_leaves_no_server(served, monkeypatch):
         started.extend(children())
         raise ConfigError("as it happens")
 
-    monkeypatch.setattr("mt_grpo.training.trainer.weight_sync", fails)
+    monkeypatch.setattr("mt_grpo.training.servers.weight_sync", fails)
     with pytest.raises(ConfigError, match="as it happens"):
         served()
     assert not psutil.wait_procs(started, 60)[1]

@@ -8,22 +8,20 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 from transformers import TrainerCallback
+from trl import GRPOTrainer
 
 from mt_grpo.credit import audit_rewards, uncredited_turn_rewards
-from mt_grpo.rewards import RewardFunc, StateScore
 from mt_grpo.runlog.rows import question_of
-from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.rollout_batch import RolloutBatch
 from mt_grpo.training.step_log.display import Table
 from mt_grpo.training.step_log.metrics import Metrics
-from mt_grpo.training.step_log.records import Outputs, Records, Step, Update, as_record, describe_rewards
+from mt_grpo.training.step_log.records import Outputs, Records, Step, Update, about_run, as_record, describe_rewards
 from mt_grpo.training.step_log.warnings import Warnings
 from mt_grpo.trajectory import Trajectory
 
@@ -32,11 +30,8 @@ __all__ = ["Activity", "Outputs", "Step", "StepLog", "Update"]
 
 class Activity:
     """
-    What the trainer waits for: `forward and backward` unless it says otherwise.
-
-    Attributes:
-        waits_for (`str`): What is waited for.
-        seconds (`dict[str, float]`): Time that was waited for each thing since somebody cleared it.
+    What the trainer waits for (`waits_for`), `forward and backward` unless it says otherwise, and for how long it has
+    waited for each thing (`seconds`), since somebody cleared that.
     """
 
     def __init__(self) -> None:
@@ -62,12 +57,8 @@ class Activity:
         self, batch: RolloutBatch, under_way: Mapping[str, Trajectory], sessions: Container[str] | None = None
     ) -> Iterator[None]:
         """
-        Conversations are sampled in the block.
-
-        Args:
-            batch (`RolloutBatch`): Gets the conversations that are finished.
-            under_way (`dict`): Those that are not, by session; those of other batches too.
-            sessions (`Container[str]`, *optional*): Those of the batch; all by default.
+        Conversations are sampled in the block: `batch` gets those that are finished, `under_way` has those that are
+        not, by session, of other batches too; `sessions` are the batch's, all by default.
         """
         self._batch, self._under_way, self._sessions = batch, under_way, sessions
         try:
@@ -119,38 +110,22 @@ class StepLog(TrainerCallback):
     """
     Hands each batch, each optimiser step and what is logged to its sinks. The trainer fills in a `Step` per batch,
     from `begin` to `take` or `Records.rescue`, and an `Update` per optimiser step.
-
-    Args:
-        args (`MTGRPOConfig`): The run's options.
-        turn_rewards, outcome_rewards (`Sequence[RewardFunc]`): The rewards.
-        weights (`Tensor`): `(num_rewards,)`, of turn rewards, then of outcome rewards.
-        state_scores (`Sequence[StateScore]`): The state score, if there is one.
-        about (`dict`): What the index says of the run: `tools`, `model`, `group_size`, ...
-        save_tokenizer (`Callable`): Saves the tokenizer in a folder.
-        trackers (`list[TrainerCallback]`): The trainer's callbacks, some of which are trackers.
     """
 
-    def __init__(
-        self,
-        args: MTGRPOConfig,
-        turn_rewards: Sequence[RewardFunc],
-        outcome_rewards: Sequence[RewardFunc],
-        weights: Tensor,
-        state_scores: Sequence[StateScore],
-        about: dict[str, Any],
-        save_tokenizer: Callable[[Path], Any],
-        trackers: list[TrainerCallback],
-    ) -> None:
-        rewards = [*turn_rewards, *outcome_rewards]
-        described = describe_rewards(turn_rewards, outcome_rewards, weights.tolist())
+    def __init__(self, trainer: GRPOTrainer) -> None:
+        args = self._args = trainer.args
+        rewards = [*trainer.turn_reward_funcs, *trainer.outcome_reward_funcs]
+        names = self._names = [reward.name for reward in rewards]
+        described = describe_rewards(
+            trainer.turn_reward_funcs, trainer.outcome_reward_funcs, trainer.reward_weights.tolist()
+        )
+        about = about_run(trainer)
         self.activity = Activity()
-        self.warnings = Warnings(rewards, args, state_scores, about["tools"])
-        self.records = Records(args, about, described, save_tokenizer)
-        prefetches = args.max_staleness > 0 and args.replay is None
-        self.metrics = Metrics(weights, [reward.name for reward in rewards], prefetches)
-        self.table = Table(args, trackers)
-        self._args, self._names = args, [reward.name for reward in rewards]
-        self._has_turn_rewards = bool(turn_rewards)
+        self.warnings = Warnings(rewards, args, trainer.state_scores, about["tools"])
+        self.records = Records(args, about, described, trainer._tokenizer.save_pretrained)
+        self.metrics = Metrics(trainer.reward_weights, names, args.max_staleness > 0 and args.replay is None)
+        self.table = Table(args, trainer.callback_handler.callbacks)
+        self._has_turn_rewards = bool(trainer.turn_reward_funcs)
         self._evaluated = (-1, -1)  # step and number of the latest batch of an evaluation
         self.latest = Update()
         """The latest optimiser step, which may not be finished."""
@@ -160,12 +135,8 @@ class StepLog(TrainerCallback):
 
     def begin(self, batch: RolloutBatch, number: int, k: int) -> Step:
         """
-        The step of a batch that is about to be sampled.
-
-        Args:
-            batch (`RolloutBatch`): The batch, which is filled in until `take`.
-            number (`int`): Optimiser steps that were taken.
-            k (`int`): Number of a training batch within its optimiser step. Those of evaluations are counted here.
+        A batch that is about to be sampled, after `number` optimiser steps. `k` is the number of a training batch
+        within its optimiser step; batches of evaluations are counted here.
         """
         if batch.mode == "eval":
             k = self._evaluated[1] + 1 if self._evaluated[0] == number else 0

@@ -78,10 +78,6 @@ class Table:
     Shows conversations of the main process when metrics are logged: of the latest batch, and of the first batch of an
     evaluation, so that evaluations show the same questions. `report_to` gets a table of them, and with
     `log_completions` the terminal their text. `num_completions_to_print` says how many.
-
-    Args:
-        args (`MTGRPOConfig`): The run's options.
-        trackers (`list[TrainerCallback]`): The trainer's callbacks, some of which are trackers.
     """
 
     def __init__(self, args: MTGRPOConfig, trackers: list[TrainerCallback]) -> None:

@@ -65,14 +65,7 @@ class Tally:
 
 
 class Metrics:
-    """
-    Metrics of the batches of a log window.
-
-    Args:
-        weights (`Tensor`): `(num_rewards,)`, weights of the rewards.
-        names (`list[str]`): Their names.
-        prefetches (`bool`, *optional*, defaults to `False`): Whether batches are prefetched.
-    """
+    """Metrics of the batches of a log window; `weights` and `names` are the rewards'."""
 
     def __init__(self, weights: torch.Tensor, names: list[str], prefetches: bool = False) -> None:
         self._weights, self._names, self._prefetches = weights, names, prefetches

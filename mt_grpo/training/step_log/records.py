@@ -19,8 +19,10 @@ import numpy as np
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor
+from trl import GRPOTrainer
 
-from mt_grpo.credit import Audit, Credit, Uncredited, explain
+from mt_grpo.credit import Audit, Credit, Uncredited, explain, rule_says, whole_rule
+from mt_grpo.envs.source import tool_names
 from mt_grpo.rewards import RewardFunc
 from mt_grpo.runlog import Batch, RunWriter
 from mt_grpo.runlog.files import to_json
@@ -28,7 +30,7 @@ from mt_grpo.runlog.schema import VERSION, session_id
 from mt_grpo.runlog.trim import trim
 from mt_grpo.runlog.writer import end_with_a_line, finite
 from mt_grpo.training.checkpoint import later_checkpoints
-from mt_grpo.training.config import MTGRPOConfig
+from mt_grpo.training.config import MTGRPOConfig, options_given
 from mt_grpo.training.ranks import everywhere, several_hosts
 from mt_grpo.training.rollout_batch import RolloutBatch
 from mt_grpo.trajectory import Trajectory
@@ -48,26 +50,15 @@ _STEP, _BATCH = 40, 24  # bits: a row of a batch of 16 million, of 65,536 batche
 
 @dataclass
 class Step:
-    """
-    One batch of training or of an evaluation.
-
-    Args:
-        batch (`RolloutBatch`): Its conversations; once they are judged, their rewards and advantages.
-        number (`int`): Optimiser steps that were taken before.
-        k (`int`): Tells batches of one step apart.
-        first (`int`): Number of this process's first row among those of all processes.
-        output (`dict`): The columns that TRL trains on, most of them `(B, T)`.
-        audit (`dict`): What the rewards of all processes say within their groups, in training; see `as_record`.
-        lines (`list[dict]`): The index's lines of its conversations, of all processes.
-    """
+    """One batch of training or of an evaluation."""
 
     batch: RolloutBatch
-    number: int
-    k: int
-    first: int
-    output: dict[str, Any] = field(default_factory=dict)
-    audit: dict[str, Any] = field(default_factory=dict)
-    lines: list[dict[str, Any]] = field(default_factory=list)
+    number: int  # optimiser steps that were taken before
+    k: int  # tells batches of one step apart
+    first: int  # number of this process's first row among those of all processes
+    output: dict[str, Any] = field(default_factory=dict)  # the columns that TRL trains on, most of them (B, T)
+    audit: dict[str, Any] = field(default_factory=dict)  # of a training batch, see `as_record`
+    lines: list[dict[str, Any]] = field(default_factory=list)  # of the index, for conversations of all processes
 
     @property
     def mode(self) -> str:
@@ -91,23 +82,13 @@ class Step:
 
 @dataclass
 class Update:
-    """
-    One optimiser step.
-
-    Args:
-        number (`int`): The step, from 0.
-        start (`float`): When it began, in seconds since 1970.
-        seconds (`float`): How long it took.
-        waits (`dict[str, float]`): Seconds of it that were waited for each thing, see `Activity`.
-        outputs (`list[Outputs]`): What its forwards computed, per micro-batch.
-        gradient_norm (`float`, *optional*): `None` where it is not known.
-    """
+    """One optimiser step, counted from 0."""
 
     number: int = 0
-    start: float = 0.0
+    start: float = 0.0  # seconds since 1970
     seconds: float = 0.0
-    waits: dict[str, float] = field(default_factory=dict)
-    outputs: list[Outputs] = field(default_factory=list)
+    waits: dict[str, float] = field(default_factory=dict)  # seconds that were waited for each thing, see `Activity`
+    outputs: list[Outputs] = field(default_factory=list)  # of its forwards, per micro-batch
     gradient_norm: float | None = None
 
 
@@ -115,16 +96,11 @@ class Update:
 class Outputs:
     """
     What the forward of one micro-batch computed, on its device, so that nothing waits for it within the step. All but
-    `row_ids` are `(B, T)`.
-
-    Args:
-        row_ids (`Tensor`): `(B,)`, see `number_rows`.
-        trained (`Tensor`): Bool, where a token is trained.
-        difference, entropies, ratios, clipped (`Tensor`): See `mt_grpo.runlog.schema.UPDATES`.
+    `row_ids` are `(B, T)`; `mt_grpo.runlog.schema.UPDATES` says what they mean.
     """
 
-    row_ids: Tensor
-    trained: Tensor
+    row_ids: Tensor  # (B,), see `number_rows`
+    trained: Tensor  # bool, where a token is trained
     difference: Tensor
     entropies: Tensor
     ratios: Tensor
@@ -132,14 +108,7 @@ class Outputs:
 
     @classmethod
     def of(cls, inputs: dict[str, Any], logps: Tensor, entropies: Tensor, args: MTGRPOConfig) -> Outputs:
-        """
-        Of the micro-batch whose loss TRL computes.
-
-        Args:
-            inputs (`dict`): The micro-batch.
-            logps, entropies (`Tensor`): `(B, T)`, from its forward.
-            args (`MTGRPOConfig`): With the options of the loss.
-        """
+        """Of the micro-batch `inputs` whose loss TRL computes, and `(B, T)` log-probs and entropies of its forward."""
         logps = logps.detach()
         trained = (inputs["completion_mask"] * inputs["tool_mask"]).bool()
         log_ratios = logps - inputs.get("old_per_token_logps", logps)
@@ -190,17 +159,29 @@ def describe_rewards(turn: Sequence[RewardFunc], outcome: Sequence[RewardFunc], 
     ]
 
 
+def about_run(trainer: GRPOTrainer) -> dict[str, Any]:
+    """What the index says of a run beside its version, start and rewards."""
+    rule = trainer.credit_rule
+    turn_coef, scale_rewards = trainer.args.turn_advantage_coef, trainer.scale_rewards
+    return {
+        "group_size": trainer.num_generations,
+        "group_size_eval": trainer.num_generations_eval,
+        "processes": trainer.accelerator.num_processes,
+        "estimator": rule,
+        "rule": whole_rule(rule, turn_coef=turn_coef, scale_rewards=scale_rewards),
+        "rule_says": rule_says(rule),
+        "model": str(Path(trainer.model.config.name_or_path)),
+        "tools": tool_names(trainer.env),
+        "chat_template_kwargs": trainer.chat_template_kwargs,
+        "options": options_given(trainer.args),
+    }
+
+
 class Records:
     """
     Writes the files of `mt_grpo.runlog`. Each process writes its own; the main process writes the index, once all have
     written theirs, `metrics.jsonl`, and `audit.jsonl` with the mean audit of each log step in which conversations were
-    sampled.
-
-    Args:
-        args (`MTGRPOConfig`): The run's options.
-        about (`dict`): What the index's line of kind `run` says beside its version, start and rewards.
-        rewards (`list[dict]`): The rewards, see `describe_rewards`.
-        save_tokenizer (`Callable`): Saves the tokenizer, with which tokens can be shown later, in a folder.
+    sampled. `save_tokenizer` saves the tokenizer, with which tokens can be shown later, in a folder.
     """
 
     def __init__(
@@ -393,33 +374,18 @@ def part_rows(credit: Credit, trajectories: Sequence[Trajectory], rows: Any = sl
 
 def _step_line(update: Update) -> dict[str, Any]:
     waits = update.waits
-    parts = {
-        "sampling": waits.get("sampling", 0.0),
-        "rewards": waits.get("rewards", 0.0),
-        "sync": waits.get("weight sync", 0.0),
-    }
+    kinds = {"sampling": "sampling", "rewards": "rewards", "sync": "weight sync"}
+    parts = {name: waits.get(kind, 0.0) for name, kind in kinds.items()}
     parts["training"] = update.seconds - sum(parts.values())
-    return {
-        "kind": "step",
-        "step": update.number,
-        "start": round(update.start, 3),
-        **{name: round(seconds, 4) for name, seconds in {"seconds": update.seconds, **parts}.items()},
-    }
+    rounded = {name: round(seconds, 4) for name, seconds in {"seconds": update.seconds, **parts}.items()}
+    return {"kind": "step", "step": update.number, "start": round(update.start, 3), **rounded}
 
 
 def update_rows(outputs: list[Outputs]) -> tuple[Lines, Lines]:
     """The rows that a step trained."""
     rows, summaries = [], []
     for output in outputs:
-        tensors = (
-            output.row_ids,
-            output.trained,
-            output.difference,
-            output.entropies,
-            output.ratios,
-            output.clipped,
-        )
-        row_ids, trained, *values = (tensor.cpu().numpy() for tensor in tensors)
+        row_ids, trained, *values = (tensor.cpu().numpy() for tensor in vars(output).values())
         for number, of_row, *row_values in zip(row_ids.tolist(), trained, *values, strict=True):
             columns = np.flatnonzero(of_row)
             if not len(columns):  # left out of the loss

@@ -45,12 +45,6 @@ class Warnings:
     - a gradient that has been 0 for `STILL` steps.
 
     Only the main process warns.
-
-    Args:
-        rewards (`Sequence[RewardFunc]`): The rewards.
-        args (`MTGRPOConfig`): The run's options.
-        state_scores (`Sequence[StateScore]`): The state score, if there is one.
-        tools (`Sequence[str]`): Names of the environment's tools.
     """
 
     def __init__(
@@ -141,9 +135,7 @@ class Warnings:
 
     def _find_bias(self, rewards: RewardBatch) -> None:
         rule, options = bind_rule(
-            self._rule,
-            turn_coef=self._args.turn_advantage_coef,
-            scale_rewards=self._args.scale_rewards,
+            self._rule, turn_coef=self._args.turn_advantage_coef, scale_rewards=self._args.scale_rewards
         )
         if rule is not mt_grpo or self._said_biased or not self._speaks:
             return
@@ -190,12 +182,8 @@ class Warnings:
 
     def recheck(self, trajectories: Sequence[Trajectory], mode: str) -> None:
         """
-        Scores a sample of this process's trajectories once more, cut off after a turn.
-
-        Args:
-            trajectories (`Sequence[Trajectory]`): Scored trajectories.
-            mode (`str`): `"train"`; `"audit"`, where every turn reward is asked, whatever the credit rule; or
-                `"eval"`, where none is.
+        Scores a sample of this process's trajectories once more, cut off after a turn. With the mode `"audit"` every
+        turn reward is asked, whatever the credit rule; in an evaluation none is.
         """
         asked = self._of_turns if mode == "audit" else self._uncut
         if mode == "eval" or self._args.process_index or not asked or not self._to_cut:
