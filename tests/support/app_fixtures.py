@@ -1,0 +1,80 @@
+"""A small model, a recipe for it, and trainers."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import yaml
+
+from support.models import build_model, build_tokenizer
+from support.replicas import Replica
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = build_tokenizer()
+    tokenizer.save_pretrained(folder)
+    build_model(tokenizer).save_pretrained(folder)
+    return folder
+
+
+class ModelServer(Replica):
+    """Holds the model of a folder."""
+
+    folder = None
+
+    def answer(self, method, path, body):
+        if path == "/v1/models":
+            return 200, {"data": [{"id": "it", "root": str(self.folder), "max_model_len": 64}]}
+        return super().answer(method, path, body)
+
+
+@pytest.fixture
+def server(tokenizer, model_folder):
+    replica = ModelServer(tokenizer)
+    replica.folder = model_folder
+    yield replica.http
+    replica.http.stop()
+
+
+@pytest.fixture
+def recipe(tmp_path, model_folder):
+    """Writes a recipe and its data; keys given replace its own."""
+    rows = [{"question": f"What is {number} of Peru", "answer": "Lima"} for number in range(8)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def write(**keys):
+        options = {
+            "model_name_or_path": str(model_folder),
+            "dtype": "float32",
+            "dataset_name": str(tmp_path / "train.jsonl"),
+            "dataset_train_split": "train[:4]",
+            "dataset_test_split": "train[4:]",
+            "column_mapping": {"prompt": "question"},
+            "tools": ["calculator"],
+            "call_protocol": "learnt_tags",
+            "outcome_reward_funcs": ["exact_match_reward_func", "format_reward_func"],
+            "turn_reward_funcs": ["tool_execution_reward_func"],
+            "max_turn_length": 8,
+            "num_generations": 2,
+            "per_device_train_batch_size": 4,
+            "per_device_eval_batch_size": 4,
+            "num_generations_eval": 1,
+            "max_steps": 2,
+            "do_eval": True,
+            "use_cpu": True,
+            "bf16": False,
+            "gradient_checkpointing": False,
+            "save_strategy": "no",
+            "logging_steps": 1,
+            "report_to": "none",
+            "output_dir": str(tmp_path / "run"),
+            **keys,
+        }
+        path = tmp_path / "recipe.yaml"
+        path.write_text(yaml.safe_dump({key: value for key, value in options.items() if value is not None}))
+        return ["--config", str(path)]
+
+    return write
