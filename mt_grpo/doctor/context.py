@@ -352,7 +352,7 @@ class RunFacts:
 
     @property
     def under_way(self) -> int:
-        """Conversations that are sampled at once, those of batches that are sampled ahead among them."""
+        """Conversations that are sampled at once, those of prefetched batches among them."""
         limit, most = self.args.max_concurrent_rollouts, self.batch * (1 + self.args.max_staleness)
         return most if limit is None else min(most, limit * self.processes)
 

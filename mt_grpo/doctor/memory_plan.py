@@ -75,13 +75,8 @@ def training(facts: RunFacts) -> Lines:
     total, ranks = facts.training_memory, facts.processes
     available = total if facts.on_gpu else total / ranks
     beside = f" beside the {(facts.memory - total) / GB:.1f} GB of its server" if total < facts.memory else ""
-    where = (
-        f"a GPU{beside}"
-        if facts.on_gpu
-        else "this machine"
-        if ranks == 1
-        else f"this machine's share for each of {ranks}"
-    )
+    where = "this machine" if ranks == 1 else f"this machine's share for each of {ranks}"
+    where = f"a GPU{beside}" if facts.on_gpu else where
     rejected, load = [], facts.load
     if load.sharing > 1 and load.sharing not in facts.shape.shared_by:
         fitting = [str(size) for size in facts.shape.shared_by[:4]]
@@ -94,16 +89,11 @@ def training(facts: RunFacts) -> Lines:
         if needed > SPARE * available and sharding is not facts.candidates()[-1]:
             rejected.append(f"{sharding.name} takes {needed / GB:.1f} GB ({found['states'] / GB:.1f} GB of states)")
             continue
-        facts.plan["training"] = {
-            "sharding": sharding.name,
-            "processes": ranks,
-            "bytes": needed,
-            "available": available,
-            "tokens": facts.args.per_device_train_batch_size * facts.longest,
-            **{f"bytes of {name}": size for name, size in found.items()},
-        }
-        split = ", ".join(f"{name} {size / GB:.2f}" for name, size in found.items() if size > 0)
         tokens = facts.args.per_device_train_batch_size * facts.longest
+        plan = {"sharding": sharding.name, "processes": ranks, "bytes": needed, "available": available}
+        parts = {f"bytes of {name}": size for name, size in found.items()}
+        facts.plan["training"] = {**plan, "tokens": tokens, **parts}
+        split = ", ".join(f"{name} {size / GB:.2f}" for name, size in found.items() if size > 0)
         what = f"{needed / GB:.1f} of {available / GB:.1f} GB of {where} with {sharding.name}, in the worst "
         what += f"micro-batch of {tokens} tokens{f' that {load.sharing} share' * (load.sharing > 1)}: {split}"
         if needed > available:
@@ -491,7 +481,7 @@ def _open(facts: RunFacts) -> nn.Module:
 
 
 def _worst_batch(facts: RunFacts, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Random tokens `(B, T)`, prompts of one length, of which the rows have nothing in common."""
+    """Random tokens `(B, T)` with no shared prefix between rows."""
     rows, length = facts.args.per_device_train_batch_size, facts.longest
     completion = min(facts.args.max_completion_length, length - 1)
     draw = torch.Generator().manual_seed(0)

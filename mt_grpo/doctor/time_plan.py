@@ -66,20 +66,13 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Step:
-    """
-    Seconds of the parts of a step.
-
-    Args:
-        sampling, tools, training (`float`): Of each part.
-        staleness (`int`, *optional*, defaults to `0`): Batches that are sampled ahead.
-        shared (`bool`, *optional*, defaults to `False`): Whether one device samples and trains.
-    """
+    """Seconds of the parts of a step."""
 
     sampling: float
     tools: float
     training: float
-    staleness: int = 0
-    shared: bool = False
+    staleness: int = 0  # batches that are prefetched
+    shared: bool = False  # whether one device samples and trains
 
     @property
     def total(self) -> float:
@@ -238,9 +231,10 @@ def step(facts: RunFacts) -> Lines:
     source = f"calibrated with the steps of {run}" if run else f"an estimate, for {speed.name}"
     steps = facts.steps_of_a_batch
     several = f" for a batch and its {steps:g} optimiser steps" if steps != 1 else ""
+    overlap = f", of which `max_staleness: {found.staleness}` has some at the same time" if found.staleness else ""
     what = (
         f"{_seconds(found.total)}{several} ({source}): sampling {_seconds(found.sampling)}, tools {tools}, "
-        f"forward and backward {_seconds(found.training)}{_overlap(found)}; for conversations of "
+        f"forward and backward {_seconds(found.training)}{overlap}; for conversations of "
         f"{lengths.turns:.1f} turns, {lengths.sampled:.0f} tokens sampled, {lengths.unique:.0f} trained on"
     )
     hours = found.total * facts.steps / facts.steps_of_a_batch / 3600
@@ -262,11 +256,8 @@ def _calibrated(facts: RunFacts, speed: Speed) -> tuple[Lengths, float, str | No
         )
     if run is not None:
         lengths, seconds = run
-        return (
-            lengths,
-            seconds / estimate(facts, lengths, speed, facts.processes, len(facts.urls)).total,
-            (named or args.output_dir),
-        )
+        estimated = estimate(facts, lengths, speed, facts.processes, len(facts.urls)).total
+        return lengths, seconds / estimated, named or args.output_dir
     steps = REPLIES if args.max_env_steps is None else args.max_env_steps
     return assumed_lengths(facts.prompt, steps, args.max_turn_length, args.max_completion_length), 1.0, None
 
@@ -298,11 +289,6 @@ def _split(facts: RunFacts, lengths: Lengths, speed: Speed, factor: float) -> Li
     except ConfigError as error:
         mend += f"; with {trains} processes the batch does not divide: {error}".removesuffix(".")
     yield WARN, f"{what}; an estimate", mend
-
-
-def _overlap(step: Step) -> str:
-    """What of a step's parts goes on at the same time, in words."""
-    return f", of which `max_staleness: {step.staleness}` has some at the same time" if step.staleness else ""
 
 
 def _long(hours: float) -> str:

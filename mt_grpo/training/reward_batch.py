@@ -18,7 +18,7 @@ from mt_grpo.credit import RewardBatch, without_signal
 from mt_grpo.credit.normalisation import minus_group_min, to_go
 from mt_grpo.errors import ConfigError
 from mt_grpo.options.values import names_model
-from mt_grpo.rewards import FunctionReward, RewardFunc, Scores
+from mt_grpo.rewards import FunctionReward, Scores
 from mt_grpo.rollout.branching import Branching
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.model import resolve_model, source_options
@@ -286,8 +286,3 @@ def with_models(entries: Sequence[Any], args: MTGRPOConfig) -> list[Any]:
         else entry
         for entry in entries
     ]
-
-
-def as_in_trl(reward: RewardFunc) -> Any:
-    """What TRL's trainer takes for a reward: the model that it is to load, or something to count and to name."""
-    return reward.model if isinstance(reward, ModelReward) else reward.score

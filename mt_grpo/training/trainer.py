@@ -209,9 +209,8 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             }
             super().__init__(
                 **policy,
-                reward_funcs=[
-                    reward_batch.as_in_trl(reward) for reward in rewards
-                ],  # TRL loads models; they are called here
+                # TRL loads models; all rewards are called here
+                reward_funcs=[each.model if isinstance(each, ModelReward) else each.score for each in rewards],
                 reward_processing_classes=tokenizers,
                 args=changed(args, **hidden),
                 train_dataset=train_dataset,

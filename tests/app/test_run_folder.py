@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
+import signal
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -12,10 +16,11 @@ from datasets import IterableDataset
 from support.trainers import Letters
 
 from mt_grpo.cli import main
+from mt_grpo.errors import ConfigError
 from mt_grpo.rewards import OutcomeReward
-from mt_grpo.training import ConfigError
+from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.nonfinite import NonFiniteError
-from mt_grpo.training.preflight import clear_folder, left_by_runs
+from mt_grpo.training.preflight import LOCK, check_folder, clear_folder, left_by_runs, locked
 
 SAVE = ("--save_strategy", "steps", "--save_steps", "1", "--do_eval", "false")
 
@@ -269,3 +274,71 @@ def test_a_spoiled_run_ends_with_one_sentence_and_no_model(recipe, tmp_path, cap
     assert not list((tmp_path / "run").rglob("*.safetensors"))
     for line in (tmp_path / "run" / "metrics.jsonl").open():
         json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+
+
+HOLDS = """
+import sys
+from mt_grpo.training.config import MTGRPOConfig
+from mt_grpo.training.preflight import locked
+with locked(MTGRPOConfig(sys.argv[1], use_cpu=True, bf16=False), "a/model"):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def args(tmp_path):
+    return MTGRPOConfig(str(tmp_path / "run"), use_cpu=True, bf16=False)
+
+
+@pytest.fixture
+def holder(args):
+    command = [sys.executable, "-c", HOLDS, args.output_dir]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "held\n"
+        yield process
+        process.kill()
+
+
+def test_a_second_run_is_refused_with_the_process_that_trains(args, holder):
+    for overwrites in (False, True):
+        args.overwrite_output_dir = overwrites
+        with pytest.raises(ConfigError, match=f"is in use: process {holder.pid} on "), locked(args, "a/model"):
+            pass
+        with pytest.raises(ConfigError, match=f"is in use: process {holder.pid} on "):
+            check_folder(args, "a/model")
+
+
+def test_a_run_that_was_killed_holds_nothing(args, holder):
+    os.kill(holder.pid, signal.SIGKILL)
+    holder.wait()
+    check_folder(args, "a/model")
+    with locked(args, "a/model"):
+        pass
+
+
+def test_a_run_that_ended_leaves_no_lock(args):
+    with locked(args, "a/model"):
+        assert os.path.exists(os.path.join(args.output_dir, LOCK))
+    assert not os.listdir(args.output_dir)
+
+
+def test_a_block_within_another_keeps_the_lock(args):
+    with locked(args, "a/model"):
+        with locked(args):
+            check_folder(args, "a/model")
+        command = [sys.executable, "-c", HOLDS, args.output_dir]
+        second = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        assert f"is in use: process {os.getpid()} on " in second.stderr
+    assert not os.listdir(args.output_dir)
+
+
+def test_a_trainer_in_python_is_kept_out_too(build, args, holder):
+    trainer = build(output_dir=args.output_dir)
+    with pytest.raises(ConfigError, match=f"is in use: process {holder.pid} on "):
+        trainer.train()
+    assert trainer.state.global_step == 0
+    holder.kill()
+    holder.wait()
+    trainer.train()
+    assert LOCK not in os.listdir(args.output_dir)

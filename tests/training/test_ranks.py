@@ -11,8 +11,10 @@ import torch
 from support.forked import run_processes
 from support.hosts import ADDRESS, hosts
 from support.learnt import SHARDED, assert_the_same_is_learnt, run_ranks
+from support.memory import peak_memory
 
 from mt_grpo.runlog import open_run
+from mt_grpo.training.ranks import _number
 
 pytestmark = pytest.mark.slow
 
@@ -237,3 +239,18 @@ def test_a_host_takes_a_checkpoint_that_was_replaced(tmp_path):
     assert sorted(first["copied"]) == sorted(second["copied"])
     assert sorted(first["completed"]) == sorted(second["completed"]) == sorted(second["copied"])
     assert first["logged"] == [(step, rank) for step in range(3) for rank in (0,) * 4 + (1,) * 4]
+
+
+def test_a_large_weight_is_added_up_in_little_memory():
+    weight = torch.ones(2**26, dtype=torch.uint8)
+    assert peak_memory(lambda: _number({"weight": weight})) < 2**28  # as 64-bit numbers it has twice as much
+
+
+def test_another_bit_anywhere_is_another_number():
+    found = set()
+    for place in (None, 0, 2**22, 2**22 + 1):
+        weights = {"weight": torch.ones(2**23, dtype=torch.bfloat16), "scale": torch.tensor(1.0)}
+        if place is not None:
+            weights["weight"][place] += 2**-7
+        found.add(_number(weights))
+    assert len(found) == 2  # its place does not count
