@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 import re
 import runpy
 import subprocess
@@ -38,6 +39,14 @@ def test_every_anchor_is_a_heading(page):
     found = re.findall(r"\]\(((?!https?:)[^)\s]*)#([^)\s]+)\)", page.read_text(encoding="utf-8"))
     targets = [(page.parent / target if target else page, anchor) for target, anchor in found]
     assert [anchor for target, anchor in targets if target.suffix == ".md" and anchor not in anchors(target)] == []
+
+
+def test_files_and_names_of_the_package_on_pages_exist():
+    text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES if page.name != "CHANGELOG.md")
+    files = set(re.findall(r"`((?:mt_grpo|scripts|recipes|tests/support)/[\w./]+\.\w+)`", text))
+    assert [file for file in sorted(files) if not (ROOT / file).is_file()] == []
+    for name in sorted(set(re.findall(r"\bmt_grpo(?:\.\w+)+", text))):
+        pkgutil.resolve_name(name)  # raises where it is not there
 
 
 def test_the_index_has_every_page_once():
