@@ -30,8 +30,8 @@ WRONG = [
     ({"generation_kwargs": {"top_k": 5}}, "`generation_kwargs` is {'top_k': 5}; it has no effect on rollouts of many"),
     (
         {"max_turn_length": 513},
-        "`max_turn_length: 513` is above `max_completion_length: 512`, the tokens of all turns together and of what "
-        "the environment replies: lower the first, or raise the second.",
+        "`max_turn_length: 513` is above `max_completion_length: 512`, the tokens of all turns and replies together: "
+        "lower the first, or raise the second.",
     ),
     (
         {"bf16": True, "fp16": True},

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import yaml
 from trl import ModelConfig, ScriptArguments, TrlParser
 
 from mt_grpo.app.request import Request
 from mt_grpo.errors import ConfigError, libraries_may_refuse
 from mt_grpo.options.names import refuse_unknown
 from mt_grpo.options.table import DataOptions, with_options_in_docstring
+from mt_grpo.options.values import parse_mapping
 from mt_grpo.training.config import MTGRPOConfig
 
 
@@ -71,10 +70,7 @@ def build_recipe(request: Request) -> Recipe:
 
 def _columns(given: Any) -> dict[str, str] | None:
     """The columns to rename, as a recipe or a command line gives them."""
-    mapping = given
-    if isinstance(given, str):
-        with contextlib.suppress(yaml.YAMLError):
-            mapping = yaml.safe_load(given)
+    mapping = parse_mapping(given, "column_mapping")
     if mapping is None:
         return None
     if not isinstance(mapping, dict) or not all(isinstance(name, str) for pair in mapping.items() for name in pair):

@@ -5,6 +5,7 @@ What options may say together: rows of conflicts over plain values, held before 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -40,7 +41,10 @@ PARTNERS = tuple(name for name in ALIASES if name != "multi_turn_scheduler")
 
 @dataclass(frozen=True)
 class Conflict:
-    """Values that do not go together. A name in braces, in `what` and `mend`, stands for the value of that option."""
+    """
+    Values that do not go together. In `what` and `mend`, `{option}` stands for the value of an option, and `<option>`
+    for its name with the value.
+    """
 
     when: Callable[[Any], object]
     what: str
@@ -52,7 +56,8 @@ def refuse(conflicts: Iterable[Conflict], options: Mapping[str, Any]) -> None:
     values = SimpleNamespace(**options)
     for conflict in conflicts:
         if conflict.when(values):
-            raise ConfigError(f"{conflict.what}: {conflict.mend}.".format_map(options))
+            sentence = re.sub(r"<(\w+)>", r"`\1: {\1}`", f"{conflict.what}: {conflict.mend}.")
+            raise ConfigError(sentence.format_map(options))
 
 
 HISTORY = Conflict(
@@ -64,8 +69,7 @@ HISTORY = Conflict(
 CONFLICTS = (
     Conflict(
         lambda o: None not in (ours := o.max_env_steps, trl := o.max_tool_calling_iterations) and ours != trl,
-        "`max_env_steps` is {max_env_steps} and `max_tool_calling_iterations` is {max_tool_calling_iterations}, and "
-        "both bound the replies of the environment",
+        "<max_env_steps> and <max_tool_calling_iterations> both bound the replies of the environment",
     ),
     Conflict(
         lambda o: o.bf16 and o.fp16,
@@ -74,15 +78,14 @@ CONFLICTS = (
     ),
     Conflict(
         lambda o: None not in (turn := o.max_turn_length, whole := o.max_completion_length) and turn > whole,
-        "`max_turn_length: {max_turn_length}` is above `max_completion_length: {max_completion_length}`, the tokens "
-        "of all turns together and of what the environment replies",
+        "<max_turn_length> is above <max_completion_length>, the tokens of all turns and replies together",
         "lower the first, or raise the second",
     ),
     HISTORY,
     Conflict(
         lambda o: o.groups_without_signal != "keep" and (o.entropy_coef or o.use_adaptive_entropy),
-        "`groups_without_signal: {groups_without_signal}` takes groups out of the loss, and `entropy_coef: "
-        "{entropy_coef}` with `use_adaptive_entropy: {use_adaptive_entropy}` learns from all that is sampled",
+        "<groups_without_signal> drops groups from the loss, and <entropy_coef> with <use_adaptive_entropy> learns "
+        "from all",
     ),
     # sampling ahead
     Conflict(
@@ -90,40 +93,36 @@ CONFLICTS = (
             o.max_staleness
             and not (o.vllm_importance_sampling_correction and o.vllm_importance_sampling_clip_max is not None)
         ),
-        "`max_staleness: {max_staleness}` trains on conversations of earlier weights, which needs a correction with a "
-        "bound",
+        "<max_staleness> trains on conversations of earlier weights, which takes a bounded correction",
         "leave `vllm_importance_sampling_correction` and `vllm_importance_sampling_clip_max` out, or `max_staleness` "
         "at 0",
     ),
     Conflict(
         lambda o: o.max_staleness and o.vllm_importance_sampling_mode in ("sequence_truncate", "sequence_mask"),
-        "`max_staleness: {max_staleness}` trains on conversations of earlier weights, and "
-        "`vllm_importance_sampling_mode: {vllm_importance_sampling_mode}` would take most of them out of the loss, "
-        "since the ratio of a whole conversation is far from 1",
+        "<max_staleness> trains on conversations whose ratio as a whole is far from 1, and "
+        "<vllm_importance_sampling_mode> would take most of them out of the loss",
         "leave it out (it is then `token_truncate`), or `max_staleness` at 0",
     ),
     Conflict(
         lambda o: o.max_staleness and o.use_vllm and o.weight_sync == "lora",
-        "`max_staleness: {max_staleness}` sends weights while conversations go on, and `weight_sync: lora` takes away "
-        "the adapter that they are sampled with",
+        "<max_staleness> sends weights while conversations go on, and `weight_sync: lora` takes their adapter away",
         "choose `weight_sync: safetensors`, or leave `max_staleness` at 0",
     ),
     # the forward
     Conflict(
         lambda o: o.sp_size > 1 and o.forward != "tree",
-        "`sp_size: {sp_size}` shares packed trees among processes, and `forward: {forward}` packs none",
+        "<sp_size> shares packed trees among processes, and <forward> packs none",
         "set `forward: tree`, or leave `sp_size` out",
     ),
     Conflict(
         lambda o: o.gradient_checkpointing_layers > 1 and not vars(o)[o.checkpointing],
-        "`gradient_checkpointing_layers: {gradient_checkpointing_layers}` groups layers that are computed again, and "
-        "`{checkpointing}: false` computes none again",
+        "<gradient_checkpointing_layers> groups recomputed layers, and `{checkpointing}: false` computes none again",
         "leave one of the two out",
     ),
     Conflict(
         lambda o: o.gradient_checkpointing_layers > 1 and o.activation_offloading,
-        "`gradient_checkpointing_layers: {gradient_checkpointing_layers}` keeps fewer inputs of layers on the GPU, "
-        "and `activation_offloading: true` keeps none there",
+        "<gradient_checkpointing_layers> keeps fewer inputs of layers on the GPU, and `activation_offloading: true` "
+        "keeps none there",
         "leave one of the two out",
     ),
     # credit
@@ -146,15 +145,13 @@ CONFLICTS = (
         lambda o: (
             o.branch_at is not None and (o.num_generations % o.num_branches or o.num_generations < o.least_group)
         ),
-        "`num_generations: {num_generations}` does not make two conversations or more of `num_branches: "
-        "{num_branches}` each",
+        "<num_generations> does not make two conversations or more of <num_branches> each",
         "set it to {least_group} or a larger multiple of {num_branches}",
     ),
     Conflict(
         # of several environments each may have its own number of replies
         lambda o: None not in (o.branch_at, o.most_turns) and o.branch_at >= o.most_turns and o.environments is None,
-        "`branch_at: {branch_at}` is never reached, since a conversation has {most_turns} turns at most with "
-        "`max_env_steps: {max_env_steps}`",
+        "<branch_at> is never reached, since a conversation has {most_turns} turns at most with <max_env_steps>",
         "lower the first, or raise the second",
     ),
     Conflict(
@@ -175,8 +172,7 @@ CONFLICTS = (
     ),
     Conflict(
         lambda o: o.use_vllm and o.vllm_mode == "colocate" and o.vllm_server_base_url,
-        "`vllm_mode: colocate` starts its servers itself, and `vllm_server_base_url: {vllm_server_base_url}` names "
-        "one",
+        "`vllm_mode: colocate` starts its servers itself, and <vllm_server_base_url> names one",
         "leave it out, or set `vllm_mode: server`",
     ),
     Conflict(
@@ -186,8 +182,7 @@ CONFLICTS = (
     ),
     Conflict(
         lambda o: o.use_vllm and o.vllm_mode == "colocate" and o.vllm_enable_sleep_mode and o.max_staleness,
-        "`max_staleness: {max_staleness}` samples while the model is trained, when `vllm_enable_sleep_mode: true` has "
-        "taken the server's weights away",
+        "<max_staleness> samples in training, when `vllm_enable_sleep_mode: true` has taken the server's weights away",
     ),
 )
 """Of every command. Beside the options they know `credit_rule`, `checkpointing`, `least_group` and `most_turns`."""
@@ -195,7 +190,7 @@ CONFLICTS = (
 OF_TRAINING = (
     Conflict(
         lambda o: not o.temperature > 0,
-        "`temperature: {temperature}` cannot be trained, since log-probs are those of the logits divided by it",
+        "<temperature> cannot be trained, since log-probs are those of the logits divided by it",
         "set a number above 0, such as 1.0",
     ),
     Conflict(
@@ -226,13 +221,13 @@ OF_SERVE = (
 
 SERVER_GROUPS = Conflict(
     lambda o: o.use_vllm and o.vllm_mode == "colocate" and o.processes % o.vllm_tensor_parallel_size,
-    "`vllm_tensor_parallel_size: {vllm_tensor_parallel_size}` does not divide the {all} that train, and each server "
-    "of `vllm_mode: colocate` runs on the GPUs of so many of them",
+    "<vllm_tensor_parallel_size> does not divide the {all} that train, and each server of `vllm_mode: colocate` runs "
+    "on the GPUs of so many of them",
     "set a divisor, such as 1",
 )
 SEQUENCE_GROUPS = Conflict(
     lambda o: o.processes % o.sp_size,
-    "`sp_size: {sp_size}` does not divide {all}",
+    "<sp_size> does not divide {all}",
     "start a multiple of it (`--num_processes`), or leave it out",
 )
 OF_BATCHES = (
@@ -245,13 +240,12 @@ OF_BATCHES = (
     ),
     Conflict(
         lambda o: o.batch % o.num_generations,
-        "`num_generations: {num_generations}` does not divide the generation batch of {batch} ({sizes} × {steps})",
+        "<num_generations> does not divide the generation batch of {batch} ({sizes} × {steps})",
         "{divisors}make the batch a multiple of {num_generations}",
     ),
     Conflict(
         lambda o: o.branch_at is not None and o.rows % o.num_branches,
-        "`num_branches: {num_branches}` does not divide the {rows} conversations that a process samples at once, and "
-        "a conversation branches on one process",
+        "<num_branches> does not divide the {rows} conversations that a process samples, and branches share a process",
         "change it, or `per_device_train_batch_size`",
     ),
 )

@@ -9,7 +9,7 @@ import contextlib
 import json
 import shlex
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -219,3 +219,19 @@ def parse_env_config(config: Any, key: str = "env_config") -> dict[str, Any]:
     if not isinstance(config, Mapping):
         raise ConfigError(f"`{key}` is {config!r}: give a mapping from names of options to values.")
     return dict(config)
+
+
+def parse_factories(given: Any) -> Any:
+    """A factory in TRL's form: its path or itself; or several by name, as a mapping or as one in JSON or YAML."""
+    is_mapping = isinstance(given, str) and given.lstrip().startswith("{")
+    return parse_mapping(given, "environment_factory") if is_mapping else given
+
+
+PARSERS: dict[str, Callable[[Any], Any]] = {
+    "environment_factory": parse_factories,
+    "agent": parse_agent,
+    "env_config": parse_env_config,
+    "simulated_user": parse_user,
+    "advantage_estimator": parse_rule,
+}
+"""How the options that may be mappings are read."""

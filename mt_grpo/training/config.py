@@ -13,7 +13,7 @@ from accelerate import PartialState
 from transformers.utils import is_torch_bf16_gpu_available, is_torch_xla_available
 from trl import GRPOConfig
 
-from mt_grpo.credit import ADVANTAGE_ESTIMATORS, Rule, bind_rule, parse_rule, rule_name, splits_turns
+from mt_grpo.credit import ADVANTAGE_ESTIMATORS, Rule, bind_rule, rule_name, splits_turns
 from mt_grpo.envs.protocols import PROTOCOLS
 from mt_grpo.errors import ConfigError
 from mt_grpo.forward.attention.layout import KERNELS
@@ -21,7 +21,7 @@ from mt_grpo.imports import import_file
 from mt_grpo.options.environments import with_env_options
 from mt_grpo.options.rules import check_options
 from mt_grpo.options.table import OF_LIBRARIES, RunOptions, options_of, with_options_in_docstring
-from mt_grpo.options.values import chosen_rule, parse_agent, parse_env_config, parse_mapping, parse_user
+from mt_grpo.options.values import PARSERS, chosen_rule
 from mt_grpo.weights.transport import TRANSPORTS
 
 KEEPS_TURNS = ("cispo", "vespo")
@@ -89,16 +89,9 @@ class MTGRPOConfig(RunOptions, GRPOConfig):
                 setattr(self, field.name, [given])  # a recipe may give one name without a list
         for plugin in self.external_plugins or []:
             import_file(plugin)
-        if isinstance(self.environment_factory, str) and self.environment_factory.lstrip().startswith("{"):
-            self.environment_factory = parse_mapping(self.environment_factory, "environment_factory")
-        if self.agent is not None:
-            self.agent = parse_agent(self.agent)
-        if self.env_config is not None:
-            self.env_config = parse_env_config(self.env_config)
-        if self.simulated_user is not None:
-            self.simulated_user = parse_user(self.simulated_user)
-        if self.advantage_estimator is not None:
-            self.advantage_estimator = parse_rule(self.advantage_estimator)
+        for name, parse in PARSERS.items():
+            if getattr(self, name) is not None:
+                setattr(self, name, parse(getattr(self, name)))
         if self.vllm_importance_sampling_mode is None:
             prefetches = bool(self.max_staleness)
             self.vllm_importance_sampling_mode = "token_truncate" if prefetches else "sequence_mask"
