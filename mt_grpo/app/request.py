@@ -71,7 +71,8 @@ OF_LAUNCHER = ("num_processes", *OF_HOSTS)
 WORLD_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 """Where launchers say how many processes there are."""
 
-IMPORTING = ("tools", "turn_reward_funcs", "outcome_reward_funcs")
+IMPORTED = {"tools": "tool", "turn_reward_funcs": "turn reward", "outcome_reward_funcs": "outcome reward"}
+"""Lists of names or paths, with what each names."""
 
 
 @dataclass
@@ -233,15 +234,15 @@ def _check_whole(request: Request, schema: Schema, command: str) -> None:
     if not schema.exact:  # the defaults of the installed libraries may be others
         return
     whole = schema.defaults | given
-    for name in IMPORTING:
+    for name in IMPORTED:
         if isinstance(whole[name], str):  # one name stands for a list of one
             whole[name] = [whole[name]]
-    listed = [parse_reward(entry)[0] for name in IMPORTING for entry in whole[name] or []]
+    listed = [parse_reward(entry)[0] for name in IMPORTED for entry in whole[name] or []]
     plugins = whole["external_plugins"] or whole["env"] or whole["environment_factory"] or whole["agent"]
     named = {name: option.examples for name, option in schema.options.items() if option.examples}
     check_options(whole, {} if plugins else named)
     if not plugins and all(is_bare(entry) or entry.startswith("mt_grpo.") for entry in listed):
-        tools, rewards = (schema.options[name].items.examples for name in IMPORTING[:2])
+        tools, rewards = (schema.options[name].items.examples for name in ("tools", "turn_reward_funcs"))
         check_names(whole, tools, rewards)
     if command in ("train", "doctor"):
         check_trainable(whole)
@@ -255,26 +256,28 @@ def check_processes(request: Request) -> None:
         check_batches(schema.defaults | request.values, processes)
 
 
-KINDS = {"tools": "tool", "turn_reward_funcs": "turn reward", "outcome_reward_funcs": "outcome reward"}
-
-
 def check_places(values: Mapping[str, Any], command: str) -> None:
     """
     Looks for the model, the rows and the code that a recipe names as files, and for a folder that the run can write.
     """
     if command == "train":
         check_writable("." if values.get("output_dir") is None else str(values["output_dir"]))
-    _check_model(values["model_name_or_path"])
+    model = values["model_name_or_path"]
+    if looks_like_path(model) and not Path(model).expanduser().exists():
+        raise ConfigError(f"The model {model!r} cannot be loaded: there is no such folder (from {Path.cwd()}).")
     if command == "serve":
         return
     replays = command == "train" and values.get("replay")  # whose rows come with the conversations
     if values.get("dataset_name") and not replays:  # classes of `environment_factory` may need none
-        _check_dataset(values["dataset_name"])
+        source = values["dataset_name"].partition(":")[2] or values["dataset_name"]
+        path = Path(source).expanduser()
+        if not path.exists() and (path.suffix in FORMATS or looks_like_path(source)):
+            raise ConfigError(f"There is no file or folder {source!r} (the current folder is {Path.cwd()}).")
     if values.get("external_plugins"):  # a plugin may change where modules are found
         return
     if values.get("agent") and "function" in (agent := parse_agent(values["agent"])):
         check_place(agent["function"], "agent")
-    for option, what in KINDS.items():
+    for option, what in IMPORTED.items():
         listed = values.get(option) or []
         for entry in [listed] if isinstance(listed, str) else listed:
             name, _ = parse_reward(entry)
@@ -304,15 +307,3 @@ def check_writable(folder: str, given: str | None = None) -> None:
             pass
     except OSError as error:
         raise ConfigError(f"{given} cannot be made or written to ({error.strerror}): name another folder.") from error
-
-
-def _check_model(name: str) -> None:
-    if looks_like_path(name) and not Path(name).expanduser().exists():
-        raise ConfigError(f"The model {name!r} cannot be loaded: there is no such folder (from {Path.cwd()}).")
-
-
-def _check_dataset(name: str) -> None:
-    source = name.partition(":")[2] or name
-    path = Path(source).expanduser()
-    if not path.exists() and (path.suffix in FORMATS or looks_like_path(source)):
-        raise ConfigError(f"There is no file or folder {source!r} (the current folder is {Path.cwd()}).")

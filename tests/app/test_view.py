@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import socket
 import subprocess
@@ -13,6 +14,7 @@ from support.own_process import COMMAND
 from support.runs import write_run
 
 from mt_grpo.cli import main
+from mt_grpo.runlog import open_run
 
 
 @pytest.fixture(scope="module")
@@ -112,3 +114,36 @@ def test_a_file_is_written_for_a_filter(folder, tmp_path, capsys):
     assert main(["view", str(folder), "--export", str(path), "--filter", "mode=eval"]) == 0
     assert capsys.readouterr().out.startswith(f"{path}: 8 conversations")
     assert path.read_text().count("</script>") == 2
+
+
+READ = """
+import json, multiprocessing, sys
+from mt_grpo.app import view
+from mt_grpo.errors import UserError
+from mt_grpo.runlog import index
+view.LONG_INDEX, index.PART, index.NEAR = 0, 3000, 100
+try:
+    run = view.open_run_parallel(sys.argv[1])
+except UserError as error:
+    sys.exit(f"refused: {error}")
+print(json.dumps([run.rows[:], run.steps(), run.about]))
+"""
+
+
+def read(folder) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", READ, folder], capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems read an index in one process")
+def test_several_processes_read_what_one_reads(tmp_path):
+    """Of a long index."""
+    folder = write_run(tmp_path / "run", steps=2, ranks=2)
+    run = open_run(folder)
+    assert read(folder).stdout == f"{json.dumps([run.rows[:], run.steps(), run.about])}\n"
+    index = folder / "rollouts" / "index.jsonl"
+    lines = index.read_bytes().splitlines(keepends=True)
+    lines[len(lines) // 2] = lines[len(lines) // 2].replace(b":", b";", 1)
+    index.write_bytes(b"".join(lines))
+    ended = read(folder)
+    assert ended.returncode == 1 and ended.stderr.startswith("refused: ") and ended.stderr.count("\n") == 1
+    assert "has a damaged line" in ended.stderr
