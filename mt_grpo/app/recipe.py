@@ -68,7 +68,7 @@ def build_recipe(request: Request) -> Recipe:
     return Recipe(script, training, model)
 
 
-def _columns(given: Any) -> dict[str, str] | None:
+def _columns(given: object) -> dict[str, str] | None:
     """The columns to rename, as a recipe or a command line gives them."""
     mapping = parse_mapping(given, "column_mapping")
     if mapping is None:

@@ -192,7 +192,7 @@ def _told(options: Mapping[str, Any]) -> Iterator[str]:
 _OF_THIS_MACHINE = re.compile(r"(https?://)?(127\.0\.0\.1|localhost|0\.0\.0\.0|\[?::1\]?)(:\d+)?/?")
 
 
-def _of_model(options: Any, place: str = "") -> Iterator[str]:
+def _of_model(options: object, place: str = "") -> Iterator[str]:
     if not isinstance(options, Mapping):
         return
     if str(options.get("trust_remote_code", False)).lower() not in ("false", "no", "0", "none"):
@@ -201,19 +201,19 @@ def _of_model(options: Any, place: str = "") -> Iterator[str]:
         yield f"`{place}attn_implementation: {options['attn_implementation']}`"
 
 
-def _mapping(value: Any) -> Any:
+def _mapping(value: object) -> Any:
     """A mapping that is written as text, parsed as the option is; any other value as it is."""
     with contextlib.suppress(ConfigError):  # refused where it is read
         return parse_mapping(value, "")
     return value
 
 
-def _parsed(value: Any) -> Any:
+def _parsed(value: object) -> Any:
     """As `_mapping`, where the option takes plain text too."""
     return _mapping(value) if isinstance(value, str) and value.lstrip().startswith(("{", "[")) else value
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _texts(value: object) -> Iterator[str]:
     """Names and paths in a value: itself, those of a list, `name` of a mapping with options, or all of a mapping."""
     value = _parsed(value)
     if isinstance(value, str):

@@ -21,7 +21,7 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from mt_grpo.app.recipe_file import needs_trust_confirmation
 from mt_grpo.rewards import RewardFunc
@@ -263,18 +263,20 @@ class RunProgress(TrainerCallback):
         finally:
             self._bar.remove_task(task)
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
         self._begun, self._first_step = time.monotonic(), state.global_step
         if self._bar is not None:
             self._bar.follow(state.global_step, state.max_steps)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         if self._bar is not None:
             self._bar.follow(state.global_step, state.max_steps, self._left(state))
         elif self._shows and not control.should_log:
             self._print(state, [f"{self._step_log.latest.seconds:.1f} s"])
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> None:
+    def on_log(
+        self, args: object, state: TrainerState, control: object, logs: dict[str, float], **kwargs: object
+    ) -> None:
         if not self._shows:
             return
         if "eval_reward" in logs:
@@ -289,7 +291,7 @@ class RunProgress(TrainerCallback):
             else:
                 self._print(state, [*words, *([f"{self._step_log.latest.seconds:.1f} s"] if loss else [])])
 
-    def _print(self, state: Any, words: list[str], prefix: str = "") -> None:
+    def _print(self, state: TrainerState, words: list[str], prefix: str = "") -> None:
         width = len(str(state.max_steps))
         left = [] if prefix else [self._left(state)]
         line = "  ".join([f"{prefix}step {state.global_step:>{width}}/{state.max_steps}", *words, *filter(None, left)])
@@ -299,7 +301,7 @@ class RunProgress(TrainerCallback):
     def _say_how_far(self) -> None:
         self._console.print(self._trainer.describe_progress(), highlight=False, markup=False)
 
-    def _left(self, state: Any) -> str:
+    def _left(self, state: TrainerState) -> str:
         """The time that the remaining steps take, at the pace of the steps that this process did."""
         done, left = state.global_step - self._first_step, state.max_steps - state.global_step
         if not done or not left:

@@ -77,7 +77,7 @@ class SchemaOption:
         """The texts that it takes, if it takes no others."""
         return [name for name in self.names if isinstance(name, str)]
 
-    def read(self, value: Any) -> Any:
+    def read(self, value: object) -> Any:
         """The value that a text stands for, where the option takes no text; any other value as it is."""
         if isinstance(value, list) and self.items is not None:
             return [self.items.read(item) for item in value]
@@ -93,7 +93,7 @@ class SchemaOption:
                     return read(value)
         return value
 
-    def _takes(self, value: Any) -> bool:
+    def _takes(self, value: object) -> bool:
         # in Python, true and false are whole numbers too
         kinds = (kind for kind in self.kinds if isinstance(value, bool) == (kind == "boolean"))
         kind = next((kind for kind in kinds if isinstance(value, KINDS[kind][1])), None)
@@ -101,7 +101,7 @@ class SchemaOption:
             return all(map(self.items._takes, value))
         return kind is not None and not (self.minimum is not None and value is not None and value < self.minimum)
 
-    def check(self, name: str, value: Any, label: str, in_file: bool) -> None:
+    def check(self, name: str, value: object, label: str, in_file: bool) -> None:
         """Holds a value against the types of the option, and the names that it may be."""
         if self._takes(value):
             if self.names and value not in self.names:
@@ -144,7 +144,7 @@ def load_schema() -> Schema:
     return Schema({name: SchemaOption.of(said) for name, said in schema["properties"].items()}, exact)
 
 
-def show(value: Any) -> str:
+def show(value: object) -> str:
     """A value as a sentence names it."""
     text = json.dumps(value) if isinstance(value, bool) else str(value)
     if isinstance(value, str):

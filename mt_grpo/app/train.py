@@ -8,7 +8,6 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import yaml
@@ -192,7 +191,7 @@ class _AtTheBeginning(TrainerCallback):
     def __init__(self, action: Callable[[], None]) -> None:
         self._action = action
 
-    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, *args: object, **kwargs: object) -> None:
         self._action()
 
 
@@ -202,7 +201,7 @@ class _AtTheEnd(TrainerCallback):
     def __init__(self, action: Callable[[], None]) -> None:
         self._action = action
 
-    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+    def on_train_end(self, *args: object, **kwargs: object) -> None:
         self._action()
 
 

@@ -93,7 +93,7 @@ CONFLICTS = (
             o.max_staleness
             and not (o.vllm_importance_sampling_correction and o.vllm_importance_sampling_clip_max is not None)
         ),
-        "<max_staleness> trains on conversations of earlier weights, which takes a bounded correction",
+        "<max_staleness> trains on what earlier weights sampled, which needs a correction with a bound",
         "leave `vllm_importance_sampling_correction` and `vllm_importance_sampling_clip_max` out, or `max_staleness` "
         "at 0",
     ),

@@ -33,7 +33,7 @@ class Rule:
     of_numbers: bool = True
 
 
-def _is_finite(value: Any) -> bool:
+def _is_finite(value: object) -> bool:
     return isinstance(value, numbers.Real) and math.isfinite(value)
 
 

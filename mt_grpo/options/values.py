@@ -79,7 +79,7 @@ def names_model(name: str) -> bool:
     return "/" in name or (Path(name) / "config.json").is_file()
 
 
-def parse_reward(entry: Any) -> tuple[Any, dict[str, Any]]:
+def parse_reward(entry: object) -> tuple[Any, dict[str, Any]]:
     """
     A reward as a recipe, a command line (the mapping as JSON) or a script lists it: its name, path or object, and the
     options that it is made with.
@@ -102,7 +102,7 @@ def chosen_rule(rule: str | dict[str, Any] | None, has_turn_rewards: bool) -> st
     return dict(DEFAULT_RULE) if has_turn_rewards else OUTCOME_RULE
 
 
-def parse_rule(rule: Any) -> str | dict[str, Any]:
+def parse_rule(rule: object) -> str | dict[str, Any]:
     """A credit rule as a recipe, a command line (the mapping as JSON) or a script gives it."""
     given = _parse_braces(rule, "The credit rule")
     if isinstance(given, str):
@@ -120,7 +120,7 @@ def rule_name(rule: str | Mapping[str, Any]) -> str:
     return rule if isinstance(rule, str) else rule["name"]
 
 
-def parse_mapping(value: Any, key: str) -> Any:
+def parse_mapping(value: object, key: str) -> Any:
     """
     What a text stands for where an option takes a mapping, as on the command line: JSON, or YAML. Any other value is
     returned as it is.
@@ -135,7 +135,7 @@ def parse_mapping(value: Any, key: str) -> Any:
         raise ConfigError(f"`{key}` is {value!r}, which is not a JSON mapping.") from None
 
 
-def _parse_braces(value: Any, what: str) -> Any:
+def _parse_braces(value: object, what: str) -> Any:
     """The mapping that a text in JSON stands for, where an option takes plain text too; any other value as it is."""
     if not isinstance(value, str) or not value.lstrip().startswith("{"):
         return value
@@ -145,7 +145,7 @@ def _parse_braces(value: Any, what: str) -> Any:
         raise ConfigError(f"{what} {value!r} is not valid JSON ({error.msg} at character {error.pos}).") from error
 
 
-def _validated(options: type, given: Any, key: str) -> dict[str, Any]:
+def _validated(options: type, given: object, key: str) -> dict[str, Any]:
     """A mapping as pydantic takes it; else one sentence about the first thing that is wrong with it."""
     try:
         return TypeAdapter(options).validate_python(given)
@@ -164,7 +164,7 @@ def _validated(options: type, given: Any, key: str) -> dict[str, Any]:
     raise ConfigError(f"`{key}: {name}` is {wrong['input']!r}: {mend[0].lower()}{mend[1:]}.")
 
 
-def parse_user(user: Any) -> dict[str, Any]:
+def parse_user(user: object) -> dict[str, Any]:
     """A simulated user as a recipe, a command line (the mapping as JSON) or a script gives it."""
     user = parse_mapping(user, "simulated_user")
     if isinstance(user, Mapping):
@@ -181,7 +181,7 @@ def parse_user(user: Any) -> dict[str, Any]:
     return user
 
 
-def parse_agent(agent: Any, key: str = "agent") -> dict[str, str]:
+def parse_agent(agent: object, key: str = "agent") -> dict[str, str]:
     """An agent as a recipe, a command line (the mapping as JSON) or a script gives it."""
     if isinstance(agent, str):
         agent = parse_mapping(agent, key) if agent.lstrip().startswith("{") else {"function": agent}
@@ -203,7 +203,7 @@ def parse_agent(agent: Any, key: str = "agent") -> dict[str, str]:
     return agent
 
 
-def verifiers_name(env: Any) -> str | None:
+def verifiers_name(env: object) -> str | None:
     """The name of the environment of verifiers that `env` stands for; `None` where it is none of verifiers'."""
     if not isinstance(env, str) or not env.startswith(VERIFIERS):
         return None
@@ -213,7 +213,7 @@ def verifiers_name(env: Any) -> str | None:
     return name
 
 
-def parse_env_config(config: Any, key: str = "env_config") -> dict[str, Any]:
+def parse_env_config(config: object, key: str = "env_config") -> dict[str, Any]:
     """The options of an environment as a recipe, a command line (the mapping as JSON) or a script gives them."""
     config = parse_mapping(config, key)
     if not isinstance(config, Mapping):
@@ -221,7 +221,7 @@ def parse_env_config(config: Any, key: str = "env_config") -> dict[str, Any]:
     return dict(config)
 
 
-def parse_factories(given: Any) -> Any:
+def parse_factories(given: object) -> Any:
     """A factory in TRL's form: its path or itself; or several by name, as a mapping or as one in JSON or YAML."""
     is_mapping = isinstance(given, str) and given.lstrip().startswith("{")
     return parse_mapping(given, "environment_factory") if is_mapping else given

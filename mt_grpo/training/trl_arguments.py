@@ -27,7 +27,7 @@ REFERENCE = "ref"
 """The adapter in which TRL's trainer keeps the reference of a model that comes with an adapter."""
 
 
-def as_mtgrpo_config(args: Any) -> MTGRPOConfig:
+def as_mtgrpo_config(args: object) -> MTGRPOConfig:
     """Options as a `MTGRPOConfig`: a `GRPOConfig` with the defaults of all else, and every value that it has."""
     if isinstance(args, MTGRPOConfig):
         args.check()  # scripts set values after they made it
@@ -48,7 +48,7 @@ def as_mtgrpo_config(args: Any) -> MTGRPOConfig:
     return whole
 
 
-def as_rows(data: Any, name: str) -> Any:
+def as_rows(data: object, name: str) -> Any:
     """A dataset as it is, and a list of rows as a dataset; `name` is that of the argument."""
     if isinstance(data, dict):
         return {split: as_rows(rows, f"{name}[{split!r}]") for split, rows in data.items()}
@@ -74,7 +74,7 @@ def as_rows(data: Any, name: str) -> Any:
         ) from error
 
 
-def refuse_several_datasets(train: Any) -> None:
+def refuse_several_datasets(train: object) -> None:
     """Refuses several datasets to train on."""
     if isinstance(train, dict):
         raise ConfigError(
@@ -83,7 +83,7 @@ def refuse_several_datasets(train: Any) -> None:
         )
 
 
-def check_prompts(train: Any, evaluated: Any, written: bool) -> None:
+def check_prompts(train: object, evaluated: object, written: bool) -> None:
     """
     Refuses datasets whose prompts are neither text nor messages. A column has one type, so the first row tells; the
     rows of a stream are not read.
@@ -105,7 +105,7 @@ def check_prompts(train: Any, evaluated: Any, written: bool) -> None:
             raise ConfigError(f"The first row of `{name}` {error}") from None
 
 
-def outcomes_of(reward_funcs: Any, outcome_reward_funcs: Any, listed: list[Any] | None) -> list[Any]:
+def outcomes_of(reward_funcs: object, outcome_reward_funcs: object, listed: list[Any] | None) -> list[Any]:
     """The outcome rewards: those that the trainer was given, under TRL's name or ours, else those of the options."""
     if reward_funcs is not None and outcome_reward_funcs is not None:
         raise ConfigError(
@@ -115,13 +115,13 @@ def outcomes_of(reward_funcs: Any, outcome_reward_funcs: Any, listed: list[Any] 
     return as_list(listed if given is None else given)
 
 
-def as_list(given: Any) -> list[Any]:
+def as_list(given: object) -> list[Any]:
     """One thing as a list of it, and nothing as an empty list."""
     return [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
 
 
 def tokenizers_of(
-    given: Any, listed: list[Any], rewards: list[RewardFunc], turn_rewards: list[RewardFunc]
+    given: object, listed: list[Any], rewards: list[RewardFunc], turn_rewards: list[RewardFunc]
 ) -> list[Any]:
     """TRL's `reward_processing_classes`, with one for each reward."""
     tokenizers = [None] * len(listed) if given is None else as_list(given)
@@ -144,7 +144,7 @@ def check_rollout_func(rollout_func: Callable[..., Any] | None) -> None:
 
 
 @contextmanager
-def no_adapter_left(model: Any, trainer: Any) -> Iterator[None]:
+def no_adapter_left(model: object, trainer: object) -> Iterator[None]:
     """
     If the trainer is refused in the block, removes what TRL added to the model: the reference of a model with an
     adapter, and the adapter that `peft_config` describes.
