@@ -2,7 +2,6 @@
 
 from mt_grpo.rewards.base import FunctionReward, OutcomeReward, RewardFunc, StateScore, TurnReward, completion_ids
 from mt_grpo.rewards.environment import EnvReward, env_reward, reasoning_gym_reward, step_reward
-from mt_grpo.rewards.format import format_reward_func, xml_reward_func
 from mt_grpo.rewards.gain import AnswerLogprob, InformationGain, RightAnswer, answer_logprob, information_gain
 from mt_grpo.rewards.gsm8k import gsm8k_correct_reward_func, gsm8k_number_reward_func
 from mt_grpo.rewards.registry import REWARDS, RewardListError, load_rewards, reward
@@ -11,7 +10,9 @@ from mt_grpo.rewards.triviaqa import (
     exact_match_reward_func,
     exist_answer_in_search_results,
     exist_answer_reward_func,
+    format_reward_func,
     tool_execution_reward_func,
+    xml_reward_func,
 )
 
 __all__ = [

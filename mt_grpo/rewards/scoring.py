@@ -67,41 +67,36 @@ def score_trajectories(
     """
     judged = [trajectory for trajectory in trajectories if not trajectory.failed]
     # first what processes do together: a reward that ends this process would leave the others waiting
-    together = {func: _call_outcome_func(func, judged, extra) for func in outcome_funcs if func.collective}
-    turn = [
-        [[call_one(func, trajectory, turn, trajectory) for turn in trajectory.turns] for trajectory in judged]
+    together = {func: _call_on_all(func, judged, extra) for func in outcome_funcs if func.collective}
+    of_turns = [
+        call_one(func, each, turn, each)
         for func in (*turn_funcs, *state_scores)
+        for each in judged
+        for turn in each.turns
     ]
-    outcome = [together.get(func) or _call_outcome_func(func, judged, extra) for func in outcome_funcs]
-    return _score(turn_funcs, outcome_funcs, state_scores, trajectories, turn, outcome)
+    of_outcomes = [together.get(func) or _call_on_all(func, judged, extra) for func in outcome_funcs]
 
+    async def wait() -> Scores:
+        calls = [*of_turns, *(call for calls in of_outcomes for call in calls)]
+        found = iter(await _gather([call() for call in calls]))
+        by_turn = [[[next(found) for _ in each.turns] for each in judged] for _ in (*turn_funcs, *state_scores)]
+        turn = [spread(values, trajectories, lambda failed: [None] * len(failed.turns)) for values in by_turn]
+        outcome = []
+        for func in outcome_funcs:
+            values = next(found) if isinstance(func, FunctionReward) and judged else [next(found) for _ in judged]
+            outcome.append(spread(values, trajectories))
+        scores = Scores(turn[: len(turn_funcs)], outcome, turn[len(turn_funcs) :])
+        kinds: dict[str, Sequence[RewardFunc]] = {"outcome": outcome_funcs, "turn": turn_funcs}
+        if state_scores:
+            kinds["state"] = state_scores
+        for index, trajectory in enumerate(trajectories):
+            trajectory.rewards = {
+                kind: {func.name: values[index] for func, values in zip(funcs, getattr(scores, kind), strict=True)}
+                for kind, funcs in kinds.items()
+            }
+        return scores
 
-async def _score(
-    turn_funcs: Sequence[TurnReward],
-    outcome_funcs: Sequence[OutcomeReward],
-    state_scores: Sequence[StateScore],
-    trajectories: list[Trajectory],
-    turn_calls: list[list[list[Pending]]],
-    outcome_calls: list[Pending],
-) -> Scores:
-    turn, outcome = await _gather(
-        [
-            _gather([_gather([_gather([call() for call in calls]) for calls in of_func]) for of_func in turn_calls]),
-            _gather([call() for call in outcome_calls]),
-        ]
-    )
-    turn = [spread(values, trajectories, lambda failed: [None] * len(failed.turns)) for values in turn]
-    outcome = [spread(values, trajectories) for values in outcome]
-    turn, state = turn[: len(turn_funcs)], turn[len(turn_funcs) :]
-    for index, trajectory in enumerate(trajectories):
-        trajectory.rewards = {
-            "outcome": {func.name: values[index] for func, values in zip(outcome_funcs, outcome, strict=True)},
-            "turn": {func.name: values[index] for func, values in zip(turn_funcs, turn, strict=True)},
-        }
-        if state:
-            by_name = {func.name: values[index] for func, values in zip(state_scores, state, strict=True)}
-            trajectory.rewards["state"] = by_name
-    return Scores(turn, outcome, state)
+    return wait()
 
 
 def spread(
@@ -127,13 +122,13 @@ async def _gather(coroutines: list[Coroutine[Any, Any, Any]]) -> list[Any]:
     return results
 
 
-def _call_outcome_func(func: OutcomeReward, trajectories: list[Trajectory], extra: dict[str, Any] | None) -> Pending:
+def _call_on_all(func: OutcomeReward, trajectories: list[Trajectory], extra: dict[str, Any] | None) -> list[Pending]:
+    """Calls an outcome reward on each trajectory; a plain function is called once, and gives a list."""
     if not isinstance(func, FunctionReward):
-        calls = [call_one(func, trajectory, trajectory) for trajectory in trajectories]
-        return lambda: _gather([call() for call in calls])
+        return [call_one(func, trajectory, trajectory) for trajectory in trajectories]
     if not trajectories:
         func.score_nothing()
-        return lambda: _gather([])
+        return []
     rows = [trajectory.row for trajectory in trajectories]
     scope = f"a batch of {len(trajectories)} that begins with "
     pending = _call(func, lambda: func.score_batch(trajectories, rows, extra), trajectories[0], scope)
@@ -141,7 +136,7 @@ def _call_outcome_func(func: OutcomeReward, trajectories: list[Trajectory], extr
     async def wait() -> list[float | None]:
         return [_number(func, value, one) for value, one in zip(await pending(), trajectories, strict=True)]
 
-    return wait
+    return [wait]
 
 
 def call_one(func: RewardFunc, trajectory: Trajectory, *args: Any) -> Pending:
