@@ -22,6 +22,7 @@ from mt_grpo.app import report
 from mt_grpo.app.interrupt import print_error
 from mt_grpo.app.report import RunProgress
 from mt_grpo.credit import CreditError, rule_label
+from mt_grpo.errors import WeightSyncError
 from mt_grpo.preemption import PreemptedError
 from mt_grpo.rewards import RewardError
 from mt_grpo.rollout import RolloutError
@@ -37,7 +38,6 @@ from mt_grpo.training.step_log.records import read_audit, versions
 from mt_grpo.training.trainer import MTGRPOEnvTrainer
 from mt_grpo.trajectory import Trajectory
 from mt_grpo.viewer import render_trajectory
-from mt_grpo.weights.updates import WeightSyncError
 
 EXAMPLES = 3
 FAILURES = (ServerGoneError, WeightSyncError, RolloutError, CreditError, NonFiniteError, RewardError)

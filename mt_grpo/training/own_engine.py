@@ -13,14 +13,13 @@ from accelerate import Accelerator
 from trl.distributed import DistributedBackend
 from trl.models import unwrap_model_for_generation
 
-from mt_grpo.errors import ConfigError
+from mt_grpo.errors import ConfigError, WeightSyncError
 from mt_grpo.rollout import Engine
 from mt_grpo.rollout.engine import LocalEngine
 from mt_grpo.rollout.engines.transformers import TransformersEngine
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.forward_plan import check_sequence_ratio
 from mt_grpo.weights.proof import EXACT, NARROW, compare, probe_ids, trainer_logprobs, with_halved_weights
-from mt_grpo.weights.updates import WeightSyncError
 
 
 def check_importance_sampling(args: MTGRPOConfig) -> None:

@@ -23,7 +23,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from trl import ModelConfig
 
 import mt_grpo
-from mt_grpo.errors import ConfigError, ServerSetupError
+from mt_grpo.errors import ConfigError, ServerSetupError, WeightSyncError
 from mt_grpo.forward.media import media_tokens
 from mt_grpo.forward.routes import route_shape
 from mt_grpo.media import IMAGE
@@ -39,7 +39,6 @@ from mt_grpo.training.ranks import everywhere
 from mt_grpo.vllm_plugin.guard import SLEEPS
 from mt_grpo.weights.sync import WeightSync
 from mt_grpo.weights.transport import Transport, find_transport
-from mt_grpo.weights.updates import WeightSyncError
 
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
 LAUNCHERS = ("ROLE_", "MASTER_", "TORCHELASTIC_", "ACCELERATE_", "FSDP_", "TORCH_NCCL_", "OMP_")

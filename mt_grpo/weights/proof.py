@@ -22,8 +22,8 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from mt_grpo.errors import WeightSyncError
 from mt_grpo.servers.http import ServerControl
-from mt_grpo.weights.updates import WeightSyncError
 
 logger = logging.getLogger(__name__)
 LENGTH = 64

@@ -19,6 +19,7 @@ from accelerate.utils import gather_object
 from trl.distributed import DistributedBackend
 
 from mt_grpo.concurrency import run
+from mt_grpo.errors import WeightSyncError
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
 from mt_grpo.servers.http import (
     RequestFailed,
@@ -28,18 +29,21 @@ from mt_grpo.servers.http import (
     router_words,
     wait_for_servers,
 )
-from mt_grpo.servers.owner import new_run, read_owner, weight_label
+from mt_grpo.servers.owner import (
+    check_owner,
+    check_still_owner,
+    give_back,
+    new_run,
+    read_owner,
+    weight_label,
+    weight_version,
+)
 from mt_grpo.weights.proof import Proof, compare
 from mt_grpo.weights.transport import Payload, Source, Transport, Update
 from mt_grpo.weights.updates import (
-    WeightSyncError,
-    check_owner,
-    check_still_owner,
     fall_asleep,
-    give_back,
     wake_cache,
     wake_weights,
-    weight_version,
 )
 
 logger = logging.getLogger(__name__)

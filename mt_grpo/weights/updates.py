@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from mt_grpo.errors import UserError
+from mt_grpo.errors import WeightSyncError
 from mt_grpo.servers.http import RequestFailed, ServerControl
-from mt_grpo.servers.owner import read_owner, released
+from mt_grpo.servers.owner import weight_version
 from mt_grpo.vllm_plugin import BACKEND
 from mt_grpo.vllm_plugin.checksum import file_checksum
 
@@ -22,10 +22,6 @@ _ACTIVE, _INACTIVE = "already active", "without a matching start"
 """What vLLM says of an update that has begun, and of one that has not."""
 _VERDICT = "checksum"
 """A word in the error of a worker that has other weights; asking again does not help."""
-
-
-class WeightSyncError(UserError, RuntimeError):
-    """The server's weights could not be updated. Ends the run."""
 
 
 @contextlib.contextmanager
@@ -74,11 +70,6 @@ def _end_update(server: ServerControl, version: str | None = None) -> None:
     except RequestFailed as error:  # ended by a call whose answer was lost
         if _INACTIVE not in str(error) or (version is not None and weight_version(server) != version):
             raise
-
-
-def weight_version(server: ServerControl) -> str:
-    """The weight version of a server."""
-    return str(server.get("/weight_info", itemgetter("weight_version")))
 
 
 def fall_asleep(server: ServerControl, level: int) -> None:
@@ -137,42 +128,6 @@ def confirm(server: ServerControl, checksum: str, path: Path | None = None) -> N
         raise WeightSyncError(
             f"The weights did not arrive at the vLLM server at {server.base_url} as they were sent: {error}"
         ) from error
-
-
-def check_owner(server: ServerControl, run: str) -> None:
-    """Makes sure that no other run uses a server."""
-    other = read_owner(weight_version(server))
-    if other is None or other.run == run or other.over:
-        return
-    end = "end it first" if other.here else "end it first, or restart the server if that run was killed"
-    raise WeightSyncError(
-        f"The vLLM server at {server.base_url} holds the weights of another run ({other.words}): give this run a "
-        f"server of its own on another port (`vllm_server_port`), or {end}."
-    )
-
-
-def check_still_owner(server: ServerControl, label: str) -> None:
-    """Makes sure that a server held the weights of `label` while it was sampled from."""
-    version = weight_version(server)
-    if version in (label, released(label)):
-        return
-    other = read_owner(version)
-    if other is None:
-        raise RequestFailed(f"The server at {server.base_url} was restarted.", True, unreachable=True)
-    raise WeightSyncError(
-        f"The vLLM server at {server.base_url} was given the weights of another run ({other.words}) while this run "
-        "sampled from it, so that these conversations are not trained on: give each run a server of its own, on "
-        "another port (`vllm_server_port`)."
-    )
-
-
-def give_back(server: ServerControl, run: str) -> None:
-    """Tells a server that a run is over, if the server can be reached and holds the run's weights."""
-    with contextlib.suppress(RequestFailed):
-        version = weight_version(server)
-        held = read_owner(version)
-        if held is not None and held.run == run and version != released(version):
-            server.post("/update_weight_version", {"new_version": released(f"{run}:{held.step}")})
 
 
 def check_folder(

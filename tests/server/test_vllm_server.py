@@ -29,6 +29,7 @@ from transformers import AutoTokenizer
 from mt_grpo.concurrency import BackgroundTask
 from mt_grpo.doctor.memory import read_shape
 from mt_grpo.envs import MultiTurnToolEnv
+from mt_grpo.errors import WeightSyncError
 from mt_grpo.forward.lm_head import Truncation
 from mt_grpo.integrations.openai_api import AgentSource
 from mt_grpo.rewards import InformationGain
@@ -42,7 +43,6 @@ from mt_grpo.trajectory import StopReason, Trajectory
 from mt_grpo.weights.sync import WeightSync
 from mt_grpo.weights.transports.files import LoraTransport, SafetensorsTransport
 from mt_grpo.weights.transports.http import DeltaTransport, HttpTransport
-from mt_grpo.weights.updates import WeightSyncError
 
 pytestmark = [needs_server, pytest.mark.server]
 LENGTH = 512

@@ -21,7 +21,7 @@ from support.trainers import Letters
 from support.waiting import until
 
 from mt_grpo.envs import MultiTurnToolEnv
-from mt_grpo.errors import ConfigError
+from mt_grpo.errors import ConfigError, WeightSyncError
 from mt_grpo.options.rules import check_batches, check_served
 from mt_grpo.rollout import ScriptedEngine
 from mt_grpo.servers import processes, watchdog
@@ -31,7 +31,6 @@ from mt_grpo.servers.processes import OwnServer
 from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
 from mt_grpo.training import servers as starting
 from mt_grpo.training.servers import check_own_servers, server_urls, transport_of
-from mt_grpo.weights.updates import WeightSyncError
 
 COLOCATE = {**CPU_RUN, "use_vllm": True, "vllm_mode": "colocate"}
 UPDATE = ["/start_weight_update", "/update_weights", "/init_weight_transfer_engine", "/finish_weight_update"]

@@ -11,13 +11,13 @@ from accelerate import Accelerator
 from support.models import build_model
 from support.replicas import step_of
 
+from mt_grpo.errors import WeightSyncError
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
 from mt_grpo.servers import owner
 from mt_grpo.servers.http import ServerSetupError
 from mt_grpo.servers.owner import new_run, read_owner, released, weight_label
 from mt_grpo.training import MTGRPOConfig
 from mt_grpo.training.servers import weight_sync
-from mt_grpo.weights.updates import WeightSyncError
 
 
 def run_of(process: int) -> str:

@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 from support.architectures import build_random
 from support.models import build_model
 
+from mt_grpo.errors import WeightSyncError
 from mt_grpo.weights.proof import EXACT, with_halved_weights
 from mt_grpo.weights.transport import FullParameters
 from mt_grpo.weights.transports.files import LoraTransport
-from mt_grpo.weights.updates import WeightSyncError
 
 
 @pytest.fixture

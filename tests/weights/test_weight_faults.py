@@ -11,6 +11,7 @@ from support.loopback import Loopback, Proxy, Reply
 from support.models import build_model
 from support.replicas import Replica, step_of
 
+from mt_grpo.errors import WeightSyncError
 from mt_grpo.rollout import SamplingParams
 from mt_grpo.servers import http
 from mt_grpo.servers.http import RequestFailed
@@ -18,7 +19,6 @@ from mt_grpo.vllm_plugin.fetch import Fetcher
 from mt_grpo.vllm_plugin.guard import FETCH
 from mt_grpo.weights.transports.files import LoraTransport, SafetensorsTransport
 from mt_grpo.weights.transports.http import DeltaTransport, HttpTransport
-from mt_grpo.weights.updates import WeightSyncError
 
 
 @pytest.fixture(autouse=True)

@@ -23,14 +23,13 @@ import torch
 from support.loopback import Loopback, Reply, free_port
 from support.replicas import Replica, step_of
 
-from mt_grpo.errors import ConfigError
+from mt_grpo.errors import ConfigError, WeightSyncError
 from mt_grpo.vllm_plugin import fetch
 from mt_grpo.vllm_plugin.fetch import Fetcher, FetchError, apply, difference
 from mt_grpo.vllm_plugin.guard import FETCH
 from mt_grpo.weights.transports import http as transports
 from mt_grpo.weights.transports.files import SafetensorsTransport
 from mt_grpo.weights.transports.http import DeltaTransport, FileOffer, HttpTransport
-from mt_grpo.weights.updates import WeightSyncError
 
 UPDATE = ["/sleep", "/start_weight_update", "/update_weights", "/init_weight_transfer_engine"]
 UPDATE += ["/finish_weight_update", "/reset_prefix_cache", "/wake_up"]

@@ -10,9 +10,9 @@ import torch
 from support.models import build_model
 from support.replicas import Replica, step_of
 
+from mt_grpo.errors import WeightSyncError
 from mt_grpo.weights.transports import gpu
 from mt_grpo.weights.transports.gpu import IpcTransport, Shared
-from mt_grpo.weights.updates import WeightSyncError
 
 EXPORTED: dict[str, torch.Tensor] = {}
 """Memory that was handed out, by the name of its GPU."""

@@ -11,8 +11,8 @@ from support.forked import run_processes
 from support.models import build_model
 from support.replicas import Receiver, ScriptedGroup, step_of
 
+from mt_grpo.errors import WeightSyncError
 from mt_grpo.weights.transports.gpu import BUCKET, NcclTransport, take_bucket
-from mt_grpo.weights.updates import WeightSyncError
 
 UPDATE = ["/start_weight_update", "/update_weights", "/update_weights", "/finish_weight_update"]
 

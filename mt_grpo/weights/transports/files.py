@@ -17,13 +17,13 @@ from accelerate.utils import is_peft_model
 from safetensors import SafetensorError
 from trl.distributed import DistributedBackend
 
-from mt_grpo.errors import ConfigError
+from mt_grpo.errors import ConfigError, WeightSyncError
 from mt_grpo.servers.http import ServerControl
 from mt_grpo.vllm_plugin.checksum import Checksum, file_checksum
 from mt_grpo.vllm_plugin.fetch import own_folder
 from mt_grpo.weights.proof import shift_file, with_shifted_adapter
 from mt_grpo.weights.transport import Payload, Source, Transport, Update, exhaust, weight_transport
-from mt_grpo.weights.updates import WeightSyncError, check_folder, load_file, push_adapter
+from mt_grpo.weights.updates import check_folder, load_file, push_adapter
 
 SHARED = "/dev/shm"
 """Where files of weights are, unless another folder is named."""

@@ -21,13 +21,14 @@ from typing import Any, BinaryIO
 from urllib.parse import urlsplit
 
 from mt_grpo.concurrency import LoopThread
+from mt_grpo.errors import WeightSyncError
 from mt_grpo.servers.addresses import is_local
 from mt_grpo.servers.http import RequestFailed, ServerControl
 from mt_grpo.vllm_plugin.fetch import difference, time_limit
 from mt_grpo.vllm_plugin.guard import FETCH
 from mt_grpo.weights.transport import Payload, Source, Transport, Update, weight_transport
 from mt_grpo.weights.transports.files import WeightFiles, make_folder
-from mt_grpo.weights.updates import WeightSyncError, check_folder, confirm, load_file
+from mt_grpo.weights.updates import check_folder, confirm, load_file
 
 logger = logging.getLogger(__name__)
 
