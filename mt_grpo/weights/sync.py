@@ -39,12 +39,8 @@ from mt_grpo.servers.owner import (
     weight_version,
 )
 from mt_grpo.weights.proof import Proof, compare
-from mt_grpo.weights.transport import Payload, Source, Transport, Update
-from mt_grpo.weights.updates import (
-    fall_asleep,
-    wake_cache,
-    wake_weights,
-)
+from mt_grpo.weights.transport import Payload, Source, Transport
+from mt_grpo.weights.updates import Update, fall_asleep, wake_cache, wake_weights
 
 logger = logging.getLogger(__name__)
 

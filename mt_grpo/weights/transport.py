@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,7 +19,7 @@ from mt_grpo.imports import Registry
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
 from mt_grpo.servers.http import ServerControl
 from mt_grpo.weights.proof import HALF, with_halved_weights
-from mt_grpo.weights.updates import paused, updating
+from mt_grpo.weights.updates import Update
 
 T = TypeVar("T")
 
@@ -142,25 +140,6 @@ class Payload:
     checksum: str
     size: int = 0
     model: str = ""
-
-
-@dataclass(frozen=True)
-class Update:
-    """A server that gets weights, its weight version afterwards, and whether it keeps features of media."""
-
-    server: ServerControl
-    label: str
-    media: bool
-
-    def paused(self) -> AbstractContextManager[None]:
-        """The pause in which a server gets weights. What was computed with others is forgotten at its end."""
-        return paused(self.server, self.media)
-
-    @contextlib.contextmanager
-    def begun(self) -> Iterator[None]:
-        """An update in such a pause, through vLLM's weight-transfer engine."""
-        with self.paused(), updating(self.server, self.label):
-            yield
 
 
 class Transport:

@@ -12,14 +12,14 @@ from support.forked import run_processes
 from support.models import build_model
 from support.replicas import step_of
 
-from mt_grpo.errors import ConfigError
+from mt_grpo.errors import ConfigError, WeightSyncError
 from mt_grpo.servers.http import DELAYS, ServerControl
 from mt_grpo.training import MTGRPOConfig
 from mt_grpo.training.own_engine import own_engine
 from mt_grpo.vllm_plugin import keys
 from mt_grpo.weights.transports.files import LoraTransport
 from mt_grpo.weights.transports.gpu import KeyedClient, NcclGroup, NcclTransport
-from mt_grpo.weights.updates import WeightSyncError, paused
+from mt_grpo.weights.updates import Update
 
 
 @pytest.mark.slow
@@ -110,7 +110,7 @@ def test_a_server_is_resumed_though_the_pause_was_interrupted():
         def tidy_up(self, path, **params):
             self.said.append(path)
 
-    with pytest.raises(KeyboardInterrupt), paused(Interrupted()):
+    with pytest.raises(KeyboardInterrupt), Update(Interrupted(), "1", False).paused():
         pass
     assert Interrupted.said == ["/sleep", "/wake_up"]
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import socket
+import uuid
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,15 +17,17 @@ from typing import Any
 import torch
 from accelerate.utils import is_peft_model
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 from trl.distributed import DistributedBackend
 
 from mt_grpo.errors import ConfigError, WeightSyncError
-from mt_grpo.servers.http import ServerControl
+from mt_grpo.servers.http import RequestFailed, ServerControl
+from mt_grpo.vllm_plugin import BACKEND
 from mt_grpo.vllm_plugin.checksum import Checksum, file_checksum
 from mt_grpo.vllm_plugin.fetch import own_folder
 from mt_grpo.weights.proof import shift_file, with_shifted_adapter
-from mt_grpo.weights.transport import Payload, Source, Transport, Update, exhaust, weight_transport
-from mt_grpo.weights.updates import check_folder, load_file, push_adapter
+from mt_grpo.weights.transport import Payload, Source, Transport, exhaust, weight_transport
+from mt_grpo.weights.updates import Update, confirm
 
 SHARED = "/dev/shm"
 """Where files of weights are, unless another folder is named."""
@@ -153,6 +157,41 @@ def make_folder(shared: str | None) -> Path:
         ) from error
 
 
+def check_folder(
+    server: ServerControl,
+    config: dict[str, Any],
+    folder: Path,
+    bring: Callable[[Path], Path] = lambda file: file,
+) -> None:
+    """Makes sure that a server sees the trainer's files."""
+    transfer = config["weight_transfer_config"]
+    if transfer is None or transfer["backend"] != BACKEND:
+        raise WeightSyncError(
+            f"The vLLM server at {server.base_url} does not load weights from files: start it with `mt-grpo serve` "
+            "and this run's recipe."
+        )
+    nonce = folder / f"{uuid.uuid4().hex}.nonce"
+    save_file({"nonce": torch.randn(8)}, nonce)
+    seen = bring(nonce)
+    try:
+        confirm(server, file_checksum(nonce), seen)
+    except WeightSyncError as error:
+        raise WeightSyncError(
+            f"The vLLM server at {server.base_url} does not see the files in {folder}, where the trainer hands "
+            "weights over: set `weight_sync_folder` to a folder that trainer and server see under one path, and both "
+            f"may read ({error.__cause__})."
+        ) from error
+    try:
+        confirm(server, "wrong on purpose", seen)
+    except WeightSyncError:
+        nonce.unlink()
+        return
+    raise WeightSyncError(
+        f"The vLLM server at {server.base_url} agrees with whatever it is told about weights, even with what is wrong "
+        "on purpose: start it with `mt-grpo serve` and this run's recipe."
+    )
+
+
 class WeightFiles:
     """Packs all weights into one of two files, which take turns."""
 
@@ -206,8 +245,7 @@ class SafetensorsTransport(Transport):
         return [self.files.pack(step)]
 
     def deliver(self, update: Update, payload: Payload) -> None:
-        with update.begun():
-            load_file(update.server, payload.path, payload.checksum)
+        update.load(payload.path, payload.checksum)
 
 
 @weight_transport("lora")
@@ -285,9 +323,23 @@ class LoraTransport(Transport):
         return [Payload(path, checksum, model=path.name)]
 
     def deliver(self, update: Update, payload: Payload) -> None:
-        previous = None if self._served in (None, payload.path) else self._served.name
+        """Has the server load the adapter under the name of its folder, then forget the previous one."""
+        server, path = update.server, payload.path
         with update.paused():
-            push_adapter(update.server, payload.path, update.label, payload.checksum, previous)
+            confirm(server, payload.checksum, path / "adapter_model.safetensors")
+            server.post(
+                "/v1/load_lora_adapter", {"lora_name": path.name, "lora_path": str(path), "load_inplace": True}
+            )
+            served = server.get("/v1/models", lambda it: {(entry["id"], entry["root"]) for entry in it["data"]})
+            if (path.name, str(path)) not in served:
+                raise WeightSyncError(
+                    f"The vLLM server at {server.base_url} did not load the adapter {path}: it serves "
+                    f"{', '.join(sorted(name for name, _ in served))}."
+                )
+            server.post("/update_weight_version", {"new_version": update.label})
+            if self._served not in (None, path):
+                with contextlib.suppress(RequestFailed):  # a server that was restarted does not know it
+                    server.post("/v1/unload_lora_adapter", {"lora_name": self._served.name})
 
     def delivered(self) -> None:
         if self.source.accelerator.is_main_process and self._served not in (None, self._packed):

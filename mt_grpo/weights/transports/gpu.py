@@ -21,7 +21,8 @@ from trl.import_utils import is_vllm_available
 
 from mt_grpo.errors import ConfigError, WeightSyncError
 from mt_grpo.servers.http import RequestFailed, ServerControl, find_key
-from mt_grpo.weights.transport import Source, Transport, Update, exhaust, weight_transport
+from mt_grpo.weights.transport import Source, Transport, exhaust, weight_transport
+from mt_grpo.weights.updates import Update
 
 BUCKET = 2**28
 """Bytes that are gathered before they are sent. The server needs as much memory beside its model."""

@@ -26,9 +26,9 @@ from mt_grpo.servers.addresses import is_local
 from mt_grpo.servers.http import RequestFailed, ServerControl
 from mt_grpo.vllm_plugin.fetch import difference, time_limit
 from mt_grpo.vllm_plugin.guard import FETCH
-from mt_grpo.weights.transport import Payload, Source, Transport, Update, weight_transport
-from mt_grpo.weights.transports.files import WeightFiles, make_folder
-from mt_grpo.weights.updates import check_folder, confirm, load_file
+from mt_grpo.weights.transport import Payload, Source, Transport, weight_transport
+from mt_grpo.weights.transports.files import WeightFiles, check_folder, make_folder
+from mt_grpo.weights.updates import Update, confirm
 
 logger = logging.getLogger(__name__)
 
@@ -114,9 +114,7 @@ class HttpTransport(Transport):
         """Brings a server the weights in one of these ways, the cheapest first and the surest last."""
         for way in ways:
             try:
-                path = way()
-                with update.begun():
-                    return load_file(update.server, path, payload.checksum)
+                return update.load(way(), payload.checksum)
             except (RequestFailed, WeightSyncError) as error:  # in doubt, the next one
                 if way is ways[-1]:
                     raise
