@@ -28,9 +28,9 @@ from mt_grpo.servers.http import Server, ServerSetupError, wait_for_servers
 from mt_grpo.vllm_plugin.keys import check_folder
 
 logger = logging.getLogger(__name__)
-SLICE = 1.0
+CHECK_EVERY = 1.0
 """Seconds between two looks at a server that starts."""
-TOLD = 15.0
+NOTICE_AFTER = 15.0
 """Seconds after which it is said that a server starts."""
 
 _DIE_WITH_PARENT = 1  # of prctl
@@ -147,8 +147,8 @@ class OwnServer:
 
     def wait(self, seconds: float) -> None:
         """Waits until it answers."""
-        server, began, told = Server(self.url), time.monotonic(), TOLD
-        while run(wait_for_servers([server], 1, time.monotonic(), SLICE, lambda words: None)):
+        server, began, told = Server(self.url), time.monotonic(), NOTICE_AFTER
+        while run(wait_for_servers([server], 1, time.monotonic(), CHECK_EVERY, lambda words: None)):
             waited = time.monotonic() - began
             if self._watchdog.poll() is not None:
                 raise ServerSetupError(f"The vLLM server that this run started ended{self._reason()}. {self.where}")

@@ -15,7 +15,7 @@ import httpx
 
 from mt_grpo.concurrency import LoopThread, OnePerProcess
 
-MOST_BYTES = 32 << 20
+MAX_BYTES = 32 << 20
 """Bytes of an answer, decompressed."""
 
 _thread = OnePerProcess(lambda: LoopThread("mt-grpo-web"))
@@ -43,7 +43,7 @@ async def ask(http: httpx.AsyncClient, method: str, url: str, seconds: float, **
         async with asyncio.timeout(seconds), http.stream(method, url, timeout=seconds, **request) as response:
             async for part in response.aiter_raw():
                 raw += part
-                if len(raw) > MOST_BYTES:
+                if len(raw) > MAX_BYTES:
                     raise _too_large()
     except TimeoutError:
         raise httpx.ReadTimeout(f"no whole answer within {time.monotonic() - begun:.0f} s") from None
@@ -58,16 +58,16 @@ def _decompressed(raw: bytes, encoding: str) -> bytes:
         raise httpx.DecodingError(f"the answer has the encoding {encoding!r}, and only gzip was asked for")
     gzip = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
     try:
-        content = gzip.decompress(raw, MOST_BYTES + 1)
+        content = gzip.decompress(raw, MAX_BYTES + 1)
     except zlib.error as error:
         raise httpx.DecodingError(f"the answer is no gzip: {error}") from error
-    if len(content) > MOST_BYTES:
+    if len(content) > MAX_BYTES:
         raise _too_large()
     return content
 
 
 def _too_large() -> httpx.RemoteProtocolError:
-    return httpx.RemoteProtocolError(f"the answer has more than {MOST_BYTES:,} bytes")
+    return httpx.RemoteProtocolError(f"the answer has more than {MAX_BYTES:,} bytes")
 
 
 async def _ask_plainly(request: Any) -> None:
@@ -83,11 +83,11 @@ async def _bound(response: Any) -> None:
 
     class Bounded(library.AsyncByteStream):
         async def __aiter__(self) -> AsyncIterator[bytes]:
-            left = MOST_BYTES
+            left = MAX_BYTES
             async for part in source:
                 left -= len(part)
                 if left < 0:
-                    raise library.RemoteProtocolError(f"the answer has more than {MOST_BYTES:,} bytes")
+                    raise library.RemoteProtocolError(f"the answer has more than {MAX_BYTES:,} bytes")
                 yield part
 
         async def aclose(self) -> None:

@@ -43,7 +43,7 @@ from mt_grpo.weights.transport import Transport, find_transport
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
 LAUNCHERS = ("ROLE_", "MASTER_", "TORCHELASTIC_", "ACCELERATE_", "FSDP_", "TORCH_NCCL_", "OMP_")
 """Environment variables of a process that was launched, and the beginnings of others; a server is none."""
-GONE = 20.0
+GONE_TIMEOUT = 20.0
 """Seconds to wait for a server that was up: nobody starts it again."""
 GUARD = "mt_grpo.vllm_plugin.guard.Guard"
 """The middleware that lets only the trainer's requests pass, and only with the key."""
@@ -318,7 +318,7 @@ def hand_over(server: OwnServer | None, args: MTGRPOConfig, sync: WeightSync) ->
     """Lets the end of weight sync end the server, and its client know where to look when it is gone."""
     if not colocates(args):
         return
-    sync.client.server_timeout = GONE
+    sync.client.server_timeout = GONE_TIMEOUT
     sync.client.remedy = "The run that started it has to be started again."
     if server is not None:
         sync.end_server = server.close

@@ -35,13 +35,13 @@ ROOT = "/dev/shm"
 
 CHUNK = 2**24
 """Bytes that are read at a time."""
-SILENCE = 30.0
+READ_TIMEOUT = 30.0
 """Seconds after which a connection that brings nothing counts as broken."""
 ATTEMPTS = 5
 """Broken connections in a row, after which a file is given up."""
-FILES = 2
+NUM_FILES = 2
 """Files that take turns: to write to fresh memory takes several times as long as the copy."""
-LARGEST = 2**46
+MAX_SIZE = 2**46
 """Most bytes of a file."""
 BASE_TIMEOUT = 300.0
 """Seconds that a file of any size may take."""
@@ -127,7 +127,7 @@ class Fetcher:
             if base and held != base:
                 raise FetchError("This server holds other weights than those that the change starts from.")
             self._label = ""
-            self._number = (self._number + 1) % FILES
+            self._number = (self._number + 1) % NUM_FILES
             path = self._folder / f"{self._number}.safetensors"
             try:
                 if base:
@@ -182,8 +182,8 @@ def download(url: str, path: Path, size: int, ending: Ending | None = None) -> N
 def _check(url: object, size: object, label: object, base: object) -> None:
     if not all(isinstance(text, str) for text in (url, label, base)):
         raise FetchError("An address, a label and a base are texts.")
-    if not isinstance(size, int) or isinstance(size, bool) or not 0 < size <= LARGEST:
-        raise FetchError(f"A file has 1 to {LARGEST} bytes.")
+    if not isinstance(size, int) or isinstance(size, bool) or not 0 < size <= MAX_SIZE:
+        raise FetchError(f"A file has 1 to {MAX_SIZE} bytes.")
 
 
 def _fill(url: str, view: memoryview, ending: Ending) -> None:
@@ -210,7 +210,7 @@ def _go_on(url: str, view: memoryview, done: int, deadline: float, ending: Endin
     parts = urlsplit(url)
     if parts.hostname is None or parts.scheme != "http":
         raise FetchError(f"{url!r} is no address of a file.")
-    connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=SILENCE)
+    connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=READ_TIMEOUT)
     with contextlib.closing(connection):
         connection.connect()
         ending.watch(connection.sock)

@@ -26,9 +26,9 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 HEALTH = ("GET", "/health")
 FETCH = "/mt_grpo/fetch"
 """The guard's own endpoint: brings a file of weights here, see `fetch.py`."""
-LONGEST_BODY = 2**14
+MAX_BODY = 2**14
 """Most bytes of a request to it."""
-BODY_TIME = 30.0
+BODY_TIMEOUT = 30.0
 """Most seconds that such a request may take to arrive."""
 BEGINS = frozenset(
     {
@@ -182,10 +182,10 @@ class Guard:
 
     async def _fetch(self, receive: Receive, send: Send) -> None:
         try:
-            asked = json.loads(await asyncio.wait_for(_body(receive), BODY_TIME))
+            asked = json.loads(await asyncio.wait_for(_body(receive), BODY_TIMEOUT))
             path = await asyncio.to_thread(self._fetcher.fetch, **asked)
         except TimeoutError:
-            await _answer(send, 408, {"error": f"The request did not arrive within {BODY_TIME:.0f} s."})
+            await _answer(send, 408, {"error": f"The request did not arrive within {BODY_TIMEOUT:.0f} s."})
         except (FetchError, ValueError, TypeError, RecursionError) as error:
             await _answer(send, 502, {"error": str(error)})
         else:
@@ -214,8 +214,8 @@ async def _body(receive: Receive) -> bytes:
     while more:
         message = await receive()
         body, more = body + message.get("body", b""), message.get("more_body", False)
-        if len(body) > LONGEST_BODY:
-            raise ValueError(f"A request for a file takes at most {LONGEST_BODY} bytes.")
+        if len(body) > MAX_BODY:
+            raise ValueError(f"A request for a file takes at most {MAX_BODY} bytes.")
     return body
 
 

@@ -44,9 +44,9 @@ from mt_grpo.weights.updates import Update, fall_asleep, wake_cache, wake_weight
 
 logger = logging.getLogger(__name__)
 
-GOODBYE = 5.0
+CLOSE_TIMEOUT = 5.0
 """Seconds that a call may take when the run is over."""
-LOOKS = 8
+ROUTER_PROBES = 8
 """Requests that tell one server from several that answer in turn."""
 
 Action = Callable[[ServerControl], None]
@@ -202,7 +202,7 @@ class WeightSync:
         if self.accelerator.is_main_process and self._begun:
             for server in self.client.servers:
                 if server.up:
-                    give_back(ServerControl(server.url, self.client.api_key, GOODBYE), self.run)
+                    give_back(ServerControl(server.url, self.client.api_key, CLOSE_TIMEOUT), self.run)
         if self.end_server is not None:
             self.end_server()
 
@@ -357,7 +357,7 @@ class WeightSync:
         labels = {url: weight_label(self.run, f"start{number}") for number, url in enumerate(self.client.base_urls)}
 
         def look(server: ServerControl) -> None:
-            for _ in range(LOOKS):
+            for _ in range(ROUTER_PROBES):
                 seen = weight_version(server)
                 other = next((url for url, label in labels.items() if label == seen), None)
                 if other is None:

@@ -93,7 +93,7 @@ def test_the_user_sees_its_goal_and_its_own_side(endpoint):
 
 @pytest.mark.parametrize("encoding", ["identity", "gzip"])
 def test_an_answer_without_end_ends_its_conversation(endpoint, monkeypatch, encoding):
-    monkeypatch.setattr(web, "MOST_BYTES", 10_000)
+    monkeypatch.setattr(web, "MAX_BYTES", 10_000)
     answer = said("pears " * 20_000)
     if encoding == "gzip":
         packed = gzip.compress(json.dumps(answer[1]).encode())

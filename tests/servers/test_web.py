@@ -96,7 +96,7 @@ def test_a_client_that_never_connects_ends_in_time(monkeypatch):
 
 
 def test_an_answer_is_bounded_before_it_is_decompressed(answered, monkeypatch):
-    monkeypatch.setattr(web, "MOST_BYTES", 1_000)
+    monkeypatch.setattr(web, "MAX_BYTES", 1_000)
     bomb = gzip.compress(bytes(10_000))
     for url in (answered(bytes(2_000)), answered(bomb, Content_Encoding="gzip")):
         with pytest.raises(RuntimeError, match="the answer has more than 1,000 bytes"):

@@ -115,7 +115,7 @@ def test_a_server_of_its_own_is_not_started_by_serve(tmp_path):
 def test_a_server_that_ends_at_its_start_says_why(monkeypatch):
     code = "raise ValueError('Free memory on the device is less than desired')"
     server = OwnServer([sys.executable, "-c", code], dict(os.environ), "http://127.0.0.1:1")
-    monkeypatch.setattr(processes, "SLICE", 0.05)
+    monkeypatch.setattr(processes, "CHECK_EVERY", 0.05)
     with pytest.raises(ServerSetupError, match="Free memory on the device") as error:
         server.wait(60.0)
     server.close()
@@ -245,7 +245,7 @@ def test_the_end_of_a_run_ends_its_server(served):
 
 
 def test_a_server_that_is_lost_ends_the_run_in_a_sentence(served, monkeypatch):
-    monkeypatch.setattr(starting, "GONE", 0.2)
+    monkeypatch.setattr(starting, "GONE_TIMEOUT", 0.2)
     trainer = served()
     served.servers[0].http.stop()
     with pytest.raises((ServerGoneError, WeightSyncError), match="has to be started again. Its output is in"):

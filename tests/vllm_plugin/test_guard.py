@@ -179,7 +179,7 @@ def test_what_cannot_be_fetched_is_answered_with_why(guarded, body):
 @pytest.mark.parametrize(("time", "status"), [(30.0, 502), (0.05, 408)])
 def test_a_request_for_a_file_is_short_and_comes_soon(guarded, monkeypatch, time, status):
     """It would go on for ever."""
-    monkeypatch.setattr("mt_grpo.vllm_plugin.guard.BODY_TIME", time)
+    monkeypatch.setattr("mt_grpo.vllm_plugin.guard.BODY_TIMEOUT", time)
     _, guard = guarded
     sent = []
 

@@ -76,7 +76,7 @@ def test_weights_are_fetched_before_the_server_is_paused(remote, sync):
     nonce, proof = [FETCH, *UPDATE[3:4] * 2], [FETCH, *UPDATE, "/v1/completions"]
     assert posts == nonce + proof * 2 + [FETCH, *UPDATE] * 2
     assert step_of(remote.version) == "2" and sync.payload.checksum == remote.loaded
-    assert len(list(remote.folder.glob("*/*"))) == fetch.FILES
+    assert len(list(remote.folder.glob("*/*"))) == fetch.NUM_FILES
 
 
 def test_a_server_that_comes_back_fetches_the_latest(remote, sync, model):
@@ -245,7 +245,7 @@ def threads():
 
 
 def test_half_open_connections_hold_up_nobody(offer, tmp_path, monkeypatch):
-    monkeypatch.setattr(transports, "MOST_WAITING", 8)
+    monkeypatch.setattr(transports, "MAX_WAITING", 8)
     before = len(threads())
     held = [raw(offer, b"GET /") for _ in range(40)]
     fetch.download(f"{offer}/weights.safetensors", tmp_path / "copy", 25_600)
@@ -257,7 +257,7 @@ def test_half_open_connections_hold_up_nobody(offer, tmp_path, monkeypatch):
 
 
 def test_a_request_that_does_not_arrive_is_given_up(tmp_path, monkeypatch):
-    monkeypatch.setattr(transports, "HEAD_TIME", 0.05)
+    monkeypatch.setattr(transports, "HEAD_TIMEOUT", 0.05)
     offer = FileOffer(tmp_path, "127.0.0.1")
     with raw(offer.url("127.0.0.1"), b"GET /") as connection:
         assert not connection.recv(1)
@@ -290,7 +290,7 @@ def test_what_is_no_request_is_refused(offer, sent):
 
 
 def test_a_long_way_is_told_of(offer, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(transports, "TOLD_EVERY", 0.0)
+    monkeypatch.setattr(transports, "NOTICE_EVERY", 0.0)
     fetch.download(f"{offer}/weights.safetensors", tmp_path / "copy", 25_600)
     assert "127.0.0.1 has fetched 0.0 of 0.0 GB of the weights" in caplog.text
 
@@ -338,7 +338,7 @@ def test_replicas_of_one_machine_fetch_once(pair, sync_of, model, kind):
         sync.sync(step)
     assert [step_of(each.version) for each in pair] == ["2", "2"]
     assert pair[0].loaded == pair[1].loaded == sync.payload.checksum
-    assert [len(list(pair[0].folder.glob("*/*.safetensors")))] == [fetch.FILES + 1]  # and the nonce of the second
+    assert [len(list(pair[0].folder.glob("*/*.safetensors")))] == [fetch.NUM_FILES + 1]  # and the nonce of the second
     assert len(pair[1].urls) == 1
     sync.client.servers[0].drop("gone")
     model.model.embed_tokens.weight.data[5] *= 1.5
@@ -532,7 +532,7 @@ def test_a_server_that_ends_waits_for_no_trainer(tmp_path):
             connection.recv(1000)
             connection.sendall(b"HTTP/1.1 206 OK\r\nContent-Length: 10000\r\n\r\nx")
             fetcher.close()
-            thread.join(fetch.SILENCE / 2)
+            thread.join(fetch.READ_TIMEOUT / 2)
     assert faults == ["This server is shutting down."] and not list(tmp_path.iterdir())
 
 

@@ -32,24 +32,24 @@ from mt_grpo.weights.updates import Update, confirm
 
 logger = logging.getLogger(__name__)
 
-SLACK = 30.0
+FETCH_SLACK = 30.0
 """Seconds that a server has to say that a fetch has failed."""
 WHOLE_EVERY = 50
 """One sync in so many sends all weights, where changes are sent."""
 HERE = "127.0.0.1"
-HEAD_TIME = 10.0
+HEAD_TIMEOUT = 10.0
 """Most seconds that a request may take to arrive."""
-LONGEST_HEAD = 2**13
+MAX_HEAD = 2**13
 """Most bytes of a request."""
-MOST_WAITING = 256
+MAX_WAITING = 256
 """Connections whose request has not arrived. One more ends the oldest of them."""
-SENDERS = 64
+MAX_SENDERS = 64
 """Files that are sent at a time; further ones wait."""
-SILENCE = 30.0
+SEND_TIMEOUT = 30.0
 """Seconds after which a receiver that takes nothing counts as gone."""
-STRETCH = 2**24
+SEND_CHUNK = 2**24
 """Bytes that are sent at a time."""
-TOLD_EVERY = 10.0
+NOTICE_EVERY = 10.0
 """Seconds between two lines about a file that is being sent."""
 
 _REFUSAL = b"HTTP/1.1 %s\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
@@ -159,7 +159,7 @@ class HttpTransport(Transport):
                 {"url": url, "size": size, **more},
                 itemgetter("path"),
                 final="HTTP 502",  # it has tried several times, and says why it gave up
-                timeout=time_limit(size) + SLACK,
+                timeout=time_limit(size) + FETCH_SLACK,
             )
         except RequestFailed as error:
             if error.unreachable or error.status is None:
@@ -260,14 +260,14 @@ class FileOffer:
     """
 
     def __init__(self, folder: Path, host: str, port: int = 0) -> None:
-        self._socket = socket.create_server((host, port), backlog=MOST_WAITING)
+        self._socket = socket.create_server((host, port), backlog=MAX_WAITING)
         self._socket.setblocking(False)
         self._port = self._socket.getsockname()[1]
         self._folder, self._secret = folder, secrets.token_urlsafe(32)
         self._wanted = re.compile(rf"GET /{re.escape(self._secret)}/(\w[\w.-]*) HTTP/1\.[01]\r\n".encode())
         self._waiting: dict[asyncio.Task[None], None] = {}
         self._sending: set[socket.socket] = set()
-        self._senders = ThreadPoolExecutor(SENDERS, "mt-grpo-weights")
+        self._senders = ThreadPoolExecutor(MAX_SENDERS, "mt-grpo-weights")
         self._thread = LoopThread("mt-grpo-weights")
         self._accepting = self._thread.wait(self._begin())
 
@@ -302,7 +302,7 @@ class FileOffer:
             except OSError:  # gone again, or there are too many files open
                 await asyncio.sleep(0.1)
                 continue
-            if len(self._waiting) >= MOST_WAITING:
+            if len(self._waiting) >= MAX_WAITING:
                 next(iter(self._waiting)).cancel()
             task = asyncio.ensure_future(self._answer(connection, peer[0]))
             self._waiting[task] = None
@@ -313,12 +313,12 @@ class FileOffer:
         loop, sent = asyncio.get_running_loop(), False
         connection.setblocking(False)
         try:
-            async with asyncio.timeout(HEAD_TIME):
+            async with asyncio.timeout(HEAD_TIMEOUT):
                 head = b""
                 while b"\r\n\r\n" not in head:
-                    received = await loop.sock_recv(connection, LONGEST_HEAD)
+                    received = await loop.sock_recv(connection, MAX_HEAD)
                     head += received
-                    if not received or len(head) > LONGEST_HEAD:
+                    if not received or len(head) > MAX_HEAD:
                         return
                 found = self._find(head)
                 if isinstance(found, bytes):
@@ -355,15 +355,15 @@ class FileOffer:
     def _send(self, connection: socket.socket, peer: str, file: BinaryIO, offset: int, size: int) -> None:
         try:
             with connection, file:
-                connection.settimeout(SILENCE)
+                connection.settimeout(SEND_TIMEOUT)
                 connection.sendall(
                     f"HTTP/1.1 206 Partial Content\r\nContent-Range: bytes {offset}-{size - 1}/{size}\r\n"
                     f"Content-Length: {size - offset}\r\nCache-Control: no-store\r\nConnection: close\r\n\r\n".encode()
                 )
                 begun = told = time.monotonic()
-                while offset < size and (sent := connection.sendfile(file, offset, min(STRETCH, size - offset))):
+                while offset < size and (sent := connection.sendfile(file, offset, min(SEND_CHUNK, size - offset))):
                     offset += sent
-                    if (now := time.monotonic()) - told >= TOLD_EVERY:
+                    if (now := time.monotonic()) - told >= NOTICE_EVERY:
                         told, done = now, f"{offset / 1e9:.1f} of {size / 1e9:.1f} GB"
                         logger.warning("%s has fetched %s of the weights in %.0f s.", peer, done, now - begun)
         except OSError:  # the server has gone, or has had enough
