@@ -123,7 +123,7 @@ def test_an_option_is_one_line_of_the_table(tmp_path, monkeypatch):
 
 
 def test_none_is_no_value_of_an_option_that_has_one(tmp_path):
-    with pytest.raises(ConfigError, match="`max_staleness` is None, which says nothing: leave it out"):
+    with pytest.raises(ConfigError, match="`max_staleness` cannot be None: leave it out"):
         config(tmp_path, max_staleness=None)
     TrlParser((MTGRPOConfig,)).parse_args_into_dataclasses(["--output_dir", str(tmp_path), "--use_cpu", "true"])
     assert config(tmp_path, max_completion_length=None).max_completion_length is None

@@ -11,7 +11,7 @@ from mt_grpo.app.request import OF_HOSTS, OWN_OPTIONS
 from mt_grpo.app.schema import SchemaOption, load_schema
 from mt_grpo.options.table import GROUPS, OPTIONS, Option
 
-NAMES = 24
+NAME_WIDTH = 24
 """Columns for the name of an option; a longer name moves its own words."""
 
 _VALUES = {"integer": "N", "number": "X", "boolean": "true|false", "object": "MAPPING", "string": "TEXT"}
@@ -63,8 +63,8 @@ def _lines(options: dict[str, SchemaOption], width: int) -> list[str]:
         lines += textwrap.wrap(
             option.summary + _default(option),
             width,
-            initial_indent=f"  {f'--{name}':<{NAMES}} ",
-            subsequent_indent=" " * (NAMES + 3),
+            initial_indent=f"  {f'--{name}':<{NAME_WIDTH}} ",
+            subsequent_indent=" " * (NAME_WIDTH + 3),
         )
     return lines
 

@@ -71,11 +71,9 @@ class HostGroup:
         )
 
     def check(self, processes: int) -> None:
-        """Whether they are told what they have to know, and `processes` can be shared out to them."""
+        """Refuses hosts that lack an address or a rank, or that cannot share `processes` evenly."""
         if self.rank >= self.number:
-            raise ConfigError(
-                f"`--machine_rank {self.rank}` is none of {self.number} hosts: they count from 0 to {self.number - 1}."
-            )
+            raise ConfigError(f"`--machine_rank {self.rank}` must be from 0 to {self.number - 1}, one for each host.")
         if processes % self.number:
             raise ConfigError(
                 f"`--num_processes {processes}`, those of all hosts together, is no multiple of `--num_machines "

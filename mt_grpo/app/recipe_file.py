@@ -103,15 +103,14 @@ PATHS = tuple(name for name, option in OPTIONS.items() if option.executes == "pa
 """Options that name code, by the paths of files or of modules, or by names in a registry."""
 FILES = tuple(name for name, option in OPTIONS.items() if option.executes == "file")
 """Options that name files, which name code and commands."""
-SHOWN = 4
+MAX_NAMED = 4
 """Things that are named in the question."""
 
 
 def check_trust(path: str, recipe: Mapping[str, Any], variables: Mapping[str, Any]) -> None:
     """
-    Whether a recipe may run without a question: it is no run's configuration, or all code that it names is of this
-    package or in the current folder, and not in what holds the run there; and it sends no key to another machine.
-    Nothing is imported.
+    Asks for `--trust` where a run's configuration names code outside of this package and of the current folder, or
+    code that was unpacked with the run, or sends a key to another machine. Nothing is imported.
     """
     folder = Path(path).resolve().parent
     of_run = any((folder / name).exists() for name in RECORDS)
@@ -126,10 +125,10 @@ def check_trust(path: str, recipe: Mapping[str, Any], variables: Mapping[str, An
     found = list(dict.fromkeys([*_executed(with_env_options(recipe), theirs), *_told(recipe)]))
     found += [f"`env: {name}`" for name in variables]
     if found:
-        more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+        more = f" and {len(found) - MAX_NAMED} more" if len(found) > MAX_NAMED else ""
         raise ConfigError(
             f"{path} is the configuration of a run, and would execute what is not of the current folder, or send a "
-            f"key: {', '.join(found[:SHOWN])}{more}. Read it, and add `--trust` if you trust whoever wrote it."
+            f"key: {', '.join(found[:MAX_NAMED])}{more}. Read it, and add `--trust` if you trust whoever wrote it."
         )
 
 

@@ -77,7 +77,7 @@ IMPORTED = {"tools": "tool", "turn_reward_funcs": "turn reward", "outcome_reward
 
 @dataclass
 class Request:
-    """"""
+    """A recipe's file, the options in it, words for argparse, the command's own options, and all values together."""
 
     path: str | None = None
     recipe: dict[str, Any] = field(default_factory=dict)
@@ -249,7 +249,7 @@ def _check_whole(request: Request, schema: Schema, command: str) -> None:
 
 
 def check_processes(request: Request) -> None:
-    """Whether the processes that this one was launched with make whole groups."""
+    """Checks that batches divide into whole groups, on the processes of the launcher."""
     schema = load_schema()
     if schema.exact:
         processes = next((int(os.environ[name]) for name in WORLD_SIZES if name in os.environ), 1)
@@ -286,14 +286,14 @@ def check_places(values: Mapping[str, Any], command: str) -> None:
 
 
 def check_new(folder: str) -> None:
-    """Whether a folder can be made."""
+    """Checks that a folder can be made."""
     if Path(folder).exists() and not (Path(folder).is_dir() and not any(Path(folder).iterdir())):
         raise ConfigError(f"{folder} is there already: give `--save` another folder, or remove it.")
     check_writable(folder, f"`--save {folder}`")
 
 
 def check_writable(folder: str, given: str | None = None) -> None:
-    """Whether a folder can be made, or written to where it is there."""
+    """Checks that a folder can be made, or written to where it is there."""
     path, given = Path(folder).absolute(), given or f"`output_dir: {folder}`"
     if not folder or "\0" in folder:
         raise ConfigError(f"{given} names no folder: give it a name.")

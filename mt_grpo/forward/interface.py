@@ -72,7 +72,7 @@ class TreeMask(Tensor):
     def of(
         cls, layout: TreeLayout, sees: Callable[..., Tensor], size: int | None, device: torch.device, dimensions: int
     ) -> TreeMask:
-        """"""
+        """The mask of a packed row, for layers that see a token as `sees` says."""
         mask = torch.ones([1] * dimensions, dtype=torch.bool, device=device).as_subclass(cls)
         windows = _windows(sees, size, layout)
         mask.tree, mask.window, mask.known = layout, next(iter(windows), None), bool(windows)

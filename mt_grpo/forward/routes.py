@@ -36,7 +36,7 @@ _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_
 
 @dataclass(frozen=True)
 class RouteShape:
-    """"""
+    """A model's layers, experts a token goes to in each, all experts of one, and groups that are scored first."""
 
     layers: int
     chosen: int

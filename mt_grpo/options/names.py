@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean
 
-NEAR = 0.82
+CUTOFF = 0.82
 """How near, of 1, the name of an option must be to be guessed."""
 
 SYNONYMS = {
@@ -107,4 +107,4 @@ def refuse_unknown(
         other = next((own for own, others in SYNONYMS.items() if word in others.split()), None)
         if other in known:
             raise ConfigError(f"{written} is unknown: here it is `{other}`.")
-        raise ConfigError(f"{written} is unknown{did_you_mean(name, known, cutoff=NEAR) or f': {otherwise}'}.")
+        raise ConfigError(f"{written} is unknown{did_you_mean(name, known, cutoff=CUTOFF) or f': {otherwise}'}.")

@@ -297,9 +297,7 @@ def check_history(policy: str, compact_every: int | None) -> None:
 
 
 def check_addresses(options: Mapping[str, Any]) -> None:
-    """
-    Whether the servers of a run are addresses, each named once, and as many as the run needs; the host is one alone.
-    """
+    """Checks the addresses of servers: each is valid and named once, and there are as many as the run needs."""
     host_url(options["vllm_server_host"], options["vllm_server_port"], "vllm_server_host")
     named = max(len(expand_addresses(options["vllm_server_base_url"] or [], "vllm_server_base_url")), 1)
     least = options["vllm_min_servers"]
@@ -323,35 +321,34 @@ def check_checkpointing_options(options: Mapping[str, Any]) -> None:
     for key in ("every_n_layers", "offload"):
         if key in given:
             raise ConfigError(
-                f"`{name}: {{{key}: {str(given[key]).lower()}}}` does not outlast the first batch, since TRL's "
-                "trainer turns checkpointing off and on again without it: leave it out, and set "
-                "`gradient_checkpointing_layers` to keep fewer inputs of layers, or `activation_offloading` to move "
-                "them."
+                f"`{name}: {{{key}: {str(given[key]).lower()}}}` is reset by TRL after the first batch: leave it "
+                "out, and set `gradient_checkpointing_layers` to keep fewer inputs of layers, or "
+                "`activation_offloading` to move them."
             )
 
 
 def check_served(options: Mapping[str, Any]) -> None:
-    """Whether a run would use the server that is to be started."""
+    """Checks that a run would use the server that is to be started."""
     refuse(OF_SERVE, {"use_vllm": None, "vllm_mode": None, **options})
 
 
 def check_groups(options: Mapping[str, Any], processes: int) -> None:
-    """Whether the processes of a run make whole groups for the servers that it starts."""
+    """Checks that the servers that a run starts share its processes evenly."""
     refuse([SERVER_GROUPS], {**options, "processes": processes, "all": _processes(processes)})
 
 
 def check_sharing(size: int, processes: int) -> None:
-    """Whether processes make whole groups of `sp_size`."""
+    """Checks that `sp_size` divides the processes."""
     refuse([SEQUENCE_GROUPS], {"sp_size": size, "processes": processes, "all": _processes(processes)})
 
 
 def check_trainable(options: Mapping[str, Any]) -> None:
-    """Whether the options let training take a step."""
+    """Checks that training would take a step."""
     refuse(OF_TRAINING, options)
 
 
 def check_batches(options: Mapping[str, Any], processes: int) -> None:
-    """Whether the processes of a run make whole groups."""
+    """Checks that batches divide into whole groups, on so many processes."""
     device = options["per_device_train_batch_size"]
     step = device * processes
     batch = options["generation_batch_size"] or step * (
@@ -373,7 +370,7 @@ def check_batches(options: Mapping[str, Any], processes: int) -> None:
 
 
 def check_eval_batch(options: Mapping[str, Any], processes: int) -> None:
-    """Whether a batch of an evaluation holds whole groups."""
+    """Checks that a batch of an evaluation divides into whole groups."""
     device = options["per_device_eval_batch_size"]
     sizes = {
         "generations": options["num_generations_eval"] or options["num_generations"],
@@ -433,7 +430,7 @@ def check_partner(options: Mapping[str, Any], place: str = "") -> None:
 
 
 def check_environments(options: Mapping[str, Any]) -> None:
-    """Whether `environments` names environments, each with options that one may have for itself."""
+    """Checks that `environments` names environments, each with options that one may have for itself."""
     if options["environments"] is None:
         return
     if options["environment_factory"] is not None:

@@ -21,7 +21,7 @@ _DIE_WITH_PARENT = 1  # of prctl
 
 
 def main(parent: int, command: list[str]) -> int:
-    """"""
+    """Starts a server, ends it when the process that asked for it is gone, and returns its status."""
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # they are for the parent
         signal.signal(ignored, signal.SIG_IGN)
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_begin)

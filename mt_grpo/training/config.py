@@ -84,7 +84,7 @@ class MTGRPOConfig(RunOptions, GRPOConfig):
         for field in fields(self):
             given = getattr(self, field.name)
             if given is None and field.name in _never_none():
-                raise ConfigError(f"`{field.name}` is None, which says nothing: leave it out, or give a value.")
+                raise ConfigError(f"`{field.name}` cannot be None: leave it out, or give a value.")
             if isinstance(given, str) and field.name in ours and str(field.type).startswith("list[str]"):
                 setattr(self, field.name, [given])  # a recipe may give one name without a list
         for plugin in self.external_plugins or []:

@@ -163,7 +163,7 @@ def test_options_of_the_command_are_no_fields_of_a_recipe():
     ("options", "expected"),
     [
         (["--num_machines", "2"], "needs `--main_process_ip`, the address of the host with `--machine_rank 0`"),
-        (["--num_machines", "2", "--machine_rank", "2"], "`--machine_rank 2` is none of 2 hosts"),
+        (["--num_machines", "2", "--machine_rank", "2"], "`--machine_rank 2` must be from 0 to 1"),
         (["--num_machines", "4"], "`--num_processes 2`, those of all hosts together, is no multiple of"),
     ],
 )
