@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 
 import pytest
 import torch
@@ -78,3 +80,22 @@ def test_spoilt_weights_are_not_blamed_on_the_engine():
     model = build_model(TOKENIZER).eval()
     model.model.norm.weight.data.fill_(float("nan"))
     assert asyncio.run(measure_engine(TransformersEngine(model, TOKENIZER))).holds
+
+
+def test_a_measurement_that_is_cancelled_leaves_no_batch_behind():
+    async def cancelled() -> None:
+        engine, begun = TransformersEngine(build_model(TOKENIZER), TOKENIZER), threading.Event()
+
+        def hold(*_: object) -> None:
+            begun.set()
+            time.sleep(0.05)
+
+        engine.model.register_forward_pre_hook(hold)
+        measuring = asyncio.ensure_future(measure_engine(engine))
+        while not begun.is_set():
+            await asyncio.sleep(0.01)
+        measuring.cancel()
+        await asyncio.wait([measuring])
+        assert engine._batch is None
+
+    asyncio.run(cancelled())

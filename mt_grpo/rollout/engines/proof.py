@@ -79,6 +79,7 @@ async def measure_engine(engine: TransformersEngine, mixed_precision: str = "no"
     finally:
         for name in names:
             engine.release(name)
+        await engine.close()  # where this is interrupted, its batch samples on
     with torch.no_grad(), engine.context():
         return _compare(engine, contexts, samples, rounding_step(engine.model, mixed_precision))
 
