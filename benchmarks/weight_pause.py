@@ -29,7 +29,7 @@ from mt_grpo.servers.http import ServerControl
 from mt_grpo.weights.sync import WeightSync
 from mt_grpo.weights.transport import Transport
 from mt_grpo.weights.transports.files import SafetensorsTransport
-from mt_grpo.weights.transports.http import HttpTransport
+from mt_grpo.weights.transports.network import HttpTransport
 
 TARGET = 1.2
 WARM = 2

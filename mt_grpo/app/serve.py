@@ -11,7 +11,7 @@ from mt_grpo.app.recipe import Recipe
 from mt_grpo.errors import ConfigError
 from mt_grpo.options.rules import check_served
 from mt_grpo.servers.addresses import EVERYWHERE, expand_addresses, host_url, is_local
-from mt_grpo.servers.processes import Replica, check_keys, run_replicas, share_gpus
+from mt_grpo.servers.start import Replica, check_keys, run_replicas, share_gpus
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.servers import command_at, visible_gpus
 

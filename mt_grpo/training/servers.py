@@ -30,7 +30,7 @@ from mt_grpo.media import IMAGE
 from mt_grpo.options.rules import check_groups
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
 from mt_grpo.servers.addresses import expand_addresses, host_url
-from mt_grpo.servers.processes import OwnServer, check_keys, is_free
+from mt_grpo.servers.start import OwnServer, check_keys, is_free
 from mt_grpo.training.checkpoint import adapter_settings
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.model import resolve_base, resolve_model, served_model, source_options, subfolder_of

@@ -15,7 +15,7 @@ from transformers import Qwen2_5_VLConfig, Qwen3_5TextConfig, Qwen3Config, Qwen3
 from mt_grpo.app import serve
 from mt_grpo.cli import main
 from mt_grpo.errors import ConfigError
-from mt_grpo.servers.processes import share_gpus
+from mt_grpo.servers.start import share_gpus
 from mt_grpo.training import servers
 from mt_grpo.training.own_engine import check_importance_sampling
 from mt_grpo.training.servers import server_client, server_urls

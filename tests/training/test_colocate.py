@@ -24,10 +24,10 @@ from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.errors import ConfigError, WeightSyncError
 from mt_grpo.options.rules import check_batches, check_served
 from mt_grpo.rollout import ScriptedEngine
-from mt_grpo.servers import processes, watchdog
+from mt_grpo.servers import start, watchdog
 from mt_grpo.servers.fleet import Placement
 from mt_grpo.servers.http import Server, ServerGoneError, ServerSetupError
-from mt_grpo.servers.processes import OwnServer
+from mt_grpo.servers.start import OwnServer
 from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
 from mt_grpo.training import servers as starting
 from mt_grpo.training.servers import check_own_servers, server_urls, transport_of
@@ -115,7 +115,7 @@ def test_a_server_of_its_own_is_not_started_by_serve(tmp_path):
 def test_a_server_that_ends_at_its_start_says_why(monkeypatch):
     code = "raise ValueError('Free memory on the device is less than desired')"
     server = OwnServer([sys.executable, "-c", code], dict(os.environ), "http://127.0.0.1:1")
-    monkeypatch.setattr(processes, "CHECK_EVERY", 0.05)
+    monkeypatch.setattr(start, "CHECK_EVERY", 0.05)
     with pytest.raises(ServerSetupError, match="Free memory on the device") as error:
         server.wait(60.0)
     server.close()

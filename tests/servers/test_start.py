@@ -13,7 +13,7 @@ from support.own_process import TERMINAL
 SUPERVISOR = (
     TERMINAL
     + """
-from mt_grpo.servers.processes import Replica, run_replicas
+from mt_grpo.servers.start import Replica, run_replicas
 child = [sys.executable, "-c"]
 programs = sys.argv[1:]
 replicas = [Replica(f"http://server{n}", [*child, code], {"NUMBER": str(n)}) for n, code in enumerate(programs)]

@@ -27,9 +27,9 @@ from mt_grpo.errors import ConfigError, WeightSyncError
 from mt_grpo.vllm_plugin import fetch
 from mt_grpo.vllm_plugin.fetch import Fetcher, FetchError, apply, difference
 from mt_grpo.vllm_plugin.guard import FETCH
-from mt_grpo.weights.transports import http as transports
+from mt_grpo.weights.transports import network
 from mt_grpo.weights.transports.files import SafetensorsTransport
-from mt_grpo.weights.transports.http import DeltaTransport, FileOffer, HttpTransport
+from mt_grpo.weights.transports.network import DeltaTransport, FileOffer, HttpTransport
 
 UPDATE = ["/sleep", "/start_weight_update", "/update_weights", "/init_weight_transfer_engine"]
 UPDATE += ["/finish_weight_update", "/reset_prefix_cache", "/wake_up"]
@@ -163,7 +163,7 @@ def test_in_doubt_all_weights_are_sent_again(remote, changes, model, monkeypatch
 
 
 def test_all_weights_are_sent_now_and_then(remote, changes, monkeypatch):
-    monkeypatch.setattr(transports, "WHOLE_EVERY", 2)
+    monkeypatch.setattr(network, "WHOLE_EVERY", 2)
     for step in range(4):
         changes.sync(step)
     assert fetched(remote) == ["weights", "weights", "change", "weights", "change"]
@@ -245,7 +245,7 @@ def threads():
 
 
 def test_half_open_connections_hold_up_nobody(offer, tmp_path, monkeypatch):
-    monkeypatch.setattr(transports, "MAX_WAITING", 8)
+    monkeypatch.setattr(network, "MAX_WAITING", 8)
     before = len(threads())
     held = [raw(offer, b"GET /") for _ in range(40)]
     fetch.download(f"{offer}/weights.safetensors", tmp_path / "copy", 25_600)
@@ -257,7 +257,7 @@ def test_half_open_connections_hold_up_nobody(offer, tmp_path, monkeypatch):
 
 
 def test_a_request_that_does_not_arrive_is_given_up(tmp_path, monkeypatch):
-    monkeypatch.setattr(transports, "HEAD_TIMEOUT", 0.05)
+    monkeypatch.setattr(network, "HEAD_TIMEOUT", 0.05)
     offer = FileOffer(tmp_path, "127.0.0.1")
     with raw(offer.url("127.0.0.1"), b"GET /") as connection:
         assert not connection.recv(1)
@@ -290,7 +290,7 @@ def test_what_is_no_request_is_refused(offer, sent):
 
 
 def test_a_long_way_is_told_of(offer, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(transports, "NOTICE_EVERY", 0.0)
+    monkeypatch.setattr(network, "NOTICE_EVERY", 0.0)
     fetch.download(f"{offer}/weights.safetensors", tmp_path / "copy", 25_600)
     assert "127.0.0.1 has fetched 0.0 of 0.0 GB of the weights" in caplog.text
 

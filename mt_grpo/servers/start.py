@@ -1,5 +1,6 @@
 """
-Processes of servers: several of one command, each in a process group of its own, and one that ends with this process.
+Starts and ends servers: several of one command, each in a process group of its own, or one that ends with this
+process.
 """
 
 from __future__ import annotations
