@@ -194,7 +194,7 @@ class Trajectory:
         environment (*optional*): The environment, while rewards may look at it; it is written nowhere.
         texts (`tuple[str, str]`, *optional*): Prompt and completion as text, for reward functions in TRL's form, where
             the row's prompt is text; written nowhere.
-        images (`dict[int, EncodedMedium]`): The media of its contexts by the id of their tokens; they themselves are
+        media (`dict[int, EncodedMedium]`): The media of its contexts by the id of their tokens; they themselves are
             in the messages.
     """
 
@@ -220,7 +220,7 @@ class Trajectory:
     refusals: dict[str, int] = field(default_factory=dict)
     environment: Any = field(default=None, repr=False, compare=False)
     texts: tuple[str, str] | None = field(default=None, repr=False, compare=False)
-    images: dict[int, Any] = field(default_factory=dict, repr=False, compare=False)
+    media: dict[int, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def failed(self) -> bool:
@@ -285,7 +285,7 @@ def _as_json(value: Any) -> Any:
         return None
 
 
-UNWRITTEN = ("environment", "texts", "images")
+UNWRITTEN = ("environment", "texts", "media")
 """Fields of a trajectory that are in no record."""
 
 _MARKS = "\u061c\u200e\u200f"

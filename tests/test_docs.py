@@ -349,7 +349,7 @@ def test_python_blocks_run(page, tokenizer, tmp_path, questions, monkeypatch):
         processor, options = build_processor("qwen3_vl"), {**CPU_RUN, "max_steps": 1, "max_turn_length": 8}
         trainer = namespace["build"](build_vision_model(processor.tokenizer), processor, str(tmp_path), **options)
         trainer.train()
-        assert all(one.images for one in trainer.batch.trajectories)
+        assert all(one.media for one in trainer.batch.trajectories)
     if page.name == "rollouts.md":
         assert "42" in tokenizer.decode(namespace["replay"](tokenizer)["ids"][0])
     if page.name == "README.md":

@@ -159,7 +159,7 @@ def test_a_sound_is_decoded_when_it_is_looked_at():
 
 
 def converse(env: Any, engine: Any, images: MediaEncoder | None = None, prompt: Any = "What?") -> Trajectory:
-    runner = RolloutRunner(env, engine, images=images)
+    runner = RolloutRunner(env, engine, media=images)
     return asyncio.run(runner.run([RolloutRequest(prompt, "a", {}, 0)], SamplingParams()))[0]
 
 

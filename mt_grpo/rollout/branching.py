@@ -115,7 +115,7 @@ def _copied(trajectory: Trajectory, request: RolloutRequest, env: Any) -> Trajec
     return replace(
         trajectory,
         turns=copy.deepcopy(trajectory.turns),
-        images=dict(trajectory.images),
+        media=dict(trajectory.media),
         tree=trajectory.tree.fork(),
         session=request.session,
         row=request.row,

@@ -104,12 +104,12 @@ class PlacingEngine(Protocol):
 
 @runtime_checkable
 class MediaEngine(Protocol):
-    """An engine whose model takes images."""
+    """An engine whose model takes images, videos or sounds."""
 
-    async def generate_with_images(
-        self, context: list[int], images: Media, sampling: SamplingParams, session: str
+    async def generate_with_media(
+        self, context: list[int], media: Media, sampling: SamplingParams, session: str
     ) -> Sample:
-        """As `generate`, after a context in which the tokens of `images` have ids below 0."""
+        """As `generate`, after a context in which the tokens of `media` have ids below 0."""
         ...
 
 

@@ -100,9 +100,9 @@ class Sampler:
         template_kwargs: dict[str, Any],
         history: str,
         compact_every: int | None,
-        images: MediaEncoder | None = None,
+        media: MediaEncoder | None = None,
     ) -> None:
-        self.engine, self.limits, self.images = engine, limits, images
+        self.engine, self.limits, self.media = engine, limits, media
         self.history, self.compact_every = history, compact_every
         self._template_kwargs = template_kwargs
         self._renderers: WeakValueDictionary[tuple[str, tuple[str, ...]], ChatRenderer] = WeakValueDictionary()
@@ -114,7 +114,7 @@ class Sampler:
         key = json.dumps(tools, sort_keys=True), tags
         renderer = self._renderers.get(key)  # as long as a conversation uses it, it is the same
         if renderer is None:
-            renderer = ChatRenderer(self.engine.tokenizer, tools, self._template_kwargs, tags, self.images)
+            renderer = ChatRenderer(self.engine.tokenizer, tools, self._template_kwargs, tags, self.media)
             self._renderers[key] = renderer
         self._latest.pop(key, None)
         self._latest[key] = renderer
@@ -135,7 +135,7 @@ class Sampler:
 
     def takes(self, part: dict[str, Any]) -> bool:
         """Whether the model is shown what a part shows, or plays."""
-        return self.images is not None and self.images.takes(part)
+        return self.media is not None and self.media.takes(part)
 
     async def decode(self, work: Callable[[], T]) -> T:
         """Does what decodes images and sounds as `aside` does its work. One after another: each may be large."""
@@ -453,9 +453,9 @@ class ConversationPolicy:
             seed=derive_seed(self._seed, index),
             routes_from=trajectory.tree.routed if context.whole is None else 0,
         )
-        if self._sampler.images is not None:
+        if self._sampler.media is not None:
             ids = {token for token in (context.added if context.whole is None else self._context) if token < 0}
-            trajectory.images |= {image: self._sampler.images[image] for image in ids - trajectory.images.keys()}
+            trajectory.media |= {number: self._sampler.media[number] for number in ids - trajectory.media.keys()}
         sample = await self._sample(self._context, drawing)
         if self.ended is not None:  # while it was sampled: the trajectory is no longer this conversation's to change
             raise ConversationEnded(self.ended)
@@ -494,11 +494,11 @@ class ConversationPolicy:
         return turn
 
     async def _sample(self, context: list[int], drawing: SamplingParams) -> Sample:
-        engine, images = self._sampler.engine, self._trajectory.images
+        engine, media = self._sampler.engine, self._trajectory.media
         try:
-            if images and isinstance(engine, MediaEngine):
-                inputs = {number: image.inputs for number, image in images.items()}
-                return await engine.generate_with_images(context, inputs, drawing, self.session)
+            if media and isinstance(engine, MediaEngine):
+                inputs = {number: each.inputs for number, each in media.items()}
+                return await engine.generate_with_media(context, inputs, drawing, self.session)
             return await engine.generate(context, drawing, self.session)
         except EngineError:
             raise

@@ -31,7 +31,7 @@ class ChatRenderer:
         tools (`list[dict]`, *optional*): Tool schemas for the template to show.
         template_kwargs (`dict`, *optional*): Further variables of the template, e.g. `enable_thinking`.
         tags (`tuple[str, ...]`, *optional*): Added tokens that contents may hold, such as a call protocol's own.
-        images (`MediaEncoder`, *optional*): Encodes images, videos and sounds, for a model that takes some.
+        media (`MediaEncoder`, *optional*): Encodes images, videos and sounds, for a model that takes some.
 
     Attributes:
         end_of_turn (`str`), end_id (`int`): The token with which the template ends an assistant's turn.
@@ -50,10 +50,10 @@ class ChatRenderer:
         tools: list[dict[str, Any]] | None = None,
         template_kwargs: dict[str, Any] | None = None,
         tags: tuple[str, ...] = (),
-        images: MediaEncoder | None = None,
+        media: MediaEncoder | None = None,
     ) -> None:
         self._template = ChatTemplate(tokenizer, template_kwargs or {}, calls=bool(tools))
-        self.images = images
+        self.media = media
         self.tokenizer = tokenizer
         self.tools = tools
         source = tokenizer.get_chat_template()
@@ -116,7 +116,7 @@ class ChatRenderer:
         if not left:
             return message
         missing = next((part for part in left if "alt" not in part), None)
-        if missing is not None and self.images is None:
+        if missing is not None and self.media is None:
             shows, what = (
                 ("plays a sound", "sounds") if kind_of_part(missing) == SOUND else ("shows an image", "images")
             )
@@ -124,14 +124,14 @@ class ChatRenderer:
                 f"A message of {message['role']!r} {shows}, and this run gives its model text only: use a model that "
                 f"takes {what}, with its processor, and sample with `use_vllm: false`."
             )
-        if missing is not None and self.images is not None:
-            self.images.encode(missing)  # says why it cannot be shown
+        if missing is not None and self.media is not None:
+            self.media.encode(missing)  # says why it cannot be shown
         words = [{"type": "text", "text": part_text(part)} if self._is_left_out(part) else part for part in content]
         return {**message, "content": words}
 
     def _is_left_out(self, part: Any) -> bool:
         """Whether a part shows something that this model is not shown."""
-        return kind_of_part(part) > 0 and (self.images is None or not self.images.takes(part))
+        return kind_of_part(part) > 0 and (self.media is None or not self.media.takes(part))
 
     def past_message(self, message: Message, ids: list[int]) -> Message:
         """
@@ -151,10 +151,10 @@ class ChatRenderer:
 
     def _with_images(self, text: str, messages: Sequence[Message]) -> str:
         """Rendered text with the images of its messages."""
-        if self.images is None:
+        if self.media is None:
             return text
-        parts = [part for part in media_parts(self._template.arranged(list(messages))) if self.images.takes(part)]
-        placed = self.images.place(text, parts)
+        parts = [part for part in media_parts(self._template.arranged(list(messages))) if self.media.takes(part)]
+        placed = self.media.place(text, parts)
         if placed is None:
             raise TemplateError(
                 f"The chat template does not show the model {len(parts)} images of these messages, as it leaves some "
@@ -213,7 +213,7 @@ class ChatRenderer:
 
     def shown_parts(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """Parts for the images, videos and sounds that messages show the model, for a template to count."""
-        parts = media_parts(messages) if self.images is not None else ()
+        parts = media_parts(messages) if self.media is not None else ()
         return [{"type": part["type"]} for part in parts if not self._is_left_out(part)]
 
     def _reply_ids(
@@ -253,18 +253,18 @@ class ChatRenderer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of escaped text."""
-        if self.images is None:
+        if self.media is None:
             return self.special_tokens.encode(text)
         ids: list[int] = []
-        for section in self.images.sections(text):
+        for section in self.media.sections(text):
             ids += section.tokens if isinstance(section, EncodedMedium) else self.special_tokens.encode(section)
         return ids
 
     def escaped_text(self, ids: list[int]) -> str:
         """The escaped text of ids: `encode` makes it ids again."""
-        if self.images is None:
+        if self.media is None:
             return self.special_tokens.decode(ids)
-        runs = self.images.runs(ids)
+        runs = self.media.runs(ids)
         return "".join(run if isinstance(run, str) else self.special_tokens.decode(run) for run in runs)
 
     def decode(self, ids: list[int]) -> str:

@@ -50,7 +50,7 @@ class RolloutRunner:
         template_kwargs (`dict`, *optional*): Variables for the chat template.
         history (`str`, *optional*, defaults to `"keep"`), compact_every (`int`, *optional*): See `History`.
         sanity_check_mode (`str`, *optional*, defaults to `"disable"`): See `SanityCheck`.
-        images (`MediaEncoder`, *optional*): Encodes the images of conversations. The engine must be an `MediaEngine`.
+        media (`MediaEncoder`, *optional*): Encodes the media of conversations. The engine must be a `MediaEngine`.
     """
 
     def __init__(
@@ -62,13 +62,13 @@ class RolloutRunner:
         history: str = "keep",
         compact_every: int | None = None,
         sanity_check_mode: str = "disable",
-        images: MediaEncoder | None = None,
+        media: MediaEncoder | None = None,
     ) -> None:
         check_history(history, compact_every)
         check_source(env)
         self.history, self.env, self.engine = history, env, engine
         self.limits = limits or RolloutLimits()
-        self.sampler = Sampler(engine, self.limits, template_kwargs or {}, history, compact_every, images)
+        self.sampler = Sampler(engine, self.limits, template_kwargs or {}, history, compact_every, media)
         first = next(iter(source_of(env).prototypes()), None)
         tools, protocol = (None, None) if first is None else (first.tool_schemas, first.protocol)
         self.renderer = self.sampler.renderer(tools, protocol.tags if protocol is not None else ())

@@ -29,7 +29,7 @@ class TokenRow:
         parent (`list[int]`): Position of the token that each token follows. It is the one before, except where the
             history was rewritten. -1 is the last token of the prompt, -2 the one before, and so on.
         prompt_routes, routes (`bytes`): The routes of both parts, see `Routes`; empty where no token has one.
-        images (`Media`): The images of both parts. Their tokens have ids below 0.
+        media (`Media`): The media of both parts. Their tokens have ids below 0.
     """
 
     prompt_ids: list[int]
@@ -40,7 +40,7 @@ class TokenRow:
     parent: list[int]
     prompt_routes: bytes = b""
     routes: bytes = b""
-    images: Media = field(default_factory=dict)
+    media: Media = field(default_factory=dict)
 
 
 def token_row(trajectory: Trajectory, renderer: ChatRenderer, env_mask: int = 0) -> TokenRow:
@@ -59,7 +59,7 @@ def token_row(trajectory: Trajectory, renderer: ChatRenderer, env_mask: int = 0)
     if not sampled:
         began = trajectory.stop_reason not in (None, StopReason.ENV_ERROR)  # else the prompt may have no rendering
         ids = renderer.prompt_ids(trajectory.prompt) if began else [renderer.end_id]
-        # no token of it is trained, so nobody looks at its images
+        # no token of it is trained, so nobody looks at its media
         return TokenRow([token for token in ids if token >= 0], [], [], [], [], [])
     prompt = _first_context(trajectory) if first is None else tree.ancestors(first)[:-1]
     prompt_ids = [token for index in prompt for token in tree.nodes[index].tokens]
@@ -67,7 +67,7 @@ def token_row(trajectory: Trajectory, renderer: ChatRenderer, env_mask: int = 0)
     for index in prompt:
         ends[index] = ends[tree.nodes[index].parent] + len(tree.nodes[index].tokens)
     row = TokenRow(prompt_ids, [], [], [], [], [])
-    row.images = {number: image.inputs for number, image in trajectory.images.items()}
+    row.media = {number: each.inputs for number, each in trajectory.media.items()}
     replied = _observations(trajectory)
     answered = {-1: 0} | dict.fromkeys(prompt, 0)  # latest turn on the path to each node
     masks = {turn.index: list(turn.mask) for turn in trajectory.turns if turn.mask is not None}

@@ -123,7 +123,7 @@ def _by_trainer(trainer: GRPOTrainer, batch: RolloutBatch, rows: list[list[Token
     args = trainer.args
     size = args.per_device_train_batch_size if batch.mode == "train" else args.per_device_eval_batch_size
     prove_forward(trainer, max(gather_object([longest(tree for row in rows for tree in row)])))
-    shown = {number: image.inputs for one in batch.trajectories for number, image in one.images.items()}
+    shown = {number: image.inputs for one in batch.trajectories for number, image in one.media.items()}
     plan = ForwardPlan(
         media={**trainer.blank, **shown},
         forward=args.forward,
@@ -165,7 +165,7 @@ def _by_server(
     trainer: GRPOTrainer, trajectories: list[Trajectory], rows: list[list[TokenTree]]
 ) -> list[list[list[float]]]:
     engine = trainer.runner.engine
-    if any(trajectory.images for trajectory in trajectories):
+    if any(trajectory.media for trajectory in trajectories):
         raise ConfigError(
             "A server cannot say how likely an answer is in a conversation that shows images: set `scorer: trainer`."
         )

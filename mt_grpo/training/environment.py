@@ -376,9 +376,7 @@ def prepare_tokenizer(tokenizer: Any, source: EnvSource) -> None:
             ) from error
 
 
-def build_runner(
-    env: EnvLike, engine: Engine, args: MTGRPOConfig, images: MediaEncoder | None = None
-) -> RolloutRunner:
+def build_runner(env: EnvLike, engine: Engine, args: MTGRPOConfig, media: MediaEncoder | None = None) -> RolloutRunner:
     """Runs conversations of `env` as `args` say."""
     limits = RolloutLimits(
         args.max_completion_length,
@@ -395,7 +393,7 @@ def build_runner(
         args.history,
         args.compact_every,
         args.tokenization_sanity_check_mode,
-        images,
+        media,
     )
 
 

@@ -60,10 +60,8 @@ def token_columns(rows: list[TokenRow], output: dict[str, Any]) -> dict[str, Any
                 before[number, before.size(1) - len(row.prompt_ids) :] = _routes(row.prompt_routes, width)
                 after[number, : len(row.ids)] = _routes(row.routes, width)
         columns |= {"prompt_routes": before.to(prompts.device), "routes": after.to(prompts.device)}
-    if any(row.images for row in rows):  # each has an id of its own, where TRL's ids have the model's
-        columns[IMAGES] = [
-            {number: (image.size, image.inputs) for number, image in row.images.items()} for row in rows
-        ]
+    if any(row.media for row in rows):  # each has an id of its own, where TRL's ids have the model's
+        columns[IMAGES] = [{number: (image.size, image.inputs) for number, image in row.media.items()} for row in rows]
         columns["prompt_ids"], columns["completion_ids"] = prompts.clone(), completions.clone()
         for number, row in enumerate(rows):
             columns["prompt_ids"][number, prompts.size(1) - len(row.prompt_ids) :] = torch.tensor(row.prompt_ids)
@@ -156,7 +154,7 @@ def plan_of_rollouts(
     trainer: GRPOTrainer, batch: RolloutBatch, leaves: Sequence[Sequence[TokenTree]] = ()
 ) -> ForwardPlan:
     """For log-probs of a batch that are taken before its loss, without a gradient."""
-    shown = {number: image for row in batch.token_rows for number, image in row.images.items()}
+    shown = {number: image for row in batch.token_rows for number, image in row.media.items()}
     return replace(
         trainer.forward_plan,
         trees=[row_tree(row) for row in batch.token_rows],
@@ -324,15 +322,15 @@ def prove_shown(trainer: GRPOTrainer, batch: RolloutBatch, proven: set[Any]) -> 
     wanted = [*(new - {SEVERAL}), *(lengths[:1] + lengths[-1:] if new & {SOUND, SEVERAL} else [])]
     found: list[dict[Any, TokenRow]] = gather_object([{each: mine[each] for each in wanted if each in mine}])
     rows = {id(row): row for each in wanted for row in [next(of_rank[each] for of_rank in found if each in of_rank)]}
-    media: Media = {number: image for row in rows.values() for number, image in row.images.items()}
+    media: Media = {number: image for row in rows.values() for number, image in row.media.items()}
     trees = [row_tree(row) for row in rows.values()]
     _prove(trainer, ForwardPlan(trees, media=media, attention=trainer.args.tree_attention), prove_media)
 
 
 def _shown_by(row: TokenRow) -> set[Any]:
     """The kinds of what a row shows, and the lengths of each sound's features."""
-    kinds: set[Any] = {kind_of(number) for number in row.images}
-    sounds = (image for number, image in row.images.items() if kind_of(number) == SOUND)
+    kinds: set[Any] = {kind_of(number) for number in row.media}
+    sounds = (image for number, image in row.media.items() if kind_of(number) == SOUND)
     return kinds | {feature_lengths(sound) for sound in sounds}
 
 

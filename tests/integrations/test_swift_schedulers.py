@@ -580,7 +580,7 @@ def test_a_scheduler_adds_and_removes_images():
     processor = build_processor()
     engine = ScriptedSight(processor.tokenizer, talk)
     encoder = MediaEncoder(processor)
-    runner = RolloutRunner(SchedulerSource(Shows, 3, timeout=5.0), engine, RolloutLimits(), images=encoder)
+    runner = RolloutRunner(SchedulerSource(Shows, 3, timeout=5.0), engine, RolloutLimits(), media=encoder)
     first = picture("red", (24, 16))
     prompt = [
         {"role": "user", "content": [{"type": "image", "image": first}, {"type": "text", "text": "What is it?"}]}
@@ -588,7 +588,7 @@ def test_a_scheduler_adds_and_removes_images():
     [trajectory] = asyncio.run(runner.run([RolloutRequest(prompt, "000", {})], SamplingParams()))
     assert trajectory.stop_reason is StopReason.MAX_STEPS, trajectory.error
     red = encoder.encode({"type": "image", "image": first}).id
-    (blue,) = trajectory.images.keys() - {red}
+    (blue,) = trajectory.media.keys() - {red}
     shown = [[token for token in context if token < 0] for _, context, _ in engine.requests]
     assert shown == [[red] * 6, [red] * 6 + [blue] * 4, [blue] * 4]
 

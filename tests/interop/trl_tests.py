@@ -175,9 +175,9 @@ class ReplacedGenerate:
             return await self.own.generate(context, sampling, session)
         return self.replaced(sampling, session)
 
-    async def generate_with_images(self, context, images, sampling, session):
+    async def generate_with_media(self, context, images, sampling, session):
         if not isinstance(vars(self.model).get("generate"), Mock):
-            return await self.own.generate_with_images(context, images, sampling, session)
+            return await self.own.generate_with_media(context, images, sampling, session)
         return self.replaced(sampling, session)
 
     def replaced(self, sampling, session) -> Sample:

@@ -85,7 +85,7 @@ def ask(server, tokenizer, images, *contexts):
 
     async def together():
         asked = (
-            client.generate_with_images(context, images, SAMPLING, str(number))
+            client.generate_with_media(context, images, SAMPLING, str(number))
             for number, context in enumerate(contexts)
         )
         return await asyncio.gather(*asked)
@@ -112,7 +112,7 @@ def test_answers_with_images_name_their_server(tokenizer, names, routed):
 
         async def go():
             for number in range(5):
-                await client.generate_with_images([1, -4, -4, -4, 2], {-4: image()}, SAMPLING, str(number))
+                await client.generate_with_media([1, -4, -4, -4, 2], {-4: image()}, SAMPLING, str(number))
 
         if routed:
             with pytest.raises(ServerSetupError, match="is several servers in turn, as behind a router"):

@@ -93,7 +93,7 @@ def test_sounds_have_the_ids_of_the_processor(name):
 
 
 def check_ids(processor: Any, model: Any, messages: list[dict[str, Any]], expected: list[int]) -> None:
-    ids = torch.tensor(ChatRenderer(processor.tokenizer, images=encoder_of(processor, model)).prompt_ids(messages))
+    ids = torch.tensor(ChatRenderer(processor.tokenizer, media=encoder_of(processor, model)).prompt_ids(messages))
     assert real_ids(ids, model.config).tolist() == expected
     shown = (ids < 0).sum().item()
     assert shown == sum(expected.count(token) for token in set(real_ids(ids[ids < 0], model.config).tolist())) > 4
@@ -117,7 +117,7 @@ class Screen:
 
 def conversations(processor: Any, model: Any, prompts: list[Any], shown: list[str]) -> list[Trajectory]:
     engine = TransformersEngine(model, processor.tokenizer)
-    runner = RolloutRunner(Screen, engine, images=encoder_of(processor, model))
+    runner = RolloutRunner(Screen, engine, media=encoder_of(processor, model))
     requests = [
         RolloutRequest(prompt, str(number), {"shown": shown}, number * bool(len(shown) > 1))
         for number, prompt in enumerate(prompts)
@@ -129,7 +129,7 @@ def conversations(processor: Any, model: Any, prompts: list[Any], shown: list[st
 
 def own_logps(processor: Any, model: Any, trajectory: Trajectory) -> Tensor:
     """Log-probs of all sampled tokens, by the model's own forward over what its processor makes of the media."""
-    encoder, shown = encoder_of(processor, model), trajectory.images
+    encoder, shown = encoder_of(processor, model), trajectory.media
     names = {encoder.encode(part).id: name for name, part in PARTS.items() if encoder.takes(part)}
     found = []
     for turn, action in enumerate(trajectory.tree.actions()):
@@ -191,7 +191,7 @@ def check_scores(
 ) -> None:
     prompts = [[asked("What is it?", *first)], [asked("What is it?")]]
     trajectories = conversations(processor, model, prompts, shown)
-    images = {number: image.inputs for each in trajectories for number, image in each.images.items()}
+    images = {number: image.inputs for each in trajectories for number, image in each.media.items()}
     trees = [each.tree for each in trajectories]
     assert [tree.num_sequences for tree in trees] == [2, 2]
     expected = torch.cat([own_logps(processor, model, each) for each in trajectories])
@@ -230,7 +230,7 @@ def test_a_model_that_hears_padding_is_refused_in_batches():
     processor, model = granite()
     prompts = [[asked("What?", name)] for name in ("low", "long")]
     trajectories = conversations(processor, model, prompts, ["low"])
-    images = {number: image.inputs for each in trajectories for number, image in each.images.items()}
+    images = {number: image.inputs for each in trajectories for number, image in each.media.items()}
     trees = [each.tree for each in trajectories]
     expected = torch.cat([own_logps(processor, model, each) for each in trajectories])
     check_sampled(trajectories, expected)

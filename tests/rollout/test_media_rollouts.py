@@ -87,11 +87,11 @@ def encoder_of(processor: Any, model: Any) -> MediaEncoder:
 
 
 def renderer_of(kind: Kind) -> ChatRenderer:
-    return ChatRenderer(kind.build()[0].tokenizer, images=encoder_of(*kind.build()))
+    return ChatRenderer(kind.build()[0].tokenizer, media=encoder_of(*kind.build()))
 
 
 def rollout(kind: Kind, env: Any, engine: Any, prompts: list[Any], **options: Any) -> list[Trajectory]:
-    runner = RolloutRunner(env, engine, images=encoder_of(*kind.build()), **options)
+    runner = RolloutRunner(env, engine, media=encoder_of(*kind.build()), **options)
     requests = [RolloutRequest(prompt, f"{number:03d}", {}, number) for number, prompt in enumerate(prompts)]
     return asyncio.run(runner.run(requests, SamplingParams(temperature=1.0)))
 
@@ -110,7 +110,7 @@ def scripted(kind: Kind, env: Any, script: list[str], prompt: Any = None, **opti
 @pytest.mark.parametrize("template", ["qwen2_5_vl", "qwen3_vl"])
 def test_a_prompt_has_the_ids_that_the_processor_gives_it(template):
     processor = build_processor(template)
-    renderer = ChatRenderer(processor.tokenizer, images=MediaEncoder(processor))
+    renderer = ChatRenderer(processor.tokenizer, media=MediaEncoder(processor))
     images = [picture("red"), picture("blue", (16, 32))]
     content = [{"type": "image", "image": image} for image in images]
     messages = [{"role": "system", "content": "Look."}, {"role": "user", "content": content}]
@@ -229,8 +229,8 @@ def test_a_tool_shows_a_medium(kind, protocol):
     assert (first.result, second.result, second.data) == (kind.words, f"{kind.words}\na page", {"seen": 1})
     assert [*map(digest, media_of(second.parts[:1]))] == [digest(kind.make(1))]
     order = [token for node in trajectory.tree.nodes for token in node.tokens if token < 0]
-    assert list(dict.fromkeys(order)) == list(trajectory.images)
-    sizes = [image.inputs.size for image in trajectory.images.values()]
+    assert list(dict.fromkeys(order)) == list(trajectory.media)
+    sizes = [image.inputs.size for image in trajectory.media.values()]
     assert len(sizes) == 2 and len(order) == sizes[0] + 2 * sizes[1]
 
 
@@ -241,7 +241,7 @@ def test_a_rendered_history_keeps_its_media(kind, history):
     script = [f"<think>{number}</think>\n{call}" for number in range(2)] + ["<answer>a</answer>"]
     trajectory = scripted(kind, MultiTurnToolEnv([tool_of(kind)]), script, history=history)
     last = trajectory.tree.path_of_turn(2)
-    number, shown = list(trajectory.images.items())[1]
+    number, shown = list(trajectory.media.items())[1]
     assert last.count(number) == 2 * shown.inputs.size
 
 
@@ -291,7 +291,7 @@ def test_an_image_that_is_drawn_on_is_shown_as_it_was(by, opened, tmp_path):
     said = [trajectory.prompt, *replies] if by == "environment" else replies
     pixels = [part["image"].getpixel((6, 1)) for message in said for part in media_parts(message)]
     assert [each == (255, 255, 0) for each in pixels] == [False, False, True][-len(pixels) :]
-    assert len(trajectory.images) == 3 and trajectory.tree.num_sequences == 1
+    assert len(trajectory.media) == 3 and trajectory.tree.num_sequences == 1
 
 
 def test_a_file_closed_before_it_is_decoded_is_left_alone(tmp_path):
@@ -426,4 +426,4 @@ def test_an_environment_of_trl_shows_media(kind):
     script = ['<tool>{"name": "look", "args": {}}</tool>', "<answer>a page</answer>"]
     trajectory = scripted(kind, env, script, "What is it?")
     types = [part["type"] for part in trajectory.prompt[-1]["content"]]
-    assert types == ["text", kind.type] and len(trajectory.images) == 2
+    assert types == ["text", kind.type] and len(trajectory.media) == 2

@@ -50,7 +50,7 @@ def test_a_prompt_with_videos_has_the_ids_of_its_processor(template):
     model = build_vision_model(processor.tokenizer)
     messages = [asked(VIDEO, {"type": "text", "text": "then"}, IMAGE, OTHER)]
     text = processor.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    ids = torch.tensor(ChatRenderer(processor.tokenizer, images=encoder_of(processor, model)).prompt_ids(messages))
+    ids = torch.tensor(ChatRenderer(processor.tokenizer, media=encoder_of(processor, model)).prompt_ids(messages))
     expected = inputs_of(processor, text, [VIDEO, IMAGE, OTHER])
     assert real_ids(ids, model.config).tolist() == expected["input_ids"][0].tolist()
     assert [(kinds(ids) == kind).sum() for kind in (1, 2)] == [6, 2 * 8 + 6]
@@ -77,12 +77,12 @@ def test_videos_are_sampled_and_scored_as_the_model_alone_does(family):
     processor = build_processor(kind=VideoTextProcessor if family == "qwen2_5_vl" else UntimedVideoProcessor)
     model = build_vision_model(processor.tokenizer, family=family).eval()
     encoder = encoder_of(processor, model)
-    runner = RolloutRunner(Screen, TransformersEngine(model, processor.tokenizer), images=encoder)
+    runner = RolloutRunner(Screen, TransformersEngine(model, processor.tokenizer), media=encoder)
     prompts = [[asked(VIDEO, IMAGE)], [asked(IMAGE)]]
     requests = [RolloutRequest(prompt, str(number), {}, number) for number, prompt in enumerate(prompts)]
     trajectories = asyncio.run(runner.run(requests, SamplingParams(temperature=1.0)))
     assert [each.error for each in trajectories] == [None, None]
-    images = {number: image.inputs for each in trajectories for number, image in each.images.items()}
+    images = {number: image.inputs for each in trajectories for number, image in each.media.items()}
     trees = [each.tree for each in trajectories]
     assert [tree.num_sequences for tree in trees] == [2, 2]
     parts = {encoder.encode(part).id: part for part in (IMAGE, VIDEO, OTHER)}
@@ -133,7 +133,7 @@ def test_neither_image_nor_video_is_sampled():
     with torch.no_grad():  # the model would write nothing else
         model.lm_head.weight.zero_()
         model.lm_head.weight[[processor.image_token_id, processor.video_token_id]] = 1.0
-    runner = RolloutRunner(Screen, TransformersEngine(model, processor.tokenizer), images=encoder_of(processor, model))
+    runner = RolloutRunner(Screen, TransformersEngine(model, processor.tokenizer), media=encoder_of(processor, model))
     [trajectory] = asyncio.run(
         runner.run([RolloutRequest([asked(VIDEO)], "0", {}, 0)], SamplingParams(temperature=1.0))
     )
@@ -145,7 +145,7 @@ def test_a_model_without_videos_says_so():
     processor = build_processor()
     encoder = encoder_of(processor, build_vision_model(processor.tokenizer))
     with pytest.raises(MediumError, match="The model is not shown videos, .*: show frames as images"):
-        ChatRenderer(processor.tokenizer, images=encoder).prompt_ids([asked(VIDEO)])
+        ChatRenderer(processor.tokenizer, media=encoder).prompt_ids([asked(VIDEO)])
 
 
 def test_a_video_that_is_no_list_of_frames_is_one_sentence():

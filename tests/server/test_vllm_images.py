@@ -80,7 +80,7 @@ def test_a_model_is_sampled_and_trained_alike_on_images(served):
     for step in steps:  # the second and third sample with a vision tower that was trained
         assert step["sampling/sampling_logp_difference/max"] < 1e-4
     assert (model.model.visual.patch_embed.proj.weight - before).abs().max() > 1e-3
-    assert all(len(one.images) == 3 for one in trainer.batch.trajectories)
+    assert all(len(one.media) == 3 for one in trainer.batch.trajectories)
 
 
 def test_an_image_of_the_same_size_has_a_prefix_of_its_own(served):
@@ -96,7 +96,7 @@ def test_an_image_of_the_same_size_has_a_prefix_of_its_own(served):
         question = processor.tokenizer.encode(" and what is it that you see there? " * 8)
         try:
             return [
-                (await client.generate_with_images([*one.tokens, *question], images, sampling, "")).logprobs[0]
+                (await client.generate_with_media([*one.tokens, *question], images, sampling, "")).logprobs[0]
                 for one in shown
             ]
         finally:
@@ -119,7 +119,7 @@ def test_an_image_that_a_server_does_not_know_is_sent_again(served):
         client.servers[0].images.add(name_of(shown.inputs))  # as if it had been sent, and pushed out since
         context, images = [*shown.tokens, *processor.tokenizer.encode("What is it?")], {shown.id: shown.inputs}
         try:
-            return await client.generate_with_images(context, images, SamplingParams(max_tokens=4), "")
+            return await client.generate_with_media(context, images, SamplingParams(max_tokens=4), "")
         finally:
             await client.close()
 

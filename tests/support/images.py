@@ -244,5 +244,5 @@ def picture(color: tuple[int, int, int] | str = "red", size: tuple[int, int] = (
 class ScriptedSight(ScriptedEngine):
     """A scripted engine that is given images."""
 
-    async def generate_with_images(self, context: list[int], images: Any, *others: Any) -> Any:
+    async def generate_with_media(self, context: list[int], images: Any, *others: Any) -> Any:
         return await self.generate(context, *others)

@@ -50,7 +50,7 @@ class _Request:
     logprobs: list[float] = field(default_factory=list)
     finish_reason: str | None = None
     routes: Routes | None = None
-    images: Media = field(default_factory=dict)
+    media: Media = field(default_factory=dict)
     weight_version: int | None = None
 
     @property
@@ -119,10 +119,10 @@ class TransformersEngine:
 
     async def generate(self, context: list[int], sampling: SamplingParams, session: str) -> Sample:
         """Samples one action; see `Engine`. `sampling.max_tokens` must be set."""
-        return await self.generate_with_images(context, {}, sampling, session)
+        return await self.generate_with_media(context, {}, sampling, session)
 
-    async def generate_with_images(
-        self, context: list[int], images: Media, sampling: SamplingParams, session: str
+    async def generate_with_media(
+        self, context: list[int], media: Media, sampling: SamplingParams, session: str
     ) -> Sample:
         """Samples one action; see `MediaEngine`."""
         loop = asyncio.get_running_loop()
@@ -130,7 +130,7 @@ class TransformersEngine:
             self._loop, self._batch, self._timer, self._waiting = loop, None, None, []
             self._live.clear()
             self._prefixes = None
-        request = _Request(list(context), sampling, session, loop.create_future(), images=images)
+        request = _Request(list(context), sampling, session, loop.create_future(), media=media)
         self._live.add(session)
         self._waiting.append(request)
         loop.call_soon(self._start_batch)  # after every conversation that is about to ask has asked
@@ -204,16 +204,16 @@ class TransformersEngine:
 
     def _generate(self, batch: list[_Request], drawing: tuple[float, ...]) -> None:
         device = self.model.device
-        images: dict[int, MediumInputs] = {}
+        media: dict[int, MediumInputs] = {}
         for request in batch:
-            images |= request.images
+            media |= request.media
         sessions, contexts = [request.session for request in batch], [request.context for request in batch]
         weights = weights_of(self.model, self.weight_version)
         prefixes, self._prefixes = self._prefixes, None
         rows = prefixes and prefixes.continued(sessions, contexts, weights)
         rows = rows or left_padded(contexts)
         width = len(rows.ids[0])
-        inputs = row_inputs(self.model, torch.tensor(rows.ids, device=device), images)
+        inputs = row_inputs(self.model, torch.tensor(rows.ids, device=device), media)
         never = [*media_tokens(self.model.config).values()]  # no image would stand behind it
         recorder = _Recorder(batch, width, device, greedy=drawing[0] == 0, never=never)
         routes = Recorder(self.model) if self.record_routes else nullcontext()
@@ -281,7 +281,7 @@ def _drawing(sampling: SamplingParams) -> tuple[float, ...]:
 def _lengths(request: _Request) -> list[tuple[int, ...]]:
     """The lengths of the features of a request's sounds, each once."""
     played = {token for token in request.context if kind_of(token) == SOUND}
-    return sorted({feature_lengths(request.images[token]) for token in played})
+    return sorted({feature_lengths(request.media[token]) for token in played})
 
 
 def _warpers(drawing: tuple[float, ...]) -> list[LogitsProcessor]:

@@ -73,11 +73,11 @@ class VLLMServerClient(VLLMServers):
 
         return await self._sample(session, context, sampling, content, COMPLETIONS)
 
-    async def generate_with_images(
-        self, context: list[int], images: Media, sampling: SamplingParams, session: str
+    async def generate_with_media(
+        self, context: list[int], media: Media, sampling: SamplingParams, session: str
     ) -> Sample:
         """Samples one action; see `MediaEngine`. Raises as `generate`, or `ServerSetupError` as `_layout`."""
-        shown = shown_in(context, images)
+        shown = shown_in(context, media)
         if not shown:
             return await self.generate(context, sampling, session)
         ids = [self.media_tokens[kind_of(token)] if token < 0 else token for token in context]
