@@ -57,7 +57,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 
 
 class BackgroundTask(Generic[T]):
-    """A coroutine in the background loop, for which a thread need not wait at once."""
+    """A coroutine in the background loop; a thread may wait for it later."""
 
     def __init__(self, work: Coroutine[Any, Any, T]) -> None:
         self._background = _background.get()
@@ -80,7 +80,7 @@ class BackgroundTask(Generic[T]):
         return self
 
     def wait(self, first: Callable[[], object] = lambda: None) -> None:
-        """Waits until it has ended, however; calls `first` before. What interrupts the wait leaves it running."""
+        """Calls `first`, then waits until the task has ended. Interrupting the wait leaves it running."""
         wait = _Wait()
 
         def begin_to_wait() -> None:
@@ -352,11 +352,11 @@ def _end() -> None:
     background.stop()
 
 
-# The time of calls of users' code: what they wait for a place among other calls is not theirs
+# Time of calls of users' code, without the time that they wait for other calls
 
 
 class CallClock:
-    """Counts the seconds of a call, those left out in which it waits for a place; one for all threads of the call."""
+    """Counts the seconds of a call without those in which it waits for a `ConcurrencyLimit`; shared by its threads."""
 
     def __init__(self) -> None:
         self._outer = _current.get()
@@ -372,7 +372,7 @@ class CallClock:
             return self._counted if self._stops else self._counted + time.perf_counter() - self._since
 
     def left(self, seconds: float) -> float:
-        """For how long its end can be waited for, if it may take so many seconds, before it is looked at again."""
+        """Seconds to wait for its end before the clock is checked again, for a timeout of `seconds`."""
         return max(seconds - self.seconds, _LOOK if self._stops else 0.0)
 
     def end(self) -> None:
@@ -404,7 +404,7 @@ _current: contextvars.ContextVar[CallClock | None] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def timed() -> Iterator[CallClock]:
-    """A clock, which runs, for the task or thread that is begun in the block."""
+    """A running clock for the task or thread that is started in the block."""
     clock = CallClock()
     token = _current.set(clock)
     try:
@@ -415,7 +415,7 @@ def timed() -> Iterator[CallClock]:
 
 @contextlib.contextmanager
 def waiting() -> Iterator[None]:
-    """The call that this belongs to waits for a place in the block."""
+    """Stops the clock of the current call while the block waits."""
     clock = _current.get()
     if clock is None:
         yield
@@ -483,7 +483,7 @@ def in_thread(function: Callable[[], Any], name: str) -> asyncio.Future[Any]:
 
 
 def begin(work: Awaitable[Any], name: str) -> asyncio.Task[Any]:
-    """Begins a task of the user's code. Where it does not let itself be ended, it is known by its name."""
+    """Starts a task of the user's code; warnings use its name if it ignores cancellation."""
     task = asyncio.create_task(guarded(work), name=name)
     if inspect.iscoroutine(work):  # a task that is cancelled before it begins does not close it
         task.add_done_callback(lambda done: work.close())
@@ -491,7 +491,7 @@ def begin(work: Awaitable[Any], name: str) -> asyncio.Task[Any]:
 
 
 async def guarded(work: Awaitable[Any]) -> Any:
-    """Awaits `work`; what would end the event loop, and the run with it, is raised as `RuntimeError`."""
+    """Awaits `work`; `SystemExit` and the like, which would end the loop, become `RuntimeError`."""
     try:
         return await work
     except (Exception, asyncio.CancelledError):
@@ -532,22 +532,21 @@ async def ended_within(
 
 
 def abandon(future: asyncio.Future[Any]) -> None:
-    """Cancels what nobody waits for any more, and asks for the exception that it may still end with."""
+    """Cancels a future that nobody awaits any more, and consumes its exception."""
     future.cancel()
     future.add_done_callback(consume_exception)
 
 
 def consume_exception(future: asyncio.Future[Any]) -> None:
-    """Asks for the exception of a future that nobody else may ask for, so that asyncio does not report it."""
+    """Retrieves the exception of a future, so that asyncio does not log it as never retrieved."""
     if not future.cancelled():
         future.exception()
 
 
 class ConcurrencyLimit:
     """
-    Lets so many of one kind (calls of a tool, say) run at once, in the order they came. It is one for all event loops
-    of the process: an evaluation, or another cell of a notebook, may run in a loop of its own. The wait is no
-    part of the time of the call that waits.
+    A FIFO semaphore shared by all event loops of the process: an evaluation, or another cell of a notebook, may run in
+    its own loop. Waiting for it does not count toward the timeout of the waiting call.
     """
 
     def __init__(self, size: int) -> None:
@@ -580,7 +579,7 @@ class ConcurrencyLimit:
         self._release()
 
     def _release(self) -> None:
-        """Hands a place to the next call that waits, or keeps it for one that comes."""
+        """Wakes the next waiter, or frees the place."""
         with self._lock:
             while self._waiting:
                 loop, turn = self._waiting.popleft()

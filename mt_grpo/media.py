@@ -37,16 +37,16 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 """Image files that are opened: those of others start programs (EPS), or are read by little tested code."""
 
 IN_TEXT, SOUND_IN_TEXT = "[image]", "[sound]"
-"""What stands for an image or a video, and for a sound, where text is shown."""
+"""Placeholders for an image or a video, and for a sound, in text."""
 
 
 def kind_of(token: int) -> int:
-    """What a token is of, by its id, which is below 0 where it is not of text: its two lowest bits say of what."""
+    """The kind of a token: 0 for text; ids of media are below 0, and their two lowest bits say which."""
     return 0 if token >= 0 else IMAGE + (token & 3)
 
 
 def token_text(token: int) -> str:
-    """What stands for the token of an image, a video or a sound where text is shown."""
+    """The placeholder for a token of a medium in text."""
     return SOUND_IN_TEXT if kind_of(token) == SOUND else IN_TEXT
 
 
@@ -59,24 +59,24 @@ def decoded(tokens: list[int], tokenizer: Any) -> str:
 
 
 def kind_of_part(part: Any) -> int:
-    """What a part of a content shows or plays: `IMAGE`, `VIDEO`, `SOUND`, or 0 for text and everything else."""
+    """The kind of a content part: `IMAGE`, `VIDEO`, `SOUND`, or 0 for text and everything else."""
     kind = part.get("type") if isinstance(part, dict) else None
     return _KIND_OF_TYPE.get(kind, 0) if isinstance(kind, str) else 0
 
 
 def is_image(value: Any) -> bool:
-    """Whether a value is an image of Pillow's. Where nobody has imported Pillow, nothing is."""
+    """Whether a value is a Pillow image; False if Pillow was never imported."""
     pillow = sys.modules.get("PIL.Image")
     return pillow is not None and isinstance(value, pillow.Image)
 
 
 def is_medium(value: Any) -> bool:
-    """Whether a value is an image of Pillow's, or a sound: what a run keeps in a file of its own."""
+    """Whether a value is a Pillow image or a `Sound`; a run writes each to its own file."""
     return is_image(value) or isinstance(value, Sound)
 
 
 def is_read(part: Any) -> bool:
-    """Whether a part that shows something is in the form that `read_parts` gives it."""
+    """Whether a media part is in the form that `read_parts` returns."""
     shown = part.get(part["type"])
     if part["type"] == "audio":
         return isinstance(shown, Sound) and "seconds" in part
@@ -87,7 +87,7 @@ def is_read(part: Any) -> bool:
 
 
 def media_parts(messages: Iterable[Any]) -> Iterator[dict[str, Any]]:
-    """The parts of messages that show images or videos, or play sounds, in order."""
+    """The image, video and sound parts of messages, in order."""
     for message in messages:
         content = message.get("content") if isinstance(message, dict) else None
         if isinstance(content, list):
@@ -107,7 +107,7 @@ def read_parts(content: list[Any], of_row: bool = False, known: Files | None = N
 
 
 def _media_in(part: Any) -> list[Any]:
-    """What a part shows or plays, read or not: the frames of a video."""
+    """The media in a part: one image or sound, or the frames of a video."""
     if is_medium(part):
         return [part]
     if not kind_of_part(part):
@@ -170,12 +170,12 @@ def _snapshot(value: Any) -> Any:
 
 
 def media_of(parts: Iterable[dict[str, Any]]) -> list[Any]:
-    """The images, frames of videos, and sounds of parts that are read, in order."""
+    """The images, video frames and sounds in read parts, in order."""
     return [medium for part in parts for medium in _media_in(part)]
 
 
 def size_of(medium: Any) -> int:
-    """The number of pixels or samples of an image or a sound, which need not be decoded."""
+    """Number of pixels or samples, from the header if the file is not decoded."""
     return medium.length if isinstance(medium, Sound) else medium.width * medium.height
 
 
@@ -231,8 +231,8 @@ def _read_frames(frames: Any, of_row: bool, known: Files | None) -> list[Any]:
     if not isinstance(frames, (list, tuple)) or not frames:
         given = repr(frames) if isinstance(frames, str) and len(frames) < 80 else f"a value of {type(frames).__name__}"
         raise MediumError(
-            f"A video is the list of its frames, which are images, and {given} is none: decode it first, and give "
-            "some of its frames (`fps` says how many there are per second)."
+            f"Give a video as a list of images; got {given}: decode it first, and give some of its frames (`fps` says "
+            "how many there are per second)."
         )
     return [read_image(frame, of_row, known) for frame in frames]
 
@@ -345,7 +345,7 @@ def _known(medium: Any) -> _Opened | Sound | None:
 
 
 def is_decoded(medium: Any) -> bool:
-    """Whether an image or a sound has been given to `decode`, so that its pixels or samples and its name are known."""
+    """Whether an image or a sound was decoded, so that its content and digest are known."""
     known = _known(medium)
     return known is not None and known.file is None and known.digest is not None
 
@@ -396,7 +396,7 @@ def decode_for_model(parts: Iterable[Any]) -> None:
 
 
 class ConversationMedia:
-    """The images, frames and sounds that one conversation shows: each file is opened once, and all are bounded."""
+    """The media of one conversation: each file is opened once, and their number and size are bounded."""
 
     def __init__(self) -> None:
         self.files: Files = weakref.WeakValueDictionary()
@@ -409,7 +409,7 @@ class ConversationMedia:
         return twin
 
     def add(self, media: Iterable[Any]) -> None:
-        """Adds media; raises `MediumError`, and adds none, if they are too many or too large together."""
+        """Adds media; raises `MediumError`, and adds none, if all together exceed `IN_CONVERSATION`."""
         both = self._media | {id(medium): medium for medium in media}
         IN_CONVERSATION.check([*map(size_of, both.values())])
         self._media = both

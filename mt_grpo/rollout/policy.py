@@ -36,7 +36,7 @@ from mt_grpo.trajectory import Message, StopReason, Trajectory, Turn
 
 T = TypeVar("T")
 LONG = 2_000
-"""Characters from which a text is encoded in a thread: about half a millisecond of work."""
+"""Characters from which a text is encoded in a thread; about half a millisecond of work."""
 RENDERERS_KEPT = 64
 """Renderers that are kept though no conversation uses them. An agent may send other tools with every request."""
 HEADER_TOKENS = 32
@@ -91,7 +91,7 @@ class RolloutRequest:
 
 
 class Sampler:
-    """What the conversations of a run share: engine, limits, and a renderer for each set of tools."""
+    """Shared by the conversations of a run: engine, limits, and one renderer per set of tools."""
 
     def __init__(
         self,
@@ -138,14 +138,14 @@ class Sampler:
         return self.media is not None and self.media.takes(part)
 
     async def decode(self, work: Callable[[], T]) -> T:
-        """Does what decodes images and sounds as `aside` does its work. One after another: each may be large."""
+        """Runs `work`, which decodes media, in a thread, one at a time: each may be large."""
         if isinstance(self.engine, LocalEngine):
             return work()
         async with self._decoding:
             return await in_thread(work, "mt-grpo-decode")
 
     def budget(self, context_length: int, used: int, max_tokens: int | None = None) -> tuple[int, StopReason]:
-        """Tokens that a turn may sample, and what has cut it off when it samples as many."""
+        """Most tokens that a turn may sample, and the stop reason if it samples them all."""
         bounds = [(self.engine.context_length - context_length, StopReason.CONTEXT_FULL)]
         if self.limits.max_completion_tokens is not None:
             bounds.append((self.limits.max_completion_tokens - used, StopReason.TOKEN_BUDGET))
@@ -298,7 +298,7 @@ class ConversationPolicy:
             return len(path) + len(suffix)
 
     def refuse(self, why: str) -> None:
-        """Notes that a request of the conversation's agent was refused."""
+        """Records the reason why a request of the agent was refused."""
         refusals = self._trajectory.refusals
         if why in refusals or len(refusals) < REFUSALS_KEPT:
             refusals[why] = refusals.get(why, 0) + 1
@@ -392,7 +392,7 @@ class ConversationPolicy:
     async def _continue(
         self, messages: list[Message], stop: tuple[str, ...], max_tokens: int | None, protocol: CallProtocol | None
     ) -> Turn:
-        """Lets the model go on writing the last message, without the tokens that ended it."""
+        """Continues the last assistant message, without the tokens that ended it."""
         check_messages(messages)
         *before, last = messages
         if not before or last["role"] != "assistant":
@@ -527,7 +527,7 @@ class ConversationPolicy:
 
 
 def _size(message: Message) -> int:
-    """Characters of a message, roughly; an image or a sound is as much work as long text."""
+    """Approximate characters of a message; a medium counts as long text."""
     shown = (
         sum(kind_of_part(part) > 0 for part in message["content"]) if isinstance(message.get("content"), list) else 0
     )

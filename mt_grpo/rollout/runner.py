@@ -145,7 +145,7 @@ class RolloutRunner:
 
     @asynccontextmanager
     async def _place(self, size: int) -> AsyncIterator[None]:
-        """Waits until a conversation, or one with its branches, may begin."""
+        """Waits for the places of a conversation and its branches."""
         if self._places is None:
             yield
             return
@@ -168,7 +168,7 @@ class RolloutRunner:
 
 
 class _Batch:
-    """The conversations of one call of `RolloutRunner.run`: each runs, ends whatever happens, and is checked."""
+    """The conversations of one call of `RolloutRunner.run`."""
 
     def __init__(
         self,
@@ -206,7 +206,7 @@ class _Batch:
     async def converse(
         self, request: RolloutRequest, before_turn: BeforeTurn | None = None, branch: Branch | None = None
     ) -> tuple[Trajectory, ConversationPolicy]:
-        """Runs one conversation, from its request or from a branch on, and ends it whatever happens."""
+        """Runs one conversation, from its request or from a branch, until it ends, fails or is out of time."""
         # 1. Its trajectory and policy
         if branch is None:
             said = request.prompt
@@ -265,7 +265,7 @@ class _Batch:
     async def _wait(
         self, running: asyncio.Future[Outcome], policy: ConversationPolicy, trajectory: Trajectory, start: float
     ) -> None:
-        """Waits for a conversation as long as it may take; then tells the policy which limit ended it."""
+        """Waits for a conversation until a time limit; then tells the policy which one ended it."""
         whole, idle = self._limits.rollout_timeout, self._limits.idle_timeout
         while not running.done():
             left = [] if whole is None else [start + whole - time.perf_counter()]
@@ -277,7 +277,7 @@ class _Batch:
             await asyncio.wait([running], timeout=min(left, default=None))
 
     def _end(self, trajectory: Trajectory, running: asyncio.Future[Outcome], policy: ConversationPolicy) -> None:
-        """Writes into a trajectory why its conversation ended."""
+        """Sets stop reason, error and outcome of a trajectory."""
         if policy.ended is StopReason.TIMEOUT:
             trajectory.stop_reason = policy.ended
             trajectory.error = f"The conversation took longer than {self._limits.rollout_timeout:g} s."
@@ -305,7 +305,7 @@ class _Batch:
 
 
 class _FullCollections:
-    """Full garbage collections of this process, which runs put off."""
+    """Postpones full garbage collections of this process while runs are under way."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -314,7 +314,7 @@ class _FullCollections:
 
     @contextmanager
     def put_off(self) -> Iterator[None]:
-        """Puts them off: one reads every token of every context, and stops all conversations."""
+        """No full collection in the block: one reads every token of every context, and stops all conversations."""
         with self._lock:
             if not self._runs:
                 self._thresholds = gc.get_threshold()

@@ -125,7 +125,7 @@ def strip_thinking(message: Message) -> Message:
 
 
 class _Noted(NamedTuple):
-    """A turn, noted but not hashed yet."""
+    """A turn that is not hashed yet."""
 
     goes_on: bool
     """Whether it follows the turn before."""
@@ -205,8 +205,8 @@ class Transcript:
 
 def _alike(one: Any, other: Any, looks: bool = False, depth: int = 5) -> bool:
     """
-    Whether messages are equal, images and sounds by their names: Pillow would decode both images, and compare pixels.
-    They stand in the frames of parts of contents of messages at the deepest, which is `depth`.
+    Whether messages are equal, with images and sounds compared by digest: Pillow would decode both images, and compare
+    pixels. `depth` is how deep media can stand: messages, contents, parts, frames.
     """
     if one is other:
         return True
@@ -224,7 +224,7 @@ def _message(noted: _Noted) -> Message:
 
 
 def identity(message: Message) -> Hashable:
-    """What two messages agree in to be the same: role, content and calls with parsed arguments, but not reasoning."""
+    """A key equal for equal messages: role, content, calls with parsed arguments; reasoning is left out."""
     calls = [
         (call.get("function", call)["name"], _parsed(call.get("function", call).get("arguments")))
         for call in message.get("tool_calls") or ()

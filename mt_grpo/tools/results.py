@@ -75,7 +75,7 @@ def check_data(value: Any, what: str) -> None:
 
 
 def too_deep(value: Any) -> bool:
-    """Whether lists and dictionaries are nested more than `MAX_DEPTH` levels deep, or without end."""
+    """Whether lists and dictionaries are nested deeper than `MAX_DEPTH`, or endlessly."""
     level, depth = [value], 0
     while level := [item for container in level for item in _items(container)]:
         depth += 1

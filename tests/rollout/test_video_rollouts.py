@@ -149,7 +149,7 @@ def test_a_model_without_videos_says_so():
 
 
 def test_a_video_that_is_no_list_of_frames_is_one_sentence():
-    with pytest.raises(MediumError, match=r"A video is the list of its frames, .*decode it first"):
+    with pytest.raises(MediumError, match="Give a video as a list of images; got .*decode it first"):
         read_parts([{"type": "video", "video": "film.mp4"}])
     with pytest.raises(MediumError, match=r"The image 'film.png' cannot be read: No such file"):
         read_parts([{"type": "video", "video": ["film.png"]}], of_row=True)

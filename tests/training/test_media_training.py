@@ -361,7 +361,7 @@ ADDRESS = {"type": "video_url", "video_url": {"url": "https://example.org/a.mp4"
             [{"type": "video", "video": "a.mp4"}],
             "images",
             [],
-            IMAGE_ROW + "A video is the list of its frames, .* 'a.mp4' is none: decode it",
+            IMAGE_ROW + "Give a video as a list of images; got 'a.mp4': decode it",
         ),
         ([ADDRESS], "images", [], IMAGE_ROW + "shows a part of type 'video_url', and rollouts hold text, images"),
         ("What?", "audios", [b"no sound"], SOUND_ROW + "A sound of 8 bytes cannot be read as a sound: it is broken"),

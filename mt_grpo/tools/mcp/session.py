@@ -40,7 +40,7 @@ _FIRST = asyncio.FIRST_COMPLETED
 
 
 class StderrTail:
-    """Reads what a server writes to its standard error, logs it, and keeps the last line."""
+    """Logs the standard error of a server and keeps the last line."""
 
     def __init__(self, name: str) -> None:
         self._name = name
