@@ -122,7 +122,7 @@ class Env(Protocol):
         ...
 
     async def close(self) -> None:
-        """Lets go of what the conversation held. Rewards are scored before."""
+        """Releases what the conversation held. Rewards are scored before."""
         ...
 
 
@@ -235,7 +235,7 @@ class StepEnv(Env):
             messages += [turn.message, *turn.replies]
 
     async def close(self) -> None:
-        """Nothing to let go of."""
+        """Default: nothing to release."""
 
 
 class ServedEnv(StepEnv):
@@ -278,7 +278,7 @@ def _messages(said: str | list[Message], what: str, method: Callable[..., Any], 
 
 
 def _hint(value: Any) -> str:
-    """How to write a wrong return value as a `Step`, where that is plain."""
+    """Suggests the `Step(...)` that the user probably meant."""
     if isinstance(value, bool):
         return f", as `Step(done={value})`"
     if isinstance(value, numbers.Real):
@@ -337,20 +337,18 @@ def checked_outcome(outcome: Any, env: Env) -> Outcome:
         raise TypeError(
             f"{type(env).__name__}.run{defined_at(env.run)} returned {type(outcome).__name__}: return an `Outcome`."
         )
-    if not isinstance(outcome.stop_reason, (StopReason, type(None))):
-        raise _wrong(name, "stop_reason", outcome.stop_reason, "a `StopReason` or `None`")
-    if not isinstance(outcome.answer, (str, type(None))):
-        raise _wrong(name, "answer", outcome.answer, "text or `None`")
-    for attribute in ("rewards", "info"):
-        if not isinstance(getattr(outcome, attribute), dict):
-            raise _wrong(name, attribute, getattr(outcome, attribute), "a dictionary")
+    for attribute, value, kinds, right in (
+        ("stop_reason", outcome.stop_reason, StopReason | None, "a `StopReason` or `None`"),
+        ("answer", outcome.answer, str | None, "text or `None`"),
+        ("rewards", outcome.rewards, dict, "a dictionary"),
+        ("info", outcome.info, dict, "a dictionary"),
+    ):
+        if not isinstance(value, kinds):
+            raise TypeError(f"{name}: `{attribute}` of the outcome is {type(value).__name__}: give {right}.")
     for key, value in outcome.rewards.items():
         if not isinstance(key, str):
-            raise _wrong(name, "rewards", key, "text as the name of a reward")
+            kind = type(key).__name__
+            raise TypeError(f"{name}: `rewards` of the outcome is {kind}: give text as the name of a reward.")
         outcome.rewards[key] = finite(value, f"{name}: the reward {key!r}")
     check_data(outcome.info, f"{name}: `info` of the outcome")
     return outcome
-
-
-def _wrong(name: str, field: str, value: Any, right: str) -> TypeError:
-    return TypeError(f"{name}: `{field}` of the outcome is {type(value).__name__}: give {right}.")

@@ -218,7 +218,7 @@ class SimulatedUserEnv(DialogueEnv):
         return Step(text or [], done=done)
 
     async def close(self) -> None:
-        """Lets go of the endpoint and of the tools."""
+        """Releases the endpoint and the tools."""
         try:
             if self._entered:
                 self._entered = False

@@ -114,8 +114,16 @@ def _build_named(name: str, options: dict[str, Any], given: Any, args: MTGRPOCon
 
 
 def _build(options: dict[str, Any], key: str, said: Mapping[str, Any]) -> EnvLike:
-    """An environment of options, of which those that were `said` of it must have an effect."""
-    env = _of_options(options, key, said)
+    """Builds an environment from options; refuses those that were `said` of it and that it would ignore."""
+    check_partner(options, "" if key == "env" else f"In `{key}`, ")
+    if options["tool_processes"] and not _names_tools(options):
+        raise _no_tool(options["tool_processes"])
+    check_agent(options, "" if key == "env" else key)
+    env, path = build_environment(options), options["env"]
+    if path is not None and verifiers_name(path) is None and not isinstance(env, MultiTurnToolEnv):
+        check_source(env, key)
+        name = path if isinstance(path, str) else f"env: {{type: {path['type']}}}"
+        _check_unused(said, f"`{name}`{'' if key == 'env' else f' of `{key}`'}")
     return env if options["environment_urls"] is None else _at(env, options["environment_urls"], key)
 
 
@@ -127,20 +135,6 @@ def _at(env: EnvLike, urls: list[str], key: str) -> ServedEnv:
             "leave one of them out (MCP servers are named in their own file)."
         )
     return env.at(urls)
-
-
-def _of_options(options: dict[str, Any], key: str, said: Mapping[str, Any]) -> EnvLike:
-    check_partner(options, "" if key == "env" else f"In `{key}`, ")
-    if options["tool_processes"] and not _names_tools(options):
-        raise _no_tool(options["tool_processes"])
-    check_agent(options, "" if key == "env" else key)
-    env = build_environment(options)
-    path = options["env"]
-    if path is not None and verifiers_name(path) is None and not isinstance(env, MultiTurnToolEnv):
-        check_source(env, key)
-        name = path if isinstance(path, str) else f"env: {{type: {path['type']}}}"
-        _check_unused(said, f"`{name}`{'' if key == 'env' else f' of `{key}`'}")
-    return env
 
 
 def _check_unused(said: Mapping[str, Any], env: str) -> None:
@@ -236,7 +230,7 @@ def _check_options(env: MultiTurnToolEnv, args: MTGRPOConfig) -> None:
                 f"`{name}` is set in the arguments, and the trainer was given an `env`, which says itself who answers "
                 "the model: leave one of them out."
             )
-    if args.env is not None and not isinstance(env, import_object(args.env, what="environment")):
+    if isinstance(args.env, dict) or args.env and not isinstance(env, import_object(args.env, what="environment")):
         raise _contradiction("env", args.env, type(env).__name__)
     of_env = {
         "tools": sorted(env.tools),
@@ -251,9 +245,7 @@ def _check_options(env: MultiTurnToolEnv, args: MTGRPOConfig) -> None:
         asked = getattr(args, name)
         if name == "tools" and (tools := named_tools(asked, args.tools_config_file)):
             asked = sorted(tool.name for tool in load_tools(tools))
-        if asked == defaults[name]:
-            continue
-        if asked != value:
+        if asked not in (defaults[name], value):
             raise _contradiction(name, asked, value)
 
 

@@ -71,7 +71,7 @@ def read_messages(given: Any) -> list[Message]:
     Normalises a client's messages: content is text, arguments of calls are JSON objects, other keys are left out.
     """
     if not isinstance(given, list) or not given:
-        raise wrong("messages", "is no list with messages in it")
+        raise wrong("messages", "must be a non-empty list of messages")
     if len(given) > MOST_MESSAGES:
         raise wrong("messages", f"has {len(given)} messages, above {MOST_MESSAGES}: leave out or join old ones")
     return [_read(message, f"messages[{index}]") for index, message in enumerate(given)]

@@ -250,7 +250,7 @@ def _mask_earlier_rounds(sampled: list[Sampled], last: set[int]) -> None:
         trained = trained and one.continues
 
 
-MOST = 8
+MOST_LOOPS = 8
 """Largest number of event loops. Coroutines that share a loop wait for each other when they block."""
 
 
@@ -280,7 +280,7 @@ async def run_apart(
 ) -> Any:
     """Awaits an `async` function of the user's in the event loop of another thread."""
     with _lock:
-        if len(_loops) < MOST:
+        if len(_loops) < MOST_LOOPS:
             _loops.append(_Loop())
         chosen = min(_loops, key=lambda one: one.users)
         chosen.users += 1

@@ -160,7 +160,7 @@ class Env(ABC):
         """What follows the conversation so far: an observation, the turn's reward, whether it is over, and infos."""
 
     async def close(self) -> None:  # noqa: B027 (most hold nothing)
-        """Lets go of what the environment holds."""
+        """Releases what the environment holds."""
 
 
 Messages = list[Message]
