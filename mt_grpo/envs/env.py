@@ -337,14 +337,14 @@ def checked_outcome(outcome: Any, env: Env) -> Outcome:
         raise TypeError(
             f"{type(env).__name__}.run{defined_at(env.run)} returned {type(outcome).__name__}: return an `Outcome`."
         )
-    for attribute, value, kinds, right in (
+    for attribute, given, kinds, right in (
         ("stop_reason", outcome.stop_reason, StopReason | None, "a `StopReason` or `None`"),
         ("answer", outcome.answer, str | None, "text or `None`"),
         ("rewards", outcome.rewards, dict, "a dictionary"),
         ("info", outcome.info, dict, "a dictionary"),
     ):
-        if not isinstance(value, kinds):
-            raise TypeError(f"{name}: `{attribute}` of the outcome is {type(value).__name__}: give {right}.")
+        if not isinstance(given, kinds):
+            raise TypeError(f"{name}: `{attribute}` of the outcome is {type(given).__name__}: give {right}.")
     for key, value in outcome.rewards.items():
         if not isinstance(key, str):
             kind = type(key).__name__

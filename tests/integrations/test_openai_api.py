@@ -245,7 +245,7 @@ def test_a_model_of_text_has_no_image_of_a_request_decoded(monkeypatch):
 @pytest.mark.parametrize(
     ("request_", "problem"),
     [
-        ({"messages": []}, "`messages` is no list"),
+        ({"messages": []}, "`messages` must be a non-empty list"),
         ({"messages": [{"role": "robot"}]}, "has no role out of"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "an image that is no `data:` URL"),
         (
