@@ -39,19 +39,19 @@ def described(text: str) -> dict[str, str]:
     return {name: re.split(r"(?<=[.;:]) (?=[A-Z])|; ", words)[0].rstrip(".;:") for name, words in entries.items()}
 
 
-def table(cls: type) -> str:
+def fields(cls: type) -> str:
     """The fields of a dataclass with types, defaults and meanings, then its properties."""
     text = inspect.getdoc(cls) or ""
     meanings = described(text)
-    lines = ["| field | |", "| --- | --- |"]
+    lines = []
     for field in dataclasses.fields(cls):
         if field.repr:  # the others are the trainer's own
             kind = str(field.type).replace("|", "or")
-            lines.append(f"| `{field.name}: {kind}` | {meanings[field.name]} |")
+            lines.append(f"- `{field.name}: {kind}`: {meanings[field.name]}")
     for name, member in vars(cls).items():
         if isinstance(member, property) and not name.startswith("_"):
             words = (inspect.getdoc(member) or "").split("\n\n")[0].replace("\n", " ")
-            lines.append(f"| `{name}` | {re.split(r'[.:;] ', words)[0].rstrip('.')} |")
+            lines.append(f"- `{name}`: {re.split(r'[.:;] ', words)[0].rstrip('.')}")
     return "\n".join(lines)
 
 
@@ -61,7 +61,7 @@ def reference() -> str:
     for cls, where in CLASSES.items():
         first = (inspect.getdoc(cls) or "").split("\n\n")[0].replace("\n", " ")
         parts.append(
-            f"## {cls.__name__}\n\n`from {home(cls)} import {cls.__name__}`. {where} {first}\n\n{table(cls)}\n"
+            f"## {cls.__name__}\n\n`from {home(cls)} import {cls.__name__}`. {where} {first}\n\n{fields(cls)}\n"
         )
     rewards = "\n".join(
         f"| `{cls.__name__}` | `score({', '.join(arguments(cls))})` | {(inspect.getdoc(cls) or '').split('. ')[0]}; "
