@@ -17,16 +17,12 @@ from types import FrameType
 
 from mt_grpo.errors import UserError
 
-STATUS = 75
-"""The exit status of a run that is to be begun again: `EX_TEMPFAIL` of sysexits.h."""
+STATUS = 75  # the exit status of a run that is to be begun again: `EX_TEMPFAIL` of sysexits.h
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
-FOLDER = "MT_GRPO_PREEMPTION"
-"""The environment variable with a folder that the processes of a launcher share with it."""
-ECHO = 2.0
-"""Seconds in which SIGTERM may come a second time by another way, as from a launcher that passes it on."""
+FOLDER = "MT_GRPO_PREEMPTION"  # the environment variable with a folder that the processes of a launcher share with it
+ECHO = 2.0  # seconds in which SIGTERM may come a second time by another way, as from a launcher that passes it on
 
-_heard: dict[int, float] = {}
-"""When each signal came first."""
+_heard: dict[int, float] = {}  # when each signal came first
 
 
 class PreemptedError(UserError, SystemExit):

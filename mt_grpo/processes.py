@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 from mt_grpo.concurrency import ConcurrencyLimit, in_thread
 from mt_grpo.errors import ConfigError, RemoteError, defined_at, describe_error, find_fault
 
-STARTS_WITHIN = 120.0
-"""Seconds in which a process must have loaded its functions."""
+STARTS_WITHIN = 120.0  # seconds in which a process must have loaded its functions
 
 _SPAWN = multiprocessing.get_context("spawn")  # a fork would have the locks of threads that it has not
 

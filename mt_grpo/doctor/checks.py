@@ -47,10 +47,8 @@ from mt_grpo.training.reward_batch import with_models
 from mt_grpo.training.servers import server_client
 from mt_grpo.trajectory import Message, ToolCall, visible
 
-WIDTH = 16
-"""Of a check's name in the report."""
-SHOWN_CHARACTERS = 80
-"""Characters of a result, or of an error, that are shown."""
+WIDTH = 16  # of a check's name in the report
+SHOWN_CHARACTERS = 80  # characters of a result, or of an error, that are shown
 EXAMPLES = {"expression": "1 + 1", "code": "print(1)"}
 """Arguments by name, for those that the words of a prompt would not suit."""
 MADE_UP = "arguments were made up: see whether it works with those that the model will give"
@@ -60,12 +58,9 @@ ERROR = re.compile(
     re.IGNORECASE,
 )
 """How a result begins that tells of an error: in words, or as the first key of JSON whose value does not deny it."""
-TOOL_TIMEOUT = 60.0
-"""Seconds a call may take where the recipe has no `tool_timeout`."""
-SERVER_TIMEOUT = 3.0
-"""Seconds in which a server answers."""
-MEETING_PORT = 29500
-"""Where accelerate lets the processes of a machine meet."""
+TOOL_TIMEOUT = 60.0  # seconds a call may take where the recipe has no `tool_timeout`
+SERVER_TIMEOUT = 3.0  # seconds in which a server answers
+MEETING_PORT = 29500  # where accelerate lets the processes of a machine meet
 
 
 def diagnose(request: Request) -> int:

@@ -52,12 +52,9 @@ from mt_grpo.training.environment import check_env, prepare_tokenizer, rows_of
 from mt_grpo.training.model import resolve_base, resolve_model, source_options, subfolder_of
 from mt_grpo.training.servers import colocates, server_urls
 
-LONGEST = 64
-"""How many prompts are encoded to count their tokens: those with the most characters."""
-STREAMED = 512
-"""How many rows of a stream are read."""
-PROMPT = 200
-"""Tokens of a prompt, assumed if the rows are not known."""
+LONGEST = 64  # how many prompts are encoded to count their tokens: those with the most characters
+STREAMED = 512  # how many rows of a stream are read
+PROMPT = 200  # tokens of a prompt, assumed if the rows are not known
 
 T = TypeVar("T")
 
@@ -108,10 +105,8 @@ class RunFacts:
         self.options: dict[str, Any] = {**vars(recipe.training), "generation_batch_size": given}
         if given is None:
             self.options["steps_per_generation"] = request.values.get("steps_per_generation")
-        self.tool_seconds: dict[str, float] = {}
-        """Seconds of one call of each tool that was called."""
-        self.plan: dict[str, Any] = {}
-        """Numbers of the plan, for `--json`: bytes and seconds."""
+        self.tool_seconds: dict[str, float] = {}  # seconds of one call of each tool that was called
+        self.plan: dict[str, Any] = {}  # numbers of the plan, for `--json`: bytes and seconds
         self._known: dict[str, tuple[Any, UserError | None]] = {}
 
     # Machine and processes
@@ -383,8 +378,7 @@ class RunFacts:
 OF_THIS_MACHINE = ("environment", "server", ".venv-vllm", "ports", "files")
 """Checks of this machine. Their fails are a `warn` if the run is for another one."""
 
-Lines = Iterator[tuple[str, str, str]]
-"""Status, finding and mend of each line of a check."""
+Lines = Iterator[tuple[str, str, str]]  # status, finding and mend of each line of a check
 Check = Callable[[RunFacts], Lines]
 
 

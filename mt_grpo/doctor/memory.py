@@ -25,28 +25,19 @@ from mt_grpo.forward.model import check_model, check_sequence_parallel
 from mt_grpo.imports import did_you_mean
 
 GB = 1e9
-RESERVE = 3 * GB
-"""Of a GPU, for CUDA itself, its graphs and fragmentation."""
-PROCESS = 0.7 * GB
-"""Of a machine, for a Python process with torch."""
-SERVER_SHARE = 0.9
-"""Of a GPU's memory that a server plans with; a little below vLLM's default."""
-ASLEEP = 2 * GB
-"""Of a GPU, for CUDA and the graphs of a server that sleeps there."""
-WHOLE = 16
-"""Bytes of a parameter that is trained, its gradient and its optimiser's states, in all."""
-SPARE = 0.9
-"""Share of the memory above which a plan is close: the formulas leave things out that may take the rest."""
+RESERVE = 3 * GB  # of a GPU, for CUDA itself, its graphs and fragmentation
+PROCESS = 0.7 * GB  # of a machine, for a Python process with torch
+SERVER_SHARE = 0.9  # of a GPU's memory that a server plans with; a little below vLLM's default
+ASLEEP = 2 * GB  # of a GPU, for CUDA and the graphs of a server that sleeps there
+WHOLE = 16  # bytes of a parameter that is trained, its gradient and its optimiser's states, in all
+SPARE = 0.9  # share of the memory above which a plan is close: the formulas leave things out that may take the rest
 
 
-UNDER_WAY = 5
-"""Tensors that TRL's offloading keeps on the GPU while they are copied."""
+UNDER_WAY = 5  # tensors that TRL's offloading keeps on the GPU while they are copied
 STATEFUL = ("linear_attention", "conv", "mlp", "moe")
 """Kinds of layers that keep no keys and values of a token; transformers' names."""
-MOST_ROWS = 64
-"""Conversations in one batch of the engine that samples from the trainer's own model."""
-SHARED_BY = range(2, 17)
-"""Values of `sp_size` that are tried."""
+MOST_ROWS = 64  # conversations in one batch of the engine that samples from the trainer's own model
+SHARED_BY = range(2, 17)  # values of `sp_size` that are tried
 
 
 @dataclass(frozen=True)
@@ -59,8 +50,7 @@ class Precision:
     quantised: float | None = None
 
 
-EIGHT_BIT = 1.0
-"""Bytes of a weight that is quantised to 8 bits; its scales, one for a row, are left out."""
+EIGHT_BIT = 1.0  # bytes of a weight that is quantised to 8 bits; its scales, one for a row, are left out
 
 
 def four_bit(nested: bool) -> float:
@@ -284,8 +274,7 @@ COPIES = Sharding("a copy for each process", 0)
 FSDP2 = Sharding("fsdp2", 3)
 USUAL = (COPIES, Sharding("zero2", 2), Sharding("zero3 or fsdp2", 3))
 """What is compared if no configuration is given, from the fastest to the smallest."""
-SHARING = (COPIES, FSDP2)
-"""The same with `sp_size`."""
+SHARING = (COPIES, FSDP2)  # the same with `sp_size`
 
 
 def read_sharding(named: str) -> Sharding:

@@ -55,17 +55,12 @@ from mt_grpo.training.forward_plan import trained_truncation
 from mt_grpo.training.model import resolve_base
 from mt_grpo.training.servers import transport_of
 
-RECORD = 8
-"""Bytes per token in the files of `rollouts`, those of the trainer's numbers included."""
-CONVERSATION = 2000
-"""Bytes per conversation there, beside those of its tokens."""
-MOST_ADVICE = 3
-"""Ways that are named."""
-SHORTEST = 256
-"""Tokens after the prompt below which no run is advised to go."""
+RECORD = 8  # bytes per token in the files of `rollouts`, those of the trainer's numbers included
+CONVERSATION = 2000  # bytes per conversation there, beside those of its tokens
+MOST_ADVICE = 3  # ways that are named
+SHORTEST = 256  # tokens after the prompt below which no run is advised to go
 MOST_PROCESSES = 64
-OPTIMIZER = 12
-"""Bytes of a parameter's weight and moments in the optimiser, which may be kept off the GPU."""
+OPTIMIZER = 12  # bytes of a parameter's weight and moments in the optimiser, which may be kept off the GPU
 
 Plan = tuple[Load, Sharding]
 

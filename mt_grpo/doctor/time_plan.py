@@ -21,14 +21,10 @@ from mt_grpo.doctor.memory import MOST_ROWS, SERVER_SHARE, Shape, server_tokens
 from mt_grpo.errors import ConfigError
 from mt_grpo.options.rules import check_batches
 
-EFFICIENCY = 0.5
-"""Share of the speed of a large matrix product that a whole model reaches on a CPU."""
-OPS_PER_LAYER = 200
-"""Small operations of a layer on a CPU, the work of Python among them."""
-OPS_PER_TOKEN = 2500
-"""The same outside the layers, per token of a batch that is sampled."""
-LATEST = 3
-"""Latest batches of a run whose mean is taken."""
+EFFICIENCY = 0.5  # share of the speed of a large matrix product that a whole model reaches on a CPU
+OPS_PER_LAYER = 200  # small operations of a layer on a CPU, the work of Python among them
+OPS_PER_TOKEN = 2500  # the same outside the layers, per token of a batch that is sampled
+LATEST = 3  # latest batches of a run whose mean is taken
 
 
 @dataclass(frozen=True)
@@ -42,8 +38,7 @@ class Speed:
     name: str
 
 
-OF_PEAK, OF_BANDWIDTH = 0.4, 0.6
-"""Shares of a GPU's peak that a run is taken to reach."""
+OF_PEAK, OF_BANDWIDTH = 0.4, 0.6  # shares of a GPU's peak that a run is taken to reach
 
 
 def speed_of(gpu: GPU | None) -> Speed:
@@ -177,12 +172,9 @@ def _fastest(work: Any, seconds: float) -> float:
     return best
 
 
-BETTER = 0.8
-"""Another split of the GPUs is recommended if its step takes less than this share: estimates are no finer."""
-ALIKE = 1.05
-"""Splits of which one takes up to so many times as long as the other count as alike."""
-REPLIES = 5
-"""Replies of an environment where a recipe sets no `max_env_steps`."""
+BETTER = 0.8  # another split of the GPUs is recommended if its step takes less than this share: estimates are no finer
+ALIKE = 1.05  # splits of which one takes up to so many times as long as the other count as alike
+REPLIES = 5  # replies of an environment where a recipe sets no `max_env_steps`
 
 
 def estimate(facts: RunFacts, lengths: Lengths, speed: Speed, ranks: int, servers: int) -> Step:

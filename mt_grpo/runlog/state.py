@@ -1,6 +1,7 @@
 """
-`state.json`: what a run is at, written every few seconds while it goes on. So a run that was killed is told from one
-that goes on, and conversations under way are seen before they are in the index.
+Signs of life. `state.json` is what a run is at, written every few seconds while it goes on: so a run that was killed
+is told from one that goes on, and conversations under way are seen before they are in the index. `Silence` prints how
+far work is that takes long.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ BEAT = 5.0
 """Seconds between two signs of life."""
 SILENT = 60.0
 """Seconds without a sign of life after which a run on another machine counts as dead."""
+QUIET = 8.0
+"""Seconds without output after which work that takes long says how far it is, by default."""
 RUNNING, FINISHED, STOPPED, FAILED, DIED = "running", "finished", "stopped", "failed", "died"
 
 
@@ -106,3 +109,43 @@ def _lives(state: dict[str, Any]) -> bool:
         return same and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
         return False
+
+
+class Silence:
+    """
+    Says how far work is whenever nothing was said for a while, from a thread of its own, as long as the block runs.
+    """
+
+    def __init__(self, say: Callable[[], object], seconds: float | None = None) -> None:
+        self._say, self._seconds = say, QUIET if seconds is None else seconds
+        self._heard = threading.Event()
+        self._over = False
+        self._thread: threading.Thread | None = None
+
+    @property
+    def watched(self) -> bool:
+        """Whether the block runs."""
+        return self._thread is not None
+
+    def broken(self) -> None:
+        """Notes that something was said."""
+        self._heard.set()
+
+    def __enter__(self) -> Silence:
+        self._over = False
+        self._thread = threading.Thread(target=self._watch, name="silence", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over = True
+        self._heard.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _watch(self) -> None:
+        while not self._over:
+            self._heard.clear()
+            if not self._heard.wait(self._seconds) and not self._over:
+                self._say()

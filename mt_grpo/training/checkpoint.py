@@ -51,8 +51,7 @@ BEST = ("metric_for_best_model", "greater_is_better")
 
 MADE_WITH = "made_with.json"
 """What a checkpoint says about the run that made it: tools, rewards with their weights, and data."""
-ROWS = 8
-"""Rows at each end of a dataset by which it is known again."""
+ROWS = 8  # rows at each end of a dataset by which it is known again
 
 SHARDED = "global_step*", "*_fsdp_*", "optimizer_*", "optimizer.bin"
 """What DeepSpeed and FSDP leave in a checkpoint, in place of a file of the optimizer."""

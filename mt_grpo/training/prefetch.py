@@ -47,8 +47,7 @@ from mt_grpo.trajectory import Trajectory
 
 BATCHES_BETWEEN_COLLECTIONS = 8
 """Batches between two full garbage collections. One takes a tenth of a second, in which no conversation goes on."""
-LEAST_SHARE = 0.25
-"""Effective share of a batch below which its steps are made smaller."""
+LEAST_SHARE = 0.25  # effective share of a batch below which its steps are made smaller
 STEP_FACTOR = "step_factor"
 """In a batch: what the learning rate of its steps is multiplied by. So a checkpoint has it."""
 
@@ -66,8 +65,7 @@ class PrefetchedBatch:
     rows: Rows
     requests: list[RolloutRequest] = field(default_factory=list)
     finished: list[Trajectory] = field(default_factory=list)
-    kept: list[Trajectory] = field(default_factory=list)
-    """Those of the finished that a checkpoint may keep."""
+    kept: list[Trajectory] = field(default_factory=list)  # those of the finished that a checkpoint may keep
     sampling: BackgroundTask[list[Trajectory]] | None = None
 
 

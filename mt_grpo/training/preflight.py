@@ -39,8 +39,7 @@ BATCH_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", 
 
 RECORDS = ("metrics.jsonl", "trajectories*.jsonl", "summary.json", "learning_curve.png", "audit.jsonl")
 MODEL = ("model*.safetensors", "model*.safetensors.index.json", "adapter_model*.safetensors", "adapter_config.json")
-ROLLOUTS = ("index*.jsonl", "*.rank*.parquet", "*.rank*.partial")
-"""What a run leaves in its folder of conversations."""
+ROLLOUTS = ("index*.jsonl", "*.rank*.parquet", "*.rank*.partial")  # what a run leaves in its folder of conversations
 LOCK = ".lock"
 """Locked by the run that trains in a folder. The system lets go of it when the process ends, however it ends."""
 CHECKPOINT = re.compile(r"checkpoint-\d+")

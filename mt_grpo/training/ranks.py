@@ -39,10 +39,8 @@ from mt_grpo.servers.http import ServerGoneError, ServerSetupError
 
 T = TypeVar("T")
 
-CHUNK = 1 << 26
-"""Bytes that are sent at once."""
-ADDED = 1 << 22
-"""Numbers that are added up at once."""
+CHUNK = 1 << 26  # bytes that are sent at once
+ADDED = 1 << 22  # numbers that are added up at once
 
 _SENTENCES = (
     ServerGoneError,

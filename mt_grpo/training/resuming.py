@@ -26,8 +26,7 @@ from mt_grpo.errors import ConfigError
 from mt_grpo.preemption import PreemptedError, heard, listening
 from mt_grpo.runlog.files import to_json
 from mt_grpo.runlog.schema import FOLDER
-from mt_grpo.runlog.state import Pulse
-from mt_grpo.silence import Silence
+from mt_grpo.runlog.state import Pulse, Silence
 from mt_grpo.training.checkpoint import (
     BEST,
     MADE_WITH,

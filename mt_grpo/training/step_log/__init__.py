@@ -127,8 +127,7 @@ class StepLog(TrainerCallback):
         self.table = Table(args, trainer.callback_handler.callbacks)
         self._has_turn_rewards = bool(trainer.turn_reward_funcs)
         self._evaluated = (-1, -1)  # step and number of the latest batch of an evaluation
-        self.latest = Update()
-        """The latest optimiser step, which may not be finished."""
+        self.latest = Update()  # the latest optimiser step, which may not be finished
         self._begun = 0.0
 
     # The trainer calls

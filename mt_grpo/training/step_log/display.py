@@ -23,10 +23,8 @@ from mt_grpo.training.rollout_batch import RolloutBatch
 from mt_grpo.training.step_log.records import Step
 from mt_grpo.trajectory import Message, Trajectory, visible
 
-ROWS = 4
-"""Conversations of a log step where `num_completions_to_print` is unset."""
-STYLES = {"turn": "cyan", "assistant": "green"}
-"""Of messages, by author; others are the environment's."""
+ROWS = 4  # conversations of a log step where `num_completions_to_print` is unset
+STYLES = {"turn": "cyan", "assistant": "green"}  # of messages, by author; others are the environment's
 
 
 PRINTED = (
@@ -81,8 +79,7 @@ class Table:
     """
 
     def __init__(self, args: MTGRPOConfig, trackers: list[TrainerCallback]) -> None:
-        self.console = Console()
-        """Where the terminal's are printed; another one where something else is drawn."""
+        self.console = Console()  # where the terminal's are printed; another one where something else is drawn
         self._args = args
         self._trackers = trackers
         self._latest: dict[str, tuple[RolloutBatch, Tensor]] = {}
@@ -149,13 +146,11 @@ def _text(trajectory: Trajectory, advantages: list[float]) -> Text:
     return text.append("\n  advantage per turn: ", style="cyan").append(numbers(advantages)).append("\n")
 
 
-MOST_CHARACTERS = 2000
-"""Of one message; the middle of a longer one is left out."""
+MOST_CHARACTERS = 2000  # of one message; the middle of a longer one is left out
 MOST_MESSAGES = 24
 """Of one conversation, headings included and the prompt excluded; the middle of a longer one is left out."""
 
-Piece = tuple[str, str]
-"""Who wrote a message (`assistant`, `tool`, `user`, ...; `turn` for a heading) and its text."""
+Piece = tuple[str, str]  # who wrote a message (`assistant`, `tool`, `user`, ...; `turn` for a heading) and its text
 
 
 def prompt_pieces(trajectory: Trajectory) -> list[Piece]:

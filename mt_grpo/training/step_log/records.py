@@ -37,8 +37,7 @@ from mt_grpo.trajectory import Trajectory
 
 Lines = list[dict[str, Any]]
 
-SECRET = ("token", "key", "secret", "password")
-"""Ends of the names of options whose values are written nowhere."""
+SECRET = ("token", "key", "secret", "password")  # ends of the names of options whose values are written nowhere
 
 PACKAGES = ("mt-grpo", "trl", "transformers", "accelerate", "torch", "datasets", "peft")
 
@@ -194,10 +193,8 @@ class Records:
         self._args = args
         self._main = args.process_index == 0
         self._described = False
-        self.resumes = False
-        """Whether the run goes on from a checkpoint in its folder."""
-        self.audits: Lines = []
-        """Of the batches since the latest line of `audit.jsonl`."""
+        self.resumes = False  # whether the run goes on from a checkpoint in its folder
+        self.audits: Lines = []  # of the batches since the latest line of `audit.jsonl`
 
     # Conversations, and their credit
 

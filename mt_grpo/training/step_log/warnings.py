@@ -18,12 +18,9 @@ from mt_grpo.training.ranks import run_here
 from mt_grpo.training.step_log.records import Step, Update, mean_record
 from mt_grpo.trajectory import Trajectory
 
-CUT = 8
-"""Trajectories of a run that are scored again with their later turns cut off."""
-STILL = 10
-"""Steps in a row without a gradient that are warned of: fewer may be chance."""
-APART = 10
-"""Steps over which outcomes and turn rewards are watched for going apart."""
+CUT = 8  # trajectories of a run that are scored again with their later turns cut off
+STILL = 10  # steps in a row without a gradient that are warned of: fewer may be chance
+APART = 10  # steps over which outcomes and turn rewards are watched for going apart
 LOST, OUT_OF_PROPORTION = 0.3, 3.0
 """Share of the outcome's advantage that the first turn has at least, and the ratio of scales that is warned of."""
 
