@@ -225,7 +225,7 @@ def tools(facts: RunFacts) -> Lines:
         words = "the recipe names none" if environments else "those of its environments belong to a conversation"
         yield OK, f"no tool is called: {words}", ""
     for tool in offered.values():
-        remote = remote_of(tool)
+        remote = _remote_of(tool)
         if remote is not None and not remote.only_reads:
             yield OK, f"{tool.name} is offered by its MCP server, and not called, since it may change something", ""
             continue
@@ -251,7 +251,7 @@ def _outcome(call: ToolCall, limit: float) -> tuple[str, str, str]:
     return WARN, f"{asked} answered with an error after {call.seconds:.2f} s: {_cut(call.error)!r}", MADE_UP
 
 
-def remote_of(tool: Tool) -> McpRemote | None:
+def _remote_of(tool: Tool) -> McpRemote | None:
     """The tool of an MCP server behind a tool."""
     if isinstance(tool, McpTool):
         return tool.remote
@@ -361,7 +361,7 @@ def server(facts: RunFacts) -> Lines:
         yield OK, f"none is needed: the trainer starts {several} on its own {place}", ""
         return
     for url in facts.urls:
-        fault = server_fault(url)
+        fault = _server_fault(url)
         if fault is not None:
             yield FAIL, fault, "start it with `mt-grpo serve` and this recipe, on a GPU that does not train"
             return
@@ -374,7 +374,7 @@ def server(facts: RunFacts) -> Lines:
     yield OK, f"{', '.join(facts.urls)} holds this run's model, with a context of {client.context_length} tokens", ""
 
 
-def server_fault(url: str) -> str | None:
+def _server_fault(url: str) -> str | None:
     """Why a server cannot be used, from its answer to `/health`."""
     try:
         ServerControl(url, timeout=SERVER_TIMEOUT).get("/health")
@@ -411,7 +411,7 @@ def ports(facts: RunFacts) -> Lines:
     elif facts.args.use_vllm and port is not None:
         if is_free(port):
             yield OK, f"port {port} is free for the server", ""
-        elif server_fault(facts.urls[0]) is None:
+        elif _server_fault(facts.urls[0]) is None:
             yield OK, f"the server listens on port {port}", ""
         else:
             mend = "give server and trainer another `vllm_server_port`"

@@ -76,7 +76,7 @@ class NotKnown(ConfigError):
     """A fact that cannot be found out on this machine, e.g. without a network. The run itself may know it."""
 
 
-def fact(find: Callable[[RunFacts], T]) -> T:
+def _fact(find: Callable[[RunFacts], T]) -> T:
     """A property that is computed once. A `UserError` that it raised is raised again each time."""
 
     @functools.wraps(find)
@@ -111,7 +111,7 @@ class RunFacts:
 
     # Machine and processes
 
-    @fact
+    @_fact
     def sharding(self) -> Sharding | None:
         """What `--accelerate_config` says. Without it, a copy for a single process, and `None` for several."""
         named = self.own["accelerate_config"]
@@ -119,7 +119,7 @@ class RunFacts:
             return read_sharding(named)
         return COPIES if self.processes == 1 else None
 
-    @fact
+    @_fact
     def processes(self) -> int:
         """Processes that train."""
         named = self.own["accelerate_config"]
@@ -146,7 +146,7 @@ class RunFacts:
         stated = self.states_gpu and not self.args.use_cpu
         return stated and torch.cuda.device_count() < self.processes
 
-    @fact
+    @_fact
     def memory(self) -> float:
         """Bytes of a GPU, or of this machine for a run on its CPU."""
         if self.args.use_cpu:
@@ -159,7 +159,7 @@ class RunFacts:
             return float(torch.cuda.get_device_properties(0).total_memory)
         raise NotKnown("The memory of a GPU is not known, since there is none here: state it, as `--gpu H100`.")
 
-    @fact
+    @_fact
     def gpu(self) -> GPU | None:
         """The kind of GPU, stated or found; `None` for one that is not known."""
         if self.own["gpu"] is not None:
@@ -168,7 +168,7 @@ class RunFacts:
 
     # Model
 
-    @fact
+    @_fact
     def name(self) -> str:
         """The model, as `resolve_model` has it."""
         given = self.recipe.model.model_name_or_path
@@ -185,31 +185,31 @@ class RunFacts:
         """Options with which a tokenizer or a configuration is loaded."""
         return source_options(self.args, self.recipe.model.model_revision)
 
-    @fact
+    @_fact
     def config(self) -> PreTrainedConfig:
         with libraries_may_refuse(f"The model {self.name!r} cannot be loaded"):
             return AutoConfig.from_pretrained(resolve_base(self.name), **self.source)
 
-    @fact
+    @_fact
     def tokenizer(self) -> PreTrainedTokenizerBase:
         with libraries_may_refuse(f"The tokenizer of {self.name!r} cannot be loaded"):
             tokenizer = AutoTokenizer.from_pretrained(resolve_base(self.name), **self.source)
         prepare_tokenizer(tokenizer, self.env)
         return tokenizer
 
-    @fact
+    @_fact
     def peft(self) -> PeftConfig | None:
         """The adapter to train, from the model's folder or the options; `None` if the whole model is trained."""
         if adapter_settings(self.name) is not None:
             return PeftConfig.from_pretrained(self.name)
         return get_peft_config(self.recipe.model)
 
-    @fact
+    @_fact
     def shape(self) -> Shape:
         with libraries_may_refuse(f"The model {self.name!r} cannot be made from its configuration"):
             return read_shape(self.config, self.peft, trust_remote_code=self.args.trust_remote_code)
 
-    @fact
+    @_fact
     def precision(self) -> Precision:
         model = self.recipe.model
         dtype = model.dtype or "float32"
@@ -231,7 +231,7 @@ class RunFacts:
         """Bytes of an element in the server."""
         return 2 if self.half else max(2, int(self.precision.weights))
 
-    @fact
+    @_fact
     def context(self) -> int:
         """Tokens of the model's context, as the run uses it."""
         length = context_length(self.config)
@@ -241,7 +241,7 @@ class RunFacts:
 
     # Rows and environment
 
-    @fact
+    @_fact
     def rows(self) -> tuple[Any, Any]:
         """Rows to train on and to evaluate on."""
         datasets.disable_progress_bars()
@@ -255,14 +255,14 @@ class RunFacts:
                 f"The rows of {name!r} are not here, and {hub_fault()}: a prompt of {PROMPT} tokens is assumed."
             ) from error
 
-    @fact
+    @_fact
     def env(self) -> EnvSource:
         known = (None, None)
         with contextlib.suppress(NotKnown):  # it can be built without them
             known = self.rows
         return source_of(check_env(None, self.args, *known))
 
-    @fact
+    @_fact
     def train_rows(self) -> Dataset | IterableDataset:
         return rows_of(self.rows[0], self.env, self.args)
 
@@ -271,7 +271,7 @@ class RunFacts:
         """Each kind of environment once."""
         return self.env.prototypes()
 
-    @fact
+    @_fact
     def prompt_lengths(self) -> list[int]:
         """Tokens of the longest prompts."""
         rows = self.train_rows
@@ -295,7 +295,7 @@ class RunFacts:
         """Tokens of the longest conversation that the run allows."""
         return min(self.context, self.prompt + self.args.max_completion_length)
 
-    @fact
+    @_fact
     def load(self) -> Load:
         """What decides what a training process holds."""
         args = self.args

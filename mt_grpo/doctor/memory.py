@@ -105,7 +105,7 @@ def input_of_layer(shape: Shape, tokens: int, compute: int) -> float:
     return float(tokens * shape.hidden * compute)
 
 
-def layer_activations(shape: Shape, tokens: int, compute: int) -> float:
+def _layer_activations(shape: Shape, tokens: int, compute: int) -> float:
     """
     Bytes that one layer keeps for its backward. Tensors of the model's width: two norms with three each, queries with
     their rotation, the output of attention and the sums. Keys and values with theirs. Four of the feed-forward's
@@ -119,7 +119,7 @@ def activations(
     shape: Shape, tokens: int, compute: int, checkpointing: bool, group: int = 1, offloading: bool = False
 ) -> float:
     """Bytes that a forward and its backward keep on their device, at most."""
-    layer = layer_activations(shape, tokens, compute)
+    layer = _layer_activations(shape, tokens, compute)
     if not checkpointing and not offloading:
         return shape.layers * layer
     group = min(group, shape.layers)

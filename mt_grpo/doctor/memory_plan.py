@@ -92,9 +92,9 @@ def training(facts: RunFacts) -> Lines:
         what = f"{needed / GB:.1f} of {available / GB:.1f} GB of {where} with {sharding.name}, in the worst "
         what += f"micro-batch of {tokens} tokens{f' that {load.sharing} share' * (load.sharing > 1)}: {split}"
         if needed > available:
-            yield FAIL, what, advise(facts, load, sharding)
+            yield FAIL, what, _advise(facts, load, sharding)
         elif needed > SPARE * available:
-            mend = advise(facts, load, sharding)
+            mend = _advise(facts, load, sharding)
             yield WARN, what, f"it is close, so measure it with `--probe`; to leave a tenth free, {mend}"
         elif rejected:
             name = sharding.name.split()[0]
@@ -114,7 +114,7 @@ def serving(facts: RunFacts) -> Lines:
         yield OK, f"{shape.kv_bytes(size):,} bytes a token on the CPU: `VLLM_CPU_KVCACHE_SPACE` bounds the GB", ""
         facts.plan["server"] = {"bytes of a token": shape.kv_bytes(size)}
         return
-    tokens = server_tokens(facts.memory, shape, size, gpus, server_share(facts))
+    tokens = server_tokens(facts.memory, shape, size, gpus, _server_share(facts))
     urls = len(facts.urls)
     held, wanted = urls * tokens // facts.longest, facts.under_way
     facts.plan["server"] = {"bytes of a token": shape.kv_bytes(size), "tokens": tokens, "conversations": held}
@@ -136,7 +136,7 @@ def serving(facts: RunFacts) -> Lines:
         yield from _sharing(facts)
 
 
-def server_share(facts: RunFacts) -> float:
+def _server_share(facts: RunFacts) -> float:
     """The share of a GPU's memory that a server plans with."""
     return float(facts.args.vllm_gpu_memory_utilization) if facts.colocated else SERVER_SHARE
 
@@ -146,7 +146,7 @@ def _sharing(facts: RunFacts) -> Lines:
     load = facts.load
     ways = {sharding.name: load.parts(sharding)["states"] for sharding in facts.candidates()}
     name, kept = min(ways.items(), key=lambda item: item[1])
-    server = server_share(facts) * facts.memory
+    server = _server_share(facts) * facts.memory
     needed, room = kept + RESERVE + server, facts.memory
     facts.plan["sampling"] = {"states": kept, "server": server, "available": room}
     what = (
@@ -164,7 +164,7 @@ def _sharing(facts: RunFacts) -> Lines:
 def _more_room(facts: RunFacts, gpus: int, tokens: int) -> str:
     """What gives a server room for one conversation."""
     for more in (2, 4, 8):
-        held = server_tokens(facts.memory, facts.shape, facts.served_size, more, server_share(facts))
+        held = server_tokens(facts.memory, facts.shape, facts.served_size, more, _server_share(facts))
         if more > gpus and held >= facts.longest:
             shorter = f", or conversations of {tokens} tokens at most" if tokens > facts.prompt else ""
             return f"spread the server over more GPUs (`vllm_tensor_parallel_size: {more}`){shorter}"
@@ -234,7 +234,7 @@ class Change(NamedTuple):
         return replace(load, **self.load), self.sharding or sharding
 
 
-def advise(facts: RunFacts, load: Load, sharding: Sharding) -> str:
+def _advise(facts: RunFacts, load: Load, sharding: Sharding) -> str:
     """Names ways to make a run fit, those first that change least of what it learns."""
     tried: list[float] = []  # memory that plans need
 

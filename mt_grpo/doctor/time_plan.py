@@ -95,7 +95,7 @@ def recomputed(checkpointing: bool, group: int) -> float:
     return (4 + (1 - 1 / group)) / 3 if checkpointing else 1.0
 
 
-def training_seconds(
+def _training_seconds(
     shape: Shape, speed: Speed, tokens: float, ranks: int, again: float, passes: float, microbatches: int
 ) -> float:
     """Seconds of forwards and backwards of a step."""
@@ -117,7 +117,7 @@ def server_seconds(
     return math.ceil(conversations / at_once) * lengths.sampled * step + prefill
 
 
-def own_engine_seconds(shape: Shape, speed: Speed, turns: int, turn: float, conversations: int) -> float:
+def _own_engine_seconds(shape: Shape, speed: Speed, turns: int, turn: float, conversations: int) -> float:
     """
     Seconds that the trainer's own model takes to sample a batch, turn after turn. A turn takes as long as the longest
     row of the batch, which is assumed to be half of what is allowed.
@@ -127,7 +127,7 @@ def own_engine_seconds(shape: Shape, speed: Speed, turns: int, turn: float, conv
     return turns * math.ceil(conversations / MOST_ROWS) * turn / 2 * step
 
 
-def read_run(folder: str, steps_of_a_batch: float = 1.0) -> tuple[Lengths, float] | None:
+def _read_run(folder: str, steps_of_a_batch: float = 1.0) -> tuple[Lengths, float] | None:
     """Lengths and the seconds of a batch, from the metrics of a run; `None` where it has logged no step."""
     path = Path(folder, "metrics.jsonl")
     if not path.is_file():
@@ -149,7 +149,7 @@ def read_run(folder: str, steps_of_a_batch: float = 1.0) -> tuple[Lengths, float
     return lengths, statistics.mean(record["step_time"] for record in steps) * steps_of_a_batch
 
 
-def measure_cpu(shape: Shape, seconds: float = 0.15) -> Speed:
+def _measure_cpu(shape: Shape, seconds: float = 0.15) -> Speed:
     """Measures this processor with matrices as wide as the model, in a fraction of a second."""
     width, inner = min(shape.hidden, 2048), min(shape.intermediate, 4096)
     rows, matrix = torch.ones(512, width), torch.ones(width, inner)
@@ -190,7 +190,7 @@ def estimate(facts: RunFacts, lengths: Lengths, speed: Speed, ranks: int, server
         sampling = server_seconds(shape, speed, lengths, facts.batch / servers, at_once, size, gpus)
     else:
         turns = (REPLIES if args.max_env_steps is None else args.max_env_steps) + 1
-        sampling = own_engine_seconds(shape, speed, turns, turn, -(-facts.batch // ranks))
+        sampling = _own_engine_seconds(shape, speed, turns, turn, -(-facts.batch // ranks))
     slowest = max(facts.tool_seconds.values(), default=0.0)
     tokens = facts.batch * lengths.unique
     corrected = args.num_iterations > 1 or args.use_vllm or args.max_staleness > 0
@@ -198,7 +198,7 @@ def estimate(facts: RunFacts, lengths: Lengths, speed: Speed, ranks: int, server
     passes = args.num_iterations + forwards / 3
     microbatches = args.num_iterations * max(1, facts.batch // (args.per_device_train_batch_size * ranks))
     again = recomputed(bool(args.gradient_checkpointing), args.gradient_checkpointing_layers)
-    trained = training_seconds(shape, speed, tokens, ranks, again, passes, microbatches)
+    trained = _training_seconds(shape, speed, tokens, ranks, again, passes, microbatches)
     return Step(sampling, lengths.turns * slowest, trained, args.max_staleness, not args.use_vllm)
 
 
@@ -206,7 +206,7 @@ def step(facts: RunFacts) -> Lines:
     """The time of a step, and how the GPUs are best split between serving and training."""
     if not facts.args.use_cpu and not facts.on_gpu:
         raise NotKnown("The memory of a GPU is not known, since there is none here: state it, as `--gpu H100`.")
-    speed = speed_of(facts.gpu) if facts.on_gpu else measure_cpu(facts.shape)
+    speed = speed_of(facts.gpu) if facts.on_gpu else _measure_cpu(facts.shape)
     lengths, factor, run = _calibrated(facts, speed)
     found = estimate(facts, lengths, speed, facts.processes, len(facts.urls)).scaled(factor)
     facts.plan["step"] = {
@@ -241,7 +241,7 @@ def step(facts: RunFacts) -> Lines:
 def _calibrated(facts: RunFacts, speed: Speed) -> tuple[Lengths, float, str | None]:
     """Lengths of conversations, by how much a run was slower than its estimate, and which run that was."""
     args, named = facts.args, facts.own["calibrate"]
-    run = read_run(named or args.output_dir, facts.steps_of_a_batch)
+    run = _read_run(named or args.output_dir, facts.steps_of_a_batch)
     if run is None and named is not None:
         raise ConfigError(
             f"`--calibrate {named}` has no metrics of a step: name the `output_dir` of a run that has logged some."

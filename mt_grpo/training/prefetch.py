@@ -168,7 +168,7 @@ class PrefetchQueue:
                 batch.kept.append(trajectory)
 
         def check(trajectory: Trajectory) -> None:
-            if is_judged_without_environment(trajectory, self._rewards):
+            if _is_judged_without_environment(trajectory, self._rewards):
                 batch.kept.append(trajectory)
 
         async def sample() -> list[Trajectory]:
@@ -249,7 +249,7 @@ def _written(trajectory: Trajectory) -> str | None:
     return text if again == data else None
 
 
-def is_judged_without_environment(trajectory: Trajectory, rewards: Sequence[RewardFunc]) -> bool:
+def _is_judged_without_environment(trajectory: Trajectory, rewards: Sequence[RewardFunc]) -> bool:
     """
     Whether rewards need nothing of a conversation but its record: its environment is one of ours, which leaves nothing
     behind that they could look at.

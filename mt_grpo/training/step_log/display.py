@@ -132,7 +132,7 @@ class Table:
 
 def _text(trajectory: Trajectory, advantages: list[float]) -> Text:
     text = Text()
-    for piece in [*prompt_pieces(trajectory), *turn_pieces(trajectory)]:
+    for piece in [*_prompt_pieces(trajectory), *turn_pieces(trajectory)]:
         text.append(plain([piece]) + "\n", style=STYLES.get(piece[0], "bright_black"))
     text.append(trajectory.stop_reason.value, style="bold")
     if trajectory.error:
@@ -153,7 +153,7 @@ MOST_MESSAGES = 24
 Piece = tuple[str, str]  # who wrote a message (`assistant`, `tool`, `user`, ...; `turn` for a heading) and its text
 
 
-def prompt_pieces(trajectory: Trajectory) -> list[Piece]:
+def _prompt_pieces(trajectory: Trajectory) -> list[Piece]:
     """What a conversation began with."""
     return [_piece(message) for message in trajectory.prompt]
 
@@ -190,14 +190,14 @@ def table_row(step: int, trajectory: Trajectory, advantages: Sequence[float], ex
     rewards = trajectory.rewards
     return {
         "step": step,
-        "prompt": plain(prompt_pieces(trajectory)),
+        "prompt": plain(_prompt_pieces(trajectory)),
         "conversation": plain(turn_pieces(trajectory)),
         **{visible(name): numbers(values) for name, values in rewards.get("turn", {}).items()},
         **{visible(name): value for name, value in rewards.get("outcome", {}).items()},
         "advantages": numbers(advantages),
         "stop_reason": trajectory.stop_reason.value,
-        "error": shorten(visible(trajectory.error or "")),
-        **{visible(name): None if value is None else shorten(visible(str(value))) for name, value in extra.items()},
+        "error": _shorten(visible(trajectory.error or "")),
+        **{visible(name): None if value is None else _shorten(visible(str(value))) for name, value in extra.items()},
     }
 
 
@@ -209,7 +209,7 @@ def as_markdown(row: dict[str, Any]) -> str:
     return "\n".join(["    " + line for line in text.splitlines()] + ["", *facts, ""])
 
 
-def shorten(text: str) -> str:
+def _shorten(text: str) -> str:
     """A text without its middle where it is longer than `MOST_CHARACTERS`."""
     left = len(text) - MOST_CHARACTERS
     if left <= 0:
@@ -224,7 +224,7 @@ def _piece(message: Message) -> Piece:
         content = "\n".join(map(part_text, content))
     parts = [message.get("reasoning_content"), content, *map(_call, message.get("tool_calls") or [])]
     texts = [part if isinstance(part, str) else to_json(part) for part in parts if part]
-    return visible(message["role"]), shorten(visible("\n".join(texts).strip()))
+    return visible(message["role"]), _shorten(visible("\n".join(texts).strip()))
 
 
 def _call(call: dict[str, Any]) -> str:

@@ -76,14 +76,14 @@ class Metrics:
         batch, tally = step.batch, self._tallies[step.mode]
         tally.merge(rollout_metrics(batch.counted))
         if step.mode == "eval":  # TRL's are means over batches, and batches of an evaluation differ in size
-            tally.merge(reward_metrics(batch.rewards_per_func, self._weights, self._names))
-        tally.merge(credit_metrics(batch.rewards, batch.advantages))
+            tally.merge(_reward_metrics(batch.rewards_per_func, self._weights, self._names))
+        tally.merge(_credit_metrics(batch.rewards, batch.advantages))
         if step.mode == "train":
-            tally.merge(audit_metrics(step.audit, batch.sampled_again))
+            tally.merge(_audit_metrics(step.audit, batch.sampled_again))
         if step.mode == "train" and self._prefetches:
-            tally.merge(staleness_metrics(batch.staleness))
+            tally.merge(_staleness_metrics(batch.staleness))
         if "importance_sampling_ratio" in step.output:
-            tally.merge(mismatch_metrics(step.output, batch.advantages.shape[1]))
+            tally.merge(_mismatch_metrics(step.output, batch.advantages.shape[1]))
 
     def close(self, mode: str) -> dict[str, float]:
         """Ends the log window of training (`"train"`) or of an evaluation (`"eval"`). Returns its means."""
@@ -153,7 +153,7 @@ def _record(trajectory: Trajectory) -> dict[str, Any]:
     }
 
 
-def credit_metrics(batch: RewardBatch, advantages: torch.Tensor) -> Tally:
+def _credit_metrics(batch: RewardBatch, advantages: torch.Tensor) -> Tally:
     """Mean reward and mean advantage per turn. The reward is a mean over trajectories to which one applies."""
     tally = Tally()
     for index in range(advantages.shape[1]):
@@ -163,7 +163,7 @@ def credit_metrics(batch: RewardBatch, advantages: torch.Tensor) -> Tally:
     return tally
 
 
-def audit_metrics(audit: dict[str, Any], sampled_again: int) -> Tally:
+def _audit_metrics(audit: dict[str, Any], sampled_again: int) -> Tally:
     """The handful of an audit's numbers that trackers get; `audit.jsonl` has all."""
     tally, groups = Tally(), audit["groups"]
     tally.count("group", groups)
@@ -180,7 +180,7 @@ def audit_metrics(audit: dict[str, Any], sampled_again: int) -> Tally:
     return tally
 
 
-def staleness_metrics(staleness: Staleness) -> Tally:
+def _staleness_metrics(staleness: Staleness) -> Tally:
     """How a batch that was prefetched came to be trained; a collective call."""
     ranks = gather_object([staleness])
     tally = Tally()
@@ -220,7 +220,7 @@ def show_advantages(shown: deque[float], batch: RewardBatch, advantages: torch.T
         shown[index] = mean
 
 
-def reward_metrics(rewards: torch.Tensor, weights: torch.Tensor, names: list[str]) -> Tally:
+def _reward_metrics(rewards: torch.Tensor, weights: torch.Tensor, names: list[str]) -> Tally:
     """Means of the rewards over the trajectories to which they apply."""
     totals = (rewards * weights.to(rewards.device)).nansum(dim=1).masked_fill(rewards.isnan().all(dim=1), torch.nan)
     tally = Tally()
@@ -231,7 +231,7 @@ def reward_metrics(rewards: torch.Tensor, weights: torch.Tensor, names: list[str
     return tally
 
 
-def mismatch_metrics(batch: dict[str, torch.Tensor], num_turns: int) -> Tally:
+def _mismatch_metrics(batch: dict[str, torch.Tensor], num_turns: int) -> Tally:
     """Difference between the engine's log-probs and the trainer's, per turn. This is a collective call."""
     trained = (batch["completion_mask"] * batch["tool_mask"]).bool()
     trained &= ~batch["sampling_per_token_logps"].isnan()  # trained tokens of the environment, which no engine sampled

@@ -117,11 +117,11 @@ class Outputs:
             (logps - inputs["sampling_per_token_logps"]).half(),
             entropies.detach().half(),
             log_ratios.exp().half(),
-            clip_flags(log_ratios, inputs["advantages"], trained, args),
+            _clip_flags(log_ratios, inputs["advantages"], trained, args),
         )
 
 
-def clip_flags(log_ratios: Tensor, advantages: Tensor, trained: Tensor, args: MTGRPOConfig) -> Tensor:
+def _clip_flags(log_ratios: Tensor, advantages: Tensor, trained: Tensor, args: MTGRPOConfig) -> Tensor:
     """Where TRL's loss clips the ratio, so that the token has no gradient, or with `cispo` a bounded weight."""
     low, high = args.epsilon, args.epsilon if args.epsilon_high is None else args.epsilon_high
     if args.importance_sampling_level == "sequence":
