@@ -59,16 +59,7 @@ class Sound:
 
     @classmethod
     def of_file(cls, file: bytes, name: str) -> Sound:
-        """
-        A sound that is not decoded yet.
-
-        Args:
-            file (`bytes`): Its file.
-            name (`str`): What to say of it in errors.
-
-        Raises:
-            MediumError: If it is no sound, or one that is too long.
-        """
+        """A sound that is not decoded yet; errors call its file `name`."""
         frames, channels, rate = _header(file, name)
         if channels > MOST_CHANNELS:
             raise MediumError(f"{name} has {channels} channels, and {MOST_CHANNELS} are the most: average them.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, overload
+from typing import Any
 
 from mt_grpo.media import SOUND, kind_of_part, media_parts, part_text
 from mt_grpo.rollout.chat_template import ChatTemplate, TemplateError
@@ -71,27 +71,17 @@ class ChatRenderer:
         self._plain_prompt_ids = lru_cache(_PROMPTS_KEPT)(self._encoded_prompt)
         self._suffixes = SuffixCache(source, self._template.suffix)
 
-    @overload
-    def prompt_ids(self, messages: list[Message], room: None = None) -> list[int]: ...
-
-    @overload
-    def prompt_ids(self, messages: list[Message], room: int | None) -> list[int] | None: ...
-
-    def prompt_ids(self, messages: list[Message], room: int | None = None) -> list[int] | None:
-        """
-        Ids of a conversation up to the assistant's first token. A group shares the list, so do not change it.
-
-        Args:
-            messages (`list[dict]`): The conversation.
-            room (`int`, *optional*): Most tokens that the ids may have. If the messages are far too long, only their
-                beginning is encoded, and `None` is returned.
-        """
-        if room is not None and self._exceed(messages, room, lambda cut: self.encode(self.prompt_text(cut))):
-            return None
+    def prompt_ids(self, messages: list[Message]) -> list[int]:
+        """Ids of a conversation up to the assistant's first token. A group shares the list, so do not change it."""
         if all(isinstance(value, str) for message in messages for value in message.values()):
             # members of a group have equal messages: known before anything is rendered
             return self._plain_prompt_ids(tuple(tuple(message.items()) for message in messages))
         return self._encoded_prompt(messages)
+
+    def prompt_ids_within(self, messages: list[Message], room: int) -> list[int] | None:
+        """As `prompt_ids`; `None` if the messages far exceed `room` tokens: only their start is encoded then."""
+        exceed = self._exceed(messages, room, lambda cut: self.encode(self.prompt_text(cut)))
+        return None if exceed else self.prompt_ids(messages)
 
     def _encoded_prompt(self, messages: Sequence[Any]) -> list[int]:
         return self._text_ids(self.prompt_text([dict(message) for message in messages]))
@@ -134,13 +124,7 @@ class ChatRenderer:
         return kind_of_part(part) > 0 and (self.media is None or not self.media.takes(part))
 
     def past_message(self, message: Message, ids: list[int]) -> Message:
-        """
-        A sampled turn as an escaped message, in the form in which the template writes it again.
-
-        Args:
-            message (`dict`): As the turn was read.
-            ids (`list[int]`): Its sampled tokens.
-        """
+        """A sampled turn and its ids as an escaped message, in the form in which the template writes it again."""
         past = self._template.past_message(message, self.text(ids))
         return self.special_tokens.escape_sampled(past, ids)
 
@@ -162,54 +146,38 @@ class ChatRenderer:
             )
         return placed
 
-    @overload
     def reply_ids(
         self,
         replies: list[Message],
         last_id: int,
-        room: None = None,
         calls: Sequence[dict[str, Any]] = (),
         shown: Sequence[dict[str, Any]] = (),
-    ) -> list[int]: ...
-
-    @overload
-    def reply_ids(
-        self,
-        replies: list[Message],
-        last_id: int,
-        room: int | None,
-        calls: Sequence[dict[str, Any]] = (),
-        shown: Sequence[dict[str, Any]] = (),
-    ) -> list[int] | None: ...
-
-    def reply_ids(
-        self,
-        replies: list[Message],
-        last_id: int,
-        room: int | None = None,
-        calls: Sequence[dict[str, Any]] = (),
-        shown: Sequence[dict[str, Any]] = (),
-    ) -> list[int] | None:
+    ) -> list[int]:
         """
         Ids that follow a sampled turn: the end of the turn, the environment's messages, the assistant's header.
 
         Args:
             replies (`list[dict]`): The environment's messages.
             last_id (`int`): Last id that the model sampled. If it is the end-of-turn token, it is not added again.
-            room (`int`, *optional*): Most tokens that the ids may have. If the replies are far too long, only their
-                beginning is encoded, and `None` is returned.
             calls (`Sequence[dict]`, *optional*): Tool calls of the turn, which results are named after.
             shown (`Sequence[dict]`, *optional*): What `shown_parts` has of the conversation before.
-
-        Raises:
-            TemplateError: If the template refuses the replies, or does not show the text of each.
         """
-        called = _called(replies, calls)
-        if room is not None and self._exceed(replies, room, lambda cut: self._reply_ids(cut, called)):
-            return None
-        ids = self._reply_ids(replies, called, shown)
+        ids = self._reply_ids(replies, _called(replies, calls), shown)
         ended = ids[0] == last_id or (ids[0] == self._past_end_id and last_id == self.end_id)
         return ids[1:] if ended else ids
+
+    def reply_ids_within(
+        self,
+        replies: list[Message],
+        last_id: int,
+        room: int,
+        calls: Sequence[dict[str, Any]] = (),
+        shown: Sequence[dict[str, Any]] = (),
+    ) -> list[int] | None:
+        """As `reply_ids`; `None` if the replies far exceed `room` tokens: only their start is encoded then."""
+        called = _called(replies, calls)
+        exceed = self._exceed(replies, room, lambda cut: self._reply_ids(cut, called))
+        return None if exceed else self.reply_ids(replies, last_id, calls, shown)
 
     def shown_parts(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """Parts for the images, videos and sounds that messages show the model, for a template to count."""

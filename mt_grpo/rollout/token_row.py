@@ -44,14 +44,7 @@ class TokenRow:
 
 
 def token_row(trajectory: Trajectory, renderer: ChatRenderer, env_mask: int = 0) -> TokenRow:
-    """
-    The tokens of a trajectory as one row: its tree in depth-first order.
-
-    Args:
-        trajectory (`Trajectory`): The conversation.
-        renderer (`ChatRenderer`): Renders the prompt if nothing was sampled.
-        env_mask (`int`, *optional*, defaults to `0`): Mask of tokens that the environment wrote.
-    """
+    """The tokens of a trajectory as one row: its tree in depth-first order. `env_mask` masks the environment's."""
     tree = trajectory.tree
     order = tree.depth_first()
     first = next((index for index in order if tree.nodes[index].turn == 0), None)

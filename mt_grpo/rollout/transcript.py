@@ -62,7 +62,8 @@ class History:
 
     def begin(self, messages: list[Message], most: int | None = None) -> list[int] | None:
         """The first context: the prompt; `None` if it is far longer than `most` tokens."""
-        ids = self._renderer.prompt_ids(messages, most)
+        renderer = self._renderer
+        ids = renderer.prompt_ids(messages) if most is None else renderer.prompt_ids_within(messages, most)
         if ids is None:
             return None
         self._shown = self._renderer.shown_parts(messages)
@@ -79,7 +80,7 @@ class History:
         renderer, turn = self._renderer, trajectory.turns[-1]
         seen = turn.context_length + turn.num_tokens if self._policy == "keep" else 0
         calls = turn.message.get("tool_calls") or ()
-        suffix = renderer.reply_ids(turn.replies, -1, max(0, most - seen), calls, self._shown)
+        suffix = renderer.reply_ids_within(turn.replies, -1, max(0, most - seen), calls, self._shown)
         if suffix is None:
             return None
         self._shown += renderer.shown_parts(turn.replies)

@@ -85,12 +85,7 @@ class McpServer:
             return server
 
     def list_tools(self) -> list[dict[str, Any]]:
-        """
-        The tools of the server, in the protocol's form (`name`, `description`, `inputSchema`); starts it.
-
-        Raises:
-            ConfigError: If it cannot be started.
-        """
+        """The tools of the server, in the protocol's form (`name`, `description`, `inputSchema`); starts it."""
         connection = self.connection()
         try:
             return connection.thread.wait(connection.list_tools())
@@ -103,31 +98,15 @@ class McpServer:
 
     async def call(self, tool: str, arguments: dict[str, Any], session: ServerSession | None = None) -> Any:
         """
-        Calls a tool; awaited in any event loop. A call that is cancelled leaves the server to the others.
-
-        Args:
-            tool (`str`): Its name.
-            arguments (`dict`): By name.
-            session (`ServerSession`, *optional*): In which session, as `ready` returned it; by default the present;
-                a server that does not run is started.
-
-        Returns:
-            The library's `CallToolResult`, which may be an error of the tool.
-
-        Raises:
-            McpServerGone: If the server ends before it answers, has ended that session, or cannot be started.
-            McpToolError: If it answers with an error of the protocol.
+        Calls a tool, in a session that `ready` returned or else the present one, for which the server is started.
+        Awaited in any event loop; a call that is cancelled leaves the server to the others. Raises `McpServerGone` if
+        the server ends before it answers or cannot be started, and `McpToolError` for an error of the protocol.
         """
         connection = self.connection()
         return await connection.thread.run(connection.call(tool, arguments, session))
 
     async def ready(self) -> ServerSession:
-        """
-        Starts the server if it does not run, and asks it whether it answers; awaited in any event loop.
-
-        Raises:
-            StartError: If it cannot be started, or does not answer.
-        """
+        """Starts the server if it does not run, and pings it; raises `StartError` if it does not answer."""
         connection = self.connection()
         return await connection.thread.run(connection.ready())
 
