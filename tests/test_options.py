@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import get_type_hints
@@ -16,49 +17,103 @@ from mt_grpo.app.recipe import MTGRPOScriptArguments
 from mt_grpo.app.schema import Schema, SchemaOption
 from mt_grpo.errors import ConfigError
 from mt_grpo.forward.plan import FORWARDS
-from mt_grpo.options.rules import check_trainable
+from mt_grpo.options.rules import CONFLICTS, check_trainable
 from mt_grpo.options.table import AGENT, GROUPS, OPTIONS, Rule, RunOptions, option, options_of
 from mt_grpo.rollout.token_check import MODES
 from mt_grpo.training import MTGRPOConfig
 
 DOCS = Path(__file__).parents[1] / "docs"
 
+BRANCHES = {"advantage_estimator": "branch_to_go", "branch_at": 1, "num_branches": 2, "num_generations": 4}
+COLOCATE = {"use_vllm": True, "vllm_mode": "colocate"}
+SERVED = {"use_vllm": True, "vllm_mode": "server"}
+LAYERS = {"gradient_checkpointing_layers": 4, "gradient_checkpointing": True}
+
 WRONG = [
     ({"scale_rewards": "groups"}, "`scale_rewards` is 'groups'; the nearest is 'group': choose one of group, batch, "),
     ({"env_mask": 2}, "`env_mask` is 2; set 0 "),
     ({"num_generations": "4"}, "`num_generations` is '4'; give a number."),
     ({"generation_kwargs": {"top_k": 5}}, "`generation_kwargs` is {'top_k': 5}; it has no effect on rollouts of many"),
-    (
-        {"max_turn_length": 513},
-        "`max_turn_length: 513` is above `max_completion_length: 512`, the tokens of all turns and replies together: "
-        "lower the first, or raise the second.",
-    ),
-    (
-        {"bf16": True, "fp16": True},
-        "`bf16` and `fp16` are both true, and a run computes in one of them: leave one out.",
-    ),
     ({"rollout_timeout": 0.0}, "`rollout_timeout` is 0.0; set a number above 0, or leave it out."),
-    (
-        {"call_protocol": "nativ"},
-        "`call_protocol` is 'nativ'; the nearest is 'native': choose one of learnt_tags, native, plain, tags.",
-    ),
-    ({"history": "compact"}, "`history: compact` needs `compact_every`"),
-    (
-        {"use_vllm": True, "vllm_mode": "colocate", "vllm_server_base_url": "http://a:1"},
-        "`vllm_mode: colocate` starts its servers itself",
-    ),
+    ({"call_protocol": "nativ"}, "`call_protocol` is 'nativ'; the nearest is 'native': choose one of learnt_tags,"),
+    ({"sp_size": 0}, "`sp_size` is 0; set a whole number of processes"),
+    ({"sp_size": 1.5}, "`sp_size` is 1.5; set a whole number of processes"),
+    ({"parallelism_config": {"sp_size": 2}}, "`parallelism_config` is {'sp_size': 2}; it splits rows before they are"),
+    ({"gradient_checkpointing_layers": 0}, "`gradient_checkpointing_layers` is 0; set a whole number of layers"),
+    ({"max_staleness": -1}, "`max_staleness` is -1; it counts generation batches, so set a whole number, 0 or more."),
+    ({"max_staleness": 0.5}, "`max_staleness` is 0.5; it counts generation batches, so set a whole number, 0 or mo"),
+    ({"max_resample_times": 0}, "`max_resample_times` is 0; set a number above 0"),
+    ({"groups_without_signal": "resampel"}, "`groups_without_signal` is 'resampel'; the nearest is 'resample'"),
+    ({"vllm_mode": "beside"}, "`vllm_mode` is 'beside': choose one of server, colocate."),
+    ({"vllm_tensor_parallel_size": 0}, "`vllm_tensor_parallel_size` is 0; set a number above 0"),
+    ({"vllm_gpu_memory_utilization": 30}, "`vllm_gpu_memory_utilization` is 30; it is a share of a GPU's memory"),
+    ({"branch_at": 0}, "`branch_at` is 0; it counts the turns"),
+    ({"gradient_checkpointing_kwargs": {"every_n_layers": 2}}, "`gradient_checkpointing_kwargs: {every_n_layers:"),
+    ({"activation_checkpointing_kwargs": '{"offload": true}'}, "`activation_checkpointing_kwargs: {offload: true}`"),
 ]
+"""Options, and the beginning of the sentence about one of them."""
+
+CONTRADICTING = [
+    ({"max_tool_calling_iterations": 3, "max_env_steps": 2}, "`max_env_steps: 2` and `max_tool_calling_iterations:"),
+    ({"fp16": True, "bf16": True}, "`bf16` and `fp16` are both true, and a run computes in one of them: leave one"),
+    ({"max_turn_length": 513}, "`max_turn_length: 513` is above `max_completion_length: 512`, the tokens of all"),
+    ({"history": "compact"}, "`history: compact` needs `compact_every`"),
+    ({"groups_without_signal": "leave_out", "entropy_coef": 0.1}, "`groups_without_signal: leave_out` drops groups"),
+    ({"groups_without_signal": "resample", "use_adaptive_entropy": True}, "`groups_without_signal: resample` drops"),
+    ({"max_staleness": 1, "vllm_importance_sampling_correction": False}, "`max_staleness: 1` trains on what earlier"),
+    ({"max_staleness": 1, "vllm_importance_sampling_clip_max": None}, "`max_staleness: 1` trains on what earlier"),
+    *(
+        (
+            {"max_staleness": 1, "vllm_importance_sampling_mode": mode},
+            "`max_staleness: 1` trains on conversations whose",
+        )
+        for mode in ("sequence_mask", "sequence_truncate")
+    ),
+    ({"max_staleness": 1, "use_vllm": True, "weight_sync": "lora"}, "`max_staleness: 1` sends weights while"),
+    ({"sp_size": 2, "forward": "padded"}, "`sp_size: 2` shares packed trees among processes, and `forward: padded`"),
+    (LAYERS | {"gradient_checkpointing": False}, "`gradient_checkpointing_layers: 4` groups recomputed layers"),
+    (LAYERS | {"activation_checkpointing": False}, "`gradient_checkpointing_layers: 4` groups recomputed layers,"),
+    (LAYERS | {"activation_offloading": True}, "`gradient_checkpointing_layers: 4` keeps fewer inputs of layers on"),
+    ({"advantage_estimator": "state_baseline"}, "`advantage_estimator: state_baseline` needs a score of states"),
+    (BRANCHES | {"num_branches": 1}, "`num_branches` is 1: set 2 or more"),
+    (
+        BRANCHES | {"num_branches": 4},
+        "`num_generations: 4` does not make two conversations or more of `num_branches: 4` each: set it to 8 or a "
+        "larger multiple of 4.",
+    ),
+    (BRANCHES | {"num_branches": 3}, "`num_generations: 4` does not make two conversations or more of"),
+    (BRANCHES | {"branch_at": 3, "max_env_steps": 2}, "`branch_at: 3` is never reached, since a conversation has 3"),
+    (BRANCHES | {"advantage_estimator": "reward_to_go"}, "`branch_at` needs `advantage_estimator: branch_to_go`:"),
+    (BRANCHES | {"branch_at": None}, "`advantage_estimator: branch_to_go` is the rule of conversations that branch:"),
+    (SERVED | {"vllm_enable_sleep_mode": True}, "`vllm_enable_sleep_mode: true` gives a server's memory to training"),
+    (SERVED | {"weight_sync": "ipc"}, "`weight_sync: ipc` hands over memory of a GPU that trainer and server share"),
+    (COLOCATE | {"vllm_server_base_url": "http://a:1"}, "`vllm_mode: colocate` starts its servers itself, and"),
+    (COLOCATE | {"weight_sync": "nccl"}, "`weight_sync: nccl` needs a GPU for each end, and with `vllm_mode:"),
+    (COLOCATE | {"vllm_enable_sleep_mode": True, "max_staleness": 1}, "`max_staleness: 1` samples in training, when"),
+]
+"""Options, and the beginning of the sentence about several of them."""
 
 
 def config(tmp_path, **options):
-    return MTGRPOConfig(str(tmp_path), **{"use_cpu": True, "bf16": False, **options})
+    return MTGRPOConfig(str(tmp_path), **{"use_cpu": True, "bf16": False, "gradient_checkpointing": False, **options})
 
 
-@pytest.mark.parametrize(("options", "message"), WRONG)
-def test_options_that_contradict_each_other_are_refused(tmp_path, options, message):
+@pytest.mark.parametrize(("options", "message"), [*WRONG, *CONTRADICTING])
+def test_wrong_options_are_refused_with_one_sentence(tmp_path, options, message):
     with pytest.raises(ConfigError) as caught:
         config(tmp_path, **options)
-    assert str(caught.value).startswith(message)
+    assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
+
+
+def test_every_conflict_of_the_table_is_found(tmp_path):
+    said = []
+    for options, _ in CONTRADICTING:
+        with pytest.raises(ConfigError) as caught:
+            config(tmp_path, **options)
+        said.append(str(caught.value))
+    for conflict in CONFLICTS:
+        form = re.sub(r"<\w+>|\\\{\w+(!r)?\\\}", ".+", re.escape(conflict.what))
+        assert any(re.match(f"{form}: ", sentence) for sentence in said), conflict.what
 
 
 @pytest.mark.parametrize(

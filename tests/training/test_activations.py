@@ -86,25 +86,6 @@ def test_nothing_is_offloaded_from_a_cpu(build):
         build(activation_offloading=True)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"gradient_checkpointing_layers": 0}, "`gradient_checkpointing_layers` is 0; set a whole number of layers"),
-        ({"gradient_checkpointing_layers": 4, "gradient_checkpointing": False}, "computes none again: leave one"),
-        ({"gradient_checkpointing_layers": 4, "activation_checkpointing": False}, "`activation_checkpointing: false`"),
-        ({"gradient_checkpointing_layers": 4, "activation_offloading": True}, "keeps none there: leave one of the"),
-        (
-            {"gradient_checkpointing_kwargs": {"every_n_layers": 2}},
-            "every_n_layers: 2}` is reset by TRL after the first",
-        ),
-        ({"activation_checkpointing_kwargs": '{"offload": true}'}, "offload: true}` is reset by TRL after the first"),
-    ],
-)
-def test_options_without_an_effect_are_refused(tmp_path, options, message):
-    with pytest.raises(ConfigError, match=message):
-        MTGRPOConfig(str(tmp_path), **{**CPU_RUN, "gradient_checkpointing": True, **options})
-
-
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_shared_keys_are_not_checkpointed_reentrantly(build, reentrant):
     model = build_random("gemma 4", vocab_size=400)

@@ -67,23 +67,6 @@ def test_an_evaluation_does_not_branch(build):
     assert all(each.branch_of is None for each in trainer.rollout(2))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"branch_at": 0}, "`branch_at` is 0; it counts the turns"),
-        ({"num_branches": 1}, "`num_branches` is 1: set 2 or more"),
-        ({"num_branches": 4}, "`num_generations: 4` does not make two conversations .* set it to 8 or a larger"),
-        ({"num_branches": 3}, "`num_generations: 4` does not make two conversations .* set it to 6 or a larger"),
-        ({"branch_at": 3, "max_env_steps": 2}, "`branch_at: 3` is never reached, since a conversation has 3 turns at"),
-        ({"advantage_estimator": "reward_to_go"}, "`branch_at` needs `advantage_estimator: branch_to_go`: 'reward_to"),
-        ({"branch_at": None}, "`advantage_estimator: branch_to_go` is the rule of conversations that branch"),
-    ],
-)
-def test_options_that_cannot_branch_are_refused(tmp_path, options, message):
-    with pytest.raises(ConfigError, match=message):
-        MTGRPOConfig(str(tmp_path), **{**CPU_RUN, **BRANCHES, **options})
-
-
 def test_a_conversation_branches_on_one_process(tmp_path):
     options = vars(MTGRPOConfig(str(tmp_path), **CPU_RUN, **BRANCHES)) | {"generation_batch_size": 4}
     check_batches(options | {"per_device_train_batch_size": 2}, 2)

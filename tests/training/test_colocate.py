@@ -43,25 +43,6 @@ def config(folder, **options) -> MTGRPOConfig:
     return MTGRPOConfig(str(folder), **{**COLOCATE, **options})
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"vllm_server_base_url": "http://a:1"}, "starts its servers itself, and `vllm_server_base_url"),
-        ({"weight_sync": "nccl"}, "needs a GPU for each end"),
-        ({"vllm_enable_sleep_mode": True, "max_staleness": 1}, "has taken the server's weights away"),
-        ({"vllm_mode": "server", "vllm_enable_sleep_mode": True}, "set `vllm_mode: colocate`, or leave it out"),
-        ({"vllm_mode": "server", "weight_sync": "ipc"}, "a GPU that trainer and server share"),
-        ({"vllm_mode": "beside"}, "`vllm_mode"),
-        ({"vllm_tensor_parallel_size": 0}, "`vllm_tensor_parallel_size"),
-        ({"vllm_gpu_memory_utilization": 30}, "`vllm_gpu_memory_utilization"),
-    ],
-)
-def test_what_cannot_go_together_is_one_sentence(tmp_path, options, words):
-    with pytest.raises(ConfigError, match=words) as error:
-        config(tmp_path, **options)
-    assert "\n" not in str(error.value)
-
-
 def test_tensor_parallel_groups_divide_the_processes(tmp_path):
     options = vars(config(tmp_path, vllm_tensor_parallel_size=2))
     with pytest.raises(ConfigError, match="`vllm_tensor_parallel_size: 2` does not divide the 3 processes"):

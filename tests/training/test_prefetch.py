@@ -275,23 +275,6 @@ def test_a_resumed_batch_keeps_its_smaller_steps(sampled, monkeypatch):
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ({"vllm_importance_sampling_correction": False}, "needs a correction with a bound"),
-        ({"vllm_importance_sampling_clip_max": None}, "needs a correction with a bound"),
-        ({"vllm_importance_sampling_mode": "sequence_mask"}, "would take most of them out of the loss"),
-        ({"vllm_importance_sampling_mode": "sequence_truncate"}, "would take most of them out of the loss"),
-        ({"use_vllm": True, "weight_sync": "lora"}, "choose `weight_sync: safetensors`"),
-        ({"max_staleness": -1}, "set a whole number, 0 or more"),
-        ({"max_staleness": 0.5}, "set a whole number, 0 or more"),
-    ],
-)
-def test_what_would_learn_wrongly_is_refused(tmp_path, options, sentence):
-    with pytest.raises(ConfigError, match=sentence):
-        MTGRPOConfig(str(tmp_path), **{**CPU_RUN, "max_staleness": 1, **options})
-
-
 def test_the_correction_is_by_token_where_none_is_chosen(tmp_path):
     def chosen(**options):
         args = MTGRPOConfig(str(tmp_path), **{**CPU_RUN, **options})

@@ -11,10 +11,8 @@ from support.trainers import SEARCH, Answered, Calls, batch, member
 from trl.trainer.utils import nanstd
 
 from mt_grpo.credit import ADVANTAGE_ESTIMATORS, estimate
-from mt_grpo.errors import ConfigError
 from mt_grpo.rewards import OutcomeReward, StateScore, TurnReward, reward
 from mt_grpo.rewards.registry import REWARDS
-from mt_grpo.training import MTGRPOConfig
 from mt_grpo.training.reward_batch import share_of_equal_groups, state_ids
 from mt_grpo.trajectory import Trajectory, Turn
 
@@ -135,8 +133,3 @@ def test_a_state_is_what_the_environment_said_last():
     second = made([{"role": "user", "content": "no"}], [said | {"tool_call_id": "b"}], [said])
     assert first[1] == second[2] and first[1] not in (0, first[2], second[1])
     assert all(-(2**63) <= number < 2**63 for number in first + second)
-
-
-def test_a_baseline_of_states_needs_a_score(tmp_path):
-    with pytest.raises(ConfigError, match="`advantage_estimator: state_baseline` needs a score of states"):
-        MTGRPOConfig(str(tmp_path), advantage_estimator="state_baseline", use_cpu=True)

@@ -15,7 +15,7 @@ from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.rewards import OutcomeReward
 from mt_grpo.rollout import EngineError, ScriptedEngine
 from mt_grpo.runlog import read_trajectories
-from mt_grpo.training import ConfigError, MTGRPOConfig, MTGRPOEnvTrainer
+from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
 from mt_grpo.training.reward_batch import share_out
 from mt_grpo.training.rollout_batch import RolloutBatch
 
@@ -266,20 +266,3 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(build, tmp_path):
     resumed, steps = run("cut", 2, resume_from_checkpoint=str(tmp_path / "cut" / "checkpoint-1"))
     torch.testing.assert_close(resumed, whole)
     assert steps == [1]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"groups_without_signal": "resampel"}, "the nearest is 'resample'"),
-        ({"max_resample_times": 0}, "`max_resample_times` is 0; set a number above 0"),
-        (
-            {"groups_without_signal": "leave_out", "entropy_coef": 0.1},
-            "`entropy_coef: 0.1` with `use_adaptive_entropy: False` learns",
-        ),
-        ({"groups_without_signal": "resample", "use_adaptive_entropy": True}, "`use_adaptive_entropy: True` learns"),
-    ],
-)
-def test_options_that_cannot_be_are_refused(tmp_path, options, message):
-    with pytest.raises(ConfigError, match=message):
-        MTGRPOConfig(str(tmp_path), use_cpu=True, **options)

@@ -33,20 +33,6 @@ def test_models_that_cannot_be_shared_are_refused_on_every_rank(tmp_path):
     assert "shares packed trees among processes: leave `sp_size` out" in said["wrong over trees"]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"sp_size": 0}, "`sp_size` is 0; set a whole number of processes"),
-        ({"sp_size": 1.5}, "`sp_size` is 1.5; set a whole number of processes"),
-        ({"sp_size": 2, "forward": "padded"}, "`forward: padded` packs none: set `forward: tree`"),
-        ({"parallelism_config": {"sp_size": 2}}, "`parallelism_config` is .*leave it out: set `sp_size`"),
-    ],
-)
-def test_options_that_cannot_be_followed_are_refused(tmp_path, options, message):
-    with pytest.raises(ConfigError, match=message):
-        MTGRPOConfig(str(tmp_path), **CPU_RUN, **options)
-
-
 def test_one_process_cannot_train_for_two(tmp_path):
     args = MTGRPOConfig(str(tmp_path), **CPU_RUN, sp_size=2)  # it may sample
     with pytest.raises(ConfigError, match="`sp_size: 2` does not divide 1 process: start a multiple of it"):
