@@ -211,7 +211,7 @@ def build_trainer(recipe: Recipe, trains: bool = True, writes: bool = True) -> M
     where = source_options(args)
     with libraries_may_refuse(f"The model {name!r} cannot be loaded"):
         config = AutoConfig.from_pretrained(base, **where)
-        processing_class = load_processing(base, config, **where)
+        processing_class = _load_processing(base, config, **where)
     tokenizer = tokenizer_in(processing_class)
     longest = context_length(config)
     if args.use_vllm and args.vllm_max_model_length:
@@ -223,7 +223,7 @@ def build_trainer(recipe: Recipe, trains: bool = True, writes: bool = True) -> M
     )
     if trains and isinstance(rows, Dataset) and len(train_dataset) < len(rows):
         check_rows_suffice(args, train_dataset, dropped=len(rows) - len(train_dataset))
-    left = contextlib.nullcontext() if writes else nothing_left(args)
+    left = contextlib.nullcontext() if writes else _nothing_left(args)
     with libraries_may_refuse("The trainer cannot be built from these options"), left:
         return MTGRPOEnvTrainer(
             model=name,
@@ -237,7 +237,7 @@ def build_trainer(recipe: Recipe, trains: bool = True, writes: bool = True) -> M
         )
 
 
-def load_processing(name: str, config: PreTrainedConfig, **where: Any) -> PreTrainedTokenizerBase | ProcessorMixin:
+def _load_processing(name: str, config: PreTrainedConfig, **where: Any) -> PreTrainedTokenizerBase | ProcessorMixin:
     """
     The processor of a model that takes images or sounds, else its tokenizer. Where what the processor needs is not
     installed, the model is given text only, with a warning.
@@ -257,7 +257,7 @@ def load_processing(name: str, config: PreTrainedConfig, **where: Any) -> PreTra
 
 
 @contextlib.contextmanager
-def nothing_left(args: MTGRPOConfig) -> Iterator[None]:
+def _nothing_left(args: MTGRPOConfig) -> Iterator[None]:
     """Keeps `output_dir` from staying, which a trainer makes when it is built."""
     folder = Path(args.output_dir)
     missing = [path for path in (folder, *folder.parents) if not path.exists()]

@@ -67,7 +67,7 @@ def run(arguments: list[str]) -> int:
         case [shell] if shell in SHELLS:
             configs = " ".join(accelerate_configs())
             preamble = {name: text.replace("@CONFIGS@", configs) for name, text in _PREAMBLE.items()}
-            script = shtab.complete(command_line(), shell, preamble=preamble)
+            script = shtab.complete(_command_line(), shell, preamble=preamble)
             # shtab knows `eval "$(...)"` in zsh; `source <(...)` is the other way to load a script at once
             print(script.replace("$zsh_eval_context[-1] == eval ", "$zsh_eval_context[-1] == (eval|file) "))
         case [shell]:
@@ -79,7 +79,7 @@ def run(arguments: list[str]) -> int:
     return 0
 
 
-def command_line() -> argparse.ArgumentParser:
+def _command_line() -> argparse.ArgumentParser:
     """The commands and their options, as a parser that only shtab reads."""
     parser = argparse.ArgumentParser("mt-grpo")
     parser.add_argument("--version", action="store_true")

@@ -20,7 +20,7 @@ import yaml
 from mt_grpo.app.recipes_command import shipped
 from mt_grpo.errors import ConfigError
 from mt_grpo.options.environments import TYPES, with_env_options
-from mt_grpo.options.table import OPTIONS
+from mt_grpo.options.table import OPTIONS, Values
 from mt_grpo.options.values import VERIFIERS, is_bare, parse_mapping
 
 
@@ -107,7 +107,7 @@ MAX_NAMED = 4
 """Things that are named in the question."""
 
 
-def check_trust(path: str, recipe: Mapping[str, Any], variables: Mapping[str, Any]) -> None:
+def check_trust(path: str, recipe: Values, variables: Values) -> None:
     """
     Asks for `--trust` where a run's configuration names code outside of this package and of the current folder, or
     code that was unpacked with the run, or sends a key to another machine. Nothing is imported.
@@ -148,7 +148,7 @@ def needs_trust_confirmation(path: str) -> bool:
     return False
 
 
-def _executed(options: Mapping[str, Any], run: Path | None) -> Iterator[str]:
+def _executed(options: Values, run: Path | None) -> Iterator[str]:
     for option in PATHS:
         value = _parsed(options.get(option))
         if option == "environment_factory" and isinstance(value, Mapping):  # one of its names may be `name`
@@ -178,7 +178,7 @@ def _executed(options: Mapping[str, Any], run: Path | None) -> Iterator[str]:
     yield from _of_model(_parsed(options.get("model_init_kwargs")) or {}, "model_init_kwargs: ")
 
 
-def _told(options: Mapping[str, Any]) -> Iterator[str]:
+def _told(options: Values) -> Iterator[str]:
     """Other machines that get the key of vLLM's servers, which is in the environment."""
     if not os.environ.get("VLLM_API_KEY"):
         return

@@ -152,7 +152,7 @@ def next_steps(args: MTGRPOConfig, adapter: bool) -> list[tuple[str, str]]:
     if checkpoint is not None:
         more = ["--max_steps", str(2 * args.max_steps)] if args.max_steps > 0 else []
         more = more or ["--num_train_epochs", f"{2 * args.num_train_epochs:g}"]
-        steps.append(("train on", resume_command(args, checkpoint, *more)))
+        steps.append(("train on", _resume_command(args, checkpoint, *more)))
     if "tensorboard" in args.report_to:
         steps.append(("see metrics and conversations", _shell("tensorboard", "--logdir", folder)))
     if "trackio" in args.report_to:
@@ -177,11 +177,11 @@ def what_is_kept(args: MTGRPOConfig, step: int, model_saved: bool) -> str:
     saved = checkpoint.name.rsplit("-", 1)[1]
     return (
         f"{_steps(step)}, and what was learnt up to step {saved} is in {checkpoint}. {records} "
-        f"Go on with: {resume_command(args, checkpoint)}"
+        f"Go on with: {_resume_command(args, checkpoint)}"
     )
 
 
-def resume_command(args: MTGRPOConfig, checkpoint: Path, *options: str) -> str:
+def _resume_command(args: MTGRPOConfig, checkpoint: Path, *options: str) -> str:
     """The command that resumes from a checkpoint. Of several processes it is not known how they were launched."""
     resume = ["--resume_from_checkpoint", str(checkpoint), *options]
     if args.world_size > 1:

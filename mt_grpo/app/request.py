@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from mt_grpo.imports import FORMATS, check_place, looks_like_path
 from mt_grpo.options.environments import with_env_options
 from mt_grpo.options.names import refuse_unknown
 from mt_grpo.options.rules import check_batches, check_names, check_options, check_trainable
+from mt_grpo.options.table import Values
 from mt_grpo.options.values import is_bare, parse_agent, parse_reward, verifiers_name
 
 
@@ -256,7 +256,7 @@ def check_processes(request: Request) -> None:
         check_batches(schema.defaults | request.values, processes)
 
 
-def check_places(values: Mapping[str, Any], command: str) -> None:
+def check_places(values: Values, command: str) -> None:
     """
     Looks for the model, the rows and the code that a recipe names as files, and for a folder that the run can write.
     """

@@ -9,13 +9,12 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
 
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import choose, did_you_mean
 from mt_grpo.options.environments import ALIASES
 from mt_grpo.options.names import refuse_unknown
-from mt_grpo.options.table import OF_ENVIRONMENT, OPTIONS, Option, check_values
+from mt_grpo.options.table import OF_ENVIRONMENT, OPTIONS, Option, Values, check_values
 from mt_grpo.options.values import (
     VERIFIERS,
     chosen_rule,
@@ -46,12 +45,12 @@ class Conflict:
     for its name with the value.
     """
 
-    when: Callable[[Any], object]
+    when: Callable[[SimpleNamespace], object]
     what: str
     mend: str = "leave one of them out"
 
 
-def refuse(conflicts: Iterable[Conflict], options: Mapping[str, Any]) -> None:
+def refuse(conflicts: Iterable[Conflict], options: Values) -> None:
     """Raises `ConfigError` for the first conflict among the options."""
     values = SimpleNamespace(**options)
     for conflict in conflicts:
@@ -260,7 +259,7 @@ OF_EVAL_BATCHES = (
 
 
 def check_options(
-    options: Mapping[str, Any], registered: Mapping[str, Iterable[str]], table: Mapping[str, Option] = OPTIONS
+    options: Values, registered: Mapping[str, Iterable[str]], table: Mapping[str, Option] = OPTIONS
 ) -> None:
     """Holds the options of a run against the rules of the table, and against each other."""
     check_values(options, table)
@@ -281,10 +280,10 @@ def check_options(
         "most_turns": None if steps is None else steps + 1,
     }
     refuse(CONFLICTS, {**options, **derived})
-    check_checkpointing_options(options)
-    check_addresses(options)
+    _check_checkpointing_options(options)
+    _check_addresses(options)
     check_partner(options)
-    check_environments(options)
+    _check_environments(options)
     if options["simulated_user"] is not None:
         parse_user(options["simulated_user"])
 
@@ -296,7 +295,7 @@ def check_history(policy: str, compact_every: int | None) -> None:
     refuse([HISTORY], options)
 
 
-def check_addresses(options: Mapping[str, Any]) -> None:
+def _check_addresses(options: Values) -> None:
     """Checks the addresses of servers: each is valid and named once, and there are as many as the run needs."""
     host_url(options["vllm_server_host"], options["vllm_server_port"], "vllm_server_host")
     named = max(len(expand_addresses(options["vllm_server_base_url"] or [], "vllm_server_base_url")), 1)
@@ -308,13 +307,13 @@ def check_addresses(options: Mapping[str, Any]) -> None:
         )
 
 
-def _checkpointing(options: Mapping[str, Any], end: str) -> str:
+def _checkpointing(options: Values, end: str) -> str:
     """The name of an option of gradient checkpointing: transformers' later one where that is given, since it wins."""
     later = f"activation_checkpointing{end}"
     return f"gradient_checkpointing{end}" if options.get(later) is None else later
 
 
-def check_checkpointing_options(options: Mapping[str, Any]) -> None:
+def _check_checkpointing_options(options: Values) -> None:
     """Refuses options of gradient checkpointing that have no effect."""
     name = _checkpointing(options, "_kwargs")
     given = parse_mapping(options[name], name) or {}
@@ -327,12 +326,12 @@ def check_checkpointing_options(options: Mapping[str, Any]) -> None:
             )
 
 
-def check_served(options: Mapping[str, Any]) -> None:
+def check_served(options: Values) -> None:
     """Checks that a run would use the server that is to be started."""
     refuse(OF_SERVE, {"use_vllm": None, "vllm_mode": None, **options})
 
 
-def check_groups(options: Mapping[str, Any], processes: int) -> None:
+def check_groups(options: Values, processes: int) -> None:
     """Checks that the servers that a run starts share its processes evenly."""
     refuse([SERVER_GROUPS], {**options, "processes": processes, "all": _processes(processes)})
 
@@ -342,12 +341,12 @@ def check_sharing(size: int, processes: int) -> None:
     refuse([SEQUENCE_GROUPS], {"sp_size": size, "processes": processes, "all": _processes(processes)})
 
 
-def check_trainable(options: Mapping[str, Any]) -> None:
+def check_trainable(options: Values) -> None:
     """Checks that training would take a step."""
     refuse(OF_TRAINING, options)
 
 
-def check_batches(options: Mapping[str, Any], processes: int) -> None:
+def check_batches(options: Values, processes: int) -> None:
     """Checks that batches divide into whole groups, on so many processes."""
     device = options["per_device_train_batch_size"]
     step = device * processes
@@ -369,7 +368,7 @@ def check_batches(options: Mapping[str, Any], processes: int) -> None:
         check_eval_batch(options, processes)
 
 
-def check_eval_batch(options: Mapping[str, Any], processes: int) -> None:
+def check_eval_batch(options: Values, processes: int) -> None:
     """Checks that a batch of an evaluation divides into whole groups."""
     device = options["per_device_eval_batch_size"]
     sizes = {
@@ -392,7 +391,7 @@ def _divisors(batch: int, least: int) -> str:
     return f"set it to {one_of}{', '.join(numbers)}, or " if numbers else ""
 
 
-def check_names(options: Mapping[str, Any], tools: Iterable[str], rewards: Iterable[str]) -> None:
+def check_names(options: Values, tools: Iterable[str], rewards: Iterable[str]) -> None:
     """Holds tools and rewards that are given by a bare name against the built-in ones."""
     for tool in options["tools"] or []:
         if is_bare(tool) and tool not in tools:
@@ -420,7 +419,7 @@ def unknown_reward(name: str, kind: str, known: Iterable[str]) -> str:
     )
 
 
-def check_partner(options: Mapping[str, Any], place: str = "") -> None:
+def check_partner(options: Values, place: str = "") -> None:
     """Whether the options say once at most who answers the model's words."""
     given = [name for name in PARTNERS if options[name] is not None]
     if len(given) > 1:
@@ -429,7 +428,7 @@ def check_partner(options: Mapping[str, Any], place: str = "") -> None:
         )
 
 
-def check_environments(options: Mapping[str, Any]) -> None:
+def _check_environments(options: Values) -> None:
     """Checks that `environments` names environments, each with options that one may have for itself."""
     if options["environments"] is None:
         return
@@ -458,7 +457,7 @@ def check_environments(options: Mapping[str, Any]) -> None:
         check_values(given, OF_ENVIRONMENT, f" of `environments: {name}`")
 
 
-def check_agent(options: Mapping[str, Any], key: str = "") -> None:
+def check_agent(options: Values, key: str = "") -> None:
     """Holds the options of one environment that may be an agent's or of verifiers against each other."""
     place = f" of `{key}`" if key else ""
     own = verifiers_name(options["env"]) is not None
@@ -479,7 +478,7 @@ def check_agent(options: Mapping[str, Any], key: str = "") -> None:
             )
 
 
-def check_scheduler(options: Mapping[str, Any], key: str = "") -> None:
+def check_scheduler(options: Values, key: str = "") -> None:
     """Holds the options of one environment that may be a scheduler's against each other."""
     place = f" of `{key}`" if key else ""
     if options["multi_turn_scheduler"] is None:

@@ -17,6 +17,9 @@ from typing import Any
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import choose
 
+Values = Mapping[str, Any]
+"""Values of options by name."""
+
 MODEL, AGENT, REWARDS = "Model and data", "Agent", "Rewards and credit"
 TRAINING, SERVER, RUN = "Training", "vLLM server", "Run"
 
@@ -537,7 +540,7 @@ OF_ENVIRONMENT = {name: described for name, described in OPTIONS.items() if desc
 """The options that one of several `environments` may have for itself."""
 
 
-def check_values(values: Mapping[str, Any], table: Mapping[str, Option], place: str = "") -> None:
+def check_values(values: Values, table: Mapping[str, Option], place: str = "") -> None:
     """Holds each value against the names and the rule that the table has for it; `place` says where it was given."""
     for name, described in table.items():
         value, rule = values.get(name), described.rule

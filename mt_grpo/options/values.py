@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import yaml
-from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError, with_config
+from annotated_types import Ge, Gt, MinLen
 from typing_extensions import TypedDict
 
 from mt_grpo.errors import ConfigError
@@ -24,34 +24,26 @@ VERIFIERS = "verifiers:"
 """What `env` begins with where it names an environment of verifiers."""
 
 
-def _check_url(text: str) -> str:
-    if not text.startswith(("http://", "https://")):
-        raise ValueError("give a URL such as `http://127.0.0.1:8001/v1`")
-    return text
-
-
-Text = Annotated[str, Field(min_length=1)]
+Text = Annotated[str, MinLen(1)]
 
 
 class _UserNeeds(TypedDict):
-    base_url: Annotated[str, AfterValidator(_check_url)]
+    base_url: Text
     model: Text
     system_prompt: Text
 
 
-@with_config(ConfigDict(extra="forbid", strict=True))
 class UserOptions(_UserNeeds, total=False):
     """Keys of `simulated_user`; see `mt_grpo.envs.simulated_user`."""
 
     api_key_env: str
     stop_phrase: Text
-    max_turns: Annotated[int, Field(ge=1)]
-    timeout: Annotated[float, Field(gt=0)]
-    max_retries: Annotated[int, Field(ge=0)]
+    max_turns: Annotated[int, Ge(1)]
+    timeout: Annotated[float, Gt(0)]
+    max_retries: Annotated[int, Ge(0)]
     request: Mapping[str, Any]
 
 
-@with_config(ConfigDict(extra="forbid", strict=True))
 class AgentOptions(TypedDict, total=False):
     """Keys of `agent` as a mapping; it has one of the first two."""
 
@@ -147,10 +139,13 @@ def _parse_braces(value: object, what: str) -> Any:
 
 def _validated(options: type, given: object, key: str) -> dict[str, Any]:
     """A mapping as pydantic takes it; else one sentence about the first thing that is wrong with it."""
+    from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config  # not for `--help`: it takes a moment
+
+    closed = with_config(ConfigDict(extra="forbid", strict=True))(options)
     try:
-        return TypeAdapter(options).validate_python(given)
+        return TypeAdapter(closed).validate_python(given)
     except ValidationError as error:
-        wrong = error.errors()[0]
+        wrong = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")  # likely of a missing key
     known = get_type_hints(options)
     needed = [key for key in known if key in options.__required_keys__]  # type: ignore[attr-defined]
     name = ".".join(map(str, wrong["loc"]))
@@ -160,8 +155,7 @@ def _validated(options: type, given: object, key: str) -> dict[str, Any]:
         raise ConfigError(f"`{key}` has no `{name}`: it needs {', '.join(needed)}.")
     if not name:
         raise ConfigError(f"`{key}` is {given!r}: give a mapping of {', '.join(needed or known)}.")
-    mend = wrong["msg"].removeprefix("Value error, ")
-    raise ConfigError(f"`{key}: {name}` is {wrong['input']!r}: {mend[0].lower()}{mend[1:]}.")
+    raise ConfigError(f"`{key}: {name}` is {wrong['input']!r}: {wrong['msg'][0].lower()}{wrong['msg'][1:]}.")
 
 
 def parse_user(user: object) -> dict[str, Any]:
@@ -175,6 +169,10 @@ def parse_user(user: object) -> dict[str, Any]:
             )
         user = {name: value for name, value in user.items() if value is not None}
     user = _validated(UserOptions, user, "simulated_user")
+    if not user["base_url"].startswith(("http://", "https://")):
+        raise ConfigError(
+            f"`simulated_user: base_url` is {user['base_url']!r}: give a URL such as `http://127.0.0.1:8001/v1`."
+        )
     for name in ("model", "messages", "stream"):
         if name in user.get("request", {}):
             raise ConfigError(f"`simulated_user: request` sets `{name}`, which is set for it: leave that out.")
@@ -221,14 +219,14 @@ def parse_env_config(config: object, key: str = "env_config") -> dict[str, Any]:
     return dict(config)
 
 
-def parse_factories(given: object) -> Any:
+def _parse_factories(given: object) -> Any:
     """A factory in TRL's form: its path or itself; or several by name, as a mapping or as one in JSON or YAML."""
     is_mapping = isinstance(given, str) and given.lstrip().startswith("{")
     return parse_mapping(given, "environment_factory") if is_mapping else given
 
 
 PARSERS: dict[str, Callable[[Any], Any]] = {
-    "environment_factory": parse_factories,
+    "environment_factory": _parse_factories,
     "agent": parse_agent,
     "env_config": parse_env_config,
     "simulated_user": parse_user,
