@@ -183,10 +183,7 @@ def test_a_coefficient_that_is_said_twice_is_refused(tmp_path):
         ({"advantage_estimator": {"name": "mtgrpo"}}, "the nearest is 'mt_grpo'"),
         ({"advantage_estimator": {"gamma": 0.9}}, "a mapping of its `name`"),
         ({"advantage_estimator": {"name": "mt_grpo", "turn_coef": "high"}}, "its type is float"),
-        (
-            {"weight_sync": "safetensor"},
-            "the nearest is 'safetensors': choose one of auto, delta, http",
-        ),
+        ({"weight_sync": "safetensor"}, "the nearest is 'safetensors': choose one of auto, delta, http"),
         ({"tree_attention": "dens"}, "the nearest is 'dense': choose one of auto, dense, flex, segment"),
     ],
 )
