@@ -154,6 +154,8 @@ def _has_a_screen() -> bool:
     return sys.platform in ("darwin", "win32") or bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
 
 
+# A long index is read by several processes, which are gone when the run is open
+
 LONG_INDEX = 2**24
 """Bytes of an index that one process takes a third of a second or more to read."""
 

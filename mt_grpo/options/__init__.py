@@ -1,4 +1,4 @@
 """
-What a recipe can say. `table`: the options; `values`: those that are names or mappings, read; `rules`: what several
-may say together; `names`: what other trainers call them. Without torch: bad options are refused before its import.
+What a recipe can say. `table`: the options; `values`: those that are names or mappings; `environments`: the types of
+`env`; `rules`: what several may say together; `names`: what other trainers call them. Imports no torch.
 """
