@@ -31,7 +31,7 @@ QUIET = 8.0
 RUNNING, FINISHED, STOPPED, FAILED, DIED = "running", "finished", "stopped", "failed", "died"
 
 
-class Pulse:
+class Heartbeat:
     """Writes a run's state while it goes on."""
 
     def __init__(self, folder: str | Path, look: Callable[[], dict[str, Any]]) -> None:
@@ -52,7 +52,7 @@ class Pulse:
         else stopped; stopped too by signals; failed by what else it raises.
         """
         self._write(RUNNING)
-        thread = threading.Thread(target=self._beat, name="mt-grpo-pulse", daemon=True)
+        thread = threading.Thread(target=self._beat, name="mt-grpo-heartbeat", daemon=True)
         thread.start()
         state, reason = STOPPED, None
         try:

@@ -26,7 +26,7 @@ from mt_grpo.errors import ConfigError
 from mt_grpo.preemption import PreemptedError, heard, listening
 from mt_grpo.runlog.files import to_json
 from mt_grpo.runlog.schema import FOLDER
-from mt_grpo.runlog.state import Pulse, Silence
+from mt_grpo.runlog.state import Heartbeat, Silence
 from mt_grpo.training.checkpoint import (
     BEST,
     MADE_WITH,
@@ -54,7 +54,55 @@ from mt_grpo.training.ranks import check_same, clear_checkpoint, keep_checkpoint
 from mt_grpo.training.step_log import StepLog
 from mt_grpo.training.step_log.display import FewerPrinter, FewerProgress
 
+RATES = ("lr", "initial_lr")
+OPTIONS = {
+    "initial_lr": ("learning_rate",),
+    "weight_decay": ("weight_decay",),
+    "betas": ("adam_beta1", "adam_beta2"),
+    "eps": ("adam_epsilon",),
+}
+"""The options of a group's entries."""
+
 logger = logging.getLogger(__name__)
+
+
+def hyperparameters(optimizer: Any) -> list[dict[str, Any]]:
+    """
+    The options of an optimizer's groups: what its class takes, and the rates. Groups of some optimizers also hold what
+    these count, such as the steps of those without a schedule.
+    """
+    plain = optimizer
+    while hasattr(plain, "optimizer"):  # accelerate and DeepSpeed wrap it
+        plain = plain.optimizer
+    names = {*RATES, *OPTIONS, *inspect.signature(type(plain)).parameters} - {"params"}
+    return [{name: value for name, value in group.items() if name in names} for group in optimizer.param_groups]
+
+
+def take_given(optimizer: Any, scheduler: Any, given: list[dict[str, Any]]) -> dict[str, tuple[Any, Any]]:
+    """
+    Gives an optimizer and its schedule back what a checkpoint replaced. The step that the schedule is
+    at, and what the optimizer remembers of gradients, stay the checkpoint's. A schedule that is no function of the
+    step keeps the rate too.
+    """
+    if isinstance(scheduler, AcceleratedScheduler):  # DeepSpeed's
+        scheduler = scheduler.scheduler
+    changed: dict[str, tuple[Any, Any]] = {}
+    for group, values in zip(optimizer.param_groups, given, strict=True):
+        for name, options in OPTIONS.items():
+            if name in group and name in values:
+                before, here = (each if len(options) > 1 else (each,) for each in (group[name], values[name]))
+                pairs = zip(options, before, here, strict=True)
+                changed |= {option: (old, new) for option, old, new in pairs if old != new}
+    by_step = isinstance(scheduler, LambdaLR)
+    for group, values in zip(optimizer.param_groups, given, strict=True):
+        group.update({name: value for name, value in values.items() if by_step or name not in RATES})
+    if isinstance(scheduler, LambdaLR):
+        bases = [values["initial_lr"] for values in given]
+        rates = [base * of(scheduler.last_epoch) for base, of in zip(bases, scheduler.lr_lambdas, strict=True)]
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        scheduler.load_state_dict(scheduler.state_dict() | {"base_lrs": bases, "_last_lr": rates})
+    return changed
 
 
 class ResumableTrainer(GRPOTrainer):
@@ -109,7 +157,7 @@ class ResumableTrainer(GRPOTrainer):
         self._prefetch, self._sampler = PrefetchQueue.of(self), None  # a stream has no sampler
         signals = [signal.SIGUSR1, *([signal.SIGTERM] if self.args.enable_jit_checkpoint else [])]
         with locked(self.args), listening(*signals):
-            with self._pulse(), self._says_how_far(), self._prefetch or nullcontext(), self._names_rows():
+            with self._heartbeat(), self._says_how_far(), self._prefetch or nullcontext(), self._names_rows():
                 result = super().train(checkpoint, *args, **kwargs)
             keep_records(Path(self.args.output_dir, FOLDER), self.args)
         if self._initial_global_step == self.state.global_step < self.state.max_steps:
@@ -120,7 +168,7 @@ class ResumableTrainer(GRPOTrainer):
         check_weights(self.model, self.accelerator, self.state.global_step)
         return result
 
-    def _pulse(self) -> AbstractContextManager[None]:
+    def _heartbeat(self) -> AbstractContextManager[None]:
         """Signs of life of the run, while it trains."""
         if not self.is_world_process_zero():
             return nullcontext()
@@ -133,7 +181,7 @@ class ResumableTrainer(GRPOTrainer):
                 "under_way": self.step_log.activity.conversations(),
             }
 
-        return Pulse(self.args.output_dir, look).beating()
+        return Heartbeat(self.args.output_dir, look).beating()
 
     def _says_how_far(self) -> AbstractContextManager[object]:
         """In logs of a script, a line within a step or an evaluation that takes long."""
@@ -357,52 +405,3 @@ class ResumableTrainer(GRPOTrainer):
             text = card.read_text(encoding="utf-8").replace("[None](https://huggingface.co/None)", f"`{name}`")
             text = text.replace('model="None"', f'model="{Path(self.args.output_dir).name}"')
             card.write_text(text, encoding="utf-8")
-
-
-RATES = ("lr", "initial_lr")
-OPTIONS = {
-    "initial_lr": ("learning_rate",),
-    "weight_decay": ("weight_decay",),
-    "betas": ("adam_beta1", "adam_beta2"),
-    "eps": ("adam_epsilon",),
-}
-"""The options of a group's entries."""
-
-
-def hyperparameters(optimizer: Any) -> list[dict[str, Any]]:
-    """
-    The options of an optimizer's groups: what its class takes, and the rates. Groups of some optimizers also hold what
-    these count, such as the steps of those without a schedule.
-    """
-    plain = optimizer
-    while hasattr(plain, "optimizer"):  # accelerate and DeepSpeed wrap it
-        plain = plain.optimizer
-    names = {*RATES, *OPTIONS, *inspect.signature(type(plain)).parameters} - {"params"}
-    return [{name: value for name, value in group.items() if name in names} for group in optimizer.param_groups]
-
-
-def take_given(optimizer: Any, scheduler: Any, given: list[dict[str, Any]]) -> dict[str, tuple[Any, Any]]:
-    """
-    Gives an optimizer and its schedule back what a checkpoint replaced. The step that the schedule is
-    at, and what the optimizer remembers of gradients, stay the checkpoint's. A schedule that is no function of the
-    step keeps the rate too.
-    """
-    if isinstance(scheduler, AcceleratedScheduler):  # DeepSpeed's
-        scheduler = scheduler.scheduler
-    changed: dict[str, tuple[Any, Any]] = {}
-    for group, values in zip(optimizer.param_groups, given, strict=True):
-        for name, options in OPTIONS.items():
-            if name in group and name in values:
-                before, here = (each if len(options) > 1 else (each,) for each in (group[name], values[name]))
-                pairs = zip(options, before, here, strict=True)
-                changed |= {option: (old, new) for option, old, new in pairs if old != new}
-    by_step = isinstance(scheduler, LambdaLR)
-    for group, values in zip(optimizer.param_groups, given, strict=True):
-        group.update({name: value for name, value in values.items() if by_step or name not in RATES})
-    if isinstance(scheduler, LambdaLR):
-        bases = [values["initial_lr"] for values in given]
-        rates = [base * of(scheduler.last_epoch) for base, of in zip(bases, scheduler.lr_lambdas, strict=True)]
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
-        scheduler.load_state_dict(scheduler.state_dict() | {"base_lrs": bases, "_last_lr": rates})
-    return changed

@@ -43,8 +43,8 @@ from mt_grpo.training import (
     preflight,
     reward_batch,
     servers,
+    trl_arguments,
 )
-from mt_grpo.training import trl_arguments as arguments
 from mt_grpo.training.activations import Activations, check_checkpointing
 from mt_grpo.training.config import MTGRPOConfig, changed
 from mt_grpo.training.microbatches import loss_of_group, rebalance, sequence_group
@@ -84,31 +84,29 @@ class MTGRPOEnvTrainer(ResumableTrainer):
     Args:
         model (`str` or `PreTrainedModel`): The policy; `embedded`, a folder, one with an adapter, or a Hub id.
         env (`EnvLike`, *optional*): What environments are made from; built from `args` where none is given.
-        turn_reward_funcs (`list`, *optional*): Turn rewards: `TurnReward`s, names or dotted paths.
-        outcome_reward_funcs (`list`, *optional*): Outcome rewards: `OutcomeReward`s, names, dotted paths, TRL reward
-            functions, or reward models (a folder, a Hub id or an object). Both default to those of `args`. One reward
-            needs no list.
+        turn_reward_funcs, outcome_reward_funcs (`list`, *optional*): Rewards: objects, names or dotted paths; of
+            outcomes also TRL reward functions, and reward models (a folder, a Hub id or an object). Both default to
+            those of `args`. One reward needs no list.
         args (`MTGRPOConfig`, *optional*): The options. As in TRL the object itself is the trainer's `args`, so that
             what is set there later counts; a `GRPOConfig` is taken too and copied, see `as_mtgrpo_config`.
-        train_dataset, eval_dataset (`Dataset`): Rows with a `prompt` (text or messages); other columns reach rewards.
-            A list of rows is taken too.
+        train_dataset, eval_dataset (`Dataset` or `list`): Rows with a `prompt` (text or messages); other columns reach
+            rewards.
         engine (`Engine`, *optional*): Samples the completions. By default it is the server of `args` with `use_vllm`,
             else the model itself. The trainer sends no weights to an engine that is given here. With `use_vllm` the
             loss corrects for the difference between its log-probs and the model's.
         processing_class, callbacks, optimizers, quantization_config, peft_config: As in TRL.
+        reward_processing_classes (*optional*): As in TRL: tokenizers of reward models, one for each outcome reward.
         environment_factory (`Callable` or `dict`, *optional*): Environments in TRL's form, see `TRLEnv`. A class with
             `get_reward` gives an outcome reward by itself. A single factory with `max_steps` needs no dataset.
         reward_funcs (*optional*): TRL's name for `outcome_reward_funcs`. Without tools or an environment each
             conversation is then one answer, and nothing is added to the prompt, as in TRL.
-        reward_processing_classes (*optional*): As in TRL: tokenizers of reward models, one for each outcome reward.
-        tools (`list`, *optional*): Functions, or one, that the model calls in its own format, as often as it likes
-            unless `max_env_steps` is set, as in TRL. Names and dotted paths are tools too.
+        tools (`list`, *optional*): Functions, or one, names or dotted paths, that the model calls in its own format,
+            as often as it likes unless `max_env_steps` is set, as in TRL.
         rollout_func (*optional*): TRL's; it is refused with what to write instead.
 
     Raises:
-        ConfigError: If there is no reward function, no dataset or no prompt, a reward needs a column that the dataset
-            lacks, or options, data and environment do not fit together; before a model is loaded where that can be
-            known.
+        ConfigError: If rewards, rows, options, data and environment are lacking or do not fit together; before a model
+            is loaded where that can be known.
         RolloutError: In training, if every conversation of two batches in a row fails.
         CreditError: In training, if the credit rule returns something unusable.
         NonFiniteError: In training, if a loss, a gradient or a weight is not finite, before a step or a save uses it.
@@ -147,9 +145,9 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         if args is None:
             name = Path(model if isinstance(model, str) else model.config.name_or_path).name
             args = MTGRPOConfig(f"{name}-MT-GRPO")
-        args = arguments.as_mtgrpo_config(args)
-        arguments.check_rollout_func(rollout_func)
-        tools = arguments.as_list(tools)
+        args = trl_arguments.as_mtgrpo_config(args)
+        trl_arguments.check_rollout_func(rollout_func)
+        tools = trl_arguments.as_list(tools)
         preflight.check_surroundings(args)
         if engine is None:
             servers.check_own_servers(args)
@@ -158,9 +156,9 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         self.replay = None if args.replay is None else Replay(args)
         if self.replay is not None:
             train_dataset, eval_dataset = self.replay.rows(), None
-        train_dataset = arguments.as_rows(train_dataset, "train_dataset")
-        eval_dataset = arguments.as_rows(eval_dataset, "eval_dataset")
-        arguments.refuse_several_datasets(train_dataset)
+        train_dataset = trl_arguments.as_rows(train_dataset, "train_dataset")
+        eval_dataset = trl_arguments.as_rows(eval_dataset, "eval_dataset")
+        trl_arguments.refuse_several_datasets(train_dataset)
         self.env = environment.check_env(
             env,
             args,
@@ -177,18 +175,18 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         )
         eval_dataset = source.rows("eval") if eval_dataset is None and args.do_eval else eval_dataset
         eval_dataset = environment.with_prompts(eval_dataset, source, "evaluation dataset")
-        arguments.check_prompts(train_dataset, eval_dataset, source.writes_prompts)
-        turns = args.turn_reward_funcs if turn_reward_funcs is None else arguments.as_list(turn_reward_funcs)
+        trl_arguments.check_prompts(train_dataset, eval_dataset, source.writes_prompts)
+        turns = args.turn_reward_funcs if turn_reward_funcs is None else trl_arguments.as_list(turn_reward_funcs)
         self.turn_reward_funcs = load_rewards(turns or [], "turn")
         args.check_credit(bool(self.turn_reward_funcs))
-        outcomes = arguments.outcomes_of(reward_funcs, outcome_reward_funcs, args.outcome_reward_funcs)
+        outcomes = trl_arguments.outcomes_of(reward_funcs, outcome_reward_funcs, args.outcome_reward_funcs)
         self.outcome_reward_funcs = load_rewards(reward_batch.with_models(outcomes, args), "outcome")
         self.state_scores = load_rewards([args.state_score] if args.state_score else [], "state")
         listed = [*self.turn_reward_funcs, *self.outcome_reward_funcs]
         own = environment.own_rewards(listed, source)
         self.outcome_reward_funcs += own
         rewards = [*listed, *own]
-        tokenizers = arguments.tokenizers_of(reward_processing_classes, outcomes, rewards, self.turn_reward_funcs)
+        tokenizers = trl_arguments.tokenizers_of(reward_processing_classes, outcomes, rewards, self.turn_reward_funcs)
         weights = environment.weights_of(args, listed, own)
         if self.replay is not None:
             self.replay.check_rewards(rewards)
@@ -197,7 +195,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             preflight.check_reward_columns([*rewards, *self.state_scores], train_dataset, eval_dataset)
         if processing_class is not None:  # before a model is loaded
             environment.prepare_tokenizer(media.tokenizer_in(processing_class), source)
-        with arguments.no_adapter_left(model, self):
+        with trl_arguments.no_adapter_left(model, self):
             policy = open_policy(model, args, quantization_config, peft_config)
             processing = media.processing_of(policy["model"], processing_class, args)
             loaded = isinstance(model, str) and not isinstance(policy["model"], str)

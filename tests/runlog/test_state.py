@@ -10,18 +10,18 @@ import time
 import pytest
 
 from mt_grpo.errors import UserError
-from mt_grpo.runlog.state import Pulse, read_state
+from mt_grpo.runlog.state import Heartbeat, read_state
 
 AT = {"step": 3, "of": 9, "waits_for": "sampling", "under_way": []}
 
 
 def pulse(folder, **at):
-    return Pulse(folder, lambda: {**AT, **at}).beating()
+    return Heartbeat(folder, lambda: {**AT, **at}).beating()
 
 
 def test_a_run_that_goes_on_is_running_and_then_finished(tmp_path):
     at = dict(AT)
-    with Pulse(tmp_path, lambda: at).beating():
+    with Heartbeat(tmp_path, lambda: at).beating():
         assert read_state(tmp_path)["state"] == "running"
         at["step"] = 9
     state = read_state(tmp_path)
@@ -50,8 +50,8 @@ def test_what_ended_it_is_said(tmp_path, raised, state, reason):
 
 LIVES = """
 import sys, time
-from mt_grpo.runlog.state import Pulse
-with Pulse(sys.argv[1], lambda: {"step": 3, "of": 9, "waits_for": "", "under_way": []}).beating():
+from mt_grpo.runlog.state import Heartbeat
+with Heartbeat(sys.argv[1], lambda: {"step": 3, "of": 9, "waits_for": "", "under_way": []}).beating():
     print("there", flush=True)
     time.sleep(600)
 """

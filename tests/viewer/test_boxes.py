@@ -10,7 +10,7 @@ from support.browser import missing, open_browser, serving, watched
 from support.runs import HOSTILE, write_run
 
 from mt_grpo.runlog import open_run
-from mt_grpo.runlog.state import Pulse
+from mt_grpo.runlog.state import Heartbeat
 from mt_grpo.viewer.queries import Queries
 from mt_grpo.viewer.runs import Runs
 
@@ -58,11 +58,11 @@ def folder(tmp_path_factory):
     under_way = {"session": "s", "turns": 2, "tokens": 31, "start": time.time(), "waits_for": "tools"}
     at = {"step": 3, "of": 40, "waits_for": "sampling", "under_way": [{**under_way, "prompt": "What?" + POISON}]}
     write_run(folder / "second", steps=1)
-    with suppress(ValueError), Pulse(folder / "failed", lambda: at).beating():
+    with suppress(ValueError), Heartbeat(folder / "failed", lambda: at).beating():
         raise ValueError(POISON)
     (folder / "failed" / "config.yaml").write_text(f"model_name_or_path: {POISON!r}\n{POISON}")
     live = write_run(folder / f"<img src=x onerror=alert(1)>{'n' * 150}", steps=3, poison=POISON)
-    with Pulse(live, lambda: at).beating():
+    with Heartbeat(live, lambda: at).beating():
         yield folder
 
 

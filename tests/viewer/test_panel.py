@@ -9,7 +9,7 @@ from support.browser import missing, open_browser, serving, watched
 
 from mt_grpo.errors import UserError
 from mt_grpo.runlog import open_run
-from mt_grpo.runlog.state import Pulse
+from mt_grpo.runlog.state import Heartbeat
 from mt_grpo.viewer.queries import Queries
 
 UNDER_WAY = [
@@ -50,7 +50,7 @@ def test_the_run_says_its_state_in_the_header(going_on):
     at = {"step": 3, "of": 40, "waits_for": "sampling", "under_way": []}
     queries = Queries(open_run(going_on))
     assert queries.answer("run", {})["status"] == "unknown"
-    with Pulse(going_on, lambda: at).beating():
+    with Heartbeat(going_on, lambda: at).beating():
         about = queries.answer("run", {})
         assert (about["status"], about["of"]) == ("running", 40) and about["left"] is not None
     assert queries.answer("run", {})["status"] == "stopped"
@@ -64,7 +64,7 @@ def test_a_run_under_way_is_shown_and_then_its_end(going_on):
         serving(Queries(open_run(going_on))) as server,
         watched(browser, viewport={"width": 1280, "height": 860}) as page,
     ):
-        with Pulse(going_on, lambda: at).beating():
+        with Heartbeat(going_on, lambda: at).beating():
             page.goto(f"{server.url}#/run")
             page.wait_for_selector(".flow .sampling")
             text = page.inner_text("main")

@@ -12,7 +12,7 @@ from support.runs import write_run
 from mt_grpo.cli import main
 from mt_grpo.errors import UserError
 from mt_grpo.runlog import open_run
-from mt_grpo.runlog.state import Pulse
+from mt_grpo.runlog.state import Heartbeat
 from mt_grpo.viewer.runs import Runs, find_runs
 
 
@@ -21,7 +21,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("several") / "runs"
     for seed, (name, step) in enumerate((("first", 4), ("sweep/second", 2))):
         run = write_run(folder / name, steps=4, seed=seed)
-        with Pulse(run, lambda step=step: {"step": step, "of": 4, "waits_for": "", "under_way": []}).beating():
+        with Heartbeat(run, lambda step=step: {"step": step, "of": 4, "waits_for": "", "under_way": []}).beating():
             pass
     broken = write_run(folder / "broken", steps=1)
     (broken / "metrics.jsonl").write_text("{}\n")

@@ -10,7 +10,7 @@ from support.runs import write_run
 
 from mt_grpo.app.view import open_run_parallel
 from mt_grpo.cli import main
-from mt_grpo.runlog.state import Pulse
+from mt_grpo.runlog.state import Heartbeat
 from mt_grpo.viewer.queries import Queries
 from mt_grpo.viewer.runs import Runs
 
@@ -22,7 +22,7 @@ def begun(folder, error=None):
     """A run that has written its options and its state alone; with an error one that failed."""
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(CONFIG)
-    pulse = Pulse(folder, lambda: AT).beating()
+    pulse = Heartbeat(folder, lambda: AT).beating()
     if error is None:
         return pulse
     with pytest.raises(ValueError), pulse:
