@@ -35,7 +35,7 @@ BRANCH_RULE = "branch_to_go"
 """The credit rule of conversations that branch."""
 
 PARTNERS = tuple(name for name in ALIASES if name != "multi_turn_scheduler")
-"""Options of which one at most says who answers the model's words."""
+"""Mutually exclusive options: each says who replies to the model."""
 
 
 @dataclass(frozen=True)
@@ -420,7 +420,7 @@ def unknown_reward(name: str, kind: str, known: Iterable[str]) -> str:
 
 
 def check_partner(options: Values, place: str = "") -> None:
-    """Whether the options say once at most who answers the model's words."""
+    """Checks that at most one of `PARTNERS` is set."""
     given = [name for name in PARTNERS if options[name] is not None]
     if len(given) > 1:
         raise ConfigError(
@@ -458,7 +458,7 @@ def _check_environments(options: Values) -> None:
 
 
 def check_agent(options: Values, key: str = "") -> None:
-    """Holds the options of one environment that may be an agent's or of verifiers against each other."""
+    """Refuses options beside an agent, or an environment of verifiers, that would have no effect."""
     place = f" of `{key}`" if key else ""
     own = verifiers_name(options["env"]) is not None
     if options["env_config"] is not None:
@@ -479,7 +479,7 @@ def check_agent(options: Values, key: str = "") -> None:
 
 
 def check_scheduler(options: Values, key: str = "") -> None:
-    """Holds the options of one environment that may be a scheduler's against each other."""
+    """Refuses options beside a scheduler that would have no effect, and a scheduler's without one."""
     place = f" of `{key}`" if key else ""
     if options["multi_turn_scheduler"] is None:
         for name, default in (("max_turns", None), ("loss_scale", "all")):
