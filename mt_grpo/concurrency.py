@@ -25,23 +25,28 @@ import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from mt_grpo.errors import ONLY_MAIN, describe_error
 
 T = TypeVar("T")
+Task: TypeAlias = asyncio.Task[Any]
+Future: TypeAlias = asyncio.Future[Any]
+ThreadFuture: TypeAlias = concurrent.futures.Future[Any]
 logger = logging.getLogger(__name__)
 
 GRACE = 5.0
 """Seconds that cancelled tasks may take to end before they are left behind."""
 _LOOK = 0.1  # seconds between looks at a call, and for Ctrl-C: a signal of another thread does not wake one that waits
-_TASKS: contextvars.ContextVar[Any] = contextvars.ContextVar("tasks that the coroutine given to `run` has begun")
+_TASKS: contextvars.ContextVar[weakref.WeakSet[Task]] = contextvars.ContextVar(
+    "tasks that the coroutine given to `run` has begun"
+)
 
 
 # From a thread: coroutines
 
 
-def run(work: Coroutine[Any, Any, T]) -> T:
+def run(work: Coroutine[object, object, T]) -> T:
     """
     Runs a coroutine in the background loop and waits for it; this works inside a running loop (a notebook) too. If the
     wait is interrupted (Ctrl-C, a signal handler that raises), the coroutine and every task that it began are
@@ -59,7 +64,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 class BackgroundTask(Generic[T]):
     """A coroutine in the background loop; a thread may wait for it later."""
 
-    def __init__(self, work: Coroutine[Any, Any, T]) -> None:
+    def __init__(self, work: Coroutine[object, object, T]) -> None:
         self._background = _background.get()
         if threading.current_thread() is self._background.thread:
             work.close()
@@ -69,7 +74,7 @@ class BackgroundTask(Generic[T]):
             )
         self._work = work
         self._root: asyncio.Task[T] | None = None
-        self._tasks: weakref.WeakSet[asyncio.Task[Any]] = weakref.WeakSet()
+        self._tasks: weakref.WeakSet[Task] = weakref.WeakSet()
         self._ended: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._context = contextvars.copy_context()
         self._context.run(_TASKS.set, self._tasks)
@@ -109,7 +114,7 @@ class BackgroundTask(Generic[T]):
         consume_exception(done)  # an interrupted caller does not ask for its exception
         self._ended.set_result(None)
 
-    async def _drain(self) -> list[asyncio.Task[Any]]:
+    async def _drain(self) -> list[Task]:
         if self._root is None:
             self._work.close()
             return []
@@ -129,8 +134,8 @@ class _Wait:
     """That of the main thread, while there is one."""
 
     def __init__(self) -> None:
-        self._calls: queue.SimpleQueue[tuple[concurrent.futures.Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
-        self._end: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        self._calls: queue.SimpleQueue[tuple[ThreadFuture, Callable[[], Any]]] = queue.SimpleQueue()
+        self._end: ThreadFuture = concurrent.futures.Future()
 
     def end(self) -> None:
         """Ends the wait, from any thread."""
@@ -164,7 +169,7 @@ class _Wait:
         return future.result()
 
 
-def _settle(future: concurrent.futures.Future[Any], function: Callable[[], Any]) -> None:
+def _settle(future: ThreadFuture, function: Callable[[], Any]) -> None:
     if not future.set_running_or_notify_cancel():
         return
     try:
@@ -207,11 +212,11 @@ class LoopThread:
                 self.loop.run_forever()
                 stopped = True
 
-    async def run(self, work: Coroutine[Any, Any, T]) -> T:
+    async def run(self, work: Coroutine[object, object, T]) -> T:
         """Runs `work` in the thread, awaited in any loop; cancelled with whoever awaits it."""
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop))
 
-    def wait(self, work: Coroutine[Any, Any, T]) -> T:
+    def wait(self, work: Coroutine[object, object, T]) -> T:
         """Runs `work` in the thread and blocks; what interrupts the wait (Ctrl-C) cancels it."""
         future = asyncio.run_coroutine_threadsafe(work, self.loop)
         try:
@@ -261,11 +266,11 @@ class _Background(LoopThread):
 
     def __init__(self) -> None:
         super().__init__("mt-grpo-background")
-        self.left: weakref.WeakSet[asyncio.Task[Any]] = weakref.WeakSet()  # cancelled, waited for, and named
+        self.left: weakref.WeakSet[Task] = weakref.WeakSet()  # cancelled, waited for, and named
         self.loop.set_task_factory(_note_task)
         self.loop.set_default_executor(_DaemonThreads())
 
-    def finish(self, draining: Coroutine[Any, Any, list[asyncio.Task[Any]]]) -> None:
+    def finish(self, draining: Coroutine[object, object, list[Task]]) -> None:
         """Waits until cancelled tasks have ended, for little more than `GRACE` seconds."""
         future = asyncio.run_coroutine_threadsafe(draining, self.loop)
         deadline = time.monotonic() + GRACE + 1.0
@@ -297,8 +302,8 @@ _background = OnePerProcess(_Background)
 class _DaemonThreads(concurrent.futures.ThreadPoolExecutor):
     """Runs the calls of `asyncio.to_thread`. A call that hangs holds up neither other calls nor the process's end."""
 
-    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> concurrent.futures.Future[Any]:
-        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> ThreadFuture:
+        future: ThreadFuture = concurrent.futures.Future()
         future.set_running_or_notify_cancel()
 
         def work() -> None:
@@ -313,15 +318,15 @@ class _DaemonThreads(concurrent.futures.ThreadPoolExecutor):
         return future
 
 
-def _note_task(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> asyncio.Task[Any]:
-    task: asyncio.Task[Any] = asyncio.Task(work, loop=loop, **options)
+def _note_task(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> Task:
+    task: Task = asyncio.Task(work, loop=loop, **options)
     tasks = _TASKS.get(None)
     if tasks is not None:
         tasks.add(task)
     return task
 
 
-async def _cancel(tasks: Iterable[asyncio.Task[Any]], seconds: float) -> list[asyncio.Task[Any]]:
+async def _cancel(tasks: Iterable[Task], seconds: float) -> list[Task]:
     """Cancels tasks, and returns those that have not ended after some seconds."""
     tasks = [task for task in tasks if not task.done()]
     for task in tasks:
@@ -329,7 +334,7 @@ async def _cancel(tasks: Iterable[asyncio.Task[Any]], seconds: float) -> list[as
     return list((await asyncio.wait(tasks, timeout=max(seconds, 0.0)))[1]) if tasks else []
 
 
-def _names(tasks: Iterable[asyncio.Task[Any]]) -> str:
+def _names(tasks: Iterable[Task]) -> str:
     """Names of tasks, as tools, rewards and conversations gave them; for other tasks, their functions."""
     tasks = list(tasks)
     named = {task.get_name() for task in tasks if not task.get_name().startswith("Task-")}
@@ -344,7 +349,7 @@ def _end() -> None:
     if background is None:
         return
 
-    async def drain() -> list[asyncio.Task[Any]]:
+    async def drain() -> list[Task]:
         mine = asyncio.current_task()
         return await _cancel(asyncio.all_tasks() - set(background.left) - {mine}, GRACE)
 
@@ -445,7 +450,7 @@ async def call(function: Callable[..., Any], *args: Any, what: str, timeout: flo
     return await _within(partial(begin, result, what), what, timeout) if inspect.isawaitable(result) else result
 
 
-def in_thread(function: Callable[[], Any], name: str) -> asyncio.Future[Any]:
+def in_thread(function: Callable[[], Any], name: str) -> Future:
     """
     Runs a blocking function in a daemon thread of its own, so that neither a pool's size nor a function that hangs
     holds up other calls or the end of the process. One that sets the handler of a signal is called again in the main
@@ -482,7 +487,7 @@ def in_thread(function: Callable[[], Any], name: str) -> asyncio.Future[Any]:
     return future
 
 
-def begin(work: Awaitable[Any], name: str) -> asyncio.Task[Any]:
+def begin(work: Awaitable[Any], name: str) -> Task:
     """Starts a task of the user's code; warnings use its name if it ignores cancellation."""
     task = asyncio.create_task(guarded(work), name=name)
     if inspect.iscoroutine(work):  # a task that is cancelled before it begins does not close it
@@ -500,7 +505,7 @@ async def guarded(work: Awaitable[Any]) -> Any:
         raise RuntimeError(describe_error(caught)) from caught
 
 
-async def _within(start: Callable[[], asyncio.Future[Any]], what: str, timeout: float | None) -> Any:
+async def _within(start: Callable[[], Future], what: str, timeout: float | None) -> Any:
     with timed() as clock:
         future = start()
     try:
@@ -514,11 +519,9 @@ async def _within(start: Callable[[], asyncio.Future[Any]], what: str, timeout: 
     return future.result()
 
 
-async def ended_within(
-    clocks: Mapping[asyncio.Future[Any], CallClock], timeout: float | None
-) -> set[asyncio.Future[Any]]:
+async def ended_within(clocks: Mapping[Future, CallClock], timeout: float | None) -> set[Future]:
     """Waits for calls, each with its clock, and abandons those that take longer than `timeout` seconds by it."""
-    ended: set[asyncio.Future[Any]] = set()
+    ended: set[Future] = set()
     running = set(clocks)
     while running:
         left = None if timeout is None else min(clocks[future].left(timeout) for future in running)
@@ -531,13 +534,13 @@ async def ended_within(
     return ended
 
 
-def abandon(future: asyncio.Future[Any]) -> None:
+def abandon(future: Future) -> None:
     """Cancels a future that nobody awaits any more, and consumes its exception."""
     future.cancel()
     future.add_done_callback(consume_exception)
 
 
-def consume_exception(future: asyncio.Future[Any]) -> None:
+def consume_exception(future: Future) -> None:
     """Retrieves the exception of a future, so that asyncio does not log it as never retrieved."""
     if not future.cancelled():
         future.exception()

@@ -17,11 +17,19 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextvars import ContextVar
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 from mt_grpo import sounds
 from mt_grpo.media_files import IN_CONVERSATION, IN_MESSAGE, MediumError, file_name, file_of
 from mt_grpo.sounds import Sound
+
+if TYPE_CHECKING:
+    from PIL.Image import Image as Picture
+    from PIL.ImageFile import ImageFile
+
+Medium: TypeAlias = "Picture | Sound"
+Part = dict[str, Any]
+"""A part of a message's content."""
 
 IMAGE, VIDEO, SOUND = 1, 2, 3
 """What a token or a part is of, as transformers counts them in `mm_token_type_ids`; 0 is text."""
@@ -58,24 +66,24 @@ def decoded(tokens: list[int], tokenizer: Any) -> str:
     )
 
 
-def kind_of_part(part: Any) -> int:
+def kind_of_part(part: object) -> int:
     """The kind of a content part: `IMAGE`, `VIDEO`, `SOUND`, or 0 for text and everything else."""
     kind = part.get("type") if isinstance(part, dict) else None
     return _KIND_OF_TYPE.get(kind, 0) if isinstance(kind, str) else 0
 
 
-def is_image(value: Any) -> bool:
+def is_image(value: object) -> TypeGuard[Picture]:
     """Whether a value is a Pillow image; False if Pillow was never imported."""
     pillow = sys.modules.get("PIL.Image")
     return pillow is not None and isinstance(value, pillow.Image)
 
 
-def is_medium(value: Any) -> bool:
+def is_medium(value: object) -> TypeGuard[Medium]:
     """Whether a value is a Pillow image or a `Sound`; a run writes each to its own file."""
     return is_image(value) or isinstance(value, Sound)
 
 
-def is_read(part: Any) -> bool:
+def is_read(part: Part) -> bool:
     """Whether a media part is in the form that `read_parts` returns."""
     shown = part.get(part["type"])
     if part["type"] == "audio":
@@ -86,7 +94,7 @@ def is_read(part: Any) -> bool:
     )
 
 
-def media_parts(messages: Iterable[Any]) -> Iterator[dict[str, Any]]:
+def media_parts(messages: Iterable[Any]) -> Iterator[Part]:
     """The image, video and sound parts of messages, in order."""
     for message in messages:
         content = message.get("content") if isinstance(message, dict) else None
@@ -126,13 +134,13 @@ def read_messages(messages: Sequence[Any], of_row: bool = False, known: Files | 
     ]
 
 
-def _is_unread(message: Any) -> bool:
+def _is_unread(message: object) -> bool:
     """Whether a message has parts that are not in the form that templates take."""
     content = message.get("content") if isinstance(message, dict) else None
     return isinstance(content, list) and any(map(_is_unread_part, content))
 
 
-def _is_unread_part(part: Any) -> bool:
+def _is_unread_part(part: object) -> bool:
     if not isinstance(part, dict):
         return is_medium(part)
     return any(value is None for value in part.values()) or (kind_of_part(part) > 0 and not is_read(part))
@@ -156,25 +164,29 @@ def _snapshot(value: Any) -> Any:
         return [*map(_snapshot, value)]
     if not is_image(value) or _own.get(id(value)) is value or _is_refused(value):
         return value
-    if not _is_lazy(value):
-        copied = value.copy()
-        _own[id(copied)] = copied
-        return copied
-    if value.fp is None or value.fp.closed:
-        return value  # `decode` says that its file was closed
-    place = value.fp.tell()  # some formats are decoded from where they were left
-    value.fp.seek(0)
-    copied = _open(value.fp.read(), "An image")
-    value.fp.seek(place)
+    if _is_lazy(value):
+        return _reopened(value)
+    copied = value.copy()
+    _own[id(copied)] = copied
     return copied
 
 
-def media_of(parts: Iterable[dict[str, Any]]) -> list[Any]:
+def _reopened(image: ImageFile) -> Picture:
+    if image.fp is None or image.fp.closed:
+        return image  # `decode` says that its file was closed
+    place = image.fp.tell()  # some formats are decoded from where they were left
+    image.fp.seek(0)
+    copied = _open(image.fp.read(), "An image")
+    image.fp.seek(place)
+    return copied
+
+
+def media_of(parts: Iterable[Part]) -> list[Medium]:
     """The images, video frames and sounds in read parts, in order."""
     return [medium for part in parts for medium in _media_in(part)]
 
 
-def size_of(medium: Any) -> int:
+def size_of(medium: Medium) -> int:
     """Number of pixels or samples, from the header if the file is not decoded."""
     return medium.length if isinstance(medium, Sound) else medium.width * medium.height
 
@@ -213,7 +225,7 @@ def _read_part(part: Any, of_row: bool, known: Files | None) -> Any:
     return {"type": "image", "image": read_image(shown, of_row, known), **rest}
 
 
-def _check_options(part: dict[str, Any], shown: Any, of_row: bool) -> None:
+def _check_options(part: Part, shown: object, of_row: bool) -> None:
     """
     Refuses options for the processor, which may enlarge an image to any size, beside images that are text: a tool may
     have passed on the whole part.
@@ -227,7 +239,7 @@ def _check_options(part: dict[str, Any], shown: Any, of_row: bool) -> None:
         )
 
 
-def _read_frames(frames: Any, of_row: bool, known: Files | None) -> list[Any]:
+def _read_frames(frames: object, of_row: bool, known: Files | None) -> list[Picture]:
     if not isinstance(frames, (list, tuple)) or not frames:
         given = repr(frames) if isinstance(frames, str) and len(frames) < 80 else f"a value of {type(frames).__name__}"
         raise MediumError(
@@ -237,7 +249,7 @@ def _read_frames(frames: Any, of_row: bool, known: Files | None) -> list[Any]:
     return [read_image(frame, of_row, known) for frame in frames]
 
 
-def has_media(value: Any) -> bool:
+def has_media(value: object) -> bool:
     """Whether what a tool returned is an image or a sound, or a list of parts with one."""
     if not isinstance(value, list):
         return is_medium(value)
@@ -256,17 +268,17 @@ def part_text(part: Any) -> str:
     return str(part.get("alt") or (SOUND_IN_TEXT if kind == SOUND else IN_TEXT))
 
 
-Files = MutableMapping[str, Any]
+Files: TypeAlias = "MutableMapping[str, Picture]"
 """Images that were opened, by digests of their files."""
 
-MODEL_TAKES: ContextVar[Callable[[dict[str, Any]], bool]] = ContextVar("whether the model is shown a part")
+MODEL_TAKES: ContextVar[Callable[[Part], bool]] = ContextVar("whether the model is shown a part")
 """Of the conversation that this code runs in."""
 
 
 class _Opened:
     """What is known of an image that was opened or decoded here."""
 
-    def __init__(self, image: Any, file: bytes | None) -> None:
+    def __init__(self, image: Picture, file: bytes | None) -> None:
         key = id(image)
         self.image = weakref.ref(image, lambda _: _opened.pop(key, None))
         self.file = file
@@ -274,13 +286,13 @@ class _Opened:
 
 
 _opened: dict[int, _Opened] = {}
-_own: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_own: weakref.WeakValueDictionary[int, Picture] = weakref.WeakValueDictionary()
 """Images that were opened or copied here."""
 _BROKEN = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, IndexError, KeyError, TypeError)
 """What Pillow raises for files that are none."""
 
 
-def read_image(value: Any, of_row: bool = False, known: Files | None = None) -> Any:
+def read_image(value: Any, of_row: bool = False, known: Files | None = None) -> Picture:
     """
     An image of Pillow's, from what datasets, tools and requests have: such an image, a path, bytes of a file, a
     `data:` URL, or a dictionary with `bytes` or `path`. A file is opened and not decoded, see `decode`. For `of_row`
@@ -308,7 +320,7 @@ def read_image(value: Any, of_row: bool = False, known: Files | None = None) -> 
     return image
 
 
-def _open(file: bytes, name: str) -> Any:
+def _open(file: bytes, name: str) -> Picture:
     try:
         from PIL import Image
     except ImportError:
@@ -331,7 +343,7 @@ def _open(file: bytes, name: str) -> Any:
     return image
 
 
-def _reduced(image: Any) -> Any:
+def _reduced(image: Picture) -> Any:
     """How an image is pickled and copied: one that is not decoded stays so."""
     opened = _opened.get(id(image))
     if opened is None or opened.file is None:
@@ -339,29 +351,29 @@ def _reduced(image: Any) -> Any:
     return _open, (opened.file, "An image")
 
 
-def _known(medium: Any) -> _Opened | Sound | None:
+def _known(medium: Medium) -> _Opened | Sound | None:
     """What holds a medium's file, which is `None` once it is decoded, and its digest."""
     return medium if isinstance(medium, Sound) else _opened.get(id(medium))
 
 
-def is_decoded(medium: Any) -> bool:
+def is_decoded(medium: Medium) -> bool:
     """Whether an image or a sound was decoded, so that its content and digest are known."""
     known = _known(medium)
     return known is not None and known.file is None and known.digest is not None
 
 
-def _is_lazy(image: Any) -> bool:
+def _is_lazy(image: Picture) -> TypeGuard[ImageFile]:
     """Whether an image that somebody else opened is to be decoded."""
     files = sys.modules.get("PIL.ImageFile")
     return files is not None and isinstance(image, files.ImageFile) and bool(image.tile)
 
 
-def _is_refused(image: Any) -> bool:
+def _is_refused(image: Picture) -> bool:
     """Whether an image that somebody else opened is of a kind that is not decoded here."""
     return _is_lazy(image) and image.format not in (*FORMATS, "MPO")  # the last is a JPEG with several images
 
 
-def decode(medium: Any) -> None:
+def decode(medium: Medium) -> None:
     """
     Decodes an image or a sound, and names it by its content. That takes seconds and hundreds of megabytes for large
     ones: do it in a thread, one after another, and only to what is looked at.
@@ -384,7 +396,7 @@ def decode(medium: Any) -> None:
         opened.digest, opened.file = _pixel_digest(medium), None
 
 
-def decode_for_model(parts: Iterable[Any]) -> None:
+def decode_for_model(parts: Iterable[Part]) -> None:
     """
     Decodes what parts show to the model of the conversation that this code runs in, if there is one: so that a tool
     is told of a broken file.
@@ -400,7 +412,7 @@ class ConversationMedia:
 
     def __init__(self) -> None:
         self.files: Files = weakref.WeakValueDictionary()
-        self._media: dict[int, Any] = {}
+        self._media: dict[int, Medium] = {}
 
     def fork(self) -> ConversationMedia:
         """A copy for a branch of the conversation; the two change apart."""
@@ -408,7 +420,7 @@ class ConversationMedia:
         twin.files, twin._media = self.files, dict(self._media)
         return twin
 
-    def add(self, media: Iterable[Any]) -> None:
+    def add(self, media: Iterable[Medium]) -> None:
         """Adds media; raises `MediumError`, and adds none, if all together exceed `IN_CONVERSATION`."""
         both = self._media | {id(medium): medium for medium in media}
         IN_CONVERSATION.check([*map(size_of, both.values())])
@@ -424,7 +436,7 @@ def media_to_digests(value: Any) -> Any:
     return digest(value) if is_image(value) else sounds.name_of(value) or value
 
 
-def digest(medium: Any) -> str:
+def digest(medium: Medium) -> str:
     """
     A name for an image of Pillow's, or a sound, by its content: 32 hexadecimal digits, the same on every machine. One
     that was opened and not decoded is named by its file.
@@ -435,7 +447,7 @@ def digest(medium: Any) -> str:
     )
 
 
-def digest_at_hand(medium: Any) -> str:
+def digest_at_hand(medium: Medium) -> str:
     """
     What an image or a sound is told apart by without looking at it: its digest, where `decode` or an opener of files
     has made it. What else there is, is shown to no model, so that its kind and size are enough.
@@ -444,18 +456,18 @@ def digest_at_hand(medium: Any) -> str:
     return (known and known.digest) or _kind_and_size(medium)
 
 
-def _kind_and_size(medium: Any) -> str:
+def _kind_and_size(medium: Medium) -> str:
     return repr(medium) if isinstance(medium, Sound) else f"{medium.mode}/{medium.width}x{medium.height}"
 
 
-def is_same(medium: Any, known: Any, looks: bool = False) -> bool:
+def is_same(medium: Medium, known: Medium, looks: bool = False) -> bool:
     """Whether two images or sounds are the same, by their digests; `looks`: the first may be decoded for it."""
     if looks and is_decoded(known) and not is_decoded(medium) and _kind_and_size(medium) == _kind_and_size(known):
         decode(medium)
     return digest_at_hand(medium) == digest_at_hand(known)
 
 
-def _pixel_digest(image: Any) -> str:
+def _pixel_digest(image: Picture) -> str:
     shape = f"{image.mode}/{image.width}x{image.height}/".encode()
     palette = image.getpalette() if image.mode == "P" else None
     return _digest(shape + bytes(palette or b""), image.tobytes())
@@ -468,7 +480,7 @@ def _digest(*contents: bytes) -> str:
     return digest.hexdigest()
 
 
-def to_file(medium: Any) -> bytes:
+def to_file(medium: Medium) -> bytes:
     """
     The bytes of a PNG file of an image of Pillow's, or of a WAV file of a sound. One that was opened and not decoded
     is the file that it came in, whatever its kind.

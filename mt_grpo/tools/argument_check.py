@@ -57,7 +57,7 @@ def read_schema(schema: Any) -> dict[str, str]:
     """Holds a schema against the language it is written in, JSON schema 2020-12."""
     unmatchable: dict[str, str] = {}
 
-    def is_pattern(pattern: Any) -> bool:
+    def is_pattern(pattern: object) -> bool:
         if isinstance(pattern, str) and isinstance(compiled := _compiled(pattern), str):
             re.compile(pattern)
             unmatchable[pattern] = compiled
@@ -78,7 +78,7 @@ def read_schema(schema: Any) -> dict[str, str]:
     return unmatchable
 
 
-def _names(schema: Any) -> set[str]:
+def _names(schema: object) -> set[str]:
     """All keys of a schema, at any depth."""
     names: set[str] = set()
     left = [schema]
@@ -98,7 +98,7 @@ class ArgumentCheck:
     def __init__(self, schema: dict[str, Any]) -> None:
         self._validator = _Bounded(schema, registry=Registry())
 
-    def errors(self, arguments: Any) -> list[ValidationError]:
+    def errors(self, arguments: object) -> list[ValidationError]:
         """What is wrong with the arguments, up to `MAX_ERRORS`."""
         try:
             return _errors(self._validator, arguments, CHECK_SECONDS)
@@ -106,7 +106,7 @@ class ArgumentCheck:
             raise ValueError(str(error)) from error
 
 
-def _errors(validator: Any, instance: Any, seconds: float) -> list[ValidationError]:
+def _errors(validator: Any, instance: object, seconds: float) -> list[ValidationError]:
     token = _ends_at.set(time.thread_time() + seconds)
     try:
         return list(islice(validator.iter_errors(instance), MAX_ERRORS))
@@ -152,12 +152,14 @@ def _found(pattern: str, text: str) -> bool:
     return compiled.search(text) is not None
 
 
-def _pattern(validator: Any, pattern: str, instance: Any, schema: Any) -> Iterator[ValidationError]:
+def _pattern(validator: object, pattern: str, instance: object, schema: object) -> Iterator[ValidationError]:
     if isinstance(instance, str) and not _found(pattern, instance):
         yield ValidationError("the text does not match the pattern")
 
 
-def _pattern_properties(validator: Any, patterns: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
+def _pattern_properties(
+    validator: Any, patterns: dict[str, Any], instance: object, schema: object
+) -> Iterator[ValidationError]:
     if not isinstance(instance, dict):
         return
     for pattern, subschema in patterns.items():
@@ -168,7 +170,7 @@ def _pattern_properties(validator: Any, patterns: Any, instance: Any, schema: An
                 yield from validator.descend(value, subschema, path=name, schema_path=pattern)
 
 
-def _additional_properties(validator: Any, subschema: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
+def _additional_properties(validator: Any, subschema: Any, instance: object, schema: Any) -> Iterator[ValidationError]:
     if not isinstance(instance, dict):
         return
     known, patterns = schema.get("properties", {}), schema.get("patternProperties", {})
@@ -180,22 +182,22 @@ def _additional_properties(validator: Any, subschema: Any, instance: Any, schema
         yield ValidationError("there are properties that the schema does not name")
 
 
-def _unique_items(validator: Any, unique: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
+def _unique_items(validator: object, unique: bool, instance: object, schema: object) -> Iterator[ValidationError]:
     if unique and isinstance(instance, list) and len({_as_key(item) for item in instance}) < len(instance):
         yield ValidationError("there are equal items")
 
 
-def _enum(validator: Any, values: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
+def _enum(validator: object, values: list[object], instance: object, schema: object) -> Iterator[ValidationError]:
     key = _as_key(instance)
     if not any(_as_key(value) == key for value in values):
         yield ValidationError("it is none of the values")
 
 
-def _const(validator: Any, value: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
+def _const(validator: object, value: object, instance: object, schema: object) -> Iterator[ValidationError]:
     yield from _enum(validator, [value], instance, schema)
 
 
-def _as_key(value: Any) -> Any:
+def _as_key(value: object) -> object:
     """
     Equal for equal JSON values alone: 1 and 1.0 are, 1 and true are not. Numbers become text, since only the hashes of
     text cannot be made equal by whoever chooses the values.
@@ -211,7 +213,7 @@ def _as_key(value: Any) -> Any:
 
 
 def _few(keyword: Callable[..., Any]) -> Callable[..., Any]:
-    def check(validator: Any, value: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
+    def check(validator: Any, value: Any, instance: object, schema: Any) -> Iterator[ValidationError]:
         if isinstance(instance, dict | list) and len(instance) > MAX_UNEVALUATED:
             raise TooMuchWork(f"more than {MAX_UNEVALUATED:,} members")
         yield from keyword(validator, value, instance, schema) or ()
