@@ -321,7 +321,7 @@ def hand_over(server: OwnServer | None, args: MTGRPOConfig, sync: WeightSync) ->
     sync.client.server_timeout = GONE_TIMEOUT
     sync.client.remedy = "The run that started it has to be started again."
     if server is not None:
-        sync.end_server = server.close
+        sync.fleet.end_server = server.close
         sync.client.remedy += f" {server.where}"
 
 

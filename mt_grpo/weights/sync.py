@@ -7,27 +7,20 @@ import contextlib
 import functools
 import logging
 import threading
-import traceback
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 from trl.distributed import DistributedBackend
 
-from mt_grpo.concurrency import run
 from mt_grpo.errors import WeightSyncError
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
 from mt_grpo.servers.http import (
     RequestFailed,
-    Server,
     ServerControl,
-    ServerGoneError,
     router_words,
-    wait_for_servers,
 )
 from mt_grpo.servers.owner import (
     check_owner,
@@ -38,8 +31,9 @@ from mt_grpo.servers.owner import (
     weight_label,
     weight_version,
 )
+from mt_grpo.weights.collective import Fleet
 from mt_grpo.weights.proof import Proof, compare
-from mt_grpo.weights.transport import Payload, Source, Transport
+from mt_grpo.weights.transport import Source, Transport
 from mt_grpo.weights.updates import Update, fall_asleep, wake_cache, wake_weights
 
 logger = logging.getLogger(__name__)
@@ -48,27 +42,6 @@ CLOSE_TIMEOUT = 5.0
 """Seconds that a call may take when the run is over."""
 ROUTER_PROBES = 8
 """Requests that tell one server from several that answer in turn."""
-
-Action = Callable[[ServerControl], None]
-
-
-class _Report(NamedTuple):
-    """
-    What a process tells the others: its failure, as the kind and the words of an error, and the state. That of the
-    main process counts: which servers are up and why not, and what was packed.
-    """
-
-    failure: tuple[type[Exception], str] | None
-    states: list[tuple[bool, str]]
-    payload: Payload | None
-    dtype: torch.dtype | None
-
-
-def _told(failure: BaseException, rank: int) -> tuple[type[Exception], str]:
-    """The kind and the words of the error that other processes raise."""
-    if isinstance(failure, (WeightSyncError, ServerGoneError)):
-        return type(failure), str(failure)
-    return RuntimeError, f"Process {rank} failed:\n{''.join(traceback.format_exception(failure))}"
 
 
 class WeightSync:
@@ -96,14 +69,11 @@ class WeightSync:
         self.source = Source(client, get_model, accelerator, timeout)
         self.transport = transport(self.source, **options)
         self.proof = Proof(get_model, self.source.model.config.get_text_config().vocab_size, tolerance)
-        self.payload: Payload | None = None
-        """What was packed last."""
+        self.fleet = Fleet(self.source, self.transport.repeatable)
         self.in_flight = False
         """Whether conversations go on while weights are sent."""
         self.asleep = False
         """Whether the servers have given their memory to training."""
-        self.end_server: Callable[[], None] | None = None
-        """Ends the server that this process started, if it did."""
         self._num_syncs, self._begun = 0, False
         backend = DistributedBackend(accelerator)
         # elsewhere a forward is cheap, but takes every process, or a thread that knows its device
@@ -122,7 +92,7 @@ class WeightSync:
         """
         if self._begun:
             return
-        self._run(lambda: self._each_server(self._examine))
+        self.fleet.run(lambda: self.fleet.each(self._examine))
         for server in self.client.servers:
             server.awaits_proof = not server.up
         mixed = {"no": torch.float32, "fp16": torch.float16}.get(self.accelerator.mixed_precision, torch.bfloat16)
@@ -146,7 +116,7 @@ class WeightSync:
             return
         with self._lock:
             level = self.transport.sleep_level
-            self._run(lambda: self._each_server(functools.partial(fall_asleep, level=level)))
+            self.fleet.run(lambda: self.fleet.each(functools.partial(fall_asleep, level=level)))
             self.asleep = True
 
     def sync(self, step: int) -> None:
@@ -173,13 +143,13 @@ class WeightSync:
 
         def check_each() -> None:
             for server in self.client.servers:
-                failure = self._attempt(server, look) if server.up else None
+                failure = self.fleet.attempt(server, look) if server.up else None
                 if failure is not None and server.up:
                     raise failure
 
         with self._lock:
             look = functools.partial(check_still_owner, label=self._label(self.client.weight_version))
-            self._run(check_each)
+            self.fleet.run(check_each)
 
     def restore(self, base_url: str) -> None:
         """
@@ -203,8 +173,8 @@ class WeightSync:
             for server in self.client.servers:
                 if server.up:
                     give_back(ServerControl(server.url, self.client.api_key, CLOSE_TIMEOUT), self.run)
-        if self.end_server is not None:
-            self.end_server()
+        if self.fleet.end_server is not None:
+            self.fleet.end_server()
 
     # A sync
 
@@ -213,7 +183,7 @@ class WeightSync:
         self.begin()
         late = self._prove_late() if self._num_syncs else []
         if self._num_syncs == 0:
-            self._run(self._tell_apart)
+            self.fleet.run(self._tell_apart)
             self._prove()
         due = bool(late) or self.asleep or self._num_syncs % self.verify_every == 0
         self._send(step)
@@ -225,6 +195,7 @@ class WeightSync:
         if due:
             self._verify()
         self._num_syncs += 1
+        self.fleet.synced = True
 
     def _prove(self) -> None:
         """Sends weights that were changed on purpose, and checks that every server answers with them."""
@@ -248,7 +219,7 @@ class WeightSync:
         self.source.changed = None
 
     def _verify(self) -> None:
-        self._run(lambda: self._each_server(self._compare, self._bring_and_compare))
+        self.fleet.run(lambda: self.fleet.each(self._compare, self._bring_and_compare))
 
     def _send(self, step: int | None) -> None:
         bring = functools.partial(self._bring, step=step)
@@ -256,15 +227,15 @@ class WeightSync:
             if self.accelerator.device.type == "cuda":
                 torch.cuda.empty_cache()  # what training has kept for itself
             self.accelerator.wait_for_everyone()
-            self._run(lambda: self._each_server(wake_weights))
-        self._run(lambda: self._each_server(bring, bring), everywhere=lambda: self._pack(step))
+            self.fleet.run(lambda: self.fleet.each(wake_weights))
+        self.fleet.run(lambda: self.fleet.each(bring, bring), everywhere=lambda: self._pack(step))
         if self.asleep:
-            self._run(lambda: self._each_server(wake_cache))
+            self.fleet.run(lambda: self.fleet.each(wake_cache))
             self.asleep = False
 
     def _note_sent(self, step: int | None) -> None:
         self.client.weight_version = step
-        self.client.model = "" if self.payload is None else self.payload.model
+        self.client.model = "" if self.fleet.payload is None else self.fleet.payload.model
         for server in self.client.servers:
             server.fingerprint = None
         self.transport.delivered()
@@ -272,14 +243,14 @@ class WeightSync:
     def _pack(self, step: int | None) -> None:
         """Every process: packs the weights; buckets are delivered at once."""
         if self.transport.repeatable:
-            (self.payload,) = self.transport.pack(step)
+            (self.fleet.payload,) = self.transport.pack(step)
         else:
             self._stream(step)
 
     def _bring(self, server: ServerControl, step: int | None) -> None:
         check_owner(server, self.run)
         if self.transport.repeatable:
-            self._deliver(server, step, self.payload)
+            self._deliver(server, step, self.fleet.payload)
 
     def _deliver(self, server: ServerControl, step: int | None, payload: Any) -> None:
         self.transport.deliver(self._update(server, step), payload)
@@ -296,7 +267,7 @@ class WeightSync:
             for server in [] if self.asleep or self.in_flight else self.client.servers:
                 if not (server.up or server.awaits_proof) and self.source.control(server.url).healthy(repeat=False):
                     server.mark_up()
-            self._each_server(begin)
+            self.fleet.each(begin)
 
         def begin(server: ServerControl) -> None:
             check_owner(server, self.run)
@@ -310,13 +281,13 @@ class WeightSync:
         failure: BaseException = RequestFailed("It is left out.", True)
         try:
             # before anyone walks over the parameters, which all must do or none
-            self._run(begin_all)
+            self.fleet.run(begin_all)
             packed: Any = self.transport.pack(step)  # a generator, which takes all processes to its end
             with contextlib.closing(packed) as buckets:
                 for bucket in buckets:
                     deliver = functools.partial(self._deliver, step=step, payload=bucket)
-                    self._run(functools.partial(self._each_server, deliver))
-            self._run(lambda: self._each_server(end))
+                    self.fleet.run(functools.partial(self.fleet.each, deliver))
+            self.fleet.run(lambda: self.fleet.each(end))
         except BaseException as error:
             failure = error
             raise
@@ -377,8 +348,8 @@ class WeightSync:
             mark(server)
             look(server)
 
-        self._each_server(mark, mark)
-        self._each_server(look, mark_and_look)
+        self.fleet.each(mark, mark)
+        self.fleet.each(look, mark_and_look)
 
     def _prove_late(self) -> list[int]:
         """
@@ -398,134 +369,25 @@ class WeightSync:
 
         def prove(server: ServerControl) -> None:
             self._bring(server, None)
-            self._compare(server, "" if self.payload is None else self.payload.model)
+            self._compare(server, "" if self.fleet.payload is None else self.fleet.payload.model)
 
         servers = self.client.servers
         if not any(server.awaits_proof for server in servers):
             return []
         # a context length is known of those that the client has heard and found to fit
         waiting = [number for number, server in enumerate(servers) if server.awaits_proof and server.context_length]
-        found = self._those_that(waiting, examine)
+        found = self.fleet.those_that(waiting, examine)
         if not found:
             return []
         with self._changed():
-            self._run(lambda: None, everywhere=lambda: self._pack(None))
-            return self._those_that(found, prove)
+            self.fleet.run(lambda: None, everywhere=lambda: self._pack(None))
+            return self.fleet.those_that(found, prove)
 
     def _take_in(self, late: list[int], step: int) -> None:
         """Every process: late servers get the weights, and conversations are sent to them from here on."""
-        for number in self._those_that(late, functools.partial(self._bring, step=step)) if late else []:
+        for number in self.fleet.those_that(late, functools.partial(self._bring, step=step)) if late else []:
             server = self.client.servers[number]
             server.awaits_proof = False
             server.mark_up()
             if self.accelerator.is_main_process:
                 logger.warning("The vLLM server at %s has joined.", server.url)
-
-    # Calls of all servers
-
-    def _run(self, main: Callable[[], None], everywhere: Callable[[], None] | None = None) -> None:
-        """
-        Runs `everywhere` in every process, then `main` in the main one. A failure, of whatever kind, is raised in all
-        processes. A server that the main one lost is left out by all, because its weights may differ from the rest. A
-        server that the main one uses again, with its weights, is used again by all.
-        """
-        failure: BaseException | None = None
-        try:
-            if everywhere is not None:
-                everywhere()
-            if self.accelerator.is_main_process:
-                main()
-        except (WeightSyncError, ServerGoneError) as error:
-            failure = error
-        except (RequestFailed, OSError) as error:
-            failure = WeightSyncError(str(error))
-            failure.__cause__ = error
-        except (Exception, SystemExit) as error:  # a defect: the others would wait for this process
-            failure = error
-        servers = self.client.servers
-        seen = _Report(
-            None if failure is None else _told(failure, self.accelerator.process_index),
-            [(server.up, server.fault) for server in servers],
-            self.payload,
-            self.source.dtype,
-        )
-        every = gather_object([seen]) if self.accelerator.num_processes > 1 else [seen]
-        seen = every[0]
-        self.payload, self.source.dtype = seen.payload, seen.dtype
-        for server, (up, fault) in zip(servers, seen.states, strict=True):
-            if server.up and not up:
-                server.drop(fault)
-            elif up and not server.up:
-                server.mark_up()
-        failures = [(rank, each.failure) for rank, each in enumerate(every) if each.failure is not None]
-        if not failures:
-            return
-        rank, (kind, words) = failures[0]  # also where this process failed as well: all end for the same reason
-        if failure is not None and rank == self.accelerator.process_index:
-            raise failure
-        raise kind(words) from failure
-
-    def _those_that(self, numbers: Iterable[int], action: Action) -> list[int]:
-        """Every process: which servers the main process could do something with. A failure ends nothing."""
-        done: list[int] = []
-
-        def each() -> None:
-            for number in numbers:
-                server = self.client.servers[number]
-                try:
-                    action(self.source.control(server.url))
-                    done.append(number)
-                except (RequestFailed, WeightSyncError) as error:
-                    server.fault = str(error)
-                    logger.warning("The run goes on without the vLLM server at %s: %s", server.url, error)
-
-        self._run(each)
-        return self.source.from_main(lambda: done)
-
-    def _each_server(self, action: Action, again: Action | None = None) -> None:
-        """
-        Does something with every server that is up, concurrently. A server that is down gets its weights when it is
-        back. If all servers are lost meanwhile, `again` is done once, with those that come back.
-        """
-        self._wait_for_one()
-        up = [server for server in self.client.servers if server.up]
-        if len(up) == 1:  # in this thread, which is the one that CUDA knows the device of
-            failures = [self._attempt(up[0], action)]
-        else:
-            with ThreadPoolExecutor(len(up)) as executor:
-                failures = list(executor.map(lambda server: self._attempt(server, action), up))
-        if not any(server.up for server in self.client.servers):
-            if again is None or not self.transport.repeatable:
-                first = next(failure for failure in failures if failure is not None)
-                if self.end_server is not None:  # nobody else starts it again
-                    raise WeightSyncError(f"{first} {self.client.remedy}") from first
-                raise first
-            return self._each_server(again)
-        for server, failure in zip(up, failures, strict=True):
-            if failure is not None and server.up:
-                raise failure
-
-    def _attempt(self, server: Server, action: Action) -> RequestFailed | WeightSyncError | None:
-        """Does something with a server. One that does not answer, or whose health fails then too, is left out."""
-        control = self.source.control(server.url)
-        try:
-            action(control)
-        except (RequestFailed, WeightSyncError) as error:
-            if (isinstance(error, RequestFailed) and error.unreachable) or not control.healthy():
-                server.drop(str(error))
-            return error
-        return None
-
-    def _wait_for_one(self) -> None:
-        """Waits until at least one server is up."""
-        every = self.client.servers
-        if any(server.up for server in every):
-            return
-        servers = [server for server in every if not (self._num_syncs and server.awaits_proof)]
-        since = max(server.down_since for server in servers if server.down_since is not None)
-        silent = run(wait_for_servers(servers, 1, since, self.client.server_timeout, logger.warning))
-        if len(silent) == len(servers):
-            raise ServerGoneError(self.client.gone())
-        for server in servers:
-            if server not in silent:
-                server.mark_up()

@@ -426,7 +426,7 @@ def test_a_change_of_weights_reaches_the_server(trained):
         weights[::rows] *= 1.5
         sync.sync(step)
         (change,) = sync.transport.folder.glob("change-*")
-        assert change.stat().st_size < 0.3 * sync.payload.size
+        assert change.stat().st_size < 0.3 * sync.fleet.payload.size
         samples = generate(client, contexts, SamplingParams(max_tokens=40, seed=3))
         assert largest_difference(trained.model, contexts, samples) < TOLERANCE
         assert {sample.weight_version for sample in samples} == {step}
@@ -596,7 +596,7 @@ def test_a_failed_update_leaves_the_server_its_old_weights(trained, tmp_path):
     broken.write_bytes(b"\x08\x00\x00\x00\x00\x00\x00\x00{broken}")
     for bad in (broken, tmp_path / "missing.safetensors"):
         with pytest.raises(RequestFailed, match="HTTP 500"):
-            sync.transport.deliver(sync._update(control, 4), replace(sync.payload, path=bad))
+            sync.transport.deliver(sync._update(control, 4), replace(sync.fleet.payload, path=bad))
     assert control.get("/is_paused") == {"is_paused": False}
     assert control.get("/weight_info") == {"weight_version": f"{sync.run}:3"}
     samples = generate(client, contexts, SamplingParams(max_tokens=20))

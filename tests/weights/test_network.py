@@ -75,7 +75,7 @@ def test_weights_are_fetched_before_the_server_is_paused(remote, sync):
     posts = [path for method, path, _ in remote.http.requests if method == "POST" and path in known]
     nonce, proof = [FETCH, *UPDATE[3:4] * 2], [FETCH, *UPDATE, "/v1/completions"]
     assert posts == nonce + proof * 2 + [FETCH, *UPDATE] * 2
-    assert step_of(remote.version) == "2" and sync.payload.checksum == remote.loaded
+    assert step_of(remote.version) == "2" and sync.fleet.payload.checksum == remote.loaded
     assert len(list(remote.folder.glob("*/*"))) == fetch.NUM_FILES
 
 
@@ -85,7 +85,7 @@ def test_a_server_that_comes_back_fetches_the_latest(remote, sync, model):
     sync.sync(1)
     remote.version, remote.loaded = "default", "nothing"
     sync.restore(remote.http.url)
-    assert step_of(remote.version) == "1" and sync.payload.checksum == remote.loaded
+    assert step_of(remote.version) == "1" and sync.fleet.payload.checksum == remote.loaded
 
 
 @pytest.mark.parametrize("kind", ["sync", "changes"])
@@ -99,12 +99,13 @@ def test_a_process_on_another_host_restores_a_server(remote, kind, model, reques
     other.accelerator = SimpleNamespace(is_main_process=False, unwrap_model=lambda wrapped: wrapped)
     other.source, other.transport = copy.copy(sync.source), copy.copy(sync.transport)
     other.source.accelerator, other.transport._base = other.accelerator, ""
-    other.payload = replace(sync.payload, path=tmp_path / "elsewhere" / sync.payload.path.name)
+    other.fleet = copy.copy(sync.fleet)
+    other.fleet.payload = replace(sync.fleet.payload, path=tmp_path / "elsewhere" / sync.fleet.payload.path.name)
     remote.fetcher.close()
     remote.fetcher = Fetcher(str(remote.folder))
     remote.version, remote.loaded = "default", "nothing"
     other.restore(remote.http.url)
-    assert step_of(remote.version) == "1" and sync.payload.checksum == remote.loaded
+    assert step_of(remote.version) == "1" and sync.fleet.payload.checksum == remote.loaded
 
 
 def test_a_server_that_cannot_fetch_is_refused_at_the_start(remote, sync):
@@ -131,7 +132,7 @@ def test_of_most_weights_only_changes_are_sent(remote, changes, model):
     for step in range(4):
         model.model.embed_tokens.weight.data[step] *= 1.5
         changes.sync(step)
-        assert changes.payload.checksum == remote.loaded
+        assert changes.fleet.payload.checksum == remote.loaded
     assert fetched(remote) == ["weights"] * 2 + ["change"] * 3  # the proof and the first are whole
     sent, whole = remote.http.asked(FETCH)[-1]["size"], remote.http.asked(FETCH)[1]["size"]
     assert sent < 0.1 * whole and step_of(remote.version) == "3"
@@ -142,7 +143,7 @@ def test_where_all_weights_changed_all_are_sent(remote, changes, model):
     for weight in model.parameters():
         weight.data += 1
     changes.sync(1)
-    assert fetched(remote) == ["weights"] * 3 and changes.payload.checksum == remote.loaded
+    assert fetched(remote) == ["weights"] * 3 and changes.fleet.payload.checksum == remote.loaded
 
 
 def test_a_server_with_another_file_gets_all_weights(remote, changes, model):
@@ -150,7 +151,10 @@ def test_a_server_with_another_file_gets_all_weights(remote, changes, model):
     remote.fetcher.close()
     remote.fetcher = Fetcher(str(remote.folder))
     changes.sync(1)
-    assert fetched(remote) == ["weights", "weights", "change", "weights"] and changes.payload.checksum == remote.loaded
+    assert (
+        fetched(remote) == ["weights", "weights", "change", "weights"]
+        and changes.fleet.payload.checksum == remote.loaded
+    )
 
 
 def test_in_doubt_all_weights_are_sent_again(remote, changes, model, monkeypatch, caplog):
@@ -158,7 +162,10 @@ def test_in_doubt_all_weights_are_sent_again(remote, changes, model, monkeypatch
     model.model.embed_tokens.weight.data[1] *= 1.5
     monkeypatch.setattr(fetch, "apply", lambda change, file: file.view(-1)[-4:].zero_())
     changes.sync(1)
-    assert fetched(remote) == ["weights", "weights", "change", "weights"] and changes.payload.checksum == remote.loaded
+    assert (
+        fetched(remote) == ["weights", "weights", "change", "weights"]
+        and changes.fleet.payload.checksum == remote.loaded
+    )
     assert "gets its weights in another way: " in caplog.text
 
 
@@ -337,13 +344,13 @@ def test_replicas_of_one_machine_fetch_once(pair, sync_of, model, kind):
         model.model.embed_tokens.weight.data[step] *= 1.5
         sync.sync(step)
     assert [step_of(each.version) for each in pair] == ["2", "2"]
-    assert pair[0].loaded == pair[1].loaded == sync.payload.checksum
+    assert pair[0].loaded == pair[1].loaded == sync.fleet.payload.checksum
     assert [len(list(pair[0].folder.glob("*/*.safetensors")))] == [fetch.NUM_FILES + 1]  # and the nonce of the second
     assert len(pair[1].urls) == 1
     sync.client.servers[0].drop("gone")
     model.model.embed_tokens.weight.data[5] *= 1.5
     sync.sync(3)
-    assert step_of(pair[1].version) == "3" and pair[1].loaded == sync.payload.checksum
+    assert step_of(pair[1].version) == "3" and pair[1].loaded == sync.fleet.payload.checksum
     sync.close()
 
 

@@ -50,7 +50,7 @@ def test_one_bad_answer_of_each_control_call_ends_no_run(replicas, sync_of, faul
     sync.sync(1)
     sync.check()
     assert sync.client.servers[0].up and not sync.client.servers[0].drops
-    assert step_of(replicas[0].version) == "1" and sync.payload.checksum == replicas[0].loaded
+    assert step_of(replicas[0].version) == "1" and sync.fleet.payload.checksum == replicas[0].loaded
     assert {"/sleep", "/update_weights", "/finish_weight_update", "/weight_info", "/v1/completions"} <= failed
     proxy.stop()
 
@@ -99,7 +99,7 @@ def test_an_engine_that_dies_is_left_out_and_taken_back(replicas, sync_of, path,
     replicas[1].version = replicas[1].loaded = "default"
     assert {each.ids[0] for each in sample(sync.client)} == {1}
     assert [step_of(replica.version) for replica in replicas] == ["1", "1"]
-    assert sync.payload.checksum == replicas[1].loaded
+    assert sync.fleet.payload.checksum == replicas[1].loaded
 
 
 @pytest.mark.parametrize("path", ["/update_weights", "/finish_weight_update"])
@@ -120,7 +120,7 @@ def test_a_run_waits_for_its_only_engine(replicas, sync_of, path):
     sync.sync(0)
     replicas[0].dies_at = path
     sync.sync(1)
-    assert looks and step_of(replicas[0].version) == "1" and sync.payload.checksum == replicas[0].loaded
+    assert looks and step_of(replicas[0].version) == "1" and sync.fleet.payload.checksum == replicas[0].loaded
     assert sync.client.servers[0].up
 
 
