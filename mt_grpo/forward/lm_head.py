@@ -90,11 +90,6 @@ def excludes(logits: Tensor, floor: Tensor, labels: Tensor) -> Tensor:
     return (logits < floor[:, None]).scatter_(1, labels[:, None], False)
 
 
-def exclude(logps: Tensor, excluded: Tensor) -> Tensor:
-    """Makes the probability of excluded tokens 0, in place."""
-    return logps.masked_fill_(excluded, _EXCLUDED)
-
-
 Transform = Callable[[Tensor], Tensor]
 
 CHUNK_ELEMENTS = {"cpu": 2**24, "cuda": 2**28}
@@ -161,7 +156,7 @@ class _Score(torch.autograd.Function):
                 peak = logits.amax(dim=1, keepdim=True)
                 logits -= peak
                 if excluded is not None:
-                    exclude(logits, excluded)
+                    logits.masked_fill_(excluded, _EXCLUDED)
                 chosen = logits.gather(1, labels[part, None]).squeeze(1)
                 powers = logits.exp()
                 total = powers.sum(dim=1)
@@ -208,7 +203,7 @@ class _Score(torch.autograd.Function):
                     excluded = None if floors is None else excludes(logp, floors[part], labels[part])
                     logp -= normalisers[part, None]
                     if excluded is not None:
-                        exclude(logp, excluded)
+                        logp.masked_fill_(excluded, _EXCLUDED)
                 grad = _grad_logits(
                     logp,
                     labels[part],

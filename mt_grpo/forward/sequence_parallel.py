@@ -141,7 +141,7 @@ class Labels:
         return self.order[end - counts[self.group.rank] : end]
 
     def deal(self, states: Tensor) -> Tensor:
-        """From the states of labels that this process predicts, `(m, hidden)`, to those that it scores."""
+        """Redistributes hidden states, `(m, hidden)`, from the ranks that predict labels to those that score them."""
         rank = self.group.rank
         leaving, coming = _overlaps(self.had, self.scored)[rank], _overlaps(self.scored, self.had)[rank]
         dealt: Tensor = _Deal.apply(self.group, leaving, coming, states)  # type: ignore[no-untyped-call]

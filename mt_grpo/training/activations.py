@@ -28,20 +28,6 @@ from mt_grpo.training.config import MTGRPOConfig
 logger = logging.getLogger(__name__)
 
 
-def check_checkpointing(args: MTGRPOConfig, model: nn.Module) -> None:
-    """
-    Whether gradients reach all layers. A reentrant checkpoint stops those of what layers hand on beside their output:
-    keys and values that later layers share (Gemma 3n, Gemma 4 E2B and E4B).
-    """
-    reentrant = args.gradient_checkpointing and (args.gradient_checkpointing_kwargs or {}).get("use_reentrant")
-    if reentrant and any(vars(module).get("is_kv_shared_layer") for module in model.modules()):
-        raise ConfigError(
-            "`gradient_checkpointing_kwargs: {use_reentrant: true}` loses gradients of this model, whose layers share "
-            "keys and values: leave it out. TRL sets it for an adapter under DeepSpeed ZeRO-3: shard with FSDP2 or "
-            "ZeRO-2, or set `gradient_checkpointing: false`."
-        )
-
-
 class Activations:
     """How a run keeps activations."""
 

@@ -1,6 +1,5 @@
 """
-Computes the log-probs of right answers that some rewards need, by the trainer's model or a server. Apart from the
-trainer, since only runs with such a reward come here.
+Computes the log-probs of right answers that some rewards need, by the trainer's model or a server.
 
 The model scores them in the forward of the old log-probs, where TRL makes one, so that no context is computed for
 them. Where it makes none, or rewards are asked before it (`groups_without_signal: resample`), a forward of their own
@@ -10,7 +9,7 @@ computes the contexts of a conversation once for all its turns and rewards.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -31,7 +30,7 @@ from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.forward_plan import has_old_forward, prove_forward
 from mt_grpo.training.model import without_dropout
 from mt_grpo.training.ranks import everywhere, run_here
-from mt_grpo.training.rollout_batch import RolloutBatch
+from mt_grpo.training.rollout_batch import RolloutBatch, longest_path
 from mt_grpo.trajectory import Trajectory
 
 
@@ -57,19 +56,6 @@ def hang_leaves(trainer: GRPOTrainer, batch: RolloutBatch) -> None:
         batch.leaves = _leaves(trainer, batch, asking)
 
 
-def trees_of_rows(leaves: dict[str, list[AnswerLeaves]]) -> list[list[TokenTree]]:
-    """The trees of each row, one for each reward."""
-    return [[each.tree for each in of_row] for of_row in zip(*leaves.values(), strict=True)]
-
-
-def fill_in(batch: RolloutBatch, leaves: dict[str, list[AnswerLeaves]], found: list[list[list[float]]]) -> None:
-    """Fills in `answer_logprobs` of a batch's trajectories."""
-    for trajectory, of_row, *each in zip(batch.trajectories, found, *leaves.values(), strict=True):
-        for name, of_reward, values in zip(leaves, each, of_row, strict=True):
-            of_turns = dict(zip(of_reward.turns, values, strict=True))
-            trajectory.answer_logprobs[name] = [of_turns.get(turn.index) for turn in trajectory.turns]
-
-
 def score_answers(trainer: GRPOTrainer, batch: RolloutBatch) -> None:
     """
     Fills in `answer_logprobs` of a batch's trajectories, as far as the forward of the old log-probs has not; a
@@ -78,15 +64,14 @@ def score_answers(trainer: GRPOTrainer, batch: RolloutBatch) -> None:
     """
     asking = _asking(trainer, "server")
     if asking:
-        leaves = _leaves(trainer, batch, asking)
-        trees = trees_of_rows(leaves)
-        fill_in(batch, leaves, everywhere(lambda: _by_server(trainer, batch.trajectories, trees)))
-    asking = [] if batch.answered else _asking(trainer, "trainer")
+        batch.leaves = _leaves(trainer, batch, asking)
+        batch.answer(everywhere(lambda: _by_server(trainer, batch)))
+    asking = [each for each in _asking(trainer, "trainer") if each.name not in batch.answered]
     # a padded forward has a row for each context, so several rewards in one would take more memory
     for together in [asking] if trainer.args.forward == "tree" else [[each] for each in asking]:
         if together:
-            leaves = _leaves(trainer, batch, together)
-            fill_in(batch, leaves, _by_trainer(trainer, batch, trees_of_rows(leaves)))
+            batch.leaves = _leaves(trainer, batch, together)
+            batch.answer(_by_trainer(trainer, batch))
 
 
 def asks_server(trainer: GRPOTrainer) -> bool:
@@ -119,16 +104,16 @@ def _leaves_of(reward: RightAnswer, trajectory: Trajectory, trainer: GRPOTrainer
     return answer_leaves(trajectory, answers, runner.engine.context_length - 1)
 
 
-def _by_trainer(trainer: GRPOTrainer, batch: RolloutBatch, rows: list[list[TokenTree]]) -> list[list[list[float]]]:
-    args = trainer.args
+def _by_trainer(trainer: GRPOTrainer, batch: RolloutBatch) -> list[list[list[float]]]:
+    args, rows = trainer.args, batch.leaf_trees
     size = args.per_device_train_batch_size if batch.mode == "train" else args.per_device_eval_batch_size
-    prove_forward(trainer, max(gather_object([longest(tree for row in rows for tree in row)])))
+    prove_forward(trainer, max(gather_object([longest_path(tree for row in rows for tree in row)])))
     shown = {number: image.inputs for one in batch.trajectories for number, image in one.media.items()}
     plan = ForwardPlan(
         media={**trainer.blank, **shown},
         forward=args.forward,
         attention=args.tree_attention,
-        group=trainer.sequence,
+        group=trainer.forward_plan.group,
     )
     found: list[list[list[float]]] = []
     with without_dropout(trainer.model, True), trainer.accelerator.autocast():
@@ -137,11 +122,6 @@ def _by_trainer(trainer: GRPOTrainer, batch: RolloutBatch, rows: list[list[Token
             means = iter(mean_logprobs(trainer.model, replace(plan, trees=[tree for row in part for tree in row])))
             found += [[next(means) for _ in row] for row in part]
     return found
-
-
-def longest(trees: Iterable[TokenTree]) -> int:
-    """Tokens of the longest path of any tree, at least 1."""
-    return max([1, *(len(tree.path_of_turn(turn)) for tree in trees for turn in range(tree.num_turns))])
 
 
 @torch.no_grad()
@@ -161,10 +141,8 @@ def mean_logprobs(model: nn.Module, plan: ForwardPlan) -> list[list[float]]:
     return [[turn.mean().item() for turn in tree] for tree in scores.by_turn(turns)[:given]]
 
 
-def _by_server(
-    trainer: GRPOTrainer, trajectories: list[Trajectory], rows: list[list[TokenTree]]
-) -> list[list[list[float]]]:
-    engine = trainer.runner.engine
+def _by_server(trainer: GRPOTrainer, batch: RolloutBatch) -> list[list[list[float]]]:
+    engine, trajectories = trainer.runner.engine, batch.trajectories
     if any(trajectory.media for trajectory in trajectories):
         raise ConfigError(
             "A server cannot say how likely an answer is in a conversation that shows images: set `scorer: trainer`."
@@ -185,7 +163,7 @@ def _by_server(
 
     async def all_of_them() -> list[list[list[float]]]:
         try:
-            return list(await asyncio.gather(*map(one, trajectories, rows)))
+            return list(await asyncio.gather(*map(one, trajectories, batch.leaf_trees)))
         finally:
             await engine.close()
 

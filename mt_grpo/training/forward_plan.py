@@ -6,29 +6,30 @@ its scores the tensors that TRL's loss takes.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from accelerate import Accelerator, PartialState
-from accelerate.utils import gather_object
+from accelerate.utils import DistributedType, gather_object
 from torch import Tensor, nn
 from trl import GRPOTrainer
 
 from mt_grpo.errors import ConfigError, UnsupportedModelError
 from mt_grpo.forward.lm_head import Truncation
 from mt_grpo.forward.media import Media, MediumInputs, feature_lengths
-from mt_grpo.forward.model import enable_trees
+from mt_grpo.forward.model import check_sequence_parallel, enable_trees
 from mt_grpo.forward.packing import FlatTree
 from mt_grpo.forward.plan import ForwardPlan
 from mt_grpo.forward.probe import prove, prove_media
 from mt_grpo.forward.routes import NO_ROUTE, has_router_loss
 from mt_grpo.forward.rows import score
+from mt_grpo.forward.sequence_parallel import SequenceGroup
 from mt_grpo.media import SOUND, kind_of
+from mt_grpo.options.rules import check_sharing
 from mt_grpo.rollout import SamplingParams, TokenRow
-from mt_grpo.token_tree import TokenTree
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.rollout_batch import RolloutBatch
 
@@ -119,9 +120,11 @@ def batch_trees(columns: dict[str, Any]) -> list[FlatTree]:
 # Plans, and what comes of them
 
 
-def prepare_forward(trainer: GRPOTrainer) -> ForwardPlan:
-    """Prepares the policy and the reference of a trainer for its `forward`. Returns what its plans have in common."""
+def prepare_forward(trainer: GRPOTrainer) -> None:
+    """Prepares the policy and the reference of a trainer for its `forward`, and what its plans have in common."""
     args = trainer.args
+    _prepare_router_loss(trainer)
+    group = sequence_group(trainer)
     if args.forward == "turn_by_turn" and trainer.accelerator.num_processes > 1:
         raise ConfigError("`forward: turn_by_turn` runs on one process only; set `forward: tree`.")
     if args.forward == "turn_by_turn" and trainer.aux_loss_enabled:
@@ -130,12 +133,13 @@ def prepare_forward(trainer: GRPOTrainer) -> ForwardPlan:
             "batch; set `router_aux_loss_coef: 0.0`, or `forward: tree`."
         )
     truncation = trained_truncation(args)
-    plan = ForwardPlan(
+    trainer.forward_plan = ForwardPlan(
         attention=args.tree_attention,
         temperature=args.temperature,
         truncation=None if args.forward == "padded" else truncation,  # TRL's own forward knows of temperature only
-        group=trainer.sequence,
+        group=group,
     )
+    trainer.gave_up_trees = False  # for a model that they are wrong for, see `prove_forward`
     if args.forward == "tree":
         if args.tree_attention == "flex" and trainer.accelerator.device.type == "cpu":
             raise ConfigError(
@@ -147,18 +151,65 @@ def prepare_forward(trainer: GRPOTrainer) -> ForwardPlan:
                 enable_trees(trainer.accelerator.unwrap_model(policy), args.cast_lm_head_to_fp32)
         except UnsupportedModelError as error:
             _give_up_trees(trainer, error)
-    return plan
 
 
-def plan_of_rollouts(
-    trainer: GRPOTrainer, batch: RolloutBatch, leaves: Sequence[Sequence[TokenTree]] = ()
-) -> ForwardPlan:
+def _prepare_router_loss(trainer: GRPOTrainer) -> None:
+    """Keeps TRL from asking for a loss that balances experts where a model has none, as some of Granite 4."""
+    if not trainer.aux_loss_enabled or has_router_loss(trainer.model.config):
+        return
+    if trainer.args.router_aux_loss_coef:
+        raise ConfigError(
+            f"`router_aux_loss_coef: {trainer.args.router_aux_loss_coef}` balances experts, and this model has none: "
+            "leave it out."
+        )
+    trainer.aux_loss_enabled = False
+
+
+def sequence_group(trainer: GRPOTrainer) -> SequenceGroup | None:
+    """
+    The processes that compute rows together with this one; `None` where each computes its own, and where there is only
+    one, which may sample. This is a collective call.
+
+    accelerate's `ParallelismConfig` has the name, but its sequence parallelism is DeepSpeed's, for rows that are cut
+    before the model has sampled them; TRL's trainer refuses it for that reason. So the group is made here.
+    """
+    size, accelerator = trainer.args.sp_size, trainer.accelerator
+    config = accelerator.parallelism_config
+    if config is not None and max(config.sp_size, config.cp_size, config.tp_size) > 1:
+        raise ConfigError(
+            "accelerate is configured to split sequences or layers (`parallelism_config`), which training has no use "
+            "for: leave it out, and set `sp_size` in the recipe."
+        )
+    if size == 1 or accelerator.num_processes == 1:
+        return None
+    check_sharing(size, accelerator.num_processes)
+    spread = accelerator.distributed_type
+    if spread == DistributedType.DEEPSPEED or (spread == DistributedType.FSDP and not accelerator.is_fsdp2):
+        name = "DeepSpeed" if spread == DistributedType.DEEPSPEED else "FSDP 1"
+        raise ConfigError(
+            f"`sp_size: {size}` takes a backward for each micro-batch of its group before a step, which {name} does "
+            "not: shard with FSDP2 (`--accelerate_config fsdp2`), or leave `sp_size` out."
+        )
+    if trainer.aux_loss_enabled:
+        raise ConfigError(
+            f"`sp_size: {size}` has no loss that balances experts, since that depends on every token of a row: set "
+            "`router_aux_loss_coef: 0.0`, or leave `sp_size` out."
+        )
+    for model in filter(None, (trainer.model, trainer.ref_model)):
+        try:
+            check_sequence_parallel(accelerator.unwrap_model(model), size)
+        except UnsupportedModelError as error:
+            raise ConfigError(str(error)) from error
+    return SequenceGroup.of_neighbours(size, accelerator.device)
+
+
+def plan_of_rollouts(trainer: GRPOTrainer, batch: RolloutBatch) -> ForwardPlan:
     """For log-probs of a batch that are taken before its loss, without a gradient."""
     shown = {number: image for row in batch.token_rows for number, image in row.media.items()}
     return replace(
         trainer.forward_plan,
         trees=[row_tree(row) for row in batch.token_rows],
-        leaves=leaves,
+        leaves=batch.leaf_trees,
         media={**trainer.blank, **shown},
         forward=trainer.args.forward,
     )
@@ -235,21 +286,6 @@ def has_old_forward(trainer: GRPOTrainer) -> bool:
     return not aligned or (trainer.use_vllm and trainer.vllm_importance_sampling_correction)
 
 
-def prepare_router_loss(trainer: GRPOTrainer) -> None:
-    """
-    Lets TRL's trainer ask a model without experts for no loss that balances them. It asks whatever has the option, as
-    Granite 4 without a mixture.
-    """
-    if not trainer.aux_loss_enabled or has_router_loss(trainer.model.config):
-        return
-    if trainer.args.router_aux_loss_coef:
-        raise ConfigError(
-            f"`router_aux_loss_coef: {trainer.args.router_aux_loss_coef}` balances experts, and this model has none: "
-            "leave it out."
-        )
-    trainer.aux_loss_enabled = False
-
-
 def trl_scores(trainer: GRPOTrainer, plan: ForwardPlan) -> bool:
     """Whether TRL's own forward computes the log-probs of a batch: it knows of rows, and of few names for experts."""
     config = trainer.model.config.get_text_config()
@@ -281,7 +317,7 @@ def prove_forward(trainer: GRPOTrainer, length: int) -> None:
     with padded rows, which are proven too. Every rank calls it at the same point. In evaluation it does nothing.
     """
     if trainer.model.training and (trainer.args.forward == "tree" or trainer.gave_up_trees):
-        plan = ForwardPlan(attention=trainer.args.tree_attention, group=trainer.sequence)
+        plan = ForwardPlan(attention=trainer.args.tree_attention, group=trainer.forward_plan.group)
         _prove(trainer, plan, lambda model, plan, precision: prove(model, length, plan, precision))
 
 
@@ -335,7 +371,7 @@ def _shown_by(row: TokenRow) -> set[Any]:
 
 
 def _give_up_trees(trainer: GRPOTrainer, error: UnsupportedModelError) -> None:
-    if trainer.sequence is not None:
+    if trainer.forward_plan.group is not None:
         reason = str(error).partition(", so trees cannot be packed")[0].rstrip(".")
         size = trainer.args.sp_size
         raise ConfigError(

@@ -14,17 +14,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
-from accelerate.utils import DistributedType, gather
+from accelerate.utils import gather
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from trl import GRPOTrainer
 
-from mt_grpo.errors import ConfigError, UnsupportedModelError
-from mt_grpo.forward.model import check_sequence_parallel
 from mt_grpo.forward.packing import unique_tokens
 from mt_grpo.forward.routes import NO_ROUTE
 from mt_grpo.forward.sequence_parallel import SequenceGroup
-from mt_grpo.options.rules import check_sharing
 from mt_grpo.training.forward_plan import IMAGES, batch_trees
 
 Rows = dict[str, Any]
@@ -186,47 +183,6 @@ def balance(weights: Sequence[float], num_bins: int) -> list[list[int]]:
     return bins
 
 
-# `sp_size`: processes that compute micro-batches together
-
-
-def sequence_group(trainer: GRPOTrainer) -> SequenceGroup | None:
-    """
-    The processes that compute rows together with this one; `None` where each computes its own, and where there is only
-    one, which may sample. This is a collective call.
-
-    accelerate's `ParallelismConfig` has the name, but its sequence parallelism is DeepSpeed's, for rows that are cut
-    before the model has sampled them; TRL's trainer refuses it for that reason. So the group is made here.
-    """
-    size, accelerator = trainer.args.sp_size, trainer.accelerator
-    config = accelerator.parallelism_config
-    if config is not None and max(config.sp_size, config.cp_size, config.tp_size) > 1:
-        raise ConfigError(
-            "accelerate is configured to split sequences or layers (`parallelism_config`), which training has no use "
-            "for: leave it out, and set `sp_size` in the recipe."
-        )
-    if size == 1 or accelerator.num_processes == 1:
-        return None
-    check_sharing(size, accelerator.num_processes)
-    spread = accelerator.distributed_type
-    if spread == DistributedType.DEEPSPEED or (spread == DistributedType.FSDP and not accelerator.is_fsdp2):
-        name = "DeepSpeed" if spread == DistributedType.DEEPSPEED else "FSDP 1"
-        raise ConfigError(
-            f"`sp_size: {size}` takes a backward for each micro-batch of its group before a step, which {name} does "
-            "not: shard with FSDP2 (`--accelerate_config fsdp2`), or leave `sp_size` out."
-        )
-    if trainer.aux_loss_enabled:
-        raise ConfigError(
-            f"`sp_size: {size}` has no loss that balances experts, since that depends on every token of a row: set "
-            "`router_aux_loss_coef: 0.0`, or leave `sp_size` out."
-        )
-    for model in filter(None, (trainer.model, trainer.ref_model)):
-        try:
-            check_sequence_parallel(accelerator.unwrap_model(model), size)
-        except UnsupportedModelError as error:
-            raise ConfigError(str(error)) from error
-    return SequenceGroup.of_neighbours(size, accelerator.device)
-
-
 def loss_of_group(
     trainer: GRPOTrainer, model: nn.Module, inputs: dict[str, Any], loss_of: Callable[[dict[str, Any]], Tensor]
 ) -> Tensor:
@@ -236,18 +192,18 @@ def loss_of_group(
     activations of one at a time are kept, and each process has a share of its tokens. Summed over processes, gradients
     are those of all micro-batches, as if each process had computed its own.
     """
-    sequence: SequenceGroup = trainer.sequence
-    parts = exchange([inputs] * sequence.size, inputs["completion_ids"].device, sequence.group)
+    group: SequenceGroup = trainer.forward_plan.group
+    parts = exchange([inputs] * group.size, inputs["completion_ids"].device, group.group)
     for part in parts:
         part.pop("row_ids", None)  # the process that has a row takes note of it
-    parts[sequence.rank] = inputs
+    parts[group.rank] = inputs
     losses = []
     for number, part in enumerate(parts, start=1):
         # DDP sums gradients once, FSDP2 after each backward, so that whole gradients are not kept
-        waits = number < sequence.size and isinstance(model, DistributedDataParallel)
+        waits = number < group.size and isinstance(model, DistributedDataParallel)
         with model.no_sync() if waits else nullcontext():
             loss = loss_of(part)
             losses.append(loss.detach())
-            if number < sequence.size:
+            if number < group.size:
                 trainer.accelerator.backward(loss)  # TRL's loss is divided by the steps of accumulation already
-    return loss + (losses[sequence.rank] - loss.detach())
+    return loss + (losses[group.rank] - loss.detach())

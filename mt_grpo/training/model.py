@@ -154,27 +154,34 @@ def open_policy(
     return {"model": policy, "quantization_config": None, "peft_config": None}
 
 
-def name_wrapped_layers(model: nn.Module, accelerator: Accelerator) -> None:
-    """
-    Has FSDP wrap those layers of a model's family that the model has. A model of text, of a family that also sees, has
-    none of the layers that see, which accelerate would look for.
-    """
-    if not DistributedBackend(accelerator).is_fsdp:
-        return
-    plugin, here = accelerator.state.fsdp_plugin, {type(module).__name__ for module in model.modules()}
-    if plugin.transformer_cls_names_to_wrap is None:  # else it was said which
-        plugin.transformer_cls_names_to_wrap = [name for name in model._no_split_modules or () if name in here] or None
-
-
-def disable_dropout(model: nn.Module) -> None:
-    """
-    Sets dropout rates to 0 that layers hold as numbers and apply themselves, as attention does. TRL's
-    `disable_dropout` does the same for dropout that is a layer of its own, an adapter's included.
-    """
-    for module in model.modules():
-        for name, value in vars(module).items():
-            if "dropout" in name and isinstance(value, float):
-                setattr(module, name, 0.0)
+def prepare_model(model: nn.Module, args: MTGRPOConfig, accelerator: Accelerator) -> None:
+    """Prepares a policy for training, and refuses a run that could not be resumed, or would lose gradients."""
+    if args.disable_dropout:
+        # dropout that layers hold as numbers and apply themselves, as attention does; TRL sees to layers of dropout
+        for module in model.modules():
+            for name, value in vars(module).items():
+                if "dropout" in name and isinstance(value, float):
+                    setattr(module, name, 0.0)
+    backend = DistributedBackend(accelerator)
+    if backend.is_fsdp and accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap is None:
+        # a model of text, of a family that also sees, has none of the layers that see, which accelerate would look for
+        here = {type(module).__name__ for module in model.modules()}
+        found = [name for name in model._no_split_modules or () if name in here]
+        accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = found or None
+    if args.sync_ref_model and args.save_strategy != "no" and backend.is_zero3:
+        raise ConfigError(
+            "A synced reference (`sync_ref_model: true`) cannot be saved under DeepSpeed ZeRO-3, so a run could not "
+            'be resumed: shard with FSDP or ZeRO-2, or set `save_strategy: "no"`.'
+        )
+    # a reentrant checkpoint stops the gradients of what layers hand on beside their output: keys and values that later
+    # layers share (Gemma 3n, Gemma 4 E2B and E4B)
+    reentrant = args.gradient_checkpointing and (args.gradient_checkpointing_kwargs or {}).get("use_reentrant")
+    if reentrant and any(vars(module).get("is_kv_shared_layer") for module in model.modules()):
+        raise ConfigError(
+            "`gradient_checkpointing_kwargs: {use_reentrant: true}` loses gradients of this model, whose layers share "
+            "keys and values: leave it out. TRL sets it for an adapter under DeepSpeed ZeRO-3: shard with FSDP2 or "
+            "ZeRO-2, or set `gradient_checkpointing: false`."
+        )
 
 
 @contextmanager
@@ -188,15 +195,6 @@ def without_dropout(model: nn.Module, wanted: bool) -> Iterator[None]:
     finally:
         if wanted:
             model.train(training)
-
-
-def check_reference(args: MTGRPOConfig, accelerator: Accelerator) -> None:
-    """Refuses a run that could be trained but not resumed."""
-    if args.sync_ref_model and args.save_strategy != "no" and DistributedBackend(accelerator).is_zero3:
-        raise ConfigError(
-            "A synced reference (`sync_ref_model: true`) cannot be saved under DeepSpeed ZeRO-3, so a run could not "
-            'be resumed: shard with FSDP or ZeRO-2, or set `save_strategy: "no"`.'
-        )
 
 
 def save_reference(folder: Path, args: MTGRPOConfig, accelerator: Accelerator, reference: nn.Module | None) -> None:

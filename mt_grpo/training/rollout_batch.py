@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from mt_grpo.rollout import RolloutRequest, TokenRow, derive_seed
 from mt_grpo.rollout.branching import Branching
 from mt_grpo.rollout.token_row import AnswerLeaves
 from mt_grpo.runlog.files import to_json
+from mt_grpo.token_tree import TokenTree
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.trajectory import Message, Trajectory, visible
 
@@ -58,7 +59,7 @@ class RolloutBatch:
         discarded (`list[list[Trajectory]]`): Those of this process whose place later ones took, by attempt.
         sampled_again (`int`): Groups that were sampled again, counted as often as they were.
         leaves (`dict[str, list[AnswerLeaves]]`): By reward, the right answers that the policy's next forward scores.
-        answered (`bool`): Whether a forward has scored those of every reward that asks the policy.
+        answered (`set[str]`): Rewards whose right answers were scored.
         staleness (`Staleness`): How it came to be trained.
     """
 
@@ -78,7 +79,7 @@ class RolloutBatch:
     discarded: list[list[Trajectory]] = field(default_factory=list)
     sampled_again: int = 0
     leaves: dict[str, list[AnswerLeaves]] = field(default_factory=dict)
-    answered: bool = False
+    answered: set[str] = field(default_factory=set)
     staleness: Staleness = field(default_factory=Staleness)
 
     @property
@@ -88,8 +89,14 @@ class RolloutBatch:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest row, prompt included."""
-        return max(len(row.prompt_ids) + len(row.ids) for row in self.token_rows)
+        """Tokens of the longest row, prompt included, or of the longest path to a right answer."""
+        leaves = longest_path(tree for of_row in self.leaf_trees for tree in of_row)
+        return max(leaves, *(len(row.prompt_ids) + len(row.ids) for row in self.token_rows))
+
+    @property
+    def leaf_trees(self) -> list[list[TokenTree]]:
+        """The trees of `leaves`, by row and reward."""
+        return [[each.tree for each in of_row] for of_row in zip(*self.leaves.values(), strict=True)]
 
     @property
     def counted(self) -> list[Trajectory]:
@@ -98,11 +105,8 @@ class RolloutBatch:
 
     def add_texts(self, tokenizer: Any, rows_had_text: bool) -> None:
         """
-        Adds what reward functions in TRL's form get where prompts are text: prompt and completion as text.
-
-        Args:
-            tokenizer: The trainer's tokenizer.
-            rows_had_text (`bool`): Whether the prompts were text before they became messages, see `load_rows`.
+        Adds what reward functions in TRL's form get where prompts are text, or were before they became messages:
+        prompt and completion as text.
         """
         for row, trajectory in zip(self.rows, self.trajectories, strict=True):
             prompt = row["prompt"]
@@ -120,12 +124,8 @@ class RolloutBatch:
 
     def requests(self, first: int, moment: tuple[int, ...], seed: int) -> list[RolloutRequest]:
         """
-        The conversations to run.
-
-        Args:
-            first (`int`): Number of the first row among those of all processes.
-            moment (`tuple[int, ...]`): When in the run they are sampled; with `seed` it decides what is drawn.
-            seed (`int`): The run's seed.
+        The conversations to run. `first` is the first row's number among those of all processes. The run's `seed` and
+        the `moment` of the run decide what is drawn.
         """
         requests = []
         moment = (*moment, self.attempt) if self.attempt else moment
@@ -139,11 +139,14 @@ class RolloutBatch:
             requests.append(RolloutRequest(prompt, session, columns, draw))
         return requests
 
-    def take_leaves(self) -> dict[str, list[AnswerLeaves]]:
-        """What is to be scored by the policy's next forward, for that forward alone."""
-        leaves, self.leaves = self.leaves, {}
-        self.answered |= bool(leaves)
-        return leaves
+    def answer(self, means: list[list[list[float]]]) -> None:
+        """Takes the mean log-probs of `leaves`, by row, reward and turn, as those of the right answers."""
+        for trajectory, of_row, *leaves in zip(self.trajectories, means, *self.leaves.values(), strict=True):
+            for name, of_reward, values in zip(self.leaves, leaves, of_row, strict=True):
+                of_turns = dict(zip(of_reward.turns, values, strict=True))
+                trajectory.answer_logprobs[name] = [of_turns.get(turn.index) for turn in trajectory.turns]
+        self.answered |= self.leaves.keys()
+        self.leaves = {}
 
     def replace(self, again: RolloutBatch) -> None:
         """Takes the trajectories, scores and extra values of the rows that another batch has sampled again."""
@@ -180,7 +183,7 @@ class RolloutBatch:
     def generated(self, media_token: int | None = None) -> tuple[Any, ...]:
         """
         The result of TRL's `_generate`. Its completions are for TRL's table, which people read. TRL decodes the ids,
-        so those of images are `media_token` here, see `with_images`.
+        so those of images are `media_token` here, see `token_columns`.
         """
 
         def known(ids: list[int]) -> list[int]:
@@ -196,6 +199,11 @@ class RolloutBatch:
             None,  # images of prompts
             [],  # images of tools
         )
+
+
+def longest_path(trees: Iterable[TokenTree]) -> int:
+    """Tokens of the longest path to a turn of any tree, at least 1."""
+    return max([1, *(len(tree.path_of_turn(turn)) for tree in trees for turn in range(tree.num_turns))])
 
 
 def as_text(said: str | list[Message]) -> str | list[dict[str, str | None]]:

@@ -45,17 +45,10 @@ from mt_grpo.training import (
     servers,
     trl_arguments,
 )
-from mt_grpo.training.activations import Activations, check_checkpointing
+from mt_grpo.training.activations import Activations
 from mt_grpo.training.config import MTGRPOConfig, changed
-from mt_grpo.training.microbatches import loss_of_group, rebalance, sequence_group
-from mt_grpo.training.model import (
-    check_reference,
-    disable_dropout,
-    loading_options,
-    name_wrapped_layers,
-    open_policy,
-    without_dropout,
-)
+from mt_grpo.training.microbatches import loss_of_group, rebalance
+from mt_grpo.training.model import loading_options, open_policy, prepare_model, without_dropout
 from mt_grpo.training.nonfinite import NumbersToTensorBoard, check_gradient, check_loss
 from mt_grpo.training.own_engine import ModelCopy
 from mt_grpo.training.prefetch import STEP_FACTOR, PrefetchQueue, SmallerSteps, effective_sample_size
@@ -258,15 +251,8 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         self.num_completions_to_print = 0  # TRL's own table in the terminal, instead of which there is ours
 
     def _prepare_models(self) -> None:
-        if self.args.disable_dropout:
-            disable_dropout(self.model)
-        name_wrapped_layers(self.model, self.accelerator)
-        check_reference(self.args, self.accelerator)
-        check_checkpointing(self.args, self.model)
-        forward_plan.prepare_router_loss(self)
-        self.sequence = sequence_group(self)
-        self.gave_up_trees = False  # for a model that they are wrong for, see `prove_forward`
-        self.forward_plan = forward_plan.prepare_forward(self)
+        prepare_model(self.model, self.args, self.accelerator)
+        forward_plan.prepare_forward(self)
         self._activations = Activations(self.args, self.accelerator.device)
 
     def _prepare_rewards(self, rewards: list[RewardFunc]) -> None:
@@ -382,8 +368,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             self._needs_routes = forward_plan.warn_without_routes(batch)
         batch.leave_out(self._tokenizer.pad_token_id, self.args.mask_truncated_completions)
         answer_logprobs.hang_leaves(self, batch)
-        leaves = answer_logprobs.longest(each.tree for of_reward in batch.leaves.values() for each in of_reward)
-        forward_plan.prove_forward(self, max(gather_object([max(batch.longest, leaves)])))
+        forward_plan.prove_forward(self, max(gather_object([batch.longest])))
         if self._proven_shown is not None and batch.mode == "train":
             forward_plan.prove_shown(self, batch, self._proven_shown)
         if self.args.forward != "tree":  # trees were given up: right answers get a forward of their own
@@ -525,7 +510,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             self._take_memory_from_servers()
             if STEP_FACTOR in inputs:
                 self._steps.before(self.optimizer, inputs[STEP_FACTOR].item())
-        if self.sequence is None or not self.model.training:
+        if self.forward_plan.group is None or not self.model.training:
             return self._loss(model, inputs, *args, **kwargs)
         return loss_of_group(self, model, inputs, lambda part: self._loss(model, part, *args, **kwargs))
 
@@ -561,9 +546,8 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         first, and the right answers that rewards ask for are scored with them.
         """
         inputs = self._loss_inputs
-        leaves = self.batch.take_leaves() if inputs is None else {}
         if inputs is None:
-            plan = forward_plan.plan_of_rollouts(self, self.batch, answer_logprobs.trees_of_rows(leaves))
+            plan = forward_plan.plan_of_rollouts(self, self.batch)
         else:
             plan = forward_plan.plan_of_loss(self, inputs)
         with without_dropout(model, inputs is None):
@@ -575,8 +559,8 @@ class MTGRPOEnvTrainer(ResumableTrainer):
                 plan = replace(plan, router_loss=bool(kwargs.get("compute_aux_loss")))
                 with self.accelerator.autocast():
                     scores = forward_plan.score_batch(model, plan, attention_mask, logits_to_keep, batch_size)
-                if leaves:
-                    answer_logprobs.fill_in(self.batch, leaves, scores.leaf_means)
+                if plan.leaves:
+                    self.batch.answer(scores.leaf_means)
                 logps, entropies, router_loss = scores.logps, scores.entropies, scores.router_loss
                 entropies = entropies if compute_entropy else None
         if inputs is not None:

@@ -20,9 +20,10 @@ from mt_grpo.rewards import AnswerLogprob, InformationGain, cut_after, score_cut
 from mt_grpo.rollout import ScriptedEngine
 from mt_grpo.rollout.token_row import answer_ids, answer_leaves
 from mt_grpo.token_tree import TokenTree
-from mt_grpo.training.answer_logprobs import longest, mean_logprobs
+from mt_grpo.training.answer_logprobs import mean_logprobs
 from mt_grpo.training.forward_plan import has_old_forward
 from mt_grpo.training.preflight import check_reward_columns
+from mt_grpo.training.rollout_batch import longest_path
 from mt_grpo.trajectory import Trajectory, Turn
 
 GAIN = ((InformationGain(),), (Answered(),))
@@ -69,7 +70,7 @@ def test_log_probs_equal_a_plain_forward_for_each_answer(model, trees, forward):
     ]
     enable_trees(model)
     found = mean_logprobs(model, ForwardPlan([TokenTree(), *trees], forward=forward))
-    assert found[0] == [] and longest(trees) == max(len(path) for of in paths for path in of)
+    assert found[0] == [] and longest_path(trees) == max(len(path) for of in paths for path in of)
     for ours, oracle in zip(found[1:], expected, strict=True):
         assert ours == pytest.approx(oracle, abs=1e-5)
 

@@ -13,7 +13,7 @@ from support.models import CPU_RUN
 
 from mt_grpo.errors import ConfigError
 from mt_grpo.training import MTGRPOConfig
-from mt_grpo.training.microbatches import sequence_group
+from mt_grpo.training.forward_plan import sequence_group
 from mt_grpo.training.preflight import check_batch_sizes
 
 SAID = {
