@@ -1,5 +1,10 @@
+import numpy as np
 import torch
 
+from mt_grpo.forward.media import MediumInputs
+from mt_grpo.forward.routes import NO_ROUTE
+from mt_grpo.rollout import TokenRow
+from mt_grpo.training.forward_plan import IMAGES, batch_trees, row_tree, token_columns
 from mt_grpo.training.microbatches import assign, rebalance
 
 
@@ -90,3 +95,25 @@ def test_ratios_are_padded_with_one():
     (dealt,) = rebalance(batches, 2)
     assert dealt["completion_mask"].sum() == 8
     assert dealt["importance_sampling_ratio"].eq(1).all()
+
+
+def test_columns_of_a_batch_give_the_trees_of_its_rows():
+    image = MediumInputs(2, {"pixel_values": torch.ones(2, 3)})
+    forked = TokenRow([1, 2, 3], [4, 5, 6, 7], [1, 0, 1, 1], [0, 0, 1, 1], [0.0] * 4, [-1, 0, -2, 2])
+    forked.prompt_routes, forked.routes = bytes(range(6)), bytes(range(8))
+    shown = TokenRow([-9, -9], [4, 5], [1, 1], [0, 0], [0.0] * 2, [-1, 0], images={-9: image})
+    output = {
+        "prompt_ids": torch.tensor([[1, 2, 3], [0, 8, 8]]),
+        "prompt_mask": torch.tensor([[1, 1, 1], [0, 1, 1]]),
+        "completion_ids": torch.tensor([[4, 5, 6, 7], [4, 5, 0, 0]]),
+        "completion_mask": torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]]),
+        "tool_mask": torch.tensor([[1, 0, 1, 1], [1, 1, 1, 1]]),
+    }
+    columns = output | token_columns([forked, shown], output)
+    assert columns[IMAGES] == [{}, {-9: (2, image.inputs)}] and output["prompt_ids"][1].tolist() == [0, 8, 8]
+    for tree, row in zip(batch_trees(columns), (forked, shown), strict=True):
+        expected = row_tree(row)
+        assert tree.tokens.tolist() == expected.tokens.tolist() and tree.turns.tolist() == expected.turns.tolist()
+        assert [path.tolist() for path in tree.paths()] == [path.tolist() for path in expected.paths()]
+        routes = np.full((len(tree.tokens), 2), NO_ROUTE) if expected.routes is None else expected.routes
+        assert np.array_equal(tree.routes, routes)
