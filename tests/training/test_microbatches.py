@@ -101,7 +101,7 @@ def test_columns_of_a_batch_give_the_trees_of_its_rows():
     image = MediumInputs(2, {"pixel_values": torch.ones(2, 3)})
     forked = TokenRow([1, 2, 3], [4, 5, 6, 7], [1, 0, 1, 1], [0, 0, 1, 1], [0.0] * 4, [-1, 0, -2, 2])
     forked.prompt_routes, forked.routes = bytes(range(6)), bytes(range(8))
-    shown = TokenRow([-9, -9], [4, 5], [1, 1], [0, 0], [0.0] * 2, [-1, 0], images={-9: image})
+    shown = TokenRow([-9, -9], [4, 5], [1, 1], [0, 0], [0.0] * 2, [-1, 0], media={-9: image})
     output = {
         "prompt_ids": torch.tensor([[1, 2, 3], [0, 8, 8]]),
         "prompt_mask": torch.tensor([[1, 1, 1], [0, 1, 1]]),
