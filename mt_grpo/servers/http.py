@@ -102,7 +102,7 @@ def read_answer(request: str, status: int, body: bytes) -> Any:
         ) from error
 
 
-def no_answer(request: str, error: Exception) -> RequestFailed:
+def _no_answer(request: str, error: Exception) -> RequestFailed:
     """The failure for a lost connection or a timeout."""
     words = str(error) or "nothing was said"
     if isinstance(error, aiohttp.ClientResponseError):
@@ -187,7 +187,7 @@ async def exchange(
             async with http.request(method, url, data=content, timeout=limit, headers=headers(key)) as answer:
                 status, body, identity = answer.status, await answer.read(), answer.headers.get(IDENTITY)
         except (TimeoutError, aiohttp.ClientError) as error:
-            raise no_answer(f"{method} {server.url}{path}", error) from error
+            raise _no_answer(f"{method} {server.url}{path}", error) from error
         # another request may have looked the key up meanwhile
         if status != 401 or not (server.key != key or server.renew_key()):
             return status, body, identity

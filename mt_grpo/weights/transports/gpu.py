@@ -31,7 +31,7 @@ Walk = Iterator[tuple[str, torch.Tensor]]
 """Names and whole tensors. A tensor may change when the walk continues."""
 
 
-def all_have_their_part(accelerator: Accelerator) -> None:
+def _all_have_their_part(accelerator: Accelerator) -> None:
     """Every process: waits until all of them have their part of a bucket."""
     if accelerator.device.type == "cuda":
         torch.accelerator.synchronize()
@@ -79,7 +79,7 @@ class NcclTransport(Transport):
         try:
             while True:
                 bucket = take_bucket(walk, accelerator.is_main_process)
-                all_have_their_part(accelerator)  # two groups that broadcast at the same time may deadlock
+                _all_have_their_part(accelerator)  # two groups that broadcast at the same time may deadlock
                 if not bucket:
                     return
                 yield bucket
@@ -88,7 +88,7 @@ class NcclTransport(Transport):
 
     def deliver(self, update: Update, bucket: Bucket) -> None:
         assert self.group is not None  # the process that sends has made it in `prepare`
-        send_bucket(update.server, self.group, bucket)
+        _send_bucket(update.server, self.group, bucket)
 
     def on_restart(self, base_url: str) -> None:
         """Ends the run."""
@@ -129,7 +129,7 @@ def take_bucket(walk: Walk, keep: bool, size: int = BUCKET) -> Bucket:
     return bucket
 
 
-def send_bucket(server: ServerControl, group: NcclGroup, bucket: Bucket) -> None:
+def _send_bucket(server: ServerControl, group: NcclGroup, bucket: Bucket) -> None:
     """
     Makes the server receive tensors while they are broadcast. If the server fails, it never takes part in the
     broadcast, so the broadcast is ended here.
@@ -221,7 +221,7 @@ class IpcTransport(Transport):
         try:
             self._shared = Shared(accelerator.device)
             while (packed := self._shared.take(walk)) is not None:
-                all_have_their_part(accelerator)
+                _all_have_their_part(accelerator)
                 handles = gather_object([packed.handles])
                 merged = {gpu: handle for of_rank in handles for gpu, handle in of_rank.items()}
                 yield replace(packed, handles=merged)
