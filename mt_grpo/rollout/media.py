@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from mt_grpo.forward.media import BLANK, SILENCE, TYPES, MediumInputs, concat_media_inputs
-from mt_grpo.media import IMAGE, SOUND, VIDEO, MediumError, digest, kind_of, kind_of_part
+from mt_grpo.media import IMAGE, SOUND, VIDEO, MediumError, Part, digest, kind_of, kind_of_part
 from mt_grpo.sounds import Sound
 
 OF_TEXT = ("input_ids", "attention_mask", *TYPES)
@@ -107,7 +107,7 @@ class MediaEncoder:
         """An image that a conversation shows, by its id."""
         return self._by_id[image]
 
-    def takes(self, part: dict[str, Any]) -> bool:
+    def takes(self, part: Part) -> bool:
         """Whether the model is shown what a part shows, or plays."""
         return kind_of_part(part) in self._markers
 
@@ -168,7 +168,7 @@ class MediaEncoder:
             f"an image of {_size(images)}", [IMAGE] * len(images), images=shown, padding=True, **given
         )
 
-    def encode(self, part: dict[str, Any]) -> EncodedMedium:
+    def encode(self, part: Part) -> EncodedMedium:
         """
         The image, video or sound of a part of a message. What else is in the part of an image or a video is an option
         of the processor for it, such as `max_pixels`; of a video `fps` is how many of its frames there are per second.
@@ -195,7 +195,7 @@ class MediaEncoder:
         self._of_object[key] = weakref.ref(shown, lambda _: self._of_object.pop(key, None)), encoded
         return encoded
 
-    def _encoded(self, name: str, part: dict[str, Any], options: dict[str, Any]) -> EncodedMedium:
+    def _encoded(self, name: str, part: Part, options: dict[str, Any]) -> EncodedMedium:
         kind = kind_of_part(part)
         if kind not in self._markers and kind in _NO_PLACE:
             raise MediumError(_NO_PLACE[kind])
@@ -240,7 +240,7 @@ class MediaEncoder:
 
     # Escaped text
 
-    def place(self, text: str, parts: Sequence[dict[str, Any]]) -> str | None:
+    def place(self, text: str, parts: Sequence[Part]) -> str | None:
         """Rendered text with the ids of its images, in order; `None` if it shows more or fewer."""
         places = list(self._anywhere.finditer(text))
         if [self._kinds[place.group()] for place in places] != [*map(kind_of_part, parts)]:

@@ -12,13 +12,14 @@ from trl.data_utils import prepare_multimodal_messages
 from mt_grpo.data.images import ImageOfRowError
 from mt_grpo.errors import ConfigError
 from mt_grpo.forward.media import media_tokens
-from mt_grpo.media import IMAGE, SOUND, MediumError, decode, is_decoded, is_image, media_of, read_parts, to_file
+from mt_grpo.media import IMAGE, SOUND, MediumError, Part, decode, is_decoded, is_image, media_of, read_parts, to_file
 from mt_grpo.rollout import Engine
 from mt_grpo.rollout.engine import MediaEngine
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
 from mt_grpo.rollout.media import MediaEncoder, audio_feature_extractor
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.model import source_options
+from mt_grpo.trajectory import Message
 
 IMAGE_COLUMNS = ("image", "images")
 """Columns with the images of a prompt."""
@@ -101,7 +102,7 @@ def _shown(image: Any, row: dict[str, Any]) -> Any:
         raise ImageOfRowError(error, one if row.get(several) is None else several, value) from error
 
 
-def _decoded(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _decoded(parts: list[Part]) -> list[Part]:
     """Parts of a row, read; decoded at once, so that the conversations of a batch begin together."""
     read = read_parts(parts, of_row=True)
     for medium in media_of(read):
@@ -118,7 +119,7 @@ def _listed(row: dict[str, Any], columns: tuple[str, str]) -> list[Any] | None:
     return list(given) if isinstance(given, (list, tuple)) else None if given is None else [given]
 
 
-def _with_sounds(messages: list[Any], sounds: list[dict[str, Any]]) -> list[Any]:
+def _with_sounds(messages: list[Message], sounds: list[Part]) -> list[Message]:
     """Messages with sounds in their places, or before the words of the first message of the user."""
     places = sum(part == PLACE for message in messages for part in _parts(message))
     if not places:
@@ -143,7 +144,7 @@ PLACE = {"type": "audio"}
 """The part of a prompt where a sound of the row's column stands."""
 
 
-def _parts(message: dict[str, Any]) -> list[Any]:
+def _parts(message: Message) -> list[Any]:
     content = message.get("content")
     return content if isinstance(content, list) else []
 
@@ -154,7 +155,7 @@ def _places(content: list[Any]) -> list[Any]:
     return [part if part in ({"type": "image"}, PLACE) else read_parts([part], of_row=True)[0] for part in parts]
 
 
-def _with_text(message: dict[str, Any]) -> dict[str, Any]:
+def _with_text(message: Message) -> Message:
     """A message of one text as text, which environments may look at."""
     content = message.get("content")
     if isinstance(content, list) and len(content) == 1 and content[0]["type"] == "text":
