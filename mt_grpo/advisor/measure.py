@@ -42,7 +42,7 @@ from mt_grpo.errors import UserError, libraries_may_refuse
 from mt_grpo.forward.lm_head import Truncation
 from mt_grpo.forward.turn_gradients import SIZE, TurnGradients
 from mt_grpo.rewards import Scores
-from mt_grpo.runlog.state import Silence
+from mt_grpo.runlog.heartbeat import Silence
 from mt_grpo.training.checkpoint import adapter_settings
 from mt_grpo.training.model import resolve_base, resolve_model
 from mt_grpo.training.reward_batch import gather_rewards

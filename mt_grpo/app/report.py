@@ -26,7 +26,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from mt_grpo.app.recipe_file import needs_trust_confirmation
 from mt_grpo.rewards import RewardFunc
 from mt_grpo.runlog.files import to_json
-from mt_grpo.runlog.state import Silence
+from mt_grpo.runlog.heartbeat import Silence
 from mt_grpo.training.checkpoint import latest_checkpoint
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.preflight import LOCK

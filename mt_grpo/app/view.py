@@ -19,15 +19,15 @@ from mt_grpo.imports import did_you_mean
 from mt_grpo.runlog import Run, open_run
 from mt_grpo.runlog.export import FORMS
 from mt_grpo.runlog.export import export as export_run
+from mt_grpo.runlog.heartbeat import STATE_FILE
 from mt_grpo.runlog.index import Each
 from mt_grpo.runlog.reader import METRICS
 from mt_grpo.runlog.schema import FOLDER
-from mt_grpo.runlog.state import FILE as STATE
-from mt_grpo.viewer.export import export as export_page
 from mt_grpo.viewer.queries import Queries, selected
 from mt_grpo.viewer.runs import Runs
 from mt_grpo.viewer.search import cached
 from mt_grpo.viewer.server import PORT, Answers, Server
+from mt_grpo.viewer.server import export as export_page
 
 VIEW = f"""usage: mt-grpo view RUN_DIR [--port N] [--no_browser]
        mt-grpo view FOLDER                        of several runs: a list, and one run against another
@@ -93,7 +93,7 @@ def view(arguments: list[str]) -> int:
 
 
 def _is_run(folder: Path) -> bool:
-    return any((folder / name).exists() for name in (FOLDER, METRICS, STATE))
+    return any((folder / name).exists() for name in (FOLDER, METRICS, STATE_FILE))
 
 
 def _serve(answers: Answers, folder: str, port: int | None, options: dict[str, str]) -> int:

@@ -1,8 +1,13 @@
-"""One conversation, put together from the files of a run, which are held against their shapes first."""
+"""
+One conversation, put together from the files of a run, which are held against their shapes first; and its messages as
+a chat template takes them, so that rendering them gives what the model saw.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,12 +15,12 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from mt_grpo.media import part_text, token_text
-from mt_grpo.runlog.shapes import misfit
+from mt_grpo.runlog.files import misfit
 from mt_grpo.token_tree import Node, TokenTree
 from mt_grpo.trajectory import Trajectory
 
 
-class Damage(ValueError):
+class CorruptRecord(ValueError):
     """A file does not hold a conversation as a run writes it. The message is a clause."""
 
 
@@ -54,7 +59,7 @@ def conversation(
     for number, update in enumerate(updates):
         at = [begin + column for column in update["columns"]]
         if not all(0 <= place < len(ids) for place in at):
-            raise Damage("an update is of tokens that are not there")
+            raise CorruptRecord("an update is of tokens that are not there")
         if not number:
             tokens["entropies"] = _spread(update["entropies"], at, len(ids))
             differences = _spread(update["difference"], at, len(ids))
@@ -93,12 +98,12 @@ def read_record(rollout: dict[str, Any], row: dict[str, Any]) -> dict[str, Any]:
     record = _json("record", rollout["record"])
     turns = record["turns"]
     if [turn["index"] for turn in turns] != list(range(len(turns))) or len(turns) != len(row["turn_rewards"]):
-        raise Damage("its turns are others than the index has")
+        raise CorruptRecord("its turns are others than the index has")
     return record
 
 
 def read_weights(rollout: dict[str, Any]) -> dict[str, float]:
-    """The weight of each reward, of a row of a file of conversations. Raises `Damage` if it has none."""
+    """The weight of each reward, of a row of a file of conversations. Raises `CorruptRecord` if it has none."""
     weights: dict[str, float] = _json("weights", rollout["weights"])
     return weights
 
@@ -107,9 +112,9 @@ def _json(name: str, text: Any) -> Any:
     try:
         value = json.loads(text)
     except (TypeError, ValueError, RecursionError) as error:
-        raise Damage(f"`{name}` is no JSON: {error}") from None
+        raise CorruptRecord(f"`{name}` is no JSON: {error}") from None
     if (wrong := misfit(name, value)) is not None:
-        raise Damage(f"`{name}` is not what a run writes: {wrong}")
+        raise CorruptRecord(f"`{name}` is not what a run writes: {wrong}")
     return value
 
 
@@ -122,31 +127,31 @@ def _check_lists(
 ) -> None:
     turns = max([len(record["turns"]), *(node.turn + 1 for node in tree.nodes)])
     if row["advantages"] is not None and len(row["advantages"]) < turns:
-        raise Damage("there are fewer advantages than turns")
+        raise CorruptRecord("there are fewer advantages than turns")
     if credit is not None:
         check_credit(credit, turns)
     for update in updates:
         lists = [update[name] for name in ("columns", "difference", "entropies", "ratios", "clipped")]
         if any(values is None or None in values or len(values) != len(lists[0]) for values in lists):
-            raise Damage("the numbers of an update are not one per token")
+            raise CorruptRecord("the numbers of an update are not one per token")
 
 
 def check_credit(credit: dict[str, Any], turns: int) -> None:
-    """Raises `Damage` if a row of a file of credit has fewer numbers than a conversation has turns."""
+    """Raises `CorruptRecord` if a row of a file of credit has fewer numbers than a conversation has turns."""
     if credit["advantages"] is None or len(credit["advantages"]) < turns:
-        raise Damage("there are fewer advantages than turns")
+        raise CorruptRecord("there are fewer advantages than turns")
     for part in credit.get("parts") or []:
         if part is None or part["name"] is None or part["values"] is None or None in part["values"]:
-            raise Damage("the parts of its advantages have gaps")
+            raise CorruptRecord("the parts of its advantages have gaps")
         scales = part["values"] if part["scales"] is None else part["scales"]
         if min(len(part["values"]), len(scales)) < turns:
-            raise Damage("there are fewer parts of advantages than turns")
+            raise CorruptRecord("there are fewer parts of advantages than turns")
 
 
 def plain_trajectory(rollout: dict[str, Any], row: dict[str, Any]) -> dict[str, Any]:
     """
     `Trajectory.to_dict()` from a row of a file of conversations and the row of the index, whose session it has.
-    Raises `Damage`.
+    Raises `CorruptRecord`.
     """
     record = read_record(rollout, row)
     record["session"], record["branch_of"] = row["session"], branch_of(record, row)
@@ -176,32 +181,32 @@ def words(message: dict[str, Any]) -> str:
 
 
 def token_tree(rollout: dict[str, Any]) -> TokenTree:
-    """The token tree of a row of a file of conversations. Raises `Damage` if it has no sound one."""
+    """The token tree of a row of a file of conversations. Raises `CorruptRecord` if it has no sound one."""
     lists = [rollout[name] for name in ("node_parent", "node_turn", "node_size", "tokens", "logprobs")]
     turns, tip = rollout["num_turns"], rollout["tip"]
     if any(values is None or None in values for values in lists) or turns is None or tip is None:
-        raise Damage("its token tree has gaps")
+        raise CorruptRecord("its token tree has gaps")
     parents, of_turns, sizes, tokens, logprobs = lists
     sampled = sum(size for size, turn in zip(sizes, of_turns, strict=False) if turn >= 0)
     if not len(parents) == len(of_turns) == len(sizes) or (sum(sizes), sampled) != (len(tokens), len(logprobs)):
-        raise Damage("its token tree has other sizes than its tokens")
+        raise CorruptRecord("its token tree has other sizes than its tokens")
     if (
         any(not -1 <= parent < len(parents) for parent in parents)
         or any(not -1 <= turn < turns for turn in of_turns)
         or not -1 <= tip < len(parents)
         or min(sizes, default=0) < 0
     ):
-        raise Damage("its token tree is none")
+        raise CorruptRecord("its token tree is none")
     nodes, at, sampled = [], 0, 0
     for parent, turn, size in zip(parents, of_turns, sizes, strict=True):
         values = [] if turn < 0 else logprobs[sampled : sampled + size]
         nodes.append(vars(Node(parent, tokens[at : at + size], turn, values)))
         if turn >= 0 and min(nodes[-1]["tokens"], default=0) < 0:  # an image's, which no turn samples
-            raise Damage("its token tree is none")
+            raise CorruptRecord("its token tree is none")
         at, sampled = at + size, sampled + len(values)
     tree = TokenTree.from_dict({"num_turns": turns, "tip": tip, "nodes": nodes})
     if len(tree.depth_first()) < len(nodes):
-        raise Damage("its token tree is a circle")
+        raise CorruptRecord("its token tree is a circle")
     return tree
 
 
@@ -277,3 +282,97 @@ def token_texts(ids: list[int], nodes: list[dict[str, Any]], tokenizer: Tokenize
             else:
                 texts.append("" if place and ids[place - 1] == token else token_text(token))
     return texts
+
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Said:
+    """
+    What was said on one way through a conversation. One that goes straight on has one such way; where an agent began
+    anew, rewrote the past or asked a sub-agent, each way ends with a turn that nothing follows.
+    """
+
+    messages: list[Message]
+    prompt: int
+    tools: list[dict[str, Any]] | None
+    turns: list[int]
+
+
+def parents(turns: list[dict[str, Any]]) -> list[int]:
+    """For each turn of a record the turn that its context goes on from; -1 for none."""
+    follows = [turn.get("follows") for turn in turns]
+    return [index - 1 if after is None or after >= index else after for index, after in enumerate(follows)]
+
+
+def added(record: dict[str, Any], index: int) -> list[Message]:
+    """The messages that turn `index` was given after the message of the turn that it goes on from."""
+    turn = record["turns"][index]
+    given = turn.get("given") or []
+    if turn.get("follows") is not None:
+        return given
+    return [*(record["turns"][index - 1]["replies"] if index else record["prompt"]), *given]
+
+
+def ways(record: dict[str, Any], texts: list[str] | None = None) -> Iterator[Said]:
+    """Each way through a conversation, in the order of their last turns; none where the model said nothing."""
+    turns, before = record["turns"], parents(record["turns"])
+    for leaf in sorted(set(range(len(turns))) - set(before)):
+        way = [leaf]
+        while before[way[-1]] >= 0:
+            way.append(before[way[-1]])
+        way.reverse()
+        messages = list(map(as_template_takes, added(record, way[0])))
+        prompt = len(messages)
+        for index in way:
+            said = turns[index]["message"]
+            if texts is not None and said.get("tool_calls"):
+                said = {"role": "assistant", "content": texts[index]}
+            for message in (*(added(record, index) if index != way[0] else ()), said):
+                _add(messages, as_template_takes(message))
+        tools = turns[leaf].get("tools")
+        shown = record.get("tools") if tools is None else tools
+        yield Said(messages, min(prompt, len(messages) - 1), shown or None, way)
+
+
+def as_template_takes(message: Message) -> Message:
+    """A message with text for a content that is null, and calls whose arguments are objects."""
+    taken = {name: value for name, value in message.items() if value is not None}
+    taken.setdefault("content", "")
+    if taken.get("tool_calls"):
+        taken["tool_calls"] = [_with_object(call) for call in taken["tool_calls"]]
+    else:
+        taken.pop("tool_calls", None)
+    return taken
+
+
+def _with_object(call: Any) -> Any:
+    if not isinstance(call, dict):
+        return call
+    function = call["function"] if isinstance(call.get("function"), dict) else call
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            read = json.loads(arguments)
+        except (ValueError, RecursionError):
+            return call
+        function = {**function, "arguments": read} if isinstance(read, dict) else function
+    return {"type": "function", **call, "function": function} if function is not call.get("function") else call
+
+
+def _add(messages: list[Message], message: Message) -> None:
+    """Adds a message, or what the model went on writing (`continue_last`) to its own before."""
+    if messages and message["role"] == messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls"):
+        messages[-1] = {**messages[-1], **message, "content": words(messages[-1]) + words(message)}
+    else:
+        messages.append(message)
+
+
+def turn_texts(rollout: dict[str, Any], tokenizer: Tokenizer) -> list[str]:
+    """What the model wrote in each turn, without the special token that ended it."""
+    special = {number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+    actions = token_tree(rollout).actions()
+    return [
+        tokenizer.decode(ids[:-1] if ids and ids[-1] in special else ids, skip_special_tokens=False) for ids in actions
+    ]

@@ -15,15 +15,12 @@ import pyarrow.parquet as pq
 
 from mt_grpo.errors import UserError
 from mt_grpo.imports import did_you_mean
-from mt_grpo.runlog.conversation import messages_of, words
-from mt_grpo.runlog.files import check_target, to_json, whole, written_whole
-from mt_grpo.runlog.messages import Said
-from mt_grpo.runlog.notes import read_notes
+from mt_grpo.runlog.conversation import Said, messages_of, words
+from mt_grpo.runlog.export_forms import pairs, sequences, trace
+from mt_grpo.runlog.files import check_target, read_notes, to_json, whole, written_whole
 from mt_grpo.runlog.reader import Run
 from mt_grpo.runlog.schema import MODES, ROW_GROUP
 from mt_grpo.runlog.table import is_copy
-from mt_grpo.runlog.tokens import pairs, sequences
-from mt_grpo.runlog.traces import trace
 
 ROWS = 256
 """Conversations that are held in memory while a data set is written."""

@@ -14,7 +14,7 @@ from mt_grpo.trajectory import StopReason, visible
 
 BAD, WARN = "bad", "warn"
 
-MOST = 0.5
+WARN_SHARE = 0.5
 """Least share of conversations, groups or calls that stands out."""
 
 FAILED = (StopReason.ENGINE_ERROR.value, StopReason.ENV_ERROR.value)
@@ -243,21 +243,21 @@ def _refused(counts: Counts) -> Iterator[Finding]:
 
 
 def _of_policy(counts: Counts) -> Iterator[Finding]:
-    if counts.too_long and counts.too_long >= MOST * counts.held:
+    if counts.too_long and counts.too_long >= WARN_SHARE * counts.held:
         strong = f"{counts.too_long} of {_conversations(counts.held)} had no turn, since the prompt is too long:"
         text = (
             f"{counts.first_too_long} Leave such rows out, shorten what an agent or tools show first, or raise "
             "`vllm_max_model_length` where it bounds the context."
         )
         yield Finding(BAD, "too long", strong, text, f"turns=0 stop={StopReason.CONTEXT_FULL.value}")
-    elif counts.without_turn and counts.without_turn >= MOST * counts.held:
+    elif counts.without_turn and counts.without_turn >= WARN_SHARE * counts.held:
         text = (
             "the policy was never asked, so there is nothing to train. An agent asks it through `client.openai()` or "
             "`client.base_url`, an environment through `policy.reply`."
         )
         strong = f"{counts.without_turn} of {_conversations(counts.held)} ended without a turn:"
         yield Finding(BAD, "no turn", strong, text, "turns=0")
-    elif counts.same and counts.same >= MOST * counts.groups:
+    elif counts.same and counts.same >= WARN_SHARE * counts.groups:
         text = (
             "nothing tells them apart, so nothing is learnt. Raise `temperature`, and look at `top_k`, `top_p` and "
             "`min_p`."
@@ -267,17 +267,17 @@ def _of_policy(counts: Counts) -> Iterator[Finding]:
 
 
 def _of_tools(counts: Counts, about: dict[str, Any]) -> Iterator[Finding]:
-    if counts.raised and counts.raised >= MOST * counts.calls:
+    if counts.raised and counts.raised >= WARN_SHARE * counts.calls:
         strong = f"{counts.raised} of {_number(counts.calls, 'call')} raised in the code of their tool,"
         yield Finding(WARN, "raised", strong, f"the first: {counts.first_raised}", "errors>0")
-    if counts.failed_calls and counts.failed_calls >= MOST * counts.calls:
+    if counts.failed_calls and counts.failed_calls >= WARN_SHARE * counts.calls:
         strong = f"{counts.failed_calls} of {_number(counts.calls, 'call')} failed,"
         yield Finding(WARN, "failed calls", strong, f"the first with: {counts.first_failed_call}", "errors>0")
     if counts.calls or not counts.turns:
         return
     # a turn that was cut off may have had no room for its call
     malformed = counts.malformed - sum(counts.stops[reason.value] for reason in StopReason if reason.is_truncated)
-    if malformed >= MOST * counts.held:
+    if malformed >= WARN_SHARE * counts.held:
         text = (
             f"{_number(malformed, 'turn')} had neither a call nor an answer. `mt-grpo train --dry_run` prints what "
             "the model is told of calls; those that it knows are its chat template's (`call_protocol: native`)."
@@ -292,7 +292,7 @@ def _of_tools(counts: Counts, about: dict[str, Any]) -> Iterator[Finding]:
 def _limits(counts: Counts) -> Iterator[Finding]:
     for reason, mend in LIMITS.items():
         number = counts.stops[reason.value] - (counts.too_long if reason is StopReason.CONTEXT_FULL else 0)
-        if number and number >= MOST * counts.held:
+        if number and number >= WARN_SHARE * counts.held:
             ended = "cut off" if reason.is_truncated else "ended"
             verb = "was" if number == 1 else "were"
             strong = f"{number} of {_conversations(counts.held)} {verb} {ended} by {reason.value}:"

@@ -88,9 +88,8 @@ import orjson
 
 from mt_grpo.errors import UserError
 from mt_grpo.runlog import files
-from mt_grpo.runlog.files import to_json
+from mt_grpo.runlog.files import SHAPES, misfit, to_json
 from mt_grpo.runlog.schema import FOLDER
-from mt_grpo.runlog.shapes import LINES, misfit
 from mt_grpo.runlog.table import Table, block_of
 
 PART = 2**23
@@ -118,7 +117,7 @@ def _parsed(raw: bytes) -> dict[str, Any]:
     checksum = line.pop("crc", None)
     if checksum is not None and raw[-_CHECKSUM:] != b',"crc":"%08x"}' % crc32(raw[:-_CHECKSUM]):
         raise ValueError("its checksum is another")
-    wrong = misfit(line["kind"], line) if line["kind"] in LINES else None
+    wrong = misfit(line["kind"], line) if line["kind"] in SHAPES else None
     if wrong is not None:
         raise ValueError(wrong)
     return line

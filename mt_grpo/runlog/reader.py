@@ -20,9 +20,10 @@ from tokenizers import Tokenizer
 
 from mt_grpo.errors import UserError
 from mt_grpo.imports import did_you_mean
-from mt_grpo.runlog import files, schema, state
+from mt_grpo.runlog import files, schema
 from mt_grpo.runlog.conversation import (
-    Damage,
+    CorruptRecord,
+    Said,
     check_credit,
     conversation,
     messages_of,
@@ -30,11 +31,13 @@ from mt_grpo.runlog.conversation import (
     read_record,
     read_weights,
     token_tree,
+    turn_texts,
+    ways,
     words,
 )
+from mt_grpo.runlog.files import misfit
+from mt_grpo.runlog.heartbeat import STATE_FILE
 from mt_grpo.runlog.index import Each, Index
-from mt_grpo.runlog.messages import Said, turn_texts, ways
-from mt_grpo.runlog.shapes import misfit
 from mt_grpo.runlog.table import Table
 from mt_grpo.token_tree import TokenTree
 
@@ -103,9 +106,9 @@ def open_run(folder: str | Path, each: Each = map, begun: bool = False) -> Run:
                 f"{folder} has its conversations in trajectories.jsonl, the form of earlier versions, which is not "
                 "read here: look at them with the version that wrote them."
             )
-        if begun and any(files.find(folder, name) is not None for name in (state.FILE, METRICS)):
+        if begun and any(files.find(folder, name) is not None for name in (STATE_FILE, METRICS)):
             return Run(folder, each)
-        if files.find(folder, state.FILE) is not None:
+        if files.find(folder, STATE_FILE) is not None:
             raise UserError(f"{folder} has no conversations so far: a run writes them once its first batch is scored.")
         if files.find(folder, "metrics.jsonl") is None:
             raise UserError(f"{folder} is not the folder of a run: name its `output_dir`, which has `metrics.jsonl`.")
@@ -196,7 +199,7 @@ class Run:
             return None
         try:
             if self._index.files.get(name, (len(data), crc32(data))) != (len(data), crc32(data)):
-                raise Damage("its bytes are others than the run wrote")
+                raise CorruptRecord("its bytes are others than the run wrote")
             return Tokenizer.from_buffer(data)
         except Exception as error:  # the library raises no narrower one
             raise UserError(
@@ -257,7 +260,7 @@ class Run:
     ) -> Iterator[tuple[dict[str, Any], dict[str, Any], list[Said]]]:
         """
         Each row, or each of some, with its `record` and each way through the conversation, as messages that the chat
-        template renders as the model saw them. See `mt_grpo.runlog.messages`.
+        template renders as the model saw them. See `mt_grpo.runlog.conversation`.
         """
         template = files.read(self.folder, schema.TEMPLATE_FILE)
         shows_calls = template is None or b"tool_calls" in template
@@ -314,7 +317,7 @@ class Run:
     def _of_session(self, rows: list[dict[str, Any]], place: int, name: str, session: str) -> dict[str, Any]:
         with self._naming_damage(name):
             if place >= len(rows) or rows[place]["session"] != session:
-                raise Damage(f"it lacks the conversation {session} where the index has it")
+                raise CorruptRecord(f"it lacks the conversation {session} where the index has it")
             return rows[place]
 
     def _read_group(self, name: str, group: int, known: pa.Schema, columns: list[str]) -> pa.Table:
@@ -331,7 +334,7 @@ class Run:
                 return _unpacked(file, group, known, columns)
 
     def _check(self, name: str, file: BinaryIO) -> None:
-        """Raises `Damage` if a file has other bytes than the index says. A file that did not change is read once."""
+        """Raises `CorruptRecord` if a file has other bytes than the index says. An unchanged file is read once."""
         about, known = os.fstat(file.fileno()), self._index.files.get(name)
         state = about.st_size, about.st_mtime_ns, known
         if known is None or self._checked.get(name) == state:
@@ -341,7 +344,7 @@ class Run:
             checksum = crc32(part, checksum)
         file.seek(0)
         if (about.st_size, checksum) != known:
-            raise Damage("its bytes are others than the run wrote")
+            raise CorruptRecord("its bytes are others than the run wrote")
         self._checked[name] = state
 
     @contextmanager
@@ -350,7 +353,7 @@ class Run:
         try:
             yield
         # pyarrow raises all of these, a `ValueError` for text that is not UTF-8
-        except (Damage, pa.ArrowException, OSError, ValueError, MemoryError) as error:
+        except (CorruptRecord, pa.ArrowException, OSError, ValueError, MemoryError) as error:
             words = " ".join(str(error).split())[:200] or type(error).__name__
             raise UserError(
                 f"{self._rollouts / name} is damaged ({words}): bring it back, or look at another conversation."
@@ -364,11 +367,11 @@ def _unpacked(file: BinaryIO, group: int, known: pa.Schema, columns: list[str]) 
     columns = [name for name in columns if name not in schema.LATER or name in found.names]
     _check_columns(found, known, columns)
     if group >= parquet.num_row_groups:
-        raise Damage(f"it has {parquet.metadata.num_rows} rows")
+        raise CorruptRecord(f"it has {parquet.metadata.num_rows} rows")
     about = parquet.metadata.row_group(group)
     values = max(about.column(number).num_values for number in range(about.num_columns))
     if about.num_rows > schema.ROW_GROUP or about.total_byte_size > MOST_BYTES or values > MOST_VALUES:
-        raise Damage("a row group is larger than any that a run writes")
+        raise CorruptRecord("a row group is larger than any that a run writes")
     # one thread: handing 16 rows out to several takes longer than reading them
     return parquet.read_row_group(group, columns, use_threads=False).select(columns)
 
@@ -391,11 +394,11 @@ def _metrics(folder: Path, offset: int) -> tuple[int, list[dict[str, Any]]]:
 
 
 def _check_columns(found: pa.Schema, known: pa.Schema, columns: list[str]) -> None:
-    """Raises `Damage` if a file lacks one of the columns, or has it in another type than `known`."""
+    """Raises `CorruptRecord` if a file lacks one of the columns, or has it in another type than `known`."""
     for name in columns:
         number = found.get_field_index(name)  # -1 where there are several too
         if number < 0 or found.field(number).type != known.field(name).type:
-            raise Damage(f"it has no column `{name}` of {known.field(name).type}")
+            raise CorruptRecord(f"it has no column `{name}` of {known.field(name).type}")
 
 
 def read_trajectories(folder: str | Path) -> Iterator[dict[str, Any]]:

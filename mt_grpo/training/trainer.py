@@ -33,7 +33,7 @@ from mt_grpo.rewards import RewardFunc, Scores, load_rewards, score_trajectories
 from mt_grpo.rollout import Engine, RolloutError
 from mt_grpo.rollout.engines.proof import prove_engine
 from mt_grpo.rollout.engines.transformers import TransformersEngine
-from mt_grpo.runlog.state import Silence
+from mt_grpo.runlog.heartbeat import Silence
 from mt_grpo.training import (
     answer_logprobs,
     environment,

@@ -5,6 +5,7 @@ knows what the page may ask, not what a conversation looks like.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +14,8 @@ import numpy as np
 from mt_grpo.errors import UserError
 from mt_grpo.runlog import Run
 from mt_grpo.runlog.conversation import words
-from mt_grpo.viewer.columns import REWARD, Columns, parse_filter, short_name
-from mt_grpo.viewer.groups import member_rows, moments, rewards_that_count
+from mt_grpo.runlog.table import Row, is_copy
+from mt_grpo.viewer.columns import REWARD, SIGNAL, Columns, parse_filter, short_name
 
 MOST_READ = 200
 """Most conversations that are read to find lost answers."""
@@ -35,7 +36,7 @@ def trajectory(run: Run, columns: Columns, session: str) -> dict[str, Any]:
         "question": question(whole["prompt"]),
         "accepted": _accepted(accepted),
         "group": {
-            "mean": moments(rewards_that_count(members))[0],
+            "mean": mean_and_std(rewards_that_count(members))[0],
             "sessions": [member["session"] for member in members],
             **{name: row[name] for name in ("mode", "step", "k", "group")},
         },
@@ -63,7 +64,7 @@ def group(run: Run, columns: Columns, mode: str, step: int, k: int, number: int)
         key=lambda whole: -np.inf if whole["index"]["reward"] is None else whole["index"]["reward"], reverse=True
     )
     branches = {each["session"]: each for each in member_rows([columns.rows[place] for place in places])}
-    mean, deviation = moments(rewards_that_count(list(branches.values())))
+    mean, deviation = mean_and_std(rewards_that_count(list(branches.values())))
     accepted = _accepted(wholes[0]["row"].get("answer"))
     first = columns.rows[places[0]]
     at = columns.groups[places[0]]
@@ -204,3 +205,120 @@ def _notes(whole: dict[str, Any], accepted: list[str]) -> list[dict[str, Any]]:
                 }
             ]
     return []
+
+
+EQUAL = 1e-9
+"""Rewards that differ by less are the same."""
+
+
+def groups(columns: Columns, mode: str, step: int | None) -> dict[str, Any]:
+    """The groups of a step."""
+    of_mode = np.flatnonzero(columns.is_text("mode", mode))
+    if not len(of_mode):
+        raise UserError(f"No conversation of the mode {mode!r} is written yet.")
+    numbers = columns.numbers("step")[of_mode]
+    step = int(numbers.max()) if step is None else step
+    places = of_mode[numbers == step]
+    if not len(places):
+        raise UserError(
+            f"There is no step {step} ({mode}): there are some from {numbers.min():.0f} to {numbers.max():.0f}."
+        )
+    labels = columns.groups[places]
+    signal = columns.numbers(SIGNAL)
+    of_groups = [places[labels == label] for label in np.unique(labels)]
+    found = [_group([columns.rows[place] for place in each], bool(signal[each[0]] == 1)) for each in of_groups]
+    rewards = [member["reward"] for each in found for member in each["members"] if member["reward"] is not None]
+    return {
+        "mode": mode,
+        "step": step,
+        "steps": _steps(columns, of_mode),
+        "highest": max(rewards, default=0.0),
+        "lowest": min([0.0, *rewards]),
+        "groups": found,
+    }
+
+
+def _steps(columns: Columns, places: np.ndarray) -> dict[str, list[int]]:
+    """Of each step, the number of its groups, and of those that have a signal."""
+    first = places[np.unique(columns.groups[places], return_index=True)[1]]
+    step = columns.numbers("step")[first].astype(int)
+    axis, place = np.unique(step, return_inverse=True)
+    teaches = columns.numbers(SIGNAL)[first] == 1
+    return {
+        "step": axis.tolist(),
+        "groups": np.bincount(place).tolist(),
+        "signal": np.bincount(place, teaches).astype(int).tolist(),
+    }
+
+
+def _group(rows: list[Row], signal: bool) -> dict[str, Any]:
+    rows = sorted(rows, key=lambda row: row["member"])
+    members = member_rows(rows)
+    counted = rewards_that_count(members)
+    mean, deviation = mean_and_std(counted)
+    return {
+        "key": {name: rows[0][name] for name in ("mode", "step", "k", "group")},
+        "prompt": rows[0]["prompt"],
+        "mean": mean,
+        "deviation": deviation,
+        "stops": Counter(str(row["stop"]) for row in rows),
+        "signal": signal,
+        "says": _says(members, counted, signal),
+        "members": members,
+    }
+
+
+def mean_and_std(rewards: list[float]) -> tuple[float | None, float | None]:
+    """Mean and standard deviation (n − 1) of rewards; `None` where there are too few."""
+    mean = float(np.mean(rewards)) if rewards else None
+    return mean, float(np.std(rewards, ddof=1)) if len(rewards) > 1 else None
+
+
+def rewards_that_count(members: list[dict[str, Any]]) -> list[float]:
+    """The rewards of a group's members, each conversation once."""
+    return [each["reward"] for each in members if not each["copy"] and each["reward"] is not None]
+
+
+def member_rows(rows: list[Row]) -> list[dict[str, Any]]:
+    """The members of a group as the list has them."""
+    places = {row["session"]: row["member"] + 1 for row in rows}
+    found = []
+    for row in rows:
+        branch_of = row.get("branch_of")
+        shared = row.get("shared_turns") or 0
+        found.append(
+            {
+                "session": row["session"],
+                "member": row["member"] + 1,
+                "reward": row["reward"],
+                "right": row["right"],
+                "stop": row["stop"],
+                "root": places.get(branch_of, row["member"] + 1),
+                "shared": shared,
+                "copy": is_copy(row),
+            }
+        )
+    return found
+
+
+def _says(members: list[dict[str, Any]], counted: list[float], signal: bool) -> str:
+    """Why a group has a signal, or none."""
+    copies = sum(member["copy"] for member in members)
+    right = [member["right"] for member in members if not member["copy"] and member["right"] is not None]
+    words = ""
+    if right:
+        number = sum(right)
+        words = (
+            "all right" if number == len(right) else "all wrong" if not number else f"{number} of {len(right)} right"
+        )
+    if copies:
+        words = ", ".join(filter(None, [words, f"{len(members) - copies} count, {copies} are copies"]))
+    if not counted:
+        return "no reward applies"
+    if signal:
+        return words
+    if len(counted) == 1:
+        return "one conversation"
+    equal = max(counted) - min(counted) <= EQUAL
+    why = f"all earned {counted[0]:.2f}" if equal else "the rule does not use what differs"
+    return ", ".join(filter(None, [why, words]))

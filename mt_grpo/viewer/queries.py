@@ -14,17 +14,15 @@ import orjson
 from mt_grpo.errors import UserError
 from mt_grpo.runlog import Run
 from mt_grpo.runlog.export import LINES, lines
-from mt_grpo.runlog.files import to_json
-from mt_grpo.runlog.notes import read_notes, write_note
-from mt_grpo.runlog.state import read_state
+from mt_grpo.runlog.files import read_notes, to_json, write_note
+from mt_grpo.runlog.heartbeat import read_state
 from mt_grpo.runlog.table import Table, is_copy
 from mt_grpo.viewer import conversations
 from mt_grpo.viewer.columns import SPREAD, Columns, parse_filter, short_name
-from mt_grpo.viewer.groups import groups
-from mt_grpo.viewer.overview import ended, findings, limits, metric_curves, overview
-from mt_grpo.viewer.panel import panel, status, waterfall
+from mt_grpo.viewer.conversations import groups
+from mt_grpo.viewer.explain import why
+from mt_grpo.viewer.overview import ended, findings, limits, metric_curves, overview, panel, status, waterfall
 from mt_grpo.viewer.search import SearchIndex, cached, hits
-from mt_grpo.viewer.why import why
 
 MOST_ROWS = 500
 """Rows of one answer."""

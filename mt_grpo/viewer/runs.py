@@ -16,13 +16,13 @@ import orjson
 from mt_grpo.errors import UserError
 from mt_grpo.imports import did_you_mean
 from mt_grpo.runlog import Run, files, open_run
+from mt_grpo.runlog.files import misfit
+from mt_grpo.runlog.heartbeat import read_state
 from mt_grpo.runlog.index import Each, evaluated, lines_of
 from mt_grpo.runlog.reader import METRICS
 from mt_grpo.runlog.schema import FOLDER, INDEX
-from mt_grpo.runlog.shapes import misfit
-from mt_grpo.runlog.state import read_state
 from mt_grpo.viewer.columns import Columns
-from mt_grpo.viewer.panel import CONFIG, configured, status
+from mt_grpo.viewer.overview import CONFIG, configured, status
 from mt_grpo.viewer.queries import BadQuestion, Parameters, Queries, evaluations, is_right, questions
 from mt_grpo.viewer.search import cached
 
@@ -38,7 +38,7 @@ POINTS = 60
 LAST = 5
 """Steps that the last reward is the mean of."""
 
-MOST = 8
+MAX_RUNS = 8
 """Runs that are compared at once."""
 
 AXES = ("step", "time", "tokens")
@@ -167,8 +167,8 @@ class Runs:
 
 def _names(asked: Parameters) -> list[str]:
     names = list(dict.fromkeys(filter(None, asked.get("runs", "").split("\n"))))
-    if not 1 <= len(names) <= MOST:
-        raise BadQuestion(f"`runs` names 1 to {MOST} runs, a line each.")
+    if not 1 <= len(names) <= MAX_RUNS:
+        raise BadQuestion(f"`runs` names 1 to {MAX_RUNS} runs, a line each.")
     return names
 
 

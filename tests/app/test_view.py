@@ -105,7 +105,7 @@ def test_a_file_that_cannot_be_written_is_refused(folder, tmp_path, capsys):
 
 
 def test_too_many_conversations_for_a_file_are_refused(folder, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("mt_grpo.viewer.export.MOST", 3)
+    monkeypatch.setattr("mt_grpo.viewer.server.MAX_EXPORTED", 3)
     assert "are too many for a file, which takes 3" in refused([folder, "--export", tmp_path / "x.html"], capsys)
 
 

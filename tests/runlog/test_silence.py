@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from mt_grpo.runlog.state import Silence
+from mt_grpo.runlog.heartbeat import Silence
 
 
 def test_a_long_silence_is_ended_again_and_again():

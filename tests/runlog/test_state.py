@@ -10,7 +10,7 @@ import time
 import pytest
 
 from mt_grpo.errors import UserError
-from mt_grpo.runlog.state import Heartbeat, read_state
+from mt_grpo.runlog.heartbeat import Heartbeat, read_state
 
 AT = {"step": 3, "of": 9, "waits_for": "sampling", "under_way": []}
 
@@ -50,7 +50,7 @@ def test_what_ended_it_is_said(tmp_path, raised, state, reason):
 
 LIVES = """
 import sys, time
-from mt_grpo.runlog.state import Heartbeat
+from mt_grpo.runlog.heartbeat import Heartbeat
 with Heartbeat(sys.argv[1], lambda: {"step": 3, "of": 9, "waits_for": "", "under_way": []}).beating():
     print("there", flush=True)
     time.sleep(600)

@@ -9,8 +9,7 @@ import pytest
 from support.runs import write_run
 
 from mt_grpo.runlog import open_run
-from mt_grpo.runlog.trim import trim
-from mt_grpo.runlog.writer import RunLogError
+from mt_grpo.runlog.writer import RunLogError, trim
 
 
 def content(folder: Path) -> dict[str, bytes]:

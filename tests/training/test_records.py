@@ -12,7 +12,7 @@ from support.trainers import Calls, Letters, batch
 from mt_grpo.credit import Audit, RewardAudit, Uncredited, estimate
 from mt_grpo.rewards import OutcomeReward, TurnReward
 from mt_grpo.runlog import RunLogError, open_run
-from mt_grpo.runlog.state import read_state
+from mt_grpo.runlog.heartbeat import read_state
 from mt_grpo.runlog.writer import RunWriter
 from mt_grpo.token_tree import TokenTree
 from mt_grpo.training.step_log import Outputs

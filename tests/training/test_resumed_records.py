@@ -25,7 +25,7 @@ from pathlib import Path
 from datasets import Dataset
 from support.models import build_tokenizer
 from support.trainers import trainer_builder
-from mt_grpo.runlog import trim
+from mt_grpo.runlog import writer
 from mt_grpo.training import resuming
 from mt_grpo.training.step_log.records import Records
 
@@ -45,7 +45,7 @@ elif moment == "logged":
 elif moment == "saving":
     resuming.save_rollouts = killing(resuming.save_rollouts, lambda folder, *rest: folder.name == "checkpoint-4")
 elif moment == "trimming":
-    trim._keep = killing(trim._keep, lambda path, stays: path.name == "metrics.jsonl")
+    writer._keep = killing(writer._keep, lambda path, stays: path.name == "metrics.jsonl")
 
 asked = [[{{"role": "user", "content": f"What is {{n}} of Peru"}}] for n in range(8)]
 questions = Dataset.from_dict({{"prompt": asked, "answer": [[f"Lima {{n}}"] for n in range(8)]}})

@@ -10,7 +10,7 @@ from support.browser import missing, open_browser, serving, watched
 from support.runs import HOSTILE, write_run
 
 from mt_grpo.runlog import open_run
-from mt_grpo.runlog.state import Heartbeat
+from mt_grpo.runlog.heartbeat import Heartbeat
 from mt_grpo.viewer.queries import Queries
 from mt_grpo.viewer.runs import Runs
 

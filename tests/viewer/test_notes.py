@@ -13,7 +13,7 @@ from support.browser import missing, open_browser, serving, watched
 from mt_grpo.cli import main
 from mt_grpo.errors import UserError
 from mt_grpo.runlog import open_run
-from mt_grpo.runlog.notes import read_notes, write_note
+from mt_grpo.runlog.files import read_notes, write_note
 from mt_grpo.viewer.queries import Queries
 
 

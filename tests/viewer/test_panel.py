@@ -9,7 +9,7 @@ from support.browser import missing, open_browser, serving, watched
 
 from mt_grpo.errors import UserError
 from mt_grpo.runlog import open_run
-from mt_grpo.runlog.state import Heartbeat
+from mt_grpo.runlog.heartbeat import Heartbeat
 from mt_grpo.viewer.queries import Queries
 
 UNDER_WAY = [
@@ -36,7 +36,7 @@ def test_a_step_is_divided_among_what_its_conversations_did(queries):
 
 
 def test_calls_of_a_turn_that_run_at_once_count_once():
-    from mt_grpo.viewer.panel import _covered
+    from mt_grpo.viewer.overview import _covered
 
     assert _covered([["tools", 0, 2, "a"], ["tools", 1, 2, "b"], ["tools", 5, 1, "c"]]) == 4
 

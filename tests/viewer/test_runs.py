@@ -12,7 +12,7 @@ from support.runs import write_run
 from mt_grpo.cli import main
 from mt_grpo.errors import UserError
 from mt_grpo.runlog import open_run
-from mt_grpo.runlog.state import Heartbeat
+from mt_grpo.runlog.heartbeat import Heartbeat
 from mt_grpo.viewer.runs import Runs, find_runs
 
 

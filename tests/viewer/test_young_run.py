@@ -10,7 +10,7 @@ from support.runs import write_run
 
 from mt_grpo.app.view import open_run_parallel
 from mt_grpo.cli import main
-from mt_grpo.runlog.state import Heartbeat
+from mt_grpo.runlog.heartbeat import Heartbeat
 from mt_grpo.viewer.queries import Queries
 from mt_grpo.viewer.runs import Runs
 

@@ -27,8 +27,7 @@ from mt_grpo.rewards import RewardFunc
 from mt_grpo.runlog import Batch, RunWriter
 from mt_grpo.runlog.files import to_json
 from mt_grpo.runlog.schema import VERSION, session_id
-from mt_grpo.runlog.trim import trim
-from mt_grpo.runlog.writer import end_with_a_line, finite
+from mt_grpo.runlog.writer import end_with_a_line, finite, trim
 from mt_grpo.training.checkpoint import later_checkpoints
 from mt_grpo.training.config import MTGRPOConfig, options_given
 from mt_grpo.training.ranks import everywhere, several_hosts

@@ -18,13 +18,12 @@ from typing import Any
 import psutil
 
 from mt_grpo.preemption import PreemptedError
-from mt_grpo.runlog.files import to_json, written_whole
-from mt_grpo.runlog.shapes import read_shaped
+from mt_grpo.runlog.files import read_shaped, to_json, written_whole
 
-FILE = "state.json"
-BEAT = 5.0
+STATE_FILE = "state.json"
+BEAT_SECONDS = 5.0
 """Seconds between two signs of life."""
-SILENT = 60.0
+SILENT_SECONDS = 60.0
 """Seconds without a sign of life after which a run on another machine counts as dead."""
 QUIET = 8.0
 """Seconds without output after which work that takes long says how far it is, by default."""
@@ -35,7 +34,7 @@ class Heartbeat:
     """Writes a run's state while it goes on."""
 
     def __init__(self, folder: str | Path, look: Callable[[], dict[str, Any]]) -> None:
-        self._path, self._look = Path(folder, FILE), look
+        self._path, self._look = Path(folder, STATE_FILE), look
         process = psutil.Process()
         self._about = {
             "pid": process.pid,
@@ -48,7 +47,7 @@ class Heartbeat:
     @contextmanager
     def beating(self) -> Iterator[None]:
         """
-        Writes the state every `BEAT` seconds within the block, and how it ended: finished if all steps were taken,
+        Writes the state every `BEAT_SECONDS` within the block, and how it ended: finished if all steps were taken,
         else stopped; stopped too by signals; failed by what else it raises.
         """
         self._write(RUNNING)
@@ -74,7 +73,7 @@ class Heartbeat:
             self._write(state, reason)
 
     def _beat(self) -> None:
-        while not self._ended.wait(BEAT):
+        while not self._ended.wait(BEAT_SECONDS):
             self._write(RUNNING)
 
     def _write(self, state: str, reason: str | None = None) -> None:
@@ -90,7 +89,7 @@ def read_state(folder: Path) -> dict[str, Any] | None:
     What a run is at, as it was last written, with `state` `"died"` where its process is gone; `None` where it has
     written nothing.
     """
-    state = read_shaped(folder, FILE, "state", "remove it; a run that goes on writes it again")
+    state = read_shaped(folder, STATE_FILE, "state", "remove it; a run that goes on writes it again")
     if state is None:
         return None
     if state["state"] == RUNNING and not _lives(state):
@@ -100,7 +99,7 @@ def read_state(folder: Path) -> dict[str, Any] | None:
 
 def _lives(state: dict[str, Any]) -> bool:
     if state["host"] != socket.gethostname():
-        return time.time() - state["beat"] < SILENT
+        return time.time() - state["beat"] < SILENT_SECONDS
     if state["pid"] == os.getpid():
         return True
     try:
