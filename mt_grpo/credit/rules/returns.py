@@ -97,7 +97,7 @@ def gdpo(
     earned = [batch.of_outcomes(rewards)[:, None] for rewards in outcomes]
     earned += [to_go(batch.of_turns(rewards)) for rewards in turns]
     weights = [*given[len(turns) :], *(turn_coef * given[: len(turns)])]  # outcomes first, as above
-    names = [*batch.part_names("outcome"), *batch.part_names("turn")]
+    names = [*batch.part_names("outcome")[: len(outcomes)], *batch.part_names("turn")]
     weighted = [weight * values for weight, values in zip(weights, earned, strict=True)]
     totals = sum(weighted, torch.zeros_like(batch.of_turns()))
     scale = divisor(totals, batch.group_size, scales, scale_rewards)
