@@ -17,6 +17,7 @@ from mt_grpo.credit import (
     CreditError,
     RewardBatch,
     advantage_estimator,
+    by_reward,
     estimate,
     estimate_parts,
     in_parts,
@@ -168,6 +169,13 @@ def test_turns_before_a_branch_earn_the_mean_of_their_trunk():
     assert [at(parts["baseline"], 0, turn) for turn in (0, 1)] == [-0.3, 0.0]
 
 
+def test_each_reward_alone_has_all_others_at_zero():
+    alone = by_reward(two())
+    assert list(alone) == ["outcome", "turn reward hops"]
+    assert not alone["outcome"].turn_rewards.any() and not alone["turn reward hops"].outcome_rewards.any()
+    assert torch.equal(alone["turn reward hops"].turn_rewards, two().turn_rewards)
+
+
 def test_a_rule_that_is_called_returns_its_advantages():
     batch = two()
     assert torch.equal(reward_to_go(batch).float(), estimate("reward_to_go", batch))
@@ -191,6 +199,8 @@ def test_a_rule_of_ones_own_may_return_parts(monkeypatch):
     assert {name: at(part, 0, 0) for name, part in credit.parts.items()} == {"turn reward": 0.4, "baseline": -0.2}
     assert credit.scales == {}
     assert torch.equal(in_parts(told)(two()).float(), credit.advantages)
+    advantage_estimator("wrapped")(in_parts(told))
+    assert set(estimate_parts("wrapped", two()).parts) == {"turn reward", "baseline"}
     assert estimate_parts("plain", two()).advantages.any()
 
 
