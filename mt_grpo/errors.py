@@ -37,6 +37,10 @@ class ServerSetupError(UserError, ValueError):
     """A server is up but cannot serve this run: wrong model, missing flag, refused key. The message has the mend."""
 
 
+class ServerGoneError(UserError, ConnectionError):
+    """No server could be reached for `server_timeout` seconds. It ends the run, not one conversation."""
+
+
 class WeightSyncError(UserError, RuntimeError):
     """The server's weights could not be updated. Ends the run."""
 

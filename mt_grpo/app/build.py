@@ -48,7 +48,6 @@ from mt_grpo.training.environment import build_env
 from mt_grpo.training.media import tokenizer_in, with_column_media
 from mt_grpo.training.model import resolve_base, resolve_model, source_options, subfolder_of
 from mt_grpo.training.preflight import Rows, check_batch_sizes, check_folder, check_rows_suffice, check_surroundings
-from mt_grpo.training.servers import check_own_servers
 from mt_grpo.training.trainer import MTGRPOEnvTrainer
 from mt_grpo.trajectory import visible
 
@@ -191,7 +190,10 @@ def build_trainer(recipe: Recipe, trains: bool = True, writes: bool = True) -> M
         },
     )
     check_surroundings(args)  # the trainer does too, but rows are not loaded for a machine that cannot train
-    check_own_servers(args)
+    if args.use_vllm:
+        from mt_grpo.training.servers import check_own_servers  # loaded for runs that have servers
+
+        check_own_servers(args)
     checkpoint = Path(args.resume_from_checkpoint) if trains and args.resume_from_checkpoint else None
     if checkpoint is not None:
         check_checkpoint(checkpoint, batch_options(args), args.process_index, args.world_size)

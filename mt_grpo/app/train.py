@@ -22,14 +22,13 @@ from mt_grpo.app import report
 from mt_grpo.app.interrupt import print_error
 from mt_grpo.app.report import RunProgress
 from mt_grpo.credit import CreditError, rule_label
-from mt_grpo.errors import WeightSyncError
+from mt_grpo.errors import ServerGoneError, WeightSyncError
 from mt_grpo.preemption import PreemptedError
 from mt_grpo.rewards import RewardError
 from mt_grpo.rollout import RolloutError
 from mt_grpo.rollout.token_check import examine_template
 from mt_grpo.runlog import open_run
 from mt_grpo.runlog.findings import Counts, find_in_run
-from mt_grpo.servers.http import ServerGoneError
 from mt_grpo.training.checkpoint import says_what_cannot_be_written
 from mt_grpo.training.nonfinite import NonFiniteError
 from mt_grpo.training.preflight import clear_folder, locked

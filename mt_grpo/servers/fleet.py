@@ -15,13 +15,13 @@ from typing import Any
 
 import aiohttp
 
+from mt_grpo.errors import ServerGoneError
 from mt_grpo.servers.cache_scheduler import CacheScheduler, Gate, Pressure, read_pressure
 from mt_grpo.servers.http import (
     CONNECT_TIMEOUT,
     POLL,
     RequestFailed,
     Server,
-    ServerGoneError,
     ServerSetupError,
     ask,
     check_server,

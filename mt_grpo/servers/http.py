@@ -23,7 +23,7 @@ import aiohttp
 import orjson
 
 from mt_grpo.concurrency import run
-from mt_grpo.errors import EngineError, ServerSetupError, UserError
+from mt_grpo.errors import EngineError, ServerSetupError
 from mt_grpo.vllm_plugin import IDENTITY
 from mt_grpo.vllm_plugin.keys import read_key
 
@@ -56,10 +56,6 @@ class RequestFailed(EngineError):
         self.repeat = repeat
         self.unreachable = unreachable
         self.status = status
-
-
-class ServerGoneError(UserError, ConnectionError):
-    """No server could be reached for `server_timeout` seconds. It ends the run, not one conversation."""
 
 
 def find_key(base_url: str) -> str | None:

@@ -22,7 +22,6 @@ from mt_grpo.options.environments import with_env_options
 from mt_grpo.options.rules import check_options
 from mt_grpo.options.table import OF_LIBRARIES, RunOptions, options_of, with_options_in_docstring
 from mt_grpo.options.values import PARSERS, chosen_rule
-from mt_grpo.weights.transport import TRANSPORTS
 
 KEEPS_TURNS = ("cispo", "vespo")
 """Loss types in which an advantage weighs its own tokens, for every `importance_sampling_level`."""
@@ -33,10 +32,18 @@ CLIP = 2.0
 """Where the ratio of a token is cut with `max_staleness`, unless another bound than TRL's default is given."""
 
 
-def registered_names() -> dict[str, list[str]]:
-    """The values of options to which plugins can add, with those that imported plugins have added."""
+def registered_names(weight_sync: str | None = None) -> dict[str, list[str]]:
+    """
+    The values of options to which plugins can add, with those that imported plugins have added. Transports are loaded
+    unless `weight_sync` is `auto`.
+    """
+    transports = []
+    if weight_sync != "auto":
+        from mt_grpo.weights.transport import TRANSPORTS
+
+        transports = list(TRANSPORTS)
     return {
-        "weight_sync": ["auto", *TRANSPORTS],
+        "weight_sync": ["auto", *transports],
         "tree_attention": ["auto", *KERNELS],
         "call_protocol": list(PROTOCOLS),
         "advantage_estimator": list(ADVANTAGE_ESTIMATORS),
@@ -140,7 +147,7 @@ class MTGRPOConfig(RunOptions, GRPOConfig):
         Raises:
             ConfigError: For the first rule that they break.
         """
-        names = registered_names()
+        names = registered_names(self.weight_sync)
         if self.env is not None:  # its module, which is not imported yet, may register a protocol
             del names["call_protocol"]
         check_options(vars(self), names, OF_LIBRARIES | options_of(type(self)))

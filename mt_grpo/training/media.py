@@ -15,7 +15,6 @@ from mt_grpo.forward.media import media_tokens
 from mt_grpo.media import IMAGE, SOUND, MediumError, Part, decode, is_decoded, is_image, media_of, read_parts, to_file
 from mt_grpo.rollout import Engine
 from mt_grpo.rollout.engine import MediaEngine
-from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
 from mt_grpo.rollout.media import MediaEncoder, audio_feature_extractor
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.model import source_options
@@ -172,6 +171,12 @@ def media_encoder(processor: Any, config: PreTrainedConfig, engine: Engine) -> M
     return MediaEncoder(processor, tokens) if (sees or hears) and isinstance(engine, MediaEngine) else None
 
 
+def _is_server(engine: Engine) -> bool:
+    from mt_grpo.rollout.engines.vllm.client import VLLMServerClient  # loaded for runs that have servers
+
+    return isinstance(engine, VLLMServerClient)
+
+
 def check_media(encoder: MediaEncoder | None, config: PreTrainedConfig, engine: Engine, *data: Any) -> None:
     """Refuses datasets with images or sounds where the model cannot be shown them."""
     every = [rows for one in data for rows in (one.values() if isinstance(one, dict) else [one])]
@@ -180,7 +185,7 @@ def check_media(encoder: MediaEncoder | None, config: PreTrainedConfig, engine: 
         (SOUND_COLUMNS, Audio, PLACE, media_tokens(config).get(SOUND), "sounds"),
     ):
         column = next((name for rows in every for name in columns if _holds(rows, name, feature)), None)
-        if column is not None and feature is Audio and isinstance(engine, VLLMServerClient):
+        if column is not None and feature is Audio and _is_server(engine):
             raise ConfigError(
                 f"The column {column!r} of the dataset holds sounds, which are not sent to a vLLM server: set "
                 f"`use_vllm: false`, or remove the column (`remove_columns({column!r})`)."

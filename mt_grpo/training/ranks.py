@@ -30,12 +30,11 @@ from transformers import TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 
 from mt_grpo.concurrency import run
-from mt_grpo.errors import ConfigError, UserError, WeightSyncError
+from mt_grpo.errors import ConfigError, ServerGoneError, ServerSetupError, UserError, WeightSyncError
 from mt_grpo.rewards import RewardError
 from mt_grpo.rollout import EngineError, RolloutError
 from mt_grpo.rollout.engines.transformers import on_device
 from mt_grpo.runlog import RunLogError
-from mt_grpo.servers.http import ServerGoneError, ServerSetupError
 
 T = TypeVar("T")
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import gather_object
@@ -42,7 +42,6 @@ from mt_grpo.training import (
     own_engine,
     preflight,
     reward_batch,
-    servers,
     trl_arguments,
 )
 from mt_grpo.training.activations import Activations
@@ -61,7 +60,9 @@ from mt_grpo.training.step_log import Step, StepLog
 from mt_grpo.training.step_log.display import print_fewer
 from mt_grpo.training.step_log.metrics import means_over_rows, route_metrics, show_advantages
 from mt_grpo.trajectory import Trajectory
-from mt_grpo.weights.sync import WeightSync
+
+if TYPE_CHECKING:
+    from mt_grpo.weights.sync import WeightSync
 
 Reward = str | Callable[..., Any] | RewardFunc | PreTrainedModel
 Rewards = Reward | Sequence[Reward] | None
@@ -142,7 +143,9 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         trl_arguments.check_rollout_func(rollout_func)
         tools = trl_arguments.as_list(tools)
         preflight.check_surroundings(args)
-        if engine is None:
+        if engine is None and args.use_vllm:
+            from mt_grpo.training import servers  # what belongs to servers is loaded for runs that have some
+
             servers.check_own_servers(args)
         if args.use_vllm or args.max_staleness:
             own_engine.check_importance_sampling(args)
@@ -276,6 +279,8 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             self.replay.check_tokenizer(self._tokenizer)
             engine = NoEngine(self._tokenizer, context_length(self.model.config))
         if args.use_vllm and engine is None:
+            from mt_grpo.training import servers
+
             config = self.model.config
             engine = servers.server_client(args, self._tokenizer, config.name_or_path, media_tokens(config))
             with servers.own_server(args, self.accelerator.unwrap_model(self.model)) as server:

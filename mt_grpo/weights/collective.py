@@ -12,8 +12,8 @@ import torch
 from accelerate.utils import gather_object
 
 from mt_grpo.concurrency import run as wait
-from mt_grpo.errors import WeightSyncError
-from mt_grpo.servers.http import RequestFailed, Server, ServerControl, ServerGoneError, wait_for_servers
+from mt_grpo.errors import ServerGoneError, WeightSyncError
+from mt_grpo.servers.http import RequestFailed, Server, ServerControl, wait_for_servers
 from mt_grpo.weights.transport import Payload, Source
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from peft.tuners.lora import LoraLayer
@@ -23,7 +23,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from mt_grpo.errors import WeightSyncError
-from mt_grpo.servers.http import ServerControl
+
+if TYPE_CHECKING:
+    from mt_grpo.servers.http import ServerControl
 
 logger = logging.getLogger(__name__)
 LENGTH = 64

@@ -12,10 +12,10 @@ from support.upstreams import SAMPLING, client_of, completion, play
 from support.waiting import until_true
 
 from mt_grpo.concurrency import run
-from mt_grpo.errors import EngineError
+from mt_grpo.errors import EngineError, ServerGoneError
 from mt_grpo.rollout import SamplingParams
 from mt_grpo.servers.fleet import Placement
-from mt_grpo.servers.http import Server, ServerGoneError, ServerSetupError
+from mt_grpo.servers.http import Server, ServerSetupError
 from mt_grpo.vllm_plugin import keys
 
 

@@ -29,14 +29,14 @@ from transformers import AutoTokenizer
 from mt_grpo.concurrency import BackgroundTask
 from mt_grpo.doctor.memory import read_shape
 from mt_grpo.envs import MultiTurnToolEnv
-from mt_grpo.errors import WeightSyncError
+from mt_grpo.errors import ServerGoneError, WeightSyncError
 from mt_grpo.forward.lm_head import Truncation
 from mt_grpo.integrations.openai_api import AgentSource
 from mt_grpo.rewards import InformationGain
 from mt_grpo.rollout import RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
 from mt_grpo.runlog import open_run, read_trajectories
-from mt_grpo.servers.http import RequestFailed, ServerControl, ServerGoneError, ServerSetupError, find_key
+from mt_grpo.servers.http import RequestFailed, ServerControl, ServerSetupError, find_key
 from mt_grpo.token_tree import TokenTree
 from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer, token_logps
 from mt_grpo.trajectory import StopReason, Trajectory

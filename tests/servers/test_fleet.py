@@ -10,7 +10,8 @@ from support.loopback import ScriptedServer, free_port
 from support.upstreams import SAMPLING, client_of, completion, play
 from support.waiting import until_true
 
-from mt_grpo.servers.http import ServerGoneError, ServerSetupError
+from mt_grpo.errors import ServerGoneError
+from mt_grpo.servers.http import ServerSetupError
 from mt_grpo.vllm_plugin import IDENTITY
 
 

@@ -21,12 +21,12 @@ from support.trainers import Letters
 from support.waiting import until
 
 from mt_grpo.envs import MultiTurnToolEnv
-from mt_grpo.errors import ConfigError, WeightSyncError
+from mt_grpo.errors import ConfigError, ServerGoneError, WeightSyncError
 from mt_grpo.options.rules import check_batches, check_served
 from mt_grpo.rollout import ScriptedEngine
 from mt_grpo.servers import start, watchdog
 from mt_grpo.servers.fleet import Placement
-from mt_grpo.servers.http import Server, ServerGoneError, ServerSetupError
+from mt_grpo.servers.http import Server, ServerSetupError
 from mt_grpo.servers.start import OwnServer
 from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
 from mt_grpo.training import servers as starting
