@@ -74,7 +74,7 @@ def score_trajectories(
         for each in judged
         for turn in each.turns
     ]
-    of_outcomes = [together.get(func) or _call_on_all(func, judged, extra) for func in outcome_funcs]
+    of_outcomes = [together[func] if func in together else _call_on_all(func, judged, extra) for func in outcome_funcs]
 
     async def wait() -> Scores:
         calls = [*of_turns, *(call for calls in of_outcomes for call in calls)]
