@@ -19,7 +19,7 @@ from transformers import PrinterCallback, ProgressCallback
 from mt_grpo.app.train import run_training
 from mt_grpo.rewards import OutcomeReward
 from mt_grpo.rollout import ScriptedEngine
-from mt_grpo.runlog import state
+from mt_grpo.runlog import heartbeat
 from mt_grpo.token_tree import TokenTree
 from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
 from mt_grpo.training.rollout_batch import as_text
@@ -192,7 +192,7 @@ def test_printers_of_others_are_left_as_they_are():
 def test_a_slow_step_says_once_how_far_it_is(build, monkeypatch, way):
     """The reward waits until somebody has said that it is waited for."""
     said, watching = threading.Event(), set()
-    monkeypatch.setattr(state, "QUIET", 0.01)
+    monkeypatch.setattr(heartbeat, "QUIET", 0.01)
 
     class Log(io.StringIO):
         def write(self, text):
