@@ -43,15 +43,31 @@ def pool_of(*servers, **options):
     return openenv_server(urls, action=lambda text: {"message": text}, observe=lambda seen: seen["echo"], **options)
 
 
-def play(env, number, turns=("hello", "bye"), before_turn=lambda session, turn: None):
+class InStep(ScriptedEngine):
+    """No conversation has its second turn before all have had their first."""
+
+    def __init__(self, tokenizer, say, number):
+        super().__init__(tokenizer, say)
+        self.begun, self.all_begun = set(), asyncio.Barrier(number)
+
+    async def generate(self, context, sampling, session):
+        if session in self.begun:
+            await self.all_begun.wait()
+        self.begun.add(session)
+        return await super().generate(context, sampling, session)
+
+
+def play(env, number, turns=("hello", "bye"), before_turn=None):
     tokenizer = build_tokenizer()
 
     def say(session, turn):
-        before_turn(int(session), turn)
+        if before_turn is not None:
+            before_turn(int(session), turn)
         return turns[turn] + "<|im_end|>"
 
     requests = [RolloutRequest("Talk.", f"{index:03d}", {"seed": index}) for index in range(number)]
-    return asyncio.run(RolloutRunner(env, ScriptedEngine(tokenizer, say)).run(requests, SamplingParams()))
+    engine = InStep(tokenizer, say, number) if before_turn is not None else ScriptedEngine(tokenizer, say)
+    return asyncio.run(RolloutRunner(env, engine).run(requests, SamplingParams()))
 
 
 def test_conversations_wait_for_a_server_with_room_for_one(servers, caplog):
