@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -142,7 +143,7 @@ class Payload:
     model: str = ""
 
 
-class Transport:
+class Transport(ABC):
     """
     The base class of transports: `pack` and `deliver`, and facts about them. `WeightSync` does the rest.
 
@@ -180,21 +181,21 @@ class Transport:
         """Flags and environment variables that the server needs for this transport, from TRL's `ModelConfig`."""
         return [], {}
 
-    def prepare(self, server: ServerControl, config: dict[str, Any]) -> None:
+    def prepare(self, server: ServerControl, config: dict[str, Any]) -> None:  # noqa: B027
         """Before the first sync: makes sure that `server`, which has this configuration, can receive weights."""
 
+    @abstractmethod
     def pack(self, step: int | None) -> Iterable[Any]:
         """
         Every process: gets the weights ready to be sent; with `step` `None`, those of the proof. One `Payload`, or
         buckets.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def deliver(self, update: Update, payload: Any) -> None:
         """Brings a server what was packed. A bucket is delivered inside an update that has begun."""
-        raise NotImplementedError
 
-    def delivered(self) -> None:
+    def delivered(self) -> None:  # noqa: B027
         """Every process: all servers have what was packed last."""
 
     def close(self) -> None:
