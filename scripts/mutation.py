@@ -2,7 +2,7 @@
 Mutation scores: of small faults put into a module, the share that its tests find.
 
     pip install cosmic-ray
-    python scripts/mutation.py                                  # all modules of `TESTS`, 40 faults each: an hour of a core
+    python scripts/mutation.py                                     # 40 faults in each of `TESTS`: hours of a core
     python scripts/mutation.py credit/rules/returns --faults 10
 
 Faults are those of Cosmic Ray (another operator, another number, a condition turned round, a loop that runs not once),
@@ -14,6 +14,7 @@ as found.
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.abc
 import importlib.util
 import os
@@ -22,6 +23,8 @@ import signal
 import sys
 import time
 from pathlib import Path
+
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = {
@@ -133,9 +136,8 @@ def main() -> None:
     parser.add_argument("--patience", type=float, default=600, help="seconds for the tests of one fault (600)")
     asked = parser.parse_args()
 
-    import datasets, torch, transformers, trl  # noqa: E401, F401
-    import hypothesis  # noqa: F401
-
+    for name in ("datasets", "hypothesis", "transformers", "trl"):
+        importlib.import_module(name)
     torch.set_num_threads(1)
     os.chdir(ROOT)
     sys.path.insert(0, str(ROOT))
@@ -149,10 +151,8 @@ def main() -> None:
         left = [
             (name, line) for name, line, changed in drawn if survives(module, changed, TESTS[module], asked.patience)
         ]
-        share = 1 - len(left) / len(drawn)
-        print(
-            f"{module:24} {share:.2f} of {len(drawn)} faults found, of {len(of_all)} ({time.monotonic() - begin:.0f} s)"
-        )
+        share, seconds = 1 - len(left) / len(drawn), time.monotonic() - begin
+        print(f"{module:24} {share:.2f} of {len(drawn)} faults found, of {len(of_all)} ({seconds:.0f} s)")
         for name, line in sorted(left, key=lambda each: each[1]):
             print(f"    not found: {name}, line {line}: {text.splitlines()[line - 1].strip()}", flush=True)
 
