@@ -27,8 +27,8 @@ from jobs import PATIENCE, finished, prepare, run_all, write_rows
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
 from mt_grpo.app.recipe import build_recipe
-from mt_grpo.app.report import measure, summarise, write_json
 from mt_grpo.app.request import read_request
+from mt_grpo.app.train import measure, summarise, write_json
 from mt_grpo.data.embedded.tool import search
 from mt_grpo.training.trainer import MTGRPOEnvTrainer
 

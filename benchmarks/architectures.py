@@ -42,7 +42,7 @@ from rich.table import Table
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from mt_grpo.app.report import write_json
+from mt_grpo.app.train import write_json
 from mt_grpo.errors import UnsupportedModelError
 from mt_grpo.forward import model as forward
 from mt_grpo.forward.model import enable_trees

@@ -36,7 +36,7 @@ from jobs import finished, write_rows
 from transformers import TrainerCallback
 
 from mt_grpo import MTGRPOEnvTrainer
-from mt_grpo.app.report import write_json
+from mt_grpo.app.train import write_json
 from mt_grpo.envs.env import Step, StepEnv
 from mt_grpo.rewards import OutcomeReward, TurnReward
 from mt_grpo.trajectory import Trajectory, Turn

@@ -28,7 +28,7 @@ from horizon_task import ARMS, GROUP, SCORES, SETTINGS, ShareRight, build_traine
 from jobs import finished, write_rows
 
 from mt_grpo import MTGRPOEnvTrainer
-from mt_grpo.app.report import write_json
+from mt_grpo.app.train import write_json
 
 FOLDER = Path(__file__).parent.parent / "runs" / "horizon"
 RESULT = RESULTS / "horizon.json"

@@ -25,7 +25,7 @@ from step import BOUND, difference
 from torch.profiler import ProfilerActivity, profile
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from mt_grpo.doctor.time_plan import recomputed
+from mt_grpo.doctor.plan import recomputed
 from mt_grpo.forward.model import enable_trees, score_packed
 from mt_grpo.forward.packing import FlatTree, Packed, pack
 from mt_grpo.training.activations import layers_in_groups

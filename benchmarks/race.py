@@ -48,7 +48,7 @@ from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCall
 from trl import GRPOConfig, GRPOTrainer
 
 from mt_grpo import MTGRPOConfig, MTGRPOEnvTrainer
-from mt_grpo.app.report import write_json
+from mt_grpo.app.train import write_json
 from mt_grpo.rewards import load_rewards
 
 FOLDER = Path(__file__).parent.parent / "runs" / "race"

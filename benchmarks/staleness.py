@@ -30,8 +30,8 @@ from staleness_report import START, draw, text, write_page
 from transformers import PrinterCallback, ProgressCallback
 
 from mt_grpo.app.recipe import build_recipe
-from mt_grpo.app.report import measure, summarise, write_json
 from mt_grpo.app.request import read_request
+from mt_grpo.app.train import measure, summarise, write_json
 from mt_grpo.concurrency import run
 from mt_grpo.data import load_rows
 from mt_grpo.data.embedded.tool import search

@@ -39,7 +39,7 @@ from success_task import (
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, ProgressCallback
 
 from mt_grpo import MTGRPOConfig, MTGRPOEnvTrainer
-from mt_grpo.app.report import write_json
+from mt_grpo.app.train import write_json
 
 FOLDER = Path(__file__).parent.parent / "runs" / "success_probe"
 RESULT = RESULTS / "success_probe.json"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import io
+import json
 import os
 import signal
 import sys
@@ -16,7 +17,7 @@ from types import TracebackType
 from mt_grpo import __version__
 from mt_grpo.app.interrupt import ends_at_once, print_error, run_interruptibly
 from mt_grpo.app.request import OWN_OPTIONS, Request, check_new, check_places, check_processes, read_request
-from mt_grpo.errors import UserError
+from mt_grpo.errors import ConfigError, UserError
 from mt_grpo.imports import did_you_mean
 from mt_grpo.options.rules import check_served
 from mt_grpo.preemption import PreemptedError, leave, listening
@@ -30,10 +31,10 @@ COMMANDS = {
     "export": ("write a run's conversations for other programs", "mt_grpo.app.view:export"),
     "credit": ("compare the credit rules on a run's conversations", "mt_grpo.advisor:credit"),
     "doctor": ("tell whether a run can begin and fits, and how long a step takes", "mt_grpo.cli:doctor"),
-    "recipes": ("list the recipes that ship with mt-grpo, or copy one", "mt_grpo.app.recipes_command:run"),
-    "env": ("print versions and devices, for a bug report", "mt_grpo.app.env:run"),
-    "schema": ("print the JSON schema of recipes, for editors", "mt_grpo.app.make_schema:main"),
-    "completion": ("print a script that completes commands and options in a shell", "mt_grpo.app.completion:run"),
+    "recipes": ("list the recipes that ship with mt-grpo, or copy one", "mt_grpo.app.commands:recipes"),
+    "env": ("print versions and devices, for a bug report", "mt_grpo.app.commands:env"),
+    "schema": ("print the JSON schema of recipes, for editors", "mt_grpo.cli:schema"),
+    "completion": ("print a script that completes commands and options in a shell", "mt_grpo.app.help:completion"),
 }
 """Each command: what it does, in one line, and the function that does it, imported when the command is called."""
 
@@ -202,6 +203,30 @@ def doctor(arguments: list[str]) -> int:
     with ends_at_once():
         checks = importlib.import_module("mt_grpo.doctor.checks")
     return checks.diagnose(request)
+
+
+_SCHEMA = """usage: mt-grpo schema
+
+Print the JSON schema of a recipe, with the options of the TRL and transformers that are installed. An editor completes
+and checks a recipe by it where the recipe's first line names a file that holds it:
+
+  mt-grpo schema > recipe.schema.json
+
+  # yaml-language-server: $schema=recipe.schema.json
+"""
+
+
+def schema(arguments: list[str]) -> int:
+    """`mt-grpo schema`: prints the schema of the installed libraries."""
+    if arguments and arguments[0] in ("-h", "--help"):
+        print(_SCHEMA, end="")
+        return 0
+    if arguments:
+        raise ConfigError(f"`mt-grpo schema` takes no arguments, and {arguments[0]!r} is given.")
+    from mt_grpo.app.recipe import build_schema
+
+    print(json.dumps(build_schema(), indent=1))
+    return 0
 
 
 def _console(quiet: bool = False):

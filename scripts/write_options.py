@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from mt_grpo.app.help import fill_tables
-from mt_grpo.app.make_schema import build_schema
+from mt_grpo.app.recipe import build_schema
 from mt_grpo.app.schema import SHIPPED
 
 if __name__ == "__main__":

@@ -12,8 +12,7 @@ import pytest
 from trl import ModelConfig, ScriptArguments, TrlParser
 
 from mt_grpo.app import help
-from mt_grpo.app.make_schema import build_schema
-from mt_grpo.app.recipe import MTGRPOScriptArguments
+from mt_grpo.app.recipe import MTGRPOScriptArguments, build_schema
 from mt_grpo.app.schema import Schema, SchemaOption
 from mt_grpo.errors import ConfigError
 from mt_grpo.forward.plan import FORWARDS

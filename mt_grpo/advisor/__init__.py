@@ -1,17 +1,24 @@
 """
-`mt-grpo credit RUN_DIR`: reads its command line. Imports no torch before the conversations to take are known.
+`mt-grpo credit RUN_DIR`: its command line, and the conversations to compare credit rules on. Imports no torch before
+these are known.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
-from mt_grpo.advisor.choice import choose
 from mt_grpo.app.interrupt import ends_at_once
+from mt_grpo.app.request import CONFIG, read_file
+from mt_grpo.app.schema import load_schema
 from mt_grpo.app.view import read_words
-from mt_grpo.errors import ConfigError
-from mt_grpo.runlog import open_run
+from mt_grpo.errors import ConfigError, UserError
+from mt_grpo.runlog import Run, open_run
+from mt_grpo.runlog.files import find
 
 USAGE = """usage: mt-grpo credit RUN_DIR [--step N] [--max_groups N] [--model_name_or_path NAME] [--json]
 
@@ -56,3 +63,167 @@ def _number(options: dict[str, str], name: str, least: int) -> int | None:
     if not text.isdecimal() or len(text) > 9 or int(text) < least:
         raise ConfigError(f"`{name}` takes a whole number from {least} on; {text[:40]!r} is none.")
     return int(text)
+
+
+DEFAULTS: dict[str, Any] = {
+    "advantage_estimator": None,
+    "branch_at": None,
+    "dtype": "float32",
+    "forward": "tree",
+    "gradient_accumulation_steps": 1,
+    "loss_type": "dapo",
+    "lora_alpha": 32,
+    "lora_r": 16,
+    "lora_target_modules": None,
+    "mask_truncated_completions": False,
+    "min_p": None,
+    "model_name_or_path": None,
+    "model_revision": "main",
+    "num_generations": None,
+    "per_device_train_batch_size": None,
+    "seed": 42,
+    "temperature": 1.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "turn_advantage_coef": None,
+    "scale_rewards": "group",
+    "use_cpu": False,
+    "use_peft": False,
+}
+"""The options of a run that are used here, with what holds where the run does not say them."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The conversations to compare rules on."""
+
+    run: Run = field(repr=False)
+    options: dict[str, Any]
+    rows: list[dict[str, Any]] = field(repr=False)
+    group_size: int
+    mode: str
+    step: int
+    model: str
+
+    @property
+    def groups_per_step(self) -> float:
+        """Groups that the run trains on in an optimiser step; all that are taken, where it does not say."""
+        whole = len(self.rows) / self.group_size
+        rows, size = self.options["per_device_train_batch_size"], self.options["num_generations"]
+        if rows is None or size is None:
+            return whole
+        return rows * self.options["gradient_accumulation_steps"] * self.run.about.get("processes", 1) / size
+
+
+def choose(run: Run, step: int | None = None, most: int | None = None, model: str | None = None) -> Chosen:
+    """Chooses the groups to compare rules on: those of training, else those of an evaluation."""
+    options = read_options(run)
+    groups = _whole_groups(run)
+    if step is None:
+        step = min((step for step, _ in groups), default=0)
+    mode = "train" if (step, "train") in groups else "eval"
+    found = groups.get((step, mode), [])
+    if not found:
+        raise UserError(_why_no_groups(run, step))
+    if mode == "train" and options["branch_at"] is not None:
+        raise UserError(
+            f"The conversations of {run.folder} branch (`branch_at: {options['branch_at']}`), and rules can only be "
+            f"compared on conversations that do not: sample some with {rollout_command(run, 32)}."
+        )
+    if len(found) < 2:
+        raise UserError(
+            f"Step {step} of {run.folder} has one whole group, and directions are means over several: sample more "
+            f"with {rollout_command(run, 32)}."
+        )
+    if not _names_rewards(run.about.get("rewards")):
+        raise UserError(f"{run.folder} does not say which rewards its conversations were given: nothing to compare.")
+    found = found[:most]
+    return Chosen(
+        run,
+        options,
+        [row for group in found for row in group],
+        len(found[0]),
+        mode,
+        step,
+        model or _model_of(run, options, step),
+    )
+
+
+def read_options(run: Run) -> dict[str, Any]:
+    """The options of a run that are in `DEFAULTS`."""
+    path, schema = find(run.folder, CONFIG), load_schema().options
+    if path is None:  # a run from Python
+        logged = run.about.get("options")
+        given = {**(logged if isinstance(logged, dict) else {}), "advantage_estimator": run.about.get("estimator")}
+        where = f"the index of {run.folder}"
+    else:
+        given, where = read_file(str(path))[0], str(path)
+    options = dict(DEFAULTS)
+    for name in DEFAULTS:
+        if given.get(name) is not None:
+            options[name] = schema[name].read(given[name])
+            schema[name].check(name, options[name], f"`{name}` in {where}", in_file=True)
+    return options
+
+
+def rollout_command(run: Run, prompts: int) -> str:
+    """The command that samples as the run did; a run from Python has no recipe to name."""
+    recipe = "RECIPE.yaml" if find(run.folder, CONFIG) is None else run.folder / CONFIG
+    return f"`mt-grpo rollout {recipe} --num_prompts {prompts} --save FOLDER`"
+
+
+def _names_rewards(rewards: Any) -> bool:
+    """Whether the index says of each reward what is used here; it may be of another program."""
+    return (
+        isinstance(rewards, list)
+        and bool(rewards)
+        and all(
+            isinstance(reward, dict)
+            and isinstance(reward.get("name"), str)
+            and reward.get("kind") in ("turn", "outcome")
+            and isinstance(reward.get("weight"), int | float)
+            for reward in rewards
+        )
+    )
+
+
+def _whole_groups(run: Run) -> dict[tuple[int, str], list[list[dict[str, Any]]]]:
+    """The groups of several conversations by step and mode, without those of which a member is missing."""
+    members: dict[tuple[int, str, int, int], list[dict[str, Any]]] = defaultdict(list)
+    for row in run.rows:
+        if row["mode"] != "discarded":
+            members[row["step"], row["mode"], row["k"], row["group"]].append(row)
+    groups: dict[tuple[int, str], list[list[dict[str, Any]]]] = defaultdict(list)
+    sizes: dict[tuple[int, str], int] = defaultdict(int)
+    for (step, mode, *_), group in sorted(members.items()):
+        sizes[step, mode] = max(sizes[step, mode], *(row["member"] + 1 for row in group))
+        groups[step, mode].append(sorted(group, key=lambda row: row["member"]))
+    whole = {key: [group for group in found if len(group) == sizes[key]] for key, found in groups.items()}
+    return {key: found for key, found in whole.items() if sizes[key] > 1 and found}
+
+
+def _why_no_groups(run: Run, step: int) -> str:
+    steps = sorted({row["step"] for row in run.rows})
+    if steps and step not in steps:
+        return f"{run.folder} has no conversations of step {step}: it has those of steps {steps[0]} to {steps[-1]}."
+    return (
+        f"{run.folder} has no groups of several conversations at step {step}, and rules compare members of a group: "
+        "sample some with `mt-grpo rollout RECIPE.yaml --num_generations 8 --num_prompts 32 --save FOLDER`."
+    )
+
+
+def _model_of(run: Run, options: dict[str, Any], step: int) -> str:
+    if step == 0:
+        name = options["model_name_or_path"] or run.about.get("model")
+        if not isinstance(name, str):
+            raise UserError(f"{run.folder} does not name its model: give it with `--model_name_or_path`.")
+        return name
+    checkpoint = run.folder / f"checkpoint-{step}"
+    if not checkpoint.is_dir():
+        saved = sorted(int(path.name.rpartition("-")[2]) for path in run.folder.glob("checkpoint-*") if path.is_dir())
+        there = f"has those of {', '.join(map(str, saved))}" if saved else "has none"
+        raise UserError(
+            f"The conversations of step {step} were sampled from weights that {run.folder} has no checkpoint of (it "
+            f"{there}): choose another `--step`, or name the model with `--model_name_or_path`."
+        )
+    return str(Path(checkpoint))

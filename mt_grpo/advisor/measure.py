@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 from trl import ModelConfig, get_peft_config
 
-from mt_grpo.advisor.choice import Chosen
+from mt_grpo.advisor import Chosen
 from mt_grpo.advisor.compare import ALL, Comparison, Judgement, judge_rules
 from mt_grpo.credit import (
     ADVANTAGE_ESTIMATORS,

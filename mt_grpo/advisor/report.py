@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mt_grpo.advisor.choice import rollout_command
+from mt_grpo.advisor import rollout_command
 from mt_grpo.advisor.compare import ALL, Direction, Interval
 from mt_grpo.advisor.measure import Found
 from mt_grpo.credit.rule import rule_label, sums_turns

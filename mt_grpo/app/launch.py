@@ -33,8 +33,8 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 
+from mt_grpo.app.commands import accelerate_configs, read_accelerate_config
 from mt_grpo.app.interrupt import print_error
-from mt_grpo.app.recipes_command import accelerate_configs, read_accelerate_config
 from mt_grpo.app.request import OF_LAUNCHER, Request
 from mt_grpo.errors import ConfigError, UserError, libraries_may_refuse
 from mt_grpo.imports import did_you_mean

@@ -18,7 +18,7 @@ from mt_grpo.imports import choose
 
 SHIPPED = Path(__file__).with_name("schema.json")
 
-KINDS: dict[str, tuple[str, type | tuple[type, ...]]] = {
+_KINDS: dict[str, tuple[str, type | tuple[type, ...]]] = {
     "integer": ("a whole number", int),
     "number": ("a number", (int, float)),
     "boolean": ("true or false", bool),
@@ -68,7 +68,7 @@ class SchemaOption:
     @property
     def wanted(self) -> str:
         """What it takes, in words."""
-        words = [KINDS[kind][0] for kind in self.kinds if kind != "null"]
+        words = [_KINDS[kind][0] for kind in self.kinds if kind != "null"]
         least = "" if self.minimum is None else f" from {self.minimum} on"
         return " or ".join(words) + least
 
@@ -96,7 +96,7 @@ class SchemaOption:
     def _takes(self, value: object) -> bool:
         # in Python, true and false are whole numbers too
         kinds = (kind for kind in self.kinds if isinstance(value, bool) == (kind == "boolean"))
-        kind = next((kind for kind in kinds if isinstance(value, KINDS[kind][1])), None)
+        kind = next((kind for kind in kinds if isinstance(value, _KINDS[kind][1])), None)
         if kind == "array" and self.items is not None:
             return all(map(self.items._takes, value))
         return kind is not None and not (self.minimum is not None and value is not None and value < self.minimum)
@@ -112,11 +112,11 @@ class SchemaOption:
         if in_file and not isinstance(value, list | dict) and "string" in self.kinds:
             read_as = {True: ", as YAML reads `yes` and `on`", False: ", as YAML reads `no` and `off`"}
             as_bool = read_as[value] if isinstance(value, bool) else ""
-            raise ConfigError(f"{label} is {show(value)}{as_bool}: it takes {self.wanted}, so put it in quotes.")
+            raise ConfigError(f"{label} is {_show(value)}{as_bool}: it takes {self.wanted}, so put it in quotes.")
         if isinstance(value, list) and self.items is not None:
-            raise ConfigError(f"{label} is {show(value)}: it takes a list, each item {self.items.wanted}.")
+            raise ConfigError(f"{label} is {_show(value)}: it takes a list, each item {self.items.wanted}.")
         what = ", a list" if isinstance(value, list) else ", a mapping" if isinstance(value, dict) else ""
-        raise ConfigError(f"{label} is {show(value)}{what}: it takes {self.wanted}.")
+        raise ConfigError(f"{label} is {_show(value)}{what}: it takes {self.wanted}.")
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def load_schema() -> Schema:
     return Schema({name: SchemaOption.of(said) for name, said in schema["properties"].items()}, exact)
 
 
-def show(value: object) -> str:
+def _show(value: object) -> str:
     """A value as a sentence names it."""
     text = json.dumps(value) if isinstance(value, bool) else str(value)
     if isinstance(value, str):

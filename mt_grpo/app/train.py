@@ -1,42 +1,57 @@
-"""A whole run: evaluates, trains, evaluates again, and writes the results."""
+"""
+A whole run: evaluates, trains, evaluates again, and writes the results; and what it shows of itself: progress, the
+agent's measures before and after, a curve, the files, and commands to go on with.
+"""
 
 from __future__ import annotations
 
 import gc
 import json
+import shlex
+import shutil
 import signal
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import yaml
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
+from matplotlib.figure import Figure
 from peft import PeftModel
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.rule import Rule
-from transformers import TrainerCallback
+from rich.table import Table
+from rich.text import Text
+from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from mt_grpo.app import report
 from mt_grpo.app.interrupt import print_error
-from mt_grpo.app.report import RunProgress
+from mt_grpo.app.request import needs_trust_confirmation
 from mt_grpo.credit import CreditError, rule_label
 from mt_grpo.errors import ServerGoneError, WeightSyncError
 from mt_grpo.preemption import PreemptedError
-from mt_grpo.rewards import RewardError
+from mt_grpo.rewards import RewardError, RewardFunc
 from mt_grpo.rollout import RolloutError
 from mt_grpo.rollout.token_check import examine_template
 from mt_grpo.runlog import open_run
+from mt_grpo.runlog.files import to_json
 from mt_grpo.runlog.findings import Counts, find_in_run
-from mt_grpo.training.checkpoint import says_what_cannot_be_written
+from mt_grpo.runlog.heartbeat import Silence
+from mt_grpo.training.checkpoint import latest_checkpoint, says_what_cannot_be_written
+from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.nonfinite import NonFiniteError
-from mt_grpo.training.preflight import clear_folder, locked
+from mt_grpo.training.preflight import LOCK, clear_folder, locked
 from mt_grpo.training.step_log.display import FewerPrinter, FewerProgress
 from mt_grpo.training.step_log.records import read_audit, versions
 from mt_grpo.training.trainer import MTGRPOEnvTrainer
 from mt_grpo.trajectory import Trajectory
-from mt_grpo.viewer import render_trajectory
 
 EXAMPLES = 3
 FAILURES = (ServerGoneError, WeightSyncError, RolloutError, CreditError, NonFiniteError, RewardError)
@@ -108,7 +123,7 @@ def _run(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console: Consol
             examples.extend(trainer.eval_trajectories[:EXAMPLES])
             args.eval_on_start = False  # this was it
         if main:
-            report.write_json(summary_path, summary)
+            write_json(summary_path, summary)
 
     def save_and_measure() -> None:
         nonlocal model_saved
@@ -146,7 +161,7 @@ def _run(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console: Consol
         raise failure from error
     except KeyboardInterrupt as error:
         number = error.args[0] if error.args else signal.SIGINT
-        kept = report.what_is_kept(args, trainer.state.global_step, model_saved)
+        kept = what_is_kept(args, trainer.state.global_step, model_saved)
         raise KeyboardInterrupt(number, kept) from None
     finally:  # whatever ended the training
         progress.end()  # gives the terminal back
@@ -159,25 +174,27 @@ def _run(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console: Consol
     run = open_run(folder)
     summary["findings"] = [finding.sentence for finding in find_in_run(run.rows, run.about)]
     audit = read_audit(folder)
-    report.write_json(summary_path, summary if audit is None else {**summary, "audit": audit})
+    write_json(summary_path, summary if audit is None else {**summary, "audit": audit})
     title = f"{rule_label(trainer.credit_rule)}, {summary['steps']} steps"
-    report.plot(trainer.state.log_history, folder / "learning_curve.png", title)
+    plot(trainer.state.log_history, folder / "learning_curve.png", title)
     if evaluates:
+        from mt_grpo.viewer import render_trajectory  # an extra
+
         questions = summary["after"]["questions"]
         for label, trajectories in (("before", examples), ("after", trainer.eval_trajectories[:EXAMPLES])):
             for number, trajectory in enumerate(trajectories):
                 console.print(Rule(f"{label}: example {number + 1}"))
                 console.print(render_trajectory(trajectory, trainer.processing_class, console.is_terminal))
-        console.print(report.table(summary["before"], summary["after"], f"{questions} held-out questions, {title}"))
+        console.print(table(summary["before"], summary["after"], f"{questions} held-out questions, {title}"))
     console.print(f"{summary['seconds']:.0f} s of training and evaluation. Written to {folder}:", markup=False)
-    for line in report.files_left(folder):
+    for line in files_left(folder):
         console.print(f"  {line}", highlight=False, markup=False)
     counts = Counts().add_table(run.rows, np.arange(len(run.rows)))
     if counts.failed and not counts.held:  # the trainer ends a run of two batches or more sooner
         raise RolloutError(f"Every conversation of the run failed, the first with: {counts.first_failure}")
     console.print("What to do next:", highlight=False)
     adapter = isinstance(trainer.accelerator.unwrap_model(trainer.model), PeftModel)
-    for what, command in report.next_steps(args, adapter):
+    for what, command in next_steps(args, adapter):
         console.print(f"  # {what}\n  {command}", highlight=False, markup=False, soft_wrap=True)
 
 
@@ -209,4 +226,325 @@ def _measure(trainer: MTGRPOEnvTrainer, progress: RunProgress, label: str) -> di
         with progress.measuring(label):
             trainer.evaluate()
     rewards = [*trainer.turn_reward_funcs, *trainer.outcome_reward_funcs]
-    return report.summarise(gather_object([report.measure(item, rewards) for item in trainer.eval_trajectories]))
+    return summarise(gather_object([measure(item, rewards) for item in trainer.eval_trajectories]))
+
+
+def measure(trajectory: Trajectory, rewards: Sequence[RewardFunc]) -> dict[str, float]:
+    """One trajectory's measures."""
+    measures = {}
+    for reward in rewards:
+        value = trajectory.rewards["turn"].get(reward.name, trajectory.rewards["outcome"].get(reward.name))
+        values = value if isinstance(value, list) else [value]
+        total = sum(item for item in values if item is not None)
+        measures[reward.name.removesuffix("_func").removesuffix("_reward")] = total / reward.maximum
+    attempts = sum(turn.num_attempts for turn in trajectory.turns)
+    failures = sum(turn.num_failures for turn in trajectory.turns)
+    measures["tool_execution"] = (attempts - failures) / attempts if attempts else 0.0
+    measures["turns"] = float(len(trajectory.turns))
+    return measures
+
+
+def summarise(measures: list[dict[str, float]]) -> dict[str, float]:
+    """The mean of each measure over trajectories, and their number as `questions`."""
+    means = {name: sum(row[name] for row in measures) / len(measures) for name in measures[0]}
+    return {**means, "questions": len(measures)}
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Writes JSON so that a crash leaves the old file or the whole new one."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(to_json(content, indent=2) + "\n", encoding="utf-8")
+    temporary.replace(path)
+
+
+def table(before: dict[str, float], after: dict[str, float], title: str) -> Table:
+    """The measures before and after, side by side."""
+    result = Table(title=Text(title, style="table.title"))
+    for column in ("", "before", "after", "change"):
+        result.add_column(column, justify="left" if not column else "right")
+    for name in before:
+        if name != "questions":
+            change = f"{after[name] - before[name]:+.3f}"
+            result.add_row(Text(_label(name)), f"{before[name]:.3f}", f"{after[name]:.3f}", change)
+    return result
+
+
+def _label(name: str) -> str:
+    labels = {
+        "tool_execution": "tool-execution rate",
+        "exist_answer_in_search_results": "answer in search results",
+        "exist_answer": "answer contained",
+        "turns": "turns per question",
+    }
+    return labels.get(name, name.replace("_", " "))
+
+
+def plot(history: list[dict[str, Any]], path: Path, title: str) -> None:
+    """Draws the mean of each reward over training steps."""
+    rows = [row for row in history if "reward" in row]
+    names = [key for key in (rows[0] if rows else {}) if key.startswith("rewards/") and key.endswith("/mean")]
+    figure = Figure(figsize=(10, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for name in ["reward", *names]:
+        points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
+        if not points:  # it applied to no conversation
+            continue
+        label = "weighted sum" if name == "reward" else name.split("/")[1].removesuffix("_func").replace("_", " ")
+        axes.plot(*zip(*points, strict=True), label=label, linewidth=2.2 if name == "reward" else 1.3)
+    axes.set(xlabel="optimiser step", ylabel="mean reward in the training batch", title=title)
+    axes.grid(alpha=0.3)
+    if axes.lines:
+        axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    figure.savefig(path, dpi=120)
+
+
+CONTENTS = {
+    "config.yaml": "every option with its value; a recipe",
+    "metrics.jsonl": "the metrics of each log step",
+    "audit.jsonl": "what rewards say in their groups",
+    "rollouts": "every conversation",
+    "learning_curve.png": "mean rewards over training",
+    "summary.json": "the agent before and after training",
+    "completions": "what `log_completions` writes",
+    "checkpoint-*": "to resume from",
+    "*model*.safetensors": "the trained weights",
+    "tokenizer": "to show the tokens of conversations",
+    "runs": "for TensorBoard",
+}
+MERGE = (
+    "from peft import AutoPeftModelForCausalLM as M; from transformers import AutoTokenizer as T; "
+    "M.from_pretrained({0!r}).merge_and_unload().save_pretrained({1!r}); "
+    "T.from_pretrained({0!r}).save_pretrained({1!r})"
+)
+"""An adapter and its model as one model."""
+
+
+def files_left(folder: Path) -> list[str]:
+    """The files of a run, those with a name that says little also in words."""
+    lines = []
+    for path in sorted(path for path in folder.iterdir() if path.name != LOCK):
+        words = [text for pattern, text in CONTENTS.items() if fnmatch(path.name, pattern)]
+        lines.append(f"{path}  ({words[0]})" if words else str(path))
+    return lines
+
+
+def next_steps(args: MTGRPOConfig, adapter: bool) -> list[tuple[str, str]]:
+    """What can be done with a finished run."""
+    folder, python = args.output_dir, _relative(sys.executable)
+    trained, options, steps = folder, [], []
+    if adapter:
+        trained, options = str(Path(folder) / "merged"), ["--use_peft", "false"]
+        steps.append(("put the adapter into its model", _shell(python, "-c", MERGE.format(folder, trained))))
+    if args.use_vllm:
+        from mt_grpo.training.servers import transport_of  # loaded for runs that have servers
+
+        options += ["--weight_sync", "auto"] if transport_of(args).sends_adapter else []
+    arguments = [*_config(args), "--model_name_or_path", trained, *options]
+    if args.use_vllm and args.vllm_mode == "server":
+        steps.append(("end the run's vLLM server, and start one of the trained model", _command("serve", *arguments)))
+    steps.append(("see what the agent did, and the credit it got", _command("view", folder)))
+    steps.append(("see what the trained agent does", _command("rollout", *arguments)))
+    checkpoint = latest_checkpoint(folder)
+    if checkpoint is not None:
+        more = ["--max_steps", str(2 * args.max_steps)] if args.max_steps > 0 else []
+        more = more or ["--num_train_epochs", f"{2 * args.num_train_epochs:g}"]
+        steps.append(("train on", _resume_command(args, checkpoint, *more)))
+    if "tensorboard" in args.report_to:
+        steps.append(("see metrics and conversations", _shell("tensorboard", "--logdir", folder)))
+    if "trackio" in args.report_to:
+        steps.append(("see metrics and conversations", _shell("trackio", "show", "--project", args.project)))
+    return steps
+
+
+def what_is_kept(args: MTGRPOConfig, step: int, model_saved: bool) -> str:
+    """What an interrupted run has left and how to go on, in sentences."""
+    folder = args.output_dir
+    if model_saved:
+        return f"Training had ended: the model, its metrics and its conversations are in {folder}."
+    checkpoint = latest_checkpoint(folder)
+    if not step and checkpoint is None:
+        return "No step was taken."
+    records = f"Metrics and conversations so far are in {folder}."
+    if checkpoint is None:
+        keeps = "`save_strategy: steps` keeps some"
+        if args.save_strategy == "steps":
+            keeps = f"a `save_steps` below {args.save_steps:g} keeps one sooner"
+        return f"{_steps(step)}, and no checkpoint was kept ({keeps}). {records}"
+    saved = checkpoint.name.rsplit("-", 1)[1]
+    return (
+        f"{_steps(step)}, and what was learnt up to step {saved} is in {checkpoint}. {records} "
+        f"Go on with: {_resume_command(args, checkpoint)}"
+    )
+
+
+def _resume_command(args: MTGRPOConfig, checkpoint: Path, *options: str) -> str:
+    """The command that resumes from a checkpoint. Of several processes it is not known how they were launched."""
+    resume = ["--resume_from_checkpoint", str(checkpoint), *options]
+    if args.world_size > 1:
+        return f"the command that began this run, with {_shell(*resume)}"
+    return _command("train", *_config(args), *resume)
+
+
+def _steps(number: int) -> str:
+    return "1 step was taken" if number == 1 else f"{number} steps were taken"
+
+
+def _config(args: MTGRPOConfig) -> list[str]:
+    """The options that name the run's own configuration, whose code has just run."""
+    path = str(Path(args.output_dir) / "config.yaml")
+    return ["--config", path, *(["--trust"] if Path(path).is_file() and needs_trust_confirmation(path) else [])]
+
+
+def _command(*words: str) -> str:
+    program = [_relative(sys.executable), "-m", "mt_grpo"]
+    if shutil.which("mt-grpo"):
+        program = ["mt-grpo"]
+    elif Path(sys.argv[0]).name == "mt-grpo":  # an environment that is not activated
+        program = [_relative(str(Path(sys.argv[0]).absolute()))]
+    return _shell(*program, *words)
+
+
+def _shell(*words: str) -> str:
+    return shlex.join(words)
+
+
+def _relative(path: str) -> str:
+    """As it may be written in this folder."""
+    return str(Path(path).relative_to(Path.cwd())) if Path(path).is_relative_to(Path.cwd()) else path
+
+
+REFRESHES = 4
+"""Of the bar, per second."""
+
+
+class RunProgress(TrainerCallback):
+    """
+    Shows step, reward, loss, turns, seconds and the time that is left; in a terminal also what the step waits for.
+    Only the main process shows anything.
+    """
+
+    def __init__(self, trainer: MTGRPOEnvTrainer, console: Console) -> None:
+        self._console = console
+        self._shows = trainer.accelerator.is_main_process
+        self._bar = _Bar(trainer, console) if console.is_terminal and self._shows else None
+        self._step_log = trainer.step_log
+        self._begun = time.monotonic()
+        self._first_step = 0
+        self._trainer = trainer
+        self._silence = Silence(self._say_how_far)
+        self._doing = ExitStack()
+
+    def begin(self) -> None:
+        """Takes the terminal. In a log it says from here on how far the work is, where nothing else does."""
+        if self._bar is not None:
+            self._bar.start()
+        elif self._shows:
+            self._doing.enter_context(self._silence)
+
+    def end(self) -> None:
+        """Gives the terminal back."""
+        if self._bar is not None:
+            self._bar.stop()
+        self._doing.close()
+
+    @contextmanager
+    def measuring(self, label: str) -> Iterator[None]:
+        """The agent is measured in the block."""
+        if self._bar is None:
+            yield
+            return
+        task = self._bar.add_task(f"measuring the agent {label} training", total=None, count="")
+        try:
+            yield
+        finally:
+            self._bar.remove_task(task)
+
+    def on_train_begin(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
+        self._begun, self._first_step = time.monotonic(), state.global_step
+        if self._bar is not None:
+            self._bar.follow(state.global_step, state.max_steps)
+
+    def on_step_end(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+        if self._bar is not None:
+            self._bar.follow(state.global_step, state.max_steps, self._left(state))
+        elif self._shows and not control.should_log:
+            self._print(state, [f"{self._step_log.latest.seconds:.1f} s"])
+
+    def on_log(
+        self, args: object, state: TrainerState, control: object, logs: dict[str, float], **kwargs: object
+    ) -> None:
+        if not self._shows:
+            return
+        if "eval_reward" in logs:
+            seconds = next(value for name, value in logs.items() if name.endswith("_runtime"))
+            words = [_number("reward", logs["eval_reward"]), _number("turns", logs["eval_turns/mean"], 2)]
+            self._print(state, [*words, f"{seconds:.1f} s"], "evaluation at ")
+        elif "reward" in logs:
+            loss = [_number("loss", logs["loss"], 4)] if "loss" in logs else []
+            words = [_number("reward", logs["reward"]), *loss, _number("turns", logs["turns/mean"], 2)]
+            if self._bar is not None:
+                self._bar.show("  ".join(words))
+            else:
+                self._print(state, [*words, *([f"{self._step_log.latest.seconds:.1f} s"] if loss else [])])
+
+    def _print(self, state: TrainerState, words: list[str], prefix: str = "") -> None:
+        width = len(str(state.max_steps))
+        left = [] if prefix else [self._left(state)]
+        line = "  ".join([f"{prefix}step {state.global_step:>{width}}/{state.max_steps}", *words, *filter(None, left)])
+        self._console.print(line, highlight=False, markup=False)
+        self._silence.broken()
+
+    def _say_how_far(self) -> None:
+        self._console.print(self._trainer.describe_progress(), highlight=False, markup=False)
+
+    def _left(self, state: TrainerState) -> str:
+        """The time that the remaining steps take, at the pace of the steps that this process did."""
+        done, left = state.global_step - self._first_step, state.max_steps - state.global_step
+        if not done or not left:
+            return ""
+        return f"{timedelta(seconds=round((time.monotonic() - self._begun) / done * left))} left"
+
+
+class _Bar(Progress):
+    """A bar of steps, below it the latest metrics, and what the step waits for, looked up whenever it is drawn."""
+
+    def __init__(self, trainer: MTGRPOEnvTrainer, console: Console) -> None:
+        self._activity = trainer.step_log.activity
+        processes = trainer.accelerator.num_processes
+        self._whose = f" (process 1 of {processes})" if processes > 1 else ""
+        self._training: TaskID | None = None
+        self._metrics = ""
+        super().__init__(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.fields[count]}", style="green"),
+            TimeElapsedColumn(),
+            console=console,
+            refresh_per_second=REFRESHES,
+        )
+
+    def follow(self, step: int, steps: int, left: str = "") -> None:
+        """Training has come to a step; `left` is the time that is left, in words."""
+        if self._training is None:
+            self._training = self.add_task("training", total=steps, count="")
+        description = f"training, {left}" if left else "training"
+        self.update(self._training, completed=step, description=description, count=f"{step}/{steps}")
+
+    def show(self, metrics: str) -> None:
+        """Shows metrics below the bar."""
+        self._metrics = metrics
+        self.refresh()
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        """What rich draws: the bar, and the lines below it, none wider than a terminal of 80 columns shows."""
+        yield self.make_tasks_table(self.tasks)
+        if self._metrics:
+            yield Text(f"  {self._metrics}", no_wrap=True, overflow="ellipsis")
+        if self.tasks:
+            activity = f"  {self._activity.describe()}{self._whose}"
+            yield Text(activity, style="bright_black", no_wrap=True, overflow="ellipsis")
+
+
+def _number(name: str, value: float | None, digits: int = 3) -> str:
+    """A metric in words; of a batch to which it does not apply there is no number."""
+    return f"{name} {'-' if value is None else format(value, f'.{digits}f')}"

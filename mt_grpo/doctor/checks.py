@@ -18,12 +18,12 @@ from transformers.utils.logging import disable_progress_bar, get_verbosity, set_
 
 import mt_grpo
 from mt_grpo.app.build import HIDDEN_TOOLS, env_of_prompt, first_rows, tools_not_in
-from mt_grpo.app.env import MISSING, SERVER, version_here, version_in
+from mt_grpo.app.commands import MISSING, SERVER, version_here, version_in
 from mt_grpo.app.recipe import build_recipe
 from mt_grpo.app.request import Request, check_writable
 from mt_grpo.concurrency import run
 from mt_grpo.data.images import naming_rows
-from mt_grpo.doctor import memory_plan, time_plan
+from mt_grpo.doctor import plan
 from mt_grpo.doctor.context import FAIL, OK, WARN, Check, Finding, Lines, NotKnown, RunFacts, examine
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.envs.env import ServedEnv
@@ -66,7 +66,7 @@ MEETING_PORT = 29500  # where accelerate lets the processes of a machine meet
 def diagnose(request: Request) -> int:
     """Examines a run, and prints what was found."""
     facts = RunFacts(request, build_recipe(request))
-    checks = CHECKS | PLAN | ({"probe": memory_plan.probe} if request.own["probe"] else {})
+    checks = CHECKS | PLAN | ({"probe": plan.probe} if request.own["probe"] else {})
     out = sys.stdout
     with _quiet(), contextlib.redirect_stdout(sys.stderr):  # tools and libraries may print
         found = examine(facts, checks)
@@ -460,9 +460,9 @@ CHECKS: dict[str, Check] = {
 }
 """Checks that come before the plan, by name."""
 PLAN: dict[str, Check] = {
-    "training memory": memory_plan.training,
-    "server memory": memory_plan.serving,
-    "files": memory_plan.files,
-    "step": time_plan.step,
+    "training memory": plan.training,
+    "server memory": plan.serving,
+    "files": plan.files,
+    "step": plan.step,
 }
 """The plan's parts by name. They come after the checks, which measure what tools cost."""

@@ -19,7 +19,7 @@ from peft import PeftConfig, get_peft_model
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from mt_grpo.app.recipes_command import accelerate_configs, read_accelerate_config
+from mt_grpo.app.commands import accelerate_configs, read_accelerate_config
 from mt_grpo.errors import ConfigError, UnsupportedModelError, libraries_may_refuse
 from mt_grpo.forward.model import check_model, check_sequence_parallel
 from mt_grpo.imports import did_you_mean

@@ -12,7 +12,7 @@ from typing import Any
 from mt_grpo.envs.source import EnvLike
 from mt_grpo.envs.tool_env import MultiTurnToolEnv
 from mt_grpo.imports import import_object
-from mt_grpo.options.environments import TYPES, env_type
+from mt_grpo.options.values import TYPES, env_type
 from mt_grpo.tools import in_processes, load_tools_file
 
 TRLFactory = Callable[[], Any] | dict[str, Callable[[], Any]]
@@ -25,7 +25,7 @@ _BUILDS: dict[str, Build] = {}
 
 
 def environment(name: str) -> Callable[[Build], Build]:
-    """Registers what builds a type of environment; `name` is in `mt_grpo.options.environments.TYPES`."""
+    """Registers what builds a type of environment; `name` is in `mt_grpo.options.values.TYPES`."""
 
     def add(build: Build) -> Build:
         _BUILDS[name] = build

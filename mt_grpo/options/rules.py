@@ -12,10 +12,9 @@ from types import SimpleNamespace
 
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import choose, did_you_mean
-from mt_grpo.options.environments import ALIASES
-from mt_grpo.options.names import refuse_unknown
 from mt_grpo.options.table import OF_ENVIRONMENT, OPTIONS, Option, Values, check_values
 from mt_grpo.options.values import (
+    ALIASES,
     VERIFIERS,
     chosen_rule,
     is_bare,
@@ -26,6 +25,7 @@ from mt_grpo.options.values import (
     parse_reward,
     parse_rule,
     parse_user,
+    refuse_unknown,
     rule_name,
     verifiers_name,
 )

@@ -18,10 +18,9 @@ from mt_grpo.envs.protocols import PROTOCOLS
 from mt_grpo.errors import ConfigError
 from mt_grpo.forward.attention.layout import KERNELS
 from mt_grpo.imports import import_file
-from mt_grpo.options.environments import with_env_options
 from mt_grpo.options.rules import check_options
 from mt_grpo.options.table import OF_LIBRARIES, RunOptions, options_of, with_options_in_docstring
-from mt_grpo.options.values import PARSERS, chosen_rule
+from mt_grpo.options.values import PARSERS, chosen_rule, with_env_options
 
 KEEPS_TURNS = ("cispo", "vespo")
 """Loss types in which an advantage weighs its own tokens, for every `importance_sampling_level`."""

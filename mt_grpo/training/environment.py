@@ -23,10 +23,9 @@ from mt_grpo.envs.registry import TRLFactory, build_environment, named_tools
 from mt_grpo.envs.source import COLUMN, check_source, close_environments, source_of
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean, import_object
-from mt_grpo.options.environments import TYPES
 from mt_grpo.options.rules import PARTNERS, check_agent, check_partner, check_scheduler
 from mt_grpo.options.table import OF_ENVIRONMENT
-from mt_grpo.options.values import verifiers_name
+from mt_grpo.options.values import TYPES, verifiers_name
 from mt_grpo.rewards import RewardFunc
 from mt_grpo.rollout import Engine, RolloutLimits, RolloutRunner, TemplateError
 from mt_grpo.rollout.chat_template import ChatTemplate

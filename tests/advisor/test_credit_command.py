@@ -17,7 +17,7 @@ from support.models import build_model, build_tokenizer
 from support.recipes import ROOT
 from support.runs import write_run
 
-from mt_grpo.advisor.choice import choose
+from mt_grpo.advisor import choose
 from mt_grpo.advisor.compare import ALL, judge_rules
 from mt_grpo.advisor.measure import Found, compare, kept_outcomes, rules_of, with_batch_scale
 from mt_grpo.advisor.report import advice, as_json, show

@@ -15,8 +15,8 @@ import yaml
 from support.recipes import LISTED, ROOT
 
 from mt_grpo import __version__
-from mt_grpo.app import env
-from mt_grpo.app.recipes_command import describe, shipped
+from mt_grpo.app import commands
+from mt_grpo.app.commands import _describe, shipped
 from mt_grpo.cli import main
 
 WITHOUT_TORCH = """
@@ -60,8 +60,8 @@ def test_env_tells_no_secret(capsys, monkeypatch):
 
 
 def test_env_says_what_is_missing(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(env, "PACKAGES", ("trl", "a-package-that-nobody-has"))
-    monkeypatch.setattr(env.mt_grpo, "__file__", str(tmp_path / "mt_grpo" / "__init__.py"))
+    monkeypatch.setattr(commands, "_PACKAGES", ("trl", "a-package-that-nobody-has"))
+    monkeypatch.setattr(commands.mt_grpo, "__file__", str(tmp_path / "mt_grpo" / "__init__.py"))
     monkeypatch.setenv("PATH", str(tmp_path))
     assert main(["env"]) == 0
     printed = " ".join(capsys.readouterr().out.split())
@@ -73,7 +73,7 @@ def test_env_finds_the_server_of_the_checkout(capsys, monkeypatch, tmp_path):
     installed = tmp_path / ".venv-vllm" / "lib" / "python3.12" / "site-packages" / "vllm-0.31.2.dist-info"
     installed.mkdir(parents=True)
     (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.31.2\n")
-    monkeypatch.setattr(env.mt_grpo, "__file__", str(tmp_path / "mt_grpo" / "__init__.py"))
+    monkeypatch.setattr(commands.mt_grpo, "__file__", str(tmp_path / "mt_grpo" / "__init__.py"))
     assert main(["env"]) == 0
     assert "vllm in .venv-vllm 0.31.2" in " ".join(capsys.readouterr().out.split())
 
@@ -112,7 +112,7 @@ def test_every_recipe_ships_and_says_what_it_is(capsys):
     ],
 )
 def test_a_recipe_is_described_by_its_first_sentence(recipe, description):
-    assert describe(recipe) == description
+    assert _describe(recipe) == description
 
 
 @pytest.mark.parametrize("name", ["quickstart.yaml", "quickstart", "Qwen/gsm8k", "accelerate/zero3.yaml"])

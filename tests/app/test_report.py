@@ -16,7 +16,7 @@ from support.models import CPU_RUN
 from support.own_process import TERMINAL
 from support.waiting import until
 
-from mt_grpo.app.report import next_steps, plot
+from mt_grpo.app.train import next_steps, plot
 from mt_grpo.cli import main
 from mt_grpo.runlog import read_trajectories
 from mt_grpo.training import MTGRPOConfig

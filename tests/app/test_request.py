@@ -13,7 +13,7 @@ from support.recipes import RECIPES, ROOT
 from mt_grpo.app.request import check_places, check_writable
 from mt_grpo.app.schema import load_schema
 from mt_grpo.errors import ConfigError
-from mt_grpo.options.names import SYNONYMS, refuse_unknown
+from mt_grpo.options.values import SYNONYMS, refuse_unknown
 
 HEAVY = {"accelerate", "datasets", "matplotlib", "numpy", "rich", "torch", "transformers", "trl"}
 

@@ -12,9 +12,8 @@ from jsonschema import Draft7Validator
 from support.recipes import RECIPES, parse_recipe
 
 from mt_grpo.app import request
-from mt_grpo.app.make_schema import build_schema
-from mt_grpo.app.recipe_file import read_file
-from mt_grpo.app.request import read_request
+from mt_grpo.app.recipe import build_schema
+from mt_grpo.app.request import read_file, read_request
 from mt_grpo.app.schema import SHIPPED, load_schema
 from mt_grpo.cli import main
 from mt_grpo.errors import ConfigError

@@ -12,11 +12,11 @@ from support.models import build_tokenizer
 
 from mt_grpo.app.recipe import build_recipe
 from mt_grpo.app.request import read_request
-from mt_grpo.doctor import checks, memory_plan, time_plan
+from mt_grpo.doctor import checks, plan
 from mt_grpo.doctor.checks import CHECKS, ERROR, PLAN
 from mt_grpo.doctor.context import RunFacts, examine
 
-ALL = CHECKS | PLAN | {"probe": memory_plan.probe}
+ALL = CHECKS | PLAN | {"probe": plan.probe}
 
 SILENT = """
 from mt_grpo.envs import MultiTurnToolEnv
@@ -341,7 +341,7 @@ def test_the_server_has_room_or_not(check):
 def test_files_fit_or_not(check, monkeypatch):
     assert check("files", save_strategy="steps", save_steps=1)[0] == ["ok"]
     assert check("files", use_vllm=True)[0] == ["ok", "ok"]
-    monkeypatch.setattr(memory_plan, "free_bytes", lambda folder: 10)
+    monkeypatch.setattr(plan, "free_bytes", lambda folder: 10)
     status, words = check("files", use_vllm=True, save_strategy="steps", save_steps=1)
     assert status == ["fail", "fail"]
     assert "`weight_sync_folder`" in words and "2 checkpoints" in words and "`save_total_limit`" in words
@@ -365,12 +365,12 @@ def test_a_step_is_estimated_and_calibrated(check, tmp_path):
 
 
 def test_a_slow_server_asks_for_more_gpus(check, monkeypatch):
-    slow = time_plan.Speed(400e12, 1e6, 1e-4, 1e-4, "a slow memory")
-    monkeypatch.setattr(time_plan, "speed_of", lambda gpu: slow)
+    slow = plan.Speed(400e12, 1e6, 1e-4, 1e-4, "a slow memory")
+    monkeypatch.setattr(plan, "speed_of", lambda gpu: slow)
     options = ["--gpu_memory", "80", "--num_processes", "7"]
     status, words = check("step", *options, use_vllm=True, **GPU)
     assert status == ["ok", "warn"] and "7 + 1: " in words and "train on 4 and serve on 4: 4 servers" in words
-    slow = time_plan.Speed(1e6, 2e12, 1e-4, 1e-4, "a slow processor")
+    slow = plan.Speed(1e6, 2e12, 1e-4, 1e-4, "a slow processor")
     status, words = check("step", *options, use_vllm=True, num_iterations=8, **GPU)
     assert status == ["ok", "ok"] and "7 + 1 is near the best" in words
 
@@ -390,7 +390,7 @@ def test_a_probe_that_runs_out_of_memory_says_so(check, monkeypatch):
     def fail(*arguments):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(memory_plan, "_logps", fail)
+    monkeypatch.setattr(plan, "_logps", fail)
     status, words = check("probe", max_completion_length=64)
     assert status == ["fail"] and "does not fit" in words and "`gradient_checkpointing: true`" in words
 
@@ -415,7 +415,7 @@ def test_one_reason_that_stops_many_checks_is_told_once(recipe):
 
 def test_for_another_machine_this_one_is_no_reason_to_fail(recipe, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr(memory_plan, "free_bytes", lambda folder: 10)
+    monkeypatch.setattr(plan, "free_bytes", lambda folder: 10)
     keys = {"use_vllm": True, "vllm_server_port": free_port(), "use_cpu": None, "max_completion_length": 64}
     found = {one.check: one for one in examined(recipe, "--gpu_memory", "80", **keys)}
     assert {found[name].status for name in ("server", "files")} == {"warn"}

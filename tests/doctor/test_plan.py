@@ -40,7 +40,7 @@ from mt_grpo.doctor.memory import (
     shared_memory,
     states,
 )
-from mt_grpo.doctor.time_plan import Lengths, Step, assumed_lengths, recomputed, server_seconds, speed_of
+from mt_grpo.doctor.plan import Lengths, Step, assumed_lengths, recomputed, server_seconds, speed_of
 from mt_grpo.errors import ConfigError
 from mt_grpo.tools.search import CorpusSearch, WikipediaSearch
 

@@ -9,7 +9,7 @@ import pytest
 from datasets import IterableDataset
 from support.models import CPU_RUN, build_model, lookup
 
-from mt_grpo.app.report import write_json
+from mt_grpo.app.train import write_json
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.rewards import OutcomeReward, TurnReward
 from mt_grpo.rollout import ScriptedEngine
