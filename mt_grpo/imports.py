@@ -238,7 +238,7 @@ MODULES: dict[str, dict[str, Sequence[str]]] = {
         )
     },
     "verl.tools.search_tool": {VERL: ("SearchTool",)},
-    "verl.utils.reward_score.geo3k": {f"{VERL}.tools": ("acc_reward", "compute_score=geo3k_score", "format_reward")},
+    "verl.utils.reward_score.geo3k": {VERL: ("acc_reward", "compute_score=geo3k_score", "format_reward")},
     "verl.utils.reward_score.gsm8k": {VERL: ("compute_score", "extract_solution")},
     "verl.utils.rollout_trace": {VERL: ("rollout_trace_op",)},
 }

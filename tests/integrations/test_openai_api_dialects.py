@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from support.agents import END, LOOKUP, call, calling_tokenizer, run_agent, sampled
 from support.conversations import user
 
-from mt_grpo.integrations.openai_api import anthropic, responses
-from mt_grpo.integrations.openai_api.conversation import Calls, ReturnedMessages
-from mt_grpo.integrations.openai_api.request import READ, ApiError, Warnings, read_request
+from mt_grpo.integrations.openai_api.conversation import _Calls, _ReturnedMessages
+from mt_grpo.integrations.openai_api.dialects import DIALECTS
+from mt_grpo.integrations.openai_api.request import ApiError, Warnings, read_chat
 from mt_grpo.trajectory import StopReason
 
 FUNCTION = {"type": "function", **LOOKUP["function"], "strict": True}
@@ -89,13 +89,8 @@ def test_a_response_has_the_fields_that_clients_read():
 
 def read_as(dialect: str, body):
     """A request in one of the dialects, read."""
-    warnings = Warnings()
-    readers = {
-        "chat": (READ, lambda body: body),
-        "messages": (anthropic.READ, lambda body: anthropic.as_chat({}, warnings, body)),
-        "responses": (responses.READ, lambda body: responses.as_chat(responses.Kept(), warnings, body)),
-    }
-    return read_request(body, *readers[dialect], {"temperature": 1.0}, warnings)
+    (made,) = [made() for made in DIALECTS if made.path == dialect]
+    return read_chat(body, made.fields, made.as_chat, {"temperature": 1.0}, Warnings())
 
 
 def events_of(text: str) -> list[dict]:
@@ -268,17 +263,20 @@ def test_several_answers_are_refused_where_there_is_one(dialect, given):
         read_as(dialect, {given: user("Q1"), "n": 2})
 
 
-ASKED = {"chat": {"messages": user("Q")}, "messages": {"messages": user("Q")}, "responses": {"input": "Q"}}
+ASKED = {"chat/completions": {"messages": user("Q")}, "messages": {"messages": user("Q")}, "responses": {"input": "Q"}}
 SCHEMA = {"type": "json_schema", "name": "a", "schema": {}}
 COULD_CHANGE = [
-    *(("chat", name, {"a": 1}) for name in ("guided_json", "structured_outputs", "web_search_options", "logit_bias")),
-    ("chat", "guided_json", {}),
-    ("chat", "chat_template_kwargs", {"enable_thinking": False}),
-    ("chat", "add_generation_prompt", False),
-    ("chat", "modalities", ["text", "audio"]),
-    ("chat", "ignore_eos", True),
-    ("chat", "input", "Q2"),
-    ("chat", "unheard_of", False),
+    *(
+        ("chat/completions", name, {"a": 1})
+        for name in ("guided_json", "structured_outputs", "web_search_options", "logit_bias")
+    ),
+    ("chat/completions", "guided_json", {}),
+    ("chat/completions", "chat_template_kwargs", {"enable_thinking": False}),
+    ("chat/completions", "add_generation_prompt", False),
+    ("chat/completions", "modalities", ["text", "audio"]),
+    ("chat/completions", "ignore_eos", True),
+    ("chat/completions", "input", "Q2"),
+    ("chat/completions", "unheard_of", False),
     ("messages", "mcp_servers", [{"url": "http://a"}]),
     ("messages", "container", "c"),
     ("messages", "output_format", SCHEMA),
@@ -311,8 +309,12 @@ def test_what_could_change_the_answer_is_refused_by_name(dialect, name, value):
 
 OPENAIS = {"type": "function", "name": "a"}
 TOOLS = [
-    ("chat", {"type": "function", "function": {"name": "a", "input_examples": [{}]}}, "function.input_examples"),
-    ("chat", {"type": "function", "function": {"name": "a"}, "defer_loading": True}, "defer_loading"),
+    (
+        "chat/completions",
+        {"type": "function", "function": {"name": "a", "input_examples": [{}]}},
+        "function.input_examples",
+    ),
+    ("chat/completions", {"type": "function", "function": {"name": "a"}, "defer_loading": True}, "defer_loading"),
     ("messages", {"name": "a", "defer_loading": True}, "defer_loading"),
     ("messages", {"name": "a", "input_examples": [{"b": 1}]}, "input_examples"),
     ("messages", {"type": "bash_20250124", "name": "bash", "allowed_callers": ["code_execution"]}, "allowed_callers"),
@@ -330,7 +332,7 @@ def test_a_tool_that_is_to_be_shown_otherwise_is_refused(dialect, tool, name):
 def test_a_tools_fields_that_change_nothing_pass():
     same = {"strict": True, "defer_loading": False, "cache_control": {"type": "ephemeral"}, "input_examples": []}
     function = {"name": "a", "parameters": {"type": "object"}, "return": {"type": "string"}, "strict": True}
-    read_as("chat", {**ASKED["chat"], "tools": [{"type": "function", "function": function}]})
+    read_as("chat/completions", {**ASKED["chat/completions"], "tools": [{"type": "function", "function": function}]})
     read_as("responses", {**ASKED["responses"], "tools": [OPENAIS | same]})
     for tool in ({"name": "a"}, {"type": "text_editor_20250728", "name": "a", "max_characters": 9}):
         read_as("messages", {**ASKED["messages"], "tools": [tool | same]})
@@ -357,7 +359,7 @@ def test_tokens_are_counted_of_what_can_be_asked():
 
 PASSED = {"user": "u", "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "timeout": 3, "unheard_of": None}
 DECIDED = {
-    "chat": {"temperature": 0.5, "reasoning_effort": "low", "seed": 3},
+    "chat/completions": {"temperature": 0.5, "reasoning_effort": "low", "seed": 3},
     "messages": {"temperature": 0.5, "thinking": {"type": "adaptive"}, "output_config.effort": "low"},
     "responses": {"temperature": 0.5, "reasoning": {"effort": "low"}, "text.verbosity": "low"},
 }
@@ -385,7 +387,7 @@ JSON = st.recursive(
 
 
 @settings(max_examples=300, deadline=None)
-@given(JSON, JSON, st.sampled_from(["chat", "responses", "messages"]))
+@given(JSON, JSON, st.sampled_from(["chat/completions", "responses", "messages"]))
 def test_a_request_is_read_or_refused(body, messages, dialect):
     if isinstance(body, dict):
         body = {**body, "input" if dialect == "responses" else "messages": messages}
@@ -395,4 +397,4 @@ def test_a_request_is_read_or_refused(body, messages, dialect):
         assert error.status in (400, 404) and error.body["error"]["message"]
     else:
         assert all(isinstance(message["content"], str) for message in parsed.messages)
-        assert ReturnedMessages().restore(parsed.messages, Calls(None, None))[0] == parsed.messages
+        assert _ReturnedMessages().restore(parsed.messages, _Calls(None, None))[0] == parsed.messages

@@ -13,11 +13,11 @@ import os
 import shlex
 import signal
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from mt_grpo.concurrency import LoopThread, OnePerProcess, abandon, begin, in_thread
@@ -32,6 +32,9 @@ from mt_grpo.integrations.openai_api.server import Endpoint
 from mt_grpo.options.values import parse_agent
 from mt_grpo.rollout.policy import ConversationPolicy
 from mt_grpo.trajectory import StopReason
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
 
 
 @dataclass
@@ -50,14 +53,14 @@ class AgentClient:
     api_key: str = field(repr=False)
     session: str
     add_session: Callable[[str], None] = field(repr=False)
-    _opened: list[Any] = field(default_factory=list, repr=False)
+    _opened: list[AsyncOpenAI] = field(default_factory=list, repr=False)
 
     @property
     def host(self) -> str | None:
         """The server's host."""
         return urlsplit(self.base_url).hostname
 
-    def openai(self, **options: Any) -> Any:
+    def openai(self, **options: Any) -> AsyncOpenAI:
         """
         An `openai.AsyncOpenAI`, closed after the conversation.
 
@@ -80,12 +83,6 @@ class AgentClient:
             await self._opened.pop().close()
 
 
-KEPT = 1 << 20
-"""Number of bytes that are kept of a program's output, from its end."""
-LEAVING = 0.5
-"""Seconds between SIGTERM and SIGKILL."""
-
-
 class CommandError(Exception):
     """A program ended with an exit code other than 0."""
 
@@ -96,6 +93,12 @@ class RefusedError(Exception):
 
 class UnaskedError(Exception):
     """An agent failed with a client of its own, which does not lead to the policy."""
+
+
+_KEPT = 1 << 20
+"""Number of bytes that are kept of a program's output, from its end."""
+_LEAVING = 0.5
+"""Seconds between SIGTERM and SIGKILL."""
 
 
 class Command:
@@ -111,7 +114,7 @@ class Command:
     def __init__(self, line: str) -> None:
         self.arguments = shlex.split(line)
 
-    async def __call__(self, row: dict[str, Any], client: AgentClient) -> Any:
+    async def __call__(self, row: Mapping[str, object], client: AgentClient) -> object:
         """Runs it for one row."""
         hosts = ",".join(filter(None, [os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), client.host]))
         variables = {
@@ -123,97 +126,102 @@ class Command:
             "no_proxy": hosts,
             "NO_PROXY": hosts,
         }
-        starting = asyncio.ensure_future(
-            asyncio.get_running_loop().subprocess_exec(
-                _Process,
-                *self.arguments,
-                env=variables,
-                start_new_session=True,
-            )
-        )
+        start = asyncio.get_running_loop().subprocess_exec
+        starting = asyncio.ensure_future(start(_Process, *self.arguments, env=variables, start_new_session=True))
         try:
             # asyncio ends a start that is cancelled without the processes that the program has begun by then
-            transport, process = await asyncio.shield(starting)
-            stdin = transport.get_pipe_transport(0)
-            assert isinstance(stdin, asyncio.WriteTransport)
-            stdin.write(json.dumps(row, default=str).encode())
-            stdin.close()
-            await process.exited.wait()
-            _kill(transport, signal.SIGKILL)  # processes that it left
-            await _within(process.closed)
+            _, process = await asyncio.shield(starting)
+            await process.run(json.dumps(row, default=str).encode())
         finally:
-            transport, process = await starting
-            await _end(transport, process)
-        if transport.get_returncode() != 0:
-            said = process.written[2].decode(errors="replace").strip()[-2000:]
-            how = _ending(transport.get_returncode() or 0)
+            _, process = await starting
+            await process.end()
+        code, (output, errors) = process.transport.get_returncode() or 0, process.output()
+        if code != 0:
+            how = f"ended with exit code {code}" if code > 0 else f"was ended by {_name_of_signal(-code)}"
+            said = errors.strip()[-2000:]
             raise CommandError(f"{self.arguments[0]} {how}{f': {said}' if said else ', and wrote nothing of why'}")
-        return _result(process.written[1].decode(errors="replace"))
+        return _result(output)
 
 
-def _ending(code: int) -> str:
-    """How a program ended, by its exit code."""
-    if code >= 0:
-        return f"ended with exit code {code}"
+def _name_of_signal(number: int) -> str:
     try:
-        return f"was ended by {signal.Signals(-code).name}"
+        return signal.Signals(number).name
     except ValueError:  # a real-time signal
-        return f"was ended by signal {-code}"
+        return f"signal {number}"
 
 
 class _Process(asyncio.SubprocessProtocol):
-    """Keeps the end of a program's output."""
+    """A program and the processes that it begins; keeps the end of its output."""
+
+    transport: asyncio.SubprocessTransport
 
     def __init__(self) -> None:
-        self.exited, self.closed = asyncio.Event(), asyncio.Event()
-        self.written = {1: b"", 2: b""}
+        self._exited, self._closed = asyncio.Event(), asyncio.Event()
+        self._written = {1: b"", 2: b""}
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.SubprocessTransport)
+        self.transport = transport
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
-        self.written[fd] = (self.written[fd] + data)[-KEPT:]
+        self._written[fd] = (self._written[fd] + data)[-_KEPT:]
 
     def process_exited(self) -> None:
-        self.exited.set()
+        self._exited.set()
 
     def connection_lost(self, error: Exception | None) -> None:
-        self.closed.set()
+        self._closed.set()
 
+    async def run(self, given: bytes) -> None:
+        """Writes to the program's standard input and waits for its end."""
+        stdin = self.transport.get_pipe_transport(0)
+        assert isinstance(stdin, asyncio.WriteTransport)
+        stdin.write(given)
+        stdin.close()
+        await self._exited.wait()
+        self._kill(signal.SIGKILL)  # processes that it left
+        await _within(self._closed)
 
-async def _end(transport: asyncio.SubprocessTransport, process: _Process) -> None:
-    """Ends a program and what it has begun, and waits until it has ended, so that it is no process any more."""
-    try:
-        if not process.exited.is_set():
-            _kill(transport, signal.SIGTERM)
-            await _within(process.exited)
-    finally:  # even where this is cancelled once more
-        _kill(transport, signal.SIGKILL)
+    async def end(self) -> None:
+        """Ends the program and what it has begun, and waits until it has ended, so that it is no process any more."""
         try:
-            await process.exited.wait()
-        finally:
-            transport.close()
+            if not self._exited.is_set():
+                self._kill(signal.SIGTERM)
+                await _within(self._exited)
+        finally:  # even where this is cancelled once more
+            self._kill(signal.SIGKILL)
+            try:
+                await self._exited.wait()
+            finally:
+                self.transport.close()
+
+    def output(self) -> tuple[str, str]:
+        """Standard output and standard error."""
+        return self._written[1].decode(errors="replace"), self._written[2].decode(errors="replace")
+
+    def _kill(self, how: signal.Signals) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.transport.get_pid(), how)
 
 
 async def _within(event: asyncio.Event) -> None:
     with suppress(TimeoutError):
-        await asyncio.wait_for(event.wait(), LEAVING)
+        await asyncio.wait_for(event.wait(), _LEAVING)
 
 
-def _kill(transport: asyncio.SubprocessTransport, how: signal.Signals) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(transport.get_pid(), how)
-
-
-def _result(output: str) -> Any:
+def _result(output: str) -> object:
+    """The value of the last line: its JSON if that is an object, a number or a string, or else the line."""
     lines = output.strip().splitlines()
     if not lines:
         return None
     try:
         value = json.loads(lines[-1])
     except (ValueError, RecursionError):
-        return lines[-1].strip()
+        value = None
     return value if isinstance(value, (dict, int, float, str)) else lines[-1].strip()
 
 
-STUCK = 2.0
+_STUCK = 2.0
 """Seconds without an answer after which a loop counts as blocked, and further agents get another one."""
 
 
@@ -226,7 +234,7 @@ class _AgentLoop(LoopThread):
 
     @property
     def lives(self) -> bool:
-        return self._asked is None or time.monotonic() - self._asked <= STUCK
+        return self._asked is None or time.monotonic() - self._asked <= _STUCK
 
     def ask(self) -> None:
         """Asks the loop for an answer."""
@@ -241,18 +249,18 @@ class _AgentLoop(LoopThread):
 _agents = OnePerProcess(_AgentLoop)
 
 
-async def run_agent(work: Callable[[], Coroutine[Any, Any, Any]], name: str) -> Any:
+async def _run_in_loop(work: Callable[[], Coroutine[object, object, object]], name: str) -> object:
     """Runs an agent's coroutine in the loop that all agents of a process share: they may share clients and locks."""
     agents = _agents.get(fit=lambda loop: loop.lives)
     agents.ask()
 
-    async def named() -> Any:
+    async def named() -> object:
         return await begin(work(), name)
 
     return await agents.run(named())
 
 
-ASK = (
+_ASK = (
     "No request reached the policy: in an agent, take `client.openai()`, or give another client `client.base_url` and "
     "`client.api_key`. A key in the environment would send requests to the provider."
 )
@@ -268,6 +276,10 @@ REWARD = "reward"
 """Name of a reward that an agent returns as a bare number."""
 
 
+Agent = Callable[..., Any] | Command
+"""`solve(row, client)`, `async` or not, or a program."""
+
+
 class AgentSource(EnvSource):
     """
     Makes the environments of an agent.
@@ -279,17 +291,21 @@ class AgentSource(EnvSource):
         host (`str`, *optional*, defaults to `"127.0.0.1"`): Address of the server.
     """
 
-    def __init__(
-        self, agent: Callable[..., Any] | Command, protocol: CallProtocol | None = None, host: str = "127.0.0.1"
-    ) -> None:
+    def __init__(self, agent: Agent, protocol: CallProtocol | None = None, host: str = "127.0.0.1") -> None:
         self.agent, self.protocol, self.endpoint = agent, protocol, Endpoint(host)
+
+    @property
+    def name(self) -> str:
+        """The agent's name."""
+        agent = self.agent
+        return agent.arguments[0] if isinstance(agent, Command) else getattr(agent, "__name__", type(agent).__name__)
 
     @property
     def needs_template_calls(self) -> bool | None:
         """It is not known whether an agent will ask for tools; a text protocol writes its calls itself."""
         return None if self.protocol is None or self.protocol.native_tools else False
 
-    async def make(self, row: dict[str, Any]) -> Any:  # an `AgentEnv`: its `run` asks for the runner's own policy
+    async def make(self, row: Mapping[str, object]) -> Any:  # its `run` asks for the runner's own policy
         return AgentEnv(self)
 
 
@@ -298,14 +314,16 @@ def agent_of_options(options: Mapping[str, Any]) -> AgentSource:
     """The agent of a run's option `agent`."""
     given = parse_agent(options["agent"])
     if "command" in given:
-        agent: Any = Command(given["command"])
+        agent: Agent = Command(given["command"])
     else:
         agent = import_object(given["function"], what="agent")
-        if not takes_two(agent):
+        try:
+            inspect.signature(agent).bind({}, None)
+        except (TypeError, ValueError) as error:
             raise ConfigError(
                 f"`agent: {given['function']}` leads to {agent!r}: give a function that is called with the row "
                 "and the client."
-            )
+            ) from error
     return AgentSource(agent, protocol_of(options), given.get("host", "127.0.0.1"))
 
 
@@ -314,22 +332,13 @@ def protocol_of(options: Mapping[str, Any]) -> CallProtocol | None:
     return None if options["call_protocol"] is None else PROTOCOLS[options["call_protocol"]]()
 
 
-def takes_two(agent: Any) -> bool:
-    """Whether something can be called with a row and a client."""
-    try:
-        inspect.signature(agent).bind({}, None)
-    except (TypeError, ValueError):
-        return False
-    return True
-
-
 class AgentEnv:
     """One conversation of an agent."""
 
     def __init__(self, source: AgentSource) -> None:
         self._source = source
 
-    async def run(self, policy: ConversationPolicy, row: dict[str, Any]) -> Outcome:
+    async def run(self, policy: ConversationPolicy, row: Mapping[str, object]) -> Outcome:
         """Runs the agent on a row. A limit that ended the conversation is its stop reason."""
         source = self._source
         async with source.endpoint.conversation(policy, source.protocol) as conversation:
@@ -341,7 +350,7 @@ class AgentEnv:
             )
             try:
                 result = await self._work(conversation, row, client)
-                outcome = read_result(result, f"{_name(source.agent)}{defined_at(source.agent)}")
+                outcome = _read_result(result, f"{source.name}{defined_at(source.agent)}")
             except Exception as error:  # whatever the user's agent raises; if it got no turn, that is the cause
                 if conversation.failure is None:
                     if conversation.limit is not None:
@@ -349,7 +358,7 @@ class AgentEnv:
                     if conversation.refusal is not None and isinstance(error, CommandError):
                         raise CommandError(f"{error}; its request was refused: {conversation.refusal}") from error
                     if not conversation.asked and not isinstance(error, CommandError) and _is_of_a_client(error):
-                        raise UnaskedError(f"{describe_error(error)} {ASK}") from error
+                        raise UnaskedError(f"{describe_error(error)} {_ASK}") from error
                     raise
             else:
                 if conversation.refusal is not None and not conversation.sampled:
@@ -359,7 +368,7 @@ class AgentEnv:
             outcome.stop_reason = conversation.limit or outcome.stop_reason
             return outcome
 
-    async def _work(self, conversation: Conversation, row: dict[str, Any], client: AgentClient) -> Any:
+    async def _work(self, conversation: Conversation, row: Mapping[str, object], client: AgentClient) -> object:
         """The agent's result; `None` if it does not stop asking."""
         working = asyncio.ensure_future(self._call(row, client))
         asking = asyncio.ensure_future(conversation.over.wait())
@@ -373,33 +382,30 @@ class AgentEnv:
                 await asyncio.wait([working])
             abandon(working)
 
-    async def _call(self, row: dict[str, Any], client: AgentClient) -> Any:
-        agent, name = self._source.agent, _name(self._source.agent)
+    async def _call(self, row: Mapping[str, object], client: AgentClient) -> object:
+        agent, name = self._source.agent, self._source.name
         if isinstance(agent, Command):
             return await agent(row, client)
+        waiting: Awaitable[object] | None = None
         if not inspect.iscoroutinefunction(agent):
             result = await in_thread(partial(agent, row, client), name)
             if not inspect.isawaitable(result):
                 return result
-            return await run_agent(lambda: _closing(lambda: result, client), name)
-        return await run_agent(lambda: _closing(lambda: agent(row, client), client), name)
+            waiting = result
+
+        async def work() -> object:
+            try:
+                return await (agent(row, client) if waiting is None else waiting)
+            finally:
+                await client.close()
+
+        return await _run_in_loop(work, name)
 
     async def close(self) -> None:
         """There is nothing to close."""
 
 
-async def _closing(work: Callable[[], Any], client: AgentClient) -> Any:
-    try:
-        return await work()
-    finally:
-        await client.close()
-
-
-def _name(agent: Any) -> str:
-    return agent.arguments[0] if isinstance(agent, Command) else getattr(agent, "__name__", type(agent).__name__)
-
-
-def read_result(result: Any, name: str) -> Outcome:
+def _read_result(result: object, name: str) -> Outcome:
     """An agent's result as an outcome."""
     if isinstance(result, Outcome):
         return result

@@ -9,41 +9,42 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import groupby
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING
 
 from mt_grpo.envs.dialogue import PlainTextProtocol
 from mt_grpo.envs.env import ConversationEnded
 from mt_grpo.envs.protocols import CallProtocol, NativeProtocol, instruct
 from mt_grpo.errors import EngineError
-from mt_grpo.integrations.openai_api.anthropic import Threads
-from mt_grpo.integrations.openai_api.chat import Choice, token_logprobs, turn_to_message
-from mt_grpo.integrations.openai_api.request import ENDED, NO_ROOM, ApiError, ParsedRequest, refused
-from mt_grpo.integrations.openai_api.responses import Kept
+from mt_grpo.integrations.openai_api.dialects import DIALECTS, Choice, token_logprobs, turn_to_message
+from mt_grpo.integrations.openai_api.request import NO_ROOM, OVER, ApiError, Fields, ParsedRequest
 from mt_grpo.media import MediumError
 from mt_grpo.rollout.policy import ConversationPolicy
 from mt_grpo.rollout.transcript import identity
 from mt_grpo.trajectory import Message, StopReason, ToolCall, Turn
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
-class Text(PlainTextProtocol):
+
+class _UnreadCalls(PlainTextProtocol):
     """Parses no calls, though the chat template shows the tools."""
 
     native_tools = True
 
 
-_TEXT, _NATIVE = Text(), NativeProtocol()
+_UNREAD, _NATIVE = _UnreadCalls(), NativeProtocol()
 
 
-class Calls:
+class _Calls:
     """The tool calls of one conversation: how they are shown to the model and parsed, and their results."""
 
-    def __init__(self, protocol: CallProtocol | None, tokenizer: Any) -> None:
+    def __init__(self, protocol: CallProtocol | None, tokenizer: PreTrainedTokenizerBase) -> None:
         self._protocol = None if protocol is None or protocol.native_tools else protocol
         self._tokenizer = tokenizer
-        self._tools: list[dict[str, Any]] | None = None
+        self._tools: list[Fields] | None = None
         self._made: dict[str, tuple[Turn, ToolCall]] = {}  # calls by identifier
 
-    def options(self, parsed: ParsedRequest) -> dict[str, Any]:
+    def options(self, parsed: ParsedRequest) -> Fields:
         """Arguments of `Policy.reply` beside the messages."""
         if self._protocol is not None:
             return {"stop": (*self._protocol.stop, *parsed.stop), "protocol": self._protocol}
@@ -57,7 +58,7 @@ class Calls:
             )
         if parsed.tools != self._tools:  # keep the same list object: the renderer is found by it
             self._tools = parsed.tools
-        protocol = None if parsed.tools is None else _NATIVE if parsed.reads_calls else _TEXT
+        protocol = None if parsed.tools is None else _NATIVE if parsed.reads_calls else _UNREAD
         return {"stop": parsed.stop, "tools": self._tools, "protocol": protocol}
 
     def written(self, messages: list[Message], parsed: ParsedRequest) -> list[Message]:
@@ -70,7 +71,8 @@ class Calls:
                 results = [ToolCall("", result=message["content"]) for message in group]
                 written += self._protocol.replies(Turn(0, {}, results))
             else:
-                written += [_without_calls(message) for message in group]
+                # calls are part of the content
+                written += [{name: message[name] for name in message if name != "tool_calls"} for message in group]
         if not parsed.tools:
             return written
         tools = [SimpleNamespace(schema=tool) for tool in parsed.tools]
@@ -101,16 +103,7 @@ class Calls:
         return name in self._made
 
 
-def _without_calls(message: Message) -> Message:
-    """The message without `tool_calls`: in a text protocol, they are part of the content."""
-    return (
-        {name: value for name, value in message.items() if name != "tool_calls"}
-        if "tool_calls" in message
-        else message
-    )
-
-
-class ReturnedMessages:
+class _ReturnedMessages:
     """
     Turns of one conversation by the messages that the client was sent, which may lack the stop string or the
     reasoning.
@@ -119,7 +112,7 @@ class ReturnedMessages:
     def __init__(self) -> None:
         self._turns: dict[int, Turn] = {}
 
-    def restore(self, messages: Sequence[Message], calls: Calls) -> tuple[list[Message], int, Turn | None]:
+    def restore(self, messages: Sequence[Message], calls: _Calls) -> tuple[list[Message], int, Turn | None]:
         """
         The messages with the model's own in the place of the client's copies, and results named by their calls; a key
         of all of them; and the turn of the last message of the assistant.
@@ -144,9 +137,9 @@ class ReturnedMessages:
             restored.append(message)
         return restored, key, latest
 
-    def note(self, key: int, told: Message, turn: Turn) -> None:
+    def note(self, key: int, sent: Message, turn: Turn) -> None:
         """Remembers the message sent for a turn that was sampled after the messages with this key."""
-        self._turns[hash((key, identity(told)))] = turn
+        self._turns[hash((key, identity(sent)))] = turn
 
 
 MOST_REQUESTS = 256
@@ -155,13 +148,13 @@ MOST_REQUESTS = 256
 
 @dataclass(eq=False)
 class Attempt:
-    """A request and its answer."""
+    """A request and the parts of its answer."""
 
-    answer: asyncio.Future[Any]
+    answer: asyncio.Future[tuple[bytes, ...]]
     delivered: bool = False
 
 
-class Retries:
+class _Retries:
     """
     The requests of one conversation. A request is a retry of an earlier one if
 
@@ -174,7 +167,9 @@ class Retries:
         self._attempts: dict[str, list[Attempt]] = {}
         self._waiting = 0
 
-    def attempt(self, content: bytes, headers: Mapping[str, str], answer: Callable[[], Awaitable[Any]]) -> Attempt:
+    def attempt(
+        self, content: bytes, headers: Mapping[str, str], answer: Callable[[], Awaitable[tuple[bytes, ...]]]
+    ) -> Attempt:
         """The earlier attempt that a request repeats, or else another one, for which `answer` is called."""
         once, count = headers.get("Idempotency-Key"), headers.get("x-stainless-retry-count")
         key = blake2b(content, digest_size=16).hexdigest() + ("" if once is None else f" {once}")
@@ -194,13 +189,14 @@ class Retries:
         attempt = Attempt(asyncio.ensure_future(answer()))
         self._waiting += 1
         same.append(attempt)
-        attempt.answer.add_done_callback(lambda answered: self._end(same, attempt))
-        return attempt
 
-    def _end(self, same: list[Attempt], attempt: Attempt) -> None:
-        self._waiting -= 1
-        if attempt.answer.cancelled() or attempt.answer.exception() is not None:
-            same.remove(attempt)  # its retry is a request of its own
+        def end(answered: asyncio.Future[tuple[bytes, ...]]) -> None:
+            self._waiting -= 1
+            if answered.cancelled() or answered.exception() is not None:
+                same.remove(attempt)  # its retry is a request of its own
+
+        attempt.answer.add_done_callback(end)
+        return attempt
 
     def cancel(self) -> None:
         """Cancels the requests that have no answer."""
@@ -209,11 +205,11 @@ class Retries:
                 attempt.answer.cancel()
 
 
-FIXED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-PENALTIES = ("presence_penalty", "frequency_penalty")
-CHARACTERS = 16
+_FIXED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_PENALTIES = ("presence_penalty", "frequency_penalty")
+_CHARACTERS = 16
 """Tools and calls with more characters per token of the model's context are too long to be rendered."""
-PATIENCE = 100
+_PATIENCE = 100
 """Number of refused requests in a row after which an agent is ended."""
 
 
@@ -222,16 +218,16 @@ class Conversation:
 
     def __init__(self, policy: ConversationPolicy, protocol: CallProtocol | None, base_url: str, api_key: str) -> None:
         self.policy, self.base_url, self.api_key = policy, base_url, api_key
-        self.fixed = {name: getattr(policy.sampling, name) for name in FIXED} | dict.fromkeys(PENALTIES, 0.0)
+        self.fixed = {name: getattr(policy.sampling, name) for name in _FIXED} | dict.fromkeys(_PENALTIES, 0.0)
         self.limit: StopReason | None = None
         self.failure: EngineError | None = None
         self.refusal: str | None = None
         self.asked = self.sampled = False
         self.over = asyncio.Event()
         self.names: list[str] = []
-        self.responses, self.threads = Kept(), Threads()
-        self._calls = Calls(protocol, policy.tokenizer)
-        self._returned, self.retries = ReturnedMessages(), Retries()
+        self.dialects = {dialect.path: dialect() for dialect in DIALECTS}
+        self._calls = _Calls(protocol, policy.tokenizer)
+        self._returned, self.retries = _ReturnedMessages(), _Retries()
         self._refused = 0
 
     async def choices(self, parsed: ParsedRequest) -> list[Choice]:
@@ -265,7 +261,7 @@ class Conversation:
             restored, _, _ = self._returned.restore(await self.policy.opened(parsed.messages), self._calls)
             return await self.policy.count(self._calls.written(restored, parsed), **options)
         except ConversationEnded as ended:
-            raise refused(ended) from ended
+            raise ApiError.of_end(ended) from ended
         except (TypeError, ValueError) as error:
             raise _cannot_be_shown(error) from error
 
@@ -273,11 +269,11 @@ class Conversation:
         """Ends what the template would write whole: the renderer measures only the content of messages."""
         calls = [message["tool_calls"] for message in parsed.messages if "tool_calls" in message]
         size, most = len(json.dumps([parsed.tools, calls], ensure_ascii=False)), self.policy.context_length
-        if size > CHARACTERS * most:
+        if size > _CHARACTERS * most:
             says = f"This model's maximum context length is {most} tokens, and tools and calls have {size} characters."
             raise ConversationEnded(StopReason.CONTEXT_FULL, says)
 
-    async def _choose(self, parsed: ParsedRequest, messages: list[Any], options: dict[str, Any], key: int) -> Choice:
+    async def _choose(self, parsed: ParsedRequest, messages: list[Message], options: Fields, key: int) -> Choice:
         try:
             turn = await self.policy.reply(messages, max_tokens=parsed.max_tokens, **options)
         except ConversationEnded as ended:
@@ -298,10 +294,10 @@ class Conversation:
         if not (parsed.tools and parsed.reads_calls):
             turn.error = None  # a text protocol misses a call where none was asked for
         self._calls.name(turn)
-        told, reason = turn_to_message(turn, parsed.stop, parsed.reads_calls and parsed.tools is not None)
-        self._returned.note(key, told, turn)
+        message, reason = turn_to_message(turn, parsed.stop, parsed.reads_calls and parsed.tools is not None)
+        self._returned.note(key, message, turn)
         wanted = token_logprobs(self.policy.tokenizer, *self.policy.sampled) if parsed.logprobs else None
-        return Choice(told, reason, turn, wanted)
+        return Choice(message, reason, turn, wanted)
 
     def note_refusal(self, error: ApiError) -> None:
         """
@@ -309,7 +305,7 @@ class Conversation:
         were wrong.
         """
         self.asked = True
-        if error.again or error.status >= 500 or error.code in (NO_ROOM, ENDED):
+        if error.again or error.status >= 500 or error.code in (NO_ROOM, OVER):
             return
         self.policy.refuse(error.message)
         if not (self.limit or self.failure):
@@ -318,9 +314,9 @@ class Conversation:
     def _refusal(self, ended: ConversationEnded) -> ApiError:
         """The error of a request that a limit refuses; counted, to end an agent that does not stop asking."""
         self.limit, self._refused = ended.stop_reason, self._refused + 1
-        if self._refused >= PATIENCE:
+        if self._refused >= _PATIENCE:
             self.over.set()
-        return refused(ended)
+        return ApiError.of_end(ended)
 
 
 def _cannot_be_shown(error: Exception) -> ApiError:

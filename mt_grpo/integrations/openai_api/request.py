@@ -13,6 +13,16 @@ from mt_grpo.media import IMAGE, SOUND, kind_of_part
 from mt_grpo.tools.results import too_deep
 from mt_grpo.trajectory import Message, StopReason
 
+logger = logging.getLogger(__name__)
+
+Fields = dict[str, Any]
+"""A JSON object of a request or an answer."""
+
+NO_ROOM = "context_length_exceeded"
+"""Code of an error that clients know: no token is left."""
+OVER = "conversation_ended"
+"""Code of the error of a request that comes too late."""
+
 
 class ApiError(Exception):
     """A refused request, in the form that OpenAI's clients read."""
@@ -30,12 +40,19 @@ class ApiError(Exception):
         self.status, self.message, self.code, self.param, self.again = status, message, code, param, again
         self.details = details
 
+    @classmethod
+    def of_end(cls, ended: ConversationEnded) -> ApiError:
+        """The error of a request that has no tokens left, or that comes after the end of the conversation."""
+        if ended.stop_reason in (StopReason.CONTEXT_FULL, StopReason.TOKEN_BUDGET):
+            return cls(400, str(ended), NO_ROOM, "messages")
+        return cls(404, str(ended), OVER)
+
     @property
-    def body(self) -> dict[str, Any]:
+    def body(self) -> Fields:
         """The body of the answer."""
         kind = {401: "authentication_error", 429: "rate_limit_error"}.get(self.status)
         kind = kind or ("server_error" if self.status >= 500 else "invalid_request_error")
-        error: dict[str, Any] = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        error: Fields = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         if self.details is not None:
             error["details"] = self.details
         return {"type": "error", "error": error}  # the outer `type` is Anthropic's
@@ -46,47 +63,34 @@ class ApiError(Exception):
         return {"x-should-retry": str(self.again).lower()} | ({"retry-after": "1"} if self.again else {})
 
 
-NO_ROOM = "context_length_exceeded"
-"""Code of an error that clients know: no token is left."""
-ENDED = "conversation_ended"
-"""Code of the error of a request that comes too late."""
-
-
-def refused(ended: ConversationEnded) -> ApiError:
-    """The error of a request that has no tokens left, or that comes after the end of the conversation."""
-    if ended.stop_reason in (StopReason.CONTEXT_FULL, StopReason.TOKEN_BUDGET):
-        return ApiError(400, str(ended), NO_ROOM, "messages")
-    return ApiError(404, str(ended), ENDED)
-
-
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-MOST_MESSAGES = 2048
-"""Largest number of messages in a request, as with OpenAI: rendering them holds up all other conversations."""
-TEXTS = ("text", "input_text", "output_text", "refusal")
-"""Types of content parts that are text."""
-
-
-def read_messages(given: Any) -> list[Message]:
-    """
-    Normalises a client's messages: content is text, arguments of calls are JSON objects, other keys are left out.
-    """
-    if not isinstance(given, list) or not given:
-        raise wrong("messages", "must be a non-empty list of messages")
-    if len(given) > MOST_MESSAGES:
-        raise wrong("messages", f"has {len(given)} messages, above {MOST_MESSAGES}: leave out or join old ones")
-    return [_read(message, f"messages[{index}]") for index, message in enumerate(given)]
-
-
-def wrong(param: str, problem: str) -> ApiError:
+def invalid(param: str, problem: str) -> ApiError:
     """The error about a field of a request."""
     return ApiError(400, f"`{param}` {problem}.", "invalid_value", param)
 
 
-def _read(message: Any, place: str) -> Message:
-    if not isinstance(message, dict) or message.get("role") not in ROLES:
-        raise wrong(place, f"has no role out of {', '.join(ROLES)}")
-    role = ROLES[message["role"]]
-    read_content = read_parts if role == "user" else read_text
+# Messages
+
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+_MOST_MESSAGES = 2048
+"""Largest number of messages in a request, as with OpenAI: rendering them holds up all other conversations."""
+_TEXTS = ("text", "input_text", "output_text", "refusal")
+"""Types of content parts that are text."""
+
+
+def _read_messages(given: object) -> list[Message]:
+    """Normalises messages: content is text, arguments of calls are JSON objects, other keys are left out."""
+    if not isinstance(given, list) or not given:
+        raise invalid("messages", "must be a non-empty list of messages")
+    if len(given) > _MOST_MESSAGES:
+        raise invalid("messages", f"has {len(given)} messages, above {_MOST_MESSAGES}: leave out or join old ones")
+    return [_read_message(message, f"messages[{index}]") for index, message in enumerate(given)]
+
+
+def _read_message(message: object, place: str) -> Message:
+    if not isinstance(message, dict) or message.get("role") not in _ROLES:
+        raise invalid(place, f"has no role out of {', '.join(_ROLES)}")
+    role = _ROLES[message["role"]]
+    read_content = read_parts if role == "user" else _read_text
     read: Message = {"role": role, "content": read_content(message.get("content"), f"{place}.content")}
     if role == "tool":
         read |= {name: message[name] for name in ("tool_call_id", "name") if isinstance(message.get(name), str)}
@@ -94,7 +98,7 @@ def _read(message: Any, place: str) -> Message:
     elif role == "assistant":
         for name in ("function_call", "audio"):
             if message.get(name):
-                raise wrong(f"{place}.{name}", "is nothing that is read: give `tool_calls`, and content as text")
+                raise invalid(f"{place}.{name}", "is nothing that is read: give `tool_calls`, and content as text")
         reasoning = message.get("reasoning_content") or message.get("reasoning")
         if isinstance(reasoning, str):
             read["reasoning_content"] = reasoning
@@ -103,100 +107,97 @@ def _read(message: Any, place: str) -> Message:
     return read
 
 
-def read_parts(content: Any, place: str) -> str | list[dict[str, Any]]:
+def read_parts(content: object, place: str) -> str | list[Fields]:
     """
     Content as text, or as parts where it shows images or plays sounds. These come with the request: images as `data:`
     URLs, sounds as `input_audio` in base64. The policy opens them.
     """
     if not isinstance(content, list) or not any(kind_of_part(part) in (IMAGE, SOUND) for part in content):
-        return read_text(content, place)
+        return _read_text(content, place)
     return [_read_part(part, place) for part in content]
 
 
-def _read_part(part: Any, place: str) -> dict[str, Any]:
-    read = {IMAGE: _read_image, SOUND: _read_sound}.get(kind_of_part(part))
-    return {"type": "text", "text": read_text([part], place)} if read is None else read(part, place)
+def _read_part(part: Fields, place: str) -> Fields:
+    kind = kind_of_part(part)
+    if kind == IMAGE:
+        url = part.get("image_url")
+        url = url.get("url") if isinstance(url, dict) else url
+        if not isinstance(url, str) or not url.startswith("data:"):
+            raise invalid(place, "has an image that is no `data:` URL, and nothing is fetched from elsewhere")
+        return {"type": "image", "image": url}
+    if kind == SOUND:
+        sound = part.get("input_audio")
+        if part["type"] != "input_audio" or not isinstance(sound, dict) or not isinstance(sound.get("data"), str):
+            raise invalid(place, "has a sound that is no `input_audio` with `data` in base64, and nothing is fetched")
+        return {"type": "input_audio", "input_audio": sound}
+    return {"type": "text", "text": _read_text([part], place)}
 
 
-def _read_sound(part: dict[str, Any], place: str) -> dict[str, Any]:
-    given = part.get("input_audio")
-    if part["type"] != "input_audio" or not isinstance(given, dict) or not isinstance(given.get("data"), str):
-        raise wrong(place, "has a sound that is no `input_audio` with `data` in base64, and nothing is fetched")
-    return {"type": "input_audio", "input_audio": given}
-
-
-def _read_image(part: dict[str, Any], place: str) -> dict[str, Any]:
-    url = part.get("image_url")
-    url = url.get("url") if isinstance(url, dict) else url
-    if not isinstance(url, str) or not url.startswith("data:"):
-        raise wrong(place, "has an image that is no `data:` URL, and nothing is fetched from elsewhere")
-    return {"type": "image", "image": url}
-
-
-def read_text(content: Any, place: str) -> str:
+def _read_text(content: object, place: str) -> str:
     """Content as text. Parts are joined by line feeds, as in vLLM."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
-        raise wrong(place, "is neither text nor a list of parts")
+        raise invalid(place, "is neither text nor a list of parts")
     texts = []
     for part in content:
-        if isinstance(part, dict) and part.get("type") in TEXTS:
+        if isinstance(part, dict) and part.get("type") in _TEXTS:
             part = part.get("refusal" if part["type"] == "refusal" else "text")
         if not isinstance(part, str):
-            raise wrong(place, "has a part that is no text: the policy reads text, and images or sounds of users")
+            raise invalid(place, "has a part that is no text: the policy reads text, and images or sounds of users")
         texts.append(part)
     return "\n".join(texts)
 
 
-def _read_call(call: Any, place: str) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, dict) else None
+def _function_of(tool: object, place: str, problem: str) -> Fields:
+    """The `function` of a tool or a call, which has a name."""
+    function = tool.get("function") if isinstance(tool, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise wrong(place, "has a call without the name of a function")
-    arguments = _parsed(function)
+        raise invalid(place, problem)
+    return function
+
+
+def _read_call(call: Fields, place: str) -> Fields:
+    function = _function_of(call, place, "has a call without the name of a function")
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            pass
     if too_deep(arguments):
-        raise wrong(place, "has arguments whose brackets are too deep")
+        raise invalid(place, "has arguments whose brackets are too deep")
     read = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
     return read | ({"id": call["id"]} if isinstance(call.get("id"), str) else {})
 
 
-def _parsed(function: dict[str, Any]) -> Any:
-    arguments = function.get("arguments") or {}
-    if isinstance(arguments, str):
-        try:
-            return json.loads(arguments)
-        except (ValueError, RecursionError):
-            pass
-    return arguments
+# Other fields
 
-
-logger = logging.getLogger(__name__)
-
-READ = frozenset(
+CHAT_FIELDS = frozenset(
     """messages model tools tool_choice parallel_tool_calls stop n max_tokens max_completion_tokens logprobs
     top_logprobs stream stream_options response_format functions function_call""".split()
 )
 """Fields of chat completions that are honoured or have a sentence of their own. Each dialect has such a set."""
-NEUTRAL = frozenset(
+_NEUTRAL = frozenset(
     """user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_options prompt_cache_retention
     prediction timeout request_id priority cache_salt max_tool_calls cache_control inference_geo speed diagnostics
     user_profile_id workspace_id billing_policy fallbacks fallback_credit_token betas""".split()
 )
 """Fields that are passed over: they do not change what the policy is asked, nor what it answers."""
-SAMPLING = frozenset(
+_SAMPLING = frozenset(
     "temperature top_p top_k min_p seed presence_penalty frequency_penalty repetition_penalty length_penalty".split()
 )
 """Fields in whose place the run's own ways to sample stay."""
-EFFORT = frozenset("reasoning reasoning_effort thinking thinking_budget enable_thinking verbosity".split())
+_EFFORT = frozenset("reasoning reasoning_effort thinking thinking_budget enable_thinking verbosity".split())
 """Fields that say how much to think and to write."""
-FORCING = frozenset(
+_FORCING = frozenset(
     """guided_json guided_regex guided_choice guided_grammar structured_outputs output_format json_schema regex ebnf
     grammar logit_bias bad_words allowed_token_ids logits_processors min_tokens ignore_eos""".split()
 )
 """Fields that force or forbid tokens."""
-TOOL = frozenset("type function name description parameters return strict cache_control".split())
+TOOL_FIELDS = frozenset("type function name description parameters return strict cache_control".split())
 """Fields of a tool, or of its function. `return` is what transformers makes of a docstring."""
-UNCHANGED: Mapping[str, Any] = {
+_UNCHANGED: Mapping[str, object] = {
     "modalities": ["text"],
     "logit_bias": {},
     "min_tokens": 0,
@@ -216,14 +217,12 @@ UNCHANGED: Mapping[str, Any] = {
     "return_tokens_as_token_ids": False,
 }
 """Fields whose value, where it is this one, changes nothing."""
-EFFORT_STAYS = "it has no effect, since the run decides how much is thought (`chat_template_kwargs`)"
-UNREAD = "is no field that this server reads, and could change the answer: leave it out"
-FORCED = "would force tokens that the policy did not choose"
-MOST_CHOICES = 128
-"""Largest `n`, as with OpenAI."""
-MOST_TOOLS = 128
-"""Largest number of tools in a request, as with OpenAI."""
-MOST_STOPS = 64
+_EFFORT_STAYS = "it has no effect, since the run decides how much is thought (`chat_template_kwargs`)"
+_UNREAD = "is no field that this server reads, and could change the answer: leave it out"
+_FORCED = "would force tokens that the policy did not choose"
+_MOST_CHOICES = _MOST_TOOLS = 128
+"""Largest `n`, and largest number of tools in a request, as with OpenAI."""
+_MOST_STOPS = 64
 """Largest number of strings in `stop`: each is looked for after every token."""
 
 
@@ -233,7 +232,7 @@ class ParsedRequest:
 
     messages: list[Message]
     model: str
-    tools: list[dict[str, Any]] | None = None
+    tools: list[Fields] | None = None
     reads_calls: bool = True
     stop: tuple[str, ...] = ()
     n: int = 1
@@ -256,146 +255,144 @@ class Warnings:
             logger.warning("The agent's requests set `%s`: %s.", field, why)
 
 
-def check_output(given: Any, name: str, effort: str, warnings: Warnings) -> None:
-    """Checks a field that says how the answer is to be."""
-    given = given or {}
-    check_format(given.get("format"), f"{name}.format")
-    for part, value in given.items():
-        if value is None or part == "format":
-            continue
-        if part != effort:
-            raise wrong(f"{name}.{part}", UNREAD)
-        warnings.once(f"{name}.{part}", EFFORT_STAYS)
-
-
-def read_request(
-    body: Any,
-    read: frozenset[str],
-    as_chat: Callable[[dict[str, Any]], dict[str, Any]],
-    fixed: Mapping[str, Any],
+def read_chat(
+    body: object,
+    fields: frozenset[str],
+    as_chat: Callable[[Fields, Warnings], Fields],
+    fixed: Mapping[str, float],
     warnings: Warnings,
 ) -> ParsedRequest:
-    """Reads the body of a request."""
+    """
+    Reads the body of a request of any dialect. `fields` are those that the dialect reads, `as_chat` makes a chat
+    completion of it, and `fixed` is how the run samples.
+    """
     if not isinstance(body, dict):
         raise ApiError(400, "The body of the request is no JSON object.", "invalid_value")
     try:
-        check_fields(body, read, fixed, warnings)
-        return _read_chat(as_chat(body), warnings)
+        _check_fields(body, fields, fixed, warnings)
+        return _read_chat(as_chat(body, warnings), warnings)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ApiError(
-            400, f"A field of the request has another type than it should: {error}.", "invalid_type"
-        ) from error
+        message = f"A field of the request has another type than it should: {error}."
+        raise ApiError(400, message, "invalid_type") from error
 
 
-def _read_chat(body: dict[str, Any], warnings: Warnings) -> ParsedRequest:
-    messages = read_messages(body.get("messages"))
+def _read_chat(body: Fields, warnings: Warnings) -> ParsedRequest:
+    messages = _read_messages(body.get("messages"))
     for name in ("functions", "function_call"):
         if body.get(name):
-            raise wrong(name, "is an older form that is not read: give `tools`")
+            raise invalid(name, "is an older form that is not read: give `tools`")
     tools, reads_calls = _read_tools(body, warnings)
-    check_format(body.get("response_format"), "response_format")
+    _check_format(body.get("response_format"), "response_format")
     if body.get("top_logprobs"):
-        raise wrong("top_logprobs", "is set, and log-probabilities are known of the sampled tokens only")
-    n = _count(body, "n") or 1
-    if n > MOST_CHOICES:
-        raise wrong("n", f"is {n}, above {MOST_CHOICES}")
-    most = [_count(body, name) for name in ("max_tokens", "max_completion_tokens")]
+        raise invalid("top_logprobs", "is set, and log-probabilities are known of the sampled tokens only")
+    n = _read_count(body, "n") or 1
+    if n > _MOST_CHOICES:
+        raise invalid("n", f"is {n}, above {_MOST_CHOICES}")
+    most = [_read_count(body, name) for name in ("max_tokens", "max_completion_tokens")]
     stream = bool(body.get("stream"))
     return ParsedRequest(
         messages,
-        body["model"] if isinstance(body.get("model"), str) else "policy",
-        tools,
-        reads_calls,
-        _read_stop(body.get("stop")),
-        n,
-        min((count for count in most if count is not None), default=None),
-        bool(body.get("logprobs")),
-        stream,
-        stream and bool((body.get("stream_options") or {}).get("include_usage")),
+        model=body["model"] if isinstance(body.get("model"), str) else "policy",
+        tools=tools,
+        reads_calls=reads_calls,
+        stop=_read_stop(body.get("stop")),
+        n=n,
+        max_tokens=min((count for count in most if count is not None), default=None),
+        logprobs=bool(body.get("logprobs")),
+        stream=stream,
+        usage=stream and bool((body.get("stream_options") or {}).get("include_usage")),
     )
 
 
-def check_fields(body: dict[str, Any], read: frozenset[str], fixed: Mapping[str, Any], warnings: Warnings) -> None:
+def _check_fields(body: Fields, fields: frozenset[str], fixed: Mapping[str, float], warnings: Warnings) -> None:
     """Passes over fields without an effect, and warns of those that the run decides."""
     for name, value in body.items():
-        if name in read or name in NEUTRAL or value is None or value in ([], ""):
+        if name in fields or name in _NEUTRAL or value is None or value in ([], ""):
             continue
-        if value == {} and name not in FORCING:  # an empty schema allows any JSON, and nothing else
+        if value == {} and name not in _FORCING:  # an empty schema allows any JSON, and nothing else
             continue
-        if name in SAMPLING:
+        if name in _SAMPLING:
             if name not in fixed:
                 warnings.once(name, "it has no effect, since the run decides how is sampled")
             elif value != fixed[name]:
                 warnings.once(name, f"the run samples with {fixed[name]}, and so it stays")
-        elif name in EFFORT:
-            warnings.once(name, EFFORT_STAYS)
-        elif name not in UNCHANGED or value != UNCHANGED[name]:
-            raise wrong(name, f"{FORCED}: leave it out" if name in FORCING else UNREAD)
+        elif name in _EFFORT:
+            warnings.once(name, _EFFORT_STAYS)
+        elif name not in _UNCHANGED or value != _UNCHANGED[name]:
+            raise invalid(name, f"{_FORCED}: leave it out" if name in _FORCING else _UNREAD)
 
 
-def check_format(given: Any, name: str) -> None:
-    """Checks the form that an answer is to have."""
+def check_output(given: Fields | None, name: str, effort: str, warnings: Warnings) -> None:
+    """Checks a field that says how the answer is to be."""
+    given = given or {}
+    _check_format(given.get("format"), f"{name}.format")
+    for part, value in given.items():
+        if value is None or part == "format":
+            continue
+        if part != effort:
+            raise invalid(f"{name}.{part}", _UNREAD)
+        warnings.once(f"{name}.{part}", _EFFORT_STAYS)
+
+
+def _check_format(given: Fields | None, name: str) -> None:
     kind = (given or {"type": "text"}).get("type")
     if kind != "text":
-        raise wrong(name, f"is {kind!r}, which {FORCED}")
+        raise invalid(name, f"is {kind!r}, which {_FORCED}")
 
 
-def _read_tools(body: dict[str, Any], warnings: Warnings) -> tuple[list[dict[str, Any]] | None, bool]:
+def _read_tools(body: Fields, warnings: Warnings) -> tuple[list[Fields] | None, bool]:
+    """The tools, and whether calls of them are read."""
     choice, tools = body.get("tool_choice"), body.get("tools") or None
     if tools and body.get("parallel_tool_calls") is False:
         warnings.once("parallel_tool_calls", "a turn may hold several calls, as the policy made them")
     if tools is not None:
         if not isinstance(tools, list):
-            raise wrong("tools", "is no list")
-        if len(tools) > MOST_TOOLS:
-            raise wrong("tools", f"has {len(tools)} tools, above {MOST_TOOLS}")
+            raise invalid("tools", "is no list")
+        if len(tools) > _MOST_TOOLS:
+            raise invalid("tools", f"has {len(tools)} tools, above {_MOST_TOOLS}")
         tools = [_read_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
-    if choice in (None, "auto"):
-        return tools, True
-    if choice == "none":
-        return tools, False
+    if choice in (None, "auto", "none"):
+        return tools, choice != "none"
     named = choice.get("function", choice).get("name") if isinstance(choice, dict) else None
     if choice != "required" and named is None:
-        raise wrong("tool_choice", f"is {choice!r}: give auto, none, required or a function")
+        raise invalid("tool_choice", f"is {choice!r}: give auto, none, required or a function")
     names = [tool["function"]["name"] for tool in tools or ()]
     if not names or named is not None and names != [named]:
         asked = "required" if named is None else f"the function {named!r}"
-        raise wrong("tool_choice", f"is {asked}, and `tools` has {', '.join(names) or 'none'}: give that tool alone")
+        raise invalid("tool_choice", f"is {asked}, and `tools` has {', '.join(names) or 'none'}: give that tool alone")
     warnings.once("tool_choice", "no call is forced, since it would not be the policy's own; treat text as a miss")
     return tools, True
 
 
-def check_tool(tool: dict[str, Any], read: frozenset[str], place: str) -> None:
+def check_tool(tool: Fields, fields: frozenset[str], place: str) -> None:
     """Checks that all fields of a tool are known: they say what the policy is shown of it."""
     for name, value in tool.items():
-        if name not in read and value not in (None, False, "", [], {}):
-            raise wrong(f"{place}.{name}", UNREAD)
+        if name not in fields and value not in (None, False, "", [], {}):
+            raise invalid(f"{place}.{name}", _UNREAD)
 
 
-def _read_tool(tool: Any, place: str) -> dict[str, Any]:
-    function = tool.get("function") if isinstance(tool, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise wrong(place, "is no function with a name")
-    check_tool(tool, TOOL, place)
-    check_tool(function, TOOL, f"{place}.function")
+def _read_tool(tool: Fields, place: str) -> Fields:
+    function = _function_of(tool, place, "is no function with a name")
+    check_tool(tool, TOOL_FIELDS, place)
+    check_tool(function, TOOL_FIELDS, f"{place}.function")
     shown = {"name": function["name"], "description": function.get("description") or ""}
     shown["parameters"] = function.get("parameters") or {"type": "object", "properties": {}}
     if too_deep(shown):
-        raise wrong(place, "has brackets that are too deep")
+        raise invalid(place, "has brackets that are too deep")
     return {"type": "function", "function": shown}
 
 
-def _read_stop(stop: Any) -> tuple[str, ...]:
+def _read_stop(stop: object) -> tuple[str, ...]:
     stop = [stop] if isinstance(stop, str) else stop or []
     if not isinstance(stop, list) or not all(isinstance(text, str) and text for text in stop):
-        raise wrong("stop", "is neither text nor a list of texts")
-    if len(stop) > MOST_STOPS:
-        raise wrong("stop", f"has {len(stop)} texts, above {MOST_STOPS}")
+        raise invalid("stop", "is neither text nor a list of texts")
+    if len(stop) > _MOST_STOPS:
+        raise invalid("stop", f"has {len(stop)} texts, above {_MOST_STOPS}")
     return tuple(stop)
 
 
-def _count(body: dict[str, Any], name: str) -> int | None:
+def _read_count(body: Fields, name: str) -> int | None:
     value = body.get(name)
     if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-        raise wrong(name, f"is {value!r}: give a whole number above 0")
+        raise invalid(name, f"is {value!r}: give a whole number above 0")
     return value

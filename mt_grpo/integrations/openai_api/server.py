@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import resource
 import secrets
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
-from typing import Any
 from urllib.parse import quote
 
 import orjson
@@ -19,19 +17,15 @@ from aiohttp import web
 from aiohttp.http import HttpProcessingError
 
 from mt_grpo.envs.protocols import CallProtocol
-from mt_grpo.integrations.openai_api import anthropic, chat, responses
-from mt_grpo.integrations.openai_api.chat import Choice
 from mt_grpo.integrations.openai_api.conversation import Conversation
-from mt_grpo.integrations.openai_api.request import READ, ApiError, ParsedRequest, Warnings, read_request
+from mt_grpo.integrations.openai_api.dialects import DIALECTS, Dialect, Messages, Responses
+from mt_grpo.integrations.openai_api.request import OVER, ApiError, Fields, ParsedRequest, Warnings, read_chat
 from mt_grpo.rollout.policy import ConversationPolicy
 
 logger = logging.getLogger(__name__)
 
-ANSWERED = (web.RequestPayloadError, ConnectionError)
-"""Errors that a client causes: a damaged body, a closed connection. They are answered elsewhere."""
 
-
-class UnauthorizedAttempts:
+class _UnauthorizedAttempts:
     """
     Counts requests that no agent of the run made: those without a conversation's key, and those that are no HTTP. One
     log line gives their number, and nothing of their content.
@@ -60,48 +54,20 @@ class UnauthorizedAttempts:
         error = record.exc_info[1] if record.exc_info else None
         if isinstance(error, HttpProcessingError):
             self.note()
-        elif not isinstance(error, ANSWERED) and record.levelno >= logging.ERROR:  # a bug
+        elif isinstance(error, (web.RequestPayloadError, ConnectionError)):
+            pass  # a damaged body or a closed connection, which is answered elsewhere
+        elif record.levelno >= logging.ERROR:  # a bug
             logger.error("The server of the agents could not answer a request.", exc_info=error)
         return False
 
 
-LARGEST = 8 << 20
+_LARGEST = 8 << 20
 """Largest size of a request in bytes: several times the text of the longest contexts."""
-ENDED = 4096
+_ENDED = 4096
 """Number of ended conversations whose keys are kept, so that late requests are told that theirs is over."""
-OPEN_FILES = 8192
+_OPEN_FILES = 8192
 """Number of open files and connections for this process, if the system allows as many."""
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
-
-
-@dataclass(frozen=True)
-class Dialect:
-    """
-    How requests of an API are read and answered: the fields that are read, the body as that of a chat completion, the
-    answer, what a conversation keeps of its answers, and what a count of tokens says beside the number.
-    """
-
-    read: frozenset[str]
-    as_chat: Callable[[Any, Warnings, dict[str, Any]], dict[str, Any]]
-    answer: Callable[[ParsedRequest, list[Choice], Any], Iterable[bytes]]
-    kept: Callable[[Conversation], Any]
-    counted: Mapping[str, str] = field(default_factory=dict)
-
-
-DIALECTS = {
-    "chat/completions": Dialect(READ, lambda kept, warnings, body: body, chat.answer, lambda conversation: None),
-    "messages": Dialect(
-        anthropic.READ, anthropic.as_chat, anthropic.answer, lambda conversation: conversation.threads
-    ),
-    "responses": Dialect(
-        responses.READ,
-        responses.as_chat,
-        responses.answer,
-        lambda conversation: conversation.responses,
-        {"object": "response.input_tokens"},
-    ),
-}
-"""By the path of the requests."""
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class Endpoint:
@@ -116,16 +82,16 @@ class Endpoint:
     for code of this process that serves several with one client; agents never get it.
     """
 
-    def __init__(self, host: str = LOOPBACK[0]) -> None:
+    def __init__(self, host: str = _LOOPBACK[0]) -> None:
         self.host, self.relay_key = host, secrets.token_urlsafe(24)
-        self._warnings, self._unauthorized = Warnings(), UnauthorizedAttempts()
+        self._warnings, self._unauthorized = Warnings(), _UnauthorizedAttempts()
         self._conversations: dict[str, Conversation] = {}
         self._keys: dict[str, Conversation] = {}
-        self._ended: deque[str] = deque(maxlen=ENDED)  # keys
+        self._ended: deque[str] = deque(maxlen=_ENDED)  # keys
         self._entered = 0
         self._start: asyncio.Future[tuple[web.AppRunner, int]] | None = None
 
-    @asynccontextmanager
+    @contextlib.asynccontextmanager
     async def conversation(
         self, policy: ConversationPolicy, protocol: CallProtocol | None = None, session: str | None = None
     ) -> AsyncIterator[Conversation]:
@@ -165,17 +131,17 @@ class Endpoint:
 
     async def _listen(self) -> tuple[web.AppRunner, int]:
         _allow_files()
-        app = web.Application(client_max_size=LARGEST, middlewares=[self._guard])
+        app = web.Application(client_max_size=_LARGEST, middlewares=[self._guard])
         for prefix in ("", "/{session}"):
-            for path, dialect in DIALECTS.items():
-                app.router.add_post(f"{prefix}/v1/{path}", partial(self._serve, dialect))
-            app.router.add_post(f"{prefix}/v1/responses/input_tokens", partial(self._count, DIALECTS["responses"]))
-            app.router.add_post(f"{prefix}/v1/messages/count_tokens", partial(self._count, DIALECTS["messages"]))
+            for dialect in DIALECTS:
+                app.router.add_post(f"{prefix}/v1/{dialect.path}", partial(self._serve, dialect.path))
+            app.router.add_post(f"{prefix}/v1/responses/input_tokens", partial(self._count, Responses.path))
+            app.router.add_post(f"{prefix}/v1/messages/count_tokens", partial(self._count, Messages.path))
             app.router.add_get(f"{prefix}/v1/models", self._models)
             app.router.add_get(f"{prefix}/v1/models/{{model:.+}}", self._model)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.0, logger=self._unauthorized.log)
         await runner.setup()
-        await web.TCPSite(runner, self.host, 0, backlog=OPEN_FILES).start()
+        await web.TCPSite(runner, self.host, 0, backlog=_OPEN_FILES).start()
         return runner, runner.addresses[0][1]
 
     @web.middleware
@@ -187,7 +153,7 @@ class Endpoint:
             self._admit(request)
             return await handler(request)
         except web.HTTPRequestEntityTooLarge:
-            error = ApiError(413, f"The request has more than {LARGEST} bytes.", "request_too_large")
+            error = ApiError(413, f"The request has more than {_LARGEST} bytes.", "request_too_large")
         except web.HTTPException as wrong:
             error = ApiError(wrong.status, f"There is no {request.method} {request.path}.", "not_found")
         except web.RequestPayloadError:
@@ -202,7 +168,7 @@ class Endpoint:
             host = request.url.host
         except ValueError:  # a port that is none, for instance
             host = None
-        if self.host in LOOPBACK and host not in LOOPBACK:  # a page in a browser, by DNS rebinding
+        if self.host in _LOOPBACK and host not in _LOOPBACK:  # a page in a browser, by DNS rebinding
             self._unauthorized.note()
             raise ApiError(403, f"This server is for {self.host} alone.", "wrong_host")
         key = self._key(request)
@@ -237,49 +203,48 @@ class Endpoint:
             raise ApiError(404, message, "conversation_not_found")
         return found
 
-    async def _read(self, dialect: Dialect, request: web.Request) -> tuple[Conversation, bytes, ParsedRequest]:
-        """Reads a request as a chat completion; also its conversation, and its bytes."""
+    async def _read(self, path: str, request: web.Request) -> tuple[Conversation, Dialect, bytes, ParsedRequest]:
+        """Reads a request as a chat completion; also its conversation, its dialect, and its bytes."""
         content = await request.read()
         conversation = self._found(request)
         try:
             body = orjson.loads(content)
         except orjson.JSONDecodeError as error:
             raise ApiError(400, f"The body of the request is no JSON: {error}.", "invalid_json") from error
-        as_chat = partial(dialect.as_chat, dialect.kept(conversation), self._warnings)
-        return conversation, content, read_request(body, dialect.read, as_chat, conversation.fixed, self._warnings)
+        dialect = conversation.dialects[path]
+        parsed = read_chat(body, dialect.fields, dialect.as_chat, conversation.fixed, self._warnings)
+        return conversation, dialect, content, parsed
 
-    async def _count(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
+    async def _count(self, path: str, request: web.Request) -> web.StreamResponse:
         """Answers how many tokens a request has."""
-        conversation, _, parsed = await self._read(dialect, request)
+        conversation, dialect, _, parsed = await self._read(path, request)
         return web.json_response({**dialect.counted, "input_tokens": await conversation.count(parsed)})
 
-    async def _serve(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
+    async def _serve(self, path: str, request: web.Request) -> web.StreamResponse:
         """Reads a request, has it answered, and writes the answer in the client's dialect."""
-        conversation, content, parsed = await self._read(dialect, request)
+        conversation, dialect, content, parsed = await self._read(path, request)
 
         async def answer() -> tuple[bytes, ...]:
-            return tuple(dialect.answer(parsed, await conversation.choices(parsed), dialect.kept(conversation)))
+            return tuple(dialect.answer(parsed, await conversation.choices(parsed)))
 
         attempt = conversation.retries.attempt(content, request.headers, answer)
         try:
             parts = await asyncio.shield(attempt.answer)
         except asyncio.CancelledError:
             if attempt.answer.cancelled():
-                raise ApiError(404, "The conversation ended before the turn did.", "conversation_ended") from None
+                raise ApiError(404, "The conversation ended before the turn did.", OVER) from None
             raise
         if parsed.stream:
             response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         else:
             response = web.Response(body=parts[0], content_type="application/json")
-        try:
+        with contextlib.suppress(ConnectionError):  # the client is gone; a retry gets this answer
             await response.prepare(request)
             if parsed.stream:
                 for part in parts:
                     await response.write(part)
             await response.write_eof()
             attempt.delivered = True
-        except ConnectionError:
-            pass  # the client is gone; a retry gets this answer
         return response
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -289,13 +254,13 @@ class Endpoint:
         return web.json_response(_described(request.match_info["model"]))
 
 
-def _described(model: str) -> dict[str, Any]:
+def _described(model: str) -> Fields:
     return {"id": model, "object": "model", "created": 0, "owned_by": "mt_grpo"}
 
 
 def _allow_files() -> None:
     """Raises the limit of open files: a conversation needs two and more, and the usual limit is 1024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
