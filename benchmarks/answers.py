@@ -138,7 +138,7 @@ def step(trainer: MTGRPOEnvTrainer) -> dict[str, Any]:
 
 def apart(trainer: MTGRPOEnvTrainer) -> dict[str, Any]:
     """A step whose answers have a forward of their own."""
-    with patch("mt_grpo.training.answer_logprobs.has_old_forward", return_value=False):
+    with patch("mt_grpo.training.reward_batch.has_old_forward", return_value=False):
         return step(trainer)
 
 

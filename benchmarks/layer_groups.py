@@ -28,7 +28,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from mt_grpo.doctor.plan import recomputed
 from mt_grpo.forward.model import enable_trees, score_packed
 from mt_grpo.forward.packing import FlatTree, Packed, pack
-from mt_grpo.training.activations import layers_in_groups
+from mt_grpo.training.model import layers_in_groups
 
 SHAPE = {"hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 8, "num_key_value_heads": 2}
 GROUPS = (1, 2, 4, 6, 9, 18, 36)

@@ -30,7 +30,8 @@ from mt_grpo.forward.attention.layout import TreeLayout
 from mt_grpo.forward.model import enable_trees
 from mt_grpo.forward.packing import pack
 from mt_grpo.forward.plan import ForwardPlan
-from mt_grpo.training.forward_plan import batch_trees, score_batch
+from mt_grpo.training.forward_plan import score_batch
+from mt_grpo.training.rollout_batch import batch_trees
 
 SHAPES = {  # hidden, intermediate, layers, heads, key-value heads, head size, vocabulary
     "cpu": (128, 384, 2, 4, 2, 64, 2048),

@@ -190,7 +190,7 @@ def test_the_scale_of_a_policys_batch_is_that_of_the_rule():
 def test_what_is_heard_is_what_runs_say():
     from designs_said import KINDS
 
-    source = " ".join((ROOT / "mt_grpo/training/step_log/warnings.py").read_text().replace('"', " ").split())
+    source = " ".join((ROOT / "mt_grpo/training/step_log/metrics.py").read_text().replace('"', " ").split())
     assert all(part in source for part in KINDS)
 
 

@@ -43,11 +43,11 @@ from mt_grpo.training.checkpoint import (
     check_checkpoint,
     resume_point,
 )
+from mt_grpo.training.columns import Rows, check_rows_suffice, with_column_media
 from mt_grpo.training.config import MTGRPOConfig, changed
 from mt_grpo.training.environment import build_env
-from mt_grpo.training.media import tokenizer_in, with_column_media
-from mt_grpo.training.model import resolve_base, resolve_model, source_options, subfolder_of
-from mt_grpo.training.preflight import Rows, check_batch_sizes, check_folder, check_rows_suffice, check_surroundings
+from mt_grpo.training.model import resolve_base, resolve_model, source_options, subfolder_of, tokenizer_in
+from mt_grpo.training.preflight import check_batch_sizes, check_folder, check_surroundings
 from mt_grpo.training.trainer import MTGRPOEnvTrainer
 from mt_grpo.trajectory import visible
 

@@ -17,8 +17,8 @@ from mt_grpo.runlog.files import to_json
 from mt_grpo.runlog.findings import Counts, Finding, find
 from mt_grpo.runlog.rows import rollout_lines
 from mt_grpo.training.reward_batch import gather_rewards
+from mt_grpo.training.step_log.metrics import says_uncredited
 from mt_grpo.training.step_log.records import as_record, part_rows, run_line
-from mt_grpo.training.step_log.warnings import says_uncredited
 from mt_grpo.training.trainer import MTGRPOEnvTrainer
 from mt_grpo.trajectory import visible
 

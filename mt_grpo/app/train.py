@@ -46,9 +46,9 @@ from mt_grpo.runlog.findings import Counts, find_in_run
 from mt_grpo.runlog.heartbeat import Silence
 from mt_grpo.training.checkpoint import latest_checkpoint, says_what_cannot_be_written
 from mt_grpo.training.config import MTGRPOConfig
-from mt_grpo.training.nonfinite import NonFiniteError
+from mt_grpo.training.model import NonFiniteError
 from mt_grpo.training.preflight import LOCK, clear_folder, locked
-from mt_grpo.training.step_log.display import FewerPrinter, FewerProgress
+from mt_grpo.training.step_log import FewerPrinter, FewerProgress
 from mt_grpo.training.step_log.records import read_audit, versions
 from mt_grpo.training.trainer import MTGRPOEnvTrainer
 from mt_grpo.trajectory import Trajectory

@@ -40,9 +40,9 @@ from mt_grpo.servers.start import is_free
 from mt_grpo.tools import Tool
 from mt_grpo.tools.mcp.tools import MCPBaseTool, McpRemote, McpTool
 from mt_grpo.tools.stateful import StatefulTool, ToolSession, ToolStateError
-from mt_grpo.training.media import with_column_media
+from mt_grpo.training.columns import check_reward_columns, with_column_media
 from mt_grpo.training.model import resolve_base
-from mt_grpo.training.preflight import check_folder, check_push, check_reward_columns, check_trackers
+from mt_grpo.training.preflight import check_folder, check_push, check_trackers
 from mt_grpo.training.reward_batch import with_models
 from mt_grpo.training.servers import server_client
 from mt_grpo.trajectory import Message, ToolCall, visible

@@ -48,7 +48,8 @@ from mt_grpo.errors import ConfigError, UserError, libraries_may_refuse
 from mt_grpo.forward.lm_head import CHUNK_ELEMENTS
 from mt_grpo.forward.probe import context_length
 from mt_grpo.training.checkpoint import adapter_settings
-from mt_grpo.training.environment import check_env, prepare_tokenizer, rows_of
+from mt_grpo.training.columns import rows_of
+from mt_grpo.training.environment import check_env, prepare_tokenizer
 from mt_grpo.training.model import resolve_base, resolve_model, source_options, subfolder_of
 from mt_grpo.training.servers import colocates, server_urls
 

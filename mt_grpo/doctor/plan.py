@@ -53,10 +53,9 @@ from mt_grpo.forward.packing import FlatTree
 from mt_grpo.forward.plan import ForwardPlan
 from mt_grpo.forward.rows import score
 from mt_grpo.options.rules import check_batches
-from mt_grpo.training.activations import Activations
 from mt_grpo.training.checkpoint import adapter_settings
 from mt_grpo.training.forward_plan import trained_truncation
-from mt_grpo.training.model import resolve_base
+from mt_grpo.training.model import Activations, resolve_base
 from mt_grpo.training.servers import transport_of
 
 RECORD = 8  # bytes per token in the files of `rollouts`, those of the trainer's numbers included

@@ -25,8 +25,8 @@ from mt_grpo.options.values import PARSERS, chosen_rule, with_env_options
 KEEPS_TURNS = ("cispo", "vespo")
 """Loss types in which an advantage weighs its own tokens, for every `importance_sampling_level`."""
 
-
 CLIP_OF_TRL: float = GRPOConfig.__dataclass_fields__["vllm_importance_sampling_clip_max"].default
+
 CLIP = 2.0
 """Where the ratio of a token is cut with `max_staleness`, unless another bound than TRL's default is given."""
 
@@ -158,6 +158,11 @@ class MTGRPOConfig(RunOptions, GRPOConfig):
         """Whether the loss gives all tokens of a trajectory the mean of their advantages."""
         return self.importance_sampling_level == "sequence" and self.loss_type not in KEEPS_TURNS
 
+    @property
+    def replays_routes(self) -> bool:
+        """Whether the forward replays the routes of a mixture that its engine gives."""
+        return self.router_replay and self.forward == "tree"
+
     def credit_rule(self, has_turn_rewards: bool) -> Rule:
         """The rule that a trainer with or without turn rewards follows."""
         return chosen_rule(self.advantage_estimator, has_turn_rewards)
@@ -184,3 +189,24 @@ class MTGRPOConfig(RunOptions, GRPOConfig):
                 f"leave it at `token`{another}, or choose a rule for whole trajectories such as `grpo_or` or "
                 "`grpo_mr`."
             )
+
+
+def as_mtgrpo_config(args: object) -> MTGRPOConfig:
+    """Options as a `MTGRPOConfig`: a `GRPOConfig` with the defaults of all else, and every value that it has."""
+    if isinstance(args, MTGRPOConfig):
+        args.check()  # scripts set values after they made it
+        return args
+    if not isinstance(args, GRPOConfig):
+        raise ConfigError(
+            f"`args` is a {type(args).__name__}: give a `MTGRPOConfig`, or the `GRPOConfig` of a script for TRL's "
+            "trainer."
+        )
+    # made without `__init__`: TRL has filled in fields that it would not take a second time
+    whole = object.__new__(MTGRPOConfig)
+    for field in fields(MTGRPOConfig):
+        setattr(whole, field.name, field.default if field.default_factory is MISSING else field.default_factory())
+    vars(whole).update(vars(args))
+    if not args.use_vllm:
+        whole.vllm_mode = "server"  # TRL's default says nothing where no server is used
+    whole.check()
+    return whole

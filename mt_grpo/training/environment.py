@@ -1,42 +1,45 @@
-"""The environment that the options describe, a tokenizer that can hold its conversations, and what runs them."""
+"""
+The environment that the options describe, a tokenizer that can hold its conversations, and what runs them: the runner,
+and the engine of the trainer's own model.
+"""
 
 from __future__ import annotations
 
+import inspect
 import logging
 import sys
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields
 from itertools import chain
 from typing import Any
 
+from accelerate import Accelerator
 from datasets import Dataset
 from trl.chat_template_utils import add_response_schema
+from trl.distributed import DistributedBackend
+from trl.models import unwrap_model_for_generation
 
 from mt_grpo.concurrency import run
-from mt_grpo.data.images import with_own_opener
 from mt_grpo.envs import EnvLike, EnvSource, MultiTurnToolEnv, StepEnv
 from mt_grpo.envs.env import ServedEnv
 from mt_grpo.envs.protocols import PROTOCOLS
 from mt_grpo.envs.registry import TRLFactory, build_environment, named_tools
 from mt_grpo.envs.source import COLUMN, check_source, close_environments, source_of
 from mt_grpo.errors import ConfigError
-from mt_grpo.imports import did_you_mean, import_object
+from mt_grpo.imports import import_object
 from mt_grpo.options.rules import PARTNERS, check_agent, check_partner, check_scheduler
 from mt_grpo.options.table import OF_ENVIRONMENT
 from mt_grpo.options.values import TYPES, verifiers_name
-from mt_grpo.rewards import RewardFunc
 from mt_grpo.rollout import Engine, RolloutLimits, RolloutRunner, TemplateError
 from mt_grpo.rollout.chat_template import ChatTemplate
+from mt_grpo.rollout.engine import LocalEngine
+from mt_grpo.rollout.engines.transformers import TransformersEngine
 from mt_grpo.rollout.media import MediaEncoder
 from mt_grpo.tools import Tool, load_tools
+from mt_grpo.training.columns import Rows
 from mt_grpo.training.config import MTGRPOConfig
-from mt_grpo.training.preflight import Rows
 from mt_grpo.training.rollout_batch import RolloutBatch
-
-NO_PROMPT = [{"role": "user", "content": ""}]
-"""The prompt of a row that has none: the environment's `reset` writes it."""
 
 logger = logging.getLogger(__name__)
 
@@ -255,88 +258,6 @@ def _contradiction(name: str, asked: Any, given: Any) -> ConfigError:
     )
 
 
-def rows_of(dataset: Rows | None, source: EnvSource, args: MTGRPOConfig) -> Rows:
-    """
-    The rows to train on: the source's own where none are given. As in TRL, a single factory needs none: the
-    environment's `reset` writes the prompts.
-    """
-    dataset = source.rows("train") if dataset is None else dataset
-    if not source.writes_prompts:
-        if dataset is None:
-            raise ConfigError(
-                "There is no dataset: `train_dataset` is required, unless an environment brings its own rows."
-            )
-        return dataset
-    if dataset is None:
-        if source.names:
-            raise ConfigError(
-                f"Several environments ({', '.join(source.names)}) need a dataset whose column `environment` says "
-                "which one a row is for: give `train_dataset`, or a single factory."
-            )
-        if args.max_steps <= 0:
-            raise ConfigError(
-                "There is no dataset, so `reset` of the environment gives the prompts, and nothing says how long to "
-                "train: set `max_steps`."
-            )
-        dataset = Dataset.from_dict({"prompt": [NO_PROMPT] * (args.generation_batch_size // args.num_generations)})
-        source.check(dataset, "training dataset")
-    return dataset
-
-
-def with_prompts(data: Any, source: EnvSource, name: str) -> Any:
-    """
-    A dataset, or several by name, with the column `prompt`, and images that are opened as those of tools are. Where
-    the environment writes prompts, rows may lack it.
-    """
-    if isinstance(data, dict):
-        return {split: with_prompts(rows, source, f"{name} {split!r}") for split, rows in data.items()}
-    data = None if data is None else with_own_opener(data)
-    columns = None if data is None else data.column_names
-    if not columns or "prompt" in columns:
-        return data
-    if not source.writes_prompts:
-        raise ConfigError(
-            f"The {name} has no column `prompt`{did_you_mean('prompt', columns)}: its columns are "
-            f"{', '.join(columns)}; rename the one that holds what the model is asked."
-        )
-    if isinstance(data, Dataset):
-        return data.add_column("prompt", [NO_PROMPT] * len(data))
-    return data.map(lambda row: {**row, "prompt": NO_PROMPT})
-
-
-def own_rewards(listed: Sequence[RewardFunc], source: EnvSource) -> list[RewardFunc]:
-    """The outcome rewards that environments bring beside those that are listed."""
-    names = Counter(reward.name for reward in listed)
-    several = [name for name, number in names.items() if number > 1]  # of one kind they are refused when loaded
-    if several:
-        raise ConfigError(
-            f"The reward {several[0]!r} is both a turn reward and an outcome reward: give one of them another `name`, "
-            "by which metrics and records tell them apart."
-        )
-    own = source.rewards()
-    for reward in own:
-        if reward.name in names:
-            raise ConfigError(
-                f"The reward {reward.name!r} has the name of an environment class that gives its own reward "
-                "(`get_reward`): rename one of the two."
-            )
-    if not listed and not own:
-        raise ConfigError("There is no reward: name one in `outcome_reward_funcs` or `turn_reward_funcs`.")
-    return own
-
-
-def weights_of(args: MTGRPOConfig, listed: Sequence[RewardFunc], own: Sequence[RewardFunc]) -> list[float] | None:
-    """`reward_weights`: where they count the listed rewards only, each of the environments' own has 1, as in TRL."""
-    given, names = args.reward_weights, [reward.name for reward in (*listed, *own)]
-    if given is None or len(given) == len(names):
-        return given
-    if len(given) != len(listed):
-        raise ConfigError(
-            f"`reward_weights` is {given}: give one weight for each reward, in the order {', '.join(names)}."
-        )
-    return [*given, *[1.0] * len(own)]
-
-
 def prepare_tokenizer(tokenizer: Any, source: EnvSource) -> None:
     """
     Checks that the model's template can hold the conversations of a source, as far as they are known beforehand. Under
@@ -397,3 +318,39 @@ def open_environments(batch: RolloutBatch) -> Iterator[None]:
         trajectories = [*batch.trajectories, *chain(*batch.discarded)]
         if any(trajectory.environment is not None for trajectory in trajectories):
             run(close_environments(trajectories))
+
+
+def check_rollout_func(rollout_func: Callable[..., Any] | None) -> None:
+    """Refuses TRL's `rollout_func`, which knows neither turns nor the columns of rows."""
+    if rollout_func is not None:
+        raise ConfigError(
+            "`rollout_func` returns tokens without turns, so there is nothing to credit: write its loop as an "
+            "environment (docs/environments.md) or as an agent (docs/any_agent.md)."
+        )
+
+
+def own_engine(args: MTGRPOConfig, tokenizer: Any, model: Any, accelerator: Accelerator) -> TransformersEngine:
+    """An engine that samples from the trainer's own model."""
+    backend = DistributedBackend(accelerator)
+    sharded = backend.is_fsdp or (backend.is_zero3 and not args.ds3_gather_for_generation)
+    if sharded and accelerator.num_processes > 1:
+        raise ConfigError(
+            "A model with sharded weights cannot sample by itself, since processes take different numbers of turns: "
+            "set `use_vllm: true`, or shard with DeepSpeed ZeRO-3 and `ds3_gather_for_generation: true`."
+        )
+    return TransformersEngine(accelerator.unwrap_model(model), tokenizer, record_routes=args.replays_routes)
+
+
+@contextmanager
+def lent_model(engine: Engine, model: Any, args: MTGRPOConfig, accelerator: Accelerator) -> Iterator[None]:
+    """Lends the trainer's model, in the state in which TRL generates, to an engine that samples in this process."""
+    if not isinstance(engine, LocalEngine):
+        yield
+        return
+    options: dict[str, Any] = {"gather_deepspeed3_params": args.ds3_gather_for_generation}
+    known = inspect.signature(unwrap_model_for_generation).parameters
+    if "gradient_checkpointing_kwargs" in known:  # TRL 1.15 has no such argument
+        options["gradient_checkpointing_kwargs"] = args.gradient_checkpointing_kwargs
+    with unwrap_model_for_generation(model, accelerator, **options) as unwrapped:
+        engine.use_model(unwrapped)
+        yield

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType, gather_object
@@ -21,100 +20,18 @@ from mt_grpo.errors import ConfigError, UnsupportedModelError
 from mt_grpo.forward.lm_head import Truncation
 from mt_grpo.forward.media import Media, MediumInputs, feature_lengths
 from mt_grpo.forward.model import check_sequence_parallel, enable_trees
-from mt_grpo.forward.packing import FlatTree
 from mt_grpo.forward.plan import ForwardPlan
 from mt_grpo.forward.probe import prove, prove_media
-from mt_grpo.forward.routes import NO_ROUTE, has_router_loss
+from mt_grpo.forward.routes import has_router_loss
 from mt_grpo.forward.rows import score
 from mt_grpo.forward.sequence_parallel import SequenceGroup
 from mt_grpo.media import SOUND, kind_of
 from mt_grpo.options.rules import check_sharing
 from mt_grpo.rollout import SamplingParams, TokenRow
 from mt_grpo.training.config import MTGRPOConfig
-from mt_grpo.training.rollout_batch import RolloutBatch
-
-IMAGES = "row_images"
-"""The column of a batch with the images of each row, where a row has some: by id their size and inputs."""
+from mt_grpo.training.rollout_batch import IMAGES, RolloutBatch, batch_trees, row_tree
 
 logger = logging.getLogger(__name__)
-
-
-# A batch as columns, and as trees
-
-
-def token_columns(rows: list[TokenRow], output: dict[str, Any]) -> dict[str, Any]:
-    """
-    What a batch of TRL's needs for our forward besides its ids, as tensors that are padded as its own `(B, T)` and
-    `(B, P)` are. Not every batch has a `parent`, `routes` or images.
-    """
-    prompts, completions = output["prompt_ids"], output["completion_ids"]
-    columns: dict[str, Any] = {"turn_ids": _padded([row.turns for row in rows], completions)}
-    if any(row.parent != list(range(-1, len(row.ids) - 1)) for row in rows):
-        columns["parent"] = _padded([row.parent for row in rows], completions)
-    width = max(len(row.routes) // len(row.ids) for row in rows)
-    if width:
-        before, after = (
-            torch.full((*ids.shape, width), NO_ROUTE, dtype=torch.uint8) for ids in (prompts, completions)
-        )
-        for number, row in enumerate(rows):
-            if row.routes:
-                before[number, before.size(1) - len(row.prompt_ids) :] = _routes(row.prompt_routes, width)
-                after[number, : len(row.ids)] = _routes(row.routes, width)
-        columns |= {"prompt_routes": before.to(prompts.device), "routes": after.to(prompts.device)}
-    if any(row.media for row in rows):  # each has an id of its own, where TRL's ids have the model's
-        columns[IMAGES] = [{number: (image.size, image.inputs) for number, image in row.media.items()} for row in rows]
-        columns["prompt_ids"], columns["completion_ids"] = prompts.clone(), completions.clone()
-        for number, row in enumerate(rows):
-            columns["prompt_ids"][number, prompts.size(1) - len(row.prompt_ids) :] = torch.tensor(row.prompt_ids)
-            columns["completion_ids"][number, : len(row.ids)] = torch.tensor(row.ids)
-    return columns
-
-
-def _padded(rows: list[list[int]], like: Tensor) -> Tensor:
-    """Rows of integers in the shape of `like`, `(B, T)`, padded with 0."""
-    padded = torch.zeros_like(like)
-    for row, values in enumerate(rows):
-        padded[row, : len(values)] = torch.tensor(values, device=like.device)
-    return padded
-
-
-def _routes(routes: bytes, width: int) -> Tensor:
-    return torch.from_numpy(np.frombuffer(routes, np.uint8).reshape(-1, width).copy())
-
-
-def row_tree(row: TokenRow) -> FlatTree:
-    """A row as a tree."""
-    before, size = len(row.prompt_ids), len(row.ids)
-    turns = np.full(before + size, -1, dtype=np.int64)
-    turns[before:] = np.where(np.array(row.mask) > 0, row.turns, -1)
-    parent = routes = None
-    if row.parent != list(range(-1, size - 1)):
-        parent = np.r_[np.arange(-1, before - 1), np.array(row.parent, dtype=np.int64) + before]
-    if row.routes:
-        routes = np.frombuffer(row.prompt_routes + row.routes, np.uint8).reshape(before + size, -1)
-    return FlatTree(np.array(row.prompt_ids + row.ids, dtype=np.int64), turns, parent, routes)
-
-
-def batch_trees(columns: dict[str, Any]) -> list[FlatTree]:
-    """The rows of a batch that has `token_columns`, as trees."""
-    arrays = {
-        name: value.detach().cpu().numpy()
-        for name, value in columns.items()
-        if name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask", "turn_ids")
-        or (name in ("parent", "prompt_routes", "routes") and value is not None)
-    }
-    trees = []
-    for row, (prompt, known) in enumerate(zip(arrays["prompt_ids"], arrays["prompt_mask"].astype(bool), strict=True)):
-        prompt, size = prompt[known], int(arrays["completion_mask"][row].sum())
-        completion, mask, turn = (arrays[name][row][:size] for name in ("completion_ids", "tool_mask", "turn_ids"))
-        turns = np.r_[np.full(len(prompt), -1), np.where(mask > 0, turn, -1)]
-        parent = routes = None
-        if "parent" in arrays:
-            parent = np.r_[np.arange(-1, len(prompt) - 1), arrays["parent"][row][:size] + len(prompt)]
-        if "routes" in arrays:
-            routes = np.concatenate([arrays["prompt_routes"][row][known], arrays["routes"][row][:size]])
-        trees.append(FlatTree(np.r_[prompt, completion], turns, parent, routes))
-    return trees
 
 
 # Plans, and what comes of them
@@ -462,3 +379,18 @@ def _mend(inexact: list[str]) -> str:
     if any("repetition_penalty" in option for option in inexact):
         return "leave it out" if len(inexact) == 1 else "leave them out"
     return "set `forward: tree`, or leave it out" if len(inexact) == 1 else "set `forward: tree`, or leave them out"
+
+
+def check_importance_sampling(args: MTGRPOConfig) -> None:
+    """Makes TRL's own check, which TRL makes only for its own client, and `check_sequence_ratio`."""
+    check_sequence_ratio(args)
+    by_token = ("token_truncate", "token_mask")
+    if (
+        args.loss_type == "vespo"
+        and args.vllm_importance_sampling_correction
+        and args.vllm_importance_sampling_mode not in by_token
+    ):
+        raise ConfigError(
+            f"`loss_type: vespo` needs `vllm_importance_sampling_mode` to be one of {', '.join(by_token)}, not "
+            f"{args.vllm_importance_sampling_mode!r}."
+        )

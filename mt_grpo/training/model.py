@@ -1,29 +1,47 @@
-"""The model that a run trains: finds it by its name, switches its dropout, and loads and saves its reference."""
+"""
+The model that a run trains: found by its name, with its processor and its reference, ended before a number that is not
+finite reaches a weight or a file, and what is kept of its forward for the backward.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
+from accelerate.utils import gather, gather_object
 from huggingface_hub import try_to_load_from_cache
 from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTuner
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+)
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME
 from trl.distributed import DistributedBackend
+from trl.models import get_act_offloading_ctx_manager
 from trl.trainer.utils import create_model_from_path
 
 from mt_grpo.data import embedded
 from mt_grpo.data.loaders import check_hub
-from mt_grpo.errors import ConfigError
+from mt_grpo.errors import ConfigError, UserError
 from mt_grpo.imports import looks_like_path
 from mt_grpo.training.checkpoint import adapter_settings
 from mt_grpo.training.config import MTGRPOConfig
@@ -224,3 +242,294 @@ def load_reference(folder: Path, args: MTGRPOConfig, accelerator: Accelerator, r
         load_file(folder / REFERENCE),
         options=StateDictOptions(full_state_dict=True),
     )
+
+
+REFERENCE_ADAPTER = "ref"
+"""The adapter in which TRL's trainer keeps the reference of a model that comes with an adapter."""
+
+
+@contextmanager
+def no_adapter_left(model: object, trainer: object) -> Iterator[None]:
+    """
+    If the trainer is refused in the block, removes what TRL added to the model: the reference of a model with an
+    adapter, and the adapter that `peft_config` describes.
+    """
+    had_reference = isinstance(model, PeftModel) and REFERENCE_ADAPTER in model.peft_config
+    trained = (
+        {id(each) for each in model.parameters() if each.requires_grad} if isinstance(model, nn.Module) else set()
+    )
+    try:
+        yield
+    except BaseException:
+        made = vars(trainer).get("model")
+        if isinstance(model, PeftModel):
+            if REFERENCE_ADAPTER in model.peft_config and not had_reference:
+                model.delete_adapter(REFERENCE_ADAPTER)
+        elif isinstance(model, nn.Module) and isinstance(made, PeftModel) and isinstance(made.base_model, BaseTuner):
+            made.base_model.unload()
+            for each in model.parameters():
+                each.requires_grad_(id(each) in trained)
+        raise
+
+
+def tokenizer_in(processing_class: Any) -> PreTrainedTokenizerBase:
+    """The tokenizer of a processor, with the processor's chat template, or a tokenizer itself."""
+    if not isinstance(processing_class, ProcessorMixin):
+        return processing_class
+    tokenizer = processing_class.tokenizer
+    if processing_class.chat_template is not None:
+        tokenizer.chat_template = processing_class.chat_template
+    return tokenizer
+
+
+def processing_of(model: Any, given: Any, args: MTGRPOConfig) -> Any:
+    """
+    The processor or tokenizer of a run: what is given, or else that of the model. TRL would look for it without a
+    token and in no subfolder, and cannot take one of sounds alone.
+    """
+    if given is not None:
+        return given
+    name = model if isinstance(model, str) else model.config.name_or_path
+    return AutoProcessor.from_pretrained(name, truncation_side="left", padding_side="left", **source_options(args))
+
+
+def for_trl(processing_class: Any) -> Any:
+    """
+    What TRL's trainer is given for it: of a processor of sounds alone the tokenizer. TRL takes every processor for one
+    of images, and asks the model's configuration for their token.
+    """
+    shows = not isinstance(processing_class, ProcessorMixin) or "image_processor" in vars(processing_class)
+    return processing_class if shows else tokenizer_in(processing_class)
+
+
+INGREDIENTS = ("advantages", "old_per_token_logps", "ref_per_token_logps", "importance_sampling_ratio")
+"""The inputs of a loss, besides the log-probs of the model that is trained."""
+
+
+class NonFiniteError(UserError, RuntimeError):
+    """A number that would spoil the weights. The message is one sentence: what it was and where it comes from."""
+
+
+def check_loss(loss: Tensor, inputs: dict[str, Any], model: nn.Module, step: int) -> None:
+    """Checks the loss of a micro-batch. This is a collective call."""
+    losses = gather(loss.detach().float().reshape(1))
+    if not losses.isfinite().all():
+        causes = gather_object([_cause(inputs, model)])  # on every process: weights may be sharded
+        rank = int((~losses.isfinite()).nonzero()[0])
+        raise NonFiniteError(
+            f"The loss of step {step + 1} is {losses[rank]}, since {causes[rank]}; no weight was changed by it."
+        )
+
+
+def check_gradient(norm: Any, args: MTGRPOConfig, accelerator: Accelerator, step: int) -> None:
+    """
+    Checks the norm of a gradient before the optimiser's step. In float16 a gradient may overflow, and the scaler then
+    leaves out the step. DeepSpeed steps inside the backward, so a bad gradient is found after its step, but before a
+    save. This is a collective call.
+    """
+    if norm is None or args.fp16:  # DeepSpeed may know none
+        return
+    norms = gather(torch.tensor([float(norm)], device=accelerator.device))
+    if not norms.isfinite().all():
+        raise NonFiniteError(
+            f"The gradient of step {step + 1} has the norm {norms[~norms.isfinite()][0]}, though its loss is finite, "
+            "since a derivative overflowed in the backward pass; it was not stepped: train in bfloat16 or float32, or "
+            "lower `learning_rate`."
+        )
+
+
+def _cause(inputs: dict[str, Any], model: nn.Module) -> str:
+    name = _spoilt_weight(model)
+    if name is not None:
+        return f"the weight {name!r} is not finite since an earlier step, or was loaded so: lower `learning_rate`"
+    trained = (inputs["completion_mask"] * inputs["tool_mask"]).bool()
+    for name in INGREDIENTS:
+        value = inputs.get(name)
+        if value is not None and not value.masked_select(trained).isfinite().all():
+            return f"`{name}` of its batch are not finite"
+    return (
+        "the model's own log-probabilities, their ratio to the old ones, or its product with an advantage overflowed: "
+        "lower `learning_rate` or the rewards, or train in bfloat16 or float32"
+    )
+
+
+def _spoilt_weight(model: nn.Module) -> str | None:
+    """The name of a trained weight that is not finite in this process's part."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and not _local(parameter).all():
+            return name
+    return None
+
+
+def check_weights(model: nn.Module, accelerator: Accelerator, step: int) -> None:
+    """Checks every trained weight; each process checks its own shards. This is a collective call."""
+    spoilt = _spoilt_weight(model)
+    if gather(torch.tensor([int(spoilt is not None)], device=accelerator.device)).sum():
+        raise NonFiniteError(
+            f"Weights hold NaN or infinity after step {step}{f' ({spoilt})' if spoilt else ''}, so they are not "
+            "saved: go back to an earlier checkpoint, with a smaller `learning_rate` or `max_grad_norm`."
+        )
+
+
+def _local(parameter: nn.Parameter) -> torch.Tensor:
+    """Whether each element of this process's part is finite. Under ZeRO-3 the parameter itself is empty."""
+    value = parameter.to_local() if isinstance(parameter, DTensor) else getattr(parameter, "ds_tensor", parameter)
+    return torch.isfinite(value)
+
+
+class Activations:
+    """How a run keeps activations."""
+
+    def __init__(self, args: MTGRPOConfig, device: torch.device) -> None:
+        if args.activation_offloading and device.type == "cpu":
+            raise ConfigError(
+                "`activation_offloading: true` moves activations from a GPU to the machine's memory, and this run is "
+                "on a CPU: leave it out."
+            )
+        self._args = args
+        self._warned = args.gradient_checkpointing_layers == 1
+        self._offloading: AbstractContextManager[object] | None = None
+
+    @contextmanager
+    def kept(self, model: nn.Module) -> Iterator[None]:
+        """For a forward of the model with a loss; its backward is outside, so that nothing of it is moved again."""
+        if self._args.activation_offloading and self._offloading is None:
+            self._offloading = get_act_offloading_ctx_manager(model, warn_if_no_head=False)
+        with layers_in_groups(model, self._args.gradient_checkpointing_layers) as groups:
+            with self._offloading or nullcontext():
+                yield
+        if not self._warned and groups.largest < 2 and PartialState().is_main_process:
+            logger.warning(
+                "The layers of this model do not take just what the layer before them returns, so "
+                "`gradient_checkpointing_layers: %d` has no effect: each keeps its input.",
+                self._args.gradient_checkpointing_layers,
+            )
+        self._warned = True
+
+
+Run = Callable[[Tensor], Any]
+
+
+@contextmanager
+def layers_in_groups(model: nn.Module, size: int) -> Iterator[Groups]:
+    """
+    Within it, a forward keeps one input for each `size` layers that follow upon each other. A layer whose input is not
+    just what the layer before it returned begins another group. Layers that are not checkpointed are left alone.
+    """
+    groups = Groups(size)
+    modules: Iterable[Any] = model.modules() if size > 1 else ()
+    layers = [module for module in modules if "_gradient_checkpointing_func" in vars(module)]
+    checkpoints = [layer._gradient_checkpointing_func for layer in layers]
+    try:
+        for layer, checkpoint in zip(layers, checkpoints, strict=True):
+            layer._gradient_checkpointing_func = groups.of(layer, checkpoint)
+        yield groups
+    finally:
+        for layer, checkpoint in zip(layers, checkpoints, strict=True):
+            layer._gradient_checkpointing_func = checkpoint
+
+
+class Groups:
+    """The groups of one forward, made as its layers are called."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self.largest = 0
+        self._group: _Group | None = None
+        self._last: Tensor | None = None  # what the layer before returned, and its version
+        self._version = 0
+
+    def of(self, layer: nn.Module, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+        """What checkpoints a layer as `checkpoint` does, and keeps its input in its group."""
+
+        def in_group(run: Run, *args: Any) -> Any:
+            states, *others = args
+            if any(other is not None for other in others) or not torch.is_grad_enabled():
+                return checkpoint(run, *args)
+            run = partial(_with, run, others)  # Gemma 4 hands over None where it has no inputs of layers
+            group = self._group
+            if group is None or len(group.layers) == self._size or not self._follows(states):
+                group = self._group = _Group(states)
+                group.layers.append((layer, run))
+                output = checkpoint(run, states)
+            else:
+                group.layers.append((layer, run))
+                with torch.autograd.graph.saved_tensors_hooks(*group.hooks(states)):
+                    output = checkpoint(run, states)
+            self.largest = max(self.largest, len(group.layers))
+            self._last = output if isinstance(output, Tensor) else output[0]
+            self._version = self._last._version
+            return output
+
+        return in_group
+
+    def _follows(self, states: Tensor) -> bool:
+        """Whether they are what the last layer returned, unchanged. A wrapper may have made a view of them."""
+        last = self._last
+        return (
+            last is not None
+            and states.data_ptr() == last.data_ptr()
+            and states.shape == last.shape
+            and states.dtype == last.dtype
+            and states._version == self._version
+        )
+
+
+def _with(run: Callable[..., Any], others: list[Any], states: Tensor) -> Any:
+    return run(states, *others)
+
+
+class _Group:
+    """Layers that follow upon each other."""
+
+    def __init__(self, first: Tensor) -> None:
+        self.layers: list[tuple[nn.Module, Run]] = []
+        self._first = first.detach()
+        kind, on_gpu = first.device.type, first.device.type != "cpu"
+        self._device = torch.get_device_module(kind)
+        self._devices = [first.device] if on_gpu else []
+        self._random = torch.get_rng_state()
+        self._random_of_devices = [self._device.get_rng_state(device) for device in self._devices]
+        self._cast: dict[str, Any] = {
+            "device_type": kind,
+            "enabled": torch.is_autocast_enabled(kind),
+            "dtype": torch.get_autocast_dtype(kind),
+            "cache_enabled": torch.is_autocast_cache_enabled(),
+        }
+        self._inputs: list[Tensor] = []  # of the layers after the first one, in the group's backward
+
+    def hooks(self, states: Tensor) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
+        """For what autograd saves around the group's latest layer: its input is let go, and made again."""
+        place, pointer, shape = len(self.layers) - 2, states.data_ptr(), states.shape
+
+        def pack(tensor: Tensor) -> Tensor | None:
+            return None if tensor.data_ptr() == pointer and tensor.shape == shape else tensor
+
+        def unpack(kept: Tensor | None) -> Tensor:
+            if kept is not None:
+                return kept
+            if len(self._inputs) <= place:
+                self._inputs = self._run()
+            made = self._inputs[place]
+            del self._inputs[place:]  # a backward comes from the last layer
+            return made
+
+        return pack, unpack
+
+    def _run(self) -> list[Tensor]:
+        """The inputs of all layers but the first one, with the numbers that were drawn in the forward."""
+        states, inputs = self._first, []
+        kind = self._cast["device_type"]
+        with torch.random.fork_rng(self._devices, device_type=kind), torch.no_grad(), torch.autocast(**self._cast):
+            torch.set_rng_state(self._random)
+            for device, random in zip(self._devices, self._random_of_devices, strict=True):
+                self._device.set_rng_state(random, device)
+            for layer, run in self.layers[:-1]:
+                if isinstance(layer, FSDPModule):
+                    layer.unshard()
+                output = run(states)
+                if isinstance(layer, FSDPModule):
+                    layer.reshard()
+                states = output if isinstance(output, Tensor) else output[0]
+                inputs.append(states)
+        return inputs

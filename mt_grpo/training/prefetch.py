@@ -15,6 +15,7 @@ collapse (arXiv 2602.17616).
 
 from __future__ import annotations
 
+import copy
 import gc
 import inspect
 import json
@@ -30,24 +31,31 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import gather
 from transformers import TrainerCallback, TrainerState
 from trl import GRPOTrainer
+from trl.distributed import DistributedBackend
 
 from mt_grpo.concurrency import BackgroundTask, run
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.envs.env import RecordedEnv
 from mt_grpo.envs.source import close_environments
+from mt_grpo.errors import ConfigError, WeightSyncError
 from mt_grpo.rewards import RewardFunc
 from mt_grpo.rewards.base import Adapter, FunctionReward
-from mt_grpo.rollout import RolloutRequest, RolloutRunner, SamplingParams
+from mt_grpo.rollout import Engine, RolloutRequest, RolloutRunner, SamplingParams
+from mt_grpo.rollout.engine import LocalEngine
+from mt_grpo.rollout.engines.transformers import TransformersEngine
 from mt_grpo.runlog.files import to_json
 from mt_grpo.tools.stateful import StatefulTool
+from mt_grpo.training.columns import with_column_media
 from mt_grpo.training.config import MTGRPOConfig
-from mt_grpo.training.media import with_column_media
 from mt_grpo.training.rollout_batch import RolloutBatch, branching
 from mt_grpo.trajectory import Trajectory
+from mt_grpo.weights.proof import EXACT, NARROW, compare, probe_ids, trainer_logprobs, with_halved_weights
 
 BATCHES_BETWEEN_COLLECTIONS = 8
 """Batches between two full garbage collections. One takes a tenth of a second, in which no conversation goes on."""
+
 LEAST_SHARE = 0.25  # effective share of a batch below which its steps are made smaller
+
 STEP_FACTOR = "step_factor"
 """In a batch: what the learning rate of its steps is multiplied by. So a checkpoint has it."""
 
@@ -327,3 +335,92 @@ class SmallerSteps(TrainerCallback):
             if group["lr"] == small:  # else a schedule has gone on already, as DeepSpeed's does
                 group["lr"] = rate
         self._changed = []
+
+
+class ModelCopy:
+    """
+    The weights that an engine in this process samples with while the trainer changes its own: a copy, which is brought
+    up to date between two batches of the engine. Conversations go on with it. It has those methods of a
+    `WeightSync` that a trainer calls.
+    """
+
+    def __init__(self, engine: TransformersEngine, model: Any, accelerator: Accelerator, args: MTGRPOConfig) -> None:
+        self._engine, self._model = engine, model
+        self._copy = copy.deepcopy(model).requires_grad_(False).eval()
+        for module in self._copy.modules():
+            # what extends a forward may hold on to the model that it extends, as TRL's does
+            vars(module).pop("forward", None)
+        if args.cast_lm_head_to_fp32:
+            head = self._copy.get_output_embeddings()
+            head.register_forward_pre_hook(lambda layer, states: (states[0].to(layer.weight.dtype),))
+        self._verify_every, self._num_syncs = args.verify_sync_every, 0
+        self._probe = probe_ids(model.config.get_text_config().vocab_size)
+        narrow = accelerator.mixed_precision != "no" or next(model.parameters()).dtype != torch.float32
+        self._tolerance = NARROW if narrow else EXACT
+        engine.use_model(self._copy)
+        engine.context = accelerator.autocast
+        before = self._answers()
+        with with_halved_weights(self._copy):
+            if compare(self._answers(), before).difference < 2 * self._tolerance:
+                raise ConfigError(
+                    f"A copy of this {type(model).__name__} does not answer with weights of its own, so that it "
+                    "cannot sample while the model is trained: set `use_vllm: true`, or leave `max_staleness` at 0."
+                )
+
+    def send_in_flight(self) -> None:
+        """Conversations go on anyway."""
+
+    @torch.no_grad()
+    def sync(self, step: int) -> None:
+        """Takes over the trainer's weights as they are after optimiser step `step`."""
+        with self._engine.update:
+            for mine, theirs in zip(_tensors(self._copy), _tensors(self._model), strict=True):
+                mine.copy_(theirs)
+            self._engine.weight_version = step
+            if self._num_syncs % self._verify_every == 0:
+                with self._engine.context():
+                    expected = trainer_logprobs(self._model, self._probe)
+                difference = compare(self._answers(), expected).difference
+                if difference > self._tolerance:
+                    raise WeightSyncError(
+                        f"The copy of the model that conversations are sampled with differs from the model by "
+                        f"{difference:.2e} nats a token, and {self._tolerance:.1e} is allowed: set `use_vllm: true`, "
+                        "or leave `max_staleness` at 0."
+                    )
+            self._num_syncs += 1
+
+    def _answers(self) -> list[float]:
+        with self._engine.context():
+            return trainer_logprobs(self._copy, self._probe)
+
+    def check(self) -> None:
+        """Nobody else writes to it."""
+
+    def close(self) -> None:
+        """There is nothing to give back."""
+
+
+def _tensors(model: Any) -> Iterator[torch.Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()
+
+
+def own_weights(engine: Engine, model: Any, args: MTGRPOConfig, accelerator: Accelerator) -> ModelCopy | None:
+    """
+    The weights that an engine in this process samples with if conversations run while the model is trained; `None` for
+    an engine that has its model elsewhere.
+    """
+    if not isinstance(engine, LocalEngine):
+        return None
+    if not isinstance(engine, TransformersEngine):
+        raise ConfigError(
+            f"`max_staleness: {args.max_staleness}` samples while the model is trained, and {type(engine).__name__} "
+            "samples from the model that is trained: set `use_vllm: true`, or leave `max_staleness` at 0."
+        )
+    backend = DistributedBackend(accelerator)
+    if backend.is_fsdp or backend.is_zero3:
+        raise ConfigError(
+            f"`max_staleness: {args.max_staleness}` without a server samples from a copy of the model, and the "
+            "weights of this one are sharded: set `use_vllm: true`, or leave `max_staleness` at 0."
+        )
+    return ModelCopy(engine, accelerator.unwrap_model(model), accelerator, args)

@@ -6,20 +6,17 @@ folder with an earlier run's files, which are neither mixed with another run nor
 from __future__ import annotations
 
 import fcntl
-import inspect
 import logging
 import os
 import re
 import shutil
 import socket
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from inspect import Parameter
 from pathlib import Path
 from typing import IO, Any
 
 from accelerate.utils import broadcast_object_list
-from datasets import Dataset, IterableDataset
 from huggingface_hub import get_token
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
@@ -28,39 +25,22 @@ from mt_grpo.data.loaders import hub_fault
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import choose, did_you_mean
 from mt_grpo.options.rules import check_batches, check_trainable
-from mt_grpo.rewards import FunctionReward, RewardFunc, StateScore, TurnReward
-from mt_grpo.rewards.base import NOT_COLUMNS, ReadsAnswer, ScoreFunction
 from mt_grpo.runlog.schema import FOLDER
 from mt_grpo.training.checkpoint import is_whole
 from mt_grpo.training.config import MTGRPOConfig, has_bfloat16
 
-BATCH_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
-"""Arguments of a plain TRL reward function besides the columns."""
-
 RECORDS = ("metrics.jsonl", "trajectories*.jsonl", "summary.json", "learning_curve.png", "audit.jsonl")
+
 MODEL = ("model*.safetensors", "model*.safetensors.index.json", "adapter_model*.safetensors", "adapter_config.json")
+
 ROLLOUTS = ("index*.jsonl", "*.rank*.parquet", "*.rank*.partial")  # what a run leaves in its folder of conversations
+
 LOCK = ".lock"
 """Locked by the run that trains in a folder. The system lets go of it when the process ends, however it ends."""
+
 CHECKPOINT = re.compile(r"checkpoint-\d+")
 
-Rows = Dataset | IterableDataset
-
 logger = logging.getLogger(__name__)
-
-
-def check_rows_suffice(args: MTGRPOConfig, dataset: Dataset | IterableDataset, dropped: int = 0) -> None:
-    """Checks that there are rows for a step."""
-    needed = args.generation_batch_size // args.num_generations
-    rows = sum(1 for _ in dataset.take(needed)) if isinstance(dataset, IterableDataset) else len(dataset)
-    if rows < needed:
-        left = f" left ({dropped} were dropped, whose prompts are too long)" if dropped else ""
-        raise ConfigError(
-            f"The training dataset has {rows} rows{left}, and one batch takes {needed} prompts "
-            f"({args.generation_batch_size} completions, {args.num_generations} for each prompt): give it more rows, "
-            "or make the batch smaller (`per_device_train_batch_size`, `steps_per_generation` or "
-            "`gradient_accumulation_steps`), or raise `num_generations`."
-        )
 
 
 def check_surroundings(args: MTGRPOConfig) -> None:
@@ -123,96 +103,6 @@ def check_batch_sizes(args: MTGRPOConfig) -> None:
     """Whether the processes of this run make whole groups, and the options leave something to train."""
     check_batches(vars(args), args.world_size)
     check_trainable(vars(args))
-
-
-def check_reward_columns(
-    rewards: Sequence[RewardFunc],
-    train_dataset: Rows | None,
-    eval_dataset: Rows | dict[str, Rows] | None,
-) -> None:
-    """
-    Checks that every reward can be called with the columns of every dataset. If a stream does not name its columns,
-    its first row is read.
-    """
-    evaluated = eval_dataset if isinstance(eval_dataset, dict) else {"": eval_dataset}
-    datasets = {"training": train_dataset, **{f"evaluation {name}".strip(): rows for name, rows in evaluated.items()}}
-    for name, dataset in datasets.items():
-        if dataset is not None:
-            columns = dataset.column_names or [column for row in dataset.take(1) for column in row]
-            for reward in rewards if columns else ():
-                _check(reward, columns, f"{name} dataset")
-                if isinstance(reward, ReadsAnswer):
-                    _check_answers(reward, dataset, columns, f"{name} dataset")
-
-
-def _check(reward: RewardFunc, columns: list[str], dataset: str) -> None:
-    if isinstance(reward, FunctionReward):
-        function, positional = reward.function, 0
-        given = [
-            *BATCH_ARGUMENTS,
-            *reward.brings,
-            *["environments"][: reward.takes_environments],
-            *(column for column in columns if column not in (*NOT_COLUMNS, *reward.brings)),
-        ]
-    else:
-        function, positional = reward.score, 1 + isinstance(reward, TurnReward | StateScore)
-        given = [column for column in columns if column != "prompt"]
-    if isinstance(reward, ScoreFunction) and not {"ground_truth", "reward_model"} & set(columns):
-        raise ConfigError(
-            f"The reward {reward.name!r} takes the right answer from the column `ground_truth`, or `reward_model` as "
-            f"in verl's rows, and the {dataset} has neither: its columns are {', '.join(columns)}; name the right one "
-            "with `column_mapping: {ground_truth: its name}`."
-        )
-    try:
-        # a wrapper takes what it takes itself, whatever it wraps
-        signature = inspect.signature(function, follow_wrapped=False)
-    except ValueError:  # a function written in C may not say what it takes
-        return
-    for parameter in _needed(signature.parameters.values(), positional):
-        if parameter not in given:
-            raise ConfigError(
-                f"The reward {reward.name!r} needs `{parameter}`, which is no column of the {dataset}"
-                f"{did_you_mean(parameter, columns)}: its columns are {', '.join(columns)}; name the right one with "
-                f"`column_mapping: {{{parameter}: its name}}`, or give the parameter a default."
-            )
-    try:
-        signature.bind(*[None] * positional, **dict.fromkeys(given))
-    except TypeError as error:
-        raise ConfigError(
-            f"The reward {reward.name!r} cannot be called with the columns of the {dataset} ({error}): let it take "
-            "the rest with `**row`, or rename the column."
-        ) from error
-
-
-def _check_answers(reward: ReadsAnswer, dataset: Rows, columns: list[str], name: str) -> None:
-    label = reward.name  # type: ignore[attr-defined]  # it stands beside a class of rewards
-    if reward.column not in columns:
-        raise ConfigError(
-            f"The reward {label!r} takes the right answer from the column {reward.column!r}, which the {name} "
-            f"does not have{did_you_mean(reward.column, columns)}: its columns are {', '.join(columns)}; name one "
-            "with the option `column`."
-        )
-    if isinstance(dataset, Dataset):  # of a stream, each row is looked at when its answer is scored
-        for number, value in enumerate(dataset[reward.column]):
-            try:
-                reward.right_answer(value)
-            except ConfigError:
-                raise
-            except ValueError as error:
-                raise ConfigError(
-                    f"The reward {label!r} cannot use the column {reward.column!r} of row {number + 1} of the {name}: "
-                    f"{error}."
-                ) from error
-
-
-def _needed(parameters: Iterable[Parameter], positional: int) -> list[str]:
-    """Names of the parameters without a default that are left when the first `positional` are given."""
-    named = [Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY]
-    left: list[Any] = [parameter for parameter in parameters if parameter.kind in named]
-    while positional and left and left[0].kind is not Parameter.KEYWORD_ONLY:
-        del left[0]
-        positional -= 1
-    return [parameter.name for parameter in left if parameter.default is Parameter.empty]
 
 
 def check_best(wanted: str | None, metrics: Mapping[str, Any]) -> None:

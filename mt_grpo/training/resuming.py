@@ -44,15 +44,13 @@ from mt_grpo.training.checkpoint import (
     says_what_cannot_be_written,
     warn_of_differences,
 )
+from mt_grpo.training.columns import check_rows_suffice
 from mt_grpo.training.config import MTGRPOConfig
-from mt_grpo.training.model import load_reference, save_reference
-from mt_grpo.training.nonfinite import check_weights
-from mt_grpo.training.own_engine import replays_routes
+from mt_grpo.training.model import check_weights, load_reference, save_reference
 from mt_grpo.training.prefetch import PrefetchQueue, SmallerSteps
-from mt_grpo.training.preflight import check_batch_sizes, check_rows_suffice, left_by_runs, locked
+from mt_grpo.training.preflight import check_batch_sizes, left_by_runs, locked
 from mt_grpo.training.ranks import check_same, clear_checkpoint, keep_checkpoint, keep_records
-from mt_grpo.training.step_log import StepLog
-from mt_grpo.training.step_log.display import FewerPrinter, FewerProgress
+from mt_grpo.training.step_log import FewerPrinter, FewerProgress, StepLog
 
 RATES = ("lr", "initial_lr")
 OPTIONS = {
@@ -282,7 +280,7 @@ class ResumableTrainer(GRPOTrainer):
             warn_of_differences(folder, self._made_with(), changed)
         load_reference(folder, self.args, accelerator, self.ref_model)
         self._step, self._buffered_inputs, prefetched = load_rollouts(
-            folder, accelerator, options, replays_routes(self.args)
+            folder, accelerator, options, self.args.replays_routes
         )
         if self._prefetch is not None and prefetched is not None:
             self._prefetch.restore(prefetched)

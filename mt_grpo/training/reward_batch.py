@@ -1,32 +1,112 @@
-"""Reward models, scores of all processes as the rewards that credit rules take, and groups that have no signal."""
+"""
+Rewards of a run: which ones there are, reward models, right answers that some need, and the scores of all processes as
+the rewards that credit rules take.
+
+The trainer's model computes the log-probs of right answers in the forward of the old log-probs, where TRL makes one,
+so that no context is computed for them. Where it makes none, or rewards are asked before it (`groups_without_signal:
+resample`), a forward of their own computes the contexts of a conversation once for all its turns and rewards.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import gather
+from accelerate.utils import gather, gather_object
 from torch import nn
 from transformers import PreTrainedConfig
+from trl import GRPOTrainer
 
 from mt_grpo.credit import RewardBatch, without_signal
 from mt_grpo.credit.normalisation import minus_group_min, to_go
+from mt_grpo.envs import EnvSource
 from mt_grpo.errors import ConfigError
+from mt_grpo.forward.plan import ForwardPlan
+from mt_grpo.forward.rows import score
 from mt_grpo.options.values import names_model
-from mt_grpo.rewards import FunctionReward, Scores
+from mt_grpo.rewards import FunctionReward, RewardFunc, RightAnswer, Scores
+from mt_grpo.rollout import Engine
 from mt_grpo.rollout.branching import Branching
+from mt_grpo.rollout.engine import ScoringEngine
+from mt_grpo.rollout.token_row import AnswerLeaves, answer_ids, answer_leaves
+from mt_grpo.token_tree import TokenTree
 from mt_grpo.training.config import MTGRPOConfig
-from mt_grpo.training.model import resolve_model, source_options
-from mt_grpo.training.rollout_batch import RolloutBatch
+from mt_grpo.training.forward_plan import has_old_forward, prove_forward
+from mt_grpo.training.model import resolve_model, source_options, without_dropout
+from mt_grpo.training.ranks import everywhere, run_here
+from mt_grpo.training.rollout_batch import RolloutBatch, longest_path
 from mt_grpo.trajectory import Trajectory
 
-TOKENS_OF_ALL = ("cispo", "dapo", "vespo")
-"""Losses that TRL divides by `num_items_in_batch`, the tokens that are trained in the whole generation batch."""
+
+def outcomes_of(reward_funcs: object, outcome_reward_funcs: object, listed: list[Any] | None) -> list[Any]:
+    """The outcome rewards: those that the trainer was given, under TRL's name or ours, else those of the options."""
+    if reward_funcs is not None and outcome_reward_funcs is not None:
+        raise ConfigError(
+            "The trainer was given `reward_funcs` and `outcome_reward_funcs`, which are the same: give one list."
+        )
+    given = outcome_reward_funcs if reward_funcs is None else reward_funcs
+    return as_list(listed if given is None else given)
+
+
+def as_list(given: object) -> list[Any]:
+    """One thing as a list of it, and nothing as an empty list."""
+    return [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
+
+
+def tokenizers_of(
+    given: object, listed: list[Any], rewards: list[RewardFunc], turn_rewards: list[RewardFunc]
+) -> list[Any]:
+    """TRL's `reward_processing_classes`, with one for each reward."""
+    tokenizers = [None] * len(listed) if given is None else as_list(given)
+    if len(tokenizers) != len(listed):
+        raise ConfigError(
+            f"The number of reward processing classes ({len(tokenizers)}) must match that of the reward "
+            f"functions ({len(listed)}): give one for each, and `None` for a function."
+        )
+    before = [None] * len(turn_rewards)
+    return [*before, *tokenizers, *[None] * (len(rewards) - len(before) - len(tokenizers))]
+
+
+def own_rewards(listed: Sequence[RewardFunc], source: EnvSource) -> list[RewardFunc]:
+    """The outcome rewards that environments bring beside those that are listed."""
+    names = Counter(reward.name for reward in listed)
+    several = [name for name, number in names.items() if number > 1]  # of one kind they are refused when loaded
+    if several:
+        raise ConfigError(
+            f"The reward {several[0]!r} is both a turn reward and an outcome reward: give one of them another `name`, "
+            "by which metrics and records tell them apart."
+        )
+    own = source.rewards()
+    for reward in own:
+        if reward.name in names:
+            raise ConfigError(
+                f"The reward {reward.name!r} has the name of an environment class that gives its own reward "
+                "(`get_reward`): rename one of the two."
+            )
+    if not listed and not own:
+        raise ConfigError("There is no reward: name one in `outcome_reward_funcs` or `turn_reward_funcs`.")
+    return own
+
+
+def weights_of(args: MTGRPOConfig, listed: Sequence[RewardFunc], own: Sequence[RewardFunc]) -> list[float] | None:
+    """`reward_weights`: where they count the listed rewards only, each of the environments' own has 1, as in TRL."""
+    given, names = args.reward_weights, [reward.name for reward in (*listed, *own)]
+    if given is None or len(given) == len(names):
+        return given
+    if len(given) != len(listed):
+        raise ConfigError(
+            f"`reward_weights` is {given}: give one weight for each reward, in the order {', '.join(names)}."
+        )
+    return [*given, *[1.0] * len(own)]
 
 
 def gather_rewards(
@@ -153,42 +233,6 @@ def has_signal(batch: RolloutBatch) -> torch.Tensor:
     return ~silent[first : first + len(batch.rows)]
 
 
-def leave_out(output: dict[str, Any], kept: torch.Tensor) -> None:
-    """
-    Takes rows out of the loss of the batch that TRL trains on. `share_out` does the rest once it is dealt out to
-    micro-batches. This is a collective call.
-
-    Args:
-        output (`dict`): The batch.
-        kept (`Tensor`): The rows that stay, shape (B,), bool.
-    """
-    output["kept"] = kept
-    output["tool_mask"] = output["tool_mask"] * kept[:, None]
-    trained = (output["completion_mask"] * output["tool_mask"]).sum()
-    output["num_items_in_batch"] = gather(trained.reshape(1)).sum()
-
-
-def share_out(batches: list[dict[str, Any]], loss_type: str) -> None:
-    """
-    Gives each micro-batch the factor by which its loss grows, so that the loss of all is what it would be without the
-    rows that were left out. This is a collective call.
-
-    TRL divides by rows (`grpo`, `sapo`, `luspo`, `dr_grpo`), by micro-batches (`bnpo`) or by the tokens that are
-    trained, which are counted right already.
-    """
-    if loss_type in TOKENS_OF_ALL:
-        return
-    if loss_type == "bnpo":
-        counts = [bool((batch["completion_mask"] * batch["tool_mask"]).any()) for batch in batches]
-        count = torch.tensor([sum(counts), len(counts)])
-    else:
-        kept = torch.cat([batch["kept"] for batch in batches])
-        count = torch.stack([kept.sum(), torch.tensor(len(kept), device=kept.device)])
-    counted, total = gather(count.to(batches[0]["kept"].device)[None]).sum(dim=0).tolist()
-    for batch in batches:
-        batch["loss_factor"] = torch.tensor(total / max(counted, 1), device=batch["kept"].device)
-
-
 def _tensor(values: list[float | None], device: torch.device) -> torch.Tensor:
     given = [torch.nan if value is None else value for value in values]
     return torch.tensor(given, dtype=torch.double, device=device)
@@ -286,3 +330,139 @@ def with_models(entries: Sequence[Any], args: MTGRPOConfig) -> list[Any]:
         else entry
         for entry in entries
     ]
+
+
+def check_scorers(rewards: Sequence[RewardFunc], args: MTGRPOConfig, engine: Engine | None = None) -> None:
+    """Whether there is a server for the rewards that ask one."""
+    for reward in rewards:
+        if not isinstance(reward, RightAnswer) or reward.scorer != "server":
+            continue
+        if not (args.use_vllm if engine is None else isinstance(engine, ScoringEngine)):
+            raise ConfigError(
+                f"`scorer: server` of the reward {reward.name!r} needs a vLLM server, and this run samples without "
+                "one: set `use_vllm: true`, or leave `scorer` at `trainer`."
+            )
+
+
+def hang_leaves(trainer: GRPOTrainer, batch: RolloutBatch) -> None:
+    """
+    Hangs right answers behind the contexts of a batch, for the forward of the old log-probs to score, if there is one
+    and it can. This is a collective call.
+    """
+    asking = _asking(trainer, "trainer")
+    if asking and batch.scores is None and trainer.args.forward == "tree" and has_old_forward(trainer):
+        batch.leaves = _leaves(trainer, batch, asking)
+
+
+def score_answers(trainer: GRPOTrainer, batch: RolloutBatch) -> None:
+    """
+    Fills in `answer_logprobs` of a batch's trajectories, as far as the forward of the old log-probs has not; a
+    trajectory that failed has `None` for every turn. This is a collective call: every process brings the same number
+    of rows, and makes the same number of forwards, whatever is in them.
+    """
+    asking = _asking(trainer, "server")
+    if asking:
+        batch.leaves = _leaves(trainer, batch, asking)
+        batch.answer(everywhere(lambda: _by_server(trainer, batch)))
+    asking = [each for each in _asking(trainer, "trainer") if each.name not in batch.answered]
+    # a padded forward has a row for each context, so several rewards in one would take more memory
+    for together in [asking] if trainer.args.forward == "tree" else [[each] for each in asking]:
+        if together:
+            batch.leaves = _leaves(trainer, batch, together)
+            batch.answer(_by_trainer(trainer, batch))
+
+
+def asks_server(trainer: GRPOTrainer) -> bool:
+    """Whether a reward has the server score right answers."""
+    return bool(_asking(trainer, "server"))
+
+
+def _asking(trainer: GRPOTrainer, scorer: str) -> list[RightAnswer]:
+    rewards = [*trainer.turn_reward_funcs, *trainer.outcome_reward_funcs, *trainer.state_scores]
+    return [each for each in rewards if isinstance(each, RightAnswer) and each.scorer == scorer]
+
+
+def _leaves(trainer: GRPOTrainer, batch: RolloutBatch, asking: Sequence[RightAnswer]) -> dict[str, list[AnswerLeaves]]:
+    return everywhere(
+        lambda: {each.name: [_leaves_of(each, one, trainer) for one in batch.trajectories] for each in asking}
+    )
+
+
+def _leaves_of(reward: RightAnswer, trajectory: Trajectory, trainer: GRPOTrainer) -> AnswerLeaves:
+    if trajectory.failed or not trajectory.turns:
+        return AnswerLeaves()
+    runner = trainer.runner
+
+    @cache
+    def ids(answer: str | None) -> tuple[list[int], list[int]] | None:
+        return None if answer is None else answer_ids(runner.renderer, reward.prefix, answer)
+
+    answers = [ids(reward.answer_at(turn, trajectory.row)) for turn in range(trajectory.tree.num_turns)]
+    # a server samples one token after what it scores
+    return answer_leaves(trajectory, answers, runner.engine.context_length - 1)
+
+
+def _by_trainer(trainer: GRPOTrainer, batch: RolloutBatch) -> list[list[list[float]]]:
+    args, rows = trainer.args, batch.leaf_trees
+    size = args.per_device_train_batch_size if batch.mode == "train" else args.per_device_eval_batch_size
+    prove_forward(trainer, max(gather_object([longest_path(tree for row in rows for tree in row)])))
+    shown = {number: image.inputs for one in batch.trajectories for number, image in one.media.items()}
+    plan = ForwardPlan(
+        media={**trainer.blank, **shown},
+        forward=args.forward,
+        attention=args.tree_attention,
+        group=trainer.forward_plan.group,
+    )
+    found: list[list[list[float]]] = []
+    with without_dropout(trainer.model, True), trainer.accelerator.autocast():
+        for start in range(0, len(rows), size):
+            part = rows[start : start + size]
+            means = iter(mean_logprobs(trainer.model, replace(plan, trees=[tree for row in part for tree in row])))
+            found += [[next(means) for _ in row] for row in part]
+    return found
+
+
+@torch.no_grad()
+def mean_logprobs(model: nn.Module, plan: ForwardPlan) -> list[list[float]]:
+    """
+    The mean log-prob per token of each turn's action, also from a forward if there is nothing to score, so that ranks
+    with different trees stay in step.
+    """
+    given, turns = len(plan.trees), [tree.num_turns for tree in plan.trees]
+    if not any(tree.nodes for tree in plan.trees):
+        nothing = TokenTree()
+        nothing.add_turn([0], [], [])
+        plan, turns = replace(plan, trees=[*plan.trees, nothing]), [*turns, 1]
+    scores = score(model, plan)
+    if plan.forward == "tree":
+        return scores.turn_means(turns)[:given]
+    return [[turn.mean().item() for turn in tree] for tree in scores.by_turn(turns)[:given]]
+
+
+def _by_server(trainer: GRPOTrainer, batch: RolloutBatch) -> list[list[list[float]]]:
+    engine, trajectories = trainer.runner.engine, batch.trajectories
+    if any(trajectory.media for trajectory in trajectories):
+        raise ConfigError(
+            "A server cannot say how likely an answer is in a conversation that shows images: set `scorer: trainer`."
+        )
+
+    async def leaves_of(tree: TokenTree, session: str) -> list[float]:
+        asked = []
+        for turn, answer in enumerate(tree.actions()):
+            path = tree.path_of_turn(turn)
+            asked.append(engine.logprobs(path[: len(path) - len(answer)], answer, session))
+        return [sum(values) / len(values) for values in await asyncio.gather(*asked)]
+
+    async def one(trajectory: Trajectory, trees: list[TokenTree]) -> list[list[float]]:
+        try:
+            return list(await asyncio.gather(*(leaves_of(tree, trajectory.session) for tree in trees)))
+        finally:
+            engine.release(trajectory.session)
+
+    async def all_of_them() -> list[list[list[float]]]:
+        try:
+            return list(await asyncio.gather(*map(one, trajectories, batch.leaf_trees)))
+        finally:
+            await engine.close()
+
+    return run_here(all_of_them(), trainer.accelerator.device)

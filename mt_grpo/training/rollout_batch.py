@@ -1,18 +1,31 @@
-"""One batch as it passes through the methods that TRL calls, and the rows that only pad the last one."""
+"""
+One batch as it passes through the methods that TRL calls: the rows that are sampled, the columns that are trained, and
+which process trains which rows in which micro-batch, so that none waits long for another.
+"""
 
 from __future__ import annotations
 
+import heapq
+import io
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
-from accelerate import Accelerator
+import torch.distributed as dist
+from accelerate import Accelerator, PartialState
 from accelerate.utils import gather
 from datasets import Dataset, IterableDataset
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from trl import GRPOTrainer
 
 from mt_grpo.credit import Credit, RewardBatch
+from mt_grpo.forward.packing import FlatTree, unique_tokens
+from mt_grpo.forward.routes import NO_ROUTE
+from mt_grpo.forward.sequence_parallel import SequenceGroup
 from mt_grpo.media import media_to_digests, part_text
 from mt_grpo.rewards import Scores, completion_ids, spread
 from mt_grpo.rollout import RolloutRequest, TokenRow, derive_seed
@@ -280,3 +293,310 @@ def fill_up_scores(scores: Scores, fills: list[bool]) -> Scores:
         [fill_up(values, fills) for values in scores.outcome],
         [fill_up(values, fills, lambda index: []) for values in scores.state],
     )
+
+
+TOKENS_OF_ALL = ("cispo", "dapo", "vespo")
+"""Losses that TRL divides by `num_items_in_batch`, the tokens that are trained in the whole generation batch."""
+
+
+def leave_out(output: dict[str, Any], kept: torch.Tensor) -> None:
+    """
+    Takes rows out of the loss of the batch that TRL trains on. `share_out` does the rest once it is dealt out to
+    micro-batches. This is a collective call.
+
+    Args:
+        output (`dict`): The batch.
+        kept (`Tensor`): The rows that stay, shape (B,), bool.
+    """
+    output["kept"] = kept
+    output["tool_mask"] = output["tool_mask"] * kept[:, None]
+    trained = (output["completion_mask"] * output["tool_mask"]).sum()
+    output["num_items_in_batch"] = gather(trained.reshape(1)).sum()
+
+
+def share_out(batches: list[dict[str, Any]], loss_type: str) -> None:
+    """
+    Gives each micro-batch the factor by which its loss grows, so that the loss of all is what it would be without the
+    rows that were left out. This is a collective call.
+
+    TRL divides by rows (`grpo`, `sapo`, `luspo`, `dr_grpo`), by micro-batches (`bnpo`) or by the tokens that are
+    trained, which are counted right already.
+    """
+    if loss_type in TOKENS_OF_ALL:
+        return
+    if loss_type == "bnpo":
+        counts = [bool((batch["completion_mask"] * batch["tool_mask"]).any()) for batch in batches]
+        count = torch.tensor([sum(counts), len(counts)])
+    else:
+        kept = torch.cat([batch["kept"] for batch in batches])
+        count = torch.stack([kept.sum(), torch.tensor(len(kept), device=kept.device)])
+    counted, total = gather(count.to(batches[0]["kept"].device)[None]).sum(dim=0).tolist()
+    for batch in batches:
+        batch["loss_factor"] = torch.tensor(total / max(counted, 1), device=batch["kept"].device)
+
+
+IMAGES = "row_images"
+"""The column of a batch with the images of each row, where a row has some: by id their size and inputs."""
+
+
+# A batch as columns, and as trees
+
+
+def token_columns(rows: list[TokenRow], output: dict[str, Any]) -> dict[str, Any]:
+    """
+    What a batch of TRL's needs for our forward besides its ids, as tensors that are padded as its own `(B, T)` and
+    `(B, P)` are. Not every batch has a `parent`, `routes` or images.
+    """
+    prompts, completions = output["prompt_ids"], output["completion_ids"]
+    columns: dict[str, Any] = {"turn_ids": _padded([row.turns for row in rows], completions)}
+    if any(row.parent != list(range(-1, len(row.ids) - 1)) for row in rows):
+        columns["parent"] = _padded([row.parent for row in rows], completions)
+    width = max(len(row.routes) // len(row.ids) for row in rows)
+    if width:
+        before, after = (
+            torch.full((*ids.shape, width), NO_ROUTE, dtype=torch.uint8) for ids in (prompts, completions)
+        )
+        for number, row in enumerate(rows):
+            if row.routes:
+                before[number, before.size(1) - len(row.prompt_ids) :] = _routes(row.prompt_routes, width)
+                after[number, : len(row.ids)] = _routes(row.routes, width)
+        columns |= {"prompt_routes": before.to(prompts.device), "routes": after.to(prompts.device)}
+    if any(row.media for row in rows):  # each has an id of its own, where TRL's ids have the model's
+        columns[IMAGES] = [{number: (image.size, image.inputs) for number, image in row.media.items()} for row in rows]
+        columns["prompt_ids"], columns["completion_ids"] = prompts.clone(), completions.clone()
+        for number, row in enumerate(rows):
+            columns["prompt_ids"][number, prompts.size(1) - len(row.prompt_ids) :] = torch.tensor(row.prompt_ids)
+            columns["completion_ids"][number, : len(row.ids)] = torch.tensor(row.ids)
+    return columns
+
+
+def _padded(rows: list[list[int]], like: Tensor) -> Tensor:
+    """Rows of integers in the shape of `like`, `(B, T)`, padded with 0."""
+    padded = torch.zeros_like(like)
+    for row, values in enumerate(rows):
+        padded[row, : len(values)] = torch.tensor(values, device=like.device)
+    return padded
+
+
+def _routes(routes: bytes, width: int) -> Tensor:
+    return torch.from_numpy(np.frombuffer(routes, np.uint8).reshape(-1, width).copy())
+
+
+def row_tree(row: TokenRow) -> FlatTree:
+    """A row as a tree."""
+    before, size = len(row.prompt_ids), len(row.ids)
+    turns = np.full(before + size, -1, dtype=np.int64)
+    turns[before:] = np.where(np.array(row.mask) > 0, row.turns, -1)
+    parent = routes = None
+    if row.parent != list(range(-1, size - 1)):
+        parent = np.r_[np.arange(-1, before - 1), np.array(row.parent, dtype=np.int64) + before]
+    if row.routes:
+        routes = np.frombuffer(row.prompt_routes + row.routes, np.uint8).reshape(before + size, -1)
+    return FlatTree(np.array(row.prompt_ids + row.ids, dtype=np.int64), turns, parent, routes)
+
+
+def batch_trees(columns: dict[str, Any]) -> list[FlatTree]:
+    """The rows of a batch that has `token_columns`, as trees."""
+    arrays = {
+        name: value.detach().cpu().numpy()
+        for name, value in columns.items()
+        if name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask", "turn_ids")
+        or (name in ("parent", "prompt_routes", "routes") and value is not None)
+    }
+    trees = []
+    for row, (prompt, known) in enumerate(zip(arrays["prompt_ids"], arrays["prompt_mask"].astype(bool), strict=True)):
+        prompt, size = prompt[known], int(arrays["completion_mask"][row].sum())
+        completion, mask, turn = (arrays[name][row][:size] for name in ("completion_ids", "tool_mask", "turn_ids"))
+        turns = np.r_[np.full(len(prompt), -1), np.where(mask > 0, turn, -1)]
+        parent = routes = None
+        if "parent" in arrays:
+            parent = np.r_[np.arange(-1, len(prompt) - 1), arrays["parent"][row][:size] + len(prompt)]
+        if "routes" in arrays:
+            routes = np.concatenate([arrays["prompt_routes"][row][known], arrays["routes"][row][:size]])
+        trees.append(FlatTree(np.r_[prompt, completion], turns, parent, routes))
+    return trees
+
+
+Rows = dict[str, Any]
+"""Columns of rows: tensors, and the list of the rows' images."""
+
+
+def rebalance(batches: Sequence[dict[str, Any]], group_size: int) -> list[dict[str, Any]]:
+    """
+    Distributes the rows of all ranks over micro-batches again. Rows of a group are put into one micro-batch, where
+    they share their prompt. All micro-batches hold about as many unique tokens, and those that ranks run at the same
+    time are the most alike. Every rank keeps its number of rows and of micro-batches, so a loss whose mean is over
+    rows, or over the tokens of the whole batch, does not change.
+
+    Rows move only if a micro-batch holds whole groups, or a group fills whole micro-batches. If not, they stay on
+    their rank: groups lie next to each other and are cut where a micro-batch ends.
+    """
+    state = PartialState()
+    size = len(batches[0]["group_ids"])
+    rows = {
+        key: torch.cat([batch[key] for batch in batches])
+        for key, value in batches[0].items()
+        if isinstance(value, Tensor) and value.dim()
+    }
+    images = [row for batch in batches for row in batch.get(IMAGES) or [{}] * size]
+    if any(images):
+        rows[IMAGES] = images
+    order = rows["group_ids"].argsort(stable=True)
+    if size % group_size and group_size % size:
+        mine = [_take(rows, order)]
+    else:
+        pieces = [_take(rows, part) for part in order.split(min(size, group_size))]
+        tokens = [unique_tokens(batch_trees(piece)) for piece in pieces]
+        weights = gather(torch.tensor(tokens, device=order.device)).tolist()
+        plan = assign(weights, state.num_processes, len(batches))
+        first = state.process_index * len(pieces)
+        parcels: list[dict[int, Rows]] = [
+            {piece: pieces[piece - first] for step in plan for piece in step[rank] if 0 <= piece - first < len(pieces)}
+            for rank in range(state.num_processes)
+        ]
+        received = {piece: part for parcel in exchange(parcels, order.device) for piece, part in parcel.items()}
+        mine = [received[piece] for step in plan for piece in step[state.process_index]]
+    dealt = _join(mine)
+    rest = {key: value for key, value in batches[0].items() if key not in (*rows, IMAGES)}
+    return [
+        {**rest, **{key: value[step * size : (step + 1) * size] for key, value in dealt.items()}}
+        for step in range(len(batches))
+    ]
+
+
+def assign(weights: Sequence[float], ranks: int, steps: int) -> list[list[list[int]]]:
+    """Assigns pieces of work to micro-steps, and within each to ranks."""
+
+    def cost(bin: list[int]) -> float:
+        return sum(weights[piece] for piece in bin)
+
+    bins = sorted(balance(weights, ranks * steps), key=cost, reverse=True)
+    loads, plan = [0.0] * ranks, []
+    for start in range(0, len(bins), ranks):
+        step: list[list[int]] = [[]] * ranks
+        idlest = sorted(range(ranks), key=loads.__getitem__)
+        for rank, bin in zip(idlest, bins[start:], strict=False):
+            step[rank] = bin
+            loads[rank] += cost(bin)
+        plan.append(step)
+    # in the order of the prompts: long conversations must not all come in the first optimiser step
+    return sorted(plan, key=lambda step: min(map(min, step)))
+
+
+def exchange(parcels: list[Any], device: torch.device, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """
+    Sends `parcels[rank]` to each rank of a group, of all ranks by default. Returns the parcels for this rank, with
+    tensors on `device`.
+    """
+    if len(parcels) == 1:
+        return parcels
+    blobs = []
+    for parcel in parcels:
+        buffer = io.BytesIO()
+        torch.save(parcel, buffer)
+        blobs.append(torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8))
+    sizes = torch.tensor([len(blob) for blob in blobs], device=device)
+    coming = torch.empty_like(sizes)
+    dist.all_to_all_single(coming, sizes, group=group)
+    arrived = torch.empty(int(coming.sum()), dtype=torch.uint8, device=device)
+    dist.all_to_all_single(arrived, torch.cat(blobs).to(device), coming.tolist(), sizes.tolist(), group)
+    return [
+        torch.load(io.BytesIO(part.numpy().tobytes()), map_location=device, weights_only=True)
+        for part in arrived.cpu().split(coming.tolist())
+    ]
+
+
+def _take(rows: Rows, index: Tensor) -> Rows:
+    """Takes some rows, without padding that none of them needs."""
+    prompt = int(rows["prompt_mask"][index].sum(dim=1).max())
+    completion = int(rows["completion_mask"][index].sum(dim=1).max())
+    taken: Rows = {}
+    for key, value in rows.items():
+        if key == IMAGES:
+            taken[key] = [value[row] for row in index.tolist()]
+            continue
+        part = value[index]
+        if key.startswith("prompt_"):
+            part = part[:, part.size(1) - prompt :].clone()
+        elif value.shape[:2] == rows["completion_ids"].shape:
+            part = part[:, :completion].clone()
+        taken[key] = part
+    return taken
+
+
+def _join(pieces: list[Rows]) -> Rows:
+    images = [row for piece in pieces for row in piece.pop(IMAGES, [{}] * len(piece["group_ids"]))]
+    if any("parent" in piece for piece in pieces):  # a rank on which no history was rewritten sent none
+        for piece in pieces:
+            chain = torch.arange(piece["completion_ids"].size(1), device=piece["completion_ids"].device) - 1
+            piece.setdefault("parent", chain.expand_as(piece["completion_ids"]))
+    for name, ids in (("prompt_routes", "prompt_ids"), ("routes", "completion_ids")):
+        sent = [piece[name] for piece in pieces if name in piece]
+        for piece in pieces if sent else []:  # a rank whose conversations all failed sent none
+            piece.setdefault(name, sent[0].new_full((*piece[ids].shape, sent[0].size(2)), NO_ROUTE))
+    # TRL pads ratios with 1, and its VESPO multiplies those of the padding too
+    fills = {"importance_sampling_ratio": 1.0, "prompt_routes": NO_ROUTE, "routes": NO_ROUTE}
+    joined: Rows = {
+        key: _stack([piece[key] for piece in pieces], key.startswith("prompt_"), fills.get(key, 0.0))
+        for key in pieces[0]
+    }
+    return {**joined, IMAGES: images} if any(images) else joined
+
+
+def _stack(parts: list[Tensor], left: bool, fill: float) -> Tensor:
+    """Stacks rows. Narrower ones are padded with `fill`, prompts on the left."""
+    if parts[0].dim() == 1:
+        return torch.cat(parts)
+    width = max(part.size(1) for part in parts)
+
+    def widened(part: Tensor) -> Tensor:
+        more = width - part.size(1)
+        return torch.nn.functional.pad(part, (*(0, 0) * (part.dim() - 2), more * left, more * (not left)), value=fill)
+
+    return torch.cat([widened(part) for part in parts])
+
+
+def balance(weights: Sequence[float], num_bins: int) -> list[list[int]]:
+    """
+    Distributes items over bins of equal count so that the heaviest bin is light: the largest items first, each to the
+    lightest bin with room (Graham's rule with a cap).
+    """
+    room = -(-len(weights) // num_bins)
+    bins: list[list[int]] = [[] for _ in range(num_bins)]
+    heap = [(0.0, bin) for bin in range(num_bins)]
+    full = len(weights) - num_bins * (room - 1)  # how many bins may hold `room` items, the rest one fewer
+    for item in sorted(range(len(weights)), key=lambda item: -weights[item]):
+        load, bin = heapq.heappop(heap)
+        while len(bins[bin]) == room - 1 and full == 0:
+            load, bin = heapq.heappop(heap)
+        full -= len(bins[bin]) == room - 1
+        bins[bin].append(item)
+        if len(bins[bin]) < room:
+            heapq.heappush(heap, (load + weights[item], bin))
+    return bins
+
+
+def loss_of_group(
+    trainer: GRPOTrainer, model: nn.Module, inputs: dict[str, Any], loss_of: Callable[[dict[str, Any]], Tensor]
+) -> Tensor:
+    """
+    The loss of this process's micro-batch, after the backward of all but the last micro-batch of its group. Its own
+    backward is that of the last one. The processes exchange their micro-batches and compute one after the other, so
+    activations of one at a time are kept, and each process has a share of its tokens. Summed over processes, gradients
+    are those of all micro-batches, as if each process had computed its own.
+    """
+    group: SequenceGroup = trainer.forward_plan.group
+    parts = exchange([inputs] * group.size, inputs["completion_ids"].device, group.group)
+    for part in parts:
+        part.pop("row_ids", None)  # the process that has a row takes note of it
+    parts[group.rank] = inputs
+    losses = []
+    for number, part in enumerate(parts, start=1):
+        # DDP sums gradients once, FSDP2 after each backward, so that whole gradients are not kept
+        waits = number < group.size and isinstance(model, DistributedDataParallel)
+        with model.no_sync() if waits else nullcontext():
+            loss = loss_of(part)
+            losses.append(loss.detach())
+            if number < group.size:
+                trainer.accelerator.backward(loss)  # TRL's loss is divided by the steps of accumulation already
+    return loss + (losses[group.rank] - loss.detach())

@@ -34,7 +34,6 @@ from mt_grpo.servers.start import OwnServer, check_keys, is_free
 from mt_grpo.training.checkpoint import adapter_settings
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.model import resolve_base, resolve_model, served_model, source_options, subfolder_of
-from mt_grpo.training.own_engine import replays_routes
 from mt_grpo.training.ranks import everywhere
 from mt_grpo.vllm_plugin.guard import SLEEPS
 from mt_grpo.weights.sync import WeightSync
@@ -163,7 +162,7 @@ def command_at(host: str, port: int, args: MTGRPOConfig, model: ModelConfig) -> 
     if config is not None and IMAGE in media_tokens(config):
         # the endpoint that takes token ids with images, of pixels as the trainer's processor makes them
         command += ["--enable-scale-out", "--no-mm-device-do-normalize"]
-    routes = replays_routes(args) and config is not None and route_shape(config) is not None
+    routes = args.replays_routes and config is not None and route_shape(config) is not None
     if args.use_cpu or not torch.cuda.is_available():
         # a seeded prompt split over two steps ends vLLM's CPU build ("CPU Generator does not use offset")
         command += ["--enforce-eager", "--no-enable-chunked-prefill"]

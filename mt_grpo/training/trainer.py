@@ -34,30 +34,44 @@ from mt_grpo.rollout import Engine, RolloutError
 from mt_grpo.rollout.engines.proof import prove_engine
 from mt_grpo.rollout.engines.transformers import TransformersEngine
 from mt_grpo.runlog.heartbeat import Silence
-from mt_grpo.training import (
-    answer_logprobs,
-    environment,
-    forward_plan,
-    media,
-    own_engine,
-    preflight,
-    reward_batch,
-    trl_arguments,
+from mt_grpo.training import columns, environment, forward_plan, preflight, reward_batch, rollout_batch
+from mt_grpo.training.config import MTGRPOConfig, as_mtgrpo_config, changed
+from mt_grpo.training.model import (
+    Activations,
+    check_gradient,
+    check_loss,
+    for_trl,
+    loading_options,
+    no_adapter_left,
+    open_policy,
+    prepare_model,
+    processing_of,
+    tokenizer_in,
+    without_dropout,
 )
-from mt_grpo.training.activations import Activations
-from mt_grpo.training.config import MTGRPOConfig, changed
-from mt_grpo.training.microbatches import loss_of_group, rebalance
-from mt_grpo.training.model import loading_options, open_policy, prepare_model, without_dropout
-from mt_grpo.training.nonfinite import NumbersToTensorBoard, check_gradient, check_loss
-from mt_grpo.training.own_engine import ModelCopy
-from mt_grpo.training.prefetch import STEP_FACTOR, PrefetchQueue, SmallerSteps, effective_sample_size
+from mt_grpo.training.prefetch import (
+    STEP_FACTOR,
+    ModelCopy,
+    PrefetchQueue,
+    SmallerSteps,
+    effective_sample_size,
+    own_weights,
+)
 from mt_grpo.training.ranks import everywhere, run_here
 from mt_grpo.training.replay import NoEngine, Replay
 from mt_grpo.training.resuming import ResumableTrainer
 from mt_grpo.training.reward_batch import ModelReward
-from mt_grpo.training.rollout_batch import EvaluationRows, RolloutBatch, as_text, branching, fill_up, fill_up_scores
-from mt_grpo.training.step_log import Step, StepLog
-from mt_grpo.training.step_log.display import print_fewer
+from mt_grpo.training.rollout_batch import (
+    EvaluationRows,
+    RolloutBatch,
+    as_text,
+    branching,
+    fill_up,
+    fill_up_scores,
+    loss_of_group,
+    rebalance,
+)
+from mt_grpo.training.step_log import NumbersToTensorBoard, Step, StepLog, print_fewer
 from mt_grpo.training.step_log.metrics import means_over_rows, route_metrics, show_advantages
 from mt_grpo.trajectory import Trajectory
 
@@ -139,22 +153,22 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         if args is None:
             name = Path(model if isinstance(model, str) else model.config.name_or_path).name
             args = MTGRPOConfig(f"{name}-MT-GRPO")
-        args = trl_arguments.as_mtgrpo_config(args)
-        trl_arguments.check_rollout_func(rollout_func)
-        tools = trl_arguments.as_list(tools)
+        args = as_mtgrpo_config(args)
+        environment.check_rollout_func(rollout_func)
+        tools = reward_batch.as_list(tools)
         preflight.check_surroundings(args)
         if engine is None and args.use_vllm:
             from mt_grpo.training import servers  # what belongs to servers is loaded for runs that have some
 
             servers.check_own_servers(args)
         if args.use_vllm or args.max_staleness:
-            own_engine.check_importance_sampling(args)
+            forward_plan.check_importance_sampling(args)
         self.replay = None if args.replay is None else Replay(args)
         if self.replay is not None:
             train_dataset, eval_dataset = self.replay.rows(), None
-        train_dataset = trl_arguments.as_rows(train_dataset, "train_dataset")
-        eval_dataset = trl_arguments.as_rows(eval_dataset, "eval_dataset")
-        trl_arguments.refuse_several_datasets(train_dataset)
+        train_dataset = columns.as_rows(train_dataset, "train_dataset")
+        eval_dataset = columns.as_rows(eval_dataset, "eval_dataset")
+        columns.refuse_several_datasets(train_dataset)
         self.env = environment.check_env(
             env,
             args,
@@ -166,34 +180,32 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         source = source_of(self.env)
         if self.replay is None:
             environment.check_servers(source)
-        train_dataset = environment.with_prompts(
-            environment.rows_of(train_dataset, source, args), source, "training dataset"
-        )
+        train_dataset = columns.with_prompts(columns.rows_of(train_dataset, source, args), source, "training dataset")
         eval_dataset = source.rows("eval") if eval_dataset is None and args.do_eval else eval_dataset
-        eval_dataset = environment.with_prompts(eval_dataset, source, "evaluation dataset")
-        trl_arguments.check_prompts(train_dataset, eval_dataset, source.writes_prompts)
-        turns = args.turn_reward_funcs if turn_reward_funcs is None else trl_arguments.as_list(turn_reward_funcs)
+        eval_dataset = columns.with_prompts(eval_dataset, source, "evaluation dataset")
+        columns.check_prompts(train_dataset, eval_dataset, source.writes_prompts)
+        turns = args.turn_reward_funcs if turn_reward_funcs is None else reward_batch.as_list(turn_reward_funcs)
         self.turn_reward_funcs = load_rewards(turns or [], "turn")
         args.check_credit(bool(self.turn_reward_funcs))
-        outcomes = trl_arguments.outcomes_of(reward_funcs, outcome_reward_funcs, args.outcome_reward_funcs)
+        outcomes = reward_batch.outcomes_of(reward_funcs, outcome_reward_funcs, args.outcome_reward_funcs)
         self.outcome_reward_funcs = load_rewards(reward_batch.with_models(outcomes, args), "outcome")
         self.state_scores = load_rewards([args.state_score] if args.state_score else [], "state")
         listed = [*self.turn_reward_funcs, *self.outcome_reward_funcs]
-        own = environment.own_rewards(listed, source)
+        own = reward_batch.own_rewards(listed, source)
         self.outcome_reward_funcs += own
         rewards = [*listed, *own]
-        tokenizers = trl_arguments.tokenizers_of(reward_processing_classes, outcomes, rewards, self.turn_reward_funcs)
-        weights = environment.weights_of(args, listed, own)
+        tokenizers = reward_batch.tokenizers_of(reward_processing_classes, outcomes, rewards, self.turn_reward_funcs)
+        weights = reward_batch.weights_of(args, listed, own)
         if self.replay is not None:
             self.replay.check_rewards(rewards)
         else:
-            answer_logprobs.check_scorers([*rewards, *self.state_scores], args, engine)
-            preflight.check_reward_columns([*rewards, *self.state_scores], train_dataset, eval_dataset)
+            reward_batch.check_scorers([*rewards, *self.state_scores], args, engine)
+            columns.check_reward_columns([*rewards, *self.state_scores], train_dataset, eval_dataset)
         if processing_class is not None:  # before a model is loaded
-            environment.prepare_tokenizer(media.tokenizer_in(processing_class), source)
-        with trl_arguments.no_adapter_left(model, self):
+            environment.prepare_tokenizer(tokenizer_in(processing_class), source)
+        with no_adapter_left(model, self):
             policy = open_policy(model, args, quantization_config, peft_config)
-            processing = media.processing_of(policy["model"], processing_class, args)
+            processing = processing_of(policy["model"], processing_class, args)
             loaded = isinstance(model, str) and not isinstance(policy["model"], str)
             hidden = {
                 "use_vllm": False,  # else TRL connects a client of its own, which needs vLLM to be installed
@@ -209,7 +221,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
                 args=changed(args, **hidden),
                 train_dataset=train_dataset,
                 eval_dataset=eval_dataset,
-                processing_class=media.for_trl(processing),
+                processing_class=for_trl(processing),
                 callbacks=callbacks,
                 optimizers=optimizers,
             )
@@ -218,7 +230,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             if processing is not None:
                 self.processing_class = self.callback_handler.processing_class = processing
             if processing_class is None:
-                environment.prepare_tokenizer(media.tokenizer_in(self.processing_class), source)
+                environment.prepare_tokenizer(tokenizer_in(self.processing_class), source)
             self._prepare_logs()
             self._prepare_models()
             self._prepare_rewards(rewards)
@@ -290,16 +302,16 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             self._servers_sleep = servers.colocates(args) and args.vllm_enable_sleep_mode
         self._sampling = forward_plan.sampling_params(args)
         self._needs_routes = route_shape(self.model.config) is not None
-        engine = engine or own_engine.own_engine(args, self._tokenizer, self.model, self.accelerator)
+        engine = engine or environment.own_engine(args, self._tokenizer, self.model, self.accelerator)
         self._unproven = engine if type(engine) is TransformersEngine else None
-        images = media.media_encoder(self.processing_class, self.model.config, engine)
-        media.check_media(images, self.model.config, engine, self.train_dataset, self.eval_dataset)
+        images = columns.media_encoder(self.processing_class, self.model.config, engine)
+        columns.check_media(images, self.model.config, engine, self.train_dataset, self.eval_dataset)
         self._proven_shown: set[Any] | None = None if images is None else set()
         several = images is not None and self.accelerator.num_processes > 1
         self.blank: Media = images.blanks() if several else {}
         self.runner = environment.build_runner(self.env, engine, args, images)
         if args.max_staleness:
-            self.weight_sync = self.weight_sync or own_engine.own_weights(engine, self.model, args, self.accelerator)
+            self.weight_sync = self.weight_sync or own_weights(engine, self.model, args, self.accelerator)
             if self.weight_sync is not None:
                 self.weight_sync.send_in_flight()
             self._steps = SmallerSteps()
@@ -324,7 +336,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             if self.args.forward == "tree":
                 self._buffered_inputs = rebalance(self._buffered_inputs, self.num_generations)
             if self.args.groups_without_signal != "keep":
-                reward_batch.share_out(self._buffered_inputs, self.loss_type)
+                rollout_batch.share_out(self._buffered_inputs, self.loss_type)
             inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]
         return inputs
 
@@ -334,12 +346,12 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         evaluates = mode == "eval" and self._evaluation is not None
         fills = self._evaluation.fills(len(inputs)) if evaluates else [False] * len(inputs)
         generations = self.num_generations if mode == "train" else self.num_generations_eval
-        rows = [media.with_column_media(row) for row in inputs]
+        rows = [columns.with_column_media(row) for row in inputs]
         batch = self.batch = RolloutBatch(mode, rows, fills, branching(self.args, mode), generations)
         k = self._step % self.args.gradient_accumulation_steps
         step = self.step_log.begin(batch, self.state.global_step, k)
         # for TRL's table of completions; what is sampled after is the batch's own rows
-        shown = [{name: row[name] for name in row if name not in media.MEDIA_COLUMNS} for row in rows]
+        shown = [{name: row[name] for name in row if name not in columns.MEDIA_COLUMNS} for row in rows]
         shown = [row | {"prompt": as_text(row["prompt"])} for row in shown]
         try:
             with environment.open_environments(batch):
@@ -355,7 +367,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             self.eval_trajectories += batch.counted
         self.step_log.take(step)
         if mode == "train" and self.args.groups_without_signal != "keep":
-            reward_batch.leave_out(step.output, reward_batch.has_signal(batch))
+            rollout_batch.leave_out(step.output, reward_batch.has_signal(batch))
         return step.output
 
     def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
@@ -364,15 +376,15 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         self._rollout(batch)
         if batch.mode == "train" and self.args.groups_without_signal == "resample" and self.replay is None:
             reward_batch.sample_again(batch, self.args.max_resample_times, self._rollout, self._score, self._judge)
-        if batch.mode == "train" and not answer_logprobs.asks_server(self):
+        if batch.mode == "train" and not reward_batch.asks_server(self):
             self._take_memory_from_servers()
         batch.token_rows = [self.runner.completion(trajectory) for trajectory in batch.trajectories]
-        if not own_engine.replays_routes(self.args):
+        if not self.args.replays_routes:
             batch.leave_out_routes()
         elif self._needs_routes:
             self._needs_routes = forward_plan.warn_without_routes(batch)
         batch.leave_out(self._tokenizer.pad_token_id, self.args.mask_truncated_completions)
-        answer_logprobs.hang_leaves(self, batch)
+        reward_batch.hang_leaves(self, batch)
         forward_plan.prove_forward(self, max(gather_object([batch.longest])))
         if self._proven_shown is not None and batch.mode == "train":
             forward_plan.prove_shown(self, batch, self._proven_shown)
@@ -425,7 +437,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         """Lends the model to an engine that has no weights of its own."""
         if self.weight_sync is not None:
             return nullcontext()
-        return own_engine.lent_model(self.runner.engine, self.model_wrapped, self.args, self.accelerator)
+        return environment.lent_model(self.runner.engine, self.model_wrapped, self.args, self.accelerator)
 
     def _prove_engine(self) -> None:
         """Before the first conversation: whether the model's own engine samples from what is trained."""
@@ -486,7 +498,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         dataset = self.train_dataset if batch.mode == "train" or self.eval_dataset is None else self.eval_dataset
         batch.add_texts(self._tokenizer, had_text_prompts(dataset))
         with self.step_log.activity.of("rewards"):
-            answer_logprobs.score_answers(self, batch)
+            reward_batch.score_answers(self, batch)
             scores = self._run_on_all_ranks(
                 lambda: score_trajectories(
                     self.turn_reward_funcs,
@@ -506,7 +518,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         equal = reward_batch.share_of_equal_groups(batch.rewards_per_func, weights, batch.group_size)
         self._metrics[step.mode]["frac_reward_zero_std"][-1] = equal
         show_advantages(self._logs["advantages"], batch.rewards, batch.advantages)
-        output |= forward_plan.token_columns(batch.token_rows, output)
+        output |= rollout_batch.token_columns(batch.token_rows, output)
         output["group_ids"], output["row_ids"] = step.rows // batch.group_size, step.row_ids
         output["advantages"] = step.advantages.gather(1, output["turn_ids"])
 
@@ -587,7 +599,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         metrics = self._metrics[mode]
         if mode == "eval" and self._evaluation is not None:  # batches of an evaluation differ in size
             metrics.update(means_over_rows(metrics, self._evaluation.sizes))
-        if mode == "train" and own_engine.replays_routes(self.args):
+        if mode == "train" and self.args.replays_routes:
             routes = route_metrics(self.accelerator.unwrap_model(self.model))
             metrics.update({name: [value] for name, value in routes.items()})
         metrics.update({name: [value] for name, value in self.step_log.metrics.close(mode).items()})
@@ -624,7 +636,9 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         dataset = self.train_dataset if self.eval_dataset is None else self.eval_dataset
         dataset = next(iter(dataset.values())) if isinstance(dataset, dict) else dataset
         with self._names_rows():
-            rows = [media.with_column_media(row) for row in dataset.take(num_prompts) for _ in range(num_generations)]
+            rows = [
+                columns.with_column_media(row) for row in dataset.take(num_prompts) for _ in range(num_generations)
+            ]
         batch = self.batch = RolloutBatch("eval", rows, [False] * len(rows), group_size=num_generations)
         tells = self.is_world_process_zero() and not sys.stderr.isatty()
         says = Silence(lambda: print(self.step_log.activity.describe(), file=sys.stderr, flush=True))

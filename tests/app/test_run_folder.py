@@ -19,7 +19,7 @@ from mt_grpo.cli import main
 from mt_grpo.errors import ConfigError
 from mt_grpo.rewards import OutcomeReward
 from mt_grpo.training.config import MTGRPOConfig
-from mt_grpo.training.nonfinite import NonFiniteError
+from mt_grpo.training.model import NonFiniteError
 from mt_grpo.training.preflight import LOCK, check_folder, clear_folder, left_by_runs, locked
 
 SAVE = ("--save_strategy", "steps", "--save_steps", "1", "--do_eval", "false")

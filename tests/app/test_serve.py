@@ -17,7 +17,7 @@ from mt_grpo.cli import main
 from mt_grpo.errors import ConfigError
 from mt_grpo.servers.start import share_gpus
 from mt_grpo.training import servers
-from mt_grpo.training.own_engine import check_importance_sampling
+from mt_grpo.training.forward_plan import check_importance_sampling
 from mt_grpo.training.servers import server_client, server_urls
 from mt_grpo.vllm_plugin import keys
 

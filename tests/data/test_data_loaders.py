@@ -14,7 +14,7 @@ import pytest
 from mt_grpo.data import DatasetError, load_rows
 from mt_grpo.data.loaders import as_messages, gsm8k_row, triviaqa_row
 from mt_grpo.errors import ConfigError
-from mt_grpo.training.trl_arguments import check_prompts
+from mt_grpo.training.columns import check_prompts
 
 TRIVIAQA = [
     {

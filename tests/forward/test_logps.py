@@ -19,7 +19,8 @@ from mt_grpo.forward.packing import FlatTree, unique_tokens
 from mt_grpo.forward.plan import ForwardPlan
 from mt_grpo.forward.rows import score
 from mt_grpo.token_tree import TokenTree
-from mt_grpo.training.forward_plan import batch_trees, score_batch
+from mt_grpo.training.forward_plan import score_batch
+from mt_grpo.training.rollout_batch import batch_trees
 
 
 def assert_equal(model, forest, bound=1e-6, **options):

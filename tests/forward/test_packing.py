@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from mt_grpo.forward.packing import FlatTree, flatten, pack, split, unique_tokens
 from mt_grpo.token_tree import TokenTree
-from mt_grpo.training.microbatches import balance
+from mt_grpo.training.rollout_batch import balance
 
 token = st.integers(1, 3)  # few ids, so that prefixes meet often
 timestep = st.tuples(st.lists(token, min_size=1, max_size=6), st.lists(token, max_size=4))

@@ -18,8 +18,8 @@ from mt_grpo.rewards import REWARDS, load_rewards
 from mt_grpo.rollout import ScriptedEngine
 from mt_grpo.runlog import read_trajectories
 from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
+from mt_grpo.training.columns import check_reward_columns
 from mt_grpo.training.environment import build_env
-from mt_grpo.training.preflight import check_reward_columns
 from mt_grpo.trajectory import Trajectory, Turn
 
 ROOT = Path(__file__).parent.parent.parent

@@ -214,8 +214,8 @@ def pytest_configure(config) -> None:
     found = vars(importlib.import_module("trl.import_utils"))
     for name in re.findall(r"is_\w+_available", (clone / "tests" / "testing_utils.py").read_text()):
         found.setdefault(name, lambda *args: False)  # it is of another version
-    own = mt_grpo.training.own_engine.own_engine
-    mt_grpo.training.own_engine.own_engine = lambda args, tokenizer, model, accelerator: ReplacedGenerate(
+    own = mt_grpo.training.environment.own_engine
+    mt_grpo.training.environment.own_engine = lambda args, tokenizer, model, accelerator: ReplacedGenerate(
         own(args, tokenizer, model, accelerator), args, tokenizer, accelerator.unwrap_model(model)
     )
     transformers.AutoProcessor.from_pretrained = load_processor

@@ -20,7 +20,7 @@ from mt_grpo.forward.rows import score, score_turns
 from mt_grpo.rollout import EngineError, RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
 from mt_grpo.rollout import policy as policies
 from mt_grpo.rollout.special_tokens import SpecialTokens
-from mt_grpo.training.forward_plan import row_tree
+from mt_grpo.training.rollout_batch import row_tree
 from mt_grpo.trajectory import StopReason, Trajectory
 
 END = "<|im_end|>"

@@ -209,7 +209,7 @@ def test_logps_of_forked_rows_are_those_of_each_turn_alone(tokenizer):
     from mt_grpo.forward.model import enable_trees
     from mt_grpo.forward.plan import ForwardPlan
     from mt_grpo.forward.rows import score
-    from mt_grpo.training.forward_plan import row_tree
+    from mt_grpo.training.rollout_batch import row_tree
 
     model = build_model(tokenizer)
     rows, trees = [], []

@@ -28,8 +28,7 @@ from mt_grpo.rewards import InformationGain, OutcomeReward, StateScore, TurnRewa
 from mt_grpo.rollout import ScriptedEngine
 from mt_grpo.token_tree import TokenTree
 from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
-from mt_grpo.training.model import load_reference
-from mt_grpo.training.nonfinite import NonFiniteError
+from mt_grpo.training.model import NonFiniteError, load_reference
 from mt_grpo.training.step_log.records import read_audit
 from mt_grpo.weights.transport import FullParameters
 from support.architectures import build_random

@@ -16,7 +16,7 @@ from trl.models.activation_offloading import OffloadActivations
 
 from mt_grpo.errors import ConfigError
 from mt_grpo.training import MTGRPOConfig
-from mt_grpo.training import activations as module
+from mt_grpo.training import model as module
 
 CHECKPOINTS = {"gradient_checkpointing": True, "num_generations": 4, "per_device_train_batch_size": 4}
 

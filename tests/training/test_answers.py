@@ -20,9 +20,9 @@ from mt_grpo.rewards import AnswerLogprob, InformationGain, cut_after, score_cut
 from mt_grpo.rollout import ScriptedEngine
 from mt_grpo.rollout.token_row import answer_ids, answer_leaves
 from mt_grpo.token_tree import TokenTree
-from mt_grpo.training.answer_logprobs import mean_logprobs
+from mt_grpo.training.columns import check_reward_columns
 from mt_grpo.training.forward_plan import has_old_forward
-from mt_grpo.training.preflight import check_reward_columns
+from mt_grpo.training.reward_batch import mean_logprobs
 from mt_grpo.training.rollout_batch import longest_path
 from mt_grpo.trajectory import Trajectory, Turn
 

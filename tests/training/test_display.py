@@ -23,7 +23,7 @@ from mt_grpo.runlog import heartbeat
 from mt_grpo.token_tree import TokenTree
 from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
 from mt_grpo.training.rollout_batch import as_text
-from mt_grpo.training.step_log.display import (
+from mt_grpo.training.step_log import (
     MOST_CHARACTERS,
     MOST_MESSAGES,
     FewerPrinter,

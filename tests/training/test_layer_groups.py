@@ -16,7 +16,7 @@ from support.models import build_model
 from torch import nn
 
 from mt_grpo.forward.logps import token_logps
-from mt_grpo.training.activations import layers_in_groups
+from mt_grpo.training.model import layers_in_groups
 
 TREES = [make_tree(timesteps) for timesteps in FOREST]
 MODELS = {

@@ -34,7 +34,7 @@ from mt_grpo.rollout.engine import ScriptedEngine
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
 from mt_grpo.runlog.reader import open_run
 from mt_grpo.sounds import Sound, read_part, read_sound
-from mt_grpo.training.media import check_media, media_encoder, with_column_media
+from mt_grpo.training.columns import check_media, media_encoder, with_column_media
 
 PROMPT = [{"role": "user", "content": "What is it?"}]
 IMAGES = Dataset.from_list(

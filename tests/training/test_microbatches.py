@@ -4,8 +4,7 @@ import torch
 from mt_grpo.forward.media import MediumInputs
 from mt_grpo.forward.routes import NO_ROUTE
 from mt_grpo.rollout import TokenRow
-from mt_grpo.training.forward_plan import IMAGES, batch_trees, row_tree, token_columns
-from mt_grpo.training.microbatches import assign, rebalance
+from mt_grpo.training.rollout_batch import IMAGES, assign, batch_trees, rebalance, row_tree, token_columns
 
 
 def batch_of(groups, start):

@@ -11,7 +11,7 @@ from support.registered import keep_estimators
 from support.trainers import batch
 
 from mt_grpo.credit import CreditError, advantage_estimator, mt_grpo
-from mt_grpo.training.nonfinite import NonFiniteError
+from mt_grpo.training.model import NonFiniteError
 
 
 @pytest.fixture

@@ -197,7 +197,7 @@ def test_a_failure_after_scoring_loses_no_conversation(build, tmp_path, monkeypa
     def fail(*arguments):
         raise MemoryError("full")
 
-    monkeypatch.setattr("mt_grpo.training.forward_plan.token_columns", fail)
+    monkeypatch.setattr("mt_grpo.training.rollout_batch.token_columns", fail)
     with pytest.raises(MemoryError):
         build(max_steps=1).train()
     rows = open_run(tmp_path).rows

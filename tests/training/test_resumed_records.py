@@ -13,7 +13,7 @@ from support.trainers import Answered, Calls, Letters, trainer_builder
 from transformers.integrations import TensorBoardCallback
 
 from mt_grpo.runlog import open_run
-from mt_grpo.training.nonfinite import NumbersToTensorBoard
+from mt_grpo.training.step_log import NumbersToTensorBoard
 
 TIMES = ("step_time", "train_runtime", "train_samples_per_second", "train_steps_per_second")
 OPTIONS = {"save_strategy": "steps", "save_steps": 2, "max_steps": 5, "lr_scheduler_type": "constant"}

@@ -11,7 +11,7 @@ from support.models import CPU_RUN
 
 from mt_grpo.rewards import FunctionReward, OutcomeReward, TurnReward, load_rewards
 from mt_grpo.training import ConfigError, MTGRPOConfig, MTGRPOEnvTrainer
-from mt_grpo.training.preflight import check_reward_columns
+from mt_grpo.training.columns import check_reward_columns
 from mt_grpo.trajectory import Trajectory, Turn
 
 ROWS = [{"prompt": "What is Lima", "answer": "a capital", "level": 1}]

@@ -16,8 +16,7 @@ from mt_grpo.rewards import OutcomeReward
 from mt_grpo.rollout import EngineError, ScriptedEngine
 from mt_grpo.runlog import read_trajectories
 from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
-from mt_grpo.training.reward_batch import share_out
-from mt_grpo.training.rollout_batch import RolloutBatch
+from mt_grpo.training.rollout_batch import RolloutBatch, share_out
 
 TWO_GROUPS = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
 

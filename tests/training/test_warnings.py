@@ -15,9 +15,9 @@ from mt_grpo.rewards import OutcomeReward, TurnReward
 from mt_grpo.rollout import EngineError
 from mt_grpo.runlog.findings import Counts
 from mt_grpo.training import MTGRPOConfig
-from mt_grpo.training.step_log import Update, warnings
+from mt_grpo.training.step_log import Update, metrics
+from mt_grpo.training.step_log.metrics import CUT, STILL, says_proportions, why_still
 from mt_grpo.training.step_log.records import as_record
-from mt_grpo.training.step_log.warnings import CUT, STILL, says_proportions, why_still
 
 
 class Never(TurnReward):
@@ -38,7 +38,7 @@ class Same(OutcomeReward):
 
 
 def said(caplog):
-    return [record.message for record in caplog.records if record.name == "mt_grpo.training.step_log.warnings"]
+    return [record.message for record in caplog.records if record.name == "mt_grpo.training.step_log.metrics"]
 
 
 def test_a_reward_that_never_applies_is_named_once_and_again(build, caplog):
@@ -215,8 +215,8 @@ def test_a_rule_that_loses_proportions_is_named(rule, turns, shaping, said, tmp_
 
 def test_outcomes_that_fall_while_calls_are_paid_are_said_once(caplog, tmp_path):
     args = MTGRPOConfig(str(tmp_path), use_cpu=True, bf16=False, advantage_estimator="lambda_to_go")
-    watch = warnings.Warnings([Calls(), Letters()], args, [], [])
-    for step in range(2 * warnings.APART):
+    watch = metrics.Warnings([Calls(), Letters()], args, [], [])
+    for step in range(2 * metrics.APART):
         batch = long_conversations(4, 0.1)
         batch = replace(
             batch, turn_rewards=batch.turn_rewards + 0.02 * step, outcome_rewards=batch.outcome_rewards - 0.03 * step
@@ -227,7 +227,7 @@ def test_outcomes_that_fall_while_calls_are_paid_are_said_once(caplog, tmp_path)
 
 
 def test_a_gradient_that_stays_zero_is_spoken_of_once(build, caplog, monkeypatch):
-    monkeypatch.setattr(warnings, "STILL", 2)
+    monkeypatch.setattr(metrics, "STILL", 2)
     build(rewards=((Never(),), (Same(),)), max_steps=3).train()
     (message,) = [message for message in said(caplog) if "gradient" in message]
     assert message == (

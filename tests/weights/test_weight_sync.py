@@ -15,7 +15,7 @@ from support.replicas import step_of
 from mt_grpo.errors import ConfigError, WeightSyncError
 from mt_grpo.servers.http import DELAYS, ServerControl
 from mt_grpo.training import MTGRPOConfig
-from mt_grpo.training.own_engine import own_engine
+from mt_grpo.training.environment import own_engine
 from mt_grpo.vllm_plugin import keys
 from mt_grpo.weights.transports.files import LoraTransport
 from mt_grpo.weights.transports.gpu import KeyedClient, NcclGroup, NcclTransport

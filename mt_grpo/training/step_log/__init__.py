@@ -1,29 +1,35 @@
 """
 The log of a trainer's batches and steps. One callback hands them to its sinks: records, warnings, metrics and a table
-of conversations. The console asks what the trainer waits for. Each has a file, since each answers a question of its
-own: what is on disk, what is warned of, what is logged, what is shown.
+of conversations. Here is also what people see meanwhile: what the trainer waits for, the few metrics that a script
+prints, and a few conversations.
 """
 
 from __future__ import annotations
 
+import importlib
 import time
 from collections import defaultdict
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from rich.console import Console
+from rich.rule import Rule
+from rich.text import Text
 from torch import Tensor
-from transformers import TrainerCallback
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+from transformers.integrations import TensorBoardCallback, TrackioCallback, WandbCallback
 from trl import GRPOTrainer
 
 from mt_grpo.credit import audit_rewards, uncredited_turn_rewards
+from mt_grpo.media import part_text
+from mt_grpo.runlog.files import to_json
 from mt_grpo.runlog.rows import question_of
+from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.rollout_batch import RolloutBatch
-from mt_grpo.training.step_log.display import Table
-from mt_grpo.training.step_log.metrics import Metrics
+from mt_grpo.training.step_log.metrics import Metrics, Warnings
 from mt_grpo.training.step_log.records import Outputs, Records, Step, Update, about_run, as_record, describe_rewards
-from mt_grpo.training.step_log.warnings import Warnings
-from mt_grpo.trajectory import Trajectory
+from mt_grpo.trajectory import Message, Trajectory, visible
 
 __all__ = ["Activity", "Outputs", "Step", "StepLog", "Update"]
 
@@ -190,3 +196,221 @@ class StepLog(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.records.write_audit(state.global_step)
         self.warnings.end()
+
+
+ROWS = 4  # conversations of a log step where `num_completions_to_print` is unset
+
+STYLES = {"turn": "cyan", "assistant": "green"}  # of messages, by author; others are the environment's
+
+PRINTED = (
+    *("loss", "grad_norm", "learning_rate", "reward", "reward_std", "frac_reward_zero_std", "kl", "entropy"),
+    *("completions/mean_length", "completions/clipped_ratio", "tools/call_frequency", "tools/failure_frequency"),
+    *("turns/mean", "num_tokens", "step_time", "runtime", "epoch"),
+)
+
+
+def printed(logs: dict[str, Any]) -> dict[str, Any]:
+    """Those of `PRINTED`, the mean of each reward, and what is logged at the end of training."""
+
+    def few(name: str) -> bool:
+        return name in PRINTED or (name.startswith("rewards/") and name.endswith("/mean"))
+
+    def of_evaluation(name: str) -> bool:
+        bare = name.removeprefix("eval_")  # what follows may begin with the name of one of several sets
+        return bare != name and (few(bare) or any(bare.endswith(f"_{one}") for one in PRINTED))
+
+    return {
+        name: value for name, value in logs.items() if few(name) or of_evaluation(name) or name.startswith("train_")
+    }
+
+
+class FewerProgress(ProgressCallback):
+    """Prints beside a bar."""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        super().on_log(args, state, control, printed(logs or {}), **kwargs)
+
+
+class FewerPrinter(PrinterCallback):
+    """Prints without a bar."""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        super().on_log(args, state, control, printed(logs or {}), **kwargs)
+
+
+def print_fewer(callbacks: list[TrainerCallback]) -> None:
+    """Puts them in the place of those of transformers."""
+    fewer = {ProgressCallback: FewerProgress, PrinterCallback: FewerPrinter}
+    for place, callback in enumerate(callbacks):
+        if type(callback) in fewer:
+            callbacks[place] = fewer[type(callback)]()
+
+
+class Table:
+    """
+    Shows conversations of the main process when metrics are logged: of the latest batch, and of the first batch of an
+    evaluation, so that evaluations show the same questions. `report_to` gets a table of them, and with
+    `log_completions` the terminal their text. `num_completions_to_print` says how many.
+    """
+
+    def __init__(self, args: MTGRPOConfig, trackers: list[TrainerCallback]) -> None:
+        self.console = Console()  # where the terminal's are printed; another one where something else is drawn
+        self._args = args
+        self._trackers = trackers
+        self._latest: dict[str, tuple[RolloutBatch, Tensor]] = {}
+
+    def take(self, step: Step) -> None:
+        """Keeps a batch until metrics are logged."""
+        if step.mode == "train" or step.mode not in self._latest:
+            self._latest[step.mode] = step.batch, step.advantages
+
+    def log(self, mode: str, number: int) -> None:
+        """Shows conversations of training (`"train"`) or of an evaluation (`"eval"`), after `number` steps."""
+        latest = self._latest.pop(mode, None)
+        if latest is None or self._args.process_index:
+            return
+        batch, advantages = latest
+        ran = [index for index, trajectory in enumerate(batch.trajectories) if trajectory.stop_reason is not None]
+        most = ROWS if self._args.num_completions_to_print is None else self._args.num_completions_to_print
+        count = min(most, len(ran))
+        chosen = [ran[place * len(ran) // count] for place in range(count)]
+        if not chosen:
+            return
+        rows, texts = [], []
+        for index in chosen:
+            trajectory = batch.trajectories[index]
+            of_turns = advantages[index, : len(trajectory.turns)].tolist()
+            extra = {name: values[index] for name, values in batch.extra.items()}
+            rows.append(table_row(number, trajectory, of_turns, extra))
+            texts.append(_text(trajectory, of_turns))
+        self._send(f"{batch.mode}/conversations", rows, number)
+        if self._args.log_completions:
+            self._print(texts, batch.mode, number)
+
+    def _send(self, key: str, rows: list[dict[str, Any]], step: int) -> None:
+        for callback in self._trackers:
+            if isinstance(callback, TensorBoardCallback):
+                text = "\n---\n\n".join(map(as_markdown, rows))
+                callback.tb_writer.add_text(key, text, step)
+                callback.tb_writer.flush()
+            elif isinstance(callback, TrackioCallback | WandbCallback):
+                tracker = importlib.import_module("trackio" if isinstance(callback, TrackioCallback) else "wandb")
+                table = tracker.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
+                tracker.log({key: table, "train/global_step": step})  # as these callbacks log metrics
+
+    def _print(self, texts: list[Text], mode: str, step: int) -> None:
+        what = "step" if mode == "train" else "evaluation at step"
+        for number, text in enumerate(texts, 1):
+            self.console.print(Rule(f"{what} {step}: conversation {number} of {len(texts)}"), soft_wrap=False)
+            self.console.print(text, soft_wrap=True)
+
+
+def _text(trajectory: Trajectory, advantages: list[float]) -> Text:
+    text = Text()
+    for piece in [*_prompt_pieces(trajectory), *turn_pieces(trajectory)]:
+        text.append(plain([piece]) + "\n", style=STYLES.get(piece[0], "bright_black"))
+    text.append(trajectory.stop_reason.value, style="bold")
+    if trajectory.error:
+        text.append(f": {visible(trajectory.error)}", style="red")
+    if trajectory.where:
+        text.append(f"\n{visible(trajectory.traceback)}", style="red")
+    for kind, rewards in trajectory.rewards.items():
+        for name, value in rewards.items():
+            values = value if isinstance(value, list) else [value]
+            text.append(f"\n  {kind} reward {visible(name)}: ", style="cyan").append(numbers(values))
+    return text.append("\n  advantage per turn: ", style="cyan").append(numbers(advantages)).append("\n")
+
+
+MOST_CHARACTERS = 2000  # of one message; the middle of a longer one is left out
+
+MOST_MESSAGES = 24
+"""Of one conversation, headings included and the prompt excluded; the middle of a longer one is left out."""
+
+Piece = tuple[str, str]  # who wrote a message (`assistant`, `tool`, `user`, ...; `turn` for a heading) and its text
+
+
+def _prompt_pieces(trajectory: Trajectory) -> list[Piece]:
+    """What a conversation began with."""
+    return [_piece(message) for message in trajectory.prompt]
+
+
+def turn_pieces(trajectory: Trajectory) -> list[Piece]:
+    """The turns of a conversation: a heading, the words and the calls of the model, and what it was answered."""
+    pieces = []
+    for number, turn in enumerate(trajectory.turns, 1):
+        pieces.append(("turn", f"turn {number}"))
+        pieces += [_piece(message) for message in (turn.message, *turn.replies)]
+    if len(pieces) <= MOST_MESSAGES:
+        return pieces
+    half = MOST_MESSAGES // 2
+    left = sum(author != "turn" for author, _ in pieces[half:-half])
+    return [*pieces[:half], ("turn", f"{left} messages left out"), *pieces[-half:]]
+
+
+def plain(pieces: Sequence[Piece]) -> str:
+    """Pieces as one text; who wrote a message stands before it, except before the model's."""
+    shown = []
+    for author, text in pieces:
+        prefix = {"turn": "", "assistant": ""}.get(author, f"[{author}] ")
+        shown.append(f"--- {text} ---" if author == "turn" else prefix + text)
+    return "\n".join(shown)
+
+
+def numbers(values: Sequence[float | None]) -> str:
+    """One number per turn, `-` where there is none."""
+    return ", ".join("-" if value is None else f"{value:.3g}" for value in values)
+
+
+def table_row(step: int, trajectory: Trajectory, advantages: Sequence[float], extra: dict[str, Any]) -> dict[str, Any]:
+    """A conversation as a row of a table: numbers, text and `None`."""
+    rewards = trajectory.rewards
+    return {
+        "step": step,
+        "prompt": plain(_prompt_pieces(trajectory)),
+        "conversation": plain(turn_pieces(trajectory)),
+        **{visible(name): numbers(values) for name, values in rewards.get("turn", {}).items()},
+        **{visible(name): value for name, value in rewards.get("outcome", {}).items()},
+        "advantages": numbers(advantages),
+        "stop_reason": trajectory.stop_reason.value,
+        "error": _shorten(visible(trajectory.error or "")),
+        **{visible(name): None if value is None else _shorten(visible(str(value))) for name, value in extra.items()},
+    }
+
+
+def as_markdown(row: dict[str, Any]) -> str:
+    """A row as Markdown: its text as a block in which nothing is markup, all else as a list."""
+    blocks = ("prompt", "conversation")
+    facts = [f"- {name}: `{value}`" for name, value in row.items() if name not in blocks and value not in (None, "")]
+    text = "\n".join(row[name] for name in blocks)
+    return "\n".join(["    " + line for line in text.splitlines()] + ["", *facts, ""])
+
+
+def _shorten(text: str) -> str:
+    """A text without its middle where it is longer than `MOST_CHARACTERS`."""
+    left = len(text) - MOST_CHARACTERS
+    if left <= 0:
+        return text
+    half = MOST_CHARACTERS // 2
+    return f"{text[:half]} … {left} characters left out … {text[-half:]}"
+
+
+def _piece(message: Message) -> Piece:
+    content = message.get("content")
+    if isinstance(content, list):
+        content = "\n".join(map(part_text, content))
+    parts = [message.get("reasoning_content"), content, *map(_call, message.get("tool_calls") or [])]
+    texts = [part if isinstance(part, str) else to_json(part) for part in parts if part]
+    return visible(message["role"]), _shorten(visible("\n".join(texts).strip()))
+
+
+def _call(call: dict[str, Any]) -> str:
+    function = call.get("function", call)
+    return f"{function['name']}({to_json(function.get('arguments', {}))})"
+
+
+class NumbersToTensorBoard(TensorBoardCallback):
+    """Leaves out what has no number, such as the reward of a batch that failed, of which TensorBoard would warn."""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        numbers = {name: value for name, value in (logs or {}).items() if value is not None}
+        super().on_log(args, state, control, logs=numbers, **kwargs)

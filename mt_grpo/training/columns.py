@@ -1,0 +1,424 @@
+"""
+The columns of datasets: prompts, in the forms that TRL takes; images and sounds, and whether a run can show them; and
+those that rewards need.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from inspect import Parameter
+from typing import Any
+
+import pyarrow as pa
+from datasets import Audio, Dataset, Image, IterableDataset, List
+from transformers import PreTrainedConfig, ProcessorMixin
+from trl.data_utils import prepare_multimodal_messages
+
+from mt_grpo.data import DatasetError, as_messages, with_contents_of_one_kind
+from mt_grpo.data.images import ImageOfRowError, with_own_opener
+from mt_grpo.envs import EnvSource
+from mt_grpo.errors import ConfigError
+from mt_grpo.forward.media import media_tokens
+from mt_grpo.imports import did_you_mean
+from mt_grpo.media import IMAGE, SOUND, MediumError, Part, decode, is_decoded, is_image, media_of, read_parts, to_file
+from mt_grpo.rewards import FunctionReward, RewardFunc, StateScore, TurnReward
+from mt_grpo.rewards.base import NOT_COLUMNS, ReadsAnswer, ScoreFunction
+from mt_grpo.rollout import Engine
+from mt_grpo.rollout.engine import MediaEngine
+from mt_grpo.rollout.media import MediaEncoder, audio_feature_extractor
+from mt_grpo.training.config import MTGRPOConfig
+from mt_grpo.trajectory import Message
+
+IMAGE_COLUMNS = ("image", "images")
+"""Columns with the images of a prompt."""
+
+SOUND_COLUMNS = ("audio", "audios")
+"""Columns with the sounds of a prompt."""
+
+MEDIA_COLUMNS = (*IMAGE_COLUMNS, *SOUND_COLUMNS)
+
+
+def with_column_media(row: dict[str, Any]) -> dict[str, Any]:
+    """
+    A row whose prompt shows the images of its columns, and plays the sounds. As in TRL images stand before the words
+    of the first message of the user, or where the prompt has places for them, `{"type": "image"}`. Sounds do too:
+    their places are `{"type": "audio"}`.
+    """
+    images, sounds = (_listed(row, columns) for columns in (IMAGE_COLUMNS, SOUND_COLUMNS))
+    if images is None and sounds is None:
+        return row
+    prompt = row["prompt"]
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    what = "sounds" if images is None else "images" if sounds is None else "images and sounds"
+    try:
+        messages = [
+            {**message, "content": _places(message["content"])}
+            if isinstance(message.get("content"), list)
+            else message
+            for message in messages
+        ]
+        if images is not None:
+            shown = [_shown(image, row) for image in images]
+            messages = prepare_multimodal_messages(messages, images=shown)
+        if sounds is not None:
+            messages = _with_sounds(messages, _decoded([{"type": "audio", "audio": sound} for sound in sounds]))
+        return {**row, "prompt": [_with_text(message) for message in messages]}
+    except ImageOfRowError:
+        raise
+    except ValueError as error:  # TRL counts images
+        done = "played" if images is None else "shown"
+        raise ConfigError(f"The {what} of a row cannot be {done}: {str(error).rstrip('.')}.") from error
+
+
+def _shown(image: Any, row: dict[str, Any]) -> Any:
+    """An image of a row's column, decoded."""
+    try:
+        return _decoded([{"type": "image", "image": image}])[0]["image"]
+    except MediumError as error:
+        one, several = IMAGE_COLUMNS
+        value = {"bytes": to_file(image)} if is_image(image) and not is_decoded(image) else image
+        raise ImageOfRowError(error, one if row.get(several) is None else several, value) from error
+
+
+def _decoded(parts: list[Part]) -> list[Part]:
+    """Parts of a row, read; decoded at once, so that the conversations of a batch begin together."""
+    read = read_parts(parts, of_row=True)
+    for medium in media_of(read):
+        decode(medium)
+    return read
+
+
+def _listed(row: dict[str, Any], columns: tuple[str, str]) -> list[Any] | None:
+    """What the second of two columns has, or else the first, as a list; `None` where neither has any."""
+    one, several = columns
+    given = row.get(several) if row.get(several) is not None else row.get(one)
+    if isinstance(given, (list, tuple)) and given and isinstance(given[0], (int, float)):
+        return [given]  # samples: a table has arrays as lists
+    return list(given) if isinstance(given, (list, tuple)) else None if given is None else [given]
+
+
+def _with_sounds(messages: list[Message], sounds: list[Part]) -> list[Message]:
+    """Messages with sounds in their places, or before the words of the first message of the user."""
+    places = sum(part == PLACE for message in messages for part in _parts(message))
+    if not places:
+        first = next((number for number, message in enumerate(messages) if message["role"] == "user"), None)
+        if first is None:
+            raise MediumError("no message of the user is there to play them with.")
+        said = messages[first]["content"]
+        words = said if isinstance(said, list) else [{"type": "text", "text": said}]
+        return [*messages[:first], {**messages[first], "content": [*sounds, *words]}, *messages[first + 1 :]]
+    if places != len(sounds):
+        raise MediumError(f"the prompt has {places} places for sounds, and the row has {len(sounds)} sounds.")
+    left = iter(sounds)
+    return [
+        {**message, "content": [next(left) if part == PLACE else part for part in parts]}
+        if (parts := _parts(message))
+        else message
+        for message in messages
+    ]
+
+
+PLACE = {"type": "audio"}
+"""The part of a prompt where a sound of the row's column stands."""
+
+
+def _parts(message: Message) -> list[Any]:
+    content = message.get("content")
+    return content if isinstance(content, list) else []
+
+
+def _places(content: list[Any]) -> list[Any]:
+    """A content's parts without the empty keys of a table; those for images and sounds may be places without one."""
+    parts = [{key: value for key, value in part.items() if value is not None} for part in content]
+    return [part if part in ({"type": "image"}, PLACE) else read_parts([part], of_row=True)[0] for part in parts]
+
+
+def _with_text(message: Message) -> Message:
+    """A message of one text as text, which environments may look at."""
+    content = message.get("content")
+    if isinstance(content, list) and len(content) == 1 and content[0]["type"] == "text":
+        return {**message, "content": content[0]["text"]}
+    return message
+
+
+def media_encoder(processor: Any, config: PreTrainedConfig, engine: Engine) -> MediaEncoder | None:
+    """What encodes the images and sounds of a run; `None` where model, processor or engine take none."""
+    inside = vars(processor) if isinstance(processor, ProcessorMixin) else {}
+    tokens = media_tokens(config)
+    sees = IMAGE in tokens and "image_processor" in inside
+    hears = SOUND in tokens and bool(inside) and audio_feature_extractor(processor) is not None
+    return MediaEncoder(processor, tokens) if (sees or hears) and isinstance(engine, MediaEngine) else None
+
+
+def _is_server(engine: Engine) -> bool:
+    from mt_grpo.rollout.engines.vllm.client import VLLMServerClient  # loaded for runs that have servers
+
+    return isinstance(engine, VLLMServerClient)
+
+
+def check_media(encoder: MediaEncoder | None, config: PreTrainedConfig, engine: Engine, *data: Any) -> None:
+    """Refuses datasets with images or sounds where the model cannot be shown them."""
+    every = [rows for one in data for rows in (one.values() if isinstance(one, dict) else [one])]
+    for columns, feature, part, token, what in (
+        (IMAGE_COLUMNS, Image, {"type": "image"}, media_tokens(config).get(IMAGE), "images"),
+        (SOUND_COLUMNS, Audio, PLACE, media_tokens(config).get(SOUND), "sounds"),
+    ):
+        column = next((name for rows in every for name in columns if _holds(rows, name, feature)), None)
+        if column is not None and feature is Audio and _is_server(engine):
+            raise ConfigError(
+                f"The column {column!r} of the dataset holds sounds, which are not sent to a vLLM server: set "
+                f"`use_vllm: false`, or remove the column (`remove_columns({column!r})`)."
+            )
+        if column is None or (encoder is not None and encoder.takes(part)):
+            continue
+        if token is None:
+            problem = "the model takes text only" if encoder is None else f"the model takes no {what}"
+            mend = f"use a model that takes {what}"
+        elif not isinstance(engine, MediaEngine):
+            problem = f"{type(engine).__name__} is given tokens of text only"
+            mend = "sample with the model itself (`use_vllm: false`)"
+        else:
+            problem, mend = f"there is no processor of {what}", "pass the model's processor as `processing_class`"
+        raise ConfigError(
+            f"The column {column!r} of the dataset holds {what}, and {problem}: {mend}, or remove the column "
+            f"(`remove_columns({column!r})`)."
+        )
+
+
+def check_decoding(rows: Dataset | IterableDataset | None) -> None:
+    """Refuses a dataset with a column of sounds that nothing here decodes, before a row is looked at."""
+    for column, feature in ((None if rows is None else rows.features) or {}).items():
+        inner = feature.feature if isinstance(feature, List) else feature
+        if isinstance(inner, Audio) and inner.decode and importlib.util.find_spec("torchcodec") is None:
+            raise ConfigError(
+                f"The column {column!r} of the dataset is decoded with torchcodec, which is not installed: `pip "
+                f"install torchcodec`, or give files as they are (`cast_column({column!r}, datasets.Audio(decode="
+                "False))`)."
+            )
+
+
+def _holds(rows: Dataset | IterableDataset | None, name: str, kind: type) -> bool:
+    feature = ((None if rows is None else rows.features) or {}).get(name)
+    return isinstance(feature, kind) or (isinstance(feature, List) and isinstance(feature.feature, kind))
+
+
+NO_PROMPT = [{"role": "user", "content": ""}]
+"""The prompt of a row that has none: the environment's `reset` writes it."""
+
+
+def rows_of(dataset: Rows | None, source: EnvSource, args: MTGRPOConfig) -> Rows:
+    """
+    The rows to train on: the source's own where none are given. As in TRL, a single factory needs none: the
+    environment's `reset` writes the prompts.
+    """
+    dataset = source.rows("train") if dataset is None else dataset
+    if not source.writes_prompts:
+        if dataset is None:
+            raise ConfigError(
+                "There is no dataset: `train_dataset` is required, unless an environment brings its own rows."
+            )
+        return dataset
+    if dataset is None:
+        if source.names:
+            raise ConfigError(
+                f"Several environments ({', '.join(source.names)}) need a dataset whose column `environment` says "
+                "which one a row is for: give `train_dataset`, or a single factory."
+            )
+        if args.max_steps <= 0:
+            raise ConfigError(
+                "There is no dataset, so `reset` of the environment gives the prompts, and nothing says how long to "
+                "train: set `max_steps`."
+            )
+        dataset = Dataset.from_dict({"prompt": [NO_PROMPT] * (args.generation_batch_size // args.num_generations)})
+        source.check(dataset, "training dataset")
+    return dataset
+
+
+def with_prompts(data: Any, source: EnvSource, name: str) -> Any:
+    """
+    A dataset, or several by name, with the column `prompt`, and images that are opened as those of tools are. Where
+    the environment writes prompts, rows may lack it.
+    """
+    if isinstance(data, dict):
+        return {split: with_prompts(rows, source, f"{name} {split!r}") for split, rows in data.items()}
+    data = None if data is None else with_own_opener(data)
+    columns = None if data is None else data.column_names
+    if not columns or "prompt" in columns:
+        return data
+    if not source.writes_prompts:
+        raise ConfigError(
+            f"The {name} has no column `prompt`{did_you_mean('prompt', columns)}: its columns are "
+            f"{', '.join(columns)}; rename the one that holds what the model is asked."
+        )
+    if isinstance(data, Dataset):
+        return data.add_column("prompt", [NO_PROMPT] * len(data))
+    return data.map(lambda row: {**row, "prompt": NO_PROMPT})
+
+
+BATCH_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+"""Arguments of a plain TRL reward function besides the columns."""
+
+Rows = Dataset | IterableDataset
+
+
+def check_rows_suffice(args: MTGRPOConfig, dataset: Dataset | IterableDataset, dropped: int = 0) -> None:
+    """Checks that there are rows for a step."""
+    needed = args.generation_batch_size // args.num_generations
+    rows = sum(1 for _ in dataset.take(needed)) if isinstance(dataset, IterableDataset) else len(dataset)
+    if rows < needed:
+        left = f" left ({dropped} were dropped, whose prompts are too long)" if dropped else ""
+        raise ConfigError(
+            f"The training dataset has {rows} rows{left}, and one batch takes {needed} prompts "
+            f"({args.generation_batch_size} completions, {args.num_generations} for each prompt): give it more rows, "
+            "or make the batch smaller (`per_device_train_batch_size`, `steps_per_generation` or "
+            "`gradient_accumulation_steps`), or raise `num_generations`."
+        )
+
+
+def check_reward_columns(
+    rewards: Sequence[RewardFunc],
+    train_dataset: Rows | None,
+    eval_dataset: Rows | dict[str, Rows] | None,
+) -> None:
+    """
+    Checks that every reward can be called with the columns of every dataset. If a stream does not name its columns,
+    its first row is read.
+    """
+    evaluated = eval_dataset if isinstance(eval_dataset, dict) else {"": eval_dataset}
+    datasets = {"training": train_dataset, **{f"evaluation {name}".strip(): rows for name, rows in evaluated.items()}}
+    for name, dataset in datasets.items():
+        if dataset is not None:
+            columns = dataset.column_names or [column for row in dataset.take(1) for column in row]
+            for reward in rewards if columns else ():
+                _check(reward, columns, f"{name} dataset")
+                if isinstance(reward, ReadsAnswer):
+                    _check_answers(reward, dataset, columns, f"{name} dataset")
+
+
+def _check(reward: RewardFunc, columns: list[str], dataset: str) -> None:
+    if isinstance(reward, FunctionReward):
+        function, positional = reward.function, 0
+        given = [
+            *BATCH_ARGUMENTS,
+            *reward.brings,
+            *["environments"][: reward.takes_environments],
+            *(column for column in columns if column not in (*NOT_COLUMNS, *reward.brings)),
+        ]
+    else:
+        function, positional = reward.score, 1 + isinstance(reward, TurnReward | StateScore)
+        given = [column for column in columns if column != "prompt"]
+    if isinstance(reward, ScoreFunction) and not {"ground_truth", "reward_model"} & set(columns):
+        raise ConfigError(
+            f"The reward {reward.name!r} takes the right answer from the column `ground_truth`, or `reward_model` as "
+            f"in verl's rows, and the {dataset} has neither: its columns are {', '.join(columns)}; name the right one "
+            "with `column_mapping: {ground_truth: its name}`."
+        )
+    try:
+        # a wrapper takes what it takes itself, whatever it wraps
+        signature = inspect.signature(function, follow_wrapped=False)
+    except ValueError:  # a function written in C may not say what it takes
+        return
+    for parameter in _needed(signature.parameters.values(), positional):
+        if parameter not in given:
+            raise ConfigError(
+                f"The reward {reward.name!r} needs `{parameter}`, which is no column of the {dataset}"
+                f"{did_you_mean(parameter, columns)}: its columns are {', '.join(columns)}; name the right one with "
+                f"`column_mapping: {{{parameter}: its name}}`, or give the parameter a default."
+            )
+    try:
+        signature.bind(*[None] * positional, **dict.fromkeys(given))
+    except TypeError as error:
+        raise ConfigError(
+            f"The reward {reward.name!r} cannot be called with the columns of the {dataset} ({error}): let it take "
+            "the rest with `**row`, or rename the column."
+        ) from error
+
+
+def _check_answers(reward: ReadsAnswer, dataset: Rows, columns: list[str], name: str) -> None:
+    label = reward.name  # type: ignore[attr-defined]  # it stands beside a class of rewards
+    if reward.column not in columns:
+        raise ConfigError(
+            f"The reward {label!r} takes the right answer from the column {reward.column!r}, which the {name} "
+            f"does not have{did_you_mean(reward.column, columns)}: its columns are {', '.join(columns)}; name one "
+            "with the option `column`."
+        )
+    if isinstance(dataset, Dataset):  # of a stream, each row is looked at when its answer is scored
+        for number, value in enumerate(dataset[reward.column]):
+            try:
+                reward.right_answer(value)
+            except ConfigError:
+                raise
+            except ValueError as error:
+                raise ConfigError(
+                    f"The reward {label!r} cannot use the column {reward.column!r} of row {number + 1} of the {name}: "
+                    f"{error}."
+                ) from error
+
+
+def _needed(parameters: Iterable[Parameter], positional: int) -> list[str]:
+    """Names of the parameters without a default that are left when the first `positional` are given."""
+    named = [Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY]
+    left: list[Any] = [parameter for parameter in parameters if parameter.kind in named]
+    while positional and left and left[0].kind is not Parameter.KEYWORD_ONLY:
+        del left[0]
+        positional -= 1
+    return [parameter.name for parameter in left if parameter.default is Parameter.empty]
+
+
+def as_rows(data: object, name: str) -> Any:
+    """A dataset as it is, and a list of rows as a dataset; `name` is that of the argument."""
+    if isinstance(data, dict):
+        return {split: as_rows(rows, f"{name}[{split!r}]") for split, rows in data.items()}
+    if data is None or isinstance(data, (Dataset, IterableDataset)):
+        check_decoding(data)
+        return data
+    if not isinstance(data, (list, tuple)):
+        raise ConfigError(
+            f"`{name}` is a {type(data).__name__}: give a `datasets.Dataset`, or a list of rows such as "
+            '`{"prompt": ...}`.'
+        )
+    for number, row in enumerate(data):
+        if not isinstance(row, Mapping):
+            raise ConfigError(
+                f"`{name}` is a list whose element {number} is {str(row)[:80]!r}: give a `datasets.Dataset`, or a "
+                'list of rows such as `{"prompt": ...}`.'
+            )
+    try:
+        return Dataset.from_list(with_contents_of_one_kind([dict(row) for row in data]))
+    except (pa.ArrowException, UnicodeEncodeError) as error:
+        raise ConfigError(
+            f"The rows of `{name}` do not make a table ({error}): give each column values of one type."
+        ) from error
+
+
+def refuse_several_datasets(train: object) -> None:
+    """Refuses several datasets to train on."""
+    if isinstance(train, dict):
+        raise ConfigError(
+            f"`train_dataset` is several datasets ({', '.join(map(str, train))}): give one of them, as "
+            f"`train_dataset[{next(iter(train), 'train')!r}]`."
+        )
+
+
+def check_prompts(train: object, evaluated: object, written: bool) -> None:
+    """
+    Refuses datasets whose prompts are neither text nor messages. A column has one type, so the first row tells; the
+    rows of a stream are not read.
+    """
+    several = evaluated.values() if isinstance(evaluated, dict) else [evaluated]
+    for name, rows in [("train_dataset", train), *(("eval_dataset", rows) for rows in several)]:
+        if written or not isinstance(rows, Dataset) or not len(rows):
+            continue
+        prompt = rows[0]["prompt"]
+        messages = isinstance(prompt, list) and prompt and all(isinstance(each, Mapping) for each in prompt)
+        if not isinstance(prompt, str) and not messages:
+            raise ConfigError(
+                f"The first row of `{name}` has the prompt {str(prompt)[:80]!r}: give text, or a list of messages, "
+                'such as `{"role": "user", "content": ...}`.'
+            )
+        try:
+            as_messages(prompt)
+        except DatasetError as error:
+            raise ConfigError(f"The first row of `{name}` {error}") from None
