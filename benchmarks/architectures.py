@@ -45,10 +45,8 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreT
 from mt_grpo.app.train import write_json
 from mt_grpo.errors import UnsupportedModelError
 from mt_grpo.forward import model as forward
-from mt_grpo.forward.model import enable_trees
-from mt_grpo.forward.plan import ForwardPlan
+from mt_grpo.forward.model import ForwardPlan, enable_trees, score
 from mt_grpo.forward.probe import EXACT, prove
-from mt_grpo.forward.rows import score
 from mt_grpo.token_tree import TokenTree
 
 FOLDER = Path(__file__).parent.parent / "runs" / "architectures"

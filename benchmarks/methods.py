@@ -29,12 +29,11 @@ from measure import interleave, peak_memory
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import linear
 from transformers import Qwen3ForCausalLM
 from ways import METHODS, VOCABULARY, Batch, build_batch, build_model, labels_of, run
 
-from mt_grpo.forward.attention import flex
+from mt_grpo.forward import kernels
 
 matplotlib.use("Agg")
 from matplotlib import pyplot  # noqa: E402
@@ -191,7 +190,7 @@ def main() -> None:
     quick = parser.parse_args().quick
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # FlexAttention warns that it is not compiled
-    flex.compiled_flex_attention = lambda device: flex_attention  # compiled on GPUs only
+    kernels.compiled_flex = lambda device: kernels.uncompiled_flex  # compiled on GPUs only
     model, repeats = build_model(), 1 if quick else 3
     batches = [build_batch(1, 2 if quick else 8, seed, 96, 84, 24, 24) for seed in range(1 if quick else 13)]
     positions = sum(len(labels_of(batch)) for batch in batches)

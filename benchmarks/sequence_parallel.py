@@ -24,9 +24,8 @@ from measure import Row, extension_rows, stripped_rows
 from step import SHAPES, build_model, difference
 from transformers import Qwen3ForCausalLM
 
-from mt_grpo.forward.model import enable_trees, score_packed
+from mt_grpo.forward.model import ForwardPlan, enable_trees, score_packed
 from mt_grpo.forward.packing import FlatTree, Packed, pack
-from mt_grpo.forward.plan import ForwardPlan
 from mt_grpo.forward.sequence_parallel import SequenceGroup
 
 CONVERSATIONS: dict[str, Callable[[], list[list[Row]]]] = {

@@ -15,7 +15,7 @@ from mt_grpo.app import help
 from mt_grpo.app.recipe import MTGRPOScriptArguments, build_schema
 from mt_grpo.app.schema import Schema, SchemaOption
 from mt_grpo.errors import ConfigError
-from mt_grpo.forward.plan import FORWARDS
+from mt_grpo.forward.model import FORWARDS
 from mt_grpo.options.rules import CONFLICTS, check_trainable
 from mt_grpo.options.table import AGENT, GROUPS, OPTIONS, Rule, RunOptions, option, options_of
 from mt_grpo.rollout.token_check import MODES

@@ -40,7 +40,7 @@ from mt_grpo.credit.batch import MissingField
 from mt_grpo.credit.normalisation import Scale
 from mt_grpo.errors import UserError, libraries_may_refuse
 from mt_grpo.forward.lm_head import Truncation
-from mt_grpo.forward.turn_gradients import SIZE, TurnGradients
+from mt_grpo.forward.logps import SIZE, TurnGradients
 from mt_grpo.rewards import Scores
 from mt_grpo.runlog.heartbeat import Silence
 from mt_grpo.training.checkpoint import adapter_settings

@@ -48,10 +48,8 @@ from mt_grpo.doctor.memory import (
     weights,
 )
 from mt_grpo.errors import ConfigError, libraries_may_refuse
-from mt_grpo.forward.model import enable_trees
+from mt_grpo.forward.model import ForwardPlan, enable_trees, score
 from mt_grpo.forward.packing import FlatTree
-from mt_grpo.forward.plan import ForwardPlan
-from mt_grpo.forward.rows import score
 from mt_grpo.options.rules import check_batches
 from mt_grpo.training.checkpoint import adapter_settings
 from mt_grpo.training.forward_plan import trained_truncation

@@ -26,8 +26,9 @@ from transformers.models.bloom.modeling_bloom import BloomAttention, dropout_add
 from transformers.models.falcon.modeling_falcon import FalconAttention, apply_rotary_pos_emb
 from transformers.models.mpt.modeling_mpt import MptAttention
 
-from mt_grpo.errors import UnsupportedModelError
-from mt_grpo.forward.attention.layout import KERNELS, Chunk, Score, TreeLayout, Window, oldest
+from mt_grpo.forward.kernels import KERNELS, Score
+from mt_grpo.forward.layout import Chunk, TreeLayout, Window, oldest
+from mt_grpo.forward.packing import cannot_pack
 
 PREFIX = "tree_or_"
 HARMLESS = ("position_ids", "cache_position", "cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k")
@@ -57,10 +58,7 @@ class TreeMask(Tensor):
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in (torch.cat, torch.concat):
-            raise UnsupportedModelError(
-                "A layer joins its mask with another (compressed keys), so trees cannot be packed for it; set "
-                "`forward: padded`."
-            )
+            raise cannot_pack("A layer joins its mask with another (compressed keys)")
         if function is Tensor.__getitem__ and _takes_all(args[1]):  # Gemma 4, before layers that share keys and values
             return args[0]
         if function is Tensor.detach:  # a reentrant checkpoint, of what a block is given by place (GPT-2)
@@ -138,10 +136,7 @@ def register(original: str) -> str:
         if isinstance(attention_mask, TreeMask):
             return attend_over_tree(module, query, key, value, attention_mask, **kwargs), None
         if tree_layout is not None or _row.get() is not None:
-            raise UnsupportedModelError(
-                f"{type(module).__name__} has a mask of its own making, so trees cannot be packed for it; set "
-                "`forward: padded`."
-            )
+            raise cannot_pack(f"{type(module).__name__} has a mask of its own making")
         plain = _eager(module) if original == "eager" else ALL_ATTENTION_FUNCTIONS[original]
         return plain(module, query, key, value, attention_mask, **kwargs)
 
@@ -182,16 +177,10 @@ def attend_over_tree(
     has the queries, keys and values of its own tokens.
     """
     if not mask.known:
-        raise UnsupportedModelError(
-            f"{type(module).__name__} has a mask that is neither causal nor a window, so trees cannot be packed for "
-            "it; set `forward: padded`."
-        )
+        raise cannot_pack(f"{type(module).__name__} has a mask that is neither causal nor a window")
     unknown = [name for name, value in others.items() if isinstance(value, Tensor) and name not in HARMLESS]
     if unknown:
-        raise UnsupportedModelError(
-            f"{type(module).__name__} attends by `{unknown[0]}` too, so trees cannot be packed for it; set `forward: "
-            "padded`."
-        )
+        raise cannot_pack(f"{type(module).__name__} attends by `{unknown[0]}` too")
     layout = mask.tree
     layout.layers.add(module.layer_idx)
     # normalised queries and keys can be wider than values under autocast

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
-from mt_grpo.errors import UnsupportedModelError
+from mt_grpo.forward.packing import cannot_pack
 from mt_grpo.forward.sequence_parallel import Labels
 
 _EXCLUDED = -1e4  # nats: a probability of 0 without an infinity, whose product with 0 is not a number
@@ -418,10 +418,7 @@ class _Around:
         with _replaced(vars(head), "forward", forward):
             self(states)
         if len(found) != 1:
-            raise UnsupportedModelError(
-                f"{type(self._model).__name__} calls its output layer {len(found)} times, so trees cannot be packed "
-                "for it; set `forward: padded`."
-            )
+            raise cannot_pack(f"{type(self._model).__name__} calls its output layer {len(found)} times")
         return found[0]
 
     @torch.no_grad()

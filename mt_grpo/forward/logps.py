@@ -1,23 +1,22 @@
-"""Log-probabilities of every turn's action, in the context that the model had when it acted."""
+"""Log-probabilities of every turn's action, in the context that the model had when it acted, and their gradients."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from mt_grpo.errors import ConfigError
-from mt_grpo.forward.attention.layout import KERNELS
+from mt_grpo.forward.kernels import KERNELS
 from mt_grpo.forward.lm_head import Truncation
 from mt_grpo.forward.media import Media
-from mt_grpo.forward.model import enable_trees
+from mt_grpo.forward.model import FORWARDS, ForwardPlan, enable_trees, score
 from mt_grpo.forward.packing import flatten, split
-from mt_grpo.forward.plan import FORWARDS, ForwardPlan
 from mt_grpo.forward.probe import prove
-from mt_grpo.forward.rows import score
 from mt_grpo.token_tree import TokenTree
 
 ROW_TOKENS = 65_536
@@ -76,3 +75,73 @@ def token_logps(
         for index, of_turns in zip(indices, scores.by_turn([len(found[index]) for index in indices]), strict=True):
             found[index] = of_turns
     return found
+
+
+SIZE = 521
+"""Numbers of a projected gradient: a prime, so that the rows and columns of a matrix are spread over all of them."""
+_PERIOD = 2048 * SIZE
+"""Signs that are kept; longer gradients begin at other places in them."""
+
+
+class Projection:
+    """
+    Projects gradients at random. Every instance of the same seed and shapes does it in the same way.
+
+    The projection is a count sketch (Charikar et al. 2002): entry i of the gradient is multiplied by a random sign and
+    added to number i mod 521. Over random signs, inner products of projected gradients are those of the gradients in
+    the mean, with an error of about 1 / √521 of the product of their lengths.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], seed: int = 0) -> None:
+        signs = torch.randint(2, (_PERIOD,), generator=torch.Generator().manual_seed(seed)) * 2.0 - 1.0
+        self._signs = torch.cat([signs, signs]).to(parameters[0].device)
+        draw = random.Random(seed)
+        self._begins = [[draw.randrange(_PERIOD) for _ in range(0, each.numel(), _PERIOD)] for each in parameters]
+
+    def __call__(self, gradients: Sequence[Tensor | None]) -> Tensor:
+        """Projects gradients of all parameters, `None` for 0, to shape (521,), float32, on the CPU."""
+        found = torch.zeros(SIZE, device=self._signs.device)
+        for gradient, begins in zip(gradients, self._begins, strict=True):
+            if gradient is None:
+                continue
+            for part, begin in zip(gradient.reshape(-1).split(_PERIOD), begins, strict=True):
+                signed = part.to(found.device, torch.float32) * self._signs[begin : begin + len(part)]
+                whole = len(part) // SIZE * SIZE
+                found += signed[:whole].view(-1, SIZE).sum(dim=0)
+                found[: len(part) - whole] += signed[whole:]
+        return found.cpu()
+
+
+class TurnGradients:
+    """
+    The gradient of each turn's log-prob, projected, so that gradients of many turns can be kept and compared. The
+    model is put into evaluation mode.
+
+    A turn's log-prob depends on the tokens before it only. So each turn has a forward and a backward of its own, over
+    the path that leads to it: a backward over the whole conversation would separate turns no better, and take longer.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        forward: str = "tree",
+        temperature: float = 1.0,
+        truncation: Truncation | None = None,
+    ) -> None:
+        self._model = model.eval()
+        self._options = {"forward": forward, "temperature": temperature, "truncation": truncation}
+        self._parameters: list[nn.Parameter] = [each for each in model.parameters() if each.requires_grad]
+        self._project = Projection(self._parameters)
+
+    def of_turn(self, tree: TokenTree, turn: int, mask: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
+        """The gradient of the summed log-probs of a turn's tokens."""
+        path, size = tree.path_of_turn(turn), len(tree.actions()[turn])
+        if not size:
+            return torch.zeros(SIZE), torch.empty(0)
+        alone = TokenTree()
+        alone.add_turn(path[: len(path) - size], path[len(path) - size :], [0.0] * size)
+        logps = token_logps(self._model, [alone], **self._options)[0][0]  # type: ignore[arg-type]
+        counted = logps if mask is None else logps * torch.tensor(mask, device=logps.device)
+        gradients = torch.autograd.grad(counted.sum(), self._parameters, allow_unused=True)
+        return self._project(gradients), logps.detach().cpu()

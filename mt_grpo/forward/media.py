@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from mt_grpo.errors import UnsupportedModelError
-from mt_grpo.forward.packing import FlatTree, Packed, flatten
+from mt_grpo.forward.packing import FlatTree, Packed, cannot_pack, flatten
 from mt_grpo.media import IMAGE, SOUND, VIDEO, kind_of
 from mt_grpo.token_tree import TokenTree
 
@@ -208,10 +207,7 @@ def packed_positions(backbone: Any, packed: Packed, images: Media, device: torch
     asked = {name for name, parameter in known.items() if parameter.default is parameter.empty and name != "kwargs"}
     available = {"input_ids", "mm_token_type_ids", *(name for image in images.values() for name in image.inputs)}
     if asked - available:
-        raise UnsupportedModelError(
-            f"{type(backbone).__name__} places images by `{min(asked - available)}`, so trees cannot be packed for "
-            "it; set `forward: padded`."
-        )
+        raise cannot_pack(f"{type(backbone).__name__} places images by `{min(asked - available)}`")
     positions = torch.zeros(3, len(packed.input_ids), dtype=torch.long)
     for path in FlatTree(packed.input_ids, packed.input_ids, packed.parent).paths():
         ids = torch.from_numpy(packed.input_ids[path])[None]
@@ -254,10 +250,7 @@ def _heard(backbone: Any, sounds: list[int], images: Media, device: torch.device
             given = concat_media_inputs(sounds, images, device)
             backbone(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **given)
     if not asked:
-        raise UnsupportedModelError(
-            f"{type(backbone).__name__} has no text decoder apart from what hears sounds, so trees cannot be packed "
-            "for it; set `forward: padded`."
-        )
+        raise cannot_pack(f"{type(backbone).__name__} has no text decoder apart from what hears sounds")
     return asked[0][0]
 
 

@@ -1,4 +1,7 @@
-"""The model's forward over packed trees, for any decoder that uses transformers' attention interface."""
+"""
+What one forward is given, how it is scored, and what it returns: packed trees, for any decoder that uses transformers'
+attention interface; or rows, one for each root-to-leaf sequence or for each turn.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,11 @@ import functools
 import inspect
 import sys
 import types
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -17,7 +23,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from mt_grpo.errors import UnsupportedModelError
-from mt_grpo.forward.attention.layout import TreeLayout
 from mt_grpo.forward.interface import (
     PREFIX,
     extend_own_attention,
@@ -27,31 +32,155 @@ from mt_grpo.forward.interface import (
     register,
     use_attention,
 )
-from mt_grpo.forward.lm_head import Sampling, backbone_name, output_layer, score_states
+from mt_grpo.forward.layout import TreeLayout
+from mt_grpo.forward.lm_head import Sampling, Truncation, backbone_name, output_layer, score_states
 from mt_grpo.forward.media import (
+    Media,
     inject_audio_embeddings,
     media_tokens,
     packed_audio_embeddings,
     packed_features,
     packed_positions,
+    pretrained,
     real_ids,
+    row_inputs,
     takes_features,
+    with_blank,
 )
-from mt_grpo.forward.packing import Packed, pack
-from mt_grpo.forward.plan import DEFAULT_PLAN, ForwardPlan, Scores
-from mt_grpo.forward.recurrent_layers import (
-    extend_blocks,
-    extend_recurrent_layers,
-    over_tree,
-    recurrent_layers,
-)
+from mt_grpo.forward.packing import FlatTree, Packed, cannot_pack, flatten, pack
+from mt_grpo.forward.recurrence import extend_blocks, extend_recurrent_layers, over_tree, recurrent_layers
 from mt_grpo.forward.routes import Replayer, route_shape, router_loss
-from mt_grpo.forward.sequence_parallel import long_enough
+from mt_grpo.forward.sequence_parallel import SequenceGroup, long_enough
 from mt_grpo.media import IMAGE
+from mt_grpo.token_tree import TokenTree
+
+FORWARDS = ("tree", "padded", "turn_by_turn")
+"""Every token once; a padded row for each root-to-leaf sequence; one forward per turn."""
 
 
 @dataclass(frozen=True, eq=False)
-class TreeInput:
+class ForwardPlan:
+    """
+    The tokens to score, and how.
+
+    Args:
+        trees (`Sequence`): Trajectories, with the routes of their tokens.
+        leaves (`Sequence[Sequence[TokenTree]]`, *optional*): For each tree, more trees for `"tree"` to score, at
+            temperature 1 and without truncation. What they share with others is computed once.
+        media (`Media`, *optional*): The images, videos and sounds of the trees, by the id of their tokens.
+        forward (`str`, *optional*, defaults to `"tree"`): One of `FORWARDS`.
+        attention (`str`, *optional*, defaults to `"auto"`): The attention kernel of `"tree"`.
+        temperature (`float`, *optional*, defaults to `1.0`): Divides the logits.
+        truncation (`Truncation`, *optional*): Which tokens could be drawn.
+        router_loss (`bool`, *optional*, defaults to `False`): Whether the loss that balances experts is wanted too.
+        group (`SequenceGroup`, *optional*): The processes that compute a row of `"tree"` together.
+        shared (`bool`, *optional*, defaults to `False`): Whether every process of the group has this same plan. If
+            not, they compute the plans of all one after the other, which is for forwards without a gradient.
+    """
+
+    trees: Sequence[FlatTree | TokenTree] = ()
+    leaves: Sequence[Sequence[TokenTree]] = ()
+    media: Media = field(default_factory=dict)
+    forward: str = "tree"
+    attention: str = "auto"
+    temperature: float = 1.0
+    truncation: Truncation | None = None
+    router_loss: bool = False
+    group: SequenceGroup | None = None
+    shared: bool = False
+
+    @cached_property
+    def all_trees(self) -> list[FlatTree]:
+        """The trees, then the leaves, then what only keeps processes in step."""
+        trees = with_blank([*self.trees, *chain.from_iterable(self.leaves)], self.media)
+        return [flatten(tree) if isinstance(tree, TokenTree) else tree for tree in trees]
+
+    def split(self, size: int) -> list[ForwardPlan]:
+        """Plans of up to `size` trees each; one of none where there are none."""
+        return [
+            replace(self, trees=self.trees[start : start + size], leaves=self.leaves[start : start + size])
+            for start in range(0, len(self.trees) or 1, size)
+        ]
+
+
+DEFAULT_PLAN = ForwardPlan()
+
+
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """
+    Scores of the `M` trained tokens of a plan's trees; its leaves are numbered after its trees.
+
+    Args:
+        tree, column, turn (`np.ndarray`): `(M,)` the tree of each token, its index there, and its turn.
+        logps, entropies (`Tensor`): `(M,)`.
+        router_loss (`Tensor`, *optional*): The loss that balances experts, if the plan asks for it.
+    """
+
+    tree: np.ndarray
+    column: np.ndarray
+    turn: np.ndarray
+    logps: Tensor
+    entropies: Tensor
+    router_loss: Tensor | None = None
+
+    def by_turn(self, num_turns: Sequence[int]) -> list[list[Tensor]]:
+        """The log-probs of each turn of trees with so many turns."""
+        order = torch.from_numpy(np.lexsort((self.column, self.turn, self.tree))).to(self.logps.device)
+        bases = np.cumsum([0, *num_turns])
+        sizes = np.bincount(bases[self.tree] + self.turn, minlength=bases[-1])
+        pieces = iter(self.logps[order].split(sizes.tolist()))
+        return [[next(pieces) for _ in range(count)] for count in num_turns]
+
+    def turn_means(self, num_turns: Sequence[int], first: int = 0) -> list[list[float]]:
+        """The mean log-prob per token of each turn of the trees from number `first` on; 0 for a turn without any."""
+        if not num_turns:
+            return []
+        wanted = np.flatnonzero(self.tree >= first)
+        values = self.logps.detach()[torch.from_numpy(wanted).to(self.logps.device)].double().cpu().numpy()
+        bases = np.cumsum([0, *num_turns])
+        number = bases[self.tree[wanted] - first] + self.turn[wanted]
+        counts = np.bincount(number, minlength=bases[-1]).clip(min=1)
+        means = (np.bincount(number, values, minlength=bases[-1]) / counts).tolist()
+        return [means[begin:end] for begin, end in pairwise(bases)]
+
+
+def score(model: nn.Module, plan: ForwardPlan) -> Scores:
+    """The log-probs of a plan's trained tokens, differentiable."""
+    ways = {"tree": score_trees, "padded": _score_rows, "turn_by_turn": score_turns}
+    return ways[plan.forward](model, plan)
+
+
+# Packed trees
+
+
+def score_trees(model: nn.Module, plan: ForwardPlan) -> Scores:
+    """One forward over a plan's trees in one row, in which prefixes that they share are computed once."""
+    packed = pack(plan.all_trees)
+    plain = packed.tree >= len(plan.trees) if plan.leaves else None
+    if plan.group is None or plan.shared:
+        return score_packed(model, packed, plan, plain)
+    rows = plan.group.gather((packed, plain))  # the group computes one after the other
+    return [score_packed(model, row, plan, plain) for row, plain in rows][plan.group.rank]
+
+
+def score_packed(
+    model: nn.Module, packed: Packed, plan: ForwardPlan = DEFAULT_PLAN, plain: np.ndarray | None = None
+) -> Scores:
+    """One forward over a packed row. Labels where `plain`, `(M,)`, are scored at temperature 1 and not truncated."""
+    device = next(model.parameters()).device
+    row = packed if plan.group is None else long_enough(packed, plan.group.size)
+    layout = TreeLayout(row, plan.attention, plan.group)
+    mine = slice(None) if layout.share is None else layout.share.tokens
+    input_ids, position_ids = (
+        torch.from_numpy(array[mine]).to(device)[None] for array in (row.input_ids, row.position_ids)
+    )
+    scores = model(input_ids=input_ids, position_ids=position_ids, tree=_TreeInput(row, layout, plan, plain))
+    return Scores(packed.tree, packed.column, packed.turn, *scores)
+
+
+@dataclass(frozen=True, eq=False)
+class _TreeInput:
     """A packed row, as an argument that passes through wrappers unchanged: DDP, FSDP, DeepSpeed, PEFT, autocast."""
 
     packed: Packed
@@ -62,7 +191,7 @@ class TreeInput:
 
 def enable_trees(model: PreTrainedModel | PeftModel, cast_head_to_fp32: bool | None = None) -> None:
     """
-    Makes a causal language model able to run over packed trees. `model(input_ids, position_ids, tree=TreeInput(...))`
+    Makes a causal language model able to run over packed trees. `model(input_ids, position_ids, tree=_TreeInput(...))`
     then returns a tuple `(logps, entropies)`. Every other forward, and generation, stays as it is.
 
     The model's own forward is extended. So everything that wraps the model (DDP's gradient hooks, FSDP's and ZeRO-3's
@@ -71,10 +200,7 @@ def enable_trees(model: PreTrainedModel | PeftModel, cast_head_to_fp32: bool | N
     """
     if isinstance(model, PeftModel):
         if any(config.is_prompt_learning for config in model.peft_config.values()):
-            raise UnsupportedModelError(
-                f"{type(model).__name__} learns a prompt before every sequence, so trees cannot be packed for it; "
-                "set `forward: padded`."
-            )
+            raise cannot_pack(f"{type(model).__name__} learns a prompt before every sequence")
         model = model.get_base_model()
     check_model(model)
     enabled = "_forward_without_trees" in vars(model)
@@ -93,7 +219,7 @@ def enable_trees(model: PreTrainedModel | PeftModel, cast_head_to_fp32: bool | N
     model._forward_without_trees = model.forward  # a bound method: a deep copy of the model has its own
 
     @functools.wraps(type(model).forward)  # `generate` validates its arguments against the signature
-    def forward(self: PreTrainedModel, *args: Any, tree: TreeInput | None = None, **kwargs: Any) -> Any:
+    def forward(self: PreTrainedModel, *args: Any, tree: _TreeInput | None = None, **kwargs: Any) -> Any:
         if tree is None:
             return self._forward_without_trees(*args, **kwargs)
         outputs = _backbone_outputs(self, tree, kwargs["input_ids"], kwargs["position_ids"])  # PEFT adds others
@@ -101,10 +227,8 @@ def enable_trees(model: PreTrainedModel | PeftModel, cast_head_to_fp32: bool | N
         alone = sum(kind in ("mlp", "moe") for kind in getattr(config, "layer_types", None) or [])  # one token each
         missing = len(set(range(config.num_hidden_layers)) - tree.layout.layers) - alone
         if missing:
-            raise UnsupportedModelError(
-                f"{missing} layers of {type(self).__name__} do not go through transformers' attention interface, so "
-                "trees cannot be packed for it; set `forward: padded`."
-            )
+            name = type(self).__name__
+            raise cannot_pack(f"{missing} layers of {name} do not go through transformers' attention interface")
         scores = _label_scores(self, tree, outputs)
         if not tree.plan.router_loss:
             return scores
@@ -114,27 +238,7 @@ def enable_trees(model: PreTrainedModel | PeftModel, cast_head_to_fp32: bool | N
     model.forward = types.MethodType(forward, model)
 
 
-def _label_scores(model: PreTrainedModel, tree: TreeInput, outputs: Any) -> tuple[Tensor, ...]:
-    """Log-probs and entropies, `(M,)`, of the labels of a row."""
-    predictor, label, plain, share = tree.packed.predictor, tree.packed.label, tree.plain, tree.layout.share
-    labels = None if share is None else share.labels(predictor)
-    if share is not None and labels is not None:
-        scored = labels.of(labels.scored)
-        predictor, label = predictor[labels.of(labels.had)] - share.tokens.start, label[scored]
-        plain = None if plain is None else plain[scored]
-    scores = score_states(
-        model,
-        outputs,
-        torch.from_numpy(predictor),
-        torch.from_numpy(label),
-        Sampling(tree.plan.temperature, tree.plan.truncation, plain),
-        model._head_in_float32,
-        labels,
-    )
-    return scores if labels is None else labels.join(scores)
-
-
-def _backbone_outputs(model: PreTrainedModel, tree: TreeInput, input_ids: Tensor, position_ids: Tensor) -> Any:
+def _backbone_outputs(model: PreTrainedModel, tree: _TreeInput, input_ids: Tensor, position_ids: Tensor) -> Any:
     backbone = getattr(model, backbone_name(model) or "")
     seen: dict[str, Any] = {}
     heard = None
@@ -162,29 +266,116 @@ def _backbone_outputs(model: PreTrainedModel, tree: TreeInput, input_ids: Tensor
         return backbone(input_ids=input_ids, attention_mask=torch.ones_like(input_ids), use_cache=False, **given)
 
 
-def score_trees(model: nn.Module, plan: ForwardPlan) -> Scores:
-    """One forward over a plan's trees in one row, in which prefixes that they share are computed once."""
-    packed = pack(plan.all_trees)
-    plain = packed.tree >= len(plan.trees) if plan.leaves else None
-    if plan.group is None or plan.shared:
-        return score_packed(model, packed, plan, plain)
-    rows = plan.group.gather((packed, plain))  # the group computes one after the other
-    return [score_packed(model, row, plan, plain) for row, plain in rows][plan.group.rank]
-
-
-def score_packed(
-    model: nn.Module, packed: Packed, plan: ForwardPlan = DEFAULT_PLAN, plain: np.ndarray | None = None
-) -> Scores:
-    """One forward over a packed row. Labels where `plain`, `(M,)`, are scored at temperature 1 and not truncated."""
-    device = next(model.parameters()).device
-    row = packed if plan.group is None else long_enough(packed, plan.group.size)
-    layout = TreeLayout(row, plan.attention, plan.group)
-    mine = slice(None) if layout.share is None else layout.share.tokens
-    input_ids, position_ids = (
-        torch.from_numpy(array[mine]).to(device)[None] for array in (row.input_ids, row.position_ids)
+def _label_scores(model: PreTrainedModel, tree: _TreeInput, outputs: Any) -> tuple[Tensor, ...]:
+    """Log-probs and entropies, `(M,)`, of the labels of a row."""
+    predictor, label, plain, share = tree.packed.predictor, tree.packed.label, tree.plain, tree.layout.share
+    labels = None if share is None else share.labels(predictor)
+    if share is not None and labels is not None:
+        scored = labels.of(labels.scored)
+        predictor, label = predictor[labels.of(labels.had)] - share.tokens.start, label[scored]
+        plain = None if plain is None else plain[scored]
+    scores = score_states(
+        model,
+        outputs,
+        torch.from_numpy(predictor),
+        torch.from_numpy(label),
+        Sampling(tree.plan.temperature, tree.plan.truncation, plain),
+        model._head_in_float32,
+        labels,
     )
-    scores = model(input_ids=input_ids, position_ids=position_ids, tree=TreeInput(row, layout, plan, plain))
-    return Scores(packed.tree, packed.column, packed.turn, *scores)
+    return scores if labels is None else labels.join(scores)
+
+
+# Rows
+
+
+def _score_rows(model: nn.Module, plan: ForwardPlan) -> Scores:
+    """
+    One forward with a row for each root-to-leaf sequence, padded on the right: what follows a token changes nothing
+    for a model that reads from left to right. Each token is scored in the first row that has it. Logits are computed
+    where a row has a trained token, if the model can choose.
+    """
+    trees = plan.all_trees
+    paths = [(number, path) for number, tree in enumerate(trees) for path in tree.paths()]
+    device = next(model.parameters()).device
+    rows = [torch.from_numpy(trees[number].tokens[path]) for number, path in paths]
+    ids = nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device)
+    lengths = torch.tensor([len(path) for _, path in paths])
+    mask = (torch.arange(ids.size(1)) < lengths[:, None]).long().to(device)
+    seen = [np.zeros(len(tree.tokens), dtype=bool) for tree in trees]
+    places: list[np.ndarray] = []
+    for row, (number, path) in enumerate(paths):
+        tree = trees[number]
+        depth = np.flatnonzero((tree.turns[path] >= 0) & ~seen[number][path])
+        seen[number][path] = True
+        column, same = path[depth], np.ones_like(depth)
+        places.append(np.stack([row * same, depth, number * same, column, tree.turns[column]]))
+    row, depth, number, column, turn = np.concatenate(places, axis=1)
+    at = torch.from_numpy(row).to(device)
+    label = ids[at, torch.from_numpy(depth).to(device)]
+    predictor = depth - 1 - ids.size(1)  # from the end, since an adapter may put tokens before every row
+    asked: dict[str, Any] = {"output_router_logits": True} if plan.router_loss else {}
+    keeps = inspect.signature(pretrained(model).forward).parameters.get("logits_to_keep")
+    if keeps is not None and "Tensor" in str(keeps.annotation):  # else logits of every token of every row
+        kept, predictor = np.unique(predictor, return_inverse=True)
+        asked["logits_to_keep"] = torch.from_numpy(kept).to(device)
+    output = model(**row_inputs(model, ids, plan.media), attention_mask=mask, use_cache=False, **asked)
+    chosen = torch.from_numpy(predictor).to(output.logits.device)
+    logits = output.logits[at.to(output.logits.device), chosen]
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / plan.temperature
+    if plan.truncation is not None:
+        logits = plan.truncation.apply(logits, label)
+    balance = router_loss(pretrained(model).config, output.router_logits, mask) if plan.router_loss else None
+    return Scores(number, column, turn, *_at_labels(logits, label), balance)
+
+
+def score_turns(model: nn.Module, plan: ForwardPlan, keep_logits: bool = True) -> Scores:
+    """
+    One forward for each turn, in the context that the model had, with nothing shared: the oracle of the tree forward.
+    Without `keep_logits` the model computes those logits only that are needed.
+    """
+    device = next(model.parameters()).device
+    places: list[np.ndarray] = []
+    found: list[tuple[Tensor, Tensor]] = []
+    for number, tree in enumerate(plan.all_trees):
+        parent = np.arange(-1, len(tree.tokens) - 1) if tree.parent is None else tree.parent
+        for turn in np.unique(tree.turns[tree.turns >= 0]):
+            left = np.flatnonzero(tree.turns == turn)
+            while len(left):  # where the history was rewritten, what answers a turn is on another branch
+                path = [int(left[-1])]
+                while parent[path[-1]] >= 0:
+                    path.append(int(parent[path[-1]]))
+                path = path[::-1]
+                action, left = left[np.isin(left, path)], left[~np.isin(left, path)]
+                before = np.searchsorted(path, action) - 1 - len(path)  # from the end
+                keep = {} if keep_logits else {"logits_to_keep": int(-before[0])}
+                ids = torch.from_numpy(tree.tokens[path]).to(device)[None]
+                inputs = row_inputs(model, ids, plan.media)
+                if plan.media:  # without a mask Qwen's Omni models place images as words
+                    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+                logits = model(**inputs, use_cache=False, **keep).logits[0][before.tolist()].float() / plan.temperature
+                label = torch.from_numpy(tree.tokens[action]).to(logits.device)
+                if plan.truncation is not None:
+                    logits = plan.truncation.apply(logits, label)
+                found.append(_at_labels(logits, label))
+                places.append(np.stack([np.full_like(action, number), action, np.full_like(action, turn)]))
+    if not found:  # a backward needs something to flow through
+        logits = model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=device), use_cache=False).logits
+        nothing = logits.float().flatten()[:0]
+        found, places = [(nothing, nothing)], [np.empty((3, 0), dtype=np.int64)]
+    logps, entropies = (torch.cat(values) for values in zip(*found, strict=True))
+    tree_of, column, turn_of = np.concatenate(places, axis=1)
+    return Scores(tree_of, column, turn_of, logps, entropies)
+
+
+def _at_labels(logits: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probs of labels `(M,)`, and entropies, from logits `(M, vocab)`."""
+    distribution = logits.log_softmax(dim=-1)
+    entropies = -(distribution.exp() * distribution).sum(dim=-1)
+    return distribution.gather(1, label[:, None])[:, 0], entropies
+
+
+# Which models can run over packed trees
 
 
 def check_model(model: PreTrainedModel) -> None:
@@ -194,36 +385,7 @@ def check_model(model: PreTrainedModel) -> None:
     """
     reason = _obstacle(model)
     if reason is not None:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} {reason}, so trees cannot be packed for it; set `forward: padded`."
-        )
-
-
-def check_sequence_parallel(model: PreTrainedModel | PeftModel, size: int) -> None:
-    """Refuses a model whose rows several processes cannot compute together."""
-    model = model.get_base_model() if isinstance(model, PeftModel) else model
-    heads, name = getattr(model.config.get_text_config(), "num_attention_heads", None), type(model).__name__
-    if isinstance(heads, int) and heads % size:
-        fitting = " or ".join(str(number) for number in range(2, heads + 1) if heads % number == 0)
-        raise UnsupportedModelError(
-            f"{name} has {heads} attention heads, which {size} processes cannot share equally: set `sp_size` to "
-            f"{fitting}, or leave it out."
-        )
-    reasons = {
-        "has layers whose state runs along the row": recurrent_layers(model),
-        "computes its attention itself": has_own_attention(model),
-        "takes images or sounds": bool(media_tokens(model.config)),
-    }
-    for reason in (reason for reason, holds in reasons.items() if holds):
-        raise UnsupportedModelError(
-            f"{name} {reason}, so several processes cannot compute its rows together: leave `sp_size` out."
-        )
-
-
-def _attends_by_name(module: nn.Module) -> bool:
-    """Whether a layer does something else for attentions that are neither of these two, and ours has another name."""
-    forward = inspect.unwrap(type(module).forward)
-    return isinstance(forward, types.FunctionType) and ("eager", "sdpa") in forward.__code__.co_consts
+        raise cannot_pack(f"{type(model).__name__} {reason}")
 
 
 def _obstacle(model: PreTrainedModel) -> str | None:
@@ -250,3 +412,30 @@ def _obstacle(model: PreTrainedModel) -> str | None:
     if getattr(config, "expert_capacity", None):
         return "routes by the batch"
     return None
+
+
+def _attends_by_name(module: nn.Module) -> bool:
+    """Whether a layer does something else for attentions that are neither of these two, and ours has another name."""
+    forward = inspect.unwrap(type(module).forward)
+    return isinstance(forward, types.FunctionType) and ("eager", "sdpa") in forward.__code__.co_consts
+
+
+def check_sequence_parallel(model: PreTrainedModel | PeftModel, size: int) -> None:
+    """Refuses a model whose rows several processes cannot compute together."""
+    model = model.get_base_model() if isinstance(model, PeftModel) else model
+    heads, name = getattr(model.config.get_text_config(), "num_attention_heads", None), type(model).__name__
+    if isinstance(heads, int) and heads % size:
+        fitting = " or ".join(str(number) for number in range(2, heads + 1) if heads % number == 0)
+        raise UnsupportedModelError(
+            f"{name} has {heads} attention heads, which {size} processes cannot share equally: set `sp_size` to "
+            f"{fitting}, or leave it out."
+        )
+    reasons = {
+        "has layers whose state runs along the row": recurrent_layers(model),
+        "computes its attention itself": has_own_attention(model),
+        "takes images or sounds": bool(media_tokens(model.config)),
+    }
+    for reason in (reason for reason, holds in reasons.items() if holds):
+        raise UnsupportedModelError(
+            f"{name} {reason}, so several processes cannot compute its rows together: leave `sp_size` out."
+        )

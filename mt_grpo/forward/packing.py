@@ -10,7 +10,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mt_grpo.errors import UnsupportedModelError
 from mt_grpo.token_tree import NO_ROUTE, TokenTree
+
+
+def cannot_pack(reason: str) -> UnsupportedModelError:
+    """The refusal of a model that cannot run over packed trees."""
+    return UnsupportedModelError(f"{reason}, so trees cannot be packed for it; set `forward: padded`.")
 
 
 @dataclass(frozen=True)

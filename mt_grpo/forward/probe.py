@@ -23,9 +23,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from mt_grpo.errors import UnsupportedModelError
 from mt_grpo.forward.interface import use_attention
+from mt_grpo.forward.model import DEFAULT_PLAN, ForwardPlan, Scores, score, score_turns
 from mt_grpo.forward.packing import FlatTree, flatten
-from mt_grpo.forward.plan import DEFAULT_PLAN, ForwardPlan, Scores
-from mt_grpo.forward.rows import score, score_turns
 from mt_grpo.media import SOUND, kind_of
 from mt_grpo.token_tree import TokenTree
 

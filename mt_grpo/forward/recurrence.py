@@ -1,151 +1,37 @@
 """
-Convolutions and states along a packed row's tree: in which order they run over its chains, and how functions that
-transformers' layers call along a sequence run along a tree instead.
+Layers that carry a state from token to token (convolutions, delta rules, state spaces), and how they run over a packed
+row's tree.
 
-Each function here takes the one that the layer calls (a kernel where one is installed, else PyTorch), and returns one
-with the same arguments that calls it once per batch of chains, with the states at their ends as the initial states of
-the chains that continue them.
+Such a layer calls a function along a sequence: a kernel where one is installed, else PyTorch's. In `FUNCTIONS` each of
+these has one that runs along a tree instead. It has the same arguments, and calls the other once per batch of chains,
+with the states at their ends as the initial states of the chains that continue them.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import inspect
+import types
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
+from contextvars import Token
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+from transformers.models.mamba2 import modeling_mamba2
+from transformers.models.minimax.modeling_minimax import MiniMaxLightningAttention
 
-SHORT = 64
-"""Chains of up to this many tokens may be in one batch. Longer ones are in one batch if none is twice as long."""
-
-Step = Callable[[list[Tensor], Tensor | None, bool], tuple[Tensor, Tensor | None]]
-"""
-`(inputs, states, continued) -> (outputs, final states)`: inputs and outputs `(B, L, ...)`, states `(B, ...)` or `None`
-for zeros. Final states are needed if the chains are `continued`.
-"""
-
-
-@dataclass(frozen=True, eq=False)
-class _Batch:
-    """Chains that run side by side, padded on the right."""
-
-    chains: list[int]
-    parents: list[int]
-    shape: tuple[int, int]
-    tokens: int
-    padded: np.ndarray
-    kept: np.ndarray
-
-
-class Schedule:
-    """
-    The order of a row's `C` chains: a chain runs after the one that it continues. Chains that others continue run
-    level by level, from the roots. Chains that none continues run last, side by side.
-    """
-
-    def __init__(self, starts: np.ndarray, sizes: np.ndarray, parents: list[int], parent: np.ndarray) -> None:
-        self._starts, self._sizes, self._parent = starts, sizes, parent
-        self._continued = set(parents)
-        levels: list[int] = []
-        for above in parents:  # a chain stands before those that continue it
-            levels.append(levels[above] + 1 if above >= 0 else 0)
-        last = len(parents)
-        groups: dict[tuple[int, bool, int], list[int]] = defaultdict(list)
-        for chain, size in enumerate(sizes.tolist()):
-            level = levels[chain] if chain in self._continued else last
-            groups[level, parents[chain] >= 0, (max(size, SHORT) - 1).bit_length()].append(chain)
-        self._batches = [_batch(groups[key], parents, sizes) for key in sorted(groups)]
-        order = [chain for batch in self._batches for chain in batch.chains]
-        self._order = np.concatenate([np.arange(starts[chain], starts[chain] + sizes[chain]) for chain in order])
-        self._inverse = np.argsort(self._order)
-        self._rows: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-        self._tensors: dict[tuple[torch.device, int], Tensor] = {}
-
-    def run(self, inputs: Sequence[Tensor], step: Step, padding: Sequence[float] = ()) -> Tensor:
-        """Runs a recurrence over the tree."""
-        device, counts = inputs[0].device, [batch.tokens for batch in self._batches]
-        order = self._on(device, self._order)
-        # split and cat, not slices: the backward of a slice would write a zero gradient of the whole row per batch
-        pieces = [tensor.index_select(0, order).split(counts) for tensor in inputs]
-        states: dict[int, Tensor] = {}
-        outputs = []
-        for number, batch in enumerate(self._batches):
-            own = [tensors[number] for tensors in pieces]
-            even = batch.tokens == batch.shape[0] * batch.shape[1]
-            if not even:
-                own = [
-                    _with_last(tensor, 0, last).index_select(0, self._on(device, batch.padded))
-                    for tensor, last in zip(own, padding or [0.0] * len(own), strict=True)
-                ]
-            state = None if batch.parents[0] < 0 else torch.stack([states[chain] for chain in batch.parents])
-            continued = batch.chains[0] in self._continued
-            output, final = step([tensor.unflatten(0, batch.shape) for tensor in own], state, continued)
-            if continued and final is not None:
-                states.update(zip(batch.chains, final.unbind(), strict=True))
-            output = output.flatten(0, 1)
-            if not even:
-                output = output.index_select(0, self._on(device, batch.kept))
-            outputs.append(output)
-        return torch.cat(outputs).index_select(0, self._on(device, self._inverse))
-
-    def convolve(self, inputs: Tensor, width: int, convolution: Callable[[Tensor], Tensor]) -> Tensor:
-        """
-        Runs a causal convolution over the tree, once, over a row in which each chain stands behind the last tokens
-        before it.
-        """
-        if width not in self._rows:
-            self._rows[width] = self._row(width)
-        row, own = (self._on(inputs.device, array) for array in self._rows[width])
-        return convolution(_with_last(inputs, 2, 0.0).index_select(2, row)).index_select(2, own)
-
-    def _row(self, width: int) -> tuple[np.ndarray, np.ndarray]:
-        """Token at each place of the row that is convolved, `N` where there is none, and place of each token."""
-        history = np.empty((len(self._starts), width - 1), dtype=np.int64)
-        token = self._parent[self._starts]
-        for column in reversed(range(width - 1)):
-            history[:, column] = token
-            token = np.where(token >= 0, self._parent[token], -1)
-        size = len(self._parent)
-        own = np.arange(size) + np.arange(1, len(history) + 1).repeat(self._sizes) * (width - 1)
-        row = np.empty(size + history.size, dtype=np.int64)
-        row[own] = np.arange(size)
-        before = np.ones(len(row), dtype=bool)
-        before[own] = False
-        row[before] = np.where(history >= 0, history, size).reshape(-1)
-        return row, own
-
-    def _on(self, device: torch.device, index: np.ndarray) -> Tensor:
-        key = (device, id(index))
-        if key not in self._tensors:
-            self._tensors[key] = torch.from_numpy(index).to(device)
-        return self._tensors[key]
-
-
-def _batch(chains: list[int], parents: list[int], sizes: np.ndarray) -> _Batch:
-    own = sizes[chains]
-    longest, total = int(own.max()), int(own.sum())
-    kept = np.concatenate([row * longest + np.arange(size) for row, size in enumerate(own.tolist())])
-    padded = np.full(len(chains) * longest, total, dtype=np.int64)
-    padded[kept] = np.arange(total)
-    return _Batch(chains, [parents[chain] for chain in chains], (len(chains), longest), total, padded, kept)
-
-
-def _with_last(tensor: Tensor, dim: int, value: float) -> Tensor:
-    """The tensor with one more entry in dimension `dim`, which is `value` everywhere."""
-    return F.pad(tensor, (0, 0) * (tensor.dim() - 1 - dim) + (0, 1), value=value)
-
+from mt_grpo.forward.layout import CURRENT, Schedule, Step, TreeLayout
 
 Function = Callable[..., Any]
 
-NO_STEP = -1e4
+_NO_STEP = -1e4
 """A `dt` whose softplus is 0 in every precision."""
 
 
-def convolution(along_sequence: Function, schedule: Schedule) -> Function:
+def _convolution(along_sequence: Function, schedule: Schedule) -> Function:
     """A causal convolution of each channel."""
 
     def along_tree(hidden_states: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -156,7 +42,7 @@ def convolution(along_sequence: Function, schedule: Schedule) -> Function:
     return along_tree
 
 
-def delta_rule(along_sequence: Function, schedule: Schedule) -> Function:
+def _delta_rule(along_sequence: Function, schedule: Schedule) -> Function:
     """The gated delta rule, with a gate per head (Gated DeltaNet) or per channel (Kimi Delta Attention)."""
 
     def along_tree(
@@ -187,7 +73,7 @@ def delta_rule(along_sequence: Function, schedule: Schedule) -> Function:
 _OURS = ("chunk_size", "initial_state", "output_final_state", "cu_seqlens")
 
 
-def state_space(along_sequence: Function, schedule: Schedule) -> Function:
+def _state_space(along_sequence: Function, schedule: Schedule) -> Function:
     """The state space of Mamba 2."""
 
     def along_tree(
@@ -218,12 +104,12 @@ def state_space(along_sequence: Function, schedule: Schedule) -> Function:
             )
             return output, final
 
-        return _scan(schedule, step, (hidden_states, dt, B, C), NO_STEP if dt_softplus else 0.0)[None]
+        return _scan(schedule, step, (hidden_states, dt, B, C), _NO_STEP if dt_softplus else 0.0)[None]
 
     return along_tree
 
 
-def selective_scan(along_sequence: Function, schedule: Schedule) -> Function:
+def _selective_scan(along_sequence: Function, schedule: Schedule) -> Function:
     """
     The state space of Mamba. What the layer calls takes no initial state, and its kernel gives its final state no
     gradient. The scan is linear in its state, so what the initial state adds, and the final state, are computed here.
@@ -260,13 +146,13 @@ def selective_scan(along_sequence: Function, schedule: Schedule) -> Function:
             return output.transpose(1, 2), final
 
         inputs = [tensor.transpose(1, 2) for tensor in (hidden_states, dt, B, C)]
-        output = _scan(schedule, step, inputs, NO_STEP if delta_softplus else 0.0).T[None]
+        output = _scan(schedule, step, inputs, _NO_STEP if delta_softplus else 0.0).T[None]
         return output if z is None else output * F.silu(z)
 
     return along_tree
 
 
-def not_fused(along_sequence: Function, schedule: Schedule) -> Function:
+def _not_fused(along_sequence: Function, schedule: Schedule) -> Function:
     """A kernel that convolves and scans at once. Layers go on without it if it returns nothing."""
     return lambda *args, **kwargs: None
 
@@ -290,12 +176,159 @@ def _chunk(inputs: Tensor, most: int) -> int:
 
 
 FUNCTIONS: dict[str, Callable[[Function, Schedule], Function]] = {
-    "causal_conv1d_fn": convolution,
-    "torch_chunk_gated_delta_rule": delta_rule,
-    "chunk_kimi_delta_attention": delta_rule,
-    "mamba2_chunk_scan": state_space,
-    "mamba2_split_conv1d_scan_combined": not_fused,
-    "mamba_selective_scan": selective_scan,
-    "mamba_inner_fn": not_fused,
+    "causal_conv1d_fn": _convolution,
+    "torch_chunk_gated_delta_rule": _delta_rule,
+    "chunk_kimi_delta_attention": _delta_rule,
+    "mamba2_chunk_scan": _state_space,
+    "mamba2_split_conv1d_scan_combined": _not_fused,
+    "mamba_selective_scan": _selective_scan,
+    "mamba_inner_fn": _not_fused,
 }
 """By the name under which a layer calls it."""
+
+
+_LIGHTNING = (MiniMaxLightningAttention,) if "mamba2_chunk_scan" in vars(modeling_mamba2) else ()
+"""MiniMax's layers call no function that could run along a tree; with an older transformers there is no scan."""
+
+
+def _lightning_attention(layer: Any, schedule: Schedule, hidden_states: Tensor) -> tuple[Tensor, None]:
+    """
+    What `MiniMaxLightningAttention` computes, over a tree. It is a state space of Mamba 2 whose steps are all 1, so
+    that each head decays by a constant per token.
+    """
+    states = layer.act_fn(layer.qkv_proj(hidden_states))
+    query, key, value = states.unflatten(2, (layer.num_attention_heads, -1)).chunk(3, dim=3)
+    steps, decay = value.new_ones(value.shape[:3]), -layer.slope_rate.flatten()
+    scan = _state_space(modeling_mamba2.mamba2_chunk_scan, schedule)
+    output = scan(value, steps, decay, key, query, chunk_size=layer.block_size).to(value.dtype)
+    output = layer.norm(output.flatten(2))
+    return layer.out_proj(torch.sigmoid(layer.output_gate(hidden_states)) * output), None
+
+
+def recurrent_layers(model: nn.Module) -> list[Any]:
+    """
+    The layers that carry a state by functions that can run along a tree. All else that they compute must depend on one
+    token only, which the probe tests.
+    """
+    return [module for module in model.modules() if isinstance(module, _LIGHTNING) or _called(type(module))]
+
+
+def extend_recurrent_layers(model: nn.Module) -> None:
+    """
+    Extends these layers' forwards: given a `tree_layout`, or within `over_tree`, they run over the tree. They project
+    all tokens at once, as they would those of one sequence. Only the functions that carry a state run once per batch
+    of chains.
+    """
+    for module in recurrent_layers(model):
+        if "_forward_along_sequence" not in vars(module):
+            module._forward_along_sequence = module.forward
+            module.forward = types.MethodType(_forward, module)  # a deep copy of the layer has its own
+
+
+class _Carrier:
+    """
+    Has the layout that a block runs over in `CURRENT` while the block runs, whoever calls it. A block that is given
+    none is run again by its checkpoint with the states that it had, outside `over_tree`.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        self._tokens: list[Token[TreeLayout | None]] = []
+        self._layouts: MutableMapping[Tensor, TreeLayout] = WeakTensorKeyDictionary()
+        block.register_forward_pre_hook(self._begin, with_kwargs=True)
+        block.register_forward_hook(self._end, with_kwargs=True, always_call=True)
+
+    def _begin(self, block: nn.Module, args: Any, options: dict[str, Any]) -> None:
+        states = args[0] if args else options["hidden_states"]
+        layout = options.get("tree_layout") or CURRENT.get() or self._layouts.get(states)
+        if layout is not None:
+            self._layouts[states] = layout
+        self._tokens.append(CURRENT.set(layout))
+
+    def _end(self, block: nn.Module, args: Any, options: dict[str, Any], output: Any) -> None:
+        CURRENT.reset(self._tokens.pop())
+
+
+def extend_blocks(model: nn.Module, number: int) -> None:
+    """
+    Lets the `number` blocks of a model tell what is in them which layout they run over. `over_tree` does not reach
+    blocks that FSDP's activation checkpointing runs again.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == number:
+            for block in module:
+                _Carrier(block)
+
+
+@contextmanager
+def over_tree(model: nn.Module, layout: TreeLayout) -> Iterator[None]:
+    """
+    Some blocks pass no keyword arguments to their recurrent layers, and none to their routers. These find the layout
+    in `CURRENT`, also when gradient checkpointing runs their block again in a backward. A model without a state to
+    carry and without routes to replay is left as it is.
+    """
+    modules: list[Any] = list(model.modules())
+    if layout.choose is None and not any("_forward_along_sequence" in vars(module) for module in modules):
+        yield
+        return
+    checkpoints = {
+        module: vars(module)["_gradient_checkpointing_func"]
+        for module in modules
+        if "_gradient_checkpointing_func" in vars(module)
+    }
+
+    def within(run: Callable[..., Any]) -> Callable[..., Any]:
+        def run_within(*args: Any) -> Any:
+            token = CURRENT.set(layout)
+            try:
+                return run(*args)
+            finally:
+                CURRENT.reset(token)
+
+        return run_within
+
+    def carrying(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda run, *args: checkpoint(within(run), *args)
+
+    token = CURRENT.set(layout)
+    try:
+        for module, checkpoint in checkpoints.items():
+            module._gradient_checkpointing_func = carrying(checkpoint)
+        yield
+    finally:
+        for module, checkpoint in checkpoints.items():
+            module._gradient_checkpointing_func = checkpoint
+        CURRENT.reset(token)
+
+
+def _forward(
+    self: Any, hidden_states: Tensor, *args: Any, tree_layout: TreeLayout | None = None, **kwargs: Any
+) -> Any:
+    layout = tree_layout or CURRENT.get()
+    if layout is None:
+        return self._forward_along_sequence(hidden_states, *args, **kwargs)
+    layout.layers.add(self.layer_idx)
+    if isinstance(self, _LIGHTNING):
+        return _lightning_attention(self, layout.schedule, hidden_states)
+    kwargs["attention_mask"] = None  # no token of a row is padding
+    return _along_tree(type(self), layout)(self, hidden_states, *args, **kwargs)
+
+
+def _along_tree(kind: type[nn.Module], layout: TreeLayout) -> Function:
+    """
+    The layer's own forward, in which other functions stand behind the names that it calls. Neither the class nor
+    transformers' modules are changed.
+    """
+    forward = inspect.unwrap(kind.forward)
+    names = dict(forward.__globals__)
+    for name in _called(kind):
+        names[name] = FUNCTIONS[name](names[name], layout.schedule)
+    along_tree = types.FunctionType(
+        forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__
+    )
+    along_tree.__kwdefaults__ = forward.__kwdefaults__
+    return along_tree
+
+
+def _called(kind: type[nn.Module]) -> set[str]:
+    forward: Callable[..., Any] = inspect.unwrap(kind.forward)
+    return FUNCTIONS.keys() & set(forward.__code__.co_names) if isinstance(forward, types.FunctionType) else set()

@@ -19,11 +19,9 @@ from trl import GRPOTrainer
 from mt_grpo.errors import ConfigError, UnsupportedModelError
 from mt_grpo.forward.lm_head import Truncation
 from mt_grpo.forward.media import Media, MediumInputs, feature_lengths
-from mt_grpo.forward.model import check_sequence_parallel, enable_trees
-from mt_grpo.forward.plan import ForwardPlan
+from mt_grpo.forward.model import ForwardPlan, check_sequence_parallel, enable_trees, score
 from mt_grpo.forward.probe import prove, prove_media
 from mt_grpo.forward.routes import has_router_loss
-from mt_grpo.forward.rows import score
 from mt_grpo.forward.sequence_parallel import SequenceGroup
 from mt_grpo.media import SOUND, kind_of
 from mt_grpo.options.rules import check_sharing

@@ -30,8 +30,7 @@ from mt_grpo.credit import RewardBatch, without_signal
 from mt_grpo.credit.normalisation import minus_group_min, to_go
 from mt_grpo.envs import EnvSource
 from mt_grpo.errors import ConfigError
-from mt_grpo.forward.plan import ForwardPlan
-from mt_grpo.forward.rows import score
+from mt_grpo.forward.model import ForwardPlan, score
 from mt_grpo.options.values import names_model
 from mt_grpo.rewards import FunctionReward, RewardFunc, RightAnswer, Scores
 from mt_grpo.rollout import Engine

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 import torch
 from support.architectures import KINDS, build_random
-from torch.nn.attention.flex_attention import flex_attention
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from mt_grpo.errors import UnsupportedModelError
-from mt_grpo.forward.attention import flex
+from mt_grpo.forward import kernels
 from mt_grpo.forward.logps import token_logps
 from mt_grpo.forward.model import enable_trees
 from mt_grpo.token_tree import TokenTree
@@ -67,7 +66,7 @@ def test_trees_score_as_one_forward_per_turn(kind, trees):
 
 @pytest.mark.parametrize("kind", ["gpt-oss", "gemma 2", "llama 4", "bloom"])
 def test_flex_scores_as_one_forward_per_turn(kind, trees, monkeypatch):
-    monkeypatch.setattr(flex, "compiled_flex_attention", lambda device: flex_attention)  # compiled on GPUs only
+    monkeypatch.setattr(kernels, "compiled_flex", lambda device: kernels.uncompiled_flex)  # compiled on GPUs only
     model = build_random(kind)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")

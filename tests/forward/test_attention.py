@@ -20,9 +20,10 @@ from transformers import (
 )
 
 from mt_grpo.errors import UnsupportedModelError
-from mt_grpo.forward.attention import flex
-from mt_grpo.forward.attention import layout as layout_module
-from mt_grpo.forward.attention.layout import BLOCK, KERNELS, PLAIN, Chunk, Score, TreeLayout
+from mt_grpo.forward import kernels
+from mt_grpo.forward import layout as layout_module
+from mt_grpo.forward.kernels import KERNELS, PLAIN, Score
+from mt_grpo.forward.layout import BLOCK, Chunk, TreeLayout
 from mt_grpo.forward.logps import token_logps
 from mt_grpo.forward.model import check_model
 from mt_grpo.forward.packing import pack
@@ -149,7 +150,7 @@ def test_flex_attends_as_the_whole_mask_does(seed, window, lengths, kind):
     score = make_score(kind, depth=2000, dtype=torch.float32)
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        patch.setattr(flex, "compiled_flex_attention", lambda device: flex_attention)  # compiled on GPUs only
+        patch.setattr(kernels, "compiled_flex", lambda device: kernels.uncompiled_flex)  # compiled on GPUs only
         ours = KERNELS["flex"](TreeLayout(packed, "flex"), *tensors, 0.3, window, score)
     oracle = KERNELS["dense"](TreeLayout(packed, "dense"), *tensors, 0.3, window, score)
     torch.testing.assert_close(ours, oracle, rtol=1e-4, atol=1e-5)
@@ -181,7 +182,7 @@ def assert_blocks_agree(layout, window):
 
 
 def test_flex_sinks_learn_as_written_out(monkeypatch):
-    monkeypatch.setattr(flex, "compiled_flex_attention", lambda device: flex_attention)  # compiled on GPUs only
+    monkeypatch.setattr(kernels, "compiled_flex", lambda device: kernels.uncompiled_flex)  # compiled on GPUs only
     packed = pack([make_tree([([1, 2], [3]), ([1, 4], [5, 6])])])
     tensors = [
         tensor.detach().float() for tensor in make_qkv(len(packed.input_ids))
@@ -217,11 +218,11 @@ def queries(heads):
 def compiling(monkeypatch):
     """FlexAttention as it is compiled for a GPU, but for the kernels, which have no backward on a CPU."""
     torch._dynamo.reset()
-    flex._compiled.cache_clear()
+    kernels._compiled.cache_clear()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    mask = TreeLayout(FORKED).block_mask(CPU, None)
-    yield lambda heads: flex._call(*queries(heads), block_mask=mask, scale=0.3, enable_gqa=True)
-    flex._compiled.cache_clear()
+    monkeypatch.setattr(kernels, "compiled_flex", lambda device: kernels._compiled())
+    yield lambda heads: KERNELS["flex"](TreeLayout(FORKED), *queries(heads), 0.3, None)
+    kernels._compiled.cache_clear()
     torch._dynamo.reset()
 
 
@@ -236,7 +237,7 @@ def test_more_head_layouts_than_dynamo_allows_are_compiled(compiling):
 
 
 def test_past_its_own_limit_flex_fails_and_names_the_mend(compiling, monkeypatch):
-    monkeypatch.setattr(flex, "RECOMPILE_LIMIT", 2)
+    monkeypatch.setattr(kernels, "RECOMPILE_LIMIT", 2)
     compiling(2), compiling(3)
     with pytest.raises(RuntimeError, match="compiled for 2 layouts.*with the whole mask in memory.*`segment`"):
         compiling(4)

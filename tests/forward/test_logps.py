@@ -14,10 +14,8 @@ from mt_grpo.errors import UnsupportedModelError
 from mt_grpo.forward import lm_head as head
 from mt_grpo.forward.lm_head import chunked_logps
 from mt_grpo.forward.logps import token_logps
-from mt_grpo.forward.model import enable_trees
+from mt_grpo.forward.model import ForwardPlan, enable_trees, score
 from mt_grpo.forward.packing import FlatTree, unique_tokens
-from mt_grpo.forward.plan import ForwardPlan
-from mt_grpo.forward.rows import score
 from mt_grpo.token_tree import TokenTree
 from mt_grpo.training.forward_plan import score_batch
 from mt_grpo.training.rollout_batch import batch_trees

@@ -7,8 +7,7 @@ import torch
 from support.forests import FOREST, make_tree
 from support.models import build_model
 
-from mt_grpo.forward.logps import token_logps
-from mt_grpo.forward.turn_gradients import PERIOD, SIZE, Projection, TurnGradients
+from mt_grpo.forward.logps import _PERIOD, SIZE, Projection, TurnGradients, token_logps
 
 
 def test_inner_products_are_kept_in_the_mean_over_signs():
@@ -38,7 +37,7 @@ def test_matrices_of_low_rank_lose_no_more_than_others():
 
 
 def test_what_is_longer_than_the_signs_is_projected_whole():
-    longer = torch.zeros(PERIOD + 7)
+    longer = torch.zeros(_PERIOD + 7)
     longer[-1] = 2.0
     assert Projection([longer])([longer]).abs().sum().item() == 2.0
     assert Projection([longer])([None]).abs().sum().item() == 0.0

@@ -17,9 +17,8 @@ from mt_grpo.envs import Outcome
 from mt_grpo.errors import UnsupportedModelError
 from mt_grpo.forward import token_logps
 from mt_grpo.forward.media import media_tokens, real_ids
-from mt_grpo.forward.model import enable_trees
+from mt_grpo.forward.model import ForwardPlan, enable_trees
 from mt_grpo.forward.packing import flatten
-from mt_grpo.forward.plan import ForwardPlan
 from mt_grpo.forward.probe import prove_media
 from mt_grpo.media import MediumError, read_parts
 from mt_grpo.rollout import RolloutRequest, RolloutRunner, SamplingParams

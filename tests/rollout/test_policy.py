@@ -14,9 +14,7 @@ from support.conversations import user
 from support.models import build_model, build_tokenizer
 
 from mt_grpo.envs import ConversationEnded, MultiTurnToolEnv, Outcome, Step
-from mt_grpo.forward.model import enable_trees
-from mt_grpo.forward.plan import ForwardPlan
-from mt_grpo.forward.rows import score, score_turns
+from mt_grpo.forward.model import ForwardPlan, enable_trees, score, score_turns
 from mt_grpo.rollout import EngineError, RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
 from mt_grpo.rollout import policy as policies
 from mt_grpo.rollout.special_tokens import SpecialTokens

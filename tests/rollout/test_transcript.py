@@ -206,9 +206,7 @@ def test_the_wrong_policy_is_refused_with_the_nearest(tokenizer):
 
 def test_logps_of_forked_rows_are_those_of_each_turn_alone(tokenizer):
     from mt_grpo.forward.logps import token_logps
-    from mt_grpo.forward.model import enable_trees
-    from mt_grpo.forward.plan import ForwardPlan
-    from mt_grpo.forward.rows import score
+    from mt_grpo.forward.model import ForwardPlan, enable_trees, score
     from mt_grpo.training.rollout_batch import row_tree
 
     model = build_model(tokenizer)

@@ -22,8 +22,7 @@ from transformers import TrainerCallback
 from mt_grpo.app.train import leave_group, run_training
 from mt_grpo.credit import ADVANTAGE_ESTIMATORS, RewardBatch, estimate
 from mt_grpo.envs import MultiTurnToolEnv
-from mt_grpo.forward.plan import ForwardPlan
-from mt_grpo.forward.rows import score
+from mt_grpo.forward.model import ForwardPlan, score
 from mt_grpo.rewards import InformationGain, OutcomeReward, StateScore, TurnReward, reward
 from mt_grpo.rollout import ScriptedEngine
 from mt_grpo.token_tree import TokenTree

@@ -12,9 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from mt_grpo.forward.lm_head import Truncation
-from mt_grpo.forward.model import enable_trees, score_packed, score_trees
+from mt_grpo.forward.model import ForwardPlan, enable_trees, score_packed, score_trees
 from mt_grpo.forward.packing import Packed, pack
-from mt_grpo.forward.plan import ForwardPlan
 from mt_grpo.forward.probe import measure
 from mt_grpo.forward.routes import route_shape
 from mt_grpo.forward.sequence_parallel import SequenceGroup

@@ -13,9 +13,8 @@ from support.trainers import Answered, batch, conversation
 from mt_grpo.concurrency import run
 from mt_grpo.credit import rule_name
 from mt_grpo.errors import ConfigError, EngineError, UnsupportedModelError
-from mt_grpo.forward.model import enable_trees
+from mt_grpo.forward.model import ForwardPlan, enable_trees
 from mt_grpo.forward.packing import unique_tokens
-from mt_grpo.forward.plan import ForwardPlan
 from mt_grpo.rewards import AnswerLogprob, InformationGain, cut_after, score_cut
 from mt_grpo.rollout import ScriptedEngine
 from mt_grpo.rollout.token_row import answer_ids, answer_leaves
