@@ -25,7 +25,7 @@ from mt_grpo.integrations.swift import (
     envs,
     multi_turns,
 )
-from mt_grpo.integrations.swift.types import with_images, without_images
+from mt_grpo.integrations.swift.scheduler import with_images, without_images
 from mt_grpo.rollout import EngineError, RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
 from mt_grpo.rollout.media import MediaEncoder
 from mt_grpo.training.rollout_batch import row_tree

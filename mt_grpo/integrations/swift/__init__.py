@@ -22,19 +22,21 @@ from mt_grpo.integrations.swift.rewards import (
     rm_plugins,
     to_device,
 )
-from mt_grpo.integrations.swift.scheduler import MultiTurnScheduler, Template, multi_turns
-from mt_grpo.integrations.swift.types import (
+from mt_grpo.integrations.swift.scheduler import (
     ChatCompletionResponse,
     ChatCompletionResponseChoice,
     ChatMessage,
     Env,
     Messages,
+    MultiTurnScheduler,
     RequestConfig,
     ResponseError,
     RolloutInferRequest,
     RolloutOutput,
+    Template,
     envs,
     get_logger,
+    multi_turns,
     remove_response,
 )
 

@@ -12,13 +12,15 @@ from mt_grpo.envs.tool_env import execute_calls
 from mt_grpo.imports import did_you_mean
 from mt_grpo.integrations.openenv import generic_client
 from mt_grpo.integrations.swift.rewards import is_right
-from mt_grpo.integrations.swift.scheduler import CONVERSATION, MultiTurnScheduler, multi_turns
-from mt_grpo.integrations.swift.types import (
+from mt_grpo.integrations.swift.scheduler import (
+    CONVERSATION,
     ChatCompletionResponseChoice,
+    MultiTurnScheduler,
     RequestConfig,
     RolloutInferRequest,
     RolloutOutput,
     envs,
+    multi_turns,
     strip_thinking,
 )
 from mt_grpo.tools import load_tools

@@ -27,9 +27,6 @@ from mt_grpo.integrations.swift.scheduler import (
     Conversation,
     InferEngine,
     MultiTurnScheduler,
-    multi_turns,
-)
-from mt_grpo.integrations.swift.types import (
     RequestConfig,
     ResponseError,
     RolloutInferRequest,
@@ -37,6 +34,7 @@ from mt_grpo.integrations.swift.types import (
     Sampled,
     check_infos,
     claim,
+    multi_turns,
     plain,
     without_images,
 )

@@ -9,7 +9,9 @@ from typing import Any
 
 from mt_grpo.envs.env import RecordedEnv
 from mt_grpo.errors import ConfigError
-from mt_grpo.integrations.swift.types import Names
+from mt_grpo.integrations.swift.scheduler import (
+    Names,
+)
 from mt_grpo.rewards import REWARDS, FunctionReward
 from mt_grpo.rewards.gsm8k import find_number
 from mt_grpo.rewards.triviaqa import normalize_answer
