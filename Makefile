@@ -68,7 +68,7 @@ interop: $(VENV)/.installed .venv-mcp-oldest/.installed
 # Games and environments of others, played for real, each library in an environment of its own over that of .venv.
 interop-games: .venv-interop/games/.installed .venv-interop/openenv/.installed
 	.venv-interop/games/bin/python -m pytest tests/interop/test_games.py
-	.venv-interop/openenv/bin/python -m pytest tests/interop/test_openenv.py tests/interop/test_openenv_servers.py
+	.venv-interop/openenv/bin/python -m pytest tests/interop/test_openenv_servers.py
 
 # What a second OpenEnv server gains. It needs OpenEnv, so `make bench` leaves it out.
 bench-environments: .venv-interop/openenv/.installed

@@ -24,11 +24,11 @@ from mt_grpo.trajectory import Message, StopReason, Turn
 
 logger = logging.getLogger(__name__)
 
-INVALID = (ValueError, TypeError, LookupError, AssertionError)
+_INVALID = (ValueError, TypeError, LookupError, AssertionError)
 """Exceptions of `step` that mean an invalid action; any other one ends the conversation."""
 
 
-REFUSED = 16
+_REFUSED = 16
 """Actions in a row, from the first on, after which a run says that all were refused: the game may be broken."""
 
 
@@ -45,12 +45,12 @@ class _Refusals:
         if self.number is None:
             return
         self.number += 1
-        if self.number == REFUSED:
+        if self.number == _REFUSED:
             where = find_fault(error).where
             logger.warning(
                 "The first %d actions were all refused, the last with %s%s. If they were right, mend `%s`; else tell "
                 "the model in the prompt what an action is, or read it with `parse` or `tag`.",
-                REFUSED,
+                _REFUSED,
                 describe_error(error),
                 f" ({where})" if where else "",
                 what,
@@ -86,8 +86,8 @@ class GymEnv(StepEnv):
 
     def __init__(
         self,
-        make: Callable[..., Any],
-        parse: Callable[[str], Any] = str,
+        make: Callable[..., object],
+        parse: Callable[[str], object] = str,
         tag: str | None = None,
         max_turns: int | None = None,
         step_timeout: float | None = 60.0,
@@ -136,7 +136,7 @@ class GymEnv(StepEnv):
         try:
             action = self.parse(self._action(turn.text))
             played = await call(self.user_environment.step, action, what=self._what("step"), timeout=self.call_timeout)
-        except INVALID as error:
+        except _INVALID as error:
             self._refusals.note(error, self._what("step"))
             return Step(f"Error: {describe_error(error)}", done=StopReason.MAX_STEPS if over else False)
         self._refusals.number = None
@@ -181,16 +181,16 @@ def imported(env: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _import(path: str, name: str) -> Any:
+def _import(path: str, name: str) -> object:
     return vars(builtins)[path] if path in ("int", "float", "str") else import_object(path, what=f"`{name}`")
 
 
-def show(observation: Any) -> str:
+def show(observation: object) -> str:
     """An observation as text: empty for `None`; what is no text as JSON."""
     return "" if observation is None else render(observation)
 
 
-def seed_of(row: dict[str, Any]) -> int:
+def seed_of(row: Mapping[str, Any]) -> int:
     """The row's `seed`, or else a hash of its columns, so that all conversations of a group get the same game."""
     if row.get("seed") is not None:
         return int(row["seed"])
@@ -198,7 +198,7 @@ def seed_of(row: dict[str, Any]) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big") >> 1
 
 
-def _read(played: Any, what: str) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+def _read(played: object, what: str) -> tuple[object, float, bool, bool, dict[str, Any]]:
     """The result of `step` as observation, reward, terminated, truncated and info."""
     if isinstance(played, tuple) and len(played) in (3, 4, 5):
         seen, reward, terminated, *rest = played
@@ -214,7 +214,7 @@ def _read(played: Any, what: str) -> tuple[Any, float, bool, bool, dict[str, Any
     )
 
 
-def _finite(reward: Any, what: str) -> float:
+def _finite(reward: object, what: str) -> float:
     """A reward as a number, 0 for `None`; text of a number is none."""
     if reward is None:
         return 0.0
@@ -231,7 +231,7 @@ def _check_game(game: type) -> None:
             )
 
 
-def _needs_row(make: Callable[..., Any]) -> bool:
+def _needs_row(make: Callable[..., object]) -> bool:
     try:
         inspect.signature(make).bind()
     except TypeError:
@@ -239,6 +239,6 @@ def _needs_row(make: Callable[..., Any]) -> bool:
     return False
 
 
-def _takes_seed(reset: Callable[..., Any]) -> bool:
+def _takes_seed(reset: Callable[..., object]) -> bool:
     parameters = inspect.signature(reset).parameters
     return "seed" in parameters or any(item.kind is inspect.Parameter.VAR_KEYWORD for item in parameters.values())

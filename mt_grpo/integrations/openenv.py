@@ -26,18 +26,18 @@ from mt_grpo.servers.web import ask
 
 logger = logging.getLogger(__name__)
 
-KIND = "OpenEnv server"
+_KIND = "OpenEnv server"
 CHECK_SECONDS = 10.0
 """How long servers may take to come up before a run."""
-BUSY = (429, 502, 503, 504)
+_BUSY = (429, 502, 503, 504)
 """Statuses of a server, or of a proxy in front of it, that may take a connection later."""
 
 
 def openenv_server(
     url: str | list[str] | None = None,
     *,
-    action: Callable[[str], Any],
-    observe: Callable[[Any], Any] | None = None,
+    action: Callable[[str], object],
+    observe: Callable[[Any], object] | None = None,
     client: Callable[..., Any] | None = None,
     tag: str | None = None,
     max_turns: int | None = None,
@@ -81,8 +81,8 @@ class OpenEnv(GymEnv, ServedEnv):
         self,
         urls: list[str],
         client: Callable[..., Any],
-        observe: Callable[[Any], Any],
-        parse: Callable[[str], Any],
+        observe: Callable[[Any], object],
+        parse: Callable[[str], object],
         tag: str | None,
         max_turns: int | None,
         step_timeout: float | None,
@@ -91,7 +91,7 @@ class OpenEnv(GymEnv, ServedEnv):
         super().__init__(self._game, parse, tag, max_turns, step_timeout)
         self.reset_timeout = None  # the wait for a place counts toward no timeout
         self.client, self.observe, self.option = client, observe, option
-        self.pool = EnvServerPool(urls, KIND)
+        self.pool = EnvServerPool(urls, _KIND)
 
     def at(self, urls: str | list[str]) -> OpenEnv:
         """The same environment at the addresses of `environment_urls`; raises `ConfigError` if one is none."""
@@ -155,28 +155,28 @@ class OpenEnv(GymEnv, ServedEnv):
             )
         return self.pool.urls
 
-    def _game(self) -> Game:
+    def _game(self) -> _Game:
         self._urls()
-        return Game(self.client, self.pool, self.observe, self.call_timeout)
+        return _Game(self.client, self.pool, self.observe, self.call_timeout)
 
 
-class Game:
+class _Game:
     """An environment of a server in Gym's form. Methods are `async`, since its client belongs to one event loop."""
 
     def __init__(
         self,
         make: Callable[..., Any],
         pool: EnvServerPool,
-        observe: Callable[[Any], Any],
+        observe: Callable[[Any], object],
         timeout: float | None,
     ) -> None:
         self._make, self._pool, self._observe, self._timeout = make, pool, observe, timeout
         self._client: Any = None
-        self._connection: Any = None
+        self._connection: object = None
         self._url: str | None = None
         self._lost: str | None = None
 
-    async def reset(self, seed: int) -> Any:
+    async def reset(self, seed: int) -> object:
         """Begins an episode on the server with the fewest that can be reached and has room."""
         self._url, (self._client, result) = await self._pool.begin(partial(self._begin, seed), self._timeout)
         self._connection = _connection(self._client)
@@ -193,7 +193,7 @@ class Game:
         except TimeoutError as error:
             if not limit.expired():
                 raise Unreachable(_why(error)) from error
-            raise TimeoutError(f"`reset` of the {KIND} at {url} took longer than {self._timeout:g} s.") from error
+            raise TimeoutError(f"`reset` of the {_KIND} at {url} took longer than {self._timeout:g} s.") from error
         except _connection_errors() as error:  # nothing has begun there
             raise Unreachable(_why(error)) from error
         except RuntimeError as error:  # what the client makes of an error that the server answers
@@ -207,7 +207,7 @@ class Game:
                 with contextlib.suppress(*_connection_errors()):
                     await client.close()
 
-    async def step(self, action: Any) -> tuple[Any, Any, bool]:
+    async def step(self, action: object) -> tuple[object, object, bool]:
         """Sends an action; raises `ServerLost` if the connection is gone, and the environment with it."""
         try:
             result = await self._client.step(action)
@@ -235,9 +235,9 @@ class Game:
 
     def _gone(self, why: str) -> ServerLost:
         self._lost = why
-        return ServerLost(f"The {KIND} at {self._url}, which this conversation used, is gone: {why}.")
+        return ServerLost(f"The {_KIND} at {self._url}, which this conversation used, is gone: {why}.")
 
-    def _read(self, result: Any) -> tuple[Any, Any, bool]:
+    def _read(self, result: Any) -> tuple[object, object, bool]:
         try:
             seen = self._observe(result.observation)
         except Exception as error:  # the user's function; the action is not to blame
@@ -293,7 +293,7 @@ async def _compare(urls: list[str], option: str) -> None:
             )
 
 
-def _connection(client: Any) -> Any:
+def _connection(client: object) -> object:
     """The connection of OpenEnv's client, which has no public name."""
     return vars(client).get("_ws")
 
@@ -313,7 +313,7 @@ def _is_foreign(error: Exception) -> bool:
     cause = error.__cause__
     if isinstance(cause, _of_websockets("InvalidStatus")):
         refusal: Any = cause
-        return refusal.response.status_code not in BUSY
+        return refusal.response.status_code not in _BUSY
     return isinstance(cause, _of_websockets("InvalidHandshake"))
 
 

@@ -21,7 +21,7 @@ _lock = threading.Lock()
 
 
 def textarena_game(
-    game: str, opponent: Opponent | None = None, max_turns: int | None = None, **options: Any
+    game: str, opponent: Opponent | None = None, max_turns: int | None = None, **options: object
 ) -> GymEnv:
     """
     A game of TextArena by its id. The row's `seed` decides how the game begins, see `GymEnv`.
@@ -46,7 +46,7 @@ def textarena_game(
     if name not in known:
         games = [key.removesuffix("-raw") for key in known if key.endswith("-raw")]
         raise ConfigError(f"TextArena has no game {game!r}{did_you_mean(game, games)}.")
-    return GymEnv(lambda: Game(name, opponent, options), max_turns=max_turns)
+    return GymEnv(lambda: _Game(name, opponent, options), max_turns=max_turns)
 
 
 @environment("textarena")
@@ -56,10 +56,10 @@ def game_of_options(options: Mapping[str, Any]) -> GymEnv:
     return textarena_game(**given.pop("options", {}), **given)
 
 
-class Game:
+class _Game:
     """A game of TextArena in Gym's form; the model is player 0."""
 
-    def __init__(self, name: str, opponent: Opponent | None, options: dict[str, Any]) -> None:
+    def __init__(self, name: str, opponent: Opponent | None, options: Mapping[str, object]) -> None:
         import textarena
 
         self._opponent = opponent

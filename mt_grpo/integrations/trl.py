@@ -34,7 +34,7 @@ from mt_grpo.trajectory import Message, ToolCall
 
 logger = logging.getLogger(__name__)
 
-NOT_TOOLS = ("reset", "get_reward", "close")
+_NOT_TOOLS = ("reset", "get_reward", "close")
 """Public methods that the model cannot call. TRL makes `close` a tool."""
 
 
@@ -57,7 +57,7 @@ class TRLTool(Tool):
         """A tool of this kind that is otherwise as the given one."""
         return cls(**{each.name: getattr(tool, each.name) for each in fields(tool)})
 
-    def read(self, returned: Any) -> Result:
+    def read(self, returned: object) -> Result:
         shown = returned if has_media(returned) else _as_text(returned)
         return super().read(shown)._replace(data=None, returned=returned if isinstance(returned, list) else None)
 
@@ -69,10 +69,10 @@ class TRLTool(Tool):
         return str({"error": error})
 
 
-class Method(TRLTool):
+class _Method(TRLTool):
     """A method of an environment. It gets the model's arguments unchecked, as in TRL."""
 
-    def check(self, arguments: Any) -> str | None:
+    def check(self, arguments: object) -> str | None:
         return None
 
 
@@ -100,7 +100,7 @@ class TRLEnv(MultiTurnToolEnv):
 
     def __init__(
         self,
-        factory: Callable[[], Any],
+        factory: Callable[[], object],
         tools: Sequence[Callable[..., Any] | str | Tool] = (),
         system_prompt: str | None = None,
         max_steps: int | None = None,
@@ -108,8 +108,8 @@ class TRLEnv(MultiTurnToolEnv):
         env_mask: int = 0,
         tool_timeout: float | None = 60.0,
     ) -> None:
-        self.pool = InstancePool(factory, _first_of(factory))
-        self._names = [name for name in self.pool.methods if name not in NOT_TOOLS and not name.startswith("_")]
+        self.pool = _InstancePool(factory, _first_of(factory))
+        self._names = [name for name in self.pool.methods if name not in _NOT_TOOLS and not name.startswith("_")]
         methods = [Tool.from_function(getattr(self.pool.first, name)) for name in self._names]
         steps = sys.maxsize if max_steps is None else max_steps
         super().__init__([*tools, *methods], system_prompt, steps, protocol, env_mask, tool_timeout)
@@ -185,7 +185,7 @@ class TRLEnv(MultiTurnToolEnv):
         else:
             await self.pool.drop(instance)
 
-    async def _ask(self, name: str, **arguments: Any) -> Any:
+    async def _ask(self, name: str, **arguments: object) -> object:
         what = f"{self.pool.name}.{name}"
         self._calls.append(name)  # a method that hangs stays in the list
         try:
@@ -200,7 +200,7 @@ class TRLEnv(MultiTurnToolEnv):
         self._calls.remove(name)
         return answer
 
-    def _as_in_trl(self, tool: Tool, function: Callable[..., Any]) -> Method:
+    def _as_in_trl(self, tool: Tool, function: Callable[..., Any]) -> _Method:
         """The tool with another function, which keeps `_calls`."""
         calls = vars(self).get("_calls", [])
 
@@ -212,15 +212,15 @@ class TRLEnv(MultiTurnToolEnv):
             finally:
                 calls.remove(tool.name)
 
-        def answer(**arguments: Any) -> Any:
+        def answer(**arguments: object) -> object:
             with under_way():
                 return function(**arguments)
 
-        async def answer_later(**arguments: Any) -> Any:
+        async def answer_later(**arguments: object) -> object:
             with under_way():
                 return await function(**arguments)
 
-        bound = copy.copy(tool) if isinstance(tool, Method) else Method.of(tool)
+        bound = copy.copy(tool) if isinstance(tool, _Method) else _Method.of(tool)
         bound.function = answer_later if tool.is_async else answer
         return bound
 
@@ -255,10 +255,10 @@ class TRLSource(Prototype):
 source_of.register(TRLEnv, TRLSource)
 
 
-def import_factory(path: Any, key: str) -> Any:
+def _import_factory(path: object, key: str) -> Any:
     """What a recipe names as a factory: a dotted path, or a mapping of dotted paths by name."""
     if isinstance(path, dict) and path:
-        return {name: import_factory(one, f"{key}: {name}") for name, one in path.items()}
+        return {name: _import_factory(one, f"{key}: {name}") for name, one in path.items()}
     if not isinstance(path, str):
         raise ConfigError(f"`{key}` is {path!r}: give a dotted path, or a mapping from names to dotted paths.")
     return import_object(path, what="environment factory")
@@ -270,7 +270,7 @@ def environments_of_options(options: Mapping[str, Any]) -> EnvLike:
     key, factory = options.get("key"), options.get("factory")  # the second: the trainer's own argument
     if factory is None:
         place = "environment_factory" if key is None else f"{key}: environment_factory"
-        factory = import_factory(options["environment_factory"], place)
+        factory = _import_factory(options["environment_factory"], place)
     arguments = tool_arguments(options, "native", max_steps=None)
     if not isinstance(factory, dict):
         return _environment(factory, arguments, named=key is not None)
@@ -291,7 +291,7 @@ def _environment(factory: Any, arguments: dict[str, Any], named: bool) -> TRLEnv
     return env
 
 
-def _first_of(factory: Callable[[], Any]) -> Any:
+def _first_of(factory: Callable[[], object]) -> Any:
     """The first instance; refuses a factory whose instances are no environments."""
     if not callable(factory):
         raise ConfigError(
@@ -313,7 +313,7 @@ def _first_of(factory: Callable[[], Any]) -> Any:
     return instance
 
 
-def _taken(reset: Callable[..., Any], row: dict[str, Any]) -> dict[str, Any]:
+def _taken(reset: Callable[..., object], row: dict[str, object]) -> dict[str, object]:
     """The columns that `reset` takes. TRL passes all of them; here a `reset` without `**row` works too."""
     parameters = inspect.signature(reset).parameters.values()
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
@@ -322,18 +322,18 @@ def _taken(reset: Callable[..., Any], row: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in row.items() if name in names}
 
 
-def _as_text(result: Any) -> str:
+def _as_text(result: object) -> str:
     """The text of a result: `str(result)`; the joined texts if it is a list of parts with text."""
     if isinstance(result, list) and result and all(map(_is_text_part, result)):
         return "".join(part["text"] for part in result)
     return str(result)
 
 
-def _is_text_part(part: Any) -> bool:
+def _is_text_part(part: object) -> bool:
     return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
-def _text(said: Any) -> Any:
+def _text(said: object) -> object:
     """What `reset` returned as text, as `_as_text` has it; as it is if it shows images."""
     if isinstance(said, list) and said and all(isinstance(part, dict) and "type" in part for part in said):
         for part in said:
@@ -344,19 +344,19 @@ def _text(said: Any) -> Any:
     return said if has_media(said) else _as_text(said)
 
 
-def _parts(said: Any) -> list[Any]:
+def _parts(said: object) -> list[dict[str, Any]]:
     if isinstance(said, str):
         return [{"type": "text", "text": said}] if said else []
     return read_parts(said if isinstance(said, list) else [said])
 
 
-class InstancePool:
+class _InstancePool:
     """
     Instances of a factory, which one conversation after another uses. When the pool or the process ends, the free
     instances are closed if their class has a `close`.
     """
 
-    def __init__(self, factory: Callable[[], Any], first: Any) -> None:
+    def __init__(self, factory: Callable[[], object], first: Any) -> None:
         self.first = first
         self.name = type(first).__name__
         # of the class, as in TRL: reading the instance would evaluate its properties
@@ -385,7 +385,7 @@ class InstancePool:
             making.add_done_callback(self._give_late)
             raise
 
-    def give(self, instance: Any) -> None:
+    def give(self, instance: object) -> None:
         """Makes an instance free for the next conversation."""
         self._free.append(instance)
 

@@ -12,7 +12,7 @@ import inspect
 import math
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,8 @@ from mt_grpo.options.values import VERIFIERS, parse_env_config
 from mt_grpo.trajectory import StopReason
 
 if TYPE_CHECKING:
+    import verifiers as vf
+
     from mt_grpo.integrations.verifiers_v1 import TasksetEnvironment
 
 EXAMPLE, SPLIT = "example", "split"
@@ -43,7 +45,7 @@ class VerifiersSource(AgentSource):
         self.environment = _load(name, config or {})
         super().__init__(self._play, protocol)
 
-    async def _play(self, row: dict[str, Any], client: AgentClient) -> Outcome:
+    async def _play(self, row: Mapping[str, object], client: AgentClient) -> Outcome:
         split, number = example_of(row)
         return await self.environment.play(split, number, client, self.endpoint.relay_key)
 
@@ -60,7 +62,7 @@ def verifiers_of_options(options: Mapping[str, Any]) -> VerifiersSource:
     return VerifiersSource(options["env"].removeprefix(VERIFIERS).strip(), config, protocol_of(options))
 
 
-def example_of(row: dict[str, Any]) -> tuple[str, int]:
+def example_of(row: Mapping[str, object]) -> tuple[str, int]:
     """The split and the number of a row's example."""
     split, number = row.get(SPLIT, SPLITS[0]), row.get(EXAMPLE)
     if split not in SPLITS or isinstance(number, bool) or not isinstance(number, int) or number < 0:
@@ -163,7 +165,7 @@ class LegacyEnvironment:
         reason = None if single and condition == "max_turns_reached" else STOPPED.get(condition)
         return Outcome(rewards, reason, info={"stop_condition": condition, "metrics": metrics})
 
-    def _rewards(self, output: Any) -> tuple[dict[str, float], dict[str, float]]:
+    def _rewards(self, output: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, float]]:
         """The weighted reward of each function, and what each function returned."""
         rubric, metrics = self.env.rubric, dict(output["metrics"] or {})
         weights = dict(zip(rubric._get_reward_func_names(), rubric._get_reward_weights(), strict=True))
@@ -173,7 +175,7 @@ class LegacyEnvironment:
         return rewards, metrics
 
 
-def _watch(rubric: Any) -> None:
+def _watch(rubric: vf.Rubric) -> None:
     """Records errors of reward functions that cannot reach a judge: verifiers would score them 0."""
     import verifiers as vf
 
@@ -184,11 +186,11 @@ def _watch(rubric: Any) -> None:
     rubric.funcs[:] = [_watched(function) for function in rubric.funcs]
 
 
-def _watched(function: Any) -> Any:
+def _watched(function: Callable[..., object]) -> Callable[..., Awaitable[object]]:
     from openai import OpenAIError
 
     @functools.wraps(function)
-    async def watched(*args: Any, **kwargs: Any) -> Any:
+    async def watched(*args: object, **kwargs: object) -> object:
         try:
             result = function(*args, **kwargs)
             return await result if inspect.isawaitable(result) else result

@@ -1,4 +1,4 @@
-"""Agents that are functions or programs: what they return, and what becomes of those that fail."""
+"""Agents that are functions or programs: who may ask, what they return, and what becomes of those that fail."""
 
 from __future__ import annotations
 
@@ -11,49 +11,47 @@ import shutil
 import sys
 import threading
 import time
+from urllib.parse import urlsplit
 
 import aiohttp
-import httpx
 import openai
 import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.agents import END, LOOKUP, run_agent, sampled
+from support.agents import END, LOOKUP, answers, check_whole, reply, run_agent, web
 from support.conversations import user
-from support.waiting import until
+from support.waiting import until, until_true
 
 from mt_grpo.envs.protocols import PROTOCOLS
-from mt_grpo.integrations.openai_api import AgentClient, Command, conversation
+from mt_grpo.integrations.openai_api import AgentClient, AgentSource, Command, conversation
 from mt_grpo.rollout import EngineError
 from mt_grpo.runlog.findings import Counts, find
 from mt_grpo.runlog.rows import Batch, rollout_lines
 from mt_grpo.trajectory import StopReason
+
+ASKED = {"messages": user("Q1")}
 
 
 def once(result):
     """An agent that asks for one turn and returns something."""
 
     async def agent(row, client):
-        await client.openai().chat.completions.create(model="m", messages=user("Q1"))
+        await reply(client, user("Q1"))
         return result
 
     return agent
 
 
+def blocking(row, client):
+    """Asks with a client that blocks."""
+    with openai.OpenAI(base_url=client.base_url, api_key=client.api_key) as asking:
+        return asking.chat.completions.create(model="m", messages=user("Q1")).choices[0].message.content
+
+
 def script(text: str) -> Command:
     """A program of Python's."""
     return Command(shlex.join([sys.executable, "-c", text]))
-
-
-def answers(session, turn):
-    return f"A{turn}{END}"
-
-
-def check_whole(trajectory, runner):
-    """Every sampled token is in the tree once, and trained once."""
-    assert sum(map(len, trajectory.tree.actions())) == sampled(trajectory)
-    assert sum(runner.completion(trajectory).mask) == sampled(trajectory)
 
 
 @pytest.mark.parametrize(
@@ -86,35 +84,27 @@ def test_a_result_that_means_nothing_ends_the_conversation(result):
 @pytest.mark.parametrize("tools", [[LOOKUP], openai.NOT_GIVEN], ids=["tools", "none"])
 def test_text_is_no_malformed_call_where_no_tool_is_offered(tools):
     async def agent(row, client):
-        await client.openai().chat.completions.create(model="m", messages=user("Q"), tools=tools)
+        await reply(client, user("Q"), tools=tools)
 
     (trajectory,), _ = run_agent(agent, answers, protocol=PROTOCOLS["tags"]())
     assert trajectory.turns[0].num_failures == (tools == [LOOKUP])
 
 
-def test_a_plain_function_may_block():
-    def agent(row, client):
-        with openai.OpenAI(base_url=client.base_url, api_key=client.api_key) as asking:
-            return asking.chat.completions.create(model="m", messages=user("Q1")).choices[0].message.content
-
-    trajectories, _ = run_agent(agent, answers, rows=[{}] * 8)
-    assert [trajectory.answer for trajectory in trajectories] == ["A0"] * 8
-
-
-def test_an_async_agent_that_blocks_is_still_served():
+@pytest.mark.parametrize("kind", ["plain", "async"])
+def test_an_agent_may_block(kind):
     async def agent(row, client):
-        with openai.OpenAI(base_url=client.base_url, api_key=client.api_key) as asking:
-            return asking.chat.completions.create(model="m", messages=user("Q1")).choices[0].message.content
+        return blocking(row, client)
 
-    trajectories, _ = run_agent(agent, answers, rows=[{}] * 4, idle_timeout=20.0)
-    assert [trajectory.answer for trajectory in trajectories] == ["A0"] * 4
+    rows = [{}] * (8 if kind == "plain" else 4)
+    trajectories, _ = run_agent(blocking if kind == "plain" else agent, answers, rows=rows, idle_timeout=20.0)
+    assert [trajectory.answer for trajectory in trajectories] == ["A0"] * len(rows)
 
 
 def test_an_agent_that_blocks_for_good_is_left_behind():
     go = threading.Event()
 
     async def stuck(row, client):
-        await client.openai().chat.completions.create(model="m", messages=user("Q1"))
+        await reply(client, user("Q1"))
         go.wait()
 
     (trajectory,), _ = run_agent(stuck, answers, idle_timeout=1.5)
@@ -144,13 +134,33 @@ def test_an_agent_that_never_began_is_not_warned_of(recwarn):
     assert not [str(each.message) for each in recwarn if "never awaited" in str(each.message)]
 
 
-def test_an_agent_that_crashes_keeps_its_turns():
-    async def agent(row, client):
-        await once(None)(row, client)
-        raise KeyError("gone")
+async def crashes(row, client):
+    await reply(client, user("Q1"))
+    raise KeyError("gone")
 
-    (trajectory,), runner = run_agent(agent, answers)
-    assert trajectory.stop_reason is StopReason.ENV_ERROR and "gone" in trajectory.error
+
+async def never_ends(row, client):
+    while True:
+        await reply(client, user("Q1"))
+
+
+async def never_gives_up(row, client):
+    while True:
+        with contextlib.suppress(openai.BadRequestError):
+            await reply(client, user("Q1"))
+
+
+@pytest.mark.parametrize(
+    ("agent", "limits", "reason", "told"),
+    [
+        (crashes, {}, StopReason.ENV_ERROR, "gone"),
+        (never_ends, {"rollout_timeout": 1.5, "latency": 0.05}, StopReason.TIMEOUT, None),
+        (never_gives_up, {"max_completion_tokens": 20}, StopReason.TOKEN_BUDGET, None),
+    ],
+)
+def test_an_agent_that_goes_wrong_keeps_its_turns(agent, limits, reason, told):
+    (trajectory,), runner = run_agent(agent, answers, **limits)
+    assert trajectory.stop_reason is reason and trajectory.turns and (told is None or told in trajectory.error)
     check_whole(trajectory, runner)
 
 
@@ -159,7 +169,7 @@ def test_an_agent_that_hangs_is_ended():
 
     async def agent(row, client):
         try:
-            await once(None)(row, client)
+            await reply(client, user("Q1"))
             await asyncio.Event().wait()
         finally:
             cancelled.set()
@@ -170,36 +180,14 @@ def test_an_agent_that_hangs_is_ended():
     check_whole(trajectory, runner)
 
 
-def test_the_time_of_a_conversation_bounds_its_agent():
-    async def agent(row, client):
-        while True:
-            await once(None)(row, client)
-
-    (trajectory,), runner = run_agent(agent, answers, rollout_timeout=1.5, latency=0.05)
-    assert trajectory.stop_reason is StopReason.TIMEOUT and trajectory.turns
-    check_whole(trajectory, runner)
-
-
-def test_an_agent_that_never_gives_up_is_ended_by_its_limit():
-    async def agent(row, client):
-        while True:
-            try:
-                await once(None)(row, client)
-            except openai.BadRequestError:
-                pass
-
-    (trajectory,), runner = run_agent(agent, answers, max_completion_tokens=20)
-    assert trajectory.stop_reason is StopReason.TOKEN_BUDGET and trajectory.turns
-    check_whole(trajectory, runner)
+async def careless(row, client):
+    try:
+        await reply(client, user("Q1"))
+    except openai.OpenAIError:
+        return 0.0
 
 
 def test_a_failing_engine_is_the_cause_whatever_the_agent_does():
-    async def careless(row, client):
-        try:
-            await once(None)(row, client)
-        except openai.OpenAIError:
-            return 0.0
-
     script = {0: EngineError("The server is gone."), 1: f"A{END}"}
     (trajectory,), runner = run_agent(careless, lambda session, turn: script[turn])
     assert (trajectory.stop_reason, trajectory.error) == (StopReason.ENGINE_ERROR, "The server is gone.")
@@ -207,22 +195,15 @@ def test_a_failing_engine_is_the_cause_whatever_the_agent_does():
 
     async def patient(row, client):
         await careless(row, client)
-        await once(None)(row, client)
-        return 1.0
+        return await once(1.0)(row, client)
 
     (trajectory,), _ = run_agent(patient, lambda session, turn: script[turn])
     assert trajectory.env_rewards == {"reward": 1.0} and len(trajectory.turns) == 1
-
-
-def test_a_bug_of_the_engine_is_raised():
-    async def agent(row, client):
-        try:
-            await once(None)(row, client)
-        except openai.OpenAIError:
-            return 0.0
-
     with pytest.raises(ZeroDivisionError, match="a bug"):
-        run_agent(agent, [ZeroDivisionError("a bug")] * 3)
+        run_agent(careless, [ZeroDivisionError("a bug")] * 3)
+
+
+# Many requests, large ones, and those that are sent again
 
 
 def test_a_flood_of_requests_is_sampled_one_by_one_or_refused():
@@ -230,11 +211,11 @@ def test_a_flood_of_requests_is_sampled_one_by_one_or_refused():
 
     async def agent(row, client):
         headers = {"Authorization": f"Bearer {client.api_key}", "x-stainless-retry-count": "0"}
-        async with aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=0)) as web:
+        async with aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=0)) as http:
 
             async def ask(number):
                 body = {"messages": user(f"Q{number % 7}")}
-                async with web.post(f"{client.base_url}/chat/completions", json=body) as answer:
+                async with http.post(f"{client.base_url}/chat/completions", json=body) as answer:
                     statuses.append(answer.status)
 
             await asyncio.gather(*map(ask, range(400)))
@@ -266,20 +247,16 @@ def test_a_huge_request_is_refused(size, status):
 
     async def agent(row, client):
         with pytest.raises(openai.APIStatusError) as error:
-            await client.openai().chat.completions.create(model="m", messages=user("word " * (size // 5)))
+            await reply(client, user("word " * (size // 5)))
         seen.append(error.value)
-        await once(None)(row, client)
-        return 1.0
+        return await once(1.0)(row, client)
 
     (trajectory,), _ = run_agent(agent, answers)
     assert seen[0].status_code == status and (status != 400 or seen[0].code == "context_length_exceeded")
     assert trajectory.env_rewards == {"reward": 1.0} and len(trajectory.turns) == 1
 
 
-HEADERS = [{"x-stainless-retry-count": "1"}, {"Idempotency-Key": "one"}, {}]
-
-
-@pytest.mark.parametrize("headers", HEADERS)
+@pytest.mark.parametrize("headers", [{"x-stainless-retry-count": "1"}, {"Idempotency-Key": "one"}, {}])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_retry_gets_the_first_answer(headers, stream):
     """The first attempt is dropped while it is sampled; the second and the third are told the same."""
@@ -290,16 +267,14 @@ def test_a_retry_gets_the_first_answer(headers, stream):
         return 0.3
 
     async def agent(row, client):
-        key = {"Authorization": f"Bearer {client.api_key}"}
-        first = {**key, **({"x-stainless-retry-count": "0"} if "x-stainless-retry-count" in headers else headers)}
+        first = {"x-stainless-retry-count": "0"} if "x-stainless-retry-count" in headers else headers
         body = {"messages": user("Q1"), "stream": stream}
-        async with httpx.AsyncClient(base_url=client.base_url, trust_env=False, timeout=60.0) as web:
-            dropped = asyncio.ensure_future(web.post("/chat/completions", json=body, headers=first))
+        async with web(client) as http:
+            dropped = asyncio.ensure_future(http.post("/chat/completions", json=body, headers=first))
             await asyncio.to_thread(sampling.wait)
             dropped.cancel()
             for _ in range(2 if headers else 1):  # without a word about it, a delivered answer is not asked for again
-                answer = await web.post("/chat/completions", json=body, headers={**key, **headers})
-                told.append(answer.text)
+                told.append((await http.post("/chat/completions", json=body, headers=headers)).text)
 
     (trajectory,), runner = run_agent(agent, answers, latency=seconds)
     assert trajectory.error is None and len(trajectory.turns) == 1 and len(set(told)) == 1
@@ -308,12 +283,10 @@ def test_a_retry_gets_the_first_answer(headers, stream):
 
 def test_a_client_that_hangs_up_in_a_stream_loses_nothing():
     async def agent(row, client):
-        key, body = {"Authorization": f"Bearer {client.api_key}"}, {"messages": user("Q1"), "stream": True}
-        async with httpx.AsyncClient(base_url=client.base_url, trust_env=False) as web:
-            async with web.stream("POST", "/chat/completions", json=body, headers=key) as answer:
+        async with web(client) as http:
+            async with http.stream("POST", "/chat/completions", json={**ASKED, "stream": True}) as answer:
                 await anext(answer.aiter_lines())
-        await once(None)(row, client)
-        return 1.0
+        return await once(1.0)(row, client)
 
     (trajectory,), runner = run_agent(agent, answers)
     assert trajectory.env_rewards == {"reward": 1.0} and len(trajectory.turns) == 2
@@ -322,8 +295,7 @@ def test_a_client_that_hangs_up_in_a_stream_loses_nothing():
 
 def test_the_same_question_asked_anew_is_sampled_anew():
     async def agent(row, client):
-        asking = client.openai().chat.completions
-        await asyncio.gather(*(asking.create(model="m", messages=user("Q1")) for _ in range(3)))
+        await asyncio.gather(*(reply(client, user("Q1")) for _ in range(3)))
 
     (trajectory,), _ = run_agent(agent, answers, latency=0.05)
     assert [turn.text for turn in trajectory.turns] == ["A0", "A1", "A2"] and trajectory.tree.num_sequences == 3
@@ -332,9 +304,9 @@ def test_the_same_question_asked_anew_is_sampled_anew():
 def test_512_conversations_at_once_lose_no_request():
     async def agent(row, client):
         said, messages = [], user("Q1")
-        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {client.api_key}"}) as web:
+        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {client.api_key}"}) as http:
             for number in range(2):
-                async with web.post(f"{client.base_url}/chat/completions", json={"messages": messages}) as answer:
+                async with http.post(f"{client.base_url}/chat/completions", json={"messages": messages}) as answer:
                     message = (await answer.json())["choices"][0]["message"]
                 said.append(message["content"])
                 messages = [*messages, message, *user(f"Q{number}")]
@@ -344,6 +316,165 @@ def test_512_conversations_at_once_lose_no_request():
     assert [trajectory.answer for trajectory in trajectories] == ["A0 A1"] * 512
     assert len(runner.engine.requests) == 2 * 512
     assert all(trajectory.tree.num_sequences == 1 for trajectory in trajectories)
+
+
+# Who may ask
+
+
+async def post(client, key, base=None, session=None):
+    """The status of a request for a turn."""
+    headers = {} if session is None else {"X-Session-ID": session}
+    async with web(client, key, base_url=base or client.base_url) as http:
+        return (await http.post("/chat/completions", json=ASKED, headers=headers)).status_code
+
+
+async def send(client, data, reads=True):
+    """Bytes to the server, whose client is gone afterwards; what it answered."""
+    url = urlsplit(client.base_url)
+    reader, writer = await asyncio.open_connection(url.hostname, url.port)
+    writer.write(data)
+    answered = await reader.read(4096) if reads else await writer.drain()
+    writer.transport.abort()
+    return answered
+
+
+def request(client, body, *headers):
+    """A request with the key of a conversation, as bytes."""
+    path = urlsplit(client.base_url).path
+    lines = [f"POST {path}/chat/completions HTTP/1.1", "Host: localhost", f"Authorization: Bearer {client.api_key}"]
+    return "\r\n".join([*lines, *headers, "", ""]).encode() + body
+
+
+def test_the_door_is_shut_for_strangers():
+    seen = {}
+
+    async def agent(row, client):
+        base, server = client.base_url, client.base_url.split("/0")[0]
+
+        async def ask(status, url, key=None, body=None, **headers):
+            async with web(client, key, base_url="") as http:
+                method = "GET" if body is None else "POST"
+                answer = await http.request(method, url, headers=headers, **(body or {}))
+            seen[url, key, *headers] = (answer.status_code, status)
+            assert status == 200 or answer.json()["error"]["message"]
+            return answer.json()
+
+        await ask(200, f"{base}/models")
+        assert (await ask(200, f"{base}/models/a/b"))["id"] == "a/b"
+        await ask(401, f"{base}/models", "")
+        await ask(401, f"{base}/models", "x")
+        await ask(403, f"{base}/models", Host="evil.example")
+        await ask(404, f"{base}/nothing")
+        await ask(400, f"{base}/chat/completions", body={"content": b"{"})
+        await ask(404, f"{server}/zzz/v1/chat/completions", body={"json": ASKED})
+        await ask(404, f"{server}/v1/chat/completions", body={"json": ASKED})
+        await ask(200, f"{server}/v1/chat/completions", body={"json": ASKED}, **{"X-Session-ID": client.session})
+
+    (trajectory,), _ = run_agent(agent, [f"A{END}"])
+    assert trajectory.error is None and len(seen) == 10
+    assert all(found == expected for found, expected in seen.values()), seen
+
+
+def test_no_agent_takes_turns_in_the_conversation_of_another():
+    clients, asked, statuses = {}, asyncio.Event(), {}
+
+    async def agent(row, client):
+        clients[row["number"]] = client
+        await until_true(lambda: len(clients) == 2)
+        if row["number"] == 1:
+            await asked.wait()
+            return await post(client, client.api_key)
+        other, server = clients[1], client.base_url.split("/000")[0] + "/v1"
+        statuses["path"] = await post(client, client.api_key, other.base_url)
+        statuses["name"] = await post(client, client.api_key, server, other.session)
+        statuses["own"] = await post(client, client.api_key, server, client.session)
+        asked.set()
+
+    trajectories, _ = run_agent(agent, [f"A{END}"] * 2, rows=[{}, {}])
+    assert clients[0].api_key != clients[1].api_key
+    assert statuses == {"path": 404, "name": 404, "own": 200}
+    assert [len(trajectory.turns) for trajectory in trajectories] == [1, 1]
+    assert trajectories[1].env_rewards == {"reward": 200.0}
+
+
+def test_a_key_ends_with_its_conversation():
+    late = []
+
+    async def agent(row, client):
+        if row["number"] == 0:
+            late.append(client)
+            return None
+        await until_true(lambda: late)
+        status = 200
+        while status == 200:
+            status = await post(client, late[0].api_key, late[0].base_url)
+        return status
+
+    trajectories, _ = run_agent(agent, answers, rows=[{}, {}])
+    assert trajectories[1].env_rewards == {"reward": 404.0}
+
+
+@pytest.mark.parametrize("host", ["localhost", "localhost:99999999", "[::", "evil.example"])
+def test_a_wrong_host_is_refused(host):
+    told = []
+
+    async def agent(row, client):
+        key = f"Authorization: Bearer {client.api_key}"
+        told.append(await send(client, f"GET /v1/models HTTP/1.1\r\nHost: {host}\r\n{key}\r\n\r\n".encode()))
+
+    (trajectory,), _ = run_agent(agent, [])
+    assert trajectory.error is None
+    assert told[0].startswith(b"HTTP/1.1 200" if host == "localhost" else b"HTTP/1.1 403")
+
+
+def of_the_server(caplog):
+    """What the server logged: other tests' environments may be closed meanwhile, and say so."""
+    return [record for record in caplog.records if record.name.startswith("mt_grpo.integrations.openai_api")]
+
+
+def test_strangers_are_told_of_once_and_no_key_is_printed(caplog):
+    keys, source = [], AgentSource(None)
+    body = json.dumps(ASKED).encode()
+
+    async def agent(row, client):
+        keys.append(client.api_key)
+        for _ in range(20):
+            await post(client, "guessed")
+            await send(client, b"\x16\x03\x01 no HTTP\r\n\r\n")
+            await send(client, request(client, body, f"no header {client.api_key}"))
+            await send(client, request(client, body, "Transfer-Encoding: chunked"))
+
+    source.agent = agent
+    for _ in range(2):
+        run_agent(source, [])
+    (record,) = of_the_server(caplog)
+    assert "refused: 80 " in record.getMessage() and not any(key in caplog.text for key in keys)
+
+
+def test_a_damaged_body_is_the_clients_error(caplog):
+    told = []
+
+    async def agent(row, client):
+        told.append(await send(client, request(client, b"none", "Content-Encoding: gzip", "Content-Length: 4")))
+        told.append(await send(client, request(client, b"", "Content-Length: 0", "Connection: close")))
+
+    (trajectory,), _ = run_agent(agent, [])
+    assert trajectory.error.startswith("RefusedError: ") and not of_the_server(caplog)
+    assert all(answer.startswith(b"HTTP/1.1 400") and b'"error"' in answer for answer in told)
+
+
+def test_a_client_that_vanishes_is_no_error(caplog):
+    """As an agent does that SIGTERM ends while it sends or waits."""
+
+    async def agent(row, client):
+        body = json.dumps(ASKED).encode()
+        await send(client, request(client, body[:5], "Content-Length: 500"), reads=False)
+        await send(client, request(client, body, f"Content-Length: {len(body)}"), reads=False)
+        return await post(client, client.api_key)
+
+    (trajectory,), _ = run_agent(agent, answers, latency=0.1)
+    assert trajectory.env_rewards == {"reward": 200.0} and trajectory.stop_reason is StopReason.ENV_DONE
+    assert not of_the_server(caplog)
 
 
 # Faults in any order
@@ -430,7 +561,7 @@ def test_no_fault_loses_a_turn_or_trains_it_twice(acts, crashes):
         check_whole(trajectory, runner)
 
 
-# Programs
+# Programs and refusals
 
 ASK = """
 import json, os, sys, urllib.request
@@ -440,6 +571,16 @@ headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-T
 request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
 message = json.load(urllib.request.urlopen(request))["choices"][0]["message"]
 """
+ASK_ANTHROPIC = """
+import json, os, urllib.request
+assert "ANTHROPIC_AUTH_TOKEN" not in os.environ
+body = json.dumps({"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "Q1"}]}).encode()
+headers = {"x-api-key": os.environ["ANTHROPIC_API_KEY"], "Content-Type": "application/json"}
+request = urllib.request.Request(os.environ["ANTHROPIC_BASE_URL"] + "/v1/messages", body, headers)
+print(json.load(urllib.request.urlopen(request))["content"][0]["text"])
+"""
+CURL = """curl -s "$OPENAI_BASE_URL/chat/completions" -H "Authorization: Bearer $OPENAI_API_KEY" \
+-d '{"messages": [{"role": "user", "content": "Q1"}]}' | grep -o '"content":"[^"]*"'"""
 
 
 def test_a_program_reaches_the_policy():
@@ -451,45 +592,41 @@ def test_a_program_reaches_the_policy():
 
 def test_a_program_finds_anthropics_variables(monkeypatch):
     monkeypatch.setenv("ANTHROPIC_AUTH_TOKEN", "the user's own")  # Anthropic's clients would send it beside the key
-    program = """
-import json, os, urllib.request
-assert "ANTHROPIC_AUTH_TOKEN" not in os.environ
-body = json.dumps({"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "Q1"}]}).encode()
-headers = {"x-api-key": os.environ["ANTHROPIC_API_KEY"], "Content-Type": "application/json"}
-request = urllib.request.Request(os.environ["ANTHROPIC_BASE_URL"] + "/v1/messages", body, headers)
-print(json.load(urllib.request.urlopen(request))["content"][0]["text"])
-"""
-    (trajectory,), _ = run_agent(script(program), answers)
+    (trajectory,), _ = run_agent(script(ASK_ANTHROPIC), answers)
     assert trajectory.answer == "A0"
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 def test_a_shell_reaches_the_policy():
-    line = (
-        'curl -s "$OPENAI_BASE_URL/chat/completions" -H "Authorization: Bearer $OPENAI_API_KEY" '
-        """-d '{"messages": [{"role": "user", "content": "Q1"}]}' | grep -o '"content":"[^"]*"'"""
-    )
-    (trajectory,), _ = run_agent(Command(shlex.join(["bash", "-c", line])), answers)
+    (trajectory,), _ = run_agent(Command(shlex.join(["bash", "-c", CURL])), answers)
     assert trajectory.answer == '"content":"A0"' and len(trajectory.turns) == 1
 
 
-def test_a_program_that_fails_says_why():
-    (trajectory,), _ = run_agent(script(ASK + "sys.exit('out of luck')"), answers)
-    assert trajectory.stop_reason is StopReason.ENV_ERROR and len(trajectory.turns) == 1
-    assert "ended with exit code 1: out of luck" in trajectory.error
+@pytest.mark.parametrize(
+    ("program", "turns", "error"),
+    [
+        (script(ASK + "sys.exit('out of luck')"), 1, "ended with exit code 1: out of luck"),
+        (Command("sh -c 'kill -9 $$'"), 0, "CommandError: sh was ended by SIGKILL, and wrote nothing of why"),
+        (Command("sh -c 'kill -40 $$'"), 0, "CommandError: sh was ended by signal 40, and wrote nothing of why"),
+        (Command("no-such-program at all"), 0, "no-such-program"),
+    ],
+)
+def test_a_program_that_fails_says_why(program, turns, error):
+    (trajectory,), _ = run_agent(program, answers)
+    assert trajectory.stop_reason is StopReason.ENV_ERROR and len(trajectory.turns) == turns
+    assert error in trajectory.error
 
 
-def test_a_program_that_a_signal_ends_says_which():
-    (trajectory,), _ = run_agent(Command("sh -c 'kill -9 $$'"), answers)
-    assert trajectory.error == "CommandError: sh was ended by SIGKILL, and wrote nothing of why"
+async def refused(client):
+    with contextlib.suppress(openai.BadRequestError):
+        await reply(client, user("Q"), response_format={"type": "x"})
+    return 0.5
 
 
 @pytest.mark.parametrize("kind", ["async", "program"])
 def test_an_agent_that_ignores_a_refusal_is_told_of(kind):
     async def agent(row, client):
-        with contextlib.suppress(openai.BadRequestError):
-            await client.openai().chat.completions.create(model="m", messages=user("Q"), response_format={"type": "x"})
-        return 0.5
+        return await refused(client)
 
     body = json.dumps({"messages": user("Q"), "response_format": {"type": "x"}})
     program = "import os, sys, httpx; u = os.environ; httpx.post(u['OPENAI_BASE_URL'] + '/chat/completions', "
@@ -501,10 +638,8 @@ def test_an_agent_that_ignores_a_refusal_is_told_of(kind):
 
 def test_a_refusal_after_a_turn_is_the_agents_affair():
     async def agent(row, client):
-        await client.openai().chat.completions.create(model="m", messages=user("Q"))
-        with contextlib.suppress(openai.BadRequestError):
-            await client.openai().chat.completions.create(model="m", messages=user("Q"), response_format={"type": "x"})
-        return 0.5
+        await reply(client, user("Q"))
+        return await refused(client)
 
     (trajectory,), _ = run_agent(agent, answers)
     assert trajectory.error is None and trajectory.env_rewards == {"reward": 0.5}
@@ -519,14 +654,13 @@ def test_a_refusal_is_kept_whatever_was_wrong():
     """Also where a request was never read: its path is unknown, or it is too large."""
 
     async def agent(row, client):
-        await once(None)(row, client)
-        headers = {"Authorization": f"Bearer {client.api_key}"}
-        async with httpx.AsyncClient(base_url=client.base_url, trust_env=False, headers=headers) as web:
-            await web.post("/embeddings", json={})
-            await web.post("/chat/completions", content=b" " * (9 << 20))
-            await web.get("/nothing")
+        await reply(client, user("Q1"))
+        async with web(client) as http:
+            await http.post("/embeddings", json={})
+            await http.post("/chat/completions", content=b" " * (9 << 20))
+            await http.get("/nothing")
             for number in range(20):
-                await web.post("/chat/completions", json={"messages": user("Q"), f"field{number}": True})
+                await http.post("/chat/completions", json={"messages": user("Q"), f"field{number}": True})
 
     (trajectory,), _ = run_agent(agent, answers)
     assert trajectory.stop_reason is StopReason.ENV_DONE and sum(trajectory.refusals.values()) == 22
@@ -557,11 +691,6 @@ def test_a_client_that_leads_elsewhere_is_told_the_way(key, monkeypatch):
     (trajectory,), _ = run_agent(agent, answers)
     assert trajectory.stop_reason is StopReason.ENV_ERROR and "client.openai()" in trajectory.error
     assert "in agent" in trajectory.where
-
-
-def test_a_program_that_is_not_there_ends_the_conversation():
-    (trajectory,), _ = run_agent(Command("no-such-program at all"), answers)
-    assert trajectory.stop_reason is StopReason.ENV_ERROR and "no-such-program" in trajectory.error
 
 
 STUBBORN = (

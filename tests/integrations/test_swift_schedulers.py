@@ -90,21 +90,6 @@ def test_messages_go_on_until_there_are_enough_turns():
     assert [message["content"] for message in messages] == ["Q1", "A1", "Q2", "A2", "Q3", "A3"]
 
 
-class Renames(Ask):
-    """Gives its response an id of its own, as ms-swift's TreePO does."""
-
-    async def run(self, infer_request, request_config, **kwargs):
-        response = await self.infer_engine.infer_async(infer_request, request_config)
-        response.id = infer_request.uuid + "-0/1-0"
-        return [RolloutOutput(response=response, messages=infer_request.messages)]
-
-
-def test_a_response_with_an_id_of_its_own_is_refused():
-    trajectory, _, _ = hold(Renames, talk)
-    assert "has the id '000-0/1-0', which `infer_async` gave to none" in trajectory.error
-    assert "`branch_at`" in trajectory.error
-
-
 def test_a_response_that_is_cut_off_ends_the_conversation():
     trajectory, _, _ = hold(Ask, lambda session, turn: "A B C D E F", max_turn_tokens=3)
     assert trajectory.stop_reason is StopReason.LENGTH and len(trajectory.turns) == 1
@@ -152,50 +137,65 @@ def returns(**extra):
     return Returns
 
 
-PLUS = {"response_token_ids": lambda ids: [*ids, 5, 6]}
-WRONG = {
-    "mask length": (
-        {"response_token_ids": lambda ids: ids, "response_loss_mask": lambda ids: [1] * (len(ids) + 1)},
-        "Turn 1: `response_loss_mask` has 4 entries and `response_token_ids` has 3",
-    ),
-    "mask alone": ({"response_loss_mask": lambda ids: [1]}, "Turn 1: `response_loss_mask` came without"),
-    "mask values": (
-        {"response_token_ids": lambda ids: ids, "response_loss_mask": lambda ids: [0.5] * len(ids)},
-        "Turn 1: `response_loss_mask` has 0.5 at 0",
-    ),
-    "mask of what was not sampled": (
-        {**PLUS, "response_loss_mask": lambda ids: [1] * (len(ids) + 2)},
-        "trains token 3 of the 5 in `response_token_ids`, which was not sampled",
-    ),
-    "logprobs beside a mask": (
-        {**PLUS, "response_loss_mask": lambda ids: [1] * len(ids) + [0, 0], "rollout_logprobs": lambda ids: [0.0] * 5},
-        "Turn 1: `rollout_logprobs` has 5 entries and the 1s of `response_loss_mask` are 3",
-    ),
-    "logprobs beside ids": (
-        {"response_token_ids": lambda ids: ids, "rollout_logprobs": lambda ids: [0.0]},
-        "Turn 1: `rollout_logprobs` has 1 entries and `response_token_ids` has 3",
-    ),
-    "logprobs alone": (
-        {"rollout_logprobs": lambda ids: [0.0]},
-        "Turn 1: `rollout_logprobs` has 1 entries and the sampled tokens are 3",
-    ),
-    "reward": ({"reward": lambda ids: float("nan")}, "Turn 1: `reward` is nan"),
-    "reward of text": ({"reward": lambda ids: "1.0"}, "Turn 1: `reward` is '1.0': return a finite number"),
-    "total of text": (
-        {"rollout_infos": lambda ids: {"total_reward": "x", "step_rewards": []}},
-        "Turn 1: `total_reward` is 'x': return a finite number",
-    ),
-    "infos": ({"rollout_infos": lambda ids: "none"}, "Turn 1: `rollout_infos` is str"),
-    "no request": ({"infer_request": lambda ids: None}, "Turn 1: `step` returned no `infer_request`"),
-    "tool calls": ({"tool_calls": lambda ids: ["look"]}, "Turn 1: `tool_calls` has a str"),
-}
+def own(ids):
+    return ids
 
 
-@pytest.mark.parametrize("kind", WRONG)
-def test_what_does_not_fit_is_an_error_with_turn_and_lengths(kind):
-    given, problem = WRONG[kind]
+def ones(more=0):
+    return lambda ids: [1] * (len(ids) + more)
+
+
+def always(value):
+    return lambda ids: value
+
+
+def two_more(ids):
+    return [*ids, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        (
+            {"response_token_ids": own, "response_loss_mask": ones(1)},
+            "`response_loss_mask` has 4 entries and `response_token_ids` has 3",
+        ),
+        ({"response_loss_mask": always([1])}, "`response_loss_mask` came without"),
+        (
+            {"response_token_ids": own, "response_loss_mask": lambda ids: [0.5] * len(ids)},
+            "`response_loss_mask` has 0.5 at 0",
+        ),
+        (
+            {"response_token_ids": two_more, "response_loss_mask": ones(2)},
+            "`response_loss_mask` trains token 3 of the 5 in `response_token_ids`, which was not sampled",
+        ),
+        (
+            {
+                "response_token_ids": two_more,
+                "response_loss_mask": lambda ids: [1] * len(ids) + [0, 0],
+                "rollout_logprobs": always([0.0] * 5),
+            },
+            "`rollout_logprobs` has 5 entries and the 1s of `response_loss_mask` are 3",
+        ),
+        (
+            {"response_token_ids": own, "rollout_logprobs": always([0.0])},
+            "`rollout_logprobs` has 1 entries and `response_token_ids` has 3",
+        ),
+        ({"rollout_logprobs": always([0.0])}, "`rollout_logprobs` has 1 entries and the sampled tokens are 3"),
+        ({"reward": always(float("nan"))}, "`reward` is nan"),
+        ({"reward": always("1.0")}, "`reward` is '1.0': return a finite number"),
+        (
+            {"rollout_infos": always({"total_reward": "x", "step_rewards": []})},
+            "`total_reward` is 'x': return a finite number",
+        ),
+        ({"rollout_infos": always("none")}, "`rollout_infos` is str"),
+        ({"infer_request": always(None)}, "`step` returned no `infer_request`"),
+        ({"tool_calls": always(["look"])}, "`tool_calls` has a str"),
+    ],
+)
+def test_what_does_not_fit_is_an_error_with_turn_and_lengths(given, problem):
     trajectory, _, _ = hold(returns(**given), talk)
-    assert trajectory.stop_reason is StopReason.ENV_ERROR and problem in trajectory.error
+    assert trajectory.stop_reason is StopReason.ENV_ERROR and f"Turn 1: {problem}" in trajectory.error
     assert len(trajectory.turns) == 1
 
 
@@ -301,65 +301,30 @@ def test_the_last_round_of_each_record_is_trained():
     assert [turn.mask is None for turn in trajectory.turns] == [False, True, False, True]
 
 
-def own_run(work):
-    class Own(MultiTurnScheduler):
-        async def run(self, infer_request, request_config, **kwargs):
-            response = await self.infer_engine.infer_async(infer_request, request_config)
-            return await work(self, infer_request, response)
+class Own(MultiTurnScheduler):
+    """A loop of its own that does after a response what its row says."""
 
-    return Own
-
-
-async def _hangs(scheduler, request, response):
-    await asyncio.Event().wait()
-
-
-async def _blocks(scheduler, request, response):
-    time.sleep(2)
-
-
-async def _raises(scheduler, request, response):
-    raise ZeroDivisionError("in run")
-
-
-async def _exits(scheduler, request, response):
-    raise SystemExit(3)
-
-
-async def _nothing(scheduler, request, response):
-    return None
-
-
-async def _hot(scheduler, request, response):
-    await scheduler.infer_engine.infer_async(request, RequestConfig(temperature=0.1))
-
-
-async def _lengths(scheduler, request, response):
-    ids = response.choices[0].token_ids
-    return RolloutOutput(response, [], [ids], [[1] * (len(ids) + 2)])
-
-
-async def _turns(scheduler, request, response):
-    ids = response.choices[0].token_ids
-    return RolloutOutput(response, [], [ids], [[1] * len(ids)] * 2)
-
-
-@pytest.mark.parametrize(
-    ("work", "problem"),
-    [
-        (_hangs, "run took longer than 0.2 s between two responses"),
-        (_blocks, "run took longer than 0.2 s between two responses"),
-        (_raises, "ZeroDivisionError: in run"),
-        (_exits, "SystemExit: 3"),
-        (_nothing, "run returned NoneType: return a `RolloutOutput`"),
-        (_hot, "`RequestConfig.temperature` is 0.1"),
-        (_lengths, "Record 1, turn 1: `response_loss_mask` has 5 entries and `response_token_ids` has 3"),
-        (_turns, "Record 1: `response_loss_mask` is of 2 turns and `response_token_ids` of 1"),
-    ],
-)
-def test_a_loop_that_goes_wrong_ends_its_conversation(work, problem):
-    trajectory, _, _ = hold(own_run(work), talk, timeout=0.2 if "0.2 s" in problem else None)
-    assert trajectory.stop_reason is StopReason.ENV_ERROR and problem in trajectory.error
+    async def run(self, infer_request, request_config, **kwargs):
+        response = await self.infer_engine.infer_async(infer_request, request_config)
+        ids = response.choices[0].token_ids
+        match infer_request.data_dict["kind"]:
+            case "hangs":
+                await asyncio.Event().wait()
+            case "blocks":
+                time.sleep(2)
+            case "raises":
+                raise ZeroDivisionError("in run")
+            case "exits":
+                raise SystemExit(3)
+            case "hot":
+                await self.infer_engine.infer_async(infer_request, RequestConfig(temperature=0.1))
+            case "lengths":
+                return RolloutOutput(response, [], [ids], [[1] * (len(ids) + 2)])
+            case "turns":
+                return RolloutOutput(response, [], [ids], [[1] * len(ids)] * 2)
+            case "renames":  # as ms-swift's TreePO does
+                response.id = infer_request.uuid + "-0/1-0"
+                return [RolloutOutput(response=response, messages=infer_request.messages)]
 
 
 class Broken(Ask):
@@ -381,22 +346,30 @@ class Broken(Ask):
     def step(self, infer_request, response_choice, current_turn):
         if infer_request.data_dict["kind"] == "step":
             raise SystemExit(4)
-        if infer_request.data_dict["kind"] == "no messages":
-            infer_request.messages.clear()
         return super().step(infer_request, response_choice, current_turn)
 
 
 @pytest.mark.parametrize(
-    ("kind", "problem"),
+    ("scheduler", "kind", "problem"),
     [
-        ("start", "in start"),
-        ("turn end", "Broken.on_turn_end took longer than 0.2 s"),
-        ("check", "Broken.check_finished took longer than 0.2 s"),
-        ("step", "SystemExit: 4"),
+        (Own, "hangs", "run took longer than 0.2 s between two responses"),
+        (Own, "blocks", "run took longer than 0.2 s between two responses"),
+        (Own, "raises", "ZeroDivisionError: in run"),
+        (Own, "exits", "SystemExit: 3"),
+        (Own, "nothing", "run returned NoneType: return a `RolloutOutput`"),
+        (Own, "hot", "`RequestConfig.temperature` is 0.1"),
+        (Own, "lengths", "Record 1, turn 1: `response_loss_mask` has 5 entries and `response_token_ids` has 3"),
+        (Own, "turns", "Record 1: `response_loss_mask` is of 2 turns and `response_token_ids` of 1"),
+        (Own, "renames", "has the id '000-0/1-0', which `infer_async` gave to none: leave the id as it is"),
+        (Own, "renames", "are sampled with `branch_at`"),
+        (Broken, "start", "in start"),
+        (Broken, "turn end", "Broken.on_turn_end took longer than 0.2 s"),
+        (Broken, "check", "Broken.check_finished took longer than 0.2 s"),
+        (Broken, "step", "SystemExit: 4"),
     ],
 )
-def test_a_method_that_goes_wrong_ends_its_conversation(kind, problem):
-    trajectory, _, _ = hold(Broken, talk, {"kind": kind}, timeout=0.2 if "0.2 s" in problem else None)
+def test_a_scheduler_that_goes_wrong_ends_its_conversation(scheduler, kind, problem):
+    trajectory, _, _ = hold(scheduler, talk, {"kind": kind}, timeout=0.2 if "0.2 s" in problem else None)
     assert trajectory.stop_reason is StopReason.ENV_ERROR and problem in trajectory.error
 
 
@@ -417,7 +390,7 @@ def test_an_engine_that_fails_ends_the_conversation_as_anywhere():
 
 def test_a_conversation_that_is_out_of_time_leaves_no_thread():
     before = set(threading.enumerate())
-    trajectory, _, _ = hold(own_run(_hangs), talk, timeout=None, rollout_timeout=0.2)
+    trajectory, _, _ = hold(Own, talk, {"kind": "hangs"}, timeout=None, rollout_timeout=0.2)
     assert trajectory.stop_reason is StopReason.TIMEOUT
     for thread in set(threading.enumerate()) - before:
         thread.join(60)

@@ -1,4 +1,4 @@
-"""Several servers of OpenEnv, in processes of their own: full, dead, back, foreign; `make interop-games`."""
+"""Servers of OpenEnv, in processes of their own: played, full, dead, back, foreign; `make interop-games`."""
 
 from __future__ import annotations
 
@@ -12,15 +12,18 @@ import sys
 import pytest
 from support.loopback import ScriptedServer
 from support.models import build_tokenizer
+from support.trl_environments import called
+from trl.chat_template_utils import add_response_schema
 
 from mt_grpo.errors import ConfigError
 from mt_grpo.integrations import openenv as ours
 from mt_grpo.integrations.openenv import openenv_server
+from mt_grpo.integrations.trl import TRLEnv
 from mt_grpo.rollout import RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
 from mt_grpo.servers.env_servers import ServerLost
 from mt_grpo.trajectory import StopReason
 
-pytest.importorskip("openenv.core", reason="openenv is not installed: run `make interop-games`")
+openenv = pytest.importorskip("openenv.core", reason="openenv is not installed: run `make interop-games`")
 from support.openenv_server import OpenEnvServer  # noqa: E402  # it imports OpenEnv
 
 
@@ -58,7 +61,7 @@ class InStep(ScriptedEngine):
 
 
 def play(env, number, turns=("hello", "bye"), before_turn=None):
-    tokenizer = build_tokenizer()
+    tokenizer = add_response_schema(build_tokenizer())
 
     def say(session, turn):
         if before_turn is not None:
@@ -68,6 +71,45 @@ def play(env, number, turns=("hello", "bye"), before_turn=None):
     requests = [RolloutRequest("Talk.", f"{index:03d}", {"seed": index}) for index in range(number)]
     engine = InStep(tokenizer, say, number) if before_turn is not None else ScriptedEngine(tokenizer, say)
     return asyncio.run(RolloutRunner(env, engine).run(requests, SamplingParams()))
+
+
+def test_conversations_have_an_episode_each(servers):
+    first, second = play(pool_of(*servers(1)), 2)
+    assert first.prompt[0]["content"] == "Talk.\n\nseed 0" and second.prompt[0]["content"] == "Talk.\n\nseed 1"
+    assert [turn.replies[0]["content"] for turn in first.turns] == ["1: hello", "2: bye"]
+    assert [turn.reward for turn in first.turns] == [5.0, 3.0] and second.env_rewards == {"return": 8.0}
+    assert {first.stop_reason, second.stop_reason} == {StopReason.ENV_DONE}, first.error
+
+
+def test_a_client_in_a_class_of_trl_is_not_left_unexecuted(servers):
+    """Its calls run in threads without an event loop: there a client gives results, not something to await."""
+    [one] = servers(1)
+
+    class EchoTool:
+        def reset(self, **row):
+            self.client = openenv.GenericEnvClient(base_url=one.url)
+            return f" {self.client.reset().observation['echo']}"
+
+        def say(self, message: str) -> str:
+            """
+            Says something.
+
+            Args:
+                message: What.
+            """
+            result = self.client.step({"message": message})
+            self.reward = result.reward
+            return result.observation["echo"]
+
+        def get_reward(self) -> float:
+            return self.reward
+
+        def close(self):
+            self.client.close()
+
+    [trajectory] = play(TRLEnv(EchoTool), 1, (called("say", message="hello"), "Done."))
+    assert trajectory.prompt[0]["content"] == "Talk. seed None"
+    assert trajectory.turns[0].tool_calls[0].result == "1: hello" and trajectory.env_rewards == {"EchoTool": 5.0}
 
 
 def test_conversations_wait_for_a_server_with_room_for_one(servers, caplog):

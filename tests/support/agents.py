@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from functools import cache
 
+import httpx
 from trl.chat_template_utils import add_response_schema
 
 from mt_grpo.integrations.openai_api import AgentSource
@@ -36,6 +37,11 @@ def call(query: str, thought: str = "") -> str:
     return (f"<think>\n{thought}\n</think>\n\n" if thought else "") + body + END
 
 
+def answers(session: str, turn: int) -> str:
+    """A script of turns that differ."""
+    return f"A{turn}{END}"
+
+
 def run_agent(
     agent, answers, *, rows=({},), protocol=None, latency=0.0, context_length=4096, history="keep", **limits
 ):
@@ -52,14 +58,37 @@ def sampled(trajectory) -> int:
     return sum(turn.num_tokens for turn in trajectory.turns)
 
 
+def check_whole(trajectory, runner):
+    """Every sampled token is in the tree once, and trained once."""
+    assert sum(map(len, trajectory.tree.actions())) == sampled(trajectory)
+    assert sum(runner.completion(trajectory).mask) == sampled(trajectory)
+
+
+def web(client, key=None, **options):
+    """A client of HTTP with the key of a conversation, or another, or none where it is empty."""
+    key = client.api_key if key is None else key
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    options = {"base_url": client.base_url, "trust_env": False, "timeout": 60.0, "headers": headers, **options}
+    return httpx.AsyncClient(**options)
+
+
+async def reply(client, messages, **options):
+    """The assistant's message that a request is answered with."""
+    answer = await client.openai().chat.completions.create(model="m", messages=messages, **options)
+    return answer.choices[0].message
+
+
+def result_of(made, content):
+    """The result of a call, as a message."""
+    return {"role": "tool", "tool_call_id": made.id, "content": content}
+
+
 async def tool_loop(row, client):
     """The loop of OpenAI's manual."""
-    openai, messages = client.openai(), [{"role": "user", "content": row["prompt"]}]
+    messages = [{"role": "user", "content": row["prompt"]}]
     while True:
-        answer = await openai.chat.completions.create(model="policy", messages=messages, tools=[LOOKUP])
-        message = answer.choices[0].message
+        message = await reply(client, messages, tools=[LOOKUP])
         messages.append(message)
         if not message.tool_calls:
             return message.content
-        for asked in message.tool_calls:
-            messages.append({"role": "tool", "tool_call_id": asked.id, "content": f"about {asked.function.arguments}"})
+        messages += [result_of(made, f"about {made.function.arguments}") for made in message.tool_calls]

@@ -17,6 +17,7 @@ from mt_grpo.integrations.swift.scheduler import (
     ChatCompletionResponseChoice,
     MultiTurnScheduler,
     RequestConfig,
+    Returned,
     RolloutInferRequest,
     RolloutOutput,
     envs,
@@ -24,7 +25,7 @@ from mt_grpo.integrations.swift.scheduler import (
     strip_thinking,
 )
 from mt_grpo.tools import load_tools
-from mt_grpo.trajectory import ToolCall
+from mt_grpo.trajectory import Message, ToolCall
 
 
 class GymScheduler(MultiTurnScheduler):
@@ -50,24 +51,24 @@ class GymScheduler(MultiTurnScheduler):
             self._begin(request.uuid, env)
             what = f"{type(env).__name__}.reset"
             observation, _, system = await call(env.reset, copy.deepcopy(request), what=what)
-            request.messages = opening(system, observation)
+            request.messages = _opening(system, observation)
 
     def _begin(self, uuid: str, env: Any) -> None:
         self._envs[uuid], self._pending_obs[uuid] = env, None
         self._total_rewards[uuid], self._step_rewards[uuid] = 0.0, []
 
     def _create_env(self, env_config: dict[str, Any]) -> Any:
-        name: Any = env_config.get("name")
+        name = str(env_config.get("name"))
         if name not in envs:
             raise KeyError(
-                f"The row's `env_config` names the environment {name!r}{did_you_mean(str(name), envs)}: name one "
+                f"The row's `env_config` names the environment {name!r}{did_you_mean(name, envs)}: name one "
                 f"of {', '.join(envs) or '`envs`, which is empty'}."
             )
         return envs[name](env_config)
 
     async def on_turn_end(
         self, infer_request: RolloutInferRequest, response_choice: ChatCompletionResponseChoice, current_turn: int
-    ) -> dict[str, Any]:
+    ) -> Returned:
         """Takes a step of the environment."""
         env = self._envs[infer_request.uuid]
         what = f"{type(env).__name__}.step"
@@ -76,7 +77,7 @@ class GymScheduler(MultiTurnScheduler):
 
     def _stepped(
         self, uuid: str, observation: str, reward: float, done: bool, info: dict[str, Any] | None
-    ) -> dict[str, Any]:
+    ) -> Returned:
         self._total_rewards[uuid] += float(reward)
         self._step_rewards[uuid].append(float(reward))
         self._pending_obs[uuid] = None if done else observation
@@ -85,7 +86,7 @@ class GymScheduler(MultiTurnScheduler):
 
     def step(
         self, infer_request: RolloutInferRequest, response_choice: ChatCompletionResponseChoice, current_turn: int
-    ) -> dict[str, Any]:
+    ) -> Returned:
         """The observation, as the user's message."""
         observation = self._pending_obs.get(infer_request.uuid)
         if observation is not None:
@@ -104,7 +105,7 @@ class GymScheduler(MultiTurnScheduler):
             await call(env.close, what=f"{type(env).__name__}.close")
 
 
-def opening(system: str | None, observation: str) -> list[dict[str, Any]]:
+def _opening(system: str | None, observation: str) -> list[Message]:
     """The first messages: the system message, if there is one, and the observation."""
     first = [{"role": "system", "content": system}] if system else []
     return [*first, {"role": "user", "content": observation}]
@@ -130,11 +131,11 @@ class OpenEnvWrapper:
             self._client = client
         return self._client
 
-    def reset(self) -> tuple[Any, Any]:
+    def reset(self) -> tuple[object, None]:
         """The first observation as the server gives it, and `None`."""
         return self._opened().reset(**self.reset_kwargs).observation, None
 
-    def step(self, action: dict[str, Any]) -> tuple[Any, float, bool, Any]:
+    def step(self, action: object) -> tuple[object, float, bool, None]:
         """Sends an action; returns the observation, the reward, whether the episode is over, and `None`."""
         result = self._opened().step(action)
         return result.observation, float(result.reward or 0.0), bool(result.done), None
@@ -164,11 +165,11 @@ class OpenEnvScheduler(GymScheduler):
             env = await call(self._create_env, config, what="the OpenEnv client")
             self._begin(request.uuid, env)
             observation, _ = await call(env.reset, what="reset of the OpenEnv server")
-            request.messages = opening(config.get("system_message"), self.format_observation(observation))
+            request.messages = _opening(config.get("system_message"), self.format_observation(observation))
 
     async def on_turn_end(
         self, infer_request: RolloutInferRequest, response_choice: ChatCompletionResponseChoice, current_turn: int
-    ) -> dict[str, Any]:
+    ) -> Returned:
         """Sends the action of a response."""
         env = self._envs[infer_request.uuid]
         action = self.parse_action(response_choice.message.content)
@@ -177,7 +178,7 @@ class OpenEnvScheduler(GymScheduler):
             infer_request.uuid, "" if done else self.format_observation(observation), reward, done, {}
         )
 
-    def parse_action(self, text: str) -> Any:
+    def parse_action(self, text: str) -> object:
         """The action: the response's JSON object, which may be in a code block, or else `{"message": text}`."""
         text = text.strip()
         if text.startswith("```") and text.endswith("```"):
@@ -188,7 +189,7 @@ class OpenEnvScheduler(GymScheduler):
             action = None
         return action if isinstance(action, dict) else {"message": text}
 
-    def format_observation(self, observation: Any) -> str:
+    def format_observation(self, observation: object) -> str:
         """The text of an observation: its JSON."""
         return json.dumps(observation, ensure_ascii=False, default=str)
 
@@ -208,7 +209,7 @@ class RetryScheduler(MultiTurnScheduler):
 
     def step(
         self, infer_request: RolloutInferRequest, response_choice: ChatCompletionResponseChoice, current_turn: int
-    ) -> dict[str, Any]:
+    ) -> Returned:
         """The feedback, as the user's message."""
         infer_request.messages.append({"role": "user", "content": self.feedback})
         return {"infer_request": infer_request}
@@ -221,7 +222,7 @@ class ThinkingTipsScheduler(RetryScheduler):
     """
 
     async def run(
-        self, infer_request: RolloutInferRequest, request_config: RequestConfig, **kwargs: Any
+        self, infer_request: RolloutInferRequest, request_config: RequestConfig, **kwargs: object
     ) -> list[RolloutOutput]:
         """Runs one conversation."""
         records: list[RolloutOutput] = []
@@ -231,7 +232,7 @@ class ThinkingTipsScheduler(RetryScheduler):
             infer_request.messages.append({"role": "assistant", "content": choice.message.content})
             infos = {"num_turns": len(records) + 1}
             messages = [dict(message) for message in infer_request.messages]
-            records.append(RolloutOutput(response, messages, [choice.token_ids], rollout_infos=infos))
+            records.append(RolloutOutput(response, messages, [choice.token_ids or []], rollout_infos=infos))
             if self.check_finished(infer_request, choice, len(records)):
                 return records
             infer_request.messages = [strip_thinking(message) for message in infer_request.messages]
@@ -267,7 +268,7 @@ class ToolCallScheduler(MultiTurnScheduler):
 
     async def step(
         self, infer_request: RolloutInferRequest, response_choice: ChatCompletionResponseChoice, current_turn: int
-    ) -> dict[str, Any]:
+    ) -> Returned:
         """Runs the call, and appends its result to the model's message."""
         words = response_choice.message.content
         name, given = self._called.findall(words)[-1]

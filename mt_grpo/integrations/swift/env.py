@@ -1,6 +1,6 @@
 """
 A scheduler as an environment: one scheduler for a run, one environment per conversation. A scheduler's own `run` may
-block, so it runs in an event loop of another thread (`run_apart`).
+block, so it runs in an event loop of another thread (`_run_apart`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Coroutine, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mt_grpo.concurrency import OutOfTime, call, guarded
 from mt_grpo.envs.dialogue import PlainTextProtocol
@@ -41,7 +41,11 @@ from mt_grpo.integrations.swift.scheduler import (
 from mt_grpo.options.values import is_bare
 from mt_grpo.trajectory import StopReason
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 logger = logging.getLogger(__name__)
+Output = TypeVar("Output")
 
 
 class SchedulerSource(EnvSource):
@@ -74,11 +78,11 @@ class SchedulerSource(EnvSource):
     async def make(self, row: dict[str, Any]) -> SchedulerEnv:
         return SchedulerEnv(self)
 
-    async def scheduler(self, tokenizer: Any) -> MultiTurnScheduler:
+    async def scheduler(self, tokenizer: PreTrainedTokenizerBase) -> MultiTurnScheduler:
         """The scheduler of the run."""
         return self._made or await call(self._make, tokenizer, what=self.__name__, timeout=self.timeout)
 
-    def _make(self, tokenizer: Any) -> MultiTurnScheduler:
+    def _make(self, tokenizer: PreTrainedTokenizerBase) -> MultiTurnScheduler:
         with self._making:  # the first conversations all begin at once
             if self._made is None:
                 engine = InferEngine(tokenizer)
@@ -182,7 +186,7 @@ class SchedulerEnv(RecordedEnv):
         if type(scheduler).run is MultiTurnScheduler.run:
             output = await scheduler.run(request, config)
         else:
-            output = await run_apart(
+            output = await _run_apart(
                 scheduler.run, request, config, idle=conversation.idle, timeout=self.source.timeout
             )
         outputs = output if isinstance(output, list) else [output]
@@ -248,7 +252,7 @@ def _mask_earlier_rounds(sampled: list[Sampled], last: set[int]) -> None:
         trained = trained and one.continues
 
 
-MOST_LOOPS = 8
+_MOST_LOOPS = 8
 """Largest number of event loops. Coroutines that share a loop wait for each other when they block."""
 
 
@@ -273,17 +277,20 @@ _loops: list[_Loop] = []
 _lock = threading.Lock()
 
 
-async def run_apart(
-    function: Callable[..., Coroutine[Any, Any, Any]], *args: Any, idle: Callable[[], float], timeout: float | None
-) -> Any:
+async def _run_apart(
+    function: Callable[..., Coroutine[object, object, Output]],
+    *args: object,
+    idle: Callable[[], float],
+    timeout: float | None,
+) -> Output:
     """Awaits an `async` function of the user's in the event loop of another thread."""
     with _lock:
-        if len(_loops) < MOST_LOOPS:
+        if len(_loops) < _MOST_LOOPS:
             _loops.append(_Loop())
         chosen = min(_loops, key=lambda one: one.users)
         chosen.users += 1
 
-    async def work() -> Any:
+    async def work() -> Output:
         return await guarded(function(*args))
 
     future = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work(), chosen.loop))

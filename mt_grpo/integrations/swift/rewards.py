@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Mapping
 from functools import partialmethod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mt_grpo.envs.env import RecordedEnv
 from mt_grpo.errors import ConfigError
@@ -16,6 +17,13 @@ from mt_grpo.rewards import REWARDS, FunctionReward
 from mt_grpo.rewards.gsm8k import find_number
 from mt_grpo.rewards.triviaqa import normalize_answer
 from mt_grpo.trajectory import Message, Trajectory
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+Record = dict[str, Any]
+"""A record of a trajectory: the columns of its row, `messages`, `rollout_infos` and `request_id`."""
 
 
 class ORM(FunctionReward):
@@ -33,7 +41,7 @@ class ORM(FunctionReward):
     brings = ("messages", "rollout_infos", "request_id", "trajectory_inputs")
     takes_environments = False
 
-    def __init__(self, args: Any = None, **kwargs: Any) -> None:
+    def __init__(self, args: object = None, **kwargs: object) -> None:
         self.args = args
 
     @property
@@ -63,7 +71,7 @@ class AsyncORM(ORM):
     """An `ORM` whose `__call__` is `async`. It is called once per batch too."""
 
 
-def _records(trajectory: Trajectory) -> list[dict[str, Any]]:
+def _records(trajectory: Trajectory) -> list[Record]:
     environment = trajectory.environment
     whole = [(trajectory.messages, trajectory.info)]
     records = environment.records if isinstance(environment, RecordedEnv) and environment.records else whole
@@ -76,7 +84,7 @@ def _last_words(messages: list[Message]) -> str:
     return contents[-1] if contents else ""
 
 
-def register_orm(name: str, orm: type[ORM]) -> None:
+def _register_orm(name: str, orm: type[ORM]) -> None:
     """Lets recipes name a reward class of a plugin in `outcome_reward_funcs`."""
     if orm is not Accuracy:  # recipes name it by its path: plugins register rewards of their own as "accuracy"
         args = inspect.signature(orm).parameters.get("args")
@@ -96,7 +104,7 @@ class Accuracy(ORM):
     Expressions are not evaluated.
     """
 
-    def __call__(self, completions: list[str], solution: list[Any], **kwargs: Any) -> list[float]:
+    def __call__(self, completions: list[str], solution: list[object], **kwargs: object) -> list[float]:
         """The rewards of a batch."""
         return [float(is_right(said, str(right))) for said, right in zip(completions, solution, strict=True)]
 
@@ -128,13 +136,13 @@ class DefaultRMPlugin:
 
     Args:
         model: A `transformers` model for sequence classification.
-        template (`RewardTemplate`): Makes its inputs.
+        template (`_RewardTemplate`): Makes its inputs.
     """
 
-    def __init__(self, model: Any, template: Any) -> None:
+    def __init__(self, model: PreTrainedModel, template: _RewardTemplate) -> None:
         self.model, self.template = model, template
 
-    def __call__(self, inputs: list[dict[str, Any]], **kwargs: Any) -> Any:
+    def __call__(self, inputs: list[Record], **kwargs: object) -> torch.Tensor:
         """The rewards of a batch, `(B,)`."""
         import torch
 
@@ -143,17 +151,17 @@ class DefaultRMPlugin:
             return self.model(**to_device(encoded, self.model.device)).logits[:, 0]
 
 
-class RewardTemplate:
+class _RewardTemplate:
     """Encodes conversations for a reward model, with its own chat template."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
 
-    def encode(self, inputs: dict[str, Any]) -> dict[str, list[int]]:
+    def encode(self, inputs: Record) -> dict[str, list[int]]:
         """The ids of one conversation."""
         return dict(self.tokenizer.apply_chat_template(inputs["messages"], return_dict=True))
 
-    def data_collator(self, batch: list[dict[str, list[int]]]) -> dict[str, Any]:
+    def data_collator(self, batch: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
         """A padded batch, `(B, T)`."""
         return dict(self.tokenizer.pad(batch, return_tensors="pt"))
 
@@ -180,7 +188,7 @@ class PluginReward(ORM):
             raise ConfigError(
                 f"The reward model {model!r} of {self.name!r} cannot be loaded: {str(error).splitlines()[0]}"
             ) from error
-        self.plugin = self.plugin_class(loaded, RewardTemplate(tokenizer))
+        self.plugin = self.plugin_class(loaded, _RewardTemplate(tokenizer))
 
     def __call__(self, completions: list[str], messages: list[list[Message]], **kwargs: Any) -> list[float]:
         """The rewards of a batch."""
@@ -189,7 +197,7 @@ class PluginReward(ORM):
         return [float(reward) for reward in self.plugin(inputs=last, **kwargs)]
 
 
-def register_plugin(name: str, plugin: type) -> None:
+def _register_plugin(name: str, plugin: type) -> None:
     """Lets recipes name a plugin in `outcome_reward_funcs`."""
     if plugin is DefaultRMPlugin:  # recipes name `PluginReward` by its path
         return
@@ -197,7 +205,7 @@ def register_plugin(name: str, plugin: type) -> None:
     REWARDS.add(name, reward, plugin.__module__)
 
 
-def to_device(inputs: dict[str, Any], device: Any) -> dict[str, Any]:
+def to_device(inputs: Mapping[str, torch.Tensor], device: torch.device | str) -> dict[str, torch.Tensor]:
     """Tensors on a device."""
     return {name: value.to(device) for name, value in inputs.items()}
 
@@ -205,13 +213,13 @@ def to_device(inputs: dict[str, Any], device: Any) -> dict[str, Any]:
 class TransformersEngine:
     """The name that ms-swift's files import for generative reward models, which are refused."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         raise ConfigError(
             "A reward model that writes is not run in the trainer: serve it, and ask it in an `AsyncORM` over HTTP."
         )
 
 
-orms = Names("reward", ORM, register_orm)
+orms = Names("reward", ORM, _register_orm)
 orms["accuracy"] = Accuracy
-rm_plugins = Names("plugin of reward models", object, register_plugin)
+rm_plugins = Names("plugin of reward models", object, _register_plugin)
 rm_plugins["default"] = DefaultRMPlugin

@@ -51,7 +51,7 @@ class RolloutInferRequest:
     """
 
     messages: list[Message]
-    images: list[Any] = field(default_factory=list)
+    images: list[object] = field(default_factory=list)
     audios: list[object] = field(default_factory=list)
     videos: list[object] = field(default_factory=list)
     tools: list[dict[str, Any]] | None = None
@@ -329,9 +329,9 @@ _PLACE = "<image>"
 """What stands in the words of messages for an image of the list beside them."""
 
 
-def without_images(messages: list[Message]) -> tuple[list[Message], list[Any]]:
+def without_images(messages: list[Message]) -> tuple[list[Message], list[object]]:
     """Messages whose images are places, and the images in order. Messages with other media stay as they are."""
-    images: list[Any] = []
+    images: list[object] = []
     written = []
     for message in messages:
         content = message.get("content")
@@ -345,7 +345,7 @@ def without_images(messages: list[Message]) -> tuple[list[Message], list[Any]]:
     return written, images
 
 
-def with_images(messages: list[Message], images: list[Any]) -> list[Message]:
+def with_images(messages: list[Message], images: list[object]) -> list[Message]:
     """Messages whose places show images. Images without a place come before the user's first words."""
     if not images:
         return messages
@@ -371,6 +371,9 @@ def _with_places(text: str, images: Iterator[Message]) -> Iterator[Message]:
         if words:
             yield {"type": "text", "text": words}
 
+
+Returned = dict[str, Any]
+"""What a scheduler's `step` and `on_turn_end` return."""
 
 _OF_THE_RUN = ("temperature", "top_k", "top_p", "repetition_penalty", "n")
 """Fields of `RequestConfig` that the options of the run decide."""
@@ -511,7 +514,7 @@ class MultiTurnScheduler:
 
     async def on_turn_end(
         self, infer_request: RolloutInferRequest, response_choice: ChatCompletionResponseChoice, current_turn: int
-    ) -> dict[str, Any] | None:
+    ) -> Returned | None:
         """
         Called after each response, which the messages already contain.
 
@@ -538,7 +541,7 @@ class MultiTurnScheduler:
 
     def step(
         self, infer_request: RolloutInferRequest, response_choice: ChatCompletionResponseChoice, current_turn: int
-    ) -> dict[str, Any] | Awaitable[dict[str, Any]]:
+    ) -> Returned | Awaitable[Returned]:
         """
         Prepares the next request after a response.
 
@@ -566,10 +569,10 @@ class MultiTurnScheduler:
             `RolloutOutput`, or a list of them that make up one trajectory and share its reward.
         """
         conversation = CONVERSATION.get()
-        infos: dict[str, Any] = {}
+        infos: Returned = {}
         response, current_turn = None, 0
 
-        async def ask(method: Callable[..., Any]) -> Any:
+        async def ask(method: Callable[..., object]) -> Any:
             what = method.__qualname__
             return await call(method, infer_request, choice, current_turn, what=what, timeout=conversation.timeout)
 
@@ -613,7 +616,7 @@ def _number(value: object, what: str) -> float:
     return float(value)
 
 
-def _store(conversation: Conversation, one: Sampled, told: dict[str, Any], where: str, infos: dict[str, Any]) -> None:
+def _store(conversation: Conversation, one: Sampled, told: Returned, where: str, infos: Returned) -> None:
     """Stores the infos, reward, answer and tool calls that a scheduler returned for a turn."""
     added = check_infos(where, told["rollout_infos"]) if "rollout_infos" in told else {}
     infos.update(added)
