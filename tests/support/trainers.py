@@ -1,8 +1,11 @@
-"""Scripted conversations to train on, rewards for them, and one batch of them."""
+"""Scripted conversations to train on, rewards for them, trainers of both, and what is read off a trainer."""
 
 from __future__ import annotations
 
+import inspect
+import json
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +43,46 @@ class Letters(OutcomeReward):
         return float(sum(turn.text.count("a") for turn in trajectory.turns))
 
 
+class Length(OutcomeReward):
+    def score(self, trajectory, **row):
+        return float(sum(turn.num_tokens for turn in trajectory.turns))
+
+
+class Same(OutcomeReward):
+    """Tells nothing apart."""
+
+    def score(self, trajectory, **row):
+        return 0.9
+
+
+class Never(TurnReward):
+    """Applies to no turn."""
+
+    def score(self, turn, trajectory, **row):
+        return None
+
+
+class Share(TurnReward):
+    """A turn's part of the turns of the whole trajectory: it depends on later turns."""
+
+    def score(self, turn, trajectory, **row):
+        return 1.0 / len(trajectory.turns)
+
+
+class Spelling(MultiTurnToolEnv):
+    """A turn ends with its first letter, so that a model that knows nothing takes several."""
+
+    stop = tuple("abcdefghijklmnopqrstuvwxyz")
+
+
 def member(session: str) -> int:
     return int(session.rsplit("-", 1)[1])
+
+
+def attempt(session: str) -> int:
+    """How often the conversation was sampled before."""
+    parts = session.split("-")
+    return int(parts[3]) if len(parts) == 5 else 0
 
 
 def conversation(session: str, turn: int) -> str:
@@ -55,60 +96,126 @@ def conversation(session: str, turn: int) -> str:
     return script[member(session) % 4][turn]
 
 
+def thinking(session: str, turn: int) -> str:
+    """The same, with thoughts that a history may be rewritten without."""
+    return "<think>well</think>" + conversation(session, turn)
+
+
 def batch(trainer: MTGRPOEnvTrainer) -> dict[str, torch.Tensor]:
     trainer.current_gradient_accumulation_steps = 1
     return trainer._generate_and_score_completions([trainer.train_dataset[0]] * 4)
 
 
-def check_log_probs(trainer, inputs):
-    """Every trained token has the log-probability in training that it was sampled with."""
-    logps, _, _ = trainer._get_per_token_logps_and_entropies(
+def two_groups(trainer: MTGRPOEnvTrainer) -> list[dict[str, torch.Tensor]]:
+    """Fills the buffer of a trainer with a batch of two groups, and returns its micro-batches."""
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
+    trainer._prepare_inputs([trainer.train_dataset[index // 4] for index in range(8)])
+    return trainer._buffered_inputs
+
+
+def trained_tokens(inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    return (inputs["completion_mask"] * inputs["tool_mask"]).bool()
+
+
+def log_probs(trainer: MTGRPOEnvTrainer, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Of each token of a batch, by the trainer's forward."""
+    return trainer._get_per_token_logps_and_entropies(
         trainer.model,
         torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
         torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
         inputs["completion_ids"].shape[1],
         **{name: inputs[name] for name in ("parent",) if name in inputs},
-    )
-    mask = (inputs["completion_mask"] * inputs["tool_mask"]).bool()
+    )[0]
+
+
+def check_log_probs(trainer: MTGRPOEnvTrainer, inputs: dict[str, torch.Tensor], within: float = 1e-4) -> None:
+    """Every trained token has the log-probability in training that it was sampled with."""
+    logps, mask = log_probs(trainer, inputs), trained_tokens(inputs)
     turns = [turn for trajectory in trainer.batch.trajectories for turn in trajectory.turns]
     assert mask.sum() == sum(turn.num_tokens for turn in turns)
-    torch.testing.assert_close(logps[mask], inputs["sampling_per_token_logps"][mask], rtol=0, atol=1e-4)
+    torch.testing.assert_close(logps[mask], inputs["sampling_per_token_logps"][mask], rtol=0, atol=within)
 
 
-class Spelling(MultiTurnToolEnv):
-    """A turn ends with its first letter, so that a model that knows nothing takes several."""
-
-    stop = tuple("abcdefghijklmnopqrstuvwxyz")
+def weights(trainer: MTGRPOEnvTrainer) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in trainer.model.parameters()]
 
 
-class Length(OutcomeReward):
-    def score(self, trajectory, **row):
-        return float(sum(turn.num_tokens for turn in trajectory.turns))
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    """Whether all weights are equal, bit for bit."""
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+def gradient(trainer: MTGRPOEnvTrainer, *batches: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss of some batches, or of a new one, and its gradient in one row."""
+    trainer.model.zero_grad()
+    loss = sum(trainer.compute_loss(trainer.model, each) for each in batches or [batch(trainer)])
+    loss.backward()
+    learnt = [parameter.grad for parameter in trainer.model.parameters() if parameter.requires_grad]
+    return loss.detach(), torch.cat([each.flatten() for each in learnt if each is not None])
+
+
+def assert_near(gradient: torch.Tensor, expected: torch.Tensor, within: float = 1e-5) -> None:
+    assert (gradient - expected).norm() <= within * expected.norm() > 0
+
+
+def logged(trainer: MTGRPOEnvTrainer, *names: str) -> list[list[float]]:
+    """What was logged under some names, in each step of training that has all of them."""
+    return [[row[name] for name in names] for row in trainer.state.log_history if all(name in row for name in names)]
+
+
+def assert_learnt_alike(trainers: list[MTGRPOEnvTrainer], *names: str, weights: bool = False) -> None:
+    """Trains some trainers, and compares what they logged in each step with the first, and their weights."""
+    learnt = []
+    for trainer in trainers:
+        torch.manual_seed(0)
+        trainer.train()
+        learnt.append(torch.tensor(logged(trainer, *names)))
+        assert len(learnt[-1]) == trainer.args.max_steps
+        torch.testing.assert_close(learnt[-1], learnt[0], rtol=1e-4, atol=1e-6)
+        for one, other in zip(trainer.model.parameters(), trainers[0].model.parameters(), strict=True):
+            if weights:
+                torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+_ARGUMENTS = inspect.signature(MTGRPOEnvTrainer.__init__).parameters.keys()
+_OPTIONS = {field.name for field in fields(MTGRPOConfig)}
+
+
+def _is_argument(name: str, value: Any) -> bool:
+    """Whether the trainer is given it, and not its options: those are plain."""
+    try:
+        json.dumps(value)
+    except TypeError:
+        return name in _ARGUMENTS
+    return name in _ARGUMENTS - _OPTIONS or (name == "env" and value is None)
 
 
 def trainer_builder(folder: Path, tokenizer: Any, questions: Dataset) -> Callable[..., MTGRPOEnvTrainer]:
-    """Makes trainers of a tiny model, on scripted conversations where a script is given."""
+    """
+    Makes trainers of a tiny model, on scripted conversations where a script is given. Other arguments of the trainer,
+    and options, are given by their names.
+    """
 
-    def build(script=conversation, model=None, rewards=None, peft_config=None, **options):
-        options = {
-            "output_dir": str(folder),
-            **CPU_RUN,
-            "max_completion_length": 400,
-            "advantage_estimator": "mt_grpo",
-            "learning_rate": 1e-2,
-            "max_steps": 2,
-            **options,
-        }
+    def build(script=conversation, model=None, rewards=None, **given):
+        arguments = {name: value for name, value in given.items() if _is_argument(name, value)}
+        options = {"output_dir": str(folder), **CPU_RUN, "max_completion_length": 400, "max_steps": 2}
+        options |= {"advantage_estimator": "mt_grpo", "learning_rate": 1e-2}
+        options |= {name: value for name, value in given.items() if name not in arguments}
+        if "reward_funcs" not in arguments:
+            turns, outcomes = rewards or ((Calls(),), (Answered(),))
+            arguments = {"turn_reward_funcs": turns, "outcome_reward_funcs": outcomes} | arguments
         return MTGRPOEnvTrainer(
             build_model(tokenizer) if model is None else model,
-            MultiTurnToolEnv([lookup], protocol="learnt_tags", max_steps=3),
-            *(rewards or ((Calls(),), (Answered(),))),
-            MTGRPOConfig(**options),
-            train_dataset=questions,
-            eval_dataset=questions,
-            engine=ScriptedEngine(tokenizer, script) if script else None,
-            processing_class=tokenizer,
-            peft_config=peft_config,
+            **{
+                "env": MultiTurnToolEnv([lookup], protocol="learnt_tags", max_steps=3),
+                "args": MTGRPOConfig(**options),
+                "train_dataset": questions,
+                "eval_dataset": questions,
+                "engine": ScriptedEngine(tokenizer, script) if script else None,
+                "processing_class": tokenizer,
+                **arguments,
+            },
         )
 
     return build

@@ -8,13 +8,14 @@ import json
 import logging
 import os
 from pathlib import Path
+from shutil import copytree
 
 import pytest
 import torch
 from support.forked import Forked
 from support.learnt import run_ranks
 from support.models import build_model
-from support.trainers import Letters
+from support.trainers import Letters, trainer_builder
 from transformers import TrainerCallback
 
 from mt_grpo.errors import ConfigError
@@ -30,14 +31,21 @@ from mt_grpo.training.checkpoint import (
 )
 from mt_grpo.training.resuming import hyperparameters, take_given
 
-SAVE = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2, "max_turn_length": 8}
+SAVE = {"script": None, "rewards": ((), (Letters(),)), "max_steps": 2, "max_turn_length": 8}
+SAVE |= {"save_strategy": "steps", "save_steps": 1}
+
+
+@pytest.fixture(scope="module")
+def two_steps(tmp_path_factory, tokenizer, questions) -> Path:
+    folder = tmp_path_factory.mktemp("two_steps")
+    trainer_builder(folder, tokenizer, questions)(**SAVE).train()
+    return folder
 
 
 @pytest.fixture
-def folder(build, tmp_path) -> Path:
+def folder(two_steps, tmp_path) -> Path:
     """Of a run with two checkpoints."""
-    build(None, rewards=((), (Letters(),)), output_dir=str(tmp_path / "run"), **SAVE).train()
-    return tmp_path / "run"
+    return copytree(two_steps, tmp_path / "run")
 
 
 def spoil(path: Path, how: str) -> None:
@@ -54,8 +62,8 @@ def spoil(path: Path, how: str) -> None:
 @pytest.mark.slow
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(folder, caplog):
     last, before = folder / "checkpoint-2", folder / "checkpoint-1"
-    states = ("rollouts-rank0.pt", "model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth")
-    for name in (*states, "trainer_state.json", "config.json", "made_with.json"):
+    states = ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth")
+    for name in ("rollouts-rank0.pt", *states, "trainer_state.json", "config.json", "made_with.json"):
         sound = (last / name).read_bytes()
         for how in ("empty", "cut", "text"):
             spoil(last / name, how)
@@ -63,19 +71,17 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(folder, caplog):
             with caplog.at_level(logging.WARNING):
                 assert find_checkpoint("true", str(folder)) == str(before)
             (said,) = caplog.messages
-            assert (
-                f"{last} is damaged, its {name} cannot be read" in said
-                and f"goes on from the checkpoint before, {before}" in said
-            )
+            assert f"{last} is damaged, its {name} cannot be read" in said
+            assert f"goes on from the checkpoint before, {before}" in said
         (last / name).write_bytes(sound)
     assert latest_checkpoint(str(folder)) == last
-    for name in ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth"):
+    for name in states:
         (last / name).rename(last / "away")
         assert latest_checkpoint(str(folder)) == before
         with pytest.raises(ConfigError, match=f"checkpoint-2 is damaged, its {name} is gone: resume from another one"):
             find_checkpoint(str(last), str(folder))
         (last / "away").rename(last / name)
-    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
+    for name in states[1:]:
         (last / name).rename(folder / name)
     assert latest_checkpoint(str(folder)) == last  # as `save_only_model` leaves it
     sound = (last / "trainer_state.json").read_bytes()
@@ -87,26 +93,19 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(folder, caplog):
 
 
 @pytest.mark.slow
-def test_a_named_checkpoint_that_is_damaged_is_refused(folder, build):
+def test_a_damaged_checkpoint_is_refused_by_name_and_passed_over(folder, build):
     spoil(folder / "checkpoint-2" / "rollouts-rank0.pt", "cut")
-    trainer = build(None, rewards=((), (Letters(),)), output_dir=str(folder), **SAVE)
+    trainer = build(output_dir=str(folder), **SAVE)
     with pytest.raises(ConfigError, match=r"is damaged, its rollouts-rank0.pt .* another one \(.*checkpoint-1\)\.$"):
         trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
-
-
-@pytest.mark.slow
-def test_the_latest_sound_checkpoint_is_resumed_from_python(folder, build):
-    spoil(folder / "checkpoint-2" / "rollouts-rank0.pt", "cut")
-    trainer = build(None, rewards=((), (Letters(),)), output_dir=str(folder), **SAVE)
     trainer.train(resume_from_checkpoint=True)
     assert trainer.state.global_step == 2 and latest_checkpoint(str(folder)) == folder / "checkpoint-2"
 
 
-@pytest.mark.slow
-def test_a_checkpoint_of_another_model_is_refused(folder, build, tokenizer):
-    trainer = build(None, build_model(tokenizer, hidden_size=16), ((), (Letters(),)), output_dir=str(folder), **SAVE)
+def test_a_checkpoint_of_another_model_is_refused(two_steps, build, tokenizer):
+    trainer = build(model=build_model(tokenizer, hidden_size=16), **SAVE)
     with pytest.raises(ConfigError, match="checkpoint-2 is of another model .*has the shape") as refused:
-        trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+        trainer.train(resume_from_checkpoint=str(two_steps / "checkpoint-2"))
     assert "\n" not in str(refused.value)
 
 
@@ -131,7 +130,7 @@ def test_the_one_before_stays_until_the_next_is_whole(build, tmp_path, monkeypat
         save_rollouts(folder, *args)
 
     monkeypatch.setattr("mt_grpo.training.resuming.save_rollouts", save)
-    trainer = build(None, rewards=((), (Letters(),)), output_dir=str(tmp_path), save_total_limit=1, **SAVE)
+    trainer = build(save_total_limit=1, **SAVE)
     with pytest.raises(CheckpointError, match="checkpoint-2 cannot be written"):
         trainer.train()
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
@@ -157,15 +156,14 @@ def test_a_checkpoint_of_pickled_code_is_not_executed(tmp_path):
     torch.save({"processes": 1, "step": 0, "options": Executing(executed)}, buffer)
     (folder / "rollouts-rank0.pt").write_bytes(buffer.getvalue())
     (folder / "trainer_state.json").write_text("{}")
-    assert latest_checkpoint(str(tmp_path / "run")) is None
-    assert not executed.exists()
+    assert latest_checkpoint(str(tmp_path / "run")) is None and not executed.exists()
 
 
 LIMITED = """
 import resource, sys
 from mt_grpo.cli import main
 
-resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))
+resource.setrlimit(resource.RLIMIT_FSIZE, (2_000_000, 2_000_000))
 sys.exit(main())
 """
 
@@ -173,24 +171,29 @@ sys.exit(main())
 @pytest.mark.slow
 def test_a_disk_that_is_full_while_saving_is_one_sentence(tmp_path):
     """A process may write no file as large as the model, as on a disk that is full."""
-    script = tmp_path / "limited.py"
-    script.write_text(LIMITED.format(limit=2_000_000))
-    command = [
-        *(str(script), "train", "--model_name_or_path", "embedded", "--dataset_name", "embedded"),
-        *("--tools", "calculator", "--outcome_reward_funcs", "exact_match_reward_func", "--use_cpu", "true"),
-        *("--max_steps", "2", "--save_strategy", "steps", "--save_steps", "1", "--max_completion_length", "64"),
-        *("--num_generations", "2", "--per_device_train_batch_size", "2", "--output_dir", str(tmp_path / "run")),
-        *("--gradient_accumulation_steps", "1", "--report_to", "none"),
-    ]
-    status, log = Forked(command, tmp_path / "log").wait(300), (tmp_path / "log").read_text()
-    said = log.strip().splitlines()
+    (tmp_path / "limited.py").write_text(LIMITED)
+    options = "--model_name_or_path embedded --dataset_name embedded --tools calculator --use_cpu true --max_steps 2 "
+    options += "--outcome_reward_funcs exact_match_reward_func --save_strategy steps --save_steps 1 "
+    options += "--max_completion_length 64 --num_generations 2 --per_device_train_batch_size 2 --report_to none "
+    options += f"--gradient_accumulation_steps 1 --output_dir {tmp_path / 'run'}"
+    program = Forked([str(tmp_path / "limited.py"), "train", *options.split()], tmp_path / "log")
+    status, log = program.wait(300), (tmp_path / "log").read_text()
+    last = log.strip().splitlines()[-1]
     assert status == 1 and "Traceback" not in log, log[-3000:]
-    assert "checkpoint-1 cannot be written" in said[-1] and "GB are free there" in said[-1]
-    assert "no whole checkpoint" in said[-1] and not list((tmp_path / "run").glob("checkpoint-*"))
+    assert "checkpoint-1 cannot be written" in last and "GB are free there" in last
+    assert "no whole checkpoint" in last and not list((tmp_path / "run").glob("checkpoint-*"))
 
 
 SAVED = {"save_strategy": "steps", "save_steps": 1, "learning_rate": 0.1, "max_steps": 3, "optim": "adamw_torch"}
 WATCHED = ("lr", "initial_lr", "weight_decay", "betas", "eps")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory, tokenizer, questions) -> str:
+    """After the first step of a run with the options `SAVED`."""
+    folder = tmp_path_factory.mktemp("saved")
+    trainer_builder(folder, tokenizer, questions)(**SAVED).train()
+    return str(folder / "checkpoint-1")
 
 
 class Watch(TrainerCallback):
@@ -218,18 +221,16 @@ def groups_of(trainer, checkpoint=None):
         ({"lr_scheduler_type": "cosine", "warmup_steps": 2}, None),
         ({"weight_decay": 0.5}, "weight_decay: 0.0; here 0.5"),
         ({"adam_beta1": 0.5, "adam_epsilon": 0.1}, "adam_beta1: 0.9; here 0.5 | adam_epsilon: 1e-08; here 0.1"),
-        ({"max_steps": 10}, None),
+        ({"max_steps": 5}, None),
     ],
     ids=lambda value: None if isinstance(value, str) else "-".join(value or {}),
 )
-def test_options_of_the_optimizer_are_those_given(build, tmp_path, caplog, given, said):
+def test_options_of_the_optimizer_are_those_given(build, checkpoint, caplog, given, said):
     """From the first step on, as in a run that had them from the beginning."""
-    build(output_dir=str(tmp_path / "run"), **SAVED).train()
-    caplog.clear()
-    here = SAVED | {"max_steps": 3} | given
-    expected = groups_of(build(output_dir=str(tmp_path / "fresh"), **here | {"save_strategy": "no"}))
-    resumed = build(output_dir=str(tmp_path / "run"), **here)
-    assert groups_of(resumed, str(tmp_path / "run" / "checkpoint-1")) == expected[1:]
+    here = SAVED | given | {"save_strategy": "no"}
+    expected = groups_of(build(**here))
+    resumed = build(**here)
+    assert groups_of(resumed, checkpoint) == expected[1:]
     notes = [message for message in caplog.messages if "was made with other" in message]
     assert len(notes) == (said is not None) and (said is None or said in notes[0])
     logged = [row["learning_rate"] for row in resumed.state.log_history if "learning_rate" in row]
@@ -256,52 +257,46 @@ def test_what_an_optimizer_counts_in_its_groups_is_kept():
     assert (group["k"], group["lr"], group["momentum"]) == (7, 0.01, 0.5)
 
 
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 1, "num_generations_eval": 1}
+
+
 def test_a_rate_by_evaluations_cannot_be_another(build, tmp_path):
-    options = {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps", "eval_steps": 1}
-    options |= {"metric_for_best_model": "reward", "lr_scheduler_kwargs": {"patience": 0}}
-    build(output_dir=str(tmp_path), **SAVED | options | {"max_steps": 1}).train()
+    options = {**SAVED, **EVALUATED, "lr_scheduler_type": "reduce_lr_on_plateau", "metric_for_best_model": "reward"}
+    options |= {"lr_scheduler_kwargs": {"patience": 0}, "max_steps": 2}
+    build(**options | {"max_steps": 1}).train()
     checkpoint = str(tmp_path / "checkpoint-1")
     for name, value in (("learning_rate", 0.2), ("lr_scheduler_kwargs", {"patience": 3})):
         with pytest.raises(ConfigError, match=f"was made with `{name}: .*, and this run has `{name}: "):
-            build(output_dir=str(tmp_path), **SAVED | options | {name: value}).train(checkpoint)
-    (groups, *_) = groups_of(build(output_dir=str(tmp_path), **SAVED | options | {"weight_decay": 0.5}), checkpoint)
-    assert groups[0]["weight_decay"] == 0.5
+            build(**options | {name: value}).train(checkpoint)
+    ((group, *_),) = groups_of(build(**options | {"weight_decay": 0.5}), checkpoint)
+    assert group["weight_decay"] == 0.5
 
 
 @pytest.mark.parametrize(
     ("name", "value", "made"), [("seed", 7, 42), ("shuffle_dataset", False, True), ("optim", "sgd", "adamw_torch")]
 )
-def test_what_the_checkpoint_is_bound_to_is_refused(build, tmp_path, name, value, made):
-    build(output_dir=str(tmp_path), **SAVED | {"max_steps": 1}).train()
+def test_what_the_checkpoint_is_bound_to_is_refused(build, checkpoint, name, value, made):
     with pytest.raises(ConfigError, match=f"was made with `{name}: {made}`, and this run has `{name}: {value}`"):
-        build(output_dir=str(tmp_path), **SAVED | {name: value}).train(str(tmp_path / "checkpoint-1"))
+        build(**SAVED | {name: value}).train(checkpoint)
 
 
-def test_a_fused_optimizer_goes_on_with_the_same_state(build, tmp_path):
-    build(output_dir=str(tmp_path), **SAVED | {"max_steps": 1, "optim": "adamw_torch_fused"}).train()
-    resumed = build(output_dir=str(tmp_path), **SAVED)
-    resumed.train(str(tmp_path / "checkpoint-1"))
+def test_a_fused_optimizer_goes_on_with_the_same_state(build, checkpoint):
+    (resumed := build(**SAVED | {"optim": "adamw_torch_fused"})).train(checkpoint)
     assert resumed.state.global_step == 3
 
 
-def test_intervals_given_anew_count(build, tmp_path):
-    build(output_dir=str(tmp_path), **SAVED | {"max_steps": 1}).train()
-    resumed = build(output_dir=str(tmp_path), **SAVED | {"max_steps": 5, "save_steps": 2, "logging_steps": 4})
-    resumed.train(str(tmp_path / "checkpoint-1"))
+def test_intervals_given_anew_count(build, tmp_path, checkpoint):
+    (resumed := build(**SAVED | {"max_steps": 5, "save_steps": 2, "logging_steps": 4})).train(checkpoint)
     steps = sorted(int(path.name.rsplit("-", 1)[1]) for path in tmp_path.glob("checkpoint-*"))
-    assert steps == [1, 2, 4, 5]
+    assert steps == [2, 4, 5]
     assert [row["step"] for row in resumed.state.log_history if "loss" in row] == [1, 4]
 
 
 def test_the_best_by_another_measure_is_not_kept(build, tmp_path):
-    options = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
-    first = build(
-        output_dir=str(tmp_path), **SAVED | options | {"max_steps": 1, "metric_for_best_model": "turns/mean"}
-    )
-    first.train()
-    options |= {"metric_for_best_model": "reward", "greater_is_better": True}
-    resumed = build(output_dir=str(tmp_path), **SAVED | options | {"max_steps": 2})
-    resumed.train(str(tmp_path / "checkpoint-1"))
+    options = SAVED | EVALUATED | {"load_best_model_at_end": True, "metric_for_best_model": "turns/mean"}
+    build(**options | {"max_steps": 1}).train()
+    options |= {"metric_for_best_model": "reward", "greater_is_better": True, "max_steps": 2}
+    build(**options).train(str(tmp_path / "checkpoint-1"))
     last = json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())
     assert last["best_global_step"] == 2
 
@@ -312,17 +307,17 @@ OPTIONS = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "
 
 
 @pytest.fixture
-def checkpoint(build, tmp_path):
+def of_two(build, tmp_path):
     """Says which conversations two processes share; returns what a run of so many others is told."""
-    options = batch_options(build().args)
+    options = batch_options(build().args) | OPTIONS
 
     def check(processes, folder="checkpoint-1", **here):
         path = tmp_path / folder
         path.mkdir(exist_ok=True)
         for rank in range(2):
-            state = {"step": 3, "buffered_inputs": [], "processes": 2, "options": options | OPTIONS}
+            state = {"step": 3, "buffered_inputs": [], "processes": 2, "options": options}
             torch.save(state, path / f"rollouts-rank{rank}.pt")
-        check_checkpoint(path, options | OPTIONS | here, 0, processes)
+        check_checkpoint(path, options | here, 0, processes)
 
     return check
 
@@ -336,8 +331,8 @@ def checkpoint(build, tmp_path):
         (8, {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "steps_per_generation": 1}),
     ],
 )
-def test_other_processes_that_share_the_same_batch_go_on(checkpoint, caplog, processes, here):
-    checkpoint(processes, **here)
+def test_other_processes_that_share_the_same_batch_go_on(of_two, caplog, processes, here):
+    of_two(processes, **here)
     assert f"was made by 2 processes, and this run has {processes}: what was sampled" in caplog.text
 
 
@@ -351,16 +346,16 @@ def test_other_processes_that_share_the_same_batch_go_on(checkpoint, caplog, pro
         (3, {}, r"has 24 and 24: go on with as many processes as wrote it \(`--num_processes 2`\)"),
     ],
 )
-def test_other_batches_of_other_processes_are_told_the_mend(checkpoint, processes, here, mend):
+def test_other_batches_of_other_processes_are_told_the_mend(of_two, processes, here, mend):
     with pytest.raises(ConfigError, match=mend) as refused:
-        checkpoint(processes, **here)
+        of_two(processes, **here)
     assert "\n" not in str(refused.value) and "16 conversations in a step" in str(refused.value)
 
 
-def test_other_processes_under_deepspeed_are_refused(checkpoint, tmp_path):
+def test_other_processes_under_deepspeed_are_refused(of_two, tmp_path):
     (tmp_path / "zero" / "global_step1").mkdir(parents=True)
     with pytest.raises(ConfigError, match="under DeepSpeed, whose state .* launch it with `--num_processes 2`"):
-        checkpoint(1, "zero", per_device_train_batch_size=8)
+        of_two(1, "zero", per_device_train_batch_size=8)
 
 
 @pytest.mark.parametrize("name", [None, "global_step3", "pytorch_model_fsdp_0", "pytorch_model_fsdp.bin"])
@@ -382,8 +377,7 @@ def test_a_checkpoint_of_another_sharding_is_refused(tmp_path, name):
 def test_one_process_goes_on_with_the_steps_of_two(tmp_path):
     whole = run_ranks(tmp_path / "whole", 2, "saved")
     resumed = run_ranks(tmp_path / "resumed", 1, "saved", RESUMED=str(tmp_path / "whole" / "checkpoint-1"))
-    torch.testing.assert_close(
-        torch.tensor(resumed["learnt"][1:]), torch.tensor(whole["learnt"][1:]), rtol=1e-4, atol=1e-6
-    )
+    learnt = [torch.tensor(run["learnt"][1:]) for run in (resumed, whole)]
+    torch.testing.assert_close(*learnt, rtol=1e-4, atol=1e-6)
     for name, weight in whole["weights"].items():
         torch.testing.assert_close(resumed["weights"][name], weight, rtol=1e-4, atol=1e-5)

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from datasets import Audio, Dataset, Features, Image, List, Value
 from support.audio import RATE, SOUND_FAMILIES, granite, tone
 from support.images import VideoTextProcessor, build_processor, build_vision_model, picture
 from support.models import CPU_RUN, build_model
-from support.trainers import batch, check_log_probs
+from support.trainers import batch, check_log_probs, logged
 from support.vision import VISION_FAMILIES
 from support.waiting import until
 from transformers import (
@@ -33,7 +33,7 @@ from mt_grpo.media import media_of, media_parts, read_image, to_file
 from mt_grpo.rollout.engine import ScriptedEngine
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
 from mt_grpo.runlog.reader import open_run
-from mt_grpo.sounds import Sound, read_part, read_sound
+from mt_grpo.sounds import Sound, read_sound
 from mt_grpo.training.columns import check_media, media_encoder, with_column_media
 
 PROMPT = [{"role": "user", "content": "What is it?"}]
@@ -48,20 +48,6 @@ SOUNDS = [
 ]
 
 
-@dataclass(frozen=True)
-class Kind:
-    """A model that sees or hears, and what it is shown after each turn."""
-
-    type: str
-    build: Callable[[], tuple[Any, Any]]
-    load: Callable[[Any], Any]
-    rows: Any
-    make: Callable[[int], Any]
-    tower: str
-    file: str
-    words: str
-
-
 @cache
 def hearing() -> Any:
     return SOUND_FAMILIES["qwen2-audio"]()[0]
@@ -72,69 +58,65 @@ def sight() -> tuple[Any, Any]:
     return processor, build_vision_model(processor.tokenizer)
 
 
-SEES = Kind(
-    "image",
-    sight,
-    AutoModelForImageTextToText.from_pretrained,
-    IMAGES,
-    lambda number: picture("blue", (16, 16 + 8 * number)),
-    "visual.patch_embed.proj",
-    "image_*.png",
-    "[image]",
+# a model that sees or hears, and what it is shown after each turn
+SEES = SimpleNamespace(
+    type="image",
+    build=sight,
+    load=AutoModelForImageTextToText.from_pretrained,
+    rows=IMAGES,
+    make=lambda number: picture("blue", (16, 16 + 8 * number)),
+    tower="visual.patch_embed.proj",
+    file="image_*.png",
+    words="[image]",
 )
-HEARS = Kind(
-    "audio",
-    lambda: (hearing(), SOUND_FAMILIES["qwen2-audio"]()[1]),
-    Qwen2AudioForConditionalGeneration.from_pretrained,
-    SOUNDS,
-    lambda number: {"type": "audio", "audio": tone(50.0, 0.5 + number), "sampling_rate": RATE},
-    "audio_tower.conv1",
-    "sound_*.wav",
-    "[sound]",
+HEARS = SimpleNamespace(
+    type="audio",
+    build=lambda: (hearing(), SOUND_FAMILIES["qwen2-audio"]()[1]),
+    load=Qwen2AudioForConditionalGeneration.from_pretrained,
+    rows=SOUNDS,
+    make=lambda number: {"type": "audio", "audio": tone(50.0, 0.5 + number), "sampling_rate": RATE},
+    tower="audio_tower.conv1",
+    file="sound_*.wav",
+    words="[sound]",
 )
 both = pytest.mark.parametrize("kind", [SEES, HEARS], ids=lambda kind: kind.type)
+TOOLS = MultiTurnToolEnv([], protocol="learnt_tags")
 
 
-def screen(kind: Kind) -> Any:
-    class Screen:
-        """Shows another medium after each turn, whatever the model writes, and at last forgets the first one."""
+class Screen:
+    """Shows another medium after each turn, whatever the model writes, and at last forgets the first one."""
 
-        async def run(self, policy: Any, row: dict[str, Any]) -> Outcome:
-            messages = list(row["prompt"])
-            for number in range(3):
-                turn = await policy.reply(messages, max_tokens=6)
-                parts = [{"type": "text", "text": "Now"}, kind.make(number)]
-                messages += [turn.message, {"role": "user", "content": parts}]
-                if number == 1:
-                    del messages[1:3]
-            return Outcome()
+    kind: Any
 
-        async def close(self) -> None:
-            pass
+    async def run(self, policy: Any, row: dict[str, Any]) -> Outcome:
+        messages = list(row["prompt"])
+        for number in range(3):
+            turn = await policy.reply(messages, max_tokens=6)
+            parts = [{"type": "text", "text": "Now"}, self.kind.make(number)]
+            messages += [turn.message, {"role": "user", "content": parts}]
+            if number == 1:
+                del messages[1:3]
+        return Outcome()
 
-    return Screen
+    async def close(self) -> None:
+        pass
+
+
+def screen(kind: Any) -> type[Screen]:
+    return type("Screen", (Screen,), {"kind": kind})
 
 
 def words(completions: list[Any], **columns: Any) -> list[float]:
     return [float(sum(map(ord, str(messages[0]["content"]))) % 7) for messages in completions]
 
 
-def trainer_of(
-    kind: Kind, folder: Path, model: Any, processor: Any, *, env: Any = None, rows: Any = None, **options: Any
-) -> MTGRPOEnvTrainer:
-    given = {name: options.pop(name) for name in ("engine",) if name in options}
-    return MTGRPOEnvTrainer(
-        model,
-        env or screen(kind),
-        args=MTGRPOConfig(str(folder), **{**CPU_RUN, **options}),
-        reward_funcs=words,
-        train_dataset=kind.rows if rows is None else rows,
-        processing_class=processor,
-        **given,
-    )
+def trainer_of(kind: Any, folder: Path, model: Any, processor: Any, **options: Any) -> MTGRPOEnvTrainer:
+    given = {"env": screen(kind), "train_dataset": kind.rows, "processing_class": processor}
+    given |= {name: options.pop(name) for name in ("engine", "env", "train_dataset") if name in options}
+    return MTGRPOEnvTrainer(model, args=MTGRPOConfig(str(folder), **CPU_RUN | options), reward_funcs=words, **given)
 
 
-def small_trainer(kind: Kind, folder: Path, **options: Any) -> MTGRPOEnvTrainer:
+def small_trainer(kind: Any, folder: Path, **options: Any) -> MTGRPOEnvTrainer:
     """A trainer of the small model of a kind, whose weights are the same for all of a folder."""
     if not (folder / "model").exists():
         kind.build()[1].save_pretrained(folder / "model")
@@ -143,22 +125,21 @@ def small_trainer(kind: Kind, folder: Path, **options: Any) -> MTGRPOEnvTrainer:
     return trainer_of(kind, folder / "run", kind.load(folder / "model"), processor, **{**limits, **options})
 
 
-def trained(kind: Kind, folder: Path, resume: str | None = None, **options: Any) -> MTGRPOEnvTrainer:
+def trained(kind: Any, folder: Path, resume: str | None = None, **options: Any) -> MTGRPOEnvTrainer:
     trainer = small_trainer(kind, folder, **options)
     trainer.train(resume)
     return trainer
 
 
-def losses(trainer: MTGRPOEnvTrainer) -> list[tuple[float, ...]]:
-    keys = ("loss", "grad_norm", "kl")
-    return [tuple(line.get(key, 0.0) for key in keys) for line in trainer.state.log_history if "loss" in line]
+def losses(trainer: MTGRPOEnvTrainer) -> torch.Tensor:
+    names = ("loss", "grad_norm", "kl") if trainer.beta else ("loss", "grad_norm")
+    return torch.tensor(logged(trainer, *names))
 
 
 @pytest.mark.parametrize("content", ["What?", [{"type": "image"}, {"type": "text", "text": "What?"}]])
 def test_a_dry_run_prints_a_prompt_with_its_images(tmp_path, capsys, content):
     row = {"prompt": [{"role": "user", "content": content}], "images": [picture("red", (24, 16))]}
-    env = MultiTurnToolEnv([], protocol="learnt_tags")
-    finish_dry_run(small_trainer(SEES, tmp_path, env=env, rows=Dataset.from_list([row])), {})
+    finish_dry_run(small_trainer(SEES, tmp_path, env=TOOLS, train_dataset=Dataset.from_list([row])), {})
     assert "<|im_start|>user\n<|vision_start|>[image]<|vision_end|>What?<|im_end|>" in capsys.readouterr().err
 
 
@@ -171,8 +152,7 @@ def test_three_steps_are_the_same_however_they_are_computed(tmp_path, kind):
     expected = losses(runs["turn_by_turn"])
     assert len(expected) == 3
     for forward in ("tree", "padded"):
-        for found, values in zip(losses(runs[forward]), expected, strict=True):
-            assert found == pytest.approx(values, rel=1e-4, abs=1e-6)
+        torch.testing.assert_close(losses(runs[forward]), expected, rtol=1e-4, atol=1e-6)
     tree, fresh = runs["tree"], kind.load(tmp_path / "tree" / "model")
     moved, before = (model.get_submodule(f"model.{kind.tower}").weight for model in (tree.model, fresh))
     assert (moved - before).abs().max() > 1e-4
@@ -185,32 +165,22 @@ def test_a_resumed_run_trains_on_the_media_that_were_left(tmp_path, kind):
     options = {"steps_per_generation": 2, "max_steps": 2, "save_strategy": "steps", "save_steps": 1}
     whole = trained(kind, tmp_path, **options)
     resumed = trained(kind, tmp_path, str(tmp_path / "run" / "checkpoint-1"), **options)
-    assert losses(resumed)[-1] == pytest.approx(losses(whole)[-1], rel=1e-5)
-
-
-class Finished(TrainerCallback):
-    """Steps end when the batches ahead are finished, so that a checkpoint has them."""
-
-    trainer: MTGRPOEnvTrainer
-
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        until(lambda: not self.trainer.runner.under_way)
+    torch.testing.assert_close(losses(resumed)[-1], losses(whole)[-1], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "env"),
-    [(SEES, None), (SEES, MultiTurnToolEnv([], protocol="learnt_tags")), (HEARS, None)],
-    ids=["own", "tools", "audio"],
+    ("kind", "env"), [(SEES, screen(SEES)), (SEES, TOOLS), (HEARS, screen(HEARS))], ids=["own", "tools", "audio"]
 )
 def test_conversations_with_media_are_sampled_ahead(tmp_path, kind, env):
-    """They are those of a run that waits, and a resumed run goes on with those that are finished."""
-    options = {"env": env, "learning_rate": 0.0, "save_strategy": "steps", "save_steps": 1}
-    found = []
+    """
+    They are those of a run that waits, and a resumed run goes on with those that are finished: steps end when the
+    batches ahead are, so that a checkpoint has them.
+    """
+    found, options = [], {"env": env, "learning_rate": 0.0, "save_strategy": "steps", "save_steps": 1}
     for staleness, resumed in ((0, False), (2, False), (2, True)):
-        trainer = small_trainer(kind, tmp_path, **options, max_staleness=staleness)
-        finished = Finished()
-        finished.trainer = trainer
+        trainer, finished = small_trainer(kind, tmp_path, **options, max_staleness=staleness), TrainerCallback()
+        finished.on_optimizer_step = lambda *given, runner=trainer.runner, **more: until(lambda: not runner.under_way)
         trainer.add_callback(finished)
         trainer.train(str(tmp_path / "run" / "checkpoint-1") if resumed else None)
         records = [each for each in open_run(tmp_path / "run").trajectories() if each["session"].startswith("train")]
@@ -254,7 +224,7 @@ def test_a_run_trains_on_videos_and_writes_their_frames(tmp_path):
     video = {"type": "video", "video": [picture("red"), picture("blue")], "fps": 1}
     rows = [{"prompt": [{"role": "user", "content": [video, {"type": "text", "text": "What?"}]}]}] * 4
     model = build_vision_model(processor.tokenizer)
-    trainer = trainer_of(SEES, tmp_path, model, processor, rows=rows, max_steps=1, learning_rate=1e-3)
+    trainer = trainer_of(SEES, tmp_path, model, processor, train_dataset=rows, max_steps=1, learning_rate=1e-3)
     trainer.train()
     assert trainer.args.forward == "tree" and losses(trainer)[0][1] > 0
     run = open_run(tmp_path)
@@ -267,30 +237,21 @@ def test_a_run_trains_on_videos_and_writes_their_frames(tmp_path):
     ("kind", "name"),
     [
         *((SEES, name) for name in ("idefics 3", "mistral 3", "gemma 3")),
-        *((HEARS, name) for name in ("qwen2.5-omni", "gemma 4", "voxtral")),
+        *((HEARS, name) for name in ("qwen2.5-omni", "gemma 4", "voxtral", "both")),
     ],
     ids=lambda each: each if isinstance(each, str) else each.type,
 )
 def test_models_of_other_families_train(tmp_path, kind, name, caplog):
-    make, packed = (SOUND_FAMILIES[name], "tree") if kind is HEARS else VISION_FAMILIES[name]
-    processor, model = make()
-    trainer = trainer_of(kind, tmp_path, model, processor)
+    make, packed = VISION_FAMILIES[name] if kind is SEES else (None, "tree")
+    processor, model = make() if make else SOUND_FAMILIES["qwen2.5-omni" if name == "both" else name]()
+    rows = [{**row, "images": [picture("red")]} for row in SOUNDS] if name == "both" else kind.rows
+    trainer = trainer_of(kind, tmp_path, model, processor, train_dataset=rows)
     trainer.model.train()
     inputs = batch(trainer)
     assert trainer.args.forward == ("tree" if packed == "tree" else "padded")
     assert packed == "tree" or packed in caplog.text
-    check_log_probs(trainer, inputs)
-
-
-def test_images_and_sounds_stand_in_one_conversation(tmp_path):
-    processor, model = SOUND_FAMILIES["qwen2.5-omni"]()
-    rows = [{**row, "images": [picture("red")]} for row in SOUNDS]
-    trainer = trainer_of(HEARS, tmp_path, model, processor, rows=rows)
-    trainer.model.train()
-    inputs = batch(trainer)
-    assert trainer.args.forward == "tree"
-    kinds = [part["type"] for part in trainer.batch.trajectories[0].prompt[0]["content"]]
-    assert sorted(kinds) == ["audio", "image", "text"]
+    shown = [part["type"] for part in trainer.batch.trajectories[0].prompt[0]["content"]]
+    assert sorted(shown) == (["audio", "image", "text"] if name == "both" else sorted([kind.type, "text"]))
     check_log_probs(trainer, inputs)
 
 
@@ -325,31 +286,35 @@ def test_a_model_alone_brings_its_processor(tmp_path):
 # Rows
 
 
-def test_images_stand_where_trl_puts_them():
-    image, other = picture("red"), picture("blue")
-    before = with_column_media({"prompt": "What is it?", "image": image})["prompt"]
-    assert before[0]["content"] == [{"type": "image", "image": image}, {"type": "text", "text": "What is it?"}]
-    places = [{"type": "text", "text": "this", "image": None}, {"type": "image", "text": None}, {"type": "image"}]
-    filled = with_column_media({"prompt": [{"role": "user", "content": places}], "images": [image, other]})["prompt"]
-    assert [part.get("image") for part in filled[0]["content"]] == [None, image, other]
-    assert with_column_media({"prompt": "What?", "images": None}) == {"prompt": "What?", "images": None}
+LOW, HIGH = ({"array": tone(pitch), "sampling_rate": RATE} for pitch in (30.0, 90.0))
+RED, BLUE = picture("red"), picture("blue")
 
 
-def test_sounds_stand_where_their_places_are():
-    low, high = ({"array": tone(pitch), "sampling_rate": RATE} for pitch in (30.0, 90.0))
-    before = with_column_media({"prompt": "What is it?", "audio": low})["prompt"]
-    part = read_part({"type": "audio", "audio": low})
-    assert before == [{"role": "user", "content": [part, {"type": "text", "text": "What is it?"}]}]
-    places = [{"type": "text", "text": "this", "audio": None}, {"type": "audio", "text": None}, {"type": "audio"}]
-    filled = with_column_media({"prompt": [{"role": "user", "content": places}], "audios": [low, high]})["prompt"]
-    sounds = [Sound(each["array"], RATE) for each in (low, high)]
-    assert [part.get("audio") for part in filled[0]["content"]] == [None, *sounds]
-    assert with_column_media({"prompt": "What?", "audio": None}) == {"prompt": "What?", "audio": None}
+@pytest.mark.parametrize(
+    ("kind", "column", "media", "expected"),
+    [
+        ("image", "images", [RED, BLUE], [RED, BLUE]),
+        ("audio", "audios", [LOW, HIGH], [Sound(each["array"], RATE) for each in (LOW, HIGH)]),
+    ],
+)
+def test_media_stand_where_their_places_are(kind, column, media, expected):
+    """Or, as in TRL, before the text."""
+    before = with_column_media({"prompt": "What is it?", kind: media[0]})["prompt"]
+    (medium, text) = before[0]["content"]
+    assert (medium["type"], medium[kind], text) == (kind, expected[0], {"type": "text", "text": "What is it?"})
+    places = [{"type": "text", "text": "this", kind: None}, {"type": kind, "text": None}, {"type": kind}]
+    filled = with_column_media({"prompt": [{"role": "user", "content": places}], column: media})["prompt"]
+    assert [part.get(kind) for part in filled[0]["content"]] == [None, *expected]
+    assert with_column_media({"prompt": "What?", column: None}) == {"prompt": "What?", column: None}
+
+
+def test_an_array_of_a_table_is_a_sound():
     listed = with_column_media({"prompt": "What?", "audio": tone().tolist()})["prompt"][0]["content"]
-    assert listed[0]["audio"] == Sound(tone())  # as a table has an array
+    assert listed[0]["audio"] == Sound(tone())
 
 
 IMAGE_ROW, SOUND_ROW = "The images of a row cannot be shown: .*", "The sounds of a row cannot be played: .*"
+PLACE = {"type": "audio"}
 ADDRESS = {"type": "video_url", "video_url": {"url": "https://example.org/a.mp4"}}
 
 
@@ -358,26 +323,16 @@ ADDRESS = {"type": "video_url", "video_url": {"url": "https://example.org/a.mp4"
     [
         ([{"type": "image"}] * 2, "images", [picture()], IMAGE_ROW + r"images provided \(1\) does not match"),
         (
-            [{"type": "video", "video": "a.mp4"}],
+            [{"type": "video", "video": "a"}],
             "images",
             [],
-            IMAGE_ROW + "Give a video as a list of images; got 'a.mp4': decode it",
+            IMAGE_ROW + "Give a video as a list of images; got 'a'",
         ),
         ([ADDRESS], "images", [], IMAGE_ROW + "shows a part of type 'video_url', and rollouts hold text, images"),
         ("What?", "audios", [b"no sound"], SOUND_ROW + "A sound of 8 bytes cannot be read as a sound: it is broken"),
         ("What?", "audios", ["/no/such.wav"], SOUND_ROW + "The sound '/no/such.wav' cannot be read: No such file or"),
-        (
-            [{"type": "audio"}] * 2,
-            "audios",
-            [tone()],
-            SOUND_ROW + "the prompt has 2 places for sounds, and the row has 1 sounds",
-        ),
-        (
-            [{"type": "audio", "path": "/no/such.wav"}],
-            "audios",
-            [tone()],
-            SOUND_ROW + "The sound '/no/such.wav' cannot be read: No such",
-        ),
+        ([PLACE] * 2, "audios", [tone()], SOUND_ROW + "the prompt has 2 places for sounds, and the row has 1 sounds"),
+        ([PLACE | {"path": "/no.wav"}], "audios", [tone()], SOUND_ROW + "The sound '/no.wav' cannot be read: No such"),
     ],
 )
 def test_a_row_with_a_bad_medium_is_one_sentence(prompt, column, media, problem):
@@ -411,15 +366,11 @@ def test_a_row_with_a_bad_image_is_named(tmp_path, column, kind):
     if column != "prompt":
         features[column] = List(Image()) if column == "images" else Image()
     rows = Dataset.from_list([*map(row, ["good"] * 5), row("bad")], features=None if kind == "bytes" else features)
-    env = MultiTurnToolEnv([], protocol="learnt_tags")
-    trainer = small_trainer(SEES, tmp_path, env=env, rows=rows, max_steps=6)
-    says = (
-        f"Row 5 .counted from 0. of the training dataset has an image that cannot be shown, in the column '{column}'"
-    )
-    with pytest.raises(ImageOfRowError, match=f"{says}: .* of no known kind"):
-        trainer.rollout(6)
-    with pytest.raises(ImageOfRowError, match=f"{says}: .* of no known kind"):
-        trainer.train()
+    trainer = small_trainer(SEES, tmp_path, env=TOOLS, train_dataset=rows, max_steps=6)
+    row = "Row 5 .counted from 0. of the training dataset has an image that cannot be shown"
+    for act in (lambda: trainer.rollout(6), trainer.train):
+        with pytest.raises(ImageOfRowError, match=f"{row}, in the column '{column}': .* of no known kind"):
+            act()
     with pytest.raises(ImageOfRowError, match="Row 0 .counted from 0. of the evaluation dataset"):
         trainer.evaluate(rows.select([5]))
 
@@ -428,7 +379,7 @@ def test_a_dataset_of_files_is_played(tmp_path):
     """As `datasets.Audio` gives them where nothing decodes them: their bytes, and their path."""
     (tmp_path / "tone.wav").write_bytes(to_file(Sound(tone(), RATE)))
     rows = Dataset.from_dict({"prompt": ["What is it?"] * 4, "audio": [str(tmp_path / "tone.wav")] * 4})
-    trainer = small_trainer(HEARS, tmp_path, rows=rows.cast_column("audio", Audio(decode=False)))
+    trainer = small_trainer(HEARS, tmp_path, train_dataset=rows.cast_column("audio", Audio(decode=False)))
     batch(trainer)
     part = trainer.batch.trajectories[0].prompt[0]["content"][0]
     assert part["audio"] == Sound(tone(), RATE)
@@ -447,12 +398,14 @@ def test_a_dataset_of_files_is_played(tmp_path):
         (HEARS, "no processor", "holds sounds, and there is no processor of sounds: pass the model's"),
         (HEARS, "engine", "holds sounds, and ScriptedEngine is given tokens of text only: sample with"),
     ],
-    ids=lambda each: each.type if isinstance(each, Kind) else each if len(str(each)) < 20 else "",
+    ids=lambda each: each.type if isinstance(each, SimpleNamespace) else each if len(str(each)) < 20 else "",
 )
 def test_models_that_cannot_be_shown_media_are_refused(tmp_path, kind, case, problem):
     processor, model = sight() if case == "other" else kind.build()
-    options: dict[str, Any] = {"rows": Dataset.from_list([{"prompt": "What is it?", "audio": "a.wav"}])}
-    options["rows"] = options["rows"].cast_column("audio", Audio(decode=False)) if kind is HEARS else None
+    options: dict[str, Any] = {}
+    if kind is HEARS:
+        rows = Dataset.from_list([{"prompt": "What is it?", "audio": "a.wav"}])
+        options["train_dataset"] = rows.cast_column("audio", Audio(decode=False))
     if case == "text":
         processor = build_processor().tokenizer
         model = build_model(processor)
@@ -467,7 +420,7 @@ def test_models_that_cannot_be_shown_media_are_refused(tmp_path, kind, case, pro
 def test_sounds_that_nothing_decodes_are_refused(tmp_path):
     rows = Dataset.from_dict({"prompt": ["What is it?"] * 4, "audio": ["a.wav"] * 4}).cast_column("audio", Audio())
     with pytest.raises(ConfigError, match=r"'audio' .* torchcodec, which is not installed: .*datasets.Audio\(decode"):
-        small_trainer(HEARS, tmp_path, rows=rows)
+        small_trainer(HEARS, tmp_path, train_dataset=rows)
 
 
 def test_sounds_are_not_sent_to_a_server():

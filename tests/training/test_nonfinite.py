@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.models import build_model
 from support.registered import keep_estimators
-from support.trainers import batch
+from support.trainers import batch, same, weights
 
 from mt_grpo.credit import CreditError, advantage_estimator, mt_grpo
 from mt_grpo.training.model import NonFiniteError
@@ -29,12 +29,12 @@ def rule(monkeypatch):
     return register
 
 
-def weights(trainer):
-    return [parameter.detach().clone() for parameter in trainer.model.parameters()]
-
-
-def assert_untouched(trainer, before):
-    assert all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
+def train_into(trainer, error, said):
+    """Training ends with an error, and no weight has changed."""
+    before = [weight.nan_to_num() for weight in weights(trainer)]
+    with pytest.raises(error, match=said):
+        trainer.train()
+    assert same(before, [weight.nan_to_num() for weight in weights(trainer)])
 
 
 @pytest.mark.parametrize(
@@ -49,11 +49,7 @@ def assert_untouched(trainer, before):
     ],
 )
 def test_what_a_rule_returns_is_checked_before_any_step(build, rule, spoil, said):
-    trainer = build(advantage_estimator=rule(spoil))
-    before = weights(trainer)
-    with pytest.raises(CreditError, match=f"'spoilt'.*{said}"):
-        trainer.train()
-    assert_untouched(trainer, before)
+    train_into(build(advantage_estimator=rule(spoil)), CreditError, f"'spoilt'.*{said}")
 
 
 def test_what_a_rule_says_of_turns_that_do_not_exist_is_ignored(build, rule):
@@ -65,11 +61,7 @@ def test_what_a_rule_says_of_turns_that_do_not_exist_is_ignored(build, rule):
 def test_a_spoilt_weight_is_named_when_the_loss_is_not_finite(build, tokenizer):
     model = build_model(tokenizer)
     model.model.norm.weight.data[0] = math.nan
-    trainer = build(model=model)
-    before = weights(trainer)
-    with pytest.raises(NonFiniteError, match="loss of step 1 is nan.*'model.norm.weight'"):
-        trainer.train()
-    assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(before, weights(trainer), strict=True))
+    train_into(build(model=model), NonFiniteError, "loss of step 1 is nan.*'model.norm.weight'")
 
 
 def test_what_the_loss_was_made_of_is_named(build):
@@ -82,36 +74,20 @@ def test_what_the_loss_was_made_of_is_named(build):
         return output
 
     trainer._generate_and_score_completions = spoilt
-    with pytest.raises(NonFiniteError, match="`old_per_token_logps`"):
-        trainer.train()
+    train_into(trainer, NonFiniteError, "`old_per_token_logps`")
 
 
 @pytest.mark.parametrize("max_grad_norm", [1.0, 0.0])
 def test_a_gradient_that_is_not_finite_is_not_stepped(build, max_grad_norm):
     trainer = build(max_grad_norm=max_grad_norm)
-    before = weights(trainer)
     trainer.model.model.norm.weight.register_hook(lambda gradient: gradient * math.inf)
-    with pytest.raises(NonFiniteError, match="gradient of step 1 has the norm"):
-        trainer.train()
-    assert_untouched(trainer, before)
+    train_into(trainer, NonFiniteError, "gradient of step 1 has the norm")
 
 
-def test_weights_that_a_step_spoilt_are_not_saved(build, tmp_path):
-    def trained(folder, **options):
-        trainer = build(
-            output_dir=str(tmp_path / folder),
-            learning_rate=1e38,
-            optim="sgd",
-            max_grad_norm=0.0,
-            max_steps=1,
-            **options,
-        )
-        trainer.model.model.norm.weight.register_hook(lambda gradient: gradient * 1e4)  # finite
-        trainer.train()
-
+@pytest.mark.parametrize("options", [{}, {"save_strategy": "steps", "save_steps": 1}], ids=["end", "between"])
+def test_weights_that_a_step_spoilt_are_not_saved(build, tmp_path, options):
+    trainer = build(learning_rate=1e38, optim="sgd", max_grad_norm=0.0, max_steps=1, **options)
+    trainer.model.model.norm.weight.register_hook(lambda gradient: gradient * 1e4)  # finite
     with pytest.raises(NonFiniteError, match="after step 1 .model.norm.weight.*not saved"):
-        trained("end")
-    assert not list((tmp_path / "end").glob("*.safetensors"))
-    with pytest.raises(NonFiniteError, match="after step 1 .model.norm.weight.*not saved"):
-        trained("between", save_strategy="steps", save_steps=1)
-    assert not list((tmp_path / "between").glob("checkpoint-*"))
+        trainer.train()
+    assert not list(tmp_path.glob("*.safetensors")) and not list(tmp_path.glob("checkpoint-*"))

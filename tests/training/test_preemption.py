@@ -6,10 +6,10 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 
 import pytest
-import torch
-from support.trainers import Letters
+from support.trainers import Letters, same, trainer_builder, weights
 from transformers import TrainerCallback
 
 from mt_grpo import preemption
@@ -18,7 +18,8 @@ from mt_grpo.runlog.heartbeat import read_state
 from mt_grpo.training.checkpoint import is_whole
 
 pytestmark = pytest.mark.own_process
-OPTIONS = {"max_steps": 3, "learning_rate": 1e-2, "max_turn_length": 8, "eval_strategy": "steps", "eval_steps": 1}
+OPTIONS = {"script": None, "max_steps": 3, "max_turn_length": 8}
+OPTIONS |= {"eval_strategy": "steps", "eval_steps": 1, "num_generations_eval": 1}
 
 
 def signals(number=signal.SIGUSR1, times=1):
@@ -26,27 +27,13 @@ def signals(number=signal.SIGUSR1, times=1):
         os.kill(os.getpid(), number)
 
 
-class AtEvent(TrainerCallback):
-    """Sends a signal at an event, once it comes with so many steps taken."""
-
-    def __init__(self, event, step, **kwargs):
-        self.event, self.step, self.kwargs = event, step, kwargs
-
-    def __getattribute__(self, name):
-        if name == object.__getattribute__(self, "event"):
-            return self.look
-        return super().__getattribute__(name)
-
-    def look(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            signals(**self.kwargs)
-
-
 class Asking(Letters):
     """Sends a signal while the second batch is scored."""
 
     name = "Letters"
-    number = signal.SIGUSR1
+
+    def __init__(self, number=signal.SIGUSR1):
+        self.number = number
 
     def score(self, trajectory, **row):
         if trajectory.session.startswith("train-000001"):
@@ -54,78 +41,71 @@ class Asking(Letters):
         return super().score(trajectory, **row)
 
 
-def preempted(build, folder, callback=None, reward=None, **options):
-    trainer = build(None, rewards=((), (reward or Letters(),)), output_dir=str(folder), **OPTIONS | options)
-    if callback is not None:
-        trainer.add_callback(callback)
+def at(event, step, times=1):
+    """A callback that sends a signal at an event, once it comes with so many steps taken."""
+
+    def look(args, state, control, **kwargs):
+        if state.global_step == step:
+            signals(times=times)
+
+    callback = TrainerCallback()
+    setattr(callback, event, look)
+    return {"callbacks": [callback]}
+
+
+def preempted(build, reward=None, **options):
+    trainer = build(rewards=((), (reward or Letters(),)), **OPTIONS | options)
     with pytest.raises(PreemptedError) as ended:
         trainer.train()
     assert ended.value.code == STATUS == 75
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL and heard() is None
-    assert read_state(folder)["state"] == "stopped"
+    assert read_state(Path(trainer.args.output_dir))["state"] == "stopped"
     return str(ended.value)
 
 
-def trained(build, folder, resume=None):
-    trainer = build(None, rewards=((), (Letters(),)), output_dir=str(folder), **OPTIONS)
-    trainer.train(resume)
-    return trainer
-
-
 @pytest.fixture(scope="module")
-def kept():
-    return []
-
-
-@pytest.fixture
-def whole(kept, build, tmp_path):
+def whole(tmp_path_factory, tokenizer, questions):
     """The weights of a run that nothing happens to."""
-    if not kept:
-        kept.extend(weight.detach().clone() for weight in trained(build, tmp_path / "whole").model.parameters())
-    return kept
+    build = trainer_builder(tmp_path_factory.mktemp("whole"), tokenizer, questions)
+    (trainer := build(rewards=((), (Letters(),)), **OPTIONS)).train()
+    return weights(trainer)
 
 
 @pytest.mark.parametrize(
-    ("moment", "step"),
+    "moment",
     [
-        ({"reward": Asking()}, 2),
-        ({"callback": AtEvent("on_step_begin", 1, times=3)}, 2),
-        ({"callback": AtEvent("on_pre_optimizer_step", 1)}, 2),
-        ({"callback": AtEvent("on_prediction_step", 2)}, 2),
-        ({"callback": AtEvent("on_save", 2), "save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}, 2),
+        {"reward": Asking()},
+        at("on_step_begin", 1, times=3),
+        at("on_pre_optimizer_step", 1),
+        at("on_prediction_step", 2),
+        at("on_save", 2) | {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1},
     ],
     ids=["rollouts", "thrice", "training", "evaluation", "saving"],
 )
-def test_the_step_is_finished_and_the_run_goes_on(build, whole, tmp_path, moment, step):
-    said = preempted(build, tmp_path / "run", **moment)
-    checkpoint = tmp_path / "run" / f"checkpoint-{step}"
-    assert f"end by SIGUSR1: what was learnt up to step {step} is in {checkpoint}. Run the same command" in said
-    assert is_whole(checkpoint)
-    assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == [checkpoint.name]
-    resumed = trained(build, tmp_path / "run", str(checkpoint))
-    for one, other in zip(resumed.model.parameters(), whole, strict=True):
-        assert torch.equal(one, other)
+def test_the_step_is_finished_and_the_run_goes_on(build, whole, tmp_path, moment):
+    said, checkpoint = preempted(build, **moment), tmp_path / "checkpoint-2"
+    assert f"end by SIGUSR1: what was learnt up to step 2 is in {checkpoint}. Run the same command" in said
+    assert is_whole(checkpoint) and list(tmp_path.glob("checkpoint-*")) == [checkpoint]
+    (resumed := build(rewards=((), (Letters(),)), **OPTIONS)).train(str(checkpoint))
+    assert same(weights(resumed), whole)
 
 
 def test_before_the_first_step_nothing_is_saved(build, tmp_path):
-    said = preempted(build, tmp_path / "run", AtEvent("on_train_begin", 0))
-    assert "no step was taken" in said and not list((tmp_path / "run").glob("checkpoint-*"))
+    assert "no step was taken" in preempted(build, **at("on_train_begin", 0))
+    assert not list(tmp_path.glob("checkpoint-*"))
 
 
-def test_sigterm_is_noted_where_it_is_asked_for(build, tmp_path):
+def test_sigterm_is_noted_where_it_is_asked_for(build):
     """transformers' own callback would end the run as if all its steps were taken."""
-    asking = Asking()
-    asking.number = signal.SIGTERM
-    said = preempted(build, tmp_path / "run", reward=asking, enable_jit_checkpoint=True)
+    said = preempted(build, reward=Asking(signal.SIGTERM), enable_jit_checkpoint=True)
     assert "end by SIGTERM: what was learnt up to step 2" in said
 
 
-def test_training_in_another_thread_hears_no_signal(build, tmp_path):
+def test_training_in_another_thread_hears_no_signal(build):
     ended = []
 
     def train():
-        trainer = build(output_dir=str(tmp_path / "run"), enable_jit_checkpoint=True, max_steps=1)
-        trainer.train()
+        (trainer := build(enable_jit_checkpoint=True, max_steps=1)).train()
         ended.append(trainer.state.global_step)
 
     thread = threading.Thread(target=train)

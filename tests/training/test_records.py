@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import signal
 import time
+from pathlib import Path
+from shutil import copytree
 
 import pytest
 import torch
-from support.trainers import Calls, Letters, batch
+from support.forked import Forked
+from support.trainers import Answered, Calls, Letters, Never, Same, Share, batch, same, trainer_builder, weights
+from transformers.integrations import TensorBoardCallback
 
 from mt_grpo.credit import Audit, RewardAudit, Uncredited, estimate
-from mt_grpo.rewards import OutcomeReward, TurnReward
 from mt_grpo.runlog import RunLogError, open_run
 from mt_grpo.runlog.heartbeat import read_state
 from mt_grpo.runlog.writer import RunWriter
 from mt_grpo.token_tree import TokenTree
-from mt_grpo.training.step_log import Outputs
+from mt_grpo.training.step_log import NumbersToTensorBoard, Outputs
 from mt_grpo.training.step_log.records import (
     as_record,
     mean_record,
@@ -30,15 +34,19 @@ from mt_grpo.trajectory import Trajectory
 @pytest.fixture(scope="module")
 def passes(tmp_path_factory, tokenizer, questions):
     """Two batches, each trained in two passes, of what the model itself sampled."""
-    from support.trainers import trainer_builder
-
-    folder = tmp_path_factory.mktemp("passes")
-    trainer = trainer_builder(folder, tokenizer, questions)(
-        None, rewards=((), (Letters(),)), max_steps=4, num_iterations=2, max_turn_length=12, epsilon=0.02
-    )
-    start = time.time()
+    build = trainer_builder(folder := tmp_path_factory.mktemp("passes"), tokenizer, questions)
+    options = {"max_steps": 4, "num_iterations": 2, "max_turn_length": 12, "epsilon": 0.02}
+    trainer, start = build(None, rewards=((), (Letters(),)), **options), time.time()
     trainer.train()
     return open_run(folder), start, time.time()
+
+
+@pytest.fixture(scope="module")
+def scripted(tmp_path_factory, tokenizer, questions):
+    """One batch of scripted conversations, and its trainer."""
+    build = trainer_builder(folder := tmp_path_factory.mktemp("scripted"), tokenizer, questions)
+    (trainer := build(reward_weights=[3.0, 0.5], max_steps=1)).train()
+    return open_run(folder), trainer
 
 
 def test_every_update_of_a_conversation_is_kept(passes):
@@ -57,8 +65,10 @@ def test_every_update_of_a_conversation_is_kept(passes):
         assert any(abs(second[place] - 1) > 0.01 for place in sampled) or not any(row["advantages"])
 
 
-def test_the_trainer_computes_what_its_engine_sampled(passes):
+def test_the_trainer_computes_what_its_engine_sampled(passes, tokenizer):
     run, *_ = passes
+    tokens = run.trajectory(run.rows[0]["session"])["tokens"]
+    assert "".join(tokens["texts"]) == tokenizer.decode(tokens["ids"])
     for row in run.rows:
         tokens = run.trajectory(row["session"])["tokens"]
         pairs = [pair for pair in zip(tokens["trainer"], tokens["logprobs"], strict=True) if None not in pair]
@@ -66,28 +76,17 @@ def test_the_trainer_computes_what_its_engine_sampled(passes):
         assert max(abs(trainer - engine) for trainer, engine in pairs) < 1e-3 and row["mismatch"] < 1e-3
 
 
-def test_clipped_tokens_are_those_of_the_loss(passes):
+def test_clips_and_entropies_of_tokens_are_those_of_the_loss(passes):
     run, *_ = passes
-    logged = [line["clip_ratio/region_mean"] for line in run.metrics() if "loss" in line]
-    wholes = [run.trajectory(row["session"]) for row in run.rows]
-    for step, share in enumerate(logged):
-        flags = [
-            flag
-            for whole in wholes
-            for update in whole["updates"]
-            if update["step"] == step
-            for flag in update["clipped"]
-            if flag is not None
-        ]
-        assert sum(flags) / len(flags) == pytest.approx(share, abs=1e-6)
-    assert any(logged)
-
-
-def test_entropies_are_those_that_are_logged(passes):
-    run, *_ = passes
-    logged = [line["entropy"] for line in run.metrics() if "loss" in line]
+    logged = [line for line in run.metrics() if "loss" in line]
+    updates = [update for row in run.rows for update in run.trajectory(row["session"])["updates"]]
+    for step, line in enumerate(logged):
+        of_step = [update["clipped"] for update in updates if update["step"] == step]
+        flags = [flag for clipped in of_step for flag in clipped if flag is not None]
+        assert sum(flags) / len(flags) == pytest.approx(line["clip_ratio/region_mean"], abs=1e-6)
+    assert any(line["clip_ratio/region_mean"] for line in logged)
     for row in run.rows:
-        assert row["entropy"] == pytest.approx(logged[row["step"]], rel=0.3)
+        assert row["entropy"] == pytest.approx(logged[row["step"]]["entropy"], rel=0.3)
 
 
 def test_times_are_absolute_and_parts_of_a_step_add_up(passes):
@@ -102,16 +101,9 @@ def test_times_are_absolute_and_parts_of_a_step_add_up(passes):
         assert start - 1 <= row["start"] <= run.trajectory(row["session"])["turns"][0]["start"] <= end
 
 
-def test_the_tokenizer_is_saved_and_shows_the_tokens(passes, tokenizer):
-    run, *_ = passes
-    tokens = run.trajectory(run.rows[0]["session"])["tokens"]
-    assert "".join(tokens["texts"]) == tokenizer.decode(tokens["ids"])
-
-
 def test_the_parts_of_each_advantage_are_kept_with_the_rule(build, tmp_path):
     rule = {"name": "turn_gae", "lam": 0.5}
-    trainer = build(max_steps=1, advantage_estimator=rule, turn_advantage_coef=2.0, scale_rewards="batch")
-    trainer.train()
+    build(max_steps=1, advantage_estimator=rule, turn_advantage_coef=2.0, scale_rewards="batch").train()
     run = open_run(tmp_path)
     assert run.about["estimator"] == rule
     assert run.about["rule"] == {**rule, "turn_coef": 2.0, "gamma": 1.0, "scale_rewards": "batch"}
@@ -129,26 +121,23 @@ def test_the_parts_of_each_advantage_are_kept_with_the_rule(build, tmp_path):
     assert earned["value"] * earned["scale"] == pytest.approx(2.0 * first["weights"]["Calls"] * wanted)
 
 
-def test_credit_and_weights_are_those_that_are_trained(build, tmp_path):
-    trainer = build(reward_weights=[3.0, 0.5], max_steps=1)
-    trainer.train()
-    run = open_run(tmp_path)
-    expected = estimate("mt_grpo", trainer.batch.rewards, turn_coef=1.0, scale_rewards="group")
+def test_credit_and_weights_are_those_that_are_trained(scripted):
+    run, trainer = scripted
+    rewards, first = trainer.batch.rewards, run.trajectory(run.rows[0]["session"])
+    expected = estimate("mt_grpo", rewards, turn_coef=1.0, scale_rewards="group")
     for row, wanted in zip(run.rows, expected, strict=True):
         assert row["advantages"] == pytest.approx(wanted[: row["turns"]].tolist(), abs=1e-5)
-    totals = trainer.batch.rewards.outcome_rewards + trainer.batch.rewards.turn_rewards.nansum(dim=1)
+    totals = rewards.outcome_rewards + rewards.turn_rewards.nansum(dim=1)
     assert [row["reward"] for row in run.rows] == pytest.approx(totals.tolist(), abs=1e-6)
-    weights = {reward["name"]: reward["weight"] for reward in run.about["rewards"]}
-    assert weights == {"Calls": 3.0, "Answered": 0.5} == run.trajectory(run.rows[0]["session"])["weights"]
+    assert {reward["name"]: reward["weight"] for reward in run.about["rewards"]} == first["weights"]
+    assert first["weights"] == {"Calls": 3.0, "Answered": 0.5}
     assert {row["group"] for row in run.rows} == {0} and [row["member"] for row in run.rows] == [0, 1, 2, 3]
-    called = run.trajectory(run.rows[0]["session"])["turns"][0]["tool_calls"][0]
-    assert called["start"] >= run.trajectory(run.rows[0]["session"])["turns"][0]["start"]
+    assert first["turns"][0]["tool_calls"][0]["start"] >= first["turns"][0]["start"]
 
 
-def test_an_exported_trajectory_is_the_one_that_was_sampled(build, tmp_path):
-    trainer = build(max_steps=1)
-    trainer.train()
-    for made, data in zip(trainer.batch.trajectories, open_run(tmp_path).trajectories(), strict=True):
+def test_an_exported_trajectory_is_the_one_that_was_sampled(scripted):
+    run, trainer = scripted
+    for made, data in zip(trainer.batch.trajectories, run.trajectories(), strict=True):
         data = {name: value for name, value in data.items() if name not in ("step", "mode")}
         assert list(data) == list(made.to_dict())
         read = Trajectory.from_dict(data)
@@ -161,8 +150,8 @@ def test_an_exported_trajectory_is_the_one_that_was_sampled(build, tmp_path):
 
 def test_evaluations_of_a_step_stay_apart(build, tmp_path, questions):
     trainer = build(per_device_eval_batch_size=4)
-    trainer.evaluate(questions.select(range(1)))
-    trainer.evaluate(questions.select(range(1)))
+    for _ in range(2):
+        trainer.evaluate(questions.select(range(1)))
     run = open_run(tmp_path)
     assert run.column("mode") == ["eval"] * 8 and run.column("k").tolist() == [0] * 4 + [1] * 4
     assert all(row["advantages"] is not None for row in run.rows)
@@ -176,9 +165,8 @@ def test_a_sequence_level_ratio_clips_whole_conversations(build):
     rows, summaries = update_rows([Outputs.of(inputs, logps, logps, trainer.args)])
     for row, summary, advantages in zip(rows, summaries, inputs["advantages"], strict=True):
         assert len(set(row["clipped"].tolist())) == 1
-        assert summary["clipped"] == pytest.approx(
-            (advantages[torch.tensor(row["columns"], dtype=torch.long)] > 0).float().mean().item()
-        )
+        positive = advantages[torch.tensor(row["columns"], dtype=torch.long)] > 0
+        assert summary["clipped"] == pytest.approx(positive.float().mean().item())
 
 
 def test_row_numbers_name_conversations():
@@ -186,7 +174,7 @@ def test_row_numbers_name_conversations():
     assert [split_number(number) for number in numbers.tolist()] == [(70_000, 65_000, 0), (70_000, 65_000, 9_000_000)]
 
 
-def test_a_folder_that_cannot_be_written_ends_a_run(build, tmp_path):
+def test_a_folder_that_cannot_be_written_ends_a_run(build):
     trainer = build()
     trainer.step_log.records.writer = RunWriter("/dev/null")
     with pytest.raises(RunLogError, match="The run's conversations cannot be written to /dev/null/rollouts"):
@@ -204,17 +192,7 @@ def test_a_failure_after_scoring_loses_no_conversation(build, tmp_path, monkeypa
     assert [row["stop"] for row in rows] == ["answered"] * 4 and all(row["reward"] is not None for row in rows)
 
 
-@pytest.mark.slow
-def test_a_resumed_run_goes_on_in_the_same_index(build, tmp_path):
-    build(max_steps=2, save_strategy="steps", save_steps=1).train()
-    build(max_steps=3, save_strategy="steps", save_steps=1).train(str(tmp_path / "checkpoint-1"))
-    run = open_run(tmp_path)
-    assert [row["step"] for row in run.rows] == [step for step in range(3) for _ in range(4)]
-    assert [line["step"] for line in run.steps()] == [0, 1, 2]
-    assert all(row["advantages"] is not None and len(row["updates"]) == 1 for row in run.rows)
-    kinds = [json.loads(line)["kind"] for line in (tmp_path / "rollouts/index.jsonl").read_text().splitlines()]
-    assert kinds.count("run") == 2
-
+# The audit of rewards
 
 REWARD = {name: 0.5 for name in RewardAudit.__dataclass_fields__}
 
@@ -224,52 +202,24 @@ def record(silent=1.0, **rewards):
     return as_record(Audit(2, silent, None, audits), Uncredited(None, None), list(rewards), {})
 
 
-class Same(OutcomeReward):
-    def score(self, trajectory, **row):
-        return 0.9
-
-
-class Never(TurnReward):
-    def score(self, turn, trajectory, **row):
-        return None
-
-
-class Share(TurnReward):
-    """Its part of the turns of the whole trajectory."""
-
-    def score(self, turn, trajectory, **row):
-        return 1.0 / len(trajectory.turns)
-
-
 def test_a_run_records_what_its_rewards_tell_apart(build, tmp_path):
     rewards = ((Calls(), Share(), Never()), (Letters(), Same()))
     build(rewards=rewards, advantage_estimator="reward_to_go", logging_steps=2, max_steps=3).train()
     first, last = (json.loads(line) for line in (tmp_path / "audit.jsonl").read_text().splitlines())
     assert (first["step"], first["groups"], last["step"], last["groups"]) == (2, 2, 3, 1)
     audited = last["rewards"]
-    assert list(audited) == ["Calls", "Share", "Never", "Letters", "Same"]
-    assert {name: each["causal"] for name, each in audited.items()} == {
-        "Calls": True,
-        "Share": False,
-        "Never": True,
-        "Letters": None,
-        "Same": None,
-    }
+    causal = {"Calls": True, "Share": False, "Never": True, "Letters": None, "Same": None}
+    assert [(name, each["causal"]) for name, each in audited.items()] == list(causal.items())
     assert audited["Letters"]["group_correlation"] == pytest.approx(1) and audited["Share"]["group_variance"] == 0.0
     assert audited["Never"]["applies"] == 0.0 and audited["Same"]["equal_groups"] == 1.0
     logged = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
-    assert {name for name in logged if name.startswith("credit/")} == {
-        "credit/groups_without_signal",
-        "credit/sign_agreement",
-        "credit/uncredited_at_turn",
-        "credit/uncredited_up_to_turn",
-    }
+    found = {name.removeprefix("credit/") for name in logged if name.startswith("credit/")}
+    assert found == {"groups_without_signal", "sign_agreement", "uncredited_at_turn", "uncredited_up_to_turn"}
 
 
 def test_means_are_over_the_records_that_have_a_number():
-    causal = [True, None, False]
     records = [record(silent=silent, a={"mean": silent or None}) for silent in (0.0, 0.5, 1.0)]
-    for each, value in zip(records, causal, strict=True):
+    for each, value in zip(records, [True, None, False], strict=True):
         each["rewards"]["a"]["causal"] = value
     mean = mean_record(records)
     assert (mean["groups"], mean["groups_without_signal"], mean["sign_agreement"]) == (6, 0.5, None)
@@ -282,5 +232,150 @@ def test_of_a_step_that_was_taken_again_the_last_record_counts(tmp_path):
     lines = [{"step": step, **record(silent=silent, a={})} for step, silent in ((1, 0.0), (2, 1.0), (2, 0.5))]
     (tmp_path / "audit.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     audit = read_audit(tmp_path)
-    assert (audit["groups_without_signal"], audit["groups"]) == (0.25, 4)
-    assert "step" not in audit
+    assert (audit["groups_without_signal"], audit["groups"]) == (0.25, 4) and "step" not in audit
+
+
+# A run that was killed anywhere leaves, once it is resumed, the records of one that was not
+
+OPTIONS = {"save_strategy": "steps", "save_steps": 2, "max_steps": 5, "lr_scheduler_type": "constant"}
+OPTIONS |= {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 8, "num_generations_eval": 1}
+
+KILLED = f"""
+import os, signal, sys
+from pathlib import Path
+from datasets import Dataset
+from support.models import build_tokenizer
+from support.trainers import trainer_builder
+from mt_grpo.runlog import writer
+from mt_grpo.training import resuming
+from mt_grpo.training.step_log.records import Records
+
+folder, moment = Path(sys.argv[1]), sys.argv[2]
+
+def killing(function, when):
+    def call(*arguments, **options):
+        if when(*arguments):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*arguments, **options)
+    return call
+
+if moment == "trained":  # conversations and credit are written
+    Records.update = killing(Records.update, lambda records, update: update.number == 2)
+elif moment == "logged":
+    Records.log = killing(Records.log, lambda records, logs, number: number == 4)
+elif moment == "saving":
+    resuming.save_rollouts = killing(resuming.save_rollouts, lambda folder, *rest: folder.name == "checkpoint-4")
+elif moment == "trimming":
+    writer._keep = killing(writer._keep, lambda path, stays: path.name == "metrics.jsonl")
+
+asked = [[{{"role": "user", "content": f"What is {{n}} of Peru"}}] for n in range(8)]
+questions = Dataset.from_dict({{"prompt": asked, "answer": [[f"Lima {{n}}"] for n in range(8)]}})
+build = trainer_builder(folder, build_tokenizer(), questions)
+build(**{OPTIONS!r}).train(resume_from_checkpoint=True if moment == "trimming" else None)
+"""
+
+
+def records(folder: Path) -> tuple:
+    run = open_run(folder)
+    rows = [{k: v for k, v in row.items() if "seconds" not in k and k != "start"} for row in run.rows]
+    slow = ("_per_second", "runtime", "step_time")
+    metrics = [{k: v for k, v in line.items() if not k.endswith(slow)} for line in run.metrics()]
+    audit = [json.loads(line) for line in (folder / "audit.jsonl").read_text().splitlines()]
+    files = sorted(path.name for path in (folder / "rollouts").iterdir())
+    written = [json.loads(line) for line in (folder / "rollouts" / "index.jsonl").read_text().splitlines()]
+    assert sum(line["kind"] == "run" for line in written) >= 1
+    kinds = [tuple(line.get(key) for key in ("kind", "session", "step", "file")) for line in written]
+    kinds = [kind for kind in kinds if kind[0] != "run" and kind[3] != "tokenizer/tokenizer.json"]
+    assert len(kinds) == len(set(kinds))
+    return rows, [line["step"] for line in run.steps()], metrics[:-1], audit, files
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, tokenizer, questions):
+    (trainer := trainer_builder(folder := tmp_path_factory.mktemp("whole"), tokenizer, questions)(**OPTIONS)).train()
+    return records(folder), weights(trainer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moments", [["trained"], ["logged"], ["saving"], ["saving", "trimming"]], ids="-".join)
+def test_a_killed_run_leaves_the_records_of_a_whole_one(moments, whole, build, tmp_path):
+    (tmp_path / "killed.py").write_text(KILLED)
+    for moment in moments:
+        run = Forked([str(tmp_path / "killed.py"), str(tmp_path / "run"), moment], tmp_path / "log")
+        assert run.wait(300) == -signal.SIGKILL, (tmp_path / "log").read_text()
+    (trainer := build(output_dir=str(tmp_path / "run"), **OPTIONS)).train(resume_from_checkpoint=True)
+    for ours, theirs in zip(records(tmp_path / "run"), whole[0], strict=True):
+        assert ours == theirs
+    assert same(weights(trainer), whole[1])
+
+
+SAVES = {"save_strategy": "steps", "save_steps": 1}
+
+
+@pytest.fixture(scope="module")
+def one_step(tmp_path_factory, tokenizer, questions) -> Path:
+    """The checkpoint of a run of one step."""
+    folder = tmp_path_factory.mktemp("one_step")
+    trainer_builder(folder, tokenizer, questions)(max_steps=1, **SAVES).train()
+    return folder / "checkpoint-1"
+
+
+def test_going_back_says_which_checkpoints_stay(build, tmp_path, caplog):
+    for resumed in (None, str(tmp_path / "checkpoint-1")):
+        build(max_steps=3, **SAVES).train(resume_from_checkpoint=resumed)
+    (said,) = [each.getMessage() for each in caplog.records if "goes on from step 1" in each.getMessage()]
+    assert "the records of steps up to 3 were removed" in said and "(checkpoint-2, checkpoint-3)" in said
+    run = open_run(tmp_path)
+    assert [line["step"] for line in run.metrics() if "loss" in line] == [1, 2, 3]
+    assert [row["step"] for row in run.rows] == [step for step in range(3) for _ in range(4)]
+    assert [line["step"] for line in run.steps()] == [0, 1, 2]
+    assert all(row["advantages"] is not None and len(row["updates"]) == 1 for row in run.rows)
+    kinds = [json.loads(line)["kind"] for line in (tmp_path / "rollouts/index.jsonl").read_text().splitlines()]
+    assert kinds.count("run") == 2
+
+
+def test_a_checkpoint_of_another_folder_trims_nothing(build, tmp_path, one_step):
+    build(max_steps=3).train()
+    build(max_steps=2).train(resume_from_checkpoint=str(one_step))
+    assert len([line for line in open_run(tmp_path).metrics() if "loss" in line]) == 4
+
+
+def resumed(build, checkpoint, caplog, **keys):
+    """What is said when a run of one step goes on for another."""
+    caplog.clear()
+    build(**keys).train(resume_from_checkpoint=str(checkpoint))
+    return [record.getMessage() for record in caplog.records]
+
+
+OTHER = {"rewards": ((Calls(),), (Answered(), Letters()))}
+
+
+def test_other_rewards_of_a_checkpoint_are_named_once(build, one_step, tmp_path, caplog):
+    (note,) = [said for said in resumed(build, one_step, caplog, **OTHER) if "was made with other" in said]
+    assert "rewards: Calls (1), Answered (1); here Calls (1), Answered (1), Letters (1)" in note
+    assert "data" not in note and "tools" not in note
+    same = resumed(build, one_step, caplog)
+    silent = copytree(one_step, tmp_path / "checkpoint-1", dirs_exist_ok=True)
+    (silent / "made_with.json").unlink()  # of a checkpoint that does not say
+    said = [*same, *resumed(build, silent, caplog, **OTHER)]
+    assert not [each for each in said if "missing keys" in each or "was made with other" in each]
+
+
+def test_the_card_of_a_local_model_names_it(build, tmp_path):
+    trainer = build(max_steps=1)
+    trainer.model.config._name_or_path = str(tmp_path)
+    trainer.create_model_card("agent")
+    card = Path(tmp_path, "README.md").read_text()
+    assert "None" not in card and f"fine-tuned version of `{tmp_path.name}`" in card
+    assert "2505.11821" in card and "DeepSeekMath" not in card
+
+
+def test_tensorboard_is_sent_numbers_only(build, caplog):
+    pytest.importorskip("tensorboard")
+    trainer = build(max_steps=1, report_to=["tensorboard"])
+    kinds = [type(one) for one in trainer.callback_handler.callbacks if isinstance(one, TensorBoardCallback)]
+    assert kinds == [NumbersToTensorBoard]
+    callback = NumbersToTensorBoard()
+    callback.on_train_begin(trainer.args, trainer.state, trainer.control)
+    callback.on_log(trainer.args, trainer.state, trainer.control, logs={"reward": None, "loss": 1.0})
+    assert "incorrect" not in caplog.text

@@ -5,23 +5,19 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from shutil import copytree
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
-from support.trainers import Answered, Calls, Letters, conversation, trainer_builder
+from support.trainers import Letters, logged, same, thinking, trainer_builder, weights
 
 from mt_grpo.errors import ConfigError
 from mt_grpo.runlog import open_run, read_trajectories
 
 UNLIKE = ("step_time", "epoch")
 """What differs in a line of metrics: an epoch of a replay is all that was logged."""
-REWARDS = ((Calls(),), (Answered(),))
-
-
-def weights(trainer) -> list[torch.Tensor]:
-    return [each.detach().clone() for each in trainer.model.parameters()]
+SAMPLED = {"script": None, "rewards": ((), (Letters(),)), "max_completion_length": 60}
 
 
 def metrics(folder: Path) -> list[dict[str, float]]:
@@ -29,16 +25,18 @@ def metrics(folder: Path) -> list[dict[str, float]]:
     return [{name: value for name, value in line.items() if name not in UNLIKE} for line in lines if "loss" in line]
 
 
-def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
-    return all(map(torch.equal, a, b))
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, tokenizer, questions):
+    """A finished run of two steps, and its weights."""
+    folder = tmp_path_factory.mktemp("finished")
+    (trainer := trainer_builder(folder, tokenizer, questions)()).train()
+    return folder, weights(trainer)
 
 
 @pytest.fixture
-def run(build, tmp_path):
-    """A finished run of two steps, and its weights."""
-    trainer = build(output_dir=str(tmp_path / "run"))
-    trainer.train()
-    return tmp_path / "run", weights(trainer)
+def run(finished, tmp_path) -> Path:
+    """A copy of it."""
+    return copytree(finished[0], tmp_path / "run")
 
 
 @pytest.fixture
@@ -47,7 +45,22 @@ def replay(build, tmp_path):
 
     def make(**options):
         given = {"output_dir": str(tmp_path / "again"), "replay": str(tmp_path / "run"), **options}
-        return build(None, **given)
+        return build(**{**given, "script": None})
+
+    return make
+
+
+@pytest.fixture
+def both(build, replay, tmp_path):
+    """A run with some options, and its replay: they have the same weights after every step, so each batch is equal."""
+
+    def make(**options):
+        trainer = build(**options, output_dir=str(tmp_path / "run"))
+        trainer.train()
+        again = replay(**{name: value for name, value in options.items() if not name.startswith("save")})
+        again.train()
+        assert same(weights(trainer), weights(again))
+        return metrics(tmp_path / "run"), metrics(tmp_path / "again")
 
     return make
 
@@ -55,133 +68,78 @@ def replay(build, tmp_path):
 @pytest.mark.parametrize(
     "options",
     [
-        {},
-        {"gradient_accumulation_steps": 2, "num_iterations": 2},
-        {"loss_type": "grpo", "groups_without_signal": "leave_out", "per_device_train_batch_size": 8},
+        SAMPLED,
+        SAMPLED | {"gradient_accumulation_steps": 2, "num_iterations": 2},
+        SAMPLED | {"loss_type": "grpo", "groups_without_signal": "leave_out", "per_device_train_batch_size": 8},
+        # of an engine: its log-probs are not the model's, and rewritten histories are trees that fork
+        {"script": thinking, "use_vllm": True},
+        {"script": thinking, "history": "strip_thinking"},
     ],
-    ids=["plain", "several batches", "groups left out"],
+    ids=["plain", "several batches", "groups left out", "corrected for an engine", "rewritten histories"],
 )
-def test_every_step_of_an_unchanged_replay_is_the_runs(build, replay, tmp_path, options):
-    """Its weights go through the same steps, so each batch is what the run trained on, bit for bit."""
-    options = {"rewards": ((), (Letters(),)), "max_completion_length": 60, **options}
-    trainer = build(None, output_dir=str(tmp_path / "run"), **options)
-    trainer.train()
-    again = replay(**options)
-    again.train()
-    assert same(weights(trainer), weights(again))
-    assert metrics(tmp_path / "run") == metrics(tmp_path / "again")
-    logged, trained = (
-        [{**each, "start": None} for each in read_trajectories(tmp_path / name)] for name in ("run", "again")
-    )
-    assert logged == trained
+def test_every_step_of_an_unchanged_replay_is_the_runs(both, tmp_path, options):
+    ran, replayed = both(**options)
+    assert ran == replayed
+    assert (ran[0]["sequences/mean"] > 1) == ("history" in options)
+    found = [[{**each, "start": None} for each in read_trajectories(tmp_path / name)] for name in ("run", "again")]
+    assert found[0] == found[1]
 
 
 def test_batches_come_as_they_were_sampled_in_later_epochs(tmp_path, tokenizer, questions):
     """Three batches per epoch, two per step: the third step begins with the second half of an accumulation."""
     build = trainer_builder(tmp_path, tokenizer, questions.select(range(3)))
-    options = {"rewards": ((), (Letters(),)), "max_turn_length": 12, "temperature": 1.0, "steps_per_generation": 1}
-    build(None, output_dir=str(tmp_path / "run"), gradient_accumulation_steps=2, max_steps=3, **options).train()
-    build(None, output_dir=str(tmp_path / "again"), replay=str(tmp_path / "run"), max_steps=5, **options).train()
+    options = {**SAMPLED, "max_turn_length": 12, "temperature": 1.0, "steps_per_generation": 1}
+    build(output_dir=str(tmp_path / "run"), gradient_accumulation_steps=2, max_steps=3, **options).train()
+    build(output_dir=str(tmp_path / "again"), replay=str(tmp_path / "run"), max_steps=5, **options).train()
     sampled, replayed = ([row["sampled"] for row in open_run(tmp_path / name).rows] for name in ("run", "again"))
     assert len(set(sampled)) == 20 and replayed == sampled
 
 
 def test_smaller_micro_batches_train_on_the_same_batch(build, replay, tmp_path):
     """What a limit of memory asks for: half the rows at a time."""
-    trainer = build(per_device_train_batch_size=8, output_dir=str(tmp_path / "run"))
-    trainer.train()
-    again = replay(per_device_train_batch_size=4, gradient_accumulation_steps=2)
-    again.train()
-    whole, halves = metrics(tmp_path / "run")[0], metrics(tmp_path / "again")[0]
-    for name in ("loss", "grad_norm", "reward", "entropy", "turn_1/advantage"):
-        assert halves[name] == pytest.approx(whole[name], rel=1e-4)
+    (trainer := build(per_device_train_batch_size=8, output_dir=str(tmp_path / "run"))).train()
+    (again := replay(per_device_train_batch_size=4, gradient_accumulation_steps=2)).train()
+    names = ("loss", "grad_norm", "reward", "entropy", "turn_1/advantage")
+    assert logged(again, *names)[0] == pytest.approx(logged(trainer, *names)[0], rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"use_vllm": True}, {"history": "strip_thinking"}],
-    ids=["corrected for an engine", "rewritten histories"],
-)
-def test_what_an_engine_sampled_is_trained_as_it_was(build, replay, tmp_path, options):
-    """Scripted: its log-probs are not the model's, and rewritten histories are trees that fork."""
-
-    def script(session, turn):
-        return f"<think>well</think>{conversation(session, turn)}"
-
-    trainer = build(script, output_dir=str(tmp_path / "run"), **options)
-    trainer.train()
-    again = replay(**options)
-    again.train()
-    assert same(weights(trainer), weights(again))
-    assert metrics(tmp_path / "run") == metrics(tmp_path / "again")
-    assert (metrics(tmp_path / "run")[0]["sequences/mean"] > 1) == ("history" in options)
-
-
-def test_a_run_that_sampled_ahead_is_replayed_without_waiting(build, replay, tmp_path):
-    """With its correction for earlier weights."""
-    trainer = build(output_dir=str(tmp_path / "run"), max_staleness=1, max_steps=3)
-    trainer.train()
-    again = replay(max_staleness=1, max_steps=3)
-    again.train()
-    assert same(weights(trainer), weights(again))
-    run, replayed = metrics(tmp_path / "run"), metrics(tmp_path / "again")
-    assert [line["loss"] for line in run] == [line["loss"] for line in replayed]
-
-
-def test_a_replay_takes_the_smaller_steps_of_its_run(build, replay, tmp_path, monkeypatch):
+def test_a_run_that_sampled_ahead_is_replayed_without_waiting(both, monkeypatch):
+    """With its correction for earlier weights, and its smaller steps."""
     monkeypatch.setattr("mt_grpo.training.trainer.effective_sample_size", lambda output: 0.1)
-    trainer = build(output_dir=str(tmp_path / "run"), max_staleness=1)
-    trainer.train()
-    again = replay(max_staleness=1)
-    again.train()
-    assert same(weights(trainer), weights(again))
-    assert not any(name.startswith("staleness/") for line in metrics(tmp_path / "again") for name in line)
+    run, replayed = both(max_staleness=1, max_steps=3)
+    assert [line["loss"] for line in run] == [line["loss"] for line in replayed]
+    assert not any(name.startswith("staleness/") for line in replayed for name in line)
 
 
-def test_another_rule_is_credited_on_the_logged_scores(run, replay, tmp_path):
-    folder, before = run
-    trainer = replay(advantage_estimator="grpo_or", loss_type="grpo")
-    trainer.train()
-    assert not same(before, weights(trainer))
-    assert [row["reward"] for row in open_run(tmp_path / "again").rows] == [
-        row["reward"] for row in open_run(folder).rows
-    ]
-    assert open_run(tmp_path / "again").about["estimator"] == "grpo_or"
+def test_another_rule_is_credited_on_the_logged_scores(finished, run, replay, tmp_path):
+    (trainer := replay(advantage_estimator="grpo_or", loss_type="grpo")).train()
+    again = open_run(tmp_path / "again")
+    assert not same(finished[1], weights(trainer)) and again.about["estimator"] == "grpo_or"
+    assert [row["reward"] for row in again.rows] == [row["reward"] for row in open_run(run).rows]
 
 
 def test_a_replay_goes_on_from_a_checkpoint_of_the_run(build, replay, tmp_path):
     options = {"output_dir": str(tmp_path / "run"), "save_strategy": "steps", "save_steps": 1, "max_steps": 3}
-    trainer = build(**options)
-    trainer.train()
-    again = replay(max_steps=3)
-    again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+    (trainer := build(**options)).train()
+    (again := replay(max_steps=3)).train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
     assert same(weights(trainer), weights(again))
     assert metrics(tmp_path / "run")[2:] == metrics(tmp_path / "again")
 
 
-def test_no_server_is_asked_for_and_nothing_is_evaluated(run, replay):
+def test_no_server_is_asked_for_and_nothing_is_evaluated(run, replay, questions):
     trainer = replay(use_vllm=True, vllm_server_port=1, do_eval=True, eval_strategy="steps", eval_steps=1)
     trainer.train()
     assert trainer.weight_sync is None and trainer.eval_trajectories == []
     assert "eval_loss" not in trainer.state.log_history
+    asked = [words[-1]["content"] for words in trainer._logs["prompt"]]
+    assert asked == [each.prompt[-1]["content"] for each in trainer.batch.trajectories]
+    with pytest.raises(ConfigError, match="`replay` trains on what a run logged, and samples nothing"):
+        trainer.evaluate(questions)
 
 
 def test_steps_that_are_unset_are_those_that_were_logged(run, replay):
-    trainer = replay(max_steps=-1, num_train_epochs=3)
-    trainer.train()
+    (trainer := replay(max_steps=-1, num_train_epochs=3)).train()
     assert trainer.state.global_step == 2
-
-
-def test_prompts_are_those_of_the_conversations(run, replay, questions):
-    trainer = replay()
-    trainer.train()
-    asked = [words[-1]["content"] for words in trainer._logs["prompt"]]
-    assert asked == [each.prompt[-1]["content"] for each in trainer.batch.trajectories]
-
-
-def test_an_evaluation_of_a_replay_is_refused(run, replay, questions):
-    with pytest.raises(ConfigError, match="`replay` trains on what a run logged, and samples nothing"):
-        replay().evaluate(questions)
 
 
 @pytest.mark.parametrize(
@@ -207,16 +165,20 @@ def test_a_run_that_has_not_trained_is_refused(build, replay, tmp_path):
         replay()
 
 
+def keep_lines(run: Path, keeps) -> None:
+    """Leaves some lines of the index, as if the run had written no others."""
+    index = run / "rollouts" / "index.jsonl"
+    index.write_text("".join(f"{line}\n" for line in index.read_text().splitlines() if keeps(line)))
+
+
 def test_a_run_of_another_tokenizer_is_refused(run, replay):
-    file = run[0] / "tokenizer" / "tokenizer.json"
+    file = run / "tokenizer" / "tokenizer.json"
     content = json.loads(file.read_text())
     vocabulary = content["model"]["vocab"]
     first, second = list(vocabulary)[:2]
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
     file.write_text(json.dumps(content))
-    index = run[0] / "rollouts" / "index.jsonl"  # as if the run had written it
-    lines = [line for line in index.read_text().splitlines() if '"tokenizer/tokenizer.json"' not in line]
-    index.write_text("\n".join(lines) + "\n")
+    keep_lines(run, lambda line: '"tokenizer/tokenizer.json"' not in line)
     with pytest.raises(ConfigError, match="has another tokenizer than"):
         replay()
 
@@ -229,7 +191,7 @@ def test_tokens_that_the_model_lacks_are_refused(run, replay):
 
 
 def test_a_damaged_record_is_refused_in_a_sentence(run, replay):
-    (run[0] / "rollouts" / "train-1-0.rank0.parquet").write_bytes(b"damaged")
+    (run / "rollouts" / "train-1-0.rank0.parquet").write_bytes(b"damaged")
     trainer = replay()
     with pytest.raises(ConfigError, match=r"train-1-0.rank0.parquet is damaged \(its bytes are others"):
         trainer.train()
@@ -247,7 +209,7 @@ def test_a_damaged_record_is_refused_in_a_sentence(run, replay):
     ids=["too few turns", "text", "nan", "no list"],
 )
 def test_damaged_scores_are_refused_in_a_sentence(run, replay, scores):
-    path = run[0] / "rollouts" / "train-0-0.rank0.parquet"
+    path = run / "rollouts" / "train-0-0.rank0.parquet"
     table = pq.read_table(path)
     records = [json.dumps({**json.loads(text), "rewards": scores}) for text in table["record"].to_pylist()]
     place = table.schema.get_field_index("record")
@@ -260,8 +222,7 @@ def test_damaged_scores_are_refused_in_a_sentence(run, replay, scores):
 
 
 def test_a_run_without_a_group_size_is_refused(run, replay):
-    index = run[0] / "rollouts" / "index.jsonl"
-    index.write_text("\n".join(line for line in index.read_text().splitlines() if '"kind":"run"' not in line) + "\n")
+    keep_lines(run, lambda line: '"kind":"run"' not in line)
     with pytest.raises(ConfigError, match="does not say how many conversations it has for each prompt"):
         replay()
 
@@ -283,12 +244,10 @@ def test_a_run_without_sampled_log_probs_is_refused(build, replay, tmp_path, mon
 
 def test_an_unfinished_batch_is_not_replayed(run, replay):
     """A run that is ended while it samples leaves the conversations that were finished."""
-    index = run[0] / "rollouts" / "index.jsonl"
-    lines = index.read_text().splitlines()
-    last = next(line for line in reversed(lines) if '"kind":"rollout"' in line)
-    index.write_text("\n".join(line for line in lines if line is not last) + "\n")
+    index = (run / "rollouts" / "index.jsonl").read_text().splitlines()
+    last = next(line for line in reversed(index) if '"kind":"rollout"' in line)
+    keep_lines(run, lambda line: line != last)
     with pytest.raises(ConfigError, match="has 1 whole batches"):
         replay()
-    trainer = replay(max_steps=1)
-    trainer.train()
+    (trainer := replay(max_steps=1)).train()
     assert trainer.state.global_step == 1

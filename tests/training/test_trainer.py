@@ -9,19 +9,36 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from support.models import CPU_RUN, build_model, lookup
-from support.trainers import LOSS_TYPES, Answered, Letters, batch, conversation, member, trainer_builder
+from support.models import build_model, lookup
+from support.trainers import (
+    LOSS_TYPES,
+    SEARCH,
+    Letters,
+    batch,
+    check_log_probs,
+    gradient,
+    log_probs,
+    logged,
+    member,
+    same,
+    trained_tokens,
+    trainer_builder,
+    weights,
+)
 from trl import GRPOConfig, GRPOTrainer
 
 from mt_grpo.credit import estimate
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.envs.source import source_of
 from mt_grpo.rewards import OutcomeReward, RewardError
-from mt_grpo.rollout import EngineError, RolloutError, ScriptedEngine
+from mt_grpo.rollout import EngineError, RolloutError
 from mt_grpo.runlog import open_run
-from mt_grpo.training import ConfigError, MTGRPOConfig, MTGRPOEnvTrainer
+from mt_grpo.training import ConfigError
 from mt_grpo.training.checkpoint import load_rollouts, save_rollouts
 from mt_grpo.training.environment import build_env
+from mt_grpo.training.model import REFERENCE
+
+LETTERS = ((), (Letters(),))
 
 
 def test_sampled_tokens_are_trained_and_tool_results_are_seen(build, tokenizer):
@@ -29,8 +46,7 @@ def test_sampled_tokens_are_trained_and_tool_results_are_seen(build, tokenizer):
     inputs = batch(trainer)
     requests = trainer.runner.engine.requests
     for row in range(4):
-        real = inputs["completion_mask"][row].bool()
-        trained = real & inputs["tool_mask"][row].bool()
+        real, trained = inputs["completion_mask"][row].bool(), trained_tokens(inputs)[row]
         sampled = [token for session, _, sample in requests if member(session) == row for token in sample.ids]
         assert inputs["completion_ids"][row][trained].tolist() == sampled
         whole = inputs["prompt_ids"][row][inputs["prompt_mask"][row].bool()].tolist()
@@ -41,34 +57,23 @@ def test_sampled_tokens_are_trained_and_tool_results_are_seen(build, tokenizer):
 
 
 def test_the_loss_reads_tool_results_but_is_not_taken_on_them(build):
-    trainer = build()
+    trainer, row = build(), 1
     inputs = batch(trainer)
-    row = 1
-    environment = inputs["completion_mask"][row].bool() & ~inputs["tool_mask"][row].bool()
-    position = environment.nonzero()[3].item()
-    arguments = (
-        trainer.model,
-        torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
-        torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
-        inputs["completion_ids"].shape[1],
-    )
-    before = trainer._get_per_token_logps_and_entropies(*arguments)[0][row]
+    position = (inputs["completion_mask"][row].bool() & ~inputs["tool_mask"][row].bool()).nonzero()[3].item()
+    before = log_probs(trainer, inputs)[row]
     trainer.batch.token_rows[row].ids[position] += 1
-    after = trainer._get_per_token_logps_and_entropies(*arguments)[0][row]
-    answer = (inputs["completion_mask"][row] * inputs["tool_mask"][row]).bool()
+    answer = trained_tokens(inputs)[row]
     answer[:position] = False
-    assert (before - after)[answer].abs().min() > 1e-6
+    assert (before - log_probs(trainer, inputs)[row])[answer].abs().min() > 1e-6
 
 
 def test_each_token_gets_the_advantage_of_its_turn(build):
+    def normal(rewards):
+        return (rewards - rewards.mean()) / (rewards.std() + 1e-4)
+
     inputs = batch(trainer := build())
-    rewards = trainer.batch.rewards
-    outcomes = rewards.outcome_rewards
-    outcome = (outcomes - outcomes.mean()) / (outcomes.std() + 1e-4)
-    sums = torch.tensor([2.0, 1.0, 0.0, 1.0])
-    turn = (sums - sums.mean()) / (sums.std() + 1e-4)
-    merged = outcomes + sums
-    merged = (merged - merged.mean()) / (merged.std() + 1e-4)
+    outcomes, sums = trainer.batch.rewards.outcome_rewards, torch.tensor([2.0, 1.0, 0.0, 1.0])
+    outcome, turn, merged = normal(outcomes), normal(sums), normal(outcomes + sums)
     expected = {  # turns up to the first result get the turn advantage too
         0: [outcome[0] + turn[0], outcome[0], outcome[0]],
         1: [outcome[1] + turn[1], outcome[1]],
@@ -76,20 +81,22 @@ def test_each_token_gets_the_advantage_of_its_turn(build):
         3: [outcome[3] + turn[3], outcome[3] + turn[3], outcome[3]],
     }
     for row, advantages in expected.items():
-        mask = (inputs["completion_mask"][row] * inputs["tool_mask"][row]).bool()
         lengths = [turn.num_tokens for turn in trainer.batch.trajectories[row].turns]
         wanted = torch.cat([torch.full((n,), float(a)) for n, a in zip(lengths, advantages, strict=True)])
-        torch.testing.assert_close(inputs["advantages"][row][mask], wanted)
+        torch.testing.assert_close(inputs["advantages"][row][trained_tokens(inputs)[row]], wanted)
+    estimated = estimate("mt_grpo", trainer.batch.rewards, turn_coef=1.0)
+    turns = trainer.batch.rewards.turn_mask
+    shown = torch.tensor(list(trainer._logs["advantages"]))  # in TRL's table of completions
+    torch.testing.assert_close(shown, (estimated * turns).sum(1) / turns.sum(1))
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_every_loss_type_trains(build, tmp_path, model, loss_type):
     model.save_pretrained(tmp_path / "model")  # the reference model is loaded from there
     trainer = build(model=str(tmp_path / "model"), loss_type=loss_type, max_steps=1, beta=0.01)
-    before = [parameter.clone() for parameter in trainer.model.parameters()]
-    result = trainer.train()
-    assert torch.isfinite(torch.tensor(result.training_loss))
-    assert any((a != b).any() for a, b in zip(before, trainer.model.parameters(), strict=True))
+    before = weights(trainer)
+    assert torch.isfinite(torch.tensor(trainer.train().training_loss))
+    assert not same(before, weights(trainer))
 
 
 @pytest.mark.parametrize(
@@ -102,7 +109,7 @@ def test_every_loss_type_trains(build, tmp_path, model, loss_type):
     ],
 )
 @pytest.mark.slow
-def test_with_one_turn_and_no_tools_it_is_trl_grpo(build, tmp_path, tokenizer, questions, options):
+def test_with_one_turn_and_no_tools_it_is_trl_grpo(build, tokenizer, questions, options):
     def answer(number: int) -> str:
         return f"<answer>Lima {'of Peru ' * (number % 4)}</answer>"
 
@@ -117,55 +124,57 @@ def test_with_one_turn_and_no_tools_it_is_trl_grpo(build, tmp_path, tokenizer, q
 
     options = {"max_steps": 3, "optim": "sgd", **options}
     ours = build(lambda session, turn: answer(member(session)), rewards=((), (reward,)), **options)
-    arguments = {
-        name: getattr(ours.args, name)
-        for name in (
-            "output_dir use_cpu bf16 gradient_checkpointing disable_tqdm per_device_train_batch_size "
-            "num_generations max_completion_length learning_rate max_steps save_strategy logging_steps "
-            "loss_type num_iterations optim"
-        ).split()
-    }
-    stock = GRPOTrainer(
-        build_model(tokenizer),
-        reward,
-        GRPOConfig(**arguments, report_to=[], steps_per_generation=options.get("steps_per_generation")),
-        questions,
-        processing_class=tokenizer,
-        rollout_func=rollout,
+    names = "output_dir use_cpu bf16 gradient_checkpointing disable_tqdm per_device_train_batch_size num_generations"
+    names += (
+        " max_completion_length learning_rate max_steps save_strategy logging_steps loss_type num_iterations optim"
     )
+    arguments = {name: getattr(ours.args, name) for name in names.split()}
+    config = GRPOConfig(**arguments, report_to=[], steps_per_generation=options.get("steps_per_generation"))
+    given = {"processing_class": tokenizer, "rollout_func": rollout}
+    stock = GRPOTrainer(build_model(tokenizer), reward, config, questions, **given)
     for trainer in (ours, stock):
         torch.manual_seed(0)
         trainer.train()
-    losses = [
-        [(row["loss"], row["grad_norm"]) for row in trainer.state.log_history if "loss" in row]
-        for trainer in (ours, stock)
-    ]
-    torch.testing.assert_close(torch.tensor(losses[0]), torch.tensor(losses[1]), rtol=1e-5, atol=1e-7)
+    losses = [torch.tensor(logged(trainer, "loss", "grad_norm")) for trainer in (ours, stock)]
+    torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-7)
     for a, b in zip(ours.model.parameters(), stock.model.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+FOLLOWS = {"beta": 0.5, "sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.7}
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        {},
+        FOLLOWS,
         {"steps_per_generation": 4, "num_iterations": 2},
         {"gradient_accumulation_steps": 2, "steps_per_generation": 1},
     ],
+    ids=["a reference that follows", "a batch for several steps", "a step of several batches"],
 )
 @pytest.mark.slow
-def test_a_resumed_run_takes_the_same_next_step(build, tmp_path, options):
+def test_a_resumed_run_takes_the_same_next_step(build, tmp_path, model, options):
+    model.save_pretrained(tmp_path / "model")
     options = {"max_steps": 5, "temperature": 1.0, "max_turn_length": 12, "learning_rate": 1e-3, **options}
-    folders = [str(tmp_path / name) for name in ("whole", "cut")]
-    rewards = ((), (Letters(),))
-    whole = build(None, rewards=rewards, output_dir=folders[0], **options)
-    whole.train()
+
+    def run(folder, resume=None, **more):
+        folder = str(tmp_path / folder)
+        trainer = build(None, str(tmp_path / "model"), LETTERS, output_dir=folder, **{**options, **more})
+        trainer.train(resume and str(tmp_path / resume))
+        return trainer
+
+    whole = run("whole")
     assert any(row.get("grad_norm") for row in whole.state.log_history)
-    build(None, rewards=rewards, output_dir=folders[1], save_strategy="steps", save_steps=3, **options).train()
-    resumed = build(None, rewards=rewards, output_dir=folders[1], **options)
-    resumed.train(resume_from_checkpoint=f"{folders[1]}/checkpoint-3")
-    for a, b in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
-        assert torch.equal(a, b)
+    run("cut", save_strategy="steps", save_steps=3)
+    resumed = run("cut", "cut/checkpoint-3")
+    assert same(weights(whole), weights(resumed))
+    if options.get("beta"):
+        assert any(row.get("kl") for row in whole.state.log_history)
+        assert all(map(torch.equal, whole.ref_model.parameters(), resumed.ref_model.parameters()))
+        (tmp_path / "cut" / "checkpoint-3" / REFERENCE).unlink()  # as where none is synced
+        with pytest.raises(ConfigError, match="no synced reference"):
+            run("cut", "cut/checkpoint-3")
 
 
 @pytest.mark.parametrize("number", [2, 3], ids=["between epochs", "in the second epoch"])
@@ -173,13 +182,13 @@ def test_a_resumed_run_keeps_the_order_of_later_epochs(build, tmp_path, number):
     """Eight questions, four per step: an epoch is two steps."""
     options = {"per_device_train_batch_size": 8, "num_generations": 2, "max_steps": 6, "learning_rate": 0.0}
 
-    def answered(folder, **more):
-        answer = lambda session, turn: f"<answer>Lima {member(session)}</answer>"  # noqa: E731
-        build(answer, output_dir=str(folder), **options, **more).train(more.get("resume_from_checkpoint"))
-        return [(row["step"], row["prompt"]) for row in open_run(folder).rows]
+    def answered(**more):
+        trainer = build(lambda session, turn: f"<answer>Lima {member(session)}</answer>", **options, **more)
+        trainer.train(more.get("resume_from_checkpoint"))
+        return [(row["step"], row["prompt"]) for row in open_run(tmp_path).rows]
 
-    whole = answered(tmp_path, save_strategy="steps", save_steps=1)
-    assert answered(tmp_path, resume_from_checkpoint=str(tmp_path / f"checkpoint-{number}")) == whole
+    whole = answered(save_strategy="steps", save_steps=1)
+    assert answered(resume_from_checkpoint=str(tmp_path / f"checkpoint-{number}")) == whole
 
 
 @pytest.mark.slow
@@ -187,8 +196,8 @@ def test_a_step_that_was_cut_short_begins_again(tmp_path, tokenizer, questions):
     """Three batches per epoch, two per step: the third step begins with the fourth batch, and is cut in the fifth."""
     build = trainer_builder(tmp_path, tokenizer, questions.select(range(3)))
     options = {"max_steps": 4, "temperature": 1.0, "max_turn_length": 12, "learning_rate": 1e-3}
-    options |= {"gradient_accumulation_steps": 2, "steps_per_generation": 1, "rewards": ((), (Letters(),))}
-    whole = build(None, output_dir=str(tmp_path / "whole"), **options)
+    options |= {"gradient_accumulation_steps": 2, "steps_per_generation": 1}
+    whole = build(None, rewards=LETTERS, output_dir=str(tmp_path / "whole"), **options)
     whole.train()
 
     class Cut(Letters):
@@ -197,14 +206,13 @@ def test_a_step_that_was_cut_short_begins_again(tmp_path, tokenizer, questions):
                 raise KeyboardInterrupt
             return super().score(trajectory, **row)
 
-    cut = build(None, output_dir=str(tmp_path / "cut"), **{**options, "rewards": ((), (Cut(),))})
+    cut = build(None, rewards=((), (Cut(),)), output_dir=str(tmp_path / "cut"), **options)
     with pytest.raises(KeyboardInterrupt):
         cut.train()
     folder = cut.save_checkpoint()
-    resumed = build(None, output_dir=str(tmp_path / "cut"), **options)
+    resumed = build(None, rewards=LETTERS, output_dir=str(tmp_path / "cut"), **options)
     resumed.train(resume_from_checkpoint=str(folder))
-    for a, b in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
-        assert torch.equal(a, b)
+    assert same(weights(whole), weights(resumed))
 
 
 def test_a_checkpoint_of_version_0_1_keeps_its_forks(tmp_path):
@@ -217,55 +225,51 @@ def test_a_checkpoint_of_version_0_1_keeps_its_forks(tmp_path):
 
 def test_sampled_log_probs_are_those_of_the_trained_model(build):
     trainer = build(None, temperature=0.7, max_turn_length=10)
-    inputs = batch(trainer)
-    logps, _, _ = trainer._get_per_token_logps_and_entropies(
-        trainer.model,
-        torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
-        torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
-        inputs["completion_ids"].shape[1],
-    )
-    mask = (inputs["completion_mask"] * inputs["tool_mask"]).bool()
-    torch.testing.assert_close(logps[mask], inputs["sampling_per_token_logps"][mask], rtol=0, atol=2e-5)
+    check_log_probs(trainer, batch(trainer), within=2e-5)
 
 
 def test_lora_trains_the_adapter_and_samples_with_it(build):
-    adapter = LoraConfig(target_modules=["q_proj", "v_proj"])
-    trainer = build(None, rewards=((), (Letters(),)), max_turn_length=8, peft_config=adapter)
-    frozen = {n: p.clone() for n, p in trainer.model.named_parameters() if not p.requires_grad}
+    trainer = build(None, rewards=LETTERS, max_turn_length=8, peft_config=LoraConfig(target_modules=["q_proj"]))
+    frozen = {name: p.clone() for name, p in trainer.model.named_parameters() if not p.requires_grad}
     trainer.train()
-    moved = {n: p for n, p in trainer.model.named_parameters() if not p.requires_grad}
-    assert all(torch.equal(frozen[name], moved[name]) for name in frozen)
-    assert any(p.abs().sum() > 0 for n, p in trainer.model.named_parameters() if "lora_B" in n)
+    after = dict(trainer.model.named_parameters())
+    assert all(torch.equal(weight, after[name]) for name, weight in frozen.items())
+    assert any(p.abs().sum() > 0 for name, p in after.items() if "lora_B" in name)
 
 
 def test_evaluation_has_its_own_number_of_generations(build):
     trainer = build(num_generations_eval=1, per_device_eval_batch_size=8, do_eval=True)  # more than a training batch
     metrics = trainer.evaluate()
     assert len(trainer.eval_trajectories) == len(trainer.eval_dataset)
-    assert metrics["eval_rewards/Answered/mean"] > 0
-    assert metrics["eval_stop/answered"] == 1.0
+    assert metrics["eval_rewards/Answered/mean"] > 0 and metrics["eval_stop/answered"] == 1.0
 
 
 def test_metrics_are_logged_by_turn(build, tmp_path):
     build(max_steps=1).train()
-    logged = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
-    assert logged["turns/mean"] == (3 + 2 + 1 + 3) / 4
-    assert logged["tools/call_frequency"] == 4 / 4 and logged["tools/failure_frequency"] == 0
-    assert logged["tools/malformed_frequency"] == logged["turn_1/malformed"] == 1 / 4
-    assert logged["turn_1/tool_calls"] == 2 / 4 and logged["turn_1/failures"] == 0
-    assert logged["turn_1/reward"] == pytest.approx(2 / 3) and logged["turn_2/reward"] == 1.0
-    assert "turn_3/advantage" in logged and "turn_3/reward" not in logged
-    assert logged["stop/answered"] == 1.0
-    assert logged["rewards/Calls/mean"] == pytest.approx(4 / 3)
+    found = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
+    expected = {
+        "turns/mean": (3 + 2 + 1 + 3) / 4,
+        "tools/call_frequency": 4 / 4,
+        "tools/failure_frequency": 0,
+        "tools/malformed_frequency": 1 / 4,
+        "turn_1/malformed": 1 / 4,
+        "turn_1/tool_calls": 2 / 4,
+        "turn_1/failures": 0,
+        "turn_1/reward": 2 / 3,
+        "turn_2/reward": 1.0,
+        "stop/answered": 1.0,
+        "rewards/Calls/mean": 4 / 3,
+    }
+    assert {name: found[name] for name in expected} == pytest.approx(expected)
+    assert "turn_3/advantage" in found and "turn_3/reward" not in found
 
 
 def test_reward_weights_scale_turn_and_outcome_rewards(build):
     plain, weighted = build(), build(reward_weights=[3.0, 0.5])
     batch(plain), batch(weighted)
-    torch.testing.assert_close(
-        weighted.batch.rewards.turn_rewards, 3 * plain.batch.rewards.turn_rewards, equal_nan=True
-    )
-    torch.testing.assert_close(weighted.batch.rewards.outcome_rewards, plain.batch.rewards.outcome_rewards / 2)
+    ours, theirs = weighted.batch.rewards, plain.batch.rewards
+    torch.testing.assert_close(ours.turn_rewards, 3 * theirs.turn_rewards, equal_nan=True)
+    torch.testing.assert_close(ours.outcome_rewards, theirs.outcome_rewards / 2)
 
 
 def test_truncated_completions_can_be_left_out_of_the_loss(build):
@@ -273,26 +277,110 @@ def test_truncated_completions_can_be_left_out_of_the_loss(build):
     inputs = batch(trainer)
     truncated = [trajectory.stop_reason.value == "length" for trajectory in trainer.batch.trajectories]
     assert truncated == [True, True, False, True]
-    assert inputs["tool_mask"].mul(inputs["completion_mask"]).sum(dim=1).bool().tolist() == [False, False, True, False]
+    assert trained_tokens(inputs).any(dim=1).tolist() == [False, False, True, False]
     assert inputs["completion_mask"].sum(dim=1).min() > 0
 
 
-def test_a_conversation_that_never_began_is_not_trained(build):
-    def script(session, turn):
-        return EngineError("the server is gone") if member(session) == 1 else conversation(session, turn)
+# Conversations that fail
 
-    trainer = build(script)
+
+def failing(members, turn_of_failure, answers=("Lima",) * 8):
+    """Conversations of a search and an answer, of which some lose their engine before they sample a turn."""
+
+    def script(session, turn):
+        if member(session) in members and turn == turn_of_failure:
+            return EngineError("the server is gone")
+        return [SEARCH, f"<answer>{answers[member(session)]}</answer>"][turn]
+
+    return script
+
+
+@pytest.mark.parametrize("turn", [0, 1])
+def test_equal_members_learn_nothing_though_one_lost_its_engine(build, turn):
+    trainer = build(failing({1}, turn))
     inputs = batch(trainer)
-    assert inputs["tool_mask"][1].mul(inputs["completion_mask"][1]).sum() == 0
-    assert torch.isfinite(trainer._compute_loss(trainer.model, inputs))
+    assert [len(trajectory.turns) for trajectory in trainer.batch.trajectories] == [2, turn, 2, 2]
     assert trainer.batch.trajectories[1].stop_reason.value == "engine_error"
+    assert not inputs["advantages"].any()
+    trained = trained_tokens(inputs)
+    assert trained.any(dim=1).tolist() == [True, False, True, True]
+    assert inputs["num_items_in_batch"] == trained[[0, 2, 3]].sum()
+    assert torch.isfinite(trainer._compute_loss(trainer.model, inputs))
+
+
+def test_the_baseline_is_of_those_that_did_not_fail(build):
+    trainer = build(failing({1}, 1, ("a", "bbbbbbb", "ccc", "ddddd")))  # rewards 1.1, -, 1.3, 1.5
+    inputs = batch(trainer)
+    assert trainer.batch.rewards.outcome_rewards.isnan().tolist() == [False, True, False, False]
+    assert trainer.batch.rewards.turn_mask.any(dim=1).tolist() == [True, False, True, True]
+    z = 0.2 / (0.2 + 1e-4)  # the mean of 1.1, 1.3 and 1.5 is 1.3, their deviation 0.2; all turn rewards are equal
+    for row, expected in ((0, -z), (1, 0.0), (2, 0.0), (3, z)):
+        found = inputs["advantages"][row][inputs["completion_mask"][row].bool()]
+        torch.testing.assert_close(found, torch.full_like(found, expected), rtol=1e-4, atol=1e-6)
+
+
+def test_the_one_member_that_is_left_learns_nothing(build):
+    assert not batch(build(failing({0, 1, 2}, 1)))["advantages"].any()
+
+
+def test_failures_are_counted_and_leave_the_means_of_rewards(build):
+    (trainer := build(failing({1, 2}, 1), max_steps=1)).train()
+    names = ["rollouts/failed", "rewards/Answered/mean", "rewards/Calls/mean", "frac_reward_zero_std"]
+    assert logged(trainer, *names) == [[0.5, pytest.approx(1.4), 1.0, 1.0]]
+
+
+@pytest.mark.parametrize("fault", ["start", "step"])
+def test_an_environment_that_raises_leaves_loss_and_baseline_too(build, fault):
+    class Broken(MultiTurnToolEnv):
+        started = 0
+
+        def start(self, prompt):
+            Broken.started += 1
+            if fault == "start" and Broken.started == 3:
+                raise ConnectionError("no container")
+            return super().start(prompt)
+
+        async def step(self, turn):
+            if fault == "step" and self.session.endswith("2") and turn.index == 1:
+                raise ZeroDivisionError("by the user")
+            return await super().step(turn)
+
+    trainer = build(failing(set(), 0), env=Broken([lookup], protocol="learnt_tags", max_steps=3))
+    inputs = batch(trainer)
+    assert [trajectory.stop_reason.value for trajectory in trainer.batch.trajectories].count("env_error") == 1
+    assert not inputs["advantages"].any() and not trained_tokens(inputs)[2].any()
+    assert torch.isfinite(trainer._compute_loss(trainer.model, inputs))
+
+
+def test_a_timeout_is_the_policys_doing_and_stays(build):
+    trainer = build(rollout_timeout=1e-9)
+    batch(trainer)
+    assert "timeout" in {trajectory.stop_reason.value for trajectory in trainer.batch.trajectories}
+    assert not trainer.batch.rewards.outcome_rewards.isnan().any()
+
+
+def test_rewards_skip_failures_and_extra_columns_fit(build):
+    seen = []
+
+    def words(completions, log_extra, **kwargs):
+        texts = [completion[-1]["content"] for completion in completions]
+        seen.append(len(texts))
+        log_extra("text", texts)
+        return [float(len(text)) for text in texts]
+
+    trainer = build(failing({1}, 0), rewards=((), (words,)))
+    batch(trainer)
+    assert seen == [3] and [bool(text) for text in trainer._logs["extra"]["text"]] == [True, False, True, True]
+    assert trainer.batch.trajectories[1].rewards == {"outcome": {"words": None}, "turn": {}}
 
 
 @pytest.mark.parametrize("forward", ["tree", "padded", "turn_by_turn"])
-def test_a_batch_without_sampled_tokens_passes_the_backward(build, forward):
-    trainer = build(lambda session, turn: EngineError("the server is gone"), forward=forward)
-    trainer._compute_loss(trainer.model, batch(trainer)).backward()
-    assert all(not parameter.grad.any() for parameter in trainer.model.parameters() if parameter.grad is not None)
+def test_a_batch_of_failures_asks_no_reward_and_learns_nothing(build, forward):
+    def never(completions, **kwargs):
+        raise AssertionError
+
+    _, learnt = gradient(build(failing({0, 1, 2, 3}, 0), rewards=((), (never,)), forward=forward))
+    assert not learnt.any()
 
 
 def test_two_batches_of_failed_conversations_end_the_run(build, tmp_path):
@@ -307,31 +395,18 @@ def test_a_reward_that_raises_is_named_and_loses_no_trajectory(build, tmp_path):
         def score(self, trajectory, **row):
             raise KeyError("gold")
 
-    trainer = build(rewards=((), (Broken(),)))
     with pytest.raises(RewardError, match="Broken.*KeyError"):
-        trainer.train()
+        build(rewards=((), (Broken(),))).train()
     assert len(list(open_run(tmp_path).trajectories())) == 4
 
 
-def test_the_table_of_completions_shows_the_trained_advantage(build):
-    trainer = build()
-    batch(trainer)
-    outcome = trainer.batch.rewards.outcome_rewards
-    assert len(trainer._logs["advantages"]) == len(outcome) == 4
-    rewards = estimate("mt_grpo", trainer.batch.rewards, turn_coef=1.0)
-    turns = trainer.batch.rewards.turn_mask
-    means = (rewards * turns).sum(1) / turns.sum(1)
-    torch.testing.assert_close(torch.tensor(list(trainer._logs["advantages"])), means)
-
-
-def test_without_any_reward_it_refuses(build):
-    with pytest.raises(ConfigError, match="no reward"):
-        build(rewards=((), ()))
+# Options and rows
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"rewards": ((), ())}, "no reward"),
         ({"num_generations": 3}, "one of 2, 4"),
         ({"do_eval": True, "per_device_eval_batch_size": 3}, "one of 1, 3"),
         ({"max_turn_length": 0}, "`max_turn_length` is 0"),
@@ -340,6 +415,15 @@ def test_without_any_reward_it_refuses(build):
         ({"max_tool_calling_iterations": -1}, "`max_tool_calling_iterations` is -1; set 0 or more"),
         ({"beta": -0.1}, "`beta` is -0.1; set 0 or more"),
         ({"epsilon": -0.2}, "`epsilon` is -0.2; set 0 or more"),
+        # what contradicts the environment that the trainer is given
+        ({"tool_timeout": 5.0}, "`tool_timeout` is 5.0 in the arguments and 60.0 in the `env`"),
+        ({"tool_timeout": None}, "`tool_timeout` is None in the arguments and 60.0 in the `env`"),
+        ({"env_mask": 1}, "`env_mask` is 1 in the arguments and 0 in the `env`"),
+        ({"max_env_steps": 7}, "`max_env_steps` is 7 in the arguments and 3 in the `env`"),
+        ({"tools": ["calculator"]}, r"`tools` is \['calculator'\] in the arguments and \['lookup'\] in the `env`"),
+        ({"system_prompt": "Search."}, "`system_prompt` is 'Search.' in the arguments and None in the `env`"),
+        ({"call_protocol": "native"}, "`call_protocol` is 'native' in the arguments and 'learnt_tags' in the `env`"),
+        ({"env": "test_trainer.Searching"}, "`env` is 'test_trainer.Searching' in the arguments and 'MultiTurnTo"),
     ],
 )
 def test_wrong_options_are_refused_with_the_mend(build, options, message):
@@ -354,54 +438,17 @@ class Searching(MultiTurnToolEnv):
         super().__init__([lookup, *tools], max_steps=2, **options)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"tool_timeout": 5.0}, "`tool_timeout` is 5.0 in the arguments and 60.0 in the `env`"),
-        ({"tool_timeout": None}, "`tool_timeout` is None in the arguments and 60.0 in the `env`"),
-        ({"env_mask": 1}, "`env_mask` is 1 in the arguments and 0 in the `env`"),
-        ({"max_env_steps": 7}, "`max_env_steps` is 7 in the arguments and 3 in the `env`"),
-        ({"tools": ["calculator"]}, r"`tools` is \['calculator'\] in the arguments and \['lookup'\] in the `env`"),
-        ({"system_prompt": "Search."}, "`system_prompt` is 'Search.' in the arguments and None in the `env`"),
-        ({"call_protocol": "native"}, "`call_protocol` is 'native' in the arguments and 'learnt_tags' in the `env`"),
-        ({"env": "test_trainer.Searching"}, "`env` is 'test_trainer.Searching' in the arguments and 'MultiTurnTo"),
-    ],
-)
-def test_an_environment_that_contradicts_the_options_is_refused(build, options, message):
-    with pytest.raises(ConfigError, match=message):
-        build(**options)
-
-
 def test_options_that_agree_with_the_environment_are_none(build):
-    assert (
-        build(max_env_steps=3, env_mask=0, tools=["support.models.lookup"], call_protocol="learnt_tags").env.max_steps
-        == 3
-    )
+    options = {"env_mask": 0, "tools": ["support.models.lookup"], "call_protocol": "learnt_tags"}
+    assert build(max_env_steps=3, **options).env.max_steps == 3
 
 
-def test_an_environment_from_options_may_have_its_own_rules(build, tmp_path, tokenizer, questions):
-    args = MTGRPOConfig(str(tmp_path), **CPU_RUN, env="test_trainer.Searching", max_env_steps=4, tools=["calculator"])
-    options = {"outcome_reward_funcs": [Answered()], "train_dataset": questions, "processing_class": tokenizer}
-    engine = ScriptedEngine(tokenizer, conversation)
+def test_an_environment_from_options_may_have_its_own_rules(build):
+    args = build(env=None, env_mask=0).args
+    args.env, args.max_env_steps, args.tools = "test_trainer.Searching", 4, ["calculator"]
     for env in (None, source_of(build_env(args))):  # a source was made from the options, and contradicts none
-        trainer = MTGRPOEnvTrainer(build_model(tokenizer), env, args=args, engine=engine, **options)
+        trainer = build(env=env, args=args)
         assert trainer.env.max_steps == 2 and list(trainer.env.tools) == ["lookup", "calculator"]
-
-
-def test_a_conversation_that_cannot_begin_is_not_trained(build):
-    class Env(MultiTurnToolEnv):
-        def start(self, prompt):
-            started.append(prompt)
-            if len(started) == 2:
-                raise ConnectionError("no container")
-            return super().start(prompt)
-
-    trainer, started = build(), []
-    trainer.runner.env = Env([lookup], protocol="learnt_tags", max_steps=3)
-    inputs = batch(trainer)
-    assert [trajectory.stop_reason.value for trajectory in trainer.batch.trajectories].count("env_error") == 1
-    assert inputs["tool_mask"][1].mul(inputs["completion_mask"][1]).sum() == 0
-    assert torch.isfinite(trainer._compute_loss(trainer.model, inputs))
 
 
 def test_a_run_that_begins_anew_samples_anew(build):
@@ -426,13 +473,11 @@ def test_rows_reach_rewards_as_columns(build, questions):
             seen.append(answer)
             return 0.0
 
-    trainer = build(rewards=((), (Column(),)))
-    batch(trainer)
+    batch(build(rewards=((), (Column(),))))
     assert seen == [questions[0]["answer"]] * 4
 
 
-def test_plain_text_prompts_work(build, tokenizer):
-    trainer = build()
-    trainer.train_dataset = Dataset.from_list([{"prompt": "What is Lima"}])
+def test_plain_text_prompts_work(build):
+    trainer = build(train_dataset=Dataset.from_list([{"prompt": "What is Lima"}]))
     batch(trainer)
     assert trainer.batch.trajectories[0].prompt == [{"role": "user", "content": "What is Lima"}]

@@ -11,7 +11,7 @@ import torch
 from datasets import Dataset, Features, Image, List, Value
 from peft import LoraConfig, get_peft_model
 from support.models import CPU_RUN, build_model, build_tokenizer, lookup
-from support.trainers import Letters, batch
+from support.trainers import Letters, batch, member
 from torch import nn
 from transformers import ProcessorMixin, Qwen3Config, Qwen3ForSequenceClassification
 from transformers.integrations import TensorBoardCallback
@@ -26,6 +26,7 @@ from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
 
 TEXTS = [{"prompt": f"capital {number}", "answer": "Lima"} for number in range(4)]
 MESSAGES = [{**row, "prompt": [{"role": "user", "content": row["prompt"]}]} for row in TEXTS]
+ANSWERS = ["Lima", "of Peru", "Lima Lima", "no"]
 CALL = '<tool_call>\n{"name": "lookup", "arguments": {"query": "Lima"}}\n</tool_call>'
 
 
@@ -33,40 +34,40 @@ def words(completions, **columns):
     return [float(len(completion)) for completion in completions]
 
 
-def member(session):
-    return int(session.rsplit("-", 1)[1]) % 4
-
-
 def one_answer(session, turn):
-    return ["Lima", "of Peru", "Lima Lima", "no"][member(session)]
+    return ANSWERS[member(session) % 4]
 
 
 @pytest.fixture
 def trainer(tmp_path, tokenizer):
     """Makes trainers as scripts for TRL do."""
 
-    def make(
-        script=one_answer, data=TEXTS, config=MTGRPOConfig, model=None, tokenizer=tokenizer, given=None, **options
-    ):
+    def make(script=one_answer, config=MTGRPOConfig, model=None, tokenizer=tokenizer, given=None, **options):
         options = {"max_completion_length": 200, "max_steps": 1, "learning_rate": 1e-2, **CPU_RUN, **options}
-        given = {"reward_funcs": words, **(given or {})}
-        return MTGRPOEnvTrainer(
-            build_model(tokenizer, max_position_embeddings=2048) if model is None else model,
-            args=config(str(tmp_path), **options),
-            train_dataset=data,
-            engine=ScriptedEngine(tokenizer, script) if script else None,
-            processing_class=tokenizer,
-            **given,
-        )
+        made = {
+            "args": config(str(tmp_path), **options),
+            "reward_funcs": words,
+            "train_dataset": TEXTS,
+            "engine": ScriptedEngine(tokenizer, script) if script else None,
+            "processing_class": tokenizer,
+        }
+        model = build_model(tokenizer, max_position_embeddings=2048) if model is None else model
+        return MTGRPOEnvTrainer(model, **{**made, **(given or {})})
 
     return make
+
+
+def sampled(trainer):
+    """The conversations of one batch."""
+    batch(trainer)
+    return trainer.batch.trajectories
 
 
 # Text and messages
 
 
-@pytest.mark.parametrize(("data", "conversational"), [(TEXTS, False), (MESSAGES, True)], ids=["text", "messages"])
-def test_a_reward_function_gets_what_the_prompts_are(trainer, data, conversational):
+@pytest.mark.parametrize("data", [TEXTS, MESSAGES], ids=["text", "messages"])
+def test_a_reward_function_gets_what_the_prompts_are(trainer, data):
     seen = {}
 
     def judge(prompts, completions, completion_ids, trainer_state, log_extra, log_metric, answer, **columns):
@@ -75,29 +76,25 @@ def test_a_reward_function_gets_what_the_prompts_are(trainer, data, conversation
         log_metric("seen", 2.0)
         return [float(len(ids)) for ids in completion_ids]
 
-    one = trainer(data=data, given={"reward_funcs": judge})
-    batch(one)
+    batch(one := trainer(given={"reward_funcs": judge, "train_dataset": data}))
     assert seen["prompts"] == [data[0]["prompt"]] * 4 and seen["answer"] == ["Lima"] * 4
-    texts = ["Lima", "of Peru", "Lima Lima", "no"]
-    messages = [[{"role": "assistant", "content": text}] for text in texts]
-    assert seen["completions"] == (messages if conversational else texts)
-    assert [one._tokenizer.decode(ids, skip_special_tokens=True) for ids in seen["ids"]] == texts
+    messages = [[{"role": "assistant", "content": text}] for text in ANSWERS]
+    assert seen["completions"] == (messages if data is MESSAGES else ANSWERS)
+    assert [one._tokenizer.decode(ids, skip_special_tokens=True) for ids in seen["ids"]] == ANSWERS
     assert seen["state"] is one.state
     one.train()
     assert one.state.log_history[0]["seen"] == 2.0
 
 
 def test_text_of_a_file_reaches_reward_functions_as_text(trainer, tmp_path):
-    path = tmp_path / "rows.jsonl"
+    path, seen = tmp_path / "rows.jsonl", []
     path.write_text("\n".join(json.dumps(row) for row in TEXTS))
-    seen = []
 
     def judge(prompts, completions, **columns):
         seen.extend(zip(prompts, completions, strict=True))
         return [0.0] * len(prompts)
 
-    one = trainer(data=load_rows(str(path), "train"), given={"reward_funcs": judge})
-    batch(one)
+    batch(one := trainer(given={"reward_funcs": judge, "train_dataset": load_rows(str(path), "train")}))
     one.rollout(1)
     assert seen[0] == seen[-1] == ("capital 0", "Lima")
 
@@ -111,8 +108,7 @@ def test_a_tensorboard_callback_keeps_its_writer(trainer, tmp_path):
 
 
 def test_a_rollout_takes_the_first_of_several_evaluation_sets(trainer):
-    one = trainer(given={"eval_dataset": {"first": TEXTS[2:], "second": TEXTS}})
-    (found,) = one.rollout(1)
+    (found,) = trainer(given={"eval_dataset": {"first": TEXTS[2:], "second": TEXTS}}).rollout(1)
     assert found.prompt[-1]["content"] == "capital 2" and found.answer == "Lima"
 
 
@@ -131,72 +127,48 @@ def test_text_of_several_turns_is_all_that_followed(trainer):
 
 
 def test_without_tools_a_conversation_is_one_answer(trainer):
-    one = trainer(lambda session, turn: ["<tool>{}</tool> and more", "x"][turn])
-    batch(one)
-    found = one.batch.trajectories[0]
-    assert found.messages == [
-        {"role": "user", "content": "capital 0"},
-        {"role": "assistant", "content": "<tool>{}</tool> and more"},
-    ]
+    said = "<tool>{}</tool> and more"
+    found = sampled(trainer(lambda session, turn: [said, "x"][turn]))[0]
+    assert found.messages == [{"role": "user", "content": "capital 0"}, {"role": "assistant", "content": said}]
 
 
-def classifier(tokenizer, seed=0):
-    torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        num_labels=1,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+def classifier(tokenizer):
+    torch.manual_seed(0)
+    size = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_labels": 1}
+    config = Qwen3Config(vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, **size, **heads)
     return Qwen3ForSequenceClassification(config)
 
 
 @pytest.fixture(scope="module")
-def reward_model(tmp_path_factory):
+def reward_model(tmp_path_factory, tokenizer):
     """The folder of a reward model."""
-    folder, tokenizer = tmp_path_factory.mktemp("models") / "judge", build_tokenizer()
-    classifier(tokenizer).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    folder = tmp_path_factory.mktemp("models") / "judge"
+    for each in (classifier(tokenizer), tokenizer):
+        each.save_pretrained(folder)
     return folder
 
 
 @pytest.mark.parametrize("data", [TEXTS, MESSAGES], ids=["text", "messages"])
-def test_a_reward_model_gives_its_logit(trainer, reward_model, data):
-    one = trainer(data=data, given={"reward_funcs": str(reward_model)})
-    batch(one)
-    tokenizer, model = build_tokenizer(), classifier(build_tokenizer())
-    for trajectory in one.batch.trajectories:
-        text = (
-            tokenizer.apply_chat_template(trajectory.messages, tokenize=False)
-            if data is MESSAGES
-            else "capital 0" + trajectory.turns[0].text
-        )
+def test_a_reward_model_gives_its_logit(trainer, reward_model, tokenizer, data):
+    one, model = trainer(given={"reward_funcs": str(reward_model), "train_dataset": data}), classifier(tokenizer)
+    for found in sampled(one):
+        text = "capital 0" + found.turns[0].text
+        if data is MESSAGES:
+            text = tokenizer.apply_chat_template(found.messages, tokenize=False)
         with torch.no_grad():
             right = model(**tokenizer(text, return_tensors="pt")).logits.item()
-        assert trajectory.rewards["outcome"] == {"judge": pytest.approx(right, abs=1e-5)}
+        assert found.rewards["outcome"] == {"judge": pytest.approx(right, abs=1e-5)}
     one.train()
     assert "rewards/judge/mean" in one.state.log_history[0]
 
 
-def test_models_functions_and_classes_go_together(trainer, reward_model, tokenizer):
+def test_models_functions_and_classes_go_together(trainer, tokenizer):
     listed = [words, classifier(tokenizer), Letters()]
     given = {"reward_funcs": listed, "reward_processing_classes": [None, tokenizer, None]}
     one = trainer(given={**given, "turn_reward_funcs": "step_reward"}, reward_weights=[0.5, 1.0, 2.0, 3.0])
-    batch(one)
-    assert list(one.batch.trajectories[0].rewards["outcome"])[::2] == ["words", "Letters"]
+    assert list(sampled(one)[0].rewards["outcome"])[::2] == ["words", "Letters"]
     assert one.reward_weights.tolist() == [0.5, 1.0, 2.0, 3.0]
-    with pytest.raises(ConfigError, match=r"The number of reward processing classes \(1\)"):
-        trainer(given={"reward_funcs": listed, "reward_processing_classes": tokenizer})
-
-
-def test_a_reward_model_that_is_nowhere_is_one_sentence(trainer):
-    with pytest.raises(ConfigError, match="'./nowhere/judge' cannot be loaded: there is no such folder"):
-        trainer(given={"reward_funcs": "./nowhere/judge"})
 
 
 @pytest.mark.parametrize(
@@ -224,142 +196,126 @@ def test_a_reward_that_gives_text_is_refused(trainer):
 
 def test_tools_are_called_in_the_models_own_format(trainer):
     calls = 7  # more than our own default of 5
-    one = trainer(
-        lambda session, turn: CALL if turn < calls else "Lima", given={"tools": [lookup]}, max_completion_length=2000
-    )
-    batch(one)
-    found = one.batch.trajectories[0]
+    script = lambda session, turn: CALL if turn < calls else "Lima"  # noqa: E731
+    found = sampled(trainer(script, given={"tools": [lookup]}, max_completion_length=2000))[0]
     assert len(found.turns) == calls + 1 and found.turns[0].replies[0]["role"] == "tool"
     assert found.prompt == [{"role": "user", "content": "capital 0"}]
 
 
 def test_tool_calling_iterations_bound_the_replies(trainer):
-    one = trainer(
-        lambda session, turn: CALL, given={"tools": lookup}, max_tool_calling_iterations=2, max_completion_length=900
-    )
-    batch(one)
-    assert [len(turn.replies) for turn in one.batch.trajectories[0].turns] == [1, 1, 0]
-    assert one.batch.trajectories[0].stop_reason == "max_steps"
+    options = {"max_tool_calling_iterations": 2, "max_completion_length": 900}
+    found = sampled(trainer(lambda session, turn: CALL, given={"tools": lookup}, **options))[0]
+    assert [len(turn.replies) for turn in found.turns] == [1, 1, 0] and found.stop_reason == "max_steps"
 
 
 def test_a_grpo_config_keeps_each_of_its_values(trainer, tmp_path):
     args = {"epsilon": 0.3, "temperature": 0.7, "top_p": None, "logging_steps": 3, "lr_scheduler_type": "cosine"}
     plain = GRPOConfig(str(tmp_path), **{**CPU_RUN, **args}, gradient_accumulation_steps=2)
-    one = trainer(config=lambda folder, **options: plain)
-    assert isinstance(one.args, MTGRPOConfig) and one.credit_rule == "grpo_or"
+    one = trainer(given={"args": plain})
+    assert isinstance(one.args, MTGRPOConfig) and one._sampling.top_p == 1.0  # `None` keeps every token
     changed = {field.name for field in fields(plain) if getattr(plain, field.name) != getattr(one.args, field.name)}
     assert changed <= {"vllm_mode", "dataloader_pin_memory"}
     batch(one)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"generation_kwargs": {"num_beams": 2}}, "`generation_kwargs` is .* no effect"),
-        ({"use_vllm": True, "vllm_server_base_url": "http://a:1"}, "`vllm_mode: colocate` starts its servers itself"),
-    ],
-)
-def test_a_grpo_config_is_held_to_the_same_rules(trainer, options, message):
-    with pytest.raises(ConfigError, match=message):
-        trainer(config=GRPOConfig, **options)
-
-
-def test_outcomes_alone_are_credited_as_in_trl(trainer):
-    for level in ("token", "sequence"):
-        one = trainer(config=GRPOConfig, importance_sampling_level=level)
-        assert one.credit_rule == "grpo_or"
-
-
-def test_turn_rewards_are_credited_to_turns(trainer):
-    one = trainer(turn_reward_funcs=["tool_execution_reward_func"])
-    assert one.credit_rule == DEFAULT_RULE
-    with pytest.raises(ConfigError, match="lambda_to_go` gives to single turns is lost"):
-        trainer(turn_reward_funcs=["tool_execution_reward_func"], importance_sampling_level="sequence")
-
-
-def test_options_of_one_run_do_not_decide_the_rule_of_the_next(trainer, tmp_path):
+def test_the_rule_is_that_of_the_rewards_that_there_are(trainer, tmp_path):
+    """Outcomes alone are credited as in TRL, at either level."""
+    assert trainer(config=GRPOConfig, importance_sampling_level="sequence").credit_rule == "grpo_or"
+    assert trainer(turn_reward_funcs=["tool_execution_reward_func"]).credit_rule == DEFAULT_RULE
     args = MTGRPOConfig(str(tmp_path), **CPU_RUN, max_completion_length=200)
-    outcomes = trainer(config=lambda folder, **options: args)
-    turns = trainer(config=lambda folder, **options: args, given={"turn_reward_funcs": ["tool_execution_reward_func"]})
+    outcomes = trainer(given={"args": args})
+    turns = trainer(given={"args": args, "turn_reward_funcs": ["tool_execution_reward_func"]})
     assert (outcomes.credit_rule, turns.credit_rule) == ("grpo_or", DEFAULT_RULE)
     args.advantage_estimator = "leave_one_out"
     assert outcomes.credit_rule == turns.credit_rule == "leave_one_out"
 
 
-def test_options_that_are_set_later_are_checked_too(trainer):
-    def config(folder, **options):
-        args = MTGRPOConfig(folder, **options)
-        args.use_transformers_continuous_batching = True
-        return args
-
-    with pytest.raises(ConfigError, match="`use_transformers_continuous_batching` is True; it has no"):
-        trainer(config=config)
-
-
-def test_top_p_of_none_keeps_every_token(trainer):
-    assert trainer(top_p=None)._sampling.top_p == 1.0
-
-
 def test_rows_may_be_a_list(trainer):
-    one = trainer(data=TEXTS, given={"eval_dataset": {"a": TEXTS}})
+    one = trainer(given={"eval_dataset": {"a": TEXTS}})
     assert isinstance(one.train_dataset, Dataset) and one.train_dataset.to_list() == TEXTS
     assert one.eval_dataset["a"].to_list() == TEXTS
-    with pytest.raises(ConfigError, match="`train_dataset` is a list whose element 0 is 'capital'"):
-        trainer(data=["capital"])
+
+
+def images(**columns):
+    features = Features({"prompt": Value("string"), **columns})
+    return Dataset.from_dict({"prompt": ["a"] * 4, **{name: [None] * 4 for name in columns}}, features=features)
 
 
 @pytest.mark.parametrize(
     ("data", "message"),
     [
+        (["capital"], "`train_dataset` is a list whose element 0 is 'capital'"),
         ([{"prompt": 3}], "first row of `train_dataset` has the prompt '3': give text, or a list of messages"),
         ([{"prompt": []}], "first row of `train_dataset` has the prompt"),
         ([{"prompt": "a"}, {"prompt": []}], "rows of `train_dataset` do not make a table"),
         ({"train": TEXTS, "test": TEXTS}, r"several datasets \(train, test\): give one of them, as .*\['train'\]"),
         ([{"prompt": "a\ud800"}], "rows of `train_dataset` do not make a table .*surrogates not allowed"),
         ((row for row in TEXTS), "`train_dataset` is a generator: give a `datasets.Dataset`, or a list of rows"),
+        (images(image=Image()), "holds images, and the model takes text only"),
+        (images(images=List(Image())), "holds images, and the model takes text only"),
     ],
-    ids=["number", "empty", "mixed", "several", "surrogate", "generator"],
+    ids=["words", "number", "empty", "mixed", "several", "surrogate", "generator", "an image", "images"],
 )
 def test_rows_that_begin_no_conversation_are_refused(trainer, data, message):
     with pytest.raises(ConfigError, match=message):
-        trainer(data=data)
+        trainer(given={"train_dataset": data})
 
 
-@pytest.mark.parametrize("columns", [{"image": Image()}, {"images": List(Image())}], ids=["one", "several"])
-def test_images_for_a_model_of_text_are_refused(trainer, columns):
-    features = Features({"prompt": Value("string"), **columns})
-    rows = Dataset.from_dict({"prompt": ["a"] * 4, **{name: [None] * 4 for name in columns}}, features=features)
-    with pytest.raises(ConfigError, match="holds images, and the model takes text only"):
-        trainer(data=rows)
+def set_later(folder, **options):
+    args = MTGRPOConfig(folder, **options)
+    args.use_transformers_continuous_batching = True
+    return args
+
+
+GRPO = {"config": GRPOConfig}
+TWO = [words, Letters()]
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("given", "options", "message"),
     [
-        ({"rollout_func": lambda prompts, trainer: {}}, "`rollout_func` returns tokens without turns"),
-        ({"outcome_reward_funcs": [words]}, "`reward_funcs` and `outcome_reward_funcs`, which are the same"),
-        ({"env": [words]}, "pass rewards by name, as `reward_funcs=...`"),
-        ({"env": MultiTurnToolEnv([lookup]), "tools": [lookup]}, "both `env` and `tools`"),
+        ({"rollout_func": lambda prompts, trainer: {}}, {}, "`rollout_func` returns tokens without turns"),
+        ({"outcome_reward_funcs": [words]}, {}, "`reward_funcs` and `outcome_reward_funcs`, which are the same"),
+        ({"env": [words]}, {}, "pass rewards by name, as `reward_funcs=...`"),
+        ({"env": MultiTurnToolEnv([lookup]), "tools": [lookup]}, {}, "both `env` and `tools`"),
+        (
+            {"reward_funcs": TWO, "reward_processing_classes": build_tokenizer()},
+            {},
+            r"The number of reward processing classes \(1\)",
+        ),
+        (
+            {"reward_funcs": "./nowhere/judge"},
+            {},
+            "'./nowhere/judge' cannot be loaded: there is no such folder",
+        ),
+        ({}, GRPO | {"generation_kwargs": {"num_beams": 2}}, "`generation_kwargs` is .* no effect"),
+        (
+            {},
+            GRPO | {"use_vllm": True, "vllm_server_base_url": "http://a:1"},
+            "`vllm_mode: colocate` starts its servers itself",
+        ),
+        ({}, {"config": set_later}, "`use_transformers_continuous_batching` is True; it has no"),
+        (
+            {},
+            {"turn_reward_funcs": ["tool_execution_reward_func"], "importance_sampling_level": "sequence"},
+            "lambda_to_go` gives to single turns is lost",
+        ),
     ],
 )
-def test_what_has_no_meaning_here_is_one_sentence(trainer, given, message):
+def test_what_has_no_meaning_here_is_one_sentence(trainer, given, options, message):
     with pytest.raises(ConfigError, match=message):
-        trainer(given=given)
+        trainer(given=given, **options)
 
 
+SAMPLED = {"use_vllm": True, "loss_type": "vespo", "vllm_importance_sampling_mode": "sequence_mask"}
+SERVER = {"use_vllm": True, "vllm_server_base_url": "http://127.0.0.1:9", "vllm_server_timeout": 0.1}
 REFUSALS = {
     "template": (
         {"tokenizer": build_tokenizer("gemma"), "given": {"tools": [lookup]}},
-        "`call_protocol: native` cannot",
+        "`call_protocol: native` can",
     ),
-    "server": (
-        {"script": None, "use_vllm": True, "vllm_server_base_url": "http://127.0.0.1:9", "vllm_server_timeout": 0.1},
-        "No vLLM server answered",
-    ),
-    "sampling": (
-        {"use_vllm": True, "loss_type": "vespo", "vllm_importance_sampling_mode": "sequence_mask"},
-        "`loss_type: vespo` needs",
-    ),
+    "server": ({"script": None, **SERVER}, "No vLLM server answered"),
+    "sampling": (SAMPLED, "`loss_type: vespo` needs"),
 }
 LORA = LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
 
@@ -389,14 +345,10 @@ def test_a_refused_trainer_leaves_no_adapter_behind(trainer, tokenizer, options,
         (
             {},
             {"train_dataset": [{"prompts": "a"}]},
-            "The training dataset has no column `prompt`; the nearest is 'prompts'",
+            "training dataset has no column `prompt`; the near",
         ),
         ({}, {"eval_dataset": {"hard": [{"question": "a"}]}}, "evaluation dataset 'hard' has no column `prompt`"),
-        (
-            {"use_vllm": True, "loss_type": "vespo", "vllm_importance_sampling_mode": "sequence_mask"},
-            {},
-            "`loss_type: vespo` needs",
-        ),
+        (SAMPLED, {}, "`loss_type: vespo` needs"),
     ],
 )
 def test_what_cannot_train_is_refused_before_a_model_is_sought(tmp_path, options, given, problem):
@@ -405,21 +357,12 @@ def test_what_cannot_train_is_refused_before_a_model_is_sought(tmp_path, options
         MTGRPOEnvTrainer("/no/such/model", reward_funcs=words, **given)
 
 
-def test_a_processor_is_taken_for_its_tokenizer(tmp_path, tokenizer):
+def test_a_processor_is_taken_for_its_tokenizer(trainer, tokenizer):
     class Processor(ProcessorMixin):
         def __init__(self, tokenizer, chat_template=None):
             super().__init__(tokenizer, chat_template=chat_template)
 
     model = build_model(tokenizer, max_position_embeddings=2048)
     model.config.image_token_id = tokenizer.unk_token_id  # TRL takes a model with a processor to see pictures
-    trainer = MTGRPOEnvTrainer(
-        model,
-        args=MTGRPOConfig(str(tmp_path), **CPU_RUN, max_completion_length=200),
-        reward_funcs=words,
-        tools=[lookup],
-        train_dataset=TEXTS,
-        engine=ScriptedEngine(tokenizer, one_answer),
-        processing_class=Processor(tokenizer),
-    )
-    batch(trainer)
-    assert [one.answer for one in trainer.batch.trajectories] == ["Lima", "of Peru", "Lima Lima", "no"]
+    one = trainer(model=model, given={"processing_class": Processor(tokenizer), "tools": [lookup]})
+    assert [each.answer for each in sampled(one)] == ANSWERS

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
-from support.trainers import Calls, Letters, conversation, member
+from support.trainers import Calls, Letters, Never, Same, Share, conversation, logged, member
 
 from mt_grpo.credit import Audit, RewardAudit, RewardBatch, Uncredited
 from mt_grpo.rewards import OutcomeReward, TurnReward
@@ -19,10 +18,7 @@ from mt_grpo.training.step_log import Update, metrics
 from mt_grpo.training.step_log.metrics import CUT, STILL, says_proportions, why_still
 from mt_grpo.training.step_log.records import as_record
 
-
-class Never(TurnReward):
-    def score(self, turn, trajectory, **row):
-        return None
+ONE = {"name": "reward_to_go", "scales": "one"}
 
 
 class Late(OutcomeReward):
@@ -32,80 +28,77 @@ class Late(OutcomeReward):
         return None if "-000000-" in trajectory.session[:14] else float(member(trajectory.session))
 
 
-class Same(OutcomeReward):
-    def score(self, trajectory, **row):
-        return 0.9
+def gone_at_first(session, turn):
+    return EngineError("gone") if session.startswith("train-000000") else conversation(session, turn)
 
 
 def said(caplog):
     return [record.message for record in caplog.records if record.name == "mt_grpo.training.step_log.metrics"]
 
 
-def test_a_reward_that_never_applies_is_named_once_and_again(build, caplog):
-    build(rewards=((Never(),), (Letters(),)), max_steps=3).train()
-    first, last = said(caplog)
-    assert "'Never' applied to none of the 4 trajectories of the first batch" in first
-    assert "'Never' applied to no trajectory of this run's 3 batches" in last
+CALLS = {"rewards": ((Calls(),), (Letters(),))}
+SUMS = {"rewards": ((Share(),), (Letters(),)), "max_steps": 2}
+CASES = {
+    "a run that learns": ({"rewards": ((), (Letters(),)), "max_steps": 2}, []),
+    "a reward that never applies": (
+        {"rewards": ((Never(),), (Letters(),))},
+        [
+            "'Never' applied to none of the 4 trajectories of the first",
+            "'Never' applied to no trajectory of this run's 3",
+        ],
+    ),
+    "a reward that applies later": (
+        {"rewards": ((), (Late(), Letters())), "max_steps": 2},
+        ["'Late' applied to none of the 4 trajectories of the first batch"],
+    ),
+    "equal groups": (
+        {"rewards": ((), (Same(),))},
+        ["members of each group earn the same", "3 of 3 batches taught nothing"],
+    ),
+    "failed conversations are no silent rewards": (
+        {"script": gone_at_first, "rewards": ((), (Letters(),)), "max_steps": 2},
+        [
+            "In a training batch: 4 of 4 conversations failed (engine_error), the first with: gone.",
+            "In 2 training batches: 4 of 8 conversations failed (engine_error)",
+        ],
+    ),
+    "all conversations are cut off by length": (
+        {"rewards": ((), (Same(),)), "max_turn_length": 2, "max_steps": 1},
+        [
+            "4 of 4 conversations were cut off by length: a turn used up `max_turn_length`",
+            "4 of 4 conversations were cut off by length.",
+        ],
+    ),
+    "a turn reward that needs the future": (
+        {"rewards": ((Calls(), Share()), (Letters(),)), "advantage_estimator": ONE},
+        ["'Share' of turns depends on later turns (turn "],
+    ),
+    "a rule of sums, grpo_mr": (SUMS | {"advantage_estimator": "grpo_mr"}, []),
+    "a rule of sums, leave_one_out": (SUMS | {"advantage_estimator": "leave_one_out"}, []),
+    "another rule is not biased": (CALLS | {"advantage_estimator": ONE}, []),
+    "turn rewards out of proportion": (
+        CALLS | {"advantage_estimator": "reward_to_go"},
+        [
+            "`reward_to_go` divides outcome and turn rewards by a deviation each, so that turn rewards count 3.5 "
+            "times as much beside the outcome as their weights say. To keep the proportion that your rewards have, "
+            "take `advantage_estimator: {name: lambda_to_go, lam: 0.8, scales: batch}`, the default."
+        ],
+    ),
+}
 
 
-def test_a_reward_that_applies_later_is_not_named_at_the_end(build, caplog):
-    build(rewards=((), (Late(), Letters())), max_steps=2).train()
-    (message,) = said(caplog)
-    assert "'Late' applied to none of the 4 trajectories of the first batch" in message
-
-
-def test_equal_groups_are_warned_of_once_and_counted_at_the_end(build, caplog):
-    build(rewards=((), (Same(),)), max_steps=3).train()
-    first, last = said(caplog)
-    assert "members of each group earn the same" in first
-    assert last.startswith("3 of 3 batches taught nothing")
-
-
-def test_a_run_that_learns_says_nothing(build, caplog):
-    build(rewards=((), (Letters(),))).train()
-    assert not said(caplog)
-
-
-def test_failed_conversations_are_not_taken_for_silent_rewards(build, caplog):
-    def script(session, turn):
-        return EngineError("gone") if session.startswith("train-000000") else conversation(session, turn)
-
-    build(script, rewards=((), (Letters(),)), max_steps=2).train()
-    first, last = said(caplog)
-    assert first.startswith("In a training batch: 4 of 4 conversations failed (engine_error), the first with: gone.")
-    assert last.startswith("In 2 training batches: 4 of 8 conversations failed (engine_error)")
-
-
-def test_nothing_learnt_follows_from_how_conversations_ended(build, caplog):
-    build(rewards=((), (Same(),)), max_turn_length=2).train()
-    cut, flat, *_ = said(caplog)
-    assert "4 of 4 conversations were cut off by length: a turn used up `max_turn_length`" in cut
-    assert flat.endswith("4 of 4 conversations were cut off by length.") and "question" not in flat
+@pytest.mark.parametrize("case", CASES)
+def test_what_stands_out_is_said_once_and_counted_at_the_end(build, caplog, case):
+    options, sentences = CASES[case]
+    build(**{"max_steps": 3, **options}).train()
+    found = said(caplog)
+    assert len(found) == len(sentences)
+    assert all(part in sentence for part, sentence in zip(sentences, found, strict=True))
+    assert ("length" in case) <= all("question" not in sentence for sentence in found)
 
 
 def test_evaluation_is_not_watched(build, caplog):
     build(rewards=((), (Same(),)), num_generations_eval=1).evaluate()
-    assert not said(caplog)
-
-
-class Share(TurnReward):
-    """Its part of the turns of the whole trajectory."""
-
-    def score(self, turn, trajectory, **row):
-        return 1.0 / len(trajectory.turns)
-
-
-def test_a_turn_reward_that_needs_the_future_is_named_once(build, caplog):
-    rule = {"name": "reward_to_go", "scales": "one"}
-    build(rewards=((Calls(), Share()), (Letters(),)), advantage_estimator=rule, max_steps=3).train()
-    (message,) = said(caplog)
-    assert "'Share' of turns depends on later turns (turn " in message
-    assert "so the credit rule 'reward_to_go' is biased" in message
-
-
-@pytest.mark.parametrize("rule", ["grpo_mr", "leave_one_out"])
-def test_rules_that_use_the_sum_take_any_turn_reward(build, caplog, rule):
-    build(rewards=((Share(),), (Letters(),)), advantage_estimator=rule).train()
     assert not said(caplog)
 
 
@@ -123,22 +116,18 @@ def test_a_turn_reward_is_asked_again_for_a_few_trajectories(build):
     assert checked.asked == plain.asked + 2 * CUT
 
 
-def test_the_bias_of_mt_grpo_is_said_once(build, caplog):
-    build(rewards=((Calls(),), (Letters(),)), turn_advantage_coef=0.5, max_steps=3).train()
-    (message,) = [message for message in said(caplog) if "is biased on this batch" in message]
-    assert "1 of 4 trajectories have no tool result, and weigh turn rewards by 1 instead of `turn_coef` 0.5" in message
-
-
-def test_turn_rewards_without_credit_are_said_once(build, caplog, tmp_path):
+def test_bias_and_missing_credit_of_mt_grpo_are_said_once(build, caplog):
     """Of four calls that earn 1, one is made after the first tool result."""
-    build(rewards=((Calls(),), (Letters(),)), max_steps=3).train()
-    message, _ = said(caplog)
-    assert message == (
+    (trainer := build(**CALLS, turn_advantage_coef=0.5, max_steps=3)).train()
+    biased, uncredited, _ = said(caplog)
+    assert "is biased on this batch" in biased
+    assert "1 of 4 trajectories have no tool result, and weigh turn rewards by 1 instead of `turn_coef` 0.5" in biased
+    assert uncredited == (
         "`mt_grpo` leaves 25% of the turn rewards of this batch without credit at the turn that earned them: take "
         "`advantage_estimator: reward_to_go` (`leave_one_out` if turn rewards depend on later turns)."
     )
-    logged = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
-    assert (logged["credit/uncredited_at_turn"], logged["credit/uncredited_up_to_turn"]) == (0.25, 0.0)
+    names = ["credit/uncredited_at_turn", "credit/uncredited_up_to_turn"]
+    assert logged(trainer, *names)[0] == [0.25, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -146,16 +135,10 @@ def test_turn_rewards_without_credit_are_said_once(build, caplog, tmp_path):
     [
         (
             {"advantage_estimator": "grpo_or"},
-            "earned them, and 100% at all turns up to it: take `advantage_estimator: r",
+            "earned them, and 100% at all turns up to it: take `advantage_estim",
         ),
-        (
-            {"advantage_estimator": {"name": "reward_to_go", "scales": "one"}, "turn_advantage_coef": 0.0},
-            ": take a `turn_advantage_coef` other th",
-        ),
-        (
-            {"advantage_estimator": {"name": "reward_to_go", "scales": "one", "turn_coef": 0.0}},
-            ": take a `turn_coef` other than 0.",
-        ),
+        ({"advantage_estimator": ONE, "turn_advantage_coef": 0.0}, ": take a `turn_advantage_coef` other th"),
+        ({"advantage_estimator": {**ONE, "turn_coef": 0.0}}, ": take a `turn_coef` other than 0."),
         (
             {"advantage_estimator": "grpo_or", "importance_sampling_level": "sequence"},
             ": take `advantage_estimator: leave_one_out`.",
@@ -163,24 +146,9 @@ def test_turn_rewards_without_credit_are_said_once(build, caplog, tmp_path):
     ],
 )
 def test_the_rule_to_take_fits_the_run(build, caplog, options, advice):
-    build(rewards=((Calls(),), (Letters(),)), max_steps=1, **options).train()
+    build(**CALLS, max_steps=1, **options).train()
     (message,) = said(caplog)
     assert "leaves 100% of the turn rewards" in message and advice in message
-
-
-def test_another_rule_is_not_called_biased(build, caplog):
-    rule = {"name": "reward_to_go", "scales": "one"}
-    build(rewards=((Calls(),), (Letters(),)), advantage_estimator=rule).train()
-    assert not said(caplog)
-
-
-def test_turn_rewards_out_of_proportion_are_said_once(build, caplog):
-    build(rewards=((Calls(),), (Letters(),)), advantage_estimator="reward_to_go", max_steps=3).train()
-    assert said(caplog) == [
-        "`reward_to_go` divides outcome and turn rewards by a deviation each, so that turn rewards count 3.5 times as "
-        "much beside the outcome as their weights say. To keep the proportion that your rewards have, take "
-        "`advantage_estimator: {name: lambda_to_go, lam: 0.8, scales: batch}`, the default."
-    ]
 
 
 def long_conversations(turns: int, shaping: float) -> RewardBatch:
@@ -215,13 +183,10 @@ def test_a_rule_that_loses_proportions_is_named(rule, turns, shaping, said, tmp_
 
 def test_outcomes_that_fall_while_calls_are_paid_are_said_once(caplog, tmp_path):
     args = MTGRPOConfig(str(tmp_path), use_cpu=True, bf16=False, advantage_estimator="lambda_to_go")
-    watch = metrics.Warnings([Calls(), Letters()], args, [], [])
+    watch, paid = metrics.Warnings([Calls(), Letters()], args, [], []), long_conversations(4, 0.1)
     for step in range(2 * metrics.APART):
-        batch = long_conversations(4, 0.1)
-        batch = replace(
-            batch, turn_rewards=batch.turn_rewards + 0.02 * step, outcome_rewards=batch.outcome_rewards - 0.03 * step
-        )
-        watch._find_apart(batch)
+        turns, outcomes = paid.turn_rewards + 0.02 * step, paid.outcome_rewards - 0.03 * step
+        watch._find_apart(replace(paid, turn_rewards=turns, outcome_rewards=outcomes))
     (message,) = said(caplog)
     assert message.startswith("Over 10 steps the mean outcome went from 0.500 to 0.230, and the mean sum of turn rew")
 
