@@ -15,7 +15,7 @@ from torch import Tensor
 from mt_grpo.credit import RewardBatch, Rule, advantage_estimator, reward_to_go
 from mt_grpo.credit.normalisation import Scale
 from mt_grpo.data import load_rows
-from mt_grpo.data.embedded.questions import problems
+from mt_grpo.data.embedded.corpus import problems
 from mt_grpo.rewards import TurnReward
 from mt_grpo.trajectory import Trajectory, Turn
 

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from mt_grpo.concurrency import run
 from mt_grpo.data import embedded, load_rows
 from mt_grpo.data.embedded import tool
-from mt_grpo.data.embedded.questions import SYSTEM_PROMPT
+from mt_grpo.data.embedded.corpus import SYSTEM_PROMPT
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.rewards import RewardFunc, load_rewards
 from mt_grpo.rollout import RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams, derive_seed

@@ -228,7 +228,7 @@ MODULES: dict[str, dict[str, Sequence[str]]] = {
     "verl.tools.base_tool": {TOOLS: ("BaseTool", "OpenAIFunctionToolSchema", "ToolResponse")},
     "verl.tools.geo3k_tool": {VERL: ("Geo3kTool",)},
     "verl.tools.gsm8k_tool": {VERL: ("Gsm8kTool",)},
-    "verl.tools.mcp_base_tool": {"mt_grpo.tools.mcp.tools": ("MCPBaseTool",)},
+    "verl.tools.mcp_base_tool": {"mt_grpo.tools.mcp": ("MCPBaseTool",)},
     "verl.tools.mcp_search_tool": {VERL: ("MCPSearchTool",)},
     "verl.tools.sandbox_fusion_tools": {VERL: ("SandboxFusionTool",)},
     "verl.tools.schemas": {

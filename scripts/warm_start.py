@@ -26,8 +26,7 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from warm_start_traces import NAMES, PROMPT, REPLY, make_trace
 
-from mt_grpo.data.embedded.corpus import passages
-from mt_grpo.data.embedded.questions import Problem, problems
+from mt_grpo.data.embedded.corpus import Problem, passages, problems
 from mt_grpo.data.embedded.tool import search
 
 MODEL_DIR = Path(__file__).parents[1] / "mt_grpo/data/embedded/model"

@@ -3,15 +3,17 @@
 import json
 import random
 
-from mt_grpo.data.embedded.corpus import LABELS, entities, passage
-from mt_grpo.data.embedded.questions import (
+from mt_grpo.data.embedded.corpus import (
     KEYS,
+    LABELS,
     LINKS,
     SYSTEM_PROMPT,
     Form,
+    entities,
     inverse_forms,
     link_forms,
     one_hop_forms,
+    passage,
     query,
 )
 

@@ -40,8 +40,8 @@ from mt_grpo.rollout.media import MediaEncoder
 from mt_grpo.runlog.rows import Batch
 from mt_grpo.runlog.writer import RunWriter
 from mt_grpo.sounds import Sound, read_sound
-from mt_grpo.tools.mcp.tools import result_parts
-from mt_grpo.tools.results import read_result
+from mt_grpo.tools.function import read_result
+from mt_grpo.tools.mcp import result_parts
 from mt_grpo.trajectory import StopReason, Trajectory
 
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n%%EOF\n"

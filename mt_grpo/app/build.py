@@ -24,7 +24,7 @@ from trl import get_peft_config, get_quantization_config
 
 from mt_grpo.app.recipe import Recipe
 from mt_grpo.data import check_apart, load_rows
-from mt_grpo.data.images import naming_rows
+from mt_grpo.data.loaders import naming_rows
 from mt_grpo.envs import EnvSource, MultiTurnToolEnv
 from mt_grpo.envs.protocols import LearntTagProtocol
 from mt_grpo.envs.source import COLUMN, source_of
@@ -35,7 +35,7 @@ from mt_grpo.media import decoded, read_messages
 from mt_grpo.options.values import verifiers_name
 from mt_grpo.rollout import ChatRenderer
 from mt_grpo.rollout.token_check import examine_template
-from mt_grpo.tools.results import cut
+from mt_grpo.tools.function import cut
 from mt_grpo.training.checkpoint import (
     adapter_settings,
     batch_options,

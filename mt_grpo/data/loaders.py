@@ -1,14 +1,16 @@
 """
 Loads dataset rows from any source: a `prompt` of messages, and the columns that rewards read. Tells at once whether
-the Hugging Face Hub can be asked.
+the Hugging Face Hub can be asked. Images in columns are read as all others are: of few formats, and bounded.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -16,12 +18,14 @@ import datasets
 import httpx
 import yaml
 from datasets.exceptions import DatasetsError
+from datasets.utils.file_utils import is_local_path, xopen
 from huggingface_hub import constants
 from huggingface_hub.file_download import repo_folder_name
 
-from mt_grpo.data.images import decoded_as, undecoded, with_own_opener
 from mt_grpo.errors import ConfigError, UserError
 from mt_grpo.imports import FORMATS, Registry, check_name, did_you_mean, looks_like_path
+from mt_grpo.media import MediumError, decode, read_image
+from mt_grpo.media_files import MOST_BYTES
 
 Rows: TypeAlias = datasets.Dataset | datasets.IterableDataset
 Row = dict[str, Any]
@@ -66,8 +70,8 @@ def dataset_schema(
 
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-OTHER_ROLES = dict.fromkeys(("human", "customer", "prompter"), "user") | {role: role for role in ROLES}
-OTHER_ROLES |= dict.fromkeys(("gpt", "chatgpt", "bot", "ai", "chatbot", "model"), "assistant") | {"function": "tool"}
+_OTHER_ROLES = dict.fromkeys(("human", "customer", "prompter"), "user") | {role: role for role in ROLES}
+_OTHER_ROLES |= dict.fromkeys(("gpt", "chatgpt", "bot", "ai", "chatbot", "model"), "assistant") | {"function": "tool"}
 """Roles that datasets have, in lower case, by what chat templates call them. Others are a template's own."""
 
 
@@ -80,7 +84,7 @@ def as_messages(prompt: Any) -> list[dict[str, Any]]:
     if isinstance(prompt, list) and prompt and all(isinstance(item, dict) and "role" in item for item in prompt):
         for item in prompt:
             role = str(item["role"])
-            if role not in ROLES and (meant := OTHER_ROLES.get(role.lower())):
+            if role not in ROLES and (meant := _OTHER_ROLES.get(role.lower())):
                 raise DatasetError(f"has a message of role {role!r}: write {meant!r}.")
             if item.get("content") is None and not item.get("tool_calls"):
                 raise DatasetError(f"has a message without `content`: {str(item)[:80]!r}.")
@@ -178,19 +182,19 @@ def _options(config: str | None) -> dict[str, Any]:
     return options
 
 
-TEXT_PROMPTS = "The prompts were text, each of which became one user message."
+_TEXT_PROMPTS = "The prompts were text, each of which became one user message."
 """Description of a dataset of which that is true; `datasets` keeps it where rows are chosen or changed."""
 
-EMBEDDED_SPLITS: dict[str, Literal["train", "validation"]] = {
+_EMBEDDED_SPLITS: dict[str, Literal["train", "validation"]] = {
     "train": "train",
     "validation": "validation",
     "test": "validation",
 }
-FILE_SPLITS = ("train", "validation", "test", "dev", "eval")
+_FILE_SPLITS = ("train", "validation", "test", "dev", "eval")
 """Names by which the rows of a single file may be called."""
-MOST_ROWS = 10**12
+_MOST_ROWS = 10**12
 """Of a split of which nobody knows how many it has."""
-SLICE = re.compile(r"\[(\d*):(\d*)\]")
+_SLICE = re.compile(r"\[(\d*):(\d*)\]")
 """Rows of a stream that are counted from the first on."""
 
 
@@ -222,9 +226,9 @@ def load_rows(
         DatasetError: If there is no such source or split, it has no rows, a column is missing, or a row has no prompt.
     """
     schema, source, config = _resolve(name, config)
-    if schema is EMBEDDED:
+    if schema is _EMBEDDED:
         rows, first = _embedded(split, streaming)
-    elif schema is PUZZLES:
+    elif schema is _PUZZLES:
         rows, first = _sliced(puzzles(source, split.partition("[")[0], config), split, streaming)
     else:
         rows, first = _load(source, split, config, streaming)
@@ -254,8 +258,8 @@ def load_rows(
         except DatasetError as error:
             raise DatasetError(f"Row {index} (counted from 0) of the dataset {name!r} {error}") from None
 
-    if schema is PLAIN and isinstance(first[mapping.get("prompt", "prompt")], str):
-        rows.info.description = TEXT_PROMPTS
+    if schema is _PLAIN and isinstance(first[mapping.get("prompt", "prompt")], str):
+        rows.info.description = _TEXT_PROMPTS
     dropped = [column for column in schema.dropped if column in columns and column not in mapping]
     if streaming:
         return rows.map(convert, with_indices=True, remove_columns=dropped)
@@ -269,23 +273,23 @@ def load_rows(
 def had_text_prompts(rows: Rows | dict[str, Rows] | None) -> bool:
     """Whether `load_rows` made messages of text: reward functions in TRL's form get text then, as from TRL."""
     several = rows.values() if isinstance(rows, dict) else [rows]
-    return any(one is not None and one.info.description == TEXT_PROMPTS for one in several)
+    return any(one is not None and one.info.description == _TEXT_PROMPTS for one in several)
 
 
-PLAIN = Schema(lambda row: {"prompt": as_messages(row["prompt"])}, ("prompt",))
-PUZZLES = Schema(lambda row: {"prompt": as_messages(row["prompt"])}, ("prompt",))
-EMBEDDED = Schema(lambda row: {"prompt": as_messages(row["question"])}, ("question",))
+_PLAIN = Schema(lambda row: {"prompt": as_messages(row["prompt"])}, ("prompt",))
+_PUZZLES = Schema(lambda row: {"prompt": as_messages(row["prompt"])}, ("prompt",))
+_EMBEDDED = Schema(lambda row: {"prompt": as_messages(row["question"])}, ("question",))
 
 
 def _resolve(name: str, config: str | None) -> tuple[Schema, str, str | None]:
     """Schema, source and configuration of a dataset name."""
     head, _, source = name.partition(":")
     if name == "embedded":
-        return EMBEDDED, name, config
+        return _EMBEDDED, name, config
     if head == REASONING_GYM:
-        return PUZZLES, source, config
+        return _PUZZLES, source, config
     if head not in SCHEMAS:
-        return PLAIN, name, config
+        return _PLAIN, name, config
     schema = SCHEMAS[head]
     if not source and not schema.hub_id:
         raise DatasetError(f"The dataset {name!r} is published nowhere: name a source of it, as `{head}:rows.jsonl`.")
@@ -294,13 +298,13 @@ def _resolve(name: str, config: str | None) -> tuple[Schema, str, str | None]:
 
 def _embedded(split: str, streaming: bool) -> tuple[Rows, Row | None]:
     """The rows of the embedded task and the first of them."""
-    from mt_grpo.data.embedded.questions import questions  # builds the corpus, which other datasets do not need
+    from mt_grpo.data.embedded.corpus import questions  # builds the corpus, which other datasets do not need
 
     base = split.partition("[")[0]
-    if base not in EMBEDDED_SPLITS:
-        near = did_you_mean(base, EMBEDDED_SPLITS)
-        raise DatasetError(f"The embedded dataset has no split {base!r}{near}: it has {', '.join(EMBEDDED_SPLITS)}.")
-    return _sliced(questions(EMBEDDED_SPLITS[base]), split, streaming)
+    if base not in _EMBEDDED_SPLITS:
+        near = did_you_mean(base, _EMBEDDED_SPLITS)
+        raise DatasetError(f"The embedded dataset has no split {base!r}{near}: it has {', '.join(_EMBEDDED_SPLITS)}.")
+    return _sliced(questions(_EMBEDDED_SPLITS[base]), split, streaming)
 
 
 def _sliced(made: list[Row], split: str, streaming: bool) -> tuple[Rows, Row | None]:
@@ -346,7 +350,7 @@ def _load(source: str, split: str, config: str | None, streaming: bool) -> tuple
 
 
 def _sliced_stream(rows: datasets.IterableDataset, split: str) -> datasets.IterableDataset:
-    found = SLICE.search(split)
+    found = _SLICE.search(split)
     if found is None or not split.endswith(found[0]):
         raise DatasetError(
             f"The split {split!r} of a stream cannot be told before its end: count rows from the first on, as "
@@ -362,7 +366,7 @@ def check_apart(name: str, train: str, test: str, rows: Rows | None = None) -> N
     schema, source, _ = _resolve(name, None)
     base = train.partition("[")[0]
     known = None if rows is None or rows.info.splits is None else rows.info.splits.get(base)
-    size = known.num_examples if known and known.num_examples else MOST_ROWS
+    size = known.num_examples if known and known.num_examples else _MOST_ROWS
 
     def parts(split: str) -> list[tuple[str, int, int]]:
         """The rows of a split: where they come from, the first, and the one after the last."""
@@ -371,8 +375,8 @@ def check_apart(name: str, train: str, test: str, rows: Rows | None = None) -> N
         return [(origin(one.splitname), one.from_ or 0, size if one.to is None else one.to) for one in found]
 
     def origin(name: str) -> str:
-        if schema is EMBEDDED:
-            return EMBEDDED_SPLITS[name]
+        if schema is _EMBEDDED:
+            return _EMBEDDED_SPLITS[name]
         return source if Path(source).expanduser().is_file() else name
 
     if not any(
@@ -400,10 +404,10 @@ def _files(path: Path, split: str) -> list[Path]:
     if path.is_file():
         if path.suffix not in FORMATS:
             raise DatasetError(f"The file {str(path)!r} is none of the formats {formats}.")
-        if split not in FILE_SPLITS:
+        if split not in _FILE_SPLITS:
             raise DatasetError(
-                f"The file {str(path)!r} has no split {split!r}{did_you_mean(split, FILE_SPLITS)}: name `train`, or a "
-                "slice of it, as `train[20:]`."
+                f"The file {str(path)!r} has no split {split!r}{did_you_mean(split, _FILE_SPLITS)}: name `train`, or "
+                "a slice of it, as `train[20:]`."
             )
         return [path]
     present = sorted(file for file in path.iterdir() if file.suffix in FORMATS)
@@ -419,7 +423,7 @@ def _files(path: Path, split: str) -> list[Path]:
     return files
 
 
-PATIENCE = 10.0  # seconds
+_PATIENCE = 10.0  # seconds
 
 
 class HubUnreachable(ConfigError):
@@ -433,7 +437,7 @@ def hub_fault() -> str | None:
     if constants.HF_HUB_OFFLINE:
         return "`HF_HUB_OFFLINE` is set"
     try:
-        httpx.head(constants.ENDPOINT, timeout=PATIENCE)
+        httpx.head(constants.ENDPOINT, timeout=_PATIENCE)
     except httpx.TransportError as error:
         return f"{constants.ENDPOINT} cannot be reached ({error})"
     return None
@@ -447,3 +451,136 @@ def check_hub(what: str) -> None:
             f"{what} is neither a folder here nor in the cache ({constants.HF_HUB_CACHE}), and cannot be fetched, "
             f"since {fault}: name a folder, or fetch it where the Hugging Face Hub can be reached (`hf download`)."
         )
+
+
+_ORIENTATION = 0x112
+"""The number of EXIF's key for how an image is turned."""
+
+
+class ImageOfRowError(MediumError):
+    """An image of a row that cannot be shown."""
+
+    def __init__(self, error: MediumError, column: str, value: Any, row: str = "A row") -> None:
+        super().__init__(f"{row} has an image that cannot be shown, in the column {column!r}: {error}")
+        self.error, self.column, self.value = error, column, value
+
+
+@dataclass
+class OpenedImage(datasets.Image):
+    """A column of images, as `datasets` decodes them, of which no other program and no other reader has a part."""
+
+    column: str = ""
+
+    def decode_example(self, value: Any, token_per_repo_id: dict[str, Any] | None = None) -> Any:
+        """The image, opened; decoded where it is to be turned, or of another mode."""
+        if not isinstance(value, dict):
+            return value
+        try:
+            image = read_image(_fetched(value, token_per_repo_id or {}), of_row=True)
+            turned = "exif" in image.info and image.getexif().get(_ORIENTATION) not in (None, 1)
+            if turned or (self.mode and self.mode != image.mode):
+                decode(image)
+        except MediumError as error:
+            raise ImageOfRowError(error, self.column, value) from error
+        if turned:
+            from PIL import ImageOps
+
+            image = ImageOps.exif_transpose(image)
+        return image.convert(self.mode) if self.mode and self.mode != image.mode else image
+
+
+def _fetched(value: dict[str, Any], tokens: dict[str, Any]) -> dict[str, Any]:
+    """A value of a column of images, with the bytes of a file that is elsewhere, or in an archive."""
+    path = value.get("path")
+    if value.get("bytes") is not None or path is None or is_local_path(path):
+        return value
+    token = next(iter(tokens.values()), None)
+    with xopen(path, "rb", download_config=datasets.DownloadConfig(token=token)) as file:
+        return {"bytes": file.read(MOST_BYTES + 1), "path": None}
+
+
+def with_own_opener(rows: Rows) -> Rows:
+    """A dataset whose images are opened by `mt_grpo.media`, wherever in a row they stand."""
+    return _with_images(rows, lambda image, column: OpenedImage(image.mode, column=column))
+
+
+def undecoded(rows: Rows) -> Rows:
+    """A dataset whose images are dictionaries with `bytes` and `path`."""
+    return _with_images(rows, _bare)
+
+
+def decoded_as(rows: datasets.Dataset, features: dict[str, Any]) -> datasets.Dataset:
+    """A dataset that was made of undecoded rows, with images where they had some."""
+    features = {
+        name: feature for name, feature in features.items() if name in rows.features and _shows_images(feature)
+    }
+    for name, feature in features.items():
+        bare = _each(feature, name, _bare)
+        if name != "prompt" and rows.features[name] != bare:  # a copy has the types of its values
+            rows = rows.cast_column(name, bare)
+    same = {name: feature for name, feature in features.items() if rows.features[name] == _each(feature, name, _bare)}
+    return _with_features(rows, datasets.Features({**rows.features, **same}))
+
+
+def _bare(image: datasets.Image, column: str) -> datasets.Image:
+    return datasets.Image(image.mode, decode=False)
+
+
+def _with_images(rows: Rows, make: Callable[[datasets.Image, str], datasets.Image]) -> Rows:
+    if rows.features is None or not any(map(_shows_images, rows.features.values())):
+        return rows
+    features = datasets.Features({name: _each(feature, name, make) for name, feature in rows.features.items()})
+    return rows.cast(features) if isinstance(rows, datasets.IterableDataset) else _with_features(rows, features)
+
+
+def _with_features(rows: datasets.Dataset, features: datasets.Features) -> datasets.Dataset:
+    """A dataset that reads its table in another way. `cast` would write images in lists anew."""
+    twin = copy.copy(rows)
+    twin._info = rows.info.copy()
+    twin._info.features = features
+    return twin
+
+
+def _each(feature: Any, column: str, make: Callable[[datasets.Image, str], datasets.Image]) -> Any:
+    if isinstance(feature, datasets.Image):
+        return make(feature, column) if feature.decode else feature
+    if isinstance(feature, dict):
+        return {name: _each(inner, column, make) for name, inner in feature.items()}
+    if isinstance(feature, list):
+        return [_each(inner, column, make) for inner in feature]
+    if isinstance(feature, (datasets.List, datasets.LargeList)):
+        return replace(feature, feature=_each(feature.feature, column, make))
+    return feature
+
+
+def _shows_images(feature: Any) -> bool:
+    """Whether a column, or something in it, is of images."""
+    if isinstance(feature, (datasets.List, datasets.LargeList)):
+        return _shows_images(feature.feature)
+    return isinstance(feature, datasets.Image) or any(map(_shows_images, _inside(feature)))
+
+
+@contextmanager
+def naming_rows(data: dict[str, Any]) -> Iterator[None]:
+    """Says which row of some datasets has the image that cannot be shown: it is looked for."""
+    try:
+        yield
+    except ImageOfRowError as error:
+        for name, rows in data.items():
+            if isinstance(rows, datasets.Dataset) and error.column in rows.column_names:
+                for number, row in enumerate(undecoded(rows.select_columns([error.column]).with_format(None))):
+                    if _has(row[error.column], error.value):
+                        where = f"Row {number} (counted from 0) of the {name}"
+                        raise ImageOfRowError(error.error, error.column, error.value, where) from error
+        raise
+
+
+def _has(value: Any, wanted: Any) -> bool:
+    """Whether a value of a column is what is wanted, or has it inside."""
+    if isinstance(value, dict) and isinstance(wanted, dict) and value.items() >= wanted.items():
+        return True
+    return bool(value == wanted) or any(_has(each, wanted) for each in _inside(value))
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()

@@ -22,7 +22,7 @@ from mt_grpo.app.commands import MISSING, SERVER, version_here, version_in
 from mt_grpo.app.recipe import build_recipe
 from mt_grpo.app.request import Request, check_writable
 from mt_grpo.concurrency import run
-from mt_grpo.data.images import naming_rows
+from mt_grpo.data.loaders import naming_rows
 from mt_grpo.doctor import plan
 from mt_grpo.doctor.context import FAIL, OK, WARN, Check, Finding, Lines, NotKnown, RunFacts, examine
 from mt_grpo.envs import MultiTurnToolEnv
@@ -38,7 +38,7 @@ from mt_grpo.servers.env_servers import ServerLost, in_words
 from mt_grpo.servers.http import RequestFailed, ServerControl
 from mt_grpo.servers.start import is_free
 from mt_grpo.tools import Tool
-from mt_grpo.tools.mcp.tools import MCPBaseTool, McpRemote, McpTool
+from mt_grpo.tools.mcp import MCPBaseTool, McpRemote, McpTool
 from mt_grpo.tools.stateful import StatefulTool, ToolSession, ToolStateError
 from mt_grpo.training.columns import check_reward_columns, with_column_media
 from mt_grpo.training.model import resolve_base

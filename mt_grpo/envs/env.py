@@ -14,10 +14,10 @@ from mt_grpo.envs.protocols import CallProtocol
 from mt_grpo.errors import defined_at
 from mt_grpo.media import snapshot_parts
 from mt_grpo.servers.env_servers import EnvServerPool
-from mt_grpo.tools.results import check_data
+from mt_grpo.tools.function import check_data
 from mt_grpo.trajectory import Message, StopReason, Turn
 
-TextOrMessages = str | list[Message]
+_TextOrMessages = str | list[Message]
 """Messages of an environment; text is one message of the user's."""
 
 
@@ -185,11 +185,11 @@ class StepEnv(Env):
     step_timeout: float | None = 60.0
 
     @abstractmethod
-    def reset(self, row: dict[str, Any]) -> TextOrMessages | Awaitable[TextOrMessages]:
+    def reset(self, row: dict[str, Any]) -> _TextOrMessages | Awaitable[_TextOrMessages]:
         """The messages that the conversation begins with; text is the user's message."""
 
     @abstractmethod
-    def step(self, turn: Turn) -> TextOrMessages | Step | Awaitable[TextOrMessages | Step]:
+    def step(self, turn: Turn) -> _TextOrMessages | Step | Awaitable[_TextOrMessages | Step]:
         """What follows the turn that the model just took, the last of `turns`."""
 
     async def run(self, policy: Policy, row: dict[str, Any]) -> Outcome:

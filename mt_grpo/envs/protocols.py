@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from mt_grpo.imports import Registry
 from mt_grpo.tools import Tool
-from mt_grpo.tools.results import too_deep
+from mt_grpo.tools.function import too_deep
 from mt_grpo.trajectory import Message, ToolCall, Turn
 
 
@@ -258,7 +258,7 @@ def _begun(response_template: dict[str, Any], header: str) -> str:
 
 
 @call_protocol("plain")
-class PlainProtocol:
+class _PlainProtocol:
     """No calls: each turn is the final answer, and nothing is added to the prompt. It takes no tools."""
 
     stop: tuple[str, ...] = ()
@@ -273,3 +273,45 @@ class PlainProtocol:
 
     def replies(self, turn: Turn) -> list[Message]:
         return []
+
+
+class PlainTextProtocol:
+    """For a model without tools: all that it writes is said to the other side."""
+
+    stop: tuple[str, ...] = ()
+    native_tools = False
+    tags: tuple[str, ...] = ()
+
+    def instructions(self, tools: list[Tool]) -> str | None:
+        return None
+
+    def parse(self, text: str, tokenizer: Any, context: Sequence[int] = ()) -> ParsedTurn:
+        return ParsedTurn({"role": "assistant", "content": text})
+
+    def replies(self, turn: Turn) -> list[Message]:
+        return []
+
+
+class SpokenTagProtocol(TagProtocol):
+    """Calls between tags, as in `TagProtocol`. A turn without a call is said, with or without `<answer>` tags."""
+
+    def __init__(self, learnt: bool = False) -> None:
+        self.learnt = learnt
+
+    def instructions(self, tools: list[Tool]) -> str | None:
+        if self.learnt:
+            return None
+        lines = [
+            "You talk with a user, and you can call tools. A message is either words to the user or a call: "
+            '<tool>{"name": "tool_name", "args": {"argument": "value"}}</tool>. The result of a call comes back '
+            "inside <result> tags, which the user does not see.",
+            "",
+            "Tools:",
+        ]
+        return "\n".join(lines + [json.dumps(tool.schema["function"], ensure_ascii=False) for tool in tools])
+
+    def parse(self, text: str, tokenizer: Any, context: Sequence[int] = ()) -> ParsedTurn:
+        parsed = super().parse(text, tokenizer, context)
+        if "<tool>" not in text:
+            parsed.error = None
+        return parsed

@@ -18,16 +18,16 @@ from mt_grpo.tools import in_processes, load_tools_file
 TRLFactory = Callable[[], Any] | dict[str, Callable[[], Any]]
 """What TRL's trainer takes: something that makes an environment, or a dictionary by the column `environment`."""
 
-Build = Callable[[Mapping[str, Any]], EnvLike]
+_Build = Callable[[Mapping[str, Any]], EnvLike]
 """Makes an environment, or several by name, from the options of a run."""
 
-_BUILDS: dict[str, Build] = {}
+_BUILDS: dict[str, _Build] = {}
 
 
-def environment(name: str) -> Callable[[Build], Build]:
+def environment(name: str) -> Callable[[_Build], _Build]:
     """Registers what builds a type of environment; `name` is in `mt_grpo.options.values.TYPES`."""
 
-    def add(build: Build) -> Build:
+    def add(build: _Build) -> _Build:
         _BUILDS[name] = build
         return build
 

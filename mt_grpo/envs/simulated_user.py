@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
-from mt_grpo.envs.dialogue import DialogueEnv
 from mt_grpo.envs.env import Outcome, Policy, Step
 from mt_grpo.envs.registry import environment, tool_arguments
 from mt_grpo.envs.source import Prototype, source_of
+from mt_grpo.envs.tool_env import DialogueEnv
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean
 from mt_grpo.options.values import parse_user
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 GREETING = "Hello! How can I help you?"
 """What the user is told first: the endpoint's own conversation has to begin with the other side."""
 
-REACH_TIMEOUT = 10.0
+_REACH_TIMEOUT = 10.0
 """Seconds in which the endpoint has to answer before a run begins."""
-NO_KEY = "none"
+_NO_KEY = "none"
 """What the client sends where there is no key: it wants some text."""
 
 _LONGEST = 500  # characters of an endpoint's words in an error
@@ -91,9 +91,9 @@ class SimulatedUser:
 
     def check(self) -> None:
         """Asks the endpoint for its models; raises `ConfigError` if it cannot be reached, or refuses the key."""
-        client = WebClient({"Authorization": f"Bearer {self._key or NO_KEY}"})
+        client = WebClient({"Authorization": f"Bearer {self._key or _NO_KEY}"})
         try:
-            status = client.ask("GET", f"{self.base_url.rstrip('/')}/models", REACH_TIMEOUT).response.status_code
+            status = client.ask("GET", f"{self.base_url.rstrip('/')}/models", _REACH_TIMEOUT).response.status_code
         except httpx.HTTPError as error:
             raise ConfigError(
                 f"The simulated user's endpoint {self.base_url} cannot be reached ({self._reason(error)}): start it, "
@@ -122,7 +122,7 @@ class SimulatedUser:
 
         if self._client is None:
             self._client = openai.AsyncOpenAI(
-                api_key=self._key or NO_KEY,
+                api_key=self._key or _NO_KEY,
                 base_url=self.base_url,
                 timeout=self.timeout,
                 max_retries=self.max_retries,
@@ -227,7 +227,7 @@ class SimulatedUserEnv(DialogueEnv):
             await super().close()
 
 
-class SimulatedUserSource(Prototype):
+class _SimulatedUserSource(Prototype):
     """A simulated user, whose system prompt may name columns of the rows."""
 
     env: SimulatedUserEnv
@@ -236,11 +236,11 @@ class SimulatedUserSource(Prototype):
         self.env.user.check_columns(rows.column_names)
 
 
-source_of.register(SimulatedUserEnv, SimulatedUserSource)
+source_of.register(SimulatedUserEnv, _SimulatedUserSource)
 
 
 @environment("simulated_user")
-def user_of_options(options: Mapping[str, Any]) -> SimulatedUserEnv:
+def _user_of_options(options: Mapping[str, Any]) -> SimulatedUserEnv:
     """The environment of a run's option `simulated_user`, whose endpoint is asked once."""
     user = SimulatedUser(**parse_user(options["simulated_user"]))
     user.check()

@@ -15,7 +15,7 @@ from mt_grpo.envs.env import Env, StepEnv
 from mt_grpo.envs.tool_env import MultiTurnToolEnv
 from mt_grpo.errors import ConfigError, describe_error, find_fault
 from mt_grpo.imports import did_you_mean
-from mt_grpo.tools.results import cut
+from mt_grpo.tools.function import cut
 from mt_grpo.trajectory import Trajectory
 
 if TYPE_CHECKING:
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-EnvFactory = Callable[[dict[str, Any]], Env]
+_EnvFactory = Callable[[dict[str, Any]], Env]
 """Makes the environment of a row; it may be `async`."""
-EnvLike = Union[StepEnv, type[Env], EnvFactory, dict[str, "EnvLike"], "EnvSource"]
+EnvLike = Union[StepEnv, type[Env], _EnvFactory, dict[str, "EnvLike"], "EnvSource"]
 """
 What a run can be given: a `StepEnv` that each conversation has a shallow copy of; a class or factory, called with
 nothing or with the row; a dictionary of these, of which the row's `environment` names one; or an `EnvSource`.
@@ -140,7 +140,7 @@ class Factory(EnvSource):
         return env
 
 
-class NamedEnvSources(EnvSource):
+class _NamedEnvSources(EnvSource):
     """Environments by name, of which the column `environment` of a row names one."""
 
     def __init__(self, given: dict[str, EnvLike]) -> None:
@@ -206,7 +206,7 @@ def source_of(given: Any) -> EnvSource:
 
 source_of.register(EnvSource, lambda given: given)
 source_of.register(StepEnv, Prototype)
-source_of.register(dict, NamedEnvSources)
+source_of.register(dict, _NamedEnvSources)
 
 
 async def _made(making: asyncio.Future[Any]) -> Any:

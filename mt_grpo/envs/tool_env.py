@@ -1,10 +1,14 @@
-"""A conversation in which the model may call tools until it answers, and how the calls of a turn are run."""
+"""
+A conversation in which the model may call tools until it answers, one in which somebody answers the turns without
+calls, and how the calls of a turn are run.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import copy
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar
@@ -20,13 +24,22 @@ from mt_grpo.concurrency import (
     timed,
 )
 from mt_grpo.envs.env import ConversationEnded, Outcome, Policy, Step, StepEnv
-from mt_grpo.envs.protocols import PROTOCOLS, SYSTEM_ROLES, CallProtocol, instruct
+from mt_grpo.envs.protocols import (
+    PROTOCOLS,
+    SYSTEM_ROLES,
+    CallProtocol,
+    LearntTagProtocol,
+    PlainTextProtocol,
+    SpokenTagProtocol,
+    TagProtocol,
+    instruct,
+)
 from mt_grpo.errors import ConfigError, find_fault
 from mt_grpo.imports import did_you_mean
 from mt_grpo.media import has_media
 from mt_grpo.servers.env_servers import ServerLost
 from mt_grpo.tools import Tool, ToolSession, load_tools
-from mt_grpo.tools.results import cut, render
+from mt_grpo.tools.function import cut, render
 from mt_grpo.tools.stateful import StatefulTool, ToolStateError
 from mt_grpo.trajectory import Message, StopReason, ToolCall, Turn
 
@@ -167,6 +180,63 @@ class MultiTurnToolEnv(StepEnv):
             await self._tool_session.release()
             if self._tool_session.failures:
                 raise ToolStateError(" ".join(self._tool_session.failures))
+
+
+_THOUGHT_ENDS = ("</think>", "</reasoning>")
+"""Ends of a thought: the other side is told only what follows the last."""
+
+
+class DialogueEnv(MultiTurnToolEnv):
+    """
+    A conversation in which a turn without a tool call is said to somebody, who answers it. Subclass it with `respond`.
+    """
+
+    opening: list[Message]
+    dialogue: list[Message]
+
+    def __init__(
+        self,
+        tools: Sequence[Callable[..., Any] | str | Tool] = (),
+        system_prompt: str | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(tools, system_prompt, **options)
+        if not self.tools:
+            self.protocol = PlainTextProtocol()
+        elif type(self.protocol) in (TagProtocol, LearntTagProtocol):
+            self.protocol = SpokenTagProtocol(learnt=type(self.protocol) is LearntTagProtocol)
+
+    @abstractmethod
+    async def respond(self, turn: Turn) -> Step:
+        """What the other side answers, as text, to the last message of `dialogue`."""
+
+    async def run(self, policy: Policy, row: dict[str, Any]) -> Outcome:
+        """The loop of `MultiTurnToolEnv`."""
+        self.opening = self.start(row["prompt"])
+        self.dialogue = [
+            {"role": message["role"], "content": message["content"]}
+            for message in self.opening
+            if message["role"] in ("user", "assistant")
+        ]
+        return await super().run(policy, row)
+
+    async def step(self, turn: Turn) -> Step:
+        """Runs the calls of a turn; a turn without calls is answered by `respond`."""
+        if turn.tool_calls or turn.error:
+            return await super().step(turn)
+        said = turn.text if turn.answer is None else turn.answer
+        for end in _THOUGHT_ENDS:
+            said = said.rpartition(end)[2]
+        said = said.strip()
+        self.dialogue.append({"role": "assistant", "content": said})
+        step = await self.respond(turn)
+        if step.replies:
+            self.dialogue.append({"role": "user", "content": step.replies})
+        if step.done is False and turn.index >= self.max_steps:
+            step.done = StopReason.MAX_STEPS
+        if step.done is not False:
+            step.answer = said
+        return step
 
 
 async def execute_calls(calls: list[ToolCall], tools: dict[str, Tool], timeout: float | None = None) -> None:

@@ -19,7 +19,7 @@ from mt_grpo.envs.registry import environment
 from mt_grpo.errors import ConfigError, describe_error, find_fault
 from mt_grpo.imports import import_object
 from mt_grpo.options.values import TYPES
-from mt_grpo.tools.results import render
+from mt_grpo.tools.function import render
 from mt_grpo.trajectory import Message, StopReason, Turn
 
 logger = logging.getLogger(__name__)

@@ -29,7 +29,7 @@ from mt_grpo.imports import did_you_mean, import_object
 from mt_grpo.media import has_media, kind_of_part, read_parts
 from mt_grpo.rewards import EnvReward, RewardFunc
 from mt_grpo.tools import Tool
-from mt_grpo.tools.results import Result
+from mt_grpo.tools.function import Result
 from mt_grpo.trajectory import Message, ToolCall
 
 logger = logging.getLogger(__name__)

@@ -24,13 +24,13 @@ import yaml
 from datasets import Dataset
 
 from mt_grpo.concurrency import call
-from mt_grpo.envs.dialogue import DialogueEnv
 from mt_grpo.envs.env import ConversationEnded, Outcome, Policy, Step, finite
 from mt_grpo.envs.registry import environment, tool_arguments
 from mt_grpo.envs.source import Prototype, source_of
+from mt_grpo.envs.tool_env import DialogueEnv
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean, import_object
-from mt_grpo.rewards.gsm8k import find_number
+from mt_grpo.rewards.builtin import find_number
 from mt_grpo.tools import BaseTool, MCPBaseTool, OpenAIFunctionToolSchema, ToolResponse
 from mt_grpo.tools.function import ToolDefinitionError
 from mt_grpo.tools.python_sandbox import RemotePython

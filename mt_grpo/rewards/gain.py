@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import choose
-from mt_grpo.rewards.base import ReadsAnswer, StateScore, TurnReward
-from mt_grpo.rewards.registry import reward
+from mt_grpo.rewards.base import ReadsAnswer, StateScore, TurnReward, reward
 from mt_grpo.trajectory import Trajectory, Turn
 
-GAINS = ("log_prob", "probability")
-SCORERS = ("trainer", "server")
+_GAINS = ("log_prob", "probability")
+_SCORERS = ("trainer", "server")
 
 
 class RightAnswer(ReadsAnswer):
@@ -43,10 +41,10 @@ class RightAnswer(ReadsAnswer):
         for option, value in (("column", column), ("prefix", prefix)):
             if not isinstance(value, str):
                 raise ConfigError(f"The option `{option}` of the reward {self.name!r} is {value!r}: give it text.")
-        choose("scorer", scorer, SCORERS)
+        choose("scorer", scorer, _SCORERS)
         self.column, self.prefix, self.scorer = column, prefix, scorer
 
-    def right_answer(self, value: Any) -> str:
+    def right_answer(self, value: object) -> str:
         """
         The text to score, from a value of the column.
 
@@ -64,7 +62,7 @@ class RightAnswer(ReadsAnswer):
             )
         return text
 
-    def answer_at(self, turn: int, row: Mapping[str, Any]) -> str | None:
+    def answer_at(self, turn: int, row: Mapping[str, object]) -> str | None:
         """
         The text to score in the context of a turn. Override it where each turn of a conversation has a right answer
         of its own.
@@ -115,10 +113,10 @@ class InformationGain(RightAnswer, TurnReward):
         self, column: str = "answer", prefix: str = "<answer>", gain: str = "log_prob", scorer: str = "trainer"
     ) -> None:
         super().__init__(column, prefix, scorer)
-        choose("gain", gain, GAINS)
+        choose("gain", gain, _GAINS)
         self.gain = gain
 
-    def score(self, turn: Turn, trajectory: Trajectory, **row: Any) -> float | None:
+    def score(self, turn: Turn, trajectory: Trajectory, **row: object) -> float | None:
         states = self.logprobs(trajectory)[turn.index : turn.index + 2]
         before, after = states if len(states) == 2 else (None, None)
         if before is None or after is None:
@@ -133,7 +131,7 @@ class AnswerLogprob(RightAnswer, StateScore):
     one: the mean log-prob of the answer's tokens. `None` after the last turn, which no turn follows.
     """
 
-    def score(self, turn: Turn, trajectory: Trajectory, **row: Any) -> float | None:
+    def score(self, turn: Turn, trajectory: Trajectory, **row: object) -> float | None:
         after = self.logprobs(trajectory)[turn.index + 1 : turn.index + 2]
         return after[0] if after else None
 

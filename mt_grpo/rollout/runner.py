@@ -29,7 +29,7 @@ from mt_grpo.rollout.policy import ConversationPolicy, RolloutLimits, RolloutReq
 from mt_grpo.rollout.token_check import SanityCheck
 from mt_grpo.rollout.token_row import TokenRow, token_row
 from mt_grpo.servers.env_servers import conversation
-from mt_grpo.tools.results import cut
+from mt_grpo.tools.function import cut
 from mt_grpo.trajectory import Message, StopReason, Trajectory
 
 GRACE = 2.0

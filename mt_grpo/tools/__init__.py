@@ -11,7 +11,7 @@ from mt_grpo.tools.loading import in_processes, load_tools, load_tools_file, too
 from mt_grpo.tools.stateful import BaseTool, OpenAIFunctionToolSchema, ToolResponse, ToolSession
 
 if TYPE_CHECKING:
-    from mt_grpo.tools.mcp.tools import MCPBaseTool
+    from mt_grpo.tools.mcp import MCPBaseTool
 
 __all__ = [
     "BaseTool",
@@ -33,4 +33,4 @@ def __getattr__(name: str) -> object:
     """Loads what belongs to MCP servers where it is asked for."""
     if name != "MCPBaseTool":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return import_module("mt_grpo.tools.mcp.tools").MCPBaseTool
+    return import_module("mt_grpo.tools.mcp").MCPBaseTool

@@ -25,20 +25,20 @@ from referencing.exceptions import Unresolvable
 CHECK_SECONDS = 0.5
 """Most processor time of one check. A list of 10,000 numbers takes a tenth of it."""
 
-SCHEMA_SECONDS = 5.0
+_SCHEMA_SECONDS = 5.0
 """Most processor time to check the schema itself, once when a tool is made."""
 
-MATCH_WORK = 2 * 10**8
+_MATCH_WORK = 2 * 10**8
 """Characters times RE2's instructions in a second, at worst."""
 
-MAX_ERRORS = 1_000
+_MAX_ERRORS = 1_000
 """Errors of one check that are looked for: one is told."""
 
-MAX_UNEVALUATED = 1_000
+_MAX_UNEVALUATED = 1_000
 """Members that `unevaluatedProperties` and `unevaluatedItems` are held against; their work grows by the square."""
 
 
-class TooMuchWork(ValueError):
+class _TooMuchWork(ValueError):
     """A check that was given up. The message says why."""
 
 
@@ -66,8 +66,8 @@ def read_schema(schema: Any) -> dict[str, str]:
     formats = FormatChecker(formats=())
     formats.checks("regex", raises=re.error)(is_pattern)
     try:
-        found = best_match(_errors(_Bounded(_Bounded.META_SCHEMA, format_checker=formats), schema, SCHEMA_SECONDS))
-    except TooMuchWork as error:
+        found = best_match(_errors(_Bounded(_Bounded.META_SCHEMA, format_checker=formats), schema, _SCHEMA_SECONDS))
+    except _TooMuchWork as error:
         raise UnsoundSchema("", "it takes too long to read") from error
     except RecursionError as error:
         raise UnsoundSchema("", "it is nested too deeply") from error
@@ -99,7 +99,7 @@ class ArgumentCheck:
         self._validator = _Bounded(schema, registry=Registry())
 
     def errors(self, arguments: object) -> list[ValidationError]:
-        """What is wrong with the arguments, up to `MAX_ERRORS`."""
+        """What is wrong with the arguments, up to `_MAX_ERRORS`."""
         try:
             return _errors(self._validator, arguments, CHECK_SECONDS)
         except (ArithmeticError, RecursionError, Unresolvable) as error:
@@ -109,7 +109,7 @@ class ArgumentCheck:
 def _errors(validator: Any, instance: object, seconds: float) -> list[ValidationError]:
     token = _ends_at.set(time.thread_time() + seconds)
     try:
-        return list(islice(validator.iter_errors(instance), MAX_ERRORS))
+        return list(islice(validator.iter_errors(instance), _MAX_ERRORS))
     finally:
         _ends_at.reset(token)
 
@@ -117,7 +117,7 @@ def _errors(validator: Any, instance: object, seconds: float) -> list[Validation
 def _go_on() -> None:
     # Of this thread's own time: a busy machine refuses no call.
     if time.thread_time() > _ends_at.get():
-        raise TooMuchWork("it takes too long")
+        raise _TooMuchWork("it takes too long")
 
 
 @functools.lru_cache(maxsize=1024)
@@ -147,8 +147,8 @@ def _found(pattern: str, text: str) -> bool:
     compiled = _compiled(pattern)
     if isinstance(compiled, str):
         return True
-    if compiled.programsize * len(text) > MATCH_WORK * (_ends_at.get() - time.thread_time()):
-        raise TooMuchWork("the text is too long for its pattern")
+    if compiled.programsize * len(text) > _MATCH_WORK * (_ends_at.get() - time.thread_time()):
+        raise _TooMuchWork("the text is too long for its pattern")
     return compiled.search(text) is not None
 
 
@@ -214,8 +214,8 @@ def _as_key(value: object) -> object:
 
 def _few(keyword: Callable[..., Any]) -> Callable[..., Any]:
     def check(validator: Any, value: Any, instance: object, schema: Any) -> Iterator[ValidationError]:
-        if isinstance(instance, dict | list) and len(instance) > MAX_UNEVALUATED:
-            raise TooMuchWork(f"more than {MAX_UNEVALUATED:,} members")
+        if isinstance(instance, dict | list) and len(instance) > _MAX_UNEVALUATED:
+            raise _TooMuchWork(f"more than {_MAX_UNEVALUATED:,} members")
         yield from keyword(validator, value, instance, schema) or ()
 
     return check

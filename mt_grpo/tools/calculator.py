@@ -10,16 +10,16 @@ from collections.abc import Callable
 
 from mt_grpo.tools.loading import tool
 
-MAX_CHARACTERS = 500
-MAX_BITS = 4096
+_MAX_CHARACTERS = 500
+_MAX_BITS = 4096
 """Size of the largest whole number: some 1,200 digits, below Python's limit for writing one as text."""
-MAX_DECIMALS = 100
+_MAX_DECIMALS = 100
 
-MALFORMED = re.compile(r"[\d.](?![eE][-+]?\d)[^\W\d_]|\\")
+_MALFORMED = re.compile(r"[\d.](?![eE][-+]?\d)[^\W\d_]|\\")
 """A letter right after a number, and a backslash: Python's parser would print a warning for them."""
 
-Number = int | float
-TOO_LARGE = "The result is too large."
+_Number = int | float
+_TOO_LARGE = "The result is too large."
 
 
 @tool("calculator")
@@ -37,9 +37,9 @@ def calculator(expression: str) -> str:
     Raises:
         ValueError: If the expression is malformed, has no real value, or a value that is too large.
     """
-    if len(expression) > MAX_CHARACTERS:
-        raise ValueError(f"The expression is longer than {MAX_CHARACTERS} characters.")
-    if MALFORMED.search(expression):
+    if len(expression) > _MAX_CHARACTERS:
+        raise ValueError(f"The expression is longer than {_MAX_CHARACTERS} characters.")
+    if _MALFORMED.search(expression):
         raise ValueError(f"Not an arithmetic expression: {expression!r}.")
     try:
         tree = ast.parse(_without_thousands_separators(expression.strip()), mode="eval")
@@ -50,7 +50,7 @@ def calculator(expression: str) -> str:
     except ZeroDivisionError as error:
         raise ValueError("Division by zero.") from error
     except OverflowError as error:
-        raise ValueError(TOO_LARGE) from error
+        raise ValueError(_TOO_LARGE) from error
     except RecursionError as error:
         raise ValueError("The expression is nested too deeply.") from error
 
@@ -72,7 +72,7 @@ def _without_thousands_separators(expression: str) -> str:
     return re.sub(r"(?:[a-z]+\s*)?\(|\)|(?<![\d.])\d{1,3}(?:,\d{3})+(?!\d)", join, expression)
 
 
-def _value(node: ast.expr) -> Number:
+def _value(node: ast.expr) -> _Number:
     match node:
         case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
             return _bounded(value)
@@ -82,39 +82,39 @@ def _value(node: ast.expr) -> Number:
             return _value(operand)
         case ast.BinOp(op=ast.BitXor()):
             raise ValueError("Write ** for a power; ^ is not supported.")
-        case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
-            return _bounded(OPERATORS[type(op)](_value(left), _value(right)))
-        case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]) if name in FUNCTIONS:
-            function, fewest, most = FUNCTIONS[name]
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+            return _bounded(_OPERATORS[type(op)](_value(left), _value(right)))
+        case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]) if name in _FUNCTIONS:
+            function, fewest, most = _FUNCTIONS[name]
             if not fewest <= len(arguments) <= most:
                 raise ValueError(f"{name} does not take {len(arguments)} argument{'s' * (len(arguments) != 1)}.")
             return _bounded(function(*[_value(argument) for argument in arguments]))
         case ast.Call(func=ast.Name(id=name)) | ast.Name(id=name):
-            raise ValueError(f"Unknown name {name!r}; the functions are {', '.join(FUNCTIONS)}.")
+            raise ValueError(f"Unknown name {name!r}; the functions are {', '.join(_FUNCTIONS)}.")
     raise ValueError(f"Not arithmetic: {ast.unparse(node)!r}.")
 
 
-def _bounded(value: Number) -> Number:
+def _bounded(value: _Number) -> _Number:
     if isinstance(value, complex):
         raise ValueError("The result is not a real number.")
-    if value.bit_length() > MAX_BITS if isinstance(value, int) else not math.isfinite(value):
-        raise ValueError(TOO_LARGE)
+    if value.bit_length() > _MAX_BITS if isinstance(value, int) else not math.isfinite(value):
+        raise ValueError(_TOO_LARGE)
     return value
 
 
-def _divide(left: Number, right: Number) -> Number:
+def _divide(left: _Number, right: _Number) -> _Number:
     if isinstance(left, int) and isinstance(right, int) and right != 0 and left % right == 0:
         return left // right
     return left / right
 
 
-def _power(base: Number, exponent: Number) -> Number:
-    if isinstance(base, int) and isinstance(exponent, int) and (base.bit_length() - 1) * exponent > MAX_BITS:
-        raise ValueError(TOO_LARGE)  # known before it is computed: |base| >= 2 ** (bits - 1)
+def _power(base: _Number, exponent: _Number) -> _Number:
+    if isinstance(base, int) and isinstance(exponent, int) and (base.bit_length() - 1) * exponent > _MAX_BITS:
+        raise ValueError(_TOO_LARGE)  # known before it is computed: |base| >= 2 ** (bits - 1)
     return base**exponent
 
 
-def _sqrt(value: Number) -> Number:
+def _sqrt(value: _Number) -> _Number:
     if value < 0:
         raise ValueError("The result is not a real number.")
     if isinstance(value, int) and math.isqrt(value) ** 2 == value:
@@ -122,20 +122,20 @@ def _sqrt(value: Number) -> Number:
     return math.sqrt(value)
 
 
-def _round(value: Number, decimals: Number = 0) -> Number:
-    if not isinstance(decimals, int) or abs(decimals) > MAX_DECIMALS:
-        raise ValueError(f"round takes a whole number of decimals between -{MAX_DECIMALS} and {MAX_DECIMALS}.")
+def _round(value: _Number, decimals: _Number = 0) -> _Number:
+    if not isinstance(decimals, int) or abs(decimals) > _MAX_DECIMALS:
+        raise ValueError(f"round takes a whole number of decimals between -{_MAX_DECIMALS} and {_MAX_DECIMALS}.")
     return round(value, decimals)
 
 
-def _written(value: Number) -> str:
+def _written(value: _Number) -> str:
     """Fifteen significant digits, which hide the error of binary fractions: 0.1 + 0.2 is 0.3."""
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
         value = int(value)
     return str(value) if isinstance(value, int) else f"{value:.15g}"
 
 
-OPERATORS: dict[type[ast.operator], Callable[[Number, Number], Number]] = {
+_OPERATORS: dict[type[ast.operator], Callable[[_Number, _Number], _Number]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
@@ -144,7 +144,7 @@ OPERATORS: dict[type[ast.operator], Callable[[Number, Number], Number]] = {
     ast.Mod: operator.mod,
     ast.Pow: _power,
 }
-FUNCTIONS: dict[str, tuple[Callable[..., Number], int, float]] = {
+_FUNCTIONS: dict[str, tuple[Callable[..., _Number], int, float]] = {
     "sqrt": (_sqrt, 1, 1),
     "abs": (abs, 1, 1),
     "round": (_round, 1, 2),

@@ -1,4 +1,4 @@
-"""A Python function as a tool: what its docstring says of it, the check of a call, the text of a result."""
+"""A Python function as a tool: what its docstring says of it, the check of a call, the reading of a result."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import inspect
 import json
 import logging
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field, is_dataclass
 from functools import update_wrapper
-from typing import Any
+from typing import Any, NamedTuple
 
 from jsonschema import ValidationError
 from transformers.utils import get_json_schema
@@ -22,15 +22,15 @@ from transformers.utils.chat_template_utils import (
 
 from mt_grpo.concurrency import ConcurrencyLimit
 from mt_grpo.errors import UserError, describe_error
+from mt_grpo.media import decode_for_model, has_media, part_text, read_parts, snapshot_parts
 from mt_grpo.tools.argument_check import ArgumentCheck, UnsoundSchema, read_schema
-from mt_grpo.tools.results import Result, cut, read_result, render
 
 logger = logging.getLogger(__name__)
 
-EXPLAINED = 2000
+_EXPLAINED = 2000
 """Characters of what is wrong with a call's arguments: a schema may list as many values as its author likes."""
 
-JSON_TYPES = {
+_JSON_TYPES = {
     str: "string",
     bool: "boolean",
     int: "integer",
@@ -179,7 +179,7 @@ class Tool:
             return f"{self.name}: the arguments cannot be checked ({error})"
         if not errors:
             return None
-        return cut(f"{self.name}: {self._explain(min(errors, key=_urgency), arguments)}", EXPLAINED)
+        return cut(f"{self.name}: {self._explain(min(errors, key=_urgency), arguments)}", _EXPLAINED)
 
     def read(self, returned: Any) -> Result:
         """What a call returned, as the model and rewards get it; see `read_result`."""
@@ -227,7 +227,7 @@ def _say_unmatchable(name: str, pattern: str, reason: str) -> None:
 def _refuse_undescribed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """Refuses a function that cannot be described to a model; returns it with a docstring in Google's style."""
     text = inspect.getdoc(function) or ""
-    described = in_google_style(function, text, list(inspect.signature(function).parameters))
+    described = _in_google_style(function, text, list(inspect.signature(function).parameters))
     description, documented, _ = parse_google_format_docstring(inspect.getdoc(described) or "")
     if not description:
         raise ToolDefinitionError(
@@ -278,7 +278,7 @@ def _with_null(schema: Any) -> Any:
 
 
 def _json_type(value: Any) -> str:
-    return JSON_TYPES.get(type(value), type(value).__name__)
+    return _JSON_TYPES.get(type(value), type(value).__name__)
 
 
 def _listing(names: list[str]) -> str:
@@ -289,19 +289,121 @@ def _plural(names: list[str]) -> str:
     return "s" if len(names) > 1 else ""
 
 
-ARGUMENTS = r"Args|Arguments|Parameters|Params|Keyword Args|Keyword Arguments|Other Parameters"
-OTHERS = r"Returns?|Yields?|Raises|Throws"
-HEADER = re.compile(rf"^\s*(?:(?P<arguments>{ARGUMENTS})|{OTHERS})\s*:?\s*$", re.IGNORECASE)
-UNDERLINE = re.compile(r"^\s*-{3,}\s*$")
-SECTION = re.compile(r"^[A-Z]\w*( \w+)?:$")
+_MAX_DEPTH = 100
+"""Most levels of nested lists and dictionaries in data, since code that handles it is recursive."""
+
+
+class Result(NamedTuple):
+    """What a tool returned."""
+
+    text: str
+    """What the model reads; an image or a sound is a word in it."""
+    data: dict[str, Any] | None = None
+    """Data beside it, for rewards."""
+    parts: list[dict[str, Any]] | None = None
+    """What the model is shown, where that is more than text: the parts of a content."""
+    returned: list[Any] | None = None
+    """What TRL's reward functions get in its place."""
+
+
+def read_result(result: Any, max_size: int | None) -> Result:
+    """
+    Reads the result of a tool: text, an image or a sound, a list of parts with one, or anything that has a JSON form;
+    or a pair of one of the first three and a dictionary of data.
+    """
+    data = None
+    if type(result) is tuple and len(result) == 2 and isinstance(result[1], dict):
+        if isinstance(result[0], str) or has_media(result[0]):
+            result, data = result
+            # so that a reward sees the same in the run and when it reads what the run has written
+            data = json.loads(json.dumps(data, default=_plain))
+            check_data(data, "the data of the result")
+    if not has_media(result):
+        return Result(cut(render(result), max_size), data)
+    parts = [
+        {**part, "text": cut(render(part["text"]), max_size)} if "text" in part else part
+        for part in read_parts(snapshot_parts(result if isinstance(result, list) else [result]))
+    ]
+    decode_for_model(parts)
+    return Result("\n".join(map(part_text, parts)), data, parts)
+
+
+def render(result: Any) -> str:
+    """The text of a result: text as it is, bytes as text, everything else as JSON."""
+    if isinstance(result, (bytes, bytearray, memoryview)):
+        return _decoded(result)
+    text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=_plain)
+    return text.encode("utf-8", "replace").decode("utf-8")  # tokenizers refuse lone surrogates
+
+
+def cut(text: str, max_size: int | None) -> str:
+    """The text, or its first `max_size` characters and a note of how much is missing."""
+    if max_size is None or len(text) <= max_size:
+        return text
+    return f"{text[:max_size]}\n[{len(text) - max_size:,} of {len(text):,} characters were cut off.]"
+
+
+def check_data(value: Any, what: str) -> None:
+    """Refuses data that a run cannot write."""
+    if too_deep(value):
+        raise ValueError(f"{what} goes more than {_MAX_DEPTH} levels deep, or has no end: give less nested data.")
+    try:
+        json.dumps(value, default=str)
+    except BaseException as error:  # the values are the user's objects, and `__str__` user's code
+        raise ValueError(f"{what} cannot be written as JSON ({describe_error(error)}): give plain data.") from error
+
+
+def too_deep(value: Any) -> bool:
+    """Whether lists and dictionaries are nested deeper than `_MAX_DEPTH`, or endlessly."""
+    level, depth = [value], 0
+    while level := [item for container in level for item in _items(container)]:
+        depth += 1
+        if depth > _MAX_DEPTH:
+            return True
+    return False
+
+
+def _items(container: Any) -> Iterable[Any]:
+    if isinstance(container, dict):
+        return container.values()
+    return container if isinstance(container, (list, tuple)) else ()
+
+
+def _decoded(value: bytes | bytearray | memoryview) -> str:
+    content = bytes(value)
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError:
+        return f"[{len(content):,} bytes that are not text]"
+
+
+def _plain(value: Any) -> Any:
+    """A JSON form of a value that has none: for `json.dumps(default=...)`."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    if isinstance(value, (set, frozenset)):
+        return sorted(value, key=str)  # the order of a set of strings differs from run to run
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return _decoded(value)
+    for method in ("model_dump", "tolist"):  # pydantic models; numpy arrays and numbers
+        if callable(getattr(value, method, None)):
+            return getattr(value, method)()
+    return str(value)
+
+
+_ARGUMENTS = r"Args|Arguments|Parameters|Params|Keyword Args|Keyword Arguments|Other Parameters"
+_OTHERS = r"Returns?|Yields?|Raises|Throws"
+_HEADER = re.compile(rf"^\s*(?:(?P<arguments>{_ARGUMENTS})|{_OTHERS})\s*:?\s*$", re.IGNORECASE)
+_UNDERLINE = re.compile(r"^\s*-{3,}\s*$")
+_SECTION = re.compile(r"^[A-Z]\w*( \w+)?:$")
 """Any other section of Google's style, such as `Note:`."""
-FIELD = re.compile(r"^\s*[:@](?P<kind>\w+)(?:\s+[^:]*?)??(?:\s+\*{0,2}(?P<name>\w+))?\s*:(?!\w)\s*(?P<text>.*)$")
-PARAMETER_FIELDS = ("param", "parameter", "arg", "argument", "key", "keyword")
-TYPE = r"\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)"
-ITEM = re.compile(
-    rf"^(?P<indent>\s*)(?:[-*]\s+)?\*{{0,2}}`{{0,2}}(?P<name>\w+)`{{0,2}}\s*(?:{TYPE})?\s*:\s*(?P<text>.*)$"
+_FIELD = re.compile(r"^\s*[:@](?P<kind>\w+)(?:\s+[^:]*?)??(?:\s+\*{0,2}(?P<name>\w+))?\s*:(?!\w)\s*(?P<text>.*)$")
+_PARAMETER_FIELDS = ("param", "parameter", "arg", "argument", "key", "keyword")
+_TYPE = r"\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)"
+_ITEM = re.compile(
+    rf"^(?P<indent>\s*)(?:[-*]\s+)?\*{{0,2}}`{{0,2}}(?P<name>\w+)`{{0,2}}\s*(?:{_TYPE})?\s*:\s*(?P<text>.*)$"
 )
-NUMPY_ITEM = re.compile(r"^(?P<indent>\s*)(?P<names>\*{0,2}\w+(?:\s*,\s*\*{0,2}\w+)*)\s*(?::.*)?$")
+_NUMPY_ITEM = re.compile(r"^(?P<indent>\s*)(?P<names>\*{0,2}\w+(?:\s*,\s*\*{0,2}\w+)*)\s*(?::.*)?$")
 
 
 def read_docstring(text: str) -> tuple[str, dict[str, str]]:
@@ -311,18 +413,18 @@ def read_docstring(text: str) -> tuple[str, dict[str, str]]:
     arguments: dict[str, list[str]] = {}
     index = end
     while index < len(lines):
-        if (field := FIELD.match(lines[index])) and field["kind"] in PARAMETER_FIELDS and field["name"]:
+        if (field := _FIELD.match(lines[index])) and field["kind"] in _PARAMETER_FIELDS and field["name"]:
             index = _read_field(lines, index, arguments.setdefault(field["name"], [field["text"]]))
-        elif (header := HEADER.match(lines[index])) and header["arguments"] and _begins(lines, index):
-            numpy = index + 1 < len(lines) and bool(UNDERLINE.match(lines[index + 1]))
-            index = _read_items(lines, index + 1 + numpy, NUMPY_ITEM if numpy else ITEM, arguments)
+        elif (header := _HEADER.match(lines[index])) and header["arguments"] and _begins(lines, index):
+            numpy = index + 1 < len(lines) and bool(_UNDERLINE.match(lines[index + 1]))
+            index = _read_items(lines, index + 1 + numpy, _NUMPY_ITEM if numpy else _ITEM, arguments)
         else:
             index += 1
     described = {name: " ".join(" ".join(parts).split()) for name, parts in arguments.items()}
     return "\n".join(lines[:end]).strip(), {name: words for name, words in described.items() if words}
 
 
-def in_google_style(function: Callable[..., Any], text: str, names: list[str]) -> Callable[..., Any]:
+def _in_google_style(function: Callable[..., Any], text: str, names: list[str]) -> Callable[..., Any]:
     """
     The function as `transformers.utils.get_json_schema` can read it, which is in Google's style without types. A
     function with another docstring is replaced by one with a rewritten docstring.
@@ -343,22 +445,22 @@ def in_google_style(function: Callable[..., Any], text: str, names: list[str]) -
 
 def _begins(lines: list[str], index: int) -> bool:
     """Whether a section about arguments, results or errors begins in a line."""
-    header = HEADER.match(lines[index])
+    header = _HEADER.match(lines[index])
     return _is_numpy_or_field(lines, index) or bool(header and lines[index].rstrip().endswith(":"))
 
 
 def _is_numpy_or_field(lines: list[str], index: int) -> bool:
-    field = FIELD.match(lines[index])
-    if field and field["kind"] in (*PARAMETER_FIELDS, "type", "return", "returns", "rtype", "raise", "raises"):
+    field = _FIELD.match(lines[index])
+    if field and field["kind"] in (*_PARAMETER_FIELDS, "type", "return", "returns", "rtype", "raise", "raises"):
         return True
-    underlined = index + 1 < len(lines) and UNDERLINE.match(lines[index + 1])
-    return bool(underlined and HEADER.match(lines[index]))
+    underlined = index + 1 < len(lines) and _UNDERLINE.match(lines[index + 1])
+    return bool(underlined and _HEADER.match(lines[index]))
 
 
 def _read_field(lines: list[str], index: int, parts: list[str]) -> int:
     """Reads the further lines of a field. Returns the index of the line after it."""
     index += 1
-    while index < len(lines) and lines[index].strip() and not FIELD.match(lines[index]):
+    while index < len(lines) and lines[index].strip() and not _FIELD.match(lines[index]):
         parts.append(lines[index])
         index += 1
     return index
@@ -374,7 +476,7 @@ def _read_items(lines: list[str], index: int, pattern: re.Pattern[str], argument
         if not line.strip():
             index += 1
             continue
-        if item and (indent is None or len(item["indent"]) == indent) and not SECTION.match(line):
+        if item and (indent is None or len(item["indent"]) == indent) and not _SECTION.match(line):
             indent = len(item["indent"])
             names = item["names"].split(",") if "names" in item.groupdict() else [item["name"]]
             text = [] if "names" in item.groupdict() else [item["text"]]

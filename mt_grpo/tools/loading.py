@@ -232,7 +232,7 @@ def _mcp(entry: dict[str, Any], config: dict[str, Any], where: str) -> list[Tool
     selected = options.get("tool_selected_list") or []
     if not isinstance(selected, list) or not all(isinstance(name, str) for name in selected):
         raise ToolDefinitionError(f"{where} has a `tool_selected_list` that is no list of names: {selected!r}.")
-    from mt_grpo.tools.mcp.tools import MCPBaseTool, mcp_tools, remote_tools  # loaded for runs that have such servers
+    from mt_grpo.tools.mcp import MCPBaseTool, mcp_tools, remote_tools  # loaded for runs that have such servers
 
     arguments = (options["mcp_servers_config_path"], selected, config.get("timeout"), config.get("rate_limit"))
     if not entry.get("class_name"):

@@ -26,12 +26,12 @@ logger = logging.getLogger(__name__)
 SPARE_SECONDS = 10.0
 """Time for the rest of a run: to start a process, and for its answer to arrive."""
 
-PASSED_ON = ("PATH", "LD_LIBRARY_PATH", "TMPDIR")
+_PASSED_ON = ("PATH", "LD_LIBRARY_PATH", "TMPDIR")
 """Environment variables for the process that confines the code. The code itself gets none of the trainer's."""
 
-NOTHING = "The code printed nothing: print what you want to see."
+_NOTHING = "The code printed nothing: print what you want to see."
 
-ALLOWED = """
+_ALLOWED = """
 import os, socket
 
 acts = {
@@ -196,7 +196,7 @@ class RemotePython:
 @functools.cache
 def refuse_unconfined() -> None:
     """Runs code that tries to leave the sandbox, once in a process."""
-    request = {"code": ALLOWED, "time_limit": 20.0, "memory_limit": 512 << 20, "disk_limit": 1 << 20}
+    request = {"code": _ALLOWED, "time_limit": 20.0, "memory_limit": 512 << 20, "disk_limit": 1 << 20}
     request |= {"output_limit": 1000, "readable": []}
     with ThreadPoolExecutor(1) as thread:  # an event loop may run in this one
         answer = thread.submit(asyncio.run, _ask_host(request)).result()
@@ -223,7 +223,7 @@ async def _ask_host(request: dict[str, Any]) -> dict[str, Any]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        env={name: os.environ[name] for name in PASSED_ON if name in os.environ},
+        env={name: os.environ[name] for name in _PASSED_ON if name in os.environ},
         start_new_session=True,  # a Ctrl-C is the trainer's
     )
     assert process.stdin is not None and process.stdout is not None and process.stderr is not None  # all are pipes
@@ -259,4 +259,4 @@ def _told(stdout: str, stderr: str, exit_code: int | None, reason: str | None) -
     text = "\n".join(part.rstrip("\n") for part in (stdout, stderr, reason) if part)
     if reason or exit_code:
         raise CodeError(text)
-    return text or NOTHING, {"stdout": stdout, "stderr": stderr}
+    return text or _NOTHING, {"stdout": stdout, "stderr": stderr}

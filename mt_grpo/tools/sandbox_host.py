@@ -27,14 +27,14 @@ import threading
 import time
 from typing import IO, Any
 
-MAX_PROCESSES = 8
-MAX_OPEN_FILES = 64
+_MAX_PROCESSES = 8
+_MAX_OPEN_FILES = 64
 """Also of sockets in a pair, each of which holds up to 0.2 MiB of the kernel's memory that no limit counts."""
-MAX_FILES = 2_000
-GRACE_SECONDS = 1.0
+_MAX_FILES = 2_000
+_GRACE_SECONDS = 1.0
 """For what is left in the pipes once the code has ended."""
 
-DENIED = """
+_DENIED = """
 chmod fchmod fchmodat fchmodat2 chown lchown fchown fchownat utime utimes utimensat futimesat
 setxattr lsetxattr fsetxattr setxattrat removexattr lremovexattr fremovexattr removexattrat file_setattr
 prlimit64 setpriority sched_setaffinity sched_setscheduler sched_setparam sched_setattr ioprio_set
@@ -49,18 +49,18 @@ times of any file, limits and priorities of any process, the clock and devices, 
 (`setsockopt` makes the buffers of a pair of sockets large).
 """
 
-CLONE_NEWNS, CLONE_NEWUSER = 0x00020000, 0x10000000
-MS_NOSUID, MS_NODEV, MS_REC, MS_PRIVATE = 2, 4, 0x4000, 0x40000
-MNT_DETACH = 2
-PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 22, 24, 36, 38
-SECCOMP_MODE_FILTER, SECCOMP_RET_ALLOW, SECCOMP_RET_ERRNO, EPERM = 2, 0x7FFF0000, 0x00050000, 1
-BPF_LOAD_WORD, BPF_JUMP_IF_EQUAL, BPF_JUMP_IF_NOT_BELOW, BPF_RETURN = 0x20, 0x15, 0x35, 0x06
-X32_SYSCALLS = 0x40000000
-ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+_CLONE_NEWNS, _CLONE_NEWUSER = 0x00020000, 0x10000000
+_MS_NOSUID, _MS_NODEV, _MS_REC, _MS_PRIVATE = 2, 4, 0x4000, 0x40000
+_MNT_DETACH = 2
+_PR_SET_SECCOMP, _PR_CAPBSET_DROP, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 22, 24, 36, 38
+_SECCOMP_MODE_FILTER, _SECCOMP_RET_ALLOW, _SECCOMP_RET_ERRNO, _EPERM = 2, 0x7FFF0000, 0x00050000, 1
+_BPF_LOAD_WORD, _BPF_JUMP_IF_EQUAL, _BPF_JUMP_IF_NOT_BELOW, _BPF_RETURN = 0x20, 0x15, 0x35, 0x06
+_X32_SYSCALLS = 0x40000000
+_ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 """The name Linux gives to a machine's own system calls; those of a 32-bit program have other numbers."""
 
 
-class Program(ctypes.Structure):
+class _Program(ctypes.Structure):
     """`struct sock_fprog` of Linux."""
 
     _fields_ = [("length", ctypes.c_ushort), ("instructions", ctypes.c_void_p)]
@@ -104,9 +104,9 @@ def _start(request: dict[str, Any], scratch: str, writes: bool) -> Any:
         fs_writable=[scratch, "/dev/null"] if writes else ["/dev/null"],
         cwd=scratch,
         max_memory=request["memory_limit"],
-        max_processes=MAX_PROCESSES,
+        max_processes=_MAX_PROCESSES,
         no_coredump=True,
-        extra_deny_syscalls=DENIED,
+        extra_deny_syscalls=_DENIED,
         clean_env=True,
         env={
             "HOME": scratch,
@@ -126,13 +126,13 @@ def _start(request: dict[str, Any], scratch: str, writes: bool) -> Any:
 def _finish(process: Any, request: dict[str, Any], scratch: str, writes: bool) -> dict[str, Any]:
     """Waits for the end of the code and of all that it left behind."""
     done = threading.Event()
-    watch = Watch(request["time_limit"], done)
-    readers = [Reader(stream, request["output_limit"]) for stream in (process.stdout, process.stderr)]
+    watch = _Watch(request["time_limit"], done)
+    readers = [_Reader(stream, request["output_limit"]) for stream in (process.stdout, process.stderr)]
     result = process.wait()
     done.set()
     watch.thread.join()
     _kill_descendants()  # what the code left in the background holds the pipes open
-    deadline = time.monotonic() + GRACE_SECONDS
+    deadline = time.monotonic() + _GRACE_SECONDS
     for reader in readers:
         reader.thread.join(max(0.0, deadline - time.monotonic()))
     killed = ("time" if watch.late else "killed") if result.exit_code < 0 else None
@@ -145,7 +145,7 @@ def _finish(process: Any, request: dict[str, Any], scratch: str, writes: bool) -
     return answer
 
 
-class Reader:
+class _Reader:
     """Reads a stream to its end and keeps its beginning."""
 
     def __init__(self, stream: IO[bytes], limit: int) -> None:
@@ -160,7 +160,7 @@ class Reader:
             self.size += len(chunk)
 
 
-class Watch:
+class _Watch:
     """Kills the code once it has used up its time."""
 
     def __init__(self, seconds: float, done: threading.Event) -> None:
@@ -177,13 +177,13 @@ class Watch:
 
 def _mount(folder: str, size: int) -> bool:
     """
-    Mounts an empty file system of `size` bytes and `MAX_FILES` files over a folder, which only this process and its
+    Mounts an empty file system of `size` bytes and `_MAX_FILES` files over a folder, which only this process and its
     descendants see. Root may do so at once, other users in a user namespace, in which they keep their identity.
     """
     libc = ctypes.CDLL(None)
     user, group = os.geteuid(), os.getegid()
-    if libc.unshare(CLONE_NEWNS):
-        if libc.unshare(CLONE_NEWUSER | CLONE_NEWNS):
+    if libc.unshare(_CLONE_NEWNS):
+        if libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNS):
             return False
         maps = {"setgroups": "deny", "uid_map": f"{user} {user} 1", "gid_map": f"{group} {group} 1"}
         try:
@@ -192,10 +192,10 @@ def _mount(folder: str, size: int) -> bool:
                     file.write(text)
         except OSError:  # the machine gives such a namespace no rights
             return False
-    options = f"size={size},nr_inodes={MAX_FILES},mode=700,uid={user},gid={group}".encode()
+    options = f"size={size},nr_inodes={_MAX_FILES},mode=700,uid={user},gid={group}".encode()
     return not (
-        libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None)
-        or libc.mount(b"tmpfs", os.fsencode(folder), b"tmpfs", MS_NOSUID | MS_NODEV, options)
+        libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None)
+        or libc.mount(b"tmpfs", os.fsencode(folder), b"tmpfs", _MS_NOSUID | _MS_NODEV, options)
     )
 
 
@@ -207,13 +207,13 @@ def _is_full(folder: str) -> bool:
 def _limit(request: dict[str, Any]) -> None:
     """Limits this process and all its descendants, for good."""
     libc = ctypes.CDLL(None)
-    libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # background processes become children of this one
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # background processes become children of this one
     for capability in range(64):
-        libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)  # takes them from what root executes; others have none
+        libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)  # takes them from what root executes; others have none
     seconds = int(request["time_limit"]) + 2
     limits = {
         resource.RLIMIT_FSIZE: request["disk_limit"],
-        resource.RLIMIT_NOFILE: MAX_OPEN_FILES,
+        resource.RLIMIT_NOFILE: _MAX_OPEN_FILES,
         resource.RLIMIT_CPU: seconds,  # for what would outlive this process
         resource.RLIMIT_CORE: 0,
     }
@@ -227,19 +227,19 @@ def _deny(number: int) -> None:
     nor the connection that a first `sendto` opens.
     """
     instructions = [  # operation, instructions to skip where it holds, where it does not, operand
-        (BPF_LOAD_WORD, 0, 0, 4),
-        (BPF_JUMP_IF_EQUAL, 0, 4, ARCHITECTURES[platform.machine()]),
-        (BPF_LOAD_WORD, 0, 0, 0),
-        (BPF_JUMP_IF_EQUAL, 2, 0, number),
-        (BPF_JUMP_IF_NOT_BELOW, 1, 0, X32_SYSCALLS),
-        (BPF_RETURN, 0, 0, SECCOMP_RET_ALLOW),
-        (BPF_RETURN, 0, 0, SECCOMP_RET_ERRNO | EPERM),
+        (_BPF_LOAD_WORD, 0, 0, 4),
+        (_BPF_JUMP_IF_EQUAL, 0, 4, _ARCHITECTURES[platform.machine()]),
+        (_BPF_LOAD_WORD, 0, 0, 0),
+        (_BPF_JUMP_IF_EQUAL, 2, 0, number),
+        (_BPF_JUMP_IF_NOT_BELOW, 1, 0, _X32_SYSCALLS),
+        (_BPF_RETURN, 0, 0, _SECCOMP_RET_ALLOW),
+        (_BPF_RETURN, 0, 0, _SECCOMP_RET_ERRNO | _EPERM),
     ]
     packed = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *each) for each in instructions))
-    program = Program(len(instructions), ctypes.addressof(packed))
+    program = _Program(len(instructions), ctypes.addressof(packed))
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) or libc.prctl(
-        PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(program)
+    if libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) or libc.prctl(
+        _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(program)
     ):
         raise OSError(ctypes.get_errno(), "seccomp is not available")
 
@@ -252,13 +252,13 @@ def _end_with_caller(scratch: str) -> None:
 
 def _clean_up(scratch: str) -> None:
     _kill_descendants()
-    ctypes.CDLL(None).umount2(os.fsencode(scratch), MNT_DETACH)  # its files go with it, however deep they lie
+    ctypes.CDLL(None).umount2(os.fsencode(scratch), _MNT_DETACH)  # its files go with it, however deep they lie
     shutil.rmtree(scratch, ignore_errors=True)  # empty, or with the code alone
 
 
 def _kill_descendants() -> None:
     """Kills children until there are none: those of a killed one become children of this process."""
-    deadline = time.monotonic() + GRACE_SECONDS
+    deadline = time.monotonic() + _GRACE_SECONDS
     while (children := _children()) and time.monotonic() < deadline:
         for child in children:
             with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile

@@ -21,22 +21,22 @@ from mt_grpo.errors import UserError
 from mt_grpo.servers.web import WebClient
 from mt_grpo.tools.loading import tool
 
-NO_RESULTS = "No results."
+_NO_RESULTS = "No results."
 
-WIKIPEDIA_CONCURRENCY = 4
+_WIKIPEDIA_CONCURRENCY = 4
 """Searches of one process under way at once. Wikipedia asks its users to send few at a time."""
 
-WIKIPEDIA_WAIT = 15.0
+_WIKIPEDIA_WAIT = 15.0
 """Most seconds that one search waits in all when Wikipedia asks for it."""
 
-WIKIPEDIA_TRIES = 5
+_WIKIPEDIA_TRIES = 5
 
-LONGEST_PAUSE = 300.0
+_LONGEST_PAUSE = 300.0
 """Seconds after which Wikipedia is asked again, whatever it said."""
 
-COME_LATER = (429, 503, "ratelimited", "maxlag")
+_COME_LATER = (429, 503, "ratelimited", "maxlag")
 """Statuses, and codes in an answer of status 200, by which the API asks to come again later."""
-TEXT_FIELDS = (("contents",), ("title", "text"), ("text",))
+_TEXT_FIELDS = (("contents",), ("title", "text"), ("text",))
 """The fields of a document that are searched, in the forms retrieval corpora have."""
 
 
@@ -108,14 +108,14 @@ class CorpusSearch:
         """
         words = [word for word in _words(query) if word in self._index.vocab_dict]
         if not words:
-            return NO_RESULTS
+            return _NO_RESULTS
         scores = self._index.get_scores(words)
         # The rest of a large corpus is not sorted.
         least = np.partition(scores, -self.top_k)[-self.top_k] if self.top_k < len(scores) else 0.0
         found = np.flatnonzero((scores > 0) & (scores >= least))
         # A stable sort leaves equal scores in document order.
         best = found[np.argsort(-scores[found], kind="stable")][: self.top_k]
-        return "\n".join(self.documents[i] for i in best) or NO_RESULTS
+        return "\n".join(self.documents[i] for i in best) or _NO_RESULTS
 
 
 class RetrievalSearch:
@@ -161,7 +161,7 @@ class RetrievalSearch:
         except (httpx.HTTPError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise RuntimeError(f"The search at {self.url} failed: {type(error).__name__}: {error}") from error
         text = "\n\n".join(f"[{number}] {text}" for number, text in enumerate(texts, 1))
-        return text or NO_RESULTS, {"documents": documents, "scores": scores}
+        return text or _NO_RESULTS, {"documents": documents, "scores": scores}
 
 
 @tool("wikipedia_search")
@@ -189,9 +189,9 @@ class WikipediaSearch:
         self.base_url = base_url
         self._timeout = timeout
         self._client = WebClient({"User-Agent": "mt-grpo (research; httpx)"})
-        self._pause = Pause()
+        self._pause = _Pause()
 
-    @tool(concurrency=WIKIPEDIA_CONCURRENCY)
+    @tool(concurrency=_WIKIPEDIA_CONCURRENCY)
     def search(self, query: str) -> str:
         """Search Wikipedia.
 
@@ -221,31 +221,31 @@ class WikipediaSearch:
         pages = payload.get("query", {}).get("pages", [])
         # The API lists pages by id; `index` is the rank in the search.
         pages = sorted(pages, key=lambda page: page["index"])
-        return "\n".join(f"{page['title']}: {page.get('extract', '').strip()}" for page in pages) or NO_RESULTS
+        return "\n".join(f"{page['title']}: {page.get('extract', '').strip()}" for page in pages) or _NO_RESULTS
 
     def _ask(self, params: dict[str, Any]) -> dict[str, Any]:
         """The answer to a request. It is sent again if Wikipedia asks for that."""
-        give_up = time.monotonic() + WIKIPEDIA_WAIT
-        for attempt in range(WIKIPEDIA_TRIES):
+        give_up = time.monotonic() + _WIKIPEDIA_WAIT
+        for attempt in range(_WIKIPEDIA_TRIES):
             self._pause.wait(give_up)
             try:
                 answer = self._client.ask("GET", self.base_url, self._timeout, params=params)
                 response = answer.response
-                if response.status_code not in COME_LATER:
+                if response.status_code not in _COME_LATER:
                     response.raise_for_status()
                     payload = answer.json()
                     # The API reports its own failures, such as an empty search string, with status 200.
                     if "error" not in payload:
                         return payload
-                    if payload["error"]["code"] not in COME_LATER:
+                    if payload["error"]["code"] not in _COME_LATER:
                         raise RuntimeError(f"Wikipedia search failed: {payload['error']['info']}")
             except (httpx.HTTPError, ValueError) as error:
                 raise RuntimeError(f"Wikipedia search failed: {error}") from error
             self._pause.begin(_retry_after(response.headers.get("Retry-After"), attempt))
-        raise RuntimeError(f"Wikipedia search failed: too many requests, {WIKIPEDIA_TRIES} times in a row.")
+        raise RuntimeError(f"Wikipedia search failed: too many requests, {_WIKIPEDIA_TRIES} times in a row.")
 
 
-class Pause:
+class _Pause:
     """Holds back the requests of all threads until a time. The server would refuse the others' as well."""
 
     def __init__(self) -> None:
@@ -253,9 +253,9 @@ class Pause:
         self._lock = threading.Lock()
 
     def begin(self, seconds: float) -> None:
-        """Makes the pause last at least so many seconds from here, `LONGEST_PAUSE` at most."""
+        """Makes the pause last at least so many seconds from here, `_LONGEST_PAUSE` at most."""
         with self._lock:
-            self._until = max(self._until, time.monotonic() + min(seconds, LONGEST_PAUSE))
+            self._until = max(self._until, time.monotonic() + min(seconds, _LONGEST_PAUSE))
 
     def wait(self, give_up: float) -> None:
         """Returns when the pause is over."""
@@ -282,7 +282,7 @@ def _retry_after(header: str | None, attempt: int) -> float:
 
 
 def _text_fields(document: Mapping[str, Any]) -> Sequence[str]:
-    return next((fields for fields in TEXT_FIELDS if document.keys() >= set(fields)), TEXT_FIELDS[0])
+    return next((fields for fields in _TEXT_FIELDS if document.keys() >= set(fields)), _TEXT_FIELDS[0])
 
 
 def _text(document: Mapping[str, Any]) -> str:

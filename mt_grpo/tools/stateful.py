@@ -17,8 +17,7 @@ from pydantic import BaseModel, ConfigDict
 from mt_grpo.concurrency import OutOfTime, call, in_thread
 from mt_grpo.errors import describe_error
 from mt_grpo.media import read_parts
-from mt_grpo.tools.function import Tool, ToolDefinitionError
-from mt_grpo.tools.results import check_data
+from mt_grpo.tools.function import Tool, ToolDefinitionError, check_data
 
 
 class OpenAIFunctionPropertySchema(BaseModel):

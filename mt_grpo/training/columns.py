@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, ProcessorMixin
 from trl.data_utils import prepare_multimodal_messages
 
 from mt_grpo.data import DatasetError, as_messages, with_contents_of_one_kind
-from mt_grpo.data.images import ImageOfRowError, with_own_opener
+from mt_grpo.data.loaders import ImageOfRowError, with_own_opener
 from mt_grpo.envs import EnvSource
 from mt_grpo.errors import ConfigError
 from mt_grpo.forward.media import media_tokens

@@ -20,7 +20,7 @@ from torch.utils.data import Sampler
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from trl import GRPOTrainer
 
-from mt_grpo.data.images import naming_rows
+from mt_grpo.data.loaders import naming_rows
 from mt_grpo.envs.source import tool_names
 from mt_grpo.errors import ConfigError
 from mt_grpo.preemption import PreemptedError, heard, listening

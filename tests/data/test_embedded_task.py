@@ -7,8 +7,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import get_json_schema
 
 from mt_grpo.data.embedded import corpus, tool
-from mt_grpo.data.embedded.corpus import LABELS, articles, entities, passages
-from mt_grpo.data.embedded.questions import SYSTEM_PROMPT, problems, questions
+from mt_grpo.data.embedded.corpus import LABELS, SYSTEM_PROMPT, articles, entities, passages, problems, questions
 from mt_grpo.data.embedded.tool import search
 from mt_grpo.tools.search import CorpusSearch
 

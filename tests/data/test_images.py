@@ -10,7 +10,7 @@ from datasets import Image as ImageColumn
 from PIL import Image
 
 from mt_grpo.data import load_rows
-from mt_grpo.data.images import ImageOfRowError, OpenedImage, undecoded, with_own_opener
+from mt_grpo.data.loaders import ImageOfRowError, OpenedImage, undecoded, with_own_opener
 from mt_grpo.media import is_decoded
 
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n%%EOF\n"

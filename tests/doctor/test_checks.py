@@ -29,7 +29,7 @@ class Env(MultiTurnToolEnv):
 TOOLS = """
 import time
 
-from mt_grpo.tools.mcp.tools import McpRemote, McpTool
+from mt_grpo.tools.mcp import McpRemote, McpTool
 
 
 def slow(query: str) -> str:

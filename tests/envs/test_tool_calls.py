@@ -23,7 +23,7 @@ from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.envs.tool_env import execute_calls, fail_unanswered
 from mt_grpo.rollout import RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
 from mt_grpo.tools import Tool, ToolDefinitionError, load_tools, tool
-from mt_grpo.tools.mcp.tools import McpRemote
+from mt_grpo.tools.mcp import McpRemote
 from mt_grpo.trajectory import StopReason, ToolCall, Trajectory, Turn
 
 NOTHING = {"type": "object", "properties": {}}

@@ -25,8 +25,7 @@ from mt_grpo.rewards import (
     load_rewards,
     score_trajectories,
 )
-from mt_grpo.rewards.base import ScoreFunction, completion_ids
-from mt_grpo.rewards.registry import KINDS
+from mt_grpo.rewards.base import KINDS, ScoreFunction, completion_ids
 from mt_grpo.trajectory import StopReason, Trajectory, Turn
 
 
@@ -376,7 +375,7 @@ def test_rewards_are_names_paths_instances_classes_or_functions(tmp_path):
     file.write_text("def from_file(completions, **columns):\n    return [1.0] * len(completions)\n")
     instance = Returns(1.0)
     loaded = load_rewards(
-        ["mt_grpo.rewards.gsm8k.gsm8k_number_reward_func", f"{file}:from_file", instance, NumTurns, len], "outcome"
+        ["mt_grpo.rewards.builtin.gsm8k_number_reward_func", f"{file}:from_file", instance, NumTurns, len], "outcome"
     )
     assert [reward.name for reward in loaded] == [
         "gsm8k_number_reward_func",

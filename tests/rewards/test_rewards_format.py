@@ -2,7 +2,7 @@ import pytest
 from support.scoring import score
 
 from mt_grpo.rewards import format_reward_func, xml_reward_func
-from mt_grpo.rewards.triviaqa import message_format, message_xml
+from mt_grpo.rewards.builtin import message_format, message_xml
 from mt_grpo.trajectory import Trajectory, Turn
 
 CALL = '<reasoning>look it up</reasoning>\n<tool>{"name": "search", "args": {}}</tool>'

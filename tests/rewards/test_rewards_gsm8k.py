@@ -4,7 +4,7 @@ import pytest
 from support.scoring import score
 
 from mt_grpo.rewards import RewardError, gsm8k_correct_reward_func, gsm8k_number_reward_func
-from mt_grpo.rewards.gsm8k import find_number
+from mt_grpo.rewards.builtin import find_number
 from mt_grpo.trajectory import Trajectory
 
 

@@ -11,7 +11,7 @@ from mt_grpo.rewards import (
     tool_execution_reward_func,
 )
 from mt_grpo.rewards import format_reward_func as public_format_reward_func
-from mt_grpo.rewards.triviaqa import accepted_answers, format_reward_func, holds_answer, normalize_answer
+from mt_grpo.rewards.builtin import accepted_answers, format_reward_func, holds_answer, normalize_answer
 from mt_grpo.trajectory import ToolCall, Trajectory, Turn
 
 OK, FAILED = ToolCall("search", executed=True), ToolCall("search", executed=True, error="HTTP 500")

@@ -30,8 +30,8 @@ from mt_grpo.rollout.engines.transformers import TransformersEngine
 from mt_grpo.rollout.media import MediaEncoder
 from mt_grpo.rollout.rendering import ChatRenderer
 from mt_grpo.sounds import Sound
-from mt_grpo.tools.mcp.tools import result_parts
-from mt_grpo.tools.results import read_result
+from mt_grpo.tools.function import read_result
+from mt_grpo.tools.mcp import result_parts
 from mt_grpo.trajectory import StopReason, Trajectory
 
 TONE = Sound(tone(), RATE)

@@ -23,13 +23,13 @@ from mt_grpo.tools.mcp import (
     McpServer,
     McpServerConfig,
     McpToolError,
+    Pace,
     mcp_tools,
     read_servers,
     result_text,
     server,
     session,
 )
-from mt_grpo.tools.mcp.tools import Pace
 from mt_grpo.trajectory import ToolCall
 
 SERVER = Path(__file__).parent.parent / "support" / "mcp_server.py"
@@ -432,12 +432,12 @@ def test_an_unknown_tool_in_the_selection_names_the_nearest(tmp_path, small):
 
 def test_calls_are_spaced_after_a_burst_of_a_second(monkeypatch):
     waited = []
-    monkeypatch.setattr("mt_grpo.tools.mcp.tools.time.monotonic", lambda: 100.0)
+    monkeypatch.setattr("mt_grpo.tools.mcp.time.monotonic", lambda: 100.0)
 
     async def sleep(seconds: float) -> None:
         waited.append(round(seconds, 6))
 
-    monkeypatch.setattr("mt_grpo.tools.mcp.tools.asyncio.sleep", sleep)
+    monkeypatch.setattr("mt_grpo.tools.mcp.asyncio.sleep", sleep)
 
     async def calls(pace: Pace, number: int) -> None:
         for _ in range(number):

@@ -9,7 +9,7 @@ from transformers.utils import get_json_schema
 
 from mt_grpo.envs.tool_env import execute_calls
 from mt_grpo.tools import Tool
-from mt_grpo.tools.results import read_result
+from mt_grpo.tools.function import read_result
 from mt_grpo.tools.search import CorpusError, CorpusSearch, RetrievalSearch, WikipediaSearch
 from mt_grpo.trajectory import ToolCall
 

@@ -14,7 +14,7 @@ import pytest
 
 from mt_grpo.imports import ImportPathError
 from mt_grpo.tools import Tool, ToolDefinitionError, calculator, load_tools
-from mt_grpo.tools.results import render
+from mt_grpo.tools.function import render
 
 
 def search(query: str, k: int = 3, unit: Literal["km", "mi"] = "km", tags: list[str] | None = None) -> str:

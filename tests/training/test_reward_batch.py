@@ -12,7 +12,7 @@ from trl.trainer.utils import nanstd
 
 from mt_grpo.credit import ADVANTAGE_ESTIMATORS, estimate
 from mt_grpo.rewards import OutcomeReward, StateScore, TurnReward, reward
-from mt_grpo.rewards.registry import REWARDS
+from mt_grpo.rewards.base import REWARDS
 from mt_grpo.training.reward_batch import share_of_equal_groups, state_ids
 from mt_grpo.trajectory import Trajectory, Turn
 

@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 
 from mt_grpo.envs import Step, StepEnv
 from mt_grpo.rewards import EnvReward
-from mt_grpo.rewards.environment import StepReward
+from mt_grpo.rewards.builtin import StepReward
 from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
 from mt_grpo.trajectory import ToolCall
 

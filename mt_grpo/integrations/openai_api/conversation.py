@@ -11,9 +11,8 @@ from itertools import groupby
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
-from mt_grpo.envs.dialogue import PlainTextProtocol
 from mt_grpo.envs.env import ConversationEnded
-from mt_grpo.envs.protocols import CallProtocol, NativeProtocol, instruct
+from mt_grpo.envs.protocols import CallProtocol, NativeProtocol, PlainTextProtocol, instruct
 from mt_grpo.errors import EngineError
 from mt_grpo.integrations.openai_api.dialects import DIALECTS, Choice, token_logprobs, turn_to_message
 from mt_grpo.integrations.openai_api.request import NO_ROOM, OVER, ApiError, Fields, ParsedRequest

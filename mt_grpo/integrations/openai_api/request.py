@@ -10,7 +10,7 @@ from typing import Any
 
 from mt_grpo.envs.env import ConversationEnded
 from mt_grpo.media import IMAGE, SOUND, kind_of_part
-from mt_grpo.tools.results import too_deep
+from mt_grpo.tools.function import too_deep
 from mt_grpo.trajectory import Message, StopReason
 
 logger = logging.getLogger(__name__)

@@ -15,9 +15,8 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mt_grpo.concurrency import OutOfTime, call, guarded
-from mt_grpo.envs.dialogue import PlainTextProtocol
 from mt_grpo.envs.env import ConversationEnded, Outcome, Policy, RecordedEnv
-from mt_grpo.envs.protocols import PROTOCOLS
+from mt_grpo.envs.protocols import PROTOCOLS, PlainTextProtocol
 from mt_grpo.envs.registry import environment
 from mt_grpo.envs.source import EnvSource
 from mt_grpo.errors import ConfigError

@@ -14,8 +14,7 @@ from mt_grpo.integrations.swift.scheduler import (
     Names,
 )
 from mt_grpo.rewards import REWARDS, FunctionReward
-from mt_grpo.rewards.gsm8k import find_number
-from mt_grpo.rewards.triviaqa import normalize_answer
+from mt_grpo.rewards.builtin import find_number, normalize_answer
 from mt_grpo.trajectory import Message, Trajectory
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Generic, SupportsFloat, TypeVar
 
 from mt_grpo.concurrency import call
-from mt_grpo.envs.dialogue import PlainTextProtocol
 from mt_grpo.envs.env import ConversationEnded, Policy
+from mt_grpo.envs.protocols import PlainTextProtocol
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import check_name
 from mt_grpo.media import IMAGE, kind_of_part

@@ -28,8 +28,15 @@ from mt_grpo.servers.env_servers import (
     current_conversation,
     in_words,
 )
-from mt_grpo.tools.mcp.config import McpServerConfig
-from mt_grpo.tools.mcp.session import PROBE_SECONDS, McpThread, ServerEnded, ServerSession, StartError, mcp_thread
+from mt_grpo.tools.mcp.session import (
+    PROBE_SECONDS,
+    McpServerConfig,
+    McpThread,
+    ServerEnded,
+    ServerSession,
+    StartError,
+    mcp_thread,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -1,36 +1,101 @@
 """
-Rewards for answering trivia questions with a search tool, and for keeping to the tag protocol: `<reasoning>` first,
-then one `<tool>` or one `<answer>`.
+Rewards that come with the package: those the environment gave, and those for trivia questions answered with a search
+tool, for keeping to the tag protocol (`<reasoning>` first, then one `<tool>` or one `<answer>`), and for grade-school
+maths.
 
-The values are those of Zeng et al. 2025 (arXiv 2505.11821). Their turn rewards are defined per trajectory: 0.2 ×
-successful / attempted tool calls, and 0.5 if the search results hold an accepted answer. Here turn rewards are summed
-over the trajectory's turns, so each of the two is divided among the turns: a turn gets what the trajectory has earned
-up to it, minus what it had earned up to the turn before. The sum keeps its scale, and no later turn changes a reward.
+The values of those for trivia questions are those of Zeng et al. 2025 (arXiv 2505.11821). Their turn rewards are
+defined per trajectory: 0.2 × successful / attempted tool calls, and 0.5 if the search results hold an accepted answer.
+Here turn rewards are summed over the trajectory's turns, so each of the two is divided among the turns: a turn gets
+what the trajectory has earned up to it, minus what it had earned up to the turn before. The sum keeps its scale, and
+no later turn changes a reward. Their `answer` column is a string or a number, a list of accepted ones, or the dict of
+TriviaQA (`value`, `aliases`, `normalized_aliases`).
 
-The `answer` column is a string or a number, a list of accepted ones, or the dict of TriviaQA (`value`, `aliases`,
-`normalized_aliases`).
+For grade-school maths the `answer` column is a number, a string that holds it, or GSM8K's worked solution, which ends
+in `#### 1,234`.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import string
 from collections.abc import Callable, Iterable
+from decimal import Decimal
+from functools import lru_cache
 from typing import Any
 
-from mt_grpo.rewards.base import OutcomeReward, ReadsAnswer, TurnReward
-from mt_grpo.rewards.registry import reward
+from mt_grpo.rewards.base import OutcomeReward, ReadsAnswer, TurnReward, reward
 from mt_grpo.trajectory import Trajectory, Turn
 
-Answer = str | int | float | list[Any] | dict[str, Any]
 
-APOSTROPHES = "'‘’`´"
-PUNCTUATION = re.compile("[" + re.escape(string.punctuation + APOSTROPHES + "‚“”„«»‹›–—―…·•¡¿") + "]")
-ARTICLES = {"a", "an", "the"}
+@reward("env_reward")
+class EnvReward(OutcomeReward):
+    """
+    The rewards that the environment gave for the whole conversation, summed.
 
-TAGS = ("reasoning", "tool", "answer")
-ACTIONS = ("tool", "answer")
-BLOCK = re.compile(rf"<({'|'.join(TAGS)})>(.*?)</\1>", re.DOTALL)
+    Args:
+        key (`str`, *optional*): Name of one of them, to take that one alone.
+    """
+
+    def __init__(self, key: str | None = None) -> None:
+        self.key = key
+        if key is not None:
+            self.name = f"env_reward/{key}"
+
+    def score(self, trajectory: Trajectory, **row: object) -> float | None:
+        given = trajectory.env_rewards
+        if self.key is not None:
+            return given.get(self.key)
+        return sum(given.values()) if given else None
+
+
+env_reward = EnvReward()
+
+
+@reward("step_reward")
+class StepReward(TurnReward):
+    """`Turn.reward`; `None` for a turn that was given none."""
+
+    def score(self, turn: Turn, trajectory: Trajectory, **row: object) -> float | None:
+        return turn.reward
+
+
+step_reward = StepReward()
+
+
+@reward("reasoning_gym_reward")
+class ReasoningGymReward(OutcomeReward):
+    """What the row's task gives for the answer, from 0 to 1; for rows of `dataset_name: reasoning_gym:TASK`."""
+
+    name = "reasoning_gym_reward"
+
+    def score(self, trajectory: Trajectory, task: str, task_options: str, index: int, **row: object) -> float:
+        dataset = _dataset(task, task_options)
+        try:
+            return float(dataset.score_answer(trajectory.answer, dataset[index]))
+        except Exception:  # an answer that the task cannot read
+            return 0.0
+
+
+@lru_cache
+def _dataset(task: str, options: str) -> Any:
+    import reasoning_gym
+
+    return reasoning_gym.create_dataset(task, **json.loads(options))
+
+
+reasoning_gym_reward = ReasoningGymReward()
+
+
+_Answer = str | int | float | list[Any] | dict[str, Any]
+
+_APOSTROPHES = "'‘’`´"
+_PUNCTUATION = re.compile("[" + re.escape(string.punctuation + _APOSTROPHES + "‚“”„«»‹›–—―…·•¡¿") + "]")
+_ARTICLES = {"a", "an", "the"}
+
+_TAGS = ("reasoning", "tool", "answer")
+_ACTIONS = ("tool", "answer")
+_BLOCK = re.compile(rf"<({'|'.join(_TAGS)})>(.*?)</\1>", re.DOTALL)
 
 
 @reward("tool_execution_reward_func")
@@ -44,21 +109,21 @@ class ToolExecutionReward(TurnReward):
 
     maximum = 0.2
 
-    def score(self, turn: Turn, trajectory: Trajectory, **row: Any) -> float | None:
+    def score(self, turn: Turn, trajectory: Trajectory, **row: object) -> float | None:
         if not turn.num_attempts:
             return None
         return 0.2 * (_share(trajectory.turns[: turn.index + 1]) - _share(trajectory.turns[: turn.index]))
 
 
-class AcceptedAnswers(ReadsAnswer):
+class _AcceptedAnswers(ReadsAnswer):
     """A reward that compares with the accepted answers of the column `answer`."""
 
-    def right_answer(self, value: Any) -> list[str]:
-        return as_texts(value)
+    def right_answer(self, value: object) -> list[str]:
+        return _as_texts(value)
 
 
 @reward("exist_answer_in_search_results")
-class ExistAnswerInSearchResults(AcceptedAnswers, TurnReward):
+class ExistAnswerInSearchResults(_AcceptedAnswers, TurnReward):
     """
     0.5 on the first turn with a successful tool call whose result holds an accepted answer, 0.0 on the other turns on
     which a tool ran; `None` where none ran. Summed over the turns: 0.5 or 0.0.
@@ -66,7 +131,7 @@ class ExistAnswerInSearchResults(AcceptedAnswers, TurnReward):
 
     maximum = 0.5
 
-    def score(self, turn: Turn, trajectory: Trajectory, *, answer: Answer, **row: Any) -> float | None:
+    def score(self, turn: Turn, trajectory: Trajectory, *, answer: _Answer, **row: object) -> float | None:
         if not any(call.executed for call in turn.tool_calls):
             return None
         answers = accepted_answers(answer)
@@ -75,21 +140,21 @@ class ExistAnswerInSearchResults(AcceptedAnswers, TurnReward):
 
 
 @reward("exact_match_reward_func")
-class ExactMatchReward(AcceptedAnswers, OutcomeReward):
+class ExactMatchReward(_AcceptedAnswers, OutcomeReward):
     """1.0 if the final answer equals an accepted answer after normalisation, else 0.0 (also without an answer)."""
 
-    def score(self, trajectory: Trajectory, *, answer: Answer, **row: Any) -> float:
+    def score(self, trajectory: Trajectory, *, answer: _Answer, **row: object) -> float:
         accepted = {normalize_answer(each) for each in accepted_answers(answer)}
         return float(trajectory.answer is not None and normalize_answer(trajectory.answer) in accepted)
 
 
 @reward("exist_answer_reward_func")
-class ExistAnswerReward(AcceptedAnswers, OutcomeReward):
+class ExistAnswerReward(_AcceptedAnswers, OutcomeReward):
     """0.5 if the final answer holds an accepted answer, else 0.0 (also without an answer)."""
 
     maximum = 0.5
 
-    def score(self, trajectory: Trajectory, *, answer: Answer, **row: Any) -> float:
+    def score(self, trajectory: Trajectory, *, answer: _Answer, **row: object) -> float:
         return 0.5 * (trajectory.answer is not None and holds_answer(trajectory.answer, accepted_answers(answer)))
 
 
@@ -99,16 +164,16 @@ def normalize_answer(text: str) -> str:
 
     Typographic quotes and dashes are punctuation too. A text that consists of articles keeps them ("A" is an answer).
     """
-    tokens = PUNCTUATION.sub("", text.lower()).split()
-    return " ".join([token for token in tokens if token not in ARTICLES] or tokens)
+    tokens = _PUNCTUATION.sub("", text.lower()).split()
+    return " ".join([token for token in tokens if token not in _ARTICLES] or tokens)
 
 
-def accepted_answers(answer: Answer) -> list[str]:
+def accepted_answers(answer: _Answer) -> list[str]:
     """The accepted strings of an `answer` column; those without a letter or digit are left out."""
-    return [each for each in as_texts(answer) if normalize_answer(each)]
+    return [each for each in _as_texts(answer) if normalize_answer(each)]
 
 
-def as_texts(answer: Any) -> list[str]:
+def _as_texts(answer: Any) -> list[str]:
     """All strings of an `answer` column; a number is written as in `3` and `0.5`."""
     if isinstance(answer, dict) and "value" in answer:
         answer = [answer["value"], *(answer.get("aliases") or []), *(answer.get("normalized_aliases") or [])]
@@ -119,7 +184,7 @@ def as_texts(answer: Any) -> list[str]:
     return found
 
 
-def _as_text(value: Any) -> str | None:
+def _as_text(value: object) -> str | None:
     if isinstance(value, float) and value.is_integer():
         return str(int(value))  # a table with one 0.5 makes all of its numbers fractions
     return str(value) if isinstance(value, str | int | float) else None
@@ -141,7 +206,7 @@ def holds_answer(text: str, answers: Iterable[str]) -> bool:
 
 
 def _apart(text: str) -> str:
-    return PUNCTUATION.sub(lambda match: match[0] if match[0] in APOSTROPHES else " ", text)
+    return _PUNCTUATION.sub(lambda match: match[0] if match[0] in _APOSTROPHES else " ", text)
 
 
 def _share(turns: list[Turn]) -> float:
@@ -160,7 +225,7 @@ class FormatReward(OutcomeReward):
 
     maximum = 0.2
 
-    def score(self, trajectory: Trajectory, **row: Any) -> float | None:
+    def score(self, trajectory: Trajectory, **row: object) -> float | None:
         return _mean(trajectory, message_format)
 
 
@@ -170,7 +235,7 @@ class XmlReward(OutcomeReward):
 
     maximum = 0.2
 
-    def score(self, trajectory: Trajectory, **row: Any) -> float | None:
+    def score(self, trajectory: Trajectory, **row: object) -> float | None:
         return _mean(trajectory, message_xml)
 
 
@@ -186,11 +251,11 @@ def message_format(text: str) -> float:
     Whitespace around the whole message does not matter.
     """
     text = text.strip()
-    blocks = BLOCK.findall(text)
-    fields = [_count_once(text, ("reasoning",)), _count_once(text, ACTIONS)]
+    blocks = _BLOCK.findall(text)
+    fields = [_count_once(text, ("reasoning",)), _count_once(text, _ACTIONS)]
     tight = bool(blocks) and all(content == content.strip() for _, content in blocks)
     starts = text.startswith("<reasoning>")
-    ends = text.endswith(tuple(f"</{tag}>" for tag in ACTIONS))
+    ends = text.endswith(tuple(f"</{tag}>" for tag in _ACTIONS))
     return 0.4 * sum(fields) / len(fields) + 0.2 * tight + 0.2 * starts + 0.2 * ends
 
 
@@ -201,14 +266,14 @@ def message_xml(text: str) -> float:
     Each tag in use (opened or closed at least once) has two marks, the opening and the closing. The score is the share
     of marks that occur exactly once, or 0 if no tag is in use.
     """
-    counts = [(text.count(f"<{tag}>"), text.count(f"</{tag}>")) for tag in TAGS]
+    counts = [(text.count(f"<{tag}>"), text.count(f"</{tag}>")) for tag in _TAGS]
     marks = [count == 1 for pair in counts if any(pair) for count in pair]
     return sum(marks) / len(marks) if marks else 0.0
 
 
 def _count_once(text: str, tags: tuple[str, ...]) -> bool:
     """Whether exactly one block of these tags is there, and no mark of them outside it."""
-    blocks = sum(tag in tags for tag, _ in BLOCK.findall(text))
+    blocks = sum(tag in tags for tag, _ in _BLOCK.findall(text))
     openings = sum(text.count(f"<{tag}>") for tag in tags)
     closings = sum(text.count(f"</{tag}>") for tag in tags)
     return blocks == openings == closings == 1
@@ -225,3 +290,47 @@ exact_match_reward_func = ExactMatchReward()
 exist_answer_reward_func = ExistAnswerReward()
 format_reward_func = FormatReward()
 xml_reward_func = XmlReward()
+
+
+_NUMBER = re.compile(r"(?<!\w)-?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)")
+_THOUSANDS = re.compile(r"(?<=[0-9]),(?=[0-9]{3}\b)")
+
+
+@reward("gsm8k_correct_reward_func")
+class Gsm8kCorrectReward(ReadsAnswer, OutcomeReward):
+    """1.0 if the number in the final answer equals the number in the `answer` column, else 0.0."""
+
+    def score(self, trajectory: Trajectory, *, answer: str | int | float, **row: object) -> float:
+        gold = self.right_answer(answer)
+        return float(trajectory.answer is not None and find_number(trajectory.answer) == gold)
+
+    def right_answer(self, value: object) -> Decimal:
+        gold = find_number(str(value))
+        if gold is None:
+            raise ValueError(f"the answer column holds no number: {value!r}")
+        return gold
+
+
+@reward("gsm8k_number_reward_func")
+class Gsm8kNumberReward(OutcomeReward):
+    """0.2 if the final answer is a number and nothing else, else 0.0; `$`, `%` and a full stop are allowed."""
+
+    maximum = 0.2
+
+    def score(self, trajectory: Trajectory, **row: object) -> float:
+        bare = _plain(trajectory.answer or "").strip().removesuffix(".")
+        return 0.2 * (_NUMBER.fullmatch(bare) is not None)
+
+
+def find_number(text: str) -> Decimal | None:
+    """The last number after the last `####`, or in the whole text without one; `None` where there is no number."""
+    numbers = _NUMBER.findall(_plain(text.rpartition("####")[2]))
+    return Decimal(numbers[-1]) if numbers else None
+
+
+def _plain(text: str) -> str:
+    return _THOUSANDS.sub("", text.replace("−", "-").replace("$", "").replace("%", ""))
+
+
+gsm8k_correct_reward_func = Gsm8kCorrectReward()
+gsm8k_number_reward_func = Gsm8kNumberReward()
