@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mt_grpo.vllm_plugin.fetch import CHUNK, Fetcher
-from mt_grpo.weights.transports.network import FileOffer
+from mt_grpo.weights.network import FileOffer
 
 TARGET = 0.7
 

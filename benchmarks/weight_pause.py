@@ -26,10 +26,10 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
 from mt_grpo.servers.http import ServerControl
+from mt_grpo.weights.files import SafetensorsTransport
+from mt_grpo.weights.network import HttpTransport
 from mt_grpo.weights.sync import WeightSync
 from mt_grpo.weights.transport import Transport
-from mt_grpo.weights.transports.files import SafetensorsTransport
-from mt_grpo.weights.transports.network import HttpTransport
 
 TARGET = 1.2
 WARM = 2

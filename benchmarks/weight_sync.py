@@ -39,8 +39,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
 from mt_grpo.servers.http import ServerControl
+from mt_grpo.weights.files import SafetensorsTransport
 from mt_grpo.weights.sync import WeightSync
-from mt_grpo.weights.transports.files import SafetensorsTransport
 
 TARGET = 0.7
 CALLS = {

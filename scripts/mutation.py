@@ -38,7 +38,7 @@ TESTS = {
     "rollout/policy": ["rollout"],
     "rollout/transcript": ["rollout"],
     "rollout/rendering": ["rollout"],
-    "weights/updates": ["weights"],
+    "weights/transport": ["weights"],
 }
 OPERATORS = (
     "AddNot",

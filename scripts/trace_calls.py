@@ -46,8 +46,8 @@ from mt_grpo.rollout.engines.vllm.client import VLLMServerClient  # noqa: E402
 from mt_grpo.runlog import open_run  # noqa: E402
 from mt_grpo.viewer.queries import Queries  # noqa: E402
 from mt_grpo.viewer.server import Server  # noqa: E402
+from mt_grpo.weights.files import SafetensorsTransport  # noqa: E402
 from mt_grpo.weights.sync import WeightSync  # noqa: E402
-from mt_grpo.weights.transports.files import SafetensorsTransport  # noqa: E402
 
 
 class Trace:

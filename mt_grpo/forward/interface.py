@@ -1,7 +1,7 @@
 """
 Where transformers' attention meets our kernels: an attention and a mask that are registered with it under one name.
 
-A model makes its masks once per forward, and hands them on to its layers. The mask of a packed row is a `TreeMask`,
+A model makes its masks once per forward, and hands them on to its layers. The mask of a packed row is a `_TreeMask`,
 which says what a layer sees. So it also reaches layers that pass no keyword arguments on, and layers that gradient
 checkpointing computes again.
 """
@@ -31,7 +31,7 @@ from mt_grpo.forward.layout import Chunk, TreeLayout, Window, oldest
 from mt_grpo.forward.packing import cannot_pack
 
 PREFIX = "tree_or_"
-HARMLESS = ("position_ids", "cache_position", "cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k")
+_HARMLESS = ("position_ids", "cache_position", "cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k")
 """Tensors that some layers hand to their attention, and that change nothing where there is a mask."""
 
 
@@ -39,13 +39,13 @@ _row: ContextVar[TreeLayout | None] = ContextVar("row", default=None)
 """The packed row whose masks are made. Its layers have them, also where they are computed again for a gradient."""
 
 
-class AttentionLayer(Protocol):
+class _AttentionLayer(Protocol):
     """What transformers calls an attention with: a module of a decoder's layer."""
 
     layer_idx: int | None
 
 
-class TreeMask(Tensor):
+class _TreeMask(Tensor):
     """
     A mask of one element in place of one over all pairs of tokens. What is computed from it is an ordinary tensor, but
     for a slice of the whole.
@@ -69,7 +69,7 @@ class TreeMask(Tensor):
     @classmethod
     def of(
         cls, layout: TreeLayout, sees: Callable[..., Tensor], size: int | None, device: torch.device, dimensions: int
-    ) -> TreeMask:
+    ) -> _TreeMask:
         """The mask of a packed row, for layers that see a token as `sees` says."""
         mask = torch.ones([1] * dimensions, dtype=torch.bool, device=device).as_subclass(cls)
         windows = _windows(sees, size, layout)
@@ -124,7 +124,7 @@ def register(original: str) -> str:
     plain_mask: Callable[..., Any] = ALL_MASK_ATTENTION_FUNCTIONS[original]
 
     def attention(
-        module: AttentionLayer,
+        module: _AttentionLayer,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -133,8 +133,8 @@ def register(original: str) -> str:
         tree_layout: TreeLayout | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        if isinstance(attention_mask, TreeMask):
-            return attend_over_tree(module, query, key, value, attention_mask, **kwargs), None
+        if isinstance(attention_mask, _TreeMask):
+            return _attend_over_tree(module, query, key, value, attention_mask, **kwargs), None
         if tree_layout is not None or _row.get() is not None:
             raise cannot_pack(f"{type(module).__name__} has a mask of its own making")
         plain = _eager(module) if original == "eager" else ALL_ATTENTION_FUNCTIONS[original]
@@ -146,24 +146,24 @@ def register(original: str) -> str:
             return plain_mask(*args, **kwargs)
         # Falcon would compute another mask from one of four dimensions
         dimensions = 3 if getattr(kwargs["config"], "alibi", False) else 4
-        return TreeMask.of(layout, kwargs["mask_function"], kwargs.get("local_size"), kwargs["device"], dimensions)
+        return _TreeMask.of(layout, kwargs["mask_function"], kwargs.get("local_size"), kwargs["device"], dimensions)
 
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, mask)
     return name
 
 
-def _eager(module: AttentionLayer) -> Callable[..., tuple[Tensor, Tensor | None]]:
+def _eager(module: _AttentionLayer) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """A layer's attention written out: each of transformers' files has its own."""
     return vars(sys.modules[type(module).__module__])["eager_attention_forward"]  # type: ignore[no-any-return]
 
 
-def attend_over_tree(
-    module: AttentionLayer,
+def _attend_over_tree(
+    module: _AttentionLayer,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: TreeMask,
+    mask: _TreeMask,
     *,
     scaling: float | None = None,
     softcap: float | None = None,
@@ -178,7 +178,7 @@ def attend_over_tree(
     """
     if not mask.known:
         raise cannot_pack(f"{type(module).__name__} has a mask that is neither causal nor a window")
-    unknown = [name for name, value in others.items() if isinstance(value, Tensor) and name not in HARMLESS]
+    unknown = [name for name, value in others.items() if isinstance(value, Tensor) and name not in _HARMLESS]
     if unknown:
         raise cannot_pack(f"{type(module).__name__} attends by `{unknown[0]}` too")
     layout = mask.tree
@@ -241,10 +241,10 @@ def _windows(sees: Callable[..., Tensor], size: int | None, layout: TreeLayout) 
 
 
 def _bloom(
-    self: Any, hidden_states: Tensor, residual: Tensor, *, alibi: Tensor, attention_mask: TreeMask, **others: Any
+    self: Any, hidden_states: Tensor, residual: Tensor, *, alibi: Tensor, attention_mask: _TreeMask, **others: Any
 ) -> tuple[Tensor, None]:
     query, key, value = self._reshape(self.query_key_value(hidden_states))
-    output = attend_over_tree(
+    output = _attend_over_tree(
         self,
         query,
         key,
@@ -258,7 +258,7 @@ def _bloom(
 
 
 def _mpt(
-    self: Any, hidden_states: Tensor, position_bias: Tensor, *, attention_mask: TreeMask, **others: Any
+    self: Any, hidden_states: Tensor, position_bias: Tensor, *, attention_mask: _TreeMask, **others: Any
 ) -> tuple[Tensor, None]:
     projected = self.Wqkv(hidden_states)
     if self.clip_qkv:
@@ -267,7 +267,7 @@ def _mpt(
         part.unflatten(2, (self.n_heads, self.head_dim)).transpose(1, 2) for part in projected.chunk(3, dim=2)
     )
     length = int(attention_mask.tree.depth.max()) + 1
-    output = attend_over_tree(
+    output = _attend_over_tree(
         self,
         query,
         key,
@@ -285,7 +285,7 @@ def _falcon(
     hidden_states: Tensor,
     *,
     alibi: Tensor | None,
-    attention_mask: TreeMask,
+    attention_mask: _TreeMask,
     position_embeddings: tuple[Tensor, Tensor],
     **others: Any,
 ) -> tuple[Tensor, None]:
@@ -295,13 +295,13 @@ def _falcon(
     else:
         alibi = alibi.squeeze(1) * self.inv_norm_factor
     dropout = 0.0 if alibi is None or not self.training else self.attention_dropout.p
-    output = attend_over_tree(
+    output = _attend_over_tree(
         self, query, key, value, attention_mask, scaling=self.inv_norm_factor, alibi=alibi, dropout=dropout
     )
     return self.dense(output.flatten(2)), None
 
 
-OVER_TREE: dict[type[nn.Module], Callable[..., tuple[Tensor, None]]] = {
+_OVER_TREE: dict[type[nn.Module], Callable[..., tuple[Tensor, None]]] = {
     BloomAttention: _bloom,
     MptAttention: _mpt,
     FalconAttention: _falcon,
@@ -310,14 +310,14 @@ OVER_TREE: dict[type[nn.Module], Callable[..., tuple[Tensor, None]]] = {
 
 def has_own_attention(model: nn.Module) -> bool:
     """Whether a model computes its attention itself, in one of the ways that are known here."""
-    return any(type(module) in OVER_TREE for module in model.modules())
+    return any(type(module) in _OVER_TREE for module in model.modules())
 
 
 def extend_own_attention(model: nn.Module) -> None:
     """Extends the forwards of these layers: with the mask of a packed row, they attend over its trees."""
     module: Any
     for module in model.modules():
-        if type(module) in OVER_TREE and "_forward_over_rows" not in vars(module):
+        if type(module) in _OVER_TREE and "_forward_over_rows" not in vars(module):
             if isinstance(module, FalconAttention):  # it looks up there what it is to call
                 module.config = copy.copy(module.config)
             module._forward_over_rows = module.forward
@@ -325,6 +325,6 @@ def extend_own_attention(model: nn.Module) -> None:
 
 
 def _forward(self: Any, *args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
-    if isinstance(attention_mask, TreeMask):
-        return OVER_TREE[type(self)](self, *args, attention_mask=attention_mask, **kwargs)
+    if isinstance(attention_mask, _TreeMask):
+        return _OVER_TREE[type(self)](self, *args, attention_mask=attention_mask, **kwargs)
     return self._forward_over_rows(*args, attention_mask=attention_mask, **kwargs)

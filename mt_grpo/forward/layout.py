@@ -52,7 +52,7 @@ FEWEST_QUERIES = 16
 """Queries that attend at once at least: rows of more than a million tokens take larger masks."""
 
 
-class Piece(NamedTuple):
+class _Piece(NamedTuple):
     """Queries that attend at once, by their depth."""
 
     begin: int
@@ -119,7 +119,7 @@ class TreeLayout:
             self._dense[key] = mask
         return self._dense[key]
 
-    def pieces(self, chain: int, window: Window, most: int, masked: bool) -> Iterator[Piece]:
+    def pieces(self, chain: int, window: Window, most: int, masked: bool) -> Iterator[_Piece]:
         """
         A chain's queries, in parts that attend at once. Chunks begin where they begin, so no part is in two of them.
         """
@@ -130,7 +130,7 @@ class TreeLayout:
             stop = min(end, first + window.size) if isinstance(window, Chunk) else end
             causal = first == begin and (not isinstance(window, int) or stop - begin <= window) and not masked
             stop = stop if causal else min(stop, begin + most)
-            yield Piece(begin, stop, first, causal)
+            yield _Piece(begin, stop, first, causal)
             begin = stop
 
     def most_queries(self, window: Window, heads: int = 1) -> int:
@@ -139,7 +139,7 @@ class TreeLayout:
         keys = longest if window is None else min(longest, window.size if isinstance(window, Chunk) else window)
         return max(FEWEST_QUERIES, min(isqrt(MASK_ELEMENTS // heads), MASK_ELEMENTS // heads // keys))
 
-    def piece_mask(self, device: torch.device, dtype: torch.dtype, window: Window, piece: Piece) -> Tensor:
+    def piece_mask(self, device: torch.device, dtype: torch.dtype, window: Window, piece: _Piece) -> Tensor:
         """
         Additive mask of a piece's queries over its keys. All pieces read one matrix: where `P` keys come before the
         first query, the columns in which query `i` sees up to key `P + i`. It has a row for each token of the longest
@@ -202,7 +202,7 @@ CURRENT: ContextVar[TreeLayout | None] = ContextVar("tree_layout", default=None)
 """The layout of the row whose forward runs, or is computed again for its gradient."""
 
 
-SHORT = 64
+_SHORT = 64
 """Chains of up to this many tokens may be in one batch. Longer ones are in one batch if none is twice as long."""
 
 Step = Callable[[list[Tensor], Tensor | None, bool], tuple[Tensor, Tensor | None]]
@@ -240,7 +240,7 @@ class Schedule:
         groups: dict[tuple[int, bool, int], list[int]] = defaultdict(list)
         for chain, size in enumerate(sizes.tolist()):
             level = levels[chain] if chain in self._continued else last
-            groups[level, parents[chain] >= 0, (max(size, SHORT) - 1).bit_length()].append(chain)
+            groups[level, parents[chain] >= 0, (max(size, _SHORT) - 1).bit_length()].append(chain)
         self._batches = [_batch(groups[key], parents, sizes) for key in sorted(groups)]
         order = [chain for batch in self._batches for chain in batch.chains]
         self._order = np.concatenate([np.arange(starts[chain], starts[chain] + sizes[chain]) for chain in order])

@@ -81,16 +81,16 @@ class Truncation:
             labels (`Tensor`): `(M,)` tokens that were drawn. They are always kept.
         """
         whole = logits.detach()
-        excluded = excludes(whole, self.floor(whole), labels)
+        excluded = _excludes(whole, self.floor(whole), labels)
         return torch.where(excluded, whole.amax(dim=1, keepdim=True) + _EXCLUDED, logits)
 
 
-def excludes(logits: Tensor, floor: Tensor, labels: Tensor) -> Tensor:
+def _excludes(logits: Tensor, floor: Tensor, labels: Tensor) -> Tensor:
     """Tokens that cannot be drawn, `(M, vocab)` bool: those below the floor `(M,)`, except the labels `(M,)`."""
     return (logits < floor[:, None]).scatter_(1, labels[:, None], False)
 
 
-Transform = Callable[[Tensor], Tensor]
+_Transform = Callable[[Tensor], Tensor]
 
 CHUNK_ELEMENTS = {"cpu": 2**24, "cuda": 2**28}
 """Logits per chunk, by device: 64 MiB on a CPU and 1 GiB on a GPU, in float32."""
@@ -103,7 +103,7 @@ def chunked_logps(
     labels: Tensor,
     temperature: float = 1.0,
     truncation: Truncation | None = None,
-    transform: Transform | None = None,
+    transform: _Transform | None = None,
 ) -> tuple[Tensor, Tensor]:
     """
     `log_softmax(transform(hidden @ weight.T) / temperature)` at the labels, and the entropy of the same distribution.
@@ -137,7 +137,7 @@ class _Score(torch.autograd.Function):
         temperature: float,
         truncation: Truncation | None,
         chunk: int,
-        transform: Transform | None,
+        transform: _Transform | None,
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         size = hidden.size(0)
@@ -152,7 +152,7 @@ class _Score(torch.autograd.Function):
                 logits = _final(logits if transform is None else transform(logits), temperature, dtype)
                 if truncation is not None and floors is not None:
                     floors[part] = truncation.floor(logits)
-                    excluded = excludes(logits, floors[part], labels[part])
+                    excluded = _excludes(logits, floors[part], labels[part])
                 peak = logits.amax(dim=1, keepdim=True)
                 logits -= peak
                 if excluded is not None:
@@ -200,7 +200,7 @@ class _Score(torch.autograd.Function):
                             transformed = ctx.transform(raw.clone())  # which may be changed in place
                         logp = transformed.detach().clone()
                     logp = _final(logp, ctx.temperature, normalisers.dtype)
-                    excluded = None if floors is None else excludes(logp, floors[part], labels[part])
+                    excluded = None if floors is None else _excludes(logp, floors[part], labels[part])
                     logp -= normalisers[part, None]
                     if excluded is not None:
                         logp.masked_fill_(excluded, _EXCLUDED)
@@ -260,7 +260,7 @@ def _grad_logits(
     return grad
 
 
-Score = Callable[[Tensor], tuple[Tensor, Tensor]]
+_Scorer = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 class Sampling(NamedTuple):
@@ -352,7 +352,7 @@ def score_states(
 
 
 def _logps(
-    states: Tensor, head: nn.Linear, label: Tensor, sampling: Sampling, transform: Transform | None
+    states: Tensor, head: nn.Linear, label: Tensor, sampling: Sampling, transform: _Transform | None
 ) -> tuple[Tensor, Tensor]:
     temperature, truncation, plain = sampling
     if plain is None or (temperature, truncation) == (1.0, None):
@@ -397,7 +397,7 @@ class _Around:
             logits: Tensor = self._model._forward_without_trees(input_ids=ids, use_cache=False).logits
         return logits
 
-    def transform(self, states: Tensor) -> Transform:
+    def transform(self, states: Tensor) -> _Transform:
         """What becomes of `(M, vocab)` logits, whatever one token's states are."""
 
         def transform(logits: Tensor) -> Tensor:
@@ -407,7 +407,7 @@ class _Around:
 
         return transform
 
-    def into_head(self, states: Tensor, head: nn.Linear, score: Score) -> tuple[Tensor, Tensor]:
+    def into_head(self, states: Tensor, head: nn.Linear, score: _Scorer) -> tuple[Tensor, Tensor]:
         """What `score` returns of the states that reach the output layer."""
         found: list[tuple[Tensor, Tensor]] = []
 

@@ -103,7 +103,7 @@ def kinds(ids: Tensor) -> Tensor:
     return (ids < 0).long() * (IMAGE + (ids & 3))
 
 
-def in_order(ids: np.ndarray, images: Media) -> list[int]:
+def _in_order(ids: np.ndarray, images: Media) -> list[int]:
     """The images whose tokens stand in a sequence, or in a packed row, one after another: each as often as there."""
     places = ids[ids < 0]
     found: list[int] = []
@@ -140,12 +140,12 @@ def row_inputs(model: nn.Module, ids: Tensor, images: Media) -> dict[str, Tensor
     if not images:
         return {"input_ids": ids}
     base = pretrained(model)
-    order = [image for row in ids.cpu().numpy() for image in in_order(row, images)]
-    seen = {**concat_media_inputs(order, images, ids.device), **type_ids(base.forward, ids)} if order else {}
+    order = [image for row in ids.cpu().numpy() for image in _in_order(row, images)]
+    seen = {**concat_media_inputs(order, images, ids.device), **_type_ids(base.forward, ids)} if order else {}
     return {"input_ids": real_ids(ids, base.config), **seen}
 
 
-def type_ids(forward: Callable[..., Any], ids: Tensor) -> dict[str, Tensor]:
+def _type_ids(forward: Callable[..., Any], ids: Tensor) -> dict[str, Tensor]:
     """Which tokens are an image's, by the name under which a forward takes it."""
     parameters = inspect.signature(forward).parameters
     return {name: kinds(ids) for name in TYPES if name in parameters}
@@ -161,7 +161,7 @@ def packed_features(backbone: Any, packed: Packed, images: Media, device: torch.
     The argument by which a backbone takes the features of the images in a packed row. Each image is looked at once,
     however many branches show it.
     """
-    order = in_order(packed.input_ids, images)
+    order = _in_order(packed.input_ids, images)
     found = {
         name: _features(getattr(backbone, f"get_{name}_features"), shown, images, device)
         for name, kind in (("image", IMAGE), ("video", VIDEO))
@@ -211,7 +211,7 @@ def packed_positions(backbone: Any, packed: Packed, images: Media, device: torch
     positions = torch.zeros(3, len(packed.input_ids), dtype=torch.long)
     for path in FlatTree(packed.input_ids, packed.input_ids, packed.parent).paths():
         ids = torch.from_numpy(packed.input_ids[path])[None]
-        order = in_order(packed.input_ids[path], images)
+        order = _in_order(packed.input_ids[path], images)
         given = concat_media_inputs(order, images, torch.device("cpu"))
         if "feature_attention_mask" in given:  # as the forwards of Qwen's Omni models say it
             given["audio_seqlens"] = given["feature_attention_mask"].sum(dim=1)
@@ -233,7 +233,7 @@ def packed_audio_embeddings(
     places = (kinds(places) == SOUND).nonzero()[:, 0]
     if not len(places):
         return None
-    order = [each for each in in_order(packed.input_ids, images) if kind_of(each) == SOUND]
+    order = [each for each in _in_order(packed.input_ids, images) if kind_of(each) == SOUND]
     unique = list(dict.fromkeys(order))
     sizes = [images[each].size for each in unique]
     found = dict(zip(unique, _heard(backbone, unique, images, device).split(sizes), strict=True))

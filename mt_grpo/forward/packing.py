@@ -120,10 +120,10 @@ def pack(trees: Sequence[FlatTree | TokenTree]) -> Packed:
     hundreds of tokens, so Python loops over sequences, and numpy handles the tokens of all sequences at once.
     """
     sequences = _sequences(trees)
-    order, shared = sort_by_prefix([sequence.tokens for sequence in sequences])
+    order, shared = _sort_by_prefix([sequence.tokens for sequence in sequences])
     sequences = [sequences[index] for index in order]
     sizes = [len(sequence.tokens) for sequence in sequences]
-    shifts, parent_sequence, subtree_end = lay_out(sizes, shared)
+    shifts, parent_sequence, subtree_end = _lay_out(sizes, shared)
     forks = {
         shift + common: shifts[fork] + common - 1 if common else -1
         for shift, fork, common, size in zip(shifts, parent_sequence, shared, sizes, strict=True)
@@ -150,7 +150,7 @@ def pack(trees: Sequence[FlatTree | TokenTree]) -> Packed:
     early = (place < start).nonzero()[0]
     if len(early):  # in the common prefix, so an earlier sequence added them
         number = np.arange(len(sequences)).repeat(counts)[early]
-        place[early] = locate(place[early] - np.array(shifts)[number], number, shifts, parent_sequence, shared)
+        place[early] = _locate(place[early] - np.array(shifts)[number], number, shifts, parent_sequence, shared)
     predictor = parent[place]
     if len(predictor) and predictor.min() < 0:
         raise ValueError("The first token of a tree is trained, but no token before it predicts it.")
@@ -165,14 +165,14 @@ def pack(trees: Sequence[FlatTree | TokenTree]) -> Packed:
         column,
         turns[trained],
         *_pack_routes(sequences, shifts, parent_sequence, shared),
-        locate(np.array(sizes) - 1, np.arange(len(sizes)), shifts, parent_sequence, shared) if sizes else indices,
+        _locate(np.array(sizes) - 1, np.arange(len(sizes)), shifts, parent_sequence, shared) if sizes else indices,
     )
 
 
 def _pack_routes(
     sequences: list[_Sequence], shifts: list[int], parent: list[int], shared: list[int]
 ) -> tuple[np.ndarray | None, tuple[int, int]]:
-    """`routes` and `shared_routes` of a `Packed`, for sorted sequences that `lay_out` has laid out."""
+    """`routes` and `shared_routes` of a `Packed`, for sorted sequences that `_lay_out` has laid out."""
     width = max((sequence.routes.shape[1] for sequence in sequences if sequence.routes is not None), default=0)
     if not width:
         return None, (0, 0)
@@ -185,7 +185,7 @@ def _pack_routes(
         if own is None:
             continue
         depth = np.arange(len(tokens) - len(turns), len(tokens))
-        place = locate(depth, np.full(len(depth), number), shifts, parent, shared)
+        place = _locate(depth, np.full(len(depth), number), shifts, parent, shared)
         known = (own != NO_ROUTE[0]).any(axis=1)
         again = known & (owner[place] >= 0) & (owner[place] != tree)
         seen += int(again.sum())
@@ -229,7 +229,7 @@ def _join(pieces: list[np.ndarray]) -> np.ndarray:
 def unique_tokens(trees: Sequence[FlatTree | TokenTree]) -> int:
     """Number of tokens that `pack` would forward."""
     tokens = [sequence.tokens for sequence in _sequences(trees)]
-    return sum(map(len, tokens)) - sum(sort_by_prefix(tokens)[1])
+    return sum(map(len, tokens)) - sum(_sort_by_prefix(tokens)[1])
 
 
 def split(trees: Sequence[FlatTree], budget: int) -> list[list[int]]:
@@ -252,7 +252,7 @@ def split(trees: Sequence[FlatTree], budget: int) -> list[list[int]]:
     return rows
 
 
-def sort_by_prefix(sequences: list[np.ndarray]) -> tuple[list[int], list[int]]:
+def _sort_by_prefix(sequences: list[np.ndarray]) -> tuple[list[int], list[int]]:
     """An order that puts common prefixes side by side, and the length each sequence shares with the one before it."""
     # bytes do not compare as the ids do, but any total order of the ids puts common prefixes side by side
     keys = [sequence.tobytes() for sequence in sequences]
@@ -271,7 +271,7 @@ def _common(one: np.ndarray, other: np.ndarray, known: int) -> int:
     return end if first < 0 else known + first
 
 
-def lay_out(sizes: list[int], shared: list[int]) -> tuple[list[int], list[int], np.ndarray]:
+def _lay_out(sizes: list[int], shared: list[int]) -> tuple[list[int], list[int], np.ndarray]:
     """
     Lays out the tree of sorted sequences depth first. Each sequence adds what follows its common prefix with the one
     before.
@@ -300,10 +300,10 @@ def lay_out(sizes: list[int], shared: list[int]) -> tuple[list[int], list[int], 
     return shifts, parent, subtree_end
 
 
-def locate(
+def _locate(
     depth: np.ndarray, sequence: np.ndarray, shifts: list[int], parent: list[int], shared: list[int]
 ) -> np.ndarray:
-    """Indices, in the layout of `lay_out`, of the tokens at given depths of given sequences."""
+    """Indices, in the layout of `_lay_out`, of the tokens at given depths of given sequences."""
     parent_of, common = np.array(parent), np.array(shared)
     while (higher := depth < common[sequence]).any():
         sequence = np.where(higher, parent_of[sequence], sequence)

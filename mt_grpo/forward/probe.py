@@ -51,13 +51,13 @@ and Llama 4 have them."""
 TURN = 16
 """Tokens per turn. In coarser precisions a difference is a mean over this many tokens."""
 
-POSITIONS = ("max_position_embeddings", "max_target_positions", "max_seq_len")
+_POSITIONS = ("max_position_embeddings", "max_target_positions", "max_seq_len")
 """Names of the number of positions of a model, the first that it has."""
 
-ENDLESS = 1 << 30
+_ENDLESS = 1 << 30
 """Tokens of a context without an end: more than any has."""
 
-SHAKEN = 64
+_SHAKEN = 64
 """One number in so many of an embedding is off by a rounding step, where rounding is measured."""
 
 NOISE_ROWS, NOISE_LENGTH, PADDING = 4, 1024, 300
@@ -95,7 +95,7 @@ def prove(model: nn.Module, length: int, plan: ForwardPlan = DEFAULT_PLAN, mixed
     way = (id(model), plan.forward, plan.attention, mixed_precision)
     if length <= proven.get(way, 0):
         return
-    known = turns_by_length(base)
+    known = _turns_by_length(base)
     if known is not None and length > known:
         turn = f"turn differently in rows of more than {known} tokens and in shorter ones"
         raise UnsupportedModelError(
@@ -154,16 +154,16 @@ def probe_depth(config: PreTrainedConfig, length: int, known: int | None = None)
 
 def _positions(config: PreTrainedConfig) -> int | None:
     """How many positions a model has; `None` where it says nothing, or -1."""
-    found = (getattr(config, name, None) for name in POSITIONS)
+    found = (getattr(config, name, None) for name in _POSITIONS)
     return next((value for value in found if value and value > 0), None)
 
 
 def context_length(config: PreTrainedConfig) -> int:
     """Most tokens that a model of this configuration reads: its positions. Without any, as Mamba, it has no end."""
-    return _positions(config.get_text_config()) or ENDLESS
+    return _positions(config.get_text_config()) or _ENDLESS
 
 
-def turns_by_length(model: PreTrainedModel) -> int | None:
+def _turns_by_length(model: PreTrainedModel) -> int | None:
     """
     The length from which on a model turns positions by frequencies that depend on the length of a row; `None` where
     they do not. The probe may not see that where weights make little use of it.
@@ -289,10 +289,10 @@ def _rounding_noise(
 
 @contextmanager
 def shaken(base: PreTrainedModel, step: float) -> Iterator[None]:
-    """Embeddings of which one number in `SHAKEN` is a rounding step larger, the same ones each time."""
+    """Embeddings of which one number in `_SHAKEN` is a rounding step larger, the same ones each time."""
 
     def shake(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-        shaken = torch.randint(SHAKEN, output.shape, generator=torch.Generator().manual_seed(0)) == 0
+        shaken = torch.randint(_SHAKEN, output.shape, generator=torch.Generator().manual_seed(0)) == 0
         return torch.where(shaken.to(output.device), output * (1 + step), output)
 
     hook = base.get_input_embeddings().register_forward_hook(shake)

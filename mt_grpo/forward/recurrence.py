@@ -25,13 +25,13 @@ from transformers.models.minimax.modeling_minimax import MiniMaxLightningAttenti
 
 from mt_grpo.forward.layout import CURRENT, Schedule, Step, TreeLayout
 
-Function = Callable[..., Any]
+_Function = Callable[..., Any]
 
 _NO_STEP = -1e4
 """A `dt` whose softplus is 0 in every precision."""
 
 
-def _convolution(along_sequence: Function, schedule: Schedule) -> Function:
+def _convolution(along_sequence: _Function, schedule: Schedule) -> _Function:
     """A causal convolution of each channel."""
 
     def along_tree(hidden_states: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -42,7 +42,7 @@ def _convolution(along_sequence: Function, schedule: Schedule) -> Function:
     return along_tree
 
 
-def _delta_rule(along_sequence: Function, schedule: Schedule) -> Function:
+def _delta_rule(along_sequence: _Function, schedule: Schedule) -> _Function:
     """The gated delta rule, with a gate per head (Gated DeltaNet) or per channel (Kimi Delta Attention)."""
 
     def along_tree(
@@ -73,7 +73,7 @@ def _delta_rule(along_sequence: Function, schedule: Schedule) -> Function:
 _OURS = ("chunk_size", "initial_state", "output_final_state", "cu_seqlens")
 
 
-def _state_space(along_sequence: Function, schedule: Schedule) -> Function:
+def _state_space(along_sequence: _Function, schedule: Schedule) -> _Function:
     """The state space of Mamba 2."""
 
     def along_tree(
@@ -109,7 +109,7 @@ def _state_space(along_sequence: Function, schedule: Schedule) -> Function:
     return along_tree
 
 
-def _selective_scan(along_sequence: Function, schedule: Schedule) -> Function:
+def _selective_scan(along_sequence: _Function, schedule: Schedule) -> _Function:
     """
     The state space of Mamba. What the layer calls takes no initial state, and its kernel gives its final state no
     gradient. The scan is linear in its state, so what the initial state adds, and the final state, are computed here.
@@ -152,7 +152,7 @@ def _selective_scan(along_sequence: Function, schedule: Schedule) -> Function:
     return along_tree
 
 
-def _not_fused(along_sequence: Function, schedule: Schedule) -> Function:
+def _not_fused(along_sequence: _Function, schedule: Schedule) -> _Function:
     """A kernel that convolves and scans at once. Layers go on without it if it returns nothing."""
     return lambda *args, **kwargs: None
 
@@ -175,7 +175,7 @@ def _chunk(inputs: Tensor, most: int) -> int:
     return min(most, 1 << (inputs.size(1) - 1).bit_length()) if inputs.device.type == "cpu" else most
 
 
-FUNCTIONS: dict[str, Callable[[Function, Schedule], Function]] = {
+FUNCTIONS: dict[str, Callable[[_Function, Schedule], _Function]] = {
     "causal_conv1d_fn": _convolution,
     "torch_chunk_gated_delta_rule": _delta_rule,
     "chunk_kimi_delta_attention": _delta_rule,
@@ -313,7 +313,7 @@ def _forward(
     return _along_tree(type(self), layout)(self, hidden_states, *args, **kwargs)
 
 
-def _along_tree(kind: type[nn.Module], layout: TreeLayout) -> Function:
+def _along_tree(kind: type[nn.Module], layout: TreeLayout) -> _Function:
     """
     The layer's own forward, in which other functions stand behind the names that it calls. Neither the class nor
     transformers' modules are changed.

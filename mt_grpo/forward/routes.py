@@ -226,7 +226,7 @@ class Replayer:
     @contextmanager
     def replaying(self, layout: TreeLayout, routes: np.ndarray, shared: tuple[int, int]) -> Iterator[None]:
         """Has the forward inside, which is that of `layout`, choose by its routes."""
-        layout.choose = Replay(routes, self).choose
+        layout.choose = _Replay(routes, self).choose
         for block in self._blocks:
             block.choices = 0
         yield
@@ -257,7 +257,7 @@ class RouteCounts:
     shared_differing: int = 0
 
 
-class Replay:
+class _Replay:
     """The routes of a packed row of `N` tokens."""
 
     def __init__(self, routes: np.ndarray, replayer: Replayer) -> None:

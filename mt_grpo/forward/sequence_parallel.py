@@ -81,7 +81,7 @@ class Share:
     @cached_property
     def sizes(self) -> list[int]:
         """How many tokens each process computes."""
-        return evenly(self.length, self.group.size)
+        return _evenly(self.length, self.group.size)
 
     @property
     def tokens(self) -> slice:
@@ -93,7 +93,7 @@ class Share:
         """Which processes have and score labels that are predicted by given tokens, `(M,)`, of the row."""
         process = np.searchsorted(np.cumsum(self.sizes), predictor, side="right")
         had = np.bincount(process, minlength=self.group.size).tolist()
-        return Labels(self.group, np.argsort(process, kind="stable"), had, evenly(len(predictor), self.group.size))
+        return Labels(self.group, np.argsort(process, kind="stable"), had, _evenly(len(predictor), self.group.size))
 
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """
@@ -157,7 +157,7 @@ class Labels:
         return joined.unbind()
 
 
-def evenly(number: int, parts: int) -> list[int]:
+def _evenly(number: int, parts: int) -> list[int]:
     """Sizes of as equal parts as there can be."""
     least, more = divmod(number, parts)
     return [least + (part < more) for part in range(parts)]

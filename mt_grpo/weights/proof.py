@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from mt_grpo.servers.http import ServerControl
 
 logger = logging.getLogger(__name__)
-LENGTH = 64
+_LENGTH = 64
 """Tokens of the probe sequence."""
-PADDING = 7
+_PADDING = 7
 """Padding tokens before it, to measure what padding alone changes."""
 EXACT = 1e-3
 """Largest mean difference, in nats per token, if trainer and server compute in float32."""
@@ -39,7 +39,7 @@ NARROW = 0.25
 
 
 @dataclass(frozen=True)
-class Verdict:
+class _Verdict:
     """How far two computations of the probe's log-probs are apart."""
 
     server: float
@@ -48,7 +48,7 @@ class Verdict:
     largest: float
 
 
-def probe_ids(vocab_size: int, length: int = LENGTH) -> list[int]:
+def probe_ids(vocab_size: int, length: int = _LENGTH) -> list[int]:
     """Random token ids of the whole vocabulary, the same in every process."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(vocab_size, (length,), generator=generator).tolist()
@@ -84,7 +84,7 @@ def trainer_logprobs(model: Any, ids: list[int], padding: int = 0) -> list[float
     return logprobs.gather(1, tokens[0, padding + 1 :].unsqueeze(1))[:, 0].tolist()
 
 
-def tolerance_for(expected: list[float], padded: list[float], epsilon: float) -> float:
+def _tolerance_for(expected: list[float], padded: list[float], epsilon: float) -> float:
     """
     The mean difference, in nats per token, that narrow types explain. It is ten times the larger of two numbers: what
     padding alone changes in the trainer, and what rounding the log-probs would change, because the server's kernels
@@ -95,19 +95,19 @@ def tolerance_for(expected: list[float], padded: list[float], epsilon: float) ->
     return min(2.0, max(NARROW, 10.0 * rounding, 10.0 * compare(padded, expected).difference))
 
 
-def compare(server: list[float], trainer: list[float]) -> Verdict:
+def compare(server: list[float], trainer: list[float]) -> _Verdict:
     """The distance between two lists of log-probs. A NaN counts as infinitely far away."""
     differences = [abs(one - other) for one, other in zip(server, trainer, strict=True)]
     differences = [math.inf if math.isnan(value) else value for value in differences]
     count = len(differences)
-    return Verdict(sum(server) / count, sum(trainer) / count, sum(differences) / count, max(differences))
+    return _Verdict(sum(server) / count, sum(trainer) / count, sum(differences) / count, max(differences))
 
 
 class Proof:
     """
     Holds the trainer's answers against those of servers. `tolerance` is the largest mean absolute difference of a
     probe token's log-probability, in nats: 1e-3 if all is computed in float32, and measured otherwise, see
-    `tolerance_for`.
+    `_tolerance_for`.
     """
 
     def __init__(self, get_model: Callable[[], Any], vocab_size: int, tolerance: float | None) -> None:
@@ -127,8 +127,8 @@ class Proof:
         model = self._get_model() if model is None else model
         expected = trainer_logprobs(model, self._ids)
         if measure and self._measures:
-            padded = trainer_logprobs(model, self._ids, PADDING)
-            self.tolerance = tolerance_for(expected, padded, self._epsilon)
+            padded = trainer_logprobs(model, self._ids, _PADDING)
+            self.tolerance = _tolerance_for(expected, padded, self._epsilon)
         return expected
 
     def compute_changed(self) -> None:
@@ -151,7 +151,7 @@ class Proof:
 
 
 HALF = 0.5
-SHIFT = 0.0625
+_SHIFT = 0.0625
 """Added to the weights of an adapter's second factors. They begin at 0, so halving would change nothing."""
 
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "modules_to_save.default.")
@@ -181,10 +181,10 @@ def with_halved_weights(model: nn.Module) -> Iterator[set[str]]:
 
 @contextlib.contextmanager
 def with_shifted_adapter(model: nn.Module) -> Iterator[set[str]]:
-    """A context in which `model` computes as if `SHIFT` were added to all weights of its adapter's second factors."""
+    """A context in which `model` computes as if `_SHIFT` were added to all weights of its adapter's second factors."""
 
     def shift(module: nn.Module, inputs: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
-        return output + SHIFT * inputs[0].sum(dim=-1, keepdim=True)
+        return output + _SHIFT * inputs[0].sum(dim=-1, keepdim=True)
 
     layers = [layer for layer in model.modules() if isinstance(layer, LoraLayer)]
     factors = [factor for layer in layers for factor in layer.lora_B.values() if isinstance(factor, nn.Linear)]
@@ -201,7 +201,7 @@ def shift_file(path: Path) -> None:
     tensors = load_file(path)
     for name, tensor in tensors.items():
         if name.endswith(".lora_B.weight"):
-            tensors[name] = tensor + SHIFT
+            tensors[name] = tensor + _SHIFT
     save_file(tensors, path, metadata={"format": "pt"})
 
 

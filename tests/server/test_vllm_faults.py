@@ -280,7 +280,7 @@ def test_an_interrupted_run_ends_at_once_with_one_line(undisturbed, server, prox
     more = {
         "rollout": lambda: ONE_AT_A_TIME,
         "weight file": lambda: slow_disk(
-            tmp_path, marker, "WeightFile.place", "from mt_grpo.weights.transports.files import WeightFile"
+            tmp_path, marker, "WeightFile.place", "from mt_grpo.weights.files import WeightFile"
         ),
         "checkpoint": lambda: [
             *slow_disk(tmp_path, marker, "torch.save", "import torch"),

@@ -40,9 +40,9 @@ from mt_grpo.servers.http import RequestFailed, ServerControl, ServerSetupError,
 from mt_grpo.token_tree import TokenTree
 from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer, token_logps
 from mt_grpo.trajectory import StopReason, Trajectory
+from mt_grpo.weights.files import LoraTransport, SafetensorsTransport
+from mt_grpo.weights.network import DeltaTransport, HttpTransport
 from mt_grpo.weights.sync import WeightSync
-from mt_grpo.weights.transports.files import LoraTransport, SafetensorsTransport
-from mt_grpo.weights.transports.network import DeltaTransport, HttpTransport
 
 pytestmark = [needs_server, pytest.mark.server]
 LENGTH = 512

@@ -14,8 +14,8 @@ from support.servers import START_LIMIT, RealServer
 
 from mt_grpo.rollout import SamplingParams
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
+from mt_grpo.weights.files import SafetensorsTransport
 from mt_grpo.weights.sync import WeightSync
-from mt_grpo.weights.transports.files import SafetensorsTransport
 
 pytestmark = [needs_server, pytest.mark.server]
 GROUPS, MEMBERS, TURNS = 4, 3, 3

@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 from mt_grpo.app.train import leave_group
 from mt_grpo.errors import WeightSyncError
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
+from mt_grpo.weights import gpu as weight_transports
+from mt_grpo.weights.gpu import take_bucket
 from mt_grpo.weights.sync import WeightSync
-from mt_grpo.weights.transports import gpu as weight_transports
-from mt_grpo.weights.transports.gpu import take_bucket
 from support.models import build_model, build_tokenizer
 from support.replicas import Receiver, ScriptedGroup
 

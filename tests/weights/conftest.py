@@ -7,8 +7,8 @@ from accelerate import Accelerator
 from support.replicas import Replica
 
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
+from mt_grpo.weights.files import SafetensorsTransport
 from mt_grpo.weights.sync import WeightSync
-from mt_grpo.weights.transports.files import SafetensorsTransport
 
 
 @pytest.fixture

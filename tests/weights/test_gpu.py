@@ -17,8 +17,8 @@ from support.models import build_model
 from support.replicas import Receiver, Replica, ScriptedGroup, step_of
 
 from mt_grpo.errors import WeightSyncError
-from mt_grpo.weights.transports import gpu
-from mt_grpo.weights.transports.gpu import BUCKET, IpcTransport, NcclTransport, Shared, take_bucket
+from mt_grpo.weights import gpu
+from mt_grpo.weights.gpu import BUCKET, IpcTransport, NcclTransport, Shared, take_bucket
 
 UPDATE = ["/start_weight_update", "/update_weights", "/update_weights", "/finish_weight_update"]
 
@@ -39,9 +39,7 @@ def nccl(receiver, sync_of, monkeypatch):
 
     def make(model):
         size = sum(parameter.nbytes for parameter in model.parameters()) // 2
-        monkeypatch.setattr(
-            "mt_grpo.weights.transports.gpu.take_bucket", lambda walk, keep: take_bucket(walk, keep, size)
-        )
+        monkeypatch.setattr("mt_grpo.weights.gpu.take_bucket", lambda walk, keep: take_bucket(walk, keep, size))
         return sync_of(receiver, kind=NcclTransport, model=model)
 
     return make

@@ -14,7 +14,7 @@ from support.replicas import step_of
 from mt_grpo.errors import WeightSyncError
 from mt_grpo.rollout import SamplingParams
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
-from mt_grpo.weights.transports.files import LoraTransport, SafetensorsTransport
+from mt_grpo.weights.files import LoraTransport, SafetensorsTransport
 
 
 @pytest.fixture

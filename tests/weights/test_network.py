@@ -27,9 +27,9 @@ from mt_grpo.errors import ConfigError, WeightSyncError
 from mt_grpo.vllm_plugin import fetch
 from mt_grpo.vllm_plugin.fetch import Fetcher, FetchError, apply, difference
 from mt_grpo.vllm_plugin.guard import FETCH
-from mt_grpo.weights.transports import network
-from mt_grpo.weights.transports.files import SafetensorsTransport
-from mt_grpo.weights.transports.network import DeltaTransport, FileOffer, HttpTransport
+from mt_grpo.weights import network
+from mt_grpo.weights.files import SafetensorsTransport
+from mt_grpo.weights.network import DeltaTransport, FileOffer, HttpTransport
 
 UPDATE = ["/sleep", "/start_weight_update", "/update_weights", "/init_weight_transfer_engine"]
 UPDATE += ["/finish_weight_update", "/reset_prefix_cache", "/wake_up"]

@@ -13,9 +13,9 @@ from support.architectures import build_random
 from support.models import build_model
 
 from mt_grpo.errors import WeightSyncError
+from mt_grpo.weights.files import LoraTransport
 from mt_grpo.weights.proof import EXACT, with_halved_weights
 from mt_grpo.weights.transport import FullParameters
-from mt_grpo.weights.transports.files import LoraTransport
 
 
 @pytest.fixture

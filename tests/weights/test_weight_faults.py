@@ -17,8 +17,8 @@ from mt_grpo.servers import http
 from mt_grpo.servers.http import RequestFailed
 from mt_grpo.vllm_plugin.fetch import Fetcher
 from mt_grpo.vllm_plugin.guard import FETCH
-from mt_grpo.weights.transports.files import LoraTransport, SafetensorsTransport
-from mt_grpo.weights.transports.network import DeltaTransport, HttpTransport
+from mt_grpo.weights.files import LoraTransport, SafetensorsTransport
+from mt_grpo.weights.network import DeltaTransport, HttpTransport
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from mt_grpo.errors import ConfigError
 from mt_grpo.vllm_plugin.checksum import Checksum, file_checksum, read_tensors
-from mt_grpo.weights.transports.files import WeightFile, make_folder, write_weights
+from mt_grpo.weights.files import WeightFile, make_folder, write_weights
 
 TENSORS = {
     "odd": torch.arange(3, dtype=torch.bfloat16),
@@ -142,7 +142,7 @@ def test_a_file_has_its_name_only_when_it_is_complete(tmp_path):
 @pytest.mark.parametrize("shared", [False, True])
 def test_what_a_killed_process_left_is_removed(shared, tmp_path):
     root = str(tmp_path) if shared else None
-    makes = f"from mt_grpo.weights.transports.files import make_folder as m; print(m({root!r}), flush=True)"
+    makes = f"from mt_grpo.weights.files import make_folder as m; print(m({root!r}), flush=True)"
     code = f"import os; {makes}; os._exit(9)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     left = Path(run.stdout.strip())

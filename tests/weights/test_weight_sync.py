@@ -17,9 +17,9 @@ from mt_grpo.servers.http import DELAYS, ServerControl
 from mt_grpo.training import MTGRPOConfig
 from mt_grpo.training.environment import own_engine
 from mt_grpo.vllm_plugin import keys
-from mt_grpo.weights.transports.files import LoraTransport
-from mt_grpo.weights.transports.gpu import KeyedClient, NcclGroup, NcclTransport
-from mt_grpo.weights.updates import Update
+from mt_grpo.weights.files import LoraTransport
+from mt_grpo.weights.gpu import KeyedClient, NcclGroup, NcclTransport
+from mt_grpo.weights.transport import Update
 
 
 @pytest.mark.slow
@@ -59,7 +59,7 @@ def test_a_restored_server_is_verified_though_the_sync_was_not(tokenizer, model,
     [(False, 1, "needs vLLM"), (True, 2, "one server")],
 )
 def test_what_nccl_cannot_do_is_said_at_the_start(sync_of, monkeypatch, installed, urls, words):
-    monkeypatch.setattr("mt_grpo.weights.transports.gpu.is_vllm_available", lambda: installed)
+    monkeypatch.setattr("mt_grpo.weights.gpu.is_vllm_available", lambda: installed)
     with pytest.raises(ConfigError, match=f"{words}.*weight_sync: safetensors"):
         sync_of(*(f"http://127.0.0.1:{port}" for port in range(1, 1 + urls)), kind=NcclTransport)
 

@@ -26,28 +26,27 @@ from mt_grpo.servers.addresses import is_local
 from mt_grpo.servers.http import RequestFailed, ServerControl
 from mt_grpo.vllm_plugin.fetch import difference, time_limit
 from mt_grpo.vllm_plugin.guard import FETCH
-from mt_grpo.weights.transport import Payload, Source, Transport, weight_transport
-from mt_grpo.weights.transports.files import WeightFiles, check_folder, make_folder
-from mt_grpo.weights.updates import Update, confirm
+from mt_grpo.weights.files import WeightFiles, check_folder, make_folder
+from mt_grpo.weights.transport import Payload, Source, Transport, Update, confirm, weight_transport
 
 logger = logging.getLogger(__name__)
 
-FETCH_SLACK = 30.0
+_FETCH_SLACK = 30.0
 """Seconds that a server has to say that a fetch has failed."""
 WHOLE_EVERY = 50
 """One sync in so many sends all weights, where changes are sent."""
-HERE = "127.0.0.1"
+_HERE = "127.0.0.1"
 HEAD_TIMEOUT = 10.0
 """Most seconds that a request may take to arrive."""
-MAX_HEAD = 2**13
+_MAX_HEAD = 2**13
 """Most bytes of a request."""
 MAX_WAITING = 256
 """Connections whose request has not arrived. One more ends the oldest of them."""
-MAX_SENDERS = 64
+_MAX_SENDERS = 64
 """Files that are sent at a time; further ones wait."""
-SEND_TIMEOUT = 30.0
+_SEND_TIMEOUT = 30.0
 """Seconds after which a receiver that takes nothing counts as gone."""
-SEND_CHUNK = 2**24
+_SEND_CHUNK = 2**24
 """Bytes that are sent at a time."""
 NOTICE_EVERY = 10.0
 """Seconds between two lines about a file that is being sent."""
@@ -55,7 +54,7 @@ NOTICE_EVERY = 10.0
 _REFUSAL = b"HTTP/1.1 %s\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 _NOT_FOUND, _BAD, _BEYOND = b"404 Not Found", b"400 Bad Request", b"416 Range Not Satisfiable"
 
-Way = Callable[[], Path]
+_Way = Callable[[], Path]
 """Brings a server the weights; their path there."""
 
 
@@ -93,7 +92,7 @@ class HttpTransport(Transport):
         addresses = {url: _own_address(url) for url in urls}
         alone = all(is_local(urlsplit(url).hostname) for url in urls)
         try:
-            self._offer = FileOffer(self.folder, HERE if alone else "", port)
+            self._offer = FileOffer(self.folder, _HERE if alone else "", port)
         except OSError as error:
             raise WeightSyncError(
                 f"The weights cannot be offered at port {port} ({error.strerror}): set `weight_sync_port` to another "
@@ -110,7 +109,7 @@ class HttpTransport(Transport):
     def deliver(self, update: Update, payload: Payload) -> None:
         self.deliver_by(update, payload, self.ways(update, payload, payload.path, payload.size))
 
-    def deliver_by(self, update: Update, payload: Payload, ways: list[Way]) -> None:
+    def deliver_by(self, update: Update, payload: Payload, ways: list[_Way]) -> None:
         """Brings a server the weights in one of these ways, the cheapest first and the surest last."""
         for way in ways:
             try:
@@ -121,7 +120,7 @@ class HttpTransport(Transport):
                 url = update.server.base_url
                 logger.warning("The vLLM server at %s gets its weights in another way: %s", url, error)
 
-    def ways(self, update: Update, payload: Payload, file: Path, size: int, **more: str) -> list[Way]:
+    def ways(self, update: Update, payload: Payload, file: Path, size: int, **more: str) -> list[_Way]:
         """How a server comes to a file: a neighbour fetches it, or the server itself."""
         server, neighbour = update.server, self._neighbour(update.server)
         those = [server] if neighbour is None else [neighbour, server]
@@ -159,7 +158,7 @@ class HttpTransport(Transport):
                 {"url": url, "size": size, **more},
                 itemgetter("path"),
                 final="HTTP 502",  # it has tried several times, and says why it gave up
-                timeout=time_limit(size) + FETCH_SLACK,
+                timeout=time_limit(size) + _FETCH_SLACK,
             )
         except RequestFailed as error:
             if error.unreachable or error.status is None:
@@ -236,14 +235,14 @@ class DeltaTransport(Transport):
 def _host(url: str) -> str | None:
     """The machine of a server, as far as its address says."""
     host = urlsplit(url).hostname
-    return HERE if is_local(host) else host
+    return _HERE if is_local(host) else host
 
 
 def _own_address(url: str) -> str:
     """The address that this machine has in the network of a server. Nothing is sent to find it."""
     parts = urlsplit(url)
     if is_local(parts.hostname):
-        return HERE
+        return _HERE
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((parts.hostname, parts.port or 80))
@@ -267,7 +266,7 @@ class FileOffer:
         self._wanted = re.compile(rf"GET /{re.escape(self._secret)}/(\w[\w.-]*) HTTP/1\.[01]\r\n".encode())
         self._waiting: dict[asyncio.Task[None], None] = {}
         self._sending: set[socket.socket] = set()
-        self._senders = ThreadPoolExecutor(MAX_SENDERS, "mt-grpo-weights")
+        self._senders = ThreadPoolExecutor(_MAX_SENDERS, "mt-grpo-weights")
         self._thread = LoopThread("mt-grpo-weights")
         self._accepting = self._thread.wait(self._begin())
 
@@ -316,9 +315,9 @@ class FileOffer:
             async with asyncio.timeout(HEAD_TIMEOUT):
                 head = b""
                 while b"\r\n\r\n" not in head:
-                    received = await loop.sock_recv(connection, MAX_HEAD)
+                    received = await loop.sock_recv(connection, _MAX_HEAD)
                     head += received
-                    if not received or len(head) > MAX_HEAD:
+                    if not received or len(head) > _MAX_HEAD:
                         return
                 found = self._find(head)
                 if isinstance(found, bytes):
@@ -355,13 +354,13 @@ class FileOffer:
     def _send(self, connection: socket.socket, peer: str, file: BinaryIO, offset: int, size: int) -> None:
         try:
             with connection, file:
-                connection.settimeout(SEND_TIMEOUT)
+                connection.settimeout(_SEND_TIMEOUT)
                 connection.sendall(
                     f"HTTP/1.1 206 Partial Content\r\nContent-Range: bytes {offset}-{size - 1}/{size}\r\n"
                     f"Content-Length: {size - offset}\r\nCache-Control: no-store\r\nConnection: close\r\n\r\n".encode()
                 )
                 begun = told = time.monotonic()
-                while offset < size and (sent := connection.sendfile(file, offset, min(SEND_CHUNK, size - offset))):
+                while offset < size and (sent := connection.sendfile(file, offset, min(_SEND_CHUNK, size - offset))):
                     offset += sent
                     if (now := time.monotonic()) - told >= NOTICE_EVERY:
                         told, done = now, f"{offset / 1e9:.1f} of {size / 1e9:.1f} GB"

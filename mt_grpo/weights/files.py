@@ -26,13 +26,12 @@ from mt_grpo.vllm_plugin import BACKEND
 from mt_grpo.vllm_plugin.checksum import Checksum, file_checksum
 from mt_grpo.vllm_plugin.fetch import own_folder
 from mt_grpo.weights.proof import shift_file, with_shifted_adapter
-from mt_grpo.weights.transport import Payload, Source, Transport, exhaust, weight_transport
-from mt_grpo.weights.updates import Update, confirm
+from mt_grpo.weights.transport import Payload, Source, Transport, Update, confirm, exhaust, weight_transport
 
-SHARED = "/dev/shm"
+_SHARED = "/dev/shm"
 """Where files of weights are, unless another folder is named."""
 
-Layout = list[tuple[str, torch.dtype, tuple[int, ...]]]
+_Layout = list[tuple[str, torch.dtype, tuple[int, ...]]]
 
 _DTYPES = {
     torch.float64: "F64",
@@ -49,7 +48,7 @@ _ALIGNMENT = 64  # bytes of a cache line: copies to and from places across two l
 _Places = dict[str, tuple[int, int, torch.dtype, tuple[int, ...]]]
 
 
-def _arranged(layout: Layout) -> tuple[bytes, _Places, int]:
+def _arranged(layout: _Layout) -> tuple[bytes, _Places, int]:
     """The header of a file, the place of each tensor behind it (offset, bytes, dtype, shape), and the file's bytes."""
     # wide dtypes first, so that every tensor begins at a multiple of its element's size
     ordered = sorted(layout, key=lambda entry: -entry[1].itemsize)
@@ -70,7 +69,7 @@ class WeightFile:
     writing to fresh memory takes several times as long as the copy. Two files that take turns avoid that.
     """
 
-    def __init__(self, partial: Path, layout: Layout) -> None:
+    def __init__(self, partial: Path, layout: _Layout) -> None:
         self.path = self._partial = partial
         header, self._places, size = _arranged(layout)
         self._begin = len(header)
@@ -145,7 +144,7 @@ def make_folder(shared: str | None) -> Path:
     Makes a folder of this process for weight files, in `shared`, or in shared memory by default. Folders of processes
     of this machine that were killed are removed there.
     """
-    root = Path(SHARED if shared is None else shared)
+    root = Path(_SHARED if shared is None else shared)
     try:
         root.mkdir(parents=True, exist_ok=True)
         # containers may share the host's name and memory, but then number their processes apart
@@ -198,7 +197,7 @@ class WeightFiles:
     def __init__(self, source: Source, folder: Path) -> None:
         self.files: list[WeightFile] = []
         self._source, self._folder = source, folder
-        self._layout: Layout | None = None
+        self._layout: _Layout | None = None
 
     def pack(self, step: int | None) -> Payload:
         """Every process: writes the weights. Only the main one knows their checksum and size."""

@@ -21,13 +21,12 @@ from trl.import_utils import is_vllm_available
 
 from mt_grpo.errors import ConfigError, WeightSyncError
 from mt_grpo.servers.http import RequestFailed, ServerControl, find_key
-from mt_grpo.weights.transport import Source, Transport, exhaust, weight_transport
-from mt_grpo.weights.updates import Update
+from mt_grpo.weights.transport import Source, Transport, Update, exhaust, weight_transport
 
 BUCKET = 2**28
 """Bytes that are gathered before they are sent. The server needs as much memory beside its model."""
 
-Walk = Iterator[tuple[str, torch.Tensor]]
+_Walk = Iterator[tuple[str, torch.Tensor]]
 """Names and whole tensors. A tensor may change when the walk continues."""
 
 
@@ -74,7 +73,7 @@ class NcclTransport(Transport):
                 "`mt-grpo serve` and this run's recipe, or choose `weight_sync: safetensors`."
             ) from error
 
-    def pack(self, step: int | None) -> Iterator[Bucket]:
+    def pack(self, step: int | None) -> Iterator[_Bucket]:
         accelerator, walk = self.source.accelerator, iter(self.source.parameters)
         try:
             while True:
@@ -86,7 +85,7 @@ class NcclTransport(Transport):
         finally:  # gathering the rest takes all processes
             exhaust(walk)
 
-    def deliver(self, update: Update, bucket: Bucket) -> None:
+    def deliver(self, update: Update, bucket: _Bucket) -> None:
         assert self.group is not None  # the process that sends has made it in `prepare`
         _send_bucket(update.server, self.group, bucket)
 
@@ -98,7 +97,7 @@ class NcclTransport(Transport):
         )
 
 
-Bucket = list[tuple[str, torch.Tensor]]
+_Bucket = list[tuple[str, torch.Tensor]]
 
 
 class NcclGroup:
@@ -108,7 +107,7 @@ class NcclGroup:
         self._client = KeyedClient(base_url, group_port=port, connection_timeout=timeout, api_key=api_key)
         self._client.init_communicator(device=device)
 
-    def send(self, bucket: Bucket) -> None:
+    def send(self, bucket: _Bucket) -> None:
         """Broadcasts tensors in order, and waits until they are sent."""
         from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
 
@@ -119,7 +118,7 @@ class NcclGroup:
         self._client.communicator.destroy()
 
 
-def take_bucket(walk: Walk, keep: bool, size: int = BUCKET) -> Bucket:
+def take_bucket(walk: _Walk, keep: bool, size: int = BUCKET) -> _Bucket:
     """The next tensors of a walk, together `size` bytes or little more; empty at the end."""
     bucket, taken = [], 0
     while taken < size and (item := next(walk, None)) is not None:
@@ -129,7 +128,7 @@ def take_bucket(walk: Walk, keep: bool, size: int = BUCKET) -> Bucket:
     return bucket
 
 
-def _send_bucket(server: ServerControl, group: NcclGroup, bucket: Bucket) -> None:
+def _send_bucket(server: ServerControl, group: NcclGroup, bucket: _Bucket) -> None:
     """
     Makes the server receive tensors while they are broadcast. If the server fails, it never takes part in the
     broadcast, so the broadcast is ended here.

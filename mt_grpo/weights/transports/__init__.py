@@ -1,1 +1,0 @@
-"""The transports: how weights reach a server."""
