@@ -41,26 +41,24 @@ def test_random_trees_score_as_one_forward_a_turn(exact_model, forest, temperatu
 
 
 @pytest.mark.parametrize(
-    "overrides",
+    "decoder",
     [
         {"tie_word_embeddings": False},
         {"num_key_value_heads": 1},
         {"num_key_value_heads": 4},
         {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1},
+        (LlamaConfig, LlamaForCausalLM),
+        (Qwen2Config, Qwen2ForCausalLM),
     ],
+    ids=str,
 )
-def test_every_shape_of_decoder_scores_as_one_forward_a_turn(tokenizer, overrides):
-    assert_equal(build_model(tokenizer, **overrides), FOREST)
-
-
-@pytest.mark.parametrize(
-    "family", [(LlamaConfig, LlamaForCausalLM), (Qwen2Config, Qwen2ForCausalLM)], ids=["llama", "qwen2"]
-)
-def test_other_families_score_as_one_forward_a_turn(family):
+def test_every_decoder_scores_as_one_forward_a_turn(tokenizer, decoder):
+    if isinstance(decoder, dict):
+        return assert_equal(build_model(tokenizer, **decoder), FOREST)
     torch.manual_seed(0)
-    config = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "initializer_range": 0.2}
+    size = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "initializer_range": 0.2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64}
-    assert_equal(family[1](family[0](**config, **heads)), FOREST)
+    assert_equal(decoder[1](decoder[0](**size, **heads)), FOREST)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -122,9 +120,12 @@ def test_a_layer_that_loses_the_tree_is_noticed(tokenizer):
         token_logps(model, [make_tree(FOREST[0])])
 
 
-def test_an_unknown_forward_is_refused(shared_model):
-    with pytest.raises(ValueError, match="'fast'; choose one of tree, padded, turn_by_turn"):
-        token_logps(shared_model, [], forward="fast")
+@pytest.mark.parametrize(
+    ("option", "known"), [("forward", "tree, padded, turn_by_turn"), ("attention", "auto, dense, flex, segment")]
+)
+def test_an_unknown_way_is_refused(shared_model, option, known):
+    with pytest.raises(ValueError, match=f"`{option}` is 'fast'; choose one of {known}"):
+        token_logps(shared_model, [], **{option: "fast"})
 
 
 # The head
@@ -225,23 +226,18 @@ def test_a_padded_batch_gives_the_log_probs_of_trained_tokens(tokenizer):
 
 def test_trees_of_several_rows_come_back_in_their_order(tokenizer, monkeypatch):
     model = build_model(tokenizer)
-    trees = [make_tree(timesteps) for timesteps in FOREST]
+    trees = [TokenTree(), *(make_tree(timesteps) for timesteps in FOREST), TokenTree()]
     whole = token_logps(model, trees)
     monkeypatch.setattr("mt_grpo.forward.logps.ROW_TOKENS", 9)
-    for one, other in zip(whole, token_logps(model, trees), strict=True):
-        for a, b in zip(one, other, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    found = token_logps(model, trees)
+    torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-6)
+    assert [len(turn) for turn in found[1]] == [2, 1, 3] and found[0] == found[-1] == []
 
 
 @pytest.mark.parametrize("forward", ["tree", "padded", "turn_by_turn"])
 def test_nothing_has_no_log_probabilities(tokenizer, forward):
     assert token_logps(build_model(tokenizer), [], forward=forward) == []
     assert token_logps(build_model(tokenizer), [TokenTree()], forward=forward) == [[]]
-
-
-def test_an_unknown_attention_is_refused(tokenizer):
-    with pytest.raises(ValueError, match="`attention` is 'fast'; choose one of auto, dense, flex, segment"):
-        token_logps(build_model(tokenizer), [], attention="fast")
 
 
 def test_two_models_of_one_configuration_both_run_over_trees(tokenizer):
@@ -262,12 +258,6 @@ def test_a_kernel_of_transformers_still_runs_in_other_forwards(tokenizer):
     model.config._attn_implementation = "flash_attention_2"
     enable_trees(model)
     torch.testing.assert_close(model(input_ids=ids).logits, expected)
-
-
-def test_empty_trees_among_several_rows_have_no_log_probs(tokenizer, monkeypatch):
-    monkeypatch.setattr("mt_grpo.forward.logps.ROW_TOKENS", 5)
-    empty, found, _ = token_logps(build_model(tokenizer), [TokenTree(), make_tree(FOREST[0]), TokenTree()])
-    assert empty == [] and [len(turn) for turn in found] == [2, 1, 3]
 
 
 def test_a_deep_copy_of_a_tree_model_has_its_own_weights(tokenizer):

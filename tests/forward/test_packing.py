@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.forests import make_tree
 
 from mt_grpo.forward.packing import FlatTree, flatten, pack, split, unique_tokens
 from mt_grpo.token_tree import TokenTree
@@ -12,13 +13,6 @@ from mt_grpo.training.rollout_batch import balance
 token = st.integers(1, 3)  # few ids, so that prefixes meet often
 timestep = st.tuples(st.lists(token, min_size=1, max_size=6), st.lists(token, max_size=4))
 forests = st.lists(st.lists(timestep, max_size=4), max_size=4)
-
-
-def make_tree(timesteps):
-    tree = TokenTree()
-    for context, action in timesteps:
-        tree.add_turn(context, action, [-1.0] * len(action))
-    return tree
 
 
 def prefixes(trees):
@@ -44,16 +38,6 @@ def chain(tokens, trained=()):
 # The layout
 
 
-@settings(max_examples=50, deadline=None)
-@given(forests)
-def test_a_token_stands_in_as_many_sequences_as_it_is_counted(forest):
-    trees = [make_tree(timesteps) for timesteps in forest]
-    packed = pack(trees)
-    sequences = [tuple(tree.tokens[path].tolist()) for tree in map(flatten, trees) for path in tree.paths()]
-    counted = Counter(sequence[: end + 1] for sequence in sequences for end in range(len(sequence)))
-    assert [counted[path_of(packed, index)] for index in range(len(packed.input_ids))] == packed.copies.tolist()
-
-
 def test_a_shared_prompt_is_laid_out_once():
     packed = pack([chain([1, 2, 3, 4], [2, 3]), chain([1, 2, 5], [2])])
     assert packed.input_ids.tolist() == [1, 2, 3, 4, 5]
@@ -67,25 +51,6 @@ def test_a_shared_prompt_is_laid_out_once():
     ]
 
 
-def test_a_token_sampled_by_two_trees_is_forwarded_once():
-    packed = pack([chain([1, 2], [1]), chain([1, 2], [1])])
-    assert packed.input_ids.tolist() == [1, 2]
-    assert (packed.predictor.tolist(), packed.label.tolist(), packed.tree.tolist()) == ([0, 0], [2, 2], [0, 1])
-
-
-def test_an_action_before_a_fork_is_scored_once():
-    tree = make_tree([([1], [2, 3]), ([1, 2, 9], [4]), ([1, 2, 9, 4, 5], [6])])
-    packed = pack([tree])
-    scored = list(zip(packed.turn.tolist(), places_in_turns(packed), packed.label.tolist(), strict=True))
-    assert sorted(scored) == [(0, 0, 2), (0, 1, 3), (1, 0, 4), (2, 0, 6)]
-
-
-def test_a_sequence_that_begins_another_needs_no_own_token():
-    packed = pack([chain([1, 2, 3]), chain([1, 2], [1])])
-    assert packed.input_ids.tolist() == [1, 2, 3]
-    assert packed.subtree_end.tolist() == [2, 2, 2]
-
-
 def test_a_trained_first_token_is_refused():
     with pytest.raises(ValueError, match="no token before it"):
         pack([chain([1, 2], [0])])
@@ -94,20 +59,6 @@ def test_a_trained_first_token_is_refused():
 def test_nothing_packs_to_nothing():
     for packed in (pack([]), pack([TokenTree()])):
         assert len(packed.input_ids) == len(packed.subtree_end) == len(packed.label) == len(packed.turn_order) == 0
-
-
-def test_equal_samples_of_several_trees_share_one_place():
-    packed = pack([chain([1, 2, 3, 4], [1, 2, 3]), chain([1, 2, 3, 5], [1, 2, 3]), chain([1, 2], [1])])
-    assert packed.input_ids.tolist() == [1, 2, 3, 4, 5]
-    scored = zip(packed.tree.tolist(), packed.column.tolist(), packed.predictor.tolist(), strict=True)
-    assert sorted(scored) == [(0, 1, 0), (0, 2, 1), (0, 3, 2), (1, 1, 0), (1, 2, 1), (1, 3, 2), (2, 1, 0)]
-
-
-def test_trees_that_share_nothing_have_a_root_each():
-    packed = pack([chain([1, 2]), chain([3]), chain([1, 2])])
-    assert packed.input_ids.tolist() == [1, 2, 3]
-    assert packed.parent.tolist() == [-1, 0, -1]
-    assert packed.subtree_end.tolist() == [1, 1, 2]
 
 
 @settings(max_examples=300, deadline=None)
@@ -119,17 +70,12 @@ def test_every_prefix_is_forwarded_exactly_once_at_its_depth(forest):
     assert len(paths) == len(set(paths)) == unique_tokens(trees)
     assert set(paths) == prefixes(trees)
     assert packed.position_ids.tolist() == [len(path) - 1 for path in paths]
-
-
-@settings(max_examples=300, deadline=None)
-@given(forests)
-def test_exit_says_exactly_who_sees_whom(forest):
-    packed = pack([make_tree(timesteps) for timesteps in forest])
-    size = len(packed.input_ids)
-    paths = [path_of(packed, index) for index in range(size)]
-    for k in range(size):
-        for q in range(size):
-            assert (k <= q <= packed.subtree_end[k]) == (paths[q][: len(paths[k])] == paths[k])
+    sequences = [tuple(tree.tokens[path].tolist()) for tree in map(flatten, trees) for path in tree.paths()]
+    counted = Counter(sequence[: end + 1] for sequence in sequences for end in range(len(sequence)))
+    assert [counted[path] for path in paths] == packed.copies.tolist()
+    for k, above in enumerate(paths):  # who sees whom
+        seen_by = [k <= q <= packed.subtree_end[k] for q in range(len(paths))]
+        assert seen_by == [path[: len(above)] == above for path in paths]
 
 
 def places_in_turns(packed) -> list[int]:
@@ -152,6 +98,8 @@ def test_every_sampled_token_is_scored_once_with_its_own_history(forest):
     for index in range(len(packed.label)):
         key = (int(packed.tree[index]), int(packed.turn[index]), places[index])
         assert key not in scored
+        flat, column = flatten(trees[key[0]]), packed.column[index]
+        assert (flat.tokens[column], flat.turns[column]) == (packed.label[index], key[1])
         scored[key] = (path_of(packed, packed.predictor[index]), int(packed.label[index]))
     expected = {
         (number, turn, offset): (tuple(context + action[:offset]), action[offset])

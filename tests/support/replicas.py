@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import threading
+from pathlib import Path
 
 from peft import PeftModel
 from safetensors.torch import load_file
 
 from mt_grpo.servers.owner import read_owner
 from mt_grpo.vllm_plugin.checksum import file_checksum
+from mt_grpo.vllm_plugin.fetch import Fetcher, FetchError
+from mt_grpo.vllm_plugin.guard import FETCH
 from mt_grpo.weights.proof import trainer_logprobs
 from support.loopback import ScriptedServer
 from support.models import build_model
@@ -117,6 +120,29 @@ class Replica:
 
 def step_of(version: str) -> str:
     return read_owner(version).step
+
+
+class Remote(Replica):
+    """A server on another machine: it sees only what it has fetched into `folder`."""
+
+    def __init__(self, tokenizer, folder: Path | None) -> None:
+        super().__init__(tokenizer)
+        self.folder, self.fetcher, self.urls = folder, Fetcher(str(folder)), []
+
+    def answer(self, method, path, body):
+        if path == FETCH and path != self.refused:
+            self.urls.append(body["url"])
+            try:
+                return 200, {"path": self.fetcher.fetch(**body)}
+            except FetchError as error:
+                return 502, {"error": str(error)}
+        if path == "/update_weights" and self.folder is not None:
+            assert Path(body["update_info"]["path"]).is_relative_to(self.folder)
+        return super().answer(method, path, body)
+
+    def close(self) -> None:
+        self.http.stop()
+        self.fetcher.close()
 
 
 class Receiver(Replica):

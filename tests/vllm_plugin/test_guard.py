@@ -46,16 +46,21 @@ class Server:
             await send({"type": "http.response.start", "status": 200, "headers": []})
 
 
-def ask(guard, method, path, *headers, kind="http", **scope):
-    """The first message that `guard` answers with."""
+def messages(guard, method, path, *headers, kind="http", receive=None, **scope):
+    """What `guard` answers."""
     sent = []
 
     async def send(message):
         sent.append(message)
 
     scope = {"type": kind, "method": method, "path": path, "headers": list(headers), "query_string": b"", **scope}
-    asyncio.run(guard(scope, None, send))
-    return sent[0]
+    asyncio.run(guard(scope, receive, send))
+    return sent
+
+
+def ask(*args, **scope):
+    """The first message of an answer."""
+    return messages(*args, **scope)[0]
 
 
 def bearer(key=KEY, scheme="Bearer"):
@@ -147,52 +152,32 @@ def test_a_server_sleeps_only_on_its_trainers_gpus(monkeypatch, method, path, qu
 
 
 @pytest.mark.parametrize(
-    "body",
+    ("body", "more", "status"),
     [
-        b"",
-        b"[]",
-        b'{"url": "file:///etc/passwd", "size": 1}',
-        b'{"url": "nothing"}',
-        b'{"url": "http://127.0.0.1:port/x", "size": 1}',
-        b'{"url": "http://127.0.0.1:9/x", "size": 1' + b"0" * 30 + b"}",
-        b"[" * 8000,
-        b"[" * 200_000,
-        b"\xff",
+        (b"", False, 502),
+        (b"[]", False, 502),
+        (b'{"url": "file:///etc/passwd", "size": 1}', False, 502),
+        (b'{"url": "nothing"}', False, 502),
+        (b'{"url": "http://127.0.0.1:port/x", "size": 1}', False, 502),
+        (b'{"url": "http://127.0.0.1:9/x", "size": 1' + b"0" * 30 + b"}", False, 502),
+        (b"[" * 8000, False, 502),
+        (b"[" * 200_000, False, 502),
+        (b"\xff", False, 502),
+        (b"[" * 1000, True, 502),  # it would go on for ever
+        (b"[", True, 408),
     ],
 )
-def test_what_cannot_be_fetched_is_answered_with_why(guarded, body):
+def test_what_cannot_be_fetched_is_answered_with_why(guarded, monkeypatch, body, more, status):
     server, guard = guarded
-    sent = []
-
-    async def receive():
-        return {"type": "http.request", "body": body}
-
-    async def send(message):
-        sent.append(message)
-
-    scope = {"type": "http", "method": "POST", "path": FETCH, "headers": [bearer()], "query_string": b""}
-    asyncio.run(guard(scope, receive, send))
-    assert sent[0]["status"] == 502 and json.loads(sent[1]["body"])["error"] and not server.reached
-    assert ask(guard, "POST", FETCH)["status"] == 401
-
-
-@pytest.mark.parametrize(("time", "status"), [(30.0, 502), (0.05, 408)])
-def test_a_request_for_a_file_is_short_and_comes_soon(guarded, monkeypatch, time, status):
-    """It would go on for ever."""
-    monkeypatch.setattr("mt_grpo.vllm_plugin.guard.BODY_TIMEOUT", time)
-    _, guard = guarded
-    sent = []
+    monkeypatch.setattr("mt_grpo.vllm_plugin.guard.BODY_TIMEOUT", 0.05 if status == 408 else 30.0)
 
     async def receive():
         await asyncio.sleep(0.001)
-        return {"type": "http.request", "body": b"[" * (1000 if status == 502 else 1), "more_body": True}
+        return {"type": "http.request", "body": body, "more_body": more}
 
-    async def send(message):
-        sent.append(message)
-
-    scope = {"type": "http", "method": "POST", "path": FETCH, "headers": [bearer()], "query_string": b""}
-    asyncio.run(guard(scope, receive, send))
-    assert sent[0]["status"] == status and json.loads(sent[1]["body"])["error"]
+    head, answer = messages(guard, "POST", FETCH, bearer(), receive=receive)
+    assert head["status"] == status and json.loads(answer["body"])["error"] and not server.reached
+    assert ask(guard, "POST", FETCH)["status"] == 401
 
 
 @pytest.mark.parametrize("origin", [b"http://evil.example", b"null", b"http://127.0.0.1:8000", b""])
@@ -206,14 +191,6 @@ def test_web_pages_can_neither_ask_nor_read(guarded, origin, method, path):
     assert not server.reached
 
 
-def test_every_answer_names_its_server(monkeypatch):
-    monkeypatch.setenv("VLLM_API_KEY", KEY)
-    guard = Guard(Server())
-    live(guard, args=SimpleNamespace(**vars(ARGS), fingerprint_value="this one", api_server_count=2))
-    for path in ("/v1/completions", "/inference/v1/generate"):
-        assert (IDENTITY.encode(), b"this one") in ask(guard, "POST", path, bearer())["headers"]
-
-
 def test_servers_that_are_started_alike_have_names_of_their_own(monkeypatch):
     """Processes of one server share the name that it was given."""
     monkeypatch.setenv("VLLM_API_KEY", KEY)
@@ -221,8 +198,9 @@ def test_servers_that_are_started_alike_have_names_of_their_own(monkeypatch):
     for count in (None, 1, 2):
         for guard in (Guard(Server()), Guard(Server())):
             live(guard, args=SimpleNamespace(**vars(ARGS), fingerprint_value="all", api_server_count=count))
-            headers = dict(ask(guard, "POST", "/v1/completions", bearer())["headers"])
-            names.setdefault(count, set()).add(headers[IDENTITY.encode()])
+            for path in ("/v1/completions", "/inference/v1/generate"):
+                headers = dict(ask(guard, "POST", path, bearer())["headers"])
+                names.setdefault(count, set()).add(headers[IDENTITY.encode()])
     assert len(names[None]) == len(names[1]) == 2 and names[2] == {b"all"}
 
 
@@ -277,18 +255,12 @@ def test_a_made_up_key_is_found_while_the_server_runs(root, end):
     assert ask(guard, "POST", "/pause")["status"] == 401
 
 
-def test_every_server_makes_up_another_key():
-    found = []
-    for _ in range(2):
-        live(Guard(Server()), lambda: found.append(find_key(URL)))
-    assert len(set(found)) == 2
-
-
 @pytest.mark.parametrize("host", [None, "", "0.0.0.0", "::", "localhost", "::1"])
 def test_a_server_is_found_on_loopback_whatever_it_listens_on(host):
-    found = []
-    live(Guard(Server()), lambda: found.append(find_key(URL)), SimpleNamespace(host=host, port=8000, api_key=None))
-    assert found[0]
+    found, args = [], SimpleNamespace(host=host, port=8000, api_key=None)
+    for _ in range(2):
+        live(Guard(Server()), lambda: found.append(find_key(URL)), args)
+    assert all(found) and len(set(found)) == 2  # every server makes up another
 
 
 def test_a_key_that_is_given_is_written_nowhere(guarded, root):
@@ -321,33 +293,19 @@ def test_the_key_of_a_server_that_was_killed_is_replaced():
     assert find_key(URL) == "of the next"
 
 
-def folder_name(root, uid=None):
-    return root / f"mt-grpo-keys-{os.geteuid() if uid is None else uid}"
-
-
-def make_link(root, monkeypatch):
-    (root / "elsewhere").mkdir(mode=0o700)
-    folder_name(root).symlink_to(root / "elsewhere")
-
-
-def make_file(root, monkeypatch):
-    folder_name(root).touch()
-
-
-def make_open(root, monkeypatch):
-    folder_name(root).mkdir()
-    folder_name(root).chmod(0o750)
-
-
-def make_foreign(root, monkeypatch):
+@pytest.mark.parametrize("made", ["link", "file", "open", "foreign"])
+def test_a_folder_that_others_may_have_made_is_refused(root, monkeypatch, made):
     mine = os.geteuid()
-    folder_name(root, mine + 1).mkdir(mode=0o700)
-    monkeypatch.setattr(os, "geteuid", lambda: mine + 1)
-
-
-@pytest.mark.parametrize("make", [make_link, make_file, make_open, make_foreign])
-def test_a_folder_that_others_may_have_made_is_refused(root, monkeypatch, make):
-    make(root, monkeypatch)
+    folder = root / f"mt-grpo-keys-{mine + (made == 'foreign')}"
+    if made == "file":
+        folder.touch()
+    elif made == "link":
+        (root / "elsewhere").mkdir(mode=0o700)
+        folder.symlink_to(root / "elsewhere")
+    else:
+        folder.mkdir()
+        folder.chmod(0o750 if made == "open" else 0o700)
+    monkeypatch.setattr(os, "geteuid", lambda: mine + (made == "foreign"))
     for use in (
         keys.check_folder,
         lambda: keys.write_key("127.0.0.1", 8000, KEY),

@@ -21,7 +21,7 @@ import httpx
 import pytest
 import torch
 from support.loopback import Loopback, Reply, free_port
-from support.replicas import Replica, step_of
+from support.replicas import Remote, step_of
 
 from mt_grpo.errors import ConfigError, WeightSyncError
 from mt_grpo.vllm_plugin import fetch
@@ -35,31 +35,16 @@ UPDATE = ["/sleep", "/start_weight_update", "/update_weights", "/init_weight_tra
 UPDATE += ["/finish_weight_update", "/reset_prefix_cache", "/wake_up"]
 
 
-class Remote(Replica):
-    """A server on another machine: it sees only what it has fetched."""
-
-    def __init__(self, tokenizer, folder: Path) -> None:
-        super().__init__(tokenizer)
-        self.folder, self.fetcher, self.urls = folder, Fetcher(str(folder)), []
-
-    def answer(self, method, path, body):
-        if path == FETCH and path != self.refused:
-            self.urls.append(body["url"])
-            try:
-                return 200, {"path": self.fetcher.fetch(**body)}
-            except FetchError as error:
-                return 502, {"error": str(error)}
-        if path == "/update_weights":
-            assert Path(body["update_info"]["path"]).is_relative_to(self.folder)
-        return super().answer(method, path, body)
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(fetch.time, "sleep", lambda seconds: None)
 
 
 @pytest.fixture
 def remote(tokenizer, tmp_path):
     server = Remote(tokenizer, tmp_path)
     yield server
-    server.http.stop()
-    server.fetcher.close()
+    server.close()
     assert not list(tmp_path.iterdir())
 
 
@@ -146,26 +131,18 @@ def test_where_all_weights_changed_all_are_sent(remote, changes, model):
     assert fetched(remote) == ["weights"] * 3 and changes.fleet.payload.checksum == remote.loaded
 
 
-def test_a_server_with_another_file_gets_all_weights(remote, changes, model):
+@pytest.mark.parametrize("doubt", ["another file", "another checksum"])
+def test_in_doubt_all_weights_are_sent_again(remote, changes, model, monkeypatch, caplog, doubt):
     changes.sync(0)
-    remote.fetcher.close()
-    remote.fetcher = Fetcher(str(remote.folder))
+    if doubt == "another file":
+        remote.fetcher.close()
+        remote.fetcher = Fetcher(str(remote.folder))
+    else:
+        model.model.embed_tokens.weight.data[1] *= 1.5
+        monkeypatch.setattr(fetch, "apply", lambda change, file: file.view(-1)[-4:].zero_())
     changes.sync(1)
-    assert (
-        fetched(remote) == ["weights", "weights", "change", "weights"]
-        and changes.fleet.payload.checksum == remote.loaded
-    )
-
-
-def test_in_doubt_all_weights_are_sent_again(remote, changes, model, monkeypatch, caplog):
-    changes.sync(0)
-    model.model.embed_tokens.weight.data[1] *= 1.5
-    monkeypatch.setattr(fetch, "apply", lambda change, file: file.view(-1)[-4:].zero_())
-    changes.sync(1)
-    assert (
-        fetched(remote) == ["weights", "weights", "change", "weights"]
-        and changes.fleet.payload.checksum == remote.loaded
-    )
+    assert fetched(remote) == ["weights", "weights", "change", "weights"]
+    assert changes.fleet.payload.checksum == remote.loaded
     assert "gets its weights in another way: " in caplog.text
 
 
@@ -228,14 +205,12 @@ def test_an_offer_has_only_the_files_of_its_folder(offer, tmp_path, name):
     assert httpx.get(f"{offer}/{name}").status_code == 404
 
 
-def test_an_offer_is_for_those_who_know_its_secret(offer):
-    assert httpx.get(f"{offer}/weights.safetensors").status_code == 206
+def test_an_offer_is_for_those_who_know_its_secret(offer, tmp_path, monkeypatch, caplog):
     assert httpx.get(f"{offer.rsplit('/', 1)[0]}/guessed/weights.safetensors").status_code == 404
-
-
-def test_what_is_fetched_is_what_was_offered(offer, tmp_path):
+    monkeypatch.setattr(network, "NOTICE_EVERY", 0.0)  # a long way is told of
     fetch.download(f"{offer}/weights.safetensors", tmp_path / "copy", 25_600)
     assert (tmp_path / "copy").read_bytes() == bytes(range(256)) * 100
+    assert "127.0.0.1 has fetched 0.0 of 0.0 GB of the weights" in caplog.text
 
 
 def raw(url, *sent):
@@ -296,12 +271,6 @@ def test_what_is_no_request_is_refused(offer, sent):
         assert connection.recv(100).startswith(b"HTTP/1.1 404") or sent.startswith(b"xxx")
 
 
-def test_a_long_way_is_told_of(offer, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(network, "NOTICE_EVERY", 0.0)
-    fetch.download(f"{offer}/weights.safetensors", tmp_path / "copy", 25_600)
-    assert "127.0.0.1 has fetched 0.0 of 0.0 GB of the weights" in caplog.text
-
-
 def test_a_port_that_is_taken_is_said_at_once(sync_of):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         with pytest.raises(WeightSyncError, match="cannot be offered at port.*`weight_sync_port`"):
@@ -333,8 +302,7 @@ def pair(tokenizer, tmp_path):
     both = [Remote(tokenizer, tmp_path), Remote(tokenizer, tmp_path)]
     yield both
     for each in both:
-        each.http.stop()
-        each.fetcher.close()
+        each.close()
 
 
 @pytest.mark.parametrize("kind", [HttpTransport, DeltaTransport])
@@ -371,11 +339,6 @@ def test_replicas_that_share_an_address_only_fetch_each(pair, sync_of):
 
 
 @pytest.fixture
-def quick(monkeypatch):
-    monkeypatch.setattr(fetch.time, "sleep", lambda seconds: None)
-
-
-@pytest.fixture
 def broken():
     """Closes each connection after 700 bytes, and notes where each began."""
     content, begun = bytes(range(256)) * 10, []
@@ -397,20 +360,24 @@ def test_a_broken_connection_is_gone_on_from_its_end(broken, tmp_path, quick):
     assert begun == [0, 700, 1400, 2100]
 
 
-def test_a_file_that_is_not_there_is_said_at_once(offer, tmp_path):
-    with pytest.raises(FetchError, match="HTTP 404"):
-        fetch.download(f"{offer}/gone", tmp_path / "copy", 10)
-
-
-def test_a_trainer_that_is_gone_is_given_up(tmp_path, quick):
-    with pytest.raises(FetchError, match="could not be read from byte 0 of 10"):
-        fetch.download("http://127.0.0.1:9/weights", tmp_path / "copy", 10)
-
-
-@pytest.mark.parametrize("url", ["file:///etc/passwd", "nothing"])
-def test_only_http_is_fetched(tmp_path, url):
-    with pytest.raises(FetchError, match="is no address of a file"):
-        Fetcher(str(tmp_path)).fetch(url, 10)
+@pytest.mark.parametrize(
+    ("url", "asked", "problem"),
+    [
+        ("gone", {}, "HTTP 404"),
+        ("http://127.0.0.1:9/weights", {}, "could not be read from byte 0 of 10"),
+        ("file:///etc/passwd", {}, "is no address of a file"),
+        ("nothing", {}, "is no address of a file"),
+        *((None, {"size": size}, "A file has 1 to") for size in (0, -1, 10**30, True, 25.6, "25600")),
+        *((None, asked, "are texts") for asked in ({"url": 7}, {"label": ["a"]}, {"base": {}})),
+    ],
+)
+def test_what_cannot_be_fetched_is_one_sentence(offer, tmp_path, quick, url, asked, problem):
+    (root := tmp_path / "shm").mkdir()
+    fetcher = Fetcher(str(root))
+    with pytest.raises(FetchError, match=problem):
+        fetcher.fetch(**{"url": f"{offer}/gone" if url == "gone" else url or "x", "size": 10, **asked})
+    assert not (asked and list(root.iterdir()))
+    fetcher.close()
 
 
 def attack(root, kind):
@@ -453,12 +420,15 @@ def test_what_stands_for_a_folder_that_is_gone_is_not_used(offer, tmp_path):
     fetcher.close()
 
 
-def test_a_server_that_ends_fetches_nothing_more(offer, tmp_path):
-    """A request may still have waited for the one before it."""
+@pytest.mark.parametrize("foreign", [False, True])
+def test_folders_of_killed_servers_of_this_user_are_removed(offer, tmp_path, monkeypatch, foreign):
+    (old := tmp_path / f"{fetch.machine()}-999999999-x").mkdir()
+    mine = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: mine + foreign)
     fetcher = Fetcher(str(tmp_path))
+    fetcher.fetch(f"{offer}/weights.safetensors", 25_600)
+    assert old.exists() == foreign
     fetcher.close()
-    with pytest.raises(FetchError, match="shutting down"):
-        fetcher.fetch(f"{offer}/weights.safetensors", 25_600)
 
 
 def test_no_link_is_followed_to_another_file(offer, tmp_path):
@@ -469,38 +439,17 @@ def test_no_link_is_followed_to_another_file(offer, tmp_path):
     assert (tmp_path / "victim").read_bytes() == b"precious"
 
 
-def test_folders_of_other_users_are_left_alone(offer, tmp_path, monkeypatch):
-    (other := tmp_path / f"{fetch.machine()}-999999999-x").mkdir()
-    mine = os.geteuid()
-    monkeypatch.setattr(os, "geteuid", lambda: mine + 1)
+def test_a_server_that_ends_fetches_nothing_more(offer, tmp_path):
+    """A request may still have waited for the one before it."""
     fetcher = Fetcher(str(tmp_path))
-    fetcher.fetch(f"{offer}/weights.safetensors", 25_600)
-    assert other.exists()
     fetcher.close()
-
-
-@pytest.mark.parametrize(
-    "asked",
-    [
-        {"size": 0},
-        {"size": -1},
-        {"size": 10**30},
-        {"size": True},
-        {"size": 25.6},
-        {"size": "25600"},
-        {"url": 7},
-        {"label": ["a"]},
-        {"base": {}},
-    ],
-)
-def test_a_request_for_no_file_is_refused(tmp_path, asked):
-    with pytest.raises(FetchError):
-        Fetcher(str(tmp_path)).fetch(**{"url": "http://127.0.0.1:9/weights", "size": 10, **asked})
-    assert not list(tmp_path.iterdir())
+    with pytest.raises(FetchError, match="shutting down"):
+        fetcher.fetch(f"{offer}/weights.safetensors", 25_600)
 
 
 @pytest.mark.parametrize("answered", [False, True], ids=["the head", "the file"])
 def test_a_trickle_is_given_up_though_it_never_ends(tmp_path, monkeypatch, answered):
+    assert fetch.time_limit(140 * 10**9) > 20 * fetch.time_limit(10**6)  # larger files may take longer
     monkeypatch.setattr(fetch, "BASE_TIMEOUT", 0.3)
     over = threading.Event()
 
@@ -541,15 +490,3 @@ def test_a_server_that_ends_waits_for_no_trainer(tmp_path):
             fetcher.close()
             thread.join(fetch.READ_TIMEOUT / 2)
     assert faults == ["This server is shutting down."] and not list(tmp_path.iterdir())
-
-
-def test_larger_files_may_take_longer():
-    assert fetch.time_limit(140 * 10**9) > 20 * fetch.time_limit(10**6)
-
-
-def test_files_of_a_killed_server_are_removed(offer, tmp_path):
-    (old := tmp_path / f"{fetch.machine()}-999999999").mkdir()
-    fetcher = Fetcher(str(tmp_path))
-    fetcher.fetch(f"{offer}/weights.safetensors", 25_600)
-    assert not old.exists()
-    fetcher.close()

@@ -13,7 +13,7 @@ from support.architectures import build_random
 from support.models import build_model
 
 from mt_grpo.errors import WeightSyncError
-from mt_grpo.weights.files import LoraTransport
+from mt_grpo.weights.files import LoraTransport, SafetensorsTransport
 from mt_grpo.weights.proof import EXACT, with_halved_weights
 from mt_grpo.weights.transport import FullParameters
 
@@ -39,43 +39,45 @@ def adapted(model):
     return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"]))
 
 
-def test_a_push_that_never_arrives_is_seen_at_that_sync(replica, sync_of, model):
-    sync = sync_of()
+@pytest.mark.parametrize("fault", ["nothing", "another file", "no adapter"])
+def test_a_push_that_does_not_arrive_is_seen_at_that_sync(replica, sync_of, model, tmp_path, fault):
+    lora = fault == "no adapter"
+    model = adapted(model) if lora else model
+    sync = sync_of(kind=LoraTransport if lora else SafetensorsTransport, model=model)
     sync.sync(0)
+    assert sync.proof.tolerance == EXACT == 1e-3
     learn_a_little(model)
-    replica.deaf = True
-    with pytest.raises(WeightSyncError, match="did not arrive.*checksum"):
+    if fault == "another file":
+        load, old = replica.load, shutil.copy(next(sync.transport.folder.glob("weights-*")), tmp_path)
+        replica.load = lambda path: load(old)
+    else:
+        replica.deaf = True
+    with pytest.raises(WeightSyncError, match="did not load the adapter" if lora else "did not arrive.*checksum"):
         sync.sync(1)
 
 
-def test_a_push_of_another_file_is_seen_at_that_sync(replica, sync_of, model, tmp_path):
-    sync = sync_of()
-    sync.sync(0)
-    learn_a_little(model)
-    load, old = replica.load, shutil.copy(next(sync.transport.folder.glob("weights-*")), tmp_path)
-    replica.load = lambda path: load(old)
-    with pytest.raises(WeightSyncError, match="did not arrive.*checksum"):
-        sync.sync(1)
+NOT_ALL = "changed to see them arrive.*is -.* on the server"
 
 
-@pytest.mark.parametrize("missing", ["model.layers.1.mlp.down_proj.weight", "model.layers.0.self_attn.v_proj.weight"])
-def test_a_layer_that_gets_no_weights_is_seen_at_the_first_sync(replica, sync_of, model, missing):
-    """The server's weights are right all the same: nothing was learnt yet."""
-    replica.skipped = {missing}
-    with pytest.raises(WeightSyncError, match="changed to see them arrive.*is -.* on the server"):
-        sync_of().sync(0)
-
-
-def test_a_server_that_agrees_with_everything_is_refused(replica, sync_of, model):
-    replica.deaf = replica.agrees = True
-    with pytest.raises(WeightSyncError, match="agrees with whatever it is told.*mt-grpo serve"):
-        sync_of().sync(0)
-
-
-def test_a_server_that_reads_no_files_is_refused(replica, sync_of, model):
-    replica.backend = "nccl"
-    with pytest.raises(WeightSyncError, match="does not load weights from files: start it with `mt-grpo serve`"):
-        sync_of().sync(0)
+@pytest.mark.parametrize(
+    ("faults", "words"),
+    [
+        # the server's weights are right all the same: nothing was learnt yet
+        ({"skipped": {"model.layers.1.mlp.down_proj.weight"}}, NOT_ALL),
+        ({"skipped": {"model.layers.0.self_attn.v_proj.weight"}}, NOT_ALL),
+        ({"deaf": True, "agrees": True}, "agrees with whatever it is told.*mt-grpo serve"),
+        ({"backend": "nccl"}, "does not load weights from files: start it with `mt-grpo serve`"),
+        ({"lora": None}, "was started without LoRA.* `mt-grpo serve`"),
+        ({"lora": {"max_lora_rank": 1}}, "up to rank 1.* `mt-grpo serve`"),
+    ],
+)
+def test_a_server_that_cannot_get_all_weights_is_refused(replica, sync_of, model, faults, words):
+    for name, value in faults.items():
+        setattr(replica, name, value)
+    lora = "lora" in faults
+    with pytest.raises(WeightSyncError, match=words):
+        sync_of(kind=LoraTransport, model=adapted(model)).begin() if lora else sync_of().sync(0)
+    assert not replica.http.asked("/v1/load_lora_adapter")
 
 
 def test_a_server_that_sees_no_files_is_told_of_the_folder(replica, sync_of):
@@ -109,17 +111,6 @@ def test_the_proof_touches_no_weight_and_leaves_the_true_ones(replica, sync_of, 
     assert len(replica.http.asked("/v1/completions")) == 2
 
 
-@pytest.mark.parametrize(
-    ("lora", "message"),
-    [(None, "was started without LoRA.* `mt-grpo serve`"), ({"max_lora_rank": 1}, "up to rank 1.* `mt-grpo serve`")],
-)
-def test_a_server_that_takes_no_such_adapter_is_refused(replica, sync_of, model, lora, message):
-    replica.lora = lora
-    with pytest.raises(WeightSyncError, match=message):
-        sync_of(kind=LoraTransport, model=adapted(model)).begin()
-    assert not replica.http.asked("/v1/load_lora_adapter")
-
-
 def test_an_adapter_that_changes_nothing_yet_can_be_proven(replica, sync_of, model):
     model = adapted(model)
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -142,16 +133,6 @@ def test_other_weights_of_the_same_step_have_a_name_of_their_own(replica, sync_o
         names.append(sync.client.model)
     assert names == ["adapter-00000000", "adapter-00000001", "adapter-00000001-2", "adapter-00000000-2"]
     assert {"lora_name": "adapter-00000001"} in replica.http.asked("/v1/unload_lora_adapter")
-
-
-def test_an_adapter_that_is_not_loaded_is_seen_at_that_sync(replica, sync_of, model):
-    model = adapted(model)
-    sync = sync_of(kind=LoraTransport, model=model)
-    sync.sync(0)
-    learn_a_little(model)
-    replica.deaf = True
-    with pytest.raises(WeightSyncError, match="did not load the adapter"):
-        sync.sync(1)
 
 
 def test_a_server_that_ignores_adapters_is_seen_at_once(replica, sync_of, model):
@@ -189,12 +170,6 @@ def test_weights_that_did_not_arrive_show_in_a_narrow_type(replica, sync_of, tok
     replica.model.load_state_dict(other.state_dict())
     with pytest.raises(WeightSyncError, match="does not compute what the trainer computes"):
         sync.verify()
-
-
-def test_in_float32_a_thousandth_of_a_nat_is_allowed(replica, sync_of, model):
-    sync = sync_of()
-    sync.sync(0)
-    assert sync.proof.tolerance == EXACT == 1e-3
 
 
 def test_weights_travel_in_the_type_of_the_server(replica, sync_of, model):

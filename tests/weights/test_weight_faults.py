@@ -9,14 +9,12 @@ import pytest
 from peft import LoraConfig, get_peft_model
 from support.loopback import Loopback, Proxy, Reply
 from support.models import build_model
-from support.replicas import Replica, step_of
+from support.replicas import Remote, step_of
 
 from mt_grpo.errors import WeightSyncError
 from mt_grpo.rollout import SamplingParams
 from mt_grpo.servers import http
 from mt_grpo.servers.http import RequestFailed
-from mt_grpo.vllm_plugin.fetch import Fetcher
-from mt_grpo.vllm_plugin.guard import FETCH
 from mt_grpo.weights.files import LoraTransport, SafetensorsTransport
 from mt_grpo.weights.network import DeltaTransport, HttpTransport
 
@@ -174,21 +172,9 @@ def test_no_cache_on_the_way_answers_for_the_server(replicas, sync_of, monkeypat
 # What follows an update
 
 
-class Remote(Replica):
-    """A server that fetches files."""
-
-    fetcher: Fetcher
-
-    def answer(self, method, path, body):
-        if path == FETCH:
-            return 200, {"path": self.fetcher.fetch(**body)}
-        return super().answer(method, path, body)
-
-
 @pytest.mark.parametrize("kind", [SafetensorsTransport, HttpTransport, DeltaTransport, LoraTransport])
 def test_after_each_update_no_features_of_older_weights_stay(tokenizer, sync_of, tmp_path, model, kind):
-    replica = Remote(tokenizer)
-    replica.fetcher = Fetcher(str(tmp_path))
+    replica = Remote(tokenizer, None if kind in (SafetensorsTransport, LoraTransport) else tmp_path)
     if kind is LoraTransport:
         replica.model = build_model(tokenizer)
         model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"]))
@@ -197,5 +183,4 @@ def test_after_each_update_no_features_of_older_weights_stay(tokenizer, sync_of,
     sync.sync(1)
     posts = [path for _, path, _ in replica.http.requests if path in ("/sleep", "/reset_encoder_cache", "/wake_up")]
     assert posts == ["/sleep", "/reset_encoder_cache", "/wake_up"] * 3  # of the proof, and two steps
-    replica.http.stop()
-    replica.fetcher.close()
+    replica.close()
