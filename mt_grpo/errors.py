@@ -147,7 +147,7 @@ def describe_error(error: BaseException) -> str:
         return type(error).__name__
 
 
-LIBRARIES = {"accelerate", "datasets", "huggingface_hub", "peft", "safetensors", "tokenizers", "transformers", "trl"}
+_LIBRARIES = {"accelerate", "datasets", "huggingface_hub", "peft", "safetensors", "tokenizers", "transformers", "trl"}
 """Packages that check the user's input; the user can mend their errors."""
 
 
@@ -157,7 +157,7 @@ def libraries_may_refuse(what: str) -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError, ImportError, NotImplementedError) as error:
-        if _package_of(error) not in LIBRARIES:
+        if _package_of(error) not in _LIBRARIES:
             raise
         raise ConfigError(f"{what}: {' '.join(str(error).split())}") from error
 

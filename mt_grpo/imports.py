@@ -46,13 +46,13 @@ def check_name(name: Any, what: str) -> None:
 
 class Registry(Mapping[str, T]):
     """
-    Things by the names that recipes give them. Each thing registers itself where it is defined. The modules of its
-    room are imported when a name is first looked up, so no list of them is needed.
+    Things by the names that recipes give them. Each thing registers itself where it is defined: in one module, or in
+    those of a package, which are imported when a name is first looked up, so no list of them is needed.
     """
 
-    def __init__(self, what: str, package: str) -> None:
+    def __init__(self, what: str, module: str) -> None:
         self._what = what
-        self._package = package
+        self._module = module
         self._discovered = False
         self._entries: dict[str, T] = {}
         self._files: dict[str, str] = {}
@@ -90,8 +90,9 @@ class Registry(Mapping[str, T]):
 
     def _discover(self) -> None:
         if not self._discovered:
-            for module in pkgutil.iter_modules(importlib.import_module(self._package).__path__):
-                importlib.import_module(f"{self._package}.{module.name}")
+            place = importlib.import_module(self._module)
+            for module in pkgutil.iter_modules(vars(place).get("__path__", ())):
+                importlib.import_module(f"{self._module}.{module.name}")
             self._discovered = True
 
 
@@ -200,7 +201,7 @@ def looks_like_path(name: str) -> bool:
 # the modules of ms-swift and verl by their own names, so that files written for them run unchanged
 
 SWIFT, VERL, TOOLS = "mt_grpo.integrations.swift", "mt_grpo.integrations.verl", "mt_grpo.tools.stateful"
-MODULES: dict[str, dict[str, Sequence[str]]] = {
+_MODULES: dict[str, dict[str, Sequence[str]]] = {
     "swift.infer_engine": {SWIFT: ("InferRequest", "RequestConfig", "TransformersEngine")},
     "swift.infer_engine.protocol": {
         SWIFT: (
@@ -244,7 +245,7 @@ MODULES: dict[str, dict[str, Sequence[str]]] = {
 }
 """The names in each module of theirs, by our module that defines them; `theirs=ours` where the names differ."""
 
-PACKAGES = {name.rpartition(".")[0] for name in MODULES} | {"swift", "verl", "verl.utils"}
+_PACKAGES = {name.rpartition(".")[0] for name in _MODULES} | {"swift", "verl", "verl.utils"}
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -257,8 +258,8 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name not in PACKAGES:
-            return importlib.machinery.ModuleSpec(name, self) if name in MODULES else None
+        if name not in _PACKAGES:
+            return importlib.machinery.ModuleSpec(name, self) if name in _MODULES else None
         others = [finder for finder in sys.meta_path if finder is not self]
         theirs = next((found for finder in others if (found := finder.find_spec(name, path, target))), None)
         origin = None if theirs is None else theirs.origin
@@ -274,7 +275,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             with contextlib.suppress(Exception):  # what it needs is not installed
                 theirs.loader.exec_module(module)
         made = sys.modules[module.__name__]  # a package may put another object in its own place
-        for source, names in MODULES.get(module.__name__, {}).items():
+        for source, names in _MODULES.get(module.__name__, {}).items():
             found = importlib.import_module(source)
             for name in names:
                 theirs, _, own = name.partition("=")
@@ -292,15 +293,15 @@ def _import_failure(error: Exception) -> str:
     if not isinstance(error, ModuleNotFoundError):
         return told
     package = (error.name or "").rpartition(".")[0]
-    if package not in PACKAGES or getattr(sys.modules[package].__spec__, "loader", None) is not _FINDER:
+    if package not in _PACKAGES or getattr(sys.modules[package].__spec__, "loader", None) is not _FINDER:
         return told
     start = f"{package}."
-    here = sorted({name.removeprefix(start).partition(".")[0] for name in MODULES if name.startswith(start)})
+    here = sorted({name.removeprefix(start).partition(".")[0] for name in _MODULES if name.startswith(start)})
     peer = {"verl": "verl", "swift": "ms-swift"}[package.partition(".")[0]]
     return f"{told}; without {peer}, `{package}` has {', '.join(here)}: install {peer} for others"
 
 
 def offer_peers() -> None:
-    """Makes ms-swift's and verl's modules ours, as far as `MODULES` has them."""
+    """Makes ms-swift's and verl's modules ours, as far as `_MODULES` has them."""
     if _FINDER not in sys.meta_path:
         sys.meta_path.insert(0, _FINDER)

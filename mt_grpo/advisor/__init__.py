@@ -20,7 +20,7 @@ from mt_grpo.errors import ConfigError, UserError
 from mt_grpo.runlog import Run, open_run
 from mt_grpo.runlog.files import find
 
-USAGE = """usage: mt-grpo credit RUN_DIR [--step N] [--max_groups N] [--model_name_or_path NAME] [--json]
+_USAGE = """usage: mt-grpo credit RUN_DIR [--step N] [--max_groups N] [--model_name_or_path NAME] [--json]
 
 compares all credit rules on the rewards of a run: computes the gradient of each turn of its conversations, and says
 where the gradient of each rule points and how noisy it is; RUN_DIR is the `output_dir` of a run, or a folder of
@@ -36,7 +36,7 @@ where the gradient of each rule points and how noisy it is; RUN_DIR is the `outp
 def credit(arguments: list[str]) -> int:
     """`mt-grpo credit RUN_DIR`."""
     if {"-h", "--help"}.intersection(arguments):
-        print(USAGE, end="")
+        print(_USAGE, end="")
         return 0
     values = ("--step", "--max_groups", "--model_name_or_path")
     folders, options = read_words("credit", arguments, values=values, flags=("--json",))
@@ -65,7 +65,7 @@ def _number(options: dict[str, str], name: str, least: int) -> int | None:
     return int(text)
 
 
-DEFAULTS: dict[str, Any] = {
+_DEFAULTS: dict[str, Any] = {
     "advantage_estimator": None,
     "branch_at": None,
     "dtype": "float32",
@@ -117,7 +117,7 @@ class Chosen:
 
 def choose(run: Run, step: int | None = None, most: int | None = None, model: str | None = None) -> Chosen:
     """Chooses the groups to compare rules on: those of training, else those of an evaluation."""
-    options = read_options(run)
+    options = _read_options(run)
     groups = _whole_groups(run)
     if step is None:
         step = min((step for step, _ in groups), default=0)
@@ -149,8 +149,8 @@ def choose(run: Run, step: int | None = None, most: int | None = None, model: st
     )
 
 
-def read_options(run: Run) -> dict[str, Any]:
-    """The options of a run that are in `DEFAULTS`."""
+def _read_options(run: Run) -> dict[str, Any]:
+    """The options of a run that are in `_DEFAULTS`."""
     path, schema = find(run.folder, CONFIG), load_schema().options
     if path is None:  # a run from Python
         logged = run.about.get("options")
@@ -158,8 +158,8 @@ def read_options(run: Run) -> dict[str, Any]:
         where = f"the index of {run.folder}"
     else:
         given, where = read_file(str(path))[0], str(path)
-    options = dict(DEFAULTS)
-    for name in DEFAULTS:
+    options = dict(_DEFAULTS)
+    for name in _DEFAULTS:
         if given.get(name) is not None:
             options[name] = schema[name].read(given[name])
             schema[name].check(name, options[name], f"`{name}` in {where}", in_file=True)

@@ -27,8 +27,8 @@ from torch import Tensor
 
 ALL = "all rewards"
 """What all rewards together are named."""
-DRAWS = 2000
-NEAR = 0.2
+_DRAWS = 2000
+_NEAR = 0.2
 """Rules whose steps go less than this share behind the farthest ones are near them."""
 
 
@@ -149,7 +149,7 @@ class Judgement:
     @property
     def best(self) -> str:
         """Of the rules near the farthest one, that which keeps most of an outcome; of equal ones the farthest."""
-        least = (1 - NEAR) * self.scores[self.farthest][0].item()
+        least = (1 - _NEAR) * self.scores[self.farthest][0].item()
         near = {rule: score[0].item() for rule, score in self.scores.items() if score[0].item() >= least}
         return max(near, key=lambda rule: (self.kept.get(rule, 1.0), near[rule]))
 
@@ -172,7 +172,7 @@ def judge_rules(
     groups_per_step: float,
     kept: Mapping[str, float],
     *,
-    draws: int = DRAWS,
+    draws: int = _DRAWS,
     seed: int = 0,
 ) -> Judgement:
     """Judges the steps of rules."""
@@ -206,7 +206,7 @@ def _below(values: Tensor, groups: int) -> bool:
 
 
 def compare_rules(
-    gradients: Mapping[str, Tensor], reference: Tensor, groups_per_step: float, *, draws: int = DRAWS, seed: int = 0
+    gradients: Mapping[str, Tensor], reference: Tensor, groups_per_step: float, *, draws: int = _DRAWS, seed: int = 0
 ) -> Comparison:
     """Compares the gradients of rules with that of an unbiased reference."""
     weights = _weights(len(reference), draws, seed)

@@ -48,19 +48,19 @@ from mt_grpo.training.model import resolve_base, resolve_model
 from mt_grpo.training.reward_batch import gather_rewards
 from mt_grpo.trajectory import Trajectory
 
-REFERENCE = "leave_one_out"
-MOST_MISMATCH = 0.2
+_REFERENCE = "leave_one_out"
+_MOST_MISMATCH = 0.2
 """Nats by which the log-probs of the model that sampled may differ from recorded ones, in the mean."""
-ONE_SCALE: Rule = {"name": "lambda_to_go", "lam": 0.8, "scales": "one"}
-VARIANTS: tuple[Rule, ...] = ({"name": "gtpo", "gamma": 0.5}, ONE_SCALE)
+_ONE_SCALE: Rule = {"name": "lambda_to_go", "lam": 0.8, "scales": "one"}
+_VARIANTS: tuple[Rule, ...] = ({"name": "gtpo", "gamma": 0.5}, _ONE_SCALE)
 """Rules that are compared with other options than their own defaults too."""
-PER_TRAJECTORY = ("grpo", "sapo")
+_PER_TRAJECTORY = ("grpo", "sapo")
 """Losses in which a trajectory's tokens share its weight; in others each token has the same."""
 
-TRIALS = 5
+_TRIALS = 5
 """Turns whose time tells that of all."""
 
-Tell = Callable[[str], None]
+_Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Found:
         return self.judgement.items[ALL]
 
 
-def measure(chosen: Chosen, tell: Tell) -> Found:
+def measure(chosen: Chosen, tell: _Tell) -> Found:
     """Compares rules on the conversations of a run."""
     doing = ["reading the conversations"]
     in_terminal = sys.stderr.isatty()  # which has a bar
@@ -109,15 +109,15 @@ def measure(chosen: Chosen, tell: Tell) -> Found:
         return _measure(chosen, tell, doing.append)
 
 
-def _measure(chosen: Chosen, tell: Tell, note: Tell) -> Found:
+def _measure(chosen: Chosen, tell: _Tell, note: _Tell) -> Found:
     """`note` is given what is done from here on."""
     options = chosen.options
-    trajectories = read_conversations(chosen)
+    trajectories = _read_conversations(chosen)
     rewards = chosen.run.about["rewards"]
     batch = reward_batch(trajectories, rewards, chosen.group_size)
     note("loading the model")
-    model = load_policy(chosen.model, options)
-    check_tokens(trajectories, model, chosen.model)
+    model = _load_policy(chosen.model, options)
+    _check_tokens(trajectories, model, chosen.model)
     truncation = Truncation(max(options["top_k"] or 0, 0), options["top_p"] or 1.0, options["min_p"] or 0.0)
     gradients = TurnGradients(
         model,
@@ -134,7 +134,7 @@ def _measure(chosen: Chosen, tell: Tell, note: Tell) -> Found:
         batch,
         rules,
         chosen.groups_per_step,
-        weights=token_weights(trajectories, options),
+        weights=_token_weights(trajectories, options),
         turn_coef=options["turn_advantage_coef"],
         scale_rewards=options["scale_rewards"],
         scales=scales,
@@ -164,7 +164,7 @@ def _measure(chosen: Chosen, tell: Tell, note: Tell) -> Found:
 # What was logged
 
 
-def read_conversations(chosen: Chosen) -> list[Trajectory]:
+def _read_conversations(chosen: Chosen) -> list[Trajectory]:
     """The conversations, group after group."""
     names = {reward["name"] for reward in chosen.run.about["rewards"]}
     trajectories = []
@@ -204,12 +204,12 @@ def reward_batch(
     return gather_rewards(list(trajectories), scores, weights, group_size)[0]
 
 
-def token_weights(trajectories: Sequence[Trajectory], options: Mapping[str, Any]) -> Tensor:
+def _token_weights(trajectories: Sequence[Trajectory], options: Mapping[str, Any]) -> Tensor:
     """What the run's loss weighs the tokens of each trajectory by, (B,), but for a factor that all share."""
     weights = torch.ones(len(trajectories), dtype=torch.double)
     for index, trajectory in enumerate(trajectories):
         tokens = sum(turn.num_tokens if turn.mask is None else sum(turn.mask) for turn in trajectory.turns)
-        if options["loss_type"] in PER_TRAJECTORY:
+        if options["loss_type"] in _PER_TRAJECTORY:
             weights[index] /= max(tokens, 1)
         if options["mask_truncated_completions"] and trajectory.stop_reason and trajectory.stop_reason.is_truncated:
             weights[index] = 0.0
@@ -219,7 +219,7 @@ def token_weights(trajectories: Sequence[Trajectory], options: Mapping[str, Any]
 # The model
 
 
-def load_policy(name: str, options: Mapping[str, Any]) -> PreTrainedModel:
+def _load_policy(name: str, options: Mapping[str, Any]) -> PreTrainedModel:
     """
     The model that sampled: on the first GPU where there is one, in float32 on a CPU. A run with an adapter of its own
     gets one of the same shape at step 0.
@@ -245,7 +245,7 @@ def load_policy(name: str, options: Mapping[str, Any]) -> PreTrainedModel:
 
 
 @dataclass(frozen=True)
-class Computed:
+class _Computed:
     """Gradients of turns."""
 
     gradients: Tensor
@@ -258,9 +258,9 @@ def compute(
     trajectories: Sequence[Trajectory],
     gradients: TurnGradients,
     model: str,
-    tell: Tell,
-    note: Tell = lambda line: None,
-) -> Computed:
+    tell: _Tell,
+    note: _Tell = lambda line: None,
+) -> _Computed:
     """Computes the gradient of each turn's log-prob, after it has told how long that takes."""
     begun = time.perf_counter()
     lengths = {}
@@ -287,20 +287,20 @@ def compute(
         return time.perf_counter() - start
 
     order = sorted(lengths, key=lengths.__getitem__)
-    trials = [order[len(order) * part // (2 * TRIALS)] for part in range(1, 2 * TRIALS, 2)]  # of all lengths
+    trials = [order[len(order) * part // (2 * _TRIALS)] for part in range(1, 2 * _TRIALS, 2)]  # of all lengths
     with libraries_may_refuse(f"The model {model!r} cannot run over the conversations"):
         work(order[-1])  # a first call takes longer
         seconds = [work(place) for place in trials]
-    check_mismatch(_mean(differences), model)
-    expected = sum(seconds) / TRIALS * len(lengths)
+    _check_mismatch(_mean(differences), model)
+    expected = sum(seconds) / _TRIALS * len(lengths)
     tell(f"{len(lengths)} turns, with a forward and a backward for each: about {max(1, round(expected))} s")
     shown = Console(stderr=True)
     left = [place for place in lengths if place not in differences]
     for place in track(left, "turns", console=shown, transient=True, disable=not sys.stderr.isatty()):
         work(place)
     mismatch = _mean(differences)
-    check_mismatch(mismatch, model)
-    return Computed(found, len(lengths), time.perf_counter() - begun, mismatch)
+    _check_mismatch(mismatch, model)
+    return _Computed(found, len(lengths), time.perf_counter() - begun, mismatch)
 
 
 def _recorded(trajectory: Trajectory, turn: int) -> Tensor:
@@ -318,7 +318,7 @@ def _mean(differences: Mapping[Any, Tensor]) -> float:
     return known.mean().item() if len(known) else 0.0
 
 
-def check_tokens(trajectories: Sequence[Trajectory], model: PreTrainedModel, name: str) -> None:
+def _check_tokens(trajectories: Sequence[Trajectory], model: PreTrainedModel, name: str) -> None:
     """Whether a model has all tokens of the conversations."""
     known = model.get_input_embeddings().num_embeddings
     if any(min(node.tokens, default=0) < 0 for each in trajectories for node in each.tree.nodes):
@@ -331,9 +331,9 @@ def check_tokens(trajectories: Sequence[Trajectory], model: PreTrainedModel, nam
         )
 
 
-def check_mismatch(mismatch: float, model: str) -> None:
+def _check_mismatch(mismatch: float, model: str) -> None:
     """Whether a model is the one that sampled."""
-    if mismatch > MOST_MISMATCH:
+    if mismatch > _MOST_MISMATCH:
         raise UserError(
             f"The model {model!r} is not the one that sampled these conversations: its log-probs differ from the "
             f"recorded ones by {mismatch:.2f} nats in the mean. Name the one that did with `--model_name_or_path`."
@@ -344,8 +344,8 @@ def check_mismatch(mismatch: float, model: str) -> None:
 
 
 def rules_of(own: Rule | None) -> tuple[str | None, dict[str, Rule]]:
-    """All rules to compare, by label: the registered ones with their defaults, `VARIANTS`, and a run's own."""
-    rules: list[Rule] = [*ADVANTAGE_ESTIMATORS, *VARIANTS]
+    """All rules to compare, by label: the registered ones with their defaults, `_VARIANTS`, and a run's own."""
+    rules: list[Rule] = [*ADVANTAGE_ESTIMATORS, *_VARIANTS]
     rule = None if own is None else parse_rule(own)
     if rule is None or rule_name(rule) not in ADVANTAGE_ESTIMATORS:
         return None, {rule_label(each): each for each in rules}
@@ -361,14 +361,14 @@ def with_batch_scale(
     """
     found, scales = dict(rules), dict[str, Scale]()
     if scale_rewards != "batch":
-        for label in dict.fromkeys(label for label in (rule_label(ONE_SCALE), own) if label is not None):
+        for label in dict.fromkeys(label for label in (rule_label(_ONE_SCALE), own) if label is not None):
             whole = whole_rule(rules[label], turn_coef=None, scale_rewards="group")
             if "scale_rewards" in whole and whole.get("scales") != "batch":
                 found[f"{label}, batch"], scales[f"{label}, batch"] = rules[label], "batch"
     return found, scales
 
 
-def takes_scale(rule: Rule) -> bool:
+def _takes_scale(rule: Rule) -> bool:
     """Whether a rule is told what to divide rewards by."""
     return "scale_rewards" in whole_rule(rule, turn_coef=None, scale_rewards="group")
 
@@ -391,7 +391,7 @@ def compare(
 
     def per_group(rule: Rule, rewards: RewardBatch, scale: Scale, weights: Tensor | None) -> Tensor:
         advantages = estimate(
-            rule, rewards, turn_coef=turn_coef, scale_rewards=scale if takes_scale(rule) else "group"
+            rule, rewards, turn_coef=turn_coef, scale_rewards=scale if _takes_scale(rule) else "group"
         )
         whole = torch.einsum("bk,bkp->bp", advantages.cpu().double(), gradients.double())
         whole = whole if weights is None else whole * weights[:, None]
@@ -408,7 +408,7 @@ def compare(
             left_out[label] = f"the run logged no `{error.field}`"
     alone = by_reward(batch)
     truths = {
-        name: per_group(REFERENCE, rewards, "none", None)
+        name: per_group(_REFERENCE, rewards, "none", None)
         for name, rewards in {ALL: batch, **(alone if len(alone) > 1 else {})}.items()
     }
     kept = kept_outcomes(batch, {label: rules[label] for label in estimates}, turn_coef)

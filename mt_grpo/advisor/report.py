@@ -19,20 +19,20 @@ from mt_grpo.options.values import rule_name
 from mt_grpo.runlog import Run, files
 from mt_grpo.trajectory import visible
 
-WIDTH = 110
+_WIDTH = 110
 """Columns of the table, whatever the terminal has."""
 
-LITTLE = 0.3
+_LITTLE = 0.3
 """Of a rule that gives the first turn less of an outcome than this share, a run warns too."""
-LATE = 0.5
+_LATE = 0.5
 """Where conversations have less than this share of the turns of the longest one, later turns hardly show."""
 
-NOT_TOLD: dict[str, float | None] = {"value": None, "low": None, "high": None}
+_NOT_TOLD: dict[str, float | None] = {"value": None, "low": None, "high": None}
 
 
 def show(found: Found) -> None:
     """Prints the table, what is not in it, and the advice."""
-    console = Console(soft_wrap=True, width=max(WIDTH, Console().width))
+    console = Console(soft_wrap=True, width=max(_WIDTH, Console().width))
     chosen, comparison = found.chosen, found.comparison
     groups = len(chosen.rows) // chosen.group_size
     console.print(
@@ -42,7 +42,7 @@ def show(found: Found) -> None:
         highlight=False,
         markup=False,
     )
-    table = Table(box=None, padding=(0, 2, 0, 0), width=WIDTH)
+    table = Table(box=None, padding=(0, 2, 0, 0), width=_WIDTH)
     table.add_column("rule")
     for column in ("cosine", "signal-to-noise", f"a step of {chosen.groups_per_step:.3g} groups", "serves worst"):
         table.add_column(column, justify="right", no_wrap=True)
@@ -54,7 +54,7 @@ def show(found: Found) -> None:
             parts = tuple(map(_interval, (direction.cosine, direction.signal_to_noise, direction.step)))
         table.add_row(Text(visible(name)), *parts, Text(_worst(found, label)))
     console.print(table)
-    if named := names_of_rewards(found):
+    if named := _names_of_rewards(found):
         listed = "; ".join(f"{item} is `{visible(name)}`" for item, name in named.items())
         console.print(f"{listed[0].upper()}{listed[1:]}.", highlight=False, markup=False)
     for label, why in found.left_out.items():
@@ -81,7 +81,7 @@ def _worst(found: Found, label: str) -> str:
     return f"{visible(item)} {found.judgement.shares[label][item][0].item():.2f}"
 
 
-def names_of_rewards(found: Found) -> dict[str, str]:
+def _names_of_rewards(found: Found) -> dict[str, str]:
     """The run's names of the rewards that are told apart by numbers, of those that have a gradient."""
     named = {}
     for kind, what in (("turn", "turn reward"), ("outcome", "outcome")):
@@ -103,7 +103,7 @@ def advice(found: Found) -> list[str]:
     """What to make of a comparison, in sentences; the last one names the rule to take."""
     chosen, comparison, own = found.chosen, found.comparison, found.own
     lines = []
-    late = depending_on_later_turns(chosen.run)
+    late = _depending_on_later_turns(chosen.run)
     if late:
         names = ", ".join(f"`{visible(name)}`" for name in late)
         summing = [rule for rule in comparison.directions if sums_turns(rule_name(found.rules[rule]))]
@@ -149,7 +149,7 @@ def advice(found: Found) -> list[str]:
         lines.append(
             f"Take {_call(found, best)} instead of `{own}`: {points}; `{own}` does worst {_reached(found, own)}."
         )
-    elif judged.kept.get(own, 1.0) < LITTLE <= judged.kept.get(best, 1.0):
+    elif judged.kept.get(own, 1.0) < _LITTLE <= judged.kept.get(best, 1.0):
         lines.append(
             f"Take {_call(found, best)} instead of `{own}`, which is not shown to be behind, and gives the first turn "
             f"{judged.kept[own]:.2%} of what it gives the turn that gets most for an outcome: {points}."
@@ -166,7 +166,7 @@ def advice(found: Found) -> list[str]:
             f"Not enough evidence on {_names(judged.silent)}: the groups do not tell its gradient, so it has no part "
             "in this."
         )
-    lines += unseen(found)
+    lines += _unseen(found)
     return lines
 
 
@@ -180,7 +180,7 @@ def _names(items: Sequence[str]) -> str:
     return ", ".join(f"`{visible(name)}`" for name in items)
 
 
-def unseen(found: Found) -> list[str]:
+def _unseen(found: Found) -> list[str]:
     """What the first policy hardly shows, and may decide later, as one sentence; none where there is nothing."""
     judged, batch = found.judgement, found.batch
     turns = batch.turn_mask.sum(dim=1)[~batch.failed].double()
@@ -189,7 +189,7 @@ def unseen(found: Found) -> list[str]:
     parts = []
     if judged.kept and not outcome_alone and not any(name.startswith("outcome") for name in shown):
         parts.append("what the outcome wants of each turn")
-    if turns.mean() < LATE * turns.max():
+    if turns.mean() < _LATE * turns.max():
         parts.append(f"turns after the {turns.mean():.0f} that conversations have in the mean")
     if not parts:
         return []
@@ -207,7 +207,7 @@ def _reached(found: Found, label: str) -> str:
     return f"{what}, its steps go {_interval(share)} as far as those of the best rule there"
 
 
-def depending_on_later_turns(run: Run) -> list[str]:
+def _depending_on_later_turns(run: Run) -> list[str]:
     """Turn rewards that the run saw change when later turns were cut off; from its `audit.jsonl`."""
     found: dict[str, None] = {}
     for raw in (files.read(run.folder, "audit.jsonl") or b"").splitlines():
@@ -228,7 +228,7 @@ def as_json(found: Found) -> dict[str, Any]:
 
     def numbers(direction: Direction | None) -> dict[str, dict[str, float | None]]:
         intervals = {} if direction is None else vars(direction)
-        return {name: asdict(each) if each.told else NOT_TOLD for name, each in intervals.items()}
+        return {name: asdict(each) if each.told else _NOT_TOLD for name, each in intervals.items()}
 
     return {
         "run": str(chosen.run.folder),
@@ -255,8 +255,8 @@ def as_json(found: Found) -> dict[str, Any]:
                 **numbers(each),
                 "rewards": {
                     item: {
-                        **numbers(compared.directions[label]).get("step", NOT_TOLD),
-                        "share": asdict(judged.share(label, item)) if item in judged.told else NOT_TOLD,
+                        **numbers(compared.directions[label]).get("step", _NOT_TOLD),
+                        "share": asdict(judged.share(label, item)) if item in judged.told else _NOT_TOLD,
                     }
                     for item, compared in judged.items.items()
                 },
@@ -267,6 +267,6 @@ def as_json(found: Found) -> dict[str, Any]:
             for label, each in comparison.directions.items()
         },
         "not_measurable": found.left_out,
-        "depends_on_later_turns": depending_on_later_turns(chosen.run),
+        "depends_on_later_turns": _depending_on_later_turns(chosen.run),
         "advice": advice(found),
     }

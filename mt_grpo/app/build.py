@@ -53,11 +53,11 @@ from mt_grpo.trajectory import visible
 
 logger = logging.getLogger(__name__)
 
-MAX_ROWS_READ = 1000
+_MAX_ROWS_READ = 1000
 """Most rows that are read to find one of each environment."""
 HIDDEN_TOOLS = "describe them in `system_prompt`, or in the prompts themselves"
 """What to do where a prompt lacks the tools."""
-MAX_SHOWN = 10_000
+_MAX_SHOWN = 10_000
 """Most characters of a prompt that a dry run prints."""
 
 
@@ -120,7 +120,7 @@ def prompt_lengths(
 def first_rows(rows: Rows, source: EnvSource) -> list[dict[str, Any]]:
     """The first row, or of several environments the first of each, as far as the beginning of the dataset has one."""
     found: dict[Any, dict[str, Any]] = {}
-    for row in rows.take(MAX_ROWS_READ):
+    for row in rows.take(_MAX_ROWS_READ):
         found.setdefault(row.get(COLUMN) if source.names else None, row)
         if len(found) == max(1, len(source.names)):
             break
@@ -307,6 +307,6 @@ def _shown(trainer: MTGRPOEnvTrainer, row: dict[str, Any]) -> str:
         shown = decoded(renderer.prompt_ids(env.start(messages)), renderer.tokenizer)
     except Exception as error:  # the user's code or the template refuses the row
         return f"mt-grpo: the first prompt{of_which} cannot be rendered: {describe_error(error)}"
-    text = f"mt-grpo: the model is first shown this, for the first row{of_which}:\n{visible(cut(shown, MAX_SHOWN))}"
+    text = f"mt-grpo: the model is first shown this, for the first row{of_which}:\n{visible(cut(shown, _MAX_SHOWN))}"
     missing = tools_not_in(shown, env)
     return f"{text}\nmt-grpo: it is not shown its tools ({missing}): {HIDDEN_TOOLS}." if missing else text

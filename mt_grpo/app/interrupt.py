@@ -16,11 +16,11 @@ from contextlib import contextmanager
 from mt_grpo.errors import UserError
 from mt_grpo.trajectory import visible
 
-ECHO_SECONDS = 2.0
+_ECHO_SECONDS = 2.0
 """Seconds in which a launcher passes on what all of its processes have got already."""
-RESEND_SECONDS = 0.05
+_RESEND_SECONDS = 0.05
 """Seconds after which a signal that was lost comes once more."""
-ENDINGS = {signal.SIGINT: "interrupted by Ctrl-C", signal.SIGTERM: "ended by SIGTERM"}
+_ENDINGS = {signal.SIGINT: "interrupted by Ctrl-C", signal.SIGTERM: "ended by SIGTERM"}
 
 
 def print_error(error: UserError) -> None:
@@ -39,10 +39,10 @@ def ends_at_once() -> Iterator[None]:
 
     def end(number: int, frame: object) -> None:
         if os.environ.get("RANK", "0") == "0":
-            os.write(2, f"mt-grpo: {ENDINGS[number]}.\n".encode())
+            os.write(2, f"mt-grpo: {_ENDINGS[number]}.\n".encode())
         os._exit(128 + number)
 
-    heard = [number for number in ENDINGS if signal.getsignal(number) is not signal.SIG_IGN]
+    heard = [number for number in _ENDINGS if signal.getsignal(number) is not signal.SIG_IGN]
     if threading.current_thread() is not threading.main_thread():  # others may set no handler
         heard = []
     before = {number: signal.signal(number, end) for number in heard}
@@ -62,7 +62,7 @@ def run_interruptibly(command: Callable[[list[str]], int], arguments: list[str])
     launched = int(os.environ.get("WORLD_SIZE", 1)) > 1
 
     def interrupt(number: int, frame: object) -> None:
-        if launched and times and time.monotonic() - times[0] < ECHO_SECONDS:
+        if launched and times and time.monotonic() - times[0] < _ECHO_SECONDS:
             return
         times.append(time.monotonic())
         raise KeyboardInterrupt(number)
@@ -71,13 +71,13 @@ def run_interruptibly(command: Callable[[list[str]], int], arguments: list[str])
         """A signal that came in a destructor, say, where Python drops what is raised, comes once more."""
         if isinstance(lost.exc_value, KeyboardInterrupt) and lost.exc_value.args:
             times.clear()
-            threading.Timer(RESEND_SECONDS, os.kill, (os.getpid(), lost.exc_value.args[0])).start()
+            threading.Timer(_RESEND_SECONDS, os.kill, (os.getpid(), lost.exc_value.args[0])).start()
         else:
             hook(lost)
 
     hook, sys.unraisablehook = sys.unraisablehook, again
     # a shell that runs a command in the background has it ignore Ctrl-C
-    heard = [number for number in ENDINGS if signal.getsignal(number) is not signal.SIG_IGN]
+    heard = [number for number in _ENDINGS if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, interrupt) for number in heard}
     try:
         return command(arguments)
@@ -86,7 +86,7 @@ def run_interruptibly(command: Callable[[list[str]], int], arguments: list[str])
             signal.signal(number, signal.SIG_IGN)
         number, *kept = error.args or (signal.SIGINT,)
         if os.environ.get("RANK", "0") == "0":
-            print(" ".join([f"mt-grpo: {ENDINGS[number]}.", *kept]), file=sys.stderr, flush=True)
+            print(" ".join([f"mt-grpo: {_ENDINGS[number]}.", *kept]), file=sys.stderr, flush=True)
         if len(times) > 1:  # ends the process here, with the same status for a shell
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)

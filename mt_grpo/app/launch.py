@@ -40,18 +40,18 @@ from mt_grpo.errors import ConfigError, UserError, libraries_may_refuse
 from mt_grpo.imports import did_you_mean
 from mt_grpo.preemption import FOLDER, SIGNALS, STATUS, left, listening
 
-RENDEZVOUS_SECONDS = 900
+_RENDEZVOUS_SECONDS = 900
 """Seconds that hosts wait for each other: a cluster starts them one by one. A shorter `ddp_timeout` holds here too."""
 ANSWER_SECONDS = 10.0
 """Seconds that a first host has, at least, to answer as one."""
-RETRY_SECONDS = 1.0
+_RETRY_SECONDS = 1.0
 """Seconds between two attempts to reach the first host."""
-PORT = 29500
+_PORT = 29500
 """accelerate's."""
 
 
 @dataclass(frozen=True)
-class HostGroup:
+class _HostGroup:
     """The hosts of a run, as accelerate's configuration or the options of the command have them."""
 
     number: int
@@ -60,14 +60,14 @@ class HostGroup:
     port: int
 
     @classmethod
-    def of(cls, options: Mapping[str, Any]) -> HostGroup:
+    def of(cls, options: Mapping[str, Any]) -> _HostGroup:
         """Those of a configuration of accelerate, options of the command among it."""
         port = options.get("main_process_port")
         return cls(
             options.get("num_machines") or 1,
             options.get("machine_rank") or 0,
             options.get("main_process_ip"),
-            PORT if port is None else port,
+            _PORT if port is None else port,
         )
 
     def check(self, processes: int) -> None:
@@ -120,16 +120,16 @@ class HostGroup:
         while True:
             left = end - time.monotonic()
             try:
-                socket.create_connection((self.address, self.port), timeout=max(RETRY_SECONDS, left)).close()
+                socket.create_connection((self.address, self.port), timeout=max(_RETRY_SECONDS, left)).close()
                 break
             except OSError as error:  # no such name, no route, nobody listens
-                if left <= RETRY_SECONDS:
+                if left <= _RETRY_SECONDS:
                     raise ConfigError(
                         f"The first host of the run cannot be reached at {self.address}:{self.port} within {seconds} "
                         f"s ({error.strerror or error}): start the same command there with `--machine_rank 0`, and "
                         "see that `--main_process_ip` and `--main_process_port` are right and this host has a route."
                     ) from None
-            time.sleep(RETRY_SECONDS)
+            time.sleep(_RETRY_SECONDS)
         # torch would wait for ever for a store's answer from anything else
         join = threading.Thread(target=self._join, args=(seconds,), daemon=True)
         join.start()
@@ -145,7 +145,7 @@ class HostGroup:
             TCPStore(str(self.address), self.port, wait_for_workers=False, timeout=timedelta(seconds=seconds))
 
 
-EXIT_SECONDS = 30.0
+_EXIT_SECONDS = 30.0
 """Seconds that processes have to end by themselves; torch gives those that it starts as many."""
 
 
@@ -173,7 +173,7 @@ def _launch(path: Path, request: Request) -> int:
     given = {name: request.own[name] for name in OF_LAUNCHER if request.own[name] is not None}
     with libraries_may_refuse(f"The accelerate configuration {path} cannot be launched"), ExitStack() as stack:
         content = read_accelerate_config(path)
-        hosts = HostGroup.of({**content, **given})
+        hosts = _HostGroup.of({**content, **given})
         file = _check(path, content, hosts, given)
         if file is not None:
             path = Path(stack.enter_context(TemporaryDirectory()), path.name)
@@ -183,7 +183,7 @@ def _launch(path: Path, request: Request) -> int:
         command += [word for name, value in given.items() for word in (f"--{name}", str(value))]
         if hosts.number > 1:
             # no host waits longer for another one than processes would
-            seconds = min(RENDEZVOUS_SECONDS, int(request.values.get("ddp_timeout", RENDEZVOUS_SECONDS)))
+            seconds = min(_RENDEZVOUS_SECONDS, int(request.values.get("ddp_timeout", _RENDEZVOUS_SECONDS)))
             restarts = bool(request.own["max_restarts"])
             if restarts:
                 # hosts that begin again have to meet in a store of their own: torch's has what the last ones left
@@ -226,7 +226,7 @@ def _killed(rank: int, number: int) -> str:
     )
 
 
-def _check(path: Path, content: dict[str, Any], hosts: HostGroup, given: dict[str, Any]) -> dict[str, Any] | None:
+def _check(path: Path, content: dict[str, Any], hosts: _HostGroup, given: dict[str, Any]) -> dict[str, Any] | None:
     """
     One sentence for what would otherwise be a traceback of each process that finds no device, or of a reader of YAML.
     """
@@ -263,9 +263,9 @@ def _end_processes(number: int) -> None:
         signal.signal(impatient, signal.SIG_IGN)
     processes = psutil.Process().children(recursive=True)
     if number == signal.SIGINT:
-        _, processes = psutil.wait_procs(processes, EXIT_SECONDS)
+        _, processes = psutil.wait_procs(processes, _EXIT_SECONDS)
     for last in (signal.SIGTERM, signal.SIGKILL):
         for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(last)
-        _, processes = psutil.wait_procs(processes, EXIT_SECONDS)
+        _, processes = psutil.wait_procs(processes, _EXIT_SECONDS)

@@ -162,7 +162,7 @@ OF_LAUNCHER = ("num_processes", *OF_HOSTS)
 WORLD_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 """Where launchers say how many processes there are."""
 
-IMPORTED = {"tools": "tool", "turn_reward_funcs": "turn reward", "outcome_reward_funcs": "outcome reward"}
+_IMPORTED = {"tools": "tool", "turn_reward_funcs": "turn reward", "outcome_reward_funcs": "outcome reward"}
 """Lists of names or paths, with what each names."""
 
 
@@ -196,10 +196,10 @@ def read_request(arguments: list[str], command: str = "serve") -> Request:
         request.recipe, lines = read_file(request.path)
         if of_run:
             request.recipe.pop("resume_from_checkpoint", None)  # the replay begins where the run began
-        variables = pop_variables(request.recipe)
+        variables = _pop_variables(request.recipe)
         _check_recipe(request, lines, schema)
         if not request.own["trust"]:
-            check_trust(
+            _check_trust(
                 request.path, {name: request.recipe[name] for name in request.recipe if name not in given}, variables
             )
     request.values = with_env_options({**request.recipe, **given})
@@ -325,10 +325,10 @@ def _check_whole(request: Request, schema: Schema, command: str) -> None:
     if not schema.exact:  # the defaults of the installed libraries may be others
         return
     whole = schema.defaults | given
-    for name in IMPORTED:
+    for name in _IMPORTED:
         if isinstance(whole[name], str):  # one name stands for a list of one
             whole[name] = [whole[name]]
-    listed = [parse_reward(entry)[0] for name in IMPORTED for entry in whole[name] or []]
+    listed = [parse_reward(entry)[0] for name in _IMPORTED for entry in whole[name] or []]
     plugins = whole["external_plugins"] or whole["env"] or whole["environment_factory"] or whole["agent"]
     named = {name: option.examples for name, option in schema.options.items() if option.examples}
     check_options(whole, {} if plugins else named)
@@ -368,7 +368,7 @@ def check_places(values: Values, command: str) -> None:
         return
     if values.get("agent") and "function" in (agent := parse_agent(values["agent"])):
         check_place(agent["function"], "agent")
-    for option, what in IMPORTED.items():
+    for option, what in _IMPORTED.items():
         listed = values.get(option) or []
         for entry in [listed] if isinstance(listed, str) else listed:
             name, _ = parse_reward(entry)
@@ -403,24 +403,24 @@ def check_writable(folder: str, given: str | None = None) -> None:
 # What a run's configuration would execute
 
 CONFIG = "config.yaml"
-RECORDS = ("metrics.jsonl", "summary.json", "rollouts")
+_RECORDS = ("metrics.jsonl", "summary.json", "rollouts")
 """What a run leaves beside its `CONFIG`."""
 
-PATHS = tuple(name for name, option in OPTIONS.items() if option.executes == "path")
+_PATHS = tuple(name for name, option in OPTIONS.items() if option.executes == "path")
 """Options that name code, by the paths of files or of modules, or by names in a registry."""
-FILES = tuple(name for name, option in OPTIONS.items() if option.executes == "file")
+_FILES = tuple(name for name, option in OPTIONS.items() if option.executes == "file")
 """Options that name files, which name code and commands."""
-MAX_NAMED = 4
+_MAX_NAMED = 4
 """Things that are named in the question."""
 
 
-def check_trust(path: str, recipe: Values, variables: Values) -> None:
+def _check_trust(path: str, recipe: Values, variables: Values) -> None:
     """
     Asks for `--trust` where a run's configuration names code outside of this package and of the current folder, or
     code that was unpacked with the run, or sends a key to another machine. Nothing is imported.
     """
     folder = Path(path).resolve().parent
-    of_run = any((folder / name).exists() for name in RECORDS)
+    of_run = any((folder / name).exists() for name in _RECORDS)
     if not of_run and Path(path).name != CONFIG:
         return
     here = Path.cwd().resolve()
@@ -432,14 +432,14 @@ def check_trust(path: str, recipe: Values, variables: Values) -> None:
     found = list(dict.fromkeys([*_executed(with_env_options(recipe), theirs), *_told(recipe)]))
     found += [f"`env: {name}`" for name in variables]
     if found:
-        more = f" and {len(found) - MAX_NAMED} more" if len(found) > MAX_NAMED else ""
+        more = f" and {len(found) - _MAX_NAMED} more" if len(found) > _MAX_NAMED else ""
         raise ConfigError(
             f"{path} is the configuration of a run, and would execute what is not of the current folder, or send a "
-            f"key: {', '.join(found[:MAX_NAMED])}{more}. Read it, and add `--trust` if you trust whoever wrote it."
+            f"key: {', '.join(found[:_MAX_NAMED])}{more}. Read it, and add `--trust` if you trust whoever wrote it."
         )
 
 
-def pop_variables(recipe: dict[str, Any]) -> dict[str, Any]:
+def _pop_variables(recipe: dict[str, Any]) -> dict[str, Any]:
     """Takes TRL's block of environment variables, an `env` without a `type`, out of a recipe."""
     env = recipe.get("env")
     return recipe.pop("env") if isinstance(env, dict) and "type" not in env else {}
@@ -449,14 +449,14 @@ def needs_trust_confirmation(path: str) -> bool:
     """Whether a configuration is asked about where it is run from the current folder."""
     try:
         recipe, _ = read_file(path)
-        check_trust(path, recipe, pop_variables(recipe))
+        _check_trust(path, recipe, _pop_variables(recipe))
     except ConfigError:
         return True
     return False
 
 
 def _executed(options: Values, run: Path | None) -> Iterator[str]:
-    for option in PATHS:
+    for option in _PATHS:
         value = _parsed(options.get(option))
         if option == "environment_factory" and isinstance(value, Mapping):  # one of its names may be `name`
             value = list(value.values())
@@ -465,7 +465,7 @@ def _executed(options: Values, run: Path | None) -> Iterator[str]:
         for text in _texts(value):
             if text.startswith(VERIFIERS) or not (is_bare(text) or _is_own(text, run)):
                 yield f"`{option}: {text}`"
-    for option in FILES:
+    for option in _FILES:
         for text in _texts(options.get(option)):
             if not _is_inside(Path(text), run):
                 yield f"`{option}: {text}`"

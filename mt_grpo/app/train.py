@@ -53,8 +53,8 @@ from mt_grpo.training.step_log.records import read_audit, versions
 from mt_grpo.training.trainer import MTGRPOEnvTrainer
 from mt_grpo.trajectory import Trajectory
 
-EXAMPLES = 3
-FAILURES = (ServerGoneError, WeightSyncError, RolloutError, CreditError, NonFiniteError, RewardError)
+_EXAMPLES = 3
+_FAILURES = (ServerGoneError, WeightSyncError, RolloutError, CreditError, NonFiniteError, RewardError)
 """What ends a run with one sentence for the user instead of a traceback."""
 
 
@@ -114,13 +114,13 @@ def _run(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console: Consol
         summary["before"] = json.loads(summary_path.read_text(encoding="utf-8")).get("before", {})
     if trainer.accelerator.num_processes > 1:  # others may not see the file, and must measure, or not, with the first
         summary = broadcast_object_list([summary])[0]
-    progress = RunProgress(trainer, console)
+    progress = _RunProgress(trainer, console)
 
     def measure_before() -> None:
         trainer.end_if_preempted()
         if evaluates and not summary["before"]:
             summary["before"] = _measure(trainer, progress, "before")
-            examples.extend(trainer.eval_trajectories[:EXAMPLES])
+            examples.extend(trainer.eval_trajectories[:_EXAMPLES])
             args.eval_on_start = False  # this was it
         if main:
             write_json(summary_path, summary)
@@ -143,7 +143,7 @@ def _run(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console: Consol
     try:
         progress.begin()
         trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
-    except FAILURES as error:  # in every process
+    except _FAILURES as error:  # in every process
         words = str(error)
         if trainer.state.global_step:
             checkpoint = trainer.save_checkpoint()
@@ -161,7 +161,7 @@ def _run(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console: Consol
         raise failure from error
     except KeyboardInterrupt as error:
         number = error.args[0] if error.args else signal.SIGINT
-        kept = what_is_kept(args, trainer.state.global_step, model_saved)
+        kept = _what_is_kept(args, trainer.state.global_step, model_saved)
         raise KeyboardInterrupt(number, kept) from None
     finally:  # whatever ended the training
         progress.end()  # gives the terminal back
@@ -181,13 +181,13 @@ def _run(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console: Consol
         from mt_grpo.viewer import render_trajectory  # an extra
 
         questions = summary["after"]["questions"]
-        for label, trajectories in (("before", examples), ("after", trainer.eval_trajectories[:EXAMPLES])):
+        for label, trajectories in (("before", examples), ("after", trainer.eval_trajectories[:_EXAMPLES])):
             for number, trajectory in enumerate(trajectories):
                 console.print(Rule(f"{label}: example {number + 1}"))
                 console.print(render_trajectory(trajectory, trainer.processing_class, console.is_terminal))
         console.print(table(summary["before"], summary["after"], f"{questions} held-out questions, {title}"))
     console.print(f"{summary['seconds']:.0f} s of training and evaluation. Written to {folder}:", markup=False)
-    for line in files_left(folder):
+    for line in _files_left(folder):
         console.print(f"  {line}", highlight=False, markup=False)
     counts = Counts().add_table(run.rows, np.arange(len(run.rows)))
     if counts.failed and not counts.held:  # the trainer ends a run of two batches or more sooner
@@ -221,7 +221,7 @@ class _AtTheEnd(TrainerCallback):
         self._action()
 
 
-def _measure(trainer: MTGRPOEnvTrainer, progress: RunProgress, label: str) -> dict[str, float]:
+def _measure(trainer: MTGRPOEnvTrainer, progress: _RunProgress, label: str) -> dict[str, float]:
     if trainer.evaluated_step != trainer.state.global_step:
         with progress.measuring(label):
             trainer.evaluate()
@@ -298,7 +298,7 @@ def plot(history: list[dict[str, Any]], path: Path, title: str) -> None:
     figure.savefig(path, dpi=120)
 
 
-CONTENTS = {
+_CONTENTS = {
     "config.yaml": "every option with its value; a recipe",
     "metrics.jsonl": "the metrics of each log step",
     "audit.jsonl": "what rewards say in their groups",
@@ -311,7 +311,7 @@ CONTENTS = {
     "tokenizer": "to show the tokens of conversations",
     "runs": "for TensorBoard",
 }
-MERGE = (
+_MERGE = (
     "from peft import AutoPeftModelForCausalLM as M; from transformers import AutoTokenizer as T; "
     "M.from_pretrained({0!r}).merge_and_unload().save_pretrained({1!r}); "
     "T.from_pretrained({0!r}).save_pretrained({1!r})"
@@ -319,11 +319,11 @@ MERGE = (
 """An adapter and its model as one model."""
 
 
-def files_left(folder: Path) -> list[str]:
+def _files_left(folder: Path) -> list[str]:
     """The files of a run, those with a name that says little also in words."""
     lines = []
     for path in sorted(path for path in folder.iterdir() if path.name != LOCK):
-        words = [text for pattern, text in CONTENTS.items() if fnmatch(path.name, pattern)]
+        words = [text for pattern, text in _CONTENTS.items() if fnmatch(path.name, pattern)]
         lines.append(f"{path}  ({words[0]})" if words else str(path))
     return lines
 
@@ -334,7 +334,7 @@ def next_steps(args: MTGRPOConfig, adapter: bool) -> list[tuple[str, str]]:
     trained, options, steps = folder, [], []
     if adapter:
         trained, options = str(Path(folder) / "merged"), ["--use_peft", "false"]
-        steps.append(("put the adapter into its model", _shell(python, "-c", MERGE.format(folder, trained))))
+        steps.append(("put the adapter into its model", _shell(python, "-c", _MERGE.format(folder, trained))))
     if args.use_vllm:
         from mt_grpo.training.servers import transport_of  # loaded for runs that have servers
 
@@ -356,7 +356,7 @@ def next_steps(args: MTGRPOConfig, adapter: bool) -> list[tuple[str, str]]:
     return steps
 
 
-def what_is_kept(args: MTGRPOConfig, step: int, model_saved: bool) -> str:
+def _what_is_kept(args: MTGRPOConfig, step: int, model_saved: bool) -> str:
     """What an interrupted run has left and how to go on, in sentences."""
     folder = args.output_dir
     if model_saved:
@@ -413,11 +413,11 @@ def _relative(path: str) -> str:
     return str(Path(path).relative_to(Path.cwd())) if Path(path).is_relative_to(Path.cwd()) else path
 
 
-REFRESHES = 4
+_REFRESHES = 4
 """Of the bar, per second."""
 
 
-class RunProgress(TrainerCallback):
+class _RunProgress(TrainerCallback):
     """
     Shows step, reward, loss, turns, seconds and the time that is left; in a terminal also what the step waits for.
     Only the main process shows anything.
@@ -520,7 +520,7 @@ class _Bar(Progress):
             TextColumn("{task.fields[count]}", style="green"),
             TimeElapsedColumn(),
             console=console,
-            refresh_per_second=REFRESHES,
+            refresh_per_second=_REFRESHES,
         )
 
     def follow(self, step: int, steps: int, left: str = "") -> None:

@@ -29,7 +29,7 @@ from mt_grpo.viewer.search import cached
 from mt_grpo.viewer.server import PORT, Answers, Server
 from mt_grpo.viewer.server import export as export_page
 
-VIEW = f"""usage: mt-grpo view RUN_DIR [--port N] [--no_browser]
+_VIEW = f"""usage: mt-grpo view RUN_DIR [--port N] [--no_browser]
        mt-grpo view FOLDER                        of several runs: a list, and one run against another
        mt-grpo view RUN_DIR --export FILE.html [--filter 'stop=timeout reward<0.5'] [--overwrite]
 
@@ -42,7 +42,7 @@ shows the conversations of a run, finished or not: what the agent did, and which
   --overwrite     replace the file if it is there
 """
 
-EXPORT = """usage: mt-grpo export RUN --to FORM [--filter TEXT] [--output PATH] [--overwrite]
+_EXPORT = """usage: mt-grpo export RUN --to FORM [--filter TEXT] [--output PATH] [--overwrite]
 
 writes the conversations of the run in the folder RUN (its `output_dir`) as FORM:
 
@@ -64,7 +64,7 @@ writes the conversations of the run in the folder RUN (its `output_dir`) as FORM
 def view(arguments: list[str]) -> int:
     """`mt-grpo view RUN_DIR`."""
     if {"-h", "--help"}.intersection(arguments):
-        print(VIEW, end="")
+        print(_VIEW, end="")
         return 0
     folders, options = read_words(
         "view", arguments, values=("--port", "--export", "--filter"), flags=("--no_browser", "--overwrite")
@@ -111,7 +111,7 @@ def _serve(answers: Answers, folder: str, port: int | None, options: dict[str, s
 def export(arguments: list[str]) -> int:
     """`mt-grpo export RUN --to FORM [--filter TEXT] [--output PATH] [--overwrite]`."""
     if {"-h", "--help"}.intersection(arguments):
-        print(EXPORT, end="")
+        print(_EXPORT, end="")
         return 0
     folders, options = read_words("export", arguments, values=("--to", "--output", "--filter"), flags=("--overwrite",))
     if len(folders) != 1 or "--to" not in options:
@@ -159,7 +159,7 @@ def _has_a_screen() -> bool:
 LONG_INDEX = 2**24
 """Bytes of an index that one process takes a third of a second or more to read."""
 
-MAX_PROCESSES = 4
+_MAX_PROCESSES = 4
 """Processes: more would wait for this one, which puts together what they read."""
 
 
@@ -185,7 +185,7 @@ def parallel_map() -> Iterator[Each]:
         return
     # forks: all is imported here already, and the only thread of this process is this one
     context = multiprocessing.get_context("fork")
-    pool = ProcessPoolExecutor(min(MAX_PROCESSES, len(os.sched_getaffinity(0))), context, _start_worker)
+    pool = ProcessPoolExecutor(min(_MAX_PROCESSES, len(os.sched_getaffinity(0))), context, _start_worker)
     try:
         list(pool.map(abs, [0]))
         yield pool.map

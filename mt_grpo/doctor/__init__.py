@@ -21,7 +21,7 @@ class GPU(NamedTuple):
     bandwidth: float
 
 
-GPUS = (
+_GPUS = (
     GPU("H100", 80, 989, 3.35),
     GPU("H200", 141, 989, 4.8),
     GPU("GH200", 96, 989, 4.0),
@@ -43,7 +43,7 @@ def named_gpu(name: str) -> GPU:
     """The GPU of a name, however it is written: `rtx4090`, `NVIDIA H100 80GB HBM3`."""
     found = find_gpu(name)
     if found is None:
-        names = [gpu.name for gpu in GPUS]
+        names = [gpu.name for gpu in _GPUS]
         raise ConfigError(
             f"The GPU {name!r} is unknown{_nearest(name)}: give one of {', '.join(names)}, or its memory, "
             "as `--gpu_memory 48`."
@@ -54,13 +54,13 @@ def named_gpu(name: str) -> GPU:
 def find_gpu(name: str) -> GPU | None:
     """The same; `None` for one that is not known. The longest name counts whose words are all in the given one."""
     given = _words(name)
-    known = [gpu for gpu in GPUS if given.issuperset(_words(gpu.name))]
+    known = [gpu for gpu in _GPUS if given.issuperset(_words(gpu.name))]
     return max(known, key=lambda gpu: len(gpu.name), default=None)
 
 
 def _nearest(name: str) -> str:
     """A clause with those of whose number and the given one either begins with the other, else nearest in spelling."""
-    models = {gpu.name: gpu.name.lower().removeprefix("rtx-").partition("-")[0] for gpu in GPUS}
+    models = {gpu.name: gpu.name.lower().removeprefix("rtx-").partition("-")[0] for gpu in _GPUS}
     given = [word for word in _words(name) if len(word) > 1]
     near = [one for one, model in models.items() if any(w.startswith(model) or model.startswith(w) for w in given)]
     return f"; the nearest is {' or '.join(map(repr, near))}" if near else did_you_mean(name.upper(), models)

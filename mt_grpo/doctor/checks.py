@@ -47,19 +47,19 @@ from mt_grpo.training.reward_batch import with_models
 from mt_grpo.training.servers import server_client
 from mt_grpo.trajectory import Message, ToolCall, visible
 
-WIDTH = 16  # of a check's name in the report
-SHOWN_CHARACTERS = 80  # characters of a result, or of an error, that are shown
-EXAMPLES = {"expression": "1 + 1", "code": "print(1)"}
+_WIDTH = 16  # of a check's name in the report
+_SHOWN_CHARACTERS = 80  # characters of a result, or of an error, that are shown
+_EXAMPLES = {"expression": "1 + 1", "code": "print(1)"}
 """Arguments by name, for those that the words of a prompt would not suit."""
-MADE_UP = "arguments were made up: see whether it works with those that the model will give"
+_MADE_UP = "arguments were made up: see whether it works with those that the model will give"
 ERROR = re.compile(
     r"""[\s{\[("']*(?:error|exception|traceback|\w+(?:Error|Exception))\b"""
     r"""(?!["']?\s*[:=]\s*(?:null|none|false|0|""|'')\s*[,}\]])""",
     re.IGNORECASE,
 )
 """How a result begins that tells of an error: in words, or as the first key of JSON whose value does not deny it."""
-TOOL_TIMEOUT = 60.0  # seconds a call may take where the recipe has no `tool_timeout`
-SERVER_TIMEOUT = 3.0  # seconds in which a server answers
+_TOOL_TIMEOUT = 60.0  # seconds a call may take where the recipe has no `tool_timeout`
+_SERVER_TIMEOUT = 3.0  # seconds in which a server answers
 MEETING_PORT = 29500  # where accelerate lets the processes of a machine meet
 
 
@@ -84,8 +84,8 @@ def diagnose(request: Request) -> int:
 
 def _print(findings: Iterable[Finding], out: TextIO) -> Iterable[Finding]:
     for one in findings:
-        mend = f"\n{'':{WIDTH + 6}}→ {one.mend}" if one.mend else ""
-        print(visible(f"{one.status:<5} {one.check:<{WIDTH}}{one.what}{mend}"), file=out, flush=True)
+        mend = f"\n{'':{_WIDTH + 6}}→ {one.mend}" if one.mend else ""
+        print(visible(f"{one.status:<5} {one.check:<{_WIDTH}}{one.what}{mend}"), file=out, flush=True)
         yield one
 
 
@@ -107,7 +107,7 @@ def _quiet() -> Iterator[None]:
 # The recipe
 
 
-def processes(facts: RunFacts) -> Lines:
+def _processes(facts: RunFacts) -> Lines:
     """Whether the stated processes make whole groups."""
     check_batches(facts.options, facts.processes)
     if facts.args.sp_size > 1 and facts.sharding is not None and facts.sharding.deepspeed:
@@ -120,7 +120,7 @@ def processes(facts: RunFacts) -> Lines:
     yield OK, f"{facts.processes} of them sample {facts.batch} conversations at a time: {prompts}", ""
 
 
-def model(facts: RunFacts) -> Lines:
+def _model(facts: RunFacts) -> Lines:
     """Whether the model's configuration and tokenizer are here."""
     parameters = facts.shape.parameters
     facts.tokenizer  # noqa: B018, asked for what it may be refused with
@@ -129,7 +129,7 @@ def model(facts: RunFacts) -> Lines:
     yield OK, f"{facts.recipe.model.model_name_or_path} has {size} parameters{adapter}", ""
 
 
-def rows(facts: RunFacts) -> Lines:
+def _rows(facts: RunFacts) -> Lines:
     """Whether there are rows for a step, with the columns that rewards read."""
     needed = facts.batch // facts.args.num_generations
     train, evaluated = facts.train_rows, facts.rows[1]
@@ -149,7 +149,7 @@ def _renderer(facts: RunFacts, env: MultiTurnToolEnv) -> ChatRenderer:
     return ChatRenderer(facts.tokenizer, env.tool_schemas, facts.args.chat_template_kwargs, tags=env.protocol.tags)
 
 
-def template(facts: RunFacts) -> Lines:
+def _template(facts: RunFacts) -> Lines:
     """Whether the chat template only appends."""
     for one in facts.environments:
         if not isinstance(one, MultiTurnToolEnv):
@@ -171,7 +171,7 @@ def template(facts: RunFacts) -> Lines:
             yield OK, verdict, ""
 
 
-def prompt(facts: RunFacts) -> Lines:
+def _prompt(facts: RunFacts) -> Lines:
     """Whether the first prompt shows the tools. Its images and sounds stand as words: it is for the tokenizer."""
     with naming_rows({"training dataset": facts.train_rows}):
         rows = [with_column_media(row) for row in first_rows(facts.train_rows, facts.env)]
@@ -192,7 +192,7 @@ def _message_in_words(message: Message) -> Message:
     return {**message, "content": "\n".join(map(part_text, content))} if isinstance(content, list) else message
 
 
-def lengths(facts: RunFacts) -> Lines:
+def _lengths(facts: RunFacts) -> Lines:
     """Whether the longest conversation fits into the context."""
     longest, context, room = max(facts.prompt_lengths), facts.context, facts.args.max_completion_length
     what = f"the longest prompt has {longest} tokens"
@@ -214,7 +214,7 @@ def lengths(facts: RunFacts) -> Lines:
 # Tools
 
 
-def tools(facts: RunFacts) -> Lines:
+def _tools(facts: RunFacts) -> Lines:
     """Calls each tool once. A tool of an MCP server is only called if the server says that it changes nothing."""
     row: dict[str, Any] = {}
     with contextlib.suppress(NotKnown):  # a tool is called with made-up words then
@@ -230,7 +230,7 @@ def tools(facts: RunFacts) -> Lines:
             yield OK, f"{tool.name} is offered by its MCP server, and not called, since it may change something", ""
             continue
         call = ToolCall(tool.name, made_arguments(tool.parameters, row))
-        limit = TOOL_TIMEOUT if facts.args.tool_timeout is None else facts.args.tool_timeout
+        limit = _TOOL_TIMEOUT if facts.args.tool_timeout is None else facts.args.tool_timeout
         try:
             run(_call(tool, call, row, limit))
         except ToolStateError as error:
@@ -243,12 +243,12 @@ def tools(facts: RunFacts) -> Lines:
 def _outcome(call: ToolCall, limit: float) -> tuple[str, str, str]:
     asked = f"{call.name}({', '.join(f'{name}={value!r}' for name, value in call.arguments.items())})"
     if call.error is None and ERROR.match(call.result):
-        return WARN, f"{asked} answered with what reads as an error: {_cut(call.result)!r}", MADE_UP
+        return WARN, f"{asked} answered with what reads as an error: {_cut(call.result)!r}", _MADE_UP
     if call.error is None:
         return OK, f"{asked} answered in {call.seconds:.2f} s: {_cut(call.result)!r}", ""
     if call.executed and call.seconds >= limit:
         return FAIL, f"{asked} did not answer in {limit:g} s", "see why it hangs, or raise `tool_timeout`"
-    return WARN, f"{asked} answered with an error after {call.seconds:.2f} s: {_cut(call.error)!r}", MADE_UP
+    return WARN, f"{asked} answered with an error after {call.seconds:.2f} s: {_cut(call.error)!r}", _MADE_UP
 
 
 def _remote_of(tool: Tool) -> McpRemote | None:
@@ -304,18 +304,18 @@ def _made(schema: Any, row: dict[str, Any], name: str = "") -> Any:
         return made_arguments(schema, row)
     asked = row.get("prompt") or "test"
     words = asked if isinstance(asked, str) else str(asked[-1].get("content") or "test")
-    return {"boolean": False, "null": None}.get(kind, EXAMPLES.get(name) or words)
+    return {"boolean": False, "null": None}.get(kind, _EXAMPLES.get(name) or words)
 
 
 def _cut(text: str) -> str:
     text = visible(" ".join(text.split()))
-    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}…"
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"
 
 
 # The machine
 
 
-def device(facts: RunFacts) -> Lines:
+def _device(facts: RunFacts) -> Lines:
     """Whether the GPUs of the run are here, or stated."""
     if facts.args.use_cpu:
         yield OK, "the run is on the CPU, as `use_cpu: true` says", ""
@@ -335,7 +335,7 @@ def device(facts: RunFacts) -> Lines:
         yield OK, f"{here} GPUs are here, and {facts.processes} train", ""
 
 
-def environment(facts: RunFacts) -> Lines:
+def _environment(facts: RunFacts) -> Lines:
     """Whether the OpenEnv servers of the environments answer."""
     remote = [one for one in facts.environments if isinstance(one, ServedEnv)]
     if not remote:
@@ -349,7 +349,7 @@ def environment(facts: RunFacts) -> Lines:
             yield OK, there, ""
 
 
-def server(facts: RunFacts) -> Lines:
+def _server(facts: RunFacts) -> Lines:
     """Whether the servers answer and hold this run's model."""
     if not facts.args.use_vllm:
         yield OK, "none is needed: the trainer samples from its own model", ""
@@ -366,7 +366,7 @@ def server(facts: RunFacts) -> Lines:
             yield FAIL, fault, "start it with `mt-grpo serve` and this recipe, on a GPU that does not train"
             return
     client = server_client(facts.args, facts.tokenizer, resolve_base(facts.name))
-    client.server_timeout = SERVER_TIMEOUT
+    client.server_timeout = _SERVER_TIMEOUT
     try:
         run(client.connect(lambda words: None))
     except RequestFailed as error:
@@ -377,13 +377,13 @@ def server(facts: RunFacts) -> Lines:
 def _server_fault(url: str) -> str | None:
     """Why a server cannot be used, from its answer to `/health`."""
     try:
-        ServerControl(url, timeout=SERVER_TIMEOUT).get("/health")
+        ServerControl(url, timeout=_SERVER_TIMEOUT).get("/health")
     except RequestFailed as error:
         return str(error).removesuffix(".")
     return None
 
 
-def server_environment(facts: RunFacts) -> Lines:
+def _server_environment(facts: RunFacts) -> Lines:
     """Whether vLLM is installed where `mt-grpo serve` looks for it."""
     if not facts.args.use_vllm or facts.local_port is None:
         yield OK, "vLLM is not needed on this machine", ""
@@ -397,7 +397,7 @@ def server_environment(facts: RunFacts) -> Lines:
     yield FAIL, "vLLM is neither in `.venv-vllm` nor in this environment", mend
 
 
-def ports(facts: RunFacts) -> Lines:
+def _ports(facts: RunFacts) -> Lines:
     """Whether the ports of the run are free, or taken by its own server."""
     port = facts.local_port
     if facts.colocated:
@@ -426,7 +426,7 @@ def ports(facts: RunFacts) -> Lines:
         yield OK, "none is needed", ""
 
 
-def trackers(facts: RunFacts) -> Lines:
+def _trackers(facts: RunFacts) -> Lines:
     """Whether the packages of `report_to` are installed, and the Hub can be pushed to."""
     check_trackers(facts.args)
     if facts.args.push_to_hub:
@@ -434,7 +434,7 @@ def trackers(facts: RunFacts) -> Lines:
     yield OK, f"metrics go to {', '.join([*facts.args.report_to, 'metrics.jsonl'])}", ""
 
 
-def output(facts: RunFacts) -> Lines:
+def _output(facts: RunFacts) -> Lines:
     """Whether the run can begin in its folder."""
     folder = facts.args.output_dir
     check_writable(folder)
@@ -443,20 +443,20 @@ def output(facts: RunFacts) -> Lines:
 
 
 CHECKS: dict[str, Check] = {
-    "processes": processes,
-    "device": device,
-    "model": model,
-    "rows": rows,
-    "template": template,
-    "prompt": prompt,
-    "lengths": lengths,
-    "tools": tools,
-    "environment": environment,
-    "server": server,
-    ".venv-vllm": server_environment,
-    "ports": ports,
-    "report_to": trackers,
-    "output_dir": output,
+    "processes": _processes,
+    "device": _device,
+    "model": _model,
+    "rows": _rows,
+    "template": _template,
+    "prompt": _prompt,
+    "lengths": _lengths,
+    "tools": _tools,
+    "environment": _environment,
+    "server": _server,
+    ".venv-vllm": _server_environment,
+    "ports": _ports,
+    "report_to": _trackers,
+    "output_dir": _output,
 }
 """Checks that come before the plan, by name."""
 PLAN: dict[str, Check] = {

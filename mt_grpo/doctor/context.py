@@ -53,9 +53,9 @@ from mt_grpo.training.environment import check_env, prepare_tokenizer
 from mt_grpo.training.model import resolve_base, resolve_model, source_options, subfolder_of
 from mt_grpo.training.servers import colocates, server_urls
 
-LONGEST = 64  # how many prompts are encoded to count their tokens: those with the most characters
-STREAMED = 512  # how many rows of a stream are read
-PROMPT = 200  # tokens of a prompt, assumed if the rows are not known
+_LONGEST = 64  # how many prompts are encoded to count their tokens: those with the most characters
+_STREAMED = 512  # how many rows of a stream are read
+_PROMPT = 200  # tokens of a prompt, assumed if the rows are not known
 
 T = TypeVar("T")
 
@@ -253,7 +253,7 @@ class RunFacts:
             if name in (None, "embedded") or Path(name.partition(":")[2] or name).exists() or hub_fault() is None:
                 raise
             raise NotKnown(
-                f"The rows of {name!r} are not here, and {hub_fault()}: a prompt of {PROMPT} tokens is assumed."
+                f"The rows of {name!r} are not here, and {hub_fault()}: a prompt of {_PROMPT} tokens is assumed."
             ) from error
 
     @_fact
@@ -276,20 +276,20 @@ class RunFacts:
     def prompt_lengths(self) -> list[int]:
         """Tokens of the longest prompts."""
         rows = self.train_rows
-        rows = list(rows.take(STREAMED)) if isinstance(rows, IterableDataset) else rows.select_columns(["prompt"])
+        rows = list(rows.take(_STREAMED)) if isinstance(rows, IterableDataset) else rows.select_columns(["prompt"])
         if isinstance(rows, Dataset):
             by_size = sorted(range(len(rows)), key=lambda index: -len(str(rows[index]["prompt"])))
-            rows = [self.train_rows[index] for index in by_size[:LONGEST]]
+            rows = [self.train_rows[index] for index in by_size[:_LONGEST]]
         count = prompt_lengths(self.tokenizer, self.env, self.args.chat_template_kwargs)
         return [count(row) for row in rows] or [0]
 
     @property
     def prompt(self) -> int:
-        """Tokens of the longest prompt, or `PROMPT` if the rows are not known."""
+        """Tokens of the longest prompt, or `_PROMPT` if the rows are not known."""
         try:
-            return max(self.prompt_lengths) or PROMPT
+            return max(self.prompt_lengths) or _PROMPT
         except NotKnown:
-            return PROMPT
+            return _PROMPT
 
     @property
     def longest(self) -> int:
@@ -376,7 +376,7 @@ class RunFacts:
         return (parts.port or 80) if parts.hostname in ("127.0.0.1", "localhost") else None
 
 
-OF_THIS_MACHINE = ("environment", "server", ".venv-vllm", "ports", "files")
+_OF_THIS_MACHINE = ("environment", "server", ".venv-vllm", "ports", "files")
 """Checks of this machine. Their fails are a `warn` if the run is for another one."""
 
 Lines = Iterator[tuple[str, str, str]]  # status, finding and mend of each line of a check
@@ -407,6 +407,6 @@ def examine(facts: RunFacts, checks: Mapping[str, Check]) -> Iterator[Finding]:
 
 def _placed(facts: RunFacts, found: Finding) -> Finding:
     """A finding about this machine; a fail is only a `warn` if the run is for another machine."""
-    if found.status != FAIL or found.check not in OF_THIS_MACHINE or not facts.elsewhere:
+    if found.status != FAIL or found.check not in _OF_THIS_MACHINE or not facts.elsewhere:
         return found
     return Finding(found.check, WARN, f"here, which is not the machine of the run: {found.what}", found.mend)

@@ -26,18 +26,18 @@ from mt_grpo.imports import did_you_mean
 
 GB = 1e9
 RESERVE = 3 * GB  # of a GPU, for CUDA itself, its graphs and fragmentation
-PROCESS = 0.7 * GB  # of a machine, for a Python process with torch
+_PROCESS = 0.7 * GB  # of a machine, for a Python process with torch
 SERVER_SHARE = 0.9  # of a GPU's memory that a server plans with; a little below vLLM's default
 ASLEEP = 2 * GB  # of a GPU, for CUDA and the graphs of a server that sleeps there
-WHOLE = 16  # bytes of a parameter that is trained, its gradient and its optimiser's states, in all
+_WHOLE = 16  # bytes of a parameter that is trained, its gradient and its optimiser's states, in all
 SPARE = 0.9  # share of the memory above which a plan is close: the formulas leave things out that may take the rest
 
 
-UNDER_WAY = 5  # tensors that TRL's offloading keeps on the GPU while they are copied
-STATEFUL = ("linear_attention", "conv", "mlp", "moe")
+_UNDER_WAY = 5  # tensors that TRL's offloading keeps on the GPU while they are copied
+_STATEFUL = ("linear_attention", "conv", "mlp", "moe")
 """Kinds of layers that keep no keys and values of a token; transformers' names."""
 MOST_ROWS = 64  # conversations in one batch of the engine that samples from the trainer's own model
-SHARED_BY = range(2, 17)  # values of `sp_size` that are tried
+_SHARED_BY = range(2, 17)  # values of `sp_size` that are tried
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def states(shape: Shape, precision: Precision, sharding: Sharding, ranks: int) -
         trained = shape.trained * (2 * size + 2 * (size if moment is None else moment))
         buckets = shape.trained * size if ranks > 1 else 0.0  # in which DDP sums gradients
         return frozen + trained + buckets
-    optimizer = WHOLE - 2 * size - (0 if moment is None else 8 - 2 * moment)
+    optimizer = _WHOLE - 2 * size - (0 if moment is None else 8 - 2 * moment)
     if sharding.offloads_optimizer:
         optimizer = 0.0
     if sharding.stage < 3:
@@ -123,7 +123,7 @@ def activations(
     if not checkpointing and not offloading:
         return shape.layers * layer
     group = min(group, shape.layers)
-    inputs = UNDER_WAY if offloading else -(-shape.layers // group) + group - 1
+    inputs = _UNDER_WAY if offloading else -(-shape.layers // group) + group - 1
     return inputs * input_of_layer(shape, tokens, compute) + layer
 
 
@@ -152,7 +152,7 @@ def checkpoint(shape: Shape, precision: Precision, sharding: Sharding) -> float:
         return float(3 * shape.adapter * (4 if precision.quantised is None else 2))
     if sharding.stage == 0:
         return 3.0 * precision.weights * shape.parameters
-    return shape.parameters * (WHOLE - precision.compute)
+    return shape.parameters * (_WHOLE - precision.compute)
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ def read_shape(config: PreTrainedConfig, peft: PeftConfig | None = None, **optio
         head = model.get_output_embeddings()
         layers = [layer for layer in model.modules() if isinstance(layer, nn.Linear) and layer is not head]
         linear = sum(parameter.numel() for layer in layers for parameter in layer.parameters())
-        shared_by = tuple(size for size in SHARED_BY if _can_share(model, size))
+        shared_by = tuple(size for size in _SHARED_BY if _can_share(model, size))
         adapter = 0
         if peft is not None:
             with libraries_may_refuse("The adapter cannot be made"):
@@ -240,7 +240,7 @@ def _kept(text: PreTrainedConfig) -> int:
     kept = 0
     for kind, layer in list(zip(kinds, _layer_configs(text), strict=True))[:own]:
         heads, size = _key_value_heads(layer)
-        if kind not in STATEFUL:
+        if kind not in _STATEFUL:
             kept += latent + layer.qk_rope_head_dim if latent else 2 * heads * size
     return kept
 
@@ -254,7 +254,7 @@ def _can_share(model: PreTrainedModel, size: int) -> bool:
     return True
 
 
-OFFLOADED = ("cpu", "nvme")
+_OFFLOADED = ("cpu", "nvme")
 
 
 @dataclass(frozen=True)
@@ -314,8 +314,8 @@ def _deepspeed(name: str, processes: int | None, options: dict[str, Any]) -> Sha
         zero = content.get("zero_optimization", {})
         stage = zero.get("stage", 0)
         optimizer, weights = (zero.get(key, {}).get("device") for key in ("offload_optimizer", "offload_param"))
-    offloads = {"offloads_optimizer": optimizer in OFFLOADED}
-    offloads["offloads_weights"] = int(stage) == 3 and weights in OFFLOADED
+    offloads = {"offloads_optimizer": optimizer in _OFFLOADED}
+    offloads["offloads_weights"] = int(stage) == 3 and weights in _OFFLOADED
     return Sharding(name, int(stage), processes, **offloads, deepspeed=True)
 
 
@@ -377,7 +377,7 @@ class Load:
             found["copy that samples"] = weights(shape, precision) + cache
         elif self.under_way:  # it samples before it trains, so the larger of the two counts
             found["sampling beyond training"] = max(0.0, cache - training - logits)
-        found["CUDA and gaps" if self.on_gpu else "Python"] = RESERVE if self.on_gpu else PROCESS
+        found["CUDA and gaps" if self.on_gpu else "Python"] = RESERVE if self.on_gpu else _PROCESS
         return found
 
     def needs(self, sharding: Sharding) -> float:

@@ -56,14 +56,14 @@ from mt_grpo.training.forward_plan import trained_truncation
 from mt_grpo.training.model import Activations, resolve_base
 from mt_grpo.training.servers import transport_of
 
-RECORD = 8  # bytes per token in the files of `rollouts`, those of the trainer's numbers included
-CONVERSATION = 2000  # bytes per conversation there, beside those of its tokens
-MOST_ADVICE = 3  # ways that are named
-SHORTEST = 256  # tokens after the prompt below which no run is advised to go
-MOST_PROCESSES = 64
-OPTIMIZER = 12  # bytes of a parameter's weight and moments in the optimiser, which may be kept off the GPU
+_RECORD = 8  # bytes per token in the files of `rollouts`, those of the trainer's numbers included
+_CONVERSATION = 2000  # bytes per conversation there, beside those of its tokens
+_MOST_ADVICE = 3  # ways that are named
+_SHORTEST = 256  # tokens after the prompt below which no run is advised to go
+_MOST_PROCESSES = 64
+_OPTIMIZER = 12  # bytes of a parameter's weight and moments in the optimiser, which may be kept off the GPU
 
-Plan = tuple[Load, Sharding]
+_Plan = tuple[Load, Sharding]
 
 
 def training(facts: RunFacts) -> Lines:
@@ -189,7 +189,7 @@ def files(facts: RunFacts) -> Lines:
     if args.save_only_model:
         each = facts.shape.trained * facts.precision.weights
     model = facts.shape.trained * facts.precision.weights
-    records = steps * of_a_step * (facts.longest / 2 * RECORD + CONVERSATION)
+    records = steps * of_a_step * (facts.longest / 2 * _RECORD + _CONVERSATION)
     needed, free = kept * each + model + records, free_bytes(args.output_dir)
     facts.plan["files"] = {"checkpoints": kept * each, "kept": kept, "trajectories": records, "free": free}
     what = (
@@ -223,14 +223,14 @@ def free_bytes(folder: str | Path) -> int:
 # Advice: changes of options, each named only where the plan of the changed run leaves a tenth of the memory free
 
 
-class Change(NamedTuple):
+class _Change(NamedTuple):
     """Something to change, in words, and what it makes of a run."""
 
     words: str
     load: dict[str, Any] = {}  # noqa: RUF012
     sharding: Sharding | None = None
 
-    def of(self, plan: Plan) -> Plan:
+    def of(self, plan: _Plan) -> _Plan:
         load, sharding = plan
         return replace(load, **self.load), self.sharding or sharding
 
@@ -239,12 +239,12 @@ def _advise(facts: RunFacts, load: Load, sharding: Sharding) -> str:
     """Names ways to make a run fit, those first that change least of what it learns."""
     tried: list[float] = []  # memory that plans need
 
-    def fits(plan: Plan) -> bool:
+    def fits(plan: _Plan) -> bool:
         load, sharding = plan
         tried.append(load.needs(sharding) / SPARE * (1 if load.on_gpu else load.processes))
         return tried[-1] <= facts.training_memory
 
-    def fitting(changes: Iterable[Change], plan: Plan) -> list[str]:
+    def fitting(changes: Iterable[_Change], plan: _Plan) -> list[str]:
         return next(([change.words] for change in changes if fits(change.of(plan))), [])
 
     small, large = _smaller(facts, load, sharding), _larger(facts, load, sharding)
@@ -257,31 +257,31 @@ def _advise(facts: RunFacts, load: Load, sharding: Sharding) -> str:
         together = [" and ".join(words)] if len(words) > 1 and fits(plan) else []
         found = together or [f"{words}{beside}" for changes in large for words in fitting(changes, plan)]
     if found:
-        return f"take {' or '.join(found[:MOST_ADVICE])}"
+        return f"take {' or '.join(found[:_MOST_ADVICE])}"
     beside_server = facts.memory - facts.training_memory
     size = f"{'GPUs' if load.on_gpu else 'a machine'} of {math.ceil((min(tried) + beside_server) / GB)} GB"
     return f"no option that is known here makes it fit: take {size}, or a smaller model"
 
 
-def _smaller(facts: RunFacts, load: Load, sharding: Sharding) -> list[list[Change]]:
+def _smaller(facts: RunFacts, load: Load, sharding: Sharding) -> list[list[_Change]]:
     """A smaller micro-batch, of which each step gets more."""
     ways = []
     if not (load.checkpointing or sharding.checkpoints):
-        ways.append([Change("`gradient_checkpointing: true`", {"checkpointing": True})])
+        ways.append([_Change("`gradient_checkpointing: true`", {"checkpointing": True})])
     return [*ways, [_rows(facts, load, rows) for rows in range(load.rows - 1, 0, -1) if load.rows % rows == 0]]
 
 
-def _rows(facts: RunFacts, load: Load, rows: int) -> Change:
+def _rows(facts: RunFacts, load: Load, rows: int) -> _Change:
     times = load.rows // rows
     words = f"`per_device_train_batch_size: {rows}` and `gradient_accumulation_steps: {load.accumulation * times}`"
     if facts.options["steps_per_generation"] is not None:
         words += f" and `steps_per_generation: {facts.options['steps_per_generation'] * times}`"
-    return Change(words, {"rows": rows})
+    return _Change(words, {"rows": rows})
 
 
-def _larger(facts: RunFacts, load: Load, sharding: Sharding) -> list[list[Change]]:
+def _larger(facts: RunFacts, load: Load, sharding: Sharding) -> list[list[_Change]]:
     """More GPUs for each micro-batch, other ways to spread the states, more processes, less to train."""
-    ways: list[list[Change]] = []
+    ways: list[list[_Change]] = []
     whole = not load.shape.adapter
     quantised = load.precision.quantised is not None
     # a single conversation is what does not fit, beside states that do, where each layer keeps its input
@@ -291,40 +291,40 @@ def _larger(facts: RunFacts, load: Load, sharding: Sharding) -> list[list[Change
         ways += [_grouped(load), _offloaded(load), _shared_rows(facts, load, sharding)]
     if load.on_gpu and not quantised:
         if sharding.stage < 3 and load.processes > 1:
-            ways.append([Change("`--accelerate_config zero3`", sharding=Sharding("zero3", 3))])
+            ways.append([_Change("`--accelerate_config zero3`", sharding=Sharding("zero3", 3))])
         if whole and not sharding.offloads_optimizer:
-            taken = f"which takes {OPTIMIZER * load.shape.parameters / GB:.0f} GB of the machine's memory"
+            taken = f"which takes {_OPTIMIZER * load.shape.parameters / GB:.0f} GB of the machine's memory"
             words = f"DeepSpeed's ZeRO-3 with `offload_optimizer_device: cpu`, {taken}"
-            ways.append([Change(words, sharding=Sharding("zero3", 3, offloads_optimizer=True))])
+            ways.append([_Change(words, sharding=Sharding("zero3", 3, offloads_optimizer=True))])
         if sharding.stage == 3:
-            numbers = range(load.processes + 1, MOST_PROCESSES + 1)
+            numbers = range(load.processes + 1, _MOST_PROCESSES + 1)
             beside = f"processes in place of {load.processes}"
             fitting = [number for number in numbers if _divides(facts, number)]
-            ways.append([Change(f"{number} {beside}", {"processes": number}) for number in fitting])
-    lengths = range((load.completion - 1) // 128 * 128, SHORTEST - 1, -128)
-    ways.append([Change(f"`max_completion_length: {tokens}`", {"completion": tokens}) for tokens in lengths])
+            ways.append([_Change(f"{number} {beside}", {"processes": number}) for number in fitting])
+    lengths = range((load.completion - 1) // 128 * 128, _SHORTEST - 1, -128)
+    ways.append([_Change(f"`max_completion_length: {tokens}`", {"completion": tokens}) for tokens in lengths])
     beside, shape = "", load.shape
     if whole:
         words, shape = _adapted(facts)
         beside = f"{words} and "
-        ways.append([Change(f"an adapter ({words})", {"shape": shape})])
+        ways.append([_Change(f"an adapter ({words})", {"shape": shape})])
     if load.on_gpu and not quantised:
         words = f"a quantised model ({beside}`load_in_4bit: true`, `dtype: bfloat16`)"
         precision = replace(load.precision, weights=2.0, quantised=four_bit(nested=False))
-        ways.append([Change(words, {"shape": shape, "precision": precision}, COPIES)])
+        ways.append([_Change(words, {"shape": shape, "precision": precision}, COPIES)])
     return ways
 
 
-def _grouped(load: Load) -> list[Change]:
+def _grouped(load: Load) -> list[_Change]:
     """Layers in groups, from two on: each more takes more time, up to the number that keeps least."""
     if load.offloading:
         return []
     sizes = range(max(2, load.group + 1), math.isqrt(load.shape.layers) + 2)
     name = "gradient_checkpointing_layers"
-    return [Change(f"`{name}: {size}`", {"checkpointing": True, "group": size}) for size in sizes]
+    return [_Change(f"`{name}: {size}`", {"checkpointing": True, "group": size}) for size in sizes]
 
 
-def _offloaded(load: Load) -> list[Change]:
+def _offloaded(load: Load) -> list[_Change]:
     """Activations in the machine's memory, which holds those of all processes on it."""
     if not load.on_gpu or load.offloading:
         return []
@@ -332,10 +332,10 @@ def _offloaded(load: Load) -> list[Change]:
     held = load.processes * load.shape.layers * input_of_layer(load.shape, tokens, load.precision.compute)
     beside = " in place of `gradient_checkpointing_layers`" if load.group > 1 else ""
     words = f"`activation_offloading: true`{beside}, which takes {held / GB:.0f} GB of the machine's memory"
-    return [Change(words, {"checkpointing": True, "group": 1, "offloading": True})]
+    return [_Change(words, {"checkpointing": True, "group": 1, "offloading": True})]
 
 
-def _shared_rows(facts: RunFacts, load: Load, sharding: Sharding) -> list[Change]:
+def _shared_rows(facts: RunFacts, load: Load, sharding: Sharding) -> list[_Change]:
     """More processes that compute a micro-batch together: of those that there are, or twice as many for one."""
     if not load.on_gpu or facts.args.forward != "tree":
         return []
@@ -347,7 +347,7 @@ def _shared_rows(facts: RunFacts, load: Load, sharding: Sharding) -> list[Change
         spread = sharding if sharding.stage == 0 else FSDP2
         words = f"`sp_size: {size}`" + f" on {processes} GPUs" * (load.processes == 1)
         words += " and `--accelerate_config fsdp2`" * (spread is FSDP2 and sharding.name != FSDP2.name)
-        ways.append(Change(words, {"sharing": size, "processes": processes}, spread))
+        ways.append(_Change(words, {"sharing": size, "processes": processes}, spread))
     return ways
 
 
@@ -520,10 +520,10 @@ def _resident() -> float:
         return float(int(file.read().split()[1]) * resource.getpagesize())
 
 
-EFFICIENCY = 0.5  # share of the speed of a large matrix product that a whole model reaches on a CPU
-OPS_PER_LAYER = 200  # small operations of a layer on a CPU, the work of Python among them
-OPS_PER_TOKEN = 2500  # the same outside the layers, per token of a batch that is sampled
-LATEST = 3  # latest batches of a run whose mean is taken
+_EFFICIENCY = 0.5  # share of the speed of a large matrix product that a whole model reaches on a CPU
+_OPS_PER_LAYER = 200  # small operations of a layer on a CPU, the work of Python among them
+_OPS_PER_TOKEN = 2500  # the same outside the layers, per token of a batch that is sampled
+_LATEST = 3  # latest batches of a run whose mean is taken
 
 
 @dataclass(frozen=True)
@@ -635,9 +635,9 @@ def _read_run(folder: str, steps_of_a_batch: float = 1.0) -> tuple[Lengths, floa
         records: list[dict[str, Any]] = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     except ValueError as error:
         raise ConfigError(f"{path} is no record of a run ({error}): name the folder of one that is whole.") from error
-    latest = LATEST * max(1, round(steps_of_a_batch))
+    latest = _LATEST * max(1, round(steps_of_a_batch))
     steps = [record for record in records if "step_time" in record][-latest:]  # not all have sampled
-    sampled = [record for record in records if "tokens/unique" in record][-LATEST:]
+    sampled = [record for record in records if "tokens/unique" in record][-_LATEST:]
     if not steps or not sampled:
         return None
 
@@ -652,12 +652,12 @@ def _measure_cpu(shape: Shape, seconds: float = 0.15) -> Speed:
     """Measures this processor with matrices as wide as the model, in a fraction of a second."""
     width, inner = min(shape.hidden, 2048), min(shape.intermediate, 4096)
     rows, matrix = torch.ones(512, width), torch.ones(width, inner)
-    flops = EFFICIENCY * 2 * 512 * width * inner / _fastest(lambda: rows @ matrix, seconds)
+    flops = _EFFICIENCY * 2 * 512 * width * inner / _fastest(lambda: rows @ matrix, seconds)
     vector, small = torch.ones(1, min(width, 128)), torch.ones(min(width, 128), min(width, 128))
     launch = _fastest(lambda: torch.nn.functional.silu(vector @ small), seconds) / 2
     size = torch.ones(2**22)
     bandwidth = 4 * 2**22 / _fastest(size.sum, seconds)
-    return Speed(flops, bandwidth, OPS_PER_LAYER * launch, OPS_PER_TOKEN * launch, "this CPU, measured")
+    return Speed(flops, bandwidth, _OPS_PER_LAYER * launch, _OPS_PER_TOKEN * launch, "this CPU, measured")
 
 
 def _fastest(work: Any, seconds: float) -> float:
@@ -671,9 +671,10 @@ def _fastest(work: Any, seconds: float) -> float:
     return best
 
 
-BETTER = 0.8  # another split of the GPUs is recommended if its step takes less than this share: estimates are no finer
-ALIKE = 1.05  # splits of which one takes up to so many times as long as the other count as alike
-REPLIES = 5  # replies of an environment where a recipe sets no `max_env_steps`
+_BETTER = 0.8
+"""Another split of the GPUs is recommended where its step takes less than this share: estimates are no finer."""
+_ALIKE = 1.05  # splits of which one takes up to so many times as long as the other count as alike
+_REPLIES = 5  # replies of an environment where a recipe sets no `max_env_steps`
 
 
 def estimate(facts: RunFacts, lengths: Lengths, speed: Speed, ranks: int, servers: int) -> Step:
@@ -688,7 +689,7 @@ def estimate(facts: RunFacts, lengths: Lengths, speed: Speed, ranks: int, server
             at_once = min(at_once, server_tokens(facts.memory, shape, size, gpus, share) / lengths.unique)
         sampling = server_seconds(shape, speed, lengths, facts.batch / servers, at_once, size, gpus)
     else:
-        turns = (REPLIES if args.max_env_steps is None else args.max_env_steps) + 1
+        turns = (_REPLIES if args.max_env_steps is None else args.max_env_steps) + 1
         sampling = _own_engine_seconds(shape, speed, turns, turn, -(-facts.batch // ranks))
     slowest = max(facts.tool_seconds.values(), default=0.0)
     tokens = facts.batch * lengths.unique
@@ -749,7 +750,7 @@ def _calibrated(facts: RunFacts, speed: Speed) -> tuple[Lengths, float, str | No
         lengths, seconds = run
         estimated = estimate(facts, lengths, speed, facts.processes, len(facts.urls)).total
         return lengths, seconds / estimated, named or args.output_dir
-    steps = REPLIES if args.max_env_steps is None else args.max_env_steps
+    steps = _REPLIES if args.max_env_steps is None else args.max_env_steps
     return assumed_lengths(facts.prompt, steps, args.max_turn_length, args.max_completion_length), 1.0, None
 
 
@@ -766,11 +767,11 @@ def _split(facts: RunFacts, lengths: Lengths, speed: Speed, factor: float) -> Li
     now = estimate(facts, lengths, speed, ranks, len(facts.urls)).scaled(factor).total
     # of those that are about as fast, that with the fewest servers
     least = min(splits.values())
-    (trains, servers), best = next(item for item in splits.items() if item[1] < ALIKE * least)
+    (trains, servers), best = next(item for item in splits.items() if item[1] < _ALIKE * least)
     facts.plan["splits"] = {f"{training} + {served * each}": seconds for (training, served), seconds in splits.items()}
     shown = ", ".join(f"{name}: {_seconds(seconds)}" for name, seconds in facts.plan["splits"].items())
     what = f"GPUs that train + serve, and a step with them: {shown}"
-    if best > BETTER * now:
+    if best > _BETTER * now:
         yield OK, f"{what}; {ranks} + {each * len(facts.urls)} is near the best", ""
         return
     mend = f"train on {trains} and serve on {servers * each}"

@@ -51,7 +51,7 @@ class CallProtocol(Protocol):
         ...
 
 
-PROTOCOLS: Registry[type[CallProtocol]] = Registry("call protocol", "mt_grpo.envs")
+PROTOCOLS: Registry[type[CallProtocol]] = Registry("call protocol", "mt_grpo.envs.protocols")
 """What `call_protocol` can name."""
 
 SYSTEM_ROLES = ("system", "developer")

@@ -31,7 +31,7 @@ from mt_grpo.options.values import (
 )
 from mt_grpo.servers.addresses import expand_addresses, host_url
 
-BRANCH_RULE = "branch_to_go"
+_BRANCH_RULE = "branch_to_go"
 """The credit rule of conversations that branch."""
 
 PARTNERS = tuple(name for name in ALIASES if name != "multi_turn_scheduler")
@@ -39,7 +39,7 @@ PARTNERS = tuple(name for name in ALIASES if name != "multi_turn_scheduler")
 
 
 @dataclass(frozen=True)
-class Conflict:
+class _Conflict:
     """
     Values that do not go together. In `what` and `mend`, `{option}` stands for the value of an option, and `<option>`
     for its name with the value.
@@ -50,7 +50,7 @@ class Conflict:
     mend: str = "leave one of them out"
 
 
-def refuse(conflicts: Iterable[Conflict], options: Values) -> None:
+def _refuse(conflicts: Iterable[_Conflict], options: Values) -> None:
     """Raises `ConfigError` for the first conflict among the options."""
     values = SimpleNamespace(**options)
     for conflict in conflicts:
@@ -59,35 +59,35 @@ def refuse(conflicts: Iterable[Conflict], options: Values) -> None:
             raise ConfigError(sentence.format_map(options))
 
 
-HISTORY = Conflict(
+_HISTORY = _Conflict(
     lambda o: o.history == "compact" and (o.compact_every is None or o.compact_every < 1),
     "`history: compact` needs `compact_every`, the number of turns between two compactions",
     "set 1 or more",
 )
 
 CONFLICTS = (
-    Conflict(
+    _Conflict(
         lambda o: None not in (ours := o.max_env_steps, trl := o.max_tool_calling_iterations) and ours != trl,
         "<max_env_steps> and <max_tool_calling_iterations> both bound the replies of the environment",
     ),
-    Conflict(
+    _Conflict(
         lambda o: o.bf16 and o.fp16,
         "`bf16` and `fp16` are both true, and a run computes in one of them",
         "leave one out",
     ),
-    Conflict(
+    _Conflict(
         lambda o: None not in (turn := o.max_turn_length, whole := o.max_completion_length) and turn > whole,
         "<max_turn_length> is above <max_completion_length>, the tokens of all turns and replies together",
         "lower the first, or raise the second",
     ),
-    HISTORY,
-    Conflict(
+    _HISTORY,
+    _Conflict(
         lambda o: o.groups_without_signal != "keep" and (o.entropy_coef or o.use_adaptive_entropy),
         "<groups_without_signal> drops groups from the loss, and <entropy_coef> with <use_adaptive_entropy> learns "
         "from all",
     ),
     # sampling ahead
-    Conflict(
+    _Conflict(
         lambda o: (
             o.max_staleness
             and not (o.vllm_importance_sampling_correction and o.vllm_importance_sampling_clip_max is not None)
@@ -96,108 +96,108 @@ CONFLICTS = (
         "leave `vllm_importance_sampling_correction` and `vllm_importance_sampling_clip_max` out, or `max_staleness` "
         "at 0",
     ),
-    Conflict(
+    _Conflict(
         lambda o: o.max_staleness and o.vllm_importance_sampling_mode in ("sequence_truncate", "sequence_mask"),
         "<max_staleness> trains on conversations whose ratio as a whole is far from 1, and "
         "<vllm_importance_sampling_mode> would take most of them out of the loss",
         "leave it out (it is then `token_truncate`), or `max_staleness` at 0",
     ),
-    Conflict(
+    _Conflict(
         lambda o: o.max_staleness and o.use_vllm and o.weight_sync == "lora",
         "<max_staleness> sends weights while conversations go on, and `weight_sync: lora` takes their adapter away",
         "choose `weight_sync: safetensors`, or leave `max_staleness` at 0",
     ),
     # the forward
-    Conflict(
+    _Conflict(
         lambda o: o.sp_size > 1 and o.forward != "tree",
         "<sp_size> shares packed trees among processes, and <forward> packs none",
         "set `forward: tree`, or leave `sp_size` out",
     ),
-    Conflict(
+    _Conflict(
         lambda o: o.gradient_checkpointing_layers > 1 and not vars(o)[o.checkpointing],
         "<gradient_checkpointing_layers> groups recomputed layers, and `{checkpointing}: false` computes none again",
         "leave one of the two out",
     ),
-    Conflict(
+    _Conflict(
         lambda o: o.gradient_checkpointing_layers > 1 and o.activation_offloading,
         "<gradient_checkpointing_layers> keeps fewer inputs of layers on the GPU, and `activation_offloading: true` "
         "keeps none there",
         "leave one of the two out",
     ),
     # credit
-    Conflict(
+    _Conflict(
         lambda o: o.credit_rule == "state_baseline" and o.state_score is None,
         "`advantage_estimator: state_baseline` needs a score of states",
         "name a `StateScore` in `state_score`",
     ),
-    Conflict(
-        lambda o: o.branch_at is None and o.credit_rule == BRANCH_RULE,
+    _Conflict(
+        lambda o: o.branch_at is None and o.credit_rule == _BRANCH_RULE,
         "`advantage_estimator: {credit_rule}` is the rule of conversations that branch",
         "set `branch_at`, or choose `reward_to_go`",
     ),
-    Conflict(
+    _Conflict(
         lambda o: o.branch_at is not None and o.num_branches < 2,
         "`num_branches` is {num_branches}",
         "set 2 or more, or leave `branch_at` out",
     ),
-    Conflict(
+    _Conflict(
         lambda o: (
             o.branch_at is not None and (o.num_generations % o.num_branches or o.num_generations < o.least_group)
         ),
         "<num_generations> does not make two conversations or more of <num_branches> each",
         "set it to {least_group} or a larger multiple of {num_branches}",
     ),
-    Conflict(
+    _Conflict(
         # of several environments each may have its own number of replies
         lambda o: None not in (o.branch_at, o.most_turns) and o.branch_at >= o.most_turns and o.environments is None,
         "<branch_at> is never reached, since a conversation has {most_turns} turns at most with <max_env_steps>",
         "lower the first, or raise the second",
     ),
-    Conflict(
-        lambda o: o.branch_at is not None and o.credit_rule != BRANCH_RULE,
-        f"`branch_at` needs `advantage_estimator: {BRANCH_RULE}`",
+    _Conflict(
+        lambda o: o.branch_at is not None and o.credit_rule != _BRANCH_RULE,
+        f"`branch_at` needs `advantage_estimator: {_BRANCH_RULE}`",
         "{credit_rule!r} does not know which members of a group share turns, and would be biased",
     ),
     # servers, on GPUs of their own or on the trainer's
-    Conflict(
+    _Conflict(
         lambda o: o.use_vllm and o.vllm_mode == "server" and o.vllm_enable_sleep_mode,
         "`vllm_enable_sleep_mode: true` gives a server's memory to training on the same GPU",
         "set `vllm_mode: colocate`, or leave it out, since this run's server has a GPU of its own",
     ),
-    Conflict(
+    _Conflict(
         lambda o: o.use_vllm and o.vllm_mode == "server" and o.weight_sync == "ipc",
         "`weight_sync: ipc` hands over memory of a GPU that trainer and server share",
         "set `vllm_mode: colocate`, or choose `safetensors` or `nccl`",
     ),
-    Conflict(
+    _Conflict(
         lambda o: o.use_vllm and o.vllm_mode == "colocate" and o.vllm_server_base_url,
         "`vllm_mode: colocate` starts its servers itself, and <vllm_server_base_url> names one",
         "leave it out, or set `vllm_mode: server`",
     ),
-    Conflict(
+    _Conflict(
         lambda o: o.use_vllm and o.vllm_mode == "colocate" and o.weight_sync == "nccl",
         "`weight_sync: nccl` needs a GPU for each end, and with `vllm_mode: colocate` both are on one",
         "leave it out, or choose `ipc` or `safetensors`",
     ),
-    Conflict(
+    _Conflict(
         lambda o: o.use_vllm and o.vllm_mode == "colocate" and o.vllm_enable_sleep_mode and o.max_staleness,
         "<max_staleness> samples in training, when `vllm_enable_sleep_mode: true` has taken the server's weights away",
     ),
 )
 """Of every command. Beside the options they know `credit_rule`, `checkpointing`, `least_group` and `most_turns`."""
 
-OF_TRAINING = (
-    Conflict(
+_OF_TRAINING = (
+    _Conflict(
         lambda o: not o.temperature > 0,
         "<temperature> cannot be trained, since log-probs are those of the logits divided by it",
         "set a number above 0, such as 1.0",
     ),
-    Conflict(
+    _Conflict(
         lambda o: o.max_steps == 0,
         "`max_steps` is 0, so nothing is trained",
         "set a number above 0, or leave it out",
     ),
-    Conflict(
+    _Conflict(
         lambda o: o.max_steps < 0 and not o.num_train_epochs > 0,
         "`num_train_epochs` is {num_train_epochs}, so nothing is trained",
         "set a number above 0",
@@ -205,52 +205,52 @@ OF_TRAINING = (
 )
 """Rollouts and evaluations need less."""
 
-OF_SERVE = (
-    Conflict(
+_OF_SERVE = (
+    _Conflict(
         lambda o: not o.use_vllm,
         "The recipe's trainer samples from its own model and would leave a server alone",
         "set `use_vllm: true` for both commands",
     ),
-    Conflict(
+    _Conflict(
         lambda o: o.vllm_mode == "colocate",
         "The recipe's trainer starts its servers itself (`vllm_mode: colocate`)",
         "run `mt-grpo train` alone, or give both commands `--vllm_mode server`",
     ),
 )
 
-SERVER_GROUPS = Conflict(
+_SERVER_GROUPS = _Conflict(
     lambda o: o.use_vllm and o.vllm_mode == "colocate" and o.processes % o.vllm_tensor_parallel_size,
     "<vllm_tensor_parallel_size> does not divide the {all} that train, and each server of `vllm_mode: colocate` runs "
     "on the GPUs of so many of them",
     "set a divisor, such as 1",
 )
-SEQUENCE_GROUPS = Conflict(
+_SEQUENCE_GROUPS = _Conflict(
     lambda o: o.processes % o.sp_size,
     "<sp_size> does not divide {all}",
     "start a multiple of it (`--num_processes`), or leave it out",
 )
-OF_BATCHES = (
-    SERVER_GROUPS,
-    SEQUENCE_GROUPS,
-    Conflict(
+_OF_BATCHES = (
+    _SERVER_GROUPS,
+    _SEQUENCE_GROUPS,
+    _Conflict(
         lambda o: o.batch % o.step,
         "`generation_batch_size: {batch}` is no multiple of {step} ({sizes})",
         "make it one, or leave it out",
     ),
-    Conflict(
+    _Conflict(
         lambda o: o.batch % o.num_generations,
         "<num_generations> does not divide the generation batch of {batch} ({sizes} × {steps})",
         "{divisors}make the batch a multiple of {num_generations}",
     ),
-    Conflict(
+    _Conflict(
         lambda o: o.branch_at is not None and o.rows % o.num_branches,
         "<num_branches> does not divide the {rows} conversations that a process samples, and branches share a process",
         "change it, or `per_device_train_batch_size`",
     ),
 )
 """Of the processes of a run, which have to make whole groups."""
-OF_EVAL_BATCHES = (
-    Conflict(
+_OF_EVAL_BATCHES = (
+    _Conflict(
         lambda o: o.batch % o.generations,
         "`num_generations_eval: {generations}` does not divide the evaluation batch of {batch} ({sizes})",
         "{divisors}make the batch a multiple of {generations}",
@@ -279,7 +279,7 @@ def check_options(
         "least_group": 2 * options["num_branches"],
         "most_turns": None if steps is None else steps + 1,
     }
-    refuse(CONFLICTS, {**options, **derived})
+    _refuse(CONFLICTS, {**options, **derived})
     _check_checkpointing_options(options)
     _check_addresses(options)
     check_partner(options)
@@ -292,7 +292,7 @@ def check_history(policy: str, compact_every: int | None) -> None:
     """Raises `ConfigError` for an unknown policy, or `"compact"` without its number of turns."""
     options = {"history": policy, "compact_every": compact_every}
     check_values(options, OPTIONS)
-    refuse([HISTORY], options)
+    _refuse([_HISTORY], options)
 
 
 def _check_addresses(options: Values) -> None:
@@ -328,22 +328,22 @@ def _check_checkpointing_options(options: Values) -> None:
 
 def check_served(options: Values) -> None:
     """Checks that a run would use the server that is to be started."""
-    refuse(OF_SERVE, {"use_vllm": None, "vllm_mode": None, **options})
+    _refuse(_OF_SERVE, {"use_vllm": None, "vllm_mode": None, **options})
 
 
 def check_groups(options: Values, processes: int) -> None:
     """Checks that the servers that a run starts share its processes evenly."""
-    refuse([SERVER_GROUPS], {**options, "processes": processes, "all": _processes(processes)})
+    _refuse([_SERVER_GROUPS], {**options, "processes": processes, "all": _processes(processes)})
 
 
 def check_sharing(size: int, processes: int) -> None:
     """Checks that `sp_size` divides the processes."""
-    refuse([SEQUENCE_GROUPS], {"sp_size": size, "processes": processes, "all": _processes(processes)})
+    _refuse([_SEQUENCE_GROUPS], {"sp_size": size, "processes": processes, "all": _processes(processes)})
 
 
 def check_trainable(options: Values) -> None:
     """Checks that training would take a step."""
-    refuse(OF_TRAINING, options)
+    _refuse(_OF_TRAINING, options)
 
 
 def check_batches(options: Values, processes: int) -> None:
@@ -363,7 +363,7 @@ def check_batches(options: Values, processes: int) -> None:
         "rows": batch // processes,
         "divisors": _divisors(batch, 2),
     }
-    refuse(OF_BATCHES, {**options, **derived})
+    _refuse(_OF_BATCHES, {**options, **derived})
     if options["do_eval"] or options["eval_strategy"] != "no":
         check_eval_batch(options, processes)
 
@@ -377,7 +377,7 @@ def check_eval_batch(options: Values, processes: int) -> None:
         "sizes": f"{device} a device × {_processes(processes)}",
         "divisors": _divisors(device * processes, 1),
     }
-    refuse(OF_EVAL_BATCHES, sizes)
+    _refuse(_OF_EVAL_BATCHES, sizes)
 
 
 def _processes(number: int) -> str:

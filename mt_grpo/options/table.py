@@ -40,10 +40,10 @@ def _is_finite(value: object) -> bool:
     return isinstance(value, numbers.Real) and math.isfinite(value)
 
 
-ABOVE_ZERO = Rule(lambda value: value > 0, "set a number above 0, or leave it out")
-NOT_BELOW_ZERO = Rule(lambda value: value >= 0, "set 0 or more, or leave it out")
-PORT = Rule(lambda value: 0 < value < 2**16, "set a port from 1 to 65535, or leave it out")
-NO_EFFECT = Rule(lambda value: not value, "it has no effect on rollouts of many turns, so leave it out", False)
+_ABOVE_ZERO = Rule(lambda value: value > 0, "set a number above 0, or leave it out")
+_NOT_BELOW_ZERO = Rule(lambda value: value >= 0, "set 0 or more, or leave it out")
+_PORT = Rule(lambda value: 0 < value < 2**16, "set a port from 1 to 65535, or leave it out")
+_NO_EFFECT = Rule(lambda value: not value, "it has no effect on rollouts of many turns, so leave it out", False)
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class RunOptions:
     )
     max_turns: int | None = _env(
         "Responses of one conversation of the scheduler. No bound of its own where unset.",
-        rule=ABOVE_ZERO,
+        rule=_ABOVE_ZERO,
     )
     call_protocol: str | None = _env(
         "How calls are written: tags, native or another. `native` is the model's own form; `learnt_tags` are `tags` "
@@ -168,18 +168,18 @@ class RunOptions:
     )
     max_turn_length: int | None = _agent(
         "Tokens sampled in one turn. Reaching it ends the conversation. No bound of its own where unset.",
-        rule=ABOVE_ZERO,
+        rule=_ABOVE_ZERO,
     )
     max_completion_length: int | None = _agent(
         "Tokens of a conversation after the prompt. Those that the environment writes count. TRL's default is often "
         "too few.",
         default=512,
-        rule=ABOVE_ZERO,
+        rule=_ABOVE_ZERO,
     )
     tool_timeout: float | None = _env(
         "Seconds one tool call may take. Also what an environment with a loop of its own may take between two turns.",
         default=60.0,
-        rule=ABOVE_ZERO,
+        rule=_ABOVE_ZERO,
     )
     tool_processes: int = _env(
         "Processes that call tools which are plain functions. Those that compute then do not wait for each other. 0 "
@@ -188,10 +188,12 @@ class RunOptions:
         rule=Rule(lambda value: value >= 0, "set 0 or more"),
         page="tools.md",
     )
-    rollout_timeout: float | None = _agent("Seconds one conversation may take. No bound where unset.", rule=ABOVE_ZERO)
+    rollout_timeout: float | None = _agent(
+        "Seconds one conversation may take. No bound where unset.", rule=_ABOVE_ZERO
+    )
     max_concurrent_rollouts: int | None = _agent(
         "Conversations under way at once in a process. Unset: all, and with a server as many as its cache holds.",
-        rule=ABOVE_ZERO,
+        rule=_ABOVE_ZERO,
         page="rollouts.md",
     )
     history: str = _agent(
@@ -258,7 +260,7 @@ class RunOptions:
     max_resample_times: int = _rewards(
         "Rounds of sampling such groups again. That many at most.",
         default=3,
-        rule=ABOVE_ZERO,
+        rule=_ABOVE_ZERO,
     )
     branch_at: int | None = _rewards(
         "Turns after which a conversation branches. None does where unset; in training only.",
@@ -362,7 +364,7 @@ class RunOptions:
     vllm_min_servers: int | None = _server(
         "Servers that a run needs. It begins with so many, and the others join when they are up. Where unset, it "
         "waits for all, and goes on with those that are up.",
-        rule=ABOVE_ZERO,
+        rule=_ABOVE_ZERO,
         page="server.md#several-servers",
     )
     weight_sync: str = _server(
@@ -379,13 +381,13 @@ class RunOptions:
     )
     weight_sync_port: int | None = _server(
         "Port at which the trainer offers weights by `http` or `delta`. Any free one where unset.",
-        rule=PORT,
+        rule=_PORT,
         page="server.md",
     )
     verify_sync_every: int = _server(
         "Every so many weight syncs are verified. So is the first.",
         default=50,
-        rule=ABOVE_ZERO,
+        rule=_ABOVE_ZERO,
         page="server.md",
     )
 
@@ -423,9 +425,9 @@ OF_LIBRARIES = {
         rule=Rule(lambda value: value >= 2, "an advantage compares the completions of one prompt, so set 2 or more"),
     ),
     "per_device_train_batch_size": Option(
-        "Conversations in one microbatch of each process.", TRAINING, rule=ABOVE_ZERO
+        "Conversations in one microbatch of each process.", TRAINING, rule=_ABOVE_ZERO
     ),
-    "gradient_accumulation_steps": Option("Microbatches in one optimiser step.", TRAINING, rule=ABOVE_ZERO),
+    "gradient_accumulation_steps": Option("Microbatches in one optimiser step.", TRAINING, rule=_ABOVE_ZERO),
     "learning_rate": Option(
         "Learning rate at its highest.",
         TRAINING,
@@ -445,7 +447,7 @@ OF_LIBRARIES = {
         names=("group", "batch", "none", True, False),
         also="boolean",
     ),
-    "beta": Option("Weight of the KL divergence from a reference.", TRAINING, rule=NOT_BELOW_ZERO),
+    "beta": Option("Weight of the KL divergence from a reference.", TRAINING, rule=_NOT_BELOW_ZERO),
     "use_peft": Option("Train a LoRA adapter; see `lora_...`.", TRAINING, of_server=True),
     "lora_r": Option("Rank of a LoRA adapter.", TRAINING, of_server=True),
     "lora_alpha": Option("Scale of a LoRA adapter, a multiple of 1 / rank.", TRAINING),
@@ -461,8 +463,8 @@ OF_LIBRARIES = {
     "do_eval": Option("Measure the agent before and after training.", TRAINING),
     "use_cpu": Option("Use no GPU.", TRAINING, of_server=True),
     "use_vllm": Option("Sample with servers of vLLM. `mt-grpo serve` starts them.", SERVER),
-    "vllm_server_port": Option("Port of the vLLM server.", SERVER, rule=PORT, of_server=True),
-    "vllm_tensor_parallel_size": Option(rule=ABOVE_ZERO, of_server=True),
+    "vllm_server_port": Option("Port of the vLLM server.", SERVER, rule=_PORT, of_server=True),
+    "vllm_tensor_parallel_size": Option(rule=_ABOVE_ZERO, of_server=True),
     "vllm_gpu_memory_utilization": Option(
         rule=Rule(lambda value: 0 < value <= 1, "it is a share of a GPU's memory, so set one such as 0.3")
     ),
@@ -503,18 +505,18 @@ OF_LIBRARIES = {
             *("generation_batch_size", "num_generations_eval", "num_iterations", "per_device_eval_batch_size"),
             "steps_per_generation",
         ),
-        Option(rule=ABOVE_ZERO),
+        Option(rule=_ABOVE_ZERO),
     ),
     **dict.fromkeys(
         ("delta", "epsilon", "epsilon_high", "max_grad_norm", "max_tool_calling_iterations", "weight_decay"),
-        Option(rule=NOT_BELOW_ZERO),
+        Option(rule=_NOT_BELOW_ZERO),
     ),
     **dict.fromkeys(  # of TRL's own generation
         (
             *("cache_implementation", "generation_kwargs", "use_transformers_continuous_batching"),
             *("use_transformers_paged", "vllm_structured_outputs_regex"),
         ),
-        Option(rule=NO_EFFECT),
+        Option(rule=_NO_EFFECT),
     ),
     "parallelism_config": Option(
         rule=Rule(

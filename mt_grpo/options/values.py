@@ -26,38 +26,38 @@ VERIFIERS = "verifiers:"
 """What `env` begins with where it names an environment of verifiers."""
 
 
-Text = Annotated[str, MinLen(1)]
+_Text = Annotated[str, MinLen(1)]
 
 
 class _UserNeeds(TypedDict):
-    base_url: Text
-    model: Text
-    system_prompt: Text
+    base_url: _Text
+    model: _Text
+    system_prompt: _Text
 
 
-class UserOptions(_UserNeeds, total=False):
+class _UserOptions(_UserNeeds, total=False):
     """Keys of `simulated_user`; see `mt_grpo.envs.simulated_user`."""
 
     api_key_env: str
-    stop_phrase: Text
+    stop_phrase: _Text
     max_turns: Annotated[int, Ge(1)]
     timeout: Annotated[float, Gt(0)]
     max_retries: Annotated[int, Ge(0)]
     request: Mapping[str, Any]
 
 
-class AgentOptions(TypedDict, total=False):
+class _AgentOptions(TypedDict, total=False):
     """Keys of `agent` as a mapping; it has one of the first two."""
 
-    function: Text
-    command: Text
-    host: Text
+    function: _Text
+    command: _Text
+    host: _Text
 
 
 DEFAULT_RULE: dict[str, Any] = {"name": "lambda_to_go", "lam": 0.8, "scales": "batch"}
 """The credit rule where none is chosen. benchmarks/reports/designs.md says why."""
 
-OUTCOME_RULE = "grpo_or"
+_OUTCOME_RULE = "grpo_or"
 """The same without turn rewards: TRL's, which gives the outcome to every token of a conversation."""
 
 
@@ -93,7 +93,7 @@ def chosen_rule(rule: str | dict[str, Any] | None, has_turn_rewards: bool) -> st
     """The credit rule of a run: the one that was chosen, or a default."""
     if rule is not None:
         return rule
-    return dict(DEFAULT_RULE) if has_turn_rewards else OUTCOME_RULE
+    return dict(DEFAULT_RULE) if has_turn_rewards else _OUTCOME_RULE
 
 
 def parse_rule(rule: object) -> str | dict[str, Any]:
@@ -170,7 +170,7 @@ def parse_user(user: object) -> dict[str, Any]:
                 "name that in `api_key_env`."
             )
         user = {name: value for name, value in user.items() if value is not None}
-    user = _validated(UserOptions, user, "simulated_user")
+    user = _validated(_UserOptions, user, "simulated_user")
     if not user["base_url"].startswith(("http://", "https://")):
         raise ConfigError(
             f"`simulated_user: base_url` is {user['base_url']!r}: give a URL such as `http://127.0.0.1:8001/v1`."
@@ -188,7 +188,7 @@ def parse_agent(agent: object, key: str = "agent") -> dict[str, str]:
     forms = 'the path of a function, such as `my_agent.solve`, or `{command: "node agent.js"}`'
     if not isinstance(agent, Mapping):
         raise ConfigError(f"`{key}` is {agent!r}: give {forms}.")
-    agent = _validated(AgentOptions, agent, key)
+    agent = _validated(_AgentOptions, agent, key)
     if ("function" in agent) == ("command" in agent):
         raise ConfigError(f"`{key}` has to name one thing that runs: {forms}.")
     if "command" in agent:
@@ -237,19 +237,19 @@ PARSERS: dict[str, Callable[[Any], Any]] = {
 """How the options that may be mappings are read."""
 
 
-OF_TOOLS = (
+_OF_TOOLS = (
     *("tools", "tools_config_file", "tool_processes", "system_prompt", "max_env_steps", "call_protocol", "env_mask"),
     "tool_timeout",
 )
 """Options of a run that an environment with tools takes."""
 
-OF_GAMES = ("tag", "max_turns", "step_timeout")
-OF_USERS, OF_AGENTS = tuple(get_type_hints(UserOptions)), tuple(get_type_hints(AgentOptions))
-BROUGHT = "mt_grpo.integrations"
+_OF_GAMES = ("tag", "max_turns", "step_timeout")
+_OF_USERS, _OF_AGENTS = tuple(get_type_hints(_UserOptions)), tuple(get_type_hints(_AgentOptions))
+_BROUGHT = "mt_grpo.integrations"
 
 
 @dataclass(frozen=True)
-class EnvType:
+class _EnvType:
     """
     A kind of environment.
 
@@ -265,32 +265,32 @@ class EnvType:
     module: str
     keys: tuple[str, ...] = ()
     needs: int = 1
-    takes: tuple[str, ...] = OF_TOOLS
+    takes: tuple[str, ...] = _OF_TOOLS
     option: str | None = None
     paths: tuple[str, ...] = ()
 
 
 TYPES = {
-    "tools": EnvType("mt_grpo.envs.registry", needs=0),
-    "simulated_user": EnvType("mt_grpo.envs.simulated_user", OF_USERS, 0, option="simulated_user"),
-    "interactions": EnvType(f"{BROUGHT}.verl", ("file",), option="interaction_config_file"),
-    "class": EnvType("mt_grpo.envs.registry", ("path",), takes=(*OF_TOOLS, "environment_urls"), option="env"),
-    "trl": EnvType(f"{BROUGHT}.trl", ("factory",), option="environment_factory"),
-    "agent": EnvType(f"{BROUGHT}.openai_api", OF_AGENTS, 0, ("call_protocol",), "agent"),
-    "scheduler": EnvType(
-        f"{BROUGHT}.swift",
+    "tools": _EnvType("mt_grpo.envs.registry", needs=0),
+    "simulated_user": _EnvType("mt_grpo.envs.simulated_user", _OF_USERS, 0, option="simulated_user"),
+    "interactions": _EnvType(f"{_BROUGHT}.verl", ("file",), option="interaction_config_file"),
+    "class": _EnvType("mt_grpo.envs.registry", ("path",), takes=(*_OF_TOOLS, "environment_urls"), option="env"),
+    "trl": _EnvType(f"{_BROUGHT}.trl", ("factory",), option="environment_factory"),
+    "agent": _EnvType(f"{_BROUGHT}.openai_api", _OF_AGENTS, 0, ("call_protocol",), "agent"),
+    "scheduler": _EnvType(
+        f"{_BROUGHT}.swift",
         ("name",),
         takes=("max_turns", "loss_scale", "system_prompt", "call_protocol", "tool_timeout"),
         option="multi_turn_scheduler",
     ),
-    "verifiers": EnvType(f"{BROUGHT}.verifiers", ("name", "config"), takes=("call_protocol",)),
-    "gym": EnvType(f"{BROUGHT}.gym", ("make", "parse", *OF_GAMES), takes=(), paths=("make", "parse")),
-    "textarena": EnvType(
-        f"{BROUGHT}.textarena", ("game", "opponent", "max_turns", "options"), takes=(), paths=("opponent",)
+    "verifiers": _EnvType(f"{_BROUGHT}.verifiers", ("name", "config"), takes=("call_protocol",)),
+    "gym": _EnvType(f"{_BROUGHT}.gym", ("make", "parse", *_OF_GAMES), takes=(), paths=("make", "parse")),
+    "textarena": _EnvType(
+        f"{_BROUGHT}.textarena", ("game", "opponent", "max_turns", "options"), takes=(), paths=("opponent",)
     ),
-    "openenv": EnvType(
-        f"{BROUGHT}.openenv",
-        ("action", "url", "observe", "client", *OF_GAMES),
+    "openenv": _EnvType(
+        f"{_BROUGHT}.openenv",
+        ("action", "url", "observe", "client", *_OF_GAMES),
         takes=("environment_urls",),
         paths=("action", "observe", "client"),
     ),
@@ -376,7 +376,7 @@ def _as_options(name: str, own: dict[str, Any]) -> dict[str, Any]:
 _DEFAULTS = {field.name: field.default for field in fields(RunOptions)}
 
 
-CUTOFF = 0.82
+_CUTOFF = 0.82
 """How near, of 1, the name of an option must be to be guessed."""
 
 SYNONYMS = {
@@ -476,4 +476,4 @@ def refuse_unknown(
         other = next((own for own, others in SYNONYMS.items() if word in others.split()), None)
         if other in known:
             raise ConfigError(f"{written} is unknown: here it is `{other}`.")
-        raise ConfigError(f"{written} is unknown{did_you_mean(name, known, cutoff=CUTOFF) or f': {otherwise}'}.")
+        raise ConfigError(f"{written} is unknown{did_you_mean(name, known, cutoff=_CUTOFF) or f': {otherwise}'}.")
