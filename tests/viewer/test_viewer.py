@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 from support.models import build_tokenizer
 
-from mt_grpo.app import report
 from mt_grpo.app.interrupt import print_error
+from mt_grpo.app.train import table
 from mt_grpo.errors import UserError
 from mt_grpo.token_tree import TokenTree
 from mt_grpo.trajectory import StopReason, Trajectory
@@ -79,5 +79,5 @@ def test_a_traceback_does_nothing_to_the_terminal():
 
 def test_names_of_rewards_are_no_markup():
     measures = {"[red]mine[/red] [/]": 0.5, "questions": 2}
-    assert "[red]mine[/red] [/]" in drawn(report.table(measures, measures, "title [/x]"), width=100)
-    assert "title [/x]" in drawn(report.table(measures, measures, "title [/x]"), width=100)
+    assert "[red]mine[/red] [/]" in drawn(table(measures, measures, "title [/x]"), width=100)
+    assert "title [/x]" in drawn(table(measures, measures, "title [/x]"), width=100)
