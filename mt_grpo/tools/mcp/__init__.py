@@ -20,8 +20,11 @@ from mt_grpo.media_files import decoded
 from mt_grpo.sounds import is_wav
 from mt_grpo.tools.function import Tool, ToolDefinitionError
 from mt_grpo.tools.mcp.server import McpPool, McpServer, McpToolError, shared_server
-from mt_grpo.tools.mcp.session import read_servers
+from mt_grpo.tools.mcp.session import McpServerConfig, read_servers
 from mt_grpo.tools.stateful import BaseTool, OpenAIFunctionToolSchema, ToolResponse
+
+
+__all__ = ["MCPBaseTool", "McpServer", "McpServerConfig", "McpToolError", "mcp_tools", "read_servers", "result_text"]
 
 
 @dataclass(frozen=True)
