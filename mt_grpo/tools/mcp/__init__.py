@@ -23,7 +23,6 @@ from mt_grpo.tools.mcp.server import McpPool, McpServer, McpToolError, shared_se
 from mt_grpo.tools.mcp.session import McpServerConfig, read_servers
 from mt_grpo.tools.stateful import BaseTool, OpenAIFunctionToolSchema, ToolResponse
 
-
 __all__ = ["MCPBaseTool", "McpServer", "McpServerConfig", "McpToolError", "mcp_tools", "read_servers", "result_text"]
 
 
