@@ -56,7 +56,7 @@ class _TreeMask(Tensor):
     known: bool
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, function: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         if function in (torch.cat, torch.concat):
             raise cannot_pack("A layer joins its mask with another (compressed keys)")
         if function is Tensor.__getitem__ and _takes_all(args[1]):  # Gemma 4, before layers that share keys and values
@@ -77,7 +77,7 @@ class _TreeMask(Tensor):
         return mask
 
 
-def _takes_all(index: Any) -> bool:
+def _takes_all(index: object) -> bool:
     """Whether an index of a mask takes all of it: no slice has an end, though one element has none to lose."""
     return isinstance(index, tuple) and all(
         isinstance(part, slice) and not part.start and part.stop is None and part.step is None for part in index
@@ -170,7 +170,7 @@ def _attend_over_tree(
     s_aux: Tensor | None = None,
     alibi: Tensor | None = None,
     dropout: float = 0.0,
-    **others: Any,
+    **others: object,
 ) -> Tensor:
     """
     Attention over a packed row of `N` tokens, with transformers' names. Where several processes compute the row, each
@@ -241,7 +241,13 @@ def _windows(sees: Callable[..., Tensor], size: int | None, layout: TreeLayout) 
 
 
 def _bloom(
-    self: Any, hidden_states: Tensor, residual: Tensor, *, alibi: Tensor, attention_mask: _TreeMask, **others: Any
+    self: BloomAttention,
+    hidden_states: Tensor,
+    residual: Tensor,
+    *,
+    alibi: Tensor,
+    attention_mask: _TreeMask,
+    **others: object,
 ) -> tuple[Tensor, None]:
     query, key, value = self._reshape(self.query_key_value(hidden_states))
     output = _attend_over_tree(
@@ -258,7 +264,7 @@ def _bloom(
 
 
 def _mpt(
-    self: Any, hidden_states: Tensor, position_bias: Tensor, *, attention_mask: _TreeMask, **others: Any
+    self: MptAttention, hidden_states: Tensor, position_bias: Tensor, *, attention_mask: _TreeMask, **others: object
 ) -> tuple[Tensor, None]:
     projected = self.Wqkv(hidden_states)
     if self.clip_qkv:
@@ -281,13 +287,13 @@ def _mpt(
 
 
 def _falcon(
-    self: Any,
+    self: FalconAttention,
     hidden_states: Tensor,
     *,
     alibi: Tensor | None,
     attention_mask: _TreeMask,
     position_embeddings: tuple[Tensor, Tensor],
-    **others: Any,
+    **others: object,
 ) -> tuple[Tensor, None]:
     query, key, value = (part.transpose(1, 2) for part in self._split_heads(self.query_key_value(hidden_states)))
     if alibi is None:

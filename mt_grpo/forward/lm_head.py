@@ -10,6 +10,7 @@ them. The output layer's own forward computes log-probs in place of logits.
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import ModelOutput
 
 from mt_grpo.forward.packing import cannot_pack
 from mt_grpo.forward.sequence_parallel import Labels
@@ -47,15 +49,7 @@ class Truncation:
     min_p: float = 0.0
 
     def floor(self, logits: Tensor) -> Tensor:
-        """
-        The smallest logit of a token that can be drawn.
-
-        Args:
-            logits (`Tensor`): `(M, vocab)`, after temperature.
-
-        Returns:
-            `(M,)`.
-        """
+        """The smallest logit of a token that can be drawn, `(M,)`, of logits `(M, vocab)` after temperature."""
         lowest = math.log(self.min_p) if self.min_p > 0 else -math.inf
         floor = logits.amax(dim=1, keepdim=True) + lowest
         ordered = None
@@ -74,11 +68,8 @@ class Truncation:
 
     def apply(self, logits: Tensor, labels: Tensor) -> Tensor:
         """
-        Logits whose softmax is the distribution that `labels` were drawn from.
-
-        Args:
-            logits (`Tensor`): `(M, vocab)`, after temperature.
-            labels (`Tensor`): `(M,)` tokens that were drawn. They are always kept.
+        Logits whose softmax is the distribution that `labels`, `(M,)`, were drawn from. `logits` are `(M, vocab)`
+        after temperature. Labels are always kept.
         """
         whole = logits.detach()
         excluded = _excludes(whole, self.floor(whole), labels)
@@ -179,12 +170,9 @@ class _Score(torch.autograd.Function):
         size = hidden.size(0)
         with torch.autocast(hidden.device.type, enabled=False):
             grad_hidden = torch.zeros_like(hidden) if wants_hidden else None
-            grad_weight = (
-                torch.zeros(weight.shape, dtype=normalisers.dtype, device=hidden.device) if wants_weight else None
-            )
-            grad_bias = (
-                torch.zeros(weight.size(0), dtype=normalisers.dtype, device=hidden.device) if wants_bias else None
-            )
+            zeros = functools.partial(torch.zeros, dtype=normalisers.dtype, device=hidden.device)
+            grad_weight = zeros(weight.shape) if wants_weight else None
+            grad_bias = zeros(weight.size(0)) if wants_bias else None
             matrix = weight.to(hidden.dtype)
             last, ctx.last = getattr(ctx, "last", None), None
             for start in range(0, size, ctx.chunk):
@@ -226,11 +214,7 @@ class _Score(torch.autograd.Function):
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
             None if grad_bias is None else grad_bias.to(bias.dtype),
-            None,
-            None,
-            None,
-            None,
-            None,
+            *[None] * 5,
         )
 
 
@@ -264,14 +248,7 @@ _Scorer = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 class Sampling(NamedTuple):
-    """
-    The distribution that labels were drawn from.
-
-    Args:
-        temperature (`float`): Divides the logits.
-        truncation (`Truncation`, *optional*): Which tokens can be drawn.
-        plain (`np.ndarray`, *optional*): `(M,)` bool: labels that are scored at temperature 1 and without truncation.
-    """
+    """The distribution that labels were drawn from, but for those that are `plain`, `(M,)` bool."""
 
     temperature: float
     truncation: Truncation | None = None
@@ -281,12 +258,12 @@ class Sampling(NamedTuple):
 class _Returns(nn.Module):
     """In place of a module that has been called: it returns the same again, and so does each part of it."""
 
-    def __init__(self, outputs: Any, usual: nn.Module) -> None:
+    def __init__(self, outputs: ModelOutput, usual: nn.Module) -> None:
         super().__init__()
         self.outputs = outputs
         vars(self)["usual"] = usual  # no part of this module
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> ModelOutput:
         return self.outputs
 
     def __getattr__(self, name: str) -> Any:
@@ -311,7 +288,7 @@ def output_layer(model: PreTrainedModel) -> nn.Linear | None:
 
 def score_states(
     model: PreTrainedModel,
-    outputs: Any,
+    outputs: ModelOutput,
     predictor: Tensor,
     label: Tensor,
     sampling: Sampling,
@@ -376,7 +353,7 @@ class _Kind(NamedTuple):
 class _Around:
     """The model's own forward, with what its backbone returned."""
 
-    def __init__(self, model: PreTrainedModel, outputs: Any) -> None:
+    def __init__(self, model: PreTrainedModel, outputs: ModelOutput) -> None:
         self._model, self._outputs = model, outputs
         name, module = backbone_name(model), model.get_output_embeddings()
         assert name is not None  # else the model was refused

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import MoeModelOutputWithPast
+from transformers.modeling_outputs import ModelOutput, MoeModelOutputWithPast
 
 from mt_grpo.forward.packing import FlatTree, Packed, cannot_pack, flatten
 from mt_grpo.media import IMAGE, SOUND, VIDEO, kind_of
@@ -151,12 +151,12 @@ def _type_ids(forward: Callable[..., Any], ids: Tensor) -> dict[str, Tensor]:
     return {name: kinds(ids) for name in TYPES if name in parameters}
 
 
-def takes_features(backbone: Any) -> bool:
+def takes_features(backbone: PreTrainedModel) -> bool:
     """Whether a backbone takes features of images that were computed before."""
     return "mm_encoder_outputs" in inspect.signature(backbone.forward).parameters
 
 
-def packed_features(backbone: Any, packed: Packed, images: Media, device: torch.device) -> dict[str, Any]:
+def packed_features(backbone: PreTrainedModel, packed: Packed, images: Media, device: torch.device) -> dict[str, Any]:
     """
     The argument by which a backbone takes the features of the images in a packed row. Each image is looked at once,
     however many branches show it.
@@ -170,7 +170,7 @@ def packed_features(backbone: Any, packed: Packed, images: Media, device: torch.
     return {"mm_encoder_outputs": found} if found else {}
 
 
-def _features(look: Callable[..., Any], order: Sequence[int], images: Media, device: torch.device) -> Any:
+def _features(look: Callable[..., Any], order: Sequence[int], images: Media, device: torch.device) -> ModelOutput:
     """What a model makes of images, or of videos, as often as they are shown. It looks at each once."""
     unique = list(dict.fromkeys(order))
     known = inspect.signature(look).parameters
@@ -187,7 +187,7 @@ def _features(look: Callable[..., Any], order: Sequence[int], images: Media, dev
     return features
 
 
-def _in_places(found: Tensor | Sequence[Tensor], sizes: Sequence[int], places: Sequence[int]) -> Any:
+def _in_places(found: Tensor | Sequence[Tensor], sizes: Sequence[int], places: Sequence[int]) -> Tensor | list[Tensor]:
     """Features of images, each of some tokens, in other places. A model has them in one tensor, or one per image."""
     tokens = found if isinstance(found, Tensor) else torch.cat(list(found))
     pieces = tokens.reshape(-1, tokens.size(-1)).split(list(sizes))
@@ -195,7 +195,7 @@ def _in_places(found: Tensor | Sequence[Tensor], sizes: Sequence[int], places: S
     return torch.cat(chosen).reshape(-1, *found.shape[1:]) if isinstance(found, Tensor) else chosen
 
 
-def packed_positions(backbone: Any, packed: Packed, images: Media, device: torch.device) -> Tensor | None:
+def packed_positions(backbone: PreTrainedModel, packed: Packed, images: Media, device: torch.device) -> Tensor | None:
     """
     The positions of a packed row's tokens, `(3, 1, N)`, where the model gives image tokens a place in three
     dimensions. What follows an image is at another position than its depth. Each root-to-leaf path is asked for.
@@ -224,7 +224,7 @@ def packed_positions(backbone: Any, packed: Packed, images: Media, device: torch
 
 
 def packed_audio_embeddings(
-    backbone: Any, packed: Packed, images: Media, device: torch.device
+    backbone: PreTrainedModel, packed: Packed, images: Media, device: torch.device
 ) -> tuple[Tensor, Tensor] | None:
     """
     Places and audio embeddings of a packed row. Each clip is encoded once, even if several branches contain it.
@@ -240,7 +240,7 @@ def packed_audio_embeddings(
     return places.to(device), torch.cat([found[each] for each in order])
 
 
-def _heard(backbone: Any, sounds: list[int], images: Media, device: torch.device) -> Tensor:
+def _heard(backbone: PreTrainedModel, sounds: list[int], images: Media, device: torch.device) -> Tensor:
     """The embeddings that a backbone hands to its decoder for sounds, one after another: `(M, H)`."""
     decoder, asked = backbone.get_decoder(), list[Tensor]()
     size = sum(images[each].size for each in sounds)
@@ -263,10 +263,10 @@ class _Nothing(MoeModelOutputWithPast):  # type: ignore[misc]
 
 
 @contextmanager
-def _asking(decoder: Any, asked: list[Tensor]) -> Iterator[None]:
+def _asking(decoder: PreTrainedModel, asked: list[Tensor]) -> Iterator[None]:
     """Keeps the embeddings that a decoder is given in `asked`, and lets it compute nothing."""
 
-    def keep(*args: Any, inputs_embeds: Tensor | None = None, **kwargs: Any) -> Any:
+    def keep(*args: object, inputs_embeds: Tensor | None = None, **kwargs: object) -> _Nothing:
         if inputs_embeds is not None:
             asked.append(inputs_embeds)
         return _Nothing(last_hidden_state=inputs_embeds)
@@ -283,14 +283,14 @@ def _asking(decoder: Any, asked: list[Tensor]) -> Iterator[None]:
 
 
 @contextmanager
-def inject_audio_embeddings(backbone: Any, heard: tuple[Tensor, Tensor] | None) -> Iterator[None]:
+def inject_audio_embeddings(backbone: PreTrainedModel, heard: tuple[Tensor, Tensor] | None) -> Iterator[None]:
     """Puts what `packed_audio_embeddings` returned among the embeddings that a backbone hands to its decoder."""
     if heard is None:
         yield
         return
     places, embeddings = heard
 
-    def put(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    def put(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> tuple[object, object]:
         row = kwargs["inputs_embeds"]
         return args, {**kwargs, "inputs_embeds": row.index_copy(1, places, embeddings[None].to(row))}
 

@@ -21,6 +21,7 @@ import torch
 from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import ModelOutput
 
 from mt_grpo.errors import UnsupportedModelError
 from mt_grpo.forward.interface import (
@@ -238,7 +239,9 @@ def enable_trees(model: PreTrainedModel | PeftModel, cast_head_to_fp32: bool | N
     model.forward = types.MethodType(forward, model)
 
 
-def _backbone_outputs(model: PreTrainedModel, tree: _TreeInput, input_ids: Tensor, position_ids: Tensor) -> Any:
+def _backbone_outputs(
+    model: PreTrainedModel, tree: _TreeInput, input_ids: Tensor, position_ids: Tensor
+) -> ModelOutput:
     backbone = getattr(model, backbone_name(model) or "")
     seen: dict[str, Any] = {}
     heard = None
@@ -266,7 +269,7 @@ def _backbone_outputs(model: PreTrainedModel, tree: _TreeInput, input_ids: Tenso
         return backbone(input_ids=input_ids, attention_mask=torch.ones_like(input_ids), use_cache=False, **given)
 
 
-def _label_scores(model: PreTrainedModel, tree: _TreeInput, outputs: Any) -> tuple[Tensor, ...]:
+def _label_scores(model: PreTrainedModel, tree: _TreeInput, outputs: ModelOutput) -> tuple[Tensor, ...]:
     """Log-probs and entropies, `(M,)`, of the labels of a row."""
     predictor, label, plain, share = tree.packed.predictor, tree.packed.label, tree.plain, tree.layout.share
     labels = None if share is None else share.labels(predictor)

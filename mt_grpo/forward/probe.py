@@ -13,7 +13,6 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -291,7 +290,7 @@ def _rounding_noise(
 def shaken(base: PreTrainedModel, step: float) -> Iterator[None]:
     """Embeddings of which one number in `_SHAKEN` is a rounding step larger, the same ones each time."""
 
-    def shake(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    def shake(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
         shaken = torch.randint(_SHAKEN, output.shape, generator=torch.Generator().manual_seed(0)) == 0
         return torch.where(shaken.to(output.device), output * (1 + step), output)
 

@@ -191,7 +191,9 @@ _LIGHTNING = (MiniMaxLightningAttention,) if "mamba2_chunk_scan" in vars(modelin
 """MiniMax's layers call no function that could run along a tree; with an older transformers there is no scan."""
 
 
-def _lightning_attention(layer: Any, schedule: Schedule, hidden_states: Tensor) -> tuple[Tensor, None]:
+def _lightning_attention(
+    layer: MiniMaxLightningAttention, schedule: Schedule, hidden_states: Tensor
+) -> tuple[Tensor, None]:
     """
     What `MiniMaxLightningAttention` computes, over a tree. It is a state space of Mamba 2 whose steps are all 1, so
     that each head decays by a constant per token.
@@ -237,14 +239,14 @@ class _Carrier:
         block.register_forward_pre_hook(self._begin, with_kwargs=True)
         block.register_forward_hook(self._end, with_kwargs=True, always_call=True)
 
-    def _begin(self, block: nn.Module, args: Any, options: dict[str, Any]) -> None:
+    def _begin(self, block: nn.Module, args: tuple[Tensor, ...], options: dict[str, Any]) -> None:
         states = args[0] if args else options["hidden_states"]
         layout = options.get("tree_layout") or CURRENT.get() or self._layouts.get(states)
         if layout is not None:
             self._layouts[states] = layout
         self._tokens.append(CURRENT.set(layout))
 
-    def _end(self, block: nn.Module, args: Any, options: dict[str, Any], output: Any) -> None:
+    def _end(self, block: nn.Module, args: object, options: object, output: object) -> None:
         CURRENT.reset(self._tokens.pop())
 
 

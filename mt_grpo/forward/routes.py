@@ -100,7 +100,7 @@ class _Router(TorchFunctionMode):
         self._shape, self._choose = shape, choose
         self.choices = 0
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, function: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         found = function(*args, **(kwargs or {}))
         if function not in (torch.topk, torch.Tensor.topk):
             return found
@@ -132,7 +132,7 @@ class _Block:
             module.register_forward_hook(self._end, always_call=True),
         ]
 
-    def _begin(self, *_: Any) -> None:
+    def _begin(self, *_: object) -> None:
         layout = CURRENT.get()
         choose = self._choose or (layout and layout.choose)
         if choose:
@@ -140,7 +140,7 @@ class _Block:
             stack.enter_context(mode)
             self._entered.append((mode, stack))
 
-    def _end(self, *_: Any) -> None:
+    def _end(self, *_: object) -> None:
         if self._entered:
             mode, stack = self._entered.pop()
             stack.close()

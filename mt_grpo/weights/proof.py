@@ -21,6 +21,7 @@ from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from mt_grpo.errors import WeightSyncError
 
@@ -67,7 +68,7 @@ def _server_logprobs(server: ServerControl, model: str, ids: list[int]) -> list[
 
 
 @torch.no_grad()
-def trainer_logprobs(model: Any, ids: list[int], padding: int = 0) -> list[float]:
+def trainer_logprobs(model: nn.Module, ids: list[int], padding: int = 0) -> list[float]:
     """The same by the trainer's model. With sharded weights every process must call it."""
     training = model.training
     model.eval()
@@ -110,7 +111,7 @@ class Proof:
     `_tolerance_for`.
     """
 
-    def __init__(self, get_model: Callable[[], Any], vocab_size: int, tolerance: float | None) -> None:
+    def __init__(self, get_model: Callable[[], nn.Module], vocab_size: int, tolerance: float | None) -> None:
         self.tolerance = EXACT if tolerance is None else tolerance
         self.expected: list[float] = []
         """The trainer's answers to hold a server against; empty until they are computed."""
@@ -122,7 +123,7 @@ class Proof:
         self._epsilon = max(torch.finfo(dtype).eps for dtype in dtypes)
         self._measures &= self._epsilon > torch.finfo(torch.float32).eps
 
-    def compute(self, model: Any = None, measure: bool = True) -> list[float]:
+    def compute(self, model: nn.Module | None = None, measure: bool = True) -> list[float]:
         """Computes the trainer's answers, and with `measure` how far a server's may be from them."""
         model = self._get_model() if model is None else model
         expected = trainer_logprobs(model, self._ids)
@@ -162,8 +163,8 @@ def with_halved_weights(model: nn.Module) -> Iterator[set[str]]:
     """A context in which `model` computes as if its linear layers and embeddings had half their weights and biases."""
     names: set[str] = set()
 
-    def add_hook(name: str, layer: nn.Module) -> Any:
-        def halve(module: nn.Module, inputs: Any, output: Any) -> torch.Tensor | None:
+    def add_hook(name: str, layer: nn.Module) -> RemovableHandle:
+        def halve(module: nn.Module, inputs: object, output: object) -> torch.Tensor | None:
             if not isinstance(output, torch.Tensor):
                 return None
             names.update((f"{name}.weight", f"{name}.bias"))

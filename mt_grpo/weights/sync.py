@@ -8,7 +8,7 @@ import functools
 import logging
 import threading
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
+from torch import nn
 from trl.distributed import DistributedBackend
 
 from mt_grpo.concurrency import run as wait
@@ -55,7 +56,7 @@ class WeightSync:
         self,
         transport: type[Transport],
         client: VLLMServerClient,
-        get_model: Callable[[], Any],
+        get_model: Callable[[], nn.Module],
         accelerator: Accelerator,
         *,
         verify_every: int = 50,
@@ -209,7 +210,7 @@ class WeightSync:
             self._verify()
 
     @contextlib.contextmanager
-    def _changed(self) -> Any:
+    def _changed(self) -> Iterator[None]:
         """A block in which changed weights are sent, whose answers the proof expects."""
         with self.transport.change(self.source.model) as self.source.changed:
             self.proof.compute_changed()
@@ -250,7 +251,7 @@ class WeightSync:
         if self.transport.repeatable:
             self._deliver(server, step, self.fleet.payload)
 
-    def _deliver(self, server: ServerControl, step: int | None, payload: Any) -> None:
+    def _deliver(self, server: ServerControl, step: int | None, payload: object) -> None:
         self.transport.deliver(self._update(server, step), payload)
 
     def _stream(self, step: int | None) -> None:

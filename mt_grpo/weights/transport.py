@@ -17,7 +17,9 @@ from typing import Any, TypeVar
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, is_peft_model
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
 from trl.generation.vllm_generation import VLLMGeneration
 
 from mt_grpo.errors import UserError, WeightSyncError
@@ -59,7 +61,7 @@ class FullParameters(VLLMGeneration):
     changed: set[str] | None = None
     """Names of the parameters that are sent halved, for a proof."""
 
-    def __init__(self, model: Any, accelerator: Accelerator) -> None:
+    def __init__(self, model: nn.Module, accelerator: Accelerator) -> None:
         super().__init__(model, accelerator, None, mode="server")
 
     def _init_vllm(self) -> None:
@@ -93,7 +95,7 @@ class Source:
     """The trainer's weights as they are to be sent, and the servers that they are for."""
 
     def __init__(
-        self, client: VLLMServerClient, get_model: Callable[[], Any], accelerator: Accelerator, timeout: float
+        self, client: VLLMServerClient, get_model: Callable[[], nn.Module], accelerator: Accelerator, timeout: float
     ) -> None:
         self.client, self.get_model, self.accelerator = client, get_model, accelerator
         self.dtype: torch.dtype | None = None
@@ -104,7 +106,7 @@ class Source:
         self._parameters: FullParameters | None = None
 
     @property
-    def model(self) -> Any:
+    def model(self) -> PreTrainedModel:
         """The trainer's model, unwrapped."""
         return self.accelerator.unwrap_model(self.get_model())
 

@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.forests import make_tree
 from support.memory import peak_memory
 from support.models import build_model
 from torch.nn.attention.flex_attention import flex_attention
@@ -27,19 +28,11 @@ from mt_grpo.forward.layout import BLOCK, Chunk, TreeLayout
 from mt_grpo.forward.logps import token_logps
 from mt_grpo.forward.model import check_model
 from mt_grpo.forward.packing import pack
-from mt_grpo.token_tree import TokenTree
 
 CPU = torch.device("cpu")
 token = st.integers(1, 3)
 timestep = st.tuples(st.lists(token, min_size=1, max_size=8), st.lists(token, max_size=4))
 forests = st.lists(st.lists(timestep, min_size=1, max_size=4), min_size=1, max_size=4)
-
-
-def make_tree(timesteps):
-    tree = TokenTree()
-    for context, action in timesteps:
-        tree.add_turn(context, action, [-1.0] * len(action))
-    return tree
 
 
 def make_qkv(size, heads=4, groups=2, dim=8, dtype=torch.float64):
@@ -278,28 +271,15 @@ TINY = {
 }
 
 
-def test_a_decoder_with_plain_attention_is_accepted():
+def test_a_model_without_transformers_attention_is_refused():
     check_model(LlamaForCausalLM(LlamaConfig(**TINY)))
-
-
-@pytest.mark.parametrize(
-    ("build", "reason"),
-    [
-        (
-            lambda: RwkvForCausalLM(RwkvConfig(vocab_size=32, hidden_size=16, num_hidden_layers=2)),
-            "attention interf",
-        ),
-        (
-            lambda: GPTNeoForCausalLM(
-                GPTNeoConfig(hidden_size=16, num_layers=1, num_heads=2, attention_types=[[["global"], 1]])
-            ),
-            "attention interf",
-        ),
-    ],
-)
-def test_a_model_that_cannot_run_over_trees_is_refused(build, reason):
-    with pytest.raises(UnsupportedModelError, match=f"{reason}.*`forward: padded`"):
-        check_model(build())
+    layers = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "attention_types": [[["global"], 1]]}
+    for model in (
+        RwkvForCausalLM(RwkvConfig(vocab_size=32, hidden_size=16, num_hidden_layers=2)),
+        GPTNeoForCausalLM(GPTNeoConfig(**layers)),
+    ):
+        with pytest.raises(UnsupportedModelError, match="attention interf.*`forward: padded`"):
+            check_model(model)
 
 
 def test_a_layer_with_its_own_mask_is_refused_at_first_forward():

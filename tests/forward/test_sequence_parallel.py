@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 from peft import LoraConfig, get_peft_model
 from support.architectures import build_random
@@ -21,21 +23,17 @@ def test_processes_that_share_a_row_find_what_one_finds(tmp_path, processes):
     run_processes(["-m", "support.sequence_ranks", str(processes)], processes, tmp_path / "log", {})
 
 
-@pytest.mark.parametrize("kind", ["bloom", "mpt", "falcon"])
-def test_attention_that_a_model_computes_itself_is_refused(kind):
-    with pytest.raises(UnsupportedModelError, match="computes its attention itself.*leave `sp_size` out"):
-        check_sequence_parallel(build_random(kind), 2)
-
-
-@pytest.mark.parametrize("kind", ["qwen3.5", "lfm2"])
-def test_layers_whose_state_runs_along_the_row_are_refused(kind):
-    with pytest.raises(UnsupportedModelError, match="whose state runs along the row.*leave `sp_size` out"):
-        check_sequence_parallel(build_hybrid(kind), 2)
-
-
-def test_models_with_images_are_refused():
-    with pytest.raises(UnsupportedModelError, match="takes images"):
-        check_sequence_parallel(build_vision_model(build_processor().tokenizer), 2)
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        *((partial(build_random, kind), "computes its attention itself") for kind in ("bloom", "mpt", "falcon")),
+        *((partial(build_hybrid, kind), "whose state runs along the row") for kind in ("qwen3.5", "lfm2")),
+        (lambda: build_vision_model(build_processor().tokenizer), "takes images"),
+    ],
+)
+def test_a_model_whose_rows_cannot_be_shared_is_refused(make, words):
+    with pytest.raises(UnsupportedModelError, match=f"{words}.*leave `sp_size` out"):
+        check_sequence_parallel(make(), 2)
 
 
 def test_heads_that_processes_cannot_share_are_refused(tokenizer):

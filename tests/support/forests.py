@@ -5,12 +5,15 @@ from __future__ import annotations
 import torch
 from hypothesis import strategies as st
 
-from mt_grpo.forward.logps import token_logps
+from mt_grpo.forward import Truncation, token_logps
 from mt_grpo.token_tree import TokenTree
 
 token = st.integers(1, 3)  # few ids, so that prefixes meet often
 timestep = st.tuples(st.lists(token, min_size=1, max_size=8), st.lists(token, max_size=4))
 forests = st.lists(st.lists(timestep, min_size=1, max_size=4), min_size=1, max_size=3)
+truncations = st.builds(
+    Truncation, st.sampled_from([0, 1, 3, 60]), st.sampled_from([1.0, 0.9, 0.4]), st.sampled_from([0.0, 0.05, 0.5])
+)
 FOREST = [
     [([1, 2, 3, 4], [5, 6]), ([1, 2, 3, 4, 5, 6, 7], [8]), ([1, 2, 3, 4, 6, 7, 7], [9, 9, 9])],
     [([1, 2, 3, 4], [5, 6, 9]), ([1, 2, 3, 4, 5, 8, 7], [8, 2])],
