@@ -13,9 +13,10 @@ import threading
 import warnings
 
 import pytest
-from support.models import CPU_RUN, build_model, lookup
+from support.models import build_model, lookup
 from support.own_process import TERMINAL
 from support.scoring import score
+from support.trainers import SEARCH as CALL
 
 from mt_grpo import concurrency
 from mt_grpo.concurrency import begin, run
@@ -24,7 +25,6 @@ from mt_grpo.rewards import OutcomeReward, TurnReward
 from mt_grpo.rollout import RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
 from mt_grpo.trajectory import StopReason, Trajectory, Turn
 
-CALL = '<tool>{"name": "lookup", "args": {"query": "Lima"}}</tool>'
 INTERRUPT = '<tool>{"name": "interrupt", "args": {}}</tool>'
 ANSWER = "<answer>Lima</answer>"
 
@@ -126,29 +126,25 @@ def test_plain_rewards_run_in_the_callers_thread():
     assert threads["plain"] is threading.main_thread() is not threads["judge"]
 
 
-def trainer_of(tmp_path, tokenizer, questions, env, script, **options):
-    from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
+@pytest.fixture
+def trainer_of(build, tokenizer):
+    """Of an asynchronous reward."""
 
     class Letters(OutcomeReward):
         async def score(self, trajectory, **row):
             return float(sum(turn.text.count("a") for turn in trajectory.turns))
 
-    return MTGRPOEnvTrainer(
-        build_model(tokenizer, max_position_embeddings=2048),
-        env,
-        outcome_reward_funcs=[Letters()],
-        args=MTGRPOConfig(str(tmp_path), **CPU_RUN, max_completion_length=400, max_steps=2, **options),
-        train_dataset=questions,
-        engine=script and ScriptedEngine(tokenizer, script),
-        processing_class=tokenizer,
-    )
+    def make(env, script, **options):
+        model = build_model(tokenizer, max_position_embeddings=2048)
+        return build(script, model, ((), (Letters(),)), env=env, advantage_estimator=None, **options)
+
+    return make
 
 
 @pytest.mark.parametrize("script", [None, [CALL, ANSWER]], ids=["model", "script"])
-def test_the_trainer_trains_inside_a_running_loop(tmp_path, tokenizer, questions, script):
+def test_the_trainer_trains_inside_a_running_loop(trainer_of, script):
     async def notebook():
-        trainer = trainer_of(tmp_path, tokenizer, questions, MultiTurnToolEnv([lookup]), script, max_turn_length=4)
-        trainer.train()
+        (trainer := trainer_of(MultiTurnToolEnv([lookup]), script, max_turn_length=4)).train()
         await asyncio.sleep(0)
         return trainer.state.global_step
 
@@ -188,7 +184,7 @@ class Interrupting:
 
 
 @pytest.mark.own_process
-def test_training_goes_on_rightly_after_ctrl_c(tmp_path, tokenizer, questions):
+def test_training_goes_on_rightly_after_ctrl_c(trainer_of):
     """In the second step, with conversations at a tool, in the engine and ended."""
     tools, sessions = Interrupting(), []
 
@@ -200,7 +196,7 @@ def test_training_goes_on_rightly_after_ctrl_c(tmp_path, tokenizer, questions):
 
     env = MultiTurnToolEnv([tools.interrupt, tools.lookup])
     options = {"steps_per_generation": 1, "gradient_accumulation_steps": 1, "tokenization_sanity_check_mode": "strict"}
-    trainer = trainer_of(tmp_path, tokenizer, questions, env, script, **options)
+    trainer = trainer_of(env, script, **options)
     thresholds, threads = gc.get_threshold(), threading.active_count()
     tools.calls = 1  # the first call of all presses
     with pytest.raises(KeyboardInterrupt):
@@ -215,8 +211,8 @@ def test_training_goes_on_rightly_after_ctrl_c(tmp_path, tokenizer, questions):
 
 
 @pytest.mark.own_process
-def test_a_model_interrupted_while_sampling_samples_again(tmp_path, tokenizer, questions):
-    trainer = trainer_of(tmp_path, tokenizer, questions, MultiTurnToolEnv(), None, max_turn_length=200)
+def test_a_model_interrupted_while_sampling_samples_again(trainer_of):
+    trainer = trainer_of(MultiTurnToolEnv(), None, max_turn_length=200)
     forwards = []
 
     def press(*_: object) -> None:
@@ -260,6 +256,7 @@ from mt_grpo.concurrency import begin, run
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.rewards import OutcomeReward
 from support.scoring import score
+from support.trainers import SEARCH as CALL
 from mt_grpo.rollout import RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
 from mt_grpo.tools import Tool
 from mt_grpo.trajectory import ToolCall, Trajectory, Turn
@@ -299,20 +296,17 @@ except KeyboardInterrupt:
 @pytest.mark.parametrize(
     ("how", "says", "warns"),
     [
-        ("tool", "hang took longer than 0.1 s.", "not ended within 0.5 s: tool 'hang'"),
-        (
-            "tool ctrl-c",
-            "interrupted hang did not finish before the conversation",
-            "not ended within 0.5 s: tool 'hang'",
-        ),
-        ("reward ctrl-c", "interrupted", "not ended within 0.5 s: reward 'Judge'"),
-        ("tool thread", "hang took longer than 0.1 s.", ""),
+        ("tool", "hang took longer than 0.1 s.", "tool 'hang'"),
+        ("tool ctrl-c", "interrupted hang did not finish before the conversation", "tool 'hang'"),
+        ("reward ctrl-c", "interrupted", "reward 'Judge'"),
+        ("tool thread", "hang took longer than 0.1 s.", None),
     ],
 )
 def test_a_task_that_swallows_cancellation_lets_the_process_end(how, says, warns):
     command = [sys.executable, "-c", TERMINAL + STUBBORN, *how.split()]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert says in ended.stdout and warns in ended.stderr and ended.returncode == 0
+    assert says in ended.stdout and ended.returncode == 0
+    assert warns is None or f"not ended within 0.5 s: {warns}" in ended.stderr
 
 
 def test_work_that_is_cancelled_before_it_begins_is_closed():

@@ -1,26 +1,32 @@
-"""Agents named in options: trained on what was sampled, and refused where options contradict them."""
+"""Agents, and environments of verifiers, named in options: trained on what was sampled, and refused."""
 
 from __future__ import annotations
 
+import asyncio
+import importlib.util
 from pathlib import Path
+from types import SimpleNamespace
 
+import httpx
 import pytest
-import torch
 import yaml
-from support.models import CPU_RUN, build_model
-from support.trainers import batch, check_log_probs
+from support.agents import END, run_agent
+from support.models import CPU_RUN
+from support.trainers import assert_near, batch, check_log_probs, gradient
 
 from mt_grpo.cli import main
 from mt_grpo.data import load_rows
+from mt_grpo.envs import Outcome
 from mt_grpo.errors import ConfigError
 from mt_grpo.integrations.openai_api import AgentSource, Command
+from mt_grpo.integrations.verifiers import VerifiersSource, example_of, kept_signals
+from mt_grpo.options.values import verifiers_name
 from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
-from mt_grpo.training.environment import build_env, check_env
+from mt_grpo.training.environment import check_env
 from mt_grpo.trajectory import StopReason
 
 ROOT = Path(__file__).parents[2]
 LOOP = f"{ROOT / 'benchmarks' / 'agents' / 'openai_loop.py'}:solve"
-END = "<|im_end|>"
 
 
 async def compacting(row, client):
@@ -35,17 +41,13 @@ async def compacting(row, client):
     return float(len(last.choices[0].message.content) + last.usage.completion_tokens)
 
 
-def trainer_of(agent, folder, tokenizer, questions, **options):
-    args = MTGRPOConfig(str(folder), max_completion_length=400, learning_rate=1e-2, **{**CPU_RUN, **options})
-    return MTGRPOEnvTrainer(
-        build_model(tokenizer),
-        AgentSource(agent),
-        [],
-        ["env_reward"],
-        args,
-        train_dataset=questions,
-        processing_class=tokenizer,
-    )
+@pytest.fixture
+def of_agent(build):
+    def make(agent, **options):
+        given = {"env": AgentSource(agent), "rewards": ((), ["env_reward"]), "eval_dataset": None}
+        return build(None, **given, **options)
+
+    return make
 
 
 def test_an_openai_loop_is_trained_as_it_was_sampled(tmp_path):
@@ -60,30 +62,28 @@ def test_an_openai_loop_is_trained_as_it_was_sampled(tmp_path):
     assert all(trajectory.render_mismatch is None for trajectory in trajectories)
 
 
-def test_a_loop_that_rewrites_has_the_loss_of_a_forward_a_turn(tmp_path, tokenizer, questions):
+def test_a_loop_that_rewrites_has_the_loss_of_a_forward_a_turn(of_agent):
     gradients = []
     for forward in ("tree", "turn_by_turn"):
-        trainer = trainer_of(compacting, tmp_path, tokenizer, questions, forward=forward, seed=3)
+        trainer = of_agent(compacting, forward=forward, seed=3)
         inputs = batch(trainer)
         trajectories = trainer.batch.trajectories
         assert [trajectory.error for trajectory in trajectories] == [None] * 4
         assert {trajectory.tree.num_sequences for trajectory in trajectories} == {4}
         if forward == "tree":
             check_log_probs(trainer, inputs)
-        trainer.compute_loss(trainer.model, inputs).backward()
-        gradients.append(torch.cat([parameter.grad.flatten() for parameter in trainer.model.parameters()]))
-    assert (gradients[0] - gradients[1]).norm() <= 1e-5 * gradients[1].norm() > 0
+        gradients.append(gradient(trainer, inputs)[1])
+    assert_near(*gradients)
 
 
-def test_a_failing_agent_does_not_end_the_run(tmp_path, tokenizer, questions):
+def test_a_failing_agent_does_not_end_the_run(of_agent):
     async def agent(row, client):
         said = await client.openai().chat.completions.create(model="m", messages=row["prompt"], max_tokens=4)
         if "a" in said.choices[0].message.content:
             raise KeyError("a")
         return float(len(said.choices[0].message.content))
 
-    trainer = trainer_of(agent, tmp_path, tokenizer, questions, max_steps=2, rollout_timeout=60.0)
-    trainer.train()
+    (trainer := of_agent(agent, rollout_timeout=60.0)).train()
     reasons = {trajectory.stop_reason for trajectory in trainer.batch.trajectories}
     assert reasons <= {StopReason.ENV_DONE, StopReason.ENV_ERROR}
 
@@ -110,11 +110,22 @@ def test_a_failing_agent_does_not_end_the_run(tmp_path, tokenizer, questions):
             "`agent` of `environments: one`",
         ),
         ({"environments": {"one": {"agent": {"host": "h"}}}}, "`environments: one: agent` has to name"),
+        # environments of verifiers
+        ({"env": "verifiers:"}, "`env: verifiers:` names no environment: write `verifiers:NAME`"),
+        ({"env": "verifiers:x", "env_config": "{x"}, "`env_config` is '{x', which is not a JSON mapping"),
+        ({"env": "verifiers:x", "env_config": 3}, "`env_config` is 3: give a mapping"),
+        ({"env": "a.b", "env_config": {}}, "has an effect with `env: verifiers:NAME` only"),
+        ({"env_config": {"a": 1}}, "has an effect with `env: verifiers:NAME` only"),
+        ({"env": "verifiers:x", "tools": ["calculator"]}, "`tools` and `env` are both set"),
+        ({"env": "verifiers:x", "system_prompt": "S"}, "an environment of verifiers brings its own tools"),
+        ({"env": "verifiers:x", "agent": "a.b"}, "`env` and `agent` both say who answers the model"),
+        ({"environments": {"v": {"env": "verifiers:x", "tools": ["calculator"]}}}, "`tools` and `env` of `environme"),
+        ({"environments": {"v": {"env": "a.b", "env_config": {}}}}, "`env_config` of `environments: v` has an effect"),
     ],
 )
-def test_options_that_contradict_an_agent_are_refused(options, problem, tmp_path):
+def test_options_that_contradict_who_answers_are_refused(options, problem, tmp_path):
     with pytest.raises(ConfigError) as error:
-        build_env(MTGRPOConfig(str(tmp_path), **CPU_RUN, **options))
+        check_env(None, MTGRPOConfig(str(tmp_path), **CPU_RUN, **options))
     assert problem in str(error.value)
 
 
@@ -138,3 +149,79 @@ def test_an_agent_is_refused_before_anything_slow_is_imported(options, problem, 
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe | {"output_dir": str(tmp_path / "run")}))
     assert main(["train", str(tmp_path / "recipe.yaml")]) == 1
     assert problem in capsys.readouterr().err
+
+
+# Environments of verifiers, which need not be installed
+
+missing = pytest.mark.skipif(importlib.util.find_spec("verifiers") is not None, reason="verifiers is installed")
+
+
+@missing
+@pytest.mark.parametrize("options", [{"env": "verifiers:x"}, {"environments": {"v": "verifiers:x"}}])
+def test_a_missing_package_is_named(options, tmp_path):
+    with pytest.raises(
+        ConfigError, match=r"needs verifiers, which is not installed: `pip install mt-grpo\[verifiers\]`"
+    ):
+        check_env(None, MTGRPOConfig(str(tmp_path), system_prompt="S" if "env" not in options else None, **options))
+
+
+@missing
+def test_a_recipe_of_verifiers_needs_no_dataset(tmp_path, capsys):
+    recipe = yaml.safe_load((ROOT / "recipes" / "quickstart.yaml").read_text())
+    for option in ("dataset_name", "tools", "system_prompt", "max_env_steps", "turn_reward_funcs"):
+        del recipe[option]
+    recipe |= {"env": "verifiers:x", "outcome_reward_funcs": ["env_reward"], "output_dir": str(tmp_path / "run")}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    assert main(["train", str(tmp_path / "recipe.yaml")]) == 1
+    assert "needs verifiers, which is not installed" in capsys.readouterr().err
+
+
+def test_prompts_of_text_and_of_parts_make_one_table():
+    parts = [{"type": "image_url", "image_url": {"url": "data:,"}}, {"type": "text", "text": "Which colour?"}]
+    prompt = [{"role": "system", "content": "Look."}, {"role": "user", "content": parts}]
+    source = VerifiersSource.__new__(VerifiersSource)
+    source.environment = SimpleNamespace(rows=lambda split: [{"prompt": prompt, "answer": "red"}] * 2)
+    rows = source.rows("train")
+    system, asked = rows[1]["prompt"]
+    assert rows["example"] == [0, 1] and system["content"][0]["text"] == "Look."
+    assert [part["text"] for part in asked["content"]] == [None, "Which colour?"]
+
+
+def test_names_of_verifiers_are_told_from_paths():
+    assert verifiers_name("verifiers:owner/some-env") == "owner/some-env"
+    assert verifiers_name("verifiers.py:env") is None and verifiers_name(None) is None
+
+
+def test_a_row_names_its_example():
+    assert example_of({"example": 3}) == ("train", 3) and example_of({"example": 0, "split": "eval"}) == ("eval", 0)
+    for row in ({}, {"example": -1}, {"example": True}, {"example": 1, "split": "test"}):
+        with pytest.raises(ValueError, match="is the number of an example"):
+            example_of(row)
+
+
+def test_signals_are_left_alone_beside_the_main_thread():
+    async def nested():
+        with kept_signals():
+            return True
+
+    assert asyncio.run(asyncio.wait_for(asyncio.to_thread(asyncio.run, nested()), 120))
+
+
+def test_an_agent_may_return_an_outcome_and_name_its_session():
+    async def agent(row, client):
+        client.add_session(f"trace-{row['number']}")
+        url = client.base_url.replace(f"/{client.session}/", "/")
+        headers = {"X-Session-ID": f"trace-{row['number']}", "Authorization": f"Bearer {client.api_key}"}
+        async with httpx.AsyncClient() as asking:
+            body = {"messages": [{"role": "user", "content": "Q"}]}
+            answer = await asking.post(f"{url}/chat/completions", json=body, headers=headers)
+        with pytest.raises(ValueError, match="has the name"):
+            client.add_session(f"trace-{row['number']}")
+        said = answer.json()["choices"][0]["message"]["content"]
+        return Outcome({"right": 1.0}, StopReason.MAX_STEPS, said, {"seen": row["number"]})
+
+    trajectories, runner = run_agent(agent, lambda session, turn: f"A{session}{END}", rows=[{}] * 2)
+    for number, trajectory in enumerate(trajectories):
+        assert trajectory.answer == f"A00{number}" and trajectory.env_rewards == {"right": 1.0}
+        assert trajectory.stop_reason is StopReason.MAX_STEPS and trajectory.info == {"seen": number}
+    assert runner.env.endpoint._conversations == {}

@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
+from peft import LoraConfig
 from support.conversations import converse
 from support.trainers import Answered, batch, conversation
 
@@ -26,6 +27,7 @@ from mt_grpo.training.rollout_batch import longest_path
 from mt_grpo.trajectory import Trajectory, Turn
 
 GAIN = ((InformationGain(),), (Answered(),))
+ADAPTER = {"target_modules": ["q_proj"], "init_lora_weights": False}
 
 
 @torch.no_grad()
@@ -128,9 +130,14 @@ def test_an_evaluation_scores_the_contexts_of_its_turns(build, corrected):
     assert check_against_oracle(trainer, trainer.eval_trajectories) > 8
 
 
-@pytest.mark.parametrize("forward", ["tree", "padded"])
-def test_rollouts_are_scored_without_training(build, forward):
-    trainer = build(rewards=GAIN, forward=forward)
+@pytest.mark.parametrize(
+    "options",
+    [{"forward": "tree"}, {"forward": "padded"}, {"peft_config": LoraConfig(**ADAPTER)}],
+    ids=["tree", "padded", "adapter"],
+)
+def test_rollouts_are_scored_without_training(build, options):
+    """An adapter takes part in the scores."""
+    trainer = build(rewards=GAIN, **options)
     assert check_against_oracle(trainer, trainer.rollout(4)) == 5
 
 
@@ -200,9 +207,7 @@ def test_the_forward_of_the_old_log_probs_scores_answers_too(build, options):
 @pytest.mark.parametrize("adapter", [False, True])
 @pytest.mark.parametrize("options", [{}, {"num_iterations": 2}], ids=["reference alone", "old too"])
 def test_the_policy_scores_answers_and_not_its_reference(build, model, tmp_path, adapter, options):
-    from peft import LoraConfig
-
-    config = LoraConfig(target_modules=["q_proj"], init_lora_weights=False) if adapter else None
+    config = LoraConfig(**ADAPTER) if adapter else None
     model.config._name_or_path = str(tmp_path / "model")  # where the reference is loaded from
     model.save_pretrained(tmp_path / "model")
     trainer = build(model=model, rewards=GAIN, peft_config=config, beta=0.1, **options)
@@ -250,15 +255,6 @@ def test_a_conversation_that_failed_is_not_scored(build):
     assert check_against_oracle(trainer, others) == 3
 
 
-def test_an_adapter_takes_part_in_the_scores(build, model):
-    from peft import LoraConfig
-
-    trainer = build(
-        model=model, rewards=GAIN, peft_config=LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
-    )
-    assert check_against_oracle(trainer, trainer.rollout(4)) == 5
-
-
 def test_a_rewritten_past_is_scored_as_the_model_saw_it(tokenizer, model):
     replies = [[{"role": "user", "content": "Q2"}]]
     trajectory, _, seen = converse(tokenizer, ["<think>a</think>one", "two"], replies, "strip_thinking")
@@ -285,15 +281,19 @@ def test_an_engine_that_scores_is_asked_instead_of_the_model(build, tokenizer):
     assert trajectory.answer_logprobs["information_gain"] == [-sum(ids) / len(ids)] * 3
 
 
-def test_a_server_that_is_not_there_is_missed_at_the_start(build):
-    with pytest.raises(ConfigError, match="`scorer: server` of the reward 'information_gain' needs a vLLM server"):
-        build(rewards=((InformationGain(scorer="server"),), (Answered(),)))
-
-
-def test_a_missing_column_is_named_at_the_start(build):
-    message = "from the column 'answers', which the training dataset does not have; the nearest is 'answer'"
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        (InformationGain(scorer="server"), "`scorer: server` of the reward 'information_gain' needs a vLLM server"),
+        (
+            InformationGain(column="answers"),
+            "from the column 'answers', which the training dataset does not have; the nearest is 'answer'",
+        ),
+    ],
+)
+def test_what_is_not_there_is_missed_at_the_start(build, reward, message):
     with pytest.raises(ConfigError, match=message):
-        build(rewards=((InformationGain(column="answers"),), (Answered(),)))
+        build(rewards=((reward,), (Answered(),)))
 
 
 ROWS = [{"prompt": "Q", "answer": "Lima"}, {"prompt": "Q", "answer": " "}]

@@ -9,15 +9,14 @@ import sys
 import pytest
 import torch
 from datasets import Dataset
-from support.models import CPU_RUN, build_model, lookup
+from support.models import CPU_RUN, lookup
 from support.trainers import SEARCH, member
 
 from mt_grpo.envs import EnvSource, MultiTurnToolEnv, Step, StepEnv
 from mt_grpo.errors import ConfigError
 from mt_grpo.options.table import OF_ENVIRONMENT
 from mt_grpo.rewards import EnvReward, OutcomeReward
-from mt_grpo.rollout import ScriptedEngine
-from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
+from mt_grpo.training import MTGRPOConfig
 from mt_grpo.training.environment import build_env, check_env
 from mt_grpo.trajectory import StopReason
 
@@ -70,18 +69,12 @@ def script(session, turn):
 
 
 @pytest.fixture
-def build(tmp_path, tokenizer):
-    def make(env=None, rewards=None, rows=ROWS, **options):
-        return MTGRPOEnvTrainer(
-            build_model(tokenizer),
-            env or {"tools": MultiTurnToolEnv([lookup], "Search.", protocol="learnt_tags"), "guess": Guess},
-            [],
-            rewards or [EnvReward(), Looks()],
-            MTGRPOConfig(str(tmp_path), max_completion_length=400, **CPU_RUN, **options),
-            train_dataset=Dataset.from_list(rows),
-            engine=ScriptedEngine(tokenizer, script),
-            processing_class=tokenizer,
-        )
+def mixed(build):
+    def make(rewards=None, rows=ROWS, env=None, **options):
+        env = env or {"tools": MultiTurnToolEnv([lookup], "Search.", protocol="learnt_tags"), "guess": Guess}
+        rewards, rows = ((), rewards or [EnvReward(), Looks()]), Dataset.from_list(rows)
+        given = {"train_dataset": rows, "eval_dataset": None, "advantage_estimator": None, **options}
+        return build(script, rewards=rewards, env=env, **given)
 
     return make
 
@@ -91,9 +84,9 @@ def sample(trainer):
     return trainer._generate_and_score_completions([trainer.train_dataset[index // 4] for index in range(8)])
 
 
-def test_every_row_has_the_environment_that_it_names(build):
+def test_every_row_has_the_environment_that_it_names(mixed):
     Looks.seen, Guess.open = [], 0
-    trainer = build()
+    trainer = mixed()
     inputs = sample(trainer)
     tools, guesses = trainer.batch.trajectories[:4], trainer.batch.trajectories[4:]
     assert {trajectory.prompt[0]["content"] for trajectory in tools} == {"Search."}
@@ -107,10 +100,10 @@ def test_every_row_has_the_environment_that_it_names(build):
     assert torch.isfinite(trainer._compute_loss(trainer.model, inputs))
 
 
-def test_environments_are_closed_though_a_reward_fails(build):
+def test_environments_are_closed_though_a_reward_fails(mixed):
     Guess.open = 0
     with pytest.raises(Exception, match="ZeroDivisionError"):
-        sample(build(rewards=[Fails()]))
+        sample(mixed(rewards=[Fails()]))
     assert Guess.open == 0
 
 
@@ -121,9 +114,9 @@ def test_environments_are_closed_though_a_reward_fails(build):
         ([{"prompt": "a number", "number": 7}] * 2, "the dataset has no column `environment`"),
     ],
 )
-def test_rows_without_an_environment_of_theirs_are_refused(build, rows, problem):
+def test_rows_without_an_environment_of_theirs_are_refused(mixed, rows, problem):
     with pytest.raises(ConfigError, match=problem):
-        build(rows=rows)
+        mixed(rows=rows)
 
 
 class Brings(EnvSource):
@@ -143,18 +136,17 @@ class Brings(EnvSource):
             raise ConfigError(f"There is no number in the {name}.")
 
 
-def test_a_source_brings_its_rows_and_rewards(tmp_path, tokenizer):
-    def make(**given):
-        args = MTGRPOConfig(str(tmp_path), max_completion_length=400, do_eval=True, **CPU_RUN)
-        model, engine = build_model(tokenizer), ScriptedEngine(tokenizer, script)
-        return MTGRPOEnvTrainer(model, Brings(), args=args, engine=engine, processing_class=tokenizer, **given)
+def test_a_source_brings_its_rows_and_rewards(build):
+    def make(train_dataset=None):
+        given = {"train_dataset": train_dataset, "eval_dataset": None, "do_eval": True}
+        return build(script, rewards=(None, None), env=Brings(), **given)
 
     trainer = make()
     assert trainer.train_dataset[0]["prompt"] == "train" and trainer.eval_dataset[0]["prompt"] == "eval"
     sample(trainer)
     assert not trainer.batch.rewards_per_func.isnan().any()
     with pytest.raises(ConfigError, match="no number in the training dataset"):
-        make(train_dataset=[{"prompt": "a number"}])
+        make([{"prompt": "a number"}])
 
 
 # Named in a recipe
@@ -165,16 +157,11 @@ def named(tmp_path, **options):
 
 
 def test_options_of_one_of_several_environments_are_its_own(tmp_path):
-    env = named(
-        tmp_path,
-        environments={
-            "search": {"tools": ["support.models.lookup"], "max_env_steps": 2},
-            "talk": {"call_protocol": "native"},
-        },
-        max_env_steps=4,
-    )
+    search = {"tools": ["support.models.lookup"], "max_env_steps": 2}
+    env = named(tmp_path, environments={"search": search, "talk": {"call_protocol": "native"}}, max_env_steps=4)
     assert (env["search"].max_steps, list(env["search"].tools)) == (2, ["lookup"])
     assert (env["talk"].max_steps, env["talk"].tools, env["talk"].protocol.native_tools) == (4, {}, True)
+    assert list(named(tmp_path, environments='{"one": {"max_env_steps": 1}}')) == ["one"]  # of the command line
 
 
 TYPED = [
@@ -252,10 +239,6 @@ def test_an_env_of_a_type_that_is_wrong_is_refused(tmp_path, options, problem):
         named(tmp_path, **options)
 
 
-def test_environments_may_be_given_as_json_on_the_command_line(tmp_path):
-    assert list(named(tmp_path, environments='{"one": {"max_env_steps": 1}}')) == ["one"]
-
-
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
@@ -282,30 +265,26 @@ def test_environments_that_are_none_are_refused(tmp_path, options, problem):
     "options", [{"tools": ["calculator"]}, {"max_env_steps": 3}, {"call_protocol": "native"}, {"env_mask": 1}]
 )
 def test_options_that_an_environment_does_not_take_are_refused(tmp_path, options):
-    (name,) = options
-    path = f"{__file__}:Guess"
-    with pytest.raises(ConfigError, match=rf"`{name}: .*` has no effect on `.*Guess`: only what is made of"):
-        named(tmp_path, env=path, **options)
-    with pytest.raises(ConfigError, match=rf"`{name}: .*` has no effect on `.*Guess` of `environments: a`: only what"):
-        named(tmp_path, environments={"a": {"env": path, **options}})
+    (name,), path = options, f"{__file__}:Guess"
     args = MTGRPOConfig(str(tmp_path), **CPU_RUN, **options)
-    for env in (Guess, Guess()):
-        with pytest.raises(ConfigError, match=rf"`{name}: .*` has no effect on the `env` that the trainer was given"):
-            check_env(env, args)
-    with pytest.raises(ConfigError, match=rf"`{name}: .*` has no effect on any of `environments`: only what"):
-        named(tmp_path, environments={"a": path, "b": path}, **options)
+    cases = {
+        "`.*Guess`: only what is made of": lambda: named(tmp_path, env=path, **options),
+        "`.*Guess` of `environments: a`: only what": lambda: named(
+            tmp_path, environments={"a": {"env": path, **options}}
+        ),
+        "the `env` that the trainer was given": lambda: check_env(Guess, args),
+        "the `env` that the trainer was given.*": lambda: check_env(Guess(), args),
+        "any of `environments`: only what": lambda: named(tmp_path, environments={"a": path, "b": path}, **options),
+    }
+    for says, act in cases.items():
+        with pytest.raises(ConfigError, match=f"`{name}: .*` has no effect on {says}"):
+            act()
     assert named(tmp_path, environments={"a": path, "b": {}}, **options)["a"].__name__ == "Guess"
 
 
 def test_tools_of_the_trainer_are_those_of_each_environment(tmp_path):
     """As tools of a recipe are, where an environment names no others."""
-    args = MTGRPOConfig(
-        str(tmp_path), environments={"a": {}, "b": {"tools": ["calculator"]}, "c": {"max_env_steps": 2}}, **CPU_RUN
-    )
-    made = build_env(args, tools=[lookup])
-    assert {name: list(env.tools) for name, env in made.items()} == {
-        "a": ["lookup"],
-        "b": ["calculator"],
-        "c": ["lookup"],
-    }
+    named = {"a": {}, "b": {"tools": ["calculator"]}, "c": {"max_env_steps": 2}}
+    made = build_env(MTGRPOConfig(str(tmp_path), environments=named, **CPU_RUN), tools=[lookup])
+    assert [list(made[name].tools) for name in "abc"] == [["lookup"], ["calculator"], ["lookup"]]
     assert made["a"].protocol.native_tools and made["a"].max_steps == sys.maxsize and made["c"].max_steps == 2

@@ -29,17 +29,20 @@ def totals(environments, completions, **columns):
     return [float(isinstance(one, Ledger) and one.total > 5) for one in environments]
 
 
-def ours(tmp_path, factory, script, data, rewards=(), **options):
+def ours(tmp_path, factory, script, data, rewards=(), **given):
+    """A trainer of a factory, and of options that a recipe may have."""
     tokenizer = build_tokenizer()
-    options = {"output_dir": str(tmp_path), **CPU_RUN, "max_completion_length": 300, "max_steps": 1, **options}
+    arguments = {name: given.pop(name) for name in ("env", "eval_dataset") if name in given}
+    options = {**CPU_RUN, "max_completion_length": 300, "max_steps": 1, **given}
     return MTGRPOEnvTrainer(
         build_model(tokenizer, max_position_embeddings=2048),
-        args=MTGRPOConfig(**options),
+        args=MTGRPOConfig(str(tmp_path), **options),
         environment_factory=factory,
         outcome_reward_funcs=list(rewards),
         train_dataset=data,
         engine=ScriptedEngine(tokenizer, by_script(script)),
         processing_class=tokenizer,
+        **arguments,
     )
 
 
@@ -131,17 +134,12 @@ def test_messages_and_rewards_are_those_of_trl(tmp_path, factory, script, reward
 
 
 def test_the_options_given_stay_as_they_were_and_count(tmp_path):
+    """Weights are of the listed rewards only."""
     args = MTGRPOConfig(str(tmp_path), **CPU_RUN, max_completion_length=300, max_steps=1, reward_weights=[2.0])
-    before, tokenizer = {**vars(args)}, build_tokenizer()
-    trainer = MTGRPOEnvTrainer(
-        build_model(tokenizer, max_position_embeddings=2048),
-        args=args,
-        environment_factory=Ledger,
-        reward_funcs=totals,
-        train_dataset=rows(),
-        engine=ScriptedEngine(tokenizer, by_script(LEDGER)),
-        processing_class=tokenizer,
-    )
+    before, first = {**vars(args)}, ours(tmp_path, Ledger, LEDGER, rows(), [totals])
+    given = {"engine": first.runner.engine, "processing_class": first.processing_class, "train_dataset": rows()}
+    model = build_model(first.processing_class, max_position_embeddings=2048)
+    trainer = MTGRPOEnvTrainer(model, args=args, environment_factory=Ledger, reward_funcs=totals, **given)
     assert vars(args) == before and trainer.reward_weights.tolist() == [2.0, 1.0]
     args.max_steps = 0
     with pytest.raises(ConfigError, match="`max_steps` is 0"):
@@ -149,37 +147,15 @@ def test_the_options_given_stay_as_they_were_and_count(tmp_path):
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_rows_to_evaluate_on_need_no_prompt_either(tmp_path, streams):
-    trainer = ours(tmp_path, Ledger, LEDGER, rows())
+def test_rows_need_no_prompt(tmp_path, streams):
+    """Neither those to train on nor those to evaluate on."""
     data = rows().remove_columns("prompt")
-    again = MTGRPOEnvTrainer(
-        trainer.model,
-        args=trainer.args,
-        environment_factory=Ledger,
-        train_dataset=data.to_iterable_dataset() if streams else data,
-        eval_dataset={"held_out": data},
-        engine=trainer.runner.engine,
-        processing_class=trainer.processing_class,
-    )
-    assert again.evaluate()["eval_held_out_loss"]
-    assert next(iter(again.train_dataset))["prompt"][0]["content"] == ""
-
-
-def test_rows_to_evaluate_on_need_the_columns_of_reset_too(tmp_path):
-    class Dated(Ledger):
-        def reset(self, start, date):
-            return None
-
-    tokenizer = build_tokenizer()
-    with pytest.raises(ConfigError, match="needs `date`, which is no column of the evaluation dataset"):
-        MTGRPOEnvTrainer(
-            build_model(tokenizer),
-            args=MTGRPOConfig(str(tmp_path), **CPU_RUN),
-            environment_factory=Dated,
-            train_dataset=rows(date="today"),
-            eval_dataset=rows(),
-            processing_class=tokenizer,
-        )
+    trained = data.to_iterable_dataset() if streams else data
+    trainer = ours(tmp_path, Ledger, LEDGER, trained, eval_dataset={"held_out": data})
+    assert trainer.evaluate()["eval_held_out_loss"]
+    assert next(iter(trainer.train_dataset))["prompt"][0]["content"] == ""
+    if not streams:
+        assert one_batch(trainer).trajectories[0].prompt == [{"role": "user", "content": " It begins at 1."}]
 
 
 def test_a_class_may_be_the_only_reward_and_the_only_data(tmp_path):
@@ -188,17 +164,6 @@ def test_a_class_may_be_the_only_reward_and_the_only_data(tmp_path):
     trainer.train()
     assert trainer.state.global_step == 1
     assert trainer.runner.env.protocol.native_tools and len(trainer.env.pool) == 4
-
-
-def test_rows_need_no_prompt(tmp_path):
-    trainer = ours(tmp_path, Ledger, LEDGER, rows().remove_columns("prompt"))
-    batch = one_batch(trainer)
-    assert batch.trajectories[0].prompt == [{"role": "user", "content": " It begins at 1."}]
-
-
-def test_weights_count_the_listed_rewards_only(tmp_path):
-    trainer = ours(tmp_path, Ledger, LEDGER, rows(), [totals], reward_weights=[0.5])
-    assert trainer.reward_weights.tolist() == [0.5, 1.0]
 
 
 def test_recipes_name_factories_by_path(tmp_path):
@@ -226,6 +191,31 @@ def test_an_environment_among_others_may_be_a_factory(tmp_path):
 # Refused at the door
 
 
+class Silent:
+    """Has neither tools nor a reward."""
+
+    def reset(self, **row):
+        pass
+
+
+class Needy(Silent):
+    def reset(self, strat):
+        pass
+
+
+class Dated(Ledger):
+    def reset(self, start, date):
+        return None
+
+
+def ledger(completions, **columns):
+    return [0.0] * len(completions)
+
+
+ledger.__name__ = "Ledger"
+TWO = {"a": {"environment_factory": {"b": "support.trl_environments.Ledger"}}}
+
+
 @pytest.mark.parametrize(
     ("factory", "data", "options", "problem"),
     [
@@ -235,15 +225,23 @@ def test_an_environment_among_others_may_be_a_factory(tmp_path):
         ({"a": Ledger}, None, {}, r"Several environments \(a\) need a dataset"),
         ({"ledger": Ledger}, rows(), {}, "the dataset has no column `environment`"),
         ({"ledger": Ledger}, rows(environment="ledgers"), {}, "names the environment 'ledgers'.*'ledger'"),
-        (Ledger, rows(), {"env": "a.b"}, "`env` and `environment_factory` both say who answers"),
+        (Ledger, rows(), {"env": MultiTurnToolEnv()}, "both `env` and `environment_factory`"),
         (Ledger, rows(), {"environments": {"a": {}}}, "`environment_factory` and `environments` are both set"),
         (None, rows(), {"environment_factory": {"a": 3}}, "`environment_factory: a` is 3: give a dotted path"),
         (None, rows(), {"environment_factory": "a.b"}, "The environment factory 'a.b' does not import"),
+        (None, rows(environment="a"), {"environments": TWO}, "`environments: a` has several factories"),
+        (Ledger, rows(), {"rewards": [ledger]}, "'Ledger' has the name of an environment class"),
         (
-            None,
-            rows(environment="a"),
-            {"environments": {"a": {"environment_factory": {"b": "support.trl_environments.Ledger"}}}},
-            "`environments: a` has several factories",
+            Dated,
+            rows(date="today"),
+            {"eval_dataset": rows()},
+            "needs `date`, which is no column of the evaluation dataset",
+        ),
+        (
+            Needy,
+            rows(),
+            {"rewards": [totals]},
+            "`reset` of the environment Needy needs `strat`.*the nearest is 'start'",
         ),
     ],
 )
@@ -252,42 +250,16 @@ def test_what_does_not_fit_is_refused_in_a_sentence(tmp_path, factory, data, opt
         ours(tmp_path, factory, LEDGER, data, **options)
 
 
-def test_a_factory_beside_an_environment_is_refused(tmp_path):
-    args = MTGRPOConfig(str(tmp_path), **CPU_RUN)
-    with pytest.raises(ConfigError, match="both `env` and `environment_factory`"):
-        MTGRPOEnvTrainer("embedded", MultiTurnToolEnv(), args=args, environment_factory=Ledger)
-
-
-def test_a_reward_named_as_the_class_is_refused(tmp_path):
-    def ledger(completions, **columns):
-        return [0.0] * len(completions)
-
-    ledger.__name__ = "Ledger"
-    with pytest.raises(ConfigError, match="'Ledger' has the name of an environment class"):
-        ours(tmp_path, Ledger, LEDGER, rows(), [ledger])
-
-
-class Silent:
-    """Has neither tools nor a reward."""
-
-    def reset(self, **row):
-        pass
+def test_options_name_one_thing_that_answers(tmp_path):
+    args = MTGRPOConfig(str(tmp_path), **CPU_RUN, env="a.b")
+    with pytest.raises(ConfigError, match="`env` and `environment_factory` both say who answers"):
+        MTGRPOEnvTrainer("embedded", args=args, environment_factory=Ledger)
 
 
 def test_a_class_without_a_reward_needs_one(tmp_path, caplog):
     with caplog.at_level(logging.WARNING), pytest.raises(ConfigError, match="There is no reward"):
         ours(tmp_path, Silent, LEDGER, rows())
     assert "The environment Silent has no tools" in caplog.text
-
-
-class Needy(Silent):
-    def reset(self, strat):
-        pass
-
-
-def test_a_column_that_reset_needs_is_missed_before_any_work(tmp_path):
-    with pytest.raises(ConfigError, match="`reset` of the environment Needy needs `strat`.*the nearest is 'start'"):
-        ours(tmp_path, Needy, LEDGER, rows(), [totals])
 
 
 def test_an_environment_that_no_row_names_is_told(tmp_path, caplog):

@@ -1,4 +1,7 @@
-"""What the engine computes otherwise than the trainer is measured, and corrected for in TRL's four modes."""
+"""
+What the engine computes otherwise than the trainer is measured, and corrected for in TRL's four modes. Dropout is off
+by default, and never in what the trained log-probs are compared with.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,11 @@ import math
 
 import pytest
 import torch
-from support.models import CPU_RUN, build_model, lookup
-from support.trainers import Length, Spelling
+from peft import LoraConfig
+from support.models import build_model, lookup
+from support.trainers import Length, Letters, Spelling, batch, log_probs, trained_tokens
 
 from mt_grpo.rollout.engines.transformers import TransformersEngine
-from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
 
 LOW, HIGH = 0.8, 1.15
 
@@ -30,37 +33,19 @@ class DriftedEngine(TransformersEngine):
 
 
 @pytest.fixture
-def train(tmp_path, tokenizer, questions):
-    def train(**options):
+def train(build, tokenizer):
+    def train(env_mask=0, **options):
         model = build_model(tokenizer)
-        args = MTGRPOConfig(
-            str(tmp_path),
-            max_completion_length=400,
-            max_steps=1,
-            use_vllm=True,
-            vllm_importance_sampling_clip_min=LOW,
-            vllm_importance_sampling_clip_max=HIGH,
-            **CPU_RUN,
-            **options,
-        )
-        trainer = MTGRPOEnvTrainer(
-            model,
-            Spelling(
-                [lookup], protocol="learnt_tags", max_steps=2, env_mask=args.env_mask
-            ),  # no call parses, each is replied to
-            [],
-            [Length()],
-            args,
-            train_dataset=questions,
-            engine=DriftedEngine(model, tokenizer),
-            processing_class=tokenizer,
-        )
-        batches = []
-        loss = trainer.compute_loss
+        clips = {"vllm_importance_sampling_clip_min": LOW, "vllm_importance_sampling_clip_max": HIGH}
+        # no call parses, each is replied to
+        env = Spelling([lookup], protocol="learnt_tags", max_steps=2, env_mask=env_mask)
+        given = {"engine": DriftedEngine(model, tokenizer), "rewards": ((), (Length(),)), "env_mask": env_mask}
+        trainer = build(model=model, env=env, max_steps=1, use_vllm=True, **clips, **given, **options)
+        batches, loss = [], trainer.compute_loss
         trainer.compute_loss = lambda model, inputs, **others: batches.append(inputs) or loss(model, inputs, **others)
         trainer.train()
-        (batch,) = batches
-        return trainer, batch
+        (inputs,) = batches
+        return trainer, inputs, {name: value for row in trainer.state.log_history for name, value in row.items()}
 
     return train
 
@@ -78,39 +63,90 @@ def expected(row: list[int], mode: str) -> list[float]:
 @pytest.mark.parametrize("forward", ["tree", "padded"])
 @pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
 def test_the_weights_are_those_of_the_known_drift_over_all_turns(train, mode, forward):
-    trainer, batch = train(vllm_importance_sampling_mode=mode, forward=forward)
-    trained = (batch["completion_mask"] * batch["tool_mask"]).bool()
-    assert batch["turn_ids"][trained].max() >= 1
-    weights = batch["importance_sampling_ratio"]
-    assert weights.shape == (4, 1 if mode.startswith("sequence") else trained.shape[1])
+    trainer, inputs, _ = train(vllm_importance_sampling_mode=mode, forward=forward)
+    trained, ratios = trained_tokens(inputs), inputs["importance_sampling_ratio"]
+    assert inputs["turn_ids"][trained].max() >= 1
+    assert ratios.shape == (4, 1 if mode.startswith("sequence") else trained.shape[1])
     for row in range(4):
-        ids = batch["completion_ids"][row][trained[row]].tolist()
-        found = weights[row] if mode.startswith("sequence") else weights[row][trained[row]]
+        ids = inputs["completion_ids"][row][trained[row]].tolist()
+        found = ratios[row] if mode.startswith("sequence") else ratios[row][trained[row]]
         torch.testing.assert_close(found, torch.tensor(expected(ids, mode)), rtol=1e-4, atol=1e-6)
     assert all(parameter.isfinite().all() for parameter in trainer.model.parameters())
 
 
 def test_the_difference_is_reported_turn_by_turn(train):
-    trainer, batch = train(vllm_importance_sampling_mode="token_truncate")
-    trained = (batch["completion_mask"] * batch["tool_mask"]).bool()
-    logged = {name: value for row in trainer.state.log_history for name, value in row.items()}
-    seen = 0
-    for turn in range(int(batch["turn_ids"][trained].max()) + 1):
-        ids = batch["completion_ids"][trained & (batch["turn_ids"] == turn)].tolist()
-        off = [abs(drift(token)) for token in ids]
+    _, inputs, logged = train(vllm_importance_sampling_mode="token_truncate")
+    trained, seen = trained_tokens(inputs), 0
+    for turn in range(int(inputs["turn_ids"][trained].max()) + 1):
+        off = [
+            abs(drift(token)) for token in inputs["completion_ids"][trained & (inputs["turn_ids"] == turn)].tolist()
+        ]
         name = f"turn_{turn + 1}/sampling_logp_difference"
         assert logged[f"{name}/mean"] == pytest.approx(sum(off) / len(off), abs=1e-4)
         assert logged[f"{name}/max"] == pytest.approx(max(off), abs=1e-4)
-        seen += len(ids)
+        seen += len(off)
     assert seen == trained.sum()
 
 
 def test_trained_tokens_of_the_environment_have_no_ratio(train):
-    trainer, _ = train(env_mask=1, vllm_importance_sampling_mode="token_truncate")
-    logged = {name: value for row in trainer.state.log_history for name, value in row.items()}
+    *_, logged = train(env_mask=1, vllm_importance_sampling_mode="token_truncate")
     assert 0 < logged["turn_1/sampling_logp_difference/mean"] < 0.3
 
 
 def test_without_the_correction_nothing_is_weighed(train):
-    _, batch = train(vllm_importance_sampling_correction=False)
-    assert "importance_sampling_ratio" not in batch
+    assert "importance_sampling_ratio" not in train(vllm_importance_sampling_correction=False)[1]
+
+
+# Dropout
+
+
+@pytest.fixture
+def dropping(build, tokenizer):
+    """A trainer of an adapter with dropout that is sampled from as from a server: its log-probs are compared."""
+
+    def make(lora_dropout=0.3, attention_dropout=0.0, **options):
+        torch.manual_seed(0)
+        given = {
+            "model": build_model(tokenizer, attention_dropout=attention_dropout),
+            "rewards": ((), (Letters(),)),
+            "peft_config": LoraConfig(
+                target_modules=["q_proj", "v_proj"], lora_dropout=lora_dropout, init_lora_weights=False, lora_alpha=32
+            ),
+            "engine": TransformersEngine(build_model(tokenizer), tokenizer),  # samples from the trainer's model
+        }
+        limits = {"max_completion_length": 60, "max_turn_length": 20, "beta": 0.1, "use_vllm": True}
+        return build(**given, **limits, **options)
+
+    return make
+
+
+def scored(trainer):
+    """A batch, and how far the trainer's old log-probs, and the loss's own, are from the sampled ones."""
+    trainer.model.train()
+    inputs = batch(trainer)
+    trained, sampled = trained_tokens(inputs), inputs["sampling_per_token_logps"]
+    seen, score = [], trainer._get_per_token_logps_and_entropies
+    trainer._get_per_token_logps_and_entropies = lambda *a, **k: seen.append(score(*a, **k)) or seen[-1]
+    trainer.compute_loss(trainer.model, inputs)
+    trainer._get_per_token_logps_and_entropies = score
+    return inputs, *((found - sampled)[trained].abs().max() for found in (inputs["old_per_token_logps"], seen[0][0]))
+
+
+@pytest.mark.parametrize("forward", ["tree", "padded", "turn_by_turn"])
+def test_dropout_is_off_or_in_the_loss_alone(dropping, forward):
+    """By default all log-probs are those that were sampled."""
+    _, old, current = scored(dropping(attention_dropout=0.0 if forward == "tree" else 0.2, forward=forward))
+    assert max(old, current) < 5e-6
+    trainer = dropping(forward=forward, disable_dropout=False)
+    _, old, current = scored(trainer)
+    assert old < 5e-6 and current > 1e-2 and all(module.training for module in trainer.model.modules())
+
+
+def test_reference_log_probs_are_computed_without_dropout(dropping):
+    trainer = dropping(lora_dropout=0.0, attention_dropout=0.3, forward="padded", disable_dropout=False)
+    inputs, *_ = scored(trainer)
+    trainer.model.eval()
+    with trainer.model.disable_adapter(), torch.no_grad():
+        expected = log_probs(trainer, inputs)
+    trained = trained_tokens(inputs)
+    torch.testing.assert_close(inputs["ref_per_token_logps"][trained], expected[trained])

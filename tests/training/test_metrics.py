@@ -7,18 +7,15 @@ import math
 
 import pytest
 from datasets import IterableDataset
-from support.models import CPU_RUN, build_model, lookup
+from support.models import lookup
+from support.trainers import SEARCH
 
 from mt_grpo.app.train import write_json
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.rewards import OutcomeReward, TurnReward
-from mt_grpo.rollout import ScriptedEngine
 from mt_grpo.runlog import read_trajectories
-from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
 from mt_grpo.training.step_log.metrics import Tally, rollout_metrics
 from mt_grpo.trajectory import StopReason, ToolCall, Trajectory, Turn
-
-SEARCH = '<tool>{"name": "lookup", "args": {"query": "Lima"}}</tool>'
 
 
 class Called(TurnReward):
@@ -45,22 +42,16 @@ def script(session: str, turn: int) -> str:
 
 
 @pytest.fixture
-def build(tmp_path, tokenizer, questions):
-    def build(eval_dataset=None, script=script, **options):
-        options = {**CPU_RUN, "max_steps": 3, "logging_steps": 3, "max_completion_length": 400, **options}
-        return MTGRPOEnvTrainer(
-            build_model(tokenizer),
-            MultiTurnToolEnv([lookup], protocol="learnt_tags", max_steps=2),
-            [Called()],
-            [Length()],
-            MTGRPOConfig(str(tmp_path), **options),
-            questions,
-            eval_dataset,
-            engine=ScriptedEngine(tokenizer, script),
-            processing_class=tokenizer,
-        )
+def run(build):
+    def make(eval_dataset=None, **options):
+        env = MultiTurnToolEnv([lookup], protocol="learnt_tags", max_steps=2)
+        options = {"max_steps": 3, "logging_steps": 3, **options}
+        return build(script, rewards=((Called(),), (Length(),)), env=env, eval_dataset=eval_dataset, **options)
 
-    return build
+    return make
+
+
+EVALUATES = {"num_generations_eval": 1, "per_device_eval_batch_size": 4, "do_eval": True}
 
 
 def logged(folder, key="loss"):
@@ -68,8 +59,8 @@ def logged(folder, key="loss"):
     return [row for row in rows if key in row]
 
 
-def test_a_log_window_of_several_steps_is_one_mean(build, tmp_path):
-    trainer = build()
+def test_a_log_window_of_several_steps_is_one_mean(run, tmp_path):
+    trainer = run()
     trainer.train()
     (row,) = logged(tmp_path)
     assert row["stop/answered"] == pytest.approx(1 / 3) and row["stop/max_steps"] == pytest.approx(2 / 3)
@@ -83,12 +74,12 @@ def test_a_log_window_of_several_steps_is_one_mean(build, tmp_path):
     assert row["turn_1/length"] == pytest.approx(sum(lengths) / 12)
 
 
-def test_a_cause_counts_as_zero_in_steps_without_it(build, tmp_path):
-    trainer = build()
-    run = trainer.runner.run
+def test_a_cause_counts_as_zero_in_steps_without_it(run, tmp_path):
+    trainer = run()
+    sample = trainer.runner.run
 
     async def differing(requests, *args, **kwargs):
-        trajectories = await run(requests, *args, **kwargs)
+        trajectories = await sample(requests, *args, **kwargs)
         if trainer.state.global_step == 0:
             trajectories[0].render_mismatch = "another template"
             trajectories[0].turns[0].fork_cause = "compact"
@@ -100,9 +91,9 @@ def test_a_cause_counts_as_zero_in_steps_without_it(build, tmp_path):
     assert row["tokenization/another_template"] == row["forks/compact"] == pytest.approx(1 / 12)
 
 
-def test_an_evaluation_weighs_rows_not_batches(build, tmp_path, questions):
+def test_an_evaluation_weighs_rows_not_batches(run, tmp_path, questions):
     """Seven rows in batches of four: the second batch has three."""
-    trainer = build(questions.select(range(7)), do_eval=True, num_generations_eval=1, per_device_eval_batch_size=4)
+    trainer = run(questions.select(range(7)), **EVALUATES)
     metrics = trainer.evaluate()
     answers = [len(trajectory.answer) for trajectory in trainer.eval_trajectories]
     assert len(answers) == 7 and len(set(answers)) > 1
@@ -112,9 +103,8 @@ def test_an_evaluation_weighs_rows_not_batches(build, tmp_path, questions):
     assert trainer.evaluate()["eval_reward"] == metrics["eval_reward"]  # nothing is left of the first evaluation
 
 
-def test_an_evaluation_leaves_a_log_window_of_training_alone(build, tmp_path, questions):
-    options = {"eval_strategy": "steps", "eval_steps": 1, "num_generations_eval": 1, "per_device_eval_batch_size": 4}
-    build(questions.select(range(4)), **options).train()
+def test_an_evaluation_leaves_a_log_window_of_training_alone(run, tmp_path, questions):
+    run(questions.select(range(4)), eval_strategy="steps", eval_steps=1, **EVALUATES).train()
     (row,) = logged(tmp_path)
     assert row["stop/answered"] == pytest.approx(1 / 3)
     assert [each["eval_stop/answered"] for each in logged(tmp_path, "eval_stop/answered")] == [1.0] * 3
@@ -150,11 +140,11 @@ def test_a_tally_adds_up_what_batches_have_and_have_not():
     assert whole.means() == {"stop/answered": 6 / 12, "difference/max": 0.8, "failures": 0.0}
 
 
-def test_numbers_that_are_not_finite_are_written_as_null(build, tmp_path):
+def test_numbers_that_are_not_finite_are_written_as_null(run, tmp_path):
     def strict(text):
         return json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
 
-    trainer = build()
+    trainer = run()
     trainer.log({"grad_norm": math.nan, "nested": [1.0, -math.inf]})
     row = strict((tmp_path / "metrics.jsonl").read_text())
     assert row["grad_norm"] is None and row["nested"] == [1.0, None]
@@ -164,16 +154,16 @@ def test_numbers_that_are_not_finite_are_written_as_null(build, tmp_path):
     assert strict((tmp_path / "summary.json").read_text()) == {"after": {"reward": None}}
 
 
-def test_a_streamed_evaluation_counts_each_row_once(build, questions):
+def test_a_streamed_evaluation_counts_each_row_once(run, questions):
     rows = IterableDataset.from_generator(lambda: iter(questions.select(range(5))))
-    trainer = build(rows, do_eval=True, num_generations_eval=1, per_device_eval_batch_size=4)
+    trainer = run(rows, **EVALUATES)
     trainer.evaluate()
     assert sorted(row.row["answer"][0] for row in trainer.eval_trajectories) == [f"Lima {n}" for n in range(5)]
 
 
-def test_an_evaluation_of_other_rows_is_not_the_last_one(build, questions):
+def test_an_evaluation_of_other_rows_is_not_the_last_one(run, questions):
     """Whose conversations stand for the run's own evaluation rows."""
-    trainer = build(questions.select([0, 1]), do_eval=True, num_generations_eval=1, per_device_eval_batch_size=2)
+    trainer = run(questions.select([0, 1]), **EVALUATES)
     trainer.evaluate()
     assert trainer.evaluated_step == 0
     trainer.evaluate(questions.select([2, 3]), metric_key_prefix="test")

@@ -1,3 +1,7 @@
+"""Rows of a batch are dealt to micro-batches and ranks: whole groups, and as much work each."""
+
+from __future__ import annotations
+
 import numpy as np
 import torch
 

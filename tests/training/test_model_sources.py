@@ -9,14 +9,14 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from support.models import CPU_RUN, build_model, lookup
+from support.models import CPU_RUN, build_model
 from support.trainers import Letters
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mt_grpo.cli import main
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.errors import ConfigError, libraries_may_refuse
-from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
+from mt_grpo.training import MTGRPOConfig
 from mt_grpo.training.model import OF_SOURCE, resolve_model, source_options
 
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "init_lora_weights": False}
@@ -41,11 +41,9 @@ def adapter(folder, tmp_path):
     return tmp_path / "adapter"
 
 
-def test_the_embedded_model_has_its_name_in_python_too(tmp_path):
-    rows = Dataset.from_list([{"prompt": "Where?"}])
-    options = MTGRPOConfig(str(tmp_path), **CPU_RUN)
-    env = MultiTurnToolEnv([lookup])
-    trainer = MTGRPOEnvTrainer("embedded", env, outcome_reward_funcs=[Letters()], args=options, train_dataset=rows)
+def test_the_embedded_model_has_its_name_in_python_too(build):
+    given = {"processing_class": None, "engine": None, "train_dataset": Dataset.from_list([{"prompt": "Where?"}])}
+    trainer = build(model="embedded", rewards=((), (Letters(),)), eval_dataset=None, **given)
     assert trainer.model.config.name_or_path == resolve_model("embedded")
     assert trainer.model.num_parameters() > 1_000_000
 
@@ -103,37 +101,40 @@ class RemoteForCausalLM(Qwen3ForCausalLM):
 """
 
 
+@pytest.fixture
+def from_folder(build):
+    """Makes a trainer of a folder alone, which brings its tokenizer."""
+
+    def make(folder, **options):
+        given = {"processing_class": None, "train_dataset": Dataset.from_list([{"prompt": "Where?"}] * 4)}
+        given |= {"env": MultiTurnToolEnv(), "eval_dataset": None, "rewards": ((), (Letters(),))}
+        return build(None, str(folder), **given, **{"max_steps": 1, "max_completion_length": 16, **options})
+
+    return make
+
+
 @pytest.mark.parametrize("options", [{"trust_remote_code": True}, {"model_init_kwargs": {"trust_remote_code": True}}])
-def test_a_model_with_code_of_its_own_is_trained_from_python(folder, tmp_path, options):
+def test_a_model_with_code_of_its_own_is_trained_from_python(folder, from_folder, tmp_path, options):
     written = json.loads((folder / "config.json").read_text())
     assert written["model_type"] == "qwen3"
     classes = {"AutoConfig": "remote.RemoteConfig", "AutoModelForCausalLM": "remote.RemoteForCausalLM"}
     written |= {"model_type": "remote", "architectures": ["RemoteForCausalLM"], "auto_map": classes}
     (folder / "config.json").write_text(json.dumps(written))
     (folder / "remote.py").write_text(REMOTE)
-    rows = Dataset.from_list([{"prompt": "Where?"}] * 4)
-    given = {"outcome_reward_funcs": [Letters()], "train_dataset": rows}
-    run = {**CPU_RUN, "max_steps": 1, "max_completion_length": 16}
     with pytest.raises(ValueError, match="trust_remote_code"):
-        MTGRPOEnvTrainer(str(folder), MultiTurnToolEnv(), args=MTGRPOConfig(str(tmp_path / "a"), **run), **given)
-    args = MTGRPOConfig(str(tmp_path / "b"), **run, **options)
-    trainer = MTGRPOEnvTrainer(str(folder), MultiTurnToolEnv(), args=args, **given)
+        from_folder(folder)
+    trainer = from_folder(folder, **options)
     assert type(trainer.model).__name__ == "RemoteForCausalLM"
     trainer.train()
-    assert source_options(MTGRPOConfig(str(tmp_path), **CPU_RUN, model_init_kwargs=dict.fromkeys(OF_SOURCE, "a"))) == (
-        dict.fromkeys(OF_SOURCE, "a")
-    )
+    source = dict.fromkeys(OF_SOURCE, "a")
+    assert source_options(MTGRPOConfig(str(tmp_path), **CPU_RUN, model_init_kwargs=source)) == source
 
 
-def test_a_model_in_a_subfolder_has_its_tokenizer_there(folder, tokenizer, tmp_path):
-    rows = Dataset.from_list([{"prompt": "Where?"}])
-    args = MTGRPOConfig(str(tmp_path / "run"), **CPU_RUN, model_init_kwargs={"subfolder": folder.name})
-    given = {"outcome_reward_funcs": [Letters()], "train_dataset": rows}
-    trainer = MTGRPOEnvTrainer(str(folder.parent), MultiTurnToolEnv(), args=args, **given)
+def test_a_model_in_a_subfolder_has_its_tokenizer_there(folder, from_folder, tokenizer):
+    trainer = from_folder(folder.parent, model_init_kwargs={"subfolder": folder.name})
     assert trainer.processing_class.get_vocab() == tokenizer.get_vocab()
-    args.model_init_kwargs = {"subfolder": "other"}
     with pytest.raises(ConfigError, match="There is no model in '.*/other'"):
-        MTGRPOEnvTrainer(str(folder.parent), MultiTurnToolEnv(), args=args, **given)
+        from_folder(folder.parent, model_init_kwargs={"subfolder": "other"})
 
 
 def test_rollout_shows_the_adapter_and_not_its_base(recipe_of, adapter, folder, capsys):
@@ -178,18 +179,18 @@ def recipe_of(tmp_path):
     return write
 
 
-@pytest.mark.parametrize(
-    ("made", "resumed", "message"),
-    [
-        (USE_LORA, (), "is of an adapter, and this run trains the whole model: resume with `use_peft: true`"),
-        ((), USE_LORA, "is of a whole model, and this run trains an adapter: resume without `use_peft`"),
-        (USE_LORA, (*USE_LORA, "--lora_r", "2"), "is of an adapter of rank 4, and this run's has 2"),
-    ],
-)
-def test_an_adapter_and_a_whole_model_do_not_mix(recipe_of, folder, capsys, made, resumed, message):
-    assert main(["train", *recipe_of(folder), *SAVE, *made]) == 0
-    assert main(["train", *recipe_of(folder), *SAVE, *resumed, "--resume_from_checkpoint", "true"]) == 1
-    assert message in capsys.readouterr().err.splitlines()[-1]
+def test_an_adapter_and_a_whole_model_do_not_mix(recipe_of, folder, capsys):
+    def refused(*options):
+        assert main(["train", *recipe_of(folder), *SAVE, *options, "--resume_from_checkpoint", "true"]) == 1
+        return capsys.readouterr().err.splitlines()[-1]
+
+    assert main(["train", *recipe_of(folder), *SAVE, *USE_LORA]) == 0
+    whole = "is of an adapter, and this run trains the whole model: resume with `use_peft: true`"
+    assert whole in refused()
+    assert "is of an adapter of rank 4, and this run's has 2" in refused(*USE_LORA, "--lora_r", "2")
+    assert main(["train", *recipe_of(folder), *SAVE, "--overwrite_output_dir", "true"]) == 0
+    adapter = "is of a whole model, and this run trains an adapter: resume without `use_peft`"
+    assert adapter in refused(*USE_LORA)
 
 
 def test_a_script_cannot_resume_an_adapter_as_a_whole_model(build, folder, tmp_path):

@@ -80,18 +80,21 @@ def test_deepspeed_is_held_against_the_true_batch_size(tmp_path, monkeypatch):
 
 
 def test_a_batch_that_steps_do_not_fill_is_told_in_own_numbers(tmp_path):
-    args = MTGRPOConfig(
-        str(tmp_path), use_cpu=True, num_generations=2, per_device_train_batch_size=4, generation_batch_size=6
-    )
+    options = {"use_cpu": True, "num_generations": 2, "per_device_train_batch_size": 4, "generation_batch_size": 6}
     with pytest.raises(ConfigError, match="`generation_batch_size: 6` is no multiple of 4"):
-        check_batch_sizes(args)
-    with pytest.raises(ValueError, match="can not be both configured"):
-        MTGRPOConfig(str(tmp_path), use_cpu=True, generation_batch_size=8, steps_per_generation=1)
+        check_batch_sizes(MTGRPOConfig(str(tmp_path), **options))
 
 
-def test_a_group_of_one_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="`num_generations` is 1; an advantage compares"):
-        MTGRPOConfig(str(tmp_path), num_generations=1)
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"generation_batch_size": 8, "steps_per_generation": 1}, "can not be both configured"),
+        ({"num_generations": 1}, "`num_generations` is 1; an advantage compares"),
+    ],
+)
+def test_options_that_make_no_batch_are_refused(tmp_path, options, problem):
+    with pytest.raises(ValueError, match=problem):
+        MTGRPOConfig(str(tmp_path), use_cpu=True, **options)
 
 
 def test_what_is_not_said_is_chosen_by_the_device(build, no_gpu, caplog):
@@ -103,15 +106,11 @@ def test_what_is_not_said_is_chosen_by_the_device(build, no_gpu, caplog):
     assert caplog.text.count("There is no GPU here: this run is on the CPU, in float32.") == 1
 
 
-def test_each_step_is_logged(tmp_path):
-    assert MTGRPOConfig(str(tmp_path)).logging_steps == 1
-
-
 def test_a_gpu_trains_in_bfloat16_unless_told_otherwise(tmp_path, monkeypatch):
     monkeypatch.setattr("mt_grpo.training.config.has_bfloat16", lambda: True)
     monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True)
     monkeypatch.setattr(preflight, "has_bfloat16", lambda: True)
-    assert MTGRPOConfig(str(tmp_path)).mixed_precision == "bf16"
+    assert MTGRPOConfig(str(tmp_path)).mixed_precision == "bf16" and MTGRPOConfig(str(tmp_path)).logging_steps == 1
     assert MTGRPOConfig(str(tmp_path), bf16=False).mixed_precision == "no"
     assert MTGRPOConfig(str(tmp_path), fp16=True).mixed_precision == "fp16"
 

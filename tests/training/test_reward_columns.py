@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+from contextlib import nullcontext
 
 import pytest
 from datasets import Dataset, IterableDataset
@@ -51,6 +52,10 @@ def wrapper(*args, **kwargs):
     return gold(*args, gold_answer="Lima", **kwargs)
 
 
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return {"score": float(solution_str.endswith(ground_truth)), "source": data_source}
+
+
 class Callable:
     def __call__(self, completions, trainer_state, log_metric, answer, other=None, **kwargs):
         return [0.0] * len(completions)
@@ -66,6 +71,10 @@ class Callable:
         (Prompt(), "'Prompt' needs `prompt`"),
         (Closed(), r"'Closed' cannot be called .* unexpected keyword argument 'level'.*\*\*row"),
         (FunctionReward(closed), r"'closed' cannot be called .*\*\*row"),
+        (
+            load_rewards([compute_score], "outcome")[0],
+            "takes the right answer from the column `ground_truth`, or `rew",
+        ),
     ],
 )
 def test_what_no_column_brings_is_refused_in_one_sentence(reward, message):
@@ -101,11 +110,6 @@ def test_evaluation_rows_and_streams_are_looked_at_too(evaluated, name):
         check_reward_columns([Answer()], DATA, evaluated)
 
 
-def test_the_trainer_refuses_before_it_loads_a_model(tmp_path):
-    with pytest.raises(ConfigError, match="gold_answer"):
-        MTGRPOEnvTrainer("/no/such/model", None, [], [gold], MTGRPOConfig(str(tmp_path), **CPU_RUN), DATA)
-
-
 class Said(TurnReward):
     name = "Answer"
 
@@ -120,52 +124,40 @@ class Right(OutcomeReward):
         return 0.0
 
 
-def test_a_turn_reward_and_an_outcome_reward_need_two_names(tmp_path):
-    """Metrics, and the index of a run, have one value for a name."""
-    with pytest.raises(ConfigError, match="'Answer' is both a turn reward and an outcome reward: .* another `name`"):
-        MTGRPOEnvTrainer("/no/such/model", None, [Said()], [Right()], MTGRPOConfig(str(tmp_path), **CPU_RUN), DATA)
-
-
 @pytest.mark.parametrize(
-    ("reward", "answers"),
+    ("turns", "outcomes", "message"),
     [
-        ("exact_match_reward_func", [3, 4]),
-        ("exact_match_reward_func", [3.0, 0.5]),
-        ("exact_match_reward_func", [["Lima", "lima"], ["Oslo"]]),
-        ("exist_answer_reward_func", [{"value": "Lima", "aliases": ["a"]}, {"value": "Oslo", "aliases": []}]),
-        ("gsm8k_correct_reward_func", [3, 4]),
+        ([], [gold], "gold_answer"),
+        # metrics, and the index of a run, have one value for a name
+        ([Said()], [Right()], "'Answer' is both a turn reward and an outcome reward: .* another `name`"),
     ],
 )
-def test_answers_that_rewards_can_read_are_taken(reward, answers):
-    rows = Dataset.from_list([{"prompt": "?", "answer": answer} for answer in answers])
-    check_reward_columns(load_rewards([reward], "outcome"), rows, None)
+def test_the_trainer_refuses_before_it_loads_a_model(tmp_path, turns, outcomes, message):
+    with pytest.raises(ConfigError, match=message):
+        MTGRPOEnvTrainer("/no/such/model", None, turns, outcomes, MTGRPOConfig(str(tmp_path), **CPU_RUN), DATA)
 
 
-@pytest.mark.parametrize(
-    ("reward", "answers", "says"),
-    [
-        (
-            "exact_match_reward_func",
-            ["3", None],
-            "of row 2 of the training dataset: None is no answer: give text, a num",
-        ),
-        ("exact_match_reward_func", [[3, None], [4]], r"of row 1 of the training dataset: \[3, None\] is no answer"),
-        ("exist_answer_reward_func", [{"gold": "3"}], "of row 1 of the training dataset: {'gold': '3'} is no answer"),
-        (
-            "gsm8k_correct_reward_func",
-            ["3", "none"],
-            "of row 2 of the training dataset: the answer column holds no num",
-        ),
-    ],
-)
-def test_answers_that_a_reward_cannot_read_are_refused(reward, answers, says):
+TAKEN = [
+    ("exact_match_reward_func", [3, 4]),
+    ("exact_match_reward_func", [3.0, 0.5]),
+    ("exact_match_reward_func", [["Lima", "lima"], ["Oslo"]]),
+    ("exist_answer_reward_func", [{"value": "Lima", "aliases": ["a"]}, {"value": "Oslo", "aliases": []}]),
+    ("gsm8k_correct_reward_func", [3, 4]),
+]
+REFUSED = [
+    ("exact_match_reward_func", ["3", None], "2 of the training dataset: None is no answer: give text, a num"),
+    ("exact_match_reward_func", [[3, None], [4]], r"1 of the training dataset: \[3, None\] is no answer"),
+    ("exist_answer_reward_func", [{"gold": "3"}], "1 of the training dataset: {'gold': '3'} is no answer"),
+    ("gsm8k_correct_reward_func", ["3", "none"], "2 of the training dataset: the answer column holds no num"),
+]
+
+
+@pytest.mark.parametrize(("reward", "answers", "says"), [*((*taken, None) for taken in TAKEN), *REFUSED])
+def test_answers_are_taken_where_a_reward_can_read_them(reward, answers, says):
     rows = Dataset.from_list([{"prompt": "?", "answer": answer} for answer in answers])
-    with pytest.raises(ConfigError, match=f"The reward '{reward}' cannot use the column 'answer' {says}"):
+    problem = f"The reward '{reward}' cannot use the column 'answer' of row {says}"
+    with pytest.raises(ConfigError, match=problem) if says else nullcontext():
         check_reward_columns(load_rewards([reward], "outcome"), rows, None)
-
-
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    return {"score": float(solution_str.endswith(ground_truth)), "source": data_source}
 
 
 async def with_truth(solution_str, ground_truth, **kwargs):
@@ -191,11 +183,3 @@ def test_reward_functions_in_the_form_of_verl_score(function, row, said, score):
     turn = Turn(0, {"role": "assistant", "content": said})
     assert asyncio.run(reward.score(Trajectory([], [turn]), **row)) == score
     assert reward.name == function.__name__
-
-
-def test_a_reward_function_of_verl_needs_a_truth():
-    rewards = load_rewards([compute_score], "outcome")
-    with pytest.raises(
-        ConfigError, match="takes the right answer from the column `ground_truth`, or `reward_model` as"
-    ):
-        check_reward_columns(rewards, DATA, None)

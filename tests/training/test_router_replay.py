@@ -10,15 +10,17 @@ import logging
 
 import numpy as np
 import pytest
-import torch
 from support.mixtures import FlippingEngine, build_mixture
-from support.trainers import check_log_probs
+from support.trainers import batch, check_log_probs, log_probs, logged, same, trained_tokens, weights
 from transformers import TrainerCallback
 
 from mt_grpo.rollout import SamplingParams
 from mt_grpo.rollout.engines.transformers import TransformersEngine
 from mt_grpo.rollout.engines.vllm.client import read_sample
 from mt_grpo.token_tree import Routes
+
+OPTIONS = {"max_turn_length": 12, "router_aux_loss_coef": 0.0, "max_steps": 1}
+SAVES = {"save_strategy": "steps", "save_steps": 1}
 
 
 def mixture(name, tokenizer, **more):
@@ -32,84 +34,49 @@ def flip(trainer) -> None:
     trainer._unproven = None  # which samples from another distribution, as a server may
 
 
-def difference(trainer) -> torch.Tensor:
-    """Of the log-probs of trained tokens, between engine and trainer."""
-    inputs = trainer._generate_and_score_completions([trainer.train_dataset[0]] * 4)
-    logps, _, _ = trainer._get_per_token_logps_and_entropies(
-        trainer.model,
-        torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
-        torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
-        inputs["completion_ids"].shape[1],
-    )
-    mask = (inputs["completion_mask"] * inputs["tool_mask"]).bool()
-    return (logps - inputs["sampling_per_token_logps"])[mask].abs()
-
-
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
 def test_replay_takes_away_what_other_routes_make_different(name, build, tokenizer):
     found = {}
     for replay in (True, False):
-        trainer = build(
-            None,
-            mixture(name, tokenizer),
-            router_replay=replay,
-            max_turn_length=12,
-            router_aux_loss_coef=0.0,
-            use_vllm=False,
-        )
+        trainer = build(None, mixture(name, tokenizer), router_replay=replay, **OPTIONS)
         trainer.use_vllm = True  # as with a server: the loss is given the engine's log-probs
-        trainer.current_gradient_accumulation_steps = 1
         flip(trainer)
-        found[replay] = difference(trainer)
-    assert found[False].max() > 0.02
-    assert found[True].max() < 1e-5
+        inputs = batch(trainer)
+        difference = log_probs(trainer, inputs) - inputs["sampling_per_token_logps"]
+        found[replay] = difference[trained_tokens(inputs)].abs().max()
+    assert found[False] > 0.02 and found[True] < 1e-5
 
 
 def test_a_run_trains_on_routes_and_says_how_many_differ(build, tokenizer):
-    trainer = build(None, mixture("qwen3_moe", tokenizer), max_turn_length=12, router_aux_loss_coef=0.0)
+    trainer = build(None, mixture("qwen3_moe", tokenizer), **OPTIONS | {"max_steps": 2})
     flip(trainer)
     trainer.train()
-    history = [row for row in trainer.state.log_history if "router/differing" in row]
-    assert history and all(0 < row["router/differing"] < 1 for row in history)
-    assert all("router/shared_prefix_differing" in row for row in history)
+    found = logged(trainer, "router/differing", "router/shared_prefix_differing")
+    assert len(found) == 2 and all(0 < differing < 1 for differing, _ in found)
 
 
 def test_the_trainers_own_engine_differs_in_no_route(build, tokenizer):
-    trainer = build(None, mixture("mixtral", tokenizer), max_turn_length=12, router_aux_loss_coef=0.0, max_steps=1)
-    trainer.train()
-    row = next(row for row in trainer.state.log_history if "router/differing" in row)
-    assert row["router/differing"] == row["router/shared_prefix_differing"] == 0
-    trainer.current_gradient_accumulation_steps = 1
+    (trainer := build(None, mixture("mixtral", tokenizer), **OPTIONS)).train()
+    assert logged(trainer, "router/differing", "router/shared_prefix_differing") == [[0, 0]]
     trainer.use_vllm = True
-    check_log_probs(trainer, trainer._generate_and_score_completions([trainer.train_dataset[0]] * 4))
+    check_log_probs(trainer, batch(trainer))
 
 
 def test_without_replay_no_route_is_kept(build, tokenizer):
-    trainer = build(
-        None,
-        mixture("mixtral", tokenizer),
-        max_turn_length=12,
-        router_aux_loss_coef=0.0,
-        max_steps=1,
-        router_replay=False,
-    )
-    trainer.train()
-    assert not any(row.routes for row in trainer.batch.token_rows)
-    assert not any("router/differing" in row for row in trainer.state.log_history)
+    (trainer := build(None, mixture("mixtral", tokenizer), router_replay=False, **OPTIONS)).train()
+    assert not any(row.routes for row in trainer.batch.token_rows) and not logged(trainer, "router/differing")
 
 
 def test_a_run_that_goes_on_without_replay_drops_its_routes(build, tokenizer, tmp_path):
-    options = {"max_turn_length": 12, "router_aux_loss_coef": 0.0, "steps_per_generation": 2}
-    options |= {"save_strategy": "steps", "save_steps": 1}
-    build(None, mixture("mixtral", tokenizer), max_steps=1, **options).train()
-    (checkpoint,) = tmp_path.rglob("checkpoint-1")
-    trainer = build(None, mixture("mixtral", tokenizer), max_steps=2, router_replay=False, **options)
-    trainer.train(resume_from_checkpoint=str(checkpoint))
+    options = {**OPTIONS, "steps_per_generation": 2, **SAVES}
+    build(None, mixture("mixtral", tokenizer), **options).train()
+    trainer = build(None, mixture("mixtral", tokenizer), **options | {"max_steps": 2, "router_replay": False})
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     assert trainer.state.global_step == 2 and trainer.model._replayer.take_counts().routed == 0
 
 
 def test_an_engine_that_gives_no_routes_is_named_once(build, tokenizer, caplog):
-    trainer = build(None, mixture("mixtral", tokenizer), max_turn_length=12, router_aux_loss_coef=0.0)
+    trainer = build(None, mixture("mixtral", tokenizer), **OPTIONS | {"max_steps": 2})
     trainer.runner.engine.record_routes = False
     with caplog.at_level(logging.WARNING):
         trainer.train()
@@ -154,31 +121,20 @@ def test_routes_of_a_server_are_read_from_its_answer():
 
 @pytest.mark.slow
 def test_a_resumed_mixture_has_the_experts_of_its_checkpoint(build, tokenizer, tmp_path):
-    options = {"output_dir": str(tmp_path), "max_turn_length": 12, "router_aux_loss_coef": 0.0, "learning_rate": 1e-2}
-    options |= {"max_steps": 1, "save_strategy": "steps", "save_steps": 1}
-    first = build(None, mixture("qwen3_moe", tokenizer), **options)
-    first.train()
-    fresh = mixture("qwen3_moe", tokenizer, seed=1)
-    resumed = build(None, fresh, **options)
+    (first := build(None, mixture("qwen3_moe", tokenizer), **OPTIONS, **SAVES)).train()
+    resumed = build(None, mixture("qwen3_moe", tokenizer, seed=1), **OPTIONS, **SAVES)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-    for trained, loaded in zip(first.model.parameters(), resumed.model.parameters(), strict=True):
-        assert torch.equal(trained, loaded)
+    assert same(weights(first), weights(resumed))
 
 
 @pytest.mark.slow
 def test_the_best_mixture_has_the_experts_of_its_checkpoint(build, tokenizer):
     """Every evaluation is as good, so that the first is the best."""
-    after_steps = []
-
-    class Keep(TrainerCallback):
-        def on_step_end(self, args, state, control, model, **kwargs):
-            after_steps.append([weight.detach().clone() for weight in model.parameters()])
-
-    options = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
-    options |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_reward", "router_aux_loss_coef": 0.0}
-    trainer = build(model=mixture("qwen3_moe", tokenizer), max_steps=2, **options)
-    trainer.add_callback(Keep())
+    options = {"eval_strategy": "steps", "eval_steps": 1, "num_generations_eval": 1, "load_best_model_at_end": True}
+    options |= {"metric_for_best_model": "eval_reward", "router_aux_loss_coef": 0.0, **SAVES}
+    trainer, after_steps, keep = build(model=mixture("qwen3_moe", tokenizer), **options), [], TrainerCallback()
+    keep.on_step_end = lambda *given, **more: after_steps.append(weights(trainer))
+    trainer.add_callback(keep)
     trainer.train()
     assert trainer.state.best_model_checkpoint.endswith("checkpoint-1")
-    for best, loaded in zip(after_steps[0], trainer.model.parameters(), strict=True):
-        assert torch.equal(best, loaded)
+    assert same(after_steps[0], weights(trainer)) and not same(after_steps[1], weights(trainer))

@@ -6,6 +6,7 @@ import ast
 import importlib
 import inspect
 import pkgutil
+from functools import cache
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from packaging.version import Version
-from support.models import CPU_RUN, build_model
+from support.models import CPU_RUN
 from transformers import PreTrainedModel, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, TrlParser, __version__
 from trl.generation.vllm_client import VLLMClient
@@ -23,7 +24,6 @@ from trl.models import unwrap_model_for_generation
 import mt_grpo
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.options.table import OPTIONS
-from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
 from mt_grpo.training.config import KEEPS_TURNS
 
 ROOMS = ("training", "weights", "app")
@@ -100,20 +100,10 @@ that are left out. With `use_vllm` it first syncs the weights of a client of its
 """
 
 PRIVATE = {
-    GRPOTrainer: [
-        "_buffered_inputs",
-        "_get_output_dir",
-        "_initial_global_step",
-        "_log_completion_extra",
-        "_log_metric",
-        "_logs",
-        "_metrics",
-        "_name",
-        "_paper",
-        "_step",
-        "_tag_names",
-        "_tokenizer",
-    ],
+    GRPOTrainer: (
+        "_buffered_inputs _get_output_dir _initial_global_step _log_completion_extra _log_metric _logs _metrics _name "
+        "_paper _step _tag_names _tokenizer"
+    ).split(),
     VLLMGeneration: ["_iter_named_params"],
     TrlParser: ["_actions", "_option_string_actions"],
     PreTrainedModel: ["_keep_in_fp32_modules", "_keep_in_fp32_modules_strict", "_no_split_modules"],
@@ -196,14 +186,18 @@ def assigned(tree):
             yield node.id if isinstance(node, ast.Name) else node.attr
 
 
+@cache
 def names_of(kind):
     """Private names of a class of TRL's, transformers' or Python's: members, and what its methods assign."""
+    names = set()
     for base in kind.__mro__[:-1]:
-        yield from filter(private, vars(base))
+        names.update(vars(base))
         if base.__module__.split(".")[0] in FOREIGN:
-            yield from filter(private, assigned(ast.parse(inspect.getsource(base))))
+            names.update(assigned(ast.parse(inspect.getsource(base))))
+    return set(filter(private, names))
 
 
+@cache
 def sources(*rooms):
     """The parsed modules of some rooms, or of all."""
     return [ast.parse(path.read_text()) for room in rooms or ("",) for path in (PACKAGE / room).rglob("*.py")]
@@ -222,7 +216,7 @@ def test_every_private_name_of_theirs_is_in_the_table():
 
 @pytest.mark.parametrize("kind", PRIVATE, ids=lambda kind: kind.__name__)
 def test_the_private_names_exist(kind):
-    assert set(PRIVATE[kind]) <= set(names_of(kind))
+    assert set(PRIVATE[kind]) <= names_of(kind)
 
 
 def test_what_is_imported_from_trl_is_in_the_table():
@@ -255,45 +249,32 @@ def test_a_model_is_unwrapped_for_generation_with_what_we_pass():
 
 
 @pytest.mark.parametrize("steps", [1, 2])
-def test_a_run_trains_and_is_resumed(tmp_path, tokenizer, questions, steps):
+def test_a_run_trains_and_is_resumed(build, tmp_path, steps):
     """The whole path: sampled by the model itself, packed as trees, saved after each step."""
 
-    def train(max_steps, **options):
-        args = MTGRPOConfig(
-            str(tmp_path),
-            **{**CPU_RUN, "save_strategy": "steps", "save_steps": 1},
-            max_completion_length=24,
-            max_steps=max_steps,
-            gradient_checkpointing_kwargs={"use_reentrant": False},
-            **options,
-        )
-        env = MultiTurnToolEnv([], protocol="learnt_tags", max_steps=2)
-        letters = lambda completions, **columns: [float(len(str(text))) for text in completions]  # noqa: E731
-        trainer = MTGRPOEnvTrainer(
-            build_model(tokenizer), env, [], [letters], args, questions, processing_class=tokenizer
+    def train(max_steps, resume=None):
+        checkpointing = {"gradient_checkpointing_kwargs": {"use_reentrant": False}}
+        trainer = build(
+            None,
+            env=MultiTurnToolEnv([], protocol="learnt_tags", max_steps=2),
+            rewards=([], [lambda completions, **columns: [float(len(str(text))) for text in completions]]),
+            **{"max_completion_length": 24, "max_steps": max_steps, "save_strategy": "steps", "save_steps": 1},
+            **{"advantage_estimator": None, "learning_rate": 1e-6, **checkpointing},
         )
         before = [parameter.clone() for parameter in trainer.model.parameters()]
-        trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+        trainer.train(resume)
         assert trainer.state.global_step == max_steps
         assert any(not old.equal(new) for old, new in zip(before, trainer.model.parameters(), strict=True))
 
     train(steps)
-    train(3, resume_from_checkpoint=str(tmp_path / f"checkpoint-{steps}"))
+    train(3, str(tmp_path / f"checkpoint-{steps}"))
 
 
 def test_generate_returns_eight_things():
     source = inspect.getsource(GRPOTrainer._generate)
     returned = source.rsplit("return ", 1)[1].strip()
-    assert [name.strip() for name in returned.split(",")] == [
-        "prompt_ids",
-        "completion_ids",
-        "tool_mask",
-        "completions",
-        "logprobs",
-        "extra_fields",
-        "images",
-        "tool_images",
-    ]
+    names = "prompt_ids completion_ids tool_mask completions logprobs extra_fields images tool_images"
+    assert [name.strip() for name in returned.split(",")] == names.split()
 
 
 @pytest.fixture
@@ -304,11 +285,7 @@ def stock(tmp_path, model, tokenizer, questions):
         return {"prompt_ids": prompt_ids, "completion_ids": ids, "logprobs": [[-1.0] * len(row) for row in ids]}
 
     def build(**options):
-        args = GRPOConfig(
-            str(tmp_path),
-            **CPU_RUN,
-            **options,
-        )
+        args = GRPOConfig(str(tmp_path), **CPU_RUN, **options)
         reward = lambda completions, **kwargs: [float(index) for index in range(len(completions))]  # noqa: E731
         return GRPOTrainer(model, reward, args, questions, processing_class=tokenizer, rollout_func=rollout)
 
