@@ -118,14 +118,14 @@ class GymEnv(StepEnv):
         args = (row,) if _needs_row(self.make) else ()
         game = self.user_environment = await call(self.make, *args, what="make", timeout=self.call_timeout)
         _check_game(type(game))
-        keywords = {"seed": seed_of(row)} if _takes_seed(game.reset) else {}
+        keywords = {"seed": _seed_of(row)} if _takes_seed(game.reset) else {}
         seen = await call(partial(game.reset, **keywords), what=self._what("reset"), timeout=self.reset_timeout)
         if isinstance(seen, tuple) and len(seen) == 2 and isinstance(seen[1], dict):
             seen = seen[0]
         prompt = row.get("prompt") or ""
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         *before, last = messages
-        said, shown = last["content"], show(seen)
+        said, shown = last["content"], _show(seen)
         if isinstance(said, list):  # with images or sounds
             return [*before, {**last, "content": [*said, {"type": "text", "text": f"\n\n{shown}"}] if shown else said}]
         return [*before, {**last, "content": "\n\n".join(filter(None, [said, shown]))}]
@@ -144,7 +144,7 @@ class GymEnv(StepEnv):
         self.total += reward
         reason = StopReason.ENV_DONE if terminated else StopReason.MAX_STEPS
         done = reason if terminated or truncated or over else False
-        shown: str | list[Message] = show(seen) or ([] if done else "(nothing to see)")
+        shown: str | list[Message] = _show(seen) or ([] if done else "(nothing to see)")
         return Step(shown, reward, done, info=info if done else {})
 
     async def close(self) -> None:
@@ -167,7 +167,7 @@ class GymEnv(StepEnv):
 
 
 @environment("gym")
-def gym_of_options(options: Mapping[str, Any]) -> GymEnv:
+def _gym_of_options(options: Mapping[str, Any]) -> GymEnv:
     """`GymEnv` with the keys of `env: {type: gym}`."""
     return GymEnv(**imported(options["env"]))
 
@@ -185,12 +185,12 @@ def _import(path: str, name: str) -> object:
     return vars(builtins)[path] if path in ("int", "float", "str") else import_object(path, what=f"`{name}`")
 
 
-def show(observation: object) -> str:
+def _show(observation: object) -> str:
     """An observation as text: empty for `None`; what is no text as JSON."""
     return "" if observation is None else render(observation)
 
 
-def seed_of(row: Mapping[str, Any]) -> int:
+def _seed_of(row: Mapping[str, Any]) -> int:
     """The row's `seed`, or else a hash of its columns, so that all conversations of a group get the same game."""
     if row.get("seed") is not None:
         return int(row["seed"])

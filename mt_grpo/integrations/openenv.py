@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import itertools
 import json
 import logging
@@ -69,7 +70,7 @@ def openenv_server(
 
 
 @environment("openenv")
-def openenv_of_options(options: Mapping[str, Any]) -> OpenEnv:
+def _openenv_of_options(options: Mapping[str, Any]) -> OpenEnv:
     """`openenv_server` with the keys of `env: {type: openenv}`."""
     return openenv_server(**imported(options["env"]))
 
@@ -86,20 +87,18 @@ class OpenEnv(GymEnv, ServedEnv):
         tag: str | None,
         max_turns: int | None,
         step_timeout: float | None,
-        option: str = "url",
     ) -> None:
         super().__init__(self._game, parse, tag, max_turns, step_timeout)
         self.reset_timeout = None  # the wait for a place counts toward no timeout
-        self.client, self.observe, self.option = client, observe, option
+        self.client, self.observe, self.option = client, observe, "url"
         self.pool = EnvServerPool(urls, _KIND)
 
     def at(self, urls: str | list[str]) -> OpenEnv:
         """The same environment at the addresses of `environment_urls`; raises `ConfigError` if one is none."""
-        option = "environment_urls"
-        given = _addresses(urls, option)
-        return OpenEnv(
-            given, self.client, self.observe, self.parse, self.tag, self.max_turns, self.call_timeout, option
-        )
+        env = copy.copy(self)
+        env.make, env.option = env._game, "environment_urls"
+        env.pool = EnvServerPool(_addresses(urls, env.option), _KIND)
+        return env
 
     async def run(self, policy: Policy, row: dict[str, Any]) -> Outcome:
         """
@@ -164,11 +163,7 @@ class _Game:
     """An environment of a server in Gym's form. Methods are `async`, since its client belongs to one event loop."""
 
     def __init__(
-        self,
-        make: Callable[..., Any],
-        pool: EnvServerPool,
-        observe: Callable[[Any], object],
-        timeout: float | None,
+        self, make: Callable[..., Any], pool: EnvServerPool, observe: Callable[[Any], object], timeout: float | None
     ) -> None:
         self._make, self._pool, self._observe, self._timeout = make, pool, observe, timeout
         self._client: Any = None

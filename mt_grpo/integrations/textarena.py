@@ -50,7 +50,7 @@ def textarena_game(
 
 
 @environment("textarena")
-def game_of_options(options: Mapping[str, Any]) -> GymEnv:
+def _game_of_options(options: Mapping[str, Any]) -> GymEnv:
     """`textarena_game` with the keys of `env: {type: textarena}`."""
     given = imported(options["env"])
     return textarena_game(**given.pop("options", {}), **given)

@@ -18,7 +18,7 @@ from typing import Any, Self, SupportsFloat
 
 from datasets import Dataset
 
-from mt_grpo.concurrency import OutOfTime, call, in_thread
+from mt_grpo.concurrency import OutOfTime, call, guarded, in_thread
 from mt_grpo.envs import MultiTurnToolEnv, Outcome, Policy
 from mt_grpo.envs.env import ConversationEnded
 from mt_grpo.envs.registry import environment, tool_arguments
@@ -225,7 +225,7 @@ class TRLEnv(MultiTurnToolEnv):
         return bound
 
 
-class TRLSource(Prototype):
+class _TRLSource(Prototype):
     """An environment in TRL's form: `reset` writes the prompts, and `get_reward` is a reward of the class's name."""
 
     env: TRLEnv
@@ -252,7 +252,7 @@ class TRLSource(Prototype):
                 )
 
 
-source_of.register(TRLEnv, TRLSource)
+source_of.register(TRLEnv, _TRLSource)
 
 
 def _import_factory(path: object, key: str) -> Any:
@@ -265,7 +265,7 @@ def _import_factory(path: object, key: str) -> Any:
 
 
 @environment("trl")
-def environments_of_options(options: Mapping[str, Any]) -> EnvLike:
+def _environments_of_options(options: Mapping[str, Any]) -> EnvLike:
     """Environments of a run's option `environment_factory`: of a factory, or of several by name."""
     key, factory = options.get("key"), options.get("factory")  # the second: the trainer's own argument
     if factory is None:
@@ -406,14 +406,10 @@ def _close_all(free: list[Any], over: threading.Event, closed: threading.Event) 
         try:
             closing = instance.close()
             if inspect.isawaitable(closing):
-                asyncio.run(_awaited(closing))
+                asyncio.run(guarded(closing))
         except Exception as error:  # whatever the user's class raises
             logger.warning("%s could not be closed: %s", type(instance).__name__, describe_error(error))
     closed.set()
-
-
-async def _awaited(closing: Any) -> None:
-    await closing
 
 
 def _end(over: threading.Event, closed: threading.Event) -> None:

@@ -56,7 +56,7 @@ class VerifiersSource(AgentSource):
 
 
 @environment("verifiers")
-def verifiers_of_options(options: Mapping[str, Any]) -> VerifiersSource:
+def _verifiers_of_options(options: Mapping[str, Any]) -> VerifiersSource:
     """The environment of a run's option `env: verifiers:NAME`."""
     config = parse_env_config(options["env_config"] or {})
     return VerifiersSource(options["env"].removeprefix(VERIFIERS).strip(), config, protocol_of(options))
@@ -73,7 +73,7 @@ def example_of(row: Mapping[str, object]) -> tuple[str, int]:
     return split, number
 
 
-def _load(name: str, config: dict[str, Any]) -> LegacyEnvironment | TasksetEnvironment:
+def _load(name: str, config: dict[str, Any]) -> _LegacyEnvironment | TasksetEnvironment:
     """The environment, by the version of verifiers that is installed."""
     if importlib.util.find_spec("verifiers") is None:
         raise ConfigError(
@@ -83,7 +83,7 @@ def _load(name: str, config: dict[str, Any]) -> LegacyEnvironment | TasksetEnvir
     try:
         with kept_signals():
             if importlib.util.find_spec("verifiers.legacy") is not None:
-                return LegacyEnvironment(name, config)
+                return _LegacyEnvironment(name, config)
             from mt_grpo.integrations.verifiers_v1 import TasksetEnvironment
 
             return TasksetEnvironment(name, config)
@@ -122,7 +122,7 @@ _UNREACHED: ContextVar[list[str]] = ContextVar("unreached")
 """Errors of reward functions of the running conversation that could not reach a judge."""
 
 
-class LegacyEnvironment:
+class _LegacyEnvironment:
     """An environment of verifiers 0.3.1 by its name: `load_environment`, rubrics, `run_rollout`."""
 
     def __init__(self, name: str, config: dict[str, Any]) -> None:

@@ -251,7 +251,7 @@ source_of.register(InteractionEnv, InteractionSource)
 
 
 @environment("interactions")
-def interactions_of_options(options: Mapping[str, Any]) -> InteractionEnv:
+def _interactions_of_options(options: Mapping[str, Any]) -> InteractionEnv:
     """The environment of a run's option `interaction_config_file`."""
     return InteractionEnv(load_interactions(options["interaction_config_file"]), **tool_arguments(options))
 

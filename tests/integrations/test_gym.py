@@ -13,7 +13,7 @@ from support.models import build_tokenizer
 
 from mt_grpo.envs.source import check_source
 from mt_grpo.errors import ConfigError
-from mt_grpo.integrations.gym import GymEnv, seed_of, show
+from mt_grpo.integrations.gym import GymEnv
 from mt_grpo.rollout import RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
 from mt_grpo.trajectory import StopReason
 
@@ -142,16 +142,32 @@ def test_limits_leave_the_return():
     assert short.stop_reason is StopReason.TOKEN_BUDGET and short.env_rewards["return"] < 0
 
 
+class Shows:
+    """Shows what its row says, or its seed."""
+
+    def __init__(self, row):
+        self.row = row
+
+    def reset(self, seed):
+        return self.row.get("shown", seed)
+
+    def step(self, action):
+        return None, 0.0, True
+
+
+def shown(**row):
+    [message] = asyncio.run(GymEnv(Shows).reset({"prompt": "", **row}))
+    return message["content"]
+
+
 def test_members_of_a_group_begin_with_the_same_game():
-    row = {"prompt": "Play.", "level": 3}
-    assert seed_of(row) == seed_of(dict(row)) != seed_of({**row, "level": 4})
-    assert seed_of({**row, "seed": 7}) == 7
+    assert shown(level=3) == shown(level=3) != shown(level=4)
+    assert shown(level=3, seed=7) == "7"
 
 
 def test_observations_become_text():
-    assert [show(seen) for seen in (None, "a", b"a", {"b": np.arange(2)}, 1.5)] == [
-        "", "a", "a", '{"b": [0, 1]}', "1.5"
-    ]  # fmt: skip
+    seen = (None, "a", b"a", {"b": np.arange(2)}, 1.5)
+    assert [shown(shown=each) for each in seen] == ["", "a", "a", '{"b": [0, 1]}', "1.5"]
 
 
 def test_an_observation_follows_what_a_prompt_shows():
@@ -176,32 +192,29 @@ class Broken(Walk):
             raise ZeroDivisionError("in reset")
 
     def step(self, action):
-        match self.kind:
-            case "step raises":
-                raise ZeroDivisionError("in step")
-            case "step hangs":
-                time.sleep(1)
-            case "step returns text":
-                return "text"
-            case "nan":
-                return "seen", float("nan"), False
-            case "reward of text":
-                return "seen", "1.0", False
-            case "info of text":
-                return "seen", 1.0, False, "none"
-        return "seen", 1.0, True
+        if self.kind == "step raises":
+            raise ZeroDivisionError("in step")
+        if self.kind == "step hangs":
+            time.sleep(1)
+        return RETURNED.get(self.kind, ("seen", 1.0, True))
 
 
+RETURNED = {
+    "text": "text",
+    "nan": ("seen", float("nan"), False),
+    "reward of text": ("seen", "1.0", False),
+    "info of text": ("seen", 1.0, False, "none"),
+}
 ERRORS = {
     "not made": "ZeroDivisionError: not made",
     "reset raises": "ZeroDivisionError: in reset",
     "step raises": "ZeroDivisionError: in step",
-    "step hangs": "OutOfTime: Broken.step took longer than 0.2 s.",
-    "step returns text": "RuntimeError: Broken.step returned str: return (observation, reward, done)",
+    "text": "RuntimeError: Broken.step returned str: return (observation, reward, done)",
     "nan": "RuntimeError: Broken.step returned the reward nan: return a finite number.",
     "reward of text": "RuntimeError: Broken.step returned the reward '1.0': return a finite number.",
     "info of text": "RuntimeError: Broken.step returned the info 'none': return a dictionary.",
     "no game": "ConfigError: `GymEnv` was given dict, which has no `reset`",
+    "step hangs": "OutOfTime: Broken.step took longer than 0.2 s.",
 }
 
 
@@ -209,33 +222,25 @@ def test_whatever_a_game_does_ends_its_conversation_only():
     def make(row):
         return {} if row["kind"] == "no game" else Broken(row)
 
-    kinds = [*ERRORS, "fine"]
-    kinds.remove("step hangs")
-    games = play(GymEnv(make), [{"kind": kind} for kind in kinds], [["go"]] * len(kinds))
-    kinds.append("step hangs")
-    games += play(GymEnv(make, step_timeout=0.2), [{"kind": "step hangs"}], [["go"]])
-    for kind, game in zip(kinds, games, strict=True):
-        if kind in ERRORS:
-            assert game.stop_reason is StopReason.ENV_ERROR and game.error.startswith(ERRORS[kind]), game.error
-        else:
-            assert game.env_rewards == {"return": 1.0}
+    *kinds, hangs = ERRORS
+    *games, fine = play(GymEnv(make), [{"kind": kind} for kind in (*kinds, "fine")], [["go"]] * len(ERRORS))
+    games += play(GymEnv(make, step_timeout=0.2), [{"kind": hangs}], [["go"]])
+    for kind, game in zip((*kinds, hangs), games, strict=True):
+        assert game.stop_reason is StopReason.ENV_ERROR and game.error.startswith(ERRORS[kind]), game.error
+    assert fine.env_rewards == {"return": 1.0}
 
 
 @pytest.mark.parametrize(
-    ("make", "problem"),
+    ("make", "max_turns", "problem"),
     [
-        (3, "`GymEnv` was given 3, which cannot be called"),
-        (dict, "`GymEnv` was given dict, which has no `reset`: a game has `reset` and `step"),
+        (3, None, "`GymEnv` was given 3, which cannot be called"),
+        (dict, None, "`GymEnv` was given dict, which has no `reset`: a game has `reset` and `step"),
+        (Walk, 0, "`max_turns` is 0"),
     ],
 )
-def test_what_is_no_game_is_refused(make, problem):
+def test_what_is_no_game_is_refused(make, max_turns, problem):
     with pytest.raises(ConfigError, match=problem):
-        GymEnv(make)
-
-
-def test_a_bound_of_no_turns_is_refused():
-    with pytest.raises(ConfigError, match="`max_turns` is 0"):
-        GymEnv(Walk, max_turns=0)
+        GymEnv(make, max_turns=max_turns)
 
 
 def test_a_class_named_without_the_wrapper_is_told_of_it():

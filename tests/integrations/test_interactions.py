@@ -87,10 +87,10 @@ def row(name, **kwargs):
     return {"extra_info": {"index": 0, "interaction_kwargs": {"name": name, **kwargs}}}
 
 
-def run(interactions, rows, script, limits=None, sanity="strict", **options):
+def run(interactions, rows, script, limits=None, **options):
     env = InteractionEnv(interactions, **options)
     engine = ScriptedEngine(build_tokenizer(), lambda session, turn: script[turn] + END)
-    runner = RolloutRunner(env, engine, limits, sanity_check_mode=sanity)
+    runner = RolloutRunner(env, engine, limits, sanity_check_mode="strict")
     requests = [RolloutRequest("Q", f"{index:03d}", each) for index, each in enumerate(rows)]
     return asyncio.run(runner.run(requests, SamplingParams())), runner
 
@@ -147,53 +147,54 @@ def test_native_calls_go_to_tools_too():
     assert [message["role"] for message in shop.seen[0]] == ["user", "assistant", "tool", "assistant"]
 
 
-@pytest.mark.parametrize(("steps", "generated"), [(0, 1), (1, 2)])
-def test_the_last_turn_is_scored_too(steps, generated):
+@pytest.mark.parametrize(
+    ("limits", "steps", "reason"),
+    [
+        (None, 0, StopReason.MAX_STEPS),
+        (None, 1, StopReason.MAX_STEPS),
+        (RolloutLimits(12), 9, StopReason.TOKEN_BUDGET),
+    ],
+)
+def test_the_last_turn_is_scored_too(limits, steps, reason):
     shop = Shop({})
-    [trajectory], _ = run({"shop": shop}, [row("shop", word="pears")], ["a"] * 9, max_steps=steps)
-    assert trajectory.stop_reason is StopReason.MAX_STEPS and trajectory.env_rewards == {"shop": 2.0}
-    assert names(shop) == ["start", *["generate"] * generated, "calculate", "finalize"]
+    [trajectory], _ = run({"shop": shop}, [row("shop", word="pears")], ["a"] * 9, limits, max_steps=steps)
+    assert trajectory.stop_reason is reason and trajectory.env_rewards == {"shop": 2.0}
+    assert names(shop) == ["start", *["generate"] * len(trajectory.turns), "calculate", "finalize"]
+    assert limits or len(trajectory.turns) == steps + 1
 
 
-def test_a_spent_budget_leaves_the_score():
+@pytest.mark.parametrize(
+    ("fault", "options", "error", "called"),
+    [
+        ("start raises", {}, "ConnectionError: the shop is closed", []),
+        ("generate raises", {}, "ZeroDivisionError: in the shop", ["generate"]),
+        (
+            "generate hangs",
+            {"tool_timeout": 0.2},
+            "OutOfTime: Shop.generate_response took longer than 0.2 s.",
+            ["generate"],
+        ),
+        ("generate hangs", {"limits": RolloutLimits(rollout_timeout=0.2)}, None, ["generate"]),
+        ("generate is wrong", {}, "TypeError: Shop.generate_response returned ('Yes?', 0.5)", ["generate"]),
+        ("calculate raises", {}, "ValueError: no score", ["generate", "calculate"]),
+    ],
+)
+def test_a_fault_ends_its_conversation_and_is_finalized(fault, options, error, called):
     shop = Shop({})
-    [trajectory], _ = run({"shop": shop}, [row("shop", word="pears")], ["a"] * 9, RolloutLimits(12), max_steps=9)
-    assert trajectory.stop_reason is StopReason.TOKEN_BUDGET
-    assert trajectory.env_rewards == {"shop": 2.0} and names(shop)[-2:] == ["calculate", "finalize"]
-
-
-FAULTS = {
-    "start raises": ("ConnectionError: the shop is closed", ["start", "finalize"]),
-    "generate raises": ("ZeroDivisionError: in the shop", ["start", "generate", "finalize"]),
-    "generate hangs": ("OutOfTime: Shop.generate_response took longer than 0.2 s.", ["start", "generate", "finalize"]),
-    "generate is wrong": (
-        "TypeError: Shop.generate_response returned ('Yes?', 0.5)",
-        ["start", "generate", "finalize"],
-    ),
-    "calculate raises": ("ValueError: no score", ["start", "generate", "calculate", "finalize"]),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_ends_its_conversation_and_is_finalized(fault):
-    shop = Shop({})
-    rows = [row("shop", word="a", fault=fault)]
-    [trajectory], _ = run({"shop": shop}, rows, ["a"], tool_timeout=0.2 if fault.endswith("hangs") else None)
-    error, called = FAULTS[fault]
-    assert trajectory.stop_reason is StopReason.ENV_ERROR and trajectory.error.startswith(error)
-    assert names(shop) == called
-
-
-def test_the_end_of_time_is_finalized_too():
-    shop = Shop({})
-    rows = [row("shop", word="a", fault="generate hangs")]
-    [trajectory], _ = run({"shop": shop}, rows, ["a"], RolloutLimits(rollout_timeout=0.2))
-    assert trajectory.stop_reason is StopReason.TIMEOUT and names(shop) == ["start", "generate", "finalize"]
+    [trajectory], _ = run({"shop": shop}, [row("shop", word="a", fault=fault)], ["a"], **options)
+    assert trajectory.stop_reason is (StopReason.ENV_ERROR if error else StopReason.TIMEOUT)
+    assert error is None or trajectory.error.startswith(error)
+    assert names(shop) == ["start", *called, "finalize"]
 
 
 def test_a_finalize_that_raises_is_a_warning(caplog):
     [trajectory], _ = run({"shop": Shop({})}, [row("shop", word="a", fault="finalize raises")], ["a"])
     assert trajectory.stop_reason is StopReason.ENV_DONE and "OSError: cannot close" in caplog.text
+
+
+def test_gsm8k_scores_zero_where_it_never_is():
+    [trajectory], _ = run({"gsm8k": Gsm8kInteraction({})}, [row("gsm8k", ground_truth="1")], ["2"] * 3, max_steps=2)
+    assert [turn.reward for turn in trajectory.turns] == [0.0] * 3 and trajectory.env_rewards == {"gsm8k": 0.0}
 
 
 @pytest.mark.parametrize("gold", ["72", "48 + 24 = 72\n#### 72", 72])
@@ -205,19 +206,14 @@ def test_gsm8k_asks_again_until_it_is_right(gold):
     assert trajectory.stop_reason is StopReason.ENV_DONE and not interaction._golds
 
 
-def test_gsm8k_scores_zero_where_it_never_is():
-    [trajectory], _ = run({"gsm8k": Gsm8kInteraction({})}, [row("gsm8k", ground_truth="1")], ["2"] * 3, max_steps=2)
-    assert [turn.reward for turn in trajectory.turns] == [0.0] * 3 and trajectory.env_rewards == {"gsm8k": 0.0}
-
-
 # The file
 
 GSM8K = "mt_grpo.integrations.verl.Gsm8kInteraction"
 
 
-def write(folder, *entries, text=None):
+def write(folder, *entries):
     path = folder / "interactions.yaml"
-    path.write_text(yaml.safe_dump({"interaction": list(entries)}) if text is None else text)
+    path.write_text(yaml.safe_dump({"interaction": list(entries)}))
     return str(path)
 
 
@@ -259,11 +255,15 @@ def test_a_wrong_file_is_refused_with_one_sentence(tmp_path, entries, message):
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_file_that_cannot_be_read_is_refused(tmp_path):
-    with pytest.raises(UserError, match="cannot be read: No such file"):
-        load_interactions(str(tmp_path / "none.yaml"))
-    with pytest.raises(UserError, match="is not YAML: "):
-        load_interactions(write(tmp_path, text="interaction: [}"))
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "cannot be read: No such file"), (b"\xff", "cannot be read: it is not text"), (b"a: [}", "is not YAML: ")],
+)
+def test_a_file_that_cannot_be_read_is_refused(tmp_path, content, message):
+    if content is not None:
+        (tmp_path / "bad.yaml").write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        load_interactions(str(tmp_path / "bad.yaml"))
 
 
 def config(tmp_path, **options):

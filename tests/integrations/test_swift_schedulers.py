@@ -205,34 +205,53 @@ def test_sampled_tokens_that_were_edited_away_are_not_trained():
     assert sum(runner.completion(trajectory).mask) == 1 + trajectory.turns[1].num_tokens
 
 
-def test_only_the_last_round_is_trained():
-    trajectory, runner, _ = hold(Ask, talk, loss_scale="last_round")
-    assert [turn.mask for turn in trajectory.turns] == [[0] * 3, [0] * 3, None]
-    assert sum(runner.completion(trajectory).mask) == trajectory.turns[2].num_tokens
+class Slow(Ask):
+    """Is out of time after the second turn."""
+
+    def step(self, infer_request, response_choice, current_turn):
+        time.sleep(1.0 * (current_turn == 2))
+        return super().step(infer_request, response_choice, current_turn)
 
 
-def test_what_is_out_of_time_has_its_last_round_trained():
-    class Slow(Ask):
-        def step(self, infer_request, response_choice, current_turn):
-            time.sleep(1.0 * (current_turn == 2))
+class Mixed(Ask):
+    """Goes on in the same message after the second turn."""
+
+    def step(self, infer_request, response_choice, current_turn):
+        if current_turn == 1:
             return super().step(infer_request, response_choice, current_turn)
-
-    trajectory, _, _ = hold(Slow, talk, loss_scale="last_round", rollout_timeout=0.3)
-    assert trajectory.stop_reason is StopReason.TIMEOUT
-    assert [turn.mask for turn in trajectory.turns] == [[0] * 3, None]
+        infer_request.messages[-1]["content"] += " Wait,"
+        return {"infer_request": infer_request}
 
 
-def test_responses_in_one_message_are_one_round():
-    class Mixed(MultiTurnScheduler):
-        def step(self, infer_request, response_choice, current_turn):
-            if current_turn == 1:
-                infer_request.messages.append({"role": "user", "content": "Q2"})
-            else:
-                infer_request.messages[-1]["content"] += " Wait,"
-            return {"infer_request": infer_request}
+class Two(MultiTurnScheduler):
+    """Two records of two responses each."""
 
-    trajectory, _, _ = hold(Mixed, talk, loss_scale="last_round")
-    assert [turn.mask is None for turn in trajectory.turns] == [False, True, True]
+    async def run(self, infer_request, request_config, **kwargs):
+        records = []
+        for _ in range(2):
+            for number in range(2):
+                request = RolloutInferRequest(user(f"Q{len(records)}{number}"))
+                response = await self.infer_engine.infer_async(request, request_config)
+            records.append(RolloutOutput(response, request.messages))
+        return records
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "limits", "reason", "trained"),
+    [
+        (Ask, {}, StopReason.MAX_STEPS, [False, False, True]),
+        (Slow, {"rollout_timeout": 0.3}, StopReason.TIMEOUT, [False, True]),
+        (Mixed, {}, StopReason.MAX_STEPS, [False, True, True]),
+        # a turn stands in the round of its record's end only where that goes on with it
+        (Two, {}, StopReason.ENV_DONE, [False, True, False, True]),
+    ],
+)
+def test_only_the_last_round_is_trained(scheduler, limits, reason, trained):
+    trajectory, runner, _ = hold(scheduler, talk, loss_scale="last_round", **limits)
+    assert trajectory.stop_reason is reason
+    assert [turn.mask for turn in trajectory.turns] == [None if whole else [0] * 3 for whole in trained]
+    count = sum(turn.num_tokens for turn, whole in zip(trajectory.turns, trained, strict=True) if whole)
+    assert sum(runner.completion(trajectory).mask) == count
 
 
 def test_a_mask_goes_before_loss_scale(caplog):
@@ -283,22 +302,6 @@ def test_a_response_that_no_record_has_is_not_trained():
 
     trajectory, _, _ = hold(Best, talk)
     assert [turn.mask and sum(turn.mask) for turn in trajectory.turns] == [0, 3, 0]
-
-
-def test_the_last_round_of_each_record_is_trained():
-    class Two(MultiTurnScheduler):
-        async def run(self, infer_request, request_config, **kwargs):
-            records = []
-            for _ in range(2):
-                for number in range(2):
-                    request = RolloutInferRequest(user(f"Q{len(records)}{number}"))
-                    response = await self.infer_engine.infer_async(request, request_config)
-                records.append(RolloutOutput(response, request.messages))
-            return records
-
-    trajectory, _, _ = hold(Two, talk, loss_scale="last_round")
-    # a turn stands in the round of its record's end only where that goes on with it
-    assert [turn.mask is None for turn in trajectory.turns] == [False, True, False, True]
 
 
 class Own(MultiTurnScheduler):

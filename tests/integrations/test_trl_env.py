@@ -16,10 +16,9 @@ from trl.chat_template_utils import add_response_schema
 
 from mt_grpo.concurrency import run as run_and_wait
 from mt_grpo.envs.source import close_environments
-from mt_grpo.errors import ConfigError
+from mt_grpo.errors import UserError
 from mt_grpo.integrations.trl import TRLEnv
 from mt_grpo.rollout import RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
-from mt_grpo.tools.function import ToolDefinitionError
 from mt_grpo.trajectory import StopReason
 
 ONE = [["Done."]]
@@ -201,15 +200,12 @@ def test_an_instance_made_too_late_is_kept_for_others():
 
 
 class NoReset:
-    def act(self) -> str:
-        """Acts."""
-
-
-class Undescribed:
-    def reset(self, **row):
+    def act(self, what):
         pass
 
-    def act(self, what):
+
+class Undescribed(NoReset):
+    def reset(self, **row):
         pass
 
 
@@ -224,16 +220,12 @@ def raises():
         (lambda row: row, "is called without arguments, and raised TypeError"),
         (raises, "`environment_factory` raises is called without arguments, and raised ZeroDivisionError: in the fac"),
         (NoReset, "`environment_factory` NoReset makes NoReset, which has no `reset`"),
+        (Undescribed, "The tool 'act' has no docstring"),
     ],
 )
 def test_what_makes_no_environment_is_refused(factory, problem):
-    with pytest.raises(ConfigError, match=problem):
+    with pytest.raises(UserError, match=problem):
         TRLEnv(factory)
-
-
-def test_a_method_that_cannot_be_described_is_refused():
-    with pytest.raises(ToolDefinitionError, match="The tool 'act' has no docstring"):
-        TRLEnv(Undescribed)
 
 
 class Timed:
@@ -269,14 +261,9 @@ class Camera:
         return [{"type": "audio", "audio": [0.0] * 160}]
 
 
-@pytest.mark.parametrize(
-    ("method", "error"),
-    [
-        ("look", "TemplateError: A message of 'tool' shows an image, and this run gives its model text only: use a"),
-        ("listen", "TemplateError: A message of 'tool' plays a sound, and this run gives its model text only: use a"),
-    ],
-)
-def test_what_a_model_cannot_read_ends_the_conversation(method, error):
+@pytest.mark.parametrize(("method", "shows"), [("look", "shows an image"), ("listen", "plays a sound")])
+def test_what_a_model_cannot_read_ends_the_conversation(method, shows):
     [trajectory] = run(TRLEnv(Camera), [{}], [[called(method)]])
     assert trajectory.stop_reason is StopReason.ENV_ERROR
-    assert trajectory.error.startswith(error)
+    told = f"TemplateError: A message of 'tool' {shows}, and this run gives its model text only: use a"
+    assert trajectory.error.startswith(told)

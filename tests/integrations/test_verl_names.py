@@ -45,6 +45,11 @@ class Check(BaseTool):
 """
 
 
+def told(gold):
+    """A row that gives the tool a right answer."""
+    return {"extra_info": {"tools_kwargs": {"check": {"create_kwargs": {"ground_truth": gold}}}}}
+
+
 def call(tool, row, *calls):
     """What calls of a tool answer in one conversation, and the rewards at its end."""
 
@@ -69,8 +74,7 @@ def load(folder, class_name, **config):
 
 def test_verls_gsm8k_tool_is_found_by_its_path(tmp_path):
     tool = load(tmp_path, "verl.tools.gsm8k_tool.Gsm8kTool")
-    row = {"extra_info": {"tools_kwargs": {"check": {"create_kwargs": {"ground_truth": "1,000"}}}}}
-    answers, step, rewards = call(tool, row, {"answer": "7"}, {"answer": "1000"}, {"answer": "1000"})
+    answers, step, rewards = call(tool, told("1,000"), {"answer": "7"}, {"answer": "1000"}, {"answer": "1000"})
     assert ["reward=0.0" in answers[0], "reward=1.0" in answers[1]] == [True, True]
     assert step == pytest.approx(-0.1) and rewards == {"check": 1.0}
 
@@ -115,8 +119,7 @@ def test_tools_are_found_in_the_root_of_a_clone_of_verl(name, runs, tmp_path, mo
     monkeypatch.syspath_prepend(str(tmp_path))
     try:
         tool = load(tmp_path, f"verl.tools.{name}")
-        row = {"extra_info": {"tools_kwargs": {"check": {"create_kwargs": {"ground_truth": "1,000"}}}}}
-        assert "1.0" in call(tool, row, {"answer": "1000"})[0][0]
+        assert "1.0" in call(tool, told("1,000"), {"answer": "1000"})[0][0]
         assert getattr(sys.modules["verl"], "DataProto", None) == (1 if runs else None)
     finally:
         for module in [module for module in sys.modules if module.partition(".")[0] == "verl"]:
@@ -124,8 +127,9 @@ def test_tools_are_found_in_the_root_of_a_clone_of_verl(name, runs, tmp_path, mo
 
 
 @pytest.fixture
-def sandbox():
-    """A server of Sandbox Fusion that prints the code it is sent, unless that says `fail`."""
+def sandbox(monkeypatch):
+    """A server of Sandbox Fusion that prints the code it is sent, unless that says `fail`; a tool may send any."""
+    monkeypatch.setitem(SCHEMA, "function", {"name": "check", "parameters": {"type": "object", "properties": {}}})
 
     def run(method, path, body):
         failed = "fail" in body["code"]
@@ -141,7 +145,6 @@ def sandbox():
     server.stop()
 
 
-CODE = {"type": "function", "function": {"name": "check", "parameters": {"type": "object", "properties": {}}}}
 SANDBOX = "verl.tools.sandbox_fusion_tools.SandboxFusionTool"
 SUBCLASS = """
 from verl.tools.sandbox_fusion_tools import SandboxFusionTool
@@ -158,8 +161,7 @@ class Printing(SandboxFusionTool):
 """
 
 
-def test_verls_sandbox_tool_sends_code_to_its_server(tmp_path, monkeypatch, sandbox):
-    monkeypatch.setitem(SCHEMA, "function", CODE["function"])
+def test_verls_sandbox_tool_sends_code_to_its_server(tmp_path, sandbox):
     options = {"sandbox_fusion_url": f"{sandbox.url}/run_code", "default_timeout": 3, "memory_limit_mb": 64}
     tool = load(tmp_path, SANDBOX, **options, num_workers=2, enable_global_rate_limit=True, rate_limit=1)
     answers, step, rewards = call(tool, {}, {"code": "1"}, {"code": "2", "timeout": 1})
@@ -170,33 +172,47 @@ def test_verls_sandbox_tool_sends_code_to_its_server(tmp_path, monkeypatch, sand
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"), [({"code": "fail"}, "ran fail\nit failed"), ({"language": "cpp"}, "no semicolon")]
+    ("arguments", "error"), [({"code": "fail"}, "ran fail\nit failed"), ({"language": "cpp"}, "no semicolon")]
 )
-def test_code_that_fails_in_verls_sandbox_is_an_error(tmp_path, monkeypatch, sandbox, arguments, told):
-    monkeypatch.setitem(SCHEMA, "function", CODE["function"])
+def test_code_that_fails_in_verls_sandbox_is_an_error(tmp_path, sandbox, arguments, error):
     tool = load(tmp_path, SANDBOX, sandbox_fusion_url=f"{sandbox.url}/run_code")
     with pytest.raises(CodeError) as failed:
         call(tool, {}, arguments)
-    assert str(failed.value) == told
+    assert str(failed.value) == error
 
 
 def test_a_subclass_of_verls_sandbox_tool_is_not_changed(tmp_path, monkeypatch, sandbox):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(SCHEMA, "function", CODE["function"])
     (tmp_path / "printing.py").write_text(SUBCLASS)
     tool = load(tmp_path, "printing.py:Printing", sandbox_fusion_url=f"{sandbox.url}/run_code")
     assert call(tool, {}, {"code": "6 * 7"})[0] == ["ran print(6 * 7)"]
 
 
-def test_a_sandbox_without_an_address_is_refused(tmp_path):
-    with pytest.raises(ToolDefinitionError, match="has no `sandbox_fusion_url` in its `config`"):
-        load(tmp_path, SANDBOX)
-
-
-def test_geo3k_says_that_it_needs_a_grader(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("tool", "problem"),
+    [
+        (SANDBOX, "`SandboxFusionTool` has no `sandbox_fusion_url` in its `config`"),
+        ("verl.tools.search_tool.SearchTool", "`SearchTool` has no `retrieval_service_url` in its `config`"),
+        ("verl.tools.geo3k_tool.Geo3kTool", "by `mathruler`, and 'mathruler.grader' is not installed: `pip"),
+    ],
+)
+def test_a_tool_that_lacks_what_it_needs_is_refused(tool, problem, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "mathruler.grader", None)
-    with pytest.raises(ToolDefinitionError, match="by `mathruler`, and 'mathruler.grader' is not installed: `pip"):
-        load(tmp_path, "verl.tools.geo3k_tool.Geo3kTool")
+    with pytest.raises(ToolDefinitionError, match=problem):
+        load(tmp_path, tool)
+
+
+def test_verls_search_tool_sends_each_query_to_its_server(tmp_path, sandbox):
+    def find(method, path, body):
+        return 200, {"result": [[{"document": {"contents": f"Title\nabout {query}"}} for query in body["queries"]]]}
+
+    server = ScriptedServer(find)
+    tool = load(tmp_path, "verl.tools.search_tool.SearchTool", retrieval_service_url=server.url)
+    answers, step, _ = call(tool, {}, {"query_list": ["Lima", "Cusco"]})
+    server.stop()
+    assert "about Lima" in answers[0].partition("---")[0] and "about Cusco" in answers[0] and step == 0.0
+    with pytest.raises(ValueError, match="`query_list` is no list of queries"):
+        call(tool, {}, {"query_list": "Lima"})
 
 
 def test_verls_geo3k_tool_grades_expressions(tmp_path, monkeypatch):
@@ -206,8 +222,7 @@ def test_verls_geo3k_tool_grades_expressions(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "mathruler", ModuleType("mathruler"))
     monkeypatch.setitem(sys.modules, "mathruler.grader", grader)
     tool = load(tmp_path, "verl.tools.geo3k_tool.Geo3kTool")
-    row = {"extra_info": {"tools_kwargs": {"check": {"create_kwargs": {"ground_truth": "3 * 2"}}}}}
-    _, step, rewards = call(tool, row, {"answer": "7"}, {"answer": "6"})
+    _, step, rewards = call(tool, told("3 * 2"), {"answer": "7"}, {"answer": "6"})
     assert step == -0.05 and rewards == {"check": 1.0}
     score = import_object("verl.utils.reward_score.geo3k.compute_score")
     assert score(r"<think>so</think> \boxed{6}", "6") == 1.0 and score(r"\boxed{6}", "6") == 0.9

@@ -310,7 +310,7 @@ class AgentSource(EnvSource):
 
 
 @environment("agent")
-def agent_of_options(options: Mapping[str, Any]) -> AgentSource:
+def _agent_of_options(options: Mapping[str, Any]) -> AgentSource:
     """The agent of a run's option `agent`."""
     given = parse_agent(options["agent"])
     if "command" in given:

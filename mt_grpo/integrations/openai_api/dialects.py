@@ -364,10 +364,7 @@ class Messages(Dialect):
     path = "messages"
     same = ("model", "max_tokens", "stream")
     fields = frozenset(
-        (
-            *same,
-            *"messages system tools tool_choice stop_sequences thread output_config context_management".split(),
-        )
+        (*same, *"messages system tools tool_choice stop_sequences thread output_config context_management".split())
     )
     tool_fields = frozenset(
         "type name description input_schema strict cache_control eager_input_streaming max_characters".split()

@@ -14,7 +14,7 @@ from mt_grpo.integrations.openenv import generic_client
 from mt_grpo.integrations.swift.rewards import is_right
 from mt_grpo.integrations.swift.scheduler import (
     CONVERSATION,
-    ChatCompletionResponseChoice,
+    Choice,
     MultiTurnScheduler,
     RequestConfig,
     Returned,
@@ -67,7 +67,7 @@ class GymScheduler(MultiTurnScheduler):
         return envs[name](env_config)
 
     async def on_turn_end(
-        self, infer_request: RolloutInferRequest, response_choice: ChatCompletionResponseChoice, current_turn: int
+        self, infer_request: RolloutInferRequest, response_choice: Choice, current_turn: int
     ) -> Returned:
         """Takes a step of the environment."""
         env = self._envs[infer_request.uuid]
@@ -84,9 +84,7 @@ class GymScheduler(MultiTurnScheduler):
         infos = {"total_reward": self._total_rewards[uuid], "step_rewards": list(self._step_rewards[uuid])}
         return {"done": done, "rollout_infos": {**infos, "gym_done": done, **(info or {})}}
 
-    def step(
-        self, infer_request: RolloutInferRequest, response_choice: ChatCompletionResponseChoice, current_turn: int
-    ) -> Returned:
+    def step(self, infer_request: RolloutInferRequest, response_choice: Choice, current_turn: int) -> Returned:
         """The observation, as the user's message."""
         observation = self._pending_obs.get(infer_request.uuid)
         if observation is not None:
@@ -168,7 +166,7 @@ class OpenEnvScheduler(GymScheduler):
             request.messages = _opening(config.get("system_message"), self.format_observation(observation))
 
     async def on_turn_end(
-        self, infer_request: RolloutInferRequest, response_choice: ChatCompletionResponseChoice, current_turn: int
+        self, infer_request: RolloutInferRequest, response_choice: Choice, current_turn: int
     ) -> Returned:
         """Sends the action of a response."""
         env = self._envs[infer_request.uuid]
@@ -199,17 +197,13 @@ class RetryScheduler(MultiTurnScheduler):
 
     feedback = "That answer is not correct. Find the mistake, and answer again."
 
-    def check_finished(
-        self, infer_request: RolloutInferRequest, response_choice: ChatCompletionResponseChoice, current_turn: int
-    ) -> bool:
+    def check_finished(self, infer_request: RolloutInferRequest, response_choice: Choice, current_turn: int) -> bool:
         """Whether the answer is right, or no turn is left."""
         said = str(infer_request.messages[-1]["content"])
         right = is_right(said, str(infer_request.data_dict["solution"]))
         return right or super().check_finished(infer_request, response_choice, current_turn)
 
-    def step(
-        self, infer_request: RolloutInferRequest, response_choice: ChatCompletionResponseChoice, current_turn: int
-    ) -> Returned:
+    def step(self, infer_request: RolloutInferRequest, response_choice: Choice, current_turn: int) -> Returned:
         """The feedback, as the user's message."""
         infer_request.messages.append({"role": "user", "content": self.feedback})
         return {"infer_request": infer_request}
@@ -259,16 +253,12 @@ class ToolCallScheduler(MultiTurnScheduler):
         super().__init__(*args, **kwargs)
         self._tools = {tool.name: tool for tool in load_tools(list(self.tools))}
 
-    def check_finished(
-        self, infer_request: RolloutInferRequest, response_choice: ChatCompletionResponseChoice, current_turn: int
-    ) -> bool:
+    def check_finished(self, infer_request: RolloutInferRequest, response_choice: Choice, current_turn: int) -> bool:
         """Whether the response calls no tool, or no turn is left."""
         calls = self._called.search(response_choice.message.content)
         return calls is None or super().check_finished(infer_request, response_choice, current_turn)
 
-    async def step(
-        self, infer_request: RolloutInferRequest, response_choice: ChatCompletionResponseChoice, current_turn: int
-    ) -> Returned:
+    async def step(self, infer_request: RolloutInferRequest, response_choice: Choice, current_turn: int) -> Returned:
         """Runs the call, and appends its result to the model's message."""
         words = response_choice.message.content
         name, given = self._called.findall(words)[-1]

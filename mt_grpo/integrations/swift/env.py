@@ -105,7 +105,7 @@ class SchedulerSource(EnvSource):
 
 
 @environment("scheduler")
-def scheduler_of_options(options: Mapping[str, Any]) -> SchedulerSource:
+def _scheduler_of_options(options: Mapping[str, Any]) -> SchedulerSource:
     """The scheduler of a run's option `multi_turn_scheduler`."""
     name = options["multi_turn_scheduler"]
     if not is_bare(name):

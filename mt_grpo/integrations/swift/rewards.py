@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from mt_grpo.envs.env import RecordedEnv
 from mt_grpo.errors import ConfigError
-from mt_grpo.integrations.swift.scheduler import (
-    Names,
-)
+from mt_grpo.integrations.swift.scheduler import Names
 from mt_grpo.rewards import REWARDS, FunctionReward
 from mt_grpo.rewards.builtin import find_number, normalize_answer
 from mt_grpo.trajectory import Message, Trajectory

@@ -116,6 +116,9 @@ class ChatCompletionResponseChoice:
     token_ids: list[int] | None = None
 
 
+Choice = ChatCompletionResponseChoice
+
+
 @dataclass
 class ChatCompletionResponse:
     """A response with one choice; `id` names the turn."""
@@ -513,7 +516,7 @@ class MultiTurnScheduler:
         """Called before the first response with a list of one request, which it may change."""
 
     async def on_turn_end(
-        self, infer_request: RolloutInferRequest, response_choice: ChatCompletionResponseChoice, current_turn: int
+        self, infer_request: RolloutInferRequest, response_choice: Choice, current_turn: int
     ) -> Returned | None:
         """
         Called after each response, which the messages already contain.
@@ -527,20 +530,18 @@ class MultiTurnScheduler:
         """Called with `infer_request.uuid` when a conversation is closed, however it ended."""
 
     @staticmethod
-    def _extract_logprobs_from_choice(response_choice: ChatCompletionResponseChoice) -> list[float]:
+    def _extract_logprobs_from_choice(response_choice: Choice) -> list[float]:
         """The log-probabilities of a response. ms-swift's files call this name."""
         return [item["logprob"] for item in (response_choice.logprobs or {}).get("content", ())]
 
-    def check_finished(
-        self, infer_request: RolloutInferRequest, response_choice: ChatCompletionResponseChoice, current_turn: int
-    ) -> bool:
+    def check_finished(self, infer_request: RolloutInferRequest, response_choice: Choice, current_turn: int) -> bool:
         """Whether the conversation is over: the response was cut off, or `max_turns` is reached."""
         if response_choice.finish_reason == "length":
             return True
         return bool(self.max_turns and current_turn >= self.max_turns)
 
     def step(
-        self, infer_request: RolloutInferRequest, response_choice: ChatCompletionResponseChoice, current_turn: int
+        self, infer_request: RolloutInferRequest, response_choice: Choice, current_turn: int
     ) -> Returned | Awaitable[Returned]:
         """
         Prepares the next request after a response.
