@@ -12,11 +12,9 @@ from transformers import AutoTokenizer
 
 from mt_grpo.app.train import leave_group
 from mt_grpo.envs import MultiTurnToolEnv
-from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
 from mt_grpo.training import servers as starting
 from support.colocated import IDLE, Sleeper
-from support.models import CPU_RUN
-from support.trainers import Letters
+from support.trainers import Letters, trainer_builder
 
 
 def main(folder: str, port: str, per_server: str) -> None:
@@ -33,28 +31,12 @@ def run(folder: Path, port: int, per_server: int) -> Accelerator:
         return IDLE, {}
 
     starting.command_at, starting.check_vllm = command_at, lambda: None
-    args = MTGRPOConfig(
-        str(folder / "run"),
-        **CPU_RUN | {"per_device_train_batch_size": 4},
-        use_vllm=True,
-        vllm_mode="colocate",
-        vllm_enable_sleep_mode=True,
-        vllm_server_port=port,
-        vllm_tensor_parallel_size=per_server,
-        vllm_importance_sampling_mode="token_truncate",
-        max_steps=2,
-        max_completion_length=8,
-    )
     rows = [{"prompt": [{"role": "user", "content": f"What is {number} of Peru"}]} for number in range(8)]
-    trainer = MTGRPOEnvTrainer(
-        model,
-        MultiTurnToolEnv(protocol="learnt_tags"),
-        [],
-        [Letters()],
-        args,
-        Dataset.from_list(rows),
-        processing_class=tokenizer,
-    )
+    options = {"use_vllm": True, "vllm_mode": "colocate", "vllm_enable_sleep_mode": True, "vllm_server_port": port}
+    options |= {"vllm_tensor_parallel_size": per_server, "vllm_importance_sampling_mode": "token_truncate"}
+    env, limits = MultiTurnToolEnv(protocol="learnt_tags"), {"max_steps": 2, "max_completion_length": 8}
+    build = trainer_builder(folder / "run", tokenizer, Dataset.from_list(rows))
+    trainer = build(None, model, ((), (Letters(),)), env=env, advantage_estimator=None, **options, **limits)
     trainer.train()
     trainer.weight_sync.close()
     calls = [call for server in servers for call in server.http.calls]

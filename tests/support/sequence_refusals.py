@@ -11,19 +11,11 @@ from accelerate import Accelerator
 from datasets import Dataset
 
 from mt_grpo.app.train import leave_group
-from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.errors import ConfigError
-from mt_grpo.rewards import OutcomeReward
-from mt_grpo.rollout import ScriptedEngine
-from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
 from support.architectures import build_random
 from support.mixtures import build_mixture
-from support.models import CPU_RUN, build_model, build_tokenizer, lookup
-
-
-class Length(OutcomeReward):
-    def score(self, trajectory, **row):
-        return float(len(trajectory.answer or ""))
+from support.models import build_model, build_tokenizer
+from support.trainers import Length, trainer_builder
 
 
 def wrong_over_trees(tokenizer):
@@ -48,25 +40,17 @@ def refuse(file: Path) -> Accelerator:
         "wrong over trees": (wrong_over_trees(tokenizer), {}),
         "three": (build_model(tokenizer), {"sp_size": 3}),
     }
+    build = trainer_builder(file.parent / "run", tokenizer, Dataset.from_list([{"prompt": "What is Lima"}] * 8))
     for name, (model, options) in cases.items():
-        args = MTGRPOConfig(str(file.parent / "run"), **{**CPU_RUN, "max_steps": 1, "sp_size": 2, **options})
+        options = {"max_steps": 1, "sp_size": 2, "advantage_estimator": None, **options}
         try:
-            trainer = MTGRPOEnvTrainer(
-                model,
-                MultiTurnToolEnv([lookup], protocol="learnt_tags", max_steps=2),
-                [],
-                [Length()],
-                args,
-                Dataset.from_list([{"prompt": "What is Lima"}] * 8),
-                engine=ScriptedEngine(tokenizer, lambda session, turn: "<answer>Lima</answer>"),
-                processing_class=tokenizer,
-            )
-            trainer.train()
+            build(lambda session, turn: "<answer>Lima</answer>", model, ((), (Length(),)), **options).train()
         except ConfigError as error:
             said[name] = str(error)
-    if args.process_index == 0:
+    accelerator = Accelerator(cpu=True)
+    if accelerator.is_main_process:
         file.write_text(json.dumps(said))
-    return Accelerator(cpu=True)
+    return accelerator
 
 
 if __name__ == "__main__":

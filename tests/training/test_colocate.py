@@ -73,18 +73,10 @@ def test_without_vllm_no_server_can_be_started(tmp_path, monkeypatch):
         check_own_servers(config(tmp_path, vllm_server_port=free_port()))
 
 
-def test_an_engine_that_is_given_needs_no_vllm(tmp_path, tokenizer, monkeypatch):
+def test_an_engine_that_is_given_needs_no_vllm(build, tmp_path, tokenizer, monkeypatch):
     monkeypatch.setattr(starting, "interpreter", lambda: tmp_path / "bin" / "python")
     engine = ScriptedEngine(tokenizer, ["a"])
-    rows = [{"prompt": "What is it?"}]
-    trainer = MTGRPOEnvTrainer(
-        build_model(tokenizer),
-        outcome_reward_funcs=Letters(),
-        args=config(tmp_path),
-        train_dataset=rows,
-        engine=engine,
-        processing_class=tokenizer,
-    )
+    trainer = build(env=None, reward_funcs=Letters(), engine=engine, advantage_estimator=None, **COLOCATE)
     assert trainer.runner.engine is engine and trainer.weight_sync is None
 
 
@@ -143,28 +135,11 @@ def served(tmp_path, tokenizer, questions, monkeypatch):
     made = []
 
     def build(**options):
-        made.append(
-            MTGRPOEnvTrainer(
-                str(folder),
-                MultiTurnToolEnv(protocol="learnt_tags"),
-                [],
-                [Letters()],
-                config(
-                    tmp_path,
-                    **{
-                        "vllm_server_port": port,
-                        "vllm_importance_sampling_mode": "token_truncate",
-                        "max_steps": 2,
-                        "max_completion_length": 8,
-                        "save_strategy": "no",
-                    }
-                    | options,
-                ),
-                questions,
-                eval_dataset=questions.select(range(2)),
-                processing_class=tokenizer,
-            )
-        )
+        limits = {"vllm_server_port": port, "max_steps": 2, "max_completion_length": 8, "save_strategy": "no"}
+        args = config(tmp_path, **limits | {"vllm_importance_sampling_mode": "token_truncate"} | options)
+        env, given = MultiTurnToolEnv(protocol="learnt_tags"), {"processing_class": tokenizer}
+        given["eval_dataset"] = questions.select(range(2))
+        made.append(MTGRPOEnvTrainer(str(folder), env, [], [Letters()], args, questions, **given))
         return made[-1]
 
     build.servers = servers

@@ -5,15 +5,23 @@ from __future__ import annotations
 import json
 import os
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import ParallelismConfig
+from accelerate.utils import DistributedType
 from support.forked import run_processes
 from support.hosts import ADDRESS, hosts
 from support.learnt import SHARDED, assert_the_same_is_learnt, run_ranks
 from support.memory import peak_memory
+from support.models import CPU_RUN
 
+from mt_grpo.errors import ConfigError
 from mt_grpo.runlog import open_run
+from mt_grpo.training import MTGRPOConfig
+from mt_grpo.training.forward_plan import sequence_group
+from mt_grpo.training.preflight import check_batch_sizes
 from mt_grpo.training.ranks import _number
 
 pytestmark = pytest.mark.slow
@@ -87,20 +95,12 @@ def test_sharded_ranks_on_two_hosts_learn_what_one_learns(tmp_path, alone):
     assert set(open_run(first).column("rank")) == {0, 1}
 
 
-def test_ranks_with_and_without_images_learn_what_one_learns(tmp_path):
-    """In each forward every rank looks at an image, so none waits for the gradients of another's vision tower."""
-    one = run_ranks(tmp_path / "one", 1, "images")
-    assert_the_same_is_learnt(one, run_ranks(tmp_path / "two", 2, "images"))
-    sharded = run_ranks(tmp_path / "sharded", 2, "images", **SHARDED)
-    assert sharded["sharded"]
-    assert_the_same_is_learnt(one, sharded)
-
-
-def test_ranks_with_and_without_sounds_learn_what_one_learns(tmp_path):
-    """In each forward every rank hears a sound, so none waits for the gradients of another's tower."""
-    one = run_ranks(tmp_path / "one", 1, "sounds")
-    assert_the_same_is_learnt(one, run_ranks(tmp_path / "two", 2, "sounds"))
-    sharded = run_ranks(tmp_path / "sharded", 2, "sounds", **SHARDED)
+@pytest.mark.parametrize("media", ["images", "sounds"])
+def test_ranks_with_and_without_media_learn_what_one_learns(tmp_path, media):
+    """In each forward every rank looks at an image or hears a sound: none waits for gradients of another's tower."""
+    one = run_ranks(tmp_path / "one", 1, media)
+    assert_the_same_is_learnt(one, run_ranks(tmp_path / "two", 2, media))
+    sharded = run_ranks(tmp_path / "sharded", 2, media, **SHARDED)
     assert sharded["sharded"]
     assert_the_same_is_learnt(one, sharded)
 
@@ -130,19 +130,11 @@ def test_all_ranks_train_padded_rows_where_trees_are_wrong(tmp_path):
     assert run_ranks(tmp_path, 2, "wrong_trees", **SHARDED) == {"gave up": True, "forward": "padded"}
 
 
-@pytest.fixture(scope="module")
-def sharded_in_bfloat16(tmp_path_factory):
-    return run_ranks(tmp_path_factory.mktemp("bfloat16"), 2, "bf16", **SHARDED)
-
-
-def test_bfloat16_sharding_rounds_what_is_sent_not_log_probs(sharded_in_bfloat16):
-    two = sharded_in_bfloat16
-    assert two["sharded"] and two["dtype"] == torch.float32
+def test_bfloat16_sharding_rounds_what_is_sent_not_learnt(tmp_path):
+    """Neither log-probs nor the sum of gradients."""
+    two = run_ranks(tmp_path, 2, "bf16", **SHARDED)
+    assert two["sharded"] and two["dtype"] == torch.float32 and not two["rounded"]
     assert {tensor.dtype for tensor in two["sent"].values()} == {torch.bfloat16}
-
-
-def test_bfloat16_sharding_does_not_round_the_sum_of_gradients(sharded_in_bfloat16):
-    assert sharded_in_bfloat16["sharded"] and not sharded_in_bfloat16["rounded"]
 
 
 def test_rows_move_between_ranks_so_that_work_is_even(tmp_path):
@@ -254,3 +246,43 @@ def test_another_bit_anywhere_is_another_number():
             weights["weight"][place] += 2**-7
         found.add(_number(weights))
     assert len(found) == 2  # its place does not count
+
+
+# `sp_size`: what it cannot train is refused in one sentence, before any work
+
+SAID = {
+    "heads": "Qwen3ForCausalLM has 3 attention heads, which 2 processes cannot share equally: set `sp_size` to 3, or",
+    "attention of its own": "BloomForCausalLM computes its attention itself, so several processes cannot compute its",
+    "balanced experts": "`sp_size: 2` has no loss that balances experts",
+    "wrong over trees": "Qwen3ForCausalLM scores packed trees",
+    "three": "`sp_size: 3` does not divide 2 processes: start a multiple of it (`--num_processes`), or leave it out.",
+}
+
+
+def test_models_that_cannot_be_shared_are_refused_on_every_rank(tmp_path):
+    run_processes(["-m", "support.sequence_refusals", str(tmp_path / "said.json")], 2, tmp_path / "log", {})
+    said = json.loads((tmp_path / "said.json").read_text())
+    assert {name: words[: len(SAID[name])] for name, words in said.items()} == SAID
+    assert "shares packed trees among processes: leave `sp_size` out" in said["wrong over trees"]
+
+
+def test_one_process_cannot_train_for_two(tmp_path):
+    args = MTGRPOConfig(str(tmp_path), **CPU_RUN, sp_size=2)  # it may sample
+    with pytest.raises(ConfigError, match="`sp_size: 2` does not divide 1 process: start a multiple of it"):
+        check_batch_sizes(args)
+
+
+@pytest.mark.parametrize(
+    ("launched", "message"),
+    [
+        ({"distributed_type": DistributedType.DEEPSPEED}, "which DeepSpeed does not: shard with FSDP2"),
+        ({"distributed_type": DistributedType.FSDP}, "which FSDP 1 does not: shard with FSDP2"),
+        ({"parallelism_config": ParallelismConfig(sp_size=2)}, "leave it out, and set `sp_size` in the recipe"),
+        ({"parallelism_config": ParallelismConfig(cp_size=2)}, "leave it out, and set `sp_size` in the recipe"),
+    ],
+)
+def test_other_ways_to_spread_a_model_are_refused(launched, message):
+    accelerator = {"num_processes": 2, "is_fsdp2": False, "parallelism_config": None, "distributed_type": None}
+    trainer = SimpleNamespace(args=SimpleNamespace(sp_size=2), accelerator=SimpleNamespace(**accelerator | launched))
+    with pytest.raises(ConfigError, match=message):
+        sequence_group(trainer)

@@ -10,13 +10,12 @@ import torch
 from datasets import Dataset
 from support.decision_processes import stopper
 from support.exact_gradients import measure, measure_branching
-from support.models import CPU_RUN, build_model
+from support.models import build_model
 from transformers import TrainerCallback
 
 from mt_grpo.envs import Step, StepEnv
 from mt_grpo.rewards import EnvReward
 from mt_grpo.rewards.builtin import StepReward
-from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
 from mt_grpo.trajectory import ToolCall
 
 ROWS = 256
@@ -72,34 +71,31 @@ def one_parameter(tokenizer):
     return model
 
 
-def estimate(folder, tokenizer, steps, **options):
+@pytest.fixture
+def estimate(build, tokenizer):
     """The mean gradient of the expected rewards in θ, as training computes it."""
-    model = one_parameter(tokenizer)
-    gradients = Gradients(model.lm_head.weight, tokenizer.convert_tokens_to_ids(GO))
-    options = {
-        **CPU_RUN,
-        "per_device_train_batch_size": ROWS // 2,
-        "gradient_accumulation_steps": 2,
-        "max_completion_length": 100,
-        "max_steps": steps,
-        "learning_rate": 0.0,  # the policy stays what it is
-        "max_grad_norm": 0.0,
-        "loss_type": "dr_grpo",  # a sum over tokens, divided by a constant
-        "scale_rewards": "none",
-        "tokenization_sanity_check_mode": "disable",
-        **options,
-    }
-    MTGRPOEnvTrainer(
-        model,
-        Stopper,
-        [StepReward()],
-        [EnvReward()],
-        MTGRPOConfig(str(folder), **options),
-        train_dataset=Dataset.from_dict({"prompt": ["What is"] * ROWS}),
-        processing_class=tokenizer,
-        callbacks=[gradients],
-    ).train()
-    return -options["max_completion_length"] * sum(gradients.seen) / steps
+
+    def measured(steps, **options):
+        model = one_parameter(tokenizer)
+        gradients = Gradients(model.lm_head.weight, tokenizer.convert_tokens_to_ids(GO))
+        options = {
+            "per_device_train_batch_size": ROWS // 2,
+            "gradient_accumulation_steps": 2,
+            "max_completion_length": 100,
+            "max_steps": steps,
+            "learning_rate": 0.0,  # the policy stays what it is
+            "max_grad_norm": 0.0,
+            "loss_type": "dr_grpo",  # a sum over tokens, divided by a constant
+            "scale_rewards": "none",
+            "tokenization_sanity_check_mode": "disable",
+            **options,
+        }
+        given = {"env": Stopper, "train_dataset": Dataset.from_dict({"prompt": ["What is"] * ROWS})}
+        rewards = ([StepReward()], [EnvReward()])
+        build(None, model, rewards, callbacks=[gradients], eval_dataset=None, **given, **options).train()
+        return -options["max_completion_length"] * sum(gradients.seen) / steps
+
+    return measured
 
 
 # with the expected estimate, and whether a rule's means include the member itself; the true gradient is .20625
@@ -107,16 +103,16 @@ def estimate(folder, tokenizer, steps, **options):
     ("rule", "expected", "own", "steps"),
     [("reward_to_go", 0.20625, True, 6), ("leave_one_out", 0.20625, False, 2), ("mt_grpo", 0.098437, False, 2)],
 )
-def test_the_trainer_estimates_the_exact_gradient(tmp_path, tokenizer, rule, expected, own, steps):
+def test_the_trainer_estimates_the_exact_gradient(estimate, rule, expected, own, steps):
     factor = 4 / 3 if own else 1.0
     exact = measure(rule, stopper, group_size=4, factor=factor)
     assert exact.mean.item() == pytest.approx(expected, abs=1e-6)
-    gradient = factor * estimate(tmp_path, tokenizer, steps, advantage_estimator=rule)
+    gradient = factor * estimate(steps, advantage_estimator=rule)
     assert abs(gradient - expected) < 3 * exact.std / math.sqrt(steps * ROWS / 4)
 
 
-def test_conversations_that_branch_have_the_same_gradient(tmp_path, tokenizer):
+def test_conversations_that_branch_have_the_same_gradient(estimate):
     exact = measure_branching("branch_to_go", stopper, branch_at=1, num_branches=4)
     options = {"advantage_estimator": "branch_to_go", "branch_at": 1, "num_branches": 4, "num_generations": 8}
-    gradient = estimate(tmp_path, tokenizer, 3, **options)
+    gradient = estimate(3, **options)
     assert abs(gradient - 0.20625) < 3 * exact.std / math.sqrt(3 * ROWS / 8)
