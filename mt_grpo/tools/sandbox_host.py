@@ -125,17 +125,24 @@ def _start(request: dict[str, Any], scratch: str, writes: bool) -> Any:
 
 def _finish(process: Any, request: dict[str, Any], scratch: str, writes: bool) -> dict[str, Any]:
     """Waits for the end of the code and of all that it left behind."""
-    done = threading.Event()
-    watch = _Watch(request["time_limit"], done)
+    late = threading.Event()
+
+    def end() -> None:
+        late.set()
+        _kill_descendants()
+
+    clock = threading.Timer(request["time_limit"], end)
+    clock.daemon = True
+    clock.start()
     readers = [_Reader(stream, request["output_limit"]) for stream in (process.stdout, process.stderr)]
     result = process.wait()
-    done.set()
-    watch.thread.join()
+    clock.cancel()
+    clock.join()
     _kill_descendants()  # what the code left in the background holds the pipes open
     deadline = time.monotonic() + _GRACE_SECONDS
     for reader in readers:
         reader.thread.join(max(0.0, deadline - time.monotonic()))
-    killed = ("time" if watch.late else "killed") if result.exit_code < 0 else None
+    killed = ("time" if late.is_set() else "killed") if result.exit_code < 0 else None
     if writes and result.exit_code > 0 and _is_full(scratch):
         killed = "disk"
     answer: dict[str, Any] = {"killed": killed, "exit_code": result.exit_code}
@@ -158,21 +165,6 @@ class _Reader:
         while chunk := self._stream.read(1 << 16):
             self.kept += chunk[: self._limit - len(self.kept)]
             self.size += len(chunk)
-
-
-class _Watch:
-    """Kills the code once it has used up its time."""
-
-    def __init__(self, seconds: float, done: threading.Event) -> None:
-        self.late = False
-        self._seconds, self._done = seconds, done
-        self.thread = threading.Thread(target=self._watch, daemon=True)
-        self.thread.start()
-
-    def _watch(self) -> None:
-        if not self._done.wait(self._seconds):
-            self.late = True
-            _kill_descendants()
 
 
 def _mount(folder: str, size: int) -> bool:

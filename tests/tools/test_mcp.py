@@ -90,6 +90,9 @@ def test_tools_of_a_server_have_its_schemas_and_answer(tmp_path, small):
     assert calls[1].error == "add: argument 'a' must be of type integer, not string"
     assert calls[2].error.startswith("McpToolError: Error executing tool fail")
     assert len(calls[3].result) == 1_000_000
+    weigh = ToolCall("weigh", {"what": "salt"})
+    asyncio.run(execute_calls([weigh], tools, 30.0))
+    assert json.loads(weigh.result) == weigh.data == {"kilograms": 4.0}  # structured content is the data of the call
 
 
 def test_calls_of_different_event_loops_share_one_server(small):
@@ -105,26 +108,20 @@ def test_a_server_works_on_many_calls_at_once(small):
     assert asyncio.run(together()) == ["awake"] * 100
 
 
-def test_a_call_that_runs_out_of_time_leaves_the_server_usable(small):
-    async def both() -> tuple[str, str]:
-        before = await text(small, "process")
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(small.call("slow", {"seconds": 60}), 0.1)
-        return before, await text(small, "process")
+@pytest.mark.parametrize("how", ["runs out of time", "unknown tool"])
+def test_a_call_that_fails_ends_no_server(small, how):
+    async def fail() -> None:
+        if how == "runs out of time":
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(small.call("slow", {"seconds": 60}), 0.1)
+        else:  # a result with an error in one version of the library, an error of the protocol in the other
+            with contextlib.suppress(McpToolError):
+                assert "nope" in await text(small, "nope")
 
-    before, after = asyncio.run(both())
-    assert before == after
+    async def around() -> tuple[str, None, str]:
+        return await text(small, "process"), await fail(), await text(small, "process")
 
-
-def test_an_unknown_tool_is_an_error_and_ends_nothing(small):
-    async def both() -> tuple[str, str]:
-        before = await text(small, "process")
-        # a result with an error in one version of the library, an error of the protocol in the other
-        with contextlib.suppress(McpToolError):
-            assert "nope" in await text(small, "nope")
-        return before, await text(small, "process")
-
-    before, after = asyncio.run(both())
+    before, _, after = asyncio.run(around())
     assert before == after
 
 
@@ -346,13 +343,6 @@ if how == "fork":
 """
 
 
-def test_structured_content_is_the_calls_data(tmp_path):
-    (weigh,) = mcp_tools(write(tmp_path, small=stdio()), ["weigh"])
-    call = ToolCall("weigh", {"what": "salt"})
-    asyncio.run(execute_calls([call], {"weigh": weigh}, 30.0))
-    assert json.loads(call.result) == call.data == {"kilograms": 4.0}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["raise", "interrupt", "kill", "fork"])
 def test_no_server_outlives_its_process(tmp_path, how):
@@ -413,9 +403,6 @@ def test_a_wrong_file_of_servers_is_refused(tmp_path, content, problem):
     path.write_text(content)
     with pytest.raises(ConfigError, match=problem):
         read_servers(str(path))
-
-
-def test_a_file_of_servers_that_is_not_there_is_refused():
     with pytest.raises(ConfigError, match="'none.json' .* does not exist"):
         read_servers("none.json")
 

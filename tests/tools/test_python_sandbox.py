@@ -76,25 +76,24 @@ def nothing_is_left(folder: Path) -> bool:
 @confined
 def test_code_returns_what_it_prints():
     sandbox = patient(output_limit=10)
-    fine, silent, failed, ended, long = run(
+    fine, silent, failed, ended, long, packages, slept = run(
         sandbox,
         "import sys\nprint(sum(range(10)))\nprint('!', file=sys.stderr)",
         "2 + 2",
         "print('before')\n1 / 0",
         "raise SystemExit(3)",
         "print('é' * 1000)",
+        "import numpy; print(numpy.linalg.det(numpy.eye(3)))",
+        "import asyncio\nprint(asyncio.run(asyncio.sleep(0, 'slept')))",
     )
     assert (fine.result, fine.data) == ("45\n!", {"stdout": "45\n", "stderr": "!\n"})
     assert silent.result == "The code printed nothing: print what you want to see."
     assert failed.result.startswith("Error: CodeError: before\nTraceback ") and failed.error
+    [traced] = run(patient(), "x = 1\nx.y")
+    assert 'File "main.py", line 2' in traced.error and "AttributeError: 'int' object" in traced.error
     assert ended.error == "CodeError: The code ended with exit code 3."
     assert long.result == "ééééé\n[1,991 of 2,001 bytes were cut off.]"
-
-
-@confined
-def test_a_traceback_names_the_line_and_no_folder():
-    [call] = run(patient(), "x = 1\nx.y")
-    assert 'File "main.py", line 2' in call.error and "AttributeError: 'int' object" in call.error
+    assert (packages.result, slept.result) == ("1.0", "slept")
 
 
 @confined
@@ -103,12 +102,6 @@ def test_no_variable_or_file_outlives_a_call():
     [first] = run(sandbox, "x = 1; open('kept', 'w').write('x'); print('done')")
     [second] = run(sandbox, "import os; print(os.listdir('.'), 'x' in globals())")
     assert (first.result, second.result) == ("done", "['main.py'] False")
-
-
-@confined
-def test_packages_beside_the_trainer_can_be_imported():
-    [call] = run(patient(), "import numpy; print(numpy.linalg.det(numpy.eye(3)))")
-    assert call.result == "1.0"
 
 
 @confined
@@ -143,19 +136,29 @@ def test_a_limit_of_nothing_is_refused(name):
 # Where it cannot be confined
 
 
-def test_without_the_library_it_is_refused_with_the_mend(monkeypatch):
-    monkeypatch.setattr(sys, "executable", sys._base_executable)  # a Python without this environment's packages
+@pytest.fixture
+def untried():
+    """As in a process that has not tried yet whether code can be confined."""
     refuse_unconfined.cache_clear()
-    try:
-        with pytest.raises(UserError) as refusal:
-            load_tools(["python"])
-    finally:
-        refuse_unconfined.cache_clear()
-    assert "\n" not in str(refusal.value)
-    assert str(refusal.value).startswith(
-        "The tool `python` cannot confine code on this machine (ModuleNotFoundError: "
-    )
-    assert str(refusal.value).endswith("install `mt-grpo[sandbox]` on Linux 6.7 or later, or use `RemotePython`.")
+    yield
+    refuse_unconfined.cache_clear()
+
+
+def answering(monkeypatch, answer):
+    async def answered(request):
+        return answer
+
+    monkeypatch.setattr(module, "_ask_host", answered)
+
+
+def test_without_the_library_it_is_refused_with_the_mend(monkeypatch, untried):
+    monkeypatch.setattr(sys, "executable", sys._base_executable)  # a Python without this environment's packages
+    with pytest.raises(UserError) as refusal:
+        load_tools(["python"])
+    said = str(refusal.value)
+    assert said.startswith("The tool `python` cannot confine code on this machine (ModuleNotFoundError: ")
+    assert said.endswith("install `mt-grpo[sandbox]` on Linux 6.7 or later, or use `RemotePython`.")
+    assert "\n" not in said
 
 
 @pytest.mark.parametrize(
@@ -167,17 +170,10 @@ def test_without_the_library_it_is_refused_with_the_mend(monkeypatch):
         ({"stdout": "", "stderr": "no python\n", "exit_code": 127, "killed": None}, "(no python)"),
     ],
 )
-def test_a_sandbox_that_leaks_or_does_not_start_is_refused(monkeypatch, answer, says):
-    async def answered(request):
-        return answer
-
-    monkeypatch.setattr(module, "_ask_host", answered)
-    refuse_unconfined.cache_clear()
-    try:
-        with pytest.raises(UnconfinedError) as refusal:
-            PythonSandbox()
-    finally:
-        refuse_unconfined.cache_clear()
+def test_a_sandbox_that_leaks_or_does_not_start_is_refused(monkeypatch, untried, answer, says):
+    answering(monkeypatch, answer)
+    with pytest.raises(UnconfinedError) as refusal:
+        PythonSandbox()
     assert says in str(refusal.value)
 
 
@@ -191,11 +187,7 @@ def test_a_sandbox_that_leaks_or_does_not_start_is_refused(monkeypatch, answer, 
 @confined
 def test_code_that_may_have_run_is_not_said_not_to_have(monkeypatch, answer, says):
     sandbox = PythonSandbox()
-
-    async def answered(request):
-        return answer
-
-    monkeypatch.setattr(module, "_ask_host", answered)
+    answering(monkeypatch, answer)
     [call] = run(sandbox, "print(1)")
     assert call.error.endswith(says)
 
@@ -390,12 +382,6 @@ except OSError:
 def test_buffers_of_sockets_hold_little():
     [call] = run(patient(), "held = 0" + BUFFERS)
     assert int(call.result) < 32
-
-
-@confined
-def test_asyncio_runs_inside():
-    [call] = run(patient(), "import asyncio\nprint(asyncio.run(asyncio.sleep(0, 'slept')))")
-    assert call.result == "slept"
 
 
 ELSEWHERE = """
