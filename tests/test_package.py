@@ -70,7 +70,7 @@ build_trainer(build_recipe(read_request(["recipes/quickstart.yaml", "--output_di
 print(*sorted(name for name in sys.modules if name.startswith("mt_grpo.")))
 """
 EXTRAS = ("advisor", "doctor", "integrations", "viewer")
-MOST_MODULES = 145
+MOST_MODULES = 118
 
 
 def test_the_quickstart_loads_no_extra(tmp_path):

@@ -65,35 +65,19 @@ _Tell = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Found:
-    """
-    What was found on a run.
-
-    Args:
-        chosen (`Chosen`): Its conversations.
-        own (`str`, *optional*): The run's rule; `None` where it is not registered here.
-        batch (`RewardBatch`): Their rewards.
-        uncredited (`float`, *optional*): Share of the turn rewards that the run's rule leaves without credit at the
-            turn that earned it; `None` where there is no such rule, or no turn reward.
-        rules (`dict[str, Rule]`): What was compared, by label.
-        scales (`dict[str, str]`): Of rules whose `scale_rewards` is not the run's, theirs.
-        judgement (`Judgement`): How they compare on all rewards together (`ALL`), and on each reward by itself.
-        left_out (`dict[str, str]`): Rules that were not, and why.
-        turns (`int`): Gradients that were computed.
-        seconds (`float`): How long that took.
-        mismatch (`float`): Mean difference of the model's log-probs from the recorded ones, in nats.
-    """
+    """What was found on a run: its rule and its rewards, and how rules compare on them."""
 
     chosen: Chosen
-    own: str | None
+    own: str | None  # the run's rule, where it is registered here
     batch: RewardBatch = field(repr=False)
-    uncredited: float | None
-    rules: dict[str, Rule]
-    scales: dict[str, Scale]
+    uncredited: float | None  # share of the turn rewards that the run's rule leaves without credit at their turn
+    rules: dict[str, Rule]  # by label
+    scales: dict[str, Scale]  # of rules whose `scale_rewards` is not the run's
     judgement: Judgement = field(repr=False)
-    left_out: dict[str, str]
-    turns: int
+    left_out: dict[str, str]  # rules that were not compared, and why
+    turns: int  # gradients that were computed
     seconds: float
-    mismatch: float
+    mismatch: float  # mean difference of the model's log-probs from the recorded ones, in nats
 
     @property
     def comparison(self) -> Comparison:

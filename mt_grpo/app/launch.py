@@ -33,11 +33,10 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 
-from mt_grpo.app.commands import accelerate_configs, read_accelerate_config
+from mt_grpo.app.commands import accelerate_configs, read_accelerate_config, unknown_accelerate_config
 from mt_grpo.app.interrupt import print_error
 from mt_grpo.app.request import OF_LAUNCHER, Request
 from mt_grpo.errors import ConfigError, UserError, libraries_may_refuse
-from mt_grpo.imports import did_you_mean
 from mt_grpo.preemption import FOLDER, SIGNALS, STATUS, left, listening
 
 _RENDEZVOUS_SECONDS = 900
@@ -161,10 +160,7 @@ def launch(request: Request) -> int:
         with as_file(shipped[config]) as path:
             return _launch(path, request)
     if not Path(config).is_file():
-        raise ConfigError(
-            f"The accelerate configuration {config!r} is unknown{did_you_mean(config, shipped)}: give one of "
-            f"{', '.join(shipped)}, or the path of a file."
-        )
+        raise unknown_accelerate_config(config)
     return _launch(Path(config), request)
 
 

@@ -19,10 +19,9 @@ from peft import PeftConfig, get_peft_model
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from mt_grpo.app.commands import accelerate_configs, read_accelerate_config
+from mt_grpo.app.commands import accelerate_configs, read_accelerate_config, unknown_accelerate_config
 from mt_grpo.errors import ConfigError, UnsupportedModelError, libraries_may_refuse
 from mt_grpo.forward.model import check_model, check_sequence_parallel
-from mt_grpo.imports import did_you_mean
 
 GB = 1e9
 RESERVE = 3 * GB  # of a GPU, for CUDA itself, its graphs and fragmentation
@@ -284,10 +283,7 @@ def read_sharding(named: str) -> Sharding:
         return _sharding(named, yaml.safe_load(known[named].read_text(encoding="utf-8")))
     path = Path(named)
     if not path.is_file():
-        raise ConfigError(
-            f"The accelerate configuration {named!r} is unknown{did_you_mean(named, known)}: give one of "
-            f"{', '.join(known)}, or the path of a file."
-        )
+        raise unknown_accelerate_config(named)
     return _sharding(path.name, read_accelerate_config(path))
 
 
