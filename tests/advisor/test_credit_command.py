@@ -38,7 +38,17 @@ def folder(written, tmp_path):
     return tmp_path / "run"
 
 
-def refused(arguments, capsys):
+def say(folder, **about):
+    """Changes what the index says of the run."""
+    index = folder / "rollouts" / "index.jsonl"
+    lines = [json.loads(line) for line in index.read_text().splitlines()]
+    lines = [{**line, **about} if line["kind"] == "run" else line for line in lines]
+    for line in lines:
+        line.pop("crc", None)
+    index.write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
+
+
+def refused(capsys, *arguments):
     assert main(["credit", *map(str, arguments)]) == 1
     printed, said = capsys.readouterr()
     assert said.startswith("mt-grpo: ") and said.count("\n") == 1 and not printed
@@ -58,7 +68,30 @@ def refused(arguments, capsys):
     ],
 )
 def test_wrong_arguments_are_refused(arguments, words, capsys):
-    assert words in refused(arguments, capsys)
+    assert words in refused(capsys, *arguments)
+
+
+NOT_ITS_MODEL = "is not the one that sampled these conversations"
+
+
+@pytest.mark.parametrize(
+    ("options", "config", "words"),
+    [
+        (["--step", 7], None, ["has no conversations of step 7: it has those of steps 0 to 2"]),
+        (["--step", 2], None, ["no groups of several conversations at step 2"]),
+        (["--step", 1], None, ["has no checkpoint of (it has those of 9)", "--model_name_or_path"]),
+        ([], "branch_at: 1", ["branch (`branch_at: 1`)"]),
+        ([], "temperature: warm", ["`temperature` in"]),
+        ([], "model_name_or_path: ./gone", ["The model './gone' cannot be loaded: there is no such folder"]),
+        ([], None, [NOT_ITS_MODEL, "--model_name_or_path"]),  # the log-probs of this run are made up
+    ],
+)
+def test_a_run_that_cannot_be_compared_is_refused(folder, capsys, options, config, words):
+    (folder / "checkpoint-9").mkdir()
+    if config is not None:
+        (folder / "config.yaml").write_text(f"{config}\n")
+    said = refused(capsys, folder, *options)
+    assert all(each in said for each in words)
 
 
 def test_help_needs_no_folder(capsys):
@@ -66,65 +99,14 @@ def test_help_needs_no_folder(capsys):
     assert "--max_groups N" in capsys.readouterr().out
 
 
-def test_a_step_without_conversations_is_refused(folder, capsys):
-    assert "has no conversations of step 7: it has those of steps 0 to 2" in refused([folder, "--step", 7], capsys)
-
-
-def test_conversations_that_stand_alone_are_refused(folder, capsys):
-    assert "no groups of several conversations at step 2" in refused([folder, "--step", 2], capsys)
-
-
-def test_a_later_step_needs_its_checkpoint(folder, capsys):
-    (folder / "checkpoint-9").mkdir()
-    said = refused([folder, "--step", 1], capsys)
-    assert "has no checkpoint of (it has those of 9)" in said and "--model_name_or_path" in said
-
-
-def test_one_group_is_refused(tmp_path, capsys):
-    folder = write_run(tmp_path / "run", steps=1, groups=1)
-    assert "has one whole group" in refused([folder], capsys)
-
-
-def test_conversations_that_branch_are_refused(folder, capsys):
-    (folder / "config.yaml").write_text("branch_at: 1\n")
-    assert "branch (`branch_at: 1`)" in refused([folder], capsys)
-
-
-def test_a_configuration_with_a_wrong_value_is_refused(folder, capsys):
-    (folder / "config.yaml").write_text("temperature: warm\n")
-    assert "`temperature` in" in refused([folder], capsys)
-
-
-def test_a_model_that_is_not_there_is_refused(folder, capsys):
-    (folder / "config.yaml").write_text("model_name_or_path: ./gone\n")
-    assert "The model './gone' cannot be loaded: there is no such folder" in refused([folder], capsys)
-
-
-def test_another_model_is_refused(folder, capsys):
-    said = refused([folder], capsys)  # the log-probs of this run are made up
-    assert "is not the one that sampled these conversations" in said and "--model_name_or_path" in said
-
-
-def test_a_model_with_other_tokens_is_refused(folder, tmp_path, capsys):
+def test_conversations_of_another_kind_are_refused(folder, tmp_path, capsys):
+    assert "has one whole group" in refused(capsys, write_run(tmp_path / "one", steps=1, groups=1))
     build_model(build_tokenizer()).save_pretrained(tmp_path / "other")
     capsys.readouterr()
-    said = refused([folder, "--model_name_or_path", tmp_path / "other"], capsys)
-    assert "is not the one that sampled these conversations: it has " in said and "they have the token" in said
-
-
-def say(folder, **about):
-    """Changes what the index says of the run."""
-    index = folder / "rollouts" / "index.jsonl"
-    lines = [json.loads(line) for line in index.read_text().splitlines()]
-    lines = [{**line, **about} if line["kind"] == "run" else line for line in lines]
-    for line in lines:
-        line.pop("crc", None)
-    index.write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
-
-
-def test_conversations_without_rewards_are_refused(folder, capsys):
+    said = refused(capsys, folder, "--model_name_or_path", tmp_path / "other")
+    assert f"{NOT_ITS_MODEL}: it has " in said and "they have the token" in said
     say(folder, rewards=[])
-    assert "does not say which rewards" in refused([folder], capsys)
+    assert "does not say which rewards" in refused(capsys, folder)
 
 
 def test_whole_groups_of_the_first_step_are_chosen(folder):
@@ -142,14 +124,14 @@ def test_a_run_of_python_has_its_options_in_the_index(folder, capsys):
     assert [options[name] for name in ("temperature", "loss_type", "turn_advantage_coef")] == [0.5, "grpo", 2]
     assert (options["advantage_estimator"], options["seed"]) == ("mt_grpo", 42)
     say(folder, options={"temperature": "warm"})
-    assert "`temperature` in the index of" in refused([folder], capsys)
+    assert "`temperature` in the index of" in refused(capsys, folder)
 
 
 def test_more_is_sampled_by_a_recipe_that_is_there(folder, capsys):
     say(folder, options={"branch_at": 1})
-    assert "`mt-grpo rollout RECIPE.yaml --num_prompts 32 " in refused([folder], capsys)
+    assert "`mt-grpo rollout RECIPE.yaml --num_prompts 32 " in refused(capsys, folder)
     (folder / "config.yaml").write_text("branch_at: 1\n")
-    assert f"`mt-grpo rollout {folder / 'config.yaml'} --num_prompts 32 " in refused([folder], capsys)
+    assert f"`mt-grpo rollout {folder / 'config.yaml'} --num_prompts 32 " in refused(capsys, folder)
 
 
 @pytest.mark.parametrize("name", ["one_search", "late"])
@@ -237,11 +219,6 @@ def test_rewards_count_as_the_run_scales_them():
     found = judged(paid_calls, (0.5,) * 4)
     assert found.worst("lambda_to_go") == ALL and found.best != "lambda_to_go"
     assert found.behind("lambda_to_go", found.best)
-
-
-def test_a_rule_that_is_not_registered_is_no_rule_to_compare():
-    own, rules = rules_of("somebodys")
-    assert own is None and "somebodys" not in rules
 
 
 # From a rollout to advice
@@ -332,6 +309,7 @@ def test_another_scale_is_named_with_its_option(folder):
 
 def test_the_scale_of_the_batch_is_compared_too():
     own, rules = rules_of({"name": "lambda_to_go", "scales": "one"})
+    assert rules_of("somebodys")[0] is None and "somebodys" not in rules_of("somebodys")[1]  # not registered
     found, scales = with_batch_scale(rules, own, "group")
     assert scales == {"lambda_to_go (lam 0.8, scales one), batch": "batch", f"{own}, batch": "batch"}
     assert set(found) == {*rules, *scales}
@@ -339,13 +317,9 @@ def test_the_scale_of_the_batch_is_compared_too():
     assert "grpo_or" in rules and set(with_batch_scale(rules, None, "none")[1]) == {
         "lambda_to_go (lam 0.8, scales one), batch"
     }
-
-
-@pytest.mark.parametrize("rule", ["mt_grpo", DEFAULT_RULE])
-def test_a_rule_that_has_the_scale_of_the_batch_is_compared_once(rule):
-    own, rules = rules_of(rule)
-    scales = with_batch_scale(rules, own, "group")[1]
-    assert (f"{own}, batch" in scales) == (rule == "mt_grpo")
+    for rule, twice in (("mt_grpo", True), (DEFAULT_RULE, False)):  # which has that scale by itself
+        own, rules = rules_of(rule)
+        assert (f"{own}, batch" in with_batch_scale(rules, own, "group")[1]) == twice
 
 
 def test_an_outcome_that_is_made_up_tells_what_a_rule_keeps():

@@ -131,15 +131,12 @@ def test_a_recipe_is_copied_here(name, tmp_path, monkeypatch, capsys):
     assert yaml.safe_load(copy.read_text()) == yaml.safe_load(original)
 
 
-def test_a_recipe_is_copied_to_a_folder_or_a_file(tmp_path):
-    assert main(["recipes", "cp", "quickstart.yaml", str(tmp_path)]) == 0
-    assert main(["recipes", "cp", "quickstart.yaml", str(tmp_path / "mine.yaml")]) == 0
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.yaml", "quickstart.yaml"]
-
-
-def test_copying_overwrites_nothing(tmp_path, capsys):
-    (tmp_path / "quickstart.yaml").write_text("mine")
+def test_copying_takes_a_folder_or_a_file_and_overwrites_nothing(tmp_path, capsys):
     (tmp_path / "link.yaml").symlink_to("elsewhere.yaml")
+    places = (tmp_path, tmp_path / "mine.yaml")
+    assert [main(["recipes", "cp", "quickstart.yaml", str(place)]) for place in places] == [0, 0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link.yaml", "mine.yaml", "quickstart.yaml"]
+    (tmp_path / "quickstart.yaml").write_text("mine")
     for place in (tmp_path, tmp_path / "quickstart.yaml", tmp_path / "link.yaml"):
         assert main(["recipes", "cp", "quickstart.yaml", str(place)]) == 1
         assert "is there already: remove it, or give another place" in capsys.readouterr().err

@@ -76,6 +76,7 @@ FOREIGN = {
     "a file of interactions": ({"interaction_config_file": "/etc/x"}, "`interaction_config_file: /etc/x`"),
     "the model's code": ({"trust_remote_code": True}, "`trust_remote_code`"),
     "a kernel of the Hub": ({"attn_implementation": "a/b"}, "`attn_implementation: a/b`"),
+    "a variable": ({"env": {"LD_PRELOAD": "evil.so"}}, "`env: LD_PRELOAD`"),
     "a name with NUL": ({"external_plugins": ["a\0.py"]}, "`external_plugins: a"),
 }
 
@@ -86,12 +87,6 @@ def test_a_strangers_configuration_needs_trust_confirmation(stranger, name):
     with pytest.raises(ConfigError) as refused:
         read_request([config(stranger, **options)], "rollout")
     assert words in str(refused.value) and "add `--trust`" in str(refused.value)
-
-
-def test_variables_of_a_strangers_configuration_need_trust(stranger, monkeypatch):
-    path = config(stranger, env={"LD_PRELOAD": "evil.so"})
-    with pytest.raises(ConfigError, match="`env: LD_PRELOAD`"):
-        read_request([path], "train")
 
 
 def test_a_configuration_that_names_own_code_is_not_asked_about(stranger):
