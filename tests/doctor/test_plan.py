@@ -122,13 +122,26 @@ SHAPES = {
 }
 
 
-def model_folder(folder, name):
+def model_folder(folder, name, **changes):
     """A folder with the shape of a model and the embedded tokenizer, without weights."""
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(SHAPES[name.split("/")[1]]))
+    (folder / "config.json").write_text(json.dumps({**SHAPES[name.removeprefix("Qwen/")], **changes}))
     for file in (*EMBEDDED.glob("*token*"), EMBEDDED / "chat_template.jinja"):
         (folder / file.name).write_bytes(file.read_bytes())
-    return folder
+    return str(folder)
+
+
+@pytest.fixture
+def doctor(tmp_path, capsys):
+    """Runs the doctor on a recipe for a model in `tmp_path / "model"`; returns its findings by check, and its plan."""
+
+    def run(*options, recipe="triviaqa_7b", tools=("--tools", "calculator")):
+        place = ["--model_name_or_path", str(tmp_path / "model"), "--output_dir", str(tmp_path / "run")]
+        main(["doctor", str(ROOT / "Qwen" / f"{recipe}.yaml"), *place, *tools, *map(str, options), "--json"])
+        printed = json.loads(capsys.readouterr().out)
+        return {one["check"]: one for one in printed["findings"]}, printed["plan"]
+
+    return run
 
 
 @pytest.mark.parametrize(
@@ -142,47 +155,41 @@ def model_folder(folder, name):
         ("triviaqa_1.5b_1gpu", 24, []),
     ],
 )
-def test_a_recipe_fits_the_gpus_that_it_names(recipe, gpu_memory, launched, tmp_path, monkeypatch, capsys):
+def test_a_recipe_fits_the_gpus_that_it_names(recipe, gpu_memory, launched, tmp_path, monkeypatch, doctor):
     path = ROOT / "Qwen" / f"{recipe}.yaml"
     assert f"of {gpu_memory} GB" in path.read_text().split("\n\n")[0]
-    model = yaml.safe_load(path.read_text())["model_name_or_path"]
-    folder = model_folder(tmp_path / "model", model)
+    model_folder(tmp_path / "model", yaml.safe_load(path.read_text())["model_name_or_path"])
     monkeypatch.setattr(WikipediaSearch, "search", CorpusSearch(["Lima: The capital of Peru."]).search)
-    options = ["--gpu_memory", str(gpu_memory), "--model_name_or_path", str(folder)]
-    options += ["--output_dir", str(tmp_path / "run")]
-    status = main(["doctor", str(path), *options, *(launched or ["--num_processes", "1"]), "--json"])
-    found = {one["check"]: one for one in json.loads(capsys.readouterr().out)["findings"]}
-    assert status == 0
+    launched = launched or ["--num_processes", "1"]
+    found, _ = doctor("--gpu_memory", gpu_memory, *launched, recipe=recipe, tools=())
+    assert "fail" not in {one["status"] for one in found.values()}
     assert found["processes"]["status"] == found["training memory"]["status"] == "ok"
     assert "16 prompts × 21" in found["processes"]["what"]
     assert recipe.endswith("1gpu") or found["server memory"]["status"] == "ok"
 
 
 @pytest.mark.parametrize("gpus", [1, 2, 4])
-def test_training_and_serving_on_the_same_gpus_is_planned(gpus, tmp_path, capsys):
+def test_training_and_serving_on_the_same_gpus_is_planned(gpus, tmp_path, doctor):
     path = ROOT / "Qwen" / f"gsm8k_colocate_{gpus}gpu.yaml"
-    folder = model_folder(tmp_path / "model", "Qwen/Qwen3-1.7B")
-    options = ["--gpu_memory", "80", "--model_name_or_path", str(folder), "--output_dir", str(tmp_path / "run")]
-    options += ["--num_processes", str(gpus), *(["--accelerate_config", "zero2"] if gpus > 1 else []), "--json"]
+    model_folder(tmp_path / "model", "Qwen/Qwen3-1.7B")
+    options = ["--gpu_memory", 80, "--num_processes", gpus, *(["--accelerate_config", "zero2"] if gpus > 1 else [])]
 
     def plan(*more):
-        main(["doctor", str(path), *options, *more])
-        printed = json.loads(capsys.readouterr().out)
-        found = [one for one in printed["findings"] if one["check"] in ("training memory", "server memory", "server")]
-        return found, printed["plan"]
+        return doctor(*options, *more, recipe=path.stem, tools=())
 
     found, whole = plan()
     assert "of 80 GB" in path.read_text().split("\n\n")[0]
-    assert {one["status"] for one in found} <= {"ok", "warn"} and "the trainer starts" in found[0]["what"]
+    statuses = {found[name]["status"] for name in ("training memory", "server memory", "server")}
+    assert statuses <= {"ok", "warn"} and "the trainer starts" in found["server"]["what"]
     assert whole["training"]["available"] / GB == pytest.approx(78)  # a server that sleeps keeps little
     assert whole["sampling"]["server"] / GB == pytest.approx(0.65 * 80)
     assert "splits" not in whole
     if gpus == 1:
         awake, shared = plan("--vllm_enable_sleep_mode", "false")
         assert shared["training"]["available"] / GB == pytest.approx(0.35 * 80)
-        assert next(one["status"] for one in awake if one["check"] == "training memory") == "fail"
+        assert awake["training memory"]["status"] == "fail"
         full, _ = plan("--vllm_gpu_memory_utilization", "0.9")
-        assert re.search(r"`vllm_gpu_memory_utilization: 0\.7\d` at most", full[-1]["mend"])
+        assert re.search(r"`vllm_gpu_memory_utilization: 0\.7\d` at most", full["server memory"]["mend"])
 
 
 def test_the_first_recipe_of_the_readme_fits_the_gpu_it_names(tmp_path, monkeypatch, capsys):
@@ -195,7 +202,7 @@ def test_the_first_recipe_of_the_readme_fits_the_gpu_it_names(tmp_path, monkeypa
     (tmp_path / "my_agent.yaml").write_text(recipe)
     (tmp_path / "questions.jsonl").write_text('{"prompt": "Which country has Lima as its capital?", "answer": "Peru"}')
     model = model_folder(tmp_path / "model", yaml.safe_load(recipe)["model_name_or_path"].removesuffix("-Instruct"))
-    options = ["--num_processes", "1", "--gpu_memory", "24", "--model_name_or_path", str(model), "--json"]
+    options = ["--num_processes", "1", "--gpu_memory", "24", "--model_name_or_path", model, "--json"]
     status = main(["doctor", "my_agent.yaml", *options])
     found = {one["check"]: one for one in json.loads(capsys.readouterr().out)["findings"]}
     assert (status, found["training memory"]["status"]) == (0, "ok")
@@ -219,15 +226,11 @@ ADAPTER = ["--use_peft", "true", "--dtype", "bfloat16"]
     ],
     ids=["an adapter", "a large micro-batch", "a large model", "no checkpointing"],
 )  # fmt: skip
-def test_what_is_advised_fits_by_the_same_plan(model, options, ways, tmp_path, capsys):
-    recipe = str(ROOT / "Qwen" / "triviaqa_7b.yaml")
-    folder = model_folder(tmp_path / "model", f"Qwen/{model}")
-    options = [*options, "--model_name_or_path", str(folder), "--tools", "calculator"]
+def test_what_is_advised_fits_by_the_same_plan(model, options, ways, tmp_path, doctor):
+    model_folder(tmp_path / "model", model)
 
     def memory(*more):
-        main(["doctor", recipe, "--output_dir", str(tmp_path / "run"), *options, *more, "--json"])
-        found = {one["check"]: one for one in json.loads(capsys.readouterr().out)["findings"]}
-        return found["training memory"]
+        return doctor(*options, *more)[0]["training memory"]
 
     failed = memory()
     assert failed["status"] == "fail"
@@ -246,18 +249,14 @@ def test_what_is_advised_fits_by_the_same_plan(model, options, ways, tmp_path, c
         assert memory(*given)["status"] == "ok", words
 
 
-def test_ways_for_one_conversation_that_does_not_fit_are_named(tmp_path, capsys):
-    folder = model_folder(tmp_path / "model", "Qwen/Qwen2.5-7B")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 2**20}))
-    command = ["doctor", str(ROOT / "Qwen" / "triviaqa_7b.yaml"), "--model_name_or_path", str(folder), "--json"]
-    command += ["--tools", "calculator", "--gpu", "H100", "--output_dir", str(tmp_path / "run")]
-    command += ["--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "42", "--num_processes", "8"]
-    command += ["--max_completion_length", "200000", "--vllm_max_model_length", "220000"]
+def test_ways_for_one_conversation_that_does_not_fit_are_named(tmp_path, doctor):
+    model_folder(tmp_path / "model", "Qwen2.5-7B", max_position_embeddings=2**20)
+    command = ["--gpu", "H100", "--num_processes", "8", "--per_device_train_batch_size", "1"]
+    command += ["--gradient_accumulation_steps", "42", "--max_completion_length", "200000"]
+    command += ["--vllm_max_model_length", "220000"]
 
     def found(*options):
-        main([*command, *options])
-        return {one["check"]: one for one in json.loads(capsys.readouterr().out)["findings"]}
+        return doctor(*command, *options)[0]
 
     failed = found()["training memory"]
     assert failed["status"] == "fail"
@@ -276,14 +275,11 @@ def test_ways_for_one_conversation_that_does_not_fit_are_named(tmp_path, capsys)
     assert alone["status"] == "fail" and alone["mend"] == "set one of 2, 4, 7, 14, or leave `sp_size` out"
 
 
-def test_where_nothing_helps_the_memory_that_does_is_named(tmp_path, capsys):
-    folder = model_folder(tmp_path / "model", "Qwen/Qwen3-32B")
-    command = ["doctor", str(ROOT / "Qwen" / "triviaqa_7b.yaml"), "--model_name_or_path", str(folder), "--json"]
-    command += ["--tools", "calculator", "--num_processes", "1", "--output_dir", str(tmp_path / "run")]
+def test_where_nothing_helps_the_memory_that_does_is_named(tmp_path, doctor):
+    model_folder(tmp_path / "model", "Qwen3-32B")
 
     def memory(size, *options):
-        main([*command, "--gpu_memory", str(size), *options])
-        return {one["check"]: one for one in json.loads(capsys.readouterr().out)["findings"]}["training memory"]
+        return doctor("--num_processes", 1, "--gpu_memory", size, *options)[0]["training memory"]
 
     named = re.search(r"no option .* GPUs of (\d+) GB, or a smaller model", memory(8)["mend"])[1]
     smallest = ["--use_peft", "true", "--load_in_4bit", "true", "--dtype", "bfloat16"]
@@ -369,16 +365,13 @@ def test_keys_and_values_are_those_that_the_model_keeps(kind):
     assert read_shape(model.config).kept == sum(one.numel() for one in kept if one is not None) / 8
 
 
-def test_layers_of_an_adapter_that_peft_does_not_know_are_named(tmp_path, capsys):
-    folder = model_folder(tmp_path / "model", "Qwen/Qwen3-32B")
+def test_layers_of_an_adapter_that_peft_does_not_know_are_named(tmp_path, doctor):
     config = build_hybrid("qwen3.5 moe").config.to_dict() | {"vocab_size": 10**6, "hidden_size": 2048}
-    (folder / "config.json").write_text(json.dumps(config))
-    command = ["doctor", str(ROOT / "Qwen" / "triviaqa_7b.yaml"), "--model_name_or_path", str(folder), "--json"]
-    command += ["--tools", "calculator", "--num_processes", "1", "--output_dir", str(tmp_path / "run")]
+    model_folder(tmp_path / "model", "Qwen3-32B")
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
 
     def found(*options):
-        main([*command, "--gpu_memory", "40", "--accelerate_config", "zero3", *options])
-        return {one["check"]: one for one in json.loads(capsys.readouterr().out)["findings"]}
+        return doctor("--num_processes", 1, "--gpu_memory", 40, "--accelerate_config", "zero3", *options)[0]
 
     words = "an adapter (`use_peft: true` and `lora_target_modules: all-linear`)"
     assert words in found()["training memory"]["mend"]
