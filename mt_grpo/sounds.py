@@ -163,7 +163,7 @@ def read_sound(value: Any, rate: int | None = None, of_row: bool = False) -> Sou
     return _checked(samples, rate)
 
 
-def _is_decoder(value: Any) -> bool:
+def _is_decoder(value: object) -> bool:
     """Whether a value is a decoder of torchcodec's. Where nobody has imported torchcodec, nothing is."""
     torchcodec = sys.modules.get("torchcodec.decoders")
     return torchcodec is not None and isinstance(value, torchcodec.AudioDecoder)
@@ -272,7 +272,7 @@ def _read_wav(file: bytes) -> _Wav:
     raise ValueError("it has no samples")
 
 
-def _check_length(length: float, rate: Any) -> None:
+def _check_length(length: float, rate: object) -> None:
     """Refuses a sound of too many samples or seconds, or of a rate that is none."""
     if rate is not None and (isinstance(rate, bool) or not isinstance(rate, Integral) or int(rate) < 1):
         raise MediumError(f"A sound has {rate!r} samples per second: give a whole number above 0 as `sampling_rate`.")

@@ -75,7 +75,7 @@ _OTHER_ROLES |= dict.fromkeys(("gpt", "chatgpt", "bot", "ai", "chatbot", "model"
 """Roles that datasets have, in lower case, by what chat templates call them. Others are a template's own."""
 
 
-def as_messages(prompt: Any) -> list[dict[str, Any]]:
+def as_messages(prompt: object) -> list[dict[str, Any]]:
     """
     A prompt as messages: text as one user message, messages as they are; raises `DatasetError` for anything else.
     """
@@ -107,7 +107,7 @@ def with_contents_of_one_kind(rows: list[Row]) -> list[Row]:
     ]
 
 
-def _in_parts(message: Any) -> Any:
+def _in_parts(message: object) -> object:
     if not isinstance(message, dict) or not isinstance(message.get("content"), str):
         return message
     return {**message, "content": [{"type": "text", "text": message["content"]}]}
@@ -553,7 +553,7 @@ def _each(feature: Any, column: str, make: Callable[[datasets.Image, str], datas
     return feature
 
 
-def _shows_images(feature: Any) -> bool:
+def _shows_images(feature: object) -> bool:
     """Whether a column, or something in it, is of images."""
     if isinstance(feature, (datasets.List, datasets.LargeList)):
         return _shows_images(feature.feature)
@@ -575,12 +575,12 @@ def naming_rows(data: dict[str, Any]) -> Iterator[None]:
         raise
 
 
-def _has(value: Any, wanted: Any) -> bool:
+def _has(value: object, wanted: object) -> bool:
     """Whether a value of a column is what is wanted, or has it inside."""
     if isinstance(value, dict) and isinstance(wanted, dict) and value.items() >= wanted.items():
         return True
     return bool(value == wanted) or any(_has(each, wanted) for each in _inside(value))
 
 
-def _inside(value: Any) -> Iterable[Any]:
+def _inside(value: object) -> Iterable[Any]:
     return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()

@@ -277,7 +277,7 @@ def _messages(said: str | list[Message], what: str, method: Callable[..., Any], 
     ]
 
 
-def _hint(value: Any) -> str:
+def _hint(value: object) -> str:
     """Suggests the `Step(...)` that the user probably meant."""
     if isinstance(value, bool):
         return f", as `Step(done={value})`"
@@ -320,7 +320,7 @@ def _check_characters(message: Message) -> None:
                 ) from None
 
 
-def finite(value: Any, what: str) -> float:
+def finite(value: object, what: str) -> float:
     """A reward as a float; raises `TypeError` or `ValueError` if it is no finite number."""
     if not isinstance(value, numbers.Real):
         raise TypeError(f"{what} is {type(value).__name__}: give a finite number.")
@@ -329,7 +329,7 @@ def finite(value: Any, what: str) -> float:
     return float(value)
 
 
-def checked_outcome(outcome: Any, env: Env) -> Outcome:
+def checked_outcome(outcome: object, env: Env) -> Outcome:
     """The outcome of a conversation, its rewards as floats."""
     method = env.step if isinstance(env, StepEnv) and type(env).run is StepEnv.run else env.run
     name = f"{type(env).__name__}.{method.__name__}{defined_at(method)}"

@@ -185,7 +185,7 @@ def _json_call(block: str, arguments_key: str) -> tuple[ToolCall | None, str | N
     return ToolCall(value["name"], arguments), None
 
 
-def _with_valid_text(value: Any) -> Any:
+def _with_valid_text(value: object) -> Any:
     """Replaces lone surrogates, which JSON of a model may hold as escapes: tokenizers and files refuse them."""
     if too_deep(value):
         raise ValueError("its brackets are too deep to read")

@@ -270,7 +270,7 @@ async def _close(env: Env) -> str | None:
     return None
 
 
-def check_source(source: Any, name: str = "env", branches: bool = False) -> None:
+def check_source(source: object, name: str = "env", branches: bool = False) -> None:
     """Refuses what no environment can be made from."""
     if isinstance(source, dict):
         if not source:
@@ -354,5 +354,5 @@ def tool_names(given: EnvLike) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _name(source: Any) -> str:
+def _name(source: object) -> str:
     return getattr(source, "__name__", type(source).__name__)

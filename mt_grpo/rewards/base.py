@@ -188,7 +188,7 @@ class ReadsAnswer:
     column: str = "answer"
 
     @abstractmethod
-    def right_answer(self, value: Any) -> Any:
+    def right_answer(self, value: object) -> object:
         """What the reward compares with, from a value of the column; `ValueError` where there is nothing."""
 
 
@@ -229,12 +229,12 @@ class ScoreFunction(OutcomeReward):
         return "ground_truth" in parameters and any(name in parameters for name in cls.SOLUTION)
 
     @staticmethod
-    def truth(row: Mapping[str, Any]) -> Any:
+    def truth(row: Mapping[str, Any]) -> object:
         """The right answer of a row; `KeyError` where it has none."""
         return row["ground_truth"] if "ground_truth" in row else row["reward_model"]["ground_truth"]
 
 
-def _own(environment: Any) -> Any:
+def _own(environment: object) -> object:
     """The user's own environment, where ours only stands for it."""
     return environment.user_environment if isinstance(environment, Adapter) else environment
 
@@ -247,7 +247,7 @@ def _takes(function: PlainFunction, name: str) -> bool:
     return name in parameters or any(item.kind is inspect.Parameter.VAR_KEYWORD for item in parameters.values())
 
 
-async def _counted(rewards: Any, number: int) -> list[float | None]:
+async def _counted(rewards: object, number: int) -> list[float | None]:
     if inspect.isawaitable(rewards):
         rewards = await rewards
     if isinstance(rewards, (str, bytes, Mapping)) or not isinstance(rewards, Iterable):

@@ -173,7 +173,7 @@ def accepted_answers(answer: _Answer) -> list[str]:
     return [each for each in _as_texts(answer) if normalize_answer(each)]
 
 
-def _as_texts(answer: Any) -> list[str]:
+def _as_texts(answer: object) -> list[str]:
     """All strings of an `answer` column; a number is written as in `3` and `0.5`."""
     if isinstance(answer, dict) and "value" in answer:
         answer = [answer["value"], *(answer.get("aliases") or []), *(answer.get("normalized_aliases") or [])]

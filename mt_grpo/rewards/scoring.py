@@ -171,7 +171,7 @@ def _call(func: RewardFunc, call: Callable[[], Any], trajectory: Trajectory, sco
     return wait
 
 
-def _number(func: RewardFunc, value: Any, trajectory: Trajectory) -> float | None:
+def _number(func: RewardFunc, value: object, trajectory: Trajectory) -> float | None:
     if value is None:
         return None
     try:

@@ -53,7 +53,7 @@ class UnsoundSchema(ValueError):
         self.where = where
 
 
-def read_schema(schema: Any) -> dict[str, str]:
+def read_schema(schema: object) -> dict[str, str]:
     """Holds a schema against the language it is written in, JSON schema 2020-12."""
     unmatchable: dict[str, str] = {}
 
@@ -170,7 +170,9 @@ def _pattern_properties(
                 yield from validator.descend(value, subschema, path=name, schema_path=pattern)
 
 
-def _additional_properties(validator: Any, subschema: Any, instance: object, schema: Any) -> Iterator[ValidationError]:
+def _additional_properties(
+    validator: Any, subschema: object, instance: object, schema: dict[str, Any]
+) -> Iterator[ValidationError]:
     if not isinstance(instance, dict):
         return
     known, patterns = schema.get("properties", {}), schema.get("patternProperties", {})

@@ -55,7 +55,7 @@ class ToolOptions:
     limit: ConcurrencyLimit | None = None
 
     @staticmethod
-    def of(fn: Any) -> ToolOptions:
+    def of(fn: object) -> ToolOptions:
         """The options written above a function, a method or a class; the method's before its class's."""
         for source in (fn, getattr(fn, "__self__", None)):
             options = getattr(source, "tool_options", None)
@@ -164,7 +164,7 @@ class Tool:
         function = {"name": self.name, "description": self.description, "parameters": self.parameters}
         return {"type": "function", "function": function}
 
-    def check(self, arguments: Any) -> str | None:
+    def check(self, arguments: object) -> str | None:
         """
         Holds the arguments of a call against the schema; arguments the schema does not name are refused.
 
@@ -181,7 +181,7 @@ class Tool:
             return None
         return cut(f"{self.name}: {self._explain(min(errors, key=_urgency), arguments)}", _EXPLAINED)
 
-    def read(self, returned: Any) -> Result:
+    def read(self, returned: object) -> Result:
         """What a call returned, as the model and rewards get it; see `read_result`."""
         return read_result(returned, self.max_result_size)
 
@@ -277,7 +277,7 @@ def _with_null(schema: Any) -> Any:
     return schema
 
 
-def _json_type(value: Any) -> str:
+def _json_type(value: object) -> str:
     return _JSON_TYPES.get(type(value), type(value).__name__)
 
 
@@ -328,7 +328,7 @@ def read_result(result: Any, max_size: int | None) -> Result:
     return Result("\n".join(map(part_text, parts)), data, parts)
 
 
-def render(result: Any) -> str:
+def render(result: object) -> str:
     """The text of a result: text as it is, bytes as text, everything else as JSON."""
     if isinstance(result, (bytes, bytearray, memoryview)):
         return _decoded(result)
@@ -343,7 +343,7 @@ def cut(text: str, max_size: int | None) -> str:
     return f"{text[:max_size]}\n[{len(text) - max_size:,} of {len(text):,} characters were cut off.]"
 
 
-def check_data(value: Any, what: str) -> None:
+def check_data(value: object, what: str) -> None:
     """Refuses data that a run cannot write."""
     if too_deep(value):
         raise ValueError(f"{what} goes more than {_MAX_DEPTH} levels deep, or has no end: give less nested data.")
@@ -353,7 +353,7 @@ def check_data(value: Any, what: str) -> None:
         raise ValueError(f"{what} cannot be written as JSON ({describe_error(error)}): give plain data.") from error
 
 
-def too_deep(value: Any) -> bool:
+def too_deep(value: object) -> bool:
     """Whether lists and dictionaries are nested deeper than `_MAX_DEPTH`, or endlessly."""
     level, depth = [value], 0
     while level := [item for container in level for item in _items(container)]:

@@ -108,14 +108,14 @@ def in_processes(entries: Sequence[str | Callable[..., Any] | Tool], size: int) 
 
 
 def _in(processes: Processes, limit: ConcurrencyLimit, tool: Tool) -> Tool:
-    async def call(**arguments: Any) -> Any:
+    async def call(**arguments: object) -> object:
         return await processes.call(tool.function, arguments)
 
     own = limit if tool.limit is None or tool.limit.size > limit.size else tool.limit
     return replace(tool, function=call, is_async=True, limit=own, concurrency=own.size)
 
 
-def _named(entry: str) -> Any:
+def _named(entry: str) -> object:
     if not is_bare(entry):
         return import_object(entry, what="tool")
     if entry not in TOOLS:
@@ -123,7 +123,7 @@ def _named(entry: str) -> Any:
     return TOOLS[entry]
 
 
-def _as_tool(source: Any) -> Tool:
+def _as_tool(source: object) -> Tool:
     if isinstance(source, Tool):
         return source
     if isinstance(source, BaseTool):
@@ -141,7 +141,7 @@ def _as_tool(source: Any) -> Tool:
     return Tool.from_function(getattr(source, methods[0]))
 
 
-def _started(cls: type) -> Any:
+def _started(cls: type) -> object:
     try:
         return cls()
     except UserError:
@@ -192,7 +192,7 @@ def load_tools_file(path: str) -> list[Tool]:
     return [tool for number, entry in enumerate(entries, 1) for tool in _tools(entry, f"Tool {number} in {path}")]
 
 
-def _tools(entry: Any, where: str) -> list[Tool]:
+def _tools(entry: dict[str, Any], where: str) -> list[Tool]:
     _check_keys(entry, ("class_name", "config", "tool_schema", "mcp"), where)
     config = entry.get("config")
     if not isinstance(config, dict) or config.get("type") not in TYPES:
@@ -246,7 +246,7 @@ def _mcp(entry: dict[str, Any], config: dict[str, Any], where: str) -> list[Tool
     return tools
 
 
-def _tool_class(name: Any, kind: type[Made], where: str) -> type[Made]:
+def _tool_class(name: object, kind: type[Made], where: str) -> type[Made]:
     if not isinstance(name, str) or not name:
         raise ToolDefinitionError(f"{where} names no class: write `class_name: my_tools.Counter`.")
     tool_class = import_object(name, what="tool class")
@@ -270,7 +270,7 @@ def _made(tool_class: type[Made], config: dict[str, Any], schema: OpenAIFunction
         ) from error
 
 
-def _check_keys(value: Any, known: tuple[str, ...], where: str) -> None:
+def _check_keys(value: object, known: tuple[str, ...], where: str) -> None:
     if not isinstance(value, dict):
         raise ToolDefinitionError(f"{where} is no mapping of keys to values.")
     for key in value:

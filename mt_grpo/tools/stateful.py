@@ -155,7 +155,7 @@ class StatefulTool(Tool):
 
 
 def _outside(name: str) -> Callable[..., Any]:
-    async def refuse(**arguments: Any) -> Any:
+    async def refuse(**arguments: object) -> object:
         raise RuntimeError(f"the tool {name!r} keeps a state, so it is called in a conversation only (`ToolSession`)")
 
     return refuse
@@ -266,7 +266,7 @@ class ToolSession:
                 self.failures.append(self._failed(base, "release", error))
 
     def _bound(self, tool: StatefulTool) -> Tool:
-        async def call_tool(**arguments: Any) -> Any:
+        async def call_tool(**arguments: object) -> object:
             options = self._options.get(tool.base.name, {}).get("execute_kwargs", {})
             execute = partial(tool.base.execute, await self.create(tool.name), arguments, **options)
             result = await call(execute, what=f"execute of tool {tool.name!r}")
@@ -329,7 +329,7 @@ def _read(response: Any) -> Any:
     return [*shown, {"type": "text", "text": text}] if text else shown
 
 
-def _number(value: Any, what: str) -> float:
+def _number(value: object, what: str) -> float:
     if not isinstance(value, numbers.Real) or not math.isfinite(value):
         raise ValueError(f"{what} {value!r}, which is no finite number")
     return float(value)

@@ -129,7 +129,7 @@ def mcp_tools(
 
 
 def _as_tool(remote: McpRemote) -> Tool:
-    async def call(**arguments: Any) -> Any:
+    async def call(**arguments: object) -> object:
         content, data = await remote.call(arguments)
         shown: Any = result_text(content)
         if any(part.type in ("image", "audio") for part in content):
