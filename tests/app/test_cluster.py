@@ -140,25 +140,23 @@ def test_two_nodes_train_and_the_third_serves(nodes, shell):
     assert first["save_steps"] == 20
 
 
-def test_a_job_of_slurm_is_queued_again_before_its_time_limit(shell, tmp_path):
-    """Slurm signals the batch shell alone. What trains ends with its own status when its step is finished."""
+@pytest.mark.parametrize(
+    ("early", "status", "requeued"),
+    [({}, STATUS, "requeue 7\n"), ({"EARLY": "1"}, 128 + signal.SIGUSR1, "")],
+    ids=["listens", "too early"],
+)
+def test_a_job_of_slurm_is_queued_again_before_its_time_limit(shell, tmp_path, early, status, requeued):
+    """
+    Slurm signals the batch shell alone. What trains ends with its own status when its step is finished; a signal
+    before the run listens ends it, with the status that the shell's waiting has where a signal ends it.
+    """
     told = tmp_path / "preempted"
     told.touch()
-    job = shell.start(["bash", str(CLUSTER / "slurm.sh"), RECIPE], **JOB, PREEMPTED=str(told))
-    until(lambda: told.read_text() == "up\nup\n", lambda: job.poll() is None, seen=told.read_text)
-    job.send_signal(signal.SIGUSR1)
-    assert job.wait() == STATUS and told.read_text() == "up\nup\nrequeue 7\n"
-
-
-def test_a_job_of_slurm_that_the_signal_killed_ends(shell, tmp_path):
-    """A signal before the run listens ends it, with the status that the shell's waiting has where a signal ends it."""
-    told = tmp_path / "preempted"
-    told.touch()
-    job = shell.start(["bash", str(CLUSTER / "slurm.sh"), RECIPE], **JOB, PREEMPTED=str(told), EARLY="1")
+    job = shell.start(["bash", str(CLUSTER / "slurm.sh"), RECIPE], **JOB, PREEMPTED=str(told), **early)
     until(lambda: told.read_text() == "up\nup\n", lambda: job.poll() is None, seen=told.read_text)
     job.send_signal(signal.SIGUSR1)
     try:
-        assert job.wait(60) == 128 + signal.SIGUSR1 and told.read_text() == "up\nup\n"
+        assert job.wait(60) == status and told.read_text() == f"up\nup\n{requeued}"
     finally:
         job.kill()
 

@@ -1,0 +1,166 @@
+"""The examples of the pages on agents, environments and tools that people bring work as they are written."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mt_grpo.cli import main
+from mt_grpo.envs.tool_env import execute_calls
+from mt_grpo.runlog import read_trajectories
+from mt_grpo.tools import ToolSession, load_tools_file
+from mt_grpo.trajectory import ToolCall
+
+ROOT = Path(__file__).parent.parent
+AGENT = (ROOT / "docs" / "any_agent.md").read_text()
+SHORT = ["--max_steps", "1", "--per_device_train_batch_size", "8", "--max_turn_length", "12", "--output_dir", "run"]
+OF_TOOLS = ("tools", "system_prompt", "call_protocol", "max_env_steps", "turn_reward_funcs", "column_mapping")
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
+
+
+@pytest.fixture
+def example(tmp_path, monkeypatch):
+    """Writes files of a page into the current folder: its blocks that follow a sentence with their names."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    modules = []
+
+    def write(page: str, *names: str) -> None:
+        text = (ROOT / "docs" / page).read_text()
+        for name in names:
+            (block,) = re.findall(rf"`{re.escape(name)}`:\n\n```\w+\n(.*?)```", text, re.DOTALL)
+            Path(name).write_text(block)
+            modules.append(Path(name).stem)
+            monkeypatch.delitem(sys.modules, modules[-1], raising=False)
+
+    yield write
+    for name in modules:
+        sys.modules.pop(name, None)
+
+
+def recipe(example: str, without=(), rows=None, **options) -> str:
+    """The quickstart's recipe with the options of a page's, on these rows."""
+    whole = yaml.safe_load((ROOT / "recipes" / "quickstart.yaml").read_text())
+    whole = {name: value for name, value in whole.items() if name not in without} | yaml.safe_load(example) | options
+    if rows is not None:
+        Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        whole |= {"dataset_name": "rows.jsonl", "do_eval": False}
+    Path("recipe.yaml").write_text(yaml.safe_dump(whole))
+    return "recipe.yaml"
+
+
+# Agents
+
+LOOP, PROGRAM, *_ = [block for block in blocks("any_agent.md", "yaml") if block.startswith("agent:")]
+CITIES = [{"question": f"How many live in city {number}?", "answer": "million"} for number in range(4)]
+
+
+@pytest.mark.slow
+def test_the_loop_of_the_page_trains(example):
+    example("any_agent.md", "my_agent.py")
+    assert main(["train", recipe(LOOP, OF_TOOLS, CITIES), *SHORT]) == 0
+    lines = list(read_trajectories("run"))
+    assert len(lines) == 8 and {line["error"] for line in lines} == {None}
+    assert all(line["env_rewards"].keys() == {"right"} for line in lines)
+    assert all(line["prompt"] == [{"role": "user", "content": line["row"]["question"]}] for line in lines)
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
+def test_the_program_of_the_page_is_rolled_out(example, capsys):
+    example("any_agent.md", "my_agent.py", "agent.sh")
+    assert main(["rollout", recipe(PROGRAM, OF_TOOLS, CITIES), *SHORT[4:], "--num_prompts", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("outcome reward env_reward: 0") == 2 and "env_error" not in shown
+
+
+def test_the_page_on_agents_has_the_committed_figures():
+    measured = json.loads((ROOT / "benchmarks" / "results" / "endpoint.json").read_text())
+    assert f"HTTP adds {measured['added_ms']:.2f} ms" in AGENT
+    assert f"takes {measured['rows']['in process']['cpu_ms']:.2f} ms without it" in AGENT
+    assert measured["at_once"]["lost"] == 0 and measured["added_ms"] <= measured["settings"]["aim_ms"]
+    forms = json.loads((ROOT / "benchmarks" / "results" / "bring_your_own.json").read_text())["rows"]
+    for form in ("openai", "program"):
+        before, after = (f"{forms[form][when]['exact_match']:.3f}" for when in ("before", "after"))
+        said = f"goes from {before} exact match to {after} in {forms[form]['steps']} steps"
+        assert said in " ".join(AGENT.split()), form
+
+
+# Environments
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("page", "module", "row", "rewards"),
+    [
+        ("trl_environments.md", "counting", {"prompt": "Use the tool.", "target": 3}, {"Counter"}),
+        ("games.md", "guessing", {"prompt": "Play.", "seed": 3}, {"env_reward"}),
+    ],
+)
+def test_the_example_of_the_page_trains(example, page, module, row, rewards):
+    example(page, f"{module}.py")
+    (options,) = blocks(page, "yaml")
+    rows = [{**row, list(row)[1]: number} for number in range(4)]
+    assert main(["train", recipe(options, (*OF_TOOLS, "outcome_reward_funcs"), rows), *SHORT]) == 0
+    [*_, last] = read_trajectories("run")
+    assert last["stop_reason"] != "env_error", last["error"]
+    assert last["rewards"]["outcome"].keys() == rewards
+
+
+def test_the_recipe_of_the_page_on_branching_is_in_place(example, capsys):
+    (options,) = blocks("branching.md", "yaml")
+    assert main(["train", recipe(options), "--dry_run", "--output_dir", "run"]) == 0
+    resolved = yaml.safe_load(capsys.readouterr().out)
+    assert (resolved["branch_at"], resolved["num_branches"]) == (2, 4)
+
+
+def test_a_factory_needs_no_dataset(example, capsys):
+    example("trl_environments.md", "counting.py")
+    options = {"model_name_or_path": "embedded", "environment_factory": "counting.py:Counter", "use_cpu": True}
+    Path("recipe.yaml").write_text(yaml.safe_dump(options | {"bf16": False, "output_dir": "run"}))
+    for more, said in (
+        ([], "There is no dataset, so `reset` of the environment gives the prompts"),
+        (["--do_eval", "--max_steps", "1"], "`do_eval: true` needs a dataset"),
+    ):
+        assert main(["train", "recipe.yaml", *more, "--dry_run"]) == 1
+        assert said in capsys.readouterr().err
+
+
+# Tools
+
+
+async def converse(row: dict, *calls: ToolCall) -> tuple:
+    session = ToolSession(load_tools_file("tools.yaml"), row, 30.0)
+    await execute_calls(list(calls), session.tools, 30.0)
+    step_reward, rewards = session.take_reward(), await session.rewards()
+    await session.release()
+    return [call.result for call in calls], step_reward, rewards
+
+
+@pytest.mark.slow
+def test_the_example_of_an_mcp_server_works(example):
+    pytest.importorskip("mcp.server.mcpserver", exc_type=ImportError)  # the page shows that of mcp 2
+    example("mcp.md", "library.py", "servers.json", "tools.yaml")
+    servers = json.loads(Path("servers.json").read_text())
+    servers["mcpServers"]["library"]["command"] = sys.executable  # the tests' environment need not be the shell's
+    Path("servers.json").write_text(json.dumps(servers))
+    calls = [ToolCall("look_up", {"title": "Lima"}), ToolCall("look_up", {"title": "Rome"})]
+    assert asyncio.run(converse({}, *calls)) == (["A port of Peru.", "No such book."], None, {})
+
+
+def test_the_example_of_a_stateful_tool_works(example):
+    example("stateful_tools.md", "my_tools.py", "tools.yaml")
+    (row,) = blocks("stateful_tools.md", "json")
+    calls = [ToolCall("guess", {"guess": 5}), ToolCall("guess", {"guess": 7})]
+    results, step_reward, rewards = asyncio.run(converse(json.loads(row), *calls))
+    assert results == ["2 away", "0 away"]
+    assert step_reward == pytest.approx(0.2) and rewards == {"guess": 1.0}
