@@ -37,8 +37,7 @@ from mt_grpo.media_files import MOST_BYTES
 from mt_grpo.rollout import RolloutRequest, RolloutRunner, SamplingParams
 from mt_grpo.rollout.engine import ScriptedEngine
 from mt_grpo.rollout.media import MediaEncoder
-from mt_grpo.runlog.rows import Batch
-from mt_grpo.runlog.writer import RunWriter
+from mt_grpo.runlog.writer import Batch, RunWriter
 from mt_grpo.sounds import Sound, read_sound
 from mt_grpo.tools.function import read_result
 from mt_grpo.tools.mcp import result_parts

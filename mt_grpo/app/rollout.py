@@ -15,7 +15,7 @@ from mt_grpo.envs.source import tool_names
 from mt_grpo.runlog import Batch, RunWriter
 from mt_grpo.runlog.files import to_json
 from mt_grpo.runlog.findings import Counts, Finding, find
-from mt_grpo.runlog.rows import rollout_lines
+from mt_grpo.runlog.writer import rollout_lines
 from mt_grpo.training.reward_batch import gather_rewards
 from mt_grpo.training.step_log.metrics import says_uncredited
 from mt_grpo.training.step_log.records import as_record, part_rows, run_line

@@ -19,10 +19,8 @@ from mt_grpo.imports import did_you_mean
 from mt_grpo.runlog import Run, open_run
 from mt_grpo.runlog.export import FORMS
 from mt_grpo.runlog.export import export as export_run
-from mt_grpo.runlog.heartbeat import STATE_FILE
 from mt_grpo.runlog.index import Each
-from mt_grpo.runlog.reader import METRICS
-from mt_grpo.runlog.schema import FOLDER
+from mt_grpo.runlog.schema import FOLDER, METRICS, STATE
 from mt_grpo.viewer.queries import Queries, selected
 from mt_grpo.viewer.runs import Runs
 from mt_grpo.viewer.search import cached
@@ -93,7 +91,7 @@ def view(arguments: list[str]) -> int:
 
 
 def _is_run(folder: Path) -> bool:
-    return any((folder / name).exists() for name in (FOLDER, METRICS, STATE_FILE))
+    return any((folder / name).exists() for name in (FOLDER, METRICS, STATE))
 
 
 def _serve(answers: Answers, folder: str, port: int | None, options: dict[str, str]) -> int:

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from mt_grpo.media import part_text, token_text
-from mt_grpo.runlog.files import misfit
+from mt_grpo.runlog.schema import Row, misfit
 from mt_grpo.token_tree import Node, TokenTree
 from mt_grpo.trajectory import Trajectory
 
@@ -24,13 +24,7 @@ class CorruptRecord(ValueError):
     """A file does not hold a conversation as a run writes it. The message is a clause."""
 
 
-def conversation(
-    row: dict[str, Any],
-    rollout: dict[str, Any],
-    credit: dict[str, Any] | None,
-    updates: list[dict[str, Any]],
-    tokenizer: Tokenizer | None,
-) -> dict[str, Any]:
+def conversation(row: Row, rollout: Row, credit: Row | None, updates: list[Row], tokenizer: Tokenizer | None) -> Row:
     """A conversation as the page shows it, in JSON, with `None` for NaN."""
     tree = token_tree(rollout)
     record = read_record(rollout, row)
@@ -43,9 +37,9 @@ def conversation(
     for position, each in enumerate(record["turns"]):
         each["advantage"] = None if advantages is None else advantages[position]
         each["parts"] = [_part(part, position) for part in parts]
-    tokens: dict[str, Any] = {
+    tokens: Row = {
         "ids": ids,
-        "texts": None if tokenizer is None else token_texts(ids, nodes, tokenizer),
+        "texts": None if tokenizer is None else _token_texts(ids, nodes, tokenizer),
         "turn": turn,
         "parent": _parents(nodes),
         "subtree_end": _subtree_ends(nodes),
@@ -54,7 +48,7 @@ def conversation(
         "entropies": [None] * len(ids),
         "advantages": [None if advantages is None or t < 0 else advantages[t] for t in turn],
     }
-    begin = prompt_length(nodes)
+    begin = _prompt_length(nodes)
     shown = []
     for number, update in enumerate(updates):
         at = [begin + column for column in update["columns"]]
@@ -84,7 +78,7 @@ def conversation(
     }
 
 
-def _part(part: dict[str, Any], turn: int) -> dict[str, Any]:
+def _part(part: Row, turn: int) -> Row:
     scales = part["scales"]
     return {
         "name": part["name"],
@@ -93,7 +87,7 @@ def _part(part: dict[str, Any], turn: int) -> dict[str, Any]:
     }
 
 
-def read_record(rollout: dict[str, Any], row: dict[str, Any]) -> dict[str, Any]:
+def read_record(rollout: Row, row: Row) -> Row:
     """The `record` of a row of a file of conversations."""
     record = _json("record", rollout["record"])
     turns = record["turns"]
@@ -102,7 +96,7 @@ def read_record(rollout: dict[str, Any], row: dict[str, Any]) -> dict[str, Any]:
     return record
 
 
-def read_weights(rollout: dict[str, Any]) -> dict[str, float]:
+def read_weights(rollout: Row) -> dict[str, float]:
     """The weight of each reward, of a row of a file of conversations. Raises `CorruptRecord` if it has none."""
     weights: dict[str, float] = _json("weights", rollout["weights"])
     return weights
@@ -118,13 +112,7 @@ def _json(name: str, text: Any) -> Any:
     return value
 
 
-def _check_lists(
-    row: dict[str, Any],
-    record: dict[str, Any],
-    tree: TokenTree,
-    credit: dict[str, Any] | None,
-    updates: list[dict[str, Any]],
-) -> None:
+def _check_lists(row: Row, record: Row, tree: TokenTree, credit: Row | None, updates: list[Row]) -> None:
     turns = max([len(record["turns"]), *(node.turn + 1 for node in tree.nodes)])
     if row["advantages"] is not None and len(row["advantages"]) < turns:
         raise CorruptRecord("there are fewer advantages than turns")
@@ -136,7 +124,7 @@ def _check_lists(
             raise CorruptRecord("the numbers of an update are not one per token")
 
 
-def check_credit(credit: dict[str, Any], turns: int) -> None:
+def check_credit(credit: Row, turns: int) -> None:
     """Raises `CorruptRecord` if a row of a file of credit has fewer numbers than a conversation has turns."""
     if credit["advantages"] is None or len(credit["advantages"]) < turns:
         raise CorruptRecord("there are fewer advantages than turns")
@@ -148,7 +136,7 @@ def check_credit(credit: dict[str, Any], turns: int) -> None:
             raise CorruptRecord("there are fewer parts of advantages than turns")
 
 
-def plain_trajectory(rollout: dict[str, Any], row: dict[str, Any]) -> dict[str, Any]:
+def plain_trajectory(rollout: Row, row: Row) -> Row:
     """
     `Trajectory.to_dict()` from a row of a file of conversations and the row of the index, whose session it has.
     Raises `CorruptRecord`.
@@ -160,19 +148,19 @@ def plain_trajectory(rollout: dict[str, Any], row: dict[str, Any]) -> dict[str, 
     return {**{name: whole[name] for name in names}, "messages": messages_of(record)}
 
 
-def branch_of(record: dict[str, Any], row: dict[str, Any]) -> str | None:
+def branch_of(record: Row, row: Row) -> str | None:
     """The session, as the index has it, of the conversation with which one shares its first turns."""
     parent = record.get("branch_of")
     # of the same batch: its number in it is the last part of both names
     return parent and f"{row['session'].rpartition('-')[0]}-{parent.rpartition('-')[2]}"
 
 
-def messages_of(record: dict[str, Any]) -> list[dict[str, Any]]:
+def messages_of(record: Row) -> list[Row]:
     """The whole conversation of a `record`."""
     return [*record["prompt"], *(part for turn in record["turns"] for part in (turn["message"], *turn["replies"]))]
 
 
-def words(message: dict[str, Any]) -> str:
+def words(message: Row) -> str:
     """The text of a message, of its text parts if its content is in parts."""
     content = message.get("content") or ""
     if isinstance(content, str):
@@ -180,7 +168,7 @@ def words(message: dict[str, Any]) -> str:
     return "\n".join(part_text(part) for part in content)
 
 
-def token_tree(rollout: dict[str, Any]) -> TokenTree:
+def token_tree(rollout: Row) -> TokenTree:
     """The token tree of a row of a file of conversations. Raises `CorruptRecord` if it has no sound one."""
     lists = [rollout[name] for name in ("node_parent", "node_turn", "node_size", "tokens", "logprobs")]
     turns, tip = rollout["num_turns"], rollout["tip"]
@@ -210,13 +198,13 @@ def token_tree(rollout: dict[str, Any]) -> TokenTree:
     return tree
 
 
-def prompt_length(nodes: list[dict[str, Any]]) -> int:
+def _prompt_length(nodes: list[Row]) -> int:
     """Tokens before the first turn's, of nodes in depth-first order; as `mt_grpo.rollout.token_row` has it."""
     first = next((index for index, node in enumerate(nodes) if node["turn"] == 0), None)
     return 0 if first is None else nodes[first]["begin"]
 
 
-def _layout(tree: TokenTree) -> tuple[list[dict[str, Any]], list[int]]:
+def _layout(tree: TokenTree) -> tuple[list[Row], list[int]]:
     order = tree.depth_first()
     place = {-1: -1} | {index: number for number, index in enumerate(order)}
     nodes, begin = [], 0
@@ -234,7 +222,7 @@ def _layout(tree: TokenTree) -> tuple[list[dict[str, Any]], list[int]]:
     return nodes, order
 
 
-def _parents(nodes: list[dict[str, Any]]) -> list[int]:
+def _parents(nodes: list[Row]) -> list[int]:
     parents = []
     for node in nodes:
         before = nodes[node["parent"]]["end"] - 1 if node["parent"] >= 0 else -1
@@ -242,7 +230,7 @@ def _parents(nodes: list[dict[str, Any]]) -> list[int]:
     return parents
 
 
-def _subtree_ends(nodes: list[dict[str, Any]]) -> list[int]:
+def _subtree_ends(nodes: list[Row]) -> list[int]:
     ends = [node["end"] for node in nodes]
     return [ends[node["subtree_end"] - 1] for node in nodes for _ in range(node["begin"], node["end"])]
 
@@ -266,7 +254,7 @@ def _without_nan(values: list[float]) -> list[float | None]:
     return [float(value) if np.isfinite(value) else None for value in values]
 
 
-def token_texts(ids: list[int], nodes: list[dict[str, Any]], tokenizer: Tokenizer) -> list[str]:
+def _token_texts(ids: list[int], nodes: list[Row], tokenizer: Tokenizer) -> list[str]:
     """
     The text of each token, of special tokens too. Joined along a path they are the path's text. A character of several
     tokens stands with the last of them, and the mark of an image with the first.
@@ -284,9 +272,6 @@ def token_texts(ids: list[int], nodes: list[dict[str, Any]], tokenizer: Tokenize
     return texts
 
 
-Message = dict[str, Any]
-
-
 @dataclass(frozen=True)
 class Said:
     """
@@ -294,19 +279,19 @@ class Said:
     anew, rewrote the past or asked a sub-agent, each way ends with a turn that nothing follows.
     """
 
-    messages: list[Message]
+    messages: list[Row]
     prompt: int
-    tools: list[dict[str, Any]] | None
+    tools: list[Row] | None
     turns: list[int]
 
 
-def parents(turns: list[dict[str, Any]]) -> list[int]:
+def parents(turns: list[Row]) -> list[int]:
     """For each turn of a record the turn that its context goes on from; -1 for none."""
     follows = [turn.get("follows") for turn in turns]
     return [index - 1 if after is None or after >= index else after for index, after in enumerate(follows)]
 
 
-def added(record: dict[str, Any], index: int) -> list[Message]:
+def added(record: Row, index: int) -> list[Row]:
     """The messages that turn `index` was given after the message of the turn that it goes on from."""
     turn = record["turns"][index]
     given = turn.get("given") or []
@@ -315,7 +300,7 @@ def added(record: dict[str, Any], index: int) -> list[Message]:
     return [*(record["turns"][index - 1]["replies"] if index else record["prompt"]), *given]
 
 
-def ways(record: dict[str, Any], texts: list[str] | None = None) -> Iterator[Said]:
+def ways(record: Row, texts: list[str] | None = None) -> Iterator[Said]:
     """Each way through a conversation, in the order of their last turns; none where the model said nothing."""
     turns, before = record["turns"], parents(record["turns"])
     for leaf in sorted(set(range(len(turns))) - set(before)):
@@ -323,20 +308,20 @@ def ways(record: dict[str, Any], texts: list[str] | None = None) -> Iterator[Sai
         while before[way[-1]] >= 0:
             way.append(before[way[-1]])
         way.reverse()
-        messages = list(map(as_template_takes, added(record, way[0])))
+        messages = list(map(_as_template_takes, added(record, way[0])))
         prompt = len(messages)
         for index in way:
             said = turns[index]["message"]
             if texts is not None and said.get("tool_calls"):
                 said = {"role": "assistant", "content": texts[index]}
             for message in (*(added(record, index) if index != way[0] else ()), said):
-                _add(messages, as_template_takes(message))
+                _add(messages, _as_template_takes(message))
         tools = turns[leaf].get("tools")
         shown = record.get("tools") if tools is None else tools
         yield Said(messages, min(prompt, len(messages) - 1), shown or None, way)
 
 
-def as_template_takes(message: Message) -> Message:
+def _as_template_takes(message: Row) -> Row:
     """A message with text for a content that is null, and calls whose arguments are objects."""
     taken = {name: value for name, value in message.items() if value is not None}
     taken.setdefault("content", "")
@@ -361,7 +346,7 @@ def _with_object(call: Any) -> Any:
     return {"type": "function", **call, "function": function} if function is not call.get("function") else call
 
 
-def _add(messages: list[Message], message: Message) -> None:
+def _add(messages: list[Row], message: Row) -> None:
     """Adds a message, or what the model went on writing (`continue_last`) to its own before."""
     if messages and message["role"] == messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls"):
         messages[-1] = {**messages[-1], **message, "content": words(messages[-1]) + words(message)}
@@ -369,7 +354,7 @@ def _add(messages: list[Message], message: Message) -> None:
         messages.append(message)
 
 
-def turn_texts(rollout: dict[str, Any], tokenizer: Tokenizer) -> list[str]:
+def turn_texts(rollout: Row, tokenizer: Tokenizer) -> list[str]:
     """What the model wrote in each turn, without the special token that ended it."""
     special = {number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
     actions = token_tree(rollout).actions()

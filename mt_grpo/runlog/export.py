@@ -1,31 +1,36 @@
-"""A run's conversations in the forms that other programs train on and look at."""
+"""
+A run's conversations in the forms that other programs train on and look at: as messages, as the token ids that were
+sampled, as pairs of which one is preferred, and as traces of OpenTelemetry, in OTLP's JSON encoding with attributes of
+OpenInference (https://github.com/Arize-ai/openinference/blob/main/spec).
+"""
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.util
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mt_grpo.errors import UserError
 from mt_grpo.imports import did_you_mean
-from mt_grpo.runlog.conversation import Said, messages_of, words
-from mt_grpo.runlog.export_forms import pairs, sequences, trace
+from mt_grpo.runlog.conversation import Said, added, messages_of, parents, words
 from mt_grpo.runlog.files import check_target, read_notes, to_json, whole, written_whole
+from mt_grpo.runlog.findings import EQUAL, FAILED
+from mt_grpo.runlog.index import is_copy
 from mt_grpo.runlog.reader import Run
-from mt_grpo.runlog.schema import MODES, ROW_GROUP
-from mt_grpo.runlog.table import is_copy
+from mt_grpo.runlog.schema import MODES, ROW_GROUP, Row
+from mt_grpo.token_tree import TokenTree
 
-ROWS = 256
+_ROWS = 256
 """Conversations that are held in memory while a data set is written."""
-
-Row = dict[str, Any]
 
 _LISTS = ("prompt", "completion", "tools")
 """Columns of a data set that are lists of objects, each with fields of its own."""
@@ -147,14 +152,14 @@ def _messages(run: Run, rows: Sequence[Row]) -> Iterator[Row]:
 
 def _tokens(run: Run, rows: Sequence[Row]) -> Iterator[Row]:
     for row, record, tree in run.trees(rows):
-        found = sequences(tree, record, row["session"])
+        found = _sequences(tree, record, row["session"])
         for number, each in enumerate(found):
             turns = list(dict.fromkeys(turn for turn in each.turns if turn >= 0))
             earned = _earned(run, row, turns, number, len(found))
             yield {"input_ids": each.ids, "assistant_masks": each.trained, **earned}
 
 
-SHAREGPT = {"system": "system", "user": "human", "assistant": "gpt", "tool": "observation"}
+_SHAREGPT = {"system": "system", "user": "human", "assistant": "gpt", "tool": "observation"}
 
 
 def _sharegpt(run: Run, rows: Sequence[Row]) -> Iterator[Row]:
@@ -176,7 +181,7 @@ def _add_entries(entries: list[dict[str, str]], message: Row) -> None:
     thoughts = (message.get(name) for name in ("reasoning_content", "thinking", "reasoning"))
     thought = next(filter(None, thoughts), None)
     thinking = f"<think>\n{thought}\n</think>\n\n" if thought else ""
-    who: str = SHAREGPT.get(message["role"]) or message["role"]
+    who: str = _SHAREGPT.get(message["role"]) or message["role"]
     calls = [call.get("function", call) for call in message.get("tool_calls", ())]
     if who == "observation" and entries and entries[-1]["from"] == who:  # one entry for the results of a turn
         entries[-1]["value"] += f"\n{text}"
@@ -187,10 +192,6 @@ def _add_entries(entries: list[dict[str, str]], message: Row) -> None:
         written = [{name: call.get(name) for name in ("name", "arguments")} for call in calls]
         value = to_json(written[0] if len(written) == 1 else written)
         entries.append({"from": "function_call", "value": thinking + value})
-
-
-def _traces(run: Run, rows: Sequence[Row]) -> Iterator[Row]:
-    return (trace(row, record, run) for row, record in run.records(rows))
 
 
 def _write_dataset(run: Run, rows: Sequence[Row], folder: Path) -> str:
@@ -245,7 +246,7 @@ def _write_dataset(run: Run, rows: Sequence[Row], folder: Path) -> str:
             for place, way in enumerate(said):
                 number += 1
                 waiting[row["mode"]].append(_example(run, row, record, way, place, len(said)))
-                if len(waiting[row["mode"]]) == ROWS:
+                if len(waiting[row["mode"]]) == _ROWS:
                     flush(row["mode"])
         for split in waiting:
             flush(split)
@@ -283,7 +284,7 @@ def _example(run: Run, row: Row, record: Row, said: Said, place: int, of: int) -
     }
 
 
-def _objects(values: Iterable[Any]) -> list[str]:
+def _objects(values: Iterable[object]) -> list[str]:
     return [whole(to_json(value)) for value in values]
 
 
@@ -316,9 +317,9 @@ def _metric(name: str) -> str:
     return f"eval/{name.removeprefix('eval_')}" if name.startswith("eval_") else f"train/{name}"
 
 
-def _by_batch(run: Run, rows: Sequence[Row]) -> Iterator[tuple[tuple[int, str], list[dict[str, Any]]]]:
+def _by_batch(run: Run, rows: Sequence[Row]) -> Iterator[tuple[tuple[int, str], list[Row]]]:
     """Rows of the tables, by the number of steps that were taken and the mode."""
-    batches: dict[tuple[int, str], list[dict[str, Any]]] = {}
+    batches: dict[tuple[int, str], list[Row]] = {}
     for row, record in run.records(rows):
         step = row["step"] + (row["mode"] != "eval")
         shown = {
@@ -335,13 +336,273 @@ def _by_batch(run: Run, rows: Sequence[Row]) -> Iterator[tuple[tuple[int, str], 
     yield from batches.items()
 
 
+@dataclass(frozen=True)
+class _Tokens:
+    """A root-to-leaf sequence of a conversation's token tree."""
+
+    ids: list[int]
+    own: list[int]
+    trained: list[int]
+    turns: list[int]
+
+    def after(self, turn: int) -> tuple[list[int], list[int], list[int]]:
+        """The tokens before a turn, those from it on to the last of the model's own, and which of them are its own."""
+        begin, end = self.turns.index(turn), len(self.own) - [*self.own[::-1], 1].index(1)
+        return self.ids[:begin], self.ids[begin:end], self.own[begin:end]
+
+
+def _sequences(tree: TokenTree, record: Row, session: str) -> list[_Tokens]:
+    """The sequences of a conversation in which the model sampled something."""
+    masks = {turn["index"]: turn["mask"] for turn in record["turns"] if turn.get("mask") is not None}
+    found = []
+    for sequence in tree.sequences():
+        if min(sequence.tokens, default=0) < 0:
+            raise UserError(
+                f"{session} has an image or a sound, which has no token ids of its own: export `messages`, or choose "
+                "others with `--filter`."
+            )
+        places = {turn: count() for turn in masks}
+        left = [masks[turn][next(places[turn])] if turn in masks else int(turn >= 0) for turn in sequence.turns]
+        trained = [a * b for a, b in zip(left, sequence.mask, strict=True)]
+        if any(sequence.mask):
+            found.append(_Tokens(sequence.tokens, left, trained, sequence.turns))
+    return found
+
+
+def _pairs(run: Run, rows: Sequence[Row]) -> Iterator[Row]:
+    """
+    Pairs of a group's conversations: the best with the worst, the second best with the second worst, and so on, while
+    their rewards differ. Both have the same tokens up to the first turn in which they differ, where `prompt` ends;
+    a pair that was given other contexts before it differed is left out, and so are failed conversations and copies.
+    """
+    if run.tokenizer is None:
+        raise UserError(f"{run.folder} has no tokenizer, so that pairs have no text: export `tokens`.")
+    begins = run.tokenizer.encode("").ids  # what TRL puts before every text
+    groups: dict[tuple, list[Row]] = {}
+    for row in rows:
+        if row["reward"] is not None and row["stop"] not in FAILED and not is_copy(row):
+            groups.setdefault(tuple(row[name] for name in ("mode", "step", "k", "group")), []).append(row)
+    none = True
+    for members in groups.values():
+        if max(each["reward"] for each in members) - min(each["reward"] for each in members) <= EQUAL:
+            continue
+        found = {row["session"]: _sequences(tree, record, row["session"]) for row, record, tree in run.trees(members)}
+        ranked = sorted(members, key=lambda row: row["reward"], reverse=True)
+        for chosen, rejected in zip(ranked[: len(ranked) // 2], reversed(ranked), strict=False):
+            at = _difference(found[chosen["session"]], found[rejected["session"]])
+            if chosen["reward"] - rejected["reward"] <= EQUAL or at is None:
+                continue
+            none = False
+            yield _pair(run, chosen, rejected, *at, begins)
+    if none:
+        raise UserError(
+            "There is no pair: it takes two conversations of a group that earned different rewards, and that sampled "
+            "different tokens after the same context."
+        )
+
+
+def _difference(one: list[_Tokens], other: list[_Tokens]) -> tuple[int, _Tokens, _Tokens] | None:
+    """The first turn in which two conversations differ, and the sequence of each that has it."""
+    for turn in count():
+        ways = [[each for each in ways if turn in each.turns] for ways in (one, other)]
+        if not all(ways):
+            return None
+        a, b = (max(found, key=lambda each: each.turns.count(turn)) for found in ways)
+        if a.after(turn)[0] != b.after(turn)[0]:
+            return None
+        if _of_turn(a, turn) != _of_turn(b, turn):
+            return (turn, a, b) if any(a.after(turn)[2]) and any(b.after(turn)[2]) else None
+    raise AssertionError
+
+
+def _of_turn(tokens: _Tokens, turn: int) -> list[int]:
+    return [token for token, of in zip(tokens.ids, tokens.turns, strict=True) if of == turn]
+
+
+def _pair(run: Run, chosen: Row, rejected: Row, turn: int, a: _Tokens, b: _Tokens, begins: list[int]) -> Row:
+    def text(ids: list[int]) -> str:
+        return run.tokenizer.decode(ids, skip_special_tokens=False)  # type: ignore[union-attr]
+
+    prompt, ids, own = a.after(turn)
+    _, other_ids, other_own = b.after(turn)
+    skipped = len(begins) if prompt[: len(begins)] == begins else 0
+    return {
+        "prompt": text(prompt[skipped:]),
+        "chosen": text(ids),
+        "rejected": text(other_ids),
+        "prompt_tokens": prompt,
+        "chosen_tokens": ids,
+        "chosen_mask": own,
+        "rejected_tokens": other_ids,
+        "rejected_mask": other_own,
+        "score_chosen": chosen["reward"],
+        "score_rejected": rejected["reward"],
+        "chosen_session": chosen["session"],
+        "rejected_session": rejected["session"],
+        "turn": turn,
+        **{name: chosen[name] for name in ("mode", "step")},
+        "group": _group(chosen),
+    }
+
+
+_INTERNAL, _OK, _ERROR = 1, 1, 2
+"""OTLP's kind of a span, and codes of its status."""
+
+
+def _trace(row: Row, record: Row, run: Run) -> Row:
+    """
+    The trace of a conversation: a span of kind `AGENT`, in it one of kind `LLM` per turn and `TOOL` per call. The span
+    of a turn has the messages that were added since the turn that it goes on from, which `graph.node.parent_id` names.
+    So each message stands in a trace once, and a fork is a node that several go on from.
+    """
+    spans = _Spans(f"{run.folder.resolve().name}/{row['session']}", record["start"] or 0.0)
+    names = ("mode", "step", "k", "group", "member", "reward", "rewards", "turn_rewards", "advantages", "shared_turns")
+    known = {**{name: row[name] for name in names}, "branch_of": row["branch_of"], "copy": is_copy(row)}
+    agent = spans.add(
+        "conversation",
+        "AGENT",
+        record["start"],
+        record["seconds"],
+        record["error"],
+        {
+            "session.id": row["session"],
+            "input.value": row["prompt"],
+            "output.value": record["answer"],
+            "metadata": to_json({**known, "stop_reason": row["stop"], "row": record["row"]}),
+        },
+    )
+    model, before = run.about.get("model"), parents(record["turns"])
+    schemas = map(to_json, record.get("tools") or [])
+    tools = {f"llm.tools.{number}.tool.json_schema": schema for number, schema in enumerate(schemas)}
+    for turn in record["turns"]:
+        index, after = turn["index"], before[turn["index"]]
+        message = _flat(turn["message"], turn["tool_calls"])
+        end = None if turn["start"] is None else turn["start"] + turn["seconds"]
+        spans.add(
+            _node(index),
+            "LLM",
+            turn["start"],
+            turn["seconds"],
+            turn["error"],
+            {
+                "session.id": row["session"],
+                "llm.model_name": model,
+                "llm.token_count.prompt": turn["context_length"],
+                "llm.token_count.completion": turn["num_tokens"],
+                "llm.token_count.total": turn["context_length"] + turn["num_tokens"],
+                "metadata": to_json(
+                    {
+                        "advantage": row["advantages"] and row["advantages"][index],
+                        "reward": turn["reward"],
+                        "fork_cause": turn.get("fork_cause"),
+                    }
+                ),
+                "graph.node.id": _node(index),
+                "graph.node.parent_id": _node(after) if after >= 0 else None,
+                **_numbered("llm.input_messages", list(map(_flat, added(record, index)))),
+                **_numbered("llm.output_messages", [message]),
+                **(tools if after < 0 else {}),
+            },
+            agent,
+        )
+        for call in turn["tool_calls"]:
+            spans.add(
+                call["name"],
+                "TOOL",
+                call["start"] if call["start"] is not None else end,
+                call["seconds"],
+                call["error"],
+                {
+                    "session.id": row["session"],
+                    "tool.name": call["name"],
+                    "tool.parameters": to_json(call["arguments"]),
+                    "input.value": to_json(call["arguments"]),
+                    "input.mime_type": "application/json",
+                    "output.value": call["result"],
+                },
+                agent,
+            )
+    resource = {"attributes": _attributes({"service.name": "mt-grpo", "openinference.project.name": "mt-grpo"})}
+    return {"resourceSpans": [{"resource": resource, "scopeSpans": [{"scope": {"name": "mt_grpo"}, "spans": spans}]}]}
+
+
+class _Spans(list[Row]):
+    """The spans of one trace."""
+
+    def __init__(self, name: str, start: float) -> None:
+        super().__init__()
+        self._name, self._start = name, start
+
+    def add(
+        self,
+        name: str,
+        kind: str,
+        start: float | None,
+        seconds: float,
+        error: str | None,
+        attributes: Row,
+        parent: str | None = None,
+    ) -> str:
+        """Adds a span. Returns its id."""
+        start = self._start if start is None else start
+        identity = _hash(f"{self._name}/{len(self)}", 8)
+        span = {
+            "traceId": _hash(self._name, 16),
+            "spanId": identity,
+            "name": name,
+            "kind": _INTERNAL,
+            "startTimeUnixNano": str(int(start * 1e9)),
+            "endTimeUnixNano": str(int((start + seconds) * 1e9)),
+            "attributes": _attributes({"openinference.span.kind": kind, **attributes}),
+            "status": {"code": _OK} if error is None else {"code": _ERROR, "message": whole(error)},
+        }
+        self.append(span if parent is None else {**span, "parentSpanId": parent})
+        return identity
+
+
+def _node(index: int) -> str:
+    return f"turn {index + 1}"
+
+
+def _hash(text: str, size: int) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=size).hexdigest()
+
+
+def _flat(message: Row, calls: list[Row] | None = None) -> dict[str, str]:
+    flat = {"message.role": message["role"], "message.content": words(message)}
+    for name in ("tool_call_id", "name"):
+        if message.get(name):
+            flat[f"message.{name}"] = str(message[name])
+    for number, call in enumerate(calls or []):
+        prefix = f"message.tool_calls.{number}.tool_call"
+        flat[f"{prefix}.function.name"] = call["name"]
+        flat[f"{prefix}.function.arguments"] = to_json(call["arguments"])
+        if call["id"]:
+            flat[f"{prefix}.id"] = call["id"]
+    return flat
+
+
+def _numbered(prefix: str, messages: list[dict[str, str]]) -> dict[str, str]:
+    return {
+        f"{prefix}.{number}.{key}": value for number, message in enumerate(messages) for key, value in message.items()
+    }
+
+
+def _attributes(values: Row) -> list[Row]:
+    return [{"key": key, "value": _value(value)} for key, value in values.items() if value is not None]
+
+
+def _value(value: object) -> Row:
+    return {"intValue": str(value)} if isinstance(value, int) else {"stringValue": whole(str(value))}
+
+
 LINES: dict[str, Callable[[Run, Sequence[Row]], Iterator[Row]]] = {
     "messages": _messages,
     "sharegpt": _sharegpt,
     "tokens": _tokens,
-    "preferences": pairs,
+    "preferences": _pairs,
     "jsonl": _whole,
-    "openinference": _traces,
+    "openinference": lambda run, rows: (_trace(row, record, run) for row, record in run.records(rows)),
 }
 """The forms that are a file of lines: what each line holds."""
 

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
-from mt_grpo.runlog.table import Table
+from mt_grpo.runlog.index import Table
+from mt_grpo.runlog.schema import Row
 from mt_grpo.trajectory import StopReason, visible
 
 BAD, WARN = "bad", "warn"
 
-WARN_SHARE = 0.5
+_WARN_SHARE = 0.5
 """Least share of conversations, groups or calls that stands out."""
 
 FAILED = (StopReason.ENGINE_ERROR.value, StopReason.ENV_ERROR.value)
+"""Conversations that say nothing of the policy."""
 
-LIMITS = {
+EQUAL = 1e-9
+"""Rewards that differ by less are the same."""
+
+_LIMITS = {
     StopReason.LENGTH: "a turn used up `max_turn_length`: raise it",
     StopReason.TOKEN_BUDGET: "`max_completion_length` was used up: raise it, or bound the turns (`max_turn_length`)",
     StopReason.CONTEXT_FULL: "the model's context was full: take fewer steps (`max_env_steps`), compact the history "
@@ -76,20 +80,13 @@ class Counts:
     right: set[bool] = field(default_factory=set)
     """Which of right and wrong occurred, among conversations that a reward judges."""
     earned: set[float] = field(default_factory=set)
-    """Rewards that conversations earned; two are enough to know that they differ."""
+    """Rewards that conversations earned: of each batch two, which are enough to know that they differ."""
 
-    def add(self, rows: Iterable[dict[str, Any]]) -> Counts:
-        """Counts conversations, given as rows of the index in whole groups. Returns itself."""
-        groups: dict[tuple[Any, ...], list[Any]] = defaultdict(list)
-        for row in rows:
-            self._add(row)
-            if row["stop"] not in FAILED:
-                groups[row["mode"], row["step"], row["k"], row["group"]].append(row.get("sampled"))
-        for sampled in groups.values():
-            if len(sampled) > 1:
-                self.groups += 1
-                self.same += None not in sampled and len(set(sampled)) == 1
-        return self
+    def add(self, rows: Sequence[Row]) -> Counts:
+        """Counts conversations, given as lines of the index in whole groups. Returns itself."""
+        table = Table()
+        table.add("rollout", rows)
+        return self.add_table(table, np.arange(len(table)))
 
     def add_table(self, table: Table, places: np.ndarray) -> Counts:
         """As `add`, of the rows of a table at these places."""
@@ -119,8 +116,7 @@ class Counts:
         self.first_failed_call = self.first_failed_call or _first(table, held, "first_failed")
         right, reward = (np.unique(column[~np.isnan(column)]) for column in _columns(table, held, "right", "reward"))
         self.right |= set(map(bool, right.tolist()))
-        if len(self.earned) < 2:
-            self.earned |= set(reward[:2].tolist())
+        self.earned |= set(reward[:2].tolist())
         self._add_groups(table, held)
         return self
 
@@ -137,51 +133,13 @@ class Counts:
 
     def merge(self, other: Counts) -> None:
         """Adds the counts of other conversations."""
-        self.conversations += other.conversations
-        self.stops += other.stops
-        self.first_failure = self.first_failure or other.first_failure
-        self.turns += other.turns
-        self.without_turn += other.without_turn
-        self.too_long += other.too_long
-        self.first_too_long = self.first_too_long or other.first_too_long
-        self.refused += other.refused
-        self.first_refused = self.first_refused or other.first_refused
-        self.calls += other.calls
-        self.malformed += other.malformed
-        self.raised += other.raised
-        self.first_raised = self.first_raised or other.first_raised
-        self.failed_calls += other.failed_calls
-        self.first_failed_call = self.first_failed_call or other.first_failed_call
-        self.groups += other.groups
-        self.same += other.same
-        self.right |= other.right
-        if len(self.earned) < 2:
-            self.earned |= other.earned
-
-    def _add(self, row: dict[str, Any]) -> None:
-        self.conversations += 1
-        self.stops[row["stop"]] += 1
-        if row["stop"] in FAILED:
-            self.first_failure = self.first_failure or _failure(row)
-            return
-        self.turns += row["turns"]
-        if not row["turns"] and row["stop"] == StopReason.CONTEXT_FULL.value:
-            self.too_long += 1
-            self.first_too_long = self.first_too_long or visible(row["error"] or "")
-        else:
-            self.without_turn += not row["turns"]
-        self.refused += row.get("refused", 0) > 0
-        self.first_refused = self.first_refused or visible(row.get("first_refused") or "")
-        self.calls += row["calls"]
-        self.malformed += 0 if row["calls"] else sum(row["errors"])  # a turn without a call fails once
-        self.raised += row.get("raised", 0)
-        self.first_raised = self.first_raised or visible(row.get("first_raised") or "")
-        self.failed_calls += row.get("failed", 0)
-        self.first_failed_call = self.first_failed_call or visible(row.get("first_failed") or "")
-        if row["right"] is not None:
-            self.right.add(row["right"])
-        if row["reward"] is not None and len(self.earned) < 2:
-            self.earned.add(row["reward"])
+        for name, value in vars(other).items():
+            known = getattr(self, name)
+            if isinstance(value, str):  # the first that is said
+                joined = known or value
+            else:
+                joined = known | value if isinstance(value, set) else known + value
+            setattr(self, name, joined)
 
     @property
     def failed(self) -> int:
@@ -193,7 +151,7 @@ class Counts:
         return self.conversations - self.failed
 
 
-def _failure(row: dict[str, Any]) -> str:
+def _failure(row: Row) -> str:
     place = f" ({row['where']})" if row.get("where") else ""
     return visible(f"{row['error']}{place}")
 
@@ -209,7 +167,7 @@ def _columns(table: Table, places: np.ndarray, *names: str) -> list[np.ndarray]:
     return [table.numbers(name)[places] for name in names]
 
 
-def find(counts: Counts, about: dict[str, Any] | None = None) -> list[Finding]:
+def find(counts: Counts, about: Row | None = None) -> list[Finding]:
     """What stands out, worst first."""
     limits = list(_limits(counts))
     tools = (
@@ -219,7 +177,7 @@ def find(counts: Counts, about: dict[str, Any] | None = None) -> list[Finding]:
     return sorted(found, key=lambda finding: (BAD, WARN).index(finding.level))
 
 
-def find_in_run(rows: Table, about: dict[str, Any] | None = None) -> list[Finding]:
+def find_in_run(rows: Table, about: Row | None = None) -> list[Finding]:
     """What stands out in a run: in its training, and conversations of any mode that failed."""
     modes, texts = rows.codes("mode")
     train = np.flatnonzero(np.isin(modes, [code for code, text in enumerate(texts) if text == "train"]))
@@ -243,21 +201,21 @@ def _refused(counts: Counts) -> Iterator[Finding]:
 
 
 def _of_policy(counts: Counts) -> Iterator[Finding]:
-    if counts.too_long and counts.too_long >= WARN_SHARE * counts.held:
+    if counts.too_long and counts.too_long >= _WARN_SHARE * counts.held:
         strong = f"{counts.too_long} of {_conversations(counts.held)} had no turn, since the prompt is too long:"
         text = (
             f"{counts.first_too_long} Leave such rows out, shorten what an agent or tools show first, or raise "
             "`vllm_max_model_length` where it bounds the context."
         )
         yield Finding(BAD, "too long", strong, text, f"turns=0 stop={StopReason.CONTEXT_FULL.value}")
-    elif counts.without_turn and counts.without_turn >= WARN_SHARE * counts.held:
+    elif counts.without_turn and counts.without_turn >= _WARN_SHARE * counts.held:
         text = (
             "the policy was never asked, so there is nothing to train. An agent asks it through `client.openai()` or "
             "`client.base_url`, an environment through `policy.reply`."
         )
         strong = f"{counts.without_turn} of {_conversations(counts.held)} ended without a turn:"
         yield Finding(BAD, "no turn", strong, text, "turns=0")
-    elif counts.same and counts.same >= WARN_SHARE * counts.groups:
+    elif counts.same and counts.same >= _WARN_SHARE * counts.groups:
         text = (
             "nothing tells them apart, so nothing is learnt. Raise `temperature`, and look at `top_k`, `top_p` and "
             "`min_p`."
@@ -266,18 +224,18 @@ def _of_policy(counts: Counts) -> Iterator[Finding]:
         yield Finding(BAD, "same samples", strong, text, "spread=0")
 
 
-def _of_tools(counts: Counts, about: dict[str, Any]) -> Iterator[Finding]:
-    if counts.raised and counts.raised >= WARN_SHARE * counts.calls:
+def _of_tools(counts: Counts, about: Row) -> Iterator[Finding]:
+    if counts.raised and counts.raised >= _WARN_SHARE * counts.calls:
         strong = f"{counts.raised} of {_number(counts.calls, 'call')} raised in the code of their tool,"
         yield Finding(WARN, "raised", strong, f"the first: {counts.first_raised}", "errors>0")
-    if counts.failed_calls and counts.failed_calls >= WARN_SHARE * counts.calls:
+    if counts.failed_calls and counts.failed_calls >= _WARN_SHARE * counts.calls:
         strong = f"{counts.failed_calls} of {_number(counts.calls, 'call')} failed,"
         yield Finding(WARN, "failed calls", strong, f"the first with: {counts.first_failed_call}", "errors>0")
     if counts.calls or not counts.turns:
         return
     # a turn that was cut off may have had no room for its call
     malformed = counts.malformed - sum(counts.stops[reason.value] for reason in StopReason if reason.is_truncated)
-    if malformed >= WARN_SHARE * counts.held:
+    if malformed >= _WARN_SHARE * counts.held:
         text = (
             f"{_number(malformed, 'turn')} had neither a call nor an answer. `mt-grpo train --dry_run` prints what "
             "the model is told of calls; those that it knows are its chat template's (`call_protocol: native`)."
@@ -290,16 +248,16 @@ def _of_tools(counts: Counts, about: dict[str, Any]) -> Iterator[Finding]:
 
 
 def _limits(counts: Counts) -> Iterator[Finding]:
-    for reason, mend in LIMITS.items():
+    for reason, mend in _LIMITS.items():
         number = counts.stops[reason.value] - (counts.too_long if reason is StopReason.CONTEXT_FULL else 0)
-        if number and number >= WARN_SHARE * counts.held:
+        if number and number >= _WARN_SHARE * counts.held:
             ended = "cut off" if reason.is_truncated else "ended"
             verb = "was" if number == 1 else "were"
             strong = f"{number} of {_conversations(counts.held)} {verb} {ended} by {reason.value}:"
             yield Finding(WARN, reason.value, strong, f"{mend}.", f"stop={reason.value}")
 
 
-def why_equal(counts: Counts, about: dict[str, Any] | None = None) -> str:
+def why_equal(counts: Counts, about: Row | None = None) -> str:
     """
     Why the members of groups earned the same, as a sentence. The questions are blamed only if nothing else stands out.
     """

@@ -13,28 +13,26 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from mt_grpo.preemption import PreemptedError
 from mt_grpo.runlog.files import read_shaped, to_json, written_whole
+from mt_grpo.runlog.schema import STATE, Row
 
-STATE_FILE = "state.json"
-BEAT_SECONDS = 5.0
-"""Seconds between two signs of life."""
-SILENT_SECONDS = 60.0
+_BEAT_SECONDS = 5.0
+_SILENT_SECONDS = 60.0
 """Seconds without a sign of life after which a run on another machine counts as dead."""
 QUIET = 8.0
 """Seconds without output after which work that takes long says how far it is, by default."""
-RUNNING, FINISHED, STOPPED, FAILED, DIED = "running", "finished", "stopped", "failed", "died"
+_RUNNING, _FINISHED, _STOPPED, _FAILED, _DIED = "running", "finished", "stopped", "failed", "died"
 
 
 class Heartbeat:
     """Writes a run's state while it goes on."""
 
-    def __init__(self, folder: str | Path, look: Callable[[], dict[str, Any]]) -> None:
-        self._path, self._look = Path(folder, STATE_FILE), look
+    def __init__(self, folder: str | Path, look: Callable[[], Row]) -> None:
+        self._path, self._look = Path(folder, STATE), look
         process = psutil.Process()
         self._about = {
             "pid": process.pid,
@@ -47,17 +45,17 @@ class Heartbeat:
     @contextmanager
     def beating(self) -> Iterator[None]:
         """
-        Writes the state every `BEAT_SECONDS` within the block, and how it ended: finished if all steps were taken,
+        Writes the state every five seconds within the block, and how it ended: finished if all steps were taken,
         else stopped; stopped too by signals; failed by what else it raises.
         """
-        self._write(RUNNING)
+        self._write(_RUNNING)
         thread = threading.Thread(target=self._beat, name="mt-grpo-heartbeat", daemon=True)
         thread.start()
-        state, reason = STOPPED, None
+        state, reason = _STOPPED, None
         try:
             yield
             at = self._look()
-            state = FINISHED if at["step"] >= at["of"] else STOPPED
+            state = _FINISHED if at["step"] >= at["of"] else _STOPPED
         except KeyboardInterrupt as error:
             reason = "SIGTERM" if error.args[:1] == (15,) else "Ctrl-C"
             raise
@@ -65,7 +63,7 @@ class Heartbeat:
             reason = "preempted"
             raise
         except BaseException as error:
-            state, reason = FAILED, f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+            state, reason = _FAILED, f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
             raise
         finally:
             self._ended.set()
@@ -73,8 +71,8 @@ class Heartbeat:
             self._write(state, reason)
 
     def _beat(self) -> None:
-        while not self._ended.wait(BEAT_SECONDS):
-            self._write(RUNNING)
+        while not self._ended.wait(_BEAT_SECONDS):
+            self._write(_RUNNING)
 
     def _write(self, state: str, reason: str | None = None) -> None:
         record = {"state": state, "reason": reason, **self._about, "beat": round(time.time(), 3), **self._look()}
@@ -84,22 +82,22 @@ class Heartbeat:
                 partial.write_text(to_json(record), encoding="utf-8", errors="replace")
 
 
-def read_state(folder: Path) -> dict[str, Any] | None:
+def read_state(folder: Path) -> Row | None:
     """
     What a run is at, as it was last written, with `state` `"died"` where its process is gone; `None` where it has
     written nothing.
     """
-    state = read_shaped(folder, STATE_FILE, "state", "remove it; a run that goes on writes it again")
+    state = read_shaped(folder, STATE, "state", "remove it; a run that goes on writes it again")
     if state is None:
         return None
-    if state["state"] == RUNNING and not _lives(state):
-        state["state"] = DIED
+    if state["state"] == _RUNNING and not _lives(state):
+        state["state"] = _DIED
     return state
 
 
-def _lives(state: dict[str, Any]) -> bool:
+def _lives(state: Row) -> bool:
     if state["host"] != socket.gethostname():
-        return time.time() - state["beat"] < SILENT_SECONDS
+        return time.time() - state["beat"] < _SILENT_SECONDS
     if state["pid"] == os.getpid():
         return True
     try:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 from zlib import crc32
 
 import numpy as np
@@ -35,31 +35,14 @@ from mt_grpo.runlog.conversation import (
     ways,
     words,
 )
-from mt_grpo.runlog.files import misfit
-from mt_grpo.runlog.heartbeat import STATE_FILE
-from mt_grpo.runlog.index import Each, Index
-from mt_grpo.runlog.table import Table
+from mt_grpo.runlog.index import Each, Index, Table
+from mt_grpo.runlog.schema import METRICS, STATE, Row, misfit
 from mt_grpo.token_tree import TokenTree
 
-NUMBERS = {
-    "step": np.int32,
-    "k": np.int32,
-    "rank": np.int32,
-    "group": np.int32,
-    "member": np.int32,
-    "turns": np.int32,
-    "context": np.int32,
-    "unique": np.int32,
-    "forks": np.int32,
-    "calls": np.int32,
-    "row": np.int32,
-    "reward": np.float64,
-    "start": np.float64,
-    "seconds": np.float64,
-    "mismatch": np.float64,
-    "entropy": np.float64,
-    "clipped": np.float64,
-}
+_NUMBERS = (
+    *("step", "k", "rank", "group", "member", "turns", "context", "unique", "forks", "calls", "row"),
+    *("reward", "start", "seconds", "mismatch", "entropy", "clipped"),
+)
 """Fields of a row that become arrays; the others become lists."""
 
 _READS = threading.Lock()
@@ -68,17 +51,13 @@ Held while pyarrow has a file open: a thread that the interpreter's end stops in
 """
 atexit.register(_READS.acquire)  # the interpreter waits for the read under way, and no thread begins another
 
-MOST_BYTES = 2**29
+_MOST_BYTES = 2**29
 """Bytes of a row group once they are unpacked. Fewer packed ones can be made to fill the memory."""
-MOST_VALUES = 2**26
+_MOST_VALUES = 2**26
 """Entries of a column of a row group."""
 
-METRICS = "metrics.jsonl"
-
-MOST_NAMES = 1000
-"""Conversations among which the nearest to a wrong name is looked for."""
-MOST_SHOWN = 80
-"""Characters of a wrong name that are repeated."""
+_MOST_NAMES, _MOST_SHOWN = 1000, 80
+"""Conversations among which the nearest to a wrong name is looked for, and characters of it that are repeated."""
 
 
 def open_run(folder: str | Path, each: Each = map, begun: bool = False) -> Run:
@@ -106,11 +85,11 @@ def open_run(folder: str | Path, each: Each = map, begun: bool = False) -> Run:
                 f"{folder} has its conversations in trajectories.jsonl, the form of earlier versions, which is not "
                 "read here: look at them with the version that wrote them."
             )
-        if begun and any(files.find(folder, name) is not None for name in (STATE_FILE, METRICS)):
+        if begun and any(files.find(folder, name) is not None for name in (STATE, METRICS)):
             return Run(folder, each)
-        if files.find(folder, STATE_FILE) is not None:
+        if files.find(folder, STATE) is not None:
             raise UserError(f"{folder} has no conversations so far: a run writes them once its first batch is scored.")
-        if files.find(folder, "metrics.jsonl") is None:
+        if files.find(folder, METRICS) is None:
             raise UserError(f"{folder} is not the folder of a run: name its `output_dir`, which has `metrics.jsonl`.")
         raise UserError(
             f"{folder} has no conversations: the file {schema.FOLDER}/{schema.INDEX} is not there (a run writes it "
@@ -131,7 +110,7 @@ class Run:
         self.folder = folder
         self._rollouts = folder / schema.FOLDER
         self._checked: dict[str, tuple[int, int, tuple[int, int] | None]] = {}
-        self._metrics: tuple[int, list[dict[str, Any]], int | None] = 0, [], None
+        self._metrics: tuple[int, list[Row], int | None] = 0, [], None
         self._index = Index()
         self._index.read(folder, each)
 
@@ -141,7 +120,7 @@ class Run:
         return self._index.rows
 
     @property
-    def about(self) -> dict[str, Any]:
+    def about(self) -> Row:
         """The index's latest line of kind `run`; empty where there is none."""
         return self._index.run
 
@@ -149,18 +128,18 @@ class Run:
         """Reads what was added since. Returns the positions in `rows` that are added or changed."""
         return self._index.read(self.folder).tolist()
 
-    def column(self, name: str) -> list[Any] | np.ndarray:
+    def column(self, name: str) -> list | np.ndarray:
         """
         One field of all rows.
 
         Returns:
-            `np.ndarray` for the fields in `NUMBERS` (NaN where a float is null), else `list`.
+            `np.ndarray` for the fields in `_NUMBERS` (NaN where a float is null), else `list`.
         """
-        if name in NUMBERS:
-            return self.rows.numbers(name).astype(NUMBERS[name])
+        if name in _NUMBERS:
+            return self.rows.numbers(name)
         return [row[name] for row in self.rows]
 
-    def columns(self) -> dict[str, list[Any] | np.ndarray]:
+    def columns(self) -> dict[str, list | np.ndarray]:
         """All fields of all rows, by name."""
         return {name: self.column(name) for name in (self.rows[0] if self.rows else {})}
 
@@ -168,11 +147,11 @@ class Run:
         """Size and CRC-32 of a file in `rollouts/`, as the index has them."""
         return self._index.files.get(name)
 
-    def steps(self) -> list[dict[str, Any]]:
+    def steps(self) -> list[Row]:
         """Where the time of each optimiser step went: the index's lines of kind `step`, in order."""
         return self._index.steps
 
-    def metrics(self) -> list[dict[str, Any]]:
+    def metrics(self) -> list[Row]:
         """The lines of `metrics.jsonl`; a line's `step` is the number of steps that were taken."""
         path = files.find(self.folder, METRICS)
         state = None if path is None else path.stat()
@@ -186,7 +165,7 @@ class Run:
         return lines
 
     @staticmethod
-    def metrics_of(folder: Path) -> list[dict[str, Any]]:
+    def metrics_of(folder: Path) -> list[Row]:
         """The lines of `metrics.jsonl` in a folder whose index need not be read."""
         return _metrics(folder, 0)[1]
 
@@ -207,17 +186,17 @@ class Run:
                 "conversations without the text of their tokens."
             ) from None
 
-    def trajectory(self, session: str) -> dict[str, Any]:
+    def trajectory(self, session: str) -> Row:
         """
         One conversation with everything that is known of it. See `mt_grpo.runlog.conversation.conversation`.
 
         Raises:
             UserError: If there is no such session, or its file is gone.
         """
-        place = self._index.place(session)
+        place = self.rows.places.get(session)
         if place is None:
-            near = did_you_mean(session, self.rows.sessions[:MOST_NAMES])
-            raise UserError(f"{self.folder} has no conversation {session[:MOST_SHOWN]!r}{near}.")
+            near = did_you_mean(session, self.rows.sessions[:_MOST_NAMES])
+            raise UserError(f"{self.folder} has no conversation {session[:_MOST_SHOWN]!r}{near}.")
         row = self.rows[place]
         file, credit_file = row["file"], row["credit_file"]
         rollout = self._read(file, row["row"], session, schema.ROLLOUTS)
@@ -231,14 +210,14 @@ class Run:
         for row, record in self.records(self.rows[start:]):
             yield row["session"], "\n".join(words(message) for message in messages_of(record))
 
-    def records(self, rows: Sequence[dict[str, Any]] | None = None) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    def records(self, rows: Sequence[Row] | None = None) -> Iterator[tuple[Row, Row]]:
         """Each row, or each of some, with its `record`: the conversation without its tokens."""
         for row, data in self._in_files(self.rows if rows is None else rows, ["session", "record"]):
             with self._naming_damage(row["file"]):
                 record = read_record(data, row)
             yield row, record
 
-    def trajectories(self, rows: Sequence[dict[str, Any]] | None = None) -> Iterator[dict[str, Any]]:
+    def trajectories(self, rows: Sequence[Row] | None = None) -> Iterator[Row]:
         """
         Every conversation as `Trajectory.to_dict()` has it, with `step` and `mode` before, ordered as in the index; or
         those of some of its rows, in their order. `session` is the row's, which no other of the run has.
@@ -248,16 +227,14 @@ class Run:
                 whole = plain_trajectory(data, row)
             yield {"step": row["step"], "mode": row["mode"], **whole}
 
-    def trees(self, rows: Sequence[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], dict[str, Any], TokenTree]]:
+    def trees(self, rows: Sequence[Row]) -> Iterator[tuple[Row, Row, TokenTree]]:
         """Each of some rows with its `record` and its token tree."""
         for row, data in self._in_files(rows, schema.ROLLOUTS.names):
             with self._naming_damage(row["file"]):
                 record, tree = read_record(data, row), token_tree(data)
             yield row, record, tree
 
-    def ways(
-        self, rows: Sequence[dict[str, Any]] | None = None
-    ) -> Iterator[tuple[dict[str, Any], dict[str, Any], list[Said]]]:
+    def ways(self, rows: Sequence[Row] | None = None) -> Iterator[tuple[Row, Row, list[Said]]]:
         """
         Each row, or each of some, with its `record` and each way through the conversation, as messages that the chat
         template renders as the model saw them. See `mt_grpo.runlog.conversation`.
@@ -272,7 +249,7 @@ class Run:
                 texts = None if tokenizer is None else turn_texts(data, tokenizer)
             yield row, record, list(ways(record, texts))
 
-    def credited(self, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    def credited(self, rows: Sequence[Row]) -> list[Row]:
         """
         What the credit rule had and gave, of some rows of the index, without tokens.
 
@@ -295,8 +272,8 @@ class Run:
         return found
 
     def _in_files(
-        self, rows: Sequence[dict[str, Any]], columns: list[str], known: pa.Schema = schema.ROLLOUTS
-    ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        self, rows: Sequence[Row], columns: list[str], known: pa.Schema = schema.ROLLOUTS
+    ) -> Iterator[tuple[Row, Row]]:
         """Rows of the index with theirs of the files; rows of one row group lie next to each other."""
         of_file, of_row = ("credit_file", "credit_row") if known is schema.CREDIT else ("file", "row")
         at, table = None, []
@@ -308,13 +285,13 @@ class Run:
                     table = self._read_group(file, group, known, columns).to_pylist()
             yield row, self._of_session(table, place, file, row["session"])
 
-    def _read(self, name: str, row: int, session: str, columns: pa.Schema) -> dict[str, Any]:
+    def _read(self, name: str, row: int, session: str, columns: pa.Schema) -> Row:
         group, place = divmod(row, schema.ROW_GROUP)
         table = self._read_group(name, group, columns, columns.names)
         with self._naming_damage(name):
             return self._of_session(table.slice(place, 1).to_pylist(), 0, name, session)
 
-    def _of_session(self, rows: list[dict[str, Any]], place: int, name: str, session: str) -> dict[str, Any]:
+    def _of_session(self, rows: list[Row], place: int, name: str, session: str) -> Row:
         with self._naming_damage(name):
             if place >= len(rows) or rows[place]["session"] != session:
                 raise CorruptRecord(f"it lacks the conversation {session} where the index has it")
@@ -370,13 +347,13 @@ def _unpacked(file: BinaryIO, group: int, known: pa.Schema, columns: list[str]) 
         raise CorruptRecord(f"it has {parquet.metadata.num_rows} rows")
     about = parquet.metadata.row_group(group)
     values = max(about.column(number).num_values for number in range(about.num_columns))
-    if about.num_rows > schema.ROW_GROUP or about.total_byte_size > MOST_BYTES or values > MOST_VALUES:
+    if about.num_rows > schema.ROW_GROUP or about.total_byte_size > _MOST_BYTES or values > _MOST_VALUES:
         raise CorruptRecord("a row group is larger than any that a run writes")
     # one thread: handing 16 rows out to several takes longer than reading them
     return parquet.read_row_group(group, columns, use_threads=False).select(columns)
 
 
-def _metrics(folder: Path, offset: int) -> tuple[int, list[dict[str, Any]]]:
+def _metrics(folder: Path, offset: int) -> tuple[int, list[Row]]:
     """The size of the whole lines of `metrics.jsonl` from `offset` on, and what they say."""
     data = files.read(folder, METRICS, offset) or b""
     whole = data.rfind(b"\n") + 1
@@ -401,6 +378,6 @@ def _check_columns(found: pa.Schema, known: pa.Schema, columns: list[str]) -> No
             raise CorruptRecord(f"it has no column `{name}` of {known.field(name).type}")
 
 
-def read_trajectories(folder: str | Path) -> Iterator[dict[str, Any]]:
+def read_trajectories(folder: str | Path) -> Iterator[Row]:
     """Every conversation of a run: `open_run(folder).trajectories()`."""
     return open_run(folder).trajectories()

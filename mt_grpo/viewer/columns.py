@@ -14,7 +14,7 @@ import numpy as np
 
 from mt_grpo.errors import UserError
 from mt_grpo.imports import did_you_mean
-from mt_grpo.runlog.table import Table
+from mt_grpo.runlog.index import Table
 
 NUMBERS = (
     *("step", "k", "group", "turns", "calls", "context", "unique", "forks", "refused"),

@@ -14,7 +14,9 @@ import numpy as np
 from mt_grpo.errors import UserError
 from mt_grpo.runlog import Run
 from mt_grpo.runlog.conversation import words
-from mt_grpo.runlog.table import Row, is_copy
+from mt_grpo.runlog.findings import EQUAL
+from mt_grpo.runlog.index import is_copy
+from mt_grpo.runlog.schema import Row
 from mt_grpo.viewer.columns import REWARD, SIGNAL, Columns, parse_filter, short_name
 
 MOST_READ = 200
@@ -29,7 +31,7 @@ def trajectory(run: Run, columns: Columns, session: str) -> dict[str, Any]:
     whole = run.trajectory(session)
     row = columns.rows[columns.positions[session]]
     places = _members(columns, row["mode"], row["step"], row["k"], row["group"])
-    members = member_rows([columns.rows[place] for place in places])
+    members = member_rows(columns.rows.at(places))
     accepted = whole.pop("row").get("answer")
     return {
         **whole,
@@ -59,11 +61,11 @@ def group(run: Run, columns: Columns, mode: str, step: int, k: int, number: int)
     places = _members(columns, mode, step, k, number)
     if not len(places):
         raise UserError(f"There is no group {number} of step {step} ({mode}, batch {k}).")
-    wholes = [run.trajectory(columns.rows[place]["session"]) for place in places]
+    wholes = [run.trajectory(row["session"]) for row in columns.rows.at(places)]
     wholes.sort(
         key=lambda whole: -np.inf if whole["index"]["reward"] is None else whole["index"]["reward"], reverse=True
     )
-    branches = {each["session"]: each for each in member_rows([columns.rows[place] for place in places])}
+    branches = {each["session"]: each for each in member_rows(columns.rows.at(places))}
     mean, deviation = mean_and_std(rewards_that_count(list(branches.values())))
     accepted = _accepted(wholes[0]["row"].get("answer"))
     first = columns.rows[places[0]]
@@ -95,7 +97,7 @@ def group(run: Run, columns: Columns, mode: str, step: int, k: int, number: int)
 def may_be_lost(columns: Columns) -> list[dict[str, Any]]:
     """Rows of the latest `MOST_READ` training conversations with a failed call and a wrong answer."""
     places = np.flatnonzero(columns.where(parse_filter("mode=train right=0 errors>0")))[-MOST_READ:]
-    return [columns.rows[place] for place in places.tolist()]
+    return columns.rows.at(places)
 
 
 def lost_answers(run: Run, rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -207,10 +209,6 @@ def _notes(whole: dict[str, Any], accepted: list[str]) -> list[dict[str, Any]]:
     return []
 
 
-EQUAL = 1e-9
-"""Rewards that differ by less are the same."""
-
-
 def groups(columns: Columns, mode: str, step: int | None) -> dict[str, Any]:
     """The groups of a step."""
     of_mode = np.flatnonzero(columns.is_text("mode", mode))
@@ -226,7 +224,7 @@ def groups(columns: Columns, mode: str, step: int | None) -> dict[str, Any]:
     labels = columns.groups[places]
     signal = columns.numbers(SIGNAL)
     of_groups = [places[labels == label] for label in np.unique(labels)]
-    found = [_group([columns.rows[place] for place in each], bool(signal[each[0]] == 1)) for each in of_groups]
+    found = [_group(columns.rows.at(each), bool(signal[each[0]] == 1)) for each in of_groups]
     rewards = [member["reward"] for each in found for member in each["members"] if member["reward"] is not None]
     return {
         "mode": mode,

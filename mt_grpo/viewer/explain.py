@@ -15,15 +15,13 @@ import numpy as np
 
 from mt_grpo.errors import UserError
 from mt_grpo.runlog import Run
-from mt_grpo.runlog.table import Row, is_copy
-from mt_grpo.trajectory import StopReason
+from mt_grpo.runlog.findings import FAILED
+from mt_grpo.runlog.index import is_copy
+from mt_grpo.runlog.schema import Row
 from mt_grpo.viewer.columns import Columns, short_name
 
 EPSILON = 1e-4
 """What the built-in rules add to a deviation before they divide by it."""
-
-FAILED = (StopReason.ENGINE_ERROR, StopReason.ENV_ERROR)
-"""Conversations that are in no mean of their group."""
 
 NAMES = {"outcome": "outcome", "turn": "turn rewards", "": "all rewards"}
 """What stands before `baseline` in the name of a part: the name of its term."""
@@ -32,8 +30,6 @@ SAME_STATE = " (same state)"
 """Ends the names of parts that are compared among turns of one state alone."""
 
 _BASELINE = re.compile(r"^(?:(?P<of>.*) )?baseline(?P<kind> \(.*\))?$")
-
-Part = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -44,7 +40,7 @@ class Member:
     record: dict[str, Any]
     weights: dict[str, float]
     advantages: list[float]
-    parts: dict[str, Part]
+    parts: dict[str, Row]
 
     @property
     def turns(self) -> int:
@@ -117,8 +113,8 @@ def why(run: Run, columns: Columns, session: str) -> dict[str, Any]:
 def _peers(columns: Columns, row: Row) -> list[Row]:
     """The conversations that were credited together with one."""
     together = (columns.numbers("step") == row["step"]) & (columns.numbers("k") == row["k"])
-    places = np.flatnonzero(together & columns.is_text("mode", row["mode"])).tolist()
-    peers = [columns.rows[place] for place in places if columns.rows[place]["advantages"] is not None]
+    places = np.flatnonzero(together & columns.is_text("mode", row["mode"]))
+    peers = (peer for peer in columns.rows.at(places) if peer["advantages"] is not None)
     return sorted(peers, key=lambda peer: (peer["group"], peer["member"]))
 
 

@@ -360,7 +360,7 @@ def panel(run: Run, columns: Columns, seconds: float | None) -> dict[str, Any]:
 def waterfall(run: Run, columns: Columns, step: int, mode: str) -> dict[str, Any]:
     """When each conversation of a step sampled, ran tools and waited; those that ended last come first."""
     places = np.flatnonzero((columns.numbers("step") == step) & columns.is_text("mode", mode))
-    chosen = [row for place in places.tolist() if (row := columns.rows[place])["start"] is not None]
+    chosen = [row for row in columns.rows.at(places) if row["start"] is not None]
     if not chosen:
         raise UserError(f"Step {step} has no conversation ({mode}).")
     begin = min(row["start"] for row in chosen)

@@ -16,7 +16,8 @@ from mt_grpo.runlog import Run
 from mt_grpo.runlog.export import LINES, lines
 from mt_grpo.runlog.files import read_notes, to_json, write_note
 from mt_grpo.runlog.heartbeat import read_state
-from mt_grpo.runlog.table import Table, is_copy
+from mt_grpo.runlog.index import Table, is_copy
+from mt_grpo.runlog.schema import Row
 from mt_grpo.viewer import conversations
 from mt_grpo.viewer.columns import SPREAD, Columns, parse_filter, short_name
 from mt_grpo.viewer.conversations import groups
@@ -167,7 +168,7 @@ class Queries:
         if sort:
             places = self.columns.order(places, sort.removeprefix("-"), sort.startswith("-"))
         offset, limit = _whole(asked, "offset", 0), min(_whole(asked, "limit", 100), MOST_ROWS)
-        rows = [self.table_row(place) for place in places[offset : offset + limit].tolist()]
+        rows = self.table_rows(places[offset : offset + limit])
         total, texts = len(self.columns.rows), searched(asked.get("q", ""))
         answer = {"total": total, "matched": len(places), "offset": offset, "rows": rows, "texts": texts}
         return {**answer, "read": self.words.read, "problem": self.words.problem}
@@ -177,7 +178,7 @@ class Queries:
         texts = searched(asked.get("q", ""))
         sessions = asked.get("sessions", "").split(",")[:MOST_HITS]
         places = [place for name in sessions if (place := self.columns.positions.get(name)) is not None]
-        rows = [self.columns.rows[place] for place in places]
+        rows = self.columns.rows.at(places)
         return {"hits": {row["session"]: hits(record, texts) for row, record in self.run.records(rows)}}
 
     def _lost(self) -> dict[str, Any]:
@@ -205,25 +206,27 @@ class Queries:
             raise BadQuestion(f"The form {form[:40]!r} is unknown: give one of {', '.join(LINES)}.")
         with self._lock:
             self._refresh()
-            rows = [self.columns.rows[place] for place in self.select(text).tolist()]
+            rows = self.columns.rows.at(self.select(text))
         if not rows:
             raise BadQuestion(f"No conversation fulfils the filter {text!r}, so that there is nothing to write.")
         return lines(self.run, form, rows)
 
-    def table_row(self, place: int) -> dict[str, Any]:
-        """A row of the table."""
-        row = self.columns.rows[place]
-        shown = {name: row[name] for name in SHOWN}
-        spread = float(self.columns.numbers(SPREAD)[place])
-        return {
-            **shown,
-            "member": row["member"] + 1,
-            "tokens": sum(row["tokens"]),
-            "errors": sum(row["errors"]),
-            "copy": is_copy(row),
-            SPREAD: spread,
-            **self.columns.notes.get(row["session"], {}),
-        }
+    def table_rows(self, places: np.ndarray) -> list[Row]:
+        """Rows of the table."""
+        return [
+            {
+                **{name: row[name] for name in SHOWN},
+                "member": row["member"] + 1,
+                "tokens": sum(row["tokens"]),
+                "errors": sum(row["errors"]),
+                "copy": is_copy(row),
+                SPREAD: spread,
+                **self.columns.notes.get(row["session"], {}),
+            }
+            for row, spread in zip(
+                self.columns.rows.at(places), self.columns.numbers(SPREAD)[places].tolist(), strict=True
+            )
+        ]
 
     def _trajectory(self, asked: Parameters) -> dict[str, Any]:
         session = asked.get("session") or self._first()["session"]
@@ -263,7 +266,7 @@ def selected(run: Run, text: str) -> Sequence[dict[str, Any]]:
         index = SearchIndex(run, cached(run.folder))
         index.read_all(run.rows)
         columns.said = index.where
-    rows = [run.rows[place] for place in np.flatnonzero(columns.where(parse_filter(text))).tolist()]
+    rows = run.rows.at(np.flatnonzero(columns.where(parse_filter(text))))
     if not rows:
         raise BadQuestion(f"No conversation fulfils the filter {text!r}, so that there is nothing to write.")
     return rows
@@ -343,18 +346,18 @@ def questions(columns: Columns, step: int) -> dict[tuple[str, int], tuple[str, l
     The index has only the beginning of a question, so questions with one beginning are numbered in their order.
     """
     groups: dict[tuple[int, int], list[int]] = {}
-    for place in np.flatnonzero(columns.is_text("mode", "eval") & (columns.numbers("step") == step)):
-        row = columns.rows[place]
-        groups.setdefault((row["k"], row["group"]), []).append(int(place))
+    k, group, prompts = columns.numbers("k"), columns.numbers("group"), columns.rows.codes("prompt")
+    for place in np.flatnonzero(columns.is_text("mode", "eval") & (columns.numbers("step") == step)).tolist():
+        groups.setdefault((int(k[place]), int(group[place])), []).append(place)
     seen: Counter[str] = Counter()
     questions = {}
     for _, places in sorted(groups.items()):
-        first = columns.rows[places[0]]
-        key = first["prompt"], seen[first["prompt"]]
-        seen[first["prompt"]] += 1
+        prompt = prompts[1][prompts[0][places[0]]] or ""
+        key = prompt, seen[prompt]
+        seen[prompt] += 1
         numbers = [columns.numbers(name)[places] for name in ("right", "reward")]
         right, rewards = (values[~np.isnan(values)].tolist() for values in numbers)
-        questions[key] = first["session"], right, rewards
+        questions[key] = columns.rows.sessions[places[0]], right, rewards
     return questions
 
 

@@ -16,11 +16,9 @@ import orjson
 from mt_grpo.errors import UserError
 from mt_grpo.imports import did_you_mean
 from mt_grpo.runlog import Run, files, open_run
-from mt_grpo.runlog.files import misfit
 from mt_grpo.runlog.heartbeat import read_state
 from mt_grpo.runlog.index import Each, evaluated, lines_of
-from mt_grpo.runlog.reader import METRICS
-from mt_grpo.runlog.schema import FOLDER, INDEX
+from mt_grpo.runlog.schema import FOLDER, INDEX, METRICS, misfit
 from mt_grpo.viewer.columns import Columns
 from mt_grpo.viewer.overview import CONFIG, configured, status
 from mt_grpo.viewer.queries import BadQuestion, Parameters, Queries, evaluations, is_right, questions
@@ -190,13 +188,13 @@ def _compared(sides: dict[str, tuple[dict[tuple[str, int], Any], Columns]]) -> d
         cells = []
         for found, columns in sides.values():
             session, right, rewards = found[key]
-            row = columns.rows[columns.positions[session]]
+            codes, answers = columns.rows.codes("answer")
             reward = float(np.mean(rewards)) if rewards else None
             cells.append(
                 {
                     "session": session,
                     "right": is_right(right, rewards, enough),
-                    "answer": row["answer"],
+                    "answer": answers[codes[columns.positions[session]]],
                     "reward": reward,
                 }
             )

@@ -20,7 +20,7 @@ import numpy as np
 from mt_grpo.errors import UserError
 from mt_grpo.runlog import Run
 from mt_grpo.runlog.conversation import words
-from mt_grpo.runlog.table import Table
+from mt_grpo.runlog.index import Table
 
 BATCH = 64
 """Conversations that are added at once: a search waits for no more."""
@@ -154,7 +154,7 @@ class SearchIndex:
             yield rows.sessions[place], files[file], row, checksums[file]
 
     def _add(self, rows: Table, missing: list[tuple[int, Key]]) -> None:
-        chosen = [rows[place] for place, _ in missing]
+        chosen = rows.at([place for place, _ in missing])
         texts = [_columns(record) for _, record in self._run.records(chosen)]
         with self._lock:
             self._database.execute("BEGIN")

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import parse_qsl, urlsplit
 
+import numpy as np
+
 from mt_grpo.errors import UserError
 from mt_grpo.runlog.files import check_target, written_whole
 from mt_grpo.viewer.queries import Queries, as_json, searched
@@ -217,8 +219,8 @@ def export(queries: Queries, path: Path, filter: str, overwrite: bool = False) -
     queries.answer("run", {})
     if searched(filter):
         queries.words.read_all(queries.run.rows)
-    places = queries.select(filter).tolist()
-    if not places:
+    places = queries.select(filter)
+    if not len(places):
         raise ExportError(f"No conversation fulfils the filter {filter!r}, so that there is nothing to write.")
     if len(places) > MAX_EXPORTED:
         raise ExportError(
@@ -288,8 +290,8 @@ def as_data(data: dict[str, Any]) -> str:
     return text
 
 
-def _data(queries: Queries, places: list[int], filter: str) -> dict[str, Any]:
-    rows = [queries.table_row(place) for place in places]
+def _data(queries: Queries, places: np.ndarray, filter: str) -> dict[str, Any]:
+    rows = queries.table_rows(places)
     answers: dict[str, dict[str, Any]] = {"run": {"": queries.answer("run", {})}}
     for name in ("overview", "metrics", "lost"):
         answers[name] = {"": queries.answer(name, {})}
@@ -319,10 +321,9 @@ def _finds(queries: Queries, overview: dict[str, Any], rows: list[dict[str, Any]
     """By the filter of each finding, which of the file's rows it lets through: its link leads to these alone."""
     asked = [finding["link"]["q"] for finding in overview["findings"] if "q" in (finding["link"] or {})]
     place = {row["session"]: number for number, row in enumerate(rows)}
-    all_rows = queries.columns.rows
+    sessions = queries.columns.rows.sessions
     return {
-        q: [place[name] for each in queries.select(q).tolist() if (name := all_rows[each]["session"]) in place]
-        for q in asked
+        q: [place[name] for each in queries.select(q).tolist() if (name := sessions[each]) in place] for q in asked
     }
 
 

@@ -121,7 +121,7 @@ import json, multiprocessing, sys
 from mt_grpo.app import view
 from mt_grpo.errors import UserError
 from mt_grpo.runlog import index
-view.LONG_INDEX, index.PART, index.NEAR = 0, 3000, 100
+view.LONG_INDEX, index._PART, index._NEAR = 0, 3000, 100
 try:
     run = view.open_run_parallel(sys.argv[1])
 except UserError as error:

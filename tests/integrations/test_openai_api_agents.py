@@ -27,7 +27,7 @@ from mt_grpo.envs.protocols import PROTOCOLS
 from mt_grpo.integrations.openai_api import AgentClient, AgentSource, Command, conversation
 from mt_grpo.rollout import EngineError
 from mt_grpo.runlog.findings import Counts, find
-from mt_grpo.runlog.rows import Batch, rollout_lines
+from mt_grpo.runlog.writer import Batch, rollout_lines
 from mt_grpo.trajectory import StopReason
 
 ASKED = {"messages": user("Q1")}

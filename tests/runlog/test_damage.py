@@ -400,7 +400,7 @@ def test_what_fills_the_memory_is_refused(folder, monkeypatch):
     sessions = [row["session"] for row in run.rows]
     with pytest.raises(UserError, match="larger than any that a run writes"):
         [run.trajectory(session) for session in sessions]
-    for limit in ("MOST_BYTES", "MOST_VALUES"):
+    for limit in ("_MOST_BYTES", "_MOST_VALUES"):
         monkeypatch.undo()
         monkeypatch.setattr(f"mt_grpo.runlog.reader.{limit}", 10)
         with pytest.raises(UserError, match="larger than any that a run writes"):

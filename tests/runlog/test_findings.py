@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import random
+from itertools import count
 
-import numpy as np
 import pytest
 from support.runs import index_line
 
 from mt_grpo.runlog.findings import Counts, find, find_in_run, why_equal
-from mt_grpo.runlog.table import Table, block_of
+from mt_grpo.runlog.index import Table
 
 TOO_LONG = "This model's maximum context length is 12 tokens, and the messages have 71."
 
 
+SESSIONS = count()
+
+
 def row(number, stop="answered", group=0, **fields):
-    usual = {"mode": "train", "step": 0, "k": 0, "error": None, "right": None, "reward": 0.5, "turns": 2, "calls": 1}
-    given = {"stop": stop, "group": group, "errors": [0, 0], "sampled": number, "raised": 0, "first_raised": None}
-    return {**usual, **given, "failed": 0, "first_failed": None, "refused": 0, "first_refused": None, **fields}
+    usual = {"turns": 2, "calls": 1, "errors": [0, 0], "sampled": number}
+    return index_line(str(next(SESSIONS)), **{**usual, "stop": stop, "group": group, **fields})
 
 
 def said(rows, tools=()):
@@ -140,45 +141,16 @@ def test_questions_are_blamed_only_where_nothing_else_is(right, rewards, why):
     assert "question" not in why_equal(Counts().add(rows(stop="length")))
 
 
-def put(table, rows):
-    table.add("rollout", block_of("rollout", [index_line(str(n), **fields) for n, fields in enumerate(rows)]))
-
-
 def test_a_run_is_judged_by_its_training_and_all_failures():
-    rows = [row(0, "max_steps", mode="eval"), row(1, "engine_error", mode="eval", error="gone"), row(2)]
     table = Table()
-    put(table, rows)
+    table.add("rollout", [row(0, "max_steps", mode="eval"), row(1, "engine_error", mode="eval", error="gone"), row(2)])
     assert [finding.kind for finding in find_in_run(table)] == ["failed"]
-
-
-def test_a_table_is_counted_as_its_rows_are():
-    draw = random.Random(0)
-    for _ in range(40):
-        table = Table()
-        texts = {
-            "stop": ("answered", "context_full", "env_error"),
-            "where": (None, "a.py"),
-            "first_raised": (None, "b", ""),
-        }
-        numbers = {"group": (0, 1, 2), "step": (0, 1), "sampled": (1, None), "calls": (0, 2), "reward": (None, 0.5, 1)}
-        more = {"right": (None, True, False), "errors": ([], [1, 2]), "turns": (0, 1), "raised": (0, 3)}
-        more["first_raised"] = (None, "b", "")
-        more |= {"failed": (0, 2), "first_failed": (None, "c", ""), "refused": (0, 2), "first_refused": (None, "d")}
-        more |= {"error": (None, TOO_LONG)}
-        drawn = {**texts, **numbers, **more, "mode": ("train", "eval")}
-        size = draw.choice([0, 1, 30])
-        lines = [{name: draw.choice(values) for name, values in drawn.items()} for _ in range(size)]
-        if size:
-            put(table, lines)
-        wanted, found = Counts().add(table), Counts().add_table(table, np.arange(size))
-        assert +found.stops == +wanted.stops and len(found.earned) == len(wanted.earned)
-        assert {**vars(found), "stops": 0, "earned": 0} == {**vars(wanted), "stops": 0, "earned": 0}
 
 
 def test_rows_of_old_indices_are_read():
     later = ("sampled", "raised", "first_raised", "failed", "first_failed", "refused", "first_refused", "where")
-    old = {name: value for name, value in row(0).items() if name not in later}
-    assert not find(Counts().add([old, old]))
+    old = [{name: value for name, value in row(0).items() if name not in later} for _ in range(2)]
+    assert not find(Counts().add(old))
 
 
 def test_merged_counts_are_those_of_all_batches():

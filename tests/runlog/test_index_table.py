@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from support.runs import index_line
 
-from mt_grpo.runlog.index import Index, written
-from mt_grpo.runlog.table import Table
+from mt_grpo.runlog.index import Index, Table, written
 
 LATER = dict.fromkeys(("advantages", "credit_file", "credit_row", "mismatch", "entropy", "clipped"))
 OLD = {

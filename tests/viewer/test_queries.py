@@ -13,7 +13,7 @@ from support.runs import REWARDS, index_line, write_run
 
 from mt_grpo.errors import UserError
 from mt_grpo.runlog import Batch, RunWriter, open_run
-from mt_grpo.runlog.table import Table, block_of
+from mt_grpo.runlog.index import Table
 from mt_grpo.token_tree import TokenTree
 from mt_grpo.trajectory import StopReason, Trajectory, Turn
 from mt_grpo.viewer.columns import Columns
@@ -46,7 +46,7 @@ def test_long_runs_have_fewer_points():
     rows = Table()
     steps = 3 * POINTS + 7
     lines = [index_line(f"s{step}", step=step, reward=step) for step in range(steps)]
-    rows.add("rollout", block_of("rollout", lines))
+    rows.add("rollout", lines)
     columns = Columns(rows)
     view = overview(columns, [], [])
     assert len(view["reward"]) == len(view["step"]) == POINTS

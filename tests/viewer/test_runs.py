@@ -96,7 +96,7 @@ import multiprocessing, sys
 from mt_grpo.app.view import parallel_map
 from mt_grpo.runlog import index
 from mt_grpo.viewer.runs import Runs
-index.PART = 2**12
+index._PART = 2**12
 with parallel_map() as each:
     asked = []
     runs = Runs(sys.argv[1], lambda *read: asked.append(read) or each(*read))

@@ -15,7 +15,7 @@ from mt_grpo.cli import main
 from mt_grpo.errors import UserError
 from mt_grpo.runlog import open_run
 from mt_grpo.runlog.conversation import messages_of, words
-from mt_grpo.runlog.table import Table, block_of
+from mt_grpo.runlog.index import Table
 from mt_grpo.viewer.columns import parse_filter
 from mt_grpo.viewer.queries import Queries
 from mt_grpo.viewer.search import SearchIndex, hits
@@ -75,7 +75,7 @@ def test_characters_without_spaces_between_are_found(tmp_path, run_folder):
     record = {"prompt": [{"role": "user", "content": "法国的首都是哪里"}], "turns": [], "error": None}
     index._run = type("Run", (), {"records": lambda self, rows: [(rows[0], record)], "checksum": run.checksum})()
     table = Table()
-    table.add("rollout", block_of("rollout", [index_line("s")]))
+    table.add("rollout", [index_line("s")])
     index.read_all(table)
     assert index.where("首都", "said", 1).all() and not index.where("都首", "said", 1).any()
 

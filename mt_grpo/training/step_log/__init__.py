@@ -24,7 +24,7 @@ from trl import GRPOTrainer
 from mt_grpo.credit import audit_rewards, uncredited_turn_rewards
 from mt_grpo.media import part_text
 from mt_grpo.runlog.files import to_json
-from mt_grpo.runlog.rows import question_of
+from mt_grpo.runlog.writer import question_of
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.rollout_batch import RolloutBatch
 from mt_grpo.training.step_log.metrics import Metrics, Warnings
