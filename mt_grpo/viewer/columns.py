@@ -8,22 +8,22 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from mt_grpo.errors import UserError
 from mt_grpo.imports import did_you_mean
 from mt_grpo.runlog.index import Table
+from mt_grpo.runlog.schema import Row
 
-NUMBERS = (
+_NUMBERS = (
     *("step", "k", "group", "turns", "calls", "context", "unique", "forks", "refused"),
     *("seconds", "reward", "right", "mismatch", "entropy", "clipped"),
     *("member", "tokens", "errors", "copy"),
 )
 """Columns of numbers. Every reward has a further column, and so have `SPREAD` and `SIGNAL`."""
 
-TEXTS = ("mode", "stop", "prompt", "answer", "error", "session")
+_TEXTS = ("mode", "stop", "prompt", "answer", "error", "session")
 """Columns of text."""
 
 SPREAD = "spread"
@@ -38,10 +38,10 @@ group has an advantage, or, where none is recorded as in an evaluation, if membe
 TOOL = "tool"
 """The tools that a conversation called."""
 
-NOTES = ("star", "note")
+_NOTES = ("star", "note")
 """What people put on a conversation."""
 
-PER_TURN = {"turn_reward": "turn_rewards", "advantage": "advantages"}
+_PER_TURN = {"turn_reward": "turn_rewards", "advantage": "advantages"}
 """Columns with a number per turn: a comparison holds where it holds for one of them."""
 
 REWARD = "rewards/"
@@ -61,7 +61,7 @@ class Columns:
         self._size = len(rows)
         self._made: dict[str, np.ndarray] = {}
         self._searched: dict[str, list[str]] = {}
-        self.notes: dict[str, dict[str, Any]] = {}
+        self.notes: dict[str, Row] = {}
         """Stars and notes, by session."""
         self._turns: dict[str, tuple[np.ndarray, np.ndarray]] = {}
         self.said: Callable[[str, str, int], np.ndarray] | None = None
@@ -141,13 +141,13 @@ class Columns:
 
     def resolve(self, name: str) -> str:
         """The column that a name in a filter means. Rewards may be given by their short names."""
-        if name in NUMBERS or name in TEXTS or name in (SPREAD, SIGNAL, TOOL, *NOTES, *PER_TURN):
+        if name in _NUMBERS or name in _TEXTS or name in (SPREAD, SIGNAL, TOOL, *_NOTES, *_PER_TURN):
             return name
         name = name.removeprefix("reward.").removeprefix(REWARD)
         for known in self.rewards:
             if name in (known, short_name(known)):
                 return REWARD + known
-        names = [*NUMBERS, SPREAD, SIGNAL, *TEXTS, TOOL, *NOTES, *PER_TURN, *map(short_name, self.rewards)]
+        names = [*_NUMBERS, SPREAD, SIGNAL, *_TEXTS, TOOL, *_NOTES, *_PER_TURN, *map(short_name, self.rewards)]
         near = did_you_mean(name, names)
         raise FilterError(f"There is no column {name!r}{near or ': there are ' + ', '.join(names)}.")
 
@@ -161,7 +161,7 @@ class Columns:
     def order(self, places: np.ndarray, name: str, descending: bool) -> np.ndarray:
         """Sorts rows by a column, rows without a value last, and equal ones as they were written."""
         name = self.resolve(name)
-        values = self.texts(name)[places].astype(float) if name in TEXTS else self.numbers(name)[places]
+        values = self.texts(name)[places].astype(float) if name in _TEXTS else self.numbers(name)[places]
         return places[np.argsort(-values if descending else values, kind="stable")]
 
     def _holds(self, condition: Condition) -> np.ndarray:
@@ -171,11 +171,11 @@ class Columns:
         name = self.resolve(condition.name)
         if name == TOOL:
             return self._of_tools(condition)
-        if name in NOTES:
+        if name in _NOTES:
             return self._noted(name, condition)
-        if name in TEXTS:
+        if name in _TEXTS:
             return self._is_text(name, condition)
-        if name in PER_TURN:
+        if name in _PER_TURN:
             return self._of_turns(name, condition)
         return self._compared(condition, self.numbers(name))
 
@@ -218,9 +218,9 @@ class Columns:
         return mask
 
     def _flat(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """A column of `PER_TURN`: for each turn its row, and its value."""
+        """A column of `_PER_TURN`: for each turn its row, and its value."""
         if name not in self._turns:
-            self._turns[name] = self.rows.flat(PER_TURN[name])
+            self._turns[name] = self.rows.flat(_PER_TURN[name])
         return self._turns[name]
 
     def _compared(self, condition: Condition, values: np.ndarray) -> np.ndarray:

@@ -19,36 +19,36 @@ from mt_grpo.runlog.index import is_copy
 from mt_grpo.runlog.schema import Row
 from mt_grpo.viewer.columns import REWARD, SIGNAL, Columns, parse_filter, short_name
 
-MOST_READ = 200
+_MOST_READ = 200
 """Most conversations that are read to find lost answers."""
 
-LABEL = 80
+_LABEL = 80
 """Characters of a turn's label."""
 
 
-def trajectory(run: Run, columns: Columns, session: str) -> dict[str, Any]:
+def trajectory(run: Run, columns: Columns, session: str) -> Row:
     """One conversation as the page shows it."""
     whole = run.trajectory(session)
     row = columns.rows[columns.positions[session]]
     places = _members(columns, row["mode"], row["step"], row["k"], row["group"])
-    members = member_rows(columns.rows.at(places))
+    members = _member_rows(columns.rows.at(places))
     accepted = whole.pop("row").get("answer")
     return {
         **whole,
         "question": question(whole["prompt"]),
         "accepted": _accepted(accepted),
         "group": {
-            "mean": mean_and_std(rewards_that_count(members))[0],
+            "mean": _mean_and_std(_rewards_that_count(members))[0],
             "sessions": [member["session"] for member in members],
             **{name: row[name] for name in ("mode", "step", "k", "group")},
         },
         "branch": next(member for member in members if member["session"] == session),
-        "special": special_tokens(run, set(whole["tokens"]["ids"])),
+        "special": _special_tokens(run, set(whole["tokens"]["ids"])),
         "short": {name: short_name(name) for kind in whole["rewards"].values() for name in kind},
     }
 
 
-def special_tokens(run: Run, ids: set[int]) -> list[int]:
+def _special_tokens(run: Run, ids: set[int]) -> list[int]:
     """Those of the ids that are special tokens of the run's tokenizer."""
     if run.tokenizer is None:
         return []
@@ -56,7 +56,7 @@ def special_tokens(run: Run, ids: set[int]) -> list[int]:
     return sorted(number for number, token in added.items() if token.special and number in ids)
 
 
-def group(run: Run, columns: Columns, mode: str, step: int, k: int, number: int) -> dict[str, Any]:
+def group(run: Run, columns: Columns, mode: str, step: int, k: int, number: int) -> Row:
     """The conversations that answer one prompt, the best first."""
     places = _members(columns, mode, step, k, number)
     if not len(places):
@@ -65,8 +65,8 @@ def group(run: Run, columns: Columns, mode: str, step: int, k: int, number: int)
     wholes.sort(
         key=lambda whole: -np.inf if whole["index"]["reward"] is None else whole["index"]["reward"], reverse=True
     )
-    branches = {each["session"]: each for each in member_rows(columns.rows.at(places))}
-    mean, deviation = mean_and_std(rewards_that_count(list(branches.values())))
+    branches = {each["session"]: each for each in _member_rows(columns.rows.at(places))}
+    mean, deviation = _mean_and_std(_rewards_that_count(list(branches.values())))
     accepted = _accepted(wholes[0]["row"].get("answer"))
     first = columns.rows[places[0]]
     at = columns.groups[places[0]]
@@ -94,20 +94,20 @@ def group(run: Run, columns: Columns, mode: str, step: int, k: int, number: int)
     }
 
 
-def may_be_lost(columns: Columns) -> list[dict[str, Any]]:
-    """Rows of the latest `MOST_READ` training conversations with a failed call and a wrong answer."""
-    places = np.flatnonzero(columns.where(parse_filter("mode=train right=0 errors>0")))[-MOST_READ:]
+def may_be_lost(columns: Columns) -> list[Row]:
+    """Rows of the latest `_MOST_READ` training conversations with a failed call and a wrong answer."""
+    places = np.flatnonzero(columns.where(parse_filter("mode=train right=0 errors>0")))[-_MOST_READ:]
     return columns.rows.at(places)
 
 
-def lost_answers(run: Run, rows: list[dict[str, Any]]) -> dict[str, Any]:
+def lost_answers(run: Run, rows: list[Row]) -> Row:
     """Those conversations that had the right answer in a turn that could not be parsed, and ended with another one."""
     wholes = ({**record, "index": row} for row, record in run.records(rows))
     lost = [whole["index"]["session"] for whole in wholes if _notes(whole, _accepted(whole["row"].get("answer")))]
     return {"sessions": lost, "read": len(rows)}
 
 
-def question(prompt: list[dict[str, Any]]) -> str:
+def question(prompt: list[Row]) -> str:
     """The last message of the user in a prompt, or its last message."""
     asked = [message for message in prompt if message.get("role", "user") == "user"] or prompt
     return words(asked[-1]) if asked else ""
@@ -120,15 +120,15 @@ def _members(columns: Columns, mode: str, step: int, k: int, number: int) -> np.
     return places[np.argsort(columns.numbers("member")[places], kind="stable")]
 
 
-def _key(row: dict[str, Any]) -> dict[str, Any]:
+def _key(row: Row) -> Row:
     return {name: row[name] for name in ("mode", "step", "k", "group")}
 
 
-def _key_of(columns: Columns, group: int) -> dict[str, Any]:
+def _key_of(columns: Columns, group: int) -> Row:
     return _key(columns.rows[int(np.argmax(columns.groups == group))])
 
 
-def _order(whole: dict[str, Any]) -> Callable[[str], tuple[int, str]]:
+def _order(whole: Row) -> Callable[[str], tuple[int, str]]:
     """A sorting key: turn rewards first, each kind in the order of the run."""
     names = [name for kind in ("turn", "outcome") for name in whole["rewards"].get(kind, {})]
     return lambda name: (names.index(name) if name in names else len(names), name)
@@ -141,7 +141,7 @@ def _accepted(answer: Any) -> list[str]:
     return list(map(str, answer if isinstance(answer, list) else [answer]))
 
 
-def _turns(whole: dict[str, Any]) -> list[dict[str, Any]]:
+def _turns(whole: Row) -> list[Row]:
     turns, tokens = whole["turns"], whole["tokens"]
     entropies: dict[int, list[float]] = {}
     for turn, entropy in zip(tokens["turn"], tokens["entropies"], strict=True):
@@ -167,17 +167,17 @@ def _turns(whole: dict[str, Any]) -> list[dict[str, Any]]:
     return shown
 
 
-def label(turn: dict[str, Any], last: bool) -> str:
+def label(turn: Row, last: bool) -> str:
     """A turn in a few words: the first text that its call was given, or its kind."""
     for call in turn["tool_calls"]:
         given = next((value for value in call["arguments"].values() if isinstance(value, str) and value), call["name"])
-        return given[:LABEL]
+        return given[:_LABEL]
     if turn["error"] is not None:
         return "malformed"
     return "answer" if last or turn["answer"] is not None else "message"
 
 
-def _reply(turn: dict[str, Any], after: dict[str, Any] | None) -> dict[str, Any] | None:
+def _reply(turn: Row, after: Row | None) -> Row | None:
     if not turn["replies"]:
         return None
     errors = [call["error"] for call in turn["tool_calls"] if call["error"] is not None]
@@ -189,7 +189,7 @@ def _reply(turn: dict[str, Any], after: dict[str, Any] | None) -> dict[str, Any]
     }
 
 
-def _notes(whole: dict[str, Any], accepted: list[str]) -> list[dict[str, Any]]:
+def _notes(whole: Row, accepted: list[str]) -> list[Row]:
     """A note if a member had the right answer in a turn that could not be parsed, and ended with another one."""
     right = whole["index"]["right"]
     if right is None or right or not accepted:
@@ -209,7 +209,7 @@ def _notes(whole: dict[str, Any], accepted: list[str]) -> list[dict[str, Any]]:
     return []
 
 
-def groups(columns: Columns, mode: str, step: int | None) -> dict[str, Any]:
+def groups(columns: Columns, mode: str, step: int | None) -> Row:
     """The groups of a step."""
     of_mode = np.flatnonzero(columns.is_text("mode", mode))
     if not len(of_mode):
@@ -249,11 +249,11 @@ def _steps(columns: Columns, places: np.ndarray) -> dict[str, list[int]]:
     }
 
 
-def _group(rows: list[Row], signal: bool) -> dict[str, Any]:
+def _group(rows: list[Row], signal: bool) -> Row:
     rows = sorted(rows, key=lambda row: row["member"])
-    members = member_rows(rows)
-    counted = rewards_that_count(members)
-    mean, deviation = mean_and_std(counted)
+    members = _member_rows(rows)
+    counted = _rewards_that_count(members)
+    mean, deviation = _mean_and_std(counted)
     return {
         "key": {name: rows[0][name] for name in ("mode", "step", "k", "group")},
         "prompt": rows[0]["prompt"],
@@ -266,18 +266,18 @@ def _group(rows: list[Row], signal: bool) -> dict[str, Any]:
     }
 
 
-def mean_and_std(rewards: list[float]) -> tuple[float | None, float | None]:
+def _mean_and_std(rewards: list[float]) -> tuple[float | None, float | None]:
     """Mean and standard deviation (n − 1) of rewards; `None` where there are too few."""
     mean = float(np.mean(rewards)) if rewards else None
     return mean, float(np.std(rewards, ddof=1)) if len(rewards) > 1 else None
 
 
-def rewards_that_count(members: list[dict[str, Any]]) -> list[float]:
+def _rewards_that_count(members: list[Row]) -> list[float]:
     """The rewards of a group's members, each conversation once."""
     return [each["reward"] for each in members if not each["copy"] and each["reward"] is not None]
 
 
-def member_rows(rows: list[Row]) -> list[dict[str, Any]]:
+def _member_rows(rows: list[Row]) -> list[Row]:
     """The members of a group as the list has them."""
     places = {row["session"]: row["member"] + 1 for row in rows}
     found = []
@@ -299,7 +299,7 @@ def member_rows(rows: list[Row]) -> list[dict[str, Any]]:
     return found
 
 
-def _says(members: list[dict[str, Any]], counted: list[float], signal: bool) -> str:
+def _says(members: list[Row], counted: list[float], signal: bool) -> str:
     """Why a group has a signal, or none."""
     copies = sum(member["copy"] for member in members)
     right = [member["right"] for member in members if not member["copy"] and member["right"] is not None]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -20,13 +19,13 @@ from mt_grpo.runlog.index import is_copy
 from mt_grpo.runlog.schema import Row
 from mt_grpo.viewer.columns import Columns, short_name
 
-EPSILON = 1e-4
+_EPSILON = 1e-4
 """What the built-in rules add to a deviation before they divide by it."""
 
-NAMES = {"outcome": "outcome", "turn": "turn rewards", "": "all rewards"}
+_NAMES = {"outcome": "outcome", "turn": "turn rewards", "": "all rewards"}
 """What stands before `baseline` in the name of a part: the name of its term."""
 
-SAME_STATE = " (same state)"
+_SAME_STATE = " (same state)"
 """Ends the names of parts that are compared among turns of one state alone."""
 
 _BASELINE = re.compile(r"^(?:(?P<of>.*) )?baseline(?P<kind> \(.*\))?$")
@@ -37,7 +36,7 @@ class Member:
     """A conversation of the group, as `Run.credited` has it."""
 
     row: Row
-    record: dict[str, Any]
+    record: Row
     weights: dict[str, float]
     advantages: list[float]
     parts: dict[str, Row]
@@ -75,7 +74,7 @@ class Member:
         return [0.0 if value is None else float(value) for value in self.record["rewards"].get("turn", {})[name]]
 
 
-def why(run: Run, columns: Columns, session: str) -> dict[str, Any]:
+def why(run: Run, columns: Columns, session: str) -> Row:
     """Why the turns of a conversation have their advantages."""
     place = columns.positions.get(session)
     if place is None:
@@ -90,7 +89,7 @@ def why(run: Run, columns: Columns, session: str) -> dict[str, Any]:
     batch = _read(run, peers if whole_batch else [peer for peer in peers if peer["group"] == row["group"]])
     group = [member for member in batch if member.row["group"] == row["group"]]
     here = next(member for member in group if member.row["session"] == session)
-    splits = {kind: Split.find(group, rule or {}, kind) for kind in ("", SAME_STATE)}
+    splits = {kind: _Split.find(group, rule or {}, kind) for kind in ("", _SAME_STATE)}
     return {
         "session": session,
         "rule": rule,
@@ -127,7 +126,7 @@ def _read(run: Run, rows: list[Row]) -> list[Member]:
     ]
 
 
-def _turn(here: Member, turn: int, group: list[Member], batch: list[Member], splits: Splits) -> dict[str, Any]:
+def _turn(here: Member, turn: int, group: list[Member], batch: list[Member], splits: _Splits) -> Row:
     advantage = here.advantages[turn]
     split = splits[""]
     terms = [_term(here, turn, each, group, batch, splits) for each in _terms(here, turn)]
@@ -146,7 +145,7 @@ def _terms(here: Member, turn: int) -> list[tuple[str, str | None, list[str]]]:
     for name in here.parts:
         if name in baselines:
             continue
-        kind = SAME_STATE if name.endswith(SAME_STATE) else None
+        kind = _SAME_STATE if name.endswith(_SAME_STATE) else None
         fitting = [each for each, found in baselines.items() if found["kind"] == kind]
         own = [each for each in fitting if each != "baseline" and _is_of(name, baselines[each]["of"])]
         candidates = [*own, *(each for each in fitting if not baselines[each]["of"])]
@@ -161,7 +160,7 @@ def _terms(here: Member, turn: int) -> list[tuple[str, str | None, list[str]]]:
             here.scale(name, turn) is not None for name in every
         ):
             of, state = (baselines[baseline]["of"], baselines[baseline]["kind"]) if baseline else (None, None)
-            title = NAMES.get(of or "", of) if baseline else ""
+            title = _NAMES.get(of or "", of) if baseline else ""
             shown.append((f"{title}{state or ''}" or "parts", baseline, names))
     return shown
 
@@ -178,8 +177,8 @@ def _term(
     term: tuple[str, str | None, list[str]],
     group: list[Member],
     batch: list[Member],
-    splits: Splits,
-) -> dict[str, Any]:
+    splits: _Splits,
+) -> Row:
     name, baseline, names = term
     every = [*names, *([baseline] if baseline else [])]
     scale = next((found for each in every if (found := here.scale(each, turn)) is not None), None)
@@ -253,10 +252,8 @@ def _applies(member: Member, names: list[str]) -> bool:
     return bool(found)
 
 
-def _deviation(
-    scale: float, turn: int, names: list[str], group: list[Member], batch: list[Member]
-) -> dict[str, Any] | None:
-    """The deviation (n − 1) that a scale is, less `EPSILON`, and whose; `None` if these values have no such one."""
+def _deviation(scale: float, turn: int, names: list[str], group: list[Member], batch: list[Member]) -> Row | None:
+    """The deviation (n − 1) that a scale is, less `_EPSILON`, and whose; `None` if these values have no such one."""
     for members in [batch, group] if len(batch) > len(group) else [group]:
         counted = [member for member in members if member.row["stop"] not in FAILED]
         if len(counted) < 2:
@@ -267,15 +264,13 @@ def _deviation(
         for whole in (False, True):
             for other in sorted(range(longest), key=lambda other: (other != turn, other)):
                 values = [_of_member(each, other, names, whole) for each in counted]
-                if abs(float(np.std(values, ddof=1)) + EPSILON - scale) <= 1e-6 * max(1.0, scale):
+                if abs(float(np.std(values, ddof=1)) + _EPSILON - scale) <= 1e-6 * max(1.0, scale):
                     at = "" if other == turn else f" at turn {other + 1}, the largest"
-                    return {"value": scale - EPSILON, "of": f"{who}{at}", "here": other == turn and not of_batch}
+                    return {"value": scale - _EPSILON, "of": f"{who}{at}", "here": other == turn and not of_batch}
     return None
 
 
-def _rewards(
-    here: Member, turn: int, names: list[str], splits: Splits
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def _rewards(here: Member, turn: int, names: list[str], splits: _Splits) -> tuple[list[Row], list[Row]]:
     """
     The rewards of a term: `kind`, `name`, `weight`, `values` (per turn, or one of an outcome), `factors` (how much of
     each turn's the turn is credited with, `None` where the record does not say), `coefficient` of all turn rewards
@@ -285,7 +280,7 @@ def _rewards(
     rows, others = [], []
     mixed = any(part.startswith("outcome") for part in names)
     for part in names:
-        base = part.removesuffix(SAME_STATE)
+        base = part.removesuffix(_SAME_STATE)
         split = splits[part.removeprefix(base)]
         earned = here.earned(part, turn) or 0.0
         found = list(_named(base, kinds))
@@ -318,7 +313,7 @@ def _rewards(
     return rows, others
 
 
-def _named(part: str, kinds: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _named(part: str, kinds: Row) -> Iterator[tuple[str, str]]:
     """The rewards of a part: one, or all of a kind where the part does not name it."""
     for kind, label in (("outcome", "outcome"), ("turn", "turn reward")):
         names = list(kinds.get(kind, {}))
@@ -329,7 +324,7 @@ def _named(part: str, kinds: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 @dataclass(frozen=True)
-class Split:
+class _Split:
     """How much of a turn's reward each turn is credited with, found by trying what explains every part of a group."""
 
     kind: str
@@ -345,7 +340,7 @@ class Split:
         return [self.discount ** (other - turn) if other >= turn else 0.0 for other in range(turns)]
 
     @classmethod
-    def find(cls, group: list[Member], rule: dict[str, Any], kind: str = "") -> Split | None:
+    def find(cls, group: list[Member], rule: Row, kind: str = "") -> _Split | None:
         """The first that explains all parts of turn rewards of a group whose names end so; `None` if none does."""
         known = {name: value for name, value in rule.items() if isinstance(value, (int, float))}
         coefficients = list(dict.fromkeys([float(known.get("turn_coef", 1.0)), 1.0]))
@@ -368,8 +363,8 @@ class Split:
         return abs(expected - earned) <= 1e-5 * max(1.0, abs(earned), *map(abs, rewards))
 
 
-Splits = dict[str, Split | None]
-"""Of the parts of a group, by what their names end with: `""`, or `SAME_STATE`."""
+_Splits = dict[str, _Split | None]
+"""Of the parts of a group, by what their names end with: `""`, or `_SAME_STATE`."""
 
 
 def _of_turns(member: Member, kind: str) -> Iterator[tuple[int, int, list[float], float]]:
@@ -386,7 +381,7 @@ def _of_turns(member: Member, kind: str) -> Iterator[tuple[int, int, list[float]
                 yield turn, member.turns, weighted, earned
 
 
-def _moved(here: Member, turn: int, group: list[Member], split: Split) -> Iterator[dict[str, Any]]:
+def _moved(here: Member, turn: int, group: list[Member], split: _Split) -> Iterator[Row]:
     """
     Rewards that another turn than the one that earned them is credited with, as far as this turn is concerned: `kind`
     is `away` (this turn's own reward counts at `to`), `here` (a reward of `from` counts here, and not there), `later`
@@ -413,7 +408,7 @@ def _moved(here: Member, turn: int, group: list[Member], split: Split) -> Iterat
             yield {"kind": "group", "from": other + 1, "to": [turn + 1], "members": members, "amount": amount}
 
 
-def _is_moved(member: Member, source: int, turn: int, split: Split) -> bool:
+def _is_moved(member: Member, source: int, turn: int, split: _Split) -> bool:
     """Whether a member's turn is credited with a reward of another one, which does not count there."""
     if source == turn or max(source, turn) >= member.turns:
         return False

@@ -17,24 +17,24 @@ from mt_grpo.errors import UserError
 from mt_grpo.runlog import Run, files
 from mt_grpo.runlog.findings import BAD, WARN, Finding, find_in_run
 from mt_grpo.runlog.heartbeat import read_state
-from mt_grpo.runlog.schema import FOLDER, INDEX
+from mt_grpo.runlog.schema import FOLDER, INDEX, Row
 from mt_grpo.trajectory import StopReason
 from mt_grpo.viewer.columns import REWARD, SIGNAL, Columns, parse_filter, short_name
 
 POINTS = 400
 """Most points of a curve. With more steps, a point is the mean of several."""
 
-ENDED = (StopReason.ANSWERED, StopReason.ENV_DONE)
+_ENDED = (StopReason.ANSWERED, StopReason.ENV_DONE)
 """Stop reasons of conversations that nothing cut off."""
 
-PARTS = ("sampling", "rewards", "sync", "training")
+_PARTS = ("sampling", "rewards", "sync", "training")
 """Where the time of a step goes."""
 
-EDGE = 5
+_EDGE = 5
 """Steps at each end of a run that are compared, at most."""
 
 
-def overview(columns: Columns, steps: list[dict[str, Any]], metrics: list[dict[str, Any]]) -> dict[str, Any]:
+def overview(columns: Columns, steps: list[Row], metrics: list[Row]) -> Row:
     """Curves of the training batches."""
     train = np.flatnonzero(columns.is_text("mode", "train"))
     step = columns.numbers("step")[train]
@@ -47,7 +47,7 @@ def overview(columns: Columns, steps: list[dict[str, Any]], metrics: list[dict[s
     stops = {}
     for reason in StopReason:
         share = mean(columns.is_text("stop", reason.value)[train].astype(float))
-        if reason not in ENDED and np.nansum(share):
+        if reason not in _ENDED and np.nansum(share):
             stops[reason.value] = share
     health = {
         "groups without signal": mean(_dead(columns)[train]),
@@ -71,19 +71,19 @@ def overview(columns: Columns, steps: list[dict[str, Any]], metrics: list[dict[s
         "health": {name: _points(values) for name, values in health.items()},
         "time": {
             "step": _bins(np.array([each["step"] for each in steps], float))[0],
-            **{name: _points(np.array([each[name] for each in steps], float)) for name in PARTS},
+            **{name: _points(np.array([each[name] for each in steps], float)) for name in _PARTS},
         },
         "held_out": _held_out(columns),
         "tokens": _tokens(columns, train),
     }
 
 
-def first_and_last(values: list[float | None]) -> tuple[float, float] | None:
+def _first_and_last(values: list[float | None]) -> tuple[float, float] | None:
     """Means of the first and of the last steps of a curve; `None` where it has none."""
     known = [value for value in values if value is not None]
     if not known:
         return None
-    few = max(1, min(EDGE, len(known) // 3))
+    few = max(1, min(_EDGE, len(known) // 3))
     return float(np.mean(known[:few])), float(np.mean(known[-few:]))
 
 
@@ -98,13 +98,13 @@ def _means(values: np.ndarray, place: np.ndarray, size: int) -> np.ndarray:
         return np.bincount(place, np.where(known, values, 0.0), size) / np.bincount(place, known, size)
 
 
-def _of_metrics(metrics: list[dict[str, Any]], name: str, axis: np.ndarray) -> np.ndarray:
+def _of_metrics(metrics: list[Row], name: str, axis: np.ndarray) -> np.ndarray:
     """A metric by the steps taken before; `metrics.jsonl` counts the step itself."""
     known = {row["step"] - 1: row[name] for row in metrics if row.get(name) is not None}
     return np.array([known.get(int(step), np.nan) for step in axis], float)
 
 
-def _held_out(columns: Columns) -> list[dict[str, Any]]:
+def _held_out(columns: Columns) -> list[Row]:
     """Each evaluation: `step`, mean `reward`, the share `right`, and `questions`."""
     mask = columns.is_text("mode", "eval")
     step = columns.numbers("step")
@@ -126,7 +126,7 @@ def _tokens(columns: Columns, train: np.ndarray) -> dict[str, int]:
     return {name: int(columns.numbers(name)[train].sum()) for name in ("tokens", "unique")}
 
 
-def metric_curves(metrics: list[dict[str, Any]]) -> dict[str, Any]:
+def metric_curves(metrics: list[Row]) -> Row:
     """Every number of `metrics.jsonl` as a curve."""
     found: dict[str, dict[int, float]] = {}
     for line in metrics:
@@ -141,7 +141,7 @@ def metric_curves(metrics: list[dict[str, Any]]) -> dict[str, Any]:
     return {"curves": curves}
 
 
-QUANTILES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
+_QUANTILES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
 """Of the rewards of a step: the lowest, the middle and the highest among them."""
 
 
@@ -151,8 +151,10 @@ def _quantiles(values: np.ndarray, step: np.ndarray, first: list[int], last: lis
     order = np.argsort(step[known], kind="stable")
     values, step = values[known][order], step[known][order]
     begins, ends = np.searchsorted(step, first), np.searchsorted(step, last, side="right")
-    rows = [np.quantile(values[i:j], QUANTILES).tolist() if j > i else None for i, j in zip(begins, ends, strict=True)]
-    return [[None if row is None else row[place] for row in rows] for place in range(len(QUANTILES))]
+    rows = [
+        np.quantile(values[i:j], _QUANTILES).tolist() if j > i else None for i, j in zip(begins, ends, strict=True)
+    ]
+    return [[None if row is None else row[place] for row in rows] for place in range(len(_QUANTILES))]
 
 
 def _bins(axis: np.ndarray) -> tuple[list[int], list[int]]:
@@ -171,51 +173,49 @@ def _points(values: np.ndarray) -> list[float | None]:
     return [None if np.isnan(value) else float(value) for value in values]
 
 
-GOOD = "ok"
+_GOOD = "ok"
 
-LIMITS = {
+_LIMITS = {
     "groups without signal": 0.5,
     "tokens clipped": 0.2,
     "with a failed call": 0.3,
 }
 """Shares above which a curve is worth a look."""
 
-TIMES_USUAL = 4
+_TIMES_USUAL = 4
 """How many times its median a curve may reach."""
 
-EXPLORES = 0.02
+_EXPLORES = 0.02
 """Nats per token below which a policy hardly explores."""
 
 
-SHARES = {
+_SHARES = {
     "groups without signal": ("No turn has an advantage:", "groups", "signal=0"),
     "with a failed call": ("A call failed:", "conversations", "errors>0"),
 }
 """Curves of shares: the words of a finding, what is counted, and the filter that finds it."""
 
 
-def limits(view: dict[str, Any]) -> dict[str, float]:
+def limits(view: Row) -> dict[str, float]:
     """The limit of each curve of `health`. It is worth a look above the limit, and the entropy below."""
-    found = dict(LIMITS)
+    found = dict(_LIMITS)
     for name in ("engine − trainer", "gradient norm"):
         known = [value for value in view["health"][name] if value is not None]
         if known:
-            found[name] = TIMES_USUAL * float(np.median(known))
-    return {**found, "entropy": EXPLORES}
+            found[name] = _TIMES_USUAL * float(np.median(known))
+    return {**found, "entropy": _EXPLORES}
 
 
-def findings(
-    view: dict[str, Any], columns: Columns, compared: dict[str, Any] | None, about: dict[str, Any] | None = None
-) -> list[dict[str, Any]]:
+def findings(view: Row, columns: Columns, compared: Row | None, about: Row | None = None) -> list[Row]:
     """The list, worst first."""
     shared = find_in_run(columns.rows, about)
     found = {finding.kind for finding in shared}
     of_conversations = map(_as_dict, shared)
     rules = [*_broken(compared), *of_conversations, *_stops(view, found), *_health(view, columns), *_reward(view)]
-    return sorted(rules, key=lambda finding: (BAD, WARN, GOOD).index(finding["level"]))
+    return sorted(rules, key=lambda finding: (BAD, WARN, _GOOD).index(finding["level"]))
 
 
-def ended(status: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def ended(status: Row) -> Iterator[Row]:
     """How a run ended that did not end by itself, of `mt_grpo.viewer.overview.status`."""
     if status["status"] == "failed":
         yield _finding(BAD, "The run failed:", status["reason"] or "it does not say why.", "its state", view="run")
@@ -224,7 +224,7 @@ def ended(status: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield _finding(BAD, "The run died:", text, "its state", view="run")
 
 
-def _finding(level: str, strong: str, text: str, label: str = "", **link: Any) -> dict[str, Any]:
+def _finding(level: str, strong: str, text: str, label: str = "", **link: Any) -> Row:
     return {"level": level, "strong": strong, "text": text, "label": label, "link": link or None}
 
 
@@ -232,87 +232,87 @@ def _conversations(number: int) -> str:
     return "1 conversation" if number == 1 else f"{number} conversations"
 
 
-def _broken(compared: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
+def _broken(compared: Row | None) -> Iterator[Row]:
     if compared and compared["counts"]["broken"]:
         number, all_ = compared["counts"]["broken"], sum(compared["counts"].values())
         text = f"held-out questions were right at step {compared['from']} and are wrong at step {compared['to']}."
         yield _finding(BAD, f"{number} of {all_}", text, "compare", view="compare", show="broken")
 
 
-def _as_dict(finding: Finding) -> dict[str, Any]:
+def _as_dict(finding: Finding) -> Row:
     return _finding(finding.level, finding.strong, finding.text, "show them", view="find", q=finding.query)
 
 
-def _stops(view: dict[str, Any], found: set[str]) -> Iterator[dict[str, Any]]:
+def _stops(view: Row, found: set[str]) -> Iterator[Row]:
     """How the shares of limits changed, without the limits in `found`, which have a finding of the whole run."""
     for name, shares in view["stops"].items():
-        first, last = first_and_last(shares) or (0.0, 0.0)
+        first, last = _first_and_last(shares) or (0.0, 0.0)
         if last > 0.1 and not name.endswith("_error") and name not in found:
             text = f"{last:.0%} of the last steps ({first:.0%} of the first) were cut off there."
             asked = f"mode=train stop={name}"
             yield _finding(WARN, f"Stop reason {name}:", text, "show them", view="find", q=asked, sort="-step")
         elif first > 0.1 and last < first / 2:
-            yield _finding(GOOD, f"Stop reason {name}:", f"{first:.0%} → {last:.0%}.")
+            yield _finding(_GOOD, f"Stop reason {name}:", f"{first:.0%} → {last:.0%}.")
 
 
-def _health(view: dict[str, Any], columns: Columns) -> Iterator[dict[str, Any]]:
-    for name, (strong, of, query) in SHARES.items():
-        both = first_and_last(view["health"][name])
+def _health(view: Row, columns: Columns) -> Iterator[Row]:
+    for name, (strong, of, query) in _SHARES.items():
+        both = _first_and_last(view["health"][name])
         if both is None:
             continue
         first, last = both
-        if last > LIMITS[name]:
+        if last > _LIMITS[name]:
             text = f"{last:.0%} of the {of} of the last steps, {first:.0%} of the first."
             yield _finding(WARN, strong, text, "show them", view="find", q=f"mode=train {query}", sort="-step")
         elif first > 0.1 and last < first / 2:
-            yield _finding(GOOD, strong, f"{first:.0%} → {last:.0%} of the {of}.")
-    entropy = first_and_last(view["health"]["entropy"])
-    if entropy and entropy[1] < min(EXPLORES, entropy[0] / 4):
+            yield _finding(_GOOD, strong, f"{first:.0%} → {last:.0%} of the {of}.")
+    entropy = _first_and_last(view["health"]["entropy"])
+    if entropy and entropy[1] < min(_EXPLORES, entropy[0] / 4):
         yield _finding(WARN, f"Entropy {entropy[0]:.2g} → {entropy[1]:.2g}", "nats: exploration is nearly gone.")
     yield from _bursts(view, columns)
 
 
-def _bursts(view: dict[str, Any], columns: Columns) -> Iterator[dict[str, Any]]:
+def _bursts(view: Row, columns: Columns) -> Iterator[Row]:
     """Consecutive steps at which engine and trainer differ more than usual."""
     values = np.array([np.nan if value is None else value for value in view["health"]["engine − trainer"]])
     if np.isnan(values).all():
         return
     usual = float(np.nanmedian(values))
-    high = np.flatnonzero(values > TIMES_USUAL * usual)
+    high = np.flatnonzero(values > _TIMES_USUAL * usual)
     runs = np.split(high, np.flatnonzero(np.diff(high) > 1) + 1) if len(high) else []
     for run in sorted(runs, key=lambda run: -float(values[run].max()))[:2]:
         first, last = view["step"][run[0]], view["last"][run[-1]]
         where = f"step={first}" if first == last else f"step>={first} step<={last}"
-        asked = f"mode=train {where} mismatch>{TIMES_USUAL * usual:.2g}"
+        asked = f"mode=train {where} mismatch>{_TIMES_USUAL * usual:.2g}"
         number = int(columns.where(parse_filter(asked)).sum())
         text = f"engine and trainer differ {values[run].max() / usual:.0f}× as much as usual." if usual else "differ."
         strong = f"Step {first}:" if first == last else f"Steps {first}–{last}:"
         yield _finding(WARN, strong, text, _conversations(number), view="find", q=asked, sort="-mismatch")
 
 
-def _reward(view: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    both = first_and_last(view["reward"])
+def _reward(view: Row) -> Iterator[Row]:
+    both = _first_and_last(view["reward"])
     if both is None or len(view["reward"]) < 3:
         return
     first, last = both
     if last - first > 0.02 * max(abs(first), abs(last)):
-        yield _finding(GOOD, f"Reward {first:.2f} → {last:.2f}", "in the training batches.")
+        yield _finding(_GOOD, f"Reward {first:.2f} → {last:.2f}", "in the training batches.")
     else:
         text = f"in {len(view['reward'])} steps: nothing is learnt so far."
         asked = {"view": "find", "q": "mode=train", "sort": "reward"}
         yield _finding(WARN, f"Reward {first:.2f} → {last:.2f}", text, "the lowest", **asked)
 
 
-MAX_DRAWN = 512
+_MAX_DRAWN = 512
 """Conversations of a step that are drawn."""
 
 CONFIG = "config.yaml"
 
-NAMED = {"model": "model_name_or_path", "estimator": "advantage_estimator", "group_size": "num_generations"}
+_NAMED = {"model": "model_name_or_path", "estimator": "advantage_estimator", "group_size": "num_generations"}
 """Fields of the index's line of kind `run`, and the options of `config.yaml` that they are."""
 
 
-def status(state: dict[str, Any] | None, seconds: float | None, folder: Path) -> dict[str, Any]:
+def status(state: Row | None, seconds: float | None, folder: Path) -> Row:
     """How a run is."""
     if state is None:
         written = [folder / "metrics.jsonl", folder / FOLDER / INDEX]
@@ -326,17 +326,17 @@ def status(state: dict[str, Any] | None, seconds: float | None, folder: Path) ->
     return {"status": state["state"], **known, "seconds": took, "left": left}
 
 
-def configured(folder: Path) -> dict[str, Any]:
+def configured(folder: Path) -> Row:
     """What `config.yaml` says of a run that has no index yet, as fields of the index's line of kind `run`."""
     try:
         options = yaml.safe_load(files.read(folder, CONFIG) or b"")
     except (yaml.YAMLError, ValueError, RecursionError):  # the page shows its text
         return {}
-    found = {name: options.get(option) for name, option in NAMED.items()} if isinstance(options, dict) else {}
+    found = {name: options.get(option) for name, option in _NAMED.items()} if isinstance(options, dict) else {}
     return {name: value for name, value in found.items() if isinstance(value, str | int | dict)}
 
 
-def panel(run: Run, columns: Columns, seconds: float | None) -> dict[str, Any]:
+def panel(run: Run, columns: Columns, seconds: float | None) -> Row:
     """The run's panel."""
     state = read_state(run.folder)
     now = time.time()
@@ -357,7 +357,7 @@ def panel(run: Run, columns: Columns, seconds: float | None) -> dict[str, Any]:
     }
 
 
-def waterfall(run: Run, columns: Columns, step: int, mode: str) -> dict[str, Any]:
+def waterfall(run: Run, columns: Columns, step: int, mode: str) -> Row:
     """When each conversation of a step sampled, ran tools and waited; those that ended last come first."""
     places = np.flatnonzero((columns.numbers("step") == step) & columns.is_text("mode", mode))
     chosen = [row for row in columns.rows.at(places) if row["start"] is not None]
@@ -380,10 +380,10 @@ def waterfall(run: Run, columns: Columns, step: int, mode: str) -> dict[str, Any
     whole = max(span * len(chosen), 1e-9)
     shares = {name: seconds / whole for name, seconds in spent.items()}
     shares["done"] = max(0.0, 1 - sum(shares.values()))
-    return {"step": step, "seconds": span, "conversations": len(chosen), "shares": shares, "rows": rows[:MAX_DRAWN]}
+    return {"step": step, "seconds": span, "conversations": len(chosen), "shares": shares, "rows": rows[:_MAX_DRAWN]}
 
 
-def _parts(record: dict[str, Any], begin: float) -> list[list[Any]]:
+def _parts(record: Row, begin: float) -> list[list[Any]]:
     parts: list[list[Any]] = []
     for turn in record["turns"]:
         if turn["start"] is not None:

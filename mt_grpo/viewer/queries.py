@@ -6,7 +6,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import orjson
@@ -25,16 +24,16 @@ from mt_grpo.viewer.explain import why
 from mt_grpo.viewer.overview import ended, findings, limits, metric_curves, overview, panel, status, waterfall
 from mt_grpo.viewer.search import SearchIndex, cached, hits
 
-MOST_ROWS = 500
+_MOST_ROWS = 500
 """Rows of one answer."""
 
-MOST_HITS = 60
+_MOST_HITS = 60
 """Conversations of one answer in which hits are shown."""
 
-DIGITS = 15
+_DIGITS = 15
 """Most digits of a number in a question. A browser does not hold longer ones exactly."""
 
-SHOWN = (
+_SHOWN = (
     "session",
     "mode",
     "step",
@@ -69,10 +68,10 @@ class Queries:
         """Grows with what the run writes."""
         self._lock = threading.Lock()
         self._metrics = self._written()
-        self._curves_of: list[dict[str, Any]] | None = None
-        self._all_curves: dict[str, Any] = {}
-        self._lost_at: tuple[int, dict[str, Any]] = 0, {}
-        self._questions: dict[str, Callable[[Parameters], dict[str, Any]]] = {
+        self._curves_of: list[Row] | None = None
+        self._all_curves: Row = {}
+        self._lost_at: tuple[int, Row] = 0, {}
+        self._questions: dict[str, Callable[[Parameters], Row]] = {
             "run": self._about,
             "runs": lambda asked: {"runs": []},  # it is one run alone, see `mt_grpo.viewer.runs`
             "overview": self._overview,
@@ -90,7 +89,7 @@ class Queries:
             "lost": lambda asked: self._lost(),
         }
 
-    def answer(self, question: str, asked: Parameters) -> dict[str, Any]:
+    def answer(self, question: str, asked: Parameters) -> Row:
         """Answers one question."""
         if question == "lost":  # reads conversations: nothing else waits for it
             return self._lost()
@@ -121,7 +120,7 @@ class Queries:
         path = self.run.folder / "metrics.jsonl"
         return path.stat().st_size if path.is_file() else 0, len(self.run.steps())
 
-    def _about(self, asked: Parameters) -> dict[str, Any]:
+    def _about(self, asked: Parameters) -> Row:
         metrics, state = self.run.metrics(), read_state(self.run.folder)
         steps = [row["step"] for row in metrics]
         return {
@@ -139,18 +138,18 @@ class Queries:
         metrics = self.run.metrics()
         return next((row["train_runtime"] for row in reversed(metrics) if "train_runtime" in row), None)
 
-    def _curves(self, asked: Parameters) -> dict[str, Any]:
+    def _curves(self, asked: Parameters) -> Row:
         metrics = self.run.metrics()
         if self._curves_of is not metrics:  # it is another list once there are more
             self._curves_of, self._all_curves = metrics, metric_curves(metrics)
         return self._all_curves
 
-    def _waterfall(self, asked: Parameters) -> dict[str, Any]:
+    def _waterfall(self, asked: Parameters) -> Row:
         steps = self.columns.numbers("step")[self.columns.is_text("mode", asked.get("mode", "train"))]
         step = _whole(asked, "step") if "step" in asked else int(steps.max(initial=0))
         return waterfall(self.run, self.columns, step, asked.get("mode", "train"))
 
-    def _overview(self, asked: Parameters) -> dict[str, Any]:
+    def _overview(self, asked: Parameters) -> Row:
         view = overview(self.columns, self.run.steps(), self.run.metrics())
         compared = compare(self.columns) if len(evaluations(self.columns)) > 1 else None
         return {
@@ -162,26 +161,26 @@ class Queries:
             ],
         }
 
-    def _find(self, asked: Parameters) -> dict[str, Any]:
+    def _find(self, asked: Parameters) -> Row:
         places = self.select(asked.get("q", ""))
         sort = asked.get("sort", "")
         if sort:
             places = self.columns.order(places, sort.removeprefix("-"), sort.startswith("-"))
-        offset, limit = _whole(asked, "offset", 0), min(_whole(asked, "limit", 100), MOST_ROWS)
+        offset, limit = _whole(asked, "offset", 0), min(_whole(asked, "limit", 100), _MOST_ROWS)
         rows = self.table_rows(places[offset : offset + limit])
         total, texts = len(self.columns.rows), searched(asked.get("q", ""))
         answer = {"total": total, "matched": len(places), "offset": offset, "rows": rows, "texts": texts}
         return {**answer, "read": self.words.read, "problem": self.words.problem}
 
-    def _hits(self, asked: Parameters) -> dict[str, Any]:
+    def _hits(self, asked: Parameters) -> Row:
         """Where the texts of a filter stand in some conversations."""
         texts = searched(asked.get("q", ""))
-        sessions = asked.get("sessions", "").split(",")[:MOST_HITS]
+        sessions = asked.get("sessions", "").split(",")[:_MOST_HITS]
         places = [place for name in sessions if (place := self.columns.positions.get(name)) is not None]
         rows = self.columns.rows.at(places)
         return {"hits": {row["session"]: hits(record, texts) for row, record in self.run.records(rows)}}
 
-    def _lost(self) -> dict[str, Any]:
+    def _lost(self) -> Row:
         with self._lock:
             self._refresh()
             rows, version = conversations.may_be_lost(self.columns), self.version
@@ -189,7 +188,7 @@ class Queries:
             self._lost_at = version, conversations.lost_answers(self.run, rows)
         return self._lost_at[1]
 
-    def note(self, asked: Parameters, star: bool, note: str) -> dict[str, Any]:
+    def note(self, asked: Parameters, star: bool, note: str) -> Row:
         """Puts a star and a note on a conversation, which `session` names."""
         with self._lock:
             self._refresh()
@@ -215,7 +214,7 @@ class Queries:
         """Rows of the table."""
         return [
             {
-                **{name: row[name] for name in SHOWN},
+                **{name: row[name] for name in _SHOWN},
                 "member": row["member"] + 1,
                 "tokens": sum(row["tokens"]),
                 "errors": sum(row["errors"]),
@@ -228,35 +227,35 @@ class Queries:
             )
         ]
 
-    def _trajectory(self, asked: Parameters) -> dict[str, Any]:
+    def _trajectory(self, asked: Parameters) -> Row:
         session = asked.get("session") or self._first()["session"]
         return conversations.trajectory(self.run, self.columns, session)
 
-    def _why(self, asked: Parameters) -> dict[str, Any]:
+    def _why(self, asked: Parameters) -> Row:
         return why(self.run, self.columns, asked.get("session") or self._first()["session"])
 
-    def _first(self) -> dict[str, Any]:
+    def _first(self) -> Row:
         """The row to show if the question names none: the first of training."""
         if not self.columns.rows:
             raise BadQuestion("No conversation is written yet.")
         return self.columns.rows[next(iter(self.select("mode=train").tolist()), 0)]
 
-    def _groups(self, asked: Parameters) -> dict[str, Any]:
+    def _groups(self, asked: Parameters) -> Row:
         return groups(self.columns, asked.get("mode", "train"), _whole(asked, "step") if "step" in asked else None)
 
-    def _group(self, asked: Parameters) -> dict[str, Any]:
+    def _group(self, asked: Parameters) -> Row:
         if "step" not in asked:
             row = self._first()
             return conversations.group(self.run, self.columns, row["mode"], row["step"], row["k"], row["group"])
         step, k, number = (_whole(asked, name) for name in ("step", "k", "group"))
         return conversations.group(self.run, self.columns, asked.get("mode", "train"), step, k, number)
 
-    def _compare(self, asked: Parameters) -> dict[str, Any]:
+    def _compare(self, asked: Parameters) -> Row:
         before, after = (_whole(asked, name) if name in asked else None for name in ("from", "to"))
         return compare(self.columns, before, after)
 
 
-def selected(run: Run, text: str) -> Sequence[dict[str, Any]]:
+def selected(run: Run, text: str) -> Sequence[Row]:
     """The rows of a run that a filter selects."""
     if not text.strip():
         return run.rows
@@ -279,7 +278,7 @@ def searched(text: str) -> list[str]:
     return [each.value for each in conditions if not each.name] or named
 
 
-def as_json(answer: dict[str, Any]) -> bytes:
+def as_json(answer: Row) -> bytes:
     """An answer as JSON, in ASCII where it has half a character or a number that 64 bits do not hold."""
     try:
         return orjson.dumps(answer)
@@ -289,12 +288,12 @@ def as_json(answer: dict[str, Any]) -> bytes:
 
 def _whole(asked: Parameters, name: str, default: int | None = None) -> int:
     text = asked.get(name, "" if default is None else str(default))
-    if not text.isdecimal() or len(text) > DIGITS:
-        raise BadQuestion(f"`{name}` is a whole number of up to {DIGITS} digits; {text[:40]!r} is none.")
+    if not text.isdecimal() or len(text) > _DIGITS:
+        raise BadQuestion(f"`{name}` is a whole number of up to {_DIGITS} digits; {text[:40]!r} is none.")
     return int(text)
 
 
-KINDS = ("fixed", "still right", "still wrong", "broken")
+_KINDS = ("fixed", "still right", "still wrong", "broken")
 
 
 def evaluations(columns: Columns) -> list[int]:
@@ -302,7 +301,7 @@ def evaluations(columns: Columns) -> list[int]:
     return sorted({int(step) for step in columns.numbers("step")[columns.is_text("mode", "eval")]})
 
 
-def compare(columns: Columns, before: int | None = None, after: int | None = None) -> dict[str, Any]:
+def compare(columns: Columns, before: int | None = None, after: int | None = None) -> Row:
     """
     How each question fared in two evaluations. A question is right if at least half of its conversations are. A
     conversation is right if its first outcome reward is at its maximum. In a run without outcome rewards, a question
@@ -326,8 +325,8 @@ def compare(columns: Columns, before: int | None = None, after: int | None = Non
         if key in sides[1]:
             session_after, right_after, rewards_after = sides[1][key]
             was, is_ = is_right(right, rewards, enough), is_right(right_after, rewards_after, enough)
-            kind = KINDS[{(False, True): 0, (True, True): 1, (False, False): 2, (True, False): 3}[was, is_]]
-            row: dict[str, Any] = {"prompt": key[0], "kind": kind, "sessions": [session, session_after]}
+            kind = _KINDS[{(False, True): 0, (True, True): 1, (False, False): 2, (True, False): 3}[was, is_]]
+            row: Row = {"prompt": key[0], "kind": kind, "sessions": [session, session_after]}
             rows.append({**row, "before": _mean(rewards), "after": _mean(rewards_after)})
     rows.sort(key=lambda row: (row["kind"] != "broken", -abs((row["after"] or 0) - (row["before"] or 0))))
     counts = Counter(row["kind"] for row in rows)
@@ -335,7 +334,7 @@ def compare(columns: Columns, before: int | None = None, after: int | None = Non
         "steps": steps,
         "from": before,
         "to": after,
-        "counts": {kind: counts[kind] for kind in KINDS},
+        "counts": {kind: counts[kind] for kind in _KINDS},
         "rows": rows,
     }
 

@@ -18,30 +18,30 @@ from mt_grpo.imports import did_you_mean
 from mt_grpo.runlog import Run, files, open_run
 from mt_grpo.runlog.heartbeat import read_state
 from mt_grpo.runlog.index import Each, evaluated, lines_of
-from mt_grpo.runlog.schema import FOLDER, INDEX, METRICS, misfit
+from mt_grpo.runlog.schema import FOLDER, INDEX, METRICS, Row, misfit
 from mt_grpo.viewer.columns import Columns
 from mt_grpo.viewer.overview import CONFIG, configured, status
 from mt_grpo.viewer.queries import BadQuestion, Parameters, Queries, evaluations, is_right, questions
 from mt_grpo.viewer.search import cached
 
-DEEP = 3
+_DEEP = 3
 """Folders below the one that is named in which runs are looked for."""
 
-HEAD = 2**20
+_HEAD = 2**20
 """Bytes at the beginning of an index in which a run is described."""
 
 POINTS = 60
 """Points of the small curve beside a run."""
 
-LAST = 5
+_LAST = 5
 """Steps that the last reward is the mean of."""
 
-MAX_RUNS = 8
+_MAX_RUNS = 8
 """Runs that are compared at once."""
 
-AXES = ("step", "time", "tokens")
+_AXES = ("step", "time", "tokens")
 
-INDEX_FILE = f"{FOLDER}/{INDEX}"
+_INDEX_FILE = f"{FOLDER}/{INDEX}"
 
 _RUN = re.compile(rb'^\{"kind":"run".*$', re.MULTILINE)
 
@@ -55,7 +55,7 @@ def find_runs(folder: Path) -> dict[str, Path]:
             found[here.relative_to(folder).as_posix()] = here
             folders.clear()
         depth = len(here.relative_to(folder).parts)
-        folders[:] = sorted(name for name in folders if depth < DEEP and not name.startswith("."))
+        folders[:] = sorted(name for name in folders if depth < _DEEP and not name.startswith("."))
     return found
 
 
@@ -74,7 +74,7 @@ class Runs:
                 "folder with several."
             )
 
-    def answer(self, question: str, asked: Parameters) -> dict[str, Any]:
+    def answer(self, question: str, asked: Parameters) -> Row:
         """Answers a question about a run, which `run` names, or one about several: `runs`, `curves` or `questions`."""
         asked = dict(asked)
         if question == "runs":
@@ -88,7 +88,7 @@ class Runs:
         answer = self.queries(name).answer(question, asked)
         return {**answer, "name": name} if question == "run" else answer
 
-    def note(self, asked: Parameters, star: bool, note: str) -> dict[str, Any]:
+    def note(self, asked: Parameters, star: bool, note: str) -> Row:
         """As `Queries.note`, in the run that `run` names."""
         asked = dict(asked)
         return self.queries(asked.pop("run", "")).note(asked, star, note)
@@ -125,23 +125,23 @@ class Runs:
             raise BadQuestion(f"There is no run {name!r} in {self.folder}{did_you_mean(name, list(found))}.")
         return found[name]
 
-    def _summary(self, name: str, folder: Path) -> dict[str, Any]:
+    def _summary(self, name: str, folder: Path) -> Row:
         try:
             curve = self._read(_of_metrics, folder, METRICS)
-            about = self._read(about_run, folder, INDEX_FILE) or self._read(configured, folder, CONFIG)
+            about = self._read(about_run, folder, _INDEX_FILE) or self._read(configured, folder, CONFIG)
             return {"name": name, **summary(folder, curve, about)}
         except UserError as error:
             return {"name": name, "error": str(error)}
 
-    def _curves(self, names: list[str], metric: str, by: str) -> dict[str, Any]:
-        if by not in AXES:
-            raise BadQuestion(f"`by` is one of {', '.join(AXES)}; {by[:40]!r} is none.")
+    def _curves(self, names: list[str], metric: str, by: str) -> Row:
+        if by not in _AXES:
+            raise BadQuestion(f"`by` is one of {', '.join(_AXES)}; {by[:40]!r} is none.")
         curves, known = {}, {"reward": None}
         for name in names:
             folder = self._folder(name)
             metrics = self._read(Run.metrics_of, folder, METRICS)
             known |= dict.fromkeys(key for row in metrics for key, value in row.items() if _is_number(value))
-            ends = self._read(_ends, folder, INDEX_FILE) if by == "time" else {}
+            ends = self._read(_ends, folder, _INDEX_FILE) if by == "time" else {}
             axis = _axis(metrics, by, ends)
             curves[name] = [
                 [x, row[metric]]
@@ -150,11 +150,11 @@ class Runs:
             ]
         return {"metric": metric, "by": by, "metrics": sorted(known.keys() - {"step"}), "curves": curves}
 
-    def _questions(self, names: list[str]) -> dict[str, Any]:
+    def _questions(self, names: list[str]) -> Row:
         """The questions of the last evaluation of each run that all were asked, and how each run fared."""
         sides, steps = {}, {}
         for name in names:
-            columns = self._read(_evaluated, self._folder(name), INDEX_FILE)
+            columns = self._read(_evaluated, self._folder(name), _INDEX_FILE)
             asked = evaluations(columns)
             if not asked:
                 raise BadQuestion(f"{name} has no evaluation, so that its held-out questions cannot be compared.")
@@ -165,8 +165,8 @@ class Runs:
 
 def _names(asked: Parameters) -> list[str]:
     names = list(dict.fromkeys(filter(None, asked.get("runs", "").split("\n"))))
-    if not 1 <= len(names) <= MAX_RUNS:
-        raise BadQuestion(f"`runs` names 1 to {MAX_RUNS} runs, a line each.")
+    if not 1 <= len(names) <= _MAX_RUNS:
+        raise BadQuestion(f"`runs` names 1 to {_MAX_RUNS} runs, a line each.")
     return names
 
 
@@ -174,7 +174,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _compared(sides: dict[str, tuple[dict[tuple[str, int], Any], Columns]]) -> dict[str, Any]:
+def _compared(sides: dict[str, tuple[dict[tuple[str, int], Any], Columns]]) -> Row:
     common = set.intersection(*(set(found) for found, _ in sides.values()))
     first = next(iter(sides.values()))[0]
     enough = 0.5 * max(
@@ -218,7 +218,7 @@ def _state_of(path: Path) -> tuple[int, int, int] | None:
     return about.st_ino, about.st_size, about.st_mtime_ns
 
 
-def _newest_first(run: dict[str, Any]) -> tuple[bool, float, str]:
+def _newest_first(run: Row) -> tuple[bool, float, str]:
     """A sorting key of summaries; those without a time come last."""
     begun = run.get("started") or run.get("beat")
     return begun is None, -(begun or 0.0), run["name"]
@@ -228,7 +228,7 @@ def _evaluated(folder: Path) -> Columns:
     return Columns(evaluated(folder))
 
 
-def _of_metrics(folder: Path) -> dict[str, Any]:
+def _of_metrics(folder: Path) -> Row:
     """What the list shows of `metrics.jsonl`."""
     metrics = Run.metrics_of(folder)
     rewards = [row["reward"] for row in metrics if _is_number(row.get("reward"))]
@@ -238,11 +238,11 @@ def _of_metrics(folder: Path) -> dict[str, Any]:
         ),
         "step": max((row["step"] for row in metrics), default=0),
         "reward": _thinned(rewards),
-        "last": float(np.mean(rewards[-LAST:])) if rewards else None,
+        "last": float(np.mean(rewards[-_LAST:])) if rewards else None,
     }
 
 
-def summary(folder: Path, metrics: dict[str, Any], about: dict[str, Any]) -> dict[str, Any]:
+def summary(folder: Path, metrics: Row, about: Row) -> Row:
     """A run at a glance, from the ends of its files: its index is not read as a whole."""
     state = read_state(folder)
     options = about.get("options") or {}
@@ -252,11 +252,11 @@ def summary(folder: Path, metrics: dict[str, Any], about: dict[str, Any]) -> dic
         **status(state, metrics["seconds"], folder),
         "step": max(metrics["step"], (state or {}).get("step", 0)),
         "rule": rule.get("name") if isinstance(rule, dict) else rule,
-        "model": model_name(about.get("model"), options),
+        "model": _model_name(about.get("model"), options),
     }
 
 
-def model_name(model: Any, options: dict[str, Any]) -> str | None:
+def _model_name(model: Any, options: Row) -> str | None:
     """The last part of a model's name, with LoRA where an adapter is trained."""
     if not isinstance(model, str):
         return None
@@ -265,13 +265,13 @@ def model_name(model: Any, options: dict[str, Any]) -> str | None:
     return name + (", LoRA" if options.get("use_peft") else "")
 
 
-def about_run(folder: Path) -> dict[str, Any]:
+def about_run(folder: Path) -> Row:
     """The line of kind `run` at the beginning of a run's index; empty where there is none yet."""
     path = files.find(folder, f"{FOLDER}/{INDEX}")
     if path is None:
         return {}
     with path.open("rb") as file:
-        found = _RUN.findall(file.read(HEAD))
+        found = _RUN.findall(file.read(_HEAD))
     try:
         line = orjson.loads(found[0]) if found else {}
     except orjson.JSONDecodeError:  # opening the run names the line
@@ -284,7 +284,7 @@ def _ends(folder: Path) -> dict[int, float]:
     return {line["step"] + 1: line["start"] + line["seconds"] for line in lines_of(folder, b'{"kind":"step"')}
 
 
-def _axis(metrics: list[dict[str, Any]], by: str, ends: dict[int, float]) -> list[float | None]:
+def _axis(metrics: list[Row], by: str, ends: dict[int, float]) -> list[float | None]:
     """The x of each line of metrics."""
     if by == "step":
         return [row["step"] for row in metrics]

@@ -21,31 +21,32 @@ from mt_grpo.errors import UserError
 from mt_grpo.runlog import Run
 from mt_grpo.runlog.conversation import words
 from mt_grpo.runlog.index import Table
+from mt_grpo.runlog.schema import Row
 
-BATCH = 64
+_BATCH = 64
 """Conversations that are added at once: a search waits for no more."""
 
-FORM = 1
+_FORM = 1
 """Of the index. One of another form is built anew."""
 
-PART = "\ue000"
+_PART = "\ue000"
 """Stands between parts: a word that nobody writes, so that no phrase goes from one part into the next."""
 
-COLUMNS = ("said", "tool", "error")
+_COLUMNS = ("said", "tool", "error")
 
-THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 
-BEFORE, AFTER = 24, 120
+_BEFORE, _AFTER = 24, 120
 """Characters shown around a hit."""
 
-MOST_HITS = 2
+_MOST_HITS = 2
 """Hits shown of a conversation."""
 
 _UNSPACED = re.compile("([\u0e00-\u0e7f\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af])")
 """Characters of scripts that put no space between words: each counts as a word."""
 
 
-Key = tuple[Any, ...]
+_Key = tuple[Any, ...]
 """A conversation as it was written: session, file, row, and the file's checksum."""
 
 
@@ -60,7 +61,7 @@ class SearchIndex:
         self._more = False  # whether rows were given since it last began to read
         self._rows = Table()
         self._places: dict[int, int] = {}  # of the documents that count
-        self._documents: dict[Key, int] = {}
+        self._documents: dict[_Key, int] = {}
         self.problem: str | None = None
         """Why not every word is read, where a file is damaged."""
         self._open(path)
@@ -77,16 +78,16 @@ class SearchIndex:
         self._database = sqlite3.connect("" if path is None else path, check_same_thread=False, isolation_level=None)
         for pragma in ("journal_mode=OFF" if path is None else "journal_mode=WAL", "synchronous=OFF"):
             self._database.execute(f"PRAGMA {pragma}")
-        if self._database.execute("PRAGMA user_version").fetchone()[0] not in (0, FORM):
+        if self._database.execute("PRAGMA user_version").fetchone()[0] not in (0, _FORM):
             raise sqlite3.DatabaseError("another form")
-        columns = ", ".join(COLUMNS)
+        columns = ", ".join(_COLUMNS)
         self._database.execute(
             f"CREATE VIRTUAL TABLE IF NOT EXISTS words USING fts5({columns}, content='', tokenize='unicode61')"
         )
         self._database.execute(
             "CREATE TABLE IF NOT EXISTS documents (id INTEGER PRIMARY KEY, session TEXT, file TEXT, row INTEGER, crc)"
         )
-        self._database.execute(f"PRAGMA user_version={FORM}")
+        self._database.execute(f"PRAGMA user_version={_FORM}")
         known = self._database.execute("SELECT session, file, row, crc, id FROM documents")
         self._documents = {tuple(key): number for *key, number in known}
 
@@ -141,19 +142,19 @@ class SearchIndex:
             else:
                 places[number] = place
         self._places = places
-        for begin in range(0, len(missing), BATCH):
+        for begin in range(0, len(missing), _BATCH):
             if self._rows is not rows:
                 return  # another run in the same folder
-            self._add(rows, missing[begin : begin + BATCH])
+            self._add(rows, missing[begin : begin + _BATCH])
 
-    def _keys(self, rows: Table) -> Iterator[Key]:
+    def _keys(self, rows: Table) -> Iterator[_Key]:
         size = len(rows)
         codes, files = rows.codes("file")
         checksums = [str(self._run.checksum(file)) if file is not None else "" for file in files]
         for place, file, row in zip(range(size), codes.tolist(), rows.numbers("row").tolist(), strict=False):
             yield rows.sessions[place], files[file], row, checksums[file]
 
-    def _add(self, rows: Table, missing: list[tuple[int, Key]]) -> None:
+    def _add(self, rows: Table, missing: list[tuple[int, _Key]]) -> None:
         chosen = rows.at([place for place, _ in missing])
         texts = [_columns(record) for _, record in self._run.records(chosen)]
         with self._lock:
@@ -186,15 +187,15 @@ class SearchIndex:
         return mask
 
 
-def _columns(record: dict[str, Any]) -> tuple[str, ...]:
+def _columns(record: Row) -> tuple[str, ...]:
     calls = [call for turn in record["turns"] for call in turn["tool_calls"]]
     errors = [record["error"], *(turn["error"] for turn in record["turns"]), *(call["error"] for call in calls)]
     said = [text for _, _, text in parts(record)]
     texts = (said, [call["name"] for call in calls], [error for error in errors if error])
-    return tuple(_spaced(f" {PART} ".join(each)).encode("utf-8", "replace").decode() for each in texts)
+    return tuple(_spaced(f" {_PART} ".join(each)).encode("utf-8", "replace").decode() for each in texts)
 
 
-def parts(record: dict[str, Any]) -> Iterator[tuple[int | None, str, str]]:
+def parts(record: Row) -> Iterator[tuple[int | None, str, str]]:
     """What was said in a conversation: the turn from 0 (`None`: before the first), which part it is, its text."""
     for message in record["prompt"]:
         yield None, message["role"], words(message)
@@ -202,7 +203,7 @@ def parts(record: dict[str, Any]) -> Iterator[tuple[int | None, str, str]]:
         index, message = turn["index"], turn["message"]
         for message_before in turn.get("given") or []:
             yield index, "given", words(message_before)
-        for name in THOUGHTS:
+        for name in _THOUGHTS:
             if message.get(name):
                 yield index, "thinking", str(message[name])
         yield index, "turn", words(message)
@@ -216,7 +217,7 @@ def parts(record: dict[str, Any]) -> Iterator[tuple[int | None, str, str]]:
             yield index, "result" if turn["tool_calls"] else "reply", words(reply)
 
 
-def hits(record: dict[str, Any], texts: list[str]) -> list[dict[str, Any]]:
+def hits(record: Row, texts: list[str]) -> list[Row]:
     """
     The first places of a conversation where any of some texts stands: `turn` (from 1; `None` for the prompt), `part`,
     and the line in pieces: `before`, `hit` and `after`.
@@ -230,10 +231,10 @@ def hits(record: dict[str, Any], texts: list[str]) -> list[dict[str, Any]]:
         match = pattern.search(text)
         if match is not None:
             begin, end = match.span()
-            before, after = text[max(0, begin - BEFORE) : begin], text[end : end + AFTER]
+            before, after = text[max(0, begin - _BEFORE) : begin], text[end : end + _AFTER]
             shown = {"before": " ".join(before.split(" ")), "hit": match.group(), "after": after}
             found.append({"turn": None if turn is None else turn + 1, "part": part, **shown})
-            if len(found) == MOST_HITS:
+            if len(found) == _MOST_HITS:
                 break
     return found
 

@@ -21,29 +21,30 @@ import numpy as np
 
 from mt_grpo.errors import UserError
 from mt_grpo.runlog.files import check_target, written_whole
+from mt_grpo.runlog.schema import Row
 from mt_grpo.viewer.queries import Queries, as_json, searched
 
-HOST = "127.0.0.1"
+_HOST = "127.0.0.1"
 
 PORT = 8431
 """The first port that is tried."""
 
-TRIES = 50
+_TRIES = 50
 """Ports that are tried where none is asked for."""
 
-MOST_POSTED = 100_000
+_MOST_POSTED = 100_000
 """Bytes of a request that writes."""
 
-NAMES = ("127.0.0.1", "localhost", "[::1]")
+_NAMES = ("127.0.0.1", "localhost", "[::1]")
 """Names of this machine that a browser may call the page by. Any other one is of a page of somebody else."""
 
-CONTENT_SECURITY_POLICY = (
+_CONTENT_SECURITY_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 
-HEADERS = {
-    "Content-Security-Policy": CONTENT_SECURITY_POLICY,
+_HEADERS = {
+    "Content-Security-Policy": _CONTENT_SECURITY_POLICY,
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Resource-Policy": "same-origin",
@@ -54,11 +55,11 @@ HEADERS = {
 TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 
 
-class PortError(UserError, OSError):
+class _PortError(UserError, OSError):
     """No port could be had. The message is one sentence fit for the user."""
 
 
-def page_files() -> dict[str, bytes]:
+def _page_files() -> dict[str, bytes]:
     """The page's files by name."""
     folder = files("mt_grpo.viewer") / "page"
     return {entry.name: entry.read_bytes() for entry in folder.iterdir() if entry.name.endswith(tuple(TYPES))}
@@ -67,11 +68,11 @@ def page_files() -> dict[str, bytes]:
 class Answers(Protocol):
     """What answers the page's questions: about one run, or about several."""
 
-    def answer(self, question: str, asked: dict[str, str]) -> dict[str, Any]: ...
+    def answer(self, question: str, asked: dict[str, str]) -> Row: ...
 
     def export(self, form: str, asked: dict[str, str]) -> Iterator[str]: ...
 
-    def note(self, asked: dict[str, str], star: bool, note: str) -> dict[str, Any]: ...
+    def note(self, asked: dict[str, str], star: bool, note: str) -> Row: ...
 
 
 class Server(ThreadingHTTPServer):
@@ -84,25 +85,25 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self, queries: Answers, port: int | None = None) -> None:
         self.queries = queries
-        self.files = page_files()
-        ports = [port] if port is not None else range(PORT, PORT + TRIES)
+        self.files = _page_files()
+        ports = [port] if port is not None else range(PORT, PORT + _TRIES)
         for each in ports:
             try:
-                super().__init__((HOST, each), _Handler)
+                super().__init__((_HOST, each), _Handler)
                 return
             except OSError as error:
                 if error.errno == errno.EACCES:
-                    raise PortError(f"Port {each} may not be used by this user: name one above 1023.") from None
+                    raise _PortError(f"Port {each} may not be used by this user: name one above 1023.") from None
                 if error.errno != errno.EADDRINUSE:
                     raise
         if port is None:
-            raise PortError(f"No port from {PORT} to {PORT + TRIES - 1} is free: name another one with `--port`.")
-        raise PortError(f"Port {port} is taken: name another one with `--port`, or leave it out.")
+            raise _PortError(f"No port from {PORT} to {PORT + _TRIES - 1} is free: name another one with `--port`.")
+        raise _PortError(f"Port {port} is taken: name another one with `--port`, or leave it out.")
 
     @property
     def url(self) -> str:
         """Where the page is."""
-        return f"http://{HOST}:{self.server_port}/"
+        return f"http://{_HOST}:{self.server_port}/"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A browser that goes away in the middle of an answer is no error; any other error shows its traceback."""
@@ -119,8 +120,8 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         asked = urlsplit(self.path)
         host = self.headers.get("Host", "")
-        if host.rsplit(":", 1)[0] not in NAMES and host not in NAMES:
-            words = f"The page is called {' or '.join(NAMES[:2])}, and not {host!r}."
+        if host.rsplit(":", 1)[0] not in _NAMES and host not in _NAMES:
+            words = f"The page is called {' or '.join(_NAMES[:2])}, and not {host!r}."
             return self._send(HTTPStatus.FORBIDDEN, "text/plain", words.encode(errors="replace"))
         if asked.path.startswith("/api/"):
             return self._answer(asked.path.removeprefix("/api/"), dict(parse_qsl(asked.query, True)))
@@ -136,9 +137,9 @@ class _Handler(BaseHTTPRequestHandler):
         """A star or a note, from the page alone: a page of somebody else has another origin, and may not send JSON."""
         asked, host = urlsplit(self.path), self.headers.get("Host", "")
         size = self.headers.get("Content-Length", "")
-        if asked.path != "/api/note" or not size.isdecimal() or int(size) > MOST_POSTED:
+        if asked.path != "/api/note" or not size.isdecimal() or int(size) > _MOST_POSTED:
             return self.send_error(HTTPStatus.NOT_IMPLEMENTED)
-        own = host.rsplit(":", 1)[0] in NAMES and self.headers.get("Origin") == f"http://{host}"
+        own = host.rsplit(":", 1)[0] in _NAMES and self.headers.get("Origin") == f"http://{host}"
         if not own or self.headers.get("Content-Type") != "application/json":
             return self._send(HTTPStatus.FORBIDDEN, "text/plain", b"Notes are written by the page alone.")
         try:
@@ -154,7 +155,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, question: str, asked: dict[str, str]) -> None:
         self._reply(lambda: self.server.queries.answer(question, asked))
 
-    def _reply(self, find: Callable[[], dict[str, Any]]) -> None:
+    def _reply(self, find: Callable[[], Row]) -> None:
         try:
             status, answer = HTTPStatus.OK, find()
         except UserError as error:
@@ -170,7 +171,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self._send(HTTPStatus.BAD_REQUEST, "text/plain", str(error).encode(errors="replace"))
         self.send_response(HTTPStatus.OK)
         name = {"Content-Disposition": f'attachment; filename="{form}.jsonl"', "Transfer-Encoding": "chunked"}
-        for key, value in {**HEADERS, **name, "Content-Type": "application/jsonl; charset=utf-8"}.items():
+        for key, value in {**_HEADERS, **name, "Content-Type": "application/jsonl; charset=utf-8"}.items():
             self.send_header(key, value)
         self.end_headers()
         try:
@@ -186,7 +187,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send(self, status: HTTPStatus, kind: str, body: bytes) -> None:
         self.send_response(status)
-        for name, value in HEADERS.items():
+        for name, value in _HEADERS.items():
             self.send_header(name, value)
         self.send_header("Content-Type", f"{kind}; charset=utf-8")
         self.send_header("Content-Length", str(len(body)))
@@ -204,7 +205,7 @@ _IMPORT = re.compile(r"^import (\{.*?\}) from '\./([\w.]+)'$", re.MULTILINE)
 _EXPORT = re.compile(r"^export (?=(?:async )?(?:function|const) (\w+))", re.MULTILINE)
 
 
-class ExportError(UserError, ValueError):
+class _ExportError(UserError, ValueError):
     """The file cannot be written. The message is one sentence fit for the user."""
 
 
@@ -215,15 +216,15 @@ def export(queries: Queries, path: Path, filter: str, overwrite: bool = False) -
     """
     check_target(path)
     if path.exists() and not overwrite:
-        raise ExportError(f"{path} is there already: give another name, or `--overwrite` to replace it.")
+        raise _ExportError(f"{path} is there already: give another name, or `--overwrite` to replace it.")
     queries.answer("run", {})
     if searched(filter):
         queries.words.read_all(queries.run.rows)
     places = queries.select(filter)
     if not len(places):
-        raise ExportError(f"No conversation fulfils the filter {filter!r}, so that there is nothing to write.")
+        raise _ExportError(f"No conversation fulfils the filter {filter!r}, so that there is nothing to write.")
     if len(places) > MAX_EXPORTED:
-        raise ExportError(
+        raise _ExportError(
             f"{len(places)} conversations are too many for a file, which takes {MAX_EXPORTED}: narrow it with "
             "`--filter 'step>=40 reward<0.5'`."
         )
@@ -232,14 +233,14 @@ def export(queries: Queries, path: Path, filter: str, overwrite: bool = False) -
         with written_whole(path) as partial:
             partial.write_text(page(data), encoding="utf-8", errors="replace")
     except OSError as error:
-        raise ExportError(f"{path} cannot be written: {error.strerror}.") from error
+        raise _ExportError(f"{path} cannot be written: {error.strerror}.") from error
     return len(places)
 
 
-def page(data: dict[str, Any]) -> str:
+def page(data: Row) -> str:
     """The whole file."""
-    files = {name: content.decode() for name, content in page_files().items()}
-    script, style = bundle(files, "app.js"), files["style.css"]
+    files = {name: content.decode() for name, content in _page_files().items()}
+    script, style = _bundle(files, "app.js"), files["style.css"]
     policy = (
         f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; img-src data:; base-uri 'none'; "
         "form-action 'none'"
@@ -251,7 +252,7 @@ def page(data: dict[str, Any]) -> str:
         ),
         '<link rel="stylesheet" href="style.css">': f"<style>{style}</style>",
         '<script type="module" src="app.js"></script>': (
-            f'<script type="application/json" id="data">{as_data(data)}</script>\n'
+            f'<script type="application/json" id="data">{_as_data(data)}</script>\n'
             f'<script type="module">{script}</script>'
         ),
     }
@@ -262,7 +263,7 @@ def page(data: dict[str, Any]) -> str:
     return html
 
 
-def bundle(files: dict[str, str], name: str) -> str:
+def _bundle(files: dict[str, str], name: str) -> str:
     """The modules that one imports, and itself last, as one script: a function each, which returns what it exports."""
     order: list[str] = []
 
@@ -282,7 +283,7 @@ def bundle(files: dict[str, str], name: str) -> str:
     return "\n".join(parts)
 
 
-def as_data(data: dict[str, Any]) -> str:
+def _as_data(data: Row) -> str:
     """JSON that may stand in a script element: no text in it can end the element or begin a comment."""
     text = as_json(data).decode()
     for character in "<>&\u2028\u2029":
@@ -290,9 +291,9 @@ def as_data(data: dict[str, Any]) -> str:
     return text
 
 
-def _data(queries: Queries, places: np.ndarray, filter: str) -> dict[str, Any]:
+def _data(queries: Queries, places: np.ndarray, filter: str) -> Row:
     rows = queries.table_rows(places)
-    answers: dict[str, dict[str, Any]] = {"run": {"": queries.answer("run", {})}}
+    answers: dict[str, Row] = {"run": {"": queries.answer("run", {})}}
     for name in ("overview", "metrics", "lost"):
         answers[name] = {"": queries.answer(name, {})}
     for name, keys in (("trajectory", ("session",)), ("why", ("session",)), ("group", ("mode", "step", "k", "group"))):
@@ -317,7 +318,7 @@ def _data(queries: Queries, places: np.ndarray, filter: str) -> dict[str, Any]:
     return {"filter": filter, "total": len(queries.columns.rows), "rows": rows, "answers": answers}
 
 
-def _finds(queries: Queries, overview: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, list[int]]:
+def _finds(queries: Queries, overview: Row, rows: list[Row]) -> dict[str, list[int]]:
     """By the filter of each finding, which of the file's rows it lets through: its link leads to these alone."""
     asked = [finding["link"]["q"] for finding in overview["findings"] if "q" in (finding["link"] or {})]
     place = {row["session"]: number for number, row in enumerate(rows)}
@@ -327,7 +328,7 @@ def _finds(queries: Queries, overview: dict[str, Any], rows: list[dict[str, Any]
     }
 
 
-def _compare(queries: Queries) -> dict[str, Any]:
+def _compare(queries: Queries) -> Row:
     try:
         return queries.answer("compare", {})
     except UserError as error:  # fewer than two evaluations
