@@ -116,61 +116,55 @@ def test_a_signal_in_a_step_says_what_is_kept(recipe, tmp_path, capsys, name, st
     ]
 
 
-SAMPLING = """
+RAISES = """
 import signal
-from mt_grpo.envs import MultiTurnToolEnv
-
-pressed = []
-
-
-class Env(MultiTurnToolEnv):
-    async def step(self, turn):
-        if not pressed and self.session.startswith("MODE"):
-            pressed.append(True)  # a second signal ends the process at once
-            signal.raise_signal(signal.SIGINT)
-        return await super().step(turn)
-"""
-
-
-def interrupted_while_sampling(recipe, tmp_path, capsys, mode: str, **keys) -> str:
-    (tmp_path / "sampling.py").write_text(SAMPLING.replace("MODE", mode))
-    keys = {"max_turn_length": None, "max_completion_length": 2000, **keys}
-    assert main(["train", *recipe(env=f"{tmp_path / 'sampling.py'}:Env", **keys)]) == 130
-    return capsys.readouterr().err
-
-
-@pytest.mark.own_process
-def test_ctrl_c_while_sampling_says_that_nothing_is_kept(recipe, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("mt_grpo.envs.protocols.TagProtocol.stop", tuple("aeiou "))
-    said = interrupted_while_sampling(recipe, tmp_path, capsys, "train-000000", do_eval=False)
-    assert "mt-grpo: interrupted by Ctrl-C. No step was taken.\n" in said
-
-
-LAST_MEASURE = """
-import signal
-from mt_grpo.envs import MultiTurnToolEnv
 from pathlib import Path
-
+from mt_grpo.envs import MultiTurnToolEnv
 
 pressed = []
 
 
-class Env(MultiTurnToolEnv):
+def press(when):
+    if not pressed and when:
+        pressed.append(True)  # a second signal ends the process at once
+        signal.raise_signal(signal.SIGINT)
+
+
+class Sampling(MultiTurnToolEnv):
+    async def step(self, turn):
+        press(self.session.startswith("train-000000"))
+        return await super().step(turn)
+
+
+class LastMeasure(MultiTurnToolEnv):
     def start(self, prompt):
-        if not pressed and (Path(__file__).parent / "run" / "model.safetensors").exists():
-            pressed.append(True)  # a second signal ends the process at once
-            signal.raise_signal(signal.SIGINT)
+        press((Path(__file__).parent / "run" / "model.safetensors").exists())
         return super().start(prompt)
 """
 
 
 @pytest.mark.own_process
-def test_ctrl_c_in_the_last_measure_keeps_the_model(recipe, tmp_path, capsys):
-    (tmp_path / "measure.py").write_text(LAST_MEASURE)
-    assert main(["train", *recipe(env=f"{tmp_path / 'measure.py'}:Env", max_steps=1)]) == 130
-    assert f"Training had ended: the model, its metrics and its conversations are in {tmp_path}/run." in (
-        capsys.readouterr().err
-    )
+@pytest.mark.parametrize(
+    ("env", "keys", "said"),
+    [
+        (
+            "Sampling",
+            {"do_eval": False, "max_turn_length": None, "max_completion_length": 2000},
+            "mt-grpo: interrupted by Ctrl-C. No step was taken.\n",
+        ),
+        (
+            "LastMeasure",
+            {"max_steps": 1},
+            "Training had ended: the model, its metrics and its conversations are in HERE/run.",
+        ),
+    ],
+)
+def test_ctrl_c_says_whether_anything_is_kept(recipe, tmp_path, capsys, monkeypatch, env, keys, said):
+    if env == "Sampling":  # a model that knows nothing would sample for long
+        monkeypatch.setattr("mt_grpo.envs.protocols.TagProtocol.stop", tuple("aeiou "))
+    (tmp_path / "raises.py").write_text(RAISES)
+    assert main(["train", *recipe(env=f"{tmp_path / 'raises.py'}:{env}", **keys)]) == 130
+    assert said.replace("HERE", str(tmp_path)) in capsys.readouterr().err
 
 
 TWICE = """
