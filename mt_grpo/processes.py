@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from mt_grpo.concurrency import ConcurrencyLimit, in_thread
 from mt_grpo.errors import ConfigError, RemoteError, defined_at, describe_error, find_fault
 
-STARTS_WITHIN = 120.0  # seconds in which a process must have loaded its functions
+_STARTS_WITHIN = 120.0  # seconds in which a process must have loaded its functions
 
 _SPAWN = multiprocessing.get_context("spawn")  # a fork would have the locks of threads that it has not
 
@@ -127,8 +127,8 @@ def _load_all(workers: list[_Worker], functions: Sequence[Callable[..., Any]]) -
         for worker in workers:
             worker.connection.send((_load, {"functions": tuple(functions)}))
         for worker in workers:
-            if not worker.connection.poll(STARTS_WITHIN):
-                raise ConfigError(f"A process for {names} did not start within {STARTS_WITHIN:g} s. {script}")
+            if not worker.connection.poll(_STARTS_WITHIN):
+                raise ConfigError(f"A process for {names} did not start within {_STARTS_WITHIN:g} s. {script}")
             worker.answer()
     except (EOFError, ConnectionError) as error:
         raise ConfigError(

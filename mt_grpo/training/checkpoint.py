@@ -33,7 +33,7 @@ from mt_grpo.training.ranks import copy_folder, several_hosts
 
 logger = logging.getLogger(__name__)
 
-BATCH_OPTIONS = (
+_BATCH_OPTIONS = (
     "num_generations",
     "per_device_train_batch_size",
     "gradient_accumulation_steps",
@@ -42,10 +42,10 @@ BATCH_OPTIONS = (
     "use_vllm",
 )
 """Options that decide the shape of the rollouts in a checkpoint, and how many rows of the dataset were used."""
-LASTING = ("seed", "shuffle_dataset", "optim")
+_LASTING = ("seed", "shuffle_dataset", "optim")
 """Options that a checkpoint's state is bound to: the order of its rows, and what its optimizer remembers."""
-SCHEDULE = ("lr_scheduler_type", "lr_scheduler_kwargs", "learning_rate")
-MEASURED = ("reduce_lr_on_plateau", "greedy")
+_SCHEDULE = ("lr_scheduler_type", "lr_scheduler_kwargs", "learning_rate")
+_MEASURED = ("reduce_lr_on_plateau", "greedy")
 """Schedules that decide by evaluations. What they decided is in the checkpoint, and no function of the step."""
 BEST = ("metric_for_best_model", "greater_is_better")
 
@@ -53,10 +53,10 @@ MADE_WITH = "made_with.json"
 """What a checkpoint says about the run that made it: tools, rewards with their weights, and data."""
 ROWS = 8  # rows at each end of a dataset by which it is known again
 
-SHARDED = "global_step*", "*_fsdp_*", "optimizer_*", "optimizer.bin"
+_SHARDED = "global_step*", "*_fsdp_*", "optimizer_*", "optimizer.bin"
 """What DeepSpeed and FSDP leave in a checkpoint, in place of a file of the optimizer."""
 
-UNREADABLE = (pickle.UnpicklingError, SafetensorError, RuntimeError, OSError, ValueError, KeyError, EOFError)
+_UNREADABLE = (pickle.UnpicklingError, SafetensorError, RuntimeError, OSError, ValueError, KeyError, EOFError)
 """What the readers of a checkpoint's files raise where these are damaged."""
 
 
@@ -77,10 +77,10 @@ def _read_tensors(path: Path) -> None:
         torch.load(path, mmap=True, map_location="cpu", weights_only=True)
 
 
-RNG = "rng_state*.pth"
-READERS: dict[str, Callable[[Path], Any]] = {
+_RNG = "rng_state*.pth"
+_READERS: dict[str, Callable[[Path], Any]] = {
     TRAINER_STATE_NAME: _read_trainer_state,
-    **dict.fromkeys((OPTIMIZER_NAME, SCHEDULER_NAME, RNG), _read_tensors),
+    **dict.fromkeys((OPTIMIZER_NAME, SCHEDULER_NAME, _RNG), _read_tensors),
     **dict.fromkeys((CONFIG_NAME, ADAPTER_CONFIG_NAME, MADE_WITH), _read_mapping),
 }
 """How to tell whether files of a checkpoint can be read, by their pattern."""
@@ -92,7 +92,7 @@ class CheckpointError(UserError, OSError):
 
 def batch_options(args: MTGRPOConfig) -> dict[str, Any]:
     """What a checkpoint says of its run's options, for a run that resumes from it."""
-    names = (*BATCH_OPTIONS, *LASTING, *SCHEDULE, *BEST, "beta", "max_staleness")
+    names = (*_BATCH_OPTIONS, *_LASTING, *_SCHEDULE, *BEST, "beta", "max_staleness")
     options = {name: getattr(args, name) for name in names}
     options["replay"] = args.replay is not None
     options["optim"] = str(getattr(args.optim, "value", args.optim)).removesuffix("_fused")  # the same state
@@ -190,7 +190,7 @@ def check_checkpoint(folder: Path, options: dict[str, Any], rank: int, processes
             folder,
         )
     saved: dict[str, Any] = options | {"max_staleness": 0} | state.get("options", {})
-    exact = [*BATCH_OPTIONS, *LASTING]
+    exact = [*_BATCH_OPTIONS, *_LASTING]
     if options["replay"]:
         exact.remove("shuffle_dataset")  # its prompts come in the order in which the run's conversations are read
     if state["processes"] != processes:
@@ -204,8 +204,8 @@ def check_checkpoint(folder: Path, options: dict[str, Any], rank: int, processes
                 state["processes"],
                 processes,
             )
-    if {saved["lr_scheduler_type"], options["lr_scheduler_type"]}.intersection(MEASURED):
-        exact += SCHEDULE
+    if {saved["lr_scheduler_type"], options["lr_scheduler_type"]}.intersection(_MEASURED):
+        exact += _SCHEDULE
     other = [name for name in exact if saved[name] != options[name]]
     if bool(saved["beta"]) != bool(options["beta"]):  # whether there are log-probs of the reference model
         other.append("beta")
@@ -234,7 +234,7 @@ def _check_processes(
         rows = values["per_device_train_batch_size"] * number
         return rows * values["gradient_accumulation_steps"], rows * values["steps_per_generation"]
 
-    if any(folder.glob(SHARDINGS["DeepSpeed"])):
+    if any(folder.glob(_SHARDINGS["DeepSpeed"])):
         raise ConfigError(
             f"The checkpoint {folder} was made by {before} processes under DeepSpeed, whose state only as many can "
             f"read, and this run has {processes}: launch it with `--num_processes {before}`, or begin a run with its "
@@ -258,13 +258,13 @@ def _check_processes(
     )
 
 
-SHARDINGS = {"DeepSpeed": "global_step*", "FSDP": f"{FSDP_MODEL_NAME}*"}
+_SHARDINGS = {"DeepSpeed": "global_step*", "FSDP": f"{FSDP_MODEL_NAME}*"}
 """What a checkpoint has whose processes shared the weights or the optimizer's state."""
 
 
 def check_sharding(folder: Path, here: str | None) -> None:
     """Whether a checkpoint was written by processes that share weights as those of a run do."""
-    saved = next((kind for kind, pattern in SHARDINGS.items() if any(folder.glob(pattern))), None)
+    saved = next((kind for kind, pattern in _SHARDINGS.items() if any(folder.glob(pattern))), None)
     if saved == here:
         return
     names = {None: "without sharding", "DeepSpeed": "under DeepSpeed", "FSDP": "under FSDP"}
@@ -341,7 +341,7 @@ def _shapes(file: Path) -> dict[str, list[int]]:
     try:
         with safe_open(file, framework="pt") as tensors:
             return {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
-    except UNREADABLE as error:
+    except _UNREADABLE as error:
         raise damaged(file, error) from None
 
 
@@ -371,9 +371,10 @@ def find_checkpoint(wanted: str | bool | None, output_dir: str) -> str | None:
             raise ConfigError(why)
         return str(wanted)
     latest = latest_checkpoint(output_dir)
-    for folder in _checkpoints(output_dir) if latest else []:
-        if int(folder.name.rsplit("-", 1)[1]) > int(latest.name.rsplit("-", 1)[1]) and (why := _damage(folder)):
-            logger.warning("%s So the run goes on from the checkpoint before, %s.", why, latest)
+    if latest is not None:
+        for folder in _checkpoints(output_dir):
+            if _step(folder) > _step(latest) and (why := _damage(folder)):
+                logger.warning("%s So the run goes on from the checkpoint before, %s.", why, latest)
     if latest is None and str(wanted).lower() == "true":
         raise ConfigError(
             f"There is no checkpoint in `output_dir: {output_dir}` to resume from; `save_strategy: steps` leaves some."
@@ -408,7 +409,7 @@ def resume_point(wanted: str | bool | None, args: TrainingArguments) -> str | No
     return chosen
 
 
-def _step(folder: str) -> int:
+def _step(folder: str | Path) -> int:
     number = Path(folder).name.rpartition("-")[2]
     return int(number) if number.isdecimal() else 0
 
@@ -422,12 +423,12 @@ def _checkpoints(output_dir: str | Path) -> list[Path]:
     """Folders of checkpoints, whole or not, by their steps."""
     found = Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
     folders = [path for path in found if path.name.rsplit("-", 1)[1].isdecimal() and path.is_dir()]
-    return sorted(folders, key=lambda folder: int(folder.name.rsplit("-", 1)[1]))
+    return sorted(folders, key=_step)
 
 
 def later_checkpoints(output_dir: str | Path, step: int) -> list[Path]:
     """Whole checkpoints of an output folder that were written after a step."""
-    return [path for path in _checkpoints(output_dir) if int(path.name.rsplit("-", 1)[1]) > step and is_whole(path)]
+    return [path for path in _checkpoints(output_dir) if _step(path) > step and is_whole(path)]
 
 
 def is_whole(folder: Path) -> bool:
@@ -446,11 +447,11 @@ def _damage(folder: Path) -> str | None:
             _read(file, mmap=True)
         for file in [*folder.glob("model*.safetensors"), *folder.glob("adapter_model*.safetensors")]:
             _shapes(file)
-        for pattern, read in READERS.items():
+        for pattern, read in _READERS.items():
             for file in folder.glob(pattern):
                 try:
                     read(file)
-                except UNREADABLE as error:
+                except _UNREADABLE as error:
                     raise damaged(file, error) from None
     except ConfigError as error:
         return str(error)
@@ -469,10 +470,10 @@ def _gone(folder: Path) -> str | None:
         for rank in range(_read(_path(folder, 0), mmap=True)["processes"]):
             if not _path(folder, rank).exists():
                 return _path(folder, rank).name
-    sharded = any(map(any, map(folder.glob, SHARDED)))
+    sharded = any(map(any, map(folder.glob, _SHARDED)))
     if not sharded and not any(map(any, map(folder.glob, ("*model*.safetensors", "*model*.bin")))):
         return "model.safetensors"
-    states = OPTIMIZER_NAME, SCHEDULER_NAME, RNG
+    states = OPTIMIZER_NAME, SCHEDULER_NAME, _RNG
     there = [any(folder.glob(pattern)) for pattern in states]
     if sharded or not any(there) or all(there):  # `save_only_model` leaves none of them
         return None
@@ -499,7 +500,7 @@ def _read(path: Path, map_location: Any = "cpu", **options: Any) -> dict[str, An
         state = torch.load(path, map_location=map_location, weights_only=True, **options)
         if not isinstance(state, dict) or not isinstance(state["processes"], int):
             raise ValueError("it is of another program")
-    except UNREADABLE as error:
+    except _UNREADABLE as error:
         raise damaged(path, error) from None
     return state
 

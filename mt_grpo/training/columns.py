@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from inspect import Parameter
-from typing import Any
+from typing import Any, TypeAlias
 
 import pyarrow as pa
 from datasets import Audio, Dataset, Image, IterableDataset, List
-from transformers import PreTrainedConfig, ProcessorMixin
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
 from trl.data_utils import prepare_multimodal_messages
 
 from mt_grpo.data import DatasetError, as_messages, with_contents_of_one_kind
@@ -29,24 +29,25 @@ from mt_grpo.rollout import Engine
 from mt_grpo.rollout.engine import MediaEngine
 from mt_grpo.rollout.media import MediaEncoder, audio_feature_extractor
 from mt_grpo.training.config import MTGRPOConfig
+from mt_grpo.training.rollout_batch import Row
 from mt_grpo.trajectory import Message
 
-IMAGE_COLUMNS = ("image", "images")
+_IMAGE_COLUMNS = ("image", "images")
 """Columns with the images of a prompt."""
 
-SOUND_COLUMNS = ("audio", "audios")
+_SOUND_COLUMNS = ("audio", "audios")
 """Columns with the sounds of a prompt."""
 
-MEDIA_COLUMNS = (*IMAGE_COLUMNS, *SOUND_COLUMNS)
+MEDIA_COLUMNS = (*_IMAGE_COLUMNS, *_SOUND_COLUMNS)
 
 
-def with_column_media(row: dict[str, Any]) -> dict[str, Any]:
+def with_column_media(row: Row) -> Row:
     """
     A row whose prompt shows the images of its columns, and plays the sounds. As in TRL images stand before the words
     of the first message of the user, or where the prompt has places for them, `{"type": "image"}`. Sounds do too:
     their places are `{"type": "audio"}`.
     """
-    images, sounds = (_listed(row, columns) for columns in (IMAGE_COLUMNS, SOUND_COLUMNS))
+    images, sounds = (_listed(row, columns) for columns in (_IMAGE_COLUMNS, _SOUND_COLUMNS))
     if images is None and sounds is None:
         return row
     prompt = row["prompt"]
@@ -72,12 +73,12 @@ def with_column_media(row: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"The {what} of a row cannot be {done}: {str(error).rstrip('.')}.") from error
 
 
-def _shown(image: Any, row: dict[str, Any]) -> Any:
+def _shown(image: Any, row: Row) -> Any:
     """An image of a row's column, decoded."""
     try:
         return _decoded([{"type": "image", "image": image}])[0]["image"]
     except MediumError as error:
-        one, several = IMAGE_COLUMNS
+        one, several = _IMAGE_COLUMNS
         value = {"bytes": to_file(image)} if is_image(image) and not is_decoded(image) else image
         raise ImageOfRowError(error, one if row.get(several) is None else several, value) from error
 
@@ -90,7 +91,7 @@ def _decoded(parts: list[Part]) -> list[Part]:
     return read
 
 
-def _listed(row: dict[str, Any], columns: tuple[str, str]) -> list[Any] | None:
+def _listed(row: Row, columns: tuple[str, str]) -> list[Any] | None:
     """What the second of two columns has, or else the first, as a list; `None` where neither has any."""
     one, several = columns
     given = row.get(several) if row.get(several) is not None else row.get(one)
@@ -101,7 +102,7 @@ def _listed(row: dict[str, Any], columns: tuple[str, str]) -> list[Any] | None:
 
 def _with_sounds(messages: list[Message], sounds: list[Part]) -> list[Message]:
     """Messages with sounds in their places, or before the words of the first message of the user."""
-    places = sum(part == PLACE for message in messages for part in _parts(message))
+    places = sum(part == _PLACE for message in messages for part in _parts(message))
     if not places:
         first = next((number for number, message in enumerate(messages) if message["role"] == "user"), None)
         if first is None:
@@ -113,14 +114,14 @@ def _with_sounds(messages: list[Message], sounds: list[Part]) -> list[Message]:
         raise MediumError(f"the prompt has {places} places for sounds, and the row has {len(sounds)} sounds.")
     left = iter(sounds)
     return [
-        {**message, "content": [next(left) if part == PLACE else part for part in parts]}
+        {**message, "content": [next(left) if part == _PLACE else part for part in parts]}
         if (parts := _parts(message))
         else message
         for message in messages
     ]
 
 
-PLACE = {"type": "audio"}
+_PLACE = {"type": "audio"}
 """The part of a prompt where a sound of the row's column stands."""
 
 
@@ -129,10 +130,10 @@ def _parts(message: Message) -> list[Any]:
     return content if isinstance(content, list) else []
 
 
-def _places(content: list[Any]) -> list[Any]:
+def _places(content: Sequence[Any]) -> list[Any]:
     """A content's parts without the empty keys of a table; those for images and sounds may be places without one."""
     parts = [{key: value for key, value in part.items() if value is not None} for part in content]
-    return [part if part in ({"type": "image"}, PLACE) else read_parts([part], of_row=True)[0] for part in parts]
+    return [part if part in ({"type": "image"}, _PLACE) else read_parts([part], of_row=True)[0] for part in parts]
 
 
 def _with_text(message: Message) -> Message:
@@ -143,7 +144,9 @@ def _with_text(message: Message) -> Message:
     return message
 
 
-def media_encoder(processor: Any, config: PreTrainedConfig, engine: Engine) -> MediaEncoder | None:
+def media_encoder(
+    processor: PreTrainedTokenizerBase | ProcessorMixin, config: PreTrainedConfig, engine: Engine
+) -> MediaEncoder | None:
     """What encodes the images and sounds of a run; `None` where model, processor or engine take none."""
     inside = vars(processor) if isinstance(processor, ProcessorMixin) else {}
     tokens = media_tokens(config)
@@ -162,8 +165,8 @@ def check_media(encoder: MediaEncoder | None, config: PreTrainedConfig, engine: 
     """Refuses datasets with images or sounds where the model cannot be shown them."""
     every = [rows for one in data for rows in (one.values() if isinstance(one, dict) else [one])]
     for columns, feature, part, token, what in (
-        (IMAGE_COLUMNS, Image, {"type": "image"}, media_tokens(config).get(IMAGE), "images"),
-        (SOUND_COLUMNS, Audio, PLACE, media_tokens(config).get(SOUND), "sounds"),
+        (_IMAGE_COLUMNS, Image, {"type": "image"}, media_tokens(config).get(IMAGE), "images"),
+        (_SOUND_COLUMNS, Audio, _PLACE, media_tokens(config).get(SOUND), "sounds"),
     ):
         column = next((name for rows in every for name in columns if _holds(rows, name, feature)), None)
         if column is not None and feature is Audio and _is_server(engine):
@@ -187,7 +190,7 @@ def check_media(encoder: MediaEncoder | None, config: PreTrainedConfig, engine: 
         )
 
 
-def check_decoding(rows: Dataset | IterableDataset | None) -> None:
+def _check_decoding(rows: Dataset | IterableDataset | None) -> None:
     """Refuses a dataset with a column of sounds that nothing here decodes, before a row is looked at."""
     for column, feature in ((None if rows is None else rows.features) or {}).items():
         inner = feature.feature if isinstance(feature, List) else feature
@@ -204,7 +207,7 @@ def _holds(rows: Dataset | IterableDataset | None, name: str, kind: type) -> boo
     return isinstance(feature, kind) or (isinstance(feature, List) and isinstance(feature.feature, kind))
 
 
-NO_PROMPT = [{"role": "user", "content": ""}]
+_NO_PROMPT = [{"role": "user", "content": ""}]
 """The prompt of a row that has none: the environment's `reset` writes it."""
 
 
@@ -231,7 +234,7 @@ def rows_of(dataset: Rows | None, source: EnvSource, args: MTGRPOConfig) -> Rows
                 "There is no dataset, so `reset` of the environment gives the prompts, and nothing says how long to "
                 "train: set `max_steps`."
             )
-        dataset = Dataset.from_dict({"prompt": [NO_PROMPT] * (args.generation_batch_size // args.num_generations)})
+        dataset = Dataset.from_dict({"prompt": [_NO_PROMPT] * (args.generation_batch_size // args.num_generations)})
         source.check(dataset, "training dataset")
     return dataset
 
@@ -253,14 +256,14 @@ def with_prompts(data: Any, source: EnvSource, name: str) -> Any:
             f"{', '.join(columns)}; rename the one that holds what the model is asked."
         )
     if isinstance(data, Dataset):
-        return data.add_column("prompt", [NO_PROMPT] * len(data))
-    return data.map(lambda row: {**row, "prompt": NO_PROMPT})
+        return data.add_column("prompt", [_NO_PROMPT] * len(data))
+    return data.map(lambda row: {**row, "prompt": _NO_PROMPT})
 
 
-BATCH_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+_BATCH_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 """Arguments of a plain TRL reward function besides the columns."""
 
-Rows = Dataset | IterableDataset
+Rows: TypeAlias = Dataset | IterableDataset
 
 
 def check_rows_suffice(args: MTGRPOConfig, dataset: Dataset | IterableDataset, dropped: int = 0) -> None:
@@ -298,10 +301,11 @@ def check_reward_columns(
 
 
 def _check(reward: RewardFunc, columns: list[str], dataset: str) -> None:
+    function: Callable[..., object]
     if isinstance(reward, FunctionReward):
         function, positional = reward.function, 0
         given = [
-            *BATCH_ARGUMENTS,
+            *_BATCH_ARGUMENTS,
             *reward.brings,
             *["environments"][: reward.takes_environments],
             *(column for column in columns if column not in (*NOT_COLUMNS, *reward.brings)),
@@ -372,7 +376,7 @@ def as_rows(data: object, name: str) -> Any:
     if isinstance(data, dict):
         return {split: as_rows(rows, f"{name}[{split!r}]") for split, rows in data.items()}
     if data is None or isinstance(data, (Dataset, IterableDataset)):
-        check_decoding(data)
+        _check_decoding(data)
         return data
     if not isinstance(data, (list, tuple)):
         raise ConfigError(

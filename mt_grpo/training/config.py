@@ -25,7 +25,7 @@ from mt_grpo.options.values import PARSERS, chosen_rule, with_env_options
 KEEPS_TURNS = ("cispo", "vespo")
 """Loss types in which an advantage weighs its own tokens, for every `importance_sampling_level`."""
 
-CLIP_OF_TRL: float = GRPOConfig.__dataclass_fields__["vllm_importance_sampling_clip_max"].default
+_CLIP_OF_TRL: float = GRPOConfig.__dataclass_fields__["vllm_importance_sampling_clip_max"].default
 
 CLIP = 2.0
 """Where the ratio of a token is cut with `max_staleness`, unless another bound than TRL's default is given."""
@@ -57,7 +57,7 @@ def has_bfloat16() -> bool:
 def changed(args: GRPOConfig, **values: Any) -> Any:
     """A copy of options with other values for some. What TRL fills in stays as it is."""
     args = copy.copy(args)
-    vars(args).update(values)
+    args.__dict__.update(values)
     return args
 
 
@@ -85,27 +85,28 @@ class MTGRPOConfig(RunOptions, GRPOConfig):
     """Configuration of `MTGRPOEnvTrainer`. TRL's fields keep their meaning, but for those that are listed here."""
 
     def __post_init__(self) -> None:
-        vars(self).update(with_env_options(vars(self)))
+        given = self.__dict__
+        given.update(with_env_options(given))
         ours = options_of(type(self))
         for field in fields(self):
-            given = getattr(self, field.name)
-            if given is None and field.name in _never_none():
+            value = getattr(self, field.name)
+            if value is None and field.name in _never_none():
                 raise ConfigError(f"`{field.name}` cannot be None: leave it out, or give a value.")
-            if isinstance(given, str) and field.name in ours and str(field.type).startswith("list[str]"):
-                setattr(self, field.name, [given])  # a recipe may give one name without a list
+            if isinstance(value, str) and field.name in ours and str(field.type).startswith("list[str]"):
+                given[field.name] = [value]  # a recipe may give one name without a list
         for plugin in self.external_plugins or []:
             import_file(plugin)
         for name, parse in PARSERS.items():
-            if getattr(self, name) is not None:
-                setattr(self, name, parse(getattr(self, name)))
+            if given[name] is not None:
+                given[name] = parse(given[name])
         if self.vllm_importance_sampling_mode is None:
             prefetches = bool(self.max_staleness)
             self.vllm_importance_sampling_mode = "token_truncate" if prefetches else "sequence_mask"
-            if prefetches and self.vllm_importance_sampling_clip_max == CLIP_OF_TRL:
-                self.vllm_importance_sampling_clip_max = CLIP
+            if prefetches and given["vllm_importance_sampling_clip_max"] == _CLIP_OF_TRL:
+                given["vllm_importance_sampling_clip_max"] = CLIP
         self.check()
-        if self.bf16 is None:
-            self.bf16 = not self.fp16 and not self.use_cpu and has_bfloat16()
+        if given["bf16"] is None:
+            given["bf16"] = not self.fp16 and not self.use_cpu and has_bfloat16()
         if self.use_cpu and int(os.environ.get("WORLD_SIZE", 1)) > 1:  # transformers sets it on GPUs only
             PartialState(cpu=True, backend=self.ddp_backend, timeout=self.ddp_timeout_delta)
         self._fill_in()
@@ -137,7 +138,7 @@ class MTGRPOConfig(RunOptions, GRPOConfig):
         ours = {name: getattr(self, name) for name in ("bf16", "ddp_backend", "per_device_eval_batch_size")}
         ours["generation_batch_size"] = theirs.generation_batch_size // group if size is None else size
         ours["steps_per_generation"] = max(1, ours["generation_batch_size"] // step)
-        vars(self).update(vars(theirs) | ours)
+        self.__dict__.update(vars(theirs) | ours)
 
     def check(self) -> None:
         """
@@ -205,7 +206,7 @@ def as_mtgrpo_config(args: object) -> MTGRPOConfig:
     whole = object.__new__(MTGRPOConfig)
     for field in fields(MTGRPOConfig):
         setattr(whole, field.name, field.default if field.default_factory is MISSING else field.default_factory())
-    vars(whole).update(vars(args))
+    whole.__dict__.update(vars(args))
     if not args.use_vllm:
         whole.vllm_mode = "server"  # TRL's default says nothing where no server is used
     whole.check()

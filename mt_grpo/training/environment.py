@@ -16,6 +16,8 @@ from typing import Any
 
 from accelerate import Accelerator
 from datasets import Dataset
+from torch import nn
+from transformers import PreTrainedTokenizerBase
 from trl.chat_template_utils import add_response_schema
 from trl.distributed import DistributedBackend
 from trl.models import unwrap_model_for_generation
@@ -47,7 +49,7 @@ logger = logging.getLogger(__name__)
 def build_env(
     args: MTGRPOConfig,
     factory: TRLFactory | None = None,
-    tools: Sequence[Any] | None = None,
+    tools: Sequence[Callable[..., Any] | str] | None = None,
     plain: bool = False,
 ) -> EnvLike:
     """The environment, or environments by name, that `args` describe."""
@@ -65,15 +67,17 @@ def build_env(
         options["call_protocol"] = "plain"
     if args.environments is None:
         return _build(options, "env", options)
+    several = args.environments
+    assert isinstance(several, dict)  # the options have read it
     if options["environment_factory"] is not None:
         raise ConfigError(
             "`environment_factory` and `environments` are both set: name each factory in `environments`, as "
             "`{environment_factory: its path}`."
         )
-    if args.tool_processes and not any(map(_names_tools, [options, *args.environments.values()])):
+    if args.tool_processes and not any(map(_names_tools, [options, *several.values()])):
         raise _no_tool(args.tool_processes)
-    settings = {name: _settings(given, options, args) for name, given in args.environments.items()}
-    named = {name: _build_named(name, settings[name], given, args) for name, given in args.environments.items()}
+    settings = {name: _settings(given, options, args) for name, given in several.items()}
+    named = {name: _build_named(name, settings[name], given, args) for name, given in several.items()}
     if not any(isinstance(env, MultiTurnToolEnv) for env in named.values()):
         scheduled = any(given["multi_turn_scheduler"] for given in settings.values())
         of_schedulers = TYPES["scheduler"].takes if scheduled else ()
@@ -115,7 +119,7 @@ def _build_named(name: str, options: dict[str, Any], given: Any, args: MTGRPOCon
     return env
 
 
-def _build(options: dict[str, Any], key: str, said: Mapping[str, Any]) -> EnvLike:
+def _build(options: dict[str, Any], key: str, said: Mapping[str, object]) -> EnvLike:
     """Builds an environment from options; refuses those that were `said` of it and that it would ignore."""
     check_partner(options, "" if key == "env" else f"In `{key}`, ")
     if options["tool_processes"] and not _names_tools(options):
@@ -139,7 +143,7 @@ def _at(env: EnvLike, urls: list[str], key: str) -> ServedEnv:
     return env.at(urls)
 
 
-def _check_unused(said: Mapping[str, Any], env: str) -> None:
+def _check_unused(said: Mapping[str, object], env: str) -> None:
     """Refuses options of which a `MultiTurnToolEnv` is made, for an environment that is none."""
     for name in ("tools", "tools_config_file", "system_prompt", "max_env_steps", "call_protocol", "env_mask"):
         if value := said.get(name):
@@ -149,7 +153,7 @@ def _check_unused(said: Mapping[str, Any], env: str) -> None:
             )
 
 
-def _names_tools(options: Any) -> bool:
+def _names_tools(options: object) -> bool:
     """Whether options, or one of `environments`, name tools. A path alone names none."""
     return isinstance(options, dict) and bool(options.get("tools") or options.get("tools_config_file"))
 
@@ -163,7 +167,7 @@ def check_env(
     args: MTGRPOConfig,
     *datasets: Rows | dict[str, Rows] | None,
     factory: TRLFactory | None = None,
-    tools: Sequence[Any] | None = None,
+    tools: Sequence[Callable[..., Any] | str] | None = None,
     plain: bool = False,
 ) -> EnvLike:
     """
@@ -251,14 +255,14 @@ def _check_options(env: MultiTurnToolEnv, args: MTGRPOConfig) -> None:
             raise _contradiction(name, asked, value)
 
 
-def _contradiction(name: str, asked: Any, given: Any) -> ConfigError:
+def _contradiction(name: str, asked: object, given: object) -> ConfigError:
     return ConfigError(
         f"`{name}` is {asked!r} in the arguments and {given!r} in the `env` that the trainer was given: say it to the "
         "environment only, or leave `env` to the arguments."
     )
 
 
-def prepare_tokenizer(tokenizer: Any, source: EnvSource) -> None:
+def prepare_tokenizer(tokenizer: PreTrainedTokenizerBase, source: EnvSource) -> None:
     """
     Checks that the model's template can hold the conversations of a source, as far as they are known beforehand. Under
     the native protocol, adds TRL's response template to a tokenizer that has none.
@@ -320,7 +324,7 @@ def open_environments(batch: RolloutBatch) -> Iterator[None]:
             run(close_environments(trajectories))
 
 
-def check_rollout_func(rollout_func: Callable[..., Any] | None) -> None:
+def check_rollout_func(rollout_func: Callable[..., object] | None) -> None:
     """Refuses TRL's `rollout_func`, which knows neither turns nor the columns of rows."""
     if rollout_func is not None:
         raise ConfigError(
@@ -329,7 +333,9 @@ def check_rollout_func(rollout_func: Callable[..., Any] | None) -> None:
         )
 
 
-def own_engine(args: MTGRPOConfig, tokenizer: Any, model: Any, accelerator: Accelerator) -> TransformersEngine:
+def own_engine(
+    args: MTGRPOConfig, tokenizer: PreTrainedTokenizerBase, model: nn.Module, accelerator: Accelerator
+) -> TransformersEngine:
     """An engine that samples from the trainer's own model."""
     backend = DistributedBackend(accelerator)
     sharded = backend.is_fsdp or (backend.is_zero3 and not args.ds3_gather_for_generation)
@@ -342,7 +348,7 @@ def own_engine(args: MTGRPOConfig, tokenizer: Any, model: Any, accelerator: Acce
 
 
 @contextmanager
-def lent_model(engine: Engine, model: Any, args: MTGRPOConfig, accelerator: Accelerator) -> Iterator[None]:
+def lent_model(engine: Engine, model: nn.Module, args: MTGRPOConfig, accelerator: Accelerator) -> Iterator[None]:
     """Lends the trainer's model, in the state in which TRL generates, to an engine that samples in this process."""
     if not isinstance(engine, LocalEngine):
         yield

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from accelerate import Accelerator, PartialState
@@ -20,6 +20,7 @@ from mt_grpo.errors import ConfigError, UnsupportedModelError
 from mt_grpo.forward.lm_head import Truncation
 from mt_grpo.forward.media import Media, MediumInputs, feature_lengths
 from mt_grpo.forward.model import ForwardPlan, check_sequence_parallel, enable_trees, score
+from mt_grpo.forward.packing import FlatTree
 from mt_grpo.forward.probe import prove, prove_media
 from mt_grpo.forward.routes import has_router_loss
 from mt_grpo.forward.sequence_parallel import SequenceGroup
@@ -27,7 +28,7 @@ from mt_grpo.media import SOUND, kind_of
 from mt_grpo.options.rules import check_sharing
 from mt_grpo.rollout import SamplingParams, TokenRow
 from mt_grpo.training.config import MTGRPOConfig
-from mt_grpo.training.rollout_batch import IMAGES, RolloutBatch, batch_trees, row_tree
+from mt_grpo.training.rollout_batch import IMAGES, Columns, RolloutBatch, batch_trees, row_tree
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +131,7 @@ def plan_of_rollouts(trainer: GRPOTrainer, batch: RolloutBatch) -> ForwardPlan:
     )
 
 
-def plan_of_loss(trainer: GRPOTrainer, inputs: dict[str, Any]) -> ForwardPlan:
+def plan_of_loss(trainer: GRPOTrainer, inputs: Columns) -> ForwardPlan:
     """For the loss of a micro-batch, which all processes of a sequence group compute together in training."""
     shown = {number: MediumInputs(*image) for row in inputs.get(IMAGES) or () for number, image in row.items()}
     return replace(
@@ -142,7 +143,7 @@ def plan_of_loss(trainer: GRPOTrainer, inputs: dict[str, Any]) -> ForwardPlan:
     )
 
 
-class BatchScores(NamedTuple):
+class _BatchScores(NamedTuple):
     """
     Scores of the rows of a TRL batch.
 
@@ -160,7 +161,7 @@ class BatchScores(NamedTuple):
 
 def score_batch(
     model: nn.Module, plan: ForwardPlan, attention_mask: Tensor, width: int, batch_size: int | None = None
-) -> BatchScores:
+) -> _BatchScores:
     """
     Scores a plan whose trees are the rows of a batch, with `width` columns of completions, `batch_size` rows at a
     time. Every call makes as many forwards on every rank, also if no log-prob is wanted, so ranks with different rows
@@ -187,7 +188,7 @@ def score_batch(
         found = iter(scores.turn_means(turns, len(part.trees)))
         means += [[next(found) for _ in of_row] for of_row in part.leaves]
     logps, entropies = (torch.cat(values) for values in zip(*results, strict=True))
-    return BatchScores(logps, entropies, torch.stack(losses).mean() if losses else None, means)
+    return _BatchScores(logps, entropies, torch.stack(losses).mean() if losses else None, means)
 
 
 def has_old_forward(trainer: GRPOTrainer) -> bool:
@@ -206,7 +207,7 @@ def trl_scores(trainer: GRPOTrainer, plan: ForwardPlan) -> bool:
     config = trainer.model.config.get_text_config()
     counts_experts = not trainer.aux_loss_enabled or getattr(config, "num_experts", None) is not None
     rows = plan.forward == "padded" and not trainer.gave_up_trees and not plan.media
-    return rows and counts_experts and all(tree.parent is None for tree in plan.trees)
+    return rows and counts_experts and all(isinstance(tree, FlatTree) and tree.parent is None for tree in plan.trees)
 
 
 def keep_outputs_exact(accelerator: Accelerator) -> None:
@@ -251,36 +252,36 @@ def _prove(trainer: GRPOTrainer, plan: ForwardPlan, proof: Callable[[nn.Module, 
                 proof(model, replace(plan, forward="padded"), trainer.accelerator.mixed_precision)
 
 
-SEVERAL = "several"
+_SEVERAL = "several"
 """Stands for sounds of several lengths in one batch: some models hear one otherwise beside a longer one."""
 
 
-def prove_shown(trainer: GRPOTrainer, batch: RolloutBatch, proven: set[Any]) -> None:
+def prove_shown(trainer: GRPOTrainer, batch: RolloutBatch, proven: set[object]) -> None:
     """
     Proves `forward` on a batch's shortest trajectories that show images, videos or sounds, the same ones on every
     rank, as `prove_forward` proves it without. This is a collective call.
     """
-    mine: dict[Any, TokenRow] = {}
+    mine: dict[object, TokenRow] = {}
     for row in sorted(batch.token_rows, key=lambda row: len(row.prompt_ids) + len(row.ids), reverse=True):
         if any(row.mask):
             mine |= dict.fromkeys(_shown_by(row), row)  # the shortest at last
     shown = set().union(*gather_object([set(mine)]))
     lengths = sorted(each for each in shown if isinstance(each, tuple))
-    new = (shown - set(lengths) | ({SEVERAL} if len(lengths) > 1 else set())) - proven
+    new = (shown - set(lengths) | ({_SEVERAL} if len(lengths) > 1 else set())) - proven
     proven |= new
     if not new or trainer.args.forward == "turn_by_turn":
         return
-    wanted = [*(new - {SEVERAL}), *(lengths[:1] + lengths[-1:] if new & {SOUND, SEVERAL} else [])]
-    found: list[dict[Any, TokenRow]] = gather_object([{each: mine[each] for each in wanted if each in mine}])
+    wanted = [*(new - {_SEVERAL}), *(lengths[:1] + lengths[-1:] if new & {SOUND, _SEVERAL} else [])]
+    found: list[dict[object, TokenRow]] = gather_object([{each: mine[each] for each in wanted if each in mine}])
     rows = {id(row): row for each in wanted for row in [next(of_rank[each] for of_rank in found if each in of_rank)]}
     media: Media = {number: image for row in rows.values() for number, image in row.media.items()}
     trees = [row_tree(row) for row in rows.values()]
     _prove(trainer, ForwardPlan(trees, media=media, attention=trainer.args.tree_attention), prove_media)
 
 
-def _shown_by(row: TokenRow) -> set[Any]:
+def _shown_by(row: TokenRow) -> set[object]:
     """The kinds of what a row shows, and the lengths of each sound's features."""
-    kinds: set[Any] = {kind_of(number) for number in row.media}
+    kinds: set[object] = {kind_of(number) for number in row.media}
     sounds = (image for number, image in row.media.items() if kind_of(number) == SOUND)
     return kinds | {feature_lengths(sound) for sound in sounds}
 
@@ -339,7 +340,7 @@ def sampling_params(args: MTGRPOConfig) -> SamplingParams:
     )
 
 
-def inexact_options(args: MTGRPOConfig) -> list[str]:
+def _inexact_options(args: MTGRPOConfig) -> list[str]:
     """Options, as `name: value`, that change what is sampled, and that the log-probs of training do not follow."""
     names = ["repetition_penalty"] if args.repetition_penalty != 1 else []
     if args.forward == "padded":  # TRL's own forward, which knows of temperature only
@@ -350,7 +351,7 @@ def inexact_options(args: MTGRPOConfig) -> list[str]:
 
 def trained_truncation(args: MTGRPOConfig) -> Truncation | None:
     """As `read_truncation`. Warns if training computes the log-probs of another distribution nevertheless."""
-    truncation, inexact = read_truncation(args), inexact_options(args)
+    truncation, inexact = read_truncation(args), _inexact_options(args)
     if inexact and PartialState().is_main_process:
         logger.warning(
             "%s changes what is sampled, but not the log-probs that are trained, so ratios and gradients are biased: "
@@ -361,10 +362,10 @@ def trained_truncation(args: MTGRPOConfig) -> Truncation | None:
     return truncation
 
 
-def check_sequence_ratio(args: MTGRPOConfig) -> None:
+def _check_sequence_ratio(args: MTGRPOConfig) -> None:
     """Refuses ratios of whole trajectories between two different distributions, which vanish over many tokens."""
-    inexact = inexact_options(args)
-    mode = args.vllm_importance_sampling_mode
+    inexact = _inexact_options(args)
+    mode = str(args.vllm_importance_sampling_mode)
     if inexact and args.vllm_importance_sampling_correction and mode.startswith("sequence"):
         raise ConfigError(
             f"{' with '.join(inexact)} changes what is sampled, but not the log-probs that are trained, and "
@@ -380,8 +381,8 @@ def _mend(inexact: list[str]) -> str:
 
 
 def check_importance_sampling(args: MTGRPOConfig) -> None:
-    """Makes TRL's own check, which TRL makes only for its own client, and `check_sequence_ratio`."""
-    check_sequence_ratio(args)
+    """Makes TRL's own check, which TRL makes only for its own client, and `_check_sequence_ratio`."""
+    _check_sequence_ratio(args)
     by_token = ("token_truncate", "token_mask")
     if (
         args.loss_type == "vespo"

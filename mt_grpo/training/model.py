@@ -6,11 +6,11 @@ finite reaches a weight or a file, and what is kept of its forward for the backw
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import transformers
@@ -133,7 +133,7 @@ def source_options(args: MTGRPOConfig, revision: str | None = None) -> dict[str,
     return {"trust_remote_code": args.trust_remote_code, **({"revision": revision} if revision else {}), **found}
 
 
-def loading_options(model: Any, args: MTGRPOConfig) -> dict[str, Any] | None:
+def loading_options(model: str | PreTrainedModel, args: MTGRPOConfig) -> dict[str, Any] | None:
     """
     `model_init_kwargs` for TRL's trainer, with the class of a named model where the options say where it is: TRL reads
     the class from a configuration that it looks for by the name alone.
@@ -172,7 +172,7 @@ def open_policy(
     return {"model": policy, "quantization_config": None, "peft_config": None}
 
 
-def prepare_model(model: nn.Module, args: MTGRPOConfig, accelerator: Accelerator) -> None:
+def prepare_model(model: PreTrainedModel, args: MTGRPOConfig, accelerator: Accelerator) -> None:
     """Prepares a policy for training, and refuses a run that could not be resumed, or would lose gradients."""
     if args.disable_dropout:
         # dropout that layers hold as numbers and apply themselves, as attention does; TRL sees to layers of dropout
@@ -220,7 +220,7 @@ def save_reference(folder: Path, args: MTGRPOConfig, accelerator: Accelerator, r
     if not args.sync_ref_model or DistributedBackend(accelerator).is_zero3:
         return
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights = get_model_state_dict(accelerator.unwrap_model(reference), options=options)
+    weights: Mapping[str, Any] = get_model_state_dict(accelerator.unwrap_model(reference), options=options)
     if accelerator.is_main_process:
         folder.mkdir(parents=True, exist_ok=True)
         partial = (folder / REFERENCE).with_suffix(".partial")
@@ -237,14 +237,11 @@ def load_reference(folder: Path, args: MTGRPOConfig, accelerator: Accelerator, r
             f"The checkpoint {folder} has no synced reference ({REFERENCE}), so `sync_ref_model: true` cannot go on "
             "from it: resume one that was saved with it, or leave `sync_ref_model` out."
         )
-    set_model_state_dict(
-        accelerator.unwrap_model(reference),
-        load_file(folder / REFERENCE),
-        options=StateDictOptions(full_state_dict=True),
-    )
+    weights: dict[str, Any] = load_file(folder / REFERENCE)
+    set_model_state_dict(accelerator.unwrap_model(reference), weights, options=StateDictOptions(full_state_dict=True))
 
 
-REFERENCE_ADAPTER = "ref"
+_REFERENCE_ADAPTER = "ref"
 """The adapter in which TRL's trainer keeps the reference of a model that comes with an adapter."""
 
 
@@ -254,7 +251,7 @@ def no_adapter_left(model: object, trainer: object) -> Iterator[None]:
     If the trainer is refused in the block, removes what TRL added to the model: the reference of a model with an
     adapter, and the adapter that `peft_config` describes.
     """
-    had_reference = isinstance(model, PeftModel) and REFERENCE_ADAPTER in model.peft_config
+    had_reference = isinstance(model, PeftModel) and _REFERENCE_ADAPTER in model.peft_config
     trained = (
         {id(each) for each in model.parameters() if each.requires_grad} if isinstance(model, nn.Module) else set()
     )
@@ -263,8 +260,8 @@ def no_adapter_left(model: object, trainer: object) -> Iterator[None]:
     except BaseException:
         made = vars(trainer).get("model")
         if isinstance(model, PeftModel):
-            if REFERENCE_ADAPTER in model.peft_config and not had_reference:
-                model.delete_adapter(REFERENCE_ADAPTER)
+            if _REFERENCE_ADAPTER in model.peft_config and not had_reference:
+                model.delete_adapter(_REFERENCE_ADAPTER)
         elif isinstance(model, nn.Module) and isinstance(made, PeftModel) and isinstance(made.base_model, BaseTuner):
             made.base_model.unload()
             for each in model.parameters():
@@ -272,7 +269,10 @@ def no_adapter_left(model: object, trainer: object) -> Iterator[None]:
         raise
 
 
-def tokenizer_in(processing_class: Any) -> PreTrainedTokenizerBase:
+Processing: TypeAlias = PreTrainedTokenizerBase | ProcessorMixin
+
+
+def tokenizer_in(processing_class: Processing) -> PreTrainedTokenizerBase:
     """The tokenizer of a processor, with the processor's chat template, or a tokenizer itself."""
     if not isinstance(processing_class, ProcessorMixin):
         return processing_class
@@ -282,7 +282,7 @@ def tokenizer_in(processing_class: Any) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def processing_of(model: Any, given: Any, args: MTGRPOConfig) -> Any:
+def processing_of(model: str | PreTrainedModel, given: Processing | None, args: MTGRPOConfig) -> Processing:
     """
     The processor or tokenizer of a run: what is given, or else that of the model. TRL would look for it without a
     token and in no subfolder, and cannot take one of sounds alone.
@@ -293,7 +293,7 @@ def processing_of(model: Any, given: Any, args: MTGRPOConfig) -> Any:
     return AutoProcessor.from_pretrained(name, truncation_side="left", padding_side="left", **source_options(args))
 
 
-def for_trl(processing_class: Any) -> Any:
+def for_trl(processing_class: Processing) -> Processing:
     """
     What TRL's trainer is given for it: of a processor of sounds alone the tokenizer. TRL takes every processor for one
     of images, and asks the model's configuration for their token.
@@ -302,7 +302,7 @@ def for_trl(processing_class: Any) -> Any:
     return processing_class if shows else tokenizer_in(processing_class)
 
 
-INGREDIENTS = ("advantages", "old_per_token_logps", "ref_per_token_logps", "importance_sampling_ratio")
+_INGREDIENTS = ("advantages", "old_per_token_logps", "ref_per_token_logps", "importance_sampling_ratio")
 """The inputs of a loss, besides the log-probs of the model that is trained."""
 
 
@@ -310,7 +310,7 @@ class NonFiniteError(UserError, RuntimeError):
     """A number that would spoil the weights. The message is one sentence: what it was and where it comes from."""
 
 
-def check_loss(loss: Tensor, inputs: dict[str, Any], model: nn.Module, step: int) -> None:
+def check_loss(loss: Tensor, inputs: Mapping[str, Any], model: nn.Module, step: int) -> None:
     """Checks the loss of a micro-batch. This is a collective call."""
     losses = gather(loss.detach().float().reshape(1))
     if not losses.isfinite().all():
@@ -321,7 +321,7 @@ def check_loss(loss: Tensor, inputs: dict[str, Any], model: nn.Module, step: int
         )
 
 
-def check_gradient(norm: Any, args: MTGRPOConfig, accelerator: Accelerator, step: int) -> None:
+def check_gradient(norm: Tensor | float | None, args: MTGRPOConfig, accelerator: Accelerator, step: int) -> None:
     """
     Checks the norm of a gradient before the optimiser's step. In float16 a gradient may overflow, and the scaler then
     leaves out the step. DeepSpeed steps inside the backward, so a bad gradient is found after its step, but before a
@@ -338,12 +338,12 @@ def check_gradient(norm: Any, args: MTGRPOConfig, accelerator: Accelerator, step
         )
 
 
-def _cause(inputs: dict[str, Any], model: nn.Module) -> str:
+def _cause(inputs: Mapping[str, Any], model: nn.Module) -> str:
     name = _spoilt_weight(model)
     if name is not None:
         return f"the weight {name!r} is not finite since an earlier step, or was loaded so: lower `learning_rate`"
     trained = (inputs["completion_mask"] * inputs["tool_mask"]).bool()
-    for name in INGREDIENTS:
+    for name in _INGREDIENTS:
         value = inputs.get(name)
         if value is not None and not value.masked_select(trained).isfinite().all():
             return f"`{name}` of its batch are not finite"
@@ -475,7 +475,7 @@ class Groups:
         )
 
 
-def _with(run: Callable[..., Any], others: list[Any], states: Tensor) -> Any:
+def _with(run: Callable[..., Any], others: list[None], states: Tensor) -> Any:
     return run(states, *others)
 
 

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import gather
-from transformers import TrainerCallback, TrainerState
+from transformers import PreTrainedModel, TrainerCallback, TrainerState
 from trl import GRPOTrainer
 from trl.distributed import DistributedBackend
 
@@ -47,25 +47,25 @@ from mt_grpo.runlog.files import to_json
 from mt_grpo.tools.stateful import StatefulTool
 from mt_grpo.training.columns import with_column_media
 from mt_grpo.training.config import MTGRPOConfig
-from mt_grpo.training.rollout_batch import RolloutBatch, branching
+from mt_grpo.training.rollout_batch import Columns, RolloutBatch, Row, branching
 from mt_grpo.trajectory import Trajectory
 from mt_grpo.weights.proof import EXACT, NARROW, compare, probe_ids, trainer_logprobs, with_halved_weights
 
-BATCHES_BETWEEN_COLLECTIONS = 8
+_BATCHES_BETWEEN_COLLECTIONS = 8
 """Batches between two full garbage collections. One takes a tenth of a second, in which no conversation goes on."""
 
-LEAST_SHARE = 0.25  # effective share of a batch below which its steps are made smaller
+_LEAST_SHARE = 0.25  # effective share of a batch below which its steps are made smaller
 
 STEP_FACTOR = "step_factor"
 """In a batch: what the learning rate of its steps is multiplied by. So a checkpoint has it."""
 
-Rows = list[dict[str, Any]]
+Rows = list[Row]
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
-class PrefetchedBatch:
+class _PrefetchedBatch:
     """A batch from when its rows are read until it is trained."""
 
     moment: tuple[int, int]
@@ -95,7 +95,7 @@ class PrefetchQueue:
         self._every = args.steps_per_generation * args.num_iterations  # micro-batches that are trained on a batch
         self._iterator: Iterator[Rows] | None = None
         self._read: deque[Rows] = deque()
-        self._batches: dict[int, PrefetchedBatch] = {}  # by the micro-batch of the run that each begins with, in order
+        self._batches: dict[int, _PrefetchedBatch] = {}  # by the run's micro-batch that each begins with, in order
         self._restored: dict[int, Trajectory] = {}  # by the seed, which says what was asked and when
         self._steps_out: list[int] = []  # of the weights that each of the latest batches was trained with
 
@@ -133,7 +133,7 @@ class PrefetchQueue:
             at = micro + offset
             if at % self._every == 0 and at not in self._batches:
                 moment = step + offset // self._accumulation, at % self._accumulation
-                self._batches[at] = PrefetchedBatch(moment, batch)
+                self._batches[at] = _PrefetchedBatch(moment, batch)
         return self._hand_out(rows)
 
     def _hand_out(self, rows: Iterator[Rows]) -> Iterator[Rows]:
@@ -153,11 +153,11 @@ class PrefetchQueue:
         for at, batch in self._batches.items():
             if batch.sampling is None and at <= micro + self._args.max_staleness * self._every:
                 self._begin(batch)
-        if (micro // self._every + 1) % BATCHES_BETWEEN_COLLECTIONS == 0:
+        if (micro // self._every + 1) % _BATCHES_BETWEEN_COLLECTIONS == 0:
             gc.collect()  # with conversations always under way, all garbage is collected here alone
         return micro in self._batches
 
-    def _begin(self, batch: PrefetchedBatch) -> None:
+    def _begin(self, batch: _PrefetchedBatch) -> None:
         rows = [with_column_media(row) for row in batch.rows]
         asked = RolloutBatch("train", rows, [False] * len(rows), self._branching)
         batch.requests = asked.requests(self._rank * len(batch.rows), batch.moment, self._args.seed)
@@ -272,7 +272,7 @@ def _is_judged_without_environment(trajectory: Trajectory, rewards: Sequence[Rew
     return ours and not any(isinstance(tool, StatefulTool) for tool in tools)
 
 
-def effective_sample_size(output: dict[str, Any]) -> float:
+def effective_sample_size(output: Columns) -> float:
     """
     The share of a batch that counts where conversations are weighed by the ratio of the policy's probability to that
     of the weights they were sampled with: `(Σ w)² / (n Σ w²)`. This is a collective call.
@@ -297,7 +297,7 @@ def effective_sample_size(output: dict[str, Any]) -> float:
 class SmallerSteps(TrainerCallback):
     """
     Multiplies the learning rate of the optimiser steps that train a batch by the batch's effective share, where that
-    is below `LEAST_SHARE`, and says so.
+    is below `_LEAST_SHARE`, and says so.
     """
 
     def __init__(self) -> None:
@@ -306,7 +306,7 @@ class SmallerSteps(TrainerCallback):
 
     def factor(self, effective: float) -> float:
         """What the learning rate is multiplied by for a batch of this effective share."""
-        factor = effective if effective < LEAST_SHARE else 1.0
+        factor = effective if effective < _LEAST_SHARE else 1.0
         if factor < 1.0 and not self._said and PartialState().is_main_process:
             self._said = True
             logger.warning(
@@ -314,11 +314,11 @@ class SmallerSteps(TrainerCallback):
                 "rate of its steps is multiplied by that, here and wherever it is below %.0f %% "
                 "(`staleness/effective_sample_size`). If that stays so, lower `max_staleness` or `learning_rate`.",
                 100 * effective,
-                100 * LEAST_SHARE,
+                100 * _LEAST_SHARE,
             )
         return factor
 
-    def before(self, optimizer: Any, factor: float) -> None:
+    def before(self, optimizer: torch.optim.Optimizer, factor: float) -> None:
         """Before the backward pass of a batch of this factor; DeepSpeed takes its step in it."""
         if factor < 1.0 and not self._changed:
             for group in optimizer.param_groups:
@@ -326,7 +326,7 @@ class SmallerSteps(TrainerCallback):
                 self._changed.append((group, group["lr"], small))
                 group["lr"] = small
 
-    def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+    def on_optimizer_step(self, *args: object, **kwargs: object) -> None:
         self.undo()
 
     def undo(self) -> None:
@@ -344,7 +344,9 @@ class ModelCopy:
     `WeightSync` that a trainer calls.
     """
 
-    def __init__(self, engine: TransformersEngine, model: Any, accelerator: Accelerator, args: MTGRPOConfig) -> None:
+    def __init__(
+        self, engine: TransformersEngine, model: PreTrainedModel, accelerator: Accelerator, args: MTGRPOConfig
+    ) -> None:
         self._engine, self._model = engine, model
         self._copy = copy.deepcopy(model).requires_grad_(False).eval()
         for module in self._copy.modules():
@@ -400,12 +402,14 @@ class ModelCopy:
         """There is nothing to give back."""
 
 
-def _tensors(model: Any) -> Iterator[torch.Tensor]:
+def _tensors(model: PreTrainedModel) -> Iterator[torch.Tensor]:
     yield from model.parameters()
     yield from model.buffers()
 
 
-def own_weights(engine: Engine, model: Any, args: MTGRPOConfig, accelerator: Accelerator) -> ModelCopy | None:
+def own_weights(
+    engine: Engine, model: PreTrainedModel, args: MTGRPOConfig, accelerator: Accelerator
+) -> ModelCopy | None:
     """
     The weights that an engine in this process samples with if conversations run while the model is trained; `None` for
     an engine that has its model elsewhere.

@@ -14,7 +14,7 @@ import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from accelerate.utils import broadcast_object_list
 from huggingface_hub import get_token
@@ -29,16 +29,16 @@ from mt_grpo.runlog.schema import FOLDER
 from mt_grpo.training.checkpoint import is_whole
 from mt_grpo.training.config import MTGRPOConfig, has_bfloat16
 
-RECORDS = ("metrics.jsonl", "trajectories*.jsonl", "summary.json", "learning_curve.png", "audit.jsonl")
+_RECORDS = ("metrics.jsonl", "trajectories*.jsonl", "summary.json", "learning_curve.png", "audit.jsonl")
 
-MODEL = ("model*.safetensors", "model*.safetensors.index.json", "adapter_model*.safetensors", "adapter_config.json")
+_MODEL = ("model*.safetensors", "model*.safetensors.index.json", "adapter_model*.safetensors", "adapter_config.json")
 
-ROLLOUTS = ("index*.jsonl", "*.rank*.parquet", "*.rank*.partial")  # what a run leaves in its folder of conversations
+_ROLLOUTS = ("index*.jsonl", "*.rank*.parquet", "*.rank*.partial")  # what a run leaves in its folder of conversations
 
 LOCK = ".lock"
 """Locked by the run that trains in a folder. The system lets go of it when the process ends, however it ends."""
 
-CHECKPOINT = re.compile(r"checkpoint-\d+")
+_CHECKPOINT = re.compile(r"checkpoint-\d+")
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ def check_batch_sizes(args: MTGRPOConfig) -> None:
     check_trainable(vars(args))
 
 
-def check_best(wanted: str | None, metrics: Mapping[str, Any]) -> None:
+def check_best(wanted: str | None, metrics: Mapping[str, object]) -> None:
     """Whether an evaluation measures what the best model is chosen by."""
     names = [name.removeprefix("eval_") for name in metrics]
     if wanted is not None and wanted.removeprefix("eval_") not in names:
@@ -121,20 +121,20 @@ def check_best(wanted: str | None, metrics: Mapping[str, Any]) -> None:
 def left_by_runs(output_dir: str) -> list[Path]:
     """Records, checkpoints and models in a folder."""
     folder = Path(output_dir)
-    records, models = ([path for name in names for path in sorted(folder.glob(name))] for names in (RECORDS, MODEL))
+    records, models = ([path for name in names for path in sorted(folder.glob(name))] for names in (_RECORDS, _MODEL))
     conversations = [folder / FOLDER] if _conversations(folder / FOLDER) else []
     checkpoints = [path for path in sorted(folder.glob("checkpoint-*")) if _is_checkpoint(path)]
     return [*records, *conversations, *models, *checkpoints]
 
 
 def _conversations(folder: Path) -> list[Path]:
-    return [path for pattern in ROLLOUTS for path in folder.glob(pattern)]
+    return [path for pattern in _ROLLOUTS for path in folder.glob(pattern)]
 
 
 def _is_checkpoint(path: Path) -> bool:
     """Whether this trainer wrote the checkpoint, wholly or partly."""
     marks = [path / TRAINER_STATE_NAME, *path.glob("rollouts-rank*.pt")]
-    return CHECKPOINT.fullmatch(path.name) is not None and any(mark.exists() for mark in marks)
+    return _CHECKPOINT.fullmatch(path.name) is not None and any(mark.exists() for mark in marks)
 
 
 def check_folder(args: MTGRPOConfig, model: str) -> None:
@@ -274,5 +274,5 @@ def clear_folder(args: MTGRPOConfig) -> None:
                 file.unlink()
         elif path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
-        elif saved or not any(path.match(pattern) for pattern in MODEL):
+        elif saved or not any(path.match(pattern) for pattern in _MODEL):
             path.unlink()

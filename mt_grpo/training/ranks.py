@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 from zlib import crc32
 
 import torch
@@ -38,8 +38,8 @@ from mt_grpo.runlog import RunLogError
 
 T = TypeVar("T")
 
-CHUNK = 1 << 26  # bytes that are sent at once
-ADDED = 1 << 22  # numbers that are added up at once
+_CHUNK = 1 << 26  # bytes that are sent at once
+_ADDED = 1 << 22  # numbers that are added up at once
 
 _SENTENCES = (
     ServerGoneError,
@@ -104,7 +104,7 @@ def everywhere(work: Callable[[], T]) -> T:
     raise kind(message) from failure
 
 
-def run_here(work: Coroutine[Any, Any, T], device: torch.device) -> T:
+def run_here(work: Coroutine[object, object, T], device: torch.device) -> T:
     """Runs a coroutine in the background thread, with `device` as the current GPU."""
 
     async def on() -> T:
@@ -128,7 +128,7 @@ def _told(failure: BaseException) -> tuple[type[Exception], str]:
 
 def several_hosts(args: TrainingArguments) -> bool:
     """Whether processes run on more than one host, as torch's launcher says it."""
-    return args.world_size > int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size))
+    return args.world_size > int(os.environ.get("LOCAL_WORLD_SIZE", str(args.world_size)))
 
 
 def clear_checkpoint(folder: Path, args: TrainingArguments) -> None:
@@ -184,7 +184,7 @@ def copy_folder(folder: Path, source: int, receives: bool, replaces: bool = True
         if name in lacking:
             path.parent.mkdir(parents=True, exist_ok=True)
             partial.unlink(missing_ok=True)
-        for start in range(0, max(there[name].size, 1), CHUNK):
+        for start in range(0, max(there[name].size, 1), _CHUNK):
             chunk = _broadcast(_read(path, start) if sends else b"", source)
             if name in lacking:
                 with partial.open("ab") as file:
@@ -224,10 +224,10 @@ def _files(folder: Path) -> Iterable[Path]:
 def _read(path: Path, start: int) -> bytes:
     with path.open("rb") as file:
         file.seek(start)
-        return file.read(CHUNK)
+        return file.read(_CHUNK)
 
 
-def check_same(what: str, tensors: Mapping[str, Any], mend: str) -> None:
+def check_same(what: str, tensors: Mapping[str, object], mend: str) -> None:
     """Compares one number of tensors across all processes, each of which has them whole. This is a collective call."""
     if PartialState().num_processes == 1:
         return
@@ -244,13 +244,13 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By the bytes of an element: what its bits are read as."""
 
 
-def _number(tensors: Mapping[str, Any]) -> int:
+def _number(tensors: Mapping[str, object]) -> int:
     """A checksum of names, shapes and bits. Of a tensor it is a sum, which a GPU computes as fast as it reads."""
     number = 0
     for name, tensor in sorted(tensors.items()):
         if isinstance(tensor, torch.Tensor) and not is_traceable_wrapper_subclass(tensor):
             bits = tensor.detach().view(_BITS[tensor.element_size()]).reshape(-1)
             # part by part, since a sum makes 64-bit numbers of all that it adds
-            total = sum(part.sum(dtype=torch.int64).item() for part in bits.split(ADDED))
+            total = sum(part.sum(dtype=torch.int64).item() for part in bits.split(_ADDED))
             number = crc32(f"{name} {tuple(tensor.shape)} {total}".encode(), number)
     return number

@@ -25,7 +25,7 @@ from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.rollout_batch import RolloutBatch
 from mt_grpo.trajectory import Trajectory
 
-NOTHING_SAMPLED = "`replay` trains on what a run logged, and samples nothing: leave it out, or evaluate nothing."
+_NOTHING_SAMPLED = "`replay` trains on what a run logged, and samples nothing: leave it out, or evaluate nothing."
 
 logger = logging.getLogger(__name__)
 
@@ -33,11 +33,11 @@ logger = logging.getLogger(__name__)
 class NoEngine:
     """What stands in an engine's place where nothing is sampled."""
 
-    def __init__(self, tokenizer: Any, context_length: int) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, context_length: int) -> None:
         self.tokenizer, self.context_length = tokenizer, context_length
 
     async def generate(self, context: list[int], sampling: SamplingParams, session: str) -> Sample:
-        raise ConfigError(NOTHING_SAMPLED)
+        raise ConfigError(_NOTHING_SAMPLED)
 
     def release(self, session: str) -> None:
         pass
@@ -72,7 +72,7 @@ class Replay:
         self._check_sizes(args)
         self._check_steps(args)
         # prompts come in the order in which the run's conversations are read
-        vars(args).update(
+        args.__dict__.update(
             do_eval=False, eval_strategy=IntervalStrategy.NO, load_best_model_at_end=False, shuffle_dataset=False
         )
         if args.process_index == 0:
@@ -163,7 +163,7 @@ class Replay:
     def fill_in(self, batch: RolloutBatch, trainer: GRPOTrainer, first: int) -> None:
         """Gives a trainer's batch its trajectories and their scores; `first` is the number of its first row."""
         if batch.mode != "train":
-            raise ConfigError(NOTHING_SAMPLED)
+            raise ConfigError(_NOTHING_SAMPLED)
         number = trainer._step // (trainer.args.steps_per_generation * trainer.num_iterations)
         vocabulary = trainer.model.config.get_text_config().vocab_size
         rows = self._batches[number][first : first + len(batch.rows)]

@@ -15,12 +15,16 @@ from typing import Any, ClassVar
 
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import gather_object, is_peft_model
+from datasets import Dataset
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import Sampler
+from torch.utils.data import DataLoader, Sampler
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from trl import GRPOTrainer
 
 from mt_grpo.data.loaders import naming_rows
+from mt_grpo.envs import EnvLike
 from mt_grpo.envs.source import tool_names
 from mt_grpo.errors import ConfigError
 from mt_grpo.preemption import PreemptedError, heard, listening
@@ -50,10 +54,11 @@ from mt_grpo.training.model import check_weights, load_reference, save_reference
 from mt_grpo.training.prefetch import PrefetchQueue, SmallerSteps
 from mt_grpo.training.preflight import check_batch_sizes, left_by_runs, locked
 from mt_grpo.training.ranks import check_same, clear_checkpoint, keep_checkpoint, keep_records
+from mt_grpo.training.rollout_batch import Columns, Row
 from mt_grpo.training.step_log import FewerPrinter, FewerProgress, StepLog
 
-RATES = ("lr", "initial_lr")
-OPTIONS = {
+_RATES = ("lr", "initial_lr")
+_OPTIONS = {
     "initial_lr": ("learning_rate",),
     "weight_decay": ("weight_decay",),
     "betas": ("adam_beta1", "adam_beta2"),
@@ -64,7 +69,7 @@ OPTIONS = {
 logger = logging.getLogger(__name__)
 
 
-def hyperparameters(optimizer: Any) -> list[dict[str, Any]]:
+def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
     """
     The options of an optimizer's groups: what its class takes, and the rates. Groups of some optimizers also hold what
     these count, such as the steps of those without a schedule.
@@ -72,11 +77,11 @@ def hyperparameters(optimizer: Any) -> list[dict[str, Any]]:
     plain = optimizer
     while hasattr(plain, "optimizer"):  # accelerate and DeepSpeed wrap it
         plain = plain.optimizer
-    names = {*RATES, *OPTIONS, *inspect.signature(type(plain)).parameters} - {"params"}
+    names = {*_RATES, *_OPTIONS, *inspect.signature(type(plain)).parameters} - {"params"}
     return [{name: value for name, value in group.items() if name in names} for group in optimizer.param_groups]
 
 
-def take_given(optimizer: Any, scheduler: Any, given: list[dict[str, Any]]) -> dict[str, tuple[Any, Any]]:
+def take_given(optimizer: Optimizer, scheduler: object, given: list[dict[str, Any]]) -> dict[str, tuple[Any, Any]]:
     """
     Gives an optimizer and its schedule back what a checkpoint replaced. The step that the schedule is
     at, and what the optimizer remembers of gradients, stay the checkpoint's. A schedule that is no function of the
@@ -86,14 +91,14 @@ def take_given(optimizer: Any, scheduler: Any, given: list[dict[str, Any]]) -> d
         scheduler = scheduler.scheduler
     changed: dict[str, tuple[Any, Any]] = {}
     for group, values in zip(optimizer.param_groups, given, strict=True):
-        for name, options in OPTIONS.items():
+        for name, options in _OPTIONS.items():
             if name in group and name in values:
                 before, here = (each if len(options) > 1 else (each,) for each in (group[name], values[name]))
                 pairs = zip(options, before, here, strict=True)
                 changed |= {option: (old, new) for option, old, new in pairs if old != new}
     by_step = isinstance(scheduler, LambdaLR)
     for group, values in zip(optimizer.param_groups, given, strict=True):
-        group.update({name: value for name, value in values.items() if by_step or name not in RATES})
+        group.update({name: value for name, value in values.items() if by_step or name not in _RATES})
     if isinstance(scheduler, LambdaLR):
         bases = [values["initial_lr"] for values in given]
         rates = [base * of(scheduler.last_epoch) for base, of in zip(bases, scheduler.lr_lambdas, strict=True)]
@@ -110,7 +115,7 @@ class ResumableTrainer(GRPOTrainer):
     """
 
     args: MTGRPOConfig
-    env: Any
+    env: EnvLike
     step_log: StepLog
     _silence: Silence
     _prefetch: PrefetchQueue | None
@@ -123,7 +128,7 @@ class ResumableTrainer(GRPOTrainer):
     evaluated_step: int | None
     _hyperparameters: list[dict[str, Any]]
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: object, **kwargs: object) -> Any:
         """
         Trains as TRL does; `True` goes on from the latest checkpoint that is whole. If the folder has records of an
         earlier run that is not resumed, warns and adds to them.
@@ -188,7 +193,7 @@ class ResumableTrainer(GRPOTrainer):
             return nullcontext()
         return self._silence
 
-    def _names_rows(self, evaluated: Any = None) -> AbstractContextManager[None]:
+    def _names_rows(self, evaluated: object = None) -> AbstractContextManager[None]:
         """Says which row has an image that cannot be shown: of what is `evaluated`, or of the trainer's rows."""
         evaluated = self.eval_dataset if evaluated is None or isinstance(evaluated, str) else evaluated
         several = evaluated if isinstance(evaluated, dict) else {"": evaluated}
@@ -203,7 +208,9 @@ class ResumableTrainer(GRPOTrainer):
             said += f", {trained} of {self.args.gradient_accumulation_steps} micro-batches done"
         return f"{where}: {said}"
 
-    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, *args: Any) -> tuple[list[Any], Any]:
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[list[Row]], num_batches: int, *args: object
+    ) -> tuple[list[Columns], Tensor | None]:
         """Those of transformers, which may have been read earlier. An optimiser step begins here."""
         self.end_if_preempted()
         self._begun = self.state.global_step, self._step, self._buffered_inputs
@@ -211,11 +218,11 @@ class ResumableTrainer(GRPOTrainer):
             epoch_iterator = self._prefetch.read(epoch_iterator, num_batches, self._step, self.state)
         return super().get_batch_samples(epoch_iterator, num_batches, *args)
 
-    def _get_train_sampler(self, dataset: Any = None) -> Any:
+    def _get_train_sampler(self, dataset: Dataset | None = None) -> Sampler[int] | None:
         self._sampler = super()._get_train_sampler(dataset)
         return self._sampler
 
-    def _init_training_state(self, max_steps: int, updates: int, num_epochs: int, *args: Any) -> tuple[int, int]:
+    def _init_training_state(self, max_steps: int, updates: int, num_epochs: int, *args: object) -> tuple[int, int]:
         """
         Gives a resumed run the order of rows that its epoch has: each epoch draws it after the one before, and TRL's
         trainer would begin with that of the first. Stops a run that has taken all its steps, where TRL's would take
@@ -224,8 +231,9 @@ class ResumableTrainer(GRPOTrainer):
         begin = super()._init_training_state(max_steps, updates, num_epochs, *args)
         self.state.compute_steps(self.args, max_steps)  # a checkpoint has those of its run
         if self.state.global_step < max_steps:
-            for _ in range(begin[0] if self._sampler is not None else 0):
-                next(iter(self._sampler))
+            if self._sampler is not None:
+                for _ in range(begin[0]):
+                    next(iter(self._sampler))
             return begin
         if self.is_world_process_zero():
             logger.warning(
@@ -236,7 +244,7 @@ class ResumableTrainer(GRPOTrainer):
             )
         return num_epochs, 0
 
-    def _prepare_for_training(self, max_steps: int, dataloader: Any, resume_from_checkpoint: str | None) -> Any:
+    def _prepare_for_training(self, max_steps: int, dataloader: DataLoader, resume_from_checkpoint: str | None) -> Any:
         """TRL's. It may give all processes the weights of the first one, so they are compared before."""
         sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled
         plugin = self.accelerator.state.fsdp_plugin if self.is_fsdp_enabled else None
@@ -285,14 +293,14 @@ class ResumableTrainer(GRPOTrainer):
         if self._prefetch is not None and prefetched is not None:
             self._prefetch.restore(prefetched)
 
-    def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
+    def create_scheduler(self, *args: object, **kwargs: object) -> Any:
         """TRL's, which is called when the optimizer is ready and no checkpoint is loaded yet."""
         scheduler = super().create_scheduler(*args, **kwargs)
         if self.optimizer is not None:
             self._hyperparameters = hyperparameters(self.optimizer)
         return scheduler
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         plain = self.accelerator.unwrap_model(self.model)
         whole = model is None and not is_peft_model(plain)
         if not (whole and load_converted(Path(resume_from_checkpoint), plain)):
@@ -351,10 +359,10 @@ class ResumableTrainer(GRPOTrainer):
             logger.warning("%s", error)
         raise error
 
-    def _checkpoint_folder(self, trial: Any = None) -> Path:
+    def _checkpoint_folder(self, trial: object = None) -> Path:
         return Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
 
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+    def _save_checkpoint(self, model: nn.Module, trial: object) -> None:
         folder = self._checkpoint_folder(trial)
         limit, self.args.save_total_limit = self.args.save_total_limit, None  # earlier ones stay until this is whole
         try:
@@ -394,7 +402,7 @@ class ResumableTrainer(GRPOTrainer):
             }"""),  # noqa: E501
     }
 
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+    def create_model_card(self, *args: object, **kwargs: object) -> None:
         """TRL's; a model of a folder has no page to link to."""
         super().create_model_card(*args, **kwargs)
         card = Path(self.args.output_dir, "README.md")

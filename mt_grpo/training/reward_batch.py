@@ -23,7 +23,7 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import gather, gather_object
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from trl import GRPOTrainer
 
 from mt_grpo.credit import RewardBatch, without_signal
@@ -132,7 +132,7 @@ def gather_rewards(
             results[row, turn.index] = turn.has_result and not trajectory.failed
         states[row, : len(trajectory.turns)] = torch.tensor(state_ids(trajectory), dtype=torch.int64, device=device)
     split = len(scores.turn)
-    double = {"dtype": torch.double, "device": device}
+    double: dict[str, Any] = {"dtype": torch.double, "device": device}
     # at least one column each: NCCL's way of gathering fails on a tensor without elements
     turns = torch.full((len(trajectories), longest, max(1, split)), torch.nan, **double)
     outcomes = torch.full((len(trajectories), max(1, len(scores.outcome))), torch.nan, **double)
@@ -197,7 +197,7 @@ def sample_again(
     batch: RolloutBatch,
     limit: int,
     sample: Callable[[RolloutBatch], None],
-    score: Callable[[RolloutBatch], Any],
+    score: Callable[[RolloutBatch], Scores],
     judge: Callable[[RolloutBatch], None],
 ) -> None:
     """
@@ -252,14 +252,14 @@ class ModelReward(FunctionReward):
 
     collective = True
 
-    def __init__(self, model: str | nn.Module, **where: Any) -> None:
+    def __init__(self, model: str | PreTrainedModel, **where: Any) -> None:
         super().__init__(self._judge)
-        self.model = _resolved(model, where) if isinstance(model, str) else model
+        self.model: Any = _resolved(model, where) if isinstance(model, str) else model  # loaded by TRL, see `use`
         self.name = Path(model if isinstance(model, str) else model.config.name_or_path).name or type(model).__name__
         self._tokenizer: Any = None
         self._template_kwargs: dict[str, Any] = {}
 
-    def use(self, model: nn.Module, tokenizer: Any, template_kwargs: dict[str, Any]) -> None:
+    def use(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any]) -> None:
         """Takes the model as it was loaded and placed, its tokenizer, and variables for the chat template."""
         self.model, self._tokenizer, self._template_kwargs = model, tokenizer, template_kwargs
 
@@ -269,7 +269,7 @@ class ModelReward(FunctionReward):
         """
         self._logits({name: torch.ones(1, 1, dtype=torch.int64) for name in ("input_ids", "attention_mask")})
 
-    def _judge(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:
+    def _judge(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: object) -> list[float | None]:
         whole = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
         try:
             inputs = self._encoded(whole)
@@ -427,11 +427,12 @@ def mean_logprobs(model: nn.Module, plan: ForwardPlan) -> list[list[float]]:
     The mean log-prob per token of each turn's action, also from a forward if there is nothing to score, so that ranks
     with different trees stay in step.
     """
-    given, turns = len(plan.trees), [tree.num_turns for tree in plan.trees]
-    if not any(tree.nodes for tree in plan.trees):
+    trees: list[TokenTree] = plan.trees  # type: ignore[assignment]  # of right answers
+    given, turns = len(trees), [tree.num_turns for tree in trees]
+    if not any(tree.nodes for tree in trees):
         nothing = TokenTree()
         nothing.add_turn([0], [], [])
-        plan, turns = replace(plan, trees=[*plan.trees, nothing]), [*turns, 1]
+        plan, turns = replace(plan, trees=[*trees, nothing]), [*turns, 1]
     scores = score(model, plan)
     if plan.forward == "tree":
         return scores.turn_means(turns)[:given]

@@ -20,6 +20,7 @@ from accelerate.utils import gather
 from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedTokenizerBase
 from trl import GRPOTrainer
 
 from mt_grpo.credit import Credit, RewardBatch
@@ -48,51 +49,37 @@ class Staleness:
     effective: float | None = None
 
 
+Row = dict[str, Any]
+"""A row of a dataset."""
+
+Columns = dict[str, Any]
+"""Columns of rows that are trained: tensors, and the list of the rows' images."""
+
+
 @dataclass
 class RolloutBatch:
     """
     The rows that this process samples and scores together. It is filled in step by step. Lists have an entry per row.
-
-    Args:
-        mode (`str`): `"train"` or `"eval"`.
-        rows (`list[dict]`): Rows of the dataset. A prompt occurs once per answer.
-        fills (`list[bool]`): Whether a row only fills up the last batch of an evaluation; it is not sampled.
-        branching (`Branching`, *optional*): How its conversations branch, where they do.
-        group_size (`int`, *optional*, defaults to 1): Conversations of a prompt.
-        trajectories (`list[Trajectory]`): Those that are finished, as they end; once all are, those of the rows.
-        token_rows (`list[TokenRow]`): The trajectories as tokens.
-        rewards (`RewardBatch`, *optional*): Rewards of the trajectories of all processes.
-        rewards_per_func (`Tensor`, *optional*): The same with a column per reward, shape `(B, num_rewards)`; NaN where
-            one does not apply.
-        extra (`dict`): What reward functions log per row (`log_extra`), by name.
-        scores (`Scores`, *optional*): The scores of the trajectories of this process.
-        credit (`Credit`, *optional*): The advantages of the trajectories of all processes, shape `(B, K)`, and the
-            parts that a rule of a user's own says.
-        attempt (`int`): How often the rows were sampled before.
-        discarded (`list[list[Trajectory]]`): Those of this process whose place later ones took, by attempt.
-        sampled_again (`int`): Groups that were sampled again, counted as often as they were.
-        leaves (`dict[str, list[AnswerLeaves]]`): By reward, the right answers that the policy's next forward scores.
-        answered (`set[str]`): Rewards whose right answers were scored.
-        staleness (`Staleness`): How it came to be trained.
     """
 
-    mode: str
-    rows: list[dict[str, Any]]
-    fills: list[bool]
+    mode: str  # `"train"` or `"eval"`
+    rows: list[Row]  # of the dataset; a prompt occurs once per answer
+    fills: list[bool]  # whether a row only fills up the last batch of an evaluation; it is not sampled
     branching: Branching | None = None
     group_size: int = 1
-    trajectories: list[Trajectory] = field(default_factory=list)
-    token_rows: list[TokenRow] = field(default_factory=list)
-    rewards: RewardBatch | None = None
-    rewards_per_func: Tensor | None = None
-    extra: dict[str, list[Any]] = field(default_factory=dict)
-    scores: Scores | None = None
-    credit: Credit | None = None
-    attempt: int = 0
-    discarded: list[list[Trajectory]] = field(default_factory=list)
-    sampled_again: int = 0
+    trajectories: list[Trajectory] = field(default_factory=list)  # as they end; once all have ended, those of the rows
+    token_rows: list[TokenRow] = field(default_factory=list)  # the trajectories as tokens
+    rewards: RewardBatch = None  # type: ignore[assignment]  # of all processes, once they are judged
+    rewards_per_func: Tensor = None  # type: ignore[assignment]  # (B, num_rewards), NaN where one does not apply
+    extra: dict[str, list[Any]] = field(default_factory=dict)  # what reward functions log per row, by name
+    scores: Scores | None = None  # of this process
+    credit: Credit = None  # type: ignore[assignment]  # of all processes, once they are judged
+    attempt: int = 0  # how often the rows were sampled before
+    discarded: list[list[Trajectory]] = field(default_factory=list)  # those whose place later ones took, by attempt
+    sampled_again: int = 0  # groups, counted as often as they were sampled again
     leaves: dict[str, list[AnswerLeaves]] = field(default_factory=dict)
-    answered: set[str] = field(default_factory=set)
+    """By reward, the right answers that the policy's next forward scores."""
+    answered: set[str] = field(default_factory=set)  # rewards whose right answers were scored
     staleness: Staleness = field(default_factory=Staleness)
 
     @property
@@ -116,7 +103,7 @@ class RolloutBatch:
         """The trajectories that were run. What stands for a padding row has no stop reason."""
         return [trajectory for trajectory in self.trajectories if trajectory.stop_reason is not None]
 
-    def add_texts(self, tokenizer: Any, rows_had_text: bool) -> None:
+    def add_texts(self, tokenizer: PreTrainedTokenizerBase, rows_had_text: bool) -> None:
         """
         Adds what reward functions in TRL's form get where prompts are text, or were before they became messages:
         prompt and completion as text.
@@ -130,7 +117,7 @@ class RolloutBatch:
                     asked = "".join(part.get("text", "") for part in asked)
                 trajectory.texts = asked, said
 
-    def add_extra(self, name: str, values: Sequence[Any]) -> list[Any]:
+    def add_extra(self, name: str, values: Sequence[object]) -> list[Any]:
         """Takes what a reward function logs of the conversations that it judged; returns it per row."""
         self.extra[name] = fill_up(spread(values, self.counted), self.fills)
         return self.extra[name]
@@ -190,7 +177,7 @@ class RolloutBatch:
             if not row.ids:
                 row.ids, row.logprobs = [pad_token_id], [float("nan")]
                 row.mask, row.turns, row.parent = [0], [0], [-1]
-            elif trajectory.failed or (mask_truncated and trajectory.stop_reason.is_truncated):
+            elif trajectory.failed or (mask_truncated and _is_truncated(trajectory)):
                 row.mask = [0] * len(row.mask)
 
     def generated(self, media_token: int | None = None) -> tuple[Any, ...]:
@@ -212,6 +199,10 @@ class RolloutBatch:
             None,  # images of prompts
             [],  # images of tools
         )
+
+
+def _is_truncated(trajectory: Trajectory) -> bool:
+    return trajectory.stop_reason is not None and trajectory.stop_reason.is_truncated
 
 
 def longest_path(trees: Iterable[TokenTree]) -> int:
@@ -263,7 +254,7 @@ class EvaluationRows:
         if streams and self._filled:
             self.dataset = dataset.map(self._count, with_indices=True)
 
-    def _count(self, row: dict[str, Any], index: int) -> dict[str, Any]:
+    def _count(self, row: Row, index: int) -> Row:
         self._rows = index + 1
         return row
 
@@ -295,18 +286,14 @@ def fill_up_scores(scores: Scores, fills: list[bool]) -> Scores:
     )
 
 
-TOKENS_OF_ALL = ("cispo", "dapo", "vespo")
+_TOKENS_OF_ALL = ("cispo", "dapo", "vespo")
 """Losses that TRL divides by `num_items_in_batch`, the tokens that are trained in the whole generation batch."""
 
 
-def leave_out(output: dict[str, Any], kept: torch.Tensor) -> None:
+def leave_out(output: Columns, kept: torch.Tensor) -> None:
     """
-    Takes rows out of the loss of the batch that TRL trains on. `share_out` does the rest once it is dealt out to
-    micro-batches. This is a collective call.
-
-    Args:
-        output (`dict`): The batch.
-        kept (`Tensor`): The rows that stay, shape (B,), bool.
+    Keeps only some rows `(B,)` in the loss of the batch that TRL trains on. `share_out` does the rest once it is dealt
+    out to micro-batches. This is a collective call.
     """
     output["kept"] = kept
     output["tool_mask"] = output["tool_mask"] * kept[:, None]
@@ -314,7 +301,7 @@ def leave_out(output: dict[str, Any], kept: torch.Tensor) -> None:
     output["num_items_in_batch"] = gather(trained.reshape(1)).sum()
 
 
-def share_out(batches: list[dict[str, Any]], loss_type: str) -> None:
+def share_out(batches: list[Columns], loss_type: str) -> None:
     """
     Gives each micro-batch the factor by which its loss grows, so that the loss of all is what it would be without the
     rows that were left out. This is a collective call.
@@ -322,7 +309,7 @@ def share_out(batches: list[dict[str, Any]], loss_type: str) -> None:
     TRL divides by rows (`grpo`, `sapo`, `luspo`, `dr_grpo`), by micro-batches (`bnpo`) or by the tokens that are
     trained, which are counted right already.
     """
-    if loss_type in TOKENS_OF_ALL:
+    if loss_type in _TOKENS_OF_ALL:
         return
     if loss_type == "bnpo":
         counts = [bool((batch["completion_mask"] * batch["tool_mask"]).any()) for batch in batches]
@@ -342,13 +329,13 @@ IMAGES = "row_images"
 # A batch as columns, and as trees
 
 
-def token_columns(rows: list[TokenRow], output: dict[str, Any]) -> dict[str, Any]:
+def token_columns(rows: list[TokenRow], output: Columns) -> Columns:
     """
     What a batch of TRL's needs for our forward besides its ids, as tensors that are padded as its own `(B, T)` and
     `(B, P)` are. Not every batch has a `parent`, `routes` or images.
     """
     prompts, completions = output["prompt_ids"], output["completion_ids"]
-    columns: dict[str, Any] = {"turn_ids": _padded([row.turns for row in rows], completions)}
+    columns: Columns = {"turn_ids": _padded([row.turns for row in rows], completions)}
     if any(row.parent != list(range(-1, len(row.ids) - 1)) for row in rows):
         columns["parent"] = _padded([row.parent for row in rows], completions)
     width = max(len(row.routes) // len(row.ids) for row in rows)
@@ -395,7 +382,7 @@ def row_tree(row: TokenRow) -> FlatTree:
     return FlatTree(np.array(row.prompt_ids + row.ids, dtype=np.int64), turns, parent, routes)
 
 
-def batch_trees(columns: dict[str, Any]) -> list[FlatTree]:
+def batch_trees(columns: Columns) -> list[FlatTree]:
     """The rows of a batch that has `token_columns`, as trees."""
     arrays = {
         name: value.detach().cpu().numpy()
@@ -417,23 +404,19 @@ def batch_trees(columns: dict[str, Any]) -> list[FlatTree]:
     return trees
 
 
-Rows = dict[str, Any]
-"""Columns of rows: tensors, and the list of the rows' images."""
-
-
-def rebalance(batches: Sequence[dict[str, Any]], group_size: int) -> list[dict[str, Any]]:
+def rebalance(batches: Sequence[Columns], group_size: int) -> list[Columns]:
     """
     Distributes the rows of all ranks over micro-batches again. Rows of a group are put into one micro-batch, where
     they share their prompt. All micro-batches hold about as many unique tokens, and those that ranks run at the same
     time are the most alike. Every rank keeps its number of rows and of micro-batches, so a loss whose mean is over
     rows, or over the tokens of the whole batch, does not change.
 
-    Rows move only if a micro-batch holds whole groups, or a group fills whole micro-batches. If not, they stay on
+    Columns move only if a micro-batch holds whole groups, or a group fills whole micro-batches. If not, they stay on
     their rank: groups lie next to each other and are cut where a micro-batch ends.
     """
     state = PartialState()
     size = len(batches[0]["group_ids"])
-    rows = {
+    rows: Columns = {
         key: torch.cat([batch[key] for batch in batches])
         for key, value in batches[0].items()
         if isinstance(value, Tensor) and value.dim()
@@ -450,7 +433,7 @@ def rebalance(batches: Sequence[dict[str, Any]], group_size: int) -> list[dict[s
         weights = gather(torch.tensor(tokens, device=order.device)).tolist()
         plan = assign(weights, state.num_processes, len(batches))
         first = state.process_index * len(pieces)
-        parcels: list[dict[int, Rows]] = [
+        parcels: list[dict[int, Columns]] = [
             {piece: pieces[piece - first] for step in plan for piece in step[rank] if 0 <= piece - first < len(pieces)}
             for rank in range(state.num_processes)
         ]
@@ -506,11 +489,11 @@ def exchange(parcels: list[Any], device: torch.device, group: dist.ProcessGroup 
     ]
 
 
-def _take(rows: Rows, index: Tensor) -> Rows:
+def _take(rows: Columns, index: Tensor) -> Columns:
     """Takes some rows, without padding that none of them needs."""
     prompt = int(rows["prompt_mask"][index].sum(dim=1).max())
     completion = int(rows["completion_mask"][index].sum(dim=1).max())
-    taken: Rows = {}
+    taken: Columns = {}
     for key, value in rows.items():
         if key == IMAGES:
             taken[key] = [value[row] for row in index.tolist()]
@@ -524,7 +507,7 @@ def _take(rows: Rows, index: Tensor) -> Rows:
     return taken
 
 
-def _join(pieces: list[Rows]) -> Rows:
+def _join(pieces: list[Columns]) -> Columns:
     images = [row for piece in pieces for row in piece.pop(IMAGES, [{}] * len(piece["group_ids"]))]
     if any("parent" in piece for piece in pieces):  # a rank on which no history was rewritten sent none
         for piece in pieces:
@@ -536,7 +519,7 @@ def _join(pieces: list[Rows]) -> Rows:
             piece.setdefault(name, sent[0].new_full((*piece[ids].shape, sent[0].size(2)), NO_ROUTE))
     # TRL pads ratios with 1, and its VESPO multiplies those of the padding too
     fills = {"importance_sampling_ratio": 1.0, "prompt_routes": NO_ROUTE, "routes": NO_ROUTE}
-    joined: Rows = {
+    joined: Columns = {
         key: _stack([piece[key] for piece in pieces], key.startswith("prompt_"), fills.get(key, 0.0))
         for key in pieces[0]
     }
@@ -577,7 +560,7 @@ def balance(weights: Sequence[float], num_bins: int) -> list[list[int]]:
 
 
 def loss_of_group(
-    trainer: GRPOTrainer, model: nn.Module, inputs: dict[str, Any], loss_of: Callable[[dict[str, Any]], Tensor]
+    trainer: GRPOTrainer, model: nn.Module, inputs: Columns, loss_of: Callable[[dict[str, Any]], Tensor]
 ) -> Tensor:
     """
     The loss of this process's micro-batch, after the backward of all but the last micro-batch of its group. Its own
@@ -593,8 +576,7 @@ def loss_of_group(
     losses = []
     for number, part in enumerate(parts, start=1):
         # DDP sums gradients once, FSDP2 after each backward, so that whole gradients are not kept
-        waits = number < group.size and isinstance(model, DistributedDataParallel)
-        with model.no_sync() if waits else nullcontext():
+        with model.no_sync() if number < group.size and isinstance(model, DistributedDataParallel) else nullcontext():
             loss = loss_of(part)
             losses.append(loss.detach())
             if number < group.size:

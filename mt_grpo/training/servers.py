@@ -14,12 +14,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import is_peft_model
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from trl import ModelConfig
 
 import mt_grpo
@@ -34,19 +33,19 @@ from mt_grpo.servers.start import OwnServer, check_keys, is_free
 from mt_grpo.training.checkpoint import adapter_settings
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.model import resolve_base, resolve_model, served_model, source_options, subfolder_of
-from mt_grpo.training.ranks import everywhere
+from mt_grpo.training.ranks import everywhere, several_hosts
 from mt_grpo.vllm_plugin.guard import SLEEPS
 from mt_grpo.weights.sync import WeightSync
 from mt_grpo.weights.transport import Transport, find_transport
 
-LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
-LAUNCHERS = ("ROLE_", "MASTER_", "TORCHELASTIC_", "ACCELERATE_", "FSDP_", "TORCH_NCCL_", "OMP_")
+_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+_LAUNCHERS = ("ROLE_", "MASTER_", "TORCHELASTIC_", "ACCELERATE_", "FSDP_", "TORCH_NCCL_", "OMP_")
 """Environment variables of a process that was launched, and the beginnings of others; a server is none."""
 GONE_TIMEOUT = 20.0
 """Seconds to wait for a server that was up: nobody starts it again."""
 GUARD = "mt_grpo.vllm_plugin.guard.Guard"
 """The middleware that lets only the trainer's requests pass, and only with the key."""
-DRAIN = 30
+_DRAIN = 30
 """Seconds that a server which is told to end gives the requests under way."""
 
 
@@ -70,7 +69,7 @@ def colocates(args: MTGRPOConfig) -> bool:
     return args.use_vllm and args.vllm_mode == "colocate" and args.replay is None
 
 
-def own_port(args: MTGRPOConfig) -> int:
+def _own_port(args: MTGRPOConfig) -> int:
     """The port of the server that the group of this process shares its GPUs with."""
     return args.vllm_server_port + args.process_index // args.vllm_tensor_parallel_size
 
@@ -81,7 +80,7 @@ def transport_of(args: MTGRPOConfig) -> type[Transport]:
 
 
 def server_client(
-    args: MTGRPOConfig, tokenizer: Any, model: str, media_tokens: Mapping[int, int] | None = None
+    args: MTGRPOConfig, tokenizer: PreTrainedTokenizerBase, model: str, media_tokens: Mapping[int, int] | None = None
 ) -> VLLMServerClient:
     """The client of a run's servers, not yet connected."""
     return VLLMServerClient(
@@ -89,7 +88,7 @@ def server_client(
         tokenizer,
         model=served_model(model, args),
         server_timeout=args.vllm_server_timeout,
-        home=f"http://127.0.0.1:{own_port(args)}" if colocates(args) else None,
+        home=f"http://127.0.0.1:{_own_port(args)}" if colocates(args) else None,
         media_tokens=media_tokens,
         min_servers=args.vllm_min_servers,
         by_cache=args.max_concurrent_rollouts is None,
@@ -98,7 +97,7 @@ def server_client(
 
 
 def weight_sync(
-    args: MTGRPOConfig, client: VLLMServerClient, get_model: Callable[[], Any], accelerator: Accelerator
+    args: MTGRPOConfig, client: VLLMServerClient, get_model: Callable[[], PreTrainedModel], accelerator: Accelerator
 ) -> WeightSync:
     """
     The sync of weights to the servers, by the transport that the options choose. A server that cannot be used, e.g.
@@ -141,7 +140,7 @@ def command_at(host: str, port: int, args: MTGRPOConfig, model: ModelConfig) -> 
         *("--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"),
         *("--weight-transfer-config", json.dumps({"backend": transport.server_backend})),
         # for requests under way at SIGTERM; the guard sends others away meanwhile
-        *("--shutdown-timeout", str(DRAIN)),
+        *("--shutdown-timeout", str(_DRAIN)),
         # answers carry it: a client sees by it that the server was restarted and has lost its weights
         *("--fingerprint-mode", "custom", "--fingerprint-value", f"mt-grpo-{uuid.uuid4().hex[:12]}"),
     ]
@@ -241,16 +240,16 @@ def check_own_servers(args: MTGRPOConfig) -> None:
 
 def _check(args: MTGRPOConfig) -> None:
     check_groups(vars(args), args.world_size)
-    if int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size)) < args.world_size:
+    if several_hosts(args):
         raise ConfigError(
             "`vllm_mode: colocate` starts servers for the processes of one machine, and these are on several: set "
             "`vllm_mode: server`, and start the servers with `mt-grpo serve`."
         )
     check_vllm()
     check_keys()
-    if _leads(args) and not is_free(own_port(args)):
+    if _leads(args) and not is_free(_own_port(args)):
         raise ConfigError(
-            f"Port {own_port(args)} is taken, and `vllm_mode: colocate` starts a server on it: give the run another "
+            f"Port {_own_port(args)} is taken, and `vllm_mode: colocate` starts a server on it: give the run another "
             "`vllm_server_port`; its servers take that one and those after it."
         )
 
@@ -260,7 +259,7 @@ def _leads(args: MTGRPOConfig) -> bool:
     return args.process_index % args.vllm_tensor_parallel_size == 0
 
 
-def start_own_server(args: MTGRPOConfig, model: Any) -> OwnServer | None:
+def start_own_server(args: MTGRPOConfig, model: PreTrainedModel) -> OwnServer | None:
     """
     Starts the server of this process's group, and returns when all servers of the run answer. This is a collective
     call.
@@ -283,11 +282,11 @@ def start_own_server(args: MTGRPOConfig, model: Any) -> OwnServer | None:
             dtype=str(next(model.parameters()).dtype).removeprefix("torch."),
             lora_r=16 if peft is None else peft.r,
         )
-        command, environment = command_at("127.0.0.1", own_port(args), args, about)
+        command, environment = command_at("127.0.0.1", _own_port(args), args, about)
         environment |= _gpus(args)
         if args.vllm_enable_sleep_mode:
             environment[SLEEPS] = "1"
-        server = OwnServer(command, {**_surroundings(), **environment}, f"http://127.0.0.1:{own_port(args)}")
+        server = OwnServer(command, {**_surroundings(), **environment}, f"http://127.0.0.1:{_own_port(args)}")
         try:
             server.wait(args.vllm_server_timeout)
         except BaseException:
@@ -299,7 +298,7 @@ def start_own_server(args: MTGRPOConfig, model: Any) -> OwnServer | None:
 
 
 @contextmanager
-def own_server(args: MTGRPOConfig, model: Any) -> Iterator[OwnServer | None]:
+def own_server(args: MTGRPOConfig, model: PreTrainedModel) -> Iterator[OwnServer | None]:
     """
     The server of this process's group, if there is one; see `start_own_server`. It ends where the context fails, and
     lives on where it does not.
@@ -325,7 +324,7 @@ def hand_over(server: OwnServer | None, args: MTGRPOConfig, sync: WeightSync) ->
 
 
 def _surroundings() -> dict[str, str]:
-    names = {name for name in os.environ if name in LAUNCHER or name.startswith(LAUNCHERS)}
+    names = {name for name in os.environ if name in _LAUNCHER or name.startswith(_LAUNCHERS)}
     return {name: value for name, value in os.environ.items() if name not in names}
 
 

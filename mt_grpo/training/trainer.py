@@ -9,11 +9,12 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
+from torch import nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 from transformers.integrations import TensorBoardCallback
@@ -34,7 +35,8 @@ from mt_grpo.rollout import Engine, RolloutError
 from mt_grpo.rollout.engines.proof import prove_engine
 from mt_grpo.rollout.engines.transformers import TransformersEngine
 from mt_grpo.runlog.heartbeat import Silence
-from mt_grpo.training import columns, environment, forward_plan, preflight, reward_batch, rollout_batch
+from mt_grpo.training import columns, environment, forward_plan, prefetch, preflight, reward_batch, rollout_batch
+from mt_grpo.training.columns import Rows
 from mt_grpo.training.config import MTGRPOConfig, as_mtgrpo_config, changed
 from mt_grpo.training.model import (
     Activations,
@@ -49,28 +51,12 @@ from mt_grpo.training.model import (
     tokenizer_in,
     without_dropout,
 )
-from mt_grpo.training.prefetch import (
-    STEP_FACTOR,
-    ModelCopy,
-    PrefetchQueue,
-    SmallerSteps,
-    effective_sample_size,
-    own_weights,
-)
+from mt_grpo.training.prefetch import STEP_FACTOR, ModelCopy, PrefetchQueue, SmallerSteps, effective_sample_size
 from mt_grpo.training.ranks import everywhere, run_here
 from mt_grpo.training.replay import NoEngine, Replay
 from mt_grpo.training.resuming import ResumableTrainer
 from mt_grpo.training.reward_batch import ModelReward
-from mt_grpo.training.rollout_batch import (
-    EvaluationRows,
-    RolloutBatch,
-    as_text,
-    branching,
-    fill_up,
-    fill_up_scores,
-    loss_of_group,
-    rebalance,
-)
+from mt_grpo.training.rollout_batch import Columns, EvaluationRows, RolloutBatch, Row
 from mt_grpo.training.step_log import NumbersToTensorBoard, Step, StepLog, print_fewer
 from mt_grpo.training.step_log.metrics import means_over_rows, route_metrics, show_advantages
 from mt_grpo.trajectory import Trajectory
@@ -78,8 +64,9 @@ from mt_grpo.trajectory import Trajectory
 if TYPE_CHECKING:
     from mt_grpo.weights.sync import WeightSync
 
-Reward = str | Callable[..., Any] | RewardFunc | PreTrainedModel
-Rewards = Reward | Sequence[Reward] | None
+T = TypeVar("T")
+Reward: TypeAlias = str | Callable[..., object] | RewardFunc | PreTrainedModel
+Rewards: TypeAlias = Reward | Sequence[Reward] | None
 
 logger = logging.getLogger(__name__)
 
@@ -136,8 +123,8 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         turn_reward_funcs: Rewards = None,
         outcome_reward_funcs: Rewards = None,
         args: GRPOConfig | None = None,
-        train_dataset: Dataset | IterableDataset | list[dict[str, Any]] | None = None,
-        eval_dataset: Dataset | IterableDataset | list[dict[str, Any]] | dict[str, Any] | None = None,
+        train_dataset: Dataset | IterableDataset | list[Row] | None = None,
+        eval_dataset: Dataset | IterableDataset | list[Row] | dict[str, Rows] | None = None,
         engine: Engine | None = None,
         processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
         callbacks: list[TrainerCallback] | None = None,
@@ -147,8 +134,8 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         environment_factory: TRLFactory | None = None,
         reward_funcs: Rewards = None,
         reward_processing_classes: PreTrainedTokenizerBase | list[PreTrainedTokenizerBase | None] | None = None,
-        tools: Sequence[Callable[..., Any] | str] | None = None,
-        rollout_func: Callable[..., Any] | None = None,
+        tools: Sequence[Callable[..., object] | str] | None = None,
+        rollout_func: Callable[..., object] | None = None,
     ) -> None:
         if args is None:
             name = Path(model if isinstance(model, str) else model.config.name_or_path).name
@@ -225,7 +212,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
                 callbacks=callbacks,
                 optimizers=optimizers,
             )
-            vars(args).update({name: value for name, value in vars(self.args).items() if name not in hidden})
+            args.__dict__.update({name: value for name, value in vars(self.args).items() if name not in hidden})
             self.args = args  # as in TRL: what is set there later counts
             if processing is not None:
                 self.processing_class = self.callback_handler.processing_class = processing
@@ -236,12 +223,12 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             self._prepare_rewards(rewards)
             self._prepare_rollouts(engine)
             self._prepare_step_log()
-        self.batch: RolloutBatch | None = None
+        self.batch = RolloutBatch("train", [], [])
         self._prefetch: PrefetchQueue | None = None
         self.eval_trajectories: list[Trajectory] = []
         self.evaluated_step: int | None = None
         self._evaluation: EvaluationRows | None = None
-        self._loss_inputs: dict[str, Any] | None = None  # the micro-batch whose loss TRL's forward computes
+        self._loss_inputs: Columns | None = None  # the micro-batch whose loss TRL's forward computes
         self._router_loss: torch.Tensor | None = None  # the loss that balances experts in it
         self._failed_batches = 0
 
@@ -286,7 +273,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         self.use_vllm = args.use_vllm or bool(args.max_staleness)
         self.weight_sync: WeightSync | ModelCopy | None = None
         self._synced_step = -1  # whose weights the servers have
-        self._servers_sleep = False  # while the model is trained
+        self._asleep_in_training: WeightSync | None = None  # whose servers sleep while the model is trained
         if self.replay is not None:
             self.replay.check_tokenizer(self._tokenizer)
             engine = NoEngine(self._tokenizer, context_length(self.model.config))
@@ -299,19 +286,20 @@ class MTGRPOEnvTrainer(ResumableTrainer):
                 self._run_on_all_ranks(engine.connect)
                 self.weight_sync = servers.weight_sync(args, engine, lambda: self.model, self.accelerator)
                 servers.hand_over(server, args, self.weight_sync)
-            self._servers_sleep = servers.colocates(args) and args.vllm_enable_sleep_mode
+            if servers.colocates(args) and args.vllm_enable_sleep_mode:
+                self._asleep_in_training = self.weight_sync
         self._sampling = forward_plan.sampling_params(args)
         self._needs_routes = route_shape(self.model.config) is not None
         engine = engine or environment.own_engine(args, self._tokenizer, self.model, self.accelerator)
         self._unproven = engine if type(engine) is TransformersEngine else None
         images = columns.media_encoder(self.processing_class, self.model.config, engine)
         columns.check_media(images, self.model.config, engine, self.train_dataset, self.eval_dataset)
-        self._proven_shown: set[Any] | None = None if images is None else set()
-        several = images is not None and self.accelerator.num_processes > 1
-        self.blank: Media = images.blanks() if several else {}
+        self._proven_shown: set[object] | None = None if images is None else set()
+        several = self.accelerator.num_processes > 1
+        self.blank: Media = images.blanks() if images is not None and several else {}
         self.runner = environment.build_runner(self.env, engine, args, images)
         if args.max_staleness:
-            self.weight_sync = self.weight_sync or own_weights(engine, self.model, args, self.accelerator)
+            self.weight_sync = self.weight_sync or prefetch.own_weights(engine, self.model, args, self.accelerator)
             if self.weight_sync is not None:
                 self.weight_sync.send_in_flight()
             self._steps = SmallerSteps()
@@ -325,7 +313,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
 
     # A step of training, in the order in which TRL calls: rows in, sampled, scored, credited, and the loss
 
-    def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
+    def _prepare_inputs(self, generation_batch: Any) -> Columns:
         """TRL's. Rows of a group are put into one micro-batch, where `forward: tree` computes their prefix once."""
         forward_plan.prove_forward(
             self, self.max_completion_length or 1
@@ -334,25 +322,25 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         inputs = super()._prepare_inputs(generation_batch)
         if self._buffered_inputs is not buffered:
             if self.args.forward == "tree":
-                self._buffered_inputs = rebalance(self._buffered_inputs, self.num_generations)
+                self._buffered_inputs = rollout_batch.rebalance(self._buffered_inputs, self.num_generations)
             if self.args.groups_without_signal != "keep":
                 rollout_batch.share_out(self._buffered_inputs, self.loss_type)
             inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]
         return inputs
 
-    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+    def _generate_and_score_completions(self, inputs: list[Row]) -> Columns:
         """TRL's, with one advantage per token, shape `(B, T)`, in place of one per trajectory."""
         mode = "train" if self.model.training else "eval"
-        evaluates = mode == "eval" and self._evaluation is not None
-        fills = self._evaluation.fills(len(inputs)) if evaluates else [False] * len(inputs)
+        counts = None if mode == "train" else self._evaluation
+        fills = [False] * len(inputs) if counts is None else counts.fills(len(inputs))
         generations = self.num_generations if mode == "train" else self.num_generations_eval
         rows = [columns.with_column_media(row) for row in inputs]
-        batch = self.batch = RolloutBatch(mode, rows, fills, branching(self.args, mode), generations)
+        batch = self.batch = RolloutBatch(mode, rows, fills, rollout_batch.branching(self.args, mode), generations)
         k = self._step % self.args.gradient_accumulation_steps
         step = self.step_log.begin(batch, self.state.global_step, k)
         # for TRL's table of completions; what is sampled after is the batch's own rows
         shown = [{name: row[name] for name in row if name not in columns.MEDIA_COLUMNS} for row in rows]
-        shown = [row | {"prompt": as_text(row["prompt"])} for row in shown]
+        shown = [row | {"prompt": rollout_batch.as_text(row["prompt"])} for row in shown]
         try:
             with environment.open_environments(batch):
                 step.output = super()._generate_and_score_completions(shown)
@@ -395,14 +383,15 @@ class MTGRPOEnvTrainer(ResumableTrainer):
 
     def _take_memory_from_servers(self) -> None:
         """Before the model computes: servers on its GPUs sleep until conversations are sampled again."""
-        if self._servers_sleep:
-            self.weight_sync.sleep()
+        if self._asleep_in_training is not None:
+            self._asleep_in_training.sleep()
             self._synced_step = -1
 
     def _rollout(self, batch: RolloutBatch) -> None:
         step, first = self.state.global_step, self.accelerator.process_index * len(batch.rows)
-        if self.replay is not None:
-            everywhere(lambda: self.replay.fill_in(batch, self, first))
+        replay = self.replay
+        if replay is not None:
+            everywhere(lambda: replay.fill_in(batch, self, first))
             return
         # generation can happen more than once in an optimiser step; evaluation draws the same numbers every time
         moment = (step, self._step % self.args.gradient_accumulation_steps) if batch.mode == "train" else ()
@@ -413,12 +402,12 @@ class MTGRPOEnvTrainer(ResumableTrainer):
                 self.weight_sync.sync(step)
             self._synced_step, batch.staleness.sync_seconds = step, time.perf_counter() - start
         self._prove_engine()
-        prefetch = None if batch.mode == "eval" or batch.attempt else self._prefetch
-        taken = prefetch is not None and prefetch.begin(self._step, step)
+        queue = None if batch.mode == "eval" or batch.attempt else self._prefetch
+        ahead = queue if queue is not None and queue.begin(self._step, step) else None
         sessions = {request.session for request in requests}
         sampling = self.step_log.activity.sampling(batch, self.runner.under_way, sessions)
 
-        def converse() -> Coroutine[Any, Any, list[Trajectory]]:
+        def converse() -> Coroutine[object, object, list[Trajectory]]:
             return self.runner.run(
                 requests,
                 self._sampling,
@@ -428,10 +417,15 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             )
 
         with without_dropout(self.model, True), self._lent_model(), sampling:
-            run = everywhere(lambda: prefetch.take(batch, self._step)) if taken else self._run_on_all_ranks(converse)
+            if ahead is None:
+                ran = self._run_on_all_ranks(converse)
+            else:
+                ran = everywhere(lambda: ahead.take(batch, self._step))
         if self.weight_sync is not None:
             self.weight_sync.check()
-        batch.trajectories = fill_up(run, batch.fills, lambda index: Trajectory(batch.rows[index]["prompt"]))
+        batch.trajectories = rollout_batch.fill_up(
+            ran, batch.fills, lambda index: Trajectory(batch.rows[index]["prompt"])
+        )
 
     def _lent_model(self) -> AbstractContextManager[None]:
         """Lends the model to an engine that has no weights of its own."""
@@ -447,7 +441,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
                 self._run_on_all_ranks(lambda: prove_engine(engine, self.accelerator.mixed_precision))
             self._unproven = None
 
-    def _run_on_all_ranks(self, begin: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+    def _run_on_all_ranks(self, begin: Callable[[], Coroutine[object, object, T]]) -> T:
         """Runs a coroutine in the background; a failure of one process ends all."""
         return everywhere(lambda: run_here(begin(), self.accelerator.device))
 
@@ -467,7 +461,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         self._metrics[batch.mode]["num_tokens"] = [self.state.num_input_tokens_seen]
 
     def _calculate_rewards(
-        self, inputs: list[dict[str, Any]], prompts: list[Any], completions: list[Any], completion_ids: list[Any]
+        self, inputs: list[Row], prompts: list[Any], completions: list[Any], completion_ids: list[Any]
     ) -> torch.Tensor:
         """Scores turns and outcomes. Returns one column per reward, with turn rewards summed over turns."""
         batch = self.batch
@@ -501,15 +495,15 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             reward_batch.score_answers(self, batch)
             scores = self._run_on_all_ranks(
                 lambda: score_trajectories(
-                    self.turn_reward_funcs,
-                    self.outcome_reward_funcs,
+                    self.turn_reward_funcs,  # type: ignore[arg-type]  # of the kinds that `load_rewards` was asked for
+                    self.outcome_reward_funcs,  # type: ignore[arg-type]
                     batch.counted,
                     extra=extra,
-                    state_scores=self.state_scores,
+                    state_scores=self.state_scores,  # type: ignore[arg-type]
                 )
             )
             self.step_log.warnings.recheck(batch.counted, batch.mode)
-        return fill_up_scores(scores, batch.fills)
+        return rollout_batch.fill_up_scores(scores, batch.fills)
 
     def _credit(self, step: Step) -> None:
         """Adds the advantages of turns, and columns for our forward, to the batch that TRL trains on."""
@@ -522,16 +516,16 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         output["group_ids"], output["row_ids"] = step.rows // batch.group_size, step.row_ids
         output["advantages"] = step.advantages.gather(1, output["turn_ids"])
 
-    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+    def compute_loss(self, model: nn.Module, inputs: Columns, *args: object, **kwargs: object) -> torch.Tensor:
         if self.model.training:
             self._take_memory_from_servers()
             if STEP_FACTOR in inputs:
                 self._steps.before(self.optimizer, inputs[STEP_FACTOR].item())
         if self.forward_plan.group is None or not self.model.training:
             return self._loss(model, inputs, *args, **kwargs)
-        return loss_of_group(self, model, inputs, lambda part: self._loss(model, part, *args, **kwargs))
+        return rollout_batch.loss_of_group(self, model, inputs, lambda part: self._loss(model, part, *args, **kwargs))
 
-    def _loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+    def _loss(self, model: nn.Module, inputs: Columns, *args: object, **kwargs: object) -> torch.Tensor:
         self._loss_inputs = inputs
         try:
             with self._activations.kept(model) if self.model.training else nullcontext():
@@ -550,13 +544,13 @@ class MTGRPOEnvTrainer(ResumableTrainer):
 
     def _get_per_token_logps_and_entropies(
         self,
-        model: Any,
+        model: nn.Module,
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor,
         logits_to_keep: int,
         batch_size: int | None = None,
         compute_entropy: bool = False,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """
         TRL's, `(B, T)`, 0 where a token is not trained. Old and reference log-probs have no dropout. The old ones come
@@ -586,7 +580,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
                 self.step_log.trained(inputs, logps, entropies)
         return logps, entropies, router_loss
 
-    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         norm = super()._get_grad_norm(model, grad_norm)
         check_gradient(norm, self.args, self.accelerator, self.state.global_step)
         self.step_log.latest.gradient_norm = norm
@@ -617,7 +611,9 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         rows = self._evaluation = EvaluationRows(dataset, self.num_generations_eval, self.accelerator)
         return super().get_eval_dataloader(eval_dataset if rows.dataset is dataset else rows.dataset)
 
-    def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
+    def evaluate(
+        self, eval_dataset: Rows | dict[str, Rows] | str | None = None, *args: object, **kwargs: object
+    ) -> dict[str, float]:
         self.eval_trajectories, self.evaluated_step = [], None
         with self._says_how_far(), self._names_rows(eval_dataset):
             metrics = super().evaluate(eval_dataset, *args, **kwargs)

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.rule import Rule
 from rich.text import Text
 from torch import Tensor
-from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainerState
 from transformers.integrations import TensorBoardCallback, TrackioCallback, WandbCallback
 from trl import GRPOTrainer
 
@@ -26,7 +26,7 @@ from mt_grpo.media import part_text
 from mt_grpo.runlog.files import to_json
 from mt_grpo.runlog.writer import question_of
 from mt_grpo.training.config import MTGRPOConfig
-from mt_grpo.training.rollout_batch import RolloutBatch
+from mt_grpo.training.rollout_batch import Columns, RolloutBatch
 from mt_grpo.training.step_log.metrics import Metrics, Warnings
 from mt_grpo.training.step_log.records import Outputs, Records, Step, Update, about_run, as_record, describe_rewards
 from mt_grpo.trajectory import Message, Trajectory, visible
@@ -165,23 +165,23 @@ class StepLog(TrainerCallback):
         self.metrics.take(step)
         self.table.take(step)
 
-    def trained(self, inputs: dict[str, Any], logps: Tensor, entropies: Tensor) -> None:
+    def trained(self, inputs: Columns, logps: Tensor, entropies: Tensor) -> None:
         """Takes note of log-probs and entropies, `(B, T)`, of a micro-batch whose loss is computed."""
         if "row_ids" in inputs:  # a checkpoint may hold rows without a number
             self.latest.outputs.append(Outputs.of(inputs, logps, entropies, self._args))
 
     # TRL calls
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
         self.records.begin(state.global_step)
         self.warnings.begin()
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_begin(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
         self._begun = time.perf_counter()
         self.latest = Update(state.global_step, time.time())
         self.activity.seconds.clear()
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
         update = self.latest
         update.seconds = time.perf_counter() - self._begun
         update.waits = dict(self.activity.seconds)
@@ -189,35 +189,39 @@ class StepLog(TrainerCallback):
         self.warnings.update(update)
         update.outputs = []
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> None:
+    def on_log(self, args: object, state: TrainerState, control: object, logs: Logs, **kwargs: Any) -> None:
         self.records.log(logs, state.global_step)
         self.table.log("train" if kwargs["model"].training else "eval", state.global_step)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
         self.records.write_audit(state.global_step)
         self.warnings.end()
 
 
-ROWS = 4  # conversations of a log step where `num_completions_to_print` is unset
+_ROWS = 4  # conversations of a log step where `num_completions_to_print` is unset
 
-STYLES = {"turn": "cyan", "assistant": "green"}  # of messages, by author; others are the environment's
+_STYLES = {"turn": "cyan", "assistant": "green"}  # of messages, by author; others are the environment's
 
-PRINTED = (
+_PRINTED = (
     *("loss", "grad_norm", "learning_rate", "reward", "reward_std", "frac_reward_zero_std", "kl", "entropy"),
     *("completions/mean_length", "completions/clipped_ratio", "tools/call_frequency", "tools/failure_frequency"),
     *("turns/mean", "num_tokens", "step_time", "runtime", "epoch"),
 )
 
 
-def printed(logs: dict[str, Any]) -> dict[str, Any]:
-    """Those of `PRINTED`, the mean of each reward, and what is logged at the end of training."""
+Logs = dict[str, Any]
+"""Values by name, as metrics are logged."""
+
+
+def printed(logs: Logs) -> Logs:
+    """Those of `_PRINTED`, the mean of each reward, and what is logged at the end of training."""
 
     def few(name: str) -> bool:
-        return name in PRINTED or (name.startswith("rewards/") and name.endswith("/mean"))
+        return name in _PRINTED or (name.startswith("rewards/") and name.endswith("/mean"))
 
     def of_evaluation(name: str) -> bool:
         bare = name.removeprefix("eval_")  # what follows may begin with the name of one of several sets
-        return bare != name and (few(bare) or any(bare.endswith(f"_{one}") for one in PRINTED))
+        return bare != name and (few(bare) or any(bare.endswith(f"_{one}") for one in _PRINTED))
 
     return {
         name: value for name, value in logs.items() if few(name) or of_evaluation(name) or name.startswith("train_")
@@ -227,14 +231,14 @@ def printed(logs: dict[str, Any]) -> dict[str, Any]:
 class FewerProgress(ProgressCallback):
     """Prints beside a bar."""
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+    def on_log(self, args: object, state: object, control: object, logs: Logs | None = None, **kwargs: object) -> None:
         super().on_log(args, state, control, printed(logs or {}), **kwargs)
 
 
 class FewerPrinter(PrinterCallback):
     """Prints without a bar."""
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+    def on_log(self, args: object, state: object, control: object, logs: Logs | None = None, **kwargs: object) -> None:
         super().on_log(args, state, control, printed(logs or {}), **kwargs)
 
 
@@ -271,7 +275,7 @@ class Table:
             return
         batch, advantages = latest
         ran = [index for index, trajectory in enumerate(batch.trajectories) if trajectory.stop_reason is not None]
-        most = ROWS if self._args.num_completions_to_print is None else self._args.num_completions_to_print
+        most = _ROWS if self._args.num_completions_to_print is None else self._args.num_completions_to_print
         count = min(most, len(ran))
         chosen = [ran[place * len(ran) // count] for place in range(count)]
         if not chosen:
@@ -287,7 +291,7 @@ class Table:
         if self._args.log_completions:
             self._print(texts, batch.mode, number)
 
-    def _send(self, key: str, rows: list[dict[str, Any]], step: int) -> None:
+    def _send(self, key: str, rows: list[Logs], step: int) -> None:
         for callback in self._trackers:
             if isinstance(callback, TensorBoardCallback):
                 text = "\n---\n\n".join(map(as_markdown, rows))
@@ -306,9 +310,10 @@ class Table:
 
 
 def _text(trajectory: Trajectory, advantages: list[float]) -> Text:
+    assert trajectory.stop_reason is not None  # it was run
     text = Text()
     for piece in [*_prompt_pieces(trajectory), *turn_pieces(trajectory)]:
-        text.append(plain([piece]) + "\n", style=STYLES.get(piece[0], "bright_black"))
+        text.append(plain([piece]) + "\n", style=_STYLES.get(piece[0], "bright_black"))
     text.append(trajectory.stop_reason.value, style="bold")
     if trajectory.error:
         text.append(f": {visible(trajectory.error)}", style="red")
@@ -364,6 +369,7 @@ def numbers(values: Sequence[float | None]) -> str:
 def table_row(step: int, trajectory: Trajectory, advantages: Sequence[float], extra: dict[str, Any]) -> dict[str, Any]:
     """A conversation as a row of a table: numbers, text and `None`."""
     rewards = trajectory.rewards
+    assert trajectory.stop_reason is not None  # it was run
     return {
         "step": step,
         "prompt": plain(_prompt_pieces(trajectory)),
@@ -377,7 +383,7 @@ def table_row(step: int, trajectory: Trajectory, advantages: Sequence[float], ex
     }
 
 
-def as_markdown(row: dict[str, Any]) -> str:
+def as_markdown(row: Logs) -> str:
     """A row as Markdown: its text as a block in which nothing is markup, all else as a list."""
     blocks = ("prompt", "conversation")
     facts = [f"- {name}: `{value}`" for name, value in row.items() if name not in blocks and value not in (None, "")]
@@ -411,6 +417,6 @@ def _call(call: dict[str, Any]) -> str:
 class NumbersToTensorBoard(TensorBoardCallback):
     """Leaves out what has no number, such as the reward of a batch that failed, of which TensorBoard would warn."""
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+    def on_log(self, args: object, state: object, control: object, logs: Logs | None = None, **kwargs: object) -> None:
         numbers = {name: value for name, value in (logs or {}).items() if value is not None}
         super().on_log(args, state, control, logs=numbers, **kwargs)

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from accelerate import PartialState
 from accelerate.utils import gather, gather_object
-from torch import Tensor
+from torch import Tensor, nn
 
 from mt_grpo.credit import RewardBatch, Rule, bias_of_turn_coef, bind_rule, mt_grpo, rule_name, sums_turns
 from mt_grpo.credit.audit import outcome_at_first_turn, pull_apart, scale_ratio
@@ -23,7 +22,7 @@ from mt_grpo.runlog.findings import Counts, find, why_equal
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.ranks import run_here
 from mt_grpo.training.rollout_batch import Staleness
-from mt_grpo.training.step_log.records import Step, Update, mean_record
+from mt_grpo.training.step_log.records import Line, Step, Update, mean_record
 from mt_grpo.trajectory import StopReason, Trajectory
 
 
@@ -37,9 +36,9 @@ class Tally:
     """
 
     def __init__(self) -> None:
-        self._sums: Counter[str] = Counter()
+        self._sums: dict[str, float] = defaultdict(float)
         self._per: dict[str, str] = {}
-        self._counts: Counter[str] = Counter()
+        self._counts: dict[str, float] = defaultdict(float)
         self._largest: dict[str, float] = {}
 
     def count(self, unit: str, number: float) -> None:
@@ -63,9 +62,11 @@ class Tally:
 
     def merge(self, other: Tally) -> None:
         """Adds what another tally has."""
-        self._sums.update(other._sums)
         self._per |= other._per
-        self._counts.update(other._counts)
+        for name, total in other._sums.items():
+            self._sums[name] += total
+        for unit, number in other._counts.items():
+            self._counts[unit] += number
         for name, value in other._largest.items():
             self.largest(name, value)
 
@@ -125,7 +126,7 @@ def rollout_metrics(trajectories: list[Trajectory]) -> Tally:
     for index in range(max(len(record["turns"]) for record in records)):
         rows = [record["turns"][index] for record in records if index < len(record["turns"])]
         tally.count(f"turn {index + 1}", len(rows))
-        for name in TURN_METRICS:
+        for name in _TURN_METRICS:
             tally.add(f"turn_{index + 1}/{name}", sum(row[name] for row in rows), per=f"turn {index + 1}")
     stops = Counter({reason.value: 0 for reason in StopReason})
     stops.update(record["stop"] for record in records)
@@ -139,10 +140,11 @@ def rollout_metrics(trajectories: list[Trajectory]) -> Tally:
     return tally
 
 
-TURN_METRICS = ("length", "context_length", "tool_calls", "failures", "malformed")
+_TURN_METRICS = ("length", "context_length", "tool_calls", "failures", "malformed")
 
 
-def _record(trajectory: Trajectory) -> dict[str, Any]:
+def _record(trajectory: Trajectory) -> Line:
+    assert trajectory.stop_reason is not None  # it was run
     return {
         "stop": trajectory.stop_reason.value,
         "ended": not trajectory.stop_reason.is_truncated,
@@ -174,7 +176,7 @@ def _credit_metrics(batch: RewardBatch, advantages: torch.Tensor) -> Tally:
     return tally
 
 
-def _audit_metrics(audit: dict[str, Any], sampled_again: int) -> Tally:
+def _audit_metrics(audit: Line, sampled_again: int) -> Tally:
     """The handful of an audit's numbers that trackers get; `audit.jsonl` has all."""
     tally, groups = Tally(), audit["groups"]
     tally.count("group", groups)
@@ -265,9 +267,9 @@ def _mismatch_metrics(batch: dict[str, torch.Tensor], num_turns: int) -> Tally:
     return tally
 
 
-def route_metrics(model: Any) -> dict[str, float]:
+def route_metrics(model: nn.Module) -> dict[str, float]:
     """How the routes of a mixture were replayed since the last call, on all ranks; a collective call."""
-    replayer = next((module._replayer for module in model.modules() if "_replayer" in vars(module)), None)
+    replayer = next((vars(module)["_replayer"] for module in model.modules() if "_replayer" in vars(module)), None)
     if replayer is None:
         return {}
     counts = replayer.take_counts()
@@ -299,7 +301,7 @@ STILL = 10  # steps in a row without a gradient that are warned of: fewer may be
 
 APART = 10  # steps over which outcomes and turn rewards are watched for going apart
 
-LOST, OUT_OF_PROPORTION = 0.3, 3.0
+_LOST, _OUT_OF_PROPORTION = 0.3, 3.0
 """Share of the outcome's advantage that the first turn has at least, and the ratio of scales that is warned of."""
 
 logger = logging.getLogger(__name__)
@@ -335,7 +337,7 @@ class Warnings:
         self._about = {"tools": tools}
         self._of_turns = [reward for reward in rewards if isinstance(reward, TurnReward)]
         needs_causal = not sums_turns(rule_name(self._rule))
-        self._uncut = [*(self._of_turns if needs_causal else []), *state_scores]
+        self._uncut: list[TurnReward | StateScore] = [*(self._of_turns if needs_causal else []), *state_scores]
         self._to_cut = CUT
         self.causal: dict[str, bool] = {}
         """Whether a turn reward stays as it is when later turns are cut off, for those that were examined here."""
@@ -348,7 +350,7 @@ class Warnings:
         self._counts = {"train": Counts(), "eval": Counts()}
         self._seen = {"train": 0, "eval": 0}
         self._still = 0
-        self._recent: deque[tuple[dict[str, Any], Counts]] = deque(maxlen=STILL)
+        self._recent: deque[tuple[Line, Counts]] = deque(maxlen=STILL)
         """Audits and conversations of the latest training batches."""
 
     @property
@@ -422,7 +424,7 @@ class Warnings:
                 bias,
             )
 
-    def _find_uncredited(self, audit: dict[str, Any]) -> None:
+    def _find_uncredited(self, audit: Line) -> None:
         sentence = says_uncredited(audit, self._rule, self._args)
         if sentence is not None and not self._said_uncredited and self._speaks:
             self._said_uncredited = True
@@ -460,7 +462,7 @@ class Warnings:
         Scores a sample of this process's trajectories once more, cut off after a turn. With the mode `"audit"` every
         turn reward is asked, whatever the credit rule; in an evaluation none is.
         """
-        asked = self._of_turns if mode == "audit" else self._uncut
+        asked: Sequence[TurnReward | StateScore] = self._of_turns if mode == "audit" else self._uncut
         if mode == "eval" or self._args.process_index or not asked or not self._to_cut:
             return
         several = [each for each in trajectories if not each.failed and len(each.turns) > 1][: self._to_cut]
@@ -521,7 +523,7 @@ class Warnings:
             )
 
 
-def says_uncredited(audit: dict[str, Any], rule: Rule, args: MTGRPOConfig) -> str | None:
+def says_uncredited(audit: Line, rule: Rule, args: MTGRPOConfig) -> str | None:
     """
     That the credit rule leaves turn rewards away from the turns that earned them, and the rule to take; `None` where
     it is less than a percent of them.
@@ -553,28 +555,28 @@ def says_proportions(rewards: RewardBatch, rule: Rule, args: MTGRPOConfig) -> li
     lengths = rewards.turn_mask.sum(dim=1).double()
     turns = lengths[lengths > 0].mean().item()
     share = outcome_at_first_turn(rule, rewards, turn_coef=args.turn_advantage_coef)
-    if share is not None and share < LOST:
+    if share is not None and share < _LOST:
         said.append(
             f"`{name}` gives the first turn {share:.2%} of what it gives the turn that gets most for the outcome, in "
             f"conversations of {turns:.0f} turns: what an early turn decides is hardly learnt from the outcome. Take "
-            f"{KEEPS_PROPORTIONS}."
+            f"{_KEEPS_PROPORTIONS}."
         )
     ratio = scale_ratio(rule, rewards, **options)
-    if ratio is not None and not 1 / OUT_OF_PROPORTION <= ratio <= OUT_OF_PROPORTION:
+    if ratio is not None and not 1 / _OUT_OF_PROPORTION <= ratio <= _OUT_OF_PROPORTION:
         counts = f"{ratio:.1f} times as much" if ratio > 1 else f"{ratio:.2f} times as much"
         said.append(
             f"`{name}` divides outcome and turn rewards by a deviation each, so that turn rewards count {counts} "
             f"beside the outcome as their weights say. To keep the proportion that your rewards have, take "
-            f"{KEEPS_PROPORTIONS}."
+            f"{_KEEPS_PROPORTIONS}."
         )
     return said
 
 
-KEEPS_PROPORTIONS = "`advantage_estimator: {name: lambda_to_go, lam: 0.8, scales: batch}`, the default"
+_KEEPS_PROPORTIONS = "`advantage_estimator: {name: lambda_to_go, lam: 0.8, scales: batch}`, the default"
 """A rule that gives every turn the outcome, and keeps the weight of turn rewards beside it."""
 
 
-def why_still(audits: Sequence[dict[str, Any]], counts: Counts, about: dict[str, Any] | None = None) -> str:
+def why_still(audits: Sequence[Line], counts: Counts, about: Line | None = None) -> str:
     """The likely causes of a gradient of 0, as the end of a sentence."""
     if not audits:
         return "no conversation was sampled."

@@ -31,14 +31,15 @@ from mt_grpo.runlog.writer import end_with_a_line, finite, trim
 from mt_grpo.training.checkpoint import later_checkpoints
 from mt_grpo.training.config import MTGRPOConfig, options_given
 from mt_grpo.training.ranks import everywhere, several_hosts
-from mt_grpo.training.rollout_batch import RolloutBatch
+from mt_grpo.training.rollout_batch import Columns, RolloutBatch
 from mt_grpo.trajectory import Trajectory
 
-Lines = list[dict[str, Any]]
+Line = dict[str, Any]
+Lines = list[Line]
 
-SECRET = ("token", "key", "secret", "password")  # ends of the names of options whose values are written nowhere
+_SECRET = ("token", "key", "secret", "password")  # ends of the names of options whose values are written nowhere
 
-PACKAGES = ("mt-grpo", "trl", "transformers", "accelerate", "torch", "datasets", "peft")
+_PACKAGES = ("mt-grpo", "trl", "transformers", "accelerate", "torch", "datasets", "peft")
 
 logger = logging.getLogger(__name__)
 
@@ -54,9 +55,9 @@ class Step:
     number: int  # optimiser steps that were taken before
     k: int  # tells batches of one step apart
     first: int  # number of this process's first row among those of all processes
-    output: dict[str, Any] = field(default_factory=dict)  # the columns that TRL trains on, most of them (B, T)
-    audit: dict[str, Any] = field(default_factory=dict)  # of a training batch, see `as_record`
-    lines: list[dict[str, Any]] = field(default_factory=list)  # of the index, for conversations of all processes
+    output: Columns = field(default_factory=dict)  # the columns that TRL trains on, most of them (B, T)
+    audit: Line = field(default_factory=dict)  # of a training batch, see `as_record`
+    lines: Lines = field(default_factory=list)  # of the index, for conversations of all processes
 
     @property
     def mode(self) -> str:
@@ -105,7 +106,7 @@ class Outputs:
     clipped: Tensor
 
     @classmethod
-    def of(cls, inputs: dict[str, Any], logps: Tensor, entropies: Tensor, args: MTGRPOConfig) -> Outputs:
+    def of(cls, inputs: Columns, logps: Tensor, entropies: Tensor, args: MTGRPOConfig) -> Outputs:
         """Of the micro-batch `inputs` whose loss TRL computes, and `(B, T)` log-probs and entropies of its forward."""
         logps = logps.detach()
         trained = (inputs["completion_mask"] * inputs["tool_mask"]).bool()
@@ -157,7 +158,7 @@ def describe_rewards(turn: Sequence[RewardFunc], outcome: Sequence[RewardFunc], 
     ]
 
 
-def about_run(trainer: GRPOTrainer) -> dict[str, Any]:
+def about_run(trainer: GRPOTrainer) -> Line:
     """What the index says of a run beside its version, start and rewards."""
     rule = trainer.credit_rule
     turn_coef, scale_rewards = trainer.args.turn_advantage_coef, trainer.scale_rewards
@@ -182,9 +183,7 @@ class Records:
     sampled. `save_tokenizer` saves the tokenizer, with which tokens can be shown later, in a folder.
     """
 
-    def __init__(
-        self, args: MTGRPOConfig, about: dict[str, Any], rewards: Lines, save_tokenizer: Callable[[Path], Any]
-    ) -> None:
+    def __init__(self, args: MTGRPOConfig, about: Line, rewards: Lines, save_tokenizer: Callable[[Path], Any]) -> None:
         self.rewards = rewards
         self.about = about
         self.save_tokenizer = save_tokenizer
@@ -285,7 +284,7 @@ class Records:
 
         self._commit(write)
 
-    def log(self, logs: dict[str, Any], number: int) -> None:
+    def log(self, logs: Line, number: int) -> None:
         """Writes what is logged after `number` optimiser steps."""
         if self._main:
             self._append("metrics.jsonl", {"step": number, **logs})
@@ -298,7 +297,7 @@ class Records:
         if audits and self._main:
             self._append("audit.jsonl", {"step": number, **mean_record(audits)})
 
-    def _append(self, name: str, record: dict[str, Any]) -> None:
+    def _append(self, name: str, record: Line) -> None:
         path = Path(self._args.output_dir, name)
         path.parent.mkdir(parents=True, exist_ok=True)
         end_with_a_line(path)
@@ -306,7 +305,7 @@ class Records:
             file.write(to_json(record) + "\n")
 
 
-def run_line(about: dict[str, Any], rewards: Lines) -> dict[str, Any]:
+def run_line(about: Line, rewards: Lines) -> Line:
     """The index's line of kind `run`."""
     return {
         "kind": "run",
@@ -324,7 +323,7 @@ def command() -> str:
     words = list(sys.argv)
     for place, word in enumerate(words):
         name, equals, _ = word.partition("=")
-        if name.startswith("--") and name.endswith(SECRET):
+        if name.startswith("--") and name.endswith(_SECRET):
             if equals:
                 words[place] = f"{name}=***"
             elif place + 1 < len(words):
@@ -334,7 +333,7 @@ def command() -> str:
 
 def versions() -> dict[str, str]:
     """Versions of the packages that the numbers depend on."""
-    return {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}}
+    return {"python": platform.python_version(), **{name: version(name) for name in _PACKAGES}}
 
 
 def _numbers(trajectories: list[Trajectory]) -> list[int]:
@@ -342,7 +341,7 @@ def _numbers(trajectories: list[Trajectory]) -> list[int]:
     return [int(trajectory.session.rsplit("-", 1)[1]) for trajectory in trajectories]
 
 
-def part_rows(credit: Credit, trajectories: Sequence[Trajectory], rows: Any = slice(None)) -> list[Lines]:
+def part_rows(credit: Credit, trajectories: Sequence[Trajectory], rows: Tensor | slice = slice(None)) -> list[Lines]:
     """The parts of the advantages of each conversation that was run, as `write_credit` takes them."""
     columns = [
         (name, part[rows].tolist(), credit.scales[name][rows].tolist() if name in credit.scales else None)
@@ -368,7 +367,7 @@ def part_rows(credit: Credit, trajectories: Sequence[Trajectory], rows: Any = sl
     return parts
 
 
-def _step_line(update: Update) -> dict[str, Any]:
+def _step_line(update: Update) -> Line:
     waits = update.waits
     kinds = {"sampling": "sampling", "rewards": "rewards", "sync": "weight sync"}
     parts = {name: waits.get(kind, 0.0) for name, kind in kinds.items()}
@@ -415,9 +414,7 @@ def update_rows(outputs: list[Outputs]) -> tuple[Lines, Lines]:
 # Audits
 
 
-def as_record(
-    audit: Audit, uncredited: Uncredited, names: Sequence[str], causal: Mapping[str, bool]
-) -> dict[str, Any]:
+def as_record(audit: Audit, uncredited: Uncredited, names: Sequence[str], causal: Mapping[str, bool]) -> Line:
     """An audit as JSON has it, with its rewards by name, and the turn rewards that do not reach their turns."""
     rewards = {
         name: {**asdict(reward), "causal": causal.get(name)} for name, reward in zip(names, audit.rewards, strict=True)
@@ -426,12 +423,12 @@ def as_record(
     return {**asdict(audit), **shares, "rewards": rewards}
 
 
-def mean_record(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def mean_record(records: Sequence[Line]) -> Line:
     """
     The mean of each number over the records that have it, for the rewards of the last one. Groups are summed, and a
     reward that was once not causal is not.
     """
-    mean: dict[str, Any] = {}
+    mean: Line = {}
     for name, last in records[-1].items():
         values = [record[name] for record in records if record.get(name) is not None]
         if isinstance(last, dict):
@@ -445,7 +442,7 @@ def mean_record(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return mean
 
 
-def read_audit(folder: str | Path) -> dict[str, Any] | None:
+def read_audit(folder: str | Path) -> Line | None:
     """
     The audit of a whole run: the mean over the log steps in its folder's `audit.jsonl`; `None` where there are none.
     Of a step that was taken again, after a resumption, the last one counts.
