@@ -32,7 +32,7 @@ from mt_grpo.errors import ConfigError, describe_error, libraries_may_refuse
 from mt_grpo.forward.media import media_tokens
 from mt_grpo.forward.probe import context_length
 from mt_grpo.media import decoded, read_messages
-from mt_grpo.options.values import verifiers_name
+from mt_grpo.options.values import brings_rows
 from mt_grpo.rollout import ChatRenderer
 from mt_grpo.rollout.token_check import examine_template
 from mt_grpo.tools.function import cut
@@ -64,8 +64,8 @@ _MAX_SHOWN = 10_000
 def load_datasets(recipe: Recipe) -> tuple[Dataset | None, Dataset | None]:
     """The training rows of a recipe, and its evaluation rows where it evaluates (`do_eval`)."""
     script = recipe.script
-    if script.dataset_name is None:  # environments of a factory or of verifiers may bring their own prompts
-        if recipe.training.do_eval and verifiers_name(recipe.training.env) is None:
+    if script.dataset_name is None:  # some environments bring their own rows
+        if recipe.training.do_eval and not brings_rows(recipe.training.env):
             raise ConfigError("`do_eval: true` needs a dataset of questions to measure: set `dataset_name`.")
         return None, None
 

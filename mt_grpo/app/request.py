@@ -27,12 +27,12 @@ from mt_grpo.options.table import OPTIONS, Values
 from mt_grpo.options.values import (
     TYPES,
     VERIFIERS,
+    brings_rows,
     is_bare,
     parse_agent,
     parse_mapping,
     parse_reward,
     refuse_unknown,
-    verifiers_name,
     with_env_options,
 )
 
@@ -318,7 +318,7 @@ def _check_whole(request: Request, schema: Schema, command: str) -> None:
         )
     for name, what in (("model_name_or_path", "model"), ("dataset_name", "dataset")):
         own = name == "dataset_name" and (
-            given.get("environment_factory") or verifiers_name(given.get("env")) or given.get("replay")
+            given.get("environment_factory") or brings_rows(given.get("env")) or given.get("replay")
         )
         if not given.get(name) and not own:
             raise ConfigError(f"The recipe names no {what}: set `{name}`.")

@@ -103,8 +103,9 @@ class RunOptions:
     )
     env: dict[str, Any] | str | None = _env(
         "An environment: `{type: NAME, ...}`, a dotted path, or `verifiers:NAME`. A type is one of class, tools, "
-        "agent, simulated_user, interactions, scheduler, trl, verifiers, gym, textarena and openenv. The path leads "
-        "to a class, a `StepEnv`, or a function from a row to one. Tools alone where unset. JSON on the command line.",
+        "agent, simulated_user, interactions, scheduler, trl, verifiers, harbor, gym, textarena and openenv. The path "
+        "leads to a class, a `StepEnv`, or a function from a row to one. Tools alone where unset. JSON on the command "
+        "line.",
         page="environments.md",
         executes="path",
     )

@@ -260,6 +260,7 @@ class _EnvType:
         takes: Options of a run that it may have for itself.
         option: The older option that means the same. Its value is that of the only key, or else a mapping of the keys.
         paths: Keys that name code.
+        brings_rows: Whether it has rows of its own, so that a run needs no dataset.
     """
 
     module: str
@@ -268,6 +269,7 @@ class _EnvType:
     takes: tuple[str, ...] = _OF_TOOLS
     option: str | None = None
     paths: tuple[str, ...] = ()
+    brings_rows: bool = False
 
 
 TYPES = {
@@ -283,7 +285,13 @@ TYPES = {
         takes=("max_turns", "loss_scale", "system_prompt", "call_protocol", "tool_timeout"),
         option="multi_turn_scheduler",
     ),
-    "verifiers": _EnvType(f"{_BROUGHT}.verifiers", ("name", "config"), takes=("call_protocol",)),
+    "verifiers": _EnvType(f"{_BROUGHT}.verifiers", ("name", "config"), takes=("call_protocol",), brings_rows=True),
+    "harbor": _EnvType(
+        f"{_BROUGHT}.harbor",
+        ("tasks", "eval_tasks", "sandbox"),
+        takes=("system_prompt", "max_env_steps", "call_protocol", "env_mask", "tool_timeout"),
+        brings_rows=True,
+    ),
     "gym": _EnvType(f"{_BROUGHT}.gym", ("make", "parse", *_OF_GAMES), takes=(), paths=("make", "parse")),
     "textarena": _EnvType(
         f"{_BROUGHT}.textarena", ("game", "opponent", "max_turns", "options"), takes=(), paths=("opponent",)
@@ -308,6 +316,12 @@ def env_type(options: Mapping[str, Any]) -> str:
     if verifiers_name(options["env"]) is not None:
         return "verifiers"
     return next((kind for name, kind in ALIASES.items() if options[name] is not None), "tools")
+
+
+def brings_rows(env: object) -> bool:
+    """Whether what `env` names has rows of its own, so that a run needs no dataset."""
+    named = env.get("type") if isinstance(env, Mapping) else None
+    return verifiers_name(env) is not None or (named in TYPES and TYPES[named].brings_rows)
 
 
 def with_env_options(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -126,7 +126,8 @@ def _build(options: dict[str, Any], key: str, said: Mapping[str, object]) -> Env
         raise _no_tool(options["tool_processes"])
     check_agent(options, "" if key == "env" else key)
     env, path = build_environment(options), options["env"]
-    if path is not None and verifiers_name(path) is None and not isinstance(env, MultiTurnToolEnv):
+    takes_options = any(isinstance(each, MultiTurnToolEnv) for each in source_of(env).prototypes())
+    if path is not None and verifiers_name(path) is None and not takes_options:
         check_source(env, key)
         name = path if isinstance(path, str) else f"env: {{type: {path['type']}}}"
         _check_unused(said, f"`{name}`{'' if key == 'env' else f' of `{key}`'}")

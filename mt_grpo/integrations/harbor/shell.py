@@ -1,0 +1,119 @@
+"""The shell of a container that the model works in."""
+
+from __future__ import annotations
+
+import base64
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
+
+from mt_grpo.errors import describe_error
+from mt_grpo.tools import tool
+
+
+class ExecResult(Protocol):
+    """What a command in a container came to."""
+
+    stdout: str | None
+    stderr: str | None
+    return_code: int
+
+
+Execute = Callable[[str, float], Awaitable[ExecResult]]
+"""Runs a command in the container within so many seconds, as Harbor's environments do."""
+
+
+class ShellError(Exception):
+    """The container does not run commands any more."""
+
+
+SHOWN = 16_000
+"""Most bytes of a command's output that the model is shown: half of them from its beginning, half from its end."""
+GRACE = 15.0
+"""Seconds beyond a command's own in which its container has to answer."""
+MARK = "mt-grpo-shell"
+"""Begins the line with what a command came to; runtimes write messages of their own before it."""
+TIMED_OUT = 124
+"""The exit code of a command that took too long, as `timeout` has it."""
+
+SCRIPT = r"""
+d=${TMPDIR:-/tmp}/.shell; mkdir -p $d; rm -f $d/{head,tail,size,busy,pipe}; mkfifo $d/pipe
+{ dd bs=1 count=HALF of=$d/head; tee >(wc -c > $d/size) | tail -c HALF > $d/tail; } < $d/pipe > /dev/null 2>&1 &
+reader=$!
+printf %s COMMAND | base64 -d > $d/command
+cat > $d/inner <<'INNER'
+d=${TMPDIR:-/tmp}/.shell
+[ -f $d/state ] && . $d/state 2> /dev/null
+[ -f $d/cwd ] && cd "$(cat $d/cwd)" 2> /dev/null
+trap 'code=$?; pwd > $d/cwd; { declare -p; declare -f; alias; } > $d/state 2> /dev/null
+      [ -z "$(jobs -p)" ] || : > $d/busy; exit $code' EXIT
+shopt -s expand_aliases
+. $d/command
+INNER
+timeout -k 2 SECONDS bash $d/inner < /dev/null > $d/pipe 2>&1; code=$?
+[ -e $d/busy ] && patience=4 || patience=40
+for i in $(seq $patience); do kill -0 $reader 2> /dev/null || break; sleep .05; done
+printf '\n%s:%s:%s:%s:%s\n' MARK $code "$(cat $d/size 2> /dev/null)" "$(base64 -w 0 $d/head)" "$(base64 -w 0 $d/tail)"
+"""
+"""
+A command's frame: the shell's state before and after it, its time, and its output through a pipe that keeps both ends
+(`dd` writes each byte at once). What it leaves in the background goes on, and may hold the pipe open.
+"""
+
+
+class Shell:
+    """
+    A shell that remembers its directory, variables, functions and background processes from call to call.
+
+    Args:
+        execute (`Callable`, *optional*): Runs a command in the container; a shell that is only described has none.
+        seconds (`float`, *optional*, defaults to `60.0`): How long a command may take.
+
+    Attributes:
+        failure (`str`, *optional*): Why the container runs no commands any more.
+    """
+
+    def __init__(self, execute: Execute | None = None, seconds: float = 60.0) -> None:
+        self._execute, self._seconds = execute, seconds
+        self.failure: str | None = None
+
+    async def bash(self, command: str) -> tuple[str, dict[str, Any]]:
+        """
+        Runs a command in the shell. The directory, variables and background processes stay from call to call.
+
+        Args:
+            command: The command, of one line or several.
+        """
+        assert self._execute is not None
+        script = SCRIPT.replace("HALF", str(SHOWN // 2)).replace("SECONDS", f"{self._seconds:g}")
+        script = script.replace("MARK", MARK).replace("COMMAND", base64.b64encode(command.encode()).decode())
+        begun = time.monotonic()
+        said = ""
+        try:
+            said = (await self._execute(script, self._seconds + GRACE)).stdout or ""
+            code, size, head, tail = said.rpartition(f"\n{MARK}:")[2].strip().split(":")
+            output, exit_code = _joined(base64.b64decode(head), base64.b64decode(tail), int(size or 0)), int(code)
+        except Exception as error:  # whatever the runtime raises, or says in place of the last line
+            why = said.strip()[-500:] or describe_error(error)
+            self.failure = f"The container runs no commands any more: {why}"
+            raise ShellError(self.failure) from error
+        seconds = time.monotonic() - begun
+        text = output.rstrip("\n")
+        if exit_code == TIMED_OUT:
+            text += f"\n[The command was ended after {self._seconds:g} s.]"
+        elif exit_code != 0:
+            text += f"\n[exit code {exit_code}]"
+        data = {"exit_code": exit_code, "seconds": round(seconds, 3), "bytes": len(output)}
+        return text.strip("\n") or "[no output]", data
+
+    @tool(ends_episode=True)
+    async def submit(self) -> str:
+        """Says that the task is done. It is then checked, and nothing more can be done."""
+        return "submitted"
+
+
+def _joined(head: bytes, tail: bytes, rest: int) -> str:
+    """The output of a command: what was kept from both ends, and how much between them is left out."""
+    left_out = rest - len(tail)
+    middle = f"\n[{left_out:,} bytes left out]\n" if left_out > 0 else ""
+    return head.decode(errors="replace") + middle + tail.decode(errors="replace")

@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+# Makes FOLDER a Debian 13 with Python 3.13, podman and Harbor, in which tests run real containers on a machine that has
+# neither: scripts/containers.sh FOLDER WHEEL... Needs root and a Debian, and takes about ten minutes and 5 GB.
+#     FOLDER/in COMMAND...    runs a command inside; the machine's files are under /host
+#     FOLDER/engine           podman's service, which Harbor's compose talks to
+set -euo pipefail
+folder=$(realpath -m "$1") root=$folder/root
+shift
+if [ ! -x "$folder/in" ]; then
+    mkdir -p "$folder"
+    apt-get update -qq
+    apt-get install -y -qq --no-install-recommends debootstrap bubblewrap
+    mirror=$(grep -rhoE 'https?://[^ ]+/debian/?( |$)' /etc/apt/sources.list /etc/apt/sources.list.d | head -n 1 || true)
+    debootstrap --variant=minbase --include=python3,python3-venv,ca-certificates,iproute2 trixie "$root" $mirror
+    # no registry of images is needed: the image of the test's tasks is this Debian
+    tar -C "$root" -cf "$folder/base.tar" --exclude=./proc --exclude=./sys --exclude=./dev --exclude=./var/cache .
+    cp /etc/ssl/certs/ca-certificates.crt "$root/etc/ssl/certs/"
+    cp /etc/resolv.conf /etc/hosts "$root/etc/"
+    cp /etc/apt/apt.conf.d/* "$root/etc/apt/apt.conf.d/" 2> /dev/null || true
+    [ ! -f /etc/pip.conf ] || cp /etc/pip.conf "$root/etc/"
+    mkdir -p "$root/host" "$root/run/podman" "$root/store" "$root/etc/containers"
+    printf '%s\n' '[containers]' 'default_ulimits = ["nofile=1024:1024", "nproc=4096:4096"]' '[engine]' \
+        'runtime = "runc"' 'cgroup_manager = "cgroupfs"' 'events_logger = "file"' > "$root/etc/containers/containers.conf"
+    printf '%s\n' '[storage]' 'driver = "overlay"' 'runroot = "/run/containers/storage"' 'graphroot = "/store"' \
+        > "$root/etc/containers/storage.conf"
+    wheels=""
+    if [ -d /opt/wheels ]; then mkdir -p "$root/opt/wheels"; wheels="--bind /opt/wheels /opt/wheels"; fi
+    cat > "$folder/in" <<IN
+#!/usr/bin/env bash
+# the root has to be a mount point for podman, so a chroot would not do
+exec bwrap --bind $root / --dev-bind /dev /dev --bind /proc /proc --bind /sys /sys --bind / /host $wheels --cap-add ALL \\
+    --setenv HOME /root --setenv PATH /venv/bin:/usr/sbin:/usr/bin:/sbin:/bin --setenv PIP_CONFIG_FILE /etc/pip.conf \\
+    --setenv PIP_CERT /etc/ssl/certs/ca-certificates.crt --setenv SSL_CERT_FILE /etc/ssl/certs/ca-certificates.crt \\
+    --setenv PODMAN_IGNORE_CGROUPSV1_WARNING 1 --setenv LITELLM_LOCAL_MODEL_COST_MAP True "\$@"
+IN
+    printf '#!/usr/bin/env bash\nexec %s/in podman system service --time=0 unix:///run/podman/podman.sock\n' "$folder" \
+        > "$folder/engine"
+    chmod +x "$folder/in" "$folder/engine"
+    "$folder/in" apt-get update -qq
+    "$folder/in" apt-get install -y -qq --no-install-recommends \
+        podman runc uidmap netavark aardvark-dns nftables docker-compose docker-cli git
+    "$folder/in" python3 -m venv /venv
+    "$folder/in" podman import "/host$folder/base.tar" localhost/base:1
+fi
+"$folder/in" pip install --quiet torch==2.13.0
+"$folder/in" pip install --quiet "$@"

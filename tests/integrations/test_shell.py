@@ -1,0 +1,141 @@
+"""The shell of a task, with bash on this machine in the place of a container's."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mt_grpo.integrations.harbor.containers import OWNER, _containers, _is_gone, owner, write_overlay
+from mt_grpo.integrations.harbor.shell import SHOWN, Shell, ShellError
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Runs commands one after another in one shell; what each came to."""
+
+    async def execute(script, seconds):
+        process = await asyncio.create_subprocess_exec(
+            *("bash", "-c", script), stdout=-1, stderr=-1, cwd=tmp_path, env={**os.environ, "TMPDIR": str(tmp_path)}
+        )
+        out, _ = await asyncio.wait_for(process.communicate(), seconds)
+        return SimpleNamespace(stdout=out.decode(), return_code=process.returncode)
+
+    async def all_of(commands, seconds):
+        shell = Shell(execute, seconds)
+        return [await shell.bash(command) for command in commands]
+
+    return lambda *commands, seconds=20.0: asyncio.run(all_of(commands, seconds))
+
+
+@pytest.mark.parametrize(
+    ("before", "command", "shown"),
+    [
+        ("cd /usr", "pwd", "/usr"),
+        ("x=3; export y='a b'", 'echo "$x $y"', "3 a b"),
+        ("say() { echo hi $1; }", "say you", "hi you"),
+        ("alias q='echo qq'", "q", "qq"),
+        ("x=1; exit 7", "echo $x", "1"),
+        ("set -e; false", "echo goes on", "goes on"),
+        ("kill -9 $$", "echo goes on", "goes on"),
+        ("if", "echo goes on", "goes on"),
+    ],
+)
+def test_a_shell_remembers_what_commands_changed(run, before, command, shown):
+    assert run(before, command)[1][0] == shown
+
+
+@pytest.mark.parametrize(
+    ("command", "shown", "exit_code"),
+    [
+        ("echo out; echo err >&2", "out\nerr", 0),
+        ("true", "[no output]", 0),
+        ("false", "[exit code 1]", 1),
+        ("echo no; exit 3", "no\n[exit code 3]", 3),
+        ("kill -9 $$", "[exit code 137]", 137),
+        ("cat", "[no output]", 0),
+        ("exec echo replaced", "replaced", 0),
+        ("cat <<EOF\n$((1 + 1)) 'it''s \\\\\nEOF", "2 'it''s \\", 0),
+        (r"printf '\xff\x1b[31m'", "\ufffd\x1b[31m", 0),
+    ],
+)
+def test_a_command_shows_its_output_and_exit_code(run, command, shown, exit_code):
+    ((text, data),) = run(command)
+    assert (text, data["exit_code"]) == (shown, exit_code)
+    assert 0 < data["seconds"] < 20
+
+
+def test_a_command_that_takes_too_long_is_ended(run):
+    (slow, data), (after, _) = run("echo begun; sleep 30", "echo after", seconds=0.5)
+    assert slow == "begun\n[The command was ended after 0.5 s.]" and data["exit_code"] == 124
+    assert after == "after"
+
+
+def test_what_runs_in_the_background_goes_on(run):
+    (first, _), (second, _) = run("sleep 60 & echo $!", "kill $(jobs -p) 2> /dev/null; echo done")
+    pid = int(first)
+    assert second == "done" and os.path.exists(f"/proc/{pid}")
+    os.kill(pid, 9)
+
+
+def test_long_output_is_cut_in_its_middle(run):
+    ((text, _),) = run("yes 123456789 | head -c 5000000")
+    head, note, tail = text.rpartition("\n[")[0], text[text.rindex("\n[") :].splitlines()[1], text[-20:]
+    assert (
+        len(head) == SHOWN // 2
+        and note == f"[{5_000_000 - SHOWN:,} bytes left out]"
+        and tail.strip("123456789\n") == ""
+    )
+
+
+def test_endless_output_neither_hangs_nor_fills_the_disk(run, tmp_path):
+    ((text, data),) = run("yes", seconds=1)
+    assert data["exit_code"] == 124 and "bytes left out" in text
+    assert sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) < 100_000
+
+
+@given(st.text(st.characters(exclude_characters="\0\r", exclude_categories=["Cs"]), max_size=60))
+@settings(max_examples=15, deadline=None)
+def test_any_text_reaches_the_command_as_it_is(text):
+    async def execute(script, seconds):
+        done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=seconds)
+        return SimpleNamespace(stdout=done.stdout, return_code=0)
+
+    quoted = "'" + text.replace("'", "'\\''") + "'"
+    shown, _ = asyncio.run(Shell(execute).bash(f"printf %s {quoted}"))
+    assert shown == (text.rstrip("\n").strip("\n") or "[no output]")
+
+
+@pytest.mark.parametrize("says", ["", "no such container", "\nmt-grpo-shell:0:0:AAAA"])
+def test_a_container_that_is_gone_is_told_from_a_failed_command(says):
+    async def execute(script, seconds):
+        return SimpleNamespace(stdout=says, return_code=1)
+
+    shell = Shell(execute)
+    with pytest.raises(ShellError, match="The container runs no commands any more: "):
+        asyncio.run(shell.bash("true"))
+    assert shell.failure
+
+
+def test_containers_of_this_process_are_not_leftovers(tmp_path):
+    assert not _is_gone(owner()) and OWNER in write_overlay(tmp_path / "overlay.json").read_text()
+    host, pid, began = owner().split("/")
+    assert _is_gone(f"{host}/{pid}/{float(began) - 100}") and _is_gone(f"{host}/999999999/1")
+    assert not _is_gone("another-host/999999999/1") and not _is_gone("something else")
+
+
+@pytest.mark.parametrize(
+    "listed",
+    [
+        '[{"Names": ["one"], "Labels": {"mt-grpo.owner": "a/1/2", "x": "y"}}]',
+        '{"Names": "one", "Labels": "mt-grpo.owner=a/1/2,x=y"}\n',
+    ],
+    ids=["podman", "docker"],
+)
+def test_containers_are_read_as_both_engines_list_them(listed):
+    assert _containers(listed) == [("one", {"mt-grpo.owner": "a/1/2", "x": "y"})]
