@@ -13,7 +13,7 @@ TRL_OLDEST := 1.15.0
 MCP_OLDEST := 1.30.0
 
 .PHONY: quickstart test covering check lint format bench browser server-cpu trl-oldest warm-start clean
-.PHONY: ablation bench-environments interop interop-games interop-agents interop-deepspeed interop-trl interop-verifiers
+.PHONY: ablation bench-environments interop interop-games interop-agents interop-deepspeed interop-harbor interop-trl interop-verifiers
 
 quickstart: $(VENV)/.installed
 	$(BIN)/mt-grpo train --config recipes/quickstart.yaml
@@ -77,6 +77,13 @@ bench-environments: .venv-interop/openenv/.installed
 # Agents of frameworks, trained for real, once on a real server.
 interop-agents: .venv-interop/agents/.installed server-cpu
 	.venv-interop/agents/bin/python -m pytest tests/interop/test_agent_frameworks.py
+
+# Tasks of Harbor in real containers, inside a Debian that has podman and Python 3.13.
+interop-harbor:
+	scripts/containers.sh .venv-interop/containers -e "/host$(CURDIR)[harbor]" pytest pytest-timeout hypothesis
+	.venv-interop/containers/engine & engine=$$!; .venv-interop/containers/in bash -c \
+		"cd /host$(CURDIR) && python -m pytest -p no:cacheprovider tests/interop/test_harbor.py"; \
+		status=$$?; kill $$engine; exit $$status
 
 # DeepSpeed on two processes without a GPU, once with a real server.
 interop-deepspeed: .venv-interop/deepspeed/.installed server-cpu

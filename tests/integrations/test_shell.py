@@ -132,10 +132,10 @@ def test_containers_of_this_process_are_not_leftovers(tmp_path):
 @pytest.mark.parametrize(
     "listed",
     [
-        '[{"Names": ["one"], "Labels": {"mt-grpo.owner": "a/1/2", "x": "y"}}]',
-        '{"Names": "one", "Labels": "mt-grpo.owner=a/1/2,x=y"}\n',
+        '[{"Names": ["one"], "Image": "i", "Labels": {"mt-grpo.owner": "a/1/2", "x": "y"}}]',
+        '{"Names": "one", "Image": "i", "Labels": "mt-grpo.owner=a/1/2,x=y"}\n',
     ],
     ids=["podman", "docker"],
 )
 def test_containers_are_read_as_both_engines_list_them(listed):
-    assert _containers(listed) == [("one", {"mt-grpo.owner": "a/1/2", "x": "y"})]
+    assert _containers(listed) == [("one", "i", {"mt-grpo.owner": "a/1/2", "x": "y"})]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from importlib import metadata
 from typing import Any
 
 from harbor.agents.base import BaseAgent
@@ -13,7 +14,7 @@ CONVERSATIONS: dict[str, Callable[[BaseEnvironment], Awaitable[None]]] = {}
 """What the agent of a trial does in its container, by the key that its configuration has."""
 
 
-class PolicyAgent(BaseAgent):
+class PolicyAgent(BaseAgent):  # type: ignore[misc]  # Harbor's types are not seen where it is not installed
     """
     Holds one conversation of a run.
 
@@ -30,9 +31,7 @@ class PolicyAgent(BaseAgent):
         return "mt-grpo"
 
     def version(self) -> str:
-        from mt_grpo import __version__
-
-        return __version__
+        return metadata.version("mt-grpo")
 
     async def setup(self, environment: BaseEnvironment) -> None:
         """Nothing is installed: commands come from outside."""

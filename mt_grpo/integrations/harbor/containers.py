@@ -32,7 +32,7 @@ def owner() -> str:
 
 
 def write_overlay(path: Path) -> Path:
-    """Writes what is added to the compose file of every task: a label, a limit of processes, a lifetime, a quick end."""
+    """Writes what is added to a task's compose file: a label, a limit of processes, a lifetime, a quick end."""
     main = {
         "labels": {OWNER: owner()},
         "pids_limit": PROCESSES,
@@ -44,14 +44,15 @@ def write_overlay(path: Path) -> Path:
 
 
 def remove_leftovers(engine: str) -> list[str]:
-    """Removes containers and networks of runs on this machine that ended without doing so; returns their names."""
+    """Removes containers that runs on this machine left, with their images and networks; returns their names."""
     if engine not in ENGINES or shutil.which(engine) is None:
         return []
     listed = _ask(engine, "ps", "--all", "--filter", f"label={OWNER}", "--format", "json")
     removed = []
-    for name, labels in _containers(listed):
+    for name, image, labels in _containers(listed):
         if _is_gone(labels[OWNER]):
             _ask(engine, "rm", "--force", "--volumes", name)
+            _ask(engine, "rmi", image)  # a tag of this conversation alone
             if project := labels.get(PROJECT):
                 _ask(engine, "network", "rm", f"{project}_default")
             removed.append(name)
@@ -63,15 +64,15 @@ def _ask(engine: str, *arguments: str) -> str:
     return done.stdout
 
 
-def _containers(listed: str) -> list[tuple[str, dict[str, str]]]:
-    """Names and labels: podman lists an array, docker an object on each line with labels in one text."""
+def _containers(listed: str) -> list[tuple[str, str, dict[str, str]]]:
+    """Names, images and labels: podman lists an array, docker an object on each line with labels in one text."""
     found = json.loads(listed) if listed.startswith("[") else [json.loads(line) for line in listed.splitlines()]
     containers = []
     for each in found:
         names, labels = each["Names"], each["Labels"]
         if isinstance(labels, str):
             labels = dict(label.split("=", 1) for label in labels.split(",") if "=" in label)
-        containers.append((names[0] if isinstance(names, list) else names, labels))
+        containers.append((names[0] if isinstance(names, list) else names, each["Image"], labels))
     return containers
 
 

@@ -58,7 +58,7 @@ class HarborEnv(MultiTurnToolEnv):
     def __init__(self, sandbox: str = "docker", tool_timeout: float | None = 60.0, **options: Any) -> None:
         self.sandbox = check_sandbox(sandbox)
         self.command_seconds = 60.0 if tool_timeout is None else tool_timeout
-        options = {"system_prompt": SYSTEM_PROMPT, "max_steps": 30} | options
+        options = {"system_prompt": SYSTEM_PROMPT, "max_steps": 30, **options}
         self._shell = Shell()
         super().__init__([self._shell.bash, self._shell.submit], tool_timeout=None, **options)
 
