@@ -14,7 +14,7 @@ CONVERSATIONS: dict[str, Callable[[BaseEnvironment], Awaitable[None]]] = {}
 """What the agent of a trial does in its container, by the key that its configuration has."""
 
 
-class PolicyAgent(BaseAgent):  # type: ignore[misc]  # Harbor's types are not seen where it is not installed
+class PolicyAgent(BaseAgent):
     """
     Holds one conversation of a run.
 
