@@ -28,7 +28,7 @@ def run(tmp_path):
 
     async def all_of(commands, seconds):
         shell = Shell(execute, seconds)
-        return [await shell.bash(command) for command in commands]
+        return await asyncio.gather(*map(shell.bash, commands))  # as calls of one turn, which run in their order
 
     return lambda *commands, seconds=20.0: asyncio.run(all_of(commands, seconds))
 

@@ -89,6 +89,8 @@ def test_tasks_are_rows_with_their_metadata(make_task):
         "easy",
     )
     assert tasks.rows("eval") is None
+    with pytest.raises(ConfigError, match="The dataset has no column `task`: give the folder"):
+        tasks.check(tasks.rows("train").remove_columns("task"), "dataset")
 
 
 def test_what_the_verifier_says_is_the_reward(make_task, play):

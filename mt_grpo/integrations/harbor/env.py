@@ -156,6 +156,13 @@ class HarborTasks(Prototype):
         folder = self._folders[split]
         return None if folder is None else Dataset.from_list([task_row(path) for path in task_folders(folder)])
 
+    def check(self, rows: Dataset, name: str) -> None:
+        if TASK not in rows.column_names:
+            raise ConfigError(
+                f"The {name} has no column `{TASK}`: give the folder of each row's task there, or leave "
+                "`dataset_name` out."
+            )
+
 
 @environment("harbor")
 def harbor_of_options(options: Mapping[str, Any]) -> HarborTasks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import time
 from collections.abc import Awaitable, Callable
@@ -76,6 +77,7 @@ class Shell:
     def __init__(self, execute: Execute | None = None, seconds: float = 60.0) -> None:
         self._execute, self._seconds = execute, seconds
         self.failure: str | None = None
+        self._one_at_a_time = asyncio.Lock()
 
     async def bash(self, command: str) -> tuple[str, dict[str, Any]]:
         """
@@ -84,6 +86,10 @@ class Shell:
         Args:
             command: The command, of one line or several.
         """
+        async with self._one_at_a_time:  # calls of one turn run in their order
+            return await self._run(command)
+
+    async def _run(self, command: str) -> tuple[str, dict[str, Any]]:
         assert self._execute is not None
         script = SCRIPT.replace("HALF", str(SHOWN // 2)).replace("SECONDS", f"{self._seconds:g}")
         script = script.replace("MARK", MARK).replace("COMMAND", base64.b64encode(command.encode()).decode())
