@@ -8,8 +8,8 @@ import logging
 import time
 import zlib
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,9 +128,12 @@ class VLLMServers:
             )
 
     async def close(self) -> None:
-        """Closes the connections, unless a request is under way. The next request opens them again."""
+        """Closes the connections, once no request is under way. The next request opens them again."""
         wire = self._wire
-        if wire is not None and not wire.busy:
+        if wire is None:
+            return
+        wire.closing = wire.busy
+        if not wire.busy:
             self._wire = None  # a request that comes meanwhile opens others
             for task in wire.watchers.values():
                 task.cancel()
@@ -139,6 +142,18 @@ class VLLMServers:
                 await asyncio.gather(*(gate.close() for gate in wire.gates.values()))
             finally:  # who closes may be cancelled meanwhile
                 await wire.http.close()
+
+    @asynccontextmanager
+    async def _under_way(self) -> AsyncIterator[Connections]:
+        """Counts a request as under way. The last one closes the connections, if they were to be closed meanwhile."""
+        wire = self._connection()
+        wire.asking += 1
+        try:
+            yield wire
+        finally:
+            wire.asking -= 1
+            if wire.closing and not wire.asking:
+                await self.close()
 
     async def _server(self, session: str, context: list[int]) -> Server:
         """The server of a conversation. It waits while fewer servers than needed are up."""
@@ -318,7 +333,8 @@ class Placement:
 class Connections:
     """
     The parts of a client that belong to one event loop: connections, tasks that wait for servers or send them an image
-    (by URL and name), turns that wait for room (by URL), and the number of requests under way.
+    (by URL and name), turns that wait for room (by URL), the number of requests under way, and whether the last of
+    them is to close the connections.
     """
 
     loop: asyncio.AbstractEventLoop
@@ -328,27 +344,12 @@ class Connections:
     images: dict[tuple[str, str], asyncio.Future[None]]
     gates: dict[str, Gate]
     asking: int = 0
+    closing: bool = False
 
     @property
     def busy(self) -> bool:
         """Whether a request is under way, which would break if the connections were closed."""
         return self.asking > 0 and self.loop is asyncio.get_running_loop()
-
-    @asynccontextmanager
-    async def place(self) -> AsyncIterator[None]:
-        """Waits until one more request may start."""
-        with self.waiting():
-            async with self.places:
-                yield
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Counts a request as under way."""
-        self.asking += 1
-        try:
-            yield
-        finally:
-            self.asking -= 1
 
     def gate(self, server: Server, scheduler: CacheScheduler) -> Gate:
         """Lets turns on a server begin."""

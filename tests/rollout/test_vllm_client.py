@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
 
@@ -145,6 +146,28 @@ def test_a_server_that_comes_up_later_is_used(tokenizer, start):
     timer.start()
     assert ask(client_of(tokenizer, f"http://127.0.0.1:{port}", server_timeout=20)).ids == [5, 6]
     timer.join()
+
+
+def test_a_request_that_outlives_a_close_closes_the_connections(tokenizer, start, caplog):
+    """Such as one of an agent whose conversation is over: nobody closes after it."""
+    asked, answered = threading.Event(), threading.Event()
+
+    def complete(number, body):
+        asked.set()
+        answered.wait(20)
+        return completion(5)
+
+    async def go():
+        client = client_of(tokenizer, start(complete))
+        request = asyncio.ensure_future(client.generate([1], SAMPLING, "agent"))
+        await asyncio.to_thread(asked.wait, 20)
+        await client.close()
+        answered.set()
+        return (await request).ids
+
+    assert asyncio.run(go()) == [5]
+    gc.collect()
+    assert "Unclosed" not in caplog.text
 
 
 def test_the_key_is_sent(tokenizer, start):

@@ -144,8 +144,7 @@ class VLLMServerClient(VLLMServers):
         if not self.by_cache:
             yield Turn()
             return
-        wire = self._connection()
-        with wire.waiting():
+        async with self._under_way() as wire:
             while True:
                 server = await self._server(session, context)
                 gate = wire.gate(server, self._schedulers[server.url])
@@ -238,7 +237,7 @@ class VLLMServerClient(VLLMServers):
         and after so many failures. `read` is given the answer and the request's name. The server may take `more`
         seconds longer than usual.
         """
-        async with self._connection().place():
+        async with self._under_way() as wire, wire.places:
             failures = 0
             while True:
                 server = await self._server(session, context)
