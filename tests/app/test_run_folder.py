@@ -246,6 +246,7 @@ def test_spoiled_weights_are_neither_saved_nor_a_success(build, tmp_path, save_s
 
 SPOILING = """
 import gc, math
+from pathlib import Path
 from mt_grpo.rewards import OutcomeReward
 from mt_grpo.training import MTGRPOEnvTrainer
 
@@ -256,7 +257,9 @@ class Spoils(OutcomeReward):
     def score(self, trajectory, **row):
         self.calls += 1
         if self.calls == 5:
-            trainer = next(each for each in gc.get_objects() if isinstance(each, MTGRPOEnvTrainer))
+            trainers = [each for each in gc.get_objects() if isinstance(each, MTGRPOEnvTrainer)]
+            run = str(Path(__file__).parent / "run")  # those of other tests may not be collected yet
+            (trainer,) = [each for each in trainers if each.args.output_dir == run]
             next(trainer.model.parameters()).data[0] = math.nan
         return float(self.calls % 3)
 """
