@@ -257,24 +257,6 @@ def _begun(response_template: dict[str, Any], header: str) -> str:
     return header if re.search(pattern, header) else ""
 
 
-@call_protocol("plain")
-class _PlainProtocol:
-    """No calls: each turn is the final answer, and nothing is added to the prompt. It takes no tools."""
-
-    stop: tuple[str, ...] = ()
-    native_tools = False
-    tags: tuple[str, ...] = ()
-
-    def instructions(self, tools: list[Tool]) -> str | None:
-        return None
-
-    def parse(self, text: str, tokenizer: Any, context: Sequence[int] = ()) -> ParsedTurn:
-        return ParsedTurn({"role": "assistant", "content": text}, answer=text.strip())
-
-    def replies(self, turn: Turn) -> list[Message]:
-        return []
-
-
 class PlainTextProtocol:
     """For a model without tools: all that it writes is said to the other side."""
 
@@ -315,3 +297,11 @@ class SpokenTagProtocol(TagProtocol):
         if "<tool>" not in text:
             parsed.error = None
         return parsed
+
+
+@call_protocol("plain")
+class _PlainProtocol(PlainTextProtocol):
+    """No calls: each turn is the final answer, and nothing is added to the prompt. It takes no tools."""
+
+    def parse(self, text: str, tokenizer: Any, context: Sequence[int] = ()) -> ParsedTurn:
+        return ParsedTurn({"role": "assistant", "content": text}, answer=text.strip())
