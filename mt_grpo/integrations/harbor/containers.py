@@ -16,7 +16,7 @@ ENGINES = ("docker", "podman")
 """Sandboxes whose containers run on this machine, by the name of their program."""
 OWNER = "mt-grpo.owner"
 """The label of a container with the process that it belongs to."""
-PROCESSES = 4096
+PROCESSES = 512
 """Most processes of a container."""
 LIFETIME = 24 * 3600
 """Seconds after which a container ends by itself, also when its run is gone."""
