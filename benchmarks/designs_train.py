@@ -333,6 +333,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="one seed of a few arms, in minutes; writes no results")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="where runs leave their files (runs/designs)")
     parser.add_argument("--designs", nargs="+", choices=DESIGNS, default=list(DESIGNS))
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="of the second stage")
     parser.add_argument(
         "--arms", nargs="+", choices=ARMS, help="all of the first stage; of the second those named above"
     )
@@ -346,7 +347,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         arms = options.arms or (finalists(rows_of(RESULT)) if second else list(ARMS))
         seeds = options.seeds or (SECOND_SEEDS if second else SEEDS)
         given: list[Any] = (
-            varied(list(VARIANTS), options.designs, arms, seeds) if second else jobs(options.designs, arms, seeds)
+            varied(options.variants, options.designs, arms, seeds) if second else jobs(options.designs, arms, seeds)
         )
         if options.list:
             done = {
