@@ -6,10 +6,130 @@ import asyncio
 import threading
 
 import pytest
-from support.upstreams import SAMPLING, client_of, completion
+from support.upstreams import SAMPLING, client_of, completion, play
 from support.waiting import until_true
 
 from mt_grpo.servers.cache_scheduler import CacheScheduler, Gate, Pressure, read_pressure
+
+
+class Scenario:
+    """
+    Plays a script, whose steps are
+
+    - `NOW: a=500 b=700 -> a`: turns of conversations after so many tokens are asked for, and those begin;
+    - `end NOW ab 200`: turns are over, in which so many tokens were sampled; `leave a`; `withdraw a`;
+    - `cache 2000`: the server says that it has so many; `look NOW usage=0.5 ...`: it says more of itself;
+    - `compute SECONDS`: a busy server was looked at every 3 seconds, and said each time that it had taken so long for
+      300 tokens of prefixes;
+    - `preempt SECONDS`: five times, after so long each, another request was put off.
+    """
+
+    def __init__(self, processes: int) -> None:
+        self.subject, self.capacity = CacheScheduler(processes), 0
+
+    def play(self, script: str) -> None:
+        for step in script.split("; "):
+            asked, arrow, begin = step.partition(" ->")
+            if arrow:
+                now, *turns = asked.split()
+                for session, _, tokens in (turn.partition("=") for turn in turns):
+                    self.subject.ask(session, int(tokens), float(now[:-1]))
+                assert self.subject.admit(float(now[:-1])) == list(begin.strip()), step
+            else:
+                name, *words = step.split()
+                getattr(self if hasattr(self, name) else self.subject, name)(*words)
+
+    def cache(self, tokens: str) -> None:
+        self.capacity = int(tokens)
+        self.look("0")
+
+    def look(self, now: str, *words: str) -> None:
+        told = {name: float(value) for name, _, value in (word.partition("=") for word in words)}
+        self.subject.observe(Pressure(self.capacity, told.pop("usage", 0.0), **told), float(now))
+
+    def end(self, now: str, sessions: str, tokens: str) -> None:
+        for session in sessions:
+            self.subject.end(session, int(tokens), float(now))
+
+    def compute(self, seconds: str) -> None:
+        for n in range(200):
+            self.look(f"{3 * n}", f"usage={1 / 3}", f"prefill_seconds={float(seconds) * n}", f"prefilled={300 * n}")
+
+    def preempt(self, seconds: str) -> None:
+        for n in range(1, 6):
+            self.look(f"{float(seconds) * n}", f"preemptions={n}")
+
+
+ALONE = {
+    "all fit": "cache 10000; 0: a=100 b=100 c=100 -> abc",
+    "a server that does not tell its cache": "0: a=1000000 b=1000000 -> ab",
+    "those that do not fit wait in their order": "cache 2000; 0: a=500 b=500 c=500 -> ab; 1: ->; leave b; 2: -> c",
+    "larger than the cache: alone": "cache 100; 0: a=500 b=500 -> a; end 1 a 10; 1: -> b",
+    "a place is kept between two turns": (
+        "cache 3000; 0: a=800 b=700 c=100 -> ab; end 1 a 200; 1: ->; 2: a=1100 -> a"
+    ),
+    "the youngest waits when all outgrow the cache": (
+        "cache 3000; 0: a=500 b=500 c=500 -> abc; end 1 abc 200; 2: a=1000 b=900 c=900 -> ab; leave a; 3: -> c"
+    ),
+    "a long pause gives the place away": "cache 3000; 0: a=800 b=700 c=600 -> ab; end 1 a 200; 5: ->; 60: -> c",
+    # at 100 tokens a second, those that run, 1,000 tokens, are computed in ten seconds
+    "a pause is long by what it costs to compute again": (
+        "cache 3000; compute 3; 600: a=800 b=700 c=600 -> ab; end 600 a 200; 609.5: ->; 610.1: -> c"
+    ),
+    # each of ten counts the three seconds that all of them took
+    "requests computed together take no longer": (
+        "cache 3000; compute 30; 600: a=800 b=700 c=600 -> ab; end 600 a 200; 610.1: -> c"
+    ),
+    "tools outlast a prefix": (
+        "cache 3000; compute 3; 600: a=800 b=700 c=600 d=900 -> ab; end 600 ab 200; "
+        f"look 660 usage={1 / 3} prefill_seconds=600 prefilled=60000; 660: -> cd"
+    ),
+    # 800 tokens for both
+    "shared prompts let more in": (
+        "cache 2000; 0: a=500 b=500 c=500 -> ab; " + "look 0 usage=0.4 running=2; " * 10 + "1: -> c"
+    ),
+    "no preemptions": "cache 2000; look 10; look 20; look 30; look 40; look 50; 0: a=500 b=500 -> ab",
+    "preemptions let fewer in": "cache 2000; preempt 10; 0: a=500 b=500 -> a",
+    # requests under way cannot be withdrawn, so that a crowded server goes on to preempt
+    "one burst of preemptions counts once": "cache 2000; preempt 0.5; 3: a=450 b=450 -> ab",
+    "a turn that ends after its conversation counts nothing": (
+        "cache 2000; 0: a=1500 -> a; leave a; end 1 a 5; withdraw a; 2: b=1500 c=1500 -> b"
+    ),
+    "agents that ask twice at once have both turns": (
+        "cache 1000; 0: a=700 b=700 -> a; 0: a=720 -> a; end 1 a 5; 1: ->; end 1 a 5; leave a; 1: -> b"
+    ),
+}
+OTHERS = "cache 5000; 0: a=1000 b=1000 c=1000 -> a; "
+BORROWED = OTHERS + "look 0.5 usage=0.25 running=1; 0.5: -> bc"
+SHARED = {
+    "alone on a server: all of it, after an even share": BORROWED,
+    "what others hold is not taken": OTHERS + "look 0.5 usage=0.5 running=2; 0.5: ->",
+    # half of it at the first look, and all of it once the other process has left it
+    "free room is taken by and by": (
+        "cache 8000; 0: a=2500 b=2500 -> a; look 0.5 usage=0.3 running=2; 0.5: ->; look 1 usage=0.3 running=2; 1: -> b"
+    ),
+    "borrowed room is given back as others come": (
+        BORROWED + "; end 1 abc 200" + "; look 1 usage=0.5 running=2" * 60 + "; 1: a=1200 b=1200 c=1200 -> a"
+    ),
+    # between two batches nobody looks, and all processes begin at the same time
+    "a batch begins with an even share again": (
+        "cache 5000; 0: a=1000 -> a; look 0.5 usage=0.25 running=1; leave a; 9: d=1000 e=1000 -> d"
+    ),
+    # an agent that asks twice at once has two requests under way
+    "requests of one conversation are not taken for others": (
+        "cache 5000; 0: a=500 a=500 b=1000 c=1000 -> ab; look 0.5 usage=0.3 running=3; 0.5: -> c"
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("processes", "script"),
+    [(1, script) for script in ALONE.values()] + [(2, script) for script in SHARED.values()],
+    ids=[*ALONE, *SHARED],
+)
+def test_who_begins_and_who_waits(processes, script):
+    Scenario(processes).play(script)
+
 
 METRICS = """\
 # HELP vllm:kv_cache_usage_perc KV-cache usage. 1 means 100 percent usage.
@@ -24,215 +144,28 @@ vllm:cache_config_info{{block_size="16",{size}num_gpu_blocks="100",num_gpu_block
 """
 
 
-def admission(capacity: float = 1000, **told) -> CacheScheduler:
-    found = CacheScheduler()
-    found.observe(Pressure(capacity, 0.0, **told), 0)
-    return found
+def cached(tokens: int) -> dict:
+    """What a server with such a cache answers."""
+    return {"/metrics": (200, METRICS.format(size=f'kv_cache_size_tokens="{tokens}",'))}
 
 
-def turns(subject: CacheScheduler, now: float, **tokens: int) -> list[str]:
-    for session, number in tokens.items():
-        subject.ask(session, number, now)
-    return subject.admit(now)
+TOLD = 0.25, 3.0, 1.0, 2.0, 8.0, 400.0
 
 
-def test_all_begin_where_all_fit():
-    assert turns(admission(10_000), 0, a=100, b=100, c=100) == ["a", "b", "c"]
-
-
-def test_all_begin_where_a_server_does_not_tell_its_cache():
-    assert turns(CacheScheduler(), 0, a=10**6, b=10**6) == ["a", "b"]
-
-
-def test_those_that_do_not_fit_wait_in_their_order():
-    subject = admission(2000)
-    assert turns(subject, 0, a=500, b=500, c=500) == ["a", "b"] and subject.admit(1) == []
-    subject.leave("b")
-    assert subject.admit(2) == ["c"]
-
-
-def test_a_conversation_larger_than_the_cache_goes_alone():
-    subject = admission(100)
-    assert turns(subject, 0, a=500, b=500) == ["a"]
-    subject.end("a", 10, 1)
-    assert subject.admit(1) == ["b"]
-
-
-def test_a_place_is_kept_between_two_turns():
-    subject = admission(3000)
-    assert turns(subject, 0, a=800, b=700, c=100) == ["a", "b"]
-    subject.end("a", 200, 1)
-    assert subject.admit(1) == []
-    assert turns(subject, 2, a=1100) == ["a"]
-
-
-def test_the_youngest_waits_when_all_outgrow_the_cache():
-    subject = admission(3000)
-    assert turns(subject, 0, a=500, b=500, c=500) == ["a", "b", "c"]
-    for session in "abc":
-        subject.end(session, 200, 1)
-    assert turns(subject, 2, a=1000, b=900, c=900) == ["a", "b"]
-    subject.leave("a")
-    assert subject.admit(3) == ["c"]
-
-
-def test_a_long_pause_gives_the_place_away():
-    subject = admission(3000)
-    assert turns(subject, 0, a=800, b=700, c=600) == ["a", "b"]
-    subject.end("a", 200, 1)
-    assert subject.admit(5) == [] and subject.admit(60) == ["c"]
-
-
-def test_a_pause_is_long_by_what_it_costs_to_compute_again():
-    """At 100 tokens a second, those that run, 1,000 tokens, are computed in ten seconds."""
-    subject = admission(3000)
-    for look in range(200):  # the server was busy, and computed prefixes, long enough to be told
-        subject.observe(Pressure(3000, 1 / 3, prefill_seconds=3.0 * look, prefilled=300 * look), 3 * look)
-    assert turns(subject, 600, a=800, b=700, c=600) == ["a", "b"]
-    subject.end("a", 200, 600)
-    assert subject.admit(609.5) == [] and subject.admit(610.1) == ["c"]
-
-
-def test_requests_computed_together_take_no_longer():
-    """Each of ten counts the three seconds that all of them took."""
-    subject = admission(3000)
-    for look in range(200):
-        subject.observe(Pressure(3000, 1 / 3, prefill_seconds=30.0 * look, prefilled=300 * look), 3 * look)
-    assert turns(subject, 600, a=800, b=700, c=600) == ["a", "b"]
-    subject.end("a", 200, 600)
-    assert subject.admit(610.1) == ["c"]
-
-
-def test_all_turns_begin_where_tools_outlast_a_prefix():
-    subject = admission(3000)
-    for look in range(200):
-        subject.observe(Pressure(3000, 1 / 3, prefill_seconds=3.0 * look, prefilled=300 * look), 3 * look)
-    assert turns(subject, 600, a=800, b=700, c=600, d=900) == ["a", "b"]
-    for session in "ab":
-        subject.end(session, 200, 600)
-    subject.observe(Pressure(3000, 1 / 3, prefill_seconds=600.0, prefilled=60000), 660)
-    assert subject.admit(660) == ["c", "d"]
-
-
-def test_shared_prompts_let_more_in():
-    subject = admission(2000)
-    assert turns(subject, 0, a=500, b=500, c=500) == ["a", "b"]
-    for _ in range(10):
-        subject.observe(Pressure(2000, 0.4, running=2), 0)  # 800 tokens for both
-    assert subject.admit(1) == ["c"]
-
-
-def test_preemptions_let_fewer_in():
-    calm, crowded = admission(2000), admission(2000)
-    for number in range(1, 6):
-        calm.observe(Pressure(2000, 0.0), 10 * number)
-        crowded.observe(Pressure(2000, 0.0, preemptions=number), 10 * number)
-    assert turns(calm, 0, a=500, b=500) == ["a", "b"] and turns(crowded, 0, a=500, b=500) == ["a"]
-
-
-def test_one_burst_of_preemptions_counts_once():
-    """Requests under way cannot be withdrawn, so that a crowded server goes on to preempt."""
-    subject = admission(2000)
-    for number in range(1, 6):
-        subject.observe(Pressure(2000, 0.0, preemptions=number), 0.5 * number)
-    assert turns(subject, 3, a=450, b=450) == ["a", "b"]
-
-
-@pytest.fixture
-def shared():
-    """One of two processes."""
-    subject = CacheScheduler(processes=2)
-    subject.observe(Pressure(5000, 0.0), 0)
-    return subject
-
-
-def test_processes_begin_with_even_shares_of_a_cache(shared):
-    assert turns(shared, 0, a=1000, b=1000, c=1000) == ["a"]
-
-
-def test_a_process_alone_on_a_server_has_its_whole_cache(shared):
-    turns(shared, 0, a=1000, b=1000, c=1000)
-    shared.observe(Pressure(5000, 0.25, running=1), 0.5)
-    assert shared.admit(0.5) == ["b", "c"]
-
-
-def test_what_others_hold_is_not_taken(shared):
-    turns(shared, 0, a=1000, b=1000, c=1000)
-    shared.observe(Pressure(5000, 0.5, running=2), 0.5)
-    assert shared.admit(0.5) == []
-
-
-def test_a_process_takes_free_room_by_and_by():
-    """Half of it at the first look, and all of it once the other process has left it."""
-    subject = CacheScheduler(processes=2)
-    subject.observe(Pressure(8000, 0.0), 0)
-    assert turns(subject, 0, a=2500, b=2500) == ["a"]
-    subject.observe(Pressure(8000, 0.3, running=2), 0.5)
-    assert subject.admit(0.5) == []
-    subject.observe(Pressure(8000, 0.3, running=2), 1)
-    assert subject.admit(1) == ["b"]
-
-
-def test_borrowed_room_is_given_back_as_others_come(shared):
-    turns(shared, 0, a=1000, b=1000, c=1000)
-    shared.observe(Pressure(5000, 0.25, running=1), 0.5)
-    assert shared.admit(0.5) == ["b", "c"]
-    for session in "abc":
-        shared.end(session, 200, 1)
-    for _ in range(60):
-        shared.observe(Pressure(5000, 0.5, running=2), 1)
-    assert turns(shared, 1, a=1200, b=1200, c=1200) == ["a"]
-
-
-def test_a_batch_begins_with_an_even_share_again(shared):
-    """Between two batches nobody looks, and all processes begin at the same time."""
-    turns(shared, 0, a=1000)
-    shared.observe(Pressure(5000, 0.25, running=1), 0.5)
-    shared.leave("a")
-    assert turns(shared, 9, d=1000, e=1000) == ["d"]
-
-
-def test_requests_of_one_conversation_are_not_taken_for_others(shared):
-    """An agent that asks twice at once has two requests under way."""
-    shared.ask("a", 500, 0)
-    assert turns(shared, 0, a=500, b=1000, c=1000) == ["a", "b"]
-    shared.observe(Pressure(5000, 0.3, running=3), 0.5)
-    assert shared.admit(0.5) == ["c"]
-
-
-def test_a_turn_that_ends_after_its_conversation_counts_nothing():
-    subject = admission(2000)
-    turns(subject, 0, a=1500)
-    subject.leave("a")
-    subject.end("a", 5, 1)
-    subject.withdraw("a")
-    assert turns(subject, 2, b=1500, c=1500) == ["b"]
-
-
-def test_agents_that_ask_twice_at_once_have_both_turns():
-    subject = admission(1000)
-    assert turns(subject, 0, a=700, b=700) == ["a"]
-    assert turns(subject, 0, a=720) == ["a"]
-    subject.end("a", 5, 1)
-    assert subject.admit(1) == []
-    subject.end("a", 5, 1)
-    subject.leave("a")
-    assert subject.admit(1) == ["b"]
-
-
-@pytest.mark.parametrize(("size", "capacity"), [("", 1600), ('kv_cache_size_tokens="800",', 800)])
-def test_the_cache_is_read_in_vllms_metrics(size, capacity):
-    told = read_pressure(METRICS.format(size=size))
-    assert told == Pressure(capacity, 0.25, 3.0, 1.0, 2.0, 8.0, 400.0)
-
-
-@pytest.mark.parametrize("text", ["", "{}", "vllm:kv_cache_usage_perc 0.5\n", "no metrics"])
-def test_metrics_without_a_cache_tell_nothing(text):
-    assert read_pressure(text) is None
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (METRICS.format(size=""), Pressure(1600, *TOLD)),
+        (METRICS.format(size='kv_cache_size_tokens="800",'), Pressure(800, *TOLD)),
+        *((text, None) for text in ("", "{}", "vllm:kv_cache_usage_perc 0.5\n", "no metrics")),
+    ],
+)
+def test_the_cache_is_read_in_vllms_metrics(text, told):
+    assert read_pressure(text) == told
 
 
 class Busy:
-    """Completions that wait until `number` are asked for, or until it is told that no more come."""
+    """Completions that wait until no more are to come."""
 
     def __init__(self) -> None:
         self.go, self.most, self.now, self.lock = threading.Event(), 0, 0, threading.Lock()
@@ -247,66 +180,58 @@ class Busy:
         return completion(9)
 
 
-def cached(tokens: int):
-    return METRICS.format(size=f'kv_cache_size_tokens="{tokens}",')
+def turns(client, sessions: str) -> list[asyncio.Future]:
+    """A turn of each conversation, asked for at once."""
+    return [asyncio.ensure_future(client.generate([1] * 500, SAMPLING, session)) for session in sessions]
 
 
-async def held(client, sessions, until, busy):
-    """Asks for a turn of each conversation at once."""
-    tasks = [asyncio.ensure_future(client.generate(list(range(500)), SAMPLING, session)) for session in sessions]
-    await until_true(until)
-    busy.go.set()
-    samples = []
-    for session, task in zip(sessions, tasks, strict=True):
-        samples.append(await task)
-        client.release(session)
-    await client.close()
-    return samples
-
-
-@pytest.mark.parametrize(("metrics", "at_once"), [(cached(2000), 2), ("", 6), (None, 6)])
-def test_turns_wait_as_the_servers_metrics_say(tokenizer, start, metrics, at_once):
+@pytest.mark.parametrize(
+    ("metrics", "options", "at_once"),
+    [
+        (cached(2000), {}, 2),
+        ({"/metrics": (200, "")}, {}, 6),
+        ({"/metrics": (404, {})}, {}, 6),
+        (cached(100), {"by_cache": False}, 6),
+    ],
+)
+def test_turns_wait_as_the_servers_metrics_say(tokenizer, start, metrics, options, at_once):
+    """Where a fixed number of conversations is wanted, nobody asks for them."""
     busy = Busy()
-    answer = (404, {}) if metrics is None else (200, metrics)
-    server = start(busy, **{"/metrics": answer})
-    client = client_of(tokenizer, server)
-    sessions = [str(number) for number in range(6)]
-    asyncio.run(asyncio.wait_for(held(client, sessions, lambda: busy.now == at_once, busy), 60))
-    assert len(server.asked("/v1/completions")) == 6
-    assert busy.most == at_once
+    server = start(busy, **metrics)
+    client = client_of(tokenizer, server, **options)
 
+    async def go():
+        tasks = turns(client, "abcdef")
+        await until_true(lambda: busy.now == at_once)
+        busy.go.set()
+        for session, task in zip("abcdef", tasks, strict=True):
+            await task
+            client.release(session)
 
-def test_a_fixed_number_of_conversations_asks_for_no_metrics(tokenizer, start):
-    busy = Busy()
-    server = start(busy, **{"/metrics": (200, cached(100))})
-    client = client_of(tokenizer, server, by_cache=False)
-    asyncio.run(asyncio.wait_for(held(client, "abc", lambda: busy.now == 3, busy), 60))
-    assert not server.asked("/metrics")
+    play(client, go, connect=False)
+    assert (len(server.asked("/v1/completions")), busy.most) == (6, at_once)
+    assert bool(server.asked("/metrics")) != bool(options)
 
 
 def test_a_turn_that_waits_can_be_cancelled(tokenizer, start):
     busy = Busy()
-    server = start(busy, **{"/metrics": (200, cached(600))})
+    server = start(busy, **cached(600))
     client = client_of(tokenizer, server)
 
     async def go():
-        tasks = [asyncio.ensure_future(client.generate([1] * 500, SAMPLING, session)) for session in "abc"]
+        tasks = turns(client, "abc")
         await until_true(lambda: busy.now == 1)
         tasks[1].cancel()
         busy.go.set()
-        results = await asyncio.gather(*tasks, return_exceptions=True)
-        for session in "abc":
-            client.release(session)
-        await client.close()
-        return results
+        return await asyncio.gather(*tasks, return_exceptions=True)
 
-    results = asyncio.run(asyncio.wait_for(go(), 60))
-    assert isinstance(results[1], asyncio.CancelledError) and results[2].ids == [9]
+    _, cancelled, last = play(client, go, connect=False)
+    assert isinstance(cancelled, asyncio.CancelledError) and last.ids == [9]
     assert len(server.asked("/v1/completions")) == 2
 
 
 def test_a_turn_cancelled_as_it_begins_leaves_its_room():
-    subject = admission(600)
+    subject = CacheScheduler()
 
     async def look():
         return Pressure(600, 0.0)
@@ -332,17 +257,15 @@ def test_a_turn_cancelled_as_it_begins_leaves_its_room():
 
 def test_turns_that_wait_for_a_dead_server_go_elsewhere(tokenizer, start):
     busy = Busy()
-    servers = [start(busy, **{"/metrics": (200, cached(600))}), start(lambda number, body: completion(7))]
+    servers = [start(busy, **cached(600)), start(lambda number, body: completion(7))]
     client = client_of(tokenizer, *servers)
 
     async def go():
-        tasks = [asyncio.ensure_future(client.generate([1] * 500, SAMPLING, session)) for session in "abc"]
+        tasks = turns(client, "abc")
         await until_true(lambda: busy.now or all(task.done() for task in tasks))
         servers[0].stop()
         busy.go.set()
-        results = await asyncio.gather(*tasks)
-        await client.close()
-        return results
+        return await asyncio.gather(*tasks)
 
-    _, *waited = asyncio.run(asyncio.wait_for(go(), 60))  # the first one's answer may have been on its way
+    _, *waited = play(client, go, connect=False)  # the first one's answer may have been on its way
     assert [sample.ids for sample in waited] == [[7]] * 2

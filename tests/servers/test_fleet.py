@@ -14,12 +14,12 @@ from mt_grpo.errors import ServerGoneError
 from mt_grpo.servers.http import ServerSetupError
 from mt_grpo.vllm_plugin import IDENTITY
 
+OLDER = {"/version": (200, {"version": "0.30.0"})}
 
-def refusal(client) -> str:
-    with pytest.raises(ServerSetupError) as caught:
-        asyncio.run(client.connect())
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+
+async def ask(client, number, *context):
+    """A turn of so many conversations, one after another."""
+    return [await client.generate([each, *context], SAMPLING, str(each)) for each in range(number)]
 
 
 def test_a_run_begins_with_the_servers_that_it_needs(tokenizer, start):
@@ -29,36 +29,36 @@ def test_a_run_begins_with_the_servers_that_it_needs(tokenizer, start):
 
     async def go():
         await client.connect(told.append)
-        await client.generate([0], SAMPLING, "first")
+        await ask(client, 1)
         late = start(port=port)
         await until_true(lambda: client.servers[2].up)
-        for number in range(12):
-            await client.generate([number], SAMPLING, str(number))
-        await client.close()
+        await ask(client, 12)
         return late
 
-    late = asyncio.run(asyncio.wait_for(go(), 60))
+    late = play(client, go, connect=False)
     assert "which joins when it is up" in told[-1]
     paths = [path for _, path, _ in late.requests]
     assert "/v1/completions" in paths[paths.index("/tokenize") :] and "/v1/completions" not in paths[:3]
 
 
-@pytest.mark.parametrize("fault", ["model", "version", "context"])
-def test_a_late_server_that_does_not_fit_is_left_out(tokenizer, start, caplog, fault):
-    servers, port = [start()], free_port()
-    client = client_of(tokenizer, *servers, f"http://127.0.0.1:{port}", min_servers=1, model="base")
-    wrong = {
-        "model": {"model": "another"},
-        "version": {"/version": (200, {"version": "0.30.0"})},
-        "context": {"/v1/models": (200, {"data": [{"id": "base", "root": "base", "max_model_len": 8}]})},
-    }[fault]
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"model": "another"},
+        OLDER,
+        {"/v1/models": (200, {"data": [{"id": "base", "root": "base", "max_model_len": 8}]})},
+    ],
+    ids=["model", "version", "context"],
+)
+def test_a_late_server_that_does_not_fit_is_left_out(tokenizer, start, caplog, wrong):
+    port = free_port()
+    client = client_of(tokenizer, start(), f"http://127.0.0.1:{port}", min_servers=1, model="base")
 
     async def go():
-        await client.generate([0], SAMPLING, "first")
+        await ask(client, 1)
         late = start(port=port, **wrong)
         await until_true(lambda: "The run goes on without it" in caplog.text)
-        for number in range(6):
-            await client.generate([number], SAMPLING, str(number))
+        await ask(client, 6)
         return late
 
     assert not play(client, go).asked("/v1/completions")
@@ -75,8 +75,7 @@ def test_fewer_servers_than_needed_end_the_run(tokenizer, start):
     client = client_of(tokenizer, *servers, min_servers=2, server_timeout=0.3)
 
     async def go():
-        for number in range(4):  # on both
-            await client.generate([number], SAMPLING, str(number))
+        await ask(client, 4)  # on both
         servers[1].stop()
         await asyncio.gather(*(client.generate([number], SAMPLING, str(number)) for number in range(4)))
 
@@ -84,69 +83,71 @@ def test_fewer_servers_than_needed_end_the_run(tokenizer, start):
         play(client, go)
 
 
-def test_servers_of_mixed_versions_are_refused(tokenizer, start):
-    servers = [start(), start(**{"/version": (200, {"version": "0.30.0"})})]
-    words = refusal(client_of(tokenizer, *servers))
-    assert f"0.31.0 at {servers[0].url} and 0.30.0 at {servers[1].url}" in words
-
-
-def test_a_replica_with_another_model_is_refused(tokenizer, start):
-    words = refusal(client_of(tokenizer, start(), start(model="another"), model="base"))
-    assert "serves 'another', not 'base'" in words
+# as vLLM's own router answers
+WORKERS = {"workers": [{"url": "http://10.0.0.1:8000"}, {"url": "http://10.0.0.2:8000"}]}
+ROUTER = {"/workers": (200, WORKERS), "/health": (200, "All servers healthy")}
 
 
 @pytest.mark.parametrize(
-    "script",
+    ("servers", "words"),
     [
-        lambda method, path, body: (404, "Not Found"),
-        lambda method, path, body: (200, "<html>Welcome</html>"),
-        lambda method, path, body: (200, {"hello": "world"}),
-        lambda method, path, body: (200, {"data": "world"}),
+        ([{}, OLDER], ["0.31.0 at {0} and 0.30.0 at {1}"]),
+        ([{}, {"model": "another"}], ["serves 'another', not 'base'"]),
+        (
+            [ROUTER],
+            [
+                "is a router before http://10.0.0.1:8000, http://10.0.0.2:8000",
+                "name the servers themselves in `vllm_server_base_url`",
+            ],
+        ),
     ],
+    ids=["versions", "models", "a router"],
+)
+def test_servers_that_do_not_fit_are_refused_at_the_start(tokenizer, start, servers, words):
+    servers = [start(**each) for each in servers]
+    with pytest.raises(ServerSetupError) as caught:
+        asyncio.run(client_of(tokenizer, *servers, model="base").connect())
+    assert "\n" not in str(caught.value)
+    assert all(each.format(*(server.url for server in servers)) in str(caught.value) for each in words)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [(404, "Not Found"), (200, "<html>Welcome</html>"), (200, {"hello": "world"}), (200, {"data": "world"})],
     ids=["a folder", "a page", "an API", "another list"],
 )
-def test_a_port_that_answers_something_else_is_refused_at_once(tokenizer, script):
-    other = ScriptedServer(script)
-    words = refusal(client_of(tokenizer, other, server_timeout=600))
-    assert f"What answers at {other.url} is no vLLM server" in words
+def test_a_port_that_answers_something_else_is_refused_at_once(tokenizer, answer):
+    other = ScriptedServer(lambda method, path, body: answer)
+    with pytest.raises(ServerSetupError, match=f"^What answers at {other.url} is no vLLM server.*$") as caught:
+        asyncio.run(client_of(tokenizer, other, server_timeout=600).connect())
+    assert "\n" not in str(caught.value)
     other.stop()
 
 
-def test_a_router_is_named_with_the_servers_behind_it(tokenizer, start):
-    """As vLLM's own router answers."""
-    workers = {"workers": [{"url": "http://10.0.0.1:8000"}, {"url": "http://10.0.0.2:8000"}]}
-    router = start(**{"/workers": (200, workers), "/health": (200, "All servers healthy")})
-    words = refusal(client_of(tokenizer, router))
-    assert "is a router before http://10.0.0.1:8000, http://10.0.0.2:8000" in words
-    assert "name the servers themselves in `vllm_server_base_url`" in words
+@pytest.mark.parametrize("told_by", ["vLLM", "their guards"])
+def test_answers_of_several_servers_in_turn_end_the_run(tokenizer, start, told_by):
+    """A server that is restarted never has an identity of before. One of them may answer for the weights of all."""
 
+    def complete(number, body):
+        name = "ab"[number % 2]
+        if told_by == "vLLM":
+            return completion(5, fingerprint=name)
+        return (*completion(5, fingerprint="vllm-0.31.0-0123abcd"), {IDENTITY: name})  # of one configuration
 
-def test_answers_of_several_servers_in_turn_end_the_run(tokenizer, start):
-    """A server that is restarted never has an identity of before."""
-    router = start(lambda number, body: completion(5, fingerprint="ab"[number % 2]))
-    client = client_of(tokenizer, router, server_timeout=20)
-
-    async def go():
-        for number in range(6):
-            await client.generate([number], SAMPLING, str(number))
-
+    client = client_of(tokenizer, start(complete), server_timeout=20)
+    client.weight_version = None if told_by == "vLLM" else 7
     with pytest.raises(ServerSetupError, match="is several servers in turn, as behind a router"):
-        play(client, go)
+        play(client, lambda: ask(client, 6))
 
 
-def test_servers_in_turn_are_told_apart_by_their_guards(tokenizer, start):
-    """They have one configuration, and one of them answers for the weights of all."""
-    own = "vllm-0.31.0-0123abcd"
-    router = start(lambda number, body: (*completion(5, fingerprint=own), {IDENTITY: "ab"[number % 2]}))
-    client = client_of(tokenizer, router, server_timeout=20)
-    client.weight_version = 7
-
-    async def go():
-        for number in range(6):
-            await client.generate([number], SAMPLING, str(number))
-
-    with pytest.raises(ServerSetupError, match="is several servers in turn, as behind a router"):
-        play(client, go)
+@pytest.mark.parametrize("fingerprint", [None, ""])
+def test_an_answer_that_names_no_server_ends_the_run(tokenizer, start, fingerprint):
+    """Behind a router each may come from another one."""
+    server = start(lambda number, body: completion(5, fingerprint=fingerprint))
+    client, words = client_of(tokenizer, server), f"{server.url} have no `system_fingerprint`.*`mt-grpo serve`"
+    with pytest.raises(ServerSetupError, match=words) as caught:
+        play(client, lambda: ask(client, 1), connect=False)
+    assert "\n" not in str(caught.value) and len(server.asked("/v1/completions")) == 1
 
 
 def test_an_engine_that_dies_in_mid_sampling_is_left_out(tokenizer, start):
@@ -160,27 +161,38 @@ def test_an_engine_that_dies_in_mid_sampling_is_left_out(tokenizer, start):
     client = client_of(tokenizer, dying, start(), server_timeout=20)
 
     async def go():
-        first = [await client.generate([number], SAMPLING, str(number)) for number in range(8)]
+        first = await ask(client, 8)
         dead.append(True)
-        second = [await client.generate([number, 1], SAMPLING, str(number)) for number in range(8)]
-        return first, second
+        return first, await ask(client, 8, 1)
 
     first, second = play(client, go)
     assert {20} < {sample.ids[0] for sample in first} and {sample.ids[0] for sample in second} == {5}
     assert [server.up for server in client.servers] == [False, True]
 
 
-@pytest.mark.parametrize("fingerprint", [None, ""])
-def test_an_answer_that_names_no_server_ends_the_run(tokenizer, start, fingerprint):
-    """Behind a router each may come from another one."""
-    server = start(lambda number, body: completion(5, fingerprint=fingerprint))
-    client = client_of(tokenizer, server)
+def test_a_request_that_hangs_is_repeated_on_the_same_server(tokenizer, start):
+    """A group that leaves its server would leave its prefix."""
+    over = threading.Event()
+    servers = [
+        start(lambda number, body: completion(5) if number != 4 else over.wait(60) and None),
+        start(lambda number, body: completion(5)),
+    ]
+    client = client_of(tokenizer, *servers, request_timeout=1.0)
 
-    with pytest.raises(
-        ServerSetupError, match=f"{server.url} have no `system_fingerprint`.*`mt-grpo serve`"
-    ) as caught:
-        play(client, lambda: client.generate([1], SAMPLING, "one"), connect=False)
-    assert "\n" not in str(caught.value) and len(server.asked("/v1/completions")) == 1
+    async def converse(group, member):
+        context = [group]
+        for _ in range(4):
+            context += (await client.generate(list(context), SAMPLING, f"{group}-{member}")).ids
+
+    async def go():
+        await asyncio.gather(*(converse(group, member) for group in range(2) for member in range(3)))
+
+    try:
+        play(client, go)
+    finally:
+        over.set()
+    asked = [[body["prompt"][0] for body in server.asked("/v1/completions")] for server in servers]
+    assert [len(set(each)) for each in asked] == [1, 1] and [len(each) for each in asked] == [12 + 1, 12]
 
 
 def test_conversations_of_a_dying_server_go_on_from_their_tokens(tokenizer, start):
@@ -197,27 +209,23 @@ def test_conversations_of_a_dying_server_go_on_from_their_tokens(tokenizer, star
     servers = [start(die), start(lambda number, body: completion(70 + number))]
     dying.append(servers[0])
     client = client_of(tokenizer, *servers, server_timeout=20)
+    taken = {f"s{number}": [] for number in range(8)}
+
+    def context(session):
+        return [int(session[1:]), 1, 2, *taken[session]]
+
+    async def turn(session):
+        taken[session] += (await client.generate(context(session), SAMPLING, session)).ids
 
     async def go():
-        contexts = {f"s{number}": [number, 1, 2] for number in range(8)}
-        taken = {session: [] for session in contexts}
         for _ in range(3):
+            await asyncio.gather(*map(turn, taken))
 
-            async def turn(session):
-                sample = await client.generate(contexts[session], SAMPLING, session)
-                contexts[session] = contexts[session] + sample.ids
-                taken[session] += sample.ids
-
-            await asyncio.gather(*map(turn, contexts))
-        return contexts, taken
-
-    contexts, taken = play(client, go)
+    play(client, go)
     assert asked.is_set()
-    every = [token for tokens in taken.values() for token in tokens]
-    assert len(every) == len(set(every)) == 24
-    for number, session in enumerate(contexts):
-        assert contexts[session] == [number, 1, 2] + taken[session] and len(taken[session]) == 3
+    assert [len(tokens) for tokens in taken.values()] == [3] * 8
+    assert len({token for tokens in taken.values() for token in tokens}) == 24
     moved = [session for session, tokens in taken.items() if tokens[0] < 70]
     assert len(moved) == 4 and all(token >= 70 for session in moved for token in taken[session][1:])
     prompts = [body["prompt"] for body in servers[1].asked("/v1/completions")]
-    assert all(contexts[session][:4] in prompts for session in moved)
+    assert all(context(session)[:4] in prompts for session in moved)

@@ -5,31 +5,27 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator
-from typing import TypeVar
-
-T = TypeVar("T")
+from typing import Any
 
 LIMIT = 300.0
 """Seconds that a wait may take on a busy machine; pytest ends a test after 600, and knows only where it stood."""
 
 
 def _looks(
-    condition: Callable[[], T], provided: Callable[[], object], seen: Callable[[], object] | None, limit: float
-) -> Iterator[T]:
+    condition: Callable[[], object],
+    provided: Callable[[], object] = lambda: True,
+    seen: Callable[[], object] | None = None,
+    limit: float = LIMIT,
+) -> Iterator[None]:
     end = time.monotonic() + limit
     while not (value := condition()):
         told = seen or (lambda: repr(value))
         assert provided(), f"It cannot happen any more: {told()}"
         assert time.monotonic() < end, f"It did not happen within {limit:.0f} s: {told()}"
-        yield value
+        yield
 
 
-def until(
-    condition: Callable[[], object],
-    provided: Callable[[], object] = lambda: True,
-    seen: Callable[[], object] | None = None,
-    limit: float = LIMIT,
-) -> None:
+def until(condition: Callable[[], object], *options: Any, **more: Any) -> None:
     """
     Looks again and again until a condition holds.
 
@@ -39,16 +35,11 @@ def until(
         seen: Told where the wait fails; the condition's own value by default.
         limit: Seconds.
     """
-    for _ in _looks(condition, provided, seen, limit):
+    for _ in _looks(condition, *options, **more):
         time.sleep(0.02)
 
 
-async def until_true(
-    condition: Callable[[], object],
-    provided: Callable[[], object] = lambda: True,
-    seen: Callable[[], object] | None = None,
-    limit: float = LIMIT,
-) -> None:
+async def until_true(condition: Callable[[], object], *options: Any, **more: Any) -> None:
     """The same as `until`, in a coroutine."""
-    for _ in _looks(condition, provided, seen, limit):
+    for _ in _looks(condition, *options, **more):
         await asyncio.sleep(0.001)
