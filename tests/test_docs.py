@@ -26,17 +26,19 @@ from support.runs import write_run
 
 from mt_grpo.app import request
 from mt_grpo.cli import main
-from mt_grpo.rewards import REWARDS, load_rewards
-from mt_grpo.runlog import open_run, read_trajectories
+from mt_grpo.rewards import REWARDS
+from mt_grpo.runlog import open_run
 from mt_grpo.training import MTGRPOConfig, preflight
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-def blocks(language: str) -> list[tuple[str, str]]:
+def blocks(language: str, page: str | None = None) -> list[tuple[str, str]]:
+    """Blocks of all pages, or of one, each with the name of its page."""
     pattern = re.compile(rf"```{language}\n(.*?)```", re.DOTALL)
-    return [(page.name, block) for page in PAGES for block in pattern.findall(page.read_text())]
+    pages = [each for each in PAGES if page in (None, each.name)]
+    return [(each.name, block) for each in pages for block in pattern.findall(each.read_text())]
 
 
 RESULTS = ("quickstart", "step_cpu", "rollout", "tokens_trained")
@@ -48,6 +50,10 @@ MEASURES = {
     "turns": "turns per question",
 }
 COMMANDS = sorted({line for _, block in blocks("bash") for line in block.strip().splitlines()})
+SMALL = {
+    "train": "--max_steps 1 --per_device_train_batch_size 8 --dataset_test_split validation[:4] --max_turn_length 16",
+    "rollout": "--dataset_test_split validation[:4] --max_turn_length 16",
+}
 
 
 def words(command: str) -> list[str]:
@@ -59,6 +65,16 @@ def starting(word: str) -> list[str]:
     return [command for command in COMMANDS if Path(words(command)[0]).name == word]
 
 
+def ours(*names: str, having: str = "") -> list[str]:
+    """Commands of `mt-grpo` by their second word."""
+    return [each for each in starting("mt-grpo") if words(each)[1] in names and having in each]
+
+
+LAUNCHED, REPLAY = ours("train", having="--accelerate_config"), ours(*SMALL, having="--replay")
+RUN = [each for each in ours(*SMALL) if each not in (*LAUNCHED, *REPLAY)]
+TESTED_ELSEWHERE = ours(*SMALL, "serve", "doctor", "view")
+
+
 def test_no_command_is_left_untested():
     assert sum(len(starting(word)) for word in ("make", "mt-grpo", "accelerate")) == len(COMMANDS)
 
@@ -68,22 +84,7 @@ def test_make_target_exists(command):
     subprocess.run([*shlex.split(command), "--dry-run"], cwd=ROOT, check=True, capture_output=True)
 
 
-SMALL = {
-    "train": "--max_steps 1 --per_device_train_batch_size 8 --dataset_test_split validation[:4] --max_turn_length 16",
-    "rollout": "--dataset_test_split validation[:4] --max_turn_length 16",
-}
-
-
-SERVE = [command for command in starting("mt-grpo") if words(command)[1] == "serve"]
-LAUNCHED = [each for each in starting("mt-grpo") if "--accelerate_config" in each and words(each)[1] == "train"]
-REPLAY = [each for each in starting("mt-grpo") if "--replay" in each]
-RUN = [each for each in starting("mt-grpo") if words(each)[1] in SMALL and each not in (*LAUNCHED, *REPLAY)]
-DOCTOR = [command for command in starting("mt-grpo") if words(command)[1] == "doctor"]
-VIEW = [command for command in starting("mt-grpo") if words(command)[1] == "view"]
-QUICK = [command for command in starting("mt-grpo") if words(command)[1] not in (*SMALL, "serve", "doctor", "view")]
-
-
-@pytest.mark.parametrize("command", SERVE)
+@pytest.mark.parametrize("command", ours("serve"))
 def test_serve_command_becomes_a_server(command, monkeypatch):
     """`test_vllm_server.py` starts a real one; here it ends where vLLM, and for some a GPU, is needed."""
     became = []
@@ -120,15 +121,10 @@ def test_the_image_has_the_cuda_and_python_of_torch():
     assert image[2] == "24.04"  # its python3 is 3.12; the project takes 3.11 and later
 
 
-BENCHMARKS = sorted(
-    {name for page in PAGES for name in re.findall(r"python\s+(benchmarks/\w+\.py)", page.read_text())}
-)
-
-
-@pytest.mark.parametrize("name", BENCHMARKS)
-def test_benchmark_exists(name):
+def test_benchmarks_exist():
     """`test_benchmarks.py` runs them."""
-    assert (ROOT / name).exists()
+    named = {name for page in PAGES for name in re.findall(r"python\s+(benchmarks/\w+\.py)", page.read_text())}
+    assert named and [name for name in named if not (ROOT / name).exists()] == []
 
 
 @pytest.mark.slow
@@ -157,7 +153,7 @@ def test_replay_command_trains_on_a_run(command, tmp_path, monkeypatch):
     assert [row["mode"] for row in open_run(again).rows] == ["train"] * 8
 
 
-@pytest.mark.parametrize("command", DOCTOR)
+@pytest.mark.parametrize("command", ours("doctor"))
 def test_doctor_command_finds_nothing_wrong(command, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     assert main([*words(command)[1:], "--output_dir", str(tmp_path / "run")]) == 0
@@ -165,15 +161,14 @@ def test_doctor_command_finds_nothing_wrong(command, tmp_path, monkeypatch, caps
     assert "ok    processes" in out and "nothing stands in the way of this run" in out
 
 
-@pytest.mark.parametrize("command", QUICK)
+@pytest.mark.parametrize("command", [each for each in starting("mt-grpo") if each not in TESTED_ELSEWHERE])
 def test_command_without_a_trainer_works(command, tmp_path):
-    run = subprocess.run(
-        [sys.executable, "-m", "mt_grpo", *words(command)[1:]], cwd=tmp_path, capture_output=True, text=True
-    )
+    program = [sys.executable, "-m", "mt_grpo", *words(command)[1:]]
+    run = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True)
     assert (run.returncode, run.stderr) == (0, "") and run.stdout
 
 
-@pytest.mark.parametrize("command", VIEW)
+@pytest.mark.parametrize("command", ours("view"))
 def test_view_command_shows_a_run(command, tmp_path):
     folder = words(command)[2]
     write_run(tmp_path / folder, steps=1)
@@ -230,7 +225,7 @@ def test_the_training_script_runs_under_accelerate(tmp_path, monkeypatch):
     assert (tmp_path / "run" / "summary.json").exists()
 
 
-FIRST, AGENT = [block for name, block in blocks("python") if name == "README.md"]
+FIRST, AGENT = [block for _, block in blocks("python", "README.md")]
 """The first screen's training, and the tools and rewards that the recipe names."""
 
 STEPS = "max_steps=20, per_device_train_batch_size=48"
@@ -253,14 +248,15 @@ def test_the_first_screen_has_the_committed_figures():
     for name, label in MEASURES.items():
         before, after = (results["quickstart"][when][name] for when in ("before", "after"))
         assert f"| {label} | {before:.2f} | {after:.2f} |" in readme
-    steps = {row["workload"]: row for row in results["step_cpu"]["rows"]}
-    long = steps["same, 12 turns"]
-    short = steps["prompt 512, group 8, 4 turns, extension holds"]
-    rollouts = {row["label"]: row["values"] for row in results["rollout"]["rows"]}
-    varying = rollouts["rollouts, TRL / ours, 32 x 4 log-normal tools"]
-    step = rollouts["whole step, TRL / ours, 32 x one 50 ms tool"]
-    trained = {row["conversation"]: row for row in results["tokens_trained"]["rows"]}
-    thinking = trained["qwen3, 8 turns of 300 + 100 tokens"]
+
+    def row(name, label):
+        (found,) = [each for each in results[name]["rows"] if label in each.values()]
+        return found
+
+    long, short = row("step_cpu", "same, 12 turns"), row("step_cpu", "prompt 512, group 8, 4 turns, extension holds")
+    varying = row("rollout", "rollouts, TRL / ours, 32 x 4 log-normal tools")["values"]
+    step = row("rollout", "whole step, TRL / ours, 32 x one 50 ms tool")["values"]
+    thinking = row("tokens_trained", "qwen3, 8 turns of 300 + 100 tokens")
     assert f"trains {100 * thinking['share']['TRL']:.1f} %" in readme and thinking["share"]["ours"] == 1
     for factor in (
         f"{short['ratio']['median']:.1f}",
@@ -339,9 +335,9 @@ def test_python_blocks_run(page, tokenizer, tmp_path, questions, monkeypatch):
     keep_estimators(monkeypatch)
     keep(monkeypatch, REWARDS)
     namespace = {"__name__": "docs"}
-    for name, block in blocks("python"):
-        if name == page.name and block != FIRST and not block.startswith(FRAMEWORKS):
-            exec(compile(block, page.name, "exec"), namespace)
+    for name, block in blocks("python", page.name):
+        if block != FIRST and not block.startswith(FRAMEWORKS):
+            exec(compile(block, name, "exec"), namespace)
     if page.name == "agents.md":
         result = namespace["converse"](build_model(tokenizer, max_position_embeddings=2048), tokenizer)
         assert len(result["ids"][0]) == len(result["mask"][0]) > 0
@@ -353,82 +349,21 @@ def test_python_blocks_run(page, tokenizer, tmp_path, questions, monkeypatch):
     if page.name == "rollouts.md":
         assert "42" in tokenizer.decode(namespace["replay"](tokenizer)["ids"][0])
     if page.name == "README.md":
-        (named,) = [yaml.safe_load(block) for name, block in blocks("yaml") if name == "README.md"]
+        ((_, block),) = blocks("yaml", page.name)
+        named = yaml.safe_load(block)
         asked = [*named["tools"], *named["turn_reward_funcs"], *named["outcome_reward_funcs"]]
         assert all(callable(namespace[path.removeprefix("my_agent.")]) for path in asked)
 
 
 def test_the_recipe_of_the_readme_trains_as_printed(tmp_path, monkeypatch):
     """On the device that is there; its model is not at hand, and the tests' time is short."""
-    _, code = [block for name, block in blocks("python") if name == "README.md"]
-    (recipe,) = [block for name, block in blocks("yaml") if name == "README.md"]
+    ((_, recipe),) = blocks("yaml", "README.md")
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "my_agent", raising=False)
-    (tmp_path / "my_agent.py").write_text(code)
+    (tmp_path / "my_agent.py").write_text(AGENT)
     (tmp_path / "my_agent.yaml").write_text(recipe)
     (tmp_path / "questions.jsonl").write_text('{"prompt": "Which country has Lima as its capital?", "answer": "Peru"}')
     short = ["--model_name_or_path", "embedded", "--max_steps", "2", "--max_turn_length", "16"]
     assert main(["train", *shlex.split(recipe.splitlines()[0].split("mt-grpo train ")[1]), *short]) == 0
     lines = (tmp_path / "runs" / "my_agent" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines if '"loss"' in line] == [1, 2]
-
-
-def test_the_example_of_a_credit_rule_trains_in_a_recipe(tmp_path, monkeypatch):
-    """With the YAML of the page, that of a built-in rule with an option too."""
-    _, example, with_parts, _ = [block for name, block in blocks("python") if name == "credit.md"]
-    keep_estimators(monkeypatch)
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "turn_only.py").write_text(example + with_parts)
-    *_, named, with_option = [yaml.safe_load(block) for name, block in blocks("yaml") if name == "credit.md"]
-    options = yaml.safe_load((ROOT / "recipes" / "quickstart.yaml").read_text())
-    for rule in (named, {**named, **with_option}):
-        (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(options | rule))
-        small = [*shlex.split(SMALL["train"]), "--output_dir", "run", "--overwrite_output_dir", "true"]
-        assert main(["train", "--config", "recipe.yaml", *small]) == 0
-        for name in ("summary.json", "config.yaml"):  # JSON is YAML
-            recorded = yaml.safe_load((tmp_path / "run" / name).read_text())
-            assert recorded["advantage_estimator"] == rule["advantage_estimator"]
-    small = [*small, "--advantage_estimator", "turn_only_in_parts"]
-    assert main(["train", "--config", "recipe.yaml", *small]) == 0
-    run = open_run("run")
-    turns = [turn for row in run.rows for turn in run.trajectory(row["session"])["turns"]]
-    assert {part["name"] for turn in turns for part in turn["parts"]} == {"turn reward", "baseline"}
-
-
-@pytest.mark.slow
-def test_information_gain_trains_in_a_recipe(tmp_path, monkeypatch):
-    (named,) = [yaml.safe_load(block) for name, block in blocks("yaml") if name == "rewards.md"]
-    options = yaml.safe_load((ROOT / "recipes" / "quickstart.yaml").read_text()) | named
-    monkeypatch.chdir(tmp_path)
-    Path("recipe.yaml").write_text(yaml.safe_dump(options))
-    short = shlex.split(SMALL["train"].replace("--max_steps 1", "--max_steps 2").replace("length 16", "length 48"))
-    assert main(["train", "recipe.yaml", *short, "--output_dir", "run"]) == 0
-    records = list(read_trajectories("run"))
-    gains = [record["rewards"]["turn"]["information_gain"] for record in records]
-    assert any(value for of_turns in gains for value in of_turns) and {of_turns[-1] for of_turns in gains} == {None}
-    assert all(len(record["answer_logprobs"]["information_gain"]) == len(record["turns"]) for record in records)
-
-
-@pytest.mark.slow
-def test_the_answer_as_a_baseline_trains_in_a_recipe(tmp_path, monkeypatch):
-    (named,) = [block for name, block in blocks("yaml") if name == "credit.md" and "answer_logprob" in block]
-    options = yaml.safe_load((ROOT / "recipes" / "quickstart.yaml").read_text()) | yaml.safe_load(named)
-    monkeypatch.chdir(tmp_path)
-    Path("recipe.yaml").write_text(yaml.safe_dump(options))
-    short = shlex.split(SMALL["train"].replace("length 16", "length 48"))
-    assert main(["train", "recipe.yaml", *short, "--num_iterations", "2", "--output_dir", "run"]) == 0
-    for record in read_trajectories("run"):
-        values = record["answer_logprobs"]["answer_logprob"]
-        assert record["rewards"]["state"]["answer_logprob"] == [*values[1:], None]
-
-
-def test_the_example_of_a_state_score_fits_its_recipe(tmp_path, monkeypatch):
-    example, *_ = [block for name, block in blocks("python") if name == "credit.md"]
-    named, *_ = [block for name, block in blocks("yaml") if name == "credit.md" and "Found" in block]
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "my_scores.py").write_text(example)
-    options = yaml.safe_load((ROOT / "recipes" / "quickstart.yaml").read_text()) | yaml.safe_load(named)
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(options))
-    options = parse_recipe(["recipe.yaml"]).training
-    (score,) = load_rewards([options.state_score], "state")
-    assert score.name == "Found" and options.advantage_estimator == {"name": "state_baseline", "lam": 0.9}

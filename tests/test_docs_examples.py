@@ -1,4 +1,4 @@
-"""The examples of the pages on agents, environments and tools that people bring work as they are written."""
+"""The examples of the pages on agents, environments, tools, credit and rewards work as they are written."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from pathlib import Path
 
 import pytest
 import yaml
+from support.recipes import parse_recipe
+from support.registered import keep_estimators
 
 from mt_grpo.cli import main
 from mt_grpo.envs.tool_env import execute_calls
-from mt_grpo.runlog import read_trajectories
+from mt_grpo.rewards import load_rewards
+from mt_grpo.runlog import open_run, read_trajectories
 from mt_grpo.tools import ToolSession, load_tools_file
 from mt_grpo.trajectory import ToolCall
 
@@ -164,3 +167,59 @@ def test_the_example_of_a_stateful_tool_works(example):
     results, step_reward, rewards = asyncio.run(converse(json.loads(row), *calls))
     assert results == ["2 away", "0 away"]
     assert step_reward == pytest.approx(0.2) and rewards == {"guess": 1.0}
+
+
+# Credit and rewards
+
+
+def of_credit(language: str, word: str = "") -> list[str]:
+    return [block for block in blocks("credit.md", language) if word in block]
+
+
+def train(options: str | dict, *arguments: str, length: str = "16") -> None:
+    options = options if isinstance(options, str) else yaml.safe_dump(options)
+    short = [*SHORT, "--dataset_test_split", "validation[:4]", "--max_turn_length", length, *arguments]
+    assert main(["train", recipe(options), *short, "--overwrite_output_dir", "true"]) == 0
+
+
+def test_the_example_of_a_credit_rule_trains_in_a_recipe(example, monkeypatch):
+    """With the YAML of the page, that of a built-in rule with an option too."""
+    _, rule, with_parts, _ = of_credit("python")
+    keep_estimators(monkeypatch)
+    Path("turn_only.py").write_text(rule + with_parts)
+    *_, named, with_option = map(yaml.safe_load, of_credit("yaml"))
+    for options in (named, {**named, **with_option}):
+        train(options)
+        for name in ("summary.json", "config.yaml"):  # JSON is YAML
+            recorded = yaml.safe_load(Path("run", name).read_text())
+            assert recorded["advantage_estimator"] == options["advantage_estimator"]
+    train(options, "--advantage_estimator", "turn_only_in_parts")
+    run = open_run("run")
+    turns = [turn for row in run.rows for turn in run.trajectory(row["session"])["turns"]]
+    assert {part["name"] for turn in turns for part in turn["parts"]} == {"turn reward", "baseline"}
+
+
+@pytest.mark.slow
+def test_information_gain_trains_in_a_recipe(example):
+    (named,) = blocks("rewards.md", "yaml")
+    train(named, "--max_steps", "2", length="48")
+    records = list(read_trajectories("run"))
+    gains = [record["rewards"]["turn"]["information_gain"] for record in records]
+    assert any(value for of_turns in gains for value in of_turns) and {of_turns[-1] for of_turns in gains} == {None}
+    assert all(len(record["answer_logprobs"]["information_gain"]) == len(record["turns"]) for record in records)
+
+
+@pytest.mark.slow
+def test_the_answer_as_a_baseline_trains_in_a_recipe(example):
+    (named,) = of_credit("yaml", "answer_logprob")
+    train(named, "--num_iterations", "2", length="48")
+    for record in read_trajectories("run"):
+        values = record["answer_logprobs"]["answer_logprob"]
+        assert record["rewards"]["state"]["answer_logprob"] == [*values[1:], None]
+
+
+def test_the_example_of_a_state_score_fits_its_recipe(example):
+    Path("my_scores.py").write_text(of_credit("python")[0])
+    options = parse_recipe([recipe(of_credit("yaml", "Found")[0])]).training
+    (score,) = load_rewards([options.state_score], "state")
+    assert score.name == "Found" and options.advantage_estimator == {"name": "state_baseline", "lam": 0.9}

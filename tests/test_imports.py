@@ -38,28 +38,16 @@ def test_built_in_things_are_found_without_a_list(registry, name):
 
 def test_a_module_is_imported_when_a_name_is_looked_up():
     """Importing the tools costs nothing that only one of them needs."""
-    code = """
-import sys
-from mt_grpo.tools import load_tools
-assert "bm25s" not in sys.modules
-load_tools(["wikipedia_search"])
-assert "bm25s" in sys.modules
-"""
+    loaded = "assert ('bm25s' in sys.modules) =="
+    lines = ["import sys", "from mt_grpo.tools import load_tools", f"{loaded} False"]
+    code = "\n".join([*lines, "load_tools(['wikipedia_search'])", f"{loaded} True"])
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-DECORATORS = [
-    advantage_estimator,
-    attention_kernel,
-    call_protocol,
-    lambda name: dataset_schema(name, columns=()),
-    reward,
-    tool,
-    weight_transport,
-]
+DECORATORS = [advantage_estimator, attention_kernel, call_protocol, reward, tool, weight_transport]
 
 
-@pytest.mark.parametrize("decorator", DECORATORS)
+@pytest.mark.parametrize("decorator", [*DECORATORS, lambda name: dataset_schema(name, columns=())])
 @pytest.mark.parametrize("name", [len, "a.b", "a:b", "", None])
 def test_a_bare_decorator_and_a_path_are_no_names(decorator, name):
     with pytest.raises(RegistrationError, match="a name of letters, digits, `_` and `-`, in parentheses behind"):
@@ -125,10 +113,7 @@ def test_a_schema_without_a_home_asks_for_a_source(monkeypatch):
     [
         ("raise KeyError('a')", "KeyError: 'a' ({file}, line 2, in <module>)."),
         ("raise __import__('mt_grpo.errors').errors.ConfigError('Install it.')", "Install it ({file}, line 2, in "),
-        (
-            "import no_such_module",
-            "ModuleNotFoundError: No module named 'no_such_module' ({file}, line 2, in <module>).",
-        ),
+        ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module' ({file}, line 2, in <mod"),
     ],
     ids=["raises", "refuses", "missing"],
 )

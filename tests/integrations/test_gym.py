@@ -9,12 +9,11 @@ import time
 
 import numpy as np
 import pytest
-from support.models import build_tokenizer
+from support.conversations import play
 
 from mt_grpo.envs.source import check_source
 from mt_grpo.errors import ConfigError
 from mt_grpo.integrations.gym import GymEnv
-from mt_grpo.rollout import RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
 from mt_grpo.trajectory import StopReason
 
 
@@ -63,83 +62,69 @@ class Coin:
         return None, 1 if action == self.side else None, action == self.side
 
 
-def play(env, rows, turns, **limits):
-    says = [[text + "<|im_end|>" for text in texts] for texts in turns]
-    engine = ScriptedEngine(build_tokenizer(), lambda session, turn: says[int(session)][turn])
-    runner = RolloutRunner(env, engine, RolloutLimits(**limits))
-    requests = [RolloutRequest(row.pop("prompt", "Play."), f"{index:03d}", row) for index, row in enumerate(rows)]
-    return asyncio.run(runner.run(requests, SamplingParams()))
+def games(env, turns, rows=({},), **limits):
+    """Games of so many rows, and what each was answered."""
+    played, _ = play(env, turns, rows, prompt="Play.", **limits)
+    return [(game, [turn.replies[0]["content"] if turn.replies else "" for turn in game.turns]) for game in played]
 
 
 NUMBER = random.Random(5).randrange(10)
+WRONG = str((NUMBER + 1) % 10)
 
 
 def test_rewards_of_steps_are_those_of_turns():
     Guess.closed = 0
-    turns = [str((NUMBER + 1) % 10), "twelve", "12", str(NUMBER)]
-    [game] = play(GymEnv(Guess, parse=int), [{"seed": 5}], [turns])
+    [(game, said)] = games(GymEnv(Guess, parse=int), [WRONG, "twelve", "12", str(NUMBER)], [{"seed": 5}])
     assert game.prompt == [{"role": "user", "content": 'Play.\n\n{"low": 0, "high": 9}'}]
     assert [turn.reward for turn in game.turns] == [-0.1, None, None, 1.0]
-    replies = [turn.replies[0]["content"] for turn in game.turns]
-    assert replies[0] in ("higher", "lower") and replies[3] == "right"
-    assert replies[1:3] == [
-        "Error: ValueError: invalid literal for int() with base 10: 'twelve'", "Error: ValueError: 0 to 9"
-    ]  # fmt: skip
-    assert (game.stop_reason, game.env_rewards, game.info) == (
-        StopReason.ENV_DONE, {"return": 0.9}, {"number": NUMBER}
-    )  # fmt: skip
-    assert Guess.closed == 1
+    not_an_int = "Error: ValueError: invalid literal for int() with base 10: 'twelve'"
+    assert said[0] in ("higher", "lower") and said[1:] == [not_an_int, "Error: ValueError: 0 to 9", "right"]
+    ended = (game.stop_reason, game.env_rewards, game.info)
+    assert ended == (StopReason.ENV_DONE, {"return": 0.9}, {"number": NUMBER}) and Guess.closed == 1
 
 
 def test_a_game_that_refuses_every_action_is_told_of_once(caplog):
     with caplog.at_level(logging.WARNING):
-        play(GymEnv(Walk, max_turns=5), [{} for _ in range(8)], [["up"] * 5] * 8)
-        play(GymEnv(Walk, max_turns=5), [{} for _ in range(8)], [["right", *["up"] * 4]] * 8)
+        for first in ("up", "right"):
+            games(GymEnv(Walk, max_turns=5), [first, *["up"] * 4], [{}] * 8)
     [said] = caplog.messages
-    line = Walk.step.__code__.co_firstlineno + 1
-    assert said.startswith(
-        f"The first 16 actions were all refused, the last with KeyError: 'up' ({__file__}, line {line}"
-    )
+    where = f"({__file__}, line {Walk.step.__code__.co_firstlineno + 1}"
+    assert said.startswith(f"The first 16 actions were all refused, the last with KeyError: 'up' {where}")
     assert "mend `Walk.step`" in said
 
 
 def test_terminated_and_truncated_end_it():
-    won, lost = play(GymEnv(Walk), [{}, {}], [["right", "up", "right"], ["left", "left"]])
-    assert won.prompt[0]["content"] == "Play.\n\nat 0" and won.turns[0].replies[0]["content"] == "[1]"
-    assert won.turns[1].replies[0]["content"] == "Error: KeyError: 'up'"
+    (won, said), (lost, _) = games(GymEnv(Walk), [["right", "up", "right"], ["left", "left"]], [{}, {}])
+    assert won.prompt[0]["content"] == "Play.\n\nat 0" and said[:2] == ["[1]", "Error: KeyError: 'up'"]
     assert (won.stop_reason, won.env_rewards) == (StopReason.ENV_DONE, {"return": 1.0})
     assert (lost.stop_reason, lost.env_rewards) == (StopReason.MAX_STEPS, {"return": 0.0})
 
 
 def test_a_game_may_show_nothing_and_be_made_of_the_row():
-    [game] = play(GymEnv(lambda row: Coin(row)), [{"side": "heads"}], [["tails", "heads"]])
-    assert game.prompt[0]["content"] == "Play." and game.turns[0].replies[0]["content"] == "(nothing to see)"
-    assert [turn.reward for turn in game.turns] == [0.0, 1.0] and game.turns[1].replies == []
+    [(game, said)] = games(GymEnv(lambda row: Coin(row)), ["tails", "heads"], [{"side": "heads"}])
+    assert game.prompt[0]["content"] == "Play." and said == ["(nothing to see)", ""]
+    assert [turn.reward for turn in game.turns] == [0.0, 1.0]
 
 
 def test_actions_may_stand_in_a_tag():
-    texts = [
-        "I think <act>left</act>",
-        "right",
-        "<act>right</act>",
-        "<act>right",
-        "<act>right</act>",
-        "<act>right</act>",
-    ]
-    [game] = play(GymEnv(Walk, tag="act"), [{}], [texts])
-    said = [turn.replies[0]["content"] if turn.replies else "" for turn in game.turns]
-    assert said[0] == "[-1]" and said[2] == "[0]" and game.env_rewards == {"return": 1.0}
-    assert said[1] == said[3] == "Error: ValueError: write your action between <act> and </act>."
+    right = "<act>right</act>"
+    [(game, said)] = games(GymEnv(Walk, tag="act"), ["So <act>left</act>", "right", right, "<act>right", right, right])
+    missing = "Error: ValueError: write your action between <act> and </act>."
+    assert said == ["[-1]", missing, "[0]", missing, "[1]", "[2]"] and game.env_rewards == {"return": 1.0}
 
 
-def test_limits_leave_the_return():
-    turns = [["right", "left", "right", "right"]] * 2
-    [bounded] = play(GymEnv(Walk, max_turns=2), [{}], turns[:1])
-    assert (bounded.stop_reason, len(bounded.turns)) == (StopReason.MAX_STEPS, 2)
-    [refused] = play(GymEnv(Walk, max_turns=1), [{}], [["up"]])
-    assert refused.stop_reason is StopReason.MAX_STEPS and refused.env_rewards == {"return": 0.0}
-    [short] = play(GymEnv(Guess, parse=int), [{"seed": 5}], [[str((NUMBER + 1) % 10)] * 9], max_completion_tokens=40)
-    assert short.stop_reason is StopReason.TOKEN_BUDGET and short.env_rewards["return"] < 0
+@pytest.mark.parametrize(
+    ("env", "turns", "limits", "reason", "number", "earned"),
+    [
+        (GymEnv(Walk, max_turns=2), ["right", "left", "right"], {}, "max_steps", 2, 0.0),
+        (GymEnv(Walk, max_turns=1), ["up"], {}, "max_steps", 1, 0.0),
+        (GymEnv(Guess, parse=int), [WRONG] * 9, {"max_completion_tokens": 40}, "token_budget", None, None),
+    ],
+)
+def test_limits_leave_the_return(env, turns, limits, reason, number, earned):
+    [(game, _)] = games(env, turns, [{"seed": 5}], **limits)
+    assert game.stop_reason == reason and len(game.turns) == (number or len(game.turns))
+    assert game.env_rewards["return"] < 0 if earned is None else game.env_rewards == {"return": earned}
 
 
 class Shows:
@@ -155,28 +140,23 @@ class Shows:
         return None, 0.0, True
 
 
-def shown(**row):
-    [message] = asyncio.run(GymEnv(Shows).reset({"prompt": "", **row}))
+def prompt_of(make, prompt="", **row):
+    [message] = asyncio.run(GymEnv(make).reset({"prompt": prompt, **row}))
     return message["content"]
 
 
 def test_members_of_a_group_begin_with_the_same_game():
-    assert shown(level=3) == shown(level=3) != shown(level=4)
-    assert shown(level=3, seed=7) == "7"
+    assert prompt_of(Shows, level=3) == prompt_of(Shows, level=3) != prompt_of(Shows, level=4)
+    assert prompt_of(Shows, level=3, seed=7) == "7"
 
 
-def test_observations_become_text():
+def test_observations_become_text_that_follows_the_prompt():
     seen = (None, "a", b"a", {"b": np.arange(2)}, 1.5)
-    assert [shown(shown=each) for each in seen] == ["", "a", "a", '{"b": [0, 1]}', "1.5"]
-
-
-def test_an_observation_follows_what_a_prompt_shows():
-    image = {"type": "text", "text": "What is it?"}
-    env = GymEnv(Guess, parse=int)
-    [message] = asyncio.run(env.reset({"prompt": [{"role": "user", "content": [image]}]}))
-    assert message["content"] == [image, {"type": "text", "text": '\n\n{"low": 0, "high": 9}'}]
-    [message] = asyncio.run(GymEnv(Coin).reset({"prompt": [{"role": "user", "content": [image]}], "side": "head"}))
-    assert message["content"] == [image]
+    assert [prompt_of(Shows, shown=each) for each in seen] == ["", "a", "a", '{"b": [0, 1]}', "1.5"]
+    part = {"type": "text", "text": "What is it?"}
+    parts = [{"role": "user", "content": [part]}]
+    assert prompt_of(Guess, parts) == [part, {"type": "text", "text": '\n\n{"low": 0, "high": 9}'}]
+    assert prompt_of(Coin, parts, side="head") == [part]
 
 
 class Broken(Walk):
@@ -194,8 +174,7 @@ class Broken(Walk):
     def step(self, action):
         if self.kind == "step raises":
             raise ZeroDivisionError("in step")
-        if self.kind == "step hangs":
-            time.sleep(1)
+        time.sleep(self.kind == "step hangs")
         return RETURNED.get(self.kind, ("seen", 1.0, True))
 
 
@@ -223,26 +202,22 @@ def test_whatever_a_game_does_ends_its_conversation_only():
         return {} if row["kind"] == "no game" else Broken(row)
 
     *kinds, hangs = ERRORS
-    *games, fine = play(GymEnv(make), [{"kind": kind} for kind in (*kinds, "fine")], [["go"]] * len(ERRORS))
-    games += play(GymEnv(make, step_timeout=0.2), [{"kind": hangs}], [["go"]])
-    for kind, game in zip((*kinds, hangs), games, strict=True):
-        assert game.stop_reason is StopReason.ENV_ERROR and game.error.startswith(ERRORS[kind]), game.error
+    *played, (fine, _) = games(GymEnv(make), ["go"], [{"kind": kind} for kind in (*kinds, "fine")])
+    played += games(GymEnv(make, step_timeout=0.2), ["go"], [{"kind": hangs}])
+    for problem, (game, _) in zip(ERRORS.values(), played, strict=True):
+        assert game.stop_reason is StopReason.ENV_ERROR and game.error.startswith(problem), game.error
     assert fine.env_rewards == {"return": 1.0}
 
 
 @pytest.mark.parametrize(
-    ("make", "max_turns", "problem"),
+    ("make", "problem"),
     [
-        (3, None, "`GymEnv` was given 3, which cannot be called"),
-        (dict, None, "`GymEnv` was given dict, which has no `reset`: a game has `reset` and `step"),
-        (Walk, 0, "`max_turns` is 0"),
+        (lambda: GymEnv(3), "`GymEnv` was given 3, which cannot be called"),
+        (lambda: GymEnv(dict), "`GymEnv` was given dict, which has no `reset`: a game has `reset` and `step"),
+        (lambda: GymEnv(Walk, max_turns=0), "`max_turns` is 0"),
+        (lambda: check_source(Guess), "wrap it in `mt_grpo.integrations.gym.GymEnv`"),
     ],
 )
-def test_what_is_no_game_is_refused(make, max_turns, problem):
+def test_what_is_no_game_is_refused(make, problem):
     with pytest.raises(ConfigError, match=problem):
-        GymEnv(make, max_turns=max_turns)
-
-
-def test_a_class_named_without_the_wrapper_is_told_of_it():
-    with pytest.raises(ConfigError, match="wrap it in `mt_grpo.integrations.gym.GymEnv`"):
-        check_source(Guess)
+        make()

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 import yaml
 from datasets import Dataset
-from support.conversations import user
+from support.conversations import play, user
 from support.models import CPU_RUN, build_model, build_tokenizer, lookup
 from support.trainers import Calls
 from trl.chat_template_utils import add_response_schema
 
 from mt_grpo.errors import UserError
 from mt_grpo.integrations.verl import BaseInteraction, Gsm8kInteraction, InteractionEnv, load_interactions
-from mt_grpo.rollout import RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
+from mt_grpo.rollout import ScriptedEngine
 from mt_grpo.runlog import read_trajectories
 from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
 from mt_grpo.training.environment import check_env
@@ -87,12 +87,9 @@ def row(name, **kwargs):
     return {"extra_info": {"index": 0, "interaction_kwargs": {"name": name, **kwargs}}}
 
 
-def run(interactions, rows, script, limits=None, **options):
-    env = InteractionEnv(interactions, **options)
-    engine = ScriptedEngine(build_tokenizer(), lambda session, turn: script[turn] + END)
-    runner = RolloutRunner(env, engine, limits, sanity_check_mode="strict")
-    requests = [RolloutRequest("Q", f"{index:03d}", each) for index, each in enumerate(rows)]
-    return asyncio.run(runner.run(requests, SamplingParams())), runner
+def run(interactions, rows, script, options=None, **limits):
+    env = InteractionEnv(interactions, **(options or {}))
+    return play(env, script, rows, prompt="Q", sanity_check_mode="strict", **limits)
 
 
 def names(shop):
@@ -106,29 +103,27 @@ def test_an_interaction_answers_scores_and_is_ended():
     assert len({instance for _, instance in shop.calls}) == 1
     assert [turn.reward for turn in trajectory.turns] == [0.25, 1.0] and trajectory.env_rewards == {"shop": 2.0}
     assert trajectory.stop_reason is StopReason.ENV_DONE and trajectory.answer == "pears"
-    assert trajectory.turns[0].replies == user("What else?") and trajectory.turns[1].replies == user("Thank you.")
-    assert trajectory.info == {"interaction": [{"word": "pears"}]}
+    assert [turn.replies for turn in trajectory.turns] == [user("What else?"), user("Thank you.")]
+    assert trajectory.info == {"interaction": [{"word": "pears"}]} and trajectory.render_mismatch is None
     assert [message["content"] for message in shop.seen[1]] == ["Q", "apples", "What else?", "pears"]
-    assert trajectory.render_mismatch is None
     completion = runner.completion(trajectory)
     trained = [token for token, mask in zip(completion.ids, completion.mask, strict=True) if mask]
     assert runner.engine.tokenizer.decode(trained) == f"apples{END}pears{END}"
 
 
 def test_each_row_chooses_its_interaction():
-    shop, plain = Shop({}), Plain({})
-    (first, second), _ = run({"shop": shop, "plain": plain}, [row("plain"), row("shop", word="a")], ["a"])
+    Plain.ended = 0
+    (first, second), _ = run({"shop": Shop({}), "plain": Plain({})}, [row("plain"), row("shop", word="a")], ["a"])
     assert first.turns[0].replies == user("Bye.") and first.turns[0].reward is None
-    assert first.env_rewards == {"plain": 0.5} and second.env_rewards == {"shop": 2.0}
-    assert Plain.ended == 1
+    assert (first.env_rewards, second.env_rewards, Plain.ended) == ({"plain": 0.5}, {"shop": 2.0}, 1)
 
 
 def test_tools_answer_calls_and_the_interaction_words():
     shop = Shop({})
     turns = [SEARCH, "apples", "<tool>{</tool>", "<answer>pears</answer>"]
-    [trajectory], _ = run({"shop": shop}, [row("shop", word="pears")], turns, tools=[lookup])
+    [trajectory], _ = run({"shop": shop}, [row("shop", word="pears")], turns, {"tools": [lookup]})
     results = [turn.replies[0]["content"] for turn in trajectory.turns]
-    assert results[0] == "<result>about Lima</result>" and results[1] == "What else?"
+    assert results[:2] == ["<result>about Lima</result>", "What else?"]
     assert results[2].startswith("<result>Error: ") and names(shop).count("generate") == 2
     assert trajectory.answer == "pears" and "lookup" in trajectory.prompt[0]["content"]
 
@@ -137,54 +132,48 @@ def test_native_calls_go_to_tools_too():
     """And reasoning, which the template keeps apart, is not said."""
     shop = Shop({})
     call = '<tool_call>\n{"name": "lookup", "arguments": {"query": "Lima"}}\n</tool_call>'
-    turns = [call, "<think>\nno\n</think>\n\npears"]
-    tokenizer = add_response_schema(build_tokenizer("qwen3"))
-    engine = ScriptedEngine(tokenizer, lambda session, turn: turns[turn] + END)
     env = InteractionEnv({"shop": shop}, tools=[lookup], protocol="native")
-    request = RolloutRequest("Q", "0", row("shop", word="pears"))
-    [trajectory] = asyncio.run(RolloutRunner(env, engine).run([request], SamplingParams()))
+    tokenizer = add_response_schema(build_tokenizer("qwen3"))
+    turns = [call, "<think>\nno\n</think>\n\npears"]
+    [trajectory], _ = play(env, turns, [row("shop", word="pears")], tokenizer=tokenizer)
     assert trajectory.turns[0].replies[0]["content"] == "about Lima" and trajectory.answer == "pears"
     assert [message["role"] for message in shop.seen[0]] == ["user", "assistant", "tool", "assistant"]
 
 
 @pytest.mark.parametrize(
     ("limits", "steps", "reason"),
-    [
-        (None, 0, StopReason.MAX_STEPS),
-        (None, 1, StopReason.MAX_STEPS),
-        (RolloutLimits(12), 9, StopReason.TOKEN_BUDGET),
-    ],
+    [({}, 0, "max_steps"), ({}, 1, "max_steps"), ({"max_completion_tokens": 12}, 9, "token_budget")],
 )
 def test_the_last_turn_is_scored_too(limits, steps, reason):
     shop = Shop({})
-    [trajectory], _ = run({"shop": shop}, [row("shop", word="pears")], ["a"] * 9, limits, max_steps=steps)
-    assert trajectory.stop_reason is reason and trajectory.env_rewards == {"shop": 2.0}
+    [trajectory], _ = run({"shop": shop}, [row("shop", word="pears")], ["a"] * 9, {"max_steps": steps}, **limits)
+    assert (trajectory.stop_reason, trajectory.env_rewards) == (reason, {"shop": 2.0})
     assert names(shop) == ["start", *["generate"] * len(trajectory.turns), "calculate", "finalize"]
     assert limits or len(trajectory.turns) == steps + 1
 
 
 @pytest.mark.parametrize(
-    ("fault", "options", "error", "called"),
+    ("fault", "seconds", "error", "called"),
     [
-        ("start raises", {}, "ConnectionError: the shop is closed", []),
-        ("generate raises", {}, "ZeroDivisionError: in the shop", ["generate"]),
-        (
-            "generate hangs",
-            {"tool_timeout": 0.2},
-            "OutOfTime: Shop.generate_response took longer than 0.2 s.",
-            ["generate"],
-        ),
-        ("generate hangs", {"limits": RolloutLimits(rollout_timeout=0.2)}, None, ["generate"]),
-        ("generate is wrong", {}, "TypeError: Shop.generate_response returned ('Yes?', 0.5)", ["generate"]),
-        ("calculate raises", {}, "ValueError: no score", ["generate", "calculate"]),
+        ("start raises", None, "ConnectionError: the shop is closed", []),
+        ("generate raises", None, "ZeroDivisionError: in the shop", ["generate"]),
+        ("generate hangs", 0.2, "OutOfTime: Shop.generate_response took longer than 0.2 s.", ["generate"]),
+        ("generate is wrong", None, "TypeError: Shop.generate_response returned ('Yes?', 0.5)", ["generate"]),
+        ("calculate raises", None, "ValueError: no score", ["generate", "calculate"]),
     ],
 )
-def test_a_fault_ends_its_conversation_and_is_finalized(fault, options, error, called):
+def test_a_fault_ends_its_conversation_and_is_finalized(fault, seconds, error, called):
     shop = Shop({})
-    [trajectory], _ = run({"shop": shop}, [row("shop", word="a", fault=fault)], ["a"], **options)
-    assert trajectory.stop_reason is (StopReason.ENV_ERROR if error else StopReason.TIMEOUT)
-    assert error is None or trajectory.error.startswith(error)
+    options = {} if seconds is None else {"tool_timeout": seconds}
+    [trajectory], _ = run({"shop": shop}, [row("shop", word="a", fault=fault)], ["a"], options)
+    assert trajectory.stop_reason is StopReason.ENV_ERROR and trajectory.error.startswith(error)
     assert names(shop) == ["start", *called, "finalize"]
+
+
+def test_a_conversation_out_of_time_is_finalized():
+    shop = Shop({})
+    [trajectory], _ = run({"shop": shop}, [row("shop", fault="generate hangs")], ["a"], rollout_timeout=0.2)
+    assert trajectory.stop_reason is StopReason.TIMEOUT and names(shop) == ["start", "generate", "finalize"]
 
 
 def test_a_finalize_that_raises_is_a_warning(caplog):
@@ -192,18 +181,15 @@ def test_a_finalize_that_raises_is_a_warning(caplog):
     assert trajectory.stop_reason is StopReason.ENV_DONE and "OSError: cannot close" in caplog.text
 
 
-def test_gsm8k_scores_zero_where_it_never_is():
-    [trajectory], _ = run({"gsm8k": Gsm8kInteraction({})}, [row("gsm8k", ground_truth="1")], ["2"] * 3, max_steps=2)
-    assert [turn.reward for turn in trajectory.turns] == [0.0] * 3 and trajectory.env_rewards == {"gsm8k": 0.0}
-
-
 @pytest.mark.parametrize("gold", ["72", "48 + 24 = 72\n#### 72", 72])
 def test_gsm8k_asks_again_until_it_is_right(gold):
-    interaction = Gsm8kInteraction({})
-    [trajectory], _ = run({"gsm8k": interaction}, [row("gsm8k", ground_truth=gold)], ["It is 7.", "7 no, #### 72"])
+    interactions, rows = {"gsm8k": Gsm8kInteraction({})}, [row("gsm8k", ground_truth=gold)]
+    [trajectory], _ = run(interactions, rows, ["It is 7.", "7 no, #### 72"])
     assert [turn.reward for turn in trajectory.turns] == [0.0, 1.0] and trajectory.env_rewards == {"gsm8k": 1.0}
     assert "not the right answer" in trajectory.turns[0].replies[0]["content"]
-    assert trajectory.stop_reason is StopReason.ENV_DONE and not interaction._golds
+    assert trajectory.stop_reason is StopReason.ENV_DONE and not interactions["gsm8k"]._golds
+    [trajectory], _ = run(interactions, rows, ["2"] * 3, {"max_steps": 2})
+    assert [turn.reward for turn in trajectory.turns] == [0.0] * 3 and trajectory.env_rewards == {"gsm8k": 0.0}
 
 
 # The file
@@ -260,10 +246,11 @@ def test_a_wrong_file_is_refused_with_one_sentence(tmp_path, entries, message):
     [(None, "cannot be read: No such file"), (b"\xff", "cannot be read: it is not text"), (b"a: [}", "is not YAML: ")],
 )
 def test_a_file_that_cannot_be_read_is_refused(tmp_path, content, message):
+    path = tmp_path / "bad.yaml"
     if content is not None:
-        (tmp_path / "bad.yaml").write_bytes(content)
+        path.write_bytes(content)
     with pytest.raises(UserError, match=message):
-        load_interactions(str(tmp_path / "bad.yaml"))
+        load_interactions(str(path))
 
 
 def config(tmp_path, **options):
@@ -288,20 +275,21 @@ def test_rows_that_name_no_interaction_are_refused(tmp_path, rows, message):
 
 def test_environments_may_have_interactions_of_their_own(tmp_path):
     path = write(tmp_path, {"class_name": GSM8K})
-    environments = {"maths": {"interaction_config_file": path}, "tools": {"tools": ["calculator"]}}
+    args = config(
+        tmp_path, environments={"maths": {"interaction_config_file": path}, "tools": {"tools": ["calculator"]}}
+    )
     rows = [{"prompt": "Q", "environment": "maths", **row("gsm8k")}, {"prompt": "Q", "environment": "tools"}]
-    env = check_env(None, config(tmp_path, environments=environments), Dataset.from_list(rows))
+    env = check_env(None, args, Dataset.from_list(rows))
     assert isinstance(env["maths"], InteractionEnv) and not isinstance(env["tools"], InteractionEnv)
     rows[0] |= row("shop")
     with pytest.raises(UserError, match="A row names the interaction 'shop'"):
-        check_env(None, config(tmp_path, environments=environments), Dataset.from_list(rows))
+        check_env(None, args, Dataset.from_list(rows))
 
 
 def test_an_interaction_beside_an_env_by_hand_is_refused(tmp_path):
     args = config(tmp_path, interaction_config_file=write(tmp_path, {"class_name": GSM8K}))
-    with pytest.raises(
-        UserError, match="`interaction_config_file` is set in the arguments, and the trainer was given"
-    ):
+    problem = "`interaction_config_file` is set in the arguments, and the trainer was given"
+    with pytest.raises(UserError, match=problem):
         check_env(InteractionEnv({"plain": Plain({})}), args)
 
 
@@ -311,11 +299,9 @@ def test_the_example_of_the_page_works(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("teacher.py").write_text(code)
     Path("interactions.yaml").write_text(listed)
-    args = config(tmp_path, **yaml.safe_load(recipe))
-    env = check_env(None, args, Dataset.from_list([json.loads(line)]))
-    script = ScriptedEngine(build_tokenizer(), lambda session, turn: ["apple", "pear"][turn] + END)
-    request = RolloutRequest("Which fruit?", "0", json.loads(line))
-    [trajectory] = asyncio.run(RolloutRunner(env, script).run([request], SamplingParams()))
+    rows = [json.loads(line)]
+    env = check_env(None, config(tmp_path, **yaml.safe_load(recipe)), Dataset.from_list(rows))
+    [trajectory], _ = play(env, ["apple", "pear"], rows)
     assert trajectory.turns[0].replies == user("Think of a fruit.") and trajectory.env_rewards == {"teacher": 0.5}
     assert trajectory.info == {"interaction": [{"tries": 2}]} and not env.interactions["teacher"].tries
 
@@ -337,16 +323,9 @@ def test_training_learns_from_an_interaction(tmp_path):
         max_completion_length=200,
         shuffle_dataset=False,
     )
-    trainer = MTGRPOEnvTrainer(
-        build_model(tokenizer),
-        None,
-        [Calls()],
-        ["env_reward"],
-        args,
-        Dataset.from_list(rows),
-        engine=ScriptedEngine(tokenizer, script),
-        processing_class=tokenizer,
-    )
+    options = {"engine": ScriptedEngine(tokenizer, script), "processing_class": tokenizer}
+    model, dataset = build_model(tokenizer), Dataset.from_list(rows)
+    trainer = MTGRPOEnvTrainer(model, None, [Calls()], ["env_reward"], args, dataset, **options)
     trainer.train()
     written = list(read_trajectories(tmp_path))
     assert sorted(line["env_rewards"]["gsm8k"] for line in written) == [0.0] * 4 + [1.0] * 4

@@ -1,4 +1,4 @@
-"""The policy over HTTP: what clients of OpenAI's ask for, and what they are told."""
+"""The policy over HTTP: what clients of OpenAI's ask for, what they are told, and who may ask."""
 
 from __future__ import annotations
 
@@ -6,77 +6,97 @@ import asyncio
 import io
 import json
 from base64 import b64encode
+from urllib.parse import urlsplit
 
 import openai
 import pytest
 from PIL import Image, ImageFile
-from support.agents import END, LOOKUP, call, calling_tokenizer, reply, result_of, run_agent, sampled, tool_loop
+from support.agents import (
+    END,
+    LOOKUP,
+    answers,
+    call,
+    calling_tokenizer,
+    check_whole,
+    hold,
+    reply,
+    run_agent,
+    sampled,
+    tool_loop,
+    web,
+)
 from support.conversations import user
+from support.waiting import until_true
 
 from mt_grpo.envs.protocols import TagProtocol
+from mt_grpo.integrations.openai_api import AgentSource, conversation
 from mt_grpo.trajectory import StopReason
 
 OTHER = {**LOOKUP, "function": {**LOOKUP["function"], "name": "ask"}}
+ASKED = {"messages": user("Q1")}
 
 
-def ask(answers, *requests, **options):
-    """What one conversation's requests are answered with; errors as they are raised."""
+def ask(script, *requests, **options):
+    """What one conversation's requests are answered with, or the events of it; errors as they are raised."""
     answered = []
 
     async def agent(row, client):
-        asking = client.openai(max_retries=0)
+        asking = client.openai(max_retries=0).chat.completions
         for request in requests:
             try:
-                answered.append(
-                    await asking.chat.completions.create(**{"model": "m", "messages": user("Q1"), **request})
-                )
+                answer = await asking.create(**{"model": "m", "messages": user("Q1"), **request})
+                answered.append([event async for event in answer] if "stream" in request else answer)
             except openai.APIError as error:
                 answered.append(error)
 
-    (trajectory,), runner = run_agent(agent, answers, **options)
+    trajectory, runner = hold(agent, script, fails=True, **options)
     told = ("RefusedError: ", "This model's maximum context length is ")
     assert trajectory.error is None or trajectory.error.startswith(told), trajectory.error
     return answered, trajectory, runner
 
 
+def assistant(content=None, *calls):
+    return {"role": "assistant", "content": content, **({"tool_calls": list(calls)} if calls else {})}
+
+
+def system(content):
+    return [{"role": "system", "content": content}]
+
+
+def made(name, query):
+    """A call as a client gives it back; the first has the identifier `call00000`."""
+    return {"id": name, "type": "function", "function": {"name": "lookup", "arguments": json.dumps({"query": query})}}
+
+
+def result(name, content):
+    return {"role": "tool", "tool_call_id": name, "content": content}
+
+
 def forks(trajectory):
-    """Why each turn forked, of a conversation that had no error."""
-    assert trajectory.error is None
+    """Why each turn forked."""
     return [turn.fork_cause for turn in trajectory.turns]
 
 
-def test_a_loop_with_tools_is_one_sequence():
-    (trajectory,), runner = run_agent(tool_loop, [call("Lima", "hm"), call("Peru"), f"Lima{END}"])
-    assert (trajectory.stop_reason, trajectory.answer) == (StopReason.ANSWERED, "Lima")
-    assert trajectory.tree.num_sequences == 1 and trajectory.render_mismatch is None
-    assert forks(trajectory) == [None] * 3
-    assert [turn.has_result for turn in trajectory.turns] == [True, True, False]
-    assert trajectory.turns[0].tool_calls[0].result == 'about {"query": "Lima"}'
-    context = calling_tokenizer().decode(runner.engine.requests[2][1])
-    assert "hm" in context and "about" in context  # the reasoning that the client did not give back is still there
+def context(runner, turn):
+    """What a turn was sampled after, as text."""
+    return calling_tokenizer().decode(runner.engine.requests[turn][1])
 
 
 def test_the_answer_has_the_fields_that_clients_read():
     (answer,), trajectory, _ = ask([call("Lima", "hm")], {"tools": [LOOKUP], "logprobs": True})
     (choice,) = answer.choices
+    (made,) = choice.message.tool_calls
     assert choice.finish_reason == "tool_calls" and choice.message.reasoning_content.strip() == "hm"
-    assert choice.message.content is None and choice.message.tool_calls[0].function.name == "lookup"
-    assert json.loads(choice.message.tool_calls[0].function.arguments) == {"query": "Lima"}
+    assert choice.message.content is None and made.function.name == "lookup"
+    assert json.loads(made.function.arguments) == {"query": "Lima"}
     assert [token.logprob for token in choice.logprobs.content] == trajectory.tree.nodes[-1].logprobs
-    assert answer.usage.completion_tokens == sampled(trajectory)
-    assert answer.usage.prompt_tokens == trajectory.turns[0].context_length
+    counted = (answer.usage.prompt_tokens, answer.usage.completion_tokens)
+    assert counted == (trajectory.turns[0].context_length, sampled(trajectory))
 
 
 def test_a_stream_has_what_the_whole_answer_has():
-    events = []
-
-    async def agent(row, client):
-        options = {"model": "m", "messages": user("Q1"), "tools": [LOOKUP], "logprobs": True}
-        wanted = {"stream": True, "stream_options": {"include_usage": True}}
-        async for event in await client.openai().chat.completions.create(**options, **wanted):
-            events.append(event)
-
-    (trajectory,), _ = run_agent(agent, [call("Lima", "hm")])
+    wanted = {"stream": True, "stream_options": {"include_usage": True}, "tools": [LOOKUP], "logprobs": True}
+    (events,), trajectory, _ = ask([call("Lima", "hm")], wanted)
     deltas = [event.choices[0].delta for event in events[:-1]]
     assert "hm" in "".join((delta.model_extra or {}).get("reasoning_content", "") for delta in deltas)
     (asked,) = [delta.tool_calls[0] for delta in deltas if delta.tool_calls]
@@ -88,17 +108,12 @@ def test_a_stream_has_what_the_whole_answer_has():
 
 
 def test_a_stop_string_is_trained_and_not_told():
-    answered, trajectory, _ = ask([f"<a>4</a>{END}", f"A{END}"], {"stop": "</a>"}, {})
-    assert answered[0].choices[0].message.content == "<a>4" and trajectory.turns[0].text == "<a>4</a>"
-
-    async def agent(row, client):
-        messages = user("Q1")
-        for _ in range(2):
-            message = await reply(client, messages, stop=["</a>"])
-            messages = [*messages, {"role": "assistant", "content": message.content}, *user("Q2")]
-
-    (trajectory,), _ = run_agent(agent, ["<a>4</a>", f"A{END}"])
-    assert trajectory.tree.num_sequences == 1 and forks(trajectory) == [None, None]
+    on = {"messages": [*user("Q2"), assistant("<a>4"), *user("Q3")], "stop": ["</a>"]}
+    turns = [f"<a>4</a>{END}", "<a>4</a>", f"A{END}"]
+    answered, trajectory, _ = ask(turns, {"stop": "</a>"}, {"messages": user("Q2"), "stop": ["</a>"]}, on)
+    assert [answer.choices[0].message.content for answer in answered] == ["<a>4", "<a>4", "A"]
+    assert trajectory.turns[0].text == "<a>4</a>" and trajectory.tree.num_sequences == 2
+    assert forks(trajectory) == [None, "messages", None]
 
 
 def test_several_answers_are_forks_of_one_context():
@@ -109,87 +124,65 @@ def test_several_answers_are_forks_of_one_context():
 
 
 def test_content_parts_and_other_spellings_go_on():
-    async def agent(row, client):
-        parts = [{"role": "developer", "content": "S"}, {"role": "user", "content": [{"type": "text", "text": "Q1"}]}]
-        (made,) = (await reply(client, parts, tools=[LOOKUP])).tool_calls
-        again = {"name": made.function.name, "arguments": '{ "query" :  "Lima"}'}
-        plain = [{"role": "system", "content": "S"}, {"role": "user", "content": "Q1", "name": "someone"}]
-        said = {"role": "assistant", "content": "", "tool_calls": [{"id": "x", "type": "function", "function": again}]}
-        result = {"role": "tool", "tool_call_id": "x", "content": [{"type": "text", "text": "R"}]}
-        await reply(client, [*plain, said, result], tools=[LOOKUP])
-
-    (trajectory,), _ = run_agent(agent, [call("Lima"), f"A{END}"])
+    parts = [{"role": "developer", "content": "S"}, {"role": "user", "content": [{"type": "text", "text": "Q1"}]}]
+    again = made("x", "Lima")
+    again["function"]["arguments"] = '{ "query" :  "Lima"}'
+    plain = [*system("S"), {"role": "user", "content": "Q1", "name": "someone"}, assistant("", again)]
+    second = {"messages": [*plain, result("x", [{"type": "text", "text": "R"}])], "tools": [LOOKUP]}
+    _, trajectory, _ = ask([call("Lima"), f"A{END}"], {"messages": parts, "tools": [LOOKUP]}, second)
     assert forks(trajectory) == [None, None]
 
 
 def test_a_rewritten_past_a_sub_agent_and_a_summary_fork():
-    async def agent(row, client):
-        first = await reply(client, user("Q1"))
-        await reply(client, user("something else"))
-        await reply(client, [*user("Q1"), {"role": "assistant", "content": first.content}, *user("Q2")])
-        await reply(client, [*user("Q1"), {"role": "assistant", "content": "sum"}, *user("Q3")])
-        return 0.5
-
-    (trajectory,), runner = run_agent(agent, [f"A{number}{END}" for number in range(4)])
-    assert trajectory.env_rewards == {"reward": 0.5} and trajectory.tree.num_sequences == 3
-    assert forks(trajectory) == [None] + ["messages"] * 3
-    assert sum(runner.completion(trajectory).mask) == sampled(trajectory)
+    retold, summary = ([*user("Q1"), assistant(said), *user("Q2")] for said in ("A0", "sum"))
+    others = [{"messages": messages} for messages in (user("another"), retold, summary)]
+    _, trajectory, runner = ask(answers, {}, *others)
+    assert trajectory.tree.num_sequences == 3 and forks(trajectory) == [None] + ["messages"] * 3
+    check_whole(trajectory, runner)
 
 
 @pytest.mark.parametrize("named", ["alike", "anew", "not"])
 def test_results_are_known_where_a_client_names_calls_anew(named):
     """agno has names of its own for calls; other clients have others in each request, or none."""
+    cities = [("Lima", "Rome"), ("Peru", "Oslo")]
 
-    def both(first, second):
-        return call(first).removesuffix(END) + "\n" + call(second)
-
-    def told(said, request):
+    def told(request):
         messages = user("Q1")
-        for turn, message in enumerate(said):
+        for turn, both in enumerate(cities[:request]):
             own = {"alike": f"call_{turn}", "anew": f"call_{turn}_{request}", "not": None}[named]
-            calls = [{"id": own and f"{own}_{number}", **made} for number, made in enumerate(message)]
-            messages.append({"role": "assistant", "content": None, "tool_calls": calls})
-            results = [
-                {"role": "tool", "tool_call_id": made["id"], "content": f"about {made['function']['arguments']}"}
-                for made in calls
-            ]
+            names = [own and f"{own}_{number}" for number in range(2)]
+            messages.append(assistant(None, *map(made, names, both)))
+            results = [result(name, f"about {city}") for name, city in zip(names, both, strict=True)]
             messages += results if named == "not" else results[::-1]
-        return messages
+        return {"messages": messages, "tools": [LOOKUP]}
 
-    async def agent(row, client):
-        said = []
-        for request in range(3):
-            calls = (await reply(client, told(said, request), tools=[LOOKUP])).tool_calls or ()
-            said.append([{"type": "function", "function": made.function.model_dump()} for made in calls])
-
-    (trajectory,), runner = run_agent(agent, [both("Lima", "Rome"), both("Peru", "Oslo"), f"Lima{END}"])
+    turns = [call(first).removesuffix(END) + "\n" + call(second) for first, second in cities]
+    _, trajectory, runner = ask([*turns, f"Lima{END}"], *map(told, range(3)))
     assert forks(trajectory) == [None] * 3 and trajectory.tree.num_sequences == 1
-    assert [[made.result for made in turn.tool_calls] for turn in trajectory.turns[:2]] == [
-        ['about {"query": "Lima"}', 'about {"query": "Rome"}'],
-        ['about {"query": "Peru"}', 'about {"query": "Oslo"}'],
-    ]
-    assert sum(runner.completion(trajectory).mask) == sampled(trajectory)
+    found = [[each.result for each in turn.tool_calls] for turn in trajectory.turns]
+    assert found == [["about Lima", "about Rome"], ["about Peru", "about Oslo"], []]
+    check_whole(trajectory, runner)
 
 
-@pytest.mark.parametrize("who", ["sub-agent", "handoff"])
-def test_a_call_that_another_agent_answers_has_its_result(who):
+CALLED = [*user("Q1"), assistant(None, made("call00000", "Lima")), result("call00000", "It is a city")]
+HANDED_OVER = {"messages": system("You are an expert.") + CALLED, "tools": [OTHER]}
+
+
+@pytest.mark.parametrize(
+    "requests",
+    [
+        [{"tools": [LOOKUP]}, {"messages": user("And Lima?")}, {"messages": CALLED, "tools": [LOOKUP]}],
+        [{"messages": system("You hand over.") + user("Q1"), "tools": [LOOKUP]}, HANDED_OVER],
+    ],
+    ids=["sub-agent", "handoff"],
+)
+def test_a_call_that_another_agent_answers_has_its_result(requests):
     """The Agents SDK hands over: the next agent is shown the same conversation, with other instructions and tools."""
-    system = [{"role": "system", "content": "You hand over."}] if who == "handoff" else []
-
-    async def agent(row, client):
-        first = await reply(client, system + user("Q1"), tools=[LOOKUP])
-        if who == "handoff":
-            told = [{"role": "system", "content": "You are an expert."}, *user("Q1"), first]
-            await reply(client, [*told, result_of(first.tool_calls[0], "It is a city")], tools=[OTHER])
-            return
-        aid = await reply(client, user("What about Lima?"))
-        await reply(client, [*user("Q1"), first, result_of(first.tool_calls[0], aid.content)], tools=[LOOKUP])
-
-    (trajectory,), runner = run_agent(agent, [call("Lima"), f"It is a city{END}", f"A city{END}"])
-    assert trajectory.error is None and trajectory.tree.num_sequences == 2
-    assert [turn.has_result for turn in trajectory.turns] == [True] + [False] * (len(trajectory.turns) - 1)
+    _, trajectory, runner = ask([call("Lima"), f"It is a city{END}", f"A city{END}"], *requests)
+    assert (trajectory.error, trajectory.tree.num_sequences) == (None, 2)
+    assert [turn.has_result for turn in trajectory.turns] == [True] + [False] * (len(requests) - 1)
     assert [message["content"] for message in trajectory.turns[0].replies] == ["It is a city"]
-    assert sum(runner.completion(trajectory).mask) == sampled(trajectory)
+    check_whole(trajectory, runner)
 
 
 @pytest.mark.parametrize(
@@ -199,7 +192,7 @@ def test_a_choice_of_tools_is_honoured_as_far_as_it_can_be(choice, calls):
     (answer,), _, runner = ask([call("Lima")], {"tools": [LOOKUP], "tool_choice": choice})
     message = answer.choices[0].message
     assert len(message.tool_calls or ()) == calls and ("<tool_call>" in (message.content or "")) == (calls == 0)
-    assert "lookup" in calling_tokenizer().decode(runner.engine.requests[0][1])
+    assert "lookup" in context(runner, 0)
 
 
 def test_a_model_of_text_has_no_image_of_a_request_decoded(monkeypatch):
@@ -207,8 +200,7 @@ def test_a_model_of_text_has_no_image_of_a_request_decoded(monkeypatch):
     file = io.BytesIO()
     Image.new("1", (2_000, 2_000)).save(file, format="PNG")
     part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{b64encode(file.getvalue()).decode()}"}}
-    few, many = ({"messages": [{"role": "user", "content": [part] * count}]} for count in (2, 20))
-    (refusal, other), _, _ = ask([END], few, many)
+    (refusal, other), _, _ = ask([END], of_user(*[part] * 2), of_user(*[part] * 20))
     assert "this run gives its model text only" in str(refusal)
     assert "A message shows images and sounds of 80,000,000 pixels and samples, and 67,108,864" in str(other)
 
@@ -228,15 +220,12 @@ def of_user(*parts):
         ({"messages": []}, "`messages` must be a non-empty list"),
         ({"messages": [{"role": "robot"}]}, "has no role out of"),
         (of_user({"type": "image_url"}), "an image that is no `data:` URL"),
-        (
-            of_user({"type": "image_url", "image_url": {"url": "data:,x"}}),
-            "These messages cannot be shown: The image 'data:,x' cannot be read: it is no base64",
-        ),
+        (of_user({"type": "image_url", "image_url": {"url": "data:,x"}}), "'data:,x' cannot be read: it is no base64"),
         (of_user({"type": "input_audio"}), "has a sound that is no `input_audio` with `data`"),
         (of_user({"type": "video"}), "has a part that is no text"),
         ({"messages": [{"role": "user", "content": 3}]}, "is neither text nor a list of parts"),
         ({"messages": [{"role": "assistant", "audio": {"id": "a"}}]}, "is nothing that is read: give `tool_calls`"),
-        ({"messages": [{"role": "assistant", "content": "A"}]}, "nothing to reply to"),
+        ({"messages": [assistant("A")]}, "nothing to reply to"),
         ({"tool_choice": "required"}, "give that tool alone"),
         ({"tool_choice": {"function": {"name": "other"}}, "tools": [LOOKUP]}, "`tools` has lookup"),
         ({"response_format": {"type": "json_object"}}, "did not choose"),
@@ -265,38 +254,52 @@ def test_what_the_run_decides_is_warned_of_once(caplog):
     assert named == ["temperature", "seed"]
 
 
+OF_MANY_TOKENS = {"messages": user("What is the capital of Peru " * 9)}
+
+
 @pytest.mark.parametrize(
-    ("limits", "reason", "says"),
+    ("second", "limits", "reason", "says"),
     [
-        (
-            {"max_completion_tokens": 4},
-            StopReason.TOKEN_BUDGET,
-            "gives the whole conversation 4 tokens after its prompt, and with these",
-        ),
-        ({"context_length": 12}, StopReason.CONTEXT_FULL, "context length is 12 tokens, and the messages have 71"),
+        ({}, {"max_completion_tokens": 4}, "token_budget", "gives the whole conversation 4 tokens after"),
+        (OF_MANY_TOKENS, {"context_length": 12}, "context_full", "length is 12 tokens, and the messages have 71"),
     ],
 )
-def test_a_limit_is_an_error_that_clients_know(limits, reason, says):
-    long = {"messages": user("What is the capital of Peru " * 9)}
-    answered, trajectory, _ = ask(["A B C D E F"] * 3, {}, {} if "context_length" not in limits else long, **limits)
-    assert isinstance(answered[-1], openai.BadRequestError) and answered[-1].code == "context_length_exceeded"
-    assert trajectory.stop_reason is reason and not trajectory.refusals and says in answered[-1].message
+def test_a_limit_is_an_error_that_clients_know(second, limits, reason, says):
+    (_, error), trajectory, _ = ask(["A B C D E F"] * 3, {}, second, **limits)
+    assert isinstance(error, openai.BadRequestError) and error.code == "context_length_exceeded"
+    assert (trajectory.stop_reason, trajectory.refusals) == (reason, {}) and says in error.message
 
 
-@pytest.mark.parametrize("place", ["tools", "arguments", "messages"])
-def test_what_fits_no_context_is_refused_and_can_be_cut(place):
-    long = "many words " * 10_000
-    tool = {**LOOKUP, "function": {**LOOKUP["function"], "description": long}}
-    made = {"id": "x", "type": "function", "function": {"name": "lookup", "arguments": json.dumps({"query": long})}}
-    said = [{"role": "assistant", "tool_calls": [made]}, {"role": "tool", "tool_call_id": "x", "content": "R"}]
-    asked = {
-        "tools": {"tools": [tool]},
-        "arguments": {"tools": [LOOKUP], "messages": [*user("Q1"), *said]},
-        "messages": {"messages": user("What is the capital of Peru " * 30)},
-    }[place]
-    answered, trajectory, _ = ask([f"A{END}"], asked, {}, context_length=60 if place == "messages" else 4096)
-    assert answered[0].code == "context_length_exceeded" and answered[1].choices[0].message.content == "A"
+LONG = "many words " * 10_000
+
+
+@pytest.mark.parametrize(
+    ("asked", "most"),
+    [
+        ({"tools": [{**LOOKUP, "function": {**LOOKUP["function"], "description": LONG}}]}, 4096),
+        ({"tools": [LOOKUP], "messages": [*user("Q1"), assistant(None, made("x", LONG)), result("x", "R")]}, 4096),
+        ({"messages": user("What is the capital of Peru " * 30)}, 60),
+        ({"messages": user("word " * 1_400_000)}, 4096),
+    ],
+    ids=["tools", "arguments", "messages", "megabytes"],
+)
+def test_what_fits_no_context_is_refused_and_can_be_cut(asked, most):
+    (error, answer), trajectory, _ = ask([f"A{END}"], asked, {}, context_length=most)
+    assert isinstance(error, openai.BadRequestError) and error.code == "context_length_exceeded"
+    assert answer.choices[0].message.content == "A"
     assert trajectory.stop_reason is StopReason.ENV_DONE and len(trajectory.turns) == 1
+
+
+def test_a_huge_request_is_not_read():
+    (error, _), trajectory, _ = ask(answers, {"messages": user("word " * 2_000_000)}, {})
+    assert error.status_code == 413 and len(trajectory.turns) == 1
+
+
+def test_who_asks_too_much_at_once_is_told_to_come_again(monkeypatch):
+    monkeypatch.setattr(conversation, "MOST_REQUESTS", 0)
+    (error,), _, _ = ask(answers, {})
+    headers = error.response.headers
+    assert (error.status_code, headers["x-should-retry"], headers["retry-after"]) == (429, "true", "1")
 
 
 def test_a_clients_own_limit_of_tokens_is_no_failure():
@@ -307,21 +310,24 @@ def test_a_clients_own_limit_of_tokens_is_no_failure():
 
 def test_a_text_protocol_shows_and_reads_the_clients_tools():
     tagged = '<tool>{"name": "lookup", "args": {"query": "Lima"}}</tool>'
-    (trajectory,), runner = run_agent(tool_loop, [tagged, f"<answer>Peru</answer>{END}"], protocol=TagProtocol())
+    trajectory, runner = hold(tool_loop, [tagged, f"<answer>Peru</answer>{END}"], protocol=TagProtocol())
     assert trajectory.answer == "<answer>Peru</answer>" and trajectory.turns[1].answer == "Peru"
     assert trajectory.tree.num_sequences == 1 and trajectory.turns[0].has_result
-    context = calling_tokenizer().decode(runner.engine.requests[1][1])
-    assert '<result>about {"query": "Lima"}</result>' in context and "<tool>" in context
-    assert TagProtocol().instructions([])[:20] in context
+    for words in ('<result>about {"query": "Lima"}</result>', "<tool>", TagProtocol().instructions([])[:20]):
+        assert words in context(runner, 1)
 
 
 def test_a_text_protocol_instructs_after_a_system_message():
-    async def agent(row, client):
-        await reply(client, [{"role": "system", "content": "Be brief."}, *user("Q1")], tools=[LOOKUP])
+    asked = {"messages": system("Be brief.") + user("Q1"), "tools": [LOOKUP]}
+    _, _, runner = ask([f"<answer>A</answer>{END}"], asked, protocol=TagProtocol())
+    shown = context(runner, 0)
+    assert "Be brief.\n\nSolve the task" in shown and shown.count('"name": "lookup"') == 1
 
-    _, runner = run_agent(agent, [f"<answer>A</answer>{END}"], protocol=TagProtocol())
-    context = calling_tokenizer().decode(runner.engine.requests[0][1])
-    assert "Be brief.\n\nSolve the task" in context and context.count('"name": "lookup"') == 1
+
+@pytest.mark.parametrize("tools", [[LOOKUP], openai.NOT_GIVEN], ids=["tools", "none"])
+def test_text_is_no_malformed_call_where_no_tool_is_offered(tools):
+    _, trajectory, _ = ask(answers, {"tools": tools}, protocol=TagProtocol())
+    assert trajectory.turns[0].num_failures == (tools == [LOOKUP])
 
 
 def test_an_answer_that_arrives_late_is_not_trained():
@@ -331,5 +337,152 @@ def test_an_answer_that_arrives_late_is_not_trained():
         await asyncio.sleep(0.1)
         return 1.0
 
-    (trajectory,), _ = run_agent(agent, [f"A{END}"], latency=5.0)
+    trajectory, _ = hold(agent, latency=5.0)
     assert not trajectory.turns and trajectory.env_rewards == {"reward": 1.0}
+
+
+# Who may ask
+
+
+async def post(client, key=None, base=None, session=None):
+    """The status of a request for a turn."""
+    headers = {} if session is None else {"X-Session-ID": session}
+    async with web(client, key, base_url=base or client.base_url) as http:
+        return (await http.post("/chat/completions", json=ASKED, headers=headers)).status_code
+
+
+async def send(client, data, reads=True):
+    """Bytes to the server, whose client is gone afterwards; what it answered."""
+    url = urlsplit(client.base_url)
+    reader, writer = await asyncio.open_connection(url.hostname, url.port)
+    writer.write(data)
+    answered = await reader.read(4096) if reads else await writer.drain()
+    writer.transport.abort()
+    return answered
+
+
+def request(client, body, *headers):
+    """A request with the key of a conversation, as bytes."""
+    path = urlsplit(client.base_url).path
+    lines = [f"POST {path}/chat/completions HTTP/1.1", "Host: localhost", f"Authorization: Bearer {client.api_key}"]
+    return "\r\n".join([*lines, *headers, "", ""]).encode() + body
+
+
+def test_the_door_is_shut_for_strangers():
+    async def agent(row, client):
+        base, server = client.base_url, client.base_url.split("/0")[0]
+
+        async def told(status, url, key=None, body=None, **headers):
+            async with web(client, key, base_url="") as http:
+                answer = await http.request("GET" if body is None else "POST", url, headers=headers, **(body or {}))
+            assert answer.status_code == status, (url, key, headers)
+            assert status == 200 or answer.json()["error"]["message"]
+            return answer.json()
+
+        await told(200, f"{base}/models")
+        assert (await told(200, f"{base}/models/a/b"))["id"] == "a/b"
+        await told(401, f"{base}/models", "")
+        await told(401, f"{base}/models", "x")
+        await told(403, f"{base}/models", Host="evil.example")
+        await told(404, f"{base}/nothing")
+        await told(400, f"{base}/chat/completions", body={"content": b"{"})
+        await told(404, f"{server}/zzz/v1/chat/completions", body={"json": ASKED})
+        await told(404, f"{server}/v1/chat/completions", body={"json": ASKED})
+        await told(200, f"{server}/v1/chat/completions", body={"json": ASKED}, **{"X-Session-ID": client.session})
+        key = f"Authorization: Bearer {client.api_key}"
+        for host, status in {"localhost": 200, "localhost:99999999": 403, "[::": 403, "evil.example": 403}.items():
+            answered = await send(client, f"GET /v1/models HTTP/1.1\r\nHost: {host}\r\n{key}\r\n\r\n".encode())
+            assert answered.startswith(f"HTTP/1.1 {status}".encode()), host
+        return 1.0
+
+    assert hold(agent)[0].env_rewards == {"reward": 1.0}
+
+
+def test_no_agent_takes_turns_in_the_conversation_of_another():
+    clients, asked = {}, asyncio.Event()
+
+    async def agent(row, client):
+        clients[row["number"]] = client
+        await until_true(lambda: len(clients) == 2)
+        if row["number"] == 1:
+            await asked.wait()
+            return await post(client)
+        other, server = clients[1], client.base_url.split("/000")[0] + "/v1"
+        statuses = {
+            "path": await post(client, base=other.base_url),
+            "name": await post(client, base=server, session=other.session),
+            "own": await post(client, base=server, session=client.session),
+        }
+        asked.set()
+        return statuses
+
+    trajectories, _ = run_agent(agent, [f"A{END}"] * 2, rows=[{}, {}])
+    assert clients[0].api_key != clients[1].api_key
+    assert [len(trajectory.turns) for trajectory in trajectories] == [1, 1]
+    statuses = [trajectory.env_rewards for trajectory in trajectories]
+    assert statuses == [{"path": 404, "name": 404, "own": 200}, {"reward": 200}]
+
+
+def test_a_key_ends_with_its_conversation():
+    late = []
+
+    async def agent(row, client):
+        if row["number"] == 0:
+            late.append(client)
+            return None
+        await until_true(lambda: late)
+        while (status := await post(late[0])) == 200:
+            pass
+        return status
+
+    trajectories, _ = run_agent(agent, answers, rows=[{}, {}])
+    assert trajectories[1].env_rewards == {"reward": 404.0}
+
+
+def of_the_server(caplog):
+    """What the server logged: other tests' environments may be closed meanwhile, and say so."""
+    return [record for record in caplog.records if record.name.startswith("mt_grpo.integrations.openai_api")]
+
+
+def test_strangers_are_told_of_once_and_no_key_is_printed(caplog):
+    keys, body = [], json.dumps(ASKED).encode()
+
+    async def agent(row, client):
+        keys.append(client.api_key)
+        for _ in range(20):
+            await post(client, "guessed")
+            await send(client, b"\x16\x03\x01 no HTTP\r\n\r\n")
+            await send(client, request(client, body, f"no header {client.api_key}"))
+            await send(client, request(client, body, "Transfer-Encoding: chunked"))
+
+    source = AgentSource(agent)
+    for _ in range(2):
+        hold(source, fails=True)
+    (record,) = of_the_server(caplog)
+    assert "refused: 80 " in record.getMessage() and not any(key in caplog.text for key in keys)
+
+
+def test_a_damaged_body_is_the_clients_error(caplog):
+    told = []
+
+    async def agent(row, client):
+        told.append(await send(client, request(client, b"none", "Content-Encoding: gzip", "Content-Length: 4")))
+        told.append(await send(client, request(client, b"", "Content-Length: 0", "Connection: close")))
+
+    trajectory, _ = hold(agent, fails=True)
+    assert trajectory.error.startswith("RefusedError: ") and not of_the_server(caplog)
+    assert all(answer.startswith(b"HTTP/1.1 400") and b'"error"' in answer for answer in told) and len(told) == 2
+
+
+def test_a_client_that_vanishes_is_no_error(caplog):
+    """As an agent does that SIGTERM ends while it sends or waits."""
+    body = json.dumps(ASKED).encode()
+
+    async def agent(row, client):
+        await send(client, request(client, body[:5], "Content-Length: 500"), reads=False)
+        await send(client, request(client, body, f"Content-Length: {len(body)}"), reads=False)
+        return await post(client)
+
+    trajectory, _ = hold(agent, latency=0.1)
+    assert trajectory.env_rewards == {"reward": 200.0} and trajectory.stop_reason is StopReason.ENV_DONE
+    assert not of_the_server(caplog)

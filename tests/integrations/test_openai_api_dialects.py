@@ -7,9 +7,9 @@ from functools import partial
 
 import openai
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from support.agents import END, LOOKUP, call, calling_tokenizer, run_agent, sampled, web
+from support.agents import END, LOOKUP, call, calling_tokenizer, hold, sampled, tool_loop, web
 from support.conversations import user
 
 from mt_grpo.integrations.openai_api.conversation import _Calls, _ReturnedMessages
@@ -18,22 +18,24 @@ from mt_grpo.integrations.openai_api.request import ApiError, Warnings, read_cha
 from mt_grpo.trajectory import StopReason
 
 FUNCTION = {"type": "function", **LOOKUP["function"], "strict": True}
-CUSTOM = {
-    "name": "lookup",
-    "description": LOOKUP["function"]["description"],
-    "input_schema": LOOKUP["function"]["parameters"],
-}
-SCRIPT = [call("Lima", "hm"), call("Peru"), f"Lima{END}"]
+CUSTOM = {name: LOOKUP["function"][name] for name in ("name", "description")}
+CUSTOM["input_schema"] = LOOKUP["function"]["parameters"]
 
 
-def check_loop(agent):
-    (trajectory,), runner = run_agent(agent, SCRIPT)
-    assert (trajectory.error, trajectory.answer) == (None, "Lima")
-    assert trajectory.tree.num_sequences == 1 and trajectory.render_mismatch is None
+def check_loop(agent, instructed=True):
+    trajectory, runner = hold(agent, [call("Lima", "hm"), call("Peru"), f"Lima{END}"])
+    assert (trajectory.stop_reason, trajectory.answer) == (StopReason.ANSWERED, "Lima")
+    assert (trajectory.tree.num_sequences, trajectory.render_mismatch) == (1, None)
     assert [turn.has_result for turn in trajectory.turns] == [True, True, False]
+    assert [each.result[:6] for turn in trajectory.turns for each in turn.tool_calls] == ["about "] * 2
     context = calling_tokenizer().decode(runner.engine.requests[-1][1])
-    assert "hm" in context and "about Peru" in context and "Be brief." in context
+    # the reasoning that a client did not give back is still there
+    assert all(words in context for words in ("hm", "about ", "Peru", *(["Be brief."] if instructed else [])))
     return trajectory
+
+
+def test_a_loop_over_chat_completions_is_one_sequence():
+    check_loop(tool_loop, instructed=False)
 
 
 @pytest.mark.parametrize("kept", ["nothing", "response", "items"])
@@ -48,28 +50,20 @@ def test_a_loop_over_responses_is_one_sequence(kept, stream):
         if not stream:
             return await asking.create(**options)
         async with asking.stream(**options) as events:
-            async for _ in events:
-                pass
             return await events.get_final_response()
 
+    def answered(item):
+        told = f"about {json.loads(item.arguments)['query']}"
+        return {"type": "function_call_output", "call_id": item.call_id, "output": told}
+
     async def agent(row, client):
-        asking, given, previous = client.openai().responses, user(row["prompt"]), None
+        asking, given, previous = client.openai().responses, user(row["prompt"]), {}
         while True:
-            options = {"previous_response_id": previous} if kept == "response" and previous else {}
-            options |= {"input": given, "instructions": "Be brief.", "tools": [FUNCTION], "model": "policy"}
+            options = {"input": given, "instructions": "Be brief.", "tools": [FUNCTION], "model": "policy", **previous}
             counted = await asking.input_tokens.count(**options)
             response = await ask(asking, **options, include=["message.output_text.logprobs"])
             assert response.usage.input_tokens == counted.input_tokens
-            previous = response.id
-            results = [
-                {
-                    "type": "function_call_output",
-                    "call_id": item.call_id,
-                    "output": f"about {json.loads(item.arguments)['query']}",
-                }
-                for item in response.output
-                if item.type == "function_call"
-            ]
+            results = [answered(item) for item in response.output if item.type == "function_call"]
             if not results:
                 (part,) = response.output[-1].content
                 assert len(part.logprobs) == response.usage.output_tokens
@@ -77,29 +71,36 @@ def test_a_loop_over_responses_is_one_sequence(kept, stream):
             said = [item.model_dump(exclude_none=True) for item in response.output]
             if kept == "items":
                 said = [{"type": "item_reference", "id": item.id} for item in response.output]
-            given = results if kept == "response" else [*given, *said, *results]
+            previous = {"previous_response_id": response.id} if kept == "response" else {}
+            given = results if previous else [*given, *said, *results]
 
     check_loop(agent)
 
 
-def test_a_response_has_the_fields_that_clients_read():
-    seen = []
+def post(path, bodies, script, raises=None, **options):
+    """What requests of one conversation are answered with, and its trajectory."""
+    answered = []
 
     async def agent(row, client):
-        asking = client.openai(max_retries=0).responses
-        seen.append(await asking.create(model="m", input="Q1", max_output_tokens=2))
-        reference = {"input": [{"type": "item_reference", "id": "rs_x"}]}
-        unknown = {"previous_response_id": "resp_x"}
-        odd = {"input": [{"type": "image"}]}
-        for wrong in ({"input": 3}, {"tools": [{"type": "web_search"}]}, {"input": ["Q"]}, odd, unknown, reference):
-            with pytest.raises(openai.APIStatusError) as error:
-                await asking.create(**{"model": "m", "input": "Q1", **wrong})
-            seen.append(error.value.status_code)
+        async with web(client) as http:
+            answered.extend([await http.post(path, json=body) for body in bodies])
+        if raises is not None:
+            raise raises
 
-    (trajectory,), _ = run_agent(agent, ["A B C D"])
-    assert trajectory.error is None and seen[1:] == [400, 400, 400, 400, 404, 404]
-    assert seen[0].status == "incomplete" and seen[0].incomplete_details.reason == "max_output_tokens"
-    assert seen[0].usage.output_tokens == sampled(trajectory) == 2 and seen[0].output_text == trajectory.turns[0].text
+    trajectory, _ = hold(agent, script, fails=True, **options)
+    assert len(answered) == len(bodies), trajectory.error
+    return [(answer.status_code, answer.json()) for answer in answered], trajectory
+
+
+def test_a_response_has_the_fields_that_clients_read():
+    wrong = [{"input": 3}, {"tools": [{"type": "web_search"}]}, {"input": ["Q"]}, {"input": [{"type": "image"}]}]
+    wrong += [{"previous_response_id": "resp_x"}, {"input": [{"type": "item_reference", "id": "rs_x"}]}]
+    bodies = [{"input": "Q1", "max_output_tokens": 2}, *({"input": "Q1"} | each for each in wrong)]
+    ((_, response), *refused), trajectory = post("/responses", bodies, ["A B C D"])
+    assert trajectory.error is None and [status for status, _ in refused] == [400] * 4 + [404] * 2
+    assert (response["status"], response["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    assert response["usage"]["output_tokens"] == sampled(trajectory) == 2
+    assert response["output"][-1]["content"][0]["text"] == trajectory.turns[0].text
 
 
 def told_by(text: str) -> dict:
@@ -126,13 +127,18 @@ def asked(message):
     return [block for block in message["content"] if block["type"] == "tool_use"]
 
 
-def result(block, **more):
-    said = [{"type": "text", "text": f"about {block['input']['query']}"}]
-    return {"type": "tool_result", "tool_use_id": block["id"], "content": said, **more}
-
-
 def results(message, **more):
-    return {"role": "user", "content": [result(block, **more) for block in asked(message)]}
+    """The client's message after one that calls."""
+    told = [
+        {
+            "type": "tool_result",
+            "tool_use_id": block["id"],
+            "content": [{"type": "text", "text": f"about {block['input']['query']}"}],
+            **more,
+        }
+        for block in asked(message)
+    ]
+    return {"role": "user", "content": told}
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -159,77 +165,62 @@ def test_a_loop_over_anthropics_messages_is_one_sequence(stream):
 
 def test_a_thread_goes_on_with_what_is_new():
     """As Anthropic's `tool_runner` asks: after the first turn, a request has results alone."""
-    refused = []
 
     async def agent(row, client):
         async with web(client) as http:
+
+            async def ask(status, **body):
+                answer = await http.post("/messages", json=body)
+                assert answer.status_code == status, answer.text
+                return answer.json()
+
             begun = {"system": "Be brief.", "tools": [CUSTOM], "messages": user(row["prompt"])}
-            message = (await http.post("/messages", json={**begun, "thread": {"type": "create"}})).json()
+            message = await ask(200, **begun, thread={"type": "create"})
             while asked(message):
-                on, new = {"type": "continue", "previous_message_id": message["id"]}, {"messages": [results(message)]}
-                for wrong in ({"previous_message_id": "msg_x"}, {"type": "fork"}):
-                    refused.append(await http.post("/messages", json={**new, "thread": {**on, **wrong}}))
-                refused.append(await http.post("/messages", json={**new, "thread": on, "tools": [CUSTOM]}))
-                message = (await http.post("/messages", json={**new, "thread": on})).json()
+                on, new = {"type": "continue", "previous_message_id": message["id"]}, [results(message)]
+                unknown = await ask(404, messages=new, thread={**on, "previous_message_id": "msg_x"})
+                assert unknown["error"]["details"] == {"error_code": "thread_not_found"}  # its clients send all again
+                await ask(400, messages=new, thread={**on, "type": "fork"})
+                await ask(400, messages=new, thread=on, tools=[CUSTOM])
+                message = await ask(200, messages=new, thread=on)
             return message["content"][0]["text"]
 
-    trajectory = check_loop(agent)
-    assert [answer.status_code for answer in refused] == [404, 400, 400] * 2
-    assert refused[0].json()["error"]["details"] == {"error_code": "thread_not_found"}  # its clients send all again
-    assert sum(trajectory.refusals.values()) == 6
+    assert sum(check_loop(agent).refusals.values()) == 6
 
 
 @pytest.mark.parametrize("wrong", [True, False])
 def test_a_result_that_is_an_error_is_a_call_that_failed(wrong):
-    async def agent(row, client):
-        messages = user("Q1")
-        async with web(client) as http:
-            for _ in range(2):
-                message = (await http.post("/messages", json={"tools": [CUSTOM], "messages": messages})).json()
-                messages = [*messages, {"role": "assistant", "content": message["content"]}]
-                messages.append(results(message, is_error=wrong))
-
-    (trajectory,), _ = run_agent(agent, [call("Lima"), f"A{END}"])
+    made = {"type": "tool_use", "id": "call00000", "name": "lookup", "input": {"query": "Lima"}}
+    message = {"role": "assistant", "content": [made]}
+    told = (user("Q1"), [*user("Q1"), message, results(message, is_error=wrong)])
+    bodies = [{"tools": [CUSTOM], "messages": messages} for messages in told]
+    _, trajectory = post("/messages", bodies, [call("Lima"), f"A{END}"])
     assert trajectory.tree.num_sequences == 1 and trajectory.turns[0].has_result
     assert trajectory.turns[0].tool_calls[0].error == ("about Lima" if wrong else None)
 
 
 def test_stop_sequences_and_errors_are_told_in_anthropics_form():
-    seen = []
-
-    async def agent(row, client):
-        async with web(client) as http:
-            for body in (
-                {"stop_sequences": ["</a>"], "messages": user("Q1")},
-                {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
-                {"messages": user("Q1"), "tools": [{"type": "web_fetch_20250910", "name": "web_fetch"}]},
-                {"messages": user("Q1 " * 200)},
-            ):
-                seen.append((await http.post("/messages", json=body)).json())
-
-    (trajectory,), _ = run_agent(agent, ["<a>4</a>"], context_length=100)
-    said, *errors = seen
+    bodies = (
+        {"stop_sequences": ["</a>"], "messages": user("Q1")},
+        {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+        {"messages": user("Q1"), "tools": [{"type": "web_fetch_20250910", "name": "web_fetch"}]},
+        {"messages": user("Q1 " * 200)},
+    )
+    ((_, said), *errors), trajectory = post("/messages", bodies, ["<a>4</a>"], context_length=100)
     assert (said["stop_reason"], said["stop_sequence"]) == ("stop_sequence", "</a>")
     assert said["content"] == [{"type": "text", "text": "<a>4"}]
-    assert [error["type"] for error in errors] == ["error"] * 3
-    assert [error["error"]["type"] for error in errors] == ["invalid_request_error"] * 3
+    assert [(each["type"], each["error"]["type"]) for _, each in errors] == [("error", "invalid_request_error")] * 3
     assert trajectory.stop_reason is StopReason.CONTEXT_FULL
 
 
 def test_tokens_are_counted_of_what_can_be_asked():
     """Of a past that ends with an answer too; what is too long to be rendered is refused as it is in a turn."""
     past = [*user("Q"), {"role": "assistant", "content": "A"}]
-    counted = []
-
-    async def agent(row, client):
-        async with web(client) as http:
-            for tools in ([], [CUSTOM | {"description": "x" * 20_000}]):
-                counted.append(await http.post("/messages/count_tokens", json={"messages": past, "tools": tools}))
-        raise openai.OpenAIError("the agent's own")
-
-    (trajectory,), _ = run_agent(agent, [], context_length=1024)
-    assert [answer.status_code for answer in counted] == [200, 400] and counted[0].json()["input_tokens"] > 0
-    assert counted[1].json()["error"]["code"] == "context_length_exceeded"
+    bodies = [{"messages": past, "tools": tools} for tools in ([], [CUSTOM | {"description": "x" * 20_000}])]
+    raises = openai.OpenAIError("the agent's own")
+    answers, trajectory = post("/messages/count_tokens", bodies, [], raises, context_length=1024)
+    assert [status for status, _ in answers] == [200, 400] and answers[0][1]["input_tokens"] > 0
+    assert answers[1][1]["error"]["code"] == "context_length_exceeded"
     assert "No request reached the policy" not in trajectory.error
 
 
@@ -294,28 +285,29 @@ def test_a_tool_that_the_client_runs_is_shown_with_its_form(kind):
     assert function["name"] == "own" and function["description"] and "command" in function["parameters"]["properties"]
 
 
-@pytest.mark.parametrize("kind", ["web_search_20250305", "code_execution_20250825", "computer_20250124", "bash", "x"])
-def test_a_tool_that_others_run_is_refused(kind):
-    with pytest.raises(ApiError, match=kind):
-        read_as("messages", {"messages": user("Q"), "tools": [{"type": kind, "name": "a"}]})
-
-
+NOT_READ = "is no field that this server reads"
 OPENAIS = {"type": "function", "name": "a"}
+CODED = {"type": "bash_20250124", "name": "bash", "allowed_callers": ["code_execution"]}
+EXAMPLES = {"name": "a", "input_examples": [{"b": 1}]}
 TOOLS = [
-    ("chat", {"type": "function", "function": {"name": "a", "input_examples": [{}]}}, "function.input_examples"),
-    ("chat", {"type": "function", "function": {"name": "a"}, "defer_loading": True}, "defer_loading"),
-    ("messages", {"name": "a", "defer_loading": True}, "defer_loading"),
-    ("messages", {"name": "a", "input_examples": [{"b": 1}]}, "input_examples"),
-    ("messages", {"type": "bash_20250124", "name": "bash", "allowed_callers": ["code_execution"]}, "allowed_callers"),
-    ("responses", {**OPENAIS, "defer_loading": True}, "defer_loading"),
+    ("chat", {"type": "function", "function": EXAMPLES}, NOT_READ, ".function.input_examples"),
+    ("chat", {"type": "function", "function": {"name": "a"}, "defer_loading": True}, NOT_READ, ".defer_loading"),
+    ("messages", {"name": "a", "defer_loading": True}, NOT_READ, ".defer_loading"),
+    ("messages", EXAMPLES, NOT_READ, ".input_examples"),
+    ("messages", CODED, NOT_READ, ".allowed_callers"),
+    ("responses", {**OPENAIS, "defer_loading": True}, NOT_READ, ".defer_loading"),
+    *(
+        ("messages", {"type": kind, "name": "a"}, kind, "")
+        for kind in ("web_search_20250305", "code_execution_20250825", "computer_20250124", "bash", "x")
+    ),
 ]
 
 
-@pytest.mark.parametrize(("dialect", "tool", "name"), TOOLS)
-def test_a_tool_that_is_to_be_shown_otherwise_is_refused(dialect, tool, name):
-    with pytest.raises(ApiError, match="is no field that this server reads") as error:
+@pytest.mark.parametrize(("dialect", "tool", "problem", "place"), TOOLS)
+def test_a_tool_that_others_run_or_is_shown_otherwise_is_refused(dialect, tool, problem, place):
+    with pytest.raises(ApiError, match=problem) as error:
         read_as(dialect, {**ASKED[dialect], "tools": [tool]})
-    assert error.value.param == f"tools[0].{name}"
+    assert error.value.param == f"tools[0]{place}"
 
 
 def test_a_tools_fields_that_change_nothing_pass():
@@ -366,6 +358,7 @@ JSON = st.recursive(
 
 
 @settings(max_examples=300, deadline=None)
+@example({"context_management": 3}, [], "messages")
 @given(JSON, JSON, st.sampled_from(list(READERS)))
 def test_a_request_is_read_or_refused(body, messages, dialect):
     if isinstance(body, dict):

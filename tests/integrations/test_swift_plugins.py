@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from support.conversations import play, user
 from support.forked import Forked
 from support.models import CPU_RUN, build_model, build_tokenizer
 from support.registered import keep
@@ -25,7 +26,7 @@ from mt_grpo.integrations.swift import (
     rm_plugins,
 )
 from mt_grpo.rewards import REWARDS, load_rewards
-from mt_grpo.rollout import RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
+from mt_grpo.rollout import ScriptedEngine
 from mt_grpo.runlog import read_trajectories
 from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
 from mt_grpo.training.columns import check_reward_columns
@@ -168,42 +169,36 @@ def plugin(tmp_path_factory):
             names.pop(name, None)
 
 
-def hold(scheduler, answers, row, knows_thoughts=True):
+def hold(scheduler, answers, row, tokenizer=None):
     """A conversation of a scheduler, closed, and its contexts as text."""
-    tokenizer = build_tokenizer()
-    if not knows_thoughts:
-        tokenizer.chat_template = tokenizer.chat_template.replace("think>", "thought>")
-    engine = ScriptedEngine(tokenizer, answers)
-    runner = RolloutRunner(SchedulerSource(scheduler, 4), engine, RolloutLimits())
-    asked = [RolloutRequest("Q1", "000", row)]
-
-    async def run():
-        (trajectory,) = await runner.run(asked, SamplingParams(), keep_environments=True)
-        await trajectory.environment.close()
-        return trajectory
-
-    trajectory = asyncio.run(run())
-    return trajectory, [tokenizer.decode(context) for _, context, _ in engine.requests]
+    [trajectory], runner = play(SchedulerSource(scheduler, 4), answers, [row], keep=True, tokenizer=tokenizer)
+    asyncio.run(trajectory.environment.close())
+    return trajectory, [runner.engine.tokenizer.decode(context) for _, context, _ in runner.engine.requests]
 
 
 def test_a_response_may_be_cut_off_with_its_log_probs(plugin):
-    trajectory, contexts = hold(multi_turns["hint"], [f"3 4 5{END}", f" 6{END}"], {"answer": "6"})
+    trajectory, contexts = hold(multi_turns["hint"], ["3 4 5", " 6"], {"answer": "6"})
     assert trajectory.stop_reason is StopReason.ENV_DONE and trajectory.error is None
     assert sum(trajectory.turns[0].mask) == 2 and contexts[1].endswith(" But no,")
 
 
-@pytest.mark.parametrize("knows", [True, False])
-def test_earlier_thoughts_are_taken_out_of_records(plugin, knows):
+@pytest.mark.parametrize("mark", ["think", "thought"])
+def test_earlier_thoughts_are_taken_out_of_records(plugin, mark):
     """By the model's template, or by the scheduler itself, which then gives texts for messages."""
-    trajectory, _ = hold(multi_turns["forgetful"], [f"<think>\nhm</think>A1{END}", f"A2{END}"], {}, knows)
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = tokenizer.chat_template.replace("think>", f"{mark}>")
+    trajectory, _ = hold(multi_turns["forgetful"], ["<think>\nhm</think>A1", "A2"], {}, tokenizer)
     assert trajectory.error is None and len(trajectory.turns) == 2
     messages, _ = trajectory.environment.records[1]
-    assert [message["role"] for message in messages] == ["user", "assistant", "user", "assistant"]
-    assert messages[1]["content"] == ("A1" if knows else "<think>\nhm</think>A1") and messages[3]["content"] == "A2"
+    assert [message["role"] for message in messages] == ["user", "assistant"] * 2
+    assert [message["content"] for message in messages[1::2]] == [
+        "A1" if mark == "think" else "<think>\nhm</think>A1",
+        "A2",
+    ]
 
 
 def test_a_server_of_openenv_is_played_and_closed(plugin):
-    trajectory, contexts = hold(multi_turns["served"], [f"go{END}", f'{{"move": 1}}{END}'], {"env_config": {}})
+    trajectory, contexts = hold(multi_turns["served"], ["go", '{"move": 1}'], {"env_config": {}})
     assert [turn.reward for turn in trajectory.turns] == [1.0, 1.0]
     assert trajectory.env_rewards == {"total_reward": 2.0} and '{"prompt": "Begin."}' in contexts[0]
     assert import_file(plugin).Wrapper.closed == [[{"message": "go"}, {"move": 1}]]
@@ -211,7 +206,7 @@ def test_a_server_of_openenv_is_played_and_closed(plugin):
 
 def test_an_async_reward_may_want_the_arguments_of_the_run(plugin):
     (reward,) = load_rewards(["judge"], "outcome")
-    trajectory = Trajectory([{"role": "user", "content": "Q"}], session="0")
+    trajectory = Trajectory(user("Q"), session="0")
     assert asyncio.run(reward.score_batch([trajectory], [{"prompt": trajectory.prompt}])) == [0.0]
 
 
@@ -227,46 +222,41 @@ def test_reward_models_are_plugins_with_a_model(plugin, tmp_path):
     tokenizer.save_pretrained(tmp_path / "judge")
     path = "mt_grpo.integrations.swift.rewards.PluginReward"
     rewards = load_rewards([{"name": name, "model": str(tmp_path / "judge")} for name in ("longest", path)], "outcome")
-    trajectories = [Trajectory([{"role": "user", "content": text}], session=text) for text in ("Q", "Q and more")]
+    trajectories = [Trajectory(user(text), session=text) for text in ("Q", "Q and more")]
     rows = [{"prompt": trajectory.prompt} for trajectory in trajectories]
     first, second = (asyncio.run(reward.score_batch(trajectories, rows)) for reward in rewards)
     assert first == [1.0, 1.0] and len(set(second)) == 2
 
 
-def make(plugin, folder, tokenizer, questions, script, rewards, **options):
-    options = {"output_dir": str(folder), **CPU_RUN, "max_completion_length": 60, "max_steps": 2, **options}
-    args = MTGRPOConfig(external_plugins=[plugin], learning_rate=1e-2, **options)
-    return MTGRPOEnvTrainer(
-        build_model(tokenizer),
-        None,
-        [],
-        rewards,
-        args,
-        train_dataset=questions,
-        engine=ScriptedEngine(tokenizer, script) if script else None,
-        processing_class=tokenizer,
-    )
+@pytest.fixture
+def make(tmp_path, tokenizer, questions):
+    """Makes trainers of schedulers; without a script, the model answers."""
+
+    def make(rewards, script=None, env=None, **options):
+        options = {**CPU_RUN, "max_completion_length": 60, "max_steps": 2, "learning_rate": 1e-2, **options}
+        engine = {"engine": ScriptedEngine(tokenizer, script)} if script else {}
+        args, model = MTGRPOConfig(output_dir=str(tmp_path), **options), build_model(tokenizer)
+        return MTGRPOEnvTrainer(model, env, [], rewards, args, questions, processing_class=tokenizer, **engine)
+
+    return make
 
 
 @pytest.mark.parametrize("scheduler", ["hint", "forgetful"])
-def test_two_groups_are_trained(scheduler, plugin, tmp_path, tokenizer, questions):
+def test_two_groups_are_trained(scheduler, plugin, make):
     options = {"multi_turn_scheduler": scheduler, "max_turns": 2, "max_turn_length": 8}
-    trainer = make(plugin, tmp_path, tokenizer, questions, None, [Letters()], **options)
+    trainer = make([Letters()], external_plugins=[plugin], **options)
     before = [parameter.clone() for parameter in trainer.model.parameters()]
     trainer.train()
     assert any((old != new).any() for old, new in zip(before, trainer.model.parameters(), strict=True))
     assert not any(trajectory.failed for trajectory in trainer.batch.trajectories)
 
 
-def test_records_of_a_trajectory_share_its_reward(plugin, tmp_path, tokenizer, questions):
+def test_records_of_a_trajectory_share_its_reward(plugin, make):
     def script(session, turn):
         return "ab" * (turn + 1) * (1 + int(session[-1])) + END
 
-    rewards = [plugin + ":Shared"]
-    trainer = make(
-        plugin, tmp_path, tokenizer, questions, script, load_rewards(rewards, "outcome"),
-        multi_turn_scheduler=f"{plugin}:Forgetful", max_completion_length=200,
-    )  # fmt: skip
+    options = {"multi_turn_scheduler": f"{plugin}:Forgetful", "max_completion_length": 200}
+    trainer = make(load_rewards([f"{plugin}:Shared"], "outcome"), script, external_plugins=[plugin], **options)
     trainer.current_gradient_accumulation_steps = 1
     inputs = trainer._generate_and_score_completions([trainer.train_dataset[0]] * 4)
     assert trainer.batch.rewards.outcome_rewards.tolist() == [6.0, 12.0, 18.0, 24.0]
@@ -281,19 +271,12 @@ def test_a_reward_class_is_given_what_its_scheduler_told(plugin, questions):
     (shared,) = load_rewards(["shared"], "outcome")
     assert isinstance(shared, ORM) and shared.name == "shared"
     check_reward_columns([shared], questions, None)
-    trajectory = Trajectory(
-        [{"role": "user", "content": "Q"}],
-        [Turn(0, {"role": "assistant", "content": "A1"})],
-        session="7",
-        row={"solution": "4"},
-        info={"said": "A1"},
-    )
+    turns, row = [Turn(0, {"role": "assistant", "content": "A1"})], {"solution": "4"}
+    trajectory = Trajectory(user("Q"), turns, session="7", row=row, info={"said": "A1"})
     given = shared.arguments([trajectory], [trajectory.row])
-    assert given["completions"] == ["A1"] and given["solution"] == ["4"] and given["rollout_infos"] == [{"said": "A1"}]
-    (record,) = given["trajectory_inputs"]["7"]
-    assert record == {
-        "solution": "4", "request_id": "7", "rollout_infos": {"said": "A1"}, "messages": trajectory.messages
-    }  # fmt: skip
+    assert [given[name] for name in ("completions", "solution", "rollout_infos")] == [["A1"], ["4"], [{"said": "A1"}]]
+    record = {**row, "request_id": "7", "rollout_infos": {"said": "A1"}, "messages": trajectory.messages}
+    assert given["trajectory_inputs"]["7"] == [record]
 
 
 class Odd(MultiTurnScheduler):
@@ -307,13 +290,8 @@ class Odd(MultiTurnScheduler):
         return {"infer_request": infer_request, "rollout_infos": infos}
 
 
-def test_what_has_no_form_in_a_file_does_not_end_the_run(tmp_path, tokenizer, questions):
-    args = MTGRPOConfig(output_dir=str(tmp_path), **{**CPU_RUN, "max_steps": 1}, max_completion_length=60)
-    trainer = MTGRPOEnvTrainer(
-        build_model(tokenizer), SchedulerSource(Odd, 2), [], [Letters()], args, train_dataset=questions,
-        engine=ScriptedEngine(tokenizer, lambda session, turn: f"A{END}"), processing_class=tokenizer,
-    )  # fmt: skip
-    trainer.train()
+def test_what_has_no_form_in_a_file_does_not_end_the_run(make, tmp_path):
+    make([Letters()], lambda session, turn: f"A{END}", SchedulerSource(Odd, 2), max_steps=1).train()
     lines = list(read_trajectories(tmp_path))
     assert [line["stop_reason"] for line in lines] == ["max_steps", "env_error"] * 2
     assert lines[0]["info"]["bytes"] == "b'x'" and "half a character" in lines[1]["error"]
@@ -360,20 +338,12 @@ def test_what_is_no_scheduler_or_reward_is_not_registered():
 
 
 def test_an_environment_among_others_may_be_a_scheduler(plugin):
-    environments = {
-        "doubt": {"multi_turn_scheduler": "hint", "max_turns": 4, "loss_scale": "last_round"},
-        "tools": {"tools": ["calculator"]},
-    }
-    args = MTGRPOConfig(
-        output_dir="run", external_plugins=[plugin], environments=environments, system_prompt="S", **CPU_RUN
-    )
-    built = build_env(args)
-    assert isinstance(built["doubt"], SchedulerSource) and built["tools"].tools
-    assert (built["doubt"].max_turns, built["doubt"].loss_scale, built["doubt"].system_prompt) == (
-        4,
-        "last_round",
-        "S",
-    )
+    doubt = {"multi_turn_scheduler": "hint", "max_turns": 4, "loss_scale": "last_round"}
+    options = {"environments": {"doubt": doubt, "tools": {"tools": ["calculator"]}}, "system_prompt": "S"}
+    built = build_env(MTGRPOConfig(output_dir="run", external_plugins=[plugin], **options, **CPU_RUN))
+    source = built["doubt"]
+    assert isinstance(source, SchedulerSource) and built["tools"].tools
+    assert (source.max_turns, source.loss_scale, source.system_prompt) == (4, "last_round", "S")
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import time
 
 import pytest
 import torch
-from support.conversations import user
+from support.conversations import play, user
 from support.images import ScriptedSight, build_processor, picture
 from support.models import build_model, build_tokenizer
 
@@ -26,7 +26,7 @@ from mt_grpo.integrations.swift import (
     multi_turns,
 )
 from mt_grpo.integrations.swift.scheduler import with_images, without_images
-from mt_grpo.rollout import EngineError, RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
+from mt_grpo.rollout import EngineError, RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams
 from mt_grpo.rollout.media import MediaEncoder
 from mt_grpo.training.rollout_batch import row_tree
 from mt_grpo.trajectory import StopReason, ToolCall
@@ -49,25 +49,15 @@ class Extend(MultiTurnScheduler):
         infer_request.messages[-1]["content"] += " Wait,"
         ids = response_choice.token_ids
         added = self.infer_engine.default_template.tokenizer.encode(" Wait,", add_special_tokens=False)
-        mask = [1] * len(ids)
-        mask[0] = 0
-        ids.extend(added)
-        return {
-            "infer_request": infer_request,
-            "response_token_ids": ids,
-            "response_loss_mask": mask + [0] * len(added),
-        }
+        mask = [0] + [1] * (len(ids) - 1) + [0] * len(added)
+        return {"infer_request": infer_request, "response_token_ids": ids + added, "response_loss_mask": mask}
 
 
-def hold(scheduler, answers, row=None, prompt="Q1", max_turns=3, loss_scale="all", sessions=1, timeout=5.0, **limits):
-    """Runs conversations of a scheduler: their trajectories, the runner, and the contexts as text."""
-    tokenizer = build_tokenizer()
-    engine = ScriptedEngine(tokenizer, answers)
+def hold(scheduler, answers, row=None, max_turns=3, loss_scale="all", sessions=1, timeout=5.0, **options):
+    """Conversations of a scheduler: their trajectories, the runner, and the contexts as text."""
     source = SchedulerSource(scheduler, max_turns, loss_scale, timeout=timeout)
-    runner = RolloutRunner(source, engine, RolloutLimits(**limits))
-    requests = [RolloutRequest(prompt, f"{index:03d}", dict(row or {})) for index in range(sessions)]
-    trajectories = asyncio.run(runner.run(requests, SamplingParams(), keep_environments=True))
-    contexts = [tokenizer.decode(context) for _, context, _ in engine.requests]
+    trajectories, runner = play(source, answers, [row or {}] * sessions, keep=True, **options)
+    contexts = [runner.engine.tokenizer.decode(context) for _, context, _ in runner.engine.requests]
     return trajectories if sessions > 1 else trajectories[0], runner, contexts
 
 
@@ -81,6 +71,11 @@ def talk(session, turn):
     return f"A{turn + 1}{END}"
 
 
+def num_trained(trajectory, runner):
+    """Tokens that are trained, and those that were sampled."""
+    return sum(runner.completion(trajectory).mask), sum(turn.num_tokens for turn in trajectory.turns)
+
+
 def test_messages_go_on_until_there_are_enough_turns():
     trajectory, _, contexts = hold(Ask, talk)
     assert contexts == [said("Q1"), said("Q1", "A1", "Q2"), said("Q1", "A1", "Q2", "A2", "Q3")]
@@ -90,29 +85,19 @@ def test_messages_go_on_until_there_are_enough_turns():
     assert [message["content"] for message in messages] == ["Q1", "A1", "Q2", "A2", "Q3", "A3"]
 
 
-def test_a_response_that_is_cut_off_ends_the_conversation():
+def test_a_limit_ends_the_conversation():
     trajectory, _, _ = hold(Ask, lambda session, turn: "A B C D E F", max_turn_tokens=3)
     assert trajectory.stop_reason is StopReason.LENGTH and len(trajectory.turns) == 1
-
-
-def test_a_budget_ends_a_scheduler_without_max_turns():
     trajectory, _, _ = hold(Ask, talk, max_turns=None, max_completion_tokens=60)
     assert trajectory.stop_reason is StopReason.TOKEN_BUDGET and trajectory.info["num_turns"] == len(trajectory.turns)
 
 
-def test_the_assistants_message_goes_on_with_masked_words():
-    trajectory, runner, contexts = hold(Extend, talk, max_turns=2)
-    assert contexts[1] == said("Q1") + "A1 Wait,"
-    assert [message["content"] for message in trajectory.environment.records[0][0]] == ["Q1", "A1 Wait,A2"]
-    row, first, second = runner.completion(trajectory), *trajectory.turns
-    assert first.mask == [0] + [1] * (first.num_tokens - 1) and second.mask is None
-    assert sum(row.mask) == first.num_tokens + second.num_tokens - 1
-
-
 def test_masked_forks_have_the_log_probs_of_each_turn_alone():
     """The end of each turn that goes on is a fork, so masks are those of an action in two parts."""
-    trajectory, runner, contexts = hold(Extend, talk, max_turns=3)
-    assert trajectory.tree.num_sequences > 1
+    trajectory, runner, contexts = hold(Extend, talk)
+    assert trajectory.tree.num_sequences > 1 and contexts[1] == said("Q1") + "A1 Wait,"
+    assert [message["content"] for message in trajectory.environment.records[0][0]] == ["Q1", "A1 Wait,A2 Wait,A3"]
+    assert [turn.mask for turn in trajectory.turns] == [[0, 1, 1], [0, 1, 1], None]
     row, model = runner.completion(trajectory), build_model(build_tokenizer()).double()
     ids, mask, turns = (torch.tensor([getattr(row, name)]) for name in ("ids", "mask", "turns"))
     actions = trajectory.tree.actions()
@@ -128,25 +113,15 @@ def test_masked_forks_have_the_log_probs_of_each_turn_alone():
 
 
 def returns(**extra):
+    """A scheduler whose `step` returns more: values, or what makes them of the three sampled tokens."""
+
     class Returns(Ask):
         def step(self, infer_request, response_choice, current_turn):
             given = super().step(infer_request, response_choice, current_turn)
-            ids = list(response_choice.token_ids)
-            return {**given, **{name: value(ids) for name, value in extra.items()}}
+            ids = response_choice.token_ids
+            return given | {name: value(ids) if callable(value) else value for name, value in extra.items()}
 
     return Returns
-
-
-def own(ids):
-    return ids
-
-
-def ones(more=0):
-    return lambda ids: [1] * (len(ids) + more)
-
-
-def always(value):
-    return lambda ids: value
 
 
 def two_more(ids):
@@ -154,46 +129,33 @@ def two_more(ids):
 
 
 @pytest.mark.parametrize(
-    ("given", "problem"),
+    ("ids", "given", "problem"),
     [
+        (list, {"response_loss_mask": [1] * 4}, "`response_loss_mask` has 4 entries and `response_token_ids` has 3"),
+        (None, {"response_loss_mask": [1]}, "`response_loss_mask` came without"),
+        (list, {"response_loss_mask": [0.5] * 3}, "`response_loss_mask` has 0.5 at 0"),
         (
-            {"response_token_ids": own, "response_loss_mask": ones(1)},
-            "`response_loss_mask` has 4 entries and `response_token_ids` has 3",
-        ),
-        ({"response_loss_mask": always([1])}, "`response_loss_mask` came without"),
-        (
-            {"response_token_ids": own, "response_loss_mask": lambda ids: [0.5] * len(ids)},
-            "`response_loss_mask` has 0.5 at 0",
-        ),
-        (
-            {"response_token_ids": two_more, "response_loss_mask": ones(2)},
+            two_more,
+            {"response_loss_mask": [1] * 5},
             "`response_loss_mask` trains token 3 of the 5 in `response_token_ids`, which was not sampled",
         ),
         (
-            {
-                "response_token_ids": two_more,
-                "response_loss_mask": lambda ids: [1] * len(ids) + [0, 0],
-                "rollout_logprobs": always([0.0] * 5),
-            },
+            two_more,
+            {"response_loss_mask": [1, 1, 1, 0, 0], "rollout_logprobs": [0.0] * 5},
             "`rollout_logprobs` has 5 entries and the 1s of `response_loss_mask` are 3",
         ),
-        (
-            {"response_token_ids": own, "rollout_logprobs": always([0.0])},
-            "`rollout_logprobs` has 1 entries and `response_token_ids` has 3",
-        ),
-        ({"rollout_logprobs": always([0.0])}, "`rollout_logprobs` has 1 entries and the sampled tokens are 3"),
-        ({"reward": always(float("nan"))}, "`reward` is nan"),
-        ({"reward": always("1.0")}, "`reward` is '1.0': return a finite number"),
-        (
-            {"rollout_infos": always({"total_reward": "x", "step_rewards": []})},
-            "`total_reward` is 'x': return a finite number",
-        ),
-        ({"rollout_infos": always("none")}, "`rollout_infos` is str"),
-        ({"infer_request": always(None)}, "`step` returned no `infer_request`"),
-        ({"tool_calls": always(["look"])}, "`tool_calls` has a str"),
+        (list, {"rollout_logprobs": [0.0]}, "`rollout_logprobs` has 1 entries and `response_token_ids` has 3"),
+        (None, {"rollout_logprobs": [0.0]}, "`rollout_logprobs` has 1 entries and the sampled tokens are 3"),
+        (None, {"reward": float("nan")}, "`reward` is nan"),
+        (None, {"reward": "1.0"}, "`reward` is '1.0': return a finite number"),
+        (None, {"rollout_infos": {"total_reward": "x", "step_rewards": []}}, "`total_reward` is 'x': return a finite"),
+        (None, {"rollout_infos": "none"}, "`rollout_infos` is str"),
+        (None, {"infer_request": None}, "`step` returned no `infer_request`"),
+        (None, {"tool_calls": ["look"]}, "`tool_calls` has a str"),
     ],
 )
-def test_what_does_not_fit_is_an_error_with_turn_and_lengths(given, problem):
+def test_what_does_not_fit_is_an_error_with_turn_and_lengths(ids, given, problem):
+    given = given if ids is None else {"response_token_ids": ids, **given}
     trajectory, _, _ = hold(returns(**given), talk)
     assert trajectory.stop_reason is StopReason.ENV_ERROR and f"Turn 1: {problem}" in trajectory.error
     assert len(trajectory.turns) == 1
@@ -202,7 +164,7 @@ def test_what_does_not_fit_is_an_error_with_turn_and_lengths(given, problem):
 def test_sampled_tokens_that_were_edited_away_are_not_trained():
     trajectory, runner, _ = hold(returns(response_token_ids=lambda ids: [*ids[:1], 7, 7]), talk, max_turns=2)
     assert trajectory.error is None and trajectory.turns[0].mask == [1, 0, 0]
-    assert sum(runner.completion(trajectory).mask) == 1 + trajectory.turns[1].num_tokens
+    assert num_trained(trajectory, runner)[0] == 1 + trajectory.turns[1].num_tokens
 
 
 class Slow(Ask):
@@ -250,8 +212,7 @@ def test_only_the_last_round_is_trained(scheduler, limits, reason, trained):
     trajectory, runner, _ = hold(scheduler, talk, loss_scale="last_round", **limits)
     assert trajectory.stop_reason is reason
     assert [turn.mask for turn in trajectory.turns] == [None if whole else [0] * 3 for whole in trained]
-    count = sum(turn.num_tokens for turn, whole in zip(trajectory.turns, trained, strict=True) if whole)
-    assert sum(runner.completion(trajectory).mask) == count
+    assert num_trained(trajectory, runner)[0] == 3 * sum(trained)
 
 
 def test_a_mask_goes_before_loss_scale(caplog):
@@ -272,13 +233,19 @@ class Forget(MultiTurnScheduler):
         for number in range(1, 4):
             request = RolloutInferRequest(user(f"Q{number}"))
             response = await self.infer_engine.infer_async(request, request_config, **kwargs)
-            choice = response.choices[0]
+            ids, message = response.choices[0].token_ids, response.choices[0].message
             time.sleep(0.01)
-            messages = [*request.messages, {"role": "assistant", "content": choice.message.content}]
-            records.append(
-                RolloutOutput(response, messages, choice.token_ids, [1] * len(choice.token_ids), {"number": number})
-            )
+            messages = [*request.messages, {"role": "assistant", "content": message.content}]
+            records.append(RolloutOutput(response, messages, ids, [1] * len(ids), {"number": number}))
         return records
+
+
+def check_no_thread(before=()):
+    """None is left that runs a scheduler."""
+    for thread in set(threading.enumerate()) - set(before):
+        if thread.name == "scheduler loop" or before:
+            thread.join(60)
+            assert not thread.is_alive()
 
 
 def test_records_make_up_one_trajectory():
@@ -286,11 +253,8 @@ def test_records_make_up_one_trajectory():
     trajectory = trajectories[3]
     assert contexts[:36].count(said("Q2")) == 12 and trajectory.stop_reason is StopReason.ENV_DONE
     assert [infos for _, infos in trajectory.environment.records] == [{"number": number} for number in (1, 2, 3)]
-    assert sum(runner.completion(trajectory).mask) == sum(turn.num_tokens for turn in trajectory.turns)
-    for thread in threading.enumerate():
-        if thread.name == "scheduler loop":
-            thread.join(60)
-            assert not thread.is_alive()
+    assert num_trained(trajectory, runner) == (9, 9)
+    check_no_thread()
 
 
 def test_a_response_that_no_record_has_is_not_trained():
@@ -341,22 +305,25 @@ class Broken(Ask):
         if infer_request.data_dict["kind"] == "turn end":
             await asyncio.Event().wait()
 
-    def check_finished(self, infer_request, response_choice, current_turn):
-        if infer_request.data_dict["kind"] == "check":
-            time.sleep(1)
-        return super().check_finished(infer_request, response_choice, current_turn)
+    def check_finished(self, infer_request, *rest):
+        time.sleep(infer_request.data_dict["kind"] == "check")
+        return super().check_finished(infer_request, *rest)
 
-    def step(self, infer_request, response_choice, current_turn):
+    def step(self, infer_request, *rest):
         if infer_request.data_dict["kind"] == "step":
             raise SystemExit(4)
-        return super().step(infer_request, response_choice, current_turn)
+        return super().step(infer_request, *rest)
+
+
+class Unmade(Ask):
+    def __init__(self, **kwargs):
+        raise FileNotFoundError("corpus.jsonl")
 
 
 @pytest.mark.parametrize(
     ("scheduler", "kind", "problem"),
     [
-        (Own, "hangs", "run took longer than 0.2 s between two responses"),
-        (Own, "blocks", "run took longer than 0.2 s between two responses"),
+        *((Own, kind, "run took longer than 0.2 s between two responses") for kind in ("hangs", "blocks")),
         (Own, "raises", "ZeroDivisionError: in run"),
         (Own, "exits", "SystemExit: 3"),
         (Own, "nothing", "run returned NoneType: return a `RolloutOutput`"),
@@ -369,6 +336,7 @@ class Broken(Ask):
         (Broken, "turn end", "Broken.on_turn_end took longer than 0.2 s"),
         (Broken, "check", "Broken.check_finished took longer than 0.2 s"),
         (Broken, "step", "SystemExit: 4"),
+        (Unmade, "", "FileNotFoundError: corpus.jsonl"),
     ],
 )
 def test_a_scheduler_that_goes_wrong_ends_its_conversation(scheduler, kind, problem):
@@ -376,18 +344,9 @@ def test_a_scheduler_that_goes_wrong_ends_its_conversation(scheduler, kind, prob
     assert trajectory.stop_reason is StopReason.ENV_ERROR and problem in trajectory.error
 
 
-def test_a_scheduler_that_cannot_be_made_fails_its_conversations():
-    class Unmade(Ask):
-        def __init__(self, **kwargs):
-            raise FileNotFoundError("corpus.jsonl")
-
-    trajectories, _, _ = hold(Unmade, talk, sessions=3)
-    assert all("FileNotFoundError: corpus.jsonl" in trajectory.error for trajectory in trajectories)
-
-
 def test_an_engine_that_fails_ends_the_conversation_as_anywhere():
     for scheduler in (Ask, Forget):
-        trajectory, _, _ = hold(scheduler, [EngineError("The server is gone.")])
+        trajectory, _, _ = hold(scheduler, lambda session, turn: EngineError("The server is gone."))
         assert (trajectory.stop_reason, trajectory.error) == (StopReason.ENGINE_ERROR, "The server is gone.")
 
 
@@ -395,29 +354,33 @@ def test_a_conversation_that_is_out_of_time_leaves_no_thread():
     before = set(threading.enumerate())
     trajectory, _, _ = hold(Own, talk, {"kind": "hangs"}, timeout=None, rollout_timeout=0.2)
     assert trajectory.stop_reason is StopReason.TIMEOUT
-    for thread in set(threading.enumerate()) - before:
-        thread.join(60)
-        assert not thread.is_alive()
+    check_no_thread(before)
 
 
 # What schedulers see
 
 
+class Greedy(Ask):
+    """Takes and spoils what it is shown."""
+
+    def __init__(self, max_turns=None, *args, **kwargs):
+        super().__init__(max_turns, *args, **kwargs)  # as in files that know no engine
+
+    def check_finished(self, infer_request, response_choice, current_turn):
+        data, content = infer_request.data_dict, response_choice.logprobs["content"]
+        finished = super().check_finished(infer_request, response_choice, current_turn)
+        seen.append(([entry["logprob"] for entry in content], list(response_choice.token_ids)))
+        response_choice.token_ids.clear()
+        content.clear()
+        data["answers"].append("mine")
+        return finished
+
+
+seen = []
+
+
 def test_a_scheduler_has_copies_of_everything():
-    seen = []
-
-    class Greedy(Ask):
-        def __init__(self, max_turns=None, *args, **kwargs):
-            super().__init__(max_turns, *args, **kwargs)  # as in files that know no engine
-
-        def check_finished(self, infer_request, response_choice, current_turn):
-            content = response_choice.logprobs["content"]
-            seen.append(([entry["logprob"] for entry in content], list(response_choice.token_ids)))
-            response_choice.token_ids.clear()
-            content.clear()
-            infer_request.data_dict["answers"].append("mine")
-            return super().check_finished(infer_request, response_choice, current_turn)
-
+    seen.clear()
     row = {"answers": ["theirs"]}
     trajectory, _, _ = hold(Greedy, talk, row)
     assert row == {"answers": ["theirs"]} and trajectory.row == row
@@ -429,15 +392,14 @@ def test_a_scheduler_has_copies_of_everything():
 def test_tools_of_a_row_are_shown_and_calls_left_alone(form):
     tools = [{"type": "function", "function": {"name": "look", "description": "Looks.", "parameters": {}}}]
     called = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
-    trajectory, _, contexts = hold(Ask, lambda session, turn: called + END, {"tools": form(tools)}, max_turns=2)
+    trajectory, _, contexts = hold(Ask, [called] * 2, {"tools": form(tools)}, max_turns=2)
     assert trajectory.error is None and "Looks." in contexts[0] and contexts[1].startswith(contexts[0] + called)
     assert trajectory.turns[0].text == called and trajectory.tree.num_sequences == 1
 
 
 def test_the_answer_a_row_ends_with_is_not_shown():
     prompt = [*user("Q1"), {"role": "assistant", "content": "the solution"}]
-    _, _, contexts = hold(Ask, talk, prompt=prompt, max_turns=1)
-    assert contexts == [said("Q1")]
+    assert hold(Ask, talk, prompt=prompt, max_turns=1)[2] == [said("Q1")]
 
 
 def test_hooks_end_a_conversation_and_tell_of_its_turns():
@@ -466,9 +428,8 @@ def test_hooks_end_a_conversation_and_tell_of_its_turns():
 
 @pytest.mark.parametrize(("right", "turns"), [("2", 2), ("9", 3)])
 def test_a_wrong_answer_is_asked_for_again(right, turns):
-    trajectory, _, contexts = hold(
-        multi_turns["retry_scheduler"], lambda session, turn: f"It is \\boxed{{{turn + 1}}}{END}", {"solution": right}
-    )
+    script = [f"It is \\boxed{{{number}}}" for number in (1, 2, 3)]
+    trajectory, _, contexts = hold(multi_turns["retry_scheduler"], script, {"solution": right})
     assert len(trajectory.turns) == turns and "Find the mistake" in contexts[1]
 
 
@@ -480,18 +441,19 @@ def test_thinking_tips_show_no_thought_twice():
     )
     assert "hm0" not in contexts[1] and "<answer>0</answer>" in contexts[1] and len(trajectory.turns) == 3
     assert [infos for _, infos in trajectory.environment.records] == [{"num_turns": number} for number in (1, 2, 3)]
-    assert sum(runner.completion(trajectory).mask) == sum(turn.num_tokens for turn in trajectory.turns)
+    trained, sampled = num_trained(trajectory, runner)
+    assert trained == sampled
 
 
 @pytest.mark.parametrize("given", ["6*7", '{"expression": "6*7"}'])
 def test_tool_results_stand_in_the_message_and_are_masked(given):
-    def script(session, turn):
-        return f"Action: calculator\nAction Input: {given}\nObservation:" if turn == 0 else f" so 42{END}"
-
+    asked = f"Action: calculator\nAction Input: {given}\nObservation:"
+    script = lambda session, turn: f" so 42{END}" if turn else asked  # noqa: E731
     trajectory, runner, contexts = hold(multi_turns["tool_call_scheduler"], script)
     assert contexts[1].endswith("Observation: 42\n") and trajectory.info["tool_results"] == "42"
     assert [turn.has_result for turn in trajectory.turns] == [True, False]
-    assert sum(runner.completion(trajectory).mask) == sum(turn.num_tokens for turn in trajectory.turns)
+    trained, sampled = num_trained(trajectory, runner)
+    assert trained == sampled
     assert trajectory.stop_reason is StopReason.ENV_DONE
 
 
@@ -556,10 +518,9 @@ def test_a_scheduler_adds_and_removes_images():
     encoder = MediaEncoder(processor)
     runner = RolloutRunner(SchedulerSource(Shows, 3, timeout=5.0), engine, RolloutLimits(), media=encoder)
     first = picture("red", (24, 16))
-    prompt = [
-        {"role": "user", "content": [{"type": "image", "image": first}, {"type": "text", "text": "What is it?"}]}
-    ]
-    [trajectory] = asyncio.run(runner.run([RolloutRequest(prompt, "000", {})], SamplingParams()))
+    parts = [{"type": "image", "image": first}, {"type": "text", "text": "What is it?"}]
+    request = RolloutRequest([{"role": "user", "content": parts}], "000", {})
+    [trajectory] = asyncio.run(runner.run([request], SamplingParams()))
     assert trajectory.stop_reason is StopReason.MAX_STEPS, trajectory.error
     red = encoder.encode({"type": "image", "image": first}).id
     (blue,) = trajectory.media.keys() - {red}
@@ -584,9 +545,10 @@ def test_images_stand_at_their_places(words, number, shown):
         with pytest.raises(ValueError, match="have 2 times <image>, and the request has 1 images"):
             with_images(messages, images)
         return
-    found = [message["content"] for message in with_images(messages, images)]
-    parts = [
-        each if isinstance(each, str) else [part.get("text") or images.index(part["image"]) for part in each]
-        for each in found
-    ]
-    assert parts == shown
+
+    def of(content):
+        if isinstance(content, str):
+            return content
+        return [part.get("text") or images.index(part["image"]) for part in content]
+
+    assert [of(message["content"]) for message in with_images(messages, images)] == shown

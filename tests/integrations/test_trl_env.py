@@ -9,27 +9,24 @@ import threading
 import time
 
 import pytest
+from support.conversations import play
 from support.images import picture
 from support.models import build_tokenizer
-from support.trl_environments import DOORS, LEDGER, Ledger, Stopped, Waking, by_script, called
+from support.trl_environments import DOORS, LEDGER, Ledger, Stopped, Waking, called
+from support.waiting import until_true
 from trl.chat_template_utils import add_response_schema
 
 from mt_grpo.concurrency import run as run_and_wait
 from mt_grpo.envs.source import close_environments
 from mt_grpo.errors import UserError
 from mt_grpo.integrations.trl import TRLEnv
-from mt_grpo.rollout import RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
 from mt_grpo.trajectory import StopReason
 
-ONE = [["Done."]]
+DONE = ["Done."]
 
 
-def run(env, rows, turns, keep=False, **limits):
-    tokenizer = build_tokenizer()
-    add_response_schema(tokenizer)
-    runner = RolloutRunner(env, ScriptedEngine(tokenizer, by_script(turns)), RolloutLimits(**limits))
-    requests = [RolloutRequest("Play.", f"{index:03d}", row) for index, row in enumerate(rows)]
-    return asyncio.run(runner.run(requests, SamplingParams(), keep_environments=keep))
+def run(env, rows, turns, **options):
+    return play(env, turns, rows, prompt="Play.", tokenizer=add_response_schema(build_tokenizer()), **options)[0]
 
 
 def results(trajectory):
@@ -43,8 +40,9 @@ def test_methods_are_tools_of_the_conversation_s_own_instance():
     assert added.prompt == [{"role": "user", "content": "Play. It begins at 0."}]
     assert results(added) == ["2", "5", "{'total': 10}"]
     assert results(failed) == ["{'error': 'too late'}", "11"]
-    assert results(wrong)[0] == "{'error': \"Ledger.add() got an unexpected keyword argument 'sum'\"}"
-    assert "unknown tool 'multiply'" in results(wrong)[1] and results(wrong)[1].startswith("{'error': ")
+    unexpected, unknown = results(wrong)
+    assert unexpected == "{'error': \"Ledger.add() got an unexpected keyword argument 'sum'\"}"
+    assert "unknown tool 'multiply'" in unknown and unknown.startswith("{'error': ")
     assert [one.env_rewards["Ledger"] for one in (added, failed, wrong, idle)] == [10.0, 11.0, 20.0, 30.0]
     assert {one.stop_reason for one in (added, failed, wrong, idle)} == {StopReason.ANSWERED}
 
@@ -59,17 +57,17 @@ def test_instances_are_made_once_and_used_again():
     env = TRLEnv(Ledger)
     Ledger.made = 0
     for _ in range(3):
-        run(env, [{}, {}, {}], ONE)
+        run(env, [{}] * 3, DONE)
     assert Ledger.made == 2 and len(env.pool) == 3  # the first was made to read its methods
-    run(env, [{}] * 5, ONE, max_concurrent=1)
+    run(env, [{}] * 5, DONE, max_concurrent=1)
     assert Ledger.made == 2
 
 
 def test_rewards_get_the_user_s_instance():
     env = TRLEnv(Ledger)
-    [trajectory] = run(env, [{"start": 4}], ONE, keep=True)
-    assert type(trajectory.environment.user_environment) is Ledger
-    assert trajectory.environment.user_environment.total == 4 and len(env.pool) == 0
+    [trajectory] = run(env, [{"start": 4}], DONE, keep=True)
+    users = trajectory.environment.user_environment
+    assert type(users) is Ledger and users.total == 4 and len(env.pool) == 0
     asyncio.run(close_environments([trajectory]))
     assert len(env.pool) == 1
 
@@ -77,7 +75,7 @@ def test_rewards_get_the_user_s_instance():
 def test_a_tool_may_end_the_conversation_and_close_is_none():
     env = TRLEnv(Stopped)
     assert "close" not in env.tools
-    [trajectory] = run(env, [{}], [[called("add", amount=1), called("finish"), "never"]])
+    [trajectory] = run(env, [{}], [called("add", amount=1), called("finish"), "never"])
     assert (trajectory.stop_reason, len(trajectory.turns)) == (StopReason.ENV_DONE, 2)
     assert trajectory.env_rewards == {"Stopped": 1.0}
 
@@ -85,7 +83,7 @@ def test_a_tool_may_end_the_conversation_and_close_is_none():
 def test_instances_are_closed_when_nothing_uses_them():
     Stopped.closed = []
     env = TRLEnv(Stopped)
-    run(env, [{}, {}], [["Done."], ["Done."]])
+    run(env, [{}, {}], DONE)
     assert Stopped.closed == []
     del env
     gc.collect()
@@ -93,9 +91,10 @@ def test_instances_are_closed_when_nothing_uses_them():
 
 
 def test_a_limit_leaves_the_reward():
-    [trajectory] = run(TRLEnv(Ledger, max_steps=1), [{}], [[called("add", amount=2)] * 3])
+    adds = [called("add", amount=2)] * 9
+    [trajectory] = run(TRLEnv(Ledger, max_steps=1), [{}], adds)
     assert trajectory.stop_reason is StopReason.MAX_STEPS and trajectory.env_rewards == {"Ledger": 2.0}
-    [trajectory] = run(TRLEnv(Ledger), [{}], [[called("add", amount=2)] * 9], max_completion_tokens=150)
+    [trajectory] = run(TRLEnv(Ledger), [{}], adds, max_completion_tokens=150)
     assert trajectory.stop_reason is StopReason.TOKEN_BUDGET and trajectory.env_rewards["Ledger"] > 0
 
 
@@ -105,18 +104,15 @@ class Broken:
     closed: list[str] = []
 
     def reset(self, kind):
-        self.kind, self.threads = kind, set()
+        self.kind = kind
         if kind == "reset raises":
             raise ZeroDivisionError("in reset")
-        if kind == "reset hangs":
-            time.sleep(2)
+        time.sleep(2 * (kind == "reset hangs"))
         return {"reset shows an image": [{"type": "image"}], "reset returns nothing": None}.get(kind, "")
 
     def wait(self) -> str:
         """Waits."""
-        self.threads.add(threading.current_thread().name)
-        if self.kind == "tool hangs":
-            time.sleep(2)
+        time.sleep(2 * (self.kind == "tool hangs"))
         if self.kind == "tool exits":
             raise SystemExit(3)
         return "waited"
@@ -147,17 +143,15 @@ ERRORS = {
 def test_whatever_a_class_does_ends_its_conversation_only():
     kinds = [*ERRORS, "tool hangs", "tool exits", "reward is nan", "reward is none", "reset returns nothing"]
     Broken.closed = []
-    limits = {TRLEnv(Broken): [kind for kind in kinds if "hangs" not in kind]}
-    limits[TRLEnv(Broken, tool_timeout=0.3)] = [kind for kind in kinds if "hangs" in kind]
+    hanging = [kind for kind in kinds if "hangs" in kind]
+    limits = {TRLEnv(Broken): [kind for kind in kinds if kind not in hanging]}
+    limits[TRLEnv(Broken, tool_timeout=0.3)] = hanging
     ended = {}
     for env, some in limits.items():
-        turns = [[called("wait"), "Done."]] * len(some)
-        ended |= dict(zip(some, run(env, [{"kind": kind} for kind in some], turns), strict=True))
+        ended |= zip(some, run(env, [{"kind": kind} for kind in some], [called("wait"), "Done."]), strict=True)
     for kind, trajectory in ended.items():
-        if kind in ERRORS:
-            assert (trajectory.stop_reason, trajectory.error) == (StopReason.ENV_ERROR, ERRORS[kind])
-        else:
-            assert trajectory.stop_reason is StopReason.ANSWERED, trajectory.error
+        reason = StopReason.ENV_ERROR if kind in ERRORS else StopReason.ANSWERED
+        assert (trajectory.stop_reason, trajectory.error) == (reason, ERRORS.get(kind))
     assert results(ended["tool hangs"]) == ["{'error': 'wait took longer than 0.3 s.'}"]
     assert results(ended["tool exits"]) == ["{'error': 'SystemExit: 3'}"]
     assert ended["reward is nan"].env_rewards == ended["reward is none"].env_rewards == {}
@@ -169,7 +163,7 @@ def test_whatever_a_class_does_ends_its_conversation_only():
 def test_a_conversation_without_time_gives_its_instance_up():
     Broken.closed = []
     env = TRLEnv(Broken, tool_timeout=5.0)
-    [trajectory] = run(env, [{"kind": "tool hangs"}], [[called("wait")]], rollout_timeout=0.3)
+    [trajectory] = run(env, [{"kind": "tool hangs"}], [called("wait")], rollout_timeout=0.3)
     assert trajectory.stop_reason is StopReason.TIMEOUT and trajectory.env_rewards == {}
     assert Broken.closed == ["tool hangs"] and len(env.pool) == 0
 
@@ -188,12 +182,9 @@ def test_an_instance_made_too_late_is_kept_for_others():
         await asyncio.sleep(0.1)
         making.cancel()
         await asyncio.wait([making])
-        for _ in range(1200):
-            if len(env.pool):
-                return True
-            await asyncio.sleep(0.05)
+        await until_true(lambda: len(env.pool), limit=60.0)
 
-    assert asyncio.run(hold_all())
+    asyncio.run(hold_all())
 
 
 # Refused at the door
@@ -241,10 +232,7 @@ class Timed:
 
 
 def test_a_class_may_use_signals():
-    tokenizer = build_tokenizer()
-    add_response_schema(tokenizer)
-    runner = RolloutRunner(TRLEnv(Timed), ScriptedEngine(tokenizer, [called("limit"), "Done."]), RolloutLimits())
-    [trajectory] = run_and_wait(runner.run([RolloutRequest("Play.", "000", {})], SamplingParams()))
+    [trajectory] = run(TRLEnv(Timed), [{}], [called("limit"), "Done."], run=run_and_wait)
     assert results(trajectory) == ["in time"]
 
 
@@ -263,7 +251,7 @@ class Camera:
 
 @pytest.mark.parametrize(("method", "shows"), [("look", "shows an image"), ("listen", "plays a sound")])
 def test_what_a_model_cannot_read_ends_the_conversation(method, shows):
-    [trajectory] = run(TRLEnv(Camera), [{}], [[called(method)]])
+    [trajectory] = run(TRLEnv(Camera), [{}], [called(method)])
     assert trajectory.stop_reason is StopReason.ENV_ERROR
     told = f"TemplateError: A message of 'tool' {shows}, and this run gives its model text only: use a"
     assert trajectory.error.startswith(told)

@@ -72,30 +72,38 @@ def load(folder, class_name, **config):
     return tool
 
 
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder that programs are started in; no module of ours has a name of verl or ms-swift."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def theirs():
+        return [module for module in sys.modules if module.partition(".")[0] in ("verl", "swift")]
+
+    for module in theirs():
+        monkeypatch.delitem(sys.modules, module)
+    yield tmp_path
+    for module in theirs():
+        del sys.modules[module]
+
+
 def test_verls_gsm8k_tool_is_found_by_its_path(tmp_path):
     tool = load(tmp_path, "verl.tools.gsm8k_tool.Gsm8kTool")
     answers, step, rewards = call(tool, told("1,000"), {"answer": "7"}, {"answer": "1000"}, {"answer": "1000"})
-    assert ["reward=0.0" in answers[0], "reward=1.0" in answers[1]] == [True, True]
+    assert "reward=0.0" in answers[0] and "reward=1.0" in answers[1]
     assert step == pytest.approx(-0.1) and rewards == {"check": 1.0}
 
 
-def test_a_file_written_for_verl_is_not_changed(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "verl_check.py").write_text(FILE)
-    tool = load(tmp_path, "verl_check.py:Check")
-    answers, step, _ = call(tool, {}, {"answer": "1000"})
-    assert answers == ["1.0"] and step == 1.0
+def test_a_file_written_for_verl_is_not_changed(folder):
+    (folder / "verl_check.py").write_text(FILE)
+    assert call(load(folder, "verl_check.py:Check"), {}, {"answer": "1000"})[:2] == (["1.0"], 1.0)
 
 
-def test_a_file_of_the_folder_goes_before_ours(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "swift").mkdir()
-    (tmp_path / "swift" / "__init__.py").write_text("mine = 1")
-    for name in [name for name in sys.modules if name.partition(".")[0] == "swift"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.syspath_prepend(str(tmp_path))
+def test_a_file_of_the_folder_goes_before_ours(folder):
+    (folder / "swift").mkdir()
+    (folder / "swift" / "__init__.py").write_text("mine = 1")
     assert import_object("swift.mine") == 1
-    del sys.modules["swift"]
 
 
 CLONE = {
@@ -109,35 +117,29 @@ CLONE = {
 
 @pytest.mark.parametrize("runs", [False, True], ids=["as cloned", "with all that it needs"])
 @pytest.mark.parametrize("name", ["gsm8k_tool.Gsm8kTool", "length_tool.Length"])
-def test_tools_are_found_in_the_root_of_a_clone_of_verl(name, runs, tmp_path, monkeypatch):
+def test_tools_are_found_in_the_root_of_a_clone_of_verl(name, runs, folder):
     for file, text in (CLONE | ({"__init__.py": "DataProto = 1"} if runs else {})).items():
-        (tmp_path / "verl" / file).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "verl" / file).write_text(text)
-    monkeypatch.chdir(tmp_path)
-    for module in [module for module in sys.modules if module.partition(".")[0] == "verl"]:
-        monkeypatch.delitem(sys.modules, module)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    try:
-        tool = load(tmp_path, f"verl.tools.{name}")
-        assert "1.0" in call(tool, told("1,000"), {"answer": "1000"})[0][0]
-        assert getattr(sys.modules["verl"], "DataProto", None) == (1 if runs else None)
-    finally:
-        for module in [module for module in sys.modules if module.partition(".")[0] == "verl"]:
-            del sys.modules[module]
+        (folder / "verl" / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "verl" / file).write_text(text)
+    tool = load(folder, f"verl.tools.{name}")
+    assert "1.0" in call(tool, told("1,000"), {"answer": "1000"})[0][0]
+    assert getattr(sys.modules["verl"], "DataProto", None) == (1 if runs else None)
 
 
 @pytest.fixture
 def sandbox(monkeypatch):
-    """A server of Sandbox Fusion that prints the code it is sent, unless that says `fail`; a tool may send any."""
+    """Servers of a search and of Sandbox Fusion, which prints code unless that says `fail`; a tool may send any."""
     monkeypatch.setitem(SCHEMA, "function", {"name": "check", "parameters": {"type": "object", "properties": {}}})
 
     def run(method, path, body):
-        failed = "fail" in body["code"]
-        streams = {"stdout": f"ran {body['code']}\n", "stderr": "it failed\n" if failed else ""}
-        result = {"status": "Finished", "return_code": int(failed), **streams}
+        if "queries" in body:
+            return 200, {"result": [[{"document": {"contents": f"Title\nabout {each}"}} for each in body["queries"]]]}
         if body["language"] == "cpp":
             compiled = {"status": "Finished", "return_code": 1, "stdout": "", "stderr": "no semicolon\n"}
             return 200, {"status": "Failed", "message": "", "compile_result": compiled, "run_result": None}
+        failed = "fail" in body["code"]
+        streams = {"stdout": f"ran {body['code']}\n", "stderr": "it failed\n" if failed else ""}
+        result = {"status": "Finished", "return_code": int(failed), **streams}
         return 200, {"status": "Failed" if failed else "Success", "message": "", "run_result": result}
 
     server = ScriptedServer(run)
@@ -181,10 +183,9 @@ def test_code_that_fails_in_verls_sandbox_is_an_error(tmp_path, sandbox, argumen
     assert str(failed.value) == error
 
 
-def test_a_subclass_of_verls_sandbox_tool_is_not_changed(tmp_path, monkeypatch, sandbox):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "printing.py").write_text(SUBCLASS)
-    tool = load(tmp_path, "printing.py:Printing", sandbox_fusion_url=f"{sandbox.url}/run_code")
+def test_a_subclass_of_verls_sandbox_tool_is_not_changed(folder, sandbox):
+    (folder / "printing.py").write_text(SUBCLASS)
+    tool = load(folder, "printing.py:Printing", sandbox_fusion_url=f"{sandbox.url}/run_code")
     assert call(tool, {}, {"code": "6 * 7"})[0] == ["ran print(6 * 7)"]
 
 
@@ -203,14 +204,9 @@ def test_a_tool_that_lacks_what_it_needs_is_refused(tool, problem, tmp_path, mon
 
 
 def test_verls_search_tool_sends_each_query_to_its_server(tmp_path, sandbox):
-    def find(method, path, body):
-        return 200, {"result": [[{"document": {"contents": f"Title\nabout {query}"}} for query in body["queries"]]]}
-
-    server = ScriptedServer(find)
-    tool = load(tmp_path, "verl.tools.search_tool.SearchTool", retrieval_service_url=server.url)
-    answers, step, _ = call(tool, {}, {"query_list": ["Lima", "Cusco"]})
-    server.stop()
-    assert "about Lima" in answers[0].partition("---")[0] and "about Cusco" in answers[0] and step == 0.0
+    tool = load(tmp_path, "verl.tools.search_tool.SearchTool", retrieval_service_url=sandbox.url)
+    (answer,), step, _ = call(tool, {}, {"query_list": ["Lima", "Cusco"]})
+    assert "about Lima" in answer.partition("---")[0] and "about Cusco" in answer and step == 0.0
     with pytest.raises(ValueError, match="`query_list` is no list of queries"):
         call(tool, {}, {"query_list": "Lima"})
 
@@ -234,15 +230,13 @@ def test_verls_weather_interaction_wants_a_tool_to_be_used(tmp_path):
     path.write_text(yaml.safe_dump({"interaction": [entry]}))
     weather = load_interactions(str(path))["weather"]
     assert isinstance(weather, WeatherInteraction)
-    asked = {"role": "user", "content": "Rain?"}
-    said = {"role": "assistant", "content": "No."}
 
-    async def scores(*messages):
-        end, _, turn, _ = await weather.generate_response("1", list(messages))
+    async def scores(*roles):
+        end, _, turn, _ = await weather.generate_response("1", [{"role": role, "content": "dry"} for role in roles])
         return end, turn, await weather.calculate_score("1")
 
-    assert asyncio.run(scores(asked, said)) == (True, 0.0, 0.0)
-    assert asyncio.run(scores(asked, {"role": "tool", "content": "dry"}, said)) == (True, 1.0, 1.0)
+    assert asyncio.run(scores("user", "assistant")) == (True, 0.0, 0.0)
+    assert asyncio.run(scores("user", "tool", "assistant")) == (True, 1.0, 1.0)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
-from support.agents import END, calling_tokenizer, run_agent, sampled
+from support.agents import END, calling_tokenizer, check_whole, hold, run_agent
 from support.marks import needs_server
 from support.models import CPU_RUN, build_model
 from support.trainers import Length, batch, check_log_probs
@@ -102,16 +102,11 @@ class Calling:
 
 def trainer_of(source, folder, model, engine=None, tokenizer=None, **options):
     args = MTGRPOConfig(str(folder), **{"max_completion_length": 400, "seed": 3, **CPU_RUN, **options})
-    return MTGRPOEnvTrainer(
-        copy.deepcopy(model),
-        source,
-        [],
-        [Length()],
-        args,
-        train_dataset=Dataset.from_list([ROW] * 2),
-        engine=engine,
-        processing_class=tokenizer or calling_tokenizer(),
+    rows, given = (
+        Dataset.from_list([ROW] * 2),
+        {"engine": engine, "processing_class": tokenizer or calling_tokenizer()},
     )
+    return MTGRPOEnvTrainer(copy.deepcopy(model), source, [], [Length()], args, rows, **given)
 
 
 def reciting_trainer(name, solve, folder, **options):
@@ -185,19 +180,14 @@ def test_what_a_framework_samples_on_a_server_is_trained(agent, tmp_path):
         served.server.stop()
 
 
+LISTEN = "async def listen(context, events):\n    async for _ in events:\n        pass\n\n\nasync def solve"
 RESPONSES = ("OpenAIChatCompletionsModel", "OpenAIResponsesModel")
 STREAMED = {
     "OpenAI Agents SDK": [
         ("result = await Runner.run(", "result = Runner.run_streamed("),
         ("    return result", "    async for _ in result.stream_events():\n        pass\n    return result"),
     ],
-    "pydantic-ai": [
-        (
-            "async def solve",
-            "async def listen(context, events):\n    async for _ in events:\n        pass\n\n\nasync def solve",
-        ),
-        ("model=model)", "model=model, event_stream_handler=listen)"),
-    ],
+    "pydantic-ai": [("async def solve", LISTEN), ("model=model)", "model=model, event_stream_handler=listen)")],
     "LangGraph": [('model="policy", ', 'model="policy", streaming=True, ')],
     "smolagents": [("max_steps=4,", "max_steps=4, stream_outputs=True,")],
 }
@@ -215,10 +205,10 @@ STREAMED = {
     ],
 )
 def test_streams_and_responses_go_on_as_well(name, changes, agent):
-    (trajectory,), runner = run_agent(agent(name, *changes), answers(name), rows=[ROW])
-    assert trajectory.error is None and len(trajectory.turns) == 3
-    assert trajectory.tree.num_sequences == (3 if name == "smolagents" else 1)
-    assert sum(runner.completion(trajectory).mask) == sampled(trajectory)
+    trajectory, runner = hold(agent(name, *changes), answers(name), rows=[ROW])
+    sequences = 3 if name == "smolagents" else 1
+    assert (len(trajectory.turns), trajectory.tree.num_sequences) == (3, sequences)
+    check_whole(trajectory, runner)
 
 
 HANDOFF = '''
@@ -246,37 +236,34 @@ async def solve(row, client):
 @pytest.mark.parametrize("changes", [[], [RESPONSES]])
 def test_handoffs_and_sub_agents_are_roots_of_one_trajectory(changes, agent, monkeypatch):
     monkeypatch.setitem(SNIPPETS, "handoff", HANDOFF)
-    turns = [
-        called("transfer_to_expert"),
-        called("look_up", city="Lima"),
-        called("ask_aid", input="What?"),
-        f"Much.{END}",
-        f"10 million{END}",
-    ]
-    (trajectory,), runner = run_agent(agent("handoff", *changes), turns, rows=[ROW])
-    assert (trajectory.error, trajectory.answer) == (None, "10 million")
-    assert trajectory.tree.num_sequences == 3
+    turns = [called("transfer_to_expert"), called("look_up", city="Lima"), called("ask_aid", input="What?")]
+    turns += [f"Much.{END}", f"10 million{END}"]
+    trajectory, runner = hold(agent("handoff", *changes), turns, rows=[ROW])
+    assert (trajectory.answer, trajectory.tree.num_sequences) == ("10 million", 3)
     assert [turn.has_result for turn in trajectory.turns] == [True, True, True, False, False]
     assert "Expert" in trajectory.turns[0].tool_calls[0].result and trajectory.turns[2].tool_calls[0].result == "Much."
-    assert sum(runner.completion(trajectory).mask) == sampled(trajectory)
+    check_whole(trajectory, runner)
+
+
+PATIENT = ("client.openai()", "client.openai(timeout=0.5, max_retries=20)")
 
 
 @pytest.mark.parametrize(
-    ("name", "changes"),
+    ("name", "change"),
     [
-        ("OpenAI Agents SDK", [("client.openai()", "client.openai(timeout=0.5, max_retries=20)")]),
-        ("pydantic-ai", [("client.openai()", "client.openai(timeout=0.5, max_retries=20)")]),
-        ("LangGraph", [('model="policy", ', 'model="policy", timeout=0.5, max_retries=20, ')]),
-        ("smolagents", [('"policy", ', '"policy", client_kwargs={"timeout": 0.5, "max_retries": 20}, ')]),
+        ("OpenAI Agents SDK", PATIENT),
+        ("pydantic-ai", PATIENT),
+        ("LangGraph", ('model="policy", ', 'model="policy", timeout=0.5, max_retries=20, ')),
+        ("smolagents", ('"policy", ', '"policy", client_kwargs={"timeout": 0.5, "max_retries": 20}, ')),
     ],
 )
-def test_a_client_that_tries_again_trains_nothing_twice(name, changes, agent):
-    latencies = [1.2, 0.0, 0.0]
-    (trajectory,), runner = run_agent(
-        agent(name, *changes), answers(name), rows=[ROW], latency=lambda session, turn: latencies[turn]
-    )
-    assert trajectory.error is None and len(trajectory.turns) == len(runner.engine.requests) == 3
-    assert sum(runner.completion(trajectory).mask) == sampled(trajectory)
+def test_a_client_that_tries_again_trains_nothing_twice(name, change, agent):
+    def latency(session, turn):
+        return 0.0 if turn else 1.2
+
+    trajectory, runner = hold(agent(name, change), answers(name), rows=[ROW], latency=latency)
+    assert len(trajectory.turns) == len(runner.engine.requests) == 3
+    check_whole(trajectory, runner)
 
 
 FEW_STEPS = {
@@ -291,8 +278,7 @@ FEW_STEPS = {
 
 @pytest.mark.parametrize("name", FEW_STEPS)
 def test_an_error_of_a_framework_ends_its_conversation_alone(name, agent):
-    strict = agent(name, *FEW_STEPS[name])
-    plain = agent(name)
+    strict, plain = agent(name, *FEW_STEPS[name]), agent(name)
 
     async def some(row, client):
         return await (strict if row["number"] == 1 else plain)(row, client)
@@ -300,21 +286,19 @@ def test_an_error_of_a_framework_ends_its_conversation_alone(name, agent):
     (first, failed, last), runner = run_agent(some, answers(name), rows=[ROW] * 3)
     assert (first.error, last.error) == (None, None) and len(first.turns) == len(last.turns) == 3
     assert failed.stop_reason is StopReason.ENV_ERROR and len(failed.turns) == 1
-    assert sum(runner.completion(failed).mask) == sampled(failed)
+    check_whole(failed, runner)
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_a_limit_is_why_an_agent_of_a_framework_ends(name, agent):
     length = len(calling_tokenizer().encode(answers(name)[0]))
-    (trajectory,), _ = run_agent(agent(name), answers(name), rows=[ROW], max_completion_tokens=length + 3)
-    assert (trajectory.stop_reason, trajectory.error) == (StopReason.TOKEN_BUDGET, None)
-    assert len(trajectory.turns) == 1
+    trajectory, _ = hold(agent(name), answers(name), rows=[ROW], max_completion_tokens=length + 3)
+    assert (trajectory.stop_reason, len(trajectory.turns)) == (StopReason.TOKEN_BUDGET, 1)
 
 
 def test_typed_output_is_a_call_that_the_model_may_miss(agent):
     """pydantic-ai asks for a call of its own, which is not forced, and asks again where there is none."""
     typed = agent("pydantic-ai", ("model=model)", "model=model, output_type=list[int])"), (".output", ".output[0]"))
     turns = [called("look_up", city="Lima"), f"10{END}", called("final_result", response=[10])]
-    (trajectory,), _ = run_agent(typed, turns, rows=[ROW])
-    assert trajectory.error is None and trajectory.env_rewards == {"reward": 10.0}
-    assert trajectory.tree.num_sequences == 1
+    trajectory, _ = hold(typed, turns, rows=[ROW])
+    assert (trajectory.env_rewards, trajectory.tree.num_sequences) == ({"reward": 10.0}, 1)

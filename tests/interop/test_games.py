@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 import re
 
 import pytest
-from support.models import build_tokenizer
+from support.conversations import play
 
 from mt_grpo.data import load_rows
 from mt_grpo.data.loaders import DatasetError
@@ -15,17 +14,13 @@ from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.errors import ConfigError
 from mt_grpo.integrations.textarena import textarena_game
 from mt_grpo.rewards import reasoning_gym_reward
-from mt_grpo.rollout import RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
 from mt_grpo.trajectory import StopReason
 
 INSTALL = "is not installed: run `make interop-games`"
 
 
-def play(env, rows, says):
-    """Runs conversations in which `says(number of the conversation, turn)` is what the model says."""
-    engine = ScriptedEngine(build_tokenizer(), lambda session, turn: says(int(session), turn) + "<|im_end|>")
-    requests = [RolloutRequest(row.pop("prompt", ""), f"{index:03d}", row) for index, row in enumerate(rows)]
-    return asyncio.run(RolloutRunner(env, engine).run(requests, SamplingParams()))
+def played(env, turns, rows):
+    return play(env, turns, rows, prompt="")[0]
 
 
 class TestTextArena:
@@ -37,16 +32,16 @@ class TestTextArena:
         """Towers of three disks: the seven moves that solve it, and a player who only makes invalid ones."""
         solution = ["[A C]", "[A B]", "[C B]", "[A C]", "[B A]", "[B C]", "[A C]"]
         env = textarena_game("TowerOfHanoi-v0", max_turns=12)
-        [won] = play(env, [{"seed": 1}], lambda number, turn: solution[turn])
+        [won] = played(env, solution, [{"seed": 1}])
         assert (won.stop_reason, won.env_rewards, len(won.turns)) == (StopReason.ENV_DONE, {"return": 1.0}, 7)
         assert won.turns[-1].reward == 1.0 and "A: [3, 2]" in won.turns[0].replies[0]["content"]
         assert "Tower of Hanoi" in won.prompt[0]["content"]
-        [lost] = play(env, [{"seed": 1}], lambda number, turn: "I pass.")
+        [lost] = played(env, ["I pass."] * 12, [{"seed": 1}])
         assert lost.env_rewards["return"] < 1.0 and "invalid move" in lost.turns[0].replies[0]["content"]
 
     def test_a_game_against_an_opponent(self):
         env = textarena_game("TicTacToe-v0", opponent=lambda seen: f"[{re.findall(r'[678]', seen)[-1]}]", max_turns=5)
-        [game] = play(env, [{"seed": 1}], lambda number, turn: f"[{turn}]")
+        [game] = played(env, [f"[{turn}]" for turn in range(5)], [{"seed": 1}])
         assert (game.stop_reason, game.env_rewards) == (StopReason.ENV_DONE, {"return": 1.0})
         assert "X" in game.turns[0].replies[0]["content"]
 
@@ -55,7 +50,7 @@ class TestTextArena:
         random.seed(3)
         before = random.getstate()
         env = textarena_game("Blackjack-v0", max_turns=4)
-        games = play(env, [{"seed": seed} for seed in (1, 1, 1, 2)], lambda number, turn: "[Stand]")
+        games = played(env, ["[Stand]"] * 4, [{"seed": seed} for seed in (1, 1, 1, 2)])
         starts = [game.prompt[0]["content"] for game in games]
         assert starts[0] == starts[1] == starts[2] != starts[3]
         replies = [[turn.replies for turn in game.turns] for game in games]
@@ -77,10 +72,8 @@ class TestReasoningGym:
         rows = [dict(row) for row in load_rows(f"reasoning_gym:{task}", "train[:4]")]
         for right in (True, False):
             env = MultiTurnToolEnv(protocol="learnt_tags", max_steps=0)
-            answers = [row["answer"] if right else "?" for row in rows]
-            ended = play(
-                env, [dict(row) for row in rows], lambda number, turn, said=answers: f"<answer>{said[number]}</answer>"
-            )
+            answers = [[f"<answer>{row['answer'] if right else '?'}</answer>"] for row in rows]
+            ended = played(env, answers, rows)
             scores = [reasoning_gym_reward.score(one, **one.row) for one in ended]
             assert scores == [1.0] * 4 if right else max(scores) < 0.5
 

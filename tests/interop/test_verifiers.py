@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import signal
@@ -14,7 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
-from support.agents import END, calling_tokenizer, sampled
+from support.agents import END, calling_tokenizer, check_whole
+from support.conversations import play as scripted
 from support.marks import needs_server
 from support.models import CPU_RUN, build_model
 from support.servers import RealServer
@@ -24,7 +24,6 @@ from mt_grpo.cli import main
 from mt_grpo.errors import ConfigError
 from mt_grpo.integrations.verifiers import VerifiersSource
 from mt_grpo.rewards import EnvReward
-from mt_grpo.rollout import RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
 from mt_grpo.runlog import read_trajectories
 from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
 from mt_grpo.trajectory import StopReason
@@ -36,16 +35,19 @@ tasksets = pytest.mark.skipif(LEGACY, reason="needs verifiers 0.4")
 ROOT = Path(__file__).parents[2]
 
 
+def installed(name: str, options: dict) -> VerifiersSource:
+    pytest.importorskip(name, reason=f"{name} is not installed: run `make interop-verifiers`")
+    return VerifiersSource(name, options)
+
+
 @pytest.fixture(scope="module")
 def tool_test():
-    pytest.importorskip("tool_test", reason="tool_test is not installed: run `make interop-verifiers`")
-    return VerifiersSource("tool_test", {"num_train_examples": 8})
+    return installed("tool_test", {"num_train_examples": 8})
 
 
 @pytest.fixture(scope="module")
 def kuhn():
-    pytest.importorskip("kuhn_poker", reason="kuhn_poker is not installed: run `make interop-verifiers`")
-    return VerifiersSource("kuhn_poker", {"select": {"limit": 8}, "eval_select": {"skip": 8, "limit": 4}})
+    return installed("kuhn_poker", {"select": {"limit": 8}, "eval_select": {"skip": 8, "limit": 4}})
 
 
 def calling(name: str, /, **arguments) -> str:
@@ -55,13 +57,13 @@ def calling(name: str, /, **arguments) -> str:
 def play(source, says, rows=None, **limits):
     """Conversations of rows in which `says(row, turn)` is what the model says."""
     rows = source.rows().to_list() if rows is None else rows
-    engine = ScriptedEngine(calling_tokenizer(), lambda session, turn: says(rows[int(session)], turn) + END, 0.0, 4096)
-    runner = RolloutRunner(source, engine, RolloutLimits(**limits))
-    requests = [RolloutRequest(row["prompt"], f"{index:03d}", row) for index, row in enumerate(rows)]
-    trajectories = asyncio.run(runner.run(requests, SamplingParams()))
+
+    def script(session, turn):
+        return says(rows[int(session)], turn) + END
+
+    trajectories, runner = scripted(source, script, rows, tokenizer=calling_tokenizer(), **limits)
     for trajectory in trajectories:
-        assert sum(map(len, trajectory.tree.actions())) == sampled(trajectory)
-        assert sum(runner.completion(trajectory).mask) == sampled(trajectory)
+        check_whole(trajectory, runner)
     return trajectories
 
 
@@ -117,10 +119,16 @@ def test_rewards_are_those_of_verifiers(tool_test, monkeypatch):
         assert trajectory.stop_reason is StopReason.ENV_DONE and trajectory.tree.num_sequences == 1
 
 
-@legacy
-def test_a_tool_env_trains_for_three_steps(tool_test, tmp_path):
-    trainer = train(tool_test, ["env_reward", Letters()], tmp_path)
-    assert {"prompt", "answer", "example", "split"} <= set(trainer.train_dataset.column_names)
+@pytest.mark.parametrize(
+    ("fixture", "reward"),
+    [
+        pytest.param("tool_test", "env_reward", marks=legacy),
+        pytest.param("kuhn", EnvReward("player0/payoff"), marks=tasksets),
+    ],
+)
+def test_an_environment_trains_for_three_steps(fixture, reward, request, tmp_path):
+    trainer = train(request.getfixturevalue(fixture), [reward, Letters()], tmp_path)
+    assert fixture == "kuhn" or {"prompt", "answer", "example", "split"} <= set(trainer.train_dataset.column_names)
 
 
 def register(monkeypatch, **env):
@@ -177,12 +185,8 @@ def test_limits_and_failures_end_conversations_alone(monkeypatch):
     assert endless.stop_reason is StopReason.MAX_STEPS and len(endless.turns) == 3 and endless.env_rewards
     assert [trajectory.stop_reason for trajectory in others] == [StopReason.ENV_DONE] * 2
     source = VerifiersSource("own_env")
-    [full] = play(
-        source,
-        lambda row, turn: calling("shout", word="on" * 20),
-        source.rows().to_list()[:1],
-        max_completion_tokens=60,
-    )
+    rows = source.rows().to_list()[:1]
+    [full] = play(source, lambda row, turn: calling("shout", word="on" * 20), rows, max_completion_tokens=60)
     assert full.stop_reason is StopReason.TOKEN_BUDGET and full.error is None
     [unknown] = play(source, says, [{"prompt": "Q", "example": None}])
     assert unknown.stop_reason is StopReason.ENV_ERROR and "example=None" in unknown.error
@@ -225,11 +229,6 @@ def test_a_taskset_of_two_agents_has_rewards_of_each(kuhn):
     assert kuhn.rows("eval")["example"] == [0, 1, 2, 3]
 
 
-@tasksets
-def test_a_taskset_trains_for_three_steps(kuhn, tmp_path):
-    train(kuhn, [EnvReward("player0/payoff"), Letters()], tmp_path)
-
-
 @needs_server
 @pytest.mark.server
 @pytest.mark.slow
@@ -249,8 +248,7 @@ def test_an_environment_trains_on_a_real_server(request, tmp_path):
 @tasksets
 @pytest.mark.slow
 def test_tool_servers_of_a_taskset_end_with_it():
-    pytest.importorskip("glossary", reason="glossary is not installed: run `make interop-verifiers`")
-    source = VerifiersSource("glossary", {"select": {"limit": 2}})
+    source = installed("glossary", {"select": {"limit": 2}})
 
     def says(row, turn):
         name = re.search('"(.*?)"', row["prompt"][0]["content"])[1]
@@ -260,9 +258,8 @@ def test_tool_servers_of_a_taskset_end_with_it():
     wrong, right = play(source, says)
     assert (wrong.env_rewards, right.env_rewards) == ({"looked_up": 0.0}, {"looked_up": 1.0})
     assert right.turns[0].tool_calls[0].result == source.rows()[1]["answer"] and right.tree.num_sequences == 1
-    assert not [
-        child for child in psutil.Process().children(recursive=True) if "glossary" in " ".join(child.cmdline())
-    ]
+    lines = [" ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)]
+    assert not [line for line in lines if "glossary" in line]
 
 
 @tasksets
@@ -272,19 +269,12 @@ def test_tool_servers_of_a_taskset_end_with_it():
         ({}, "set `select` in `env_config`"),
         ({"select": {"limit": 0}}, "look at `env_config`"),
         ({"agents": 3}, "look at `env_config`"),
+        ({"select": {"limit": 1}}, "Nothing says which tasks of 'kuhn_poker' are evaluated"),
     ],
 )
 def test_a_taskset_that_cannot_be_read_is_refused(config, problem):
-    pytest.importorskip("kuhn_poker", reason="kuhn_poker is not installed: run `make interop-verifiers`")
     with pytest.raises(ConfigError, match=problem):
-        VerifiersSource("kuhn_poker", config)
-
-
-@tasksets
-def test_evaluation_of_a_taskset_needs_its_tasks():
-    pytest.importorskip("kuhn_poker", reason="kuhn_poker is not installed: run `make interop-verifiers`")
-    with pytest.raises(ConfigError, match="Nothing says which tasks of 'kuhn_poker' are evaluated"):
-        VerifiersSource("kuhn_poker", {"select": {"limit": 1}}).rows("eval")
+        installed("kuhn_poker", config).rows("eval")
 
 
 def test_an_environment_that_is_not_there_is_refused():
@@ -300,7 +290,7 @@ def test_the_recipe_of_the_page_needs_no_dataset(tmp_path, monkeypatch):
     name = block["env"].partition(":")[2]
     pytest.importorskip(name, reason=f"{name} is not installed: run `make interop-verifiers`")
     options = yaml.safe_load((ROOT / "recipes" / "quickstart.yaml").read_text())
-    for option in ("dataset_name", "dataset_train_split", "dataset_test_split", "tools", "system_prompt"):
+    for option in "dataset_name dataset_train_split dataset_test_split tools system_prompt".split():
         del options[option]
     del options["turn_reward_funcs"], options["max_env_steps"]
     options |= {"call_protocol": "tags", "max_turn_length": 12, "max_steps": 1, "per_device_train_batch_size": 8}
@@ -332,17 +322,15 @@ def test_a_judge_that_cannot_be_reached_is_a_failure(monkeypatch, reached):
             raise httpx.ConnectError("refused")
         message = {"role": "assistant", "content": "yes"}
         choice = {"index": 0, "finish_reason": "stop", "message": message}
-        return httpx.Response(
-            200, json={"id": "1", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]}
-        )
+        answer = {"id": "1", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]}
+        return httpx.Response(200, json=answer)
 
     http = httpx.AsyncClient(transport=httpx.MockTransport(answer))
     client = openai.AsyncOpenAI(base_url="http://judge/v1", api_key="x", http_client=http, max_retries=0)
     rubric = vf.JudgeRubric(judge_client=client, judge_model="m")
     rubric.add_reward_func(judged)
-    plain = vf.Rubric([broken])
     data = Dataset.from_list([{"question": "Q1", "answer": "A"}])
-    env = vf.SingleTurnEnv(dataset=data, rubric=vf.RubricGroup([rubric, plain]))
+    env = vf.SingleTurnEnv(dataset=data, rubric=vf.RubricGroup([rubric, vf.Rubric([broken])]))
     monkeypatch.setattr(vf, "load_environment", lambda name, **options: env)
     (trajectory,) = play(VerifiersSource("judged"), lambda row, turn: "A")
     if reached:

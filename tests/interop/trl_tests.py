@@ -170,15 +170,13 @@ class ReplacedGenerate:
     def __getattr__(self, name: str):
         return getattr(self.own, name)
 
-    async def generate(self, context, sampling, session):
-        if not isinstance(vars(self.model).get("generate"), Mock):
-            return await self.own.generate(context, sampling, session)
-        return self.replaced(sampling, session)
+    async def generate(self, *request):
+        is_own = not isinstance(vars(self.model).get("generate"), Mock)
+        return await self.own.generate(*request) if is_own else self.replaced(*request[-2:])
 
-    async def generate_with_media(self, context, images, sampling, session):
-        if not isinstance(vars(self.model).get("generate"), Mock):
-            return await self.own.generate_with_media(context, images, sampling, session)
-        return self.replaced(sampling, session)
+    async def generate_with_media(self, *request):
+        is_own = not isinstance(vars(self.model).get("generate"), Mock)
+        return await self.own.generate_with_media(*request) if is_own else self.replaced(*request[-2:])
 
     def replaced(self, sampling, session) -> Sample:
         turn = self.turns[session] = self.turns.get(session, -1) + 1
@@ -233,19 +231,8 @@ def main(clone: Path, options: list[str]) -> int:
         env = {**os.environ, "HF_HOME": cache, "HF_HUB_OFFLINE": "1", "PYTHONPATH": paths, "TRL_CLONE": str(clone)}
         env["OMP_NUM_THREADS"] = "1"  # the models are tiny, and threads wait for one another
         file = clone / "tests" / "test_grpo_trainer.py"
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "trl_tests",
-            "-p",
-            "no:cacheprovider",
-            str(file),
-            *options,
-        ]
-        return subprocess.run(command, env=env, check=False).returncode
+        program = [sys.executable, *"-m pytest -q -p trl_tests -p no:cacheprovider".split()]
+        return subprocess.run([*program, str(file), *options], env=env, check=False).returncode
 
 
 if __name__ == "__main__":

@@ -53,6 +53,13 @@ def run_agent(
     return asyncio.run(runner.run(requests, SamplingParams())), runner
 
 
+def hold(agent, script=answers, *, fails=False, **options):
+    """One conversation of an agent, whose own assertions hold unless it is to fail: its trajectory, and the runner."""
+    (trajectory,), runner = run_agent(agent, script, **options)
+    assert fails or trajectory.error is None, trajectory.error
+    return trajectory, runner
+
+
 def sampled(trajectory) -> int:
     """Tokens that were sampled."""
     return sum(turn.num_tokens for turn in trajectory.turns)

@@ -9,7 +9,15 @@ from functools import lru_cache
 from tokenizers import AddedToken
 
 from mt_grpo.envs import MultiTurnToolEnv, Step
-from mt_grpo.rollout import ChatRenderer, RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine, TemplateError
+from mt_grpo.rollout import (
+    ChatRenderer,
+    RolloutLimits,
+    RolloutRequest,
+    RolloutRunner,
+    SamplingParams,
+    ScriptedEngine,
+    TemplateError,
+)
 from mt_grpo.trajectory import StopReason, Turn
 from support.models import TEMPLATES, build_tokenizer
 
@@ -45,6 +53,25 @@ def converse(tokenizer, turns, replies, history, compact_every=None, prompt="Q1"
     (trajectory,) = asyncio.run(runner.run([RolloutRequest(prompt, "0")], SamplingParams()))
     assert trajectory.error is None, trajectory.error
     return trajectory, runner, [(context, sample.ids) for _, context, sample in engine.requests]
+
+
+def play(source, script, rows=({},), *, prompt="Q1", tokenizer=None, keep=False, run=asyncio.run, **options):
+    """
+    Conversations of an environment, one for each row: their trajectories, and the runner. The model says what a
+    function of session and turn returns, or else turns of all conversations or of each, without what ends a turn.
+    `options` are limits, and others of the runner.
+    """
+
+    def says(session, turn):
+        if callable(script):
+            return script(session, turn)
+        return (script if isinstance(script[0], str) else script[int(session)])[turn] + "<|im_end|>"
+
+    limits = {name: options.pop(name) for name in list(options) if name in RolloutLimits.__dataclass_fields__}
+    engine = ScriptedEngine(tokenizer or build_tokenizer(), says)
+    runner = RolloutRunner(source, engine, RolloutLimits(**limits), **options)
+    requests = [RolloutRequest(row.get("prompt", prompt), f"{at:03d}", dict(row)) for at, row in enumerate(rows)]
+    return run(runner.run(requests, SamplingParams(), keep_environments=keep)), runner
 
 
 @lru_cache
