@@ -26,6 +26,12 @@ def skills(play):
 NAMED = {**PROCESSES, "skills": (skills, (0.2, -0.3, 0.1, 0.4))}
 
 
+def noise(seed, *shapes):
+    """Normal numbers of each shape, one after another."""
+    draws = torch.Generator().manual_seed(seed)
+    return [torch.randn(*shape, generator=draws) for shape in shapes]
+
+
 def sampled(name, groups, seed=0, rules=RULES, groups_per_step=8, draws=500):
     paths = Paths.of(*NAMED[name])
     rows = paths.draw(groups, SIZE, seed)
@@ -52,7 +58,7 @@ def holds(interval, value, slack=0.0):
 
 
 @pytest.mark.parametrize("name", ["one_search", "searcher", "two_hops", "late", "skills"])
-def test_cosine_noise_and_step_agree_with_enumeration(name):
+def test_cosine_noise_step_and_order_agree_with_enumeration(name):
     found = sampled(name, groups=400)
     reference = enumerated(name, "leave_one_out")
     assert found.known
@@ -66,26 +72,19 @@ def test_cosine_noise_and_step_agree_with_enumeration(name):
         assert holds(direction.signal_to_noise, exact.signal_to_noise / reference.signal_to_noise, 0.05)
         assert holds(direction.step, step_of(exact, 8), 0.02)
         assert direction.cosine.value == pytest.approx(exact.cosine, abs=0.12)
-
-
-@pytest.mark.parametrize("name", ["one_search", "two_hops", "skills"])
-def test_what_is_shown_behind_is_behind(name):
-    found = sampled(name, groups=400)
-    exact = {rule: step_of(enumerated(name, rule), 8) for rule in RULES}
-    for one in RULES:
-        for other in RULES:
-            if found.behind(one, other):
-                assert exact[one] < exact[other] + 0.01
-    assert exact[found.best] > max(exact.values()) - 0.02
-    assert found.behind("grpo_or", found.best)
+    if name in ("searcher", "late"):
+        return
+    steps = {rule: step_of(enumerated(name, rule), 8) for rule in RULES}
+    shown = [(one, other) for one in RULES for other in RULES if found.behind(one, other)]
+    assert all(steps[one] < steps[other] + 0.01 for one, other in shown) and ("grpo_or", found.best) in shown
+    assert steps[found.best] > max(steps.values()) - 0.02
 
 
 def test_what_noise_tells_apart_is_not_shown_behind():
     """Each of two rules is the truth and noise of its own, and neither points better."""
-    draws = torch.Generator().manual_seed(0)
     truth = torch.ones(40, 8)
-    rules = {name: truth + torch.randn(40, 8, generator=draws) for name in ("one", "other")}
-    found = compare_rules(rules, truth, groups_per_step=8)
+    one, other = noise(0, (40, 8), (40, 8))
+    found = compare_rules({"one": truth + one, "other": truth + other}, truth, groups_per_step=8)
     assert not found.behind("one", "other") and not found.behind("other", "one")
 
 
@@ -118,8 +117,8 @@ def test_noise_does_not_make_a_cosine_smaller():
 
 
 def test_nothing_is_known_where_groups_tell_no_gradient():
-    noise = torch.randn(12, 32, generator=torch.Generator().manual_seed(1))
-    found = compare_rules({"rule": noise}, noise, 4)
+    (only,) = noise(1, (12, 32))
+    found = compare_rules({"rule": only}, only, 4)
     assert not found.known and not found.directions["rule"].step.told
     found = compare_rules({"silent": torch.zeros(12, 32)}, torch.zeros(12, 32), 4, draws=20)
     assert found.directions == {"silent": None} and not found.known
@@ -129,40 +128,33 @@ def test_nothing_is_known_where_groups_tell_no_gradient():
 
 def test_a_truth_of_unknown_length_names_no_rule():
     """Seven groups do not tell the length of the truth from 0, so that the interval of every cosine is [−1, 1]."""
-    generator = torch.Generator().manual_seed(4)
-    truth = torch.eye(64)[0]
-    noisy = 0.5 * truth + 0.5 * torch.randn(7, 64, generator=generator)
-    quiet = truth + 0.05 * torch.randn(7, 64, generator=generator)
-    found = compare_rules({"quiet": quiet, "noisy": noisy}, noisy, 4, draws=200)
+    truth, (loud, low) = torch.eye(64)[0], noise(4, (7, 64), (7, 64))
+    noisy = 0.5 * truth + 0.5 * loud
+    found = compare_rules({"quiet": truth + 0.05 * low, "noisy": noisy}, noisy, 4, draws=200)
     assert found.best == "quiet" and not found.directions["quiet"].step.told
     assert not found.known
 
 
 def test_noise_is_rarely_known():
     """Two rules, one of them quiet, beside a truth of 0: known by chance in one batch of twenty."""
-    draws, known = torch.Generator().manual_seed(0), 0
-    for _ in range(100):
-        noise = torch.randn(24, 16, generator=draws)
-        quiet = 0.1 + 0.1 * torch.randn(24, 16, generator=draws)
-        known += compare_rules({"quiet": quiet, "noise": noise}, noise, 6, draws=200).known
-    assert known <= 8
+    drawn = noise(0, *[(24, 16)] * 200)
+    pairs = [(loud, 0.1 + 0.1 * low) for loud, low in zip(drawn[::2], drawn[1::2], strict=True)]
+    found = [compare_rules({"quiet": quiet, "loud": loud}, loud, 6, draws=200) for loud, quiet in pairs]
+    assert sum(each.known for each in found) <= 8
 
 
 def test_a_rule_without_signal_has_no_direction():
-    noise = 1.0 + 0.1 * torch.randn(12, 32, generator=torch.Generator().manual_seed(1))
-    found = compare_rules({"silent": torch.zeros(12, 32), "rule": noise}, noise, 4)
+    rule = 1.0 + 0.1 * noise(1, (12, 32))[0]
+    found = compare_rules({"silent": torch.zeros(12, 32), "rule": rule}, rule, 4)
     assert found.directions["silent"] is None and found.best == "rule"
     assert found.behind("silent", "rule") and not found.behind("rule", "silent")
     assert not found.behind("silent", "silent") and not found.behind("rule", "rule")
 
 
-def drawn(directions, noise=0.2, groups=60):
-    """By name, noisy estimates of a gradient whose first numbers are given; (N, 16) each."""
-    draws = torch.Generator().manual_seed(len(directions))
-    return {
-        name: torch.tensor([*first, *[0.0] * (16 - len(first))]) + noise * torch.randn(groups, 16, generator=draws)
-        for name, first in directions.items()
-    }
+def drawn(directions, size=0.2):
+    """By name, noisy estimates of a gradient whose first numbers are given; (60, 16) each."""
+    each = zip(directions.items(), noise(len(directions), *[(60, 16)] * len(directions)), strict=True)
+    return {name: torch.tensor([*first, *[0.0] * (16 - len(first))]) + size * loud for (name, first), loud in each}
 
 
 def judged(rules, rewards, kept=None, noises=None):
@@ -185,11 +177,9 @@ def test_a_rule_is_judged_by_what_it_does_worst():
 
 def test_a_clear_reward_is_judged_beside_the_noise_of_another():
     """All together are not told. The rule whose steps go along the clear one is best, not the one that is drowned."""
-    draws = torch.Generator().manual_seed(8)
-    noise = 3.0 * torch.randn(60, 16, generator=draws)
-    clear = drawn({"clear": [0.3]}, 0.02)["clear"]
-    rules = {"drowned": clear + noise, "each": 10 * clear + noise}
-    found = judge_rules(rules, {ALL: clear + noise, "clear": clear, "outcome": noise}, 8, {}, draws=300)
+    outcome, clear = 3.0 * noise(8, (60, 16))[0], drawn({"clear": [0.3]}, 0.02)["clear"]
+    rules = {"drowned": clear + outcome, "each": 10 * clear + outcome}
+    found = judge_rules(rules, {ALL: clear + outcome, "clear": clear, "outcome": outcome}, 8, {}, draws=300)
     assert list(found.told) == ["clear"] and found.silent == [ALL, "outcome"]
     assert found.best == "each" and found.behind("drowned", "each") and not found.opposed
 
@@ -209,11 +199,10 @@ def test_nothing_is_known_where_rewards_cancel():
 
 def test_nothing_is_known_where_each_rule_is_bad_for_something():
     """Two rewards that are not shown to pull apart, of which each rule follows one and goes against the other."""
-    draws = torch.Generator().manual_seed(0)
     rules = drawn({"one": [1.0, -1.0], "other": [-1.0, 1.0]})
     truths = {**drawn({"a": [1.0]}), **drawn({"b": [0.0, 1.0]})}
-    noise = 50 * torch.randn(60, 16, generator=draws)
-    found = judge_rules(rules, {ALL: truths["a"] + truths["b"] + noise, **truths}, 8, {}, draws=300)
+    whole = truths["a"] + truths["b"] + 50 * noise(0, (60, 16))[0]
+    found = judge_rules(rules, {ALL: whole, **truths}, 8, {}, draws=300)
     assert set(found.told) == {"a", "b"} and not found.known
 
 

@@ -48,65 +48,47 @@ def say(folder, **about):
     index.write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
 
 
-def refused(capsys, *arguments):
-    assert main(["credit", *map(str, arguments)]) == 1
-    printed, said = capsys.readouterr()
-    assert said.startswith("mt-grpo: ") and said.count("\n") == 1 and not printed
-    return said
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ([], "takes one folder"),
-        (["a", "b"], "takes one folder"),
-        (["--stepp", "3"], "the nearest is '--step'"),
-        (["x", "--step"], "needs a value"),
-        (["x", "--step", "-1"], "'-1' is none"),
-        (["x", "--max_groups", "1"], "from 2 on"),
-        (["nowhere"], "There is no folder nowhere"),
-    ],
-)
-def test_wrong_arguments_are_refused(arguments, words, capsys):
-    assert words in refused(capsys, *arguments)
-
-
 NOT_ITS_MODEL = "is not the one that sampled these conversations"
 
 
 @pytest.mark.parametrize(
-    ("options", "config", "words"),
+    ("arguments", "config", "words"),
     [
-        (["--step", 7], None, ["has no conversations of step 7: it has those of steps 0 to 2"]),
-        (["--step", 2], None, ["no groups of several conversations at step 2"]),
-        (["--step", 1], None, ["has no checkpoint of (it has those of 9)", "--model_name_or_path"]),
-        ([], "branch_at: 1", ["branch (`branch_at: 1`)"]),
-        ([], "temperature: warm", ["`temperature` in"]),
-        ([], "model_name_or_path: ./gone", ["The model './gone' cannot be loaded: there is no such folder"]),
-        ([], None, [NOT_ITS_MODEL, "--model_name_or_path"]),  # the log-probs of this run are made up
+        ("", None, ["takes one folder"]),
+        ("a b", None, ["takes one folder"]),
+        ("--stepp 3", None, ["the nearest is '--step'"]),
+        ("x --step", None, ["needs a value"]),
+        ("x --step -1", None, ["'-1' is none"]),
+        ("x --max_groups 1", None, ["from 2 on"]),
+        ("nowhere", None, ["There is no folder nowhere"]),
+        ("RUN --step 7", None, ["has no conversations of step 7: it has those of steps 0 to 2"]),
+        ("RUN --step 2", None, ["no groups of several conversations at step 2"]),
+        ("RUN --step 1", None, ["has no checkpoint of (it has those of 9)", "--model_name_or_path"]),
+        ("RUN", "branch_at: 1", ["branch (`branch_at: 1`)"]),
+        ("RUN", "temperature: warm", ["`temperature` in"]),
+        ("RUN", "model_name_or_path: ./gone", ["The model './gone' cannot be loaded: there is no such folder"]),
+        ("RUN", None, [NOT_ITS_MODEL, "--model_name_or_path"]),  # the log-probs of this run are made up
     ],
 )
-def test_a_run_that_cannot_be_compared_is_refused(folder, capsys, options, config, words):
+def test_what_cannot_be_compared_is_refused(folder, refused, arguments, config, words):
     (folder / "checkpoint-9").mkdir()
     if config is not None:
         (folder / "config.yaml").write_text(f"{config}\n")
-    said = refused(capsys, folder, *options)
+    said = refused("credit", *arguments.replace("RUN", str(folder)).split())
     assert all(each in said for each in words)
 
 
-def test_help_needs_no_folder(capsys):
-    assert main(["credit", "--help"]) == 0
-    assert "--max_groups N" in capsys.readouterr().out
+def test_help_needs_no_folder(prints):
+    assert "--max_groups N" in prints("credit", "--help")
 
 
-def test_conversations_of_another_kind_are_refused(folder, tmp_path, capsys):
-    assert "has one whole group" in refused(capsys, write_run(tmp_path / "one", steps=1, groups=1))
+def test_conversations_of_another_kind_are_refused(folder, tmp_path, refused):
+    assert "has one whole group" in refused("credit", write_run(tmp_path / "one", steps=1, groups=1))
     build_model(build_tokenizer()).save_pretrained(tmp_path / "other")
-    capsys.readouterr()
-    said = refused(capsys, folder, "--model_name_or_path", tmp_path / "other")
+    said = refused("credit", folder, "--model_name_or_path", tmp_path / "other")
     assert f"{NOT_ITS_MODEL}: it has " in said and "they have the token" in said
     say(folder, rewards=[])
-    assert "does not say which rewards" in refused(capsys, folder)
+    assert "does not say which rewards" in refused("credit", folder)
 
 
 def test_whole_groups_of_the_first_step_are_chosen(folder):
@@ -118,35 +100,39 @@ def test_whole_groups_of_the_first_step_are_chosen(folder):
     assert choose(open_run(folder), most=2).groups_per_step == 4.0
 
 
-def test_a_run_of_python_has_its_options_in_the_index(folder, capsys):
+def test_a_run_of_python_has_its_options_in_the_index(folder, refused):
     say(folder, options={"temperature": 0.5, "loss_type": "grpo", "turn_advantage_coef": 2, "report_to": []})
     options = choose(open_run(folder)).options
     assert [options[name] for name in ("temperature", "loss_type", "turn_advantage_coef")] == [0.5, "grpo", 2]
     assert (options["advantage_estimator"], options["seed"]) == ("mt_grpo", 42)
     say(folder, options={"temperature": "warm"})
-    assert "`temperature` in the index of" in refused(capsys, folder)
+    assert "`temperature` in the index of" in refused("credit", folder)
 
 
-def test_more_is_sampled_by_a_recipe_that_is_there(folder, capsys):
+def test_more_is_sampled_by_a_recipe_that_is_there(folder, refused):
     say(folder, options={"branch_at": 1})
-    assert "`mt-grpo rollout RECIPE.yaml --num_prompts 32 " in refused(capsys, folder)
+    assert "`mt-grpo rollout RECIPE.yaml --num_prompts 32 " in refused("credit", folder)
     (folder / "config.yaml").write_text("branch_at: 1\n")
-    assert f"`mt-grpo rollout {folder / 'config.yaml'} --num_prompts 32 " in refused(capsys, folder)
+    assert f"`mt-grpo rollout {folder / 'config.yaml'} --num_prompts 32 " in refused("credit", folder)
+
+
+def drawn(process, parameters, size=4):
+    """A process, and 300 groups of it."""
+    paths = Paths.of(process, parameters)
+    return paths, paths.draw(300, size)
 
 
 @pytest.mark.parametrize("name", ["one_search", "late"])
 def test_rules_are_compared_as_enumeration_has_them(name):
     """All registered rules on sampled groups, with the exact gradient of each turn in place of a projected one."""
-    process, parameters = PROCESSES[name]
-    paths = Paths.of(process, parameters)
-    rows = paths.draw(300, 4)
+    paths, rows = drawn(*PROCESSES[name])
     own, rules = rules_of({"name": "gtpo", "gamma": 0.7})
     assert own == "gtpo (gamma 0.7)" and {"mt_grpo", "gtpo (gamma 0.5)", own} <= set(rules)
     judged, left_out = compare(paths.gradients[rows.flatten()], paths.batch(rows), rules, 8)
     found = judged.items[ALL]
     assert left_out == {"branch_to_go": "the conversations do not branch"} and found.known
     for label in ("mt_grpo", "reward_to_go", "grpo_mr", "grpo_or", own):
-        exact = measure(rules[label], process, group_size=4, parameters=parameters)
+        exact = measure(rules[label], PROCESSES[name][0], group_size=4, parameters=PROCESSES[name][1])
         direction = found.directions[label]
         if direction is None:
             assert exact.mean.norm() < 1e-12
@@ -155,9 +141,7 @@ def test_rules_are_compared_as_enumeration_has_them(name):
 
 
 def test_a_length_in_the_loss_bends_rules_not_the_reference():
-    process, parameters = PROCESSES["late"]
-    paths = Paths.of(process, parameters)
-    rows = paths.draw(300, 4)
+    paths, rows = drawn(*PROCESSES["late"])
     shares = 1.0 / paths.turn_mask[rows.flatten()].sum(dim=1).double() ** 2
     options = {"rules": {"leave_one_out": "leave_one_out"}, "groups_per_step": 8}
     batch, gradients = paths.batch(rows), paths.gradients[rows.flatten()]
@@ -199,8 +183,7 @@ RULES = ["leave_one_out", {"name": "gtpo", "gamma": 0.5}, "lambda_to_go", {"name
 
 
 def judged(process, parameters):
-    paths = Paths.of(process, parameters)
-    rows = paths.draw(300, 8)
+    paths, rows = drawn(process, parameters, 8)
     rules = {rule_label(rule): rule for rule in RULES}
     return compare(paths.gradients[rows.flatten()], paths.batch(rows), rules, 8, scale_rewards="group")[0]
 
@@ -224,20 +207,25 @@ def test_rewards_count_as_the_run_scales_them():
 # From a rollout to advice
 
 
-def found_on(folder, rules, truths, own, kept=None, batch=None, scales=None):
+@pytest.fixture
+def found_on(folder):
     """What the command would have found on gradients that are made up."""
-    judged = judge_rules(rules, truths, 4, kept or {}, draws=200)
-    names = dict.fromkeys(rules, "leave_one_out")
-    return Found(choose(open_run(folder)), own, batch, None, names, scales or {}, judged, {}, 28, 1.0, 0.0)
+
+    def make(rules, truths, own, kept=None, batch=None, scales=None):
+        judged = judge_rules(rules, truths, 4, kept or {}, draws=200)
+        names = dict.fromkeys(rules, "leave_one_out")
+        return Found(choose(open_run(folder)), own, batch, None, names, scales or {}, judged, {}, 28, 1.0, 0.0)
+
+    return make
 
 
-def test_what_groups_do_not_tell_is_no_number(folder, capsys):
+def test_what_groups_do_not_tell_is_no_number(found_on, capsys):
     """No length is told from 0, and no rule is shown to go along the mean of few noisy groups."""
     generator = torch.Generator().manual_seed(4)
     truth = torch.eye(64)[0]
     noisy = 0.1 * truth + 0.5 * torch.randn(7, 64, generator=generator)
     rules = {"quiet": truth + 0.05 * torch.randn(7, 64, generator=generator), "noisy": noisy}
-    found = found_on(folder, rules, {ALL: noisy}, "noisy")
+    found = found_on(rules, {ALL: noisy}, "noisy")
     printed = as_json(found)
     quiet = printed["rules"]["quiet"]
     assert printed["known"] is False and printed["best"] is None and not quiet["behind_best"]
@@ -262,11 +250,11 @@ def rewarded(outcome, turns=(6, 6)):
     return RewardBatch(rewards, outcomes, exists, exists, len(turns))
 
 
-def test_an_outcome_that_nobody_reached_is_kept_for_early_turns(folder):
+def test_an_outcome_that_nobody_reached_is_kept_for_early_turns(found_on):
     """The run's rule goes farthest along what is there, and keeps the outcome from early turns."""
     rules = {"short": estimates([1.0], seed=1), "long": estimates([1.0, 0.4], seed=2)}
     kept = {"short": 0.005, "long": 1.0}
-    (said, later) = advice(found_on(folder, rules, {ALL: estimates([1.0])}, "short", kept, rewarded(0.0)))
+    (said, later) = advice(found_on(rules, {ALL: estimates([1.0])}, "short", kept, rewarded(0.0)))
     assert said.startswith(
         "Take `long` instead of `short`, which is not shown to be behind, and gives the first turn 0.50%"
     )
@@ -274,34 +262,34 @@ def test_an_outcome_that_nobody_reached_is_kept_for_early_turns(folder):
     assert later.startswith(
         "These conversations hardly show what the outcome wants of each turn: that may decide later"
     )
-    assert len(advice(found_on(folder, rules, {ALL: estimates([1.0])}, "short", kept, rewarded(1.0)))) == 1
+    assert len(advice(found_on(rules, {ALL: estimates([1.0])}, "short", kept, rewarded(1.0)))) == 1
 
 
-def test_short_conversations_do_not_show_later_turns(folder):
+def test_short_conversations_do_not_show_later_turns(found_on):
     rules = {"one": estimates([1.0], seed=1)}
-    said = advice(found_on(folder, rules, {ALL: estimates([1.0])}, "one", {}, rewarded(1.0, turns=(1, 2, 12))))
+    said = advice(found_on(rules, {ALL: estimates([1.0])}, "one", {}, rewarded(1.0, turns=(1, 2, 12))))
     assert said[0].startswith("Keep `one`: of what it does worst, all rewards together, its steps go 1.00 [")
     assert "hardly show turns after the 5 that conversations have in the mean" in said[1]
 
 
-def test_a_reward_that_goes_against_the_rest_is_named(folder):
+def test_a_reward_that_goes_against_the_rest_is_named(found_on):
     rules = {"small": estimates([-0.9], seed=1), "all": estimates([0.9], seed=2)}
     paid, outcome = estimates([-0.4], seed=3), estimates([1.0], seed=4)
     truths = {ALL: paid + outcome, "outcome": outcome, "turn reward 1": paid}
-    first, second = advice(found_on(folder, rules, truths, "small", {}, rewarded(1.0)))
+    first, second = advice(found_on(rules, truths, "small", {}, rewarded(1.0)))
     assert first.startswith("Against the rest of the rewards goes `turn reward 1`")
     assert second.startswith("Take `all` instead of `small`")
     outcome = -paid
     cancelled = {ALL: paid + outcome, "outcome": outcome, "turn reward 1": paid}
-    found = found_on(folder, rules, cancelled, "small", {}, rewarded(1.0))
+    found = found_on(rules, cancelled, "small", {}, rewarded(1.0))
     (said,) = advice(found)
     assert said.startswith("Not enough evidence: `outcome`, `turn reward 1` goes against the rest of the rewards")
     assert as_json(found)["best"] is None and as_json(found)["opposed"] == ["outcome", "turn reward 1"]
 
 
-def test_another_scale_is_named_with_its_option(folder):
+def test_another_scale_is_named_with_its_option(found_on):
     rules = {"one": estimates([0.2, 1.0], seed=1), "one, batch": estimates([1.0], seed=2)}
-    found = found_on(folder, rules, {ALL: estimates([1.0])}, None, {}, rewarded(1.0), {"one, batch": "batch"})
+    found = found_on(rules, {ALL: estimates([1.0])}, None, {}, rewarded(1.0), {"one, batch": "batch"})
     assert advice(found)[0].startswith("Take `leave_one_out` with `scale_rewards: batch`: of what it does worst")
     printed = as_json(found)["rules"]
     assert [printed[name]["scale_rewards"] for name in rules] == ["group", "batch"]
@@ -340,11 +328,10 @@ def test_a_clear_reward_is_not_drowned_in_a_noisy_outcome():
 
 
 @pytest.mark.slow
-def test_conversations_of_a_rollout_are_compared(tmp_path, capsys):
-    recipe = ROOT / "quickstart.yaml"
-    folder = tmp_path / "saved"
-    assert main(["rollout", str(recipe), "--num_prompts", "6", "--num_generations", "4", "--save", str(folder)]) == 0
-    assert f"24 conversations in {folder}" in capsys.readouterr().out
+def test_conversations_of_a_rollout_are_compared(tmp_path, capsys, prints, refused):
+    recipe, folder = ROOT / "quickstart.yaml", tmp_path / "saved"
+    printed = prints("rollout", recipe, "--num_prompts", 6, "--num_generations", 4, "--save", folder)
+    assert f"24 conversations in {folder}" in printed
     assert yaml.safe_load((folder / "config.yaml").read_text())["num_generations"] == 4
     (credit,) = folder.rglob("*credit*.parquet")
     parts = pq.read_table(credit).column("parts").to_pylist()
@@ -354,12 +341,10 @@ def test_conversations_of_a_rollout_are_compared(tmp_path, capsys):
     assert "5 groups of 4 conversations, eval, step 0" in printed and "run's)" in printed
     assert "Not measurable here: state_baseline: the run logged no `state_scores`." in printed
     assert "a forward and a backward for each: about" in said
-    assert main(["credit", str(folder), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(prints("credit", folder, "--json"))
     assert found["own"] == "lambda_to_go (lam 0.8, scales batch)" and found["groups"] == 6 and found["mismatch"] < 1e-4
     assert not found["known"]  # six groups tell nothing, not even of the rule that others are compared with
     assert found["rules"]["leave_one_out"]["signal_to_noise"] == {"value": None, "low": None, "high": None}
     assert found["rules"][found["own"]]["rule"] == DEFAULT_RULE
     assert len(found["advice"]) >= 1
-    assert main(["rollout", str(recipe), "--save", str(folder)]) == 1
-    assert "is there already" in capsys.readouterr().err
+    assert "is there already" in refused("rollout", recipe, "--save", folder)

@@ -10,59 +10,33 @@ from typing import Any
 
 import datasets
 import pytest
+from huggingface_hub import constants
 
-from mt_grpo.data import DatasetError, load_rows
+from mt_grpo.data import DatasetError, check_apart, load_rows
 from mt_grpo.data.loaders import as_messages, gsm8k_row, triviaqa_row
 from mt_grpo.errors import ConfigError
 from mt_grpo.training.columns import check_prompts
+from mt_grpo.training.model import resolve_model
+
+
+def trivia(number: int, question: str, value: str, *aliases: str) -> dict[str, Any]:
+    """A row in the schema of TriviaQA."""
+    empty: dict[str, list] = {"filename": [], "title": []}
+    answer = {"aliases": [*aliases], "normalized_aliases": [value.lower()], "normalized_value": value.lower()}
+    answer |= {"matched_wiki_entity_name": "", "normalized_matched_wiki_entity_name": "", "type": "WikipediaEntity"}
+    return {
+        "question": question,
+        "question_id": f"tc_{number}",
+        "question_source": "http://www.triviacountry.com/",
+        "entity_pages": {**empty, "doc_source": [], "wiki_context": []},
+        "search_results": {**empty, "description": [], "rank": [], "search_context": [], "url": []},
+        "answer": {**answer, "value": value},
+    }
+
 
 TRIVIAQA = [
-    {
-        "question": "Which American-born Sinclair won the Nobel Prize for Literature in 1930?",
-        "question_id": "tc_1",
-        "question_source": "http://www.triviacountry.com/",
-        "entity_pages": {"doc_source": [], "filename": [], "title": [], "wiki_context": []},
-        "search_results": {
-            "description": [],
-            "filename": [],
-            "rank": [],
-            "search_context": [],
-            "title": [],
-            "url": [],
-        },
-        "answer": {
-            "aliases": ["(Harry) Sinclair Lewis", "Sinclair Lewis", "Lewis, (Harry) Sinclair"],
-            "matched_wiki_entity_name": "",
-            "normalized_aliases": ["grace hegger", "sinclair lewis"],
-            "normalized_matched_wiki_entity_name": "",
-            "normalized_value": "sinclair lewis",
-            "type": "WikipediaEntity",
-            "value": "Sinclair Lewis",
-        },
-    },
-    {
-        "question": "Where in England was Dame Judi Dench born?",
-        "question_id": "tc_3",
-        "question_source": "http://www.triviacountry.com/",
-        "entity_pages": {"doc_source": [], "filename": [], "title": [], "wiki_context": []},
-        "search_results": {
-            "description": [],
-            "filename": [],
-            "rank": [],
-            "search_context": [],
-            "title": [],
-            "url": [],
-        },
-        "answer": {
-            "aliases": ["Park Grove (1895)", "York UA", "York"],
-            "matched_wiki_entity_name": "",
-            "normalized_aliases": ["york", "york ua"],
-            "normalized_matched_wiki_entity_name": "",
-            "normalized_value": "york",
-            "type": "WikipediaEntity",
-            "value": "York",
-        },
-    },
+    trivia(1, "Which Sinclair won in 1930?", "Sinclair Lewis", "(Harry) Sinclair Lewis", "Sinclair Lewis", "Lewis"),
+    trivia(3, "Where in England was Dame Judi Dench born?", "York", "Park Grove (1895)", "York UA", "York"),
 ]
 GSM8K = [
     {
@@ -78,42 +52,61 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
-def write(path: Path, rows: list[dict[str, Any]]) -> str:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".jsonl":
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    elif path.suffix == ".json":
-        path.write_text(json.dumps(rows))
-    else:
-        table = datasets.Dataset.from_list(rows)
-        table.to_parquet(path) if path.suffix == ".parquet" else table.to_csv(path)
-    return str(path)
+@pytest.fixture
+def write(tmp_path: Path):
+    """Writes rows, or prompts, into a file of a format."""
+
+    def to(name: str, *rows: Any) -> str:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        rows = [row if isinstance(row, dict) else {"prompt": row} for row in rows]
+        if path.suffix == ".jsonl":
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        elif path.suffix == ".json":
+            path.write_text(json.dumps(rows))
+        else:
+            table = datasets.Dataset.from_list(rows)
+            table.to_parquet(path) if path.suffix == ".parquet" else table.to_csv(path)
+        return str(path)
+
+    return to
 
 
 def user(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
 
 
+def asked(*arguments: Any, **options: Any) -> list[str]:
+    """What the prompts of rows are, each a question."""
+    prompts = [row["prompt"] for row in load_rows(*arguments, **options)]
+    assert prompts == [user(prompt[0]["content"]) for prompt in prompts]
+    return [prompt[0]["content"] for prompt in prompts]
+
+
+def refusal(*arguments: Any, **options: Any) -> str:
+    with pytest.raises(DatasetError) as error:
+        list(load_rows(*arguments, **options))
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+STREAMING = pytest.mark.parametrize("streaming", [False, True])
+
+
 @pytest.mark.parametrize("ending", ["jsonl", "parquet"])
-@pytest.mark.parametrize("streaming", [False, True])
-def test_triviaqa_becomes_prompts_and_flat_answers(tmp_path: Path, ending: str, streaming: bool) -> None:
-    path = write(tmp_path / f"data.{ending}", TRIVIAQA)
-    rows = list(load_rows(f"triviaqa:{path}", "validation", streaming=streaming))
-    assert [row["prompt"] for row in rows] == [user(row["question"]) for row in TRIVIAQA]
-    assert rows[0]["answer"] == ["Sinclair Lewis", "(Harry) Sinclair Lewis", "Lewis, (Harry) Sinclair"]
-    assert rows[1]["answer"] == ["York", "Park Grove (1895)", "York UA"]
-    assert [row["question_id"] for row in rows] == ["tc_1", "tc_3"]
+@STREAMING
+def test_known_schemas_become_prompts_and_answers(write, ending: str, streaming: bool) -> None:
+    name = f"triviaqa:{write(f'data.{ending}', *TRIVIAQA)}"
+    rows = list(load_rows(name, "validation", streaming=streaming))
+    assert asked(name, "validation", streaming=streaming) == [row["question"] for row in TRIVIAQA]
+    answers = [["Sinclair Lewis", "(Harry) Sinclair Lewis", "Lewis"], ["York", "Park Grove (1895)", "York UA"]]
+    assert [(row["answer"], row["question_id"]) for row in rows] == [*zip(answers, ("tc_1", "tc_3"), strict=True)]
     assert set(rows[0]) == {"prompt", "answer", "question", "question_id", "question_source"}
-
-
-@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
-@pytest.mark.parametrize("streaming", [False, True])
-def test_gsm8k_keeps_the_worked_answer_and_adds_the_final_one(tmp_path: Path, ending: str, streaming: bool) -> None:
-    path = write(tmp_path / f"data.{ending}", GSM8K)
-    rows = list(load_rows(f"gsm8k:{path}", "train", streaming=streaming))
-    assert [row["prompt"] for row in rows] == [user(row["question"]) for row in GSM8K]
-    assert [row["answer"] for row in rows] == [row["answer"] for row in GSM8K]
-    assert [row["final_answer"] for row in rows] == ["72", "130000"]
+    name = f"gsm8k:{write(f'math.{ending}', *GSM8K)}"
+    rows = list(load_rows(name, "train", streaming=streaming))
+    assert asked(name, "train", streaming=streaming) == [row["question"] for row in GSM8K]
+    finals = zip([row["answer"] for row in GSM8K], ("72", "130000"), strict=True)
+    assert [(row["answer"], row["final_answer"]) for row in rows] == [*finals]
 
 
 def test_the_row_functions_leave_their_input_alone() -> None:
@@ -134,9 +127,7 @@ def test_the_row_functions_leave_their_input_alone() -> None:
         ("someone/questions", "hard", "someone/questions", "hard"),
     ],
 )
-def test_hub_names_lead_to_their_dataset_configuration_and_split(
-    monkeypatch: pytest.MonkeyPatch, name: str, config: str | None, source: str, loaded_config: str | None
-) -> None:
+def test_hub_names_lead_to_their_dataset_configuration_and_split(monkeypatch, name, config, source, loaded_config):
     asked = {}
 
     def load_dataset(**arguments: Any) -> datasets.Dataset:
@@ -155,73 +146,182 @@ def test_the_embedded_task_loads_with_validation_as_test() -> None:
     assert {"prompt", "answer", "hops"} <= set(train.column_names)
     assert test[:] == validation[:] != train[:]
     assert next(iter(load_rows("embedded", "test", streaming=True))) == test[0]
+    assert load_rows("embedded", "validation[2:4]").to_list() == validation.select([2, 3]).to_list()
+    assert len(load_rows("embedded", "train[:10%]")) == pytest.approx(len(train) / 10, abs=1)
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "json", "parquet", "csv"])
-def test_any_file_loads_through_a_column_mapping(tmp_path: Path, ending: str) -> None:
-    path = write(tmp_path / f"qa.{ending}", [{"q": "One?", "gold": "1a", "level": 3}, {"q": "Two?", "gold": "2a"}])
-    rows = load_rows(path, "train", column_mapping={"prompt": "q", "answer": "gold"})
-    assert [row["prompt"] for row in rows] == [user("One?"), user("Two?")]
-    assert rows["answer"][:] == rows["gold"][:] == ["1a", "2a"]
-    assert rows[0]["level"] == 3
+def test_any_file_loads_through_a_column_mapping(write, ending: str) -> None:
+    path = write(f"qa.{ending}", {"q": "One?", "gold": "1a", "level": 3}, {"q": "Two?", "gold": "2a"})
+    mapping = {"prompt": "q", "answer": "gold"}
+    rows = load_rows(path, "train", column_mapping=mapping)
+    assert asked(path, "train", column_mapping=mapping) == ["One?", "Two?"]
+    assert rows["answer"][:] == rows["gold"][:] == ["1a", "2a"] and rows[0]["level"] == 3
 
 
-def test_a_mapping_serves_the_known_schemas_too(tmp_path: Path) -> None:
-    path = write(tmp_path / "gsm.jsonl", [{"q": row["question"], "answer": row["answer"]} for row in GSM8K])
-    rows = load_rows(f"gsm8k:{path}", "train", column_mapping={"question": "q"})
-    assert rows[0]["prompt"] == user(GSM8K[0]["question"])
-    assert rows[0]["final_answer"] == "72"
+def test_a_mapping_serves_the_known_schemas_too(write) -> None:
+    path = write("gsm.jsonl", *({"q": row["question"], "answer": row["answer"]} for row in GSM8K))
+    row, _ = load_rows(f"gsm8k:{path}", "train", column_mapping={"question": "q"})
+    assert (row["prompt"], row["final_answer"]) == (user(GSM8K[0]["question"]), "72")
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "parquet"])
-def test_messages_are_kept_as_they_are(tmp_path: Path, ending: str) -> None:
+def test_messages_are_kept_as_they_are(write, ending: str) -> None:
     prompt = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
-    path = write(tmp_path / f"chat.{ending}", [{"messages": prompt}, {"messages": prompt[1:]}])
+    path = write(f"chat.{ending}", {"messages": prompt}, {"messages": prompt[1:]})
     rows = load_rows(path, "train", column_mapping={"prompt": "messages"})
     assert [row["prompt"] for row in rows] == [prompt, prompt[1:]]
 
 
-def test_messages_with_keys_of_their_own_gain_none(tmp_path: Path) -> None:
-    prompts = [user("a"), [{"role": "user", "content": "b", "name": "Ann"}]]
-    path = write(tmp_path / "chat.jsonl", [{"prompt": prompt} for prompt in prompts])
-    assert load_rows(path, "train")["prompt"][:] == prompts
+@pytest.mark.parametrize(
+    "message", [{"role": "user", "content": "b", "name": "Ann"}, {"role": "context", "content": "A"}]
+)
+def test_keys_and_roles_of_a_templates_own_are_taken(write, message) -> None:
+    prompts = [user("a"), [message]]
+    assert load_rows(write("chat.jsonl", *prompts), "train")["prompt"][:] == prompts
 
 
-def test_a_folder_holds_one_file_or_its_shards_for_each_split(tmp_path: Path) -> None:
-    write(tmp_path / "set/train.jsonl", [{"prompt": f"t{i}"} for i in range(4)])
-    write(tmp_path / "set/validation-00000-of-00002.parquet", [{"prompt": "v0"}])
-    write(tmp_path / "set/validation-00001-of-00002.parquet", [{"prompt": "v1"}])
-    write(tmp_path / "set/training.jsonl", [{"prompt": "other"}])
-    folder = str(tmp_path / "set")
-    assert [row["prompt"] for row in load_rows(folder, "train")] == [user(f"t{i}") for i in range(4)]
-    assert [row["prompt"] for row in load_rows(folder, "validation")] == [user("v0"), user("v1")]
-    assert [row["prompt"] for row in load_rows(folder, "train[1:3]")] == [user("t1"), user("t2")]
+# Files, folders and splits
 
 
-def test_a_single_file_serves_as_any_split(tmp_path: Path) -> None:
-    path = write(tmp_path / "all.jsonl", [{"prompt": "a"}, {"prompt": "b"}])
-    assert load_rows(path, "train")[:] == load_rows(path, "validation")[:]
-    assert len(load_rows(path, "validation[:1]")) == 1
+def test_a_folder_holds_one_file_or_its_shards_for_each_split(write, tmp_path: Path) -> None:
+    write("set/train.jsonl", "t0", "t1", "t2", "t3")
+    write("set/validation-00000-of-00002.parquet", "v0")
+    write("set/validation-00001-of-00002.parquet", "v1")
+    write("set/training.jsonl", "other")
+    found = [asked(str(tmp_path / "set"), split) for split in ("train", "validation", "train[1:3]")]
+    assert found == [["t0", "t1", "t2", "t3"], ["v0", "v1"], ["t1", "t2"]]
 
 
-def refusal(*arguments: Any, **options: Any) -> str:
-    with pytest.raises(DatasetError) as error:
-        list(load_rows(*arguments, **options))
-    assert "\n" not in str(error.value)
-    return str(error.value)
+@pytest.fixture
+def ten(write) -> str:
+    return write("rows.jsonl", *(f"q{number}" for number in range(10)))
 
 
-def test_a_missing_column_is_named_with_those_there_are(tmp_path: Path) -> None:
-    path = write(tmp_path / "qa.jsonl", [{"prompts": "One?", "gold": "1"}])
-    said = refusal(path, "train")
-    assert "has no column 'prompt'; the nearest is 'prompts': its columns are prompts, gold" in said
-    assert "`column_mapping: {prompt: its name}`" in said
-    said = refusal(path, "train", column_mapping={"prompt": "prompts", "answer": "golden"})
-    assert "has no column 'golden', which `column_mapping` names; the nearest is 'gold'" in said
+def test_a_single_file_serves_as_any_split(ten) -> None:
+    assert asked(ten, "train") == asked(ten, "validation") and asked(ten, "validation[:1]") == ["q0"]
+
+
+@STREAMING
+def test_a_file_is_sliced(ten, streaming: bool) -> None:
+    found = [asked(ten, split, streaming=streaming) for split in ("train[7:]", "train[:2]", "train[2:4]")]
+    assert found == [["q7", "q8", "q9"], ["q0", "q1"], ["q2", "q3"]]
+
+
+@pytest.mark.parametrize(("split", "rows"), [("train[:50%]", 5), ("train[-2:]", 2)])
+def test_a_slice_that_a_stream_cannot_have_is_refused(ten, split: str, rows: int) -> None:
+    assert len(asked(ten, split)) == rows
+    assert "count rows from the first on, as `train[:100]`" in refusal(ten, split, streaming=True)
+
+
+@STREAMING
+def test_what_is_empty_is_refused(write, tmp_path: Path, streaming: bool) -> None:
+    (tmp_path / "header.csv").write_text("prompt,answer\n")
+    for name, split in (
+        (write("empty.jsonl"), "train"),
+        (str(tmp_path / "header.csv"), "train"),
+        ("embedded", "train[5:5]"),
+        ("embedded", "train[7:5]"),
+    ):
+        assert "is empty" in refusal(name, split, streaming=streaming)
+    path = write("some.jsonl", "a")
+    assert f"The split 'train[5:]' of the dataset {path!r} is empty" in refusal(path, "train[5:]", streaming=streaming)
+
+
+def test_a_split_that_is_not_there_is_refused_with_what_is(write, tmp_path: Path) -> None:
+    path, folder = write("set/train.jsonl", "a"), str(tmp_path / "set")
+    (tmp_path / "none").mkdir()
+    for name, split, said in (
+        (folder, "validation", "has no file for the split 'validation': it holds train.jsonl."),
+        (str(tmp_path / "none"), "train", "it holds no .jsonl, .json, .parquet, .csv file"),
+        ("embedded", "dev", "no split 'dev': it has train, validation, test"),
+        ("embedded", "validaton[:4]", "'validaton'; the nearest is 'validation'"),
+        (folder, "trian", "'trian'; the nearest is 'train'"),
+        (path, "trian", "'trian'; the nearest is 'train'"),
+    ):
+        assert said in refusal(name, split)
+    write("set/train.parquet", "a")
+    assert "in several formats: train.jsonl, train.parquet; keep one" in refusal(folder, "train")
+
+
+@pytest.mark.parametrize("name", ["missing.jsonl", "./missing", "/no/such/folder", "a/b/c", "gsm8k:missing.parquet"])
+def test_a_path_to_nothing_is_refused_without_asking_the_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets, "load_dataset", None)
+    assert f"There is no file or folder {name.rpartition(':')[2]!r}" in refusal(name, "train")
+
+
+def test_files_that_cannot_be_read_are_refused_with_the_reason(tmp_path: Path) -> None:
+    for streaming, name, content, said in (
+        (False, "notes.txt", "a", "is none of the formats .jsonl, .json, .parquet, .csv"),
+        (False, "broken.jsonl", '{"prompt": "a"}\n{"prompt": \n', "does not load: JSON parse error"),
+        (True, "stream.jsonl", '{"prompt": \n', "does not load: JSON parse error"),
+    ):
+        (tmp_path / name).write_text(content)
+        assert said in refusal(str(tmp_path / name), "train", streaming=streaming)
+
+
+@pytest.mark.parametrize("train", ["train", "train[2:]", "train[:-1]"])
+def test_a_file_is_not_measured_on_what_it_trains_on(ten, train: str) -> None:
+    for test in ("test", "train", "train[:3]", "validation[:4]"):
+        for name in (ten, f"gsm8k:{ten}"):
+            with pytest.raises(DatasetError) as refused:
+                check_apart(name, train, test, load_rows(ten, train))
+        assert "`dataset_train_split: train[20:]` and `dataset_test_split: train[:20]`" in str(refused.value)
+
+
+def test_slices_without_a_row_in_common_are_taken(ten, tmp_path: Path) -> None:
+    for train, test in (
+        ("train[2:]", "train[:2]"),
+        ("train[2:]", "test[:2]"),
+        ("train[:80%]", "train[80%:]"),
+        ("train[:-2]", "train[-2:]"),
+    ):
+        check_apart(ten, train, test, load_rows(ten, train))
+    for name in (str(tmp_path), "somebody/dataset"):  # other sources are told apart by their splits
+        check_apart(name, "train", "test")
+        check_apart(name, "train+validation[:10]", "validation[10:]")
+    check_apart("embedded", "train", "test")
+
+
+@pytest.mark.parametrize(
+    ("name", "train", "test"),
+    [
+        *(
+            (name, *splits)
+            for name in (".", "somebody/dataset")
+            for splits in (("train", "train[:20]"), ("train+validation", "validation[10:]"))
+        ),
+        ("embedded", "validation", "test[:4]"),
+    ],
+)
+def test_splits_that_overlap_are_refused(name: str, train: str, test: str) -> None:
+    with pytest.raises(DatasetError):
+        check_apart(name, train, test)
+
+
+# Columns and prompts
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, "has no column 'prompt'; the nearest is 'prompts': its columns are prompts, gold"),
+        ({}, "`column_mapping: {prompt: its name}`"),
+        ({"streaming": True}, "has no column 'prompt'"),
+        (
+            {"column_mapping": {"prompt": "prompts", "answer": "golden"}},
+            "has no column 'golden', which `column_mapping` names; the nearest is 'gold'",
+        ),
+        (
+            {"column_mapping": {"prompts": "prompt"}},
+            "its columns are prompts, gold; write the new name first, `{prompt: prompts}`.",
+        ),
+    ],
+)
+def test_a_missing_column_is_named_with_those_there_are(write, options: dict, said: str) -> None:
+    path = write("qa.jsonl", {"prompts": "One?", "gold": "1"})
+    assert said in refusal(path, "train", **options)
     assert "has no column 'question'" in refusal(f"gsm8k:{path}", "train")
-    said = refusal(path, "train", column_mapping={"prompts": "prompt"})
-    assert said.endswith("its columns are prompts, gold; write the new name first, `{prompt: prompts}`.")
-    assert "has no column 'prompt'" in refusal(path, "train", streaming=True)
 
 
 @pytest.mark.parametrize(
@@ -233,102 +333,34 @@ def test_a_missing_column_is_named_with_those_there_are(tmp_path: Path) -> None:
         ({"from": "human", "value": "Hi"}, "Write `role` for `from`, `content` for `value`, and the role `user` for"),
     ],
 )
-def test_roles_of_other_datasets_are_refused_with_ours(tmp_path: Path, message: dict[str, str], says: str) -> None:
-    path = write(tmp_path / "qa.jsonl", [{"prompt": [message]}])
-    assert says in refusal(path, "train")
+def test_roles_of_other_datasets_are_refused_with_ours(write, message: dict[str, str], says: str) -> None:
+    assert says in refusal(write("qa.jsonl", [message]), "train")
     with pytest.raises(ConfigError, match="The first row of `train_dataset` has"):
         check_prompts(datasets.Dataset.from_list([{"prompt": [message]}]), None, False)
 
 
-def test_a_role_of_a_templates_own_is_taken(tmp_path: Path) -> None:
-    path = write(tmp_path / "qa.jsonl", [{"prompt": [{"role": "context", "content": "A"}, *user("Q")]}])
-    assert load_rows(path, "train")[0]["prompt"][0]["role"] == "context"
-
-
-def test_a_missing_split_is_refused_with_those_there_are(tmp_path: Path) -> None:
-    write(tmp_path / "set/train.jsonl", [{"prompt": "a"}])
-    said = refusal(str(tmp_path / "set"), "validation")
-    assert said.endswith("has no file for the split 'validation': it holds train.jsonl.")
-    (tmp_path / "none").mkdir()
-    assert "it holds no .jsonl, .json, .parquet, .csv file" in refusal(str(tmp_path / "none"), "train")
-    assert "no split 'dev': it has train, validation, test" in refusal("embedded", "dev")
-
-
-def test_a_split_in_two_formats_is_refused(tmp_path: Path) -> None:
-    write(tmp_path / "set/train.jsonl", [{"prompt": "a"}])
-    write(tmp_path / "set/train.parquet", [{"prompt": "a"}])
-    assert "in several formats: train.jsonl, train.parquet; keep one" in refusal(str(tmp_path / "set"), "train")
-
-
-@pytest.mark.parametrize("name", ["missing.jsonl", "./missing", "/no/such/folder", "a/b/c", "gsm8k:missing.parquet"])
-def test_a_path_to_nothing_is_refused_without_asking_the_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets, "load_dataset", None)
-    assert f"There is no file or folder {name.rpartition(':')[2]!r}" in refusal(name, "train")
-
-
-def test_a_file_of_another_format_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("a")
-    assert "is none of the formats .jsonl, .json, .parquet, .csv" in refusal(str(tmp_path / "notes.txt"), "train")
-
-
-def test_what_the_hub_does_not_have_is_refused_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load_dataset(**arguments: Any) -> None:
-        raise ValueError('Unknown split "dev".\nShould be one of ["train"].')
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    said = refusal("trivaqa", "dev")
-    assert said == (
-        "The split 'dev' of the dataset 'trivaqa' does not load; the nearest is 'triviaqa': "
-        'Unknown split "dev". Should be one of ["train"].'
-    )
-
-
-@pytest.mark.parametrize("streaming", [False, True])
-def test_an_empty_dataset_is_refused(tmp_path: Path, streaming: bool) -> None:
-    (tmp_path / "empty.jsonl").write_text("")
-    assert "is empty" in refusal(str(tmp_path / "empty.jsonl"), "train", streaming=streaming)
-    (tmp_path / "header.csv").write_text("prompt,answer\n")
-    assert "is empty" in refusal(str(tmp_path / "header.csv"), "train", streaming=streaming)
-
-
-def test_an_empty_slice_is_refused(tmp_path: Path) -> None:
-    path = write(tmp_path / "some.jsonl", [{"prompt": "a"}])
-    assert f"The split 'train[5:]' of the dataset {path!r} is empty" in refusal(path, "train[5:]")
-
-
-@pytest.mark.parametrize(
-    ("streaming", "content"), [(False, '{"prompt": "a"}\n{"prompt": \n'), (True, '{"prompt": \n')]
-)
-def test_a_broken_file_is_refused_with_the_reason(tmp_path: Path, streaming: bool, content: str) -> None:
-    (tmp_path / "broken.jsonl").write_text(content)
-    assert "does not load: JSON parse error" in refusal(str(tmp_path / "broken.jsonl"), "train", streaming=streaming)
-
-
 @pytest.mark.parametrize("prompt", [3, None, [], ["a"], [{"content": "a"}], {"role": "user"}])
-def test_a_prompt_that_is_no_text_or_messages_names_its_row(tmp_path: Path, prompt: Any) -> None:
-    path = write(tmp_path / "qa.jsonl", [{"prompt": "fine"}, {"prompt": prompt}])
+def test_a_prompt_that_is_no_text_or_messages_names_its_row(write, prompt: Any) -> None:
+    path = write("qa.jsonl", "fine", {"prompt": prompt})
     assert "Row 1 (counted from 0) of the dataset" in refusal(path, "train")
     with pytest.raises(DatasetError, match="has a prompt that is neither text nor a list of messages"):
         as_messages(prompt)
 
 
-def test_a_message_that_says_nothing_is_refused(tmp_path: Path) -> None:
-    path = write(tmp_path / "qa.jsonl", [{"prompt": [{"role": "user"}]}])
-    assert "Row 0 (counted from 0) of the dataset" in (said := refusal(path, "train"))
-    assert said.endswith("has a message without `content`: \"{'role': 'user'}\".")
+@pytest.mark.parametrize(
+    ("schema", "row", "said"),
+    [
+        ("", [{"role": "user"}], "has a message without `content`: \"{'role': 'user'}\"."),
+        ("triviaqa:", trivia(2, "q", "<unk>"), "has a hidden answer"),
+        ("triviaqa:", {"question": "q", "question_id": "1", "answer": "York"}, "the value and aliases of TriviaQA"),
+        ("gsm8k:", {"question": "q", "answer": "72"}, "without the `####`"),
+    ],
+)
+def test_rows_of_another_schema_are_refused_with_their_number(write, schema: str, row: Any, said: str) -> None:
+    found = refusal(f"{schema}{write('rows.jsonl', row)}", "train")
+    assert "Row 0 (counted from 0) of the dataset" in found and said in found
     call = {"role": "assistant", "content": None, "tool_calls": [{"type": "function"}]}
     assert as_messages([call]) == [call]
-
-
-def test_rows_of_another_schema_are_refused_with_their_number(tmp_path: Path) -> None:
-    hidden = {**TRIVIAQA[0], "answer": {**TRIVIAQA[0]["answer"], "value": "<unk>", "aliases": []}}
-    path = write(tmp_path / "test.jsonl", [TRIVIAQA[0], hidden])
-    assert "Row 1 (counted from 0)" in (said := refusal(f"triviaqa:{path}", "test"))
-    assert "has a hidden answer" in said
-    path = write(tmp_path / "flat.jsonl", [{"question": "q", "question_id": "1", "answer": "York"}])
-    assert "without the value and aliases of TriviaQA" in refusal(f"triviaqa:{path}", "train")
-    path = write(tmp_path / "math.jsonl", [{"question": "q", "answer": "72"}])
-    assert "without the `####`" in refusal(f"gsm8k:{path}", "train")
 
 
 def test_loading_rows_needs_no_torch() -> None:
@@ -336,7 +368,44 @@ def test_loading_rows_needs_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
-def test_the_embedded_questions_can_be_sliced():
-    whole = load_rows("embedded", "validation")
-    assert load_rows("embedded", "validation[2:4]").to_list() == whole.select([2, 3]).to_list()
-    assert len(load_rows("embedded", "train[:10%]")) == pytest.approx(len(load_rows("embedded", "train")) / 10, abs=1)
+# What is not here and cannot be fetched
+
+NOBODY = "http://127.0.0.1:9"  # the port that discards; nothing listens there
+
+
+@pytest.fixture
+def closed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A machine without a network, and with an empty cache, whose folder this is."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", NOBODY)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    return tmp_path / "hub"
+
+
+def test_what_the_hub_does_not_have_is_refused_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_dataset(**arguments: Any) -> None:
+        raise ValueError('Unknown split "dev".\nShould be one of ["train"].')
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert refusal("trivaqa", "dev") == (
+        "The split 'dev' of the dataset 'trivaqa' does not load; the nearest is 'triviaqa': "
+        'Unknown split "dev". Should be one of ["train"].'
+    )
+
+
+def test_a_hub_that_is_out_of_reach_is_named(closed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=rf"'some/thing' is neither .* {NOBODY} cannot be reached .*: name a folder"):
+        resolve_model("some/thing")
+    with pytest.raises(DatasetError, match=rf"'trivaqa' .* the nearest is 'triviaqa': .* {NOBODY} cannot be reached"):
+        load_rows("trivaqa", "train")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError, match="since `HF_HUB_OFFLINE` is set"):
+        resolve_model("some/thing")
+
+
+def test_a_model_in_the_cache_needs_no_hub(closed: Path) -> None:
+    folder = closed / "models--some--thing"
+    for name, content in (("refs/main", "0" * 40), (f"snapshots/{'0' * 40}/config.json", "{}")):
+        (folder / name).parent.mkdir(parents=True)
+        (folder / name).write_text(content)
+    assert resolve_model("some/thing") == "some/thing"

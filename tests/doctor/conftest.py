@@ -1,3 +1,3 @@
-from support.app_fixtures import model_folder, recipe, server
+from support.app_fixtures import model_folder, prints, recipe, refused, server
 
-__all__ = ["model_folder", "recipe", "server"]
+__all__ = ["model_folder", "prints", "recipe", "refused", "server"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 import torch
@@ -15,62 +16,47 @@ from mt_grpo.app.request import read_request
 from mt_grpo.doctor import checks, plan
 from mt_grpo.doctor.checks import CHECKS, ERROR, PLAN
 from mt_grpo.doctor.context import RunFacts, examine
+from mt_grpo.envs import MultiTurnToolEnv
+from mt_grpo.integrations.openenv import openenv_server
+from mt_grpo.tools.mcp import McpRemote, McpTool
 
 ALL = CHECKS | PLAN | {"probe": plan.probe}
 
-SILENT = """
-from mt_grpo.envs import MultiTurnToolEnv
 
-class Env(MultiTurnToolEnv):
+class Silent(MultiTurnToolEnv):
     def start(self, prompt):
         return [{"role": "user", "content": str(prompt)}]
-"""
-
-TOOLS = """
-import time
-
-from mt_grpo.tools.mcp import McpRemote, McpTool
 
 
-def slow(query: str) -> str:
-    \"\"\"
-    Takes its time.
+def asked(answer):
+    """A tool with one text as its argument."""
 
-    Args:
-        query: Anything.
-    \"\"\"
-    time.sleep(1)
+    def call(query: str) -> str:
+        """
+        Answers.
 
+        Args:
+            query: Anything.
+        """
+        return answer(query)
 
-def broken(query: str) -> str:
-    \"\"\"
-    Fails.
-
-    Args:
-        query: Anything.
-    \"\"\"
-    raise RuntimeError("no route")
+    return call
 
 
-def tells(query: str) -> dict:
-    \"\"\"
-    Tells of its failure.
-
-    Args:
-        query: Anything.
-    \"\"\"
-    return {"error": "no route"}
+slow = asked(lambda query: time.sleep(1))
+broken = asked(lambda query: {}["no route"])
+tells = asked(lambda query: {"error": "no route"})
 
 
 def shows(query: str, count: int, kind: str = "a") -> str:
-    \"\"\"
+    """
     Shows its arguments.
 
     Args:
         query: Anything.
         count: How many.
         kind: Not asked for.
-    \"\"\"
+    """
     return f"{query!r} {count} {kind}"
 
 
@@ -88,7 +74,23 @@ def of_server(name: str, **annotations: bool) -> McpTool:
 
 
 deletes, reads = of_server("deletes"), of_server("reads", readOnlyHint=True)
-"""
+
+
+class Client:
+    """In the place of OpenEnv's: nobody listens at port 1."""
+
+    def __init__(self, base_url):
+        self.gone = base_url.endswith(":1")
+
+    async def connect(self):
+        if self.gone:
+            raise ConnectionError("nobody")
+
+    async def close(self):
+        pass
+
+
+echo = openenv_server(action=str, client=Client)
 
 
 def examined(recipe, names, *options, **keys):
@@ -99,27 +101,21 @@ def examined(recipe, names, *options, **keys):
 @pytest.fixture
 def check(recipe, tmp_path):
     """Runs one check on a recipe with these keys and options; returns its status and its sentences."""
-    (tmp_path / "tools.py").write_text(TOOLS)
-    (tmp_path / "silent.py").write_text(SILENT)
-
-    def here(value):
-        if isinstance(value, list):
-            return [here(item) for item in value]
-        return value.replace("HERE", str(tmp_path)) if isinstance(value, str) else value
 
     def run(name: str, *options: str, **keys: object) -> tuple[str, str]:
-        keys = {key: here(value) for key, value in keys.items()}
-        found = examined(recipe, {name: ALL[name]}, *map(here, options), **keys)
+        options, keys = json.loads(json.dumps([options, keys]).replace("HERE", str(tmp_path)))
+        found = examined(recipe, {name: ALL[name]}, *options, **keys)
         assert {one.check for one in found} == {name}
         return " ".join(one.status for one in found), " ".join(f"{one.what}. {one.mend}" for one in found)
 
     return run
 
 
-VLLM, ON_GPU = {"use_vllm": True}, {"use_cpu": None}
+VLLM, ON_GPU, SHORT = {"use_vllm": True}, {"use_cpu": None}, {"max_completion_length": 64}
 BIG = {"model_name_or_path": "Qwen/Qwen2.5-7B-Instruct"}
-ENV = {"env": "HERE/silent.py:Env", "call_protocol": None}
+ENV = {"env": "test_checks.Silent", "call_protocol": None}
 LACKS = "not shown its tools (calculator)"
+ADAPTER = {"use_peft": True, "lora_target_modules": ["q_proj", "v_proj"]}
 
 TABLE = [
     ("processes", "--num_processes 3", {}, "ok", ""),
@@ -142,7 +138,7 @@ TABLE = [
     ("model", "", BIG, "warn", "with its `config.json`"),
     ("rows", "", {}, "ok", ""),
     ("rows", "--num_processes 3", {}, "fail", "4 rows, and one batch takes 6"),
-    ("rows", "", {"outcome_reward_funcs": ["HERE/tools.py:reads_colour"]}, "fail", "colour"),
+    ("rows", "", {"outcome_reward_funcs": ["test_checks.reads_colour"]}, "fail", "colour"),
     ("rows", "", {"dataset_name": "triviaqa", "column_mapping": None}, "warn", ""),
     ("template", "", {}, "ok", ""),
     *(
@@ -151,16 +147,16 @@ TABLE = [
         for system in (None, "", "Compute.")
     ),
     ("prompt", "", ENV, "warn", LACKS),
-    ("lengths", "", {"max_completion_length": 64}, "ok", ""),
+    ("lengths", "", SHORT, "ok", ""),
     ("lengths", "", {"max_completion_length": 512}, "warn", "more than the context of 512"),
     ("lengths", "", {"system_prompt": "word " * 600}, "fail", "the context 512"),
     ("tools", "", {"tools": ["calculator"]}, "ok", "calculator(expression='1 + 1')"),
-    ("tools", "", {"tools": ["HERE/tools.py:shows"]}, "ok", "\"'What is 0 of Peru' 1 a\""),
-    ("tools", "", {"tools": ["HERE/tools.py:slow"], "tool_timeout": 0.1}, "fail", "did not answer in 0.1 s"),
-    ("tools", "", {"tools": ["HERE/tools.py:tells"]}, "warn", "answered with what reads as an error"),
-    ("tools", "", {"tools": ["HERE/tools.py:broken"]}, "warn", "no route"),
-    ("tools", "", {"tools": ["HERE/tools.py:deletes"]}, "ok", "deletes is offered by its MCP server, and not called"),
-    ("tools", "", {"tools": ["HERE/tools.py:reads"]}, "ok", "reads() answered"),
+    ("tools", "", {"tools": ["test_checks.shows"]}, "ok", "\"'What is 0 of Peru' 1 a\""),
+    ("tools", "", {"tools": ["test_checks.slow"], "tool_timeout": 0.1}, "fail", "did not answer in 0.1 s"),
+    ("tools", "", {"tools": ["test_checks.tells"]}, "warn", "answered with what reads as an error"),
+    ("tools", "", {"tools": ["test_checks.broken"]}, "warn", "no route"),
+    ("tools", "", {"tools": ["test_checks.deletes"]}, "ok", "deletes is offered by its MCP server, and not called"),
+    ("tools", "", {"tools": ["test_checks.reads"]}, "ok", "reads() answered"),
     ("tools", "", {"tools": None}, "ok", ""),
     ("environment", "", {}, "ok", ""),
     ("server", "", {}, "ok", ""),
@@ -179,15 +175,9 @@ TABLE = [
     ("files", "", VLLM, "ok ok", ""),
     ("step", "", {}, "ok", "an estimate, for this CPU"),
     ("step", "--calibrate HERE", {}, "fail", "has no metrics of a step"),
-    ("probe", "", {"max_completion_length": 64, "gradient_checkpointing": True}, "ok", "of 4 conversations of"),
-    ("probe", "", {"max_completion_length": 64, "forward": "padded"}, "ok", "one micro-batch of 4 conversations of"),
-    (
-        "probe",
-        "",
-        {"max_completion_length": 64, "use_peft": True, "lora_target_modules": ["q_proj", "v_proj"]},
-        "ok",
-        "",
-    ),
+    ("probe", "", {**SHORT, "gradient_checkpointing": True}, "ok", "of 4 conversations of"),
+    ("probe", "", {**SHORT, "forward": "padded"}, "ok", "one micro-batch of 4 conversations of"),
+    ("probe", "", {**SHORT, **ADAPTER}, "ok", ""),
 ]
 """A check, options, keys of the recipe, and the status and a part of what is said."""
 
@@ -212,16 +202,16 @@ def test_a_template_that_refuses_messages_is_named(check, model_folder, tmp_path
 
 
 def test_a_first_prompt_with_images_is_looked_at(check, tmp_path):
-    rows = [
-        {"prompt": f"What is {number}?", "answer": "Lima", "image": [str(tmp_path / "one.png")]} for number in range(8)
-    ]
-    Image.new("RGB", (16, 16)).save(tmp_path / "one.png")
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert check("prompt", call_protocol=None, column_mapping=None)[0] == "ok"
-    status, words = check("prompt", **ENV, column_mapping=None)
+    image, data = tmp_path / "one.png", tmp_path / "seen.jsonl"
+    rows = [{"prompt": f"What is {number}?", "answer": "Lima", "image": [str(image)]} for number in range(8)]
+    Image.new("RGB", (16, 16)).save(image)
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    keys = {"dataset_name": str(data), "column_mapping": None}
+    assert check("prompt", **keys, call_protocol=None)[0] == "ok"
+    status, words = check("prompt", **keys, **ENV)
     assert status == "warn" and LACKS in words
-    (tmp_path / "one.png").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0")
-    status, words = check("prompt", column_mapping=None)
+    image.write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0")
+    status, words = check("prompt", **keys)
     assert status == "fail" and "Row 0 (counted from 0) of the training dataset has an image that cannot" in words
 
 
@@ -231,31 +221,12 @@ def test_a_model_in_a_subfolder_is_found(check, model_folder):
 
 
 TELLING = ["Error: no key", "error 404", '{"error": {"code": 3}}', "[{'error': 'none found'}]", "ValueError: x"]
+TELLING += ["Traceback (most recent call last):"]
+SILENT = ['{"error": null, "hits": []}', "Errors are human.", "No error.", ""]
 
 
-@pytest.mark.parametrize(
-    ("result", "fails"),
-    [
-        *((each, True) for each in (*TELLING, "Traceback (most recent call last):")),
-        *((each, False) for each in ('{"error": null, "hits": []}', "Errors are human.", "No error.", "")),
-    ],
-)
-def test_a_result_that_tells_of_an_error_is_known(result, fails):
-    assert bool(ERROR.match(result)) == fails
-
-
-class Client:
-    """In the place of OpenEnv's: nobody listens at port 1."""
-
-    def __init__(self, base_url):
-        self.gone = base_url.endswith(":1")
-
-    async def connect(self):
-        if self.gone:
-            raise ConnectionError("nobody")
-
-    async def close(self):
-        pass
+def test_a_result_that_tells_of_an_error_is_known():
+    assert [bool(ERROR.match(result)) for result in (*TELLING, *SILENT)] == [True] * 6 + [False] * 4
 
 
 @pytest.mark.parametrize(
@@ -266,14 +237,9 @@ class Client:
         (["http://127.0.0.1:1"], "fail", "Cannot reach the server of `environment_urls`"),
     ],
 )
-def test_openenv_servers_answer(check, tmp_path, monkeypatch, urls, status, said):
+def test_openenv_servers_answer(check, monkeypatch, urls, status, said):
     monkeypatch.setattr("mt_grpo.integrations.openenv.CHECK_SECONDS", 0.1)
-    (tmp_path / "games.py").write_text(
-        "from mt_grpo.integrations.openenv import openenv_server\n"
-        f"from {Client.__module__} import Client\n"
-        "echo = openenv_server(action=str, client=Client)\n"
-    )
-    options = {"env": "HERE/games.py:echo", "tools": None, "call_protocol": None}
+    options = {"env": "test_checks.echo", "tools": None, "call_protocol": None}
     found, words = check("environment", environment_urls=urls, **options)
     assert found == status and said in words
 
@@ -357,24 +323,24 @@ def test_a_probe_that_does_not_fit_says_so(check, monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(plan, "_logps", fail)
-    status, words = check("probe", max_completion_length=64)
+    status, words = check("probe", **SHORT)
     assert status == "fail" and "does not fit" in words and "`gradient_checkpointing: true`" in words
     monkeypatch.setattr("psutil.virtual_memory", lambda: type("Memory", (), {"available": 1e6}))
-    status, words = check("probe", max_completion_length=64)  # it would end the machine
+    status, words = check("probe", **SHORT)  # it would end the machine
     assert status == "fail" and "run it on the machine of the run" in words
 
 
 def test_one_reason_that_stops_many_checks_is_told_once(recipe):
     found = examined(recipe, CHECKS | PLAN, **BIG)
     assert sum("is not here" in one.what for one in found) == 1
-    assert found[-1].check == "left out" and found[-1].status == "warn"
+    assert (found[-1].check, found[-1].status) == ("left out", "warn")
     assert found[-1].what.endswith("template, prompt, lengths, training memory, files, step")
 
 
 def test_for_another_machine_this_one_is_no_reason_to_fail(recipe, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(plan, "free_bytes", lambda folder: 10)
-    keys = {**VLLM, **ON_GPU, "vllm_server_port": free_port(), "max_completion_length": 64}
+    keys = {**VLLM, **ON_GPU, **SHORT, "vllm_server_port": free_port()}
     found = {one.check: one for one in examined(recipe, CHECKS | PLAN, "--gpu_memory", "80", **keys)}
     assert {found[name].status for name in ("server", "files")} == {"warn"}
     assert found["server"].what.startswith("here, which is not the machine of the run: ")

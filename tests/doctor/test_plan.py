@@ -46,79 +46,22 @@ from mt_grpo.tools.search import CorpusSearch, WikipediaSearch
 
 EMBEDDED = Path(embedded.__file__).parent / "model"
 HALF = Precision(2.0, 2)
-SEVEN = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "vocab_size": 152064,
-    "max_position_embeddings": 32768,
-    "tie_word_embeddings": False,
-    "dtype": "bfloat16",
-}
-"""The shape of Qwen2.5-7B."""
 
 
-@pytest.fixture(scope="module")
-def seven(tmp_path_factory):
-    """A folder with the configuration of seven billion parameters, and no weights."""
-    folder = tmp_path_factory.mktemp("seven")
-    (folder / "config.json").write_text(json.dumps(SEVEN))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def shape(seven):
-    return read_shape(AutoConfig.from_pretrained(seven))
-
-
-def test_the_worked_example_of_seven_billion_parameters(shape):
-    assert shape.parameters / 1e9 == pytest.approx(7.62, abs=0.01)
-    assert states(shape, HALF, read_sharding("zero3"), 7) / GB == pytest.approx(17.4, abs=0.05)
-    assert states(shape, HALF, read_sharding("fsdp2"), 7) / GB == pytest.approx(17.4, abs=0.05)
-    assert states(shape, HALF, read_sharding("zero2"), 7) / GB == pytest.approx(43.5, abs=0.05)
-    assert shape.layers * input_of_layer(shape, 51_552, 2) / GB == pytest.approx(10.3, abs=0.06)
-    assert 51_552 * shape.vocabulary * 2 / GB == pytest.approx(15.7, abs=0.05)
-    assert shape.kv_bytes(2) == 57_344
-    tokens = server_tokens(80 * GB, shape, 2)
-    assert tokens == pytest.approx(938_000, rel=0.001)
-    assert (tokens // 8192, tokens // 2500) == (114, 375)
-    assert shared_memory(shape, 2) / GB == pytest.approx(30.5, abs=0.05)
-    assert 3 * checkpoint(shape, HALF, read_sharding("zero3")) / GB == pytest.approx(320, abs=0.5)
-
-
-def test_the_recipe_of_the_example_is_planned(seven, capsys):
-    recipe = str(ROOT / "Qwen" / "triviaqa_7b.yaml")
-    options = ["--num_processes", "7", "--gpu_memory", "80", "--model_name_or_path", str(seven)]
-    main(["doctor", recipe, *options, "--tools", "calculator", "--json", "--accelerate_config", "zero3"])
-    printed = json.loads(capsys.readouterr().out)
-    plan = printed["plan"]
-    assert plan["training"]["tokens"] == 14_688  # 12 conversations of 1,024 tokens behind a prompt of 200
-    assert plan["training"]["bytes of states"] / GB == pytest.approx(17.4, abs=0.05)
-    assert plan["server"]["bytes of a token"] == 57_344
-    assert plan["weights"]["bytes"] / GB == pytest.approx(30.5, abs=0.05)
-    assert (plan["files"]["kept"], plan["files"]["checkpoints"] / GB) == (2, pytest.approx(213, abs=0.5))
-    assert set(plan["splits"]) == {"7 + 1", "6 + 2", "5 + 3", "4 + 4"}
-    assert min(plan["step"]["sampling"], plan["step"]["training"]) > 0 and not plan["step"]["calibrated"]
-    found = {one["check"]: one for one in printed["findings"]}
-    assert found["training memory"]["status"] == "ok" and "with zero3" in found["training memory"]["what"]
+def qwen(kind: int, *sizes: int, **keys: object) -> dict:
+    """A configuration of Qwen2.5 or Qwen3: hidden, intermediate, layers, heads, heads of keys, and vocabulary."""
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    family = {"architectures": [f"Qwen{kind}ForCausalLM"], "model_type": f"qwen{kind}", "dtype": "bfloat16"}
+    places = {"max_position_embeddings": 32768 if kind == 2 else 40960, "tie_word_embeddings": False}
+    return {**family, **places, **dict(zip((*names, "vocab_size"), sizes, strict=True)), **keys}
 
 
 SHAPES = {
-    "Qwen2.5-7B": SEVEN,
-    "Qwen2.5-3B": {**SEVEN, "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36}
-    | {"num_attention_heads": 16, "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True},
-    "Qwen3-32B": {**SEVEN, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 5120}
-    | {"intermediate_size": 25600, "num_hidden_layers": 64, "num_attention_heads": 64, "num_key_value_heads": 8}
-    | {"head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960},
-    "Qwen3-1.7B": {**SEVEN, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 2048}
-    | {"intermediate_size": 6144, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
-    | {"vocab_size": 151936, "max_position_embeddings": 40960, "tie_word_embeddings": True},
-    "Qwen2.5-1.5B": {**SEVEN, "hidden_size": 1536, "intermediate_size": 8960, "num_attention_heads": 12}
-    | {"num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True},
+    "Qwen2.5-7B": qwen(2, 3584, 18944, 28, 28, 4, 152064),
+    "Qwen2.5-3B": qwen(2, 2048, 11008, 36, 16, 2, 151936, tie_word_embeddings=True),
+    "Qwen2.5-1.5B": qwen(2, 1536, 8960, 28, 12, 2, 151936, tie_word_embeddings=True),
+    "Qwen3-32B": qwen(3, 5120, 25600, 64, 64, 8, 151936, head_dim=128),
+    "Qwen3-1.7B": qwen(3, 2048, 6144, 28, 16, 8, 151936, head_dim=128, tie_word_embeddings=True),
 }
 
 
@@ -129,6 +72,16 @@ def model_folder(folder, name, **changes):
     for file in (*EMBEDDED.glob("*token*"), EMBEDDED / "chat_template.jinja"):
         (folder / file.name).write_bytes(file.read_bytes())
     return str(folder)
+
+
+@pytest.fixture(scope="module")
+def seven(tmp_path_factory):
+    return AutoConfig.from_pretrained(model_folder(tmp_path_factory.mktemp("seven") / "model", "Qwen2.5-7B"))
+
+
+@pytest.fixture(scope="module")
+def shape(seven):
+    return read_shape(seven)
 
 
 @pytest.fixture
@@ -144,6 +97,32 @@ def doctor(tmp_path, capsys):
     return run
 
 
+def test_the_worked_example_of_seven_billion_parameters(shape):
+    spread = [states(shape, HALF, read_sharding(name), 7) / GB for name in ("zero3", "fsdp2", "zero2")]
+    assert spread == pytest.approx([17.4, 17.4, 43.5], abs=0.05)
+    assert shape.parameters / 1e9 == pytest.approx(7.62, abs=0.01)
+    assert shape.layers * input_of_layer(shape, 51_552, 2) / GB == pytest.approx(10.3, abs=0.06)
+    assert 51_552 * shape.vocabulary * 2 / GB == pytest.approx(15.7, abs=0.05)
+    tokens = server_tokens(80 * GB, shape, 2)
+    assert (shape.kv_bytes(2), tokens // 8192, tokens // 2500) == (57_344, 114, 375)
+    assert tokens == pytest.approx(938_000, rel=0.001)
+    assert shared_memory(shape, 2) / GB == pytest.approx(30.5, abs=0.05)
+    assert 3 * checkpoint(shape, HALF, read_sharding("zero3")) / GB == pytest.approx(320, abs=0.5)
+
+
+def test_the_recipe_of_the_example_is_planned(tmp_path, doctor):
+    model_folder(tmp_path / "model", "Qwen2.5-7B")
+    found, plan = doctor("--num_processes", 7, "--gpu_memory", 80, "--accelerate_config", "zero3")
+    assert plan["training"]["tokens"] == 14_688  # 12 conversations of 1,024 tokens behind a prompt of 200
+    assert plan["training"]["bytes of states"] / GB == pytest.approx(17.4, abs=0.05)
+    assert plan["server"]["bytes of a token"] == 57_344
+    assert plan["weights"]["bytes"] / GB == pytest.approx(30.5, abs=0.05)
+    assert (plan["files"]["kept"], plan["files"]["checkpoints"] / GB) == (2, pytest.approx(213, abs=0.5))
+    assert set(plan["splits"]) == {"7 + 1", "6 + 2", "5 + 3", "4 + 4"}
+    assert min(plan["step"]["sampling"], plan["step"]["training"]) > 0 and not plan["step"]["calibrated"]
+    assert found["training memory"]["status"] == "ok" and "with zero3" in found["training memory"]["what"]
+
+
 @pytest.mark.parametrize(
     ("recipe", "gpu_memory", "launched"),
     [
@@ -152,15 +131,14 @@ def doctor(tmp_path, capsys):
         ("triviaqa_1.5b", 24, ["--accelerate_config", "zero3"]),
         ("triviaqa_3b_4gpu", 40, ["--accelerate_config", "zero3", "--num_processes", "3"]),
         ("triviaqa_1.5b_2gpu", 40, ["--accelerate_config", "zero2", "--num_processes", "1"]),
-        ("triviaqa_1.5b_1gpu", 24, []),
+        ("triviaqa_1.5b_1gpu", 24, ["--num_processes", "1"]),
     ],
 )
 def test_a_recipe_fits_the_gpus_that_it_names(recipe, gpu_memory, launched, tmp_path, monkeypatch, doctor):
-    path = ROOT / "Qwen" / f"{recipe}.yaml"
-    assert f"of {gpu_memory} GB" in path.read_text().split("\n\n")[0]
-    model_folder(tmp_path / "model", yaml.safe_load(path.read_text())["model_name_or_path"])
+    text = (ROOT / "Qwen" / f"{recipe}.yaml").read_text()
+    assert f"of {gpu_memory} GB" in text.split("\n\n")[0]
+    model_folder(tmp_path / "model", yaml.safe_load(text)["model_name_or_path"])
     monkeypatch.setattr(WikipediaSearch, "search", CorpusSearch(["Lima: The capital of Peru."]).search)
-    launched = launched or ["--num_processes", "1"]
     found, _ = doctor("--gpu_memory", gpu_memory, *launched, recipe=recipe, tools=())
     assert "fail" not in {one["status"] for one in found.values()}
     assert found["processes"]["status"] == found["training memory"]["status"] == "ok"
@@ -170,15 +148,15 @@ def test_a_recipe_fits_the_gpus_that_it_names(recipe, gpu_memory, launched, tmp_
 
 @pytest.mark.parametrize("gpus", [1, 2, 4])
 def test_training_and_serving_on_the_same_gpus_is_planned(gpus, tmp_path, doctor):
-    path = ROOT / "Qwen" / f"gsm8k_colocate_{gpus}gpu.yaml"
+    recipe = f"gsm8k_colocate_{gpus}gpu"
     model_folder(tmp_path / "model", "Qwen/Qwen3-1.7B")
     options = ["--gpu_memory", 80, "--num_processes", gpus, *(["--accelerate_config", "zero2"] if gpus > 1 else [])]
 
     def plan(*more):
-        return doctor(*options, *more, recipe=path.stem, tools=())
+        return doctor(*options, *more, recipe=recipe, tools=())
 
     found, whole = plan()
-    assert "of 80 GB" in path.read_text().split("\n\n")[0]
+    assert "of 80 GB" in (ROOT / "Qwen" / f"{recipe}.yaml").read_text().split("\n\n")[0]
     statuses = {found[name]["status"] for name in ("training memory", "server memory", "server")}
     assert statuses <= {"ok", "warn"} and "the trainer starts" in found["server"]["what"]
     assert whole["training"]["available"] / GB == pytest.approx(78)  # a server that sleeps keeps little
@@ -192,45 +170,58 @@ def test_training_and_serving_on_the_same_gpus_is_planned(gpus, tmp_path, doctor
         assert re.search(r"`vllm_gpu_memory_utilization: 0\.7\d` at most", full["server memory"]["mend"])
 
 
-def test_the_first_recipe_of_the_readme_fits_the_gpu_it_names(tmp_path, monkeypatch, capsys):
+def test_the_first_recipe_of_the_readme_fits_the_gpu_it_names(tmp_path, monkeypatch, prints):
     readme = (ROOT.parent / "README.md").read_text()
     code, recipe = (re.findall(rf"```{language}\n(.*?)```", readme, re.DOTALL)[-1] for language in ("python", "yaml"))
     assert "of 24 GB" in readme
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "my_agent", raising=False)
-    (tmp_path / "my_agent.py").write_text(code)
-    (tmp_path / "my_agent.yaml").write_text(recipe)
-    (tmp_path / "questions.jsonl").write_text('{"prompt": "Which country has Lima as its capital?", "answer": "Peru"}')
+    Path("my_agent.py").write_text(code)
+    Path("my_agent.yaml").write_text(recipe)
+    Path("questions.jsonl").write_text('{"prompt": "Which country has Lima as its capital?", "answer": "Peru"}')
     model = model_folder(tmp_path / "model", yaml.safe_load(recipe)["model_name_or_path"].removesuffix("-Instruct"))
     options = ["--num_processes", "1", "--gpu_memory", "24", "--model_name_or_path", model, "--json"]
-    status = main(["doctor", "my_agent.yaml", *options])
-    found = {one["check"]: one for one in json.loads(capsys.readouterr().out)["findings"]}
-    assert (status, found["training memory"]["status"]) == (0, "ok")
+    findings = json.loads(prints("doctor", "my_agent.yaml", *options))["findings"]
+    assert {one["check"]: one["status"] for one in findings}["training memory"] == "ok"
 
 
-ADAPTER = ["--use_peft", "true", "--dtype", "bfloat16"]
+# What is advised
+
+ADAPTER = "--use_peft true --dtype bfloat16"
+MICRO_BATCH = "--beta 0.1 --per_device_train_batch_size 48 --gradient_accumulation_steps 1"
 
 
 @pytest.mark.parametrize(
     ("model", "options", "ways"),
     [
-        ("Qwen2.5-7B", ["--gpu", "RTX-4090", "--num_processes", "1", *ADAPTER],
-         ["per_device_train_batch_size", "load_in_4bit"]),
-        ("Qwen2.5-7B", ["--gpu", "H100", "--num_processes", "7", "--accelerate_config", "zero2", "--beta", "0.1"]
-         + ["--per_device_train_batch_size", "48", "--gradient_accumulation_steps", "1"],
-         ["per_device_train_batch_size", "--accelerate_config", "offload_optimizer_device"]),
-        ("Qwen3-32B", ["--gpu", "H100", "--num_processes", "8", "--accelerate_config", "zero3"],
-         ["offload_optimizer_device", "processes", "use_peft"]),
-        ("Qwen2.5-3B", ["--gpu", "A10G", "--num_processes", "1", "--gradient_checkpointing", "false", *ADAPTER],
-         ["gradient_checkpointing", "per_device_train_batch_size"]),
+        (
+            "Qwen2.5-7B",
+            f"--gpu RTX-4090 --num_processes 1 {ADAPTER}",
+            ["per_device_train_batch_size", "load_in_4bit"],
+        ),
+        (
+            "Qwen2.5-7B",
+            f"--gpu H100 --num_processes 7 --accelerate_config zero2 {MICRO_BATCH}",
+            ["per_device_train_batch_size", "--accelerate_config", "offload_optimizer_device"],
+        ),
+        (
+            "Qwen3-32B",
+            "--gpu H100 --num_processes 8 --accelerate_config zero3",
+            ["offload_optimizer_device", "processes", "use_peft"],
+        ),
+        (
+            "Qwen2.5-3B",
+            f"--gpu A10G --num_processes 1 --gradient_checkpointing false {ADAPTER}",
+            ["gradient_checkpointing", "per_device_train_batch_size"],
+        ),
     ],
     ids=["an adapter", "a large micro-batch", "a large model", "no checkpointing"],
-)  # fmt: skip
+)
 def test_what_is_advised_fits_by_the_same_plan(model, options, ways, tmp_path, doctor):
     model_folder(tmp_path / "model", model)
 
     def memory(*more):
-        return doctor(*options, *more)[0]["training memory"]
+        return doctor(*options.split(), *more)[0]["training memory"]
 
     failed = memory()
     assert failed["status"] == "fail"
@@ -251,12 +242,11 @@ def test_what_is_advised_fits_by_the_same_plan(model, options, ways, tmp_path, d
 
 def test_ways_for_one_conversation_that_does_not_fit_are_named(tmp_path, doctor):
     model_folder(tmp_path / "model", "Qwen2.5-7B", max_position_embeddings=2**20)
-    command = ["--gpu", "H100", "--num_processes", "8", "--per_device_train_batch_size", "1"]
-    command += ["--gradient_accumulation_steps", "42", "--max_completion_length", "200000"]
-    command += ["--vllm_max_model_length", "220000"]
+    command = "--gpu H100 --num_processes 8 --per_device_train_batch_size 1 --gradient_accumulation_steps 42"
+    command += " --max_completion_length 200000 --vllm_max_model_length 220000"
 
     def found(*options):
-        return doctor(*command, *options)[0]
+        return doctor(*command.split(), *options)[0]
 
     failed = found()["training memory"]
     assert failed["status"] == "fail"
@@ -278,91 +268,12 @@ def test_ways_for_one_conversation_that_does_not_fit_are_named(tmp_path, doctor)
 def test_where_nothing_helps_the_memory_that_does_is_named(tmp_path, doctor):
     model_folder(tmp_path / "model", "Qwen3-32B")
 
-    def memory(size, *options):
-        return doctor("--num_processes", 1, "--gpu_memory", size, *options)[0]["training memory"]
+    def memory(size, options=""):
+        return doctor("--num_processes", 1, "--gpu_memory", size, *options.split())[0]["training memory"]
 
     named = re.search(r"no option .* GPUs of (\d+) GB, or a smaller model", memory(8)["mend"])[1]
-    smallest = ["--use_peft", "true", "--load_in_4bit", "true", "--dtype", "bfloat16"]
-    smallest += ["--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "168"]
-    assert memory(named, *smallest)["status"] == "ok"
-    assert memory(int(named) - 2, *smallest)["status"] != "ok"
-
-
-@pytest.mark.parametrize(("nested", "gigabytes"), [(False, 6.17), (True, 5.86)])
-def test_a_quantised_model_keeps_embedding_and_head_whole(seven, nested, gigabytes):
-    shape = read_shape(AutoConfig.from_pretrained(seven), LoraConfig(r=16, target_modules="all-linear"))
-    assert shape.parameters - shape.linear == pytest.approx(2 * shape.vocabulary * shape.hidden, rel=1e-3)
-    precision = Precision(2.0, 2, quantised=four_bit(nested))
-    assert states(shape, precision, COPIES, 1) / GB == pytest.approx(gigabytes, abs=0.02)
-
-
-@pytest.mark.parametrize(
-    ("written", "name"),
-    [
-        ("h100", "H100"),
-        ("NVIDIA H100 80GB HBM3", "H100"),
-        ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
-        ("rtx4090", "RTX-4090"),
-        ("NVIDIA GeForce RTX 3090", "RTX-3090"),
-        ("l40s", "L40S"),
-        ("L4", "L4"),
-        ("NVIDIA GH200 480GB", "GH200"),
-        ("NVIDIA-A100-SXM4-80GB", "A100-80GB"),
-        ("80GB A100", "A100-80GB"),
-        ("A100_80GB_PCIe", "A100-80GB"),
-        ("RTX 4090", "RTX-4090"),
-        ("NVIDIA RTX A6000", "RTX-A6000"),
-        ("gpu_1x_h100_sxm5", "H100"),
-        ("AMD Instinct MI300X", "MI300X"),
-    ],
-)
-def test_a_gpu_is_known_however_it_is_written(written, name):
-    assert named_gpu(written).name == name
-
-
-@pytest.mark.parametrize(
-    ("name", "nearest"),
-    [
-        ("H10", "'H100'"),
-        ("H100abc", "'H100'"),
-        ("h100x", "'H100'"),
-        ("L4x2", "'L4'"),
-        ("A100", "'A100-40GB' or 'A100-80GB'"),
-        ("NVIDIA A100-SXM4-64GB", "'A100-40GB' or 'A100-80GB'"),
-        ("RTX4090D", "'RTX-4090'"),
-        ("rtx 5080", "'RTX-5090'"),
-    ],
-)
-def test_an_unknown_gpu_is_told_those_of_the_nearest_names(name, nearest):
-    with pytest.raises(ConfigError, match=re.escape(f"The GPU {name!r} is unknown; the nearest is {nearest}: give")):
-        named_gpu(name)
-
-
-@pytest.mark.parametrize("name", ["H1000", "A100", "T4", "4", ""])
-def test_an_unknown_gpu_is_refused_with_those_known(name):
-    with pytest.raises(ConfigError, match=r"is unknown.*: give one of H100, .* or its memory, as `--gpu_memory 48`"):
-        named_gpu(name)
-
-
-def stepped(model, dtype: torch.dtype) -> int:
-    """Bytes of weights, gradients and moments after a step of AdamW."""
-    model = model.to(dtype)
-    trained = [one for one in model.parameters() if one.requires_grad]
-    optimizer = torch.optim.AdamW(trained)
-    model(input_ids=torch.ones(1, 4, dtype=torch.long)).logits.float().mean().backward()
-    optimizer.step()
-    moments = [value for state in optimizer.state.values() for value in state.values()]
-    return sum(one.numel() * one.element_size() for one in (*model.parameters(), *(t.grad for t in trained), *moments))
-
-
-@pytest.mark.parametrize("kind", ["gemma 4", "qwen3.5", "lfm2", "falcon h1", "mamba 2"])
-def test_keys_and_values_are_those_that_the_model_keeps(kind):
-    """Of all of its layers: heads of several sizes, layers that share those of others, and layers with a state."""
-    model = build_random(kind) if kind == "gemma 4" else build_hybrid(kind)
-    cache = model(torch.arange(8)[None], use_cache=True, return_dict=True)
-    cache = cache.get("past_key_values", cache.get("cache_params"))
-    kept = [one for layer in cache.layers for one in (getattr(layer, "keys", None), getattr(layer, "values", None))]
-    assert read_shape(model.config).kept == sum(one.numel() for one in kept if one is not None) / 8
+    smallest = f"{ADAPTER} --load_in_4bit true --per_device_train_batch_size 1 --gradient_accumulation_steps 168"
+    assert memory(named, smallest)["status"] == "ok" != memory(int(named) - 2, smallest)["status"]
 
 
 def test_layers_of_an_adapter_that_peft_does_not_know_are_named(tmp_path, doctor):
@@ -378,11 +289,62 @@ def test_layers_of_an_adapter_that_peft_does_not_know_are_named(tmp_path, doctor
     assert "The adapter cannot be made" in found("--use_peft", "true")["model"]["what"]
 
 
+WRITTEN = {
+    "H100": ["h100", "NVIDIA H100 80GB HBM3", "gpu_1x_h100_sxm5"],
+    "A100-40GB": ["NVIDIA A100-SXM4-40GB"],
+    "A100-80GB": ["NVIDIA-A100-SXM4-80GB", "80GB A100", "A100_80GB_PCIe"],
+    "RTX-4090": ["rtx4090", "RTX 4090"],
+    "RTX-3090": ["NVIDIA GeForce RTX 3090"],
+    "RTX-A6000": ["NVIDIA RTX A6000"],
+    "L40S": ["l40s"],
+    "L4": ["L4"],
+    "GH200": ["NVIDIA GH200 480GB"],
+    "MI300X": ["AMD Instinct MI300X"],
+}
+NEAREST = {
+    "'H100'": ["H10", "H1000", "H100abc", "h100x"],
+    "'L4'": ["4", "L4x2"],
+    "'A100-40GB' or 'A100-80GB'": ["A100", "NVIDIA A100-SXM4-64GB"],
+    "'RTX-4090'": ["RTX4090D"],
+    "'RTX-5090'": ["rtx 5080"],
+    "": ["T4", ""],
+}
+
+
+def test_a_gpu_is_known_however_it_is_written():
+    found = {name: {named_gpu(each).name for each in written} for name, written in WRITTEN.items()}
+    assert found == {name: {name} for name in WRITTEN}
+
+
+@pytest.mark.parametrize(
+    ("nearest", "name"), [(nearest, each) for nearest, names in NEAREST.items() for each in names]
+)
+def test_an_unknown_gpu_is_told_the_nearest_and_those_known(nearest, name):
+    with pytest.raises(ConfigError) as refused:
+        named_gpu(name)
+    near = f"; the nearest is {nearest}: " if nearest else ": "
+    begins, ends = f"The GPU {name!r} is unknown{near}give one of H100, ", ", or its memory, as `--gpu_memory 48`"
+    assert str(refused.value).startswith(begins) and ends in str(refused.value)
+
+
+# Memory
+
+
+def stepped(model, dtype: torch.dtype) -> int:
+    """Bytes of weights, gradients and moments after a step of AdamW."""
+    model = model.to(dtype)
+    trained = [one for one in model.parameters() if one.requires_grad]
+    optimizer = torch.optim.AdamW(trained)
+    model(input_ids=torch.ones(1, 4, dtype=torch.long)).logits.float().mean().backward()
+    optimizer.step()
+    moments = [value for state in optimizer.state.values() for value in state.values()]
+    return sum(one.numel() * one.element_size() for one in (*model.parameters(), *(t.grad for t in trained), *moments))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_states_are_those_that_torch_holds(dtype):
     model = AutoModelForCausalLM.from_pretrained(EMBEDDED)
-    size = dtype.itemsize
-    planned = states(read_shape(model.config), Precision(size, size), COPIES, 1)
+    planned = states(read_shape(model.config), Precision(dtype.itemsize, dtype.itemsize), COPIES, 1)
     assert planned == pytest.approx(stepped(model, dtype), rel=0.05)
 
 
@@ -392,25 +354,41 @@ def test_states_of_an_adapter_are_those_that_torch_holds(tokenizer):
     assert 0 < shape.adapter < shape.parameters / 4
     held = stepped(get_peft_model(model, settings), torch.float32)
     assert states(shape, Precision(4.0, 4), COPIES, 1) == pytest.approx(held, rel=0.05)
-    sharded = states(shape, HALF, Sharding("three", 3), 4)
-    assert sharded == (2 * shape.parameters + 16 * shape.adapter) / 4
+    assert states(shape, HALF, Sharding("three", 3), 4) == (2 * shape.parameters + 16 * shape.adapter) / 4
+
+
+@pytest.mark.parametrize(("nested", "gigabytes"), [(False, 6.17), (True, 5.86)])
+def test_a_quantised_model_keeps_embedding_and_head_whole(seven, nested, gigabytes):
+    shape = read_shape(seven, LoraConfig(r=16, target_modules="all-linear"))
+    assert shape.parameters - shape.linear == pytest.approx(2 * shape.vocabulary * shape.hidden, rel=1e-3)
+    precision = Precision(2.0, 2, quantised=four_bit(nested))
+    assert states(shape, precision, COPIES, 1) / GB == pytest.approx(gigabytes, abs=0.02)
+
+
+@pytest.mark.parametrize("kind", ["gemma 4", "qwen3.5", "lfm2", "falcon h1", "mamba 2"])
+def test_keys_and_values_are_those_that_the_model_keeps(kind):
+    """Of all of its layers: heads of several sizes, layers that share those of others, and layers with a state."""
+    model = build_random(kind) if kind == "gemma 4" else build_hybrid(kind)
+    cache = model(torch.arange(8)[None], use_cache=True, return_dict=True)
+    cache = cache.get("past_key_values", cache.get("cache_params"))
+    kept = [one for layer in cache.layers for one in (getattr(layer, "keys", None), getattr(layer, "values", None))]
+    assert read_shape(model.config).kept == sum(one.numel() for one in kept if one is not None) / 8
+
+
+def test_a_model_that_hears_is_planned_with_what_it_hears_with():
+    model = SOUND_FAMILIES["qwen2-audio"]()[1]
+    model.config.architectures = [type(model).__name__]
+    assert read_shape(model.config).parameters == sum(each.numel() for each in model.parameters())
 
 
 def test_less_is_held_the_more_is_spread(shape):
-    by_stage = [states(shape, HALF, Sharding("", stage), 8) for stage in (2, 3)]
-    assert by_stage == sorted(by_stage, reverse=True)
-    offloaded = Sharding("", 2, offloads_optimizer=True)
-    assert states(shape, HALF, offloaded, 8) == 4 * shape.parameters
-    eight_bit = Precision(2.0, 2, moment=1.0)
-    assert states(shape, eight_bit, COPIES, 1) == 6 * shape.parameters
+    assert states(shape, HALF, Sharding("", 2), 8) > states(shape, HALF, Sharding("", 3), 8)
+    assert states(shape, HALF, Sharding("", 2, offloads_optimizer=True), 8) == 4 * shape.parameters
+    assert states(shape, Precision(2.0, 2, moment=1.0), COPIES, 1) == 6 * shape.parameters
     whole = Sharding("", 3, offloads_weights=True, offloads_optimizer=True)
     assert states(shape, HALF, whole, 8) < states(shape, HALF, Sharding("", 3), 8)
     assert gathered(shape, HALF, Sharding("", 3)) > gathered(shape, HALF, COPIES) == 0
-
-
-def test_a_head_in_chunks_is_smaller_than_all_logits(shape):
-    assert head(shape, 49_152, 2, 2**28) < head(shape, 49_152, 2, None)
-    assert activations(shape, 51_552, 2, True) < activations(shape, 51_552, 2, False)
+    assert head(shape, 49_152, 2, 2**28) < head(shape, 49_152, 2, None)  # in chunks
 
 
 def test_groups_near_the_root_of_the_layers_keep_least(shape):
@@ -418,35 +396,28 @@ def test_groups_near_the_root_of_the_layers_keep_least(shape):
     assert shape.layers == 28 and min(held, key=held.get) in (4, 5, 6)
     assert held[5] - held[1] == (6 + 4 - 28) * input_of_layer(shape, 51_552, 2) and held[28] == held[39] == held[1]
     assert activations(shape, 51_552, 2, True, offloading=True) < held[5]
-    assert recomputed(True, 1) == pytest.approx(4 / 3) and recomputed(True, 2) == 1.5 and recomputed(False, 1) == 1
+    assert held[1] == activations(shape, 51_552, 2, True) < activations(shape, 51_552, 2, False)
+    assert (recomputed(True, 1), recomputed(True, 2), recomputed(False, 1)) == (pytest.approx(4 / 3), 1.5, 1)
 
 
 @pytest.mark.parametrize(
-    ("content", "expected"),
+    ("kind", "content", "expected"),
     [
-        ({"distributed_type": "NO", "num_processes": 2}, (0, False, False)),
-        ({"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 1}}, (1, False, False)),
-        (
-            {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 3, "offload_param_device": "cpu"}},
-            (3, False, False),
-        ),
-        ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_sharding_strategy": "NO_SHARD"}}, (0, False, False)),
-        (
-            {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2, "fsdp_activation_checkpointing": True}},
-            (3, False, True),
-        ),
-        ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_offload_params": True}}, (3, True, False)),
-        (
-            {"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": "zero.json"}},
-            (3, True, False),
-        ),
+        ("NO", {}, (0, False, False)),
+        ("DEEPSPEED", {"zero_stage": 1}, (1, False, False)),
+        ("DEEPSPEED", {"zero_stage": 3, "offload_param_device": "cpu"}, (3, False, False)),
+        ("DEEPSPEED", {"deepspeed_config_file": "zero.json"}, (3, True, False)),
+        ("FSDP", {"fsdp_sharding_strategy": "NO_SHARD"}, (0, False, False)),
+        ("FSDP", {"fsdp_version": 2, "fsdp_activation_checkpointing": True}, (3, False, True)),
+        ("FSDP", {"fsdp_offload_params": True}, (3, True, False)),
     ],
 )
-def test_accelerate_configurations_are_read(tmp_path, monkeypatch, content, expected):
+def test_accelerate_configurations_are_read(tmp_path, monkeypatch, kind, content, expected):
     monkeypatch.chdir(tmp_path)
     zero = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}
     Path("zero.json").write_text(json.dumps(zero))
-    Path("own.yaml").write_text(yaml.safe_dump(content))
+    whole = {"distributed_type": kind, "num_processes": 2, **({f"{kind.lower()}_config": content} if content else {})}
+    Path("own.yaml").write_text(yaml.safe_dump(whole))
     found = read_sharding("own.yaml")
     assert (found.stage, found.offloads_optimizer, found.checkpoints) == expected
 
@@ -454,31 +425,13 @@ def test_accelerate_configurations_are_read(tmp_path, monkeypatch, content, expe
 UNREADABLE = "{distributed_type: DEEPSPEED, deepspeed_config: {deepspeed_config_file: none}}"
 
 
-@pytest.mark.parametrize("content", ["a: [", "- a", UNREADABLE])
-def test_a_wrong_accelerate_configuration_is_refused(tmp_path, content):
-    with pytest.raises(ConfigError, match="the nearest is 'zero3'"):
-        read_sharding("zeroo3")
-    path = tmp_path / "own.yaml"
-    path.write_text(content)
-    with pytest.raises(ConfigError):
-        read_sharding(str(path))
-
-
-def test_more_gpus_serve_faster(shape):
-    lengths = Lengths(3.0, 500.0, 900.0)
-
-    def seconds(conversations, at_once):
-        return server_seconds(shape, speed_of(None), lengths, conversations, at_once, 2, 1)
-
-    assert seconds(168, 168) < seconds(336, 336) < seconds(336, 100)
-    assert assumed_lengths(100, 4, 48, 320) == Lengths(3.0, 72.0, 260.0)
-    assert Step(1.0, 2.0, 3.0).scaled(2.0).total == 12.0
-
-
-def test_a_step_takes_less_where_batches_are_sampled_ahead():
-    assert [Step(4.0, 3.0, 2.0, staleness).total for staleness in (0, 1, 2, 4)] == [9.0, 4.5, 3.0, 2.0]
-    assert [Step(4.0, 3.0, 2.0, staleness, shared=True).total for staleness in (0, 1, 2)] == [9.0, 6.0, 6.0]
-    assert Step(4.0, 3.0, 2.0, 1).scaled(2.0).total == 9.0
+@pytest.mark.parametrize(
+    ("content", "said"), [("a: [", "."), ("- a", "."), (UNREADABLE, "."), (None, "the nearest is 'zero3'")]
+)
+def test_a_wrong_accelerate_configuration_is_refused(tmp_path, content, said):
+    (tmp_path / "own.yaml").write_text(content or "")
+    with pytest.raises(ConfigError, match=said):
+        read_sharding("zeroo3" if content is None else str(tmp_path / "own.yaml"))
 
 
 def test_sampling_ahead_without_a_server_takes_a_copy(shape):
@@ -490,30 +443,49 @@ def test_sampling_ahead_without_a_server_takes_a_copy(shape):
     assert alone.pop("sampling beyond training") == 0 and alone == ahead
 
 
+# Seconds
+
+
+def test_more_gpus_serve_faster(shape):
+    def seconds(conversations, at_once):
+        return server_seconds(shape, speed_of(None), Lengths(3.0, 500.0, 900.0), conversations, at_once, 2, 1)
+
+    assert seconds(168, 168) < seconds(336, 336) < seconds(336, 100)
+    assert assumed_lengths(100, 4, 48, 320) == Lengths(3.0, 72.0, 260.0)
+
+
+def test_a_step_takes_less_where_batches_are_sampled_ahead():
+    assert [Step(4.0, 3.0, 2.0, staleness).total for staleness in (0, 1, 2, 4)] == [9.0, 4.5, 3.0, 2.0]
+    assert [Step(4.0, 3.0, 2.0, staleness, shared=True).total for staleness in (0, 1, 2)] == [9.0, 6.0, 6.0]
+    assert (Step(1.0, 2.0, 3.0).scaled(2.0).total, Step(4.0, 3.0, 2.0, 1).scaled(2.0).total) == (12.0, 9.0)
+
+
 @pytest.mark.parametrize(
-    ("properties", "expected"),
+    ("schema", "expected"),
     [
-        ({"answer": {"type": "string"}}, "Lima"),
-        ({"a": {"type": "string"}}, "What is it"),
-        ({"a": {"enum": ["x", "y"]}}, "x"),
-        ({"a": {"type": "integer", "minimum": 3}}, 3),
-        ({"a": {"type": ["number", "null"]}}, 1),
-        ({"a": {"type": "boolean"}}, False),
-        ({"a": {"type": "array", "items": {"type": "integer"}, "minItems": 2}}, [1, 1]),
-        ({"a": {"type": "object", "properties": {"b": {"const": 7}}, "required": ["b"]}}, {"b": 7}),
-        ({"a": {"anyOf": [{"type": "integer", "default": 5}, {"type": "null"}]}}, 5),
-        ({"a": True}, "What is it"),
+        ({"type": "string"}, "What is it"),
+        ({"enum": ["x", "y"]}, "x"),
+        ({"type": "integer", "minimum": 3}, 3),
+        ({"type": ["number", "null"]}, 1),
+        ({"type": "boolean"}, False),
+        ({"type": "array", "items": {"type": "integer"}, "minItems": 2}, [1, 1]),
+        ({"type": "object", "properties": {"b": {"const": 7}}, "required": ["b"]}, {"b": 7}),
+        ({"anyOf": [{"type": "integer", "default": 5}, {"type": "null"}]}, 5),
+        (True, "What is it"),
     ],
 )
-def test_arguments_are_made_from_schema_and_row(properties, expected):
+def test_arguments_are_made_from_schema_and_row(schema, expected):
     row = {"prompt": [{"role": "user", "content": "What is it"}], "answer": "Lima"}
-    schema = {"type": "object", "properties": {**properties, "more": {}}, "required": list(properties)}
-    assert list(made_arguments(schema, row).values()) == [expected]
+    properties = {"a": schema, "answer": {"type": "string"}, "more": {}}
+    made = made_arguments({"type": "object", "properties": properties, "required": ["a", "answer"]}, row)
+    assert made == {"a": expected, "answer": "Lima"}
 
 
-def test_the_command_prints_a_line_for_each_finding(recipe, capsys):
-    assert main(["doctor", *recipe(max_completion_length=64, call_protocol="learnt_tags")]) == 0
-    out = capsys.readouterr().out
+# The command
+
+
+def test_the_command_prints_a_line_for_each_finding(recipe, capsys, prints):
+    out = prints("doctor", *recipe(max_completion_length=64, call_protocol="learnt_tags"))
     assert "ok    processes" in out and out.splitlines()[-1] == "nothing stands in the way of this run"
     assert main(["doctor", *recipe(per_device_train_batch_size=12)]) == 1
     assert "fail  rows" in (out := capsys.readouterr().out) and "1 of these must be mended" in out.splitlines()[-1]
@@ -536,12 +508,5 @@ def test_the_command_prints_json(recipe, capsys):
         (["--max_steps", "0"], "`max_steps` is 0, so nothing is trained"),
     ],
 )
-def test_wrong_options_are_refused(recipe, capsys, given, message):
-    assert main(["doctor", *recipe(), *given]) == 1
-    assert message in capsys.readouterr().err
-
-
-def test_a_model_that_hears_is_planned_with_what_it_hears_with():
-    model = SOUND_FAMILIES["qwen2-audio"]()[1]
-    model.config.architectures = [type(model).__name__]
-    assert read_shape(model.config).parameters == sum(each.numel() for each in model.parameters())
+def test_wrong_options_of_the_doctor_are_refused(recipe, refused, given, message):
+    assert message in refused("doctor", *recipe(), *given)

@@ -7,8 +7,12 @@ import json
 import pytest
 import yaml
 
+from mt_grpo.cli import main
 from support.models import build_model, build_tokenizer
 from support.replicas import Replica
+
+SAVE = {"save_strategy": "steps", "save_steps": 1, "do_eval": False}
+"""Keys of a recipe: a checkpoint of each step, and no measure before or after."""
 
 
 @pytest.fixture(scope="module")
@@ -78,3 +82,32 @@ def recipe(tmp_path, model_folder):
         return ["--config", str(path)]
 
     return write
+
+
+@pytest.fixture
+def prints(capsys):
+    """Runs a command, which has to end well; what it printed."""
+
+    def run(*arguments: object) -> str:
+        capsys.readouterr()
+        assert main([str(argument) for argument in arguments]) == 0
+        return capsys.readouterr().out
+
+    return run
+
+
+@pytest.fixture
+def refused(capsys):
+    """Runs a command, which has to end with the status 1 and one sentence; that sentence."""
+
+    def run(command: str, *arguments: object) -> str:
+        capsys.readouterr()
+        assert main([command, *map(str, arguments)]) == 1
+        printed, errors = capsys.readouterr()
+        (line,) = [line for line in errors.splitlines() if line.startswith("mt-grpo: ")]
+        assert errors.endswith(f"{line}\n") and "Traceback" not in errors
+        if command not in ("train", "rollout", "doctor"):  # which may have begun, and said so
+            assert (printed, errors) == ("", f"{line}\n")
+        return line
+
+    return run

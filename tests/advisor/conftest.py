@@ -1,0 +1,3 @@
+from support.app_fixtures import prints, refused
+
+__all__ = ["prints", "refused"]
