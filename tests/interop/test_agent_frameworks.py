@@ -14,6 +14,7 @@ from datasets import Dataset
 from support.agents import END, calling_tokenizer, check_whole, hold, run_agent
 from support.marks import needs_server
 from support.models import CPU_RUN, build_model
+from support.served import Served
 from support.trainers import Length, batch, check_log_probs
 
 from mt_grpo.envs.protocols import ParsedTurn
@@ -168,16 +169,11 @@ def test_what_a_framework_samples_is_trained(name, agent, tmp_path):
 @needs_server
 @pytest.mark.server
 def test_what_a_framework_samples_on_a_server_is_trained(agent, tmp_path):
-    from server.test_vllm_server import Served
-
-    served = Served(tmp_path, True)
-    try:
+    with Served(tmp_path) as served:
         for name in LINEAR:
             source = AgentSource(agent(name), Calling())
             client = served.client()
             check_sampled(trainer_of(source, tmp_path, served.model, client, served.tokenizer, max_turn_length=16))
-    finally:
-        served.server.stop()
 
 
 LISTEN = "async def listen(context, events):\n    async for _ in events:\n        pass\n\n\nasync def solve"

@@ -1,4 +1,7 @@
-"""Model families with their own templates and native tools, from a real vLLM server to a training step."""
+"""
+Kinds of models from a real vLLM server to a training step: families with their own templates and native tools,
+mixtures of experts whose routes are trained, and a model that sees images in prompts and in replies.
+"""
 
 from __future__ import annotations
 
@@ -9,47 +12,53 @@ import random
 import pytest
 import torch
 from datasets import Dataset
+from PIL import Image
+from support import images
 from support.marks import needs_server
-from support.models import CPU_RUN
-from support.servers import RealServer
+from support.models import build_tokenizer
+from support.served import TOLERANCE, Served
 from support.template_matrix import ASKED, Exchange, tokenizer_of, turns_of, written
 from support.trainers import Letters
-from transformers import AutoModelForCausalLM, Gemma4TextConfig, GptOssConfig, Qwen3_5TextConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    Gemma4TextConfig,
+    GptOssConfig,
+    MixtralConfig,
+    Qwen3_5TextConfig,
+    Qwen3MoeConfig,
+)
 
+from mt_grpo.envs import Outcome
 from mt_grpo.forward import token_logps
+from mt_grpo.media import IMAGE
 from mt_grpo.rollout import ChatRenderer, RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
-from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
+from mt_grpo.rollout.engines.vllm.images import name_of
+from mt_grpo.rollout.media import MediaEncoder
 from mt_grpo.token_tree import TokenTree
-from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
 
 pytestmark = [needs_server, pytest.mark.server]
 
-SIZE = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 2048}
-SIZE |= {"initializer_range": 0.1}  # learns in half the steps that the usual 0.02 takes
-HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
-KINDS = ["sliding_attention", "full_attention"]
+SIZE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+SMALL = SIZE | {"intermediate_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 2048}
+SMALL |= {"initializer_range": 0.1}  # learns in half the steps that the usual 0.02 takes
+KINDS = {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"]}
 FAMILIES = {
-    "gptoss": lambda **tokens: GptOssConfig(
-        **SIZE, **HEADS, **tokens, num_local_experts=4, num_experts_per_tok=2, sliding_window=64, layer_types=KINDS
-    ),
+    "gptoss": lambda **tokens: GptOssConfig(**SMALL, **KINDS, **tokens, num_local_experts=4, num_experts_per_tok=2),
     "gemma4_v5": lambda **tokens: Gemma4TextConfig(
-        **SIZE,
-        **HEADS,
+        **SMALL,
+        **KINDS,
         **tokens,
         global_head_dim=32,
         num_global_key_value_heads=1,
         vocab_size_per_layer_input=tokens["vocab_size"],
         hidden_size_per_layer_input=8,
         num_kv_shared_layers=0,
-        sliding_window=64,
-        layer_types=KINDS,
     ),
     "qwen3_5_think": lambda **tokens: Qwen3_5TextConfig(
-        **SIZE,
-        **HEADS,
+        **SMALL,
         **tokens,
-        linear_key_head_dim=128,
-        linear_value_head_dim=128,
+        **{f"linear_{kind}_head_dim": 128 for kind in ("key", "value")},
         linear_num_key_heads=2,
         linear_num_value_heads=4,
         layer_types=["linear_attention", "full_attention"],
@@ -57,13 +66,10 @@ FAMILIES = {
 }
 
 
-def build(family: str):
-    """A random model of a family, with its template's tokenizer."""
-    tokenizer = tokenizer_of(family)
-    tokens = {"vocab_size": len(tokenizer), "bos_token_id": None, "pad_token_id": tokenizer.pad_token_id}
+def random_model(config, tokenizer, **tokens):
     torch.manual_seed(0)
-    config = FAMILIES[family](**tokens, eos_token_id=tokenizer.eos_token_id)
-    return AutoModelForCausalLM.from_config(config).eval(), tokenizer
+    tokens |= {"vocab_size": len(tokenizer), "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
+    return AutoModelForCausalLM.from_config(config(**tokens)).eval()
 
 
 def learn_by_heart(model, family: str, tokenizer) -> None:
@@ -95,25 +101,14 @@ def learn_by_heart(model, family: str, tokenizer) -> None:
     raise AssertionError(f"{loss.item():.2f} nats a token")
 
 
-def differences(server, path, tokenizer) -> tuple[torch.Tensor, torch.Tensor]:
+def differences(served: Served) -> tuple[torch.Tensor, torch.Tensor]:
     """
     Log-probs that a server samples with, against ours in the dtype of the server, and how far that dtype alone moves
     ours from float32's: for tokens after random ones, of which no single one is likely.
     """
-    draw = random.Random(0)
-    contexts = [[draw.randrange(len(tokenizer)) for _ in range(40)] for _ in range(8)]
-    sampling = SamplingParams(max_tokens=48, temperature=0.5, seed=3, stop_token_ids=())
-
-    async def sample():
-        client = VLLMServerClient(server.url, tokenizer, model=path)
-        await client.connect()
-        try:
-            return await asyncio.gather(*(client.generate(ids, sampling, str(i)) for i, ids in enumerate(contexts)))
-        finally:
-            await client.close()
-
-    trees = []
-    for context, turn in zip(contexts, asyncio.run(sample()), strict=True):
+    draw, trees = random.Random(0), []
+    contexts = [[draw.randrange(len(served.tokenizer)) for _ in range(40)] for _ in range(8)]
+    for context, turn in zip(contexts, served.sample(contexts, max_tokens=48, temperature=0.5, seed=3), strict=True):
         trees.append(TokenTree())
         trees[-1].add_turn(context, turn.ids, turn.logprobs)
 
@@ -121,7 +116,7 @@ def differences(server, path, tokenizer) -> tuple[torch.Tensor, torch.Tensor]:
     def scored(model):
         return torch.cat([turn for tree in token_logps(model, trees, temperature=0.5) for turn in tree]).float()
 
-    model = AutoModelForCausalLM.from_pretrained(path)
+    model = AutoModelForCausalLM.from_pretrained(served.path)
     ours, exact = scored(model), scored(model.float())
     sampled = torch.tensor([logprob for tree in trees for logprob in tree.nodes[-1].logprobs])
     return (sampled - ours).abs(), (ours - exact).abs()
@@ -134,38 +129,149 @@ def test_a_family_is_sampled_and_trained_alike(family, tmp_path):
     and nine tenths, against what the dtype itself does to ours.
     """
     coarse = family.startswith("qwen3_5")  # the kernels of vLLM's CPU build know of bfloat16 only
-    model, tokenizer = build(family)
+    tokenizer = tokenizer_of(family)
+    model = random_model(FAMILIES[family], tokenizer, pad_token_id=tokenizer.pad_token_id)
     learn_by_heart(model, family, tokenizer)
-    path = str(tmp_path / "model")
-    (copy.deepcopy(model).bfloat16() if coarse else model).save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    options = ["--vllm_max_model_length", "1500"] + ["--dtype", "bfloat16"] * coarse
-    server = RealServer(path, tmp_path / "server.log", *options)
-    try:
-        server.start()
-        difference, noise = differences(server, path, tokenizer)
+    options = ("--dtype", "bfloat16") if coarse else ()
+    model = copy.deepcopy(model).bfloat16() if coarse else model
+    with Served(tmp_path, model, tokenizer, *options, length=1500) as served:
+        difference, noise = differences(served)
         assert difference.mean() < 2 * noise.mean() + 1e-4
         assert difference.quantile(0.9) < 2 * noise.quantile(0.9) + 1e-4
-        args = MTGRPOConfig(
-            str(tmp_path / "run"),
-            **CPU_RUN,
-            use_vllm=True,
-            vllm_server_base_url=server.url,
-            learning_rate=1e-3,
-            temperature=0.5,
-            max_steps=2,
-            max_completion_length=900,
-        )
         rows = Dataset.from_list([{"prompt": [{"role": "user", "content": ASKED}]}] * 2)
-        trained = AutoModelForCausalLM.from_pretrained(path)
-        trainer = MTGRPOEnvTrainer(
-            trained, Exchange("one call"), [], [Letters()], args, rows, processing_class=tokenizer
-        )
-        trainer.train()
-    finally:
-        server.stop()
-    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
-    assert len(steps) == 2
+        options = {"learning_rate": 1e-3, "temperature": 0.5, "max_steps": 2, "max_completion_length": 900}
+        trained = AutoModelForCausalLM.from_pretrained(served.path)
+        _, steps = served.train(Exchange("one call"), [Letters()], rows, model=trained, **options)
     for step in steps:
         assert step["sampling/sampling_logp_difference/mean"] < (0.02 if coarse else 1e-4)
     assert steps[0]["tools/call_frequency"] > 0 and steps[0]["tools/failure_frequency"] == 0
+
+
+DECODER = SIZE | {"intermediate_size": 64, "num_hidden_layers": 3, "max_position_embeddings": 1024}
+DECODER |= {"initializer_range": 0.2, "num_experts_per_tok": 2}
+MIXTURES = {
+    "qwen3_moe": lambda **tokens: Qwen3MoeConfig(
+        **DECODER, **tokens, num_experts=8, moe_intermediate_size=32, mlp_only_layers=[1]
+    ),
+    "mixtral": lambda **tokens: MixtralConfig(**DECODER, **tokens, num_local_experts=4),
+}
+
+
+@pytest.fixture(scope="module", params=MIXTURES)
+def mixture(request, tmp_path_factory):
+    tokenizer = build_tokenizer()
+    model = random_model(MIXTURES[request.param], tokenizer)
+    with Served(tmp_path_factory.mktemp("mixture"), model, tokenizer, length=500) as served:
+        yield served
+
+
+def test_tokens_go_where_the_server_sent_them(mixture):
+    tokenizer, tree, logprobs = mixture.tokenizer, TokenTree(), []
+    ids = tokenizer.encode("What is it that you see there, and why? " * 6)
+    for turn in range(3):
+        (sample,) = mixture.sample([ids], max_tokens=20, seed=turn, routes_from=tree.routed if turn else 0)
+        tree.add_turn(ids, sample.ids, sample.logprobs, sample.routes)
+        logprobs += sample.logprobs
+        ids = [*ids, *sample.ids, *tokenizer.encode(" Go on.")]
+    assert tree.routed == len(tree.sequences()[0].tokens) - 1  # what was sampled last went nowhere yet
+
+    @torch.no_grad()
+    def difference(model, tree):
+        return (torch.cat(list(token_logps(model, [tree])[0])) - torch.tensor(logprobs)).abs().max().item()
+
+    assert difference(mixture.model, tree) < 1e-4
+    flipped, plain = copy.deepcopy(mixture.model), copy.deepcopy(tree)
+    for name, weight in flipped.named_parameters():
+        if name.endswith(".gate.weight"):  # by a rounding, in which some choices differ
+            weight.data += 0.005 * torch.randn_like(weight)
+    for node in plain.nodes:
+        node.routes = b""
+    assert difference(flipped, tree) < difference(flipped, plain) / 2
+
+
+class Shows:
+    """Replies after each turn, whatever the model writes."""
+
+    def __init__(self, *replies) -> None:
+        self.replies = replies
+
+    async def run(self, policy, row):
+        messages = list(row["prompt"])
+        for reply in self.replies:
+            turn = await policy.reply(messages, max_tokens=12)
+            messages += [turn.message, {"role": "user", "content": reply}]
+        return Outcome()
+
+    async def close(self):
+        pass
+
+
+def test_a_mixture_is_sampled_and_trained_alike(mixture):
+    rows = Dataset.from_list([{"prompt": [{"role": "user", "content": word}]} for word in ("one", "two")])
+    model = AutoModelForCausalLM.from_pretrained(mixture.path)
+    options = {"model": model, "learning_rate": 1e-2, "max_steps": 2}
+    _, steps = mixture.train(lambda row: Shows("Go on.", "Go on."), [Letters()], rows, **options)
+    for step in steps:
+        assert step["sampling/sampling_logp_difference/max"] < TOLERANCE and step["router/differing"] < 0.01
+
+
+def words(completions, **columns):
+    return [float(sum(map(ord, str(messages[0]["content"]))) % 7) for messages in completions]
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory):
+    processor = images.build_processor()
+    model = images.build_vision_model(processor.tokenizer, tied=True, **images.SERVED)
+    folder, more = tmp_path_factory.mktemp("vision"), {"length": 1000, "save": images.save_for_server}
+    with Served(folder, model, processor, **more) as served:
+        yield served
+
+
+def test_a_model_is_sampled_and_trained_alike_on_images(seeing):
+    rows = [
+        {"prompt": [{"role": "user", "content": "What is it?"}], "images": [images.picture(color, (24, height))]}
+        for color, height in (("red", 16), ("green", 24))
+    ]
+    shown = [[{"type": "text", "text": "Now"}, images.picture("blue", (16, 16 + 8 * number))] for number in range(3)]
+    model = AutoModelForImageTextToText.from_pretrained(seeing.path)
+    before = model.model.visual.patch_embed.proj.weight.detach().clone()
+    options = {"learning_rate": 1e-2, "max_steps": 3, "max_turn_length": 8}
+    trainer, steps = seeing.train(lambda row: Shows(*shown), [words], rows, model=model, **options)
+    for step in steps:  # the second and third sample with a vision tower that was trained
+        assert step["sampling/sampling_logp_difference/max"] < TOLERANCE
+    assert (model.model.visual.patch_embed.proj.weight - before).abs().max() > 1e-3
+    assert all(len(one.media) == 3 for one in trainer.batch.trajectories)
+
+
+def seen(seeing: Served, *colors: str, forgotten: bool = False):
+    """Samples after images, one after another; the server may be thought to know them, and have forgotten them."""
+    client = seeing.client(media_tokens={IMAGE: seeing.processor.image_token_id})
+    encoder, sampling = MediaEncoder(seeing.processor), SamplingParams(max_tokens=8)
+    question = seeing.tokenizer.encode(" and what is it that you see there? " * 8)
+
+    async def look(color):
+        shown = encoder.encode({"type": "image", "image": Image.new("RGB", (64, 64), color)})
+        if forgotten:
+            client.servers[0].images.add(name_of(shown.inputs))
+        return await client.generate_with_media([*shown.tokens, *question], {shown.id: shown.inputs}, sampling, "")
+
+    async def look_at_all():
+        try:
+            return [await look(color) for color in colors]
+        finally:
+            await client.close()
+
+    return asyncio.run(look_at_all())
+
+
+def test_an_image_of_the_same_size_has_a_prefix_of_its_own(seeing):
+    hits = seeing.server.metric("vllm:prefix_cache_hits_total")
+    first, other, again = (sample.logprobs[0] for sample in seen(seeing, "red", "blue", "red"))
+    assert first != other
+    assert again == pytest.approx(first, abs=1e-4)
+    assert seeing.server.metric("vllm:prefix_cache_hits_total") > hits
+
+
+def test_an_image_that_a_server_does_not_know_is_sent_again(seeing):
+    assert 0 < len(seen(seeing, "green", forgotten=True)[0].ids) <= 8

@@ -1,21 +1,27 @@
-"""Training against a real server that is killed, hangs or answers nonsense, and training that is killed itself."""
+"""
+A real server that is killed, hangs or answers nonsense, strangers at its port, and training that is killed itself.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import os
 import shutil
 import signal
+import stat
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support.forked import Forked
 from support.loopback import Proxy, free_port
 from support.marks import needs_server
 from support.models import build_model, build_tokenizer
-from support.servers import ROOT, START_LIMIT, RealServer
+from support.servers import ROOT, START_LIMIT, RealServer, nobody_left
 from support.waiting import until
 from transformers import AutoTokenizer
 
@@ -23,26 +29,39 @@ from mt_grpo.cli import main
 from mt_grpo.rollout import SamplingParams
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
 from mt_grpo.runlog import read_trajectories
-from mt_grpo.servers.http import ServerControl
+from mt_grpo.servers.http import ServerControl, find_key
 from mt_grpo.token_tree import TokenTree
+from mt_grpo.training.servers import GUARD
 
 pytestmark = [needs_server, pytest.mark.server]
 MODEL = ROOT / "mt_grpo" / "data" / "embedded" / "model"
-LENGTH = 224
-STEPS = 3
-BATCH = 8
+LENGTH, STEPS, BATCH = 224, 3, 8
 COMPLETIONS = "/v1/completions"
 HANGS_AT = 7
 """The request of a rollout, from 0, that hangs where the middle of a rollout is wanted, and all after it."""
+ONE_AT_A_TIME = ("--max_concurrent_rollouts", "1")
 
 
-def options(url: str, folder: Path, *more: str, recipe: str = "quickstart_vllm") -> list[str]:
+def options(url: str, folder: Path, *more: str) -> list[str]:
     """A short run of a recipe, without evaluation."""
     return [
-        *("train", "--config", str(ROOT / "recipes" / f"{recipe}.yaml"), "--vllm_server_base_url", url),
+        *("train", "--config", str(ROOT / "recipes/quickstart_vllm.yaml"), "--vllm_server_base_url", url),
         *("--output_dir", str(folder), "--max_steps", str(STEPS), "--do_eval", "false"),
         *("--num_generations", "4", "--per_device_train_batch_size", str(BATCH), *more),
     ]
+
+
+@pytest.fixture
+def failing(capsys) -> Callable[[list[str]], str]:
+    """Runs a command that fails, and tells its last line."""
+
+    def run(arguments: list[str]) -> str:
+        assert main(arguments) == 1
+        line = capsys.readouterr().err.strip().splitlines()[-1]
+        assert line.startswith("mt-grpo: ")
+        return line
+
+    return run
 
 
 def trajectories(folder: Path) -> list[dict]:
@@ -62,20 +81,17 @@ def weight_folders(pid: int) -> list[Path]:
     return list(Path("/dev/shm").glob(f"mt-grpo-weights-*-{pid}-*"))
 
 
-def nobody_left(group: int) -> bool:
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return True
-    return False
+def conversations(contexts: list[list[int]]) -> int:
+    """Conversations begun by the requests of a run that holds one at a time."""
+    pairs = zip([[], *contexts], contexts, strict=False)
+    return sum(not before or len(now) <= len(before) or now[: len(before)] != before for before, now in pairs)
 
 
 class Run:
     """`mt-grpo train` as a process of its own."""
 
     def __init__(self, arguments: list[str], folder: Path) -> None:
-        self.folder = folder
-        self._log = folder.with_suffix(".log")
+        self.folder, self._log = folder, folder.with_suffix(".log")
         self.process = Forked(["-m", "mt_grpo", *arguments], self._log)
 
     @property
@@ -85,14 +101,18 @@ class Run:
     def until(self, condition: Callable[[], object]) -> None:
         until(condition, lambda: self.process.poll() is None, lambda: self.log, START_LIMIT)
 
-    def wait(self, limit: float = START_LIMIT) -> int:
-        return self.process.wait(limit)
+    def wait(self) -> int:
+        return self.process.wait(START_LIMIT)
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    server = RealServer("embedded", tmp_path_factory.mktemp("server") / "log", "--vllm_max_model_length", str(LENGTH))
-    yield server
+    """It makes up a key, and is started by its command the first time."""
+    log = tmp_path_factory.mktemp("server") / "log"
+    server = RealServer("embedded", log, "--vllm_max_model_length", str(LENGTH), by_command=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("VLLM_API_KEY", raising=False)
+        yield server
     server.stop()
 
 
@@ -104,6 +124,7 @@ def undisturbed(server, tmp_path_factory):
     run.until(lambda: "Waiting for the vLLM server" in run.log)
     server.start()
     assert run.wait() == 0, run.log
+    run.refused = server.metric("http_requests_total", status="4xx")
     return run
 
 
@@ -121,6 +142,11 @@ def proxy(server):
         one.stop()
 
 
+def hanging(path: str, updates: int, number: int) -> Callable[[str, int, int], str | None]:
+    """A fault: after so many weight updates, the request for a path with this number hangs, and all after it."""
+    return lambda asked, sent, count: "hang" if (asked, sent) == (path, updates) and count >= number else None
+
+
 def test_a_trainer_that_is_started_first_waits_for_its_server(undisturbed):
     assert f"of {START_LIMIT:.0f} s)." in undisturbed.log
     rows = trajectories(undisturbed.folder)
@@ -129,22 +155,21 @@ def test_a_trainer_that_is_started_first_waits_for_its_server(undisturbed):
     assert (undisturbed.folder / "model.safetensors").exists()
 
 
-def test_a_full_context_ends_conversations_and_is_never_sent(undisturbed, server):
+def test_a_full_context_ends_conversations_and_is_never_sent(undisturbed):
     reasons = [row["stop_reason"] for row in trajectories(undisturbed.folder)]
     assert "context_full" in reasons and "engine_error" not in reasons
-    assert server.metric("http_requests_total", status="4xx") == 0
+    assert undisturbed.refused == 0
 
 
-def test_without_a_server_one_sentence_names_the_command(tmp_path, capsys):
+def test_without_a_server_one_sentence_names_the_command(tmp_path, failing):
     url = f"http://127.0.0.1:{free_port()}"
-    assert main(options(url, tmp_path / "run", "--vllm_server_timeout", "1")) == 1
-    (line,) = capsys.readouterr().err.strip().splitlines()[-1:]
+    line = failing(options(url, tmp_path / "run", "--vllm_server_timeout", "1"))
     assert line.startswith("mt-grpo: No vLLM server answered for 1 s")
     assert url in line and "`mt-grpo serve --config R.yaml`" in line
 
 
 @pytest.mark.parametrize(("name", "words"), [("other", "serves"), ("model", "encodes text differently")])
-def test_a_server_with_another_model_or_vocabulary_is_refused(undisturbed, server, tmp_path, capsys, name, words):
+def test_a_server_with_another_model_or_vocabulary_is_refused(undisturbed, server, tmp_path, failing, name, words):
     folder = tmp_path / name
     if name == "other":
         shutil.copytree(MODEL, folder)
@@ -152,10 +177,110 @@ def test_a_server_with_another_model_or_vocabulary_is_refused(undisturbed, serve
         tokenizer = build_tokenizer()
         tokenizer.save_pretrained(folder)
         build_model(tokenizer, max_position_embeddings=1024).save_pretrained(folder)
-    assert main(options(server.url, tmp_path / "run", "--model_name_or_path", str(folder))) == 1
-    line = capsys.readouterr().err.strip().splitlines()[-1]
-    assert line.startswith("mt-grpo: ") and server.url in line and words in line
+    line = failing(options(server.url, tmp_path / "run", "--model_name_or_path", str(folder)))
+    assert server.url in line and words in line
     assert not any((tmp_path / "run").iterdir())
+
+
+def test_a_trainer_with_another_key_is_told_so(undisturbed, server, tmp_path, monkeypatch, failing):
+    monkeypatch.setenv("VLLM_API_KEY", "another")
+    line = failing(options(server.url, tmp_path / "run"))
+    assert "refuses the API key" in line and "VLLM_API_KEY" in line
+
+
+def test_only_its_user_can_read_the_key_and_it_is_in_no_log(undisturbed, server):
+    key, log = find_key(server.url), server.log.read_text()
+    (file,) = Path("/dev/shm").glob(f"mt-grpo-keys-{os.geteuid()}/*-localhost-{server.port}")
+    assert [stat.S_IMODE(each.stat().st_mode) for each in (file, file.parent)] == [0o600, 0o700]
+    assert file.read_text() == key and len(key) >= 32
+    assert key not in log and GUARD in log
+    for process in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            assert key.encode() not in process.read_bytes()
+        except (FileNotFoundError, ProcessLookupError):  # it ended meanwhile
+            continue
+
+
+def ask(server, key: str | None, method: str, path: str, body=None, **more: str) -> tuple[int, list[str]]:
+    """Status, and names of headers for other origins, of the answer to a request whose path goes out to the letter."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    sent = {"Content-Type": "application/json", **{name.replace("_", "-"): value for name, value in more.items()}}
+    sent |= {"Authorization": f"Bearer {key}"} if key else {}
+    try:
+        connection.request(method, path, None if body is None else json.dumps(body), sent)
+        answer = connection.getresponse()
+        return answer.status, [name for name, _ in answer.getheaders() if name.lower().startswith("access-control")]
+    finally:
+        connection.close()
+
+
+@pytest.fixture
+def unharmed(undisturbed, server):
+    """The server, which is as it was before."""
+    control = ServerControl(server.url)
+    yield server
+    assert control.get("/is_paused") == {"is_paused": False}
+    assert control.get("/weight_info")["weight_version"] != "stolen"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("/collective_rpc", "//collective_rpc", "/collective_rpc/", "/v1/../collective_rpc"),
+        *("/health/../collective_rpc", "/v1/%2e%2e/collective_rpc", "/%63ollective_rpc", "/collective_rpc?/health"),
+        *("/health%2f..%2fcollective_rpc", "http://127.0.0.1/collective_rpc"),
+    ],
+)
+def test_no_worker_method_runs_for_whoever_asks(unharmed, tmp_path, path):
+    saving = {"path": str(tmp_path / "out"), "pattern": None, "max_size": None}
+    for key in (None, "x" * 43, find_key(unharmed.url)):
+        status, _ = ask(unharmed, key, "POST", path, {"method": "save_sharded_state", "kwargs": saving})
+        assert status in (401, 403)
+        assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        *(("POST", path) for path in ("/pause?mode=keep", "//pause", "/resume", "/sleep", "/reset_prefix_cache")),
+        *(("POST", path) for path in ("/init_weight_transfer_engine", "/start_weight_update", "/update_weights")),
+        *(("POST", path) for path in ("/finish_weight_update", "/update_weight_version", "/v1/load_lora_adapter")),
+        *(("POST", path) for path in (COMPLETIONS, "/v1/chat/completions", "/invocations", "/abort_requests")),
+        ("POST", "/tokenize"),
+        *(("GET", path) for path in ("/server_info", "/v1/models", "/metrics", "/metrics/x", "/weight_info")),
+        *(("GET", path) for path in ("/openapi.json", "/ping")),
+        ("HEAD", "/metrics"),
+    ],
+)
+def test_without_the_key_only_the_health_check_is_answered(unharmed, method, path):
+    body = {"weight_version": "stolen", "new_version": "stolen", "prompt": [1, 2], "max_tokens": 1}
+    for key in (None, "x" * 43):
+        assert ask(unharmed, key, method, path, body)[0] in (401, 403)
+        assert ask(unharmed, key, "GET", "/health")[0] == 200
+
+
+ORIGIN = {"Origin": "http://evil.example"}
+PREFLIGHT = ORIGIN | {"Access_Control_Request_Method": "POST", "Access_Control_Request_Headers": "content-type"}
+UPGRADE = {"Connection": "Upgrade", "Upgrade": "websocket"}
+UPGRADE |= {"Sec_WebSocket_Version": "13", "Sec_WebSocket_Key": "dGhlIHNhbXBsZSBub25jZQ=="}
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "headers", "status"),
+    [
+        ("OPTIONS", "/pause", PREFLIGHT, 403),
+        ("OPTIONS", COMPLETIONS, PREFLIGHT, 403),
+        ("POST", "/pause", ORIGIN, 403),
+        ("GET", "/v1/models", ORIGIN, 403),
+        ("GET", "/health", ORIGIN, 403),
+        ("GET", "/health", {"Origin": "null"}, 403),
+        ("GET", "/v1/realtime", UPGRADE, 403),
+        ("GET", "/health", UPGRADE | ORIGIN, 403),
+        ("GET", "/v1/models", {}, 200),
+    ],
+)
+def test_a_web_page_is_refused_though_it_knew_the_key(unharmed, method, path, headers, status):
+    assert ask(unharmed, find_key(unharmed.url), method, path, **headers) == (status, [])
 
 
 def test_a_run_learns_the_same_through_failing_requests(undisturbed, proxy, tmp_path):
@@ -166,34 +291,6 @@ def test_a_run_learns_the_same_through_failing_requests(undisturbed, proxy, tmp_
     assert sampled(tmp_path / "run") == sampled(undisturbed.folder)
 
 
-def test_a_request_that_hangs_is_repeated_on_the_same_server(undisturbed, proxy):
-    """Two addresses of one server: a conversation that leaves its server is seen at the other address."""
-    hanging = proxy(lambda path, updates, number: "hang" if path == COMPLETIONS and number == 4 else None)
-    other = proxy()
-    tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    client = VLLMServerClient([hanging.url, other.url], tokenizer, request_timeout=3.0)
-    prompts = [tokenizer.encode(f"user What is the capital of {name}") for name in ("Peru", "Chile")]
-
-    async def converse(group: int, member: int) -> None:
-        context = list(prompts[group])
-        for turn in range(4):
-            sampling = SamplingParams(max_tokens=8, seed=4 * member + turn)
-            context += (await client.generate(list(context), sampling, f"{group}-{member}")).ids
-
-    async def go() -> None:
-        await client.connect()
-        await asyncio.gather(*(converse(group, member) for group in range(2) for member in range(3)))
-        await client.close()
-
-    asyncio.run(go())
-    assert hanging.faults == ["hang"]
-    groups = [
-        {group for context in one.contexts for group in range(2) if context[: len(prompts[group])] == prompts[group]}
-        for one in (hanging, other)
-    ]
-    assert sorted(groups, key=sorted) == [{0}, {1}]
-
-
 def test_a_server_that_hangs_as_a_whole_is_waited_for(undisturbed, server):
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     client = VLLMServerClient(server.url, tokenizer, request_timeout=1.0)
@@ -202,39 +299,36 @@ def test_a_server_that_hangs_as_a_whole_is_waited_for(undisturbed, server):
     async def go() -> None:
         await client.connect()
         (one,) = client.servers
-        group = server._process.pid
-        os.killpg(group, signal.SIGSTOP)
+        os.killpg(server.pid, signal.SIGSTOP)
         try:
             asking = asyncio.ensure_future(client.generate(context, SamplingParams(max_tokens=4), "a"))
             await asyncio.to_thread(until, lambda: not one.up)
         finally:
-            os.killpg(group, signal.SIGCONT)
+            os.killpg(server.pid, signal.SIGCONT)
         assert (await asking).ids and one.up
         await client.close()
 
     asyncio.run(go())
 
 
-@pytest.mark.parametrize("moment", ["sync", "evaluation"])
-def test_a_server_lost_after_a_step_leaves_a_checkpoint(undisturbed, server, proxy, tmp_path, capsys, moment):
-    paths = {"sync": ("/sleep", 2), "evaluation": (COMPLETIONS, 3)}  # the first update is a proof
-    dying = proxy(lambda path, updates, number: "dead" if (path, updates) == paths[moment] else None)
+@pytest.mark.parametrize("moment", [("/sleep", 2), (COMPLETIONS, 3)], ids=["sync", "evaluation"])
+def test_a_server_lost_after_a_step_leaves_a_checkpoint(undisturbed, server, proxy, tmp_path, failing, moment):
+    dying = proxy(lambda path, updates, number: "dead" if (path, updates) == moment else None)
     folder = tmp_path / "run"
     more = ["--max_steps", "1", "--do_eval", "true", "--eval_on_start", "false"]
     more += ["--dataset_test_split", "validation[:8]", "--per_device_eval_batch_size", "8"]
-    arguments = options(dying.url, folder, "--vllm_server_timeout", "1", *more)
-    assert main(arguments) == 1
-    line = capsys.readouterr().err.strip().splitlines()[-1]
-    checkpoint = folder / "checkpoint-1"
-    assert line.startswith("mt-grpo: No vLLM server answered") and f"--resume_from_checkpoint {checkpoint}" in line
-    assert main(options(server.url, folder, *more, "--resume_from_checkpoint", str(checkpoint))) == 0
+    line = failing(options(dying.url, folder, "--vllm_server_timeout", "1", *more))
+    resuming = ("--resume_from_checkpoint", str(folder / "checkpoint-1"))
+    assert line.startswith("mt-grpo: No vLLM server answered") and " ".join(resuming) in line
+    assert main(options(server.url, folder, *more, *resuming)) == 0
     assert json.loads((folder / "summary.json").read_text())["after"]
 
 
 SLOW_DISK = """
 import time
 from pathlib import Path
-{imports}
+import torch
+from mt_grpo.weights.files import WeightFile
 
 write = {target}
 
@@ -245,22 +339,12 @@ def slow(*args, **kwargs):
 
 {target} = slow
 """
-
-
-def slow_disk(folder: Path, marker: Path, target: str, imports: str) -> list[str]:
-    """Options that make a run stand still in the middle of writing files."""
-    plugin = folder / "slow_disk.py"
-    plugin.write_text(SLOW_DISK.format(imports=imports, target=target, marker=str(marker)))
-    return ["--external_plugins", str(plugin)]
-
-
-def conversations(contexts: list[list[int]]) -> int:
-    """Conversations begun by the requests of a run that holds one at a time."""
-    pairs = zip([[], *contexts], contexts, strict=False)
-    return sum(not before or len(now) <= len(before) or now[: len(before)] != before for before, now in pairs)
-
-
-ONE_AT_A_TIME = ("--max_concurrent_rollouts", "1")
+INTERRUPTED = {
+    "rollout": ("", ONE_AT_A_TIME),
+    "weight file": ("WeightFile.place", ()),
+    "checkpoint": ("torch.save", ("--save_strategy", "steps", "--save_steps", "1", "--use_vllm", "false")),
+}
+"""What stands still for half an hour at a moment, once it has written its file, and options that lead there."""
 
 
 @pytest.mark.parametrize(
@@ -272,27 +356,17 @@ ONE_AT_A_TIME = ("--max_concurrent_rollouts", "1")
         ("checkpoint", signal.SIGINT),
     ],
 )
-def test_an_interrupted_run_ends_at_once_with_one_line(undisturbed, server, proxy, tmp_path, how, moment):
-    folder, marker = tmp_path / "run", tmp_path / "marker"
-    hanging = proxy(
-        lambda path, updates, number: "hang" if (path, updates) == (COMPLETIONS, 2) and number >= HANGS_AT else None
-    )
-    more = {
-        "rollout": lambda: ONE_AT_A_TIME,
-        "weight file": lambda: slow_disk(
-            tmp_path, marker, "WeightFile.place", "from mt_grpo.weights.files import WeightFile"
-        ),
-        "checkpoint": lambda: [
-            *slow_disk(tmp_path, marker, "torch.save", "import torch"),
-            *("--save_strategy", "steps", "--save_steps", "1", "--use_vllm", "false"),
-        ],
-    }[moment]()
-    run = Run(options(hanging.url, folder, *more), folder)
-    run.until(lambda: "hang" in hanging.faults or marker.exists())
-    if moment == "weight file":
-        assert weight_folders(run.process.pid)
+def test_an_interrupted_run_ends_at_once_with_one_line(undisturbed, proxy, tmp_path, how, moment):
+    folder, marker, plugin = (tmp_path / name for name in ("run", "marker", "slow_disk.py"))
+    faulty, (target, more) = proxy(hanging(COMPLETIONS, 2, HANGS_AT)), INTERRUPTED[moment]
+    if target:
+        plugin.write_text(SLOW_DISK.format(target=target, marker=str(marker)))
+        more = (*more, "--external_plugins", str(plugin))
+    run = Run(options(faulty.url, folder, *more), folder)
+    run.until(lambda: "hang" in faulty.faults or marker.exists())
+    assert moment != "weight file" or weight_folders(run.process.pid)
     run.process.send_signal(how)
-    assert run.wait() == 128 + how  # a file takes half an hour, a request that hangs for ever
+    assert run.wait() == 128 + how
     words = {signal.SIGINT: "interrupted by Ctrl-C", signal.SIGTERM: "ended by SIGTERM"}[how]
     assert run.log.splitlines()[-1].startswith(f"mt-grpo: {words}. ")
     assert "Traceback" not in run.log and "Exception" not in run.log and "Task" not in run.log
@@ -301,14 +375,14 @@ def test_an_interrupted_run_ends_at_once_with_one_line(undisturbed, server, prox
     assert not list(folder.rglob("*.safetensors")) and not list(folder.glob("checkpoint-*"))
     if moment == "rollout":
         finished = trajectories(folder)
-        assert len(finished) == conversations(hanging.contexts[2:]) - 1 >= 3  # the first are the probes of the sync
+        assert len(finished) == conversations(faulty.contexts[2:]) - 1 >= 3  # the first are the probes of the sync
         assert all(row["stop_reason"] for row in finished)
 
 
 def test_a_server_left_paused_by_a_killed_run_is_usable(undisturbed, server, proxy, tmp_path):
-    hanging = proxy(lambda path, updates, number: "hang" if path == "/finish_weight_update" else None)
-    run = Run(options(hanging.url, tmp_path / "killed"), tmp_path / "killed")
-    run.until(lambda: "hang" in hanging.faults)
+    faulty = proxy(lambda path, updates, number: "hang" if path == "/finish_weight_update" else None)
+    run = Run(options(faulty.url, tmp_path / "killed"), tmp_path / "killed")
+    run.until(lambda: "hang" in faulty.faults)
     run.process.kill()
     assert run.wait() == -signal.SIGKILL
     assert weight_folders(run.process.pid)
@@ -318,17 +392,14 @@ def test_a_server_left_paused_by_a_killed_run_is_usable(undisturbed, server, pro
     assert not weight_folders(run.process.pid)
 
 
-def test_a_second_run_is_refused_and_does_not_disturb_the_first(undisturbed, server, proxy, tmp_path, capsys):
-    hanging = proxy(
-        lambda path, updates, number: "hang" if (path, updates) == (COMPLETIONS, 2) and number >= HANGS_AT else None
-    )
-    run = Run(options(hanging.url, tmp_path / "first"), tmp_path / "first")
-    run.until(lambda: "hang" in hanging.faults)
-    assert main(options(server.url, tmp_path / "second")) == 1
-    line = capsys.readouterr().err.strip().splitlines()[-1]
+def test_a_second_run_is_refused_and_does_not_disturb_the_first(undisturbed, server, proxy, tmp_path, failing):
+    faulty = proxy(hanging(COMPLETIONS, 2, HANGS_AT))
+    run = Run(options(faulty.url, tmp_path / "first"), tmp_path / "first")
+    run.until(lambda: "hang" in faulty.faults)
+    line = failing(options(server.url, tmp_path / "second"))
     assert line.startswith(f"mt-grpo: The vLLM server at {server.url} holds the weights of another run (process ")
     assert f"process {run.process.pid} on" in line and "`vllm_server_port`" in line
-    hanging.go.set()
+    faulty.go.set()
     assert run.wait() == 0, run.log
     assert sampled(run.folder) == sampled(undisturbed.folder)
 
@@ -339,32 +410,36 @@ def outage(undisturbed, server, tmp_path_factory):
     Two runs, one after the other, in the middle of their second rollout when the server is killed. One gives up before
     the server is started again, with the same command, the other does not.
     """
-    folder = tmp_path_factory.mktemp("outage")
-    runs, proxies = [], []
-
-    def fault(path: str, updates: int, number: int) -> str | None:
-        return "hang" if (path, updates) == (COMPLETIONS, 3) and number >= HANGS_AT else None
-
-    for name, timeout in (("impatient", "2"), ("patient", str(START_LIMIT))):
-        proxies.append(Proxy(server.url, fault))
-        more = (*ONE_AT_A_TIME, "--vllm_server_timeout", timeout)
-        runs.append(Run(options(proxies[-1].url, folder / name, *more), folder / name))
-        runs[-1].until(lambda: "hang" in proxies[-1].faults)
+    folder, found = tmp_path_factory.mktemp("outage"), SimpleNamespace(keys=[])
+    server.by_command = False  # its command was tested enough
+    for name, timeout, more in (("impatient", "2", ONE_AT_A_TIME), ("patient", str(START_LIMIT), ())):
+        faulty = Proxy(server.url, hanging(COMPLETIONS, 3, HANGS_AT))
+        run = Run(options(faulty.url, folder / name, "--vllm_server_timeout", timeout, *more), folder / name)
+        setattr(found, name, run)
+        run.until(lambda: "hang" in faulty.faults)  # noqa: B023
+        found.keys.append(find_key(server.url))
         server.stop(signal.SIGKILL)
-        proxies[-1].go.set()
+        found.keys.append(find_key(server.url))
+        faulty.go.set()
         if name == "impatient":
-            runs[0].wait()
+            run.wait()
+            found.begun = conversations(faulty.contexts[-HANGS_AT - 1 :])
+            found.saved = trajectories(run.folder)
         server.start()
-    begun = conversations(proxies[0].contexts[-HANGS_AT - 1 :])
-    saved = trajectories(runs[0].folder)
-    runs[1].wait()
-    for one in proxies:
-        one.stop()
-    return *runs, begun, saved
+        run.wait()
+        faulty.stop()
+    return found
+
+
+def test_the_key_of_a_killed_server_opens_nothing(outage, server):
+    first, left, second, left_again = outage.keys
+    assert first == left != second == left_again != find_key(server.url) is not None
+    statuses = [ask(server, key, "GET", "/v1/models")[0] for key in (first, second, find_key(server.url))]
+    assert statuses == [401, 401, 200]
 
 
 def test_a_server_restart_does_not_change_the_result_of_a_run(outage, undisturbed):
-    _, run, _, _ = outage
+    run = outage.patient
     assert run.process.returncode == 0, run.log
     assert "was restarted: sending it the weights again" in run.log
     rows = trajectories(run.folder)
@@ -374,43 +449,41 @@ def test_a_server_restart_does_not_change_the_result_of_a_run(outage, undisturbe
 
 
 def test_a_run_that_loses_its_server_saves_its_work(outage, undisturbed):
-    run, _, begun, saved = outage
+    run = outage.impatient
     assert run.process.returncode == 1
     line = run.log.splitlines()[-1]
-    checkpoint = run.folder / "checkpoint-1"
-    assert line.startswith("mt-grpo: No vLLM server answered for 2 s")
-    assert "`mt-grpo serve --config R.yaml`" in line and f"`--resume_from_checkpoint {checkpoint}`" in line
+    assert line.startswith("mt-grpo: No vLLM server answered for 2 s") and "`mt-grpo serve --config R.yaml`" in line
+    assert f"`--resume_from_checkpoint {run.folder / 'checkpoint-1'}`" in line
     assert "Traceback" not in run.log and not weight_folders(run.process.pid)
-    finished = [row for row in saved if row["step"] == 1]
-    assert len(saved) - len(finished) == BATCH and len(finished) == begun - 1 > 0
+    finished = [row for row in outage.saved if row["step"] == 1]
+    assert len(outage.saved) - len(finished) == BATCH and len(finished) == outage.begun - 1 > 0
     complete = sampled(undisturbed.folder, 1)
     assert all(sampled(run.folder, 1)[row["session"]] == complete[row["session"]] for row in finished)
 
 
 def test_a_run_resumes_from_the_checkpoint_of_an_outage(outage, undisturbed, server):
-    run, _, _, _ = outage
-    more = ("--resume_from_checkpoint", str(run.folder / "checkpoint-1"))
-    assert main(options(server.url, run.folder, *more)) == 0
-    assert sampled(run.folder) == sampled(undisturbed.folder)
+    folder = outage.impatient.folder
+    assert main(options(server.url, folder, "--resume_from_checkpoint", str(folder / "checkpoint-1"))) == 0
+    assert sampled(folder) == sampled(undisturbed.folder)
 
 
 def test_a_server_interrupted_at_work_leaves_no_process(undisturbed, server):
     """The last test: it ends the server of this module."""
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     client = VLLMServerClient(server.url, tokenizer, server_timeout=0.5, request_timeout=60.0)
-    group = server._process.pid
 
     async def ask_on(index: int) -> None:
         while True:
             await client.generate([index] * 8, SamplingParams(max_tokens=200), str(index))
 
-    async def go() -> list:
+    async def go() -> None:
         await client.connect()
         jobs = [asyncio.ensure_future(ask_on(index)) for index in range(32)]
-        await asyncio.to_thread(until, lambda: server.metric("vllm:num_requests_running"))
-        os.kill(group, signal.SIGINT)
-        return await asyncio.gather(*jobs, return_exceptions=True)
+        await asyncio.to_thread(until, partial(server.metric, "vllm:num_requests_running"))
+        os.kill(server.pid, signal.SIGINT)
+        await asyncio.gather(*jobs, return_exceptions=True)
+        await client.close()
 
     asyncio.run(go())
-    server._process.wait(60)
-    until(lambda: nobody_left(group))
+    server.wait_gone(START_LIMIT)
+    assert find_key(server.url) is None

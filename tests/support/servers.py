@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -25,8 +26,6 @@ ROOT = Path(__file__).parents[2]
 SERVER_PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 START_LIMIT = 900.0
 """Seconds a real server may take to start: two cores, shared with whatever else runs."""
-
-
 WATCH = """
 import os, signal, sys, time
 sys.stdin.read()  # ends with the process that holds the other end
@@ -37,10 +36,10 @@ try:
 except ProcessLookupError:
     pass
 """
-
-
 FORKS = "MT_GRPO_VLLM_FORKS"
 """Environment variable: a socket of the process that servers are forked from, where it has begun."""
+_ONEDNN = "ONEDNN_MAX_CPU_ISA"
+"""vLLM chooses its kernels by the processor; what tells oneDNN alone of another one ends its engine in bfloat16."""
 
 
 def begin_forks() -> None:
@@ -51,11 +50,12 @@ def begin_forks() -> None:
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(f"{folder.name}/forks")
         listening.listen()
-        command = [str(SERVER_PYTHON), "-m", "support.vllm_forks", str(listening.fileno())]
-        numbers = [listening.fileno()]
-        environment = {name: value for name, value in os.environ.items() if name != "ONEDNN_MAX_CPU_ISA"}
         process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, pass_fds=numbers, start_new_session=True, env=environment
+            [str(SERVER_PYTHON), "-m", "support.vllm_forks", str(listening.fileno())],
+            stdin=subprocess.PIPE,
+            pass_fds=[listening.fileno()],
+            start_new_session=True,
+            env={name: value for name, value in os.environ.items() if name != _ONEDNN},
         )
     os.environ[FORKS] = f"{folder.name}/forks"
 
@@ -74,6 +74,15 @@ def ask_forks(request: object) -> int:
         return int(asking.makefile().readline())
 
 
+def nobody_left(group: int) -> bool:
+    """Whether no process of a group is left."""
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
 class ServerProcess:
     """
     A server in a process group of its own, that downloads nothing. It ends with this process, whatever ends that. vLLM
@@ -90,14 +99,18 @@ class ServerProcess:
         self.command, self.port, self.log = command, port, log
         self.url = f"http://127.0.0.1:{port}"
         self._environment = {**os.environ, "HF_HUB_OFFLINE": "1", **(environment or {})}
-        # vLLM chooses its kernels by the processor; what tells oneDNN alone of another one ends its engine in bfloat16
-        self._environment.pop("ONEDNN_MAX_CPU_ISA", None)
+        self._environment.pop(_ONEDNN, None)
         self._process: subprocess.Popen[bytes] | Forked | None = None
         self._watch: subprocess.Popen[bytes] | None = None
 
+    @property
+    def pid(self) -> int | None:
+        """Of the process that it was started with last, and of its group."""
+        return self._process and self._process.pid
+
     def start(self, wait: bool = True) -> ServerProcess:
         self._process = self._begin()
-        command = [sys.executable, "-S", "-c", WATCH, str(self._process.pid)]
+        command = [sys.executable, "-S", "-c", WATCH, str(self.pid)]
         self._watch = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
         if wait:
             try:
@@ -121,13 +134,19 @@ class ServerProcess:
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
                 raise RuntimeError(f"The server ended:\n{self.last_words()}")
-            try:
+            with suppress(httpx.TransportError):
                 if httpx.get(f"{self.url}/health", timeout=5.0).status_code == 200:
                     return
-            except httpx.TransportError:
-                pass
             time.sleep(0.2)
         raise RuntimeError(f"The server did not start:\n{self.last_words()}")
+
+    def wait_gone(self, seconds: float = 10.0) -> None:
+        """Until it has ended by itself, and everything that it started: what shares memory removes it last."""
+        self._process.wait(60)
+        deadline = time.monotonic() + seconds
+        while not nobody_left(self.pid):
+            assert time.monotonic() < deadline, f"It has left a process:\n{self.last_words()}"
+            time.sleep(0.02)
 
     def last_words(self) -> str:
         return self.log.read_text(errors="replace")[-4000:]
@@ -139,24 +158,12 @@ class ServerProcess:
         if self._watch is not None:  # what ends this process may come between the two
             self._watch.kill()
             self._watch.communicate()
-        try:
-            os.killpg(self._process.pid, how)
-            self._process.wait(60)
-            self._all_gone(10.0)  # what shares memory with others removes it last
-        except (ProcessLookupError, subprocess.TimeoutExpired):
-            pass
-        try:
-            os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
+        with suppress(ProcessLookupError, subprocess.TimeoutExpired, AssertionError):
+            os.killpg(self.pid, how)
+            self.wait_gone()
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
         self._process.wait()
-
-    def _all_gone(self, seconds: float) -> None:
-        """Waits so long at most. Raises `ProcessLookupError` as soon as no process of its group is left."""
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            os.killpg(self._process.pid, 0)
-            time.sleep(0.02)
 
     def get(self, path: str) -> httpx.Response:
         """What it answers to somebody who has its key."""
@@ -174,11 +181,12 @@ def get(url: str, path: str) -> httpx.Response:
 
 def metric(url: str, name: str, **labels: str) -> float:
     """The sum of a Prometheus metric of a server over all its series that have these labels."""
-    total = 0.0
-    for line in get(url, "/metrics").text.splitlines():
-        if line.split("{")[0] == name and all(f'{key}="{value}"' in line for key, value in labels.items()):
-            total += float(line.rsplit(" ", 1)[1])
-    return total
+    wanted = [f'{key}="{value}"' for key, value in labels.items()]
+    return sum(
+        float(line.rsplit(" ", 1)[1])
+        for line in get(url, "/metrics").text.splitlines()
+        if line.split("{")[0] == name and all(label in line for label in wanted)
+    )
 
 
 class RealServer(ServerProcess):
