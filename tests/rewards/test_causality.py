@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import random
 
-import pytest
 from support.scoring import score
 
 from mt_grpo.concurrency import run
@@ -25,8 +24,7 @@ BUILT_IN = [name for name, entry in REWARDS.items() if isinstance(entry, type) a
 def make_turn(index, draw):
     calls = draw.choices(CALLS, k=draw.choice([0, 1, 1, 2]))
     error = "not JSON" if not calls and draw.random() < 0.5 else None
-    reward = draw.choice([None, draw.random()])
-    answer = draw.choice([None, "Lima"])
+    reward, answer = draw.choice([None, draw.random()]), draw.choice([None, "Lima"])
     text = {"role": "assistant", "content": draw.choice(["", "a", "abc"])}
     return Turn(index, text, calls, error=error, reward=reward, answer=answer)
 
@@ -37,10 +35,9 @@ def make_trajectory(num_turns, seed=0):
     tree = TokenTree()
     for index in range(num_turns):
         tree.add_turn([7, *range(100, 100 + 2 * index)], [100 + 2 * index], [-0.1 * index])
-    info = {"answer": "Lima", "env_rewards": {"won": 1.0}, "info": {"moves": num_turns}, "seconds": 3.0}
-    row = {"answer": info.pop("answer")}
+    info = {"env_rewards": {"won": 1.0}, "info": {"moves": num_turns}, "seconds": 3.0, "row": {"answer": "Lima"}}
     info["answer_logprobs"] = {"information_gain": [draw.choice([None, -1.0, -2.0]) for _ in turns]}
-    return Trajectory([], turns, tree, "Lima", StopReason.ANSWERED, session=f"s-{seed}", row=row, **info)
+    return Trajectory([], turns, tree, "Lima", StopReason.ANSWERED, session=f"s-{seed}", **info)
 
 
 def found(funcs, *trajectories):
@@ -49,27 +46,18 @@ def found(funcs, *trajectories):
     return run(score_cut(funcs, pairs))
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
-def test_built_in_turn_rewards_ignore_later_turns(name):
-    (reward,) = load_rewards([name], "turn")
+def reward(name, of, base=TurnReward):
+    return type(name, (base,), {"score": lambda self, turn, trajectory, **row: of(turn, trajectory)})()
+
+
+def test_built_in_turn_rewards_ignore_later_turns():
+    names = {"tool_execution_reward_func", "exist_answer_in_search_results", "step_reward", "information_gain"}
+    assert set(BUILT_IN) == names
     trajectories = [make_trajectory(1 + seed % 6, seed) for seed in range(40)]
-    assert found([reward], *trajectories) == {}
-    values = [value for one in trajectories for value in one.rewards["turn"][name]]
-    assert len(set(values)) > 2  # they had something to say
-
-
-def test_there_are_four_built_in_turn_rewards():
-    assert set(BUILT_IN) == {
-        *("tool_execution_reward_func", "exist_answer_in_search_results", "step_reward", "information_gain")
-    }
-
-
-class Share(TurnReward):
-    """Its part of the calls of the whole trajectory."""
-
-    def score(self, turn, trajectory, **row):
-        calls = sum(len(each.tool_calls) for each in trajectory.turns)
-        return len(turn.tool_calls) / calls if calls else None
+    assert found(load_rewards(BUILT_IN, "turn"), *trajectories) == {}
+    for name in BUILT_IN:
+        values = [value for one in trajectories for value in one.rewards["turn"][name]]
+        assert len(set(values)) > 2  # they had something to say
 
 
 class Ending(TurnReward):
@@ -77,49 +65,43 @@ class Ending(TurnReward):
         return float(trajectory.stop_reason.is_truncated)
 
 
-class Duration(TurnReward):
-    def score(self, turn, trajectory, **row):
-        return None if trajectory.seconds > 2 else 1.0
-
-
 class Text(TurnReward):
     async def score(self, turn, trajectory, **row):
         return float(len(turn.text))
 
 
+def share_of_calls(turn, trajectory):
+    calls = sum(len(each.tool_calls) for each in trajectory.turns)
+    return len(turn.tool_calls) / calls if calls else None
+
+
 def test_rewards_that_depend_on_later_turns_are_found():
-    result = found([Share(), Ending(), Duration(), Text()], make_trajectory(4, seed=1), make_trajectory(5, seed=2))
+    share = reward("Share", share_of_calls)
+    duration = reward("Duration", lambda turn, trajectory: None if trajectory.seconds > 2 else 1.0)
+    trajectories = [make_trajectory(4, seed=1), make_trajectory(5, seed=2)]
+    result = found([share, Ending(), duration, Text()], *trajectories)
     assert set(result) == {"Share", "Ending", "Duration"}
     assert result["Duration"] == "turn 1 of 4 of trajectory 's-1' earned None, and 1.0 with the later turns cut off"
     assert "earned 0.0, and the failure AttributeError(" in result["Ending"]
 
 
 def test_a_state_score_is_held_to_the_same():
-    class Left(StateScore):
-        def score(self, turn, trajectory, **row):
-            return float(len(trajectory.turns) - turn.index)
-
+    left = reward("Left", lambda turn, trajectory: float(len(trajectory.turns) - turn.index), StateScore)
     trajectory = make_trajectory(3)
-    run(score_trajectories([Text()], [], [trajectory], state_scores=[Left()]))
-    assert set(run(score_cut([Text(), Left()], [(trajectory, 0), (trajectory, 2)]))) == {"Left"}
+    run(score_trajectories([Text()], [], [trajectory], state_scores=[left]))
+    assert set(run(score_cut([Text(), left], [(trajectory, 0), (trajectory, 2)]))) == {"Left"}
 
 
 def test_a_reward_that_draws_is_not_accused():
-    class Draws(TurnReward):
-        numbers = itertools.count()
+    draws, calls = itertools.count(), itertools.count()
 
-        def score(self, turn, trajectory, **row):
-            return float(next(self.numbers))
+    def once(turn, trajectory):
+        if next(calls) > 2:
+            raise RuntimeError("called again")
+        return 1.0
 
-    class Once(TurnReward):
-        calls = itertools.count()
-
-        def score(self, turn, trajectory, **row):
-            if next(self.calls) > 2:
-                raise RuntimeError("called again")
-            return 1.0
-
-    assert found([Draws(), Once()], make_trajectory(3)) == {}
+    rewards = [reward("Draws", lambda turn, trajectory: float(next(draws))), reward("Once", once)]
+    assert found(rewards, make_trajectory(3)) == {}
 
 
 def test_a_cut_trajectory_is_what_was_there_at_the_time():
@@ -127,21 +109,17 @@ def test_a_cut_trajectory_is_what_was_there_at_the_time():
     before = whole.to_dict()
     cut = cut_after(whole, 1)
     assert cut.turns == whole.turns[:2] and cut.answer == whole.turns[1].answer
-    assert cut.stop_reason is None and (cut.env_rewards, cut.info, cut.seconds) == ({}, {}, 0.0)
+    assert (cut.stop_reason, cut.env_rewards, cut.info, cut.seconds) == (None, {}, {}, 0.0)
     assert cut.row is whole.row and cut.session == whole.session
     assert cut.tree == make_trajectory(2).tree
     assert whole.to_dict() == before
 
 
 def test_a_cut_tree_keeps_split_actions_and_rewritten_pasts():
-    whole = TokenTree()
     turns = [([1, 2], [3, 4, 5], [-0.1, -0.2, -0.3]), ([1, 2, 3, 9], [6], [-0.4]), ([1, 8], [7], [-0.5])]
-    for turn in turns:
-        whole.add_turn(*turn)
-    trajectory = Trajectory([], [Turn(index, {}) for index in range(3)], whole)
-    for index in range(3):
-        cut = cut_after(trajectory, index).tree
-        expected = TokenTree()
+    trees = [TokenTree() for _ in turns]
+    for index, tree in enumerate(trees):
         for turn in turns[: index + 1]:
-            expected.add_turn(*turn)
-        assert cut == expected
+            tree.add_turn(*turn)
+    trajectory = Trajectory([], [Turn(index, {}) for index in range(3)], trees[-1])
+    assert [cut_after(trajectory, index).tree for index in range(3)] == trees

@@ -1,3 +1,7 @@
+"""Rewards: what they are, how a batch is scored, and those that a recipe lists."""
+
+from __future__ import annotations
+
 import asyncio
 import functools
 import json
@@ -7,12 +11,11 @@ import sys
 
 import numpy as np
 import pytest
+from support.registered import keep
 from support.scoring import score
 
-import mt_grpo.rewards as rewards
 from mt_grpo.concurrency import run
 from mt_grpo.errors import UserError
-from mt_grpo.imports import ImportPathError
 from mt_grpo.rewards import (
     REWARDS,
     FunctionReward,
@@ -25,13 +28,20 @@ from mt_grpo.rewards import (
     load_rewards,
     score_trajectories,
 )
-from mt_grpo.rewards.base import KINDS, ScoreFunction, completion_ids
+from mt_grpo.rewards.base import ScoreFunction, completion_ids
 from mt_grpo.trajectory import StopReason, Trajectory, Turn
 
 
-def make_trajectory(*texts, session="s-0", **row):
+def make_trajectory(*texts, session="s-0", stop_reason=None, **row):
     turns = [Turn(index, {"role": "assistant", "content": text}) for index, text in enumerate(texts)]
-    return Trajectory([{"role": "user", "content": "q"}], turns, session=session, row=row)
+    prompt = [{"role": "user", "content": "q"}]
+    return Trajectory(prompt, turns, session=session, stop_reason=stop_reason, row=row)
+
+
+def outcomes(function, *batch, **extra):
+    """Of a plain function or a reward."""
+    reward = function if isinstance(function, RewardFunc) else FunctionReward(function)
+    return score([], [reward], batch or [make_trajectory()], **extra).outcome[0]
 
 
 class Length(TurnReward):
@@ -47,6 +57,11 @@ class NumTurns(OutcomeReward):
         return len(trajectory.turns) + bonus
 
 
+class Progress(StateScore):
+    def score(self, turn, trajectory, **row):
+        return float(turn.index)
+
+
 class Returns(OutcomeReward):
     def __init__(self, value):
         self.value = value
@@ -55,18 +70,34 @@ class Returns(OutcomeReward):
         return self.value
 
 
+class Answer(OutcomeReward):
+    def __init__(self, column="answer", *more, scale=1.0):
+        self.column, self.scale = column, float(scale)
+
+    def score(self, trajectory, **row):
+        return 0.0
+
+
+class Anything(Answer):
+    def __init__(self, **options):
+        super().__init__(options["column"])
+
+
+class Neither(RewardFunc):
+    def score(self, **row):
+        return 0.0
+
+
 # What a reward is
 
 
 def test_a_reward_is_named_after_its_class_by_default():
-    class Child(NumTurns):
-        pass
-
-    child = Child()
+    child = type("Child", (NumTurns,), {})()
     assert (Length().name, NumTurns().name, child.name) == ("Length", "num_turns", "Child")
     child.name = "mine"
-    assert (child.name, Child.name) == ("mine", "Child")
+    assert (child.name, type(child).name) == ("mine", "Child")
     assert (Length().weight, NumTurns().weight) == (1.0, 0.5)
+    assert FunctionReward(functools.partial(sum)).name == "partial"
 
 
 @pytest.mark.parametrize("abstract", [RewardFunc, TurnReward, OutcomeReward])
@@ -75,36 +106,45 @@ def test_a_reward_without_score_cannot_be_made(abstract):
         type("NoScore", (abstract,), {})()
 
 
+def test_rewards_import_no_torch():
+    code = "import sys, mt_grpo.rewards; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_what_hides_its_parameters_is_in_no_form_of_others():
+    assert not ScoreFunction.fits(max) and not ScoreFunction.fits("score")
+
+
 # Scoring
 
 
 def test_scores_are_by_reward_trajectory_turn_and_recorded():
     batch = [make_trajectory("ab", "", bonus=0.5), make_trajectory("c", bonus=2)]
     scores = score([Length()], [NumTurns(), Returns(None)], batch)
-    assert scores.turn == [[[2.0, None], [1.0]]]
-    assert scores.outcome == [[2.5, 3.0], [None, None]]
+    assert (scores.turn, scores.outcome) == ([[[2.0, None], [1.0]]], [[2.5, 3.0], [None, None]])
     assert batch[0].rewards == {"outcome": {"num_turns": 2.5, "Returns": None}, "turn": {"Length": [2.0, None]}}
     assert batch[1].rewards == {"outcome": {"num_turns": 3.0, "Returns": None}, "turn": {"Length": [1.0]}}
+    assert json.loads(json.dumps(batch[0].to_dict()))["rewards"] == batch[0].rewards
 
 
-def test_state_scores_are_apart_from_rewards():
-    batch = [make_trajectory("a", "b"), make_trajectory("c")]
-    batch[1].stop_reason = StopReason.ENGINE_ERROR
-    scores = run(score_trajectories([Length()], [], batch, state_scores=[Progress()]))
-    assert scores.turn == [[[1.0, 1.0], [None]]] and scores.state == [[[0.0, 1.0], [None]]]
-    assert batch[0].rewards == {"outcome": {}, "turn": {"Length": [1.0, 1.0]}, "state": {"Progress": [0.0, 1.0]}}
+def test_no_reward_is_asked_about_a_trajectory_that_failed():
+    """And the scores of states are apart from rewards."""
+    reasons = (None, StopReason.ENGINE_ERROR, StopReason.ENV_ERROR, StopReason.TIMEOUT)
+    batch = [make_trajectory("ab", "c", stop_reason=reason) for reason in reasons]
+    scores = run(score_trajectories([Length()], [Returns(1.0)], batch, state_scores=[Progress()]))
+    nothing = [None, None]
+    assert scores.turn == [[[2.0, 1.0], nothing, nothing, [2.0, 1.0]]]
+    assert (scores.state, scores.outcome) == ([[[0.0, 1.0], nothing, nothing, [0.0, 1.0]]], [[1.0, None, None, 1.0]])
+    ran, failed = batch[0].rewards, batch[1].rewards
+    assert ran == {"outcome": {"Returns": 1.0}, "turn": {"Length": [2.0, 1.0]}, "state": {"Progress": [0.0, 1.0]}}
+    assert failed == {"outcome": {"Returns": None}, "turn": {"Length": nothing}, "state": {"Progress": nothing}}
 
 
-def test_a_batch_without_a_trajectory_calls_no_reward():
-    scores = score([Length()], [NumTurns(), FunctionReward(len)], [])
-    assert scores.turn == [[]] and scores.outcome == [[], []]
-
-
-def test_without_rewards_there_are_no_scores():
-    trajectory = make_trajectory("a")
+def test_without_trajectories_or_rewards_there_are_no_scores():
+    scores, trajectory = score([Length()], [NumTurns(), FunctionReward(len)], []), make_trajectory("a")
+    assert (scores.turn, scores.outcome) == ([[]], [[], []])
     scores = score([], [], [trajectory])
-    assert (scores.turn, scores.outcome) == ([], [])
-    assert trajectory.rewards == {"outcome": {}, "turn": {}}
+    assert (scores.turn, scores.outcome, trajectory.rewards) == ([], [], {"outcome": {}, "turn": {}})
 
 
 def test_async_rewards_run_concurrently():
@@ -112,56 +152,26 @@ def test_async_rewards_run_concurrently():
     begun, num_calls = [], 8
     all_begun = asyncio.Event()
 
-    async def meet():
+    async def meet(*given, **row):
         begun.append(1)
         if len(begun) == num_calls:
             all_begun.set()
         await asyncio.wait_for(all_begun.wait(), timeout=30)
         return 1.0
 
-    class MeetTurn(TurnReward):
-        async def score(self, turn, trajectory, **row):
-            return await meet()
-
-    class MeetOutcome(OutcomeReward):
-        async def score(self, trajectory, **row):
-            return await meet()
-
     async def plain(completions, **columns):
         return [await meet()] * len(completions)
 
+    of_turn, of_outcome = (type("Meets", (base,), {"score": meet}) for base in (TurnReward, OutcomeReward))
     batch = [make_trajectory("a", "b"), make_trajectory("c")]
-    outcome_funcs = [MeetOutcome(), MeetOutcome(), FunctionReward(plain)]  # 3 turns + 2 + 2 + 1 batch
-    scores = asyncio.run(score_trajectories([MeetTurn()], outcome_funcs, batch))
+    outcome_funcs = [of_outcome(), of_outcome(), FunctionReward(plain)]  # 3 turns + 2 + 2 + 1 batch
+    scores = asyncio.run(score_trajectories([of_turn()], outcome_funcs, batch))
     assert scores.turn == [[[1.0, 1.0], [1.0]]] and scores.outcome == [[1.0, 1.0]] * 3
 
 
-def test_a_function_that_returns_nan_is_told_to_return_none():
-    """TRL takes NaN for `None`; a mistake in a computation looks the same."""
-
-    def ratio(completions, **columns):
-        return [math.nan] * len(completions)
-
-    with pytest.raises(RewardError, match="'ratio' failed with ValueError: it returned nan: return `None` where"):
-        score([], [FunctionReward(ratio)], [make_trajectory()])
-
-
-def test_no_reward_is_asked_about_a_trajectory_that_failed():
-    class Words(TurnReward):
-        def score(self, turn, trajectory, **row):
-            return 1.0
-
-    batch = [make_trajectory("a", "b"), make_trajectory("c")]
-    batch[0].stop_reason, batch[1].stop_reason = StopReason.ENV_ERROR, StopReason.TIMEOUT
-    scores = score([Words()], [Returns(1.0)], batch)
-    assert scores.turn == [[[None, None], [1.0]]] and scores.outcome == [[None, 1.0]]
-    assert batch[0].rewards == {"turn": {"Words": [None, None]}, "outcome": {"Returns": None}}
-
-
-@pytest.mark.parametrize("value", [True, 1, np.float32(1.0)])
-def test_whatever_reads_as_a_number_becomes_a_float(value):
-    [[result]] = score([], [Returns(value)], [make_trajectory()]).outcome
-    assert result == 1.0 and type(result) is float
+def test_whatever_reads_as_a_number_becomes_a_float():
+    results = [outcomes(Returns(value))[0] for value in (True, 1, np.float32(1.0))]
+    assert [(result, type(result)) for result in results] == [(1.0, float)] * 3
 
 
 @pytest.mark.parametrize(
@@ -178,33 +188,45 @@ def test_whatever_reads_as_a_number_becomes_a_float(value):
 )
 def test_a_value_that_is_no_finite_number_is_an_error(value, reason):
     with pytest.raises(RewardError) as caught:
-        score([], [Returns(value)], [make_trajectory(session="s-7", answer="Lima")])
-    message = str(caught.value)
-    assert message.startswith(f"The reward 'Returns' failed with {reason}")
-    assert message.endswith("""on trajectory 's-7', row {"answer": "Lima"}.""")
+        outcomes(Returns(value), make_trajectory(session="s-7", answer="Lima"))
+    assert str(caught.value).startswith(f"The reward 'Returns' failed with {reason}")
+    assert str(caught.value).endswith("""on trajectory 's-7', row {"answer": "Lima"}.""")
 
 
-@pytest.mark.parametrize("value", [None, 1.0, "1.0", {"s": 1.0}])
-def test_a_function_that_returns_no_list_is_told_what_to_return(value):
-    with pytest.raises(RewardError, match="it returned .*: return a list of numbers, one for each of 1 completions"):
-        score([], [FunctionReward(lambda completions, **columns: value)], [make_trajectory()])
+def raises(completions, **columns):
+    raise RuntimeError("one\n  two")
 
 
-def test_a_function_may_be_a_generator_as_in_trl():
-    def lengths(completions, **columns):
-        yield from (2.0 for _ in completions)
-
-    assert score([], [FunctionReward(lengths)], [make_trajectory()]).outcome == [[2.0]]
-
-
-class Raises(TurnReward):
-    def score(self, turn, trajectory, **row):
-        if turn.text == "bad":
-            raise KeyError("no\nsuch key")
-        return 0.0
+@pytest.mark.parametrize(
+    ("reward", "says"),
+    [
+        (raises, r"'raises' failed with RuntimeError: one two on"),
+        (NumTurns(), "'num_turns' failed with TypeError: .*'bonus'"),
+        # TRL takes NaN for `None`; a mistake in a computation looks the same
+        (lambda **columns: [1.0, math.nan], "'<lambda>' failed with ValueError: it returned nan: return `None` where"),
+        (lambda **columns: [1.0, math.inf], "not a finite number on trajectory 's-2'"),
+        (
+            lambda **columns: [1.0],
+            "it returned 1 rewards for 2 completions on a batch of 2 that begins with trajectory 's-1', row {.n.: 1}",
+        ),
+        *(
+            (lambda value=value, **columns: value, "it returned .*: return a list of numbers, one for each of 2 compl")
+            for value in (None, 1.0, "1.0", {"s": 1.0})
+        ),
+    ],
+)
+def test_what_a_reward_does_wrong_is_said_in_one_line(reward, says):
+    with pytest.raises(RewardError, match=says):
+        outcomes(reward, make_trajectory(session="s-1", n=1), make_trajectory(session="s-2", n=2))
 
 
 def test_a_reward_that_raises_names_reward_trajectory_and_row():
+    class Raises(TurnReward):
+        def score(self, turn, trajectory, **row):
+            if turn.text == "bad":
+                raise KeyError("no\nsuch key")
+            return 0.0
+
     batch = [make_trajectory("good", session="s-1"), make_trajectory("good", "bad", session="s-2", question="ü?")]
     with pytest.raises(RewardError) as caught:
         score([Raises()], [], batch)
@@ -217,22 +239,9 @@ def test_a_reward_that_raises_names_reward_trajectory_and_row():
     assert batch[0].rewards == {}
 
 
-def test_a_message_of_several_lines_becomes_one():
-    def several_lines(**columns):
-        raise RuntimeError("one\n  two")
-
-    with pytest.raises(RewardError, match="failed with RuntimeError: one two on"):
-        score([], [FunctionReward(several_lines)], [make_trajectory()])
-
-
-def test_a_missing_column_names_the_column():
-    with pytest.raises(RewardError, match="'num_turns' failed with TypeError: .*'bonus'"):
-        score([], [NumTurns()], [make_trajectory("a")])
-
-
 def test_a_long_row_is_cut_at_200_characters():
     with pytest.raises(RewardError) as caught:
-        score([], [Returns(math.inf)], [make_trajectory(text="x" * 400, thing=object())])
+        outcomes(Returns(math.inf), make_trajectory(text="x" * 400, thing=object()))
     row = str(caught.value).partition(", row ")[2].removesuffix(".")
     assert row == '{"text": "' + "x" * 189 + "…" and len(row) == 200
 
@@ -247,17 +256,16 @@ def test_the_first_failure_is_reported_after_the_rest_ended():
             ended.append(trajectory.session)
             raise ValueError("late" if waits else "soon")
 
-    batch = [make_trajectory(session="a", waits=3), make_trajectory(session="b", waits=0)]
     with pytest.raises(RewardError, match="late on trajectory 'a'"):
-        score([], [Slow()], batch)
+        outcomes(Slow(), make_trajectory(session="a", waits=3), make_trajectory(session="b", waits=0))
     assert ended == ["b", "a"]
 
 
 # Plain TRL reward functions
 
 
-def trl_trajectory(session="s-0", **row):
-    trajectory = make_trajectory("a", session=session, **row)
+def trl_trajectory(**row):
+    trajectory = make_trajectory("a", **row)
     trajectory.turns[0].replies = [{"role": "tool", "content": "r"}]
     trajectory.tree.add_turn([1, 2], [3], [-0.5])
     trajectory.tree.add_turn([1, 2, 3, 4], [5], [-0.5])
@@ -266,6 +274,7 @@ def trl_trajectory(session="s-0", **row):
 
 @pytest.mark.parametrize("is_async", [False, True])
 def test_a_trl_function_is_called_once_with_what_trl_passes(is_async):
+    """No column stands for what the model said: an accepted answer would earn whatever it says."""
     calls = []
 
     def plain(**kwargs):
@@ -275,10 +284,10 @@ def test_a_trl_function_is_called_once_with_what_trl_passes(is_async):
     async def plain_async(**kwargs):
         return plain(**kwargs)
 
-    rows = [{"prompt": "p", "completion": "c", "completion_ids": 0, "answer": name, "state": 1} for name in "xy"]
-    batch = [trl_trajectory(**row) for row in rows]
+    taken = dict.fromkeys(["prompt", "prompts", "completion", "completions", "completion_ids"], "of the row")
+    batch = [trl_trajectory(answer=name, state=1, **taken) for name in "xy"]
     reward = FunctionReward(plain_async if is_async else plain)
-    assert score([], [reward], batch, extra={"state": "step 3", "log_metric": print}).outcome == [[0.5, None]]
+    assert outcomes(reward, *batch, extra={"state": "step 3", "log_metric": print}) == [0.5, None]
     completion = [{"role": "assistant", "content": "a"}, {"role": "tool", "content": "r"}]
     assert calls == [
         {
@@ -293,45 +302,10 @@ def test_a_trl_function_is_called_once_with_what_trl_passes(is_async):
     assert reward.name == ("plain_async" if is_async else "plain")
 
 
-@pytest.mark.parametrize("column", ["prompts", "completions"])
-def test_a_column_never_stands_for_what_the_model_said(column):
-    """Such as the accepted answers of a data set, which would earn whatever the model writes."""
-    judged = []
-
-    def plain(prompts, completions, **columns):
-        judged.extend([prompts, completions])
-        return [0.0]
-
-    trajectory = trl_trajectory(**{column: "of the row"})
-    score([], [FunctionReward(plain)], [trajectory])
-    assert judged == [[trajectory.prompt], [trajectory.completion]]
-
-
-def test_a_trl_function_scores_one_trajectory_on_its_row():
+def test_a_trl_function_may_score_one_or_be_a_generator():
     reward = FunctionReward(lambda completions, answer, **columns: [float(answer[0])])
     assert asyncio.run(reward.score(trl_trajectory(), answer=3)) == 3.0
-
-
-def test_a_callable_without_a_name_is_named_after_its_type():
-    assert FunctionReward(functools.partial(sum)).name == "partial"
-
-
-def test_a_wrong_number_of_rewards_is_an_error():
-    def one_short(prompts, **columns):
-        return [1.0] * (len(prompts) - 1)
-
-    with pytest.raises(RewardError) as caught:
-        score([], [FunctionReward(one_short)], [trl_trajectory("s-1", n=1), trl_trajectory("s-2", n=2)])
-    assert str(caught.value) == (
-        "The reward 'one_short' failed with ValueError: it returned 1 rewards for 2 completions on a batch of 2 that "
-        "begins with trajectory 's-1', row {\"n\": 1}."
-    )
-
-
-def test_an_infinite_reward_of_a_trl_function_names_its_own_row():
-    reward = FunctionReward(lambda prompts, **columns: [1.0, math.inf])
-    with pytest.raises(RewardError, match="not a finite number on trajectory 's-2'"):
-        score([], [reward], [trl_trajectory("s-1"), trl_trajectory("s-2")])
+    assert outcomes(lambda completions, **columns: (2.0 for _ in completions)) == [2.0]
 
 
 def test_completion_ids_are_what_follows_the_first_context():
@@ -344,30 +318,26 @@ def test_completion_ids_are_what_follows_the_first_context():
     assert completion_ids(trajectory) == [3]
 
 
+def test_a_trl_function_sees_the_environments_that_it_asks_for():
+    def named(prompts, completions, completion_ids, environments):
+        return [float(environment) for environment in environments]
+
+    def any_of_them(prompts, completions, **kwargs):
+        return [float(sum(kwargs.get("environments", [7.0])))] * len(completions)
+
+    def neither(prompts, completions, completion_ids):
+        return [0.0] * len(completions)
+
+    functions = [FunctionReward(function) for function in (named, any_of_them, neither)]
+    batch = [Trajectory([], stop_reason=StopReason.ENV_DONE, environment=value) for value in (1, 2)]
+    assert score([], functions, batch).outcome == [[1.0, 2.0], [3.0, 3.0], [0.0, 0.0]]
+    plain = [Trajectory([], stop_reason=StopReason.ENV_DONE)]
+    assert score([], functions[1:], plain).outcome == [[7.0], [0.0]]
+    of_the_user = type("Standing", (), {"user_environment": 3.0})()
+    assert outcomes(named, Trajectory([], environment=of_the_user, stop_reason=StopReason.ANSWERED)) == [3.0]
+
+
 # Rewards of a recipe
-
-
-def test_built_in_rewards_are_found_by_the_name_they_report():
-    assert set(REWARDS) == {
-        "answer_logprob",
-        "env_reward",
-        "exact_match_reward_func",
-        "exist_answer_in_search_results",
-        "exist_answer_reward_func",
-        "format_reward_func",
-        "gsm8k_correct_reward_func",
-        "gsm8k_number_reward_func",
-        "information_gain",
-        "reasoning_gym_reward",
-        "step_reward",
-        "tool_execution_reward_func",
-        "xml_reward_func",
-    }
-    for name, reward_class in REWARDS.items():
-        kind = next(kind for kind, base in KINDS.items() if issubclass(reward_class, base))
-        (loaded,) = load_rewards([name], kind)
-        assert type(loaded) is reward_class is type(getattr(rewards, name))
-        assert loaded.name == name
 
 
 def test_rewards_are_names_paths_instances_classes_or_functions(tmp_path):
@@ -377,96 +347,16 @@ def test_rewards_are_names_paths_instances_classes_or_functions(tmp_path):
     loaded = load_rewards(
         ["mt_grpo.rewards.builtin.gsm8k_number_reward_func", f"{file}:from_file", instance, NumTurns, len], "outcome"
     )
-    assert [reward.name for reward in loaded] == [
-        "gsm8k_number_reward_func",
-        "from_file",
-        "Returns",
-        "num_turns",
-        "len",
-    ]
+    assert [each.name for each in loaded] == ["gsm8k_number_reward_func", "from_file", "Returns", "num_turns", "len"]
     assert loaded[2] is instance and isinstance(loaded[3], NumTurns)
     assert all(isinstance(loaded[index], FunctionReward) for index in (1, 4))
     assert isinstance(load_rewards([Length], "turn")[0], Length)
 
 
-class Needs(OutcomeReward):
-    def __init__(self, model):
-        self.model = model
-
-    def score(self, trajectory, **row):
-        return 0.0
-
-
-class Progress(StateScore):
-    def score(self, turn, trajectory, **row):
-        return float(turn.index)
-
-
-class Neither(RewardFunc):
-    def score(self, **row):
-        return 0.0
-
-
-@pytest.mark.parametrize(
-    ("entries", "kind", "message"),
-    [
-        (
-            ["exact_match_reward_func"],
-            "turn",
-            "'exact_match_reward_func' is a reward for outcomes: list it in `outcome_reward_funcs`.",
-        ),
-        ([Length()], "outcome", "'Length' is a reward for turns: list it in `turn_reward_funcs`."),
-        ([NumTurns], "turn", "'num_turns' is a reward for outcomes: list it in `outcome_reward_funcs`."),
-        (
-            ["exact_match_reward"],
-            "outcome",
-            "The outcome reward 'exact_match_reward' is neither a built-in name nor a path such as "
-            "`package.module.name`; the nearest is 'exact_match_reward_func'.",
-        ),
-        (
-            [len],
-            "turn",
-            "The turn reward 'len' is a plain function, which judges whole completions: subclass TurnReward, or list "
-            "it in `outcome_reward_funcs`.",
-        ),
-        ([Progress], "turn", "'Progress' is a reward for states: list it in `state_score`."),
-        ([Length()], "state", "'Length' is a reward for turns: list it in `turn_reward_funcs`."),
-        (
-            [len],
-            "state",
-            "The state reward 'len' is a plain function, which judges whole completions: subclass StateScore, or list "
-            "it in `outcome_reward_funcs`.",
-        ),
-        ([3], "outcome", "The outcome reward '3' is not a reward: subclass OutcomeReward."),
-        ([dict], "outcome", "The outcome reward 'dict' is not a reward: subclass OutcomeReward."),
-        ([Neither()], "turn", "The turn reward 'Neither' is not a reward: subclass TurnReward."),
-        (["math.pi"], "outcome", "The outcome reward 'math.pi' is not a reward: subclass OutcomeReward."),
-        ([len, len], "outcome", "The outcome reward 'len' is listed twice: give one another `name`."),
-    ],
-)
-def test_what_is_no_reward_of_the_kind_is_refused(entries, kind, message):
-    with pytest.raises(RewardListError) as caught:
-        load_rewards(entries, kind)
-    assert str(caught.value) == message
-    assert isinstance(caught.value, ValueError)
-
-
-class Answer(OutcomeReward):
-    def __init__(self, column="answer", *more, scale=1.0):
-        self.column, self.scale = column, float(scale)
-
-    def score(self, trajectory, **row):
-        return 0.0
-
-
-class Anything(Answer):
-    def __init__(self, **options):
-        super().__init__(options["column"])
-
-
 def test_a_recipe_gives_a_class_its_options_with_its_name(monkeypatch):
+    keep(monkeypatch, REWARDS)
     for name, listed in (("answer", Answer), ("anything", Anything)):
-        monkeypatch.setitem(REWARDS._entries, name, listed)
+        REWARDS.add(name, listed, __name__)
     as_json = '{"name": "anything", "column": "gold"}'
     first, second = load_rewards([{"name": "answer", "scale": 2}, as_json], "outcome")
     assert (type(first), first.column, first.scale) == (Answer, "answer", 2.0)
@@ -475,77 +365,65 @@ def test_a_recipe_gives_a_class_its_options_with_its_name(monkeypatch):
     assert (by_path.prefix, by_path.column) == ("", "answer")
 
 
+GAIN = "mt_grpo.rewards.gain.information_gain"
+
+
 @pytest.mark.parametrize(
-    ("entry", "kind", "message"),
+    ("kind", "entries", "says"),
     [
+        ("turn", ["exact_match_reward_func"], "is a reward for outcomes: list it in `outcome_reward_funcs`."),
+        ("turn", [NumTurns], "'num_turns' is a reward for outcomes: list it in `outcome_reward_funcs`."),
+        ("turn", [Progress], "'Progress' is a reward for states: list it in `state_score`."),
+        ("outcome", [Length()], "'Length' is a reward for turns: list it in `turn_reward_funcs`."),
+        ("state", [Length()], "'Length' is a reward for turns: list it in `turn_reward_funcs`."),
         (
-            {"name": "answer", "colum": "gold"},
             "outcome",
-            "The outcome reward 'answer' has no option 'colum'; the nearest is 'column': its options are column, "
-            "scale.",
+            ["exact_match_reward"],
+            "The outcome reward 'exact_match_reward' is neither a built-in name nor a path such as "
+            "`package.module.name`; the nearest is 'exact_match_reward_func'.",
         ),
+        ("turn", [len], "'len' is a plain function, which judges whole completions: subclass TurnReward, or list it"),
+        ("state", [len], "'len' is a plain function, which judges whole completions: subclass StateScore, or list it"),
+        ("outcome", [3], "The outcome reward '3' is not a reward: subclass OutcomeReward."),
+        ("outcome", [dict], "The outcome reward 'dict' is not a reward: subclass OutcomeReward."),
+        ("turn", [Neither()], "The turn reward 'Neither' is not a reward: subclass TurnReward."),
+        ("outcome", ["math.pi"], "The outcome reward 'math.pi' is not a reward: subclass OutcomeReward."),
+        ("outcome", [len, len], "The outcome reward 'len' is listed twice: give one another `name`."),
+        ("outcome", [Returns], "'Returns' is a class "),
+        ("outcome", [Returns], "'value'): give them with its name"),
+        ("turn", ["no_such_package.f"], "The turn reward 'no_such_package.f' does not import"),
         (
-            {"name": "step_reward", "scale": 2},
-            "turn",
-            "The turn reward 'step_reward' has no option 'scale': it has none.",
-        ),
-        (
-            {"name": "mt_grpo.rewards.gain.information_gain", "gain": "log_prob"},
-            "turn",
-            "The turn reward 'mt_grpo.rewards.gain.information_gain' has no option 'gain': it has none.",
-        ),
-        (
-            {"name": "answer", "scale": "big"},
             "outcome",
-            "The outcome reward 'answer' cannot be made with the options {'scale': 'big'} (ValueError: could not "
-            "convert string to float: 'big').",
+            [{"name": "answer", "colum": "gold"}],
+            "'answer' has no option 'colum'; the nearest is 'column': its options are column, scale.",
+        ),
+        ("turn", [{"name": "step_reward", "scale": 2}], "'step_reward' has no option 'scale': it has none."),
+        ("turn", [{"name": GAIN, "gain": "log_prob"}], f"'{GAIN}' has no option 'gain': it has none."),
+        (
+            "outcome",
+            [{"name": "answer", "scale": "big"}],
+            "cannot be made with the options {'scale': 'big'} (ValueError: could not convert string to float: 'big').",
         ),
         (
-            {"column": "gold"},
             "outcome",
-            "The reward {'column': 'gold'} has no name: give the name or the path of a reward class and its options, "
-            "such as `{name: information_gain, column: answer}`.",
+            [{"column": "gold"}],
+            "{'column': 'gold'} has no name: give the name or the path of a reward class and its options, such as `{",
         ),
-        ('{"name": ', "outcome", "The reward '{\"name\": ' is not valid JSON (Expecting value at character 9)."),
-        ({"name": "information_gain", "scorer": "me"}, "turn", "`scorer` is 'me': choose one of trainer, server."),
+        ("outcome", ['{"name": '], "The reward '{\"name\": ' is not valid JSON (Expecting value at character 9)."),
+        ("turn", [{"name": "information_gain", "scorer": "me"}], "`scorer` is 'me': choose one of trainer, server."),
     ],
 )
-def test_options_that_a_reward_does_not_take_are_refused(entry, kind, message, monkeypatch):
-    monkeypatch.setitem(REWARDS._entries, "answer", Answer)
+def test_what_is_no_reward_of_the_kind_is_refused(kind, entries, says, monkeypatch):
+    keep(monkeypatch, REWARDS)
+    REWARDS.add("answer", Answer, __name__)
     with pytest.raises(UserError) as caught:
-        load_rewards([entry], kind)
-    assert str(caught.value) == message
-
-
-def test_a_class_that_needs_arguments_asks_for_an_instance():
-    with pytest.raises(
-        RewardListError, match=r"'Needs' is a class .* \(TypeError: .*'model'\): give them with its name"
-    ):
-        load_rewards([Needs], "outcome")
-
-
-def test_a_path_that_does_not_import_names_the_reward():
-    with pytest.raises(ImportPathError, match="The turn reward 'no_such_package.f' does not import"):
-        load_rewards(["no_such_package.f"], "turn")
-
-
-def test_rewards_import_no_torch():
-    code = "import sys, mt_grpo.rewards; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def test_scores_are_json():
-    trajectory = make_trajectory("ab", "", bonus=0)
-    score([Length()], [NumTurns()], [trajectory])
-    assert json.loads(json.dumps(trajectory.to_dict()))["rewards"] == trajectory.rewards
+        load_rewards(entries, kind)
+    assert says in str(caught.value)
 
 
 @pytest.mark.parametrize(("number", "value"), [("weight", math.nan), ("weight", "1"), ("maximum", None)])
 def test_a_weight_that_is_no_number_is_refused(number, value):
     wrong = type("Wrong", (Returns,), {number: value})(1.0)
-    with pytest.raises(RewardListError, match=f"'Wrong' has the `{number}` .*: set a finite number"):
+    with pytest.raises(RewardListError, match=f"'Wrong' has the `{number}` .*: set a finite number") as caught:
         load_rewards([wrong], "outcome")
-
-
-def test_what_hides_its_parameters_is_in_no_form_of_others():
-    assert not ScoreFunction.fits(max) and not ScoreFunction.fits("score")
+    assert isinstance(caught.value, ValueError)
