@@ -14,7 +14,7 @@ import psutil
 import pytest
 from support import computing_tools
 from support.computing_tools import end, fail, leave, spin, unsendable, where
-from support.waiting import until_true
+from support.waiting import until, until_true
 
 from mt_grpo.concurrency import run
 from mt_grpo.envs import MultiTurnToolEnv
@@ -40,9 +40,19 @@ def called(tools, *calls, timeout=60.0):
     return made
 
 
+def ends(process):
+    with suppress(psutil.NoSuchProcess):
+        psutil.Process(int(process)).wait(timeout=60)
+
+
+def runs_elsewhere(tools):
+    (call,) = called(tools, ("where", {}))
+    assert call.error is None and call.result != str(os.getpid())
+    return call.result
+
+
 def test_calls_run_in_as_many_processes_as_there_are(tools):
-    calls = called(tools, *[("where", {})] * 12)
-    processes = {call.result for call in calls}
+    processes = {call.result for call in called(tools, *[("where", {})] * 12)}
     assert 1 <= len(processes) <= 2 and str(os.getpid()) not in processes
 
 
@@ -62,7 +72,7 @@ def test_an_error_is_told_with_its_line_in_the_tool(tools):
 )
 def test_what_ends_a_call_ends_no_other(tools, name, arguments, error):
     one, other = called(tools, (name, arguments), ("where", {}))
-    assert one.error == error and other.error is None
+    assert (one.error, other.error) == (error, None)
 
 
 def test_a_call_that_is_given_up_ends_its_process(tools, tmp_path):
@@ -76,9 +86,8 @@ def test_a_call_that_is_given_up_ends_its_process(tools, tmp_path):
 
     run(give_up())
     assert call.error == "spin did not finish before the conversation ended."
-    with suppress(psutil.NoSuchProcess):
-        psutil.Process(int(file.read_text())).wait(timeout=60)
-    assert called(tools, ("where", {}))[0].error is None
+    ends(file.read_text())
+    runs_elsewhere(tools)
 
 
 def test_only_plain_functions_are_called_there():
@@ -89,25 +98,22 @@ def test_only_plain_functions_are_called_there():
         def count(self) -> str:
             """Counts."""
 
+    def nested() -> str:
+        """Is not at the top of a module."""
+
     functions = [where, waits, Counter().count]
     inside, *others = in_processes(functions, 1)
     assert inside.function is not where and [each.function for each in others] == functions[1:]
     with pytest.raises(ToolDefinitionError, match=r"no tool is a plain function .*tools are: waits, count"):
         in_processes(functions[1:], 2)
+    with pytest.raises(ConfigError, match=r"nested \(.*test_tool_processes.py, line \d+\) cannot be called .* top of"):
+        in_processes([nested], 2)
 
 
 def test_a_smaller_limit_of_a_tool_is_kept():
     limited = replace(Tool.from_function(where), concurrency=1)
     one, other = in_processes([limited, replace(limited, name="other", concurrency=9)], 2)
     assert (one.concurrency, other.concurrency) == (1, 2) and one.limit is limited.limit
-
-
-def test_what_processes_cannot_load_is_refused():
-    def nested() -> str:
-        """Is not at the top of a module."""
-
-    with pytest.raises(ConfigError, match=r"nested \(.*test_tool_processes.py, line \d+\) cannot be called .* top of"):
-        in_processes([nested], 2)
 
 
 SCRIPT = """
@@ -135,50 +141,44 @@ def test_a_script_needs_a_guard(tmp_path, guarded):
         assert "put what that does under `if __name__ == '__main__':`" in ended.stderr.splitlines()[-1]
 
 
+SPINS = """
+from support.computing_tools import spin
+from mt_grpo.processes import Processes
+from mt_grpo.concurrency import run
+if __name__ == '__main__':
+    run(Processes(1).call(spin, {'file': 'process'}))
+"""
+
+
 def test_processes_end_with_the_one_that_made_them(tmp_path):
     file, spun = tmp_path / "script.py", tmp_path / "process"
-    file.write_text(
-        "from support.computing_tools import spin\nfrom mt_grpo.processes import Processes\n"
-        "from mt_grpo.concurrency import run\n"
-        f"if __name__ == '__main__':\n    run(Processes(1).call(spin, {{'file': {str(spun)!r}}}))\n"
-    )
+    file.write_text(SPINS)
     path = {"PYTHONPATH": os.pathsep.join(sys.path)}
-    with subprocess.Popen([sys.executable, str(file)], env=os.environ | path) as made:
-        while not (spun.exists() and spun.read_text()):
-            assert made.poll() is None
+    with subprocess.Popen([sys.executable, str(file)], env=os.environ | path, cwd=tmp_path) as made:
+        until(lambda: spun.exists() and spun.read_text(), lambda: made.poll() is None)
         made.kill()
-    with suppress(psutil.NoSuchProcess):
-        psutil.Process(int(spun.read_text())).wait(timeout=60)
+    ends(spun.read_text())
 
 
 def test_processes_end_with_their_pool():
     (tool,) = in_processes([where], 1)
-    (call,) = called({"where": tool}, ("where", {}))
-    process = psutil.Process(int(call.result))
+    process = runs_elsewhere({"where": tool})
     del tool
     gc.collect()
-    with suppress(psutil.NoSuchProcess):
-        process.wait(timeout=60)
+    ends(process)
 
 
 def test_a_recipe_names_their_number(tmp_path):
     args = MTGRPOConfig(str(tmp_path), tools=["support.computing_tools.where"], tool_processes=1, use_cpu=True)
-    (call,) = called(check_env(source_of(build_env(args)), args).tools, ("where", {}))
-    assert call.error is None and call.result != str(os.getpid())
+    runs_elsewhere(check_env(source_of(build_env(args)), args).tools)
     with pytest.raises(ConfigError, match="`tool_processes` is 1, and the trainer was given an `env`"):
         check_env(MultiTurnToolEnv([where]), args)
-    args.tools = None
-    with pytest.raises(ConfigError, match="`tool_processes` is 1, and no tool is named: leave it out"):
-        build_env(args)
-
-
-def test_environments_with_tools_have_the_processes(tmp_path):
     others = {"talk": {"call_protocol": "plain"}, "mine": "mt_grpo.envs.MultiTurnToolEnv"}
-    environments = {"tools": {"tools": ["support.computing_tools.where"]}, **others}
-    args = MTGRPOConfig(str(tmp_path), environments=environments, tool_processes=1, use_cpu=True)
+    args.tools, args.environments = None, {"tools": {"tools": ["support.computing_tools.where"]}, **others}
     built = build_env(args)
-    (call,) = called(built["tools"].tools, ("where", {}))
-    assert call.error is None and call.result != str(os.getpid()) and not built["talk"].tools
-    args.environments = others
-    with pytest.raises(ConfigError, match="`tool_processes` is 1, and no tool is named: leave it out"):
-        build_env(args)
+    runs_elsewhere(built["tools"].tools)
+    assert not built["talk"].tools
+    for environments in (None, others):
+        args.environments = environments
+        with pytest.raises(ConfigError, match="`tool_processes` is 1, and no tool is named: leave it out"):
+            build_env(args)
