@@ -63,7 +63,6 @@ class Coin:
 
 
 def games(env, turns, rows=({},), **limits):
-    """Games of so many rows, and what each was answered."""
     played, _ = play(env, turns, rows, prompt="Play.", **limits)
     return [(game, [turn.replies[0]["content"] if turn.replies else "" for turn in game.turns]) for game in played]
 
@@ -128,8 +127,6 @@ def test_limits_leave_the_return(env, turns, limits, reason, number, earned):
 
 
 class Shows:
-    """Shows what its row says, or its seed."""
-
     def __init__(self, row):
         self.row = row
 
@@ -160,8 +157,6 @@ def test_observations_become_text_that_follows_the_prompt():
 
 
 class Broken(Walk):
-    """Does what its row says."""
-
     def __init__(self, row):
         self.kind = row["kind"]
         if self.kind == "not made":

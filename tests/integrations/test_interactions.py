@@ -203,20 +203,20 @@ def write(folder, *entries):
     return str(path)
 
 
+SHOP = """
+from mt_grpo.integrations.verl import BaseInteraction
+class ShopInteraction(BaseInteraction):
+    async def generate_response(self, instance_id, messages, **kwargs):
+        return True, self.config['greeting'], 0.0, {}
+"""
+
+
 def test_a_file_names_interactions(tmp_path):
-    (tmp_path / "shop.py").write_text(
-        "from mt_grpo.integrations.verl import BaseInteraction\n"
-        "class ShopInteraction(BaseInteraction):\n"
-        "    async def generate_response(self, instance_id, messages, **kwargs):\n"
-        "        return True, self.config['greeting'], 0.0, {}\n"
-    )
-    path = write(
-        tmp_path,
-        {"class_name": "verl.interactions.gsm8k_interaction.Gsm8kInteraction", "config": {}},
-        {"name": "corner", "class_name": f"{tmp_path}/shop.py:ShopInteraction", "config": {"greeting": "Hi."}},
-        {"class_name": f"{tmp_path}/shop.py:ShopInteraction"},
-    )
-    found = load_interactions(path)
+    (tmp_path / "shop.py").write_text(SHOP)
+    shop = {"class_name": f"{tmp_path}/shop.py:ShopInteraction"}
+    verls = {"class_name": "verl.interactions.gsm8k_interaction.Gsm8kInteraction", "config": {}}
+    corner = {"name": "corner", **shop, "config": {"greeting": "Hi."}}
+    found = load_interactions(write(tmp_path, verls, corner, shop))
     assert list(found) == ["gsm8k", "corner", "shop"] and isinstance(found["gsm8k"], Gsm8kInteraction)
     assert (found["corner"].name, found["corner"].config) == ("corner", {"greeting": "Hi.", "name": "corner"})
 
@@ -233,24 +233,20 @@ def test_a_file_names_interactions(tmp_path):
         ([{"class_name": "mt_grpo.envs.StepEnv"}], "is no subclass of `BaseInteraction`: import that from"),
         ([{"class_name": "mt_grpo.integrations.verl.BaseInteraction"}], "lacks generate_response: define it."),
         ([{"class_name": GSM8K}, {"class_name": GSM8K}], "are named 'gsm8k': give each a `name` of its own."),
+        (None, "cannot be read: No such file"),
+        (b"\xff", "cannot be read: it is not text"),
+        (b"a: [}", "is not YAML: "),
     ],
 )
 def test_a_wrong_file_is_refused_with_one_sentence(tmp_path, entries, message):
+    path = tmp_path / "interactions.yaml"
+    if isinstance(entries, bytes):
+        path.write_bytes(entries)
+    elif entries is not None:
+        write(tmp_path, *entries)
     with pytest.raises(UserError) as caught:
-        load_interactions(write(tmp_path, *entries))
-    assert message in str(caught.value) and "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [(None, "cannot be read: No such file"), (b"\xff", "cannot be read: it is not text"), (b"a: [}", "is not YAML: ")],
-)
-def test_a_file_that_cannot_be_read_is_refused(tmp_path, content, message):
-    path = tmp_path / "bad.yaml"
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(UserError, match=message):
         load_interactions(str(path))
+    assert message in str(caught.value) and (isinstance(entries, bytes) or "\n" not in str(caught.value))
 
 
 def config(tmp_path, **options):
@@ -258,39 +254,40 @@ def config(tmp_path, **options):
 
 
 @pytest.mark.parametrize(
-    ("rows", "message"),
+    ("env", "rows", "message"),
     [
-        ([{}], "A row does not say who answers it"),
-        ([row("gsm8k"), {"extra_info": {}}], "A row does not say who answers it"),
-        ([row("gsm8")], "A row names the interaction 'gsm8'; the nearest is 'gsm8k': the interactions are gsm8k."),
+        (None, [{}], "A row does not say who answers it"),
+        (None, [row("gsm8k"), {"extra_info": {}}], "A row does not say who answers it"),
+        (
+            None,
+            [row("gsm8")],
+            "A row names the interaction 'gsm8'; the nearest is 'gsm8k': the interactions are gsm8k.",
+        ),
+        (
+            InteractionEnv({"plain": Plain({})}),
+            [row("gsm8k")],
+            "`interaction_config_file` is set in the arguments, and",
+        ),
     ],
 )
-def test_rows_that_name_no_interaction_are_refused(tmp_path, rows, message):
+def test_rows_without_an_interaction_or_two_sources_are_refused(tmp_path, env, rows, message):
     args = config(tmp_path, interaction_config_file=write(tmp_path, {"class_name": GSM8K}))
     dataset = Dataset.from_list([{"prompt": "Q", **each} for each in rows])
     with pytest.raises(UserError) as caught:
-        check_env(None, args, dataset)
+        check_env(env, args, dataset)
     assert str(caught.value).startswith(message)
 
 
 def test_environments_may_have_interactions_of_their_own(tmp_path):
     path = write(tmp_path, {"class_name": GSM8K})
-    args = config(
-        tmp_path, environments={"maths": {"interaction_config_file": path}, "tools": {"tools": ["calculator"]}}
-    )
+    environments = {"maths": {"interaction_config_file": path}, "tools": {"tools": ["calculator"]}}
+    args = config(tmp_path, environments=environments)
     rows = [{"prompt": "Q", "environment": "maths", **row("gsm8k")}, {"prompt": "Q", "environment": "tools"}]
     env = check_env(None, args, Dataset.from_list(rows))
     assert isinstance(env["maths"], InteractionEnv) and not isinstance(env["tools"], InteractionEnv)
     rows[0] |= row("shop")
     with pytest.raises(UserError, match="A row names the interaction 'shop'"):
         check_env(None, args, Dataset.from_list(rows))
-
-
-def test_an_interaction_beside_an_env_by_hand_is_refused(tmp_path):
-    args = config(tmp_path, interaction_config_file=write(tmp_path, {"class_name": GSM8K}))
-    problem = "`interaction_config_file` is set in the arguments, and the trainer was given"
-    with pytest.raises(UserError, match=problem):
-        check_env(InteractionEnv({"plain": Plain({})}), args)
 
 
 def test_the_example_of_the_page_works(tmp_path, monkeypatch):
@@ -315,14 +312,9 @@ def test_training_learns_from_an_interaction(tmp_path):
         group, member = divmod(int(session.rsplit("-", 1)[1]), 4)
         return (str(group) if member % 2 else "9") + END
 
-    args = MTGRPOConfig(
-        str(tmp_path),
-        **{**CPU_RUN, "per_device_train_batch_size": 8, "num_generations": 4, "max_steps": 1},
-        interaction_config_file=write(tmp_path, {"class_name": GSM8K}),
-        max_env_steps=1,
-        max_completion_length=200,
-        shuffle_dataset=False,
-    )
+    sizes = {"per_device_train_batch_size": 8, "num_generations": 4, "max_steps": 1, "max_completion_length": 200}
+    options = {**CPU_RUN, **sizes, "max_env_steps": 1, "shuffle_dataset": False}
+    args = MTGRPOConfig(str(tmp_path), **options, interaction_config_file=write(tmp_path, {"class_name": GSM8K}))
     options = {"engine": ScriptedEngine(tokenizer, script), "processing_class": tokenizer}
     model, dataset = build_model(tokenizer), Dataset.from_list(rows)
     trainer = MTGRPOEnvTrainer(model, None, [Calls()], ["env_reward"], args, dataset, **options)

@@ -73,12 +73,10 @@ def result(name, content):
 
 
 def forks(trajectory):
-    """Why each turn forked."""
     return [turn.fork_cause for turn in trajectory.turns]
 
 
 def context(runner, turn):
-    """What a turn was sampled after, as text."""
     return calling_tokenizer().decode(runner.engine.requests[turn][1])
 
 
@@ -206,7 +204,6 @@ def test_a_model_of_text_has_no_image_of_a_request_decoded(monkeypatch):
 
 
 def nested(depth):
-    """A schema in a schema, and so on."""
     return {"type": "object", "properties": {"a": nested(depth - 2)}} if depth > 0 else {"type": "string"}
 
 
@@ -345,7 +342,6 @@ def test_an_answer_that_arrives_late_is_not_trained():
 
 
 async def post(client, key=None, base=None, session=None):
-    """The status of a request for a turn."""
     headers = {} if session is None else {"X-Session-ID": session}
     async with web(client, key, base_url=base or client.base_url) as http:
         return (await http.post("/chat/completions", json=ASKED, headers=headers)).status_code
@@ -362,7 +358,6 @@ async def send(client, data, reads=True):
 
 
 def request(client, body, *headers):
-    """A request with the key of a conversation, as bytes."""
     path = urlsplit(client.base_url).path
     lines = [f"POST {path}/chat/completions HTTP/1.1", "Host: localhost", f"Authorization: Bearer {client.api_key}"]
     return "\r\n".join([*lines, *headers, "", ""]).encode() + body

@@ -33,7 +33,6 @@ ONE = {"reward": 1.0}
 
 
 def once(result):
-    """An agent that asks for one turn and returns something."""
 
     async def agent(row, client):
         await reply(client, user("Q1"))
@@ -43,7 +42,6 @@ def once(result):
 
 
 def blocking(row, client):
-    """Asks with a client that blocks."""
     with openai.OpenAI(base_url=client.base_url, api_key=client.api_key) as asking:
         return asking.chat.completions.create(model="m", messages=user("Q1")).choices[0].message.content
 
@@ -53,7 +51,6 @@ async def blocking_in_a_loop(row, client):
 
 
 def script(text: str) -> Command:
-    """A program of Python's."""
     return Command(shlex.join([sys.executable, "-c", text]))
 
 
@@ -250,7 +247,6 @@ class Faulty:
         await self.go_on()
 
     async def flood(self):
-        """The same question, asked anew each time."""
         await asyncio.gather(*(self.fresh(user("P")) for _ in range(5)))
 
     async def retry(self, first, again, times, stream):
@@ -364,7 +360,6 @@ def test_a_program_reaches_the_policy(program, answer, monkeypatch):
 
 
 def elsewhere(**given):
-    """An agent with a client of its own."""
 
     def leads_away(row, client):
         openai.OpenAI(max_retries=0, **given).chat.completions.create(model="m", messages=user("Q1"))

@@ -127,18 +127,13 @@ def asked(message):
     return [block for block in message["content"] if block["type"] == "tool_use"]
 
 
+def result(block, **more):
+    said = [{"type": "text", "text": f"about {block['input']['query']}"}]
+    return {"type": "tool_result", "tool_use_id": block["id"], "content": said, **more}
+
+
 def results(message, **more):
-    """The client's message after one that calls."""
-    told = [
-        {
-            "type": "tool_result",
-            "tool_use_id": block["id"],
-            "content": [{"type": "text", "text": f"about {block['input']['query']}"}],
-            **more,
-        }
-        for block in asked(message)
-    ]
-    return {"role": "user", "content": told}
+    return {"role": "user", "content": [result(block, **more) for block in asked(message)]}
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -231,7 +226,6 @@ ASKED = {"chat": {"messages": user("Q")}, "messages": {"messages": user("Q")}, "
 
 
 def read_as(dialect: str, body):
-    """A request in one of the dialects, read."""
     (made,) = [made() for made in DIALECTS if made.path == READERS[dialect]]
     return read_chat(body, made.fields, made.as_chat, {"temperature": 1.0}, Warnings())
 

@@ -191,19 +191,27 @@ def test_no_address_is_refused(host):
 # `environment_urls`
 
 
+GAMES = """
+from mt_grpo.integrations.openenv import openenv_server
+echo = openenv_server('http://a:1', action=str, client=dict)
+bare = openenv_server(action=str, client=dict)
+"""
+
+
 def config(tmp_path, **options):
-    (tmp_path / "games.py").write_text(
-        "from mt_grpo.integrations.openenv import openenv_server\n"
-        "echo = openenv_server('http://a:1', action=str, client=dict)\n"
-        "bare = openenv_server(action=str, client=dict)\n"
-    )
+    (tmp_path / "games.py").write_text(GAMES)
     return MTGRPOConfig(str(tmp_path), use_cpu=True, bf16=False, **options)
 
 
 def test_the_option_gives_the_servers_of_the_environment(tmp_path):
-    names = config(tmp_path, env=f"{tmp_path}/games.py:echo", environment_urls=["http://node[1-2]:8000"])
-    assert build_env(names).pool.urls == ["http://node1:8000", "http://node2:8000"]
-    assert build_env(config(tmp_path, env=f"{tmp_path}/games.py:echo")).pool.urls == ["http://a:1"]
+    echo = f"{tmp_path}/games.py:echo"
+    assert build_env(config(tmp_path, env=echo)).pool.urls == ["http://a:1"]
+    named = build_env(config(tmp_path, env=echo, environment_urls=["http://node[1-2]:8000"]))
+    assert named.pool.urls == ["http://node1:8000", "http://node2:8000"]
+    one = {"env": f"{tmp_path}/games.py:bare", "environment_urls": "http://b:1"}
+    several = {"one": one, "other": echo, "sums": {"tools": ["calculator"]}}
+    built = build_env(config(tmp_path, environments=several, environment_urls=["http://c:1"]))
+    assert built["one"].pool.urls == ["http://b:1"] and built["other"].pool.urls == ["http://c:1"]
 
 
 def test_it_holds_for_an_environment_made_in_python(tmp_path, host):
@@ -211,16 +219,6 @@ def test_it_holds_for_an_environment_made_in_python(tmp_path, host):
     given = check_env(env, args)
     assert given.pool.urls == ["http://b:1"] and given.max_turns == 3 and not env.pool.urls
     assert check_env(source_of(given), args) is given  # the commands give the trainer what they made of the options
-
-
-def test_each_of_several_environments_may_have_its_own(tmp_path):
-    several = {
-        "one": {"env": f"{tmp_path}/games.py:bare", "environment_urls": "http://b:1"},
-        "other": f"{tmp_path}/games.py:echo",
-        "sums": {"tools": ["calculator"]},
-    }
-    built = build_env(config(tmp_path, environments=several, environment_urls=["http://c:1"]))
-    assert built["one"].pool.urls == ["http://b:1"] and built["other"].pool.urls == ["http://c:1"]
 
 
 @pytest.mark.parametrize(

@@ -99,14 +99,10 @@ class Forgetful(MultiTurnScheduler):
 
 
 class Wrapper:
-    """A server that is over after two steps."""
-
     closed = []
 
-    def __init__(self):
-        self.steps = []
-
     def reset(self):
+        self.steps = []
         return {"prompt": "Begin."}, None
 
     def step(self, action):
@@ -191,10 +187,8 @@ def test_earlier_thoughts_are_taken_out_of_records(plugin, mark):
     assert trajectory.error is None and len(trajectory.turns) == 2
     messages, _ = trajectory.environment.records[1]
     assert [message["role"] for message in messages] == ["user", "assistant"] * 2
-    assert [message["content"] for message in messages[1::2]] == [
-        "A1" if mark == "think" else "<think>\nhm</think>A1",
-        "A2",
-    ]
+    first = "A1" if mark == "think" else "<think>\nhm</think>A1"
+    assert [message["content"] for message in messages[1::2]] == [first, "A2"]
 
 
 def test_a_server_of_openenv_is_played_and_closed(plugin):

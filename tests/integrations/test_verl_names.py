@@ -46,7 +46,6 @@ class Check(BaseTool):
 
 
 def told(gold):
-    """A row that gives the tool a right answer."""
     return {"extra_info": {"tools_kwargs": {"check": {"create_kwargs": {"ground_truth": gold}}}}}
 
 

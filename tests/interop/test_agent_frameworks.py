@@ -36,7 +36,6 @@ ROW = {"prompt": "?", "question": "How many live in Lima?", "answer": "million"}
 
 @pytest.fixture
 def agent(tmp_path):
-    """Imports an agent of the page, or one that is written like it."""
 
     def load(name: str, *changes: tuple[str, str]):
         code = SNIPPETS[name]
@@ -103,10 +102,8 @@ class Calling:
 
 def trainer_of(source, folder, model, engine=None, tokenizer=None, **options):
     args = MTGRPOConfig(str(folder), **{"max_completion_length": 400, "seed": 3, **CPU_RUN, **options})
-    rows, given = (
-        Dataset.from_list([ROW] * 2),
-        {"engine": engine, "processing_class": tokenizer or calling_tokenizer()},
-    )
+    given = {"engine": engine, "processing_class": tokenizer or calling_tokenizer()}
+    rows = Dataset.from_list([ROW] * 2)
     return MTGRPOEnvTrainer(copy.deepcopy(model), source, [], [Length()], args, rows, **given)
 
 

@@ -33,31 +33,23 @@ def zero(stage: int) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """What one process learns from a scenario."""
     return functools.cache(lambda scenario: run_ranks(tmp_path_factory.mktemp(scenario), 1, scenario))
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_ranks_under_zero_learn_what_one_learns(tmp_path, alone, stage):
-    """As weights are trained, and as a server would get them."""
-    two = run_ranks(tmp_path, 2, **zero(stage))
-    assert two["sharded"] == (stage == 3)
-    assert two["proven"] == alone("plain")["proven"] and two["proven"]
-    assert_the_same_is_learnt(alone("plain"), two)
+KINDS = ["adapter", "steps", "measured", "uneven", "ahead", "images", "sounds", "hybrid", "sinks"]
+"""Adapters, moving rows, evaluations, sampling ahead, media on one of two ranks, hybrids and mixtures."""
 
 
 @pytest.mark.parametrize(
-    "scenario", ["adapter", "steps", "measured", "uneven", "ahead", "images", "sounds", "hybrid", "sinks"]
+    ("stage", "scenario", "more"),
+    [(2, "plain", {}), (3, "plain", {}), (3, "plain", {"LAYERS": "2"}), *((3, kind, {}) for kind in KINDS)],
 )
-def test_every_kind_of_run_learns_under_zero3(tmp_path, alone, scenario):
-    """Adapters, moving rows, evaluations, sampling ahead, media on one of two ranks, hybrids and mixtures."""
-    two = run_ranks(tmp_path, 2, scenario, **zero(3))
-    assert two["sharded"]
-    assert_the_same_is_learnt(alone(scenario), two)
-
-
-def test_layers_in_groups_learn_the_same_under_zero3(tmp_path, alone):
-    assert_the_same_is_learnt(alone("plain"), run_ranks(tmp_path, 2, LAYERS="2", **zero(3)))
+def test_ranks_under_zero_learn_what_one_learns(tmp_path, alone, stage, scenario, more):
+    """As weights are trained, and as a server would get them."""
+    one, two = alone(scenario), run_ranks(tmp_path, 2, scenario, **more, **zero(stage))
+    assert two["sharded"] == (stage == 3)
+    assert scenario != "plain" or more or (two["proven"] == one["proven"] and two["proven"])
+    assert_the_same_is_learnt(one, two)
 
 
 @pytest.mark.parametrize("stage", [2, 3])

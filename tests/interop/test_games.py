@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from importlib.util import find_spec
 
 import pytest
 from support.conversations import play
@@ -16,18 +17,18 @@ from mt_grpo.integrations.textarena import textarena_game
 from mt_grpo.rewards import reasoning_gym_reward
 from mt_grpo.trajectory import StopReason
 
-INSTALL = "is not installed: run `make interop-games`"
+
+def needs(package):
+    reason = f"{package} is not installed: run `make interop-games`"
+    return pytest.mark.skipif(find_spec(package) is None, reason=reason)
 
 
 def played(env, turns, rows):
     return play(env, turns, rows, prompt="")[0]
 
 
+@needs("textarena")
 class TestTextArena:
-    @pytest.fixture(autouse=True)
-    def installed(self):
-        pytest.importorskip("textarena", reason=f"textarena {INSTALL}")
-
     def test_a_game_is_won_and_lost(self):
         """Towers of three disks: the seven moves that solve it, and a player who only makes invalid ones."""
         solution = ["[A C]", "[A B]", "[C B]", "[A C]", "[B A]", "[B C]", "[A C]"]
@@ -62,11 +63,8 @@ class TestTextArena:
             textarena_game("TowerOfHano-v0")
 
 
+@needs("reasoning_gym")
 class TestReasoningGym:
-    @pytest.fixture(autouse=True)
-    def installed(self):
-        pytest.importorskip("reasoning_gym", reason=f"reasoning-gym {INSTALL}")
-
     @pytest.mark.parametrize("task", ["leg_counting", "basic_arithmetic", "countdown"])
     def test_right_answers_earn_and_wrong_ones_do_not(self, task):
         rows = [dict(row) for row in load_rows(f"reasoning_gym:{task}", "train[:4]")]
@@ -78,9 +76,8 @@ class TestReasoningGym:
             assert scores == [1.0] * 4 if right else max(scores) < 0.5
 
     def test_splits_differ_and_options_count(self):
-        train, test = (
-            load_rows("reasoning_gym:leg_counting", split, config="{size: 3}") for split in ("train", "test")
-        )
+        splits = ("train", "test")
+        train, test = (load_rows("reasoning_gym:leg_counting", split, config="{size: 3}") for split in splits)
         assert len(train) == len(test) == 3 and train[0]["prompt"] != test[0]["prompt"]
 
     @pytest.mark.parametrize(

@@ -140,6 +140,10 @@ def test_a_killed_server_ends_its_conversations_and_comes_back(servers, caplog):
     env.pool._hosts[first.url].rests = 1.0  # as if its rest were over
     assert reasons(play(env, 4)) == {"env_done": 4}
     assert f"The OpenEnv server at {first.url} is back." in caplog.text
+    first.kill()
+    second.kill()
+    done = play(pool_of(first, second, step_timeout=1.0), 3)
+    assert reasons(done) == {"env_error": 3} and all("No OpenEnv server can be reached" in each.error for each in done)
 
 
 def test_a_restart_between_turns_ends_the_conversation(servers):
@@ -158,15 +162,6 @@ def test_a_restart_between_turns_ends_the_conversation(servers):
         await game.close()
 
     asyncio.run(go_on())
-
-
-def test_all_servers_dead_end_conversations_not_the_run(servers):
-    both = servers(2)
-    env = pool_of(*both, step_timeout=1.0)
-    for server in both:
-        server.kill()
-    done = play(env, 3)
-    assert reasons(done) == {"env_error": 3} and all("No OpenEnv server can be reached" in each.error for each in done)
 
 
 TRAINER = """
@@ -207,22 +202,18 @@ def refusal(env) -> str:
     return str(refused.value)
 
 
-def test_servers_that_can_be_reached_are_fine(servers, caplog):
-    asyncio.run(pool_of(*servers(2)).check())
-    assert not caplog.records
-
-
 def test_a_server_that_is_down_is_named_and_the_run_goes_on(servers, impatient, caplog):
     caplog.set_level(logging.WARNING)
-    [one] = servers(1)
+    one, other = servers(2)
+    asyncio.run(pool_of(one, other).check())
+    assert not caplog.records
     asyncio.run(pool_of(one, "http://127.0.0.1:9").check())
     [said] = caplog.records
     assert said.message.startswith("1 of the 2 servers of `url` cannot be reached (http://127.0.0.1:9: ConnectionRef")
 
 
 def test_no_server_is_refused(impatient):
-    env = openenv_server(action=str).at("http://127.0.0.1:[8-9]")
-    said = refusal(env)
+    said = refusal(openenv_server(action=str).at("http://127.0.0.1:[8-9]"))
     assert said.startswith("Cannot reach any of the 2 servers of `environment_urls` (http://127.0.0.1:8: ")
     assert said.endswith(": start it, or correct the address.")
 
@@ -238,6 +229,5 @@ def test_a_port_that_answers_something_else_is_refused(servers, impatient):
 
 def test_a_server_of_another_environment_is_refused(servers):
     [one], [other] = servers(1), servers(1, kind="sum")
-    assert refusal(pool_of(one, other)).startswith(
-        f"`url` names servers of different environments: {one.url} and {other.url} take other actions"
-    )
+    told = f"`url` names servers of different environments: {one.url} and {other.url} take other actions"
+    assert refusal(pool_of(one, other)).startswith(told)

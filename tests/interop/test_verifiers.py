@@ -109,9 +109,8 @@ def test_rewards_are_those_of_verifiers(tool_test, monkeypatch):
         return "\n".join(calling(name, x=1) for name in (names if row["example"] % 2 else names[1:])) or "None."
 
     trajectories = play(tool_test, says)
-    assert [trajectory.env_rewards for trajectory in trajectories] == [
-        {"tool_call_reward_func": float(index % 2)} for index in range(8)
-    ]
+    rewards = [trajectory.env_rewards for trajectory in trajectories]
+    assert rewards == [{"tool_call_reward_func": float(index % 2)} for index in range(8)]
     for index, trajectory in enumerate(trajectories):
         assert sum(trajectory.env_rewards.values()) == outputs[index]["reward"]
         assert trajectory.info["metrics"] == outputs[index]["metrics"]

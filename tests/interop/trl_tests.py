@@ -93,7 +93,6 @@ Now is better|Although never is often|If the implementation is hard to explain, 
 
 
 def snapshot_of(name: str, hub: Path) -> Path:
-    """Where a cache of the Hub has the files of a model."""
     folder = hub / f"models--trl-internal-testing--tiny-{name}"
     (folder / "refs").mkdir(parents=True)
     (folder / "refs" / "main").write_text("0" * 40)
@@ -101,7 +100,6 @@ def snapshot_of(name: str, hub: Path) -> Path:
 
 
 def make_model(name: str, snapshot: Path) -> None:
-    """Writes a stand-in of text."""
     template, more = MODELS[name]
     tokenizer = copy.deepcopy(template_tokenizer(template))
     if name == "Qwen2ForCausalLM-2.5":  # one of few tokens ends an answer of 8 where a test expects that it does not
