@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes FOLDER a Debian 13 with Python 3.13, podman and Harbor, in which tests run real containers on a machine that has
-# neither: scripts/containers.sh FOLDER WHEEL... Needs root and a Debian, and takes about ten minutes and 5 GB.
+# neither: scripts/containers.sh FOLDER WHEEL... Needs root and a Debian, and takes about fifteen minutes and 7 GB.
 #     FOLDER/in COMMAND...    runs a command inside; the machine's files are under /host
 #     FOLDER/engine           podman's service, which Harbor's compose talks to
 set -euo pipefail
@@ -41,6 +41,22 @@ IN
         podman runc uidmap netavark aardvark-dns nftables docker-compose docker-cli git
     "$folder/in" python3 -m venv /venv
     "$folder/in" podman import "/host$folder/base.tar" localhost/base:1
+    # an image with agents, so that no conversation installs one
+    mkdir -p "$folder/agents"
+    cat > "$folder/agents/Dockerfile" <<'IMAGE'
+FROM localhost/base:1
+ENV NODE_EXTRA_CA_CERTS=/etc/ssl/certs/ca-certificates.crt
+RUN mkdir -p /var/cache/apt/archives/partial && apt-get update -qq && apt-get install -y -qq --no-install-recommends \
+    tmux python3-pip git curl nodejs npm ripgrep > /dev/null
+RUN pip install --quiet --break-system-packages --root-user-action ignore mini-swe-agent "litellm[mcp]" orjson fastapi
+RUN npm install -g @openai/codex @qwen-code/qwen-code @anthropic-ai/claude-code
+IMAGE
+    given=""
+    for file in /etc/pip.conf /root/.npmrc /etc/ssl/certs/ca-certificates.crt; do
+        [ ! -f "$file" ] || given="$given -v /host$file:$file:ro"
+    done
+    [ -z "$wheels" ] || given="$given -v /opt/wheels:/opt/wheels:ro"
+    "$folder/in" podman build --quiet --network=host $given -t localhost/agents:1 "/host$folder/agents"
 fi
 "$folder/in" pip install --quiet torch==2.13.0
 "$folder/in" pip install --quiet "$@"

@@ -11,10 +11,13 @@ import sys
 import time
 
 import pytest
-from support.models import build_tokenizer
+import torch
+from support.agents import calling_tokenizer
+from support.models import build_model, build_tokenizer
 
 from mt_grpo.errors import ConfigError
-from mt_grpo.rollout import RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
+from mt_grpo.forward import token_logps
+from mt_grpo.rollout import RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
 from mt_grpo.trajectory import StopReason
 
 pytest.importorskip("harbor", reason="Harbor is not installed: run `make interop-harbor`")
@@ -22,9 +25,10 @@ pytest.importorskip("mt_grpo.integrations.harbor")
 if shutil.which("podman") is None:
     pytest.skip("podman is not installed: run `make interop-harbor`", allow_module_level=True)
 
-from mt_grpo.integrations.harbor import HarborEnv, HarborTasks  # noqa: E402
+from mt_grpo.integrations.harbor import HarborAgents, HarborEnv, HarborTasks  # noqa: E402
 
 BASE = os.environ.get("MT_GRPO_BASE_IMAGE", "localhost/base:1")
+AGENTS = os.environ.get("MT_GRPO_AGENTS_IMAGE", "localhost/agents:1")
 SUBMIT = '<tool>{"name": "submit", "args": {}}</tool>'
 
 
@@ -37,16 +41,19 @@ def make_task(tmp_path_factory):
     """Writes a task whose test is a shell command that says the reward."""
     root = tmp_path_factory.mktemp("tasks")
 
-    def make(name, test="[ $(cat /app/hello.txt) = hello ] && echo 1 || echo 0", extra=""):
+    def make(
+        name, test="[ $(cat /app/hello.txt) = hello ] && echo 1 || echo 0", extra="", image=BASE, seconds=5, memory=256
+    ):
         folder = root / name / name
         for part in ("environment", "tests", "solution"):
             (folder / part).mkdir(parents=True, exist_ok=True)
         (folder / "task.toml").write_text(
             'version = "1.0"\n[metadata]\ndifficulty = "easy"\n[verifier]\ntimeout_sec = 20.0\n[agent]\n'
-            f"timeout_sec = 5.0\n[environment]\nbuild_timeout_sec = 300.0\ncpus = 1\nmemory_mb = 256\n{extra}"
+            f"timeout_sec = {seconds}\n[environment]\nbuild_timeout_sec = 300.0\ncpus = 1\n"
+            f"memory_mb = {memory}\n{extra}"
         )
         (folder / "instruction.md").write_text("Write the word hello into /app/hello.txt.\n")
-        (folder / "environment" / "Dockerfile").write_text(f"FROM {BASE}\nWORKDIR /app\n")
+        (folder / "environment" / "Dockerfile").write_text(f"FROM {image}\nWORKDIR /app\n")
         verify = f"#!/bin/bash\necho verified\nmkdir -p /logs/verifier\n({test}) > /logs/verifier/reward.txt\n"
         (folder / "tests" / "test.sh").write_text(verify)
         return root / name
@@ -103,6 +110,22 @@ def test_what_the_verifier_says_is_the_reward(make_task, play):
     (looked,) = right.turns[1].tool_calls
     assert looked.result == "/tmp" and looked.data["exit_code"] == 0
     assert wrong.turns[0].tool_calls[0].data["exit_code"] == 1
+
+
+def test_turns_are_paid_for_what_their_verification_gained(make_task, play):
+    folder = make_task("parts", "cat /app/parts 2>/dev/null | wc -w | sed 's/^/0./'")
+    turns = ["echo a b c > /app/parts", "ls /tests /logs/verifier", "echo a > /app/parts", "echo a b c d > /app/parts"]
+    (found,) = play(folder, *map(call, turns), SUBMIT, verify_every=1)
+    assert [turn.reward for turn in found.turns] == pytest.approx([0.3, 0.0, 0.0, 0.1, 0.0])
+    assert found.env_rewards == {"reward": 0.4} and "test.sh" not in found.turns[1].tool_calls[0].result
+    (seldom,) = play(folder, *map(call, turns), SUBMIT, verify_every=2)
+    assert [turn.reward for turn in seldom.turns] == pytest.approx([0.0, 0.3, 0.0, 0.1, 0.0])
+
+
+def test_a_turn_that_breaks_the_verifier_gains_nothing(make_task, play):
+    folder = make_task("broken", "[ -e /app/hello.txt ] && cat /app/hello.txt || exit 1")
+    (found,) = play(folder, call("true"), call("echo 1 > /app/hello.txt"), SUBMIT, verify_every=1)
+    assert [turn.reward for turn in found.turns] == [0.0, 1.0, 0.0] and found.env_rewards == {"reward": 1.0}
 
 
 def test_a_conversation_at_its_limit_is_verified(make_task, play):
@@ -169,9 +192,130 @@ def test_a_killed_run_leaves_no_container_after_the_next_begins(make_task, tmp_p
     assert not podman("ps", "--all", "--quiet")
 
 
+class Reciting(ScriptedEngine):
+    """Says what its script says, each token with the log-probability that a model gives it."""
+
+    def __init__(self, model, script):
+        super().__init__(calling_tokenizer(), script, context_length=model.config.max_position_embeddings)
+        self.model = model
+
+    @torch.no_grad()
+    async def generate(self, context, sampling, session):
+        sample = await super().generate(context, sampling, session)
+        logits = self.model(input_ids=torch.tensor([context + sample.ids])).logits[0, len(context) - 1 : -1]
+        chosen = torch.tensor(sample.ids).unsqueeze(1)
+        sample.logprobs = logits.log_softmax(dim=-1).gather(1, chosen)[:, 0].tolist()
+        return sample
+
+
+def native(name, **arguments):
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def typed(*keys, done=False):
+    commands = [{"keystrokes": key, "duration": 0.5} for key in keys]
+    return json.dumps({"analysis": "a", "plan": "p", "commands": commands, "task_complete": done})
+
+
+HELLO = "printf hello > /app/hello.txt"
+WORK = {
+    "terminus-2": [typed(f"{HELLO}\n"), typed(done=True), typed(done=True)],
+    "mini-swe-agent": [
+        native("bash", command=HELLO),
+        native("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"),
+    ],
+    "qwen-coder": [native("run_shell_command", command=HELLO, is_background=False), "done"],
+    "claude-code": [native("Bash", command=HELLO, description="writes"), "done"],
+    "codex": [native("exec_command", cmd=HELLO), "done"],
+}
+
+
+@pytest.fixture
+def work(make_task):
+    """One conversation of an agent of Harbor's that is in the image already."""
+
+    def run(name, turns, engine=None, image=AGENTS, **options):
+        limits = RolloutLimits(**options.pop("limits", {}))
+        agent = name if name == "terminus-2" else {"name": name, "kwargs": {"skip_install": True}}
+        source = HarborAgents(
+            agent, str(make_task("agents", image=image, seconds=20, memory=1024)), sandbox="podman", **options
+        )
+        row = source.rows("train")[0]
+
+        def say(session, turn):
+            return f"{turns[min(turn, len(turns) - 1)]}<|im_end|>"
+
+        made = ScriptedEngine(calling_tokenizer(), say, context_length=80_000) if engine is None else engine(say)
+        requests = [RolloutRequest(row["prompt"], "0", row=row)]
+        return asyncio.run(RolloutRunner(source, made, limits).run(requests, SamplingParams(max_tokens=4000)))[0]
+
+    return run
+
+
+@pytest.mark.parametrize("name", ["qwen-coder", "claude-code"])  # 65,000 tokens of instructions, for a small tokenizer
+def test_an_agent_with_long_instructions_is_rewarded(name, work):
+    found = work(name, WORK[name])
+    assert (found.error, found.env_rewards, len(found.turns)) == (None, {"reward": 1.0}, 2)
+    assert found.turns[0].tool_calls[0].executed and found.tree.num_sequences == 1
+
+
+@pytest.mark.parametrize("name", ["terminus-2", "mini-swe-agent", "codex"])
+def test_an_agent_of_harbors_is_trained_token_for_token(name, work):
+    model = build_model(calling_tokenizer(), max_position_embeddings=30_000).eval()
+    found = work(name, WORK[name], lambda say: Reciting(model, say))
+    assert (found.error, found.env_rewards, len(found.turns)) == (None, {"reward": 1.0}, len(WORK[name]))
+    assert found.info["verifier_log"].strip() == "verified" and found.render_mismatch is None
+    sampled = {}
+    for sequence in found.tree.sequences():
+        for turn, trained, logprob in zip(sequence.turns, sequence.mask, sequence.logprobs, strict=True):
+            if trained:
+                sampled.setdefault(turn, []).append(logprob)
+    (computed,) = token_logps(model, [found.tree])
+    assert len(sampled) == len(computed) == len(WORK[name])
+    for turn, logps in enumerate(computed):
+        torch.testing.assert_close(logps.detach(), torch.tensor(sampled[turn]), atol=1e-5, rtol=0)
+
+
+def test_an_agent_at_a_limit_is_verified(work):
+    say = [WORK["mini-swe-agent"][0]]
+    found = work("mini-swe-agent", say, limits={"max_completion_tokens": 400})
+    assert found.env_rewards == {"reward": 1.0} and found.turns
+    assert found.stop_reason == StopReason.TOKEN_BUDGET
+
+
+def test_an_agent_that_cannot_reach_the_policy_is_no_zero(work):
+    found = work("mini-swe-agent", WORK["mini-swe-agent"], host="nowhere.invalid")
+    assert found.stop_reason == StopReason.ENV_ERROR and not found.env_rewards
+    assert "No request of mini-swe-agent reached the policy: AgentTooSlowError: The agent worked for" in found.error
+
+
+def test_an_agent_that_is_not_there_is_no_zero(work):
+    found = work("mini-swe-agent", WORK["mini-swe-agent"], image=BASE)
+    assert found.stop_reason == StopReason.ENV_ERROR and not found.env_rewards and "mini-swe-agent" in found.error
+
+
+@pytest.mark.parametrize(
+    ("agent", "message"),
+    [
+        ("terminus-3", "`agent: terminus-3` is none of Harbor's; the nearest is 'terminus-2': it has "),
+        ({"nam": "codex"}, "`agent` has no option .nam.: it has those of Harbor.s `AgentConfig`"),
+        ({"import_path": "nowhere:Agent"}, "`agent: nowhere:Agent` is no agent of Harbor's: "),
+    ],
+)
+def test_wrong_agents_are_refused(agent, message, make_task):
+    with pytest.raises(ConfigError, match=message):
+        HarborAgents(agent, str(make_task("hello")), sandbox="podman")
+
+
+def test_agents_in_containers_elsewhere_need_an_address(make_task):
+    with pytest.raises(ConfigError, match="works in a container of `e2b`, which runs elsewhere: give the address"):
+        HarborAgents("codex", str(make_task("hello")), sandbox="e2b")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"verify_every": 0}, "`verify_every: 0` is no number of turns: give 1 or more"),
         ({"sandbox": "podmam"}, "`sandbox: podmam` is none of Harbor's; the nearest is 'podman': it has "),
         ({"tasks": "nowhere"}, "`tasks: nowhere` has no tasks of Harbor: a task is a folder with `task.toml`"),
     ],
@@ -179,4 +323,4 @@ def test_a_killed_run_leaves_no_container_after_the_next_begins(make_task, tmp_p
 def test_wrong_options_are_refused(options, message, make_task):
     given = {"sandbox": "podman", "tasks": str(make_task("hello"))} | options
     with pytest.raises(ConfigError, match=message):
-        HarborTasks(HarborEnv(given["sandbox"]), given["tasks"])
+        HarborTasks(HarborEnv(given["sandbox"], verify_every=given.get("verify_every")), given["tasks"])

@@ -1,5 +1,6 @@
-"""Tasks of Harbor, whose agent is the policy in a shell of the task's container; `pip install mt-grpo[harbor]`."""
+"""Tasks of Harbor, for the policy in a shell of the task's container, or for Harbor's own agents that ask it."""
 
+from mt_grpo.integrations.harbor.agents import HarborAgents
 from mt_grpo.integrations.harbor.env import HarborEnv, HarborTasks
 
-__all__ = ["HarborEnv", "HarborTasks"]
+__all__ = ["HarborAgents", "HarborEnv", "HarborTasks"]

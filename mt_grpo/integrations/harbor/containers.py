@@ -21,6 +21,8 @@ PROCESSES = 512
 LIFETIME = 24 * 3600
 """Seconds after which a container ends by itself, also when its run is gone."""
 PROJECT = "com.docker.compose.project"
+HOST = "host.docker.internal"
+"""The name of this machine in its containers."""
 PATIENCE = 60.0
 """Seconds that the engine may take to answer."""
 
@@ -31,14 +33,19 @@ def owner() -> str:
     return f"{socket.gethostname()}/{os.getpid()}/{psutil.Process().create_time():.0f}"
 
 
-def write_overlay(path: Path) -> Path:
-    """Writes what is added to a task's compose file: a label, a limit of processes, a lifetime, a quick end."""
-    main = {
+def write_overlay(path: Path, *, reaches_host: bool) -> Path:
+    """
+    Writes what is added to a task's compose file: a label, a limit of processes, a lifetime, a quick end, and the name
+    of this machine where an agent in it asks the policy.
+    """
+    main: dict[str, object] = {
         "labels": {OWNER: owner()},
         "pids_limit": PROCESSES,
         "command": ["sh", "-c", f"sleep {LIFETIME}"],
         "stop_signal": "SIGKILL",  # the first process ignores SIGTERM, and would be waited for
     }
+    if reaches_host:
+        main["extra_hosts"] = [f"{HOST}:host-gateway"]
     path.write_text(json.dumps({"services": {"main": main}}))  # JSON is YAML
     return path
 

@@ -1,43 +1,25 @@
-"""Conversations in the containers of tasks, and the tasks as rows."""
+"""Conversations in the containers of tasks, in which the policy has a shell."""
 
 from __future__ import annotations
 
-import importlib.util
-import logging
-import tempfile
-import tomllib
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
-
-from datasets import Dataset
 
 from mt_grpo.envs.env import ConversationEnded, Outcome, Policy, Step
 from mt_grpo.envs.registry import environment, tool_arguments
-from mt_grpo.envs.source import Prototype
+from mt_grpo.envs.source import EnvSource, Prototype
 from mt_grpo.envs.tool_env import MultiTurnToolEnv
 from mt_grpo.errors import ConfigError
-from mt_grpo.integrations.harbor.containers import ENGINES, remove_leftovers, write_overlay
 from mt_grpo.integrations.harbor.shell import Shell
+from mt_grpo.integrations.harbor.tasks import TASK, Tasks, harbor_value
+from mt_grpo.options.table import RunOptions
 from mt_grpo.tools import load_tools
 from mt_grpo.trajectory import Turn
 
-logger = logging.getLogger(__name__)
-
-TASK = "task"
-"""The column with the folder of a row's task."""
-SHOWN_LOG = 20_000
-"""Most characters of a verifier's log that are kept, from its end."""
-AGENT_SECONDS = 1e7
-"""The time that Harbor gives the agent. Sampling counts in it, so the limits of the run hold instead."""
 SYSTEM_PROMPT = (
     "You work in the shell of a Linux machine. Solve the task with commands, look at what they print, and call submit "
     "when it is done."
 )
-
-
-class TaskError(Exception):
-    """A task could not be started or verified: a failure of the infrastructure, and no reward of the policy's."""
 
 
 class HarborEnv(MultiTurnToolEnv):
@@ -49,31 +31,48 @@ class HarborEnv(MultiTurnToolEnv):
         sandbox (`str`, *optional*, defaults to `"docker"`): What runs containers, by Harbor's name: `docker`,
             `podman`, `e2b`, `daytona`, `modal` and others.
         tool_timeout (`float`, *optional*, defaults to `60.0`): Seconds that a command may take.
+        verify_every (`int`, *optional*): Verifies after each so many turns too. The reward of a turn, see
+            `step_reward`, is by how much the best so far has grown since the last time.
         **options: Of `MultiTurnToolEnv`; `max_steps` is 30 by default.
 
     Raises:
-        ConfigError: If Harbor is not installed, or has no such sandbox.
+        ConfigError: If Harbor is not installed, or has no such sandbox; if `verify_every` is no number of turns.
     """
 
-    def __init__(self, sandbox: str = "docker", tool_timeout: float | None = 60.0, **options: Any) -> None:
-        self.sandbox = check_sandbox(sandbox)
+    def __init__(
+        self,
+        sandbox: str = "docker",
+        tool_timeout: float | None = 60.0,
+        verify_every: int | None = None,
+        **options: Any,
+    ) -> None:
+        if verify_every is not None and (not isinstance(verify_every, int) or verify_every < 1):
+            raise ConfigError(f"`verify_every: {verify_every}` is no number of turns: give 1 or more.")
+        self.sandbox, self.verify_every = harbor_value("sandbox", sandbox), verify_every
         self.command_seconds = 60.0 if tool_timeout is None else tool_timeout
         options = {"system_prompt": SYSTEM_PROMPT, "max_steps": 30, **options}
         self._shell = Shell()
         super().__init__([self._shell.bash, self._shell.submit], tool_timeout=None, **options)
 
     async def step(self, turn: Turn) -> Step:
+        from mt_grpo.integrations.harbor.trial import TaskError, verify
+
         step = await super().step(turn)
         if self._shell.failure is not None:  # no command of this conversation would succeed any more
             raise TaskError(self._shell.failure)
+        if self.verify_every is not None:
+            step.reward = 0.0
+            if not step.done and len(self.turns) % self.verify_every == 0:
+                found = await verify(self._container, self.row[TASK])
+                step.reward = max(0.0, (found or 0.0) - self._best)
+                self._best += step.reward
         return step
 
     async def run(self, policy: Policy, row: dict[str, Any]) -> Outcome:
         """A trial of Harbor's whose agent is the policy."""
-        from harbor.models.trial.config import AgentConfig, EnvironmentConfig, TaskConfig, TrialConfig
-        from harbor.trial.trial import Trial
+        from harbor.models.trial.config import AgentConfig
 
-        from mt_grpo.integrations.harbor.agent import CONVERSATIONS, PolicyAgent
+        from mt_grpo.integrations.harbor.trial import CONVERSATIONS, PolicyAgent, run_trial
 
         outcome, failure = Outcome(), None
 
@@ -83,6 +82,7 @@ class HarborEnv(MultiTurnToolEnv):
             async def execute(script: str, seconds: float) -> Any:
                 return await container.exec(script, timeout_sec=int(seconds))
 
+            self._container, self._best = container, 0.0
             self._shell = shell = Shell(execute, self.command_seconds)
             self.tools = {tool.name: tool for tool in load_tools([shell.bash, shell.submit])}
             try:
@@ -93,41 +93,25 @@ class HarborEnv(MultiTurnToolEnv):
                 failure = error
                 raise
 
+        agent = AgentConfig(
+            import_path=f"{PolicyAgent.__module__}:{PolicyAgent.__name__}", kwargs={"conversation": policy.session}
+        )
         CONVERSATIONS[policy.session] = talk
-        with tempfile.TemporaryDirectory(prefix="mt-grpo-harbor-", ignore_cleanup_errors=True) as folder:
-            local = self.sandbox.value in ENGINES
-            overlays = [write_overlay(Path(folder, "overlay.json"))] if local else []
-            agent = AgentConfig(
-                import_path=f"{PolicyAgent.__module__}:{PolicyAgent.__name__}",
-                override_timeout_sec=AGENT_SECONDS,
-                kwargs={"conversation": policy.session},
-            )
-            try:
-                trial = await Trial.create(
-                    TrialConfig(
-                        task=TaskConfig(path=Path(row[TASK])),
-                        trials_dir=Path(folder),
-                        agent=agent,
-                        environment=EnvironmentConfig(type=self.sandbox, extra_docker_compose=overlays),
-                    )
-                )
-                result = await trial.run()
-            finally:
-                del CONVERSATIONS[policy.session]
+        try:
+            done = await run_trial(self.sandbox, row[TASK], agent)
+        except Exception:
             if failure is not None:
-                raise failure
-            if result.verifier_result is None or result.verifier_result.rewards is None:
-                raised = result.exception_info
-                why = "it gave no reward" if raised is None else f"{raised.exception_type}: {raised.exception_message}"
-                raise TaskError(f"The task {row[TASK]} was not verified: {why}")
-            log = trial.paths.test_stdout_path
-            said = log.read_text(errors="replace")[-SHOWN_LOG:] if log.is_file() else ""
-        outcome.rewards = {name: float(value) for name, value in result.verifier_result.rewards.items()}
-        outcome.info = {"verifier_log": said, **outcome.info}
+                raise failure from None
+            raise
+        finally:
+            del CONVERSATIONS[policy.session]
+        if failure is not None:
+            raise failure
+        outcome.rewards, outcome.info = done.rewards, {"verifier_log": done.verifier_log, **outcome.info}
         return outcome
 
 
-class HarborTasks(Prototype):
+class HarborTasks(Tasks, Prototype):
     """
     Tasks of Harbor: each is a row, `prompt` its instruction, `task` its folder, and its metadata further columns.
 
@@ -141,75 +125,33 @@ class HarborTasks(Prototype):
     """
 
     def __init__(self, env: HarborEnv, tasks: str, eval_tasks: str | None = None) -> None:
-        super().__init__(env)
-        if removed := remove_leftovers(env.sandbox.value):
-            logger.warning("Removed %d containers that an earlier run left: %s", len(removed), ", ".join(removed))
-        self._folders = {"train": tasks, "eval": eval_tasks}
-        for name, folder in (("tasks", tasks), ("eval_tasks", eval_tasks)):
-            if folder is not None and not task_folders(folder):
-                raise ConfigError(
-                    f"`{name}: {folder}` has no tasks of Harbor: a task is a folder with `task.toml` and "
-                    "`instruction.md`."
-                )
-
-    def rows(self, split: str) -> Dataset | None:
-        folder = self._folders[split]
-        return None if folder is None else Dataset.from_list([task_row(path) for path in task_folders(folder)])
-
-    def check(self, rows: Dataset, name: str) -> None:
-        if TASK not in rows.column_names:
-            raise ConfigError(
-                f"The {name} has no column `{TASK}`: give the folder of each row's task there, or leave "
-                "`dataset_name` out."
-            )
+        Prototype.__init__(self, env)
+        Tasks.__init__(self, env.sandbox.value, tasks, eval_tasks)
 
 
 @environment("harbor")
-def harbor_of_options(options: Mapping[str, Any]) -> HarborTasks:
+def _harbor_of_options(options: Mapping[str, Any]) -> EnvSource:
     """The tasks of `env: {type: harbor}`."""
     own = dict(options["env"])
+    sandbox, agent = own.get("sandbox", "docker"), own.get("agent", "bash")
+    if agent != "bash":
+        from mt_grpo.integrations.harbor.agents import HarborAgents
+        from mt_grpo.integrations.openai_api.agent import protocol_of
+
+        for option in ("system_prompt", "max_env_steps", "env_mask", "tool_timeout"):
+            if options[option] not in (None, RunOptions.__dataclass_fields__[option].default):
+                raise ConfigError(
+                    f"`{option}` is of the shell that `agent: bash` has, and `env: {{agent: {agent}}}` has its own "
+                    "loop: leave it out."
+                )
+        if own.get("verify_every") is not None:
+            raise ConfigError(f"`verify_every` is of `agent: bash`: the turns of `{agent}` are its own. Leave it out.")
+        folders = own["tasks"], own.get("eval_tasks")
+        return HarborAgents(agent, *folders, sandbox, own.get("host"), protocol_of(options))
     given = tool_arguments(options, max_steps=30)
     if given.pop("tools"):
         raise ConfigError("`env: {type: harbor}` has a shell for tools: leave `tools` out.")
     given = {name: value for name, value in given.items() if value is not None}
-    return HarborTasks(HarborEnv(own.get("sandbox", "docker"), **given), own["tasks"], own.get("eval_tasks"))
-
-
-def check_sandbox(name: str) -> Any:
-    """Harbor's own value for the name of a sandbox."""
-    if importlib.util.find_spec("harbor") is None:
-        raise ConfigError(
-            "`env: {type: harbor}` needs Harbor, which is not installed: `pip install mt-grpo[harbor]`, with Python "
-            "3.12 or later."
-        )
-    from harbor.models.environment_type import EnvironmentType
-
-    from mt_grpo.imports import did_you_mean
-
-    kinds = [kind.value for kind in EnvironmentType]
-    if name not in kinds:
-        raise ConfigError(
-            f"`sandbox: {name}` is none of Harbor's{did_you_mean(name, kinds)}: it has {', '.join(kinds)}."
-        )
-    return EnvironmentType(name)
-
-
-def task_folders(folder: str) -> list[Path]:
-    """The folders of tasks in a folder, by name; a folder that is a task itself is its only one."""
-    root = Path(folder).expanduser()
-    if (root / "task.toml").is_file():
-        return [root]
-    return sorted(path.parent for path in root.glob("*/task.toml") if (path.parent / "instruction.md").is_file())
-
-
-def task_row(path: Path) -> dict[str, Any]:
-    """A task as a row: its instruction, its folder, and what `[metadata]` says in plain values."""
-    try:
-        config = tomllib.loads((path / "task.toml").read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path / 'task.toml'} cannot be read ({error}): mend it, or take the task out.") from error
-    metadata = {
-        key: value for key, value in config.get("metadata", {}).items() if isinstance(value, (str, int, float))
-    }
-    prompt = (path / "instruction.md").read_text(errors="replace").strip()
-    return {**metadata, "prompt": prompt, TASK: str(path.resolve()), "name": path.name}
+    return HarborTasks(
+        HarborEnv(sandbox, verify_every=own.get("verify_every"), **given), own["tasks"], own.get("eval_tasks")
+    )

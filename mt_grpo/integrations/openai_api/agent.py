@@ -349,7 +349,7 @@ class AgentEnv:
                 partial(source.endpoint.add_session, conversation),
             )
             try:
-                result = await self._work(conversation, row, client)
+                result = await self.work(conversation, row, client)
                 outcome = _read_result(result, f"{source.name}{defined_at(source.agent)}")
             except Exception as error:  # whatever the user's agent raises; if it got no turn, that is the cause
                 if conversation.failure is None:
@@ -368,7 +368,7 @@ class AgentEnv:
             outcome.stop_reason = conversation.limit or outcome.stop_reason
             return outcome
 
-    async def _work(self, conversation: Conversation, row: Mapping[str, object], client: AgentClient) -> object:
+    async def work(self, conversation: Conversation, row: Mapping[str, object], client: AgentClient) -> object:
         """The agent's result; `None` if it does not stop asking."""
         working = asyncio.ensure_future(self._call(row, client))
         asking = asyncio.ensure_future(conversation.over.wait())

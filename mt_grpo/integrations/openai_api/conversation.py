@@ -164,7 +164,7 @@ class _Retries:
 
     def __init__(self) -> None:
         self._attempts: dict[str, list[Attempt]] = {}
-        self._waiting = 0
+        self.waiting = 0
 
     def attempt(
         self, content: bytes, headers: Mapping[str, str], answer: Callable[[], Awaitable[tuple[bytes, ...]]]
@@ -182,15 +182,15 @@ class _Retries:
             repeated = [] if count == "0" else lost or same
         if repeated:
             return repeated[-1]
-        if self._waiting >= MOST_REQUESTS:
+        if self.waiting >= MOST_REQUESTS:
             message = f"{MOST_REQUESTS} requests of this conversation are waiting: ask again later."
             raise ApiError(429, message, "rate_limit_exceeded", again=True)
         attempt = Attempt(asyncio.ensure_future(answer()))
-        self._waiting += 1
+        self.waiting += 1
         same.append(attempt)
 
         def end(answered: asyncio.Future[tuple[bytes, ...]]) -> None:
-            self._waiting -= 1
+            self.waiting -= 1
             if answered.cancelled() or answered.exception() is not None:
                 same.remove(attempt)  # its retry is a request of its own
 
@@ -228,6 +228,11 @@ class Conversation:
         self._calls = _Calls(protocol, policy.tokenizer)
         self._returned, self.retries = _ReturnedMessages(), _Retries()
         self._refused = 0
+
+    @property
+    def asking(self) -> bool:
+        """Whether the agent waits for an answer."""
+        return self.retries.waiting > 0
 
     async def choices(self, parsed: ParsedRequest) -> list[Choice]:
         """Samples the turns that a request asks for."""

@@ -179,9 +179,9 @@ CHAT_FIELDS = frozenset(
 )
 """Fields of chat completions that are honoured or have a sentence of their own. Each dialect has such a set."""
 _NEUTRAL = frozenset(
-    """user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_options prompt_cache_retention
-    prediction timeout request_id priority cache_salt max_tool_calls cache_control inference_geo speed diagnostics
-    user_profile_id workspace_id billing_policy fallbacks fallback_credit_token betas""".split()
+    """user metadata client_metadata store service_tier safety_identifier prompt_cache_key prompt_cache_options
+    prompt_cache_retention prediction timeout request_id priority cache_salt max_tool_calls cache_control inference_geo
+    speed diagnostics user_profile_id workspace_id billing_policy fallbacks fallback_credit_token betas""".split()
 )
 """Fields that are passed over: they do not change what the policy is asked, nor what it answers."""
 _SAMPLING = frozenset(

@@ -115,7 +115,7 @@ export async function trajectory(main, asked) {
     if (i !== undefined) point(i, !(state.pinned && state.at === i))
   })
   main.replaceChildren(head(whole, bar), treeCard(whole, go), h('div', { class: 'reading' },
-    h('aside', {}, outcome(whole), state.reading ? null : tokenCard, turnList(whole, go), keys(state.reading)), cards))
+    h('aside', {}, outcome(whole), state.reading ? null : tokenCard, turnList(whole, go), environment(whole), keys(state.reading)), cards))
   point(null, false)
   paint()
   const first = Number(asked.get('why')) - 1
@@ -211,6 +211,17 @@ function outcome(whole) {
     ['seconds', number(whole.seconds)],
     whole.render_mismatch && ['tokenised otherwise', whole.render_mismatch],
   ]))
+}
+
+/** What the environment kept of the conversation; a log is folded. */
+function environment(whole) {
+  const entries = Object.entries(whole.info ?? {})
+  if (!entries.length) return null
+  return h('section', { class: 'card' }, h('h3', {}, 'Environment'), entries.map(([name, value]) => {
+    const words = typeof value === 'string' ? value : JSON.stringify(value)
+    if (words.length < 60 && !words.includes('\n')) return h('p', {}, h('span', { class: 'dim' }, `${name.replaceAll('_', ' ')} `), words)
+    return h('details', {}, h('summary', {}, name.replaceAll('_', ' ')), h('pre', { class: 'code', dir: 'ltr' }, words))
+  }))
 }
 
 function turnList(whole, go) {

@@ -90,7 +90,20 @@ function calls(turn) {
     h('pre', { class: 'code', dir: 'ltr' }, json(JSON.stringify(call.arguments)))))
 }
 
+/** Whether a call ran a command in a shell: its tool said with what exit code. */
+const isCommand = call => Number.isInteger(call.data?.exit_code) && typeof call.arguments.command === 'string'
+
+/** A command as a terminal shows it, with its exit code and time. */
+function terminal({ arguments: { command }, result, data, seconds, error }) {
+  const failed = data.exit_code !== 0
+  return h('div', { class: 'terminal', dir: 'ltr' }, h('pre', {}, h('b', {}, '$ '), command), h('pre', {}, error ?? result),
+    h('small', { class: failed ? 'problem' : 'dim' }, `exit code ${data.exit_code} · ${milliseconds(data.seconds ?? seconds)}`))
+}
+
 function reply(turn, reading) {
+  if (turn.tool_calls.length && turn.tool_calls.every(isCommand)) {
+    return h('div', { class: 'said' }, turn.tool_calls.map(terminal))
+  }
   const wrong = turn.error !== null || turn.tool_calls.some(call => call.error !== null)
   if (!turn.replies.length && !wrong) return null
   const ran = turn.tool_calls.map(call => h('p', {}, h('b', {}, call.name), `(${JSON.stringify(call.arguments)})`,

@@ -1,0 +1,116 @@
+"""Tasks of Harbor as rows."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+
+from mt_grpo.errors import ConfigError
+from mt_grpo.imports import did_you_mean
+from mt_grpo.integrations.harbor.containers import remove_leftovers
+
+logger = logging.getLogger(__name__)
+
+TASK = "task"
+"""The column with the folder of a row's task."""
+
+
+class Tasks:
+    """
+    Folders of tasks as rows: `prompt` is a task's instruction, `task` its folder, and its metadata further columns.
+
+    Args:
+        sandbox (`str`): What runs containers, by Harbor's name.
+        tasks (`str`): A folder of tasks, or of one.
+        eval_tasks (`str`, *optional*): The same for evaluation.
+
+    Raises:
+        ConfigError: If Harbor is not installed or has no such sandbox, or if a folder has no tasks.
+    """
+
+    def __init__(self, sandbox: str, tasks: str, eval_tasks: str | None = None) -> None:
+        self.sandbox = harbor_value("sandbox", sandbox)
+        if removed := remove_leftovers(self.sandbox.value):
+            logger.warning("Removed %d containers that an earlier run left: %s", len(removed), ", ".join(removed))
+        self._folders = {"train": tasks, "eval": eval_tasks}
+        for name, folder in (("tasks", tasks), ("eval_tasks", eval_tasks)):
+            if folder is not None and not _task_folders(folder):
+                raise ConfigError(
+                    f"`{name}: {folder}` has no tasks of Harbor: a task is a folder with `task.toml` and "
+                    "`instruction.md`."
+                )
+
+    def rows(self, split: str) -> Dataset | None:
+        """The tasks of a split."""
+        folder = self._folders[split]
+        return None if folder is None else Dataset.from_list([_task_row(path) for path in _task_folders(folder)])
+
+    def check(self, rows: Dataset, name: str) -> None:
+        """Refuses rows without a task."""
+        if TASK not in rows.column_names:
+            raise ConfigError(
+                f"The {name} has no column `{TASK}`: give the folder of each row's task there, or leave "
+                "`dataset_name` out."
+            )
+
+
+def harbor_value(option: str, given: str | Mapping[str, Any]) -> Any:
+    """Harbor's own value of `sandbox`, or its configuration of an `agent`."""
+    if importlib.util.find_spec("harbor") is None:
+        raise ConfigError(
+            "`env: {type: harbor}` needs Harbor, which is not installed: `pip install mt-grpo[harbor]`, with Python "
+            "3.12 or later."
+        )
+    from harbor.models.agent.name import AgentName
+    from harbor.models.environment_type import EnvironmentType
+    from harbor.models.trial.config import AgentConfig
+    from pydantic import ValidationError
+
+    if option == "sandbox":
+        known = [kind.value for kind in EnvironmentType]
+        value: Any = given
+    else:
+        options = {"name": given} if isinstance(given, str) else dict(given)
+        try:
+            if unknown := options.keys() - AgentConfig.model_fields.keys():
+                raise ConfigError(
+                    f"`agent` has no option {sorted(unknown)[0]!r}: it has those of Harbor's `AgentConfig`."
+                )
+            config = AgentConfig(**options)
+        except ValidationError as error:
+            raise ConfigError(f"`agent: {options}` is refused by Harbor: {error.errors()[0]['msg']}") from error
+        if config.name is None or ":" in config.name:
+            return config
+        known, value = sorted(AgentName.values()), config.name
+    if value not in known:
+        raise ConfigError(
+            f"`{option}: {value}` is none of Harbor's{did_you_mean(str(value), known)}: it has {', '.join(known)}."
+        )
+    return EnvironmentType(value) if option == "sandbox" else config
+
+
+def _task_folders(folder: str) -> list[Path]:
+    """The folders of tasks in a folder, by name; a folder that is a task itself is its only one."""
+    root = Path(folder).expanduser()
+    if (root / "task.toml").is_file():
+        return [root]
+    return sorted(path.parent for path in root.glob("*/task.toml") if (path.parent / "instruction.md").is_file())
+
+
+def _task_row(path: Path) -> dict[str, Any]:
+    """A task as a row: its instruction, its folder, and what `[metadata]` says in plain values."""
+    try:
+        config = tomllib.loads((path / "task.toml").read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path / 'task.toml'} cannot be read ({error}): mend it, or take the task out.") from error
+    metadata = {
+        key: value for key, value in config.get("metadata", {}).items() if isinstance(value, (str, int, float))
+    }
+    prompt = (path / "instruction.md").read_text(errors="replace").strip()
+    return {**metadata, "prompt": prompt, TASK: str(path.resolve()), "name": path.name}

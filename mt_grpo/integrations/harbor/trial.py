@@ -1,0 +1,182 @@
+"""One task in its container: what works there is an agent of Harbor's, or the policy itself."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import math
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from harbor.agents.base import BaseAgent
+from harbor.environments.base import BaseEnvironment
+from harbor.models.agent.context import AgentContext
+from harbor.models.environment_type import EnvironmentType
+from harbor.models.task.task import Task
+from harbor.models.trial.config import AgentConfig, EnvironmentConfig, TaskConfig, TrialConfig, VerifierConfig
+from harbor.models.trial.paths import EnvironmentPaths
+from harbor.trial.trial import Trial
+from harbor.verifier.factory import VerifierFactory
+
+from mt_grpo.concurrency import abandon
+from mt_grpo.errors import describe_error
+from mt_grpo.integrations.harbor.containers import ENGINES, write_overlay
+from mt_grpo.integrations.openai_api.conversation import Conversation
+
+logger = logging.getLogger(__name__)
+
+SHOWN_LOG = 20_000
+"""Most characters of a log that are kept, from its end."""
+AGENT_SECONDS = 1e7
+"""The time that Harbor gives the agent. Sampling counts in it, so it is measured here."""
+_LOOK = 0.5
+"""Seconds between two looks at whether an agent works or waits."""
+
+CONVERSATIONS: dict[str, Callable[[BaseEnvironment], Awaitable[None]]] = {}
+"""What the policy does in the container of a trial, by the key that its configuration has."""
+
+
+class TaskError(Exception):
+    """A task could not be started or verified: a failure of the infrastructure, and no reward of the policy's."""
+
+
+class AgentTooSlowError(Exception):
+    """An agent took all of the time that its task allows. What it did until then is verified."""
+
+
+class PolicyAgent(BaseAgent):
+    """
+    The policy as an agent of Harbor's.
+
+    Args:
+        conversation (`str`): Its key in `CONVERSATIONS`.
+    """
+
+    def __init__(self, *arguments: Any, conversation: str, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._conversation = conversation
+
+    @staticmethod
+    def name() -> str:
+        return "mt-grpo"
+
+    def version(self) -> str:
+        return metadata.version("mt-grpo")
+
+    async def setup(self, environment: BaseEnvironment) -> None:
+        """Nothing is installed: commands come from outside."""
+
+    async def run(self, instruction: str, environment: BaseEnvironment, context: AgentContext) -> None:
+        """Holds the conversation in the started container."""
+        await CONVERSATIONS[self._conversation](environment)
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What a trial came to: the verifier's numbers by name, the logs of both, and what the agent failed of."""
+
+    rewards: dict[str, float]
+    verifier_log: str
+    agent_log: str
+    agent_error: str | None
+
+
+async def run_trial(
+    sandbox: EnvironmentType, task: str, agent: AgentConfig, asked: Conversation | None = None
+) -> Verified:
+    """
+    Starts the container of a task, lets an agent work there, and has it verified.
+
+    Args:
+        sandbox (`EnvironmentType`): What runs the container.
+        task (`str`): The folder of the task.
+        agent (`AgentConfig`): The agent.
+        asked (`Conversation`, *optional*): What an agent that is not the policy itself asks. It ends where that is
+            over, or when it has worked as long as the task allows; waiting for the policy is no
+            work.
+
+    Raises:
+        TaskError: If there is no reward: the container did not start, the agent could not be installed, or the
+            verifier failed.
+    """
+    agent = agent.model_copy(update={"override_timeout_sec": AGENT_SECONDS})
+    with tempfile.TemporaryDirectory(prefix="mt-grpo-harbor-", ignore_cleanup_errors=True) as folder:
+        overlays = []
+        if sandbox.value in ENGINES:
+            overlays.append(write_overlay(Path(folder, "overlay.json"), reaches_host=asked is not None))
+        environment = EnvironmentConfig(type=sandbox, extra_docker_compose=overlays)
+        config = TrialConfig(
+            task=TaskConfig(path=Path(task)), trials_dir=Path(folder), agent=agent, environment=environment
+        )
+        trial = await Trial.create(config)
+        if asked is not None:
+            bounded = functools.partial(_work, trial.agent.run, asked, trial.task.config.agent.timeout_sec)
+            trial.agent.run = bounded
+        result = await trial.run()
+        raised, verified = result.exception_info, result.verifier_result
+        error = None if raised is None else f"{raised.exception_type}: {raised.exception_message}"
+        if verified is None or verified.rewards is None:
+            raise TaskError(f"The task {task} was not verified: {error or 'it gave no reward'}")
+        logs = sorted(trial.paths.agent_dir.glob("*.txt")) if trial.paths.agent_dir.is_dir() else []
+        return Verified(
+            {name: float(value) for name, value in verified.rewards.items()},
+            _end_of(trial.paths.test_stdout_path),
+            "".join(_end_of(path) for path in logs)[-SHOWN_LOG:],
+            error,
+        )
+
+
+async def verify(container: BaseEnvironment, task: str) -> float | None:
+    """
+    What the verifier says of a container while the agent still works there: the sum of its numbers, or nothing where
+    it fails. Its tests and what it wrote are removed again.
+    """
+    made = Task(Path(task))
+    settings, paths = made.config.verifier, EnvironmentPaths.for_os(made.config.environment.os)
+    verifier = VerifierFactory.create_verifier_from_config(
+        VerifierConfig(), task=made, trial_paths=container.trial_paths, environment=container
+    )
+    try:
+        with container.with_default_user(settings.user):
+            async with asyncio.timeout(settings.timeout_sec):
+                rewards = (await verifier.verify()).rewards
+    except Exception as error:  # of unfinished work too: tests may need what is not there yet
+        logger.debug("The task %s was not verified after a turn: %s", task, describe_error(error))
+        return None
+    finally:
+        await container.empty_dirs([paths.verifier_dir], chmod=True)
+        await container.empty_dirs([paths.tests_dir], chmod=False)
+    return None if rewards is None else float(sum(rewards.values()))
+
+
+def _end_of(log: Path) -> str:
+    return log.read_text(errors="replace")[-SHOWN_LOG:] if log.is_file() else ""
+
+
+async def _work(
+    run: Callable[..., Awaitable[None]], asked: Conversation, seconds: float | None, **arguments: Any
+) -> None:
+    """
+    Runs an agent until it ends, the conversation is over, or it has worked so long; waiting for the policy is no work.
+    """
+    left = math.inf if seconds is None else seconds
+    working, over = asyncio.ensure_future(run(**arguments)), asyncio.ensure_future(asked.over.wait())
+    try:
+        while left > 0:
+            begun, waits = time.monotonic(), asked.asking
+            done, _ = await asyncio.wait([working, over], timeout=_LOOK, return_when=asyncio.FIRST_COMPLETED)
+            if working in done:
+                return await working
+            if over in done:
+                return None
+            left -= 0.0 if waits else time.monotonic() - begun
+        raise AgentTooSlowError(f"The agent worked for more than the task's {seconds:g} s")
+    finally:
+        over.cancel()
+        abandon(working)
