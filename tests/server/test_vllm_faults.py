@@ -223,64 +223,54 @@ def unharmed(undisturbed, server):
     assert control.get("/weight_info")["weight_version"] != "stolen"
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        *("/collective_rpc", "//collective_rpc", "/collective_rpc/", "/v1/../collective_rpc"),
-        *("/health/../collective_rpc", "/v1/%2e%2e/collective_rpc", "/%63ollective_rpc", "/collective_rpc?/health"),
-        *("/health%2f..%2fcollective_rpc", "http://127.0.0.1/collective_rpc"),
+WORKER = [
+    *("/collective_rpc", "//collective_rpc", "/collective_rpc/", "/v1/../collective_rpc", "/%63ollective_rpc"),
+    *("/health/../collective_rpc", "/v1/%2e%2e/collective_rpc", "/health%2f..%2fcollective_rpc"),
+    *("/collective_rpc?/health", "http://127.0.0.1/collective_rpc"),
+]
+"""Ways to any method of a worker."""
+GUARDED = {
+    "POST": [
+        *("/pause?mode=keep", "//pause", "/resume", "/sleep", "/reset_prefix_cache", "/init_weight_transfer_engine"),
+        *("/start_weight_update", "/update_weights", "/finish_weight_update", "/update_weight_version"),
+        *("/v1/load_lora_adapter", COMPLETIONS, "/v1/chat/completions", "/invocations", "/tokenize"),
+        "/abort_requests",
     ],
-)
-def test_no_worker_method_runs_for_whoever_asks(unharmed, tmp_path, path):
-    saving = {"path": str(tmp_path / "out"), "pattern": None, "max_size": None}
-    for key in (None, "x" * 43, find_key(unharmed.url)):
-        status, _ = ask(unharmed, key, "POST", path, {"method": "save_sharded_state", "kwargs": saving})
-        assert status in (401, 403)
-        assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("method", "path"),
-    [
-        *(("POST", path) for path in ("/pause?mode=keep", "//pause", "/resume", "/sleep", "/reset_prefix_cache")),
-        *(("POST", path) for path in ("/init_weight_transfer_engine", "/start_weight_update", "/update_weights")),
-        *(("POST", path) for path in ("/finish_weight_update", "/update_weight_version", "/v1/load_lora_adapter")),
-        *(("POST", path) for path in (COMPLETIONS, "/v1/chat/completions", "/invocations", "/abort_requests")),
-        ("POST", "/tokenize"),
-        *(("GET", path) for path in ("/server_info", "/v1/models", "/metrics", "/metrics/x", "/weight_info")),
-        *(("GET", path) for path in ("/openapi.json", "/ping")),
-        ("HEAD", "/metrics"),
-    ],
-)
-def test_without_the_key_only_the_health_check_is_answered(unharmed, method, path):
-    body = {"weight_version": "stolen", "new_version": "stolen", "prompt": [1, 2], "max_tokens": 1}
-    for key in (None, "x" * 43):
-        assert ask(unharmed, key, method, path, body)[0] in (401, 403)
-        assert ask(unharmed, key, "GET", "/health")[0] == 200
-
-
+    "GET": ["/server_info", "/v1/models", "/metrics", "/metrics/x", "/weight_info", "/openapi.json", "/ping"],
+    "HEAD": ["/metrics"],
+}
 ORIGIN = {"Origin": "http://evil.example"}
 PREFLIGHT = ORIGIN | {"Access_Control_Request_Method": "POST", "Access_Control_Request_Headers": "content-type"}
 UPGRADE = {"Connection": "Upgrade", "Upgrade": "websocket"}
 UPGRADE |= {"Sec_WebSocket_Version": "13", "Sec_WebSocket_Key": "dGhlIHNhbXBsZSBub25jZQ=="}
+PAGES = [
+    *(("OPTIONS", path, PREFLIGHT) for path in ("/pause", COMPLETIONS)),
+    *(("GET", path, ORIGIN) for path in ("/v1/models", "/health")),
+    *(("POST", "/pause", ORIGIN), ("GET", "/health", {"Origin": "null"})),
+    *(("GET", "/v1/realtime", UPGRADE), ("GET", "/health", UPGRADE | ORIGIN)),
+]
 
 
 @pytest.mark.parametrize(
-    ("method", "path", "headers", "status"),
+    ("method", "path", "headers", "everyone"),
     [
-        ("OPTIONS", "/pause", PREFLIGHT, 403),
-        ("OPTIONS", COMPLETIONS, PREFLIGHT, 403),
-        ("POST", "/pause", ORIGIN, 403),
-        ("GET", "/v1/models", ORIGIN, 403),
-        ("GET", "/health", ORIGIN, 403),
-        ("GET", "/health", {"Origin": "null"}, 403),
-        ("GET", "/v1/realtime", UPGRADE, 403),
-        ("GET", "/health", UPGRADE | ORIGIN, 403),
-        ("GET", "/v1/models", {}, 200),
+        *(("POST", path, {}, True) for path in WORKER),
+        *((method, path, {}, False) for method in GUARDED for path in GUARDED[method]),
+        *((*page, True) for page in PAGES),
     ],
 )
-def test_a_web_page_is_refused_though_it_knew_the_key(unharmed, method, path, headers, status):
-    assert ask(unharmed, find_key(unharmed.url), method, path, **headers) == (status, [])
+def test_a_server_refuses_strangers(unharmed, tmp_path, method, path, headers, everyone):
+    """Methods of a worker, and web pages, are refused to everyone: to whoever has the key as well."""
+    saving = {"path": str(tmp_path / "out"), "pattern": None, "max_size": None}
+    body = {"method": "save_sharded_state", "kwargs": saving, "weight_version": "stolen", "new_version": "stolen"}
+    body = body | {"prompt": [1, 2], "max_tokens": 1} if method == "POST" else None
+    known = find_key(unharmed.url)
+    for key in (None, "x" * 43, *([known] * everyone)):
+        status, names = ask(unharmed, key, method, path, body, **headers)
+        assert status in ([403] if key == known else [401, 403]) and not names
+        assert ask(unharmed, key, "GET", "/health")[0] == 200
+    assert ask(unharmed, known, "GET", "/v1/models") == (200, [])
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_run_learns_the_same_through_failing_requests(undisturbed, proxy, tmp_path):

@@ -88,13 +88,6 @@ def begin(pool, servers, number):
     return [each if isinstance(each, Exception) else each[0] for each in asyncio.run(all_of_them())]
 
 
-def test_conversations_are_spread_evenly(pool):
-    servers = Servers()
-    assert Counter(begin(pool, servers, 9)) == dict.fromkeys(URLS, 3)
-    servers.end(pool, URLS[1])
-    assert begin(pool, servers, 1) == [URLS[1]]
-
-
 def test_ties_are_broken_by_chance_since_others_have_the_servers():
     assert {begin(EnvServerPool(URLS, "test server"), Servers(), 1)[0] for _ in range(60)} == set(URLS)
 

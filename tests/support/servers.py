@@ -108,16 +108,16 @@ class ServerProcess:
         """Of the process that it was started with last, and of its group."""
         return self._process and self._process.pid
 
-    def start(self, wait: bool = True) -> ServerProcess:
+    def start(self) -> ServerProcess:
+        """Starts it, and waits until it is up."""
         self._process = self._begin()
         command = [sys.executable, "-S", "-c", WATCH, str(self.pid)]
         self._watch = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
-        if wait:
-            try:
-                self.wait()
-            except BaseException:  # nobody has it yet, to stop it
-                self.stop(signal.SIGKILL)
-                raise
+        try:
+            self._wait()
+        except BaseException:  # nobody has it yet, to stop it
+            self.stop(signal.SIGKILL)
+            raise
         return self
 
     def _begin(self) -> subprocess.Popen[bytes] | Forked:
@@ -128,8 +128,7 @@ class ServerProcess:
                 self.command, cwd=ROOT, env=self._environment, stdout=log, stderr=log, start_new_session=True
             )
 
-    def wait(self) -> None:
-        """Until it is up."""
+    def _wait(self) -> None:
         deadline = time.monotonic() + START_LIMIT
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
