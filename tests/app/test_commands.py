@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import platform
+import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -13,11 +15,17 @@ from pathlib import Path
 import pytest
 import yaml
 from support.recipes import LISTED, ROOT
+from trl import ModelConfig, TrlParser
 
 from mt_grpo import __version__
 from mt_grpo.app import commands
 from mt_grpo.app.commands import _describe, shipped
-from mt_grpo.cli import main
+from mt_grpo.app.recipe import MTGRPOScriptArguments
+from mt_grpo.app.request import OF_HOSTS
+from mt_grpo.cli import COMMANDS
+from mt_grpo.options.table import OPTIONS
+from mt_grpo.runlog.export import FORMS
+from mt_grpo.training import MTGRPOConfig
 
 WITHOUT_TORCH = """
 import sys
@@ -36,66 +44,70 @@ def test_what_needs_no_torch_does_not_import_it(command):
         assert (run.returncode, run.stdout) == (0, f"mt-grpo {__version__}\n")
 
 
+@pytest.mark.parametrize("command", ["recipes", "env", "completion", "view"])
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+def test_each_command_shows_its_usage(command, flag, prints):
+    assert prints(command, flag).startswith(f"usage: mt-grpo {command}")
+
+
 # env
 
 
-def test_env_names_versions_and_devices(capsys):
-    assert main(["env"]) == 0
-    facts = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines())
-    facts = {name: value.strip() for name, value in facts.items()}
-    assert facts["mt-grpo"] == __version__ and facts["python"] == platform.python_version()
-    for name in ("trl", "transformers", "torch", "accelerate", "peft", "datasets"):
-        assert facts[name] == version(name)
-    assert {"git commit", "OS", "vllm", "deepspeed", "vllm in .venv-vllm", "NVIDIA driver"} <= facts.keys()
-    assert {"CUDA of torch", "cores", "memory"} <= facts.keys() and any("device" in name for name in facts)
+@pytest.fixture
+def facts(prints):
+    return lambda: {
+        name: value.strip() for name, value in (line.split("  ", 1) for line in prints("env").splitlines())
+    }
 
 
-def test_env_tells_no_secret(capsys, monkeypatch):
+@pytest.fixture
+def elsewhere(monkeypatch, tmp_path):
+    """The package is in a folder without anything beside it, and so are programs."""
+    monkeypatch.setattr(commands.mt_grpo, "__file__", str(tmp_path / "mt_grpo" / "__init__.py"))
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
+    return tmp_path
+
+
+def test_env_names_versions_and_devices_and_no_secret(facts, prints, monkeypatch):
     for name in ("VLLM_API_KEY", "HF_TOKEN", "WANDB_API_KEY"):
         monkeypatch.setenv(name, "a-secret-value")
-    assert main(["env"]) == 0
-    printed = capsys.readouterr().out
+    found = facts()
+    packages = ("trl", "transformers", "torch", "accelerate", "peft", "datasets")
+    assert found.items() >= {"mt-grpo": __version__, "python": platform.python_version()}.items()
+    assert found.items() >= {name: version(name) for name in packages}.items()
+    assert found.keys() >= {"git commit", "OS", "vllm", "deepspeed", "vllm in .venv-vllm", "NVIDIA driver"}
+    assert found.keys() >= {"CUDA of torch", "cores", "memory"} and any("device" in name for name in found)
+    printed = prints("env")
     assert "a-secret-value" not in printed and str(Path.home()) not in printed
     assert socket.gethostname() not in printed.split()
 
 
-def test_env_says_what_is_missing(capsys, monkeypatch, tmp_path):
+def test_env_says_what_is_missing(facts, elsewhere, monkeypatch):
     monkeypatch.setattr(commands, "_PACKAGES", ("trl", "a-package-that-nobody-has"))
-    monkeypatch.setattr(commands.mt_grpo, "__file__", str(tmp_path / "mt_grpo" / "__init__.py"))
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert main(["env"]) == 0
-    printed = " ".join(capsys.readouterr().out.split())
-    assert "a-package-that-nobody-has not installed" in printed and "git commit no checkout" in printed
-    assert "vllm in .venv-vllm not installed" in printed and "NVIDIA driver not installed" in printed
+    monkeypatch.setenv("PATH", str(elsewhere))
+    missing = ("a-package-that-nobody-has", "vllm in .venv-vllm", "NVIDIA driver")
+    assert facts().items() >= {"git commit": "no checkout", **dict.fromkeys(missing, "not installed")}.items()
 
 
-def test_env_finds_the_server_of_the_checkout(capsys, monkeypatch, tmp_path):
-    installed = tmp_path / ".venv-vllm" / "lib" / "python3.12" / "site-packages" / "vllm-0.31.2.dist-info"
+def test_env_finds_the_server_of_the_checkout(facts, elsewhere):
+    installed = elsewhere / ".venv-vllm" / "lib" / "python3.12" / "site-packages" / "vllm-0.31.2.dist-info"
     installed.mkdir(parents=True)
     (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.31.2\n")
-    monkeypatch.setattr(commands.mt_grpo, "__file__", str(tmp_path / "mt_grpo" / "__init__.py"))
-    assert main(["env"]) == 0
-    assert "vllm in .venv-vllm 0.31.2" in " ".join(capsys.readouterr().out.split())
-
-
-SMI = "#!/bin/sh\nprintf '580.65.06\\n580.65.06\\n'\nexit STATUS\n"
+    assert facts()["vllm in .venv-vllm"] == "0.31.2"
 
 
 @pytest.mark.parametrize(("status", "said"), [("0", "580.65.06"), ("9", "nvidia-smi fails")])
-def test_env_asks_for_the_driver(capsys, monkeypatch, tmp_path, status, said):
-    (tmp_path / "nvidia-smi").write_text(SMI.replace("STATUS", status))
-    (tmp_path / "nvidia-smi").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    assert main(["env"]) == 0
-    assert f"NVIDIA driver {said} " in " ".join(capsys.readouterr().out.split())
+def test_env_asks_for_the_driver(facts, elsewhere, status, said):
+    (elsewhere / "nvidia-smi").write_text(f"#!/bin/sh\nprintf '580.65.06\\n580.65.06\\n'\nexit {status}\n")
+    (elsewhere / "nvidia-smi").chmod(0o755)
+    assert facts()["NVIDIA driver"] == said
 
 
 # recipes
 
 
-def test_every_recipe_ships_and_says_what_it_is(capsys):
-    assert main(["recipes", "ls"]) == 0
-    listed = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines())
+def test_every_recipe_ships_and_says_what_it_is(prints):
+    listed = dict(line.split("  ", 1) for line in prints("recipes", "ls").splitlines())
     assert list(listed) == sorted(str(path.relative_to(ROOT)) for path in LISTED)
     assert len({text.strip() for text in listed.values()}) == len(listed)
     assert all(text.endswith(".") and len(text) > 20 for text in listed.values())
@@ -116,35 +128,119 @@ def test_a_recipe_is_described_by_its_first_sentence(recipe, description):
 
 
 @pytest.mark.parametrize("name", ["quickstart.yaml", "quickstart", "Qwen/gsm8k", "accelerate/zero3.yaml"])
-def test_a_recipe_is_copied_here(name, tmp_path, monkeypatch, capsys):
+def test_a_recipe_is_copied_here(name, tmp_path, monkeypatch, prints):
     monkeypatch.chdir(tmp_path)
-    assert main(["recipes", "cp", name]) == 0
+    printed = prints("recipes", "cp", name)
     (copy,) = tmp_path.iterdir()
-    assert capsys.readouterr().out == f"{copy.name}\n"
-    original = shipped()[name if name.endswith(".yaml") else f"{name}.yaml"].read_text()
+    assert printed == f"{copy.name}\n"
+    text, original = copy.read_text(), shipped()[f"{name.removesuffix('.yaml')}.yaml"].read_text()
     editors = "# yaml-language-server: $schema="
-    assert copy.read_text().startswith(editors) == original.startswith(editors) == ("accelerate" not in name)
+    assert text.startswith(editors) == original.startswith(editors) == ("accelerate" not in name)
     if "accelerate" not in name:
-        schema = copy.read_text().split("\n")[0].removeprefix(editors)
-        assert "learning_rate" in json.loads(Path(schema).read_text())["properties"]
-        assert copy.read_text().split("\n")[1:] == original.split("\n")[1:]
-    assert yaml.safe_load(copy.read_text()) == yaml.safe_load(original)
+        schema, *rest = text.split("\n")
+        assert "learning_rate" in json.loads(Path(schema.removeprefix(editors)).read_text())["properties"]
+        assert rest == original.split("\n")[1:]
+    assert yaml.safe_load(text) == yaml.safe_load(original)
 
 
-def test_copying_takes_a_folder_or_a_file_and_overwrites_nothing(tmp_path, capsys):
+def test_copying_takes_a_folder_or_a_file_and_overwrites_nothing(tmp_path, prints, refused):
     (tmp_path / "link.yaml").symlink_to("elsewhere.yaml")
-    places = (tmp_path, tmp_path / "mine.yaml")
-    assert [main(["recipes", "cp", "quickstart.yaml", str(place)]) for place in places] == [0, 0]
+    for place in (tmp_path, tmp_path / "mine.yaml"):
+        prints("recipes", "cp", "quickstart.yaml", place)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link.yaml", "mine.yaml", "quickstart.yaml"]
     (tmp_path / "quickstart.yaml").write_text("mine")
     for place in (tmp_path, tmp_path / "quickstart.yaml", tmp_path / "link.yaml"):
-        assert main(["recipes", "cp", "quickstart.yaml", str(place)]) == 1
-        assert "is there already: remove it, or give another place" in capsys.readouterr().err
+        said = refused("recipes", "cp", "quickstart.yaml", place)
+        assert "is there already: remove it, or give another place" in said
     assert (tmp_path / "quickstart.yaml").read_text() == "mine" and not (tmp_path / "elsewhere.yaml").exists()
 
 
-@pytest.mark.parametrize("command", ["recipes", "env", "completion", "view"])
-@pytest.mark.parametrize("flag", ["-h", "--help"])
-def test_each_command_shows_its_usage(command, flag, capsys):
-    assert main([command, flag]) == 0
-    assert capsys.readouterr().out.startswith(f"usage: mt-grpo {command}")
+# completion: the script for bash in a real bash, the others where there is such a shell
+
+
+@pytest.fixture(scope="module")
+def fields() -> list[str]:
+    parser = TrlParser((MTGRPOScriptArguments, MTGRPOConfig, ModelConfig))
+    return sorted({action.dest for action in parser._actions} - {"help"})
+
+
+@pytest.fixture
+def complete(prints, tmp_path):
+    """What bash offers for the last word of a line, in a folder with a recipe, a note and a folder."""
+    (tmp_path / "completion.bash").write_text(prints("completion", "bash"))
+    here = tmp_path / "here"
+    (here / "runs").mkdir(parents=True)
+    for name in ("my recipe.yaml", "runs/config.yaml", "notes.txt"):
+        (here / name).touch()
+
+    def run(line: str) -> list[str]:
+        sets = 'source "$1"; shift; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _shtab_mt_grpo'
+        code = f"{sets}; printf '%s\\n' \"${{COMPREPLY[@]}}\""
+        words = [str(tmp_path / "completion.bash"), "mt-grpo", *line.split(" ")]
+        command = ["bash", "--norc", "-c", code, "bash", *words]
+        done = subprocess.run(command, cwd=here, capture_output=True, text=True, check=True)
+        assert not done.stderr
+        return [line for line in done.stdout.splitlines() if line]
+
+    return run
+
+
+COMPLETED = {
+    "tr": ["train"],
+    "re": ["recipes"],
+    "--v": ["--version"],
+    "": [*COMMANDS],
+    "train r.yaml --loss_type b": ["bnpo"],
+    "serve --history ": [*OPTIONS["history"].names],
+    "export run --to ": [*FORMS],
+    "train ": ["my recipe.yaml", "runs"],
+    "rollout --config ": ["my recipe.yaml", "runs"],
+    "train --dry_run ": ["my recipe.yaml", "runs"],
+    "serve runs/": ["runs/config.yaml"],
+    "train --accelerate_config zero": ["zero2", "zero3"],
+    "doctor --accelerate_config zero": ["zero2", "zero3"],
+    "train --accelerate_config my": ["my recipe.yaml"],
+    "recipes ": ["ls", "cp"],
+    "recipes cp Qwen/gsm8k.": ["Qwen/gsm8k.yaml"],
+    "completion b": ["bash"],
+    "env ": [],
+    "credit r": ["runs"],
+    "credit runs --st": ["--step"],
+    "view r": ["runs"],
+    "view runs --p": ["--port"],
+}
+
+
+def test_words_are_completed(complete):
+    assert {line: sorted(complete(line)) for line in COMPLETED} == {
+        line: sorted(words) for line, words in COMPLETED.items()
+    }
+
+
+LAUNCHED = {"--accelerate_config", "--num_processes"}
+
+
+@pytest.mark.parametrize(
+    ("command", "own"),
+    [
+        ("train", {"--dry_run", "--trust", *LAUNCHED, *(f"--{name}" for name in OF_HOSTS)}),
+        ("rollout", {"--num_prompts", "--audit", "--save", "--trust"}),
+        ("serve", {"--trust", "--replicas"}),
+        ("doctor", {"--trust", "--gpu", "--gpu_memory", "--calibrate", "--probe", "--json", *LAUNCHED}),
+    ],
+)
+def test_options_of_recipes_are_completed(complete, fields, command, own):
+    assert complete(f"{command} --advantage_") == ["--advantage_estimator"]
+    offered, of_recipes = set(complete(f"{command} recipe.yaml --")), {f"--{name}" for name in fields}
+    assert of_recipes <= offered and offered - of_recipes == {"--config", "--help", "--help-all", *own}
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_script_holds_all_there_is_to_complete(prints, fields, shell):
+    text = prints("completion", shell)
+    assert not re.search(r"@[A-Z]+@", text)
+    assert shell != "zsh" or "== (eval|file) ]]" in text  # so that `source <(...)` registers it
+    prefix = "" if shell == "fish" else "--"
+    assert {*COMMANDS, "zero3", *(prefix + name for name in fields)} <= set(re.findall(r"[\w-]+", text))
+    if shutil.which(shell):
+        subprocess.run([shell, "-n"], input=text, text=True, check=True)

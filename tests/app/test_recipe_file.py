@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,21 +13,20 @@ import yaml
 from support.runs import write_run
 
 from mt_grpo.app.request import read_request
-from mt_grpo.cli import main
 from mt_grpo.errors import ConfigError
 
 RECIPE = {"model_name_or_path": "embedded", "dataset_name": "embedded", "num_generations": 2}
+EVIL = {"external_plugins": ["../stranger/evil.py"]}
 
 
 @pytest.fixture
 def stranger(tmp_path, monkeypatch) -> Path:
     """A run's folder; the current one is another, which has code and a file of tools."""
-    mine = tmp_path / "mine"
+    mine, folder = tmp_path / "mine", tmp_path / "stranger"
     (mine / "package").mkdir(parents=True)
     for name in ("mine.py", "tools.yaml", "package/__init__.py"):
         (mine / name).touch()
     monkeypatch.chdir(mine)
-    folder = tmp_path / "stranger"
     folder.mkdir()
     (folder / "metrics.jsonl").touch()
     (folder / "evil.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')")
@@ -39,54 +39,51 @@ def config(folder: Path, **options: object) -> str:
     return str(path)
 
 
-FOREIGN = {
-    "a plugin": ({"external_plugins": ["../stranger/evil.py"]}, "`external_plugins: ../stranger/evil.py`"),
-    "a function of a file": ({"tools": ["search", "../stranger/evil.py:run"]}, "`tools: ../stranger/evil.py:run`"),
-    "a module of Python": ({"outcome_reward_funcs": ["os.system"]}, "`outcome_reward_funcs: os.system`"),
-    "an installed package": ({"turn_reward_funcs": [{"name": "yaml:load"}]}, "`turn_reward_funcs: yaml:load`"),
-    "one entry for a list": ({"tools": "subprocess.run"}, "`tools: subprocess.run`"),
-    "an environment": ({"env": "yaml.Env"}, "`env: yaml.Env`"),
-    "an environment of verifiers": ({"env": "verifiers:game"}, "`env: verifiers:game`"),
-    "factories by name": ({"environment_factory": {"a": "yaml.make"}}, "`environment_factory: yaml.make`"),
-    "a nested environment": ({"environments": {"a": {"agent": {"command": "sh x"}}}}, "`agent: sh x`"),
-    "environments as a text": ({"environments": "a: {env: yaml.Env}"}, "`env: yaml.Env`"),
-    "environments as JSON": ({"environments": '{"a": {"env": "yaml.Env"}}'}, "`env: yaml.Env`"),
-    "a factory beside one of the name name": (
-        {"environment_factory": {"name": "mine.make", "a": "yaml.make"}},
-        "`environment_factory: yaml.make`",
-    ),
-    "a user as a text": (
-        {"simulated_user": "{base_url: 'http://x', model: m, system_prompt: s, api_key_env: AWS_KEY}"},
-        "`simulated_user: api_key_env: AWS_KEY`",
-    ),
-    "factories as a text": ({"environment_factory": "{a: yaml.make}"}, "`environment_factory: yaml.make`"),
-    "a key of a user as a text": (
-        {"simulated_user": '{"base_url": "http://x", "model": "m", "system_prompt": "s", "api_key_env": "AWS_KEY"}'},
-        "`simulated_user: api_key_env: AWS_KEY`",
-    ),
-    "a scheduler": ({"multi_turn_scheduler": "yaml.S"}, "`multi_turn_scheduler: yaml.S`"),
-    "a score": ({"state_score": "yaml.S"}, "`state_score: yaml.S`"),
-    "an agent's command": ({"agent": {"command": "sh -c x"}}, "`agent: sh -c x`"),
-    "an agent's command as JSON": ({"agent": '{"command": "sh -c x"}'}, "`agent: sh -c x`"),
-    "an agent's function": ({"agent": "yaml.solve"}, "`agent: yaml.solve`"),
-    "a file of tools": (
-        {"tools_config_file": "../stranger/tools.yaml"},
-        "`tools_config_file: ../stranger/tools.yaml`",
-    ),
-    "a file of interactions": ({"interaction_config_file": "/etc/x"}, "`interaction_config_file: /etc/x`"),
-    "the model's code": ({"trust_remote_code": True}, "`trust_remote_code`"),
-    "a kernel of the Hub": ({"attn_implementation": "a/b"}, "`attn_implementation: a/b`"),
-    "a variable": ({"env": {"LD_PRELOAD": "evil.so"}}, "`env: LD_PRELOAD`"),
-    "a name with NUL": ({"external_plugins": ["a\0.py"]}, "`external_plugins: a"),
-}
+def asks(path: str, said: str = "") -> None:
+    with pytest.raises(ConfigError, match=f"{re.escape(said)}.* add `--trust`"):
+        read_request([path], "rollout")
 
 
-@pytest.mark.parametrize("name", FOREIGN)
-def test_a_strangers_configuration_needs_trust_confirmation(stranger, name):
-    options, words = FOREIGN[name]
-    with pytest.raises(ConfigError) as refused:
-        read_request([config(stranger, **options)], "rollout")
-    assert words in str(refused.value) and "add `--trust`" in str(refused.value)
+def takes(path: str, *arguments: str) -> None:
+    assert read_request([path, *arguments], "rollout").recipe
+
+
+USER = {"base_url": "http://x", "model": "m", "system_prompt": "s", "api_key_env": "AWS_KEY"}
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("external_plugins", ["../stranger/evil.py"], "external_plugins: ../stranger/evil.py"),
+        ("external_plugins", ["a\0.py"], "external_plugins: a"),
+        ("tools", ["search", "../stranger/evil.py:run"], "tools: ../stranger/evil.py:run"),
+        ("tools", "subprocess.run", "tools: subprocess.run"),
+        ("outcome_reward_funcs", ["os.system"], "outcome_reward_funcs: os.system"),
+        ("turn_reward_funcs", [{"name": "yaml:load"}], "turn_reward_funcs: yaml:load"),
+        ("env", "yaml.Env", "env: yaml.Env"),
+        ("env", "verifiers:game", "env: verifiers:game"),
+        ("env", {"LD_PRELOAD": "evil.so"}, "env: LD_PRELOAD"),
+        ("environment_factory", {"a": "yaml.make"}, "environment_factory: yaml.make"),
+        ("environment_factory", {"name": "mine.make", "a": "yaml.make"}, "environment_factory: yaml.make"),
+        ("environment_factory", "{a: yaml.make}", "environment_factory: yaml.make"),
+        ("environments", {"a": {"agent": {"command": "sh x"}}}, "agent: sh x"),
+        ("environments", "a: {env: yaml.Env}", "env: yaml.Env"),
+        ("environments", '{"a": {"env": "yaml.Env"}}', "env: yaml.Env"),
+        ("simulated_user", yaml.safe_dump(USER), "simulated_user: api_key_env: AWS_KEY"),
+        ("simulated_user", str(USER).replace("'", '"'), "simulated_user: api_key_env: AWS_KEY"),
+        ("multi_turn_scheduler", "yaml.S", "multi_turn_scheduler: yaml.S"),
+        ("state_score", "yaml.S", "state_score: yaml.S"),
+        ("agent", {"command": "sh -c x"}, "agent: sh -c x"),
+        ("agent", '{"command": "sh -c x"}', "agent: sh -c x"),
+        ("agent", "yaml.solve", "agent: yaml.solve"),
+        ("tools_config_file", "../stranger/tools.yaml", "tools_config_file: ../stranger/tools.yaml"),
+        ("interaction_config_file", "/etc/x", "interaction_config_file: /etc/x"),
+        ("trust_remote_code", True, "trust_remote_code"),
+        ("attn_implementation", "a/b", "attn_implementation: a/b"),
+    ],
+)
+def test_a_strangers_configuration_needs_trust_confirmation(stranger, option, value, said):
+    asks(config(stranger, **{option: value}), f"`{said}")
 
 
 def test_a_configuration_that_names_own_code_is_not_asked_about(stranger):
@@ -98,7 +95,7 @@ def test_a_configuration_that_names_own_code_is_not_asked_about(stranger):
         "trust_remote_code": False,
         "attn_implementation": "sdpa",
     }
-    assert read_request([config(stranger, **own)], "rollout").recipe["tools"]
+    takes(config(stranger, **own))
 
 
 @pytest.mark.parametrize("records", [True, False])
@@ -110,62 +107,53 @@ def test_code_beside_a_strangers_run_needs_trust_confirmation(stranger, monkeypa
     if records:
         (folder / "metrics.jsonl").touch()
     (stranger.parent / "mine.py").touch()
-    path = config(folder, external_plugins=["stranger/evil.py"])
-    with pytest.raises(ConfigError, match="`external_plugins: stranger/evil.py`"):
-        read_request([path], "rollout")
-    assert read_request([config(folder, external_plugins=["mine.py"])], "rollout").recipe["external_plugins"]
+    asks(config(folder, external_plugins=["stranger/evil.py"]), "`external_plugins: stranger/evil.py`")
+    takes(config(folder, external_plugins=["mine.py"]))
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("name", "value"),
     [
-        {"vllm_server_host": "evil.example"},
-        {"vllm_server_host": "127.0.0.1.evil.example"},
-        {"vllm_server_base_url": ["http://127.0.0.1:8000", "http://evil.example:8000"]},
-        {"vllm_server_base_url": "http://127.0.0.1:8000,http://evil[1-2]:8000"},
-        {"vllm_server_base_url": "http://127.0.0.1@evil.example:8000"},
+        ("vllm_server_host", "evil.example"),
+        ("vllm_server_host", "127.0.0.1.evil.example"),
+        ("vllm_server_base_url", ["http://127.0.0.1:8000", "http://evil.example:8000"]),
+        ("vllm_server_base_url", "http://127.0.0.1:8000,http://evil[1-2]:8000"),
+        ("vllm_server_base_url", "http://127.0.0.1@evil.example:8000"),
     ],
 )
-def test_a_strangers_configuration_gets_no_key(stranger, monkeypatch, options):
-    path, (name, value) = config(stranger, **options), *options.items()
-    assert read_request([path], "rollout").recipe  # without a key nothing is sent
+def test_a_strangers_configuration_gets_no_key(stranger, monkeypatch, name, value):
+    path = config(stranger, **{name: value})
+    takes(path)  # without a key nothing is sent
     monkeypatch.setenv("VLLM_API_KEY", "secret")
-    with pytest.raises(ConfigError, match="which gets VLLM_API_KEY.* add `--trust`"):
-        read_request([path], "rollout")
-    given = value if isinstance(value, str) else ",".join(value)
-    for arguments in (["--trust"], [f"--{name}", given]):
-        assert read_request([path, *arguments], "rollout").values
-    for own in ({"vllm_server_host": "localhost"}, {"vllm_server_base_url": ["http://127.0.0.1:8000"]}):
-        assert read_request([config(stranger, **own)], "rollout").recipe
+    asks(path, "which gets VLLM_API_KEY")
+    takes(path, "--trust")
+    takes(path, f"--{name}", value if isinstance(value, str) else ",".join(value))
+    takes(config(stranger, vllm_server_host="localhost"))
+    takes(config(stranger, vllm_server_base_url=["http://127.0.0.1:8000"]))
 
 
 def test_trust_is_said_on_the_command_line(stranger):
-    path = config(stranger, external_plugins=["../stranger/evil.py"])
-    for arguments in ([path, "--trust"], [path, "--external_plugins", "mine.py"]):
-        assert read_request(arguments, "rollout").recipe["external_plugins"]
+    path = config(stranger, **EVIL)
+    takes(path, "--external_plugins", "mine.py")
     assert read_request([path, "--trust"], "train").own["trust"] is True
 
 
 def test_a_recipe_that_is_no_runs_is_not_asked_about(stranger):
     (stranger / "metrics.jsonl").unlink()
-    path = Path(config(stranger, external_plugins=["../stranger/evil.py"]))
-    with pytest.raises(ConfigError, match="add `--trust`"):  # a run's by its name
-        read_request([str(path)], "rollout")
-    assert read_request([str(path.rename(stranger / "recipe.yaml"))], "rollout").recipe["external_plugins"]
+    path = config(stranger, **EVIL)
+    asks(path)  # a run's by its name
+    takes(str(Path(path).rename(stranger / "recipe.yaml")))
 
 
 def test_code_in_the_runs_folder_is_the_runs_wherever_one_is(stranger, monkeypatch):
     monkeypatch.chdir(stranger)
-    path = config(stranger, external_plugins=["evil.py"])
-    with pytest.raises(ConfigError, match="`external_plugins: evil.py`"):
-        read_request([path], "rollout")
+    asks(config(stranger, external_plugins=["evil.py"]), "`external_plugins: evil.py`")
 
 
 @pytest.mark.parametrize("command", ["train", "rollout", "doctor", "serve"])
-def test_nothing_runs_before_the_question(stranger, tmp_path, capsys, command):
+def test_nothing_runs_before_the_question(stranger, tmp_path, refused, command):
     path = config(stranger, external_plugins=[str(stranger / "evil.py")])
-    assert main([command, path]) == 1
-    assert "add `--trust`" in capsys.readouterr().err and not (tmp_path / "executed").exists()
+    assert "add `--trust`" in refused(command, path) and not (tmp_path / "executed").exists()
 
 
 class Executing:

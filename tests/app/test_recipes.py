@@ -1,39 +1,53 @@
-"""Every recipe in the repository is loaded and everything it names is found."""
+"""Recipes, those of the repository and others: all that they name is found, and their schema is shipped."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
+import re
 from pathlib import Path
 
 import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
+from jsonschema import Draft7Validator
 from support.recipes import RECIPES, ROOT, parse_recipe, processes_of
 from support.registered import keep, keep_estimators
 
-from mt_grpo.rewards import REWARDS, load_rewards
+from mt_grpo.app import request
+from mt_grpo.app.recipe import build_schema
+from mt_grpo.app.request import read_file, read_request
+from mt_grpo.app.schema import SHIPPED, load_schema
+from mt_grpo.rewards import REWARDS, OutcomeReward, load_rewards
 from mt_grpo.tools.loading import TOOLS
 from mt_grpo.training import ConfigError, MTGRPOConfig
 from mt_grpo.training.environment import build_env
 from mt_grpo.training.preflight import check_batch_sizes
 
+PAPER = ROOT / "Qwen" / "triviaqa_7b.yaml"
+
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_recipe_is_valid_for_its_number_of_processes(path, monkeypatch):
+def test_a_recipe_is_valid_and_follows_the_schema_it_names(path, monkeypatch, tmp_path):
     monkeypatch.setattr(MTGRPOConfig, "world_size", processes_of(path))
     recipe = parse_recipe(["--config", str(path)])
     check_batch_sizes(recipe.training)
-    env = build_env(recipe.training)
-    assert env.tools
+    assert build_env(recipe.training).tools
     assert load_rewards(recipe.training.outcome_reward_funcs, "outcome")
     assert load_rewards(recipe.training.turn_reward_funcs, "turn")
     assert recipe.training.output_dir == f"runs/{path.stem}"
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(recipe.resolved()))
+    read_request([str(tmp_path / "config.yaml")], "train")  # the resolved options of a run are a recipe
+    named = re.fullmatch(r"# yaml-language-server: \$schema=(\S+)", path.read_text().splitlines()[0])[1]
+    assert (path.parent / named).resolve() == SHIPPED.resolve()
+    schema = Draft7Validator(json.loads(SHIPPED.read_text(encoding="utf-8")))
+    assert not list(schema.iter_errors(read_file(str(path))[0]))
 
 
 def test_the_setting_is_that_of_the_papers_public_code():
-    path = ROOT / "Qwen" / "triviaqa_7b.yaml"
-    assert yaml.safe_load(path.read_text())["model_name_or_path"] == "Qwen/Qwen2.5-7B"
-    args = parse_recipe(["--config", str(path)]).training
+    assert yaml.safe_load(PAPER.read_text())["model_name_or_path"] == "Qwen/Qwen2.5-7B"
+    args = parse_recipe(["--config", str(PAPER)]).training
     assert (args.learning_rate, args.num_generations, args.num_iterations, args.max_steps) == (1e-6, 21, 2, 300)
     assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (12, 4)
     assert (args.beta, args.max_grad_norm, args.warmup_steps) == (0.0, 0.1, 20)
@@ -45,8 +59,7 @@ def test_the_setting_is_that_of_the_papers_public_code():
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("Qwen/triviaqa_*.yaml")), ids=lambda path: path.stem)
 def test_other_sizes_keep_batch_and_settings_of_the_paper(path):
-    whole = yaml.safe_load((ROOT / "Qwen" / "triviaqa_7b.yaml").read_text())
-    other = yaml.safe_load(path.read_text())
+    whole, other = yaml.safe_load(PAPER.read_text()), yaml.safe_load(path.read_text())
     assert other["per_device_train_batch_size"] * other["gradient_accumulation_steps"] * processes_of(path) == 336
     may_differ = {"model_name_or_path", "output_dir", "per_device_train_batch_size", "per_device_eval_batch_size"}
     may_differ |= {"gradient_accumulation_steps"}
@@ -60,39 +73,35 @@ def test_other_sizes_keep_batch_and_settings_of_the_paper(path):
 @pytest.mark.parametrize("path", sorted(ROOT.glob("accelerate/*.yaml")), ids=lambda path: path.stem)
 def test_accelerate_config_loads_with_seven_processes(path):
     config = load_config_from_file(str(path))
-    assert config.num_processes == 7
-    assert config.mixed_precision == "bf16"
+    assert (config.num_processes, config.mixed_precision) == (7, "bf16")
 
 
-def write(tmp_path: Path, **keys: object) -> list[str]:
+# Values
+
+
+def write(tmp_path: Path, text: str = "", **keys: object) -> list[str]:
     path = tmp_path / "recipe.yaml"
     options = {"model_name_or_path": "m", "dataset_name": "d", "use_cpu": True, "bf16": False, **keys}
-    path.write_text(yaml.safe_dump(options))
+    path.write_text(yaml.safe_dump(options) + text)
     return ["--config", str(path)]
 
 
-def test_the_command_line_wins_over_the_recipe(tmp_path):
-    recipe = parse_recipe([*write(tmp_path, learning_rate=1e-3), "--learning_rate", "2e-3"])
-    assert recipe.training.learning_rate == 2e-3
-
-
-def test_scientific_notation_is_a_number_at_every_depth(tmp_path):
-    path = tmp_path / "recipe.yaml"
-    path.write_text(
-        "{model_name_or_path: m, dataset_name: d, use_cpu: true, bf16: false, learning_rate: 1e-3, "
-        "lr_scheduler_kwargs: {min_lr: 1e-4}}"
+def test_every_form_of_an_option_reaches_the_parser(tmp_path):
+    recipe = write(
+        tmp_path, "lr_scheduler_kwargs: {min_lr: 1e-4}\nwarmup_steps: 1e-1\n", max_steps="7", learning_rate=1
     )
-    training = parse_recipe(["--config", str(path)]).training
-    assert training.learning_rate == 1e-3
-    assert training.lr_scheduler_kwargs == {"min_lr": 1e-4}
+    forms = ["--learning-rate=2e-3", "--use_cpu", "--no-gradient-checkpointing", "--max_grad-norm", "0.5"]
+    args = parse_recipe([*forms, "--tools", "calculator", "wikipedia_search", *recipe]).training
+    assert (args.learning_rate, args.use_cpu, args.gradient_checkpointing) == (2e-3, True, False)
+    assert (args.max_grad_norm, args.tools, args.max_steps) == (0.5, ["calculator", "wikipedia_search"], 7)
+    assert (args.lr_scheduler_kwargs, args.warmup_steps) == ({"min_lr": 1e-4}, 0.1)  # which YAML reads as text
 
 
 def test_env_is_a_class_as_text_and_variables_as_a_mapping(tmp_path, monkeypatch):
     monkeypatch.delenv("MT_GRPO_TEST_VARIABLE", raising=False)
-    recipe = parse_recipe(write(tmp_path, env="mt_grpo.envs.MultiTurnToolEnv"))
-    assert recipe.training.env == "mt_grpo.envs.MultiTurnToolEnv"
-    recipe = parse_recipe(write(tmp_path, env={"MT_GRPO_TEST_VARIABLE": 3}))
-    assert recipe.training.env is None
+    env = "mt_grpo.envs.MultiTurnToolEnv"
+    assert parse_recipe(write(tmp_path, env=env)).training.env == env
+    assert parse_recipe(write(tmp_path, env={"MT_GRPO_TEST_VARIABLE": 3})).training.env is None
     assert os.environ.pop("MT_GRPO_TEST_VARIABLE") == "3"
 
 
@@ -100,32 +109,34 @@ def test_one_name_stands_for_a_list_of_one(tmp_path):
     assert parse_recipe(write(tmp_path, tools="calculator")).training.tools == ["calculator"]
 
 
-RULE = """
-from mt_grpo.credit import advantage_estimator
-from mt_grpo.rewards import OutcomeReward, reward
-from mt_grpo.tools import tool
-
-
-@advantage_estimator("NAME")
 def rule(batch, *, turn_coef: float = 1.0, gamma: float = 0.9):
     return batch.turn_mask * gamma
 
 
-@reward("NAME_reward")
 class Rewarded(OutcomeReward):
     def score(self, trajectory, **row):
         return 1.0
 
 
-@tool("NAME_tool")
 def look_up(word: str) -> str:
-    \"\"\"
+    """
     Looks a word up.
 
     Args:
         word: The word.
-    \"\"\"
+    """
     return word
+
+
+REGISTERS = """
+from mt_grpo.credit import advantage_estimator
+from mt_grpo.rewards import reward
+from mt_grpo.tools import tool
+from test_recipes import Rewarded, look_up, rule
+
+advantage_estimator("from_plugin")(rule)
+reward("from_plugin_reward")(Rewarded)
+tool("from_plugin_tool")(look_up)
 """
 
 
@@ -136,7 +147,7 @@ def plugin(tmp_path, monkeypatch):
     keep(monkeypatch, REWARDS)
     keep(monkeypatch, TOOLS)
     path = tmp_path / "plugin.py"
-    path.write_text(RULE.replace("NAME", "from_plugin"))
+    path.write_text(REGISTERS)
     return str(path)
 
 
@@ -170,23 +181,66 @@ def test_a_rule_is_json_on_the_command_line_and_reads_back(tmp_path, plugin):
     assert again.training.generation_batch_size == recipe.training.generation_batch_size
 
 
-def test_a_coefficient_that_is_said_twice_is_refused(tmp_path):
+def test_a_coefficient_in_the_rule_is_the_only_one(tmp_path):
     rule = {"name": "mt_grpo", "turn_coef": 0.5}
     assert parse_recipe(write(tmp_path, advantage_estimator=rule)).training.turn_advantage_coef is None
-    with pytest.raises(ConfigError, match="contradict each other: leave one out"):
-        parse_recipe(write(tmp_path, advantage_estimator=rule, turn_advantage_coef=1.0))
 
 
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"advantage_estimator": {"name": "mtgrpo"}}, "the nearest is 'mt_grpo'"),
         ({"advantage_estimator": {"gamma": 0.9}}, "a mapping of its `name`"),
         ({"advantage_estimator": {"name": "mt_grpo", "turn_coef": "high"}}, "its type is float"),
-        ({"weight_sync": "safetensor"}, "the nearest is 'safetensors': choose one of auto, delta, http"),
+        (
+            {"advantage_estimator": {"name": "mt_grpo", "turn_coef": 0.5}, "turn_advantage_coef": 1.0},
+            "contradict each other: leave one out",
+        ),
         ({"tree_attention": "dens"}, "the nearest is 'dense': choose one of auto, dense, flex, segment"),
     ],
 )
-def test_a_name_that_is_not_registered_is_refused(tmp_path, keys, message):
+def test_values_that_cannot_be_are_refused(tmp_path, keys, message):
     with pytest.raises(ConfigError, match=message):
         parse_recipe(write(tmp_path, **keys))
+
+
+# The schema
+
+
+def test_the_shipped_schema_is_that_of_the_dataclasses(prints):
+    schema = json.loads(prints("schema"))
+    Draft7Validator.check_schema(schema)
+    assert all(Draft7Validator(option).is_valid(option["default"]) for option in schema["properties"].values())
+    if not load_schema().exact:
+        pytest.skip("it is that of another TRL or transformers")
+    stale = "make it again: python scripts/write_options.py"
+    assert json.loads(SHIPPED.read_text(encoding="utf-8")) == build_schema(), stale
+
+
+@pytest.fixture
+def of_another_trl(monkeypatch):
+    """The shipped schema beside libraries that it was not made from."""
+    other = dataclasses.replace(load_schema(), exact=False)
+    monkeypatch.setattr(request, "load_schema", lambda: other)
+
+
+def test_what_another_trl_may_know_is_left_to_its_parser(of_another_trl, tmp_path):
+    recipe = write(tmp_path, of_another_trl=1, max_steps="half")
+    found = read_request([*recipe, "--also_of_it", "2", "3", "--eval_strategy", "often"])
+    assert found.recipe["of_another_trl"] == 1
+    assert found.arguments == ["--also_of_it", "2", "3", "--eval_strategy=often"]
+    with pytest.raises(ConfigError, match="'of_another_trl' in .* is unknown"):
+        parse_recipe(recipe)
+    with pytest.raises(ConfigError, match="'--also_of_it' is unknown"):
+        parse_recipe([*write(tmp_path), "--also_of_it", "2"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--max_env_steps", "some"], "`--max_env_steps` is 'some': it takes a whole number"),
+        (["--history", "keeps"], "`history` is 'keeps'; the nearest is 'keep'"),
+    ],
+)
+def test_our_own_options_are_checked_with_any_trl(of_another_trl, arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        read_request(["--model_name_or_path", "m", "--dataset_name", "d", *arguments])

@@ -1,58 +1,56 @@
-"""What a run says at its end, or when it is interrupted: its commands can be copied, and are run here. Its curve."""
+"""What a run shows while it works, and says at its end: its commands can be copied, and are run here."""
 
 from __future__ import annotations
 
+import asyncio
+import io
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 import warnings
 
 import pytest
-from support.forked import Forked
+from rich.console import Console
+from support.app_fixtures import SAVE
+from support.conversations import Talk, user
 from support.models import CPU_RUN
-from support.own_process import TERMINAL
-from support.waiting import until
+from support.waiting import until_true
 
-from mt_grpo.app.train import next_steps, plot
-from mt_grpo.cli import main
-from mt_grpo.runlog import read_trajectories
+from mt_grpo.app.rollout import findings, show_audit
+from mt_grpo.app.train import next_steps, plot, run_training
+from mt_grpo.credit import RewardAudit
+from mt_grpo.rollout import RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
 from mt_grpo.training import MTGRPOConfig
-
-SAVE = {"save_strategy": "steps", "save_steps": 1, "do_eval": False}
-
-
-def commands(printed: str, program: str) -> list[list[str]]:
-    """The commands of a program among what was printed, as words; those of `mt-grpo` without its name."""
-    pattern = r"(?:mt-grpo|\S*python\S* -m mt_grpo) (.*)" if program == "mt-grpo" else rf"(\S*{program}\S* -c .*)"
-    return [shlex.split(found) for found in re.findall(pattern, printed)]
+from mt_grpo.training.rollout_batch import RolloutBatch
+from mt_grpo.training.step_log import Activity
 
 
-def test_a_finished_run_says_how_to_go_on(recipe, tmp_path, capsys):
-    assert main(["train", *recipe(**SAVE, overwrite_output_dir=True)]) == 0
-    printed = capsys.readouterr().out
+def commands(printed: str) -> list[list[str]]:
+    """The commands below "What to do next:", as words without the program."""
+    pattern = r"(?:mt-grpo|\S*python\S* -m mt_grpo) (.*)|\S*python\S* (-c .*)"
+    return [shlex.split(ours or other) for ours, other in re.findall(pattern, printed.split("What to do next:")[1])]
+
+
+def test_a_finished_run_says_how_to_go_on(recipe, prints, tmp_path):
+    printed = prints("train", *recipe(**SAVE, overwrite_output_dir=True))
     assert f"{tmp_path}/run/rollouts  (every conversation)" in printed
-    view, rollout, resume = commands(printed.split("What to do next:")[1], "mt-grpo")
+    view, rollout, resume = commands(printed)
     assert view == ["view", f"{tmp_path}/run"]
     assert rollout == f"rollout --config {tmp_path}/run/config.yaml --model_name_or_path {tmp_path}/run".split()
-    assert main([*rollout, "--num_prompts", "1"]) == 0
-    assert "conversation 1" in capsys.readouterr().out
-    assert resume[-2:] == ["--max_steps", "4"] and main(resume) == 0
-    assert "step 4/4" in capsys.readouterr().out
+    assert "conversation 1" in prints(*rollout, "--num_prompts", "1")
+    assert resume[-2:] == ["--max_steps", "4"] and "step 4/4" in prints(*resume)
     assert (tmp_path / "run" / "checkpoint-1").exists()  # it was resumed, not begun anew
 
 
 @pytest.mark.slow
-def test_an_adapter_is_put_into_its_model_first(recipe, tmp_path, capsys):
+def test_an_adapter_is_put_into_its_model_first(recipe, prints, tmp_path):
     adapter = {"use_peft": True, "lora_r": 4, "lora_target_modules": ["q_proj", "v_proj"], "do_eval": False}
-    assert main(["train", *recipe(**adapter)]) == 0
-    printed = capsys.readouterr().out.split("What to do next:")[1]
-    (merge,), (_, rollout) = commands(printed, "python"), commands(printed, "mt-grpo")
-    subprocess.run([sys.executable, *merge[1:]], check=True)
+    merge, _, rollout = commands(prints("train", *recipe(**adapter)))
+    subprocess.run([sys.executable, *merge], check=True)
     assert (tmp_path / "run" / "merged" / "model.safetensors").exists()
-    assert main([*rollout, "--num_prompts", "1"]) == 0
+    prints(*rollout, "--num_prompts", "1")
 
 
 def test_a_run_with_a_server_serves_the_trained_model(tmp_path):
@@ -69,166 +67,135 @@ def test_what_cannot_be_resumed_is_not_said_to_be(tmp_path):
     assert view.endswith(f" view {tmp_path}") and what == "see what the trained agent does"
 
 
-# Ctrl-C and SIGTERM
-
-
-IN_THE_OPTIMISER = """
-import signal
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-
-steps = []
-
-
-def interrupt(*args):
-    steps.append(1)
-    if len(steps) == 3:
-        handle.remove()
-        signal.raise_signal(signal.SIGNAL)
-
-
-handle = register_optimizer_step_pre_hook(interrupt)
-"""
-
-
-@pytest.mark.own_process
-@pytest.mark.parametrize(
-    ("name", "status", "words"), [("SIGINT", 130, "interrupted by Ctrl-C"), ("SIGTERM", 143, "ended by SIGTERM")]
-)
-def test_a_signal_in_a_step_says_what_is_kept(recipe, tmp_path, capsys, name, status, words):
-    plugin = tmp_path / "plugin.py"
-    plugin.write_text(IN_THE_OPTIMISER.replace("signal.SIGNAL", f"signal.{name}"))
-    assert main(["train", *recipe(**SAVE, max_steps=4, external_plugins=[str(plugin)])]) == status
-    errors = capsys.readouterr().err
-    (said,) = [line for line in errors.splitlines() if line.startswith("mt-grpo: ")]
-    folder = tmp_path / "run"
-    assert said.startswith(
-        f"mt-grpo: {words}. 2 steps were taken, and what was learnt up to step 2 is in {folder}/checkpoint-2. "
-        f"Metrics and conversations so far are in {folder}. Go on with: "
-    )
-    assert "Traceback" not in errors
-    assert len(list(read_trajectories(folder))) == 3 * 4  # those of the third step too
-    plugin.write_text("")
-    (resume,) = commands(said, "mt-grpo")
-    assert main(resume) == 0
-    assert [line.split()[1] for line in capsys.readouterr().out.splitlines() if line.startswith("step ")] == [
-        "3/4",
-        "4/4",
-    ]
-
-
-RAISES = """
-import signal
-from pathlib import Path
-from mt_grpo.envs import MultiTurnToolEnv
-
-pressed = []
-
-
-def press(when):
-    if not pressed and when:
-        pressed.append(True)  # a second signal ends the process at once
-        signal.raise_signal(signal.SIGINT)
-
-
-class Sampling(MultiTurnToolEnv):
-    async def step(self, turn):
-        press(self.session.startswith("train-000000"))
-        return await super().step(turn)
-
-
-class LastMeasure(MultiTurnToolEnv):
-    def start(self, prompt):
-        press((Path(__file__).parent / "run" / "model.safetensors").exists())
-        return super().start(prompt)
-"""
-
-
-@pytest.mark.own_process
-@pytest.mark.parametrize(
-    ("env", "keys", "said"),
-    [
-        (
-            "Sampling",
-            {"do_eval": False, "max_turn_length": None, "max_completion_length": 2000},
-            "mt-grpo: interrupted by Ctrl-C. No step was taken.\n",
-        ),
-        (
-            "LastMeasure",
-            {"max_steps": 1},
-            "Training had ended: the model, its metrics and its conversations are in HERE/run.",
-        ),
-    ],
-)
-def test_ctrl_c_says_whether_anything_is_kept(recipe, tmp_path, capsys, monkeypatch, env, keys, said):
-    if env == "Sampling":  # a model that knows nothing would sample for long
-        monkeypatch.setattr("mt_grpo.envs.protocols.TagProtocol.stop", tuple("aeiou "))
-    (tmp_path / "raises.py").write_text(RAISES)
-    assert main(["train", *recipe(env=f"{tmp_path / 'raises.py'}:{env}", **keys)]) == 130
-    assert said.replace("HERE", str(tmp_path)) in capsys.readouterr().err
-
-
-TWICE = """
-import asyncio, os, signal
-from mt_grpo.envs import MultiTurnToolEnv
-
-
-class Env(MultiTurnToolEnv):
-    async def step(self, turn):
-        os.kill(os.getpid(), signal.SIGINT)
-        while True:
-            try:
-                await asyncio.Event().wait()
-            except asyncio.CancelledError:  # the first one was heard
-                os.kill(os.getpid(), signal.SIGINT)
-"""
-PRESSED = f"""{TERMINAL}
-from mt_grpo.envs.protocols import TagProtocol
-TagProtocol.stop = tuple("aeiou ")
-from mt_grpo.cli import main
-sys.exit(main())
-"""
-
-
-@pytest.mark.slow
-def test_a_second_ctrl_c_waits_for_nothing(recipe, tmp_path):
-    """A conversation that does not let itself be ended is waited for once, for 5 s."""
-    (tmp_path / "twice.py").write_text(TWICE)
-    arguments = recipe(
-        env=f"{tmp_path / 'twice.py'}:Env", max_turn_length=None, do_eval=False, max_concurrent_rollouts=1
-    )
-    (tmp_path / "terminal.py").write_text(PRESSED)
-    run = Forked([str(tmp_path / "terminal.py"), "train", *arguments], tmp_path / "log")
-    assert run.wait() == -signal.SIGINT  # 130 for a shell
-    said = (tmp_path / "log").read_text()
-    assert said.count("mt-grpo: interrupted by Ctrl-C. No step was taken.") == 1
-    assert "did not end within" not in said and "not ended within" not in said
-    assert "Traceback" not in said
-
-
-@pytest.mark.slow
-def test_of_several_processes_one_says_what_is_kept(recipe, tmp_path):
-    """As in a terminal, the launcher and all of its processes get Ctrl-C, and the launcher passes it on as well."""
-    (tmp_path / "terminal.py").write_text(PRESSED)
-    launch = ["-m", "support.launcher", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    arguments = recipe(**SAVE, max_steps=5000, per_device_train_batch_size=2)
-    command, log = [*launch, str(tmp_path / "terminal.py"), "train", *arguments], tmp_path / "log"
-    run = Forked(command, log, {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"})
-    until(lambda: re.search("^step +2/", log.read_text(), re.M), lambda: run.poll() is None, seen=log.read_text)
-    os.killpg(run.pid, signal.SIGINT)
-    run.wait(120)
-    said = re.findall(r"mt-grpo: (.*)", log.read_text())
-    assert len(said) == 1
-    assert re.match(r"interrupted by Ctrl-C\. \d+ steps were taken, and what was learnt up to step \d", said[0])
-    assert re.search(r"the command that began this run, with --resume_from_checkpoint \S+/checkpoint-\d+$", said[0])
-
-
 def test_a_curve_without_a_number_is_drawn_without_a_warning(tmp_path):
-    history = [
-        {"step": 1, "reward": None, "rewards/a/mean": None},
-        {"step": 2, "reward": None, "rewards/a/mean": None},
-    ]
+    history = [{"step": step, "reward": None, "rewards/a/mean": None} for step in (1, 2)]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         plot(history, tmp_path / "curve.png", "t")
         plot([], tmp_path / "empty.png", "t")
     assert (tmp_path / "curve.png").stat().st_size
+
+
+# While it works
+
+
+def test_without_a_terminal_each_step_is_a_line(recipe, prints):
+    lines = prints("train", *recipe(max_steps=3, eval_strategy="steps", eval_steps=2)).splitlines()
+    first, _, last = (line for line in lines if line.startswith("step "))
+    assert re.fullmatch(
+        r"step 1/3  reward \d\.\d{3}  loss -?\d\.\d{4}  turns \d\.\d\d  \d+\.\d s  0:0\d:\d\d left", first
+    )
+    assert last.startswith("step 3/3  ") and "left" not in last
+    measured = [line for line in lines if line.startswith("evaluation at step ")]
+    assert [line.split()[3] for line in measured] == ["0/3", "2/3", "3/3"]  # the last step once
+    assert re.fullmatch(r"evaluation at step 2/3  reward \d\.\d{3}  turns \d\.\d\d  \d+\.\d s", measured[1])
+
+
+def test_steps_that_are_not_logged_have_a_line(recipe, prints):
+    printed = prints("train", *recipe(max_steps=3, do_eval=False, logging_steps=2))
+    steps = [line for line in printed.splitlines() if line.startswith("step ")]
+    assert ["reward" in line for line in steps] == [False, True, False, True]
+    assert re.fullmatch(r"step 1/3  \d+\.\d s  0:0\d:\d\d left", steps[0])
+
+
+@pytest.mark.slow
+def test_a_line_is_there_before_the_next_step_begins(recipe):
+    """Whoever reads a pipe sees each line when it is written."""
+    command = [sys.executable, "-m", "mt_grpo", "train", *recipe(max_steps=2, do_eval=False)]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, bufsize=1) as run:
+        assert next(line for line in run.stdout if line.startswith("step 1/2")) and run.poll() is None
+        run.stdout.read()
+    assert run.returncode == 0
+
+
+def test_a_terminal_shows_what_a_step_waits_for(build):
+    trainer = build()
+    trainer.eval_dataset = None
+    console = Console(file=io.StringIO(), force_terminal=True, width=80)
+    run_training(trainer, {}, console)
+    shown = console.file.getvalue()
+    for words in ("training, 0:0", "reward 2.475", "turns 2.25", "waiting for", "\x1b[?25h"):  # the cursor is back
+        assert words in shown
+    assert "0/?" not in shown
+
+
+def test_an_activity_counts_conversations_turns_and_waits(tokenizer):
+    """One conversation has ended, one waits for its tool, one for the engine."""
+    described, activity, held = [], Activity(), asyncio.Event()
+
+    class Held(Talk):
+        async def step(self, turn):
+            if self.session == "1" and turn.index == 1:
+                await held.wait()
+            return await super().step(turn)
+
+    class Slow(ScriptedEngine):
+        async def generate(self, context, sampling, session):
+            if session == "2":
+                await held.wait()
+            return await super().generate(context, sampling, session)
+
+    batch = RolloutBatch("train", [{}] * 4, [False, False, False, True])
+    runner = RolloutRunner(Held([user("more"), user("more")]), Slow(tokenizer, lambda session, turn: "a<|im_end|>"))
+    requests = [RolloutRequest("q", str(number)) for number in range(3)]
+
+    async def run() -> None:
+        work = asyncio.ensure_future(runner.run(requests, SamplingParams(), batch.trajectories.append))
+        await until_true(lambda: batch.trajectories and len(runner.under_way["1"].turns) >= 2)
+        described.append(activity.describe())
+        held.set()
+        await work
+        described.append(activity.describe())
+
+    with activity.sampling(batch, runner.under_way):
+        asyncio.run(run())
+    assert described == [
+        "1 of 3 conversations, 5 turns; waiting for sampling (1) and tools (1)",
+        "3 of 3 conversations, 9 turns; waiting for sampling (0) and tools (0)",
+    ]
+    assert activity.describe() == "waiting for forward and backward"
+    with activity.of("rewards"):
+        with activity.of("weight sync"):
+            assert activity.describe() == "waiting for weight sync"
+        assert activity.describe() == "waiting for rewards"
+
+
+# The table of an audit, and the sentences below it
+
+GOOD = {**dict.fromkeys(RewardAudit.__dataclass_fields__, 0.5), "causal": True}
+NOTHING = {**dict.fromkeys(RewardAudit.__dataclass_fields__), "causal": None}
+
+
+def record(**keys):
+    numbers = {"groups": 4, "conversations": 32, "failed": 0, "groups_without_signal": 0.25, "sign_agreement": None}
+    return {**numbers, "advice": None, "rewards": {"good": GOOD}, **keys}
+
+
+def test_an_audit_says_what_stands_out():
+    assert findings(record()) == ["1 of 4 groups have no signal: their advantages are 0 at every turn."]
+    rewards = {
+        "silent": {**NOTHING, "applies": 0.0, "equal_groups": 1.0},
+        "equal": {**GOOD, "equal_groups": 1.0},
+        "late": {**GOOD, "causal": False},
+    }
+    advice = "`mt_grpo` leaves 71%"
+    lines = findings(record(failed=3, sign_agreement=0.25, rewards=rewards, advice=advice))[1:]
+    assert [re.split("[,:]", line)[0] for line in lines] == [
+        "3 of 32 conversations failed",
+        "Turn and outcome advantages point the same way at 25% of the turns that have both.",
+        "The reward 'silent' never applied",
+        "The reward 'equal' teaches nothing here",
+        "The reward 'late' depends on later turns",
+        advice,
+    ]
+
+
+def test_the_table_fits_a_narrow_terminal():
+    rewards = {"exist_answer_in_search_results": GOOD, "silent\x1b[31m": NOTHING}
+    console = Console(file=io.StringIO(), width=80, soft_wrap=True)
+    show_audit(record(rewards=rewards), console)
+    printed = console.file.getvalue()
+    assert "\x1b" not in printed and "follows" in printed
+    table = printed.split("- 1 of 4")[0].splitlines()
+    assert max(map(len, table)) <= 80 and "50% 0.500   0.500    50%   +0.50   50%    yes" in printed

@@ -1,63 +1,79 @@
-"""Beginning, resuming and ending a run: what would mix two runs, train nothing or save nonsense is refused."""
+"""
+Beginning, resuming, replaying and ending a run: what would mix two runs, train nothing or save nonsense is refused.
+"""
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
 import shutil
-import signal
 import subprocess
 import sys
 
 import pytest
 import torch
 from datasets import IterableDataset
+from safetensors.torch import load_file
+from support.app_fixtures import SAVE
 from support.trainers import Letters
 
-from mt_grpo.cli import main
 from mt_grpo.errors import ConfigError
 from mt_grpo.rewards import OutcomeReward
+from mt_grpo.training import MTGRPOEnvTrainer
 from mt_grpo.training.config import MTGRPOConfig
-from mt_grpo.training.model import NonFiniteError
 from mt_grpo.training.preflight import LOCK, check_folder, clear_folder, left_by_runs, locked
 
-SAVE = ("--save_strategy", "steps", "--save_steps", "1", "--do_eval", "false")
+OVERWRITE = ("--overwrite_output_dir", "true")
+RESUME = ("--resume_from_checkpoint", "true")
 
 
 def steps(folder):
     return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").open() if '"loss"' in line]
 
 
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def run(recipe, prints, tmp_path):
+    """The folder of a run of two steps, with a checkpoint of each."""
+    prints("train", *recipe(**SAVE, learning_rate=0.01))
+    return tmp_path / "run"
+
+
 # Resuming
 
 
-@pytest.mark.parametrize(
-    ("options", "made", "here"),
-    [
-        ({"steps_per_generation": 4}, "`steps_per_generation: 2`", "`steps_per_generation: 4`"),
-        ({"num_generations": 2}, "`num_generations: 4`", "`num_generations: 2`"),
-        ({"per_device_train_batch_size": 8}, "`per_device_train_batch_size: 4`", "`per_device_train_batch_size: 8`"),
-        ({"gradient_accumulation_steps": 2}, "`gradient_accumulation_steps: 1`", "`gradient_accumulation_steps: 2`"),
-        ({"num_iterations": 2}, "`num_iterations: 1`", "`num_iterations: 2`"),
-        ({"beta": 0.1}, "`beta: 0.0`", "`beta: 0.1`"),
-    ],
-)
-def test_a_checkpoint_of_other_batches_is_refused(build, model, tmp_path, options, made, here):
+def test_a_run_is_resumed_from_its_latest_checkpoint(recipe, prints, run):
+    (run / "checkpoint-9").mkdir()  # of a run that was killed while it wrote it
+    prints("train", *recipe(**SAVE, max_steps=3), *RESUME)
+    assert steps(run) == [1, 2, 3]
+
+
+def test_a_checkpoint_of_other_batches_is_refused(build, model, tmp_path):
     model.save_pretrained(tmp_path / "model")  # a reference model is loaded from there
-    options = {"steps_per_generation": 2, **options}
-    kept = {"model": str(tmp_path / "model"), "max_steps": 1}
-    build(**kept, steps_per_generation=2, save_strategy="steps", save_steps=1).train()
-    with pytest.raises(ConfigError, match=f"was made with {made}, and this run has {here}: resume with") as caught:
-        build(**kept, **options).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-    assert "\n" not in str(caught.value)
+    kept = {"model": str(tmp_path / "model"), "max_steps": 1, "steps_per_generation": 2}
+    build(**kept, save_strategy="steps", save_steps=1).train()
+    for option, made, here in (
+        ("steps_per_generation", 2, 4),
+        ("num_generations", 4, 2),
+        ("per_device_train_batch_size", 4, 8),
+        ("gradient_accumulation_steps", 1, 2),
+        ("num_iterations", 1, 2),
+        ("beta", 0.0, 0.1),
+    ):
+        said = f"was made with `{option}: {made}`, and this run has `{option}: {here}`: resume with[^\n]*$"
+        with pytest.raises(ConfigError, match=said):
+            build(**{**kept, option: here}).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
 
 
-def test_other_batches_are_refused_before_the_model_is_loaded(recipe, tmp_path, capsys):
-    assert main(["train", *recipe(), *SAVE, "--max_steps", "1"]) == 0
-    keys = {"model_name_or_path": str(tmp_path), "num_generations": 4, "resume_from_checkpoint": "true"}
-    assert main(["train", *recipe(**keys), *SAVE]) == 1
-    assert "was made with `num_generations: 2`, and this run has `num_generations: 4`" in capsys.readouterr().err
+def test_other_batches_are_refused_before_the_model_is_loaded(recipe, run, tmp_path, refused):
+    keys = {"model_name_or_path": str(tmp_path), "num_generations": 4}
+    said = "was made with `num_generations: 2`, and this run has `num_generations: 4`"
+    assert said in refused("train", *recipe(**keys, **SAVE), *RESUME)
 
 
 def test_a_checkpoint_without_batch_sizes_resumes_with_a_warning(build, tmp_path, caplog):
@@ -78,69 +94,61 @@ def test_a_finished_run_takes_no_further_step(build, tmp_path, caplog, max_steps
     resumed = build(None, rewards=((), (Letters(),)), max_steps=max_steps)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert resumed.state.global_step == 2 and steps(tmp_path) == [1, 2]
-    for a, b in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
-        assert torch.equal(a, b)  # what is saved or measured after that is the trained model
+    # what is saved or measured after that is the trained model
+    assert all(map(torch.equal, whole.model.parameters(), resumed.model.parameters()))
     assert f"is at step 2 of {max_steps}, and takes no further step" in caplog.text
 
 
 # Another run's folder
 
 
-def test_a_used_folder_is_refused_unless_resumed_or_overwritten(recipe, tmp_path, capsys):
-    folder = tmp_path / "run"
-    assert main(["train", *recipe(), *SAVE]) == 0
-    (folder / "notes.txt").write_text("mine")
-    (folder / "checkpoint-best").mkdir()
-    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
-    capsys.readouterr()
-    assert main(["train", *recipe(), *SAVE]) == 1
-    (line,) = capsys.readouterr().err.strip().splitlines()
-    assert "holds an earlier run" in line and "metrics.jsonl" in line
-    assert "--resume_from_checkpoint true" in line and "--overwrite_output_dir true" in line
-    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
-    assert main(["train", *recipe(), *SAVE, "--overwrite_output_dir", "true", "--max_steps", "1"]) == 0
-    assert steps(folder) == [1] and json.loads((folder / "summary.json").read_text())["steps"] == 1
-    assert sorted(path.name for path in folder.glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-best"]
-    assert (folder / "notes.txt").read_text() == "mine"
-    resume = ("--resume_from_checkpoint", "true", "--overwrite_output_dir", "true")
-    assert main(["train", *recipe(), *SAVE, *resume]) == 0  # of the run that is there, which stays
-    assert steps(folder) == [1, 2]
-    assert main(["train", *recipe(), *SAVE, *resume]) == 0
-    assert steps(folder) == [1, 2]
+def test_a_used_folder_is_refused_unless_resumed_or_overwritten(recipe, prints, refused, run):
+    (run / "notes.txt").write_text("mine")
+    (run / "checkpoint-best").mkdir()
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    line = refused("train", *recipe(**SAVE))
+    for words in ("holds an earlier run", "metrics.jsonl", " ".join(RESUME), " ".join(OVERWRITE)):
+        assert words in line
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
+    prints("train", *recipe(**SAVE), *OVERWRITE, "--max_steps", "1")
+    assert steps(run) == [1] and json.loads((run / "summary.json").read_text())["steps"] == 1
+    assert sorted(path.name for path in run.glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-best"]
+    assert (run / "notes.txt").read_text() == "mine"
+    for _ in range(2):
+        prints("train", *recipe(**SAVE), *RESUME, *OVERWRITE)  # of the run that is there, which stays
+        assert steps(run) == [1, 2]
 
 
-def test_a_checkpoint_elsewhere_does_not_open_a_used_folder(recipe, tmp_path, capsys):
-    assert main(["train", *recipe(), *SAVE, "--max_steps", "1"]) == 0
+def test_a_checkpoint_elsewhere_does_not_open_a_used_folder(recipe, refused, run, tmp_path):
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "metrics.jsonl").write_text("{}\n")
-    keys = {"output_dir": str(tmp_path / "other"), "resume_from_checkpoint": str(tmp_path / "run" / "checkpoint-1")}
-    assert main(["train", *recipe(**keys), *SAVE]) == 1
-    line = capsys.readouterr().err.strip().splitlines()[-1]
-    assert "holds an earlier run (metrics.jsonl): remove it and begin anew" in line
+    keys = {"output_dir": str(tmp_path / "other"), "resume_from_checkpoint": str(run / "checkpoint-1")}
+    said = "holds an earlier run (metrics.jsonl): remove it and begin anew"
+    assert said in refused("train", *recipe(**keys, **SAVE))
 
 
-def test_the_model_that_a_run_begins_with_is_not_overwritten(recipe, model_folder, tmp_path, capsys):
+def test_the_model_that_a_run_begins_with_is_not_overwritten(recipe, model_folder, tmp_path, refused):
     folder = shutil.copytree(model_folder, tmp_path / "run")
-    assert main(["train", *recipe(model_name_or_path=str(folder), overwrite_output_dir=True)]) == 1
-    assert "which `overwrite_output_dir: true` clears" in capsys.readouterr().err
-    assert (folder / "model.safetensors").exists()
+    line = refused("train", *recipe(model_name_or_path=str(folder)), *OVERWRITE)
+    assert "which `overwrite_output_dir: true` clears" in line and (folder / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize(
-    "name", ["metrics.jsonl", "trajectories.jsonl", "rollouts", "summary.json", "model.safetensors", "checkpoint-3"]
+    "name",
+    [
+        "metrics.jsonl",
+        "trajectories.jsonl",
+        "rollouts/train-0-0.rank1.parquet",
+        "summary.json",
+        "model.safetensors",
+        "checkpoint-3/trainer_state.json",
+    ],
 )
 def test_what_counts_as_used(tmp_path, name):
-    if name.startswith("checkpoint"):
-        (tmp_path / name).mkdir()
-        assert not left_by_runs(str(tmp_path))
-        (tmp_path / name / "trainer_state.json").touch()
-    elif name == "rollouts":
-        (tmp_path / name).mkdir()
-        assert not left_by_runs(str(tmp_path))
-        (tmp_path / name / "train-0-0.rank1.parquet").touch()
-    else:
-        (tmp_path / name).touch()
-    assert [path.name for path in left_by_runs(str(tmp_path))] == [name]
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    assert not left_by_runs(str(tmp_path))  # nor an empty folder of records
+    (tmp_path / name).touch()
+    assert [path.name for path in left_by_runs(str(tmp_path))] == [name.partition("/")[0]]
 
 
 def test_from_python_records_are_appended_with_a_warning(build, tmp_path, caplog):
@@ -158,6 +166,39 @@ def test_from_python_records_are_appended_with_a_warning(build, tmp_path, caplog
     assert "holds an earlier run" not in caplog.text and steps(tmp_path) == [1]
 
 
+# `--replay`
+
+
+def test_the_first_step_of_a_replay_is_that_of_its_run(run, prints, tmp_path):
+    """The run's own recipe, of a model that samples: nothing else is said, but where to."""
+    (tmp_path / "train.jsonl").unlink()  # rows come with the conversations
+    again = ["train", "--replay", run, "--output_dir", tmp_path / "again"]
+    prints(*again, "--max_steps", "1", "--lr_scheduler_type", "constant")
+    made, found = (load_file(folder / "model.safetensors") for folder in (run / "checkpoint-1", tmp_path / "again"))
+    assert all(map(torch.equal, made.values(), found.values()))
+
+
+def test_a_replay_does_not_write_over_its_run(run, refused):
+    before = contents(run)
+    for options in ([], OVERWRITE, ["--output_dir", f"{run}/../run"]):
+        line = refused("train", "--replay", run, *options)
+        assert "give another `--output_dir`" in line or "holds an earlier run" in line
+    assert contents(run) == before
+
+
+def test_a_replay_of_no_run_is_refused(tmp_path, refused):
+    assert "There is no folder" in refused("train", "--replay", tmp_path / "nowhere")
+    said = "has no `config.yaml`, which `mt-grpo train` writes"
+    assert said in refused("train", "--replay", tmp_path)
+
+
+def test_a_rollout_by_the_recipe_of_a_replay_samples(run, prints, tmp_path):
+    again = tmp_path / "again"
+    prints("train", "--replay", run, "--output_dir", again)
+    assert "conversation 1" in prints("rollout", again / "config.yaml", "--num_prompts", "1")
+    assert json.loads((again / "summary.json").read_text())["steps"] == 2
+
+
 # Runs that take no step
 
 
@@ -169,33 +210,29 @@ def test_from_python_records_are_appended_with_a_warning(build, tmp_path, caplog
         ({"max_steps": None, "num_train_epochs": 0}, "`num_train_epochs` is 0"),
     ],
 )
-def test_a_run_that_could_take_no_step_is_refused(recipe, tmp_path, capsys, keys, message):
-    assert main(["train", *recipe(**keys, model_name_or_path=str(tmp_path))]) == 1
-    (line,) = capsys.readouterr().err.strip().splitlines()
-    assert line.startswith("mt-grpo: ") and message in line
+def test_a_run_that_could_take_no_step_is_refused(recipe, tmp_path, refused, keys, message):
+    assert message in refused("train", *recipe(**keys, model_name_or_path=str(tmp_path)))
     assert not (tmp_path / "run").exists()
 
 
-def test_rows_dropped_as_too_long_are_named(recipe, tmp_path, capsys):
+def test_rows_dropped_as_too_long_are_named(recipe, tmp_path, refused):
     arguments = recipe(per_device_train_batch_size=10, do_eval=False, dataset_train_split="train[4:]")
     with (tmp_path / "train.jsonl").open("a") as file:
         file.write(json.dumps({"question": "word " * 600, "answer": "x"}) + "\n")
-    assert main(["train", *arguments]) == 1
-    line = capsys.readouterr().err.strip().splitlines()[-1]
-    assert "has 4 rows left (1 were dropped, whose prompts are too long), and one batch takes 5 prompts" in line
+    said = "has 4 rows left (1 were dropped, whose prompts are too long), and one batch takes 5 prompts"
+    assert said in refused("train", *arguments)
 
 
-def test_a_look_at_a_few_rows_needs_no_whole_batch(recipe, capsys):
-    keys = {"per_device_train_batch_size": 12, "temperature": 0.0}
-    assert main(["rollout", *recipe(**keys), "--num_prompts", "1"]) == 0
-    assert "conversation 1" in capsys.readouterr().out
+def test_a_look_at_a_few_rows_needs_no_whole_batch(recipe, prints):
+    arguments = recipe(per_device_train_batch_size=12, temperature=0.0)
+    assert "conversation 1" in prints("rollout", *arguments, "--num_prompts", "1")
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"per_device_train_batch_size": 64}, "has 8 rows, and one batch takes 16 prompts"),
-        ({"max_steps": 0}, "`max_steps` is 0"),
+        ({"max_steps": 0}, "`max_steps` is 0, so nothing is trained"),
         ({"temperature": 0.0}, "`temperature: 0.0` cannot be trained"),
     ],
 )
@@ -224,57 +261,29 @@ def test_a_stream_that_ends_before_the_first_step_saves_nothing(build, questions
 class Spoils(OutcomeReward):
     """Puts NaN into a weight at the second call, as an optimiser step with a NaN gradient does."""
 
-    model = None
-    calls = 0
-
-    def score(self, trajectory, **row):
-        self.calls += 1
-        if self.calls == 5:
-            next(p for p in self.model.parameters() if p.requires_grad).data[0] = math.nan
-        return float(self.calls % 3)
-
-
-@pytest.mark.parametrize("save_strategy", ["no", "steps"])
-def test_spoiled_weights_are_neither_saved_nor_a_success(build, tmp_path, save_strategy):
-    reward = Spoils()
-    trainer = build(rewards=((), (reward,)), save_strategy=save_strategy, save_steps=1)
-    reward.model = trainer.model
-    with pytest.raises(NonFiniteError, match="is not finite since an earlier step|after step 1"):
-        trainer.train()
-    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"] * (save_strategy == "steps")
-
-
-SPOILING = """
-import gc, math
-from pathlib import Path
-from mt_grpo.rewards import OutcomeReward
-from mt_grpo.training import MTGRPOEnvTrainer
-
-
-class Spoils(OutcomeReward):
+    folder = None
     calls = 0
 
     def score(self, trajectory, **row):
         self.calls += 1
         if self.calls == 5:
             trainers = [each for each in gc.get_objects() if isinstance(each, MTGRPOEnvTrainer)]
-            run = str(Path(__file__).parent / "run")  # those of other tests may not be collected yet
-            (trainer,) = [each for each in trainers if each.args.output_dir == run]
-            next(trainer.model.parameters()).data[0] = math.nan
+            # those of other tests may not be collected yet
+            (trainer,) = [each for each in trainers if each.args.output_dir == self.folder]
+            next(p for p in trainer.model.parameters() if p.requires_grad).data[0] = math.nan
         return float(self.calls % 3)
-"""
 
 
-def test_a_spoiled_run_ends_with_one_sentence_and_no_model(recipe, tmp_path, capsys):
-    (tmp_path / "spoil.py").write_text(SPOILING)
-    keys = {"outcome_reward_funcs": [f"{tmp_path / 'spoil.py'}:Spoils"], "do_eval": False}
-    assert main(["train", *recipe(**keys)]) == 1
-    line = capsys.readouterr().err.strip().splitlines()[-1]
+def test_a_spoiled_run_ends_with_one_sentence_and_no_model(recipe, monkeypatch, tmp_path, refused):
+    monkeypatch.setattr(Spoils, "folder", str(tmp_path / "run"))
+    line = refused("train", *recipe(outcome_reward_funcs=["test_run_folder.Spoils"], do_eval=False))
     assert line.startswith("mt-grpo: Weights hold NaN or infinity after step 1")
     assert not list((tmp_path / "run").rglob("*.safetensors"))
     for line in (tmp_path / "run" / "metrics.jsonl").open():
         json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
 
+
+# The lock
 
 HOLDS = """
 import sys
@@ -300,45 +309,33 @@ def holder(args):
         process.kill()
 
 
-def test_a_second_run_is_refused_with_the_process_that_trains(args, holder):
+def test_a_run_is_kept_out_until_the_one_that_trains_is_killed(build, args, holder):
+    trainer, said = build(output_dir=args.output_dir), f"is in use: process {holder.pid} on "
     for overwrites in (False, True):
         args.overwrite_output_dir = overwrites
-        with pytest.raises(ConfigError, match=f"is in use: process {holder.pid} on "), locked(args, "a/model"):
+        with pytest.raises(ConfigError, match=said), locked(args, "a/model"):
             pass
-        with pytest.raises(ConfigError, match=f"is in use: process {holder.pid} on "):
+        with pytest.raises(ConfigError, match=said):
             check_folder(args, "a/model")
-
-
-def test_a_run_that_was_killed_holds_nothing(args, holder):
-    os.kill(holder.pid, signal.SIGKILL)
+    with pytest.raises(ConfigError, match=said):  # one in Python, too
+        trainer.train()
+    assert trainer.state.global_step == 0
+    holder.kill()
     holder.wait()
+    args.overwrite_output_dir = False
     check_folder(args, "a/model")
     with locked(args, "a/model"):
         pass
+    trainer.train()
+    assert LOCK not in os.listdir(args.output_dir)
 
 
-def test_a_run_that_ended_leaves_no_lock(args):
+def test_a_block_within_another_keeps_the_lock_to_its_end(args):
     with locked(args, "a/model"):
         assert os.path.exists(os.path.join(args.output_dir, LOCK))
-    assert not os.listdir(args.output_dir)
-
-
-def test_a_block_within_another_keeps_the_lock(args):
-    with locked(args, "a/model"):
         with locked(args):
             check_folder(args, "a/model")
         command = [sys.executable, "-c", HOLDS, args.output_dir]
         second = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
         assert f"is in use: process {os.getpid()} on " in second.stderr
     assert not os.listdir(args.output_dir)
-
-
-def test_a_trainer_in_python_is_kept_out_too(build, args, holder):
-    trainer = build(output_dir=args.output_dir)
-    with pytest.raises(ConfigError, match=f"is in use: process {holder.pid} on "):
-        trainer.train()
-    assert trainer.state.global_step == 0
-    holder.kill()
-    holder.wait()
-    trainer.train()
-    assert LOCK not in os.listdir(args.output_dir)

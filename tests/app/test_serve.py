@@ -24,9 +24,13 @@ from mt_grpo.vllm_plugin import keys
 QUICKSTART = ["--config", "recipes/quickstart_vllm.yaml"]
 
 
+def options_of(*options):
+    return parse_recipe([*QUICKSTART, *map(str, options)])
+
+
 def command(*options, transport="auto", on_gpu=False):
     """Words, flags with their values, and environment of the server that a recipe asks for."""
-    recipe = parse_recipe([*QUICKSTART, *map(str, options)])
+    recipe = options_of(*options)
     recipe.training.weight_sync = transport
     recipe.training.use_cpu = recipe.training.use_cpu and not on_gpu
     words, environment = serve.server_command(recipe)
@@ -34,7 +38,7 @@ def command(*options, transport="auto", on_gpu=False):
     return words, flags, environment
 
 
-def test_the_command_has_what_the_trainer_relies_on():
+def test_the_command_has_what_the_trainer_relies_on(monkeypatch, tmp_path):
     words, flags, environment = command("--vllm_server_port", 8123, "--vllm_max_model_length", 300)
     assert words[1:3] == ["-m", "vllm.entrypoints.openai.api_server"] and "--enable-prefix-caching" in words
     assert flags["--model"].endswith("embedded/model")
@@ -42,7 +46,10 @@ def test_the_command_has_what_the_trainer_relies_on():
     assert flags.items() >= {**expected, "--logprobs-mode": "processed_logprobs"}.items()
     assert json.loads(flags["--weight-transfer-config"]) == {"backend": "safetensors"}
     assert environment["VLLM_SERVER_DEV_MODE"] == "1"
-    assert flags["--fingerprint-value"] != command()[1]["--fingerprint-value"]  # each has its own
+    monkeypatch.setattr(servers.mt_grpo, "__file__", str(tmp_path / "mt_grpo" / "__init__.py"))
+    words, again, _ = command()
+    assert words[0] == sys.executable  # without an environment of the server
+    assert flags["--fingerprint-value"] != again["--fingerprint-value"]  # each has its own
 
 
 def test_environment_variables_decide_how_a_cpu_is_used(monkeypatch):
@@ -72,11 +79,11 @@ def test_a_transport_changes_flags_and_keeps_the_guard(transport):
 def serves(monkeypatch):
     """Runs `mt-grpo serve`: its status, what it became if one server, and the servers that it started if several."""
 
-    def run(*options, config=QUICKSTART):
+    def run(*options, config=QUICKSTART[1]):
         became, started = [], []
         monkeypatch.setattr(os, "execve", lambda *arguments: became.append(arguments))
         monkeypatch.setattr(serve, "run_replicas", lambda replicas: started.extend(replicas) or 0)
-        return main(["serve", *config, *options]), became, started
+        return main(["serve", "--config", config, *options]), became, started
 
     return run
 
@@ -98,37 +105,42 @@ def test_a_server_that_cannot_hide_its_key_does_not_start(serves, monkeypatch, t
     assert "remove it, or set `VLLM_API_KEY`" in capsys.readouterr().err
 
 
+URLS = "--vllm_server_base_url"
+
+
 @pytest.mark.parametrize(
-    ("config", "options", "said"),
+    ("options", "config", "said"),
     [
-        ("nowhere.yaml", [], "mt-grpo: The recipe 'nowhere.yaml' does not exist.\n"),
-        ("recipes/quickstart.yaml", [], "samples from its own model"),
+        ([], "recipes/quickstart.yaml", "samples from its own model"),
         (
+            [URLS, "http://127.0.0.1:[7001-7002]", "--replicas", "3"],
             QUICKSTART[1],
-            ["--vllm_server_base_url", "http://127.0.0.1:[7001-7002]", "--replicas", "3"],
             "`--replicas 3` starts more servers than `vllm_server_base_url` names, 2",
         ),
-        (QUICKSTART[1], ["--vllm_server_base_url", "http://a:1,http://b:2"], "start each on its own machine"),
+        ([URLS, "http://a:1,http://b:2"], QUICKSTART[1], "start each on its own machine"),
         (
-            QUICKSTART[1],
             ["--model_name_or_path", "./nowhere"],
+            QUICKSTART[1],
             "'./nowhere' cannot be loaded: there is no such folder",
         ),
     ],
 )
-def test_a_recipe_that_cannot_be_served_is_refused(serves, capsys, config, options, said):
-    assert serves(*options, config=["--config", config]) == (1, [], [])
+def test_a_recipe_that_cannot_be_served_is_refused(serves, capsys, options, config, said):
+    assert serves(*options, config=config) == (1, [], [])
     assert said in capsys.readouterr().err
 
 
-def test_the_trainer_finds_the_server_where_the_recipe_puts_it():
-    def urls(*options):
-        return server_urls(parse_recipe([*QUICKSTART, *options]).training)
-
-    assert urls("--vllm_server_host", "10.0.0.2", "--vllm_server_port", "9") == ["http://10.0.0.2:9"]
-    assert urls("--vllm_server_host", "0.0.0.0") == ["http://127.0.0.1:8000"]
-    assert urls("--vllm_server_base_url", "http://a:1/, http://b:2") == ["http://a:1", "http://b:2"]
-    assert command("--vllm_server_base_url", "http://localhost:7001")[1]["--port"] == "7001"
+@pytest.mark.parametrize(
+    ("options", "urls"),
+    [
+        (("--vllm_server_host", "10.0.0.2", "--vllm_server_port", "9"), ["http://10.0.0.2:9"]),
+        (("--vllm_server_host", "0.0.0.0"), ["http://127.0.0.1:8000"]),
+        ((URLS, "http://a:1/, http://b:2"), ["http://a:1", "http://b:2"]),
+    ],
+)
+def test_the_trainer_finds_the_server_where_the_recipe_puts_it(options, urls):
+    assert server_urls(options_of(*options).training) == urls
+    assert command(URLS, "http://localhost:7001")[1]["--port"] == "7001"
 
 
 def test_replicas_have_ports_and_identities_of_their_own(serves, capsys):
@@ -136,8 +148,8 @@ def test_replicas_have_ports_and_identities_of_their_own(serves, capsys):
     assert (status, became) == (0, [])
     assert [replica.url for replica in started] == [f"http://127.0.0.1:{port}" for port in (8100, 8101, 8102)]
     assert len({each.command[each.command.index("--fingerprint-value") + 1] for each in started}) == 3
-    assert "--vllm_server_base_url http://127.0.0.1:[8100-8102]" in capsys.readouterr().out
-    _, _, named = serves("--vllm_server_base_url", "http://127.0.0.1:[7001-7002]", "http://localhost:80")
+    assert f"{URLS} http://127.0.0.1:[8100-8102]" in capsys.readouterr().out
+    _, _, named = serves(URLS, "http://127.0.0.1:[7001-7002]", "http://localhost:80")
     assert [replica.url.rpartition(":")[2] for replica in named] == ["7001", "7002", "80"]
 
 
@@ -158,23 +170,18 @@ def test_the_server_of_a_model_in_a_subfolder_is_given_that(tmp_path, monkeypatc
     Qwen3Config().save_pretrained(tmp_path / "inner")
     options = ["--model_init_kwargs", json.dumps({"subfolder": "inner"}), "--model_name_or_path"]
     assert command(*options, tmp_path)[1]["--model"] == str(tmp_path / "inner")
-    client = server_client(parse_recipe([*QUICKSTART, *options, str(tmp_path)]).training, None, str(tmp_path))
+    client = server_client(options_of(*options, tmp_path).training, None, str(tmp_path))
     assert client.expected_model == str(tmp_path / "inner")
     monkeypatch.setattr("mt_grpo.training.model.check_hub", lambda what: None)
     with pytest.raises(ConfigError, match="no subfolder of a repository of the Hub .*hf download org/name"):
         command(*options, "org/name")
 
 
-def test_without_a_server_environment_this_interpreter_is_used(monkeypatch, tmp_path):
-    monkeypatch.setattr(servers.mt_grpo, "__file__", str(tmp_path / "mt_grpo" / "__init__.py"))
-    assert command()[0][0] == sys.executable
-
-
 def test_a_loss_that_corrects_per_token_is_refused_another_way():
     options = ["--loss_type", "vespo", "--vllm_importance_sampling_mode"]
     with pytest.raises(ConfigError, match="token_truncate, token_mask"):
-        check_importance_sampling(parse_recipe([*QUICKSTART, *options, "sequence_mask"]).training)
-    check_importance_sampling(parse_recipe([*QUICKSTART, *options, "token_mask"]).training)
+        check_importance_sampling(options_of(*options, "sequence_mask").training)
+    check_importance_sampling(options_of(*options, "token_mask").training)
 
 
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2}

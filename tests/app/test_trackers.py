@@ -6,14 +6,20 @@ import os
 import subprocess
 import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
-BESIDE = (
-    "is not installed; to run this test make a virtual environment, put the path of this one's site-packages into a "
-    "`.pth` file of its, `pip install` the tracker there, and run pytest with its python"
-)
+pytestmark = pytest.mark.slow
+
+
+def needs(tracker: str) -> pytest.MarkDecorator:
+    beside = (
+        f"{tracker} is not installed; to run this test make a virtual environment, put the path of this one's "
+        "site-packages into a `.pth` file of its, `pip install` the tracker there, and run pytest with its python"
+    )
+    return pytest.mark.skipif(find_spec(tracker) is None, reason=beside)
+
+
 TRACKIO = """
 import sys
 from trackio.sqlite_storage import SQLiteStorage
@@ -27,41 +33,34 @@ for name in SQLiteStorage.get_runs("ours"):
 """
 
 
-def train(recipe, tracker: str, **environment: str) -> None:
-    command = [sys.executable, "-m", "mt_grpo", "train", *recipe(report_to=tracker, project="ours")]
+def python(*arguments: str, **environment: str) -> list[str]:
+    """Lines that a program prints."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", **environment}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    run = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
+    return run.stdout.splitlines()
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(find_spec("trackio") is None, reason=f"trackio {BESIDE}")
+@needs("trackio")
 def test_trackio_gets_a_table_of_each_log_step(recipe, tmp_path):
-    train(recipe, "trackio", TRACKIO_DIR=str(tmp_path / "trackio"))
-    environment = {**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio")}
-    reading = subprocess.run([sys.executable, "-c", TRACKIO], env=environment, capture_output=True, text=True)
-    lines = reading.stdout.splitlines()
+    place = {"TRACKIO_DIR": str(tmp_path / "trackio")}
+    python("-m", "mt_grpo", "train", *recipe(report_to="trackio", project="ours"), **place)
+    lines = python("-c", TRACKIO, **place)
     tables = [line.split()[:3] for line in lines if "conversations" in line]
-    assert tables == [  # before, two steps, after
-        ["eval/conversations", "0", "4"],
-        ["train/conversations", "1", "4"],
-        ["train/conversations", "2", "4"],
-        ["eval/conversations", "2", "4"],
-    ], reading.stderr
-    for column in (
-        "'conversation': '--- turn 1 ---",
-        "'exact_match_reward_func': 0.0",
-        "'advantages': '",
-        "'stop_reason':",
-    ):
-        assert column in next(line for line in lines if line.startswith("train/conv"))
+    modes = [("eval", "0"), ("train", "1"), ("train", "2"), ("eval", "2")]  # before, two steps, after
+    assert tables == [[f"{mode}/conversations", step, "4"] for mode, step in modes]
+    first = next(line for line in lines if line.startswith("train/conv"))
+    for column in ("'conversation': '--- turn 1 ---", "'exact_match_reward_func': 0.0", "'advantages': '"):
+        assert column in first
+    assert "'stop_reason':" in first
     assert [line for line in lines if line.startswith("eval/reward")] == ["eval/reward 0", "eval/reward 2"]
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(find_spec("wandb") is None, reason=f"wandb {BESIDE}")
+@needs("wandb")
 def test_wandb_gets_a_table_of_each_log_step(recipe, tmp_path):
-    (tmp_path / "wandb").mkdir()
-    train(recipe, "wandb", WANDB_MODE="offline", WANDB_DIR=str(tmp_path / "wandb"))
-    tables = [Path(path).parts[-2:] for path in map(str, (tmp_path / "wandb").rglob("*.table.json"))]
-    assert sorted(folder for folder, _ in tables) == ["eval", "eval", "train", "train"]
+    folder = tmp_path / "wandb"
+    folder.mkdir()
+    arguments = recipe(report_to="wandb", project="ours")
+    python("-m", "mt_grpo", "train", *arguments, WANDB_MODE="offline", WANDB_DIR=str(folder))
+    tables = [path.parent.name for path in folder.rglob("*.table.json")]
+    assert sorted(tables) == ["eval", "eval", "train", "train"]

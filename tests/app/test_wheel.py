@@ -16,7 +16,6 @@ from mt_grpo import __version__
 
 pytestmark = pytest.mark.slow
 REPOSITORY = Path(__file__).parents[2]
-SOURCES = ("mt_grpo", "recipes", "pyproject.toml", "README.md", "LICENSE")
 SMALL = "--max_steps 2 --per_device_train_batch_size 8 --dataset_test_split validation[:4] --max_turn_length 16"
 
 
@@ -30,15 +29,13 @@ def run(*command: object, **options: object) -> str:
 def wheel(tmp_path_factory):
     """Built from a copy, in which nothing of an earlier build is left."""
     folder = tmp_path_factory.mktemp("wheel")
-    source = folder / "source"
-    for name in SOURCES:
-        if (REPOSITORY / name).is_dir():
-            ignored = shutil.ignore_patterns("__pycache__")
-            shutil.copytree(REPOSITORY / name, source / name, symlinks=True, ignore=ignored)
-        else:
-            shutil.copy(REPOSITORY / name, source)
+    for name in ("mt_grpo", "recipes"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(REPOSITORY / name, folder / "source" / name, symlinks=True, ignore=ignored)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(REPOSITORY / name, folder / "source")
     options = ("--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", folder)
-    run(sys.executable, "-m", "pip", "wheel", *options, source)
+    run(sys.executable, "-m", "pip", "wheel", *options, folder / "source")
     (built,) = folder.glob("*.whl")
     return built
 
@@ -56,33 +53,29 @@ def clean(wheel, tmp_path_factory):
     return folder / "bin"
 
 
-@pytest.fixture
-def outside(tmp_path):
-    """How to run something in an empty folder, with nothing else on Python's path."""
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    return {"cwd": tmp_path, "env": environment}
-
-
 def test_the_wheel_has_what_the_package_reads(wheel):
     names = ZipFile(wheel).namelist()
-    data = [name for name in names if not name.endswith(".py") and ".dist-info/" not in name]
-    assert {"mt_grpo/data/embedded/facts.json", "mt_grpo/data/embedded/model/model.safetensors"} <= set(data)
-    recipes = [name.removeprefix("mt_grpo/recipes/") for name in data if name.startswith("mt_grpo/recipes/")]
-    root = REPOSITORY / "recipes"
-    assert sorted(recipes) == sorted(str(path.relative_to(root)) for path in root.rglob("*.*"))
+    data = {name for name in names if not name.endswith(".py") and ".dist-info/" not in name}
+    assert {"mt_grpo/data/embedded/facts.json", "mt_grpo/data/embedded/model/model.safetensors"} <= data
+    recipes = {f"mt_grpo/{path.relative_to(REPOSITORY)}" for path in (REPOSITORY / "recipes").rglob("*.*")}
+    assert {name for name in data if name.startswith("mt_grpo/recipes/")} == recipes
     assert {name.split("/")[0] for name in names} == {"mt_grpo", f"mt_grpo-{__version__}.dist-info"}
-    here = REPOSITORY / "mt_grpo"
-    missing = {str(path.relative_to(REPOSITORY)) for path in here.rglob("*.*") if path.is_file()} - set(names)
-    assert not [name for name in missing if "__pycache__" not in name]
+    here = {str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "mt_grpo").rglob("*.*") if path.is_file()}
+    assert not [name for name in here - set(names) if "__pycache__" not in name]
 
 
-def test_the_quickstart_runs_from_an_empty_folder(clean, outside, tmp_path):
-    file = run(clean / "python", "-c", "import mt_grpo; print(mt_grpo.__file__)", **outside)
-    assert Path(file).is_relative_to(clean.parent)
-    assert run(clean / "mt-grpo", "--version", **outside) == f"mt-grpo {__version__}\n"
-    run(clean / "mt-grpo", "recipes", "cp", "quickstart.yaml", ".", **outside)
+def test_the_quickstart_runs_from_an_empty_folder(clean, tmp_path):
+    """With nothing else on Python's path."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+    def outside(program: str, *arguments: str) -> str:
+        return run(clean / program, *arguments, cwd=tmp_path, env=environment)
+
+    assert Path(outside("python", "-c", "import mt_grpo; print(mt_grpo.__file__)")).is_relative_to(clean.parent)
+    assert outside("mt-grpo", "--version") == f"mt-grpo {__version__}\n"
+    outside("mt-grpo", "recipes", "cp", "quickstart.yaml", ".")
     assert [path.name for path in tmp_path.iterdir()] == ["quickstart.yaml"]
-    printed = run(clean / "mt-grpo", "train", "--config", "quickstart.yaml", *SMALL.split(), **outside)
+    printed = outside("mt-grpo", "train", "--config", "quickstart.yaml", *SMALL.split())
     left = {path.name for path in (tmp_path / "runs" / "quickstart").iterdir()}
     assert {"config.yaml", "metrics.jsonl", "summary.json", "model.safetensors", "learning_curve.png"} <= left
     assert "4 held-out questions" in printed
