@@ -22,12 +22,18 @@ from support.runs import write_run
 from mt_grpo.cli import main
 from mt_grpo.errors import UserError
 from mt_grpo.runlog import open_run
+from mt_grpo.runlog.export import export
 from mt_grpo.runlog.index import written
 from mt_grpo.runlog.schema import ROLLOUTS
 from mt_grpo.viewer.queries import Queries, as_json
 
 FILE = "train-0-0.rank0.parquet"
+INDEX, PARQUET, CREDIT = "rollouts/index.jsonl", f"rollouts/{FILE}", f"rollouts/credit-{FILE}"
+METRICS, TOKENIZER = "metrics.jsonl", "tokenizer/tokenizer.json"
 SECRET = "what nobody may see"
+QUESTIONS = ("run", "overview", "find", "groups", "group", "trajectory", "why", "compare", "panel", "lost")
+TIMES = ("beat", "problem", "read", "version", "written")
+"""What depends on when it is asked, and on how many words the search has read by then."""
 
 
 @pytest.fixture(scope="module")
@@ -41,172 +47,138 @@ def folder(sound, tmp_path) -> Path:
     return Path(shutil.copytree(sound, tmp_path / "run"))
 
 
-TIMES = ("beat", "problem", "read", "version", "written")
-
-
 def everything(folder: Path, output: Path | None = None) -> list[Any]:
     """What the page, the reader and, where they have a place, exports make of a run; `None` for each refusal."""
     found: list[Any] = []
 
-    def take(action: Callable[[], Any]) -> Any:
+    def take(action: Callable[..., Any], *given: Any) -> Any:
         try:
-            value = action()
+            found.append(action(*given))
         except UserError as error:
             assert str(error).endswith(".") and "\n" not in str(error) and len(str(error)) < 1000
             assert SECRET not in str(error)
             found.append(None)
-            return None
-        found.append(value)
-        return value
+        return found[-1]
 
-    run = take(lambda: open_run(folder))
+    def answer(question: str) -> dict[str, Any]:
+        answered = json.loads(as_json(queries.answer(question, {})))
+        return {name: value for name, value in answered.items() if name not in TIMES}
+
+    def exported(form: str) -> list[bytes]:
+        target = output / f"{form}-{random.getrandbits(64)}"
+        try:
+            export(open_run(folder), form, target)
+            return sorted(path.read_bytes() for path in [target, *target.rglob("*")] if path.is_file())
+        finally:
+            assert not list(output.glob("*.partial"))
+
+    run = take(open_run, folder)
     if run is None:
         return found
     found[0] = list(run.rows)
     queries = Queries(run)
-    for question in ("run", "overview", "find", "groups", "group", "trajectory", "why", "compare", "panel", "lost"):
-        take(lambda question=question: without_times(json.loads(as_json(queries.answer(question, {})))))
-    for row in list(run.rows):
-        take(lambda row=row: run.trajectory(row["session"]))
-    take(lambda: list(run.trajectories()))
-    take(lambda: list(run.texts()))
+    for question in QUESTIONS:
+        take(answer, question)
+    for row in found[0]:
+        take(run.trajectory, row["session"])
+    for column in (run.trajectories, run.texts):
+        take(lambda column=column: list(column()))
     take(lambda: [run.column(name).tolist() for name in ("reward", "row")])
     for form in ("jsonl", "openinference", "messages", "dataset") if output else ():
-        take(lambda form=form: exported(folder, form, output))
+        take(exported, form)
     return found
-
-
-def without_times(answer: dict[str, Any]) -> dict[str, Any]:
-    """What does not depend on when it is asked, and on how many words the search has read by then."""
-    return {name: value for name, value in answer.items() if name not in TIMES}
-
-
-def exported(folder: Path, form: str, output: Path) -> Any:
-    from mt_grpo.runlog.export import export
-
-    target = output / f"{form}-{random.getrandbits(64)}"
-    try:
-        export(open_run(folder), form, target)
-        return sorted(path.read_bytes() for path in [target, *target.rglob("*")] if path.is_file())
-    finally:
-        assert not [path for path in output.iterdir() if path.name.endswith(".partial")]
 
 
 # How a folder may be damaged: each takes the folder
 
-
-def file(name: str) -> Callable[[Path], Path]:
-    return lambda folder: folder / name
+Damage = Callable[[Path], Any]
 
 
-index, metrics, tokenizer = map(file, ("rollouts/index.jsonl", "metrics.jsonl", "tokenizer/tokenizer.json"))
-rollouts, credit, updates = map(file, (f"rollouts/{name}{FILE}" for name in ("", "credit-", "x")))
+def put(place: str, content: bytes) -> Damage:
+    return lambda folder: (folder / place).write_bytes(content)
 
 
-def parquets(folder: Path) -> dict[str, Path]:
-    return {path.name.split("-")[0]: path for path in sorted((folder / "rollouts").glob("*-0*.parquet"))}
-
-
-def put(place: str, content: bytes) -> Callable[[Path], None]:
-    return lambda folder: void((folder / place).write_bytes(content))
-
-
-def instead(place: str, make: Callable[[Path], Any]) -> Callable[[Path], None]:
-    """Something else where a file was."""
-
-    def damage(folder: Path) -> None:
-        path = folder / place
-        path.unlink()
-        make(path)
-
-    return damage
-
-
-def cut(place: str, share: float) -> Callable[[Path], None]:
+def cut(place: str, share: float) -> Damage:
     return lambda folder: os.truncate(folder / place, int((folder / place).stat().st_size * share))
 
 
-def line(kind: str, **fields: Any) -> Callable[[Path], None]:
+def instead(place: str, make: Damage) -> Damage:
+    """Something else where a file was."""
+    return lambda folder: ((folder / place).unlink(), make(folder / place))
+
+
+def line(kind: str, **fields: Any) -> Damage:
     """Other values in the lines of a kind, each with the checksum that belongs to it; `...` for none."""
 
+    def changed(each: dict[str, Any]) -> dict[str, Any]:
+        each = each | fields if each["kind"] == kind else each
+        return {name: value for name, value in each.items() if value is not ... and name != "crc"}
+
     def damage(folder: Path) -> None:
-        lines = [json.loads(each) for each in index(folder).read_text().splitlines()]
-        for each in lines:
-            each.pop("crc")
-            if each["kind"] == kind:
-                each |= fields
-                for name in [name for name, value in fields.items() if value is ...]:
-                    del each[name]
-        index(folder).write_bytes(b"".join(map(written, lines)))
+        lines = map(json.loads, (folder / INDEX).read_text().splitlines())
+        (folder / INDEX).write_bytes(b"".join([written(changed(each)) for each in lines]))
 
     return damage
 
 
-def raw(text: bytes) -> Callable[[Path], None]:
-    return lambda folder: void(index(folder).write_bytes(index(folder).read_bytes() + text + b"\n"))
+def raw(text: bytes) -> Damage:
+    return lambda folder: (folder / INDEX).write_bytes((folder / INDEX).read_bytes() + text + b"\n")
 
 
-def table(
-    change: Callable[[pa.Table], pa.Table], of: Callable[[Path], Path] = rollouts, **options: Any
-) -> Callable[[Path], None]:
-    """Another table in the file of conversations, whose lines say that it is the right one."""
+def table(change: Callable[[pa.Table], pa.Table], place: str = PARQUET, size: int = 16) -> Damage:
+    """Another table in a file, whose lines say that it is the right one; `size` rows are a row group."""
 
     def damage(folder: Path) -> None:
-        path = of(folder)
-        with path.open("rb") as opened:
+        with (folder / place).open("rb") as opened:
             found = pq.ParquetFile(opened).read()
-        pq.write_table(change(found), path, **{"row_group_size": 16, **options})
+        pq.write_table(change(found), folder / place, row_group_size=size)
         without_checksums(folder)
 
     return damage
 
 
 def without_checksums(folder: Path) -> None:
-    lines = [each for each in index(folder).read_text().splitlines() if '"kind":"file"' not in each]
-    index(folder).write_text("".join(each.partition(',"crc":')[0] + "}\n" for each in lines))
+    lines = [each for each in (folder / INDEX).read_text().splitlines() if '"kind":"file"' not in each]
+    (folder / INDEX).write_text("".join(each.partition(',"crc":')[0] + "}\n" for each in lines))
 
 
-def column(name: str, value: Any, of: Callable[[Path], Path] = rollouts) -> Callable[[Path], None]:
+def column(name: str, value: Any, place: str = PARQUET) -> Damage:
     def change(found: pa.Table) -> pa.Table:
-        number = found.schema.get_field_index(name)
         kind = found.schema.field(name).type
-        values = pa.array(
-            [value] * found.num_rows,
-            kind if pa.types.is_nested(kind) and not isinstance(value, str) or value is None else None,
-        )
-        return found.set_column(number, pa.field(name, values.type), values)
+        kept = pa.types.is_nested(kind) and not isinstance(value, str) or value is None
+        values = pa.array([value] * found.num_rows, kind if kept else None)
+        return replaced(found, name, values)
 
-    return table(change, of)
+    return table(change, place)
 
 
-def record(**fields: Any) -> Callable[[Path], None]:
+def replaced(found: pa.Table, name: str, values: pa.Array) -> pa.Table:
+    return found.set_column(found.schema.get_field_index(name), pa.field(name, values.type), values)
+
+
+def record(name: str, value: Any) -> Damage:
     def change(found: pa.Table) -> pa.Table:
-        changed = [json.dumps(json.loads(text) | fields) for text in found["record"].to_pylist()]
-        return found.set_column(found.schema.get_field_index("record"), "record", pa.array(changed))
+        texts = [json.dumps(json.loads(text) | {name: value}) for text in found["record"].to_pylist()]
+        return replaced(found, "record", pa.array(texts))
 
     return table(change)
 
 
-def void(_: Any) -> None:
-    return None
+def no_text(found: pa.Table) -> pa.Table:
+    return replaced(found, "record", pa.array([b"\xff\xfe"] * found.num_rows).view(pa.string()))
 
 
-def a_socket(path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as made:
-        here = os.getcwd()
-        os.chdir(path.parent)  # a socket's path may have a hundred characters
-        try:
-            made.bind(path.name)
-        finally:
-            os.chdir(here)
-
-
-def circle(path: Path) -> None:
-    path.symlink_to(path.name)
+def socket_at(path: Path) -> None:
+    here = os.getcwd()
+    os.chdir(path.parent)  # a socket's path may have a hundred characters
+    try:
+        socket.socket(socket.AF_UNIX).bind(path.name)
+    finally:
+        os.chdir(here)
 
 
 def outside(path: Path) -> None:
-    path.symlink_to(path.parents[2] / "outside" if path.parent.name != "run" else path.parents[1] / "outside")
+    path.symlink_to(next(above for above in path.parents if above.name == "run").parent / "outside")
 
 
 def linked_rollouts(folder: Path) -> None:
@@ -214,128 +186,105 @@ def linked_rollouts(folder: Path) -> None:
     (folder / "rollouts").symlink_to(folder.parent / "elsewhere")
 
 
-ONE_TURN = {"index": 0, "message": {"role": "assistant", "content": "x"}}
-INDEX, PARQUET, TOKENIZER = "rollouts/index.jsonl", f"rollouts/{FILE}", "tokenizer/tokenizer.json"
-
-DAMAGES: dict[str, Callable[[Path], Any]] = {
-    "index empty": put(INDEX, b""),
-    "index of zeros": put(INDEX, bytes(5000)),
-    "index of newlines": put(INDEX, b"\n\n\n"),
-    "index not UTF-8": raw(b'{"kind":"rollout","prompt":"\xff\xfe"}'),
-    "index with half a character": raw(b'{"kind":"run","model":"\\ud800"}'),
-    "index with NaN": raw(b'{"kind":"rollout","reward":NaN}'),
-    "index with 1e999": raw(b'{"kind":"rollout","reward":1e999}'),
-    "index as deep as one likes": raw(b"[" * 100_000),
-    "index line a list": raw(b"[1, 2]"),
-    "index line a number": raw(b"7"),
-    "index line of no kind": raw(b"{}"),
-    "index line of another kind": raw(b'{"kind":["rollout"]}'),
-    "index line without fields": raw(b'{"kind":"rollout"}'),
+OTHER_THINGS: dict[str, Damage] = {
+    "a folder": Path.mkdir,
+    "a pipe": os.mkfifo,
+    "a socket": socket_at,
+    "a link out": outside,
+    "a link to itself": lambda path: path.symlink_to(path.name),
+    "a link to a device": lambda path: path.symlink_to("/dev/zero"),
+    "a link to nothing": lambda path: path.symlink_to("gone"),
+    "gone": lambda path: None,
+}
+CONTENTS = {
+    INDEX: [b"", bytes(5000), b"\n\n\n"],
+    PARQUET: [b"", bytes(5000), SECRET.encode(), b"PAR1" + bytes(100) + b"\xff\xff\xff\x7fPAR1"],
+    METRICS: [b"hello\n", b"[1]\n", b"{}\n", b'{"step":"1"}\n', b'{"step":1,"train_runtime":"x","grad_norm":"y"}\n'],
+    TOKENIZER: [b"", b"\xff\xfe" * 100, b'{"version":"1.0"}'],
+}
+LINES = [
+    *[
+        b'{"kind":"rollout","prompt":"\xff\xfe"}',
+        b'{"kind":"run","model":"\\ud800"}',
+        b'{"kind":"rollout","reward":NaN}',
+    ],
+    *[b'{"kind":"rollout","reward":1e999}', b"[" * 100_000, b"[1, 2]", b"7", b"{}", b'{"kind":["rollout"]}'],
+    b'{"kind":"rollout"}',
+]
+FIELDS = {
+    "run": [("rule", "mt_grpo"), ("options", [1]), ("tools", [7]), ("rewards", "exact_match")],
+    "rollout": [
+        *[("step", value) for value in ("1", 2**40, 10**30, -1, True)],
+        *[("row", value) for value in (10**6, -1, 1)],
+        *[
+            ("file", value)
+            for value in ("../../outside", "/etc/passwd", "a\0b", "a" * 5000, ".", f"credit-{FILE}", None)
+        ],
+        *[("sampled", "x"), ("branch_of", 7), ("mode", "trian"), ("tokens", 3), ("tokens", ["3"]), ("rewards", [1.0])],
+        *[("prompt", 7), ("session", ["s"]), ("start", 1e300), ("stop", ...)],
+    ],
+    "credit": [("advantages", []), ("advantages", "1")],
+    "step": [("sampling", ...)],
+}
+COLUMNS = [
+    *[("tip", "x"), ("record", 5), ("record", None), ("tokens", [1, None]), ("tokens", []), ("node_size", [-1])],
+    *[
+        ("node_parent", [1, 0]),
+        ("record", "no JSON"),
+        ("record", "[" * 100_000),
+        ("record", "9" * 5000),
+        ("record", "{}"),
+    ],
+]
+PARTS = [
+    [{"name": "outcome", "values": [], "scales": None}],
+    [{"name": "outcome", "values": [1.0] * 9, "scales": [1.0]}],
+    [{"name": "outcome", "values": [None] * 9, "scales": None}],
+    [None],
+    "outcome",
+]
+RECORDS = [
+    *[("seconds", float("nan")), ("turns", []), ("turns", ["x"]), ("prompt", "What?"), ("row", "x"), ("start", "x")],
+    *[("row", {"answer": value}) for value in (10**30, "\ud800", json.loads("[" * 300 + "]" * 300))],
+    ("turns", [{"index": 0, "message": {"role": "assistant", "content": "x"}}]),
+    ("prompt", [{"role": "user", "content": 7}]),
+]
+DAMAGES: dict[str, Damage] = {
     "index cut": cut(INDEX, 0.5),
-    "index in a folder": instead(INDEX, Path.mkdir),
-    "index a pipe": instead(INDEX, os.mkfifo),
-    "index a socket": instead(INDEX, a_socket),
-    "index a link out": instead(INDEX, outside),
-    "index a link to itself": instead(INDEX, circle),
-    "index a link to a device": instead(INDEX, lambda path: path.symlink_to("/dev/zero")),
     "index of another process a pipe": lambda folder: os.mkfifo(folder / "rollouts/index.rank1.jsonl"),
     "rollouts a link out": linked_rollouts,
     "rollouts a file": lambda folder: (shutil.rmtree(folder / "rollouts"), (folder / "rollouts").touch()),
-    "a run with a rule of text": line("run", rule="mt_grpo"),
-    "a run with options in a list": line("run", options=[1]),
-    "a run with a tool that is a number": line("run", tools=[7]),
-    "a run with rewards of text": line("run", rewards="exact_match"),
-    "sampled a text": line("rollout", sampled="x"),
-    "branch of a number": line("rollout", branch_of=7),
-    "step a text": line("rollout", step="1"),
-    "step huge": line("rollout", step=2**40),
-    "step of 30 digits": line("rollout", step=10**30),
-    "step negative": line("rollout", step=-1),
-    "step true": line("rollout", step=True),
-    "mode of nobody": line("rollout", mode="trian"),
-    "tokens a number": line("rollout", tokens=3),
-    "tokens of texts": line("rollout", tokens=["3"]),
-    "rewards a list": line("rollout", rewards=[1.0]),
-    "prompt a number": line("rollout", prompt=7),
-    "session a list": line("rollout", session=["s"]),
-    "start out of time": line("rollout", start=1e300),
-    "no `stop`": line("rollout", stop=...),
-    "row out of the file": line("rollout", row=10**6),
-    "row negative": line("rollout", row=-1),
-    "row of another": line("rollout", row=1),
-    "file above": line("rollout", file="../../outside"),
-    "file absolute": line("rollout", file="/etc/passwd"),
-    "file with NUL": line("rollout", file="a\0b"),
-    "file of 5,000 letters": line("rollout", file="a" * 5000),
-    "file a folder": line("rollout", file="."),
-    "file of credit": line("rollout", file=f"credit-{FILE}"),
-    "file null": line("rollout", file=None),
-    "advantages too few": line("credit", advantages=[]),
-    "advantages a text": line("credit", advantages="1"),
-    "parts too few": column("parts", [{"name": "outcome", "values": [], "scales": None}], credit),
-    "parts of fewer scales": column("parts", [{"name": "outcome", "values": [1.0] * 9, "scales": [1.0]}], credit),
-    "parts with gaps": column("parts", [{"name": "outcome", "values": [None] * 9, "scales": None}], credit),
-    "parts that are none": column("parts", [None], credit),
-    "parts of text": column("parts", "outcome", credit),
-    "steps without times": line("step", sampling=...),
-    "parquet empty": put(PARQUET, b""),
     "parquet cut": cut(PARQUET, 0.7),
-    "parquet of zeros": put(PARQUET, bytes(5000)),
-    "parquet of text": put(PARQUET, SECRET.encode()),
-    "parquet without its end": put(PARQUET, b"PAR1" + bytes(100) + b"\xff\xff\xff\x7fPAR1"),
-    "parquet a pipe": instead(PARQUET, os.mkfifo),
-    "parquet a folder": instead(PARQUET, Path.mkdir),
-    "parquet a link out": instead(PARQUET, outside),
-    "parquet a link to nothing": instead(PARQUET, lambda path: path.symlink_to("gone")),
-    "parquet gone": instead(PARQUET, void),
     "parquet of another program": table(lambda found: pa.table({"a": [1, 2, 3, 4]})),
     "parquet without a column": table(lambda found: found.drop_columns(["record"])),
     "parquet with a column twice": table(lambda found: found.append_column("record", found["record"])),
     "parquet without rows": table(lambda found: found.slice(0, 0)),
     "parquet with one row": table(lambda found: found.slice(0, 1)),
-    "parquet in other row groups": table(lambda found: found, row_group_size=1),
-    "a text where ids are": column("tip", "x"),
-    "numbers where a record is": column("record", 5),
-    "no records": column("record", None),
-    "gaps in the tokens": column("tokens", [1, None]),
-    "a tree without tokens": column("tokens", []),
-    "a tree of negative sizes": column("node_size", [-1]),
-    "a tree in a circle": column("node_parent", [1, 0]),
-    "records of text": column("record", "no JSON"),
-    "records of bytes that are no text": table(
-        lambda found: found.set_column(
-            found.schema.get_field_index("record"),
-            "record",
-            pa.array([b"\xff\xfe"] * found.num_rows).view(pa.string()),
-        )
-    ),
-    "records as deep as one likes": column("record", "[" * 100_000),
-    "records with a number of 5,000 digits": column("record", "9" * 5000),
-    "records empty": column("record", "{}"),
-    "records with NaN": record(seconds=float("nan")),
-    "records with a huge number": record(row={"answer": 10**30}),
-    "records with half a character": record(row={"answer": "\ud800"}),
-    "records with a deep row": record(row={"answer": json.loads("[" * 300 + "]" * 300)}),
-    "records without turns": record(turns=[]),
-    "records with turns of texts": record(turns=["x"]),
-    "records with a bare turn": record(turns=[ONE_TURN]),
-    "records with prompts of texts": record(prompt="What?"),
-    "records with prompts of numbers": record(prompt=[{"role": "user", "content": 7}]),
-    "records with a row of text": record(row="x"),
-    "records with a start of text": record(start="x"),
-    "metrics of text": put("metrics.jsonl", b"hello\n"),
-    "metrics a list": put("metrics.jsonl", b"[1]\n"),
-    "metrics without a step": put("metrics.jsonl", b"{}\n"),
-    "metrics with a step of text": put("metrics.jsonl", b'{"step":"1"}\n'),
-    "metrics with other numbers": put("metrics.jsonl", b'{"step":1,"train_runtime":"x","grad_norm":"y"}\n'),
-    "metrics a pipe": instead("metrics.jsonl", os.mkfifo),
-    "metrics a link out": instead("metrics.jsonl", outside),
-    "tokenizer empty": put(TOKENIZER, b""),
-    "tokenizer of text": put(TOKENIZER, b"\xff\xfe" * 100),
-    "tokenizer another's": put(TOKENIZER, b'{"version":"1.0"}'),
-    "tokenizer a pipe": instead(TOKENIZER, os.mkfifo),
-    "tokenizer a link out": instead(TOKENIZER, outside),
+    "parquet in other row groups": table(lambda found: found, size=1),
+    "records of bytes that are no text": table(no_text),
 }
+
+
+def add(about: str, value: Any, damage: Damage) -> None:
+    DAMAGES[f"{about} {ascii(value)[:40]} {len(DAMAGES)}"] = damage
+
+
+for _place, _contents in CONTENTS.items():
+    for _name, _make in OTHER_THINGS.items():
+        add(_place, _name, instead(_place, _make))
+    for _content in _contents:
+        add(_place, _content, put(_place, _content))
+for _text in LINES:
+    add("line", _text, raw(_text))
+for _kind, _fields in FIELDS.items():
+    for _name, _value in _fields:
+        add(f"{_kind} {_name}", _value, line(_kind, **{_name: _value}))
+for _name, _value in COLUMNS:
+    add(f"column {_name}", _value, column(_name, _value))
+for _value in PARTS:
+    add("parts", _value, column("parts", _value, CREDIT))
+for _name, _value in RECORDS:
+    add(f"record {_name}", _value, record(_name, _value))
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -346,16 +295,18 @@ def test_damage_is_one_sentence_or_does_no_harm(folder, tmp_path, damage):
     assert time.monotonic() - before < 120
 
 
-def test_a_sound_run_is_refused_nowhere(folder, tmp_path):
-    assert not [value for value in everything(folder, tmp_path) if value is None]
+@pytest.mark.parametrize("change", [lambda folder: None, without_checksums], ids=["sound", "without checksums"])
+def test_a_sound_run_is_refused_nowhere(folder, tmp_path, change):
+    change(folder)
+    assert None not in everything(folder, tmp_path)
 
 
 def test_other_bytes_are_never_shown_as_what_was_written(sound, tmp_path):
     right = everything(sound)
-    names = [path.relative_to(sound) for path in sorted(sound.rglob("*")) if path.is_file()]
+    names = [path.relative_to(sound) for path in sorted(sound.rglob("*")) if path.is_file() and path.name != METRICS]
     draw = random.Random(0)
     for _ in range(60):
-        name = draw.choice([name for name in names if name.name != "metrics.jsonl"])
+        name = draw.choice(names)
         folder = Path(shutil.copytree(sound, tmp_path / "run"))
         content = bytearray((folder / name).read_bytes())
         place = draw.choice([draw.randrange(len(content)), len(content) - 1 - draw.randrange(min(len(content), 64))])
@@ -367,27 +318,22 @@ def test_other_bytes_are_never_shown_as_what_was_written(sound, tmp_path):
         shutil.rmtree(folder)
 
 
-@pytest.mark.parametrize("name", ["", "credit-"])
-def test_pages_have_checksums_of_their_own(folder, name):
+@pytest.mark.parametrize("place", [PARQUET, CREDIT])
+def test_pages_have_checksums_of_their_own(folder, place):
     """So that other programs find damage, and runs whose index has no line of the file."""
-    path = folder / "rollouts" / f"{name}{FILE}"
     without_checksums(folder)
-    content = bytearray(path.read_bytes())
-    about = pq.read_metadata(path).row_group(0).column(0 if name else ROLLOUTS.names.index("record"))
+    content = bytearray((folder / place).read_bytes())
+    number = 0 if place == CREDIT else ROLLOUTS.names.index("record")
+    about = pq.read_metadata(folder / place).row_group(0).column(number)
     content[(about.dictionary_page_offset or about.data_page_offset) + about.total_compressed_size - 3] ^= 1
-    path.write_bytes(content)
+    (folder / place).write_bytes(content)
     run = open_run(folder)
     with pytest.raises(UserError, match="is damaged .*CRC"):
         [run.trajectory(row["session"]) for row in run.rows]
 
 
-def test_a_run_without_checksums_is_read(folder, tmp_path):
-    without_checksums(folder)
-    assert None not in everything(folder, tmp_path)
-
-
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-@pytest.mark.parametrize("place", [INDEX, PARQUET, TOKENIZER, "metrics.jsonl", "rollouts"])
+@pytest.mark.parametrize("place", [INDEX, PARQUET, TOKENIZER, METRICS, "rollouts"])
 def test_what_may_not_be_read_is_one_sentence(folder, tmp_path, place):
     (folder / place).chmod(0)
     assert None in everything(folder, tmp_path)
@@ -395,41 +341,40 @@ def test_what_may_not_be_read_is_one_sentence(folder, tmp_path, place):
 
 
 def test_what_fills_the_memory_is_refused(folder, monkeypatch):
-    table(lambda found: pa.concat_tables([found] * 10), row_group_size=100)(folder)
+    table(lambda found: pa.concat_tables([found] * 10), size=100)(folder)
     run = open_run(folder)
     sessions = [row["session"] for row in run.rows]
     with pytest.raises(UserError, match="larger than any that a run writes"):
         [run.trajectory(session) for session in sessions]
     for limit in ("_MOST_BYTES", "_MOST_VALUES"):
-        monkeypatch.undo()
-        monkeypatch.setattr(f"mt_grpo.runlog.reader.{limit}", 10)
-        with pytest.raises(UserError, match="larger than any that a run writes"):
+        with monkeypatch.context() as patched, pytest.raises(UserError, match="larger than any that a run writes"):
+            patched.setattr(f"mt_grpo.runlog.reader.{limit}", 10)
             run.trajectory(sessions[0])
-
-
-def test_a_huge_index_is_refused_unread(folder):
-    os.truncate(index(folder), 2**40)  # has holes, and takes no room
+    os.truncate(folder / INDEX, 2**40)  # has holes, and takes no room
     with pytest.raises(UserError, match="more than a run writes"):
         open_run(folder)
 
 
-def test_the_command_that_exports_never_hangs(folder):
+@pytest.mark.parametrize("command", ["export RUN --to jsonl", "view RUN --export RUN.html"])
+def test_commands_that_read_a_run_never_hang(folder, command):
     instead(PARQUET, os.mkfifo)(folder)
-    for arguments in (["export", "--to", "jsonl", str(folder)], ["view", str(folder), "--export", f"{folder}.html"]):
-        ended = subprocess.run(
-            [sys.executable, "-m", "mt_grpo", *arguments], capture_output=True, text=True, timeout=60
-        )
-        assert ended.returncode == 1 and ended.stderr.count("\n") == 1 and "is a named pipe" in ended.stderr
+    command = [sys.executable, "-m", "mt_grpo", *command.replace("RUN", str(folder)).split()]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1 and ended.stderr.count("\n") == 1 and "is a named pipe" in ended.stderr
 
 
-@pytest.mark.parametrize("name", ["trajectories.jsonl", "dataset", "openinference.jsonl", "page.html"])
-def test_an_export_overwrites_nothing_through_a_link(folder, tmp_path, capsys, name):
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [
+        ("trajectories.jsonl", "export RUN --to jsonl"),
+        ("dataset", "export RUN --to dataset"),
+        ("openinference.jsonl", "export RUN --to openinference"),
+        ("page.html", "view RUN --export RUN/page.html"),
+    ],
+)
+def test_an_export_overwrites_nothing_through_a_link(folder, tmp_path, capsys, name, command):
     (folder / name).symlink_to(tmp_path / "outside")
-    form = {"trajectories.jsonl": "jsonl", "dataset": "dataset", "openinference.jsonl": "openinference"}.get(name)
-    arguments = (
-        ["export", str(folder), "--to", form] if form else ["view", str(folder), "--export", str(folder / name)]
-    )
-    assert main(arguments) == 1
+    assert main(command.replace("RUN", str(folder)).split()) == 1
     assert "is a link, and what it leads to is not overwritten" in capsys.readouterr().err
     assert (tmp_path / "outside").read_text() == SECRET
 

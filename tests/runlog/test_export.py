@@ -13,13 +13,14 @@ from pathlib import Path
 
 import pytest
 from datasets import load_dataset
-from support.runs import HOSTILE, REWARDS, write_run
+from support.runs import HOSTILE, REWARDS, write_conversations, write_run
 
 from mt_grpo.cli import main
 from mt_grpo.runlog import Batch, RunWriter, open_run
 from mt_grpo.runlog.export import FORMS
 from mt_grpo.trajectory import StopReason, Trajectory, Turn
 
+RECORDS = (Path(__file__).parents[2] / "docs" / "records.md").read_text()
 TRACKIO = """
 import sys
 from trackio.sqlite_storage import SQLiteStorage
@@ -38,18 +39,25 @@ def folder(tmp_path_factory) -> Path:
     return write_run(tmp_path_factory.mktemp("runs") / "run")
 
 
-def export(folder: Path, form: str, output: Path) -> Path:
-    assert main(["export", str(folder), "--to", form, f"--output={output}"]) == 0
-    return output
+@pytest.fixture
+def export(tmp_path):
+    """The text of a run in a form of a file, or the splits of its data set."""
+
+    def export(folder: Path, form: str, output: str = "exported"):
+        assert main(["export", str(folder), "--to", form, f"--output={tmp_path / output}"]) == 0
+        if form == "dataset":
+            return load_dataset(str(tmp_path / output), cache_dir=str(tmp_path / "cache"))
+        return (tmp_path / output).read_text()
+
+    return export
 
 
-def test_jsonl_holds_whole_trajectories(folder, tmp_path, capsys):
-    lines = export(folder, "jsonl", tmp_path / "a" / "all.jsonl").read_text().splitlines()
+def test_jsonl_holds_whole_trajectories(folder, tmp_path, capsys, export):
+    records = [json.loads(line) for line in export(folder, "jsonl", "a/all.jsonl").splitlines()]
     assert capsys.readouterr().out == f"56 conversations in {tmp_path}/a/all.jsonl\n"
-    run, records = open_run(folder), [json.loads(line) for line in lines]
+    run = open_run(folder)
     for row, record, whole in zip(run.rows, records, run.trajectories(), strict=True):
-        assert {name: record[name] for name in whole} == whole
-        assert Trajectory.from_dict(record).to_dict().items() <= record.items()
+        assert whole.items() <= record.items() and Trajectory.from_dict(record).to_dict().items() <= record.items()
         for name in ("session", "mode", "step", "k", "member", "reward", "turn_rewards", "advantages"):
             assert record[name] == row[name], name
         assert record["weights"] == {reward["name"]: reward["weight"] for reward in REWARDS}
@@ -57,56 +65,39 @@ def test_jsonl_holds_whole_trajectories(folder, tmp_path, capsys):
     assert len({record["group"] for record in records}) == 4 * (3 + 1 + 1)
 
 
-def test_datasets_loads_a_data_set_of_it(folder, tmp_path):
-    path = export(folder, "dataset", tmp_path / "set")
-    loaded = load_dataset(str(path), cache_dir=str(tmp_path / "cache"))
-    run = open_run(folder)
+def test_datasets_loads_a_data_set_of_it(folder, export):
+    loaded, run = export(folder, "dataset"), open_run(folder)
     assert {name: len(split) for name, split in loaded.items()} == {"train": 48, "eval": 8}
-    rows = [row for row in run.rows if row["mode"] == "train"]
-    for row, example in zip(rows, loaded["train"], strict=True):
+    for row, example in zip((row for row in run.rows if row["mode"] == "train"), loaded["train"], strict=True):
         for name in ("session", "step", "member", "reward", "rewards", "turn_rewards", "advantages"):
             assert example[name] == row[name], name
         whole = run.trajectory(row["session"])
+        seen = [*whole["prompt"], *(each for turn in whole["turns"] for each in (turn["message"], *turn["replies"]))]
         said = [message["content"] for message in (*example["prompt"], *example["completion"])]
-        assert said == [message["content"] for message in (*whole["prompt"], *_after(whole))]
-        assert example["row"] == whole["row"] and example["stop_reason"] == whole["stop_reason"]
-    assert len({example["group"] for example in loaded["train"]}) == 12
+        assert said == [message["content"] for message in seen]
+        assert (example["row"], example["stop_reason"]) == (whole["row"], whole["stop_reason"])
+    assert len(set(loaded["train"]["group"])) == 12
 
 
-def test_what_was_discarded_is_a_split_of_its_own(tmp_path):
+def test_what_was_discarded_is_a_split_of_its_own(tmp_path, export):
     folder = write_run(tmp_path / "run", steps=1, groups=1)
     record = next(open_run(folder).trajectories())
     trajectory = Trajectory.from_dict({name: record[name] for name in record if name not in ("step", "mode")})
     writer = RunWriter(folder)
     writer.append(writer.write(Batch("discarded", 0, 1, 4, [2], [trajectory], REWARDS)))
-    loaded = load_dataset(str(export(folder, "dataset", tmp_path / "set")), cache_dir=str(tmp_path / "cache"))
-    assert loaded["discarded"]["session"] == ["discarded-000000-000001-000002"]
+    assert export(folder, "dataset")["discarded"]["session"] == ["discarded-000000-000001-000002"]
 
 
-def _after(whole: dict) -> list[dict]:
-    return [message for turn in whole["turns"] for message in (turn["message"], *turn["replies"])]
-
-
-def test_otlp_reads_traces_with_the_names_of_openinference(folder, tmp_path):
+def test_otlp_reads_traces_with_the_names_of_openinference(folder, export):
     from google.protobuf import json_format
-    from openinference.semconv.trace import (
-        MessageAttributes,
-        OpenInferenceSpanKindValues,
-        SpanAttributes,
-        ToolCallAttributes,
-    )
+    from openinference.semconv import trace
     from opentelemetry.proto.trace.v1.trace_pb2 import Status, TracesData
 
-    names = {
-        value
-        for kind in (SpanAttributes, MessageAttributes, ToolCallAttributes)
-        for key, value in vars(kind).items()
-        if key.isupper()
-    }
-    run = open_run(folder)
-    lines = export(folder, "openinference", tmp_path / "traces.jsonl").read_text().splitlines()
-    traces = set()
-    for row, line in zip(run.rows, lines, strict=True):
+    classes = (trace.SpanAttributes, trace.MessageAttributes, trace.ToolCallAttributes)
+    names = {value for each in classes for key, value in vars(each).items() if key.isupper()}
+    said = f"{trace.SpanAttributes.LLM_OUTPUT_MESSAGES}.0.{trace.MessageAttributes.MESSAGE_CONTENT}"
+    run, traces = open_run(folder), set()
+    for row, line in zip(run.rows, export(folder, "openinference").splitlines(), strict=True):
         data = json.loads(line)
         (spans,) = (scope["spans"] for scope in data["resourceSpans"][0]["scopeSpans"])
         for span in spans:  # OTLP's JSON has ids in hexadecimal, protobuf's in base 64
@@ -121,22 +112,20 @@ def test_otlp_reads_traces_with_the_names_of_openinference(folder, tmp_path):
             for key in values:
                 parts = [part for part in key.split(".") if not part.isdigit()]
                 assert key in names or ".".join(parts[:2]) in names and ".".join(parts[2:4]) in names, key
-            kinds.append(OpenInferenceSpanKindValues(values[SpanAttributes.OPENINFERENCE_SPAN_KIND].string_value).name)
-            assert span is agent or (span.parent_span_id == agent.span_id and span.trace_id == agent.trace_id)
-            assert len(span.span_id) == 8 and len(span.trace_id) == 16
+            kind = values[trace.SpanAttributes.OPENINFERENCE_SPAN_KIND].string_value
+            kinds.append(trace.OpenInferenceSpanKindValues(kind).name)
+            assert span is agent or (span.parent_span_id, span.trace_id) == (agent.span_id, agent.trace_id)
+            assert (len(span.span_id), len(span.trace_id)) == (8, 16)
             assert agent.start_time_unix_nano <= span.start_time_unix_nano <= span.end_time_unix_nano
-            if kinds[-1] == "LLM":
+            if kind == "LLM":
                 turn = whole["turns"][kinds.count("LLM") - 1]
-                assert values[SpanAttributes.LLM_TOKEN_COUNT_COMPLETION].int_value == turn["num_tokens"]
-                said = f"{SpanAttributes.LLM_OUTPUT_MESSAGES}.0.{MessageAttributes.MESSAGE_CONTENT}"
+                assert values[trace.SpanAttributes.LLM_TOKEN_COUNT_COMPLETION].int_value == turn["num_tokens"]
                 assert values[said].string_value == turn["message"]["content"]
-            if kinds[-1] == "TOOL":
-                assert (span.status.code == Status.STATUS_CODE_ERROR) == (
-                    "Error" in values["output.value"].string_value
-                )
-                assert HOSTILE in values["output.value"].string_value
-        turns = whole["turns"]
-        assert kinds == ["AGENT", *(kind for turn in turns for kind in ("LLM", *["TOOL"] * len(turn["tool_calls"])))]
+            if kind == "TOOL":
+                output = values["output.value"].string_value
+                assert (span.status.code == Status.STATUS_CODE_ERROR) == ("Error" in output) and HOSTILE in output
+        calls = [["TOOL"] * len(turn["tool_calls"]) for turn in whole["turns"]]
+        assert kinds == ["AGENT", *(kind for tools in calls for kind in ("LLM", *tools))]
         values = {each.key: each.value.string_value for each in agent.attributes}
         assert json.loads(values["metadata"])["advantages"] == row["advantages"]
         assert (values["session.id"], values["output.value"]) == (row["session"], whole["answer"])
@@ -151,36 +140,30 @@ def test_trackio_has_metrics_and_conversations(folder, tmp_path):
     subprocess.run(command, env=environment, check=True, capture_output=True)
     read = subprocess.run([sys.executable, "-c", TRACKIO], env=environment, capture_output=True, text=True, check=True)
     lines = read.stdout.splitlines()
-    assert sorted(line.split()[1:4] for line in lines if "conversations" in line) == [
-        ["eval/conversations", "0", "4"],
-        ["eval/conversations", "3", "4"],
-        *(["train/conversations", str(step), "16"] for step in (1, 2, 3)),
+    tables = [line for line in lines if "conversations" in line]
+    assert sorted(line.split()[1:4] for line in tables) == [
+        *(["eval/conversations", step, "4"] for step in "03"),
+        *(["train/conversations", step, "16"] for step in "123"),
     ]
     assert [line.split()[2] for line in lines if " loss " in line] == ["1", "2", "3"]
-    table = next(line for line in lines if "conversations" in line)
-    assert all(name in table for name in ("conversation", "exact_match", "advantages", "stop_reason"))
+    assert all(name in tables[0] for name in ("conversation", "exact_match", "advantages", "stop_reason"))
 
 
-def test_words_that_no_file_can_hold_do_not_end_an_export(tmp_path):
-    said = Turn(0, {"role": "assistant", "content": "half \ud800"})
-    made = Trajectory(
-        [{"role": "user", "content": "half \ud800"}], [said], stop_reason=StopReason.ENV_ERROR, error="\udc00"
-    )
-    writer = RunWriter(tmp_path)
-    writer.append(writer.write(Batch("train", 0, 0, 1, [0], [made], REWARDS)))
-    assert json.loads(export(tmp_path, "jsonl", tmp_path / "a.jsonl").read_text())["error"] == "\udc00"
-    assert "half" in export(tmp_path, "openinference", tmp_path / "b.jsonl").read_text()
-    loaded = load_dataset(str(export(tmp_path, "dataset", tmp_path / "c")), cache_dir=str(tmp_path / "cache"))
-    assert loaded["train"][0]["prompt"][0]["content"] == "half ?" and loaded["train"][0]["error"] == "?"
+def test_words_that_no_file_can_hold_do_not_end_an_export(tmp_path, export):
+    words = {"content": "half \ud800"}
+    said = [Turn(0, {"role": "assistant", **words})]
+    made = Trajectory([{"role": "user", **words}], said, stop_reason=StopReason.ENV_ERROR, error="\udc00")
+    folder = write_conversations(tmp_path / "run", [made])
+    assert json.loads(export(folder, "jsonl", "a.jsonl"))["error"] == "\udc00"
+    assert "half" in export(folder, "openinference", "b.jsonl")
+    (example,) = export(folder, "dataset", "c")["train"]
+    assert (example["prompt"][0]["content"], example["error"]) == ("half ?", "?")
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (
-            "RUN --to jsnl",
-            "The form 'jsnl' is unknown: give one of messages, sharegpt, tokens, preferences, dataset, jsonl,",
-        ),
+        ("RUN --to jsnl", "The form 'jsnl' is unknown: give one of messages, sharegpt, tokens, preferences, dataset,"),
         ("RUN --too jsonl", "`mt-grpo export` has no option --too; the nearest is '--to'."),
         ("RUN --to", "`mt-grpo export` needs a value after `--to`."),
         ("RUN", "Write `mt-grpo export RUN --to FORM`, where FORM is one of messages, sharegpt, tokens, preferences,"),
@@ -206,16 +189,10 @@ def test_what_cannot_be_exported_is_refused(folder, tmp_path, monkeypatch, capsy
     assert line.startswith("mt-grpo: ") and words in line
 
 
-def test_help_names_every_form(capsys):
+def test_commands_work_as_help_and_page_document_them(tmp_path, monkeypatch, capsys):
     assert main(["export", "--help"]) == 0
     printed = capsys.readouterr().out
     assert all(f"\n  {form}" in printed for form in FORMS)
-
-
-RECORDS = (Path(__file__).parents[2] / "docs" / "records.md").read_text()
-
-
-def test_documented_commands_work(tmp_path, monkeypatch, capsys):
     write_run(tmp_path / "runs" / "NAME", steps=1)
     monkeypatch.chdir(tmp_path)
     commands = [line.strip() for line in RECORDS.splitlines() if line.startswith("    mt-grpo export ")]
@@ -225,15 +202,10 @@ def test_documented_commands_work(tmp_path, monkeypatch, capsys):
         assert Path(capsys.readouterr().out.split(" in ")[1].strip()).exists()
 
 
-def test_the_documented_reader_finds_the_worst_conversation(folder):
-    namespace = {}
+def test_the_documented_reader_and_fields_are_those_of_a_run(folder):
+    rows, namespace = open_run(folder).rows, {}
     exec(RECORDS.split("```python\n")[1].split("```")[0], namespace)
     pairs = [(engine, trainer) for _, engine, trainer in namespace["worst"](folder) if trainer is not None]
-    largest = max(row["mismatch"] or 0.0 for row in open_run(folder).rows)
+    largest = max(row["mismatch"] or 0.0 for row in rows)
     assert max(abs(engine - trainer) for engine, trainer in pairs) == pytest.approx(largest, rel=1e-3)
-
-
-def test_documented_fields_are_those_of_a_row(folder):
-    row = open_run(folder).rows[0]
-    for name in row.keys() - {"credit_file", "credit_row"}:
-        assert f"`{name}`" in RECORDS, name
+    assert not [name for name in rows[0].keys() - {"credit_file", "credit_row"} if f"`{name}`" not in RECORDS]

@@ -12,18 +12,8 @@ from support.runs import index_line
 from mt_grpo.runlog.index import Index, Table, written
 
 LATER = dict.fromkeys(("advantages", "credit_file", "credit_row", "mismatch", "entropy", "clipped"))
-OLD = {
-    "raised": 0,
-    "shared_turns": 0,
-    "sampled": None,
-    "where": None,
-    "first_raised": None,
-    "branch_of": None,
-    "failed": 0,
-    "first_failed": None,
-    "refused": 0,
-    "first_refused": None,
-}
+OLD = dict.fromkeys(("sampled", "where", "first_raised", "branch_of", "first_failed", "first_refused"))
+OLD |= dict.fromkeys(("raised", "shared_turns", "failed", "refused"), 0)
 
 
 def merged(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -1,22 +1,19 @@
-"""What `state.json` says of a run that goes on, ends, fails or is killed."""
+"""What `state.json` says of a run that goes on, ends, fails or is killed, and what is said during long work."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 
 from mt_grpo.errors import UserError
-from mt_grpo.runlog.heartbeat import Heartbeat, read_state
+from mt_grpo.runlog.heartbeat import Heartbeat, Silence, read_state
 
 AT = {"step": 3, "of": 9, "waits_for": "sampling", "under_way": []}
-
-
-def pulse(folder, **at):
-    return Heartbeat(folder, lambda: {**AT, **at}).beating()
 
 
 def test_a_run_that_goes_on_is_running_and_then_finished(tmp_path):
@@ -28,23 +25,24 @@ def test_a_run_that_goes_on_is_running_and_then_finished(tmp_path):
     assert (state["state"], state["step"], state["of"]) == ("finished", 9, 9)
 
 
-def test_one_that_ends_before_its_last_step_is_stopped(tmp_path):
-    with pulse(tmp_path):
-        pass
-    assert (read_state(tmp_path)["state"], read_state(tmp_path)["reason"]) == ("stopped", None)
-
-
 @pytest.mark.parametrize(
     ("raised", "state", "reason"),
     [
+        (None, "stopped", None),  # before its last step
         (KeyboardInterrupt(2), "stopped", "Ctrl-C"),
         (KeyboardInterrupt(15), "stopped", "SIGTERM"),
         (ValueError("no\nroom"), "failed", "ValueError: no room"),
     ],
 )
 def test_what_ended_it_is_said(tmp_path, raised, state, reason):
-    with pytest.raises(type(raised)), pulse(tmp_path):
-        raise raised
+    ended = None
+    try:
+        with Heartbeat(tmp_path, lambda: AT).beating():
+            if raised:
+                raise raised
+    except (KeyboardInterrupt, ValueError) as error:
+        ended = error
+    assert ended is raised
     assert (read_state(tmp_path)["state"], read_state(tmp_path)["reason"]) == (state, reason)
 
 
@@ -67,14 +65,13 @@ def test_a_run_that_was_killed_has_died(tmp_path):
     assert read_state(tmp_path)["state"] == "died"
 
 
-def test_on_another_machine_the_last_sign_of_life_counts(tmp_path):
-    with pulse(tmp_path):
+@pytest.mark.parametrize(("age", "said"), [(10, "running"), (600, "died")])
+def test_on_another_machine_the_last_sign_of_life_counts(tmp_path, age, said):
+    with Heartbeat(tmp_path, lambda: AT).beating():
         state = json.loads((tmp_path / "state.json").read_text())
-    for age, said in ((10, "running"), (600, "died")):
-        (tmp_path / "state.json").write_text(
-            json.dumps({**state, "state": "running", "host": "elsewhere", "beat": time.time() - age})
-        )
-        assert read_state(tmp_path)["state"] == said
+    elsewhere = {**state, "state": "running", "host": "elsewhere", "beat": time.time() - age}
+    (tmp_path / "state.json").write_text(json.dumps(elsewhere))
+    assert read_state(tmp_path)["state"] == said
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"state": "lost"}'])
@@ -83,3 +80,16 @@ def test_a_damaged_state_is_refused_in_a_sentence(tmp_path, text):
     (tmp_path / "state.json").write_text(text)
     with pytest.raises(UserError, match="state.json is damaged .*: remove it; a run that goes on writes it again"):
         read_state(tmp_path)
+
+
+def test_a_long_silence_is_ended_again_and_again():
+    said = threading.Semaphore(0)
+    with Silence(said.release, seconds=0.01):
+        assert all(said.acquire(timeout=30) for _ in range(3))
+
+
+def test_nothing_is_said_after_the_work_or_its_failure():
+    said = []
+    with pytest.raises(ValueError), Silence(lambda: said.append(1), seconds=60):
+        raise ValueError
+    assert not said and not [thread for thread in threading.enumerate() if thread.name == "silence"]

@@ -48,9 +48,8 @@ def watched(browser, **options) -> Iterator:
     page.on("request", lambda asked: _is_elsewhere(asked.url) and page.wrong.append(f"request: {asked.url}"))
     page.set_default_timeout(60_000)
     yield page
-    wrong = page.wrong
     page.close()
-    assert not wrong
+    assert not page.wrong
 
 
 def _is_elsewhere(url: str) -> bool:
@@ -64,3 +63,35 @@ def serving(queries: Queries) -> Iterator[Server]:
         threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
         yield server
         server.shutdown()
+
+
+@contextmanager
+def opened(browser, queries: Queries, where: str = "overview", **options) -> Iterator:
+    """A watched page over a run, or several, at one of its views."""
+    with serving(queries) as server, watched(browser, **options) as page:
+        page.address = server.url
+        go(page, where)
+        yield page
+
+
+def go(page, where: str) -> None:
+    """Opens a view of the page, and waits until it is shown."""
+    page.evaluate("performance.clearMarks()")
+    address = f"{page.address}#/{where}"
+    page.reload() if page.url == address else page.goto(address)
+    shown(page, where.split("?")[0])
+
+
+def shown(page, view: str) -> None:
+    """Waits until a view is there with its drawings, which are made when their width is known."""
+    page.wait_for_function("name => performance.getEntriesByName('shown ' + name).length", arg=view)
+    drawings = "[...document.querySelectorAll('.chart, .tree, .overlaid')]"
+    page.wait_for_function(f"() => {drawings}.every(e => !e.clientWidth || e.childElementCount)")
+
+
+def texts(page, selector: str) -> list[str]:
+    return page.locator(selector).all_inner_texts()
+
+
+def count(page, selector: str) -> int:
+    return page.locator(selector).count()

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer
 
 from mt_grpo.credit import Rule, estimate_parts, rule_says, whole_rule
 from mt_grpo.rewards import Scores
@@ -17,7 +16,7 @@ from mt_grpo.runlog.schema import session_id
 from mt_grpo.training.reward_batch import gather_rewards
 from mt_grpo.training.step_log.records import part_rows, run_line
 from mt_grpo.trajectory import StopReason, ToolCall, Trajectory, Turn
-from support.runs import EMBEDDED, _copy_tokenizer
+from support.runs import TOKENIZER, copy_tokenizer
 
 REWARDS = [
     {"name": "tool_execution_reward_func", "kind": "turn", "weight": 1.0, "maximum": 0.2},
@@ -60,6 +59,17 @@ EXAMPLE = [
 ]
 """The first group of the quickstart: "What is the capital of the homeland of Voltaire?"."""
 
+OTHER = [Member([float(number % 2), 0.2 * number], [[0.1 * number, None], [0.0, 0.3]]) for number in range(8)]
+EQUAL = [Member([1.0, 0.9], [[0.2, 0.5], [None, None]])] * 8
+WRONG = [Member([0.0, 0.2], [[0.0, 0.0], [None, None]])] * 8
+_SEARCHED = [[0.2, 0.0], [None, None]]
+BRANCHED = [
+    Member([1.0, 0.9], _SEARCHED),
+    *(Member([0.0, format_], _SEARCHED, branch_of=0, shared=1) for format_ in (0.9, 0.4, 0.2)),
+    Member([0.0, 0.1], _SEARCHED[:1], [False]),  # it ended before it branched
+    *[Member([0.0, 0.1], _SEARCHED[:1], branch_of=4, shared=1)] * 3,
+]
+
 
 def write_credited(
     folder: Path, groups: list[list[Member]], rule: Rule, branching: Branching | None = None, **options: Any
@@ -74,61 +84,46 @@ def write_credited(
         branching (`Branching`, *optional*): How conversations branched.
         options: `turn_coef` and `scale_rewards`, for the rule.
     """
-    tokenizer = Tokenizer.from_file(str(EMBEDDED))
     size = len(groups[0])
     members = [member for group in groups for member in group]
     made: list[Trajectory] = []
     for number, member in enumerate(members):
-        made.append(_conversation(tokenizer, number, number // size, member, made))
-    scores = Scores(
-        [[_of(each, "turn", reward["name"]) for each in made] for reward in REWARDS if reward["kind"] == "turn"],
-        [[_of(each, "outcome", reward["name"]) for each in made] for reward in REWARDS if reward["kind"] == "outcome"],
-    )
+        made.append(_conversation(number, number // size, member, made))
     names = [reward["name"] for reward in REWARDS]
+    scores = Scores(
+        *([[each.rewards[kind][name] for each in made] for name in _names(kind)] for kind in ("turn", "outcome"))
+    )
     weights = torch.tensor([reward["weight"] for reward in REWARDS])
     rewards, _ = gather_rewards(made, scores, weights, size, branching, names)
     options = {"turn_coef": None, "scale_rewards": "group", **options}
     credit = estimate_parts(rule, rewards, **options)
     writer = RunWriter(folder)
     batch = Batch("train", 0, 0, size, list(range(len(made))), made, REWARDS)
-    about = {
-        "group_size": size,
-        "group_size_eval": 1,
-        "processes": 1,
-        "estimator": rule,
-        "rule": whole_rule(rule, **options),
-        "rule_says": rule_says(rule),
-        "model": "embedded",
-        "tools": ["search"],
-    }
-    writer.append([*writer.save_tokenizer(_copy_tokenizer), run_line(about, REWARDS), *writer.write(batch)])
+    about = {"group_size": size, "group_size_eval": 1, "processes": 1, "model": "embedded", "tools": ["search"]}
+    about |= {"estimator": rule, "rule": whole_rule(rule, **options), "rule_says": rule_says(rule)}
+    writer.append([*writer.save_tokenizer(copy_tokenizer), run_line(about, REWARDS), *writer.write(batch)])
     advantages = [row[: len(each.turns)] for each, row in zip(made, credit.advantages.tolist(), strict=True)]
     writer.append(writer.write_credit(batch, advantages, part_rows(credit, made)))
     return folder
 
 
-def _of(trajectory: Trajectory, kind: str, name: str) -> Any:
-    return trajectory.rewards[kind][name]
+def _names(kind: str) -> list[str]:
+    return [reward["name"] for reward in REWARDS if reward["kind"] == kind]
 
 
-def _conversation(
-    tokenizer: Tokenizer, number: int, group: int, member: Member, before: list[Trajectory]
-) -> Trajectory:
+def _conversation(number: int, group: int, member: Member, before: list[Trajectory]) -> Trajectory:
     prompt = [{"role": "system", "content": "Search, then answer."}, {"role": "user", "content": f"Question {group}?"}]
     session = session_id("train", 0, 0, number)
     made = Trajectory(
         prompt, session=session, row={"answer": ["Paris"]}, start=1000.0, stop_reason=StopReason.ANSWERED
     )
     results = member.results or [index + 1 < len(member.turns) for index in range(len(member.turns))]
-    context = tokenizer.encode("Search, then answer. Question?").ids
+    context = TOKENIZER.encode("Search, then answer. Question?").ids
     for index in range(len(member.turns)):
         own = number if member.branch_of is None or index >= member.shared else member.branch_of
-        text = (
-            f"<answer>{own}</answer>"
-            if index + 1 == len(member.turns)
-            else f"<reasoning>find {own} {index}</reasoning>"
-        )
-        ids = tokenizer.encode(text).ids
+        last = index + 1 == len(member.turns)
+        text = f"<answer>{own}</answer>" if last else f"<reasoning>find {own} {index}</reasoning>"
+        ids = TOKENIZER.encode(text).ids
         turn = Turn(index, {"role": "assistant", "content": text}, num_tokens=len(ids), context_length=len(context))
         turn.start, turn.seconds = 1000.0 + index + own / 100, 0.5 + own / 100
         made.tree.add_turn(context, ids, [-0.5] * len(ids))
@@ -136,17 +131,14 @@ def _conversation(
         if results[index]:
             turn.tool_calls = [ToolCall("search", {"query": f"{own}"}, "France.", None, True, 0.1)]
             turn.replies = [{"role": "tool", "content": "France."}]
-            context = [*context, *tokenizer.encode("France.").ids]
+            context = [*context, *TOKENIZER.encode("France.").ids]
         made.turns.append(turn)
     made.answer, made.seconds = str(number), 2.0
     if member.branch_of is not None:
         made.branch_of = before[member.branch_of].session
-    turn_names, outcome_names = (
-        [each["name"] for each in REWARDS if each["kind"] == kind] for kind in ("turn", "outcome")
-    )
     made.rewards = {
-        "turn": {name: [turn[place] for turn in member.turns] for place, name in enumerate(turn_names)},
-        "outcome": dict(zip(outcome_names, member.outcome, strict=True)),
+        "turn": {name: [turn[place] for turn in member.turns] for place, name in enumerate(_names("turn"))},
+        "outcome": dict(zip(_names("outcome"), member.outcome, strict=True)),
     }
     for name, value in member.change.items():
         setattr(made, name, value)

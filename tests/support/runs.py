@@ -6,6 +6,8 @@ import json
 import random
 import shutil
 import sys
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,14 @@ import numpy as np
 from tokenizers import Tokenizer
 
 import mt_grpo
-from mt_grpo.runlog import Batch, RunWriter
+from mt_grpo.runlog import Batch, RunWriter, open_run
+from mt_grpo.runlog.heartbeat import Heartbeat
 from mt_grpo.runlog.writer import finite
 from mt_grpo.trajectory import StopReason, ToolCall, Trajectory, Turn
+from mt_grpo.viewer.queries import Queries
 
 EMBEDDED = Path(mt_grpo.__file__).parent / "data" / "embedded" / "model" / "tokenizer.json"
+TOKENIZER = Tokenizer.from_file(str(EMBEDDED))
 HOSTILE = "<script>document.title = 'broken'</script><img src=x onerror=alert(1)>"
 REWARDS = [
     {"name": "tool_execution", "kind": "turn", "weight": 0.5, "maximum": 0.2},
@@ -26,68 +31,90 @@ REWARDS = [
 ]
 CAPITALS = {"Peru": "Lima", "Chile": "Santiago", "Kenya": "Nairobi", "Japan": "Tokyo", "Norway": "Oslo"}
 START = 1_760_000_000.0
+CONFIG = "model_name_or_path: org/small\nadvantage_estimator: gtpo\nlearning_rate: 0.00123\n"
+
+
+def copy_tokenizer(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    shutil.copy(EMBEDDED, folder)
 
 
 def write_run(
-    folder: Path,
-    steps: int = 3,
-    groups: int = 4,
-    group_size: int = 4,
-    turns: int = 3,
-    ranks: int = 1,
-    seed: int = 0,
-    poison: str = "",
+    folder: Path, steps: int = 3, groups: int = 4, group_size: int = 4, ranks: int = 1, seed: int = 0, poison: str = ""
 ) -> Path:
     """
     Writes a run: an evaluation of `groups` questions before and after, and `steps` steps of `groups` groups.
 
     Args:
         folder (`Path`): Its `output_dir`.
-        turns (`int`): Most turns of a conversation.
         ranks (`int`): Processes that write; each has whole groups.
         poison (`str`): Stands at the end of every name, question, answer and error.
     """
     rewards = [{**reward, "name": reward["name"] + poison} for reward in REWARDS]
     draw = random.Random(seed)
-    tokenizer = Tokenizer.from_file(str(EMBEDDED))
     writers = [RunWriter(folder, rank) for rank in range(ranks)]
-    about = {
-        "kind": "run",
-        "version": 1,
-        "started": START,
-        "group_size": group_size,
-        "group_size_eval": 1,
-        "processes": ranks,
-        "rewards": rewards,
-        "estimator": "mt_grpo" + poison,
-        "model": "embedded" + poison,
-        "options": {"learning_rate": "1e-4" + poison, "max_steps" + poison: 4} if poison else {},
-    }
-    writers[0].append([*writers[0].save_tokenizer(_copy_tokenizer), about])
+    sizes = {"started": START, "group_size": group_size, "group_size_eval": 1, "processes": ranks}
+    names = {"rewards": rewards, "estimator": "mt_grpo" + poison, "model": "embedded" + poison}
+    options = {"learning_rate": "1e-4" + poison, "max_steps" + poison: 4} if poison else {}
+    about = {"kind": "run", "version": 1, **sizes, **names, "options": options}
+    writers[0].append([*writers[0].save_tokenizer(copy_tokenizer), about])
     for moment in range(steps + 2):
         step = min(max(0, moment - 1), steps)
         mode = "train" if 0 < moment <= steps else "eval"
         size = group_size if mode == "train" else 1
-        lines: list[dict[str, Any]] = []
-        batches = []
-        for rank in range(ranks):
-            count = groups * size // ranks
+        count = groups * size // ranks
+        skill = step / max(1, steps)
+        batches, lines = [], []
+        for rank, writer in enumerate(writers):
             numbers = list(range(rank * count, (rank + 1) * count))
-            skill = step / max(1, steps)
-            made = [_conversation(draw, tokenizer, number, size, turns, skill, moment, poison) for number in numbers]
+            made = [_conversation(draw, number, number // size, skill, moment, poison) for number in numbers]
             batches.append(Batch(mode, step, 0, size, numbers, made, rewards))
-            lines += writers[rank].write(batches[-1])
+            lines += writer.write(batches[-1])
         writers[0].append(lines)
-        for rank, batch in enumerate(batches):
+        for writer, batch in zip(writers, batches, strict=True):
             advantages = [[draw.gauss(0, 1) for _ in each.turns] for each in batch.trajectories]
-            writers[0].append(writers[rank].write_credit(batch, advantages))
+            writers[0].append(writer.write_credit(batch, advantages))
             if mode == "train":
-                rows, summaries = _updates(draw, batch)
-                writers[0].append(writers[rank].write_updates(step, rows, summaries))
+                writers[0].append(writer.write_updates(step, *_updates(draw, batch)))
         if mode == "train":
             writers[0].append([_step(draw, step)])
             _add_metrics(folder, batches, step)
     return folder
+
+
+def write_conversations(
+    folder: Path,
+    made: list[Trajectory],
+    save_tokenizer: Callable[[Path], Any] = copy_tokenizer,
+    rewards: list[dict[str, Any]] = REWARDS,
+    **about: Any,
+) -> Path:
+    """Writes a run of one group, whose turns all have the advantage 0.5."""
+    writer, batch = RunWriter(folder), Batch("train", 0, 0, len(made), [*range(len(made))], made, rewards)
+    about = {"kind": "run", "version": 1, "group_size": len(made), "rewards": rewards, "estimator": "gtpo", **about}
+    writer.append([*writer.save_tokenizer(save_tokenizer), about, *writer.write(batch)])
+    writer.append(writer.write_credit(batch, [[0.5] * len(each.turns) for each in made]))
+    return folder
+
+
+def write_begun(folder: Path, error: str | None = None, config: str = CONFIG) -> Any:
+    """Writes options and a state alone: of a run that failed, or for as long as what is returned is entered."""
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(config)
+    at = {"step": 0, "of": 40, "waits_for": "sampling", "under_way": []}
+    pulse = Heartbeat(folder, lambda: at).beating()
+    if error is None:
+        return pulse
+    with suppress(ValueError), pulse:
+        raise ValueError(error)
+    return folder
+
+
+def queries_of(folder: Path) -> Queries:
+    """What a page asks of a run, which may have begun only."""
+    queries = Queries(open_run(folder, begun=True))
+    queries.answer("run", {})
+    return queries
 
 
 def index_line(session: str, **fields: Any) -> dict[str, Any]:
@@ -100,80 +127,53 @@ def index_line(session: str, **fields: Any) -> dict[str, Any]:
     return {"session": session, **numbers, **sizes, **texts, **rewards, **times, **fields}
 
 
-def _copy_tokenizer(folder: Path) -> None:
-    folder.mkdir(parents=True)
-    shutil.copy(EMBEDDED, folder)
-
-
 def _conversation(
-    draw: random.Random,
-    tokenizer: Tokenizer,
-    number: int,
-    size: int,
-    turns: int,
-    skill: float,
-    moment: int,
-    poison: str,
+    draw: random.Random, number: int, question: int, skill: float, moment: int, poison: str
 ) -> Trajectory:
-    country, capital = list(CAPITALS.items())[number // size % len(CAPITALS)]
+    """One of up to three turns, by a policy of some skill."""
+    country, capital = list(CAPITALS.items())[question % len(CAPITALS)]
     prompt = [
         {"role": "system", "content": "Answer with the tool."},
         {"role": "user", "content": f"What is the capital of {country}?{poison}"},
     ]
     start = START + 60 * moment
     made = Trajectory(prompt, session=f"s-{number}", row={"answer": [capital]}, start=start)
-    context = tokenizer.encode("\n".join(message["content"] for message in prompt)).ids
-    count = draw.randint(1, turns)
+    context = _ids("\n".join(message["content"] for message in prompt))
+    count = draw.randint(1, 3)
     for index in range(count):
         last = index == count - 1
         failed = draw.random() < 0.2 * (1 - skill) and not last
         text = f"<answer>{capital if draw.random() < 0.3 + 0.6 * skill else 'Paris'}</answer>"
         text = text if last else f'I look it up. <tool>{{"name": "search", "args": {{"query": "{country}"}}}}</tool>'
-        ids = tokenizer.encode(text).ids
-        turn = Turn(
-            index,
-            {"role": "assistant", "content": text},
-            num_tokens=len(ids),
-            context_length=len(context),
-            seconds=draw.uniform(0.2, 2.0),
-            weight_version=moment,
-            start=start,
-        )
+        ids = _ids(text)
+        turn = Turn(index, {"role": "assistant", "content": text}, num_tokens=len(ids), context_length=len(context))
+        turn.seconds, turn.weight_version, turn.start = draw.uniform(0.2, 2.0), moment, start
         if draw.random() < 0.1 and index:  # the history is rewritten
             context, turn.fork_cause = context[: len(context) // 2], "rewritten by the environment"
         made.tree.add_turn(context, ids, [round(-draw.expovariate(2.0), 6) for _ in ids])
         context = context + ids
+        start += turn.seconds
         if not last:
             result = f"Error: {HOSTILE}" if failed else f"The capital of {country} is {capital}. {HOSTILE}"
-            call = ToolCall(
-                "search" + poison,
-                {"query": country},
-                result,
-                f"Timeout: took longer than 5 s.{poison}" if failed else None,
-                True,
-                draw.uniform(0.01, 1.0),
-                start=start + turn.seconds,
-            )
+            error = f"Timeout: took longer than 5 s.{poison}" if failed else None
+            seconds = draw.uniform(0.01, 1.0)
+            call = ToolCall("search" + poison, {"query": country}, result, error, True, seconds, start=start)
             turn.tool_calls, turn.replies = [call], [{"role": "tool", "content": result}]
-            context = context + tokenizer.encode(result).ids
-            start += call.seconds
-        start += turn.seconds
+            context = context + _ids(result)
+            start += seconds
         made.turns.append(turn)
     made.answer = made.turns[-1].text.removeprefix("<answer>").removesuffix("</answer>") + poison
     made.seconds = start - made.start
     made.stop_reason = StopReason.ANSWERED if draw.random() < 0.9 else StopReason.TIMEOUT
-    made.rewards = {
-        "outcome": {
-            "exact_match" + poison: float(made.answer == capital + poison),
-            "format" + poison: None if number % 7 == 6 else 1.0,
-        },
-        "turn": {
-            "tool_execution" + poison: [
-                0.2 * (turn.num_failures == 0) if turn.num_attempts else None for turn in made.turns
-            ]
-        },
-    }
+    executed = [0.2 * (turn.num_failures == 0) if turn.num_attempts else None for turn in made.turns]
+    right = float(made.answer == capital + poison)
+    outcome = {"exact_match" + poison: right, "format" + poison: None if number % 7 == 6 else 1.0}
+    made.rewards = {"outcome": outcome, "turn": {"tool_execution" + poison: executed}}
     return made
+
+
+def _ids(text: str) -> list[int]:
+    return TOKENIZER.encode(text).ids
 
 
 def _updates(draw: random.Random, batch: Batch) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -181,33 +181,18 @@ def _updates(draw: random.Random, batch: Batch) -> tuple[list[dict[str, Any]], l
     for session, trajectory in zip(batch.sessions, batch.trajectories, strict=True):
         nodes = [trajectory.tree.nodes[index] for index in trajectory.tree.depth_first()]
         turns = [node.turn for node in nodes for _ in node.tokens]
-        begin = turns.index(0)
-        columns = [place - begin for place, turn in enumerate(turns) if turn >= 0]
+        columns = [place - turns.index(0) for place, turn in enumerate(turns) if turn >= 0]
         difference = np.array([draw.gauss(0, 0.01) for _ in columns])
         difference[0] += 0.5 * (draw.random() < 0.05)
         entropies = np.array([draw.expovariate(2.0) for _ in columns])
         ratios = np.array([draw.gauss(1, 0.05) for _ in columns])
         clipped = (abs(ratios - 1) > 0.1).astype(np.int8)
-        rows.append(
-            {
-                "session": session,
-                "mode": batch.mode,
-                "step": batch.step,
-                "k": batch.k,
-                "columns": columns,
-                "difference": difference.astype(np.float16),
-                "entropies": entropies.astype(np.float16),
-                "ratios": ratios.astype(np.float16),
-                "clipped": clipped,
-            }
-        )
-        summaries.append(
-            {
-                "mismatch": finite(float(abs(difference).max())),
-                "entropy": finite(float(entropies.mean())),
-                "clipped": finite(float(clipped.mean())),
-            }
-        )
+        values = {"difference": difference, "entropies": entropies, "ratios": ratios}
+        kept = {name: each.astype(np.float16) for name, each in values.items()}
+        of_batch = {"session": session, "mode": batch.mode, "step": batch.step, "k": batch.k}
+        rows.append({**of_batch, "columns": columns, "clipped": clipped, **kept})
+        means = {"mismatch": abs(difference).max(), "entropy": entropies.mean(), "clipped": clipped.mean()}
+        summaries.append({name: finite(float(value)) for name, value in means.items()})
     return rows, summaries
 
 

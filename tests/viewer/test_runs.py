@@ -1,4 +1,4 @@
-"""Several runs in one folder: their list, their curves, and the questions that all were asked."""
+"""Several runs in one folder, and a run before its first batch: what is known of them."""
 
 from __future__ import annotations
 
@@ -6,89 +6,65 @@ import subprocess
 import sys
 
 import pytest
-from support.browser import missing, open_browser, serving, watched
-from support.runs import write_run
+from support.runs import queries_of, write_begun, write_run
 
+from mt_grpo.app.view import open_run_parallel
 from mt_grpo.cli import main
 from mt_grpo.errors import UserError
 from mt_grpo.runlog import open_run
-from mt_grpo.runlog.heartbeat import Heartbeat
+from mt_grpo.viewer.queries import Queries
 from mt_grpo.viewer.runs import Runs, find_runs
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("several") / "runs"
-    for seed, (name, step) in enumerate((("first", 4), ("sweep/second", 2))):
-        run = write_run(folder / name, steps=4, seed=seed)
-        with Heartbeat(run, lambda step=step: {"step": step, "of": 4, "waits_for": "", "under_way": []}).beating():
-            pass
-    broken = write_run(folder / "broken", steps=1)
-    (broken / "metrics.jsonl").write_text("{}\n")
-    (folder / "notes").mkdir()
-    return folder
+BOTH = {"runs": "first\nsweep/second"}
 
 
 @pytest.fixture(scope="module")
-def runs(folder):
-    return Runs(folder)
+def runs(several_runs):
+    return Runs(several_runs)
 
 
-def test_runs_are_found_below_the_folder_and_not_in_each_other(folder):
-    assert list(find_runs(folder)) == ["broken", "first", "sweep/second"]
-
-
-def test_the_list_says_how_each_run_is(runs, folder):
+def test_the_list_says_how_each_run_is(runs, several_runs):
+    assert list(find_runs(several_runs)) == ["broken", "first", "sweep/second"]
     answer = {run["name"]: run for run in runs.answer("runs", {})["runs"]}
-    assert answer["first"]["status"] == "finished" and answer["sweep/second"]["status"] == "stopped"
-    assert (answer["sweep/second"]["of"], answer["first"]["rule"], answer["first"]["model"]) == (
-        4,
-        "mt_grpo",
-        "embedded",
-    )
-    rewards = [row["reward"] for row in open_run(folder / "first").metrics()]
-    assert answer["first"]["reward"] == rewards and answer["first"]["last"] == pytest.approx(sum(rewards) / 4)
+    first, second = answer["first"], answer["sweep/second"]
+    assert (first["status"], second["status"], second["of"]) == ("finished", "stopped", 4)
+    assert (first["rule"], first["model"]) == ("mt_grpo", "embedded")
+    rewards = [row["reward"] for row in open_run(several_runs / "first").metrics()]
+    assert first["reward"] == rewards and first["last"] == pytest.approx(sum(rewards) / 4)
     assert "metrics.jsonl has a line that is not JSON of metrics" in answer["broken"]["error"]
 
 
-def test_curves_are_of_each_run_by_step_and_time(runs):
-    asked = {"runs": "first\nsweep/second", "metric": "loss"}
-    by_step = runs.answer("curves", asked)
+def test_curves_are_of_each_run_by_step_and_time(runs, several_runs):
+    by_step = runs.answer("curves", {**BOTH, "metric": "loss"})
     assert by_step["curves"]["first"] == [[step, 0.01] for step in (1, 2, 3, 4)] and "entropy" in by_step["metrics"]
-    by_time = runs.answer("curves", {**asked, "by": "time"})
-    assert [x for x, _ in by_time["curves"]["first"]] == sorted(x for x, _ in by_time["curves"]["first"])
-    assert by_time["curves"]["first"][0][0] == 0.0
+    first = open_run(several_runs / "first")
+    ends = {step["step"] + 1: step["start"] + step["seconds"] for step in first.steps()}
+    by_time = runs.answer("curves", {**BOTH, "metric": "loss", "by": "time"})["curves"]["first"]
+    times = [x for x, _ in by_time]
+    assert times == [ends[row["step"]] - min(ends.values()) for row in first.metrics()] == sorted(times)
 
 
-def test_questions_are_those_that_all_were_asked(runs, folder):
-    answer = runs.answer("questions", {"runs": "first\nsweep/second"})
-    assert (
-        answer["asked"] == 4
-        and sum(answer["counts"][kind] for kind in ("all", "some", "none") if kind in answer["counts"]) == 4
-    )
+def test_questions_are_those_that_all_were_asked(runs, several_runs):
+    answer = runs.answer("questions", BOTH)
+    assert answer["asked"] == 4 == sum(answer["counts"].get(kind, 0) for kind in ("all", "some", "none"))
     for row in answer["rows"]:
-        for name, cell in zip(("first", "sweep/second"), row["cells"], strict=True):
-            whole = open_run(folder / name).trajectory(cell["session"])
-            assert whole["index"]["prompt"] == row["prompt"] and cell["answer"] == whole["answer"]
+        for name, cell in zip(BOTH["runs"].split(), row["cells"], strict=True):
+            whole = open_run(several_runs / name).trajectory(cell["session"])
+            assert (row["prompt"], cell["answer"]) == (whole["index"]["prompt"], whole["answer"])
             assert cell["right"] == (whole["rewards"]["outcome"]["exact_match"] == 1.0)
 
 
-def test_runs_are_compared_without_being_opened(folder):
-    runs = Runs(folder)
-    index = folder / "first" / "rollouts" / "index.jsonl"
+def test_runs_are_compared_without_being_opened(tmp_path):
+    for seed, name in enumerate(("first", "second")):
+        write_run(tmp_path / name, steps=2, seed=seed)
+    index, runs = tmp_path / "first" / "rollouts" / "index.jsonl", Runs(tmp_path)
     whole = index.read_bytes()
     place = whole.index(b'{"kind":"rollout","session":"train-')
     index.write_bytes(whole[:place] + b"{" + whole[place:])  # a line that is not needed here
-    try:
-        assert runs.answer("questions", {"runs": "first\nsweep/second"})["asked"] == 4
-        by_time = runs.answer("curves", {"runs": "first", "by": "time"})["curves"]["first"]
-        with pytest.raises(UserError, match="damaged line"):
-            runs.answer("run", {"run": "first"})
-    finally:
-        index.write_bytes(whole)
-    first = open_run(folder / "first")
-    ends = {step["step"] + 1: step["start"] + step["seconds"] for step in first.steps()}
-    assert [x for x, _ in by_time] == [ends[row["step"]] - min(ends.values()) for row in first.metrics()]
+    assert runs.answer("questions", {"runs": "first\nsecond"})["asked"] == 4
+    assert len(runs.answer("curves", {"runs": "first", "by": "time"})["curves"]["first"]) == 2
+    with pytest.raises(UserError, match="damaged line"):
+        runs.answer("run", {"run": "first"})
 
 
 OPENS = """
@@ -105,9 +81,11 @@ print(len(multiprocessing.active_children()))
 """
 
 
-def test_long_indices_are_read_by_other_processes(folder):
-    done = subprocess.run([sys.executable, "-c", OPENS, str(folder)], capture_output=True, text=True, timeout=120)
-    assert done.stdout == f"{len(open_run(folder / 'first').rows)} True 0\n", done.stderr
+def test_long_indices_are_read_by_other_processes(several_runs):
+    done = subprocess.run(
+        [sys.executable, "-c", OPENS, str(several_runs)], capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout == f"{len(open_run(several_runs / 'first').rows)} True 0\n", done.stderr
 
 
 def test_files_are_read_again_once_they_are_others(tmp_path):
@@ -133,55 +111,46 @@ def test_what_is_not_there_is_said(runs, question, asked, words):
         runs.answer(question, asked)
 
 
-def test_a_folder_without_runs_is_refused_in_a_sentence(tmp_path, capsys):
-    assert main(["view", str(tmp_path)]) == 1
-    said = capsys.readouterr().err
-    assert "is not the folder of a run and has none in it" in said and said.count("\n") == 1
+def test_folders_that_do_not_fit_are_refused(run_folder, several_runs, tmp_path, capsys):
+    """Without runs, with several for one file, with a run that has no conversations; and a file that is there."""
+    begun, file = write_begun(tmp_path / "begun", "none"), tmp_path / "file.html"
+    (tmp_path / "empty").mkdir()
+    file.write_text("mine")
+    young, there = (
+        "has no conversations so far",
+        "is there already: give another name, or `--overwrite` to replace it.",
+    )
+    for command, words in (
+        (["view", tmp_path / "empty"], "is not the folder of a run and has none in it"),
+        (["view", several_runs, "--export", tmp_path / "x.html"], "`--export` takes the folder of one run"),
+        (["view", begun, "--export", tmp_path / "x"], young),
+        (["export", begun, "--to", "jsonl"], young),
+        (["view", run_folder, "--export", file, "--filter", "step=3"], there),
+    ):
+        assert main([*map(str, command)]) == 1
+        said = capsys.readouterr().err
+        assert words in said and said.count("\n") == 1
+    assert file.read_text() == "mine"
+    assert main(["view", str(run_folder), "--export", str(file), "--filter", "step=3", "--overwrite"]) == 0
+    assert file.read_text() != "mine"
 
 
-def test_a_file_is_of_one_run(folder, tmp_path, capsys):
-    assert main(["view", str(folder), "--export", str(tmp_path / "x.html")]) == 1
-    assert "`--export` takes the folder of one run" in capsys.readouterr().err
+def test_a_young_run_answers_all_that_is_known(tmp_path):
+    with write_begun(tmp_path / "run"):
+        queries = Queries(open_run_parallel(str(tmp_path / "run"), begun=True))
+        assert queries.answer("run", {})["status"] == "running" and queries.answer("overview", {})["step"] == []
+        view = queries.answer("panel", {})
+        assert view["about"] == {"model": "org/small", "estimator": "gtpo"} and "0.00123" in view["config"]
+        (row,) = Runs(tmp_path).answer("runs", {})["runs"]
+        assert (row["status"], row["rule"], row["model"]) == ("running", "gtpo", "small")
+    write_run(tmp_path / "run", steps=1)  # its first batches
+    assert queries.answer("run", {})["conversations"] == 24 and queries.answer("overview", {})["step"] == [0]
 
 
-@pytest.mark.skipif(missing() is not None, reason=missing() or "")
-def test_runs_are_compared_and_opened(runs):
-    with open_browser() as browser, serving(runs) as server, watched(browser) as page:
-        page.goto(server.url)
-        page.wait_for_selector(".overlaid .line")
-        assert page.locator(".run-row:not(.th)").count() == 3
-        assert page.locator(".overlaid .line:not(.faint)").count() == 2
-        assert page.locator(".asked thead th").all_inner_texts()[1:] == ["sweep/second", "first"]
-        names = page.locator(".run-row:not(.th) .run-name a")
-        assert names.all_inner_texts() == ["sweep/second", "first", "broken"]  # the newest first
-        page.click(".th button:has-text('last 5')")
-        best_first = names.all_inner_texts()
-        page.click(".th button:has-text('last 5')")
-        assert names.all_inner_texts() == [*best_first[1::-1], "broken"] and "sort=last" in page.url
-        page.click(".th button:text-is('run')")
-        assert names.all_inner_texts() == ["sweep/second", "first", "broken"]
-        page.keyboard.press("Enter")
-        assert names.all_inner_texts() == ["broken", "first", "sweep/second"]
-        page.reload()
-        page.wait_for_selector(".overlaid .line")
-        assert names.all_inner_texts() == ["broken", "first", "sweep/second"]
-        page.click("button:has-text('finished')")
-        assert page.locator(".run-row:not(.th)").count() == 1
-        page.uncheck(".run-row input")
-        page.wait_for_function("() => document.querySelectorAll('.overlaid .line:not(.faint)').length === 1")
-        page.click(".run-row a:has-text('first')")
-        page.wait_for_function("() => performance.getEntriesByName('shown overview').length")
-        assert "run=first" in page.url and page.get_by_label("Run", exact=True).input_value() == "first"
-        page.click("nav a:has-text('Find')")
-        page.fill("#filter", "mode=eval")
-        page.wait_for_function("() => document.querySelector('#said').textContent.startsWith('8 of')")
-        page.reload()
-        page.wait_for_function("() => document.querySelector('#said')?.textContent.startsWith('8 of')")
-        page.get_by_label("Run", exact=True).select_option("sweep/second")
-        page.wait_for_function(
-            "location.hash.includes('second') && document.querySelector('#filter')?.value === 'mode=eval'"
-        )
-        page.goto(f"{server.url}#/find?run=nowhere")
-        page.wait_for_selector("#said.wrong")
-        page.wrong.clear()  # the browser notes the status 400
-        assert "There is no run 'nowhere'" in page.inner_text("#said")
+@pytest.mark.parametrize("config", ["- a list", "a: [", "[" * 20_000, "!!python/object:os.system x", "x: 1\n\0"])
+def test_a_failed_run_tells_its_error_and_any_config(tmp_path, config):
+    queries = queries_of(write_begun(tmp_path / "run", "no reward for row 3", config))
+    view, first = queries.answer("panel", {}), queries.answer("overview", {})["findings"][0]
+    assert (view["about"], view["config"]) == ({}, config)
+    said = first["level"], first["strong"], first["text"]
+    assert said == ("bad", "The run failed:", "ValueError: no reward for row 3")

@@ -1,37 +1,41 @@
-"""Search in what was said: the index, its terms, and the hits on the page."""
+"""Search in what was said, its index, and the notes beside a run."""
 
 from __future__ import annotations
 
 import json
 import shutil
 import threading
-import urllib.request
 
 import pytest
-from support.browser import missing, open_browser, serving, watched
-from support.runs import index_line, write_run
+from support.runs import index_line, queries_of, write_run
 
 from mt_grpo.cli import main
 from mt_grpo.errors import UserError
 from mt_grpo.runlog import open_run
 from mt_grpo.runlog.conversation import messages_of, words
+from mt_grpo.runlog.files import read_notes, write_note
 from mt_grpo.runlog.index import Table
-from mt_grpo.viewer.columns import parse_filter
-from mt_grpo.viewer.queries import Queries
 from mt_grpo.viewer.search import SearchIndex, hits
 
 
-@pytest.fixture(scope="module")
-def index(run_folder):
-    run = open_run(run_folder)
-    index = SearchIndex(run)
+def read(run, path=None):
+    index = SearchIndex(run, path)
     index.read_all(run.rows)
     return index
 
 
 @pytest.fixture(scope="module")
-def all_words(run_folder):
-    run = open_run(run_folder)
+def run(run_folder):
+    return open_run(run_folder)
+
+
+@pytest.fixture(scope="module")
+def index(run):
+    return read(run)
+
+
+@pytest.fixture(scope="module")
+def all_words(run):
     said = {row["session"]: "\n".join(map(words, messages_of(record))) for row, record in run.records()}
     return [said[row["session"]] for row in run.rows]
 
@@ -42,55 +46,28 @@ def test_it_finds_what_a_loop_over_all_words_finds(index, all_words, text):
     assert index.where(text, "said", len(all_words)).tolist() == wanted
 
 
-def test_a_phrase_does_not_go_from_one_part_into_the_next(index, all_words):
-    assert not index.where("up tool name search the capital", "said", len(all_words)).any()
+@pytest.mark.parametrize("text", ['"', "NEAR(", "*", "a\0b", "said : x", "-", "", "up tool name search the capital"])
+def test_no_text_is_a_language_or_goes_over_parts(index, all_words, text):
+    found = index.where(text, "said", len(all_words))
+    assert len(found) == len(all_words) and not (len(text) > 10 and found.any())
 
 
-@pytest.mark.parametrize("text", ['"', "NEAR(", "*", "a\0b", "said : x", "-", ""])
-def test_no_text_is_read_as_a_language_of_queries(index, all_words, text):
-    index.where(text, "said", len(all_words))
-
-
-@pytest.mark.parametrize(
-    ("term", "holds"),
-    [
-        ("tool=search", lambda row: row["calls"] > 0),
-        ("tool=other", lambda row: False),
-        ("advantage<-1.5", lambda row: any(value < -1.5 for value in row["advantages"] or ())),
-        ("turn_reward>=0.1", lambda row: any(value is not None and value >= 0.1 for value in row["turn_rewards"])),
-        ("reward.exact_match>0.5", lambda row: row["rewards"]["exact_match"] > 0.5),
-        ('error="took longer than"', lambda row: sum(row["errors"]) > 0),
-    ],
-)
-def test_terms_count_what_a_loop_counts(index, run_folder, term, holds):
-    queries = Queries(open_run(run_folder))
-    queries.answer("run", {})
-    queries.columns.said = index.where
-    assert queries.columns.where(parse_filter(term)).tolist() == [bool(holds(row)) for row in queries.run.rows]
-
-
-def test_characters_without_spaces_between_are_found(tmp_path, run_folder):
-    run = open_run(run_folder)
-    index = SearchIndex(run)
+def test_characters_without_spaces_between_are_found(run):
+    index, table = SearchIndex(run), Table()
     record = {"prompt": [{"role": "user", "content": "法国的首都是哪里"}], "turns": [], "error": None}
     index._run = type("Run", (), {"records": lambda self, rows: [(rows[0], record)], "checksum": run.checksum})()
-    table = Table()
     table.add("rollout", [index_line("s")])
     index.read_all(table)
     assert index.where("首都", "said", 1).all() and not index.where("都首", "said", 1).any()
 
 
-def test_an_index_is_kept_and_follows_the_run(tmp_path):
-    whole = write_run(tmp_path / "whole", steps=2)
-    folder, path = tmp_path / "run", tmp_path / "words.sqlite"
-    shutil.copytree(whole, folder)
-    lines = (folder / "rollouts" / "index.jsonl").read_bytes().splitlines(keepends=True)
-    (folder / "rollouts" / "index.jsonl").write_bytes(b"".join(lines[:20]))
+def test_an_index_is_kept_and_follows_the_run(run_folder, tmp_path):
+    folder, path = shutil.copytree(run_folder, tmp_path / "run"), tmp_path / "words.sqlite"
+    whole = (folder / "rollouts" / "index.jsonl").read_bytes()
+    (folder / "rollouts" / "index.jsonl").write_bytes(b"".join(whole.splitlines(keepends=True)[:20]))
     run = open_run(folder)
-    first = SearchIndex(run, path)
-    first.read_all(run.rows)
-    few = first.read
-    (folder / "rollouts" / "index.jsonl").write_bytes(b"".join(lines))
+    few = read(run, path).read
+    (folder / "rollouts" / "index.jsonl").write_bytes(whole)
     run.refresh()
     again = SearchIndex(run, path)
     assert len(again._documents) == few  # those are not read again
@@ -99,7 +76,7 @@ def test_an_index_is_kept_and_follows_the_run(tmp_path):
     assert again.where("look it up", "said", len(run.rows)).sum() == sum(row["calls"] > 0 for row in run.rows)
 
 
-def test_an_index_that_has_read_all_has_no_thread(run_folder):
+def test_an_index_that_has_read_all_has_no_thread(run):
     def end():
         for thread in threading.enumerate():
             if thread.name == "mt-grpo-search":
@@ -107,7 +84,6 @@ def test_an_index_that_has_read_all_has_no_thread(run_folder):
                 assert not thread.is_alive()
 
     end()  # of tests before
-    run = open_run(run_folder)
     index = SearchIndex(run)
     for _ in range(2):
         index.follow(run.rows)
@@ -115,59 +91,66 @@ def test_an_index_that_has_read_all_has_no_thread(run_folder):
     assert index.read == len(run.rows)
 
 
-def test_a_damaged_index_is_made_again(tmp_path, run_folder):
+def test_a_damaged_index_is_made_again(tmp_path, run):
     path = tmp_path / "words.sqlite"
     path.write_bytes(b"SQLite format 3\0" + b"nothing like it" * 500)
-    run = open_run(run_folder)
-    index = SearchIndex(run, path)
-    index.read_all(run.rows)
-    assert index.where("look it up", "said", len(run.rows)).any()
+    assert read(run, path).where("look it up", "said", len(run.rows)).any()
 
 
 def test_a_damaged_file_of_the_run_is_said(tmp_path):
-    folder = write_run(tmp_path / "run", steps=1)
-    next((folder / "rollouts").glob("train-*.parquet")).write_bytes(b"nothing")
-    run = open_run(folder)
+    next((write_run(tmp_path, steps=1) / "rollouts").glob("train-*.parquet")).write_bytes(b"nothing")
     with pytest.raises(UserError, match=r"is damaged .*: bring it back"):
-        SearchIndex(run).read_all(run.rows)
+        read(open_run(tmp_path))
 
 
-def test_hits_name_turn_and_part(run_folder):
-    run = open_run(run_folder)
-    row, record = next((row, record) for row, record in run.records() if row["calls"])
+def test_hits_name_turn_and_part(run):
+    record = next(record for row, record in run.records() if row["calls"])
     (hit, *_) = hits(record, ["LOOK it up"])
     assert (hit["turn"], hit["part"], hit["before"], hit["hit"]) == (1, "turn", "I ", "look it up")
     assert hits(record, ["no such words"]) == []
 
 
+def exported(folder, tmp_path, text):
+    path = tmp_path / "x.jsonl"
+    assert main(["export", str(folder), "--to", "messages", "--output", str(path), "--filter", text]) == 0
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def test_an_export_searches_as_the_page_does(run_folder, tmp_path, monkeypatch, all_words):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    path = tmp_path / "x.jsonl"
     text = "The capital of Peru is"
-    assert main(["export", str(run_folder), "--to", "messages", "--output", str(path), "--filter", f'"{text}"']) == 0
-    assert len(path.read_text().splitlines()) == sum(text in each for each in all_words)
+    assert len(exported(run_folder, tmp_path, f'"{text}"')) == sum(text in each for each in all_words)
 
 
-def test_conversations_are_downloaded_from_the_page(server, queries):
-    with urllib.request.urlopen(f"{server.url}export/messages?q=mode%3Deval") as answer:
-        lines = [json.loads(line) for line in answer.read().splitlines()]
-        assert answer.headers["Content-Disposition"] == 'attachment; filename="messages.jsonl"'
-    assert [line["session"] for line in lines] == [row["session"] for row in queries.run.rows if row["mode"] == "eval"]
-    with pytest.raises(urllib.error.HTTPError) as refused:
-        urllib.request.urlopen(f"{server.url}export/nothing")
-    assert "give one of messages, sharegpt, tokens, preferences, jsonl" in refused.value.read().decode()
+def test_notes_are_kept_found_and_exported(run_folder, tmp_path):
+    folder = shutil.copytree(run_folder, tmp_path / "run")
+    queries = queries_of(folder)
+    sessions = [row["session"] for row in queries.run.rows]
+    first, second = sessions[3], sessions[9]
+    queries.note({"session": first}, True, "Look <here>")
+    queries.note({"session": second}, False, "and here")
+    notes = {first: {"star": True, "note": "Look <here>"}, second: {"star": False, "note": "and here"}}
+    assert read_notes(folder) == notes
+    again = queries_of(folder)
+    others = [place for place in range(len(sessions)) if place != 3]
+    both, look = [3, 9], [3]
+    for text, places in {
+        "star=1": look,
+        "star=0": others,
+        "note=HERE": both,
+        "note=look": look,
+        'note!=""': both,
+    }.items():
+        assert again.select(text).tolist() == places, text
+    (line,) = exported(folder, tmp_path, "star=1")
+    assert (line["session"], line["star"], line["note"]) == (first, True, "Look <here>")
+    queries.note({"session": first}, False, " ")
+    assert list(read_notes(folder)) == [second]
 
 
-@pytest.mark.skipif(missing() is not None, reason=missing() or "")
-def test_hits_are_marked_on_the_page(run_folder, all_words):
-    with open_browser() as browser, serving(Queries(open_run(run_folder))) as server, watched(browser) as page:
-        page.goto(f"{server.url}#/find?q=%22The+capital+of+Peru+is%22")
-        page.wait_for_selector(".hit mark")
-        page.wait_for_function("() => document.querySelector('#said').textContent.endsWith('every word read')")
-        wanted = sum("The capital of Peru is" in each for each in all_words)
-        assert page.inner_text("#said").startswith(f"{wanted} of ")
-        assert page.locator(".hit mark").first.inner_text() == "The capital of Peru is"
-        assert "turn 1 · result" in page.inner_text(".hits >> nth=0")
-        with page.expect_download() as download:
-            page.click(".exports a:text-is('messages')")
-        assert len(download.value.path().read_text().splitlines()) == wanted
+def test_notes_that_cannot_be_kept_are_refused(tmp_path):
+    with pytest.raises(UserError, match="The note has 5000 characters, and may have 4000: shorten it"):
+        write_note(tmp_path, "s", True, "x" * 5000)
+    (tmp_path / "notes.json").write_text('{"s": {"star": 1}}')
+    with pytest.raises(UserError, match=r"notes.json is damaged \(.*\): bring it back, or remove it"):
+        read_notes(tmp_path)

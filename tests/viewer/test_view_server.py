@@ -1,67 +1,92 @@
-"""The server of the page: whom it answers, and with what headers."""
+"""The server of the page: whom it answers, with what headers, and who may write notes."""
 
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 from http.client import HTTPConnection
 
 import pytest
+from support.browser import serving
+from support.runs import queries_of
 
+from mt_grpo.runlog.files import read_notes
 from mt_grpo.viewer.server import Server
 
 
-def get(server, path="/", host=None, method="GET"):
+def ask(server, path="/", host=None, method="GET", body=None, **headers):
+    """What is answered: the status, the headers and the text."""
     connection = HTTPConnection("127.0.0.1", server.server_port, timeout=60)
     connection.putrequest(method, path, skip_host=True)
-    if host != "":
-        connection.putheader("Host", host or f"127.0.0.1:{server.server_port}")
-    connection.endheaders()
+    content = b"" if body is None else json.dumps(body).encode()
+    for name, value in {"Host": host or f"127.0.0.1:{server.server_port}", **headers}.items():
+        if not (name == "Host" and host == ""):
+            connection.putheader(name.replace("_", "-"), value)
+    connection.putheader("Content-Length", str(len(content)))
+    connection.endheaders(content)
     answer = connection.getresponse()
-    body = answer.read()
+    text = answer.read().decode()
     connection.close()
-    return answer, body
+    return answer.status, answer.headers, text
 
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:8431", "127.0.0.1.evil.example", "", "10.0.0.1:80"])
 @pytest.mark.parametrize("path", ["/", "/api/run"])
 def test_another_host_name_is_refused(server, host, path):
-    answer, body = get(server, path, host)
-    assert answer.status == 403 and b"conversations" not in body
+    status, _, text = ask(server, path, host)
+    assert status == 403 and "conversations" not in text
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1:1", "localhost:9999", "localhost", "[::1]:8431"])
 def test_names_of_this_machine_are_answered(server, host):
-    assert get(server, "/api/run", host)[0].status == 200
+    assert ask(server, "/api/run", host)[0] == 200 and server.server_address[0] == "127.0.0.1"
 
 
 @pytest.mark.parametrize("path", ["/", "/app.js", "/style.css", "/api/run", "/missing", "/api/trajectory?session=x"])
 def test_every_answer_forbids_what_is_from_elsewhere(server, path):
-    answer, _ = get(server, path)
-    policy = answer.headers["Content-Security-Policy"]
+    _, headers, _ = ask(server, path)
+    policy = headers["Content-Security-Policy"]
     assert "default-src 'none'" in policy and "unsafe" not in policy and "http" not in policy
-    assert answer.headers["X-Content-Type-Options"] == "nosniff"
-    assert answer.headers["Access-Control-Allow-Origin"] is None
+    assert (headers["X-Content-Type-Options"], headers["Access-Control-Allow-Origin"]) == ("nosniff", None)
 
 
 @pytest.mark.parametrize(
-    "path", ["/../queries.py", "/..%2fqueries.py", "/page/app.js", "//etc/passwd", "/__init__.py"]
+    ("path", "status", "words"),
+    [
+        *[(path, 404, "") for path in ("/../queries.py", "/..%2fqueries.py", "/page/app.js", "//etc/passwd")],
+        ("/__init__.py", 404, ""),
+        ("/api/find?q=rewrd%3C1", 400, "the nearest is"),
+        ("/export/nothing", 400, "give one of messages, sharegpt, tokens, preferences, jsonl"),
+    ],
 )
-def test_only_files_of_the_page_are_served(server, path):
-    assert get(server, path)[0].status == 404
+def test_what_is_not_there_is_not_served(server, path, status, words):
+    answer = ask(server, path)
+    assert answer[0] == status and words in answer[2]
 
 
-def test_nothing_can_be_changed(server):
-    assert get(server, "/", method="POST")[0].status == 501
+def test_conversations_are_downloaded_from_the_page(server, queries):
+    _, headers, text = ask(server, "/export/messages?q=mode%3Deval")
+    wanted = [row["session"] for row in queries.run.rows if row["mode"] == "eval"]
+    assert [json.loads(line)["session"] for line in text.splitlines()] == wanted
+    assert headers["Content-Disposition"] == 'attachment; filename="messages.jsonl"'
 
 
-def test_a_question_that_fails_says_why(server):
-    answer, body = get(server, "/api/find?q=rewrd%3C1")
-    assert answer.status == 400 and "the nearest is" in json.loads(body)["error"]
+def test_only_the_page_itself_writes_and_only_notes(run_folder, tmp_path):
+    folder = shutil.copytree(run_folder, tmp_path / "run")
+    queries = queries_of(folder)
+    session, star = queries.run.rows[0]["session"], {"star": True, "note": ""}
+    with serving(queries) as server:
+        own = {"Content_Type": "application/json", "Origin": server.url.rstrip("/")}
 
+        def post(body, to=session, **headers):
+            return ask(server, f"/api/note?session={to}", None, "POST", body, **own | headers)
 
-def test_it_listens_on_this_machine_only(server):
-    assert server.server_address[0] == "127.0.0.1"
+        assert ask(server, "/", method="POST")[0] == 501
+        assert [post(star, Origin="http://elsewhere")[0], post(star, Content_Type="text/plain")[0]] == [403, 403]
+        wrong = [post(body)[0] for body in ([], {"star": 1, "note": ""}, {"star": True})]
+        assert [*wrong, post(star, "nobody")[0]] == [400] * 4 and read_notes(folder) == {}
+        assert json.loads(post(star)[2])["notes"][session]["star"]
 
 
 def test_the_next_free_port_is_taken(queries, monkeypatch):

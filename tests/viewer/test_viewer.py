@@ -19,6 +19,9 @@ from mt_grpo.viewer import render_trajectory, visible
 
 ATTACK = "a\x1b]0;title\x07b\x1b[2J\x1b]52;c;bGlt\x1b\\c\r\x08\x7f\x9b31m\x00\u202ed\u2066\u200f"
 HARMLESS = "\tPerú 🙂 北京 [bold]not markup[/bold] [/]\n\u200d"
+FAILS = (
+    f"from mt_grpo import cli\ndef fail(arguments):\n    raise RuntimeError({ATTACK!r})\ncli._interruptible(fail)([])"
+)
 
 
 def drawn(renderable, **options) -> str:
@@ -45,39 +48,24 @@ def test_a_conversation_does_nothing_to_the_terminal(color):
     tree.add_turn(tokenizer.encode(ATTACK), action, [0.0] * len(action))
     trajectory = Trajectory([], tree=tree, stop_reason=StopReason.ENV_ERROR, error=ATTACK)
     trajectory.rewards = {"turn": {f"r{ATTACK}[red]": [1.0, None]}, "outcome": {}}
-    shown = drawn(render_trajectory(trajectory, tokenizer, color))
-    assert not controls(shown)
-    assert "[bold]not markup[/bold]" in shown and "[red]: 1, -" in shown and shown.count("\\x1b]0;title") == 4
-
-
-def test_the_frames_of_the_users_code_are_shown():
-    trajectory = Trajectory(
-        [], stop_reason=StopReason.ENV_ERROR, error="KeyError: 'a'", where="env.py, line 3, in step"
-    )
+    trajectory.where = "env.py, line 3, in step"
     trajectory.traceback = "File \"env.py\", line 3, in step\n    return {}['\x1b']"
-    shown = drawn(render_trajectory(trajectory, build_tokenizer()))
-    assert 'File "env.py", line 3, in step' in shown and not controls(shown) and "\\x1b" in shown
+    shown = drawn(render_trajectory(trajectory, tokenizer, color))
+    assert not controls(shown) and shown.count("\\x1b]0;title") == 4
+    for words in ("[bold]not markup[/bold]", "[red]: 1, -", 'File "env.py", line 3, in step', "return {}['\\x1b']"):
+        assert words in shown
 
 
 def test_an_error_does_nothing_to_the_terminal(capsys):
     print_error(UserError(f"bad {ATTACK}"))
     printed = capsys.readouterr().err
     assert not controls(printed) and "\\x1b]0;title" in printed
-
-
-def test_a_traceback_does_nothing_to_the_terminal():
-    code = (
-        "from mt_grpo import cli\n"
-        "def fail(arguments):\n"
-        f"    raise RuntimeError({ATTACK!r})\n"
-        "cli._interruptible(fail)([])\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", FAILS], capture_output=True, text=True)
     assert done.returncode == 1 and "RuntimeError: a\\x1b]0;title" in done.stderr and "Traceback" in done.stderr
     assert not controls(done.stderr)
 
 
 def test_names_of_rewards_are_no_markup():
     measures = {"[red]mine[/red] [/]": 0.5, "questions": 2}
-    assert "[red]mine[/red] [/]" in drawn(table(measures, measures, "title [/x]"), width=100)
-    assert "title [/x]" in drawn(table(measures, measures, "title [/x]"), width=100)
+    shown = drawn(table(measures, measures, "title [/x]"), width=100)
+    assert "[red]mine[/red] [/]" in shown and "title [/x]" in shown
