@@ -1,3 +1,5 @@
+"""Kernels over packed trees against attention written out, and which of them runs where."""
+
 import functools
 import warnings
 
@@ -5,20 +7,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.forests import make_tree
+from support.forests import flex_on_a_cpu, forests, make_tree
 from support.memory import peak_memory
 from support.models import build_model
 from torch.nn.attention.flex_attention import flex_attention
-from transformers import (
-    DogeConfig,
-    DogeForCausalLM,
-    GPTNeoConfig,
-    GPTNeoForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    RwkvConfig,
-    RwkvForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from mt_grpo.errors import UnsupportedModelError
 from mt_grpo.forward import kernels
@@ -30,9 +23,8 @@ from mt_grpo.forward.model import check_model
 from mt_grpo.forward.packing import pack
 
 CPU = torch.device("cpu")
-token = st.integers(1, 3)
-timestep = st.tuples(st.lists(token, min_size=1, max_size=8), st.lists(token, max_size=4))
-forests = st.lists(st.lists(timestep, min_size=1, max_size=4), min_size=1, max_size=4)
+FORKED = pack([make_tree([([1, 2], [3]), ([1, 4], [5, 6])])])
+scores = st.sampled_from(["plain", "cap", "bias", "sinks", "all"])
 
 
 def make_qkv(size, heads=4, groups=2, dim=8, dtype=torch.float64):
@@ -41,50 +33,55 @@ def make_qkv(size, heads=4, groups=2, dim=8, dtype=torch.float64):
     return [torch.randn(*shape, generator=generator, dtype=dtype).requires_grad_() for shape in shapes]
 
 
-def attend(kernel, packed, tensors, window, score=PLAIN):
-    output = KERNELS[kernel](TreeLayout(packed, kernel), *tensors, 0.3, window, score)
-    weights = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output)
-    wanted = [*tensors, *([] if score.sinks is None else [score.sinks])]
-    return output.detach(), *torch.autograd.grad((output * weights).sum(), wanted)
+def plain_qkv(heads=4, groups=1, dim=16, packed=FORKED):
+    """As FlexAttention takes them on a CPU, where it has no backward."""
+    return [tensor.detach().float() for tensor in make_qkv(len(packed.input_ids), heads, groups, dim)]
 
 
 def make_score(kind, heads=4, depth=400, dtype=torch.float64):
     values = torch.linspace(-2, 2, heads * depth, dtype=dtype).view(heads, depth)
-    return {
-        "plain": PLAIN,
-        "cap": Score(cap=0.7),
-        "bias": Score(bias=values),
-        "sinks": Score(sinks=values[:, 0].clone().requires_grad_()),
-        "all": Score(cap=0.7, bias=values, sinks=values[:, 0].clone().requires_grad_()),
-    }[kind]
+    sinks = values[:, 0].clone().requires_grad_()
+    parts = {"cap": 0.7, "bias": values, "sinks": sinks}
+    return PLAIN if kind == "plain" else Score(**(parts if kind == "all" else {kind: parts[kind]}))
 
 
-scores = st.sampled_from(["plain", "cap", "bias", "sinks", "all"])
-windows = st.sampled_from([None, 1, 2, 3, 7, Chunk(1), Chunk(2), Chunk(5)])
+def attend(kernel, packed, tensors, window, score=PLAIN):
+    """What a kernel gives, and the gradients of all that learns."""
+    output = KERNELS[kernel](TreeLayout(packed, kernel), *tensors, 0.3, window, score)
+    weights = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output)
+    learns = [each for each in (*tensors, score.sinks) if each is not None and each.requires_grad]
+    return output.detach(), *torch.autograd.grad((output * weights).sum(), learns)
 
 
 def test_scores_are_those_of_attention_written_out():
-    packed = pack([make_tree([([1, 2], [3]), ([1, 4], [5, 6])])])
-    query, key, value = (tensor.detach() for tensor in make_qkv(len(packed.input_ids)))
-    score, depth = make_score("all"), packed.position_ids
+    query, key, value = (tensor.detach() for tensor in make_qkv(len(FORKED.input_ids)))
+    score, depth = make_score("all"), FORKED.position_ids
+    outputs = [
+        KERNELS[kernel](TreeLayout(FORKED, kernel), query, key, value, 0.3, None, score)
+        for kernel in ("segment", "dense")
+    ]
     for head in range(4):
         for q in range(len(depth)):
-            seen = [k for k in range(q + 1) if q <= packed.subtree_end[k]]
+            seen = [k for k in range(q + 1) if q <= FORKED.subtree_end[k]]
             raw = [0.3 * query[0, head, q] @ key[0, head // 2, k] for k in seen]
             biased = [0.7 * torch.tanh(x / 0.7) + score.bias[head, depth[k]] for x, k in zip(raw, seen, strict=True)]
             weights = torch.stack([*biased, score.sinks[head]]).softmax(dim=0)[:-1].detach()
             expected = sum(weight * value[0, head // 2, k] for weight, k in zip(weights, seen, strict=True))
-            for kernel in ("segment", "dense"):
-                output = KERNELS[kernel](TreeLayout(packed, kernel), query, key, value, 0.3, None, score)
+            for output in outputs:
                 torch.testing.assert_close(output[0, head, q].detach(), expected)
 
 
 @settings(max_examples=50, deadline=None)
-@given(forests, windows, st.sampled_from([1, 2, 4]), scores, st.sampled_from([2**24, 64, 1]))
+@given(
+    forests,
+    st.sampled_from([None, 1, 2, 3, 7, Chunk(1), Chunk(2), Chunk(5)]),
+    st.sampled_from([1, 2, 4]),
+    scores,
+    st.sampled_from([2**24, 64, 1]),
+)
 def test_segments_attend_as_the_whole_mask_does(forest, window, groups, kind, elements):
-    packed = pack([make_tree(timesteps) for timesteps in forest])
+    packed, score = pack(list(map(make_tree, forest))), make_score(kind)
     tensors = make_qkv(len(packed.input_ids), groups=groups)
-    score = make_score(kind)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layout_module, "MASK_ELEMENTS", elements)  # long chains attend in pieces, here short ones too
         patch.setattr(layout_module, "FEWEST_QUERIES", 1)
@@ -95,8 +92,7 @@ def test_segments_attend_as_the_whole_mask_does(forest, window, groups, kind, el
 
 @pytest.mark.parametrize(("kind", "tokens", "branches"), [("plain", 65_536, 4), ("all", 12_288, 2)])
 def test_memory_does_not_grow_with_the_square_of_a_row(kind, tokens, branches):
-    trees = [make_tree([([1, branch] + [3] * (tokens // branches), [4])]) for branch in range(branches)]
-    packed = pack(trees)
+    packed = pack([make_tree([([1, branch] + [3] * (tokens // branches), [4])]) for branch in range(branches)])
     tensors = make_qkv(len(packed.input_ids), heads=1, groups=1, dtype=torch.float32)
     score = make_score(kind, heads=1, depth=tokens, dtype=torch.float32)
     assert peak_memory(lambda: attend("segment", packed, tensors, None, score)) < 1e9  # masks or scores take more
@@ -111,7 +107,7 @@ def test_the_mask_of_a_short_row_is_small(window):
 @settings(max_examples=50, deadline=None)
 @given(forests, st.sampled_from([None, 1, 3, Chunk(1), Chunk(3)]))
 def test_the_mask_shows_a_token_its_ancestors_in_the_window(forest, window):
-    packed = pack([make_tree(timesteps) for timesteps in forest])
+    packed = pack(list(map(make_tree, forest)))
     size = len(packed.input_ids)
     expected = torch.zeros(size, size, dtype=torch.bool)
     for token in range(size):
@@ -138,57 +134,34 @@ def test_flex_attends_as_the_whole_mask_does(seed, window, lengths, kind):
         cut = int(torch.randint(len(context) + 1, (), generator=generator))
         context = context[:cut] + torch.randint(50, (length,), generator=generator).tolist()
         trees.append(make_tree([(context, [51])]))
-    packed = pack(trees)
-    tensors = [tensor.detach().float() for tensor in make_qkv(len(packed.input_ids))]
-    score = make_score(kind, depth=2000, dtype=torch.float32)
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        patch.setattr(kernels, "compiled_flex", lambda device: kernels.uncompiled_flex)  # compiled on GPUs only
+    packed, score = pack(trees), make_score(kind, depth=2000, dtype=torch.float32)
+    tensors = plain_qkv(groups=2, dim=8, packed=packed)
+    with flex_on_a_cpu():
         ours = KERNELS["flex"](TreeLayout(packed, "flex"), *tensors, 0.3, window, score)
     oracle = KERNELS["dense"](TreeLayout(packed, "dense"), *tensors, 0.3, window, score)
     torch.testing.assert_close(ours, oracle, rtol=1e-4, atol=1e-5)
-    assert_blocks_agree(TreeLayout(packed), window)
-
-
-def assert_blocks_agree(layout, window):
-    """Blocks called full are visible to the last token, blocks left out hold nothing visible."""
-    mask = layout.block_mask(CPU, window)
-    dense = layout.dense_mask(CPU, window)
-    full, partial = (
-        {
-            (row, column)
-            for row in range(counts.shape[-1])
-            for column in indices[0, 0, row, : counts[0, 0, row]].tolist()
-        }
-        for counts, indices in (
-            (mask.full_kv_num_blocks, mask.full_kv_indices),
-            (mask.kv_num_blocks, mask.kv_indices),
-        )
-    )
+    layout = TreeLayout(packed)
+    mask, dense = layout.block_mask(CPU, window), layout.dense_mask(CPU, window)
+    full = blocks(mask.full_kv_num_blocks, mask.full_kv_indices)
+    partial = blocks(mask.kv_num_blocks, mask.kv_indices)
     assert not full & partial
     for row, queries in enumerate(dense.split(BLOCK, dim=0)):
         for column, block in enumerate(queries.split(BLOCK, dim=1)):
-            if (row, column) in full:
-                assert block.all()
-            elif (row, column) not in partial:
-                assert not block.any()
+            assert block.all() or (row, column) not in full
+            assert not block.any() or (row, column) in full | partial
 
 
-def test_flex_sinks_learn_as_written_out(monkeypatch):
-    monkeypatch.setattr(kernels, "compiled_flex", lambda device: kernels.uncompiled_flex)  # compiled on GPUs only
-    packed = pack([make_tree([([1, 2], [3]), ([1, 4], [5, 6])])])
-    tensors = [
-        tensor.detach().float() for tensor in make_qkv(len(packed.input_ids))
-    ]  # no backward of its own on a CPU
-    gradients = []
-    for kernel in ("flex", "dense"):
-        score = make_score("sinks", dtype=torch.float32)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            output = KERNELS[kernel](TreeLayout(packed, kernel), *tensors, 0.3, None, score)
-        weights = torch.linspace(-1, 1, output.numel()).view_as(output)
-        gradients += torch.autograd.grad((output * weights).sum(), score.sinks)
-    torch.testing.assert_close(*gradients)
+def blocks(counts, indices):
+    """The rows and columns of blocks that a mask lists."""
+    rows = range(counts.shape[-1])
+    return {(row, column) for row in rows for column in indices[0, 0, row, : counts[0, 0, row]].tolist()}
+
+
+def test_flex_sinks_learn_as_written_out():
+    score = make_score("sinks", dtype=torch.float32)
+    with flex_on_a_cpu():
+        found = attend("flex", FORKED, plain_qkv(), None, score)
+    torch.testing.assert_close(found, attend("dense", FORKED, plain_qkv(), None, score))
 
 
 def test_flex_skips_the_blocks_of_other_branches():
@@ -196,15 +169,7 @@ def test_flex_skips_the_blocks_of_other_branches():
     trees = [make_tree([([*prompt, 1000 + branch], [7] * (BLOCK - 1))]) for branch in range(branches)]
     mask = TreeLayout(pack(trees)).block_mask(CPU, None)
     assert mask.full_kv_num_blocks.flatten().tolist() == [0, 1, 1, 1, 1]  # the prompt
-    assert mask.kv_num_blocks.flatten().tolist() == [1, 1, 1, 1, 1]  # its own branch
-    assert [mask.kv_indices[0, 0, row, 0].item() for row in range(5)] == [0, 1, 2, 3, 4]
-
-
-FORKED = pack([make_tree([([1, 2], [3]), ([1, 4], [5])])])
-
-
-def queries(heads):
-    return [tensor.detach().float() for tensor in make_qkv(len(FORKED.input_ids), heads, 1, 16)]
+    assert blocks(mask.kv_num_blocks, mask.kv_indices) == {(row, row) for row in range(5)}  # its own branch
 
 
 @pytest.fixture
@@ -214,19 +179,24 @@ def compiling(monkeypatch):
     kernels._compiled.cache_clear()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     monkeypatch.setattr(kernels, "compiled_flex", lambda device: kernels._compiled())
-    yield lambda heads: KERNELS["flex"](TreeLayout(FORKED), *queries(heads), 0.3, None)
+    yield lambda heads: KERNELS["flex"](TreeLayout(FORKED), *plain_qkv(heads), 0.3, None)
     kernels._compiled.cache_clear()
     torch._dynamo.reset()
 
 
 def test_more_head_layouts_than_dynamo_allows_are_compiled(compiling):
+    """And other compiled functions keep their limit."""
     assert torch._dynamo.config.recompile_limit == 8
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # FlexAttention warns where it runs uncompiled
         for heads in range(2, 14):
-            oracle = KERNELS["dense"](TreeLayout(FORKED), *queries(heads), 0.3, None)
+            oracle = KERNELS["dense"](TreeLayout(FORKED), *plain_qkv(heads), 0.3, None)
             torch.testing.assert_close(compiling(heads), oracle)
     assert torch._dynamo.config.recompile_limit == 8
+    counted = torch._dynamo.utils.counters["stats"]
+    other, before = torch.compile(flex_attention, dynamic=True), counted["unique_graphs"]
+    other(*plain_qkv(2), block_mask=TreeLayout(FORKED).block_mask(CPU, None), enable_gqa=True)
+    assert counted["unique_graphs"] == before + 1
 
 
 def test_past_its_own_limit_flex_fails_and_names_the_mend(compiling, monkeypatch):
@@ -236,52 +206,30 @@ def test_past_its_own_limit_flex_fails_and_names_the_mend(compiling, monkeypatch
         compiling(4)
 
 
-def test_other_compiled_functions_keep_their_limit(compiling):
-    for heads in range(2, 14):
-        compiling(heads)
-    counted = torch._dynamo.utils.counters["stats"]
-    other = torch.compile(flex_attention, dynamic=True)
-    before = counted["unique_graphs"]
-    other(*queries(2), block_mask=TreeLayout(FORKED).block_mask(CPU, None), enable_gqa=True)
-    assert counted["unique_graphs"] == before + 1
-
-
 def test_flex_on_a_cpu_is_refused_with_the_mend(tokenizer):
     with pytest.raises(ValueError, match="for GPUs only.*choose `auto` or `segment`"):
         token_logps(build_model(tokenizer), [make_tree([([1, 2], [3])])], attention="flex")
 
 
 def test_auto_takes_segments_on_a_cpu_and_flex_on_a_gpu():
-    layout = TreeLayout(pack([make_tree([([1, 2], [3]), ([1, 4], [5])])]))
-    assert layout.attention(CPU) == "segment"
-    assert layout.attention(torch.device("cuda")) == "flex"
-    assert layout.attention(torch.device("cuda"), dropout=0.1) == "segment"
+    layout, gpu = TreeLayout(FORKED), torch.device("cuda")
+    found = layout.attention(CPU), layout.attention(gpu), layout.attention(gpu, dropout=0.1)
+    assert found == ("segment", "flex", "segment")
 
 
-# Which models are refused
-
-TINY = {
-    "vocab_size": 32,
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-}
+TINY = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+TINY |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+NEO = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "attention_types": [[["global"], 1]]}
 
 
-def test_a_model_without_transformers_attention_is_refused():
-    check_model(LlamaForCausalLM(LlamaConfig(**TINY)))
-    layers = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "attention_types": [[["global"], 1]]}
-    for model in (
-        RwkvForCausalLM(RwkvConfig(vocab_size=32, hidden_size=16, num_hidden_layers=2)),
-        GPTNeoForCausalLM(GPTNeoConfig(**layers)),
-    ):
+def of_kind(name, **sizes):
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **sizes))
+
+
+def test_models_whose_attention_cannot_be_given_are_refused():
+    check_model(of_kind("llama", **TINY))
+    for name, sizes in {"rwkv": {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2}, "gpt_neo": NEO}.items():
         with pytest.raises(UnsupportedModelError, match="attention interf.*`forward: padded`"):
-            check_model(model)
-
-
-def test_a_layer_with_its_own_mask_is_refused_at_first_forward():
-    with pytest.raises(UnsupportedModelError, match="of its own making.*`forward: padded`"):
-        token_logps(DogeForCausalLM(DogeConfig(**TINY)), [make_tree([([1, 2, 3, 4, 5], [6])])])
+            check_model(of_kind(name, **sizes))
+    with pytest.raises(UnsupportedModelError, match="of its own making.*`forward: padded`"):  # at its first forward
+        token_logps(of_kind("doge", **TINY), [make_tree([([1, 2, 3, 4, 5], [6])])])

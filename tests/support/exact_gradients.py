@@ -60,15 +60,7 @@ class Play:
     def turn(
         self, reward: float | None = None, *, result: bool = False, state: int = 0, score: float | None = None
     ) -> None:
-        """
-        Ends a turn.
-
-        Args:
-            reward (`float`, *optional*): Its reward; by default none applies.
-            result (`bool`, *optional*, defaults to `False`): Whether a tool result follows it.
-            state (`int`, *optional*, defaults to `0`): Which state it began in.
-            score (`float`, *optional*): Score of the state that it leads to.
-        """
+        """Ends a turn that began in a state: with its reward, whether a result follows, and the next state's score."""
         self.turns.append((self._gradient, reward, result, state, score))
         self._gradient = [0.0] * len(self._parameters)
 
@@ -79,18 +71,11 @@ Process = Callable[[Play], float | None]
 
 @dataclass(frozen=True)
 class Measurement:
-    """
-    The gradient that a rule estimates, over all batches of groups.
+    """The gradient that a rule estimates, over all batches of groups."""
 
-    Args:
-        truth (`Tensor`): The gradient of the expected rewards, shape (P,).
-        mean (`Tensor`): The expected estimate, shape (P,).
-        std (`float`): Root of the summed variances of the estimate.
-    """
-
-    truth: Tensor
-    mean: Tensor
-    std: float
+    truth: Tensor  # the gradient of the expected rewards, (P,)
+    mean: Tensor  # the expected estimate, (P,)
+    std: float  # root of the summed variances of the estimate
 
     @classmethod
     def of(cls, truth: Tensor, estimates: Tensor, weights: Tensor) -> Measurement:
@@ -133,21 +118,10 @@ def measure(
     energies: bool = False,
 ) -> Measurement:
     """
-    The bias and the noise of a rule on a process.
-
-    Args:
-        rule (`str` or `Mapping`): Its name, or a mapping of its `name` and its own options.
-        process (`Process`): What is played.
-        group_size (`int`): Members of a group.
-        groups (`int`, *optional*, defaults to `1`): Groups of a batch. With 1 the rule is called once on all groups,
-            so it must treat them apart; a rule that looks at other groups needs 2, and much more time.
-        parameters (`tuple[float, ...]`, *optional*): The parameters of the policy.
-        factor (`float`, *optional*, defaults to `1.0`): What the estimate is multiplied by: G / (G − 1) for rules
-            whose means include the member itself.
-        turn_coef (`float`, *optional*, defaults to `1.0`): Weight of turn rewards, for rule and truth.
-        scale_rewards (`str`, *optional*, defaults to `"none"`): What the rule divides by.
-        energies (`bool`, *optional*, defaults to `False`): Whether `state_scores` are the squared lengths of the
-            gradients of turns.
+    The bias and the noise of a rule on a process, for batches of so many groups. With 1 the rule is called once on all
+    groups, so it must treat them apart; a rule that looks at other groups needs 2, and much more time. The estimate is
+    multiplied by `factor`: G / (G − 1) for rules whose means include the member itself. `turn_coef` is of rule and
+    truth; with `energies` the `state_scores` are the squared lengths of the gradients of turns.
     """
     paths = Paths.of(process, parameters, energies)
     members, weights = paths.groups(group_size)
@@ -305,16 +279,8 @@ def measure_branching(
     turn_coef: float = 1.0,
 ) -> Measurement:
     """
-    The bias and the noise of a rule, without scaling, on groups of branched trunks.
-
-    Args:
-        rule (`str` or `Mapping`): Its name, or a mapping of its `name` and its own options.
-        process (`Process`): What is played. Trunks end before the first decision of turn `branch_at`.
-        branch_at (`int`): Turns that branches share.
-        num_branches (`int`): Branches of a trunk.
-        num_trunks (`int`, *optional*, defaults to `2`): Trunks of a group.
-        parameters (`tuple[float, ...]`, *optional*): The parameters of the policy.
-        turn_coef (`float`, *optional*, defaults to `1.0`): Weight of turn rewards, for rule and truth.
+    The bias and the noise of a rule, without scaling, on groups of trunks, whose branches share `branch_at` turns.
+    Trunks end before the first decision of that turn.
     """
     paths = Paths.of(process, parameters)
     families, likely = _families(paths, branch_at, num_branches)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
+from contextlib import contextmanager
+
+import pytest
 import torch
 from hypothesis import strategies as st
 
-from mt_grpo.forward import Truncation, token_logps
+from mt_grpo.forward import Truncation, kernels, token_logps
 from mt_grpo.token_tree import TokenTree
 
 token = st.integers(1, 3)  # few ids, so that prefixes meet often
 timestep = st.tuples(st.lists(token, min_size=1, max_size=8), st.lists(token, max_size=4))
-forests = st.lists(st.lists(timestep, min_size=1, max_size=4), min_size=1, max_size=3)
+forests = st.lists(st.lists(timestep, min_size=1, max_size=4), min_size=1, max_size=4)
 truncations = st.builds(
     Truncation, st.sampled_from([0, 1, 3, 60]), st.sampled_from([1.0, 0.9, 0.4]), st.sampled_from([0.0, 0.05, 0.5])
 )
@@ -32,14 +36,28 @@ def measure(model, trees, **options):
     """Log-probabilities of all turns in a row, and the gradient of a weighted sum of them."""
     model.zero_grad()
     logps = token_logps(model, trees, **options)
-    assert [[len(turn) for turn in tree] for tree in logps] == [
-        [len(action) for action in tree.actions()] for tree in trees
-    ]
+    assert [[len(turn) for turn in tree] for tree in logps] == [list(map(len, tree.actions())) for tree in trees]
     flat = torch.cat([turn for tree in logps for turn in tree])
     (flat * torch.linspace(1, 2, len(flat))).sum().backward()
-    gradients = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
-    return flat.detach(), torch.cat(gradients)
+    return flat.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
 def distance(ours, oracle):
     return ((ours - oracle).norm() / oracle.norm()).item()
+
+
+def assert_as_turn_by_turn(model, trees, *ways, within=1e-6, **options):
+    """Holds some ways to score trees against one forward a turn: log-probs and gradients."""
+    expected = measure(model, trees, forward="turn_by_turn", **options)
+    for way in ways or [{}]:
+        for ours, theirs in zip(measure(model, trees, **way, **options), expected, strict=True):
+            assert distance(ours, theirs) <= within, way
+
+
+@contextmanager
+def flex_on_a_cpu():
+    """FlexAttention is compiled on GPUs only, and warns where it is not."""
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        patch.setattr(kernels, "compiled_flex", lambda device: kernels.uncompiled_flex)
+        yield

@@ -49,13 +49,7 @@ class Reply(NamedTuple):
 
 
 class Loopback:
-    """
-    An HTTP server on this machine.
-
-    Args:
-        answer: Function of a request; `None` closes the connection without an answer.
-        port: Where it listens; a free port where none is given.
-    """
+    """An HTTP server on this machine; where its answer is `None`, the connection is closed without one."""
 
     def __init__(self, answer: Callable[[Request], Reply | None], port: int = 0) -> None:
         class Handler(BaseHTTPRequestHandler):
@@ -100,12 +94,9 @@ Script = Callable[[str, str, dict[str, Any]], Answer]
 
 class ScriptedServer(Loopback):
     """
-    An HTTP server whose every answer is scripted. Where it has a `key`, it wants that as a real one does.
-
-    Args:
-        script: Function of method, path and decoded body; returns status, JSON value (a string goes out as it is) and,
-            where there are some, headers, or `None` to close the connection without an answer.
-        port: Where it listens; a free port where none is given.
+    An HTTP server whose every answer is scripted: a function of method, path and decoded body returns status, JSON
+    value (a string goes out as it is) and headers, if any, or `None` to close the connection without an answer. Where
+    it has a `key`, it wants that as a real one does.
     """
 
     def __init__(self, script: Script, port: int = 0) -> None:
@@ -150,14 +141,10 @@ Fault = Callable[[str, int, int], str | None]
 
 class Proxy(Loopback):
     """
-    A reverse proxy between a client and a real server.
-
-    Args:
-        upstream: Base URL of the server.
-        fault: Function of a request's path, of the weight updates before it, and of the requests for that path since
-            the latest update; what happens to the request: `500`; `garbage`, half of the JSON as if it were all;
-            `cut`, the connection is closed in the middle of the answer; `closed`, without an answer; `dead`, the same
-            to all requests from here on; `hang`, nothing until `go` is set; `None`, the server answers.
+    A reverse proxy between a client and a real server. What happens to a request is a function of its path, of the
+    weight updates before it, and of the requests for that path since the latest update: `500`; `garbage`, half of the
+    JSON as if it were all; `cut`, the connection is closed in the middle of the answer; `closed`, without an answer;
+    `dead`, the same to all requests from here on; `hang`, nothing until `go` is set; `None`, the server answers.
     """
 
     def __init__(self, upstream: str, fault: Fault = lambda path, updates, number: None) -> None:
@@ -174,12 +161,8 @@ class Proxy(Loopback):
             self.go.wait()
         status, answer = 500, b'{"error": {"message": "made to fail"}}'
         if kind in (None, "garbage", "cut", "hang"):
-            options = {
-                "content": request.content,
-                "headers": headers(find_key(self._upstream)),
-                "timeout": 300.0,
-                "verify": False,
-            }
+            options = {"content": request.content, "headers": headers(find_key(self._upstream))}
+            options |= {"timeout": 300.0, "verify": False}
             try:
                 response = httpx.request(request.method, self._upstream + request.path, **options)
             except httpx.TransportError:  # the server is gone: so is the connection

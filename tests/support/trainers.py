@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from transformers import TrainerCallback
 
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.rewards import OutcomeReward, TurnReward
@@ -176,6 +177,17 @@ def assert_learnt_alike(trainers: list[MTGRPOEnvTrainer], *names: str, weights: 
         for one, other in zip(trainer.model.parameters(), trainers[0].model.parameters(), strict=True):
             if weights:
                 torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+def at(event: str, action: Callable[..., Any], step: int | None = None) -> TrainerCallback:
+    """A callback that acts at an event, once it comes with so many steps taken."""
+
+    def act(args, state, control, **kwargs):
+        if step in (None, state.global_step):
+            action(control=control, state=state, **kwargs)
+
+    setattr(callback := TrainerCallback(), event, act)
+    return callback
 
 
 _ARGUMENTS = inspect.signature(MTGRPOEnvTrainer.__init__).parameters.keys()

@@ -9,8 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.trainers import Letters, same, trainer_builder, weights
-from transformers import TrainerCallback
+from support.trainers import Letters, at, same, trainer_builder, weights
 
 from mt_grpo import preemption
 from mt_grpo.preemption import FOLDER, STATUS, PreemptedError, heard, leave, left, listening
@@ -18,7 +17,7 @@ from mt_grpo.runlog.heartbeat import read_state
 from mt_grpo.training.checkpoint import is_whole
 
 pytestmark = pytest.mark.own_process
-OPTIONS = {"script": None, "max_steps": 3, "max_turn_length": 8}
+OPTIONS = {"script": None, "max_steps": 3, "max_turn_length": 8, "rewards": ((), (Letters(),))}
 OPTIONS |= {"eval_strategy": "steps", "eval_steps": 1, "num_generations_eval": 1}
 
 
@@ -41,20 +40,12 @@ class Asking(Letters):
         return super().score(trajectory, **row)
 
 
-def at(event, step, times=1):
-    """A callback that sends a signal at an event, once it comes with so many steps taken."""
-
-    def look(args, state, control, **kwargs):
-        if state.global_step == step:
-            signals(times=times)
-
-    callback = TrainerCallback()
-    setattr(callback, event, look)
-    return {"callbacks": [callback]}
+def asked_at(event, step, times=1):
+    return {"callbacks": [at(event, lambda **_: signals(times=times), step)]}
 
 
-def preempted(build, reward=None, **options):
-    trainer = build(rewards=((), (reward or Letters(),)), **OPTIONS | options)
+def preempted(build, **options):
+    trainer = build(**OPTIONS | options)
     with pytest.raises(PreemptedError) as ended:
         trainer.train()
     assert ended.value.code == STATUS == 75
@@ -65,20 +56,18 @@ def preempted(build, reward=None, **options):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, tokenizer, questions):
-    """The weights of a run that nothing happens to."""
-    build = trainer_builder(tmp_path_factory.mktemp("whole"), tokenizer, questions)
-    (trainer := build(rewards=((), (Letters(),)), **OPTIONS)).train()
+    (trainer := trainer_builder(tmp_path_factory.mktemp("whole"), tokenizer, questions)(**OPTIONS)).train()
     return weights(trainer)
 
 
 @pytest.mark.parametrize(
     "moment",
     [
-        {"reward": Asking()},
-        at("on_step_begin", 1, times=3),
-        at("on_pre_optimizer_step", 1),
-        at("on_prediction_step", 2),
-        at("on_save", 2) | {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1},
+        {"rewards": ((), (Asking(),))},
+        asked_at("on_step_begin", 1, times=3),
+        asked_at("on_pre_optimizer_step", 1),
+        asked_at("on_prediction_step", 2),
+        asked_at("on_save", 2) | {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1},
     ],
     ids=["rollouts", "thrice", "training", "evaluation", "saving"],
 )
@@ -86,18 +75,18 @@ def test_the_step_is_finished_and_the_run_goes_on(build, whole, tmp_path, moment
     said, checkpoint = preempted(build, **moment), tmp_path / "checkpoint-2"
     assert f"end by SIGUSR1: what was learnt up to step 2 is in {checkpoint}. Run the same command" in said
     assert is_whole(checkpoint) and list(tmp_path.glob("checkpoint-*")) == [checkpoint]
-    (resumed := build(rewards=((), (Letters(),)), **OPTIONS)).train(str(checkpoint))
+    (resumed := build(**OPTIONS)).train(str(checkpoint))
     assert same(weights(resumed), whole)
 
 
 def test_before_the_first_step_nothing_is_saved(build, tmp_path):
-    assert "no step was taken" in preempted(build, **at("on_train_begin", 0))
+    assert "no step was taken" in preempted(build, **asked_at("on_train_begin", 0))
     assert not list(tmp_path.glob("checkpoint-*"))
 
 
 def test_sigterm_is_noted_where_it_is_asked_for(build):
     """transformers' own callback would end the run as if all its steps were taken."""
-    said = preempted(build, reward=Asking(signal.SIGTERM), enable_jit_checkpoint=True)
+    said = preempted(build, rewards=((), (Asking(signal.SIGTERM),)), enable_jit_checkpoint=True)
     assert "end by SIGTERM: what was learnt up to step 2" in said
 
 

@@ -25,6 +25,14 @@ def no_gpu(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
 
 
+@pytest.fixture
+def config(tmp_path):
+    def make(**options):
+        return MTGRPOConfig(str(tmp_path), **{"use_cpu": True, "per_device_train_batch_size": 4, **options})
+
+    return make
+
+
 @pytest.mark.parametrize("path", SEVEN, ids=lambda path: path.stem)
 def test_one_process_reads_the_recipe_of_seven(path, monkeypatch, no_gpu):
     args = parse_recipe(["--config", str(path)]).training
@@ -36,18 +44,15 @@ def test_one_process_reads_the_recipe_of_seven(path, monkeypatch, no_gpu):
     check_batch_sizes(parse_recipe(["--config", str(path)]).training)
 
 
-def test_one_process_reads_a_recipe_that_names_a_backend(tmp_path):
+def test_one_process_reads_a_recipe_that_names_a_backend(config):
     """accelerate would ask the others how many they are."""
-    args = MTGRPOConfig(str(tmp_path), use_cpu=True, ddp_backend="nccl", per_device_train_batch_size=8)
+    args = config(ddp_backend="nccl", per_device_train_batch_size=8)
     assert args.world_size == 1 and args.ddp_backend == "nccl"
 
 
-def test_groups_that_do_not_fit_are_refused_at_training(build):
-    trainer = build(num_generations=3)
-    with pytest.raises(ConfigError, match="`num_generations: 3` does not divide .* set it to one of 2, 4, or make"):
-        trainer.train()
+def test_groups_that_do_not_fit_are_refused_at_evaluation(build):
     with pytest.raises(ConfigError, match="`num_generations_eval: 3` does not divide the evaluation batch of 8"):
-        trainer.evaluate()
+        build(num_generations=3).evaluate()
 
 
 @pytest.mark.parametrize(
@@ -58,43 +63,35 @@ def test_groups_that_do_not_fit_are_refused_at_training(build):
         ({"gradient_accumulation_steps": 2, "per_device_eval_batch_size": 5}, (4, 5, 8, 2)),
     ],
 )
-def test_batch_sizes_are_those_that_were_asked_for(tmp_path, options, sizes):
-    args = MTGRPOConfig(str(tmp_path), use_cpu=True, num_generations=7, per_device_train_batch_size=4, **options)
+def test_batch_sizes_are_those_that_were_asked_for(config, options, sizes):
+    args = config(num_generations=7, **options)
     found = (args.per_device_train_batch_size, args.per_device_eval_batch_size)
     assert (*found, args.generation_batch_size, args.steps_per_generation) == sizes
 
 
-def test_deepspeed_is_held_against_the_true_batch_size(tmp_path, monkeypatch):
-    told = []
-    fill_in = TrainingArguments.__post_init__
+def test_deepspeed_is_held_against_the_true_batch_size(config, monkeypatch):
+    told, fill_in = [], TrainingArguments.__post_init__
 
     def spy(args):  # DeepSpeed's own batch sizes are compared and filled in here, where it is installed
         told.append((args.per_device_train_batch_size, args.gradient_accumulation_steps))
         fill_in(args)
 
     monkeypatch.setattr(TrainingArguments, "__post_init__", spy)
-    MTGRPOConfig(
-        str(tmp_path), use_cpu=True, num_generations=6, per_device_train_batch_size=4, gradient_accumulation_steps=3
-    )
+    config(num_generations=6, gradient_accumulation_steps=3)
     assert told == [(4, 3)]
-
-
-def test_a_batch_that_steps_do_not_fill_is_told_in_own_numbers(tmp_path):
-    options = {"use_cpu": True, "num_generations": 2, "per_device_train_batch_size": 4, "generation_batch_size": 6}
-    with pytest.raises(ConfigError, match="`generation_batch_size: 6` is no multiple of 4"):
-        check_batch_sizes(MTGRPOConfig(str(tmp_path), **options))
 
 
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
+        ({"generation_batch_size": 6, "num_generations": 2}, "`generation_batch_size: 6` is no multiple of 4"),
         ({"generation_batch_size": 8, "steps_per_generation": 1}, "can not be both configured"),
         ({"num_generations": 1}, "`num_generations` is 1; an advantage compares"),
     ],
 )
-def test_options_that_make_no_batch_are_refused(tmp_path, options, problem):
+def test_options_that_make_no_batch_are_refused(config, options, problem):
     with pytest.raises(ValueError, match=problem):
-        MTGRPOConfig(str(tmp_path), use_cpu=True, **options)
+        check_batch_sizes(config(**options))
 
 
 def test_what_is_not_said_is_chosen_by_the_device(build, no_gpu, caplog):
@@ -106,18 +103,17 @@ def test_what_is_not_said_is_chosen_by_the_device(build, no_gpu, caplog):
     assert caplog.text.count("There is no GPU here: this run is on the CPU, in float32.") == 1
 
 
-def test_a_gpu_trains_in_bfloat16_unless_told_otherwise(tmp_path, monkeypatch):
-    monkeypatch.setattr("mt_grpo.training.config.has_bfloat16", lambda: True)
-    monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True)
-    monkeypatch.setattr(preflight, "has_bfloat16", lambda: True)
-    assert MTGRPOConfig(str(tmp_path)).mixed_precision == "bf16" and MTGRPOConfig(str(tmp_path)).logging_steps == 1
-    assert MTGRPOConfig(str(tmp_path), bf16=False).mixed_precision == "no"
-    assert MTGRPOConfig(str(tmp_path), fp16=True).mixed_precision == "fp16"
+@pytest.mark.parametrize(("options", "precision"), [({}, "bf16"), ({"bf16": False}, "no"), ({"fp16": True}, "fp16")])
+def test_a_gpu_trains_in_bfloat16_unless_told_otherwise(config, monkeypatch, options, precision):
+    for name in ("mt_grpo.training.config.has_bfloat16", "mt_grpo.training.preflight.has_bfloat16",
+                 "transformers.training_args.is_torch_bf16_gpu_available"):  # fmt: skip
+        monkeypatch.setattr(name, lambda: True)
+    args = config(use_cpu=False, **options)
+    assert args.mixed_precision == precision and args.logging_steps == 1
 
 
-def test_bfloat16_on_a_cpu_that_was_asked_for_is_trained(tmp_path, no_gpu):
-    args = MTGRPOConfig(str(tmp_path), use_cpu=True, bf16=True)
-    check_surroundings(args)
+def test_bfloat16_on_a_cpu_that_was_asked_for_is_trained(config, no_gpu):
+    check_surroundings(args := config(bf16=True))
     assert args.mixed_precision == "bf16"
 
 
@@ -132,11 +128,11 @@ def test_bfloat16_on_a_cpu_that_was_asked_for_is_trained(tmp_path, no_gpu):
         ({"push_to_hub": True, "hub_token": "hf_x"}, "needs the Hugging Face Hub, and `HF_HUB_OFFLINE` is set"),
     ],
 )
-def test_what_the_machine_has_not_is_refused(tmp_path, no_gpu, monkeypatch, options, message):
+def test_what_the_machine_has_not_is_refused(config, no_gpu, monkeypatch, options, message):
     monkeypatch.setattr(preflight, "get_token", lambda: None)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError, match=message):
-        check_surroundings(MTGRPOConfig(str(tmp_path), **options))
+        check_surroundings(config(use_cpu=False, **options))
 
 
 def test_a_rollout_neither_pushes_nor_reports(tmp_path, capsys):

@@ -25,57 +25,72 @@ from mt_grpo.training.preflight import check_batch_sizes
 from mt_grpo.training.ranks import _number
 
 pytestmark = pytest.mark.slow
+SHARE_ROWS = {"SP_SIZE": "2"}
 
 
 @pytest.fixture(scope="module")
-def folder_alone(tmp_path_factory):
-    return tmp_path_factory.mktemp("alone")
+def alone(tmp_path_factory):
+    """What one process learns of the plain run, and its folder."""
+    folder = tmp_path_factory.mktemp("alone")
+    return run_ranks(folder, 1), folder
 
 
-@pytest.fixture(scope="module")
-def alone(folder_alone):
-    return run_ranks(folder_alone, 1)
+@pytest.mark.parametrize(
+    ("ranks", "scenario", "environment"),
+    [
+        (2, "plain", {}),
+        (2, "replay", {}),
+        (2, "plain", SHARDED),
+        (4, "plain", SHARE_ROWS),
+        # layers keep an input for two, and the weights of the first are gathered once more for the second
+        (2, "plain", {**SHARDED, **SHARE_ROWS, "LAYERS": "2"}),
+        # FSDP and DeepSpeed wrap a model once, with its optimiser: an evaluation must not do it first
+        (2, "measured", SHARDED),
+    ],
+)
+def test_ranks_learn_what_one_learns(tmp_path, alone, ranks, scenario, environment):
+    one, folder = alone
+    replayed = {"REPLAYED": str(folder)} if scenario == "replay" else {}
+    found = run_ranks(tmp_path, ranks, scenario, **environment, **replayed)
+    assert_the_same_is_learnt(one, found)
+    assert found["sharded"] == (SHARDED.items() <= environment.items()) and not one["sharded"]
+    if found["sharded"] and scenario == "plain":
+        assert found["proven"] == one["proven"] and one["proven"]
+    if not environment:
+        run_log = open_run(tmp_path)
+        assert set(run_log.column("rank")) == {0, 1}
+        assert all((tmp_path / "rollouts" / name).exists() for name in run_log.column("file"))
+    if scenario == "measured":
+        summary = json.loads((tmp_path / "summary.json").read_text())
+        assert summary["before"]["questions"] == summary["after"]["questions"] == 6 and summary["steps"] == 3
 
 
-def test_two_ranks_learn_what_one_learns(tmp_path, alone):
-    assert_the_same_is_learnt(alone, run_ranks(tmp_path, 2))
-    run_log = open_run(tmp_path)
-    assert set(run_log.column("rank")) == {0, 1}
-    assert all((tmp_path / "rollouts" / name).exists() for name in run_log.column("file"))
+@pytest.mark.parametrize(
+    ("scenario", "environments"),
+    [
+        # in each forward every rank looks at an image or hears a sound: none waits for gradients of another's tower
+        ("images", [{}, SHARDED]),
+        ("sounds", [{}, SHARDED]),
+        # Qwen3.5 without its tower: the family's layers that see are not looked for
+        ("hybrid", [SHARDED]),
+        ("adapter", [SHARDED, SHARE_ROWS]),
+    ],
+)
+def test_ranks_learn_what_one_learns_of_every_model(tmp_path, scenario, environments):
+    one = run_ranks(tmp_path / "one", 1, scenario)
+    for number, environment in enumerate(environments):
+        two = run_ranks(tmp_path / f"{number}", 2, scenario, **environment)
+        assert two["sharded"] == (environment == SHARDED)
+        assert scenario != "adapter" or any("lm_head.modules_to_save" in name for name in two["weights"])
+        assert_the_same_is_learnt(one, two)
 
 
 def test_ranks_that_sample_ahead_learn_what_one_learns(tmp_path):
     """Whatever takes how long where, and with evaluations while batches are in flight: rows are trained in order."""
-    one, two = run_ranks(tmp_path / "one", 1, "ahead"), run_ranks(tmp_path / "two", 2, "ahead")
-    assert_the_same_is_learnt(one, two)
-    sessions = [
-        sorted(row for row in open_run(tmp_path / name).column("session") if row.startswith("train"))
-        for name in ("one", "two")
-    ]
-    assert sessions[0] == sessions[1] and len(sessions[0]) == 24
-
-
-def test_two_ranks_replay_the_run_of_one(tmp_path, alone, folder_alone):
-    assert_the_same_is_learnt(alone, run_ranks(tmp_path, 2, "replay", REPLAYED=str(folder_alone)))
-    assert set(open_run(tmp_path).column("rank")) == {0, 1}
-
-
-def test_groups_of_ranks_that_share_rows_learn_what_one_learns(tmp_path, alone):
-    assert_the_same_is_learnt(alone, run_ranks(tmp_path, 4, SP_SIZE="2"))
-
-
-def test_sharded_ranks_that_share_rows_learn_what_one_learns(tmp_path, alone):
-    """Layers keep an input for two, and the weights of the first are gathered once more for the second."""
-    two = run_ranks(tmp_path, 2, SP_SIZE="2", LAYERS="2", **SHARDED)
-    assert two["sharded"] and two["proven"] == alone["proven"]
-    assert_the_same_is_learnt(alone, two)
-
-
-def test_two_ranks_with_sharded_weights_learn_what_one_learns(tmp_path, alone):
-    two = run_ranks(tmp_path, 2, **SHARDED)
-    assert two["sharded"] and not alone["sharded"]
-    assert two["proven"] == alone["proven"] and two["proven"]
-    assert_the_same_is_learnt(alone, two)
+    assert_the_same_is_learnt(*(run_ranks(tmp_path / f"{ranks}", ranks, "ahead") for ranks in (1, 2)))
+    sessions = [sorted(open_run(tmp_path / ranks).column("session")) for ranks in "12"]
+    trained = [[row for row in rows if row.startswith("train")] for rows in sessions]
+    assert trained[0] == trained[1] and len(trained[0]) == 24
 
 
 def test_sharded_ranks_on_two_hosts_learn_what_one_learns(tmp_path, alone):
@@ -91,39 +106,8 @@ def test_sharded_ranks_on_two_hosts_learn_what_one_learns(tmp_path, alone):
     first, second = (tmp_path / "private" / name for name in "01")
     found = torch.load(first / "result.pt")
     assert found["sharded"] and not list(second.glob("result.pt"))
-    assert_the_same_is_learnt(alone, found)
+    assert_the_same_is_learnt(alone[0], found)
     assert set(open_run(first).column("rank")) == {0, 1}
-
-
-@pytest.mark.parametrize("media", ["images", "sounds"])
-def test_ranks_with_and_without_media_learn_what_one_learns(tmp_path, media):
-    """In each forward every rank looks at an image or hears a sound: none waits for gradients of another's tower."""
-    one = run_ranks(tmp_path / "one", 1, media)
-    assert_the_same_is_learnt(one, run_ranks(tmp_path / "two", 2, media))
-    sharded = run_ranks(tmp_path / "sharded", 2, media, **SHARDED)
-    assert sharded["sharded"]
-    assert_the_same_is_learnt(one, sharded)
-
-
-def test_a_model_of_text_of_a_family_that_sees_is_sharded(tmp_path):
-    """Qwen3.5 without its tower: the family's layers that see are not looked for."""
-    two = run_ranks(tmp_path / "two", 2, "hybrid", **SHARDED)
-    assert two["sharded"]
-    assert_the_same_is_learnt(run_ranks(tmp_path / "one", 1, "hybrid"), two)
-
-
-def test_sharded_weights_train_after_an_evaluation(tmp_path, alone):
-    """FSDP and DeepSpeed wrap a model once, with its optimiser: an evaluation must not do it first."""
-    assert_the_same_is_learnt(alone, run_ranks(tmp_path, 2, "measured", **SHARDED))
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["before"]["questions"] == summary["after"]["questions"] == 6 and summary["steps"] == 3
-
-
-def test_the_output_layer_learns_from_all_ranks(tmp_path):
-    one, two = run_ranks(tmp_path / "1", 1, "adapter"), run_ranks(tmp_path / "2", 2, "adapter", **SHARDED)
-    assert two["sharded"] and any("lm_head.modules_to_save" in name for name in two["weights"])
-    assert_the_same_is_learnt(one, two)
-    assert_the_same_is_learnt(one, run_ranks(tmp_path / "shared", 2, "adapter", SP_SIZE="2"))
 
 
 def test_all_ranks_train_padded_rows_where_trees_are_wrong(tmp_path):
@@ -139,8 +123,8 @@ def test_bfloat16_sharding_rounds_what_is_sent_not_learnt(tmp_path):
 
 def test_rows_move_between_ranks_so_that_work_is_even(tmp_path):
     one, two = run_ranks(tmp_path / "1", 1, "steps"), run_ranks(tmp_path / "2", 2, "steps")
-    assert_the_same_is_learnt(one, two)
-    assert_the_same_is_learnt(one, run_ranks(tmp_path / "shared", 2, "steps", SP_SIZE="2"))
+    for found in (two, run_ranks(tmp_path / "shared", 2, "steps", **SHARE_ROWS)):
+        assert_the_same_is_learnt(one, found)
     assert sum(two["work"]) == sum(one["work"])
     assert one["sampled"] == two["sampled"] == 8 + 2 * 4  # the second rank's group had no signal, two times
     assert one["audit"] == two["audit"] and one["audit"]["groups"] == 6
@@ -151,15 +135,16 @@ def test_rows_move_between_ranks_so_that_work_is_even(tmp_path):
 
 
 def test_rows_that_only_fill_up_the_last_batch_are_not_counted(tmp_path):
+    def counted(name):
+        kind = name.split("/")[0].removeprefix("eval_")
+        means = kind in ("rewards", "completions") and "/mean" in name
+        return means or kind in ("stop", "turns", "tools", "tokens", "reward") or kind.startswith("turn_")
+
     one, two = run_ranks(tmp_path / "1", 1, "uneven"), run_ranks(tmp_path / "2", 2, "uneven")
-    for alone, shared in zip(one["evaluations"], two["evaluations"], strict=True):
-        assert alone.keys() == shared.keys()
-        for name in alone:
-            kind = name.removeprefix("eval_").split("/")[0]
-            if kind in ("stop", "turns", "tools", "tokens", "reward") or kind.startswith("turn_"):
-                assert shared[name] == pytest.approx(alone[name], rel=1e-4), name
-            if name.startswith(("eval_rewards/", "eval_completions/")) and "/mean" in name:
-                assert shared[name] == pytest.approx(alone[name], rel=1e-4), name
+    for single, shared in zip(one["evaluations"], two["evaluations"], strict=True):
+        assert single.keys() == shared.keys()
+        names = list(filter(counted, single))
+        assert [shared[name] for name in names] == pytest.approx([single[name] for name in names], rel=1e-4)
         assert sum(value for name, value in shared.items() if name.startswith("eval_stop/")) == pytest.approx(1)
     summaries = [json.loads((tmp_path / name / "summary.json").read_text()) for name in "12"]
     assert [summary[moment]["questions"] for summary in summaries for moment in ("before", "after")] == [10] * 4
@@ -184,25 +169,27 @@ def test_a_loss_that_is_not_finite_on_one_rank_ends_both(tmp_path):
     assert two["sharded"] and not two["learnt"]
 
 
+ENDS = {
+    "weights_differ": ("ConfigError", "ConfigError"),
+    "adapters_differ": ("ConfigError", "ConfigError"),
+    "engine_fails": ("RankError", "Local"),
+    "memory_ends": ("RankError", "MemoryError"),
+    "on_finish_raises": ("RankError", "OSError"),
+    "writer_fails": ("RunLogError", "RunLogError"),
+    "reward_raises": ("RewardError", "RewardError"),
+    "reward_exits": ("RankError", "SystemExit"),
+    "both_fail_differently": ("RewardError", "RewardError"),
+    "env_cannot_begin": ("trained", "trained"),
+    "no_conversation_is_left": ("trained", "trained"),
+    "template_of_judge_refuses": ("RewardError", "RewardError"),
+}
+
+
 def test_a_failure_of_one_rank_ends_all_with_its_reason(tmp_path):
     run_processes(["-m", "support.ranks_failures", str(tmp_path)], 2, tmp_path / "log", {})
     first, second = (json.loads((tmp_path / f"ends-{rank}.json").read_text()) for rank in range(2))
-    kinds = {name: (first[name][0], second[name][0]) for name in first}
-    assert kinds == {
-        "weights_differ": ("ConfigError", "ConfigError"),
-        "adapters_differ": ("ConfigError", "ConfigError"),
-        "engine_fails": ("RankError", "Local"),
-        "memory_ends": ("RankError", "MemoryError"),
-        "on_finish_raises": ("RankError", "OSError"),
-        "writer_fails": ("RunLogError", "RunLogError"),
-        "reward_raises": ("RewardError", "RewardError"),
-        "reward_exits": ("RankError", "SystemExit"),
-        "both_fail_differently": ("RewardError", "RewardError"),
-        "env_cannot_begin": ("trained", "trained"),
-        "no_conversation_is_left": ("trained", "trained"),
-        "template_of_judge_refuses": ("RewardError", "RewardError"),
-    }
-    for name, (kind, _) in kinds.items():
+    assert {name: (first[name][0], second[name][0]) for name in first} == ENDS
+    for name, (kind, _) in ENDS.items():
         if kind == "RankError":  # with the traceback of the one that failed
             assert first[name][1].startswith("Process 1 failed:\nTraceback") and second[name][1] in first[name][1]
         else:
@@ -228,8 +215,8 @@ def test_a_host_takes_a_checkpoint_that_was_replaced(tmp_path):
     first, second = (torch.load(tmp_path / f"result-{rank}.pt") for rank in range(2))
     for name, weight in first["weights"].items():
         assert weight.equal(second["weights"][name]), name
-    assert sorted(first["copied"]) == sorted(second["copied"])
-    assert sorted(first["completed"]) == sorted(second["completed"]) == sorted(second["copied"])
+    files = [sorted(each[name]) for each in (first, second) for name in ("copied", "completed")]
+    assert files == [files[0]] * 4
     assert first["logged"] == [(step, rank) for step in range(3) for rank in (0,) * 4 + (1,) * 4]
 
 

@@ -35,7 +35,6 @@ def finished(tmp_path_factory, tokenizer, questions):
 
 @pytest.fixture
 def run(finished, tmp_path) -> Path:
-    """A copy of it."""
     return copytree(finished[0], tmp_path / "run")
 
 
@@ -55,10 +54,8 @@ def both(build, replay, tmp_path):
     """A run with some options, and its replay: they have the same weights after every step, so each batch is equal."""
 
     def make(**options):
-        trainer = build(**options, output_dir=str(tmp_path / "run"))
-        trainer.train()
-        again = replay(**{name: value for name, value in options.items() if not name.startswith("save")})
-        again.train()
+        (trainer := build(**options, output_dir=str(tmp_path / "run"))).train()
+        (again := replay(**options)).train()
         assert same(weights(trainer), weights(again))
         return metrics(tmp_path / "run"), metrics(tmp_path / "again")
 
@@ -79,8 +76,7 @@ def both(build, replay, tmp_path):
 )
 def test_every_step_of_an_unchanged_replay_is_the_runs(both, tmp_path, options):
     ran, replayed = both(**options)
-    assert ran == replayed
-    assert (ran[0]["sequences/mean"] > 1) == ("history" in options)
+    assert ran == replayed and (ran[0]["sequences/mean"] > 1) == ("history" in options)
     found = [[{**each, "start": None} for each in read_trajectories(tmp_path / name)] for name in ("run", "again")]
     assert found[0] == found[1]
 
@@ -115,7 +111,7 @@ def test_another_rule_is_credited_on_the_logged_scores(finished, run, replay, tm
     (trainer := replay(advantage_estimator="grpo_or", loss_type="grpo")).train()
     again = open_run(tmp_path / "again")
     assert not same(finished[1], weights(trainer)) and again.about["estimator"] == "grpo_or"
-    assert [row["reward"] for row in again.rows] == [row["reward"] for row in open_run(run).rows]
+    assert again.column("reward").tolist() == open_run(run).column("reward").tolist()
 
 
 def test_a_replay_goes_on_from_a_checkpoint_of_the_run(build, replay, tmp_path):
@@ -127,8 +123,9 @@ def test_a_replay_goes_on_from_a_checkpoint_of_the_run(build, replay, tmp_path):
 
 
 def test_no_server_is_asked_for_and_nothing_is_evaluated(run, replay, questions):
-    trainer = replay(use_vllm=True, vllm_server_port=1, do_eval=True, eval_strategy="steps", eval_steps=1)
-    trainer.train()
+    options = {"do_eval": True, "eval_strategy": "steps", "eval_steps": 1, "max_steps": -1, "num_train_epochs": 3}
+    (trainer := replay(use_vllm=True, vllm_server_port=1, **options)).train()
+    assert trainer.state.global_step == 2  # steps that are unset are those that were logged
     assert trainer.weight_sync is None and trainer.eval_trajectories == []
     assert "eval_loss" not in trainer.state.log_history
     asked = [words[-1]["content"] for words in trainer._logs["prompt"]]
@@ -137,32 +134,7 @@ def test_no_server_is_asked_for_and_nothing_is_evaluated(run, replay, questions)
         trainer.evaluate(questions)
 
 
-def test_steps_that_are_unset_are_those_that_were_logged(run, replay):
-    (trainer := replay(max_steps=-1, num_train_epochs=3)).train()
-    assert trainer.state.global_step == 2
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"replay": "/no/such/run"}, "`replay: /no/such/run` cannot be replayed. There is no folder /no/such/run"),
-        ({"max_steps": 3}, "has 2 whole batches, and `max_steps: 3` takes 3: set `max_steps` to 2 at most"),
-        ({"num_generations": 2}, "has 4 conversations for each prompt, and `num_generations` is 2"),
-        ({"per_device_train_batch_size": 8}, r"sampled 4 conversations at a time, and these options take 8"),
-        ({"rewards": ((), (Letters(),))}, "has no scores of the reward 'Letters': it has those of Calls, Answered"),
-        ({"output_dir": "run"}, "is the run that is replayed: give another `--output_dir`"),
-    ],
-)
-def test_what_does_not_fit_the_run_is_refused(run, replay, tmp_path, monkeypatch, options, message):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=message):
-        replay(**options)
-
-
-def test_a_run_that_has_not_trained_is_refused(build, replay, tmp_path):
-    build(output_dir=str(tmp_path / "run")).evaluate()
-    with pytest.raises(ConfigError, match="has no whole batch that was sampled to train on"):
-        replay()
+# What cannot be replayed
 
 
 def keep_lines(run: Path, keeps) -> None:
@@ -171,7 +143,7 @@ def keep_lines(run: Path, keeps) -> None:
     index.write_text("".join(f"{line}\n" for line in index.read_text().splitlines() if keeps(line)))
 
 
-def test_a_run_of_another_tokenizer_is_refused(run, replay):
+def other_tokenizer(run: Path) -> None:
     file = run / "tokenizer" / "tokenizer.json"
     content = json.loads(file.read_text())
     vocabulary = content["model"]["vocab"]
@@ -179,7 +151,47 @@ def test_a_run_of_another_tokenizer_is_refused(run, replay):
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
     file.write_text(json.dumps(content))
     keep_lines(run, lambda line: '"tokenizer/tokenizer.json"' not in line)
-    with pytest.raises(ConfigError, match="has another tokenizer than"):
+
+
+def no_group_size(run: Path) -> None:
+    keep_lines(run, lambda line: '"kind":"run"' not in line)
+
+
+def unfinished(run: Path) -> None:
+    """Without the last of its conversations, as when it was ended while it sampled."""
+    index = (run / "rollouts" / "index.jsonl").read_text().splitlines()
+    last = next(line for line in reversed(index) if '"kind":"rollout"' in line)
+    keep_lines(run, lambda line: line != last)
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "message"),
+    [
+        (None, {"replay": "/no/such"}, "`replay: /no/such` cannot be replayed. There is no folder /no/such"),
+        (None, {"max_steps": 3}, "has 2 whole batches, and `max_steps: 3` takes 3: set `max_steps` to 2 at most"),
+        (None, {"num_generations": 2}, "has 4 conversations for each prompt, and `num_generations` is 2"),
+        (None, {"per_device_train_batch_size": 8}, "sampled 4 conversations at a time, and these options take 8"),
+        (None, {"rewards": ((), (Letters(),))}, "has no scores of the reward 'Letters': it has those of Calls, Ans"),
+        (None, {"output_dir": "run"}, "is the run that is replayed: give another `--output_dir`"),
+        (other_tokenizer, {}, "has another tokenizer than"),
+        (no_group_size, {}, "does not say how many conversations it has for each prompt"),
+        (unfinished, {}, "has 1 whole batches"),
+    ],
+)
+def test_what_does_not_fit_the_run_is_refused(run, replay, tmp_path, monkeypatch, change, options, message):
+    monkeypatch.chdir(tmp_path)
+    if change is not None:
+        change(run)
+    with pytest.raises(ConfigError, match=message):
+        replay(**options)
+    if change is unfinished:
+        (trainer := replay(max_steps=1)).train()
+        assert trainer.state.global_step == 1
+
+
+def test_a_run_that_has_not_trained_is_refused(build, replay, tmp_path):
+    build(output_dir=str(tmp_path / "run")).evaluate()
+    with pytest.raises(ConfigError, match="has no whole batch that was sampled to train on"):
         replay()
 
 
@@ -199,17 +211,13 @@ def test_a_damaged_record_is_refused_in_a_sentence(run, replay):
 
 
 @pytest.mark.parametrize(
-    "scores",
-    [
-        {"turn": {"Calls": []}, "outcome": {"Answered": 1.0}},
-        {"turn": {"Calls": [1.0] * 2}, "outcome": {"Answered": "1.0"}},
-        {"turn": {"Calls": [1.0] * 2}, "outcome": {"Answered": float("nan")}},
-        {"turn": {"Calls": 1.0}, "outcome": {"Answered": 1.0}},
-    ],
+    ("turns", "outcome"),
+    [([], 1.0), ([1.0] * 2, "1.0"), ([1.0] * 2, float("nan")), (1.0, 1.0)],
     ids=["too few turns", "text", "nan", "no list"],
 )
-def test_damaged_scores_are_refused_in_a_sentence(run, replay, scores):
+def test_damaged_scores_are_refused_in_a_sentence(run, replay, turns, outcome):
     path = run / "rollouts" / "train-0-0.rank0.parquet"
+    scores = {"turn": {"Calls": turns}, "outcome": {"Answered": outcome}}
     table = pq.read_table(path)
     records = [json.dumps({**json.loads(text), "rewards": scores}) for text in table["record"].to_pylist()]
     place = table.schema.get_field_index("record")
@@ -219,12 +227,6 @@ def test_damaged_scores_are_refused_in_a_sentence(run, replay, scores):
     index.write_text("".join(f"{line}}}\n" for line in lines))  # without checksums
     with pytest.raises(ConfigError, match=r"is damaged: its score of the (turn|outcome) reward"):
         replay().train()
-
-
-def test_a_run_without_a_group_size_is_refused(run, replay):
-    keep_lines(run, lambda line: '"kind":"run"' not in line)
-    with pytest.raises(ConfigError, match="does not say how many conversations it has for each prompt"):
-        replay()
 
 
 def test_a_run_without_sampled_log_probs_is_refused(build, replay, tmp_path, monkeypatch):
@@ -240,14 +242,3 @@ def test_a_run_without_sampled_log_probs_is_refused(build, replay, tmp_path, mon
     trainer.train()
     with pytest.raises(ConfigError, match="lacks log-probs of sampled tokens"):
         replay().train()
-
-
-def test_an_unfinished_batch_is_not_replayed(run, replay):
-    """A run that is ended while it samples leaves the conversations that were finished."""
-    index = (run / "rollouts" / "index.jsonl").read_text().splitlines()
-    last = next(line for line in reversed(index) if '"kind":"rollout"' in line)
-    keep_lines(run, lambda line: line != last)
-    with pytest.raises(ConfigError, match="has 1 whole batches"):
-        replay()
-    (trainer := replay(max_steps=1)).train()
-    assert trainer.state.global_step == 1

@@ -15,28 +15,18 @@ from mt_grpo.training import ConfigError, MTGRPOConfig, MTGRPOEnvTrainer
 from mt_grpo.training.columns import check_reward_columns
 from mt_grpo.trajectory import Trajectory, Turn
 
-ROWS = [{"prompt": "What is Lima", "answer": "a capital", "level": 1}]
-DATA = Dataset.from_list(ROWS)
+DATA = Dataset.from_list([{"prompt": "What is Lima", "answer": "a capital", "level": 1}])
 
 
-class Gold(OutcomeReward):
-    def score(self, trajectory, gold_answer, **row):
-        return 0.0
+def made(name, base, score):
+    return type(name, (base,), {"score": score})()
 
 
-class Answer(TurnReward):
-    def score(self, turn, trajectory, *, answer, **row):
-        return 0.0
-
-
-class Closed(OutcomeReward):
-    def score(self, trajectory, answer):
-        return 0.0
-
-
-class Prompt(OutcomeReward):
-    def score(self, trajectory, prompt, **row):
-        return 0.0
+ANSWER = made("Answer", TurnReward, lambda self, turn, trajectory, *, answer, **row: 0.0)
+RIGHT = made("Answer", OutcomeReward, lambda self, trajectory, **row: 0.0)
+GOLD = made("Gold", OutcomeReward, lambda self, trajectory, gold_answer, **row: 0.0)
+CLOSED = made("Closed", OutcomeReward, lambda self, trajectory, answer: 0.0)
+PROMPT = made("Prompt", OutcomeReward, lambda self, trajectory, prompt, **row: 0.0)
 
 
 def gold(completions, gold_answer, **kwargs):
@@ -52,29 +42,26 @@ def wrapper(*args, **kwargs):
     return gold(*args, gold_answer="Lima", **kwargs)
 
 
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    return {"score": float(solution_str.endswith(ground_truth)), "source": data_source}
-
-
 class Callable:
     def __call__(self, completions, trainer_state, log_metric, answer, other=None, **kwargs):
         return [0.0] * len(completions)
 
 
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return {"score": float(solution_str.endswith(ground_truth)), "source": data_source}
+
+
 @pytest.mark.parametrize(
     ("reward", "message"),
     [
-        (Gold(), "The reward 'Gold' needs `gold_answer`, which is no column of the training dataset"),
+        (GOLD, "The reward 'Gold' needs `gold_answer`, which is no column of the training dataset"),
         (FunctionReward(gold), "'gold' needs `gold_answer`"),
         (FunctionReward(gold), "the nearest is 'answer': its columns are prompt, answer, level; name the right one"),
         (FunctionReward(gold), "with `column_mapping: {gold_answer: its name}`"),
-        (Prompt(), "'Prompt' needs `prompt`"),
-        (Closed(), r"'Closed' cannot be called .* unexpected keyword argument 'level'.*\*\*row"),
+        (PROMPT, "'Prompt' needs `prompt`"),
+        (CLOSED, r"'Closed' cannot be called .* unexpected keyword argument 'level'.*\*\*row"),
         (FunctionReward(closed), r"'closed' cannot be called .*\*\*row"),
-        (
-            load_rewards([compute_score], "outcome")[0],
-            "takes the right answer from the column `ground_truth`, or `rew",
-        ),
+        (*load_rewards([compute_score], "outcome"), "takes the right answer from the column `ground_truth`, or `rew"),
     ],
 )
 def test_what_no_column_brings_is_refused_in_one_sentence(reward, message):
@@ -84,17 +71,16 @@ def test_what_no_column_brings_is_refused_in_one_sentence(reward, message):
 
 
 @pytest.mark.parametrize(
-    "reward",
+    "function",
     [
-        Answer(),
-        FunctionReward(functools.partial(gold, gold_answer="Lima")),
-        FunctionReward(wrapper),
-        FunctionReward(Callable()),
-        FunctionReward(max),  # a function in C says nothing
+        functools.partial(gold, gold_answer="Lima"),
+        wrapper,
+        Callable(),
+        max,  # a function in C says nothing
     ],
 )
-def test_what_can_be_called_is_accepted(reward):
-    check_reward_columns([reward], DATA, None)
+def test_what_can_be_called_is_accepted(function):
+    check_reward_columns([ANSWER, FunctionReward(function)], DATA, None)
 
 
 @pytest.mark.parametrize(
@@ -107,21 +93,7 @@ def test_what_can_be_called_is_accepted(reward):
 )
 def test_evaluation_rows_and_streams_are_looked_at_too(evaluated, name):
     with pytest.raises(ConfigError, match=f"'Answer' needs `answer`, which is no column of the {name}"):
-        check_reward_columns([Answer()], DATA, evaluated)
-
-
-class Said(TurnReward):
-    name = "Answer"
-
-    def score(self, turn, trajectory, **row):
-        return 0.0
-
-
-class Right(OutcomeReward):
-    name = "Answer"
-
-    def score(self, trajectory, **row):
-        return 0.0
+        check_reward_columns([ANSWER], DATA, evaluated)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +101,7 @@ class Right(OutcomeReward):
     [
         ([], [gold], "gold_answer"),
         # metrics, and the index of a run, have one value for a name
-        ([Said()], [Right()], "'Answer' is both a turn reward and an outcome reward: .* another `name`"),
+        ([ANSWER], [RIGHT], "'Answer' is both a turn reward and an outcome reward: .* another `name`"),
     ],
 )
 def test_the_trainer_refuses_before_it_loads_a_model(tmp_path, turns, outcomes, message):
@@ -137,22 +109,20 @@ def test_the_trainer_refuses_before_it_loads_a_model(tmp_path, turns, outcomes, 
         MTGRPOEnvTrainer("/no/such/model", None, turns, outcomes, MTGRPOConfig(str(tmp_path), **CPU_RUN), DATA)
 
 
-TAKEN = [
-    ("exact_match_reward_func", [3, 4]),
-    ("exact_match_reward_func", [3.0, 0.5]),
-    ("exact_match_reward_func", [["Lima", "lima"], ["Oslo"]]),
-    ("exist_answer_reward_func", [{"value": "Lima", "aliases": ["a"]}, {"value": "Oslo", "aliases": []}]),
-    ("gsm8k_correct_reward_func", [3, 4]),
-]
-REFUSED = [
-    ("exact_match_reward_func", ["3", None], "2 of the training dataset: None is no answer: give text, a num"),
-    ("exact_match_reward_func", [[3, None], [4]], r"1 of the training dataset: \[3, None\] is no answer"),
-    ("exist_answer_reward_func", [{"gold": "3"}], "1 of the training dataset: {'gold': '3'} is no answer"),
-    ("gsm8k_correct_reward_func", ["3", "none"], "2 of the training dataset: the answer column holds no num"),
-]
-
-
-@pytest.mark.parametrize(("reward", "answers", "says"), [*((*taken, None) for taken in TAKEN), *REFUSED])
+@pytest.mark.parametrize(
+    ("reward", "answers", "says"),
+    [
+        ("exact_match_reward_func", [3, 4], None),
+        ("exact_match_reward_func", [3.0, 0.5], None),
+        ("exact_match_reward_func", [["Lima", "lima"], ["Oslo"]], None),
+        ("exist_answer_reward_func", [{"value": "Lima", "aliases": ["a"]}, {"value": "Oslo", "aliases": []}], None),
+        ("gsm8k_correct_reward_func", [3, 4], None),
+        ("exact_match_reward_func", ["3", None], "2 of the training dataset: None is no answer: give text, a num"),
+        ("exact_match_reward_func", [[3, None], [4]], r"1 of the training dataset: \[3, None\] is no answer"),
+        ("exist_answer_reward_func", [{"gold": "3"}], "1 of the training dataset: {'gold': '3'} is no answer"),
+        ("gsm8k_correct_reward_func", ["3", "none"], "2 of the training dataset: the answer column holds no num"),
+    ],
+)
 def test_answers_are_taken_where_a_reward_can_read_them(reward, answers, says):
     rows = Dataset.from_list([{"prompt": "?", "answer": answer} for answer in answers])
     problem = f"The reward '{reward}' cannot use the column 'answer' of row {says}"

@@ -11,7 +11,7 @@ from datasets import Dataset
 from support.decision_processes import stopper
 from support.exact_gradients import measure, measure_branching
 from support.models import build_model
-from transformers import TrainerCallback
+from support.trainers import at
 
 from mt_grpo.envs import Step, StepEnv
 from mt_grpo.rewards import EnvReward
@@ -42,27 +42,17 @@ class Stopper(StepEnv):
         return Step("on", reward=0.3, done=turn.index == 2, rewards={"outcome": 0.0})
 
 
-class Gradients(TrainerCallback):
-    """Keeps the gradient of one parameter at each step."""
-
-    def __init__(self, weights, row):
-        self.weights, self.row, self.seen = weights, row, []
-
-    def on_pre_optimizer_step(self, args, state, control, **kwargs):
-        self.seen.append(self.weights.grad[self.row, 0].item())
-
-
 def one_parameter(tokenizer):
     """
     A model that writes `GO` with the probability sigmoid(θ), and else `STOP`, after any context: all that it computes
     is the same vector, so that the first column of its head are the logits. θ is the one of `GO`, and 0.
     """
     model = build_model(tokenizer, num_hidden_layers=1, tie_word_embeddings=False)
-    head = model.lm_head.weight
+    head, (layer,) = model.lm_head.weight, model.model.layers
     with torch.no_grad():
         model.model.embed_tokens.weight.fill_(1.0)
-        model.model.layers[0].self_attn.o_proj.weight.zero_()
-        model.model.layers[0].mlp.down_proj.weight.zero_()
+        layer.self_attn.o_proj.weight.zero_()
+        layer.mlp.down_proj.weight.zero_()
         model.model.norm.weight.zero_()[0] = 1.0
         head[:, 0] = -50.0
         head[tokenizer.convert_tokens_to_ids([GO, STOP]), 0] = 0.0
@@ -76,8 +66,8 @@ def estimate(build, tokenizer):
     """The mean gradient of the expected rewards in θ, as training computes it."""
 
     def measured(steps, **options):
-        model = one_parameter(tokenizer)
-        gradients = Gradients(model.lm_head.weight, tokenizer.convert_tokens_to_ids(GO))
+        model, seen, place = one_parameter(tokenizer), [], (tokenizer.convert_tokens_to_ids(GO), 0)
+        keeps = at("on_pre_optimizer_step", lambda **_: seen.append(model.lm_head.weight.grad[place].item()))
         options = {
             "per_device_train_batch_size": ROWS // 2,
             "gradient_accumulation_steps": 2,
@@ -92,8 +82,8 @@ def estimate(build, tokenizer):
         }
         given = {"env": Stopper, "train_dataset": Dataset.from_dict({"prompt": ["What is"] * ROWS})}
         rewards = ([StepReward()], [EnvReward()])
-        build(None, model, rewards, callbacks=[gradients], eval_dataset=None, **given, **options).train()
-        return -options["max_completion_length"] * sum(gradients.seen) / steps
+        build(None, model, rewards, callbacks=[keeps], eval_dataset=None, **given, **options).train()
+        return -options["max_completion_length"] * sum(seen) / steps
 
     return measured
 
@@ -114,5 +104,4 @@ def test_the_trainer_estimates_the_exact_gradient(estimate, rule, expected, own,
 def test_conversations_that_branch_have_the_same_gradient(estimate):
     exact = measure_branching("branch_to_go", stopper, branch_at=1, num_branches=4)
     options = {"advantage_estimator": "branch_to_go", "branch_at": 1, "num_branches": 4, "num_generations": 8}
-    gradient = estimate(3, **options)
-    assert abs(gradient - 0.20625) < 3 * exact.std / math.sqrt(3 * ROWS / 8)
+    assert abs(estimate(3, **options) - 0.20625) < 3 * exact.std / math.sqrt(3 * ROWS / 8)

@@ -77,20 +77,19 @@ RESULTS = {
 """What a tool does, by kind."""
 
 
-def tool_of(kind, is_async):
-    """A tool that returns a result of a kind."""
-    if is_async:
+def tool_of(result, is_async=False):
+    """A tool that returns what a function does."""
 
-        async def ask():
-            """Asks somebody."""
-            return RESULTS[kind]()
-    else:
+    def ask():
+        """Asks somebody."""
+        return result()
 
-        def ask():
-            """Asks somebody."""
-            return RESULTS[kind]()
+    async def ask_later():
+        """Asks somebody."""
+        return result()
 
-    return ask
+    ask_later.__name__ = "ask"
+    return ask_later if is_async else ask
 
 
 class Loop:
@@ -136,19 +135,21 @@ def in_trl(tokenizer, tool, loop):
     call = {"type": "function", "function": {"name": "ask", "arguments": {}}}
     completions = [[{"role": "assistant", "content": "", "tool_calls": [call]}]]
     prompt, said = [{"role": "user", "content": "Go."}], tokenizer.encode("call")
-    trainer = Loop(tokenizer, tool, loop)
-    _, completions, ids, *_ = GRPOTrainer._tool_call_loop(
-        trainer, [prompt], [[0]], [list(said)], completions, None, None, {}
-    )
+    given = [prompt], [[0]], [list(said)], completions, None, None, {}
+    _, completions, ids, *_ = GRPOTrainer._tool_call_loop(Loop(tokenizer, tool, loop), *given)
     return completions[0][1]["content"], tokenizer.decode(ids[0][len(said) :])
 
 
-def here(tokenizer, tool, environment, call=CALL):
-    """The same of ours, and the conversation; the tool is a method of an environment, or one of `tools`."""
-    if environment:
-        env = TRLEnv(type("Game", (), {"reset": lambda self, **row: None, "ask": staticmethod(tool)}))
-    else:
-        env = build_env(MTGRPOConfig("run", report_to=[], use_cpu=True), tools=[tool])
+def env_of(tool, **options):
+    return build_env(MTGRPOConfig("run", report_to=[], use_cpu=True, **options), tools=[tool])
+
+
+def game_of(tool):
+    return TRLEnv(type("Game", (), {"reset": lambda self, **row: None, "ask": staticmethod(tool)}))
+
+
+def here(tokenizer, env, call=CALL):
+    """The same of ours, and the conversation."""
     engine = ScriptedEngine(tokenizer, [f"{call}<|im_end|>", "Bye."])
     runner = RolloutRunner(env, engine, RolloutLimits())
     [trajectory] = asyncio.run(runner.run([RolloutRequest("Go.", "0")], SamplingParams()))
@@ -157,37 +158,31 @@ def here(tokenizer, tool, environment, call=CALL):
     return given[1]["content"], tokenizer.decode(context[len(before) + len(sampled.ids) :]), trajectory
 
 
-@pytest.mark.parametrize("environment", [False, True], ids=["tools", "environment"])
+@pytest.mark.parametrize("made", [env_of, game_of], ids=["tools", "environment"])
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("kind", RESULTS)
-def test_results_are_those_of_trl(tokenizer, loop, kind, is_async, environment):
-    tool = tool_of(kind, is_async)
+def test_results_are_those_of_trl(tokenizer, loop, kind, is_async, made):
+    tool = tool_of(RESULTS[kind], is_async)
     content, shown = in_trl(tokenizer, tool, loop if is_async else None)
-    ours, ours_shown, trajectory = here(tokenizer, tool, environment)
-    assert type(ours) is type(content) and repr(ours) == repr(content)
-    assert ours_shown == shown
+    ours, ours_shown, trajectory = here(tokenizer, made(tool))
+    assert (type(ours), repr(ours), ours_shown) == (type(content), repr(content), shown)
     assert (trajectory.turns[0].tool_calls[0].error is not None) == kind.startswith("an exception")
 
 
 @pytest.mark.parametrize("kind", RESULTS)
 def test_results_come_back_from_records(tokenizer, kind):
-    given, _, trajectory = here(tokenizer, tool_of(kind, False), environment=False)
+    given, _, trajectory = here(tokenizer, env_of(tool_of(RESULTS[kind])))
     written = json.loads(json.dumps(trajectory.to_dict()))
-    read = Trajectory.from_dict(written).completion_in_trl[1]["content"]
-    if kind == "a list without a JSON form":
-        assert read == str(given)
-    else:
-        assert read == (json.loads(json.dumps(given)) if isinstance(given, list) else given)
+    expected = json.loads(json.dumps(given)) if isinstance(given, list) and "without" not in kind else given
+    expected = str(given) if kind == "a list without a JSON form" else expected
+    assert Trajectory.from_dict(written).completion_in_trl[1]["content"] == expected
     assert written["messages"][2]["content"] == str(given)  # what the model was shown
 
 
 def test_parts_are_a_list_for_rewards_and_text_for_the_model(tokenizer):
-    def ask():
-        """Asks somebody."""
-        return [{"type": "text", "text": "Lima"}, {"type": "text", "text": "!"}]
-
-    given, shown, _ = here(tokenizer, ask, environment=True)
-    assert given == ask() and "Lima!" in shown and "type" not in shown
+    parts = [{"type": "text", "text": "Lima"}, {"type": "text", "text": "!"}]
+    given, shown, _ = here(tokenizer, game_of(tool_of(lambda: parts)))
+    assert given == parts and "Lima!" in shown and "type" not in shown
 
 
 @pytest.mark.parametrize(
@@ -196,22 +191,18 @@ def test_parts_are_a_list_for_rewards_and_text_for_the_model(tokenizer):
 )
 def test_a_list_is_shown_where_trl_shows_none_or_ends(template, call):
     tokenizer = add_response_schema(build_tokenizer(template))
-    _, shown, trajectory = here(tokenizer, tool_of("rows of a database", False), True, call)
+    _, shown, trajectory = here(tokenizer, game_of(tool_of(RESULTS["rows of a database"])), call)
     assert "[('Lima', 3), ('Oslo', None)]" in shown and not trajectory.failed
 
 
 def test_an_unknown_tool_is_an_error_in_the_form_of_trl(tokenizer):
-    env = build_env(MTGRPOConfig("run", report_to=[], use_cpu=True), tools=[tool_of("text", False)])
-    engine = ScriptedEngine(tokenizer, [f"{CALL.replace('ask', 'tell')}<|im_end|>", "Bye."])
-    [trajectory] = asyncio.run(RolloutRunner(env, engine).run([RolloutRequest("Go.", "0")], SamplingParams()))
+    _, _, trajectory = here(tokenizer, env_of(tool_of(RESULTS["text"])), CALL.replace("ask", "tell"))
     (call,) = trajectory.turns[0].tool_calls
     assert call.result == str({"error": "unknown tool 'tell'; the tools are: ask."})
 
 
 def test_results_of_recipes_tools_stay_json():
-    env = build_env(
-        MTGRPOConfig("run", report_to=[], use_cpu=True, tools=["calculator"]), tools=[tool_of("text", False)]
-    )
+    env = env_of(tool_of(RESULTS["text"]), tools=["calculator"])
     calls = [ToolCall("calculator", {"expression": "1 +"}), ToolCall("ask")]
     asyncio.run(env.execute(calls))
     assert calls[0].result.startswith("Error: ") and calls[1].result == "Lima"
