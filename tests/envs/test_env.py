@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
-import threading
 import time
+from contextlib import suppress
 
 import pytest
 from datasets import Dataset
 from support.conversations import user
 from support.models import build_tokenizer
+from support.waiting import until_true
 
 from mt_grpo.envs import MultiTurnToolEnv, Outcome, Step, StepEnv
 from mt_grpo.envs.source import close_environments, source_of
@@ -46,9 +48,8 @@ def test_state_is_kept_by_conversation(source):
     first, second = run(source, [{"number": 3}, {"number": 1}])
     assert [turn.reward for turn in first.turns] == [0.0, 0.0, 1.0] and [turn.reward for turn in second.turns] == [1.0]
     assert first.turns[0].replies == user("Higher.") and second.turns[-1].replies == user("Yes!")
-    assert (first.stop_reason, first.env_rewards, first.info) == (
-        StopReason.ENV_DONE, {"guesses": 3.0}, {"won": True}
-    )  # fmt: skip
+    ended = (StopReason.ENV_DONE, {"guesses": 3.0}, {"won": True})
+    assert (first.stop_reason, first.env_rewards, first.info) == ended
     assert first.prompt == user("Guess my number.")
 
 
@@ -69,9 +70,8 @@ def test_each_row_has_the_environment_that_it_names():
     tools = MultiTurnToolEnv(system_prompt="Answer.", max_steps=0, protocol="learnt_tags")
     sources = {"guess": Guess, "tools": tools}
     rows = [{"environment": "tools"}, {"environment": "guess", "number": 1}, {"environment": "chess"}, {}]
-    plain, guess, unknown, unnamed = run(
-        sources, rows, lambda session, turn: ["<answer>1</answer>", "1"][int(session)]
-    )
+    said = ["<answer>1</answer>", "1"]
+    plain, guess, unknown, unnamed = run(sources, rows, lambda session, turn: said[int(session)])
     assert plain.prompt[0]["content"] == "Answer." and plain.answer == "1" and guess.info == {"won": True}
     for trajectory in (unknown, unnamed):
         assert trajectory.stop_reason is StopReason.ENV_ERROR and "guess, tools" in trajectory.error
@@ -80,114 +80,105 @@ def test_each_row_has_the_environment_that_it_names():
 # What goes wrong in one conversation
 
 
-class Broken(StepEnv):
-    """Does what its row says."""
+class Odd(StepEnv):
+    """Returns, or does, what its row has."""
 
-    closed: list[str] = []
-
-    def __init__(self):
-        if threading.current_thread().name == "never":
-            raise AssertionError
+    closed = 0
 
     def reset(self, row):
-        self.kind = row["kind"]
-        if self.kind == "reset raises":
-            raise ZeroDivisionError("in reset")
-        if self.kind == "reset hangs":
-            time.sleep(5)
-        return {"no messages": None, "empty": []}.get(self.kind, "Q")
+        return self.does("first", "Q")
 
     async def step(self, turn):
-        match self.kind:
-            case "step hangs":
-                await asyncio.Event().wait()
-            case "step swallows":
-                while True:
-                    try:
-                        await asyncio.Event().wait()
-                    except asyncio.CancelledError:
-                        if self.kind == "over":
-                            raise
-            case "step exits":
-                raise SystemExit(3)
-            case "step cancels":
-                raise asyncio.CancelledError
-            case "step is silent":
-                return None
-            case "step says nothing":
-                return []
-            case "step answers a number":
-                return 3
-            case "step writes half a character":
-                return "a\ud800"
-            case "step shows half a character":
-                return [{"role": "user", "content": [{"type": "text", "text": "\udfff"}]}]
-            case "step gives no message":
-                return [{"content": "no role"}]
-            case "step rewards nan":
-                return Step("Q", reward=float("nan"))
-            case "reward of the whole is inf":
-                return Step(done=True, rewards={"score": float("inf")})
-            case "reward of the whole is a word":
-                return Step(done=True, rewards={"score": "good"})
-            case "info has no JSON form":
-                return Step(done=True, info={(1, 2): 3})
-            case "answer is a number":
-                return Step(done=True, answer=3)
-        return Step(done=True)
+        value = self.does("next", Step(done=True))
+        return await value if inspect.isawaitable(value) else value
 
     async def close(self):
-        Broken.closed.append(self.kind)
-        self.kind, kind = "over", self.kind
-        if kind == "close raises":
-            raise ZeroDivisionError("in close")
+        Odd.closed += 1
+        return self.does("last", None)
+
+    def does(self, what, default):
+        value = self.row.get(what, default)
+        return value() if callable(value) else value
 
 
-class Hanging(Broken):
+class Hasty(Odd):
     """Has no time for what hangs."""
 
     step_timeout = 0.2
 
 
-FAILURES = {
-    "reset raises": "ZeroDivisionError: in reset",
-    "reset hangs": "OutOfTime: Hanging.reset took longer than 0.2 s.",
-    "step hangs": "OutOfTime: Hanging.step took longer than 0.2 s.",
-    "step swallows": "OutOfTime: Hanging.step took longer than 0.2 s.",
-    "step exits": "RuntimeError: SystemExit: 3",
-    "step cancels": "cancelled itself",
-    "step is silent": "gave `None` for messages",
-    "step says nothing": "neither replied nor ended",
-    "step answers a number": "gave int for messages",
-    "step writes half a character": "a message of 'user' has half a character, '\\ud800' at place 1: leave it out",
-    "step shows half a character": "a message of 'user' has half a character, '\\udfff' at place 0: leave it out",
-    "step gives no message": "A message is dict, without a text `role`: give a dictionary",
-    "step rewards nan": "the reward of a step is nan: give a finite number",
-    "reward of the whole is inf": "the reward 'score' is inf: give a finite number",
-    "reward of the whole is a word": "the reward 'score' is str: give a finite number",
-    "info has no JSON form": "`info` of the outcome",
-    "answer is a number": "`answer` of the outcome is int: give text or `None`",
-    "no messages": "gave `None` for messages",
-    "empty": "There are no messages, so there is nothing to reply to",
+def raises(error):
+    def act():
+        raise error
+
+    return act
+
+
+async def hangs():
+    await asyncio.Event().wait()
+
+
+async def swallows():
+    end = time.monotonic() + 1.0
+    while time.monotonic() < end:
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(0.05)
+
+
+def half(content):
+    return [{"role": "user", "content": content}]
+
+
+ODD = {
+    "reset raises": ({"first": raises(ZeroDivisionError("in reset"))}, "ZeroDivisionError: in reset"),
+    "reset hangs": ({"first": lambda: time.sleep(5)}, "OutOfTime: Hasty.reset took longer than 0.2 s."),
+    "step hangs": ({"next": hangs}, "OutOfTime: Hasty.step took longer than 0.2 s."),
+    "step hangs and swallows": ({"next": swallows}, "OutOfTime: Hasty.step took longer than 0.2 s."),
+    "exits": ({"next": raises(SystemExit(3))}, "RuntimeError: SystemExit: 3"),
+    "cancels": ({"next": raises(asyncio.CancelledError())}, "cancelled itself"),
+    "nothing": ({"next": []}, "neither replied nor ended"),
+    "a number": ({"next": 3}, "gave int for messages"),
+    "half a character": ({"next": "a\ud800"}, "has half a character, '\\ud800' at place 1: leave it out"),
+    "half in a part": ({"next": half([{"type": "text", "text": "\udfff"}])}, "'\\udfff' at place 0: leave it out"),
+    "no role": ({"next": [{"content": "no role"}]}, "A message is dict, without a text `role`: give a dictionary"),
+    "nan": ({"next": Step("Q", reward=float("nan"))}, "the reward of a step is nan: give a finite number"),
+    "inf": ({"next": Step(done=True, rewards={"score": float("inf")})}, "the reward 'score' is inf: give a finite"),
+    "a word": ({"next": Step(done=True, rewards={"score": "good"})}, "the reward 'score' is str: give a finite"),
+    "no JSON": ({"next": Step(done=True, info={(1, 2): 3})}, "`info` of the outcome"),
+    "answer": ({"next": Step(done=True, answer=3)}, "`answer` of the outcome is int: give text or `None`"),
+    "no first": (
+        {"first": None},
+        "Odd.reset ({file}, line {reset}) gave `None` for messages: return text or a list of",
+    ),
+    "empty": ({"first": []}, "There are no messages, so there is nothing to reply to"),
+    "None": ({"next": None}, "Odd.step ({file}, line {step}) gave `None` for messages: return text, a list of mes"),
+    "a mapping": ({"next": {"reward": 1.0}}, "return text, a list of messages or a `Step`, as `Step(**...)`."),
+    "a reward": ({"next": 1.0}, "gave float for messages: return text, a list of messages or a `Step`, as `Step(rewa"),
+    "Gym": ({"next": ("o", 1.0, True)}, "or wrap an environment of Gym's in `mt_grpo.integrations.gym.GymEnv`."),
+    "a list": ({"next": [1]}, "Odd.step ({file}, line {step}): A message is int, without a text `role`"),
+    "text": ({"next": Step(reward="1.0")}, "Odd.step ({file}, line {step}): the reward of a step is str"),
+    "close raises": ({"last": raises(ZeroDivisionError("in close"))}, None),
+    "fine": ({}, None),
 }
 
 
 def test_whatever_an_environment_does_ends_its_conversation_only(caplog):
-    kinds = [*FAILURES, "fine", "close raises"]
-    Broken.closed = []
+    """And a wrong return is named with its method and line."""
+    Odd.closed = 0
+    lines = {name: vars(Odd)[name].__code__.co_firstlineno for name in ("step", "reset")} | {"file": __file__}
+    rows = [row | {"hasty": "hangs" in kind} for kind, (row, _) in ODD.items()]
     with caplog.at_level(logging.WARNING):
-        hang = [kind for kind in kinds if kind.endswith(("hangs", "swallows"))]
-        kinds = hang + [kind for kind in kinds if kind not in hang]
-        trajectories = run(Hanging, [{"kind": kind} for kind in hang])
-        trajectories += run(Broken, [{"kind": kind} for kind in kinds[len(hang) :]])
-    for kind, trajectory in zip(kinds, trajectories, strict=True):
-        if kind in FAILURES:
-            assert trajectory.stop_reason is StopReason.ENV_ERROR, kind
-            assert FAILURES[kind] in trajectory.error, (kind, trajectory.error)
-        else:
-            assert trajectory.stop_reason is StopReason.ENV_DONE
+        trajectories = run(lambda row: Hasty() if row["hasty"] else Odd(), rows)
+    for (kind, (_, says)), trajectory in zip(ODD.items(), trajectories, strict=True):
         assert trajectory.environment is None
-    assert sorted(Broken.closed) == sorted(kinds)
+        if says is None:
+            assert trajectory.stop_reason is StopReason.ENV_DONE
+        else:
+            assert trajectory.stop_reason is StopReason.ENV_ERROR, kind
+            for name, value in lines.items():
+                says = says.replace(f"{{{name}}}", str(value))
+            assert says in trajectory.error, (kind, trajectory.error)
+    assert Odd.closed == len(ODD)
     assert f"could not be closed, the first for: ZeroDivisionError: in close ({__file__}, line " in caplog.text
 
 
@@ -233,10 +224,7 @@ def test_every_environment_that_is_made_is_closed(monkeypatch):
 
     async def all_closed():
         ended = await asyncio.gather(*map(hold, kinds))
-        for _ in range(1200):
-            if Loop.closed == 5:
-                break
-            await asyncio.sleep(0.05)
+        await until_true(lambda: Loop.closed == 5)
         return ended
 
     (hangs, swallows, made_late), (no_outcome, not_made, fine) = asyncio.run(all_closed())
@@ -244,40 +232,6 @@ def test_every_environment_that_is_made_is_closed(monkeypatch):
     assert "returned float: return an `Outcome`" in no_outcome.error
     assert not_made.error == "ZeroDivisionError: not made" and fine.env_rewards == {"score": 1.0}
     assert Loop.closed == 5
-
-
-class Wrong(StepEnv):
-    """Returns what its row has."""
-
-    def reset(self, row):
-        return row.get("first", "Q")
-
-    def step(self, turn):
-        return self.row["next"]
-
-
-@pytest.mark.parametrize(
-    ("row", "sentence"),
-    [
-        ({"next": None}, "Wrong.step ({file}, line {step}) gave `None` for messages: return text, a list of messages "
-         "or a `Step`."),
-        ({"next": {"reward": 1.0}}, "Wrong.step ({file}, line {step}) gave dict for messages: return text, a list of "
-         "messages or a `Step`, as `Step(**...)`."),
-        ({"next": 1.0}, "gave float for messages: return text, a list of messages or a `Step`, as `Step(reward=1.0, "
-         "done=True)`."),
-        ({"next": ("o", 1.0, True)}, "or wrap an environment of Gym's in `mt_grpo.integrations.gym.GymEnv`."),
-        ({"next": [1]}, "Wrong.step ({file}, line {step}): A message is int, without a text `role`"),
-        ({"next": Step(reward="1.0")}, "Wrong.step ({file}, line {step}): the reward of a step is str"),
-        ({"first": None}, "Wrong.reset ({file}, line {reset}) gave `None` for messages: return text or a list of "
-         "messages."),
-    ],
-)  # fmt: skip
-def test_a_wrong_return_is_named_with_its_method_and_line(row, sentence):
-    lines = {name: vars(Wrong)[name].__code__.co_firstlineno for name in ("step", "reset")}
-    [trajectory] = run(Wrong, [row])
-    assert trajectory.stop_reason is StopReason.ENV_ERROR
-    assert sentence.format(file=__file__, **lines) in trajectory.error
-    assert trajectory.where is None
 
 
 def test_an_error_is_kept_with_the_frames_of_the_users_code():
@@ -302,11 +256,11 @@ def test_an_error_is_kept_with_the_frames_of_the_users_code():
 
 
 def test_rewards_may_look_at_an_environment_before_it_is_closed():
-    [trajectory] = run(Broken, [{"kind": "fine"}], keep=True)
-    Broken.closed = []
-    assert trajectory.environment.kind == "fine"
+    [trajectory] = run(Odd, [{"kind": "fine"}], keep=True)
+    Odd.closed = 0
+    assert trajectory.environment.row["kind"] == "fine"
     asyncio.run(close_environments([trajectory]))
-    assert trajectory.environment is None and Broken.closed == ["fine"]
+    assert (trajectory.environment, Odd.closed) == (None, 1)
 
 
 # Refused at the door

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 from hypothesis import example, given, settings
@@ -47,18 +48,23 @@ def test_a_tag_call_is_read_with_its_arguments(arguments):
     assert parsed.answer is None and parsed.error is None
 
 
-def test_a_tag_call_without_args_has_none():
-    assert TAGS.parse('<tool>{"name": "now"}</tool>', None).calls == [ToolCall("now")]
-
-
-def test_several_tag_calls_keep_their_order():
-    parsed = TAGS.parse(call_text("b", x=1) + "\n" + call_text("a", x=2), None)
-    assert [(call.name, call.arguments) for call in parsed.calls] == [("b", {"x": 1}), ("a", {"x": 2})]
-
-
-def test_a_tag_call_comes_before_an_answer_in_the_same_turn():
-    parsed = TAGS.parse(f"{call_text('search', query='x')}<answer>early</answer>", None)
-    assert parsed.answer is None and len(parsed.calls) == 1
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        ('<tool>{"name": "now"}</tool>', [("now", {})]),
+        (call_text("b", x=1) + "\n" + call_text("a", x=2), [("b", {"x": 1}), ("a", {"x": 2})]),
+        (f"{call_text('search', query='x')}<answer>early</answer>", [("search", {"query": "x"})]),
+        # half a character becomes text that can be written
+        (
+            '<tool>{"name": "search", "args": {"query": "a\\ud83d", "ok": "\\ud83d\\ude42"}}</tool>',
+            [("search", {"query": "a?", "ok": "🙂"})],
+        ),
+    ],
+)
+def test_all_calls_of_a_turn_are_read_before_an_answer(text, calls):
+    parsed = TAGS.parse(text, None)
+    assert [(call.name, call.arguments) for call in parsed.calls] == calls
+    assert parsed.answer is None and parsed.error is None
 
 
 @pytest.mark.parametrize(
@@ -89,6 +95,7 @@ def test_the_last_tag_answer_counts_and_is_stripped(text, answer):
         ("<answer>Lima", "neither a tool call"),
         ("Lima", "neither a tool call"),
         ("", "neither a tool call"),
+        (call_text("good") + "<tool>bad</tool>", "not valid JSON"),  # one fails the whole turn
     ],
 )
 def test_a_malformed_tag_turn_is_told_what_is_wrong(text, says):
@@ -98,25 +105,10 @@ def test_a_malformed_tag_turn_is_told_what_is_wrong(text, says):
     assert parsed.message["content"] == text
 
 
-def test_one_malformed_call_fails_the_whole_turn():
-    parsed = TAGS.parse(call_text("good") + "<tool>bad</tool>", None)
-    assert parsed.calls == [] and parsed.error
-
-
-def test_half_a_character_in_arguments_becomes_writable_text():
-    parsed = TAGS.parse('<tool>{"name": "search", "args": {"query": "a\\ud83d", "ok": "\\ud83d\\ude42"}}</tool>', None)
-    assert parsed.calls[0].arguments == {"query": "a?", "ok": "🙂"}
-
-
-def test_tag_results_come_back_in_call_order():
+def test_tag_results_come_back_in_call_order_and_errors_as_one():
     turn = turn_of(ToolCall("b", result='{"n": null}'), ToolCall("a", result="Error: no"))
-    assert TAGS.replies(turn) == [
-        {"role": "user", "content": '<result>{"n": null}</result>\n<result>Error: no</result>'}
-    ]
-
-
-def test_a_tag_error_comes_back_as_a_result():
-    assert TAGS.replies(turn_of(error="bad.")) == [{"role": "user", "content": "<result>Error: bad.</result>"}]
+    for made, text in ((turn, '{"n": null}</result>\n<result>Error: no'), (turn_of(error="bad."), "Error: bad.")):
+        assert TAGS.replies(made) == [{"role": "user", "content": f"<result>{text}</result>"}]
 
 
 def test_the_tag_prompt_shows_tools_only_when_there_are_some(search_tool):
@@ -164,51 +156,108 @@ def test_a_malformed_native_call_is_an_error_and_not_an_answer(native_tokenizer,
     assert NATIVE.replies(turn_of(error=parsed.error)) == [{"role": "user", "content": f"Error: {parsed.error}"}]
 
 
-def test_a_native_turn_without_a_call_is_the_answer(native_tokenizer):
-    parsed = NATIVE.parse(" Lima.\n", native_tokenizer)
-    assert (parsed.answer, parsed.calls, parsed.error) == ("Lima.", [], None)
+@pytest.mark.parametrize(
+    ("opened", "text", "answer", "reasoning"),
+    [
+        ("", " Lima.\n", "Lima.", None),
+        ("", "<think>\nPeru, so\n</think>\n\nLima", "Lima", "Peru, so"),
+        ("<think>\n", "Peru, so\n</think>\n\nLima", "Lima", "Peru, so"),  # by the template itself
+    ],
+)
+def test_a_native_turn_without_a_call_is_the_answer(native_tokenizer, opened, text, answer, reasoning):
+    parsed = NATIVE.parse(text, native_tokenizer, native_tokenizer.encode(HEADER + opened))
+    assert (parsed.answer, parsed.calls, parsed.error) == (answer, [], None)
+    assert parsed.message.get("reasoning_content") == reasoning and parsed.message["content"].strip() == answer
 
 
-def test_native_thinking_is_reasoning_not_part_of_the_answer(native_tokenizer):
-    parsed = NATIVE.parse("<think>\nPeru, so\n</think>\n\nLima", native_tokenizer)
-    assert parsed.answer == "Lima"
-    assert parsed.message["reasoning_content"] == "Peru, so" and parsed.message["content"] == "Lima"
-
-
-def test_thinking_that_the_template_opened_is_read_as_thinking(native_tokenizer):
-    context = native_tokenizer.encode(HEADER + "<think>\n")
-    parsed = NATIVE.parse("Peru, so\n</think>\n\nLima", native_tokenizer, context)
-    assert parsed.answer == "Lima" and parsed.message["reasoning_content"] == "Peru, so"
-
-
-def test_a_native_message_always_has_content(native_tokenizer):
-    assert NATIVE.parse(native_call("lookup"), native_tokenizer).message["content"] == ""
-
-
-def test_half_a_character_in_a_native_call_becomes_writable_text(native_tokenizer):
+def test_a_native_call_is_a_message_that_can_be_written(native_tokenizer):
     parsed = NATIVE.parse(native_call("lookup", query="a\ud83d"), native_tokenizer)
-    assert parsed.calls[0].arguments == {"query": "a?"}
+    assert parsed.calls[0].arguments == {"query": "a?"} and parsed.message["content"] == ""
     json.dumps(parsed.message, ensure_ascii=False).encode()
 
 
-# Both: whatever a model writes is read
+# Both: whatever a model writes is read, and what it calls is checked
 
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "n": {"type": "integer", "minimum": 0},
+        "half": {"type": "number", "multipleOf": 0.5},
+        "unit": {"type": "string", "enum": ["km", "mi"], "nullable": True},
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 20}, "uniqueItems": True},
+        "tree": {"$ref": "#/$defs/tree"},
+        "any": {},
+    },
+    "required": ["n"],
+    "$defs": {"tree": {"type": "object", "properties": {"children": {"items": {"$ref": "#/$defs/tree"}}}}},
+}
+WORK = Tool("work", "Works.", SCHEMA, lambda **arguments: arguments)
+WRITTEN_WELL = {"tags": call_text, "native": native_call}
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+NUMBERS = st.sampled_from([-0.0, 1e308, 5e-324, math.inf, -math.inf, math.nan, 10**18, 10**400, -(10**400)])
+NAMES = st.sampled_from([*SCHEMA["properties"], "name", "args", "", "é", "n\n", "$ref", "__class__"])
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-100, 100) | NUMBERS | TEXT,
+    lambda parts: st.lists(parts, max_size=4) | st.dictionaries(NAMES | TEXT, parts, max_size=4),
+    max_leaves=8,
+)
+GOOD = st.fixed_dictionaries(
+    {"n": st.integers(0, 9)},
+    optional={
+        "half": st.integers(-100, 100).map(lambda number: number / 2),
+        "unit": st.sampled_from(["km", "mi", None]),
+        "tags": st.lists(TEXT, max_size=4, unique=True),
+        "tree": st.integers(0, 2).map(lambda number: {"children": [{"children": []}] * number}),
+        "any": st.dictionaries(TEXT, st.just([1, 2.5, None, True, {"x": "y"}]), max_size=2),
+    },
+)
 PIECES = st.sampled_from(
     ["<tool>", "</tool>", "<answer>", "</answer>", "<tool_call>", "</tool_call>", "<think>", "</think>", "<|im_end|>",
-     "\n", '{"name": "a", ', '"args": {', '"arguments": {', "}", "{", "[", "]", '"', "null", "1e999", "NaN", "\\ud800"]
+     "\n", '{"name": "work", ', '"args": {', '"arguments": {', "}", "{", "[", "]", '"', "null", "1e999", "NaN",
+     "\\ud800", '{"name": "work", "args": {"n": 1}}', '{"name": "work", "arguments": {"n": 1}}', "\ufeff", "\x00"]
 )  # fmt: skip
-TEXTS = st.lists(PIECES | st.text(st.characters(exclude_categories=["Cs"]), max_size=8), max_size=12).map("".join)
+GARBAGE = st.lists(PIECES | TEXT, max_size=12).map("".join)
+CALLS = st.builds(
+    lambda marks, call: f"{marks[0]}{json.dumps(call)}{marks[1]}",
+    st.sampled_from([("<tool>", "</tool>"), ("<tool_call>\n", "\n</tool_call>")]),
+    st.fixed_dictionaries({"name": JSON | st.just("work")}, optional={"args": JSON, "arguments": JSON}),
+)
+SPOILT = st.builds(
+    lambda text, place, piece: text[:place] + piece + text[place + 1 :], CALLS, st.integers(0, 80), PIECES
+)
+REPEATED = st.builds(lambda pieces, times: "".join(pieces) * times, st.lists(PIECES, max_size=3), st.integers(50, 300))
 
 
-@settings(max_examples=300, deadline=None)
-@given(TEXTS)
+@settings(max_examples=600, deadline=None)
+@given(GARBAGE | CALLS | SPOILT | SPOILT | REPEATED)
 @example('<tool>{"name": "a", "args": {"b": NaN}}</tool>')
-def test_no_text_makes_parsing_raise(native_tokenizer, text):
+@example('<tool_call>{"name": "work", "args": {"any": ' + '{"a":' * 900 + "1" + "}" * 900 + "}}</tool>")
+def test_any_text_is_a_call_an_answer_or_an_error(native_tokenizer, text):
     for protocol in (TAGS, NATIVE):
         parsed = protocol.parse(text, native_tokenizer)
-        assert (bool(parsed.calls), parsed.answer is not None, parsed.error is not None).count(True) == 1
+        assert (bool(parsed.calls), parsed.answer is not None, bool(parsed.error)).count(True) == 1
         assert parsed.message["role"] == "assistant"
         json.dumps(parsed.message, ensure_ascii=False).encode()
+        for call in parsed.calls:
+            problem = WORK.check(call.arguments)
+            assert problem is None or (problem.startswith("work: ") and len(problem) < 2000)
         if parsed.answer is None:
             replies = protocol.replies(turn_of(*parsed.calls, error=parsed.error))
             native_tokenizer.apply_chat_template([parsed.message, *replies], tokenize=True)
+
+
+@pytest.mark.parametrize("name", WRITTEN_WELL)
+@settings(deadline=None)
+@given(GOOD)
+def test_a_call_written_well_is_read_as_it_was_meant(native_tokenizer, name, meant):
+    protocol = {"tags": TAGS, "native": NATIVE}[name]
+    [call] = protocol.parse(WRITTEN_WELL[name]("work", **meant), native_tokenizer).calls
+    assert (call.name, call.arguments) == ("work", meant) and WORK.check(call.arguments) is None
+
+
+@settings(deadline=None)
+@given(st.dictionaries(NAMES, JSON, max_size=5))
+def test_any_arguments_are_checked(arguments):
+    problem = WORK.check(arguments)
+    assert problem is None or problem.startswith("work: ")

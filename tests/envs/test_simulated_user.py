@@ -15,7 +15,7 @@ import pytest
 import yaml
 from datasets import Dataset
 from support.conversations import user
-from support.loopback import Loopback, Reply, ScriptedServer, free_port
+from support.loopback import Loopback, Reply, ScriptedServer
 from support.models import CPU_RUN, build_model, build_tokenizer, lookup
 from support.trainers import Letters
 
@@ -112,13 +112,11 @@ def test_an_answer_without_end_ends_its_conversation(endpoint, monkeypatch, enco
 def test_the_tokens_of_the_user_are_masked(endpoint):
     [trajectory], runner = run(simulated(endpoint(said("Pears?"))), ["Apples?", "Pears."], max_steps=1)
     completion = runner.completion(trajectory)
-    pieces = {
-        mask: runner.engine.tokenizer.decode(
-            [token for token, each in zip(completion.ids, completion.mask, strict=True) if each == mask]
-        )
-        for mask in (0, 1)
-    }
-    assert pieces[1] == f"Apples?{END}Pears.{END}" and "Pears?" in pieces[0]
+    tokens = {0: [], 1: []}
+    for token, mask in zip(completion.ids, completion.mask, strict=True):
+        tokens[mask].append(token)
+    masked, own = map(runner.engine.tokenizer.decode, tokens.values())
+    assert own == f"Apples?{END}Pears.{END}" and "Pears?" in masked
     assert trajectory.stop_reason is StopReason.MAX_STEPS and trajectory.render_mismatch is None
 
 
@@ -145,6 +143,7 @@ def test_a_request_that_fails_is_sent_again(endpoint):
         ((404, {"error": {"message": "no model 'user'"}}), "no model 'user'"),
         ((401, {"error": {"message": f"Incorrect key {KEY}"}}), "Incorrect key ***"),
         (None, "did not answer in 1 attempts: "),
+        ("gone", "Connect"),
         ((200, "<html>"), "answered without text"),
         ((200, "{}"), "answered without text"),
         (said(None), "answered without text"),
@@ -155,19 +154,15 @@ def test_a_failure_ends_the_conversation_not_the_run(endpoint, answer, reason, m
     monkeypatch.setenv("USER_KEY", KEY + "\n")
     caplog.set_level(logging.DEBUG)
     server = endpoint(answer)
+    if answer == "gone":
+        server.stop()
     [trajectory], _ = run(simulated(server, max_retries=0, api_key_env="USER_KEY"), ["Welcome."])
     assert trajectory.stop_reason is StopReason.ENV_ERROR
     assert trajectory.error.startswith(f"SimulatedUserError: The simulated user 'user' at {server.url}/v1 ")
     assert reason in trajectory.error and KEY not in trajectory.error and "\n" not in trajectory.error
-    sent = {name.lower(): value for name, value in server.last_headers.items()}
-    assert sent["authorization"] == f"Bearer {KEY}"
+    if answer != "gone":
+        assert {name.lower(): value for name, value in server.last_headers.items()}["authorization"] == f"Bearer {KEY}"
     assert KEY not in caplog.text and KEY not in json.dumps(trajectory.to_dict())
-
-
-def test_a_user_that_is_gone_ends_the_conversation():
-    partner = SimulatedUser(f"http://127.0.0.1:{free_port()}/v1", "user", "Talk.", max_retries=0)
-    [trajectory], _ = run(partner, ["Welcome."])
-    assert trajectory.stop_reason is StopReason.ENV_ERROR and "Connect" in trajectory.error
 
 
 def test_a_user_that_hangs_ends_the_conversation(endpoint):
@@ -222,38 +217,38 @@ GIVEN = {"base_url": "http://127.0.0.1:9/v1", "model": "user", "system_prompt": 
 )
 def test_a_wrong_user_is_refused_with_one_sentence(tmp_path, changes, message):
     options = {"simulated_user": GIVEN | changes}
-    with pytest.raises(UserError) as caught:
-        build_env(config(tmp_path, **options))
-    assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
-    with pytest.raises(UserError) as caught:
-        build_env(config(tmp_path, environments={"shop": options}))
-    assert str(caught.value).startswith(message)
+    for given in (options, {"environments": {"shop": options}}):
+        with pytest.raises(UserError) as caught:
+            build_env(config(tmp_path, **given))
+        assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
 
 
 def config(folder, **options):
     return MTGRPOConfig(str(folder), use_cpu=True, bf16=False, **options)
 
 
-@pytest.mark.parametrize("wrong", ["text", "[1]", 3])
-def test_what_is_no_mapping_is_refused(tmp_path, wrong):
-    with pytest.raises(UserError, match="`simulated_user` is "):
-        config(tmp_path, simulated_user=wrong)
+TWO = {"simulated_user": GIVEN, "interaction_config_file": "x.yaml"}
+IN_SHOP = {"environments": {"shop": {"interaction_config_file": "x.yaml", "env": "x.Y"}}}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        *(({"simulated_user": wrong}, "`simulated_user` is ") for wrong in ("text", "[1]", 3)),
+        (TWO, "`simulated_user` and `interaction_config_file` both say who answers"),
+        ({"simulated_user": GIVEN, "env": "x.Y"}, "`simulated_user` and `env` both say who answers the model"),
+        (IN_SHOP, "In `environments: shop`, `interaction_config_file` and `env` both"),
+    ],
+)
+def test_what_is_no_mapping_or_beside_another_is_refused(tmp_path, options, message):
+    with pytest.raises(UserError, match=message):
+        build_env(config(tmp_path, **options))
 
 
 def test_a_missing_library_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "openai", None)
     with pytest.raises(UserError, match=r'needs a library: run `pip install "mt-grpo\[openai\]"`'):
         SimulatedUser(**GIVEN)
-
-
-def test_two_who_answer_are_refused(tmp_path):
-    with pytest.raises(UserError, match="`simulated_user` and `interaction_config_file` both say who answers"):
-        config(tmp_path, simulated_user=GIVEN, interaction_config_file="x.yaml")
-    with pytest.raises(UserError, match="`simulated_user` and `env` both say who answers the model: leave one"):
-        config(tmp_path, simulated_user=GIVEN, env="x.Y")
-    environments = {"shop": {"interaction_config_file": "x.yaml", "env": "x.Y"}}
-    with pytest.raises(UserError, match="In `environments: shop`, `interaction_config_file` and `env` both"):
-        build_env(config(tmp_path, environments=environments))
 
 
 def test_the_key_is_tried_before_the_run(endpoint, tmp_path):
@@ -311,7 +306,7 @@ def test_training_logs_what_the_user_said(endpoint, tmp_path):
     written = list(read_trajectories(tmp_path))
     assert len(written) == 8
     for line in written:
-        assert [turn["replies"] for turn in line["turns"]] == [user("Go on."), []]
-        assert line["stop_reason"] == "max_steps"
+        replies = [turn["replies"] for turn in line["turns"]]
+        assert (replies, line["stop_reason"]) == ([user("Go on."), []], "max_steps")
     goals = {asked["messages"][0]["content"] for asked in server.asked(CHAT)}
     assert goals == {"You want pears.", "You want apples."}

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 from mcp.types import CallToolResult
 from pydantic import BaseModel
+from support.stateful_tools import Guess, schema
 from support.waiting import until_true
 
 from mt_grpo.concurrency import ConcurrencyLimit
@@ -21,6 +22,7 @@ from mt_grpo.concurrency import call as call_within
 from mt_grpo.concurrency import run as run_and_wait
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.envs.tool_env import execute_calls, fail_unanswered
+from mt_grpo.rewards import env_reward, step_reward
 from mt_grpo.rollout import RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
 from mt_grpo.tools import Tool, ToolDefinitionError, load_tools, tool
 from mt_grpo.tools.mcp import McpRemote
@@ -40,31 +42,36 @@ def run(*tools: Tool, calls: int = 1, timeout: float | None = 20.0) -> list[Tool
     return made_calls
 
 
+def converse(tokenizer, env: MultiTurnToolEnv, turns: list[str], number: int = 1, **limits) -> list[Trajectory]:
+    runner = RolloutRunner(env, ScriptedEngine(tokenizer, turns), RolloutLimits(**limits))
+    requests = [RolloutRequest("hi", f"{index:02d}") for index in range(number)]
+    return asyncio.run(runner.run(requests, SamplingParams()))
+
+
+async def hang() -> None:
+    await asyncio.Event().wait()
+
+
 class Gauge:
-    """Counts how many calls are inside at once; each stays until so many have been let in, or for a moment."""
+    """Counts how many calls are inside at once; each stays for a moment."""
 
     def __init__(self) -> None:
-        self.inside, self.most = 0, 0
-        self.lock = threading.Lock()
+        self.inside, self.most, self.lock = 0, 0, threading.Lock()
 
     async def work(self) -> int:
-        self.enter()
+        self.enter(1)
         await asyncio.sleep(0.005)
-        return self.leave()
+        return self.enter(-1)
 
     def block(self) -> int:
-        self.enter()
+        self.enter(1)
         threading.Event().wait(0.005)
-        return self.leave()
+        return self.enter(-1)
 
-    def enter(self) -> None:
+    def enter(self, more: int) -> int:
         with self.lock:
-            self.inside += 1
+            self.inside += more
             self.most = max(self.most, self.inside)
-
-    def leave(self) -> int:
-        with self.lock:
-            self.inside -= 1
         return 1
 
 
@@ -82,27 +89,22 @@ def test_no_more_calls_of_a_tool_run_than_its_limit(method):
 def test_the_limit_holds_across_conversations(tokenizer):
     gauge = Gauge()
     env = MultiTurnToolEnv([made(gauge.work, concurrency=2)])
-    turns = ['<tool>{"name": "work"}</tool>', "<answer>done</answer>"]
-    requests = [RolloutRequest("hi", f"{number:02d}") for number in range(12)]
-    trajectories = asyncio.run(RolloutRunner(env, ScriptedEngine(tokenizer, turns)).run(requests, SamplingParams()))
-    assert gauge.most == 2
-    assert {trajectory.stop_reason for trajectory in trajectories} == {StopReason.ANSWERED}
+    trajectories = converse(tokenizer, env, ['<tool>{"name": "work"}</tool>', "<answer>done</answer>"], 12)
+    assert gauge.most == 2 and {each.stop_reason for each in trajectories} == {StopReason.ANSWERED}
 
 
 def test_the_limit_holds_across_event_loops():
-    gauge = Gauge()
+    gauge, results = Gauge(), []
     limited = made(gauge.work, concurrency=2)
-    results: list[list[ToolCall]] = []
-    threads = [threading.Thread(target=lambda: results.append(run(limited, calls=10))) for _ in range(3)]
+    threads = [threading.Thread(target=lambda: results.extend(run(limited, calls=10))) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert gauge.most <= 2
-    assert [call.result for calls in results for call in calls] == ["1"] * 30
+    assert gauge.most <= 2 and [call.result for call in results] == ["1"] * 30
 
 
-def test_a_decorated_function_has_one_limit_in_all_environments():
+def test_a_function_a_method_and_a_copy_have_one_limit():
     gauge = Gauge()
 
     @tool(concurrency=2)
@@ -110,26 +112,18 @@ def test_a_decorated_function_has_one_limit_in_all_environments():
         """Works."""
         return await gauge.work()
 
-    first, second = (load_tools([work])[0] for _ in range(2))
-    run(first, replace(second, name="again"), calls=10)
-    assert first.limit is second.limit and gauge.most == 2
-
-
-def test_the_copy_of_a_tool_is_limited_together_with_it():
-    limited = made(Gauge.work, concurrency=2)
-    assert copy.deepcopy(limited).limit is replace(limited, name="other").limit is limited.limit
-    assert replace(limited, concurrency=3).limit.size == 3
-
-
-def test_a_limit_above_a_method_is_one_for_all_objects():
     class Browser:
         @tool(concurrency=1, max_result_size=7)
         def look(self) -> str:
             """Looks."""
             return "x"
 
-    first, second = Tool.from_function(Browser().look), Tool.from_function(Browser().look)
-    assert first.limit is second.limit and first.concurrency == 1 and first.max_result_size == 7
+    first, second = (load_tools([work])[0] for _ in range(2))
+    run(first, replace(second, name="again"), calls=10)
+    assert first.limit is second.limit is copy.deepcopy(first).limit and gauge.most == 2
+    assert replace(first, concurrency=3).limit.size == 3
+    first, second = (Tool.from_function(Browser().look) for _ in range(2))
+    assert first.limit is second.limit and (first.concurrency, first.max_result_size) == (1, 7)
 
 
 @pytest.mark.parametrize("kind", ["async", "thread", "entry of MCP", "stateful"])
@@ -137,10 +131,10 @@ def test_a_wait_for_a_place_inside_a_call_is_not_its_time(kind):
     """The other call has the place until it is out of time, and this one gets it then."""
     place, taken = ConcurrencyLimit(1), threading.Event()
 
-    async def hang():
+    async def keep():
         async with place:
             taken.set()
-            await asyncio.Event().wait()
+            await hang()
 
     async def have(*names):
         await asyncio.to_thread(taken.wait, 20)
@@ -154,63 +148,55 @@ def test_a_wait_for_a_place_inside_a_call_is_not_its_time(kind):
         "entry of MCP": partial(remote.call, {}),
         "stateful": partial(call_within, have, what="waits", timeout=0.5),
     }[kind]
-    hung, waited = run(made(hang, "hangs"), made(waits, "waits"), timeout=0.5)
+    hung, waited = run(made(keep, "hangs"), made(waits, "waits"), timeout=0.5)
     assert hung.error == "hangs took longer than 0.5 s." and waited.error is None
     assert waited.seconds < 0.5 <= hung.seconds
 
 
 def test_the_wait_for_the_limit_counts_toward_no_timeout():
     """Twenty calls of 50 ms one after the other take longer than the time of one."""
-
-    async def work() -> None:
-        await asyncio.sleep(0.05)
-
-    calls = run(made(work, concurrency=1), calls=20, timeout=0.9)
-    assert [call.error for call in calls] == [None] * 20
-    assert all(call.seconds < 0.9 for call in calls)
+    calls = run(made(partial(asyncio.sleep, 0.05), concurrency=1), calls=20, timeout=0.9)
+    assert all(call.error is None and call.seconds < 0.9 for call in calls)
 
 
 def test_a_call_that_hangs_gives_its_place_to_the_next():
-    async def hang() -> None:
-        await asyncio.Event().wait()
-
     release = threading.Event()
-    calls = run(
-        made(hang, "hang", concurrency=1),
-        made(lambda: release.wait(20), "block", concurrency=1),
-        made(lambda: 1, "quick"),
-        calls=3,
-        timeout=0.5,
-    )
+    tools = [made(hang, "hang", concurrency=1), made(lambda: release.wait(20), "block", concurrency=1)]
+    calls = run(*tools, made(lambda: 1, "quick"), calls=3, timeout=0.5)
     release.set()
     assert [call.error for call in calls[:6]] == [f"{call.name} took longer than 0.5 s." for call in calls[:6]]
     assert [call.result for call in calls[6:]] == ["1"] * 3
 
 
 def test_a_call_cancelled_while_it_waits_was_not_run():
-    started: list[int] = []
+    started, ended = [], []
 
-    async def hang() -> None:
+    async def begin() -> None:
         started.append(1)
-        await asyncio.Event().wait()
+        try:
+            await hang()
+        finally:
+            ended.append(1)
 
-    limited = made(hang, concurrency=1)
+    limited = made(begin, concurrency=1)
     turn = Turn(0, {}, [ToolCall("work"), ToolCall("work")])
 
-    async def converse() -> None:
+    async def cancelled() -> None:
         task = asyncio.ensure_future(execute_calls(turn.tool_calls, {"work": limited}))
         await until_true(lambda: started)
         task.cancel()
         await asyncio.wait([task])
-        assert task.cancelled()
+        await asyncio.sleep(0)
+        assert task.cancelled() and ended
         fail_unanswered(turn)
         async with asyncio.timeout(5), limited.limit:  # its place is free again
             pass
 
-    asyncio.run(converse())
-    assert [call.executed for call in turn.tool_calls] == [True, False]
-    assert turn.tool_calls[0].error == "work did not finish before the conversation ended."
-    assert turn.tool_calls[1].error == "work was not run: the conversation ended before."
+    asyncio.run(cancelled())
+    assert [(call.executed, call.error) for call in turn.tool_calls] == [
+        (True, "work did not finish before the conversation ended."),
+        (False, "work was not run: the conversation ended before."),
+    ]
 
 
 def test_a_place_granted_to_a_cancelled_call_goes_on():
@@ -248,17 +234,10 @@ def test_what_waited_in_a_loop_that_is_gone_holds_nobody_up():
 
 
 def test_a_conversation_may_time_out_while_it_waits(tokenizer):
-    async def hang() -> None:
-        await asyncio.Event().wait()
-
     env = MultiTurnToolEnv([made(hang, concurrency=1)], tool_timeout=None)
-    engine = ScriptedEngine(tokenizer, ['<tool>{"name": "work"}</tool>'])
-    runner = RolloutRunner(env, engine, RolloutLimits(rollout_timeout=1.0))
-    requests = [RolloutRequest("hi", str(number)) for number in range(3)]
-    trajectories = asyncio.run(runner.run(requests, SamplingParams()))
-    calls = [trajectory.turns[0].tool_calls[0] for trajectory in trajectories]
-    assert {trajectory.stop_reason for trajectory in trajectories} == {StopReason.TIMEOUT}
-    for call in calls:
+    trajectories = converse(tokenizer, env, ['<tool>{"name": "work"}</tool>'], 3, rollout_timeout=1.0)
+    assert {each.stop_reason for each in trajectories} == {StopReason.TIMEOUT}
+    for call in (each.turns[0].tool_calls[0] for each in trajectories):
         assert ("did not finish" if call.executed else "was not run") in call.error
 
 
@@ -304,13 +283,12 @@ def call_text(name: str, **arguments: object) -> str:
     return f"<tool>{json.dumps({'name': name, 'args': arguments})}</tool>"
 
 
-def converse(tokenizer, *turns: str) -> Trajectory:
-    runner = RolloutRunner(MultiTurnToolEnv([submit, made(lambda: 1)]), ScriptedEngine(tokenizer, list(turns)))
-    return asyncio.run(runner.run([RolloutRequest("hi", "0")], SamplingParams()))[0]
+def submitted(tokenizer, *turns: str) -> Trajectory:
+    return converse(tokenizer, MultiTurnToolEnv([submit, made(lambda: 1)]), list(turns))[0]
 
 
 def test_a_stop_tool_ends_the_conversation_with_its_result(tokenizer):
-    trajectory = converse(tokenizer, call_text("work") + call_text("submit", answer=3), "never sampled")
+    trajectory = submitted(tokenizer, call_text("work") + call_text("submit", answer=3), "never sampled")
     assert trajectory.stop_reason is StopReason.ENV_DONE and len(trajectory.turns) == 1
     assert not trajectory.stop_reason.is_truncated and not trajectory.failed
     assert [call.result for call in trajectory.turns[0].tool_calls] == ["1", "Got 3."]
@@ -320,7 +298,7 @@ def test_a_stop_tool_ends_the_conversation_with_its_result(tokenizer):
 
 @pytest.mark.parametrize("arguments", [{"answer": "x"}, {"answer": 0}, {}])
 def test_a_stop_tool_that_fails_ends_nothing(tokenizer, arguments):
-    trajectory = converse(tokenizer, call_text("submit", **arguments), call_text("submit", answer=1))
+    trajectory = submitted(tokenizer, call_text("submit", **arguments), call_text("submit", answer=1))
     assert trajectory.stop_reason is StopReason.ENV_DONE and len(trajectory.turns) == 2
     assert trajectory.turns[0].tool_calls[0].error and trajectory.turns[1].tool_calls[0].result == "Got 1."
 
@@ -363,26 +341,20 @@ def test_a_result_is_text_for_the_model_and_data_for_rewards(result, text, data,
     assert ToolCall(**json.loads(json.dumps(vars(call)))) == call
 
 
-def test_data_that_is_no_json_is_an_error_for_the_model():
-    [call] = run(made(lambda: ("seen", {(1, 2): 3})))
-    assert call.error.startswith("TypeError: keys must be str") and call.data is None
-
-
 def test_a_long_result_is_cut_and_says_how_much():
-    [text, listing, error] = run(
+    text, listing, error, cut, whole, no_json = run(
         made(lambda: "ab" * 1000, "text", max_result_size=10),
         made(lambda: list(range(100)), "listing", max_result_size=6),
         made(lambda: open("x" * 100), "error", max_result_size=9),
+        made(lambda: "x" * 10**7, "cut", max_result_size=10_000),
+        made(lambda: "x" * 10**7, "whole"),
+        made(lambda: ("seen", {(1, 2): 3}), "no_json"),
     )
     assert text.result == "ababababab\n[1,990 of 2,000 characters were cut off.]"
     assert listing.result == "[0, 1,\n[384 of 390 characters were cut off.]"
     assert error.result.startswith("Error: OSError: ") or error.result.startswith("Error: FileNotFo\n[")
-
-
-def test_ten_megabytes_are_whole_without_a_limit():
-    [cut, whole] = run(made(lambda: "x" * 10**7, "cut", max_result_size=10_000), made(lambda: "x" * 10**7, "whole"))
-    assert cut.result[10_000:] == "\n[9,990,000 of 10,000,000 characters were cut off.]"
-    assert len(whole.result) == 10**7
+    assert cut.result[10_000:] == "\n[9,990,000 of 10,000,000 characters were cut off.]" and len(whole.result) == 10**7
+    assert no_json.error.startswith("TypeError: keys must be str") and no_json.data is None
 
 
 class Mute(Exception):
@@ -390,17 +362,32 @@ class Mute(Exception):
         raise ValueError("no words")
 
 
-@pytest.mark.parametrize("error", [Mute, KeyboardInterrupt, GeneratorExit, SystemExit, StopIteration])
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (Mute(), "Mute"),
+        (KeyError("gone"), "KeyError: 'gone'"),
+        (ValueError("half a character: \ud83d"), "character: ?"),
+        (TimeoutError("the server is slow"), "TimeoutError: the server is slow"),
+        (SystemExit(3), "SystemExit: 3"),
+        (StopIteration("end"), "StopIteration"),
+        (KeyboardInterrupt(), "KeyboardInterrupt"),
+        (GeneratorExit(), "GeneratorExit"),
+        (asyncio.CancelledError(), "ancelled"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
+)
 @pytest.mark.parametrize("is_async", [False, True])
-def test_whatever_is_raised_is_an_answer(error, is_async):
+def test_whatever_is_raised_is_an_answer(error, says, is_async):
     async def fails_async() -> None:
         raise error
 
     def fails() -> None:
         raise error
 
-    [call] = run(made(fails_async if is_async else fails))
-    assert call.executed and error.__name__ in call.error
+    failed, fine = run(made(fails_async if is_async else fails), made(lambda: "fine", "other"))
+    assert failed.executed and says in failed.error and failed.result == f"Error: {failed.error}"
+    assert (fine.result, fine.error) == ("fine", None)
 
 
 def test_what_sets_a_signal_handler_runs_in_the_main_thread():
@@ -440,3 +427,50 @@ def test_what_needs_the_main_thread_says_how_to_mend_it():
     (call,) = run(made(lambda: signal.signal(signal.SIGUSR1, signal.SIG_DFL)))
     assert call.error.startswith("ValueError: signal only works in main thread")
     assert "with `max_staleness: 0`" in call.error and "`tool_processes: 1`" in call.error
+
+
+# Tools with a state, in whole conversations
+
+GUESSES = [
+    call_text("guess", number=6),
+    call_text("guess", number=3) + call_text("guess", number=2),
+    "<answer>7</answer>",
+]
+
+
+def guess(tokenizer, tool=Guess, **limits):
+    made_tool = tool({}, schema())
+    row = {"prompt": "Guess.", "tools_kwargs": {"guess": {"create_kwargs": {"ground_truth": 7}}}}
+    env = MultiTurnToolEnv([made_tool], protocol="learnt_tags")
+    engine = ScriptedEngine(tokenizer, lambda session, turn: GUESSES[turn] + "<|im_end|>")
+    runner = RolloutRunner(env, engine, RolloutLimits(**limits))
+    (trajectory,) = asyncio.run(runner.run([RolloutRequest("Guess.", "0", row=row)], SamplingParams()))
+    assert made_tool._instance_dict == {}
+    return trajectory
+
+
+def test_a_turn_has_the_step_rewards_of_its_calls(tokenizer):
+    trajectory = guess(tokenizer)
+    assert trajectory.stop_reason is StopReason.ANSWERED
+    assert [step_reward.score(turn, trajectory) for turn in trajectory.turns] == [0.0, -0.1, None]
+    assert env_reward.score(trajectory) == pytest.approx(1 / 6)
+    assert trajectory.info["tool_metrics"] == {"guess": [{"distance": 1}, {"distance": 4}, {"distance": 5}]}
+
+
+def test_a_conversation_cut_off_has_the_rewards_of_its_tools(tokenizer):
+    trajectory = guess(tokenizer, max_completion_tokens=60)
+    assert (trajectory.stop_reason, trajectory.env_rewards) == (StopReason.TOKEN_BUDGET, {"guess": 0.5})
+
+
+def test_a_state_that_cannot_be_made_is_told_to_the_model(tokenizer):
+    class Broken(Guess):
+        async def create(self, instance_id=None, **kwargs):
+            raise ValueError("no room")
+
+        async def release(self, instance_id, **kwargs): ...
+
+    trajectory = guess(tokenizer, Broken)
+    told = trajectory.turns[0].tool_calls[0].result
+    assert told == "Error: ToolStateError: `create` of the tool 'guess' failed: ValueError: no room."
+    assert trajectory.stop_reason is StopReason.ANSWERED
+    assert trajectory.turns[0].replies and env_reward.score(trajectory) is None

@@ -10,7 +10,31 @@ from multiprocessing.connection import Connection
 
 import uvicorn
 
-from support.mcp_server import Door, MCPServer, server
+from support.mcp_server import MCPServer, server
+
+
+class Door:
+    """
+    Refuses requests without the token, where there is one, and the first ones if it is `busy`; `/events` is another
+    name of `/sse`.
+    """
+
+    def __init__(self, app, token: str | None, busy: int = 0) -> None:
+        self.app, self.header, self.busy = app, token and f"Bearer {token}".encode(), busy
+
+    async def __call__(self, scope, receive, send) -> None:
+        if scope["type"] == "http" and self.header and dict(scope["headers"]).get(b"authorization") != self.header:
+            await self.refuse(401, send)
+        elif scope["type"] == "http" and self.busy:
+            self.busy -= 1
+            await self.refuse(503, send)
+        else:
+            path = {"path": "/sse"} if scope.get("path") == "/events" else {}
+            await self.app({**scope, **path}, receive, send)
+
+    async def refuse(self, status: int, send) -> None:
+        await send({"type": "http.response.start", "status": status, "headers": []})
+        await send({"type": "http.response.body", "body": b"no"})
 
 
 def other() -> MCPServer:
@@ -25,30 +49,34 @@ def other() -> MCPServer:
     return made
 
 
-def serve(port: int, kind: str, busy: int, pipe: Connection) -> None:
+def serve(port: int, kind: str, busy: int, token: str | None, pipe: Connection) -> None:
     listening = socket.create_server(("127.0.0.1", port))
-    app = (server if kind == "small" else other()).streamable_http_app()
+    app = server.sse_app() if kind == "sse" else (other() if kind == "other" else server).streamable_http_app()
     pipe.send(listening.getsockname()[1])
-    config = uvicorn.Config(Door(app, None, busy), log_level="error", timeout_graceful_shutdown=1)
+    config = uvicorn.Config(Door(app, token, busy), log_level="error", timeout_graceful_shutdown=1)
     uvicorn.Server(config).run(sockets=[listening])
 
 
 class HttpServer:
-    """A server that can be killed, and started again at the same address; it refuses the first requests if `busy`."""
+    """
+    A server of a kind ("http", "sse", or "other" with another tool) that can be killed, and started again at the same
+    address; it refuses the first requests if `busy`.
+    """
 
-    def __init__(self, kind: str = "small", busy: int = 0) -> None:
-        self.kind, self.busy, self.port = kind, busy, 0
+    def __init__(self, kind: str = "http", busy: int = 0, token: str | None = None) -> None:
+        self.kind, self.busy, self.token, self.port = kind, busy, token, 0
         self.start()
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}/mcp"
+        return f"http://127.0.0.1:{self.port}/{'sse' if self.kind == 'sse' else 'mcp'}"
 
     def start(self) -> None:
         forks = multiprocessing.get_context("forkserver")
         forks.set_forkserver_preload([__name__])
         said, pipe = forks.Pipe()
-        self.process = forks.Process(target=serve, args=(self.port, self.kind, self.busy, pipe), daemon=True)
+        about = (self.port, self.kind, self.busy, self.token, pipe)
+        self.process = forks.Process(target=serve, args=about, daemon=True)
         self.process.start()
         pipe.close()
         self.port = said.recv()

@@ -12,8 +12,13 @@ from mt_grpo.tools.argument_check import CHECK_SECONDS
 from mt_grpo.tools.function import Tool, ToolDefinitionError
 
 
+def of(schema: Any, **beside: Any) -> dict[str, Any]:
+    """Parameters with an `x` of a schema."""
+    return {"type": "object", "properties": {"x": schema}, **beside}
+
+
 def tool(schema: Any, **beside: Any) -> Tool:
-    return Tool("f", "F.", {"type": "object", "properties": {"x": schema}, **beside}, lambda x: x)
+    return Tool("f", "F.", of(schema, **beside), lambda x: x)
 
 
 def nested(depth: int) -> Any:
@@ -122,12 +127,6 @@ def test_what_is_wrong_is_told_at_bounded_length() -> None:
     assert len(tool({}).check({"y" * 1_000_000: 1})) < 3000
 
 
-@pytest.mark.parametrize("parameters", [True, {"type": "array"}])
-def test_parameters_that_describe_no_object_are_refused(parameters: Any) -> None:
-    with pytest.raises(ToolDefinitionError, match="not of `type: object`"):
-        Tool("f", "F.", parameters, lambda x: x)
-
-
 @pytest.mark.parametrize("pattern", ["(?=.*[0-9])a", r"(a)\1", "^.{1,2000}$"])
 def test_an_unmatchable_pattern_is_told_once_and_left_out(pattern: str, caplog: pytest.LogCaptureFixture) -> None:
     parameters = {"type": "object", "properties": {"x": {"pattern": pattern}, "n": {"type": "integer"}}}
@@ -147,14 +146,99 @@ def deep(depth: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("schema", "said"),
+    ("parameters", "said"),
     [
-        ({"pattern": "(["}, "no JSON schema at 'properties.x.pattern': '([' is not a 'regex'"),
-        (deep(5_000), "it is nested too deeply"),
-        ({"unevaluatedProperties": False, "patternProperties": {"a": {}}}, "leave out one of them"),
+        (of({"pattern": "(["}), "no JSON schema at 'properties.x.pattern': '([' is not a 'regex'"),
+        (of({"type": "image"}), "no JSON schema at 'properties.x.type': 'image'"),
+        (of(deep(5_000)), "it is nested too deeply"),
+        (of({"unevaluatedProperties": False, "patternProperties": {"a": {}}}), "leave out one of them"),
+        *((parameters, "not of `type: object`") for parameters in (True, {"type": "array"}, {})),
     ],
 )
-def test_a_schema_that_cannot_be_checked_is_refused(schema: Any, said: str) -> None:
-    with pytest.raises(ToolDefinitionError) as refusal:
-        tool(schema)
+def test_parameters_that_cannot_be_checked_are_refused(parameters: Any, said: str) -> None:
+    with pytest.raises(ToolDefinitionError, match="The tool 'f' has parameters") as refusal:
+        Tool("f", "F.", parameters, lambda x: x)
     assert said in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+# In words that a model can act on
+
+
+SEARCH = Tool(
+    "search",
+    "Search.",
+    {
+        "type": "object",
+        "properties": {
+            "query": {"type": "string"},
+            "k": {"type": "integer"},
+            "unit": {"type": "string", "enum": ["km", "mi"]},
+            "tags": {"type": "array", "items": {"type": "string"}, "nullable": True},
+        },
+        "required": ["query"],
+    },
+    lambda **arguments: "",
+)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ({"query": "x"}, None),
+        ({"query": "x", "k": 2, "unit": "mi", "tags": ["a"]}, None),
+        ({"query": "x", "tags": None}, None),
+        ({}, "missing argument 'query'"),
+        ({"q": "x"}, "unknown argument 'q'; it takes 'query', 'k', 'unit', 'tags'"),
+        ({"k": "x", "q": 1, "p": 1}, "unknown arguments 'q', 'p'; it takes 'query', 'k', 'unit', 'tags'"),
+        ({"k": "x"}, "missing argument 'query'"),
+        ({"query": "x", "k": "3"}, "argument 'k' must be of type integer, not string"),
+        ({"query": "x", "k": True}, "argument 'k' must be of type integer, not boolean"),
+        ({"query": None}, "argument 'query' must be of type string, not null"),
+        ({"query": "x", "tags": "a"}, "argument 'tags' must be of type array or null, not string"),
+        ({"query": "x", "tags": ["a", 1]}, "argument 'tags[1]' must be of type string, not integer"),
+        ({"query": "x", "unit": "m"}, 'argument \'unit\' must satisfy {"enum": ["km", "mi"]}'),
+        (["x"], "the arguments must be a JSON object, not array"),
+        ("x", "the arguments must be a JSON object, not string"),
+        (None, "the arguments must be a JSON object, not null"),
+    ],
+)
+def test_a_call_is_checked_in_words_a_model_can_act_on(arguments: Any, problem: str | None) -> None:
+    assert SEARCH.check(arguments) == (problem and f"search: {problem}")
+
+
+NEEDS_N = {"type": "object", "properties": {"n": {"minimum": 1}}, "required": ["n"]}
+BRANCHES = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "integer"}}], "nullable": True}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "arguments", "problem"),
+    [
+        (of(NEEDS_N), {"x": {}}, 'argument \'x\' must satisfy {"required": ["n"]}'),
+        (of(NEEDS_N), {"x": {"n": 0}}, "argument 'x.n' must satisfy {\"minimum\": 1}"),
+        (of(NEEDS_N, minProperties=1), {}, 'the arguments must satisfy {"minProperties": 1}'),
+        ({"type": "object"}, {}, None),
+        ({"type": "object"}, {"now": True}, "unknown argument 'now'; it takes none"),
+        (of({}, additionalProperties={"type": "string"}), {"y": "1"}, None),
+        (
+            of({}, additionalProperties={"type": "string"}),
+            {"y": 1},
+            "argument 'y' must be of type string, not integer",
+        ),
+        *(
+            (of(schema), {"x": value}, "" if value == {} else None)
+            for schema in (
+                BRANCHES,
+                {"enum": ["a"], "nullable": True},
+                {"type": ["string", "integer"], "nullable": True},
+            )
+            for value in (None, "a", {})
+        ),
+        (of({"type": "number", "multipleOf": 0.5}), {"x": float("nan")}, "the arguments cannot be checked ("),
+        (of({"type": "number", "multipleOf": 0.5}), {"x": 10**400}, "the arguments cannot be checked ("),
+        (of({"$ref": "http://127.0.0.1:1/schema.json"}), {"x": 1}, "the arguments cannot be checked ("),
+        (of({"$ref": "#/$defs/nowhere"}), {"x": 1}, "the arguments cannot be checked ("),
+    ],
+)
+def test_a_hand_written_schema_is_checked_as_it_says(parameters: Any, arguments: Any, problem: str | None) -> None:
+    said = Tool("f", "F.", parameters, lambda **arguments: "").check(arguments)
+    assert said is None if problem is None else said.startswith(f"f: {problem}")

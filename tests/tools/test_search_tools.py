@@ -1,6 +1,12 @@
+"""Search tools, and the connections of tools that ask a server."""
+
+from __future__ import annotations
+
 import asyncio
+import gc
 import threading
 import time
+import warnings
 from urllib.parse import parse_qs, urlparse
 
 import pytest
@@ -10,6 +16,7 @@ from transformers.utils import get_json_schema
 from mt_grpo.envs.tool_env import execute_calls
 from mt_grpo.tools import Tool
 from mt_grpo.tools.function import read_result
+from mt_grpo.tools.python_sandbox import RemotePython
 from mt_grpo.tools.search import CorpusError, CorpusSearch, RetrievalSearch, WikipediaSearch
 from mt_grpo.trajectory import ToolCall
 
@@ -20,34 +27,25 @@ DOCUMENTS = [
 ]
 
 
-def test_the_best_document_comes_first():
-    assert CorpusSearch(DOCUMENTS).search("currency Peru") == DOCUMENTS[1]
-    assert CorpusSearch(DOCUMENTS).search("capital LIMA?") == DOCUMENTS[0]
-
-
-def test_short_words_count():
-    assert CorpusSearch(DOCUMENTS).search("in") == DOCUMENTS[2]
-
-
-def test_top_k_documents_are_joined_by_newlines():
-    assert CorpusSearch(DOCUMENTS, top_k=2).search("peru sol").split("\n") == [DOCUMENTS[1], DOCUMENTS[0]]
-
-
-def test_documents_without_a_common_word_are_left_out():
-    assert CorpusSearch(DOCUMENTS, top_k=3).search("lima") == DOCUMENTS[0]
-
-
-@pytest.mark.parametrize("query", ["", "  ?!", "zebra"])
-def test_nothing_found(query):
-    assert CorpusSearch(DOCUMENTS).search(query) == "No results."
-
-
-def test_equal_scores_keep_document_order():
-    documents = ["b same", "a same", "c same"]
-    assert CorpusSearch(documents, top_k=3).search("same").split("\n") == documents
+@pytest.mark.parametrize(
+    ("query", "top_k", "found"),
+    [
+        ("currency Peru", 1, [1]),
+        ("capital LIMA?", 1, [0]),
+        ("in", 1, [2]),  # short words count
+        ("peru sol", 2, [1, 0]),
+        ("lima", 3, [0]),  # documents without a common word are left out
+        *((query, 3, []) for query in ("", "  ?!", "zebra")),
+    ],
+)
+def test_the_best_documents_come_first(query, top_k, found):
+    documents = [DOCUMENTS[index] for index in found] or ["No results."]
+    assert CorpusSearch(DOCUMENTS, top_k).search(query).split("\n") == documents
 
 
 def test_the_best_few_of_many_are_those_of_a_full_sort():
+    """Documents of equal scores keep their order."""
+    assert CorpusSearch(["b same", "a same", "c same"], 3).search("same").split("\n") == ["b same", "a same", "c same"]
     documents = [f"word{number % 7} word{number % 5} same" for number in range(200)]
     whole = CorpusSearch(documents, top_k=200).search("word3 word2 same").split("\n")
     for top_k in (1, 3, 50, 199):
@@ -88,11 +86,10 @@ def test_a_file_that_is_no_corpus_is_refused(tmp_path, content, says):
 
 @pytest.mark.parametrize("tool", [CorpusSearch(DOCUMENTS), WikipediaSearch(), RetrievalSearch("http://127.0.0.1:1")])
 def test_the_schema_describes_the_query(tool):
+    query = {"type": "string", "description": "What to look for."}
     function = get_json_schema(tool.search)["function"]
-    assert Tool.from_function(tool.search).parameters["required"] == ["query"]
-    assert function["name"] == "search"
-    assert function["parameters"]["properties"] == {"query": {"type": "string", "description": "What to look for."}}
-    assert function["parameters"]["required"] == ["query"]
+    assert function["name"] == "search" and Tool.from_function(tool.search).parameters == function["parameters"]
+    assert function["parameters"] == {"type": "object", "properties": {"query": query}, "required": ["query"]}
 
 
 @pytest.fixture
@@ -103,45 +100,44 @@ def upstream():
     server.stop()
 
 
-def test_wikipedia_pages_come_in_search_order(upstream):
+FOUND = {"query": {"pages": [{"pageid": 1, "index": 1, "title": "Lima", "extract": "The capital."}]}}
+
+
+@pytest.fixture
+def wikipedia(upstream):
+    """Searches it; what it replies are `upstream.reply`."""
+    return WikipediaSearch(top_k=2, sentences=1, base_url=upstream.url).search
+
+
+def test_wikipedia_pages_come_in_search_order(upstream, wikipedia):
     pages = [
         {"pageid": 1, "index": 2, "title": "Peru", "extract": "Peru is a country.\n"},
         {"pageid": 2, "index": 1, "title": "Lima", "extract": "Lima is the capital."},
     ]
     upstream.reply = 200, {"query": {"pages": pages}}
-    result = WikipediaSearch(top_k=2, sentences=1, base_url=upstream.url).search("capital Peru")
-    assert result == "Lima: Lima is the capital.\nPeru: Peru is a country."
-    parameters, agent = parse_qs(urlparse(upstream.last.path).query), upstream.last_headers["User-Agent"]
-    assert parameters["gsrsearch"] == ["capital Peru"]
-    assert parameters["gsrlimit"] == ["2"]
-    assert parameters["exsentences"] == ["1"]
-    assert "mt-grpo" in agent
-
-
-def test_wikipedia_without_results(upstream):
+    assert wikipedia("capital Peru") == "Lima: Lima is the capital.\nPeru: Peru is a country."
+    parameters = parse_qs(urlparse(upstream.last.path).query)
+    asked = [parameters[name] for name in ("gsrsearch", "gsrlimit", "exsentences")]
+    assert asked == [["capital Peru"], ["2"], ["1"]] and "mt-grpo" in upstream.last_headers["User-Agent"]
     upstream.reply = 200, {"batchcomplete": True}
-    assert WikipediaSearch(base_url=upstream.url).search("zxqv") == "No results."
+    assert wikipedia("zxqv") == "No results."
 
 
-def test_wikipedia_http_failure(upstream):
-    upstream.reply = 500, {}
-    with pytest.raises(RuntimeError, match="Wikipedia search failed.*500"):
-        WikipediaSearch(base_url=upstream.url).search("Peru")
-
-
-def test_wikipedia_failure_told_in_the_body(upstream):
-    upstream.reply = 200, {"error": {"code": "missingparam", "info": "The parameter must be set."}}
-    with pytest.raises(RuntimeError, match="must be set"):
-        WikipediaSearch(base_url=upstream.url).search("")
-
-
-def test_wikipedia_unreachable():
-    with pytest.raises(RuntimeError, match="Wikipedia search failed"):
-        WikipediaSearch(timeout=1.0, base_url="http://127.0.0.1:1/").search("Peru")
+@pytest.mark.parametrize(
+    ("reply", "says"),
+    [
+        ((500, {}), "Wikipedia search failed.*500"),
+        ((200, {"error": {"code": "missingparam", "info": "The parameter must be set."}}), "must be set"),
+        (None, "Wikipedia search failed"),
+    ],
+)
+def test_a_wikipedia_that_fails_is_an_error(upstream, wikipedia, reply, says):
+    upstream.reply = reply
+    with pytest.raises(RuntimeError, match=says):
+        wikipedia("Peru")
 
 
 BUSY = {"error": {"code": "ratelimited", "info": "You have exceeded your rate limit."}}
-FOUND = {"query": {"pages": [{"pageid": 1, "index": 1, "title": "Lima", "extract": "The capital."}]}}
 
 
 @pytest.mark.parametrize(
@@ -152,31 +148,30 @@ FOUND = {"query": {"pages": [{"pageid": 1, "index": 1, "title": "Lima", "extract
         (200, BUSY, {"Retry-After": "0"}),
     ],
 )
-def test_wikipedia_is_asked_again_where_it_says_later(upstream, refusal):
+def test_wikipedia_is_asked_again_where_it_says_later(upstream, wikipedia, refusal):
     replies = iter([refusal, refusal, (200, FOUND)])
     upstream.reply = lambda: next(replies)
-    assert WikipediaSearch(base_url=upstream.url).search("Lima") == "Lima: The capital."
+    assert wikipedia("Lima") == "Lima: The capital."
     assert len(upstream.requests) == 3
 
 
-def test_wikipedia_is_not_asked_for_ever(upstream):
+def test_wikipedia_is_not_asked_for_ever(upstream, wikipedia):
     upstream.reply = 429, {}, {"Retry-After": "0"}
     with pytest.raises(RuntimeError, match="too many requests, 5 times in a row"):
-        WikipediaSearch(base_url=upstream.url).search("Lima")
+        wikipedia("Lima")
     assert len(upstream.requests) == 5
 
 
 @pytest.mark.parametrize("later", ["120", "1e9", "Fri, 01 Jan 2100 00:00:00 GMT"])
-def test_a_long_wait_is_told_and_kept_by_every_search(upstream, later):
+def test_a_long_wait_is_told_and_kept_by_every_search(upstream, wikipedia, later):
     upstream.reply = 429, {}, {"Retry-After": later}
-    search = WikipediaSearch(base_url=upstream.url)
     for _ in range(3):
         with pytest.raises(RuntimeError, match=r"too many requests; Wikipedia asks to wait (120|119|300|299) s"):
-            search.search("Lima")
+            wikipedia("Lima")
     assert len(upstream.requests) == 1
 
 
-def test_wikipedia_is_waited_for_as_long_as_it_says(upstream, monkeypatch):
+def test_wikipedia_is_waited_for_as_long_as_it_says(upstream, wikipedia, monkeypatch):
     replies = iter([(429, {}, {"Retry-After": "7"}), (429, {}), (200, FOUND)])
     upstream.reply = lambda: next(replies)
     clock, slept = [time.monotonic()], []
@@ -187,11 +182,11 @@ def test_wikipedia_is_waited_for_as_long_as_it_says(upstream, monkeypatch):
 
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(time, "sleep", sleep)
-    assert WikipediaSearch(base_url=upstream.url).search("Lima") == "Lima: The capital."
+    assert wikipedia("Lima") == "Lima: The capital."
     assert slept[0] == pytest.approx(7.0) and 1.0 <= slept[1] <= 2.0
 
 
-def test_few_searches_of_wikipedia_run_at_once(upstream):
+def test_few_searches_of_wikipedia_run_at_once(upstream, wikipedia):
     running, most, gate, lock = 0, 0, threading.Event(), threading.Lock()
 
     def answer():
@@ -207,7 +202,7 @@ def test_few_searches_of_wikipedia_run_at_once(upstream):
         return 200, FOUND
 
     upstream.reply = answer
-    tool = Tool.from_function(WikipediaSearch(base_url=upstream.url).search)
+    tool = Tool.from_function(wikipedia)
     calls = [ToolCall("search", {"query": str(number)}) for number in range(48)]
 
     async def conversations():
@@ -237,15 +232,19 @@ def test_a_retrieval_server_is_asked_in_its_form(upstream):
     assert upstream.last_headers["X-Key"] == "k"
 
 
-def test_a_retrieval_server_may_give_no_scores(upstream):
-    upstream.reply = 200, {"result": [[passage["document"] for passage in PASSAGES]]}
-    text, data = RetrievalSearch(upstream.url, top_k=1).search("Peru")
-    assert text == '[1] "Peru"\nThe capital of Peru is Lima.' and data["scores"] == [None]
-
-
-def test_a_retrieval_server_may_find_nothing(upstream):
-    upstream.reply = 200, {"result": [[]]}
-    assert RetrievalSearch(upstream.url).search("zxqv") == ("No results.", {"documents": [], "scores": []})
+@pytest.mark.parametrize(
+    ("result", "found"),
+    [
+        (
+            [passage["document"] for passage in PASSAGES],  # without scores
+            ('[1] "Peru"\nThe capital of Peru is Lima.', {"documents": [PASSAGES[0]["document"]], "scores": [None]}),
+        ),
+        ([], ("No results.", {"documents": [], "scores": []})),
+    ],
+)
+def test_a_retrieval_server_may_give_less(upstream, result, found):
+    upstream.reply = 200, {"result": [result]}
+    assert RetrievalSearch(upstream.url, top_k=1).search("Peru") == found
 
 
 @pytest.mark.parametrize(
@@ -265,3 +264,30 @@ def test_a_retrieval_server_that_fails_is_an_error(upstream, reply, says):
     upstream.reply = reply
     with pytest.raises(RuntimeError, match=f"The search at {upstream.url} failed: .*{says}"):
         RetrievalSearch(upstream.url).search("Peru")
+
+
+# Connections stay open between calls, and are closed when nobody has the tool
+
+RAN = {"status": "Success", "run_result": {"status": "Finished", "return_code": 0, "stdout": "4\n", "stderr": ""}}
+
+
+@pytest.mark.parametrize(
+    ("ask", "answer"),
+    [
+        (lambda url: RemotePython(url).python("print(4)"), RAN),
+        (lambda url: RetrievalSearch(url).search("Peru"), {"result": [[]]}),
+        (lambda url: WikipediaSearch(base_url=url).search("Peru"), {"batchcomplete": True}),
+    ],
+    ids=["code", "retrieval", "wikipedia"],
+)
+def test_a_tool_that_nobody_has_closes_its_connections(ask, answer):
+    server = ScriptedServer(lambda *request: (200, answer))
+    try:
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always", ResourceWarning)
+            ask(server.url)
+            gc.collect()
+    finally:
+        server.stop()
+    assert len(server.requests) == 1
+    assert not [warning.message for warning in warned if f"raddr=('127.0.0.1', {server.port})" in str(warning.message)]

@@ -34,11 +34,7 @@ def mcp(servers: str, selected: object = None, class_name: str = "", **config) -
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory) -> str:
     path = tmp_path_factory.mktemp("mcp") / "servers.json"
-    entry = {
-        "command": sys.executable,
-        "args": [str(SERVER), "stdio"],
-        "env": {"PYTHONPATH": os.environ["PYTHONPATH"]},
-    }
+    entry = {"command": sys.executable, "args": [str(SERVER)], "env": {"PYTHONPATH": os.environ["PYTHONPATH"]}}
     path.write_text(json.dumps({"mcpServers": {"small": entry}}))
     return str(path)
 
@@ -56,8 +52,7 @@ def write(tmp_path):
 def test_a_native_tool_is_made_of_its_class_config_and_schema(write):
     (tool,) = load_tools_file(write(copy.deepcopy(NATIVE)))
     assert isinstance(tool, StatefulTool)
-    assert tool.schema == SCHEMA
-    assert tool.base.config == {"type": "native"}
+    assert (tool.schema, tool.base.config) == (SCHEMA, {"type": "native"})
 
 
 def test_tools_of_a_server_are_selected_by_name(write, servers):
@@ -83,10 +78,8 @@ def test_a_subclass_reads_the_results_of_a_server(write, servers):
         return calls, session.take_reward(), session.metrics
 
     (slow, add), reward, metrics = asyncio.run(converse())
-    assert slow.result == "AWAKE"
+    assert (slow.result, reward, metrics) == ("AWAKE", 0.0, {"slow": [{"characters": 5}]})
     assert add.error == "add: argument 'b' must be of type integer, not string"
-    assert reward == 0.0
-    assert metrics == {"slow": [{"characters": 5}]}
 
 
 def test_a_recipe_names_a_file_of_tools(write, servers, tmp_path):
@@ -114,17 +107,11 @@ def test_a_recipe_names_a_file_of_tools(write, servers, tmp_path):
         ({"mcp": {}}, "has `mcp` beside `type: native`"),
         ({"tool_schema": {"type": "function"}}, "wrong `tool_schema` at 'function': Field required"),
         ({"tool_schema": None}, "'Guess' has no schema"),
-        (
-            {"config": {"type": "mcp", "timeout": 0}, "mcp": {"mcp_servers_config_path": "s"}},
-            "`timeout` 0: give secon",
-        ),
-        (
-            {"config": {"type": "mcp"}, "mcp": {"mcp_servers_config_path": "s", "tool_selected_list": {"a": 1}}},
-            "`tool_selected_list` that is no list of names",
-        ),
-        ({"config": {"type": "mcp"}, "mcp": {"mcp_servers_config_path": "s", "tools": 1}}, "unknown key 'tools'"),
+        (mcp("s", timeout=0), "`timeout` 0: give secon"),
+        (mcp("s", {"a": 1}), "`tool_selected_list` that is no list of names"),
+        (mcp("s") | {"mcp": {"mcp_servers_config_path": "s", "tools": 1}}, "unknown key 'tools'"),
         (mcp("s"), "file of MCP servers 's' .* not exist"),
-        ({"config": {"type": "mcp"}, "mcp": {"mcp_servers_config_path": "s"}}, "no subclass of `MCPBaseTool`"),
+        (mcp("s", class_name="support.stateful_tools.Guess"), "no subclass of `MCPBaseTool`"),
     ],
 )
 def test_a_wrong_entry_is_refused(write, change, problem):
@@ -141,9 +128,6 @@ def test_a_wrong_file_is_refused(tmp_path, content, problem):
     path.write_text(content)
     with pytest.raises(UserError, match=problem):
         load_tools_file(str(path))
-
-
-def test_a_file_that_is_not_there_is_refused():
     with pytest.raises(UserError, match="'none.yaml' .* does not exist"):
         load_tools_file("none.yaml")
 

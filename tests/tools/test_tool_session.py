@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from support.images import picture
-from support.stateful_tools import Guess, schema
+from support.stateful_tools import SCHEMA, Guess, schema
 
 from mt_grpo.envs.tool_env import execute_calls
 from mt_grpo.tools import BaseTool, Tool, ToolDefinitionError, ToolResponse, ToolSession, load_tools
@@ -27,18 +27,14 @@ class Recorder(BaseTool):
 
     async def _do(self, method: str) -> None:
         self.log.append(f"{method} {self.name}")
-        await {"raise": self._raise, "hang": self._hang}.get(self.config.get(method), self._pass)()
-
-    async def _pass(self) -> None: ...
-
-    async def _raise(self) -> None:
-        raise ValueError("no")
-
-    async def _hang(self) -> None:
-        try:
-            await asyncio.sleep(60)
-        except asyncio.CancelledError:
-            await asyncio.sleep(0.3)  # does not let itself be ended at once
+        how = self.config.get(method)
+        if how == "raise":
+            raise ValueError("no")
+        if how == "hang":
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                await asyncio.sleep(0.3)  # does not let itself be ended at once
 
     async def create(self, instance_id=None, **kwargs):
         await self._do("create")
@@ -53,179 +49,157 @@ class Recorder(BaseTool):
         return self.config.get("reward", 0.5)
 
     async def release(self, instance_id, **kwargs):
+        await asyncio.sleep(self.config.get("release_takes", 0.0))
         await self._do("release")
+        self.log.append(instance_id)
 
-
-class Blocking(BaseTool):
-    """Methods that are not `async` run in threads, all conversations' at once."""
-
-    def execute(self, instance_id, parameters, **kwargs):
-        time.sleep(0.2)
-        return {"text": f"{parameters['number']} {kwargs}"}, None, None
-
-    def calc_reward(self, instance_id):
-        return None
+    def told(self) -> list[str]:
+        """Without the ids."""
+        return [each for each in self.log if " " in each]
 
 
 def session_of(*tools: Any, row: dict | None = None, timeout: float | None = 5.0) -> ToolSession:
     return ToolSession(load_tools(list(tools)), row or {}, timeout)
 
 
-async def call(session: ToolSession, *calls: ToolCall) -> list[ToolCall]:
-    await execute_calls(list(calls), session.tools, 5.0)
-    return list(calls)
+def converse(talk, *tools: Any, **options: Any) -> Any:
+    """What comes of a coroutine function that is given a session, which is released after it."""
+
+    async def whole() -> Any:
+        session = session_of(*tools, **options)
+        try:
+            return await talk(session)
+        finally:
+            await session.release()
+
+    return asyncio.run(whole())
 
 
-def guess(number: int) -> ToolCall:
-    return ToolCall("guess", {"number": number})
+async def call(session: ToolSession, name: str, *numbers: int) -> list[str]:
+    calls = [ToolCall(name, {"number": number}) for number in numbers]
+    await execute_calls(calls, session.tools, 5.0)
+    return [each.result for each in calls]
+
+
+# A tool of verl
 
 
 def test_a_tool_of_verl_keeps_its_state_through_a_conversation():
     tool = Guess({}, schema())
 
-    async def converse() -> tuple:
-        session = session_of(tool, row=ROW)
-        (first,) = await call(session, guess(6))
-        rewards = [session.take_reward()]
-        await call(session, guess(3), guess(2))
-        rewards += [session.take_reward(), session.take_reward()]
-        await call(session, guess(-1))
-        rewards.append(session.take_reward())
-        outcome = await session.rewards()
-        await session.release()
-        return first.result, rewards, outcome, session.metrics
+    async def talk(session):
+        texts, rewards = [], []
+        for numbers in ((6,), (3, 2), (-1,)):  # the last is not what the schema allows
+            texts += await call(session, "guess", *numbers)
+            rewards.append(session.take_reward())
+        return texts[0], rewards, session.take_reward(), await session.rewards(), session.metrics
 
-    text, rewards, outcome, metrics = asyncio.run(converse())
-    assert text == "reward=0.50"
-    assert rewards == [0.0, -0.1, None, None]
-    assert outcome == {"guess": pytest.approx(1 / 6)}
-    assert metrics == {"guess": [{"distance": 1}, {"distance": 4}, {"distance": 5}]}
+    metrics = {"guess": [{"distance": 1}, {"distance": 4}, {"distance": 5}]}
+    outcome = {"guess": pytest.approx(1 / 6)}
+    assert converse(talk, tool, row=ROW) == ("reward=0.50", [0.0, -0.1, None], None, outcome, metrics)
+    assert tool._instance_dict == {}
+    # one that was never called still scores its conversation
+    assert converse(ToolSession.rewards, tool, row=ROW) == {"guess": 0.0}
     assert tool._instance_dict == {}
 
 
 def test_conversations_have_states_of_their_own():
     tool = Guess({}, schema())
 
-    async def converse(truth: int) -> float | None:
+    async def one(truth: int) -> float | None:
         session = session_of(tool, row={"tools_kwargs": {"guess": {"create_kwargs": {"ground_truth": truth}}}})
-        await call(session, guess(truth))
+        await call(session, "guess", truth)
         outcome = await session.rewards()
         await session.release()
         return outcome["guess"]
 
     async def all_of_them() -> list:
-        return await asyncio.gather(*[converse(truth) for truth in range(50)])
+        return await asyncio.gather(*[one(truth) for truth in range(50)])
 
     assert asyncio.run(all_of_them()) == [1.0] * 50
 
 
-def test_each_method_is_called_once_and_released_in_reverse():
-    log: list[str] = []
+# When its methods are called
 
-    async def converse() -> None:
-        session = session_of(Recorder("a", log), Recorder("b", log))
+
+def test_each_method_is_called_once_and_released_in_reverse():
+    first = Recorder("a", [])
+
+    async def talk(session):
         await session.create("a")
         await session.rewards()
         await asyncio.gather(session.release(), session.release())
-        await session.release()
 
-    asyncio.run(converse())
-    assert log == ["create a", "calc_reward a", "create b", "calc_reward b", "release b", "release a"]
+    converse(talk, first, Recorder("b", first.log))
+    assert first.told() == ["create a", "calc_reward a", "create b", "calc_reward b", "release b", "release a"]
+
+
+def test_a_state_is_made_by_the_first_call_alone():
+    first = Recorder("a", [])
+
+    async def talk(session):
+        await call(session, "b", -1)  # not what the schema allows
+        assert first.log == []
+        await call(session, "b", 1, 2)
+        await call(session, "b", 3)
+
+    converse(talk, first, Recorder("b", first.log))
+    assert first.told() == ["create b", "execute b", "execute b", "execute b", "release b"]
 
 
 def test_tools_without_a_state_pass_through():
     plain = Tool("plain", "", {"type": "object"}, lambda: "as it is")
-    session = session_of(plain, Recorder("a", []))
-    assert session.tools["plain"] is plain
+    assert session_of(plain, Recorder("a", [])).tools["plain"] is plain
 
 
-def test_a_state_is_made_by_the_first_call_alone():
-    log: list[str] = []
+def test_the_id_that_create_returns_is_the_one_that_counts():
+    first = Recorder("a", [], instance="mine")
 
-    async def converse() -> None:
-        session = session_of(Recorder("a", log), Recorder("b", log))
-        await call(session, ToolCall("b", {"number": -1}))  # not what the schema allows
-        assert log == []
-        await call(session, ToolCall("b", {"number": 1}), ToolCall("b", {"number": 2}))
-        await call(session, ToolCall("b", {"number": 3}))
-        await session.release()
+    async def talk(session):
+        return await session.create("a"), await session.create("b")
 
-    asyncio.run(converse())
-    assert log == ["create b", "execute b", "execute b", "execute b", "release b"]
-
-
-def test_a_tool_never_called_still_scores_its_conversation():
-    tool = Guess({}, schema())
-
-    async def converse() -> dict:
-        session = session_of(tool, row=ROW)
-        outcome = await session.rewards()
-        await session.release()
-        return outcome
-
-    assert asyncio.run(converse()) == {"guess": 0.0}
-    assert tool._instance_dict == {}
-
-
-@pytest.mark.parametrize(("how", "problem"), [("raise", "ValueError: no"), ("hang", "took longer than 0.05 s")])
-def test_a_failed_create_is_the_error_of_its_call(how, problem):
-    log: list[str] = []
-    tool = Recorder("b", log, create=how)
-
-    async def converse() -> list[str]:
-        session = session_of(tool, timeout=0.05)
-        made = [ToolCall("b", {"number": number}) for number in range(2)]
-        await execute_calls(made[:1], session.tools, 5.0)
-        del tool.config["create"]
-        await execute_calls(made[1:], session.tools, 5.0)
-        await session.release()
-        return [one.result for one in made]
-
-    first, second = asyncio.run(converse())
-    assert first.startswith("Error: ToolStateError: `create` of the tool 'b' failed: ") and problem in first
-    assert second == "done"
-    assert log == ["create b", "create b", "execute b", "release b", "release b"]  # what was half made, too
-
-
-@pytest.mark.parametrize(("how", "problem"), [("raise", "ValueError: no"), ("hang", "it took longer than 0.05 s")])
-def test_what_fails_at_the_end_is_named_and_ends_nothing(how, problem):
-    log: list[str] = []
-
-    async def converse() -> tuple:
-        session = session_of(Recorder("a", log), Recorder("b", log, calc_reward=how, release=how), timeout=0.05)
-        outcome = await session.rewards()
-        await session.release()
-        return outcome, session.failures
-
-    outcome, failures = asyncio.run(converse())
-    assert outcome == {"a": 0.5}
-    assert [failure.split(" failed")[0] for failure in failures] == [
-        "`calc_reward` of the tool 'b'",
-        "`release` of the tool 'b'",
-    ]
-    assert all(problem in failure for failure in failures)
-    assert log[-1] == "release a"
+    mine, made = converse(talk, first, Recorder("b", first.log, instance=None))
+    assert first.log == ["create a", "create b", "release b", made, "release a", "mine"]
+    assert mine == "mine" and len(made) == 32
 
 
 def test_release_goes_on_where_its_caller_is_cancelled():
-    log: list[str] = []
+    first = Recorder("a", [], release_takes=0.1)
 
-    class Slow(Recorder):
-        async def release(self, instance_id, **kwargs):
-            await asyncio.sleep(0.1)
-            await self._do("release")
-
-    async def converse() -> None:
-        session = session_of(Slow("a", log), Slow("b", log))
+    async def talk(session):
         await asyncio.gather(session.create("a"), session.create("b"))
         caller = asyncio.ensure_future(session.release())
         await asyncio.sleep(0)
         caller.cancel()
         await asyncio.wait([caller])
-        await session.release()
 
-    asyncio.run(converse())
-    assert log[-2:] == ["release b", "release a"]
+    converse(talk, first, Recorder("b", first.log, release_takes=0.1))
+    assert first.told()[-2:] == ["release b", "release a"]
+
+
+def test_methods_that_block_run_in_threads():
+    class Blocking(BaseTool):
+        def execute(self, instance_id, parameters, **kwargs):
+            time.sleep(0.2)
+            return {"text": f"{parameters['number']} {kwargs}"}, None, None
+
+        def calc_reward(self, instance_id):
+            return None
+
+    tool, row = Blocking({}, schema("block")), {"tools_kwargs": {"block": {"execute_kwargs": {"extra": 1}}}}
+
+    async def one() -> tuple:
+        session = session_of(tool, row=row)
+        (text,) = await call(session, "block", 3)
+        return text, session.take_reward(), await session.rewards(), await session.release()
+
+    async def all_of_them() -> list:
+        return await asyncio.gather(*[one() for _ in range(3)])
+
+    assert asyncio.run(all_of_them()) == [("3 {'extra': 1}", None, {}, None)] * 3
+
+
+# What it returns, and how it fails
 
 
 @pytest.mark.parametrize(
@@ -235,55 +209,68 @@ def test_release_goes_on_where_its_caller_is_cancelled():
         (({"rows": [1]}, 0.0, {}), '{"rows": [1]}'),
         ((ToolResponse(), 0.0, {}), ""),
         ((ToolResponse("a page", image=[picture()]), 0.0, {}), "[image]\na page"),
-        (
-            (ToolResponse(image=[1]), 0.0, {}),
-            "Error: MediumError: The image '1' is no image: give",
-        ),
+        ((ToolResponse(image=[1]), 0.0, {}), "Error: MediumError: The image '1' is no image: give"),
         (
             (ToolResponse(video=[1]), 0.0, {}),
             "Error: TypeError: a video cannot be shown: give frames of it as `image`",
         ),
         ("text", "Error: TypeError: `execute` must return (response, reward, metrics), not str"),
-        (
-            ("text", math.nan, {}),
-            "Error: ValueError: `execute` returned the step reward nan, which is no finite",
-        ),
+        (("text", math.nan, {}), "Error: ValueError: `execute` returned the step reward nan, which is no finite"),
         (("text", "1", {}), "Error: ValueError: `execute` returned the step reward '1', which is no finite number"),
     ],
 )
 def test_what_execute_returns_reaches_the_model(result, text):
-    async def converse() -> tuple:
-        session = session_of(Recorder("a", [], result=result))
-        (made,) = await call(session, ToolCall("a", {"number": 1}))
-        return made.result, session.take_reward()
+    async def talk(session):
+        return *(await call(session, "a", 1)), session.take_reward()
 
-    answer, reward = asyncio.run(converse())
+    answer, reward = converse(talk, Recorder("a", [], result=result))
     assert answer.startswith(text)
     assert reward == (None if text.startswith("Error") else 0.0)
 
 
 def test_an_execute_that_raises_is_an_error_of_its_call_alone():
-    async def converse() -> tuple:
-        session = session_of(Recorder("a", [], execute="raise"), Recorder("b", []))
-        calls = await call(session, ToolCall("a", {"number": 1}), ToolCall("b", {"number": 1}))
-        return [made.result for made in calls], session.take_reward()
+    async def talk(session):
+        calls = [ToolCall(name, {"number": 1}) for name in "ab"]
+        await execute_calls(calls, session.tools, 5.0)
+        return [each.result for each in calls], session.take_reward()
 
-    assert asyncio.run(converse()) == (["Error: ValueError: no", "done"], 1.0)
+    told = converse(talk, Recorder("a", [], execute="raise"), Recorder("b", []))
+    assert told == (["Error: ValueError: no", "done"], 1.0)
 
 
-def test_methods_that_block_run_in_threads():
-    tool = Blocking({}, schema("block"))
-    row = {"tools_kwargs": {"block": {"execute_kwargs": {"extra": 1}}}}
+FAILURES = [("raise", "ValueError: no"), ("hang", "took longer than 0.05 s")]
 
-    async def converse() -> tuple:
-        session = session_of(tool, row=row)
-        (made,) = await call(session, ToolCall("block", {"number": 3}))
-        return made.result, session.take_reward(), await session.rewards(), await session.release()
 
-    async def all_of_them() -> list:
-        return await asyncio.gather(*[converse() for _ in range(3)])
+@pytest.mark.parametrize(("how", "problem"), FAILURES)
+def test_a_failed_create_is_the_error_of_its_call(how, problem):
+    tool = Recorder("b", [], create=how)
 
-    assert asyncio.run(all_of_them()) == [("3 {'extra': 1}", None, {}, None)] * 3
+    async def talk(session):
+        texts = await call(session, "b", 0)
+        del tool.config["create"]
+        return texts + await call(session, "b", 1)
+
+    first, second = converse(talk, tool, timeout=0.05)
+    assert first.startswith("Error: ToolStateError: `create` of the tool 'b' failed: ") and problem in first
+    assert second == "done"
+    # what was half made is released too
+    assert tool.told() == ["create b", "create b", "execute b", "release b", "release b"]
+
+
+@pytest.mark.parametrize(("how", "problem"), FAILURES)
+def test_what_fails_at_the_end_is_named_and_ends_nothing(how, problem):
+    first = Recorder("a", [])
+
+    async def talk(session):
+        outcome = await session.rewards()
+        await session.release()
+        return outcome, session.failures
+
+    broken = Recorder("b", first.log, calc_reward=how, release=how)
+    outcome, (of_reward, of_release) = converse(talk, first, broken, timeout=0.05)
+    assert outcome == {"a": 0.5} and first.told()[-1] == "release a"
+    assert of_reward.startswith("`calc_reward` of the tool 'b' failed") and problem in of_reward
+    assert of_release.startswith("`release` of the tool 'b' failed") and problem in of_release
 
 
 @pytest.mark.parametrize("error", [SystemExit, StopIteration, asyncio.CancelledError])
@@ -297,41 +284,21 @@ def test_what_a_tool_raises_at_the_end_stays_in_it(error, is_async):
         async def release(self, instance_id, **kwargs):
             raise error("out")
 
-    async def converse() -> list[str]:
-        session = session_of((AsyncBroken if is_async else Broken)({}, schema("broken")))
+    async def talk(session):
         await session.create("broken")
         await session.release()
         return session.failures
 
-    (failure,) = asyncio.run(converse())
+    (failure,) = converse(talk, (AsyncBroken if is_async else Broken)({}, schema("broken")))
     assert failure.startswith("`release` of the tool 'broken' failed: RuntimeError: ")
 
 
-def test_the_id_that_create_returns_is_the_one_that_counts():
-    seen = []
-
-    class Own(Recorder):
-        async def release(self, instance_id, **kwargs):
-            seen.append(instance_id)
-
-    async def converse() -> None:
-        session = session_of(Own("a", [], instance="mine"), Own("b", [], instance=None))
-        assert await session.create("a") == "mine"
-        await session.create("b")
-        await session.release()
-
-    asyncio.run(converse())
-    assert seen[1] == "mine" and len(seen[0]) == 32
-
-
 def test_a_tool_that_does_not_judge_conversations_has_no_reward():
-    class Silent(BaseTool): ...
+    silent = type("Silent", (BaseTool,), {})({}, schema("silent"))
+    assert converse(ToolSession.rewards, silent, Recorder("b", [], reward=math.inf)) == {}
 
-    async def converse() -> dict:
-        session = session_of(Silent({}, schema("silent")), Recorder("b", [], reward=math.inf))
-        return await session.rewards()
 
-    assert asyncio.run(converse()) == {}
+# Outside of a conversation
 
 
 def test_a_tool_without_a_schema_is_refused():
@@ -339,14 +306,10 @@ def test_a_tool_without_a_schema_is_refused():
         BaseTool({})
 
 
-def test_a_stateful_tool_is_not_called_outside_a_conversation():
-    (tool,) = load_tools([Recorder("a", [])])
-    made = ToolCall("a", {"number": 1})
-    asyncio.run(execute_calls([made], {"a": tool}, 5.0))
-    assert "it is called in a conversation only" in made.error
-
-
-def test_the_schema_is_the_one_that_was_given():
+def test_a_stateful_tool_is_checked_and_not_called_outside():
     (tool,) = load_tools([Recorder("guess", [])])
-    assert tool.schema["function"]["parameters"]["properties"]["number"]["minimum"] == 0
+    made = ToolCall("guess", {"number": 1})
+    asyncio.run(execute_calls([made], {"guess": tool}, 5.0))
+    assert "it is called in a conversation only" in made.error
+    assert tool.schema == SCHEMA
     assert tool.check({"number": -1}) == "guess: argument 'number' must satisfy {\"minimum\": 0}"
