@@ -33,20 +33,24 @@ from mt_grpo.media import (
     read_parts,
     to_file,
 )
-from mt_grpo.media_files import MOST_BYTES
 from mt_grpo.rollout import RolloutRequest, RolloutRunner, SamplingParams
 from mt_grpo.rollout.engine import ScriptedEngine
 from mt_grpo.rollout.media import MediaEncoder
 from mt_grpo.runlog.writer import Batch, RunWriter
-from mt_grpo.sounds import Sound, read_sound
+from mt_grpo.sounds import Sound
 from mt_grpo.tools.function import read_result
 from mt_grpo.tools.mcp import result_parts
 from mt_grpo.trajectory import StopReason, Trajectory
 
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n%%EOF\n"
+GREEN = picture("green", (16, 16))
 
 
-def saved(image: Any, kind: str) -> bytes:
+def part(image: Any, **options: Any) -> dict[str, Any]:
+    return {"type": "image", "image": image, **options}
+
+
+def saved(image: Any, kind: str = "PNG") -> bytes:
     file = io.BytesIO()
     image.save(file, format=kind)
     return file.getvalue()
@@ -67,6 +71,10 @@ def from_server(data: bytes) -> Any:
     return result_parts([SimpleNamespace(type="image", data=base64.b64encode(data).decode())])
 
 
+def opened(data: bytes) -> Image.Image:
+    return Image.open(io.BytesIO(data))
+
+
 # Formats
 
 
@@ -75,9 +83,9 @@ def test_no_image_starts_a_program(ghostscript):
         lambda: read_image(EPS),
         lambda: read_image(url(EPS)),
         lambda: from_server(EPS),
-        lambda: read_result([{"type": "image", "image": EPS}], None),
-        lambda: read_result(Image.open(io.BytesIO(EPS)), None),
-        lambda: read_parts([{"type": "video", "video": [Image.open(io.BytesIO(EPS))]}]),
+        lambda: read_result([part(EPS)], None),
+        lambda: read_result(opened(EPS), None),
+        lambda: read_parts([{"type": "video", "video": [opened(EPS)]}]),
     ):
         with pytest.raises(MediumError):
             read()
@@ -86,21 +94,21 @@ def test_no_image_starts_a_program(ghostscript):
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "MPO"])
 def test_images_of_these_formats_are_read(kind):
-    data = saved(picture("green", (16, 16)), kind)
+    data = saved(GREEN, kind)
     image = read_image(data)
     assert (image.size, is_decoded(image), to_file(image)) == ((16, 16), False, data)
     for same in (copy.deepcopy(image), pickle.loads(pickle.dumps(image)), image):
         assert not is_decoded(same) and digest(same) == digest(image)
         [shown] = read_result(same, None).parts
-        assert shown["image"].tobytes() == Image.open(io.BytesIO(data)).tobytes()
+        assert shown["image"].tobytes() == opened(data).tobytes()
 
 
 @pytest.mark.parametrize("kind", ["TIFF", "BMP", "PPM", "ICO"])
 def test_an_image_of_another_format_is_one_sentence(kind):
-    data = saved(picture("green", (16, 16)), kind)
+    data = saved(GREEN, kind)
     with pytest.raises(MediumError, match=r"cannot be read as an image: .* no known kind \(PNG, JPEG, WEBP, GIF\)"):
         read_image(data)
-    loaded = Image.open(io.BytesIO(data))
+    loaded = opened(data)
     loaded.load()  # by the user's own code
     assert read_image(loaded) is loaded
 
@@ -109,57 +117,25 @@ def test_an_image_of_another_format_is_one_sentence(kind):
 
 
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
-def test_an_image_of_too_many_pixels_is_never_decoded(monkeypatch):
+@pytest.mark.parametrize("side", [9_000, 13_000, 20_000])
+def test_an_image_of_too_many_pixels_is_never_decoded(monkeypatch, side):
     monkeypatch.setattr(ImageFile.ImageFile, "load", lambda self: pytest.fail("it was decoded"))
-    for side in (9_000, 13_000, 20_000):
-        with pytest.raises(MediumError, match=r"An image of \d+ bytes has .* pixels"):
-            read_image(large(side, side))
+    with pytest.raises(MediumError, match=r"An image of \d+ bytes has .* pixels"):
+        read_image(large(side, side))
 
 
 def test_the_images_of_a_message_are_bounded_together():
     data = large(5_000, 5_000)
-    assert len(read_parts([{"type": "image", "image": data}] * 2)) == 2
+    assert len(read_parts([part(data)] * 2)) == 2
     with pytest.raises(
-        MediumError, match="A message shows images and sounds of 75,000,000 pixels and samples, and 67,"
+        MediumError, match="A message shows images and sounds of 75,000,000 pixels and samples, and 67"
     ):
-        read_parts([{"type": "image", "image": data}, {"type": "video", "video": [data, data]}])
-    dot = {"type": "image", "image": large(1, 1)}
+        read_parts([part(data), {"type": "video", "video": [data, data]}])
     with pytest.raises(MediumError, match="A message shows 1,025 images, frames and sounds, and 1,024 are the most"):
-        read_parts([dot] * (IN_MESSAGE.number + 1))
+        read_parts([part(large(1, 1))] * (IN_MESSAGE.number + 1))
 
 
-def header(length: int, channels: int = 1, rate: int = 16_000, bits: int = 16) -> bytes:
-    """A WAV file with `length` bytes of silence."""
-    form = struct.pack("<4sIHHIIHH", b"fmt ", 16, 1, channels, rate, 0, 0, bits)
-    return b"RIFF\0\0\0\0WAVE" + form + struct.pack("<4sI", b"data", length) + bytes(length)
-
-
-@pytest.mark.parametrize(
-    ("data", "problem"),
-    [
-        (header(4_000, channels=33), "has 33 channels, and 32 are the most"),
-        (header(20_000, rate=2), "A sound is 5,000 s long, and 3,600 s are the most: give a part of it"),
-        (header(MOST_BYTES), "has more than 67,108,864 bytes, the most of a file"),
-        (header(200, rate=0), "A sound has 0 samples per second"),
-        (np.zeros(IN_MESSAGE.values + 1, np.int8), "A sound is 4,194 s long|67,108,865 pixels and samples"),
-    ],
-    ids=["channels", "seconds", "bytes", "rate", "samples"],
-)
-def test_a_sound_that_is_too_large_is_one_sentence(data, problem):
-    with pytest.raises(MediumError, match=problem):
-        read_sound(data)
-
-
-def test_a_sound_is_decoded_when_it_is_looked_at():
-    sound = read_sound(to_file(Sound(np.ones(160, np.float32), 16_000)))
-    same = pickle.loads(pickle.dumps(sound))
-    assert (sound.seconds, sound, is_decoded(sound), is_decoded(same)) == (0.01, same, False, False)
-    assert sound.samples.tolist() == [1.0] * 160 and is_decoded(sound)
-
-
-def converse(env: Any, engine: Any, images: MediaEncoder | None = None, prompt: Any = "What?") -> Trajectory:
-    runner = RolloutRunner(env, engine, media=images)
-    return asyncio.run(runner.run([RolloutRequest(prompt, "a", {}, 0)], SamplingParams()))[0]
+# In conversations
 
 
 class Shows:
@@ -167,9 +143,6 @@ class Shows:
 
     def __init__(self, *parts: Any) -> None:
         self.parts = parts
-
-    def __call__(self) -> Shows:
-        return self
 
     async def run(self, policy: Any, row: dict[str, Any]) -> Outcome:
         messages = list(row["prompt"]) if isinstance(row["prompt"], list) else []
@@ -182,28 +155,41 @@ class Shows:
         pass
 
 
-def sighted() -> tuple[ScriptedSight, MediaEncoder]:
-    processor = build_processor()
-    return ScriptedSight(processor.tokenizer, lambda session, turn: "Fine."), MediaEncoder(processor)
+def model_of(sees: bool = True) -> tuple[ScriptedEngine, MediaEncoder | None]:
+    """One that sees, or one of text."""
+    processor = build_processor() if sees else None
+    kind, tokenizer = (ScriptedSight, processor.tokenizer) if sees else (ScriptedEngine, build_tokenizer())
+    return kind(tokenizer, lambda session, turn: "Fine."), MediaEncoder(processor) if sees else None
 
 
-def test_the_images_of_a_conversation_are_bounded_together(monkeypatch):
-    monkeypatch.setattr("mt_grpo.media.IN_CONVERSATION", IN_CONVERSATION._replace(values=1_000))
-    parts = [{"type": "image", "image": picture(color, (16, 16))} for color in ("red", "green", "blue", "white")]
-    again = [parts[0], *parts[:3]]
-    assert converse(Shows(*again), *sighted()).stop_reason is StopReason.ENV_DONE
-    trajectory = converse(Shows(*parts), *sighted())
+def converse(env: Any, model: Any = None, prompt: Any = "What?") -> Trajectory:
+    engine, encoder = model or model_of()
+    runner = RolloutRunner(lambda: env, engine, media=encoder)
+    trajectory = asyncio.run(runner.run([RolloutRequest(prompt, "a", {}, 0)], SamplingParams()))[0]
+    assert (trajectory.stop_reason is StopReason.ENV_DONE) == (trajectory.error is None)
+    return trajectory
+
+
+@pytest.fixture
+def bound(monkeypatch):
+    """Sets the most of a conversation."""
+    return lambda **most: monkeypatch.setattr("mt_grpo.media.IN_CONVERSATION", IN_CONVERSATION._replace(**most))
+
+
+def test_the_images_of_a_conversation_are_bounded_together(bound):
+    bound(values=1_000)
+    parts = [part(picture(color, (16, 16))) for color in ("red", "green", "blue", "white")]
+    assert converse(Shows(parts[0], *parts[:3])).error is None
+    trajectory = converse(Shows(*parts))
     assert "A conversation shows images and sounds of 1,024 pixels and samples, and 1,000" in trajectory.error
     assert len(trajectory.turns) == 3
 
 
-def test_a_model_of_text_has_no_image_decoded(tmp_path):
-    [part] = from_server(saved(picture("green", (16, 16)), "JPEG"))
-    engine = ScriptedEngine(build_tokenizer(), lambda session, turn: "Fine.")
-    trajectory = converse(Shows(part, part), engine)
-    assert trajectory.stop_reason is StopReason.ENV_DONE, trajectory.error
-    assert not is_decoded(part["image"])
-    assert not is_decoded(read_result([part], None).parts[0]["image"])
+def test_a_model_of_text_has_no_image_decoded():
+    [shown] = from_server(saved(GREEN, "JPEG"))
+    assert converse(Shows(shown, shown), model_of(sees=False)).error is None
+    assert not is_decoded(shown["image"])
+    assert not is_decoded(read_result([shown], None).parts[0]["image"])
 
 
 def test_images_are_decoded_in_a_thread_and_once(monkeypatch):
@@ -215,39 +201,30 @@ def test_images_are_decoded_in_a_thread_and_once(monkeypatch):
         return load(image)
 
     monkeypatch.setattr(ImageFile.ImageFile, "load", noted)
-    given = {"type": "image", "image": saved(picture("green", (16, 16)), "PNG")}
-    assert converse(Shows(given, given, given), *sighted()).error is None
+    assert converse(Shows(*[part(saved(GREEN))] * 3)).error is None
     assert threads == ["mt-grpo-decode"]
 
 
-class Redraws:
+class Redraws(Shows):
     """Makes its images and sounds anew for each of three requests."""
 
-    file = saved(picture("red", (16, 16)), "PNG")
-
-    def __call__(self) -> Redraws:
-        return self
+    file = saved(picture("red", (16, 16)))
 
     async def run(self, policy: Any, row: dict[str, Any]) -> Outcome:
         said: list[Any] = []
         for _ in range(3):
-            images = [picture("green", (32, 16)), Image.open(io.BytesIO(self.file))]
-            parts: list[Any] = [{"type": "image", "image": image, "alt": "a square"} for image in images]
+            parts = [part(image, alt="a square") for image in (picture("green", (32, 16)), opened(self.file))]
             sound = Sound(np.ones(160, dtype=np.float32), 16_000)
             parts.append({"type": "audio", "audio": sound, "seconds": 0.01, "alt": "a tone"})
-            given = {"role": "user", "content": parts}
-            turn = await policy.reply([given, *said])
+            turn = await policy.reply([{"role": "user", "content": parts}, *said])
             said += [turn.message, {"role": "user", "content": "And now?"}]
         return Outcome()
 
-    async def close(self) -> None:
-        pass
-
 
 @pytest.mark.parametrize("sees", [True, False])
-def test_images_made_anew_are_compared_in_a_thread(monkeypatch, sees):
-    monkeypatch.setattr("mt_grpo.media.IN_CONVERSATION", IN_CONVERSATION._replace(number=3))
-    shown = sighted() if sees else (ScriptedEngine(build_tokenizer(), lambda session, turn: "Fine."),)
+def test_images_made_anew_are_compared_in_a_thread(monkeypatch, bound, sees):
+    bound(number=3)
+    model = model_of(sees)
     begin, looked = threading.get_ident(), []
     for name in ("tobytes", "__eq__"):
         method = getattr(Image.Image, name)
@@ -257,60 +234,51 @@ def test_images_made_anew_are_compared_in_a_thread(monkeypatch, sees):
             return method(self, *others)
 
         monkeypatch.setattr(Image.Image, name, noted)
-    trajectory = converse(Redraws(), *shown)
-    assert trajectory.stop_reason is StopReason.ENV_DONE, trajectory.error
-    assert [turn.fork_cause for turn in trajectory.turns] == [None] * 3
+    trajectory = converse(Redraws(), model)
+    assert trajectory.error is None and [turn.fork_cause for turn in trajectory.turns] == [None] * 3
     assert begin not in looked and bool(looked) == sees
 
 
-def test_requests_at_once_open_their_images_in_turn(monkeypatch):
-    opening, release, opened = threading.Event(), threading.Event(), []
+def test_requests_at_once_open_their_images_in_turn(monkeypatch, bound):
+    opening, release, read = threading.Event(), threading.Event(), []
 
     def slowly(messages: Any, of_row: bool, known: Any) -> Any:
-        opened.append(messages)
+        read.append(messages)
         opening.set()
-        assert len(opened) > 1 or release.wait(60)
+        assert len(read) > 1 or release.wait(60)
         return read_messages(messages, of_row, known)
-
-    monkeypatch.setattr("mt_grpo.rollout.policy.read_messages", slowly)
-    monkeypatch.setattr("mt_grpo.media.IN_CONVERSATION", IN_CONVERSATION._replace(number=1))
-    first, second = saved(picture("green", (16, 16)), "PNG"), picture("red", (16, 16))
 
     class AtOnce(Shows):
         async def run(self, policy: Any, row: dict[str, Any]) -> Outcome:
-            asked = [policy.opened([{"role": "user", "content": [{"type": "image", "image": image}]}])
-                     for image in (first, second)]  # fmt: skip
-            slow = asyncio.ensure_future(asked[0])
+            first, second = (policy.opened([{"role": "user", "content": [part(image)]}]) for image in self.parts)
+            slow = asyncio.ensure_future(first)
             await asyncio.to_thread(opening.wait, 60)
-            quick = asyncio.ensure_future(asked[1])
+            quick = asyncio.ensure_future(second)
             await asyncio.wait([quick], timeout=0.1)
-            assert len(opened) == 1
+            assert len(read) == 1
             release.set()
             await slow
             with pytest.raises(MediumError, match="shows 2 images"):
                 await quick
             return Outcome()
 
-    engine = ScriptedEngine(build_tokenizer(), lambda session, turn: "Fine.")
-    trajectory = converse(AtOnce(), engine)
-    assert trajectory.stop_reason is StopReason.ENV_DONE, trajectory.error
+    monkeypatch.setattr("mt_grpo.rollout.policy.read_messages", slowly)
+    bound(number=1)
+    assert converse(AtOnce(saved(GREEN), saved(picture("red", (16, 16)))), model_of(sees=False)).error is None
 
 
-def test_a_file_that_is_cut_off_fails_the_call_and_not_more():
-    data = saved(Image.effect_noise((64, 64), 50), "PNG")[:900]
-    result = read_result([{"type": "image", "image": data}], None)
-    assert not is_decoded(result.parts[0]["image"])  # nobody is shown it
-    trajectory = converse(Shows({"type": "image", "image": data}), *sighted())
+CUT_OFF = saved(Image.effect_noise((64, 64), 50))[:900]
+
+
+def test_a_file_that_is_cut_off_fails_the_call_and_not_more(tmp_path):
+    assert not is_decoded(read_result([part(CUT_OFF)], None).parts[0]["image"])  # nobody is shown it
+    trajectory = converse(Shows(part(CUT_OFF)))
     assert trajectory.error == "MediumError: An image of 64 by 64 pixels cannot be read as an image: it is broken."
-
-
-def test_an_image_that_a_tool_left_cut_off_is_written_as_words(tmp_path):
-    data = saved(Image.effect_noise((64, 64), 50), "PNG")[:900]
-    trajectory = converse(Shows({"type": "image", "image": Image.open(io.BytesIO(data))}), *sighted())
+    trajectory = converse(Shows(part(opened(CUT_OFF))))
     assert "it is broken" in trajectory.error
-    trajectory.prompt = [{"role": "user", "content": [{"type": "image", "image": Image.open(io.BytesIO(data))}]}]
+    trajectory.prompt = [{"role": "user", "content": [part(opened(CUT_OFF))]}]
     lines = RunWriter(tmp_path).write(Batch("train", 0, 0, 1, [0], [trajectory]))
-    assert [line["kind"] for line in lines] == ["file", "rollout"]
+    assert [line["kind"] for line in lines] == ["file", "rollout"]  # it is written as words
 
 
 # Origins
@@ -324,41 +292,35 @@ def private(tmp_path) -> Path:
 
 
 def test_text_is_a_path_in_rows_alone(private):
-    [part] = read_parts([{"type": "image", "image": str(private)}], of_row=True)
-    assert part["image"].size == (16, 16)
-    shown = {"type": "image", "image": private}
-    assert converse(Shows(shown), *sighted(), [{"role": "user", "content": [dict(part)]}]).error is None
-    row = [{"role": "user", "content": [{"type": "image", "image": str(private)}, {"type": "text", "text": "What?"}]}]
-    assert converse(Shows(shown), *sighted(), row).error is None
-    assert read_result([shown], None).parts[0]["image"].size == (16, 16)
+    [read] = read_parts([part(str(private))], of_row=True)
+    assert read["image"].size == (16, 16)
+    for shown in (read, part(str(private))):
+        prompt = [{"role": "user", "content": [shown, {"type": "text", "text": "What?"}]}]
+        assert converse(Shows(part(private)), prompt=prompt).error is None
+    assert read_result([part(private)], None).parts[0]["image"].size == (16, 16)
 
 
 @pytest.mark.parametrize("key", ["image", "image_url", "input_image", "audio", "audio_url", "video"])
 def test_text_that_a_tool_passes_on_opens_no_file(private, key):
     path: Any = [str(private)] if key == "video" else str(private)
-    shapes = [{"type": key, key: path}]
-    if key == "input_image":
-        shapes = [{"type": key, "image_url": path}]
-    elif key in ("image_url", "audio_url"):
+    shapes = [{"type": key, "image_url" if key == "input_image" else key: path}]
+    if key.endswith("_url"):
         shapes.append({"type": key, key: {"url": path}})
     elif key in ("image", "audio"):
         shapes += [{"type": key, key: {"path": path}}, {"type": key, key: {"path": path, "bytes": None}}]
-    for part in shapes:
+    for shape in shapes:
         with pytest.raises(MediumError, match="is text, and only rows of a dataset name files by text"):
-            read_result([part], None)
-        trajectory = converse(Shows(part), *sighted())
-        assert "is text, and only rows of a dataset name files by text" in trajectory.error
+            read_result([shape], None)
+        assert "is text, and only rows of a dataset name files by text" in converse(Shows(shape)).error
 
 
 def test_a_part_that_a_tool_passes_on_asks_the_processor_nothing():
     data = to_file(picture("red", (16, 16)))
-    small = {"type": "image", "image": data, "max_pixels": 64}
-    assert read_result([small], None).parts[0]["max_pixels"] == 64
-    asked = {"type": "image", "image": url(data), "alt": "a map", "min_pixels": 10**12}
-    for part in (asked, {"type": "video", "video": [url(data)], "fps": 1, "min_pixels": 10**12}):
+    assert read_result([part(data, max_pixels=64)], None).parts[0]["max_pixels"] == 64
+    asked = part(url(data), alt="a map")
+    for given in (asked, {"type": "video", "video": [url(data)], "fps": 1}):
         with pytest.raises(MediumError, match="A part whose image is text has 'min_pixels' beside it"):
-            read_result([part], None)
-    del asked["min_pixels"]
+            read_result([{**given, "min_pixels": 10**12}], None)
     assert read_result([asked], None).text == "a map"
     assert read_parts([{**asked, "max_pixels": 64}], of_row=True)[0]["max_pixels"] == 64
 
@@ -368,9 +330,9 @@ def test_what_is_no_regular_file_is_one_sentence(private, tmp_path, monkeypatch)
     os.mkfifo(fifo)
     link.symlink_to(private)
     for path in (fifo, Path("/dev/zero"), tmp_path, link):
-        for part in ({"type": "image", "image": path}, {"type": "audio", "audio": path}):
+        for given in (part(path), {"type": "audio", "audio": path}):
             with pytest.raises(MediumError, match="is no regular file: give the path of one, behind all links"):
-                read_parts([part])
+                read_parts([given])
     for path in (fifo, "/dev/zero", str(tmp_path)):
         with pytest.raises(MediumError, match="is no regular file"):
             read_image(path, of_row=True)
@@ -379,3 +341,15 @@ def test_what_is_no_regular_file_is_one_sentence(private, tmp_path, monkeypatch)
     for given in (private, url(private.read_bytes()), private.read_bytes()):
         with pytest.raises(MediumError, match="has more than 20 bytes, the most of a file"):
             read_image(given)
+
+
+@pytest.mark.parametrize(
+    ("video", "problem"),
+    [
+        ("film.mp4", "Give a video as a list of images; got .*decode it first"),
+        (["film.png"], "The image 'film.png' cannot be read: No such file"),
+    ],
+)
+def test_a_video_that_is_no_list_of_frames_is_one_sentence(video, problem):
+    with pytest.raises(MediumError, match=problem):
+        read_parts([{"type": "video", "video": video}], of_row=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import pickle
 import struct
 import sys
 import wave
@@ -13,7 +14,17 @@ import numpy as np
 import pytest
 import torch
 
-from mt_grpo.media import MediumError, digest, media_to_digests, part_text, read_parts, to_file
+from mt_grpo.media import (
+    IN_MESSAGE,
+    MediumError,
+    digest,
+    is_decoded,
+    media_to_digests,
+    part_text,
+    read_parts,
+    to_file,
+)
+from mt_grpo.media_files import MOST_BYTES
 from mt_grpo.sounds import Sound, read_part, read_sound
 
 TONE = np.sin(np.arange(160) / 5).astype(np.float32) / 2
@@ -28,13 +39,17 @@ def wav(samples: np.ndarray, width: int = 2, channels: int = 1, rate: int = 16_0
     """A file as Python's own library writes it."""
     file = io.BytesIO()
     with wave.open(file, "wb") as writer:
-        writer.setnchannels(channels)
-        writer.setsampwidth(width)
-        writer.setframerate(rate)
+        writer.setparams((channels, width, rate, 0, "NONE", ""))
         scaled = np.repeat(samples[:, None], channels, 1).reshape(-1) * (2.0 ** (8 * width - 1) - 1)
         whole = (scaled + (128 if width == 1 else 0)).astype("<i8")
         writer.writeframes(b"".join(int(each).to_bytes(8, "little", signed=True)[:width] for each in whole))
     return file.getvalue()
+
+
+def header(length: int, channels: int = 1, rate: int = 16_000) -> bytes:
+    """A WAV file with `length` bytes of silence."""
+    form = struct.pack("<4sIHHIIHH", b"fmt ", 16, 1, channels, rate, 0, 0, 16)
+    return b"RIFF\0\0\0\0WAVE" + form + struct.pack("<4sI", b"data", length) + bytes(length)
 
 
 def test_arrays_have_the_rate_that_is_said_with_them():
@@ -49,28 +64,23 @@ def test_arrays_have_the_rate_that_is_said_with_them():
 @pytest.mark.parametrize("width", [1, 2, 3, 4])
 @pytest.mark.parametrize("channels", [1, 2])
 def test_files_are_read_and_their_channels_averaged(tmp_path, width, channels):
-    path = tmp_path / "tone.wav"
-    path.write_bytes(wav(TONE, width, channels))
-    url = "data:audio/wav;base64," + base64.b64encode(path.read_bytes()).decode()
-    for given in (
-        path,
-        str(path),
-        path.read_bytes(),
-        {"bytes": path.read_bytes()},
-        {"bytes": None, "path": str(path)},
-        url,
-    ):
+    path, data = tmp_path / "tone.wav", wav(TONE, width, channels)
+    path.write_bytes(data)
+    url = "data:audio/wav;base64," + base64.b64encode(data).decode()
+    for given in (path, str(path), data, {"bytes": data}, {"bytes": None, "path": str(path)}, url):
         sound = read_sound(given, of_row=True)
         assert sound.rate == 16_000
         assert sound.samples == pytest.approx(TONE, abs=2.0 ** (2 - 8 * min(width, 3)))
 
 
-def test_what_a_run_writes_is_read_again():
+def test_what_a_run_writes_is_read_again_when_it_is_looked_at():
     sound = Sound(TONE, 24_000)
     again = read_sound(to_file(sound))
-    assert to_file(again) == to_file(sound)
-    assert again == sound
+    same = pickle.loads(pickle.dumps(again))
+    assert (again.seconds, is_decoded(again), is_decoded(same)) == (160 / 24_000, False, False)
+    assert to_file(again) == to_file(sound) and again == sound == same
     assert digest(sound) == digest(again) != digest(Sound(TONE, 16_000))
+    assert again.samples == pytest.approx(TONE) and is_decoded(again)
 
 
 def test_a_file_of_many_chunks_that_was_cut_off_is_read():
@@ -81,18 +91,20 @@ def test_a_file_of_many_chunks_that_was_cut_off_is_read():
 
 def test_parts_of_all_forms_become_one():
     data = base64.b64encode(wav(TONE)).decode()
+    url = f"data:audio/wav;base64,{data}"
     expected = read_part({"type": "audio", "audio": wav(TONE)})
     forms = [
         {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}},
-        {"type": "input_audio", "input_audio": {"data": f"data:audio/wav;base64,{data}"}},
-        {"type": "audio_url", "audio_url": {"url": f"data:audio/wav;base64,{data}"}},
+        {"type": "input_audio", "input_audio": {"data": url}},
+        {"type": "audio_url", "audio_url": {"url": url}},
         {"type": "audio", "base64": data, "audio": None},
-        {"type": "audio", "url": f"data:audio/wav;base64,{data}"},
+        {"type": "audio", "url": url},
         expected["audio"],
     ]
     assert read_parts(forms) == [expected] * len(forms)
-    assert read_parts([{**expected, "alt": "a tone", "gain": 2}]) == [{**expected, "alt": "a tone", "gain": 2}]
-    assert part_text(expected) == "[sound of 0.0 s]" and part_text({**expected, "alt": "a tone"}) == "a tone"
+    named = {**expected, "alt": "a tone", "gain": 2}
+    assert read_parts([named]) == [named]
+    assert (part_text(expected), part_text(named)) == ("[sound of 0.0 s]", "a tone")
 
 
 def test_a_decoder_of_torchcodec_is_read(monkeypatch):
@@ -105,10 +117,9 @@ def test_a_decoder_of_torchcodec_is_read(monkeypatch):
     module = ModuleType("torchcodec.decoders")
     module.AudioDecoder = AudioDecoder
     monkeypatch.setitem(sys.modules, "torchcodec.decoders", module)
-    assert read_sound(AudioDecoder()) == Sound(TONE, 8_000)
-    assert media_to_digests({"audio": [AudioDecoder(), Sound(TONE, 8_000)]}) == {
-        "audio": [digest(Sound(TONE, 8_000))] * 2
-    }
+    sound = Sound(TONE, 8_000)
+    assert read_sound(AudioDecoder()) == sound
+    assert media_to_digests({"audio": [AudioDecoder(), sound]}) == {"audio": [digest(sound)] * 2}
 
 
 def test_a_few_other_files_are_read_with_soundfile(monkeypatch):
@@ -150,11 +161,8 @@ def test_a_few_other_files_are_read_with_soundfile(monkeypatch):
 def test_arrays_of_rows_are_named_by_their_content():
     assert media_to_digests(TONE) == media_to_digests(TONE.copy()) != media_to_digests(TONE[:-1])
     assert media_to_digests({"empty": np.empty(0), "text": "a"})["text"] == "a"
-
-
-def test_an_array_that_is_compared_with_a_sound_gives_one_answer():
     sound = Sound(TONE)
-    assert not (TONE == sound) and not (sound == TONE) and sound == Sound(TONE.copy())
+    assert not (TONE == sound) and not (sound == TONE) and sound == Sound(TONE.copy())  # one answer
     assert [{"audio": TONE}] != [{"audio": sound}]
 
 
@@ -177,7 +185,13 @@ def test_an_array_that_is_compared_with_a_sound_gives_one_answer():
         (7, "A value of int is no sound: give an array of samples, a path, or the bytes of a file"),
         ({}, "A value of NoneType is no sound"),
         ("data:audio/wav;base64,!!", "cannot be read: it is no base64"),
+        (header(4_000, channels=33), "has 33 channels, and 32 are the most"),
+        (header(20_000, rate=2), "A sound is 5,000 s long, and 3,600 s are the most: give a part of it"),
+        (header(MOST_BYTES), "has more than 67,108,864 bytes, the most of a file"),
+        (header(200, rate=0), "A sound has 0 samples per second"),
+        (np.zeros(IN_MESSAGE.values + 1, np.int8), "A sound is 4,194 s long|67,108,865 pixels and samples"),
     ],
+    ids=lambda each: each if isinstance(each, str) else "",
 )
 def test_what_is_no_sound_is_one_sentence(given, problem):
     with pytest.raises(MediumError, match=problem) as raised:

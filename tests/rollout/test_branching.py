@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import time
+from collections import defaultdict
 
 import pytest
 from support.conversations import user
@@ -22,6 +23,7 @@ from mt_grpo.tools import Tool
 from mt_grpo.trajectory import StopReason, Trajectory
 
 END = "<|im_end|>"
+DONE, FAILED = StopReason.ENV_DONE, StopReason.ENV_ERROR
 
 
 class Count(StepEnv):
@@ -36,7 +38,7 @@ class Count(StepEnv):
 
     def step(self, turn):
         self.said.append(turn.text)
-        done = turn.text.startswith("end")
+        done = turn.text.endswith("end")
         return Step(f"{len(self.said)} so far", reward=len(turn.text), done=done, rewards={"n": float(len(self.said))})
 
     def fork(self):
@@ -47,22 +49,47 @@ class Count(StepEnv):
         Count.open -= 1
 
 
+def counting(before_step=lambda turn: None, fork=Count.fork):
+    """The same, which does something before each step, or forks otherwise."""
+
+    class Kind(Count):
+        def step(self, turn):
+            before_step(turn)
+            return super().step(turn)
+
+    Kind.fork = fork
+    return Kind
+
+
+@pytest.fixture(autouse=True)
+def all_are_closed():
+    yield
+    assert Count.open == 0
+
+
 def branching_script(session, turn):
     """The first of three conversations says two words before they branch; then each says a letter of its own."""
     own = ["abcdef"[int(session)], "end"]
     return (own if int(session) % 3 else ["one", "two", *own])[turn] + END
 
 
-def run(tokenizer, env=Count, script=branching_script, at=2, size=6, branches=3, keep=False, seeds=None, **options):
-    engine = ScriptedEngine(tokenizer, script)
-    options = {"limits": RolloutLimits(**options.pop("limits", {})), **options}
-    runner = RolloutRunner(env, engine, **options)
+class Engine(ScriptedEngine):
+    """Notes the seeds of each session, and how many conversations there were at once."""
+
+    async def generate(self, context, sampling, session):
+        self.seeds[session].append(sampling.seed)
+        self.most = max(self.most, len(self.runner.under_way))
+        return await super().generate(context, sampling, session)
+
+
+def run(tokenizer, env=Count, script=branching_script, at=2, size=3, keep=False, limits=None, **options):
+    engine = Engine(tokenizer, script)
+    engine.seeds, engine.most = defaultdict(list), 0
+    engine.runner = runner = RolloutRunner(env, engine, RolloutLimits(**limits or {}), **options)
     requests = [RolloutRequest("Q", str(index), {"row": index}, seed=index) for index in range(size)]
-    branching = None if branches is None else Branching(at, branches)
     finished = []
-    work = runner.run(requests, SamplingParams(), finished.append, keep, branching)
-    trajectories = asyncio.run(work)
-    assert sorted(id(each) for each in finished) == sorted(id(each) for each in trajectories)
+    trajectories = asyncio.run(runner.run(requests, SamplingParams(), finished.append, keep, Branching(at, 3)))
+    assert sorted(map(id, finished)) == sorted(map(id, trajectories))
     return trajectories, engine, runner
 
 
@@ -70,23 +97,32 @@ def words(trajectory):
     return [turn.text for turn in trajectory.turns]
 
 
+def reasons(trajectories):
+    return [each.stop_reason for each in trajectories]
+
+
 def test_branches_go_on_by_themselves_from_shared_turns(tokenizer):
-    trajectories, engine, _ = run(tokenizer)
+    trajectories, engine, _ = run(tokenizer, size=6)
     assert [words(each) for each in trajectories] == [["one", "two", letter, "end"] for letter in "abcdef"]
     assert [each.branch_of for each in trajectories] == [None, "0", "0", None, "3", "3"]
     assert [each.row["row"] for each in trajectories] == list(range(6))
     for each in trajectories:
-        assert each.stop_reason is StopReason.ENV_DONE and each.env_rewards == {"n": 4.0}
+        assert each.stop_reason is DONE and each.env_rewards == {"n": 4.0}
         assert [turn.replies for turn in each.turns] == [user(f"{number} so far") for number in (1, 2, 3, 4)]
         assert [turn.reward for turn in each.turns] == [len(turn.text) for turn in each.turns]
-    assert len(engine.requests) == 2 * (2 + 3 * 2)  # each turn is sampled once
-    assert Count.open == 0
+    # each turn is sampled once, with a seed of its own
+    assert [len(engine.seeds[session]) for session in "012345"] == [4, 2, 2] * 2
+    seeds = [seed for seeds in engine.seeds.values() for seed in seeds]
+    assert len(set(seeds)) == len(seeds)
+
+
+def test_conversations_at_once_count_branches(tokenizer):
+    assert run(tokenizer, size=6, limits={"max_concurrent": 3})[1].most == 3
 
 
 def test_a_branch_begins_with_the_ids_of_its_trunk(tokenizer):
-    trajectories, engine, runner = run(tokenizer, size=3)
-    trunk = trajectories[0].tree
-    shared = trunk.path_of_turn(1)
+    trajectories, engine, runner = run(tokenizer)
+    shared = trajectories[0].tree.path_of_turn(1)
     contexts = {session: context for session, context, _ in reversed(engine.requests)}  # the first of each
     assert len(contexts["1"]) > len(shared)
     for session in ("1", "2"):
@@ -100,7 +136,7 @@ def test_a_branch_begins_with_the_ids_of_its_trunk(tokenizer):
 
 
 def test_a_conversation_that_ends_before_it_branches_is_copied(tokenizer):
-    trajectories, engine, _ = run(tokenizer, script=lambda session, turn: f"end{END}", size=3, keep=True)
+    trajectories, engine, _ = run(tokenizer, script=lambda session, turn: f"end{END}", keep=True)
     assert [words(each) for each in trajectories] == [["end"]] * 3 and len(engine.requests) == 1
     assert [each.session for each in trajectories] == ["0", "1", "2"]
     first, *copies = trajectories
@@ -109,35 +145,15 @@ def test_a_conversation_that_ends_before_it_branches_is_copied(tokenizer):
         assert each.turns[0] is not first.turns[0] and each.env_rewards == {"n": 1.0}
     assert Count.open == 1
     asyncio.run(close_environments(trajectories))
-    assert Count.open == 0
-
-
-def test_the_seeds_of_branches_differ(tokenizer):
-    class Seeds(ScriptedEngine):
-        seen = {}
-
-        async def generate(self, context, sampling, session):
-            self.seen.setdefault(session, []).append(sampling.seed)
-            return await super().generate(context, sampling, session)
-
-    engine = Seeds(tokenizer, branching_script)
-    requests = [RolloutRequest("Q", str(index), seed=index) for index in range(3)]
-    asyncio.run(RolloutRunner(Count, engine).run(requests, SamplingParams(), branching=Branching(2, 3)))
-    assert [len(engine.seen[session]) for session in "012"] == [4, 2, 2]
-    seeds = [seed for seeds in engine.seen.values() for seed in seeds]
-    assert len(set(seeds)) == len(seeds)
 
 
 def test_branches_keep_the_budget_of_their_trunk(tokenizer):
     def long(session, turn):
         return branching_script(session, turn) if session != "1" else f"{'long ' * 300}{END}"
 
-    trajectories, _, _ = run(tokenizer, script=long, size=3, limits={"max_completion_tokens": 120})
-    assert [each.stop_reason for each in trajectories] == [
-        StopReason.ENV_DONE, StopReason.TOKEN_BUDGET, StopReason.ENV_DONE
-    ]  # fmt: skip
-    first = trajectories[1].turns[0].context_length
-    assert trajectories[1].tree.num_tokens - first == 120
+    trajectories, _, _ = run(tokenizer, script=long, limits={"max_completion_tokens": 120})
+    assert reasons(trajectories) == [DONE, StopReason.TOKEN_BUDGET, DONE]
+    assert trajectories[1].tree.num_tokens - trajectories[1].turns[0].context_length == 120
 
 
 @pytest.mark.parametrize("history", [{"history": "strip_thinking"}, {"history": "compact", "compact_every": 2}])
@@ -145,60 +161,33 @@ def test_branches_rewrite_their_history_alone(tokenizer, history):
     def thinks(session, turn):
         return f"<think>{session}</think>{branching_script(session, turn)}"
 
-    class Thinking(Count):
-        def step(self, turn):
-            step = super().step(turn)
-            step.done = turn.text.endswith("end")
-            return step
-
-        fork = Count.fork
-
-    trajectories, _, _ = run(tokenizer, Thinking, thinks, size=3, **history)
+    trajectories, _, _ = run(tokenizer, script=thinks, **history)
     for session, each in zip("012", trajectories, strict=True):
         assert len(each.turns) == 4 and each.tree.num_turns == 4
         assert each.turns[1].text == "<think>0</think>two" and each.turns[2].text.startswith(f"<think>{session}")
 
 
 def test_a_fork_that_fails_ends_the_whole_trunk(tokenizer):
-    class Second(Count):
-        forks = 0
+    forks = []
 
-        def fork(self):
-            Second.forks += 1
-            if Second.forks == 2:
-                raise ZeroDivisionError("no more")
-            return super().fork()
+    def second_fails(env):
+        forks.append(env)
+        return Count.fork(env) if len(forks) == 1 else 1 / 0
 
-    trajectories, _, _ = run(tokenizer, Second, size=3)
-    assert [each.stop_reason for each in trajectories] == [StopReason.ENV_ERROR] * 3
-    assert all("ZeroDivisionError: no more" in each.error for each in trajectories)
-    assert Count.open == 0
+    trajectories, _, _ = run(tokenizer, counting(fork=second_fails))
+    assert reasons(trajectories) == [FAILED] * 3
+    assert all("ZeroDivisionError: division by zero" in each.error for each in trajectories)
 
 
 def test_a_fork_must_be_another_environment(tokenizer):
-    class Same(Count):
-        def fork(self):
-            return self
-
-    trajectories, _, _ = run(tokenizer, Same, size=3)
-    assert "Same.fork returned itself: return a copy." in trajectories[0].error
+    trajectories, _, _ = run(tokenizer, counting(fork=lambda env: env))
+    assert "Kind.fork returned itself: return a copy." in trajectories[0].error
     Count.open = 0
 
 
 def test_a_branch_that_fails_leaves_the_others_alone(tokenizer):
-    class Fails(Count):
-        def step(self, turn):
-            if turn.text == "b":
-                raise ZeroDivisionError
-            return super().step(turn)
-
-        fork = Count.fork
-
-    trajectories, _, _ = run(tokenizer, Fails, size=3)
-    assert [each.stop_reason for each in trajectories] == [
-        StopReason.ENV_DONE, StopReason.ENV_ERROR, StopReason.ENV_DONE
-    ]  # fmt: skip
-    assert Count.open == 0
+    trajectories, _, _ = run(tokenizer, counting(lambda turn: turn.text != "b" or 1 / 0))
+    assert reasons(trajectories) == [DONE, FAILED, DONE]
 
 
 def test_a_bug_of_the_engine_in_a_branch_ends_the_run(tokenizer):
@@ -206,35 +195,12 @@ def test_a_bug_of_the_engine_in_a_branch_ends_the_run(tokenizer):
         return TypeError("a bug") if session == "2" else branching_script(session, turn)
 
     with pytest.raises(TypeError, match="a bug"):
-        run(tokenizer, script=fails, size=3)
-    assert Count.open == 0
+        run(tokenizer, script=fails)
 
 
 def test_the_time_of_a_branch_includes_its_trunk(tokenizer):
-    class Slow(Count):
-        def step(self, turn):
-            time.sleep(0.02)
-            return super().step(turn)
-
-        fork = Count.fork
-
-    trajectories, _, _ = run(tokenizer, Slow, size=3)
+    trajectories, _, _ = run(tokenizer, counting(lambda turn: time.sleep(0.02)))
     assert all(each.seconds >= 4 * 0.02 for each in trajectories)
-
-
-def test_conversations_at_once_count_branches(tokenizer):
-    most = 0
-
-    class Watched(ScriptedEngine):
-        async def generate(self, context, sampling, session):
-            nonlocal most
-            most = max(most, len(runner.under_way))
-            return await super().generate(context, sampling, session)
-
-    runner = RolloutRunner(Count, Watched(tokenizer, branching_script), RolloutLimits(max_concurrent=3))
-    requests = [RolloutRequest("Q", str(index), seed=index) for index in range(6)]
-    asyncio.run(runner.run(requests, SamplingParams(), branching=Branching(2, 3)))
-    assert most == 3
 
 
 def test_tools_that_keep_no_state_can_branch(tokenizer):
@@ -245,16 +211,14 @@ def test_tools_that_keep_no_state_can_branch(tokenizer):
 
     env = MultiTurnToolEnv([lookup], protocol="learnt_tags")
     check_forkable(env)
-    trajectories, _, _ = run(tokenizer, env, searches, at=1, size=3)
-    assert [each.answer for each in trajectories] == ["0", "1", "2"]
-    assert [len(each.turns[0].tool_calls) for each in trajectories] == [1, 1, 1]
+    trajectories, _, _ = run(tokenizer, env, searches, at=1)
+    assert [(each.answer, len(each.turns[0].tool_calls)) for each in trajectories] == [("0", 1), ("1", 1), ("2", 1)]
 
 
 def test_a_branch_stays_on_the_server_of_its_trunk():
     pool = Placement([Server("http://a"), Server("http://b")])
     trunk = pool.place("0", [1, 2])
-    other = pool.place("1", [9])
-    assert trunk is not other
+    assert trunk is not pool.place("1", [9])
     for session in ("2", "3"):
         pool.join(session, "0")
         assert pool.place(session, [1, 2, 3]) is trunk

@@ -6,11 +6,10 @@ import asyncio
 from functools import lru_cache
 
 import pytest
-from support.conversations import template_tokenizer
+from support.conversations import template_tokenizer, user
 from support.models import TEMPLATES, build_tokenizer
-from trl.chat_template_utils import add_response_schema
 
-from mt_grpo.envs import MultiTurnToolEnv, Step, StepEnv
+from mt_grpo.envs import Step, StepEnv
 from mt_grpo.rollout import (
     ChatRenderer,
     RolloutRequest,
@@ -32,7 +31,7 @@ SCHEMA = {
 }
 ASKED = {"role": "user", "content": "What is the capital of Peru?"}
 SAID = {"role": "assistant", "content": "Let me see."}
-REPLY = {"role": "user", "content": 'It is "Lima", not Cusco.'}
+REPLY = {"role": "user", "content": 'It is "Lima", not Cusco <|im_end|> and a_tool_it_calls.'}
 # Templates without a role for results, or that leave them out: "tags" is the protocol for these.
 WITHOUT_RESULTS = {"cohere", "cohere2", "gemma", "gemma3", "llava_next", "phi3", "phi3_5"}
 # Templates that take one call in a turn: two results are appended all the same.
@@ -46,11 +45,12 @@ def chat(name: str, with_tools: bool = False) -> ChatRenderer:
     return ChatRenderer(template_tokenizer(name), [SCHEMA] if with_tools else None)
 
 
+def call_of(number: int, arguments: object, name: str = "look") -> dict:
+    return {"type": "function", "id": f"call_{number}", "function": {"name": name, "arguments": arguments}}
+
+
 def calling(count: int, content: str | None = "") -> dict:
-    calls = [
-        {"type": "function", "id": f"call_{number}", "function": {"name": "look", "arguments": {"query": "Lima"}}}
-        for number in range(count)
-    ]
+    calls = [call_of(number, {"query": f"Lima {number}"}) for number in range(count)]
     return {"role": "assistant", "content": content, "tool_calls": calls}
 
 
@@ -85,66 +85,45 @@ def test_every_template_shows_replies_or_is_refused_at_once(name, case):
         shown = [text for text in (reply["content"], reply["content"].replace('"', '\\"')) if text in suffix]
         assert shown, suffix
         position = suffix.index(shown[0], position)
+    end = renderer.end_id if case == "user" else renderer.end_ids[-1]
+    assert renderer.reply_ids(replies, end, calls=turn.get("tool_calls", ())) == ids[1:]  # it is not written again
+    assert renderer.text([*renderer.encode("Lima"), end]) == "Lima"
     if case == "two results" and family in ONE_CALL:
         return
-    whole = renderer.prompt_text([ASKED, turn, *replies])
+    whole = renderer.decode(renderer.prompt_ids([ASKED, turn, *replies]))
     if case == "text and a call" and family in CALLS_FIRST:
         assert whole.index(replies[-1]["content"]) < whole.index(turn["content"])
     else:
         assert whole.endswith(suffix)
 
 
-@pytest.mark.parametrize("case", ["user", "one result"])
-@pytest.mark.parametrize("name", NAMES)
-def test_an_end_that_was_sampled_is_not_written_again(name, case):
+@pytest.mark.parametrize("ended", [True, False], ids=["end token", "stop string"])
+@pytest.mark.parametrize("case", ["user", "one result", "two results"])
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "qwen3_instruct_2507", "llama3_1"])
+def test_three_exchanges_have_the_ids_of_the_template(name, case, ended):
+    if case == "two results" and name in ONE_CALL:
+        case = "one result"
     turn, replies = CASES[case]
-    if case != "user" and name.removesuffix("_training") in WITHOUT_RESULTS:
-        return
-    renderer = chat(name, with_tools=case != "user")
-    unended = renderer.reply_ids(replies, -1)
-    end = renderer.end_id if case == "user" else renderer.end_ids[-1]
-    assert renderer.reply_ids(replies, end) == unended[1:]
-    assert renderer.text([*renderer.encode("Lima"), end]) == "Lima"
+    if case == "user":
+        turn = {**turn, "content": '<reasoning>why</reasoning><tool>{"name": "search"}</tool>'}
+        replies = user("<result>Lima, Perú 🙂</result>")
+    renderer, history = chat(name, with_tools=case != "user"), [ASKED]
 
+    def whole(**options):
+        return renderer.tokenizer.apply_chat_template(
+            history, tools=renderer.tools, add_generation_prompt=True, return_dict=False, **options
+        )
 
-@pytest.mark.parametrize("name", ["gemma4", "gptoss", "glm4moe"])
-def test_results_stand_behind_the_calls_own_end(name):
-    tokenizer = build_tokenizer(name)
-    tokenizer.add_tokens(list(template_tokenizer(name).added_tokens_decoder.values()))
-    add_response_schema(tokenizer)
-    call, answer = {
-        "gemma4": ('<|tool_call>call:look{query:<|"|>Lima<|"|>}<tool_call|><|tool_response>', "Peru<turn|>"),
-        "gptoss": (
-            ' to=functions.look<|channel|>commentary json<|message|>{"query": "Lima"}<|call|>',
-            "<|channel|>final<|message|>Peru<|return|>",
-        ),
-        "glm4moe": (
-            "\n<tool_call>look\n<arg_key>query</arg_key>\n<arg_value>Lima</arg_value>\n</tool_call><|observation|>",
-            "\nPeru<|user|>",
-        ),
-    }[name]
-
-    def look(query: str) -> str:
-        """
-        Looks.
-
-        Args:
-            query: What for.
-        """
-        return "The capital of Peru."
-
-    engine = ScriptedEngine(tokenizer, [call, answer])
-    runner = RolloutRunner(MultiTurnToolEnv([look], protocol="native"), engine)
-    (trajectory,) = asyncio.run(runner.run([RolloutRequest("Where is Lima?", "0")], SamplingParams()))
-    assert trajectory.error is None and trajectory.answer == "Peru"
-    (_, first, sample), (_, second, _) = engine.requests
-    assert second[: len(first) + len(sample.ids)] == first + sample.ids
-    written = tokenizer.decode(second[len(first) + len(sample.ids) :])
-    assert "The capital of Peru." in written and not written.startswith(tokenizer.decode(sample.ids[-1:]))
-    whole = runner.renderer.prompt_text(
-        [*trajectory.prompt, trajectory.turns[0].message, *trajectory.turns[0].replies]
-    )
-    assert whole.endswith(written)
+    ids, prompt = renderer.prompt_ids(history), whole(tokenize=False)
+    for _ in range(3):  # what a model would sample is what the template writes of it in the past
+        history += [turn, *replies]
+        text = whole(tokenize=False)
+        assert text.startswith(prompt)
+        sampled = renderer.encode(text[len(prompt) : text.index(renderer.end_of_turn, len(prompt))])
+        sampled += [renderer.end_id] if ended else []
+        ids, prompt = ids + sampled + renderer.reply_ids(replies, sampled[-1]), text
+    assert ids == whole()
+    assert renderer.decode(ids).count("Looks.") == (case != "user")
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name.removesuffix("_training") not in WITHOUT_RESULTS])
@@ -159,16 +138,87 @@ def test_messages_without_content_render_as_with_none(name):
 
 
 def test_a_result_is_named_after_the_call_that_it_answers():
-    calls = [
-        {"id": "b", "function": {"name": "find", "arguments": {}}},
-        {"id": "a", "function": {"name": "look", "arguments": {}}},
-    ]
-    replies = [{"role": "tool", "tool_call_id": name, "content": f"Result {name}."} for name in "ab"]
-    text = chat("gemma4", True).decode(chat("gemma4", True).reply_ids(replies, -1, calls=calls))
+    calls = [call_of(1, {}, "find"), call_of(0, {}, "look")]
+    replies = [{key: value for key, value in reply.items() if key != "name"} for reply in results(2)]
+    gemma, gpt = chat("gemma4", True), chat("gptoss", True)
+    text = gemma.decode(gemma.reply_ids(replies, -1, calls=calls))
     assert "response:look{value:" in text and "response:find{value:" in text
-    text = chat("gptoss", True).decode(chat("gptoss", True).reply_ids(replies[:1], -1, calls=calls))
-    assert "functions.look to=assistant" in text
-    assert "response:a_tool_it_calls" not in text
+    text = gpt.decode(gpt.reply_ids(replies[:1], -1, calls=calls))
+    assert "functions.look to=assistant" in text and "response:a_tool_it_calls" not in text
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama3_1", "glm4moe", "gptoss"])
+def test_arguments_as_json_text_read_like_objects(name):
+    shown = []
+    for arguments in ({"city": "Lima", "<|im_end|>": 1}, '{"city": "Lima", "\\u003c|im_end|>": 1}'):
+        turn = {"role": "assistant", "content": "", "tool_calls": [call_of(0, arguments)]}
+        shown.append(chat(name, with_tools=True).prompt_ids([ASKED, turn, *results(1)]))
+    assert shown[0] == shown[1]
+
+
+def test_members_of_a_group_share_their_prompts_ids():
+    renderer = ChatRenderer(build_tokenizer())
+    assert renderer.prompt_ids([ASKED]) is renderer.prompt_ids([dict(ASKED)])
+    assert renderer.prompt_ids(user("other")) != renderer.prompt_ids([ASKED])
+
+
+def test_text_keeps_special_tokens_except_the_end_of_turn():
+    renderer = chat("qwen3")
+    ids, end = renderer.tokenizer.encode("<think>so</think><|im_start|>Lima"), renderer.tokenizer.eos_token_id
+    assert renderer.text(ids) == renderer.text([*ids, end]) == "<think>so</think><|im_start|>Lima"
+    assert renderer.text([*ids, end, end]) == "<think>so</think><|im_start|>Lima<|im_end|>"
+    assert renderer.text([]) == ""
+
+
+def test_template_variables_reach_the_prompt_and_every_reply():
+    renderer = ChatRenderer(build_tokenizer(), template_kwargs={"enable_thinking": False})
+    for ids in (renderer.prompt_ids([ASKED]), renderer.reply_ids([ASKED], 5)):
+        assert renderer.decode(ids).endswith("<think>\n\n</think>\n\n")
+
+
+def test_an_end_token_that_has_no_role_in_the_tokenizer_is_found():
+    tokenizer = build_tokenizer()
+    tokenizer.eos_token = tokenizer.pad_token
+    assert ChatRenderer(tokenizer).end_of_turn == "<|im_end|>"
+
+
+# Templates that lose what they are given
+
+LOOP = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ CONTENT }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+
+
+def written(template: str | None):
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def shown_as(content: str):
+    return written(LOOP.replace("CONTENT", content))
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "says"),
+    [
+        (written(None), "no chat template"),
+        (written("{% for m in messages %}{{ m.role if m.role == 'user' }}<|im_end|>{% endfor %}"), "assistant messag"),
+        (written("{% for m in messages %}{{ m.content }}\n{% endfor %}"), "without a special token"),
+        # the header of the next turn is no end of this one: what lies between would be lost
+        (
+            written(
+                "{% for m in messages %}{{ m.content }}{% endfor %}"
+                "{% if add_generation_prompt %}<|im_start|>{% endif %}"
+            ),
+            "without a special token",
+        ),
+        (shown_as("m.content if loop.index < 3 else ''"), "a reply to its answer"),
+        (shown_as("m.text.words"), "refuses a question and an answer: 'dict object' has no"),
+        (shown_as("m.content if loop.index < 3 else raise_exception('No.')"), "refuses a reply .* No. Use"),
+    ],
+)
+def test_a_template_that_cannot_hold_a_conversation_is_refused(tokenizer, says):
+    with pytest.raises(TemplateError, match=says):
+        ChatRenderer(tokenizer)
 
 
 class Says(StepEnv):
@@ -184,47 +234,48 @@ class Says(StepEnv):
         return [self.reply] if turn.index == 0 else Step(done=True)
 
 
-def outcome_of(template: str, reply: dict):
-    tokenizer = build_tokenizer()
-    tokenizer.chat_template = template
-    engine = ScriptedEngine(tokenizer, ["A1<|im_end|>", "A2<|im_end|>"])
+def outcome_of(content: str, reply: dict, prompt="Q"):
+    """Of a conversation whose contents are shown in this way: its error, and what the model saw."""
+    engine = ScriptedEngine(shown_as(content), ["A1<|im_end|>", "A2<|im_end|>"])
     runner = RolloutRunner(Says(reply), engine)
-    return asyncio.run(runner.run([RolloutRequest("Q", "0")], SamplingParams()))[0], engine
+    (trajectory,) = asyncio.run(runner.run([RolloutRequest(prompt, "0")], SamplingParams()))
+    assert trajectory.stop_reason is (StopReason.ENV_ERROR if trajectory.error else StopReason.ENV_DONE)
+    return trajectory.error, [engine.tokenizer.decode(context) for _, context, _ in engine.requests]
 
 
-LOOP = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ CONTENT }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+NO_SYSTEM = "m.content if m.role != 'system' else ''"
 
 
 @pytest.mark.parametrize(
     ("content", "reply"),
     [
-        ("m.content if m.role != 'system' else ''", {"role": "system", "content": "Be brief."}),
+        (NO_SYSTEM, {"role": "system", "content": "Be brief."}),
         ("m.content if m.role != 'system' else '5'", {"role": "system", "content": "5"}),
         ("m.content[:20]", {"role": "user", "content": "one two three four five six seven"}),
         ("m.content.split('####')[-1]", {"role": "user", "content": "Lima #### Cusco"}),
     ],
 )
 def test_a_reply_that_the_template_loses_ends_the_conversation(content, reply):
-    trajectory, engine = outcome_of(LOOP.replace("CONTENT", content), reply)
-    assert trajectory.stop_reason is StopReason.ENV_ERROR and len(engine.requests) == 1
-    assert "does not show the model the reply of role" in trajectory.error and "\n" not in trajectory.error
+    error, seen = outcome_of(content, reply)
+    assert "does not show the model the reply of role" in error and "\n" not in error and len(seen) == 1
 
 
-@pytest.mark.parametrize(
-    "filtered",
-    ["trim", "tojson", "e", "replace('/no_think', '')"],
-)
+def test_a_prompt_that_the_template_loses_ends_the_conversation():
+    error, seen = outcome_of(NO_SYSTEM, REPLY, [{"role": "system", "content": "Answer in Spanish."}, ASKED])
+    assert "the prompt of role 'system': 'Answer in Spanish.'" in error and not seen
+
+
+@pytest.mark.parametrize("filtered", ["trim", "tojson", "e", "replace('/no_think', '')"])
 def test_a_reply_may_be_escaped_trimmed_or_freed_of_switches(filtered):
     reply = {"role": "user", "content": ' "Perú" & <b>北京</b>\n\tone \\ two /no_think\n'}
-    trajectory, engine = outcome_of(LOOP.replace("CONTENT", f"m.content | {filtered}"), reply)
-    assert trajectory.error is None and len(engine.requests) == 2
+    error, seen = outcome_of(f"m.content | {filtered}", reply)
+    assert error is None and len(seen) == 2
 
 
 def test_a_part_that_is_no_text_ends_a_conversation_of_text():
     reply = {"role": "user", "content": [{"type": "text", "text": "Lima"}, {"type": "image"}]}
-    trajectory, engine = outcome_of(LOOP.replace("CONTENT", "m.content"), reply)
-    assert trajectory.stop_reason is StopReason.ENV_ERROR and len(engine.requests) == 1
-    assert "A message has a place for an image and no image" in trajectory.error
+    error, seen = outcome_of("m.content", reply)
+    assert "A message has a place for an image and no image" in error and len(seen) == 1
 
 
 @pytest.mark.parametrize(
@@ -232,43 +283,4 @@ def test_a_part_that_is_no_text_ends_a_conversation_of_text():
 )
 def test_parts_are_joined_where_the_template_does_not_show_them(content):
     reply = {"role": "user", "content": [{"type": "text", "text": "Lima"}, {"type": "text", "text": "Cusco"}]}
-    _, engine = outcome_of(LOOP.replace("CONTENT", content), reply)
-    assert "Lima\nCusco" in engine.tokenizer.decode(engine.requests[1][1])
-
-
-def test_a_prompt_that_the_template_loses_ends_the_conversation():
-    tokenizer = build_tokenizer()
-    tokenizer.chat_template = LOOP.replace("CONTENT", "m.content if m.role != 'system' else ''")
-    runner = RolloutRunner(Says(REPLY), ScriptedEngine(tokenizer, ["A1<|im_end|>"]))
-    prompt = [{"role": "system", "content": "Answer in Spanish."}, ASKED]
-    (trajectory,) = asyncio.run(runner.run([RolloutRequest(prompt, "0")], SamplingParams()))
-    assert not trajectory.turns and "the prompt of role 'system': 'Answer in Spanish.'" in trajectory.error
-
-
-@pytest.mark.parametrize(
-    ("template", "says"),
-    [
-        (LOOP.replace("CONTENT", "m.content if loop.index < 3 else ''"), "a reply to its answer"),
-        (LOOP.replace("CONTENT", "m.text.words"), "refuses a question and an answer: 'dict object' has no"),
-        (
-            LOOP.replace("CONTENT", "m.content if loop.index < 3 else raise_exception('No.')"),
-            "refuses a reply .* No. Use",
-        ),
-    ],
-)
-def test_a_template_that_loses_replies_is_refused_at_once(template, says):
-    tokenizer = build_tokenizer()
-    tokenizer.chat_template = template
-    with pytest.raises(TemplateError, match=says):
-        RolloutRunner(Says(REPLY), ScriptedEngine(tokenizer, []))
-
-
-@pytest.mark.parametrize("name", ["qwen3", "llama3_1", "glm4moe", "gptoss"])
-def test_arguments_as_json_text_read_like_objects(name):
-    shown = []
-    for arguments in ({"city": "Lima", "<|im_end|>": 1}, '{"city": "Lima", "\\u003c|im_end|>": 1}'):
-        call = {"type": "function", "id": "call_0", "function": {"name": "weather", "arguments": arguments}}
-        asked = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
-        result = {"role": "tool", "name": "weather", "tool_call_id": "call_0", "content": "Rain."}
-        shown.append(chat(name, with_tools=True).prompt_ids([*asked, result]))
-    assert shown[0] == shown[1]
+    assert "Lima\nCusco" in outcome_of(content, reply)[1][1]

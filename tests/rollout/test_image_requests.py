@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import base64
 import itertools
-from contextlib import contextmanager
 
 import msgspec
 import pytest
 import torch
-from support.models import build_tokenizer
-from support.upstreams import SAMPLING, client_of, completion, upstream
+from support.upstreams import SAMPLING, client_of, completion
 
 from mt_grpo.concurrency import run
 from mt_grpo.forward.media import MediumInputs
@@ -25,13 +23,7 @@ FIELDS = {
     "pixel_values": ["bfloat16", "flat", {"slices": [[[0, 4, None]]], "dim": 0, "keep_on_cpu": False}],
     "image_grid_thw": ["int64", "batched", {"keep_on_cpu": True}],
 }
-
-
-async def closing(client, asked):
-    try:
-        return await asked
-    finally:
-        await client.close()
+RENDER = "/v1/chat/completions/render"
 
 
 def image(pixels=PIXELS):
@@ -48,8 +40,8 @@ def rendering(fields):
 class Looker:
     """Scripts the endpoint that takes images: one token a time, and it fails where it does not know an image."""
 
-    def __init__(self, forgets=()):
-        self.requests, self.known, self.forgets = [], {}, list(forgets)
+    def __init__(self, forgets=None):
+        self.requests, self.known, self.forgets = [], {}, forgets
 
     def __call__(self, body):
         self.requests.append(body)
@@ -57,8 +49,7 @@ class Looker:
         for name, content in zip(features["mm_hashes"]["image"], features["kwargs_data"]["image"], strict=True):
             if content is not None:
                 self.known[name] = content
-        if self.forgets and len(self.requests) == self.forgets[0]:
-            self.forgets.pop()
+        if len(self.requests) == self.forgets:
             self.known.clear()
         if features["mm_hashes"]["image"][0] not in self.known:
             return 500, {"error": {"message": "Internal server error"}}
@@ -70,62 +61,51 @@ class Looker:
         return sum(part is not None for body in self.requests for part in body["features"]["kwargs_data"]["image"])
 
 
-@contextmanager
-def served(tokenizer, looker, **endpoints):
-    endpoints = {"/v1/chat/completions/render": rendering(FIELDS), "/inference/v1/generate": looker, **endpoints}
-    server = upstream(tokenizer, lambda number, body: completion(5), **endpoints)
-    try:
-        yield server
-    finally:
-        server.stop()
+@pytest.fixture
+def ask(tokenizer, start):
+    """Asks a server with a looker for contexts that show images, all at once or one after another."""
+
+    def asked(looker, images, *contexts, at_once=True, version=None, **endpoints):
+        server = start(**{RENDER: rendering(FIELDS), "/inference/v1/generate": looker, **endpoints})
+        client = client_of(tokenizer, server, media_tokens={IMAGE: TOKEN}, server_timeout=20)
+        client.weight_version = version
+
+        def one(number, context):
+            return client.generate_with_media(context, images, SAMPLING, str(number))
+
+        async def go():
+            try:
+                if at_once:
+                    return await asyncio.gather(*itertools.starmap(one, enumerate(contexts)))
+                return [await one(number, context) for number, context in enumerate(contexts)]
+            finally:
+                await client.close()
+
+        return run(go()), server
+
+    return asked
 
 
-def ask(server, tokenizer, images, *contexts):
-    client = client_of(tokenizer, server, media_tokens={IMAGE: TOKEN})
-
-    async def together():
-        asked = (
-            client.generate_with_media(context, images, SAMPLING, str(number))
-            for number, context in enumerate(contexts)
-        )
-        return await asyncio.gather(*asked)
-
-    return run(closing(client, together()))
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return build_tokenizer()
-
-
-@pytest.mark.parametrize(("names", "routed"), [("a", False), ("ab", True)])
-def test_answers_with_images_name_their_server(tokenizer, names, routed):
+@pytest.mark.parametrize("names", ["a", "ab"])
+def test_answers_with_images_name_their_server(ask, names):
     """In a header: a server is not asked for its weights, and a router is noticed."""
     looker, left = Looker(), itertools.cycle(names)
 
     def named(body):
         return (*looker(body), {IDENTITY: next(left)})
 
-    with served(tokenizer, named) as server:
-        client = client_of(tokenizer, server, media_tokens={IMAGE: TOKEN}, server_timeout=20)
-        client.weight_version = 7
-
-        async def go():
-            for number in range(5):
-                await client.generate_with_media([1, -4, -4, -4, 2], {-4: image()}, SAMPLING, str(number))
-
-        if routed:
-            with pytest.raises(ServerSetupError, match="is several servers in turn, as behind a router"):
-                run(closing(client, go()))
-        else:
-            run(closing(client, go()))
-            assert not server.asked("/weight_info")
+    contexts = [[1, -4, -4, -4, 2]] * 5
+    if len(names) > 1:
+        with pytest.raises(ServerSetupError, match="is several servers in turn, as behind a router"):
+            ask(named, {-4: image()}, *contexts, at_once=False, version=7)
+    else:
+        _, server = ask(named, {-4: image()}, *contexts, at_once=False, version=7)
+        assert not server.asked("/weight_info")
 
 
-def test_images_are_sent_as_the_model_takes_them(tokenizer):
+def test_images_are_sent_as_the_model_takes_them(ask):
     looker = Looker()
-    with served(tokenizer, looker) as server:
-        (sample,) = ask(server, tokenizer, {-4: image()}, [1, -4, -4, -4, 2])
+    [sample], _ = ask(looker, {-4: image()}, [1, -4, -4, -4, 2])
     assert (sample.ids, sample.logprobs, sample.finish_reason) == ([5], [-0.25], "stop")
     request = looker.requests[-1]
     assert request["token_ids"] == [1, TOKEN, TOKEN, TOKEN, 2]
@@ -140,63 +120,54 @@ def test_images_are_sent_as_the_model_takes_them(tokenizer):
     assert [item[name]["field"] for name in FIELDS] == [field[1:] for field in FIELDS.values()]
 
 
-def test_conversations_that_show_one_image_send_it_once(tokenizer):
+def test_conversations_that_show_one_image_send_it_once(ask):
     looker = Looker()
-    with served(tokenizer, looker) as server:
-        ask(server, tokenizer, {-4: image(), -8: image(PIXELS + 1)}, *[[1, -4, -4, -4], [-8] * 3 + [-4] * 3] * 4)
-    assert looker.sent() == 2
-    assert len(looker.known) == 2
+    ask(looker, {-4: image(), -8: image(PIXELS + 1)}, *[[1, -4, -4, -4], [-8] * 3 + [-4] * 3] * 4)
+    assert looker.sent() == len(looker.known) == 2
 
 
-def test_an_image_that_the_server_forgot_is_sent_again(tokenizer):
-    looker = Looker(forgets=[2])  # the first one brought the image
-    with served(tokenizer, looker) as server:
-        (sample,) = ask(server, tokenizer, {-4: image()}, [1, -4, -4, -4])
-    assert sample.ids == [5]
-    assert looker.sent() == 2
+def test_an_image_that_the_server_forgot_is_sent_again(ask):
+    looker = Looker(forgets=2)  # the first one brought the image
+    [sample], _ = ask(looker, {-4: image()}, [1, -4, -4, -4])
+    assert sample.ids == [5] and looker.sent() == 2
 
 
 @pytest.mark.parametrize(
-    ("endpoints", "sentence"),
+    ("context", "render", "sentence"),
     [
-        ({"/v1/chat/completions/render": (404, {"detail": "Not Found"})}, "is given tokens of text only"),
+        ([-4, -4, -4], (404, {"detail": "Not Found"}), "is given tokens of text only"),
         (
-            {"/v1/chat/completions/render": rendering(FIELDS | {"num_patches": ["int64", "batched", {}]})},
+            [-4, -4, -4],
+            rendering(FIELDS | {"num_patches": ["int64", "batched", {}]}),
             "takes image_grid_thw, num_patches, pixel_values of an image",
         ),
         (
-            {"/v1/chat/completions/render": rendering(FIELDS | {"pixel_values": ["uint8", "flat", {}]})},
+            [-4, -4, -4],
+            rendering(FIELDS | {"pixel_values": ["uint8", "flat", {}]}),
             "as uint8, before they are normalized: .* `--no-mm-device-do-normalize`",
         ),
+        ([-4, 3, -4, -4], rendering(FIELDS), "whose tokens stand together"),
+        ([-3, -3, -3], rendering(FIELDS), "Videos are not sent to a vLLM"),
     ],
 )
-def test_a_server_that_cannot_take_the_images_ends_the_run(tokenizer, endpoints, sentence):
-    with served(tokenizer, Looker(), **endpoints) as server, pytest.raises(ServerSetupError, match=sentence):
-        ask(server, tokenizer, {-4: image()}, [1, -4, -4, -4])
+def test_images_that_a_server_cannot_be_sent_end_the_run(ask, context, render, sentence):
+    with pytest.raises(ServerSetupError, match=sentence):
+        ask(Looker(), {-4: image(), -3: image()}, [1, *context], **{RENDER: render})
 
 
-def test_an_image_with_other_tokens_inside_ends_the_run(tokenizer):
-    with served(tokenizer, Looker()) as server, pytest.raises(ServerSetupError, match="whose tokens stand together"):
-        ask(server, tokenizer, {-4: image()}, [-4, 3, -4, -4])
-
-
-def test_a_video_ends_the_run(tokenizer):
-    with served(tokenizer, Looker()) as server, pytest.raises(ServerSetupError, match="Videos are not sent to a vLLM"):
-        ask(server, tokenizer, {-3: image()}, [1, -3, -3, -3])
-
-
-def test_a_sample_with_the_token_of_an_image_is_drawn_again(tokenizer):
+def test_a_sample_with_the_token_of_an_image_is_drawn_again(tokenizer, start):
     drawn = {}
 
     def complete(number, body):
         drawn[body["seed"]] = body["stop_token_ids"]
         return completion(5, TOKEN) if number < 2 else completion(5, 6)
 
-    server = upstream(tokenizer, complete)
-    try:
-        client = client_of(tokenizer, server, media_tokens={IMAGE: TOKEN})
-        sample = run(closing(client, client.generate([1, 2], SAMPLING, "")))
-    finally:
-        server.stop()
-    assert sample.ids == [5, 6]
-    assert list(drawn.values()) == [[TOKEN]] * 3
+    client = client_of(tokenizer, start(complete), media_tokens={IMAGE: TOKEN})
+
+    async def go():
+        try:
+            return await client.generate([1, 2], SAMPLING, "")
+        finally:
+            await client.close()
+
+    assert run(go()).ids == [5, 6] and list(drawn.values()) == [[TOKEN]] * 3

@@ -10,7 +10,6 @@ import weakref
 
 import pytest
 import torch
-from support.conversations import user
 from support.models import build_model, build_tokenizer
 
 from mt_grpo.envs import ConversationEnded, MultiTurnToolEnv, Outcome, Step
@@ -22,6 +21,7 @@ from mt_grpo.training.rollout_batch import row_tree
 from mt_grpo.trajectory import StopReason, Trajectory
 
 END = "<|im_end|>"
+TOKENIZER = build_tokenizer()
 
 
 class Loop:
@@ -37,14 +37,26 @@ class Loop:
         pass
 
 
-def hold(loop, answers, history="keep", context_length=4096, **limits):
+def play(runner, *prompts, on_finish=None):
+    requests = [RolloutRequest(prompt, f"{index:03d}") for index, prompt in enumerate(prompts)]
+    return asyncio.run(runner.run(requests, SamplingParams(), on_finish))
+
+
+def hold(loop, answers=lambda session, turn: f"A{turn}{END}", history="keep", engine=None, **limits):
     """Runs one conversation: its trajectory, its contexts as text, and the runner."""
-    tokenizer = build_tokenizer()
-    engine = ScriptedEngine(tokenizer, answers, context_length=context_length)
+    engine = ScriptedEngine(TOKENIZER, answers, **engine or {})
     runner = RolloutRunner(lambda row: Loop(loop), engine, RolloutLimits(**limits), history=history)
-    (trajectory,) = asyncio.run(runner.run([RolloutRequest("Q1", "0")], SamplingParams()))
-    contexts = [context for _, context, _ in engine.requests]
-    return trajectory, [tokenizer.decode(context) for context in contexts], runner
+    (trajectory,) = play(runner, "Q1")
+    return trajectory, [TOKENIZER.decode(context) for _, context, _ in engine.requests], runner
+
+
+def chat(*parts):
+    """Messages, of which texts are the user's."""
+    return [part if isinstance(part, dict) else {"role": "user", "content": part} for part in parts]
+
+
+def assistant(content):
+    return {"role": "assistant", "content": content}
 
 
 def said(*words):
@@ -58,84 +70,77 @@ def paths(trajectory: Trajectory) -> list[list[int]]:
     return [sequence.tokens for sequence in trajectory.tree.sequences()]
 
 
+def assert_all_trained(trajectory, runner):
+    assert sum(runner.completion(trajectory).mask) == sum(turn.num_tokens for turn in trajectory.turns)
+
+
 @pytest.mark.parametrize("copied", [False, True])
 def test_messages_that_go_on_continue_the_sampled_ids(copied):
     async def loop(policy):
-        messages = user("Q1")
+        messages = chat("Q1")
         for number in range(2, 5):
             turn = await policy.reply(messages)
-            message = {"role": "assistant", "content": str(turn.text)} if copied else turn.message
-            messages = [*messages, message, *user(f"Q{number}")]
+            messages += chat(assistant(str(turn.text)) if copied else turn.message, f"Q{number}")
 
-    trajectory, contexts, _ = hold(loop, [f"A{number}{END}" for number in range(3)])
+    trajectory, contexts, _ = hold(loop)
     assert contexts == [said("Q1"), said("Q1", "A0", "Q2"), said("Q1", "A0", "Q2", "A1", "Q3")]
     assert len(paths(trajectory)) == 1 and trajectory.stop_reason is StopReason.ENV_DONE
-    assert [turn.replies for turn in trajectory.turns] == [user("Q2"), user("Q3"), []]
-    assert [turn.fork_cause for turn in trajectory.turns] == [None] * 3
+    assert [(turn.replies, turn.fork_cause) for turn in trajectory.turns] == [
+        (chat("Q2"), None), (chat("Q3"), None), ([], None)
+    ]  # fmt: skip
 
 
 def test_sampled_ids_go_on_though_their_text_has_others():
     async def loop(policy):
-        turn = await policy.reply(user("Q1"))
-        await policy.reply([*user("Q1"), {"role": "assistant", "content": turn.text}, *user("Q2")])
+        turn = await policy.reply(chat("Q1"))
+        await policy.reply(chat("Q1", assistant(turn.text), "Q2"))
 
-    tokenizer = build_tokenizer()
-    odd = [token for letter in "Lima" for token in tokenizer.encode(letter)] + tokenizer.encode(END)
-    assert odd[:-1] != tokenizer.encode("Lima")
-    trajectory, _, _ = hold(loop, lambda session, turn: odd if turn == 0 else f"A{END}")
+    odd = [token for letter in "Lima" for token in TOKENIZER.encode(letter)] + TOKENIZER.encode(END)
+    assert odd[:-1] != TOKENIZER.encode("Lima")
+    trajectory, _, _ = hold(loop, [odd, f"A{END}"])
     (path,) = paths(trajectory)
-    begin = len(tokenizer.encode(said("Q1")))
+    begin = len(TOKENIZER.encode(said("Q1")))
     assert path[begin : begin + len(odd)] == odd
 
 
 def test_a_past_that_was_rewritten_forks_where_it_differs():
+    """An earlier turn is gone on from by its ids."""
+
     async def loop(policy):
-        first = await policy.reply(user("Q1"))
-        await policy.reply([*user("Q1"), first.message, *user("Q2")])
-        await policy.reply([*user("Q1"), {"role": "assistant", "content": "summary"}, *user("Q3")])
+        first = await policy.reply(chat("Q1"))
+        await policy.reply(chat("Q1", first.message, "Q2"))
+        turn = await policy.reply(chat("Q1", first.message, "Q3"))
+        await policy.reply(chat("Q1", first.message, "Q3", turn.message, "Q4"))
+        await policy.reply(chat("Q1", assistant("summary"), "Q5"))
 
-    trajectory, contexts, runner = hold(loop, [f"A{number}{END}" for number in range(3)])
-    assert contexts[2] == said("Q1", "summary", "Q3")
-    assert len(paths(trajectory)) == 2 and trajectory.turns[2].fork_cause == "messages"
-    assert sum(runner.completion(trajectory).mask) == sum(turn.num_tokens for turn in trajectory.turns)
+    trajectory, contexts, runner = hold(loop)
+    assert contexts[2:] == [
+        said("Q1", "A0", "Q3"), said("Q1", "A0", "Q3", "A2", "Q4"), said("Q1", "summary", "Q5")
+    ]  # fmt: skip
+    assert [turn.fork_cause for turn in trajectory.turns] == [None, None, "messages", None, "messages"]
+    assert len(paths(trajectory)) == 3 and trajectory.tree.num_tokens < sum(map(len, paths(trajectory)))
+    assert_all_trained(trajectory, runner)
 
 
-def test_an_earlier_turn_is_gone_on_from_by_its_ids():
+@pytest.mark.parametrize(("end", "history"), [(END, "keep"), ("", "keep"), (END, "strip_thinking")])
+def test_an_assistants_message_is_continued_without_its_end(end, history):
     async def loop(policy):
-        first = await policy.reply(user("Q1"))
-        await policy.reply([*user("Q1"), first.message, *user("Q2")])
-        turn = await policy.reply([*user("Q1"), first.message, *user("Q3")])
-        await policy.reply([*user("Q1"), first.message, *user("Q3"), turn.message, *user("Q4")])
+        turn = await policy.reply(chat("Q1"))
+        more = assistant(turn.text + " Wait,")
+        turn = await policy.reply(chat("Q1", more), continue_last=True)
+        await policy.reply(chat("Q1", assistant(more["content"] + turn.text), "Q2"))
 
-    trajectory, contexts, _ = hold(loop, [f"A{number}{END}" for number in range(4)])
-    assert contexts[2:] == [said("Q1", "A0", "Q3"), said("Q1", "A0", "Q3", "A2", "Q4")]
-    assert len(paths(trajectory)) == 2
-    assert [turn.fork_cause for turn in trajectory.turns] == [None, None, "messages", None]
-    assert trajectory.tree.num_tokens < sum(map(len, paths(trajectory)))
-
-
-@pytest.mark.parametrize("end", [END, ""])
-def test_an_assistants_message_is_continued_without_its_end(end):
-    async def loop(policy):
-        turn = await policy.reply(user("Q1"))
-        more = {"role": "assistant", "content": turn.text + " Wait,"}
-        turn = await policy.reply([*user("Q1"), more], continue_last=True)
-        whole = {"role": "assistant", "content": more["content"] + turn.text}
-        await policy.reply([*user("Q1"), whole, *user("Q2")])
-
-    trajectory, contexts, runner = hold(loop, [f"A0{end}", f" no{END}", f"A2{END}"])
-    assert contexts[1] == said("Q1") + "A0 Wait,"
-    assert contexts[2] == said("Q1", "A0 Wait, no", "Q2")
+    trajectory, contexts, runner = hold(loop, [f"A0{end}", f" no{END}", f"A2{END}"], history)
+    assert contexts[1:] == [said("Q1") + "A0 Wait,", said("Q1", "A0 Wait, no", "Q2")]
     assert [turn.text for turn in trajectory.turns] == ["A0", " no", "A2"]
-    assert trajectory.turns[0].replies == [{"role": "assistant", "content": " Wait,"}]
-    row = runner.completion(trajectory)
-    assert sum(row.mask) == sum(turn.num_tokens for turn in trajectory.turns)
+    assert trajectory.turns[0].replies == [assistant(" Wait,")]
+    assert_all_trained(trajectory, runner)
     assert len(paths(trajectory)) == (2 if end else 1)
 
 
 def test_a_message_that_nobody_sampled_can_be_continued():
     async def loop(policy):
-        await policy.reply([*user("Q1"), {"role": "assistant", "content": "The answer"}], continue_last=True)
+        await policy.reply(chat("Q1", assistant("The answer")), continue_last=True)
 
     trajectory, contexts, _ = hold(loop, [f" is 4{END}"])
     assert contexts == [said("Q1") + "The answer"] and trajectory.turns[0].text == " is 4"
@@ -144,17 +149,14 @@ def test_a_message_that_nobody_sampled_can_be_continued():
 @pytest.mark.parametrize(
     ("messages", "options", "problem"),
     [
-        ([*user("Q"), {"role": "assistant", "content": "A"}], {}, "nothing to reply to"),
+        (chat("Q", assistant("A")), {}, "nothing to reply to"),
         ([], {}, "nothing to reply to"),
-        (user("Q"), {"continue_last": True}, "needs an assistant's message"),
-        ([{"role": "assistant", "content": "A"}], {"continue_last": True}, "needs an assistant's message"),
+        (chat("Q"), {"continue_last": True}, "needs an assistant's message"),
+        (chat(assistant("A")), {"continue_last": True}, "needs an assistant's message"),
     ],
 )
 def test_messages_with_nothing_to_answer_are_an_error(messages, options, problem):
-    async def loop(policy):
-        await policy.reply(messages, **options)
-
-    trajectory, _, _ = hold(loop, ["A"])
+    trajectory, _, _ = hold(lambda policy: policy.reply(messages, **options))
     assert trajectory.stop_reason is StopReason.ENV_ERROR and problem in trajectory.error
 
 
@@ -162,23 +164,25 @@ def test_other_tools_are_another_root():
     schema = {"type": "function", "function": {"name": "look", "description": "Looks.", "parameters": {}}}
 
     async def loop(policy):
-        turn = await policy.reply(user("Q1"))
-        await policy.reply([*user("Q1"), turn.message, *user("Q2")], [schema])
+        turn = await policy.reply(chat("Q1"))
+        await policy.reply(chat("Q1", turn.message, "Q2"), [schema])
 
-    trajectory, contexts, _ = hold(loop, [f"A0{END}", f"A1{END}"])
+    trajectory, contexts, _ = hold(loop)
     assert "look" in contexts[1] and "look" not in contexts[0]
     assert len(paths(trajectory)) == 2 and trajectory.turns[1].fork_cause == "messages"
 
 
-def test_turns_asked_for_at_once_are_all_trained():
-    async def loop(policy):
-        await asyncio.gather(*(policy.reply(user(f"Q{number}")) for number in range(5)))
+@pytest.mark.parametrize("latency", [0, 1.5])
+def test_turns_asked_for_at_once_are_all_trained(latency):
+    """However long the engine takes: it is not the environment that is idle."""
 
-    trajectory, contexts, runner = hold(loop, [f"A{number}{END}" for number in range(5)])
-    assert contexts == [said(f"Q{number}") for number in range(5)]
-    row = runner.completion(trajectory)
-    assert sum(row.mask) == sum(turn.num_tokens for turn in trajectory.turns)
+    async def loop(policy):
+        await asyncio.gather(*(policy.reply(chat(f"Q{number}")) for number in range(5)))
+
+    trajectory, contexts, runner = hold(loop, engine={"latency": latency}, idle_timeout=1.0)
+    assert contexts == [said(f"Q{number}") for number in range(5)] and trajectory.stop_reason is StopReason.ENV_DONE
     assert [turn.index for turn in trajectory.turns] == list(range(5))
+    assert_all_trained(trajectory, runner)
 
 
 @pytest.mark.parametrize(
@@ -186,17 +190,17 @@ def test_turns_asked_for_at_once_are_all_trained():
     [
         ({"max_completion_tokens": 30}, StopReason.TOKEN_BUDGET, False),
         ({"max_completion_tokens": 30}, StopReason.TOKEN_BUDGET, True),
-        ({"context_length": 40}, StopReason.CONTEXT_FULL, False),
+        ({"engine": {"context_length": 40}}, StopReason.CONTEXT_FULL, False),
     ],
 )
 def test_a_loop_without_an_end_of_its_own_is_ended(limits, reason, rewrites):
     async def loop(policy):
-        messages = user("Q1")
+        messages = chat("Q1")
         while True:
             turn = await policy.reply(messages)
-            messages = user(f"Q{turn.index}") if rewrites else [*messages, turn.message, *user("Q")]
+            messages = chat(f"Q{turn.index}") if rewrites else [*messages, turn.message, *chat("Q")]
 
-    trajectory, _, _ = hold(loop, lambda session, turn: f"A{END}", **limits)
+    trajectory, _, _ = hold(loop, **limits)
     assert trajectory.stop_reason is reason and trajectory.turns
 
 
@@ -205,7 +209,7 @@ def test_an_outcome_counts_though_a_limit_was_reached():
         turns = []
         while True:
             try:
-                turns.append(await policy.reply(user("Q1"), max_tokens=2))
+                turns.append(await policy.reply(chat("Q1"), max_tokens=2))
             except ConversationEnded as ended:
                 return Outcome({"score": float(len(turns))}, ended.stop_reason, "4", {"turns": len(turns)})
 
@@ -217,28 +221,14 @@ def test_an_outcome_counts_though_a_limit_was_reached():
 
 def test_a_loop_may_ask_again_after_a_failure():
     async def loop(policy):
-        first = await policy.reply(user("Q1"))
-        messages = [*user("Q1"), first.message, *user("Q2")]
+        first = await policy.reply(chat("Q1"))
         with pytest.raises(EngineError):
-            await policy.reply(messages)
-        await policy.reply(messages)
+            await policy.reply(chat("Q1", first.message, "Q2"))
+        await policy.reply(chat("Q1", first.message, "Q2"))
 
-    answers = [f"A0{END}", EngineError("busy"), f"A1{END}"]
-    trajectory, contexts, _ = hold(loop, answers)
+    trajectory, contexts, _ = hold(loop, [f"A0{END}", EngineError("busy"), f"A1{END}"])
     assert contexts == [said("Q1"), said("Q1", "A0", "Q2")] and len(paths(trajectory)) == 1
-    assert trajectory.tree.path()[: -len(trajectory.tree.actions()[-1])] == build_tokenizer().encode(contexts[1])
-
-
-def test_a_continued_message_is_whole_in_a_stripped_history():
-    async def loop(policy):
-        turn = await policy.reply(user("Q1"))
-        more = {"role": "assistant", "content": turn.text + " so"}
-        turn = await policy.reply([*user("Q1"), more], continue_last=True)
-        whole = {"role": "assistant", "content": more["content"] + turn.text}
-        await policy.reply([*user("Q1"), whole, *user("Q2")])
-
-    _, contexts, _ = hold(loop, [f"A0{END}", f" on{END}", f"A2{END}"], history="strip_thinking")
-    assert contexts[2] == said("Q1", "A0 so on", "Q2")
+    assert trajectory.tree.path()[: -len(trajectory.tree.actions()[-1])] == TOKENIZER.encode(contexts[1])
 
 
 @pytest.mark.parametrize("sampled", [0, 2])
@@ -246,66 +236,48 @@ def test_a_loop_that_asks_for_nothing_is_ended(sampled):
     async def loop(policy):
         for number in range(sampled):
             await asyncio.sleep(0.6)
-            await policy.reply(user(f"Q{number}"))
+            await policy.reply(chat(f"Q{number}"))
         await asyncio.Event().wait()
 
-    trajectory, _, _ = hold(loop, lambda session, turn: f"A{END}", idle_timeout=1.0)
+    trajectory, _, _ = hold(loop, idle_timeout=1.0)
     assert len(trajectory.turns) == sampled and trajectory.stop_reason is StopReason.ENV_ERROR
     assert trajectory.error == "The environment took longer than 1 s between two turns."
-
-
-def test_an_engine_that_takes_long_is_waited_for():
-    async def loop(policy):
-        await asyncio.gather(*(policy.reply(user(f"Q{number}")) for number in range(3)))
-
-    tokenizer = build_tokenizer()
-    engine = ScriptedEngine(tokenizer, lambda session, turn: f"A{END}", latency=1.5)
-    runner = RolloutRunner(lambda row: Loop(loop), engine, RolloutLimits(idle_timeout=1.0))
-    (trajectory,) = asyncio.run(runner.run([RolloutRequest("Q1", "0")], SamplingParams()))
-    assert len(trajectory.turns) == 3 and trajectory.stop_reason is StopReason.ENV_DONE
-
-
-def test_an_engine_error_ends_the_loop_that_lets_it_pass():
-    async def loop(policy):
-        await policy.reply(user("Q1"))
-
-    trajectory, _, _ = hold(loop, [EngineError("The server is gone.")])
-    assert (trajectory.stop_reason, trajectory.error) == (StopReason.ENGINE_ERROR, "The server is gone.")
 
 
 def test_a_bug_of_the_engine_is_raised_whatever_the_loop_does():
     async def loop(policy):
         try:
-            await policy.reply(user("Q1"))
+            await policy.reply(chat("Q1"))
         except ZeroDivisionError:
             return Outcome()
 
     with pytest.raises(ZeroDivisionError, match="a bug"):
         hold(loop, [ZeroDivisionError("a bug")])
+    trajectory, _, _ = hold(loop, [EngineError("The server is gone.")])
+    assert (trajectory.stop_reason, trajectory.error) == (StopReason.ENGINE_ERROR, "The server is gone.")
 
 
 def test_roots_and_forks_have_the_log_probs_of_each_turn_alone():
     """A forest as the forward packs it, against one pass over each turn's whole context."""
 
     async def loop(policy):
-        first = await policy.reply(user("Q1"))
-        await policy.reply([*user("Q1"), first.message, *user("Q2")])
-        await policy.reply(user("Other question"))
-        await policy.reply([*user("Q1"), first.message, *user("Q3")])
-        await policy.reply([*user("Q1"), {"role": "assistant", "content": first.text + " so"}], continue_last=True)
+        first = await policy.reply(chat("Q1"))
+        await policy.reply(chat("Q1", first.message, "Q2"))
+        await policy.reply(chat("Other question"))
+        await policy.reply(chat("Q1", first.message, "Q3"))
+        await policy.reply(chat("Q1", assistant(first.text + " so")), continue_last=True)
 
-    trajectory, _, runner = hold(loop, [f"A{number}{END}" for number in range(5)])
-    contexts = [context for _, context, _ in runner.engine.requests]
-    row, model = runner.completion(trajectory), build_model(build_tokenizer()).double()
-    assert sum(row.mask) == sum(turn.num_tokens for turn in trajectory.turns)
+    trajectory, _, runner = hold(loop)
+    row, model = runner.completion(trajectory), build_model(TOKENIZER).double()
+    assert_all_trained(trajectory, runner)
     enable_trees(model)
     actions, plan = trajectory.tree.actions(), ForwardPlan([row_tree(row)])
     tree, alone = (way(model, plan).by_turn([len(actions)])[0] for way in (score, score_turns))
     assert torch.allclose(torch.cat(tree).float(), torch.cat(alone), atol=1e-5)
-    for turn, action in enumerate(actions):  # and against the whole context that was sampled from
-        path = torch.tensor([contexts[turn] + action])
-        logps = model(path).logits[0, :-1].log_softmax(-1).gather(1, path[0, 1:, None])[-len(action) :, 0]
-        assert torch.allclose(alone[turn], logps.float(), atol=1e-5)
+    for (_, context, _), action, logps in zip(runner.engine.requests, actions, alone, strict=True):
+        path = torch.tensor([context + action])  # what was sampled from
+        own = model(path).logits[0, :-1].log_softmax(-1).gather(1, path[0, 1:, None])[-len(action) :, 0]
+        assert torch.allclose(logps, own.float(), atol=1e-5)
 
 
 def test_renderers_that_nobody_uses_are_not_kept(tokenizer, monkeypatch):
@@ -319,6 +291,8 @@ def test_renderers_that_nobody_uses_are_not_kept(tokenizer, monkeypatch):
     assert sum(each() is not None for each in made) <= 1 + 3
 
 
+# Long texts are encoded beside the event loop
+
 ANSWER = "<answer>Lima</answer>"
 LONG = "the capital of Peru " * 500
 
@@ -326,7 +300,7 @@ LONG = "the capital of Peru " * 500
 class Talk(MultiTurnToolEnv):
     """Answers the first turn with a text, and ends after the second."""
 
-    def __init__(self, reply: str) -> None:
+    def __init__(self, reply: str = "and") -> None:
         super().__init__(protocol="learnt_tags")
         self.reply = reply
 
@@ -335,83 +309,65 @@ class Talk(MultiTurnToolEnv):
         return Step(self.reply) if turn.index == 0 else Step(done=StopReason.ANSWERED)
 
 
+class Encoded(list):
+    """Long texts that were encoded: each waits for the gate, and says whether in a thread."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.gate.set()
+
+
 @pytest.fixture
-def encoded(monkeypatch) -> list[tuple[str, threading.Thread]]:
-    """Long texts that were encoded, and where."""
-    calls, encode = [], SpecialTokens.encode
+def encoded(monkeypatch):
+    calls, encode = Encoded(), SpecialTokens.encode
 
     def recorded(self, text):
         if len(text) >= len(LONG):
-            calls.append((text, threading.current_thread()))
+            calls.append(calls.gate.wait(20) and threading.current_thread() is not threading.main_thread())
         return encode(self, text)
 
     monkeypatch.setattr(SpecialTokens, "encode", recorded)
-    return calls
+    yield calls
+    calls.gate.set()
 
 
-def converse(engine, env, prompts, **limits):
-    runner = RolloutRunner(env, engine, RolloutLimits(**limits))
-    requests = [RolloutRequest(prompt, f"{index:03d}") for index, prompt in enumerate(prompts)]
-    return asyncio.run(runner.run(requests, SamplingParams()))
+@pytest.fixture
+def engine(tokenizer):
+    return ScriptedEngine(tokenizer, ["A1", ANSWER])
 
 
-def test_a_group_encodes_its_long_prompt_once_beside_the_loop(tokenizer, encoded):
-    engine = ScriptedEngine(tokenizer, ["A1", ANSWER])
-    trajectories = converse(engine, Talk("and"), [LONG] * 8 + [LONG + "2"] * 8)
+def test_a_group_encodes_its_long_prompt_once_beside_the_loop(engine, encoded):
+    trajectories = play(RolloutRunner(Talk(), engine), *[LONG] * 8, *[LONG + "2"] * 8)
     assert [trajectory.stop_reason for trajectory in trajectories] == [StopReason.ANSWERED] * 16
-    assert len(encoded) == 2 and all(thread is not threading.current_thread() for _, thread in encoded)
-    first, second = (trajectories[index].tree.nodes[0].tokens for index in (0, 8))
-    assert all(trajectory.tree.nodes[0].tokens == first for trajectory in trajectories[:8]) and first != second
+    assert encoded == [True] * 2
+    prompts = [trajectory.tree.nodes[0].tokens for trajectory in trajectories]
+    assert prompts == [prompts[0]] * 8 + [prompts[8]] * 8 and prompts[0] != prompts[8]
 
 
-def test_conversations_go_on_while_a_long_text_is_encoded(tokenizer, monkeypatch):
-    ended, encode, waited = threading.Event(), SpecialTokens.encode, []
-
-    def patient(self, text):
-        if len(text) >= len(LONG):
-            waited.append(ended.wait(20))
-        return encode(self, text)
-
-    monkeypatch.setattr(SpecialTokens, "encode", patient)
-    runner = RolloutRunner(Talk("and"), ScriptedEngine(tokenizer, ["A1", ANSWER]))
-    requests = [RolloutRequest(LONG, "000"), RolloutRequest("short", "001")]
+def test_conversations_go_on_while_a_long_text_is_encoded(engine, encoded):
+    encoded.gate.clear()
     finished = []
 
     def note(trajectory):
         finished.append(trajectory.session)
-        ended.set()
+        encoded.gate.set()
 
-    asyncio.run(runner.run(requests, SamplingParams(), note))
-    assert waited == [True] and finished == ["001", "000"]
-
-
-def test_a_long_reply_is_encoded_beside_the_loop(tokenizer, encoded):
-    (trajectory,) = converse(ScriptedEngine(tokenizer, ["A1", ANSWER]), Talk(LONG), ["short"])
-    assert trajectory.stop_reason is StopReason.ANSWERED
-    assert encoded and all(thread is not threading.current_thread() for _, thread in encoded)
+    play(RolloutRunner(Talk(), engine), LONG, "short", on_finish=note)
+    assert encoded == [True] and finished == ["001", "000"]
 
 
-def test_a_conversation_out_of_time_while_encoding_has_no_turn(tokenizer, monkeypatch):
-    release, encode = threading.Event(), SpecialTokens.encode
+def test_a_long_reply_is_encoded_beside_the_loop(engine, encoded):
+    (trajectory,) = play(RolloutRunner(Talk(LONG), engine), "short")
+    assert trajectory.stop_reason is StopReason.ANSWERED and encoded and all(encoded)
 
-    def stuck(self, text):
-        if len(text) >= len(LONG):
-            release.wait(20)
-        return encode(self, text)
 
-    monkeypatch.setattr(SpecialTokens, "encode", stuck)
-    engine = ScriptedEngine(tokenizer, ["A1", ANSWER])
-    try:
-        (trajectory,) = converse(engine, Talk("and"), [LONG], rollout_timeout=0.2)
-    finally:
-        release.set()
+def test_a_conversation_out_of_time_while_encoding_has_no_turn(engine, encoded):
+    encoded.gate.clear()
+    (trajectory,) = play(RolloutRunner(Talk(), engine, RolloutLimits(rollout_timeout=0.2)), LONG)
     assert trajectory.stop_reason is StopReason.TIMEOUT and not trajectory.turns and not engine.requests
 
 
-def test_for_an_engine_in_this_process_texts_are_encoded_at_once(tokenizer, encoded):
-    class Local(ScriptedEngine):
-        def use_model(self, model):
-            pass
-
-    converse(Local(tokenizer, ["A1", ANSWER]), Talk("and"), [LONG] * 2)
-    assert [thread for _, thread in encoded] == [threading.current_thread()]
+def test_for_an_engine_in_this_process_texts_are_encoded_at_once(engine, encoded):
+    engine.use_model = lambda model: None
+    play(RolloutRunner(Talk(), engine), LONG, LONG)
+    assert encoded == [False]

@@ -7,13 +7,12 @@ import contextlib
 import copy
 import random
 import threading
-import time
 
 import pytest
 import torch
-from support.models import build_model, build_tokenizer
+from support.models import build_model, build_tokenizer, lookup
 from support.sampling import truncated
-from support.waiting import until_true
+from support.waiting import in_loop, until_true
 from transformers import GenerationConfig
 
 from mt_grpo.envs import MultiTurnToolEnv
@@ -57,13 +56,21 @@ async def ask(engine: TransformersEngine, context: list[int], session: str, **sa
         engine.release(session)
 
 
-def ask_all(engine: TransformersEngine, asked: list[tuple[list[int], dict]]) -> list[Sample]:
-    async def main() -> list[Sample]:
-        return await asyncio.gather(
-            *(ask(engine, context, f"{i:03d}", **sampling) for i, (context, sampling) in enumerate(asked))
-        )
+def within(work, seconds: float = 120):
+    return asyncio.run(asyncio.wait_for(work, seconds))
 
-    return asyncio.run(asyncio.wait_for(main(), 60))
+
+def ask_all(engine: TransformersEngine, asked: list[tuple[list[int], dict]], order: int | None = None) -> list[Sample]:
+    """Samples of all of them at once, asked for in this or another order."""
+    named = list(enumerate(asked))
+    if order is not None:
+        random.Random(order).shuffle(named)
+
+    async def main() -> list[Sample]:
+        samples = await asyncio.gather(*(ask(engine, each, f"{name:03d}", **more) for name, (each, more) in named))
+        return [sample for _, sample in sorted(zip(named, samples, strict=True), key=lambda pair: pair[0][0])]
+
+    return within(main())
 
 
 @torch.no_grad()
@@ -81,20 +88,20 @@ def test_log_probs_are_those_of_the_distribution_drawn_from(engine, frozen, draw
     samples = ask_all(engine, [(context, {"seed": i, **options}) for i, context in enumerate(CONTEXTS)])
     for context, sample in zip(CONTEXTS, samples, strict=True):
         logits = logits_at(frozen, context, sample.ids)
-        for position, (token, logprob) in enumerate(zip(sample.ids, sample.logprobs, strict=True)):
-            expected = truncated(logits[position], context + sample.ids[:position], **options)[token].log()
-            assert logprob == pytest.approx(expected.item(), abs=1e-5)
+        expected = [
+            truncated(logits[place], context + sample.ids[:place], **options)[token].log().item()
+            for place, token in enumerate(sample.ids)
+        ]
+        assert sample.logprobs == pytest.approx(expected, abs=1e-5)
 
 
-def test_generation_settings_of_the_model_have_no_effect(frozen):
+def test_generation_settings_of_the_model_have_no_effect(frozen, engine):
     model = copy.deepcopy(frozen)
     model.generation_config = GenerationConfig(
         do_sample=True, temperature=0.3, top_k=3, top_p=0.5, repetition_penalty=1.5, eos_token_id=331, pad_token_id=329
     )
     asked = [(context, {"seed": i}) for i, context in enumerate(CONTEXTS)]
-    assert ask_all(TransformersEngine(model, TOKENIZER), asked) == ask_all(
-        TransformersEngine(frozen, TOKENIZER), asked
-    )
+    assert ask_all(TransformersEngine(model, TOKENIZER), asked) == ask_all(engine, asked)
 
 
 def test_temperature_zero_is_greedy_search(engine, frozen):
@@ -106,31 +113,32 @@ def test_temperature_zero_is_greedy_search(engine, frozen):
         assert sample.logprobs == pytest.approx(logprobs[range(len(sample.ids)), sample.ids].tolist(), abs=1e-5)
 
 
+def recorder(*requests: _Request) -> _Recorder:
+    return _Recorder(list(requests), 1, torch.device("cpu"), greedy=False)
+
+
 def test_sampled_frequencies_follow_the_distribution():
     number, options = 4000, {"temperature": 0.8, "top_k": 12}
     torch.manual_seed(1)
     logits = torch.randn(50) * 2
-    requests = [_Request([0], SamplingParams(1, seed=seed), "", None) for seed in range(number)]
-    recorder = _Recorder(requests, 1, torch.device("cpu"), greedy=False)
+    drawn = recorder(*(_Request([0], SamplingParams(1, seed=seed), "", None) for seed in range(number)))
     scores = logits.expand(number, -1).clone()
     for warper in _warpers((options["temperature"], 1.0, options["top_k"], 0.0, 1.0)):
         scores = warper(torch.zeros(number, 1, dtype=torch.long), scores)
-    recorder(torch.zeros(number, 1, dtype=torch.long), scores)
-    counts = torch.bincount(torch.tensor(recorder.ids), minlength=50)
+    drawn(torch.zeros(number, 1, dtype=torch.long), scores)
+    counts = torch.bincount(torch.tensor(drawn.ids), minlength=50)
     expected = truncated(logits, [], **options) * number
-    assert counts[expected == 0].sum() == 0
-    drawn = expected > 0
-    chi_square = ((counts - expected)[drawn] ** 2 / expected[drawn]).sum()
+    possible = expected > 0
+    assert counts[~possible].sum() == 0
+    chi_square = ((counts - expected)[possible] ** 2 / expected[possible]).sum()
     assert chi_square < 31.3  # 11 degrees of freedom, one in a thousand
 
 
 def test_a_request_draws_anew_at_each_position():
-    requests = [_Request([0], SamplingParams(200, seed=5), "", None)]
-    recorder = _Recorder(requests, 1, torch.device("cpu"), greedy=False)
-    drawn = []
+    drawing, drawn = recorder(_Request([0], SamplingParams(200, seed=5), "", None)), []
     for step in range(200):
-        recorder(torch.zeros(1, 1 + step, dtype=torch.long), torch.zeros(1, 10))
-        drawn += recorder.ids
+        drawing(torch.zeros(1, 1 + step, dtype=torch.long), torch.zeros(1, 10))
+        drawn += drawing.ids
     assert len(set(drawn)) == 10 and len({tuple(drawn[i : i + 3]) for i in range(0, 198, 3)}) > 40
 
 
@@ -138,28 +146,13 @@ def test_a_request_draws_anew_at_each_position():
 
 
 @pytest.mark.parametrize("drawing", ["plain", "penalty", "all"])
-def test_a_seed_gives_the_same_ids_in_any_batch_and_order(frozen, drawing):
-    def sample(companions: int, order: int) -> list[list[int]]:
-        engine = TransformersEngine(frozen, TOKENIZER, patience=0.05)
-        company = [(CONTEXTS[i % 5] * (i % 3 + 1), {"seed": 100 + i, "max_tokens": 5 + i}) for i in range(companions)]
-        own = [(context, {"seed": i, **DRAWINGS[drawing]}) for i, context in enumerate(CONTEXTS)]
-        named = list(enumerate(own + company))
-        random.Random(order).shuffle(named)
-
-        async def main() -> dict[int, Sample]:
-            samples = await asyncio.gather(
-                *(ask(engine, context, f"{name:03d}", **options) for name, (context, options) in named)
-            )
-            return {name: sample for (name, _), sample in zip(named, samples, strict=True)}
-
-        samples = asyncio.run(main())
-        return [samples[i].ids for i in range(len(own))]
-
-    alone = [
-        ask_all(TransformersEngine(frozen, TOKENIZER), [(context, {"seed": i, **DRAWINGS[drawing]})])[0].ids
-        for i, context in enumerate(CONTEXTS)
-    ]
-    assert sample(0, 0) == sample(3, 1) == sample(8, 2) == sample(8, 3) == alone
+def test_a_seed_gives_the_same_ids_in_any_batch_and_order(engine, drawing):
+    own = [(context, {"seed": i, **DRAWINGS[drawing]}) for i, context in enumerate(CONTEXTS)]
+    company = [(CONTEXTS[i % 5] * (i % 3 + 1), {"seed": 100 + i, "max_tokens": 5 + i}) for i in range(8)]
+    alone = [sample.ids for request in own for sample in ask_all(engine, [request])]
+    for companions, order in ((0, 0), (3, 1), (8, 2), (8, 3)):
+        samples = ask_all(engine, own + company[:companions], order)
+        assert [sample.ids for sample in samples[: len(own)]] == alone
 
 
 def test_different_seeds_give_different_ids(engine):
@@ -184,51 +177,38 @@ class Dictated(torch.nn.Module):
         return logits
 
 
-def dictated_engine(text: str) -> TransformersEngine:
+def dictated(text: str, *asked: tuple[list[int], dict]) -> list[tuple[str, str, int]]:
+    """What a model that says a text was stopped at, why, and the number of tokens."""
     model = build_model(TOKENIZER, tie_word_embeddings=False).eval()
     model.lm_head = Dictated(TOKENIZER.encode(text), len(TOKENIZER))
-    return TransformersEngine(model, TOKENIZER, patience=0.05)
+    model.generation_config.eos_token_id = TOKENIZER.convert_tokens_to_ids(["<|endoftext|>"])
+    samples = ask_all(TransformersEngine(model, TOKENIZER, patience=0.05), list(asked))
+    assert all(len(sample.logprobs) == len(sample.ids) for sample in samples)
+    return [(TOKENIZER.decode(sample.ids), sample.finish_reason, len(sample.ids)) for sample in samples]
 
 
-@pytest.mark.parametrize("stop", ["</tool>", "</answer>"])
-def test_a_stop_string_of_several_tokens_ends_the_turn(stop):
-    assert len(TOKENIZER.encode(stop)) > 1
-    said = f"a > b </tol> < {stop}"
-    asked = [(CONTEXTS[0], {"stop": ("</tool>", "</answer>"), "max_tokens": 90})]
-    [sample] = ask_all(dictated_engine(said + " more"), asked)
-    assert TOKENIZER.decode(sample.ids) == said and sample.finish_reason == "stop"
-    assert len(sample.logprobs) == len(sample.ids)
+STOP = {"stop": ("</tool>", "</answer>")}
+
+
+@pytest.mark.parametrize("end", ["</tool>", "</answer>", "<|im_end|>", "<|endoftext|>"])
+def test_a_turn_ends_behind_a_stop_string_or_an_end_token(end):
+    said = f"a > b </tol> < {end}"
+    size = len(TOKENIZER.encode(said))
+    assert len(TOKENIZER.encode("</tool>")) > 1
+    for budget in (90, size):  # as the last of the budget, too
+        assert dictated(said + " more", (CONTEXTS[0], {**STOP, "max_tokens": budget})) == [(said, "stop", size)]
 
 
 def test_only_a_sampled_stop_string_of_the_request_ends_it():
-    said = "x</tool>y"
     context = TOKENIZER.encode("a</tool")
-    engine = dictated_engine(said)
-    first, second = ask_all(
-        engine, [(context, {"stop": ("</tool>",), "max_tokens": 30}), (context, {"max_tokens": 30})]
-    )
-    assert TOKENIZER.decode(first.ids) == "x</tool>" and first.finish_reason == "stop"
-    assert TOKENIZER.decode(second.ids).startswith(said) and (len(second.ids), second.finish_reason) == (30, "length")
-    [closed] = ask_all(dictated_engine("> y"), [(context, {"stop": ("</tool>",), "max_tokens": 4})])
-    assert closed.finish_reason == "length"
+    first, second = dictated("x</tool>y", (context, {**STOP, "max_tokens": 30}), (context, {"max_tokens": 30}))
+    assert first[:2] == ("x</tool>", "stop")
+    assert second[0].startswith("x</tool>y") and second[1:] == ("length", 30)
+    [closed] = dictated("> y", (context, {**STOP, "max_tokens": 4}))
+    assert closed[1] == "length"
 
 
-@pytest.mark.parametrize("end", ["<|im_end|>", "<|endoftext|>"])
-def test_an_end_token_ends_the_turn_and_stays_in_it(end):
-    engine = dictated_engine(f"Lima{end}Peru")
-    engine.model.generation_config.eos_token_id = TOKENIZER.convert_tokens_to_ids(["<|endoftext|>"])
-    [sample] = ask_all(engine, [(CONTEXTS[0], {})])
-    assert TOKENIZER.decode(sample.ids) == f"Lima{end}" and sample.finish_reason == "stop"
-
-
-def test_an_end_token_as_the_last_of_the_budget_is_a_stop():
-    size = len(TOKENIZER.encode("Lima<|im_end|>"))
-    [sample] = ask_all(dictated_engine("Lima<|im_end|>"), [(CONTEXTS[0], {"max_tokens": size})])
-    assert (len(sample.ids), sample.finish_reason) == (size, "stop")
-
-
-def test_each_request_of_a_mixed_batch_has_its_own_budget(frozen):
-    engine = TransformersEngine(frozen, TOKENIZER)
+def test_each_request_of_a_mixed_batch_has_its_own_budget(engine):
     budgets = [1, 7, 3, 30, 12]
     samples = ask_all(engine, [(context, {"max_tokens": n}) for context, n in zip(CONTEXTS, budgets, strict=True)])
     for sample, budget in zip(samples, budgets, strict=True):
@@ -236,6 +216,12 @@ def test_each_request_of_a_mixed_batch_has_its_own_budget(frozen):
         assert sample.finish_reason == ("stop" if ended else "length")
         assert len(sample.ids) == budget or (ended and len(sample.ids) < budget)
     assert [sample.finish_reason for sample in samples].count("length") >= 3
+
+
+def test_a_stop_token_id_ends_a_request_as_an_end_token_does(engine):
+    [free] = ask_all(engine, [(CONTEXTS[0], {"seed": 3})])
+    [stopped] = ask_all(engine, [(CONTEXTS[0], {"seed": 3, "stop_token_ids": (free.ids[4],)})])
+    assert stopped.ids == free.ids[: free.ids.index(free.ids[4]) + 1] and stopped.finish_reason == "stop"
 
 
 # Batches
@@ -256,7 +242,8 @@ def test_more_requests_than_fit_are_served_in_several_batches(frozen):
     assert batches == [["000", "001", "002"], ["003", "004", "005"], ["006", "007"]]
 
 
-def test_conversations_go_in_lockstep_by_session(frozen):
+@in_loop
+async def test_conversations_go_in_lockstep_by_session(frozen):
     engine = TransformersEngine(frozen, TOKENIZER, patience=30)
     batches = recorded(engine)
 
@@ -267,150 +254,144 @@ def test_conversations_go_in_lockstep_by_session(frozen):
             await engine.generate(CONTEXTS[0], SamplingParams(4, seed=turn), session)
         engine.release(session)
 
-    async def main() -> None:
-        await asyncio.gather(*(converse(session) for session in ("002", "000", "001")))
-
-    asyncio.run(asyncio.wait_for(main(), 120))
+    await asyncio.gather(*map(converse, ("002", "000", "001")))
     assert batches == [["000", "001", "002"]] * 3
 
 
-def test_a_slow_tool_holds_others_up_no_longer_than_patience(frozen):
-    engine = TransformersEngine(frozen, TOKENIZER, patience=0.05)
+@in_loop
+async def test_a_slow_tool_holds_others_up_no_longer_than_patience(engine):
     batches = recorded(engine)
+    over = asyncio.Event()
 
-    async def main() -> None:
-        over = asyncio.Event()
+    async def slow() -> None:
+        await engine.generate(CONTEXTS[0], SamplingParams(4), "000")
+        await over.wait()
+        await ask(engine, CONTEXTS[0], "000")
 
-        async def slow() -> None:
-            await engine.generate(CONTEXTS[0], SamplingParams(4), "000")
-            await over.wait()
-            await ask(engine, CONTEXTS[0], "000")
+    async def quick() -> None:
+        for _ in range(4):
+            await engine.generate(CONTEXTS[1], SamplingParams(4), "001")
+        engine.release("001")
+        over.set()
 
-        async def quick() -> None:
-            for _ in range(4):
-                await engine.generate(CONTEXTS[1], SamplingParams(4), "001")
-            engine.release("001")
-            over.set()
-
-        await asyncio.gather(slow(), quick())
-
-    asyncio.run(asyncio.wait_for(main(), 120))
+    await asyncio.gather(slow(), quick())
     assert batches == [["000", "001"], ["001"], ["001"], ["001"], ["000"]]
 
 
-def test_patience_holds_after_a_conversation_left(frozen):
-    engine = TransformersEngine(frozen, TOKENIZER, patience=0.05)
-
-    async def main() -> None:
-        await engine.generate(CONTEXTS[0], SamplingParams(2), "000")  # lives on, elsewhere
-        leaving = asyncio.ensure_future(ask(engine, CONTEXTS[0], "001"))
-        await asyncio.sleep(0.01)
-        leaving.cancel()
-        await asyncio.sleep(0.1)
-        await ask(engine, CONTEXTS[1], "002")
-
-    asyncio.run(asyncio.wait_for(main(), 120))
+@in_loop
+async def test_patience_holds_after_a_conversation_left(engine):
+    await engine.generate(CONTEXTS[0], SamplingParams(2), "000")  # lives on, elsewhere
+    leaving = asyncio.ensure_future(ask(engine, CONTEXTS[0], "001"))
+    await asyncio.sleep(0.01)
+    leaving.cancel()
+    await asyncio.sleep(0.1)
+    await ask(engine, CONTEXTS[1], "002")
 
 
-def test_a_model_failure_reaches_all_callers(frozen):
-    engine = TransformersEngine(frozen, TOKENIZER, patience=0.05)
-
-    async def main() -> None:
-        sample, engine._sample = engine._sample, lambda batch: 1 / 0
-        failed = await asyncio.gather(*(ask(engine, CONTEXTS[i], f"{i}") for i in range(3)), return_exceptions=True)
-        assert [type(error) for error in failed] == [ZeroDivisionError] * 3
-        engine._sample = sample
-        assert (await ask(engine, CONTEXTS[0], "3")).ids
-
-    asyncio.run(asyncio.wait_for(main(), 120))
+@in_loop
+async def test_a_model_failure_reaches_all_callers(engine):
+    sample, engine._sample = engine._sample, lambda batch: 1 / 0
+    failed = await asyncio.gather(*(ask(engine, CONTEXTS[i], f"{i}") for i in range(3)), return_exceptions=True)
+    assert [type(error) for error in failed] == [ZeroDivisionError] * 3
+    engine._sample = sample
+    assert (await ask(engine, CONTEXTS[0], "3")).ids
 
 
-def test_a_model_that_samples_by_itself_ends_the_run(frozen, monkeypatch):
+def test_a_model_that_samples_by_itself_ends_the_run(frozen, engine, monkeypatch):
     monkeypatch.setattr(frozen, "generate", lambda inputs, **options: inputs)
-    runner = RolloutRunner(MultiTurnToolEnv(), TransformersEngine(frozen, TOKENIZER))
+    runner = RolloutRunner(MultiTurnToolEnv(), engine)
     requests = [RolloutRequest("Lima?", f"{number}") for number in range(3)]
     with pytest.raises(ConfigError, match="`generate` of Qwen3ForCausalLM returned before its answers had ended"):
-        asyncio.run(asyncio.wait_for(runner.run(requests, SamplingParams(8)), 120))
+        within(runner.run(requests, SamplingParams(8)))
 
 
-def test_a_conversation_cancelled_in_a_batch_disturbs_nobody(frozen):
+class Paused:
+    """A model's forwards, counted, of which each waits until it may go on, or some seconds."""
+
+    def __init__(self, seconds: float) -> None:
+        self.started, self.go, self.steps, self.seconds = threading.Event(), threading.Event(), 0, seconds
+
+    def __call__(self, *_: object) -> None:
+        self.started.set()
+        self.go.wait(self.seconds)
+        self.steps += 1
+
+
+@contextlib.contextmanager
+def paused(model, seconds: float = 120):
+    forwards = Paused(seconds)
+    hook = model.register_forward_pre_hook(forwards)
+    try:
+        yield forwards
+    finally:
+        hook.remove()
+        forwards.go.set()
+
+
+def test_a_conversation_cancelled_in_a_batch_disturbs_nobody(frozen, engine):
     asked = [(CONTEXTS[i], {"seed": i, "max_tokens": 40}) for i in range(3)]
-    expected = ask_all(TransformersEngine(frozen, TOKENIZER), asked)
-    engine = TransformersEngine(frozen, TOKENIZER, patience=0.05)
-    started, go, steps = threading.Event(), threading.Event(), []
-
-    def hold(*_: object) -> None:
-        steps.append(1)
-        started.set()
-        assert go.wait(120)
+    expected = ask_all(engine, asked)
 
     async def main() -> list[Sample]:
         tasks = [asyncio.ensure_future(ask(engine, c, f"{i:03d}", **s)) for i, (c, s) in enumerate(asked)]
-        await until_true(started.is_set)
+        await until_true(forwards.started.is_set)
         tasks[1].cancel()
         await asyncio.wait([tasks[1]])
-        go.set()
+        forwards.go.set()
         others = [await tasks[0], await tasks[2]]
         assert tasks[1].cancelled()
         return others
 
-    hook = frozen.register_forward_pre_hook(hold)
-    try:
-        assert asyncio.run(asyncio.wait_for(main(), 120)) == [expected[0], expected[2]]
-        assert len(steps) == 40
-    finally:
-        hook.remove()
+    with paused(frozen) as forwards:
+        assert within(main()) == [expected[0], expected[2]]
+    assert forwards.steps == 40
 
 
-def test_the_engine_outlives_its_event_loop(frozen):
-    engine = TransformersEngine(frozen, TOKENIZER, patience=0.05)
+def test_the_engine_outlives_its_event_loop(frozen, engine):
     asked = [(CONTEXTS[0], {"seed": 1}), (CONTEXTS[1], {"seed": 2})]
     expected = ask_all(engine, asked)
     assert ask_all(engine, asked) == expected
-    started, go = threading.Event(), threading.Event()
-
-    def hold(*_: object) -> None:
-        started.set()
-        assert go.wait(120)
 
     async def abandon() -> None:
         running = asyncio.ensure_future(ask(engine, CONTEXTS[0], "000"))
-        await until_true(started.is_set)
+        await until_true(forwards.started.is_set)
         running.cancel()
 
-    hook = frozen.register_forward_pre_hook(hold)
-    try:
+    with paused(frozen) as forwards:
         asyncio.run(abandon())
-    finally:
-        hook.remove()
-        go.set()
     assert ask_all(engine, asked) == expected
 
 
-def test_runs_in_a_row_on_one_event_loop_are_all_served(frozen, search_tool):
-    engine = TransformersEngine(frozen, TOKENIZER)
-    runner = RolloutRunner(MultiTurnToolEnv([search_tool], max_steps=1), engine, RolloutLimits(max_turn_tokens=3))
-    loop = asyncio.new_event_loop()
-    runs = []
-    for _ in range(4):
-        requests = [RolloutRequest("hi", f"{i}", seed=i) for i in range(3)]
-        runs.append(loop.run_until_complete(runner.run(requests, SamplingParams())))
-    loop.close()
+@in_loop
+async def test_closing_waits_for_the_batch_of_conversations_that_left(frozen, engine):
+    with paused(frozen, 0.1) as forwards:
+        asking = asyncio.ensure_future(ask(engine, CONTEXTS[0], "000", max_tokens=40))
+        await until_true(forwards.started.is_set)
+        asking.cancel()
+        await asyncio.wait([asking])
+        await engine.close()
+        steps = forwards.steps
+    assert engine._batch is None and 1 <= steps < 40
+
+
+@in_loop
+async def test_runs_in_a_row_on_one_event_loop_are_all_served(frozen):
+    env = MultiTurnToolEnv([lookup], max_steps=1)
+    runner = RolloutRunner(env, TransformersEngine(frozen, TOKENIZER), RolloutLimits(max_turn_tokens=3))
+    requests = [RolloutRequest("hi", f"{i}", seed=i) for i in range(3)]
+    runs = [await runner.run(requests, SamplingParams()) for _ in range(4)]
     ids = [[trajectory.tree.actions() for trajectory in run] for run in runs]
-    assert ids[0] == ids[1] == ids[2] == ids[3]
+    assert ids == [ids[0]] * 4
     assert all(trajectory.stop_reason is StopReason.LENGTH for run in runs for trajectory in run)
 
 
 def test_rollouts_repeat_whatever_time_tools_take(frozen):
-    def run(delays: list[float]) -> list[list[list[int]]]:
-        async def wait(session: int) -> None:
-            await asyncio.sleep(delays[session])
-
+    def run(*delays: float) -> list[list[list[int]]]:
         class Env(MultiTurnToolEnv):
             stop = ("a", "e")
 
             async def step(self, turn):
-                await wait(int(self.session))
+                await asyncio.sleep(delays[int(self.session)])
                 return await super().step(turn)
 
         engine = TransformersEngine(frozen, TOKENIZER, patience=0.02)
@@ -420,65 +401,20 @@ def test_rollouts_repeat_whatever_time_tools_take(frozen):
         assert max(len(trajectory.turns) for trajectory in trajectories) == 3
         return [trajectory.tree.actions() for trajectory in trajectories]
 
-    assert run([0, 0, 0]) == run([0.06, 0.0, 0.01]) == run([0.0, 0.06, 0.03])
+    assert run(0, 0, 0) == run(0.06, 0.0, 0.01) == run(0.0, 0.06, 0.03)
 
 
-def test_a_stop_token_id_ends_a_request_as_an_end_token_does(model, tokenizer):
-    engine = TransformersEngine(model, tokenizer)
-
-    async def sample(stop_token_ids):
-        result = await engine.generate(
-            [5, 6, 7], SamplingParams(max_tokens=24, seed=3, stop_token_ids=stop_token_ids), "a"
-        )
-        engine.release("a")
-        return result
-
-    free = asyncio.run(sample(()))
-    stopped = asyncio.run(sample((free.ids[4],)))
-    cut = free.ids.index(free.ids[4]) + 1
-    assert stopped.ids == free.ids[:cut] and stopped.finish_reason == "stop"
-
-
-def test_a_late_end_takes_nothing_from_a_session_of_that_name(frozen):
-    engine = TransformersEngine(frozen, TOKENIZER, patience=0.05)
-
-    async def main() -> None:
-        asking = asyncio.ensure_future(engine.generate(CONTEXTS[0], SamplingParams(2), "000"))
-        await asyncio.sleep(0)
-        engine.release("000")  # of an earlier batch, which was left behind
-        assert (await asking).ids
-
-    asyncio.run(asyncio.wait_for(main(), 120))
-
-
-def test_closing_waits_for_the_batch_of_conversations_that_left(frozen):
-    engine = TransformersEngine(frozen, TOKENIZER)
-    started, ended = threading.Event(), []
-
-    def hold(*_: object) -> None:
-        started.set()
-        time.sleep(0.1)
-        ended.append(True)
-
-    async def main() -> None:
-        asking = asyncio.ensure_future(ask(engine, CONTEXTS[0], "000", max_tokens=40))
-        await until_true(started.is_set)
-        asking.cancel()
-        await asyncio.wait([asking])
-        await engine.close()
-        steps = len(ended)
-        assert engine._batch is None and 1 <= steps < 40
-
-    hook = frozen.register_forward_pre_hook(hold)
-    try:
-        asyncio.run(asyncio.wait_for(main(), 120))
-    finally:
-        hook.remove()
+@in_loop
+async def test_a_late_end_takes_nothing_from_a_session_of_that_name(engine):
+    asking = asyncio.ensure_future(engine.generate(CONTEXTS[0], SamplingParams(2), "000"))
+    await asyncio.sleep(0)
+    engine.release("000")  # of an earlier batch, which was left behind
+    assert (await asking).ids
 
 
 def test_it_samples_on_the_gpu_of_the_model_in_its_own_thread(frozen, monkeypatch):
     """Each thread of CUDA begins with the first GPU. The seam is torch's own context manager."""
-    current = threading.local()
+    current, sampled = threading.local(), []
 
     @contextlib.contextmanager
     def on(device):
@@ -492,13 +428,10 @@ def test_it_samples_on_the_gpu_of_the_model_in_its_own_thread(frozen, monkeypatc
 
     class Engine(TransformersEngine):
         def _generate(self, batch, drawing):
-            sampled.append((current.device, threading.current_thread()))
+            sampled.append((current.device, threading.current_thread() is threading.main_thread()))
             for request in batch:
                 request.ids, request.logprobs, request.finish_reason = [1], [0.0], "stop"
 
     monkeypatch.setattr(torch.cuda, "device", on)
-    sampled = []
-    engine = Engine(OnSecond(), TOKENIZER)
-    asyncio.run(ask(engine, CONTEXTS[0], "000"))
-    [(device, thread)] = sampled
-    assert device == torch.device("cuda", 1) and thread is not threading.current_thread()
+    asyncio.run(ask(Engine(OnSecond(), TOKENIZER), CONTEXTS[0], "000"))
+    assert sampled == [(torch.device("cuda", 1), False)]

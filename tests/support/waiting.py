@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 LIMIT = 300.0
@@ -43,3 +44,17 @@ async def until_true(condition: Callable[[], object], *options: Any, **more: Any
     """The same as `until`, in a coroutine."""
     for _ in _looks(condition, *options, **more):
         await asyncio.sleep(0.001)
+
+
+def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Runs a coroutine as a test, in an event loop of its own."""
+
+    @functools.wraps(test)
+    def run(**fixtures: object) -> None:
+        async def limited() -> None:
+            async with asyncio.timeout(LIMIT):
+                await test(**fixtures)
+
+        asyncio.run(limited())
+
+    return run
