@@ -29,23 +29,22 @@ INTERRUPT = '<tool>{"name": "interrupt", "args": {}}</tool>'
 ANSWER = "<answer>Lima</answer>"
 
 
-async def other_tasks():
-    """Tasks of the background loop that are left."""
-    return asyncio.all_tasks() - {asyncio.current_task()}
+def in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
-def test_a_coroutine_runs_with_the_context_of_its_caller():
+def test_coroutines_and_threads_have_the_context_of_their_caller():
     variable = contextvars.ContextVar("variable")
 
     async def work():
         await asyncio.sleep(0)
-        return variable.get(), threading.current_thread() is threading.main_thread()
+        return variable.get(), in_main_thread(), await concurrency.call(variable.get, what="the tool")
 
     async def notebook():
         variable.set("seen")
         return run(work())
 
-    assert asyncio.run(notebook()) == ("seen", False)
+    assert asyncio.run(notebook()) == ("seen", False, "seen")
 
 
 def test_a_call_that_would_wait_for_itself_is_refused():
@@ -105,25 +104,20 @@ def test_env_generate_works_inside_a_running_loop(tokenizer):
 
 
 def test_plain_rewards_run_in_the_callers_thread():
-    threads = {}
-
     class Plain(OutcomeReward):
         def score(self, trajectory, **row):
-            threads["plain"] = threading.current_thread()
             signal.signal(signal.SIGALRM, signal.getsignal(signal.SIGALRM))  # the main thread only
-            return 1.0
+            return float(in_main_thread())
 
     class Judge(TurnReward):
         async def score(self, turn, trajectory, **row):
-            threads["judge"] = threading.current_thread()
-            return 2.0
+            return float(in_main_thread())
 
     async def notebook():
         return score([Judge()], [Plain()], [Trajectory([], [Turn(0, {"role": "assistant", "content": "a"})])])
 
     scores = asyncio.run(notebook())
-    assert scores.turn == [[[2.0]]] and scores.outcome == [[1.0]]
-    assert threads["plain"] is threading.main_thread() is not threads["judge"]
+    assert scores.turn == [[[0.0]]] and scores.outcome == [[1.0]]
 
 
 @pytest.fixture
@@ -157,9 +151,7 @@ def test_the_trainer_trains_inside_a_running_loop(trainer_of, script):
 class Interrupting:
     """A tool that presses Ctrl-C on its second call, and another that never ends meanwhile."""
 
-    def __init__(self) -> None:
-        self.calls = 0
-        self.cancelled = 0
+    calls = cancelled = 0
 
     def interrupt(self) -> str:
         """Presses Ctrl-C."""
@@ -181,6 +173,11 @@ class Interrupting:
             await asyncio.Event().wait()
         finally:
             self.cancelled += 1
+
+
+async def other_tasks():
+    """Tasks of the background loop that are left."""
+    return asyncio.all_tasks() - {asyncio.current_task()}
 
 
 @pytest.mark.own_process
@@ -252,14 +249,12 @@ def test_rollouts_go_on_after_whatever_ended_the_last_ones(tokenizer, error):
 STUBBORN = """
 import asyncio, threading
 from mt_grpo import concurrency
-from mt_grpo.concurrency import begin, run
+from mt_grpo.concurrency import run
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.rewards import OutcomeReward
-from support.scoring import score
-from support.trainers import SEARCH as CALL
-from mt_grpo.rollout import RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
 from mt_grpo.tools import Tool
 from mt_grpo.trajectory import ToolCall, Trajectory, Turn
+from support.scoring import score
 
 concurrency.GRACE = 0.5
 
@@ -326,13 +321,3 @@ def test_work_that_is_cancelled_before_it_begins_is_closed():
         asyncio.run(cancelled())
         gc.collect()
     assert not begun and not [one.message for one in warned if "work" in str(one.message)]
-
-
-def test_a_function_in_a_thread_sees_the_callers_variables():
-    caller = contextvars.ContextVar("caller")
-
-    async def ask():
-        caller.set("a conversation")
-        return await concurrency.call(caller.get, what="the tool")
-
-    assert asyncio.run(ask()) == "a conversation"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import json
 import logging
@@ -165,30 +166,25 @@ def of_factories(draw, expected):
     return Conversation([], row, "env_error", HARMS[how])
 
 
-def of_disguises(draw, expected):
-    def check(trajectory):
+def of_others(draw, expected):
+    """An environment in disguise, one of no name, and arguments that cannot be copied or written level by level."""
+
+    def disguised(trajectory):
         assert trajectory.env_rewards == {"turns": 5.0}
 
-    return Conversation(["Hi"], {"environment": "make", "how": "disguised"}, "env_done", None, check)
-
-
-def of_deep_calls(draw, expected):
-    """Arguments that can be read, but not be copied or written by what calls itself for each level."""
-
-    def check(trajectory):
+    def deep(trajectory):
         assert "brackets too deep to read." in trajectory.turns[0].error
 
     turns = [call("sync_fine", value=hostile.nested(draw.randint(101, 900))), ANSWER]
-    return Conversation(turns, {"environment": "tools"}, "answered", None, check)
+    return draw.choice([
+        Conversation(["Hi"], {"environment": "make", "how": "disguised"}, "env_done", None, disguised),
+        Conversation(turns, {"environment": "tools"}, "answered", None, deep),
+        Conversation([], {"environment": "nobody"}, "env_error", "name one of tools, untimed"),
+    ])  # fmt: skip
 
 
-def of_strangers(draw, expected):
-    return Conversation([], {"environment": "nobody"}, "env_error", "name one of tools, untimed")
-
-
-KINDS = [of_tools] * 5 + [of_untimed_tools, of_states, of_states, of_steps, of_steps, of_steps]
-KINDS += [of_loops, of_loops, of_factories, of_disguises, of_strangers, of_deep_calls]
-
+KINDS = [of_tools] * 5 + [of_untimed_tools] + [of_states] * 2 + [of_steps] * 3 + [of_loops] * 2 + [of_factories]
+KINDS += [of_others] * 3
 
 LATE = [  # environments that are made too late, or never, in each run
     Conversation([], {"environment": kind, "how": how}, "timeout", f"took longer than {ROLLOUT_TIMEOUT:g} s.")
@@ -202,57 +198,36 @@ async def background_tasks():
     return asyncio.all_tasks() - {asyncio.current_task()}
 
 
-class Left:
-    """What the process holds that a conversation could leave behind."""
-
-    def __init__(self):
-        self.process = psutil.Process()
-        self.tasks = run(background_tasks())
-        self.threads = set(threading.enumerate())
-        self.files = Counter(self._files())
-        self.children = set(self.process.children(recursive=True))
-
-    def _files(self):
-        found = []
-        for number in os.listdir("/proc/self/fd"):
-            try:
-                found.append(os.readlink(f"/proc/self/fd/{number}").split(":")[0])
-            except FileNotFoundError:  # the folder's own
-                pass
-        return found
-
-    def since(self):
-        after = Left()
-        return {
-            "tasks": [task.get_name() for task in after.tasks - self.tasks if not task.done()],
-            "threads": [thread.name for thread in after.threads - self.threads],
-            "files": list((after.files - self.files).elements()),
-            "children": list(after.children - self.children),
-        }
+def open_files():
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the folder's own
+            yield os.readlink(f"/proc/self/fd/{number}").split(":")[0]
 
 
-class Noise(logging.Handler):
-    """What is said on the way: warnings, lost exceptions, threads that end with one."""
-
-    def __init__(self):
-        super().__init__(logging.WARNING)
-        self.lines: Counter[str] = Counter()
-
-    def emit(self, record):
-        self.lines[f"{record.name}: {record.getMessage().splitlines()[0]}"[:200]] += 1
+def held():
+    """What the process holds that a conversation could leave behind, counted."""
+    return {
+        "tasks": Counter(task for task in run(background_tasks()) if not task.done()),
+        "threads": Counter(threading.enumerate()),
+        "files": Counter(open_files()),
+        "children": Counter(psutil.Process().children(recursive=True)),
+    }
 
 
 @pytest.fixture
 def noise(monkeypatch):
-    found = Noise()
+    """What is said on the way, counted: warnings, lost exceptions, threads that end with one."""
+    lines: Counter[str] = Counter()
+    found = logging.Handler(logging.WARNING)
+    found.emit = lambda record: lines.update([f"{record.name}: {record.getMessage().splitlines()[0]}"[:200]])
     gc.collect()  # what earlier tests left is closed before
     logging.getLogger().addHandler(found)
-    monkeypatch.setattr(threading, "excepthook", lambda hook: found.lines.update([f"thread: {hook.exc_value!r}"]))
-    monkeypatch.setattr(sys, "unraisablehook", lambda hook: found.lines.update([f"lost: {hook.exc_value!r}"]))
+    monkeypatch.setattr(threading, "excepthook", lambda hook: lines.update([f"thread: {hook.exc_value!r}"]))
+    monkeypatch.setattr(sys, "unraisablehook", lambda hook: lines.update([f"lost: {hook.exc_value!r}"]))
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always", RuntimeWarning)
         warnings.simplefilter("always", ResourceWarning)
-        yield found
+        yield lines
         gc.collect()
         lost = [str(one.message) for one in warned if "unclosed" in str(one.message) or "await" in str(one.message)]
     logging.getLogger().removeHandler(found)
@@ -305,10 +280,10 @@ def judge(runner, trajectories, conversations):
 
 def until_nothing_is_left(before):
     deadline = time.monotonic() + 120
-    while any((left := before.since()).values()) and time.monotonic() < deadline:
+    while any(left := [now - then for now, then in zip(held().values(), before.values(), strict=True)]):
+        assert time.monotonic() < deadline, left
         gc.collect()
-        threading.Event().wait(0.02)
-    assert not any(left.values()), left
+        time.sleep(0.02)
 
 
 @pytest.mark.parametrize("keep", [False, True])
@@ -330,7 +305,7 @@ def test_each_hostile_conversation_ends_as_it_must(keep, noise, briefly):
     number = NUMBER // 2
     conversations = [draw.choice(KINDS)(draw, expected) for _ in range(number - len(LATE))] + LATE
     run(asyncio.sleep(0))
-    before = Left()
+    before = held()
     memory = psutil.Process().memory_info().rss
     finished = []
     # conversations that must run out of time have little of it, and the others enough
@@ -354,10 +329,10 @@ def test_each_hostile_conversation_ends_as_it_must(keep, noise, briefly):
     bound = (3 * waves[0] + lone) * hostile.TIMEOUT + waves[1] * (ROLLOUT_TIMEOUT + GRACE) + sum(waves) * GRACE
     grown = (psutil.Process().memory_info().rss - memory) / 1e6
     reasons = Counter(str(trajectory.stop_reason) for trajectory in trajectories)
-    print(f"\n{number} in {seconds:.1f} s, bound {bound:.1f} s, {grown:.0f} MB: {dict(reasons)}\n{noise.lines}")
+    print(f"\n{number} in {seconds:.1f} s, bound {bound:.1f} s, {grown:.0f} MB: {dict(reasons)}\n{noise}")
     assert seconds < bound + PATIENCE
-    assert not [line for line in noise.lines if not line.startswith("mt_grpo")], noise.lines
-    assert sum(noise.lines.values()) == 1 and "environments could not be closed" in str(noise.lines), noise.lines
+    assert not [line for line in noise if not line.startswith("mt_grpo")], noise
+    assert sum(noise.values()) == 1 and "environments could not be closed" in str(noise), noise
 
 
 def test_a_run_that_its_caller_fails_closes_every_environment(briefly):
@@ -367,7 +342,7 @@ def test_a_run_that_its_caller_fails_closes_every_environment(briefly):
 
     row = {"where": "nowhere", "how": "value"}
     conversations = [Conversation(["Hi"], row, "env_done") for _ in range(20)]
-    before = Left()
+    before = held()
     with pytest.raises(ZeroDivisionError, match="in on_finish"):
         hold(hostile.Steps, conversations, True, concurrent=3, on_finish=on_finish)
     until_nothing_is_left(before)
@@ -379,15 +354,11 @@ def test_a_server_killed_in_mid_call_ends_calls_only(tmp_path, noise, briefly, m
     pytest.importorskip("mcp")
     monkeypatch.setattr(servers, "PAUSE_SECONDS", 0.0)
     path = tmp_path / "servers.json"
-    small = {
-        "command": sys.executable,
-        "args": [str(SERVER), "stdio"],
-        "env": {"PYTHONPATH": os.pathsep.join(sys.path)},
-    }
+    small = {"command": sys.executable, "args": [str(SERVER), "stdio"], "env": {"PYTHONPATH": ":".join(sys.path)}}
     path.write_text(json.dumps({"mcpServers": {"hostile": small}}))
     run(asyncio.sleep(0))
     mcp_thread.get()
-    before = Left()
+    before = held()
     tools = mcp_tools(str(path), ["add", "big", "die", "fail"]) + mcp_tools(str(path), ["slow"], timeout=2.0)
     next(tool for tool in tools if tool.name == "big").max_result_size = 50
     draw = random.Random(SEED)
@@ -416,7 +387,7 @@ def test_a_server_killed_in_mid_call_ends_calls_only(tmp_path, noise, briefly, m
     runner, trajectories, seconds = hold(env, conversations, concurrent=3, timeout=120.0)
     judge(runner, trajectories, conversations)
     killed = sum("die" in one.turns[0] for one in conversations)
-    print(f"\n{len(conversations)} in {seconds:.1f} s, {killed} calls that end the server: {noise.lines}")
+    print(f"\n{len(conversations)} in {seconds:.1f} s, {killed} calls that end the server: {noise}")
     del tools, env, runner
     until_nothing_is_left(before)
-    assert killed and all("mt_grpo.tools.mcp" in line for line in noise.lines), noise.lines
+    assert killed and all("mt_grpo.tools.mcp" in line for line in noise), noise

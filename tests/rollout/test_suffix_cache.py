@@ -15,6 +15,7 @@ from mt_grpo.rollout.chat_template import ChatTemplate
 from mt_grpo.rollout.rendering import SuffixCache
 
 PASSAGES = [f"Lima is the capital of Perú.\n{number} llamas" for number in range(40)]
+EACH = "{% for m in messages %}<user>{{ EXPRESSION }}</user>{% endfor %}"
 
 
 @lru_cache
@@ -44,10 +45,11 @@ def test_reply_ids_equal_the_full_rendering_of_every_template(name, data):
     pieces = st.sampled_from([*words(name), " ", "\n", '{"a": [1, "b"]}', "Perú 🙂 北京", chat.end_of_turn, "<b>&\\"])
     contents = st.lists(pieces | st.text(max_size=8), max_size=4).map("".join)
     for content in data.draw(st.lists(contents, min_size=1, max_size=4)):
+        result = {"role": "tool", "name": "lookup", "content": content}
         for replies in (
             [{"role": "user", "content": content}],
-            [{"role": "tool", "name": "lookup", "tool_call_id": "call_0", "content": content}],
-            [{"role": "tool", "name": "lookup", "content": content}, {"role": "tool", "name": "a", "content": "ok"}],
+            [{**result, "tool_call_id": "call_0"}],
+            [result, {"role": "tool", "name": "a", "content": "ok"}],
         ):
             called = [reply["name"] for reply in replies if reply["role"] == "tool"]
             full = outcome(lambda replies=replies, called=called: template.suffix(chat.escaped(replies), called))
@@ -61,6 +63,7 @@ class Counted:
     def __init__(self, template: str) -> None:
         self._template = Environment().from_string(template)
         self.times = 0
+        self.cache = SuffixCache(template, self)
 
     def __call__(self, replies: list[dict], called: Sequence[str] = ()) -> str:
         self.times += 1
@@ -74,11 +77,7 @@ def text(content: str, **fields: str) -> dict:
 @pytest.mark.parametrize(
     "expression",
     [
-        "m.content | trim",
-        "m.content | tojson",
-        "m.content | upper",
-        "m.content | capitalize",
-        "m.content | e",
+        *(f"m.content | {each}" for each in ("trim", "tojson", "upper", "capitalize", "e")),
         "m.content | replace('llama', 'alpaca')",
         "m.content[:200]",
         "m.content.split('</think>')[-1]",
@@ -93,36 +92,19 @@ def text(content: str, **fields: str) -> dict:
     ],
 )
 def test_whatever_a_template_does_with_a_content_is_done(expression):
-    template = "{% for m in messages %}<user>{{ " + expression + " }}</user>{% endfor %}"
-    render = Counted(template)
-    cache = SuffixCache(template, render)
-    contents = [
-        "plain",
-        " spaced\n",
-        'say "a"\\b',
-        "one llama",
-        "<a>x</a>",
-        "<a>x",
-        "x</a>",
-        "ends.",
-        "same",
-        "",
-        "é<b>",
-    ]
-    contents += ["x" * 300, "</think>", "a</think>b", "/no_think please", "user", *PASSAGES]
-    for _ in range(2):
-        for content in contents:
-            for replies in ([text(content, name="a")], [text(content, name="b"), text("plain", name="c")]):
-                assert cache.text(replies) == render(replies)
+    render = Counted(EACH.replace("EXPRESSION", expression))
+    contents = ["plain", " spaced\n", 'say "a"\\b', "one llama", "<a>x</a>", "<a>x", "x</a>", "ends.", "same", ""]
+    contents += ["é<b>", "x" * 300, "</think>", "a</think>b", "/no_think please", "user", *PASSAGES]
+    for content in contents * 2:
+        for replies in ([text(content, name="a")], [text(content, name="b"), text("plain", name="c")]):
+            assert render.cache.text(replies) == render(replies)
 
 
 def test_a_kind_of_reply_that_is_known_is_not_rendered():
-    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}"
-    render = Counted(template)
-    cache = SuffixCache(template, render)
+    render = Counted(EACH.replace("EXPRESSION", "m.role ~ ':' ~ m.content"))
     for passage in PASSAGES:
-        cache.text([text(passage)])
-        cache.text([text(passage), text(passage)])
+        render.cache.text([text(passage)])
+        render.cache.text([text(passage), text(passage)])
     assert render.times == 4  # two kinds: the first of each, and its probe
 
 
@@ -135,6 +117,5 @@ def test_names_without_end_do_not_fill_the_memory():
 
 
 def test_a_content_that_is_no_text_is_rendered():
-    template = "{% for m in messages %}{{ m.content[0].text }}{% endfor %}"
-    cache = SuffixCache(template, Counted(template))
+    cache = Counted("{% for m in messages %}{{ m.content[0].text }}{% endfor %}").cache
     assert cache.text([{"role": "user", "content": [{"type": "text", "text": "Lima"}]}]) == "Lima"

@@ -225,6 +225,10 @@ NONSENSE = {
 }
 
 
+def last_step():
+    return Step("bye", reward=0.5, done=True, rewards={"score": 1.0}, answer="A")
+
+
 class Steps(StepEnv):
     """Does the harm that its row names, in the method that it names."""
 
@@ -238,7 +242,7 @@ class Steps(StepEnv):
         return await self.harm("reset", "Q")
 
     async def step(self, turn):
-        return await self.harm("step", Step("bye", reward=0.5, done=True, rewards={"score": 1.0}, answer="A"))
+        return await self.harm("step", last_step())
 
     async def close(self):
         COUNTS["closed"] += 1
@@ -255,16 +259,16 @@ class PlainSteps(Steps):
 
     def reset(self, row):
         self.where, self.how = row["where"], row["how"]
-        return self.plain("reset", "Q")
+        return self.harm("reset", "Q")
 
     def step(self, turn):
-        return self.plain("step", Step("bye", reward=0.5, done=True, rewards={"score": 1.0}, answer="A"))
+        return self.harm("step", last_step())
 
     def close(self):
         COUNTS["closed"] += 1
-        self.plain("close", None)
+        self.harm("close", None)
 
-    def plain(self, where, fine):
+    def harm(self, where, fine):
         if self.where != where:
             return fine
         if self.how in VALUES.get(where, {}):
@@ -286,10 +290,7 @@ VALUES = {
         "texts": (lambda: ["Q"], f"A message is str, {NO_TEXT}"),
         "no role": (lambda: [{"content": "Q"}], f"A message is dict, {NO_TEXT}"),
         "content": (lambda: [{"role": "user", "content": b"Q"}], "The content of a message of 'user' is bytes"),
-        "opaque": (
-            lambda: [{"role": "user", "content": Opaque()}],
-            "cannot be written as JSON (ValueError: no words)",
-        ),
+        "opaque": (lambda: [{"role": "user", "content": Opaque()}], NO_JSON),
         "cycle": (lambda: [{"role": "user", "content": [cycle()]}], "goes more than 100 levels deep"),
         "big": (lambda: throw(ValueError(MEGABYTES)), "x\n[9,990,012 of 10,000,012 characters were cut off.]"),
         "assistant": (lambda: [{"role": "assistant", "content": "A"}], "nothing to reply to"),
@@ -375,7 +376,7 @@ LOOPS = {
     "all_at_once": ("env_done", None, {"turns": 5.0}),
     "too_many_at_once": ("token_budget", None, {}),
     "leave_turns_behind": ("env_done", None, {"left": 1.0}),
-    "too_long": ("context_full", None, {}),
+    "too_long": ("context_full", "which leaves no room for a turn.", {}),
     "no_messages": ("env_error", NO_TEXT, {}),
 }
 
