@@ -25,6 +25,7 @@ from mt_grpo.token_tree import Routes, TokenTree
 
 CONTEXT, ACTION = [1, 2, 3, 4, 5], [6, 7, 8]
 LATER, LAST = [9, 10], [11, 12]
+LEFT = [*CONTEXT[:3], 20, 21]
 
 
 @pytest.fixture(scope="module", params=MIXTURES)
@@ -49,8 +50,7 @@ def conversation(sampler) -> TokenTree:
     tree.add_turn(CONTEXT, ACTION, [0.0] * 3, as_routes(recorded(sampler, CONTEXT + ACTION)))
     whole = recorded(sampler, CONTEXT + ACTION + LATER + LAST)
     tree.extend(LATER, LAST, [0.0] * 2, as_routes(whole, tree.routed))
-    left = [*CONTEXT[:3], 20, 21]
-    tree.add_turn(left, [22], [0.0], as_routes(recorded(sampler, [*left, 22])))
+    tree.add_turn(LEFT, [22], [0.0], as_routes(recorded(sampler, [*LEFT, 22])))
     return tree
 
 
@@ -64,69 +64,60 @@ def by_routes(model, routes: np.ndarray):
     CURRENT.reset(token)
 
 
-def replayed(model, ids: list[int], routes: np.ndarray) -> torch.Tensor:
-    """Log-probs of one sequence, each layer of which is given the routes: no tree, no packing."""
-    enable_trees(model)
-    padded = np.concatenate([routes, np.full((1, routes.shape[1]), NO_ROUTE, np.uint8)])
-    with by_routes(model, padded):
+def assert_replayed(model, sampler, logps: torch.Tensor, ids: list[int]) -> None:
+    """Holds a turn's log-probs against one sequence, each layer of which is given the routes: no tree, no packing."""
+    routes = recorded(sampler, ids)
+    with by_routes(model, np.concatenate([routes, np.full((1, routes.shape[1]), NO_ROUTE, np.uint8)])):
         logits = model(torch.tensor([ids])).logits
-    return logits[0, :-1].log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+    expected = logits[0, :-1].log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+    torch.testing.assert_close(logps, expected[-len(logps) :], rtol=0, atol=1e-5)
 
 
 def test_a_model_replays_its_own_routes_without_a_difference(mixture):
     ids = torch.randint(64, (2, 9))
     with Recorder(mixture) as recorder:
         plain = mixture(ids).logits
-    routes = recorder.routes(2)
-    model = copy.deepcopy(mixture)
-    enable_trees(model)
-    with by_routes(model, routes.reshape(18, -1)):
-        again = model(ids).logits
-    torch.testing.assert_close(again, plain, rtol=0, atol=1e-6)
+    enable_trees(model := copy.deepcopy(mixture))
+    with by_routes(model, recorder.routes(2).reshape(18, -1)):
+        torch.testing.assert_close(model(ids).logits, plain, rtol=0, atol=1e-6)
     counts = model._replayer.take_counts()
     assert counts.differing == 0 and counts.routed > 0
 
 
 def test_a_tree_takes_the_experts_that_sampled_its_tokens(mixture):
-    sampler = with_other_routers(mixture, noise=0.5)
+    sampler, model = with_other_routers(mixture, noise=0.5), copy.deepcopy(mixture)
     tree = conversation(sampler)
-    logps = token_logps(copy.deepcopy(mixture), [tree])[0]
-    model = copy.deepcopy(mixture)
-    for turn, ids in ((1, CONTEXT + ACTION + LATER + LAST), (2, [*CONTEXT[:3], 20, 21, 22])):
-        expected = replayed(model, ids, recorded(sampler, ids))[-len(logps[turn]) :]
-        torch.testing.assert_close(logps[turn], expected, rtol=0, atol=1e-5)
+    logps = token_logps(model, [tree])[0]
     assert model._replayer.take_counts().differing > 0
+    for turn, ids in ((1, CONTEXT + ACTION + LATER + LAST), (2, [*LEFT, 22])):
+        assert_replayed(model, sampler, logps[turn], ids)
     plain = TokenTree.from_dict(tree.to_dict())
     for node in plain.nodes:
         node.routes = b""
     assert max((one - two).abs().max() for one, two in zip(logps, token_logps(model, [plain])[0], strict=True)) > 1e-3
 
 
-def test_a_layer_that_is_computed_again_replays_its_own_row(mixture):
-    trees = [conversation(with_other_routers(mixture, noise)) for noise in (0.3, 0.9)]
-    gradients = []
+def test_a_router_of_one_group_chooses_once():
+    """It scores its group by the best two experts, as many as it chooses."""
+    model = build_mixture("deepseek_v3", n_group=1, topk_group=1)
+    sampler = with_other_routers(model, noise=0.5)
+    assert_replayed(model, sampler, token_logps(model, [conversation(sampler)])[0][2], [*LEFT, 22])
+
+
+@pytest.mark.parametrize("of_fsdp", [False, True])
+def test_a_layer_that_is_computed_again_replays_its_own_row(mixture, of_fsdp):
+    trees, gradients = [conversation(with_other_routers(mixture, noise)) for noise in (0.3, 0.9)], []
     for checkpointed in (False, True):
-        model = copy.deepcopy(mixture).train()
-        if checkpointed:
+        enable_trees(model := copy.deepcopy(mixture).train())
+        if checkpointed and of_fsdp:
+            for number, block in enumerate(model.model.layers):
+                model.model.layers[number] = checkpoint_wrapper(block)
+        elif checkpointed:
             model.gradient_checkpointing_enable()
         # both forwards come before the backward of either
         sum(logps.sum() for tree in trees for logps in token_logps(model, [tree])[0]).backward()
-        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
-    for name, expected in gradients[0].items():
-        torch.testing.assert_close(gradients[1][name], expected, rtol=1e-5, atol=1e-6)
-
-
-def test_fsdps_activation_checkpointing_replays_routes(mixture):
-    tree = conversation(with_other_routers(mixture))
-    gradients = []
-    for wraps in (False, True):
-        model = copy.deepcopy(mixture).train()
-        enable_trees(model)
-        for number, block in enumerate(model.model.layers):
-            model.model.layers[number] = checkpoint_wrapper(block) if wraps else block
-        sum(logps.sum() for logps in token_logps(model, [tree])[0]).backward()
-        gradients.append([each.grad for each in model.parameters() if each.grad is not None])
-    assert all(map(torch.equal, *gradients))
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-6)
 
 
 def test_a_forward_that_is_no_tree_is_left_to_its_own_routers(mixture):
@@ -139,8 +130,7 @@ def test_a_forward_that_is_no_tree_is_left_to_its_own_routers(mixture):
 def test_the_first_conversation_routes_what_conversations_share(mixture):
     one, other = (conversation(with_other_routers(mixture, noise)) for noise in (0.5, 1.5))
     packed = pack([one, other])
-    alone = pack([one])
-    np.testing.assert_array_equal(packed.routes, alone.routes)
+    np.testing.assert_array_equal(packed.routes, pack([one]).routes)
     seen, differing = packed.shared_routes
     assert seen == (flatten(other).routes != NO_ROUTE).any(axis=1).sum() and 0 < differing <= seen
     assert pack([one, one]).shared_routes == (seen, 0)
@@ -155,16 +145,6 @@ def test_a_token_without_a_route_goes_where_its_router_sends_it(mixture):
     torch.testing.assert_close(token_logps(copy.deepcopy(mixture), [tree])[0][0], expected, rtol=0, atol=1e-5)
 
 
-def test_a_router_of_one_group_chooses_once():
-    """It scores its group by the best two experts, as many as it chooses."""
-    model = build_mixture("deepseek_v3", n_group=1, topk_group=1)
-    tree = conversation(with_other_routers(model, noise=0.5))
-    logps = token_logps(model, [tree])[0]
-    ids = [*CONTEXT[:3], 20, 21, 22]
-    expected = replayed(model, ids, recorded(with_other_routers(model, noise=0.5), ids))[-1:]
-    torch.testing.assert_close(logps[2], expected, rtol=0, atol=1e-5)
-
-
 def test_routes_of_another_model_are_refused(mixture):
     tree = TokenTree()
     tree.add_turn(CONTEXT, ACTION, [0.0] * 3, Routes(0, 5, bytes(35)))
@@ -172,37 +152,31 @@ def test_routes_of_another_model_are_refused(mixture):
         token_logps(copy.deepcopy(mixture), [tree])
 
 
-def test_a_nemotron_has_routes_where_it_has_experts():
-    blocks = ["linear_attention", "mlp", "full_attention"]
-    assert route_shape(NemotronHConfig(layers_block_type=blocks)) is None
-    assert route_shape(NemotronHConfig(layers_block_type=[*blocks, "moe"])) is not None
-
-
-def test_a_model_without_experts_has_no_routes(tokenizer):
+def test_a_model_has_routes_where_it_has_experts(tokenizer):
     model = build_model(tokenizer)
-    assert route_shape(model.config) is None
     with Recorder(model) as recorder:
         model(torch.tensor([CONTEXT]))
-    assert recorder.routes(1) is None
+    assert route_shape(model.config) is None and recorder.routes(1) is None
+    blocks = ["linear_attention", "mlp", "full_attention"]  # of a Nemotron H
+    for layers in (blocks, [*blocks, "moe"]):
+        assert (route_shape(NemotronHConfig(layers_block_type=layers)) is None) == ("moe" not in layers)
 
 
 def test_many_experts_have_indices_of_two_bytes():
     model = build_mixture(num_experts=300)
     assert route_shape(model.config).width == 3 * 2 * 2
-    tree = conversation(model)
-    logps = token_logps(model, [tree])[0]
-    assert model._replayer.take_counts().differing == 0
-    assert all(each.isfinite().all() for each in logps)
+    logps = token_logps(model, [conversation(model)])[0]
+    assert model._replayer.take_counts().differing == 0 and all(each.isfinite().all() for each in logps)
 
 
 def test_a_tree_counts_its_first_tokens_that_have_routes():
-    tree = TokenTree()
+    tree, routed = TokenTree(), []
     tree.add_turn([1, 2], [3], [0.0], Routes(0, 2, b"ab" * 3))
-    assert tree.routed == 3
-    tree.extend([4], [5, 6], [0.0] * 2, Routes(3, 2, b"ab" * 2))
-    assert tree.routed == 5
-    tree.extend([7], [8], [0.0])
-    assert tree.routed == 5
+    routed.append(tree.routed)
+    for turn in (([4], [5, 6], [0.0] * 2, Routes(3, 2, b"ab" * 2)), ([7], [8], [0.0])):
+        tree.extend(*turn)
+        routed.append(tree.routed)
+    assert routed == [3, 5, 5]
 
 
 @settings(max_examples=60, deadline=None)
@@ -217,9 +191,8 @@ def test_a_tree_keeps_the_route_that_a_token_had_first(data):
         whole = (tree.path() if goes_on else []) + context + action
         first = data.draw(st.integers(0, tree.routed)) if goes_on else 0
         size = data.draw(st.integers(0, len(whole) - first))
-        routes = Routes(first, 2, bytes([turn, 7]) * size)
         add = tree.extend if goes_on else tree.add_turn
-        add(context, action, [0.0] * len(action), routes)
+        add(context, action, [0.0] * len(action), Routes(first, 2, bytes([turn, 7]) * size))
         for place in range(first, first + size):
             known.setdefault(tuple(whole[: place + 1]), bytes([turn, 7]))
     assert TokenTree.from_dict(tree.to_dict()) == tree

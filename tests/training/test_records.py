@@ -30,6 +30,12 @@ from mt_grpo.training.step_log.records import (
 )
 from mt_grpo.trajectory import Trajectory
 
+SAVES = {"save_strategy": "steps", "save_steps": 1}
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
 
 @pytest.fixture(scope="module")
 def passes(tmp_path_factory, tokenizer, questions):
@@ -49,7 +55,7 @@ def scripted(tmp_path_factory, tokenizer, questions):
     return open_run(folder), trainer
 
 
-def test_every_update_of_a_conversation_is_kept(passes):
+def test_every_update_of_a_conversation_is_kept(passes, tokenizer):
     run, *_ = passes
     state = read_state(run.folder)
     assert (state["state"], state["step"], state["of"], state["under_way"]) == ("finished", 4, 4, [])
@@ -58,21 +64,15 @@ def test_every_update_of_a_conversation_is_kept(passes):
     for row in run.rows:
         assert [update["step"] for update in row["updates"]] == [row["step"], row["step"] + 1]
         whole = run.trajectory(row["session"])
-        first, second = (update["ratios"] for update in whole["updates"])
-        sampled = [place for place, turn in enumerate(whole["tokens"]["turn"]) if turn >= 0]
+        tokens, (first, second) = whole["tokens"], (update["ratios"] for update in whole["updates"])
+        sampled = [place for place, turn in enumerate(tokens["turn"]) if turn >= 0]
         assert [place for place, ratio in enumerate(first) if ratio is not None] == sampled
         assert all(first[place] == pytest.approx(1, abs=2e-3) for place in sampled)
         assert any(abs(second[place] - 1) > 0.01 for place in sampled) or not any(row["advantages"])
-
-
-def test_the_trainer_computes_what_its_engine_sampled(passes, tokenizer):
-    run, *_ = passes
-    tokens = run.trajectory(run.rows[0]["session"])["tokens"]
-    assert "".join(tokens["texts"]) == tokenizer.decode(tokens["ids"])
-    for row in run.rows:
-        tokens = run.trajectory(row["session"])["tokens"]
+        # the trainer computes what its engine sampled
+        assert tokenizer.decode(tokens["ids"]).startswith("".join(tokens["texts"]))  # may end in half a character
         pairs = [pair for pair in zip(tokens["trainer"], tokens["logprobs"], strict=True) if None not in pair]
-        assert len(pairs) == sum(row["tokens"])
+        assert len(pairs) == len(sampled) == sum(row["tokens"])
         assert max(abs(trainer - engine) for trainer, engine in pairs) < 1e-3 and row["mismatch"] < 1e-3
 
 
@@ -128,10 +128,10 @@ def test_credit_and_weights_are_those_that_are_trained(scripted):
     for row, wanted in zip(run.rows, expected, strict=True):
         assert row["advantages"] == pytest.approx(wanted[: row["turns"]].tolist(), abs=1e-5)
     totals = rewards.outcome_rewards + rewards.turn_rewards.nansum(dim=1)
-    assert [row["reward"] for row in run.rows] == pytest.approx(totals.tolist(), abs=1e-6)
-    assert {reward["name"]: reward["weight"] for reward in run.about["rewards"]} == first["weights"]
-    assert first["weights"] == {"Calls": 3.0, "Answered": 0.5}
-    assert {row["group"] for row in run.rows} == {0} and [row["member"] for row in run.rows] == [0, 1, 2, 3]
+    assert run.column("reward") == pytest.approx(totals.tolist(), abs=1e-6)
+    named = {reward["name"]: reward["weight"] for reward in run.about["rewards"]}
+    assert named == first["weights"] == {"Calls": 3.0, "Answered": 0.5}
+    assert [(row["group"], row["member"]) for row in run.rows] == [(0, member) for member in range(4)]
     assert first["turns"][0]["tool_calls"][0]["start"] >= first["turns"][0]["start"]
 
 
@@ -152,9 +152,8 @@ def test_evaluations_of_a_step_stay_apart(build, tmp_path, questions):
     trainer = build(per_device_eval_batch_size=4)
     for _ in range(2):
         trainer.evaluate(questions.select(range(1)))
-    run = open_run(tmp_path)
-    assert run.column("mode") == ["eval"] * 8 and run.column("k").tolist() == [0] * 4 + [1] * 4
-    assert all(row["advantages"] is not None for row in run.rows)
+    rows = [(row["mode"], row["k"], row["advantages"] is None) for row in open_run(tmp_path).rows]
+    assert rows == [("eval", k, False) for k in (0, 1) for _ in range(4)]
 
 
 def test_a_sequence_level_ratio_clips_whole_conversations(build):
@@ -170,8 +169,8 @@ def test_a_sequence_level_ratio_clips_whole_conversations(build):
 
 
 def test_row_numbers_name_conversations():
-    numbers = number_rows(70_000, 65_000, torch.tensor([0, 9_000_000]))
-    assert [split_number(number) for number in numbers.tolist()] == [(70_000, 65_000, 0), (70_000, 65_000, 9_000_000)]
+    numbers = number_rows(70_000, 65_000, torch.tensor([0, 9_000_000])).tolist()
+    assert list(map(split_number, numbers)) == [(70_000, 65_000, 0), (70_000, 65_000, 9_000_000)]
 
 
 def test_a_folder_that_cannot_be_written_ends_a_run(build):
@@ -189,30 +188,30 @@ def test_a_failure_after_scoring_loses_no_conversation(build, tmp_path, monkeypa
     with pytest.raises(MemoryError):
         build(max_steps=1).train()
     rows = open_run(tmp_path).rows
-    assert [row["stop"] for row in rows] == ["answered"] * 4 and all(row["reward"] is not None for row in rows)
+    assert [(row["stop"], row["reward"] is None) for row in rows] == [("answered", False)] * 4
 
 
 # The audit of rewards
 
-REWARD = {name: 0.5 for name in RewardAudit.__dataclass_fields__}
-
 
 def record(silent=1.0, **rewards):
-    audits = tuple(RewardAudit(**{**REWARD, **changes}) for changes in rewards.values())
+    """Of two groups, with rewards that are all .5 but for what is given."""
+    half = dict.fromkeys(RewardAudit.__dataclass_fields__, 0.5)
+    audits = tuple(RewardAudit(**{**half, **changes}) for changes in rewards.values())
     return as_record(Audit(2, silent, None, audits), Uncredited(None, None), list(rewards), {})
 
 
 def test_a_run_records_what_its_rewards_tell_apart(build, tmp_path):
     rewards = ((Calls(), Share(), Never()), (Letters(), Same()))
     build(rewards=rewards, advantage_estimator="reward_to_go", logging_steps=2, max_steps=3).train()
-    first, last = (json.loads(line) for line in (tmp_path / "audit.jsonl").read_text().splitlines())
+    first, last = lines(tmp_path / "audit.jsonl")
     assert (first["step"], first["groups"], last["step"], last["groups"]) == (2, 2, 3, 1)
     audited = last["rewards"]
     causal = {"Calls": True, "Share": False, "Never": True, "Letters": None, "Same": None}
     assert [(name, each["causal"]) for name, each in audited.items()] == list(causal.items())
     assert audited["Letters"]["group_correlation"] == pytest.approx(1) and audited["Share"]["group_variance"] == 0.0
     assert audited["Never"]["applies"] == 0.0 and audited["Same"]["equal_groups"] == 1.0
-    logged = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
+    logged = lines(tmp_path / "metrics.jsonl")[0]
     found = {name.removeprefix("credit/") for name in logged if name.startswith("credit/")}
     assert found == {"groups_without_signal", "sign_agreement", "uncredited_at_turn", "uncredited_up_to_turn"}
 
@@ -229,8 +228,8 @@ def test_means_are_over_the_records_that_have_a_number():
 
 def test_of_a_step_that_was_taken_again_the_last_record_counts(tmp_path):
     assert read_audit(tmp_path) is None
-    lines = [{"step": step, **record(silent=silent, a={})} for step, silent in ((1, 0.0), (2, 1.0), (2, 0.5))]
-    (tmp_path / "audit.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    written = [{"step": step, **record(silent=silent, a={})} for step, silent in ((1, 0.0), (2, 1.0), (2, 0.5))]
+    (tmp_path / "audit.jsonl").write_text("".join(json.dumps(line) + "\n" for line in written))
     audit = read_audit(tmp_path)
     assert (audit["groups_without_signal"], audit["groups"]) == (0.25, 4) and "step" not in audit
 
@@ -251,23 +250,21 @@ from mt_grpo.training import resuming
 from mt_grpo.training.step_log.records import Records
 
 folder, moment = Path(sys.argv[1]), sys.argv[2]
+owner, name, when = {{
+    # conversations and credit are written
+    "trained": (Records, "update", lambda records, update: update.number == 2),
+    "logged": (Records, "log", lambda records, logs, number: number == 4),
+    "saving": (resuming, "save_rollouts", lambda folder, *rest: folder.name == "checkpoint-4"),
+    "trimming": (writer, "_keep", lambda path, stays: path.name == "metrics.jsonl"),
+}}[moment]
+function = getattr(owner, name)
 
-def killing(function, when):
-    def call(*arguments, **options):
-        if when(*arguments):
-            os.kill(os.getpid(), signal.SIGKILL)
-        return function(*arguments, **options)
-    return call
+def killing(*arguments, **options):
+    if when(*arguments):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return function(*arguments, **options)
 
-if moment == "trained":  # conversations and credit are written
-    Records.update = killing(Records.update, lambda records, update: update.number == 2)
-elif moment == "logged":
-    Records.log = killing(Records.log, lambda records, logs, number: number == 4)
-elif moment == "saving":
-    resuming.save_rollouts = killing(resuming.save_rollouts, lambda folder, *rest: folder.name == "checkpoint-4")
-elif moment == "trimming":
-    writer._keep = killing(writer._keep, lambda path, stays: path.name == "metrics.jsonl")
-
+setattr(owner, name, killing)
 asked = [[{{"role": "user", "content": f"What is {{n}} of Peru"}}] for n in range(8)]
 questions = Dataset.from_dict({{"prompt": asked, "answer": [[f"Lima {{n}}"] for n in range(8)]}})
 build = trainer_builder(folder, build_tokenizer(), questions)
@@ -276,18 +273,18 @@ build(**{OPTIONS!r}).train(resume_from_checkpoint=True if moment == "trimming" e
 
 
 def records(folder: Path) -> tuple:
+    """All that does not depend on time; nothing is written twice."""
     run = open_run(folder)
     rows = [{k: v for k, v in row.items() if "seconds" not in k and k != "start"} for row in run.rows]
     slow = ("_per_second", "runtime", "step_time")
     metrics = [{k: v for k, v in line.items() if not k.endswith(slow)} for line in run.metrics()]
-    audit = [json.loads(line) for line in (folder / "audit.jsonl").read_text().splitlines()]
     files = sorted(path.name for path in (folder / "rollouts").iterdir())
-    written = [json.loads(line) for line in (folder / "rollouts" / "index.jsonl").read_text().splitlines()]
-    assert sum(line["kind"] == "run" for line in written) >= 1
+    written = lines(folder / "rollouts" / "index.jsonl")
     kinds = [tuple(line.get(key) for key in ("kind", "session", "step", "file")) for line in written]
+    assert any(kind[0] == "run" for kind in kinds)
     kinds = [kind for kind in kinds if kind[0] != "run" and kind[3] != "tokenizer/tokenizer.json"]
     assert len(kinds) == len(set(kinds))
-    return rows, [line["step"] for line in run.steps()], metrics[:-1], audit, files
+    return rows, [line["step"] for line in run.steps()], metrics[:-1], lines(folder / "audit.jsonl"), files
 
 
 @pytest.fixture(scope="module")
@@ -297,7 +294,7 @@ def whole(tmp_path_factory, tokenizer, questions):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moments", [["trained"], ["logged"], ["saving"], ["saving", "trimming"]], ids="-".join)
+@pytest.mark.parametrize("moments", [["trained"], ["logged"], ["saving", "trimming"]], ids="-".join)
 def test_a_killed_run_leaves_the_records_of_a_whole_one(moments, whole, build, tmp_path):
     (tmp_path / "killed.py").write_text(KILLED)
     for moment in moments:
@@ -309,12 +306,11 @@ def test_a_killed_run_leaves_the_records_of_a_whole_one(moments, whole, build, t
     assert same(weights(trainer), whole[1])
 
 
-SAVES = {"save_strategy": "steps", "save_steps": 1}
+# Checkpoints
 
 
 @pytest.fixture(scope="module")
 def one_step(tmp_path_factory, tokenizer, questions) -> Path:
-    """The checkpoint of a run of one step."""
     folder = tmp_path_factory.mktemp("one_step")
     trainer_builder(folder, tokenizer, questions)(max_steps=1, **SAVES).train()
     return folder / "checkpoint-1"
@@ -330,8 +326,7 @@ def test_going_back_says_which_checkpoints_stay(build, tmp_path, caplog):
     assert [row["step"] for row in run.rows] == [step for step in range(3) for _ in range(4)]
     assert [line["step"] for line in run.steps()] == [0, 1, 2]
     assert all(row["advantages"] is not None and len(row["updates"]) == 1 for row in run.rows)
-    kinds = [json.loads(line)["kind"] for line in (tmp_path / "rollouts/index.jsonl").read_text().splitlines()]
-    assert kinds.count("run") == 2
+    assert [line["kind"] for line in lines(tmp_path / "rollouts/index.jsonl")].count("run") == 2
 
 
 def test_a_checkpoint_of_another_folder_trims_nothing(build, tmp_path, one_step):
@@ -340,25 +335,20 @@ def test_a_checkpoint_of_another_folder_trims_nothing(build, tmp_path, one_step)
     assert len([line for line in open_run(tmp_path).metrics() if "loss" in line]) == 4
 
 
-def resumed(build, checkpoint, caplog, **keys):
-    """What is said when a run of one step goes on for another."""
-    caplog.clear()
-    build(**keys).train(resume_from_checkpoint=str(checkpoint))
-    return [record.getMessage() for record in caplog.records]
-
-
-OTHER = {"rewards": ((Calls(),), (Answered(), Letters()))}
-
-
 def test_other_rewards_of_a_checkpoint_are_named_once(build, one_step, tmp_path, caplog):
-    (note,) = [said for said in resumed(build, one_step, caplog, **OTHER) if "was made with other" in said]
+    def said(checkpoint, words="was made with other", **keys):
+        caplog.clear()
+        build(**keys).train(resume_from_checkpoint=str(checkpoint))
+        return [record.getMessage() for record in caplog.records if words in record.getMessage()]
+
+    other = {"rewards": ((Calls(),), (Answered(), Letters()))}
+    (note,) = said(one_step, **other)
     assert "rewards: Calls (1), Answered (1); here Calls (1), Answered (1), Letters (1)" in note
     assert "data" not in note and "tools" not in note
-    same = resumed(build, one_step, caplog)
+    assert not said(one_step)
     silent = copytree(one_step, tmp_path / "checkpoint-1", dirs_exist_ok=True)
     (silent / "made_with.json").unlink()  # of a checkpoint that does not say
-    said = [*same, *resumed(build, silent, caplog, **OTHER)]
-    assert not [each for each in said if "missing keys" in each or "was made with other" in each]
+    assert not said(silent, **other) and not said(silent, "missing keys")
 
 
 def test_the_card_of_a_local_model_names_it(build, tmp_path):
@@ -373,9 +363,8 @@ def test_the_card_of_a_local_model_names_it(build, tmp_path):
 def test_tensorboard_is_sent_numbers_only(build, caplog):
     pytest.importorskip("tensorboard")
     trainer = build(max_steps=1, report_to=["tensorboard"])
-    kinds = [type(one) for one in trainer.callback_handler.callbacks if isinstance(one, TensorBoardCallback)]
-    assert kinds == [NumbersToTensorBoard]
-    callback = NumbersToTensorBoard()
+    (callback,) = [one for one in trainer.callback_handler.callbacks if isinstance(one, TensorBoardCallback)]
+    assert type(callback) is NumbersToTensorBoard
     callback.on_train_begin(trainer.args, trainer.state, trainer.control)
     callback.on_log(trainer.args, trainer.state, trainer.control, logs={"reward": None, "loss": 1.0})
     assert "incorrect" not in caplog.text

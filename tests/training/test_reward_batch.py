@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from support.registered import keep
-from support.trainers import SEARCH, Answered, Calls, batch, member
+from support.trainers import SEARCH, Answered, Calls, batch, logged, member
 from trl.trainer.utils import nanstd
 
 from mt_grpo.credit import ADVANTAGE_ESTIMATORS, estimate
@@ -19,19 +19,22 @@ from mt_grpo.trajectory import Trajectory, Turn
 NONE = math.nan
 
 
-def share(columns, group_size, weights=None):
-    columns = torch.tensor(columns)
-    return share_of_equal_groups(columns, torch.tensor(weights or [1.0] * columns.shape[1]), group_size)
-
-
-def test_equal_rewards_are_equal_whatever_their_mean_rounds_to():
-    rewards = [[0.9]] * 6
-    assert not torch.isclose(nanstd(torch.tensor(rewards)), torch.zeros(()))  # TRL's criterion
-    assert share(rewards, 6) == 1.0
-
-
-def test_a_sum_is_the_same_in_whatever_order_its_terms_come():
-    assert share([[0.1, 0.2, 0.3, 0.7], [0.7, 0.3, 0.2, 0.1]], 2) == 1.0
+@pytest.mark.parametrize(
+    ("rewards", "group_size", "weights", "share"),
+    [
+        ([[0.9]] * 6, 6, [1.0], 1.0),  # whatever their mean rounds to
+        ([[0.1, 0.2, 0.3, 0.7], [0.7, 0.3, 0.2, 0.1]], 2, [1.0] * 4, 1.0),  # in whatever order terms come
+        ([[1.0, 0.0], [0.0, 1.0]], 2, [1.0, 1.0], 1.0),
+        ([[1.0, 0.0], [0.0, 1.0]], 2, [2.0, 1.0], 0.0),
+        # members and groups that earn nothing do not count
+        ([[1.0], [NONE], [1.0], [2.0], [NONE], [NONE]], 2, [1.0], 0.5),
+        ([[NONE], [NONE]], 2, [1.0], NONE),
+        ([[1.0], [2.0]], 1, [1.0], 1.0),
+    ],
+)
+def test_groups_of_equal_weighted_sums_are_equal(rewards, group_size, weights, share):
+    found = share_of_equal_groups(torch.tensor(rewards), torch.tensor(weights), group_size)
+    assert found == pytest.approx(share, rel=0, abs=0, nan_ok=True)
 
 
 def test_the_order_of_turns_and_rewards_makes_no_signal(build):
@@ -48,21 +51,9 @@ def test_the_order_of_turns_and_rewards_makes_no_signal(build):
         earned = [[0.7, 0.2], [0.2, 0.7], [0.7, 0.2], [0.2, 0.7]]
 
     options = {"reward_weights": [0.3, 0.1], "advantage_estimator": "leave_one_out"}
-    trainer = build(
-        lambda session, turn: [SEARCH, "<answer>Lima</answer>"][turn], rewards=((First(), Second()), ()), **options
-    )
+    script = [SEARCH, "<answer>Lima</answer>"]
+    trainer = build(lambda session, turn: script[turn], rewards=((First(), Second()), ()), **options)
     assert not batch(trainer)["advantages"].any()
-
-
-def test_weights_decide_what_is_equal():
-    assert share([[1.0, 0.0], [0.0, 1.0]], 2) == 1.0
-    assert share([[1.0, 0.0], [0.0, 1.0]], 2, [2.0, 1.0]) == 0.0
-
-
-def test_members_and_groups_that_earn_nothing_do_not_count():
-    assert share([[1.0], [NONE], [1.0], [2.0], [NONE], [NONE]], 2) == 0.5
-    assert math.isnan(share([[NONE], [NONE]], 2))
-    assert share([[1.0], [2.0]], 1) == 1.0
 
 
 @pytest.mark.parametrize("spread", [0.0, 1e-3])
@@ -71,10 +62,10 @@ def test_the_logged_share_is_exact(build, spread):
         def score(self, trajectory, **row):
             return 0.9 + spread * (member(trajectory.session) == 3)
 
+    assert not torch.isclose(nanstd(torch.full((6,), 0.9)), torch.zeros(()))  # TRL's criterion
     trainer = build(rewards=((), (Nearly(),)), max_steps=1, num_generations=6, per_device_train_batch_size=6)
     trainer.train()
-    (row,) = [row for row in trainer.state.log_history if "frac_reward_zero_std" in row]
-    assert row["frac_reward_zero_std"] == float(spread == 0)
+    assert logged(trainer, "frac_reward_zero_std") == [[float(spread == 0)]]
 
 
 # What rules are given besides sums
@@ -109,6 +100,8 @@ def test_rules_are_given_streams_states_and_scores(build, progress):
     assert words[0].tolist() == [10.0, 11.0, 12.0] and words[2, 1].isnan()
     torch.testing.assert_close(rewards.stream_weights, torch.tensor([1.0, 0.1, 2.0]))
     torch.testing.assert_close(rewards.outcome_streams[0] * 2, rewards.outcome_rewards)
+    weighted = (rewards.turn_streams * torch.tensor([1.0, 0.1])[:, None, None]).nansum(dim=0)
+    torch.testing.assert_close(rewards.turn_rewards.nan_to_num(), weighted, check_dtype=False)
     states = rewards.state_ids
     assert states[:, 0].tolist() == [0] * 4  # the prompt
     assert states[0, 1] == states[0, 2] == states[1, 1] == states[3, 2]  # the same result
@@ -117,15 +110,13 @@ def test_rules_are_given_streams_states_and_scores(build, progress):
     torch.testing.assert_close(rewards.state_scores, expected, equal_nan=True)
     assert trainer.batch.trajectories[0].rewards["state"] == {"progress": [0.0, 1.0, None]}
     assert output["advantages"].isfinite().all()
-    for name in ADVANTAGE_ESTIMATORS:
-        if ADVANTAGE_ESTIMATORS[name].__module__.startswith("mt_grpo."):
-            assert estimate(name, rewards).any()
+    rules = [name for name, rule in ADVANTAGE_ESTIMATORS.items() if rule.__module__.startswith("mt_grpo.")]
+    assert all(estimate(name, rewards).any() for name in rules)
 
 
 def test_a_state_is_what_the_environment_said_last():
     def made(*replies):
-        turns = [Turn(index, {}, replies=list(reply)) for index, reply in enumerate(replies)]
-        return state_ids(Trajectory([], turns))
+        return state_ids(Trajectory([], [Turn(index, {}, replies=list(reply)) for index, reply in enumerate(replies)]))
 
     said = {"role": "tool", "content": "Lima"}
     assert made() == [] and made([said]) == [0]

@@ -53,19 +53,19 @@ class FirstDiffers(OutcomeReward):
         return float(member(session)) if member(session) < 4 or attempt(session) >= self.until else 0.5
 
 
-def cut(inputs):
-    """A micro-batch without the rows that were left out."""
-    kept = inputs["kept"]
-    return {key: value[kept] if value.dim() else value for key, value in inputs.items() if key != "loss_factor"}
+# Left out
 
 
 def absent(batches, loss_type):
     """The batch without its left-out rows, as micro-batches whose losses are averaged."""
-    rest = [cut(each) for each in batches if each["kept"].any()]
+    rest = [
+        {key: value[each["kept"]] if value.dim() else value for key, value in each.items() if key != "loss_factor"}
+        for each in batches
+        if each["kept"].any()
+    ]
     if loss_type == "bnpo" or len(rest) == 1:
         return rest
-    keys = [key for key, value in rest[0].items() if value.dim()]
-    return [{**rest[0], **{key: torch.cat([each[key] for each in rest]) for key in keys}}]
+    return [{key: torch.cat([each[key] for each in rest]) if value.dim() else value for key, value in rest[0].items()}]
 
 
 @pytest.mark.slow
@@ -86,8 +86,7 @@ def test_a_group_that_is_left_out_might_as_well_be_absent(build, forward, losses
         for parts in (batches, absent(batches, loss_type)):
             trainer.current_gradient_accumulation_steps = trainer.args.steps_per_generation = len(parts)
             found.append(gradient(trainer, *parts))
-        torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-5, atol=1e-7)
-        torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
         assert found[0][1].any()
 
 
@@ -114,8 +113,11 @@ def test_experts_are_balanced_alike_whatever_is_left_out(build, tokenizer, forwa
         trainer = build(model=model, rewards=((), (Same(),)), **options)
         torch.manual_seed(0)
         found.append(gradient(trainer, *two_groups(trainer)))
-    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
     assert found[0][1].any()
+
+
+# Sampled again
 
 
 def test_only_the_group_without_signal_is_sampled_again(build, tmp_path):
@@ -126,17 +128,15 @@ def test_only_the_group_without_signal_is_sampled_again(build, tmp_path):
             closed.append(self.session)
 
     env = Closing([lookup], protocol="learnt_tags", max_steps=3)
-    trainer = build(rewards=((), (reward,)), env=env, max_steps=1, **AGAIN)
-    trainer.train()
+    (trainer := build(rewards=((), (reward,)), env=env, max_steps=1, **AGAIN)).train()
     assert sorted(map(attempt, reward.scored)) == sorted(map(attempt, closed)) == [0] * 8 + [1] * 4 + [2] * 4
     assert {member(session) for session in reward.scored if attempt(session)} == {4, 5, 6, 7}
     assert len({session for session, *_ in trainer.runner.engine.requests}) == 16
-    lines = list(read_trajectories(tmp_path))
-    earned = {"train": [], "discarded": []}
-    for line in lines:
-        earned[line["mode"]].append(line["rewards"]["outcome"]["FirstDiffers"])
-    assert sorted(earned["train"]) == list(range(8))  # the last four were earned at the third attempt
-    assert earned["discarded"] == [0.5] * 8 and len({line["session"] for line in lines}) == 16
+    found = list(read_trajectories(tmp_path))
+    earned = Counter((line["mode"], line["rewards"]["outcome"]["FirstDiffers"]) for line in found)
+    # the last four were earned at the third attempt
+    assert earned == {("discarded", 0.5): 8, **{("train", float(number)): 1 for number in range(8)}}
+    assert len({line["session"] for line in found}) == 16
     names = ["credit/groups_without_signal", "credit/groups_sampled_again", "rewards/FirstDiffers/mean"]
     assert logged(trainer, *names) == [[0.0, 1.0, 3.5]]
 
@@ -159,20 +159,19 @@ def test_what_rewards_log_of_the_discarded_is_discarded(build):
         log_extra("number", list(range(len(completions))))
         return [float(number) if number < 4 else 0.5 for number in range(len(completions))]
 
-    trainer = build(rewards=((), (session,)), **AGAIN)
-    two_groups(trainer)
+    two_groups(trainer := build(rewards=((), (session,)), **AGAIN))
     assert trainer.batch.discarded and list(trainer._logs["extra"]["number"]) == [0, 1, 2, 3] * 2
 
 
-def test_an_evaluation_samples_nothing_again(build):
+def test_neither_an_evaluation_nor_a_dead_engine_is_asked_again(build):
     reward = FirstDiffers()
-    build(rewards=((), (reward,)), groups_without_signal="resample", num_generations_eval=2).evaluate()
+    options = {"num_generations_eval": 2, "per_device_eval_batch_size": 16}  # more than a training batch
+    trainer = build(rewards=((), (reward,)), groups_without_signal="resample", **options)
+    metrics = trainer.evaluate()
+    assert len(reward.scored) == len(trainer.eval_trajectories) == 2 * len(trainer.eval_dataset)
+    assert metrics["eval_rewards/FirstDiffers/mean"] > 0 and metrics["eval_stop/answered"] == 1.0
     assert not any(map(attempt, reward.scored))
-
-
-def test_a_dead_engine_is_not_asked_again(build):
-    trainer = build(lambda session, turn: EngineError("gone"), **AGAIN)
-    two_groups(trainer)
+    two_groups(trainer := build(lambda session, turn: EngineError("gone"), **AGAIN))
     assert not trainer.batch.discarded
 
 
@@ -196,8 +195,7 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(build, tmp_path):
     def run(folder, steps, resume=None):
         options = {"output_dir": str(tmp_path / folder), "max_steps": steps, "lr_scheduler_type": "constant"}
         options |= {"num_iterations": 2, "save_strategy": "steps", "save_steps": 1, **AGAIN}
-        trainer = build(rewards=((), (FirstDiffers(until=2),)), **options)
-        trainer.train(resume)
+        (trainer := build(rewards=((), (FirstDiffers(until=2),)), **options)).train(resume)
         audited = (tmp_path / folder / "audit.jsonl").read_text().splitlines()
         assert steps == 1 or [json.loads(line)["step"] for line in audited] == [1]  # its batch is used again
         return weights(trainer)
@@ -210,25 +208,22 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(build, tmp_path):
 # Conversations that branch
 
 BRANCHES = {"advantage_estimator": "branch_to_go", "branch_at": 1, "num_branches": 2}
+ANSWER, NO = "<answer>Lima</answer>", "<answer>no</answer>"
 
 
 def branching(session, turn):
     """Members 0 and 1 branch after a search, 1 searches once more; 2 answers at once, so that 3 is a copy of it."""
-    said = {1: [SEARCH, "<answer>of Peru</answer>"], 2: ["<answer>no</answer>"]}
-    return said.get(member(session) % 4, [SEARCH, "<answer>Lima</answer>"])[turn]
+    return {1: [SEARCH, "<answer>of Peru</answer>"], 2: [NO]}.get(member(session) % 4, [SEARCH, ANSWER])[turn]
 
 
 def test_a_batch_of_branches_is_made_of_shared_turns(build):
-    trainer = build(branching, **BRANCHES)
-    inputs = batch(trainer)
-    zero, one, two, three = trainer.batch.trajectories
-    texts = [[turn.text for turn in each.turns] for each in trainer.batch.trajectories]
-    assert texts[0] == [SEARCH, "<answer>Lima</answer>"]
-    assert texts[1] == [SEARCH, SEARCH, "<answer>of Peru</answer>"]
-    assert texts[2] == texts[3] == ["<answer>no</answer>"]
-    assert [each.branch_of for each in (zero, one, two, three)] == [None, zero.session, None, two.session]
+    inputs = batch(trainer := build(branching, **BRANCHES))
+    trajectories, rewards = trainer.batch.trajectories, trainer.batch.rewards
+    texts = [[turn.text for turn in each.turns] for each in trajectories]
+    assert texts == [[SEARCH, ANSWER], [SEARCH, SEARCH, "<answer>of Peru</answer>"], [NO], [NO]]
+    zero, one, two, _ = trajectories
+    assert [each.branch_of for each in trajectories] == [None, zero.session, None, two.session]
     assert len(trainer.runner.engine.requests) == 5
-    rewards = trainer.batch.rewards
     assert (rewards.num_branches, rewards.branch_at) == (2, 1)
     advantages = estimate("branch_to_go", rewards, scale_rewards="group")
     torch.testing.assert_close(inputs["advantages"], advantages.gather(1, inputs["turn_ids"]))
@@ -237,29 +232,24 @@ def test_a_batch_of_branches_is_made_of_shared_turns(build):
 
 
 def test_branches_learn_what_a_forward_a_turn_learns(build):
-    found = [gradient(build(branching, forward=forward, **BRANCHES))[1] for forward in ("tree", "turn_by_turn")]
-    assert_near(*found)
+    assert_near(*(gradient(build(branching, forward=way, **BRANCHES))[1] for way in ("tree", "turn_by_turn")))
 
 
 def test_an_evaluation_does_not_branch(build):
-    trainer = build(lambda session, turn: [SEARCH, "<answer>Lima</answer>"][turn], **BRANCHES)
-    trainer.evaluate()
+    (trainer := build(lambda session, turn: [SEARCH, ANSWER][turn], **BRANCHES)).evaluate()
     assert len(trainer.eval_trajectories) == 32 and len(trainer.runner.engine.requests) == 2 * 32
     assert all(each.branch_of is None for each in [*trainer.eval_trajectories, *trainer.rollout(2)])
-
-
-def test_a_conversation_branches_on_one_process(tmp_path):
-    options = vars(MTGRPOConfig(str(tmp_path), **CPU_RUN, **BRANCHES)) | {"generation_batch_size": 4}
-    check_batches(options | {"per_device_train_batch_size": 2}, 2)
-    with pytest.raises(ConfigError, match="`num_branches: 2` does not divide the 1 conversations that a process"):
-        check_batches(options | {"per_device_train_batch_size": 1}, 4)
 
 
 class Changed(MultiTurnToolEnv):
     """Has no word on whether it can be forked."""
 
 
-def test_an_environment_without_a_fork_is_refused_at_the_start(build):
+def test_what_cannot_branch_is_refused_at_the_start(build, tmp_path):
+    options = vars(MTGRPOConfig(str(tmp_path), **CPU_RUN, **BRANCHES)) | {"generation_batch_size": 4}
+    check_batches(options | {"per_device_train_batch_size": 2}, 2)  # a conversation branches on one process
+    with pytest.raises(ConfigError, match="`num_branches: 2` does not divide the 1 conversations that a process"):
+        check_batches(options | {"per_device_train_batch_size": 1}, 4)
     with pytest.raises(ConfigError, match="Changed has no `fork` of its own: define it, see `StepEnv.fork`"):
         build(env=Changed([lookup]), **BRANCHES)
 
@@ -268,15 +258,16 @@ def test_branches_sampled_again_have_scores_of_their_own(build, tmp_path):
     """In the second group every conversation ends at once, until it is sampled again. Branches search once more."""
 
     def script(session, turn):
-        first = member(session) >= 4 and not attempt(session)
-        return "<answer>no</answer>" if first else [SEARCH, "<answer>Lima</answer>"][turn]
+        return NO if member(session) >= 4 and not attempt(session) else [SEARCH, ANSWER][turn]
 
     options = {"groups_without_signal": "resample", "per_device_train_batch_size": 8}
     trainer = build(script, rewards=((InformationGain(),), (FirstDiffers(until=1),)), **BRANCHES, **options)
     (inputs,) = two_groups(trainer)
     trained = trainer.batch.trajectories
-    assert [attempt(each.session) for each in trained] == [0] * 4 + [1] * 4
-    assert [len(each.turns) for each in trained] == [2, 3] * 4
+    assert [(attempt(each.session), len(each.turns)) for each in trained] == [(0, 2), (0, 3)] * 2 + [
+        (1, 2),
+        (1, 3),
+    ] * 2
     assert [each.branch_of for each in trained[1::2]] == [each.session for each in trained[::2]]
     for each in trained:
         values = each.answer_logprobs["information_gain"]

@@ -28,21 +28,24 @@ TEXTS = [{"prompt": f"capital {number}", "answer": "Lima"} for number in range(4
 MESSAGES = [{**row, "prompt": [{"role": "user", "content": row["prompt"]}]} for row in TEXTS]
 ANSWERS = ["Lima", "of Peru", "Lima Lima", "no"]
 CALL = '<tool_call>\n{"name": "lookup", "arguments": {"query": "Lima"}}\n</tool_call>'
+of_both_kinds = pytest.mark.parametrize("data", [TEXTS, MESSAGES], ids=["text", "messages"])
 
 
 def words(completions, **columns):
     return [float(len(completion)) for completion in completions]
 
 
-def one_answer(session, turn):
-    return ANSWERS[member(session) % 4]
+@pytest.fixture
+def policy(tokenizer):
+    return build_model(tokenizer, max_position_embeddings=2048)
 
 
 @pytest.fixture
-def trainer(tmp_path, tokenizer):
+def trainer(tmp_path, tokenizer, policy):
     """Makes trainers as scripts for TRL do."""
 
-    def make(script=one_answer, config=MTGRPOConfig, model=None, tokenizer=tokenizer, given=None, **options):
+    def make(script=lambda session, turn: ANSWERS[member(session) % 4], config=MTGRPOConfig, model=policy,
+             tokenizer=tokenizer, given=None, **options):  # fmt: skip
         options = {"max_completion_length": 200, "max_steps": 1, "learning_rate": 1e-2, **CPU_RUN, **options}
         made = {
             "args": config(str(tmp_path), **options),
@@ -51,14 +54,12 @@ def trainer(tmp_path, tokenizer):
             "engine": ScriptedEngine(tokenizer, script) if script else None,
             "processing_class": tokenizer,
         }
-        model = build_model(tokenizer, max_position_embeddings=2048) if model is None else model
         return MTGRPOEnvTrainer(model, **{**made, **(given or {})})
 
     return make
 
 
 def sampled(trainer):
-    """The conversations of one batch."""
     batch(trainer)
     return trainer.batch.trajectories
 
@@ -66,22 +67,22 @@ def sampled(trainer):
 # Text and messages
 
 
-@pytest.mark.parametrize("data", [TEXTS, MESSAGES], ids=["text", "messages"])
+@of_both_kinds
 def test_a_reward_function_gets_what_the_prompts_are(trainer, data):
     seen = {}
 
-    def judge(prompts, completions, completion_ids, trainer_state, log_extra, log_metric, answer, **columns):
-        seen.update(prompts=prompts, completions=completions, ids=completion_ids, state=trainer_state, answer=answer)
-        log_extra("length", [len(ids) for ids in completion_ids])
+    def judge(log_extra, log_metric, **given):
+        seen.update(given)
+        log_extra("length", [len(ids) for ids in given["completion_ids"]])
         log_metric("seen", 2.0)
-        return [float(len(ids)) for ids in completion_ids]
+        return [float(len(ids)) for ids in given["completion_ids"]]
 
     batch(one := trainer(given={"reward_funcs": judge, "train_dataset": data}))
-    assert seen["prompts"] == [data[0]["prompt"]] * 4 and seen["answer"] == ["Lima"] * 4
     messages = [[{"role": "assistant", "content": text}] for text in ANSWERS]
-    assert seen["completions"] == (messages if data is MESSAGES else ANSWERS)
-    assert [one._tokenizer.decode(ids, skip_special_tokens=True) for ids in seen["ids"]] == ANSWERS
-    assert seen["state"] is one.state
+    assert [one._tokenizer.decode(ids, skip_special_tokens=True) for ids in seen["completion_ids"]] == ANSWERS
+    found = seen["prompts"], seen["completions"], seen["answer"]
+    assert found == ([data[0]["prompt"]] * 4, messages if data is MESSAGES else ANSWERS, ["Lima"] * 4)
+    assert seen["trainer_state"] is one.state
     one.train()
     assert one.state.log_history[0]["seen"] == 2.0
 
@@ -108,28 +109,14 @@ def test_a_tensorboard_callback_keeps_its_writer(trainer, tmp_path):
 
 
 def test_a_rollout_takes_the_first_of_several_evaluation_sets(trainer):
-    (found,) = trainer(given={"eval_dataset": {"first": TEXTS[2:], "second": TEXTS}}).rollout(1)
+    one = trainer(given={"eval_dataset": {"first": TEXTS[2:], "second": TEXTS}})
+    assert isinstance(one.train_dataset, Dataset) and one.train_dataset.to_list() == TEXTS  # rows may be a list
+    assert one.eval_dataset["first"].to_list() == TEXTS[2:]
+    (found,) = one.rollout(1)
     assert found.prompt[-1]["content"] == "capital 2" and found.answer == "Lima"
 
 
-def test_text_of_several_turns_is_all_that_followed(trainer):
-    seen = []
-
-    def judge(completions, **columns):
-        seen.extend(completions)
-        return [0.0] * len(completions)
-
-    batch(trainer(lambda session, turn: [CALL, "Lima"][turn], given={"reward_funcs": judge, "tools": [lookup]}))
-    assert seen[0].startswith("<tool_call>") and "about Lima" in seen[0] and seen[0].endswith("Lima")
-
-
 # Rewards
-
-
-def test_without_tools_a_conversation_is_one_answer(trainer):
-    said = "<tool>{}</tool> and more"
-    found = sampled(trainer(lambda session, turn: [said, "x"][turn]))[0]
-    assert found.messages == [{"role": "user", "content": "capital 0"}, {"role": "assistant", "content": said}]
 
 
 def classifier(tokenizer):
@@ -142,14 +129,13 @@ def classifier(tokenizer):
 
 @pytest.fixture(scope="module")
 def reward_model(tmp_path_factory, tokenizer):
-    """The folder of a reward model."""
     folder = tmp_path_factory.mktemp("models") / "judge"
     for each in (classifier(tokenizer), tokenizer):
         each.save_pretrained(folder)
     return folder
 
 
-@pytest.mark.parametrize("data", [TEXTS, MESSAGES], ids=["text", "messages"])
+@of_both_kinds
 def test_a_reward_model_gives_its_logit(trainer, reward_model, tokenizer, data):
     one, model = trainer(given={"reward_funcs": str(reward_model), "train_dataset": data}), classifier(tokenizer)
     for found in sampled(one):
@@ -191,15 +177,25 @@ def test_a_reward_that_gives_text_is_refused(trainer):
         batch(trainer(given={"reward_funcs": lambda completions, **columns: ["1.0"] * len(completions)}))
 
 
-# Tools, options and rows
+# Tools and options
 
 
 def test_tools_are_called_in_the_models_own_format(trainer):
     calls = 7  # more than our own default of 5
+    seen, options = [], {"max_completion_length": 2000}
+
+    def judge(completions, **columns):
+        seen.extend(completions)
+        return [0.0] * len(completions)
+
     script = lambda session, turn: CALL if turn < calls else "Lima"  # noqa: E731
-    found = sampled(trainer(script, given={"tools": [lookup]}, max_completion_length=2000))[0]
+    found = sampled(trainer(script, given={"tools": [lookup], "reward_funcs": judge}, **options))[0]
     assert len(found.turns) == calls + 1 and found.turns[0].replies[0]["role"] == "tool"
     assert found.prompt == [{"role": "user", "content": "capital 0"}]
+    # text is all that followed
+    assert seen[0].startswith("<tool_call>") and "about Lima" in seen[0] and seen[0].endswith("Lima")
+    without = sampled(trainer(script))[0]  # a conversation is one answer
+    assert without.messages == [*found.prompt, {"role": "assistant", "content": CALL}]
 
 
 def test_tool_calling_iterations_bound_the_replies(trainer):
@@ -220,20 +216,27 @@ def test_a_grpo_config_keeps_each_of_its_values(trainer, tmp_path):
 
 def test_the_rule_is_that_of_the_rewards_that_there_are(trainer, tmp_path):
     """Outcomes alone are credited as in TRL, at either level."""
+    turn_rewards = {"turn_reward_funcs": ["tool_execution_reward_func"]}
     assert trainer(config=GRPOConfig, importance_sampling_level="sequence").credit_rule == "grpo_or"
-    assert trainer(turn_reward_funcs=["tool_execution_reward_func"]).credit_rule == DEFAULT_RULE
+    assert trainer(**turn_rewards).credit_rule == DEFAULT_RULE
     args = MTGRPOConfig(str(tmp_path), **CPU_RUN, max_completion_length=200)
-    outcomes = trainer(given={"args": args})
-    turns = trainer(given={"args": args, "turn_reward_funcs": ["tool_execution_reward_func"]})
-    assert (outcomes.credit_rule, turns.credit_rule) == ("grpo_or", DEFAULT_RULE)
+    both = [trainer(given={"args": args, **given}) for given in ({}, turn_rewards)]
+    assert [one.credit_rule for one in both] == ["grpo_or", DEFAULT_RULE]
     args.advantage_estimator = "leave_one_out"
-    assert outcomes.credit_rule == turns.credit_rule == "leave_one_out"
+    assert [one.credit_rule for one in both] == ["leave_one_out"] * 2
 
 
-def test_rows_may_be_a_list(trainer):
-    one = trainer(given={"eval_dataset": {"a": TEXTS}})
-    assert isinstance(one.train_dataset, Dataset) and one.train_dataset.to_list() == TEXTS
-    assert one.eval_dataset["a"].to_list() == TEXTS
+def test_a_processor_is_taken_for_its_tokenizer(trainer, tokenizer, policy):
+    class Processor(ProcessorMixin):
+        def __init__(self, tokenizer, chat_template=None):
+            super().__init__(tokenizer, chat_template=chat_template)
+
+    policy.config.image_token_id = tokenizer.unk_token_id  # TRL takes a model with a processor to see pictures
+    one = trainer(given={"processing_class": Processor(tokenizer), "tools": [lookup]})
+    assert [each.answer for each in sampled(one)] == ANSWERS
+
+
+# What has no meaning here
 
 
 def images(**columns):
@@ -241,24 +244,20 @@ def images(**columns):
     return Dataset.from_dict({"prompt": ["a"] * 4, **{name: [None] * 4 for name in columns}}, features=features)
 
 
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        (["capital"], "`train_dataset` is a list whose element 0 is 'capital'"),
-        ([{"prompt": 3}], "first row of `train_dataset` has the prompt '3': give text, or a list of messages"),
-        ([{"prompt": []}], "first row of `train_dataset` has the prompt"),
-        ([{"prompt": "a"}, {"prompt": []}], "rows of `train_dataset` do not make a table"),
-        ({"train": TEXTS, "test": TEXTS}, r"several datasets \(train, test\): give one of them, as .*\['train'\]"),
-        ([{"prompt": "a\ud800"}], "rows of `train_dataset` do not make a table .*surrogates not allowed"),
-        ((row for row in TEXTS), "`train_dataset` is a generator: give a `datasets.Dataset`, or a list of rows"),
-        (images(image=Image()), "holds images, and the model takes text only"),
-        (images(images=List(Image())), "holds images, and the model takes text only"),
-    ],
-    ids=["words", "number", "empty", "mixed", "several", "surrogate", "generator", "an image", "images"],
-)
-def test_rows_that_begin_no_conversation_are_refused(trainer, data, message):
-    with pytest.raises(ConfigError, match=message):
-        trainer(given={"train_dataset": data})
+ROWS = {
+    "words": (["capital"], "`train_dataset` is a list whose element 0 is 'capital'"),
+    "number": ([{"prompt": 3}], "first row of `train_dataset` has the prompt '3': give text, or a list of messages"),
+    "empty": ([{"prompt": []}], "first row of `train_dataset` has the prompt"),
+    "mixed": ([{"prompt": "a"}, {"prompt": []}], "rows of `train_dataset` do not make a table"),
+    "several": (
+        {"train": TEXTS, "test": TEXTS},
+        r"several datasets \(train, test\): give one of them, as .*\['train'\]",
+    ),
+    "surrogate": ([{"prompt": "a\ud800"}], "rows of `train_dataset` do not make a table .*surrogates not allowed"),
+    "generator": ((row for row in TEXTS), "`train_dataset` is a generator: give a `datasets.Dataset`, or a list of r"),
+    "an image": (images(image=Image()), "holds images, and the model takes text only"),
+    "images": (images(images=List(Image())), "holds images, and the model takes text only"),
+}
 
 
 def set_later(folder, **options):
@@ -268,39 +267,27 @@ def set_later(folder, **options):
 
 
 GRPO = {"config": GRPOConfig}
-TWO = [words, Letters()]
+COLOCATED = GRPO | {"use_vllm": True, "vllm_server_base_url": "http://a:1"}
+TURNS = {"turn_reward_funcs": ["tool_execution_reward_func"], "importance_sampling_level": "sequence"}
+ONE_OF_TWO = {"reward_funcs": [words, Letters()], "reward_processing_classes": build_tokenizer()}
 
 
 @pytest.mark.parametrize(
     ("given", "options", "message"),
     [
+        *(({"train_dataset": data}, {}, message) for data, message in ROWS.values()),
         ({"rollout_func": lambda prompts, trainer: {}}, {}, "`rollout_func` returns tokens without turns"),
         ({"outcome_reward_funcs": [words]}, {}, "`reward_funcs` and `outcome_reward_funcs`, which are the same"),
         ({"env": [words]}, {}, "pass rewards by name, as `reward_funcs=...`"),
         ({"env": MultiTurnToolEnv([lookup]), "tools": [lookup]}, {}, "both `env` and `tools`"),
-        (
-            {"reward_funcs": TWO, "reward_processing_classes": build_tokenizer()},
-            {},
-            r"The number of reward processing classes \(1\)",
-        ),
-        (
-            {"reward_funcs": "./nowhere/judge"},
-            {},
-            "'./nowhere/judge' cannot be loaded: there is no such folder",
-        ),
+        (ONE_OF_TWO, {}, r"The number of reward processing classes \(1\)"),
+        ({"reward_funcs": "./no/judge"}, {}, "'./no/judge' cannot be loaded: there is no such folder"),
         ({}, GRPO | {"generation_kwargs": {"num_beams": 2}}, "`generation_kwargs` is .* no effect"),
-        (
-            {},
-            GRPO | {"use_vllm": True, "vllm_server_base_url": "http://a:1"},
-            "`vllm_mode: colocate` starts its servers itself",
-        ),
+        ({}, COLOCATED, "`vllm_mode: colocate` starts its servers itself"),
         ({}, {"config": set_later}, "`use_transformers_continuous_batching` is True; it has no"),
-        (
-            {},
-            {"turn_reward_funcs": ["tool_execution_reward_func"], "importance_sampling_level": "sequence"},
-            "lambda_to_go` gives to single turns is lost",
-        ),
+        ({}, TURNS, "lambda_to_go` gives to single turns is lost"),
     ],
+    ids=[*ROWS, *map(str, range(10))],
 )
 def test_what_has_no_meaning_here_is_one_sentence(trainer, given, options, message):
     with pytest.raises(ConfigError, match=message):
@@ -309,31 +296,29 @@ def test_what_has_no_meaning_here_is_one_sentence(trainer, given, options, messa
 
 SAMPLED = {"use_vllm": True, "loss_type": "vespo", "vllm_importance_sampling_mode": "sequence_mask"}
 SERVER = {"use_vllm": True, "vllm_server_base_url": "http://127.0.0.1:9", "vllm_server_timeout": 0.1}
-REFUSALS = {
-    "template": (
-        {"tokenizer": build_tokenizer("gemma"), "given": {"tools": [lookup]}},
-        "`call_protocol: native` can",
-    ),
-    "server": ({"script": None, **SERVER}, "No vLLM server answered"),
-    "sampling": (SAMPLED, "`loss_type: vespo` needs"),
-}
-LORA = LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
+TEMPLATE = {"tokenizer": build_tokenizer("gemma"), "given": {"tools": [lookup]}}
 
 
-@pytest.mark.parametrize(("options", "message"), REFUSALS.values(), ids=REFUSALS)
-def test_a_refused_trainer_leaves_no_adapter_behind(trainer, tokenizer, options, message):
-    model = get_peft_model(build_model(tokenizer, max_position_embeddings=2048), LORA)
-    plain = build_model(tokenizer, max_position_embeddings=2048)
-    names = [name for name, _ in plain.named_parameters()]
-    with pytest.raises(UserError, match=message):
-        trainer(model=model, beta=0.1, **options)
-    with pytest.raises(UserError, match=message):
-        trainer(model=plain, beta=0.1, **{**options, "given": {**options.get("given", {}), "peft_config": LORA}})
-    assert list(model.peft_config) == ["default"]
-    assert isinstance(trainer(model=model, beta=0.1).model, nn.Module)
-    assert [name for name, each in plain.named_parameters() if each.requires_grad] == names
-    second = LoraConfig(target_modules=["v_proj"], task_type="CAUSAL_LM")
-    trainable = trainer(model=plain, beta=0.1, given={"peft_config": second}).model.named_parameters()
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (TEMPLATE, "`call_protocol: native` can"),
+        ({"script": None, **SERVER}, "No vLLM server answered"),
+        (SAMPLED, "`loss_type: vespo` needs"),
+    ],
+    ids=["template", "server", "sampling"],
+)
+def test_a_refused_trainer_leaves_no_adapter_behind(trainer, tokenizer, policy, options, message):
+    first, second = (LoraConfig(target_modules=[name], task_type="CAUSAL_LM") for name in ("q_proj", "v_proj"))
+    adapted = get_peft_model(build_model(tokenizer, max_position_embeddings=2048), first)
+    names = [name for name, _ in policy.named_parameters()]
+    for model, more in ((adapted, {}), (policy, {"peft_config": first})):
+        with pytest.raises(UserError, match=message):
+            trainer(model=model, beta=0.1, **{**options, "given": {**options.get("given", {}), **more}})
+    assert list(adapted.peft_config) == ["default"]
+    assert isinstance(trainer(model=adapted, beta=0.1).model, nn.Module)
+    assert [name for name, each in policy.named_parameters() if each.requires_grad] == names
+    trainable = trainer(beta=0.1, given={"peft_config": second}).model.named_parameters()
     assert {name.split(".")[6] for name, each in trainable if each.requires_grad} == {"v_proj"}
 
 
@@ -342,11 +327,7 @@ def test_a_refused_trainer_leaves_no_adapter_behind(trainer, tokenizer, options,
     [
         ({"reward_weights": [1.0, 2.0]}, {}, "one weight for each reward, in the order words"),
         ({}, {"train_dataset": None}, "There is no dataset: `train_dataset` is required"),
-        (
-            {},
-            {"train_dataset": [{"prompts": "a"}]},
-            "training dataset has no column `prompt`; the near",
-        ),
+        ({}, {"train_dataset": [{"prompts": "a"}]}, "training dataset has no column `prompt`; the near"),
         ({}, {"eval_dataset": {"hard": [{"question": "a"}]}}, "evaluation dataset 'hard' has no column `prompt`"),
         (SAMPLED, {}, "`loss_type: vespo` needs"),
     ],
@@ -355,14 +336,3 @@ def test_what_cannot_train_is_refused_before_a_model_is_sought(tmp_path, options
     given = {"train_dataset": TEXTS, "args": MTGRPOConfig(str(tmp_path), **CPU_RUN, **options), **given}
     with pytest.raises(ConfigError, match=problem):
         MTGRPOEnvTrainer("/no/such/model", reward_funcs=words, **given)
-
-
-def test_a_processor_is_taken_for_its_tokenizer(trainer, tokenizer):
-    class Processor(ProcessorMixin):
-        def __init__(self, tokenizer, chat_template=None):
-            super().__init__(tokenizer, chat_template=chat_template)
-
-    model = build_model(tokenizer, max_position_embeddings=2048)
-    model.config.image_token_id = tokenizer.unk_token_id  # TRL takes a model with a processor to see pictures
-    one = trainer(model=model, given={"processing_class": Processor(tokenizer), "tools": [lookup]})
-    assert [each.answer for each in sampled(one)] == ANSWERS

@@ -15,6 +15,7 @@ import pytest
 import torch
 from packaging.version import Version
 from support.models import CPU_RUN
+from support.trainers import same, weights
 from transformers import PreTrainedModel, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, TrlParser, __version__
 from trl.generation.vllm_client import VLLMClient
@@ -100,13 +101,11 @@ that are left out. With `use_vllm` it first syncs the weights of a client of its
 """
 
 PRIVATE = {
-    GRPOTrainer: (
-        "_buffered_inputs _get_output_dir _initial_global_step _log_completion_extra _log_metric _logs _metrics _name "
-        "_paper _step _tag_names _tokenizer"
-    ).split(),
-    VLLMGeneration: ["_iter_named_params"],
-    TrlParser: ["_actions", "_option_string_actions"],
-    PreTrainedModel: ["_keep_in_fp32_modules", "_keep_in_fp32_modules_strict", "_no_split_modules"],
+    GRPOTrainer: "_buffered_inputs _get_output_dir _initial_global_step _log_completion_extra _log_metric _logs "
+    "_metrics _name _paper _step _tag_names _tokenizer",
+    VLLMGeneration: "_iter_named_params",
+    TrlParser: "_actions _option_string_actions",
+    PreTrainedModel: "_keep_in_fp32_modules _keep_in_fp32_modules_strict _no_split_modules",
 }
 """Every private name of theirs that the package uses, by the class that has it."""
 
@@ -124,19 +123,14 @@ IMPORTS = {
 """Everything that the package imports from TRL."""
 
 
-def modules():
+def classes():
+    """Our classes that inherit from one of TRL or transformers."""
     for room in ROOMS:
         package = importlib.import_module(f"mt_grpo.{room}")
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-            yield importlib.import_module(module.name)
-
-
-def classes():
-    """Our classes that inherit from one of TRL or transformers."""
-    for module in modules():
-        for kind in vars(module).values():
-            if inspect.isclass(kind) and kind.__module__ == module.__name__ and foreign(kind):
-                yield kind
+            for kind in vars(importlib.import_module(module.name)).values():
+                if inspect.isclass(kind) and kind.__module__ == module.name and foreign(kind):
+                    yield kind
 
 
 def foreign(kind):
@@ -159,18 +153,13 @@ def arguments(method):
     return str(inspect.Signature(parameters))[1:-1]
 
 
-def test_every_overridden_method_is_in_the_table():
-    found = {
-        (next(base for base in OVERRIDES if issubclass(kind, base)), name)
-        for kind in classes()
-        for name in overridden(kind)
-    }
-    assert found == {(base, name) for base, methods in OVERRIDES.items() for name in methods}
-
-
-@pytest.mark.parametrize("base", OVERRIDES, ids=lambda base: base.__name__)
-def test_overridden_methods_keep_their_arguments(base):
-    assert {name: arguments(getattr(base, name)) for name in OVERRIDES[base]} == OVERRIDES[base]
+def test_overridden_methods_are_those_of_the_table():
+    found = {base: {} for base in OVERRIDES}
+    for kind in classes():
+        for name in overridden(kind):
+            base = next(base for base in OVERRIDES if issubclass(kind, base))
+            found[base][name] = arguments(getattr(base, name))
+    assert found == OVERRIDES
 
 
 def private(name):
@@ -198,35 +187,28 @@ def names_of(kind):
 
 
 @cache
-def sources(*rooms):
-    """The parsed modules of some rooms, or of all."""
-    return [ast.parse(path.read_text()) for room in rooms or ("",) for path in (PACKAGE / room).rglob("*.py")]
+def nodes_of(*rooms):
+    """What the source of some rooms, or of all, is made of."""
+    paths = chain.from_iterable((PACKAGE / room).rglob("*.py") for room in rooms or ("",))
+    return [node for path in paths for node in ast.walk(ast.parse(path.read_text()))]
 
 
 def test_every_private_name_of_theirs_is_in_the_table():
-    ours = set(chain.from_iterable(map(assigned, sources())))
+    ours = set(chain.from_iterable(assigned(ast.parse(path.read_text())) for path in PACKAGE.rglob("*.py")))
     theirs = set(chain.from_iterable(map(names_of, OVERRIDES)))
-    nodes = list(chain.from_iterable(map(ast.walk, sources(*ROOMS))))
-    attributes = [node for node in nodes if isinstance(node, ast.Attribute) and ast.unparse(node.value) != "os"]
-    used = {node.attr for node in attributes if private(node.attr)}
+    attributes = [node for node in nodes_of(*ROOMS) if isinstance(node, ast.Attribute)]
+    used = {node.attr for node in attributes if ast.unparse(node.value) != "os" and private(node.attr)}
     replaced = {name for kind in classes() for name in vars(kind) if private(name)} & theirs  # also what is no method
-    table = set(chain.from_iterable([*PRIVATE.values(), *OVERRIDES.values()]))
+    table = set(chain(*map(str.split, PRIVATE.values()), *OVERRIDES.values()))
     assert (used - ours) | (used & theirs) | replaced == set(filter(private, table))
-
-
-@pytest.mark.parametrize("kind", PRIVATE, ids=lambda kind: kind.__name__)
-def test_the_private_names_exist(kind):
-    assert set(PRIVATE[kind]) <= names_of(kind)
+    missing = {kind: lost for kind in PRIVATE if (lost := set(PRIVATE[kind].split()) - names_of(kind))}
+    assert not missing
 
 
 def test_what_is_imported_from_trl_is_in_the_table():
-    nodes = chain.from_iterable(map(ast.walk, sources()))
-    found = {
-        (node.module, alias.name)
-        for node in nodes
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "trl"
-        for alias in node.names
-    }
+    imports = [node for node in nodes_of() if isinstance(node, ast.ImportFrom) and node.module]
+    imports = [node for node in imports if node.module.split(".")[0] == "trl"]
+    found = {(node.module, alias.name) for node in imports for alias in node.names}
     assert found == {(module, name) for module, names in IMPORTS.items() for name in names.split()}
 
 
@@ -261,24 +243,24 @@ def test_a_run_trains_and_is_resumed(build, tmp_path, steps):
             **{"max_completion_length": 24, "max_steps": max_steps, "save_strategy": "steps", "save_steps": 1},
             **{"advantage_estimator": None, "learning_rate": 1e-6, **checkpointing},
         )
-        before = [parameter.clone() for parameter in trainer.model.parameters()]
+        before = weights(trainer)
         trainer.train(resume)
-        assert trainer.state.global_step == max_steps
-        assert any(not old.equal(new) for old, new in zip(before, trainer.model.parameters(), strict=True))
+        assert trainer.state.global_step == max_steps and not same(before, weights(trainer))
 
     train(steps)
     train(3, str(tmp_path / f"checkpoint-{steps}"))
 
 
 def test_generate_returns_eight_things():
-    source = inspect.getsource(GRPOTrainer._generate)
-    returned = source.rsplit("return ", 1)[1].strip()
+    returned = inspect.getsource(GRPOTrainer._generate).rsplit("return ", 1)[1].strip()
     names = "prompt_ids completion_ids tool_mask completions logprobs extra_fields images tool_images"
     assert [name.strip() for name in returned.split(",")] == names.split()
 
 
 @pytest.fixture
 def stock(tmp_path, model, tokenizer, questions):
+    """TRL's own trainer, and a batch that it scored."""
+
     def rollout(prompts, trainer):
         ids = [tokenizer.encode(f"Lima {index}") for index in range(len(prompts))]
         prompt_ids = [tokenizer.apply_chat_template(p, add_generation_prompt=True)["input_ids"] for p in prompts]
@@ -287,52 +269,42 @@ def stock(tmp_path, model, tokenizer, questions):
     def build(**options):
         args = GRPOConfig(str(tmp_path), **CPU_RUN, **options)
         reward = lambda completions, **kwargs: [float(index) for index in range(len(completions))]  # noqa: E731
-        return GRPOTrainer(model, reward, args, questions, processing_class=tokenizer, rollout_func=rollout)
+        trainer = GRPOTrainer(model, reward, args, questions, processing_class=tokenizer, rollout_func=rollout)
+        trainer.current_gradient_accumulation_steps = 1
+        return trainer, trainer._generate_and_score_completions([questions[0]] * 4)
 
     return build
 
 
-def test_the_scored_batch_has_the_keys_and_shapes_we_build_on(stock, questions):
-    trainer = stock()
-    output = trainer._generate_and_score_completions([questions[0]] * 4)
+def test_the_scored_batch_has_the_keys_and_shapes_we_build_on(stock):
+    _, output = stock()
     width = output["completion_ids"].shape[1]
     assert output["prompt_ids"].shape == output["prompt_mask"].shape
     assert output["completion_mask"].shape == output["sampling_per_token_logps"].shape == (4, width)
-    assert output["advantages"].shape == (4,)
-    assert output["num_items_in_batch"].dim() == 0
+    assert output["advantages"].shape == (4,) and output["num_items_in_batch"].dim() == 0
 
 
-@needs_the_forward_of_trl
-@pytest.mark.parametrize("loss_type", OPTIONS["loss_type"].names)
-def test_constant_advantages_per_token_change_nothing(stock, questions, loss_type):
-    trainer = stock(loss_type=loss_type)
-    trainer.current_gradient_accumulation_steps = 1
-    inputs = trainer._generate_and_score_completions([questions[0]] * 4)
-    expected = trainer._compute_loss(trainer.model, inputs)
-    advantages = inputs["advantages"].unsqueeze(1).expand_as(inputs["completion_ids"])
-    loss = trainer._compute_loss(trainer.model, {**inputs, "advantages": advantages})
-    assert torch.isfinite(loss)
-    torch.testing.assert_close(loss, expected)
-
-
-def gradient(trainer, inputs, advantages):
+def learnt(trainer, inputs, advantages):
     trainer.model.zero_grad()
-    trainer._compute_loss(trainer.model, {**inputs, "advantages": advantages}).backward()
-    return torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None])
+    loss = trainer._compute_loss(trainer.model, {**inputs, "advantages": advantages})
+    loss.backward()
+    return loss.detach(), torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None])
 
 
 @needs_the_forward_of_trl
 @pytest.mark.parametrize("loss_type", OPTIONS["loss_type"].names)
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_where_an_advantage_a_turn_survives_in_the_gradient(stock, questions, loss_type, level):
-    """`MTGRPOConfig.check_credit` refuses the losses in which it does not."""
-    trainer = stock(loss_type=loss_type, importance_sampling_level=level)
-    trainer.current_gradient_accumulation_steps = 1
-    inputs = trainer._generate_and_score_completions([questions[0]] * 4)
-    mask = inputs["completion_mask"]
+def test_where_an_advantage_a_turn_survives_in_the_gradient(stock, loss_type, level):
+    """Constant advantages change nothing; `MTGRPOConfig.check_credit` refuses the losses that lose others."""
+    trainer, inputs = stock(loss_type=loss_type, importance_sampling_level=level)
+    mask, advantages = inputs["completion_mask"], inputs["advantages"]
+    if level == "token":
+        plain, constant = (learnt(trainer, inputs, each) for each in (advantages, advantages[:, None].expand_as(mask)))
+        assert torch.isfinite(plain[0])
+        torch.testing.assert_close(constant[0], plain[0])
     split = torch.where(torch.arange(mask.shape[1]) < 2, 1.5, -0.5).expand_as(mask) * mask
     mean = (split.sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True)).expand_as(mask)
-    by_turn, by_mean = gradient(trainer, inputs, split), gradient(trainer, inputs, mean)
+    by_turn, by_mean = (learnt(trainer, inputs, each)[1] for each in (split, mean))
     change = ((by_turn - by_mean).norm() / by_turn.norm()).item()
     lost = level == "sequence" and loss_type not in KEEPS_TURNS
     assert change < 1e-5 if lost else change > 0.1
