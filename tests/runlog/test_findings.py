@@ -28,70 +28,55 @@ def without_turns(size, stop, **fields):
 
 
 BROKEN = rows(range(4), "env_error", error="KeyError: 'a'", where="env.py, line 3, in step")
+BROKEN_SAID = (
+    "4 of 8 conversations failed (env_error), the first with: KeyError: 'a' (env.py, line 3, in step). Nothing is"
+)
 RAISED = "look_up: KeyError: 'a' (t.py, line 3, in look_up)"
 FAILED = {"failed": 1, "first_failed": "unknown tool 'serach'; the tools are: search."}
 REFUSED = [row(0, refused=2, first_refused="`a` forces"), row(1), row(2, "env_error", refused=1)]
-NONE_CALLED = {"no call": "None of 4 conversations called a tool: ask for search in"}
+REFUSED_SAID = "Requests were refused in 1 of 2 conversations, which went on: the first since `a` forces"
+PROMPTS = [*without_turns(4, "context_full", error=TOO_LONG), row(1)]
+GARBLED = {"calls": 0, "errors": [1, 0]}
 
 
 @pytest.mark.parametrize(
-    ("conversations", "tools", "found"),
+    ("conversations", "found"),
     [
-        (
-            [row(9), *BROKEN, *rows([8, 7, 6])],
-            [],
-            {
-                "failed": "4 of 8 conversations failed (env_error), the first with: KeyError: 'a' "
-                "(env.py, line 3, in step). Nothing is learnt from them."
-            },
-        ),
-        ([row(0, "env_error", error="\x1b[2J")], [], {"failed": "1 of 1 conversation failed"}),
-        ([row(0, "length")], [], {"length": "1 of 1 conversation was cut off by length:"}),
-        (
-            [*without_turns(4, "context_full", error=TOO_LONG), row(1)],
-            ["search"],
-            {"too long": "4 of 5 conversations had no turn, since the prompt is too long: This"},
-        ),
-        (
-            REFUSED,
-            [],
-            {
-                "failed": "1 of 3 conversations failed",
-                "refused": "Requests were refused in 1 of 2 conversations, which went on: the first since `a` forces",
-            },
-        ),
-        (without_turns(4, "env_done"), [], {"no turn": "the policy was never asked"}),
-        ([row(group, group=group) for group in (0, 0, 0, 0, 1, 1, 1, 1)], [], {"same samples": "`temperature`"}),
-        (rows([1, 1, 2]), [], {}),
-        (rows([1, 1], sampled=None), [], {}),
-        (rows(range(4), calls=0, errors=[1, 0]), [], {"no call": "No call of a tool could be read: 4 turns"}),
-        (rows(range(4), "length", calls=0, errors=[1, 0]), [], {"length": ""}),
-        (rows(range(4), calls=0), ["search"], NONE_CALLED),
-        (rows(range(4), calls=0), [], {}),
-        (rows(range(4), "length", calls=0), ["search"], {"length": ""}),
-        (rows([1, 2], raised=1, first_raised=RAISED), [], {"raised": f"the first: {RAISED}"}),
+        ([row(9), *BROKEN, *rows([8, 7, 6])], {"failed": f"{BROKEN_SAID} learnt from them."}),
+        ([row(0, "env_error", error="\x1b[2J")], {"failed": "1 of 1 conversation failed"}),
+        ([row(0, "length")], {"length": "1 of 1 conversation was cut off by length:"}),
+        (PROMPTS, {"too long": "4 of 5 conversations had no turn, since the prompt is too long: This"}),
+        (REFUSED, {"failed": "1 of 3 conversations failed", "refused": REFUSED_SAID}),
+        (without_turns(4, "env_done"), {"no turn": "the policy was never asked"}),
+        ([row(group, group=group) for group in (0, 0, 0, 0, 1, 1, 1, 1)], {"same samples": "`temperature`"}),
+        (rows([1, 1, 2]), {}),
+        (rows([1, 1], sampled=None), {}),
+        (rows(range(4), **GARBLED), {"no call": "No call of a tool could be read: 4 turns"}),
+        (rows(range(4), "length", **GARBLED), {"length": ""}),
+        (rows(range(4), calls=0), {"no call": "None of 4 conversations called a tool: ask for search in"}),
+        (rows(range(4), "length", calls=0), {"length": ""}),
+        (rows([1, 2], raised=1, first_raised=RAISED), {"raised": f"the first: {RAISED}"}),
         (
             rows([1, 2], calls=2, **FAILED),
-            [],
             {"failed calls": f"2 of 4 calls failed, the first with: {FAILED['first_failed']}"},
         ),
-        (rows([1, 2], calls=3, **FAILED), [], {}),
+        (rows([1, 2], calls=3, **FAILED), {}),
     ],
 )
-def test_what_went_wrong_is_said_with_its_place(conversations, tools, found):
-    said = {each.kind: each.sentence for each in find(Counts().add(conversations), {"tools": tools})}
+def test_what_went_wrong_is_said_with_its_place(conversations, found):
+    counts = Counts().add(conversations)
+    said = {each.kind: each.sentence for each in find(counts, {"tools": ["search"]})}
     assert said.keys() == found.keys()
     assert all(words in said[kind] and "\x1b" not in said[kind] for kind, words in found.items()), said
+    without_tools = {each.kind for each in find(counts)}
+    assert without_tools == found.keys() - ({"no call"} if "None of" in found.get("no call", "") else set())
 
 
 @pytest.mark.parametrize(
     ("stop", "option"),
     [
-        ("length", "`max_turn_length`"),
-        ("token_budget", "`max_completion_length`"),
-        ("max_steps", "`max_env_steps`"),
-        ("timeout", "`rollout_timeout`"),
-        ("context_full", "`history: compact`"),
+        *[("length", "`max_turn_length`"), ("token_budget", "`max_completion_length`")],
+        *[("max_steps", "`max_env_steps`"), ("timeout", "`rollout_timeout`"), ("context_full", "`history: compact`")],
     ],
 )
 def test_a_limit_that_ends_most_names_its_option(stop, option):
@@ -130,9 +115,11 @@ def test_questions_are_blamed_only_where_nothing_else_is(right, rewards, why):
 
 
 def test_a_run_is_judged_by_its_training_and_all_failures():
-    table = Table()
-    table.add("rollout", [row(0, "max_steps", mode="eval"), row(1, "engine_error", mode="eval", error="gone"), row(2)])
-    assert [finding.kind for finding in find_in_run(table)] == ["failed"]
+    table, failed = Table(), {"error": "gone"}
+    evaluated = [row(0, "max_steps", mode="eval"), row(1, "engine_error", mode="eval", **failed)]
+    table.add("rollout", [*evaluated, row(2, "env_error", **failed), row(3, "length")])
+    failure, limit = find_in_run(table)
+    assert (failure.kind, limit.kind) == ("failed", "length") and failure.sentence.startswith("2 of 4 conversations")
 
 
 def test_rows_of_old_indices_are_read():

@@ -70,13 +70,10 @@ class Held(Replica):
         self.dies: Callable[[str], bool] = lambda path: False
         """Whether the server is killed by a request for a path, before it answers."""
         self.waiting: list[tuple[str, int | None]] = []
-        """Requests that wait."""
-        self._changed = threading.Condition()
-        self.dead = False
-        """Whether the server is gone."""
-        self.lives = 1
         self.questions: set[int] = set()
         """Those that it was asked."""
+        self.dead, self.lives = False, 1
+        self._changed = threading.Condition()
         super().__init__(tokenizer, port=port, max_position_embeddings=1024)
 
     @property
@@ -134,11 +131,8 @@ class Held(Replica):
 
     def restart(self) -> None:
         """Begins anew, with the weights that it was started with."""
-        self.model, self.version, self.loaded = (
-            build_model(self.tokenizer, seed=9, max_position_embeddings=1024),
-            "default",
-            "nothing",
-        )
+        self.model = build_model(self.tokenizer, seed=9, max_position_embeddings=1024)
+        self.version, self.loaded = "default", "nothing"
         self.change(dead=False, dies=lambda path: False, lives=self.lives + 1)
 
     def until(self, condition: Callable[[], bool], ranks: list[Any]) -> None:

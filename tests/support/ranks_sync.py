@@ -42,15 +42,9 @@ def failure_of(sync: WeightSync) -> str:
     return ""
 
 
-def main(folder: str, *urls: str) -> None:
-    leave_group(run(folder, *urls))
-
-
 def run(folder: str, *urls: str) -> Accelerator:
-    accelerator = Accelerator(cpu=True)
-    tokenizer = build_tokenizer()
-    model = build_model(tokenizer)
-    client = VLLMServerClient(list(urls), tokenizer)
+    accelerator, tokenizer = Accelerator(cpu=True), build_tokenizer()
+    model, client = build_model(tokenizer), VLLMServerClient(list(urls), tokenizer)
     asyncio.run(client.connect())
     sync = WeightSync(SafetensorsTransport, client, lambda: model, accelerator, folder=folder)
     sync.sync(1)
@@ -58,7 +52,6 @@ def run(folder: str, *urls: str) -> Accelerator:
     if not accelerator.is_main_process:
         seen["sampled"] = asyncio.run(asyncio.wait_for(sample(client), 60))
         seen["up_afterwards"] = [server.up for server in client.servers]
-    (Path(folder) / f"rank{accelerator.process_index}.json").write_text(json.dumps(seen))
     seen["failure"] = failure_of(sync)
     (Path(folder) / f"rank{accelerator.process_index}.json").write_text(json.dumps(seen))
     accelerator.wait_for_everyone()
@@ -67,4 +60,4 @@ def run(folder: str, *urls: str) -> Accelerator:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    leave_group(run(*sys.argv[1:]))

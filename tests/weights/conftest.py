@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
+import torch
 from accelerate import Accelerator
+from peft import LoraConfig, get_peft_model
 from support.replicas import Replica
 
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
@@ -35,3 +40,28 @@ def sync_of(replicas, tokenizer, model):
     yield make
     for sync in made:
         sync.close()
+
+
+@pytest.fixture
+def adapted():
+    """Gives a model an adapter: as training begins, when it changes nothing yet, or one that is `learnt`."""
+
+    def adapt(model, learnt=False):
+        torch.manual_seed(0)
+        model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"]))
+        for name, parameter in model.named_parameters():
+            if learnt and "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.3)
+        return model
+
+    return adapt
+
+
+@pytest.fixture
+def other():
+    """A process that does something else."""
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    yield process
+    process.kill()
+    process.wait()
+    process.stdin.close()

@@ -8,17 +8,19 @@ from __future__ import annotations
 import base64
 import json
 import pickle
+from types import SimpleNamespace
 
+import httpx
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from support.forked import run_processes
 from support.models import build_model
 from support.replicas import Receiver, Replica, ScriptedGroup, step_of
 
-from mt_grpo.errors import WeightSyncError
+from mt_grpo.errors import ConfigError, WeightSyncError
+from mt_grpo.vllm_plugin import keys
 from mt_grpo.weights import gpu
-from mt_grpo.weights.gpu import BUCKET, IpcTransport, NcclTransport, Shared, take_bucket
+from mt_grpo.weights.gpu import BUCKET, IpcTransport, KeyedClient, NcclGroup, NcclTransport, Shared, take_bucket
 
 UPDATE = ["/start_weight_update", "/update_weights", "/update_weights", "/finish_weight_update"]
 
@@ -49,30 +51,13 @@ def posts(receiver) -> list[str]:
     return [path for method, path, _ in receiver.http.requests if method == "POST"]
 
 
-def adapted(model):
-    torch.manual_seed(0)
-    model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "up_proj"]))
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.3)
-    return model
-
-
 @pytest.mark.parametrize("peft", [False, True], ids=["whole", "merged adapter"])
-def test_by_nccl_the_server_is_paused_while_the_weights_travel(receiver, nccl, model, peft):
-    model = adapted(model) if peft else model
-    sync = nccl(model)
+def test_by_nccl_the_server_is_paused_while_the_weights_travel(receiver, nccl, model, adapted, peft):
+    sync = nccl(adapted(model, learnt=True) if peft else model)
     sync.sync(3)
     push = ["/sleep", *UPDATE, "/reset_prefix_cache", "/wake_up"]
     assert posts(receiver)[1:] == [*push, "/v1/completions"] * 2  # halved ones first, as a proof
     assert sync.client.weight_version == 3 and step_of(receiver.version) == "3"
-
-
-def test_by_nccl_a_layer_without_weights_is_seen_at_once(receiver, nccl, model):
-    receiver.model = build_model(receiver.tokenizer)
-    receiver.skipped = {"model.layers.1.mlp.down_proj.weight"}
-    with pytest.raises(WeightSyncError, match="changed to see them arrive"):
-        nccl(model).sync(0)
 
 
 def test_by_nccl_weights_travel_in_the_type_of_the_server(receiver, nccl, model):
@@ -82,17 +67,22 @@ def test_by_nccl_weights_travel_in_the_type_of_the_server(receiver, nccl, model)
     assert {dtype for body in sent for dtype in body["update_info"]["dtype_names"]} == {"bfloat16"}
 
 
-def test_by_nccl_parameters_are_gathered_only_under_a_pause(receiver, nccl, model):
-    receiver.refused = "/sleep"
+def test_by_nccl_what_goes_wrong_before_the_update_ends_the_run(receiver, nccl, model):
+    """A layer without weights is seen at once; and parameters are gathered only under a pause."""
+    receiver.model = build_model(receiver.tokenizer)
+    receiver.skipped = {"model.layers.1.mlp.down_proj.weight"}
+    with pytest.raises(WeightSyncError, match="changed to see them arrive"):
+        nccl(model).sync(0)
+    receiver.refused, before = "/sleep", posts(receiver).count("/update_weights")
     with pytest.raises(WeightSyncError, match="/sleep.*HTTP 500"):
         nccl(model).sync(3)
-    assert "/update_weights" not in posts(receiver)
+    assert posts(receiver).count("/update_weights") == before
 
 
 @pytest.mark.parametrize("failing", [0, 1, 3])
-def test_a_server_that_fails_in_its_update_ends_the_run(receiver, nccl, model, failing):
+def test_a_server_that_fails_in_its_update_ends_the_run(receiver, nccl, model, adapted, failing):
     """The broadcast would wait for it for ever; an adapter that was merged for it is taken out again."""
-    receiver.failing, model = failing, adapted(model)
+    receiver.failing, model = failing, adapted(model, learnt=True)
     sync = nccl(model)
     with pytest.raises(WeightSyncError, match="HTTP 500: CUDA out of memory"):
         sync.sync(3)
@@ -124,16 +114,48 @@ def test_a_group_that_cannot_be_made_is_said_at_the_start(receiver, nccl, model,
         nccl(model).begin()
 
 
+@pytest.mark.parametrize(("installed", "urls", "words"), [(False, 1, "needs vLLM"), (True, 2, "one server")])
+def test_what_nccl_cannot_do_is_said_at_the_start(sync_of, monkeypatch, installed, urls, words):
+    monkeypatch.setattr(gpu, "is_vllm_available", lambda: installed)
+    with pytest.raises(ConfigError, match=f"{words}.*weight_sync: safetensors"):
+        sync_of(*(f"http://127.0.0.1:{port}" for port in range(1, 1 + urls)), kind=NcclTransport)
+
+
+class Session(httpx.Client):
+    """What TRL's client needs of `requests`, which comes with vLLM."""
+
+    def mount(self, *args):
+        pass
+
+
+@pytest.mark.parametrize("given", ["given", "from the environment", "made up"])
+def test_by_nccl_the_key_goes_with_the_first_request(monkeypatch, tmp_path, replicas, given):
+    """TRL's own client, as far as it gets without a GPU."""
+    http, key = replicas[0].http, f"key {given}"
+    monkeypatch.setattr(keys, "ROOT", str(tmp_path))
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    if given == "from the environment":
+        monkeypatch.setenv("VLLM_API_KEY", key)
+    if given == "made up":
+        keys.write_key("127.0.0.1", http.port, key)
+    requests, yes = SimpleNamespace(Session=Session, get=httpx.get, exceptions=httpx), lambda: True
+    stand_ins = {"is_vllm_available": yes, "is_requests_available": yes, "requests": requests}
+    for name, value in {**stand_ins, "Retry": dict, "HTTPAdapter": dict}.items():
+        monkeypatch.setattr(f"trl.generation.vllm_client.{name}", value, raising=False)
+    seen = []
+    monkeypatch.setattr(KeyedClient, "init_communicator", lambda self, device: seen.append(self.get_server_info()))
+    http.key = key
+    group = NcclGroup(http.url, key if given == "given" else None, 51299, 5.0, torch.device("cpu"))
+    assert seen and group._client.group_port == 51299
+    assert [path for _, path, _ in http.requests] == ["/health", "/v1/models", "/server_info"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("failing", [None, 3])
 def test_all_ranks_gather_a_bucket_before_any_of_it_is_sent(tmp_path, failing):
     """Sharded weights on two ranks; a failure in the middle ends both."""
-    sharded = {
-        "ACCELERATE_USE_FSDP": "true",
-        "FSDP_VERSION": "2",
-        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
-        "FSDP_RESHARD_AFTER_FORWARD": "true",
-    }
+    sharded = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+    sharded |= {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_RESHARD_AFTER_FORWARD": "true"}
     run_processes(["-m", "support.ranks_nccl", str(tmp_path), str(failing)], 2, tmp_path / "log", sharded)
     ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
     assert all(rank["sharded"] for rank in ranks)
@@ -142,8 +164,7 @@ def test_all_ranks_gather_a_bucket_before_any_of_it_is_sent(tmp_path, failing):
     gathers = [time for rank in ranks for event, time in rank["log"] if event in ("gather", "gathered")]
     assert len(pairs) >= 3 and len(gathers) >= 4 * len(pairs)
     assert not [time for time in gathers for begin, end in pairs if begin < time < end]
-    failures = {rank["failure"] for rank in ranks}
-    (failure,) = failures
+    (failure,) = {rank["failure"] for rank in ranks}
     assert failure is None if failing is None else "HTTP 500: CUDA out of memory" in failure
 
 
@@ -168,11 +189,6 @@ EXPORTED: dict[str, torch.Tensor] = {}
 """Memory that was handed out, by the name of its GPU."""
 
 
-def exported(memory):
-    EXPORTED["GPU 0"] = memory
-    return {"GPU 0": "GPU 0"}
-
-
 class Mapping(Replica):
     """A server that reads memory of the trainer, as vLLM's worker of a GPU does."""
 
@@ -182,13 +198,11 @@ class Mapping(Replica):
 
     def answer(self, method, path, body):
         self.dead |= path == self.dies_at
-        if self.dead:
+        if self.dead or path not in ("/init_weight_transfer_engine", "/update_weights"):
             return super().answer(method, path, body)
         if path == "/init_weight_transfer_engine":
             self.packed = body["init_info"]["packed"]
             return 200, {}
-        if path != "/update_weights":
-            return super().answer(method, path, body)
         self.updates += 1
         if self.updates <= self.lost:
             return 500, "CUDA out of memory"
@@ -201,17 +215,19 @@ class Mapping(Replica):
 
 
 @pytest.fixture
-def mapping(tokenizer, monkeypatch):
-    monkeypatch.setattr(gpu, "exported", exported)
+def mappings(tokenizer, monkeypatch):
+    """Two servers that read what is handed out."""
+    monkeypatch.setattr(gpu, "exported", lambda memory: EXPORTED.update({"GPU 0": memory}) or {"GPU 0": "GPU 0"})
     monkeypatch.setattr(Shared.__init__, "__defaults__", (40_000,))
-    server = Mapping(tokenizer)
-    yield server
-    server.http.stop()
+    servers = [Mapping(tokenizer), Mapping(tokenizer)]
+    yield servers
+    for server in servers:
+        server.http.stop()
 
 
-def test_weights_arrive_in_buckets_while_the_server_is_paused(mapping, sync_of, model):
-    sync = sync_of(mapping, kind=IpcTransport, media={-1: 7})
-    sync.sync(3)
+def test_weights_arrive_in_buckets_while_the_server_is_paused(mappings, sync_of, model):
+    mapping = mappings[0]
+    sync_of(mapping, kind=IpcTransport, media={-1: 7}).sync(3)
     asked = posts(mapping)
     assert asked[0] == "/init_weight_transfer_engine" and mapping.packed
     updates = asked.count("/update_weights") // 2
@@ -219,38 +235,35 @@ def test_weights_arrive_in_buckets_while_the_server_is_paused(mapping, sync_of, 
     push += ["/reset_prefix_cache", "/reset_encoder_cache", "/wake_up"]
     assert asked[2:] == [*push, "/v1/completions"] * 2 and updates > 2  # halved ones first, as a proof
     assert step_of(mapping.version) == "3"
-    for name, weight in model.state_dict().items():
-        assert torch.equal(mapping.model.state_dict()[name], weight)
+    torch.testing.assert_close(dict(mapping.model.state_dict()), dict(model.state_dict()), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
     ("faults", "words", "last"),
     [
-        ({"skipped": {"model.layers.1.mlp.down_proj.weight"}}, "changed to see them arrive", "/v1/completions"),
-        ({"lost": 1}, "CUDA out of memory", "/wake_up"),  # it is resumed
-        ({"backend": "safetensors"}, "for servers that the trainer starts", None),
+        ({"skipped": {"model.layers.1.mlp.down_proj.weight"}}, "changed to see them arrive", ["/v1/completions"]),
+        ({"lost": 1}, "CUDA out of memory", ["/finish_weight_update", "/wake_up"]),  # it is resumed
+        ({"backend": "safetensors"}, "for servers that the trainer starts", []),
     ],
 )
-def test_a_server_that_gets_no_weights_ends_the_run(mapping, sync_of, model, tokenizer, faults, words, last):
+def test_a_server_that_gets_no_weights_ends_the_run(mappings, sync_of, tokenizer, faults, words, last):
+    mapping = mappings[0]
     mapping.model = build_model(tokenizer)
     for name, value in faults.items():
         setattr(mapping, name, value)
     with pytest.raises(WeightSyncError, match=words):
         sync_of(mapping, kind=IpcTransport).sync(0)
-    assert (posts(mapping) or [None])[-1] == last
-    if last == "/wake_up":
-        assert posts(mapping)[-2] == "/finish_weight_update"
+    assert posts(mapping)[-len(last) :] == last
 
 
 @pytest.mark.parametrize("place", ["/sleep", "/start_weight_update", "/update_weights", "/finish_weight_update"])
-def test_one_of_several_that_dies_is_left_out_and_taken_back(mapping, sync_of, model, tokenizer, place):
-    other = Mapping(tokenizer)
-    sync = sync_of(mapping, other, kind=IpcTransport)
-    client = sync.client
+def test_one_of_several_that_dies_is_left_out_and_taken_back(mappings, sync_of, tokenizer, place):
+    mapping, other = mappings
+    sync = sync_of(*mappings, kind=IpcTransport)
     sync.sync(0)
     other.dies_at = place
     sync.sync(1)
-    assert [server.up for server in client.servers] == [True, False] and step_of(mapping.version) == "1"
+    assert [server.up for server in sync.client.servers] == [True, False] and step_of(mapping.version) == "1"
     asked = len(other.http.requests)
     sync.sync(2)
     assert [path for _, path, _ in other.http.requests[asked:]] == ["/health"]  # nothing else
@@ -258,19 +271,16 @@ def test_one_of_several_that_dies_is_left_out_and_taken_back(mapping, sync_of, m
     other.dies_at, other.model = None, build_model(tokenizer, seed=8)
     sync.verify_every = 1
     sync.sync(3)
-    assert [server.up for server in client.servers] == [True, True] and step_of(other.version) == "3"
+    assert [server.up for server in sync.client.servers] == [True, True] and step_of(other.version) == "3"
     mapping.dies_at = other.dies_at = place
     with pytest.raises(WeightSyncError):
         sync.sync(4)
     sync.close()
-    other.http.stop()
 
 
-def test_tensors_begin_where_their_type_can_be_read(mapping):
+def test_tensors_begin_where_their_type_can_be_read(mappings):
     walk = iter([("a", torch.ones(3, dtype=torch.bfloat16)), ("b", torch.ones(2)), ("c", torch.ones(50_000))])
     shared = Shared(torch.device("cpu"))
-    names = []
-    while (packed := shared.take(walk)) is not None:
-        names.append(packed.names)
+    names = [packed.names for packed in iter(lambda: shared.take(walk), None)]
     assert names == [["a"], ["b"], ["c"]]  # 6 bytes are no whole number of floats, and the last needs more memory
     assert EXPORTED["GPU 0"].numel() == 200_000

@@ -12,6 +12,7 @@ import socket
 import stat
 import struct
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ import pytest
 import torch
 from support.loopback import Loopback, Reply, free_port
 from support.replicas import Remote, step_of
+from support.waiting import until
 
 from mt_grpo.errors import ConfigError, WeightSyncError
 from mt_grpo.vllm_plugin import fetch
@@ -36,21 +38,38 @@ UPDATE += ["/finish_weight_update", "/reset_prefix_cache", "/wake_up"]
 
 
 @pytest.fixture
-def quick(monkeypatch):
-    monkeypatch.setattr(fetch.time, "sleep", lambda seconds: None)
+def pair(tokenizer, tmp_path):
+    """Two servers on one machine, whose files both see."""
+    both = [Remote(tokenizer, tmp_path), Remote(tokenizer, tmp_path)]
+    yield both
+    for each in both:
+        each.close()
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.fixture
-def remote(tokenizer, tmp_path):
-    server = Remote(tokenizer, tmp_path)
-    yield server
-    server.close()
-    assert not list(tmp_path.iterdir())
+def remote(pair):
+    return pair[0]
 
 
 @pytest.fixture
 def sync(remote, sync_of):
     return sync_of(remote, kind=HttpTransport)
+
+
+@pytest.fixture
+def changes(remote, model, sync_of):
+    """Sends what changes of a model in bfloat16."""
+    model.bfloat16()
+    remote.model.bfloat16()
+    remote.dtype = "torch.bfloat16"
+    return sync_of(remote, kind=DeltaTransport)
+
+
+def learn(sync, model, *steps):
+    for step in steps:
+        model.model.embed_tokens.weight.data[step] *= 1.5
+        sync.sync(step)
 
 
 def test_weights_are_fetched_before_the_server_is_paused(remote, sync):
@@ -64,28 +83,19 @@ def test_weights_are_fetched_before_the_server_is_paused(remote, sync):
     assert len(list(remote.folder.glob("*/*"))) == fetch.NUM_FILES
 
 
-def test_a_server_that_comes_back_fetches_the_latest(remote, sync, model):
-    sync.sync(0)
-    model.model.embed_tokens.weight.data *= 1.5
-    sync.sync(1)
-    remote.version, remote.loaded = "default", "nothing"
-    sync.restore(remote.http.url)
-    assert step_of(remote.version) == "1" and sync.fleet.payload.checksum == remote.loaded
-
-
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["one host", "another host"])
 @pytest.mark.parametrize("kind", ["sync", "changes"])
-def test_a_process_on_another_host_restores_a_server(remote, kind, model, request, tmp_path):
-    """It has no file, and the process that has one may be waiting for it."""
-    sync = request.getfixturevalue(kind)
-    for step in range(2):
-        model.model.embed_tokens.weight.data[step] *= 1.5
-        sync.sync(step)
-    other = copy.copy(sync)
-    other.accelerator = SimpleNamespace(is_main_process=False, unwrap_model=lambda wrapped: wrapped)
-    other.source, other.transport = copy.copy(sync.source), copy.copy(sync.transport)
-    other.source.accelerator, other.transport._base = other.accelerator, ""
-    other.fleet = copy.copy(sync.fleet)
-    other.fleet.payload = replace(sync.fleet.payload, path=tmp_path / "elsewhere" / sync.fleet.payload.path.name)
+def test_a_server_that_comes_back_fetches_the_latest(remote, kind, model, request, tmp_path, elsewhere):
+    """A process on another host has no file, and the process that has one may be waiting for it."""
+    sync = other = request.getfixturevalue(kind)
+    learn(sync, model, 0, 1)
+    if elsewhere:
+        other = copy.copy(sync)
+        other.accelerator = SimpleNamespace(is_main_process=False, unwrap_model=lambda wrapped: wrapped)
+        other.source, other.transport = copy.copy(sync.source), copy.copy(sync.transport)
+        other.source.accelerator, other.transport._base = other.accelerator, ""
+        other.fleet = copy.copy(sync.fleet)
+        other.fleet.payload = replace(sync.fleet.payload, path=tmp_path / "elsewhere" / sync.fleet.payload.path.name)
     remote.fetcher.close()
     remote.fetcher = Fetcher(str(remote.folder))
     remote.version, remote.loaded = "default", "nothing"
@@ -99,13 +109,7 @@ def test_a_server_that_cannot_fetch_is_refused_at_the_start(remote, sync):
         sync.begin()
 
 
-@pytest.fixture
-def changes(remote, model, sync_of):
-    """Sends what changes of a model in bfloat16."""
-    model.bfloat16()
-    remote.model.bfloat16()
-    remote.dtype = "torch.bfloat16"
-    return sync_of(remote, kind=DeltaTransport)
+# Changes
 
 
 def fetched(remote) -> list[str]:
@@ -113,44 +117,32 @@ def fetched(remote) -> list[str]:
     return [url.rsplit("/", 1)[1].split("-")[0] for url in remote.urls[1:]]
 
 
-def test_of_most_weights_only_changes_are_sent(remote, changes, model):
-    for step in range(4):
-        model.model.embed_tokens.weight.data[step] *= 1.5
-        changes.sync(step)
-        assert changes.fleet.payload.checksum == remote.loaded
+def test_changes_are_sent_where_they_are_less(remote, changes, model, monkeypatch):
+    learn(changes, model, 0, 1, 2, 3)
     assert fetched(remote) == ["weights"] * 2 + ["change"] * 3  # the proof and the first are whole
-    sent, whole = remote.http.asked(FETCH)[-1]["size"], remote.http.asked(FETCH)[1]["size"]
-    assert sent < 0.1 * whole and step_of(remote.version) == "3"
-
-
-def test_where_all_weights_changed_all_are_sent(remote, changes, model):
-    changes.sync(0)
+    sizes = [body["size"] for body in remote.http.asked(FETCH)]
+    assert sizes[-1] < 0.1 * sizes[1] and changes.fleet.payload.checksum == remote.loaded
     for weight in model.parameters():
         weight.data += 1
-    changes.sync(1)
-    assert fetched(remote) == ["weights"] * 3 and changes.fleet.payload.checksum == remote.loaded
+    changes.sync(4)
+    assert fetched(remote)[-1] == "weights" and changes.fleet.payload.checksum == remote.loaded
+    monkeypatch.setattr(network, "WHOLE_EVERY", 2)  # all weights are sent now and then
+    learn(changes, model, 5, 6, 7)
+    assert fetched(remote)[-3:] == ["change", "weights", "change"] and step_of(remote.version) == "7"
 
 
 @pytest.mark.parametrize("doubt", ["another file", "another checksum"])
 def test_in_doubt_all_weights_are_sent_again(remote, changes, model, monkeypatch, caplog, doubt):
-    changes.sync(0)
+    learn(changes, model, 0)
     if doubt == "another file":
         remote.fetcher.close()
         remote.fetcher = Fetcher(str(remote.folder))
     else:
-        model.model.embed_tokens.weight.data[1] *= 1.5
         monkeypatch.setattr(fetch, "apply", lambda change, file: file.view(-1)[-4:].zero_())
-    changes.sync(1)
+    learn(changes, model, 1)
     assert fetched(remote) == ["weights", "weights", "change", "weights"]
     assert changes.fleet.payload.checksum == remote.loaded
     assert "gets its weights in another way: " in caplog.text
-
-
-def test_all_weights_are_sent_now_and_then(remote, changes, monkeypatch):
-    monkeypatch.setattr(network, "WHOLE_EVERY", 2)
-    for step in range(4):
-        changes.sync(step)
-    assert fetched(remote) == ["weights", "weights", "change", "weights", "change"]
 
 
 @pytest.mark.parametrize("size", [2, 131_072, 262_150, 400_001])
@@ -184,11 +176,10 @@ def test_steps_of_a_trained_model_take_little():
     assert change.numel() <= 0.13 * new.numel()
     apply(change, old)
     assert torch.equal(old, new)
+    assert difference(old, old + 1) is None  # where most words changed
 
 
-def test_where_most_words_changed_there_is_no_change():
-    old = torch.randint(256, (100_000,), dtype=torch.uint8)
-    assert difference(old, old + 1) is None
+# What is offered
 
 
 @pytest.fixture
@@ -199,18 +190,27 @@ def offer(tmp_path):
     offer.close()
 
 
-@pytest.mark.parametrize("name", ["other.safetensors", "../weights.safetensors", "%2e%2e/etc/passwd", ".hidden", ""])
-def test_an_offer_has_only_the_files_of_its_folder(offer, tmp_path, name):
+@pytest.mark.parametrize(
+    ("path", "begin", "status"),
+    [
+        *((f"/{name}", 0, 404) for name in ("other.safetensors", "../weights.safetensors", "%2e%2e/etc/passwd", "")),
+        *((path, 0, 404) for path in ("/.hidden", "/../guessed/weights.safetensors")),
+        *(("/weights.safetensors", begin, 400) for begin in ("9" * 5000, "-5", "x")),
+        *(("/weights.safetensors", begin, 416) for begin in ("9" * 17, "25600")),
+        ("/weights.safetensors", "25599", 206),
+    ],
+)
+def test_an_offer_has_its_files_for_who_knows_its_secret(offer, tmp_path, path, begin, status):
     (tmp_path / ".hidden").touch()
-    assert httpx.get(f"{offer}/{name}").status_code == 404
+    answer = httpx.get(f"{offer}{path}", headers={"Range": f"bytes={begin}-"})
+    assert answer.status_code == status and len(answer.content) == (status == 206)
 
 
-def test_an_offer_is_for_those_who_know_its_secret(offer, tmp_path, monkeypatch, caplog):
-    assert httpx.get(f"{offer.rsplit('/', 1)[0]}/guessed/weights.safetensors").status_code == 404
-    monkeypatch.setattr(network, "NOTICE_EVERY", 0.0)  # a long way is told of
+def test_a_long_way_is_told_of(offer, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(network, "NOTICE_EVERY", 0.0)
     fetch.download(f"{offer}/weights.safetensors", tmp_path / "copy", 25_600)
     assert (tmp_path / "copy").read_bytes() == bytes(range(256)) * 100
-    assert "127.0.0.1 has fetched 0.0 of 0.0 GB of the weights" in caplog.text
+    until(lambda: "127.0.0.1 has fetched 0.0 of 0.0 GB of the weights" in caplog.text)
 
 
 def raw(url, *sent):
@@ -223,15 +223,15 @@ def raw(url, *sent):
 
 
 def threads():
-    return [one.name for one in threading.enumerate() if one.name.startswith("mt-grpo-weights")]
+    return sum(one.name.startswith("mt-grpo-weights") for one in threading.enumerate())
 
 
 def test_half_open_connections_hold_up_nobody(offer, tmp_path, monkeypatch):
     monkeypatch.setattr(network, "MAX_WAITING", 8)
-    before = len(threads())
+    before = threads()
     held = [raw(offer, b"GET /") for _ in range(40)]
     fetch.download(f"{offer}/weights.safetensors", tmp_path / "copy", 25_600)
-    assert len(threads()) <= before + 1
+    assert threads() <= before + 1
     with contextlib.suppress(ConnectionResetError):  # which says the same
         assert not held[0].recv(1)  # the oldest was ended
     for connection in held:
@@ -255,14 +255,6 @@ def test_connections_that_break_leave_no_traceback(offer, tmp_path, capfd, caplo
         connection.close()
     fetch.download(f"{offer}/weights.safetensors", tmp_path / "copy", 25_600)
     assert "Traceback" not in capfd.readouterr().err + caplog.text
-
-
-@pytest.mark.parametrize(
-    ("begin", "status"), [("9" * 5000, 400), ("9" * 17, 416), ("25600", 416), ("-5", 400), ("x", 400), ("25599", 206)]
-)
-def test_a_range_is_a_number_within_the_file(offer, begin, status):
-    answer = httpx.get(f"{offer}/weights.safetensors", headers={"Range": f"bytes={begin}-"})
-    assert answer.status_code == status and len(answer.content) == (status == 206)
 
 
 @pytest.mark.parametrize("sent", [b"POST /x HTTP/1.1\r\n\r\n", b"\x16\x03\x01\r\n\r\n", b"x" * 10_000])
@@ -296,29 +288,20 @@ def test_weights_are_offered_at_the_port_that_is_chosen(remote, sync_of):
     assert {urlsplit(url).port for url in remote.urls} == {port}
 
 
-@pytest.fixture
-def pair(tokenizer, tmp_path):
-    """Two replicas on one machine, whose files both see."""
-    both = [Remote(tokenizer, tmp_path), Remote(tokenizer, tmp_path)]
-    yield both
-    for each in both:
-        each.close()
+# Several servers
 
 
 @pytest.mark.parametrize("kind", [HttpTransport, DeltaTransport])
 def test_replicas_of_one_machine_fetch_once(pair, sync_of, model, kind):
     sync = sync_of(*pair, kind=kind)
-    for step in range(3):
-        model.model.embed_tokens.weight.data[step] *= 1.5
-        sync.sync(step)
+    learn(sync, model, 0, 1, 2)
     assert [step_of(each.version) for each in pair] == ["2", "2"]
     assert pair[0].loaded == pair[1].loaded == sync.fleet.payload.checksum
-    assert [len(list(pair[0].folder.glob("*/*.safetensors")))] == [fetch.NUM_FILES + 1]  # and the nonce of the second
+    assert len(list(pair[0].folder.glob("*/*.safetensors"))) == fetch.NUM_FILES + 1  # and the nonce of the second
     assert len(pair[1].urls) == 1
     sync.client.servers[0].drop("gone")
-    model.model.embed_tokens.weight.data[5] *= 1.5
-    sync.sync(3)
-    assert step_of(pair[1].version) == "3" and pair[1].loaded == sync.fleet.payload.checksum
+    learn(sync, model, 5)
+    assert step_of(pair[1].version) == "5" and pair[1].loaded == sync.fleet.payload.checksum
     sync.close()
 
 
@@ -338,26 +321,40 @@ def test_replicas_that_share_an_address_only_fetch_each(pair, sync_of):
     sync.close()
 
 
+# What is fetched
+
+
 @pytest.fixture
-def broken():
-    """Closes each connection after 700 bytes, and notes where each began."""
+def fetcher_in():
+    """Makes fetchers, and closes them."""
+    made = []
+
+    def make(folder):
+        folder.mkdir(exist_ok=True)
+        made.append(Fetcher(str(folder)))
+        return made[-1]
+
+    yield make
+    for fetcher in made:
+        fetcher.close()
+
+
+def weights_of(fetcher, offer):
+    return Path(fetcher.fetch(f"{offer}/weights.safetensors", 25_600))
+
+
+def test_a_broken_connection_is_gone_on_from_its_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(fetch.time, "sleep", lambda seconds: None)
     content, begun = bytes(range(256)) * 10, []
 
     def answer(request):
-        begin = int(re.fullmatch(r"bytes=(\d+)-", request.headers["Range"])[1])
-        begun.append(begin)
-        return Reply(206, content[begin : begin + 700], len(content) - begin)
+        begun.append(int(re.fullmatch(r"bytes=(\d+)-", request.headers["Range"])[1]))
+        return Reply(206, content[begun[-1] : begun[-1] + 700], len(content) - begun[-1])
 
     server = Loopback(answer)
-    yield server.url, begun, content
+    fetch.download(f"{server.url}/weights", tmp_path / "copy", len(content))
     server.stop()
-
-
-def test_a_broken_connection_is_gone_on_from_its_end(broken, tmp_path, quick):
-    url, begun, content = broken
-    fetch.download(f"{url}/weights", tmp_path / "copy", len(content))
-    assert (tmp_path / "copy").read_bytes() == content
-    assert begun == [0, 700, 1400, 2100]
+    assert (tmp_path / "copy").read_bytes() == content and begun == [0, 700, 1400, 2100]
 
 
 @pytest.mark.parametrize(
@@ -371,13 +368,12 @@ def test_a_broken_connection_is_gone_on_from_its_end(broken, tmp_path, quick):
         *((None, asked, "are texts") for asked in ({"url": 7}, {"label": ["a"]}, {"base": {}})),
     ],
 )
-def test_what_cannot_be_fetched_is_one_sentence(offer, tmp_path, quick, url, asked, problem):
-    (root := tmp_path / "shm").mkdir()
-    fetcher = Fetcher(str(root))
+def test_what_cannot_be_fetched_is_one_sentence(offer, tmp_path, monkeypatch, fetcher_in, url, asked, problem):
+    monkeypatch.setattr(fetch.time, "sleep", lambda seconds: None)
+    fetcher = fetcher_in(tmp_path / "shm")
     with pytest.raises(FetchError, match=problem):
         fetcher.fetch(**{"url": f"{offer}/gone" if url == "gone" else url or "x", "size": 10, **asked})
-    assert not (asked and list(root.iterdir()))
-    fetcher.close()
+    assert not (asked and list((tmp_path / "shm").iterdir()))
 
 
 def attack(root, kind):
@@ -393,42 +389,36 @@ def attack(root, kind):
 
 
 @pytest.mark.parametrize("kind", ["link", "hard link", "folder's link", "open folder"])
-def test_nobody_else_reads_or_writes_what_is_fetched(offer, tmp_path, kind):
+def test_nobody_else_reads_or_writes_what_is_fetched(offer, tmp_path, fetcher_in, kind):
     root = tmp_path / "shm"
     root.mkdir(mode=0o777)
-    victim, fetcher = attack(root, kind), Fetcher(str(root))
-    path = Path(fetcher.fetch(f"{offer}/weights.safetensors", 25_600))
+    victim = attack(root, kind)
+    path = weights_of(fetcher_in(root), offer)
     folder, file = path.parent.lstat(), path.lstat()
     assert victim.read_bytes() == b"precious" and not path.parent.is_symlink()
-    assert stat.S_IMODE(folder.st_mode) == 0o700 and stat.S_IMODE(file.st_mode) == 0o600 and file.st_nlink == 1
+    assert (stat.S_IMODE(folder.st_mode), stat.S_IMODE(file.st_mode), file.st_nlink) == (0o700, 0o600, 1)
     assert folder.st_uid == file.st_uid == os.geteuid()
-    other = Fetcher(str(root))
-    assert Path(other.fetch(f"{offer}/weights.safetensors", 25_600)).parent.name != path.parent.name
-    fetcher.close()
-    other.close()
+    assert weights_of(fetcher_in(root), offer).parent.name != path.parent.name
 
 
-def test_what_stands_for_a_folder_that_is_gone_is_not_used(offer, tmp_path):
+def test_what_stands_for_a_folder_that_is_gone_is_not_used(offer, tmp_path, fetcher_in):
     """Its name is known by then."""
     (trap := tmp_path / "trap").mkdir(mode=0o777)
-    fetcher = Fetcher(str(tmp_path))
-    gone = Path(fetcher.fetch(f"{offer}/weights.safetensors", 25_600)).parent
+    fetcher = fetcher_in(tmp_path)
+    gone = weights_of(fetcher, offer).parent
     shutil.rmtree(gone)
     gone.symlink_to(trap)
-    assert Path(fetcher.fetch(f"{offer}/weights.safetensors", 25_600)).parent != gone
+    assert weights_of(fetcher, offer).parent != gone
     assert not list(trap.iterdir())
-    fetcher.close()
 
 
 @pytest.mark.parametrize("foreign", [False, True])
-def test_folders_of_killed_servers_of_this_user_are_removed(offer, tmp_path, monkeypatch, foreign):
+def test_folders_of_killed_servers_of_this_user_are_removed(offer, tmp_path, monkeypatch, fetcher_in, foreign):
     (old := tmp_path / f"{fetch.machine()}-999999999-x").mkdir()
     mine = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: mine + foreign)
-    fetcher = Fetcher(str(tmp_path))
-    fetcher.fetch(f"{offer}/weights.safetensors", 25_600)
+    weights_of(fetcher_in(tmp_path), offer)
     assert old.exists() == foreign
-    fetcher.close()
 
 
 def test_no_link_is_followed_to_another_file(offer, tmp_path):
@@ -439,54 +429,41 @@ def test_no_link_is_followed_to_another_file(offer, tmp_path):
     assert (tmp_path / "victim").read_bytes() == b"precious"
 
 
-def test_a_server_that_ends_fetches_nothing_more(offer, tmp_path):
-    """A request may still have waited for the one before it."""
-    fetcher = Fetcher(str(tmp_path))
-    fetcher.close()
-    with pytest.raises(FetchError, match="shutting down"):
-        fetcher.fetch(f"{offer}/weights.safetensors", 25_600)
-
-
-@pytest.mark.parametrize("answered", [False, True], ids=["the head", "the file"])
-def test_a_trickle_is_given_up_though_it_never_ends(tmp_path, monkeypatch, answered):
-    assert fetch.time_limit(140 * 10**9) > 20 * fetch.time_limit(10**6)  # larger files may take longer
-    monkeypatch.setattr(fetch, "BASE_TIMEOUT", 0.3)
+@contextlib.contextmanager
+def trickling(head, byte=b"x", then=lambda: None):
+    """The address of a server that sends a head, calls something, and sends one byte again and again, or nothing."""
     over = threading.Event()
 
     def trickle(server):
         connection, _ = server.accept()
         with connection, contextlib.suppress(OSError):
             connection.recv(1000)
-            connection.sendall(b"HTTP/1.1 206 OK\r\nContent-Length: 10000\r\n" + b"\r\n" * answered)
+            connection.sendall(b"HTTP/1.1 206 OK\r\nContent-Length: 10000\r\n" + head)
+            then()
             while not over.wait(0.01):
-                connection.sendall(b"x")
+                connection.sendall(byte)
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         thread = threading.Thread(target=trickle, args=(server,))
         thread.start()
-        with pytest.raises(FetchError, match="in 0 s, and is given up"):
-            fetch.download(f"http://127.0.0.1:{server.getsockname()[1]}/weights", tmp_path / "copy", 10_000)
+        yield f"http://127.0.0.1:{server.getsockname()[1]}/weights"
         over.set()
         thread.join()
 
 
-def test_a_server_that_ends_waits_for_no_trainer(tmp_path):
-    """Its process ends when its threads have."""
-    fetcher, faults = Fetcher(str(tmp_path)), []
+@pytest.mark.parametrize("head", [b"", b"\r\n"], ids=["the head", "the file"])
+def test_a_trickle_is_given_up_though_it_never_ends(tmp_path, monkeypatch, head):
+    assert fetch.time_limit(140 * 10**9) > 20 * fetch.time_limit(10**6)  # larger files may take longer
+    monkeypatch.setattr(fetch, "BASE_TIMEOUT", 0.3)
+    with trickling(head) as url, pytest.raises(FetchError, match="in 0 s, and is given up"):
+        fetch.download(url, tmp_path / "copy", 10_000)
 
-    def work(url):
-        try:
-            fetcher.fetch(url, 10_000)
-        except FetchError as error:
-            faults.append(str(error))
 
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        thread = threading.Thread(target=work, args=(f"http://127.0.0.1:{server.getsockname()[1]}/weights",))
-        thread.start()
-        connection, _ = server.accept()
-        with connection:
-            connection.recv(1000)
-            connection.sendall(b"HTTP/1.1 206 OK\r\nContent-Length: 10000\r\n\r\nx")
-            fetcher.close()
-            thread.join(fetch.READ_TIMEOUT / 2)
-    assert faults == ["This server is shutting down."] and not list(tmp_path.iterdir())
+def test_a_server_that_ends_waits_for_no_trainer(tmp_path, fetcher_in):
+    """Its process ends when its threads have. A request may still have waited for the one before it."""
+    fetcher, begun = fetcher_in(tmp_path), time.monotonic()
+    with trickling(b"\r\nx", b"", fetcher.close) as url:
+        for _ in range(2):
+            with pytest.raises(FetchError, match=r"^This server is shutting down\.$"):
+                fetcher.fetch(url, 10_000)
+    assert time.monotonic() - begun < fetch.READ_TIMEOUT / 2 and not list(tmp_path.iterdir())

@@ -1,22 +1,25 @@
-"""Control calls that fail once, engines that die under a living process, caches, and what follows an update."""
+"""Control calls that fail, engines that die under a living process, caches, and whose weights a server holds."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 
 import httpx
 import pytest
-from peft import LoraConfig, get_peft_model
+from accelerate import Accelerator
 from support.loopback import Loopback, Proxy, Reply
 from support.models import build_model
-from support.replicas import Remote, step_of
+from support.replicas import step_of
 
 from mt_grpo.errors import WeightSyncError
 from mt_grpo.rollout import SamplingParams
-from mt_grpo.servers import http
-from mt_grpo.servers.http import RequestFailed
-from mt_grpo.weights.files import LoraTransport, SafetensorsTransport
-from mt_grpo.weights.network import DeltaTransport, HttpTransport
+from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
+from mt_grpo.servers import http, owner
+from mt_grpo.servers.http import RequestFailed, ServerSetupError
+from mt_grpo.servers.owner import new_run, read_owner, released, weight_label
+from mt_grpo.training import MTGRPOConfig
+from mt_grpo.training.servers import weight_sync
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +28,24 @@ def quick(monkeypatch):
     monkeypatch.setattr(http, "POLL", 0.01)
 
 
-# Calls that fail once
+@pytest.fixture
+def both(replicas, sync_of):
+    """A sync to both servers, which both have the first weights."""
+    sync = sync_of(*replicas, server_timeout=20.0)
+    sync.sync(0)
+    return sync
+
+
+def up(sync) -> list[bool]:
+    return [server.up for server in sync.client.servers]
+
+
+def has(replica, sync, step: str = "1") -> bool:
+    """Whether a server has the latest weights."""
+    return step_of(replica.version) == step and sync.fleet.payload.checksum == replica.loaded
+
+
+# Calls that fail
 
 
 @pytest.mark.parametrize("fault", ["500", "garbage", "cut", "closed"])
@@ -34,10 +54,9 @@ def test_one_bad_answer_of_each_control_call_ends_no_run(replicas, sync_of, faul
     failed = set()
 
     def first(path, updates, number):
-        if path in failed:
-            return None
+        new = path not in failed
         failed.add(path)
-        return fault
+        return fault if new else None
 
     proxy = Proxy(replicas[0].http.url, first)
     sync = sync_of(proxy.url, server_timeout=20.0)
@@ -47,31 +66,28 @@ def test_one_bad_answer_of_each_control_call_ends_no_run(replicas, sync_of, faul
     failed.clear()
     sync.sync(1)
     sync.check()
-    assert sync.client.servers[0].up and not sync.client.servers[0].drops
-    assert step_of(replicas[0].version) == "1" and sync.fleet.payload.checksum == replicas[0].loaded
+    assert sync.client.servers[0].up and not sync.client.servers[0].drops and has(replicas[0], sync)
     assert {"/sleep", "/update_weights", "/finish_weight_update", "/weight_info", "/v1/completions"} <= failed
     proxy.stop()
 
 
-def test_a_lasting_fault_of_a_healthy_server_ends_the_run(replicas, sync_of):
-    sync = sync_of(*replicas, server_timeout=20.0)
-    sync.sync(0)
+def test_a_lasting_fault_of_a_healthy_server_ends_the_run(replicas, both):
     replicas[1].refused = "/update_weights"
     with pytest.raises(WeightSyncError, match=f"{replicas[1].http.url}/update_weights was answered with HTTP 500: no"):
-        sync.sync(1)
+        both.sync(1)
     assert len(replicas[1].http.asked("/update_weights")) == 2 + 1 + len(http.DELAYS)
 
 
 # Engines that die
 
 
-def sample(client, number: int = 6) -> list:
+def sample(client, number: int = 6) -> set[int]:
     async def go():
         taken = [await client.generate([one, 1], SamplingParams(max_tokens=1), str(one)) for one in range(number)]
         while not all(server.up for server in client.servers):
             await client.generate([1], SamplingParams(max_tokens=1), "waits")
         await client.close()
-        return taken
+        return {each.ids[0] for each in taken}
 
     return asyncio.run(asyncio.wait_for(go(), 60))
 
@@ -92,12 +108,11 @@ def test_an_engine_that_dies_is_left_out_and_taken_back(replicas, sync_of, path,
     replicas[1].dies_at = path
     sync.sync(1)
     sync.check()
-    assert [server.up for server in sync.client.servers] == [True, False]
+    assert up(sync) == [True, False]
     replicas[1].dies_at, replicas[1].dead, replicas[1].active = None, False, False
     replicas[1].version = replicas[1].loaded = "default"
-    assert {each.ids[0] for each in sample(sync.client)} == {1}
-    assert [step_of(replica.version) for replica in replicas] == ["1", "1"]
-    assert sync.fleet.payload.checksum == replicas[1].loaded
+    assert sample(sync.client) == {1}
+    assert step_of(replicas[0].version) == "1" and has(replicas[1], sync)
 
 
 @pytest.mark.parametrize("path", ["/update_weights", "/finish_weight_update"])
@@ -118,28 +133,20 @@ def test_a_run_waits_for_its_only_engine(replicas, sync_of, path):
     sync.sync(0)
     replicas[0].dies_at = path
     sync.sync(1)
-    assert looks and step_of(replicas[0].version) == "1" and sync.fleet.payload.checksum == replicas[0].loaded
-    assert sync.client.servers[0].up
+    assert looks and has(replicas[0], sync) and up(sync) == [True]
 
 
-def test_an_engine_that_died_after_rollouts_ends_no_run(replicas, sync_of):
-    sync = sync_of(*replicas, server_timeout=20.0)
-    sync.sync(0)
+def test_an_engine_that_died_after_rollouts_ends_no_run(replicas, both):
     replicas[1].dead = True
-    sync.check()
-    assert [server.up for server in sync.client.servers] == [True, False]
+    both.check()
+    assert up(both) == [True, False]
 
 
-def test_an_engine_that_dies_while_it_is_restored_is_awaited(replicas, sync_of):
-    sync = sync_of(*replicas, server_timeout=20.0)
-    sync.sync(0)
+def test_an_engine_that_dies_while_it_is_restored_is_awaited(replicas, both):
     replicas[1].dies_at = "/init_weight_transfer_engine"
     with pytest.raises(RequestFailed) as caught:
-        sync.restore(replicas[1].http.url)
+        both.restore(replicas[1].http.url)
     assert caught.value.unreachable
-
-
-# Caches on the way
 
 
 def test_no_cache_on_the_way_answers_for_the_server(replicas, sync_of, monkeypatch):
@@ -164,23 +171,99 @@ def test_no_cache_on_the_way_answers_for_the_server(replicas, sync_of, monkeypat
         sync.check()
     replicas[0].dead = True
     sync.check()
-    assert not sync.client.servers[0].up
-    assert "no-store" in replicas[0].http.last_headers["Cache-Control"]
+    assert up(sync) == [False] and "no-store" in replicas[0].http.last_headers["Cache-Control"]
     cache.stop()
 
 
-# What follows an update
+# Whose weights a server holds: two runs on one server notice each other, and a run that is gone blocks nobody
 
 
-@pytest.mark.parametrize("kind", [SafetensorsTransport, HttpTransport, DeltaTransport, LoraTransport])
-def test_after_each_update_no_features_of_older_weights_stay(tokenizer, sync_of, tmp_path, model, kind):
-    replica = Remote(tokenizer, None if kind in (SafetensorsTransport, LoraTransport) else tmp_path)
-    if kind is LoraTransport:
-        replica.model = build_model(tokenizer)
-        model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"]))
-    sync = sync_of(replica, kind=kind, model=model, media={-1: 7})
-    sync.sync(0)
-    sync.sync(1)
-    posts = [path for _, path, _ in replica.http.requests if path in ("/sleep", "/reset_encoder_cache", "/wake_up")]
-    assert posts == ["/sleep", "/reset_encoder_cache", "/wake_up"] * 3  # of the proof, and two steps
-    replica.close()
+@pytest.fixture
+def run_of_other(other):
+    """The name a run of another process has."""
+    own = f"-{os.getpid()}-{owner._start(os.getpid())}-"
+    return new_run().replace(own, f"-{other.pid}-{owner._start(other.pid)}-")
+
+
+def test_a_run_of_another_process_is_refused_while_it_lives(
+    replicas, sync_of, tokenizer, model, other, run_of_other, tmp_path
+):
+    """On whatever server, and before its trainer is made."""
+    version = replicas[1].version = weight_label(run_of_other, 7)
+    words = rf"{replicas[1].http.url} holds the weights of another run \(process {other.pid} on .*, step 7\)"
+    with pytest.raises(WeightSyncError, match=rf"{words}.*`vllm_server_port`.*end it first\.$"):
+        sync_of(*replicas).sync(0)
+    assert replicas[1].version == version and [replica.updates for replica in replicas] == [0, 0]
+    client = VLLMServerClient(replicas[1].http.url, tokenizer)
+    args = MTGRPOConfig(str(tmp_path), use_cpu=True, bf16=False)
+    with pytest.raises(ServerSetupError, match="another run"):
+        weight_sync(args, client, lambda: model, Accelerator(cpu=True))
+
+
+@pytest.mark.parametrize("end", ["unnoticed", "gone", "another of its number"])
+def test_a_run_that_was_killed_blocks_nobody(replicas, sync_of, other, run_of_other, end):
+    if end == "another of its number":
+        start = owner._start(other.pid)
+        run_of_other = run_of_other.replace(f"-{start}-", f"-{start - 1}-")
+    else:
+        other.kill()
+        os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
+    if end == "gone":
+        other.wait()
+    replicas[0].version = weight_label(run_of_other, 7)
+    sync_of().sync(0)
+    assert step_of(replicas[0].version) == "0"
+
+
+def test_a_server_held_by_another_machine_is_refused_until_freed(replicas, sync_of):
+    there = new_run().replace(owner._machine(), "0a1b2c3d.4026531836")
+    replicas[0].version = weight_label(there, "proof")
+    with pytest.raises(WeightSyncError, match="step proof.*or restart the server if that run was killed"):
+        sync_of().sync(0)
+    replicas[0].version = released(replicas[0].version)
+    sync_of().sync(0)
+
+
+@pytest.mark.parametrize("version", ["default", "12", "a-b:3"])
+def test_versions_that_no_run_of_ours_set_name_nobody(replicas, sync_of, version):
+    assert read_owner(version) is None
+    replicas[0].version = version
+    sync_of().sync(0)
+
+
+def test_a_run_that_ends_gives_its_servers_back(replicas, sync_of):
+    first, second = sync_of(*replicas), sync_of(*replicas)
+    first.sync(4)
+    for _ in range(2):
+        first.close()
+        assert [replica.version for replica in replicas] == [f"{first.run}:4:released"] * 2
+    second.sync(0)
+    first.close()
+    assert [replica.version for replica in replicas] == [f"{second.run}:0"] * 2
+
+
+def test_weights_another_run_sends_during_rollouts_are_noticed(replicas, both, run_of_other):
+    both.check()
+    replicas[1].version = weight_label(run_of_other, 7)
+    with pytest.raises(WeightSyncError, match="while this run sampled from it"):
+        both.check()
+    with pytest.raises(WeightSyncError, match="holds the weights of another run"):
+        both.sync(1)
+
+
+def test_a_second_trainer_takes_over_and_the_first_one_notices(sync_of):
+    first, second = sync_of(), sync_of()
+    first.sync(0)
+    second.sync(0)
+    with pytest.raises(WeightSyncError, match="while this run sampled from it"):
+        first.check()
+    first.sync(1)
+    first.check()
+
+
+def test_a_server_that_was_restarted_during_rollouts_ends_no_run(replicas, both, tokenizer):
+    replicas[1].version, replicas[1].model = "default", build_model(tokenizer, seed=9)
+    both.check()
+    assert up(both) == [True, False]
+    both.restore(replicas[1].http.url)
+    assert step_of(replicas[1].version) == "0"

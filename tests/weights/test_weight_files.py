@@ -22,78 +22,72 @@ TENSORS = {
     "matrix": torch.randn(4, 3),
     "strided": torch.randn(6, 4).T,
     "scalar": torch.tensor(2.0),
+    "large": torch.randn(1500, 1501),
+    "odd and large": torch.randn(700_001).bfloat16(),
+    "large and strided": torch.randn(900, 800).T,
+    "empty": torch.empty(0, 4),
 }
 
 
-def layout():
-    return [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in TENSORS.items()]
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "w.safetensors"
+
+
+def file_of(tmp_path, tensors=TENSORS):
+    layout = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
+    return WeightFile(tmp_path / "0.partial", layout)
 
 
 def test_what_is_written_is_what_safetensors_reads(tmp_path):
-    file = WeightFile(tmp_path / "0.partial", layout())
+    """A file has its name only when it is complete, and the checksum of what is written."""
+    file = file_of(tmp_path)
     for factor in (1, 3):
         tensors = {name: tensor * factor for name, tensor in TENSORS.items()}
+        alone = Checksum()
+
+        def walk(tensors=tensors, alone=alone):
+            for name, tensor in tensors.items():
+                assert not list(tmp_path.glob("*.safetensors"))
+                alone.add(name, tensor)
+                yield name, tensor
+
         file.withdraw()
-        assert not list(tmp_path.glob("*.safetensors"))
-        write_weights(file, tmp_path / f"{factor}.safetensors", tensors.items())
+        written = write_weights(file, tmp_path / f"{factor}.safetensors", walk())
         assert [entry.name for entry in tmp_path.iterdir()] == [f"{factor}.safetensors"]
-        read = load_file(file.path)
-        assert read.keys() == tensors.keys()
-        for name, tensor in tensors.items():
-            assert read[name].dtype == tensor.dtype and torch.equal(read[name], tensor)
-
-
-def test_the_checksum_of_what_is_written_is_that_of_the_file(tmp_path):
-    tensors = {
-        **TENSORS,
-        "large": torch.randn(1500, 1501),
-        "odd and large": torch.randn(700_001).bfloat16(),
-        "large and strided": torch.randn(900, 800).T,
-        "empty": torch.empty(0, 4),
-    }
-    file = WeightFile(
-        tmp_path / "0.partial", [(name, each.dtype, tuple(each.shape)) for name, each in tensors.items()]
-    )
-    written = write_weights(file, tmp_path / "w.safetensors", tensors.items())
-    alone = Checksum()
-    for name, tensor in tensors.items():
-        alone.add(name, tensor)
-    assert written == alone.hexdigest() == file_checksum(file.path)
-    assert all(torch.equal(tensor, tensors[name]) for name, tensor in load_file(file.path).items())
+        assert written == alone.hexdigest() == file_checksum(file.path)
+        torch.testing.assert_close(load_file(file.path), tensors, rtol=0, atol=0)
 
 
 def test_the_tensors_of_a_file_begin_at_a_cache_line(tmp_path):
     for count in range(1, 9):
-        names = [("w" * length, torch.float32, (16,)) for length in range(1, count + 1)]
-        file = WeightFile(tmp_path / f"{count}.partial", names)
-        assert {file.place(name).data_ptr() % 64 for name, *_ in names} == {0}
+        tensors = {"w" * length: torch.empty(16) for length in range(1, count + 1)}
+        file = file_of(tmp_path, tensors)
+        assert {file.place(name).data_ptr() % 64 for name in tensors} == {0}
 
 
-def test_an_error_of_the_thread_that_sums_is_raised(tmp_path, monkeypatch):
-    path = tmp_path / "w.safetensors"
+def test_an_error_of_the_thread_that_sums_is_raised(path, monkeypatch):
     save_file({"a": torch.ones(2), "b": torch.ones(3)}, path)
     monkeypatch.setattr("mt_grpo.vllm_plugin.checksum.line_of", lambda *given: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         file_checksum(path)
 
 
-def test_tensors_that_nobody_read_are_not_in_the_checksum(tmp_path):
+def test_tensors_that_nobody_read_are_not_in_the_checksum(path):
     tensors = {name: TENSORS[name].contiguous() for name in ("odd", "wide", "matrix")}
-    save_file(tensors, tmp_path / "w.safetensors")
-    read, all_of_them, alone = Checksum(), Checksum(), Checksum()
-    some = read_tensors(tmp_path / "w.safetensors", read)
+    save_file(tensors, path)
+    read, whole, alone = Checksum(), Checksum(), Checksum()
+    some = read_tensors(path, read)
     alone.add(*next(some))
     some.close()
-    assert read.hexdigest() == alone.hexdigest()
-    for name, tensor in read_tensors(tmp_path / "w.safetensors", all_of_them):
-        assert torch.equal(tensor, tensors[name])
-    assert all_of_them.hexdigest() == file_checksum(tmp_path / "w.safetensors") != read.hexdigest()
+    torch.testing.assert_close(dict(read_tensors(path, whole)), tensors, rtol=0, atol=0)
+    assert alone.hexdigest() == read.hexdigest() != whole.hexdigest() == file_checksum(path)
 
 
-def test_a_tensor_is_summed_before_the_walk_goes_on(tmp_path):
+def test_a_tensor_is_summed_before_the_walk_goes_on(tmp_path, path):
     """A gathered or merged tensor is another one then."""
     large = torch.arange(1 << 18)
-    file = WeightFile(tmp_path / "0.partial", [(name, large.dtype, tuple(large.shape)) for name in "ab"])
+    file = file_of(tmp_path, {"a": large, "b": large})
 
     def walk():
         for name in "ab":
@@ -101,10 +95,10 @@ def test_a_tensor_is_summed_before_the_walk_goes_on(tmp_path):
             yield name, shared
             shared.zero_()
 
-    assert write_weights(file, tmp_path / "w.safetensors", walk()) == file_checksum(file.path)
+    assert write_weights(file, path, walk()) == file_checksum(file.path)
 
 
-def test_a_failed_write_leaves_no_file_and_finishes_the_walk(tmp_path):
+def test_a_failed_write_leaves_no_file_and_finishes_the_walk(tmp_path, path):
     walked = []
 
     def walk():
@@ -113,8 +107,8 @@ def test_a_failed_write_leaves_no_file_and_finishes_the_walk(tmp_path):
             yield name, tensor if name != "flags" else torch.zeros(99)
 
     with pytest.raises(ValueError, match="size"):
-        write_weights(WeightFile(tmp_path / "0.partial", layout()), tmp_path / "w.safetensors", walk())
-    assert walked == list(TENSORS) and not (tmp_path / "w.safetensors").exists()
+        write_weights(file_of(tmp_path), path, walk())
+    assert walked == list(TENSORS) and not path.exists()
 
 
 def test_a_full_disk_is_an_error_that_leaves_nothing_behind(tmp_path, monkeypatch):
@@ -123,28 +117,15 @@ def test_a_full_disk_is_an_error_that_leaves_nothing_behind(tmp_path, monkeypatc
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(OSError, match="No space left.*weight_sync_folder"):
-        WeightFile(tmp_path / "0.partial", layout())
+        file_of(tmp_path)
     assert not list(tmp_path.iterdir())
-
-
-def test_a_file_has_its_name_only_when_it_is_complete(tmp_path):
-    path = tmp_path / "w.safetensors"
-
-    def walk():
-        for item in TENSORS.items():
-            assert not path.exists()
-            yield item
-
-    write_weights(WeightFile(tmp_path / "0.partial", layout()), path, walk())
-    assert path.exists()
 
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_what_a_killed_process_left_is_removed(shared, tmp_path):
     root = str(tmp_path) if shared else None
     makes = f"from mt_grpo.weights.files import make_folder as m; print(m({root!r}), flush=True)"
-    code = f"import os; {makes}; os._exit(9)"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    run = subprocess.run([sys.executable, "-c", f"import os; {makes}; os._exit(9)"], capture_output=True, text=True)
     left = Path(run.stdout.strip())
     (left / "weights.partial").write_bytes(b"half")
     assert run.returncode == 9
