@@ -13,8 +13,10 @@ import time
 import pytest
 import torch
 from support.agents import calling_tokenizer
-from support.models import build_model, build_tokenizer
+from support.models import CPU_RUN, build_model, build_tokenizer
+from trl.experimental.harbor import HarborBashEnv, HarborSpec
 
+from mt_grpo import MTGRPOConfig, MTGRPOEnvTrainer
 from mt_grpo.errors import ConfigError
 from mt_grpo.forward import token_logps
 from mt_grpo.rollout import RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
@@ -324,3 +326,36 @@ def test_wrong_options_are_refused(options, message, make_task):
     given = {"sandbox": "podman", "tasks": str(make_task("hello"))} | options
     with pytest.raises(ConfigError, match=message):
         HarborTasks(HarborEnv(given["sandbox"], verify_every=given.get("verify_every")), given["tasks"])
+
+
+GROUP = {"max_steps": 1, "max_concurrent_rollouts": 1, "per_device_train_batch_size": 2, "num_generations": 2}
+
+
+class WithFolder(HarborBashEnv):
+    """TRL's own leaves it to Docker to make the folder that the verifier's numbers are copied to; podman does not."""
+
+    made = []
+
+    async def _setup(self):
+        self.made.append(self)
+        self._paths.verifier_dir.mkdir(parents=True)
+
+
+def test_trls_harbor_spec_runs_as_it_is(make_task, tmp_path):
+    spec = HarborSpec(str(make_task("tasks").parent), agent=WithFolder, environment_type="podman")
+    script = [native("bash", command=HELLO), "done"]
+    model = build_model(calling_tokenizer(), max_position_embeddings=30_000).eval()
+    trainer = MTGRPOEnvTrainer(
+        model,
+        environment_factory=spec.environment_factory,
+        reward_funcs=spec.reward_funcs,
+        args=MTGRPOConfig(str(tmp_path), max_completion_length=2000, **CPU_RUN | GROUP),
+        train_dataset=spec.train_dataset,
+        engine=Reciting(model, lambda session, turn: f"{script[turn]}<|im_end|>"),
+        processing_class=calling_tokenizer(),
+    )
+    trainer.train()
+    (logged,) = [row for row in trainer.state.log_history if "reward" in row]
+    assert logged["reward"] == 1.0
+    for env in WithFolder.made:
+        env._run(env._stop())
