@@ -94,12 +94,8 @@ def everything(folder: Path, output: Path | None = None) -> list[Any]:
 Damage = Callable[[Path], Any]
 
 
-def put(place: str, content: bytes) -> Damage:
-    return lambda folder: (folder / place).write_bytes(content)
-
-
-def cut(place: str, share: float) -> Damage:
-    return lambda folder: os.truncate(folder / place, int((folder / place).stat().st_size * share))
+def edit(place: str, change: Callable[[bytes], bytes]) -> Damage:
+    return lambda folder: (folder / place).write_bytes(change((folder / place).read_bytes()))
 
 
 def instead(place: str, make: Damage) -> Damage:
@@ -114,15 +110,7 @@ def line(kind: str, **fields: Any) -> Damage:
         each = each | fields if each["kind"] == kind else each
         return {name: value for name, value in each.items() if value is not ... and name != "crc"}
 
-    def damage(folder: Path) -> None:
-        lines = map(json.loads, (folder / INDEX).read_text().splitlines())
-        (folder / INDEX).write_bytes(b"".join([written(changed(each)) for each in lines]))
-
-    return damage
-
-
-def raw(text: bytes) -> Damage:
-    return lambda folder: (folder / INDEX).write_bytes((folder / INDEX).read_bytes() + text + b"\n")
+    return edit(INDEX, lambda text: b"".join(written(changed(json.loads(each))) for each in text.splitlines()))
 
 
 def table(change: Callable[[pa.Table], pa.Table], place: str = PARQUET, size: int = 16) -> Damage:
@@ -250,11 +238,11 @@ RECORDS = [
     ("prompt", [{"role": "user", "content": 7}]),
 ]
 DAMAGES: dict[str, Damage] = {
-    "index cut": cut(INDEX, 0.5),
+    "index cut": edit(INDEX, lambda content: content[: len(content) // 2]),
     "index of another process a pipe": lambda folder: os.mkfifo(folder / "rollouts/index.rank1.jsonl"),
     "rollouts a link out": linked_rollouts,
     "rollouts a file": lambda folder: (shutil.rmtree(folder / "rollouts"), (folder / "rollouts").touch()),
-    "parquet cut": cut(PARQUET, 0.7),
+    "parquet cut": edit(PARQUET, lambda content: content[: int(len(content) * 0.7)]),
     "parquet of another program": table(lambda found: pa.table({"a": [1, 2, 3, 4]})),
     "parquet without a column": table(lambda found: found.drop_columns(["record"])),
     "parquet with a column twice": table(lambda found: found.append_column("record", found["record"])),
@@ -273,9 +261,9 @@ for _place, _contents in CONTENTS.items():
     for _name, _make in OTHER_THINGS.items():
         add(_place, _name, instead(_place, _make))
     for _content in _contents:
-        add(_place, _content, put(_place, _content))
+        add(_place, _content, edit(_place, lambda old, new=_content: new))
 for _text in LINES:
-    add("line", _text, raw(_text))
+    add("line", _text, edit(INDEX, lambda old, text=_text: old + text + b"\n"))
 for _kind, _fields in FIELDS.items():
     for _name, _value in _fields:
         add(f"{_kind} {_name}", _value, line(_kind, **{_name: _value}))

@@ -8,6 +8,7 @@ import shutil
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from support import runs
 from support.browser import count, go, opened, texts
 from support.conversations import converse, template_tokenizer
 from support.credited_runs import EXAMPLE, OTHER, Member, write_credited
@@ -312,6 +313,33 @@ def test_names_of_rewards_stay_whole_beside_many_turns(browser, tmp_path):
         heads.first.wait_for()
         lines = heads.evaluate_all("all => all.map(each => each.getBoundingClientRect().height / 15)")
         assert lines and max(lines) <= 7  # of at most one word each
+
+
+COMMAND = "grep -c '<b>' /var/log/*; false"
+
+
+def test_a_command_is_shown_as_a_terminal_shows_it(browser, tmp_path, monkeypatch):
+    def in_a_shell(*arguments):
+        made = written(*arguments)
+        for call in (call for turn in made.turns for call in turn.tool_calls):
+            call.name, call.arguments, call.result = "bash", {"command": COMMAND}, "3\n<script>\n[exit code 1]"
+            call.data, call.error = {"exit_code": 1, "seconds": 0.25, "bytes": 2}, None
+        made.info = {"verifier_log": "=== 2 failed ===\nassert <i>", "tests": 2}
+        return made
+
+    written = runs._conversation
+    monkeypatch.setattr(runs, "_conversation", in_a_shell)
+    queries = queries_of(write_run(tmp_path, steps=1, groups=1))
+    session = first(queries, lambda row: row["mode"] == "train" and row["turns"] > 1)["session"]
+    with opened(browser, queries, f"trajectory?session={session}") as page:
+        page.wait_for_selector(".terminal")
+        terminal = page.locator(".terminal").first
+        assert terminal.locator("pre").all_inner_texts() == [f"$ {COMMAND}", "3\n<script>\n[exit code 1]"]
+        assert terminal.locator("small.problem").inner_text() == "exit code 1 · 250 ms"
+        log = page.locator("aside details", has_text="verifier log")  # what the environment kept
+        log.locator("summary").click()
+        assert log.locator("pre").inner_text() == "=== 2 failed ===\nassert <i>"
+        assert page.locator("aside", has_text="tests 2").count() == 1
 
 
 def test_a_star_and_a_note_are_put_on_the_page(browser, run_folder, tmp_path):

@@ -54,6 +54,8 @@ def test_a_conversation_does_nothing_to_the_terminal(color):
     assert not controls(shown) and shown.count("\\x1b]0;title") == 4
     for words in ("[bold]not markup[/bold]", "[red]: 1, -", 'File "env.py", line 3, in step', "return {}['\\x1b']"):
         assert words in shown
+    trajectory.where = None
+    assert "env.py" not in drawn(render_trajectory(trajectory, tokenizer, color))
 
 
 def test_an_error_does_nothing_to_the_terminal(capsys):
