@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import yaml
 from support.recipes import parse_recipe
-from support.registered import keep_estimators
+from support.registered import keep, keep_estimators
 
 from mt_grpo.cli import main
 from mt_grpo.envs.tool_env import execute_calls
-from mt_grpo.rewards import load_rewards
+from mt_grpo.rewards import REWARDS, load_rewards
 from mt_grpo.runlog import open_run, read_trajectories
 from mt_grpo.tools import ToolSession, load_tools_file
 from mt_grpo.trajectory import ToolCall
@@ -104,6 +104,17 @@ def test_the_example_of_the_page_trains(example, page, module, row, rewards):
     [*_, last] = read_trajectories("run")
     assert last["stop_reason"] != "env_error", last["error"]
     assert last["rewards"]["outcome"].keys() == rewards
+
+
+@pytest.mark.slow
+def test_the_example_of_a_scheduler_trains_in_a_recipe(example, monkeypatch):
+    keep(monkeypatch, REWARDS)
+    (code,), (options,) = blocks("schedulers.md", "python"), blocks("schedulers.md", "yaml")
+    Path("doubt.py").write_text(code)
+    rows = [{"prompt": "What is 6*7?", "solution": "42"}] * 16
+    whole = recipe(options, ("tools", "max_env_steps", "turn_reward_funcs"), rows, dataset_train_split="train")
+    assert main(["train", whole, *SHORT]) == 0
+    assert [line["error"] for line in read_trajectories("run")] == [None] * 8
 
 
 def test_the_recipe_of_the_page_on_branching_is_in_place(example, capsys):

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import re
-from pathlib import Path
 
 import pytest
-import yaml
 from support.conversations import play, user
-from support.forked import Forked
 from support.models import CPU_RUN, build_model, build_tokenizer
 from support.registered import keep
 from support.trainers import Letters
@@ -33,7 +30,6 @@ from mt_grpo.training.columns import check_reward_columns
 from mt_grpo.training.environment import build_env
 from mt_grpo.trajectory import StopReason, Trajectory, Turn
 
-ROOT = Path(__file__).parent.parent.parent
 END = "<|im_end|>"
 PLUGIN = '''
 import torch
@@ -338,22 +334,3 @@ def test_an_environment_among_others_may_be_a_scheduler(plugin):
     source = built["doubt"]
     assert isinstance(source, SchedulerSource) and built["tools"].tools
     assert (source.max_turns, source.loss_scale, source.system_prompt) == (4, "last_round", "S")
-
-
-@pytest.mark.slow
-def test_the_example_of_the_page_trains_in_a_recipe(tmp_path, monkeypatch):
-    page = (ROOT / "docs" / "schedulers.md").read_text()
-    (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    (options,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
-    (tmp_path / "doubt.py").write_text(example)
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "What is 6*7?", "solution": "42"}\n' * 16)
-    recipe = yaml.safe_load((ROOT / "recipes" / "quickstart.yaml").read_text()) | yaml.safe_load(options)
-    for name in ("tools", "max_env_steps", "turn_reward_funcs"):
-        del recipe[name]
-    recipe |= {"dataset_name": "rows.jsonl", "do_eval": False, "max_steps": 1, "per_device_train_batch_size": 8}
-    recipe |= {"max_turn_length": 8, "output_dir": "run", "dataset_train_split": "train"}
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    monkeypatch.chdir(tmp_path)
-    run = Forked(["-m", "mt_grpo", "train", "--config", "recipe.yaml"], tmp_path / "log")
-    assert run.wait() == 0, (tmp_path / "log").read_text()
-    assert (tmp_path / "run" / "summary.json").exists()

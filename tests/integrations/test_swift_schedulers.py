@@ -27,7 +27,7 @@ from mt_grpo.integrations.swift import (
     multi_turns,
 )
 from mt_grpo.integrations.swift.scheduler import with_images, without_images
-from mt_grpo.rollout import EngineError, RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams
+from mt_grpo.rollout import EngineError
 from mt_grpo.rollout.media import MediaEncoder
 from mt_grpo.training.rollout_batch import row_tree
 from mt_grpo.trajectory import StopReason, ToolCall
@@ -66,6 +66,10 @@ def said(*words):
     roles = ["user", "assistant"] * len(words)
     whole = "".join(f"<|im_start|>{role}\n{word}{END}\n" for role, word in zip(roles, words, strict=False))
     return f"{whole}<|im_start|>assistant\n"
+
+
+def of_user(parts):
+    return [{"role": "user", "content": parts}]
 
 
 def talk(session, turn):
@@ -467,24 +471,21 @@ class Shows(MultiTurnScheduler):
 
 def test_a_message_that_plays_a_sound_keeps_it_beside_an_image():
     parts = [{"type": "image", "image": picture()}, {"type": "audio", "audio": [0.5]}, {"type": "text", "text": "?"}]
-    messages = [{"role": "user", "content": parts}, {"role": "user", "content": parts[::2]}]
+    messages = [{"role": "user", "content": parts}, *of_user(parts[::2])]
     written, images = without_images(messages)
-    assert written == [messages[0], {"role": "user", "content": "<image>?"}] and len(images) == 1
+    assert written == [messages[0], *user("<image>?")] and len(images) == 1
 
 
 def test_a_scheduler_adds_and_removes_images():
-    processor = build_processor()
-    engine = ScriptedSight(processor.tokenizer, talk)
+    processor, first = build_processor(), picture("red", (24, 16))
     encoder = MediaEncoder(processor)
-    runner = RolloutRunner(SchedulerSource(Shows, 3, timeout=5.0), engine, RolloutLimits(), media=encoder)
-    first = picture("red", (24, 16))
-    parts = [{"type": "image", "image": first}, {"type": "text", "text": "What is it?"}]
-    request = RolloutRequest([{"role": "user", "content": parts}], "000", {})
-    [trajectory] = asyncio.run(runner.run([request], SamplingParams()))
+    prompt = of_user([{"type": "image", "image": first}, {"type": "text", "text": "What is it?"}])
+    sees = {"tokenizer": processor.tokenizer, "engine": ScriptedSight, "media": encoder}
+    [trajectory], runner = play(SchedulerSource(Shows, 3, timeout=5.0), talk, prompt=prompt, **sees)
     assert trajectory.stop_reason is StopReason.MAX_STEPS, trajectory.error
     red = encoder.encode({"type": "image", "image": first}).id
     (blue,) = trajectory.media.keys() - {red}
-    shown = [[token for token in context if token < 0] for _, context, _ in engine.requests]
+    shown = [[token for token in context if token < 0] for _, context, _ in runner.engine.requests]
     assert shown == [[red] * 6, [red] * 6 + [blue] * 4, [blue] * 4]
 
 
@@ -495,20 +496,19 @@ def test_a_scheduler_adds_and_removes_images():
         (["a"], 2, [[0, 1, "a"]]),
         (["a", "<image><image>"], 3, [[0, "a"], [1, 2]]),
         (["<image>"], 0, ["<image>"]),
-        (["<image> <image>"], 1, None),
     ],
 )
 def test_images_stand_at_their_places(words, number, shown):
     images = [picture(size=(8 * (each + 1), 8)) for each in range(number)]
-    messages = [{"role": "user", "content": text} for text in words]
-    if shown is None:
-        with pytest.raises(ValueError, match="have 2 times <image>, and the request has 1 images"):
-            with_images(messages, images)
-        return
 
     def of(content):
-        if isinstance(content, str):
-            return content
-        return [part.get("text") or images.index(part["image"]) for part in content]
+        parts = content if isinstance(content, list) else []
+        return [part.get("text") or images.index(part["image"]) for part in parts] or content
 
+    messages = [message for text in words for message in user(text)]
     assert [of(message["content"]) for message in with_images(messages, images)] == shown
+
+
+def test_other_images_than_places_are_refused():
+    with pytest.raises(ValueError, match="have 2 times <image>, and the request has 1 images"):
+        with_images(user("<image> <image>"), [picture()])

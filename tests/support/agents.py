@@ -85,11 +85,6 @@ async def reply(client, messages, **options):
     return answer.choices[0].message
 
 
-def result_of(made, content):
-    """The result of a call, as a message."""
-    return {"role": "tool", "tool_call_id": made.id, "content": content}
-
-
 async def tool_loop(row, client):
     """The loop of OpenAI's manual."""
     messages = [{"role": "user", "content": row["prompt"]}]
@@ -98,4 +93,6 @@ async def tool_loop(row, client):
         messages.append(message)
         if not message.tool_calls:
             return message.content
-        messages += [result_of(made, f"about {made.function.arguments}") for made in message.tool_calls]
+        for made in message.tool_calls:
+            told = f"about {made.function.arguments}"
+            messages.append({"role": "tool", "tool_call_id": made.id, "content": told})

@@ -59,7 +59,7 @@ def play(source, script, rows=({},), *, prompt="Q1", tokenizer=None, keep=False,
     """
     Conversations of an environment, one for each row: their trajectories, and the runner. The model says what a
     function of session and turn returns, or else turns of all conversations or of each, without what ends a turn.
-    `options` are limits, and others of the runner.
+    `options` are limits, an `engine`'s class, and others of the runner.
     """
 
     def says(session, turn):
@@ -68,7 +68,7 @@ def play(source, script, rows=({},), *, prompt="Q1", tokenizer=None, keep=False,
         return (script if isinstance(script[0], str) else script[int(session)])[turn] + "<|im_end|>"
 
     limits = {name: options.pop(name) for name in list(options) if name in RolloutLimits.__dataclass_fields__}
-    engine = ScriptedEngine(tokenizer or build_tokenizer(), says)
+    engine = options.pop("engine", ScriptedEngine)(tokenizer or build_tokenizer(), says)
     runner = RolloutRunner(source, engine, RolloutLimits(**limits), **options)
     requests = [RolloutRequest(row.get("prompt", prompt), f"{at:03d}", dict(row)) for at, row in enumerate(rows)]
     return run(runner.run(requests, SamplingParams(), keep_environments=keep)), runner
