@@ -13,6 +13,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 from datasets import Dataset
+from support.benchmarks import bench
 from support.models import build_model, build_tokenizer, lookup
 from support.own_process import pytest_pyfunc_call
 from support.sent_reports import pytest_report_to_serializable
@@ -20,7 +21,8 @@ from support.trainers import trainer_builder
 from support.upstreams import start
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-__all__ = ["pytest_pyfunc_call", "pytest_report_to_serializable", "start"]  # hooks, and a fixture
+# hooks, and fixtures
+__all__ = ["bench", "pytest_pyfunc_call", "pytest_report_to_serializable", "start"]
 
 # what tests start in processes of their own may use what tests share
 os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])

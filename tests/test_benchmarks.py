@@ -1,7 +1,8 @@
-"""Every benchmark that has a quick mode runs to its end in it."""
+"""Every benchmark that has a quick mode runs to its end in it; what they share; the tables of reports."""
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import json
 import os
@@ -14,16 +15,16 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from support.benchmarks import BENCHMARKS, REPORTS, between
 from support.forked import Forked
 from support.marks import needs_server
-from support.registered import keep_estimators
 from support.reward_batches import draw_batch
-from support.servers import ROOT, begin_forks
+from support.servers import begin_forks
 from support.waiting import until
+from trl import GRPOTrainer
 
 from mt_grpo.credit import estimate
 
-BENCHMARKS = ROOT / "benchmarks"
 SOURCES = {path.name: path.read_text() for path in sorted(BENCHMARKS.glob("*.py"))}
 MINUTES = {"horizon.py", "designs_train.py"}
 """Whose quick run trains for minutes; `tests/test_horizon.py` and `tests/test_designs.py` test their parts."""
@@ -52,6 +53,8 @@ def test_these_have_a_quick_mode():
     assert served == {"parity.py", "prefix_cache.py", "weight_pause.py", "weight_sync.py"}
 
 
+# Servers
+
 SERVING = """
 import sys, time
 from types import SimpleNamespace
@@ -79,9 +82,16 @@ with server.serve(SimpleNamespace(training=SimpleNamespace(vllm_server_port=port
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "how", [[signal.SIGTERM], [signal.SIGTERM] * 2, [signal.SIGKILL]], ids=["once", "twice", "killed"]
+    ("how", "ends"),
+    [
+        ([signal.SIGTERM], [128 + signal.SIGTERM]),
+        # the second signal may come while the process ends by the first
+        ([signal.SIGTERM] * 2, [128 + signal.SIGTERM, -signal.SIGTERM]),
+        ([signal.SIGKILL], [-signal.SIGKILL]),
+    ],
+    ids=["once", "twice", "killed"],
 )
-def test_a_server_ends_with_its_benchmark(how, tmp_path):
+def test_a_server_ends_with_its_benchmark(how, ends, tmp_path):
     """`timeout` sends SIGTERM two times. A server is in a group of its own, and has processes."""
     log, script = tmp_path / "log", tmp_path / "serving.py"
     script.write_text(SERVING)
@@ -91,21 +101,13 @@ def test_a_server_ends_with_its_benchmark(how, tmp_path):
     assert len(started) == 3  # one watches
     for number in how:
         run.send_signal(number)
-    # the second signal may come while the process ends by the first
-    assert (
-        run.wait(60)
-        in {1: [128 + signal.SIGTERM, -signal.SIGKILL], 2: [128 + signal.SIGTERM, -signal.SIGTERM]}[len(how)]
-    )
-    assert not psutil.wait_procs(started, 60)[1]
+    assert run.wait(60) in ends and not psutil.wait_procs(started, 60)[1]
 
 
 @pytest.mark.parametrize("block", [1, 4])
-def test_a_cache_reuses_the_longest_prefix_in_whole_blocks(block, monkeypatch):
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    from prefix_cache import Prefixes
-
+def test_a_cache_reuses_the_longest_prefix_in_whole_blocks(bench, block):
     draw = random.Random(0)
-    seen, prefixes = [], Prefixes(block)
+    seen, prefixes = [], bench.prefix_cache.Prefixes(block)
     for _ in range(200):
         base = draw.choice(seen)[: draw.randrange(40)] if seen else []
         tokens = base + [draw.randrange(3) for _ in range(draw.randrange(1, 20))]
@@ -114,6 +116,36 @@ def test_a_cache_reuses_the_longest_prefix_in_whole_blocks(block, monkeypatch):
         prefixes.add(tokens)
         seen.append(tokens)
 
+
+class Wire:
+    def __init__(self) -> None:
+        self.written: list[bytes] = []
+        self.write, self.is_closing = self.written.append, lambda: False
+
+
+POST = b"POST /v1/completions HTTP/1.1\r\nContent-Length: 4\r\n\r\nbody"
+
+
+@pytest.mark.parametrize("size", [1, 7, len(POST) - 4, 1000])
+def test_requests_are_read_however_they_are_cut(bench, size):
+    """By the server behind the benchmarks of a client."""
+
+    async def go() -> list[bytes]:
+        wire, subject = Wire(), bench.upstream.Upstream(b"{}", 0.0, 0.0, random.Random(0))
+        subject.connection_made(wire)
+        for request in (b"GET /metrics HTTP/1.1\r\nHost: here\r\n\r\n", POST, POST):
+            for start in range(0, len(request), size):
+                subject.data_received(request[start : start + size])
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+        return wire.written
+
+    first, *others = asyncio.run(go())
+    assert first.startswith(b"HTTP/1.1 404")
+    assert others == [b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"] * 2
+
+
+# Results
 
 RESULTS = {
     "rows": [
@@ -140,75 +172,58 @@ def changed(ratio: float, lag: float) -> dict:
         ({"rows": RESULTS["rows"][1:]}, ["gone", "the same", "the same"]),
     ],
 )
-def test_ratios_and_targets_are_held_against_the_committed_ones(monkeypatch, measured, verdicts):
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    from compare import compare
-
-    assert [row.verdict for row in compare(RESULTS, measured, 0.25)] == verdicts
+def test_ratios_and_targets_are_held_against_the_committed_ones(bench, measured, verdicts):
+    assert [row.verdict for row in bench.compare.compare(RESULTS, measured, 0.25)] == verdicts
 
 
-@pytest.fixture
-def repository(tmp_path, monkeypatch):
-    """A repository with committed results; returns what writes those of another run."""
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    import compare
+def test_every_committed_result_can_be_compared(bench):
+    files = (BENCHMARKS / "results").glob("*.json")
+    known = {path.stem: bench.compare.figures(json.loads(path.read_text())) for path in files}
+    assert {"packing", "rollout", "viewer", "weight_sync"} <= {name for name, found in known.items() if found}
 
-    monkeypatch.setattr(compare, "RESULTS", tmp_path)
 
-    def write(results: dict) -> None:
+def test_a_worse_figure_fails_the_comparison(bench, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(bench.compare, "RESULTS", tmp_path)
+
+    def status(results: dict, *options: str) -> int:
         (tmp_path / "packing.json").write_text(json.dumps(results))
+        return bench.compare.main([*options])
 
-    write(RESULTS)
+    (tmp_path / "packing.json").write_text(json.dumps(RESULTS))
     author = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
     for command in (["init", "-q"], ["add", "."], [*author, "commit", "-qm", "Results"]):
         subprocess.run(["git", *command], cwd=tmp_path, check=True)
-    return write
-
-
-def test_a_worse_figure_fails_the_comparison(repository, capsys):
-    from compare import main
-
-    assert main([]) == 0
-    repository(changed(2.0, 2.0))
-    assert main(["packing"]) == 1
-    assert main(["packing", "--tolerance", "0.6"]) == 0
-    repository({"rows": RESULTS["rows"][1:]})
-    assert main(["packing"]) == 1
-    assert "gone" in capsys.readouterr().out
+    worse = changed(2.0, 2.0)
+    assert [status(RESULTS), status(worse, "packing"), status(worse, "packing", "--tolerance", "0.6")] == [0, 1, 0]
+    assert status({"rows": RESULTS["rows"][1:]}, "packing") == 1 and "gone" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="HEAD has no results 'step'"):
-        main(["step"])
+        bench.compare.main(["step"])
 
+
+# Measures without room
 
 OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 7.42 GiB. GPU 0 has a total capacity of 79.11 GiB."
 
 
 @pytest.fixture
-def benchmark(monkeypatch, tmp_path):
-    """Runs a benchmark's `main` in this process, on tiny trajectories; returns the rows it recorded."""
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    import common
+def measured(bench, monkeypatch, tmp_path):
+    """Runs a benchmark's `main` in this process; returns the rows it recorded."""
+    monkeypatch.setattr(bench.common, "RESULTS", tmp_path)
 
-    monkeypatch.setattr(common, "RESULTS", tmp_path)
-
-    def run(module, name: str, *options: str) -> list[dict]:
-        monkeypatch.setattr(sys, "argv", [module.__name__, *options])
+    def run(name: str, recorded: str, *options: str) -> list[dict]:
+        monkeypatch.setattr(sys, "argv", [name, *options])
         try:
-            module.main()
-        finally:
-            rows = json.loads((tmp_path / f"{name}.json").read_text())["rows"]
+            getattr(bench, name).main()
+        finally:  # also where it ends with a sentence
+            rows = json.loads((tmp_path / f"{recorded}.json").read_text())["rows"]
         return rows
 
     return run
 
 
 @pytest.mark.slow
-def test_a_workload_without_room_ends_for_itself_and_says_so(benchmark, monkeypatch, capsys):
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    import step
-    from measure import extension_rows
-    from trl import GRPOTrainer
-
-    loss = GRPOTrainer._compute_loss
+def test_a_workload_without_room_ends_for_itself_and_says_so(bench, measured, monkeypatch, capsys):
+    loss, rows_of = GRPOTrainer._compute_loss, bench.measure.extension_rows
 
     def scripted(self, model, inputs):
         if type(self) is GRPOTrainer and inputs["prompt_ids"].size(1) > 20:
@@ -217,9 +232,9 @@ def test_a_workload_without_room_ends_for_itself_and_says_so(benchmark, monkeypa
 
     monkeypatch.setattr(GRPOTrainer, "_compute_loss", scripted)
     sizes = {"small": 16, "large": 32, "small again": 16}
-    workloads = {name: lambda size=size: extension_rows(size, 2, 1, action=8) for name, size in sizes.items()}
-    monkeypatch.setattr(step, "WORKLOADS", workloads)
-    rows = benchmark(step, "step_cpu", "--repeats", "1")
+    workloads = {name: lambda size=size: rows_of(size, 2, 1, action=8) for name, size in sizes.items()}
+    monkeypatch.setattr(bench.step, "WORKLOADS", workloads)
+    rows = measured("step", "step_cpu", "--repeats", "1")
     sentence = "trl ran out of memory, so that nothing is compared: CUDA out of memory. Tried to allocate 7.42 GiB."
     assert [row["workload"] for row in rows] == list(sizes)
     assert rows[1] == {"workload": "large", "out_of_memory": sentence}
@@ -227,18 +242,15 @@ def test_a_workload_without_room_ends_for_itself_and_says_so(benchmark, monkeypa
     assert f"| large | {sentence} |" in capsys.readouterr().out
 
 
-def test_a_comparison_of_rows_without_room_says_so(benchmark, monkeypatch):
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    import tree_row
-    from measure import stripped_rows
-
+def test_a_comparison_of_rows_without_room_says_so(bench, measured, monkeypatch):
     def scripted(model, batch):
         raise torch.OutOfMemoryError(OUT_OF_MEMORY)
 
-    monkeypatch.setattr(tree_row, "their_step", scripted)
-    monkeypatch.setattr(tree_row, "stripped_rows", lambda prompt, group, turns: stripped_rows(16, 2, 2))
+    rows_of = bench.measure.stripped_rows
+    monkeypatch.setattr(bench.tree_row, "their_step", scripted)
+    monkeypatch.setattr(bench.tree_row, "stripped_rows", lambda prompt, group, turns: rows_of(16, 2, 2))
     with pytest.raises(SystemExit, match="^trl ran out of memory"):
-        benchmark(tree_row, "tree_row")
+        measured("tree_row", "tree_row")
 
 
 @pytest.mark.slow
@@ -246,64 +258,45 @@ def test_a_comparison_of_rows_without_room_says_so(benchmark, monkeypatch):
 def test_a_kernel_that_cannot_be_had_is_asked_for_in_a_sentence(tmp_path):
     run = Forked([str(BENCHMARKS / "tree_row.py"), "--device", "cuda"], tmp_path / "log")
     status, said = run.wait(), (tmp_path / "log").read_text()
-    assert status == 1 and "`pip install kernels`" in said and "`--gathered`" in said
-    assert "Traceback" not in said
+    assert status == 1 and "`pip install kernels`" in said and "`--gathered`" in said and "Traceback" not in said
 
 
-def test_the_report_on_credit_has_the_table_of_its_command(monkeypatch):
+# The report on credit
+
+
+def test_the_report_on_credit_has_the_table_of_its_command(bench):
     """Rows of rules that are measured on drawn groups may differ from one torch to another."""
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    from credit import table
-
-    page = (ROOT / "benchmarks" / "reports" / "credit.md").read_text().splitlines()
-    rows = table()
+    page, rows = (REPORTS / "credit.md").read_text().splitlines(), bench.credit.table()
     assert len(rows) > 10
     for row in rows:
         name = row.split(" | ")[0]
         assert row in page or ("state_baseline" in name and any(line.startswith(name) for line in page)), row
 
 
-def test_the_report_on_credit_has_the_tables_of_one_scale(monkeypatch):
-    """Some columns of the first; where batches are drawn, numbers may differ a little from one torch to another."""
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    from credit_scales import BEGIN, END, bias_table, designs_table
-
-    page = (ROOT / "benchmarks" / "reports" / "credit.md").read_text().split(BEGIN)[1].split(END)[0]
-    committed, of_designs = ([cells(line) for line in part.splitlines()] for part in page.strip().split("\n\n"))
-    found = [cells(line) for line in bias_table(("stopper", "one_search", "late"))]
-    held = [(found, [[row[place] for place in (0, 1, 2, 3, 6)] for row in committed])]
-    for ours, theirs in (*held, ([cells(line) for line in designs_table()], of_designs)):
-        assert [row[:2] for row in ours] == [row[:2] for row in theirs] and ours[0] == theirs[0]
-        for row, other in zip(ours[2:], theirs[2:], strict=True):
-            assert numbers(row) == pytest.approx(numbers(other), abs=0.03), row
-
-
-def cells(line: str) -> list[str]:
-    return [cell.strip() for cell in line.split("|")[1:-1]]
+def cells(lines: list[str]) -> list[list[str]]:
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
 
 
 def numbers(row: list[str]) -> list[float]:
     return [float(number) for cell in row[2:] for number in cell.split(" / ")]
 
 
-def test_rules_that_were_tried_still_run(monkeypatch):
-    keep_estimators(monkeypatch)
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    monkeypatch.delitem(sys.modules, "credit_tried", raising=False)
-    from credit_toy import LESSONS, train
-    from credit_tried import TRIED
+def test_the_report_on_credit_has_the_tables_of_one_scale(bench):
+    """Some columns of the first; where batches are drawn, numbers may differ a little from one torch to another."""
+    scales = bench.credit_scales
+    page = between(REPORTS / "credit.md", scales.BEGIN, scales.END)
+    committed, of_designs = (cells(part.splitlines()) for part in page.split("\n\n"))
+    found = cells(scales.bias_table(("stopper", "one_search", "late")))
+    held = [[row[place] for place in (0, 1, 2, 3, 6)] for row in committed]
+    for ours, theirs in ((found, held), (cells(scales.designs_table()), of_designs)):
+        assert [row[:2] for row in ours] == [row[:2] for row in theirs] and ours[0] == theirs[0]
+        for row, other in zip(ours[2:], theirs[2:], strict=True):
+            assert numbers(row) == pytest.approx(numbers(other), abs=0.03), row
 
-    for rule, _ in TRIED:
+
+def test_rules_that_were_tried_still_run(bench, monkeypatch):
+    for rule, _ in bench.credit_tried.TRIED:
         for group_size in (1, 4):
             assert estimate(rule, draw_batch(3, group_size)).isfinite().all()
-    monkeypatch.setattr("credit_toy.STEPS", 2)
-    assert train("lambda_to_go", LESSONS["delayed"], seed=0)[0] is None
-
-
-def test_every_committed_result_can_be_compared(monkeypatch):
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    from compare import figures
-
-    results = BENCHMARKS / "results"
-    known = {path.stem: figures(json.loads(path.read_text())) for path in results.glob("*.json")}
-    assert {"packing", "rollout", "viewer", "weight_sync"} <= {name for name, found in known.items() if found}
+    monkeypatch.setattr(bench.credit_toy, "STEPS", 2)
+    assert bench.credit_toy.train("lambda_to_go", bench.credit_toy.LESSONS["delayed"], seed=0)[0] is None

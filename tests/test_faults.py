@@ -19,6 +19,29 @@ def mistake():
     return {}["gone"]
 
 
+def again():
+    return again()
+
+
+def hides():
+    try:
+        mistake()
+    except KeyError:
+        raise ValueError("without its cause") from None
+
+
+def odd():
+    class Odd(Exception):
+        def __str__(self):
+            raise SystemExit
+
+    raise Odd
+
+
+async def fails():
+    mistake()
+
+
 def place(function, offset=1):
     return f"{__file__}, line {function.__code__.co_firstlineno + offset}, in {function.__name__}"
 
@@ -29,44 +52,24 @@ def test_frames_of_python_itself_are_left_out():
     assert fault.traceback.endswith("(char 1)")
 
 
-def test_the_cause_is_asked_where_no_frame_is_the_users():
-    error = RuntimeError("SystemExit: 3")
-    error.__cause__ = caught(mistake)
-    assert find_fault(error).where == place(mistake)
+def test_causes_and_members_are_asked_for_frames_of_the_user():
+    outer = RuntimeError("SystemExit: 3")
+    outer.__cause__ = caught(mistake)
+    assert find_fault(outer).where == place(mistake)
+    outer.__cause__ = caught(hides)
+    assert find_fault(outer).where == place(hides, 4) and "gone" not in find_fault(outer).traceback
 
-
-def test_what_raise_from_none_hides_stays_hidden():
-    def raises():
-        try:
-            mistake()
-        except KeyError:
-            raise ValueError("without its cause") from None
-
-    outer = RuntimeError("of a library")
-    outer.__cause__ = caught(raises)
-    assert find_fault(outer).where == place(raises, 4) and "gone" not in find_fault(outer).traceback
-
-
-def test_a_group_is_asked_for_its_members():
     async def both():
         async with asyncio.TaskGroup() as group:
             group.create_task(fails())
 
-    async def fails():
-        mistake()
-
     group = caught(lambda: asyncio.run(both()))
-    outer = ExceptionGroup("of a library", [*group.exceptions])
-    assert find_fault(outer).where == place(mistake)
+    assert find_fault(ExceptionGroup("of a library", [*group.exceptions])).where == place(mistake)
 
 
 def test_an_endless_recursion_is_short():
-    def again():
-        return again()
-
     fault = find_fault(caught(again))
-    assert fault.where == place(again)
-    assert len(fault.traceback.splitlines()) <= 3 * MOST_FRAMES
+    assert fault.where == place(again) and len(fault.traceback.splitlines()) <= 3 * MOST_FRAMES
 
 
 def test_an_error_of_ours_has_its_innermost_frame():
@@ -80,14 +83,7 @@ def test_an_error_of_ours_has_its_innermost_frame():
 
 
 def test_an_error_that_cannot_be_written_as_text_is_shown():
-    class Odd(Exception):
-        def __str__(self):
-            raise SystemExit
-
-    def raises():
-        raise Odd
-
-    assert find_fault(caught(raises)).where == place(raises)
+    assert find_fault(caught(odd)).where == place(odd, 5)
 
 
 def test_a_function_is_where_it_is_written():

@@ -87,7 +87,7 @@ def test_the_best_by_what_is_not_measured_is_refused(recipe, tmp_path, refused):
 
 
 def test_a_reward_that_raises_later_leaves_a_checkpoint(recipe, tmp_path, refused):
-    line = refused("train", *recipe(outcome_reward_funcs=["test_cli.Broken"], do_eval=False))
+    line = refused("train", *recipe(outcome_reward_funcs=[f"{__file__}:Broken"], do_eval=False))
     assert "gold" in line and "--resume_from_checkpoint" in line
     assert f"in {__file__}, line {Broken.score.__code__.co_firstlineno + 3}, in score" in line
     assert (tmp_path / "run" / "checkpoint-1" / "model.safetensors").exists()
@@ -180,6 +180,15 @@ def test_a_rule_of_a_plugin_says_whether_it_splits_turns(recipe, prints, refused
     assert "credit that `advantage_estimator: splits`" in refused(*arguments("splits"))
     prints(*arguments("joins"))
     assert "the nearest is 'joins'" in refused(*arguments("jions"))
+
+
+def test_a_rule_that_returns_nan_ends_training_with_a_sentence(recipe, refused, tmp_path, monkeypatch):
+    keep_estimators(monkeypatch)
+    (tmp_path / "rules.py").write_text(RULE.replace("grpo_or(batch)", "grpo_or(batch) / 0"))
+    keys = {"external_plugins": [str(tmp_path / "rules.py")], "advantage_estimator": "splits", "do_eval": False}
+    said = refused("train", *recipe(**keys))
+    assert said.startswith("mt-grpo: The advantage estimator 'splits' gave nan to turn 1")
+    assert not list((tmp_path / "run").glob("*.safetensors"))
 
 
 def test_the_native_protocol_needs_a_template_with_tools(recipe, tmp_path, refused):

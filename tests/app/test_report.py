@@ -34,14 +34,16 @@ def commands(printed: str) -> list[list[str]]:
 
 
 def test_a_finished_run_says_how_to_go_on(recipe, prints, tmp_path):
-    printed = prints("train", *recipe(**SAVE, overwrite_output_dir=True))
-    assert f"{tmp_path}/run/rollouts  (every conversation)" in printed
+    folder, plugin = tmp_path / "run", tmp_path / "plugin.py"
+    plugin.touch()  # is not in the current folder, so that commands have `--trust`
+    printed = prints("train", *recipe(**SAVE, overwrite_output_dir=True, external_plugins=[str(plugin)]))
+    assert f"{folder}/rollouts  (every conversation)" in printed
     view, rollout, resume = commands(printed)
-    assert view == ["view", f"{tmp_path}/run"]
-    assert rollout == f"rollout --config {tmp_path}/run/config.yaml --model_name_or_path {tmp_path}/run".split()
+    assert view == ["view", str(folder)]
+    assert rollout == f"rollout --config {folder}/config.yaml --trust --model_name_or_path {folder}".split()
     assert "conversation 1" in prints(*rollout, "--num_prompts", "1")
     assert resume[-2:] == ["--max_steps", "4"] and "step 4/4" in prints(*resume)
-    assert (tmp_path / "run" / "checkpoint-1").exists()  # it was resumed, not begun anew
+    assert (folder / "checkpoint-1").exists()  # it was resumed, not begun anew
 
 
 @pytest.mark.slow

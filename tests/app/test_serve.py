@@ -111,6 +111,7 @@ URLS = "--vllm_server_base_url"
 @pytest.mark.parametrize(
     ("options", "config", "said"),
     [
+        ([], "nowhere.yaml", "mt-grpo: The recipe 'nowhere.yaml' does not exist.\n"),
         ([], "recipes/quickstart.yaml", "samples from its own model"),
         (
             [URLS, "http://127.0.0.1:[7001-7002]", "--replicas", "3"],
