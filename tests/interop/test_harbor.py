@@ -319,6 +319,8 @@ def test_agents_in_containers_elsewhere_need_an_address(make_task):
     [
         ({"verify_every": 0}, "`verify_every: 0` is no number of turns: give 1 or more"),
         ({"sandbox": "podmam"}, "`sandbox: podmam` is none of Harbor's; the nearest is 'podman': it has "),
+        ({"sandbox": "docker"}, "`sandbox: docker` cannot be used on this machine: Docker daemon is not running"),
+        ({"sandbox": "e2b"}, "`sandbox: e2b` cannot be used on this machine: "),
         ({"tasks": "nowhere"}, "`tasks: nowhere` has no tasks of Harbor: a task is a folder with `task.toml`"),
     ],
 )

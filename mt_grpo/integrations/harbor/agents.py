@@ -51,14 +51,14 @@ class HarborAgents(Tasks, AgentSource):
         protocol: CallProtocol | None = None,
     ) -> None:
         self._of_harbor = harbor_value("agent", agent)
-        Tasks.__init__(self, sandbox, tasks, eval_tasks)
-        self.inside = self._is_inside()
+        self.sandbox, self.inside = harbor_value("sandbox", sandbox), self._is_inside()
         if self.inside and host is None and self.sandbox.value not in ENGINES:
             raise ConfigError(
                 f"`agent: {self.name}` works in a container of `{sandbox}`, which runs elsewhere: give the address by "
                 "which it reaches this machine as `host`."
             )
         self.seen_as = host or HOST
+        Tasks.__init__(self, sandbox, tasks, eval_tasks)
         AgentSource.__init__(self, self._agent_class(), protocol, _ALL_INTERFACES if self.inside else "127.0.0.1")
 
     @property

@@ -31,11 +31,12 @@ class Tasks:
         eval_tasks (`str`, *optional*): The same for evaluation.
 
     Raises:
-        ConfigError: If Harbor is not installed or has no such sandbox, or if a folder has no tasks.
+        ConfigError: If Harbor is not installed, has no such sandbox, or cannot use it here; if a folder has no tasks.
     """
 
     def __init__(self, sandbox: str, tasks: str, eval_tasks: str | None = None) -> None:
         self.sandbox = harbor_value("sandbox", sandbox)
+        _check_usable(self.sandbox)
         if removed := remove_leftovers(self.sandbox.value):
             logger.warning("Removed %d containers that an earlier run left: %s", len(removed), ", ".join(removed))
         self._folders = {"train": tasks, "eval": eval_tasks}
@@ -93,6 +94,16 @@ def harbor_value(option: str, given: str | Mapping[str, Any]) -> Any:
             f"`{option}: {value}` is none of Harbor's{did_you_mean(str(value), known)}: it has {', '.join(known)}."
         )
     return EnvironmentType(value) if option == "sandbox" else config
+
+
+def _check_usable(sandbox: Any) -> None:
+    """Asks Harbor whether a sandbox can be used: its program answers, its credentials are there."""
+    from harbor.environments.factory import EnvironmentFactory
+
+    try:
+        EnvironmentFactory.run_preflight(sandbox)
+    except (Exception, SystemExit) as error:  # Harbor ends its own command with the reason
+        raise ConfigError(f"`sandbox: {sandbox.value}` cannot be used on this machine: {error}") from error
 
 
 def _task_folders(folder: str) -> list[Path]:
