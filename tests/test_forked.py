@@ -16,27 +16,20 @@ from support.waiting import until
 pytestmark = pytest.mark.slow
 
 
-def say(line: str) -> None:
-    """In one write, since ranks share the file."""
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
-
-
 def main(what: str) -> None:
-    """The program."""
-    say(f"mode: {os.environ.get('MODE')} rank: {os.environ.get('RANK')} {os.getcwd()}")
+    """The program. It says each line in one write, since ranks share the file."""
+    print(f"mode: {os.environ.get('MODE')} rank: {os.environ.get('RANK')} {os.getcwd()}\n", end="", flush=True)
     if what == "fails" and os.environ.get("RANK") == "1":
         raise RuntimeError("no more")
-    if what == "meets":
-        dist.init_process_group("gloo")
-        seen = [None, None]
-        dist.all_gather_object(seen, dist.get_rank())
-        say(f"met: {seen}")
-        dist.destroy_process_group()
-    elif what == "exits":
+    if what == "exits":
         sys.exit(3)
-    else:
+    if what != "meets":
         time.sleep(600)
+    dist.init_process_group("gloo")
+    seen = [None, None]
+    dist.all_gather_object(seen, dist.get_rank())
+    print(f"met: {seen}\n", end="", flush=True)
+    dist.destroy_process_group()
 
 
 def test_a_forked_program_has_its_own_status_and_output(tmp_path, monkeypatch):
@@ -48,15 +41,14 @@ def test_a_forked_program_has_its_own_status_and_output(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_signal_ends_a_forked_program_as_any_other(tmp_path, number):
-    program = Forked(["-m", "test_forked", "waits"], tmp_path / "log")
     log = tmp_path / "log"
+    program = Forked(["-m", "test_forked", "waits"], log)
     until(lambda: log.exists() and log.read_text(), lambda: program.poll() is None)
-    assert program.poll() is None
     with pytest.raises(subprocess.TimeoutExpired):
         program.wait(0.01)
     os.killpg(program.pid, number)
     assert program.wait(120) == -number
-    assert ("KeyboardInterrupt" in (tmp_path / "log").read_text()) == (number == signal.SIGINT)
+    assert ("KeyboardInterrupt" in log.read_text()) == (number == signal.SIGINT)
 
 
 def test_forked_ranks_meet(tmp_path):

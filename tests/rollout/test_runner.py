@@ -207,6 +207,7 @@ def test_an_answer_or_a_step_too_many_ends_the_conversation(env, tokenizer, scri
         ({"max_completion_tokens": 50}, StopReason.TOKEN_BUDGET, 50),
         ({"max_completion_tokens": 50, "max_turn_tokens": 60}, StopReason.TOKEN_BUDGET, 50),
         ({"max_completion_tokens": 60, "max_turn_tokens": 50}, StopReason.LENGTH, 50),
+        ({"max_completion_tokens": 50, "max_turn_tokens": 50}, StopReason.TOKEN_BUDGET, 50),
         ({}, StopReason.CONTEXT_FULL, None),
     ],
 )

@@ -266,7 +266,7 @@ class PlainSteps(Steps):
 
     def close(self):
         COUNTS["closed"] += 1
-        self.harm("close", None)
+        return self.harm("close", None)
 
     def harm(self, where, fine):
         if self.where != where:
