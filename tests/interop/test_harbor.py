@@ -17,6 +17,7 @@ from support.models import CPU_RUN, build_model, build_tokenizer
 from trl.experimental.harbor import HarborBashEnv, HarborSpec
 
 from mt_grpo import MTGRPOConfig, MTGRPOEnvTrainer
+from mt_grpo.data.terminal import write_tasks
 from mt_grpo.errors import ConfigError
 from mt_grpo.forward import token_logps
 from mt_grpo.rollout import RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
@@ -27,7 +28,11 @@ pytest.importorskip("mt_grpo.integrations.harbor")
 if shutil.which("podman") is None:
     pytest.skip("podman is not installed: run `make interop-harbor`", allow_module_level=True)
 
+from harbor.models.environment_type import EnvironmentType  # noqa: E402
+from harbor.models.trial.config import AgentConfig  # noqa: E402
+
 from mt_grpo.integrations.harbor import HarborAgents, HarborEnv, HarborTasks  # noqa: E402
+from mt_grpo.integrations.harbor.trial import run_trial  # noqa: E402
 
 BASE = os.environ.get("MT_GRPO_BASE_IMAGE", "localhost/base:1")
 AGENTS = os.environ.get("MT_GRPO_AGENTS_IMAGE", "localhost/agents:1")
@@ -128,6 +133,12 @@ def test_a_turn_that_breaks_the_verifier_gains_nothing(make_task, play):
     folder = make_task("broken", "[ -e /app/hello.txt ] && cat /app/hello.txt || exit 1")
     (found,) = play(folder, call("true"), call("echo 1 > /app/hello.txt"), SUBMIT, verify_every=1)
     assert [turn.reward for turn in found.turns] == [0.0, 1.0, 0.0] and found.env_rewards == {"reward": 1.0}
+
+
+def test_solutions_of_generated_tasks_earn_one(tmp_path):
+    for task in write_tasks(tmp_path, 5, image=BASE):
+        done = asyncio.run(run_trial(EnvironmentType.PODMAN, str(task), AgentConfig(name="oracle")))
+        assert done.rewards == {"reward": 1.0}, task
 
 
 def test_a_conversation_at_its_limit_is_verified(make_task, play):
