@@ -7,27 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers as hf
 from PIL import Image
-from transformers import (
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    ProcessorMixin,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
-    Qwen2VLConfig,
-    Qwen2VLForConditionalGeneration,
-    Qwen3_5Config,
-    Qwen3_5ForConditionalGeneration,
-    Qwen3_5MoeConfig,
-    Qwen3_5MoeForConditionalGeneration,
-    Qwen3VLConfig,
-    Qwen3VLForConditionalGeneration,
-)
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, ProcessorMixin
 
 from mt_grpo.rollout.engine import ScriptedEngine
 from support.models import build_tokenizer
+from support.vision import _vocabulary
 
 VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 PATCH, MERGE = 4, 2
@@ -38,9 +24,7 @@ class ImageTextProcessor(ProcessorMixin):
 
     image_token = "<|image_pad|>"
 
-    def __init__(
-        self, image_processor: object = None, tokenizer: object = None, chat_template: str | None = None
-    ) -> None:
+    def __init__(self, image_processor: Any = None, tokenizer: Any = None, chat_template: str | None = None) -> None:
         self.image_token_id = tokenizer.convert_tokens_to_ids(self.image_token)
         super().__init__(image_processor, tokenizer, chat_template=chat_template)
 
@@ -59,9 +43,7 @@ class VideoTextProcessor(ImageTextProcessor):
     timed = True
     """Whether positions follow the time, as those of Qwen2.5-VL do."""
 
-    def __init__(
-        self, image_processor: object = None, tokenizer: object = None, chat_template: str | None = None
-    ) -> None:
+    def __init__(self, image_processor: Any = None, tokenizer: Any = None, chat_template: str | None = None) -> None:
         super().__init__(image_processor, tokenizer, chat_template)
         self.video_token_id = tokenizer.convert_tokens_to_ids(self.video_token)
         self.video_processor = self._frames
@@ -71,11 +53,9 @@ class VideoTextProcessor(ImageTextProcessor):
         for frames in videos:
             found = [self.image_processor(images=[frame], return_tensors="pt") for frame in frames]
             patches = [each["pixel_values"].unflatten(1, (3, 2, -1)) for each in found]
-            pairs = [
-                torch.cat([a[:, :, :1], b[:, :, 1:]], dim=2) for a, b in zip(patches[::2], patches[1::2], strict=True)
-            ]
-            pixels += [pair.flatten(1) for pair in pairs]
-            grids.append([len(pairs), *found[0]["image_grid_thw"][0, 1:].tolist()])
+            for first, second in zip(patches[::2], patches[1::2], strict=True):
+                pixels.append(torch.cat([first[:, :, :1], second[:, :, 1:]], dim=2).flatten(1))
+            grids.append([len(frames) // 2, *found[0]["image_grid_thw"][0, 1:].tolist()])
         found = {"pixel_values_videos": torch.cat(pixels), "video_grid_thw": torch.tensor(grids)}
         seconds = {"second_per_grid_ts": torch.tensor([2 / float(each.get("fps", 24)) for each in video_metadata])}
         return {**found, **(seconds if self.timed else {})}
@@ -105,92 +85,36 @@ def build_processor(
     """A tokenizer with vision tokens, and Qwen2-VL's image processor for small images; one token is 8 by 8 pixels."""
     tokenizer = build_tokenizer(template)
     tokenizer.add_special_tokens({"additional_special_tokens": list(VISION_TOKENS)})
-    sizes = {"min_pixels": 64, "max_pixels": 4096, "patch_size": PATCH, "temporal_patch_size": 2, "merge_size": MERGE}
-    images = Qwen2VLImageProcessorPil(**{**sizes, **options})
+    sizes = {"min_pixels": 64, "max_pixels": 4096, "merge_size": MERGE, **_SIZES}
+    images = hf.Qwen2VLImageProcessorPil(**{**sizes, **options})
     return kind(images, tokenizer, tokenizer.chat_template)
 
 
-_TEXT = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 1024,
-    "initializer_range": 0.2,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "mrope_section": [2, 1, 1]},
-    "bos_token_id": None,
-}
-_VISION = {
-    "depth": 2,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_heads": 2,
-    "patch_size": PATCH,
-    "spatial_merge_size": MERGE,
-    "temporal_patch_size": 2,
-    "out_hidden_size": 32,
-    "initializer_range": 0.2,
-}
+_ROPE = {"rope_type": "default", "rope_theta": 1000.0}
+_SIZES = {"patch_size": PATCH, "temporal_patch_size": 2}
+_LAYERS = {"depth": 2, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "initializer_range": 0.2}
+_VISION = {**_LAYERS, **_SIZES, "spatial_merge_size": MERGE}
 _LINEAR = {
     "layer_types": ["linear_attention", "full_attention"],
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 2,
+    **{"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 2},
     "head_dim": 16,
-    "rope_parameters": {
-        "rope_type": "default",
-        "rope_theta": 1000.0,
-        "mrope_section": [1, 1, 0],
-        "mrope_interleaved": True,
-        "partial_rotary_factor": 0.25,
-    },
+    "rope_parameters": {**_ROPE, "mrope_section": [1, 1, 0], "mrope_interleaved": True, "partial_rotary_factor": 0.25},
 }
-FAMILIES: dict[str, tuple[type[PreTrainedModel], type[PreTrainedConfig], dict[str, object], dict[str, object]]] = {
-    "qwen2_5_vl": (
-        Qwen2_5_VLForConditionalGeneration,
-        Qwen2_5_VLConfig,
-        {},
-        {"window_size": 16, "fullatt_block_indexes": [1]},
-    ),
-    "qwen3_vl": (
-        Qwen3VLForConditionalGeneration,
-        Qwen3VLConfig,
-        {},
-        {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]},
-    ),
-    "qwen3_5": (
-        Qwen3_5ForConditionalGeneration,
-        Qwen3_5Config,
-        _LINEAR,
-        {"num_position_embeddings": 64, "deepstack_visual_indexes": []},
-    ),
-    "qwen2_vl": (Qwen2VLForConditionalGeneration, Qwen2VLConfig, {}, {"hidden_size": 32, "embed_dim": 16}),
-    "qwen3_5_moe": (
-        Qwen3_5MoeForConditionalGeneration,
-        Qwen3_5MoeConfig,
-        {
-            **_LINEAR,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 16,
-            "shared_expert_intermediate_size": 16,
-        },
-        {"num_position_embeddings": 64, "deepstack_visual_indexes": []},
-    ),
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_EXPERTS |= {"shared_expert_intermediate_size": 16}
+_PLACES = {"num_position_embeddings": 64, "deepstack_visual_indexes": []}
+FAMILIES: dict[str, tuple[str, dict[str, object], dict[str, object]]] = {
+    "qwen2_5_vl": ("Qwen2_5_VL", {}, {"window_size": 16, "fullatt_block_indexes": [1]}),
+    "qwen3_vl": ("Qwen3VL", {}, {**_PLACES, "deepstack_visual_indexes": [0]}),
+    "qwen3_5": ("Qwen3_5", _LINEAR, _PLACES),
+    "qwen2_vl": ("Qwen2VL", {}, {"hidden_size": 32, "embed_dim": 16}),
+    "qwen3_5_moe": ("Qwen3_5Moe", {**_LINEAR, **_EXPERTS}, _PLACES),
 }
-"""Models, their configurations, and what their decoders and vision towers have of their own."""
+"""How the classes of models begin, and what their decoders and vision towers have of their own."""
 
 
-SERVED = {
-    "hidden_size": 64,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "mrope_section": [8, 4, 4]},
-}
+_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+SERVED = {"hidden_size": 64, "rope_parameters": {**_ROPE, "mrope_section": [8, 4, 4]}, **_HEADS}
 """A decoder of Qwen2.5-VL with heads that vLLM's CPU build takes."""
 
 
@@ -201,37 +125,26 @@ def save_for_server(model: PreTrainedModel, processor: ImageTextProcessor, folde
     for name in ("processor_config.json", "tokenizer_config.json"):
         written = json.loads((folder / name).read_text())
         (folder / name).write_text(json.dumps(written | {"processor_class": "Qwen2_5_VLProcessor"}))
-    sizes = {"patch_size": PATCH, "temporal_patch_size": 2, "merge_size": MERGE}
     videos = {"video_processor_type": "Qwen2VLVideoProcessor", "size": {"shortest_edge": 64, "longest_edge": 4096}}
-    (folder / "video_preprocessor_config.json").write_text(json.dumps(videos | sizes))
+    (folder / "video_preprocessor_config.json").write_text(json.dumps(videos | _SIZES | {"merge_size": MERGE}))
 
 
 def build_vision_model(
-    tokenizer: PreTrainedTokenizerFast,
-    seed: int = 0,
-    family: str = "qwen2_5_vl",
-    tied: bool = False,
-    **decoder: object,
+    tokenizer: PreTrainedTokenizerFast, seed: int = 0, family: str = "qwen2_5_vl", tied: bool = False, **decoder: Any
 ) -> PreTrainedModel:
     """A model of a few thousand parameters with random weights, which looks at its images."""
     torch.manual_seed(seed)
-    model_class, config_class, text, vision = FAMILIES[family]
-    start, end, image, video = tokenizer.convert_tokens_to_ids(list(VISION_TOKENS))
-    ids = {
-        "vocab_size": len(tokenizer),
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
-    config = config_class(
-        text_config={**_TEXT, **text, **ids, **decoder},
-        vision_config={**_VISION, **vision, "out_hidden_size": decoder.get("hidden_size", _TEXT["hidden_size"])},
-        image_token_id=image,
-        video_token_id=video,
-        vision_start_token_id=start,
-        vision_end_token_id=end,
+    name, text, vision = FAMILIES[family]
+    ids = tokenizer.convert_tokens_to_ids(list(VISION_TOKENS))
+    named = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
+    text = {**_vocabulary(tokenizer, rope_parameters=_ROPE | {"mrope_section": [2, 1, 1]}), **text, **decoder}
+    config = getattr(hf, f"{name}Config")(
+        text_config=text,
+        vision_config={**_VISION, **vision, "out_hidden_size": text["hidden_size"]},
         tie_word_embeddings=tied,
+        **dict(zip(named, ids, strict=True)),
     )
-    return model_class(config)
+    return getattr(hf, f"{name}ForConditionalGeneration")(config)
 
 
 def picture(color: tuple[int, int, int] | str = "red", size: tuple[int, int] = (24, 16)) -> Image.Image:

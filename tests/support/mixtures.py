@@ -6,61 +6,31 @@ import copy
 from typing import Any
 
 import torch
+import transformers as hf
 from torch.overrides import TorchFunctionMode
-from transformers import (
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    PreTrainedModel,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from transformers import PreTrainedModel
 
 from mt_grpo.forward.routes import route_shape
 from mt_grpo.rollout.engines.transformers import TransformersEngine
 
-_SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "num_experts_per_tok": 2,
+_SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 3, "max_position_embeddings": 512}
+_SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 2}
+_LATENT = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+_GROUPS = {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1}
+MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_moe": ("Qwen3Moe", {"head_dim": 8, "num_experts": 8, "moe_intermediate_size": 16, "mlp_only_layers": [0]}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4}),
+    "deepseek_v3": ("DeepseekV3", {"num_key_value_heads": 4, "moe_intermediate_size": 16, **_GROUPS, **_LATENT}),
 }
-MIXTURES: dict[str, tuple[type, type, dict[str, Any]]] = {
-    "qwen3_moe": (
-        Qwen3MoeForCausalLM,
-        Qwen3MoeConfig,
-        {"head_dim": 8, "num_experts": 8, "moe_intermediate_size": 16, "mlp_only_layers": [0]},
-    ),
-    "mixtral": (MixtralForCausalLM, MixtralConfig, {"num_local_experts": 4}),
-    "deepseek_v3": (
-        DeepseekV3ForCausalLM,
-        DeepseekV3Config,
-        {
-            "num_key_value_heads": 4,
-            "n_routed_experts": 8,
-            "n_group": 4,
-            "topk_group": 2,
-            "first_k_dense_replace": 1,
-            "moe_intermediate_size": 16,
-            "kv_lora_rank": 8,
-            "q_lora_rank": 8,
-            "qk_nope_head_dim": 8,
-            "qk_rope_head_dim": 8,
-            "v_head_dim": 8,
-        },
-    ),
-}
+"""How the classes of models begin, and their sizes."""
 
 
 def build_mixture(name: str = "qwen3_moe", vocabulary: int = 64, seed: int = 0, **more: Any) -> PreTrainedModel:
     """A mixture of a few thousand parameters, random enough to have opinions."""
-    model_class, config_class, own = MIXTURES[name]
+    family, own = MIXTURES[name]
     torch.manual_seed(seed)
-    model = model_class(config_class(**{"vocab_size": vocabulary, **_SIZES, **own, **more}))
+    config = getattr(hf, f"{family}Config")(**{"vocab_size": vocabulary, **_SIZES, **own, **more})
+    model = getattr(hf, f"{family}ForCausalLM")(config)
     for parameter in model.parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.2)

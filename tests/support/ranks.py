@@ -7,6 +7,7 @@ import random
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -37,27 +38,27 @@ from support.images import ScriptedSight, build_processor, build_vision_model, p
 from support.models import CPU_RUN, DEEPSPEED_RUN, build_model, build_tokenizer, lookup
 
 BATCH = 8
+ROWS = [
+    {"prompt": [{"role": "user", "content": f"What is {number} of Peru"}], "answer": f"Lima {number}"}
+    for number in range(6)
+]
 INFORMED = ("plain", "measured", "adapter", "replay")
 """Scenarios with `information_gain`."""
 SEARCH = '<tool>{"name": "lookup", "args": {"query": "Lima"}}</tool>'
+SAVED = {"save_strategy": "steps", "save_steps": 3}
+MEDIA = {"shuffle_dataset": False, "ddp_find_unused_parameters": False}
 SCENARIOS = {
     "plain": {},
     # only the second rank's conversations are rewritten, and only they are sampled again
     "steps": {
         "groups_without_signal": "resample",
-        "gradient_accumulation_steps": 2,
-        "steps_per_generation": 2,
-        "history": "strip_thinking",
-        "save_strategy": "steps",
-        "save_steps": 3,
-        "save_only_model": True,
+        **{"gradient_accumulation_steps": 2, "steps_per_generation": 2, "history": "strip_thinking"},
+        **{**SAVED, "save_only_model": True},
     },
     # the conversations of the second rank do not fit, so it has nothing to learn from
     "adapter": {
-        "max_completion_length": 150,
-        "mask_truncated_completions": True,
+        **{"max_completion_length": 150, "mask_truncated_completions": True, "beta": 0.1},
         "use_vllm": True,  # the loss corrects for the engine, so there are old log-probs
-        "beta": 0.1,
     },
     "replay": {},  # of a run of one process
     "wrong_trees": {},
@@ -67,16 +68,10 @@ SCENARIOS = {
     "turns": {"max_steps": 1},
     # conversations take their time, those of the second rank more; evaluations come in between
     "ahead": {"max_staleness": 2, "do_eval": True, "eval_strategy": "steps", "eval_steps": 1},
-    "reference": {
-        "beta": 0.5,
-        "sync_ref_model": True,
-        "ref_model_sync_steps": 1,
-        "save_strategy": "steps",
-        "save_steps": 3,
-    },
+    "reference": {"beta": 0.5, "sync_ref_model": True, "ref_model_sync_steps": 1, **SAVED},
     # every other question shows an image, or plays a sound, so in each step one of two ranks has none
-    "images": {"shuffle_dataset": False, "ddp_find_unused_parameters": False},
-    "sounds": {"shuffle_dataset": False, "ddp_find_unused_parameters": False},
+    "images": MEDIA,
+    "sounds": MEDIA,
     # Qwen3.5: linear and full attention. With the default rule its third step makes 5e-4 of a rounding of 1e-6.
     "hybrid": {"advantage_estimator": {"name": "gtpo", "gamma": 0.5}},
     "sinks": {},  # gpt-oss: sinks, windows and experts
@@ -172,40 +167,29 @@ def gather_as_nccl() -> None:
     PartialState._shared_state["backend"] = "nccl"
 
 
-def main(folder: str, world: str, scenario: str) -> None:
-    leave_group(run(folder, int(world), scenario))
+def shift(model: Any, change: Any) -> None:
+    """Changes what a model makes of its tokens."""
+    model.get_input_embeddings().register_forward_hook(lambda module, inputs, output: change(output))
 
 
-def run(folder: str, world: int, scenario: str) -> Accelerator:
-    tokenizer = build_tokenizer()
-    rows = [
-        {"prompt": [{"role": "user", "content": f"What is {number} of Peru"}], "answer": f"Lima {number}"}
-        for number in range(6)
-    ]
-    processor, sensing = tokenizer, scenario in ("images", "sounds")
-    if scenario == "images":  # made before the options: under ZeRO-3 transformers would make it in parts, and fails
+def special(scenario: str) -> tuple[Any, Any]:
+    """The processor of a scenario, and its model where that is of a family of its own."""
+    processor, size = build_tokenizer(), {"vocab_size": len(build_tokenizer())}
+    if scenario == "images":
         processor = build_processor()
-        model = build_vision_model(processor.tokenizer)
+        return processor, build_vision_model(processor.tokenizer)
     if scenario == "sounds":
-        processor, model = SOUND_FAMILIES["qwen2-audio"]()
+        return SOUND_FAMILIES["qwen2-audio"]()
     if scenario == "hybrid":
-        model = build_hybrid("qwen3.5", vocab_size=len(tokenizer)).train()
+        return processor, build_hybrid("qwen3.5", **size).train()
     if scenario == "sinks":
-        model = build_random("gpt-oss", vocab_size=len(tokenizer), router_aux_loss_coef=0.0).train()
-    if sensing:
-        tokenizer = processor.tokenizer
-        for number, row in enumerate(rows[::2]):
-            if scenario == "images":
-                row["images"] = [picture("red", (16, 16 + 8 * len(row["answer"])))]
-            else:
-                row["audio"] = tone(30.0 * (number + 1))
-    options = {
-        **CPU_RUN,
-        "max_completion_length": 480,
-        "max_steps": 3,
-        "state_score": "progress",
-        **SCENARIOS[scenario],
-    }
+        return processor, build_random("gpt-oss", router_aux_loss_coef=0.0, **size).train()
+    return processor, None
+
+
+def options_of(folder: str, world: int, scenario: str) -> MTGRPOConfig:
+    options = CPU_RUN | {"max_completion_length": 480, "max_steps": 3, "state_score": "progress", "optim": "sgd"}
+    options |= {"learning_rate": 0.1, **SCENARIOS[scenario]}
     options["per_device_train_batch_size"] = BATCH // world // options.get("steps_per_generation", 1)
     if scenario == "uneven":
         options["per_device_eval_batch_size"] = BATCH // world
@@ -217,26 +201,40 @@ def run(folder: str, world: int, scenario: str) -> Accelerator:
         options |= DEEPSPEED_RUN
     if scenario == "replay":
         options["replay"] = os.environ["REPLAYED"]
-    args = MTGRPOConfig(folder, learning_rate=0.1, **{"optim": "sgd"} | options)
+    args = MTGRPOConfig(folder, **options)
     if os.environ.get("ACCELERATE_USE_FSDP"):  # accelerate shards on GPUs only, though torch does it on a CPU too
         args.distributed_state.distributed_type = DistributedType.MULTI_GPU
     if os.environ.get("ACCELERATE_USE_DEEPSPEED"):
         args.use_cpu = True  # once accelerate has taken DeepSpeed
     if os.environ.get("GATHER_AS_NCCL"):
         gather_as_nccl()
-    adapter = None
+    return args
+
+
+def run(folder: str, processes: str, scenario: str) -> Accelerator:
+    world = int(processes)
+    # made before the options: under ZeRO-3 transformers would make one that sees in parts, and fails
+    processor, model = special(scenario)
+    args = options_of(folder, world, scenario)
+    rows, sensing, adapter = [dict(row) for row in ROWS], scenario in ("images", "sounds"), None
+    tokenizer = processor.tokenizer if sensing else processor
+    for number, row in enumerate(rows[::2] if sensing else []):
+        if scenario == "images":
+            row["images"] = [picture("red", (16, 16 + 8 * len(row["answer"])))]
+        else:
+            row["audio"] = tone(30.0 * (number + 1))
     if scenario == "adapter":
         adapter = LoraConfig(target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head"])
-    if scenario not in ("images", "sounds", "hybrid", "sinks"):
+    if model is None:
         model = build_model(tokenizer, max_position_embeddings=1024, tie_word_embeddings=adapter is None)
     if scenario == "wrong_trees":  # it looks at a token's place in the row, which trees change
-        model.get_input_embeddings().register_forward_hook(
-            lambda module, inputs, output: output + 0.01 * torch.arange(output.size(1))[:, None]
-        )
+        shift(model, lambda output: output + 0.01 * torch.arange(output.size(1))[:, None])
     if scenario == "reference":  # is loaded from where the policy came from
         model.config._name_or_path = str(Path(folder) / "model")
         with args.distributed_state.main_process_first():
             model.save_pretrained(model.config._name_or_path)
+    script = silent_at_first if scenario == "steps" else conversation
+    times = uneven_times if scenario == "ahead" else 0.0
     trainer = MTGRPOEnvTrainer(
         model,
         MultiTurnToolEnv([lookup], protocol="learnt_tags", max_steps=6),
@@ -244,50 +242,50 @@ def run(folder: str, world: int, scenario: str) -> Accelerator:
         [] if scenario == "turns" else [Length()],
         args,
         rows if sensing else Dataset.from_list(rows),
-        Dataset.from_list(rows[: 5 if scenario == "uneven" else 6]) if options.get("do_eval") else None,
-        engine=(ScriptedSight if sensing else ScriptedEngine)(
-            tokenizer,
-            silent_at_first if scenario == "steps" else conversation,
-            uneven_times if scenario == "ahead" else 0.0,
-        ),
+        Dataset.from_list(rows[: 5 if scenario == "uneven" else 6]) if args.do_eval else None,
+        engine=(ScriptedSight if sensing else ScriptedEngine)(tokenizer, script, times),
         processing_class=processor,
         peft_config=adapter,
         callbacks=[watch := Watch()],
     )
     watch.trainer = trainer
     assert trainer.accelerator.num_processes == world
-    if scenario == "wrong_trees":
-        trainer.train()
-        torch.save({"gave up": trainer.gave_up_trees, "forward": args.forward}, Path(folder) / "result.pt")
-        return trainer.accelerator
+    evaluations = []
     if scenario == "spoilt":
         if trainer.accelerator.process_index == 1:
-            trainer.model.get_input_embeddings().register_forward_hook(
-                lambda module, inputs, output: output * torch.nan
-            )
+            shift(trainer.model, lambda output: output * torch.nan)
         with pytest.raises(NonFiniteError, match="loss of step 1 is nan"):
             trainer.train()
     elif scenario in ("measured", "uneven"):
         run_training(trainer, {}, Console(quiet=True))
     else:
         trainer.train(os.environ.get("RESUMED"))
-    evaluations = []
+    if scenario == "wrong_trees":
+        torch.save({"gave up": trainer.gave_up_trees, "forward": args.forward}, Path(folder) / "result.pt")
+        return trainer.accelerator
     if scenario == "uneven":
         stream = IterableDataset.from_generator(lambda: iter(rows[:5]))
-        for dataset in (None, stream):
-            evaluations.append(trainer.evaluate(dataset))
+        evaluations = [trainer.evaluate(dataset) for dataset in (None, stream)]
     if scenario == "reference":
         assert_a_checkpoint_restores(trainer, Path(folder) / "checkpoint-3")
-    walk = FullParameters(trainer.model, trainer.accelerator)
+    result = result_of(trainer, watch) | {"evaluations": evaluations}
+    if trainer.accelerator.is_main_process:
+        torch.save(result, Path(folder) / "result.pt")
+    return trainer.accelerator
+
+
+def result_of(trainer: MTGRPOEnvTrainer, watch: Watch) -> dict[str, Any]:
+    args, accelerator = trainer.args, trainer.accelerator
+    walk = FullParameters(trainer.model, accelerator)
     walk.dtype = torch.bfloat16 if args.bf16 else None  # of the server that such a recipe starts
     sent = {name: tensor.detach().clone() for name, tensor in walk}
     tree = TokenTree()
     tree.add_turn([1, 2], [1, 2], [0.0] * 2)
-    with trainer.accelerator.autocast():
+    with accelerator.autocast():
         logps = score(trainer.model, ForwardPlan([tree])).logps
-    model = trainer.accelerator.unwrap_model(trainer.model)
+    model = accelerator.unwrap_model(trainer.model)
     logged = [row for row in trainer.state.log_history if "loss" in row]
-    result = {
+    return {
         "proven": [n for module in model.modules() for n in vars(module).get("_proven_lengths", {}).values()],
         "sharded": any(isinstance(one, DTensor) or hasattr(one, "ds_id") for one in model.parameters()),
         "turns": [row["turns/mean"] for row in logged],
@@ -295,17 +293,13 @@ def run(folder: str, world: int, scenario: str) -> Accelerator:
         "weights": {name: whole(parameter).detach() for name, parameter in model.named_parameters()},
         "sent": sent,
         "dtype": logps.dtype,
-        "evaluations": evaluations,
         "credit": {name: estimate(name, watch.rewards) for name in ADVANTAGE_ESTIMATORS if watch.rewards},
         "rounded": watch.rounded,
-        "audit": read_audit(folder) if trainer.accelerator.is_main_process else None,
+        "audit": read_audit(args.output_dir) if accelerator.is_main_process else None,
         "sampled": sum(gather_object([len(trainer.batch.counted) + sum(map(len, trainer.batch.discarded))])),
         "work": gather(torch.stack([part["completion_mask"].sum() for part in trainer._buffered_inputs])),
     }
-    if trainer.accelerator.is_main_process:
-        torch.save(result, Path(folder) / "result.pt")
-    return trainer.accelerator
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    leave_group(run(*sys.argv[1:]))

@@ -16,11 +16,8 @@ from transformers import Qwen3Config, Qwen3ForSequenceClassification
 from mt_grpo.app.train import leave_group
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.rewards import OutcomeReward
-from mt_grpo.rollout import ScriptedEngine
-from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
-from support.models import CPU_RUN, build_model, build_tokenizer, lookup
-
-BATCH = 4  # on each of two ranks
+from support.models import build_model, build_tokenizer, lookup
+from support.trainers import trainer_builder
 
 
 class Local(Exception):
@@ -30,17 +27,46 @@ class Local(Exception):
         super().__init__(f"{reason} ({code})")
 
 
-def engine_fails(trainer, rank):
-    if rank == 1:
-        trainer.runner.engine._script = lambda session, turn: Local(7, "a bug in the engine")
+class Length(OutcomeReward):
+    error: BaseException | None = None
+
+    def score(self, trajectory, **row):
+        if self.error is not None:
+            raise self.error
+        return float(len(trajectory.answer or ""))
 
 
-def memory_ends(trainer, rank):
-    if rank == 1:
-        trainer.runner.engine._script = lambda session, turn: MemoryError("full")
+def engine_says(error):
+    return lambda trainer: setattr(trainer.runner.engine, "_script", lambda session, turn: error)
 
 
-def on_finish_raises(trainer, rank):
+def reward_raises(error):
+    return lambda trainer: setattr(trainer.outcome_reward_funcs[0], "error", error)
+
+
+def weights_differ(trainer):
+    with torch.no_grad():
+        list(trainer.model.parameters())[-1].view(-1)[0] += 1e-6
+
+
+def no_container(most):
+    class Env(MultiTurnToolEnv):
+        failed = 0
+
+        def start(self, prompt):
+            if Env.failed < most:
+                Env.failed += 1
+                raise ConnectionError("no container")
+            return super().start(prompt)
+
+    return lambda trainer: setattr(trainer.runner, "env", Env([lookup], protocol="learnt_tags"))
+
+
+def template_of_judge_refuses(trainer):
+    trainer.outcome_reward_funcs[1]._tokenizer.chat_template = "{{ raise_exception('no tools here') }}"
+
+
+def on_finish_raises(trainer):
     class Full(list):
         def append(self, trajectory):
             raise OSError("no space left")
@@ -51,89 +77,30 @@ def on_finish_raises(trainer, rank):
         trainer.batch.trajectories = Full()
         return generate(prompts)
 
-    if rank == 1:
-        trainer._generate = with_full_list
+    trainer._generate = with_full_list
 
 
-def writer_fails(trainer, rank):
-    if rank == 1:
-        trainer.step_log.records.writer.folder = Path("/dev/null/rollouts")
+def writer_fails(trainer):
+    trainer.step_log.records.writer.folder = Path("/dev/null/rollouts")
 
 
-def reward_raises(trainer, rank):
-    if rank == 1:
-        trainer.outcome_reward_funcs[0].error = KeyError("gold")
-
-
-def reward_exits(trainer, rank):
-    if rank == 1:
-        trainer.outcome_reward_funcs[0].error = SystemExit("a library gave up")
-
-
-def both_fail_differently(trainer, rank):
-    """One with a sentence, the other with a defect: all must end for the same reason, since some are saved after."""
-    trainer.outcome_reward_funcs[0].error = [KeyError("gold"), SystemExit("a library gave up")][rank]
-
-
-def env_cannot_begin(trainer, rank):
-    class Env(MultiTurnToolEnv):
-        def start(self, prompt):
-            if rank == 1 and not started:
-                started.append(prompt)
-                raise ConnectionError("no container")
-            return super().start(prompt)
-
-    started = []
-    trainer.runner.env = Env([lookup], protocol="learnt_tags")
-
-
-def no_conversation_is_left(trainer, rank):
-    class Env(MultiTurnToolEnv):
-        def start(self, prompt):
-            if rank == 1:
-                raise ConnectionError("no container")
-            return super().start(prompt)
-
-    trainer.runner.env = Env([lookup], protocol="learnt_tags")
-
-
-def template_of_judge_refuses(trainer, rank):
-    if rank == 1:
-        trainer.outcome_reward_funcs[1]._tokenizer.chat_template = "{{ raise_exception('no tools here') }}"
-
-
-def weights_differ(trainer, rank):
-    with torch.no_grad():
-        list(trainer.model.parameters())[-1].view(-1)[0] += rank * 1e-6
-
-
-def adapters_differ(trainer, rank):
-    weights_differ(trainer, rank)
-
-
-FAULTS = [
-    weights_differ,
-    adapters_differ,
-    no_conversation_is_left,
-    template_of_judge_refuses,
-    engine_fails,
-    memory_ends,
-    on_finish_raises,
-    writer_fails,
-    reward_raises,
-    reward_exits,
-    both_fail_differently,
-    env_cannot_begin,
-]
-
-
-class Length(OutcomeReward):
-    error: BaseException | None = None
-
-    def score(self, trajectory, **row):
-        if self.error is not None:
-            raise self.error
-        return float(len(trajectory.answer or ""))
+FAULTS = {
+    "weights_differ": weights_differ,
+    "adapters_differ": weights_differ,
+    "no_conversation_is_left": no_container(sys.maxsize),
+    "template_of_judge_refuses": template_of_judge_refuses,
+    "engine_fails": engine_says(Local(7, "a bug in the engine")),
+    "memory_ends": engine_says(MemoryError("full")),
+    "on_finish_raises": on_finish_raises,
+    "writer_fails": writer_fails,
+    "reward_raises": reward_raises(KeyError("gold")),
+    "reward_exits": reward_raises(SystemExit("a library gave up")),
+    # one with a sentence, the other with a defect: all must end for the same reason, since some are saved after
+    "both_fail_differently": reward_raises(SystemExit("a library gave up")),
+    "env_cannot_begin": no_container(1),
+}
+"""What happens to the trainer of the second process."""
+OF_THE_FIRST = {"both_fail_differently": reward_raises(KeyError("gold"))}
 
 
 def sharded_judge(tokenizer):
@@ -148,26 +115,26 @@ def sharded_judge(tokenizer):
 def main(folder: str) -> None:
     tokenizer, rank = build_tokenizer(), PartialState(cpu=True).process_index
     rows = [{"prompt": [{"role": "user", "content": f"What is {number} of Peru"}]} for number in range(6)]
+    options = {"max_steps": 1, "max_completion_length": 100, "advantage_estimator": None, "eval_dataset": None}
     ends = {}
-    for fault in FAULTS:
-        trainer = MTGRPOEnvTrainer(
+    for name in FAULTS:
+        trainer = trainer_builder(Path(folder) / name, tokenizer, Dataset.from_list(rows))(
+            lambda session, turn: f"<answer>Lima {'a' * int(session[-1])}</answer>",
             build_model(tokenizer, max_position_embeddings=1024),
-            MultiTurnToolEnv([lookup], protocol="learnt_tags"),
-            outcome_reward_funcs=[Length(), sharded_judge(tokenizer)],
+            ((), (Length(), sharded_judge(tokenizer))),
             reward_processing_classes=[None, build_tokenizer()],
-            args=MTGRPOConfig(f"{folder}/{fault.__name__}", max_steps=1, **CPU_RUN, max_completion_length=100),
-            train_dataset=Dataset.from_list(rows),
-            engine=ScriptedEngine(tokenizer, lambda session, turn: f"<answer>Lima {'a' * int(session[-1])}</answer>"),
-            processing_class=tokenizer,
-            peft_config=LoraConfig(target_modules=["q_proj"]) if fault is adapters_differ else None,
+            env=MultiTurnToolEnv([lookup], protocol="learnt_tags"),
+            peft_config=LoraConfig(target_modules=["q_proj"]) if name == "adapters_differ" else None,
+            **options,
         )
-        fault(trainer, rank)
+        spoil = (OF_THE_FIRST, FAULTS)[rank].get(name, lambda trainer: None)
+        spoil(trainer)
         try:
             trainer.train()
-            ends[fault.__name__] = ["trained", trainer.state.global_step]
+            ends[name] = ["trained", trainer.state.global_step]
         except (Exception, SystemExit) as error:
-            ends[fault.__name__] = [type(error).__name__, str(error)]
-        print(rank, fault.__name__, ends[fault.__name__], file=sys.stderr, flush=True)
+            ends[name] = [type(error).__name__, str(error)]
+        print(rank, name, ends[name], file=sys.stderr, flush=True)
     (Path(folder) / f"ends-{rank}.json").write_text(json.dumps(ends))
     accelerator = trainer.accelerator
     del trainer

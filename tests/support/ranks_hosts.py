@@ -23,12 +23,12 @@ from transformers import TrainerCallback  # noqa: E402
 from mt_grpo.app.train import leave_group  # noqa: E402
 from mt_grpo.envs import MultiTurnToolEnv  # noqa: E402
 from mt_grpo.preemption import PreemptedError  # noqa: E402
-from mt_grpo.rollout import ScriptedEngine  # noqa: E402
 from mt_grpo.runlog import open_run  # noqa: E402
-from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer  # noqa: E402
+from mt_grpo.training import MTGRPOEnvTrainer  # noqa: E402
 from mt_grpo.training.checkpoint import resume_point  # noqa: E402
-from support.models import CPU_RUN, build_model, build_tokenizer, lookup  # noqa: E402
-from support.ranks import Length, conversation  # noqa: E402
+from support.models import build_model, build_tokenizer, lookup  # noqa: E402
+from support.ranks import ROWS, Length, conversation  # noqa: E402
+from support.trainers import trainer_builder  # noqa: E402
 
 
 class Signal(TrainerCallback):
@@ -41,19 +41,12 @@ class Signal(TrainerCallback):
 
 def train(last: int, resumed: int | None, rate: float, *callbacks: TrainerCallback) -> MTGRPOEnvTrainer:
     tokenizer = build_tokenizer()
-    rows = [{"prompt": [{"role": "user", "content": f"What is {number} of Peru"}]} for number in range(6)]
-    options = {**CPU_RUN, "per_device_train_batch_size": 4, "max_steps": last, "learning_rate": rate}
-    options |= {"save_strategy": "steps", "save_steps": 1, "optim": "adamw_torch", "max_completion_length": 480}
-    trainer = MTGRPOEnvTrainer(
-        build_model(tokenizer, max_position_embeddings=1024),
-        MultiTurnToolEnv([lookup], protocol="learnt_tags", max_steps=6),
-        outcome_reward_funcs=[Length()],
-        args=MTGRPOConfig("run", lr_scheduler_type="constant", **options),
-        train_dataset=Dataset.from_list(rows),
-        engine=ScriptedEngine(tokenizer, conversation),
-        processing_class=tokenizer,
-        callbacks=list(callbacks),
-    )
+    options = {"max_steps": last, "learning_rate": rate, "lr_scheduler_type": "constant", "optim": "adamw_torch"}
+    options |= {"save_strategy": "steps", "save_steps": 1, "max_completion_length": 480, "advantage_estimator": None}
+    model = build_model(tokenizer, max_position_embeddings=1024)
+    env = MultiTurnToolEnv([lookup], protocol="learnt_tags", max_steps=6)
+    build = trainer_builder(Path("run"), tokenizer, Dataset.from_list(ROWS))
+    trainer = build(conversation, model, ((), (Length(),)), env=env, callbacks=list(callbacks), **options)
     with pytest.raises(PreemptedError) if callbacks else nullcontext():
         trainer.train(None if resumed is None else f"run/checkpoint-{resumed}")
     return trainer
@@ -85,9 +78,7 @@ def main() -> None:
     resume_point(str(other), trainer.args)
     completed = [path.name for path in other.iterdir()]
     run = open_run("run") if rank == "0" else None
-    logged = run and sorted(
-        (int(step), int(rank)) for step, rank in zip(run.column("step"), run.column("rank"), strict=True)
-    )
+    logged = run and sorted((row["step"], row["rank"]) for row in run.rows)
     result = {"weights": weights, "copied": copied, "completed": completed, "logged": logged}
     torch.save(result, folder / f"result-{rank}.pt")
     accelerator = trainer.accelerator

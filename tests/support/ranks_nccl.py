@@ -45,10 +45,6 @@ def take(walk, keep):
     return take_bucket(logged(walk), keep, 16_000)
 
 
-def main(folder: str, failing: str) -> None:
-    leave_group(run(folder, failing))
-
-
 def run(folder: str, failing: str) -> Accelerator:
     PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU  # accelerate shards on GPUs only
     accelerator = Accelerator(cpu=True)
@@ -80,4 +76,4 @@ def run(folder: str, failing: str) -> Accelerator:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    leave_group(run(*sys.argv[1:]))

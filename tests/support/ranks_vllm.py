@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mt_grpo.app.train import leave_group
 from mt_grpo.envs import MultiTurnToolEnv, Step
-from mt_grpo.rewards import OutcomeReward
 from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
 from mt_grpo.trajectory import StopReason
 from mt_grpo.weights.transport import FullParameters
 from support.models import CPU_RUN, DEEPSPEED_RUN
+from support.trainers import Length
 
 BATCH = 8
 
@@ -31,42 +31,20 @@ class Talks(MultiTurnToolEnv):
         return Step(done=StopReason.ANSWERED) if turn.index >= self.row["replies"] else "Go on"
 
 
-class Length(OutcomeReward):
-    def score(self, trajectory, **row):
-        return float(sum(turn.num_tokens for turn in trajectory.turns))
-
-
-def main(folder: str, processes: str, url: str, model: str) -> None:
-    leave_group(run(folder, int(processes), url, model))
-
-
-def run(folder: str, processes: int, url: str, model: str) -> Accelerator:
+def run(folder: str, world: str, url: str, model: str) -> Accelerator:
+    processes, tokenizer = int(world), AutoTokenizer.from_pretrained(model)
     rows = [
         {"prompt": [{"role": "user", "content": f"What is {number} of Peru"}], "replies": number}
         for number in range(6)
     ]
-    further = DEEPSPEED_RUN if os.environ.get("ACCELERATE_USE_DEEPSPEED") else {}
-    args = MTGRPOConfig(
-        folder,
-        max_completion_length=400,
-        max_steps=3,
-        learning_rate=0.05,
-        optim="sgd",
-        use_vllm=True,
-        vllm_server_base_url=url,
-        vllm_importance_sampling_mode="token_truncate",
-        verify_sync_every=1,
-        **CPU_RUN | {"per_device_train_batch_size": BATCH // processes} | further,
-    )
-    trainer = MTGRPOEnvTrainer(
-        AutoModelForCausalLM.from_pretrained(model),
-        Talks(protocol="learnt_tags"),
-        [],
-        [Length()],
-        args,
-        Dataset.from_list(rows),
-        processing_class=AutoTokenizer.from_pretrained(model),
-    )
+    options = {"max_completion_length": 400, "max_steps": 3, "learning_rate": 0.05, "optim": "sgd"}
+    options |= {"use_vllm": True, "vllm_server_base_url": url, "vllm_importance_sampling_mode": "token_truncate"}
+    options |= CPU_RUN | {"verify_sync_every": 1, "per_device_train_batch_size": BATCH // processes}
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED"):
+        options |= DEEPSPEED_RUN
+    args, loaded = MTGRPOConfig(folder, **options), AutoModelForCausalLM.from_pretrained(model)
+    given = {"train_dataset": Dataset.from_list(rows), "processing_class": tokenizer}
+    trainer = MTGRPOEnvTrainer(loaded, Talks(protocol="learnt_tags"), [], [Length()], args, **given)
     assert trainer.accelerator.num_processes == processes
     trainer.train()
     trainer.weight_sync.close()
@@ -80,4 +58,4 @@ def run(folder: str, processes: int, url: str, model: str) -> Accelerator:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    leave_group(run(*sys.argv[1:]))

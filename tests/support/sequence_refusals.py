@@ -27,12 +27,8 @@ def wrong_over_trees(tokenizer):
     return model
 
 
-def main(file: str) -> None:
-    leave_group(refuse(Path(file)))
-
-
-def refuse(file: Path) -> Accelerator:
-    tokenizer, said = build_tokenizer(), {}
+def refuse(given: str) -> Accelerator:
+    tokenizer, said, file = build_tokenizer(), {}, Path(given)
     cases = {
         "heads": (build_model(tokenizer, num_attention_heads=3, num_key_value_heads=1), {}),
         "attention of its own": (build_random("bloom", vocab_size=len(tokenizer)), {}),
@@ -54,4 +50,4 @@ def refuse(file: Path) -> Accelerator:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    leave_group(refuse(*sys.argv[1:]))

@@ -27,7 +27,7 @@ from mt_grpo.training import MTGRPOConfig
 from mt_grpo.training import model as module
 from mt_grpo.training.model import layers_in_groups
 
-CHECKPOINTS = {"gradient_checkpointing": True, "num_generations": 4, "per_device_train_batch_size": 4}
+TREES = [make_tree(timesteps) for timesteps in FOREST]
 
 
 def gradients(trainer, inputs) -> list[torch.Tensor]:
@@ -41,7 +41,7 @@ def gradients(trainer, inputs) -> list[torch.Tensor]:
 @pytest.mark.parametrize("forward", ["tree", "padded"])
 def test_a_loss_is_learnt_the_same_by_layers_in_groups(build, tokenizer, forward):
     model = build_model(tokenizer, num_hidden_layers=4)
-    trainer = build(model=model, forward=forward, gradient_checkpointing_layers=2, **CHECKPOINTS)
+    trainer = build(model=model, forward=forward, gradient_checkpointing_layers=2, gradient_checkpointing=True)
     trainer.model.gradient_checkpointing_enable(trainer.args.gradient_checkpointing_kwargs)
     inputs, times = batch(trainer), []
     hook = model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: times.append(1))
@@ -52,29 +52,24 @@ def test_a_loss_is_learnt_the_same_by_layers_in_groups(build, tokenizer, forward
     assert all(map(torch.equal, grouped, gradients(trainer, dict(inputs))))
 
 
-@pytest.fixture
-def gpu_of_cpus(monkeypatch):
-    """A device that computes as a CPU does, of which TRL moves activations to another memory."""
-    options = {"use_pin_memory": False, "use_streams": False, "min_offload_size": 1}
-    made = functools.partial(get_act_offloading_ctx_manager, **options)
-    monkeypatch.setattr(module, "get_act_offloading_ctx_manager", made)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))
-    moved = []
-    enter = OffloadActivations.__enter__
-
-    def watched(self):
-        moved.append(self.tracker)
-        return enter(self)
-
-    monkeypatch.setattr(OffloadActivations, "__enter__", watched)
-    return moved
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [True, False])
-def test_offloaded_activations_give_the_same_gradients(build, gpu_of_cpus, checkpointing):
-    """TRL's hooks are called and bring everything back; that a GPU then holds less is not to be seen on a CPU."""
-    trainer = build(**{**CHECKPOINTS, "gradient_checkpointing": checkpointing})
+def test_offloaded_activations_give_the_same_gradients(build, monkeypatch, checkpointing):
+    """
+    On a device that computes as a CPU does, of which TRL moves activations to another memory: its hooks are called and
+    bring everything back; that a GPU then holds less is not to be seen on a CPU.
+    """
+    options, trackers, enter = {"use_pin_memory": False, "use_streams": False}, {}, OffloadActivations.__enter__
+
+    def watched(self):
+        trackers[id(self.tracker)] = self.tracker
+        return enter(self)
+
+    made = functools.partial(get_act_offloading_ctx_manager, min_offload_size=1, **options)
+    monkeypatch.setattr(module, "get_act_offloading_ctx_manager", made)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))
+    monkeypatch.setattr(OffloadActivations, "__enter__", watched)
+    trainer = build(gradient_checkpointing=checkpointing)
     if checkpointing:
         trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
     inputs = batch(trainer)
@@ -83,9 +78,8 @@ def test_offloaded_activations_give_the_same_gradients(build, gpu_of_cpus, check
     for _ in range(2):  # micro-batches
         trainer.model.zero_grad()
         loss = trainer.compute_loss(trainer.model, dict(inputs))
-        (moved,) = {id(each): each for each in gpu_of_cpus}.values()
-        kept = [tensor for tensor, was_moved, *_ in moved.values() if was_moved]
-        assert len(kept) >= len(trainer.model.model.layers)
+        (moved,) = trackers.values()
+        assert sum(was_moved for _, was_moved, *_ in moved.values()) >= len(trainer.model.model.layers)
         loss.backward()
         assert all(map(torch.equal, expected, [parameter.grad for parameter in trainer.model.parameters()]))
 
@@ -97,10 +91,9 @@ def test_nothing_is_offloaded_from_a_cpu(build):
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_shared_keys_are_not_checkpointed_reentrantly(build, reentrant):
-    model = build_random("gemma 4", vocab_size=400)
-    options = {**CHECKPOINTS, "gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
+    options = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
     with pytest.raises(ConfigError, match="loses gradients of this model") if reentrant else nullcontext():
-        build(model=model, **options)
+        build(model=build_random("gemma 4", vocab_size=400), **options)
 
 
 def test_a_model_whose_layers_make_no_groups_is_named(tmp_path, caplog):
@@ -118,14 +111,6 @@ def test_a_model_whose_layers_make_no_groups_is_named(tmp_path, caplog):
 
 # Layers in groups that keep one input between them
 
-TREES = [make_tree(timesteps) for timesteps in FOREST]
-MODELS = {
-    **{kind: lambda kind=kind: build_random(kind, num_hidden_layers=6) for kind in ("gemma 2", "gpt-oss", "cohere 2")},
-    "gpt-2": lambda: build_random("gpt-2", n_layer=6),
-    "a hybrid": lambda: build_hybrid("qwen3.5"),
-    "a mixture": lambda: build_mixture(),
-}
-
 
 @pytest.fixture(scope="module")
 def deep(tokenizer):
@@ -140,79 +125,33 @@ def trained(model: nn.Module, reentrant: bool = False) -> nn.Module:
     return model
 
 
-def grouped(model: nn.Module, size: int, **options: object) -> torch.Tensor:
+def grouped(model: nn.Module, size: int) -> torch.Tensor:
     torch.manual_seed(0)
     with layers_in_groups(model, size):
-        return measure(model, TREES, **options)[1]
+        return measure(model, TREES)[1]
+
+
+BARE = {"num_hidden_layers": 4, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}
+MODELS = {
+    **{
+        kind: functools.partial(build_random, kind, num_hidden_layers=6) for kind in ("gemma 2", "gpt-oss", "cohere 2")
+    },
+    "gpt-2": lambda: build_random("gpt-2", n_layer=6),
+    "a hybrid": lambda: build_hybrid("qwen3.5"),
+    "a mixture": build_mixture,
+    "layers that are given nothing else": lambda: build_random("gemma 4", **BARE),
+}
 
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_gradients_of_groups_are_those_of_single_layers(kind):
     model = trained(MODELS[kind]())
-    assert distance(grouped(model, 4), grouped(model, 1)) <= 1e-6
-
-
-def test_layers_that_are_given_nothing_else_make_groups():
-    """As those of a Gemma 4 without inputs of layers, which are given None."""
-    layers = {"num_hidden_layers": 4, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}
-    model = trained(build_random("gemma 4", **layers))
     expected = grouped(model, 1)
+    torch.manual_seed(0)
     with layers_in_groups(model, 4) as groups:
         assert distance(measure(model, TREES)[1], expected) <= 1e-6
-    assert groups.largest == 4
-
-
-@pytest.mark.parametrize(("size", "reentrant"), [(2, False), (5, True), (40, False)])
-def test_groups_of_any_size_draw_the_same_dropout(deep, size, reentrant):
-    model = trained(deep, reentrant)
-    expected = grouped(model, 1)
-    assert torch.equal(grouped(model, size), expected)
-    assert not torch.equal(grouped(trained(deep).eval(), 1), expected)
-
-
-def test_groups_of_an_adapter_learn_as_single_layers(deep):
-    adapted = get_peft_model(copy.deepcopy(deep), LoraConfig(target_modules="all-linear", init_lora_weights=False))
-    model = trained(adapted)
-    assert torch.equal(grouped(model, 4), grouped(model, 1))
-
-
-def test_groups_under_autocast_learn_as_single_layers(deep):
-    model = trained(deep)
-    with torch.autocast("cpu", torch.bfloat16):
-        torch.manual_seed(0)
-        logps = {}
-        for size in (1, 4):
-            torch.manual_seed(0)
-            with layers_in_groups(model, size):
-                logps[size] = torch.cat([turn for tree in token_logps(model, TREES) for turn in tree])
-    found = []
-    for size in (1, 4):  # the backward is outside, as a trainer's is
-        model.zero_grad()
-        logps[size].sum().backward()
-        found.append([parameter.grad.clone() for parameter in model.parameters()])
-    assert all(map(torch.equal, *found))
-
-
-def kept_inputs(model: nn.Module, size: int) -> int:
-    """Outputs of layers that are there after a forward; the last one's is another matter."""
-    outputs = []
-    hooks = [
-        layer.register_forward_hook(lambda module, args, output: outputs.append(weakref.ref(output)))
-        for layer in model.model.layers[:-1]
-    ]
-    with layers_in_groups(model, size) as groups:
-        logps = token_logps(model, TREES)
-    assert groups.largest == (min(size, 13) if size > 1 else 0)
-    for hook in hooks:
-        hook.remove()
-    kept = sum(output() is not None for output in outputs)
-    assert logps[0][0].requires_grad and len(outputs) == len(hooks)
-    return kept
-
-
-@pytest.mark.parametrize(("size", "kept"), [(1, 12), (2, 6), (4, 3), (13, 0)])
-def test_only_the_first_input_of_a_group_is_kept(deep, size, kept):
-    assert kept_inputs(trained(deep), size) == kept
+    largest = min(4, model.config.num_hidden_layers)
+    assert groups.largest == (0 if kind == "gpt-2" else largest)  # its layers make none
 
 
 class Shifts(nn.Module):
@@ -223,17 +162,57 @@ class Shifts(nn.Module):
         self.layer = layer
 
     def forward(self, states: torch.Tensor, **options: object) -> torch.Tensor:
-        output = self.layer(states, **options)
-        return output.mul_(1.5)
+        return self.layer(states, **options).mul_(1.5)
 
 
-def test_what_is_changed_between_layers_begins_another_group(deep):
-    model = trained(deep)
+def shifting(model: nn.Module) -> nn.Module:
+    model = trained(model)
     model.model.layers[2] = Shifts(model.model.layers[2])
+    return model
+
+
+def adapted(model: nn.Module) -> nn.Module:
+    options = LoraConfig(target_modules="all-linear", init_lora_weights=False)
+    return trained(get_peft_model(copy.deepcopy(model), options))
+
+
+@pytest.mark.parametrize(
+    ("size", "make"),
+    [
+        (2, trained),
+        (5, functools.partial(trained, reentrant=True)),
+        (40, trained),
+        (4, adapted),
+        (6, shifting),  # begins another group
+        (4, lambda model: copy.deepcopy(model).train()),  # has no checkpoints, and is left alone
+    ],
+)
+def test_groups_of_any_size_draw_the_same_dropout(deep, size, make):
+    model = make(deep)
     expected = grouped(model, 1)
-    assert torch.equal(grouped(model, 6), expected)
+    assert torch.equal(grouped(model, size), expected)
+    assert not torch.equal(grouped(model.eval(), 1), expected)
 
 
-def test_a_model_without_checkpoints_is_left_alone(deep):
-    model = copy.deepcopy(deep).train()
-    assert torch.equal(grouped(model, 4), grouped(model, 1))
+def test_groups_under_autocast_learn_as_single_layers(deep):
+    model, found = trained(deep), []
+    for size in (1, 4):
+        model.zero_grad()
+        torch.manual_seed(0)
+        with torch.autocast("cpu", torch.bfloat16), layers_in_groups(model, size):
+            logps = torch.cat([turn for tree in token_logps(model, TREES) for turn in tree])
+        logps.sum().backward()  # outside, as a trainer's is
+        found.append([parameter.grad.clone() for parameter in model.parameters()])
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize(("size", "kept", "largest"), [(1, 12, 0), (2, 6, 2), (4, 3, 4), (13, 0, 13), (40, 0, 13)])
+def test_only_the_first_input_of_a_group_is_kept(deep, size, kept, largest):
+    """Outputs of layers that are there after a forward; the last one's is another matter."""
+    model, outputs = trained(deep), []
+    for layer in model.model.layers[:-1]:
+        layer.register_forward_hook(lambda module, args, output: outputs.append(weakref.ref(output)))
+    with layers_in_groups(model, size) as groups:
+        logps = token_logps(model, TREES)
+    assert logps[0][0].requires_grad and len(outputs) == 12
+    assert (sum(output() is not None for output in outputs), groups.largest) == (kept, largest)

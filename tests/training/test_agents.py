@@ -26,7 +26,10 @@ from mt_grpo.training.environment import check_env
 from mt_grpo.trajectory import StopReason
 
 ROOT = Path(__file__).parents[2]
+TOOLS = ["calculator"]
 LOOP = f"{ROOT / 'benchmarks' / 'agents' / 'openai_loop.py'}:solve"
+missing = pytest.mark.skipif(importlib.util.find_spec("verifiers") is not None, reason="verifiers is installed")
+INSTALL = "needs verifiers, which is not installed: `pip install mt-grpo[verifiers]`"
 
 
 async def compacting(row, client):
@@ -41,13 +44,8 @@ async def compacting(row, client):
     return float(len(last.choices[0].message.content) + last.usage.completion_tokens)
 
 
-@pytest.fixture
-def of_agent(build):
-    def make(agent, **options):
-        given = {"env": AgentSource(agent), "rewards": ((), ["env_reward"]), "eval_dataset": None}
-        return build(None, **given, **options)
-
-    return make
+def of_agent(build, agent, **options):
+    return build(None, env=AgentSource(agent), rewards=((), ["env_reward"]), eval_dataset=None, **options)
 
 
 def test_an_openai_loop_is_trained_as_it_was_sampled(tmp_path):
@@ -56,34 +54,31 @@ def test_an_openai_loop_is_trained_as_it_was_sampled(tmp_path):
     args = MTGRPOConfig(str(tmp_path), max_steps=1, **options, **CPU_RUN)
     trainer = MTGRPOEnvTrainer("embedded", None, [], ["exact_match_reward_func"], args, train_dataset=rows)
     check_log_probs(trainer, batch(trainer))
-    trajectories = trainer.batch.trajectories
-    assert all(trajectory.tree.num_sequences == 1 and not trajectory.failed for trajectory in trajectories)
-    assert any(turn.has_result for trajectory in trajectories for turn in trajectory.turns)
-    assert all(trajectory.render_mismatch is None for trajectory in trajectories)
+    made = trainer.batch.trajectories
+    assert {(each.tree.num_sequences, each.failed, each.render_mismatch) for each in made} == {(1, False, None)}
+    assert any(turn.has_result for trajectory in made for turn in trajectory.turns)
 
 
-def test_a_loop_that_rewrites_has_the_loss_of_a_forward_a_turn(of_agent):
+def test_a_loop_that_rewrites_has_the_loss_of_a_forward_a_turn(build):
     gradients = []
     for forward in ("tree", "turn_by_turn"):
-        trainer = of_agent(compacting, forward=forward, seed=3)
+        trainer = of_agent(build, compacting, forward=forward, seed=3)
         inputs = batch(trainer)
-        trajectories = trainer.batch.trajectories
-        assert [trajectory.error for trajectory in trajectories] == [None] * 4
-        assert {trajectory.tree.num_sequences for trajectory in trajectories} == {4}
+        assert {(each.error, each.tree.num_sequences) for each in trainer.batch.trajectories} == {(None, 4)}
         if forward == "tree":
             check_log_probs(trainer, inputs)
         gradients.append(gradient(trainer, inputs)[1])
     assert_near(*gradients)
 
 
-def test_a_failing_agent_does_not_end_the_run(of_agent):
+def test_a_failing_agent_does_not_end_the_run(build):
     async def agent(row, client):
         said = await client.openai().chat.completions.create(model="m", messages=row["prompt"], max_tokens=4)
         if "a" in said.choices[0].message.content:
             raise KeyError("a")
         return float(len(said.choices[0].message.content))
 
-    (trainer := of_agent(agent, rollout_timeout=60.0)).train()
+    (trainer := of_agent(build, agent, rollout_timeout=60.0)).train()
     reasons = {trajectory.stop_reason for trajectory in trainer.batch.trajectories}
     assert reasons <= {StopReason.ENV_DONE, StopReason.ENV_ERROR}
 
@@ -99,27 +94,26 @@ def test_a_failing_agent_does_not_end_the_run(of_agent):
         ({"agent": {"command": ""}}, "`agent: command` is '': string should have at least 1 char"),
         ({"agent": {"command": "echo 'a"}}, "close its quotes"),
         ({"agent": {"command": "no-such-program x"}}, "is no program here"),
-        ({"agent": "a.b", "tools": ["calculator"]}, "`tools` and `agent` are both set"),
+        ({"agent": "a.b", "tools": TOOLS}, "`tools` and `agent` are both set"),
         ({"agent": "a.b", "system_prompt": "S"}, "`system_prompt` and `agent` are both set"),
         ({"agent": "a.b", "env": "c.d"}, "`env` and `agent` both say who answers the model"),
         ({"agent": "a.b", "multi_turn_scheduler": "gym_scheduler"}, "both set, and a scheduler holds"),
         ({"agent": "a.b", "environments": {"one": "c.d"}}, "`agent` and `environments` are both set"),
         ({"agent": "json.JSONDecoder"}, "give a function that is called with the row and the client"),
-        (
-            {"environments": {"one": {"agent": "json.loads", "tools": ["calculator"]}}},
-            "`agent` of `environments: one`",
-        ),
+        ({"environments": {"one": {"agent": "json.loads", "tools": TOOLS}}}, "`agent` of `environments: one`"),
         ({"environments": {"one": {"agent": {"host": "h"}}}}, "`environments: one: agent` has to name"),
         # environments of verifiers
+        pytest.param({"env": "verifiers:x"}, INSTALL, marks=missing),
+        pytest.param({"environments": {"v": "verifiers:x"}, "system_prompt": "S"}, INSTALL, marks=missing),
         ({"env": "verifiers:"}, "`env: verifiers:` names no environment: write `verifiers:NAME`"),
         ({"env": "verifiers:x", "env_config": "{x"}, "`env_config` is '{x', which is not a JSON mapping"),
         ({"env": "verifiers:x", "env_config": 3}, "`env_config` is 3: give a mapping"),
         ({"env": "a.b", "env_config": {}}, "has an effect with `env: verifiers:NAME` only"),
         ({"env_config": {"a": 1}}, "has an effect with `env: verifiers:NAME` only"),
-        ({"env": "verifiers:x", "tools": ["calculator"]}, "`tools` and `env` are both set"),
+        ({"env": "verifiers:x", "tools": TOOLS}, "`tools` and `env` are both set"),
         ({"env": "verifiers:x", "system_prompt": "S"}, "an environment of verifiers brings its own tools"),
         ({"env": "verifiers:x", "agent": "a.b"}, "`env` and `agent` both say who answers the model"),
-        ({"environments": {"v": {"env": "verifiers:x", "tools": ["calculator"]}}}, "`tools` and `env` of `environme"),
+        ({"environments": {"v": {"env": "verifiers:x", "tools": TOOLS}}}, "`tools` and `env` of `environme"),
         ({"environments": {"v": {"env": "a.b", "env_config": {}}}}, "`env_config` of `environments: v` has an effect"),
     ],
 )
@@ -137,43 +131,27 @@ def test_agents_may_be_some_of_the_environments(tmp_path):
     assert env["program"].agent.arguments == ["cat", "-n"] and env["tools"].system_prompt == "S"
 
 
+ENV = {"env": "verifiers:x", "outcome_reward_funcs": ["env_reward"]}
+WITHOUT = dict.fromkeys(("dataset_name", "tools", "system_prompt", "max_env_steps", "turn_reward_funcs"))
+
+
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
         ({"agent": LOOP}, "`tools` and `agent` are both set"),
         ({"agent": "gone.py:solve", "tools": None, "system_prompt": None, "max_env_steps": None}, "no file 'gone.py'"),
+        pytest.param(ENV | WITHOUT, INSTALL, marks=missing),  # which need no dataset
     ],
 )
 def test_an_agent_is_refused_before_anything_slow_is_imported(options, problem, tmp_path, capsys):
     recipe = yaml.safe_load((ROOT / "recipes" / "quickstart.yaml").read_text()) | options
+    recipe = {name: value for name, value in recipe.items() if value is not None}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe | {"output_dir": str(tmp_path / "run")}))
     assert main(["train", str(tmp_path / "recipe.yaml")]) == 1
     assert problem in capsys.readouterr().err
 
 
 # Environments of verifiers, which need not be installed
-
-missing = pytest.mark.skipif(importlib.util.find_spec("verifiers") is not None, reason="verifiers is installed")
-
-
-@missing
-@pytest.mark.parametrize("options", [{"env": "verifiers:x"}, {"environments": {"v": "verifiers:x"}}])
-def test_a_missing_package_is_named(options, tmp_path):
-    with pytest.raises(
-        ConfigError, match=r"needs verifiers, which is not installed: `pip install mt-grpo\[verifiers\]`"
-    ):
-        check_env(None, MTGRPOConfig(str(tmp_path), system_prompt="S" if "env" not in options else None, **options))
-
-
-@missing
-def test_a_recipe_of_verifiers_needs_no_dataset(tmp_path, capsys):
-    recipe = yaml.safe_load((ROOT / "recipes" / "quickstart.yaml").read_text())
-    for option in ("dataset_name", "tools", "system_prompt", "max_env_steps", "turn_reward_funcs"):
-        del recipe[option]
-    recipe |= {"env": "verifiers:x", "outcome_reward_funcs": ["env_reward"], "output_dir": str(tmp_path / "run")}
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    assert main(["train", str(tmp_path / "recipe.yaml")]) == 1
-    assert "needs verifiers, which is not installed" in capsys.readouterr().err
 
 
 def test_prompts_of_text_and_of_parts_make_one_table():
@@ -188,15 +166,15 @@ def test_prompts_of_text_and_of_parts_make_one_table():
 
 
 def test_names_of_verifiers_are_told_from_paths():
-    assert verifiers_name("verifiers:owner/some-env") == "owner/some-env"
-    assert verifiers_name("verifiers.py:env") is None and verifiers_name(None) is None
+    names = {"verifiers:owner/some-env": "owner/some-env", "verifiers.py:env": None, None: None}
+    assert {name: verifiers_name(name) for name in names} == names
 
 
-def test_a_row_names_its_example():
+@pytest.mark.parametrize("row", [{}, {"example": -1}, {"example": True}, {"example": 1, "split": "test"}])
+def test_a_row_names_its_example(row):
     assert example_of({"example": 3}) == ("train", 3) and example_of({"example": 0, "split": "eval"}) == ("eval", 0)
-    for row in ({}, {"example": -1}, {"example": True}, {"example": 1, "split": "test"}):
-        with pytest.raises(ValueError, match="is the number of an example"):
-            example_of(row)
+    with pytest.raises(ValueError, match="is the number of an example"):
+        example_of(row)
 
 
 def test_signals_are_left_alone_beside_the_main_thread():
@@ -221,7 +199,6 @@ def test_an_agent_may_return_an_outcome_and_name_its_session():
         return Outcome({"right": 1.0}, StopReason.MAX_STEPS, said, {"seen": row["number"]})
 
     trajectories, runner = run_agent(agent, lambda session, turn: f"A{session}{END}", rows=[{}] * 2)
-    for number, trajectory in enumerate(trajectories):
-        assert trajectory.answer == f"A00{number}" and trajectory.env_rewards == {"right": 1.0}
-        assert trajectory.stop_reason is StopReason.MAX_STEPS and trajectory.info == {"seen": number}
+    found = [(each.answer, each.env_rewards, each.stop_reason, each.info) for each in trajectories]
+    assert found == [(f"A00{n}", {"right": 1.0}, StopReason.MAX_STEPS, {"seen": n}) for n in range(2)]
     assert runner.env.endpoint._conversations == {}

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
 from peft import LoraConfig
 from support.conversations import converse
-from support.trainers import Answered, batch, conversation
+from support.sequence_ranks import random_trees
+from support.trainers import Answered, batch, conversation, same, weights
 
 from mt_grpo.concurrency import run
 from mt_grpo.credit import rule_name
@@ -27,7 +26,7 @@ from mt_grpo.training.rollout_batch import longest_path
 from mt_grpo.trajectory import Trajectory, Turn
 
 GAIN = ((InformationGain(),), (Answered(),))
-ADAPTER = {"target_modules": ["q_proj"], "init_lora_weights": False}
+ADAPTER = LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
 
 
 @torch.no_grad()
@@ -38,58 +37,44 @@ def alone(model, context, answer):
     return logits.log_softmax(dim=-1).gather(1, torch.tensor(answer)[:, None]).mean().item()
 
 
-def random_trajectory(draw, vocabulary):
-    """Turns whose contexts go on from the one before, or leave the past somewhere."""
-    tree, path = TokenTree(), [draw.randrange(vocabulary) for _ in range(draw.randint(1, 9))]
-    number = draw.randint(1, 5)
-    for _ in range(number):
-        action = [draw.randrange(vocabulary) for _ in range(draw.randint(1, 6))]
-        tree.add_turn(path, action, [-1.0] * len(action))
-        kept = (path + action)[: draw.choice([None, draw.randint(1, len(path))])]
-        path = kept + [draw.randrange(vocabulary) for _ in range(draw.randint(1, 5))]
-    return Trajectory([], [Turn(index, {}) for index in range(number)], tree)
+def contexts(trajectory):
+    """What the model saw before each of its turns."""
+    actions = trajectory.tree.actions()
+    return [trajectory.tree.path_of_turn(turn)[: -len(action)] for turn, action in enumerate(actions)]
 
 
 @pytest.fixture(scope="module")
-def trees(tokenizer):
-    """Leaves of trajectories that share nothing and of two that share all, and what was asked of each."""
-    draw = random.Random(0)
-    trajectories = [random_trajectory(draw, len(tokenizer)) for _ in range(4)]
-    trajectories.append(trajectories[0])
+def trees():
+    """Leaves of trees that share nothing and of two that share all, and what was asked of each."""
+    made = random_trees(0, 4)
     return [
-        answer_leaves(each, [([5, 6], [7, 8, 9][: 1 + index % 3])] * each.tree.num_turns, 500).tree
-        for index, each in enumerate(trajectories)
+        answer_leaves(trajectory_of(tree), [([5, 6], [7, 8, 9][: 1 + index % 3])] * tree.num_turns, 500).tree
+        for index, tree in enumerate([*made, made[0]])
     ]
+
+
+def trajectory_of(tree):
+    return Trajectory([], [Turn(index, {}) for index in range(tree.num_turns)], tree)
+
+
+def count_tokens(model):
+    counted = []
+    model.get_input_embeddings().register_forward_hook(lambda module, given, _: counted.append(given[0].numel()))
+    return counted
 
 
 @pytest.mark.parametrize("forward", ["tree", "padded", "turn_by_turn"])
 def test_log_probs_equal_a_plain_forward_for_each_answer(model, trees, forward):
     paths = [[tree.path_of_turn(turn) for turn in range(tree.num_turns)] for tree in trees]
-    expected = [
-        [alone(model, path[: -len(answer)], answer) for path, answer in zip(of, tree.actions(), strict=True)]
-        for of, tree in zip(paths, trees, strict=True)
-    ]
-    enable_trees(model)
-    found = mean_logprobs(model, ForwardPlan([TokenTree(), *trees], forward=forward))
-    assert found[0] == [] and longest_path(trees) == max(len(path) for of in paths for path in of)
-    for ours, oracle in zip(found[1:], expected, strict=True):
-        assert ours == pytest.approx(oracle, abs=1e-5)
-
-
-def count_tokens(model):
-    counted = []
-    model.get_input_embeddings().register_forward_hook(
-        lambda module, inputs, output: counted.append(inputs[0].numel())
-    )
-    return counted
-
-
-def test_every_token_of_a_batch_is_computed_once(model, trees):
     enable_trees(model)
     counted = count_tokens(model)
-    mean_logprobs(model, ForwardPlan(trees))
-    assert counted == [unique_tokens(trees)]
-    assert counted[0] < 0.6 * sum(len(tree.path_of_turn(turn)) for tree in trees for turn in range(tree.num_turns))
+    found = mean_logprobs(model, ForwardPlan([TokenTree(), *trees], forward=forward))
+    if forward == "tree":  # every token of a batch is computed once
+        assert counted == [unique_tokens(trees)] and counted[0] < 0.6 * sum(len(path) for of in paths for path in of)
+    assert found[0] == [] and longest_path(trees) == max(len(path) for of in paths for path in of)
+    for ours, of, tree in zip(found[1:], paths, trees, strict=True):
+        oracle = [alone(model, path[: -len(answer)], answer) for path, answer in zip(of, tree.actions(), strict=True)]
+        assert ours == pytest.approx(oracle, abs=1e-5)
 
 
 @pytest.mark.parametrize("forward", ["tree", "padded"])
@@ -100,22 +85,14 @@ def test_a_rank_with_nothing_to_score_makes_its_forward_too(model, forward):
     assert len(counted) == 1
 
 
-def fail(session, turn):
-    return EngineError("no") if session.endswith("0") and turn == 1 else conversation(session, turn)
-
-
 def check_against_oracle(trainer, trajectories):
     """Each state's value, and that the rewards are their differences."""
     scored = 0
     for trajectory in trajectories:
         before, answer = answer_ids(trainer.runner.renderer, "<answer>", trajectory.row["answer"][0])
         values = trajectory.answer_logprobs["information_gain"]
-        assert len(values) == len(trajectory.turns)
-        for turn, action in enumerate(trajectory.tree.actions()):
-            path = trajectory.tree.path_of_turn(turn)
-            assert values[turn] == pytest.approx(
-                alone(trainer.model, path[: len(path) - len(action)] + before, answer), abs=1e-5
-            )
+        expected = [alone(trainer.model, context + before, answer) for context in contexts(trajectory)]
+        assert values == pytest.approx(expected, abs=1e-5)
         rewards = trajectory.rewards["turn"]["information_gain"]
         assert rewards[-1] is None and None not in rewards[:-1]
         assert sum(rewards[:-1]) == pytest.approx(values[-1] - values[0])
@@ -132,37 +109,33 @@ def test_an_evaluation_scores_the_contexts_of_its_turns(build, corrected):
 
 @pytest.mark.parametrize(
     "options",
-    [{"forward": "tree"}, {"forward": "padded"}, {"peft_config": LoraConfig(**ADAPTER)}],
+    [{"forward": "tree"}, {"forward": "padded"}, {"peft_config": ADAPTER}],
     ids=["tree", "padded", "adapter"],
 )
 def test_rollouts_are_scored_without_training(build, options):
-    """An adapter takes part in the scores."""
+    """As are parts of them, as the whole. An adapter takes part in the scores."""
     trainer = build(rewards=GAIN, **options)
-    assert check_against_oracle(trainer, trainer.rollout(4)) == 5
+    trajectories = trainer.rollout(4)
+    assert check_against_oracle(trainer, trajectories) == 5
+    for whole in trajectories:
+        asked = answer_ids(trainer.runner.renderer, "<answer>", whole.row["answer"][0])
+        for index in range(len(whole.turns)):
+            leaves = answer_leaves(cut_after(whole, index), [asked] * (index + 1), 400)
+            (found,) = mean_logprobs(trainer.model, ForwardPlan([leaves.tree], forward=trainer.args.forward))
+            assert found == pytest.approx(whole.answer_logprobs["information_gain"][: index + 1], abs=1e-5)
 
 
 def test_training_takes_the_gain_as_a_turn_reward(build):
     trainer = build(rewards=GAIN, advantage_estimator="reward_to_go", gradient_checkpointing=True)
-    before = {name: weight.clone() for name, weight in trainer.model.named_parameters()}
+    before = weights(trainer)
     trainer.train()
     assert trainer.state.global_step == 2 and rule_name(trainer.credit_rule) == "reward_to_go"
-    assert any((weight != before[name]).any() for name, weight in trainer.model.named_parameters())
+    assert not same(before, weights(trainer)) and trainer.model.training
     counted = trainer.batch.rewards.turn_rewards
     assert counted.shape == (4, 3) and counted.isnan().sum() == 12 - 5
-    assert trainer.model.training
     sampled = trainer.batch.trajectories[0]
     assert all(node.tokens for node in sampled.tree.nodes) and sampled.tree.num_turns == 3
     assert run(score_cut(GAIN[0], [(sampled, 0), (sampled, 1)])) == {}
-
-
-def test_a_cut_trajectory_has_the_log_probs_of_the_whole(build):
-    trainer = build(rewards=GAIN)
-    for whole in trainer.rollout(4):
-        before, answer = answer_ids(trainer.runner.renderer, "<answer>", whole.row["answer"][0])
-        for index in range(len(whole.turns)):
-            leaves = answer_leaves(cut_after(whole, index), [(before, answer)] * (index + 1), 400)
-            (found,) = mean_logprobs(trainer.model, ForwardPlan([leaves.tree]))
-            assert found == pytest.approx(whole.answer_logprobs["information_gain"][: index + 1], abs=1e-5)
 
 
 class Halves(AnswerLogprob):
@@ -181,41 +154,44 @@ OLD_FORWARD = {
     "another distribution": {"num_iterations": 2, "temperature": 0.6, "top_k": 20},
     "a rewritten past": {"num_iterations": 2, "history": "strip_thinking"},
 }
+NO_OLD_FORWARD = {
+    "none": {},
+    "accumulated": {"gradient_accumulation_steps": 2},
+    "uncorrected": {"use_vllm": True, "vllm_importance_sampling_correction": False},
+}
+FORWARDS = OLD_FORWARD | NO_OLD_FORWARD
 
 
-@pytest.mark.parametrize("options", OLD_FORWARD.values(), ids=list(OLD_FORWARD))
+@pytest.mark.parametrize("options", FORWARDS.values(), ids=list(FORWARDS))
 def test_the_forward_of_the_old_log_probs_scores_answers_too(build, options):
+    """Of all rewards that ask for answers; without such a forward there is one for them."""
     plain, trainer = build(**options), build(rewards=GAIN, **options)
     trainer.state_scores = [Halves()]
     for each in (plain, trainer):
         batch(each)  # the model is proven once
-    old, counted = batch(plain)["old_per_token_logps"], count_tokens(trainer.model)
-    torch.testing.assert_close(batch(trainer)["old_per_token_logps"], old, rtol=0, atol=1e-5)
+    old, counted = batch(plain).get("old_per_token_logps"), count_tokens(trainer.model)
+    assert (old is not None) == has_old_forward(plain) == (options in OLD_FORWARD.values())
+    torch.testing.assert_close(batch(trainer).get("old_per_token_logps"), old, rtol=0, atol=1e-5)
     assert len(counted) == (4 if "steps_per_generation" in options else 1)
     check_against_oracle(trainer, trainer.batch.trajectories)
-    encode = trainer.runner.renderer
     for trajectory in trainer.batch.trajectories:
-        values = trajectory.answer_logprobs["halves"]
-        answers = [answer_ids(encode, "<answer>", text) for text in ("Cusco", trajectory.row["answer"][0])]
-        for index, (before, answer) in enumerate(answers[: len(values)]):
-            context = trajectory.tree.path_of_turn(index)[: -len(trajectory.tree.actions()[index])]
-            assert values[index] == pytest.approx(alone(trainer.model, context + before, answer), abs=1e-5)
+        texts, values = ("Cusco", trajectory.row["answer"][0]), trajectory.answer_logprobs["halves"]
+        answers = [answer_ids(trainer.runner.renderer, "<answer>", text) for text in texts]
+        for (before, answer), context, value in zip(answers, contexts(trajectory), values, strict=False):
+            assert value == pytest.approx(alone(trainer.model, context + before, answer), abs=1e-5)
         assert values[2:] in ([], [None])
         assert trajectory.rewards["state"]["halves"] == [*values[1:], None]
 
 
-@pytest.mark.parametrize("adapter", [False, True])
+@pytest.mark.parametrize("adapter", [None, ADAPTER], ids=["whole", "adapter"])
 @pytest.mark.parametrize("options", [{}, {"num_iterations": 2}], ids=["reference alone", "old too"])
 def test_the_policy_scores_answers_and_not_its_reference(build, model, tmp_path, adapter, options):
-    config = LoraConfig(**ADAPTER) if adapter else None
     model.config._name_or_path = str(tmp_path / "model")  # where the reference is loaded from
     model.save_pretrained(tmp_path / "model")
-    trainer = build(model=model, rewards=GAIN, peft_config=config, beta=0.1, **options)
-    if not adapter:
-        with torch.no_grad():
-            trainer.model.lm_head.weight.mul_(1.5)
-    output = batch(trainer)
-    assert ("old_per_token_logps" in output) == bool(options)
+    trainer = build(model=model, rewards=GAIN, peft_config=adapter, beta=0.1, **options)
+    if adapter is None:
+        trainer.model.lm_head.weight.data.mul_(1.5)
+    assert ("old_per_token_logps" in batch(trainer)) == bool(options)
     assert check_against_oracle(trainer, trainer.batch.trajectories) == 5
 
 
@@ -231,21 +207,8 @@ def test_answers_are_scored_where_a_long_batch_gives_up_trees(build, monkeypatch
     check_against_oracle(trainer, trainer.batch.trajectories)
 
 
-def test_trl_makes_the_forward_of_the_old_log_probs_as_expected(build):
-    wanted = ({}, {"gradient_accumulation_steps": 2}, *OLD_FORWARD.values())
-    for options in (*wanted, {"use_vllm": True, "vllm_importance_sampling_correction": False}):
-        trainer = build(**options)
-        assert ("old_per_token_logps" in batch(trainer)) == has_old_forward(trainer)
-
-
-def test_rewards_that_ask_for_answers_share_one_forward(build):
-    trainer = build(rewards=GAIN)
-    trainer.state_scores = [Halves()]
-    batch(trainer)
-    counted = count_tokens(trainer.model)
-    batch(trainer)
-    assert len(counted) == 1
-    check_against_oracle(trainer, trainer.batch.trajectories)
+def fail(session, turn):
+    return EngineError("no") if session.endswith("0") and turn == 1 else conversation(session, turn)
 
 
 def test_a_conversation_that_failed_is_not_scored(build):
@@ -272,37 +235,28 @@ class Asked(ScriptedEngine):
 
 def test_an_engine_that_scores_is_asked_instead_of_the_model(build, tokenizer):
     trainer = build(rewards=((InformationGain(prefix=""),), (Answered(),)))
-    trainer.runner.engine = Asked(tokenizer, conversation)
-    trainer.runner.sampler.engine = trainer.runner.engine
-    (reward,) = trainer.turn_reward_funcs
-    reward.scorer = "server"
+    trainer.runner.engine = trainer.runner.sampler.engine = Asked(tokenizer, conversation)
+    trainer.turn_reward_funcs[0].scorer = "server"
     (trajectory,) = trainer.rollout(1)
     ids = tokenizer.encode("Lima 0")
     assert trajectory.answer_logprobs["information_gain"] == [-sum(ids) / len(ids)] * 3
 
 
 @pytest.mark.parametrize(
-    ("reward", "message"),
+    ("options", "problem"),
     [
-        (InformationGain(scorer="server"), "`scorer: server` of the reward 'information_gain' needs a vLLM server"),
-        (
-            InformationGain(column="answers"),
-            "from the column 'answers', which the training dataset does not have; the nearest is 'answer'",
-        ),
+        ({"scorer": "server"}, "`scorer: server` of the reward 'information_gain' needs a vLLM server"),
+        ({"column": "answers"}, "column 'answers', which the training dataset does not have; the nearest is 'answer'"),
     ],
 )
-def test_what_is_not_there_is_missed_at_the_start(build, reward, message):
-    with pytest.raises(ConfigError, match=message):
-        build(rewards=((reward,), (Answered(),)))
-
-
-ROWS = [{"prompt": "Q", "answer": "Lima"}, {"prompt": "Q", "answer": " "}]
+def test_what_is_not_there_is_missed_at_the_start(build, options, problem):
+    with pytest.raises(ConfigError, match=problem):
+        build(rewards=((InformationGain(**options),), (Answered(),)))
 
 
 def test_a_row_without_a_right_answer_is_found_at_the_start():
+    """Those of a stream are looked at as they are scored."""
+    rows = [{"prompt": "Q", "answer": "Lima"}, {"prompt": "Q", "answer": " "}]
+    check_reward_columns([InformationGain()], IterableDataset.from_generator(lambda: iter(rows)), None)
     with pytest.raises(ConfigError, match="needs a right answer, and the column 'answer' of a row has ' '"):
-        check_reward_columns([InformationGain()], Dataset.from_list(ROWS), None)
-
-
-def test_the_rows_of_a_stream_are_looked_at_as_they_are_scored():
-    check_reward_columns([InformationGain()], IterableDataset.from_generator(lambda: iter(ROWS)), None)
+        check_reward_columns([InformationGain()], Dataset.from_list(rows), None)

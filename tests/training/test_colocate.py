@@ -13,14 +13,14 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.colocated import IDLE, Sleeper
+from support.colocated import IDLE, TRAINS, script_servers
 from support.forked import run_processes
 from support.loopback import free_port
+from support.marks import needs_server
 from support.models import CPU_RUN, build_model
 from support.trainers import Letters
 from support.waiting import until
 
-from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.errors import ConfigError, ServerGoneError, WeightSyncError
 from mt_grpo.options.rules import check_batches, check_served
 from mt_grpo.rollout import ScriptedEngine
@@ -28,11 +28,11 @@ from mt_grpo.servers import start, watchdog
 from mt_grpo.servers.fleet import Placement
 from mt_grpo.servers.http import Server, ServerSetupError
 from mt_grpo.servers.start import OwnServer
-from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
+from mt_grpo.training import MTGRPOConfig
 from mt_grpo.training import servers as starting
-from mt_grpo.training.servers import check_own_servers, server_urls, transport_of
+from mt_grpo.training.servers import check_own_servers, server_urls, start_own_server, transport_of
 
-COLOCATE = {**CPU_RUN, "use_vllm": True, "vllm_mode": "colocate"}
+COLOCATE = {"use_vllm": True, "vllm_mode": "colocate"}
 UPDATE = ["/start_weight_update", "/update_weights", "/init_weight_transfer_engine", "/finish_weight_update"]
 PUSH = ["/sleep?level=0&mode=keep", *UPDATE, "/reset_prefix_cache?reset_running_requests=true"]
 PUSH += ["/wake_up?tags=scheduling"]
@@ -40,49 +40,45 @@ CONTROL = {path.split("?")[0] for path in PUSH}
 
 
 def config(folder, **options) -> MTGRPOConfig:
-    return MTGRPOConfig(str(folder), **{**COLOCATE, **options})
+    return MTGRPOConfig(str(folder), **CPU_RUN, **COLOCATE, **options)
 
 
-def test_tensor_parallel_groups_divide_the_processes(tmp_path):
-    options = vars(config(tmp_path, vllm_tensor_parallel_size=2))
-    with pytest.raises(ConfigError, match="`vllm_tensor_parallel_size: 2` does not divide the 3 processes"):
-        check_batches(options, 3)
+PARALLEL = {"vllm_tensor_parallel_size": 2}
+NO_VLLM = {"interpreter": lambda: Path("/no/bin/python")}
 
 
-def test_there_is_a_server_for_each_group(tmp_path):
-    args = config(tmp_path, vllm_server_port=9000, vllm_tensor_parallel_size=2)
-    assert server_urls(args, 4) == ["http://127.0.0.1:9000", "http://127.0.0.1:9001"]
-
-
-def test_auto_is_the_transport_that_works_on_a_cpu(tmp_path):
-    assert transport_of(config(tmp_path)).server_backend == "safetensors"
-
-
-def test_a_port_that_is_taken_is_said_before_work(tmp_path):
+@pytest.mark.parametrize(
+    ("check", "replaced", "problem"),
+    [
+        (lambda args: check_batches(vars(args) | PARALLEL, 3), {}, "size: 2` does not divide the 3 processes"),
+        (lambda args: check_served(vars(args)), {}, "starts its servers itself"),
+        pytest.param(check_own_servers, {}, "Port .* is taken.*another `vllm_server_port`", marks=needs_server),
+        (check_own_servers, NO_VLLM, "vLLM is neither in `.venv-vllm` nor in this environment"),
+    ],
+)
+def test_what_cannot_be_served_is_said_before_work(tmp_path, monkeypatch, check, replaced, problem):
+    for name, value in replaced.items():
+        monkeypatch.setattr(starting, name, value)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"Port {port} is taken.*another `vllm_server_port`"):
-            check_own_servers(config(tmp_path, vllm_server_port=port))
+        args = config(tmp_path, vllm_server_port=taken.getsockname()[1])
+        with pytest.raises(ConfigError, match=problem):
+            check(args)
 
 
-def test_without_vllm_no_server_can_be_started(tmp_path, monkeypatch):
-    monkeypatch.setattr(starting, "interpreter", lambda: tmp_path / "bin" / "python")
-    with pytest.raises(ConfigError, match="vLLM is neither in `.venv-vllm` nor in this environment"):
-        check_own_servers(config(tmp_path, vllm_server_port=free_port()))
+def test_there_is_a_server_for_each_group(tmp_path):
+    """And what works on a CPU takes it the weights."""
+    args = config(tmp_path, vllm_server_port=9000, vllm_tensor_parallel_size=2)
+    assert server_urls(args, 4) == ["http://127.0.0.1:9000", "http://127.0.0.1:9001"]
+    assert transport_of(args).server_backend == "safetensors"
 
 
-def test_an_engine_that_is_given_needs_no_vllm(build, tmp_path, tokenizer, monkeypatch):
-    monkeypatch.setattr(starting, "interpreter", lambda: tmp_path / "bin" / "python")
+def test_an_engine_that_is_given_needs_no_vllm(build, tokenizer, monkeypatch):
+    monkeypatch.setattr(starting, "interpreter", NO_VLLM["interpreter"])
     engine = ScriptedEngine(tokenizer, ["a"])
     trainer = build(env=None, reward_funcs=Letters(), engine=engine, advantage_estimator=None, **COLOCATE)
     assert trainer.runner.engine is engine and trainer.weight_sync is None
-
-
-def test_a_server_of_its_own_is_not_started_by_serve(tmp_path):
-    with pytest.raises(ConfigError, match="starts its servers itself"):
-        check_served(vars(config(tmp_path)))
 
 
 def test_a_server_that_ends_at_its_start_says_why(monkeypatch):
@@ -118,32 +114,25 @@ def test_a_killed_trainer_leaves_no_server(tmp_path):
 
 
 @pytest.fixture
-def served(tmp_path, tokenizer, questions, monkeypatch):
+def base(tmp_path, tokenizer):
+    """The folder of a model."""
+    for part in (build_model(tokenizer), tokenizer):
+        part.save_pretrained(tmp_path / "base")
+    return str(tmp_path / "base")
+
+
+@pytest.fixture
+def served(build, base, tokenizer, questions, monkeypatch):
     """Makes trainers whose server is scripted."""
-    folder, port = tmp_path / "base", free_port()
-    model = build_model(tokenizer)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    servers = []
+    servers, made, port = script_servers(tokenizer, base, monkeypatch.setattr), [], free_port()
 
-    def command_at(host, port, args, about):
-        servers.append(Sleeper(tokenizer, port, str(folder)))
-        return IDLE, {}
-
-    monkeypatch.setattr(starting, "command_at", command_at)
-    monkeypatch.setattr(starting, "check_vllm", lambda: None)
-    made = []
-
-    def build(**options):
-        limits = {"vllm_server_port": port, "max_steps": 2, "max_completion_length": 8, "save_strategy": "no"}
-        args = config(tmp_path, **limits | {"vllm_importance_sampling_mode": "token_truncate"} | options)
-        env, given = MultiTurnToolEnv(protocol="learnt_tags"), {"processing_class": tokenizer}
-        given["eval_dataset"] = questions.select(range(2))
-        made.append(MTGRPOEnvTrainer(str(folder), env, [], [Letters()], args, questions, **given))
+    def make(**options):
+        given = {"vllm_server_port": port, "eval_dataset": questions.select(range(2)), **TRAINS, **options}
+        made.append(build(None, base, **given))
         return made[-1]
 
-    build.servers = servers
-    yield build
+    make.servers = servers
+    yield make
     for trainer in made:
         trainer.weight_sync.close()
     for server in servers:
@@ -164,37 +153,30 @@ def children() -> list[psutil.Process]:
     return found
 
 
-def asked(calls: list[str]) -> list[str]:
-    """What concerns weights, memory and sampling; equal calls in a row are one."""
-    kept = [call for call in calls if call.split("?")[0] in (*CONTROL, "/v1/completions")]
-    return [call for call, before in zip(kept, [None, *kept], strict=False) if call != before]
-
-
 def test_servers_sleep_while_the_model_is_trained(served):
+    def asked() -> list[str]:
+        """What concerns weights, memory and sampling; equal calls in a row are one."""
+        calls = served.servers[0].http.calls
+        kept = [call for call in calls if call.split("?")[0] in (*CONTROL, "/v1/completions")]
+        return [call for call, before in zip(kept, [None, *kept], strict=False) if call != before]
+
     trainer = served(vllm_enable_sleep_mode=True)
     trainer.train()
-    sleep = ["/sleep?level=0&mode=keep", "/sleep?level=2&mode=abort"]
-    calls = asked(served.servers[0].http.calls)
-    first = calls.index("/start_weight_update") - 1
+    calls, sleep = asked(), ["/sleep?level=0&mode=keep", "/sleep?level=2&mode=abort"]
     once = [*PUSH, "/v1/completions"]
     wake = ["/wake_up?tags=weights", *PUSH, "/wake_up?tags=kv_cache", "/v1/completions"]
+    first = calls.index("/start_weight_update") - 1
     assert calls[first:] == [*once, *once, *sleep, *wake, *sleep]  # the proof, then the true weights
     trainer.evaluate()
-    assert asked(served.servers[0].http.calls)[first + len(once) * 2 + len(wake) + 4 :] == wake
+    assert asked()[len(calls) :] == wake
 
 
 def test_without_sleep_the_server_is_paused_only(served):
+    """And the end of the run ends it."""
     trainer = served()
     trainer.train()
-    assert not [
-        call for call in served.servers[0].http.calls if "level=2" in call or "weights" in call.split("?")[-1:]
-    ]
-
-
-def test_the_end_of_a_run_ends_its_server(served):
-    trainer = served()
-    started = children()
-    log = Path(trainer.runner.engine.remedy.split()[-1].rstrip("."))
+    assert not [call for call in served.servers[0].http.calls if "level=2" in call or call.endswith("tags=weights")]
+    started, log = children(), Path(trainer.runner.engine.remedy.split()[-1].rstrip("."))
     assert len(started) == 1 and log.exists()
     trainer.weight_sync.close()
     assert not psutil.wait_procs(started, 60)[1] and not log.exists()
@@ -215,7 +197,7 @@ def test_a_trainer_that_fails_leaves_no_server(served, monkeypatch):
         started.extend(children())
         raise ConfigError("as it happens")
 
-    monkeypatch.setattr("mt_grpo.training.servers.weight_sync", fails)
+    monkeypatch.setattr(starting, "weight_sync", fails)
     with pytest.raises(ConfigError, match="as it happens"):
         served()
     assert not psutil.wait_procs(started, 60)[1]
@@ -223,25 +205,20 @@ def test_a_trainer_that_fails_leaves_no_server(served, monkeypatch):
 
 def test_a_model_without_a_name_is_refused(tmp_path, tokenizer):
     with pytest.raises(ConfigError, match="save it to a folder"):
-        starting.start_own_server(config(Path(tmp_path)), build_model(tokenizer))
+        start_own_server(config(tmp_path), build_model(tokenizer))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("per_server", [1, 2])
-def test_each_group_of_ranks_has_a_server(per_server, tmp_path, tokenizer):
-    build_model(tokenizer).save_pretrained(tmp_path / "base")
-    tokenizer.save_pretrained(tmp_path / "base")
+def test_each_group_of_ranks_has_a_server(per_server, tmp_path, base):
     first = free_port(2)
-    arguments = ["-m", "support.ranks_colocate", str(tmp_path), str(first), str(per_server)]
-    run_processes(arguments, 2, tmp_path / "log", {})
+    run_processes(["-m", "support.colocated", str(tmp_path), str(first), str(per_server)], 2, tmp_path / "log", {})
     ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
     assert [rank["port"] for rank in ranks] == ([[first], [first + 1]] if per_server == 1 else [[first], []])
+    counted = ("/sleep?level=2&mode=abort", "/wake_up?tags=weights", "/update_weights", "/v1/completions")
     for rank in ranks[: 2 // per_server]:
-        assert rank["calls"].count("/sleep?level=2&mode=abort") == 2
-        assert rank["calls"].count("/wake_up?tags=weights") == 1
-        assert rank["calls"].count("/update_weights") == 3  # the proof, and two steps
-        samples = rank["calls"].count("/v1/completions") - 3  # and as many comparisons
-        assert samples == 2 * 4 * per_server  # its ranks' own conversations
+        # a proof and two steps; its ranks' own conversations, and a comparison for each update
+        assert [rank["calls"].count(call) for call in counted] == [2, 1, 3, 2 * 4 * per_server + 3]
 
 
 def test_a_process_samples_from_the_server_on_its_gpu():

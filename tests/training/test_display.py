@@ -19,7 +19,6 @@ from transformers import PrinterCallback, ProgressCallback
 from mt_grpo.app.train import run_training
 from mt_grpo.rewards import OutcomeReward
 from mt_grpo.runlog import heartbeat
-from mt_grpo.token_tree import TokenTree
 from mt_grpo.training.rollout_batch import as_text
 from mt_grpo.training.step_log import (
     MOST_CHARACTERS,
@@ -35,6 +34,8 @@ from mt_grpo.training.step_log import (
 )
 from mt_grpo.trajectory import StopReason, Trajectory, Turn
 
+EVALUATES = {"eval_strategy": "steps", "num_generations_eval": 1}
+
 
 def shown(trainer) -> str:
     trainer.step_log.table.console = Console(file=io.StringIO(), width=80)
@@ -43,9 +44,11 @@ def shown(trainer) -> str:
 
 
 def test_the_terminal_shows_whole_conversations(build, capfd, tmp_path):
-    text = shown(build(log_completions=True, num_completions_to_print=2, max_steps=1))
+    """And those of the same question in each evaluation."""
+    trainer = build(log_completions=True, num_completions_to_print=2, eval_steps=1, **EVALUATES)
+    text = shown(trainer)
     assert "step 1: conversation 1 of 2" in text and "conversation 3" not in text
-    first = text.split("conversation 2 of 2")[0]
+    first = text.split("step 1: conversation 1 of 2")[1].split("conversation 2 of 2")[0]
     for line in (
         "[user] What is",
         '--- turn 1 ---\n<tool>{"name": "lookup", "args": {"query": "Lima"}}</tool>\n[user] <result>',
@@ -56,22 +59,15 @@ def test_the_terminal_shows_whole_conversations(build, capfd, tmp_path):
         "  advantage per turn: ",
     ):
         assert line in first, text
+    of_steps = [text.split(f"evaluation at step {step}: conversation 1 of 2")[1] for step in (1, 2)]
+    assert len({re.search(r"\[user\] What is \d", part)[0] for part in of_steps}) == 1
     assert "Completion" not in capfd.readouterr().out  # TRL's table
-    assert len(list((tmp_path / "completions").glob("*.parquet"))) == 1
+    assert list((tmp_path / "completions").glob("*.parquet"))
 
 
-def test_evaluations_show_the_same_questions(build):
-    options = {"eval_strategy": "steps", "eval_steps": 1, "num_generations_eval": 1}
-    trainer = build(log_completions=True, num_completions_to_print=1, **options)
-    text = shown(trainer)
-    of_steps = [text.split(f"evaluation at step {step}: conversation 1 of 1")[1] for step in (1, 2)]
-    one, two = (re.search(r"\[user\] What is \d", part)[0] for part in of_steps)
-    assert one == two
-
-
-def test_nothing_is_shown_where_none_are_asked_for(build):
-    assert shown(build(max_steps=1)) == ""
-    assert shown(build(log_completions=True, num_completions_to_print=0, max_steps=1)) == ""
+@pytest.mark.parametrize("options", [{}, {"log_completions": True, "num_completions_to_print": 0}])
+def test_nothing_is_shown_where_none_are_asked_for(build, options):
+    assert shown(build(max_steps=1, **options)) == ""
 
 
 def test_arguments_of_several_types_are_written_to_parquet(build, tmp_path):
@@ -82,52 +78,32 @@ def test_arguments_of_several_types_are_written_to_parquet(build, tmp_path):
         call = {"name": "lookup", "arguments": arguments[member(session) % 4]}
         return "<answer>Lima</answer>" if turn else f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
 
-    build(
-        script,
-        env=None,
-        reward_funcs=lambda completions, **columns: [0.0] * len(completions),
-        tools=[lookup],
-        **{"max_steps": 1, "call_protocol": "native", "log_completions": True, "advantage_estimator": None},
-    ).train()
+    given = {"env": None, "tools": [lookup], "reward_funcs": lambda completions, **columns: [0.0] * len(completions)}
+    options = {"call_protocol": "native", "log_completions": True, "advantage_estimator": None, "max_steps": 1}
+    build(script, **given, **options).train()
     (path,) = (tmp_path / "completions").glob("*.parquet")
     calls = [json.loads(row[0]["tool_calls"]) for row in pq.read_table(path)["completion"].to_pylist()]
     assert [call["function"]["arguments"] for (call,) in calls] == arguments
 
 
 def test_contents_in_parts_are_text_in_parquet():
-    messages = [
-        {"role": "user", "content": [{"type": "image", "image": b"..."}, {"type": "text", "text": "look\x1b"}]},
-        {"role": "assistant", "content": None, "tool_calls": []},
-        {"role": "tool", "content": "a cat", "name": "see"},
-    ]
-    assert as_text(messages) == [
-        {"role": "user", "content": "[image]\nlook\\x1b"},
-        {"role": "assistant", "content": None, "tool_calls": "[]"},
-        {"role": "tool", "content": "a cat", "name": "see"},
-    ]
+    parts = [{"type": "image", "image": b"..."}, {"type": "text", "text": "look\x1b"}]
+    answer, result = {"role": "assistant", "content": None}, {"role": "tool", "content": "a cat", "name": "see"}
+    written = as_text([{"role": "user", "content": parts}, answer | {"tool_calls": []}, result])
+    assert written == [{"role": "user", "content": "[image]\nlook\\x1b"}, answer | {"tool_calls": "[]"}, result]
     assert as_text("a\x1b") == "a\\x1b"
 
 
-def long_conversation() -> Trajectory:
-    turns = [
-        Turn(
-            index,
-            {"role": "assistant", "content": f"\x1b[2J{index} " + "a" * 9000},
-            replies=[{"role": "tool", "content": "b"}],
-        )
-        for index in range(200)
-    ]
-    return Trajectory([{"role": "user", "content": "q"}], turns, TokenTree(), stop_reason=StopReason.ANSWERED)
-
-
 def test_what_is_shown_of_a_conversation_is_bounded():
-    trajectory = long_conversation()
+    messages = [{"role": "assistant", "content": f"\x1b[2J{index} " + "a" * 9000} for index in range(200)]
+    turns = [Turn(n, message, replies=[{"role": "tool", "content": "b"}]) for n, message in enumerate(messages)]
+    trajectory = Trajectory([{"role": "user", "content": "q"}], turns, stop_reason=StopReason.ANSWERED)
     assert len(turn_pieces(trajectory)) == MOST_MESSAGES + 1
     row = table_row(1, trajectory, [0.5] * 200, {"note": "n" * 9000})
-    assert len(row["conversation"]) < (MOST_MESSAGES + 1) * (MOST_CHARACTERS + 100)
-    assert "7009 characters left out" in row["conversation"] and "384 messages left out" in row["conversation"]
-    assert "--- turn 200 ---" in row["conversation"] and len(row["note"]) < MOST_CHARACTERS + 100
-    assert "\x1b" not in row["conversation"] and "\\x1b[2J0 a" in row["conversation"]
+    text = row["conversation"]
+    assert len(text) < (MOST_MESSAGES + 1) * (MOST_CHARACTERS + 100) and len(row["note"]) < MOST_CHARACTERS + 100
+    said = ("7009 characters left out", "384 messages left out", "--- turn 200 ---", "\\x1b[2J0 a")
+    assert all(words in text for words in said) and "\x1b" not in text
 
 
 def test_calls_of_a_model_and_its_thoughts_are_shown():
@@ -149,27 +125,23 @@ def test_tensorboard_gets_conversations_as_text(build, tmp_path):
     reading = pytest.importorskip(
         "tensorboard.backend.event_processing.event_accumulator", reason=NEEDS.format("tensorboard")
     )
-    build(report_to="tensorboard", eval_strategy="steps", eval_steps=2, num_generations_eval=1).train()
+    build(report_to="tensorboard", eval_steps=2, **EVALUATES).train()
     (folder,) = (tmp_path / "runs").iterdir()
     events = reading.EventAccumulator(str(folder), {"tensors": 0}).Reload()
-    assert [event.step for event in events.Tensors("train/conversations/text_summary")] == [1, 2]
-    assert [event.step for event in events.Tensors("eval/conversations/text_summary")] == [2]
-    text = events.Tensors("train/conversations/text_summary")[0].tensor_proto.string_val[0].decode()
+    train, evaluated = (events.Tensors(f"{mode}/conversations/text_summary") for mode in ("train", "eval"))
+    assert [[event.step for event in each] for each in (train, evaluated)] == [[1, 2], [2]]
+    text = train[0].tensor_proto.string_val[0].decode()
     assert text.count("- stop_reason: `answered`") == 4 and "- Calls: `1, 1, -`" in text
     assert '    <tool>{"name": "lookup"' in text and "train/reward" in events.Tags()["scalars"]
 
 
-def test_what_people_read_is_printed_and_the_rest_is_not():
+def test_what_people_read_is_printed_and_the_rest_is_not(capsys):
     read = ["loss", "reward", "rewards/mine/mean", "eval_reward", "eval_hard_reward", "epoch"]
     rest = ["sampling/ratio/max", "rewards/mine/std", "stops/length", "eval_stops/length"]
     assert printed(dict.fromkeys([*read, *rest], 1.0)) == dict.fromkeys(read, 1.0)
-
-
-def test_what_is_not_printed_stays_in_the_logs(capsys):
     logs = {"reward": 0.5, "stops/length": 0.25, "train_runtime": 3.0}
     FewerPrinter().on_log(None, SimpleNamespace(is_local_process_zero=True), None, logs)
-    assert capsys.readouterr().out == "{'reward': '0.5', 'train_runtime': '3'}\n"
-    assert len(logs) == 3
+    assert capsys.readouterr().out == "{'reward': '0.5', 'train_runtime': '3'}\n" and len(logs) == 3
 
 
 def test_printers_of_others_are_left_as_they_are():
@@ -187,6 +159,9 @@ def test_a_slow_step_says_once_how_far_it_is(build, monkeypatch, way):
     said, watching = threading.Event(), set()
     monkeypatch.setattr(heartbeat, "QUIET", 0.01)
 
+    def watchers():
+        return sum(thread.name == "silence" for thread in threading.enumerate())
+
     class Log(io.StringIO):
         def write(self, text):
             if re.search(r"(step 1/1: |evaluation: |^)waiting for rewards", text):
@@ -195,7 +170,7 @@ def test_a_slow_step_says_once_how_far_it_is(build, monkeypatch, way):
 
     class Slow(OutcomeReward):
         def score(self, trajectory, **row):
-            watching.add(sum(thread.name == "silence" for thread in threading.enumerate()))
+            watching.add(watchers())
             assert said.wait(30)
             return 1.0
 
@@ -207,5 +182,4 @@ def test_a_slow_step_says_once_how_far_it_is(build, monkeypatch, way):
         run_training(trainer, {}, Console(file=log))
     else:
         getattr(trainer, way)(*([2] if way == "rollout" else []))
-    assert said.is_set() and watching == {1}
-    assert not [thread for thread in threading.enumerate() if thread.name == "silence"]
+    assert said.is_set() and watching == {1} and watchers() == 0

@@ -44,7 +44,8 @@ class Guess(StepEnv):
 class Looks(OutcomeReward):
     """Sees the environments as they are when their conversations are over."""
 
-    seen: list = []
+    def __init__(self):
+        self.seen = []
 
     def score(self, trajectory, **row):
         self.seen.append((type(trajectory.environment).__name__, getattr(trajectory.environment, "number", 0)))
@@ -69,13 +70,13 @@ def script(session, turn):
 
 
 @pytest.fixture
-def mixed(build):
-    def make(rewards=None, rows=ROWS, env=None, **options):
-        env = env or {"tools": MultiTurnToolEnv([lookup], "Search.", protocol="learnt_tags"), "guess": Guess}
-        rewards, rows = ((), rewards or [EnvReward(), Looks()]), Dataset.from_list(rows)
-        given = {"train_dataset": rows, "eval_dataset": None, "advantage_estimator": None, **options}
-        return build(script, rewards=rewards, env=env, **given)
+def mixed(build, monkeypatch):
+    def make(*rewards, rows=ROWS):
+        env = {"tools": MultiTurnToolEnv([lookup], "Search.", protocol="learnt_tags"), "guess": Guess}
+        given = {"train_dataset": Dataset.from_list(rows), "eval_dataset": None, "advantage_estimator": None}
+        return build(script, rewards=((), rewards), env=env, **given)
 
+    monkeypatch.setattr(Guess, "open", 0)
     return make
 
 
@@ -85,15 +86,15 @@ def sample(trainer):
 
 
 def test_every_row_has_the_environment_that_it_names(mixed):
-    Looks.seen, Guess.open = [], 0
-    trainer = mixed()
+    trainer = mixed(EnvReward(), looks := Looks())
     inputs = sample(trainer)
     tools, guesses = trainer.batch.trajectories[:4], trainer.batch.trajectories[4:]
-    assert {trajectory.prompt[0]["content"] for trajectory in tools} == {"Search."}
-    assert {trajectory.prompt[0]["content"] for trajectory in guesses} == {"Guess: a number"}
+    assert {each.prompt[0]["content"] for each in tools} == {"Search."}
+    assert {(each.prompt[0]["content"], each.stop_reason) for each in guesses} == {
+        ("Guess: a number", StopReason.ENV_DONE)
+    }
     assert all(trajectory.turns[0].has_result and trajectory.answer == "Lima" for trajectory in tools)
-    assert {trajectory.stop_reason for trajectory in guesses} == {StopReason.ENV_DONE}
-    assert Looks.seen == [("MultiTurnToolEnv", 0)] * 4 + [("Guess", 7)] * 4 and Guess.open == 0
+    assert looks.seen == [("MultiTurnToolEnv", 0)] * 4 + [("Guess", 7)] * 4 and Guess.open == 0
     rewards = trainer.batch.rewards_per_func[:, 0]
     assert rewards[:4].isnan().all() and rewards[4:].unique().numel() == 4
     assert inputs["advantages"][4:].any() and not inputs["advantages"][:4].any()
@@ -101,22 +102,21 @@ def test_every_row_has_the_environment_that_it_names(mixed):
 
 
 def test_environments_are_closed_though_a_reward_fails(mixed):
-    Guess.open = 0
     with pytest.raises(Exception, match="ZeroDivisionError"):
-        sample(mixed(rewards=[Fails()]))
+        sample(mixed(Fails()))
     assert Guess.open == 0
 
 
 @pytest.mark.parametrize(
-    ("rows", "problem"),
+    ("row", "problem"),
     [
-        ([{**ROWS[1], "environment": "gues"}] * 2, r"names the environment 'gues'.*'guess'"),
-        ([{"prompt": "a number", "number": 7}] * 2, "the dataset has no column `environment`"),
+        ({**ROWS[1], "environment": "gues"}, r"names the environment 'gues'.*'guess'"),
+        ({"prompt": "a number", "number": 7}, "the dataset has no column `environment`"),
     ],
 )
-def test_rows_without_an_environment_of_theirs_are_refused(mixed, rows, problem):
+def test_rows_without_an_environment_of_theirs_are_refused(mixed, row, problem):
     with pytest.raises(ConfigError, match=problem):
-        mixed(rows=rows)
+        mixed(EnvReward(), rows=[row] * 2)
 
 
 class Brings(EnvSource):
@@ -137,61 +137,66 @@ class Brings(EnvSource):
 
 
 def test_a_source_brings_its_rows_and_rewards(build):
-    def make(train_dataset=None):
-        given = {"train_dataset": train_dataset, "eval_dataset": None, "do_eval": True}
-        return build(script, rewards=(None, None), env=Brings(), **given)
-
-    trainer = make()
+    given = {"rewards": (None, None), "env": Brings(), "eval_dataset": None, "do_eval": True}
+    trainer = build(script, train_dataset=None, **given)
     assert trainer.train_dataset[0]["prompt"] == "train" and trainer.eval_dataset[0]["prompt"] == "eval"
     sample(trainer)
     assert not trainer.batch.rewards_per_func.isnan().any()
     with pytest.raises(ConfigError, match="no number in the training dataset"):
-        make([{"prompt": "a number"}])
+        build(script, train_dataset=[{"prompt": "a number"}], **given)
 
 
 # Named in a recipe
 
 
-def named(tmp_path, **options):
-    return build_env(MTGRPOConfig(str(tmp_path), **CPU_RUN, **options))
+@pytest.fixture
+def config(tmp_path):
+    return lambda **options: MTGRPOConfig(str(tmp_path), **CPU_RUN, **options)
 
 
-def test_options_of_one_of_several_environments_are_its_own(tmp_path):
+@pytest.fixture
+def named(config):
+    return lambda **options: build_env(config(**options))
+
+
+def test_options_of_one_of_several_environments_are_its_own(named):
     search = {"tools": ["support.models.lookup"], "max_env_steps": 2}
-    env = named(tmp_path, environments={"search": search, "talk": {"call_protocol": "native"}}, max_env_steps=4)
+    env = named(environments={"search": search, "talk": {"call_protocol": "native"}}, max_env_steps=4)
     assert (env["search"].max_steps, list(env["search"].tools)) == (2, ["lookup"])
     assert (env["talk"].max_steps, env["talk"].tools, env["talk"].protocol.native_tools) == (4, {}, True)
-    assert list(named(tmp_path, environments='{"one": {"max_env_steps": 1}}')) == ["one"]  # of the command line
+    assert list(named(environments='{"one": {"max_env_steps": 1}}')) == ["one"]  # of the command line
 
 
+def test_tools_of_the_trainer_are_those_of_each_environment(config):
+    """As tools of a recipe are, where an environment names no others."""
+    several = {"a": {}, "b": {"tools": ["calculator"]}, "c": {"max_env_steps": 2}}
+    made = build_env(config(environments=several), tools=[lookup])
+    assert [list(made[name].tools) for name in "abc"] == [["lookup"], ["calculator"], ["lookup"]]
+    assert made["a"].protocol.native_tools and (made["a"].max_steps, made["c"].max_steps) == (sys.maxsize, 2)
+
+
+PATH, SCHEDULER = f"{__file__}:Guess", {"multi_turn_scheduler": "retry_scheduler"}
+USER = {"base_url": "http://a:1/v1", "model": "m", "system_prompt": "You ask."}
+GAMES, TOOLS = {"games": 2}, {"tools": ["calculator"], "max_env_steps": 2}
 TYPED = [
-    ({"type": "tools", "tools": ["calculator"], "max_env_steps": 2}, {"tools": ["calculator"], "max_env_steps": 2}),
-    ({"type": "class", "path": f"{__file__}:Guess"}, {"env": f"{__file__}:Guess"}),
+    ({"type": "tools", **TOOLS}, TOOLS),
+    ({"type": "class", "path": PATH}, {"env": PATH}),
     ({"type": "trl", "factory": "a.B"}, {"environment_factory": "a.B"}),
     ({"type": "agent", "function": "a.solve"}, {"agent": {"function": "a.solve"}}),
     ({"type": "interactions", "file": "a.yaml"}, {"interaction_config_file": "a.yaml"}),
-    (
-        {"type": "scheduler", "name": "retry_scheduler", "max_turns": 3},
-        {"multi_turn_scheduler": "retry_scheduler", "max_turns": 3},
-    ),
-    (
-        {"type": "simulated_user", "base_url": "http://a:1/v1", "model": "m", "system_prompt": "You ask."},
-        {"simulated_user": {"base_url": "http://a:1/v1", "model": "m", "system_prompt": "You ask."}},
-    ),
-    (
-        {"type": "verifiers", "name": "wordle", "config": {"games": 2}},
-        {"env": "verifiers:wordle", "env_config": {"games": 2}},
-    ),
+    ({"type": "scheduler", "name": "retry_scheduler", "max_turns": 3}, {**SCHEDULER, "max_turns": 3}),
+    ({"type": "simulated_user", **USER}, {"simulated_user": USER}),
+    ({"type": "verifiers", "name": "wordle", "config": GAMES}, {"env": "verifiers:wordle", "env_config": GAMES}),
 ]
 
 
 @pytest.mark.parametrize(("typed", "options"), TYPED, ids=[typed["type"] for typed, _ in TYPED])
-def test_an_env_of_a_type_is_the_older_options(tmp_path, typed, options):
+def test_an_env_of_a_type_is_the_older_options(config, typed, options):
     def resolved(**given):
-        return {name: getattr(MTGRPOConfig(str(tmp_path), **CPU_RUN, **given), name) for name in OF_ENVIRONMENT}
+        return {name: getattr(config(**given), name) for name in OF_ENVIRONMENT}
 
     assert resolved(env=typed) == resolved(env=json.dumps(typed)) == resolved(**options)
-    several = MTGRPOConfig(str(tmp_path), environments={"a": typed}, **CPU_RUN).environments["a"]
+    several = config(environments={"a": typed}).environments["a"]
     assert {name: value for name, value in several.items() if value is not None} == options
 
 
@@ -203,13 +208,13 @@ class Count:
         return action, 1.0, True
 
 
-def test_a_game_is_made_of_its_keys(tmp_path):
+def test_a_game_is_made_of_its_keys(named):
     env = {"type": "gym", "make": f"{__file__}:Count", "parse": "int", "max_turns": 2}
-    made = named(tmp_path, env=env)
+    made = named(env=env)
     assert (made.make.__name__, made.parse, made.max_turns, made.tag) == ("Count", int, 2, None)
-    assert named(tmp_path, environments={"a": env, "b": {}})["a"].parse is int
+    assert named(environments={"a": env, "b": {}})["a"].parse is int
     with pytest.raises(ConfigError, match="`max_env_steps: 3` has no effect on `env: {type: gym}`: only what is made"):
-        named(tmp_path, env=env, max_env_steps=3)
+        named(env=env, max_env_steps=3)
 
 
 @pytest.mark.parametrize(
@@ -224,7 +229,7 @@ def test_a_game_is_made_of_its_keys(tmp_path):
             "command, host, call_protocol.",
         ),
         (
-            {"env": {"type": "agent", "function": "a.b"}, "multi_turn_scheduler": "retry_scheduler"},
+            {"env": {"type": "agent", "function": "a.b"}, **SCHEDULER},
             "`env` of the type `agent` and `multi_turn_scheduler` both say who answers the model: leave one of them",
         ),
         (
@@ -232,21 +237,11 @@ def test_a_game_is_made_of_its_keys(tmp_path):
             "`tools` is set both in `env` of the type `tools` and beside it: leave one of them out.",
         ),
         ({"environments": {"a": {"type": "gyn"}}}, "`environments: a: type` is 'gyn'; the nearest is 'gym': choose"),
-    ],
-)
-def test_an_env_of_a_type_that_is_wrong_is_refused(tmp_path, options, problem):
-    with pytest.raises(ConfigError, match=re.escape(problem)):
-        named(tmp_path, **options)
-
-
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
         ({"environments": {"a": {}}, "env": "mt_grpo.envs.MultiTurnToolEnv"}, "`env` and `environments` are both set"),
         ({"environments": {}}, "`environments` is a mapping from the names"),
         ({"environments": "[1]"}, "`environments` is a mapping from the names"),
         ({"environments": {"a": 3}}, "`environments: a` is 3: give a dotted path, or a mapping"),
-        ({"environments": {"a": {"tool": []}}}, "The key 'tool' of `environments: a` is unknown.*'tools'"),
+        ({"environments": {"a": {"tool": []}}}, "key 'tool' of `environments: a` is unknown; the nearest is 'tools'"),
         ({"environments": {"a": {3: []}}}, "The key 3 of `environments: a` is unknown: it takes tools, "),
         ({"environments": {"a": {"tool_timeout": "60"}}}, "`tool_timeout` of `environments: a` is '60'; give a num"),
         ({"environments": {"a": {"env_mask": 2}}}, "`env_mask` of `environments: a` is 2; set 0"),
@@ -256,35 +251,24 @@ def test_an_env_of_a_type_that_is_wrong_is_refused(tmp_path, options, problem):
         ({"env": "mt_grpo.envs.StepEnv"}, "`env` is the class StepEnv, which lacks reset, step"),
     ],
 )
-def test_environments_that_are_none_are_refused(tmp_path, options, problem):
-    with pytest.raises(ConfigError, match=problem):
-        named(tmp_path, **options)
+def test_environments_that_are_none_are_refused(named, options, problem):
+    with pytest.raises(ConfigError, match=re.escape(problem)):
+        named(**options)
 
 
 @pytest.mark.parametrize(
     "options", [{"tools": ["calculator"]}, {"max_env_steps": 3}, {"call_protocol": "native"}, {"env_mask": 1}]
 )
-def test_options_that_an_environment_does_not_take_are_refused(tmp_path, options):
-    (name,), path = options, f"{__file__}:Guess"
-    args = MTGRPOConfig(str(tmp_path), **CPU_RUN, **options)
-    cases = {
-        "`.*Guess`: only what is made of": lambda: named(tmp_path, env=path, **options),
-        "`.*Guess` of `environments: a`: only what": lambda: named(
-            tmp_path, environments={"a": {"env": path, **options}}
-        ),
-        "the `env` that the trainer was given": lambda: check_env(Guess, args),
-        "the `env` that the trainer was given.*": lambda: check_env(Guess(), args),
-        "any of `environments`: only what": lambda: named(tmp_path, environments={"a": path, "b": path}, **options),
-    }
-    for says, act in cases.items():
+def test_options_that_an_environment_does_not_take_are_refused(config, named, options):
+    (name,) = options
+    cases = [
+        ("`.*Guess`: only what is made of", lambda: named(env=PATH, **options)),
+        ("`.*Guess` of `environments: a`: only", lambda: named(environments={"a": {"env": PATH, **options}})),
+        ("the `env` that the trainer was given", lambda: check_env(Guess, config(**options))),
+        ("the `env` that the trainer was given", lambda: check_env(Guess(), config(**options))),
+        ("any of `environments`: only what", lambda: named(environments={"a": PATH, "b": PATH}, **options)),
+    ]
+    for says, act in cases:
         with pytest.raises(ConfigError, match=f"`{name}: .*` has no effect on {says}"):
             act()
-    assert named(tmp_path, environments={"a": path, "b": {}}, **options)["a"].__name__ == "Guess"
-
-
-def test_tools_of_the_trainer_are_those_of_each_environment(tmp_path):
-    """As tools of a recipe are, where an environment names no others."""
-    named = {"a": {}, "b": {"tools": ["calculator"]}, "c": {"max_env_steps": 2}}
-    made = build_env(MTGRPOConfig(str(tmp_path), environments=named, **CPU_RUN), tools=[lookup])
-    assert [list(made[name].tools) for name in "abc"] == [["lookup"], ["calculator"], ["lookup"]]
-    assert made["a"].protocol.native_tools and made["a"].max_steps == sys.maxsize and made["c"].max_steps == 2
+    assert named(environments={"a": PATH, "b": {}}, **options)["a"].__name__ == "Guess"

@@ -36,11 +36,11 @@ class DriftedEngine(TransformersEngine):
 def train(build, tokenizer):
     def train(env_mask=0, **options):
         model = build_model(tokenizer)
-        clips = {"vllm_importance_sampling_clip_min": LOW, "vllm_importance_sampling_clip_max": HIGH}
         # no call parses, each is replied to
         env = Spelling([lookup], protocol="learnt_tags", max_steps=2, env_mask=env_mask)
-        given = {"engine": DriftedEngine(model, tokenizer), "rewards": ((), (Length(),)), "env_mask": env_mask}
-        trainer = build(model=model, env=env, max_steps=1, use_vllm=True, **clips, **given, **options)
+        options |= {"vllm_importance_sampling_clip_min": LOW, "vllm_importance_sampling_clip_max": HIGH}
+        options |= {"engine": DriftedEngine(model, tokenizer), "rewards": ((), (Length(),)), "env_mask": env_mask}
+        trainer = build(model=model, env=env, max_steps=1, use_vllm=True, **options)
         batches, loss = [], trainer.compute_loss
         trainer.compute_loss = lambda model, inputs, **others: batches.append(inputs) or loss(model, inputs, **others)
         trainer.train()
@@ -63,29 +63,20 @@ def expected(row: list[int], mode: str) -> list[float]:
 @pytest.mark.parametrize("forward", ["tree", "padded"])
 @pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
 def test_the_weights_are_those_of_the_known_drift_over_all_turns(train, mode, forward):
-    trainer, inputs, _ = train(vllm_importance_sampling_mode=mode, forward=forward)
-    trained, ratios = trained_tokens(inputs), inputs["importance_sampling_ratio"]
-    assert inputs["turn_ids"][trained].max() >= 1
+    """And the drift of each turn is reported."""
+    trainer, inputs, logged = train(vllm_importance_sampling_mode=mode, forward=forward)
+    trained, ratios, turns = trained_tokens(inputs), inputs["importance_sampling_ratio"], inputs["turn_ids"]
     assert ratios.shape == (4, 1 if mode.startswith("sequence") else trained.shape[1])
     for row in range(4):
         ids = inputs["completion_ids"][row][trained[row]].tolist()
         found = ratios[row] if mode.startswith("sequence") else ratios[row][trained[row]]
         torch.testing.assert_close(found, torch.tensor(expected(ids, mode)), rtol=1e-4, atol=1e-6)
     assert all(parameter.isfinite().all() for parameter in trainer.model.parameters())
-
-
-def test_the_difference_is_reported_turn_by_turn(train):
-    _, inputs, logged = train(vllm_importance_sampling_mode="token_truncate")
-    trained, seen = trained_tokens(inputs), 0
-    for turn in range(int(inputs["turn_ids"][trained].max()) + 1):
-        off = [
-            abs(drift(token)) for token in inputs["completion_ids"][trained & (inputs["turn_ids"] == turn)].tolist()
-        ]
-        name = f"turn_{turn + 1}/sampling_logp_difference"
-        assert logged[f"{name}/mean"] == pytest.approx(sum(off) / len(off), abs=1e-4)
-        assert logged[f"{name}/max"] == pytest.approx(max(off), abs=1e-4)
-        seen += len(off)
-    assert seen == trained.sum()
+    assert turns[trained].max() >= 1
+    for turn in turns[trained].unique().tolist():
+        off = [abs(drift(token)) for token in inputs["completion_ids"][trained & (turns == turn)].tolist()]
+        found = [logged[f"turn_{turn + 1}/sampling_logp_difference/{kind}"] for kind in ("mean", "max")]
+        assert found == pytest.approx([sum(off) / len(off), max(off)], abs=1e-4)
 
 
 def test_trained_tokens_of_the_environment_have_no_ratio(train):
@@ -106,16 +97,14 @@ def dropping(build, tokenizer):
 
     def make(lora_dropout=0.3, attention_dropout=0.0, **options):
         torch.manual_seed(0)
-        given = {
-            "model": build_model(tokenizer, attention_dropout=attention_dropout),
-            "rewards": ((), (Letters(),)),
-            "peft_config": LoraConfig(
-                target_modules=["q_proj", "v_proj"], lora_dropout=lora_dropout, init_lora_weights=False, lora_alpha=32
-            ),
-            "engine": TransformersEngine(build_model(tokenizer), tokenizer),  # samples from the trainer's model
-        }
-        limits = {"max_completion_length": 60, "max_turn_length": 20, "beta": 0.1, "use_vllm": True}
-        return build(**given, **limits, **options)
+        adapter = {"target_modules": ["q_proj", "v_proj"], "init_lora_weights": False, "lora_alpha": 32}
+        return build(
+            model=build_model(tokenizer, attention_dropout=attention_dropout),
+            rewards=((), (Letters(),)),
+            peft_config=LoraConfig(lora_dropout=lora_dropout, **adapter),
+            engine=TransformersEngine(build_model(tokenizer), tokenizer),  # samples from the trainer's model
+            **{"max_completion_length": 60, "max_turn_length": 20, "beta": 0.1, "use_vllm": True, **options},
+        )
 
     return make
 

@@ -17,12 +17,7 @@ from support.models import CPU_RUN, build_model
 from support.trainers import batch, check_log_probs, logged
 from support.vision import VISION_FAMILIES
 from support.waiting import until
-from transformers import (
-    AutoModelForImageTextToText,
-    AutoProcessor,
-    Qwen2AudioForConditionalGeneration,
-    TrainerCallback,
-)
+from transformers import AutoModelForMultimodalLM, AutoProcessor, TrainerCallback
 
 from mt_grpo import MTGRPOConfig, MTGRPOEnvTrainer
 from mt_grpo.app.build import finish_dry_run
@@ -34,18 +29,13 @@ from mt_grpo.rollout.engine import ScriptedEngine
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
 from mt_grpo.runlog.reader import open_run
 from mt_grpo.sounds import Sound, read_sound
-from mt_grpo.training.columns import check_media, media_encoder, with_column_media
+from mt_grpo.training.columns import with_column_media
 
 PROMPT = [{"role": "user", "content": "What is it?"}]
-IMAGES = Dataset.from_list(
-    [
-        {"prompt": PROMPT, "images": [picture(color, (24, 16 + 8 * number))]}
-        for number, color in enumerate(("red", "green", "blue", "white"))
-    ]
-)
-SOUNDS = [
-    {"prompt": PROMPT, "audio": {"array": tone(pitch), "sampling_rate": RATE}} for pitch in (30.0, 60.0, 90.0, 120.0)
-]
+COLORS, PITCHES = ("red", "green", "blue", "white"), (30.0, 60.0, 90.0, 120.0)
+IMAGES = [{"prompt": PROMPT, "images": [picture(color, (24, 16 + 8 * n))]} for n, color in enumerate(COLORS)]
+SOUNDS = [{"prompt": PROMPT, "audio": {"array": tone(pitch), "sampling_rate": RATE}} for pitch in PITCHES]
+TOOLS = MultiTurnToolEnv([], protocol="learnt_tags")
 
 
 @cache
@@ -61,49 +51,52 @@ def sight() -> tuple[Any, Any]:
 # a model that sees or hears, and what it is shown after each turn
 SEES = SimpleNamespace(
     type="image",
+    processor=build_processor,
     build=sight,
-    load=AutoModelForImageTextToText.from_pretrained,
-    rows=IMAGES,
+    rows=Dataset.from_list(IMAGES),
     make=lambda number: picture("blue", (16, 16 + 8 * number)),
     tower="visual.patch_embed.proj",
     file="image_*.png",
+    read=read_image,
     words="[image]",
+    parts=["image", "text"],
 )
 HEARS = SimpleNamespace(
     type="audio",
-    build=lambda: (hearing(), SOUND_FAMILIES["qwen2-audio"]()[1]),
-    load=Qwen2AudioForConditionalGeneration.from_pretrained,
+    processor=hearing,
+    build=SOUND_FAMILIES["qwen2-audio"],
     rows=SOUNDS,
     make=lambda number: {"type": "audio", "audio": tone(50.0, 0.5 + number), "sampling_rate": RATE},
     tower="audio_tower.conv1",
     file="sound_*.wav",
+    read=read_sound,
     words="[sound]",
+    parts=["audio", "text"],
 )
+BOTH = SimpleNamespace(**vars(HEARS) | {"parts": ["audio", "image", "text"]})
+BOTH.rows = [{**row, "images": [picture("red")]} for row in SOUNDS]
 both = pytest.mark.parametrize("kind", [SEES, HEARS], ids=lambda kind: kind.type)
-TOOLS = MultiTurnToolEnv([], protocol="learnt_tags")
+load = AutoModelForMultimodalLM.from_pretrained
 
 
-class Screen:
-    """Shows another medium after each turn, whatever the model writes, and at last forgets the first one."""
+def screen(kind: Any) -> type:
+    class Screen:
+        """Shows another medium after each turn, whatever the model writes, and at last forgets the first one."""
 
-    kind: Any
+        async def run(self, policy: Any, row: dict[str, Any]) -> Outcome:
+            messages = list(row["prompt"])
+            for number in range(3):
+                turn = await policy.reply(messages, max_tokens=6)
+                parts = [{"type": "text", "text": "Now"}, kind.make(number)]
+                messages += [turn.message, {"role": "user", "content": parts}]
+                if number == 1:
+                    del messages[1:3]
+            return Outcome()
 
-    async def run(self, policy: Any, row: dict[str, Any]) -> Outcome:
-        messages = list(row["prompt"])
-        for number in range(3):
-            turn = await policy.reply(messages, max_tokens=6)
-            parts = [{"type": "text", "text": "Now"}, self.kind.make(number)]
-            messages += [turn.message, {"role": "user", "content": parts}]
-            if number == 1:
-                del messages[1:3]
-        return Outcome()
+        async def close(self) -> None:
+            pass
 
-    async def close(self) -> None:
-        pass
-
-
-def screen(kind: Any) -> type[Screen]:
-    return type("Screen", (Screen,), {"kind": kind})
+    return Screen
 
 
 def words(completions: list[Any], **columns: Any) -> list[float]:
@@ -120,9 +113,8 @@ def small_trainer(kind: Any, folder: Path, **options: Any) -> MTGRPOEnvTrainer:
     """A trainer of the small model of a kind, whose weights are the same for all of a folder."""
     if not (folder / "model").exists():
         kind.build()[1].save_pretrained(folder / "model")
-    processor = hearing() if kind is HEARS else build_processor()
     limits = {"max_steps": 3, "learning_rate": 1e-3, "seed": 3, "max_turn_length": 6}
-    return trainer_of(kind, folder / "run", kind.load(folder / "model"), processor, **{**limits, **options})
+    return trainer_of(kind, folder / "run", load(folder / "model"), kind.processor(), **{**limits, **options})
 
 
 def trained(kind: Any, folder: Path, resume: str | None = None, **options: Any) -> MTGRPOEnvTrainer:
@@ -132,8 +124,7 @@ def trained(kind: Any, folder: Path, resume: str | None = None, **options: Any) 
 
 
 def losses(trainer: MTGRPOEnvTrainer) -> torch.Tensor:
-    names = ("loss", "grad_norm", "kl") if trainer.beta else ("loss", "grad_norm")
-    return torch.tensor(logged(trainer, *names))
+    return torch.tensor(logged(trainer, "loss", "grad_norm", *["kl"] * bool(trainer.beta)))
 
 
 @pytest.mark.parametrize("content", ["What?", [{"type": "image"}, {"type": "text", "text": "What?"}]])
@@ -153,7 +144,7 @@ def test_three_steps_are_the_same_however_they_are_computed(tmp_path, kind):
     assert len(expected) == 3
     for forward in ("tree", "padded"):
         torch.testing.assert_close(losses(runs[forward]), expected, rtol=1e-4, atol=1e-6)
-    tree, fresh = runs["tree"], kind.load(tmp_path / "tree" / "model")
+    tree, fresh = runs["tree"], load(tmp_path / "tree" / "model")
     moved, before = (model.get_submodule(f"model.{kind.tower}").weight for model in (tree.model, fresh))
     assert (moved - before).abs().max() > 1e-4
     assert {one.tree.num_sequences for one in tree.batch.trajectories} == {2}
@@ -161,10 +152,22 @@ def test_three_steps_are_the_same_however_they_are_computed(tmp_path, kind):
 
 @both
 @pytest.mark.slow
-def test_a_resumed_run_trains_on_the_media_that_were_left(tmp_path, kind):
+def test_a_run_writes_each_medium_once_and_goes_on_with_them(tmp_path, kind):
     options = {"steps_per_generation": 2, "max_steps": 2, "save_strategy": "steps", "save_steps": 1}
-    whole = trained(kind, tmp_path, **options)
-    resumed = trained(kind, tmp_path, str(tmp_path / "run" / "checkpoint-1"), **options)
+    whole, checkpoint = trained(kind, tmp_path, **options), tmp_path / "run" / "checkpoint-1"
+    run = open_run(tmp_path / "run")
+    record = run.trajectory(run.rows[0]["session"])
+    messages = [*record["prompt"], *(reply for turn in record["turns"] for reply in turn["replies"])]
+    parts = list(media_parts(messages))
+    files, folder = [part[kind.type] for part in parts], tmp_path / "run" / "rollouts"
+    assert len(files) == len(set(files)) == 2 and set(files) <= {path.name for path in folder.glob(kind.file)}
+    [shown] = media_of(media_parts(whole.batch.trajectories[0].prompt))
+    assert to_file(kind.read(folder / files[0])) == to_file(shown)
+    assert kind.words in record["tokens"]["texts"]
+    if kind is HEARS:
+        assert [part["seconds"] for part in parts] == [1.0, 0.5]
+        assert AutoProcessor.from_pretrained(checkpoint).feature_extractor.sampling_rate == RATE
+    resumed = trained(kind, tmp_path, str(checkpoint), **options)
     torch.testing.assert_close(losses(resumed)[-1], losses(whole)[-1], rtol=1e-5, atol=1e-6)
 
 
@@ -189,35 +192,6 @@ def test_conversations_with_media_are_sampled_ahead(tmp_path, kind, env):
     assert found[0] == found[1] == found[2]
 
 
-@both
-@pytest.mark.slow
-def test_a_run_writes_each_medium_once(tmp_path, kind):
-    trainer = trained(kind, tmp_path, max_steps=1, save_strategy="steps", save_steps=1)
-    run = open_run(tmp_path / "run")
-    record = run.trajectory(run.rows[0]["session"])
-    messages = [*record["prompt"], *(reply for turn in record["turns"] for reply in turn["replies"])]
-    parts = list(media_parts(messages))
-    files = [part[kind.type] for part in parts]
-    assert len(files) == len(set(files)) == 2
-    assert set(files) <= {path.name for path in (tmp_path / "run" / "rollouts").glob(kind.file)}
-    [shown] = media_of(media_parts(trainer.batch.trajectories[0].prompt))
-    read = read_sound if kind is HEARS else read_image
-    assert to_file(read(tmp_path / "run" / "rollouts" / files[0])) == to_file(shown)
-    assert kind.words in record["tokens"]["texts"]
-    if kind is HEARS:
-        assert [part["seconds"] for part in parts] == [1.0, 0.5]
-        again = AutoProcessor.from_pretrained(tmp_path / "run" / "checkpoint-1")
-        assert again.feature_extractor.sampling_rate == RATE
-
-
-@both
-def test_tree_and_engine_agree_on_what_was_sampled(tmp_path, kind):
-    trainer = small_trainer(kind, tmp_path)
-    inputs = batch(trainer)
-    assert (inputs["prompt_ids"] < 0).any() and (inputs["completion_ids"] < 0).any()
-    check_log_probs(trainer, inputs)
-
-
 @pytest.mark.slow
 def test_a_run_trains_on_videos_and_writes_their_frames(tmp_path):
     processor = build_processor(kind=VideoTextProcessor)
@@ -228,31 +202,28 @@ def test_a_run_trains_on_videos_and_writes_their_frames(tmp_path):
     trainer.train()
     assert trainer.args.forward == "tree" and losses(trainer)[0][1] > 0
     run = open_run(tmp_path)
-    record = run.trajectory(run.rows[0]["session"])
-    files = record["prompt"][0]["content"][0]["video"]
+    files = run.trajectory(run.rows[0]["session"])["prompt"][0]["content"][0]["video"]
     assert len(set(files)) == 2 and all((tmp_path / "rollouts" / file).exists() for file in files)
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [
-        *((SEES, name) for name in ("idefics 3", "mistral 3", "gemma 3")),
-        *((HEARS, name) for name in ("qwen2.5-omni", "gemma 4", "voxtral", "both")),
-    ],
-    ids=lambda each: each if isinstance(each, str) else each.type,
-)
-def test_models_of_other_families_train(tmp_path, kind, name, caplog):
-    make, packed = VISION_FAMILIES[name] if kind is SEES else (None, "tree")
-    processor, model = make() if make else SOUND_FAMILIES["qwen2.5-omni" if name == "both" else name]()
-    rows = [{**row, "images": [picture("red")]} for row in SOUNDS] if name == "both" else kind.rows
-    trainer = trainer_of(kind, tmp_path, model, processor, train_dataset=rows)
+LEARN = {"qwen2.5-vl": (SEES, sight, "tree")}
+LEARN |= {name: (SEES, *VISION_FAMILIES[name]) for name in ("idefics 3", "mistral 3", "gemma 3")}
+LEARN |= {f"{name} hears": (HEARS, SOUND_FAMILIES[name], "tree") for name in ("qwen2-audio", "gemma 4", "voxtral")}
+LEARN["qwen2.5-omni"] = (BOTH, SOUND_FAMILIES["qwen2.5-omni"], "tree")
+
+
+@pytest.mark.parametrize(("kind", "make", "packed"), LEARN.values(), ids=list(LEARN))
+def test_training_scores_what_a_family_sampled(tmp_path, kind, make, packed, caplog):
+    processor, model = make()
+    trainer = trainer_of(kind, tmp_path, model, processor)
     trainer.model.train()
     inputs = batch(trainer)
+    check_log_probs(trainer, inputs)
     assert trainer.args.forward == ("tree" if packed == "tree" else "padded")
     assert packed == "tree" or packed in caplog.text
+    assert (inputs["prompt_ids"] < 0).any() and (inputs["completion_ids"] < 0).any()
     shown = [part["type"] for part in trainer.batch.trajectories[0].prompt[0]["content"]]
-    assert sorted(shown) == (["audio", "image", "text"] if name == "both" else sorted([kind.type, "text"]))
-    check_log_probs(trainer, inputs)
+    assert sorted(shown) == kind.parts
 
 
 def test_a_model_that_hears_padding_trains_turn_by_turn(tmp_path):
@@ -268,19 +239,21 @@ def test_a_model_whose_trees_of_images_differ_trains_in_rows(tmp_path, monkeypat
     monkeypatch.setattr("mt_grpo.forward.model.packed_positions", lambda *given: None)
     trainer = small_trainer(SEES, tmp_path, use_vllm=False)
     trainer.model.train()
-    inputs = batch(trainer)
-    assert trainer.args.forward == "padded"
-    assert "scores packed trees with images" in caplog.text
-    check_log_probs(trainer, inputs)
+    check_log_probs(trainer, batch(trainer))
+    assert trainer.args.forward == "padded" and "scores packed trees with images" in caplog.text
 
 
-def test_a_model_alone_brings_its_processor(tmp_path):
-    processor, model = SOUND_FAMILIES["qwen2-audio"]()
-    for each in (processor, model):
+def test_a_model_alone_plays_files_with_its_own_processor(tmp_path):
+    """As `datasets.Audio` gives them where nothing decodes them: their bytes, and their path."""
+    for each in HEARS.build():
         each.save_pretrained(tmp_path / "model")
-    trainer = trainer_of(HEARS, tmp_path / "run", str(tmp_path / "model"), None)
+    (tmp_path / "tone.wav").write_bytes(to_file(Sound(tone(), RATE)))
+    rows = Dataset.from_dict({"prompt": ["What is it?"] * 4, "audio": [str(tmp_path / "tone.wav")] * 4})
+    rows = rows.cast_column("audio", Audio(decode=False))
+    trainer = trainer_of(HEARS, tmp_path / "run", str(tmp_path / "model"), None, train_dataset=rows)
     batch(trainer)
     assert [each.error for each in trainer.batch.trajectories] == [None] * 4
+    assert trainer.batch.trajectories[0].prompt[0]["content"][0]["audio"] == Sound(tone(), RATE)
 
 
 # Rows
@@ -295,6 +268,7 @@ RED, BLUE = picture("red"), picture("blue")
     [
         ("image", "images", [RED, BLUE], [RED, BLUE]),
         ("audio", "audios", [LOW, HIGH], [Sound(each["array"], RATE) for each in (LOW, HIGH)]),
+        ("audio", "audios", [tone().tolist()] * 2, [Sound(tone())] * 2),  # as a table has it
     ],
 )
 def test_media_stand_where_their_places_are(kind, column, media, expected):
@@ -308,39 +282,32 @@ def test_media_stand_where_their_places_are(kind, column, media, expected):
     assert with_column_media({"prompt": "What?", column: None}) == {"prompt": "What?", column: None}
 
 
-def test_an_array_of_a_table_is_a_sound():
-    listed = with_column_media({"prompt": "What?", "audio": tone().tolist()})["prompt"][0]["content"]
-    assert listed[0]["audio"] == Sound(tone())
-
-
-IMAGE_ROW, SOUND_ROW = "The images of a row cannot be shown: .*", "The sounds of a row cannot be played: .*"
-PLACE = {"type": "audio"}
+PLACE, VIDEO = {"type": "audio"}, {"type": "video", "video": "a"}
 ADDRESS = {"type": "video_url", "video_url": {"url": "https://example.org/a.mp4"}}
 
 
 @pytest.mark.parametrize(
     ("prompt", "column", "media", "problem"),
     [
-        ([{"type": "image"}] * 2, "images", [picture()], IMAGE_ROW + r"images provided \(1\) does not match"),
-        (
-            [{"type": "video", "video": "a"}],
-            "images",
-            [],
-            IMAGE_ROW + "Give a video as a list of images; got 'a'",
-        ),
-        ([ADDRESS], "images", [], IMAGE_ROW + "shows a part of type 'video_url', and rollouts hold text, images"),
-        ("What?", "audios", [b"no sound"], SOUND_ROW + "A sound of 8 bytes cannot be read as a sound: it is broken"),
-        ("What?", "audios", ["/no/such.wav"], SOUND_ROW + "The sound '/no/such.wav' cannot be read: No such file or"),
-        ([PLACE] * 2, "audios", [tone()], SOUND_ROW + "the prompt has 2 places for sounds, and the row has 1 sounds"),
-        ([PLACE | {"path": "/no.wav"}], "audios", [tone()], SOUND_ROW + "The sound '/no.wav' cannot be read: No such"),
+        ([{"type": "image"}] * 2, "images", [picture()], r"images provided \(1\) does not match"),
+        ([VIDEO], "images", [], "Give a video as a list of images; got 'a'"),
+        ([ADDRESS], "images", [], "shows a part of type 'video_url', and rollouts hold text, images"),
+        ("What?", "audios", [b"no sound"], "A sound of 8 bytes cannot be read as a sound: it is broken"),
+        ("What?", "audios", ["/no/such.wav"], "The sound '/no/such.wav' cannot be read: No such file or"),
+        ([PLACE] * 2, "audios", [tone()], "the prompt has 2 places for sounds, and the row has 1 sounds"),
+        ([PLACE | {"path": "/no.wav"}], "audios", [tone()], "The sound '/no.wav' cannot be read: No such"),
     ],
 )
 def test_a_row_with_a_bad_medium_is_one_sentence(prompt, column, media, problem):
-    with pytest.raises(ConfigError, match=problem):
+    said = {"images": "The images of a row cannot be shown", "audios": "The sounds of a row cannot be played"}[column]
+    with pytest.raises(ConfigError, match=f"{said}: .*{problem}"):
         with_column_media({"prompt": [{"role": "user", "content": prompt}], column: media})
 
 
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n%%EOF\n"
+TEXT = Value("string")
+PARTS = List({"role": TEXT, "content": List({"type": TEXT, "text": TEXT, "image": Image()})})
+FEATURES = {"image": Image(), "images": List(Image()), "photo": Image(), "prompt": PARTS}
 
 
 @pytest.mark.parametrize(
@@ -348,85 +315,71 @@ EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage
     [*product(["image", "images", "photo", "prompt"], ["path", "file"]), ("image", "bytes"), ("images", "bytes")],
 )
 def test_a_row_with_a_bad_image_is_named(tmp_path, column, kind):
-    files = {"good": to_file(picture()), "bad": EPS}
-    for name, data in files.items():
+    def row(name, data):
         (tmp_path / name).write_bytes(data)
+        images = {"path": {"path": str(tmp_path / name)}, "file": {"bytes": data, "path": name}, "bytes": data}
+        image, what = images[kind], {"type": "text", "text": "What?"}
+        if column == "prompt":
+            return {"prompt": [{"role": "user", "content": [what, {"type": "image", "image": image}]}]}
+        return {"prompt": PROMPT, column: [image] if column == "images" else image}
 
-    def row(name):
-        image = {"bytes": files[name], "path": name} if kind == "file" else {"path": str(tmp_path / name)}
-        image = files[name] if kind == "bytes" else image
-        content = [{"type": "text", "text": "What?"}, {"type": "image", "image": image}]
-        message = {"role": "user", "content": content if column == "prompt" else "What?"}
-        shown = {} if column == "prompt" else {column: [image] if column == "images" else image}
-        return {"prompt": [message]} | shown
-
-    text = Value("string")
-    part = {"type": text, "text": text, "image": Image()}
-    features = Features({"prompt": List({"role": text, "content": List(part) if column == "prompt" else text})})
-    if column != "prompt":
-        features[column] = List(Image()) if column == "images" else Image()
-    rows = Dataset.from_list([*map(row, ["good"] * 5), row("bad")], features=None if kind == "bytes" else features)
+    features = {"prompt": List({"role": TEXT, "content": TEXT}), column: FEATURES[column]}
+    rows = [row("good", to_file(picture()))] * 5 + [row("bad", EPS)]
+    rows = Dataset.from_list(rows, features=None if kind == "bytes" else Features(features))
     trainer = small_trainer(SEES, tmp_path, env=TOOLS, train_dataset=rows, max_steps=6)
-    row = "Row 5 .counted from 0. of the training dataset has an image that cannot be shown"
+    said = "Row 5 .counted from 0. of the training dataset has an image that cannot be shown"
     for act in (lambda: trainer.rollout(6), trainer.train):
-        with pytest.raises(ImageOfRowError, match=f"{row}, in the column '{column}': .* of no known kind"):
+        with pytest.raises(ImageOfRowError, match=f"{said}, in the column '{column}': .* of no known kind"):
             act()
     with pytest.raises(ImageOfRowError, match="Row 0 .counted from 0. of the evaluation dataset"):
         trainer.evaluate(rows.select([5]))
 
 
-def test_a_dataset_of_files_is_played(tmp_path):
-    """As `datasets.Audio` gives them where nothing decodes them: their bytes, and their path."""
-    (tmp_path / "tone.wav").write_bytes(to_file(Sound(tone(), RATE)))
-    rows = Dataset.from_dict({"prompt": ["What is it?"] * 4, "audio": [str(tmp_path / "tone.wav")] * 4})
-    trainer = small_trainer(HEARS, tmp_path, train_dataset=rows.cast_column("audio", Audio(decode=False)))
-    batch(trainer)
-    part = trainer.batch.trajectories[0].prompt[0]["content"][0]
-    assert part["audio"] == Sound(tone(), RATE)
-
-
 # What cannot be shown
 
 
+def files(decode: bool = False) -> Dataset:
+    rows = Dataset.from_list([{"prompt": "What is it?", "audio": "a.wav"}])
+    return rows.cast_column("audio", Audio(decode=decode))
+
+
+def of_text() -> tuple[Any, Any]:
+    tokenizer = build_processor().tokenizer
+    return tokenizer, build_model(tokenizer)
+
+
+def without_processor() -> tuple[Any, Any]:
+    return hearing().tokenizer, HEARS.build()[1]
+
+
+def scripted(tokenizer: Any) -> ScriptedEngine:
+    return ScriptedEngine(tokenizer, ["a"])
+
+
+def server(tokenizer: Any) -> VLLMServerClient:
+    return VLLMServerClient("http://127.0.0.1:9", tokenizer)
+
+
+HOLDS, DECODE = "'audio' .* holds sounds, and", "torchcodec, which is not installed: .*datasets.Audio"
+
+
 @pytest.mark.parametrize(
-    ("kind", "case", "problem"),
+    ("kind", "build", "options", "problem"),
     [
-        (SEES, "text", "The column 'images' .* the model takes text only: use a model that takes"),
-        (SEES, "engine", "ScriptedEngine is given tokens of text only: sample with the model itself"),
-        (HEARS, "text", "The column 'audio' of the dataset holds sounds, and the model takes text o"),
-        (HEARS, "other", "holds sounds, and the model takes no sounds: use a model that takes sounds"),
-        (HEARS, "no processor", "holds sounds, and there is no processor of sounds: pass the model's"),
-        (HEARS, "engine", "holds sounds, and ScriptedEngine is given tokens of text only: sample with"),
+        (SEES, of_text, {}, "The column 'images' .* the model takes text only: use a model that takes"),
+        (SEES, sight, {"engine": scripted}, "ScriptedEngine is given tokens of text only: sample with the model"),
+        (HEARS, of_text, {}, f"{HOLDS} the model takes text o"),
+        (HEARS, sight, {}, f"{HOLDS} the model takes no sounds: use a model that takes sounds"),
+        (HEARS, without_processor, {}, f"{HOLDS} there is no processor of sounds: pass the model's"),
+        (HEARS, HEARS.build, {"engine": scripted}, f"{HOLDS} ScriptedEngine is given tokens of text only: sample"),
+        (HEARS, HEARS.build, {"engine": server}, "holds sounds, which are not sent to a vLLM server: set `use_vll"),
+        (HEARS, HEARS.build, {"train_dataset": files(decode=True)}, f"'audio' .* {DECODE}.decode"),
     ],
-    ids=lambda each: each.type if isinstance(each, SimpleNamespace) else each if len(str(each)) < 20 else "",
 )
-def test_models_that_cannot_be_shown_media_are_refused(tmp_path, kind, case, problem):
-    processor, model = sight() if case == "other" else kind.build()
-    options: dict[str, Any] = {}
-    if kind is HEARS:
-        rows = Dataset.from_list([{"prompt": "What is it?", "audio": "a.wav"}])
-        options["train_dataset"] = rows.cast_column("audio", Audio(decode=False))
-    if case == "text":
-        processor = build_processor().tokenizer
-        model = build_model(processor)
-    if case == "no processor":
-        processor = processor.tokenizer
-    if case == "engine":
-        options["engine"] = ScriptedEngine(processor.tokenizer, ["a"])
+def test_models_that_cannot_be_shown_media_are_refused(tmp_path, kind, build, options, problem):
+    processor, model = build()
+    given = ({"train_dataset": files()} if kind is HEARS else {}) | options
+    if "engine" in given:
+        given["engine"] = given["engine"](processor.tokenizer)
     with pytest.raises(ConfigError, match=problem):
-        trainer_of(kind, tmp_path, model, processor, **options)
-
-
-def test_sounds_that_nothing_decodes_are_refused(tmp_path):
-    rows = Dataset.from_dict({"prompt": ["What is it?"] * 4, "audio": ["a.wav"] * 4}).cast_column("audio", Audio())
-    with pytest.raises(ConfigError, match=r"'audio' .* torchcodec, which is not installed: .*datasets.Audio\(decode"):
-        small_trainer(HEARS, tmp_path, train_dataset=rows)
-
-
-def test_sounds_are_not_sent_to_a_server():
-    processor, model = SOUND_FAMILIES["qwen2-audio"]()
-    rows = Dataset.from_dict({"prompt": ["What?"], "audio": ["a.wav"]}).cast_column("audio", Audio(decode=False))
-    client = VLLMServerClient("http://127.0.0.1:9", processor.tokenizer)
-    problem = "'audio' .* holds sounds, which are not sent to a vLLM server: set `use_vll"
-    with pytest.raises(ConfigError, match=problem):
-        check_media(media_encoder(processor, model.config, client), model.config, client, rows)
+        trainer_of(kind, tmp_path, model, processor, **given)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
+from torch.nn.functional import pad
 
 from mt_grpo.forward.media import MediumInputs
 from mt_grpo.forward.routes import NO_ROUTE
@@ -11,13 +13,14 @@ from mt_grpo.rollout import TokenRow
 from mt_grpo.training.rollout_batch import IMAGES, assign, batch_trees, rebalance, row_tree, token_columns
 
 
-def batch_of(groups, start):
+def batch_of(groups, start, length=2):
+    """Rows of some groups, each of other tokens, which begin with its group."""
     size = len(groups)
-    ones = torch.ones(size, 2, dtype=torch.long)
-    ids = torch.tensor([[group, group] for group in groups])
+    ones = torch.ones(size, length, dtype=torch.long)
+    ids = torch.tensor(groups)[:, None] * ones
     return {
-        "prompt_ids": ids,
-        "prompt_mask": ones,
+        "prompt_ids": ids[:, :2],
+        "prompt_mask": ones[:, :2],
         "completion_ids": ids + torch.arange(start, start + size)[:, None],
         "completion_mask": ones,
         "tool_mask": ones,
@@ -39,38 +42,34 @@ def test_a_group_meets_in_one_micro_batch_and_no_row_is_lost():
     assert before.sort().values.equal(after.sort().values)
 
 
-def test_a_group_larger_than_a_micro_batch_fills_micro_batches():
-    dealt = rebalance([batch_of([1, 2], start) for start in (10, 20, 30, 40)], 4)
-    assert sorted(batch["group_ids"].tolist() for batch in dealt) == [[1, 1], [1, 1], [2, 2], [2, 2]]
-
-
-def test_groups_that_fit_no_micro_batch_lie_next_to_each_other():
-    dealt = rebalance([batch_of([1, 2, 1], 10), batch_of([2, 1, 2], 20)], 2)
-    assert torch.cat([batch["group_ids"] for batch in dealt]).tolist() == [1, 1, 1, 2, 2, 2]
+@pytest.mark.parametrize(
+    ("groups", "size", "dealt"),
+    [
+        ([[1, 2]] * 4, 4, [[1, 1], [1, 1], [2, 2], [2, 2]]),  # a group fills micro-batches
+        ([[1, 2, 1], [2, 1, 2]], 2, [[1, 1, 1], [2, 2, 2]]),  # a group fits none: its rows lie next to each other
+    ],
+)
+def test_a_group_larger_than_a_micro_batch_lies_together(groups, size, dealt):
+    found = rebalance([batch_of(each, 10 * (1 + number)) for number, each in enumerate(groups)], size)
+    assert sorted(batch["group_ids"].tolist() for batch in found) == dealt
 
 
 def test_what_branches_of_a_rewritten_history_share_weighs_once():
-    batches = [batch_of([1, 2, 3, 4], start) for start in (10, 20)]
+    batches = [batch_of([1, 2, 3, 4], start, length=8) for start in (10, 20)]
     for batch in batches:
-        size = len(batch["group_ids"])
         batch["completion_ids"] = batch["group_ids"][:, None] + torch.tensor([5, 6, 7, 8] * 2)
-        batch["completion_mask"] = batch["tool_mask"] = torch.ones(size, 8, dtype=torch.long)
-        batch["turn_ids"] = torch.zeros(size, 8, dtype=torch.long)
         branches = torch.tensor([-1, 0, 1, 2, -1, 4, 5, 6])  # the second is the first once more
-        chain = torch.arange(-1, 7)
-        batch["parent"] = torch.stack([branches if group in (1, 3) else chain for group in (1, 2, 3, 4)])
+        batch["parent"] = torch.stack([branches, torch.arange(-1, 7)] * 2)
     for batch in rebalance(batches, 2):
         assert len({1, 3} & set(batch["group_ids"].tolist())) == 1
 
 
 def test_padding_that_no_row_needs_goes():
     batch = batch_of([1, 1], 10)
-    batch["prompt_ids"], batch["prompt_mask"] = (
-        torch.nn.functional.pad(batch[key], (3, 0)) for key in batch if key.startswith("prompt_")
-    )
-    batch["completion_ids"], batch["completion_mask"] = (
-        torch.nn.functional.pad(batch[key], (0, 3)) for key in batch if key.startswith("completion_")
-    )
+    sides = {"prompt": (3, 0), "completion": (0, 3)}
+    batch |= {
+        f"{part}_{kind}": pad(batch[f"{part}_{kind}"], sides[part]) for part in sides for kind in ("ids", "mask")
+    }
     (dealt,) = rebalance([batch], 2)
     assert dealt["prompt_ids"].tolist() == [[1, 1]] * 2 and dealt["completion_ids"].tolist() == [[11, 11], [12, 12]]
 
@@ -78,6 +77,7 @@ def test_padding_that_no_row_needs_goes():
 def test_ranks_run_work_of_the_same_size_at_the_same_time():
     plan = assign([10, 1, 1, 10, 5, 5], ranks=2, steps=3)
     assert [sorted(piece for bin in step for piece in bin) for step in plan] == [[0, 3], [1, 2], [4, 5]]
+    assert assign([4, 3, 2, 1], ranks=2, steps=2) == [[[0], [1]], [[3], [2]]]  # the larger for who had less
 
 
 def test_every_rank_gets_as_many_pieces_and_as_much_work():
@@ -91,13 +91,11 @@ def test_every_rank_gets_as_many_pieces_and_as_much_work():
 
 def test_ratios_are_padded_with_one():
     """TRL's VESPO multiplies the ratios of all columns."""
-    batches = [batch_of([1, 1, 2, 2], 10)]
-    batches[0]["completion_ids"] = torch.ones(4, 3, dtype=torch.long)
-    batches[0]["completion_mask"] = torch.tensor([[1, 1, 1]] * 2 + [[1, 0, 0]] * 2)
-    batches[0]["importance_sampling_ratio"] = torch.ones(4, 3)
-    (dealt,) = rebalance(batches, 2)
-    assert dealt["completion_mask"].sum() == 8
-    assert dealt["importance_sampling_ratio"].eq(1).all()
+    batch = batch_of([1, 1, 2, 2], 10, length=3)
+    batch["completion_mask"] = torch.tensor([[1, 1, 1]] * 2 + [[1, 0, 0]] * 2)
+    batch["importance_sampling_ratio"] = torch.ones(4, 3)
+    (dealt,) = rebalance([batch], 2)
+    assert dealt["completion_mask"].sum() == 8 and dealt["importance_sampling_ratio"].eq(1).all()
 
 
 def test_columns_of_a_batch_give_the_trees_of_its_rows():
@@ -106,12 +104,13 @@ def test_columns_of_a_batch_give_the_trees_of_its_rows():
     forked.prompt_routes, forked.routes = bytes(range(6)), bytes(range(8))
     shown = TokenRow([-9, -9], [4, 5], [1, 1], [0, 0], [0.0] * 2, [-1, 0], media={-9: image})
     output = {
-        "prompt_ids": torch.tensor([[1, 2, 3], [0, 8, 8]]),
-        "prompt_mask": torch.tensor([[1, 1, 1], [0, 1, 1]]),
-        "completion_ids": torch.tensor([[4, 5, 6, 7], [4, 5, 0, 0]]),
-        "completion_mask": torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]]),
-        "tool_mask": torch.tensor([[1, 0, 1, 1], [1, 1, 1, 1]]),
+        "prompt_ids": [[1, 2, 3], [0, 8, 8]],
+        "prompt_mask": [[1, 1, 1], [0, 1, 1]],
+        "completion_ids": [[4, 5, 6, 7], [4, 5, 0, 0]],
+        "completion_mask": [[1, 1, 1, 1], [1, 1, 0, 0]],
+        "tool_mask": [[1, 0, 1, 1], [1, 1, 1, 1]],
     }
+    output = {name: torch.tensor(column) for name, column in output.items()}
     columns = output | token_columns([forked, shown], output)
     assert columns[IMAGES] == [{}, {-9: (2, image.inputs)}] and output["prompt_ids"][1].tolist() == [0, 8, 8]
     for tree, row in zip(batch_trees(columns), (forked, shown), strict=True):

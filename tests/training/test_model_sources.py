@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 
 import pytest
 import torch
@@ -24,11 +25,19 @@ USE_LORA = ("--use_peft", "true", "--lora_r", "4", "--lora_target_modules", "all
 SAVE = ("--do_eval", "false", "--save_strategy", "steps", "--save_steps", "1", "--max_steps", "1")
 
 
+LETTERS = ((), (Letters(),))
+
+
+def change(file, **keys):
+    """Writes other values into a file of JSON."""
+    file.write_text(json.dumps(json.loads(file.read_text()) | keys))
+
+
 @pytest.fixture
 def folder(tokenizer, tmp_path):
     """Of a model."""
-    build_model(tokenizer).save_pretrained(tmp_path / "base")
-    tokenizer.save_pretrained(tmp_path / "base")
+    for part in (build_model(tokenizer), tokenizer):
+        part.save_pretrained(tmp_path / "base")
     return tmp_path / "base"
 
 
@@ -43,28 +52,31 @@ def adapter(folder, tmp_path):
 
 def test_the_embedded_model_has_its_name_in_python_too(build):
     given = {"processing_class": None, "engine": None, "train_dataset": Dataset.from_list([{"prompt": "Where?"}])}
-    trainer = build(model="embedded", rewards=((), (Letters(),)), eval_dataset=None, **given)
+    trainer = build(model="embedded", rewards=LETTERS, eval_dataset=None, **given)
     assert trainer.model.config.name_or_path == resolve_model("embedded")
     assert trainer.model.num_parameters() > 1_000_000
 
 
-@pytest.mark.parametrize("name", ["./nowhere", "/no/such/model", "~/no/such/model", "runs/nowhere/checkpoint-1"])
-def test_a_folder_that_is_not_there_is_said_to_be_missing(build, name):
-    with pytest.raises(ConfigError, match="there is no such folder"):
-        build(None, name)
-
-
-def test_a_folder_without_a_model_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="no model in .* one of its checkpoints"):
-        resolve_model(str(tmp_path))
-
-
-@pytest.mark.parametrize("share", [0.0, 0.5])
-def test_a_model_whose_weights_are_cut_off_is_refused(folder, share):
-    weights = folder / "model.safetensors"
-    os.truncate(weights, int(weights.stat().st_size * share))
-    with pytest.raises(ConfigError, match="'.*base' cannot be loaded, since its model.safetensors is damaged"):
-        resolve_model(str(folder))
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        *((name, "there is no such folder") for name in ("./nowhere", "/no/such/model", "~/no/such/model")),
+        ("runs/nowhere/checkpoint-1", "there is no such folder"),
+        ("{0}", "no model in .* one of its checkpoints"),
+        ("{0}/base", "'.*base' cannot be loaded, since its model.safetensors is damaged"),
+        ("{0}/half", "'.*half' cannot be loaded, since its model.safetensors is damaged"),
+        ("{0}/adapter", "was trained on the model '/gone'. .* no such folder"),
+    ],
+)
+def test_a_folder_without_a_whole_model_is_refused(build, adapter, folder, name, problem):
+    """It is not there, has none, has weights that are cut off, or an adapter whose base is gone."""
+    shutil.copytree(folder, folder.parent / "half")
+    for name_of, share in (("base", 0.0), ("half", 0.5)):
+        weights = folder.parent / name_of / "model.safetensors"
+        os.truncate(weights, int(weights.stat().st_size * share))
+    change(adapter / "adapter_config.json", base_model_name_or_path="/gone")
+    with pytest.raises(ConfigError, match=problem):
+        build(None, name.format(folder.parent))
 
 
 def test_a_tokenizer_that_is_no_json_is_refused_by_its_model(folder):
@@ -75,17 +87,15 @@ def test_a_tokenizer_that_is_no_json_is_refused_by_its_model(folder):
 
 
 def test_the_folder_of_an_adapter_is_trained_on(build, adapter, folder):
-    trainer = build(None, str(adapter), ((), (Letters(),)), max_steps=1, beta=0.1, max_turn_length=8)
-    weights = {name: weight for name, weight in trainer.model.named_parameters() if ".default" in name}
-    before = {name: weight.detach().clone() for name, weight in weights.items()}
-    saved = trainer.model.base_model.model.state_dict()
-    assert trainer.model.config.name_or_path == str(folder) and all(w.requires_grad for w in weights.values())
-    assert torch.equal(
-        saved["model.embed_tokens.weight"], AutoModelForCausalLM.from_pretrained(folder).model.embed_tokens.weight
-    )
+    trainer = build(None, str(adapter), LETTERS, max_steps=1, beta=0.1, max_turn_length=8)
+    learnt = {name: weight for name, weight in trainer.model.named_parameters() if ".default" in name}
+    before = {name: weight.detach().clone() for name, weight in learnt.items()}
+    embedding = trainer.model.base_model.model.model.embed_tokens.weight
+    assert trainer.model.config.name_or_path == str(folder) and all(each.requires_grad for each in learnt.values())
+    assert torch.equal(embedding, AutoModelForCausalLM.from_pretrained(folder).model.embed_tokens.weight)
     assert any(weight.abs().sum() > 0 for name, weight in before.items() if "lora_B" in name)
     trainer.train()
-    assert any(not torch.equal(weight, before[name]) for name, weight in weights.items())
+    assert any(not torch.equal(weight, before[name]) for name, weight in learnt.items())
 
 
 REMOTE = """
@@ -107,7 +117,7 @@ def from_folder(build):
 
     def make(folder, **options):
         given = {"processing_class": None, "train_dataset": Dataset.from_list([{"prompt": "Where?"}] * 4)}
-        given |= {"env": MultiTurnToolEnv(), "eval_dataset": None, "rewards": ((), (Letters(),))}
+        given |= {"env": MultiTurnToolEnv(), "eval_dataset": None, "rewards": LETTERS}
         return build(None, str(folder), **given, **{"max_steps": 1, "max_completion_length": 16, **options})
 
     return make
@@ -115,11 +125,9 @@ def from_folder(build):
 
 @pytest.mark.parametrize("options", [{"trust_remote_code": True}, {"model_init_kwargs": {"trust_remote_code": True}}])
 def test_a_model_with_code_of_its_own_is_trained_from_python(folder, from_folder, tmp_path, options):
-    written = json.loads((folder / "config.json").read_text())
-    assert written["model_type"] == "qwen3"
     classes = {"AutoConfig": "remote.RemoteConfig", "AutoModelForCausalLM": "remote.RemoteForCausalLM"}
-    written |= {"model_type": "remote", "architectures": ["RemoteForCausalLM"], "auto_map": classes}
-    (folder / "config.json").write_text(json.dumps(written))
+    named = {"model_type": "remote", "architectures": ["RemoteForCausalLM"], "auto_map": classes}
+    change(folder / "config.json", **named)
     (folder / "remote.py").write_text(REMOTE)
     with pytest.raises(ValueError, match="trust_remote_code"):
         from_folder(folder)
@@ -137,6 +145,21 @@ def test_a_model_in_a_subfolder_has_its_tokenizer_there(folder, from_folder, tok
         from_folder(folder.parent, model_init_kwargs={"subfolder": "other"})
 
 
+@pytest.fixture
+def recipe_of(tmp_path):
+    """Arguments of a small run of a model."""
+
+    def write(model):
+        options = CPU_RUN | {"report_to": "none", "model_name_or_path": str(model), "tools": ["calculator"]}
+        options |= {"dataset_name": "embedded", "dataset_test_split": "validation[:2]", "num_generations_eval": 1}
+        options |= {"do_eval": True, "call_protocol": "learnt_tags", "outcome_reward_funcs": ["format_reward_func"]}
+        options |= {"max_turn_length": 8, "output_dir": str(tmp_path / "run")}
+        (tmp_path / "recipe.json").write_text(json.dumps(options))  # JSON is YAML
+        return ["--config", str(tmp_path / "recipe.json")]
+
+    return write
+
+
 def test_rollout_shows_the_adapter_and_not_its_base(recipe_of, adapter, folder, capsys):
     shown = []
     for name in (folder, adapter):
@@ -145,52 +168,16 @@ def test_rollout_shows_the_adapter_and_not_its_base(recipe_of, adapter, folder, 
     assert shown[0] != shown[1]
 
 
-def test_an_adapter_whose_base_is_gone_is_refused(adapter, build):
-    settings = json.loads((adapter / "adapter_config.json").read_text())
-    settings["base_model_name_or_path"] = "/gone"
-    (adapter / "adapter_config.json").write_text(json.dumps(settings))
-    with pytest.raises(ConfigError, match="was trained on the model '/gone'. .* no such folder"):
-        build(None, str(adapter))
-
-
-@pytest.fixture
-def recipe_of(tmp_path):
-    """Arguments of a small run of a model."""
-
-    def write(model, **keys):
-        options = {
-            **CPU_RUN,
-            "report_to": "none",
-            "model_name_or_path": str(model),
-            "dataset_name": "embedded",
-            "dataset_test_split": "validation[:2]",
-            "do_eval": True,
-            "num_generations_eval": 1,
-            "tools": ["calculator"],
-            "call_protocol": "learnt_tags",
-            "outcome_reward_funcs": ["format_reward_func"],
-            "max_turn_length": 8,
-            "output_dir": str(tmp_path / "run"),
-            **keys,
-        }
-        (tmp_path / "recipe.json").write_text(json.dumps(options))  # JSON is YAML
-        return ["--config", str(tmp_path / "recipe.json")]
-
-    return write
-
-
 def test_an_adapter_and_a_whole_model_do_not_mix(recipe_of, folder, capsys):
     def refused(*options):
         assert main(["train", *recipe_of(folder), *SAVE, *options, "--resume_from_checkpoint", "true"]) == 1
         return capsys.readouterr().err.splitlines()[-1]
 
     assert main(["train", *recipe_of(folder), *SAVE, *USE_LORA]) == 0
-    whole = "is of an adapter, and this run trains the whole model: resume with `use_peft: true`"
-    assert whole in refused()
+    assert "is of an adapter, and this run trains the whole model: resume with `use_peft: true`" in refused()
     assert "is of an adapter of rank 4, and this run's has 2" in refused(*USE_LORA, "--lora_r", "2")
     assert main(["train", *recipe_of(folder), *SAVE, "--overwrite_output_dir", "true"]) == 0
-    adapter = "is of a whole model, and this run trains an adapter: resume without `use_peft`"
-    assert adapter in refused(*USE_LORA)
+    assert "is of a whole model, and this run trains an adapter: resume without `use_peft`" in refused(*USE_LORA)
 
 
 def test_a_script_cannot_resume_an_adapter_as_a_whole_model(build, folder, tmp_path):
