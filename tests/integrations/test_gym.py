@@ -86,7 +86,8 @@ def test_a_game_that_refuses_every_action_is_told_of_once(caplog):
     with caplog.at_level(logging.WARNING):
         for first in ("up", "right"):
             games(GymEnv(Walk, max_turns=5), [first, *["up"] * 4], [{}] * 8)
-    [said] = caplog.messages
+    # environments of other tests may be closed meanwhile, and say so
+    [said] = [record.getMessage() for record in caplog.records if record.name == GymEnv.__module__]
     where = f"({__file__}, line {Walk.step.__code__.co_firstlineno + 1}"
     assert said.startswith(f"The first 16 actions were all refused, the last with KeyError: 'up' {where}")
     assert "mend `Walk.step`" in said
