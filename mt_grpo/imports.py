@@ -159,7 +159,7 @@ def _file_of(module: str) -> str:
 def _make_folder_importable() -> None:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    offer_peers()
+    _offer_peers()
 
 
 def _load_module(name: str) -> Any:
@@ -168,7 +168,7 @@ def _load_module(name: str) -> Any:
 
 
 def _load_file(path: str) -> Any:
-    offer_peers()
+    _offer_peers()
     name = "mt_grpo_plugin_" + str(Path(path).resolve()).replace(os.sep, "_").removesuffix(".py")
     if name in sys.modules:
         return sys.modules[name]
@@ -301,7 +301,7 @@ def _import_failure(error: Exception) -> str:
     return f"{told}; without {peer}, `{package}` has {', '.join(here)}: install {peer} for others"
 
 
-def offer_peers() -> None:
+def _offer_peers() -> None:
     """Makes ms-swift's and verl's modules ours, as far as `_MODULES` has them."""
     if _FINDER not in sys.meta_path:
         sys.meta_path.insert(0, _FINDER)

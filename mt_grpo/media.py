@@ -110,7 +110,7 @@ def read_parts(content: list[Any], of_row: bool = False, known: Files | None = N
     """
     IN_MESSAGE.check([0 for part in content for _ in _media_in(part)])  # before the first is opened
     read = [_read_part(part, of_row, known) for part in content]
-    IN_MESSAGE.check([size_of(medium) for part in read for medium in _media_in(part)])
+    IN_MESSAGE.check([_size_of(medium) for part in read for medium in _media_in(part)])
     return read
 
 
@@ -186,7 +186,7 @@ def media_of(parts: Iterable[Part]) -> list[Medium]:
     return [medium for part in parts for medium in _media_in(part)]
 
 
-def size_of(medium: Medium) -> int:
+def _size_of(medium: Medium) -> int:
     """Number of pixels or samples, from the header if the file is not decoded."""
     return medium.length if isinstance(medium, Sound) else medium.width * medium.height
 
@@ -333,9 +333,9 @@ def _open(file: bytes, name: str) -> Picture:
         raise MediumError(
             f"{name} cannot be read as an image: it is broken, or of no known kind ({', '.join(FORMATS)})."
         ) from error
-    if size_of(image) > IN_MESSAGE.values:
+    if _size_of(image) > IN_MESSAGE.values:
         raise MediumError(
-            f"{name} has {size_of(image):,} pixels, and {IN_MESSAGE.values:,} are the most: make it smaller."
+            f"{name} has {_size_of(image):,} pixels, and {IN_MESSAGE.values:,} are the most: make it smaller."
         )
     _opened[id(image)] = _Opened(image, file)
     _own[id(image)] = image
@@ -423,7 +423,7 @@ class ConversationMedia:
     def add(self, media: Iterable[Medium]) -> None:
         """Adds media; raises `MediumError`, and adds none, if all together exceed `IN_CONVERSATION`."""
         both = self._media | {id(medium): medium for medium in media}
-        IN_CONVERSATION.check([*map(size_of, both.values())])
+        IN_CONVERSATION.check([*map(_size_of, both.values())])
         self._media = both
 
 

@@ -145,7 +145,7 @@ SEEDS = {"train": 0, "validation": 1, "test": 2}
 """Added to the seed, so that splits differ."""
 
 
-def puzzles(task: str, split: str, config: str | None) -> list[Row]:
+def _puzzles(task: str, split: str, config: str | None) -> list[Row]:
     """The rows of a task: `prompt`, `answer`, and what the reward `reasoning_gym_reward` needs to judge an answer."""
     try:
         import reasoning_gym
@@ -229,7 +229,7 @@ def load_rows(
     if schema is _EMBEDDED:
         rows, first = _embedded(split, streaming)
     elif schema is _PUZZLES:
-        rows, first = _sliced(puzzles(source, split.partition("[")[0], config), split, streaming)
+        rows, first = _sliced(_puzzles(source, split.partition("[")[0], config), split, streaming)
     else:
         rows, first = _load(source, split, config, streaming)
     if first is None:
@@ -267,7 +267,9 @@ def load_rows(
     made = undecoded(rows).map(
         convert, with_indices=True, remove_columns=dropped, load_from_cache_file=False, keep_in_memory=True
     )
-    return decoded_as(made, {**rows.features, **{target: rows.features[column] for target, column in mapping.items()}})
+    return _decoded_as(
+        made, {**rows.features, **{target: rows.features[column] for target, column in mapping.items()}}
+    )
 
 
 def had_text_prompts(rows: Rows | dict[str, Rows] | None) -> bool:
@@ -509,7 +511,7 @@ def undecoded(rows: Rows) -> Rows:
     return _with_images(rows, _bare)
 
 
-def decoded_as(rows: datasets.Dataset, features: dict[str, Any]) -> datasets.Dataset:
+def _decoded_as(rows: datasets.Dataset, features: dict[str, Any]) -> datasets.Dataset:
     """A dataset that was made of undecoded rows, with images where they had some."""
     features = {
         name: feature for name, feature in features.items() if name in rows.features and _shows_images(feature)

@@ -134,7 +134,7 @@ class ExistAnswerInSearchResults(_AcceptedAnswers, TurnReward):
     def score(self, turn: Turn, trajectory: Trajectory, *, answer: _Answer, **row: object) -> float | None:
         if not any(call.executed for call in turn.tool_calls):
             return None
-        answers = accepted_answers(answer)
+        answers = _accepted_answers(answer)
         earlier = trajectory.turns[: turn.index]
         return 0.5 * (_found(turn, answers) and not any(_found(each, answers) for each in earlier))
 
@@ -144,7 +144,7 @@ class ExactMatchReward(_AcceptedAnswers, OutcomeReward):
     """1.0 if the final answer equals an accepted answer after normalisation, else 0.0 (also without an answer)."""
 
     def score(self, trajectory: Trajectory, *, answer: _Answer, **row: object) -> float:
-        accepted = {normalize_answer(each) for each in accepted_answers(answer)}
+        accepted = {normalize_answer(each) for each in _accepted_answers(answer)}
         return float(trajectory.answer is not None and normalize_answer(trajectory.answer) in accepted)
 
 
@@ -155,7 +155,7 @@ class ExistAnswerReward(_AcceptedAnswers, OutcomeReward):
     maximum = 0.5
 
     def score(self, trajectory: Trajectory, *, answer: _Answer, **row: object) -> float:
-        return 0.5 * (trajectory.answer is not None and holds_answer(trajectory.answer, accepted_answers(answer)))
+        return 0.5 * (trajectory.answer is not None and _holds_answer(trajectory.answer, _accepted_answers(answer)))
 
 
 def normalize_answer(text: str) -> str:
@@ -168,7 +168,7 @@ def normalize_answer(text: str) -> str:
     return " ".join([token for token in tokens if token not in _ARTICLES] or tokens)
 
 
-def accepted_answers(answer: _Answer) -> list[str]:
+def _accepted_answers(answer: _Answer) -> list[str]:
     """The accepted strings of an `answer` column; those without a letter or digit are left out."""
     return [each for each in _as_texts(answer) if normalize_answer(each)]
 
@@ -190,7 +190,7 @@ def _as_text(value: object) -> str | None:
     return str(value) if isinstance(value, str | int | float) else None
 
 
-def holds_answer(text: str, answers: Iterable[str]) -> bool:
+def _holds_answer(text: str, answers: Iterable[str]) -> bool:
     """
     Whether the text holds one of the answers as whole normalised tokens: "sol" is in "the Sol system", not in "solid".
 
@@ -216,7 +216,9 @@ def _share(turns: list[Turn]) -> float:
 
 
 def _found(turn: Turn, answers: list[str]) -> bool:
-    return any(call.executed and call.error is None and holds_answer(call.result, answers) for call in turn.tool_calls)
+    return any(
+        call.executed and call.error is None and _holds_answer(call.result, answers) for call in turn.tool_calls
+    )
 
 
 @reward("format_reward_func")

@@ -69,7 +69,7 @@ def score_trajectories(
     # first what processes do together: a reward that ends this process would leave the others waiting
     together = {func: _call_on_all(func, judged, extra) for func in outcome_funcs if func.collective}
     of_turns = [
-        call_one(func, each, turn, each)
+        _call_one(func, each, turn, each)
         for func in (*turn_funcs, *state_scores)
         for each in judged
         for turn in each.turns
@@ -125,7 +125,7 @@ async def _gather(coroutines: list[Coroutine[Any, Any, Any]]) -> list[Any]:
 def _call_on_all(func: OutcomeReward, trajectories: list[Trajectory], extra: dict[str, Any] | None) -> list[Pending]:
     """Calls an outcome reward on each trajectory; a plain function is called once, and gives a list."""
     if not isinstance(func, FunctionReward):
-        return [call_one(func, trajectory, trajectory) for trajectory in trajectories]
+        return [_call_one(func, trajectory, trajectory) for trajectory in trajectories]
     if not trajectories:
         func.score_nothing()
         return []
@@ -139,7 +139,7 @@ def _call_on_all(func: OutcomeReward, trajectories: list[Trajectory], extra: dic
     return [wait]
 
 
-def call_one(func: RewardFunc, trajectory: Trajectory, *args: Any) -> Pending:
+def _call_one(func: RewardFunc, trajectory: Trajectory, *args: Any) -> Pending:
     """Calls a reward with `args` and the row; waiting for its value raises `RewardError` where it fails."""
     pending = _call(func, lambda: func.score(*args, **trajectory.row), trajectory)
 
@@ -248,10 +248,10 @@ def score_cut(
     for trajectory, index in samples:
         cut = cut_after(trajectory, index)
         for func in funcs:
-            whole = call_one(func, trajectory, trajectory.turns[index], trajectory)
+            whole = _call_one(func, trajectory, trajectory.turns[index], trajectory)
             recorded = trajectory.rewards["state" if isinstance(func, StateScore) else "turn"][func.name][index]
             turn = f"turn {index + 1} of {len(trajectory.turns)} of trajectory {trajectory.session!r}"
-            calls.append((func.name, turn, recorded, whole, call_one(func, cut, cut.turns[index], cut)))
+            calls.append((func.name, turn, recorded, whole, _call_one(func, cut, cut.turns[index], cut)))
 
     async def compare() -> dict[str, str]:
         found: dict[str, str] = {}

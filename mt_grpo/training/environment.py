@@ -129,8 +129,11 @@ def _build(options: dict[str, Any], key: str, said: Mapping[str, object]) -> Env
     takes_options = any(isinstance(each, MultiTurnToolEnv) for each in source_of(env).prototypes())
     if path is not None and verifiers_name(path) is None and not takes_options:
         check_source(env, key)
-        name = path if isinstance(path, str) else f"env: {{type: {path['type']}}}"
-        _check_unused(said, f"`{name}`{'' if key == 'env' else f' of `{key}`'}")
+        name, taken = (
+            (path, ()) if isinstance(path, str) else (f"env: {{type: {path['type']}}}", TYPES[path["type"]].takes)
+        )
+        unused = {option: value for option, value in said.items() if option not in taken}
+        _check_unused(unused, f"`{name}`{'' if key == 'env' else f' of `{key}`'}")
     return env if options["environment_urls"] is None else _at(env, options["environment_urls"], key)
 
 

@@ -381,3 +381,23 @@ def test_trls_harbor_spec_runs_as_it_is(make_task, tmp_path):
     assert logged["reward"] == 1.0
     for env in WithFolder.made:
         env._run(env._stop())
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("agent: codex", "everything is in place for this run"),
+        ("agent: codex, verify_every: 2", "`verify_every` is of `agent: bash`"),
+        ("agent: codex, system_prompt: Be brief.", "`system_prompt` is of the shell that `agent: bash` has"),
+    ],
+)
+def test_a_recipe_names_an_agent(options, said, make_task, tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"model_name_or_path: embedded\ncall_protocol: tags\nuse_cpu: true\nbf16: false\noutput_dir: {tmp_path}/run\n"
+        f"env: {{type: harbor, tasks: {make_task('hello')}, sandbox: podman, {options}}}\n"
+        "outcome_reward_funcs: [env_reward]\nreport_to: none\n"
+    )
+    command = [sys.executable, "-m", "mt_grpo", "train", "--config", str(recipe), "--dry_run"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert said in done.stdout + done.stderr

@@ -198,7 +198,7 @@ def turn_gae(
     returns = to_go(rewards, gamma)
     values = group_values(batch, returns)
     scale = largest_deviation(returns, batch.group_size, scale_rewards)
-    return batch.advantages(gae_over(batch, rewards, values, returns, scale, gamma, lam))
+    return batch.advantages(_gae_over(batch, rewards, values, returns, scale, gamma, lam))
 
 
 @advantage_estimator("lambda_to_go")
@@ -236,7 +236,7 @@ def lambda_to_go(
     of_outcome = batch.against_others(outcome, "outcome baseline", scale_rewards, scale)
     own = largest_deviation(returns, batch.group_size, scale_rewards) if scale is None else scale
     values = group_values(batch, returns)
-    total = of_outcome + turn_coef * gae_over(batch, rewards, values, returns, own, 1.0, lam, "turn baseline")
+    total = of_outcome + turn_coef * _gae_over(batch, rewards, values, returns, own, 1.0, lam, "turn baseline")
     if scale is not None:  # where totals are equal at every turn, a `lam` below 1 would be divided by `EPSILON`
         has_signal = (centre(totals, batch.group_size) != 0).view(-1, batch.group_size * totals.shape[1]).any(dim=1)
         total = torch.where(has_signal.repeat_interleave(batch.group_size)[:, None], total, 0.0)
@@ -277,7 +277,7 @@ def gae(rewards: Tensor, values: Tensor, turn_mask: Tensor, gamma: float, lam: f
     return advantages
 
 
-def gae_over(
+def _gae_over(
     batch: RewardBatch,
     rewards: Tensor,
     values: Tensor,
@@ -356,7 +356,7 @@ def state_baseline(
     fitted = {"line": _line, "table": _table}[fit](before[known], ((returns - values) / scale)[known], groups)
     more = scale * torch.zeros_like(values).masked_scatter(known, fitted)
     others = {"state baseline": -more}
-    return batch.advantages(gae_over(batch, rewards, values + more, returns, scale, 1.0, lam, others=others))
+    return batch.advantages(_gae_over(batch, rewards, values + more, returns, scale, 1.0, lam, others=others))
 
 
 def _line(x: Tensor, y: Tensor, groups: Tensor) -> Tensor:

@@ -85,7 +85,8 @@ class HarborAgents(Tasks, AgentSource):
 
         agent = self._agent_class()
         kwargs = _KWARGS.get(self.name, {}) | self._of_harbor.kwargs
-        if "model_info" in getattr(agent.options_model, "model_fields", {}):  # it compacts before the context is full
+        options = getattr(agent, "options_model", None)
+        if "model_info" in getattr(options, "model_fields", {}):  # it compacts before the context is full
             info = {"max_input_tokens": context_length, "max_output_tokens": context_length}
             kwargs.setdefault(
                 "model_info", info | dict.fromkeys(("input_cost_per_token", "output_cost_per_token"), 0.0)

@@ -12,7 +12,7 @@ from mt_grpo.errors import describe_error
 from mt_grpo.tools import tool
 
 
-class ExecResult(Protocol):
+class _ExecResult(Protocol):
     """What a command in a container came to."""
 
     stdout: str | None
@@ -20,7 +20,7 @@ class ExecResult(Protocol):
     return_code: int
 
 
-Execute = Callable[[str, float], Awaitable[ExecResult]]
+Execute = Callable[[str, float], Awaitable[_ExecResult]]
 """Runs a command in the container within so many seconds, as Harbor's environments do."""
 
 

@@ -120,7 +120,7 @@ class Dialect(ABC):
         """The answer: one JSON object, or the events of a stream. It is kept where a request may go on from it."""
 
 
-class ChatCompletions(Dialect):
+class _ChatCompletions(Dialect):
     """OpenAI's chat completions."""
 
     path, fields = "chat/completions", CHAT_FIELDS
@@ -516,4 +516,4 @@ class Messages(Dialect):
         yield "content_block_stop", {}
 
 
-DIALECTS: tuple[type[Dialect], ...] = (ChatCompletions, Messages, Responses)
+DIALECTS: tuple[type[Dialect], ...] = (_ChatCompletions, Messages, Responses)

@@ -211,7 +211,7 @@ class TransformersEngine:
         weights = weights_of(self.model, self.weight_version)
         prefixes, self._prefixes = self._prefixes, None
         rows = prefixes and prefixes.continued(sessions, contexts, weights)
-        rows = rows or left_padded(contexts)
+        rows = rows or _left_padded(contexts)
         width = len(rows.ids[0])
         inputs = row_inputs(self.model, torch.tensor(rows.ids, device=device), media)
         never = [*media_tokens(self.model.config).values()]  # no image would stand behind it
@@ -244,7 +244,7 @@ class TransformersEngine:
             )
         found = routes.routes(len(batch)) if isinstance(routes, Recorder) else None
         cache = getattr(output, CACHE, None)
-        if self.keeps_prefixes and not never and found is None and is_of_tokens_alone(cache):
+        if self.keeps_prefixes and not never and found is None and _is_of_tokens_alone(cache):
             samples = [request.ids for request in batch]
             self._prefixes = keep(cache, rows, sessions, contexts, samples, weights)
         if found is not None:
@@ -416,7 +416,7 @@ class Prefixes:
         if len(self.rows.ids[0]) + widest > MOST_PADDING * max(map(len, contexts)):
             return None
         self.cache.batch_select_indices(torch.tensor(chosen))
-        behind = left_padded(added)
+        behind = _left_padded(added)
         return Padded(
             [self.rows.ids[row] + ids for row, ids in zip(chosen, behind.ids, strict=True)],
             [self.rows.mask[row] + mask for row, mask in zip(chosen, behind.mask, strict=True)],
@@ -424,7 +424,7 @@ class Prefixes:
         )
 
 
-def left_padded(contexts: Sequence[list[int]]) -> Padded:
+def _left_padded(contexts: Sequence[list[int]]) -> Padded:
     """
     Contexts as rows of one width. What is padded is masked, but a repetition penalty reads it: so it is a token of the
     row itself, and the largest, which is none of an image.
@@ -436,7 +436,7 @@ def left_padded(contexts: Sequence[list[int]]) -> Padded:
     )
 
 
-def is_of_tokens_alone(cache: Any) -> bool:
+def _is_of_tokens_alone(cache: Any) -> bool:
     """Whether a cache is a list of keys and values by place, of which padding in the middle can be masked."""
     return (
         type(cache) is DynamicCache

@@ -69,7 +69,7 @@ class VLLMServerClient(VLLMServers):
         """Samples one action; see `Engine`. `sampling.max_tokens` must be set."""
 
         async def content(server: Server, failures: int, drawing: SamplingParams) -> bytes:
-            return completion_request(self.model, context, drawing, **self.salt)
+            return _completion_request(self.model, context, drawing, **self.salt)
 
         return await self._sample(session, context, sampling, content, COMPLETIONS)
 
@@ -89,7 +89,7 @@ class VLLMServerClient(VLLMServers):
             else:
                 await self._hand_over(server, layout, shown)
             features = features_of(shown, layout if failures else None)
-            return generate_request(self.model, ids, drawing, features, **self.salt)
+            return _generate_request(self.model, ids, drawing, features, **self.salt)
 
         return await self._sample(session, context, sampling, content, GENERATE)
 
@@ -115,7 +115,7 @@ class VLLMServerClient(VLLMServers):
         self, session: str, context: list[int], sampling: SamplingParams, content: Content, path: str
     ) -> Sample:
         assert sampling.max_tokens is not None
-        read = read_sample if path == COMPLETIONS else read_generated
+        read = read_sample if path == COMPLETIONS else _read_generated
         versions: list[int | None] = []  # when the request was sent, at the latest attempt
 
         async def noted(server: Server, failures: int) -> bytes:
@@ -189,7 +189,7 @@ class VLLMServerClient(VLLMServers):
         alone = Shown(shown.name, 0, shown.image)
         ids = [self.media_tokens[IMAGE]] * shown.image.size
         sampling = SamplingParams(max_tokens=1)
-        body = generate_request(self.model, ids, sampling, features_of([alone], layout), **self.salt)
+        body = _generate_request(self.model, ids, sampling, features_of([alone], layout), **self.salt)
         await self._call(server, "POST", GENERATE, body)
         server.images.add(shown.name)
 
@@ -205,10 +205,10 @@ class VLLMServerClient(VLLMServers):
             given, token = context + tokens[:number], tokens[number]
 
             async def content(server: Server, failures: int) -> bytes:
-                return scoring_request(self.model, given, token, **self.salt)
+                return _scoring_request(self.model, given, token, **self.salt)
 
             return await self._ask(
-                session, given, content, lambda answer, request: read_logprob(answer, token, request)
+                session, given, content, lambda answer, request: _read_logprob(answer, token, request)
             )
 
         return list(await asyncio.gather(*map(one, range(len(tokens)))))
@@ -299,13 +299,13 @@ def _sent(
         done.exception()  # told to the conversations that waited, if they still do
 
 
-def completion_request(model: str, context: list[int], sampling: SamplingParams, **more: Any) -> bytes:
+def _completion_request(model: str, context: list[int], sampling: SamplingParams, **more: Any) -> bytes:
     """
     The body that samples one action, with `more` options. It sets every option, so that defaults of the server's model
     do not apply.
     """
     body = {
-        **sampling_options(sampling),
+        **_sampling_options(sampling),
         "model": model,
         "prompt": context,
         # ids come with the log-probabilities; `return_token_ids` would send the whole prompt back as well
@@ -314,15 +314,15 @@ def completion_request(model: str, context: list[int], sampling: SamplingParams,
     return orjson.dumps(body | more)
 
 
-def generate_request(
+def _generate_request(
     model: str, ids: list[int], sampling: SamplingParams, features: dict[str, Any], **more: Any
 ) -> bytes:
     """The body that samples one action after ids with images among them: `features`, see `features_of`."""
-    body = {"token_ids": ids, "features": features, "sampling_params": sampling_options(sampling), **more}
+    body = {"token_ids": ids, "features": features, "sampling_params": _sampling_options(sampling), **more}
     return orjson.dumps(body | ({"model": model} if model else {}))
 
 
-def sampling_options(sampling: SamplingParams) -> dict[str, Any]:
+def _sampling_options(sampling: SamplingParams) -> dict[str, Any]:
     """vLLM's options for one action, with its log-probabilities."""
     options = {
         "max_tokens": sampling.max_tokens,
@@ -359,7 +359,7 @@ def read_sample(answer: Any, request: str, routes_from: int = 0) -> Sample:
     return _read_choice(answer, request, routes_from, parts)
 
 
-def read_generated(answer: Any, request: str, routes_from: int = 0) -> Sample:
+def _read_generated(answer: Any, request: str, routes_from: int = 0) -> Sample:
     """The sample in an answer of `/inference/v1/generate`; as `read_sample`."""
 
     def parts(choice: Any) -> tuple[list[int], list[float]]:
@@ -377,7 +377,7 @@ def _read_choice(
         choice = answer["choices"][0]
         ids, logprobs = parts(choice)
         reason = choice["finish_reason"]
-        routes = read_routes(choice.get("routed_experts"), routes_from)
+        routes = _read_routes(choice.get("routed_experts"), routes_from)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         shown = str(answer)[:400]
         raise RequestFailed(
@@ -392,7 +392,7 @@ def _read_choice(
     return Sample(ids, logprobs, reason, routes=routes)
 
 
-def read_routes(encoded: str | None, first: int) -> Routes | None:
+def _read_routes(encoded: str | None, first: int) -> Routes | None:
     """The routes of a choice: an array `(tokens, layers, k)` as a `.npy` file in base64. Raises `ValueError`."""
     if not encoded:
         return None
@@ -400,7 +400,7 @@ def read_routes(encoded: str | None, first: int) -> Routes | None:
     return Routes(first, found[:1].nbytes, found.tobytes()) if len(found) else None
 
 
-def scoring_request(model: str, context: list[int], token: int, **more: Any) -> bytes:
+def _scoring_request(model: str, context: list[int], token: int, **more: Any) -> bytes:
     """
     The body that asks for the log-prob of one token after `context`.
 
@@ -408,10 +408,10 @@ def scoring_request(model: str, context: list[int], token: int, **more: Any) -> 
     cache. Temperature 1 without truncation makes the processed log-probs the model's own.
     """
     sampling = SamplingParams(max_tokens=1)
-    return completion_request(model, context, sampling, seed=None, logprob_token_ids=[token], **more)
+    return _completion_request(model, context, sampling, seed=None, logprob_token_ids=[token], **more)
 
 
-def read_logprob(answer: Any, token: int, request: str) -> float:
+def _read_logprob(answer: Any, token: int, request: str) -> float:
     """The log-prob in an answer."""
     try:
         return float(answer["choices"][0]["logprobs"]["top_logprobs"][0][f"token_id:{token}"])
