@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
-from support.agents import END, calling_tokenizer, check_whole, hold, run_agent
+from support.agents import END, Reciting, calling_tokenizer, check_whole, hold, run_agent
 from support.marks import needs_server
 from support.models import CPU_RUN, build_model
 from support.served import Served
@@ -19,7 +19,6 @@ from support.trainers import Length, batch, check_log_probs
 
 from mt_grpo.envs.protocols import ParsedTurn
 from mt_grpo.integrations.openai_api import AgentSource
-from mt_grpo.rollout import ScriptedEngine
 from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
 from mt_grpo.trajectory import StopReason, ToolCall
 
@@ -61,22 +60,6 @@ def answers(name: str, last: str = "10 million") -> list[str]:
     end = called("final_answer", answer=last) if name == "smolagents" else last + END
     thought = "<think>\nhm\n</think>\n\n"
     return [thought + called("look_up", city="Lima"), "Wait.\n" + called("look_up", city="Cusco"), end]
-
-
-class Reciting(ScriptedEngine):
-    """Says what its script says, each token with the log-probability that a model gives it."""
-
-    def __init__(self, model, script):
-        super().__init__(calling_tokenizer(), script, context_length=model.config.max_position_embeddings)
-        self.model = model
-
-    @torch.no_grad()
-    async def generate(self, context, sampling, session):
-        sample = await super().generate(context, sampling, session)
-        logits = self.model(input_ids=torch.tensor([context + sample.ids])).logits[0, len(context) - 1 : -1]
-        chosen = torch.tensor(sample.ids).unsqueeze(1)
-        sample.logprobs = logits.log_softmax(dim=-1).gather(1, chosen)[:, 0].tolist()
-        return sample
 
 
 class Calling:

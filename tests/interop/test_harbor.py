@@ -12,7 +12,7 @@ import time
 
 import pytest
 import torch
-from support.agents import calling_tokenizer
+from support.agents import Reciting, calling_tokenizer
 from support.models import CPU_RUN, build_model, build_tokenizer
 from trl.experimental.harbor import HarborBashEnv, HarborSpec
 
@@ -204,22 +204,6 @@ def test_a_killed_run_leaves_no_container_after_the_next_begins(make_task, tmp_p
     assert podman("ps", "--quiet")
     HarborTasks(HarborEnv("podman"), str(folder))
     assert not podman("ps", "--all", "--quiet")
-
-
-class Reciting(ScriptedEngine):
-    """Says what its script says, each token with the log-probability that a model gives it."""
-
-    def __init__(self, model, script):
-        super().__init__(calling_tokenizer(), script, context_length=model.config.max_position_embeddings)
-        self.model = model
-
-    @torch.no_grad()
-    async def generate(self, context, sampling, session):
-        sample = await super().generate(context, sampling, session)
-        logits = self.model(input_ids=torch.tensor([context + sample.ids])).logits[0, len(context) - 1 : -1]
-        chosen = torch.tensor(sample.ids).unsqueeze(1)
-        sample.logprobs = logits.log_softmax(dim=-1).gather(1, chosen)[:, 0].tolist()
-        return sample
 
 
 def native(name, **arguments):

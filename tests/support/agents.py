@@ -6,6 +6,7 @@ import asyncio
 from functools import cache
 
 import httpx
+import torch
 from trl.chat_template_utils import add_response_schema
 
 from mt_grpo.integrations.openai_api import AgentSource
@@ -29,6 +30,22 @@ def calling_tokenizer():
     tokenizer = build_tokenizer()
     add_response_schema(tokenizer)
     return tokenizer
+
+
+class Reciting(ScriptedEngine):
+    """Says what its script says, each token with the log-probability that a model gives it."""
+
+    def __init__(self, model, script):
+        super().__init__(calling_tokenizer(), script, context_length=model.config.max_position_embeddings)
+        self.model = model
+
+    @torch.no_grad()
+    async def generate(self, context, sampling, session):
+        sample = await super().generate(context, sampling, session)
+        logits = self.model(input_ids=torch.tensor([context + sample.ids])).logits[0, len(context) - 1 : -1]
+        chosen = torch.tensor(sample.ids).unsqueeze(1)
+        sample.logprobs = logits.log_softmax(dim=-1).gather(1, chosen)[:, 0].tolist()
+        return sample
 
 
 def call(query: str, thought: str = "") -> str:

@@ -98,8 +98,7 @@ async def run_trial(
         task (`str`): The folder of the task.
         agent (`AgentConfig`): The agent.
         asked (`Conversation`, *optional*): What an agent that is not the policy itself asks. It ends where that is
-            over, or when it has worked as long as the task allows; waiting for the policy is no
-            work.
+            over, or when it has worked as long as the task allows; waiting for the policy is no work.
 
     Raises:
         TaskError: If there is no reward: the container did not start, the agent could not be installed, or the

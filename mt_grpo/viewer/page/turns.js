@@ -101,7 +101,7 @@ function terminal({ arguments: { command }, result, data, seconds, error }) {
 }
 
 function reply(turn, reading) {
-  if (turn.tool_calls.length && turn.tool_calls.every(isCommand)) {
+  if (turn.error === null && turn.tool_calls.length && turn.tool_calls.every(isCommand)) {
     return h('div', { class: 'said' }, turn.tool_calls.map(terminal))
   }
   const wrong = turn.error !== null || turn.tool_calls.some(call => call.error !== null)
