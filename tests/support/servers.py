@@ -38,8 +38,9 @@ except ProcessLookupError:
 """
 FORKS = "MT_GRPO_VLLM_FORKS"
 """Environment variable: a socket of the process that servers are forked from, where it has begun."""
-_ONEDNN = "ONEDNN_MAX_CPU_ISA"
-"""vLLM chooses its kernels by the processor; what tells oneDNN alone of another one ends its engine in bfloat16."""
+_OTHER_PROCESSOR = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
+"""Variables with which our side computes as another processor. vLLM does not: its kernels, and what torch compiles for
+it, go by the processor that is there, and its engine ends where they disagree."""
 
 
 def begin_forks() -> None:
@@ -55,7 +56,7 @@ def begin_forks() -> None:
             stdin=subprocess.PIPE,
             pass_fds=[listening.fileno()],
             start_new_session=True,
-            env={name: value for name, value in os.environ.items() if name != _ONEDNN},
+            env={name: value for name, value in os.environ.items() if name not in _OTHER_PROCESSOR},
         )
     os.environ[FORKS] = f"{folder.name}/forks"
 
@@ -98,8 +99,8 @@ class ServerProcess:
     def __init__(self, command: list[str], port: int, log: Path, environment: dict[str, str] | None = None) -> None:
         self.command, self.port, self.log = command, port, log
         self.url = f"http://127.0.0.1:{port}"
-        self._environment = {**os.environ, "HF_HUB_OFFLINE": "1", **(environment or {})}
-        self._environment.pop(_ONEDNN, None)
+        ours = {name: value for name, value in os.environ.items() if name not in _OTHER_PROCESSOR}
+        self._environment = {**ours, "HF_HUB_OFFLINE": "1", **(environment or {})}
         self._process: subprocess.Popen[bytes] | Forked | None = None
         self._watch: subprocess.Popen[bytes] | None = None
 
