@@ -28,6 +28,8 @@ COMMANDS = {
     "rollout": ("show what the agent does on a few prompts; trains nothing", "mt_grpo.cli:rollout"),
     "serve": ("start the vLLM server that the recipe's trainer needs", "mt_grpo.cli:serve"),
     "view": ("show a run's conversations and their credit in the browser", "mt_grpo.app.view:view"),
+    "runs": ("list the runs in a folder, with what they are at and what they earn", "mt_grpo.app.runs:runs"),
+    "compare": ("compare runs: options that differ, and metrics with intervals", "mt_grpo.app.runs:compare"),
     "export": ("write a run's conversations for other programs", "mt_grpo.app.view:export"),
     "credit": ("compare the credit rules on a run's conversations", "mt_grpo.advisor:credit"),
     "doctor": ("tell whether a run can begin and fits, and how long a step takes", "mt_grpo.cli:doctor"),

@@ -208,11 +208,13 @@ def _command_line(file: Mapping[str, str], folder: Mapping[str, str]) -> argpars
             add(command, f"--{option}", help=described.summary, **takes)
     for name, values, paths, flags in (
         ("view", ("--port", "--filter"), {"--export": file}, ("--no_browser", "--overwrite")),
+        ("runs", ("--sort", "--filter"), {}, ("--json",)),
+        ("compare", (), {}, ("--json",)),
         ("export", ("--filter",), {"--output": file}, ("--overwrite",)),
         ("credit", ("--step", "--max_groups"), {"--model_name_or_path": folder}, ("--json",)),
     ):
         command = commands.add_parser(name, help=name)
-        add(command, "run", by=folder)
+        add(command, "run", nargs="*" if name == "compare" else None, by=folder)
         for option in values:
             add(command, option)
         for option, by in paths.items():

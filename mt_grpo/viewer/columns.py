@@ -177,7 +177,7 @@ class Columns:
             return self._is_text(name, condition)
         if name in _PER_TURN:
             return self._of_turns(name, condition)
-        return self._compared(condition, self.numbers(name))
+        return compare_numbers(condition, self.numbers(name))
 
     def _contains(self, name: str, text: str) -> np.ndarray:
         codes, values = self.rows.codes(name)
@@ -214,7 +214,7 @@ class Columns:
         """Which rows have a turn of which a condition holds."""
         places, values = self._flat(name)
         mask = np.zeros(self._size, bool)
-        mask[places[self._compared(condition, values)]] = True
+        mask[places[compare_numbers(condition, values)]] = True
         return mask
 
     def _flat(self, name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -223,25 +223,8 @@ class Columns:
             self._turns[name] = self.rows.flat(_PER_TURN[name])
         return self._turns[name]
 
-    def _compared(self, condition: Condition, values: np.ndarray) -> np.ndarray:
-        try:
-            asked = [float(part.replace("−", "-")) for part in condition.value.split(",")]  # as the page writes it
-        except ValueError:
-            raise FilterError(f"`{condition.written}` compares with no number: {condition.name} is one.") from None
-        if condition.sign in ("=", "!="):
-            equal = np.isclose(values[:, None], np.array(asked), rtol=1e-6, atol=1e-9).any(axis=1)
-            return equal if condition.sign == "=" else ~equal & ~np.isnan(values)
-        if len(asked) > 1:
-            raise FilterError(f"`{condition.written}` compares with several numbers: give one.")
-        compare = {"<": np.less, "<=": np.less_equal, ">": np.greater, ">=": np.greater_equal}[condition.sign]
-        return compare(values, asked[0])
-
     def _is_text(self, name: str, condition: Condition) -> np.ndarray:
-        if condition.sign not in ("=", "!="):
-            raise FilterError(f"`{condition.written}` makes no sense: {name} is text, compare it with `=` or `!=`.")
-        values = {part.strip().casefold() for part in condition.value.split(",")}
-        whole = condition.value.casefold()
-        equal = self._where_text(name, lambda text: (low := text.casefold()) in values or low == whole)
+        equal = self._where_text(name, equal_text(condition))
         if name == "error":  # the index has the conversation's own alone
             equal |= self._said(condition.value, "error")
         return equal if condition.sign == "=" else ~equal
@@ -301,6 +284,31 @@ class Condition:
         """As it may be written again."""
         value = f'"{self.value}"' if not self.sign or re.search(r"\s", self.value) or not self.value else self.value
         return f"{self.name}{self.sign}{value}"
+
+
+def compare_numbers(condition: Condition, values: np.ndarray) -> np.ndarray:
+    """Of which numbers a condition holds: `=` and `!=` take several, between commas."""
+    try:
+        asked = [float(part.replace("−", "-")) for part in condition.value.split(",")]  # as the page writes it
+    except ValueError:
+        raise FilterError(f"`{condition.written}` compares with no number: {condition.name} is one.") from None
+    if condition.sign in ("=", "!="):
+        equal = np.isclose(values[:, None], np.array(asked), rtol=1e-6, atol=1e-9).any(axis=1)
+        return equal if condition.sign == "=" else ~equal & ~np.isnan(values)
+    if len(asked) > 1:
+        raise FilterError(f"`{condition.written}` compares with several numbers: give one.")
+    compare = {"<": np.less, "<=": np.less_equal, ">": np.greater, ">=": np.greater_equal}[condition.sign]
+    return compare(values, asked[0])
+
+
+def equal_text(condition: Condition) -> Callable[[str], bool]:
+    """Whether a text is the one that a condition names, or one of several between commas; for `!=` too."""
+    if condition.sign not in ("=", "!="):
+        raise FilterError(
+            f"`{condition.written}` makes no sense: {condition.name} is text, compare it with `=` or `!=`."
+        )
+    values = {condition.value.casefold(), *(part.strip().casefold() for part in condition.value.split(","))}
+    return lambda text: text.casefold() in values
 
 
 def parse_filter(text: str) -> list[Condition]:

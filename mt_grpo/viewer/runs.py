@@ -231,7 +231,9 @@ def _evaluated(folder: Path) -> Columns:
 def _of_metrics(folder: Path) -> Row:
     """What the list shows of `metrics.jsonl`."""
     metrics = Run.metrics_of(folder)
-    rewards = [row["reward"] for row in metrics if _is_number(row.get("reward"))]
+    rewards, held_out = (
+        [row[name] for row in metrics if _is_number(row.get(name))] for name in ("reward", "eval_reward")
+    )
     return {
         "seconds": next(
             (row["train_runtime"] for row in reversed(metrics) if _is_number(row.get("train_runtime"))), None
@@ -239,6 +241,7 @@ def _of_metrics(folder: Path) -> Row:
         "step": max((row["step"] for row in metrics), default=0),
         "reward": _thinned(rewards),
         "last": float(np.mean(rewards[-_LAST:])) if rewards else None,
+        "eval": held_out[-1] if held_out else None,
     }
 
 

@@ -44,7 +44,7 @@ def test_what_needs_no_torch_does_not_import_it(command):
         assert (run.returncode, run.stdout) == (0, f"mt-grpo {__version__}\n")
 
 
-@pytest.mark.parametrize("command", ["recipes", "env", "completion", "view"])
+@pytest.mark.parametrize("command", ["recipes", "env", "completion", "view", "runs", "compare"])
 @pytest.mark.parametrize("flag", ["-h", "--help"])
 def test_each_command_shows_its_usage(command, flag, prints):
     assert prints(command, flag).startswith(f"usage: mt-grpo {command}")
@@ -188,6 +188,7 @@ def complete(prints, tmp_path):
 COMPLETED = {
     "tr": ["train"],
     "re": ["recipes"],
+    "ru": ["runs"],
     "--v": ["--version"],
     "": [*COMMANDS],
     "train r.yaml --loss_type b": ["bnpo"],
@@ -207,6 +208,7 @@ COMPLETED = {
     "credit r": ["runs"],
     "credit runs --st": ["--step"],
     "view r": ["runs"],
+    "compare runs --j": ["--json"],
     "view runs --p": ["--port"],
 }
 

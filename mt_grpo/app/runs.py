@@ -1,0 +1,356 @@
+"""`mt-grpo runs` and `mt-grpo compare`: a table of runs, and runs against each other. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+import yaml
+
+from mt_grpo.app.view import read_words
+from mt_grpo.errors import ConfigError, UserError
+from mt_grpo.imports import did_you_mean
+from mt_grpo.runlog import Run, files, open_run
+from mt_grpo.runlog.index import evaluated
+from mt_grpo.runlog.schema import FOLDER, INDEX, Row
+from mt_grpo.trajectory import visible
+from mt_grpo.viewer.columns import Columns, Condition, FilterError, compare_numbers, equal_text, parse_filter
+from mt_grpo.viewer.overview import CONFIG
+from mt_grpo.viewer.queries import evaluations, questions
+from mt_grpo.viewer.runs import Runs, about_run
+
+_RUNS = """usage: mt-grpo runs [FOLDER] [--sort COLUMN] [--filter TEXT] [--json]
+
+lists the runs in FOLDER (`runs` where none is given) and in folders of it, the latest first; `reward` is the mean of
+the last five steps, `eval` the reward of the last evaluation
+
+  --sort COLUMN  run, model, rule and state from A to Z, step, reward and eval from the largest, age from the smallest
+  --filter TEXT  the runs to list: 'state=finished reward>0.5 qwen'; age is in hours
+  --json         print JSON
+"""
+
+_COMPARE = """usage: mt-grpo compare A B [...] [--json]
+
+compares runs with the first one: the options that differ, the questions of the last evaluation that all were asked,
+and the metrics of the last third of the steps that all took, each difference with a 95 % interval
+
+  --json         print JSON, with every metric that all runs have
+"""
+
+_TEXTS, _NUMBERS = ("run", "model", "rule", "state"), ("step", "reward", "eval", "age")
+_METRICS = (
+    "reward",
+    "rewards/",
+    "turns/mean",
+    "completions/mean_length",
+    "tools/",
+    "stop/",
+    "entropy",
+    "kl",
+    "step_time",
+)
+"""Metrics that are shown, in order; those with a slash at the end are beginnings."""
+_APART = ("output_dir", "overwrite_output_dir", "run_name", "resume_from_checkpoint")
+"""Options of which no difference is told."""
+_FEWEST = 5
+"""Pairs that an interval is computed of."""
+_WIDEST = 60
+"""Characters of an option's value that are shown."""
+
+
+def runs(arguments: list[str]) -> int:
+    """`mt-grpo runs [FOLDER]`."""
+    if {"-h", "--help"}.intersection(arguments):
+        print(_RUNS, end="")
+        return 0
+    folders, options = read_words("runs", arguments, values=("--sort", "--filter"), flags=("--json",))
+    if len(folders) > 1:
+        raise ConfigError("`mt-grpo runs` takes one folder, with runs in it: `mt-grpo runs runs`.")
+    folder, key = Path(*folders or ["runs"]), options.get("--sort")
+    if key is not None and key not in (*_TEXTS, *_NUMBERS):
+        raise ConfigError(f"`--sort` takes a column, and {key[:40]!r} is none: {', '.join((*_TEXTS, *_NUMBERS))}.")
+    found = [_listed(run, folder) for run in Runs(folder).answer("runs", {})["runs"]]
+    conditions = parse_filter(options.get("--filter", ""))
+    found = [run for run in found if all(_holds(run, condition) for condition in conditions)]
+    if key in _TEXTS:
+        found.sort(key=lambda run: (run[key] or "").casefold())
+    elif key is not None:
+        sign = 1 if key == "age" else -1
+        found.sort(key=lambda run: (run[key] is None, sign * (run[key] or 0)))
+    if "--json" in options:
+        print(json.dumps(found, indent=1))
+        return 0
+    if not found:
+        print(f"No run in {folder} fulfils the filter.")
+        return 0
+    names = ("run", "model", "rule", "step", "reward", "eval", "state", "age")
+    _print_table([names, *([_cell(run, name) for name in names] for run in found)])
+    for run in found:
+        if run["reason"]:
+            print(f"{visible(run['run'])}: {visible(run['reason'])}")
+    return 0
+
+
+def _listed(run: Row, folder: Path) -> Row:
+    """What is shown of a run, from what the page has of it."""
+    seen = run.get("beat") or run.get("started")
+    return {
+        "run": folder.resolve().name if run["name"] == "." else run["name"],
+        **{name: run.get(name) for name in ("model", "rule", "step", "of")},
+        "reward": run.get("last"),
+        "eval": run.get("eval"),
+        "state": run.get("status", "damaged"),
+        "reason": run.get("error") or run.get("reason"),
+        "age": None if seen is None else (time.time() - seen) / 3600,
+    }
+
+
+def _holds(run: Row, condition: Condition) -> bool:
+    name = condition.name
+    if not name:
+        return any(condition.value.casefold() in (run[text] or "").casefold() for text in _TEXTS)
+    if name in _TEXTS:
+        return equal_text(condition)(run[name] or "") == (condition.sign == "=")
+    if name in _NUMBERS:
+        return bool(compare_numbers(condition, np.array([run[name]], float))[0])
+    columns = (*_TEXTS, *_NUMBERS)
+    raise FilterError(
+        f"There is no column {name!r}{did_you_mean(name, columns) or ': there are ' + ', '.join(columns)}."
+    )
+
+
+def _cell(run: Row, name: str) -> str:
+    value = run[name]
+    if value is None:
+        return "-"
+    if name == "age":
+        return _long(value)
+    if name == "step":
+        return f"{value}/{run['of']}" if run["of"] else str(value)
+    return _short(value)
+
+
+def _long(hours: float) -> str:
+    return f"{60 * hours:.0f} min" if hours < 1 else f"{hours:.0f} h" if hours < 48 else f"{hours / 24:.0f} days"
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= _WIDEST else f"{text[:_WIDEST]}…"
+
+
+def _print_table(rows: Sequence[Sequence[str]]) -> None:
+    shown = [[visible(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
+    for row in shown:
+        print("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+# Runs against the first one
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Of paired values of two runs, the second less the first, with a 95 % interval."""
+
+    mean: float
+    low: float | None
+    high: float | None
+
+    @property
+    def words(self) -> str:
+        if self.low is None or self.high is None:
+            return f"{self.mean:+.3g}, too few to tell"
+        if self.low == self.high == 0:
+            return "equal"
+        shown = "higher" if self.low > 0 else "lower" if self.high < 0 else "not shown to differ"
+        return f"{self.mean:+.3g} ({self.low:+.3g} to {self.high:+.3g}), {shown}"
+
+
+def difference(first: np.ndarray, second: np.ndarray, in_order: bool = False) -> Difference:
+    """
+    The mean of paired differences, with the interval of Student's t.
+
+    Args:
+        first (`np.ndarray`): Values of the one run, of shape `(pairs,)`.
+        second (`np.ndarray`): Values of the other.
+        in_order (`bool`, *optional*): Whether the pairs follow each other, as steps do, whose values are alike: of `n`
+            with a correlation `r` of neighbours, `n (1 - r) / (1 + r)` count.
+    """
+    values = second - first
+    count, mean = float(len(values)), float(values.mean())
+    rest = values - mean
+    if in_order and (square := float(rest @ rest)) > 0:
+        alike = max(0.0, float(rest[1:] @ rest[:-1]) / square)
+        count *= (1 - alike) / (1 + alike)
+    if count < _FEWEST:
+        return Difference(mean, None, None)
+    half = _student(count - 1) * float(values.std(ddof=1)) / count**0.5
+    return Difference(mean, mean - half, mean + half)
+
+
+def _student(freedom: float) -> float:
+    """The 97.5 % quantile of Student's t (Cornish and Fisher's expansion)."""
+    z = NormalDist().inv_cdf(0.975)
+    terms = (z, (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384)
+    return sum(term / freedom**power for power, term in enumerate(terms))
+
+
+def compare(arguments: list[str]) -> int:
+    """`mt-grpo compare A B [...]`."""
+    if {"-h", "--help"}.intersection(arguments):
+        print(_COMPARE, end="")
+        return 0
+    folders, words = read_words("compare", arguments, values=(), flags=("--json",))
+    if len(set(folders)) < 2 or len(set(folders)) < len(folders):
+        raise ConfigError("`mt-grpo compare` takes the folders of two runs or more: `mt-grpo compare runs/A runs/B`.")
+    for folder in folders:
+        _check_run(folder)
+    options = {folder: _options(Path(folder)) for folder in folders}
+    differing = {
+        name: [of.get(name) for of in options.values()]
+        for name in sorted(set().union(*options.values()) - set(_APART))
+        if len({json.dumps(of.get(name), sort_keys=True, default=str) for of in options.values()}) > 1
+    }
+    held_out, asked = _of_questions(folders)
+    metrics, steps = _of_steps(folders)
+    if "--json" in words:
+        found = {
+            "runs": folders,
+            "options": differing,
+            "evaluations": {"questions": asked, "metrics": _as_json(held_out)},
+            "training": {"steps": steps, "metrics": _as_json(metrics)},
+        }
+        print(json.dumps(found, indent=1, default=str))
+        return 0
+    names = _names(folders)
+    print("Options that differ" if differing else "No option differs.")
+    if differing:
+        _print_table([("", *names), *((f"  {name}", *map(_option, values)) for name, values in differing.items())])
+    if held_out:
+        print(f"\n{asked} questions of the last evaluation, paired by question")
+        _print_differences(names, held_out)
+    else:
+        print("\nNo question was asked of all these runs in their last evaluation.")
+    shown = {
+        name: metrics[name]
+        for begin in _METRICS
+        for name in metrics
+        if name == begin or (begin.endswith("/") and name.startswith(begin) and not name.endswith("/std"))
+    }
+    if shown:
+        print(f"\nTraining, paired by step: {len(steps)} steps, {steps[0]} to {steps[-1]}")
+        _print_differences(names, shown)
+    else:
+        print("\nNo step was logged by all these runs.")
+    if held_out or shown:
+        print(
+            "\n95 % intervals, over questions and steps of these runs. They say nothing of other seeds: compare runs "
+            "of several seeds before you call an option better."
+        )
+    return 0
+
+
+def _check_run(folder: str) -> None:
+    """Refuses a folder that is not a run's."""
+    if not (Path(folder) / FOLDER / INDEX).is_file():
+        open_run(folder, begun=True)
+
+
+def _options(folder: Path) -> Row:
+    """The options of a run: of its `config.yaml`, or what its index has of a run from Python."""
+    text = files.read(folder, CONFIG)
+    if text is None:
+        about = about_run(folder)
+        known = {"model_name_or_path": about.get("model"), "advantage_estimator": about.get("rule")}
+        return {**(about.get("options") or {}), **known}
+    try:
+        options = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        options = None
+    if not isinstance(options, dict):
+        raise UserError(f"{folder / CONFIG} is damaged: bring it back, or remove it to compare the rest.")
+    return options
+
+
+def _option(value: Any) -> str:
+    return "-" if value is None else _short(value)
+
+
+def _names(folders: list[str]) -> list[str]:
+    """The last parts of the folders' names, or all of them where these are the same."""
+    last = [Path(folder).resolve().name for folder in folders]
+    return last if len(set(last)) == len(last) else folders
+
+
+Paired = tuple[list[float], list[Difference]]
+"""The mean of each run, and the difference of each run after the first from it."""
+
+
+def _paired(values: Mapping[str, list[np.ndarray]], in_order: bool) -> dict[str, Paired]:
+    found = {}
+    for name, each in values.items():
+        there = ~np.isnan(np.array(each)).any(axis=0)
+        known = [of[there] for of in each]
+        if there.any():
+            others = [difference(known[0], other, in_order) for other in known[1:]]
+            found[name] = [float(of.mean()) for of in known], others
+    return found
+
+
+def _of_questions(folders: list[str]) -> tuple[dict[str, Paired], int]:
+    """Rewards and right answers at the questions of the last evaluations that all runs were asked."""
+    sides = []
+    for folder in folders:
+        columns = Columns(evaluated(Path(folder)))
+        at = evaluations(columns)
+        sides.append(questions(columns, at[-1]) if at else {})
+    common = [key for key in sides[0] if all(key in side for side in sides[1:])]
+
+    def of(side: Mapping[Any, tuple[str, list[float], list[float]]], place: int) -> np.ndarray:
+        return np.array([np.mean(side[key][place]) if side[key][place] else np.nan for key in common])
+
+    values = {name: [of(side, place) for side in sides] for name, place in (("right", 1), ("reward", 2))}
+    return (_paired(values, in_order=False) if common else {}), len(common)
+
+
+def _of_steps(folders: list[str]) -> tuple[dict[str, Paired], list[int]]:
+    """The metrics of the last third of the steps that all runs logged, ten at least."""
+    sides = [{row["step"]: row for row in Run.metrics_of(Path(folder)) if "loss" in row} for folder in folders]
+    steps = sorted(set(sides[0]).intersection(*sides[1:]))
+    steps = steps[-max(10, len(steps) // 3) :]
+    names = dict.fromkeys(name for side in sides for row in side.values() for name, _ in _numbers(row))
+    values = {
+        name: [np.array([side[step].get(name, np.nan) for step in steps], float) for side in sides] for name in names
+    }
+    return (_paired(values, in_order=True) if steps else {}), steps
+
+
+def _numbers(row: Row) -> Iterator[tuple[str, float]]:
+    for name, value in row.items():
+        if name not in ("step", "epoch") and isinstance(value, int | float) and not isinstance(value, bool):
+            yield name, value
+
+
+def _as_json(found: Mapping[str, Paired]) -> Row:
+    return {
+        name: {"means": means, "differences": [vars(each) for each in differences]}
+        for name, (means, differences) in found.items()
+    }
+
+
+def _print_differences(names: list[str], found: Mapping[str, Paired]) -> None:
+    others = [f"{name} - {names[0]}" for name in names[1:]]
+    rows = [
+        (f"  {name}", *map(_short, means), *(each.words for each in differences))
+        for name, (means, differences) in found.items()
+    ]
+    _print_table([("", *names, *others), *rows])

@@ -1,0 +1,121 @@
+"""`mt-grpo runs` and `mt-grpo compare`: what they list, what they call a difference, what they refuse."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from support.runs import write_begun, write_run
+
+from mt_grpo.app.runs import difference
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    for seed, name in enumerate(("one", "two")):
+        write_run(folder / name, steps=12, groups=5, seed=seed)
+        (folder / name / "config.yaml").write_text(
+            f"model_name_or_path: org/small\nseed: {seed}\noutput_dir: {name}\n"
+        )
+    write_begun(folder / "deep" / "failed", "no memory\x1b[2J")
+    (folder / "broken").mkdir()
+    (folder / "broken" / "metrics.jsonl").write_text("{x\n")
+    with (folder / "two" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 12, "eval_reward": 0.25}\n')
+    return folder
+
+
+@pytest.fixture
+def printed(prints):
+    return lambda *words: prints(*map(str, words))
+
+
+def test_every_run_is_a_row(folder, printed):
+    text = printed("runs", folder)
+    rows = {line.split()[0]: line.split() for line in text.splitlines()}
+    assert rows["deep/failed"][1:4] == ["small", "gtpo", "0/40"] and "failed" in rows["deep/failed"]
+    assert rows["two"][1:4] == ["embedded", "mt_grpo", "12"] and rows["two"][5] == "0.25"
+    assert "damaged" in rows["broken"] and "broken: " in text and "\x1b" not in text
+
+
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        ("--sort run", ["broken", "deep/failed", "one", "two"]),
+        ("--sort eval --filter step>0", ["two", "one"]),
+        ("--filter state=failed,damaged --sort=run", ["broken", "deep/failed"]),
+        ("--filter rule!=mt_grpo --sort run", ["broken", "deep/failed"]),
+        ("--filter EMBEDDED --sort run", ["one", "two"]),
+        ("--filter age<1e6 --sort run", ["deep/failed", "one", "two"]),
+    ],
+)
+def test_runs_are_sorted_and_filtered(folder, printed, words, names):
+    assert [run["run"] for run in json.loads(printed("runs", folder, "--json", *words.split()))] == names
+
+
+def test_options_questions_and_steps_are_compared(folder, printed):
+    found = json.loads(printed("compare", folder / "one", folder / "two", "--json"))
+    assert found["options"] == {"seed": [0, 1]}
+    assert found["evaluations"]["questions"] == 5 and len(found["training"]["steps"]) == 10
+    rewards = np.array(
+        [
+            [row["reward"] for row in map(json.loads, (folder / name / "metrics.jsonl").open()) if row.get("loss")][
+                -10:
+            ]
+            for name in ("one", "two")
+        ]
+    )
+    reward = found["training"]["metrics"]["reward"]
+    assert reward["means"] == pytest.approx(rewards.mean(axis=1))
+    assert reward["differences"][0]["mean"] == pytest.approx(float((rewards[1] - rewards[0]).mean()))
+    text = printed("compare", folder / "one", folder / "two", folder / "deep" / "failed")
+    assert "advantage_estimator" in text and "No question was asked of all" in text and "other seeds" not in text
+
+
+def test_the_words_say_what_is_not_shown(folder, printed):
+    text = printed("compare", folder / "one", folder / "two")
+    (entropy,) = (line for line in text.splitlines() if line.startswith("  entropy"))
+    (reward,) = (line for line in text.splitlines() if line.startswith("  reward   "))
+    assert entropy.endswith("equal") and "say nothing of other seeds" in text
+    assert reward.endswith(("higher", "lower", "not shown to differ"))
+
+
+def test_intervals_are_those_of_students_t():
+    values = np.array([0.3, -0.1, 0.4, 0.2, 0.0])
+    found = difference(np.ones(5), values + 1)
+    half = 2.7764 * np.sqrt(0.043 / 5)  # t of 4 degrees of freedom; the variance by hand
+    assert (found.low, found.high) == pytest.approx((0.16 - half, 0.16 + half), abs=5e-3)
+    assert difference(np.ones(4), np.zeros(4)).low is None
+
+
+def test_steps_that_are_alike_count_for_fewer():
+    draw = np.random.default_rng(0)
+    held = {False: 0, True: 0}
+    for _ in range(400):
+        noise, walk = draw.normal(size=60), np.zeros(60)
+        for step in range(1, 60):
+            walk[step] = 0.6 * walk[step - 1] + noise[step]
+        for in_order in held:
+            found = difference(np.zeros(60), walk, in_order)
+            held[in_order] += found.low <= 0 <= found.high
+    assert held[False] < 0.75 * 400 and held[True] > 0.89 * 400
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("runs a b", "takes one folder"),
+        ("runs HERE --sort luck", "'luck' is none"),
+        ("runs HERE --filter luck=1", "no column 'luck'"),
+        ("runs HERE --filter model<1", "compare it with `=`"),
+        ("runs HERE/nowhere", "has none in it"),
+        ("compare HERE/one", "two runs or more"),
+        ("compare HERE/one HERE/one", "two runs or more"),
+        ("compare HERE/one HERE/three", "There is no folder"),
+        ("compare HERE HERE/one", "is not the folder of a run"),
+    ],
+)
+def test_what_cannot_be_listed_is_refused(folder, refused, command, words):
+    assert words in refused(*command.replace("HERE", str(folder)).split())
