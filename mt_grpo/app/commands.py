@@ -21,9 +21,10 @@ from typing import Any
 import yaml
 
 import mt_grpo
+from mt_grpo.app.interrupt import print_error
 from mt_grpo.app.schema import SHIPPED
 from mt_grpo.errors import ConfigError
-from mt_grpo.imports import did_you_mean
+from mt_grpo.imports import did_you_mean, import_object
 
 _ACCELERATE = "accelerate/"
 _CLUSTER = "cluster"
@@ -142,17 +143,53 @@ MISSING = "not installed"
 _GIB = 2**30
 
 
+_ENV = """usage: mt-grpo env [--clean [--all]]
+
+prints versions and devices, to be pasted in a bug report
+
+  --clean    removes containers that ended runs left on this machine, with their networks and volumes; prints each
+  --all      with it, those of runs that go on too
+"""
+
+
 def env(arguments: list[str]) -> int:
-    """`mt-grpo env`."""
-    if arguments in (["-h"], ["--help"]):
-        print("usage: mt-grpo env\n\nprints versions and devices, to be pasted in a bug report")
-        return 0
-    if arguments:
-        raise ConfigError(f"`mt-grpo env` takes no argument; it was given {arguments[0]!r}.")
+    """`mt-grpo env` and `mt-grpo env --clean`."""
+    match arguments:
+        case ["-h"] | ["--help"]:
+            print(_ENV, end="")
+            return 0
+        case ["--clean"] | ["--clean", "--all"] | ["--all", "--clean"]:
+            return _clean(everything="--all" in arguments)
+        case [*_, unknown]:
+            raise ConfigError(f"`mt-grpo env` takes `--clean` and `--all` with it; it was given {unknown!r}.")
     facts = list(_facts())
     width = max(len(name) for name, _ in facts)
     for name, value in facts:
         print(f"{name:{width}}  {value}")
+    return 0
+
+
+def _clean(everything: bool) -> int:
+    """Removes what runs left in the engines that are installed here."""
+    containers = "mt_grpo.integrations.harbor.containers"
+    engines = [name for name in import_object(f"{containers}.ENGINES") if shutil.which(name) is not None]
+    if not engines:
+        raise ConfigError("`mt-grpo env --clean` needs docker or podman, and neither is installed.")
+    remove_leftovers = import_object(f"{containers}.remove_leftovers")
+    removed, silent = [], []
+    for engine in engines:
+        try:
+            removed += remove_leftovers(engine, everything)
+        except ConfigError as error:  # the other may answer: a client can be installed without its daemon
+            silent.append(error)
+    for what in removed:
+        print(f"removed {what}")
+    if len(silent) == len(engines):
+        raise silent[0]
+    for error in silent:
+        print_error(error)
+    if not removed:
+        print("Nothing was left.")
     return 0
 
 

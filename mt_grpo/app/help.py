@@ -227,6 +227,8 @@ def _command_line(file: Mapping[str, str], folder: Mapping[str, str]) -> argpars
     actions.add_parser("ls", help="ls")
     add(actions.add_parser("cp", help="cp"), "name", choices=list(shipped()))
     add(commands.add_parser("completion", help="completion"), "shell", choices=_SHELLS)
-    for name in ("env", "schema"):
-        commands.add_parser(name, help=name)
+    for name, flags in (("env", ("--clean", "--all")), ("schema", ())):
+        command = commands.add_parser(name, help=name)
+        for option in flags:
+            add(command, option, action="store_true")
     return parser

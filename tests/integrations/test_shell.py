@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mt_grpo.integrations.harbor.containers import OWNER, _containers, _is_gone, owner, write_overlay
+from mt_grpo.integrations.harbor.containers import OWNER, _is_gone, owner, write_overlay
 from mt_grpo.integrations.harbor.shell import SHOWN, Shell, ShellError
 
 
@@ -127,15 +127,3 @@ def test_containers_of_this_process_are_not_leftovers(tmp_path):
     host, pid, began = owner().split("/")
     assert _is_gone(f"{host}/{pid}/{float(began) - 100}") and _is_gone(f"{host}/999999999/1")
     assert not _is_gone("another-host/999999999/1") and not _is_gone("something else")
-
-
-@pytest.mark.parametrize(
-    "listed",
-    [
-        '[{"Names": ["one"], "Image": "i", "Labels": {"mt-grpo.owner": "a/1/2", "x": "y"}}]',
-        '{"Names": "one", "Image": "i", "Labels": "mt-grpo.owner=a/1/2,x=y"}\n',
-    ],
-    ids=["podman", "docker"],
-)
-def test_containers_are_read_as_both_engines_list_them(listed):
-    assert _containers(listed) == [("one", "i", {"mt-grpo.owner": "a/1/2", "x": "y"})]

@@ -32,6 +32,7 @@ from harbor.models.environment_type import EnvironmentType  # noqa: E402
 from harbor.models.trial.config import AgentConfig  # noqa: E402
 
 from mt_grpo.integrations.harbor import HarborAgents, HarborEnv, HarborTasks  # noqa: E402
+from mt_grpo.integrations.harbor.images import image_of_task  # noqa: E402
 from mt_grpo.integrations.harbor.trial import run_trial  # noqa: E402
 
 BASE = os.environ.get("MT_GRPO_BASE_IMAGE", "localhost/base:1")
@@ -119,6 +120,29 @@ def test_what_the_verifier_says_is_the_reward(make_task, play):
     assert wrong.turns[0].tool_calls[0].data["exit_code"] == 1
 
 
+def test_an_image_is_made_once_before_anything_else(make_task, play, capfd):
+    folder = make_task("image")
+    with (folder / "image" / "environment" / "Dockerfile").open("a") as dockerfile:
+        dockerfile.write(f"RUN echo {time.time()} > /made\n")
+    tasks = HarborTasks(HarborEnv("podman"), str(folder))
+    for _ in range(2):
+        tasks.check(tasks.rows("train"), "training dataset")
+    said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("Image")]
+    assert len(said) == 1 and said[0].startswith("Image 1 of 1: image, ")
+    images = podman("images", "--quiet")
+    (found,) = play(folder, call("cat /made"), SUBMIT)
+    assert float(found.turns[0].tool_calls[0].result) and podman("images", "--quiet") == images
+    podman("image", "rm", image_of_task(str(folder / "image")).name)
+
+
+def test_a_task_whose_image_cannot_be_built_is_refused(make_task):
+    tasks = HarborTasks(HarborEnv("podman"), str(make_task("imageless", image="localhost/not-here:1")))
+    with pytest.raises(
+        ConfigError, match=r"The image of the task \S+/imageless cannot be built: (?s:.*)\nMend \S+Doc"
+    ):
+        tasks.check(tasks.rows("train"), "training dataset")
+
+
 def test_turns_are_paid_for_what_their_verification_gained(make_task, play):
     folder = make_task("parts", "cat /app/parts 2>/dev/null | wc -w | sed 's/^/0./'")
     turns = ["echo a b c > /app/parts", "ls /tests /logs/verifier", "echo a > /app/parts", "echo a b c d > /app/parts"]
@@ -180,7 +204,8 @@ def test_tampering_earns_nothing_and_the_run_goes_on(make_task, play, command):
     assert len(found.turns) == 2 or found.stop_reason == StopReason.ENV_ERROR
 
 
-def test_a_killed_run_leaves_no_container_after_the_next_begins(make_task, tmp_path):
+@pytest.mark.parametrize("cleans", [True, False], ids=["env --clean", "the next run"])
+def test_a_killed_run_leaves_nothing_after(cleans, make_task, tmp_path):
     folder = make_task("hello")
     script = tmp_path / "run.py"
     script.write_text(
@@ -202,7 +227,12 @@ def test_a_killed_run_leaves_no_container_after_the_next_begins(make_task, tmp_p
     process.kill()
     process.wait()
     assert podman("ps", "--quiet")
-    HarborTasks(HarborEnv("podman"), str(folder))
+    if cleans:
+        done = subprocess.run([sys.executable, "-m", "mt_grpo", "env", "--clean"], capture_output=True, text=True)
+        said = sorted(line.rsplit(" ", 1)[0] for line in done.stdout.splitlines())
+        assert said == ["removed container", "removed network"]
+    else:
+        HarborTasks(HarborEnv("podman"), str(folder))
     assert not podman("ps", "--all", "--quiet")
 
 

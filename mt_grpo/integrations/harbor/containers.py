@@ -9,8 +9,11 @@ import shutil
 import socket
 import subprocess
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
+
+from mt_grpo.errors import ConfigError
 
 ENGINES = ("docker", "podman")
 """Sandboxes whose containers run on this machine, by the name of their program."""
@@ -46,41 +49,83 @@ def write_overlay(path: Path, *, reaches_host: bool) -> Path:
     }
     if reaches_host:
         main["extra_hosts"] = [f"{HOST}:host-gateway"]
-    path.write_text(json.dumps({"services": {"main": main}}))  # JSON is YAML
+    networks = {"default": {"labels": {OWNER: owner()}}}  # it is made before the container is
+    path.write_text(json.dumps({"services": {"main": main}, "networks": networks}))  # JSON is YAML
     return path
 
 
-def remove_leftovers(engine: str) -> list[str]:
-    """Removes containers that runs on this machine left, with their images and networks; returns their names."""
+def remove_leftovers(engine: str, everything: bool = False) -> list[str]:
+    """
+    Removes containers that ended runs on this machine left, with their networks, volumes and images.
+
+    Args:
+        engine (`str`): `docker` or `podman`; other sandboxes, and one that is not installed, have none.
+        everything (`bool`, *optional*, defaults to `False`): Those of runs that go on too.
+
+    Returns:
+        `list[str]`, each a kind and a name.
+
+    Raises:
+        ConfigError: If the engine does not answer.
+    """
     if engine not in ENGINES or shutil.which(engine) is None:
         return []
-    listed = _ask(engine, "ps", "--all", "--filter", f"label={OWNER}", "--format", "json")
-    removed = []
-    for name, image, labels in _containers(listed):
-        if _is_gone(labels[OWNER]):
-            _ask(engine, "rm", "--force", "--volumes", name)
-            _ask(engine, "rmi", image)  # a tag of this conversation alone
-            if project := labels.get(PROJECT):
-                _ask(engine, "network", "rm", f"{project}_default")
-            removed.append(name)
+    removed: list[str] = []
+
+    def remove(found: list[_Found]) -> None:
+        for kind, name, _ in found:
+            force = () if kind == "network" else ("--force",)
+            ended = _ask(engine, kind, "rm", *force, *(("--volumes",) if kind == "container" else ()), name)
+            if ended.returncode == 0:
+                removed.append(f"{kind} {name}")
+
+    ours = [
+        found
+        for kind in ("container", "network", "image")
+        for found in _listed(engine, kind, OWNER)
+        if everything or _is_gone(found.labels[OWNER])
+    ]
+    # what else was composed with a container of ours has the label of its project alone
+    for project in {found.labels[PROJECT] for found in ours if PROJECT in found.labels}:
+        remove([found for kind in _KINDS for found in _listed(engine, kind, f"{PROJECT}={project}")])
+    names = {f"{found.kind} {found.name}" for found in ours}.difference(removed)
+    remove([found for found in ours if f"{found.kind} {found.name}" in names])
     return removed
 
 
-def _ask(engine: str, *arguments: str) -> str:
-    done = subprocess.run([engine, *arguments], capture_output=True, text=True, timeout=PATIENCE, check=False)
-    return done.stdout
+class _Found(NamedTuple):
+    """A container, network, volume or image."""
+
+    kind: str
+    name: str
+    labels: dict[str, str]
 
 
-def _containers(listed: str) -> list[tuple[str, str, dict[str, str]]]:
-    """Names, images and labels: podman lists an array, docker an object on each line with labels in one text."""
-    found = json.loads(listed) if listed.startswith("[") else [json.loads(line) for line in listed.splitlines()]
-    containers = []
-    for each in found:
-        names, labels = each["Names"], each["Labels"]
+_KINDS = ("container", "network", "volume", "image")
+"""In the order in which they can be removed."""
+
+
+def _ask(engine: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run([engine, *arguments], capture_output=True, text=True, timeout=PATIENCE, check=False)
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"`{engine} {' '.join(arguments)}` did not answer within {PATIENCE:g} s.") from None
+
+
+def _listed(engine: str, kind: str, label: str) -> list[_Found]:
+    """What has a label: podman lists an array, docker an object on each line with labels in one text."""
+    every = ("--all",) if kind == "container" else ()
+    listed = _ask(engine, kind, "ls", *every, "--filter", f"label={label}", "--format", "json")
+    if listed.returncode:
+        raise ConfigError(f"{engine} does not list what it has: {listed.stderr.strip()[-300:]}")
+    text, found = listed.stdout.strip(), []
+    for each in json.loads(text) or [] if text.startswith(("[", "null")) else map(json.loads, text.splitlines()):
+        told = {key.lower(): value for key, value in each.items()}
+        name, labels = told.get("names") or told.get("name") or told["id"], told.get("labels") or {}
         if isinstance(labels, str):
-            labels = dict(label.split("=", 1) for label in labels.split(",") if "=" in label)
-        containers.append((names[0] if isinstance(names, list) else names, each["Image"], labels))
-    return containers
+            labels = dict(one.split("=", 1) for one in labels.split(",") if "=" in one)
+        found.append(_Found(kind, name[0] if isinstance(name, list) else name, labels))
+    return found
 
 
 def _is_gone(whose: str) -> bool:

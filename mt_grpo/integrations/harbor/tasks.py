@@ -13,7 +13,8 @@ from datasets import Dataset
 
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean
-from mt_grpo.integrations.harbor.containers import remove_leftovers
+from mt_grpo.integrations.harbor.containers import ENGINES, remove_leftovers
+from mt_grpo.integrations.harbor.images import get_images, image_of_task
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +39,7 @@ class Tasks:
         self.sandbox = harbor_value("sandbox", sandbox)
         _check_usable(self.sandbox)
         if removed := remove_leftovers(self.sandbox.value):
-            logger.warning("Removed %d containers that an earlier run left: %s", len(removed), ", ".join(removed))
+            logger.warning("Removed what an earlier run left: %s", ", ".join(removed))
         self._folders = {"train": tasks, "eval": eval_tasks}
         for name, folder in (("tasks", tasks), ("eval_tasks", eval_tasks)):
             if folder is not None and not _task_folders(folder):
@@ -53,12 +54,14 @@ class Tasks:
         return None if folder is None else Dataset.from_list([_task_row(path) for path in _task_folders(folder)])
 
     def check(self, rows: Dataset, name: str) -> None:
-        """Refuses rows without a task."""
+        """Refuses rows without a task, and gets the images of the others."""
         if TASK not in rows.column_names:
             raise ConfigError(
                 f"The {name} has no column `{TASK}`: give the folder of each row's task there, or leave "
                 "`dataset_name` out."
             )
+        if self.sandbox.value in ENGINES:
+            get_images(self.sandbox.value, filter(None, map(image_of_task, rows.unique(TASK))))
 
 
 def harbor_value(option: str, given: str | Mapping[str, Any]) -> Any:

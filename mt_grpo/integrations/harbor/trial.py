@@ -26,7 +26,7 @@ from harbor.verifier.factory import VerifierFactory
 
 from mt_grpo.concurrency import abandon
 from mt_grpo.errors import describe_error
-from mt_grpo.integrations.harbor.containers import ENGINES, write_overlay
+from mt_grpo.integrations.harbor.engines import ENVIRONMENTS
 from mt_grpo.integrations.openai_api.conversation import Conversation
 
 logger = logging.getLogger(__name__)
@@ -106,10 +106,10 @@ async def run_trial(
     """
     agent = agent.model_copy(update={"override_timeout_sec": AGENT_SECONDS})
     with tempfile.TemporaryDirectory(prefix="mt-grpo-harbor-", ignore_cleanup_errors=True) as folder:
-        overlays = []
-        if sandbox.value in ENGINES:
-            overlays.append(write_overlay(Path(folder, "overlay.json"), reaches_host=asked is not None))
-        environment = EnvironmentConfig(type=sandbox, extra_docker_compose=overlays)
+        environment = EnvironmentConfig(type=sandbox)
+        if (ours := ENVIRONMENTS.get(sandbox.value)) is not None:
+            path, reaches_host = f"{ours.__module__}:{ours.__name__}", asked is not None
+            environment = EnvironmentConfig(import_path=path, kwargs={"reaches_host": reaches_host})
         config = TrialConfig(
             task=TaskConfig(path=Path(task)), trials_dir=Path(folder), agent=agent, environment=environment
         )

@@ -1,0 +1,152 @@
+"""Containers of runs and images of tasks, with a program in the engine's place that writes down what it is asked."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from mt_grpo.app.commands import env
+from mt_grpo.errors import ConfigError
+from mt_grpo.integrations.harbor import images
+from mt_grpo.integrations.harbor.containers import OWNER, PROJECT, owner, remove_leftovers
+from mt_grpo.integrations.harbor.images import Image, get_images
+
+ENGINE = r"""#!/bin/bash
+# its state is what it has, a file each: KIND.LABEL.json, and image.NAME
+cd {place}; echo "$@" >> asked; [ ! -e broken ] || {{ echo "$(cat broken)"; echo "$(cat broken)" >&2; exit 1; }}
+case "$1 $2" in
+  "image inspect") [ -e "image.${{3//\//_}}" ];;
+  build*) sleep 0.2; [ ! -e "${{@: -1}}/fails" ] || {{ echo "no such base"; exit 2; }}; touch "image.${{3//\//_}}";;
+  pull*) echo "registry cannot be reached"; exit 2;;
+  *" ls") label=$(echo "$@" | sed "s/.*label=\([^ ]*\).*/\1/"); cat "$1.${{label}}.json" 2> e || echo "[]";;
+esac
+"""
+
+
+@pytest.fixture
+def engine(tmp_path, monkeypatch):
+    """A podman that has nothing; files in the folder say what it has, and `asked` what it was asked."""
+    place = tmp_path / "engine"
+    place.mkdir()
+    program = place / "podman"
+    program.write_text(ENGINE.format(place=place))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{place}:/bin:/usr/bin")
+    monkeypatch.setattr(images, "_here", set())
+    return place
+
+
+def asked(engine, word):
+    path = engine / "asked"
+    return [line for line in path.read_text().splitlines() if word in line] if path.exists() else []
+
+
+def of(context, name):
+    context.mkdir(exist_ok=True, parents=True)
+    return Image(f"localhost/mt-grpo:{name}", context.parent, 30.0, context)
+
+
+def test_each_image_is_built_once_and_says_so(engine, tmp_path, capfd):
+    wanted = [of(tmp_path / name / "environment", name) for name in "abc"]
+    (engine / f"image.{wanted[2].name.replace('/', '_')}").touch()
+    get_images("podman", [*wanted, *wanted])
+    get_images("podman", wanted)
+    assert len(asked(engine, "build")) == 2 and len(asked(engine, "inspect")) == 3
+    said = capfd.readouterr().err.splitlines()
+    assert len(said) == 2 and all(
+        re.fullmatch(r"Image \d of 3: [ab], \d+ s(, 0:00:\d\d left)?", line) for line in said
+    )
+
+
+def test_an_image_that_several_want_at_once_is_built_once(engine, tmp_path):
+    image = of(tmp_path / "task" / "environment", "shared")
+    with ThreadPoolExecutor(3) as pool:
+        took = list(pool.map(image.get, ["podman"] * 3))
+    assert len(asked(engine, "build")) == 1 and sorted(seconds is None for seconds in took) == [False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("built", "said"),
+    [
+        (
+            True,
+            r"The image of the task \S+/task cannot be built: no such base\nMend \S+/environment/Dockerfile, or take",
+        ),
+        (False, r"The image of the task \S+/task cannot be pulled: registry cannot be reached\nMend \S+/task.toml"),
+    ],
+)
+def test_an_image_that_cannot_be_made_is_a_sentence(engine, tmp_path, built, said):
+    image = of(tmp_path / "task" / "environment", "broken")
+    (image.context / "fails").touch()
+    if not built:
+        image = Image("example.com/some:1", image.task, 30.0)
+    with pytest.raises(ConfigError, match=said):
+        get_images("podman", [image])
+
+
+GONE = f"{os.uname().nodename}/999999999/1"
+
+
+@pytest.fixture
+def has(engine):
+    """What it has: a killed run's container with network, service and volume, a network alone, and one of ours."""
+    dead, mine = {OWNER: GONE, PROJECT: "dead"}, {OWNER: owner(), PROJECT: "mine"}
+    lists = {
+        f"container.{OWNER}": [{"Names": ["dead-main"], "Labels": dead}, {"Names": ["mine-main"], "Labels": mine}],
+        f"network.{OWNER}": [{"name": "dead_default", "labels": dead}, {"name": "alone", "labels": {OWNER: GONE}}],
+        f"container.{PROJECT}=dead": [{"Names": [name], "Labels": {}} for name in ("dead-main", "dead-redis")],
+        f"network.{PROJECT}=dead": [{"name": "dead_default", "labels": {}}],
+        f"volume.{PROJECT}=dead": [{"Name": "dead_data", "Labels": {}}],
+        f"container.{PROJECT}=mine": [{"Names": ["mine-main"], "Labels": {}}],
+    }
+    for name, found in lists.items():
+        (engine / f"{name}.json").write_text(json.dumps(found))
+    return engine
+
+
+DEAD = ["container dead-main", "container dead-redis", "network dead_default", "volume dead_data", "network alone"]
+
+
+@pytest.mark.parametrize(("flags", "more"), [([], []), (["--all"], ["container mine-main"])])
+def test_clean_removes_what_ended_runs_left(has, capsys, flags, more):
+    assert env(["--clean", *flags]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert sorted(printed) == sorted(f"removed {what}" for what in DEAD + more)
+    assert len(asked(has, " rm ")) == len(printed)
+
+
+@pytest.mark.parametrize("lines", [True, False])
+def test_a_list_of_dockers_and_podmans_is_read(has, lines):
+    if lines:  # as docker writes it
+        for path in has.glob("*.json"):
+            path.write_text("\n".join(json.dumps(_as_docker(each)) for each in json.loads(path.read_text())))
+    assert sorted(remove_leftovers("podman")) == sorted(DEAD)
+
+
+def _as_docker(found):
+    told = {key.title(): value[0] if isinstance(value, list) else value for key, value in found.items()}
+    return told | {"Labels": ",".join(f"{key}={value}" for key, value in told["Labels"].items())}
+
+
+def test_clean_says_where_there_is_nothing_to_do(engine, capsys, monkeypatch):
+    assert env(["--clean"]) == 0 and capsys.readouterr().out == "Nothing was left.\n"
+    (engine / "broken").write_text("its service is down")
+    with pytest.raises(ConfigError, match="podman does not list what it has: its service is down"):
+        env(["--clean"])
+    (engine / "docker").write_text("#!/bin/bash\necho '[]'\n")
+    (engine / "docker").chmod(0o755)
+    assert env(["--clean"]) == 0
+    assert capsys.readouterr() == (
+        "Nothing was left.\n",
+        "mt-grpo: podman does not list what it has: its service is down\n",
+    )
+    monkeypatch.setenv("PATH", str(Path(engine, "nowhere")))
+    with pytest.raises(ConfigError, match="`mt-grpo env --clean` needs docker or podman, and neither is installed"):
+        env(["--clean"])
+    with pytest.raises(ConfigError, match="`mt-grpo env` takes `--clean` and `--all` with it; it was given '--al'"):
+        env(["--al"])
