@@ -31,11 +31,13 @@ _CLUSTER = "cluster"
 """Folder of what starts a run on several nodes, which is YAML of others."""
 _EDITORS = "# yaml-language-server: $schema="
 
+_WITH_CODE = "sql"
+"""Folder of a recipe that needs the code beside it: they are copied together."""
 _RECIPES = """usage: mt-grpo recipes ls
        mt-grpo recipes cp NAME [DEST]
 
   ls    lists the recipes, and the accelerate configurations, with a line about each
-  cp    copies one to DEST, a folder (this one where none is given) or a file; overwrites nothing
+  cp    copies one to DEST, a folder (this one where none is given) or a file; overwrites nothing. `sql` is a folder
 """
 
 
@@ -91,6 +93,8 @@ def recipes(arguments: list[str]) -> int:
             width = max(map(len, texts))
             for name, text in texts.items():
                 print(f"{name:{width}}  {text}")
+        case ["cp", name, *destination] if len(destination) < 2 and name.strip("/") == _WITH_CODE:
+            print("\n".join(map(str, _copy_folder(Path(*destination)))))
         case ["cp", name, *destination] if len(destination) < 2:
             print(_copy(name, Path(*destination)))
         case _:
@@ -249,3 +253,18 @@ def _devices() -> Iterator[tuple[str, str]]:
     if not torch.cuda.is_available():
         device = torch.accelerator.current_accelerator()
         yield "devices", "CPU only" if device is None else device.type
+
+
+def _copy_folder(destination: Path) -> list[Path]:
+    """Copies the folder of a recipe and its code; returns the files."""
+    folder = destination / _WITH_CODE if destination.is_dir() else destination
+    try:
+        folder.mkdir()
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be made: {error.strerror}; give another place to copy to.") from error
+    copies = [_copy(name, folder) for name in shipped() if name.startswith(f"{_WITH_CODE}/")]
+    for entry in (files("mt_grpo") / "recipes" / _WITH_CODE).iterdir():
+        if entry.name.endswith(".py"):
+            copies.append(folder / entry.name)
+            copies[-1].write_bytes(entry.read_bytes())
+    return copies

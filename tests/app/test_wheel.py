@@ -58,6 +58,8 @@ def test_the_wheel_has_what_the_package_reads(wheel):
     data = {name for name in names if not name.endswith(".py") and ".dist-info/" not in name}
     assert {"mt_grpo/data/embedded/facts.json", "mt_grpo/data/embedded/model/model.safetensors"} <= data
     recipes = {f"mt_grpo/{path.relative_to(REPOSITORY)}" for path in (REPOSITORY / "recipes").rglob("*.*")}
+    recipes = {name for name in recipes if not name.endswith((".py", ".pyc"))}
+    assert "mt_grpo/recipes/sql/sql_agent.py" in names
     assert {name for name in data if name.startswith("mt_grpo/recipes/")} == recipes
     assert {name.split("/")[0] for name in names} == {"mt_grpo", f"mt_grpo-{__version__}.dist-info"}
     here = {str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "mt_grpo").rglob("*.*") if path.is_file()}

@@ -9,7 +9,7 @@ from mt_grpo.app.request import read_request
 
 ROOT = Path(__file__).parents[2] / "recipes"
 RECIPES = sorted([*ROOT.glob("*.yaml"), *ROOT.glob("Qwen/*.yaml")])
-LISTED = sorted([*RECIPES, *ROOT.glob("accelerate/*.yaml")])
+LISTED = sorted([*RECIPES, *ROOT.glob("accelerate/*.yaml"), *ROOT.glob("sql/*.yaml")])
 """What `mt-grpo recipes ls` lists."""
 
 TRAINING_PROCESSES = {"triviaqa_1.5b_1gpu": 1, "triviaqa_1.5b_2gpu": 1, "triviaqa_3b_4gpu": 3}
