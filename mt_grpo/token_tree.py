@@ -266,6 +266,14 @@ class TokenTree:
                 actions[self.nodes[index].turn] += self.nodes[index].tokens
         return actions
 
+    def action_logprobs(self) -> list[list[float]]:
+        """The log-probs that the ids of `actions` were sampled with."""
+        logprobs: list[list[float]] = [[] for _ in range(self.num_turns)]
+        for index in self.depth_first():
+            if self.nodes[index].turn >= 0:
+                logprobs[self.nodes[index].turn] += self.nodes[index].logprobs
+        return logprobs
+
     def depth_first(self) -> list[int]:
         """Indices of all nodes, each before its children, children in the order they were added."""
         order, stack = [], self._children[-1][::-1]

@@ -186,6 +186,8 @@ class Trajectory:
         answer_logprobs (`dict`): Filled in by the trainer for rewards that ask for it, by the reward's name: for each
             turn the mean log-prob, per token, of the right answer after the context of the turn; `None` for a turn
             without one.
+        teacher_log_ratios (`list[float | None]`): Filled in by a trainer with a teacher: for each turn the mean, per
+            sampled token, of the teacher's log-prob minus the one it was sampled with; `None` for a turn without any.
         start (`float`, *optional*): When it began, in seconds since 1970 (UTC).
         where (`str`, *optional*): Where the user's code raised that ended it, as `FILE, line N, in FUNCTION`.
         traceback (`str`, *optional*): The frames of their code, as Python shows them.
@@ -196,6 +198,8 @@ class Trajectory:
             the row's prompt is text; written nowhere.
         media (`dict[int, EncodedMedium]`): The media of its contexts by the id of their tokens; they themselves are
             in the messages.
+        teacher_logprobs (`list[list[float]]`): The teacher's log-probs of the tokens that each turn sampled; written
+            nowhere.
     """
 
     prompt: list[Message]
@@ -213,6 +217,7 @@ class Trajectory:
     info: dict[str, Any] = field(default_factory=dict)
     branch_of: str | None = None
     answer_logprobs: dict[str, list[float | None]] = field(default_factory=dict)
+    teacher_log_ratios: list[float | None] = field(default_factory=list)
     start: float | None = None
     where: str | None = None
     traceback: str | None = None
@@ -221,6 +226,7 @@ class Trajectory:
     environment: Any = field(default=None, repr=False, compare=False)
     texts: tuple[str, str] | None = field(default=None, repr=False, compare=False)
     media: dict[int, Any] = field(default_factory=dict, repr=False, compare=False)
+    teacher_logprobs: list[list[float]] = field(default_factory=list, repr=False, compare=False)
 
     @property
     def failed(self) -> bool:
@@ -285,7 +291,7 @@ def _as_json(value: Any) -> Any:
         return None
 
 
-UNWRITTEN = ("environment", "texts", "media")
+UNWRITTEN = ("environment", "texts", "media", "teacher_logprobs")
 """Fields of a trajectory that are in no record."""
 
 _MARKS = "\u061c\u200e\u200f"

@@ -32,6 +32,7 @@ from mt_grpo.options.values import (
     parse_agent,
     parse_mapping,
     parse_reward,
+    parse_teacher,
     refuse_unknown,
     with_env_options,
 )
@@ -353,9 +354,12 @@ def check_places(values: Values, command: str) -> None:
     """
     if command == "train":
         check_writable("." if values.get("output_dir") is None else str(values["output_dir"]))
-    model = values["model_name_or_path"]
-    if looks_like_path(model) and not Path(model).expanduser().exists():
-        raise ConfigError(f"The model {model!r} cannot be loaded: there is no such folder (from {Path.cwd()}).")
+    models = {"model": values["model_name_or_path"]}
+    if values.get("teacher"):
+        models["teacher"] = parse_teacher(values["teacher"])["model"]
+    for what, model in models.items():
+        if looks_like_path(model) and not Path(model).expanduser().exists():
+            raise ConfigError(f"The {what} {model!r} cannot be loaded: there is no such folder (from {Path.cwd()}).")
     if command == "serve":
         return
     replays = command == "train" and values.get("replay")  # whose rows come with the conversations

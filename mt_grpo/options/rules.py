@@ -24,6 +24,7 @@ from mt_grpo.options.values import (
     parse_mapping,
     parse_reward,
     parse_rule,
+    parse_teacher,
     parse_user,
     refuse_unknown,
     rule_name,
@@ -286,6 +287,8 @@ def check_options(
     _check_environments(options)
     if options["simulated_user"] is not None:
         parse_user(options["simulated_user"])
+    if options["teacher"] is not None:
+        parse_teacher(options["teacher"])
 
 
 def check_history(policy: str, compact_every: int | None) -> None:

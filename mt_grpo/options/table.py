@@ -343,6 +343,12 @@ class RunOptions:
         page="staleness.md",
     )
 
+    teacher: dict[str, Any] | str | None = _training(
+        "A model that reads what the policy samples. A name, or a mapping with its name as `model`; JSON on the "
+        "command line. It has the policy's tokenizer, and is not trained.",
+        page="teachers.md",
+    )
+
     disable_dropout: bool = _training(
         "Train without dropout, as sampling has none. An adapter's is included. With `false` it is in the loss, "
         "never in old and reference log-probs. TRL's default is false.",

@@ -46,6 +46,12 @@ class _UserOptions(_UserNeeds, total=False):
     request: Mapping[str, Any]
 
 
+class _TeacherOptions(TypedDict):
+    """Keys of `teacher`; see `mt_grpo.training.teacher`."""
+
+    model: _Text
+
+
 class _AgentOptions(TypedDict, total=False):
     """Keys of `agent` as a mapping; it has one of the first two."""
 
@@ -203,6 +209,12 @@ def parse_agent(agent: object, key: str = "agent") -> dict[str, str]:
     return agent
 
 
+def parse_teacher(teacher: object) -> dict[str, str]:
+    """A teacher as a recipe, a command line (the mapping as JSON) or a script gives it."""
+    given = _parse_braces(teacher, "`teacher`")
+    return _validated(_TeacherOptions, {"model": given} if isinstance(given, str) else given, "teacher")
+
+
 def verifiers_name(env: object) -> str | None:
     """The name of the environment of verifiers that `env` stands for; `None` where it is none of verifiers'."""
     if not isinstance(env, str) or not env.startswith(VERIFIERS):
@@ -233,6 +245,7 @@ PARSERS: dict[str, Callable[[Any], Any]] = {
     "env_config": parse_env_config,
     "simulated_user": parse_user,
     "advantage_estimator": parse_rule,
+    "teacher": parse_teacher,
 }
 """How the options that may be mappings are read."""
 
@@ -439,6 +452,7 @@ SYNONYMS = {
     "max_grad_norm": "grad_clip clip_grad gradient_clipping clip_grad_norm grad_norm",
     "optim": "optimizer optimiser",
     "mask_truncated_completions": "overlong_filter overlong_filtering",
+    "teacher": "teacher_model teacher_model_name_or_path teacher_name teacher_path",
     "use_peft": "use_lora lora peft enable_lora train_type tuner_type finetuning_type peft_config",
     "lora_r": "lora_rank lora_dim rank r peft_r",
     "lora_alpha": "alpha peft_alpha",

@@ -225,6 +225,8 @@ def cut_after(trajectory: Trajectory, index: int) -> Trajectory:
         env_rewards={},
         info={},
         answer_logprobs={name: values[: index + 2] for name, values in trajectory.answer_logprobs.items()},
+        teacher_log_ratios=trajectory.teacher_log_ratios[: index + 1],
+        teacher_logprobs=trajectory.teacher_logprobs[: index + 1],
     )
 
 
@@ -280,11 +282,7 @@ def _equal(value: float | None, other: float | None) -> bool:
 
 
 def _cut_tree(tree: TokenTree, num_turns: int) -> TokenTree:
-    logprobs: list[list[float]] = [[] for _ in range(tree.num_turns)]
-    for index in tree.depth_first():
-        if tree.nodes[index].turn >= 0:
-            logprobs[tree.nodes[index].turn] += tree.nodes[index].logprobs
-    cut = TokenTree()
+    logprobs, cut = tree.action_logprobs(), TokenTree()
     for turn, action in enumerate(tree.actions()[:num_turns]):
         path = tree.path_of_turn(turn)
         cut.add_turn(path[: len(path) - len(action)], action, logprobs[turn])

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 def prepare_forward(trainer: GRPOTrainer) -> None:
-    """Prepares the policy and the reference of a trainer for its `forward`, and what its plans have in common."""
+    """Prepares the models of a trainer for its `forward`, and what its plans have in common."""
     args = trainer.args
     _prepare_router_loss(trainer)
     group = sequence_group(trainer)
@@ -63,8 +63,8 @@ def prepare_forward(trainer: GRPOTrainer) -> None:
                 "segment`."
             )
         try:
-            for policy in filter(None, (trainer.model, trainer.ref_model)):
-                enable_trees(trainer.accelerator.unwrap_model(policy), args.cast_lm_head_to_fp32)
+            for model in filter(None, (trainer.model, trainer.ref_model, trainer.teacher_model)):
+                enable_trees(trainer.accelerator.unwrap_model(model), args.cast_lm_head_to_fp32)
         except UnsupportedModelError as error:
             _give_up_trees(trainer, error)
 
@@ -111,7 +111,7 @@ def sequence_group(trainer: GRPOTrainer) -> SequenceGroup | None:
             f"`sp_size: {size}` has no loss that balances experts, since that depends on every token of a row: set "
             "`router_aux_loss_coef: 0.0`, or leave `sp_size` out."
         )
-    for model in filter(None, (trainer.model, trainer.ref_model)):
+    for model in filter(None, (trainer.model, trainer.ref_model, trainer.teacher_model)):
         try:
             check_sequence_parallel(accelerator.unwrap_model(model), size)
         except UnsupportedModelError as error:
@@ -228,8 +228,8 @@ def keep_outputs_exact(accelerator: Accelerator) -> None:
 
 def prove_forward(trainer: GRPOTrainer, length: int) -> None:
     """
-    Proves `forward: tree` for the policy as it is wrapped for training, and for a separate reference model, once for
-    rows of up to `length` tokens. If a model scores packed trees differently from each turn alone, the run goes on
+    Proves `forward: tree` for the policy as it is wrapped for training, a separate reference model and a teacher, once
+    for rows of up to `length` tokens. If a model scores packed trees differently from each turn alone, the run goes on
     with padded rows, which are proven too. Every rank calls it at the same point. In evaluation it does nothing.
     """
     if trainer.model.training and (trainer.args.forward == "tree" or trainer.gave_up_trees):
@@ -239,7 +239,7 @@ def prove_forward(trainer: GRPOTrainer, length: int) -> None:
 
 def _prove(trainer: GRPOTrainer, plan: ForwardPlan, proof: Callable[[nn.Module, ForwardPlan, str], None]) -> None:
     """Holds a proof over trees, or in padded rows where they are given up, now or before."""
-    models = list(filter(None, (trainer.model_wrapped, trainer.ref_model)))
+    models = list(filter(None, (trainer.model_wrapped, trainer.ref_model, trainer.teacher_model)))
     with trainer.accelerator.autocast():
         if trainer.args.forward == "tree":
             try:

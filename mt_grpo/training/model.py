@@ -183,9 +183,7 @@ def prepare_model(model: PreTrainedModel, args: MTGRPOConfig, accelerator: Accel
     backend = DistributedBackend(accelerator)
     if backend.is_fsdp and accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap is None:
         # a model of text, of a family that also sees, has none of the layers that see, which accelerate would look for
-        here = {type(module).__name__ for module in model.modules()}
-        found = [name for name in model._no_split_modules or () if name in here]
-        accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = found or None
+        accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = wrapped_layers(model) or None
     if args.sync_ref_model and args.save_strategy != "no" and backend.is_zero3:
         raise ConfigError(
             "A synced reference (`sync_ref_model: true`) cannot be saved under DeepSpeed ZeRO-3, so a run could not "
@@ -200,6 +198,12 @@ def prepare_model(model: PreTrainedModel, args: MTGRPOConfig, accelerator: Accel
             "keys and values: leave it out. TRL sets it for an adapter under DeepSpeed ZeRO-3: shard with FSDP2 or "
             "ZeRO-2, or set `gradient_checkpointing: false`."
         )
+
+
+def wrapped_layers(model: PreTrainedModel) -> list[str]:
+    """The classes of a model's layers that FSDP shards one by one."""
+    here = {type(module).__name__ for module in model.modules()}
+    return [name for name in model._no_split_modules or () if name in here]
 
 
 @contextmanager

@@ -250,6 +250,7 @@ class ResumableTrainer(GRPOTrainer):
         plugin = self.accelerator.state.fsdp_plugin if self.is_fsdp_enabled else None
         if plugin is None or not plugin.cpu_ram_efficient_loading:  # else the first process alone has loaded them
             models = {"": self.accelerator.unwrap_model(self.model), "reference ": self.ref_model}
+            models["teacher "] = self.teacher_model
             weights = {
                 f"{name}{each}": weight
                 for name, model in models.items()

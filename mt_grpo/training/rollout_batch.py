@@ -74,6 +74,7 @@ class RolloutBatch:
     extra: dict[str, list[Any]] = field(default_factory=dict)  # what reward functions log per row, by name
     scores: Scores | None = None  # of this process
     credit: Credit = None  # type: ignore[assignment]  # of all processes, once they are judged
+    taught: bool = False  # whether the teacher has read them
     attempt: int = 0  # how often the rows were sampled before
     discarded: list[list[Trajectory]] = field(default_factory=list)  # those whose place later ones took, by attempt
     sampled_again: int = 0  # groups, counted as often as they were sampled again

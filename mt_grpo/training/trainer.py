@@ -35,7 +35,16 @@ from mt_grpo.rollout import Engine, RolloutError
 from mt_grpo.rollout.engines.proof import prove_engine
 from mt_grpo.rollout.engines.transformers import TransformersEngine
 from mt_grpo.runlog.heartbeat import Silence
-from mt_grpo.training import columns, environment, forward_plan, prefetch, preflight, reward_batch, rollout_batch
+from mt_grpo.training import (
+    columns,
+    environment,
+    forward_plan,
+    prefetch,
+    preflight,
+    reward_batch,
+    rollout_batch,
+    teacher,
+)
 from mt_grpo.training.columns import Rows
 from mt_grpo.training.config import MTGRPOConfig, as_mtgrpo_config, changed
 from mt_grpo.training.model import (
@@ -254,6 +263,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
 
     def _prepare_models(self) -> None:
         prepare_model(self.model, self.args, self.accelerator)
+        self.teacher_model = teacher.load_teacher(self)
         forward_plan.prepare_forward(self)
         self._activations = Activations(self.args, self.accelerator.device)
 
@@ -366,6 +376,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             reward_batch.sample_again(batch, self.args.max_resample_times, self._rollout, self._score, self._judge)
         if batch.mode == "train" and not reward_batch.asks_server(self):
             self._take_memory_from_servers()
+        teacher.read(self, batch)
         batch.token_rows = [self.runner.completion(trajectory) for trajectory in batch.trajectories]
         if not self.args.replays_routes:
             batch.leave_out_routes()
@@ -492,6 +503,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         dataset = self.train_dataset if batch.mode == "train" or self.eval_dataset is None else self.eval_dataset
         batch.add_texts(self._tokenizer, had_text_prompts(dataset))
         with self.step_log.activity.of("rewards"):
+            teacher.read(self, batch)
             reward_batch.score_answers(self, batch)
             scores = self._run_on_all_ranks(
                 lambda: score_trajectories(
