@@ -196,7 +196,7 @@ def serve(arguments: list[str]) -> int:
 
 @_interruptible
 def doctor(arguments: list[str]) -> int:
-    """`mt-grpo doctor`: checks a recipe and its surroundings, plans memory and time; 1 where something fails."""
+    """`mt-grpo doctor`: checks a recipe, or one that it writes, plans memory and time; 1 where something fails."""
     request = read_request(arguments, "doctor")
     if request.own["gpu"] is not None:
         importlib.import_module("mt_grpo.doctor").named_gpu(request.own["gpu"])
@@ -204,6 +204,8 @@ def doctor(arguments: list[str]) -> int:
     warnings.simplefilter("ignore", FutureWarning)
     with ends_at_once():
         checks = importlib.import_module("mt_grpo.doctor.checks")
+    if request.own["suggest"] is not None:
+        request = importlib.import_module("mt_grpo.doctor.suggest").suggest(request)
     return checks.diagnose(request)
 
 

@@ -149,6 +149,7 @@ OWN_OPTIONS: dict[str, dict[str, SchemaOption]] = {
         "gpu_memory": _number("GB of a GPU of the run, where they are not those of its kind.", 1, kind="number"),
         "accelerate_config": SchemaOption("What the run is launched with: fsdp2, zero2, zero3, or a file."),
         "calibrate": SchemaOption("Folder of a run whose metrics correct the time of a step, where not `output_dir`."),
+        "suggest": SchemaOption("File to write a recipe to, with numbers to start from that fit this model and GPU."),
         "probe": _flag("Run one micro-batch of the greatest length, forward and backward, and measure its memory."),
         "json": _flag("Print JSON."),
     },

@@ -237,7 +237,7 @@ LAUNCHED = {"--accelerate_config", "--num_processes"}
         ("train", {"--dry_run", "--trust", *LAUNCHED, *(f"--{name}" for name in OF_HOSTS)}),
         ("rollout", {"--num_prompts", "--audit", "--save", "--trust"}),
         ("serve", {"--trust", "--replicas"}),
-        ("doctor", {"--trust", "--gpu", "--gpu_memory", "--calibrate", "--probe", "--json", *LAUNCHED}),
+        ("doctor", {"--trust", "--gpu", "--gpu_memory", "--calibrate", "--suggest", "--probe", "--json", *LAUNCHED}),
     ],
 )
 def test_options_of_recipes_are_completed(complete, fields, command, own):
