@@ -16,8 +16,8 @@ from support.exact_gradients import Measurement, Process, sample
 from torch import Tensor
 
 from mt_grpo.credit import RewardBatch, Rule, advantage_estimator, rule_label, rule_name
-from mt_grpo.credit.normalisation import EPSILON, Scale, centre, largest_deviation, to_go
-from mt_grpo.credit.rules.returns import gae, group_values, with_outcome
+from mt_grpo.credit.batch import EPSILON, Scale, centre, largest_deviation, to_go
+from mt_grpo.credit.rules import gae, group_values, with_outcome
 
 
 def divided(batch: RewardBatch, advantages: Tensor, returns: Tensor, scale: Scale) -> Tensor:

@@ -36,7 +36,7 @@ from mt_grpo.data import embedded
 from mt_grpo.data.embedded.tool import search
 from mt_grpo.envs import MultiTurnToolEnv, Step
 from mt_grpo.rollout import RolloutLimits, RolloutRequest, RolloutRunner, Sample, SamplingParams, derive_seed
-from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
+from mt_grpo.rollout.engines.vllm import VLLMServerClient
 from mt_grpo.servers.http import ServerControl
 from mt_grpo.trajectory import StopReason, Trajectory, Turn
 

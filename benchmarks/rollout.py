@@ -37,7 +37,7 @@ from upstream import upstream
 
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.rollout import Engine, RolloutRequest, RolloutRunner, Sample, SamplingParams
-from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
+from mt_grpo.rollout.engines.vllm import VLLMServerClient
 
 CALL = '<reasoning>look</reasoning>\n<tool>{"name": "wait", "args": {"seconds": %.4f}}</tool>'
 SIGMA = 1.5

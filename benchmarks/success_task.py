@@ -41,11 +41,11 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from mt_grpo.credit import RewardBatch, advantage_estimator, estimate
-from mt_grpo.credit.normalisation import Scale
+from mt_grpo.credit.batch import Scale
 from mt_grpo.envs.env import Step, StepEnv
 from mt_grpo.errors import ConfigError
 from mt_grpo.rewards import OutcomeReward, StateScore
-from mt_grpo.rewards.gain import RightAnswer
+from mt_grpo.rewards.builtin import RightAnswer
 from mt_grpo.trajectory import Trajectory, Turn
 
 TURNS, HEAVY = 12, (2, 7)

@@ -24,7 +24,7 @@ from common import build_tokenizer, write
 from server import read, serve
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
+from mt_grpo.rollout.engines.vllm import VLLMServerClient
 from mt_grpo.servers.http import ServerControl
 from mt_grpo.weights.files import SafetensorsTransport
 from mt_grpo.weights.network import HttpTransport

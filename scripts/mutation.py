@@ -3,7 +3,7 @@ Mutation scores: of small faults put into a module, the share that its tests fin
 
     pip install cosmic-ray
     python scripts/mutation.py                                     # 40 faults in each of `TESTS`: hours of a core
-    python scripts/mutation.py credit/rules/returns --faults 10
+    python scripts/mutation.py credit/rules --faults 10
 
 Faults are those of Cosmic Ray (another operator, another number, a condition turned round, a loop that runs not once),
 drawn with a fixed seed. Each is tried in a process forked off one that has imported torch already, with the module as
@@ -31,9 +31,7 @@ TESTS = {
     "token_tree": ["test_trajectory.py", "rollout/test_branching.py", "rollout/test_token_row.py", "forward"],
     "credit/rule": ["credit"],
     "credit/batch": ["credit"],
-    "credit/normalisation": ["credit"],
-    "credit/rules/paper": ["credit"],
-    "credit/rules/returns": ["credit"],
+    "credit/rules": ["credit"],
     "forward/packing": ["forward"],
     "rollout/policy": ["rollout"],
     "rollout/transcript": ["rollout"],

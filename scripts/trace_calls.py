@@ -42,7 +42,7 @@ from mt_grpo.app.recipe import build_recipe  # noqa: E402
 from mt_grpo.app.request import read_request  # noqa: E402
 from mt_grpo.envs import MultiTurnToolEnv  # noqa: E402
 from mt_grpo.rollout import RolloutRequest, RolloutRunner, SamplingParams  # noqa: E402
-from mt_grpo.rollout.engines.vllm.client import VLLMServerClient  # noqa: E402
+from mt_grpo.rollout.engines.vllm import VLLMServerClient  # noqa: E402
 from mt_grpo.runlog import open_run  # noqa: E402
 from mt_grpo.viewer.queries import Queries  # noqa: E402
 from mt_grpo.viewer.server import Server  # noqa: E402

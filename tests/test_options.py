@@ -18,7 +18,7 @@ from mt_grpo.errors import ConfigError
 from mt_grpo.forward.model import FORWARDS
 from mt_grpo.options.rules import CONFLICTS
 from mt_grpo.options.table import AGENT, GROUPS, OPTIONS, Rule, RunOptions, option, options_of
-from mt_grpo.rollout.token_check import MODES
+from mt_grpo.rollout.token_row import MODES
 from mt_grpo.training import MTGRPOConfig
 
 DOCS = Path(__file__).parents[1] / "docs"

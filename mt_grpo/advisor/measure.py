@@ -36,8 +36,7 @@ from mt_grpo.credit import (
     whole_rule,
 )
 from mt_grpo.credit.audit import outcome_at_first_turn
-from mt_grpo.credit.batch import MissingField
-from mt_grpo.credit.normalisation import Scale
+from mt_grpo.credit.batch import MissingField, Scale
 from mt_grpo.errors import UserError, libraries_may_refuse
 from mt_grpo.forward.lm_head import Truncation
 from mt_grpo.forward.logps import SIZE, TurnGradients

@@ -34,7 +34,7 @@ from mt_grpo.forward.probe import context_length
 from mt_grpo.media import decoded, read_messages
 from mt_grpo.options.values import brings_rows
 from mt_grpo.rollout import ChatRenderer
-from mt_grpo.rollout.token_check import examine_template
+from mt_grpo.rollout.token_row import examine_template
 from mt_grpo.tools.function import cut
 from mt_grpo.training.checkpoint import (
     adapter_settings,

@@ -39,7 +39,7 @@ from mt_grpo.errors import ServerGoneError, WeightSyncError
 from mt_grpo.preemption import PreemptedError
 from mt_grpo.rewards import RewardError, RewardFunc
 from mt_grpo.rollout import RolloutError
-from mt_grpo.rollout.token_check import examine_template
+from mt_grpo.rollout.token_row import examine_template
 from mt_grpo.runlog import open_run
 from mt_grpo.runlog.files import to_json
 from mt_grpo.runlog.findings import Counts, find_in_run

@@ -21,18 +21,22 @@ from mt_grpo.credit.rule import (
     sums_turns,
     whole_rule,
 )
-from mt_grpo.credit.rules.paper import bias_of_turn_coef, grpo_mr, grpo_or, mt_grpo
-from mt_grpo.credit.rules.returns import (
+from mt_grpo.credit.rules import (
+    bias_of_turn_coef,
+    branch_to_go,
     gdpo,
+    gigpo,
+    grpo_mr,
+    grpo_or,
     gtpo,
     lambda_to_go,
     leave_one_out,
+    mt_grpo,
     mt_grpo_discounted,
     reward_to_go,
     state_baseline,
     turn_gae,
 )
-from mt_grpo.credit.rules.shared_states import branch_to_go, gigpo
 from mt_grpo.options.values import parse_rule, rule_name
 
 __all__ = [

@@ -14,16 +14,15 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
-from mt_grpo.credit.batch import RewardBatch
+from mt_grpo.credit.batch import EPSILON, RewardBatch, Scale, centre, deviation, to_go
 from mt_grpo.credit.explain import estimate_parts
-from mt_grpo.credit.normalisation import EPSILON, Scale, centre, deviation, to_go
 from mt_grpo.credit.rule import Rule, bind_rule, estimate
 
-MOST_TURNS = 16
+_MOST_TURNS = 16
 """Turns of the longest trajectory whose rewards are examined; of more, as many that are spread evenly."""
-FEWEST_TURNS = 4
+_FEWEST_TURNS = 4
 """Turns of a conversation in which it is asked what of the outcome reaches the first one."""
-SURE = 3.0
+_SURE = 3.0
 """A slope is shown if it is so many of its standard errors: of ten points, one in a hundred by chance."""
 
 
@@ -176,7 +175,7 @@ def uncredited_turn_rewards(
     *,
     turn_coef: float | None = None,
     scale_rewards: Scale = "group",
-    most_turns: int = MOST_TURNS,
+    most_turns: int = _MOST_TURNS,
 ) -> Uncredited:
     """
     Measures how much of the turn rewards of a batch does not reach the turn that earned it.
@@ -195,7 +194,7 @@ def uncredited_turn_rewards(
 
     Args:
         rule, batch, turn_coef, scale_rewards: As in `estimate`.
-        most_turns (`int`, *optional*, defaults to `MOST_TURNS`): See above.
+        most_turns (`int`, *optional*, defaults to `_MOST_TURNS`): See above.
 
     Raises:
         ConfigError, CreditError: As `estimate`.
@@ -249,7 +248,7 @@ def _with_less(batch: RewardBatch, turn: int, factors: Tensor) -> RewardBatch:
 def outcome_at_first_turn(rule: Rule, batch: RewardBatch, *, turn_coef: float | None = None) -> float | None:
     """
     How much of the outcome's advantage reaches the first turn, in what reaches the turn that gets most of it: the mean
-    over conversations of `FEWEST_TURNS` turns or more. The outcome's advantage is what changes where outcomes are 0.
+    over conversations of `_FEWEST_TURNS` turns or more. The outcome's advantage is what changes where outcomes are 0.
 
     With a discount γ and K turns it is about γ^(K − 1): .0005 for `gtpo` with γ .5 and 12 turns. `lambda_to_go` gives
     all turns the same, 1.
@@ -269,7 +268,7 @@ def outcome_at_first_turn(rule: Rule, batch: RewardBatch, *, turn_coef: float | 
         outcome_rewards=0 * batch.outcome_rewards,
         outcome_streams=None if streams is None else 0 * streams,
     )
-    reached = (advantages(batch) - advantages(without)).abs()[batch.turn_mask.sum(dim=1) >= FEWEST_TURNS]
+    reached = (advantages(batch) - advantages(without)).abs()[batch.turn_mask.sum(dim=1) >= _FEWEST_TURNS]
     most = reached.amax(dim=1).sum().item() if len(reached) else 0.0
     return reached[:, 0].sum().item() / most if most > 0 else None
 
@@ -297,7 +296,7 @@ def scale_ratio(
 def pull_apart(outcomes: Sequence[float], turns: Sequence[float]) -> bool:
     """Whether of two means over steps, in their order, one is shown to rise while the other falls."""
     slopes = [_slope(outcomes), _slope(turns)]
-    return min(slopes) < -SURE and max(slopes) > SURE
+    return min(slopes) < -_SURE and max(slopes) > _SURE
 
 
 def _slope(values: Sequence[float]) -> float:

@@ -16,8 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from mt_grpo.credit.batch import RewardBatch
-from mt_grpo.credit.normalisation import ROUNDING, Scale
+from mt_grpo.credit.batch import ROUNDING, RewardBatch, Scale
 from mt_grpo.credit.rule import AdvantageEstimator, Credit, Rule, bind_rule, call_rule
 from mt_grpo.errors import defined_at
 

@@ -17,8 +17,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import torch
 from torch import Tensor
 
-from mt_grpo.credit.batch import RewardBatch
-from mt_grpo.credit.normalisation import Between, Scale
+from mt_grpo.credit.batch import Between, RewardBatch, Scale
 from mt_grpo.errors import ConfigError, UserError, defined_at, describe_error, find_fault
 from mt_grpo.imports import Registry, check_name, did_you_mean
 from mt_grpo.options.values import rule_name

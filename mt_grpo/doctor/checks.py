@@ -33,7 +33,7 @@ from mt_grpo.media import part_text
 from mt_grpo.options.rules import check_batches, check_groups
 from mt_grpo.rewards import load_rewards
 from mt_grpo.rollout import ChatRenderer, TemplateError
-from mt_grpo.rollout.token_check import examine_template
+from mt_grpo.rollout.token_row import examine_template
 from mt_grpo.servers.env_servers import ServerLost, in_words
 from mt_grpo.servers.http import RequestFailed, ServerControl
 from mt_grpo.servers.start import is_free

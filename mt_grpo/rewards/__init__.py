@@ -13,7 +13,11 @@ from mt_grpo.rewards.base import (
     reward,
 )
 from mt_grpo.rewards.builtin import (
+    AnswerLogprob,
     EnvReward,
+    InformationGain,
+    RightAnswer,
+    answer_logprob,
     env_reward,
     exact_match_reward_func,
     exist_answer_in_search_results,
@@ -21,12 +25,12 @@ from mt_grpo.rewards.builtin import (
     format_reward_func,
     gsm8k_correct_reward_func,
     gsm8k_number_reward_func,
+    information_gain,
     reasoning_gym_reward,
     step_reward,
     tool_execution_reward_func,
     xml_reward_func,
 )
-from mt_grpo.rewards.gain import AnswerLogprob, InformationGain, RightAnswer, answer_logprob, information_gain
 from mt_grpo.rewards.scoring import RewardError, Scores, cut_after, score_cut, score_trajectories, spread
 
 __all__ = [

@@ -16,7 +16,7 @@ from mt_grpo.options.rules import unknown_reward
 from mt_grpo.options.values import is_bare, parse_reward
 from mt_grpo.trajectory import Trajectory, Turn
 
-PlainFunction = Callable[..., "list[float | None] | Awaitable[list[float | None]]"]
+_PlainFunction = Callable[..., "list[float | None] | Awaitable[list[float | None]]"]
 """A TRL reward function: `f(prompts, completions, **columns) -> list[float | None]`, sync or async."""
 
 Score = float | None | Awaitable[float | None]
@@ -133,7 +133,7 @@ class FunctionReward(OutcomeReward):
     brings: tuple[str, ...] = ()
     """Arguments of its own, beside what TRL gives and the columns."""
 
-    def __init__(self, function: PlainFunction) -> None:
+    def __init__(self, function: _PlainFunction) -> None:
         self.function = function
         self.takes_environments = _takes(function, "environments")
         self.name = getattr(function, "__name__", type(function).__name__)  # a partial or an object has none
@@ -239,7 +239,7 @@ def _own(environment: object) -> object:
     return environment.user_environment if isinstance(environment, Adapter) else environment
 
 
-def _takes(function: PlainFunction, name: str) -> bool:
+def _takes(function: _PlainFunction, name: str) -> bool:
     try:
         parameters = inspect.signature(function, follow_wrapped=False).parameters
     except ValueError:  # a function written in C may not say what it takes

@@ -15,7 +15,7 @@ from mt_grpo.rewards.base import FunctionReward, OutcomeReward, RewardFunc, Stat
 from mt_grpo.token_tree import TokenTree
 from mt_grpo.trajectory import Trajectory
 
-Pending = Callable[[], Coroutine[Any, Any, Any]]
+_Pending = Callable[[], Coroutine[Any, Any, Any]]
 """Waits for the value of a reward that was called."""
 
 
@@ -122,7 +122,7 @@ async def _gather(coroutines: list[Coroutine[Any, Any, Any]]) -> list[Any]:
     return results
 
 
-def _call_on_all(func: OutcomeReward, trajectories: list[Trajectory], extra: dict[str, Any] | None) -> list[Pending]:
+def _call_on_all(func: OutcomeReward, trajectories: list[Trajectory], extra: dict[str, Any] | None) -> list[_Pending]:
     """Calls an outcome reward on each trajectory; a plain function is called once, and gives a list."""
     if not isinstance(func, FunctionReward):
         return [_call_one(func, trajectory, trajectory) for trajectory in trajectories]
@@ -139,7 +139,7 @@ def _call_on_all(func: OutcomeReward, trajectories: list[Trajectory], extra: dic
     return [wait]
 
 
-def _call_one(func: RewardFunc, trajectory: Trajectory, *args: Any) -> Pending:
+def _call_one(func: RewardFunc, trajectory: Trajectory, *args: Any) -> _Pending:
     """Calls a reward with `args` and the row; waiting for its value raises `RewardError` where it fails."""
     pending = _call(func, lambda: func.score(*args, **trajectory.row), trajectory)
 
@@ -149,7 +149,7 @@ def _call_one(func: RewardFunc, trajectory: Trajectory, *args: Any) -> Pending:
     return wait
 
 
-def _call(func: RewardFunc, call: Callable[[], Any], trajectory: Trajectory, scope: str = "") -> Pending:
+def _call(func: RewardFunc, call: Callable[[], Any], trajectory: Trajectory, scope: str = "") -> _Pending:
     """Calls a reward, and returns a function that waits for its value; unlike a coroutine it need not be awaited."""
     value, failure = None, None
     try:

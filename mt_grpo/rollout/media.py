@@ -15,7 +15,7 @@ from mt_grpo.forward.media import BLANK, SILENCE, TYPES, MediumInputs, concat_me
 from mt_grpo.media import IMAGE, SOUND, VIDEO, MediumError, Part, digest, kind_of, kind_of_part
 from mt_grpo.sounds import Sound
 
-OF_TEXT = ("input_ids", "attention_mask", *TYPES)
+_OF_TEXT = ("input_ids", "attention_mask", *TYPES)
 """What a processor returns of a text."""
 
 _BEGIN, _END = "\U0001f76b2", "\U0001f76b3"
@@ -38,7 +38,7 @@ def _size(images: Sequence[Any]) -> str:
 
 def _media_inputs(found: Mapping[str, Any]) -> dict[str, Any]:
     """What a processor returns of media, without what it returns of the text around them."""
-    return {key: value for key, value in found.items() if key not in OF_TEXT}
+    return {key: value for key, value in found.items() if key not in _OF_TEXT}
 
 
 def audio_feature_extractor(processor: Any) -> Any:

@@ -39,15 +39,15 @@ LONG = 2_000
 """Characters from which a text is encoded in a thread; about half a millisecond of work."""
 RENDERERS_KEPT = 64
 """Renderers that are kept though no conversation uses them. An agent may send other tools with every request."""
-HEADER_TOKENS = 32
+_HEADER_TOKENS = 32
 """Upper bound of the tokens of an assistant's header, which a response parser reads to know where a turn begins."""
-REWRITTEN = "messages"
+_REWRITTEN = "messages"
 """The cause of a fork where the caller's messages do not go on from those before."""
-PAST_END = "end_of_turn"
+_PAST_END = "end_of_turn"
 """The cause of a fork where a turn that is past ends in another token than it was sampled with."""
-REFUSALS_KEPT = 16
+_REFUSALS_KEPT = 16
 """Different sentences of refusals that a record holds; further ones are counted together."""
-OTHERS = "other reasons"
+_OTHERS = "other reasons"
 _NATIVE = NativeProtocol()
 
 
@@ -300,10 +300,10 @@ class ConversationPolicy:
     def refuse(self, why: str) -> None:
         """Records the reason why a request of the agent was refused."""
         refusals = self._trajectory.refusals
-        if why in refusals or len(refusals) < REFUSALS_KEPT:
+        if why in refusals or len(refusals) < _REFUSALS_KEPT:
             refusals[why] = refusals.get(why, 0) + 1
         else:
-            refusals[OTHERS] = refusals.get(OTHERS, 0) + 1
+            refusals[_OTHERS] = refusals.get(_OTHERS, 0) + 1
 
     def idle(self) -> float:
         """Seconds since the latest turn, or since the conversation began; 0 while a turn is asked for."""
@@ -337,7 +337,7 @@ class ConversationPolicy:
             reason = self._sampler.budget(self._most, self._most - self._prompt_length)[1]
             raise self._full(reason, f"more than {self._most}", f"more than {self._most - self._prompt_length}")
         if extension.whole is not None and self._sampler.history == "keep":
-            self._cause = PAST_END
+            self._cause = _PAST_END
         return extension
 
     def _known_path(self, messages: list[Message], renderer: ChatRenderer) -> tuple[int, int, list[int]]:
@@ -386,7 +386,7 @@ class ConversationPolicy:
         return ConversationEnded(reason, self.no_room)
 
     def _rewritten(self, added: list[int], whole: list[int]) -> Context:
-        self.rewrote, self._cause = True, REWRITTEN
+        self.rewrote, self._cause = True, _REWRITTEN
         return Context(added, whole)
 
     async def _continue(
@@ -511,8 +511,8 @@ class ConversationPolicy:
     def _read(self, turn: Turn, protocol: CallProtocol) -> None:
         """Reads calls, answer and errors from a turn's text into the turn."""
         # the assistant's header is in there, and with it the `<think>` that some templates open themselves
-        size = HEADER_TOKENS
-        if turn.index and turn.fork_cause != REWRITTEN:  # not the turn before: it would be read as this one's
+        size = _HEADER_TOKENS
+        if turn.index and turn.fork_cause != _REWRITTEN:  # not the turn before: it would be read as this one's
             size = min(size, turn.observation_length)
         tail = self._trajectory.tree.tail(turn.num_tokens + size)
         header = [token for token in tail[: len(tail) - turn.num_tokens] if token >= 0]

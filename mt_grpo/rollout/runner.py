@@ -26,15 +26,14 @@ from mt_grpo.rollout.branching import BeforeTurn, Branch, BranchedConversation, 
 from mt_grpo.rollout.engine import Engine, SamplingParams
 from mt_grpo.rollout.media import MediaEncoder
 from mt_grpo.rollout.policy import ConversationPolicy, RolloutLimits, RolloutRequest, Sampler, derive_seed
-from mt_grpo.rollout.token_check import SanityCheck
-from mt_grpo.rollout.token_row import TokenRow, token_row
+from mt_grpo.rollout.token_row import SanityCheck, TokenRow, token_row
 from mt_grpo.servers.env_servers import conversation
 from mt_grpo.tools.function import cut
 from mt_grpo.trajectory import Message, StopReason, Trajectory
 
 GRACE = 2.0
 """Seconds that an environment may take to end once it is cancelled; then it is left to itself."""
-LONGEST_ERROR = 10_000
+_LONGEST_ERROR = 10_000
 """Characters of an environment's error that are kept."""
 _NEVER = 1 << 30  # collections of a younger generation until a full one
 
@@ -297,8 +296,8 @@ class _Batch:
             trajectory.stop_reason, trajectory.error = StopReason.ENGINE_ERROR, str(error)
         else:  # an environment is the user's code: its failure ends this conversation only
             fault = find_fault(error)
-            trajectory.stop_reason, trajectory.error = StopReason.ENV_ERROR, cut(describe_error(error), LONGEST_ERROR)
-            trajectory.where, trajectory.traceback = fault.where, cut(fault.traceback, LONGEST_ERROR)
+            trajectory.stop_reason, trajectory.error = StopReason.ENV_ERROR, cut(describe_error(error), _LONGEST_ERROR)
+            trajectory.where, trajectory.traceback = fault.where, cut(fault.traceback, _LONGEST_ERROR)
 
         if trajectory.stop_reason is StopReason.CONTEXT_FULL and not trajectory.turns:
             trajectory.error = policy.no_room

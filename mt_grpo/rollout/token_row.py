@@ -1,17 +1,24 @@
 """
 A trajectory as the trainer reads it: its tokens as one row. For rewards that ask for it also the right answer, as an
-extra leaf of the tree after each context.
+extra leaf of the tree after each context. And whether these tokens are those of a rendering of the whole conversation.
 """
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field
 
+from mt_grpo.errors import ConfigError
 from mt_grpo.forward.media import Media
+from mt_grpo.imports import did_you_mean
+from mt_grpo.rollout.chat_template import TemplateError
 from mt_grpo.rollout.rendering import ChatRenderer
+from mt_grpo.rollout.special_tokens import ESCAPE, unescape
 from mt_grpo.token_tree import NO_ROUTE, TokenTree, common_prefix
-from mt_grpo.trajectory import StopReason, Trajectory
+from mt_grpo.trajectory import Message, StopReason, Trajectory
 
 
 @dataclass
@@ -156,3 +163,190 @@ def answer_leaves(
             leaves.tree.add_turn(context, answer, [0.0] * len(answer))
             leaves.turns.append(turn)
     return leaves
+
+
+logger = logging.getLogger(__name__)
+
+MODES = ("strict", "ignore_strippable", "disable")
+SHOWN = 60  # characters
+_SHOWN_IDS = 8
+_OTHER_TOKENS = "the same text in other tokens"
+"""The cause of a difference in tokens alone: the model sampled these, and another tokenization was possible."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first place at which the trained ids and the full rendering differ."""
+
+    cause: str
+    trained: str
+    rendered: str
+
+
+class SanityCheck:
+    """
+    Compares each trajectory with the full rendering of its messages. A difference does not end the run. It is counted,
+    and logged once per cause; the same text in other tokens is only counted, since models that explore write it.
+    """
+
+    def __init__(self, renderer: ChatRenderer, mode: str) -> None:
+        if mode not in MODES:
+            known = ", ".join(MODES)
+            raise ConfigError(
+                f"`tokenization_sanity_check_mode` is {mode!r}{did_you_mean(mode, MODES)}: choose one of {known}."
+            )
+        self._renderer = renderer
+        self._mode = mode
+        self.causes: Counter[str] = Counter()
+        """How often each cause occurred."""
+
+    def by(self, renderer: ChatRenderer) -> SanityCheck:
+        """This check for conversations of another renderer; causes are counted together."""
+        other = copy(self)
+        other._renderer = renderer
+        return other
+
+    def check(self, trajectory: Trajectory) -> Difference | None:
+        """Compares one trajectory and counts its difference, if there is one."""
+        try:
+            difference = self.difference(trajectory)
+        except Exception as error:  # a template may refuse what a model wrote
+            difference = Difference("the template refuses the conversation", "", f"{type(error).__name__}: {error}")
+        if difference is not None:
+            if difference.cause not in self.causes and difference.cause != _OTHER_TOKENS:
+                logger.warning(
+                    "What is trained differs from the conversation rendered as a whole (%s): trained %r, rendered %r. "
+                    "The model is trained on exactly what it saw; review the chat template if that is not meant.",
+                    difference.cause,
+                    difference.trained,
+                    difference.rendered,
+                )
+            self.causes[difference.cause] += 1
+        return difference
+
+    def difference(self, trajectory: Trajectory) -> Difference | None:
+        """The first difference of one trajectory, without counting it."""
+        if not trajectory.turns:
+            return None
+        # The latest turn is compared as it is sampled, behind the assistant's header: what a template writes into a
+        # finished last turn (an empty thought, say) is nothing the model was ever asked for.
+        escaped = self._renderer.escaped_text
+        *actions, action = trajectory.tree.actions()
+        messages = self._renderer.escaped(trajectory.prompt)
+        for turn, sampled in zip(trajectory.turns[:-1], actions, strict=True):
+            messages += [self._renderer.past_message(turn.message, sampled), *self._renderer.escaped(turn.replies)]
+        ids = trajectory.tree.path()
+        rendered = self._renderer.shown_text(messages) + escaped(action)
+        known, begin = self._known(trajectory, ids, rendered)
+        ids, rest = ids[known:], rendered[begin:]
+        trained = escaped(ids)
+        if self._mode == "strict" and rest.startswith(trained):
+            if self._renderer.encode(rest)[: len(ids)] == ids or self._renderer.encode(trained) == ids:
+                return None
+            return Difference(_OTHER_TOKENS, *self._as_ids(ids, rest))
+        left, right = trained, rest
+        if self._mode == "ignore_strippable":
+            left, right = ("".join(text.split()) for text in (trained, rest))
+            begin = len("".join(rendered[:begin].split()))
+        if right.startswith(left):
+            return None
+        place = next(i for i, (a, b) in enumerate(zip(left + "\0", right + "\0", strict=False)) if a != b)
+        told = ESCAPE in (left[place : place + 1], right[place : place + 1])
+        what = "a mark, or text that spells one," if told else "text"
+        seen = [unescape(text[max(0, place - 10) : place + SHOWN]) for text in (left, right)]
+        if seen[0] == seen[1]:
+            seen = self._as_ids(ids, rest)
+        return Difference(f"{what} of the {self._role(messages, rendered, begin + place)} message", *seen)
+
+    def _as_ids(self, ids: list[int], rendered: str) -> list[str]:
+        """Both sides from the first id that differs, each id with its text: `ids 345 'Li', 88 'ma'`."""
+        sides = ids, self._renderer.encode(rendered)
+        place = next((i for i, pair in enumerate(zip(*sides, strict=False)) if pair[0] != pair[1]), len(sides[1]))
+        return [
+            "ids "
+            + ", ".join(f"{token} {self._renderer.decode([token])!r}" for token in side[place : place + _SHOWN_IDS])
+            for side in sides
+        ]
+
+    def _known(self, trajectory: Trajectory, ids: list[int], rendered: str) -> tuple[int, int]:
+        """
+        How many ids, and characters of the rendering, need no comparison, because the prompt was encoded from the same
+        text. Pieces between special tokens are encoded by themselves, so only the prompt's last piece is compared
+        again together with what follows it.
+        """
+        prompt, text = self._renderer.prompt_ids(trajectory.prompt), self._renderer.prompt_text(trajectory.prompt)
+        special = self._renderer.special_ids
+        last = next((index for index in reversed(range(len(prompt))) if prompt[index] in special), 0)
+        piece = self._renderer.escaped_text(prompt[last:])
+        if ids[: len(prompt)] == prompt and rendered.startswith(text) and text.endswith(piece):
+            return last, len(text) - len(piece)
+        return 0, 0
+
+    def _role(self, messages: list[Message], rendered: str, place: int) -> str:
+        """Role of the message that contains a position of the rendering."""
+        if self._mode == "ignore_strippable":  # back to a position with white space
+            seen = 0
+            for index, character in enumerate(rendered):
+                seen += not character.isspace()
+                if seen > place:
+                    place = index
+                    break
+        for count in range(1, len(messages)):
+            begun = self._renderer.shown_text(messages[:count], header=False)
+            if len(begun) > place and messages[count - 1]["role"] != "system":
+                return messages[count - 1]["role"]
+        return messages[-1]["role"]
+
+
+def examine_template(renderer: ChatRenderer) -> str:
+    """
+    A short verdict on a chat template: whether it only appends, over three exchanges with tool results and with user
+    replies; what it does to the thinking of earlier turns; and which calls and tools it does not show.
+    """
+    thinking = "A thought."
+    question: list[Message] = [{"role": "user", "content": "Question."}]
+    call = {"type": "function", "function": {"name": "tool", "arguments": {}}}
+    answer: Message = {"role": "assistant", "content": f"<think>\n{thinking}\n</think>\n\nAnswer."}
+    replies: dict[str, tuple[Message, Message]] = {
+        "tool results": ({**answer, "tool_calls": [call]}, {"role": "tool", "name": "tool", "content": "Result."}),
+        "user replies": (answer, {"role": "user", "content": "Reply."}),
+    }
+    findings = []
+    for name, (turn, reply) in replies.items():
+        try:
+            appends = _appends(renderer, question, {**turn, "content": "Answer."}, reply)
+            keeps = thinking in renderer.prompt_text([*question, turn, reply])
+        except TemplateError as error:
+            findings.append(f"refuses {name} ({error.__cause__ or error})")
+            continue
+        findings.append(
+            f"after {name} it {'appends' if appends else 'rewrites the assistant turn'} and "
+            f"{'keeps' if keeps else 'drops'} earlier thinking"
+        )
+    if renderer.tools and renderer.calls_shown < 2:
+        findings.append(f"it shows {('no call', 'one call')[renderer.calls_shown]} of an assistant message")
+    if renderer.tools and not _shows_tools(renderer, question):
+        findings.append("it does not show the tools, so describe them in `system_prompt`")
+    return f"Chat template: {'; '.join(findings)}."
+
+
+def _shows_tools(renderer: ChatRenderer, question: list[Message]) -> bool:
+    try:
+        shown = renderer.prompt_text(question)
+    except TemplateError:  # found above
+        return True
+    return all(tool.get("function", tool)["name"] in shown for tool in renderer.tools or ())
+
+
+def _appends(renderer: ChatRenderer, question: list[Message], turn: Message, reply: Message) -> bool:
+    """Whether each of three contexts goes on from the one before and the turn that follows it."""
+    messages, begun = question, renderer.prompt_text(question)
+    finished, _, _ = renderer.shown_text([*question, turn], header=False).partition("Answer.")
+    written = finished.removeprefix(begun) if finished.startswith(begun) else ""  # by the model, before its words
+    for _ in range(3):
+        messages = [*messages, turn, reply]
+        after = renderer.prompt_text(messages)
+        if not after.startswith((f"{begun}Answer.", f"{begun}{written}Answer.")):
+            return False
+        begun = after
+    return True

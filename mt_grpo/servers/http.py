@@ -24,8 +24,7 @@ import orjson
 
 from mt_grpo.concurrency import run
 from mt_grpo.errors import EngineError, ServerSetupError
-from mt_grpo.vllm_plugin import IDENTITY
-from mt_grpo.vllm_plugin.keys import read_key
+from mt_grpo.vllm_plugin import IDENTITY, read_key
 
 CONNECT_TIMEOUT = 5.0
 """Seconds after which a host that does not answer counts as unreachable."""

@@ -26,7 +26,7 @@ from mt_grpo.concurrency import run
 from mt_grpo.errors import ConfigError
 from mt_grpo.servers import watchdog
 from mt_grpo.servers.http import Server, ServerSetupError, wait_for_servers
-from mt_grpo.vllm_plugin.keys import check_folder
+from mt_grpo.vllm_plugin import check_keys_folder
 
 logger = logging.getLogger(__name__)
 CHECK_EVERY = 1.0
@@ -188,7 +188,7 @@ def check_keys() -> None:
     """Whether servers can leave their keys for their user's trainers, where no key is given."""
     if not os.environ.get("VLLM_API_KEY"):
         try:
-            check_folder()
+            check_keys_folder()
         except PermissionError as error:
             raise ConfigError(str(error)) from error
 

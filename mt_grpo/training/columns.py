@@ -156,7 +156,7 @@ def media_encoder(
 
 
 def _is_server(engine: Engine) -> bool:
-    from mt_grpo.rollout.engines.vllm.client import VLLMServerClient  # loaded for runs that have servers
+    from mt_grpo.rollout.engines.vllm import VLLMServerClient  # loaded for runs that have servers
 
     return isinstance(engine, VLLMServerClient)
 

@@ -27,7 +27,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from trl import GRPOTrainer
 
 from mt_grpo.credit import RewardBatch, without_signal
-from mt_grpo.credit.normalisation import minus_group_min, to_go
+from mt_grpo.credit.batch import minus_group_min, to_go
 from mt_grpo.envs import EnvSource
 from mt_grpo.errors import ConfigError
 from mt_grpo.forward.model import ForwardPlan, score

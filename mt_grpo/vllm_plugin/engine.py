@@ -22,7 +22,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.models.gpt_oss import GptOssForCausalLM
 from vllm.platforms import current_platform
 
-from mt_grpo.vllm_plugin.checksum import Checksum, file_checksum, read_tensors
+from mt_grpo.vllm_plugin.fetch import Checksum, file_checksum, read_tensors
 
 
 @dataclass

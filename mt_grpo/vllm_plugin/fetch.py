@@ -1,6 +1,6 @@
 """
 Brings weights, or what changed in them, from the trainer to this machine, over HTTP. It runs in the server's HTTP
-process, so that conversations go on meanwhile.
+process, so that conversations go on meanwhile. The checksum of weights is for both sides. Needs torch and safetensors.
 
 What changed between two files of weights in bfloat16 is told word by word. Where few words changed, it is their places
 and values. Else it is how many steps each word went up or down, in the order of the weights' sizes: small weights
@@ -10,6 +10,7 @@ change more often and by more steps, so bits that are alike come together and de
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import http.client
 import mmap
 import os
@@ -20,15 +21,72 @@ import tempfile
 import threading
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import numpy as np
 import torch
+from safetensors import safe_open
 
-from mt_grpo.vllm_plugin.checksum import file_checksum
+_BLOCKS = 64
+
+
+class Checksum:
+    """
+    A checksum over named tensors in any order: their names, dtypes, shapes and contents. A tensor is read once, on its
+    device, at the speed of memory. Sums of 64-bit words over blocks detect failed transfers, not attacks.
+    """
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Adds one tensor."""
+        self.lines.append(line_of(name, tensor))
+
+    def hexdigest(self) -> str:
+        """The checksum as 32 characters."""
+        return hashlib.blake2b("\n".join(sorted(self.lines)).encode(), digest_size=16).hexdigest()
+
+
+def line_of(name: str, tensor: torch.Tensor) -> str:
+    """What a checksum keeps of a tensor."""
+    content = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    if content.storage_offset() % 8:
+        content = content.clone()
+    length = content.numel() // (8 * _BLOCKS)  # words of a block
+    whole = 8 * _BLOCKS * length
+    sums = content[:whole].view(torch.int64).view(_BLOCKS, length).sum(dim=1).tolist()
+    return f"{name} {tensor.dtype} {tuple(tensor.shape)} {sums} {content[whole:].tolist()}"
+
+
+def read_tensors(path: str | Path, checksum: Checksum) -> Generator[tuple[str, torch.Tensor], None, None]:
+    """
+    The tensors of a safetensors file. Another thread sums them, ahead of the reader, so that the file is mapped where
+    the reader comes to. When the iterator ends or is closed, those that it has yielded are added to `checksum`.
+    """
+    with safe_open(path, framework="pt", device="cpu") as file, ThreadPoolExecutor(1) as other:
+        tensors = [(name, file.get_tensor(name)) for name in file.keys()]
+        lines = [other.submit(line_of, name, tensor) for name, tensor in tensors]
+        read = 0
+        try:
+            for read, item in enumerate(tensors, 1):  # noqa: B007  # how many, when the reader stops
+                yield item
+        finally:
+            for line in lines[read:]:
+                line.cancel()
+            checksum.lines += [line.result() for line in lines[:read]]
+
+
+def file_checksum(path: str | Path) -> str:
+    """The checksum of a whole safetensors file."""
+    checksum = Checksum()
+    for _ in read_tensors(path, checksum):
+        pass
+    return checksum.hexdigest()
+
 
 ROOT = "/dev/shm"
 """Where files are put: shared memory, which all workers of a server see."""
@@ -37,44 +95,44 @@ CHUNK = 2**24
 """Bytes that are read at a time."""
 READ_TIMEOUT = 30.0
 """Seconds after which a connection that brings nothing counts as broken."""
-ATTEMPTS = 5
+_ATTEMPTS = 5
 """Broken connections in a row, after which a file is given up."""
 NUM_FILES = 2
 """Files that take turns: to write to fresh memory takes several times as long as the copy."""
-MAX_SIZE = 2**46
+_MAX_SIZE = 2**46
 """Most bytes of a file."""
 BASE_TIMEOUT = 300.0
 """Seconds that a file of any size may take."""
-SLOWEST = 2**24
+_SLOWEST = 2**24
 """Bytes per second that may be waited for beyond them."""
 
-WORD = 2
+_WORD = 2
 """Bytes of a word: those of a weight in bfloat16."""
 BLOCK = 2**16
 """Words in a block, so that a place in it is a word itself."""
 STRETCH = 2**22
 """Words that are compared or coded at a time."""
-SPARSE = 0.04
+_SPARSE = 0.04
 """Share of the words up to which places and values are sent."""
-MOST_CHANGED = 0.6
+_MOST_CHANGED = 0.6
 """Share of the words from which on a change is not worth its coding."""
-PLANES = 6
+_PLANES = 6
 """Steps that are told by a bit each; more are told by a number."""
-PARTS = PLANES + 3
+_PARTS = _PLANES + 3
 """Of a stretch: the directions, the planes, and the lower and higher bytes of greater numbers."""
 _PLACES, _STEPS = 0, 1
 
 
 def time_limit(size: int) -> float:
     """Seconds after which a file of so many bytes is given up, though some of it still comes."""
-    return BASE_TIMEOUT + size / SLOWEST
+    return BASE_TIMEOUT + size / _SLOWEST
 
 
 class FetchError(Exception):
     """A file could not be brought; one sentence."""
 
 
-class Ending:
+class _Ending:
     """Ends, from another thread, what is being fetched."""
 
     def __init__(self) -> None:
@@ -107,7 +165,7 @@ class Fetcher:
         self._number = 0
         self._label = ""
         self._lock = threading.Lock()
-        self._ending = Ending()
+        self._ending = _Ending()
 
     def fetch(self, url: str, size: int, label: str = "", base: str = "") -> str:
         """
@@ -165,7 +223,7 @@ def _change(before: Path, change: Path, path: Path) -> None:
         raise FetchError(str(error)) from error
 
 
-def download(url: str, path: Path, size: int, ending: Ending | None = None) -> None:
+def download(url: str, path: Path, size: int, ending: _Ending | None = None) -> None:
     """Fills a file from a URL. After a broken connection it goes on where it was."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
@@ -174,7 +232,7 @@ def download(url: str, path: Path, size: int, ending: Ending | None = None) -> N
             descriptor, 0, size
         )  # a full disk is an error here, not a bus error in the middle of a copy
         with mmap.mmap(descriptor, size) as memory, memoryview(memory) as view:
-            _fill(url, view, ending or Ending())
+            _fill(url, view, ending or _Ending())
     finally:
         os.close(descriptor)
 
@@ -182,11 +240,11 @@ def download(url: str, path: Path, size: int, ending: Ending | None = None) -> N
 def _check(url: object, size: object, label: object, base: object) -> None:
     if not all(isinstance(text, str) for text in (url, label, base)):
         raise FetchError("An address, a label and a base are texts.")
-    if not isinstance(size, int) or isinstance(size, bool) or not 0 < size <= MAX_SIZE:
-        raise FetchError(f"A file has 1 to {MAX_SIZE} bytes.")
+    if not isinstance(size, int) or isinstance(size, bool) or not 0 < size <= _MAX_SIZE:
+        raise FetchError(f"A file has 1 to {_MAX_SIZE} bytes.")
 
 
-def _fill(url: str, view: memoryview, ending: Ending) -> None:
+def _fill(url: str, view: memoryview, ending: _Ending) -> None:
     done, broken, limit = 0, 0, time_limit(len(view))
     deadline = time.monotonic() + limit
     while done < len(view):
@@ -199,13 +257,13 @@ def _fill(url: str, view: memoryview, ending: Ending) -> None:
         if done < len(view) and time.monotonic() >= deadline:
             raise FetchError(f"{url} brought {done} of {len(view)} bytes in {limit:.0f} s, and is given up.")
         broken = 0 if done > before else broken + 1
-        if broken == ATTEMPTS:
+        if broken == _ATTEMPTS:
             raise FetchError(f"{url} could not be read from byte {done} of {len(view)}: {fault}.")
         if done < len(view):
             time.sleep(0.1 * 2**broken)
 
 
-def _go_on(url: str, view: memoryview, done: int, deadline: float, ending: Ending) -> int:
+def _go_on(url: str, view: memoryview, done: int, deadline: float, ending: _Ending) -> int:
     """Reads from byte `done` to the end, or as far as one connection goes until the deadline."""
     parts = urlsplit(url)
     if parts.hostname is None or parts.scheme != "http":
@@ -269,11 +327,11 @@ def _is_own(folder: Path) -> bool:
 
 def difference(old: torch.Tensor, new: torch.Tensor, most: float = 0.5) -> torch.Tensor | None:
     """What changed."""
-    whole = old.numel() // WORD * WORD
+    whole = old.numel() // _WORD * _WORD
     if old.numel() != new.numel() or not torch.equal(old[whole:], new[whole:]):
         return None
     before, after = old[:whole].view(torch.int16), new[:whole].view(torch.int16)
-    found, room = [], MOST_CHANGED * len(after) + 1
+    found, room = [], _MOST_CHANGED * len(after) + 1
     for begin in range(0, len(after), STRETCH):
         end = begin + STRETCH
         found.append((before[begin:end] != after[begin:end]).nonzero()[:, 0] + begin)
@@ -281,7 +339,7 @@ def difference(old: torch.Tensor, new: torch.Tensor, most: float = 0.5) -> torch
         if room < 0:
             return None
     places = torch.cat(found) if found else torch.zeros(0, dtype=torch.int64)
-    if len(places) <= SPARSE * len(after):
+    if len(places) <= _SPARSE * len(after):
         counts = torch.bincount(places // BLOCK, minlength=-(-len(after) // BLOCK)).to(torch.int32)
         parts = (counts, (places % BLOCK - BLOCK // 2).to(torch.int16), after[places])
         content = b"".join(part.numpy().tobytes() for part in parts)
@@ -296,7 +354,7 @@ def difference(old: torch.Tensor, new: torch.Tensor, most: float = 0.5) -> torch
 
 def apply(change: torch.Tensor, file: torch.Tensor) -> None:
     """Makes the new file of the old one, in place."""
-    words = file[: file.numel() // WORD * WORD].view(torch.int16)
+    words = file[: file.numel() // _WORD * _WORD].view(torch.int16)
     try:
         {_PLACES: _place, _STEPS: _step}[int(change[0])](change[1:].numpy().tobytes(), words)
     except (zlib.error, KeyError, IndexError, ValueError) as error:
@@ -307,7 +365,7 @@ def _place(content: bytes, words: torch.Tensor) -> None:
     blocks = -(-len(words) // BLOCK)
     counts = torch.from_numpy(np.frombuffer(content[: 4 * blocks], np.int32).astype(np.int64))
     number = int(counts.sum())
-    if len(content) != 4 * blocks + 2 * WORD * number:
+    if len(content) != 4 * blocks + 2 * _WORD * number:
         raise ValueError
     rest = torch.from_numpy(np.frombuffer(content[4 * blocks :], np.int16).copy())
     first = torch.arange(blocks).repeat_interleave(counts) * BLOCK
@@ -318,9 +376,9 @@ def _step(content: bytes, words: torch.Tensor) -> None:
     parts = list(_parts(content))
     new = words.numpy()
     stretches = [new[begin : begin + STRETCH] for begin in range(0, len(new), STRETCH)]
-    if len(parts) != len(stretches) * PARTS:
+    if len(parts) != len(stretches) * _PARTS:
         raise ValueError
-    of_stretch = [parts[first : first + PARTS] for first in range(0, len(parts), PARTS)]
+    of_stretch = [parts[first : first + _PARTS] for first in range(0, len(parts), _PARTS)]
     with ThreadPoolExecutor() as pool:
         for stretch, found in zip(stretches, pool.map(_decode, stretches, of_stretch), strict=True):
             stretch[:] = found
@@ -360,10 +418,10 @@ def _encode(old: np.ndarray, new: np.ndarray) -> list[bytes]:
     steps = (_ranks(new) - _ranks(old))[order].astype(np.int32)  # modulo 2 ** 16, as those that are added
     sizes, parts = np.abs(steps), list[bytes]()
     parts.append(_deflate(np.packbits(steps[steps != 0] < 0)))
-    for number in range(PLANES):
+    for number in range(_PLANES):
         parts.append(_deflate(np.packbits(sizes > number)))
         sizes = sizes[sizes > number]
-    rest = (sizes - PLANES).astype(np.uint16)
+    rest = (sizes - _PLANES).astype(np.uint16)
     return [*parts, _deflate((rest & 0xFF).astype(np.uint8)), _deflate((rest >> 8).astype(np.uint8))]
 
 

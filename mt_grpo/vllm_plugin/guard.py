@@ -14,25 +14,24 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
-from mt_grpo.vllm_plugin import IDENTITY
+from mt_grpo.vllm_plugin import IDENTITY, remove_key, write_key
 from mt_grpo.vllm_plugin.fetch import Fetcher, FetchError
-from mt_grpo.vllm_plugin.keys import remove_key, write_key
 
 Message = dict[str, Any]
-Receive = Callable[[], Awaitable[Message]]
+_Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Message, Receive, Send], Awaitable[None]]
+_App = Callable[[Message, _Receive, Send], Awaitable[None]]
 
-HEALTH = ("GET", "/health")
+_HEALTH = ("GET", "/health")
 FETCH = "/mt_grpo/fetch"
 """The guard's own endpoint: brings a file of weights here, see `fetch.py`."""
-MAX_BODY = 2**14
+_MAX_BODY = 2**14
 """Most bytes of a request to it."""
 BODY_TIMEOUT = 30.0
 """Most seconds that such a request may take to arrive."""
-BEGINS = frozenset(
+_BEGINS = frozenset(
     {
-        HEALTH,
+        _HEALTH,
         ("POST", "/v1/completions"),
         ("POST", "/v1/chat/completions"),
         ("POST", "/inference/v1/generate"),
@@ -41,7 +40,7 @@ BEGINS = frozenset(
 """What is refused from the moment the server is told to end, so that clients go elsewhere."""
 ALLOWED = frozenset(
     {
-        HEALTH,
+        _HEALTH,
         ("GET", "/v1/models"),
         ("GET", "/version"),
         ("GET", "/metrics"),
@@ -107,7 +106,7 @@ class Guard:
 
     allowed = ALLOWED
 
-    def __init__(self, app: App) -> None:
+    def __init__(self, app: _App) -> None:
         self._app = app
         self._keys: list[str] = []
         self._fetcher = Fetcher()
@@ -115,7 +114,7 @@ class Guard:
         self._ending = False
         self._identity: list[tuple[bytes, bytes]] = []
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Message, receive: _Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             try:
                 with self._listening():
@@ -157,7 +156,7 @@ class Guard:
             for number, before in handlers.items():
                 signal.signal(number, before)
 
-    async def _live(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def _live(self, scope: Message, receive: _Receive, send: Send) -> None:
         args = scope["app"].state.args
         self._keys = [key for key in args.api_key or [os.environ.get("VLLM_API_KEY")] if key]
         # one of its own where this is the server's only process: what is given may be that of other servers too
@@ -180,7 +179,7 @@ class Guard:
         finally:
             remove_key(args.host, args.port, key)
 
-    async def _fetch(self, receive: Receive, send: Send) -> None:
+    async def _fetch(self, receive: _Receive, send: Send) -> None:
         try:
             asked = json.loads(await asyncio.wait_for(_body(receive), BODY_TIMEOUT))
             path = await asyncio.to_thread(self._fetcher.fetch, **asked)
@@ -197,25 +196,25 @@ class Guard:
         request = (scope["method"], scope["path"])
         if b"origin" in headers:
             return 403, "Requests of web pages are refused."
-        if self._ending and request in BEGINS:
+        if self._ending and request in _BEGINS:
             return 503, "This server is shutting down."
         if request not in (*self.allowed, ("POST", FETCH)) and (*request, scope["query_string"]) not in self._queries:
             return 403, "This server answers its trainer's requests only, and this is none of them."
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
         known = [hmac.compare_digest(given, key.encode()) for key in self._keys]
-        if request == HEALTH or (scheme.lower() == b"bearer" and any(known)):
+        if request == _HEALTH or (scheme.lower() == b"bearer" and any(known)):
             return None
         return 401, "The key of this server is missing or wrong."
 
 
-async def _body(receive: Receive) -> bytes:
+async def _body(receive: _Receive) -> bytes:
     """The body of a request. Raises `ValueError` if it is too long."""
     body, more = b"", True
     while more:
         message = await receive()
         body, more = body + message.get("body", b""), message.get("more_body", False)
-        if len(body) > MAX_BODY:
-            raise ValueError(f"A request for a file takes at most {MAX_BODY} bytes.")
+        if len(body) > _MAX_BODY:
+            raise ValueError(f"A request for a file takes at most {_MAX_BODY} bytes.")
     return body
 
 

@@ -23,8 +23,7 @@ from trl.distributed import DistributedBackend
 from mt_grpo.errors import ConfigError, WeightSyncError
 from mt_grpo.servers.http import RequestFailed, ServerControl
 from mt_grpo.vllm_plugin import BACKEND
-from mt_grpo.vllm_plugin.checksum import Checksum, file_checksum
-from mt_grpo.vllm_plugin.fetch import own_folder
+from mt_grpo.vllm_plugin.fetch import Checksum, file_checksum, own_folder
 from mt_grpo.weights.proof import shift_file, with_shifted_adapter
 from mt_grpo.weights.transport import Payload, Source, Transport, Update, confirm, exhaust, weight_transport
 

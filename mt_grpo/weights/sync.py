@@ -21,7 +21,7 @@ from trl.distributed import DistributedBackend
 
 from mt_grpo.concurrency import run as wait
 from mt_grpo.errors import ServerGoneError, WeightSyncError
-from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
+from mt_grpo.rollout.engines.vllm import VLLMServerClient
 from mt_grpo.servers.http import RequestFailed, Server, ServerControl, router_words, wait_for_servers
 from mt_grpo.servers.owner import (
     check_owner,

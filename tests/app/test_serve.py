@@ -12,6 +12,7 @@ import pytest
 from support.recipes import parse_recipe
 from transformers import Qwen2_5_VLConfig, Qwen3_5TextConfig, Qwen3Config, Qwen3MoeConfig, Qwen3NextConfig
 
+from mt_grpo import vllm_plugin
 from mt_grpo.app import serve
 from mt_grpo.cli import main
 from mt_grpo.errors import ConfigError
@@ -19,7 +20,6 @@ from mt_grpo.servers.start import share_gpus
 from mt_grpo.training import servers
 from mt_grpo.training.forward_plan import check_importance_sampling
 from mt_grpo.training.servers import server_client, server_urls
-from mt_grpo.vllm_plugin import keys
 
 QUICKSTART = ["--config", "recipes/quickstart_vllm.yaml"]
 
@@ -98,7 +98,7 @@ def test_serve_prints_the_command_and_becomes_it_without_the_key(serves, monkeyp
 
 
 def test_a_server_that_cannot_hide_its_key_does_not_start(serves, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(keys, "ROOT", str(tmp_path))
+    monkeypatch.setattr(vllm_plugin, "KEYS_ROOT", str(tmp_path))
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     (tmp_path / f"mt-grpo-keys-{os.geteuid()}").symlink_to(tmp_path)
     assert serves() == (1, [], [])

@@ -361,11 +361,11 @@ def test_a_recipe_gives_a_class_its_options_with_its_name(monkeypatch):
     first, second = load_rewards([{"name": "answer", "scale": 2}, as_json], "outcome")
     assert (type(first), first.column, first.scale) == (Answer, "answer", 2.0)
     assert (type(second), second.column) == (Anything, "gold")
-    (by_path,) = load_rewards([{"name": "mt_grpo.rewards.gain.InformationGain", "prefix": ""}], "turn")
+    (by_path,) = load_rewards([{"name": "mt_grpo.rewards.builtin.InformationGain", "prefix": ""}], "turn")
     assert (by_path.prefix, by_path.column) == ("", "answer")
 
 
-GAIN = "mt_grpo.rewards.gain.information_gain"
+GAIN = "mt_grpo.rewards.builtin.information_gain"
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from mt_grpo.rollout import (
     ScriptedEngine,
     derive_seed,
 )
-from mt_grpo.rollout.token_check import SanityCheck
+from mt_grpo.rollout.token_row import SanityCheck
 from mt_grpo.tools import Tool
 from mt_grpo.trajectory import StopReason, Trajectory
 

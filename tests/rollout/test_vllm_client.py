@@ -13,12 +13,12 @@ from support.loopback import free_port
 from support.upstreams import SAMPLING, client_of, completion, play
 from support.waiting import in_loop, until_true
 
+from mt_grpo import vllm_plugin
 from mt_grpo.concurrency import run
 from mt_grpo.errors import EngineError, ServerGoneError
 from mt_grpo.rollout import SamplingParams
 from mt_grpo.servers.fleet import Placement
 from mt_grpo.servers.http import Server, ServerSetupError
-from mt_grpo.vllm_plugin import keys
 
 
 def ask(client, connect=True):
@@ -172,14 +172,14 @@ def test_a_request_that_outlives_a_close_closes_the_connections(tokenizer, start
 @in_loop
 async def test_a_made_up_key_is_found_again_after_each_restart(tokenizer, start, monkeypatch, tmp_path):
     """Of two servers, each with its own; many requests under way learn of a restart at once."""
-    monkeypatch.setattr(keys, "ROOT", str(tmp_path))
+    monkeypatch.setattr(vllm_plugin, "KEYS_ROOT", str(tmp_path))
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     servers = [start(), start()]
 
     def restart():
         for server in servers:
             server.key = f"key {len(server.requests)} of {server.port}"
-            keys.write_key("127.0.0.1", server.port, server.key)
+            vllm_plugin.write_key("127.0.0.1", server.port, server.key)
 
     restart()
     async with connected(tokenizer, *servers, max_retries=0) as client:
@@ -191,13 +191,13 @@ async def test_a_made_up_key_is_found_again_after_each_restart(tokenizer, start,
 
 
 def test_a_key_that_is_given_is_the_only_one_that_is_tried(tokenizer, start, monkeypatch, tmp_path):
-    monkeypatch.setattr(keys, "ROOT", str(tmp_path))
+    monkeypatch.setattr(vllm_plugin, "KEYS_ROOT", str(tmp_path))
     server = start()
     ask(client_of(tokenizer, server, api_key="secret"))
     assert server.last_headers["Authorization"] == "Bearer secret"
     server.requests.clear()
     server.key = "the server's"
-    keys.write_key("127.0.0.1", server.port, server.key)
+    vllm_plugin.write_key("127.0.0.1", server.port, server.key)
     with pytest.raises(ServerSetupError, match="refuses the API key"):
         ask(client_of(tokenizer, server, api_key="another"))
     assert len(server.requests) == 2  # its health, and its models once

@@ -27,7 +27,7 @@ from transformers import AutoTokenizer
 
 from mt_grpo.cli import main
 from mt_grpo.rollout import SamplingParams
-from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
+from mt_grpo.rollout.engines.vllm import VLLMServerClient
 from mt_grpo.runlog import read_trajectories
 from mt_grpo.servers.http import ServerControl, find_key
 from mt_grpo.token_tree import TokenTree

@@ -31,7 +31,7 @@ from mt_grpo.errors import ServerGoneError, WeightSyncError
 from mt_grpo.forward.lm_head import Truncation
 from mt_grpo.rewards import InformationGain
 from mt_grpo.rollout import SamplingParams, ScriptedEngine
-from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
+from mt_grpo.rollout.engines.vllm import VLLMServerClient
 from mt_grpo.runlog import open_run, read_trajectories
 from mt_grpo.servers.http import RequestFailed, ServerControl, find_key
 from mt_grpo.token_tree import TokenTree

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from mt_grpo.app.train import leave_group
 from mt_grpo.errors import WeightSyncError
-from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
+from mt_grpo.rollout.engines.vllm import VLLMServerClient
 from mt_grpo.weights import gpu as weight_transports
 from mt_grpo.weights.gpu import take_bucket
 from mt_grpo.weights.sync import WeightSync

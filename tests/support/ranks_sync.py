@@ -11,7 +11,7 @@ from accelerate import Accelerator
 
 from mt_grpo.app.train import leave_group
 from mt_grpo.rollout import SamplingParams
-from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
+from mt_grpo.rollout.engines.vllm import VLLMServerClient
 from mt_grpo.weights.files import SafetensorsTransport
 from mt_grpo.weights.sync import WeightSync
 from support.models import build_model, build_tokenizer

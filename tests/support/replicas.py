@@ -10,8 +10,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 
 from mt_grpo.servers.owner import read_owner
-from mt_grpo.vllm_plugin.checksum import file_checksum
-from mt_grpo.vllm_plugin.fetch import Fetcher, FetchError
+from mt_grpo.vllm_plugin.fetch import Fetcher, FetchError, file_checksum
 from mt_grpo.vllm_plugin.guard import FETCH
 from mt_grpo.weights.proof import trainer_logprobs
 from support.loopback import ScriptedServer

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from mt_grpo.rollout import Sample, SamplingParams
-from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
+from mt_grpo.rollout.engines.vllm import VLLMServerClient
 from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
 from support.models import CPU_RUN, build_model, build_tokenizer
 from support.servers import RealServer

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from mt_grpo.rollout.engine import SamplingParams
-from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
+from mt_grpo.rollout.engines.vllm import VLLMServerClient
 from support.loopback import ScriptedServer
 
 SAMPLING = SamplingParams(max_tokens=8, seed=3)

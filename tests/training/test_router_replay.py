@@ -14,7 +14,7 @@ from support.trainers import at, batch, check_log_probs, log_probs, logged, same
 
 from mt_grpo.rollout import SamplingParams
 from mt_grpo.rollout.engines.transformers import TransformersEngine
-from mt_grpo.rollout.engines.vllm.client import read_sample
+from mt_grpo.rollout.engines.vllm import read_sample
 from mt_grpo.token_tree import Routes
 
 SAVES = {"save_strategy": "steps", "save_steps": 1}

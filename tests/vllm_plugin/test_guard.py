@@ -11,8 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from mt_grpo import vllm_plugin
 from mt_grpo.servers.http import ServerSetupError, find_key
-from mt_grpo.vllm_plugin import IDENTITY, keys
+from mt_grpo.vllm_plugin import IDENTITY
 from mt_grpo.vllm_plugin.guard import ALLOWED, FETCH, SCHEDULING, SLEEP, SLEEPS, Guard
 
 KEY, URL = "the key", "http://127.0.0.1:8000"
@@ -20,7 +21,7 @@ KEY, URL = "the key", "http://127.0.0.1:8000"
 
 @pytest.fixture(autouse=True)
 def root(tmp_path, monkeypatch):
-    monkeypatch.setattr(keys, "ROOT", str(tmp_path))
+    monkeypatch.setattr(vllm_plugin, "KEYS_ROOT", str(tmp_path))
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     return tmp_path
 
@@ -252,8 +253,8 @@ def test_keys_that_are_given_are_written_nowhere(guarded, root):
 
 def test_the_next_server_replaces_a_key_and_keeps_its_own():
     """One that was killed leaves its key; one that ends slowly has a successor by then."""
-    keys.write_key("127.0.0.1", 8000, "of a killed server, and longer than the next")
-    live(Guard(Server()), lambda: keys.write_key("127.0.0.1", 8000, "of the next"))
+    vllm_plugin.write_key("127.0.0.1", 8000, "of a killed server, and longer than the next")
+    live(Guard(Server()), lambda: vllm_plugin.write_key("127.0.0.1", 8000, "of the next"))
     assert find_key(URL) == "of the next"
 
 
@@ -270,8 +271,8 @@ def test_a_folder_that_others_may_have_made_is_refused(root, monkeypatch, made):
         folder.mkdir()
         folder.chmod(0o750 if made == "open" else 0o700)
     monkeypatch.setattr(os, "geteuid", lambda: me)
-    writing = lambda: keys.write_key("127.0.0.1", 8000, KEY)  # noqa: E731
-    for use in (keys.check_folder, writing, lambda: find_key(URL), lambda: live(Guard(Server()))):
+    writing = lambda: vllm_plugin.write_key("127.0.0.1", 8000, KEY)  # noqa: E731
+    for use in (vllm_plugin.check_keys_folder, writing, lambda: find_key(URL), lambda: live(Guard(Server()))):
         with pytest.raises((PermissionError, ServerSetupError), match="remove it, or set `VLLM_API_KEY`") as caught:
             use()
         assert "\n" not in str(caught.value)

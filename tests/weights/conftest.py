@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
 from support.replicas import Replica
 
-from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
+from mt_grpo.rollout.engines.vllm import VLLMServerClient
 from mt_grpo.weights.files import SafetensorsTransport
 from mt_grpo.weights.sync import WeightSync
 

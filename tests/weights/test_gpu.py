@@ -17,8 +17,8 @@ from support.forked import run_processes
 from support.models import build_model
 from support.replicas import Receiver, Replica, ScriptedGroup, step_of
 
+from mt_grpo import vllm_plugin
 from mt_grpo.errors import ConfigError, WeightSyncError
-from mt_grpo.vllm_plugin import keys
 from mt_grpo.weights import gpu
 from mt_grpo.weights.gpu import BUCKET, IpcTransport, KeyedClient, NcclGroup, NcclTransport, Shared, take_bucket
 
@@ -132,12 +132,12 @@ class Session(httpx.Client):
 def test_by_nccl_the_key_goes_with_the_first_request(monkeypatch, tmp_path, replicas, given):
     """TRL's own client, as far as it gets without a GPU."""
     http, key = replicas[0].http, f"key {given}"
-    monkeypatch.setattr(keys, "ROOT", str(tmp_path))
+    monkeypatch.setattr(vllm_plugin, "KEYS_ROOT", str(tmp_path))
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     if given == "from the environment":
         monkeypatch.setenv("VLLM_API_KEY", key)
     if given == "made up":
-        keys.write_key("127.0.0.1", http.port, key)
+        vllm_plugin.write_key("127.0.0.1", http.port, key)
     requests, yes = SimpleNamespace(Session=Session, get=httpx.get, exceptions=httpx), lambda: True
     stand_ins = {"is_vllm_available": yes, "is_requests_available": yes, "requests": requests}
     for name, value in {**stand_ins, "Retry": dict, "HTTPAdapter": dict}.items():

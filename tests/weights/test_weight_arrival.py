@@ -20,7 +20,7 @@ from support.replicas import Remote, step_of
 
 from mt_grpo.errors import ConfigError, WeightSyncError
 from mt_grpo.rollout import SamplingParams
-from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
+from mt_grpo.rollout.engines.vllm import VLLMServerClient
 from mt_grpo.servers.http import DELAYS, ServerControl
 from mt_grpo.training import MTGRPOConfig
 from mt_grpo.training.environment import own_engine

@@ -14,7 +14,7 @@ from support.replicas import step_of
 
 from mt_grpo.errors import WeightSyncError
 from mt_grpo.rollout import SamplingParams
-from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
+from mt_grpo.rollout.engines.vllm import VLLMServerClient
 from mt_grpo.servers import http, owner
 from mt_grpo.servers.http import RequestFailed, ServerSetupError
 from mt_grpo.servers.owner import new_run, read_owner, released, weight_label

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mt_grpo.errors import ConfigError
-from mt_grpo.vllm_plugin.checksum import Checksum, file_checksum, read_tensors
+from mt_grpo.vllm_plugin.fetch import Checksum, file_checksum, read_tensors
 from mt_grpo.weights.files import WeightFile, make_folder, write_weights
 
 TENSORS = {
@@ -68,7 +68,7 @@ def test_the_tensors_of_a_file_begin_at_a_cache_line(tmp_path):
 
 def test_an_error_of_the_thread_that_sums_is_raised(path, monkeypatch):
     save_file({"a": torch.ones(2), "b": torch.ones(3)}, path)
-    monkeypatch.setattr("mt_grpo.vllm_plugin.checksum.line_of", lambda *given: 1 / 0)
+    monkeypatch.setattr("mt_grpo.vllm_plugin.fetch.line_of", lambda *given: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         file_checksum(path)
 

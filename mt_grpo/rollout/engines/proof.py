@@ -29,7 +29,7 @@ from mt_grpo.forward.probe import (
 from mt_grpo.rollout.engine import Sample, SamplingParams
 from mt_grpo.rollout.engines.transformers import TransformersEngine
 
-LONGEST = 1024
+_LONGEST = 1024
 """Most tokens of the longest context, so that the test takes seconds."""
 
 RESULT = 7
@@ -87,12 +87,12 @@ async def measure_engine(engine: TransformersEngine, mixed_precision: str = "no"
 def probe_contexts(engine: TransformersEngine, turns: int = 1) -> list[list[int]]:
     """
     Three contexts, of which the shorter two are padded by numbers of tokens that no kernel's block divides. The
-    longest is longer than the model's windows, where these have less than `LONGEST` tokens. All leave room for turns.
+    longest is longer than the model's windows, where these have less than `_LONGEST` tokens. All leave room for turns.
     """
     whole = base_model(engine.model).config
     config = whole.get_text_config()
     reaches = [getattr(config, name, None) or 0 for name in REACHES]
-    longest = max(SHALLOWEST, *(reach for reach in reaches if reach < LONGEST)) + TURN
+    longest = max(SHALLOWEST, *(reach for reach in reaches if reach < _LONGEST)) + TURN
     longest = max(1, min(longest, engine.context_length - turns * TURN - (turns - 1) * RESULT))
     draw = np.random.default_rng(0)
     words = np.setdiff1d(

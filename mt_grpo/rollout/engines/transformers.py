@@ -32,11 +32,11 @@ from mt_grpo.media import SOUND, kind_of
 from mt_grpo.rollout.engine import Sample, SamplingParams
 from mt_grpo.token_tree import Routes
 
-CACHE = "cache" if "cache" in GenerateDecoderOnlyOutput.__dataclass_fields__ else "past_key_values"
+_CACHE = "cache" if "cache" in GenerateDecoderOnlyOutput.__dataclass_fields__ else "past_key_values"
 """What this version of transformers calls the keys and values that `generate` takes and returns."""
 
 
-MOST_PADDING = 2
+_MOST_PADDING = 2
 """Times the longest context that rows with the padding between their turns may be; then they are computed again."""
 
 
@@ -221,7 +221,7 @@ class TransformersEngine:
             output = self.model.generate(
                 inputs.pop("input_ids"),
                 **inputs,
-                **({} if rows.cache is None else {CACHE: rows.cache}),
+                **({} if rows.cache is None else {_CACHE: rows.cache}),
                 attention_mask=torch.tensor(rows.mask, device=device),
                 generation_config=GenerationConfig(
                     do_sample=False,
@@ -243,7 +243,7 @@ class TransformersEngine:
                 "sample from a server (`use_vllm: true`)."
             )
         found = routes.routes(len(batch)) if isinstance(routes, Recorder) else None
-        cache = getattr(output, CACHE, None)
+        cache = getattr(output, _CACHE, None)
         if self.keeps_prefixes and not never and found is None and _is_of_tokens_alone(cache):
             samples = [request.ids for request in batch]
             self._prefixes = keep(cache, rows, sessions, contexts, samples, weights)
@@ -380,7 +380,7 @@ class _Finished(StoppingCriteria):
 
 
 @dataclass
-class Padded:
+class _Padded:
     """Rows of one width, as `generate` takes them."""
 
     ids: list[list[int]]
@@ -395,10 +395,10 @@ class Prefixes:
     cache: DynamicCache
     places: dict[str, int]
     known: list[list[int]]
-    rows: Padded
+    rows: _Padded
     weights: object
 
-    def continued(self, sessions: Sequence[str], contexts: Sequence[list[int]], weights: object) -> Padded | None:
+    def continued(self, sessions: Sequence[str], contexts: Sequence[list[int]], weights: object) -> _Padded | None:
         """
         The rows of a batch that goes on from here, which uses the cache up; `None` if it has another conversation, one
         whose context is none that goes on, other weights, or too much padding between turns.
@@ -413,24 +413,24 @@ class Prefixes:
                 return None
             added.append(context[length:])
         widest = max(map(len, added))
-        if len(self.rows.ids[0]) + widest > MOST_PADDING * max(map(len, contexts)):
+        if len(self.rows.ids[0]) + widest > _MOST_PADDING * max(map(len, contexts)):
             return None
         self.cache.batch_select_indices(torch.tensor(chosen))
         behind = _left_padded(added)
-        return Padded(
+        return _Padded(
             [self.rows.ids[row] + ids for row, ids in zip(chosen, behind.ids, strict=True)],
             [self.rows.mask[row] + mask for row, mask in zip(chosen, behind.mask, strict=True)],
             self.cache,
         )
 
 
-def _left_padded(contexts: Sequence[list[int]]) -> Padded:
+def _left_padded(contexts: Sequence[list[int]]) -> _Padded:
     """
     Contexts as rows of one width. What is padded is masked, but a repetition penalty reads it: so it is a token of the
     row itself, and the largest, which is none of an image.
     """
     width = max(map(len, contexts))
-    return Padded(
+    return _Padded(
         [[max(context)] * (width - len(context)) + context for context in contexts],
         [[0] * (width - len(context)) + [1] * len(context) for context in contexts],
     )
@@ -453,7 +453,7 @@ def weights_of(model: Any, version: int | None) -> object:
 
 def keep(
     cache: DynamicCache,
-    rows: Padded,
+    rows: _Padded,
     sessions: Sequence[str],
     contexts: Sequence[list[int]],
     samples: Sequence[list[int]],
@@ -466,7 +466,7 @@ def keep(
         cache,
         {session: row for row, session in enumerate(sessions)},
         [context + ids for context, ids in zip(contexts, sampled, strict=True)],
-        Padded(
+        _Padded(
             # what a row sampled after its end is no token of it
             [row + ids + ids[-1:] * (steps - len(ids)) for row, ids in zip(rows.ids, sampled, strict=True)],
             [row + [1] * len(ids) + [0] * (steps - len(ids)) for row, ids in zip(rows.mask, sampled, strict=True)],

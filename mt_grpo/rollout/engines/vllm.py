@@ -1,6 +1,7 @@
 """
 The client of dedicated vLLM servers: an `Engine` over HTTP, token ids in and token ids out. All conversations of a
-group are placed on one server, so that its prefix cache helps them.
+group are placed on one server, so that its prefix cache helps them. Images go to it as the trainer's processor made
+them, named by their content, and once.
 """
 
 from __future__ import annotations
@@ -9,27 +10,23 @@ import asyncio
 import base64
 import functools
 import io
-from collections.abc import AsyncIterator, Awaitable, Callable
+import os
+import weakref
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from hashlib import blake2b
 from typing import Any, TypeVar
 
 import numpy as np
 import orjson
+import torch
+from torch import Tensor
 
 from mt_grpo.errors import EngineError
-from mt_grpo.forward.media import Media
-from mt_grpo.media import IMAGE, kind_of
+from mt_grpo.forward.media import Media, MediumInputs
+from mt_grpo.media import IMAGE, SOUND, VIDEO, kind_of, to_file
 from mt_grpo.rollout.engine import Sample, SamplingParams
-from mt_grpo.rollout.engines.vllm.images import (
-    GENERATE,
-    RENDER,
-    Layout,
-    Shown,
-    features_of,
-    layout_request,
-    shown_in,
-)
 from mt_grpo.servers.cache_scheduler import Turn
 from mt_grpo.servers.fleet import VLLMServers
 from mt_grpo.servers.http import (
@@ -42,13 +39,153 @@ from mt_grpo.servers.http import (
 from mt_grpo.servers.owner import weight_label
 from mt_grpo.token_tree import Routes
 
+_GENERATE = "/inference/v1/generate"
+_RENDER = "/v1/chat/completions/render"
+_SIDE = 64  # pixels of the image by which a server is asked how it takes images
+_RAW = 3  # vLLM's number for bytes of a tensor in msgpack
+_names: weakref.WeakKeyDictionary[MediumInputs, str] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Field:
+    """How vLLM takes one input of an image."""
+
+    dtype: str
+    kind: str
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Shown:
+    """An image in a context: its name, its place, and what the model takes."""
+
+    name: str
+    offset: int
+    image: MediumInputs
+
+
+class _Layout:
+    """How a server takes images, as its own rendering of one shows."""
+
+    def __init__(self, fields: dict[str, Field]) -> None:
+        self.fields = fields
+
+    @classmethod
+    def read(cls, answer: Any) -> _Layout:
+        """The layout in a server's rendering of a message with one image."""
+        msgpack = _msgpack()
+        (content,) = answer["features"]["kwargs_data"]["image"]
+        item = msgpack.decode(base64.b64decode(content), ext_hook=lambda code, data: None)
+        return cls({name: Field(each["data"][0], *each["field"]) for name, each in item.items()})
+
+    def write(self, image: MediumInputs) -> str:
+        """An image as vLLM reads it."""
+        msgpack = _msgpack()
+        if image.inputs.keys() != self.fields.keys():
+            raise ServerSetupError(
+                f"vLLM takes {', '.join(sorted(self.fields))} of an image, and the trainer's processor returns "
+                f"{', '.join(sorted(image.inputs))}: sample with the model itself (`use_vllm: false`)."
+            )
+        item = {}
+        for name, field in self.fields.items():
+            dtype, tensor = getattr(torch, field.dtype), image.inputs[name]
+            if tensor.is_floating_point() and not dtype.is_floating_point:
+                raise ServerSetupError(
+                    f"vLLM takes `{name}` of an image as {field.dtype}, before they are normalized: start it with "
+                    "`mt-grpo serve`, or with `--no-mm-device-do-normalize`."
+                )
+            tensor = tensor.to(dtype)
+            if field.kind == "batched":
+                (tensor,) = tensor
+            data = field.dtype, tuple(tensor.shape), msgpack.Ext(_RAW, _bytes_of(tensor))
+            item[name] = {"data": data, "field": (field.kind, field.options)}
+        return base64.b64encode(msgpack.encode(item)).decode()
+
+
+def _msgpack() -> Any:
+    """The library of vLLM's own format."""
+    try:
+        import msgspec
+    except ImportError:
+        raise ServerSetupError(
+            "Images for a vLLM server are written with msgspec, which is not installed: `pip install "
+            "'mt-grpo[images]'`."
+        ) from None
+    return msgspec.msgpack
+
+
+def _layout_request(model: str) -> dict[str, Any]:
+    """The body that asks a server to render an image. It is another one each time: one that it knows comes empty."""
+    from PIL import Image
+
+    image = Image.frombytes("RGB", (_SIDE, _SIDE), os.urandom(3 * _SIDE**2))
+    url = f"data:image/png;base64,{base64.b64encode(to_file(image)).decode()}"
+    content = [{"type": "image_url", "image_url": {"url": url}}]
+    return {"messages": [{"role": "user", "content": content}], **({"model": model} if model else {})}
+
+
+def _shown_in(context: list[int], images: Media) -> list[Shown]:
+    """The images whose tokens, of ids below 0, stand in a context, in order."""
+    found, index = list[Shown](), 0
+    while index < len(context):
+        token = context[index]
+        if token >= 0:
+            index += 1
+            continue
+        if kind_of(token) == VIDEO:
+            raise ServerSetupError(
+                "Videos are not sent to a vLLM server: sample with the model itself (`use_vllm: false`), or show "
+                "frames as images."
+            )
+        if kind_of(token) == SOUND:
+            raise ServerSetupError(
+                "Sounds are not sent to a vLLM server: sample with the model itself (`use_vllm: false`), or show a "
+                "transcript as text."
+            )
+        image = images[token]
+        if context[index : index + image.size] != [token] * image.size:
+            raise ServerSetupError(
+                "vLLM's endpoint for token ids takes images whose tokens stand together, and those of this model have "
+                "others between them: sample with the model itself (`use_vllm: false`)."
+            )
+        found.append(Shown(name_of(image), index, image))
+        index += image.size
+    return found
+
+
+def name_of(image: MediumInputs) -> str:
+    """The name of an image by what the model takes of it: 32 hexadecimal digits."""
+    name = _names.get(image)
+    if name is None:
+        content = blake2b(digest_size=16)
+        for key, tensor in sorted(image.inputs.items()):
+            content.update(f"{key} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+            content.update(_bytes_of(tensor))
+        name = _names[image] = content.hexdigest()
+    return name
+
+
+def _bytes_of(tensor: Tensor) -> bytes:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def _features_of(shown: Iterable[Shown], layout: _Layout | None = None) -> dict[str, Any]:
+    """The images of a request, with a layout in full, and else by their names."""
+    shown = list(shown)
+    return {
+        "mm_hashes": {"image": [each.name for each in shown]},
+        "mm_placeholders": {"image": [{"offset": each.offset, "length": each.image.size} for each in shown]},
+        "kwargs_data": {"image": [None if layout is None else layout.write(each.image) for each in shown]},
+    }
+
+
 T = TypeVar("T")
-Body = Callable[[Server, int], Awaitable[bytes]]
+_Body = Callable[[Server, int], Awaitable[bytes]]
 """Makes the body of an attempt, for a server and after so many failures."""
 Content = Callable[[Server, int, SamplingParams], Awaitable[bytes]]
 """Makes that of a sample."""
-COMPLETIONS = "/v1/completions"
-TOKEN_TIME = 0.1
+_COMPLETIONS = "/v1/completions"
+_TOKEN_TIME = 0.1
 """Most seconds that a busy server takes per sampled token."""
 _LONGEST_BACKOFF = 8.0
 _ATTEMPTS = 8
@@ -71,13 +208,13 @@ class VLLMServerClient(VLLMServers):
         async def content(server: Server, failures: int, drawing: SamplingParams) -> bytes:
             return _completion_request(self.model, context, drawing, **self.salt)
 
-        return await self._sample(session, context, sampling, content, COMPLETIONS)
+        return await self._sample(session, context, sampling, content, _COMPLETIONS)
 
     async def generate_with_media(
         self, context: list[int], media: Media, sampling: SamplingParams, session: str
     ) -> Sample:
         """Samples one action; see `MediaEngine`. Raises as `generate`, or `ServerSetupError` as `_layout`."""
-        shown = shown_in(context, media)
+        shown = _shown_in(context, media)
         if not shown:
             return await self.generate(context, sampling, session)
         ids = [self.media_tokens[kind_of(token)] if token < 0 else token for token in context]
@@ -88,10 +225,10 @@ class VLLMServerClient(VLLMServers):
                 server.images.clear()
             else:
                 await self._hand_over(server, layout, shown)
-            features = features_of(shown, layout if failures else None)
+            features = _features_of(shown, layout if failures else None)
             return _generate_request(self.model, ids, drawing, features, **self.salt)
 
-        return await self._sample(session, context, sampling, content, GENERATE)
+        return await self._sample(session, context, sampling, content, _GENERATE)
 
     async def _sample(
         self, session: str, context: list[int], sampling: SamplingParams, content: Content, path: str
@@ -115,7 +252,7 @@ class VLLMServerClient(VLLMServers):
         self, session: str, context: list[int], sampling: SamplingParams, content: Content, path: str
     ) -> Sample:
         assert sampling.max_tokens is not None
-        read = read_sample if path == COMPLETIONS else _read_generated
+        read = read_sample if path == _COMPLETIONS else _read_generated
         versions: list[int | None] = []  # when the request was sent, at the latest attempt
 
         async def noted(server: Server, failures: int) -> bytes:
@@ -129,7 +266,7 @@ class VLLMServerClient(VLLMServers):
                 context,
                 noted,
                 functools.partial(read, routes_from=sampling.routes_from),
-                TOKEN_TIME * sampling.max_tokens,
+                _TOKEN_TIME * sampling.max_tokens,
                 path,
             )
             turn.sampled = len(sample.ids)
@@ -157,12 +294,12 @@ class VLLMServerClient(VLLMServers):
                     if not server.up:
                         gate.leave(session)
 
-    async def _layout(self, server: Server) -> Layout:
+    async def _layout(self, server: Server) -> _Layout:
         """How a server takes images; it is asked once."""
         if server.layout is None:
-            body = orjson.dumps(layout_request(self.model))
+            body = orjson.dumps(_layout_request(self.model))
             try:
-                server.layout = Layout.read(await self._call(server, "POST", RENDER, body))
+                server.layout = _Layout.read(await self._call(server, "POST", _RENDER, body))
             except RequestFailed as error:
                 if error.status not in (403, 404):
                     raise
@@ -172,7 +309,7 @@ class VLLMServerClient(VLLMServers):
                 ) from error
         return server.layout
 
-    async def _hand_over(self, server: Server, layout: Layout, shown: list[Shown]) -> None:
+    async def _hand_over(self, server: Server, layout: _Layout, shown: list[Shown]) -> None:
         """Sends images that a server was not sent before. Conversations that show one of them meanwhile wait."""
         sending = self._connection().images
         for each in shown:
@@ -184,13 +321,13 @@ class VLLMServerClient(VLLMServers):
                 task.add_done_callback(functools.partial(_sent, sending, server.url, each.name))
             await asyncio.shield(sending[server.url, each.name])
 
-    async def _send_image(self, server: Server, layout: Layout, shown: Shown) -> None:
+    async def _send_image(self, server: Server, layout: _Layout, shown: Shown) -> None:
         """Has a server look at an image, which it then knows by its name: it keeps those of a request."""
         alone = Shown(shown.name, 0, shown.image)
         ids = [self.media_tokens[IMAGE]] * shown.image.size
         sampling = SamplingParams(max_tokens=1)
-        body = _generate_request(self.model, ids, sampling, features_of([alone], layout), **self.salt)
-        await self._call(server, "POST", GENERATE, body)
+        body = _generate_request(self.model, ids, sampling, _features_of([alone], layout), **self.salt)
+        await self._call(server, "POST", _GENERATE, body)
         server.images.add(shown.name)
 
     @property
@@ -227,10 +364,10 @@ class VLLMServerClient(VLLMServers):
         self,
         session: str,
         context: list[int],
-        content: Body,
+        content: _Body,
         read: Callable[[Any, str], T],
         more: float = 0.0,
-        path: str = COMPLETIONS,
+        path: str = _COMPLETIONS,
     ) -> T:
         """
         Asks for a completion until `read` can read the answer. `content` makes the body of each attempt, for a server
@@ -247,7 +384,7 @@ class VLLMServerClient(VLLMServers):
                     body = await content(server, failures)
                     answer, name = await ask_identified(self._connection().http, server, "POST", path, body, limit)
                     found = read(answer, f"POST {server.url}{path}")
-                    if name is None and path == COMPLETIONS:
+                    if name is None and path == _COMPLETIONS:
                         name = _identity(server, answer)
                     fingerprint = name or server.fingerprint
                     restarted = server.fingerprint not in (None, fingerprint)
@@ -317,7 +454,7 @@ def _completion_request(model: str, context: list[int], sampling: SamplingParams
 def _generate_request(
     model: str, ids: list[int], sampling: SamplingParams, features: dict[str, Any], **more: Any
 ) -> bytes:
-    """The body that samples one action after ids with images among them: `features`, see `features_of`."""
+    """The body that samples one action after ids with images among them: `features`, see `_features_of`."""
     body = {"token_ids": ids, "features": features, "sampling_params": _sampling_options(sampling), **more}
     return orjson.dumps(body | ({"model": model} if model else {}))
 

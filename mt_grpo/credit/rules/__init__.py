@@ -1,1 +1,0 @@
-"""The credit rules, each a pure function from a `RewardBatch` to one advantage per turn, (B, K)."""
