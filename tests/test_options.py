@@ -186,6 +186,6 @@ def test_the_names_of_the_table_are_those_looked_up():
 def test_the_tables_of_the_docs_are_those_of_the_options():
     pages = {path: path.read_text(encoding="utf-8") for path in DOCS.glob("*.md")}
     assert all(help.fill_tables(text) == text for text in pages.values()), "run scripts/write_options.py"
-    assert all(f"<!-- options: {group} -->\n| option" in pages[DOCS / "recipes.md"] for group in GROUPS)
+    assert all(f"<!-- options: {group} -->\n| option" in pages[DOCS / "options.md"] for group in GROUPS)
     for described in OPTIONS.values():
         assert described.page is None or (DOCS / described.page.partition("#")[0]).is_file()

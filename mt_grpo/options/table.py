@@ -416,14 +416,18 @@ class RunOptions:
 
 OF_LIBRARIES = {
     "model_name_or_path": Option("Model: a Hub id, a folder, or `embedded`.", MODEL, of_server=True),
-    "model_revision": Option(of_server=True),
+    "model_revision": Option("Branch, tag or commit of the model on the Hub.", MODEL, of_server=True),
     "dtype": Option("Weights: float32, bfloat16, float16 or auto.", MODEL, of_server=True),
     "dataset_name": Option("`embedded`, `triviaqa`, `gsm8k`, a file, a folder or a Hub id.", MODEL),
     "dataset_config": Option("Configuration of a dataset of the Hub.", MODEL),
     "dataset_train_split": Option("Split to train on.", MODEL),
     "dataset_test_split": Option("Split to evaluate on.", MODEL),
     "dataset_streaming": Option("Read rows when they are needed.", MODEL),
-    "trust_remote_code": Option("Run code that comes with the model.", of_server=True),
+    "trust_remote_code": Option("Run code that comes with the model.", MODEL, of_server=True),
+    "attn_implementation": Option("Attention of forwards that are not packed.", MODEL),
+    "load_in_4bit": Option("Load the model in 4 bits, to train an adapter.", MODEL),
+    "chat_template_kwargs": Option("Variables of the chat template, such as `enable_thinking`.", MODEL),
+    "shuffle_dataset": Option("Draw the rows in random order.", MODEL),
     "num_train_epochs": Option("Passes over the dataset, where `max_steps` is -1.", TRAINING),
     "max_steps": Option("Optimiser steps; -1: by `num_train_epochs`.", TRAINING),
     "num_generations": Option(
@@ -454,11 +458,36 @@ OF_LIBRARIES = {
         names=("group", "batch", "none", True, False),
         also="boolean",
     ),
+    "num_iterations": Option("Times that each batch is trained on.", TRAINING, rule=_ABOVE_ZERO),
+    "steps_per_generation": Option(
+        "Microbatches that are sampled together; unset, those of a step.", TRAINING, rule=_ABOVE_ZERO
+    ),
+    "epsilon": Option("How far a ratio may fall below 1 before it is clipped.", TRAINING, rule=_NOT_BELOW_ZERO),
+    "epsilon_high": Option("How far above; unset, as `epsilon`.", TRAINING, rule=_NOT_BELOW_ZERO),
+    "importance_sampling_level": Option("A ratio for each token, or one of the sequence.", TRAINING),
+    "mask_truncated_completions": Option("Leave conversations that a limit of tokens ended out.", TRAINING),
+    "top_p": Option(
+        "Sample from the likeliest tokens of this probability together.",
+        TRAINING,
+        rule=Rule(lambda value: 0 < value <= 1, "set a number above 0 and at most 1, or leave it out"),
+    ),
+    "top_k": Option("Sample from so many likeliest tokens; 0: all.", TRAINING),
+    "min_p": Option(
+        "Sample from tokens at least so likely, relative to the likeliest.",
+        TRAINING,
+        rule=Rule(lambda value: 0 <= value <= 1, "set a number from 0 to 1, or leave it out"),
+    ),
+    "optim": Option("Optimiser, such as adamw_torch_fused or adamw_bnb_8bit.", TRAINING),
+    "weight_decay": Option("Weight decay.", TRAINING, rule=_NOT_BELOW_ZERO),
+    "max_grad_norm": Option("Largest norm of the gradient.", TRAINING, rule=_NOT_BELOW_ZERO),
+    "sync_ref_model": Option("Move the reference towards the policy.", TRAINING),
     "beta": Option("Weight of the KL divergence from a reference.", TRAINING, rule=_NOT_BELOW_ZERO),
     "use_peft": Option("Train a LoRA adapter; see `lora_...`.", TRAINING, of_server=True),
     "lora_r": Option("Rank of a LoRA adapter.", TRAINING, of_server=True),
     "lora_alpha": Option("Scale of a LoRA adapter, a multiple of 1 / rank.", TRAINING),
     "lora_target_modules": Option("Layers that get a LoRA adapter.", TRAINING),
+    "lora_dropout": Option("Dropout of a LoRA adapter, off by `disable_dropout`.", TRAINING),
+    "lora_modules_to_save": Option("Layers trained whole beside the adapter.", TRAINING),
     "lr_scheduler_type": Option("How the learning rate changes: linear, cosine, constant ...", TRAINING),
     "warmup_steps": Option("Steps until the learning rate is at its highest; below 1, a share of all.", TRAINING),
     "gradient_checkpointing": Option("Compute activations again, to save memory.", TRAINING),
@@ -468,14 +497,22 @@ OF_LIBRARIES = {
         TRAINING,
     ),
     "do_eval": Option("Measure the agent before and after training.", TRAINING),
+    "num_generations_eval": Option(
+        "Conversations for each row there; unset, as in training.", TRAINING, rule=_ABOVE_ZERO
+    ),
+    "per_device_eval_batch_size": Option("Conversations of a batch there.", TRAINING, rule=_ABOVE_ZERO),
     "use_cpu": Option("Use no GPU.", TRAINING, of_server=True),
     "use_vllm": Option("Sample with servers of vLLM. `mt-grpo serve` starts them.", SERVER),
     "vllm_server_port": Option("Port of the vLLM server.", SERVER, rule=_PORT, of_server=True),
-    "vllm_tensor_parallel_size": Option(rule=_ABOVE_ZERO, of_server=True),
+    "vllm_server_timeout": Option("Seconds to wait for a server that does not answer.", SERVER),
+    "vllm_tensor_parallel_size": Option("GPUs of one server.", SERVER, rule=_ABOVE_ZERO, of_server=True),
     "vllm_gpu_memory_utilization": Option(
-        rule=Rule(lambda value: 0 < value <= 1, "it is a share of a GPU's memory, so set one such as 0.3")
+        "Share of a GPU's memory that vLLM takes, with `vllm_mode: colocate`.",
+        SERVER,
+        rule=Rule(lambda value: 0 < value <= 1, "it is a share of a GPU's memory, so set one such as 0.3"),
     ),
-    "vllm_max_model_length": Option(of_server=True),
+    "vllm_max_model_length": Option("Context length; unset, the model's.", SERVER, of_server=True),
+    "vllm_importance_sampling_clip_max": Option("Bound of that correction.", SERVER),
     "output_dir": Option("Folder of the run.", RUN),
     "resume_from_checkpoint": Option(
         "A checkpoint's folder; true: the latest; auto: it, if any.", RUN, also="boolean"
@@ -492,14 +529,17 @@ OF_LIBRARIES = {
     "eval_steps": Option("Steps between two measures; unset, as `logging_steps`.", RUN),
     "push_to_hub": Option("Upload the model to the Hub whenever it is saved.", RUN),
     "hub_model_id": Option("Its name there, as USER/NAME.", RUN),
+    "load_best_model_at_end": Option("Keep the best checkpoint's weights at the end.", RUN),
+    "metric_for_best_model": Option("The metric that says which is best.", RUN),
+    "log_completions": Option("Print some conversations, and write TRL's Parquet files.", RUN),
+    "num_completions_to_print": Option("How many.", RUN),
+    "run_name": Option("Name of the run in trackers.", RUN),
     "report_to": Option("Where metrics go: wandb, trackio, tensorboard ...", RUN),
     "seed": Option(
         "Seed of everything drawn.",
         RUN,
         rule=Rule(lambda value: 0 <= value < 2**32, "set a whole number from 0 to 4294967295"),
     ),
-    "top_p": Option(rule=Rule(lambda value: 0 < value <= 1, "set a number above 0 and at most 1, or leave it out")),
-    "min_p": Option(rule=Rule(lambda value: 0 <= value <= 1, "set a number from 0 to 1, or leave it out")),
     "multi_objective_aggregation": Option(
         rule=Rule(
             lambda value: value == "sum_then_normalize",
@@ -507,17 +547,8 @@ OF_LIBRARIES = {
             of_numbers=False,
         )
     ),
-    **dict.fromkeys(
-        (
-            *("generation_batch_size", "num_generations_eval", "num_iterations", "per_device_eval_batch_size"),
-            "steps_per_generation",
-        ),
-        Option(rule=_ABOVE_ZERO),
-    ),
-    **dict.fromkeys(
-        ("delta", "epsilon", "epsilon_high", "max_grad_norm", "max_tool_calling_iterations", "weight_decay"),
-        Option(rule=_NOT_BELOW_ZERO),
-    ),
+    "generation_batch_size": Option(rule=_ABOVE_ZERO),
+    **dict.fromkeys(("delta", "max_tool_calling_iterations"), Option(rule=_NOT_BELOW_ZERO)),
     **dict.fromkeys(  # of TRL's own generation
         (
             *("cache_implementation", "generation_kwargs", "use_transformers_continuous_batching"),
