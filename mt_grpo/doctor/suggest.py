@@ -55,7 +55,7 @@ STARTS = (
         "learning_rate",
         SMALL,
         3e-4,
-        "[our quickstart](measurements.md#rollouts-and-training-at-the-same-time); seven times that forgot all it knew",
+        "[our quickstart](measurements.md#rollouts-and-training-at-the-same-time); seven times that forgot all",
         "the same",
     ),
     Start("lora_r", ADAPTER, 32, f"our 1.5B recipe; in RL rank 1 is enough by {_REGRET}", "memory: smaller"),

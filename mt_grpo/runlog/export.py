@@ -21,12 +21,13 @@ import pyarrow.parquet as pq
 
 from mt_grpo.errors import UserError
 from mt_grpo.imports import did_you_mean
-from mt_grpo.runlog.conversation import Said, added, messages_of, parents, words
+from mt_grpo.runlog.conversation import Said, messages_of, words
 from mt_grpo.runlog.files import check_target, read_notes, to_json, whole, written_whole
 from mt_grpo.runlog.findings import EQUAL, FAILED
 from mt_grpo.runlog.index import is_copy
 from mt_grpo.runlog.reader import Run
 from mt_grpo.runlog.schema import MODES, ROW_GROUP, Row
+from mt_grpo.runlog.spans import spans_of
 from mt_grpo.token_tree import TokenTree
 
 _ROWS = 256
@@ -450,146 +451,33 @@ _INTERNAL, _OK, _ERROR = 1, 1, 2
 
 
 def _trace(row: Row, record: Row, run: Run) -> Row:
-    """
-    The trace of a conversation: a span of kind `AGENT`, in it one of kind `LLM` per turn and `TOOL` per call. The span
-    of a turn has the messages that were added since the turn that it goes on from, which `graph.node.parent_id` names.
-    So each message stands in a trace once, and a fork is a node that several go on from.
-    """
-    spans = _Spans(f"{run.folder.resolve().name}/{row['session']}", record["start"] or 0.0)
-    names = ("mode", "step", "k", "group", "member", "reward", "rewards", "turn_rewards", "advantages", "shared_turns")
-    known = {**{name: row[name] for name in names}, "branch_of": row["branch_of"], "copy": is_copy(row)}
-    agent = spans.add(
-        "conversation",
-        "AGENT",
-        record["start"],
-        record["seconds"],
-        record["error"],
-        {
-            "session.id": row["session"],
-            "input.value": row["prompt"],
-            "output.value": record["answer"],
-            "metadata": to_json({**known, "stop_reason": row["stop"], "row": record["row"]}),
-        },
-    )
-    model, before = run.about.get("model"), parents(record["turns"])
-    schemas = map(to_json, record.get("tools") or [])
-    tools = {f"llm.tools.{number}.tool.json_schema": schema for number, schema in enumerate(schemas)}
-    for turn in record["turns"]:
-        index, after = turn["index"], before[turn["index"]]
-        message = _flat(turn["message"], turn["tool_calls"])
-        end = None if turn["start"] is None else turn["start"] + turn["seconds"]
-        spans.add(
-            _node(index),
-            "LLM",
-            turn["start"],
-            turn["seconds"],
-            turn["error"],
+    """The spans of a conversation as OTLP's JSON has them."""
+    trace, ids, made = f"{run.folder.resolve().name}/{row['session']}", [], []
+    for number, span in enumerate(spans_of(row, record, run.about.get("model"))):
+        ids.append(_hash(f"{trace}/{number}", 8))
+        made.append(
             {
-                "session.id": row["session"],
-                "llm.model_name": model,
-                "llm.token_count.prompt": turn["context_length"],
-                "llm.token_count.completion": turn["num_tokens"],
-                "llm.token_count.total": turn["context_length"] + turn["num_tokens"],
-                "metadata": to_json(
-                    {
-                        "advantage": row["advantages"] and row["advantages"][index],
-                        "reward": turn["reward"],
-                        "fork_cause": turn.get("fork_cause"),
-                    }
-                ),
-                "graph.node.id": _node(index),
-                "graph.node.parent_id": _node(after) if after >= 0 else None,
-                **_numbered("llm.input_messages", list(map(_flat, added(record, index)))),
-                **_numbered("llm.output_messages", [message]),
-                **(tools if after < 0 else {}),
-            },
-            agent,
+                "traceId": _hash(trace, 16),
+                "spanId": ids[-1],
+                "name": span.name,
+                "kind": _INTERNAL,
+                "startTimeUnixNano": str(span.start),
+                "endTimeUnixNano": str(span.end),
+                "attributes": _attributes(span.attributes),
+                "status": {"code": _OK} if span.error is None else {"code": _ERROR, "message": whole(span.error)},
+                **({"parentSpanId": ids[0]} if number else {}),
+            }
         )
-        for call in turn["tool_calls"]:
-            spans.add(
-                call["name"],
-                "TOOL",
-                call["start"] if call["start"] is not None else end,
-                call["seconds"],
-                call["error"],
-                {
-                    "session.id": row["session"],
-                    "tool.name": call["name"],
-                    "tool.parameters": to_json(call["arguments"]),
-                    "input.value": to_json(call["arguments"]),
-                    "input.mime_type": "application/json",
-                    "output.value": call["result"],
-                },
-                agent,
-            )
     resource = {"attributes": _attributes({"service.name": "mt-grpo", "openinference.project.name": "mt-grpo"})}
-    return {"resourceSpans": [{"resource": resource, "scopeSpans": [{"scope": {"name": "mt_grpo"}, "spans": spans}]}]}
-
-
-class _Spans(list[Row]):
-    """The spans of one trace."""
-
-    def __init__(self, name: str, start: float) -> None:
-        super().__init__()
-        self._name, self._start = name, start
-
-    def add(
-        self,
-        name: str,
-        kind: str,
-        start: float | None,
-        seconds: float,
-        error: str | None,
-        attributes: Row,
-        parent: str | None = None,
-    ) -> str:
-        """Adds a span. Returns its id."""
-        start = self._start if start is None else start
-        identity = _hash(f"{self._name}/{len(self)}", 8)
-        span = {
-            "traceId": _hash(self._name, 16),
-            "spanId": identity,
-            "name": name,
-            "kind": _INTERNAL,
-            "startTimeUnixNano": str(int(start * 1e9)),
-            "endTimeUnixNano": str(int((start + seconds) * 1e9)),
-            "attributes": _attributes({"openinference.span.kind": kind, **attributes}),
-            "status": {"code": _OK} if error is None else {"code": _ERROR, "message": whole(error)},
-        }
-        self.append(span if parent is None else {**span, "parentSpanId": parent})
-        return identity
-
-
-def _node(index: int) -> str:
-    return f"turn {index + 1}"
+    return {"resourceSpans": [{"resource": resource, "scopeSpans": [{"scope": {"name": "mt_grpo"}, "spans": made}]}]}
 
 
 def _hash(text: str, size: int) -> str:
     return hashlib.blake2b(text.encode(), digest_size=size).hexdigest()
 
 
-def _flat(message: Row, calls: list[Row] | None = None) -> dict[str, str]:
-    flat = {"message.role": message["role"], "message.content": words(message)}
-    for name in ("tool_call_id", "name"):
-        if message.get(name):
-            flat[f"message.{name}"] = str(message[name])
-    for number, call in enumerate(calls or []):
-        prefix = f"message.tool_calls.{number}.tool_call"
-        flat[f"{prefix}.function.name"] = call["name"]
-        flat[f"{prefix}.function.arguments"] = to_json(call["arguments"])
-        if call["id"]:
-            flat[f"{prefix}.id"] = call["id"]
-    return flat
-
-
-def _numbered(prefix: str, messages: list[dict[str, str]]) -> dict[str, str]:
-    return {
-        f"{prefix}.{number}.{key}": value for number, message in enumerate(messages) for key, value in message.items()
-    }
-
-
 def _attributes(values: Row) -> list[Row]:
-    return [{"key": key, "value": _value(value)} for key, value in values.items() if value is not None]
+    return [{"key": key, "value": _value(value)} for key, value in values.items()]
 
 
 def _value(value: object) -> Row:

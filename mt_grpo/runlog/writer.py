@@ -301,7 +301,7 @@ def _rollout_table(batch: Batch, rank: int, keep: Callable[[Medium], str]) -> pa
         "reward": [each.total for each in weighted],
         "turn_rewards": [each.turns for each in weighted],
         "weights": [to_json(weights)] * size,
-        "record": [_record(trajectory, keep) for trajectory in batch.trajectories],
+        "record": [record_of(trajectory, keep) for trajectory in batch.trajectories],
         "tokens": _lists([[node.tokens for node in each] for each in nodes], np.int32),
         "logprobs": _lists([[node.logprobs for node in each if node.turn >= 0] for each in nodes], np.float32),
         "node_parent": [[node.parent for node in each] for each in nodes],
@@ -321,7 +321,7 @@ def _lists(rows: Sequence[Sequence[Sequence[float]]], kind: type) -> pa.Array:
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values))
 
 
-def _record(trajectory: Trajectory, keep: Callable[[Medium], str]) -> bytes:
+def record_of(trajectory: Trajectory, keep: Callable[[Medium], str]) -> bytes:
     """A conversation as JSON, without its tokens, its messages once: images and sounds are what `keep` returns."""
     fields = {
         name: getattr(trajectory, name)

@@ -195,6 +195,7 @@ class StepLog(TrainerCallback):
 
     def on_train_end(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
         self.records.write_audit(state.global_step)
+        self.records.end()
         self.warnings.end()
 
 

@@ -27,6 +27,7 @@ from mt_grpo.rewards import RewardFunc
 from mt_grpo.runlog import Batch, RunWriter
 from mt_grpo.runlog.files import to_json
 from mt_grpo.runlog.schema import VERSION, session_id
+from mt_grpo.runlog.spans import SpanSender
 from mt_grpo.runlog.writer import end_with_a_line, finite, trim
 from mt_grpo.training.checkpoint import later_checkpoints
 from mt_grpo.training.config import MTGRPOConfig, options_given
@@ -188,6 +189,7 @@ class Records:
         self.about = about
         self.save_tokenizer = save_tokenizer
         self.writer = RunWriter(args.output_dir, args.process_index)
+        self._spans = SpanSender.wanted(about["model"])
         self._args = args
         self._main = args.process_index == 0
         self._described = False
@@ -210,6 +212,8 @@ class Records:
         credit = explain(step.batch.credit, rule, step.batch.rewards, **options)
         parts = part_rows(credit, step.batch.trajectories, step.rows)
         self._commit(lambda: self.writer.write_credit(batch, advantages, parts))
+        if self._spans is not None:
+            self._spans.send(batch, self._args.process_index, advantages)
         return [line for line in lines if line["kind"] == "rollout" and line["mode"] == step.mode]
 
     def rescue(self, step: Step) -> None:
@@ -290,6 +294,11 @@ class Records:
             self._append("metrics.jsonl", {"step": number, **logs})
         if "loss" in logs:  # else they are of an evaluation, or of the whole run
             self.write_audit(number)
+
+    def end(self) -> None:
+        """Training ends."""
+        if self._spans is not None:
+            self._spans.flush()
 
     def write_audit(self, number: int) -> None:
         """Writes the mean audit of the batches since the last one."""
