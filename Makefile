@@ -12,7 +12,7 @@ WORKERS := --numprocesses=auto --maxprocesses=4 --dist=loadfile --no-loadscope-r
 TRL_OLDEST := 1.15.0
 MCP_OLDEST := 1.30.0
 
-.PHONY: quickstart test covering check lint format bench browser server-cpu trl-oldest warm-start clean
+.PHONY: quickstart test covering check lint format bench browser sandbox server-cpu trl-oldest warm-start clean
 .PHONY: ablation bench-environments interop interop-games interop-agents interop-deepspeed interop-harbor interop-trl interop-verifiers
 
 quickstart: $(VENV)/.installed
@@ -26,7 +26,7 @@ COVERING := credit rewards test_trajectory.py forward/test_routes.py integration
 
 # What one process does alone goes beside what another does.
 test:
-	$(MAKE) --jobs=3 $(VENV)/.installed server-cpu browser
+	$(MAKE) --jobs=3 $(VENV)/.installed server-cpu browser sandbox
 	$(MAKE) --jobs=2 $(if $(filter output-sync,$(.FEATURES)),--output-sync) lint trl-oldest covering
 	$(BIN)/python -m pytest $(WORKERS) $(COVERING:%=--ignore=tests/%)
 
@@ -158,7 +158,11 @@ server-cpu: .venv-vllm/.installed
 
 # A browser for the tests of `mt-grpo view`, where it can be installed.
 browser:
-	scripts/install_browser.sh
+	scripts/install_package.sh chromium-headless-shell "tests of the page" chromium-headless-shell fonts-dejavu-core
+
+# Sandboxes without containers, for the tests of tasks in a terminal.
+sandbox:
+	scripts/install_package.sh bwrap "tests of sandboxes" bubblewrap
 
 warm-start: $(VENV)/.installed
 	$(BIN)/python scripts/warm_start.py

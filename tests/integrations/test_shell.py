@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mt_grpo.integrations.harbor.containers import OWNER, _is_gone, owner, write_overlay
+from mt_grpo.integrations.harbor.containers import OWNER, is_gone, owner, write_overlay
 from mt_grpo.integrations.harbor.shell import SHOWN, Shell, ShellError
 
 
@@ -112,7 +112,7 @@ def test_any_text_reaches_the_command_as_it_is(text):
 
 
 @pytest.mark.parametrize("says", ["", "no such container", "\nmt-grpo-shell:0:0:AAAA"])
-def test_a_container_that_is_gone_is_told_from_a_failed_command(says):
+def test_a_container_thatis_gone_is_told_from_a_failed_command(says):
     async def execute(script, seconds):
         return SimpleNamespace(stdout=says, return_code=1)
 
@@ -123,7 +123,7 @@ def test_a_container_that_is_gone_is_told_from_a_failed_command(says):
 
 
 def test_containers_of_this_process_are_not_leftovers(tmp_path):
-    assert not _is_gone(owner()) and OWNER in write_overlay(tmp_path / "overlay.json", reaches_host=False).read_text()
+    assert not is_gone(owner()) and OWNER in write_overlay(tmp_path / "overlay.json", reaches_host=False).read_text()
     host, pid, began = owner().split("/")
-    assert _is_gone(f"{host}/{pid}/{float(began) - 100}") and _is_gone(f"{host}/999999999/1")
-    assert not _is_gone("another-host/999999999/1") and not _is_gone("something else")
+    assert is_gone(f"{host}/{pid}/{float(began) - 100}") and is_gone(f"{host}/999999999/1")
+    assert not is_gone("another-host/999999999/1") and not is_gone("something else")

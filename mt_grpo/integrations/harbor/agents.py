@@ -10,6 +10,7 @@ from mt_grpo.envs.protocols import CallProtocol
 from mt_grpo.errors import ConfigError
 from mt_grpo.integrations.harbor.containers import ENGINES, HOST
 from mt_grpo.integrations.harbor.tasks import TASK, Tasks, harbor_value
+from mt_grpo.integrations.harbor.verified import TaskError
 from mt_grpo.integrations.openai_api.agent import AgentClient, AgentEnv, AgentSource
 from mt_grpo.integrations.openai_api.conversation import Conversation
 from mt_grpo.rollout.policy import ConversationPolicy
@@ -52,7 +53,7 @@ class HarborAgents(Tasks, AgentSource):
     ) -> None:
         self._of_harbor = harbor_value("agent", agent)
         self.sandbox, self.inside = harbor_value("sandbox", sandbox), self._is_inside()
-        if self.inside and host is None and self.sandbox.value not in ENGINES:
+        if self.inside and host is None and self.sandbox not in ENGINES:
             raise ConfigError(
                 f"`agent: {self.name}` works in a container of `{sandbox}`, which runs elsewhere: give the address by "
                 "which it reaches this machine as `host`."
@@ -127,7 +128,7 @@ class _HarborAgentEnv(AgentEnv):
 
     async def work(self, conversation: Conversation, row: Mapping[str, object], client: AgentClient) -> object:
         """A trial, whose agent ends when it does not stop asking beyond its limits."""
-        from mt_grpo.integrations.harbor.trial import TaskError, run_trial
+        from mt_grpo.integrations.harbor.trial import run_trial
 
         source = self._tasks
         try:

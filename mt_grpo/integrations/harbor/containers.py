@@ -17,6 +17,8 @@ from mt_grpo.errors import ConfigError
 
 ENGINES = ("docker", "podman")
 """Sandboxes whose containers run on this machine, by the name of their program."""
+BUBBLEWRAP = "bubblewrap"
+"""The sandbox that has no containers, see `bubblewrap.py`."""
 OWNER = "mt-grpo.owner"
 """The label of a container with the process that it belongs to."""
 PROCESSES = 512
@@ -83,7 +85,7 @@ def remove_leftovers(engine: str, everything: bool = False) -> list[str]:
         found
         for kind in ("container", "network", "image")
         for found in _listed(engine, kind, OWNER)
-        if everything or _is_gone(found.labels[OWNER])
+        if everything or is_gone(found.labels[OWNER])
     ]
     # what else was composed with a container of ours has the label of its project alone
     for project in {found.labels[PROJECT] for found in ours if PROJECT in found.labels}:
@@ -128,7 +130,7 @@ def _listed(engine: str, kind: str, label: str) -> list[_Found]:
     return found
 
 
-def _is_gone(whose: str) -> bool:
+def is_gone(whose: str) -> bool:
     """Whether the process that a label names was one of this machine, and has ended."""
     try:
         host, pid, began = whose.split("/")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 from mt_grpo.envs.env import ConversationEnded, Outcome, Policy, Step
@@ -10,8 +12,10 @@ from mt_grpo.envs.registry import environment, tool_arguments
 from mt_grpo.envs.source import EnvSource, Prototype
 from mt_grpo.envs.tool_env import MultiTurnToolEnv
 from mt_grpo.errors import ConfigError
+from mt_grpo.integrations.harbor.containers import BUBBLEWRAP
 from mt_grpo.integrations.harbor.shell import Shell
 from mt_grpo.integrations.harbor.tasks import TASK, Tasks, harbor_value
+from mt_grpo.integrations.harbor.verified import TaskError
 from mt_grpo.options.table import RunOptions
 from mt_grpo.tools import load_tools
 from mt_grpo.trajectory import Turn
@@ -29,7 +33,7 @@ class HarborEnv(MultiTurnToolEnv):
 
     Args:
         sandbox (`str`, *optional*, defaults to `"docker"`): What runs containers, by Harbor's name: `docker`,
-            `podman`, `e2b`, `daytona`, `modal` and others.
+            `podman`, `e2b`, `daytona`, `modal` and others; or `bubblewrap`, which needs neither Harbor nor containers.
         tool_timeout (`float`, *optional*, defaults to `60.0`): Seconds that a command may take.
         verify_every (`int`, *optional*): Verifies after each so many turns too. The reward of a turn, see
             `step_reward`, is by how much the best so far has grown since the last time.
@@ -55,25 +59,19 @@ class HarborEnv(MultiTurnToolEnv):
         super().__init__([self._shell.bash, self._shell.submit], tool_timeout=None, **options)
 
     async def step(self, turn: Turn) -> Step:
-        from mt_grpo.integrations.harbor.trial import TaskError, verify
-
         step = await super().step(turn)
         if self._shell.failure is not None:  # no command of this conversation would succeed any more
             raise TaskError(self._shell.failure)
         if self.verify_every is not None:
             step.reward = 0.0
             if not step.done and len(self.turns) % self.verify_every == 0:
-                found = await verify(self._container, self.row[TASK])
+                found = await _trials(self.sandbox).verify(self._container, self.row[TASK])
                 step.reward = max(0.0, (found or 0.0) - self._best)
                 self._best += step.reward
         return step
 
     async def run(self, policy: Policy, row: dict[str, Any]) -> Outcome:
-        """A trial of Harbor's whose agent is the policy."""
-        from harbor.models.trial.config import AgentConfig
-
-        from mt_grpo.integrations.harbor.trial import CONVERSATIONS, PolicyAgent, run_trial
-
+        """A trial whose agent is the policy."""
         outcome, failure = Outcome(), None
 
         async def talk(container: Any) -> None:
@@ -93,22 +91,21 @@ class HarborEnv(MultiTurnToolEnv):
                 failure = error
                 raise
 
-        agent = AgentConfig(
-            import_path=f"{PolicyAgent.__module__}:{PolicyAgent.__name__}", kwargs={"conversation": policy.session}
-        )
-        CONVERSATIONS[policy.session] = talk
         try:
-            done = await run_trial(self.sandbox, row[TASK], agent)
+            done = await _trials(self.sandbox).run_policy(self.sandbox, row[TASK], policy.session, talk)
         except Exception:
             if failure is not None:
                 raise failure from None
             raise
-        finally:
-            del CONVERSATIONS[policy.session]
         if failure is not None:
             raise failure
         outcome.rewards, outcome.info = done.rewards, {"verifier_log": done.verifier_log, **outcome.info}
         return outcome
+
+
+def _trials(sandbox: str) -> ModuleType:
+    """What holds trials in a sandbox: Harbor, or our own path without containers."""
+    return import_module(f"mt_grpo.integrations.harbor.{'bubblewrap' if sandbox == BUBBLEWRAP else 'trial'}")
 
 
 class HarborTasks(Tasks, Prototype):
@@ -126,7 +123,7 @@ class HarborTasks(Tasks, Prototype):
 
     def __init__(self, env: HarborEnv, tasks: str, eval_tasks: str | None = None) -> None:
         Prototype.__init__(self, env)
-        Tasks.__init__(self, env.sandbox.value, tasks, eval_tasks)
+        Tasks.__init__(self, env.sandbox, tasks, eval_tasks)
 
 
 @environment("harbor")
@@ -135,6 +132,8 @@ def _harbor_of_options(options: Mapping[str, Any]) -> EnvSource:
     own = dict(options["env"])
     sandbox, agent = own.get("sandbox", "docker"), own.get("agent", "bash")
     if agent != "bash":
+        if sandbox == BUBBLEWRAP:
+            raise ConfigError(f"`agent: {agent}` is Harbor's and needs its containers: use another `sandbox`.")
         from mt_grpo.integrations.harbor.agents import HarborAgents
         from mt_grpo.integrations.openai_api.agent import protocol_of
 

@@ -13,7 +13,8 @@ from datasets import Dataset
 
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean
-from mt_grpo.integrations.harbor.containers import ENGINES, remove_leftovers
+from mt_grpo.integrations.harbor.bubblewrap import check_usable, read_machine
+from mt_grpo.integrations.harbor.containers import BUBBLEWRAP, ENGINES, remove_leftovers
 from mt_grpo.integrations.harbor.images import get_images, image_of_task
 
 logger = logging.getLogger(__name__)
@@ -27,7 +28,7 @@ class Tasks:
     Folders of tasks as rows: `prompt` is a task's instruction, `task` its folder, and its metadata further columns.
 
     Args:
-        sandbox (`str`): What runs containers, by Harbor's name.
+        sandbox (`str`): What runs containers, by Harbor's name, or `bubblewrap`.
         tasks (`str`): A folder of tasks, or of one.
         eval_tasks (`str`, *optional*): The same for evaluation.
 
@@ -38,7 +39,7 @@ class Tasks:
     def __init__(self, sandbox: str, tasks: str, eval_tasks: str | None = None) -> None:
         self.sandbox = harbor_value("sandbox", sandbox)
         _check_usable(self.sandbox)
-        if removed := remove_leftovers(self.sandbox.value):
+        if removed := remove_leftovers(self.sandbox):
             logger.warning("Removed what an earlier run left: %s", ", ".join(removed))
         self._folders = {"train": tasks, "eval": eval_tasks}
         for name, folder in (("tasks", tasks), ("eval_tasks", eval_tasks)):
@@ -60,16 +61,21 @@ class Tasks:
                 f"The {name} has no column `{TASK}`: give the folder of each row's task there, or leave "
                 "`dataset_name` out."
             )
-        if self.sandbox.value in ENGINES:
-            get_images(self.sandbox.value, filter(None, map(image_of_task, rows.unique(TASK))))
+        if self.sandbox in ENGINES:
+            get_images(self.sandbox, filter(None, map(image_of_task, rows.unique(TASK))))
+        if self.sandbox == BUBBLEWRAP:
+            for task in rows.unique(TASK):
+                read_machine(Path(task))
 
 
 def harbor_value(option: str, given: str | Mapping[str, Any]) -> Any:
-    """Harbor's own value of `sandbox`, or its configuration of an `agent`."""
+    """The name of a `sandbox` that Harbor has, or its configuration of an `agent`."""
+    if given == BUBBLEWRAP:
+        return given
     if importlib.util.find_spec("harbor") is None:
         raise ConfigError(
             "`env: {type: harbor}` needs Harbor, which is not installed: `pip install mt-grpo[harbor]`, with Python "
-            "3.12 or later."
+            "3.12 or later. `sandbox: bubblewrap` goes without."
         )
     from harbor.models.agent.name import AgentName
     from harbor.models.environment_type import EnvironmentType
@@ -96,17 +102,20 @@ def harbor_value(option: str, given: str | Mapping[str, Any]) -> Any:
         raise ConfigError(
             f"`{option}: {value}` is none of Harbor's{did_you_mean(str(value), known)}: it has {', '.join(known)}."
         )
-    return EnvironmentType(value) if option == "sandbox" else config
+    return value if option == "sandbox" else config
 
 
-def _check_usable(sandbox: Any) -> None:
+def _check_usable(sandbox: str) -> None:
     """Asks Harbor whether a sandbox can be used: its program answers, its credentials are there."""
+    if sandbox == BUBBLEWRAP:
+        return check_usable()
     from harbor.environments.factory import EnvironmentFactory
+    from harbor.models.environment_type import EnvironmentType
 
     try:
-        EnvironmentFactory.run_preflight(sandbox)
+        EnvironmentFactory.run_preflight(EnvironmentType(sandbox))
     except (Exception, SystemExit) as error:  # Harbor ends its own command with the reason
-        raise ConfigError(f"`sandbox: {sandbox.value}` cannot be used on this machine: {error}") from error
+        raise ConfigError(f"`sandbox: {sandbox}` cannot be used on this machine: {error}") from error
 
 
 def _task_folders(folder: str) -> list[Path]:

@@ -9,7 +9,6 @@ import math
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -27,23 +26,19 @@ from harbor.verifier.factory import VerifierFactory
 from mt_grpo.concurrency import abandon
 from mt_grpo.errors import describe_error
 from mt_grpo.integrations.harbor.engines import ENVIRONMENTS
+from mt_grpo.integrations.harbor.verified import SHOWN_LOG, TaskError, Verified
 from mt_grpo.integrations.openai_api.conversation import Conversation
 
 logger = logging.getLogger(__name__)
 
-SHOWN_LOG = 20_000
-"""Most characters of a log that are kept, from its end."""
 AGENT_SECONDS = 1e7
 """The time that Harbor gives the agent. Sampling counts in it, so it is measured here."""
 _LOOK = 0.5
 """Seconds between two looks at whether an agent works or waits."""
 
-CONVERSATIONS: dict[str, Callable[[BaseEnvironment], Awaitable[None]]] = {}
+_Talk = Callable[[BaseEnvironment], Awaitable[None]]
+CONVERSATIONS: dict[str, _Talk] = {}
 """What the policy does in the container of a trial, by the key that its configuration has."""
-
-
-class TaskError(Exception):
-    """A task could not be started or verified: a failure of the infrastructure, and no reward of the policy's."""
 
 
 class AgentTooSlowError(Exception):
@@ -77,24 +72,24 @@ class PolicyAgent(BaseAgent):
         await CONVERSATIONS[self._conversation](environment)
 
 
-@dataclass(frozen=True)
-class Verified:
-    """What a trial came to: the verifier's numbers by name, the logs of both, and what the agent failed of."""
+async def run_policy(sandbox: str, task: str, session: str, talk: _Talk) -> Verified:
+    """A trial of a task, see `run_trial`, in whose container the policy works."""
+    agent = AgentConfig(
+        import_path=f"{PolicyAgent.__module__}:{PolicyAgent.__name__}", kwargs={"conversation": session}
+    )
+    CONVERSATIONS[session] = talk
+    try:
+        return await run_trial(sandbox, task, agent)
+    finally:
+        del CONVERSATIONS[session]
 
-    rewards: dict[str, float]
-    verifier_log: str
-    agent_log: str
-    agent_error: str | None
 
-
-async def run_trial(
-    sandbox: EnvironmentType, task: str, agent: AgentConfig, asked: Conversation | None = None
-) -> Verified:
+async def run_trial(sandbox: str, task: str, agent: AgentConfig, asked: Conversation | None = None) -> Verified:
     """
     Starts the container of a task, lets an agent work there, and has it verified.
 
     Args:
-        sandbox (`EnvironmentType`): What runs the container.
+        sandbox (`str`): What runs the container, by Harbor's name.
         task (`str`): The folder of the task.
         agent (`AgentConfig`): The agent.
         asked (`Conversation`, *optional*): What an agent that is not the policy itself asks. It ends where that is
@@ -106,8 +101,8 @@ async def run_trial(
     """
     agent = agent.model_copy(update={"override_timeout_sec": AGENT_SECONDS})
     with tempfile.TemporaryDirectory(prefix="mt-grpo-harbor-", ignore_cleanup_errors=True) as folder:
-        environment = EnvironmentConfig(type=sandbox)
-        if (ours := ENVIRONMENTS.get(sandbox.value)) is not None:
+        environment = EnvironmentConfig(type=EnvironmentType(sandbox))
+        if (ours := ENVIRONMENTS.get(sandbox)) is not None:
             path, reaches_host = f"{ours.__module__}:{ours.__name__}", asked is not None
             environment = EnvironmentConfig(import_path=path, kwargs={"reaches_host": reaches_host})
         config = TrialConfig(

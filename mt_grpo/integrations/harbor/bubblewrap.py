@@ -1,0 +1,322 @@
+"""Tasks without containers: commands in a sandbox of `bwrap`'s, over the programs of this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import tempfile
+import tomllib
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mt_grpo.errors import ConfigError
+from mt_grpo.integrations.harbor.containers import PROCESSES, is_gone, owner
+from mt_grpo.integrations.harbor.verified import SHOWN_LOG, TaskError, Verified
+
+_USER = 65534
+"""What a sandbox runs as where the trainer is root, for whom the limit of processes would not hold."""
+_PREFIX = "mt-grpo-bwrap-"
+_MACHINE = ("usr", "bin", "sbin", "lib", "lib64", "etc", "proc", "dev", "sys", "logs", "tests", "var", "run")
+"""Folders that are this machine's, or the verifier's; a task's files go elsewhere."""
+_SEEN_OF_ETC = ("alternatives", "ld.so.cache", "passwd", "group", "localtime")
+_ENVIRONMENT = {
+    "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+    "HOME": "/root",
+    "LANG": "C.UTF-8",
+    "TERM": "dumb",
+}
+_UNMET = ("steps", "verifier.env", "verifier.environment", "environment.env", "environment.mcp_servers")
+"""What a task's `task.toml` may ask of Harbor's containers alone."""
+_LOOP = "while read -r -d '' script; do printf %s \"$script\" | bash; printf '\\0'; done"
+"""The first process of a sandbox, which its commands cannot end: it runs a script, and says when it is over."""
+
+
+@dataclass(frozen=True)
+class _Machine:
+    """What a task asks for: where its files go, its working directory, variables, and limits."""
+
+    copies: tuple[tuple[Path, str], ...]
+    workdir: str
+    variables: dict[str, str]
+    memory_mb: int
+    storage_mb: int
+    verifier_seconds: float
+
+    def folders(self) -> set[str]:
+        """The folders of the sandbox's root in which its commands may write."""
+        paths = (self.workdir, "/tmp", "/root", *(target for _, target in self.copies))
+        return {path.split("/")[1] for path in paths} - {""}
+
+
+class _Said(NamedTuple):
+    """What a script in the sandbox printed."""
+
+    stdout: str
+
+
+def check_usable() -> None:
+    """Refuses a machine on which no sandbox can be made; removes the folders that killed runs left."""
+    if shutil.which("bwrap") is None:
+        raise ConfigError("`sandbox: bubblewrap` needs `bwrap`: install the package bubblewrap, 0.8 or later.")
+    with tempfile.TemporaryDirectory(prefix=_PREFIX) as folder:
+        tried = subprocess.run([*_sandbox(Path(folder), set(), "/"), "true"], capture_output=True, text=True, env={})
+    if tried.returncode != 0:
+        raise ConfigError(f"`sandbox: bubblewrap` cannot be used on this machine: {tried.stderr.strip()}")
+    for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/owner"):
+        if is_gone(left.read_text()):
+            shutil.rmtree(left.parent, ignore_errors=True)
+
+
+def read_machine(task: Path) -> _Machine:
+    """
+    Reads what a task needs.
+
+    Raises:
+        ConfigError: If it needs what a sandbox without an image cannot have.
+    """
+    config = tomllib.loads((task / "task.toml").read_text())
+    limits, verifier = config.get("environment", {}), config.get("verifier", {})
+    for name in _UNMET:
+        section, _, key = name.partition(".")
+        if config.get(section, {}).get(key) if key else config.get(section):
+            raise _unmet(task, f"`{name}`")
+    if not (task / "environment" / "Dockerfile").is_file() or list(task.glob("environment/*compose.y*ml")):
+        raise _unmet(task, "an image that no Dockerfile alone makes")
+    workdir = "/"
+    copies: list[tuple[Path, str]] = []
+    variables: dict[str, str] = {}
+    for instruction, words in _instructions(task / "environment" / "Dockerfile"):
+        if instruction == "WORKDIR":
+            workdir = _absolute(workdir, words[0])
+        elif instruction == "ENV" and all("=" in word for word in words):
+            variables.update({name: value for name, _, value in (word.partition("=") for word in words)})
+        elif instruction == "COPY" and len(words) > 1 and not words[0].startswith("--"):
+            many = len(words) > 2 or words[-1].endswith("/")
+            for word in words[:-1]:
+                source = (task / "environment" / word).resolve()
+                if not source.is_relative_to(task.resolve() / "environment") or not source.exists():
+                    raise _unmet(task, f"`COPY {word}`, which is not in its `environment`")
+                target = _absolute(workdir, words[-1])
+                copies.append((source, f"{target}/{source.name}" if many and source.is_file() else target))
+        elif instruction not in ("FROM", "CMD", "LABEL"):
+            raise _unmet(task, f"`{instruction} {shlex.join(words)[:60]}` in its Dockerfile")
+    machine = _Machine(
+        tuple(copies),
+        workdir,
+        variables,
+        int(limits.get("memory_mb") or 2048),
+        int(limits.get("storage_mb") or 10240),
+        float(verifier.get("timeout_sec") or 600.0),
+    )
+    owned = machine.folders().intersection(_MACHINE) | {"" for _, target in copies if target == "/"}
+    if owned:
+        raise _unmet(task, f"files in /{min(owned)}, which is this machine's")
+    return machine
+
+
+def _unmet(task: Path, what: str) -> ConfigError:
+    return ConfigError(
+        f"The task {task.name} needs {what}, and `sandbox: bubblewrap` builds no images: it takes FROM, of which "
+        "nothing is used, WORKDIR, COPY of files beside the Dockerfile, and ENV. Use `sandbox: podman` or `docker`."
+    )
+
+
+def _instructions(dockerfile: Path) -> Iterator[tuple[str, list[str]]]:
+    """The instructions of a Dockerfile, each with its words."""
+    lines = [line for line in dockerfile.read_text().splitlines() if not line.lstrip().startswith("#")]
+    for line in "\n".join(lines).replace("\\\n", " ").splitlines():
+        if words := line.split(None, 1):
+            yield words[0].upper(), shlex.split(words[1]) if words[0].upper() in ("COPY", "ENV") else words[1:]
+
+
+def _absolute(workdir: str, path: str) -> str:
+    return os.path.normpath(os.path.join(workdir, path.strip()))
+
+
+def _sandbox(folder: Path, writable: set[str], workdir: str, *more: str) -> list[str]:
+    """The command that begins a sandbox: this machine's programs, and the folders of a conversation."""
+    command = ["setpriv", f"--reuid={_USER}", f"--regid={_USER}", "--clear-groups"] if os.geteuid() == 0 else []
+    if command:
+        os.chown(folder, _USER, _USER)
+    command += "bwrap --unshare-all --unshare-user --uid 0 --gid 0 --disable-userns --die-with-parent".split()
+    command += "--new-session --hostname sandbox --proc /proc --dev /dev --ro-bind /usr /usr".split()
+    command += "--size 67108864 --tmpfs /dev/shm --remount-ro /dev".split()
+    for name in ("bin", "sbin", "lib", "lib64"):
+        path = Path("/", name)
+        if path.is_symlink():
+            command += ["--symlink", os.readlink(path), str(path)]
+        elif path.exists():
+            command += ["--ro-bind", str(path), str(path)]
+    for name in _SEEN_OF_ETC:
+        command += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
+    for name in sorted(writable):
+        command += ["--bind", str(folder / "root" / name), f"/{name}"]
+    return [*command, *more, "--remount-ro", "/", "--chdir", workdir]
+
+
+class Sandbox:
+    """
+    The sandbox of one conversation: a folder, and processes that see no others and no network.
+
+    Args:
+        task (`Path`): The folder of the task.
+        folder (`Path`): What is the conversation's alone.
+    """
+
+    def __init__(self, task: Path, folder: Path) -> None:
+        self._task, self._folder, self._machine = task, folder, read_machine(task)
+        self._process: asyncio.subprocess.Process | None = None
+        for name in self._machine.folders():
+            (folder / "root" / name).mkdir(parents=True, exist_ok=True)
+        (folder / "root" / self._machine.workdir.lstrip("/")).mkdir(parents=True, exist_ok=True)
+        for source, target in self._machine.copies:
+            place = folder / "root" / target.lstrip("/")
+            place.parent.mkdir(parents=True, exist_ok=True)
+            if source.is_dir():
+                shutil.copytree(source, place, symlinks=True, dirs_exist_ok=True)
+            else:
+                shutil.copy2(source, place)
+        _give(folder / "root")
+
+    async def exec(self, script: str, timeout_sec: float) -> _Said:
+        """Runs a script beside what earlier ones left running."""
+        if self._process is None:
+            self._process = await self._begin(("--as-pid-1",), "bash", "-c", _LOOP)
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(script.encode() + b"\0")
+        await self._process.stdin.drain()
+        try:
+            said = await asyncio.wait_for(self._process.stdout.readuntil(b"\0"), timeout_sec)
+        except asyncio.IncompleteReadError as error:  # its last words
+            said = error.partial
+        return _Said(said.decode(errors="replace").rstrip("\0"))
+
+    async def _begin(self, options: tuple[str, ...], *command: str) -> asyncio.subprocess.Process:
+        machine = self._machine
+        memory, storage = machine.memory_mb * 1024, machine.storage_mb * 1024
+        limits = f'ulimit -u {PROCESSES} -d {memory} -f {storage} -c 0; exec "$@"'
+        return await asyncio.create_subprocess_exec(
+            *_sandbox(self._folder, machine.folders(), machine.workdir, *options),
+            *("bash", "-c", limits, "bash", *command),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env=_ENVIRONMENT | machine.variables,
+            limit=1 << 20,
+        )
+
+    async def close(self) -> None:
+        """Ends all that runs in the sandbox."""
+        if self._process is not None:
+            await _end(self._process)
+
+    async def verify(self) -> tuple[dict[str, float], str]:
+        """
+        Runs the tests in a sandbox of their own over the same folders: what still runs in the agent's sees none of it.
+
+        Returns:
+            the verifier's numbers by name, and what it printed.
+
+        Raises:
+            TaskError: If there are none, or they take too long.
+        """
+        with tempfile.TemporaryDirectory(dir=self._folder, ignore_cleanup_errors=True) as place:
+            results = Path(place, "verifier")
+            results.mkdir()
+            shutil.copytree(self._task / "tests", Path(place, "tests"), symlinks=True)
+            Path(place, "tests", "test.sh").chmod(0o755)
+            _give(Path(place))
+            binds = ("--bind", f"{place}/tests", "/tests", "--bind", str(results), "/logs/verifier")
+            process = await self._begin(binds, "bash", "-c", "/tests/test.sh < /dev/null")
+            assert process.stdout is not None
+            log = b""
+            try:
+                async with asyncio.timeout(self._machine.verifier_seconds):
+                    while said := await process.stdout.read(1 << 16):
+                        log = (log + said)[-SHOWN_LOG:]
+            except TimeoutError:
+                raise TaskError(
+                    f"The task {self._task} was not verified: its tests took more than "
+                    f"{self._machine.verifier_seconds:g} s"
+                ) from None
+            finally:
+                await _end(process)
+            text = log.decode(errors="replace")
+            try:
+                return _rewards(results), text
+            except (OSError, ValueError) as error:
+                why = f"{error}: {text.strip()[-500:] or 'its tests printed nothing'}"
+                raise TaskError(f"The task {self._task} was not verified: {why}") from error
+
+
+def _rewards(results: Path) -> dict[str, float]:
+    """What the tests wrote: several numbers by name, or one."""
+    for name in ("reward.json", "reward.txt"):
+        path = results / name
+        if path.is_file() and not path.is_symlink():
+            try:
+                found = json.loads(path.read_text()[:65536])  # a number is JSON too
+                rewards = {
+                    key: float(one) for key, one in (found if name.endswith("json") else {"reward": found}).items()
+                }
+            except (ValueError, TypeError, AttributeError):
+                rewards = {}
+            if not rewards or not all(map(math.isfinite, rewards.values())):
+                raise ValueError(f"{name} holds no numbers")
+            return rewards
+    raise ValueError("it gave no reward")
+
+
+def _give(folder: Path) -> None:
+    """Gives a folder and all in it to the user of sandboxes."""
+    if os.geteuid() == 0:
+        for path in (folder, *folder.rglob("*")):
+            os.chown(path, _USER, _USER, follow_symlinks=False)
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """Ends a sandbox: its first process has all others ended before `bwrap`, which waits for it, ends too."""
+    with contextlib.suppress(OSError):
+        for first in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split() or [
+            str(process.pid)
+        ]:
+            os.kill(int(first), signal.SIGKILL)
+    await process.wait()
+
+
+@contextlib.asynccontextmanager
+async def _sandbox_of(task: Path) -> AsyncIterator[Sandbox]:
+    with tempfile.TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True) as folder:
+        Path(folder, "owner").write_text(owner())
+        sandbox = Sandbox(task, Path(folder))
+        try:
+            yield sandbox
+        finally:
+            await sandbox.close()
+
+
+async def run_policy(sandbox: str, task: str, session: str, talk: Callable[[Any], Awaitable[None]]) -> Verified:
+    """As `trial.run_policy`, in a sandbox."""
+    async with _sandbox_of(Path(task)) as made:
+        await talk(made)
+        await made.close()
+        rewards, log = await made.verify()
+        return Verified(rewards, log)
+
+
+async def verify(container: Sandbox, task: str) -> float | None:
+    """As `trial.verify`, in a sandbox."""
+    try:
+        rewards, _ = await container.verify()
+    except TaskError:  # of unfinished work too: tests may need what is not there yet
+        return None
+    return float(sum(rewards.values()))

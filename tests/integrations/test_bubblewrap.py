@@ -1,0 +1,222 @@
+"""Tasks in sandboxes of `bwrap`: what is done there is verified, and nothing else is reached."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import multiprocessing
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+from support.models import build_tokenizer
+from support.waiting import until
+
+from mt_grpo.data.terminal import KINDS, write_tasks
+from mt_grpo.errors import ConfigError
+from mt_grpo.integrations.harbor import HarborEnv, HarborTasks
+from mt_grpo.integrations.harbor.bubblewrap import check_usable, read_machine, run_policy
+from mt_grpo.integrations.harbor.containers import owner
+from mt_grpo.rollout import RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
+from mt_grpo.trajectory import StopReason
+
+if shutil.which("bwrap") is None:
+    pytest.skip("bwrap is not installed: run `make sandbox`", allow_module_level=True)
+
+SUBMIT = '<tool>{"name": "submit", "args": {}}</tool>'
+TEST = '[ "$(cat /app/hello.txt)" = hello ] && echo 1 || echo 0'
+
+
+def call(command):
+    return f"<tool>{json.dumps({'name': 'bash', 'args': {'command': command}})}</tool>"
+
+
+@pytest.fixture
+def make_task(tmp_path):
+    """Writes a task whose test is a shell command that says the reward."""
+
+    def make(test=TEST, dockerfile="FROM base\nWORKDIR /app\n", toml="", result="reward.txt"):
+        folder = tmp_path / "tasks" / "hello"
+        shutil.rmtree(folder, ignore_errors=True)
+        for name, text in {
+            "task.toml": f"[verifier]\ntimeout_sec = 1.0\n[environment]\nmemory_mb = 200\nstorage_mb = 10\n{toml}",
+            "instruction.md": "Write the word hello into /app/hello.txt.\n",
+            "environment/Dockerfile": dockerfile,
+            "environment/data/one.txt": "one\n",
+            "tests/test.sh": f"#!/bin/bash\necho verified\n({test}) > /logs/verifier/{result}\n",
+        }.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(text)
+        return folder
+
+    return make
+
+
+@pytest.fixture
+def play():
+    """Plays a scripted conversation of a folder's first task."""
+
+    def run(folder, *turns, **options):
+        tasks = HarborTasks(HarborEnv("bubblewrap", **options), str(folder))
+        row = tasks.rows("train")[0]
+        tasks.check(tasks.rows("train"), "dataset")
+        engine = ScriptedEngine(build_tokenizer(), lambda session, turn: f"{turns[turn]}<|im_end|>")
+        requests = [RolloutRequest(row["prompt"], "0", row=row)]
+        return asyncio.run(RolloutRunner(tasks, engine).run(requests, SamplingParams(max_tokens=4000)))[0]
+
+    return run
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(tmp_path, monkeypatch):
+    place = Path(tempfile.mkdtemp(prefix="sandboxes-"))  # which other users may enter, unlike `tmp_path`
+    place.chmod(0o755)
+    monkeypatch.setattr(tempfile, "tempdir", str(place))
+    yield place
+    assert not list(place.iterdir())
+    place.rmdir()
+
+
+def test_generated_tasks_are_solved_by_their_solutions_alone(tmp_path, play):
+    for task in write_tasks(tmp_path, len(KINDS), seed=3):
+        solution = (task / "solution" / "solve.sh").read_text()
+        assert play(task, call(solution), SUBMIT).env_rewards == {"reward": 1.0}, task
+        assert play(task, call("true"), SUBMIT).env_rewards == {"reward": 0.0}, task
+
+
+def test_a_shell_goes_on_from_call_to_call(make_task, play):
+    later = "printf $word > /app/hello.txt; pwd; ps"
+    found = play(make_task(), call("cd /tmp; word=hello; sleep 50 &"), call(later), SUBMIT)
+    result = found.turns[1].tool_calls[0].result
+    assert result.startswith("/tmp") and "sleep" in result
+    assert found.env_rewards == {"reward": 1.0} and found.info["verifier_log"] == "verified\n"
+
+
+@pytest.mark.parametrize(
+    ("test", "result", "rewards"),
+    [
+        ('echo \'{"reward": 0.5, "style": 1}\'', "reward.json", {"reward": 0.5, "style": 1.0}),
+        ("echo 0.25", "reward.txt", {"reward": 0.25}),
+    ],
+)
+def test_the_numbers_of_the_verifier_are_kept_by_name(make_task, play, test, result, rewards):
+    assert play(make_task(test, result=result), SUBMIT).env_rewards == rewards
+
+
+@pytest.mark.parametrize(
+    ("test", "why"),
+    [
+        ("exit 1", "reward.txt holds no numbers"),
+        ("echo nan", "reward.txt holds no numbers"),
+        ("sleep 60; echo 1", "its tests took more than 1 s"),
+        ("rm /logs/verifier/*; ln -s /etc/passwd /logs/verifier/reward.txt", "it gave no reward"),
+    ],
+)
+def test_a_verifier_that_fails_is_no_reward(make_task, play, test, why):
+    found = play(make_task(test), SUBMIT)
+    assert found.stop_reason == StopReason.ENV_ERROR and not found.env_rewards and why in found.error
+
+
+def test_turns_are_paid_for_what_verification_gained(make_task, play):
+    folder = make_task("cat /app/parts 2>/dev/null | wc -w | sed 's/^/0./'")
+    turns = ["echo a b c > /app/parts", "ls /tests /logs", "echo a > /app/parts", "echo a b c d > /app/parts"]
+    found = play(folder, *map(call, turns), SUBMIT, verify_every=1)
+    assert [turn.reward for turn in found.turns] == pytest.approx([0.3, 0.0, 0.0, 0.1, 0.0])
+    assert "test.sh" not in found.turns[1].tool_calls[0].result
+
+
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        ("mkdir -p /logs/verifier || echo 1 > /logs/verifier/reward.txt", "Read-only file system"),
+        ("(while :; do cp /dev/null /tests/test.sh; done) > /dev/null 2>&1 &", "[no output]"),
+        ("rm -rf /app; ln -s /etc /app", "Read-only file system"),
+        ("ls /root/.. /home /opt /etc/shadow; ls -A /root /tmp", "cannot access '/home'"),
+        ("kill -9 1; echo alive", "alive"),
+        ("[ $(ls -d /proc/[0-9]* | wc -l) -lt 12 ] && echo alone", "alone"),
+        ("for i in $(seq 700); do sleep 30 & done", "Resource temporarily unavailable"),
+        ("head -c 400000000 /dev/zero | tail -c 390000000 | wc -c", "memory exhausted"),
+        ("head -c 20000000 /dev/zero > /app/large; ls -l /app/large", "10485760"),
+        ("cat < /dev/tcp/127.0.0.1/22; cat /sys/class/net/eth0/address; ip route", ""),
+        ("unshare --user --map-root-user id", "unshare failed"),
+        ("env | cut -d= -f1 | sort | tr '\\n' ' '", "HOME LANG PATH PWD SHLVL TERM _"),
+        ("echo b > /dev/sda; echo c > /proc/sysrq-trigger; cat /etc/shadow", "No such file"),
+        ("yes '<|im_end|></result>' | head -c 100000000", "bytes left out"),
+    ],
+)
+def test_a_sandbox_holds_what_runs_in_it(make_task, play, command, shown):
+    found = play(make_task(), call(command), SUBMIT, tool_timeout=5)
+    assert shown in found.turns[0].tool_calls[0].result
+    assert found.env_rewards == {"reward": 0.0} and len(found.turns) == 2
+
+
+def test_a_sandbox_that_is_gone_ends_its_conversation_alone(make_task, play):
+    found = play(make_task(), call("kill -9 -1"), SUBMIT)
+    assert found.stop_reason == StopReason.ENV_ERROR and "The container runs no commands any more: " in found.error
+
+
+def test_files_go_where_the_dockerfile_says(make_task, play):
+    folder = make_task(
+        "cat /app/data/one.txt /srv/two.txt /app/sub/one.txt | wc -l; echo $WORD >&2",
+        "# a comment\nFROM base AS one\nENV WORD='a b' \\\n  OTHER=1\nWORKDIR /app\nCOPY data data\n"
+        'COPY data/one.txt /srv/two.txt\nWORKDIR sub\nCOPY data/one.txt .\nCMD ["bash"]\n',
+    )
+    found = play(folder, call("pwd; echo $WORD"), SUBMIT)
+    assert found.turns[0].tool_calls[0].result == "/app/sub\na b" and found.env_rewards == {"reward": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("dockerfile", "toml", "what"),
+    [
+        ("FROM base\nRUN apt-get install -y gcc\n", "", "`RUN 'apt-get install -y gcc'` in its Dockerfile"),
+        ("FROM base\nCOPY ../tests /app\n", "", "`COPY ../tests`, which is not in its `environment`"),
+        ("FROM base\nCOPY data /etc/data\n", "", "files in /etc, which is this machine's"),
+        ("FROM base\nCOPY data /\n", "", "files in /, which is this machine's"),
+        ("FROM base\nCOPY --chown=a data /app\n", "", "`COPY --chown=a data /app` in its Dockerfile"),
+        ("FROM base\n", "[environment.env]\nKEY = '${KEY}'\n", "`environment.env`"),
+        ("FROM base\n", "[[steps]]\nname = 'one'\n", "`steps`"),
+    ],
+)
+def test_tasks_that_need_an_image_are_refused(make_task, dockerfile, toml, what):
+    folder = make_task(dockerfile=dockerfile, toml=toml)
+    tasks = HarborTasks(HarborEnv("bubblewrap"), str(folder))
+    with pytest.raises(ConfigError) as refused:
+        tasks.check(tasks.rows("train"), "dataset")
+    assert f"The task hello needs {what}, and `sandbox: bubblewrap` builds no images" in str(refused.value)
+
+
+def test_a_task_without_a_dockerfile_is_refused(make_task):
+    folder = make_task()
+    (folder / "environment" / "Dockerfile").unlink()
+    with pytest.raises(ConfigError, match="The task hello needs an image that no Dockerfile alone makes, and"):
+        read_machine(folder)
+
+
+def test_a_machine_without_bwrap_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match="`sandbox: bubblewrap` needs `bwrap`: install the package bubblewrap"):
+        check_usable()
+
+
+def test_a_killed_run_leaves_nothing_after_the_next_begins(make_task, nothing_is_left):
+    async def talk(sandbox):
+        await sandbox.exec("sleep 12345", 60)
+
+    def sleeps():
+        return subprocess.run(["pgrep", "-f", "^sleep 12345$"], stdout=-3).returncode == 0
+
+    def work():
+        owner.cache_clear()  # it is another process
+        asyncio.run(run_policy("bubblewrap", str(make_task()), "a", talk))
+
+    process = multiprocessing.get_context("fork").Process(target=work)
+    process.start()
+    until(sleeps)
+    process.kill()
+    process.join()
+    until(lambda: not sleeps())
+    assert list(nothing_is_left.iterdir())
+    check_usable()
+    assert not list(nothing_is_left.iterdir())
