@@ -320,7 +320,7 @@ def of_any_agent():
     ("page", "figures"),
     [
         ("README.md", of_readme),
-        ("docs/measurements.md", of_measurements),
+        ("benchmarks/reports/measurements.md", of_measurements),
         ("docs/any_agent.md", of_any_agent),
         ("benchmarks/reports/accuracy.md", of_accuracy),
     ],
