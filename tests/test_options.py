@@ -60,6 +60,11 @@ CONTRADICTING = [
     ({"history": "compact"}, "`history: compact` needs `compact_every`"),
     ({"groups_without_signal": "leave_out", "entropy_coef": 0.1}, "`groups_without_signal: leave_out` drops groups"),
     ({"groups_without_signal": "resample", "use_adaptive_entropy": True}, "`groups_without_signal: resample` drops"),
+    ({"distillation_coef": 0.1}, "`distillation_coef: 0.1` weighs the distance to a teacher, and there is none"),
+    (
+        {"distillation_coef": 0.1, "teacher": "a", "groups_without_signal": "leave_out"},
+        "`groups_without_signal: leave_out` drops groups from the loss, and `distillation_coef: 0.1` learns",
+    ),
     ({"max_staleness": 1, "vllm_importance_sampling_correction": False}, "`max_staleness: 1` trains on what earlier"),
     ({"max_staleness": 1, "vllm_importance_sampling_clip_max": None}, "`max_staleness: 1` trains on what earlier"),
     (

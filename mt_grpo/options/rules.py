@@ -87,6 +87,16 @@ CONFLICTS = (
         "<groups_without_signal> drops groups from the loss, and <entropy_coef> with <use_adaptive_entropy> learns "
         "from all",
     ),
+    # a teacher
+    _Conflict(
+        lambda o: o.distillation_coef and o.teacher is None,
+        "<distillation_coef> weighs the distance to a teacher, and there is none",
+        "name one in `teacher`, or leave it out",
+    ),
+    _Conflict(
+        lambda o: o.distillation_coef and o.groups_without_signal != "keep",
+        "<groups_without_signal> drops groups from the loss, and <distillation_coef> learns from all",
+    ),
     # sampling ahead
     _Conflict(
         lambda o: (

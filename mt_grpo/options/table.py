@@ -348,6 +348,13 @@ class RunOptions:
         "command line. It has the policy's tokenizer, and is not trained.",
         page="teachers.md",
     )
+    distillation_coef: float = _training(
+        "Weight of the distance to a teacher in the loss. It is the reverse KL divergence on the sampled tokens, as "
+        "TRL's `distillation_mode: sampled_token`; without rewards it is the whole loss.",
+        default=0.0,
+        rule=_NOT_BELOW_ZERO,
+        page="teachers.md",
+    )
 
     disable_dropout: bool = _training(
         "Train without dropout, as sampling has none. An adapter's is included. With `false` it is in the loss, "

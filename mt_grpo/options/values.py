@@ -452,6 +452,7 @@ SYNONYMS = {
     "max_grad_norm": "grad_clip clip_grad gradient_clipping clip_grad_norm grad_norm",
     "optim": "optimizer optimiser",
     "mask_truncated_completions": "overlong_filter overlong_filtering",
+    "distillation_coef": "distillation_weight distillation_coeff distill_coef kd_coef distillation_loss_coef",
     "teacher": "teacher_model teacher_model_name_or_path teacher_name teacher_path",
     "use_peft": "use_lora lora peft enable_lora train_type tuner_type finetuning_type peft_config",
     "lora_r": "lora_rank lora_dim rank r peft_r",

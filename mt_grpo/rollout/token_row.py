@@ -37,6 +37,7 @@ class TokenRow:
             history was rewritten. -1 is the last token of the prompt, -2 the one before, and so on.
         prompt_routes, routes (`bytes`): The routes of both parts, see `Routes`; empty where no token has one.
         media (`Media`): The media of both parts. Their tokens have ids below 0.
+        teacher (`list[float]`): The teacher's log-probs of sampled tokens, NaN for others; empty without a teacher.
     """
 
     prompt_ids: list[int]
@@ -48,6 +49,7 @@ class TokenRow:
     prompt_routes: bytes = b""
     routes: bytes = b""
     media: Media = field(default_factory=dict)
+    teacher: list[float] = field(default_factory=list)
 
 
 def token_row(trajectory: Trajectory, renderer: ChatRenderer, env_mask: int = 0) -> TokenRow:
@@ -71,6 +73,7 @@ def token_row(trajectory: Trajectory, renderer: ChatRenderer, env_mask: int = 0)
     replied = _observations(trajectory)
     answered = {-1: 0} | dict.fromkeys(prompt, 0)  # latest turn on the path to each node
     masks = {turn.index: list(turn.mask) for turn in trajectory.turns if turn.mask is not None}
+    taught = list(trajectory.teacher_logprobs)
     for index in order:
         if index in ends:
             continue
@@ -85,6 +88,11 @@ def token_row(trajectory: Trajectory, renderer: ChatRenderer, env_mask: int = 0)
             row.mask[begin:], masks[node.turn] = masks[node.turn][:size], masks[node.turn][size:]
         row.turns += [answered[index]] * (size - tail) + [turn] * tail
         row.logprobs += node.logprobs if trained else [float("nan")] * size
+        if trained and taught:
+            row.teacher += taught[node.turn][:size]
+            taught[node.turn] = taught[node.turn][size:]
+        elif taught:
+            row.teacher += [float("nan")] * size
         row.parent += [ends[node.parent], *range(begin, begin + size - 1)]
         ends[index] = begin + size - 1
     width = max(len(node.routes) // len(node.tokens) for node in tree.nodes)

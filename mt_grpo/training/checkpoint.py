@@ -94,7 +94,7 @@ def batch_options(args: MTGRPOConfig) -> dict[str, Any]:
     """What a checkpoint says of its run's options, for a run that resumes from it."""
     names = (*_BATCH_OPTIONS, *_LASTING, *_SCHEDULE, *BEST, "beta", "max_staleness")
     options = {name: getattr(args, name) for name in names}
-    options["replay"] = args.replay is not None
+    options |= {"replay": args.replay is not None, "teacher": args.teacher is not None}
     options["optim"] = str(getattr(args.optim, "value", args.optim)).removesuffix("_fused")  # the same state
     options["lr_scheduler_type"] = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
     return options
@@ -121,7 +121,7 @@ def load_rollouts(
     path, device = _path(folder, accelerator.process_index), torch.device(accelerator.device)
     path = path if path.exists() else _path(folder, 0)
     state = _read(path, map_location="cpu" if device.type == "cpu" else device)  # of several ranks it is `cpu:0`
-    saved = options | {"max_staleness": 0} | state.get("options", {})
+    saved = options | {"max_staleness": 0, "teacher": False} | state.get("options", {})
     if state["processes"] != accelerator.num_processes:
         ratio = options["gradient_accumulation_steps"] / saved["gradient_accumulation_steps"]
         return round(state["step"] * ratio), None, None
@@ -189,7 +189,7 @@ def check_checkpoint(folder: Path, options: dict[str, Any], rank: int, processes
             "the same.",
             folder,
         )
-    saved: dict[str, Any] = options | {"max_staleness": 0} | state.get("options", {})
+    saved: dict[str, Any] = options | {"max_staleness": 0, "teacher": False} | state.get("options", {})
     exact = [*_BATCH_OPTIONS, *_LASTING]
     if options["replay"]:
         exact.remove("shuffle_dataset")  # its prompts come in the order in which the run's conversations are read
@@ -207,8 +207,8 @@ def check_checkpoint(folder: Path, options: dict[str, Any], rank: int, processes
     if {saved["lr_scheduler_type"], options["lr_scheduler_type"]}.intersection(_MEASURED):
         exact += _SCHEDULE
     other = [name for name in exact if saved[name] != options[name]]
-    if bool(saved["beta"]) != bool(options["beta"]):  # whether there are log-probs of the reference model
-        other.append("beta")
+    # whether there are log-probs of the reference model, and of the teacher
+    other += [name for name in ("beta", "teacher") if bool(saved[name]) != bool(options[name])]
     if other:
         made, here = (", ".join(f"`{name}: {values[name]}`" for name in other) for values in (saved, options))
         raise ConfigError(

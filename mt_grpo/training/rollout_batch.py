@@ -287,7 +287,7 @@ def fill_up_scores(scores: Scores, fills: list[bool]) -> Scores:
     )
 
 
-_TOKENS_OF_ALL = ("cispo", "dapo", "vespo")
+TOKENS_OF_ALL = ("cispo", "dapo", "vespo")
 """Losses that TRL divides by `num_items_in_batch`, the tokens that are trained in the whole generation batch."""
 
 
@@ -310,7 +310,7 @@ def share_out(batches: list[Columns], loss_type: str) -> None:
     TRL divides by rows (`grpo`, `sapo`, `luspo`, `dr_grpo`), by micro-batches (`bnpo`) or by the tokens that are
     trained, which are counted right already.
     """
-    if loss_type in _TOKENS_OF_ALL:
+    if loss_type in TOKENS_OF_ALL:
         return
     if loss_type == "bnpo":
         counts = [bool((batch["completion_mask"] * batch["tool_mask"]).any()) for batch in batches]

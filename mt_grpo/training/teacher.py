@@ -1,6 +1,6 @@
 """
 The teacher of a run: another model, whose log-probs of the tokens that the policy sampled, each in the context in
-which it was sampled, are computed once per batch.
+which it was sampled, are computed once per batch, and the loss that they make: on-policy distillation.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from dataclasses import replace
 from math import isnan
 
 import torch
-from accelerate.utils import gather_object
-from torch import nn
+from accelerate.utils import gather, gather_object
+from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from trl import GRPOTrainer
 from trl.models import prepare_deepspeed, prepare_fsdp
@@ -21,13 +21,20 @@ from mt_grpo.errors import ConfigError, libraries_may_refuse
 from mt_grpo.forward.model import score
 from mt_grpo.forward.packing import FlatTree, flatten
 from mt_grpo.forward.probe import context_length
+from mt_grpo.rollout import TokenRow
 from mt_grpo.token_tree import TokenTree
 from mt_grpo.training.config import changed
 from mt_grpo.training.forward_plan import prove_forward
 from mt_grpo.training.model import open_policy, resolve_base, resolve_model, source_options, wrapped_layers
 from mt_grpo.training.ranks import everywhere
-from mt_grpo.training.rollout_batch import RolloutBatch, longest_path
+from mt_grpo.training.rollout_batch import TOKENS_OF_ALL, Columns, RolloutBatch, longest_path
 from mt_grpo.trajectory import Trajectory
+
+LOGPS = "teacher_per_token_logps"
+"""The column of a batch with what a teacher makes of its tokens, `(B, T)`, NaN for those that were not sampled."""
+
+CLIP = 2.0
+"""Where the ratio of a token's probability to the one it was sampled with is cut: TRL's `distillation_is_clip`."""
 
 _NAMED = 3
 """Tokens that a sentence about another tokenizer names at most."""
@@ -161,3 +168,43 @@ def _one_token() -> TokenTree:
 
 def _mean(values: list[float]) -> float | None:
     return sum(values) / len(values) if values else None
+
+
+def token_column(rows: list[TokenRow], like: Tensor) -> Tensor:
+    """What the teacher makes of a batch's tokens, as `LOGPS`; `like` is `(B, T)`."""
+    column = torch.full(like.shape, torch.nan, device=like.device)
+    for number, row in enumerate(rows):
+        column[number, : len(row.teacher)] = torch.tensor(row.teacher)
+    return column
+
+
+def distillation_loss(trainer: GRPOTrainer, inputs: Columns, logps: Tensor) -> Tensor:
+    """
+    The loss of a micro-batch whose gradient is that of the reverse KL divergence of the policy, with the log-probs
+    `logps` `(B, T)`, from its teacher on the tokens that were sampled: `(log p - log q) * log p`, without a gradient
+    through the first factor, as `distillation_mode: sampled_token` of TRL's `SDPOTrainer`. What other weights or
+    kernels sampled is corrected by TRL's ratios. It is divided as the loss of `loss_type`. This is a collective call.
+    """
+    args, teacher, trained = trainer.args, inputs[LOGPS], inputs["completion_mask"] * inputs["tool_mask"]
+    mask = trained * ~teacher.isnan()
+    log_ratios = (logps.detach() - teacher.nan_to_num(nan=0.0)) * mask
+    sums = gather(torch.stack([log_ratios.sum(), mask.sum()])[None]).sum(dim=0)
+    mode = "train" if trainer.model.training else "eval"
+    trainer._metrics[mode]["teacher/reverse_kl"].append((sums[0] / sums[1].clamp(min=1)).item())
+    loss = log_ratios * logps
+    if "old_per_token_logps" in inputs:
+        loss = loss * (logps.detach() - inputs["old_per_token_logps"]).clamp(-20, 20).exp().clamp(max=CLIP)
+    if "importance_sampling_ratio" in inputs:
+        loss = loss * inputs["importance_sampling_ratio"]
+    steps = trainer.current_gradient_accumulation_steps if mode == "train" else 1
+    if args.loss_type in TOKENS_OF_ALL:
+        share = steps / args.steps_per_generation if mode == "train" else 1  # of the batch that was sampled
+        return loss.sum() * trainer.accelerator.num_processes / (inputs["num_items_in_batch"].clamp(min=1) * share)
+    if args.loss_type == "bnpo":
+        return loss.sum() / mask.sum().clamp(min=1) / steps
+    by_row = loss.sum(dim=1)
+    if args.loss_type == "dr_grpo":
+        by_row = by_row / trainer.max_completion_length
+    elif args.loss_type != "luspo":
+        by_row = by_row / mask.sum(dim=1).clamp(min=1)
+    return by_row.mean() / steps

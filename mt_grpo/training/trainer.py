@@ -239,6 +239,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         self._evaluation: EvaluationRows | None = None
         self._loss_inputs: Columns | None = None  # the micro-batch whose loss TRL's forward computes
         self._router_loss: torch.Tensor | None = None  # the loss that balances experts in it
+        self._logps: torch.Tensor | None = None  # the policy's log-probs in it
         self._failed_batches = 0
 
     @property
@@ -525,6 +526,8 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         self._metrics[step.mode]["frac_reward_zero_std"][-1] = equal
         show_advantages(self._logs["advantages"], batch.rewards, batch.advantages)
         output |= rollout_batch.token_columns(batch.token_rows, output)
+        if self.teacher_model is not None:
+            output[teacher.LOGPS] = teacher.token_column(batch.token_rows, output["completion_ids"])
         output["group_ids"], output["row_ids"] = step.rows // batch.group_size, step.row_ids
         output["advantages"] = step.advantages.gather(1, output["turn_ids"])
 
@@ -543,8 +546,10 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             with self._activations.kept(model) if self.model.training else nullcontext():
                 loss = super().compute_loss(model, inputs, *args, **kwargs)
         finally:
-            self._loss_inputs, router_loss = None, self._router_loss
-            self._router_loss = None
+            self._loss_inputs, router_loss, logps = None, self._router_loss, self._logps
+            self._router_loss = self._logps = None
+        if self.args.distillation_coef and logps is not None:
+            loss = loss + self.args.distillation_coef * teacher.distillation_loss(self, inputs, logps)
         if self.model.training:
             check_loss(loss, inputs, model, self.state.global_step)
         if "loss_factor" not in inputs:
@@ -587,7 +592,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
                 logps, entropies, router_loss = scores.logps, scores.entropies, scores.router_loss
                 entropies = entropies if compute_entropy else None
         if inputs is not None:
-            self._router_loss = router_loss
+            self._router_loss, self._logps = router_loss, logps
             if self.model.training:
                 self.step_log.trained(inputs, logps, entropies)
         return logps, entropies, router_loss

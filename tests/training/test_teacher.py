@@ -8,12 +8,23 @@ from support.architectures import KINDS
 from support.forests import distance
 from support.hybrids import ONE_OF_EACH_KIND, build_kind
 from support.models import build_model, build_tokenizer
-from support.trainers import batch, conversation, thinking
+from support.trainers import (
+    LOSS_TYPES,
+    assert_near,
+    batch,
+    conversation,
+    gradient,
+    log_probs,
+    logged,
+    member,
+    thinking,
+)
 from transformers import AutoModelForCausalLM
+from trl.experimental.sdpo import SDPOConfig, SDPOTrainer
 
 from mt_grpo.errors import ConfigError
 from mt_grpo.training.rollout_batch import RolloutBatch
-from mt_grpo.training.teacher import read
+from mt_grpo.training.teacher import LOGPS, read
 from mt_grpo.trajectory import Trajectory
 
 MODELS = ("llama", "gpt-oss", "gemma 2", "cohere", "granite", "gpt-2", "bloom", "qwen 2", *ONE_OF_EACH_KIND)
@@ -119,3 +130,66 @@ def test_a_conversation_that_a_teacher_cannot_read_ends_the_run(teach, tokenizer
     long = teach(teacher=build_model(tokenizer, max_position_embeddings=128), max_completion_length=127)
     with pytest.raises(ConfigError, match="A conversation has 1.. tokens, and the teacher .* reads 128: lower"):
         batch(long)
+
+
+# Distillation
+
+
+def one_turn(session, turn):
+    return f"<answer>Lima {'of Peru ' * member(session)}</answer>"
+
+
+@pytest.mark.parametrize("off_policy", [False, True])
+def test_a_turn_is_distilled_as_by_trl(teach, tokenizer, questions, tmp_path, off_policy):
+    """Loss and gradient of TRL's `SDPOTrainer`, whose teacher sees no more than its policy here."""
+    trainer = teach(one_turn, loss_type="grpo", distillation_coef=1.0, temperature=0.7)
+    trainer.model.train()
+    inputs = batch(trainer)
+    inputs["advantages"] *= 0
+    if off_policy:
+        inputs["old_per_token_logps"] = log_probs(trainer, inputs).detach() + torch.linspace(-1, 1, 4)[:, None]
+    loss, learnt = gradient(trainer, inputs)
+    options = {"distillation_mode": "sampled_token", "distillation_alpha": 1.0, "teacher_model_kind": "live"}
+    options |= {"per_device_train_batch_size": 4, "num_generations": 4, "temperature": 0.7, "bf16": False}
+    args = SDPOConfig(str(tmp_path / "sdpo"), use_cpu=True, gradient_checkpointing=False, report_to=[], **options)
+    rows = questions.map(lambda row: {"privileged_context": "none"})
+    theirs = SDPOTrainer(build_model(tokenizer), lambda **given: [], args, rows, processing_class=tokenizer)
+    folder = trainer.args.teacher["model"]
+    theirs.teacher_model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    theirs.current_gradient_accumulation_steps = 1
+    same = {name: torch.cat([inputs[f"prompt_{name}"], inputs[f"completion_{name}"]], 1) for name in ("ids", "mask")}
+    seen = {"teacher_input_ids": same["ids"], "teacher_attention_mask": same["mask"]}
+    expected, other = gradient(theirs, inputs | seen)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+    assert_near(learnt, other)
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_the_distance_is_divided_as_the_loss_is(teach, loss_type):
+    """TRL divides its KL penalty so: both are made the same number at each token."""
+    trainer = teach(loss_type=loss_type, distillation_coef=0.5, max_staleness=1, **STRIPS)
+    trainer.model.train()
+    inputs, distance = batch(trainer), 0.25
+    inputs["advantages"] *= 0
+    inputs["importance_sampling_ratio"] = torch.ones_like(inputs["advantages"])
+    logps = inputs["old_per_token_logps"] = log_probs(trainer, inputs).detach()
+    penalty = torch.tensor(distance).exp() - distance - 1
+    inputs[LOGPS] = torch.where(logps == 0, torch.nan, logps - penalty / logps)
+    inputs["ref_per_token_logps"] = logps + distance
+    found = trainer.compute_loss(trainer.model, inputs)
+    trainer.args.distillation_coef, trainer.beta = 0.0, 0.5
+    torch.testing.assert_close(found, trainer.compute_loss(trainer.model, inputs), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2, "steps_per_generation": 2}], ids=str)
+def test_forwards_distil_alike(teach, options):
+    """Also over forked histories, of which a padded row is a copy each."""
+    learnt = []
+    for forward in ("tree", "turn_by_turn"):
+        trainer = teach(distillation_coef=0.3, forward=forward, optim="sgd", **STRIPS, **options)
+        torch.manual_seed(0)
+        trainer.train()
+        learnt.append(torch.tensor(logged(trainer, "loss", "grad_norm")))
+        learnt.append(torch.cat([each.flatten() for each in trainer.model.parameters()]))
+    torch.testing.assert_close(learnt[:2], learnt[2:], rtol=1e-4, atol=1e-6)
+    assert len(learnt[0]) == len(logged(trainer, "teacher/reverse_kl")) == 2

@@ -117,7 +117,7 @@ IMPORTS = {
     "trl.generation.vllm_client": "VLLMClient",
     "trl.generation.vllm_generation": "VLLMGeneration",
     "trl.import_utils": "is_vllm_available",
-    "trl.models": "get_act_offloading_ctx_manager unwrap_model_for_generation",
+    "trl.models": "get_act_offloading_ctx_manager prepare_deepspeed prepare_fsdp unwrap_model_for_generation",
     "trl.trainer.utils": "create_model_from_path selective_log_softmax",
 }
 """Everything that the package imports from TRL."""
