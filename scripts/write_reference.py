@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
+import textwrap
 from pathlib import Path
 
-from mt_grpo.envs import Outcome, Step
+from mt_grpo.envs import MultiTurnToolEnv, Outcome, Step, StepEnv
+from mt_grpo.integrations.gym import GymEnv
 from mt_grpo.rewards import OutcomeReward, StateScore, TurnReward
 from mt_grpo.trajectory import StopReason, ToolCall, Trajectory, Turn
 
@@ -19,6 +21,14 @@ CLASSES = {
     Step: "`StepEnv.step` returns it.",
     Outcome: "An environment's `run`, or an agent, returns it.",
 }
+ENVIRONMENTS = {
+    StepEnv: ("Attributes", "Subclass it for rules of your own: [how](environments.md)."),
+    MultiTurnToolEnv: ("Args", "A `StepEnv` with tools, and what a recipe's `tools` run in."),
+    GymEnv: ("Args", "A `StepEnv` over a class in Gym's form: [games](games.md)."),
+}
+"""Environments to subclass or to make, with the part of the docstring that says what they have."""
+METHODS = {StepEnv: ("reset", "step", "fork", "close"), MultiTurnToolEnv: ("start", "reset", "step", "execute")}
+"""What a subclass may override, or call."""
 HEAD = """# Reference
 
 For your rewards, environments and agents: what these objects hold. Made from the code by
@@ -31,9 +41,9 @@ REWARDS = """## Arguments of rewards
 | --- | --- | --- |"""
 
 
-def described(text: str) -> dict[str, str]:
+def described(text: str, part: str = "Args") -> dict[str, str]:
     """The first sentence on each argument of a docstring."""
-    arguments = text.partition("\nArgs:\n")[2].partition("\n\n")[0]
+    arguments = text.partition(f"\n{part}:\n")[2].partition("\n\n")[0]
     entries = re.findall(r"^    (\w+) \(.*?\): (.*?)(?=^    \w|\Z)|", arguments, re.DOTALL | re.MULTILINE)
     entries = {name: " ".join(words.split()) for name, words in entries if name}
     return {name: re.split(r"(?<=[.;:]) (?=[A-Z])|; ", words)[0].rstrip(".;:") for name, words in entries.items()}
@@ -55,6 +65,31 @@ def fields(cls: type) -> str:
     return "\n".join(lines)
 
 
+def sentence(text: str) -> str:
+    """The first of a docstring."""
+    return re.split(r"(?<=[.]) |[:;] ", " ".join(text.split("\n\n")[0].split()))[0].rstrip(".:;")
+
+
+def environments() -> str:
+    """What environments have, what a subclass overrides, and the example of a docstring as code that runs."""
+    parts = []
+    for cls, (part, where) in ENVIRONMENTS.items():
+        text = inspect.getdoc(cls) or ""
+        lines = [f"## {cls.__name__}", "", f"`from {home(cls)} import {cls.__name__}`. {where}", ""]
+        lines += [f"- `{name}`: {words}" for name, words in described(text, part).items()]
+        for name in METHODS.get(cls, ()):
+            method = vars(cls)[name]
+            words = ", ".join(list(inspect.signature(method).parameters)[1:])
+            lines.append(f"- `{name}({words})`: {sentence(inspect.getdoc(method) or '')}")
+        example = re.search(r"^    class .*?(?=^\S)", text, re.DOTALL | re.MULTILINE)
+        if cls is MultiTurnToolEnv and example:
+            code = f"from {home(cls)} import {cls.__name__}\n\n\n{textwrap.dedent(example[0]).strip()}"
+            lines += ["", "A reward for turns whose calls all ran, and a countdown:", "", f"```python\n{code}\n```"]
+            lines += ["", "One with tools over a row's database: [the example](example.md)."]
+        parts.append("\n".join([*lines, ""]))
+    return "\n".join(parts)
+
+
 def reference() -> str:
     """The page."""
     parts = [HEAD]
@@ -63,6 +98,7 @@ def reference() -> str:
         parts.append(
             f"## {cls.__name__}\n\n`from {home(cls)} import {cls.__name__}`. {where} {first}\n\n{fields(cls)}\n"
         )
+    parts.append(environments())
     rewards = "\n".join(
         f"| `{cls.__name__}` | `score({', '.join(arguments(cls))})` | {(inspect.getdoc(cls) or '').split('. ')[0]}; "
         "a number, or `None` where it does not apply |"
@@ -87,7 +123,7 @@ def arguments(cls: type) -> list[str]:
 
 def home(cls: type) -> str:
     """The module that users import a class from."""
-    return cls.__module__.removesuffix(".env")
+    return re.sub(r"\.(tool_)?env$", "", cls.__module__)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from support.conversations import play
 from support.recipes import parse_recipe
 from support.registered import keep, keep_estimators
 
@@ -18,7 +19,7 @@ from mt_grpo.cli import main
 from mt_grpo.envs.tool_env import execute_calls
 from mt_grpo.rewards import REWARDS, load_rewards
 from mt_grpo.runlog import open_run, read_trajectories
-from mt_grpo.tools import ToolSession, load_tools_file
+from mt_grpo.tools import ToolSession, calculator, load_tools_file
 from mt_grpo.trajectory import ToolCall
 
 ROOT = Path(__file__).parent.parent
@@ -134,6 +135,17 @@ def test_a_factory_needs_no_dataset(example, capsys):
     ):
         assert main(["train", "recipe.yaml", *more, "--dry_run"]) == 1
         assert said in capsys.readouterr().err
+
+
+def test_the_example_of_the_reference_pays_and_counts_down():
+    (code,), namespace = blocks("reference.md", "python"), {"__name__": "docs"}
+    exec(code, namespace)
+    env = namespace["Countdown"]([calculator], max_steps=3, protocol="learnt_tags")
+    call = '<tool>{"name": "calculator", "args": {"expression": "%s"}}</tool>'
+    ((trajectory,), _) = play(env, [call % "6 * 7", call % "six", "nothing", "<answer>42</answer>"])
+    assert [turn.reward for turn in trajectory.turns] == [1, 0, 0, None]
+    left = [turn.replies[-1]["content"].splitlines()[-1] for turn in trajectory.turns[:3]]
+    assert left == ["2 replies left.", "1 replies left.", "0 replies left."] and trajectory.answer == "42"
 
 
 # Tools

@@ -169,7 +169,7 @@ class StepEnv(Env):
         turns (`list[Turn]`): Its turns so far.
         protocol (`CallProtocol`, *optional*): Reads calls and answers before `step` sees a turn; none by default.
         tool_schemas (`list[dict]`, *optional*): Tools for the chat template to show.
-        stop (`tuple[str, ...]`): Strings that end a turn.
+        stop (`tuple[str, ...]`): Strings that end a turn and stay in it, such as `("</guess>",)`.
         env_mask (`int`): Completion mask of tokens the environment wrote.
         step_timeout (`float`, *optional*): Seconds `reset` and `step` may take; `None` is no limit. One that takes
             longer ends the conversation with `env_error`.
@@ -235,7 +235,7 @@ class StepEnv(Env):
             messages += [turn.message, *turn.replies]
 
     async def close(self) -> None:
-        """Default: nothing to release."""
+        """Releases what the conversation held, after rewards were scored."""
 
 
 class ServedEnv(StepEnv):

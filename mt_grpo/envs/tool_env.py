@@ -48,7 +48,15 @@ class MultiTurnToolEnv(StepEnv):
     """
     A conversation in which the model may call tools until it answers. One that a trainer or runner is given is the
     model of all conversations: each has a shallow copy, whose attributes are its own. Subclass it and override
-    `start`, `reset` or `step` for other rules.
+    `start`, `reset` or `step` for other rules, such as a reward for turns whose calls all ran, and a countdown:
+
+        class Countdown(MultiTurnToolEnv):
+            async def step(self, turn):
+                step = await super().step(turn)
+                if not step.done:
+                    step.reward = float(not turn.error and all(not call.error for call in turn.tool_calls))
+                    step.replies[-1]["content"] += f"\\n{self.max_steps - turn.index - 1} replies left."
+                return step
 
     Args:
         tools (`Sequence[Callable | str | Tool]`): Functions with type hints and docstrings, names or dotted paths.
@@ -56,10 +64,10 @@ class MultiTurnToolEnv(StepEnv):
             follow it, or the prompt's own; `learnt_tags` is the protocol that has none.
         max_steps (`int`, *optional*, defaults to `5`): Replies the environment gives at most, replies to malformed
             calls included; after the last one the model has one more turn to answer.
-        protocol (`str`, *optional*, defaults to `"tags"`): `"tags"` or `"native"`, see `protocols.py`.
+        protocol (`str`, *optional*, defaults to `"tags"`): How calls are written, see `call_protocol`.
         env_mask (`int`, *optional*, defaults to `0`): Completion mask of tokens the environment wrote.
-        tool_timeout (`float`, *optional*, defaults to `60.0`): Seconds one tool call may take, see `execute_calls`;
-            `None` is no limit.
+        tool_timeout (`float`, *optional*, defaults to `60.0`): Seconds one tool call may take; `None` is no
+            limit.
 
     Raises:
         ConfigError: For an unknown protocol, a negative limit, a mask other than 0 or 1, a tool named as a tag of the
