@@ -26,6 +26,7 @@ from mt_grpo.trajectory import visible
 COMMANDS = {
     "train": ("train an agent", "mt_grpo.cli:train"),
     "rollout": ("show what the agent does on a few prompts; trains nothing", "mt_grpo.cli:rollout"),
+    "eval": ("compare models on a recipe's held-out rows", "mt_grpo.cli:evaluate"),
     "serve": ("start the vLLM server that the recipe's trainer needs", "mt_grpo.cli:serve"),
     "view": ("show a run's conversations and their credit in the browser", "mt_grpo.app.view:view"),
     "runs": ("list the runs in a folder, with what they are at and what they earn", "mt_grpo.app.runs:runs"),
@@ -179,6 +180,21 @@ def rollout(arguments: list[str]) -> int:
     if folder is not None:
         console.print(save_conversations(trainer, resolved, folder), highlight=False, markup=False)
     return int(all(trajectory.failed for trajectory in trajectories))  # what failed is told of
+
+
+@_interruptible
+def evaluate(arguments: list[str]) -> int:
+    """`mt-grpo eval`: samples and scores a recipe's held-out rows with one or several models."""
+    request = read_request(arguments, "eval")
+    check_places(request.values, "eval")
+    warnings.simplefilter("ignore", FutureWarning)
+    with ends_at_once():
+        from transformers.utils.logging import disable_progress_bar
+
+        from mt_grpo.app import evaluate as evaluation
+
+    disable_progress_bar()
+    return evaluation.evaluate(request)
 
 
 def serve(arguments: list[str]) -> int:

@@ -195,6 +195,14 @@ def _anywhere(function: Callable[[], T]) -> T:
     return main.call(function)
 
 
+async def in_waiting_thread(function: Callable[[], T]) -> T:
+    """Calls a function in the main thread where that waits for a coroutine, as `run` does, else in a thread."""
+    main = _Wait.main
+    work = function if main is None else partial(main.call, function)
+    result: T = await in_thread(work, "mt-grpo-waiting")
+    return result
+
+
 class LoopThread:
     """A daemon thread with an event loop."""
 

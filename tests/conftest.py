@@ -14,6 +14,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 from datasets import Dataset
 from support.benchmarks import bench
+from support.endpoints import endpoint
 from support.models import build_model, build_tokenizer, lookup
 from support.own_process import pytest_pyfunc_call
 from support.sent_reports import pytest_report_to_serializable
@@ -22,7 +23,7 @@ from support.upstreams import start
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 # hooks, and fixtures
-__all__ = ["bench", "pytest_pyfunc_call", "pytest_report_to_serializable", "start"]
+__all__ = ["bench", "endpoint", "pytest_pyfunc_call", "pytest_report_to_serializable", "start"]
 
 # what tests start in processes of their own may use what tests share
 os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])

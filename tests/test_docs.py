@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import statistics
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from mt_grpo.cli import main
 from mt_grpo.rewards import REWARDS
 from mt_grpo.runlog import open_run
 from mt_grpo.training import MTGRPOConfig, preflight
+from mt_grpo.viewer.runs import Runs
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -70,7 +72,7 @@ def ours(*names: str, having: str = "") -> list[str]:
 
 LAUNCHED, REPLAY = ours("train", having="--accelerate_config"), ours(*SMALL, having="--replay")
 RUN = [each for each in ours(*SMALL) if each not in (*LAUNCHED, *REPLAY)]
-TESTED_ELSEWHERE = ours(*SMALL, "serve", "doctor", "view")
+TESTED_ELSEWHERE = ours(*SMALL, "serve", "doctor", "view", "eval")
 
 
 def test_no_command_is_left_untested():
@@ -148,6 +150,18 @@ def test_replay_command_trains_on_a_run(command, tmp_path, monkeypatch):
     again = Path(words(command)[words(command).index("--output_dir") + 1])
     assert json.loads((again / "summary.json").read_text())["steps"] == 1
     assert [row["mode"] for row in open_run(again).rows] == ["train"] * 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ours("eval"))
+def test_eval_command_compares_models(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("recipes").symlink_to(ROOT / "recipes")
+    shutil.copytree(ROOT / "mt_grpo" / "data" / "embedded" / "model", "runs/quickstart")
+    assert main([*words(command)[1:], "--num_prompts", "4", "--max_turn_length", "16"]) == 0
+    said = capsys.readouterr().out
+    assert "quickstart minus embedded: reward +0.000" in said and "reward by hops" in said
+    assert Runs("evals/quickstart").answer("runs", {})["runs"]
 
 
 @pytest.mark.parametrize("command", ours("doctor"))

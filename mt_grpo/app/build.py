@@ -16,6 +16,8 @@ from transformers import (
     AutoConfig,
     AutoProcessor,
     AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
     PreTrainedConfig,
     PreTrainedTokenizerBase,
     ProcessorMixin,
@@ -34,6 +36,7 @@ from mt_grpo.forward.probe import context_length
 from mt_grpo.media import decoded, read_messages
 from mt_grpo.options.values import brings_rows
 from mt_grpo.rollout import ChatRenderer
+from mt_grpo.rollout.endpoint import ChatEndpoint
 from mt_grpo.rollout.token_row import examine_template
 from mt_grpo.tools.function import cut
 from mt_grpo.training.checkpoint import (
@@ -48,6 +51,7 @@ from mt_grpo.training.config import MTGRPOConfig, changed
 from mt_grpo.training.environment import build_env
 from mt_grpo.training.model import resolve_base, resolve_model, source_options, subfolder_of, tokenizer_in
 from mt_grpo.training.preflight import check_batch_sizes, check_folder, check_surroundings
+from mt_grpo.training.reward_batch import refuse_scorers
 from mt_grpo.training.trainer import MTGRPOEnvTrainer
 from mt_grpo.trajectory import visible
 
@@ -170,9 +174,16 @@ def drop_long_prompts(
     return dataset.select(keep)
 
 
-def build_trainer(recipe: Recipe, trains: bool = True, writes: bool = True) -> MTGRPOEnvTrainer:
-    """Everything a recipe names, checked and put together; bad input is refused with one sentence."""
+def build_trainer(
+    recipe: Recipe, trains: bool = True, writes: bool = True, endpoint: ChatEndpoint | None = None
+) -> MTGRPOEnvTrainer:
+    """
+    Everything a recipe names, checked and put together; bad input is refused with one sentence. Where an `endpoint`
+    takes the turns, only the tokenizer of the recipe's model is loaded.
+    """
     args, model = recipe.training, recipe.model
+    if endpoint is not None:
+        args = changed(args, use_vllm=False, use_cpu=True, bf16=False, fp16=False, rollout_timeout=None)
     if trains:
         check_batch_sizes(args)
     replays = trains and args.replay is not None  # rows come with the conversations
@@ -215,6 +226,8 @@ def build_trainer(recipe: Recipe, trains: bool = True, writes: bool = True) -> M
         config = AutoConfig.from_pretrained(base, **where)
         processing_class = _load_processing(base, config, **where)
     tokenizer = tokenizer_in(processing_class)
+    if endpoint is not None:
+        endpoint.tokenizer = tokenizer
     longest = context_length(config)
     if args.use_vllm and args.vllm_max_model_length:
         longest = min(longest, args.vllm_max_model_length)
@@ -227,16 +240,31 @@ def build_trainer(recipe: Recipe, trains: bool = True, writes: bool = True) -> M
         check_rows_suffice(args, train_dataset, dropped=len(rows) - len(train_dataset))
     left = contextlib.nullcontext() if writes else _nothing_left(args)
     with libraries_may_refuse("The trainer cannot be built from these options"), left:
-        return MTGRPOEnvTrainer(
-            model=name,
+        trainer = MTGRPOEnvTrainer(
+            model=name if endpoint is None else _stand_in(tokenizer),
             env=source,
-            args=changed(args, push_to_hub=args.push_to_hub and writes),
+            args=changed(
+                args,
+                push_to_hub=args.push_to_hub and writes,
+                model_init_kwargs=args.model_init_kwargs if endpoint is None else None,
+            ),
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
+            engine=endpoint,
             processing_class=processing_class,
-            quantization_config=get_quantization_config(model),
-            peft_config=peft_config,
+            quantization_config=None if endpoint is not None else get_quantization_config(model),
+            peft_config=None if endpoint is not None else peft_config,
         )
+    if endpoint is not None:
+        refuse_scorers([*trainer.turn_reward_funcs, *trainer.outcome_reward_funcs], endpoint.url)
+        trainer.state_scores = []  # they are for credit
+    return trainer
+
+
+def _stand_in(tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
+    """A model with next to no weights for a trainer whose turns an endpoint takes: nothing is sampled from it."""
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes))
 
 
 def _load_processing(name: str, config: PreTrainedConfig, **where: Any) -> PreTrainedTokenizerBase | ProcessorMixin:

@@ -119,6 +119,10 @@ def _number(description: str, least: int, default: int | None = None, kind: str 
     return SchemaOption(description, (kind,), default, least)
 
 
+def _list(description: str, kind: str = "string") -> SchemaOption:
+    return SchemaOption(description, ("array",), items=SchemaOption(kinds=(kind,)), many=True)
+
+
 _TRUST = {"trust": _flag("Run the code and the commands that the `config.yaml` of a run names.")}
 
 OWN_OPTIONS: dict[str, dict[str, SchemaOption]] = {
@@ -138,6 +142,19 @@ OWN_OPTIONS: dict[str, dict[str, SchemaOption]] = {
         "num_prompts": _number("Prompts to answer, of the evaluation set if there is one.", 1, default=4),
         "audit": _flag("Run `num_generations` conversations for each prompt, and say what the rewards tell apart."),
         "save": SchemaOption("Folder to make, with `num_generations` conversations for each prompt, as a run's."),
+    },
+    "eval": {
+        **_TRUST,
+        "model": _list("Models instead of the recipe's: folders, checkpoints, adapters, Hub ids, NAME@URL, or a URL."),
+        "num_generations": _number("Conversations for each row; 1, or the recipe's `num_generations_eval`.", 1),
+        "num_prompts": _number("Rows to take, from the first on; all without it.", 1),
+        "by": _list("Columns of the rows by whose values results are split."),
+        "save": SchemaOption("Folder of the results, `evals/RECIPE` without it; what is there is not sampled again."),
+        "api_key_env": SchemaOption("Environment variable with the key of endpoints."),
+        "prices": _list(
+            "Prices of a million tokens: of prompts, of answers, and of prompts from the cache.", "number"
+        ),
+        "json": _flag("Print the line of `results.jsonl`, and no tables."),
     },
     "serve": {**_TRUST, "replicas": _number("Servers to start, each on GPUs of its own.", 1)},
     "doctor": {

@@ -494,19 +494,22 @@ class ConversationPolicy:
         return turn
 
     async def _sample(self, context: list[int], drawing: SamplingParams) -> Sample:
-        engine, media = self._sampler.engine, self._trajectory.media
         try:
-            if media and isinstance(engine, MediaEngine):
-                inputs = {number: each.inputs for number, each in media.items()}
-                return await engine.generate_with_media(context, inputs, drawing, self.session)
-            return await engine.generate(context, drawing, self.session)
-        except EngineError:
+            return await self._ask(context, drawing)
+        except (EngineError, ConversationEnded):
             raise
         except Exception as error:
             self.failure = error
             raise
         finally:
             self._last = time.perf_counter()
+
+    async def _ask(self, context: list[int], drawing: SamplingParams) -> Sample:
+        engine, media = self._sampler.engine, self._trajectory.media
+        if media and isinstance(engine, MediaEngine):
+            inputs = {number: each.inputs for number, each in media.items()}
+            return await engine.generate_with_media(context, inputs, drawing, self.session)
+        return await engine.generate(context, drawing, self.session)
 
     def _read(self, turn: Turn, protocol: CallProtocol) -> None:
         """Reads calls, answer and errors from a turn's text into the turn."""

@@ -23,6 +23,7 @@ from mt_grpo.errors import EngineError, describe_error, find_fault
 from mt_grpo.media import MODEL_TAKES
 from mt_grpo.options.rules import check_history
 from mt_grpo.rollout.branching import BeforeTurn, Branch, BranchedConversation, Branching
+from mt_grpo.rollout.endpoint import ChatEndpoint, EndpointPolicy
 from mt_grpo.rollout.engine import Engine, SamplingParams
 from mt_grpo.rollout.media import MediaEncoder
 from mt_grpo.rollout.policy import ConversationPolicy, RolloutLimits, RolloutRequest, Sampler, derive_seed
@@ -211,7 +212,8 @@ class _Batch:
             said = request.prompt
             prompt = [{"role": "user", "content": said}] if isinstance(said, str) else said
             trajectory = Trajectory(prompt, session=request.session, row=request.row, start=time.time())
-            policy = ConversationPolicy(self._runner.sampler, trajectory, self._sampling, request.seed)
+            kind = EndpointPolicy if isinstance(self._runner.engine, ChatEndpoint) else ConversationPolicy
+            policy = kind(self._runner.sampler, trajectory, self._sampling, request.seed)
         else:
             trajectory, policy = branch.trajectory, branch.policy
         if before_turn is not None:

@@ -13,7 +13,8 @@ The files of a run's conversations: their names, columns, types and units.
 `mode` is `train`, `eval`, or `discarded` for those in whose place others were sampled. `step` counts optimiser steps
 from 0: the number of steps that were taken before. `k` tells batches of one step apart: for `train` the micro-batch of
 the step at which it was sampled, for `eval` the batch of the evaluation; for `discarded` that of `train`, plus
-`gradient_accumulation_steps` for each earlier attempt. `r` is the process.
+`gradient_accumulation_steps` for each earlier attempt. `r` is the process. A batch that is written as its
+conversations end, as `mt-grpo eval` does, has a file for each part, `{mode}-{step}-{k}.rank{r}.part{p}.parquet`.
 
 A session, `{mode}-{step:06d}-{k:06d}-{number:06d}`, names a conversation in all of these files; `number` is its row in
 the batch of all processes. `number // group_size` is its group, `number % group_size` its place in the group. A
@@ -55,6 +56,11 @@ Row = dict[str, Any]
 def session_id(mode: str, step: int, k: int, number: int) -> str:
     """The name of a conversation in a run; training names a `Trajectory` in the same way."""
     return f"{mode}-{step:06d}-{k:06d}-{number:06d}"
+
+
+def session_number(session: str) -> int:
+    """The row of a conversation in its batch, by its name."""
+    return int(session.rpartition("-")[2])
 
 
 _SESSION = [

@@ -61,6 +61,7 @@ class Batch:
         numbers (`list[int]`): Row of each conversation in the batch of all processes.
         trajectories (`list[Trajectory]`): The conversations.
         rewards (`list[dict]`): The rewards: `name`, `kind` (`"turn"` or `"outcome"`), `weight` and `maximum`.
+        part (`int`, *optional*): Tells the files of a batch apart that is written as its conversations end.
     """
 
     mode: str
@@ -70,6 +71,7 @@ class Batch:
     numbers: list[int]
     trajectories: list[Trajectory]
     rewards: list[Row] = field(default_factory=list)
+    part: int | None = None
 
     @property
     def sessions(self) -> list[str]:
@@ -229,7 +231,8 @@ class RunWriter:
 
 
 def _rollouts_file(batch: Batch, rank: int) -> str:
-    return f"{batch.mode}-{batch.step}-{batch.k}.rank{rank}.parquet"
+    part = "" if batch.part is None else f".part{batch.part}"
+    return f"{batch.mode}-{batch.step}-{batch.k}.rank{rank}{part}.parquet"
 
 
 def _file_line(name: str, data: bytes | pa.Buffer) -> Row:

@@ -21,6 +21,7 @@ from mt_grpo.imports import did_you_mean
 from mt_grpo.rewards import RewardFunc, Scores, StateScore
 from mt_grpo.rollout import Sample, SamplingParams
 from mt_grpo.runlog import Run, open_run
+from mt_grpo.runlog.schema import session_number
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.rollout_batch import RolloutBatch
 from mt_grpo.trajectory import Trajectory
@@ -223,7 +224,7 @@ class Replay:
                     "model that it trained (`model_name_or_path`)."
                 )
         if batch.branching is not None and len(trajectory.turns) and trajectory.branch_of is None:
-            first = int(trajectory.session.rsplit("-", 1)[1]) % batch.branching.number
+            first = session_number(trajectory.session) % batch.branching.number
             if first:
                 raise ConfigError(
                     f"{where} did not branch, and `branch_at` is set: leave it out, or set `num_branches` as the run "

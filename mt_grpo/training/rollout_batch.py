@@ -5,11 +5,13 @@ which process trains which rows in which micro-batch, so that none waits long fo
 
 from __future__ import annotations
 
+import asyncio
 import heapq
 import io
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedTokenizerBase
 from trl import GRPOTrainer
 
+from mt_grpo.concurrency import in_waiting_thread
 from mt_grpo.credit import Credit, RewardBatch
 from mt_grpo.forward.packing import FlatTree, unique_tokens
 from mt_grpo.forward.routes import NO_ROUTE
@@ -33,6 +36,7 @@ from mt_grpo.rollout import RolloutRequest, TokenRow, derive_seed
 from mt_grpo.rollout.branching import Branching
 from mt_grpo.rollout.token_row import AnswerLeaves
 from mt_grpo.runlog.files import to_json
+from mt_grpo.runlog.schema import session_number
 from mt_grpo.token_tree import TokenTree
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.trajectory import Message, Trajectory, visible
@@ -321,6 +325,31 @@ def share_out(batches: list[Columns], loss_type: str) -> None:
     counted, total = gather(count.to(batches[0]["kept"].device)[None]).sum(dim=0).tolist()
     for batch in batches:
         batch["loss_factor"] = torch.tensor(total / max(counted, 1), device=batch["kept"].device)
+
+
+async def handing_over(
+    run: Callable[..., Coroutine[object, object, list[Trajectory]]],
+    batch: RolloutBatch,
+    take: Callable[[RolloutBatch], None],
+) -> list[Trajectory]:
+    """Runs conversations of a batch; `take` gets those that have ended meanwhile, in the thread that waits."""
+    ended: asyncio.Queue[Trajectory | None] = asyncio.Queue()
+    running = asyncio.ensure_future(run(on_finish=ended.put_nowait))
+    running.add_done_callback(lambda done: ended.put_nowait(None))
+    try:
+        while (first := await ended.get()) is not None:
+            together = [first]
+            while not ended.empty() and (another := ended.get_nowait()) is not None:
+                together.append(another)
+            rows = [batch.rows[session_number(each.session)] for each in together]
+            part = RolloutBatch(batch.mode, rows, [False] * len(rows), None, batch.group_size, together)
+            await in_waiting_thread(partial(take, part))
+            if running.done() and ended.empty():  # the last one came with them
+                break
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
+    return running.result()
 
 
 IMAGES = "row_images"

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -399,7 +400,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             self._asleep_in_training.sleep()
             self._synced_step = -1
 
-    def _rollout(self, batch: RolloutBatch) -> None:
+    def _rollout(self, batch: RolloutBatch, take: Callable[[RolloutBatch], None] | None = None) -> None:
         step, first = self.state.global_step, self.accelerator.process_index * len(batch.rows)
         replay = self.replay
         if replay is not None:
@@ -420,13 +421,12 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         sampling = self.step_log.activity.sampling(batch, self.runner.under_way, sessions)
 
         def converse() -> Coroutine[object, object, list[Trajectory]]:
-            return self.runner.run(
-                requests,
-                self._sampling,
-                on_finish=batch.trajectories.append,
-                keep_environments=True,
-                branching=batch.branching,
+            work = partial(
+                self.runner.run, requests, self._sampling, keep_environments=True, branching=batch.branching
             )
+            if take is None:
+                return work(on_finish=batch.trajectories.append)
+            return rollout_batch.handing_over(work, batch, take)
 
         with without_dropout(self.model, True), self._lent_model(), sampling:
             if ahead is None:
@@ -661,3 +661,26 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             if num_generations > 1:
                 self.step_log.warnings.recheck(batch.counted, "audit")
         return batch.trajectories
+
+    def converse(
+        self, rows: list[Row], done: list[bool], group_size: int, take: Callable[[RolloutBatch], None]
+    ) -> None:
+        """
+        Runs conversations without training, each of a row, but for those that are done. Whenever some have ended,
+        they are scored and handed to `take`, while the others go on.
+
+        Args:
+            rows (`list[dict]`): `group_size` in a row are of one prompt.
+            done (`list[bool]`): For each row whether it is passed over.
+            group_size (`int`): Conversations of a prompt.
+            take (`Callable`): Takes a batch of conversations that have ended, with their scores.
+        """
+        batch = self.batch = RolloutBatch("eval", list(map(columns.with_column_media, rows)), done, None, group_size)
+
+        def score(ended: RolloutBatch) -> None:
+            with environment.open_environments(ended):
+                ended.scores = self._score(ended)
+                take(ended)
+
+        with environment.open_environments(batch):
+            self._rollout(batch, score)

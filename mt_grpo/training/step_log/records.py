@@ -26,7 +26,7 @@ from mt_grpo.envs.source import tool_names
 from mt_grpo.rewards import RewardFunc
 from mt_grpo.runlog import Batch, RunWriter
 from mt_grpo.runlog.files import to_json
-from mt_grpo.runlog.schema import VERSION, session_id
+from mt_grpo.runlog.schema import VERSION, session_id, session_number
 from mt_grpo.runlog.spans import SpanSender
 from mt_grpo.runlog.writer import end_with_a_line, finite, trim
 from mt_grpo.training.checkpoint import later_checkpoints
@@ -347,7 +347,7 @@ def versions() -> dict[str, str]:
 
 def _numbers(trajectories: list[Trajectory]) -> list[int]:
     """Rows of conversations in the batch of all processes."""
-    return [int(trajectory.session.rsplit("-", 1)[1]) for trajectory in trajectories]
+    return [session_number(trajectory.session) for trajectory in trajectories]
 
 
 def part_rows(credit: Credit, trajectories: Sequence[Trajectory], rows: Tensor | slice = slice(None)) -> list[Lines]:

@@ -1,0 +1,445 @@
+"""
+A model behind any endpoint that speaks OpenAI's chat completions, as the policy of conversations: messages out, a
+message back. It is written into the token tree with the run's own tokenizer and template, without log-probs, so that
+such a conversation is shown, filtered and exported as any other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import random
+import re
+import time
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from email.utils import parsedate_to_datetime
+from typing import Any
+
+import httpx
+
+from mt_grpo.envs.env import ConversationEnded
+from mt_grpo.envs.protocols import CallProtocol, NativeProtocol
+from mt_grpo.errors import ConfigError, EngineError, ServerGoneError, ServerSetupError
+from mt_grpo.rollout.engine import Sample, SamplingParams
+from mt_grpo.rollout.policy import ConversationPolicy
+from mt_grpo.servers.web import MAX_BYTES, WebClient
+from mt_grpo.trajectory import Message, StopReason, ToolCall, Turn
+
+logger = logging.getLogger(__name__)
+
+_UNBOUNDED = 1 << 30
+"""Tokens of the context of an endpoint that does not tell."""
+_REACH_SECONDS = 10.0
+_READ_SECONDS = 600.0
+"""Seconds without a byte of an answer after which a request is made again."""
+_ATTEMPTS = 6
+"""Requests for one turn of which all may fail; a refusal of too many requests is no failure."""
+_LONGEST_PAUSE = 60.0
+_PATIENCE = 3600.0
+"""Seconds for which a turn may be put off by a limit of rates."""
+_MOST_LOST = 8
+"""Turns in a row that got no answer after all attempts, after which the endpoint counts as gone."""
+_LONGEST_WORDS = 300
+_OVERFLOW = re.compile(r"context.{0,10}(length|window|size)|maximum.{0,10}(context|prompt)|too many tokens", re.I)
+_DROPPABLE = (
+    *("stop", "seed", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stream_options", "stream"),
+    "max_tokens",
+)
+"""Fields of a request that an endpoint may not know: it is asked again without them."""
+
+
+@dataclass
+class _Completion:
+    """What an endpoint answered."""
+
+    content: str = ""
+    thought: str = ""
+    calls: dict[int, dict[str, str]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(str)))
+    finish_reason: str | None = None
+    stopped_by: str | None = None
+    usage: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, part: dict[str, Any]) -> None:
+        """Takes in a whole answer, or a part of a streamed one."""
+        self.usage = part.get("usage") or self.usage
+        for choice in (part.get("choices") or [])[:1]:
+            said = choice.get("delta") or choice.get("message") or {}
+            self.content += said.get("content") or ""
+            self.thought += said.get("reasoning_content") or said.get("reasoning") or ""
+            for place, call in enumerate(said.get("tool_calls") or []):
+                mine, function = self.calls[call.get("index", place)], call.get("function") or {}
+                mine["id"] = call.get("id") or mine["id"]
+                mine["name"] += function.get("name") or ""
+                mine["arguments"] += function.get("arguments") or ""
+            self.finish_reason = choice.get("finish_reason") or self.finish_reason
+            self.stopped_by = choice.get("stop_reason") or self.stopped_by
+
+    def end_at(self, stop: Sequence[str]) -> bool:
+        """Ends the text with the first of these strings, as an engine does; whether it has one."""
+        if self.stopped_by in stop:  # vLLM says which one it left out
+            self.content += str(self.stopped_by)
+        for end in stop:  # others do not; but what was opened was closed
+            if _opening(end) is not None and self.content.rfind(str(_opening(end))) > self.content.rfind(end):
+                self.content += end if self.finish_reason == "stop" else ""
+        found = [self.content.index(end) + len(end) for end in stop if end in self.content]
+        self.content = self.content[: min(found, default=None)]
+        return bool(found)
+
+
+def _opening(end: str) -> str | None:
+    """The tag that a string closes."""
+    return f"<{end[2:]}" if re.fullmatch(r"</\w+>", end) else None
+
+
+class _Refused(Exception):
+    """An endpoint's refusal: the status, its words, and the seconds after which it wants to be asked again."""
+
+    def __init__(self, status: int, words: str, after: float | None = None) -> None:
+        super().__init__(f"status {status}: {words}" if status else words)
+        self.status, self.words, self.after = status, words, after
+
+
+class ChatEndpoint:
+    """
+    Asks an endpoint for turns. Where it limits rates, all conversations wait as long as it says; what fails in a way
+    that may pass is asked again.
+
+    Args:
+        url (`str`): Its address, such as `https://api.openai.com/v1`.
+        model (`str`, *optional*): Its name of the model; not needed where it has one only.
+        tokenizer: The run's tokenizer.
+        api_key_env (`str`, *optional*): The environment variable that holds the key; no key where none is given.
+
+    Attributes:
+        usage (`dict[str, Counter]`): By session, its `requests` and the tokens that the endpoint counted: `prompt`,
+            of these `cached`, and `completion`.
+
+    Raises:
+        ConfigError: If it cannot be reached, refuses the key, or does not have the model.
+    """
+
+    def __init__(self, url: str, model: str | None, tokenizer: Any, api_key_env: str | None = None) -> None:
+        self.url, self.tokenizer, self._key_env = url.rstrip("/"), tokenizer, api_key_env
+        if api_key_env is not None and not os.environ.get(api_key_env, "").strip():
+            raise ConfigError(f"`--api_key_env` is {api_key_env!r}, an environment variable that is not set: set it.")
+        self._key = None if api_key_env is None else os.environ[api_key_env].strip()
+        self.model, self.context_length = self._look(model)
+        self.usage: dict[str, Counter[str]] = {}
+        self._http: httpx.AsyncClient | None = None
+        self._opens = 0.0  # no request before that, by the clock of `time.monotonic`
+        self._lost = 0
+        self._without: set[str] = set()
+        self._limit = "max_tokens"
+
+    @property
+    def _headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self._key}"} if self._key else {}
+
+    def _look(self, model: str | None) -> tuple[str, int]:
+        """The model and the length of its context, as far as the endpoint tells."""
+        try:
+            answer = WebClient(self._headers).ask("GET", f"{self.url}/models", _REACH_SECONDS)
+            status, listed = answer.response.status_code, answer.json() if answer.response.is_success else {}
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+            raise ConfigError(
+                f"The endpoint {self.url} cannot be reached ({self._hidden(error)}): start it, or mend its address."
+            ) from None
+        if status in (401, 403):
+            raise ConfigError(self._says_key(status))
+        entries = listed.get("data") if isinstance(listed, dict) else None
+        known = {str(each["id"]): each for each in entries or [] if isinstance(each, dict) and "id" in each}
+        if model is None:
+            if len(known) != 1:
+                some = f"has {len(known)} models, such as {next(iter(known))}" if known else "lists no model"
+                raise ConfigError(f"The endpoint {self.url} {some}: name one, as `--model NAME@{self.url}`.")
+            model = next(iter(known))
+        length = known.get(model, {}).get("max_model_len")
+        return model, length if isinstance(length, int) else _UNBOUNDED
+
+    def _says_key(self, status: int) -> str:
+        refused = "requests without a key" if self._key is None else f"the key in {self._key_env}"
+        return (
+            f"The endpoint {self.url} refuses {refused} (status {status}): name the environment variable that holds "
+            "its key in `--api_key_env`."
+        )
+
+    def _hidden(self, said: object) -> str:
+        """Words without the key, which some endpoints repeat."""
+        words = " ".join(
+            f"{type(said).__name__}: {said}".split() if isinstance(said, Exception) else str(said).split()
+        )
+        return (words.replace(self._key, "***") if self._key else words)[:_LONGEST_WORDS].rstrip(".")
+
+    async def complete(
+        self,
+        messages: Sequence[Message],
+        tools: list[dict[str, Any]] | None,
+        drawing: SamplingParams,
+        session: str,
+    ) -> _Completion:
+        """
+        The endpoint's answer to messages.
+
+        Raises:
+            ConversationEnded: If its context is full.
+            EngineError: If it fails again and again.
+            ServerSetupError, ServerGoneError: If it refuses all requests, or is gone.
+        """
+        failures, asked, bounded = 0, time.monotonic(), True
+        while True:
+            body = self._body(messages, tools, drawing, bounded)
+            await asyncio.sleep(max(0.0, self._opens - time.monotonic()))
+            if self._opens > time.monotonic():  # another one was refused meanwhile
+                continue
+            try:
+                completion = await self._ask(body)
+            except (_Refused, httpx.HTTPError, ValueError) as error:
+                said = error if isinstance(error, _Refused) else _Refused(0, self._hidden(error))
+                if said.status in (400, 413, 422):
+                    bounded = self._without_what_is_unknown(said, body, bounded)
+                    continue
+                self._refuse_for_good(said)
+                failures += said.status != 429
+                pause = min(_LONGEST_PAUSE, 2.0 ** min(failures, 6)) * random.uniform(0.5, 1.0)
+                if said.status == 429:
+                    self._wait_for_rates(said, pause)
+                elif failures < _ATTEMPTS:
+                    await asyncio.sleep(pause if said.after is None else said.after)
+                if failures < _ATTEMPTS and time.monotonic() - asked < _PATIENCE:
+                    continue
+                self._lost += 1
+                if self._lost >= _MOST_LOST:
+                    raise ServerGoneError(
+                        f"The endpoint {self.url} did not answer in {self._lost} turns, the last time with "
+                        f"{said}; what is finished is kept, and the same command goes on."
+                    ) from None
+                raise EngineError(f"The endpoint {self.url} gave no answer in {failures} attempts: {said}.") from None
+            self._lost = 0
+            self._count(completion, session)
+            return completion
+
+    def _body(
+        self, messages: Sequence[Message], tools: list[dict[str, Any]] | None, drawing: SamplingParams, bounded: bool
+    ) -> dict[str, Any]:
+        body: dict[str, Any] = {"model": self.model, "messages": list(map(_sent, messages))}
+        body |= {"tools": tools} if tools else {}
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+        body |= {"temperature": drawing.temperature, "seed": drawing.seed % 2**31}
+        defaults = SamplingParams()
+        for name in ("top_p", "top_k", "min_p", "repetition_penalty"):
+            if getattr(drawing, name) != getattr(defaults, name):
+                body[name] = getattr(drawing, name)
+        if closing := [end for end in drawing.stop if _opening(end) is not None]:
+            body["stop"] = closing
+        if bounded and drawing.max_tokens is not None and drawing.max_tokens < _UNBOUNDED // 2:
+            body[self._limit] = drawing.max_tokens
+        return {name: value for name, value in body.items() if name not in self._without}
+
+    async def _ask(self, body: dict[str, Any]) -> _Completion:
+        if self._http is None:
+            limits = httpx.Limits(max_connections=None)
+            self._http = httpx.AsyncClient(headers=self._headers, limits=limits, timeout=_READ_SECONDS)
+        completion = _Completion()
+        async with self._http.stream("POST", f"{self.url}/chat/completions", json=body) as response:
+            if not response.is_success:
+                await response.aread()
+                raise _Refused(response.status_code, self._hidden(_words(response)), _seconds_after(response))
+            if "text/event-stream" in response.headers.get("Content-Type", ""):
+                async for part in _events(response):
+                    self._take(completion, part)
+            else:
+                self._take(completion, json.loads(await response.aread()))
+        if completion.finish_reason is None:
+            raise _Refused(0, "the answer broke off")
+        return completion
+
+    def _take(self, completion: _Completion, part: Any) -> None:
+        if not isinstance(part, dict):
+            raise _Refused(0, f"the answer is no completion: {self._hidden(part)}")
+        if error := part.get("error"):  # in the middle of a stream
+            raise _Refused(0, self._hidden(error.get("message", error) if isinstance(error, dict) else error))
+        try:
+            completion.add(part)
+        except (AttributeError, TypeError):
+            raise _Refused(0, f"the answer is no completion: {self._hidden(part)}") from None
+
+    def _refuse_for_good(self, said: _Refused) -> None:
+        """Ends the command where asking again would not help."""
+        if said.status in (401, 403):
+            raise ServerSetupError(self._says_key(said.status)) from None
+        if said.status in (402, 404, 405) or "insufficient_quota" in said.words:
+            raise ServerSetupError(
+                f"The endpoint {self.url} refuses the model {self.model!r} ({said}); what is finished is kept, and "
+                "the same command goes on."
+            ) from None
+
+    def _without_what_is_unknown(self, said: _Refused, body: dict[str, Any], bounded: bool) -> bool:
+        """Leaves out of later requests what a refusal names; whether the next one bounds its tokens."""
+        names = set(re.findall(r"\w+", said.words))
+        full = _OVERFLOW.search(said.words) is not None
+        if self._limit in body and full and names & {"max_tokens", "max_completion_tokens"}:
+            return False
+        if full:
+            raise ConversationEnded(StopReason.CONTEXT_FULL, said.words)
+        if "max_tokens" in body and "max_completion_tokens" in names:
+            self._limit = "max_completion_tokens"
+            return bounded
+        unknown = [name for name in _DROPPABLE if name in names and name in body]
+        if not unknown:
+            raise EngineError(f"The endpoint {self.url} refuses a request ({said}).") from None
+        self._without.update(unknown)
+        logger.warning("The endpoint %s is asked without `%s`: it says %s.", self.url, "`, `".join(unknown), said)
+        return bounded
+
+    def _wait_for_rates(self, said: _Refused, pause: float) -> None:
+        if not self._opens:
+            logger.warning("The endpoint %s limits rates: conversations wait as long as it says.", self.url)
+        self._opens = max(self._opens, time.monotonic() + (pause if said.after is None else said.after))
+
+    def _count(self, completion: _Completion, session: str) -> None:
+        usage = completion.usage
+        details = usage.get("prompt_tokens_details") or {}
+        counts = {"prompt": usage.get("prompt_tokens"), "cached": details.get("cached_tokens")}
+        counts |= {"completion": usage.get("completion_tokens"), "requests": 1}
+        self.usage.setdefault(session, Counter()).update({name: count or 0 for name, count in counts.items()})
+
+    async def generate(self, context: list[int], sampling: SamplingParams, session: str) -> Sample:
+        """Raises `EngineError`: it takes messages, which `EndpointPolicy` has."""
+        raise EngineError("An endpoint takes messages, not token ids.")
+
+    def release(self, session: str) -> None:
+        """Does nothing: it keeps no conversation."""
+
+    async def close(self) -> None:
+        """Closes connections; the next conversation opens them again."""
+        http, self._http = self._http, None
+        if http is not None:
+            await http.aclose()
+
+
+async def _events(response: httpx.Response) -> AsyncIterator[Any]:
+    """What the events of a stream hold."""
+    size = 0
+    async for line in response.aiter_lines():
+        size += len(line)
+        if size > MAX_BYTES:
+            raise _Refused(0, f"the answer has more than {MAX_BYTES:,} bytes")
+        name, _, value = line.partition(":")
+        if name == "data" and value.strip() not in ("", "[DONE]"):
+            yield json.loads(value)
+
+
+def _words(response: httpx.Response) -> str:
+    """What a refusal says."""
+    try:
+        said = response.json()
+    except ValueError:
+        return response.text
+    error = said.get("error", said.get("detail", said)) if isinstance(said, dict) else said
+    if isinstance(error, dict) and "message" in error:
+        return f"{error['message']} ({', '.join(str(error[name]) for name in ('code', 'param') if error.get(name))})"
+    return json.dumps(error)
+
+
+def _seconds_after(response: httpx.Response) -> float | None:
+    """The seconds of a header `Retry-After`, which has these or a date."""
+    said = response.headers.get("Retry-After", "").strip()
+    try:
+        seconds = float(said) if not said[:1].isalpha() else parsedate_to_datetime(said).timestamp() - time.time()
+    except ValueError:
+        return None
+    return min(max(0.0, seconds), _PATIENCE)
+
+
+def _sent(message: Message) -> Message:
+    """A message as the endpoint takes it."""
+    sent: Message = {name: message[name] for name in ("role", "content", "tool_call_id") if name in message}
+    if message.get("tool_calls"):
+        sent["tool_calls"] = [
+            {
+                "id": call.get("id", f"call_{number}"),
+                "type": "function",
+                "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])},
+            }
+            for number, call in enumerate(message["tool_calls"])
+        ]
+    return sent
+
+
+class EndpointPolicy(ConversationPolicy):
+    """The policy of a conversation whose turns a `ChatEndpoint` takes."""
+
+    async def opened(self, messages: Sequence[Message], of_row: bool = False) -> Sequence[Message]:
+        """See `ConversationPolicy.opened`; the latest are what the endpoint is asked with."""
+        self._said = await super().opened(messages, of_row)
+        return self._said
+
+    async def reply(
+        self, messages: Sequence[Message], *args: Any, continue_last: bool = False, **options: Any
+    ) -> Turn:
+        """Samples the next turn; see `Policy.reply`."""
+        if continue_last:
+            raise ValueError("An endpoint does not go on with an assistant's message: leave `continue_last` out.")
+        return await super().reply(messages, *args, **options)
+
+    async def _ask(self, context: list[int], drawing: SamplingParams) -> Sample:
+        endpoint = self._sampler.engine
+        assert isinstance(endpoint, ChatEndpoint)
+        completion = self._completion = await endpoint.complete(self._said, self.renderer.tools, drawing, self.session)
+        cut = completion.end_at(drawing.stop) or completion.finish_reason == "length"
+        renderer, message = self.renderer, self._message()
+        if "tool_calls" in message:
+            ids = await self._aside(self._said, lambda: self._rendered(message))
+        else:
+            escaped = renderer.special_tokens.escape({"role": "assistant", "content": completion.content})
+            ids = renderer.encode(escaped["content"] or "") + ([] if cut else [renderer.end_id])
+        return Sample(ids, [float("nan")] * len(ids), "length" if completion.finish_reason == "length" else "stop")
+
+    def _message(self) -> Message:
+        """The assistant's message, with the calls that can be read."""
+        completion = self._completion
+        message: Message = {"role": "assistant", "content": completion.content}
+        if completion.thought:
+            message["reasoning_content"] = completion.thought
+        calls = []
+        for number, call in sorted(completion.calls.items()):
+            arguments = json.loads(call["arguments"] or "{}") if _is_object(call["arguments"]) else None
+            if arguments is None or not call["name"]:
+                return message
+            function = {"name": call["name"], "arguments": arguments}
+            calls.append({"id": call["id"] or f"call_{number}", "type": "function", "function": function})
+        return message | ({"tool_calls": calls} if calls else {})
+
+    def _rendered(self, message: Message) -> list[int]:
+        """The ids with which the run's template writes a message with calls behind those before it."""
+        renderer, before = self.renderer, self.renderer.escaped(list(self._said))
+        start = renderer.shown_text(before)
+        whole = renderer.shown_text([*before, *renderer.escaped([message])], header=False)
+        text = whole.removeprefix(start) if whole.startswith(start) else json.dumps(message["tool_calls"])
+        ids = renderer.encode(text)
+        ends = [place for place, token in enumerate(ids) if token in renderer.end_ids]
+        return ids[: ends[-1] + 1] if ends else [*ids, renderer.end_id]
+
+    def _read(self, turn: Turn, protocol: CallProtocol) -> None:
+        if not isinstance(protocol, NativeProtocol):
+            super()._read(turn, protocol)
+            return
+        turn.message = self._message()
+        for call in turn.message.get("tool_calls", ()):
+            function = call["function"]
+            turn.tool_calls.append(ToolCall(function["name"], function["arguments"], id=call["id"]))
+        if self._completion.calls and not turn.tool_calls:
+            turn.error = "a tool call needs a name and a JSON object of arguments."
+        elif not turn.tool_calls:
+            turn.answer = turn.text.strip()
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text or "{}"), dict)
+    except (ValueError, RecursionError):
+        return False

@@ -1,0 +1,163 @@
+"""`mt-grpo eval`: several models on held-out rows, killed and gone on with."""
+
+import json
+import shutil
+import time
+
+import pyarrow.parquet as pq
+import pytest
+from support.endpoints import refusal
+from support.forked import Forked
+
+from mt_grpo.runlog import open_run
+from mt_grpo.viewer.runs import Runs
+
+
+def answers(number, body):
+    """Is right about every second row."""
+    asked = body["messages"][-1]["content"]
+    return "<answer>Lima</answer>" if int(asked.split()[2]) % 2 else "<answer>Cusco</answer>"
+
+
+@pytest.fixture
+def results(recipe, prints, tmp_path):
+    """Runs `mt-grpo eval`; the line of results."""
+
+    def run(*models, keys=None, save=tmp_path / "evals", **options):
+        given = [word for name, value in options.items() for word in (f"--{name}", *map(str, value))]
+        model = ["--model", *map(str, models)] if models else []
+        line = prints("eval", *recipe(**keys or {}), "--save", save, "--json", *model, *given)
+        (written,) = (save / "results.jsonl").read_text().splitlines()
+        assert json.loads(line) == json.loads(written)
+        return json.loads(line)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def other_model(model_folder, tmp_path_factory):
+    return shutil.copytree(model_folder, tmp_path_factory.mktemp("other") / "model")
+
+
+def test_models_and_an_endpoint_are_compared(endpoint, results, other_model, model_folder, tmp_path):
+    server = endpoint(
+        lambda number, body: refusal(429, "slow", {"Retry-After": "0.2"}) if number == 1 else answers(0, body)
+    )
+    big = f"big@{server.url}/v1"
+    line = results(model_folder, other_model, big, num_generations=[2], by=["question"], prices=[1, 2, 0.5])
+    assert (line["rows"], line["num_generations"]) == (4, 2)
+    first, second, third = line["models"].values()
+    assert first["reward"] == second["reward"]  # the same weights, and the same draws
+    assert third["pass@k"]["1"]["mean"] == third["pass^k"]["2"]["mean"] == 0.5
+    assert third["pass@k"]["1"]["low"] == 0.0 and third["stop_reasons"] == {"answered": 8}
+    assert third["usage"] == {"requests": 8, "prompt": 800, "cached": 320, "completion": 80}
+    assert third["cost"] == pytest.approx((480 * 1 + 320 * 0.5 + 80 * 2) / 1e6)
+    pairs = {(each["model"], each["minus"]): each for each in line["differences"]}
+    assert len(pairs) == 3
+    better = pairs[big, str(model_folder)]
+    assert better["wins"] + better["losses"] + better["ties"] == 4 and better["wins"] >= 2
+    assert pairs[str(other_model), str(model_folder)]["reward"]["mean"] == 0.0
+    of_row = line["by"]["question"]["What is 5 of Peru"][big]
+    assert (of_row["right"]["mean"], of_row["reward"]["rows"]) == (1.0, 1)
+    table = pq.read_table(tmp_path / "evals" / "results.parquet").to_pylist()
+    assert [(row["row"], row["sample"]) for row in table[:8]] == [(row, one) for row in range(4) for one in (0, 1)]
+    assert {row["right"] for row in table if row["model"] == big and row["by/question"] == "What is 5 of Peru"} == {
+        True
+    }
+    runs = Runs(tmp_path / "evals")  # what `mt-grpo view` shows
+    names = [run["name"] for run in runs.answer("runs", {})["runs"]]
+    seen = runs.answer("questions", {"runs": "\n".join(names)})
+    assert (len(names), seen["asked"]) == (3, 4) and all(len(row["cells"]) == 3 for row in seen["rows"])
+
+
+def test_tables_say_what_the_line_says(endpoint, recipe, prints, tmp_path, model_folder):
+    server = endpoint(answers)
+    models = model_folder, f"{server.url}/v1"
+    said = prints("eval", *recipe(), "--save", tmp_path / "e", "--model", *models, "--by", "answer")
+    for words in (
+        "4 rows × 1",
+        "pass@1",
+        f"127.0.0.1:{server.port} minus model0: reward +",
+        "better in",
+        "reward by answer",
+        "ended by",
+    ):
+        assert words in said
+
+
+@pytest.mark.slow
+def test_killed_evaluation_goes_on_without_sampling_twice(endpoint, recipe, results, tmp_path):
+    def complete(number, body):
+        time.sleep(0.0 if number < 3 else 0.3)
+        return answers(number, body)
+
+    server = endpoint(complete)
+    options = {"max_concurrent_rollouts": 1}
+    words = ["--save", str(tmp_path / "evals"), "--model", f"{server.url}/v1", "--num_generations", "3"]
+    index = (
+        tmp_path / "evals" / words[3].replace("://", "-").replace(":", "-").replace("/", "-") / "rollouts/index.jsonl"
+    )
+    process = Forked(["-m", "mt_grpo", "eval", *recipe(**options), *words], tmp_path / "log")
+    while not index.is_file() or index.read_text().count('"kind":"evaluated"') < 4:
+        assert process.poll() is None, (tmp_path / "log").read_text()
+        time.sleep(0.02)
+    process.kill()
+    process.wait()
+    with index.open("ab") as file:
+        file.write(b'{"kind":"rollout","session":"eval-0000')  # half a line, as a kill may leave
+    before = {row["session"]: row["start"] for row in open_run(index.parents[1]).rows}
+    asked = len(server.asked("/v1/chat/completions"))
+    line = results(f"{server.url}/v1", keys=options, num_generations=[3])
+    after = {row["session"]: row["start"] for row in open_run(index.parents[1]).rows}
+    assert 4 <= len(before) < 12 == len(after) and before.items() <= after.items()
+    assert len(server.asked("/v1/chat/completions")) - asked == 12 - len(before)
+    assert line["models"][f"{server.url}/v1"]["stop_reasons"] == {"answered": 12}
+    assert results(f"{server.url}/v1", keys=options, num_generations=[3]) == line  # there is nothing left to sample
+    assert len(server.asked("/v1/chat/completions")) - asked == 12 - len(before)
+
+
+def test_what_failed_is_left_out_and_sampled_again(endpoint, results):
+    down = [True]
+    server = endpoint(lambda number, body: refusal(400, "no") if down[0] and "5 of" in str(body) else answers(0, body))
+    (first,) = results(f"{server.url}/v1")["models"].values()
+    assert (first["conversations"], first["failed"]) == (3, 1) and "status 400: no" in first["first_failure"]
+    down[0] = False
+    (second,) = results(f"{server.url}/v1")["models"].values()
+    assert (second["conversations"], second["failed"]) == (4, 0)
+
+
+def test_other_options_and_rows_are_not_mixed(endpoint, results, recipe, refused, tmp_path):
+    server = endpoint(answers)
+    again = ["--save", tmp_path / "evals", "--model", f"{server.url}/v1"]
+    results(f"{server.url}/v1", num_prompts=[2])
+    results(f"{server.url}/v1")  # more rows are no others
+    assert len(server.asked("/v1/chat/completions")) == 4
+    assert "sampled with other `temperature` (there 1.0, here 0.5)" in refused(
+        "eval", *recipe(temperature=0.5), *again
+    )
+    assert "sampled with other `num_generations`" in refused("eval", *recipe(), *again, "--num_generations", 2)
+    words = recipe()
+    rows = (tmp_path / "train.jsonl").read_text().replace("4 of Peru", "9 of Peru")
+    (tmp_path / "train.jsonl").write_text(rows)
+    assert "Row 0 (counted from 0) of the dataset is another" in refused("eval", *words, *again)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--by", "hops"], "names no column of the evaluation set"),
+        (["--prices", "1"], "`--prices` takes two or three numbers"),
+        (["--model", "no/such/folder/"], "there is no such folder"),
+        (["--model", "http://127.0.0.1:9/v1"], "cannot be reached"),
+        (["--api_key_env", "NO_SUCH_KEY", "--model", "m@http://127.0.0.1:9/v1"], "is not set"),
+        (["--dataset_test_split", "train[:4]"], "rows that are trained on"),
+    ],
+)
+def test_bad_input_is_refused_before_any_work(recipe, refused, tmp_path, words, says):
+    assert says in refused("eval", *recipe(), "--save", tmp_path / "evals", *words)
+    assert not (tmp_path / "evals").exists()
+
+
+def test_reward_that_needs_log_probs_refuses_an_endpoint(endpoint, recipe, refused, tmp_path):
+    words = ["--save", tmp_path / "evals", "--model", f"{endpoint(answers).url}/v1"]
+    assert "needs log-probs of the policy" in refused("eval", *recipe(turn_reward_funcs=["information_gain"]), *words)

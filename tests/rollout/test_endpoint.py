@@ -1,0 +1,151 @@
+"""Turns that an OpenAI-compatible endpoint takes: its refusals, failures, streams and calls."""
+
+import asyncio
+import time
+
+import pytest
+from support.endpoints import refusal, streamed, whole
+
+from mt_grpo.envs import MultiTurnToolEnv
+from mt_grpo.errors import ConfigError, ServerGoneError, ServerSetupError
+from mt_grpo.rollout import RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams
+from mt_grpo.rollout import endpoint as module
+from mt_grpo.rollout.endpoint import ChatEndpoint
+
+CALL = '<tool>{"name": "calculator", "args": {"expression": "1+1"}}</tool>'
+
+
+@pytest.fixture
+def converse(tokenizer, monkeypatch):
+    """Runs conversations with an endpoint; returns them and the engine."""
+    monkeypatch.setattr(module.random, "uniform", lambda low, high: 0.01)
+
+    def run(server, number=1, protocol="learnt_tags", **limits):
+        engine = ChatEndpoint(f"{server.url}/v1", None, tokenizer)
+        env = MultiTurnToolEnv(["calculator"], protocol=protocol, max_steps=3)
+        runner = RolloutRunner(env, engine, RolloutLimits(**limits))
+        requests = [RolloutRequest("What is 1+1?", f"s{place}", seed=place) for place in range(number)]
+        return asyncio.run(runner.run(requests, SamplingParams(temperature=0.7))), engine
+
+    return run
+
+
+def test_conversation_is_recorded_as_any_other(endpoint, converse):
+    server = endpoint(lambda number, body: "<answer>2</answer>" if "<result>" in str(body) else CALL + " and so on")
+    (told,), engine = converse(server)
+    assert (told.answer, told.stop_reason) == ("2", "answered")
+    assert told.turns[0].text == CALL  # a stop string ends a turn, wherever the endpoint would go on
+    first, second = (body for body in server.asked("/v1/chat/completions"))
+    assert [message["role"] for message in second["messages"]] == ["user", "assistant", "user"]
+    assert (first["model"], first["temperature"], first["stream"]) == ("big", 0.7, True)
+    sizes = [len(node.tokens) for node in told.tree.nodes if node.turn >= 0]
+    assert sizes == [turn.num_tokens for turn in told.turns]
+    assert engine.tokenizer.decode(told.tree.path_of_turn(0)).endswith(CALL)
+    assert engine.usage["s0"] == {"requests": 2, "prompt": 200, "cached": 80, "completion": 20}
+
+
+def test_native_calls_are_read_and_answered(endpoint, converse):
+    def complete(number, body):
+        if body["messages"][-1]["role"] == "tool":
+            return whole("It is 2.")
+        function = {"name": "calculator", "arguments": '{"expression": "1+1"}'}
+        if number:
+            return whole(
+                {"content": None, "tool_calls": [{"id": "c7", "type": "function", "function": function}]}, "tool_calls"
+            )
+        return whole(
+            {"content": "", "tool_calls": [{"id": "c0", "function": {"name": "calculator", "arguments": "{"}}]}
+        )
+
+    server = endpoint(complete)
+    (told,), _ = converse(server, protocol="native")
+    assert told.turns[0].error == "a tool call needs a name and a JSON object of arguments."
+    assert [call.result for turn in told.turns for call in turn.tool_calls] == ["2"]
+    assert told.answer == "It is 2."
+    last = server.asked("/v1/chat/completions")[-1]
+    assert last["tools"][0]["function"]["name"] == "calculator"
+    assert last["messages"][-1]["tool_call_id"] == "c7"
+    assert last["messages"][-2]["tool_calls"][0]["function"]["arguments"] == '{"expression": "1+1"}'
+
+
+def test_failures_that_may_pass_are_asked_again(endpoint, converse):
+    faults = [
+        refusal(500, "oops"),
+        streamed("<answer>2</answer>", cut=True),
+        None,
+        (200, "data: {half\n\n", {"Content-Type": "text/event-stream"}),
+        (200, 'data: {"error": {"message": "overloaded"}}\n\n', {"Content-Type": "text/event-stream"}),
+    ]
+    server = endpoint(lambda number, body: faults[number] if number < len(faults) else "<answer>2</answer>")
+    (told,), _ = converse(server)
+    assert (told.answer, len(server.asked("/v1/chat/completions"))) == ("2", 6)
+
+
+def test_all_conversations_wait_as_long_as_the_endpoint_says(endpoint, converse):
+    times = []
+
+    def complete(number, body):
+        times.append(time.monotonic())
+        return refusal(429, "slow down", {"Retry-After": "1"}) if number == 0 else "<answer>2</answer>"
+
+    told, _ = converse(endpoint(complete), number=6, max_concurrent=2)
+    assert all(each.answer == "2" for each in told) and len(times) == 7
+    assert sum(moment < times[0] + 0.95 for moment in times) <= 2  # those that were under way
+
+
+def test_fields_that_it_does_not_know_are_left_out(endpoint, converse):
+    def complete(number, body):
+        if "max_tokens" in body:
+            return refusal(400, "Unsupported parameter: use 'max_completion_tokens' instead of 'max_tokens'.")
+        for name in ("temperature", "stop", "stream"):
+            if name in body:
+                return refusal(400, f"Unsupported value: '{name}'", param=name)
+        assert body["max_completion_tokens"] <= 50
+        return whole("<answer>2</answer> it is")
+
+    (told,), _ = converse(endpoint(complete), max_turn_tokens=50)
+    assert (told.answer, told.turns[0].text) == ("2", "<answer>2</answer>")
+
+
+def test_full_context_ends_one_conversation(endpoint, converse):
+    says = "This model's maximum context length is 100 tokens"
+    (told,), _ = converse(endpoint(lambda number, body: refusal(400, says, code="context_length_exceeded")))
+    assert (told.stop_reason, told.failed) == ("context_full", False)
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "says"),
+    [
+        (refusal(401, "no"), ServerSetupError, "refuses requests without a key (status 401)"),
+        (refusal(429, "pay", code="insufficient_quota"), ServerSetupError, "insufficient_quota"),
+        (refusal(404, "no such model"), ServerSetupError, "refuses the model 'big'"),
+        (refusal(503, "down"), ServerGoneError, "did not answer in 8 turns"),
+    ],
+)
+def test_endpoint_that_helps_nobody_ends_the_run(endpoint, converse, answer, error, says):
+    with pytest.raises(error, match=says.replace("(", r"\(").replace(")", r"\)")):
+        converse(endpoint(lambda number, body: answer), number=10)
+
+
+@pytest.mark.parametrize(
+    ("models", "says"),
+    [(("a", "b"), "has 2 models, such as a: name one, as `--model NAME@http"), ((), "lists no model")],
+)
+def test_endpoint_with_several_models_needs_a_name(endpoint, tokenizer, models, says):
+    server = endpoint(lambda number, body: "", models=models)
+    with pytest.raises(ConfigError, match=says):
+        ChatEndpoint(f"{server.url}/v1", None, tokenizer)
+    assert ChatEndpoint(f"{server.url}/v1", "other", tokenizer).model == "other"
+
+
+def test_key_is_sent_and_told_to_nobody(endpoint, tokenizer, monkeypatch):
+    server = endpoint(lambda number, body: "")
+    with pytest.raises(ConfigError, match="`--api_key_env` is 'NO_SUCH_KEY'"):
+        ChatEndpoint(f"{server.url}/v1", None, tokenizer, "NO_SUCH_KEY")
+    monkeypatch.setenv("SOME_KEY", " secret\n")
+    server.key = "secret"
+    assert ChatEndpoint(f"{server.url}/v1", None, tokenizer, "SOME_KEY").model == "big"
+    server.key = "another"
+    with pytest.raises(ConfigError, match="refuses the key in SOME_KEY") as raised:
+        ChatEndpoint(f"{server.url}/v1", None, tokenizer, "SOME_KEY")
+    assert "secret" not in str(raised.value)
