@@ -25,6 +25,7 @@ from mt_grpo.imports import FORMATS, check_place, looks_like_path
 from mt_grpo.options.rules import check_batches, check_names, check_options, check_trainable
 from mt_grpo.options.table import OPTIONS, Values
 from mt_grpo.options.values import (
+    SYNONYMS,
     TYPES,
     VERIFIERS,
     brings_rows,
@@ -309,7 +310,7 @@ def _value(name: str, option: SchemaOption, texts: list[str], written: str, chec
 
 def _refuse_option(name: str, written: str, schema: Schema, command: str) -> None:
     for other, own in OWN_OPTIONS.items():
-        if name in own:
+        if name in own and not any(name in others.split() for others in SYNONYMS.values()):
             raise ConfigError(f"`{written}` is an option of `mt-grpo {other}`, not of `mt-grpo {command}`.")
     if not written.startswith("--"):
         raise ConfigError(f"The option {written!r} is unknown: options begin with two dashes, as `--max_steps 10`.")
