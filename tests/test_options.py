@@ -149,7 +149,7 @@ def test_an_option_is_one_line_of_the_table(tmp_path, monkeypatch):
         lambda: Schema({name: SchemaOption.of(each) for name, each in properties.items()}, exact=True),
     )
     assert "  --patience               Turns that a user waits for. (3)\n" in help.command_help("train", "train")
-    assert "| `patience` | `3` | Turns that a user waits for. Then the user leaves. |" in help.fill_tables(
+    assert "- `patience: 3`: Turns that a user waits for. Then the user leaves.\n" in help.fill_tables(
         f"<!-- options: {AGENT} -->\n\n<!-- end of options -->", OPTIONS | options_of(OneMore)
     )
     (args,) = TrlParser((OneMore,)).parse_args_into_dataclasses(["--output_dir", str(tmp_path), "--patience", "2"])
@@ -191,6 +191,6 @@ def test_the_names_of_the_table_are_those_looked_up():
 def test_the_tables_of_the_docs_are_those_of_the_options():
     pages = {path: path.read_text(encoding="utf-8") for path in DOCS.glob("*.md")}
     assert all(help.fill_tables(text) == text for text in pages.values()), "run scripts/write_options.py"
-    assert all(f"<!-- options: {group} -->\n| option" in pages[DOCS / "options.md"] for group in GROUPS)
+    assert all(f"<!-- options: {group} -->\n\n- `" in pages[DOCS / "options.md"] for group in GROUPS)
     for described in OPTIONS.values():
         assert described.page is None or (DOCS / described.page.partition("#")[0]).is_file()

@@ -103,12 +103,12 @@ def fill_tables(page: str, table: Mapping[str, Option] = OPTIONS) -> str:
     groups = _groups(load_schema().options, "train")
 
     def fill(found: re.Match[str]) -> str:
-        rows = ["| option | default | |", "| --- | --- | --- |"]
+        rows = []
         for name, option in groups[found[2]].items():
             described, default = table[name], _default(option).strip(" ()")
             more = f" [More]({described.page})." if described.page else ""
-            rows.append(f"| `{name}` | {f'`{default}`' if default else ''} | {described.help}{more} |")
-        return "\n".join([found[1], *rows, found[3]])
+            rows.append(f"- `{name}{f': {default}' if default else ''}`: {described.help}{more}")
+        return "\n".join([found[1], "", *rows, "", found[3]])
 
     return _TABLE.sub(fill, page)
 
