@@ -6,7 +6,8 @@ import asyncio
 import copy
 import inspect
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from functools import partial, singledispatch
 from typing import TYPE_CHECKING, Any, Union
 
@@ -72,6 +73,10 @@ class EnvSource:
         made none.
         """
         raise NotImplementedError(f"{type(self).__name__} has no `make`: define it.")
+
+    def ahead(self, rows: Sequence[dict[str, Any]]) -> AbstractAsyncContextManager[None]:
+        """A block in which the conversations of rows begin in this order: what they need can be made before."""
+        return nullcontext()
 
     def of_row(self, row: dict[str, Any]) -> EnvSource:
         """The source of a row's environment; raises `ValueError` if the row names none of several."""
@@ -167,6 +172,13 @@ class _NamedEnvSources(EnvSource):
 
     async def make(self, row: dict[str, Any]) -> Env:
         return await self.of_row(row).make(row)
+
+    @asynccontextmanager
+    async def ahead(self, rows: Sequence[dict[str, Any]]) -> AsyncIterator[None]:
+        async with AsyncExitStack() as held:
+            for name, part in self.parts.items():
+                await held.enter_async_context(part.ahead([row for row in rows if row.get(COLUMN) == name]))
+            yield
 
     def of_row(self, row: dict[str, Any]) -> EnvSource:
         name = row.get(COLUMN)

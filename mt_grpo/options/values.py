@@ -301,7 +301,7 @@ TYPES = {
     "verifiers": _EnvType(f"{_BROUGHT}.verifiers", ("name", "config"), takes=("call_protocol",), brings_rows=True),
     "harbor": _EnvType(
         f"{_BROUGHT}.harbor",
-        ("tasks", "eval_tasks", "sandbox", "agent", "host", "verify_every"),
+        ("tasks", "eval_tasks", "sandbox", "agent", "host", "verify_every", "sandbox_pool"),
         takes=("system_prompt", "max_env_steps", "call_protocol", "env_mask", "tool_timeout"),
         brings_rows=True,
     ),

@@ -123,7 +123,9 @@ class RolloutRunner:
         queue = iter(range(0, len(requests), size))
         at_once = (self.limits.max_concurrent or len(requests)) // size
         self._running += 1
-        with _full_collections.put_off():
+        async with AsyncExitStack() as held:
+            held.enter_context(_full_collections.put_off())
+            await held.enter_async_context(source_of(self.env).ahead([request.row for request in requests[::size]]))
             tasks = [asyncio.ensure_future(work(queue)) for _ in range(min(len(requests), max(at_once, 1)))]
             try:
                 await asyncio.gather(*tasks)

@@ -37,6 +37,7 @@ from mt_grpo.integrations.harbor.trial import run_trial  # noqa: E402
 
 BASE = os.environ.get("MT_GRPO_BASE_IMAGE", "localhost/base:1")
 AGENTS = os.environ.get("MT_GRPO_AGENTS_IMAGE", "localhost/agents:1")
+HELLO = "printf hello > /app/hello.txt"
 SUBMIT = '<tool>{"name": "submit", "args": {}}</tool>'
 
 
@@ -73,12 +74,12 @@ def make_task(tmp_path_factory):
 def play():
     """Plays scripted conversations of a folder's first task at once."""
 
-    def run(folder, *turns, number=1, **options):
+    def run(folder, *turns, number=1, limits=None, **options):
         tasks = HarborTasks(HarborEnv("podman", **options), str(folder))
         row = tasks.rows("train")[0]
         engine = ScriptedEngine(build_tokenizer(), lambda session, turn: f"{turns[turn]}<|im_end|>")
         requests = [RolloutRequest(row["prompt"], str(index), row=row) for index in range(number)]
-        return asyncio.run(RolloutRunner(tasks, engine).run(requests, SamplingParams(max_tokens=4000)))
+        return asyncio.run(RolloutRunner(tasks, engine, limits).run(requests, SamplingParams(max_tokens=4000)))
 
     return run
 
@@ -141,6 +142,26 @@ def test_a_task_whose_image_cannot_be_built_is_refused(make_task):
         ConfigError, match=r"The image of the task \S+/imageless cannot be built: (?s:.*)\nMend \S+Doc"
     ):
         tasks.check(tasks.rows("train"), "training dataset")
+
+
+def test_containers_start_behind_other_conversations(make_task, play):
+    turns, limits = [call(f"{HELLO}; sleep 6"), SUBMIT], RolloutLimits(max_concurrent=1)
+    first, *others = play(make_task("hello"), *turns, number=4, limits=limits, sandbox_pool=1)
+    assert all(found.env_rewards == {"reward": 1.0} for found in (first, *others))
+    assert first.info["start_waited"] > 0
+    assert all(found.info["start_waited"] < 0.2 * found.info["start_seconds"] for found in others)
+
+
+def test_containers_that_no_conversation_takes_are_removed(make_task):
+    tasks = HarborTasks(HarborEnv("podman", sandbox_pool=2), str(make_task("hello")))
+    row = tasks.rows("train")[0]
+
+    async def end_at_once():
+        async with tasks.ahead([row] * 5):
+            while not podman("ps", "--quiet"):
+                await asyncio.sleep(0.2)
+
+    asyncio.run(end_at_once())
 
 
 def test_turns_are_paid_for_what_their_verification_gained(make_task, play):
@@ -245,7 +266,6 @@ def typed(*keys, done=False):
     return json.dumps({"analysis": "a", "plan": "p", "commands": commands, "task_complete": done})
 
 
-HELLO = "printf hello > /app/hello.txt"
 WORK = {
     "terminus-2": [typed(f"{HELLO}\n"), typed(done=True), typed(done=True)],
     "mini-swe-agent": [
@@ -351,6 +371,7 @@ def test_agents_in_containers_elsewhere_need_an_address(make_task):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"sandbox_pool": -1}, "`sandbox_pool: -1` is no number of containers: give 0 or more"),
         ({"verify_every": 0}, "`verify_every: 0` is no number of turns: give 1 or more"),
         ({"sandbox": "podmam"}, "`sandbox: podmam` is none of Harbor's; the nearest is 'podman': it has "),
         ({"sandbox": "docker"}, "`sandbox: docker` cannot be used on this machine: Docker daemon is not running"),
@@ -361,7 +382,7 @@ def test_agents_in_containers_elsewhere_need_an_address(make_task):
 def test_wrong_options_are_refused(options, message, make_task):
     given = {"sandbox": "podman", "tasks": str(make_task("hello"))} | options
     with pytest.raises(ConfigError, match=message):
-        HarborTasks(HarborEnv(given["sandbox"], verify_every=given.get("verify_every")), given["tasks"])
+        HarborTasks(HarborEnv(**{name: given[name] for name in given if name != "tasks"}), given["tasks"])
 
 
 GROUP = {"max_steps": 1, "max_concurrent_rollouts": 1, "per_device_train_batch_size": 2, "num_generations": 2}
@@ -402,6 +423,7 @@ def test_trls_harbor_spec_runs_as_it_is(make_task, tmp_path):
     [
         ("agent: codex", "everything is in place for this run"),
         ("agent: codex, verify_every: 2", "`verify_every` is of `agent: bash`"),
+        ("agent: codex, sandbox_pool: 2", "`sandbox_pool` is of `agent: bash`"),
         ("agent: codex, system_prompt: Be brief.", "`system_prompt` is of the shell that `agent: bash` has"),
     ],
 )

@@ -6,6 +6,7 @@ import asyncio
 import functools
 import logging
 import math
+import os
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
@@ -23,7 +24,7 @@ from harbor.models.trial.paths import EnvironmentPaths
 from harbor.trial.trial import Trial
 from harbor.verifier.factory import VerifierFactory
 
-from mt_grpo.concurrency import abandon
+from mt_grpo.concurrency import ConcurrencyLimit, abandon, consume_exception
 from mt_grpo.errors import describe_error
 from mt_grpo.integrations.harbor.engines import ENVIRONMENTS
 from mt_grpo.integrations.harbor.verified import SHOWN_LOG, TaskError, Verified
@@ -37,8 +38,10 @@ _LOOK = 0.5
 """Seconds between two looks at whether an agent works or waits."""
 
 _Talk = Callable[[BaseEnvironment], Awaitable[None]]
-CONVERSATIONS: dict[str, _Talk] = {}
-"""What the policy does in the container of a trial, by the key that its configuration has."""
+_STARTS = ConcurrencyLimit(max(2, os.cpu_count() or 1))
+"""Containers that start at once in this process: more of them only wait for each other."""
+_PATIENCE = 1e4
+"""By how much Harbor multiplies the time of a start, which is measured here: waiting for `_STARTS` is none of it."""
 
 
 class AgentTooSlowError(Exception):
@@ -49,13 +52,11 @@ class PolicyAgent(BaseAgent):
     """
     The policy as an agent of Harbor's.
 
-    Args:
-        conversation (`str`): Its key in `CONVERSATIONS`.
+    Attributes:
+        talk (`Callable`): Holds the conversation in the started container.
     """
 
-    def __init__(self, *arguments: Any, conversation: str, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self._conversation = conversation
+    talk: _Talk
 
     @staticmethod
     def name() -> str:
@@ -68,20 +69,60 @@ class PolicyAgent(BaseAgent):
         """Nothing is installed: commands come from outside."""
 
     async def run(self, instruction: str, environment: BaseEnvironment, context: AgentContext) -> None:
-        """Holds the conversation in the started container."""
-        await CONVERSATIONS[self._conversation](environment)
+        """Holds the conversation."""
+        await self.talk(environment)
 
 
-async def run_policy(sandbox: str, task: str, session: str, talk: _Talk) -> Verified:
-    """A trial of a task, see `run_trial`, in whose container the policy works."""
-    agent = AgentConfig(
-        import_path=f"{PolicyAgent.__module__}:{PolicyAgent.__name__}", kwargs={"conversation": session}
-    )
-    CONVERSATIONS[session] = talk
-    try:
-        return await run_trial(sandbox, task, agent)
-    finally:
-        del CONVERSATIONS[session]
+POLICY = AgentConfig(import_path=f"{PolicyAgent.__module__}:{PolicyAgent.__name__}")
+
+
+class BegunTrial:
+    """
+    A trial whose container starts already, whether it is run or dropped.
+
+    Attributes:
+        trial (`Trial`): The trial.
+        start_seconds (`float`): How long the start took, once it is over.
+        start_waited (`float`): How long `trial.run` waited for it.
+    """
+
+    def __init__(self, trial: Trial, folder: tempfile.TemporaryDirectory[str]) -> None:
+        self.trial, self.folder = trial, folder
+        self.start_seconds = self.start_waited = 0.0
+        self._start, self._dropped, self._begun = trial.agent_environment.start, False, False
+        trial.agent_environment.start = self._started  # which `trial.run` calls
+        self._starting = asyncio.ensure_future(self._limited())
+        self._starting.add_done_callback(consume_exception)
+
+    async def drop(self) -> None:
+        """Removes the container, which nobody needs."""
+        self._dropped = True
+        with self.folder:
+            await self.trial.run()
+
+    async def _limited(self) -> None:
+        async with _STARTS:
+            self._begun, begun = True, time.monotonic()
+            async with asyncio.timeout(self.trial.task.config.environment.build_timeout_sec):
+                await self._start(force_build=False)
+            self.start_seconds = time.monotonic() - begun
+
+    async def _started(self, force_build: bool) -> None:
+        begun = time.monotonic()
+        if self._dropped and not self._begun:
+            self._starting.cancel()
+        try:
+            await asyncio.shield(self._starting)
+        except asyncio.CancelledError:
+            if self._begun:  # what is half up cannot be taken down
+                await asyncio.wait([self._starting])
+            else:
+                self._starting.cancel()
+            if not self._dropped:
+                raise
+        self.start_waited = time.monotonic() - begun
+        if self._dropped:
+            raise TaskError("No conversation came for the container.")
 
 
 async def run_trial(sandbox: str, task: str, agent: AgentConfig, asked: Conversation | None = None) -> Verified:
@@ -99,16 +140,37 @@ async def run_trial(sandbox: str, task: str, agent: AgentConfig, asked: Conversa
         TaskError: If there is no reward: the container did not start, the agent could not be installed, or the
             verifier failed.
     """
+    return await finish_trial(await begin_trial(sandbox, task, agent, reaches_host=asked is not None), asked)
+
+
+async def begin_trial(sandbox: str, task: str, agent: AgentConfig, *, reaches_host: bool = False) -> BegunTrial:
+    """The first half of `run_trial`: the container starts."""
     agent = agent.model_copy(update={"override_timeout_sec": AGENT_SECONDS})
-    with tempfile.TemporaryDirectory(prefix="mt-grpo-harbor-", ignore_cleanup_errors=True) as folder:
-        environment = EnvironmentConfig(type=EnvironmentType(sandbox))
-        if (ours := ENVIRONMENTS.get(sandbox)) is not None:
-            path, reaches_host = f"{ours.__module__}:{ours.__name__}", asked is not None
-            environment = EnvironmentConfig(import_path=path, kwargs={"reaches_host": reaches_host})
-        config = TrialConfig(
-            task=TaskConfig(path=Path(task)), trials_dir=Path(folder), agent=agent, environment=environment
-        )
-        trial = await Trial.create(config)
+    folder = tempfile.TemporaryDirectory(prefix="mt-grpo-harbor-", ignore_cleanup_errors=True)
+    environment = EnvironmentConfig(type=EnvironmentType(sandbox))
+    if (ours := ENVIRONMENTS.get(sandbox)) is not None:
+        path = f"{ours.__module__}:{ours.__name__}"
+        environment = EnvironmentConfig(import_path=path, kwargs={"reaches_host": reaches_host})
+    config = TrialConfig(
+        task=TaskConfig(path=Path(task)),
+        trials_dir=Path(folder.name),
+        agent=agent,
+        environment=environment,
+        environment_build_timeout_multiplier=_PATIENCE,
+    )
+    return BegunTrial(await Trial.create(config), folder)
+
+
+async def talk_in(begun: BegunTrial, talk: _Talk) -> Verified:
+    """A trial of the agent `POLICY`."""
+    begun.trial.agent.talk = talk
+    return await finish_trial(begun)
+
+
+async def finish_trial(begun: BegunTrial, asked: Conversation | None = None) -> Verified:
+    """The second half of `run_trial`: the agent works, and what it did is verified."""
+    trial = begun.trial
+    with begun.folder:
         if asked is not None:
             bounded = functools.partial(_work, trial.agent.run, asked, trial.task.config.agent.timeout_sec)
             trial.agent.run = bounded
@@ -116,13 +178,15 @@ async def run_trial(sandbox: str, task: str, agent: AgentConfig, asked: Conversa
         raised, verified = result.exception_info, result.verifier_result
         error = None if raised is None else f"{raised.exception_type}: {raised.exception_message}"
         if verified is None or verified.rewards is None:
-            raise TaskError(f"The task {task} was not verified: {error or 'it gave no reward'}")
+            raise TaskError(f"The task {trial.task.task_dir} was not verified: {error or 'it gave no reward'}")
         logs = sorted(trial.paths.agent_dir.glob("*.txt")) if trial.paths.agent_dir.is_dir() else []
         return Verified(
             {name: float(value) for name, value in verified.rewards.items()},
             _end_of(trial.paths.test_stdout_path),
             "".join(_end_of(path) for path in logs)[-SHOWN_LOG:],
             error,
+            begun.start_seconds,
+            begun.start_waited,
         )
 
 

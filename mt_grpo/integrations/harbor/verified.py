@@ -14,9 +14,14 @@ class TaskError(Exception):
 
 @dataclass(frozen=True)
 class Verified:
-    """What a trial came to: the verifier's numbers by name, the logs of both, and what the agent failed of."""
+    """
+    What a trial came to: the verifier's numbers by name, the logs of both, what the agent failed of, and the seconds
+    that a container took to start, with those of them that were waited for.
+    """
 
     rewards: dict[str, float]
     verifier_log: str
     agent_log: str = ""
     agent_error: str | None = None
+    start_seconds: float = 0.0
+    start_waited: float = 0.0
