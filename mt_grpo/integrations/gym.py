@@ -15,7 +15,7 @@ from typing import Any, SupportsFloat
 from mt_grpo.concurrency import call
 from mt_grpo.envs import Outcome, Policy, Step, StepEnv
 from mt_grpo.envs.env import ConversationEnded
-from mt_grpo.envs.registry import environment
+from mt_grpo.envs.source import environment
 from mt_grpo.errors import ConfigError, describe_error, find_fault
 from mt_grpo.imports import import_object
 from mt_grpo.options.values import TYPES

@@ -18,7 +18,7 @@ import httpx
 
 from mt_grpo.envs import Outcome, Policy
 from mt_grpo.envs.env import ServedEnv
-from mt_grpo.envs.registry import environment
+from mt_grpo.envs.source import environment
 from mt_grpo.errors import ConfigError, describe_error
 from mt_grpo.integrations.gym import GymEnv, imported
 from mt_grpo.servers.addresses import expand_addresses

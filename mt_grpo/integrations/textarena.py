@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from mt_grpo.envs.registry import environment
+from mt_grpo.envs.source import environment
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean
 from mt_grpo.integrations.gym import GymEnv, imported

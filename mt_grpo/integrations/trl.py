@@ -21,8 +21,7 @@ from datasets import Dataset
 from mt_grpo.concurrency import OutOfTime, call, guarded, in_thread
 from mt_grpo.envs import MultiTurnToolEnv, Outcome, Policy
 from mt_grpo.envs.env import ConversationEnded
-from mt_grpo.envs.registry import environment, tool_arguments
-from mt_grpo.envs.source import CLOSE_TIMEOUT, COLUMN, EnvLike, Prototype, source_of
+from mt_grpo.envs.source import CLOSE_TIMEOUT, COLUMN, EnvLike, Prototype, environment, source_of, tool_arguments
 from mt_grpo.envs.tool_env import execute_calls
 from mt_grpo.errors import ConfigError, describe_error
 from mt_grpo.imports import did_you_mean, import_object

@@ -22,7 +22,7 @@ from httpx import HTTPError
 from mt_grpo.data import with_contents_of_one_kind
 from mt_grpo.envs.env import Outcome
 from mt_grpo.envs.protocols import CallProtocol
-from mt_grpo.envs.registry import environment
+from mt_grpo.envs.source import environment
 from mt_grpo.errors import ConfigError
 from mt_grpo.integrations.openai_api.agent import AgentClient, AgentSource, protocol_of
 from mt_grpo.options.values import VERIFIERS, parse_env_config

@@ -25,8 +25,7 @@ from datasets import Dataset
 
 from mt_grpo.concurrency import call
 from mt_grpo.envs.env import ConversationEnded, Outcome, Policy, Step, finite
-from mt_grpo.envs.registry import environment, tool_arguments
-from mt_grpo.envs.source import Prototype, source_of
+from mt_grpo.envs.source import Prototype, environment, source_of, tool_arguments
 from mt_grpo.envs.tool_env import DialogueEnv
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean, import_object

@@ -267,7 +267,7 @@ class _EnvType:
     A kind of environment.
 
     Args:
-        module: Registers what builds it, see `mt_grpo.envs.registry`. It is imported where a run names the type.
+        module: Registers what builds it, see `mt_grpo.envs.source`. It is imported where a run names the type.
         keys: Its own keys.
         needs: How many of these, from the first on, have to be given.
         takes: Options of a run that it may have for itself.
@@ -286,10 +286,10 @@ class _EnvType:
 
 
 TYPES = {
-    "tools": _EnvType("mt_grpo.envs.registry", needs=0),
+    "tools": _EnvType("mt_grpo.envs.source", needs=0),
     "simulated_user": _EnvType("mt_grpo.envs.simulated_user", _OF_USERS, 0, option="simulated_user"),
     "interactions": _EnvType(f"{_BROUGHT}.verl", ("file",), option="interaction_config_file"),
-    "class": _EnvType("mt_grpo.envs.registry", ("path",), takes=(*_OF_TOOLS, "environment_urls"), option="env"),
+    "class": _EnvType("mt_grpo.envs.source", ("path",), takes=(*_OF_TOOLS, "environment_urls"), option="env"),
     "trl": _EnvType(f"{_BROUGHT}.trl", ("factory",), option="environment_factory"),
     "agent": _EnvType(f"{_BROUGHT}.openai_api", _OF_AGENTS, 0, ("call_protocol",), "agent"),
     "scheduler": _EnvType(

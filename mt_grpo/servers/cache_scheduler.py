@@ -14,17 +14,17 @@ from dataclasses import dataclass
 
 from mt_grpo.servers.http import RequestFailed, ServerSetupError
 
-FULL = 0.97
+_FULL = 0.97
 """Share of the cache that is given away."""
-AHEAD = 0.6
+_AHEAD = 0.6
 """Turns for which every conversation must have room to grow before another one is let in."""
-UNKNOWN_PAUSE = 10.0
+_UNKNOWN_PAUSE = 10.0
 """Seconds for which a prefix is kept as long as a server does not say what it costs to compute it."""
 _TOLD = 5  # looks after which it is known what a token takes
 _SAMPLES = 200  # that a mean remembers
 LOOK = 0.5
 """Seconds between two looks at the cache."""
-CAUTION = 1.2
+_CAUTION = 1.2
 """How much more others may hold than is told of them, before this process takes more than its even share."""
 _REST = 5.0  # seconds from one cut of the share that is given away to the next
 _LOOKS = 10  # that the mean of what others hold remembers
@@ -88,7 +88,7 @@ class Mean:
 
 
 @dataclass(eq=False)
-class CachedConversation:
+class _CachedConversation:
     """A conversation as a cache sees it."""
 
     rank: int
@@ -106,7 +106,7 @@ class CacheScheduler:
 
     A conversation has a place as long as its context, and those of all that have places, fit into the cache. It keeps
     the place between two turns, since its prefix is cached. One more conversation gets a place if all would fit after
-    they have grown for `AHEAD` turns. If they grow beyond the cache, the youngest lose their places and wait, since
+    they have grown for `_AHEAD` turns. If they grow beyond the cache, the youngest lose their places and wait, since
     least was computed for them. Where tools take longer than it costs to compute a prefix again, no place is kept, and
     all turns begin: the server's own queue is as good.
 
@@ -121,8 +121,8 @@ class CacheScheduler:
     def __init__(self, processes: int = 1) -> None:
         self._processes, self._part = processes, 1 / processes
         self.capacity = float("inf")
-        self.conversations: dict[str, CachedConversation] = {}
-        self._asking: dict[str, CachedConversation] = {}
+        self.conversations: dict[str, _CachedConversation] = {}
+        self._asking: dict[str, _CachedConversation] = {}
         self._tokens = self._ranks = self._running = 0
         self._action, self._observation = Mean(_UNKNOWN, 5), Mean(_UNKNOWN, 5)
         self._pause, self._told, self._used = Mean(), Mean(), Mean()
@@ -138,7 +138,7 @@ class CacheScheduler:
         if not self.conversations:  # what others hold may have changed since
             self._room, self._others = self._whole / self._processes, Mean(most=_LOOKS)
         if conversation is None:
-            conversation = self.conversations[session] = CachedConversation(self._next_rank())
+            conversation = self.conversations[session] = _CachedConversation(self._next_rank())
         elif conversation.turns and not (conversation.running or conversation.asking):
             self._observation.add(max(0, tokens - conversation.tokens))
             self._pause.add(now - conversation.since)
@@ -162,7 +162,7 @@ class CacheScheduler:
         placed = {one for one in self.conversations.values() if self._holds(one, now)}
         total = sum(one.tokens + action for one in placed)
 
-        def take(conversation: CachedConversation) -> None:
+        def take(conversation: _CachedConversation) -> None:
             nonlocal total
             conversation.placed = False
             placed.discard(conversation)
@@ -264,7 +264,7 @@ class CacheScheduler:
     @property
     def _whole(self) -> float:
         """The tokens of the cache that are given away."""
-        return FULL * self._share * self.capacity
+        return _FULL * self._share * self.capacity
 
     def _part_of(self, pressure: Pressure, now: float) -> float:
         """
@@ -281,7 +281,7 @@ class CacheScheduler:
         self._others.add(needed)
         own = sum(one.tokens + self._action.value + self._ahead for one in holding)
         whole = self._whole
-        free = whole - CAUTION * self._others.value - own
+        free = whole - _CAUTION * self._others.value - own
         alone = self._others.value < whole / 100
         taken = free if free < 0 or alone else free * self._part
         self._part = min(1.0, 2 * self._part) if free > 0 and self._asking else 1 / self._processes
@@ -303,27 +303,27 @@ class CacheScheduler:
         conversation.asking, conversation.placed = 0, True
         return session
 
-    def _grow(self, conversation: CachedConversation, tokens: int) -> None:
+    def _grow(self, conversation: _CachedConversation, tokens: int) -> None:
         self._tokens += tokens - conversation.tokens
         conversation.tokens = tokens
 
     @property
     def _ahead(self) -> float:
         """Tokens by which a conversation may grow before another one is let in."""
-        return AHEAD * (self._action.value + self._observation.value)
+        return _AHEAD * (self._action.value + self._observation.value)
 
-    def _holds(self, conversation: CachedConversation, now: float) -> bool:
+    def _holds(self, conversation: _CachedConversation, now: float) -> bool:
         """Whether a conversation has a place."""
         return conversation.running > 0 or (conversation.placed and self._keeps(conversation, now))
 
-    def _keeps(self, conversation: CachedConversation, now: float) -> bool:
+    def _keeps(self, conversation: _CachedConversation, now: float) -> bool:
         """Whether a conversation between two turns still has its place. One that asks for its turn has it."""
         return conversation.asking > 0 or max(self._away, now - conversation.since) < self._longest_pause()
 
     def _longest_pause(self) -> float:
         """Seconds for which it pays to keep so many tokens in the cache: to compute them holds up all others."""
         if self._computed < 1:
-            return UNKNOWN_PAUSE
+            return _UNKNOWN_PAUSE
         return self._busy * self._computing / self._computed
 
 

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 MAX_STARTING = 16
 """Conversations that may begin on a server at the same time; others wait."""
-RETRY_AFTER = 30.0
+_RETRY_AFTER = 30.0
 """Seconds in which a server that could not be reached is asked only if no other is left."""
 START_TIMEOUT = 30.0
 """Seconds for which a conversation tries to begin while no server can be reached."""
@@ -147,7 +147,7 @@ class EnvServerPool:
         """Servers are known to be gone: they are asked again as if a conversation had found out."""
         with self._lock:
             for url in urls:
-                self._hosts[url].rests = time.monotonic() + RETRY_AFTER
+                self._hosts[url].rests = time.monotonic() + _RETRY_AFTER
 
     async def _next(self, tried: set[str]) -> tuple[str, bool] | None:
         """
@@ -176,7 +176,7 @@ class EnvServerPool:
         if asks:
             host.ask = math.inf  # one at a time
         if host.rests:
-            host.rests = now + RETRY_AFTER  # one finds out whether it is back
+            host.rests = now + _RETRY_AFTER  # one finds out whether it is back
         host.taken += 1
         return url, asks
 
@@ -215,9 +215,9 @@ class EnvServerPool:
             if lost is not None:
                 if host.rests <= now:
                     logger.warning(
-                        "The %s at %s is passed over for %g s: %s.", self.kind, url, RETRY_AFTER, lost.rstrip(".")
+                        "The %s at %s is passed over for %g s: %s.", self.kind, url, _RETRY_AFTER, lost.rstrip(".")
                     )
-                host.rests = now + RETRY_AFTER
+                host.rests = now + _RETRY_AFTER
 
 
 class Conversation:

@@ -28,7 +28,7 @@ from mt_grpo.vllm_plugin import IDENTITY, read_key
 
 CONNECT_TIMEOUT = 5.0
 """Seconds after which a host that does not answer counts as unreachable."""
-KEEP_ALIVE = 4.0
+_KEEP_ALIVE = 4.0
 """Seconds that an idle connection is kept: a little less than vLLM keeps it, so that it is not closed in use."""
 _PROBE = 'The 3 quick-brown foxes\n\tsaid: «naïve café» → 東京 {"x": 1.5}'
 _REPEATABLE = {408, 425, 429}
@@ -78,7 +78,7 @@ def headers(api_key: str | None) -> dict[str, str]:
 
 def open_session() -> aiohttp.ClientSession:
     """Opens connections of the running event loop, to any number of servers and without a limit."""
-    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE))
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE))
 
 
 def read_answer(request: str, status: int, body: bytes) -> Any:

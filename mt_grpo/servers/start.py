@@ -31,7 +31,7 @@ from mt_grpo.vllm_plugin import check_keys_folder
 logger = logging.getLogger(__name__)
 CHECK_EVERY = 1.0
 """Seconds between two looks at a server that starts."""
-NOTICE_AFTER = 15.0
+_NOTICE_AFTER = 15.0
 """Seconds after which it is said that a server starts."""
 
 _DIE_WITH_PARENT = 1  # of prctl
@@ -148,7 +148,7 @@ class OwnServer:
 
     def wait(self, seconds: float) -> None:
         """Waits until it answers."""
-        server, began, told = Server(self.url), time.monotonic(), NOTICE_AFTER
+        server, began, told = Server(self.url), time.monotonic(), _NOTICE_AFTER
         while run(wait_for_servers([server], 1, time.monotonic(), CHECK_EVERY, lambda words: None)):
             waited = time.monotonic() - began
             if self._watchdog.poll() is not None:

@@ -26,8 +26,15 @@ from mt_grpo.concurrency import run
 from mt_grpo.envs import EnvLike, EnvSource, MultiTurnToolEnv, StepEnv
 from mt_grpo.envs.env import ServedEnv
 from mt_grpo.envs.protocols import PROTOCOLS
-from mt_grpo.envs.registry import TRLFactory, build_environment, named_tools
-from mt_grpo.envs.source import COLUMN, check_source, close_environments, source_of
+from mt_grpo.envs.source import (
+    COLUMN,
+    TRLFactory,
+    build_environment,
+    check_source,
+    close_environments,
+    named_tools,
+    source_of,
+)
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import import_object
 from mt_grpo.options.rules import PARTNERS, check_agent, check_partner, check_scheduler

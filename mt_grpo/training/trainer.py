@@ -25,8 +25,7 @@ from mt_grpo.credit import Rule, call_rule
 from mt_grpo.data import had_text_prompts
 from mt_grpo.data.loaders import with_own_opener
 from mt_grpo.envs import EnvLike
-from mt_grpo.envs.registry import TRLFactory
-from mt_grpo.envs.source import source_of
+from mt_grpo.envs.source import TRLFactory, source_of
 from mt_grpo.forward.media import Media, media_tokens
 from mt_grpo.forward.probe import context_length
 from mt_grpo.forward.routes import route_shape

@@ -22,8 +22,7 @@ from trl.distributed import DistributedBackend
 from mt_grpo.concurrency import run as wait
 from mt_grpo.errors import ServerGoneError, WeightSyncError
 from mt_grpo.rollout.engines.vllm import VLLMServerClient
-from mt_grpo.servers.http import RequestFailed, Server, ServerControl, router_words, wait_for_servers
-from mt_grpo.servers.owner import (
+from mt_grpo.servers.fleet import (
     check_owner,
     check_still_owner,
     give_back,
@@ -32,6 +31,7 @@ from mt_grpo.servers.owner import (
     weight_label,
     weight_version,
 )
+from mt_grpo.servers.http import RequestFailed, Server, ServerControl, router_words, wait_for_servers
 from mt_grpo.weights.proof import Proof, compare
 from mt_grpo.weights.transport import Payload, Source, Transport, Update, fall_asleep, wake_cache, wake_weights
 
@@ -68,7 +68,7 @@ class WeightSync:
         self.source = Source(client, get_model, accelerator, timeout)
         self.transport = transport(self.source, **options)
         self.proof = Proof(get_model, self.source.model.config.get_text_config().vocab_size, tolerance)
-        self.fleet = Fleet(self.source, self.transport.repeatable)
+        self.fleet = _Fleet(self.source, self.transport.repeatable)
         self.in_flight = False
         """Whether conversations go on while weights are sent."""
         self.asleep = False
@@ -416,7 +416,7 @@ def _told(failure: BaseException, rank: int) -> tuple[type[Exception], str]:
     return RuntimeError, f"Process {rank} failed:\n{''.join(traceback.format_exception(failure))}"
 
 
-class Fleet:
+class _Fleet:
     """
     The servers of a run as the main process calls them. Every process calls `run` and `those_that` at the same points,
     and knows afterwards what failed, which servers are left out, and what was packed.

@@ -25,8 +25,8 @@ from trl.generation.vllm_generation import VLLMGeneration
 from mt_grpo.errors import UserError, WeightSyncError
 from mt_grpo.imports import Registry
 from mt_grpo.rollout.engines.vllm import VLLMServerClient
+from mt_grpo.servers.fleet import weight_version
 from mt_grpo.servers.http import RequestFailed, ServerControl
-from mt_grpo.servers.owner import weight_version
 from mt_grpo.weights.proof import HALF, with_halved_weights
 
 T = TypeVar("T")

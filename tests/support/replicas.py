@@ -9,7 +9,7 @@ from pathlib import Path
 from peft import PeftModel
 from safetensors.torch import load_file
 
-from mt_grpo.servers.owner import read_owner
+from mt_grpo.servers.fleet import read_owner
 from mt_grpo.vllm_plugin.fetch import Fetcher, FetchError, file_checksum
 from mt_grpo.vllm_plugin.guard import FETCH
 from mt_grpo.weights.proof import trainer_logprobs

@@ -15,9 +15,9 @@ from support.replicas import step_of
 from mt_grpo.errors import WeightSyncError
 from mt_grpo.rollout import SamplingParams
 from mt_grpo.rollout.engines.vllm import VLLMServerClient
-from mt_grpo.servers import http, owner
+from mt_grpo.servers import fleet, http
+from mt_grpo.servers.fleet import new_run, read_owner, released, weight_label
 from mt_grpo.servers.http import RequestFailed, ServerSetupError
-from mt_grpo.servers.owner import new_run, read_owner, released, weight_label
 from mt_grpo.training import MTGRPOConfig
 from mt_grpo.training.servers import weight_sync
 
@@ -181,8 +181,8 @@ def test_no_cache_on_the_way_answers_for_the_server(replicas, sync_of, monkeypat
 @pytest.fixture
 def run_of_other(other):
     """The name a run of another process has."""
-    own = f"-{os.getpid()}-{owner._start(os.getpid())}-"
-    return new_run().replace(own, f"-{other.pid}-{owner._start(other.pid)}-")
+    own = f"-{os.getpid()}-{fleet._start(os.getpid())}-"
+    return new_run().replace(own, f"-{other.pid}-{fleet._start(other.pid)}-")
 
 
 def test_a_run_of_another_process_is_refused_while_it_lives(
@@ -203,7 +203,7 @@ def test_a_run_of_another_process_is_refused_while_it_lives(
 @pytest.mark.parametrize("end", ["unnoticed", "gone", "another of its number"])
 def test_a_run_that_was_killed_blocks_nobody(replicas, sync_of, other, run_of_other, end):
     if end == "another of its number":
-        start = owner._start(other.pid)
+        start = fleet._start(other.pid)
         run_of_other = run_of_other.replace(f"-{start}-", f"-{start - 1}-")
     else:
         other.kill()
@@ -216,7 +216,7 @@ def test_a_run_that_was_killed_blocks_nobody(replicas, sync_of, other, run_of_ot
 
 
 def test_a_server_held_by_another_machine_is_refused_until_freed(replicas, sync_of):
-    there = new_run().replace(owner._machine(), "0a1b2c3d.4026531836")
+    there = new_run().replace(fleet._machine(), "0a1b2c3d.4026531836")
     replicas[0].version = weight_label(there, "proof")
     with pytest.raises(WeightSyncError, match="step proof.*or restart the server if that run was killed"):
         sync_of().sync(0)

@@ -9,8 +9,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from mt_grpo.envs.env import ConversationEnded, Outcome, Policy, Step
-from mt_grpo.envs.registry import environment, tool_arguments
-from mt_grpo.envs.source import EnvSource, Prototype, source_of
+from mt_grpo.envs.source import EnvSource, Prototype, environment, source_of, tool_arguments
 from mt_grpo.envs.tool_env import MultiTurnToolEnv
 from mt_grpo.errors import ConfigError
 from mt_grpo.integrations.harbor.containers import BUBBLEWRAP

@@ -23,8 +23,7 @@ from urllib.parse import urlsplit
 from mt_grpo.concurrency import LoopThread, OnePerProcess, abandon, begin, in_thread
 from mt_grpo.envs.env import ConversationEnded, Outcome, finite
 from mt_grpo.envs.protocols import PROTOCOLS, CallProtocol
-from mt_grpo.envs.registry import environment
-from mt_grpo.envs.source import EnvSource
+from mt_grpo.envs.source import EnvSource, environment
 from mt_grpo.errors import ConfigError, defined_at, describe_error
 from mt_grpo.imports import import_object
 from mt_grpo.integrations.openai_api.conversation import Conversation

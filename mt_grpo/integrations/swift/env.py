@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from mt_grpo.concurrency import OutOfTime, call, guarded
 from mt_grpo.envs.env import ConversationEnded, Outcome, Policy, RecordedEnv
 from mt_grpo.envs.protocols import PROTOCOLS, PlainTextProtocol
-from mt_grpo.envs.registry import environment
-from mt_grpo.envs.source import EnvSource
+from mt_grpo.envs.source import EnvSource, environment
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean, import_object
 from mt_grpo.integrations.swift.scheduler import (

@@ -28,7 +28,7 @@ from mt_grpo.forward.media import Media, MediumInputs
 from mt_grpo.media import IMAGE, SOUND, VIDEO, kind_of, to_file
 from mt_grpo.rollout.engine import Sample, SamplingParams
 from mt_grpo.servers.cache_scheduler import Turn
-from mt_grpo.servers.fleet import VLLMServers
+from mt_grpo.servers.fleet import VLLMServers, weight_label
 from mt_grpo.servers.http import (
     RequestFailed,
     Server,
@@ -36,7 +36,6 @@ from mt_grpo.servers.http import (
     ask_identified,
     router_words,
 )
-from mt_grpo.servers.owner import weight_label
 from mt_grpo.token_tree import Routes
 
 _GENERATE = "/inference/v1/generate"
