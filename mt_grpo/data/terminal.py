@@ -127,18 +127,7 @@ KINDS: dict[str, Callable[[random.Random], Task]] = {
 
 
 def write_tasks(folder: Path, number: int, seed: int = 0, image: str = "debian:13") -> list[Path]:
-    """
-    Writes tasks of all kinds in turn.
-
-    Args:
-        folder (`Path`): Gets a folder for each task.
-        number (`int`): How many.
-        seed (`int`, *optional*, defaults to 0): Other seeds make other tasks: one for training, one for evaluation.
-        image (`str`, *optional*, defaults to `"debian:13"`): The image of their containers.
-
-    Returns:
-        `list[Path]`: Their folders.
-    """
+    """Writes tasks of all kinds in turn, each in a folder of its own; other seeds make other tasks."""
     draw, kinds = random.Random(seed), list(KINDS)
     written = []
     for index in range(number):

@@ -373,12 +373,7 @@ class RightAnswer(ReadsAnswer):
         self.column, self.prefix, self.scorer = column, prefix, scorer
 
     def right_answer(self, value: object) -> str:
-        """
-        The text to score, from a value of the column.
-
-        Raises:
-            ConfigError: If there is none.
-        """
+        """The text to score, from a value of the column."""
         first = value.get("value") if isinstance(value, dict) else value
         if isinstance(first, list):
             first = first[0] if first else None

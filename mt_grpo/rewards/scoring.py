@@ -52,13 +52,6 @@ def score_trajectories(
     All rewards are called in the caller's thread, before this returns, because they may expect the main thread
     (signals) or the trainer's. The body of an `async def` reward runs where the result is awaited.
 
-    Args:
-        turn_funcs (`Sequence[TurnReward]`): Scored on every turn of every trajectory.
-        outcome_funcs (`Sequence[OutcomeReward]`): Scored on every trajectory.
-        trajectories (`list[Trajectory]`): The batch; `Trajectory.row` holds the columns.
-        extra (`dict`, *optional*): Keyword arguments for plain TRL reward functions beyond the columns.
-        state_scores (`Sequence[StateScore]`, *optional*): Scored on every turn of every trajectory.
-
     Returns:
         A coroutine of `Scores`: one value per reward and trajectory, and per turn for turn rewards.
 
@@ -207,10 +200,6 @@ def cut_after(trajectory: Trajectory, index: int) -> Trajectory:
     What is only known at its end is left out: the stop reason, the duration, rewards and what the environment says of
     the whole conversation. The environment itself, which rewards may look at, is the one at the end. Log-probs of the
     right answer stay up to the state that the turn led to.
-
-    Args:
-        trajectory (`Trajectory`): A finished trajectory; it stays as it is.
-        index (`int`): The last turn to keep.
     """
     return replace(
         trajectory,
@@ -238,10 +227,6 @@ def score_cut(
 
     A reward whose value on the *whole* trajectory differs from the recorded one too is not deterministic, and nothing
     is said of it. Like `score_trajectories`, this calls all rewards before it returns.
-
-    Args:
-        funcs (`Sequence[TurnReward | StateScore]`): The rewards and state scores.
-        samples (`Sequence[tuple[Trajectory, int]]`): Scored trajectories, each with the index of a turn.
 
     Returns:
         A coroutine of `dict[str, str]`: for each reward that depends on later turns, by its name, what was found.

@@ -53,11 +53,6 @@ def spans_of(row: Row, record: Row, model: str | None) -> list[Span]:
     turn, and one of kind `TOOL` per call. The span of a turn has the messages that were added since the turn that it
     goes on from, which `graph.node.parent_id` names. So each message stands in a trace once, and a fork is a node that
     several go on from.
-
-    Args:
-        row (`dict`): The conversation in the index.
-        record (`dict`): The conversation without its tokens.
-        model (`str`, *optional*): The model's name.
     """
     names = ("mode", "step", "k", "group", "member", "reward", "rewards", "turn_rewards", "advantages", "shared_turns")
     known = {**{name: row[name] for name in names}, "branch_of": row["branch_of"], "copy": is_copy(row)}

@@ -89,10 +89,6 @@ class RunWriter:
     Writes the files of one process. Its methods return lines for the index. The first process appends them once all
     processes have written their files.
 
-    Args:
-        folder (`str` or `Path`): The run's `output_dir`.
-        rank (`int`): The process.
-
     Raises:
         RunLogError: From all methods, if the disk is full or the folder cannot be written.
     """
@@ -125,13 +121,8 @@ class RunWriter:
         self, batch: Batch, advantages: Sequence[Sequence[float]], parts: Sequence[Sequence[Row]] | None = None
     ) -> list[Row]:
         """
-        Writes the advantage of each turn of a batch's conversations. Returns their lines.
-
-        Args:
-            batch (`Batch`): As it was written.
-            advantages (`list[list[float]]`): Per conversation and turn.
-            parts (`list[list[dict]]`, *optional*): Per conversation, the `name`, `values` and `scales` of each part of
-                its advantages, see `CREDIT`.
+        Writes the advantage of each turn of a batch's conversations. Returns their lines. `parts` are
+        the `name`, `values` and `scales` of each part of a conversation's advantages, see `CREDIT`.
         """
         if not batch.trajectories:
             return []
@@ -153,12 +144,8 @@ class RunWriter:
 
     def write_updates(self, step: int, rows: list[Row], summaries: list[Row]) -> list[Row]:
         """
-        Writes what the trainer computed in an optimiser step. Returns the lines.
-
-        Args:
-            step (`int`): The step, from 0.
-            rows (`list[dict]`): Rows with the columns of `UPDATES`, except `updated_step`.
-            summaries (`list[dict]`): Of each row `mismatch`, `entropy` and `clipped`, as the index has them.
+        Writes what the trainer computed in an optimiser step. Returns the lines. Rows have the columns of
+        `UPDATES`, except `updated_step`; summaries are `mismatch`, `entropy` and `clipped` of each, as in the index.
         """
         if not rows:
             return []

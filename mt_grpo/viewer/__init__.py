@@ -16,12 +16,7 @@ _MODEL, _ENVIRONMENT = "green", "bright_black"
 
 def render_trajectory(trajectory: Trajectory, tokenizer: Any, color: bool = True) -> Text:
     """
-    Renders the tokens of a conversation, then its rewards.
-
-    Args:
-        trajectory (`Trajectory`): The conversation.
-        tokenizer: Decodes its tokens, special ones shown.
-        color (`bool`, *optional*, defaults to `True`): Colours; without them the model's words stand between « and ».
+    Renders the tokens of a conversation, then its rewards; without `color` the model's words stand between « and ».
     """
     text = Text()
     for sequence in trajectory.tree.sequences():

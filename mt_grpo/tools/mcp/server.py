@@ -64,12 +64,6 @@ class McpServer:
     """
     One MCP server of this process. It starts with the first call, from whatever event loop, and is shared by all; it
     ends with the process, or once no tool refers to it. A forked process starts its own.
-
-    Args:
-        config (`McpServerConfig`): How it is reached.
-
-    Raises:
-        ConfigError: If the `mcp` library is not installed.
     """
 
     def __init__(self, config: McpServerConfig) -> None:

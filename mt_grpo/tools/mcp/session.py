@@ -103,12 +103,7 @@ _KEYS: dict[str, Any] = {
 
 
 def read_servers(path: str) -> list[McpServerConfig]:
-    """
-    Reads a file of MCP servers. Keys that only other programs know are left alone.
-
-    Raises:
-        ConfigError: If there is no such file, or it does not describe servers.
-    """
+    """Reads a file of MCP servers. Keys that only other programs know are left alone."""
     if not Path(path).is_file():
         raise ConfigError(f"The file of MCP servers {path!r} (`mcp_servers_config_path`) does not exist.")
     try:
