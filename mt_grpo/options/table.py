@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import math
 import numbers
+import re
 import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -414,6 +415,15 @@ class RunOptions:
         "A run's folder, to train on what it logged. Nothing is sampled, scored or evaluated, and no server is used; "
         "the first step is the one that the run took.",
         page="runs.md#training-on-what-a-run-logged",
+    )
+    metrics_address: int | str | None = _run(
+        "Where Prometheus reads the run's metrics: a port of this machine, or HOST:PORT. Nowhere where unset.",
+        rule=Rule(
+            lambda value: re.fullmatch(r"(.+:)?\d{1,5}", str(value)) is not None,
+            "set a port such as 9464, or an address such as `0.0.0.0:9464`",
+            of_numbers=False,
+        ),
+        page="watching.md",
     )
     logging_steps: float = _run(
         "Steps between two lines of metrics. Below 1, a share of all steps. TRL's default is 10.",

@@ -28,6 +28,7 @@ from mt_grpo.options.rules import check_batches, check_trainable
 from mt_grpo.runlog.schema import FOLDER
 from mt_grpo.training.checkpoint import is_whole
 from mt_grpo.training.config import MTGRPOConfig, has_bfloat16
+from mt_grpo.training.step_log.prometheus import serving
 
 _RECORDS = ("metrics.jsonl", "trajectories*.jsonl", "summary.json", "learning_curve.png", "audit.jsonl")
 
@@ -47,6 +48,9 @@ def check_surroundings(args: MTGRPOConfig) -> None:
     """Whether the machine has what the options ask of it: a device, packages, the Hub."""
     _check_device(args)
     check_trackers(args)
+    if args.metrics_address is not None and args.process_index == 0:
+        with serving(args.metrics_address, "", dict):  # for a moment
+            pass
     if args.push_to_hub:
         check_push(args)
 

@@ -56,6 +56,7 @@ from mt_grpo.training.preflight import check_batch_sizes, left_by_runs, locked
 from mt_grpo.training.ranks import check_same, clear_checkpoint, keep_checkpoint, keep_records
 from mt_grpo.training.rollout_batch import Columns, Row
 from mt_grpo.training.step_log import FewerPrinter, FewerProgress, StepLog
+from mt_grpo.training.step_log.prometheus import serving
 
 _RATES = ("lr", "initial_lr")
 _OPTIONS = {
@@ -160,7 +161,13 @@ class ResumableTrainer(GRPOTrainer):
         self._prefetch, self._sampler = PrefetchQueue.of(self), None  # a stream has no sampler
         signals = [signal.SIGUSR1, *([signal.SIGTERM] if self.args.enable_jit_checkpoint else [])]
         with locked(self.args), listening(*signals):
-            with self._heartbeat(), self._says_how_far(), self._prefetch or nullcontext(), self._names_rows():
+            with (
+                self._scraped(),
+                self._heartbeat(),
+                self._says_how_far(),
+                self._prefetch or nullcontext(),
+                self._names_rows(),
+            ):
                 result = super().train(checkpoint, *args, **kwargs)
             keep_records(Path(self.args.output_dir, FOLDER), self.args)
         if self._initial_global_step == self.state.global_step < self.state.max_steps:
@@ -185,6 +192,22 @@ class ResumableTrainer(GRPOTrainer):
             }
 
         return Heartbeat(self.args.output_dir, look).beating()
+
+    def _scraped(self) -> AbstractContextManager[None]:
+        """Metrics for Prometheus, while it trains."""
+        address = self.args.metrics_address
+        if address is None or not self.is_world_process_zero():
+            return nullcontext()
+
+        def look() -> dict[str, float]:
+            return {
+                **self.step_log.logged,
+                "step": self.state.global_step,
+                "max_steps": self.state.max_steps,
+                "conversations_under_way": len(self.step_log.activity.conversations()),
+            }
+
+        return serving(address, Path(self.args.output_dir).name, look)
 
     def _says_how_far(self) -> AbstractContextManager[object]:
         """In logs of a script, a line within a step or an evaluation that takes long."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import logging
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -96,7 +97,7 @@ def test_nothing_is_sent_where_nobody_asks(monkeypatch, caplog):
         monkeypatch.delenv(name, raising=False)
     assert SpanSender.wanted("m") is None
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
-    monkeypatch.setitem(__import__("sys").modules, "opentelemetry.sdk.trace", None)
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     with caplog.at_level(logging.WARNING):
         assert SpanSender.wanted("m") is None
     assert "pip install 'mt-grpo[otel]'" in caplog.text

@@ -133,6 +133,7 @@ class StepLog(TrainerCallback):
         self.table = Table(args, trainer.callback_handler.callbacks)
         self._has_turn_rewards = bool(trainer.turn_reward_funcs)
         self._evaluated = (-1, -1)  # step and number of the latest batch of an evaluation
+        self.logged: dict[str, float] = {}  # the latest number of each metric
         self.latest = Update()  # the latest optimiser step, which may not be finished
         self._begun = 0.0
 
@@ -191,6 +192,7 @@ class StepLog(TrainerCallback):
 
     def on_log(self, args: object, state: TrainerState, control: object, logs: Logs, **kwargs: Any) -> None:
         self.records.log(logs, state.global_step)
+        self.logged |= {name: float(value) for name, value in logs.items() if isinstance(value, int | float)}
         self.table.log("train" if kwargs["model"].training else "eval", state.global_step)
 
     def on_train_end(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
