@@ -22,8 +22,9 @@ def folder(tmp_path_factory):
     write_begun(folder / "deep" / "failed", "no memory\x1b[2J")
     (folder / "broken").mkdir()
     (folder / "broken" / "metrics.jsonl").write_text("{x\n")
-    with (folder / "two" / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 12, "eval_reward": 0.25}\n')
+    for name, reward in (("one", 0.75), ("two", 0.25)):
+        with (folder / name / "metrics.jsonl").open("a") as file:
+            file.write(f'{{"step": 12, "eval_reward": {reward}}}\n')
     return folder
 
 
@@ -44,7 +45,7 @@ def test_every_run_is_a_row(folder, printed):
     ("words", "names"),
     [
         ("--sort run", ["broken", "deep/failed", "one", "two"]),
-        ("--sort eval --filter step>0", ["two", "one"]),
+        ("--sort eval", ["one", "two", "deep/failed", "broken"]),
         ("--filter state=failed,damaged --sort=run", ["broken", "deep/failed"]),
         ("--filter rule!=mt_grpo --sort run", ["broken", "deep/failed"]),
         ("--filter EMBEDDED --sort run", ["one", "two"]),
