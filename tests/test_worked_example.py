@@ -150,7 +150,12 @@ COMMANDS = [line.strip() for line in re.findall(r"^    (?=mt-grpo |python |cd ).
 """What the page says to type, in its order."""
 EMBEDDED = "--model_name_or_path embedded --use_peft false --bf16 false --use_cpu --dtype float32 --max_turn_length 24"
 SHORT = {"train": f"{EMBEDDED} --max_steps 1 --gradient_accumulation_steps 2 --dataset_test_split test[:4]"}
-SHORT |= {"doctor": EMBEDDED, "rollout": f"{EMBEDDED} --num_prompts 2", "view": "--export page.html"}
+SHORT |= {
+    "eval": f"{EMBEDDED} --dataset_test_split test[:4]",
+    "doctor": EMBEDDED,
+    "rollout": f"{EMBEDDED} --num_prompts 2",
+    "view": "--export page.html",
+}
 
 
 @pytest.mark.slow
@@ -164,5 +169,7 @@ def test_the_steps_of_the_page_run_in_their_order(tmp_path, monkeypatch, capsys)
         elif program == "python":
             subprocess.run([sys.executable, *words, "--shops", "2"], check=True, capture_output=True)
         else:
+            if words[0] == "eval":
+                words[words.index("--model") + 1] = "embedded"
             assert main([*words, *shlex.split(SHORT.get(words[0], ""))]) == 0, command
     sys.modules.pop("sql_agent", None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sqlite3
 import time
 from contextlib import closing
@@ -31,10 +32,10 @@ def read(path: Path, sql: str) -> tuple[list[str], list[tuple[Any, ...]]]:
 
 
 class SQLAgent(MultiTurnToolEnv):
-    """One conversation over the database that the row's column `database` names."""
+    """One conversation over the database of the row's column `database`, or else of the variable `DATABASE`."""
 
     async def reset(self, row: dict[str, Any]) -> list[Message]:
-        self.database = Path(row["database"]).resolve(strict=True)
+        self.database = Path(row.get("database") or os.environ["DATABASE"]).resolve(strict=True)
         tools = load_tools([self.schema, self.query])  # bound to this conversation's copy
         self.tools = {tool.name: tool for tool in tools}
         return await super().reset(row)
