@@ -2,7 +2,7 @@
 The race: TRL's own `GRPOTrainer` with its tool loop against the trainer of this package, both on the embedded task.
 
     python benchmarks/race.py              # runs what has not run, then writes results and table
-    python benchmarks/race.py --report     # the table in docs/trl.md alone, from benchmarks/results/race.json
+    python benchmarks/race.py --report     # the table in the report alone, from benchmarks/results/race.json
     python benchmarks/race.py --quick      # one step of each arm, to see that it runs; writes no results
 
 Both begin with the same model, which writes its calls in its template's own form, and have the same questions,
@@ -53,7 +53,7 @@ from mt_grpo.rewards import load_rewards
 
 FOLDER = Path(__file__).parent.parent / "runs" / "race"
 RESULT = RESULTS / "race.json"
-PAGE = Path(__file__).parent.parent / "docs" / "trl.md"
+PAGE = Path(__file__).parent / "reports" / "measurements.md"
 BEGIN, END = "<!-- race -->", "<!-- end of the race -->"
 ARMS = {"trl": "TRL's `GRPOTrainer(tools=...)`", "ours": "ours", "ahead": "ours, `max_staleness: 1`"}
 SEEDS = 3
