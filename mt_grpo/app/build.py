@@ -65,28 +65,31 @@ _MAX_SHOWN = 10_000
 """Most characters of a prompt that a dry run prints."""
 
 
-def load_datasets(recipe: Recipe) -> tuple[Dataset | None, Dataset | None]:
-    """The training rows of a recipe, and its evaluation rows where it evaluates (`do_eval`)."""
+def load_datasets(recipe: Recipe) -> tuple[Rows | None, Rows | dict[str, Rows] | None]:
+    """The training rows of a recipe, and its evaluation rows, or sets of these, where it evaluates (`do_eval`)."""
     script = recipe.script
     if script.dataset_name is None:  # some environments bring their own rows
         if recipe.training.do_eval and not brings_rows(recipe.training.env):
             raise ConfigError("`do_eval: true` needs a dataset of questions to measure: set `dataset_name`.")
         return None, None
 
-    def load(split: str) -> Dataset:
-        return load_rows(
-            script.dataset_name,
-            split,
-            config=script.dataset_config,
-            column_mapping=script.column_mapping,
-            streaming=script.dataset_streaming,
-        )
+    def load(split: str, name: str = script.dataset_name, config: str | None = script.dataset_config) -> Rows:
+        mapping, streaming = script.column_mapping, script.dataset_streaming
+        return load_rows(name, split, config=config, column_mapping=mapping, streaming=streaming)
+
+    def held_out(split: str = script.dataset_test_split, **other: str) -> Rows:
+        if other.get("dataset_name", script.dataset_name) == script.dataset_name:
+            check_apart(script.dataset_name, script.dataset_train_split, split, train)
+        elif "dataset_config" not in other:
+            other["dataset_config"] = None
+        return load(split, *(other.get(key, getattr(script, key)) for key in ("dataset_name", "dataset_config")))
 
     train = load(script.dataset_train_split)
     if not recipe.training.do_eval:
         return train, None
-    check_apart(script.dataset_name, script.dataset_train_split, script.dataset_test_split, train)
-    return train, load(script.dataset_test_split)
+    if script.eval_datasets is None:
+        return train, held_out()
+    return train, {name: held_out(**one) for name, one in script.eval_datasets.items()}
 
 
 def env_of_prompt(source: EnvSource, row: dict[str, Any]) -> MultiTurnToolEnv | None:
@@ -232,10 +235,15 @@ def build_trainer(
     if args.use_vllm and args.vllm_max_model_length:
         longest = min(longest, args.vllm_max_model_length)
     rows = train_dataset
-    train_dataset, eval_dataset = (
-        data if data is None else drop_long_prompts(data, tokenizer, source, longest, args.chat_template_kwargs)
-        for data in (train_dataset, eval_dataset)
-    )
+
+    def short(data: Rows | dict[str, Rows] | None) -> Any:
+        if isinstance(data, dict):
+            return {name: short(one) for name, one in data.items()}
+        if data is None:
+            return None
+        return drop_long_prompts(data, tokenizer, source, longest, args.chat_template_kwargs)
+
+    train_dataset, eval_dataset = short(train_dataset), short(eval_dataset)
     if trains and isinstance(rows, Dataset) and len(train_dataset) < len(rows):
         check_rows_suffice(args, train_dataset, dropped=len(rows) - len(train_dataset))
     left = contextlib.nullcontext() if writes else _nothing_left(args)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
+import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -55,12 +56,14 @@ from mt_grpo.trajectory import visible
 
 _ENDPOINT = re.compile(r"(?:(?!https?://)(?P<model>.+)@)?(?P<url>https?://\S+)")
 _DECIDING = (
-    *("dataset_name", "dataset_config", "dataset_test_split", "column_mapping", *OF_ENVIRONMENT),
+    *("dataset_name", "dataset_config", "dataset_test_split", "eval_datasets", "column_mapping", *OF_ENVIRONMENT),
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_completion_length", "max_turn_length"),
     *("history", "compact_every", "chat_template_kwargs", "seed"),
     *("turn_reward_funcs", "outcome_reward_funcs", "reward_weights"),
 )
 """Options that decide what is sampled and how it is scored."""
+_SET = "eval_dataset"
+"""The column that says of which of several `eval_datasets` a row is."""
 _MOST_VALUES = 30
 """Values of a column by which results are split."""
 _MILLION = 1e6
@@ -112,6 +115,7 @@ def evaluate(request: Request) -> int:
     check_writable(str(save), f"`--save {save}`")
     names = list(dict.fromkeys(own["model"] or [request.values["model_name_or_path"]]))
     models = [_Model(name, save, own["api_key_env"]) for name in names]
+    datasets.disable_progress_bars()
     rows = None
     for model in models:
         rows = _sample(model, request, rows, generations, console)
@@ -153,7 +157,15 @@ def _sample(model: _Model, request: Request, rows: list[Row] | None, generations
         if held_out is None:
             trainer = build_trainer(recipe, trains=False, writes=False, endpoint=model.endpoint)
             held_out = trainer.eval_dataset
-        rows = list(held_out if own["num_prompts"] is None else held_out.take(own["num_prompts"]))
+        several = held_out if isinstance(held_out, dict) else {"": held_out}
+        most = own["num_prompts"]
+        rows = [
+            {**row, **({_SET: name} if name else {})}
+            for name, one in several.items()
+            for row in (one if most is None else one.take(most))
+        ]
+        if len(several) > 1:
+            own["by"] = list(dict.fromkeys([_SET, *(own["by"] or [])]))
         for column in own["by"] or []:
             _check_column(column, rows)
     about = {name: resolved[name] for name in _DECIDING if name in resolved}

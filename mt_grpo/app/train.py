@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 import shlex
 import shutil
 import signal
@@ -475,10 +476,13 @@ class _RunProgress(TrainerCallback):
     ) -> None:
         if not self._shows:
             return
-        if "eval_reward" in logs:
+        evaluated = next((name for name in logs if re.fullmatch(r"eval_(\w+_)?reward", name)), None)
+        if evaluated is not None:
+            prefix = evaluated.removesuffix("reward")
+            of_set = f" of {prefix[5:-1]}" if len(prefix) > 5 else ""
             seconds = next(value for name, value in logs.items() if name.endswith("_runtime"))
-            words = [_number("reward", logs["eval_reward"]), _number("turns", logs["eval_turns/mean"], 2)]
-            self._print(state, [*words, f"{seconds:.1f} s"], "evaluation at ")
+            words = [_number("reward", logs[evaluated]), _number("turns", logs[f"{prefix}turns/mean"], 2)]
+            self._print(state, [*words, f"{seconds:.1f} s"], f"evaluation{of_set} at ")
         elif "reward" in logs:
             loss = [_number("loss", logs["loss"], 4)] if "loss" in logs else []
             words = [_number("reward", logs["reward"]), *loss, _number("turns", logs["turns/mean"], 2)]

@@ -83,6 +83,11 @@ CONFLICTS = (
     ),
     _HISTORY,
     _Conflict(
+        lambda o: o.early_stopping_patience and (o.eval_strategy == "no" or o.metric_for_best_model is None),
+        "<early_stopping_patience> compares evaluations during training by a metric",
+        "set `eval_strategy: steps` and `metric_for_best_model`, such as `reward`",
+    ),
+    _Conflict(
         lambda o: o.groups_without_signal != "keep" and (o.entropy_coef or o.use_adaptive_entropy),
         "<groups_without_signal> drops groups from the loss, and <entropy_coef> with <use_adaptive_entropy> learns "
         "from all",

@@ -90,6 +90,11 @@ class DataOptions:
     column_mapping: dict[str, str] | str | None = _model(
         "Columns to add, each from one that is there: {wanted: present}.",
     )
+    eval_datasets: dict[str, Any] | str | None = _model(
+        "Several evaluation sets by name, in place of `dataset_test_split`: {name: split}, or {name: {dataset_name, "
+        "split, dataset_config}}. Metrics are `eval_NAME_reward` and the like; JSON on the command line.",
+        page="evaluate.md#in-training",
+    )
 
 
 @dataclass
@@ -410,6 +415,11 @@ class RunOptions:
         "Remove what an earlier run left in `output_dir`. Otherwise `mt-grpo train` refuses to begin there. It has "
         "no effect on a run that is resumed.",
         default=False,
+    )
+    early_stopping_patience: int | None = _run(
+        "Evaluations in a row without a better `metric_for_best_model` after which training ends.",
+        rule=_ABOVE_ZERO,
+        page="evaluate.md#in-training",
     )
     replay: str | None = _run(
         "A run's folder, to train on what it logged. Nothing is sampled, scored or evaluated, and no server is used; "

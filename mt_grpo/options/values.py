@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import shlex
 import shutil
 from collections.abc import Callable, Iterable, Mapping
@@ -238,6 +239,29 @@ def _parse_factories(given: object) -> Any:
     is_mapping = isinstance(given, str) and given.lstrip().startswith("{")
     return parse_mapping(given, "environment_factory") if is_mapping else given
 
+
+def parse_eval_datasets(given: object) -> dict[str, dict[str, Any]] | None:
+    """Evaluation sets by name, each with those of `dataset_name`, `split` and `dataset_config` that it has."""
+    sets = parse_mapping(given, "eval_datasets")
+    if sets is None:
+        return None
+    if not isinstance(sets, dict) or not sets:
+        raise ConfigError(f"`eval_datasets` is {given!r}: give splits by name, such as `{{hard: 'test[:100]'}}`.")
+    read = {}
+    for name, one in sets.items():
+        one = {"split": one} if isinstance(one, str) else one
+        if not re.fullmatch(r"\w+", str(name)):
+            raise ConfigError(f"`eval_datasets` has the name {name!r}, which metrics cannot have: write a word.")
+        wrong = set(one) - set(_OF_SETS) if isinstance(one, dict) else {"?"}
+        if wrong or not all(isinstance(value, str) for value in one.values()) or not one:
+            raise ConfigError(
+                f"`eval_datasets: {name}` is {one!r}: give a split, or a mapping with some of {', '.join(_OF_SETS)}."
+            )
+        read[str(name)] = one
+    return read
+
+
+_OF_SETS = ("dataset_name", "split", "dataset_config")
 
 PARSERS: dict[str, Callable[[Any], Any]] = {
     "environment_factory": _parse_factories,

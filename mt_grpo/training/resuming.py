@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Sampler
+from transformers import EarlyStoppingCallback, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from trl import GRPOTrainer
 
@@ -107,6 +108,16 @@ def take_given(optimizer: Optimizer, scheduler: object, given: list[dict[str, An
             group["lr"] = rate
         scheduler.load_state_dict(scheduler.state_dict() | {"base_lrs": bases, "_last_lr": rates})
     return changed
+
+
+class EarlyStopping(EarlyStoppingCallback):
+    """Transformers', which of several evaluation sets looks at the one that `metric_for_best_model` is of."""
+
+    def on_evaluate(
+        self, args: TrainingArguments, state: object, control: object, metrics: dict[str, float], **kwargs: object
+    ) -> None:
+        if f"eval_{str(args.metric_for_best_model).removeprefix('eval_')}" in metrics:
+            super().on_evaluate(args, state, control, metrics, **kwargs)
 
 
 class ResumableTrainer(GRPOTrainer):

@@ -63,7 +63,7 @@ from mt_grpo.training.model import (
 from mt_grpo.training.prefetch import STEP_FACTOR, ModelCopy, PrefetchQueue, SmallerSteps, effective_sample_size
 from mt_grpo.training.ranks import everywhere, run_here
 from mt_grpo.training.replay import NoEngine, Replay
-from mt_grpo.training.resuming import ResumableTrainer
+from mt_grpo.training.resuming import EarlyStopping, ResumableTrainer
 from mt_grpo.training.reward_batch import ModelReward
 from mt_grpo.training.rollout_batch import Columns, EvaluationRows, RolloutBatch, Row
 from mt_grpo.training.step_log import NumbersToTensorBoard, Step, StepLog, print_fewer
@@ -237,6 +237,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         self.eval_trajectories: list[Trajectory] = []
         self.evaluated_step: int | None = None
         self._evaluation: EvaluationRows | None = None
+        self._eval_prefix: str | None = None  # of the metrics of the evaluation under way
         self._loss_inputs: Columns | None = None  # the micro-batch whose loss TRL's forward computes
         self._router_loss: torch.Tensor | None = None  # the loss that balances experts in it
         self._logps: torch.Tensor | None = None  # the policy's log-probs in it
@@ -319,6 +320,8 @@ class MTGRPOEnvTrainer(ResumableTrainer):
     def _prepare_step_log(self) -> None:
         self.step_log = StepLog(self)
         self.add_callback(self.step_log)
+        if self.args.early_stopping_patience is not None:
+            self.add_callback(EarlyStopping(self.args.early_stopping_patience))
         print_fewer(self.callback_handler.callbacks)
         self._silence = Silence(lambda: print(self.describe_progress(), flush=True))
 
@@ -613,6 +616,10 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             routes = route_metrics(self.accelerator.unwrap_model(self.model))
             metrics.update({name: [value] for name, value in routes.items()})
         metrics.update({name: [value] for name, value in self.step_log.metrics.close(mode).items()})
+        if mode == "eval" and self._eval_prefix is not None and self._eval_prefix.startswith("eval_"):
+            named = {f"{self._eval_prefix.removeprefix('eval_')}_{name}": values for name, values in metrics.items()}
+            metrics.clear()  # TRL's names do not say which of several sets they are of
+            metrics.update(named)
         super().log(logs, start_time)
         self._silence.broken()
 
@@ -630,9 +637,15 @@ class MTGRPOEnvTrainer(ResumableTrainer):
     def evaluate(
         self, eval_dataset: Rows | dict[str, Rows] | str | None = None, *args: object, **kwargs: object
     ) -> dict[str, float]:
-        self.eval_trajectories, self.evaluated_step = [], None
-        with self._says_how_far(), self._names_rows(eval_dataset):
-            metrics = super().evaluate(eval_dataset, *args, **kwargs)
+        of_several = self._eval_prefix is not None  # transformers' evaluates each of several sets by this method
+        if not of_several:
+            self.eval_trajectories, self.evaluated_step = [], None
+        self._eval_prefix = str(kwargs.get("metric_key_prefix", "eval"))
+        try:
+            with self._says_how_far(), self._names_rows(eval_dataset):
+                metrics = super().evaluate(eval_dataset, *args, **kwargs)
+        finally:
+            self._eval_prefix = "eval" if of_several else None
         if eval_dataset is None:
             self.evaluated_step = self.state.global_step
             preflight.check_best(self.args.metric_for_best_model, metrics)

@@ -161,3 +161,41 @@ def test_bad_input_is_refused_before_any_work(recipe, refused, tmp_path, words, 
 def test_reward_that_needs_log_probs_refuses_an_endpoint(endpoint, recipe, refused, tmp_path):
     words = ["--save", tmp_path / "evals", "--model", f"{endpoint(answers).url}/v1"]
     assert "needs log-probs of the policy" in refused("eval", *recipe(turn_reward_funcs=["information_gain"]), *words)
+
+
+SETS = {"low": "train[4:6]", "high": {"split": "train[6:]"}}
+
+
+@pytest.mark.slow
+def test_training_measures_sets_by_name_and_stops_early(recipe, prints, tmp_path):
+    options = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 6, "learning_rate": 0.0}
+    stops = {"metric_for_best_model": "high_reward", "early_stopping_patience": 2}
+    printed = prints("train", *recipe(eval_datasets=SETS, **options, **stops))
+    logged = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    names = [name for line in logged for name in line if name.startswith("eval_") and name.endswith("_reward")]
+    assert names == ["eval_high_reward", "eval_low_reward"] * 4  # before training, and after each step
+    assert not any(name in line for line in logged for name in ("eval_reward", "eval_turns/mean"))
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 3
+    assert "evaluation of low at step" in printed and "4 held-out questions" in printed
+    prompts = {row["prompt"] for row in open_run(tmp_path / "run").rows if row["mode"] == "eval"}
+    assert prompts == {f"What is {number} of Peru" for number in (4, 5, 6, 7)}
+
+
+def test_eval_splits_its_results_by_set(endpoint, results):
+    line = results(f"{endpoint(answers).url}/v1", keys={"eval_datasets": SETS})
+    assert line["rows"] == 4 and list(line["by"]["eval_dataset"]) == ["high", "low"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({"eval_datasets": {"a b": "train[4:]"}}, "has the name 'a b', which metrics cannot have"),
+        ({"eval_datasets": {"low": {"rows": "train"}}}, "give a split, or a mapping with some of dataset_name, split"),
+        ({"eval_datasets": {"low": "train[:4]"}}, "rows that are trained on"),
+        ({"eval_datasets": SETS, "do_eval": False}, "are measured where `do_eval` is true"),
+        ({"early_stopping_patience": 2}, "set `eval_strategy: steps` and `metric_for_best_model`"),
+        ({"early_stopping_patience": 0}, "set a number above 0"),
+    ],
+)
+def test_sets_and_patience_are_checked_before_training(recipe, refused, keys, says):
+    assert says in refused("train", *recipe(**keys))
