@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from mt_grpo.errors import ConfigError, UserError
 from mt_grpo.imports import did_you_mean
 from mt_grpo.runlog import Run, files, open_run
 from mt_grpo.runlog.index import evaluated
+from mt_grpo.runlog.intervals import Estimate, bootstrap, over_steps
 from mt_grpo.runlog.schema import FOLDER, INDEX, Row
 from mt_grpo.trajectory import visible
 from mt_grpo.viewer.columns import Columns, Condition, FilterError, compare_numbers, equal_text, parse_filter
@@ -38,7 +38,7 @@ the last five steps, `eval` the reward of the last evaluation
 _COMPARE = """usage: mt-grpo compare A B [...] [--json]
 
 compares runs with the first one: the options that differ, the questions of the last evaluation that all were asked,
-and the metrics of the last third of the steps that all took, each difference with a 95 % interval
+and the metrics of the last third of the steps that all took (20 at least), each difference with a 95 % interval
 
   --json         print JSON, with every metric that all runs have
 """
@@ -58,8 +58,6 @@ _METRICS = (
 """Metrics that are shown, in order; those with a slash at the end are beginnings."""
 _APART = ("output_dir", "overwrite_output_dir", "run_name", "resume_from_checkpoint")
 """Options of which no difference is told."""
-_FEWEST = 5
-"""Pairs that an interval is computed of."""
 _WIDEST = 60
 """Characters of an option's value that are shown."""
 
@@ -157,51 +155,13 @@ def _print_table(rows: Sequence[Sequence[str]]) -> None:
 # Runs against the first one
 
 
-@dataclass(frozen=True)
-class Difference:
-    """Of paired values of two runs, the second less the first, with a 95 % interval."""
-
-    mean: float
-    low: float | None
-    high: float | None
-
-    @property
-    def words(self) -> str:
-        if self.low is None or self.high is None:
-            return f"{self.mean:+.3g}, too few to tell"
-        if self.low == self.high == 0:
-            return "equal"
-        shown = "higher" if self.low > 0 else "lower" if self.high < 0 else "not shown to differ"
-        return f"{self.mean:+.3g} ({self.low:+.3g} to {self.high:+.3g}), {shown}"
-
-
-def difference(first: np.ndarray, second: np.ndarray, in_order: bool = False) -> Difference:
-    """
-    The mean of paired differences, with the interval of Student's t.
-
-    Args:
-        first (`np.ndarray`): Values of the one run, of shape `(pairs,)`.
-        second (`np.ndarray`): Values of the other.
-        in_order (`bool`, *optional*): Whether the pairs follow each other, as steps do, whose values are alike: of `n`
-            with a correlation `r` of neighbours, `n (1 - r) / (1 + r)` count.
-    """
-    values = second - first
-    count, mean = float(len(values)), float(values.mean())
-    rest = values - mean
-    if in_order and (square := float(rest @ rest)) > 0:
-        alike = max(0.0, float(rest[1:] @ rest[:-1]) / square)
-        count *= (1 - alike) / (1 + alike)
-    if count < _FEWEST:
-        return Difference(mean, None, None)
-    half = _student(count - 1) * float(values.std(ddof=1)) / count**0.5
-    return Difference(mean, mean - half, mean + half)
-
-
-def _student(freedom: float) -> float:
-    """The 97.5 % quantile of Student's t (Cornish and Fisher's expansion)."""
-    z = NormalDist().inv_cdf(0.975)
-    terms = (z, (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384)
-    return sum(term / freedom**power for power, term in enumerate(terms))
+def _in_words(difference: Estimate) -> str:
+    if difference.low is None or difference.high is None:
+        return f"{difference.mean:+.3g}, too few to tell"
+    if difference.low == difference.high == 0:
+        return "equal"
+    shown = "higher" if difference.low > 0 else "lower" if difference.high < 0 else "not shown to differ"
+    return f"{difference.mean:+.3g} ({difference.low:+.3g} to {difference.high:+.3g}), {shown}"
 
 
 def compare(arguments: list[str]) -> int:
@@ -291,18 +251,17 @@ def _names(folders: list[str]) -> list[str]:
     return last if len(set(last)) == len(last) else folders
 
 
-Paired = tuple[list[float], list[Difference]]
+Paired = tuple[list[float], list[Estimate]]
 """The mean of each run, and the difference of each run after the first from it."""
 
 
-def _paired(values: Mapping[str, list[np.ndarray]], in_order: bool) -> dict[str, Paired]:
+def _paired(values: Mapping[str, list[np.ndarray]], estimate: Callable[[np.ndarray], Estimate]) -> dict[str, Paired]:
     found = {}
     for name, each in values.items():
         there = ~np.isnan(np.array(each)).any(axis=0)
         known = [of[there] for of in each]
         if there.any():
-            others = [difference(known[0], other, in_order) for other in known[1:]]
-            found[name] = [float(of.mean()) for of in known], others
+            found[name] = [float(of.mean()) for of in known], [estimate(other - known[0]) for other in known[1:]]
     return found
 
 
@@ -319,19 +278,19 @@ def _of_questions(folders: list[str]) -> tuple[dict[str, Paired], int]:
         return np.array([np.mean(side[key][place]) if side[key][place] else np.nan for key in common])
 
     values = {name: [of(side, place) for side in sides] for name, place in (("right", 1), ("reward", 2))}
-    return (_paired(values, in_order=False) if common else {}), len(common)
+    return (_paired(values, bootstrap) if common else {}), len(common)
 
 
 def _of_steps(folders: list[str]) -> tuple[dict[str, Paired], list[int]]:
-    """The metrics of the last third of the steps that all runs logged, ten at least."""
+    """The metrics of the last third of the steps that all runs logged, twenty at least."""
     sides = [{row["step"]: row for row in Run.metrics_of(Path(folder)) if "loss" in row} for folder in folders]
     steps = sorted(set(sides[0]).intersection(*sides[1:]))
-    steps = steps[-max(10, len(steps) // 3) :]
+    steps = steps[-max(20, len(steps) // 3) :]
     names = dict.fromkeys(name for side in sides for row in side.values() for name, _ in _numbers(row))
     values = {
         name: [np.array([side[step].get(name, np.nan) for step in steps], float) for side in sides] for name in names
     }
-    return (_paired(values, in_order=True) if steps else {}), steps
+    return (_paired(values, over_steps) if steps else {}), steps
 
 
 def _numbers(row: Row) -> Iterator[tuple[str, float]]:
@@ -342,7 +301,7 @@ def _numbers(row: Row) -> Iterator[tuple[str, float]]:
 
 def _as_json(found: Mapping[str, Paired]) -> Row:
     return {
-        name: {"means": means, "differences": [vars(each) for each in differences]}
+        name: {"means": means, "differences": [asdict(each) for each in differences]}
         for name, (means, differences) in found.items()
     }
 
@@ -350,7 +309,7 @@ def _as_json(found: Mapping[str, Paired]) -> Row:
 def _print_differences(names: list[str], found: Mapping[str, Paired]) -> None:
     others = [f"{name} - {names[0]}" for name in names[1:]]
     rows = [
-        (f"  {name}", *map(_short, means), *(each.words for each in differences))
+        (f"  {name}", *map(_short, means), *map(_in_words, differences))
         for name, (means, differences) in found.items()
     ]
     _print_table([("", *names, *others), *rows])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import numpy as np
 
@@ -41,6 +42,38 @@ def bootstrap(values: np.ndarray, seed: int = 0) -> Estimate:
         means[begin:end] = values[rng.integers(0, size, (end - begin, size))].mean(axis=1)
     low, high = np.percentile(means, [50 * (1 - CONFIDENCE), 50 * (1 + CONFIDENCE)])
     return Estimate(float(values.mean()), float(low), float(high), size)
+
+
+_FEWEST_STEPS, _FEWEST = 20, 5
+"""Steps, and steps that count, below which there is no interval: it would be too short for steps that are alike."""
+
+
+def over_steps(values: np.ndarray) -> Estimate:
+    """
+    The mean of values that follow each other, as steps do, with the interval of Student's t. Such values are alike: of
+    `n` with a correlation `r` of neighbours, `n (1 - r) / (1 + r)` count. What is found for `r` is too small by
+    `(1 + 3 r) / n` (Marriott and Pope 1954).
+
+    Args:
+        values (`np.ndarray`): In order, of shape `(steps,)`.
+    """
+    count, mean = float(len(values)), float(values.mean())
+    rest = values - mean
+    if (square := float(rest @ rest)) > 0:
+        alike = float(rest[1:] @ rest[:-1]) / square
+        alike = min(max(0.0, alike + (1 + 3 * alike) / count), 1.0)
+        count *= (1 - alike) / (1 + alike)
+    if len(values) < _FEWEST_STEPS or count < _FEWEST:
+        return Estimate(mean, None, None, len(values))
+    half = _student(count - 1) * float(values.std(ddof=1)) / count**0.5
+    return Estimate(mean, mean - half, mean + half, len(values))
+
+
+def _student(freedom: float) -> float:
+    """The quantile of Student's t for `CONFIDENCE` (Cornish and Fisher's expansion)."""
+    z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
+    terms = (z, (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384)
+    return sum(term / freedom**power for power, term in enumerate(terms))
 
 
 def pass_at(right: np.ndarray, attempts: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from support.runs import write_begun, write_run
 
-from mt_grpo.app.runs import difference
+from mt_grpo.runlog.intervals import over_steps
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     for seed, name in enumerate(("one", "two")):
-        write_run(folder / name, steps=12, groups=5, seed=seed)
+        write_run(folder / name, steps=24, groups=5, seed=seed)
         (folder / name / "config.yaml").write_text(
             f"model_name_or_path: org/small\nseed: {seed}\noutput_dir: {name}\n"
         )
@@ -24,7 +24,7 @@ def folder(tmp_path_factory):
     (folder / "broken" / "metrics.jsonl").write_text("{x\n")
     for name, reward in (("one", 0.75), ("two", 0.25)):
         with (folder / name / "metrics.jsonl").open("a") as file:
-            file.write(f'{{"step": 12, "eval_reward": {reward}}}\n')
+            file.write(f'{{"step": 24, "eval_reward": {reward}}}\n')
     return folder
 
 
@@ -37,7 +37,7 @@ def test_every_run_is_a_row(folder, printed):
     text = printed("runs", folder)
     rows = {line.split()[0]: line.split() for line in text.splitlines()}
     assert rows["deep/failed"][1:4] == ["small", "gtpo", "0/40"] and "failed" in rows["deep/failed"]
-    assert rows["two"][1:4] == ["embedded", "mt_grpo", "12"] and rows["two"][5] == "0.25"
+    assert rows["two"][1:4] == ["embedded", "mt_grpo", "24"] and rows["two"][5] == "0.25"
     assert "damaged" in rows["broken"] and "broken: " in text and "\x1b" not in text
 
 
@@ -59,15 +59,9 @@ def test_runs_are_sorted_and_filtered(folder, printed, words, names):
 def test_options_questions_and_steps_are_compared(folder, printed):
     found = json.loads(printed("compare", folder / "one", folder / "two", "--json"))
     assert found["options"] == {"seed": [0, 1]}
-    assert found["evaluations"]["questions"] == 5 and len(found["training"]["steps"]) == 10
-    rewards = np.array(
-        [
-            [row["reward"] for row in map(json.loads, (folder / name / "metrics.jsonl").open()) if row.get("loss")][
-                -10:
-            ]
-            for name in ("one", "two")
-        ]
-    )
+    assert found["evaluations"]["questions"] == 5 and len(found["training"]["steps"]) == 20
+    lines = [list(map(json.loads, (folder / name / "metrics.jsonl").open())) for name in ("one", "two")]
+    rewards = np.array([[row["reward"] for row in each if "loss" in row][-20:] for each in lines])
     reward = found["training"]["metrics"]["reward"]
     assert reward["means"] == pytest.approx(rewards.mean(axis=1))
     assert reward["differences"][0]["mean"] == pytest.approx(float((rewards[1] - rewards[0]).mean()))
@@ -84,24 +78,22 @@ def test_the_words_say_what_is_not_shown(folder, printed):
 
 
 def test_intervals_are_those_of_students_t():
-    values = np.array([0.3, -0.1, 0.4, 0.2, 0.0])
-    found = difference(np.ones(5), values + 1)
-    half = 2.7764 * np.sqrt(0.043 / 5)  # t of 4 degrees of freedom; the variance by hand
-    assert (found.low, found.high) == pytest.approx((0.16 - half, 0.16 + half), abs=5e-3)
-    assert difference(np.ones(4), np.zeros(4)).low is None
+    values = np.array([0.3, -0.1, 0.4, 0.0] * 5)  # neighbours go apart, so that all twenty count
+    found, half = over_steps(values), 2.0930 * np.sqrt(0.85 / 19 / 20)  # t of 19 degrees; the variance by hand
+    assert (found.low, found.high) == pytest.approx((0.15 - half, 0.15 + half), abs=1e-4)
+    assert over_steps(values[:19]).low is None
 
 
 def test_steps_that_are_alike_count_for_fewer():
-    draw = np.random.default_rng(0)
-    held = {False: 0, True: 0}
+    draw, held = np.random.default_rng(0), {"alone": 0, "alike": 0}
     for _ in range(400):
         noise, walk = draw.normal(size=60), np.zeros(60)
         for step in range(1, 60):
             walk[step] = 0.6 * walk[step - 1] + noise[step]
-        for in_order in held:
-            found = difference(np.zeros(60), walk, in_order)
-            held[in_order] += found.low <= 0 <= found.high
-    assert held[False] < 0.75 * 400 and held[True] > 0.89 * 400
+        found = over_steps(walk)
+        held["alone"] += abs(walk.mean()) < 2 * walk.std(ddof=1) / 60**0.5
+        held["alike"] += found.low <= 0 <= found.high
+    assert held["alone"] < 0.75 * 400 and held["alike"] > 0.9 * 400
 
 
 @pytest.mark.parametrize(
