@@ -12,7 +12,9 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from mt_grpo import __version__
 from mt_grpo.app.interrupt import ends_at_once, print_error, run_interruptibly
@@ -22,6 +24,9 @@ from mt_grpo.imports import did_you_mean
 from mt_grpo.options.rules import check_served
 from mt_grpo.preemption import PreemptedError, leave, listening
 from mt_grpo.trajectory import visible
+
+if TYPE_CHECKING:
+    from mt_grpo.app.recipe import Recipe
 
 COMMANDS = {
     "train": ("train an agent", "mt_grpo.cli:train"),
@@ -33,6 +38,8 @@ COMMANDS = {
     "compare": ("compare runs: options that differ, and metrics with intervals", "mt_grpo.app.runs:compare"),
     "export": ("write a run's conversations for other programs", "mt_grpo.app.view:export"),
     "credit": ("compare the credit rules on a run's conversations", "mt_grpo.advisor:credit"),
+    "chat": ("talk in the terminal with what a run trained, in its environment", "mt_grpo.cli:chat"),
+    "merge": ("write the model that a run trained as one that loads without the run", "mt_grpo.app.merge:merge"),
     "doctor": ("tell whether a run can begin and fits, and how long a step takes", "mt_grpo.cli:doctor"),
     "recipes": ("list the recipes that ship with mt-grpo, or copy one", "mt_grpo.app.commands:recipes"),
     "env": ("print versions and devices, for a bug report", "mt_grpo.app.commands:env"),
@@ -208,6 +215,32 @@ def serve(arguments: list[str]) -> int:
         from mt_grpo.app.recipe import build_recipe
 
     return server.serve(build_recipe(request), request.own["replicas"])
+
+
+@_interruptible
+def chat(arguments: list[str]) -> int:
+    """`mt-grpo chat`: talks with an agent."""
+    request = read_request(arguments, "chat")
+    check_places(request.values, "chat")
+    warnings.simplefilter("ignore", FutureWarning)
+    with ends_at_once():
+        from transformers.utils.logging import disable_progress_bar
+
+        from mt_grpo.app import chat as talk
+
+    disable_progress_bar()
+    return talk.chat(_trained(request), request.own["server"])
+
+
+def _trained(request: Request) -> Recipe:
+    """The recipe of a request; of a run with the model that it trained."""
+    from mt_grpo.app.recipe import build_recipe
+    from mt_grpo.training.checkpoint import find_trained
+
+    recipe = build_recipe(request)
+    if request.run is not None:
+        recipe.model.model_name_or_path = str(find_trained(Path(request.run), request.own["checkpoint"]))
+    return recipe
 
 
 @_interruptible

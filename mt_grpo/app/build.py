@@ -177,6 +177,17 @@ def drop_long_prompts(
     return dataset.select(keep)
 
 
+def init_options(recipe: Recipe) -> dict[str, Any]:
+    """The options with which the model of a recipe is loaded."""
+    model = recipe.model
+    named = {
+        "revision": model.model_revision,
+        "attn_implementation": model.attn_implementation,
+        "dtype": model.dtype,
+    }
+    return named | (recipe.training.model_init_kwargs or {})
+
+
 def build_trainer(
     recipe: Recipe, trains: bool = True, writes: bool = True, endpoint: ChatEndpoint | None = None
 ) -> MTGRPOEnvTrainer:
@@ -196,12 +207,7 @@ def build_trainer(
         push_to_hub=args.push_to_hub and trains,
         report_to=args.report_to if trains else [],
         resume_from_checkpoint=resume_point(args.resume_from_checkpoint, args),
-        model_init_kwargs={
-            "revision": model.model_revision,
-            "attn_implementation": model.attn_implementation,
-            "dtype": model.dtype,
-            **(args.model_init_kwargs or {}),
-        },
+        model_init_kwargs=init_options(recipe),
     )
     check_surroundings(args)  # the trainer does too, but rows are not loaded for a machine that cannot train
     if args.use_vllm:

@@ -25,15 +25,19 @@ _NAME_WIDTH = 24
 _VALUES = {"integer": "N", "number": "X", "boolean": "true|false", "object": "MAPPING", "string": "TEXT"}
 
 
+_TAKES = {"serve": "RECIPE.yaml|RUN", "chat": "RUN|RECIPE.yaml"}
+
+
 def command_help(command: str, line: str, everything: bool = False) -> str:
     """The help of a command that takes a recipe."""
     width = min(shutil.get_terminal_size((100, 24)).columns, 119)
     text = [
-        f"usage: mt-grpo {command} RECIPE.yaml [--option value ...]",
+        f"usage: mt-grpo {command} {_TAKES.get(command, 'RECIPE.yaml')} [--option value ...]",
         "",
         f"{line[0].upper()}{line[1:]}.",
         "",
         *textwrap.wrap(
+            f"{'RUN is the folder of a run, or of a model that was merged. ' if command in _TAKES else ''}"
             "RECIPE.yaml holds options as `option: value`; `--config RECIPE.yaml` is the same. An option on the "
             "command line wins over the recipe: `--option value`, `--option=value`, `--list one two`, and mappings as "
             "JSON.",
@@ -196,7 +200,7 @@ def _command_line(file: Mapping[str, str], folder: Mapping[str, str]) -> argpars
     recipes = load_schema().options
     for name, own in OWN_OPTIONS.items():
         command = commands.add_parser(name, help=name)
-        add(command, "recipe", nargs="?", by=_YAML)
+        add(command, "recipe", nargs="?", by=folder if name == "chat" else _YAML)
         add(command, "--config", by=_YAML)
         add(command, "--help-all", action="store_true")
         for option, described in {**recipes, **own}.items():
@@ -211,6 +215,7 @@ def _command_line(file: Mapping[str, str], folder: Mapping[str, str]) -> argpars
         ("runs", ("--sort", "--filter"), {}, ("--json",)),
         ("compare", (), {}, ("--json",)),
         ("export", ("--filter",), {"--output": file}, ("--overwrite",)),
+        ("merge", ("--checkpoint",), {"--to": folder}, ()),
         ("credit", ("--step", "--max_groups"), {"--model_name_or_path": folder}, ("--json",)),
     ):
         command = commands.add_parser(name, help=name)

@@ -126,6 +126,8 @@ def _list(description: str, kind: str = "string") -> SchemaOption:
 
 _TRUST = {"trust": _flag("Run the code and the commands that the `config.yaml` of a run names.")}
 
+_CHECKPOINT = _number("Of a run the model after so many steps, instead of the last one.", 1)
+
 OWN_OPTIONS: dict[str, dict[str, SchemaOption]] = {
     "train": {
         **_TRUST,
@@ -157,7 +159,18 @@ OWN_OPTIONS: dict[str, dict[str, SchemaOption]] = {
         ),
         "json": _flag("Print the line of `results.jsonl`, and no tables."),
     },
-    "serve": {**_TRUST, "replicas": _number("Servers to start, each on GPUs of its own.", 1)},
+    "serve": {
+        **_TRUST,
+        "replicas": _number("Servers to start, each on GPUs of its own.", 1),
+        "checkpoint": _CHECKPOINT,
+    },
+    "chat": {
+        **_TRUST,
+        "checkpoint": _CHECKPOINT,
+        "server": SchemaOption(
+            "Address of the server that `mt-grpo serve RUN` started, instead of loading the model."
+        ),
+    },
     "doctor": {
         **_TRUST,
         "num_processes": _number("Processes that train, instead of the accelerate configuration's, or 1.", 1),
@@ -186,11 +199,19 @@ _IMPORTED = {"tools": "tool", "turn_reward_funcs": "turn reward", "outcome_rewar
 """Lists of names or paths, with what each names."""
 
 
+_OF_RUNS = ("serve", "chat")
+"""Commands that take the folder of a run, or of a merged model, in place of a recipe: they use what it trained."""
+
+
 @dataclass
 class Request:
-    """A recipe's file, the options in it, words for argparse, the command's own options, and all values together."""
+    """
+    A recipe's file, the options in it, words for argparse, the command's own options, and all values together; `run`
+    is the folder that is given in place of a recipe.
+    """
 
     path: str | None = None
+    run: str | None = None
     recipe: dict[str, Any] = field(default_factory=dict)
     arguments: list[str] = field(default_factory=list)
     own: dict[str, Any] = field(default_factory=dict)
@@ -208,6 +229,11 @@ def read_request(arguments: list[str], command: str = "serve") -> Request:
     of_run = request.path is None and command == "train" and given.get("replay")
     if of_run:
         request.path = _recipe_of_run(given["replay"])
+    if command in _OF_RUNS and request.path is not None and Path(request.path).is_dir():
+        request.run = request.path
+        request.path = _recipe_of_folder(request.run, command, given)
+    elif request.own.get("checkpoint") is not None:
+        raise ConfigError(f"`--checkpoint` is one of a run: write `mt-grpo {command} RUN --checkpoint N`.")
     for name in OF_LAUNCHER if command == "train" and request.own["accelerate_config"] is None else ():
         if request.own[name] is not None:
             raise ConfigError(f"`--{name}` needs `--accelerate_config` beside it, e.g. `--accelerate_config zero3`.")
@@ -216,6 +242,8 @@ def read_request(arguments: list[str], command: str = "serve") -> Request:
         request.recipe, lines = read_file(request.path)
         if of_run:
             request.recipe.pop("resume_from_checkpoint", None)  # the replay begins where the run began
+        if request.run is not None:
+            request.recipe |= {"model_name_or_path": request.run, "use_peft": False, "resume_from_checkpoint": None}
         variables = _pop_variables(request.recipe)
         _check_recipe(request, lines, schema)
         if not request.own["trust"]:
@@ -236,6 +264,22 @@ def _recipe_of_run(folder: str) -> str:
         raise ConfigError(
             f"{folder} has no `config.yaml`, which `mt-grpo train` writes: give the recipe of the run, as `mt-grpo "
             f"train RECIPE.yaml --replay {folder}`."
+        )
+    return str(path)
+
+
+def _recipe_of_folder(folder: str, command: str, given: Values) -> str:
+    path = Path(folder, CONFIG)
+    if not path.is_file():
+        found = _recipes_in(Path(folder))
+        hint = f"; for the recipe in it, give {str(found[0])!r}" if found else ""
+        raise ConfigError(
+            f"{folder} has no `{CONFIG}`, which `mt-grpo train` and `mt-grpo merge` leave beside a model{hint}."
+        )
+    if "model_name_or_path" in given:
+        raise ConfigError(
+            f"`mt-grpo {command} {folder}` takes the model in that folder: leave `--model_name_or_path` out, or give "
+            f"the recipe, {path}."
         )
     return str(path)
 
@@ -374,12 +418,12 @@ def check_places(values: Values, command: str) -> None:
     if command == "train":
         check_writable("." if values.get("output_dir") is None else str(values["output_dir"]))
     models = {"model": values["model_name_or_path"]}
-    if values.get("teacher"):
+    if values.get("teacher") and command not in _OF_RUNS:
         models["teacher"] = parse_teacher(values["teacher"])["model"]
     for what, model in models.items():
         if looks_like_path(model) and not Path(model).expanduser().exists():
             raise ConfigError(f"The {what} {model!r} cannot be loaded: there is no such folder (from {Path.cwd()}).")
-    if command == "serve":
+    if command in _OF_RUNS:
         return
     replays = command == "train" and values.get("replay")  # whose rows come with the conversations
     if values.get("dataset_name") and not replays:  # classes of `environment_factory` may need none
@@ -399,11 +443,11 @@ def check_places(values: Values, command: str) -> None:
                 check_place(name, what)
 
 
-def check_new(folder: str) -> None:
-    """Checks that a folder can be made."""
+def check_new(folder: str, option: str = "--save") -> None:
+    """Checks that the folder of an option can be made."""
     if Path(folder).exists() and not (Path(folder).is_dir() and not any(Path(folder).iterdir())):
-        raise ConfigError(f"{folder} is there already: give `--save` another folder, or remove it.")
-    check_writable(folder, f"`--save {folder}`")
+        raise ConfigError(f"{folder} is there already: give `{option}` another folder, or remove it.")
+    check_writable(folder, f"`{option} {folder}`")
 
 
 def check_writable(folder: str, given: str | None = None) -> None:

@@ -37,6 +37,7 @@ from mt_grpo.app.interrupt import print_error
 from mt_grpo.app.request import needs_trust_confirmation
 from mt_grpo.credit import CreditError, rule_label
 from mt_grpo.errors import ServerGoneError, WeightSyncError
+from mt_grpo.options.values import HAS_A_USER, env_type
 from mt_grpo.preemption import PreemptedError
 from mt_grpo.rewards import RewardError, RewardFunc
 from mt_grpo.rollout import RolloutError
@@ -136,6 +137,10 @@ def _run(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console: Consol
         trainer.end_if_preempted()
         if evaluates:
             summary["after"] = _measure(trainer, progress, "after")
+        if evaluates and args.push_to_hub:
+            trainer.push_to_hub("The last evaluation, in the card too")
+        elif not args.push_to_hub:
+            trainer.create_model_card()
 
     trainer.add_callback(_AtTheBeginning(measure_before))
     trainer.add_callback(progress)
@@ -310,14 +315,9 @@ _CONTENTS = {
     "checkpoint-*": "to resume from",
     "*model*.safetensors": "the trained weights",
     "tokenizer": "to show the tokens of conversations",
+    "README.md": "the model's card",
     "runs": "for TensorBoard",
 }
-_MERGE = (
-    "from peft import AutoPeftModelForCausalLM as M; from transformers import AutoTokenizer as T; "
-    "M.from_pretrained({0!r}).merge_and_unload().save_pretrained({1!r}); "
-    "T.from_pretrained({0!r}).save_pretrained({1!r})"
-)
-"""An adapter and its model as one model."""
 
 
 def _files_left(folder: Path) -> list[str]:
@@ -331,11 +331,11 @@ def _files_left(folder: Path) -> list[str]:
 
 def next_steps(args: MTGRPOConfig, adapter: bool) -> list[tuple[str, str]]:
     """What can be done with a finished run."""
-    folder, python = args.output_dir, _relative(sys.executable)
+    folder = args.output_dir
     trained, options, steps = folder, [], []
     if adapter:
         trained, options = str(Path(folder) / "merged"), ["--use_peft", "false"]
-        steps.append(("put the adapter into its model", _shell(python, "-c", _MERGE.format(folder, trained))))
+        steps.append(("put the adapter into its model", _command("merge", folder)))
     if args.use_vllm:
         from mt_grpo.training.servers import transport_of  # loaded for runs that have servers
 
@@ -345,6 +345,8 @@ def next_steps(args: MTGRPOConfig, adapter: bool) -> list[tuple[str, str]]:
         steps.append(("end the run's vLLM server, and start one of the trained model", _command("serve", *arguments)))
     steps.append(("see what the agent did, and the credit it got", _command("view", folder)))
     steps.append(("see what the trained agent does", _command("rollout", *arguments)))
+    if args.environments is None and env_type(vars(args)) in HAS_A_USER:
+        steps.append(("ask it something", _command("chat", folder, *_config(args)[2:])))
     checkpoint = latest_checkpoint(folder)
     if checkpoint is not None:
         more = ["--max_steps", str(2 * args.max_steps)] if args.max_steps > 0 else []

@@ -342,6 +342,9 @@ TYPES = {
 }
 """By the names that `type` takes."""
 
+HAS_A_USER = ("tools", "simulated_user", "interactions", "class")
+"""Types in which the model answers a user, whose place `mt-grpo chat` gives to a person."""
+
 ALIASES = {kind.option: name for name, kind in TYPES.items() if kind.option is not None}
 """Types by the older options that mean them. `env: verifiers:NAME` is `verifiers`, and none of the options `tools`."""
 

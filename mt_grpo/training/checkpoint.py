@@ -426,6 +426,30 @@ def _checkpoints(output_dir: str | Path) -> list[Path]:
     return sorted(folders, key=_step)
 
 
+def find_trained(run: Path, checkpoint: int | None = None) -> Path:
+    """
+    The folder of the model that a run trained: that of its checkpoint after so many steps, else `run` itself, once it
+    has ended, else that of its latest whole checkpoint.
+    """
+    if not run.is_dir():
+        raise ConfigError(f"There is no folder {run}: name the `output_dir` of a run.")
+    if checkpoint is not None:
+        folder = run / f"{PREFIX_CHECKPOINT_DIR}-{checkpoint}"
+        if not folder.is_dir():
+            there = ", ".join(str(_step(each)) for each in _checkpoints(run)) or "none"
+            raise ConfigError(f"{run} has no checkpoint {checkpoint}; those that it has: {there}.")
+        return folder
+    if any((run / name).is_file() for name in (CONFIG_NAME, ADAPTER_CONFIG_NAME)):
+        return run
+    latest = latest_checkpoint(str(run))
+    if latest is None:
+        raise ConfigError(
+            f"There is no trained model in {run}: it is no run's `output_dir`, or the run has neither ended nor kept "
+            "a checkpoint (`save_strategy: steps` keeps some)."
+        )
+    return latest
+
+
 def later_checkpoints(output_dir: str | Path, step: int) -> list[Path]:
     """Whole checkpoints of an output folder that were written after a step."""
     return [path for path in _checkpoints(output_dir) if _step(path) > step and is_whole(path)]

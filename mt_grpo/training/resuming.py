@@ -7,12 +7,12 @@ import logging
 import shutil
 import signal
 import sys
-import textwrap
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
+import yaml
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import gather_object, is_peft_model
 from datasets import Dataset
@@ -32,6 +32,7 @@ from mt_grpo.preemption import PreemptedError, heard, listening
 from mt_grpo.runlog.files import to_json
 from mt_grpo.runlog.heartbeat import Heartbeat, Silence
 from mt_grpo.runlog.schema import FOLDER
+from mt_grpo.training.card import write_card
 from mt_grpo.training.checkpoint import (
     BEST,
     MADE_WITH,
@@ -58,6 +59,7 @@ from mt_grpo.training.ranks import check_same, clear_checkpoint, keep_checkpoint
 from mt_grpo.training.rollout_batch import Columns, Row
 from mt_grpo.training.step_log import FewerPrinter, FewerProgress, StepLog
 from mt_grpo.training.step_log.prometheus import serving
+from mt_grpo.training.step_log.records import versions
 
 _RATES = ("lr", "initial_lr")
 _OPTIONS = {
@@ -425,24 +427,23 @@ class ResumableTrainer(GRPOTrainer):
         check_weights(self.model, self.accelerator, self.state.global_step)
         super().save_model(output_dir, _internal_call)
 
-    _paper: ClassVar[dict[str, str]] = {
-        "title": "Reinforcing Multi-Turn Reasoning in LLM Agents via Turn-Level Credit Assignment",
-        "id": "2505.11821",
-        "citation": textwrap.dedent("""\
-            @article{zeng2025reinforcing,
-                title        = {{Reinforcing Multi-Turn Reasoning in LLM Agents via Turn-Level Credit Assignment}},
-                author       = {Siliang Zeng and Quan Wei and William Brown and Oana Frunza and Yuriy Nevmyvaka and Mingyi Hong},
-                year         = 2025,
-                eprint       = {arXiv:2505.11821},
-            }"""),  # noqa: E501
-    }
-
-    def create_model_card(self, *args: object, **kwargs: object) -> None:
-        """TRL's; a model of a folder has no page to link to."""
-        super().create_model_card(*args, **kwargs)
-        card = Path(self.args.output_dir, "README.md")
-        if self.is_world_process_zero():
-            name = Path(self.model.config.name_or_path).name
-            text = card.read_text(encoding="utf-8").replace("[None](https://huggingface.co/None)", f"`{name}`")
-            text = text.replace('model="None"', f'model="{Path(self.args.output_dir).name}"')
-            card.write_text(text, encoding="utf-8")
+    def create_model_card(
+        self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
+    ) -> None:
+        """Writes the card of the model as it is to `output_dir`; see `write_card`."""
+        if not self.is_world_process_zero():
+            return
+        folder, records = Path(self.args.output_dir), self.step_log.records
+        config = folder / "config.yaml"  # which `mt-grpo train` writes
+        options = yaml.safe_load(config.read_text(encoding="utf-8")) if config.is_file() else {}
+        write_card(
+            folder,
+            model_name or folder.resolve().name,
+            {**records.about, "versions": versions()},
+            records.rewards,
+            self.state.log_history,
+            step=self.state.global_step,
+            options=options | ({"dataset_name": dataset_name} if dataset_name else {}),
+            adapter=is_peft_model(self.model),
+            tags={*self._tag_names, *([tags] if isinstance(tags, str) else tags or [])},
+        )

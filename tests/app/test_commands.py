@@ -236,7 +236,8 @@ LAUNCHED = {"--accelerate_config", "--num_processes"}
     [
         ("train", {"--dry_run", "--trust", *LAUNCHED, *(f"--{name}" for name in OF_HOSTS)}),
         ("rollout", {"--num_prompts", "--audit", "--save", "--trust"}),
-        ("serve", {"--trust", "--replicas"}),
+        ("serve", {"--trust", "--replicas", "--checkpoint"}),
+        ("chat", {"--trust", "--checkpoint", "--server"}),
         ("doctor", {"--trust", "--gpu", "--gpu_memory", "--calibrate", "--suggest", "--probe", "--json", *LAUNCHED}),
     ],
 )

@@ -29,8 +29,8 @@ from mt_grpo.training.step_log import Activity
 
 def commands(printed: str) -> list[list[str]]:
     """The commands below "What to do next:", as words without the program."""
-    pattern = r"(?:mt-grpo|\S*python\S* -m mt_grpo) (.*)|\S*python\S* (-c .*)"
-    return [shlex.split(ours or other) for ours, other in re.findall(pattern, printed.split("What to do next:")[1])]
+    pattern = r"(?:mt-grpo|\S*python\S* -m mt_grpo) (.*)"
+    return [shlex.split(words) for words in re.findall(pattern, printed.split("What to do next:")[1])]
 
 
 def test_a_finished_run_says_how_to_go_on(recipe, prints, tmp_path):
@@ -38,10 +38,10 @@ def test_a_finished_run_says_how_to_go_on(recipe, prints, tmp_path):
     plugin.touch()  # is not in the current folder, so that commands have `--trust`
     printed = prints("train", *recipe(**SAVE, overwrite_output_dir=True, external_plugins=[str(plugin)]))
     assert f"{folder}/rollouts  (every conversation)" in printed
-    view, rollout, resume = commands(printed)
+    view, rollout, chat, resume = commands(printed)
     assert view == ["view", str(folder)]
     assert rollout == f"rollout --config {folder}/config.yaml --trust --model_name_or_path {folder}".split()
-    assert "conversation 1" in prints(*rollout, "--num_prompts", "1")
+    assert "conversation 1" in prints(*rollout, "--num_prompts", "1") and chat == ["chat", str(folder), "--trust"]
     assert resume[-2:] == ["--max_steps", "4"] and "step 4/4" in prints(*resume)
     assert (folder / "checkpoint-1").exists()  # it was resumed, not begun anew
 
@@ -49,8 +49,8 @@ def test_a_finished_run_says_how_to_go_on(recipe, prints, tmp_path):
 @pytest.mark.slow
 def test_an_adapter_is_put_into_its_model_first(recipe, prints, tmp_path):
     adapter = {"use_peft": True, "lora_r": 4, "lora_target_modules": ["q_proj", "v_proj"], "do_eval": False}
-    merge, _, rollout = commands(prints("train", *recipe(**adapter)))
-    subprocess.run([sys.executable, *merge], check=True)
+    merge, _, rollout, _ = commands(prints("train", *recipe(**adapter)))
+    prints(*merge)
     assert (tmp_path / "run" / "merged" / "model.safetensors").exists()
     prints(*rollout, "--num_prompts", "1")
 
@@ -58,14 +58,14 @@ def test_an_adapter_is_put_into_its_model_first(recipe, prints, tmp_path):
 def test_a_run_with_a_server_serves_the_trained_model(tmp_path):
     options = {**CPU_RUN, "report_to": ["tensorboard", "trackio"]}
     args = MTGRPOConfig(str(tmp_path), **options, use_vllm=True, weight_sync="lora")
-    served, _, rolled, board, track = [command for _, command in next_steps(args, adapter=False)]
+    served, _, rolled, _, board, track = [command for _, command in next_steps(args, adapter=False)]
     model = f"--config {tmp_path}/config.yaml --model_name_or_path {tmp_path} --weight_sync auto"
     assert served.endswith(f" serve {model}") and rolled.endswith(f" rollout {model}")
     assert board == f"tensorboard --logdir {tmp_path}" and track == "trackio show --project huggingface"
 
 
 def test_what_cannot_be_resumed_is_not_said_to_be(tmp_path):
-    (_, view), (what, _) = next_steps(MTGRPOConfig(str(tmp_path), **CPU_RUN), adapter=False)
+    (_, view), (what, _), _ = next_steps(MTGRPOConfig(str(tmp_path), **CPU_RUN), adapter=False)
     assert view.endswith(f" view {tmp_path}") and what == "see what the trained agent does"
 
 

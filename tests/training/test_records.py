@@ -351,15 +351,6 @@ def test_other_rewards_of_a_checkpoint_are_named_once(build, one_step, tmp_path,
     assert not said(silent, **other) and not said(silent, "missing keys")
 
 
-def test_the_card_of_a_local_model_names_it(build, tmp_path):
-    trainer = build(max_steps=1)
-    trainer.model.config._name_or_path = str(tmp_path)
-    trainer.create_model_card("agent")
-    card = Path(tmp_path, "README.md").read_text()
-    assert "None" not in card and f"fine-tuned version of `{tmp_path.name}`" in card
-    assert "2505.11821" in card and "DeepSeekMath" not in card
-
-
 def test_tensorboard_is_sent_numbers_only(build, caplog):
     pytest.importorskip("tensorboard")
     trainer = build(max_steps=1, report_to=["tensorboard"])

@@ -102,7 +102,7 @@ that are left out. With `use_vllm` it first syncs the weights of a client of its
 
 PRIVATE = {
     GRPOTrainer: "_buffered_inputs _get_output_dir _initial_global_step _log_completion_extra _log_metric _logs "
-    "_metrics _name _paper _step _tag_names _tokenizer",
+    "_metrics _name _step _tag_names _tokenizer",
     VLLMGeneration: "_iter_named_params",
     TrlParser: "_actions _option_string_actions",
     PreTrainedModel: "_keep_in_fp32_modules _keep_in_fp32_modules_strict _no_split_modules",

@@ -1,0 +1,149 @@
+"""`mt-grpo merge`: the model that a run trained, as one folder that loads without the run."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from accelerate.utils.constants import FSDP_MODEL_NAME
+from peft import PeftModel
+from transformers import AutoConfig, AutoProcessor
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.utils import CONFIG_NAME
+from transformers.utils.logging import disable_progress_bar
+from trl.trainer.utils import create_model_from_path
+
+from mt_grpo.app.request import CONFIG, check_new
+from mt_grpo.app.view import read_words
+from mt_grpo.errors import ConfigError, libraries_may_refuse
+from mt_grpo.runlog import Run, open_run
+from mt_grpo.training.card import write_card
+from mt_grpo.training.checkpoint import adapter_settings, find_trained
+from mt_grpo.training.model import resolve_base, resolve_model
+
+_USAGE = """usage: mt-grpo merge RUN [--to FOLDER] [--checkpoint N]
+
+writes the model that the run in the folder RUN trained as one that loads without the run: an adapter is merged into
+its base, full weights are copied; with tokenizer, chat template, generation config, and a card
+
+  --to FOLDER       the folder to make (RUN/merged)
+  --checkpoint N    the model of RUN/checkpoint-N instead of the last one
+"""
+
+_WEIGHTS = (
+    "model*.safetensors",
+    "model*.safetensors.index.json",
+    "pytorch_model*.bin",
+    "pytorch_model*.bin.index.json",
+)
+_COPIED = (CONFIG_NAME, "generation_config.json", "*.py", *_WEIGHTS)
+"""Files of a model with full weights. What encodes its text is loaded and saved."""
+
+
+def merge(arguments: list[str]) -> int:
+    """`mt-grpo merge RUN [--to FOLDER] [--checkpoint N]`."""
+    if {"-h", "--help"}.intersection(arguments):
+        print(_USAGE, end="")
+        return 0
+    folders, given = read_words("merge", arguments, values=("--to", "--checkpoint"))
+    if len(folders) != 1:
+        raise ConfigError("`mt-grpo merge` takes one folder, the `output_dir` of a run: `mt-grpo merge runs/NAME`.")
+    run = Path(folders[0]).expanduser()
+    checkpoint = given.get("--checkpoint")
+    if checkpoint is not None and not checkpoint.isdecimal():
+        raise ConfigError(f"`--checkpoint` takes the number of a step, and {checkpoint!r} is none.")
+    disable_progress_bar()
+    warnings.simplefilter("ignore", FutureWarning)
+    trained = find_trained(run, None if checkpoint is None else int(checkpoint))
+    to = Path(given.get("--to") or run / "merged").expanduser()
+    check_new(str(to), "--to")
+    done = merge_model(run, trained, to)
+    print(f"{to}: {done}")
+    return 0
+
+
+def merge_model(run: Path, trained: Path, to: Path) -> str:
+    """Writes the model in `trained`, of a run, to a folder, which is there whole or not at all. Says what it is."""
+    record = open_run(run, begun=True)
+    config = run / CONFIG
+    options = yaml.safe_load(config.read_text(encoding="utf-8")) if config.is_file() else {}
+    check_weights(trained, run)
+    to.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{to.name}-", dir=to.parent))
+    try:
+        with libraries_may_refuse(f"The model in {trained} cannot be merged"):
+            what = _write_model(trained, partial, {**record.about.get("options", {}), **options})
+        step = step_of(trained, record)
+        if record.about:
+            name = f"{run.resolve().name}{'' if trained == run else f'-{trained.name}'}"
+            rewards = record.about.get("rewards") or []
+            write_card(partial, name, record.about, rewards, record.metrics(), step=step, options=options)
+        if config.is_file():
+            shutil.copy(config, partial / CONFIG)
+        partial.chmod(0o777 & ~_umask())
+        os.replace(partial, to)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    size = sum(file.stat().st_size for file in to.iterdir())
+    return f"the model of step {step}, {what}, {size / 1e6:.1f} MB"
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _write_model(trained: Path, to: Path, options: Mapping[str, Any]) -> str:
+    settings = adapter_settings(trained)
+    if settings is None:
+        for pattern in _COPIED:
+            for file in trained.glob(pattern):
+                shutil.copy(file, to / file.name)
+        what = "full weights"
+    else:
+        dtype = (options.get("model_init_kwargs") or {}).get("dtype") or options.get("dtype") or "auto"
+        base = create_model_from_path(resolve_base(str(trained)), dtype=dtype, device_map=None)
+        model = PeftModel.from_pretrained(base, str(trained)).merge_and_unload(safe_merge=True)
+        model.save_pretrained(to)
+        what = f"its adapter merged into {settings['base_model_name_or_path']} ({model.dtype})".replace("torch.", "")
+    AutoConfig.from_pretrained(to)
+    AutoProcessor.from_pretrained(trained).save_pretrained(to)
+    return what
+
+
+def check_weights(trained: Path, run: Path) -> None:
+    """Refuses a folder whose weights only another program can put together, with its command."""
+    if any(any(trained.glob(pattern)) for pattern in (*_WEIGHTS, "adapter_model*")):
+        resolve_model(str(trained))  # refuses damage
+        return
+    fsdp = trained / f"{FSDP_MODEL_NAME}_0"
+    if fsdp.is_dir():
+        command = f"accelerate merge-weights {fsdp} {trained}"
+        raise ConfigError(
+            f"{trained} has its weights in pieces, as FSDP writes them: put them together with `{command}`, and copy "
+            f"{CONFIG_NAME} of its base model there; then run this command again."
+        )
+    if (trained / "zero_to_fp32.py").is_file():
+        command = f"python {trained / 'zero_to_fp32.py'} {trained} {trained} --safe_serialization"
+        raise ConfigError(
+            f"{trained} has its weights in pieces, as DeepSpeed writes them: put them together with `{command}`, and "
+            "run this command again."
+        )
+    raise ConfigError(f"There are no weights of a model in {trained}, the folder of the run {run}.")
+
+
+def step_of(trained: Path, run: Run) -> int:
+    """Optimiser steps after which a model was kept."""
+    state = trained / TRAINER_STATE_NAME
+    if state.is_file():
+        return int(json.loads(state.read_text(encoding="utf-8"))["global_step"])
+    return max((int(row["step"]) for row in run.metrics()), default=0)
