@@ -32,7 +32,10 @@ COMMANDS = {
     "train": ("train an agent", "mt_grpo.cli:train"),
     "rollout": ("show what the agent does on a few prompts; trains nothing", "mt_grpo.cli:rollout"),
     "eval": ("compare models on a recipe's held-out rows", "mt_grpo.cli:evaluate"),
-    "serve": ("start the vLLM server that the recipe's trainer needs", "mt_grpo.cli:serve"),
+    "serve": (
+        "start the vLLM server that a recipe's trainer needs, or that serves a run's model",
+        "mt_grpo.cli:serve",
+    ),
     "view": ("show a run's conversations and their credit in the browser", "mt_grpo.app.view:view"),
     "runs": ("list the runs in a folder, with what they are at and what they earn", "mt_grpo.app.runs:runs"),
     "compare": ("compare runs: options that differ, and metrics with intervals", "mt_grpo.app.runs:compare"),
@@ -205,16 +208,24 @@ def evaluate(arguments: list[str]) -> int:
 
 
 def serve(arguments: list[str]) -> int:
-    """`mt-grpo serve`: becomes the vLLM server that the recipe's trainer needs, or starts several and waits."""
+    """
+    `mt-grpo serve`: becomes the vLLM server that the recipe's trainer needs, or starts several and waits; of a run,
+    one for its trained model.
+    """
     request = read_request(arguments, "serve")
-    check_served(request.values)
+    if request.run is None:
+        check_served(request.values)
     check_places(request.values, "serve")
     warnings.simplefilter("ignore", FutureWarning)
     with ends_at_once():
         from mt_grpo.app import serve as server
-        from mt_grpo.app.recipe import build_recipe
 
-    return server.serve(build_recipe(request), request.own["replicas"])
+    recipe, replicas = _trained(request), request.own["replicas"]
+    if request.run is None:
+        return server.serve(recipe, replicas)
+    if replicas is not None:
+        raise ConfigError("`--replicas` starts servers for a trainer: for a trained model start one on each port.")
+    return server.serve_trained(recipe, request.run)
 
 
 @_interruptible

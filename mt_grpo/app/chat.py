@@ -20,15 +20,14 @@ from mt_grpo.concurrency import in_waiting_thread, run
 from mt_grpo.envs import EnvSource, MultiTurnToolEnv
 from mt_grpo.envs.env import Env, Outcome, Policy, Step
 from mt_grpo.envs.protocols import CallProtocol
-from mt_grpo.envs.registry import tool_arguments
-from mt_grpo.envs.source import source_of
+from mt_grpo.envs.source import source_of, tool_arguments
 from mt_grpo.envs.tool_env import DialogueEnv
 from mt_grpo.errors import ConfigError, EngineError, libraries_may_refuse
 from mt_grpo.forward.probe import context_length
 from mt_grpo.options.table import OF_ENVIRONMENT
 from mt_grpo.rollout import Engine, RolloutLimits, RolloutRequest, RolloutRunner, derive_seed
 from mt_grpo.rollout.engines.transformers import TransformersEngine
-from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
+from mt_grpo.rollout.engines.vllm import VLLMServerClient
 from mt_grpo.servers.http import ask, open_session
 from mt_grpo.tools.function import cut
 from mt_grpo.training.config import MTGRPOConfig, changed

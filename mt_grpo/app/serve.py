@@ -1,19 +1,34 @@
-"""`mt-grpo serve`: becomes the vLLM server that a recipe's trainer needs, or starts several."""
+"""
+`mt-grpo serve`: becomes the vLLM server that a recipe's trainer needs, or starts several; or becomes one that serves
+what a run trained, to anybody who speaks OpenAI's API.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import torch
+from transformers import AutoTokenizer
+from trl.chat_template_utils import add_response_schema
 
+from mt_grpo.app.chat import served_name
 from mt_grpo.app.recipe import Recipe
 from mt_grpo.errors import ConfigError
 from mt_grpo.options.rules import check_served
+from mt_grpo.options.values import HAS_A_USER, env_type
 from mt_grpo.servers.addresses import EVERYWHERE, expand_addresses, host_url, is_local
 from mt_grpo.servers.start import Replica, check_keys, run_replicas, share_gpus
+from mt_grpo.training.checkpoint import adapter_settings
 from mt_grpo.training.config import MTGRPOConfig
-from mt_grpo.training.servers import command_at, visible_gpus
+from mt_grpo.training.model import resolve_base, resolve_model
+from mt_grpo.training.servers import command_at, cpu_defaults, interpreter, server_dtype, visible_gpus
+from mt_grpo.weights.files import LoraTransport
 
 
 def server_command(recipe: Recipe) -> tuple[list[str], dict[str, str]]:
@@ -45,6 +60,103 @@ def serve(recipe: Recipe, replicas: int | None = None) -> int:
         host = "THIS_MACHINE" if host in EVERYWHERE else f"[{host}]" if ":" in host else host
         print(f"The trainer finds them with `--vllm_server_base_url http://{host}:[{first}-{addresses[-1][1]}]`.")
     return run_replicas(found)
+
+
+_PARSERS = {
+    "<function=": "qwen3_coder",
+    "<tool_call>(?P<name>": "glm45",
+    "<tool_call>": "hermes",
+    "<|tool_call_start|>": "lfm2",
+    "<|tool_call>": "gemma4",
+    "<|channel|>commentary": "openai",
+    '"parameters"': "llama3_json",
+}
+"""vLLM's parsers of tool calls, by what begins a call in a response template; the first that is there."""
+
+
+def serve_trained(recipe: Recipe, run: str) -> int:
+    """Prints the command and becomes the server; on standard error, what whoever asks it has to do."""
+    command, environment, words = trained_command(recipe, run)
+    print(Replica("", command, environment).line, flush=True)
+    print(f"mt-grpo: {words}", file=sys.stderr, flush=True)
+    os.execve(command[0], command, {**os.environ, **environment})
+    return 1
+
+
+def trained_command(recipe: Recipe, run: str) -> tuple[list[str], dict[str, str], str]:
+    """
+    The command that serves the model of a recipe to clients of OpenAI's API, the environment variables that it needs,
+    and what clients have to do.
+    """
+    args, model = recipe.training, recipe.model
+    name = resolve_model(model.model_name_or_path)
+    ((host, port),) = _addresses(args, 1)
+    served, base, settings = served_name(name), resolve_base(name), adapter_settings(name)
+    command = [
+        *(str(interpreter()), "-m", "vllm.entrypoints.openai.api_server"),
+        *("--model", base, "--served-model-name", f"{served}-base" if settings else served),
+        *("--host", host, "--port", str(port), "--dtype", server_dtype(args, model)),
+        *("--tensor-parallel-size", str(args.vllm_tensor_parallel_size)),
+    ]
+    environment = {"VLLM_NO_USAGE_STATS": "1"}
+    if settings is not None:
+        _check_adapter(settings, run)
+        model.lora_r = settings["r"]
+        flags, _ = LoraTransport.server_flags(model)
+        command += [*flags, "--lora-modules", f"{served}={name}", "--tokenizer", name]
+    if args.vllm_max_model_length:
+        command += ["--max-model-len", str(args.vllm_max_model_length)]
+    if args.trust_remote_code:
+        command.append("--trust-remote-code")
+    if args.chat_template_kwargs:
+        command += ["--default-chat-template-kwargs", json.dumps(args.chat_template_kwargs)]
+    if args.use_cpu or not torch.cuda.is_available():
+        command += ["--enforce-eager", "--no-enable-chunked-prefill"]
+        environment |= {name: os.environ.get(name, value) for name, value in cpu_defaults().items()}
+    url = host_url(host, port, "vllm_server_host")
+    words = [f"{served!r} will be at {url}/v1."]
+    if not os.environ.get("VLLM_API_KEY"):
+        words.append("Who reaches the port may use it, unless `VLLM_API_KEY` is set.")
+    protocol = args.call_protocol or ("tags" if env_type(vars(args)) in HAS_A_USER else "native")
+    loop = f"`mt-grpo chat {run} --server {url}` does this, with the run's tools."
+    if protocol == "native":
+        parser = _parser_of(name, args)
+        if parser is None:
+            words.append(
+                "No parser of vLLM is known for the tool calls of its chat template: start the command above with "
+                "`--enable-auto-tool-choice --tool-call-parser NAME`, if vLLM has one."
+            )
+        else:
+            command += ["--enable-auto-tool-choice", "--tool-call-parser", parser]
+        words.append(f"A client sends system prompt and tools, and runs the calls. {loop}")
+    elif protocol.endswith("tags"):
+        words.append(
+            "It calls tools by tags in its text, which vLLM does not read. A client sends the system prompt of the "
+            'training, with `"stop": ["</tool>", "</answer>"]` and `"include_stop_str_in_output": true`, runs the '
+            f"call and sends `<result>...</result>` as the user's next message. {loop}"
+        )
+    return command, environment, " ".join(words)
+
+
+def _check_adapter(settings: dict[str, Any], run: str) -> None:
+    """Refuses an adapter that vLLM cannot put on its base."""
+    unknown = [name for name in ("modules_to_save", "use_dora", "target_parameters") if settings.get(name)]
+    if settings.get("peft_type") != "LORA" or unknown:
+        raise ConfigError(
+            f"vLLM takes no adapter with {', '.join(unknown) or settings.get('peft_type')}: run `mt-grpo merge {run}` "
+            f"and `mt-grpo serve {Path(run, 'merged')}`."
+        )
+
+
+def _parser_of(name: str, args: MTGRPOConfig) -> str | None:
+    """vLLM's name for what reads the tool calls of a model's chat template; `None` where none is known."""
+    tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=args.trust_remote_code)
+    if tokenizer.response_template is None:
+        with suppress(ValueError):
+            add_response_schema(tokenizer)
+    calls = ((tokenizer.response_template or {}).get("fields") or {}).get("tool_calls") or {}
+    begins = (calls.get("open") or calls.get("open_pattern") or "").replace("\\", "")
+    return next((parser for text, parser in _PARSERS.items() if text in begins), None)
 
 
 def _addresses(args: MTGRPOConfig, replicas: int | None) -> list[tuple[str, int]]:

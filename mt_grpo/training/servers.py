@@ -133,7 +133,7 @@ def command_at(host: str, port: int, args: MTGRPOConfig, model: ModelConfig) -> 
         *("-m", "vllm.entrypoints.openai.api_server"),
         *("--model", served_model(resolve_base(name), args)),
         *("--host", host, "--port", str(port)),
-        *("--dtype", "bfloat16" if args.bf16 else "float16" if args.fp16 else model.dtype or "auto"),
+        *("--dtype", server_dtype(args, model)),
         *("--tensor-parallel-size", str(args.vllm_tensor_parallel_size)),
         *("--middleware", GUARD),
         "--enable-prefix-caching",
@@ -170,12 +170,17 @@ def command_at(host: str, port: int, args: MTGRPOConfig, model: ModelConfig) -> 
         elif routes:
             command += ["--enable-return-routed-experts", "--no-async-scheduling"]
             environment["MT_GRPO_ROUTES"] = "1"  # see mt_grpo.vllm_plugin.routes
-        for name, value in _cpu_defaults().items():
+        for name, value in cpu_defaults().items():
             environment[name] = os.environ.get(name, value)
     elif routes:
         command.append("--enable-return-routed-experts")
         environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"
     return command, environment
+
+
+def server_dtype(args: MTGRPOConfig, model: ModelConfig) -> str:
+    """The dtype in which a server computes as the trainer does."""
+    return "bfloat16" if args.bf16 else "float16" if args.fp16 else model.dtype or "auto"
 
 
 def _read_config(name: str, args: MTGRPOConfig, model: ModelConfig) -> PreTrainedConfig | None:
@@ -217,7 +222,7 @@ def visible_gpus() -> list[str]:
     return given.split(",") if given else [str(number) for number in range(torch.cuda.device_count())]
 
 
-def _cpu_defaults() -> dict[str, str]:
+def cpu_defaults() -> dict[str, str]:
     """
     Environment variables for a server on a CPU, as far as the user did not set them. By default vLLM binds the threads
     of every server to the same cores, where they spin, and other processes on these cores may never run.

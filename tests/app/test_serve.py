@@ -6,19 +6,31 @@ import importlib
 import inspect
 import json
 import os
+import re
 import sys
 
 import pytest
+import yaml
 from support.recipes import parse_recipe
-from transformers import Qwen2_5_VLConfig, Qwen3_5TextConfig, Qwen3Config, Qwen3MoeConfig, Qwen3NextConfig
+from transformers import (
+    AutoTokenizer,
+    Qwen2_5_VLConfig,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    Qwen3NextConfig,
+)
+from trl import chat_template_utils as templates
 
 from mt_grpo import vllm_plugin
 from mt_grpo.app import serve
-from mt_grpo.cli import main
+from mt_grpo.app.request import read_request
+from mt_grpo.cli import _trained, main
 from mt_grpo.errors import ConfigError
 from mt_grpo.servers.start import share_gpus
 from mt_grpo.training import servers
 from mt_grpo.training.forward_plan import check_importance_sampling
+from mt_grpo.training.model import resolve_model
 from mt_grpo.training.servers import server_client, server_urls
 
 QUICKSTART = ["--config", "recipes/quickstart_vllm.yaml"]
@@ -73,6 +85,65 @@ def test_a_transport_changes_flags_and_keeps_the_guard(transport):
     assert ("--enable-lora" in words) == (transport == "lora")
     if transport == "lora":
         assert flags["--max-lora-rank"] == "32" and environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+
+
+@pytest.fixture
+def trained(tmp_path):
+    """The command and the words for a run with a model of some template, and with some options."""
+
+    def command_of(template=None, adapter=None, **options):
+        run = tmp_path / "run"
+        AutoTokenizer.from_pretrained(resolve_model("embedded")).save_pretrained(run)
+        if template is not None:
+            (run / "chat_template.jinja").write_text(template)
+        settings = {"base_model_name_or_path": "embedded", "peft_type": "LORA", "r": 20, **(adapter or {})}
+        (run / ("config.json" if adapter is None else "adapter_config.json")).write_text(json.dumps(settings))
+        recipe = {"model_name_or_path": "gone", "dataset_name": "embedded", "use_cpu": True, "bf16": False, **options}
+        (run / "config.yaml").write_text(yaml.safe_dump(recipe))
+        request = read_request([str(run), "--vllm_server_port", "8123"])
+        words, _, said = serve.trained_command(_trained(request), str(run))
+        return " ".join(words), said
+
+    return command_of
+
+
+NATIVE = {"call_protocol": "native"}
+
+
+def test_a_trained_model_is_served_for_use_not_for_training(trained):
+    words, said = trained(call_protocol="learnt_tags", chat_template_kwargs={"enable_thinking": False})
+    assert "run --served-model-name run " in words and "--port 8123" in words and "8123/v1" in said
+    assert """--default-chat-template-kwargs {"enable_thinking": false}""" in words
+    assert '"stop": ["</tool>", "</answer>"]' in said and "mt-grpo chat" in said
+    assert not any(each in words for each in ("--middleware", "--weight-transfer-config", "tool-call-parser"))
+
+
+@pytest.mark.parametrize(
+    ("template", "parser"),
+    [
+        (templates.qwen3_chat_template, "hermes"),
+        (templates.qwen3_5_think_chat_template, "qwen3_coder"),
+        (templates.llama3_2_chat_template, "llama3_json"),
+        (templates.gptoss_chat_template, "openai"),
+        (templates.glm4moe_chat_template, "glm45"),
+        (templates.gemma4_chat_template, "gemma4"),
+        ("{{ messages }}", None),
+    ],
+)
+def test_vllm_reads_the_calls_of_a_template_that_it_knows(trained, template, parser):
+    words, said = trained(template, **NATIVE)
+    assert (f"--enable-auto-tool-choice --tool-call-parser {parser}" in words) == (parser is not None)
+    assert ("No parser of vLLM is known" in said) == (parser is None)
+
+
+def test_an_adapter_is_served_on_its_base_or_merged_first(trained):
+    words, _ = trained(adapter={})
+    assert re.search(r"--model \S+embedded/model --served-model-name run-base .*--max-lora-rank 32", words)
+    assert re.search(r"--lora-modules run=(\S+/run) --tokenizer \1", words)
+    with pytest.raises(
+        ConfigError, match="no adapter with use_dora: run `mt-grpo merge .*` and `mt-grpo serve .*merged`"
+    ):
+        trained(adapter={"use_dora": True})
 
 
 @pytest.fixture
