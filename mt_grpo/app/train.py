@@ -478,16 +478,18 @@ class _RunProgress(TrainerCallback):
     ) -> None:
         if not self._shows:
             return
-        evaluated = next((name for name in logs if re.fullmatch(r"eval_(\w+_)?reward", name)), None)
+        evaluated = next((name for name in logs if re.fullmatch(r"eval_(\w+_)?turns/mean", name)), None)
+        prefix = "" if evaluated is None else evaluated.removesuffix("turns/mean")
+        # a teacher alone gives no reward
+        earned = [_number("reward", logs[f"{prefix}reward"])] if f"{prefix}reward" in logs else []
         if evaluated is not None:
-            prefix = evaluated.removesuffix("reward")
             of_set = f" of {prefix[5:-1]}" if len(prefix) > 5 else ""
             seconds = next(value for name, value in logs.items() if name.endswith("_runtime"))
-            words = [_number("reward", logs[evaluated]), _number("turns", logs[f"{prefix}turns/mean"], 2)]
+            words = [*earned, _number("turns", logs[evaluated], 2)]
             self._print(state, [*words, f"{seconds:.1f} s"], f"evaluation{of_set} at ")
-        elif "reward" in logs:
+        elif "turns/mean" in logs:
             loss = [_number("loss", logs["loss"], 4)] if "loss" in logs else []
-            words = [_number("reward", logs["reward"]), *loss, _number("turns", logs["turns/mean"], 2)]
+            words = [*earned, *loss, _number("turns", logs["turns/mean"], 2)]
             if self._bar is not None:
                 self._bar.show("  ".join(words))
             else:

@@ -105,7 +105,7 @@ def audit_rewards(batch: RewardBatch, advantages: Tensor) -> Audit:
 
     several = ran.view(-1, size).sum(dim=1)
     comparable = several > 1
-    grouped = within.view(-1, size, within.shape[1])[comparable]
+    grouped = within.view(len(several), size, within.shape[1])[comparable]
     variances = grouped.square().sum(dim=1) / (several[comparable, None] - 1)
     equal = (grouped == 0).all(dim=1).double()
 

@@ -75,7 +75,7 @@ def to_go(rewards: Tensor, gamma: float = 1.0) -> Tensor:
 
 def centre(values: Tensor, group_size: int) -> Tensor:
     """Values of shape (B, K) minus the mean of their turn in their group."""
-    grouped = values.view(-1, group_size, values.shape[1])
+    grouped = values.view(len(values) // group_size, group_size, values.shape[1])
     # Shifted by the group's least first, so that equal values come out as exactly 0.
     shifted = minus_group_min(grouped)
     centred = (shifted - shifted.nanmean(dim=1, keepdim=True)).nan_to_num(nan=0.0)

@@ -1,7 +1,7 @@
 """
-Rewards that come with the package: those the environment gave, and those for trivia questions answered with a search
-tool, for keeping to the tag protocol (`<reasoning>` first, then one `<tool>` or one `<answer>`), for grade-school
-maths, and for how much likelier a turn makes the right answer.
+Rewards that come with the package: those the environment gave, what a teacher makes of a turn, and those for trivia
+questions answered with a search tool, for keeping to the tag protocol (`<reasoning>` first, then one `<tool>` or one
+`<answer>`), for grade-school maths, and for how much likelier a turn makes the right answer.
 
 The values of those for trivia questions are those of Zeng et al. 2025 (arXiv 2505.11821). Their turn rewards are
 defined per trajectory: 0.2 × successful / attempted tool calls, and 0.5 if the search results hold an accepted answer.
@@ -61,6 +61,16 @@ class StepReward(TurnReward):
 
     def score(self, turn: Turn, trajectory: Trajectory, **row: object) -> float | None:
         return turn.reward
+
+
+@reward("teacher_agreement")
+class TeacherAgreement(TurnReward):
+    """How much likelier a turn is to the run's teacher than to the policy: `Trajectory.teacher_log_ratios`."""
+
+    def score(self, turn: Turn, trajectory: Trajectory, **row: object) -> float | None:
+        if not trajectory.teacher_log_ratios:
+            raise ValueError("no teacher has read the trajectory: name one in `teacher`")
+        return trajectory.teacher_log_ratios[turn.index]
 
 
 step_reward = StepReward()

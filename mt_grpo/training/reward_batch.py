@@ -32,7 +32,7 @@ from mt_grpo.envs import EnvSource
 from mt_grpo.errors import ConfigError
 from mt_grpo.forward.model import ForwardPlan, score
 from mt_grpo.options.values import names_model
-from mt_grpo.rewards import FunctionReward, RewardFunc, RightAnswer, Scores
+from mt_grpo.rewards import FunctionReward, RewardFunc, RightAnswer, Scores, TeacherAgreement
 from mt_grpo.rollout import Engine
 from mt_grpo.rollout.branching import Branching
 from mt_grpo.rollout.engine import ScoringEngine
@@ -75,8 +75,8 @@ def tokenizers_of(
     return [*before, *tokenizers, *[None] * (len(rewards) - len(before) - len(tokenizers))]
 
 
-def own_rewards(listed: Sequence[RewardFunc], source: EnvSource) -> list[RewardFunc]:
-    """The outcome rewards that environments bring beside those that are listed."""
+def own_rewards(listed: Sequence[RewardFunc], source: EnvSource, args: MTGRPOConfig) -> list[RewardFunc]:
+    """The outcome rewards that environments bring beside those that are listed; without any there is a teacher."""
     names = Counter(reward.name for reward in listed)
     several = [name for name, number in names.items() if number > 1]  # of one kind they are refused when loaded
     if several:
@@ -91,9 +91,17 @@ def own_rewards(listed: Sequence[RewardFunc], source: EnvSource) -> list[RewardF
                 f"The reward {reward.name!r} has the name of an environment class that gives its own reward "
                 "(`get_reward`): rename one of the two."
             )
-    if not listed and not own:
-        raise ConfigError("There is no reward: name one in `outcome_reward_funcs` or `turn_reward_funcs`.")
+    if not listed and not own and not args.distillation_coef:
+        raise ConfigError(
+            "There is no reward: name one in `outcome_reward_funcs` or `turn_reward_funcs`"
+            f"{'.' if args.teacher is None else ', or set `distillation_coef` to learn from the teacher alone.'}"
+        )
     return own
+
+
+def no_reward(completions: Sequence[object], **columns: object) -> list[None]:
+    """What TRL's trainer is given in place of rewards where there is none: it refuses an empty list."""
+    return [None] * len(completions)
 
 
 def weights_of(args: MTGRPOConfig, listed: Sequence[RewardFunc], own: Sequence[RewardFunc]) -> list[float] | None:
@@ -332,8 +340,10 @@ def with_models(entries: Sequence[Any], args: MTGRPOConfig) -> list[Any]:
 
 
 def check_scorers(rewards: Sequence[RewardFunc], args: MTGRPOConfig, engine: Engine | None = None) -> None:
-    """Whether there is a server for the rewards that ask one."""
+    """Whether there is a server for the rewards that ask one, and a teacher."""
     for reward in rewards:
+        if isinstance(reward, TeacherAgreement) and args.teacher is None:
+            raise ConfigError(f"The reward {reward.name!r} asks a teacher, and there is none: name one in `teacher`.")
         if not isinstance(reward, RightAnswer) or reward.scorer != "server":
             continue
         if not (args.use_vllm if engine is None else isinstance(engine, ScoringEngine)):

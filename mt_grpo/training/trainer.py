@@ -187,7 +187,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         self.outcome_reward_funcs = load_rewards(reward_batch.with_models(outcomes, args), "outcome")
         self.state_scores = load_rewards([args.state_score] if args.state_score else [], "state")
         listed = [*self.turn_reward_funcs, *self.outcome_reward_funcs]
-        own = reward_batch.own_rewards(listed, source)
+        own = reward_batch.own_rewards(listed, source, args)
         self.outcome_reward_funcs += own
         rewards = [*listed, *own]
         tokenizers = reward_batch.tokenizers_of(reward_processing_classes, outcomes, rewards, self.turn_reward_funcs)
@@ -212,8 +212,9 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             super().__init__(
                 **policy,
                 # TRL loads models; all rewards are called here
-                reward_funcs=[each.model if isinstance(each, ModelReward) else each.score for each in rewards],
-                reward_processing_classes=tokenizers,
+                reward_funcs=[each.model if isinstance(each, ModelReward) else each.score for each in rewards]
+                or [reward_batch.no_reward],
+                reward_processing_classes=tokenizers or [None],
                 args=changed(args, **hidden),
                 train_dataset=train_dataset,
                 eval_dataset=eval_dataset,
@@ -270,6 +271,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         self._activations = Activations(self.args, self.accelerator.device)
 
     def _prepare_rewards(self, rewards: list[RewardFunc]) -> None:
+        del self.reward_funcs[len(rewards) :], self.reward_processing_classes[len(rewards) :]
         for reward, model, tokenizer in zip(rewards, self.reward_funcs, self.reward_processing_classes, strict=True):
             if isinstance(reward, ModelReward):
                 reward.use(model, tokenizer, self.chat_template_kwargs)
@@ -526,6 +528,9 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         weights = self.reward_weights.to(self.accelerator.device)
         equal = reward_batch.share_of_equal_groups(batch.rewards_per_func, weights, batch.group_size)
         self._metrics[step.mode]["frac_reward_zero_std"][-1] = equal
+        if not self.reward_func_names:  # a teacher alone
+            for name in ("reward", "reward_std", "frac_reward_zero_std"):
+                del self._metrics[step.mode][name]
         show_advantages(self._logs["advantages"], batch.rewards, batch.advantages)
         output |= rollout_batch.token_columns(batch.token_rows, output)
         if self.teacher_model is not None:

@@ -80,6 +80,7 @@ SCENARIOS = {
     "measured": {"do_eval": True, "per_device_eval_batch_size": 3, "num_generations_eval": 1},
     # ten evaluated conversations, eight to a batch: of the second batch the second rank has none
     "uneven": {"do_eval": True, "num_generations_eval": 2},
+    "taught": {"distillation_coef": 0.1},  # by a model of another family
 }
 
 
@@ -199,6 +200,8 @@ def options_of(folder: str, world: int, scenario: str) -> MTGRPOConfig:
         options |= {"gradient_checkpointing": True, "gradient_checkpointing_layers": int(os.environ["LAYERS"])}
     if os.environ.get("ACCELERATE_USE_DEEPSPEED"):
         options |= DEEPSPEED_RUN
+    if scenario == "taught":
+        options["teacher"] = str(Path(folder, "teacher"))
     if scenario == "replay":
         options["replay"] = os.environ["REPLAYED"]
     args = MTGRPOConfig(folder, **options)
@@ -233,6 +236,10 @@ def run(folder: str, processes: str, scenario: str) -> Accelerator:
         model.config._name_or_path = str(Path(folder) / "model")
         with args.distributed_state.main_process_first():
             model.save_pretrained(model.config._name_or_path)
+    if scenario == "taught":
+        with args.distributed_state.main_process_first():
+            build_random("llama", vocab_size=len(tokenizer)).save_pretrained(args.teacher["model"])
+            tokenizer.save_pretrained(args.teacher["model"])
     script = silent_at_first if scenario == "steps" else conversation
     times = uneven_times if scenario == "ahead" else 0.0
     trainer = MTGRPOEnvTrainer(

@@ -74,6 +74,7 @@ def test_ranks_learn_what_one_learns(tmp_path, alone, ranks, scenario, environme
         # Qwen3.5 without its tower: the family's layers that see are not looked for
         ("hybrid", [SHARDED]),
         ("adapter", [SHARDED, SHARE_ROWS]),
+        ("taught", [SHARDED, SHARE_ROWS]),
     ],
 )
 def test_ranks_learn_what_one_learns_of_every_model(tmp_path, scenario, environments):

@@ -17,12 +17,17 @@ from support.trainers import (
     log_probs,
     logged,
     member,
+    same,
     thinking,
+    weights,
 )
 from transformers import AutoModelForCausalLM
 from trl.experimental.sdpo import SDPOConfig, SDPOTrainer
 
+from mt_grpo.concurrency import run
 from mt_grpo.errors import ConfigError
+from mt_grpo.rewards import TeacherAgreement, score_cut
+from mt_grpo.runlog import read_trajectories
 from mt_grpo.training.rollout_batch import RolloutBatch
 from mt_grpo.training.teacher import LOGPS, read
 from mt_grpo.trajectory import Trajectory
@@ -193,3 +198,61 @@ def test_forwards_distil_alike(teach, options):
         learnt.append(torch.cat([each.flatten() for each in trainer.model.parameters()]))
     torch.testing.assert_close(learnt[:2], learnt[2:], rtol=1e-4, atol=1e-6)
     assert len(learnt[0]) == len(logged(trainer, "teacher/reverse_kl")) == 2
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2, "steps_per_generation": 1}], ids=str)
+def test_a_teacher_alone_teaches(teach, tmp_path, options):
+    trainer = teach(rewards=((), ()), distillation_coef=1.0, do_eval=True, **options)
+    before = weights(trainer)
+    trainer.train()
+    metrics = trainer.evaluate()
+    assert not same(before, weights(trainer))
+    (row, *_), (record, *_) = trainer.state.log_history, read_trajectories(tmp_path)
+    assert not {"reward", "reward_std", "frac_reward_zero_std"} & row.keys() and "eval_reward" not in metrics
+    ratios = [each.teacher_log_ratios for each in trainer.eval_trajectories]
+    assert metrics["eval_turn_1/teacher"] == pytest.approx(sum(each[0] for each in ratios) / len(ratios), rel=1e-5)
+    assert metrics["eval_teacher/turn"] == pytest.approx(sum(map(sum, ratios)) / sum(map(len, ratios)), rel=1e-5)
+    assert row["turn_1/teacher"] < 0 and len(record["teacher_log_ratios"]) == len(record["turns"])
+
+
+def test_a_turn_earns_what_its_teacher_makes_of_it(teach, build):
+    trainer = teach(rewards=((TeacherAgreement(),), ()), advantage_estimator="reward_to_go", scale_rewards="none")
+    trainer.train()
+    whole = trainer.batch.trajectories[0]
+    assert whole.rewards["turn"]["teacher_agreement"] == whole.teacher_log_ratios and len(whole.turns) == 3
+    assert trainer.batch.advantages.abs().sum() > 0
+    assert run(score_cut([TeacherAgreement()], [(whole, 0), (whole, 1)])) == {}
+    with pytest.raises(
+        ConfigError, match="'teacher_agreement' asks a teacher, and there is none: name one in `teacher"
+    ):
+        build(rewards=((TeacherAgreement(),), ()))
+    with pytest.raises(
+        ConfigError, match="There is no reward: .*, or set `distillation_coef` to learn from the teach"
+    ):
+        teach(rewards=((), ()))
+
+
+def test_a_run_that_goes_on_has_a_teacher_again(teach, build, tmp_path):
+    def ran(folder, resume=None, **more):
+        options = {
+            "distillation_coef": 1.0,
+            "gradient_accumulation_steps": 1,
+            "steps_per_generation": 2,
+            "max_steps": 3,
+        }
+        trainer = teach(rewards=((), ()), output_dir=str(tmp_path / folder), **options, **more)
+        trainer.train(resume and str(tmp_path / resume))
+        return trainer
+
+    whole = ran("whole")
+    ran("cut", save_strategy="steps", save_steps=1)  # in the middle of a batch
+    assert same(weights(whole), weights(ran("cut", "cut/checkpoint-1")))
+    with pytest.raises(ConfigError, match="was made with `teacher: True`, and this run has `teacher: False`: resume"):
+        build(output_dir=str(tmp_path / "cut"), steps_per_generation=2).train(str(tmp_path / "cut/checkpoint-1"))
+
+
+def test_a_replayed_run_is_read_by_a_teacher(teach, build, tmp_path):
+    build(thinking, output_dir=str(tmp_path / "first"), **STRIPS).train()
+    again = teach(distillation_coef=1.0, replay=str(tmp_path / "first"), output_dir=str(tmp_path / "again"))
+    again.train()
+    assert check_against_a_forward_per_turn(again) >= 8 and again.state.global_step == 2

@@ -128,6 +128,10 @@ def rollout_metrics(trajectories: list[Trajectory]) -> Tally:
         tally.count(f"turn {index + 1}", len(rows))
         for name in _TURN_METRICS:
             tally.add(f"turn_{index + 1}/{name}", sum(row[name] for row in rows), per=f"turn {index + 1}")
+        ratios = [record["teacher"][index] for record in records if index < len(record["teacher"])]
+        taught = torch.tensor([ratio for ratio in ratios if ratio is not None])
+        for name in (f"turn_{index + 1}/teacher", "teacher/turn"):
+            tally.mean(name, taught)
     stops = Counter({reason.value: 0 for reason in StopReason})
     stops.update(record["stop"] for record in records)
     for name, numbers in (
@@ -152,6 +156,7 @@ def _record(trajectory: Trajectory) -> Line:
         "render_mismatch": trajectory.render_mismatch,
         "sequences": trajectory.tree.num_sequences,
         "unique": trajectory.tree.num_tokens,
+        "teacher": trajectory.teacher_log_ratios,
         "turns": [
             {
                 "length": turn.num_tokens,
@@ -400,7 +405,7 @@ class Warnings:
                     name,
                     len(columns),
                 )
-        if not step.batch.advantages.any():
+        if not step.batch.advantages.any() and not self._args.distillation_coef:
             self._flat += 1
             if self._flat == 1 and self._speaks:
                 logger.warning(
