@@ -62,6 +62,10 @@ CONTRADICTING = [
     ({"groups_without_signal": "resample", "use_adaptive_entropy": True}, "`groups_without_signal: resample` drops"),
     ({"distillation_coef": 0.1}, "`distillation_coef: 0.1` weighs the distance to a teacher, and there is none"),
     (
+        {"temperature": 0.7, "teacher": {"model": "a", "server": "http://b"}},
+        "`temperature: 0.7` divides what the policy samples from, and a teacher's `server` knows log-probs at 1 only",
+    ),
+    (
         {"distillation_coef": 0.1, "teacher": "a", "groups_without_signal": "leave_out"},
         "`groups_without_signal: leave_out` drops groups from the loss, and `distillation_coef: 0.1` learns",
     ),

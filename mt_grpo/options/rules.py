@@ -99,6 +99,11 @@ CONFLICTS = (
         "name one in `teacher`, or leave it out",
     ),
     _Conflict(
+        lambda o: o.teacher_server and o.temperature != 1,
+        "<temperature> divides what the policy samples from, and a teacher's `server` knows log-probs at 1 only",
+        "set `temperature: 1.0`, or leave `server` out",
+    ),
+    _Conflict(
         lambda o: o.distillation_coef and o.groups_without_signal != "keep",
         "<groups_without_signal> drops groups from the loss, and <distillation_coef> learns from all",
     ),
@@ -200,7 +205,10 @@ CONFLICTS = (
         "<max_staleness> samples in training, when `vllm_enable_sleep_mode: true` has taken the server's weights away",
     ),
 )
-"""Of every command. Beside the options they know `credit_rule`, `checkpointing`, `least_group` and `most_turns`."""
+"""
+Of every command. Beside the options they know `credit_rule`, `checkpointing`, `least_group`, `most_turns` and
+`teacher_server`.
+"""
 
 _OF_TRAINING = (
     _Conflict(
@@ -294,6 +302,7 @@ def check_options(
         "checkpointing": _checkpointing(options, ""),
         "least_group": 2 * options["num_branches"],
         "most_turns": None if steps is None else steps + 1,
+        "teacher_server": options["teacher"] and parse_teacher(options["teacher"]).get("server"),
     }
     _refuse(CONFLICTS, {**options, **derived})
     _check_checkpointing_options(options)
@@ -302,8 +311,6 @@ def check_options(
     _check_environments(options)
     if options["simulated_user"] is not None:
         parse_user(options["simulated_user"])
-    if options["teacher"] is not None:
-        parse_teacher(options["teacher"])
 
 
 def check_history(policy: str, compact_every: int | None) -> None:

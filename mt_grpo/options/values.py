@@ -47,10 +47,14 @@ class _UserOptions(_UserNeeds, total=False):
     request: Mapping[str, Any]
 
 
-class _TeacherOptions(TypedDict):
+class _TeacherNeeds(TypedDict):
+    model: _Text
+
+
+class _TeacherOptions(_TeacherNeeds, total=False):
     """Keys of `teacher`; see `mt_grpo.training.teacher`."""
 
-    model: _Text
+    server: _Text
 
 
 class _AgentOptions(TypedDict, total=False):
@@ -213,7 +217,13 @@ def parse_agent(agent: object, key: str = "agent") -> dict[str, str]:
 def parse_teacher(teacher: object) -> dict[str, str]:
     """A teacher as a recipe, a command line (the mapping as JSON) or a script gives it."""
     given = _parse_braces(teacher, "`teacher`")
-    return _validated(_TeacherOptions, {"model": given} if isinstance(given, str) else given, "teacher")
+    teacher = _validated(_TeacherOptions, {"model": given} if isinstance(given, str) else given, "teacher")
+    if not teacher.get("server", "http://").startswith(("http://", "https://")):
+        raise ConfigError(
+            f"`teacher: server` is {teacher['server']!r}: give the address of a vLLM server, such as "
+            "`http://127.0.0.1:8001`."
+        )
+    return teacher
 
 
 def verifiers_name(env: object) -> str | None:

@@ -5,7 +5,8 @@ which it was sampled, are computed once per batch, and the loss that they make: 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from math import isnan
 
@@ -22,6 +23,7 @@ from mt_grpo.forward.model import score
 from mt_grpo.forward.packing import FlatTree, flatten
 from mt_grpo.forward.probe import context_length
 from mt_grpo.rollout import TokenRow
+from mt_grpo.servers.http import RequestFailed, ServerControl
 from mt_grpo.token_tree import TokenTree
 from mt_grpo.training.config import changed
 from mt_grpo.training.forward_plan import prove_forward
@@ -29,6 +31,7 @@ from mt_grpo.training.model import open_policy, resolve_base, resolve_model, sou
 from mt_grpo.training.ranks import everywhere
 from mt_grpo.training.rollout_batch import TOKENS_OF_ALL, Columns, RolloutBatch, longest_path
 from mt_grpo.trajectory import Trajectory
+from mt_grpo.weights.proof import server_logprobs
 
 LOGPS = "teacher_per_token_logps"
 """The column of a batch with what a teacher makes of its tokens, `(B, T)`, NaN for those that were not sampled."""
@@ -36,14 +39,20 @@ LOGPS = "teacher_per_token_logps"
 CLIP = 2.0
 """Where the ratio of a token's probability to the one it was sampled with is cut: TRL's `distillation_is_clip`."""
 
+Logprobs = list[list[list[float]]]
+"""For each conversation and turn those of the sampled tokens."""
+
+_AT_ONCE = 32
+"""Requests that a process sends to a teacher's server at once."""
+
 _NAMED = 3
 """Tokens that a sentence about another tokenizer names at most."""
 
 
-def load_teacher(trainer: GRPOTrainer) -> nn.Module | None:
+def load_teacher(trainer: GRPOTrainer) -> nn.Module | ServerTeacher | None:
     """
-    The teacher of a run, frozen and spread over processes as TRL spreads its reference model, and loaded with the
-    policy's options but those that say where the policy is; `None` without one.
+    The teacher of a run: on its server, or as a model, frozen and spread over processes as TRL spreads its reference
+    model, and loaded with the policy's options but those that say where the policy is; `None` without one.
 
     Raises:
         ConfigError: If it is not there, has other tokens than the policy, or reads too few.
@@ -51,7 +60,7 @@ def load_teacher(trainer: GRPOTrainer) -> nn.Module | None:
     args, accelerator = trainer.args, trainer.accelerator
     if args.teacher is None:
         return None
-    name = args.teacher["model"]
+    name, url = args.teacher["model"], args.teacher.get("server")
     given = dict(args.model_init_kwargs or {})
     for of_policy in ("revision", "code_revision", "subfolder"):
         given.pop(of_policy, None)
@@ -64,15 +73,14 @@ def load_teacher(trainer: GRPOTrainer) -> nn.Module | None:
         found = resolve_base(resolve_model(name))
         tokenizer = AutoTokenizer.from_pretrained(found, **source_options(args))
         check_tokens(name, tokenizer, trainer._tokenizer)
+        if url is not None:
+            server = ServerTeacher(name, url)
+            _check_length(trainer, name, server.positions)
+            return server
         model = open_policy(name, args, None, None)["model"]
         if isinstance(model, str):
             model = create_model_from_path(model, **given)
-    most, positions = args.max_completion_length, context_length(model.config)
-    if most is not None and most >= positions:
-        raise ConfigError(
-            f"The teacher {name!r} reads {positions} tokens, and a conversation may have {most} after its prompt "
-            "(`max_completion_length`): lower that, or name a teacher with a longer context."
-        )
+    _check_length(trainer, name, context_length(model.config))
     model.requires_grad_(False).eval()
     if trainer.is_deepspeed_enabled:
         return prepare_deepspeed(model, accelerator)
@@ -85,6 +93,68 @@ def load_teacher(trainer: GRPOTrainer) -> nn.Module | None:
         return prepare_fsdp(model, accelerator)
     finally:
         plugin.transformer_cls_names_to_wrap = of_policy
+
+
+def _check_length(trainer: GRPOTrainer, name: str, positions: int) -> None:
+    most = trainer.args.max_completion_length
+    if most is not None and most >= positions:
+        raise ConfigError(
+            f"The teacher {name!r} reads {positions} tokens, and a conversation may have {most} after its prompt "
+            "(`max_completion_length`): lower that, or name a teacher with a longer context."
+        )
+
+
+class ServerTeacher:
+    """
+    A teacher that a vLLM server has. Each root-to-leaf path of a conversation's tree is one request.
+
+    Args:
+        name (`str`): The model, by the server's name for it, or as the server loaded it.
+        url (`str`): The server's address.
+
+    Raises:
+        ConfigError: If the server is not there, serves another model, or gives no log-probs of prompts.
+    """
+
+    def __init__(self, name: str, url: str) -> None:
+        self._server = ServerControl(url)
+        try:
+            models = self._server.get("/v1/models", lambda answer: answer["data"])
+            served = next((each for each in models if name in (each["id"], each.get("root"))), None)
+            if served is None:
+                raise ConfigError(
+                    f"The teacher's server at {url} serves {', '.join(repr(each['id']) for each in models)}, not "
+                    f"{name!r}: name that model, or another server."
+                )
+            self._model = served["id"]
+            self.positions = served.get("max_model_len", 0) - 1  # a token is sampled after what it reads
+            server_logprobs(self._server, self._model, [0, 0])
+        except RequestFailed as error:
+            if error.unreachable:
+                raise ConfigError(
+                    f"The teacher's server is not up: {error} Start it, or name `model` alone."
+                ) from error
+            raise ConfigError(
+                f"The teacher's server at {url} gives no log-probs of prompts (`prompt_logprobs`), as a vLLM server "
+                f"does: {error}"
+            ) from error
+
+    def read(self, trees: Sequence[TokenTree]) -> Logprobs:
+        """The log-probs of the tokens that each turn of trees sampled."""
+        paths = [(number, path) for number, tree in enumerate(trees) for path in tree.sequences()]
+        paths = [(number, path) for number, path in paths if any(path.mask)]
+
+        def ask(tokens: list[int]) -> list[float]:
+            return server_logprobs(self._server, self._model, tokens)
+
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            answers = list(pool.map(ask, [path.tokens for _, path in paths]))
+        found: Logprobs = [[[] for _ in range(tree.num_turns)] for tree in trees]
+        for (number, path), logprobs in zip(paths, answers, strict=True):
+            for sampled, turn, logprob in zip(path.mask[1:], path.turns[1:], logprobs, strict=True):
+                if sampled:
+                    found[number][turn].append(logprob)
+        return found
 
 
 def check_tokens(name: str, teacher: PreTrainedTokenizerBase, policy: PreTrainedTokenizerBase) -> None:
@@ -109,23 +179,17 @@ def read(trainer: GRPOTrainer, batch: RolloutBatch) -> None:
     temperature of sampling, and no truncation. This is a collective call: every process brings the same number of
     rows, and makes the same number of forwards, whatever is in them.
     """
-    if trainer.teacher_model is None or batch.taught:
+    if trainer.args.teacher is None or batch.taught:
         return
     batch.taught = True
     trees = everywhere(lambda: [_shown(trainer, each) for each in batch.trajectories])
-    longest = everywhere(lambda: _longest(trainer, trees))
+    longest, teacher = everywhere(lambda: _longest(trainer, trees)), trainer.teacher
     prove_forward(trainer, max(gather_object([longest])))
-    args, plan = trainer.args, replace(trainer.forward_plan, truncation=None, forward=trainer.args.forward)
-    size = args.per_device_train_batch_size if batch.mode == "train" else args.per_device_eval_batch_size
-    found: list[list[list[float]]] = []
-    with torch.no_grad(), trainer.step_log.activity.of("teacher"), trainer.accelerator.autocast():
-        for start in range(0, len(trees), size):
-            part = trees[start : start + size]
-            flat = [_without_routes(tree) for tree in part]
-            # a forward also where there is nothing to score, so that ranks with other trees stay in step
-            flat += [] if any(len(each.tokens) for each in flat) else [_without_routes(_one_token())]
-            scores = score(trainer.teacher_model, replace(plan, trees=flat))
-            found += [[turn.tolist() for turn in tree] for tree in scores.by_turn([tree.num_turns for tree in part])]
+    with trainer.step_log.activity.of("teacher"):
+        if isinstance(teacher, ServerTeacher):
+            found = everywhere(lambda: teacher.read(trees))
+        else:
+            found = _by_model(trainer, trees, batch.mode)
     for trajectory, logprobs in zip(batch.trajectories, found, strict=True):
         trajectory.teacher_logprobs = logprobs
         sampled = trajectory.tree.action_logprobs()
@@ -133,6 +197,22 @@ def read(trainer: GRPOTrainer, batch: RolloutBatch) -> None:
             _mean([one - other for one, other in zip(*of_turn, strict=True) if not isnan(other)])
             for of_turn in zip(logprobs, sampled, strict=False)  # of one that failed there are none
         ]
+
+
+@torch.no_grad()
+def _by_model(trainer: GRPOTrainer, trees: Sequence[TokenTree], mode: str) -> Logprobs:
+    args, plan = trainer.args, replace(trainer.forward_plan, truncation=None, forward=trainer.args.forward)
+    size = args.per_device_train_batch_size if mode == "train" else args.per_device_eval_batch_size
+    found: Logprobs = []
+    with trainer.accelerator.autocast():
+        for start in range(0, len(trees), size):
+            part = trees[start : start + size]
+            flat = [_without_routes(tree) for tree in part]
+            # a forward also where there is nothing to score, so that ranks with other trees stay in step
+            flat += [] if any(len(each.tokens) for each in flat) else [_without_routes(_one_token())]
+            scores = score(trainer.teacher, replace(plan, trees=flat))
+            found += [[turn.tolist() for turn in tree] for tree in scores.by_turn([tree.num_turns for tree in part])]
+    return found
 
 
 def _shown(trainer: GRPOTrainer, trajectory: Trajectory) -> TokenTree:
@@ -145,8 +225,11 @@ def _shown(trainer: GRPOTrainer, trajectory: Trajectory) -> TokenTree:
 
 
 def _longest(trainer: GRPOTrainer, trees: list[TokenTree]) -> int:
-    longest = longest_path(trees)
-    positions = context_length(trainer.accelerator.unwrap_model(trainer.teacher_model).config)
+    longest, teacher = longest_path(trees), trainer.teacher
+    if isinstance(teacher, ServerTeacher):
+        positions = teacher.positions
+    else:
+        positions = context_length(trainer.accelerator.unwrap_model(teacher).config)
     if longest > positions:
         raise ConfigError(
             f"A conversation has {longest} tokens, and the teacher {trainer.args.teacher['model']!r} reads "

@@ -266,7 +266,8 @@ class MTGRPOEnvTrainer(ResumableTrainer):
 
     def _prepare_models(self) -> None:
         prepare_model(self.model, self.args, self.accelerator)
-        self.teacher_model = teacher.load_teacher(self)
+        self.teacher = teacher.load_teacher(self)
+        self.teacher_model = self.teacher if isinstance(self.teacher, nn.Module) else None
         forward_plan.prepare_forward(self)
         self._activations = Activations(self.args, self.accelerator.device)
 
@@ -533,7 +534,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
                 del self._metrics[step.mode][name]
         show_advantages(self._logs["advantages"], batch.rewards, batch.advantages)
         output |= rollout_batch.token_columns(batch.token_rows, output)
-        if self.teacher_model is not None:
+        if self.teacher is not None:
             output[teacher.LOGPS] = teacher.token_column(batch.token_rows, output["completion_ids"])
         output["group_ids"], output["row_ids"] = step.rows // batch.group_size, step.row_ids
         output["advantages"] = step.advantages.gather(1, output["turn_ids"])

@@ -55,7 +55,7 @@ def probe_ids(vocab_size: int, length: int = _LENGTH) -> list[int]:
     return torch.randint(vocab_size, (length,), generator=generator).tolist()
 
 
-def _server_logprobs(server: ServerControl, model: str, ids: list[int]) -> list[float]:
+def server_logprobs(server: ServerControl, model: str, ids: list[int]) -> list[float]:
     """The server's log-probability of every token of `ids` except the first, at temperature 1; or `RequestFailed`."""
     body = {"model": model, "prompt": ids, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
 
@@ -138,7 +138,7 @@ class Proof:
 
     def compare(self, server: ServerControl, model: str, what: str) -> None:
         """Holds a server's answers, by a model of this name, against those that are expected."""
-        verdict = compare(_server_logprobs(server, model, self._ids), self.expected)
+        verdict = compare(server_logprobs(server, model, self._ids), self.expected)
         logger.info("Weight sync verified at %s: %.2e nats a token.", server.base_url, verdict.difference)
         if verdict.difference > self.tolerance:
             raise WeightSyncError(

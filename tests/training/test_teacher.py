@@ -7,6 +7,7 @@ import torch
 from support.architectures import KINDS
 from support.forests import distance
 from support.hybrids import ONE_OF_EACH_KIND, build_kind
+from support.loopback import ScriptedServer
 from support.models import build_model, build_tokenizer
 from support.trainers import (
     LOSS_TYPES,
@@ -28,9 +29,11 @@ from mt_grpo.concurrency import run
 from mt_grpo.errors import ConfigError
 from mt_grpo.rewards import TeacherAgreement, score_cut
 from mt_grpo.runlog import read_trajectories
+from mt_grpo.servers import http
 from mt_grpo.training.rollout_batch import RolloutBatch
 from mt_grpo.training.teacher import LOGPS, read
 from mt_grpo.trajectory import Trajectory
+from mt_grpo.weights.proof import trainer_logprobs
 
 MODELS = ("llama", "gpt-oss", "gemma 2", "cohere", "granite", "gpt-2", "bloom", "qwen 2", *ONE_OF_EACH_KIND)
 STRIPS = {"history": "strip_thinking"}
@@ -256,3 +259,48 @@ def test_a_replayed_run_is_read_by_a_teacher(teach, build, tmp_path):
     again = teach(distillation_coef=1.0, replay=str(tmp_path / "first"), output_dir=str(tmp_path / "again"))
     again.train()
     assert check_against_a_forward_per_turn(again) >= 8 and again.state.global_step == 2
+
+
+# A teacher on a server
+
+
+class TeachersServer:
+    """What a vLLM server says of a prompt's tokens: a model's log-probs, unless it gives none."""
+
+    def __init__(self, folder, length=512, scores=True):
+        self.folder, self.length, self.scores = folder, length, scores
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.http = ScriptedServer(self.answer)
+
+    def answer(self, method, path, body):
+        if path == "/v1/models":
+            return 200, {"data": [{"id": "big", "root": str(self.folder), "max_model_len": self.length}]}
+        logprobs = trainer_logprobs(self.model, body["prompt"])
+        rows = [{str(token): {"logprob": value}} for token, value in zip(body["prompt"][1:], logprobs, strict=True)]
+        return 200, {"choices": [{"prompt_logprobs": [None, *rows]} if self.scores else {"text": "a"}]}
+
+
+def test_a_server_teaches_as_the_model_does(teach, build, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(http, "DELAYS", ())
+    folder = teach().args.teacher["model"]
+    server = TeachersServer(folder)
+    trainer = build(thinking, teacher={"model": folder, "server": server.http.url}, distillation_coef=1.0, **STRIPS)
+    trainer.train()
+    assert trainer.teacher_model is None and check_against_a_forward_per_turn(trainer) >= 8
+    asked = server.http.asked("/v1/completions")[1:]  # one for each branch, whole
+    trees = [each.tree for each in trainer.batch.trajectories]
+    assert len(asked) == 2 * sum(tree.num_sequences for tree in trees) and asked[-1]["prompt_logprobs"] == 0
+
+    build_model(tokenizer).save_pretrained(other := str(tmp_path / "other"))
+    tokenizer.save_pretrained(other)
+
+    def refused(message, model=folder, **given):
+        with pytest.raises(ConfigError, match=message):
+            build(teacher={"model": model, "server": TeachersServer(folder, **given).http.url})
+
+    refused("gives no log-probs of prompts .`prompt_logprobs`., as a vLLM server does: ", scores=False)
+    refused("reads 399 tokens, and a conversation may have 400 after", length=400)
+    with pytest.raises(ConfigError, match="serves 'big', not '.*': name that model, or another server."):
+        build(teacher={"model": other, "server": server.http.url})
+    with pytest.raises(ConfigError, match="The teacher's server is not up: .* Start it, or name `mo"):
+        build(teacher={"model": folder, "server": "http://127.0.0.1:9"})
