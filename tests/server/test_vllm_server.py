@@ -545,21 +545,28 @@ def test_a_stopped_server_leaves_no_process(tied, late):
         tied.sample(tied.prompts(1), client, max_tokens=2)
 
 
-def test_a_teacher_on_a_server_reads_as_its_model_does(untied, tmp_path):
-    tokenizer = untied.tokenizer
+def test_a_teacher_on_a_server_reads_as_its_model_does(tmp_path):
+    """On a server whose weights no other test changes."""
+    tokenizer = build_tokenizer()
     rows = Dataset.from_list([{"prompt": [{"role": "user", "content": "What is the capital of Peru"}]}])
     read = []
-    for teacher in ({"model": untied.path}, {"model": untied.path, "server": untied.server.url}):
-        args = MTGRPOConfig(
-            str(tmp_path), **CPU_RUN, teacher=teacher, history="strip_thinking", max_completion_length=300, max_steps=1
-        )
-        engine = ScriptedEngine(tokenizer, lambda session, turn: "<think>well</think>" + "a " * (turn + 4))
-        env = MultiTurnToolEnv([], protocol="learnt_tags", max_steps=2)
-        trainer = MTGRPOEnvTrainer(
-            build_model(tokenizer), env, [], [Letters()], args, rows, engine=engine, processing_class=tokenizer
-        )
-        trainer.train()
-        read.append([torch.tensor(turn) for each in trainer.batch.trajectories for turn in each.teacher_logprobs])
-        assert all(each.tree.num_sequences > 1 for each in trainer.batch.trajectories)
+    with Served(tmp_path) as served:
+        for teacher in ({"model": served.path}, {"model": served.path, "server": served.server.url}):
+            args = MTGRPOConfig(
+                str(tmp_path),
+                **CPU_RUN,
+                teacher=teacher,
+                history="strip_thinking",
+                max_completion_length=300,
+                max_steps=1,
+            )
+            engine = ScriptedEngine(tokenizer, lambda session, turn: "<think>well</think>" + "a " * (turn + 4))
+            env = MultiTurnToolEnv([], protocol="learnt_tags", max_steps=2)
+            trainer = MTGRPOEnvTrainer(
+                build_model(tokenizer), env, [], [Letters()], args, rows, engine=engine, processing_class=tokenizer
+            )
+            trainer.train()
+            read.append([torch.tensor(turn) for each in trainer.batch.trajectories for turn in each.teacher_logprobs])
+            assert all(each.tree.num_sequences > 1 for each in trainer.batch.trajectories)
     assert len(read[0]) > 4
     torch.testing.assert_close(*read, rtol=0, atol=TOLERANCE)
