@@ -13,7 +13,7 @@ import pytest
 from mt_grpo.app.commands import env
 from mt_grpo.errors import ConfigError
 from mt_grpo.integrations.harbor import images
-from mt_grpo.integrations.harbor.containers import OWNER, PROJECT, owner, remove_leftovers
+from mt_grpo.integrations.harbor.containers import OWNER, PROJECT, owner, remove_leftovers, write_overlay
 from mt_grpo.integrations.harbor.images import Image, get_images
 
 ENGINE = r"""#!/bin/bash
@@ -150,3 +150,14 @@ def test_clean_says_where_there_is_nothing_to_do(engine, capsys, monkeypatch):
         env(["--clean"])
     with pytest.raises(ConfigError, match="`mt-grpo env` takes `--clean` and `--all` with it; it was given '--al'"):
         env(["--al"])
+
+
+@pytest.mark.parametrize("reaches_host", [True, False])
+@pytest.mark.parametrize("storage", [None, 7])
+def test_a_container_is_labelled_and_bounded(tmp_path, reaches_host, storage):
+    overlay = write_overlay(tmp_path / "overlay.json", reaches_host=reaches_host, storage_mb=storage)
+    told = json.loads(overlay.read_text())
+    main = told["services"]["main"]
+    assert main["labels"] == told["networks"]["default"]["labels"] == {OWNER: owner()}
+    assert main["pids_limit"] == 512 and main.get("ulimits") == (storage and {"fsize": 7 * 2**20})
+    assert ("extra_hosts" in main) == reaches_host

@@ -38,10 +38,10 @@ def owner() -> str:
     return f"{socket.gethostname()}/{os.getpid()}/{psutil.Process().create_time():.0f}"
 
 
-def write_overlay(path: Path, *, reaches_host: bool) -> Path:
+def write_overlay(path: Path, *, reaches_host: bool, storage_mb: int | None = None) -> Path:
     """
-    Writes what is added to a task's compose file: a label, a limit of processes, a lifetime, a quick end, and the name
-    of this machine where an agent in it asks the policy.
+    Writes what is added to a task's compose file: a label, limits of processes and of the size of a file, a lifetime,
+    a quick end, and the name of this machine where an agent in it asks the policy.
     """
     main: dict[str, object] = {
         "labels": {OWNER: owner()},
@@ -49,6 +49,8 @@ def write_overlay(path: Path, *, reaches_host: bool) -> Path:
         "command": ["sh", "-c", f"sleep {LIFETIME}"],
         "stop_signal": "SIGKILL",  # the first process ignores SIGTERM, and would be waited for
     }
+    if storage_mb is not None:  # engines bound the whole of a disk on few file systems
+        main["ulimits"] = {"fsize": storage_mb * 2**20}
     if reaches_host:
         main["extra_hosts"] = [f"{HOST}:host-gateway"]
     networks = {"default": {"labels": {OWNER: owner()}}}  # it is made before the container is

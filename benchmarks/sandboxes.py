@@ -1,0 +1,126 @@
+"""
+What containers cost a run: conversations in a minute over their bound, which is the tools' own seconds over the number
+of conversations at once; how much of the containers' starts is hidden behind other conversations; and what is left
+after all of them, and after a killed trainer and the next start.
+
+    .venv-interop/containers/in python /host$PWD/benchmarks/sandboxes.py
+
+Sampling is scripted and takes no time; each command sleeps. Needs the place that `make interop-harbor` makes, and
+`.venv-interop/containers/engine` beside it. Writes `benchmarks/results/sandboxes.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+import psutil
+from common import build_tokenizer, write
+
+from mt_grpo.data.terminal import write_tasks
+from mt_grpo.integrations.harbor import HarborEnv, HarborTasks
+from mt_grpo.rollout import RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
+
+AT_ONCE, POOL = 8, 4
+BOUND, HIDDEN = 0.8, 0.9
+PROGRAMS = ("conmon", "docker-compose", "runc")
+
+
+def left() -> dict[str, int]:
+    """What containers there are, with their volumes and networks, and how many processes of engines."""
+    found = {
+        kind: len(subprocess.run(["podman", *listed], capture_output=True, text=True, check=True).stdout.split())
+        for kind, listed in {
+            "containers": ("ps", "--all", "--quiet"),
+            "volumes": ("volume", "ls", "--quiet"),
+            "networks": ("network", "ls", "--quiet"),
+        }.items()
+    }
+    found["processes"] = sum(each.info["name"] in PROGRAMS for each in psutil.process_iter(["name"]))
+    return found
+
+
+def run(folder: str, conversations: int, turns: int, seconds: float) -> list:
+    """Holds the conversations."""
+    tasks = HarborTasks(HarborEnv("podman", sandbox_pool=POOL), folder)
+    rows = tasks.rows("train")
+    tasks.check(rows, "training dataset")
+    call = json.dumps({"name": "bash", "args": {"command": f"sleep {seconds}"}})
+    said = [*[f"<tool>{call}</tool><|im_end|>"] * turns, '<tool>{"name": "submit", "args": {}}</tool><|im_end|>']
+    engine = ScriptedEngine(build_tokenizer(), lambda session, turn: said[turn])
+    requests = [
+        RolloutRequest(row["prompt"], f"{number:04d}", row=row)
+        for number, row in enumerate(rows[number % len(rows)] for number in range(conversations))
+    ]
+    runner = RolloutRunner(tasks.given, engine, RolloutLimits(max_concurrent=AT_ONCE))
+
+    def tell(trajectory) -> None:
+        done[0] += 1
+        print(f"{done[0]} of {conversations}, {time.perf_counter() - begun:.0f} s", file=sys.stderr, flush=True)
+
+    done, begun = [0], time.perf_counter()
+    return asyncio.run(runner.run(requests, SamplingParams(max_tokens=4000), on_finish=tell))
+
+
+def killed(folder: str) -> dict[str, int]:
+    """What is left after a trainer was killed while its containers ran, and the next began."""
+    arguments = [__file__, "--conversations", str(AT_ONCE), "--seconds", "60", "--tasks", folder]
+    trainer = subprocess.Popen([sys.executable, *arguments], stderr=subprocess.DEVNULL)
+    while left()["containers"] < AT_ONCE // 2:
+        assert trainer.poll() is None
+        time.sleep(0.2)
+    trainer.kill()
+    trainer.wait()
+    time.sleep(2.0)  # what it had begun to start goes on without it
+    print("left by a killed trainer:", left())
+    HarborTasks(HarborEnv("podman"), folder)
+    return left()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--conversations", type=int, default=200, help="how many (200)")
+    parser.add_argument("--turns", type=int, default=10, help="commands in each (10)")
+    parser.add_argument("--seconds", type=float, default=3.0, help="that each command sleeps (3)")
+    parser.add_argument("--tasks", help="a folder of tasks; written where it is left out")
+    options = parser.parse_args()
+    before = left()
+    with tempfile.TemporaryDirectory() as folder:
+        if options.tasks is None:
+            write_tasks(Path(folder), 4, image="localhost/base:1")
+        began = time.perf_counter()
+        found = run(options.tasks or folder, options.conversations, options.turns, options.seconds)
+        took = time.perf_counter() - began
+        assert not any(each.error for each in found), [each.error for each in found]
+        if options.tasks is not None:
+            return
+        after = left()
+        later = killed(folder)
+    bound = options.conversations * options.turns * options.seconds / AT_ONCE
+    started = sum(each.info["start_seconds"] for each in found)
+    hidden = 1 - sum(each.info["start_waited"] for each in found) / started
+    rows = [
+        {"figure": "conversations over the bound", "values": [bound / took], "target": f">= {BOUND}"},
+        {"figure": "starts hidden", "values": [hidden], "target": f">= {HIDDEN}"},
+    ]
+    for when, state in (("all", after), ("a kill and the next start", later)):
+        rows += [
+            {"figure": f"{what} after {when}", "values": [state[what] - before[what]], "target": "<= 0"}
+            for what in state
+        ]
+    for row in rows:
+        print(f"{row['figure']}: {row['values'][0]:.2f}; target: {row['target']}")
+    settings = vars(options) | {"at_once": AT_ONCE, "pool": POOL, "load": os.getloadavg(), "harbor": version("harbor")}
+    write("sandboxes", settings, rows, seconds=took, start_seconds=started / len(found))
+
+
+if __name__ == "__main__":
+    main()
