@@ -16,6 +16,7 @@ import math
 import random
 import re
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +34,13 @@ MODEL_DIR = Path(__file__).parents[1] / "mt_grpo/data/embedded/model"
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TAGS = ["reasoning", "tool", "result", "answer", "think", "tool_call", "tool_response"]
 VOCABULARY = 4032
+SIZE = {
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 MAX_TURNS = 4
 MAX_ACTION_TOKENS = 64
 
@@ -58,14 +66,10 @@ PHASES = (
 )
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE whose merges favour the names of the corpus.
-
-    A capitalised name is cut off from the space before it, and its words stay together. So a name is the same tokens
-    in a query, after a tag and in a sentence, and copying it is a matter of repeating them.
-    """
-    word = "[A-Z][A-Za-z'-]*"
-    pattern = rf"{word}(?: (?:of |de |la |in )?{word})*| ?[a-z]+|\d+| ?[^\sA-Za-z\d]+|\s"
+def build_tokenizer(
+    texts: Iterable[str], pattern: str, vocabulary: int, added: Sequence[tokenizers.AddedToken] = ()
+) -> PreTrainedTokenizerFast:
+    """A byte-level BPE over words that a pattern cuts out, whose merges favour the texts; `added` are tokens too."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -74,20 +78,17 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    rng = random.Random(0)
-    pieces = [piece for _ in range(4000) for piece, _ in make_trace(rng, (1, 2), habits=True)]
-    text = [re.sub(r"</?\w+>|<\|\w+\|>", "", piece) for piece in pieces]
-    text += passages() + [name for name in NAMES for _ in range(8)] + [f"the {name}" for name in NAMES]
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY - len(SPECIAL) - 2 * len(TAGS),
+        vocab_size=vocabulary - len(SPECIAL) - 2 * len(TAGS),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(text, trainer)
+    tokenizer.train_from_iterator([re.sub(r"</?\w+>|<\|\w+\|>", "", text) for text in texts], trainer)
     tokenizer.add_special_tokens(SPECIAL)
     tokenizer.add_tokens(
         [tokenizers.AddedToken(tag, normalized=False) for name in TAGS for tag in (f"<{name}>", f"</{name}>")]
     )
+    tokenizer.add_tokens(list(added))
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token="<|endoftext|>",
@@ -98,13 +99,27 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def make_batches(rng: random.Random, tokenizer, phase: Phase, count: int = 8) -> list[tuple]:
+def tokenizer_of_names() -> PreTrainedTokenizerFast:
+    """The tokenizer of the embedded task.
+
+    A capitalised name is cut off from the space before it, and its words stay together. So a name is the same tokens
+    in a query, after a tag and in a sentence, and copying it is a matter of repeating them.
+    """
+    word = "[A-Z][A-Za-z'-]*"
+    pattern = rf"{word}(?: (?:of |de |la |in )?{word})*| ?[a-z]+|\d+| ?[^\sA-Za-z\d]+|\s"
+    rng = random.Random(0)
+    texts = [piece for _ in range(4000) for piece, _ in make_trace(rng, (1, 2), habits=True)]
+    texts += passages() + [name for name in NAMES for _ in range(8)] + [f"the {name}" for name in NAMES]
+    return build_tokenizer(texts, pattern, VOCABULARY)
+
+
+def make_batches(rng: random.Random, tokenizer, phase: Phase, trace=make_trace, count: int = 8) -> list[tuple]:
     """`count` batches of token ids and loss mask, both `[size, length]`, of traces of similar lengths."""
     rows = []
     for _ in range(count * phase.size):
         ids, mask = [], []
         # Pieces are encoded one by one, as they are when a conversation is sampled.
-        for piece, learn in make_trace(rng, phase.hops, phase.habits):
+        for piece, learn in trace(rng, phase.hops, phase.habits):
             encoded = tokenizer.encode(piece)
             ids += encoded
             mask += [learn] * len(encoded)
@@ -121,7 +136,7 @@ def make_batches(rng: random.Random, tokenizer, phase: Phase, count: int = 8) ->
     return batches
 
 
-def new_model(tokenizer) -> Qwen3ForCausalLM:
+def new_model(tokenizer, **size: int) -> Qwen3ForCausalLM:
     """An untrained model, started where copying is close by.
 
     Rows of the (tied) embedding are long enough for confident predictions, and the output projection of each attention
@@ -129,11 +144,7 @@ def new_model(tokenizer) -> Qwen3ForCausalLM:
     """
     config = Qwen3Config(
         vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        **(SIZE | size),
         head_dim=32,
         max_position_embeddings=1024,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
@@ -153,7 +164,7 @@ def new_model(tokenizer) -> Qwen3ForCausalLM:
     return model
 
 
-def train(model, tokenizer, phase: Phase) -> None:
+def train(model, tokenizer, phase: Phase, trace=make_trace) -> None:
     """Trains `model` through one phase, with the loss on the assistant's tokens only."""
     print(phase, flush=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=phase.rate, betas=(0.9, 0.98), weight_decay=0.01)
@@ -162,7 +173,7 @@ def train(model, tokenizer, phase: Phase) -> None:
     batches: list[tuple] = []
     started, losses, hits = time.time(), [], []
     for step in range(phase.steps):
-        batches = batches or make_batches(rng, tokenizer, phase)
+        batches = batches or make_batches(rng, tokenizer, phase, trace)
         ids, mask = batches.pop()
         decay = (1 + math.cos(math.pi * step / phase.steps)) / 2 if phase.decay else 1.0
         optimizer.param_groups[0]["lr"] = phase.rate * min((step + 1) / 40, decay)
@@ -279,7 +290,7 @@ def main() -> None:
         tokenizer = AutoTokenizer.from_pretrained(args.output)
         model = Qwen3ForCausalLM.from_pretrained(args.output).eval()
     else:
-        tokenizer = build_tokenizer()
+        tokenizer = tokenizer_of_names()
         model = new_model(tokenizer)
         print(f"{model.num_parameters():,} parameters, vocabulary {len(tokenizer)}", flush=True)
         for phase in PHASES:

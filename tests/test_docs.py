@@ -107,7 +107,7 @@ def test_the_server_has_the_gpu_after_those_that_train():
     served = {name for name, text in texts.items() if "\nuse_vllm: true" in text and "mode: colocate" not in text}
     assert {name for name, _, _ in started} >= {"scale.md", *served}
     for _, before, recipe in started:
-        assert before.endswith(f"CUDA_VISIBLE_DEVICES={processes_of(ROOT / recipe)} ")
+        assert before.partition(",")[0].rstrip().endswith(f"CUDA_VISIBLE_DEVICES={processes_of(ROOT / recipe)}")
 
 
 CUDA_OF_TORCH = {"2.13.0": "13.0"}

@@ -10,13 +10,17 @@ does. The image needs bash, coreutils, grep, sed and findutils.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import random
 import shlex
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
-_NAMES = "amber birch cedar delta ember fjord grove hazel iris jade koala lotus maple nylon opal pearl".split()
+NAMES = "amber birch cedar delta ember fjord grove hazel iris jade koala lotus maple nylon opal pearl".split()
 _TOML = """version = "1.0"
 [metadata]
 kind = "{kind}"
@@ -43,8 +47,8 @@ class Task(NamedTuple):
 
 
 def _find(draw: random.Random) -> Task:
-    word, *names = draw.sample(_NAMES, 5)
-    files = {f"{name}/{draw.choice(_NAMES)}.txt": f"{draw.choice(names)}\n" for name in names}
+    word, *names = draw.sample(NAMES, 5)
+    files = {f"{name}/{draw.choice(NAMES)}.txt": f"{draw.choice(names)}\n" for name in names}
     path = draw.choice(sorted(files))
     files[path] = f"{word}\n"
     return Task(
@@ -57,7 +61,7 @@ def _find(draw: random.Random) -> Task:
 
 def _count(draw: random.Random) -> Task:
     levels = [draw.choice(("INFO", "WARN", "ERROR")) for _ in range(draw.randint(20, 60))]
-    log = "".join(f"{number:03d} {level} {draw.choice(_NAMES)}\n" for number, level in enumerate(levels))
+    log = "".join(f"{number:03d} {level} {draw.choice(NAMES)}\n" for number, level in enumerate(levels))
     level = draw.choice(levels)
     return Task(
         f"How many lines of /app/service.log are of the level {level}? Write the number into /app/answer.txt.",
@@ -68,7 +72,7 @@ def _count(draw: random.Random) -> Task:
 
 
 def _edit(draw: random.Random) -> Task:
-    keys = draw.sample(_NAMES, 4)
+    keys = draw.sample(NAMES, 4)
     values = {key: draw.randint(1, 999) for key in keys}
     key, wanted = draw.choice(keys), draw.randint(1000, 9999)
     right = "".join(f"{name} = {wanted if name == key else value}\n" for name, value in values.items())
@@ -98,7 +102,7 @@ def _mend(draw: random.Random) -> Task:
 
 
 def _chain(draw: random.Random) -> Task:
-    folders = draw.sample(_NAMES, 3)
+    folders = draw.sample(NAMES, 3)
     sizes = {name: draw.sample(range(1, 40), 3) for name in folders}
     files = {f"{name}/{number}.log": "line\n" * size for name in folders for number, size in enumerate(sizes[name])}
     largest = max(folders, key=lambda name: sum(sizes[name]))
@@ -124,11 +128,14 @@ KINDS: dict[str, Callable[[random.Random], Task]] = {
     "chain": _chain,
 }
 """What makes a task of each kind."""
+_EMBEDDED = ("find", "count")
 
 
-def write_tasks(folder: Path, number: int, seed: int = 0, image: str = "debian:13") -> list[Path]:
-    """Writes tasks of all kinds in turn, each in a folder of its own; other seeds make other tasks."""
-    draw, kinds = random.Random(seed), list(KINDS)
+def write_tasks(
+    folder: Path, number: int, seed: int = 0, image: str = "debian:13", kinds: Sequence[str] = tuple(KINDS)
+) -> list[Path]:
+    """Writes tasks of some kinds in turn, each in a folder of its own; other seeds make other tasks."""
+    draw = random.Random(seed)
     written = []
     for index in range(number):
         kind = kinds[index % len(kinds)]
@@ -149,6 +156,20 @@ def write_tasks(folder: Path, number: int, seed: int = 0, image: str = "debian:1
     return written
 
 
+def embedded_tasks(split: str) -> Path:
+    """The folder of the tasks to find and count that `embedded` names, written where it is not there yet."""
+    number, seed = {"train": (96, 0), "eval": (48, 1)}[split]
+    named = f"{metadata.version('mt-grpo')}-{'-'.join(_EMBEDDED)}-{number}-{seed}"
+    folder = Path(tempfile.gettempdir(), f"mt-grpo-tasks-{os.getuid()}", named)
+    if not folder.is_dir():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent) as made:
+            write_tasks(Path(made, named), number, seed, kinds=_EMBEDDED)
+            with contextlib.suppress(OSError):  # another process of the run was first
+                Path(made, named).rename(folder)
+    return folder
+
+
 def main() -> None:
     """Writes the tasks that the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -156,8 +177,10 @@ def main() -> None:
     parser.add_argument("--number", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--image", default="debian:13")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     asked = parser.parse_args()
-    print(f"Wrote {len(write_tasks(asked.folder, asked.number, asked.seed, asked.image))} tasks into {asked.folder}.")
+    written = write_tasks(asked.folder, asked.number, asked.seed, asked.image, asked.kinds)
+    print(f"Wrote {len(written)} tasks into {asked.folder}.")
 
 
 if __name__ == "__main__":

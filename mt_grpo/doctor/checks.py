@@ -219,7 +219,9 @@ def _tools(facts: RunFacts) -> Lines:
     row: dict[str, Any] = {}
     with contextlib.suppress(NotKnown):  # a tool is called with made-up words then
         row = next(iter(facts.train_rows.take(1)), row)
-    environments = [one for one in facts.environments if isinstance(one, MultiTurnToolEnv)]
+    environments = [
+        one for one in facts.environments if isinstance(one, MultiTurnToolEnv) and not facts.env.in_sandboxes
+    ]
     offered = {tool.name: tool for one in environments for tool in one.tools.values()}
     if not offered:
         words = "the recipe names none" if environments else "those of its environments belong to a conversation"
@@ -349,6 +351,13 @@ def _environment(facts: RunFacts) -> Lines:
             yield OK, there, ""
 
 
+def _sandbox(facts: RunFacts) -> Lines:
+    """Whether the sandboxes of tasks start here, and what they need is here."""
+    if facts.env.in_sandboxes:
+        for fine, what, mend in facts.env.examine(facts.train_rows, facts.under_way):
+            yield OK if fine else WARN, what, mend
+
+
 def _server(facts: RunFacts) -> Lines:
     """Whether the servers answer and hold this run's model."""
     if not facts.args.use_vllm:
@@ -452,6 +461,7 @@ CHECKS: dict[str, Check] = {
     "lengths": _lengths,
     "tools": _tools,
     "environment": _environment,
+    "sandbox": _sandbox,
     "server": _server,
     ".venv-vllm": _server_environment,
     "ports": _ports,

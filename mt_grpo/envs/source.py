@@ -14,7 +14,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from functools import partial, singledispatch
-from typing import TYPE_CHECKING, Any, Union
+from typing import TYPE_CHECKING, Any, ClassVar, Union
 
 from mt_grpo.concurrency import begin, call, in_thread
 from mt_grpo.envs.env import Env, StepEnv
@@ -68,6 +68,13 @@ class EnvSource:
     def given(self) -> EnvLike:
         """What the run was given."""
         return self
+
+    in_sandboxes: ClassVar[bool] = False
+    """Whether each conversation has a sandbox, outside of which its tools cannot be called."""
+
+    def examine(self, rows: Any, at_once: int) -> Iterable[tuple[bool, str, str]]:
+        """What `mt-grpo doctor` says of the sandboxes: whether it is fine, what was found, and the mend."""
+        return ()
 
     @property
     def names(self) -> list[str]:

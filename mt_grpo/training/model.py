@@ -53,15 +53,16 @@ OF_SOURCE = ("trust_remote_code", "revision", "code_revision", "token", "subfold
 """Options of loading a model that say where it is, and not how it computes."""
 
 logger = logging.getLogger(__name__)
+_EMBEDDED = {"embedded": "model", "embedded-terminal": "terminal_model"}
 
 
 def resolve_model(name: str, revision: str | None = None, subfolder: str | None = None) -> str:
     """
-    What a model's name stands for: the folder of the embedded model for `embedded`; any other name as it is, once it
-    is certain that there is such a folder, or that the Hub can be asked.
+    What a model's name stands for: a folder of ours for `embedded` and `embedded-terminal`; any other name as it is,
+    once it is certain that there is such a folder, or that the Hub can be asked.
     """
-    if name == "embedded":
-        return str(Path(embedded.__file__).parent / "model")
+    if name in _EMBEDDED:
+        return str(Path(embedded.__file__).parent / _EMBEDDED[name])
     path = Path(name).expanduser()
     files = [str(Path(subfolder or "", file)) for file in (CONFIG_NAME, ADAPTER_CONFIG_NAME)]
     if path.exists():

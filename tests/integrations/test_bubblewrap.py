@@ -14,6 +14,7 @@ import pytest
 from support.models import build_tokenizer
 from support.waiting import until
 
+from mt_grpo.cli import main
 from mt_grpo.data.terminal import KINDS, write_tasks
 from mt_grpo.errors import ConfigError
 from mt_grpo.integrations.harbor import HarborEnv, HarborTasks
@@ -220,3 +221,19 @@ def test_a_killed_run_leaves_nothing_after_the_next_begins(make_task, nothing_is
     assert list(nothing_is_left.iterdir())
     check_usable()
     assert not list(nothing_is_left.iterdir())
+
+
+@pytest.mark.slow
+def test_the_quickstart_trains_and_the_doctor_finds_its_sandboxes(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", None)  # the tasks stay, for other runs
+    recipe = str(Path(__file__).parents[2] / "recipes" / "terminal" / "quickstart.yaml")
+    own = ["--output_dir", str(tmp_path / "run")]
+    assert main(["doctor", recipe, *own]) == 0
+    out = capsys.readouterr().out
+    assert (
+        "ok    sandbox         `bubblewrap` is here and answers\nok    sandbox         96 tasks need no image\n" in out
+    )
+    small = ["--max_steps", "2", "--per_device_train_batch_size", "8", "--num_generations", "4", "--do_eval", "false"]
+    assert main(["train", recipe, *own, *small]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["rollouts/failed"] for row in rows if "rollouts/failed" in row] == [0.0, 0.0]

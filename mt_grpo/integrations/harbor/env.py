@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from mt_grpo.envs.env import ConversationEnded, Outcome, Policy, Step
-from mt_grpo.envs.source import EnvSource, Prototype, environment, source_of, tool_arguments
+from mt_grpo.envs.source import EnvLike, EnvSource, Prototype, environment, source_of, tool_arguments
 from mt_grpo.envs.tool_env import MultiTurnToolEnv
 from mt_grpo.errors import ConfigError
 from mt_grpo.integrations.harbor.containers import BUBBLEWRAP
@@ -160,6 +160,10 @@ class HarborTasks(Tasks, _HarborConversations):
     def __init__(self, env: HarborEnv, tasks: str, eval_tasks: str | None = None) -> None:
         Prototype.__init__(self, env)
         Tasks.__init__(self, env.sandbox, tasks, eval_tasks)
+
+    @property
+    def given(self) -> EnvLike:
+        return self  # an environment alone has no rows
 
 
 @environment("harbor")

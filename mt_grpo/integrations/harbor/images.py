@@ -35,6 +35,10 @@ class Image:
     seconds: float
     context: Path | None = None
 
+    def is_here(self, engine: str) -> bool:
+        """Whether the engine has it already."""
+        return _run(engine, "image", "inspect", self.name, seconds=60.0) is None
+
     def get(self, engine: str) -> float | None:
         """Builds or pulls it; returns the seconds that took, or nothing where it is here already."""
         if (engine, self.name) in _here:
@@ -43,7 +47,7 @@ class Image:
         locks.mkdir(exist_ok=True)
         with (locks / self.name.replace("/", "_")).open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # other processes of the run want it too
-            if _run(engine, "image", "inspect", self.name, seconds=60.0) is None:
+            if self.is_here(engine):
                 _here.add((engine, self.name))
                 return None
             what = ["pull", self.name]

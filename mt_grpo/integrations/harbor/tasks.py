@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import shutil
+import tempfile
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from datasets import Dataset
 
+from mt_grpo.data.terminal import embedded_tasks
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean
 from mt_grpo.integrations.harbor.bubblewrap import check_usable, read_machine
 from mt_grpo.integrations.harbor.containers import BUBBLEWRAP, ENGINES, remove_leftovers
 from mt_grpo.integrations.harbor.images import get_images, image_of_task
 
+_DISK = 1e9  # bytes for a sandbox, below which the doctor warns
 logger = logging.getLogger(__name__)
 
 TASK = "task"
@@ -29,7 +33,7 @@ class Tasks:
 
     Args:
         sandbox (`str`): What runs containers, by Harbor's name, or `bubblewrap`.
-        tasks (`str`): A folder of tasks, or of one.
+        tasks (`str`): A folder of tasks, or of one; `embedded` are small ones of our own.
         eval_tasks (`str`, *optional*): The same for evaluation.
 
     Raises:
@@ -41,8 +45,11 @@ class Tasks:
         _check_usable(self.sandbox)
         if removed := remove_leftovers(self.sandbox):
             logger.warning("Removed what an earlier run left: %s", ", ".join(removed))
-        self._folders = {"train": tasks, "eval": eval_tasks}
-        for name, folder in (("tasks", tasks), ("eval_tasks", eval_tasks)):
+        given = {"train": tasks, "eval": eval_tasks}
+        self._folders = {
+            split: str(embedded_tasks(split)) if folder == "embedded" else folder for split, folder in given.items()
+        }
+        for name, folder in zip(("tasks", "eval_tasks"), self._folders.values(), strict=True):
             if folder is not None and not _task_folders(folder):
                 raise ConfigError(
                     f"`{name}: {folder}` has no tasks of Harbor: a task is a folder with `task.toml` and "
@@ -53,6 +60,28 @@ class Tasks:
         """The tasks of a split."""
         folder = self._folders[split]
         return None if folder is None else Dataset.from_list([_task_row(path) for path in _task_folders(folder)])
+
+    in_sandboxes: ClassVar[bool] = True
+
+    def examine(self, rows: Any, at_once: int) -> Iterator[tuple[bool, str, str]]:
+        """Whether sandboxes start here, and their images and disk are here."""
+        yield True, f"`{self.sandbox}` is here and answers", ""  # else there were no environment
+        tasks = list(dict.fromkeys(row[TASK] for row in rows.select_columns(TASK)))
+        place = tempfile.gettempdir() if self.sandbox == BUBBLEWRAP else "/var/lib"
+        if self.sandbox == BUBBLEWRAP:
+            for task in tasks:
+                read_machine(Path(task))
+            yield True, f"{len(tasks)} tasks need no image", ""
+        elif self.sandbox in ENGINES:
+            images = [image for image in map(image_of_task, tasks) if image is not None]
+            here = sum(image.is_here(self.sandbox) for image in images)
+            mend = "the others are built or pulled before the first batch" if here < len(images) else ""
+            yield not mend, f"{here} of the images of {len(tasks)} tasks are here", mend
+        else:
+            return
+        free = shutil.disk_usage(place).free
+        mend = "free some, or run fewer at once" if free < at_once * _DISK else ""
+        yield not mend, f"{free / 1e9:.1f} GB of disk are free for {at_once} sandboxes at once", mend
 
     def check(self, rows: Dataset, name: str) -> None:
         """Refuses rows without a task, and gets the images of the others."""
