@@ -49,7 +49,7 @@ def test_a_recipe_is_valid_and_follows_the_schema_it_names(path, monkeypatch, tm
     check_batch_sizes(recipe.training)
     assert tool_names(build_env(recipe.training))
     assert load_rewards(recipe.training.outcome_reward_funcs, "outcome")
-    assert load_rewards(recipe.training.turn_reward_funcs or [], "turn")
+    load_rewards(recipe.training.turn_reward_funcs or [], "turn")
     assert recipe.training.output_dir in (f"runs/{path.stem}", f"runs/{path.parent.name}")
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(recipe.resolved()))
     read_request([str(tmp_path / "config.yaml")], "train")  # the resolved options of a run are a recipe
