@@ -54,13 +54,14 @@ def command_help(command: str, line: str, everything: bool = False) -> str:
             text += ["", f"{title}:", *(part for name in group for part in _paragraph(name, group[name], width))]
         return "\n".join(text) + "\n"
     for title, group in _groups(options, command).items():
-        text += ["", f"{title}:", *_lines(group, width)]
+        often = {name: option for name, option in group.items() if name not in OPTIONS or not OPTIONS[name].seldom}
+        text += ["", f"{title}:", *_lines(often, width)]
     text += ["", f"`mt-grpo {command} --help-all` lists all {len(options)} options of a recipe."]
     return "\n".join(text) + "\n"
 
 
 def _groups(options: dict[str, SchemaOption], command: str) -> dict[str, dict[str, SchemaOption]]:
-    """The options that `--help` shows, by the titles of their groups, in the order of the table."""
+    """The options of the table, by the titles of their groups, in its order."""
     listed = {name: options[name] for name in dict.fromkeys([*OPTIONS, *options])}
     if command == "serve":
         return {"The server": {name: option for name, option in listed.items() if option.of_server}}

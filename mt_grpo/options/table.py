@@ -49,7 +49,7 @@ _NO_EFFECT = Rule(lambda value: not value, "it has no effect on rollouts of many
 
 @dataclass(frozen=True)
 class Option:
-    """What the table says of an option, beside its name, type and default."""
+    """What the table says of an option, beside its name, type and default. `--help` leaves out those used `seldom`."""
 
     help: str = ""
     group: str | None = None
@@ -60,6 +60,7 @@ class Option:
     executes: str | None = None
     of_environment: bool = False
     of_server: bool = False
+    seldom: bool = False
 
     @property
     def description(self) -> str:
@@ -91,8 +92,8 @@ class DataOptions:
         "Columns to add, each from one that is there: {wanted: present}.",
     )
     eval_datasets: dict[str, Any] | str | None = _model(
-        "Several evaluation sets by name, in place of `dataset_test_split`: {name: split}, or {name: {dataset_name, "
-        "split, dataset_config}}. Metrics are `eval_NAME_reward` and the like; JSON on the command line.",
+        "Several evaluation sets: {name: split}. Or {name: {dataset_name, split, dataset_config}}; in place "
+        "of `dataset_test_split`. Metrics are `eval_NAME_reward` and the like; JSON on the command line.",
         page="evaluate.md#in-training",
     )
 
@@ -235,7 +236,7 @@ class RunOptions:
         executes="path",
     )
     reward_weights: list[float] | None = _rewards(
-        "Weights of the turn rewards, then of the outcome rewards. 1 each where unset.",
+        "Weights of turn rewards, then of outcome rewards. 1 each where unset.",
         rule=Rule(
             lambda value: isinstance(value, (list, tuple)) and all(map(_is_finite, value)),
             "give a list of finite numbers, one for each reward",
@@ -355,7 +356,7 @@ class RunOptions:
         page="teachers.md",
     )
     distillation_coef: float = _training(
-        "Weight of the distance to a teacher in the loss. It is the reverse KL divergence on the sampled tokens, as "
+        "Weight of the distance to a teacher. In the loss it is the reverse KL divergence on the sampled tokens, as "
         "TRL's `distillation_mode: sampled_token`; without rewards it is the whole loss.",
         default=0.0,
         rule=_NOT_BELOW_ZERO,
@@ -443,18 +444,18 @@ class RunOptions:
 
 OF_LIBRARIES = {
     "model_name_or_path": Option("Model: a Hub id, a folder, or `embedded`.", MODEL, of_server=True),
-    "model_revision": Option("Branch, tag or commit of the model on the Hub.", MODEL, of_server=True),
+    "model_revision": Option("Branch, tag or commit of the model on the Hub.", MODEL, of_server=True, seldom=True),
     "dtype": Option("Weights: float32, bfloat16, float16 or auto.", MODEL, of_server=True),
     "dataset_name": Option("`embedded`, `triviaqa`, `gsm8k`, a file, a folder or a Hub id.", MODEL),
     "dataset_config": Option("Configuration of a dataset of the Hub.", MODEL),
     "dataset_train_split": Option("Split to train on.", MODEL),
     "dataset_test_split": Option("Split to evaluate on.", MODEL),
     "dataset_streaming": Option("Read rows when they are needed.", MODEL),
-    "trust_remote_code": Option("Run code that comes with the model.", MODEL, of_server=True),
-    "attn_implementation": Option("Attention of forwards that are not packed.", MODEL),
-    "load_in_4bit": Option("Load the model in 4 bits, to train an adapter.", MODEL),
-    "chat_template_kwargs": Option("Variables of the chat template, such as `enable_thinking`.", MODEL),
-    "shuffle_dataset": Option("Draw the rows in random order.", MODEL),
+    "trust_remote_code": Option("Run code that comes with the model.", MODEL, of_server=True, seldom=True),
+    "attn_implementation": Option("Attention of forwards that are not packed.", MODEL, seldom=True),
+    "load_in_4bit": Option("Load the model in 4 bits, to train an adapter.", MODEL, seldom=True),
+    "chat_template_kwargs": Option("Variables of the chat template, such as `enable_thinking`.", MODEL, seldom=True),
+    "shuffle_dataset": Option("Draw the rows in random order.", MODEL, seldom=True),
     "num_train_epochs": Option("Passes over the dataset, where `max_steps` is -1.", TRAINING),
     "max_steps": Option("Optimiser steps; -1: by `num_train_epochs`.", TRAINING),
     "num_generations": Option(
@@ -485,38 +486,44 @@ OF_LIBRARIES = {
         names=("group", "batch", "none", True, False),
         also="boolean",
     ),
-    "num_iterations": Option("Times that each batch is trained on.", TRAINING, rule=_ABOVE_ZERO),
+    "num_iterations": Option("Times that each batch is trained on.", TRAINING, rule=_ABOVE_ZERO, seldom=True),
     "steps_per_generation": Option(
-        "Microbatches that are sampled together; unset, those of a step.", TRAINING, rule=_ABOVE_ZERO
+        "Microbatches that are sampled together; unset, those of a step.", TRAINING, rule=_ABOVE_ZERO, seldom=True
     ),
-    "epsilon": Option("How far a ratio may fall below 1 before it is clipped.", TRAINING, rule=_NOT_BELOW_ZERO),
-    "epsilon_high": Option("How far above; unset, as `epsilon`.", TRAINING, rule=_NOT_BELOW_ZERO),
-    "importance_sampling_level": Option("A ratio for each token, or one of the sequence.", TRAINING),
-    "mask_truncated_completions": Option("Leave conversations that a limit of tokens ended out.", TRAINING),
+    "epsilon": Option(
+        "How far a ratio may fall below 1 before it is clipped.", TRAINING, rule=_NOT_BELOW_ZERO, seldom=True
+    ),
+    "epsilon_high": Option("How far above; unset, as `epsilon`.", TRAINING, rule=_NOT_BELOW_ZERO, seldom=True),
+    "importance_sampling_level": Option("A ratio for each token, or one of the sequence.", TRAINING, seldom=True),
+    "mask_truncated_completions": Option(
+        "Leave conversations that a limit of tokens ended out.", TRAINING, seldom=True
+    ),
     "top_p": Option(
         "Sample from the likeliest tokens of this probability together.",
         TRAINING,
         rule=Rule(lambda value: 0 < value <= 1, "set a number above 0 and at most 1, or leave it out"),
+        seldom=True,
     ),
-    "top_k": Option("Sample from so many likeliest tokens; 0: all.", TRAINING),
+    "top_k": Option("Sample from so many likeliest tokens; 0: all.", TRAINING, seldom=True),
     "min_p": Option(
         "Sample from tokens at least so likely, relative to the likeliest.",
         TRAINING,
         rule=Rule(lambda value: 0 <= value <= 1, "set a number from 0 to 1, or leave it out"),
+        seldom=True,
     ),
-    "optim": Option("Optimiser, such as adamw_torch_fused or adamw_bnb_8bit.", TRAINING),
-    "weight_decay": Option("Weight decay.", TRAINING, rule=_NOT_BELOW_ZERO),
-    "max_grad_norm": Option("Largest norm of the gradient.", TRAINING, rule=_NOT_BELOW_ZERO),
-    "sync_ref_model": Option("Move the reference towards the policy.", TRAINING),
+    "optim": Option("Optimiser, such as adamw_torch_fused or adamw_bnb_8bit.", TRAINING, seldom=True),
+    "weight_decay": Option("Weight decay.", TRAINING, rule=_NOT_BELOW_ZERO, seldom=True),
+    "max_grad_norm": Option("Largest norm of the gradient.", TRAINING, rule=_NOT_BELOW_ZERO, seldom=True),
+    "sync_ref_model": Option("Move the reference towards the policy.", TRAINING, seldom=True),
     "beta": Option("Weight of the KL divergence from a reference.", TRAINING, rule=_NOT_BELOW_ZERO),
     "use_peft": Option("Train a LoRA adapter; see `lora_...`.", TRAINING, of_server=True),
     "lora_r": Option("Rank of a LoRA adapter.", TRAINING, of_server=True),
     "lora_alpha": Option("Scale of a LoRA adapter, a multiple of 1 / rank.", TRAINING),
     "lora_target_modules": Option("Layers that get a LoRA adapter.", TRAINING),
-    "lora_dropout": Option("Dropout of a LoRA adapter, off by `disable_dropout`.", TRAINING),
-    "lora_modules_to_save": Option("Layers trained whole beside the adapter.", TRAINING),
+    "lora_dropout": Option("Dropout of a LoRA adapter, off by `disable_dropout`.", TRAINING, seldom=True),
+    "lora_modules_to_save": Option("Layers trained whole beside the adapter.", TRAINING, seldom=True),
     "lr_scheduler_type": Option("How the learning rate changes: linear, cosine, constant ...", TRAINING),
-    "warmup_steps": Option("Steps until the learning rate is at its highest; below 1, a share of all.", TRAINING),
+    "warmup_steps": Option("Steps of a rising learning rate; below 1, a share.", TRAINING),
     "gradient_checkpointing": Option("Compute activations again, to save memory.", TRAINING),
     "bf16": Option(
         "Compute in bfloat16; weights stay in `dtype`. Where unset, on a GPU that can, unless `fp16` or `use_cpu` is "
@@ -525,21 +532,22 @@ OF_LIBRARIES = {
     ),
     "do_eval": Option("Measure the agent before and after training.", TRAINING),
     "num_generations_eval": Option(
-        "Conversations for each row there; unset, as in training.", TRAINING, rule=_ABOVE_ZERO
+        "Conversations for each row there; unset, as in training.", TRAINING, rule=_ABOVE_ZERO, seldom=True
     ),
-    "per_device_eval_batch_size": Option("Conversations of a batch there.", TRAINING, rule=_ABOVE_ZERO),
+    "per_device_eval_batch_size": Option("Conversations of a batch there.", TRAINING, rule=_ABOVE_ZERO, seldom=True),
     "use_cpu": Option("Use no GPU.", TRAINING, of_server=True),
     "use_vllm": Option("Sample with servers of vLLM. `mt-grpo serve` starts them.", SERVER),
     "vllm_server_port": Option("Port of the vLLM server.", SERVER, rule=_PORT, of_server=True),
-    "vllm_server_timeout": Option("Seconds to wait for a server that does not answer.", SERVER),
-    "vllm_tensor_parallel_size": Option("GPUs of one server.", SERVER, rule=_ABOVE_ZERO, of_server=True),
+    "vllm_server_timeout": Option("Seconds to wait for a server that does not answer.", SERVER, seldom=True),
+    "vllm_tensor_parallel_size": Option("GPUs of one server.", SERVER, rule=_ABOVE_ZERO, of_server=True, seldom=True),
     "vllm_gpu_memory_utilization": Option(
         "Share of a GPU's memory that vLLM takes, with `vllm_mode: colocate`.",
         SERVER,
         rule=Rule(lambda value: 0 < value <= 1, "it is a share of a GPU's memory, so set one such as 0.3"),
+        seldom=True,
     ),
-    "vllm_max_model_length": Option("Context length; unset, the model's.", SERVER, of_server=True),
-    "vllm_importance_sampling_clip_max": Option("Bound of that correction.", SERVER),
+    "vllm_max_model_length": Option("Context length; unset, the model's.", SERVER, of_server=True, seldom=True),
+    "vllm_importance_sampling_clip_max": Option("Bound of that correction.", SERVER, seldom=True),
     "output_dir": Option("Folder of the run.", RUN),
     "resume_from_checkpoint": Option(
         "A checkpoint's folder; true: the latest; auto: it, if any.", RUN, also="boolean"
@@ -553,14 +561,14 @@ OF_LIBRARIES = {
     ),
     "save_total_limit": Option("Checkpoints to keep.", RUN),
     "eval_strategy": Option("When the agent is measured during training: no, steps or epoch.", RUN),
-    "eval_steps": Option("Steps between two measures; unset, as `logging_steps`.", RUN),
+    "eval_steps": Option("Steps between two measures; unset, `logging_steps`.", RUN),
     "push_to_hub": Option("Upload the model to the Hub whenever it is saved.", RUN),
     "hub_model_id": Option("Its name there, as USER/NAME.", RUN),
-    "load_best_model_at_end": Option("Keep the best checkpoint's weights at the end.", RUN),
-    "metric_for_best_model": Option("The metric that says which is best.", RUN),
-    "log_completions": Option("Print some conversations, and write TRL's Parquet files.", RUN),
-    "num_completions_to_print": Option("How many.", RUN),
-    "run_name": Option("Name of the run in trackers.", RUN),
+    "load_best_model_at_end": Option("Keep the best checkpoint's weights at the end.", RUN, seldom=True),
+    "metric_for_best_model": Option("The metric that says which is best.", RUN, seldom=True),
+    "log_completions": Option("Print some conversations, and write TRL's Parquet files.", RUN, seldom=True),
+    "num_completions_to_print": Option("How many.", RUN, seldom=True),
+    "run_name": Option("Name of the run in trackers.", RUN, seldom=True),
     "report_to": Option("Where metrics go: wandb, trackio, tensorboard ...", RUN),
     "seed": Option(
         "Seed of everything drawn.",

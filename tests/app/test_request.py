@@ -86,7 +86,7 @@ REFUSED = {
     "recipes cp": "Write `mt-grpo recipes ls`",
     "recipes cp quikstart.yaml": "The recipe 'quikstart.yaml' is unknown; the nearest is",
     "recipes cp quickstart.yaml no/x": "The recipe cannot be copied to no/x: No such file or directory.",
-    "env --all": "`mt-grpo env` takes no argument; it was given '--all'.",
+    "env --all": "`mt-grpo env` takes `--clean` and `--all` with it; it was given '--all'.",
     "completion": "`mt-grpo completion` needs one shell behind it: bash, zsh, fish.",
     "completion fsh": "There is no completion for 'fsh'; the nearest is 'fish': write one of bash, zsh, fish.",
     "schema --out s.json": "`mt-grpo schema` takes no arguments, and '--out' is given.",
@@ -249,7 +249,7 @@ def test_wrong_input_is_one_right_sentence(answers, number, sentence):
 def test_the_forms_of_an_option_say_the_same(answers):
     taken = answers[1]
     for arguments, values in zip(ACCEPTED, taken, strict=True):
-        assert {"model_name_or_path", "dataset_name"} <= values.keys(), arguments
+        assert "model_name_or_path" in values and {"dataset_name", "env"}.intersection(values), arguments
     assert taken[0] == taken[1] == taken[2] == {"model_name_or_path": "m", "dataset_name": "d", "max_steps": 5}
     assert taken[3] == taken[0] | {"learning_rate": 2e-3, "use_cpu": True}
     tools = ["calculator", "wikipedia_search"]
