@@ -87,7 +87,15 @@ OVERRIDES = {
     },
     TrlParser: {"error": "self, message"},
     TrainerCallback: dict.fromkeys(
-        ["on_log", "on_optimizer_step", "on_step_begin", "on_step_end", "on_train_begin", "on_train_end"],
+        [
+            "on_evaluate",
+            "on_log",
+            "on_optimizer_step",
+            "on_step_begin",
+            "on_step_end",
+            "on_train_begin",
+            "on_train_end",
+        ],
         "self, args, state, control, **kwargs",
     ),
 }
