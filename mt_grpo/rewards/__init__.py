@@ -29,6 +29,7 @@ from mt_grpo.rewards.builtin import (
     information_gain,
     reasoning_gym_reward,
     step_reward,
+    teacher_agreement,
     tool_execution_reward_func,
     xml_reward_func,
 )
@@ -67,6 +68,7 @@ __all__ = [
     "score_trajectories",
     "spread",
     "step_reward",
+    "teacher_agreement",
     "tool_execution_reward_func",
     "xml_reward_func",
 ]

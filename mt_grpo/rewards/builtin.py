@@ -63,6 +63,9 @@ class StepReward(TurnReward):
         return turn.reward
 
 
+step_reward = StepReward()
+
+
 @reward("teacher_agreement")
 class TeacherAgreement(TurnReward):
     """How much likelier a turn is to the run's teacher than to the policy: `Trajectory.teacher_log_ratios`."""
@@ -73,7 +76,7 @@ class TeacherAgreement(TurnReward):
         return trajectory.teacher_log_ratios[turn.index]
 
 
-step_reward = StepReward()
+teacher_agreement = TeacherAgreement()
 
 
 @reward("reasoning_gym_reward")

@@ -419,12 +419,18 @@ def test_an_unusable_option_is_refused(options, message):
         InformationGain(**options)
 
 
+def test_agreement_needs_a_teacher():
+    with pytest.raises(rewards.RewardError, match="name one in `teacher`"):
+        score([rewards.teacher_agreement], [], [with_logprobs()])
+
+
 def test_each_is_found_by_the_name_it_reports():
     kinds = {"turn": rewards.TurnReward, "outcome": rewards.OutcomeReward, "state": rewards.StateScore}
     assert set(rewards.REWARDS) == {
         *("answer_logprob", "env_reward", "exact_match_reward_func", "exist_answer_in_search_results"),
         *("exist_answer_reward_func", "format_reward_func", "gsm8k_correct_reward_func", "gsm8k_number_reward_func"),
-        *("information_gain", "reasoning_gym_reward", "step_reward", "tool_execution_reward_func", "xml_reward_func"),
+        *("information_gain", "reasoning_gym_reward", "step_reward", "teacher_agreement"),
+        *("tool_execution_reward_func", "xml_reward_func"),
     }
     for name, reward_class in rewards.REWARDS.items():
         (loaded,) = load_rewards([name], next(kind for kind, base in kinds.items() if issubclass(reward_class, base)))

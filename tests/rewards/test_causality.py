@@ -37,6 +37,7 @@ def make_trajectory(num_turns, seed=0):
         tree.add_turn([7, *range(100, 100 + 2 * index)], [100 + 2 * index], [-0.1 * index])
     info = {"env_rewards": {"won": 1.0}, "info": {"moves": num_turns}, "seconds": 3.0, "row": {"answer": "Lima"}}
     info["answer_logprobs"] = {"information_gain": [draw.choice([None, -1.0, -2.0]) for _ in turns]}
+    info["teacher_log_ratios"] = [draw.choice([None, -1.0, 0.5]) for _ in turns]
     return Trajectory([], turns, tree, "Lima", StopReason.ANSWERED, session=f"s-{seed}", **info)
 
 
@@ -51,8 +52,10 @@ def reward(name, of, base=TurnReward):
 
 
 def test_built_in_turn_rewards_ignore_later_turns():
-    names = {"tool_execution_reward_func", "exist_answer_in_search_results", "step_reward", "information_gain"}
-    assert set(BUILT_IN) == names
+    assert set(BUILT_IN) == {
+        *("tool_execution_reward_func", "exist_answer_in_search_results", "step_reward", "information_gain"),
+        "teacher_agreement",
+    }
     trajectories = [make_trajectory(1 + seed % 6, seed) for seed in range(40)]
     assert found(load_rewards(BUILT_IN, "turn"), *trajectories) == {}
     for name in BUILT_IN:

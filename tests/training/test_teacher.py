@@ -93,7 +93,7 @@ def check_against_a_forward_per_turn(trainer, alike=near):
         {**STRIPS, "forward": "turn_by_turn", "groups_without_signal": "resample"},
         {"script": conversation, "max_staleness": 1},
     ],
-    ids=str,
+    ids=lambda options: ", ".join(options) if "script" in options else str(options),
 )
 def test_it_reads_each_turn_as_a_forward_for_it_alone(teach, options):
     trainer = teach(**options)
