@@ -224,7 +224,7 @@ def test_a_killed_run_leaves_nothing_after_the_next_begins(make_task, nothing_is
 
 
 @pytest.mark.slow
-def test_the_quickstart_trains_and_the_doctor_finds_its_sandboxes(tmp_path, capsys, monkeypatch):
+def test_the_quickstart_trains_and_its_sandboxes_are_found(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", None)  # the tasks stay, for other runs
     recipe = str(Path(__file__).parents[2] / "recipes" / "terminal" / "quickstart.yaml")
     own = ["--output_dir", str(tmp_path / "run")]
