@@ -14,9 +14,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
-from itertools import combinations, count
+from itertools import chain, combinations, count
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 from zlib import crc32
 
 import datasets
@@ -58,7 +59,8 @@ _ENDPOINT = re.compile(r"(?:(?!https?://)(?P<model>.+)@)?(?P<url>https?://\S+)")
 _DECIDING = (
     *("dataset_name", "dataset_config", "dataset_test_split", "eval_datasets", "column_mapping", *OF_ENVIRONMENT),
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_completion_length", "max_turn_length"),
-    *("history", "compact_every", "chat_template_kwargs", "seed"),
+    *("history", "compact_every", "chat_template_kwargs", "seed", "environments", "generation_kwargs"),
+    *("rollout_timeout", "model_revision", "dtype", "load_in_4bit", "load_in_8bit", "model_init_kwargs"),
     *("turn_reward_funcs", "outcome_reward_funcs", "reward_weights"),
 )
 """Options that decide what is sampled and how it is scored."""
@@ -76,8 +78,15 @@ class _Model:
 
     def __init__(self, name: str, save: Path, api_key_env: str | None) -> None:
         self.name = name
-        self.folder = save / re.sub(r"[^\w.-]+", "-", name).strip("-.")
+        self.folder = save / (re.sub(r"[^\w.-]+", "-", name).strip("-.") or "model")
+        if self.folder.resolve() == Path(name).expanduser().resolve():
+            raise ConfigError(f"`--save {save}` would write into the model's own folder {name}: name another one.")
         found = _ENDPOINT.fullmatch(name)
+        if found and (urlsplit(found["url"]).username or urlsplit(found["url"]).query):
+            raise ConfigError(
+                "The address of an endpoint has a user or a query, which would be written to disk: leave them out, "
+                "and give a key by `--api_key_env`."
+            )
         self.endpoint = ChatEndpoint(found["url"], found["model"], None, api_key_env) if found else None
         self.path = name
         if self.endpoint is None:
@@ -88,7 +97,8 @@ class _Model:
 
     def weights(self) -> list[Any]:
         """What is another once other weights are in a model's folder."""
-        files = sorted(Path(self.path).glob("*.safetensors")) if self.endpoint is None else []
+        found = [Path(self.path).glob(form) for form in ("*.safetensors", "*model*.bin")]
+        files = sorted(chain(*found)) if self.endpoint is None else []
         return [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
 
     def recipe(self, request: Request, generations: int) -> Recipe:
@@ -114,6 +124,12 @@ def evaluate(request: Request) -> int:
     save = Path(own["save"] or Path("evals", Path(request.path or "evaluation").stem))
     check_writable(str(save), f"`--save {save}`")
     names = list(dict.fromkeys(own["model"] or [request.values["model_name_or_path"]]))
+    hosts = {urlsplit(found["url"]).netloc for name in names if (found := _ENDPOINT.fullmatch(name))}
+    if own["api_key_env"] and len(hosts) > 1:
+        raise ConfigError(
+            f"`--api_key_env {own['api_key_env']}` would be sent to {', '.join(sorted(hosts))}: evaluate them one "
+            "after the other, with the same `--save`."
+        )
     models = [_Model(name, save, own["api_key_env"]) for name in names]
     datasets.disable_progress_bars()
     rows = None
@@ -170,6 +186,7 @@ def _sample(model: _Model, request: Request, rows: list[Row] | None, generations
             _check_column(column, rows)
     about = {name: resolved[name] for name in _DECIDING if name in resolved}
     about |= {"num_generations": generations, "model": model.name, "weights": model.weights()}
+    about["served"] = None if model.endpoint is None else model.endpoint.model
     about = json.loads(to_json(about))
     sums = [crc32(to_json(media_to_digests(row)).encode()) for row in rows]
     done = _done(model.folder, about, sums, generations)
@@ -391,10 +408,11 @@ def _summary(results: Sequence[_Results], rows: Sequence[Row], by: Sequence[str]
 
 
 def _check_column(column: str, rows: Sequence[Row]) -> None:
-    if column not in rows[0]:
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    if column not in columns:
         raise ConfigError(
-            f"`--by {column}` names no column of the evaluation set{did_you_mean(column, list(rows[0]))}: its columns "
-            f"are {', '.join(rows[0])}."
+            f"`--by {column}` names no column of the evaluation set{did_you_mean(column, columns)}: its columns "
+            f"are {', '.join(columns)}."
         )
     number = len({_value(row.get(column)) for row in rows})
     if number > _MOST_VALUES:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import tempfile
 import warnings
@@ -127,13 +128,14 @@ def check_weights(trained: Path, run: Path) -> None:
         return
     fsdp = trained / f"{FSDP_MODEL_NAME}_0"
     if fsdp.is_dir():
-        command = f"accelerate merge-weights {fsdp} {trained}"
+        command = shlex.join(["accelerate", "merge-weights", str(fsdp), str(trained)])
         raise ConfigError(
             f"{trained} has its weights in pieces, as FSDP writes them: put them together with `{command}`, and copy "
             f"{CONFIG_NAME} of its base model there; then run this command again."
         )
     if (trained / "zero_to_fp32.py").is_file():
-        command = f"python {trained / 'zero_to_fp32.py'} {trained} {trained} --safe_serialization"
+        words = ["python", str(trained / "zero_to_fp32.py"), str(trained), str(trained), "--safe_serialization"]
+        command = shlex.join(words)
         raise ConfigError(
             f"{trained} has its weights in pieces, as DeepSpeed writes them: put them together with `{command}`, and "
             "run this command again."

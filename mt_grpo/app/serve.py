@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -118,7 +118,7 @@ def trained_command(recipe: Recipe, run: str) -> tuple[list[str], dict[str, str]
     if not os.environ.get("VLLM_API_KEY"):
         words.append("Who reaches the port may use it, unless `VLLM_API_KEY` is set.")
     protocol = args.call_protocol or ("tags" if env_type(vars(args)) in HAS_A_USER else "native")
-    loop = f"`mt-grpo chat {run} --server {url}` does this, with the run's tools."
+    loop = f"`mt-grpo chat {shlex.quote(run)} --server {url}` does this, with the run's tools."
     if protocol == "native":
         parser = _parser_of(name, args)
         if parser is None:
@@ -143,8 +143,8 @@ def _check_adapter(settings: dict[str, Any], run: str) -> None:
     unknown = [name for name in ("modules_to_save", "use_dora", "target_parameters") if settings.get(name)]
     if settings.get("peft_type") != "LORA" or unknown:
         raise ConfigError(
-            f"vLLM takes no adapter with {', '.join(unknown) or settings.get('peft_type')}: run `mt-grpo merge {run}` "
-            f"and `mt-grpo serve {Path(run, 'merged')}`."
+            f"vLLM takes no adapter with {', '.join(unknown) or settings.get('peft_type')}: run "
+            f"`{shlex.join(['mt-grpo', 'merge', run])}` and `{shlex.join(['mt-grpo', 'serve', f'{run}/merged'])}`."
         )
 
 

@@ -71,12 +71,22 @@ class _Completion:
             self.content += said.get("content") or ""
             self.thought += said.get("reasoning_content") or said.get("reasoning") or ""
             for place, call in enumerate(said.get("tool_calls") or []):
-                mine, function = self.calls[call.get("index", place)], call.get("function") or {}
+                mine, function = self.calls[self._number(call, place)], call.get("function") or {}
                 mine["id"] = call.get("id") or mine["id"]
                 mine["name"] += function.get("name") or ""
                 mine["arguments"] += function.get("arguments") or ""
             self.finish_reason = choice.get("finish_reason") or self.finish_reason
             self.stopped_by = choice.get("stop_reason") or self.stopped_by
+
+    def _number(self, call: dict[str, Any], place: int) -> int:
+        """Which call a part belongs to. Some endpoints number all of them 0, or none, and send each whole."""
+        number, name = call.get("index"), call.get("id")
+        for place_of, begun in self.calls.items():
+            if name and begun["id"] == name:
+                return place_of
+        if number is None:
+            number = place if name or not self.calls else max(self.calls)
+        return max(self.calls) + 1 if name and number in self.calls and self.calls[number]["id"] else number
 
     def end_at(self, stop: Sequence[str]) -> bool:
         """Ends the text with the first of these strings, as an engine does; whether it has one."""
@@ -217,7 +227,8 @@ class ChatEndpoint:
                         f"The endpoint {self.url} did not answer in {self._lost} turns, the last time with "
                         f"{said}; what is finished is kept, and the same command goes on."
                     ) from None
-                raise EngineError(f"The endpoint {self.url} gave no answer in {failures} attempts: {said}.") from None
+                tried = f"{failures} attempts" if failures else f"{time.monotonic() - asked:.0f} seconds"
+                raise EngineError(f"The endpoint {self.url} gave no answer in {tried}: {said}.") from None
             self._lost = 0
             self._count(completion, session)
             return completion

@@ -111,6 +111,8 @@ def test_the_numbers_of_the_verifier_are_kept_by_name(make_task, play, test, res
     [
         ("exit 1", "reward.txt holds no numbers"),
         ("echo nan", "reward.txt holds no numbers"),
+        ("printf 1; printf '0%.0s' $(seq 400)", "reward.txt holds no numbers"),
+        ("head -c 60000 /dev/zero | tr '\\0' '['", "reward.txt holds no numbers"),
         ("sleep 60; echo 1", "its tests took more than 1 s"),
         ("rm /logs/verifier/*; ln -s /etc/passwd /logs/verifier/reward.txt", "it gave no reward"),
     ],
@@ -153,6 +155,27 @@ def test_a_sandbox_holds_what_runs_in_it(make_task, play, command, shown):
     assert found.env_rewards == {"reward": 0.0} and len(found.turns) == 2
 
 
+@pytest.mark.parametrize("command", ["rm -rf /srv/app", "for i in $(seq 1500); do mkdir d; cd d; done"])
+def test_tests_run_whatever_the_agent_left(make_task, play, command):
+    told = '[ "$(ls -A ~) $PYTHONNOUSERSITE $PWD" = "verifier 1 $(echo {})" ] && echo 1 || echo 0'
+    folder = make_task(told.format("/" if "srv" in command else "/srv/app"), "FROM base\nWORKDIR /srv/app\n")
+    assert play(folder, call(f"touch ~/.gitconfig; {command}"), SUBMIT).env_rewards == {"reward": 1.0}
+
+
+def test_a_task_reaches_nothing_outside_of_its_sandbox(make_task, play, tmp_path):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    for name in ("bwrap", "setpriv", "bash"):
+        (outside / name).write_text(f"#!/bin/sh\ntouch {outside}/{name}.ran\n")
+        (outside / name).chmod(0o755)
+    found = play(make_task(dockerfile=f"FROM base\nENV PATH={outside}:/usr/bin:/bin\nWORKDIR /app\n"), SUBMIT)
+    assert found.env_rewards == {"reward": 0.0}
+    folder = make_task(dockerfile="FROM base\nCOPY data /app\nCOPY data/one.txt /app/link/planted\n")
+    (folder / "environment" / "data" / "link").symlink_to(outside)
+    assert "copies files to /app/link/planted, through a link" in play(folder, SUBMIT).error
+    assert sorted(path.name for path in outside.iterdir()) == ["bash", "bwrap", "setpriv"]
+
+
 def test_a_sandbox_that_is_gone_ends_its_conversation_alone(make_task, play):
     found = play(make_task(), call("kill -9 -1"), SUBMIT)
     assert found.stop_reason == StopReason.ENV_ERROR and "The container runs no commands any more: " in found.error
@@ -173,6 +196,7 @@ def test_files_go_where_the_dockerfile_says(make_task, play):
     [
         ("FROM base\nRUN apt-get install -y gcc\n", "", "`RUN 'apt-get install -y gcc'` in its Dockerfile"),
         ("FROM base\nCOPY ../tests /app\n", "", "`COPY ../tests`, which is not in its `environment`"),
+        ("FROM a\nENV PATH=/x:$PATH\n", "", "`ENV 'PATH=/x:$PATH'`, which names another variable"),
         ("FROM base\nCOPY data /etc/data\n", "", "files in /etc, which is this machine's"),
         ("FROM base\nCOPY data /\n", "", "files in /, which is this machine's"),
         ("FROM base\nCOPY --chown=a data /app\n", "", "`COPY --chown=a data /app` in its Dockerfile"),

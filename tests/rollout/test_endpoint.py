@@ -10,7 +10,7 @@ from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.errors import ConfigError, ServerGoneError, ServerSetupError
 from mt_grpo.rollout import RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams
 from mt_grpo.rollout import endpoint as module
-from mt_grpo.rollout.endpoint import ChatEndpoint
+from mt_grpo.rollout.endpoint import ChatEndpoint, _Completion
 
 CALL = '<tool>{"name": "calculator", "args": {"expression": "1+1"}}</tool>'
 
@@ -149,3 +149,14 @@ def test_key_is_sent_and_told_to_nobody(endpoint, tokenizer, monkeypatch):
     with pytest.raises(ConfigError, match="refuses the key in SOME_KEY") as raised:
         ChatEndpoint(f"{server.url}/v1", None, tokenizer, "SOME_KEY")
     assert "secret" not in str(raised.value)
+
+
+@pytest.mark.parametrize("numbers", [(None, None, None), (0, 0, 0), (0, 1, 1)])
+def test_calls_of_a_stream_are_told_apart_however_numbered(numbers):
+    answer = _Completion()
+    parts = [("a", '{"x": 1}'), ("b", '{"y":'), (None if numbers[2] != 0 else "b", " 2}")]
+    for number, (name, arguments) in zip(numbers, parts, strict=True):
+        function = {"name": "look" if arguments.startswith("{") else None, "arguments": arguments}
+        answer.add({"choices": [{"delta": {"tool_calls": [{"index": number, "id": name, "function": function}]}}]})
+    found = [(call["name"], call["arguments"]) for call in answer.calls.values()]
+    assert found == [("look", '{"x": 1}'), ("look", '{"y": 2}')]

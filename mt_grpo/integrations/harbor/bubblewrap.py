@@ -72,8 +72,9 @@ def check_usable() -> None:
     if tried.returncode != 0:
         raise ConfigError(f"`sandbox: bubblewrap` cannot be used on this machine: {tried.stderr.strip()}")
     for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/owner"):
-        if is_gone(left.read_text()):
-            shutil.rmtree(left.parent, ignore_errors=True)
+        with contextlib.suppress(OSError, ValueError):  # another process of the run removes it too
+            if left.is_file() and not left.is_symlink() and is_gone(left.read_text()):
+                _remove(left.parent)
 
 
 def read_machine(task: Path) -> _Machine:
@@ -97,6 +98,8 @@ def read_machine(task: Path) -> _Machine:
     for instruction, words in _instructions(task / "environment" / "Dockerfile"):
         if instruction == "WORKDIR":
             workdir = _absolute(workdir, words[0])
+        elif instruction == "ENV" and any("$" in word for word in words):
+            raise _unmet(task, f"`ENV {shlex.join(words)[:60]}`, which names another variable")
         elif instruction == "ENV" and all("=" in word for word in words):
             variables.update({name: value for name, _, value in (word.partition("=") for word in words)})
         elif instruction == "COPY" and len(words) > 1 and not words[0].startswith("--"):
@@ -178,8 +181,11 @@ class Sandbox:
         for name in self._machine.folders():
             (folder / "root" / name).mkdir(parents=True, exist_ok=True)
         (folder / "root" / self._machine.workdir.lstrip("/")).mkdir(parents=True, exist_ok=True)
+        root = (folder / "root").resolve()
         for source, target in self._machine.copies:
-            place = folder / "root" / target.lstrip("/")
+            place = root / target.lstrip("/")
+            if not place.resolve().is_relative_to(root):  # through a link that was copied before
+                raise TaskError(f"The task {task} copies files to {target}, through a link")
             place.parent.mkdir(parents=True, exist_ok=True)
             if source.is_dir():
                 shutil.copytree(source, place, symlinks=True, dirs_exist_ok=True)
@@ -190,7 +196,7 @@ class Sandbox:
     async def exec(self, script: str, timeout_sec: float) -> _Said:
         """Runs a script beside what earlier ones left running."""
         if self._process is None:
-            self._process = await self._begin(("--as-pid-1",), "bash", "-c", _LOOP)
+            self._process = await self._begin(self._machine.workdir, ("--as-pid-1",), _LOOP)
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(script.encode() + b"\0")
         await self._process.stdin.drain()
@@ -200,17 +206,22 @@ class Sandbox:
             said = error.partial
         return _Said(said.decode(errors="replace").rstrip("\0"))
 
-    async def _begin(self, options: tuple[str, ...], *command: str) -> asyncio.subprocess.Process:
+    async def _begin(
+        self, workdir: str, options: tuple[str, ...], script: str, **variables: str
+    ) -> asyncio.subprocess.Process:
         machine = self._machine
+        options += tuple(
+            word for pair in (machine.variables | variables).items() for word in ("--setenv", *pair)
+        )  # in the sandbox alone: they are a stranger's
         memory, storage = machine.memory_mb * 1024, machine.storage_mb * 1024
         limits = f'ulimit -u {PROCESSES} -d {memory} -f {storage} -c 0; exec "$@"'
         return await asyncio.create_subprocess_exec(
-            *_sandbox(self._folder, machine.folders(), machine.workdir, *options),
-            *("bash", "-c", limits, "bash", *command),
+            *_sandbox(self._folder, machine.folders(), workdir, *options),
+            *("bash", "-c", limits, "bash", "bash", "-c", script),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            env=_ENVIRONMENT | machine.variables,
+            env=_ENVIRONMENT,
             limit=1 << 20,
         )
 
@@ -229,14 +240,18 @@ class Sandbox:
         Raises:
             TaskError: If there are none, or they take too long.
         """
-        with tempfile.TemporaryDirectory(dir=self._folder, ignore_cleanup_errors=True) as place:
-            results = Path(place, "verifier")
+        with _folder(self._folder) as place:
+            results, tests = place / "verifier", place / "tests"
             results.mkdir()
-            shutil.copytree(self._task / "tests", Path(place, "tests"), symlinks=True)
-            Path(place, "tests", "test.sh").chmod(0o755)
-            _give(Path(place))
-            binds = ("--bind", f"{place}/tests", "/tests", "--bind", str(results), "/logs/verifier")
-            process = await self._begin(binds, "bash", "-c", "/tests/test.sh < /dev/null")
+            shutil.copytree(self._task / "tests", tests, symlinks=True)
+            if (tests / "test.sh").is_symlink():
+                raise TaskError(f"The task {self._task} has a link in place of tests/test.sh")
+            (tests / "test.sh").chmod(0o755)
+            _give(place)
+            binds = ("--bind", str(tests), "/tests", "--bind", str(results), "/logs/verifier")
+            # what the agent left in its home or in place of its folder says nothing of how the tests run
+            script = f"cd {shlex.quote(self._machine.workdir)} 2> /dev/null; /tests/test.sh < /dev/null"
+            process = await self._begin("/", binds, script, HOME="/logs", PYTHONNOUSERSITE="1")
             assert process.stdout is not None
             log = b""
             try:
@@ -264,11 +279,12 @@ def _rewards(results: Path) -> dict[str, float]:
         path = results / name
         if path.is_file() and not path.is_symlink():
             try:
-                found = json.loads(path.read_text()[:65536])  # a number is JSON too
+                with path.open("rb") as file:
+                    found = json.loads(file.read(1 << 16))  # a number is JSON too
                 rewards = {
                     key: float(one) for key, one in (found if name.endswith("json") else {"reward": found}).items()
                 }
-            except (ValueError, TypeError, AttributeError):
+            except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
                 rewards = {}
             if not rewards or not all(map(math.isfinite, rewards.values())):
                 raise ValueError(f"{name} holds no numbers")
@@ -293,11 +309,26 @@ async def _end(process: asyncio.subprocess.Process) -> None:
     await process.wait()
 
 
+def _remove(folder: Path) -> None:
+    """Removes a folder in which an agent worked: `shutil.rmtree` gives up where folders are in each other too deep."""
+    for command in (["chmod", "-R", "u+rwX"], ["rm", "-rf", "--one-file-system"]):
+        subprocess.run([*command, "--", str(folder)], stderr=subprocess.DEVNULL, check=False)
+
+
+@contextlib.contextmanager
+def _folder(parent: Path | None = None) -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+    try:
+        yield folder
+    finally:
+        _remove(folder)
+
+
 @contextlib.asynccontextmanager
 async def _sandbox_of(task: Path) -> AsyncIterator[Sandbox]:
-    with tempfile.TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True) as folder:
-        Path(folder, "owner").write_text(owner())
-        sandbox = Sandbox(task, Path(folder))
+    with _folder() as folder:
+        (folder / "owner").write_text(owner())
+        sandbox = Sandbox(task, folder)
         try:
             yield sandbox
         finally:

@@ -54,7 +54,8 @@ INNER
 timeout -k 2 SECONDS bash $d/inner < /dev/null > $d/pipe 2>&1; code=$?
 [ -e $d/busy ] && patience=4 || patience=40
 for i in $(seq $patience); do kill -0 $reader 2> /dev/null || break; sleep .05; done
-printf '\n%s:%s:%s:%s:%s\n' MARK $code "$(cat $d/size 2> /dev/null)" "$(base64 -w 0 $d/head)" "$(base64 -w 0 $d/tail)"
+printf '\n%s:%s:%s:%s:%s\n' MARK $code "$(head -c 20 $d/size 2> /dev/null)" \
+    "$(head -c HALF $d/head | base64 -w 0)" "$(head -c HALF $d/tail | base64 -w 0)"
 """
 """
 A command's frame: the shell's state before and after it, its time, and its output through a pipe that keeps both ends
