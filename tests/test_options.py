@@ -199,3 +199,8 @@ def test_the_tables_of_the_docs_are_those_of_the_options():
     assert all(f"<!-- options: {group} -->\n\n- `" in pages[DOCS / "options.md"] for group in GROUPS)
     for described in OPTIONS.values():
         assert described.page is None or (DOCS / described.page.partition("#")[0]).is_file()
+
+
+def test_the_distance_to_a_teacher_is_better_where_it_is_less(tmp_path):
+    assert config(tmp_path, metric_for_best_model="teacher/reverse_kl").greater_is_better is False
+    assert config(tmp_path, metric_for_best_model="reward").greater_is_better is not False

@@ -104,6 +104,8 @@ class MTGRPOConfig(RunOptions, GRPOConfig):
             self.vllm_importance_sampling_mode = "token_truncate" if prefetches else "sequence_mask"
             if prefetches and given["vllm_importance_sampling_clip_max"] == _CLIP_OF_TRL:
                 given["vllm_importance_sampling_clip_max"] = CLIP
+        if self.greater_is_better is None and str(self.metric_for_best_model).endswith("reverse_kl"):
+            given["greater_is_better"] = False  # transformers knows losses alone
         self.check()
         if given["bf16"] is None:
             given["bf16"] = not self.fp16 and not self.use_cpu and has_bfloat16()

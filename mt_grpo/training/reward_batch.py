@@ -356,7 +356,7 @@ def check_scorers(rewards: Sequence[RewardFunc], args: MTGRPOConfig, engine: Eng
 def refuse_scorers(rewards: Sequence[RewardFunc], url: str) -> None:
     """Refuses rewards that ask the policy itself how likely a right answer is, where an endpoint is the policy."""
     for reward in rewards:
-        if isinstance(reward, RightAnswer):
+        if isinstance(reward, (RightAnswer, TeacherAgreement)):
             raise ConfigError(
                 f"The reward {reward.name!r} needs log-probs of the policy, which the endpoint {url} does not give: "
                 "leave it out."

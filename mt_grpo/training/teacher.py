@@ -127,7 +127,14 @@ class ServerTeacher:
                     f"{name!r}: name that model, or another server."
                 )
             self._model = served["id"]
-            self.positions = served.get("max_model_len", 0) - 1  # a token is sampled after what it reads
+            parts = [
+                served,
+                *(each for each in models if each["id"] == served.get("parent")),
+            ]  # the base of an adapter
+            longest = next((each["max_model_len"] for each in parts if each.get("max_model_len")), None)
+            if longest is None:
+                raise ConfigError(f"The teacher's server at {url} does not say its context (`max_model_len`).")
+            self.positions = longest - 1  # a token is sampled after what it reads
             server_logprobs(self._server, self._model, [0, 0])
         except RequestFailed as error:
             if error.unreachable:
@@ -190,6 +197,7 @@ def read(trainer: GRPOTrainer, batch: RolloutBatch) -> None:
             found = everywhere(lambda: teacher.read(trees))
         else:
             found = _by_model(trainer, trees, batch.mode)
+    everywhere(lambda: _check_numbers(trainer, found))
     for trajectory, logprobs in zip(batch.trajectories, found, strict=True):
         trajectory.teacher_logprobs = logprobs
         sampled = trajectory.tree.action_logprobs()
@@ -236,6 +244,14 @@ def _longest(trainer: GRPOTrainer, trees: list[TokenTree]) -> int:
             f"{positions}: lower `max_completion_length`, or name a teacher with a longer context."
         )
     return longest
+
+
+def _check_numbers(trainer: GRPOTrainer, found: Logprobs) -> None:
+    if any(isnan(logprob) for turns in found for turn in turns for logprob in turn):
+        raise ConfigError(
+            f"The teacher {trainer.args.teacher['model']!r} computes no number for some tokens: set `dtype: bfloat16` "
+            "or `float32`, or name another."
+        )
 
 
 def _without_routes(tree: TokenTree) -> FlatTree:
