@@ -34,7 +34,7 @@ _NO_KEY = "none"
 _LONGEST = 500  # characters of an endpoint's words in an error
 
 
-class _SimulatedUserError(Exception):
+class SimulatedUserError(Exception):
     """The endpoint gave no answer. It ends one conversation, with `env_error`."""
 
 
@@ -139,7 +139,7 @@ class SimulatedUser:
     async def reply(self, dialogue: list[Message], row: Mapping[str, Any]) -> tuple[str, bool]:
         """
         What the user says next in a dialogue in which the role `assistant` is the policy's, and whether the stop
-        phrase was in it; raises `_SimulatedUserError` if the endpoint gives no words after all attempts.
+        phrase was in it; raises `SimulatedUserError` if the endpoint gives no words after all attempts.
         """
         import openai
 
@@ -151,7 +151,7 @@ class SimulatedUser:
                     model=self.model, messages=self._seen(dialogue, row), extra_body=self.request
                 )
         except (openai.OpenAIError, TimeoutError, ValueError, RecursionError) as error:  # the last two: of its JSON
-            raise _SimulatedUserError(
+            raise SimulatedUserError(
                 f"The simulated user {self.model!r} at {self.base_url} did not answer in {attempts} attempts: "
                 f"{self._reason(error)}."
             ) from None  # the endpoint's words may repeat the key, and records have the traceback
@@ -162,7 +162,7 @@ class SimulatedUser:
         # a thought may have no beginning, or no end
         said = said.rpartition("</think>")[2].partition("<think>")[0].strip() if isinstance(said, str) else ""
         if not said:
-            raise _SimulatedUserError(f"The simulated user {self.model!r} at {self.base_url} answered without text.")
+            raise SimulatedUserError(f"The simulated user {self.model!r} at {self.base_url} answered without text.")
         if self.stop_phrase is not None and self.stop_phrase in said:
             return said.replace(self.stop_phrase, "").strip(), True
         return said, False
@@ -171,7 +171,7 @@ class SimulatedUser:
         """The conversation as the user sees it: roles are swapped."""
         for column in self.columns:
             if column not in row:
-                raise _SimulatedUserError(f"The row has no `{column}`, which the simulated user's prompt names.")
+                raise SimulatedUserError(f"The row has no `{column}`, which the simulated user's prompt names.")
         seen = [{"role": "system", "content": self.system_prompt.format_map(row)}]
         if dialogue and dialogue[0]["role"] == "user":
             seen.append({"role": "user", "content": GREETING})
