@@ -101,9 +101,7 @@ class BackgroundTask(Generic[T]):
         return self._root.result()
 
     def cancel(self) -> None:
-        """
-        Cancels it and every task that it began. They have `GRACE` seconds to end; a warning names those that do not.
-        """
+        """Cancels it and every task that it began; a warning names those that do not end within `GRACE` seconds."""
         self._background.finish(self._drain())
 
     def _start(self) -> None:

@@ -226,10 +226,7 @@ def _read_part(part: Any, of_row: bool, known: Files | None) -> Any:
 
 
 def _check_options(part: Part, shown: object, of_row: bool) -> None:
-    """
-    Refuses options for the processor, which may enlarge an image to any size, beside images that are text: a tool may
-    have passed on the whole part.
-    """
+    """Refuses options for the processor, which may enlarge an image to any size, where images come as text."""
     if of_row or not (isinstance(shown, (list, tuple)) and any(isinstance(each, str) for each in shown)):
         return
     for name in part.keys() - {"type", "video", "fps", "alt"}:
@@ -397,10 +394,7 @@ def decode(medium: Medium) -> None:
 
 
 def decode_for_model(parts: Iterable[Part]) -> None:
-    """
-    Decodes what parts show to the model of the conversation that this code runs in, if there is one: so that a tool
-    is told of a broken file.
-    """
+    """Decodes what parts show to the model of this conversation, so that a tool is told of a broken file."""
     takes = MODEL_TAKES.get(None)
     if takes is not None:
         for medium in media_of(part for part in parts if kind_of_part(part) and takes(part)):
@@ -448,10 +442,7 @@ def digest(medium: Medium) -> str:
 
 
 def digest_at_hand(medium: Medium) -> str:
-    """
-    What an image or a sound is told apart by without looking at it: its digest, where `decode` or an opener of files
-    has made it. What else there is, is shown to no model, so that its kind and size are enough.
-    """
+    """The digest of an image or sound, if it has one; what no model is shown is told by kind and size."""
     known = _known(medium)
     return (known and known.digest) or _kind_and_size(medium)
 

@@ -70,10 +70,7 @@ class Processes:
         self._free.extend(workers)
 
     async def call(self, function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-        """
-        Calls a function in one of them, when one is free. A call that is cancelled ends its process, and another one
-        takes its place.
-        """
+        """Calls a function in a free process; a call that is cancelled ends its process, which is replaced."""
         async with self._limit:
             free = self._free
             worker = free.pop() if free else _Worker()

@@ -82,17 +82,9 @@ class Comparison:
 @dataclass(frozen=True, eq=False)
 class Judgement:
     """
-    Rules by what their steps do worst. Each step is that of all rewards, as the run makes it, and is held against the
-    gradient of all rewards together and against that of each reward. With that of all alone a rule looks good that
-    follows many easy rewards and loses the one that decides, and one that drowns a clear reward in the noise of
-    another.
-
-    Not every reward has a part in this. One whose gradient the groups do not tell has none. Neither has one that goes
-    against the others: rules are right not to follow it. So where all rewards together are told, a reward counts that
-    is shown to go along with them; where they are not, one that is not shown to go against the others.
-
-    What hardly shows yet is in no gradient: an outcome that nobody reaches, or a decision that comes later. So of
-    rules that are near the farthest one, `best` is that which gives early turns most of an outcome.
+    Rules by what their steps do worst, against the gradient of all rewards and of each reward that has one and does
+    not go against the others. Of rules near the farthest one, `best` gives early turns most of an outcome, since what
+    hardly shows yet is in no gradient.
     """
 
     items: dict[str, Comparison]

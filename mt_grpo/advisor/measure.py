@@ -203,10 +203,7 @@ def _token_weights(trajectories: Sequence[Trajectory], options: Mapping[str, Any
 
 
 def _load_policy(name: str, options: Mapping[str, Any]) -> PreTrainedModel:
-    """
-    The model that sampled: on the first GPU where there is one, in float32 on a CPU. A run with an adapter of its own
-    gets one of the same shape at step 0.
-    """
+    """The model that sampled, on the first GPU or in float32; at step 0 with an adapter of the shape of the run's."""
     if not sys.stderr.isatty():
         disable_progress_bar()
     device = "cuda" if torch.cuda.is_available() and not options["use_cpu"] else "cpu"

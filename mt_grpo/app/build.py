@@ -314,10 +314,7 @@ def _nothing_left(args: MTGRPOConfig) -> Iterator[None]:
 
 
 def finish_dry_run(trainer: MTGRPOEnvTrainer, resolved: dict[str, Any]) -> None:
-    """
-    Lets the servers go, and prints the resolved recipe as YAML; on standard error, what the model is shown of the
-    first row, and what else is known.
-    """
+    """Lets the servers go, prints the resolved recipe as YAML, and on standard error what the model is shown."""
     if trainer.weight_sync is not None:
         trainer.weight_sync.close()
     if trainer.accelerator.is_main_process:

@@ -98,10 +98,7 @@ class _HostGroup:
 
     @contextmanager
     def rendezvous(self, seconds: int) -> Iterator[None]:
-        """
-        Waits until the first host can be reached from this one. Within it, torch's ways to say that hosts did not meet
-        are one sentence.
-        """
+        """Waits until the first host can be reached; in it, torch's ways to say that none met are one sentence."""
         if self.rank > 0:
             self._reach(seconds)
         try:
@@ -223,9 +220,7 @@ def _killed(rank: int, number: int) -> str:
 
 
 def _check(path: Path, content: dict[str, Any], hosts: _HostGroup, given: dict[str, Any]) -> dict[str, Any] | None:
-    """
-    One sentence for what would otherwise be a traceback of each process that finds no device, or of a reader of YAML.
-    """
+    """One sentence for what would be a traceback of each process that finds no device, or of a reader of YAML."""
     config = load_config_from_file(str(path))
     wanted, there = given.get("num_processes", config.num_processes), torch.accelerator.device_count()
     if not config.use_cpu and hosts.number == 1 and wanted > there:

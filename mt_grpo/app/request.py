@@ -412,9 +412,7 @@ def check_processes(request: Request) -> None:
 
 
 def check_places(values: Values, command: str) -> None:
-    """
-    Looks for the model, the rows and the code that a recipe names as files, and for a folder that the run can write.
-    """
+    """Looks for the model, rows and code that a recipe names as files, and a folder that the run can write."""
     if command == "train":
         check_writable("." if values.get("output_dir") is None else str(values["output_dir"]))
     models = {"model": values["model_name_or_path"]}

@@ -38,9 +38,7 @@ def server_command(recipe: Recipe) -> tuple[list[str], dict[str, str]]:
 
 
 def serve(recipe: Recipe, replicas: int | None = None) -> int:
-    """
-    Prints the command and becomes it; of several servers prints all commands, and waits until the servers have ended.
-    """
+    """Prints the command and becomes it; of several servers prints all, and waits until they have ended."""
     args = recipe.training
     check_served(vars(args))
     check_keys()
@@ -84,10 +82,7 @@ def serve_trained(recipe: Recipe, run: str) -> int:
 
 
 def trained_command(recipe: Recipe, run: str) -> tuple[list[str], dict[str, str], str]:
-    """
-    The command that serves the model of a recipe to clients of OpenAI's API, the environment variables that it needs,
-    and what clients have to do.
-    """
+    """The command that serves a recipe's model to clients of OpenAI's API, its environment, and words for clients."""
     args, model = recipe.training, recipe.model
     name = resolve_model(model.model_name_or_path)
     ((host, port),) = _addresses(args, 1)

@@ -61,11 +61,7 @@ _FAILURES = (ServerGoneError, WeightSyncError, RolloutError, CreditError, NonFin
 
 
 def leave_group(accelerator: Accelerator) -> None:
-    """
-    Leaves the group of processes. Call it when nothing refers to the trainer any more. A model that is wrapped for
-    several processes refers to the group. If it were the last reference, torch would wait for gloo's threads while it
-    holds the interpreter's lock, for which they may be waiting.
-    """
+    """Leaves the group of processes, once no trainer refers to it: torch would deadlock if the last one did."""
     accelerator.free_memory()
     gc.collect()
     accelerator.end_training()

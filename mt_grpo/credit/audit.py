@@ -247,11 +247,8 @@ def _with_less(batch: RewardBatch, turn: int, factors: Tensor) -> RewardBatch:
 
 def outcome_at_first_turn(rule: Rule, batch: RewardBatch, *, turn_coef: float | None = None) -> float | None:
     """
-    How much of the outcome's advantage reaches the first turn, in what reaches the turn that gets most of it: the mean
-    over conversations of `_FEWEST_TURNS` turns or more. The outcome's advantage is what changes where outcomes are 0.
-
-    With a discount γ and K turns it is about γ^(K − 1): .0005 for `gtpo` with γ .5 and 12 turns. `lambda_to_go` gives
-    all turns the same, 1.
+    The share of the outcome's advantage that reaches the first turn, in that of the turn that gets most: the mean over
+    conversations of `_FEWEST_TURNS` turns or more. With a discount γ and K turns it is about γ^(K − 1).
     """
     _, options = bind_rule(rule, turn_coef=turn_coef, scale_rewards="group")
     scale: Scale = (

@@ -42,10 +42,7 @@ ROUNDING = 2.0**-24
 
 
 def without_rounding(differences: Tensor, size: Tensor) -> Tensor:
-    """
-    Differences between numbers of a size, with 0 for those that rounding explains. Division by `EPSILON` would make
-    these ten thousand times as large, and a signal of them.
-    """
+    """Differences of numbers of a size; 0 for those of rounding, of which `EPSILON` would make a signal."""
     return torch.where(differences.abs() < ROUNDING * size.nan_to_num(nan=0.0).clamp(min=EPSILON), 0.0, differences)
 
 
@@ -84,11 +81,8 @@ def centre(values: Tensor, group_size: int) -> Tensor:
 
 def largest_deviation(values: Tensor, group_size: int, scale: Scale) -> Tensor:
     """
-    The largest standard deviation (ddof 1) over turns plus `EPSILON`, shape (B, 1); 1 for the scale `"none"`.
-
-    With a deviation for each turn, or that of the sum over turns, members that earn the same in different turns would
-    be divided by `EPSILON` where that deviation happens to be 0. Values of shape (B, 1) that are centred and divided
-    by it are the advantages of TRL's `GRPOTrainer` for the same `scale_rewards`.
+    The largest standard deviation (ddof 1) over turns plus `EPSILON`, `(B, 1)`; 1 for `"none"`. The largest, since
+    another may happen to be 0. For values `(B, 1)` it is what TRL's `GRPOTrainer` divides by.
     """
     if scale == "none":
         return values.new_ones(len(values), 1)
@@ -199,10 +193,7 @@ class RewardBatch:
     def against_group(
         self, values: Tensor, baseline: str, scale_rewards: Scale = "group", scale: Tensor | None = None
     ) -> Tensor:
-        """
-        Values of shape (B, K) minus the mean of their turn in the group, divided by `scale`, (B, 1), or else by the
-        largest of their deviations over turns.
-        """
+        """Values (B, K) minus their turn's mean in the group, divided by `scale` (B, 1) or the largest deviation."""
         if scale is None:
             scale = largest_deviation(values, self.group_size, scale_rewards)
         return self.term(centre(values, self.group_size) / scale, values, scale, baseline)

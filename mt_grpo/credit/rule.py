@@ -187,10 +187,7 @@ AdvantageEstimator = Callable[..., Tensor | Credit]
 
 
 class in_parts:  # noqa: N801, a decorator
-    """
-    Makes a rule that returns `Credit` a function that returns its advantages, so that rules can be built of rules.
-    `estimate_parts` still finds the parts.
-    """
+    """Lets a rule return `Credit`; called as a function it gives its advantages. `estimate_parts` finds the parts."""
 
     def __init__(self, function: Callable[..., Credit]) -> None:
         self.credit = function

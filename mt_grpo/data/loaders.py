@@ -54,12 +54,7 @@ SCHEMAS: Registry[Schema] = Registry("dataset schema", "mt_grpo.data")
 def dataset_schema(
     name: str, *, columns: tuple[str, ...], dropped: tuple[str, ...] = (), hub_id: str = "", config: str | None = None
 ) -> Callable[[Convert], Convert]:
-    """
-    Registers a function that makes the columns to set from a row, including `prompt`. For the rest see `Schema`.
-
-    Raises:
-        RegistrationError: If the name is no word, or another file has registered it.
-    """
+    """Registers a function that makes the columns to set from a row, including `prompt`. For the rest see `Schema`."""
     check_name(name, "dataset schema")
 
     def register(convert: Convert) -> Convert:
@@ -76,9 +71,7 @@ _OTHER_ROLES |= dict.fromkeys(("gpt", "chatgpt", "bot", "ai", "chatbot", "model"
 
 
 def as_messages(prompt: object) -> list[dict[str, Any]]:
-    """
-    A prompt as messages: text as one user message, messages as they are; raises `DatasetError` for anything else.
-    """
+    """A prompt as messages: text as one of the user, messages as they are; else raises `DatasetError`."""
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
     if isinstance(prompt, list) and prompt and all(isinstance(item, dict) and "role" in item for item in prompt):
@@ -433,9 +426,7 @@ class HubUnreachable(ConfigError):
 
 
 def hub_fault() -> str | None:
-    """
-    Why the Hub cannot be asked, as the end of a sentence; `None` where it can. Its own client tries for half a minute.
-    """
+    """Why the Hub cannot be asked, as the end of a sentence, or `None`; its own client tries for half a minute."""
     if constants.HF_HUB_OFFLINE:
         return "`HF_HUB_OFFLINE` is set"
     try:

@@ -53,10 +53,7 @@ EIGHT_BIT = 1.0  # bytes of a weight that is quantised to 8 bits; its scales, on
 
 
 def four_bit(nested: bool) -> float:
-    """
-    Bytes of a weight that is quantised to 4 bits, with a scale for each 64: in float32, or `nested`, itself quantised
-    to 8 bits with a scale for each 256.
-    """
+    """Bytes of a weight in 4 bits, with a float32 scale for each 64, or `nested`, one of 8 bits and its own."""
     return 0.5 + (1 / 64 + 4 / (64 * 256) if nested else 4 / 64)
 
 
@@ -105,11 +102,7 @@ def input_of_layer(shape: Shape, tokens: int, compute: int) -> float:
 
 
 def _layer_activations(shape: Shape, tokens: int, compute: int) -> float:
-    """
-    Bytes that one layer keeps for its backward. Tensors of the model's width: two norms with three each, queries with
-    their rotation, the output of attention and the sums. Keys and values with theirs. Four of the feed-forward's
-    width.
-    """
+    """Bytes that a layer keeps for its backward: norms, queries, outputs and sums; keys and values; feed-forward."""
     values = 14 * shape.hidden + 6 * shape.kv_heads * shape.head_size + 4 * shape.intermediate
     return float(tokens * values * compute)
 
@@ -177,10 +170,7 @@ class Shape:
 
 
 def read_shape(config: PreTrainedConfig, peft: PeftConfig | None = None, **options: Any) -> Shape:
-    """
-    The shape of the model that a configuration describes. Its parameters are counted on the meta device, without their
-    memory.
-    """
+    """The shape of the model that a configuration describes, counted on the meta device, without its memory."""
     with torch.device("meta"):
         # what sees or hears may be no causal language model by name: TRL makes it by its architecture too
         architecture = getattr(transformers, (config.architectures or [""])[0], None)

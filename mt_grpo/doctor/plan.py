@@ -587,10 +587,7 @@ def assumed_lengths(prompt: int, steps: int, turn: int | None, completion: int) 
 
 
 def recomputed(checkpointing: bool, group: int) -> float:
-    """
-    What a forward and a backward take with checkpointed activations, as a multiple of what they take without: a second
-    forward, and a third of all layers but the last one of each group of `group`.
-    """
+    """What checkpointing multiplies the time by: a second forward, a third of all but the last layers of groups."""
     return (4 + (1 - 1 / group)) / 3 if checkpointing else 1.0
 
 
@@ -617,10 +614,7 @@ def server_seconds(
 
 
 def _own_engine_seconds(shape: Shape, speed: Speed, turns: int, turn: float, conversations: int) -> float:
-    """
-    Seconds that the trainer's own model takes to sample a batch, turn after turn. A turn takes as long as the longest
-    row of the batch, which is assumed to be half of what is allowed.
-    """
+    """Seconds in which the own model samples a batch, if a turn's longest row is half of what is allowed."""
     rows = min(conversations, MOST_ROWS)
     step = shape.layers * speed.layer + speed.token + 2 * shape.parameters * rows / speed.flops
     return turns * math.ceil(conversations / MOST_ROWS) * turn / 2 * step

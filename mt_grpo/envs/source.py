@@ -82,10 +82,7 @@ class EnvSource:
         return []
 
     async def make(self, row: dict[str, Any]) -> Env:
-        """
-        Makes the environment of a row; raises `ValueError` if the row names none of several, `TypeError` if a factory
-        made none.
-        """
+        """The environment of a row; `ValueError` if the row names none, `TypeError` if a factory made none."""
         raise NotImplementedError(f"{type(self).__name__} has no `make`: define it.")
 
     def ahead(self, rows: Sequence[dict[str, Any]]) -> AbstractAsyncContextManager[None]:
@@ -262,10 +259,7 @@ _closing: set[asyncio.Future[Any]] = set()  # the event loop itself keeps no tas
 
 
 async def close_environments(trajectories: Iterable[Trajectory]) -> None:
-    """
-    Closes the environments that trajectories hold, whatever becomes of each: one that raises, or takes longer than
-    `CLOSE_TIMEOUT`, is counted in a warning.
-    """
+    """Closes the environments of trajectories, and warns of those that raise or exceed `CLOSE_TIMEOUT`."""
     warn_of_unclosed(await close_each(trajectories))
 
 

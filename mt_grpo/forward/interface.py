@@ -46,10 +46,7 @@ class _AttentionLayer(Protocol):
 
 
 class _TreeMask(Tensor):
-    """
-    A mask of one element in place of one over all pairs of tokens. What is computed from it is an ordinary tensor, but
-    for a slice of the whole.
-    """
+    """A mask of one element for one over all pairs; what is computed of it, but for a full slice, is plain."""
 
     tree: TreeLayout
     window: Window

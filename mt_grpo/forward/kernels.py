@@ -58,12 +58,7 @@ KERNELS: Registry[Kernel] = Registry("attention kernel", "mt_grpo.forward")
 
 
 def attention_kernel(name: str) -> Callable[[Kernel], Kernel]:
-    """
-    Registers an attention kernel under a name.
-
-    Raises:
-        RegistrationError: If the name is no word, or another file has registered it.
-    """
+    """Registers an attention kernel under a name."""
     return KERNELS.register(name)
 
 
@@ -180,10 +175,8 @@ def _flex(
     score: Score = PLAIN,
 ) -> Tensor:
     """
-    As `segment`, with FlexAttention, compiled once for all lengths; GPUs only. It drops no weights.
-
-    Sinks are in no score of a key: with `l` the logarithm of a query's sum over its keys, and `s` the head's sink,
-    they shrink its output by `exp(l) / (exp(l) + exp(s))`.
+    As `segment`, with FlexAttention, compiled once for all lengths; GPUs only. With `l` the logarithm of a query's sum
+    over its keys, a sink `s` shrinks its output by `exp(l) / (exp(l) + exp(s))`.
     """
     attend = compiled_flex(query.device)
     # for this call only: the limit of other compiled functions stays what their owner set

@@ -120,9 +120,7 @@ class TreeLayout:
         return self._dense[key]
 
     def pieces(self, chain: int, window: Window, most: int, masked: bool) -> Iterator[_Piece]:
-        """
-        A chain's queries, in parts that attend at once. Chunks begin where they begin, so no part is in two of them.
-        """
+        """A chain's queries, in parts that attend at once; each begins where a chunk does, so none is in two."""
         begin = int(self.depth[self.starts[chain]])
         end = begin + int(self.sizes[chain])
         while begin < end:
@@ -276,10 +274,7 @@ class Schedule:
         return torch.cat(outputs).index_select(0, self._on(device, self._inverse))
 
     def convolve(self, inputs: Tensor, width: int, convolution: Callable[[Tensor], Tensor]) -> Tensor:
-        """
-        Runs a causal convolution over the tree, once, over a row in which each chain stands behind the last tokens
-        before it.
-        """
+        """Runs a causal convolution over the tree, once, each chain behind the last tokens before it."""
         if width not in self._rows:
             self._rows[width] = self._row(width)
         row, own = (self._on(inputs.device, array) for array in self._rows[width])

@@ -295,12 +295,7 @@ def score_states(
     in_float32: bool,
     labels: Labels | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """
-    Log-probs and entropies of labels.
-
-    The output layer is called once, as a module: if that layer is sharded by itself, hooks gather its weights and
-    reduce their gradients, and only a call of the module runs these hooks.
-    """
+    """Log-probs and entropies of labels; the output layer is called as a module, whose hooks gather its weights."""
     head, module = output_layer(model), model.get_output_embeddings()
     assert head is not None  # else the model was refused
     states = outputs.last_hidden_state.flatten(0, 1)

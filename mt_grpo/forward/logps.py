@@ -85,11 +85,8 @@ _PERIOD = 2048 * SIZE
 
 class Projection:
     """
-    Projects gradients at random. Every instance of the same seed and shapes does it in the same way.
-
-    The projection is a count sketch (Charikar et al. 2002): entry i of the gradient is multiplied by a random sign and
-    added to number i mod 521. Over random signs, inner products of projected gradients are those of the gradients in
-    the mean, with an error of about 1 / √521 of the product of their lengths.
+    Projects gradients by a count sketch (Charikar et al. 2002), the same for one seed and shapes: entry i, with a
+    random sign, is added to number i mod 521. Inner products are right in the mean, with an error of about 1 / √521.
     """
 
     def __init__(self, parameters: Sequence[Tensor], seed: int = 0) -> None:
@@ -114,11 +111,8 @@ class Projection:
 
 class TurnGradients:
     """
-    The gradient of each turn's log-prob, projected, so that gradients of many turns can be kept and compared. The
-    model is put into evaluation mode.
-
-    A turn's log-prob depends on the tokens before it only. So each turn has a forward and a backward of its own, over
-    the path that leads to it: a backward over the whole conversation would separate turns no better, and take longer.
+    The gradient of each turn's log-prob, projected, by a forward and a backward of its own over the path that leads to
+    it. The model is put into evaluation mode.
     """
 
     def __init__(

@@ -49,9 +49,8 @@ BLANK, SILENCE = -(2**31) - 4, -(2**31) - 2
 
 def with_blank(trees: Sequence[FlatTree | TokenTree], images: Media) -> list[FlatTree | TokenTree]:
     """
-    The trees of a forward; and one that is the image `BLANK` alone, if `images` has it and none of them shows any, and
-    one of the sound `SILENCE`. Processes that train together reduce the gradients of a tower together, and gather its
-    weights if these are sharded. So each of them looks at an image in each forward, and hears a sound.
+    The trees of a forward, with `BLANK` or `SILENCE` where none shows an image or a sound: processes that train
+    together gather or reduce a tower's weights together, so each looks at one in each forward.
     """
     found = list(trees)
     for blank in filter(images.__contains__, (BLANK, SILENCE)):
@@ -115,10 +114,7 @@ def _in_order(ids: np.ndarray, images: Media) -> list[int]:
 
 
 def concat_media_inputs(order: Sequence[int], images: Media, device: torch.device) -> dict[str, Tensor]:
-    """
-    The inputs of several images as a model takes them: one after another, smaller ones followed by zeros, as
-    processors pad a batch.
-    """
+    """The inputs of several images as a model takes them: one after another, padded with zeros."""
     found: dict[str, Tensor] = {}
     for name in dict.fromkeys(name for image in order for name in images[image].inputs):
         parts = [images[image].inputs[name] for image in order if name in images[image].inputs]
@@ -157,10 +153,7 @@ def takes_features(backbone: PreTrainedModel) -> bool:
 
 
 def packed_features(backbone: PreTrainedModel, packed: Packed, images: Media, device: torch.device) -> dict[str, Any]:
-    """
-    The argument by which a backbone takes the features of the images in a packed row. Each image is looked at once,
-    however many branches show it.
-    """
+    """The argument for the features of a packed row's images, each looked at once, however many branches show it."""
     order = _in_order(packed.input_ids, images)
     found = {
         name: _features(getattr(backbone, f"get_{name}_features"), shown, images, device)
@@ -226,9 +219,7 @@ def packed_positions(backbone: PreTrainedModel, packed: Packed, images: Media, d
 def packed_audio_embeddings(
     backbone: PreTrainedModel, packed: Packed, images: Media, device: torch.device
 ) -> tuple[Tensor, Tensor] | None:
-    """
-    Places and audio embeddings of a packed row. Each clip is encoded once, even if several branches contain it.
-    """
+    """Places and audio embeddings of a packed row; each clip is encoded once, even if branches share it."""
     places = torch.from_numpy(packed.input_ids)
     places = (kinds(places) == SOUND).nonzero()[:, 0]
     if not len(places):

@@ -192,12 +192,9 @@ class _TreeInput:
 
 def enable_trees(model: PreTrainedModel | PeftModel, cast_head_to_fp32: bool | None = None) -> None:
     """
-    Makes a causal language model able to run over packed trees. `model(input_ids, position_ids, tree=_TreeInput(...))`
-    then returns a tuple `(logps, entropies)`. Every other forward, and generation, stays as it is.
-
-    The model's own forward is extended. So everything that wraps the model (DDP's gradient hooks, FSDP's and ZeRO-3's
-    gathering of weights, autocast) sees one ordinary forward. Backbone and head are looked up on each call, because
-    wrappers replace them.
+    Makes a causal language model able to run over packed trees: `model(input_ids, position_ids, tree=_TreeInput(...))`
+    then returns `(logps, entropies)`. The model's own forward is extended, so that DDP, FSDP and ZeRO-3 see one
+    ordinary forward; backbone and head are looked up on each call, because wrappers replace them.
     """
     if isinstance(model, PeftModel):
         if any(config.is_prompt_learning for config in model.peft_config.values()):
@@ -382,10 +379,7 @@ def _at_labels(logits: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def check_model(model: PreTrainedModel) -> None:
-    """
-    Refuses a causal language model that cannot run over packed trees, or that may score them wrongly in a way that
-    `mt_grpo.forward.probe` cannot see.
-    """
+    """Refuses a causal language model that cannot run over packed trees, or may score them wrongly unseen."""
     reason = _obstacle(model)
     if reason is not None:
         raise cannot_pack(f"{type(model).__name__} {reason}")

@@ -112,12 +112,9 @@ class Packed:
 
 def pack(trees: Sequence[FlatTree | TokenTree]) -> Packed:
     """
-    Lays trees out in one row. A prefix that they share is in it once: a group's prompt, a system message, the history
-    before a fork. If two trees sampled the same token at the same place, it is forwarded once and is a label twice.
-
-    The root-to-leaf sequences are sorted. Each one then adds what follows its longest common prefix with the one
-    before it. This order is the depth-first order of the tree that they form together. A numpy call costs as much as
-    hundreds of tokens, so Python loops over sequences, and numpy handles the tokens of all sequences at once.
+    Lays trees out in one row, depth first, with each shared prefix once: of the sorted root-to-leaf sequences each
+    adds what follows its longest common prefix with the one before it. Python loops over sequences, and numpy handles
+    all their tokens at once.
     """
     sequences = _sequences(trees)
     order, shared = _sort_by_prefix([sequence.tokens for sequence in sequences])
@@ -272,10 +269,7 @@ def _common(one: np.ndarray, other: np.ndarray, known: int) -> int:
 
 
 def _lay_out(sizes: list[int], shared: list[int]) -> tuple[list[int], list[int], np.ndarray]:
-    """
-    Lays out the tree of sorted sequences depth first. Each sequence adds what follows its common prefix with the one
-    before.
-    """
+    """Lays out sorted sequences depth first: each adds what follows its common prefix with the one before."""
     total = sum(sizes) - sum(shared)
     subtree_end = np.full(total, total - 1)
     shifts: list[int] = []

@@ -119,10 +119,7 @@ def prove(model: nn.Module, length: int, plan: ForwardPlan = DEFAULT_PLAN, mixed
 
 
 def prove_media(model: nn.Module, plan: ForwardPlan, mixed_precision: str = "no") -> None:
-    """
-    As `prove`, on the trees of a plan, which show images or sounds: the probe's own show none. It does not remember
-    what it has proven.
-    """
+    """As `prove`, on the trees of a plan, which show images or sounds; what it has proven is not remembered."""
     proof = measure(model, SHALLOWEST, plan, mixed_precision)
     if not proof.holds:
         name = type(base_model(model)).__name__

@@ -168,10 +168,7 @@ def _step_size(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
 
 
 def _chunk(inputs: Tensor, most: int) -> int:
-    """
-    Tokens per chunk for inputs `(B, L, ...)`. PyTorch pads to whole chunks, so on a CPU no more than are needed.
-    Kernels are compiled for the layer's own.
-    """
+    """Tokens per chunk for `(B, L, ...)`: as needed on a CPU, else the layer's own, for which kernels are compiled."""
     return min(most, 1 << (inputs.size(1) - 1).bit_length()) if inputs.device.type == "cpu" else most
 
 
@@ -208,19 +205,12 @@ def _lightning_attention(
 
 
 def recurrent_layers(model: nn.Module) -> list[Any]:
-    """
-    The layers that carry a state by functions that can run along a tree. All else that they compute must depend on one
-    token only, which the probe tests.
-    """
+    """The layers that carry a state by functions that can run along a tree; all else is for the probe to test."""
     return [module for module in model.modules() if isinstance(module, _LIGHTNING) or _called(type(module))]
 
 
 def extend_recurrent_layers(model: nn.Module) -> None:
-    """
-    Extends these layers' forwards: given a `tree_layout`, or within `over_tree`, they run over the tree. They project
-    all tokens at once, as they would those of one sequence. Only the functions that carry a state run once per batch
-    of chains.
-    """
+    """Has these layers run over a tree, given as `tree_layout` or by `over_tree`, once per batch of chains."""
     for module in recurrent_layers(model):
         if "_forward_along_sequence" not in vars(module):
             module._forward_along_sequence = module.forward
@@ -316,10 +306,7 @@ def _forward(
 
 
 def _along_tree(kind: type[nn.Module], layout: TreeLayout) -> _Function:
-    """
-    The layer's own forward, in which other functions stand behind the names that it calls. Neither the class nor
-    transformers' modules are changed.
-    """
+    """The layer's own forward with other functions behind the names that it calls; no class is changed."""
     forward = inspect.unwrap(kind.forward)
     names = dict(forward.__globals__)
     for name in _called(kind):

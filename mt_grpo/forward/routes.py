@@ -196,9 +196,7 @@ class Recorder:
         return own
 
     def routes(self, rows: int) -> np.ndarray | None:
-        """
-        The routes of the forwards of a batch of `rows` sequences, each of which went on where the one before ended.
-        """
+        """The routes of the forwards of `rows` sequences, each of which went on where the one before ended."""
         if self.shape is None or not self._found:
             return None
         chosen = self.shape.chosen
@@ -271,9 +269,7 @@ class _Replay:
         self._tensors: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def choose(self, layer: int, own: Tensor) -> Tensor:
-        """
-        The experts of a layer, in the shape of `own`, `(N, k)`: those of the routes, and `own` for tokens without.
-        """
+        """The experts of a layer, `(N, k)` as `own` is: those of the routes, and `own` for tokens without."""
         if own.numel() != len(self._routes) * self.shape.chosen:
             raise UnsupportedModelError(
                 f"A router of {self._replayer.name} chose for {own.numel() // self.shape.chosen} tokens, where a row "

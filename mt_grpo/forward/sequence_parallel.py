@@ -36,10 +36,7 @@ class SequenceGroup:
 
     @classmethod
     def of_neighbours(cls, size: int, device: torch.device) -> SequenceGroup:
-        """
-        The group of this process, where each `size` consecutive ranks make one, as accelerate's `sp_size` groups them.
-        `size` divides the number of processes. This is a collective call.
-        """
+        """The group of `size` ranks in a row, as accelerate's `sp_size` makes it. This is a collective call."""
         mesh = init_device_mesh(device.type, (dist.get_world_size() // size, size), mesh_dim_names=("dp", "sp"))
         return cls(mesh.get_group("sp"))
 
@@ -71,9 +68,7 @@ def long_enough(packed: Packed, size: int) -> Packed:
 
 @dataclass(frozen=True, eq=False)
 class Share:
-    """
-    The tokens of a packed row that this process computes: those that come after each other, as many as others have.
-    """
+    """A packed row's tokens that this process computes: those in a row, as many as other processes have."""
 
     group: SequenceGroup
     length: int
@@ -96,10 +91,7 @@ class Share:
         return Labels(self.group, np.argsort(process, kind="stable"), had, _evenly(len(predictor), self.group.size))
 
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """
-        From all heads of this process's tokens to all tokens of its heads. Key-value heads that there are too few of
-        are sent to several processes.
-        """
+        """From all heads of this process's tokens to all tokens of its heads; too few key-value heads are repeated."""
         heads, size = query.size(1), self.group.size
         if heads % size:
             raise UnsupportedModelError(

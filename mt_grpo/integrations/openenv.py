@@ -101,10 +101,7 @@ class OpenEnv(GymEnv, ServedEnv):
         return env
 
     async def run(self, policy: Policy, row: dict[str, Any]) -> Outcome:
-        """
-        The loop of `GymEnv`. The connection is closed at its end, not after the rewards of the batch: other
-        conversations of it may wait for room.
-        """
+        """`GymEnv`'s loop; the connection is closed at its end, since other conversations may wait for room."""
         try:
             return await super().run(policy, row)
         finally:

@@ -257,18 +257,8 @@ def _interactions_of_options(options: Mapping[str, Any]) -> InteractionEnv:
 
 def load_interactions(path: str) -> dict[str, BaseInteraction]:
     """
-    Loads the interactions of a YAML file, by name:
-
-        interaction:
-          - name: gsm8k
-            class_name: mt_grpo.integrations.verl.Gsm8kInteraction
-            config: {}
-
-    The default `name` is the class name in lower case without `Interaction` at its end.
-
-    Raises:
-        ConfigError: If the file or an entry is wrong.
-        ImportPathError: If a `class_name` does not lead to an object.
+    Loads the interactions of a YAML file, `interaction: [{name, class_name, config}]`, by name: by default the class
+    name in lower case without `Interaction` at its end.
     """
     try:
         listed = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
@@ -511,9 +501,7 @@ class SandboxFusionTool(_ServedTool):
     def execute_code(
         self, instance_id: str, code: str, timeout: float | None = None, language: str = "python"
     ) -> ToolResponse:
-        """
-        What the code prints; raises `CodeError` if it fails or reaches a limit, `RuntimeError` if the server does.
-        """
+        """What the code prints; `CodeError` if it fails or reaches a limit, `RuntimeError` if the server does."""
         text, _ = self._server.run(code, language, timeout)
         return ToolResponse(text=text)
 

@@ -41,10 +41,7 @@ PARTNERS = tuple(name for name in ALIASES if name != "multi_turn_scheduler")
 
 @dataclass(frozen=True)
 class _Conflict:
-    """
-    Values that do not go together. In `what` and `mend`, `{option}` stands for the value of an option, and `<option>`
-    for its name with the value.
-    """
+    """Values that do not go together; in its texts `{option}` is an option's value, `<option>` its name with it."""
 
     when: Callable[[SimpleNamespace], object]
     what: str

@@ -85,10 +85,7 @@ def names_model(name: str) -> bool:
 
 
 def parse_reward(entry: object) -> tuple[Any, dict[str, Any]]:
-    """
-    A reward as a recipe, a command line (the mapping as JSON) or a script lists it: its name, path or object, and the
-    options that it is made with.
-    """
+    """A reward as recipes, command lines (JSON) or scripts list it: its name, path or object, and options."""
     given = _parse_braces(entry, "The reward")
     if not isinstance(given, Mapping):
         return given, {}
@@ -126,10 +123,7 @@ def rule_name(rule: str | Mapping[str, Any]) -> str:
 
 
 def parse_mapping(value: object, key: str) -> Any:
-    """
-    What a text stands for where an option takes a mapping, as on the command line: JSON, or YAML. Any other value is
-    returned as it is.
-    """
+    """What a text stands for where an option takes a mapping (JSON or YAML); other values stay as they are."""
     if not isinstance(value, str):
         return value
     with contextlib.suppress(json.JSONDecodeError):  # YAML takes the number 1e-3 for a text
@@ -375,13 +369,7 @@ def brings_rows(env: object) -> bool:
 
 
 def with_env_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """
-    Options of a run in which each `env: {type: NAME, ...}`, those of `environments` included, is written as the
-    options that mean the same.
-
-    Raises:
-        ConfigError: If a type is unknown, has no such key or lacks one, or an option is set beside it that it sets.
-    """
+    """Options in which each `env: {type: NAME, ...}`, also of `environments`, is written as what it means."""
     written = _of_env(options, "env")
     environments = parse_mapping(written.get("environments"), "environments")
     if isinstance(environments, Mapping):

@@ -259,10 +259,7 @@ async def _counted(rewards: object, number: int) -> list[float | None]:
 
 
 def completion_ids(trajectory: Trajectory) -> list[int]:
-    """
-    Token ids after the first context, in the trajectory's first token sequence; tool results are included, without
-    their images.
-    """
+    """Token ids after the first context, in the first token sequence, with tool results but their images."""
     for sequence in trajectory.tree.sequences()[:1]:
         start = next((t for t, turn in enumerate(sequence.turns) if turn >= 0), len(sequence.turns))
         return [token for token in sequence.tokens[start:] if token >= 0]

@@ -175,11 +175,7 @@ class ExistAnswerReward(_AcceptedAnswers, OutcomeReward):
 
 
 def normalize_answer(text: str) -> str:
-    """
-    Lower case, without punctuation, articles and extra whitespace, as SQuAD's evaluation compares answers.
-
-    Typographic quotes and dashes are punctuation too. A text that consists of articles keeps them ("A" is an answer).
-    """
+    """Lower case without punctuation, articles (if more is left) and extra whitespace, as SQuAD does."""
     tokens = _PUNCTUATION.sub("", text.lower()).split()
     return " ".join([token for token in tokens if token not in _ARTICLES] or tokens)
 
@@ -278,12 +274,7 @@ def _message_format(text: str) -> float:
 
 
 def _message_xml(text: str) -> float:
-    """
-    How well one message opens and closes its tags, from 0 to 1.
-
-    Each tag in use (opened or closed at least once) has two marks, the opening and the closing. The score is the share
-    of marks that occur exactly once, or 0 if no tag is in use.
-    """
+    """The share of a message's opening and closing tags that occur exactly once, of each kind in use; else 0."""
     counts = [(text.count(f"<{tag}>"), text.count(f"</{tag}>")) for tag in _TAGS]
     marks = [count == 1 for pair in counts if any(pair) for count in pair]
     return sum(marks) / len(marks) if marks else 0.0

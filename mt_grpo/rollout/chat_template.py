@@ -57,16 +57,9 @@ class _ThoughtFrame(NamedTuple):
 
 class ChatTemplate:
     """
-    Renders messages through a tokenizer's chat template, in the form that it expects. What it expects is found out by
-    rendering probes:
-
-    - contents as text, as lists of parts, or both;
-    - an assistant's missing content as it is, or as empty text;
-    - the arguments of calls as JSON objects, or as JSON text;
-    - how many calls of a turn it shows;
-    - which token ends an assistant's turn, which one ends a turn with calls, and what is written for the end of a turn
-      in the past;
-    - what it writes between the assistant's header and the words, and around thinking, which the model writes itself.
+    Renders messages through a tokenizer's chat template, in the form that probes show it to expect: contents as text
+    or parts, missing contents, arguments as JSON objects or text, calls of a turn, ends of turns, and what it writes
+    before an assistant's words and around thinking.
     """
 
     def __init__(self, tokenizer: Any, variables: dict[str, Any], calls: bool) -> None:
@@ -127,9 +120,7 @@ class ChatTemplate:
         return {"role": "assistant", "content": text.removeprefix(self._lead)}
 
     def suffix(self, replies: list[Message], called: Sequence[str] = (), shown: Sequence[dict[str, Any]] = ()) -> str:
-        """
-        What the template writes from the end of an assistant's turn on: the end, the replies, the assistant's header.
-        """
+        """What follows an assistant's turn: its end, the replies, and the assistant's next header."""
         roles = tuple(reply["role"] for reply in replies)
         if roles not in self._proven:
             # words that stand nowhere else: a result such as "5" may be found in what is written around it

@@ -124,9 +124,8 @@ class Sampler:
 
     async def aside(self, size: int, work: Callable[[], T]) -> T:
         """
-        Does what reads `size` characters: long work in a thread, so that the conversations of the event loop go on.
-        One text is encoded at a time, so that the members of a group, which ask at once, encode their prompt once. An
-        engine in this process samples requests that come at once as a batch: for it all work is done at once.
+        Does what reads `size` characters: long work in a thread, one text at a time, so that members of a group encode
+        their prompt once; at once for an engine in this process, which samples requests that come together as a batch.
         """
         if size < LONG or isinstance(self.engine, LocalEngine):
             return work()

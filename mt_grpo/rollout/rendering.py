@@ -92,9 +92,7 @@ class ChatRenderer:
         return self._with_images(text, messages)
 
     def escaped(self, messages: list[Message]) -> list[Message]:
-        """
-        Messages with escaped contents, for the template. Where the model is not shown something, it reads its `alt`.
-        """
+        """Messages with escaped contents, for the template, with the `alt` of what the model is not shown."""
         messages = list(map(self._in_words, messages))
         return [self.special_tokens.escape(self._template.with_arguments(message)) for message in messages]
 

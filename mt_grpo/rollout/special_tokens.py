@@ -114,10 +114,7 @@ class SpecialTokens:
         return text
 
     def escape_sampled(self, message: Message, ids: list[int]) -> Message:
-        """
-        Escapes an assistant's message as it was sampled: special tokens that the model sampled stay, those that it
-        spelt become text.
-        """
+        """An assistant's message with what it spelt escaped; special tokens that were sampled stay."""
         sampled = self._tokenizer.decode(ids, skip_special_tokens=False)
         places = self._places(sampled, ids)
         spelt = {match.group() for match in self._spelling.finditer(sampled) if match.start() not in places}

@@ -113,10 +113,7 @@ def _first_context(trajectory: Trajectory) -> list[int]:
 
 
 def _observations(trajectory: Trajectory) -> dict[int, tuple[int, int]]:
-    """
-    The nodes of a trajectory's tree that hold what the environment wrote between two turns. Copies of a past in a
-    rewritten context are left out.
-    """
+    """The nodes that hold what the environment wrote between two turns, without copies in rewritten contexts."""
     tree, turns = trajectory.tree, trajectory.turns
     nodes, held = tree.nodes, {}
     contexts = [(nodes[index].turn, nodes[index].parent) for index in tree.depth_first() if nodes[index].turn >= 0]

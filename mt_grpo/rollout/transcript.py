@@ -157,18 +157,12 @@ class Transcript:
         return twin
 
     def seen_length(self, messages: Sequence[Message], looks: bool = False) -> int:
-        """
-        The number of messages that the latest turn was sampled after, where `messages` begin with them; else 0. For
-        `looks` see `is_same`: it is for a thread.
-        """
+        """How many messages came before the latest turn, if `messages` begin with them, else 0; see `is_same`."""
         before = self._before[:]
         return len(before) if _alike(messages[: len(before)], before, looks) else 0
 
     def known_length(self, messages: Sequence[Message]) -> int:
-        """
-        The number of messages up to the latest turn's own, itself included, where `messages` begin with them and go
-        on; else 0.
-        """
+        """How many messages there are up to the latest turn's own, if `messages` go on from them, else 0."""
         size = len(self._before)
         if self._latest is None or len(messages) <= size or not _alike(messages[:size], self._before):
             return 0

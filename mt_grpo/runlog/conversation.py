@@ -137,10 +137,7 @@ def check_credit(credit: Row, turns: int) -> None:
 
 
 def plain_trajectory(rollout: Row, row: Row) -> Row:
-    """
-    `Trajectory.to_dict()` from a row of a file of conversations and the row of the index, whose session it has.
-    Raises `CorruptRecord`.
-    """
+    """`Trajectory.to_dict()` from a conversation's row in its file and in the index. Raises `CorruptRecord`."""
     record = read_record(rollout, row)
     record["session"], record["branch_of"] = row["session"], branch_of(record, row)
     whole = {**record, "tree": token_tree(rollout).to_dict()}

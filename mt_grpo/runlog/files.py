@@ -56,10 +56,7 @@ def find(folder: Path, name: str) -> Path | None:
 
 
 def read(folder: Path, name: str, offset: int = 0, most: int = -1) -> bytes | None:
-    """
-    The bytes of a file of a run's folder from `offset` on, at most `most` where it is given; `None` where it is not
-    there.
-    """
+    """A file's bytes from `offset` on, at most `most` where given; `None` where it is not there."""
     path = find(folder, name)
     if path is None:
         return None
@@ -103,10 +100,7 @@ def _reason(error: Exception) -> str:
 
 
 def to_json(record: object, **options: Any) -> str:
-    """
-    A record as JSON. NaN and infinity become `null`, since JSON lacks them. A value without a JSON form becomes its
-    text.
-    """
+    """A record as JSON: NaN and infinity become `null`, and a value without a JSON form its text."""
     options = {"default": str, "ensure_ascii": False, **options}
     try:
         return json.dumps(record, allow_nan=False, **options)

@@ -258,9 +258,7 @@ def _limits(counts: Counts) -> Iterator[Finding]:
 
 
 def why_equal(counts: Counts, about: Row | None = None) -> str:
-    """
-    Why the members of groups earned the same, as a sentence. The questions are blamed only if nothing else stands out.
-    """
+    """Why members of groups earned the same, as a sentence; questions are blamed only if nothing else is."""
     found = [finding.strong for finding in find(counts, about) if finding.kind not in ("failed", "refused")]
     if found:
         return f"{'; '.join(strong.rstrip(':,') for strong in found)}."

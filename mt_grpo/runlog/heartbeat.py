@@ -83,10 +83,7 @@ class Heartbeat:
 
 
 def read_state(folder: Path) -> Row | None:
-    """
-    What a run is at, as it was last written, with `state` `"died"` where its process is gone; `None` where it has
-    written nothing.
-    """
+    """A run's state as last written, or `"died"` where its process is gone; `None` without one."""
     state = read_shaped(folder, STATE, "state", "remove it; a run that goes on writes it again")
     if state is None:
         return None
@@ -109,9 +106,7 @@ def _lives(state: Row) -> bool:
 
 
 class Silence:
-    """
-    Says how far work is whenever nothing was said for a while, from a thread of its own, as long as the block runs.
-    """
+    """Says how far work is whenever nothing was said for a while, from a thread, as long as the block runs."""
 
     def __init__(self, say: Callable[[], object], seconds: float | None = None) -> None:
         self._say, self._seconds = say, QUIET if seconds is None else seconds

@@ -335,9 +335,7 @@ def _bounds(folder: Path, name: str, begin: int, size: int) -> Iterator[tuple[in
 
 
 def lines_of(folder: Path, head: bytes) -> Iterator[Row]:
-    """
-    The lines of an index that begin with `head`. The others are not parsed, which takes most of the time of `Index`.
-    """
+    """The lines of an index that begin with `head`; parsing takes most of the time, so others are not."""
     for path in sorted((folder / FOLDER).glob("index*.jsonl")):
         data = files.read(folder, f"{FOLDER}/{path.name}") or b""
         yield from _parsed_lines(path, data, data.rfind(b"\n") + 1, False, head)

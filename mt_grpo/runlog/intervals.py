@@ -50,12 +50,8 @@ _FEWEST_STEPS, _FEWEST = 20, 5
 
 def over_steps(values: np.ndarray) -> Estimate:
     """
-    The mean of values that follow each other, as steps do, with the interval of Student's t. Such values are alike: of
-    `n` with a correlation `r` of neighbours, `n (1 - r) / (1 + r)` count. What is found for `r` is too small by
-    `(1 + 3 r) / n` (Marriott and Pope 1954).
-
-    Args:
-        values (`np.ndarray`): In order, of shape `(steps,)`.
+    The mean of values of neighbouring steps `(steps,)`, with the interval of Student's t: of `n` with a correlation
+    `r` of neighbours `n (1 - r) / (1 + r)` count. `r` is found too small by `(1 + 3 r) / n` (Marriott and Pope 1954).
     """
     count, mean = float(len(values)), float(values.mean())
     rest = values - mean
@@ -78,16 +74,9 @@ def _student(freedom: float) -> float:
 
 def pass_at(right: np.ndarray, attempts: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
     """
-    How likely at least one of `k` attempts at a question is right (pass@k), and all of them are (pass^k): the share of
-    the subsets of `k` of its attempts, which is unbiased (Chen et al. 2021, 2107.03374, equation 1; Yao et al. 2024,
+    pass@k and pass^k of questions with `attempts` of which `right` are right, `(questions,)` each; NaN with fewer
+    attempts than `k`. Unbiased: shares of subsets of `k` (Chen et al. 2021, 2107.03374, equation 1; Yao et al. 2024,
     2406.12045).
-
-    Args:
-        right (`np.ndarray`), attempts (`np.ndarray`): Of each question, shape `(questions,)`.
-        k (`int`): Attempts.
-
-    Returns:
-        Two arrays of shape `(questions,)`, NaN for questions with fewer attempts.
     """
     right, attempts = right.astype(float), attempts.astype(float)
     none, every = np.ones(len(right)), np.ones(len(right))

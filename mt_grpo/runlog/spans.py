@@ -49,10 +49,9 @@ class Span:
 
 def spans_of(row: Row, record: Row, model: str | None) -> list[Span]:
     """
-    The spans of a conversation: first its own, of kind `AGENT`, which the others are in, then one of kind `LLM` per
-    turn, and one of kind `TOOL` per call. The span of a turn has the messages that were added since the turn that it
-    goes on from, which `graph.node.parent_id` names. So each message stands in a trace once, and a fork is a node that
-    several go on from.
+    The spans of a conversation: its own (`AGENT`), one per turn (`LLM`) and per call (`TOOL`). A turn's has the
+    messages since the turn that it goes on from, which `graph.node.parent_id` names, so each message stands in a trace
+    once.
     """
     names = ("mode", "step", "k", "group", "member", "reward", "rewards", "turn_rewards", "advantages", "shared_turns")
     known = {**{name: row[name] for name in names}, "branch_of": row["branch_of"], "copy": is_copy(row)}

@@ -39,9 +39,7 @@ def expand_addresses(given: str | Iterable[str], option: str) -> list[str]:
 
 
 def host_url(host: str, port: int, option: str) -> str:
-    """
-    The URL of a server of which host and port are given by two options. One that listens everywhere is asked here.
-    """
+    """The URL of a server by its host and port; one that listens everywhere is asked on this machine."""
     bare = host.removeprefix("[").removesuffix("]")
     if not _NAME.fullmatch(bare) and not _is_ipv6(bare):
         raise ConfigError(

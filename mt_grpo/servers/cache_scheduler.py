@@ -102,20 +102,10 @@ class _CachedConversation:
 
 class CacheScheduler:
     """
-    Decides which conversations of one server have their next turn.
-
-    A conversation has a place as long as its context, and those of all that have places, fit into the cache. It keeps
-    the place between two turns, since its prefix is cached. One more conversation gets a place if all would fit after
-    they have grown for `_AHEAD` turns. If they grow beyond the cache, the youngest lose their places and wait, since
-    least was computed for them. Where tools take longer than it costs to compute a prefix again, no place is kept, and
-    all turns begin: the server's own queue is as good.
-
-    What a token of a context takes of the cache is measured by the server's usage: members of a group share their
-    prompts, and a block that is not full takes as much as a full one. Preemptions lower the share that is given away.
-
-    Processes that share a server do not talk to each other. Each has its even share, and more of what the server's
-    usage shows that the others leave: an even part at first, and twice as much at each further look that finds room
-    left. So all of them may take it at once, and one that is alone soon has all. It is given back as others need it.
+    Decides which conversations of one server have their next turn: as many as fit into its cache after they have grown
+    for `_AHEAD` turns. If they grow beyond it, the youngest wait. Where tools take longer than computing a prefix
+    again, all turns begin. The cache that tokens take is measured by the server's usage, and each process has its even
+    share of it, and more of what others leave.
     """
 
     def __init__(self, processes: int = 1) -> None:

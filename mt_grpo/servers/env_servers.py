@@ -35,10 +35,7 @@ _random = random.SystemRandom()  # the processes of a run share the seeds of the
 
 
 def backoff(attempt: int) -> float:
-    """
-    Seconds to wait before another attempt: evenly drawn below a bound that doubles from attempt to attempt, so that
-    many who failed together do not come back together ("full jitter", Brooker, AWS Architecture Blog, 2015).
-    """
+    """Seconds before another attempt, evenly drawn below a bound that doubles ("full jitter", Brooker, AWS, 2015)."""
     return _random.uniform(0.0, min(MAX_BACKOFF, MIN_BACKOFF * 2.0 ** min(attempt, 16)))
 
 
@@ -96,9 +93,7 @@ class EnvServerPool:
         return list(self._hosts)
 
     async def begin(self, start: Callable[[str], Awaitable[T]], patience: float | None = None) -> tuple[str, T]:
-        """
-        Begins on the server with the fewest conversations that can be reached and has room. Give it back with `give`.
-        """
+        """Begins on the reachable server with room and the fewest conversations; give it back with `give`."""
         tried: set[str] = set()
         failure, deadline, rounds = Unreachable(), math.inf, 0
         while True:

@@ -49,10 +49,7 @@ _LABEL = re.compile(
 
 
 def new_run() -> str:
-    """
-    A name for a run of this process. It has the host, the machine (its boot, and its process numbering, since each
-    container has its own), the process, its start, and a part that differs between two runs of one process.
-    """
+    """A name for a run of this process: host, boot, process numbering, process, start, and a part of its own."""
     process = os.getpid()
     return f"{socket.gethostname()}-{_machine()}-{process}-{_start(process)}-{uuid.uuid4().hex[:6]}"
 
@@ -375,11 +372,8 @@ class VLLMServers:
 
 class Placement:
     """
-    Places conversations on servers.
-
-    Conversations with the same first context, as in a GRPO group, are a group. A group goes to the server with the
-    fewest conversations. A hash that is the same in every process breaks ties. A conversation stays on its server
-    while that is up.
+    Places a group of conversations (those of one first context) on the server with the fewest, ties by a hash that
+    every process shares. A conversation stays there while that server is up.
     """
 
     def __init__(self, servers: list[Server], home: str | None = None) -> None:

@@ -137,9 +137,7 @@ class BaseTool:
 
 @dataclass
 class StatefulTool(Tool):
-    """
-    A `BaseTool` as the model sees it. It is called in a conversation only, through the copy that `ToolSession` makes.
-    """
+    """A `BaseTool` as the model sees it, called in a conversation only, through `ToolSession`'s copy."""
 
     base: BaseTool = field(kw_only=True)
     keeps_state: bool = field(default=True, repr=False, compare=False)

@@ -45,19 +45,7 @@ def write_card(
     adapter: bool = False,
     tags: Iterable[str] = (),
 ) -> None:
-    """
-    Writes `README.md` into a folder.
-
-    Args:
-        to (`Path`): The folder of the model.
-        name (`str`): What the card calls it.
-        about (`dict`), rewards (`list[dict]`): What the run's index says of it.
-        evaluations (`list[dict]`): Lines of `metrics.jsonl`.
-        step (`int`): Optimiser steps after which the model was kept.
-        options (`dict`, *optional*): The options in the run's `config.yaml`, where it has one.
-        adapter (`bool`, *optional*): Whether it is an adapter without its base.
-        tags (`Iterable[str]`, *optional*): Tags beside those of the method.
-    """
+    """Writes a model's `README.md`, from the run's index, held-out metrics after `step` steps and options."""
     options = {**about["options"], **(options or {})}
     base, data = str(options.get("model_name_or_path") or about["model"]), str(options.get("dataset_name") or "")
     of_hub = "/" in base and not looks_like_path(base) and not Path(base).exists()

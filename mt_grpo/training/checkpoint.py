@@ -301,9 +301,7 @@ def check_adapter(folder: Path, adapter: dict[str, Any] | None) -> None:
 
 
 def check_weights_fit(folder: Path, model: torch.nn.Module) -> None:
-    """
-    Whether a checkpoint's weights are those of a model, by their names and shapes. What is sharded is passed over.
-    """
+    """Whether a checkpoint's weights are a model's, by names and shapes; sharded ones are passed over."""
     files = [*folder.glob("model*.safetensors"), *folder.glob("adapter_model*.safetensors")]
     saved = {name: shape for file in files for name, shape in _shapes(file).items()}
     known = {name.replace(".default.", "."): list(each.shape) for name, each in model.named_parameters()}

@@ -285,10 +285,7 @@ def check_reward_columns(
     train_dataset: Rows | None,
     eval_dataset: Rows | dict[str, Rows] | None,
 ) -> None:
-    """
-    Checks that every reward can be called with the columns of every dataset. If a stream does not name its columns,
-    its first row is read.
-    """
+    """Checks that every reward can be called with the columns of each dataset, or a stream's first row."""
     evaluated = eval_dataset if isinstance(eval_dataset, dict) else {"": eval_dataset}
     datasets = {"training": train_dataset, **{f"evaluation {name}".strip(): rows for name, rows in evaluated.items()}}
     for name, dataset in datasets.items():

@@ -83,11 +83,9 @@ def _prepare_router_loss(trainer: GRPOTrainer) -> None:
 
 def sequence_group(trainer: GRPOTrainer) -> SequenceGroup | None:
     """
-    The processes that compute rows together with this one; `None` where each computes its own, and where there is only
-    one, which may sample. This is a collective call.
-
-    accelerate's `ParallelismConfig` has the name, but its sequence parallelism is DeepSpeed's, for rows that are cut
-    before the model has sampled them; TRL's trainer refuses it for that reason. So the group is made here.
+    The processes that compute rows together with this one; `None` where each computes its own, or only one does. This
+    is a collective call. accelerate's `sp_size` is for rows that are cut before the model has sampled them, so the
+    group is made here.
     """
     size, accelerator = trainer.args.sp_size, trainer.accelerator
     config = accelerator.parallelism_config
@@ -145,12 +143,8 @@ def plan_of_loss(trainer: GRPOTrainer, inputs: Columns) -> ForwardPlan:
 
 class _BatchScores(NamedTuple):
     """
-    Scores of the rows of a TRL batch.
-
-    Args:
-        logps, entropies (`Tensor`): `(B, T)`, 0 where a token is not trained.
-        router_loss (`Tensor`, *optional*): The loss that balances experts, if the plan asks for it.
-        leaf_means (`list`): For each row and leaf the mean log-prob per token of each turn.
+    `logps` and `entropies` of a TRL batch, `(B, T)`, 0 where no token is trained, with each row's and leaf's mean
+    log-prob per token of each turn.
     """
 
     logps: Tensor
@@ -193,9 +187,8 @@ def score_batch(
 
 def has_old_forward(trainer: GRPOTrainer) -> bool:
     """
-    Whether TRL computes the policy's log-probs of a batch, before rewards are asked: where an optimiser step may come
-    between sampling and loss, and where the loss corrects for the engine's log-probs. The first forward that it asks
-    for without a loss is then this one; a reference's comes after it.
+    Whether TRL computes the policy's log-probs of a batch before rewards are asked: for steps between sampling and
+    loss, and where the loss corrects for the engine's. It is the first forward without a loss that TRL asks for.
     """
     args = trainer.args
     aligned = args.gradient_accumulation_steps % (args.steps_per_generation * trainer.num_iterations) == 0
@@ -228,9 +221,8 @@ def keep_outputs_exact(accelerator: Accelerator) -> None:
 
 def prove_forward(trainer: GRPOTrainer, length: int) -> None:
     """
-    Proves `forward: tree` for the policy as it is wrapped for training, a separate reference model and a teacher, once
-    for rows of up to `length` tokens. If a model scores packed trees differently from each turn alone, the run goes on
-    with padded rows, which are proven too. Every rank calls it at the same point. In evaluation it does nothing.
+    Proves `forward: tree` for the wrapped policy, a reference model and a teacher, once for rows of up to `length`
+    tokens, or else goes on with padded rows. Every rank calls it at the same point; in evaluation it does nothing.
     """
     if trainer.model.training and (trainer.args.forward == "tree" or trainer.gave_up_trees):
         plan = ForwardPlan(attention=trainer.args.tree_attention, group=trainer.forward_plan.group)

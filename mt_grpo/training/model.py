@@ -95,9 +95,7 @@ def _check_weights(name: str, folder: Path) -> None:
 
 
 def resolve_base(name: str) -> str:
-    """
-    The model whose configuration and architecture a resolved name has: the base of an adapter, else the name itself.
-    """
+    """The model whose configuration and architecture a resolved name has: an adapter's base, or itself."""
     settings = adapter_settings(name)
     if settings is None:
         return name
@@ -299,10 +297,7 @@ def processing_of(model: str | PreTrainedModel, given: Processing | None, args: 
 
 
 def for_trl(processing_class: Processing) -> Processing:
-    """
-    What TRL's trainer is given for it: of a processor of sounds alone the tokenizer. TRL takes every processor for one
-    of images, and asks the model's configuration for their token.
-    """
+    """The tokenizer of a processor of sounds alone, since TRL takes every processor for one of images."""
     shows = not isinstance(processing_class, ProcessorMixin) or "image_processor" in vars(processing_class)
     return processing_class if shows else tokenizer_in(processing_class)
 

@@ -265,10 +265,7 @@ def _resumes_here(args: MTGRPOConfig) -> bool:
 
 
 def clear_folder(args: MTGRPOConfig) -> None:
-    """
-    Removes the records and checkpoints of earlier runs, and a model that a trainer saved, unless a run is resumed. All
-    other files stay.
-    """
+    """Removes records, checkpoints and models of earlier runs, unless one is resumed; other files stay."""
     if _resumes_here(args):
         return
     saved = Path(args.output_dir, TRAINING_ARGS_NAME).exists()

@@ -64,9 +64,7 @@ class ProcessGoneError(UserError, RuntimeError):
 
 @contextmanager
 def says_who_is_gone(output_dir: str) -> Iterator[None]:
-    """
-    Turns what a backend of torch raises into a sentence: when processes cannot form a group, and when one is gone.
-    """
+    """Turns what a backend of torch raises into a sentence: no group was formed, or a process is gone."""
     try:
         yield
     except RuntimeError as error:
@@ -140,10 +138,7 @@ def clear_checkpoint(folder: Path, args: TrainingArguments) -> None:
 
 
 def keep_checkpoint(folder: Path, args: TrainingArguments) -> None:
-    """
-    Has the first host keep what processes of other hosts wrote to a checkpoint, which was cleared before. This is a
-    collective call.
-    """
+    """Has the first host keep what others wrote to a cleared checkpoint. This is a collective call."""
     if not several_hosts(args):
         return
     _collect(folder, args, replaces=False)

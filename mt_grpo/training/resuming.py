@@ -378,10 +378,7 @@ class ResumableTrainer(GRPOTrainer):
         return folder
 
     def end_if_preempted(self) -> None:
-        """
-        Ends the run if a signal has asked one of its processes to. Call it between optimizer steps. This is a
-        collective call.
-        """
+        """Ends the run, between optimizer steps, if a signal asked a process to. A collective call."""
         asked = [name for name in gather_object([heard()]) if name is not None]
         if not asked:
             return

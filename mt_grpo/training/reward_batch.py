@@ -192,10 +192,7 @@ def state_ids(trajectory: Trajectory) -> list[int]:
 
 
 def share_of_equal_groups(columns: torch.Tensor, weights: torch.Tensor, group_size: int) -> float:
-    """
-    TRL's `frac_reward_zero_std`, by the measure that credit rules have for equal sums. TRL compares a float32
-    deviation with zero, which rounding may change.
-    """
+    """TRL's `frac_reward_zero_std` by credit rules' measure: TRL's float32 deviation is off by rounding."""
     above = minus_group_min(_sum_present(columns.double() * weights, dim=1).view(-1, group_size, 1)).squeeze(2)
     earns = ~above.isnan().all(dim=1)
     return (above.nan_to_num(nan=0.0) == 0).all(dim=1)[earns].float().mean().item()
@@ -272,9 +269,7 @@ class ModelReward(FunctionReward):
         self.model, self._tokenizer, self._template_kwargs = model, tokenizer, template_kwargs
 
     def score_nothing(self) -> None:
-        """
-        A forward of a single token. Where the model's weights are sharded, the other processes wait for it in theirs.
-        """
+        """A forward of a token: where weights are sharded, the other processes wait for it in theirs."""
         self._logits({name: torch.ones(1, 1, dtype=torch.int64) for name in ("input_ids", "attention_mask")})
 
     def _judge(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: object) -> list[float | None]:
@@ -304,10 +299,7 @@ class ModelReward(FunctionReward):
 
 
 def _resolved(name: str, where: dict[str, Any]) -> str:
-    """
-    The model that a name stands for. TRL's trainer gives one without a layer for a number a random one, and says
-    nothing.
-    """
+    """The model of a name; TRL silently gives one without a layer for a number a random one."""
     model = resolve_model(name, where.get("revision"))
     try:
         config, _ = PreTrainedConfig.get_config_dict(model, **where)
@@ -364,10 +356,7 @@ def refuse_scorers(rewards: Sequence[RewardFunc], url: str) -> None:
 
 
 def hang_leaves(trainer: GRPOTrainer, batch: RolloutBatch) -> None:
-    """
-    Hangs right answers behind the contexts of a batch, for the forward of the old log-probs to score, if there is one
-    and it can. This is a collective call.
-    """
+    """Hangs right answers behind a batch's contexts, for the forward of old log-probs. A collective call."""
     asking = _asking(trainer, "trainer")
     if asking and batch.scores is None and trainer.args.forward == "tree" and has_old_forward(trainer):
         batch.leaves = _leaves(trainer, batch, asking)

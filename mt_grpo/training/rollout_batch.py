@@ -62,9 +62,7 @@ Columns = dict[str, Any]
 
 @dataclass
 class RolloutBatch:
-    """
-    The rows that this process samples and scores together. It is filled in step by step. Lists have an entry per row.
-    """
+    """The rows that this process samples and scores together, filled in step by step; lists have an entry per row."""
 
     mode: str  # `"train"` or `"eval"`
     rows: list[Row]  # of the dataset; a prompt occurs once per answer
@@ -216,10 +214,7 @@ def longest_path(trees: Iterable[TokenTree]) -> int:
 
 
 def as_text(said: str | list[Message]) -> str | list[dict[str, str | None]]:
-    """
-    A prompt or a completion for TRL's table of completions, in which each value of a message has one type: text, with
-    parts in words. What is none, such as the calls of a message, is JSON: their arguments are what the model likes.
-    """
+    """A message list for TRL's table of completions: each value is text, parts in words, and what is no text JSON."""
     if isinstance(said, str):
         return str(visible(said))
     return [{name: _text(name, value) for name, value in message.items()} for message in said]
@@ -239,9 +234,7 @@ def branching(args: MTGRPOConfig, mode: str) -> Branching | None:
 
 
 class EvaluationRows:
-    """
-    Tells the rows of a dataset from padding rows, with which accelerate fills up the last batch of an evaluation.
-    """
+    """Tells a dataset's rows from padding rows, with which accelerate fills up an evaluation's last batch."""
 
     def __init__(self, dataset: Dataset | IterableDataset, generations: int, accelerator: Accelerator) -> None:
         self.dataset = dataset
@@ -264,10 +257,7 @@ class EvaluationRows:
         return row
 
     def fills(self, size: int) -> list[bool]:
-        """
-        For each row of this process's next batch, of `size` rows, whether it is a padding row. This is a collective
-        call.
-        """
+        """For each of this process's next `size` rows, whether it is padding. This is a collective call."""
         first = (self._batches * self._accelerator.num_processes + self._accelerator.process_index) * size
         self._batches += 1
         fills = [self._filled and first + index >= self._rows * self._generations for index in range(size)]
@@ -308,11 +298,9 @@ def leave_out(output: Columns, kept: torch.Tensor) -> None:
 
 def share_out(batches: list[Columns], loss_type: str) -> None:
     """
-    Gives each micro-batch the factor by which its loss grows, so that the loss of all is what it would be without the
-    rows that were left out. This is a collective call.
-
-    TRL divides by rows (`grpo`, `sapo`, `luspo`, `dr_grpo`), by micro-batches (`bnpo`) or by the tokens that are
-    trained, which are counted right already.
+    Gives each micro-batch the factor by which its loss grows, so that the loss is what it would be without the rows
+    that were left out: TRL divides by rows, by micro-batches (`bnpo`) or by trained tokens, which are right already.
+    This is a collective call.
     """
     if loss_type in TOKENS_OF_ALL:
         return
@@ -436,13 +424,9 @@ def batch_trees(columns: Columns) -> list[FlatTree]:
 
 def rebalance(batches: Sequence[Columns], group_size: int) -> list[Columns]:
     """
-    Distributes the rows of all ranks over micro-batches again. Rows of a group are put into one micro-batch, where
-    they share their prompt. All micro-batches hold about as many unique tokens, and those that ranks run at the same
-    time are the most alike. Every rank keeps its number of rows and of micro-batches, so a loss whose mean is over
-    rows, or over the tokens of the whole batch, does not change.
-
-    Columns move only if a micro-batch holds whole groups, or a group fills whole micro-batches. If not, they stay on
-    their rank: groups lie next to each other and are cut where a micro-batch ends.
+    Distributes the rows of all ranks over micro-batches again: a group's in one, where they share their prompt, with
+    about as many unique tokens in each. Every rank keeps its number of rows and micro-batches. Columns move only if
+    micro-batches hold whole groups, or a group whole micro-batches.
     """
     state = PartialState()
     size = len(batches[0]["group_ids"])
@@ -497,10 +481,7 @@ def assign(weights: Sequence[float], ranks: int, steps: int) -> list[list[list[i
 
 
 def exchange(parcels: list[Any], device: torch.device, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """
-    Sends `parcels[rank]` to each rank of a group, of all ranks by default. Returns the parcels for this rank, with
-    tensors on `device`.
-    """
+    """Sends `parcels[rank]` to each rank of a group; returns those for this rank, with tensors on `device`."""
     if len(parcels) == 1:
         return parcels
     blobs = []
@@ -593,10 +574,9 @@ def loss_of_group(
     trainer: GRPOTrainer, model: nn.Module, inputs: Columns, loss_of: Callable[[dict[str, Any]], Tensor]
 ) -> Tensor:
     """
-    The loss of this process's micro-batch, after the backward of all but the last micro-batch of its group. Its own
-    backward is that of the last one. The processes exchange their micro-batches and compute one after the other, so
-    activations of one at a time are kept, and each process has a share of its tokens. Summed over processes, gradients
-    are those of all micro-batches, as if each process had computed its own.
+    The loss of this process's micro-batch, after the backward of all but the last one of its group. The processes
+    compute their micro-batches one after the other, each a share of its tokens; summed over processes, gradients are
+    those of all.
     """
     group: SequenceGroup = trainer.forward_plan.group
     parts = exchange([inputs] * group.size, inputs["completion_ids"].device, group.group)

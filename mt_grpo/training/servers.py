@@ -118,10 +118,8 @@ def weight_sync(
 
 def command_at(host: str, port: int, args: MTGRPOConfig, model: ModelConfig) -> tuple[list[str], dict[str, str]]:
     """
-    The command that starts a server, and the environment variables it needs beside those of this process.
-
-    The interpreter is that of `.venv-vllm` in the checkout, where it has been made, else this one. The key is taken
-    from `VLLM_API_KEY`, by the server as by the trainer, or made up by the server, so that no command line shows it.
+    The command that starts a server, by the checkout's `.venv-vllm` if there is one, and its environment variables.
+    The key is `VLLM_API_KEY`, or made up by the server, so that no command line shows it.
     """
     name = resolve_model(model.model_name_or_path, model.model_revision, subfolder_of(args))
     adapter = adapter_settings(name)
@@ -265,10 +263,7 @@ def _leads(args: MTGRPOConfig) -> bool:
 
 
 def start_own_server(args: MTGRPOConfig, model: PreTrainedModel) -> OwnServer | None:
-    """
-    Starts the server of this process's group, and returns when all servers of the run answer. This is a collective
-    call.
-    """
+    """Starts this process group's server, and returns when all of the run answer. This is a collective call."""
 
     def start() -> OwnServer | None:
         if not _leads(args):

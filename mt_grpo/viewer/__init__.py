@@ -15,9 +15,7 @@ _MODEL, _ENVIRONMENT = "green", "bright_black"
 
 
 def render_trajectory(trajectory: Trajectory, tokenizer: Any, color: bool = True) -> Text:
-    """
-    Renders the tokens of a conversation, then its rewards; without `color` the model's words stand between « and ».
-    """
+    """Renders a conversation's tokens, then its rewards; without `color` the model's words are between « and »."""
     text = Text()
     for sequence in trajectory.tree.sequences():
         begin = 0

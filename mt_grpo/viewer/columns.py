@@ -312,10 +312,7 @@ def equal_text(condition: Condition) -> Callable[[str], bool]:
 
 
 def parse_filter(text: str) -> list[Condition]:
-    """
-    Reads a filter: terms between spaces. A term is a comparison, or text that prompt or answer contains, in quotes
-    where it has spaces.
-    """
+    """Reads a filter: terms between spaces, each a comparison, or text (in quotes if it has spaces) to find."""
     conditions, at = [], 0
     text = text.strip()
     while at < len(text):

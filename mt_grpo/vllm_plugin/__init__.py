@@ -70,10 +70,7 @@ def write_key(host: str | None, port: int, key: str) -> None:
 
 
 def read_key(host: str | None, port: int) -> str | None:
-    """
-    The key that a server at `host` and `port` stored; `None` if there is none. The key of a server that was killed may
-    still be there.
-    """
+    """The key that a server at `host` and `port` stored, maybe one that was killed; `None` if there is none."""
     try:
         with _keys_folder() as folder, open(os.open(_key_name(host, port), os.O_RDONLY, dir_fd=folder)) as text:
             return text.read()

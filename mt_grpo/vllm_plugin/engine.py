@@ -27,10 +27,7 @@ from mt_grpo.vllm_plugin.fetch import Checksum, file_checksum, read_tensors
 
 @dataclass
 class SafetensorsInitInfo(WeightTransferInitInfo):
-    """
-    The trainer's description of what it sent. A worker that sees something else raises, and the trainer gets an HTTP
-    500.
-    """
+    """The trainer's description of what it sent; a worker that sees something else raises (HTTP 500)."""
 
     checksum: str
     path: str | None = None

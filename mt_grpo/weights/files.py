@@ -110,10 +110,8 @@ class WeightFile:
 
 def write_weights(file: WeightFile, path: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
     """
-    Fills a file from a walk over parameters, names it `path`, and returns the checksum of the parameters.
-
-    The walk is always finished, even if writing fails. It gathers parameters together with other processes, and it
-    merges an adapter until its end.
+    Fills a file from a walk over parameters, names it `path`, and returns their checksum. The walk is always finished,
+    even if writing fails, since it is a collective one and may hold a merged adapter.
     """
     iterator, checksum = iter(tensors), Checksum()
     try:

@@ -61,10 +61,8 @@ _Way = Callable[[], Path]
 @weight_transport("http")
 class HttpTransport(Transport):
     """
-    Sends a safetensors file over HTTP. The main process offers its files. Each server fetches one while conversations
-    go on, and goes on after a broken connection where it was. Only then it is paused, and loads the file from its own
-    machine's memory. Replicas of one machine load the file that the first of them has fetched. Checksums are as of a
-    shared file.
+    Offers a safetensors file over HTTP. Each server fetches it while conversations go on, resuming a broken
+    connection, and is paused only to load it from memory. Replicas of one machine load one copy.
     """
 
     keeps_files = True
@@ -180,10 +178,9 @@ class HttpTransport(Transport):
 @weight_transport("delta")
 class DeltaTransport(Transport):
     """
-    Sends the words of the file that changed, as `http` sends the file: between two steps most weights in bfloat16 keep
-    all their bits. A server puts them into a copy of the file that it fetched before, and loads the whole. So nothing
-    is lost, and the checksum is of all weights. All weights are sent where a server holds another file, where a
-    checksum does not fit, once in `WHOLE_EVERY` syncs, and where half a file or more would be sent anyway.
+    Sends the words of the file that changed, as `http` sends the file; a server puts them into its copy and loads the
+    whole. All weights are sent where a server holds another file, where a checksum does not fit, once in `WHOLE_EVERY`
+    syncs, and where half a file or more would be sent anyway.
     """
 
     keeps_files = True

@@ -87,10 +87,8 @@ def trainer_logprobs(model: nn.Module, ids: list[int], padding: int = 0) -> list
 
 def _tolerance_for(expected: list[float], padded: list[float], epsilon: float) -> float:
     """
-    The mean difference, in nats per token, that narrow types explain. It is ten times the larger of two numbers: what
-    padding alone changes in the trainer, and what rounding the log-probs would change, because the server's kernels
-    round in other places. It is at least 0.25 and at most 2, well below the 7 to 16 nats of weights that did not
-    arrive.
+    The mean difference, in nats per token, that narrow types explain: ten times the larger of what padding alone
+    changes in the trainer and what rounding would; 0.25 to 2, below the 7 to 16 of weights that did not arrive.
     """
     rounding = epsilon / 2 * sum(abs(value) for value in expected) / len(expected)
     return min(2.0, max(NARROW, 10.0 * rounding, 10.0 * compare(padded, expected).difference))

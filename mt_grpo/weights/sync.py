@@ -45,11 +45,9 @@ _ROUTER_PROBES = 8
 
 class WeightSync:
     """
-    Sends the weights of the model that `get_model` returns to the client's servers, by a transport with its `options`.
-
-    The main process talks to the servers. Every process learns the result, and which servers are left out. Every
-    process calls all public methods except `restore` at the same points. What fails raises a `WeightSyncError` in
-    every process. The first sync, and then one in `verify_every`, is verified.
+    Sends the weights of the model that `get_model` returns to the client's servers. The main process talks to them;
+    every process calls all methods but `restore` at the same points, learns the result, and raises the same
+    `WeightSyncError`.
     """
 
     def __init__(
@@ -85,10 +83,7 @@ class WeightSync:
     # What a trainer calls
 
     def begin(self) -> None:
-        """
-        Makes sure that this run can use every server, before anything is sent: another run may use it. If it was not
-        called, `sync` calls it.
-        """
+        """Makes sure, before anything is sent, that no other run uses the servers. `sync` calls it if need be."""
         if self._begun:
             return
         self.fleet.run(lambda: self.fleet.each(self._examine))
@@ -100,10 +95,7 @@ class WeightSync:
         self._begun = True
 
     def send_in_flight(self) -> None:
-        """
-        From here on, conversations go on while weights are sent. The probe is then computed at every sync: later the
-        model is the main thread's, which trains it.
-        """
+        """Lets conversations go on while weights are sent; the probe is then computed at every sync."""
         self.in_flight, self._computes_late, self.client.salted = True, False, True
 
     def sleep(self) -> None:
@@ -135,10 +127,7 @@ class WeightSync:
             self._verify()
 
     def check(self) -> None:
-        """
-        After rollouts, makes sure that no other run sent weights to the servers meanwhile. A server that is down is
-        left out.
-        """
+        """After rollouts: no other run may have sent weights meanwhile; a server that is down is left out."""
 
         def check_each() -> None:
             for server in self.client.servers:
@@ -320,10 +309,7 @@ class WeightSync:
         self.transport.prepare(server, config)
 
     def _tell_apart(self) -> None:
-        """
-        Makes sure that each address leads to one server, and to one of its own: each is given a weight version of its
-        own, and asked for it several times.
-        """
+        """Makes sure that each address leads to one server of its own, by a weight version for each."""
         labels = {url: weight_label(self.run, f"start{number}") for number, url in enumerate(self.client.base_urls)}
 
         def look(server: ServerControl) -> None:

@@ -41,10 +41,7 @@ def weight_transport(name: str) -> Callable[[type[Transport]], type[Transport]]:
 
 
 def find_transport(name: str, shares_gpu: bool) -> type[Transport]:
-    """
-    The transport of a name. `auto` is the one that works everywhere, and between processes on one GPU the one that
-    copies least.
-    """
+    """The transport of a name; `auto` works everywhere, or copies least between processes on one GPU."""
     best = "ipc" if shares_gpu else "safetensors"
     return TRANSPORTS[best if name == "auto" else name]
 
@@ -152,10 +149,8 @@ class Payload:
 
 class Transport(ABC):
     """
-    The base class of transports: `pack` and `deliver`, and facts about them. `WeightSync` does the rest.
-
-    A transport that is not `repeatable` packs bucket by bucket while all processes gather the weights, and each bucket
-    is delivered before the next one is packed. No process can send them again by itself.
+    `pack`, `deliver`, and facts about them; `WeightSync` does the rest. One that is not `repeatable` packs bucket by
+    bucket while all processes gather the weights, and no process can send them again by itself.
     """
 
     server_backend = "safetensors"
@@ -193,10 +188,7 @@ class Transport(ABC):
 
     @abstractmethod
     def pack(self, step: int | None) -> Iterable[Any]:
-        """
-        Every process: gets the weights ready to be sent; with `step` `None`, those of the proof. One `Payload`, or
-        buckets.
-        """
+        """Every process: gets the weights ready; with `step` `None` those of the proof. One `Payload`, or buckets."""
 
     @abstractmethod
     def deliver(self, update: Update, payload: Any) -> None:
@@ -249,10 +241,7 @@ class Update:
 
     @contextlib.contextmanager
     def begun(self) -> Iterator[None]:
-        """
-        An update in such a pause, through vLLM's weight-transfer engine. It is always ended, and only a successful one
-        sets the server's weight version.
-        """
+        """An update in such a pause, always ended; only a successful one sets the server's weight version."""
         with self.paused():
             try:
                 self.server.post("/start_weight_update", {}, final=_ACTIVE)
@@ -286,10 +275,7 @@ def _end_update(server: ServerControl, version: str | None = None) -> None:
 
 
 def fall_asleep(server: ServerControl, level: int) -> None:
-    """
-    Frees the memory of a server on the trainer's GPUs. Requests are paused first: one that was being computed would
-    read memory that is gone (vLLM issue 28714).
-    """
+    """Frees the memory of a server on the trainer's GPUs, once its requests are paused (vLLM issue 28714)."""
     server.post("/sleep", level="0", mode="keep")
     server.post("/sleep", level=str(level), mode="abort")
 
@@ -305,9 +291,7 @@ def wake_cache(server: ServerControl) -> None:
 
 
 def confirm(server: ServerControl, checksum: str, path: Path | None = None) -> None:
-    """
-    Asks every worker of a server whether the file at `path`, or the weights that it loaded last, have a checksum.
-    """
+    """Asks every worker of a server whether the file at `path`, or what it loaded last, has a checksum."""
     info = {"checksum": checksum} if path is None else {"checksum": checksum, "path": str(path)}
     try:
         server.post("/init_weight_transfer_engine", {"init_info": info}, final=_VERDICT)

@@ -78,12 +78,7 @@ def check_usable() -> None:
 
 
 def read_machine(task: Path) -> _Machine:
-    """
-    Reads what a task needs.
-
-    Raises:
-        ConfigError: If it needs what a sandbox without an image cannot have.
-    """
+    """Reads what a task needs, and refuses what a sandbox without an image cannot have."""
     config = tomllib.loads((task / "task.toml").read_text())
     limits, verifier = config.get("environment", {}), config.get("verifier", {})
     for name in _UNMET:

@@ -60,17 +60,8 @@ def write_overlay(path: Path, *, reaches_host: bool, storage_mb: int | None = No
 
 def remove_leftovers(engine: str, everything: bool = False) -> list[str]:
     """
-    Removes containers that ended runs on this machine left, with their networks, volumes and images.
-
-    Args:
-        engine (`str`): `docker` or `podman`; other sandboxes, and one that is not installed, have none.
-        everything (`bool`, *optional*, defaults to `False`): Those of runs that go on too.
-
-    Returns:
-        `list[str]`, each a kind and a name.
-
-    Raises:
-        ConfigError: If the engine does not answer.
+    Removes containers that runs of this machine left, with networks, volumes and images; with `everything` those of
+    runs that go on too. Returns a kind and a name of each.
     """
     if engine not in ENGINES or shutil.which(engine) is None:
         return []

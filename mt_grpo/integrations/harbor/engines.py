@@ -83,10 +83,7 @@ class _Prepared(DockerEnvironment):
         timeout_sec: int | None,
         user: str | int | None,
     ) -> ExecResult:
-        """
-        Asks the engine itself. Compose takes twice as long, and a command that it runs over podman's service leaves a
-        process for five minutes.
-        """
+        """Asks the engine itself: compose takes twice as long, and leaves processes behind over podman."""
         if service != MAIN_SERVICE_NAME:
             return await super()._compose_exec(
                 command, service=service, cwd=cwd, env=env, timeout_sec=timeout_sec, user=user

@@ -65,14 +65,7 @@ class Image:
 
 
 def image_of(environment: Path, pulled: str | None, seconds: float) -> Image | None:
-    """
-    The image of a task's folder `environment`; nothing where services of its own are composed, which Harbor builds.
-
-    Args:
-        environment (`Path`): The folder.
-        pulled (`str`, *optional*): The image that `task.toml` names.
-        seconds (`float`): How long it may take to build.
-    """
+    """The image of a task's folder `environment`; nothing where services are composed, which Harbor builds."""
     from harbor.utils.container_cache import docker_build_context_hash
 
     task = environment.parent
@@ -93,12 +86,7 @@ def image_of_task(task: str) -> Image | None:
 
 
 def get_images(engine: str, images: Iterable[Image]) -> None:
-    """
-    Builds or pulls images that are not here, a few at once, with a line for each.
-
-    Raises:
-        ConfigError: If one of them cannot be built.
-    """
+    """Builds or pulls images that are not here, a few at once, with a line for each."""
     wanted = {image.name: image for image in images if (engine, image.name) not in _here}
     begun, took = time.monotonic(), 0
     with ThreadPoolExecutor(_AT_ONCE) as pool:

@@ -16,13 +16,7 @@ _JITTER = 0.2
 
 
 class Pool:
-    """
-    Trials whose containers start ahead of their conversations.
-
-    Args:
-        size (`int`): Most trials that have begun and that no conversation has taken, for each batch.
-        begin (`Callable`): Begins the trial of a task.
-    """
+    """Trials whose containers start ahead of their conversations, for each batch at most `size` that wait."""
 
     def __init__(self, size: int, begin: Callable[[str], Awaitable[BegunTrial]]) -> None:
         self.size, self._begin = size, begin

@@ -65,14 +65,8 @@ A command's frame: the shell's state before and after it, its time, and its outp
 
 class Shell:
     """
-    A shell that remembers its directory, variables, functions and background processes from call to call.
-
-    Args:
-        execute (`Callable`, *optional*): Runs a command in the container; a shell that is only described has none.
-        seconds (`float`, *optional*, defaults to `60.0`): How long a command may take.
-
-    Attributes:
-        failure (`str`, *optional*): Why the container runs no commands any more.
+    A shell that remembers its directory, variables, functions and background processes from call to call; `failure`
+    says why its container runs no commands any more. One without `execute` is only described.
     """
 
     def __init__(self, execute: Execute | None = None, seconds: float = 60.0) -> None:

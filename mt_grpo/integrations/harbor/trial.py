@@ -49,12 +49,7 @@ class AgentTooSlowError(Exception):
 
 
 class PolicyAgent(BaseAgent):
-    """
-    The policy as an agent of Harbor's.
-
-    Attributes:
-        talk (`Callable`): Holds the conversation in the started container.
-    """
+    """The policy as an agent of Harbor's, whose `talk` holds the conversation in the started container."""
 
     talk: _Talk
 
@@ -77,14 +72,7 @@ POLICY = AgentConfig(import_path=f"{PolicyAgent.__module__}:{PolicyAgent.__name_
 
 
 class BegunTrial:
-    """
-    A trial whose container starts already, whether it is run or dropped.
-
-    Attributes:
-        trial (`Trial`): The trial.
-        start_seconds (`float`): How long the start took, once it is over.
-        start_waited (`float`): How long `trial.run` waited for it.
-    """
+    """A trial whose container starts already, with the seconds that it took, and that `trial.run` waited for it."""
 
     def __init__(self, trial: Trial, folder: tempfile.TemporaryDirectory[str]) -> None:
         self.trial, self.folder = trial, folder
@@ -127,18 +115,8 @@ class BegunTrial:
 
 async def run_trial(sandbox: str, task: str, agent: AgentConfig, asked: Conversation | None = None) -> Verified:
     """
-    Starts the container of a task, lets an agent work there, and has it verified.
-
-    Args:
-        sandbox (`str`): What runs the container, by Harbor's name.
-        task (`str`): The folder of the task.
-        agent (`AgentConfig`): The agent.
-        asked (`Conversation`, *optional*): What an agent that is not the policy itself asks. It ends where that is
-            over, or when it has worked as long as the task allows; waiting for the policy is no work.
-
-    Raises:
-        TaskError: If there is no reward: the container did not start, the agent could not be installed, or the
-            verifier failed.
+    Starts a task's container, lets an agent work there as long as the task allows, not counting its waits for the
+    policy, and has it verified. `TaskError` if there is no reward.
     """
     return await finish_trial(await begin_trial(sandbox, task, agent, reaches_host=asked is not None), asked)
 
@@ -224,9 +202,7 @@ def _end_of(log: Path) -> str:
 async def _work(
     run: Callable[..., Awaitable[None]], asked: Conversation, seconds: float | None, **arguments: Any
 ) -> None:
-    """
-    Runs an agent until it ends, the conversation is over, or it has worked so long; waiting for the policy is no work.
-    """
+    """Runs an agent until it ends, the conversation is over, or it has worked so long, not counting its waits."""
     left = math.inf if seconds is None else seconds
     working, over = asyncio.ensure_future(run(**arguments)), asyncio.ensure_future(asked.over.wait())
     try:

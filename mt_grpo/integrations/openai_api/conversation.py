@@ -103,10 +103,7 @@ class _Calls:
 
 
 class _ReturnedMessages:
-    """
-    Turns of one conversation by the messages that the client was sent, which may lack the stop string or the
-    reasoning.
-    """
+    """Turns by the messages that the client was sent, which may lack the stop string or the reasoning."""
 
     def __init__(self) -> None:
         self._turns: dict[int, Turn] = {}
@@ -304,10 +301,7 @@ class Conversation:
         return Choice(message, reason, turn, wanted)
 
     def note_refusal(self, error: ApiError) -> None:
-        """
-        Keeps why a request was refused, unless by a limit or a failure of the engine: an agent may go on as if nothing
-        were wrong.
-        """
+        """Keeps why a request was refused, since an agent may go on; not a limit or an engine's failure."""
         self.asked = True
         if error.again or error.status >= 500 or error.code in (NO_ROOM, OVER):
             return

@@ -47,10 +47,7 @@ Output = TypeVar("Output")
 
 
 class SchedulerSource(EnvSource):
-    """
-    Makes the environments of a run's conversations, which share a scheduler: an instance is made when the first
-    begins.
-    """
+    """Makes the environments of a run's conversations, which share a scheduler, made when the first begins."""
 
     def __init__(
         self,
@@ -239,9 +236,7 @@ class SchedulerEnv(RecordedEnv):
 
 
 def _mask_earlier_rounds(sampled: list[Sampled], last: set[int]) -> None:
-    """
-    Masks all turns but those of the last round: the turn that a record ends with, and the turns that it continues.
-    """
+    """Masks all turns but those of the last round: a record's last turn, and the turns that it continues."""
     trained = False
     for one in reversed(sampled):
         trained = trained or one.turn.index in last

@@ -41,10 +41,7 @@ formula than they compute a row with (transformers clamps a step of Mamba 2 in r
 
 
 async def prove_engine(engine: TransformersEngine, mixed_precision: str = "no") -> None:
-    """
-    Proves an engine for its model. It draws no random numbers and leaves no gradients. The engine keeps prefixes
-    afterwards if that changes nothing.
-    """
+    """Proves an engine for its model, without a trace; it keeps prefixes afterwards if that changes nothing."""
     engine.keeps_prefixes = False
     proof = await measure_engine(engine, mixed_precision)
     if not proof.holds:

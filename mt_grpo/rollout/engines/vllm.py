@@ -194,11 +194,8 @@ _ANOTHER = 0x9E3779B9  # torch's generator on a CPU knows 32 bits of a seed
 
 class VLLMServerClient(VLLMServers):
     """
-    Samples from one or several vLLM servers. All conversations of a group go to one server.
-
-    A failed request is repeated if that can help: after no answer, HTTP 5xx, 429, or an answer that cannot be read.
-    Sampling changes nothing on the server, so asking twice is safe. Cancelling `generate` closes the connection, and
-    the server aborts the request.
+    Samples from one or several vLLM servers. All conversations of a group go to one server. A failed request is
+    repeated if that can help; sampling changes nothing on the server, so asking twice is safe.
     """
 
     async def generate(self, context: list[int], sampling: SamplingParams, session: str) -> Sample:
@@ -436,10 +433,7 @@ def _sent(
 
 
 def _completion_request(model: str, context: list[int], sampling: SamplingParams, **more: Any) -> bytes:
-    """
-    The body that samples one action, with `more` options. It sets every option, so that defaults of the server's model
-    do not apply.
-    """
+    """The body that samples one action; it sets every option, so that no default of the server applies."""
     body = {
         **_sampling_options(sampling),
         "model": model,
@@ -537,12 +531,7 @@ def _read_routes(encoded: str | None, first: int) -> Routes | None:
 
 
 def _scoring_request(model: str, context: list[int], token: int, **more: Any) -> bytes:
-    """
-    The body that asks for the log-prob of one token after `context`.
-
-    `prompt_logprobs` would give those of all tokens in one request, but a request with it does not read the prefix
-    cache. Temperature 1 without truncation makes the processed log-probs the model's own.
-    """
+    """Asks for one token's log-prob after `context`; one request for all (`prompt_logprobs`) reads no cache."""
     sampling = SamplingParams(max_tokens=1)
     return _completion_request(model, context, sampling, seed=None, logprob_token_ids=[token], **more)
 

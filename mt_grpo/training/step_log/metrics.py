@@ -229,10 +229,7 @@ def means_over_rows(metrics: dict[str, list[float]], sizes: list[int]) -> dict[s
 
 
 def show_advantages(shown: deque[float], batch: RewardBatch, advantages: torch.Tensor) -> None:
-    """
-    Replaces the advantages that TRL has just added to its table of completions by those that are trained, `(B, K)`, as
-    means over turns. TRL has no hook for this.
-    """
+    """Puts the trained advantages, `(B, K)`, over turns, in the place of TRL's in its table of completions."""
     means = advantages.sum(dim=1) / batch.turn_mask.sum(dim=1).clamp(min=1)
     for index, mean in enumerate(means[-len(shown) :].tolist(), -min(len(means), len(shown))):
         shown[index] = mean
@@ -552,9 +549,7 @@ def says_uncredited(audit: Line, rule: Rule, args: MTGRPOConfig) -> str | None:
 
 
 def says_proportions(rewards: RewardBatch, rule: Rule, args: MTGRPOConfig) -> list[str]:
-    """
-    That a credit rule loses the outcome of early turns, or weighs turn rewards out of proportion, a sentence each.
-    """
+    """That a rule loses the outcome of early turns, or weighs turn rewards out of proportion, a sentence each."""
     said, name = [], rule_name(rule)
     options = {"turn_coef": args.turn_advantage_coef, "scale_rewards": args.scale_rewards}
     lengths = rewards.turn_mask.sum(dim=1).double()
