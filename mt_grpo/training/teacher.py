@@ -5,15 +5,17 @@ which it was sampled, are computed once per batch, and the loss that they make: 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from math import isnan
 
 import torch
-from accelerate.utils import gather, gather_object
+from accelerate.utils import FullyShardedDataParallelPlugin, fsdp2_prepare_model, gather, gather_object
 from torch import Tensor, nn
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from trl import GRPOTrainer
 from trl.models import prepare_deepspeed, prepare_fsdp
 from trl.trainer.utils import create_model_from_path
@@ -86,13 +88,25 @@ def load_teacher(trainer: GRPOTrainer) -> nn.Module | ServerTeacher | None:
         return prepare_deepspeed(model, accelerator)
     if not trainer.is_fsdp_enabled:
         return accelerator.prepare_model(model, evaluation_mode=True)
-    plugin = accelerator.state.fsdp_plugin
-    of_policy = plugin.transformer_cls_names_to_wrap
-    plugin.transformer_cls_names_to_wrap = wrapped_layers(model) or of_policy
-    try:
+    with layers_of(model, accelerator.state.fsdp_plugin):
+        if accelerator.is_fsdp2:  # TRL's shards it as a single unit, whose weights are gathered all at once
+            return fsdp2_prepare_model(accelerator, model)
         return prepare_fsdp(model, accelerator)
+
+
+@contextmanager
+def layers_of(model: PreTrainedModel, plugin: FullyShardedDataParallelPlugin) -> Iterator[None]:
+    """
+    A context in which FSDP shards the layers of a model that is not the policy: accelerate's plugin keeps the classes
+    of the first model that it has prepared.
+    """
+    names, policy = plugin.transformer_cls_names_to_wrap, plugin.auto_wrap_policy
+    plugin.transformer_cls_names_to_wrap = wrapped_layers(model) or names
+    plugin.auto_wrap_policy = policy.func if isinstance(policy, partial) else policy
+    try:
+        yield
     finally:
-        plugin.transformer_cls_names_to_wrap = of_policy
+        plugin.transformer_cls_names_to_wrap, plugin.auto_wrap_policy = names, policy
 
 
 def _check_length(trainer: GRPOTrainer, name: str, positions: int) -> None:
@@ -148,17 +162,18 @@ class ServerTeacher:
 
     def read(self, trees: Sequence[TokenTree]) -> Logprobs:
         """The log-probs of the tokens that each turn of trees sampled."""
-        paths = [(number, path) for number, tree in enumerate(trees) for path in tree.sequences()]
-        paths = [(number, path) for number, path in paths if any(path.mask)]
+        paths = [(number, path) for number, tree in enumerate(trees) for path in tree.sequences() if any(path.mask)]
+        # what follows the last sampled token is not asked for
+        prompts = [path.tokens[: len(path.mask) - path.mask[::-1].index(1)] for _, path in paths]
 
         def ask(tokens: list[int]) -> list[float]:
             return server_logprobs(self._server, self._model, tokens)
 
         with ThreadPoolExecutor(_AT_ONCE) as pool:
-            answers = list(pool.map(ask, [path.tokens for _, path in paths]))
+            answers = list(pool.map(ask, prompts))
         found: Logprobs = [[[] for _ in range(tree.num_turns)] for tree in trees]
         for (number, path), logprobs in zip(paths, answers, strict=True):
-            for sampled, turn, logprob in zip(path.mask[1:], path.turns[1:], logprobs, strict=True):
+            for sampled, turn, logprob in zip(path.mask[1:], path.turns[1:], logprobs, strict=False):
                 if sampled:
                     found[number][turn].append(logprob)
         return found

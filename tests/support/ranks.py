@@ -17,6 +17,7 @@ from accelerate.utils import DistributedType, gather, gather_object
 from datasets import Dataset, IterableDataset
 from peft import LoraConfig
 from rich.console import Console
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
@@ -273,6 +274,8 @@ def run(folder: str, processes: str, scenario: str) -> Accelerator:
     if scenario == "uneven":
         stream = IterableDataset.from_generator(lambda: iter(rows[:5]))
         evaluations = [trainer.evaluate(dataset) for dataset in (None, stream)]
+    if scenario == "taught" and os.environ.get("ACCELERATE_USE_FSDP"):  # layer by layer
+        assert all(isinstance(layer, FSDPModule) for layer in trainer.teacher_model.model.layers)
     if scenario == "reference":
         assert_a_checkpoint_restores(trainer, Path(folder) / "checkpoint-3")
     result = result_of(trainer, watch) | {"evaluations": evaluations}

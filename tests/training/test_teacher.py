@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from accelerate.utils import FullyShardedDataParallelPlugin
 from support.architectures import KINDS
 from support.forests import distance
 from support.hybrids import ONE_OF_EACH_KIND, build_kind
@@ -30,8 +31,9 @@ from mt_grpo.errors import ConfigError
 from mt_grpo.rewards import TeacherAgreement, score_cut
 from mt_grpo.runlog import read_trajectories
 from mt_grpo.servers import http
+from mt_grpo.token_tree import TokenTree
 from mt_grpo.training.rollout_batch import RolloutBatch
-from mt_grpo.training.teacher import LOGPS, read
+from mt_grpo.training.teacher import LOGPS, layers_of, read
 from mt_grpo.trajectory import Trajectory
 from mt_grpo.weights.proof import trainer_logprobs
 
@@ -129,6 +131,22 @@ def test_what_cannot_teach_is_refused_before_training(teach, build, tokenizer, t
         build(teacher="/nowhere")
     with pytest.raises(ConfigError, match="`teacher` has an unknown key 'modle'; the nearest is 'model'."):
         build(teacher={"modle": "a"})
+
+
+def test_fsdp_shards_the_layers_of_each_model(tokenizer):
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=1, auto_wrap_policy="transformer_based_wrap")
+    policy, teacher = build_model(tokenizer), build_kind("gpt-2", vocab_size=len(tokenizer))
+
+    def prepared(model):
+        plugin.set_auto_wrap_policy(model)
+        return {layer.__name__ for layer in plugin.auto_wrap_policy.keywords["transformer_layer_cls"]}
+
+    with layers_of(teacher, plugin):
+        assert prepared(teacher) == {"GPT2Block"}
+    assert prepared(policy) == set(policy._no_split_modules)
+    with layers_of(teacher, plugin):
+        assert prepared(teacher) == {"GPT2Block"}
+    assert prepared(policy) == set(policy._no_split_modules)
 
 
 def test_a_conversation_that_a_teacher_cannot_read_ends_the_run(teach, tokenizer):
@@ -290,6 +308,11 @@ def test_a_server_teaches_as_the_model_does(teach, build, tokenizer, tmp_path, m
     asked = server.http.asked("/v1/completions")[1:]  # one for each branch, whole
     trees = [each.tree for each in trainer.batch.trajectories]
     assert len(asked) == 2 * sum(tree.num_sequences for tree in trees) and asked[-1]["prompt_logprobs"] == 0
+    tree = TokenTree()
+    tree.add_turn([1, 2], [3], [0.0])
+    tree.extend([4, 5], [], [])  # a turn that sampled nothing
+    assert [list(map(len, turns)) for turns in trainer.teacher.read([tree])] == [[1, 0]]
+    assert server.http.asked("/v1/completions")[-1]["prompt"] == [1, 2, 3]
 
     build_model(tokenizer).save_pretrained(other := str(tmp_path / "other"))
     tokenizer.save_pretrained(other)
