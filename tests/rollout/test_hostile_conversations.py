@@ -88,7 +88,8 @@ def of_tools(draw, expected):
         assert trajectory.answer == ("A" if reason == "answered" else None)
 
     turns = ["".join(call(name) for name in names) for names in wanted] + [ANSWER]
-    return Conversation(turns, {"environment": "tools"}, reason, None, check)
+    hurried = any(expected[name][1] == hostile.late(name) for names in made for name in names)
+    return Conversation(turns, {"environment": "hurried_tools" if hurried else "tools"}, reason, None, check)
 
 
 def of_untimed_tools(draw, expected):
@@ -107,7 +108,8 @@ def of_states(draw, expected):
     """A tool that does harm in one of its methods, between two that do none."""
     method = draw.choice(["create", "execute", "calc_reward", "release"])
     how = draw.choice([*HARMS, *NONSENSE] if method == "execute" else [*HARMS])
-    row = {"environment": "states", "tools_kwargs": {"harm": {"create_kwargs": {"harms": {method: how}}}}}
+    name = "hurried_states" if how in LATE_HARMS else "states"
+    row = {"environment": name, "tools_kwargs": {"harm": {"create_kwargs": {"harms": {method: how}}}}}
 
     def check(trajectory):
         first, harmed = trajectory.turns[0].tool_calls
@@ -128,7 +130,8 @@ def of_steps(draw, expected):
     where = draw.choice(["reset", "step", "close"])
     plain = draw.random() < 0.5
     how = draw.choice([*VALUES.get(where, ()), *(RAISED if plain else HARMS), "hang"])
-    row = {"environment": "plain" if plain else "steps", "where": where, "how": how}
+    name = ("hurried_" if how in LATE_HARMS else "") + ("plain" if plain else "steps")
+    row = {"environment": name, "where": where, "how": how}
     if where == "close":
 
         def check(trajectory):
@@ -180,10 +183,11 @@ def of_others(draw, expected):
     return draw.choice([
         Conversation(["Hi"], {"environment": "make", "how": "disguised"}, "env_done", None, disguised),
         Conversation(turns, {"environment": "tools"}, "answered", None, deep),
-        Conversation([], {"environment": "nobody"}, "env_error", "name one of tools, untimed"),
+        Conversation([], {"environment": "nobody"}, "env_error", "name one of tools, hurried_tools"),
     ])  # fmt: skip
 
 
+LATE_HARMS = ("hang", "swallow")
 KINDS = [of_tools] * 5 + [of_untimed_tools] + [of_states] * 2 + [of_steps] * 3 + [of_loops] * 2 + [of_factories]
 KINDS += [of_others] * 3
 
@@ -291,14 +295,18 @@ def until_nothing_is_left(before):
 def test_each_hostile_conversation_ends_as_it_must(keep, noise, briefly):
     draw = random.Random(f"{SEED}/{keep}")
     tools, expected = hostile.calls()
+    states = [hostile.State(name) for name in ("first", "harm", "last")]
+    # what must end for its time has little of it, and everything else enough
     sources = {
-        "tools": MultiTurnToolEnv(tools, protocol="learnt_tags", tool_timeout=hostile.TIMEOUT),
+        "tools": MultiTurnToolEnv(tools, protocol="learnt_tags", tool_timeout=PATIENCE),
+        "hurried_tools": MultiTurnToolEnv(tools, protocol="learnt_tags", tool_timeout=hostile.TIMEOUT),
         "untimed": MultiTurnToolEnv(tools, protocol="learnt_tags", tool_timeout=None),
-        "states": MultiTurnToolEnv(
-            [hostile.State(name) for name in ("first", "harm", "last")], "", tool_timeout=hostile.TIMEOUT
-        ),
+        "states": MultiTurnToolEnv(states, "", tool_timeout=PATIENCE),
+        "hurried_states": MultiTurnToolEnv(states, "", tool_timeout=hostile.TIMEOUT),
         "steps": hostile.Steps,
+        "hurried_steps": hostile.HurriedSteps,
         "plain": hostile.PlainSteps,
+        "hurried_plain": hostile.HurriedPlainSteps,
         "loops": hostile.Loop,
         "make": hostile.make,
         "make_softly": hostile.make_softly,

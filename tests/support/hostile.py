@@ -14,8 +14,8 @@ GATE = threading.Event()
 """What hangs in a thread, or does not let itself be cancelled, hangs until this is set."""
 COUNTS: Counter[str] = Counter()
 """How many environments and states were made, closed and released."""
-TIMEOUT = 2.0
-"""Seconds that tools, steps and states may take."""
+TIMEOUT = 4.0
+"""Seconds that tools, steps and states may take where one of them takes too long."""
 MEGABYTES = "x" * 10_000_000
 
 
@@ -232,8 +232,6 @@ def last_step():
 class Steps(StepEnv):
     """Does the harm that its row names, in the method that it names."""
 
-    step_timeout = TIMEOUT
-
     def __init__(self):
         COUNTS["made"] += 1
 
@@ -277,6 +275,14 @@ class PlainSteps(Steps):
             return RAISED[self.how][0]()
         hang()
         return hang_softly()  # which nobody awaits any more
+
+
+class HurriedSteps(Steps):
+    step_timeout = TIMEOUT
+
+
+class HurriedPlainSteps(PlainSteps):
+    step_timeout = TIMEOUT
 
 
 NO_TEXT = "without a text `role`: give a dictionary."
