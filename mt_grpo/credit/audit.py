@@ -81,14 +81,8 @@ def without_signal(advantages: Tensor, group_size: int) -> Tensor:
 
 def audit_rewards(batch: RewardBatch, advantages: Tensor) -> Audit:
     """
-    Audits the rewards of a batch.
-
-    Args:
-        batch (`RewardBatch`): The rewards, with their streams.
-        advantages (`Tensor`): What a credit rule made of them, shape (B, K).
-
-    Raises:
-        ValueError: If the batch has no streams, or no weights of them.
+    Audits the rewards of a batch by the advantages (B, K) that a rule made of them. `ValueError` without streams or
+    weights.
     """
     if batch.turn_streams is None or batch.outcome_streams is None or batch.stream_weights is None:
         raise ValueError("An audit needs a `RewardBatch` with each reward by itself and with the weights of all.")

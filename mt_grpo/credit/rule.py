@@ -248,12 +248,7 @@ def sums_turns(name: str) -> bool:
 
 
 def get_estimator(name: str) -> AdvantageEstimator:
-    """
-    Looks an estimator up.
-
-    Raises:
-        ConfigError: If there is none of that name. The message lists the known ones and the nearest.
-    """
+    """Looks an estimator up; raises `ConfigError` with the known names and the nearest if there is none."""
     if name not in ADVANTAGE_ESTIMATORS:
         known = ", ".join(ADVANTAGE_ESTIMATORS)
         raise ConfigError(

@@ -110,12 +110,8 @@ DEFAULT_PLAN = ForwardPlan()
 @dataclass(frozen=True, eq=False)
 class Scores:
     """
-    Scores of the `M` trained tokens of a plan's trees; its leaves are numbered after its trees.
-
-    Args:
-        tree, column, turn (`np.ndarray`): `(M,)` the tree of each token, its index there, and its turn.
-        logps, entropies (`Tensor`): `(M,)`.
-        router_loss (`Tensor`, *optional*): The loss that balances experts, if the plan asks for it.
+    Scores of the `M` trained tokens of a plan's trees, `(M,)` each: the tree (leaves come after trees), the token's
+    index there, its turn, log-prob and entropy; and the loss that balances experts, if the plan asks for it.
     """
 
     tree: np.ndarray

@@ -149,18 +149,8 @@ class FunctionReward(OutcomeReward):
         extra: dict[str, Any] | None = None,
     ) -> Awaitable[list[float | None]]:
         """
-        Calls the function once, for the whole batch.
-
-        Args:
-            trajectories (`list[Trajectory]`): The batch.
-            rows (`list[dict]`): The dataset row of each; every column of the first row is passed as a list.
-            extra (`dict`, *optional*): Further keyword arguments (`trainer_state`, `log_extra`, `log_metric`).
-
-        Returns:
-            An awaitable of `list[float | None]`: one reward per trajectory.
-
-        Raises:
-            ValueError: When awaited, if the function does not return one reward per trajectory.
+        Calls the function once for the whole batch, with every column of the first row as a list and `extra`
+        arguments. Awaited, it gives a reward per trajectory, or `ValueError` if the function did not.
         """
         rewards = self.function(**{**self.arguments(trajectories, rows), **(extra or {})})
         return _counted(rewards, len(trajectories))

@@ -96,10 +96,8 @@ def spread(
     values: Sequence[Any], trajectories: Sequence[Trajectory], fill: Callable[[Trajectory], Any] = lambda _: None
 ) -> list[Any]:
     """
-    Spreads values of the trajectories that did not fail over all trajectories. `fill` makes the missing ones.
-
-    Raises:
-        ValueError: If the number of values is not the number of trajectories that did not fail.
+    Spreads values of trajectories that did not fail over all; `fill` makes the missing ones. `ValueError` if there are
+    not as many.
     """
     judged = [index for index, trajectory in enumerate(trajectories) if not trajectory.failed]
     found = dict(zip(judged, values, strict=True))

@@ -70,11 +70,7 @@ class RolloutError(UserError, RuntimeError):
 
 class Engine(Protocol):
     """
-    Samples tokens. Many conversations may call `generate` at the same time.
-
-    Attributes:
-        tokenizer: Tokenizer of the model.
-        context_length (`int`): Most tokens of context and action together.
+    Samples tokens of a model with this tokenizer and longest context. Many conversations may call `generate` at once.
     """
 
     tokenizer: Any

@@ -152,13 +152,8 @@ class ChatRenderer:
         shown: Sequence[dict[str, Any]] = (),
     ) -> list[int]:
         """
-        Ids that follow a sampled turn: the end of the turn, the environment's messages, the assistant's header.
-
-        Args:
-            replies (`list[dict]`): The environment's messages.
-            last_id (`int`): Last id that the model sampled. If it is the end-of-turn token, it is not added again.
-            calls (`Sequence[dict]`, *optional*): Tool calls of the turn, which results are named after.
-            shown (`Sequence[dict]`, *optional*): What `shown_parts` has of the conversation before.
+        Ids that follow a sampled turn: its end, unless `last_id` is that already, the environment's messages (results
+        named after `calls`), and the assistant's header. `shown` has what `shown_parts` found before.
         """
         ids = self._reply_ids(replies, _called(replies, calls), shown)
         ended = ids[0] == last_id or (ids[0] == self._past_end_id and last_id == self.end_id)
@@ -253,24 +248,11 @@ def _called(replies: list[Message], calls: Sequence[dict[str, Any]]) -> tuple[st
 
 class SuffixCache:
     """
-    Renders the environment's replies of a turn, most of them without running the template.
-
-    A template can treat two contents differently because of string constants that it compares them with, outer white
-    space, emptiness or length. So replies are of one kind if they agree in role and name, in the magnitude of their
-    length, in the template's constants that their content contains, and in those that it begins and ends with; and in
-    the names of the functions that they answer.
-
-    The first replies of a kind are rendered. So is a probe of the same kind, which is made of the same contents and
-    everything that templates escape, and is longer than any reply of the kind. If the rendered probe contains the
-    contents unchanged, and the text around them is that of the first rendering, this text is the pattern of the kind.
-
-    Replies of no kind (with white space around them, or whose content is not a string) are rendered each time, and so
-    are kinds that fail the probe.
-
-    Args:
-        template (`str`): The chat template.
-        render (`Callable[[list[dict], Sequence[str]], str]`): Renders replies through it, given the names of the
-            functions that they answer. What it raises for the replies is raised.
+    Renders the environment's replies of a turn, most of them without running the template, which may tell contents
+    apart by its string constants, outer white space, emptiness or length. Replies of one kind agree in role, name,
+    magnitude of length, the constants that they contain, begin and end with, and the functions that they answer. The
+    first of a kind are rendered, and a longer probe of all that they contain or templates escape: if it comes out
+    unchanged in the same surroundings, these are the kind's pattern. Other replies are rendered each time.
     """
 
     def __init__(self, template: str, render: Callable[[list[Message], Sequence[str]], str]) -> None:

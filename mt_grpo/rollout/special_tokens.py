@@ -30,16 +30,10 @@ def template_constants(template: str) -> tuple[tuple[str, str], ...]:
 
 class SpecialTokens:
     """
-    Escapes contents, so that text that spells a special token is encoded as text.
-
-    A tokenizer turns every text that spells a special token into that token. So contents are *escaped* before the
-    template sees them: the character `ESCAPE` is put after the first character of each special token that they spell.
-    It is removed when the rendered text is encoded, piece by piece between the special tokens. Text without an escape
-    is encoded as usual.
-
-    Special are here all added tokens by which a template or a model structures text: those that the tokenizer calls
-    special, and others such as `<think>`. Added tokens that the model's own vocabulary holds as text, such as Gemma's
-    `<table>` and runs of spaces, are not.
+    Escapes contents, so that text that spells a special token is encoded as text: `ESCAPE` is put after the first
+    character of each special token in contents before the template sees them, and removed when the rendered text is
+    encoded, piece by piece between special tokens. Special are all added tokens by which a template or a model
+    structures text, such as `<think>`, and not those that the vocabulary holds as text.
     """
 
     def __init__(self, tokenizer: Any, template: str, kept: Iterable[str] = ()) -> None:

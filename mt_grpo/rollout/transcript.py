@@ -31,18 +31,11 @@ class Context(NamedTuple):
 
 class History:
     """
-    The context of each turn of one conversation.
-
-    - `"keep"`: everything stays as it was sampled, so each context extends the one before.
-    - `"strip_thinking"`: the reasoning of every earlier turn is removed, as production does for models that think.
-    - `"compact"`: as `"keep"`, but every `compact_every` turns the reasoning of all earlier turns is removed at once.
-    - `"template"`: the model's own template renders the whole conversation anew for each turn.
-
-    Where a turn ends in another token once it is past, as in gpt-oss, every context has the token of the past: the
-    model never reads the one it sampled.
-
-    A rendered history keeps the ids that the model has seen, as far as their text is the same; only the rest is
-    encoded. So a history that changes nothing makes no fork in the token tree.
+    The context of each turn. `"keep"`: as sampled, so each extends the one before. `"strip_thinking"`: without the
+    reasoning of earlier turns. `"compact"`: that of all earlier turns is removed every `compact_every` turns.
+    `"template"`: the model's template renders all anew. A rendered history keeps the ids that the model has seen as
+    far as their text is the same, so one that changes nothing makes no fork. Where a past turn ends in another token,
+    as in gpt-oss, every context has that.
     """
 
     def __init__(self, renderer: ChatRenderer, policy: str = "keep", compact_every: int | None = None) -> None:

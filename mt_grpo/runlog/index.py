@@ -85,13 +85,7 @@ def is_copy(row: Row) -> bool:
 
 
 class Table(Sequence[Row]):
-    """
-    A row per conversation, in the order in which they were first added.
-
-    Attributes:
-        sessions (`list[str]`): The name of each row.
-        places (`dict[str, int]`): Where each session's row is.
-    """
+    """A row per conversation, in the order in which they were added: `sessions` names them, `places` finds them."""
 
     def __init__(self) -> None:
         self.sessions: list[str] = []

@@ -24,13 +24,7 @@ class Estimate:
 
 
 def bootstrap(values: np.ndarray, seed: int = 0) -> Estimate:
-    """
-    The mean of rows and its percentile interval by the bootstrap (Efron 1979): rows are drawn again with replacement.
-
-    Args:
-        values (`np.ndarray`): A value per row, of shape `(rows,)`; NaN where it has none, and does not count.
-        seed (`int`, *optional*, defaults to 0): Draws the rows.
-    """
+    """The mean of values `(rows,)`, without NaN, and its percentile interval by the bootstrap (Efron 1979)."""
     values = values[~np.isnan(values)]
     size = len(values)
     if size < 2:

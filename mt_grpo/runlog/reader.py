@@ -129,12 +129,7 @@ class Run:
         return self._index.read(self.folder).tolist()
 
     def column(self, name: str) -> list | np.ndarray:
-        """
-        One field of all rows.
-
-        Returns:
-            `np.ndarray` for the fields in `_NUMBERS` (NaN where a float is null), else `list`.
-        """
+        """One field of all rows: an array for those in `_NUMBERS` (NaN where a float is null), else a list."""
         if name in _NUMBERS:
             return self.rows.numbers(name)
         return [row[name] for row in self.rows]
@@ -251,13 +246,8 @@ class Run:
 
     def credited(self, rows: Sequence[Row]) -> list[Row]:
         """
-        What the credit rule had and gave, of some rows of the index, without tokens.
-
-        Args:
-            rows (`list[dict]`): The rows, with credit.
-
-        Returns:
-            `list[dict]`: Of each row `record`, `weights` of rewards by name, and `advantages` and `parts` of `CREDIT`.
+        What the credit rule had and gave, without tokens, for rows with credit: of each `record`, `weights` of rewards
+        by name, and `advantages` and `parts` of `CREDIT`.
         """
         rollouts = self._in_files(rows, ["session", "weights", "record"])
         credits = self._in_files(rows, schema.CREDIT.names, schema.CREDIT)

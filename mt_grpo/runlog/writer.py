@@ -86,11 +86,8 @@ class Batch:
 
 class RunWriter:
     """
-    Writes the files of one process. Its methods return lines for the index. The first process appends them once all
-    processes have written their files.
-
-    Raises:
-        RunLogError: From all methods, if the disk is full or the folder cannot be written.
+    Writes the files of one process, and returns lines for the index, which the first process appends once all have
+    written theirs. Every method raises `RunLogError` if the folder cannot be written.
     """
 
     def __init__(self, folder: str | Path, rank: int = 0) -> None:
@@ -158,13 +155,7 @@ class RunWriter:
         return lines
 
     def append(self, lines: Sequence[Row], rank: int = 0) -> None:
-        """
-        Appends lines to the index.
-
-        Args:
-            lines (`list[dict]`): Of files that are whole.
-            rank (`int`, *optional*, defaults to 0): Whose index; only a batch that failed has lines in another's.
-        """
+        """Appends lines of whole files to the index; only a batch that failed has lines in that of another `rank`."""
         path = self.folder / (INDEX if rank == 0 else f"index.rank{rank}.jsonl")
         with self._refusing(path):
             self.folder.mkdir(parents=True, exist_ok=True)

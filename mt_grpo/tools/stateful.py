@@ -202,13 +202,7 @@ class ToolSession:
 
     async def create(self, name: str) -> str:
         """
-        The id of a tool's state. It is made by the tool's first call, or by the next one if its `create` failed.
-
-        Args:
-            name (`str`): The tool.
-
-        Raises:
-            ToolStateError: If `create` fails or takes too long.
+        The id of a tool's state, made by its first call, or the next if `create` failed. Raises `ToolStateError`.
         """
         async with self._creating[name]:
             if name not in self._instances:

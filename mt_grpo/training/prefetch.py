@@ -274,16 +274,9 @@ def _is_judged_without_environment(trajectory: Trajectory, rewards: Sequence[Rew
 
 def effective_sample_size(output: Columns) -> float:
     """
-    The share of a batch that counts where conversations are weighed by the ratio of the policy's probability to that
-    of the weights they were sampled with: `(Σ w)² / (n Σ w²)`. This is a collective call.
-
-    Args:
-        output (`dict`): This process's batch: `old_per_token_logps`, `sampling_per_token_logps` (NaN where no engine
-            sampled a token), `completion_mask` and `tool_mask`, each `(B, T)`.
-
-    Returns:
-        `float`: Over the `n` conversations of all processes with a trained token: 1 where all weigh the same, `1 / n`
-        where a single one has all the weight; NaN without one.
+    The share of a batch that counts where conversations weigh by the ratio of the policy's probability to that of the
+    weights they were sampled with: `(Σ w)² / (n Σ w²)` over the `n` of all processes with a trained token, NaN without
+    one. `output` has the log-probs `(B, T)` of both and masks. This is a collective call.
     """
     trained = output["completion_mask"] * output["tool_mask"]
     log_ratios = (output["old_per_token_logps"] - output["sampling_per_token_logps"]) * trained

@@ -87,21 +87,12 @@ SLEEPS = "MT_GRPO_SLEEPS"
 
 class Guard:
     """
-    ASGI middleware around the whole server. vLLM's development endpoints run any method of a worker for anyone. Its
-    key guards only some paths. Its answers may be read by every web page. Here a request passes only if
-
-    - its method and path are in `allowed`, or with its query in `SCHEDULING` (for a server that shares its trainer's
-      GPUs, in `SLEEP` too),
-    - it has no `Origin` header (requests of web pages have one),
-    - it has the key (`Authorization: Bearer KEY`), except for the health check.
-
-    The key is vLLM's own: `--api-key`, which `ps` shows to everybody, or `VLLM_API_KEY`. If neither is given, the
-    server makes a key. While it runs, trainers of the same user on the same machine can read the key (`keys.py`).
-
-    From SIGTERM on, health and completions are answered with 503, while vLLM finishes the requests under way.
-
-    Args:
-        app: The server.
+    ASGI middleware around the whole server, since vLLM's development endpoints run any method of a worker for anyone.
+    A request passes only if its method and path are in `allowed`, or with its query in `SCHEDULING` (where GPUs are
+    shared with the trainer, `SLEEP`), it has no `Origin` header as those of web pages have, and it has the key
+    (`Authorization: Bearer KEY`), except for the health check. The key is `--api-key`, `VLLM_API_KEY`, or one that the
+    server makes, which trainers of the same user on this machine can read. From SIGTERM on, health and completions are
+    answered with 503, while vLLM finishes the requests under way.
     """
 
     allowed = ALLOWED

@@ -162,13 +162,7 @@ def _sandbox(folder: Path, writable: set[str], workdir: str, *more: str) -> list
 
 
 class Sandbox:
-    """
-    The sandbox of one conversation: a folder, and processes that see no others and no network.
-
-    Args:
-        task (`Path`): The folder of the task.
-        folder (`Path`): What is the conversation's alone.
-    """
+    """The sandbox of one conversation: a `folder` of its own, and processes that see no others and no network."""
 
     def __init__(self, task: Path, folder: Path) -> None:
         self._task, self._folder, self._machine = task, folder, read_machine(task)
@@ -227,13 +221,8 @@ class Sandbox:
 
     async def verify(self) -> tuple[dict[str, float], str]:
         """
-        Runs the tests in a sandbox of their own over the same folders: what still runs in the agent's sees none of it.
-
-        Returns:
-            the verifier's numbers by name, and what it printed.
-
-        Raises:
-            TaskError: If there are none, or they take too long.
+        Runs the tests in a sandbox of their own over the same folders. Returns the verifier's numbers by name and what
+        it printed; raises `TaskError` if there are none, or they take too long.
         """
         with _folder(self._folder) as place:
             results, tests = place / "verifier", place / "tests"

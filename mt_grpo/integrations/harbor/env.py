@@ -145,17 +145,7 @@ source_of.register(HarborEnv, _HarborConversations)
 
 
 class HarborTasks(Tasks, _HarborConversations):
-    """
-    Tasks of Harbor: each is a row, `prompt` its instruction, `task` its folder, and its metadata further columns.
-
-    Args:
-        env (`HarborEnv`): The environment of its conversations.
-        tasks (`str`): A folder of tasks, or of one.
-        eval_tasks (`str`, *optional*): The same for evaluation.
-
-    Raises:
-        ConfigError: If a folder has no tasks.
-    """
+    """Folders of Harbor's tasks, for training and for evaluation, as rows for the conversations of `env`."""
 
     def __init__(self, env: HarborEnv, tasks: str, eval_tasks: str | None = None) -> None:
         Prototype.__init__(self, env)

@@ -33,21 +33,10 @@ _TRANSPORTS = {"stdio": "stdio", "sse": "sse", "http": "http", "streamable-http"
 @dataclass(frozen=True)
 class McpServerConfig:
     """
-    How one MCP server is reached: by a command, over its standard input and output, or at a URL. At several URLs there
-    are as many servers of the same tools.
-
-    Args:
-        name (`str`): What the file calls it.
-        command (`str`, *optional*): Program to start.
-        args (`list[str]`): Its arguments.
-        env (`dict[str, str]`): Variables for it, beside `HOME`, `PATH` and the few others that the library passes on.
-        cwd (`str`, *optional*): The folder it runs in.
-        url (`str` or `list[str]`, *optional*): Where a server listens. Several as a list, or as a range,
-            `http://node[1-4]:8000/mcp`.
-        auth_token (`str`, *optional*): Sent as `Authorization: Bearer ...`.
-        headers (`dict[str, str]`): Sent with every request.
-        transport (`str`, *optional*): `"stdio"`, `"sse"` or `"http"` (streamable HTTP). Where it is not given, a URL
-            that ends in `/sse` is SSE; any other is tried as streamable HTTP, then as SSE, as the specification says.
+    How one MCP server is reached: by a command, over its standard input and output, or at a URL (several, or a range:
+    as many servers of the same tools). `env` comes beside the few variables that the library passes on. Without a
+    `transport`, a URL that ends in `/sse` is SSE; any other is tried as streamable HTTP, then as SSE, as the
+    specification says.
     """
 
     name: str

@@ -311,19 +311,10 @@ logger = logging.getLogger(__name__)
 
 class Warnings:
     """
-    Warns once during the run, and with a count at its end, of what stands out in conversations
-    (`mt_grpo.runlog.findings`), of rewards that return `None` for every trajectory, and of batches in which no
-    trajectory has an advantage. Warns once of
-
-    - turn rewards that depend on later turns, if the credit rule credits single turns with them,
-    - turn rewards that do not reach the turn that earned them,
-    - an outcome that hardly reaches the first turn,
-    - turn rewards that count for far more beside the outcome than their weights say, or for far less,
-    - outcomes and turn rewards that go apart over `APART` steps,
-    - batches on which the rule `mt_grpo` is biased by its coefficient,
-    - a gradient that has been 0 for `STILL` steps.
-
-    Only the main process warns.
+    Warns once, and with a count at the end, of what stands out in conversations (`mt_grpo.runlog.findings`), rewards
+    that are `None` for all, and batches without an advantage; once of turn rewards that depend on later turns, reach
+    other turns or count out of proportion, an outcome that hardly reaches the first turn, rewards that go apart over
+    `APART` steps, a biased `mt_grpo`, and a gradient of 0 for `STILL` steps. Only the main process warns.
     """
 
     def __init__(

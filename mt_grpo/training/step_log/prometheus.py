@@ -35,15 +35,8 @@ def metric_name(name: str) -> str:
 @contextmanager
 def serving(address: int | str, run: str, look: Callable[[], Numbers]) -> Iterator[None]:
     """
-    Answers Prometheus within the block.
-
-    Args:
-        address (`int` or `str`): A port of this machine, or `HOST:PORT`.
-        run (`str`): The label `run` of all metrics.
-        look (`Callable`): The numbers of the run by name, called at each reading in another thread.
-
-    Raises:
-        ConfigError: If the library is not installed, or the address cannot be listened at.
+    Answers Prometheus within the block, at a port of this machine or `HOST:PORT`, with what `look` says at each
+    reading, in another thread, under the label `run`. `ConfigError` if the library is missing or the address is taken.
     """
     try:
         from prometheus_client import CollectorRegistry, start_http_server
