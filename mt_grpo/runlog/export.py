@@ -21,13 +21,12 @@ import pyarrow.parquet as pq
 
 from mt_grpo.errors import UserError
 from mt_grpo.imports import did_you_mean
-from mt_grpo.runlog.conversation import Said, messages_of, words
+from mt_grpo.runlog.conversation import Said, messages_of, spans_of, words
 from mt_grpo.runlog.files import check_target, read_notes, to_json, whole, written_whole
 from mt_grpo.runlog.findings import EQUAL, FAILED
 from mt_grpo.runlog.index import is_copy
 from mt_grpo.runlog.reader import Run
 from mt_grpo.runlog.schema import MODES, ROW_GROUP, Row
-from mt_grpo.runlog.spans import spans_of
 from mt_grpo.token_tree import TokenTree
 
 _ROWS = 256

@@ -28,7 +28,7 @@ from mt_grpo.options.rules import check_batches, check_trainable
 from mt_grpo.runlog.schema import FOLDER
 from mt_grpo.training.checkpoint import is_whole
 from mt_grpo.training.config import MTGRPOConfig, has_bfloat16
-from mt_grpo.training.step_log.prometheus import serving
+from mt_grpo.training.step_log import serving
 
 _RECORDS = ("metrics.jsonl", "trajectories*.jsonl", "summary.json", "learning_curve.png", "audit.jsonl")
 

@@ -57,8 +57,7 @@ from mt_grpo.training.prefetch import PrefetchQueue, SmallerSteps
 from mt_grpo.training.preflight import check_batch_sizes, left_by_runs, locked
 from mt_grpo.training.ranks import check_same, clear_checkpoint, keep_checkpoint, keep_records
 from mt_grpo.training.rollout_batch import Columns, Row
-from mt_grpo.training.step_log import FewerPrinter, FewerProgress, StepLog
-from mt_grpo.training.step_log.prometheus import serving
+from mt_grpo.training.step_log import FewerPrinter, FewerProgress, StepLog, serving
 from mt_grpo.training.step_log.records import versions
 
 _RATES = ("lr", "initial_lr")

@@ -32,8 +32,7 @@ from mt_grpo.forward.routes import route_shape
 from mt_grpo.options.rules import check_eval_batch
 from mt_grpo.rewards import RewardFunc, Scores, load_rewards, score_trajectories
 from mt_grpo.rollout import Engine, RolloutError
-from mt_grpo.rollout.engines.proof import prove_engine
-from mt_grpo.rollout.engines.transformers import TransformersEngine
+from mt_grpo.rollout.engines.transformers import TransformersEngine, prove_engine
 from mt_grpo.runlog.heartbeat import Silence
 from mt_grpo.training import (
     columns,

@@ -12,9 +12,16 @@ import pytest
 
 from mt_grpo.app.commands import env
 from mt_grpo.errors import ConfigError
-from mt_grpo.integrations.harbor import images
-from mt_grpo.integrations.harbor.containers import OWNER, PROJECT, owner, remove_leftovers, write_overlay
-from mt_grpo.integrations.harbor.images import Image, get_images
+from mt_grpo.integrations.harbor import containers
+from mt_grpo.integrations.harbor.containers import (
+    OWNER,
+    PROJECT,
+    Image,
+    get_images,
+    owner,
+    remove_leftovers,
+    write_overlay,
+)
 
 ENGINE = r"""#!/bin/bash
 # its state is what it has, a file each: KIND.LABEL.json, and image.NAME
@@ -37,7 +44,7 @@ def engine(tmp_path, monkeypatch):
     program.write_text(ENGINE.format(place=place))
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{place}:/bin:/usr/bin")
-    monkeypatch.setattr(images, "_here", set())
+    monkeypatch.setattr(containers, "_here", set())
     return place
 
 

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from mt_grpo.integrations.harbor import pool
-from mt_grpo.integrations.harbor.pool import Pool
+from mt_grpo.integrations.harbor import env
+from mt_grpo.integrations.harbor.env import Pool
 
 
 class Begun:
@@ -23,7 +23,7 @@ class Begun:
 @pytest.fixture
 def begin(monkeypatch):
     """Begins trials and keeps them; those of the task `bad` fail."""
-    monkeypatch.setattr(pool, "_JITTER", 0.0)
+    monkeypatch.setattr(env, "_JITTER", 0.0)
 
     async def one(task):
         await asyncio.sleep(0)

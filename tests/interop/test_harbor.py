@@ -33,7 +33,7 @@ from harbor.models.environment_type import EnvironmentType  # noqa: E402
 from harbor.models.trial.config import AgentConfig  # noqa: E402
 
 from mt_grpo.integrations.harbor import HarborAgents, HarborEnv, HarborTasks  # noqa: E402
-from mt_grpo.integrations.harbor.images import image_of_task  # noqa: E402
+from mt_grpo.integrations.harbor.containers import image_of_task  # noqa: E402
 from mt_grpo.integrations.harbor.trial import run_trial  # noqa: E402
 
 BASE = os.environ.get("MT_GRPO_BASE_IMAGE", "localhost/base:1")

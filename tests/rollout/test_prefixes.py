@@ -22,8 +22,7 @@ from transformers import AutoModelForCausalLM, DeepseekV4Config
 
 from mt_grpo.errors import ConfigError
 from mt_grpo.rollout import SamplingParams
-from mt_grpo.rollout.engines.proof import measure_engine, probe_contexts, prove_engine
-from mt_grpo.rollout.engines.transformers import TransformersEngine
+from mt_grpo.rollout.engines.transformers import TransformersEngine, measure_engine, probe_contexts, prove_engine
 
 pytestmark = pytest.mark.filterwarnings("error::FutureWarning")  # transformers renames what it is given
 

@@ -14,7 +14,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from support.runs import REWARDS, write_conversations
 
 from mt_grpo.runlog import Batch, open_run
-from mt_grpo.runlog.spans import SpanSender, spans_of
+from mt_grpo.runlog.conversation import SpanSender, spans_of
 from mt_grpo.trajectory import StopReason, ToolCall, Trajectory, Turn
 
 

@@ -14,7 +14,7 @@ from support.loopback import free_port
 from support.trainers import at
 
 from mt_grpo.errors import ConfigError
-from mt_grpo.training.step_log.prometheus import serving
+from mt_grpo.training.step_log import serving
 
 DASHBOARD = Path(__file__).parents[2] / "recipes" / "cluster" / "grafana.json"
 

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mt_grpo.errors import ConfigError
-from mt_grpo.integrations.harbor.containers import PROCESSES, is_gone, owner
-from mt_grpo.integrations.harbor.verified import SHOWN_LOG, TaskError, Verified
+from mt_grpo.integrations.harbor.containers import PROCESSES, SHOWN_LOG, TaskError, Verified, is_gone, owner
 
 _USER = 65534
 """What a sandbox runs as where the trainer is root, for whom the limit of processes would not hold."""

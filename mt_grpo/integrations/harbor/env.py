@@ -1,28 +1,267 @@
-"""Conversations in the containers of tasks, in which the policy has a shell."""
+"""Tasks of Harbor as rows; conversations in their containers, where the policy has a shell or an agent asks it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+import contextlib
+import importlib.util
+import logging
+import random
+import shutil
+import tempfile
+import tomllib
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from datasets import Dataset
+
+from mt_grpo.data.terminal import embedded_tasks
 from mt_grpo.envs.env import ConversationEnded, Outcome, Policy, Step
+from mt_grpo.envs.protocols import CallProtocol
 from mt_grpo.envs.source import EnvLike, EnvSource, Prototype, environment, source_of, tool_arguments
 from mt_grpo.envs.tool_env import MultiTurnToolEnv
 from mt_grpo.errors import ConfigError
-from mt_grpo.integrations.harbor.containers import BUBBLEWRAP
-from mt_grpo.integrations.harbor.pool import Pool
+from mt_grpo.imports import did_you_mean
+from mt_grpo.integrations.harbor.bubblewrap import check_usable, read_machine
+from mt_grpo.integrations.harbor.containers import (
+    BUBBLEWRAP,
+    ENGINES,
+    HOST,
+    TaskError,
+    get_images,
+    image_of_task,
+    remove_leftovers,
+)
 from mt_grpo.integrations.harbor.shell import Shell
-from mt_grpo.integrations.harbor.tasks import TASK, Tasks, harbor_value
-from mt_grpo.integrations.harbor.verified import TaskError
+from mt_grpo.integrations.openai_api.agent import AgentClient, AgentEnv, AgentSource
+from mt_grpo.integrations.openai_api.conversation import Conversation
 from mt_grpo.options.table import RunOptions
+from mt_grpo.rollout.policy import ConversationPolicy
 from mt_grpo.tools import load_tools
 from mt_grpo.trajectory import Turn
 
 if TYPE_CHECKING:
     from mt_grpo.integrations.harbor.trial import BegunTrial
+
+_DISK = 1e9  # bytes for a sandbox, below which the doctor warns
+logger = logging.getLogger(__name__)
+
+TASK = "task"
+"""The column with the folder of a row's task."""
+
+
+class Tasks:
+    """
+    Folders of tasks as rows: `prompt` is a task's instruction, `task` its folder, and its metadata further columns.
+
+    Args:
+        sandbox (`str`): What runs containers, by Harbor's name, or `bubblewrap`.
+        tasks (`str`): A folder of tasks, or of one; `embedded` are small ones of our own.
+        eval_tasks (`str`, *optional*): The same for evaluation.
+
+    Raises:
+        ConfigError: If Harbor is not installed, has no such sandbox, or cannot use it here; if a folder has no tasks.
+    """
+
+    def __init__(self, sandbox: str, tasks: str, eval_tasks: str | None = None) -> None:
+        self.sandbox = harbor_value("sandbox", sandbox)
+        _check_usable(self.sandbox)
+        if removed := remove_leftovers(self.sandbox):
+            logger.warning("Removed what an earlier run left: %s", ", ".join(removed))
+        given = {"train": tasks, "eval": eval_tasks}
+        self._folders = {
+            split: str(embedded_tasks(split)) if folder == "embedded" else folder for split, folder in given.items()
+        }
+        for name, folder in zip(("tasks", "eval_tasks"), self._folders.values(), strict=True):
+            if folder is not None and not _task_folders(folder):
+                raise ConfigError(
+                    f"`{name}: {folder}` has no tasks of Harbor: a task is a folder with `task.toml` and "
+                    "`instruction.md`."
+                )
+
+    def rows(self, split: str) -> Dataset | None:
+        """The tasks of a split."""
+        folder = self._folders[split]
+        return None if folder is None else Dataset.from_list([_task_row(path) for path in _task_folders(folder)])
+
+    in_sandboxes: ClassVar[bool] = True
+
+    def examine(self, rows: Any, at_once: int) -> Iterator[tuple[bool, str, str]]:
+        """Whether sandboxes start here, and their images and disk are here."""
+        yield True, f"`{self.sandbox}` is here and answers", ""  # else there were no environment
+        tasks = list(dict.fromkeys(row[TASK] for row in rows.select_columns(TASK)))
+        place = tempfile.gettempdir() if self.sandbox == BUBBLEWRAP else "/var/lib"
+        if self.sandbox == BUBBLEWRAP:
+            for task in tasks:
+                read_machine(Path(task))
+            yield True, f"{len(tasks)} tasks need no image", ""
+        elif self.sandbox in ENGINES:
+            images = [image for image in map(image_of_task, tasks) if image is not None]
+            here = sum(image.is_here(self.sandbox) for image in images)
+            mend = "the others are built or pulled before the first batch" if here < len(images) else ""
+            yield not mend, f"{here} of the images of {len(tasks)} tasks are here", mend
+        else:
+            return
+        free = shutil.disk_usage(place).free
+        mend = "free some, or run fewer at once" if free < at_once * _DISK else ""
+        yield not mend, f"{free / 1e9:.1f} GB of disk are free for {at_once} sandboxes at once", mend
+
+    def check(self, rows: Dataset, name: str) -> None:
+        """Refuses rows without a task, and gets the images of the others."""
+        if TASK not in rows.column_names:
+            raise ConfigError(
+                f"The {name} has no column `{TASK}`: give the folder of each row's task there, or leave "
+                "`dataset_name` out."
+            )
+        if self.sandbox in ENGINES:
+            get_images(self.sandbox, filter(None, map(image_of_task, rows.unique(TASK))))
+        if self.sandbox == BUBBLEWRAP:
+            for task in rows.unique(TASK):
+                read_machine(Path(task))
+
+
+def harbor_value(option: str, given: str | Mapping[str, Any]) -> Any:
+    """The name of a `sandbox` that Harbor has, or its configuration of an `agent`."""
+    if given == BUBBLEWRAP:
+        return given
+    if importlib.util.find_spec("harbor") is None:
+        raise ConfigError(
+            "`env: {type: harbor}` needs Harbor, which is not installed: `pip install mt-grpo[harbor]`, with Python "
+            "3.12 or later. `sandbox: bubblewrap` goes without."
+        )
+    from harbor.models.agent.name import AgentName
+    from harbor.models.environment_type import EnvironmentType
+    from harbor.models.trial.config import AgentConfig
+    from pydantic import ValidationError
+
+    if option == "sandbox":
+        known = [kind.value for kind in EnvironmentType]
+        value: Any = given
+    else:
+        options = {"name": given} if isinstance(given, str) else dict(given)
+        try:
+            if unknown := options.keys() - AgentConfig.model_fields.keys():
+                raise ConfigError(
+                    f"`agent` has no option {sorted(unknown)[0]!r}: it has those of Harbor's `AgentConfig`."
+                )
+            config = AgentConfig(**options)
+        except ValidationError as error:
+            raise ConfigError(f"`agent: {options}` is refused by Harbor: {error.errors()[0]['msg']}") from error
+        if config.name is None or ":" in config.name:
+            return config
+        known, value = sorted(AgentName.values()), config.name
+    if value not in known:
+        raise ConfigError(
+            f"`{option}: {value}` is none of Harbor's{did_you_mean(str(value), known)}: it has {', '.join(known)}."
+        )
+    return value if option == "sandbox" else config
+
+
+def _check_usable(sandbox: str) -> None:
+    """Asks Harbor whether a sandbox can be used: its program answers, its credentials are there."""
+    if sandbox == BUBBLEWRAP:
+        return check_usable()
+    from harbor.environments.factory import EnvironmentFactory
+    from harbor.models.environment_type import EnvironmentType
+
+    try:
+        EnvironmentFactory.run_preflight(EnvironmentType(sandbox))
+    except (Exception, SystemExit) as error:  # Harbor ends its own command with the reason
+        raise ConfigError(f"`sandbox: {sandbox}` cannot be used on this machine: {error}") from error
+
+
+def _task_folders(folder: str) -> list[Path]:
+    """The folders of tasks in a folder, by name; a folder that is a task itself is its only one."""
+    root = Path(folder).expanduser()
+    if (root / "task.toml").is_file():
+        return [root]
+    return sorted(path.parent for path in root.glob("*/task.toml") if (path.parent / "instruction.md").is_file())
+
+
+def _task_row(path: Path) -> dict[str, Any]:
+    """A task as a row: its instruction, its folder, and what `[metadata]` says in plain values."""
+    try:
+        config = tomllib.loads((path / "task.toml").read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path / 'task.toml'} cannot be read ({error}): mend it, or take the task out.") from error
+    metadata = {
+        key: value for key, value in config.get("metadata", {}).items() if isinstance(value, (str, int, float))
+    }
+    prompt = (path / "instruction.md").read_text(errors="replace").strip()
+    return {**metadata, "prompt": prompt, TASK: str(path.resolve()), "name": path.name}
+
+
+_JITTER = 0.2
+"""Most seconds between two starts, which are drawn, so that several processes do not start in step."""
+
+
+class Pool:
+    """Trials whose containers start ahead of their conversations, for each batch at most `size` that wait."""
+
+    def __init__(self, size: int, begin: Callable[[str], Awaitable[BegunTrial]]) -> None:
+        self.size, self._begin = size, begin
+        self._batches: list[_Batch] = []
+
+    @contextlib.asynccontextmanager
+    async def ahead(self, tasks: Sequence[str]) -> AsyncIterator[None]:
+        """In the block trials of these tasks begin, in this order; those that nobody took are dropped after it."""
+        if not self.size:
+            yield
+            return
+        batch = _Batch(self.size, list(tasks), self._begin)
+        self._batches.append(batch)
+        filling = asyncio.ensure_future(batch.fill())
+        try:
+            yield
+        finally:
+            self._batches.remove(batch)
+            filling.cancel()
+            await asyncio.gather(filling, return_exceptions=True)
+            await asyncio.gather(*(each.drop() for _, each in batch.begun))
+
+    async def take(self, task: str) -> BegunTrial:
+        """A trial of a task: the first that has begun, or another."""
+        for batch in self._batches:
+            if (begun := batch.take(task)) is not None:
+                return begun
+        return await self._begin(task)
+
+
+class _Batch:
+    """What has begun for the conversations of one batch."""
+
+    def __init__(self, size: int, tasks: list[str], begin: Callable[[str], Awaitable[BegunTrial]]) -> None:
+        self._size, self._tasks, self._begin = size, tasks, begin
+        self._taken = asyncio.Event()
+        self.begun: list[tuple[str, BegunTrial]] = []
+
+    async def fill(self) -> None:
+        """Begins trials as places become free."""
+        while self._tasks:
+            if len(self.begun) >= self._size:
+                self._taken.clear()
+                await self._taken.wait()
+                continue
+            task = self._tasks.pop(0)
+            with contextlib.suppress(Exception):  # whoever needs it begins it again, and says why that fails
+                self.begun.append((task, await self._begin(task)))
+            await asyncio.sleep(random.uniform(0, _JITTER))
+
+    def take(self, task: str) -> BegunTrial | None:
+        """The first that has begun; nothing where the conversation has come before its trial, which it begins."""
+        for number, (name, begun) in enumerate(self.begun):
+            if name == task:
+                del self.begun[number]
+                self._taken.set()
+                return begun
+        with contextlib.suppress(ValueError):  # a row that nobody announced
+            self._tasks.remove(task)
+        return None
+
 
 SYSTEM_PROMPT = (
     "You work in the shell of a Linux machine. Solve the task with commands, look at what they print, and call submit "
@@ -164,7 +403,7 @@ def _harbor_of_options(options: Mapping[str, Any]) -> EnvSource:
     if agent != "bash":
         if sandbox == BUBBLEWRAP:
             raise ConfigError(f"`agent: {agent}` is Harbor's and needs its containers: use another `sandbox`.")
-        from mt_grpo.integrations.harbor.agents import HarborAgents
+        from mt_grpo.integrations.harbor.env import HarborAgents
         from mt_grpo.integrations.openai_api.agent import protocol_of
 
         for option in ("system_prompt", "max_env_steps", "env_mask", "tool_timeout"):
@@ -185,3 +424,132 @@ def _harbor_of_options(options: Mapping[str, Any]) -> EnvSource:
     given = {name: value for name, value in given.items() if value is not None}
     given |= {name: own[name] for name in ("verify_every", "sandbox_pool") if own.get(name) is not None}
     return HarborTasks(HarborEnv(sandbox, **given), own["tasks"], own.get("eval_tasks"))
+
+
+_ALL_INTERFACES = "0.0.0.0"
+_KWARGS: dict[str, dict[str, Any]] = {
+    "codex": {"disable_web_search": True, "config": {"features": {"multi_agent": False}}},
+    "terminus-2": {"record_terminal_session": False},
+}
+"""Options of agents unless the user gives others: no tools that the policy's server would have to run, no films."""
+
+
+class HarborAgents(Tasks, AgentSource):
+    """
+    Tasks of Harbor for one of its agents, such as `terminus-2`, `mini-swe-agent`, `codex` or `claude-code`. What the
+    agent samples is a conversation of the policy's, token for token; what Harbor's verifier says in the end is the
+    reward.
+
+    Args:
+        agent (`str` or `Mapping`): Its name, or the options of Harbor's `AgentConfig`, `name` or `import_path` among
+            them. `env` are further variables of its environment, `kwargs` its own options.
+        tasks (`str`): A folder of tasks, or of one.
+        eval_tasks (`str`, *optional*): The same for evaluation.
+        sandbox (`str`, *optional*, defaults to `"docker"`): What runs containers, by Harbor's name.
+        host (`str`, *optional*): The name by which containers reach this machine; Docker's and Podman's know it.
+        protocol (`CallProtocol`, *optional*): A text protocol for tool calls, see [`AgentSource`].
+
+    Raises:
+        ConfigError: If Harbor is not installed, or has no such agent or sandbox; if a folder has no tasks.
+    """
+
+    def __init__(
+        self,
+        agent: str | Mapping[str, Any],
+        tasks: str,
+        eval_tasks: str | None = None,
+        sandbox: str = "docker",
+        host: str | None = None,
+        protocol: CallProtocol | None = None,
+    ) -> None:
+        self._of_harbor = harbor_value("agent", agent)
+        self.sandbox, self.inside = harbor_value("sandbox", sandbox), self._is_inside()
+        if self.inside and host is None and self.sandbox not in ENGINES:
+            raise ConfigError(
+                f"`agent: {self.name}` works in a container of `{sandbox}`, which runs elsewhere: give the address by "
+                "which it reaches this machine as `host`."
+            )
+        self.seen_as = host or HOST
+        Tasks.__init__(self, sandbox, tasks, eval_tasks)
+        AgentSource.__init__(self, self._agent_class(), protocol, _ALL_INTERFACES if self.inside else "127.0.0.1")
+
+    @property
+    def name(self) -> str:
+        return self._of_harbor.name or self._of_harbor.import_path
+
+    def _agent_class(self) -> Any:
+        from harbor.agents.factory import AgentFactory
+
+        try:
+            return AgentFactory.get_agent_class_from_config(self._of_harbor)
+        except (ValueError, ImportError, AttributeError) as error:
+            raise ConfigError(f"`agent: {self.name}` is no agent of Harbor's: {error}") from error
+
+    def _is_inside(self) -> bool:
+        """Whether the agent asks from its container."""
+        from harbor.agents.installed.base import BaseInstalledAgent
+
+        return issubclass(self._agent_class(), BaseInstalledAgent)
+
+    def config(self, client: AgentClient, context_length: int) -> Any:
+        """What Harbor is told of the agent: where the policy is, its key, the form of its API, and its context."""
+        from harbor.models.model_api_format import ModelApiFormat
+
+        agent = self._agent_class()
+        kwargs = _KWARGS.get(self.name, {}) | self._of_harbor.kwargs
+        options = getattr(agent, "options_model", None)
+        if "model_info" in getattr(options, "model_fields", {}):  # it compacts before the context is full
+            info = {"max_input_tokens": context_length, "max_output_tokens": context_length}
+            kwargs.setdefault(
+                "model_info", info | dict.fromkeys(("input_cost_per_token", "output_cost_per_token"), 0.0)
+            )
+        spec = getattr(agent, "MODEL_CONNECTION", None)
+        formats = getattr(spec, "supported_api_formats", None) or [ModelApiFormat.OPENAI_CHAT_COMPLETIONS]
+        asked = self._of_harbor.model_api_format
+        anthropic = ModelApiFormat.ANTHROPIC_MESSAGES in ([asked] if asked else formats[:1])
+        key = "ANTHROPIC_API_KEY" if anthropic else "OPENAI_API_KEY"
+        url = client.base_url.replace(f"//{_ALL_INTERFACES}:", f"//{self.seen_as}:")
+        return self._of_harbor.model_copy(
+            update={
+                "model_name": self._of_harbor.model_name or ("anthropic/policy" if anthropic else "openai/policy"),
+                "base_url": url.removesuffix("/v1") if anthropic else url,
+                "env": {key: client.api_key, **self._of_harbor.env},
+                "kwargs": kwargs,
+            }
+        )
+
+    async def make(self, row: Mapping[str, object]) -> Any:
+        return _HarborAgentEnv(self)
+
+
+class _HarborAgentEnv(AgentEnv):
+    """One conversation of an agent of Harbor's, and the verification of what it did."""
+
+    def __init__(self, source: HarborAgents) -> None:
+        super().__init__(source)
+        self._tasks = source
+        self._failed: Exception | None = None
+
+    async def run(self, policy: ConversationPolicy, row: Mapping[str, object]) -> Outcome:
+        """Holds the conversation; a trial without a reward is an error, also where a limit ended the conversation."""
+        outcome = await super().run(policy, row)
+        if self._failed is not None:
+            raise self._failed
+        return outcome
+
+    async def work(self, conversation: Conversation, row: Mapping[str, object], client: AgentClient) -> object:
+        """A trial, whose agent ends when it does not stop asking beyond its limits."""
+        from mt_grpo.integrations.harbor.trial import run_trial
+
+        source = self._tasks
+        try:
+            config = source.config(client, conversation.policy.context_length)
+            done = await run_trial(source.sandbox, str(row[TASK]), config, conversation)
+            if not conversation.asked:
+                said = done.agent_error or done.agent_log.strip()[-500:] or "it printed nothing"
+                raise TaskError(f"No request of {source.name} reached the policy: {said}")
+        except Exception as error:  # raised by `run`: a limit that was reached before is not what went wrong
+            self._failed = error
+            return None
+        info = {"verifier_log": done.verifier_log, "agent_log": done.agent_log, "agent_error": done.agent_error}
+        return Outcome(done.rewards, info={name: said for name, said in info.items() if said})

@@ -1,15 +1,16 @@
 """
 The log of a trainer's batches and steps. One callback hands them to its sinks: records, warnings, metrics and a table
 of conversations. Here is also what people see meanwhile: what the trainer waits for, the few metrics that a script
-prints, and a few conversations.
+prints, a few conversations, and the metrics as Prometheus reads them (`metrics_address`).
 """
 
 from __future__ import annotations
 
 import importlib
+import re
 import time
 from collections import defaultdict
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,6 +23,7 @@ from transformers.integrations import TensorBoardCallback, TrackioCallback, Wand
 from trl import GRPOTrainer
 
 from mt_grpo.credit import audit_rewards, uncredited_turn_rewards
+from mt_grpo.errors import ConfigError
 from mt_grpo.media import part_text
 from mt_grpo.runlog.files import to_json
 from mt_grpo.runlog.writer import question_of
@@ -423,3 +425,48 @@ class NumbersToTensorBoard(TensorBoardCallback):
     def on_log(self, args: object, state: object, control: object, logs: Logs | None = None, **kwargs: object) -> None:
         numbers = {name: value for name, value in (logs or {}).items() if value is not None}
         super().on_log(args, state, control, logs=numbers, **kwargs)
+
+
+class _Gauges:
+    """A collector of the library: it is asked at each reading."""
+
+    def __init__(self, look: Callable[[], dict[str, float]], run: str) -> None:
+        self._look, self._run = look, run
+
+    def collect(self) -> Iterator[Any]:
+        from prometheus_client.core import GaugeMetricFamily
+
+        for name, value in sorted(self._look().items()):
+            exposed = re.sub(r"\W", "_", name, flags=re.ASCII)  # as Prometheus allows it: `turn_1_reward`
+            gauge = GaugeMetricFamily(f"mt_grpo_{exposed}", f"{name} of the run", labels=["run"])
+            gauge.add_metric([self._run], value)
+            yield gauge
+
+
+@contextmanager
+def serving(address: int | str, run: str, look: Callable[[], dict[str, float]]) -> Iterator[None]:
+    """
+    Answers Prometheus within the block, at a port of this machine or `HOST:PORT`, with what `look` says at each
+    reading, in another thread, under the label `run`. `ConfigError` if the library is missing or the address is taken.
+    """
+    try:
+        from prometheus_client import CollectorRegistry, start_http_server
+    except ImportError:
+        raise ConfigError(
+            f"`metrics_address: {address}` needs a package that is not installed: `pip install 'mt-grpo[prometheus]'`."
+        ) from None
+    host, _, port = str(address).rpartition(":")
+    registry = CollectorRegistry()
+    registry.register(_Gauges(look, run))
+    try:
+        server, thread = start_http_server(int(port), host.strip("[]") or "127.0.0.1", registry)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"`metrics_address: {address}` cannot be listened at ({error}): give another port, or none."
+        ) from None
+    try:
+        yield
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

@@ -25,9 +25,9 @@ from mt_grpo.credit import Audit, Credit, Uncredited, explain, rule_says, whole_
 from mt_grpo.envs.source import tool_names
 from mt_grpo.rewards import RewardFunc
 from mt_grpo.runlog import Batch, RunWriter
+from mt_grpo.runlog.conversation import SpanSender
 from mt_grpo.runlog.files import to_json
 from mt_grpo.runlog.schema import VERSION, session_id, session_number
-from mt_grpo.runlog.spans import SpanSender
 from mt_grpo.runlog.writer import end_with_a_line, finite, trim
 from mt_grpo.training.checkpoint import later_checkpoints
 from mt_grpo.training.config import MTGRPOConfig, options_given
