@@ -187,7 +187,9 @@ class Trajectory:
             turn the mean log-prob, per token, of the right answer after the context of the turn; `None` for a turn
             without one.
         teacher_log_ratios (`list[float | None]`): Filled in by a trainer with a teacher: for each turn the mean, per
-            sampled token, of the teacher's log-prob minus the one it was sampled with; `None` for a turn without any.
+            sampled token, of the teacher's log-prob minus the one it was sampled with; `None` for a turn that it did
+            not read.
+        teacher_hint (`str`, *optional*): What the teacher was shown before each turn, and the policy was not.
         start (`float`, *optional*): When it began, in seconds since 1970 (UTC).
         where (`str`, *optional*): Where the user's code raised that ended it, as `FILE, line N, in FUNCTION`.
         traceback (`str`, *optional*): The frames of their code, as Python shows them.
@@ -198,8 +200,8 @@ class Trajectory:
             the row's prompt is text; written nowhere.
         media (`dict[int, EncodedMedium]`): The media of its contexts by the id of their tokens; they themselves are
             in the messages.
-        teacher_logprobs (`list[list[float]]`): The teacher's log-probs of the tokens that each turn sampled; written
-            nowhere.
+        teacher_logprobs (`list[list[float]]`): The teacher's log-probs of the tokens that each turn sampled, NaN
+            for a turn that it did not read; written nowhere.
     """
 
     prompt: list[Message]
@@ -218,6 +220,7 @@ class Trajectory:
     branch_of: str | None = None
     answer_logprobs: dict[str, list[float | None]] = field(default_factory=dict)
     teacher_log_ratios: list[float | None] = field(default_factory=list)
+    teacher_hint: str | None = None
     start: float | None = None
     where: str | None = None
     traceback: str | None = None

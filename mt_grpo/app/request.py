@@ -25,6 +25,7 @@ from mt_grpo.imports import FORMATS, check_place, looks_like_path
 from mt_grpo.options.rules import check_batches, check_names, check_options, check_trainable
 from mt_grpo.options.table import OPTIONS, Values
 from mt_grpo.options.values import (
+    SELF,
     SYNONYMS,
     TYPES,
     VERIFIERS,
@@ -417,7 +418,8 @@ def check_places(values: Values, command: str) -> None:
         check_writable("." if values.get("output_dir") is None else str(values["output_dir"]))
     models = {"model": values["model_name_or_path"]}
     if values.get("teacher") and command not in _OF_RUNS:
-        models["teacher"] = parse_teacher(values["teacher"])["model"]
+        teacher = parse_teacher(values["teacher"])["model"]
+        models |= {} if teacher == SELF else {"teacher": teacher}
     for what, model in models.items():
         if looks_like_path(model) and not Path(model).expanduser().exists():
             raise ConfigError(f"The {what} {model!r} cannot be loaded: there is no such folder (from {Path.cwd()}).")

@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 import yaml
 from annotated_types import Ge, Gt, MinLen
@@ -55,6 +55,11 @@ class _TeacherOptions(_TeacherNeeds, total=False):
     """Keys of `teacher`; see `mt_grpo.training.teacher`."""
 
     server: _Text
+    sees: Annotated[list[Literal["answer", "sibling", "feedback"]], MinLen(1)]
+
+
+SELF = "self"
+"""The `model` of a teacher that is the policy itself."""
 
 
 class _AgentOptions(TypedDict, total=False):
@@ -208,7 +213,7 @@ def parse_agent(agent: object, key: str = "agent") -> dict[str, str]:
     return agent
 
 
-def parse_teacher(teacher: object) -> dict[str, str]:
+def parse_teacher(teacher: object) -> dict[str, Any]:
     """A teacher as a recipe, a command line (the mapping as JSON) or a script gives it."""
     given = _parse_braces(teacher, "`teacher`")
     teacher = _validated(_TeacherOptions, {"model": given} if isinstance(given, str) else given, "teacher")
@@ -217,6 +222,13 @@ def parse_teacher(teacher: object) -> dict[str, str]:
             f"`teacher: server` is {teacher['server']!r}: give the address of a vLLM server, such as "
             "`http://127.0.0.1:8001`."
         )
+    if teacher["model"] == SELF and "sees" not in teacher:
+        raise ConfigError(
+            "`teacher: self` is the policy, which knows no more than itself: say in `sees` what it is shown beside "
+            "(answer, sibling, feedback)."
+        )
+    if teacher["model"] == SELF and "server" in teacher:
+        raise ConfigError("`teacher: server` has another model than the policy: leave it out for `model: self`.")
     return teacher
 
 

@@ -349,6 +349,14 @@ _GAINS = ("log_prob", "probability")
 _SCORERS = ("trainer", "server")
 
 
+def first_answer(value: object) -> str:
+    """The right answer in a value of a column: text, a number, a list, or TriviaQA's record; empty without one."""
+    first = value.get("value") if isinstance(value, dict) else value
+    if isinstance(first, list):
+        first = first[0] if first else None
+    return "" if first is None else str(first).strip()
+
+
 class RightAnswer(ReadsAnswer):
     """
     A reward or a state score that needs the log-prob of the right answer in the context of each turn: the mean over
@@ -378,10 +386,7 @@ class RightAnswer(ReadsAnswer):
 
     def right_answer(self, value: object) -> str:
         """The text to score, from a value of the column."""
-        first = value.get("value") if isinstance(value, dict) else value
-        if isinstance(first, list):
-            first = first[0] if first else None
-        text = "" if first is None else str(first).strip()
+        text = first_answer(value)
         if not text:
             raise ConfigError(
                 f"The reward {self.name!r} needs a right answer, and the column {self.column!r} of a row has "

@@ -18,7 +18,7 @@ from mt_grpo.rollout.chat_template import TemplateError
 from mt_grpo.rollout.rendering import ChatRenderer
 from mt_grpo.rollout.special_tokens import ESCAPE, unescape
 from mt_grpo.token_tree import NO_ROUTE, TokenTree, common_prefix
-from mt_grpo.trajectory import Message, StopReason, Trajectory
+from mt_grpo.trajectory import Message, StopReason, Trajectory, Turn
 
 
 @dataclass
@@ -168,6 +168,41 @@ def answer_leaves(
             leaves.tree.add_turn(context, answer, [0.0] * len(answer))
             leaves.turns.append(turn)
     return leaves
+
+
+def hinted_turns(trajectory: Trajectory, renderer: ChatRenderer, hint: str, most: int) -> AnswerLeaves:
+    """
+    The contexts that a trajectory's turns really had, each with a hint behind the words of its last message, and what
+    the turn sampled there. Without turns that have more than `most` tokens then, and those whose context does not end
+    as the template writes its last message.
+    """
+    leaves = AnswerLeaves()
+    for turn, action in zip(trajectory.turns, trajectory.tree.actions(), strict=True):
+        path = trajectory.tree.path_of_turn(turn.index)
+        context = path[: len(path) - len(action)]
+        old, new = (_last_message(trajectory, turn, renderer, words) for words in ("", hint))
+        same = common_prefix(old, new, 0)
+        old, new = old[same:], new[same:]
+        if action and old and context[-len(old) :] == old and len(path) - len(old) + len(new) <= most:
+            leaves.tree.add_turn(context[: -len(old)] + new, action, [0.0] * len(action))
+            leaves.turns.append(turn.index)
+    return leaves
+
+
+def _last_message(trajectory: Trajectory, turn: Turn, renderer: ChatRenderer, hint: str) -> list[int]:
+    """Ids of the prompt or the replies that a turn answers, with a hint in the last message."""
+    begun = turn.index == 0 or turn.follows == -1
+    before = trajectory.turns[turn.index - 1 if turn.follows is None else turn.follows]
+    messages = trajectory.prompt if turn.index == 0 else turn.given or before.replies
+    if not messages:
+        return []
+    *others, last = messages
+    words, parts = last.get("content") or "", [{"type": "text", "text": hint}]
+    if hint:
+        last = {**last, "content": [*words, *parts] if isinstance(words, list) else f"{words}\n\n{hint}".strip()}
+    if begun:
+        return renderer.prompt_ids([*others, last])
+    return renderer.reply_ids([*others, last], -1, before.message.get("tool_calls") or ())
 
 
 logger = logging.getLogger(__name__)

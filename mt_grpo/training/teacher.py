@@ -1,6 +1,7 @@
 """
-The teacher of a run: another model, whose log-probs of the tokens that the policy sampled, each in the context in
-which it was sampled, are computed once per batch, and the loss that they make: on-policy distillation.
+The teacher of a run: another model, or the policy with a hint, whose log-probs of the tokens that the policy sampled,
+each in the context in which it was sampled, are computed once per batch, and the loss that they make: on-policy
+distillation.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from math import isnan
+from math import isnan, nan
 
 import torch
 from accelerate.utils import FullyShardedDataParallelPlugin, fsdp2_prepare_model, gather, gather_object
@@ -24,12 +25,21 @@ from mt_grpo.errors import ConfigError, libraries_may_refuse
 from mt_grpo.forward.model import score
 from mt_grpo.forward.packing import FlatTree, flatten
 from mt_grpo.forward.probe import context_length
+from mt_grpo.options.values import SELF
 from mt_grpo.rollout import TokenRow
 from mt_grpo.servers.http import RequestFailed, ServerControl
 from mt_grpo.token_tree import TokenTree
 from mt_grpo.training.config import changed
 from mt_grpo.training.forward_plan import prove_forward
-from mt_grpo.training.model import open_policy, resolve_base, resolve_model, source_options, wrapped_layers
+from mt_grpo.training.hints import needs_outcomes
+from mt_grpo.training.model import (
+    open_policy,
+    resolve_base,
+    resolve_model,
+    source_options,
+    without_dropout,
+    wrapped_layers,
+)
 from mt_grpo.training.ranks import everywhere
 from mt_grpo.training.rollout_batch import TOKENS_OF_ALL, Columns, RolloutBatch, longest_path
 from mt_grpo.trajectory import Trajectory
@@ -54,13 +64,14 @@ _NAMED = 3
 def load_teacher(trainer: GRPOTrainer) -> nn.Module | ServerTeacher | None:
     """
     The teacher of a run: on its server, or as a model, frozen and spread over processes as TRL spreads its reference
-    model, and loaded with the policy's options but those that say where the policy is; `None` without one.
+    model, and loaded with the policy's options but those that say where the policy is; `None` without one, or where it
+    is the policy itself.
 
     Raises:
         ConfigError: If it is not there, has other tokens than the policy, or reads too few.
     """
     args, accelerator = trainer.args, trainer.accelerator
-    if args.teacher is None:
+    if args.teacher is None or args.teacher["model"] == SELF:
         return None
     name, url = args.teacher["model"], args.teacher.get("server")
     given = dict(args.model_init_kwargs or {})
@@ -201,11 +212,15 @@ def read(trainer: GRPOTrainer, batch: RolloutBatch) -> None:
     temperature of sampling, and no truncation. This is a collective call: every process brings the same number of
     rows, and makes the same number of forwards, whatever is in them.
     """
-    if trainer.args.teacher is None or batch.taught:
+    args, teacher = trainer.args, trainer.teacher
+    if args.teacher is None or batch.taught or (needs_outcomes(args) and batch.scores is None):
         return
     batch.taught = True
     trees = everywhere(lambda: [_shown(trainer, each) for each in batch.trajectories])
-    longest, teacher = everywhere(lambda: _longest(trainer, trees)), trainer.teacher
+    hinted = trainer.hints.give(trainer, batch, _positions(trainer)) if "sees" in args.teacher else None
+    if hinted is not None:
+        trees = [leaves.tree for leaves in hinted]
+    longest = everywhere(lambda: _longest(trainer, trees))
     prove_forward(trainer, max(gather_object([longest])))
     with trainer.step_log.activity.of("teacher"):
         if isinstance(teacher, ServerTeacher):
@@ -213,11 +228,14 @@ def read(trainer: GRPOTrainer, batch: RolloutBatch) -> None:
         else:
             found = _by_model(trainer, trees, batch.mode)
     everywhere(lambda: _check_numbers(trainer, found))
-    for trajectory, logprobs in zip(batch.trajectories, found, strict=True):
-        trajectory.teacher_logprobs = logprobs
+    for row, (trajectory, logprobs) in enumerate(zip(batch.trajectories, found, strict=True)):
         sampled = trajectory.tree.action_logprobs()
+        if hinted is not None and not trajectory.failed:
+            read_there = dict(zip(hinted[row].turns, logprobs, strict=True))
+            logprobs = [read_there.get(turn, [nan] * len(of_turn)) for turn, of_turn in enumerate(sampled)]
+        trajectory.teacher_logprobs = logprobs
         trajectory.teacher_log_ratios = [
-            _mean([one - other for one, other in zip(*of_turn, strict=True) if not isnan(other)])
+            _mean([one - other for one, other in zip(*of_turn, strict=True) if not isnan(one - other)])
             for of_turn in zip(logprobs, sampled, strict=False)  # of one that failed there are none
         ]
 
@@ -227,13 +245,14 @@ def _by_model(trainer: GRPOTrainer, trees: Sequence[TokenTree], mode: str) -> Lo
     args, plan = trainer.args, replace(trainer.forward_plan, truncation=None, forward=trainer.args.forward)
     size = args.per_device_train_batch_size if mode == "train" else args.per_device_eval_batch_size
     found: Logprobs = []
-    with trainer.accelerator.autocast():
+    model = trainer.teacher or trainer.model
+    with without_dropout(model, True), trainer.accelerator.autocast():
         for start in range(0, len(trees), size):
             part = trees[start : start + size]
             flat = [_without_routes(tree) for tree in part]
             # a forward also where there is nothing to score, so that ranks with other trees stay in step
             flat += [] if any(len(each.tokens) for each in flat) else [_without_routes(_one_token())]
-            scores = score(trainer.teacher, replace(plan, trees=flat))
+            scores = score(model, replace(plan, trees=flat))
             found += [[turn.tolist() for turn in tree] for tree in scores.by_turn([tree.num_turns for tree in part])]
     return found
 
@@ -248,17 +267,21 @@ def _shown(trainer: GRPOTrainer, trajectory: Trajectory) -> TokenTree:
 
 
 def _longest(trainer: GRPOTrainer, trees: list[TokenTree]) -> int:
-    longest, teacher = longest_path(trees), trainer.teacher
-    if isinstance(teacher, ServerTeacher):
-        positions = teacher.positions
-    else:
-        positions = context_length(trainer.accelerator.unwrap_model(teacher).config)
+    longest, positions = longest_path(trees), _positions(trainer)
     if longest > positions:
         raise ConfigError(
             f"A conversation has {longest} tokens, and the teacher {trainer.args.teacher['model']!r} reads "
             f"{positions}: lower `max_completion_length`, or name a teacher with a longer context."
         )
     return longest
+
+
+def _positions(trainer: GRPOTrainer) -> int:
+    """Tokens that the teacher reads."""
+    teacher = trainer.teacher
+    if isinstance(teacher, ServerTeacher):
+        return teacher.positions
+    return context_length(trainer.accelerator.unwrap_model(teacher or trainer.model).config)
 
 
 def _check_numbers(trainer: GRPOTrainer, found: Logprobs) -> None:

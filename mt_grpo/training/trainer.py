@@ -38,6 +38,7 @@ from mt_grpo.training import (
     columns,
     environment,
     forward_plan,
+    hints,
     prefetch,
     preflight,
     reward_batch,
@@ -196,6 +197,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         else:
             reward_batch.check_scorers([*rewards, *self.state_scores], args, engine)
             columns.check_reward_columns([*rewards, *self.state_scores], train_dataset, eval_dataset)
+            hints.check_hints(args, rewards, self.outcome_reward_funcs, train_dataset, eval_dataset)
         if processing_class is not None:  # before a model is loaded
             environment.prepare_tokenizer(tokenizer_in(processing_class), source)
         with no_adapter_left(model, self):
@@ -267,6 +269,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         prepare_model(self.model, self.args, self.accelerator)
         self.teacher = teacher.load_teacher(self)
         self.teacher_model = self.teacher if isinstance(self.teacher, nn.Module) else None
+        self.hints = hints.Hints(self.args)
         forward_plan.prepare_forward(self)
         self._activations = Activations(self.args, self.accelerator.device)
 
@@ -382,6 +385,8 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             reward_batch.sample_again(batch, self.args.max_resample_times, self._rollout, self._score, self._judge)
         if batch.mode == "train" and not reward_batch.asks_server(self):
             self._take_memory_from_servers()
+        if hints.needs_outcomes(self.args):
+            batch.scores = batch.scores or self._score(batch)
         teacher.read(self, batch)
         batch.token_rows = [self.runner.completion(trajectory) for trajectory in batch.trajectories]
         if not self.args.replays_routes:
@@ -533,7 +538,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
                 del self._metrics[step.mode][name]
         show_advantages(self._logs["advantages"], batch.rewards, batch.advantages)
         output |= rollout_batch.token_columns(batch.token_rows, output)
-        if self.teacher is not None:
+        if self.args.teacher is not None:
             output[teacher.LOGPS] = teacher.token_column(batch.token_rows, output["completion_ids"])
         output["group_ids"], output["row_ids"] = step.rows // batch.group_size, step.row_ids
         output["advantages"] = step.advantages.gather(1, output["turn_ids"])

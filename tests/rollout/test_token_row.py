@@ -1,15 +1,15 @@
-"""Right answers as leaves behind the contexts of a trajectory."""
+"""Right answers as leaves behind the contexts of a trajectory, and its turns with a hint before them."""
 
 from __future__ import annotations
 
 import copy
 
 import pytest
-from support.conversations import converse, user
+from support.conversations import converse, template_tokenizer, user
 
 from mt_grpo.forward.packing import unique_tokens
 from mt_grpo.rollout import ChatRenderer
-from mt_grpo.rollout.token_row import answer_ids, answer_leaves
+from mt_grpo.rollout.token_row import answer_ids, answer_leaves, hinted_turns
 from mt_grpo.token_tree import TokenTree
 from mt_grpo.trajectory import Trajectory, Turn
 
@@ -51,3 +51,41 @@ def test_prefix_and_answer_are_encoded_as_one_text(tokenizer):
     before, answer = answer_ids(renderer, "Li", "ma")
     assert before + answer == renderer.encode("Lima") and answer  # a token of both is the answer's
     assert answer_ids(renderer, "", "Lima") == ([], renderer.encode("Lima"))
+
+
+@pytest.mark.parametrize(
+    ("family", "shown"),
+    [
+        ("gemma3", "Q2\n\nLook.<end_of_turn>\n<start_of_turn>model\ntwo"),  # no two messages of a user in a row
+        ("llava_next", "[INST] Q2\n\nLook. [/INST]two"),
+        ("glm4moe", "<|user|>\nQ2\n\nLook.<|assistant|>two"),
+    ],
+)
+def test_a_hint_stands_in_the_last_message_of_any_template(family, shown):
+    tokenizer = template_tokenizer(family)
+    trajectory, _, _ = converse(tokenizer, ["one", "two"], [user("Q2")], "keep")
+    hinted = hinted_turns(trajectory, ChatRenderer(tokenizer), "Look.", 500)
+    text = tokenizer.decode(hinted.tree.path_of_turn(1))
+    assert hinted.turns == [0, 1] and shown in text and text.count("Look.") == 1
+    assert hinted.tree.actions() == trajectory.tree.actions()
+
+
+def test_a_hint_follows_what_an_agent_said(tokenizer):
+    renderer, first = ChatRenderer(tokenizer), user("Q1")
+    again = user("Other") + user([{"type": "text", "text": "Q3"}])
+    action = [*renderer.encode("one"), renderer.end_id]
+    begun, anew = renderer.prompt_ids(first), renderer.prompt_ids(again)
+    contexts = [
+        (begun, {}),
+        (begun + action + renderer.reply_ids(user("Q2"), action[-1]), {"follows": 0, "given": user("Q2")}),
+        (anew, {"follows": -1, "given": again}),
+        (anew + renderer.encode("th"), {"follows": -1, "given": again}),  # it goes on with a message of the model
+    ]
+    trajectory = Trajectory(first)
+    for turn, (context, past) in enumerate(contexts):
+        trajectory.tree.add_turn(context, action, [0.0] * len(action))
+        trajectory.turns.append(Turn(turn, {"role": "assistant", "content": "one"}, **past))
+    hinted = hinted_turns(trajectory, renderer, "Look.", 500)
+    texts = [tokenizer.decode(hinted.tree.path_of_turn(turn)) for turn in range(3)]
+    last = [text.rpartition("<|im_end|>\n<|im_start|>assistant")[0].rpartition("user\n")[2] for text in texts]
+    assert hinted.turns == [0, 1, 2] and last == ["Q1\n\nLook.", "Q2\n\nLook.", "Q3\nLook."]

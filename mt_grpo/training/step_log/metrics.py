@@ -132,6 +132,7 @@ def rollout_metrics(trajectories: list[Trajectory]) -> Tally:
         taught = torch.tensor([ratio for ratio in ratios if ratio is not None])
         for name in (f"turn_{index + 1}/teacher", "teacher/turn"):
             tally.mean(name, taught)
+        tally.mean("teacher/coverage", torch.tensor([float(ratio is not None) for ratio in ratios]))
     stops = Counter({reason.value: 0 for reason in StopReason})
     stops.update(record["stop"] for record in records)
     for name, numbers in (

@@ -1,0 +1,149 @@
+"""A teacher that is shown hints: it reads as a forward of the hinted context does, and nothing else is learnt."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from support.models import build_model
+from support.trainers import batch, conversation, member, thinking
+
+from mt_grpo.envs import Step, StepEnv
+from mt_grpo.errors import ConfigError
+from mt_grpo.rewards import OutcomeReward, TeacherAgreement
+from mt_grpo.runlog import read_trajectories
+from mt_grpo.training.teacher import LOGPS
+
+HISTORIES = (
+    {"history": "strip_thinking"},
+    {"history": "template", "temperature": 0.7},
+    {"history": "compact", "compact_every": 1, "forward": "turn_by_turn"},
+)
+
+
+class Named(OutcomeReward):
+    """1 for an answer with Lima."""
+
+    def score(self, trajectory, **row):
+        return float("Lima" in (trajectory.answer or ""))
+
+
+class Told(StepEnv):
+    """Says after the only turn what it was worth, in words or in a reply that nobody reads."""
+
+    def reset(self, row):
+        return "Name it."
+
+    def step(self, turn):
+        if turn.text == "Lima":
+            return Step(done=True, info={"feedback": "It is."})
+        return Step("Look again." if "Quito" in turn.text else "", done=True)
+
+
+@pytest.fixture
+def teach(build):
+    def make(*sees, script=thinking, **options):
+        return build(script, teacher={"model": "self", "sees": list(sees)}, distillation_coef=1.0, **options)
+
+    return make
+
+
+@torch.no_grad()
+def alone(trainer, path, size, hint):
+    """Log-probs of the last ids of a path, from a plain forward with a hint at the end of the message before them."""
+    context, action = path[:-size], path[-size:]
+    end = len(context) - context[::-1].index(trainer.runner.renderer.end_id) - 1
+    shown = trainer._tokenizer.encode(f"\n\n{hint}", add_special_tokens=False)
+    ids = torch.tensor([context[:end] + shown + context[end:] + action])
+    logits = trainer.model(input_ids=ids).logits[0, -size - 1 : -1].float() / trainer.temperature
+    return logits.log_softmax(dim=-1).gather(1, torch.tensor(action)[:, None])[:, 0]
+
+
+def check_log_probs(trainer):
+    """Holds what the teacher made of each turn against a forward of its own; returns how many it read."""
+    read = 0
+    for trajectory in trainer.batch.trajectories:
+        for turn in trajectory.turns:
+            ours = torch.tensor(trajectory.teacher_logprobs[turn.index])
+            if trajectory.teacher_log_ratios[turn.index] is None:
+                assert ours.isnan().all() and len(ours) == turn.num_tokens
+                continue
+            path = trajectory.tree.path_of_turn(turn.index)
+            assert (ours - alone(trainer, path, turn.num_tokens, trajectory.teacher_hint)).abs().max() <= 1e-5
+            read += 1
+    return read
+
+
+@pytest.mark.parametrize("options", HISTORIES, ids=str)
+def test_it_reads_each_turn_with_the_answer_before_it(teach, options):
+    trainer = teach("answer", **options)
+    trainer.model.train()
+    batch(trainer)
+    assert check_log_probs(trainer) == 9
+    assert {one.teacher_hint for one in trainer.batch.trajectories} == {"The right answer is\nLima 0"}
+
+
+def test_no_token_of_a_hint_is_trained(teach, build):
+    inputs, untaught = (batch(trainer) for trainer in (teach("answer"), build(thinking)))
+    assert inputs.keys() == untaught.keys() | {LOGPS} and not inputs[LOGPS].requires_grad
+    for name in untaught:
+        torch.testing.assert_close(inputs[name], untaught[name], rtol=0, atol=0, equal_nan=True)
+
+
+def test_it_reads_with_what_a_sibling_wrote(teach, tmp_path, caplog):
+    def script(session, turn):  # the first alone succeeds
+        return conversation(session, turn).replace("Lima 3", "3")
+
+    trainer = teach("sibling", script=script, rewards=((), (Named(),)))
+    trainer.model.train()
+    with caplog.at_level(logging.WARNING):
+        inputs = batch(trainer)
+    first, *others = trainer.batch.trajectories
+    written = "\n\n".join(turn.text for turn in first.turns)
+    assert [one.teacher_hint for one in others] == [f"An attempt that was successful:\n{written}"] * 3
+    assert first.teacher_hint is None and first.teacher_log_ratios == [None] * 3
+    assert inputs[LOGPS][0].isnan().all() and not inputs[LOGPS][1].isnan().all()
+    assert check_log_probs(trainer) == 6
+    assert (
+        "Of 4 conversations of a batch, 1 have no hint for their teacher (there is no sibling), and of 0"
+        in caplog.text
+    )
+    trainer.train()
+    assert trainer.state.log_history[0]["teacher/coverage"] == pytest.approx(6 / 9)
+    assert [one["teacher_hint"] for one in read_trajectories(tmp_path)][:2] == [None, others[0].teacher_hint]
+
+
+def test_it_reads_with_what_the_environment_said(teach):
+    said = ["Lima", "Quito", "Cusco", "Lima"]
+    trainer = teach("answer", "feedback", script=lambda session, turn: said[member(session)], env=Told)
+    batch(trainer)
+    hints = [one.teacher_hint.removeprefix("The right answer is\nLima 0") for one in trainer.batch.trajectories]
+    told = "\n\nWhat will be said of this attempt:\n"
+    assert hints == [f"{told}It is.", f"{told}Look again.", "", f"{told}It is."] and check_log_probs(trainer) == 4
+
+
+def test_a_turn_is_not_distilled_where_its_hint_is_too_long(teach, tokenizer, caplog):
+    model = build_model(tokenizer, max_position_embeddings=280)
+    trainer = teach("answer", model=model, max_completion_length=250)
+    with caplog.at_level(logging.WARNING):
+        batch(trainer)
+    turn = trainer.batch.trajectories[3].turns[2]
+    assert 250 < turn.context_length + turn.num_tokens < 280 and check_log_probs(trainer) == 8
+    assert trainer.batch.trajectories[3].teacher_log_ratios[2] is None
+    assert "and of 1 some turns have no place for it, or a context that is too long with it." in caplog.text
+
+
+def test_hints_that_no_conversation_can_have_are_refused(teach, build, questions):
+    with pytest.raises(ConfigError, match="`teacher: self` is the policy, which knows no more than itself: say in "):
+        build(teacher="self")
+    with pytest.raises(ConfigError, match="`teacher: sees.0` is 'anser': input should be 'answer', 'sibling' or 'fe"):
+        teach("anser")
+    with pytest.raises(ConfigError, match="`teacher: server` has another model than the policy: leave it out for"):
+        build(teacher={"model": "self", "sees": ["answer"], "server": "http://127.0.0.1:1"})
+    with pytest.raises(ConfigError, match="takes the right answer from the column 'answer', which the training da"):
+        teach("answer", train_dataset=questions.rename_column("answer", "gold"))
+    with pytest.raises(ConfigError, match="and no outcome reward says which did: name one in `outcome_reward_funcs`"):
+        teach("sibling", rewards=((), ()))
+    with pytest.raises(ConfigError, match="'teacher_agreement' is scored together with the outcomes, and a teach"):
+        teach("sibling", rewards=((TeacherAgreement(),), (Named(),)))
