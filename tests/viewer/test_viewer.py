@@ -14,7 +14,7 @@ from mt_grpo.app.interrupt import print_error
 from mt_grpo.app.train import table
 from mt_grpo.errors import UserError
 from mt_grpo.token_tree import TokenTree
-from mt_grpo.trajectory import StopReason, Trajectory
+from mt_grpo.trajectory import StopReason, ToolCall, Trajectory, Turn
 from mt_grpo.viewer import render_trajectory, visible
 
 ATTACK = "a\x1b]0;title\x07b\x1b[2J\x1b]52;c;bGlt\x1b\\c\r\x08\x7f\x9b31m\x00\u202ed\u2066\u200f"
@@ -56,6 +56,23 @@ def test_a_conversation_does_nothing_to_the_terminal(color):
         assert words in shown
     trajectory.where = None
     assert "env.py" not in drawn(render_trajectory(trajectory, tokenizer, color))
+
+
+def test_commands_are_shown_as_a_terminal_shows_them():
+    tokenizer, tree = build_tokenizer(), TokenTree()
+    context, made = tokenizer.encode("Count."), Trajectory([], tree=tree, stop_reason=StopReason.MAX_STEPS)
+    for index, (command, output, code) in enumerate([("wc *", f"first\x1b{'x' * 4000}last\n", 0), ("false", "no", 1)]):
+        action = tokenizer.encode(f"I run {command}.")
+        tree.add_turn(context, action, [0.0] * len(action))
+        context = context + action + tokenizer.encode("<result>not shown</result>")
+        call = ToolCall("bash", {"command": command}, output, data={"exit_code": code, "seconds": 0.25})
+        made.turns.append(Turn(index, {}, tool_calls=[call]))
+    made.info, made.env_rewards = {"verifier_log": "2 failed\n"}, {"reward": 0.5, "style": 1.0}
+    shown = drawn(render_trajectory(made, tokenizer, color=False))
+    assert shown.startswith("Count.«I run wc *.»\n$ wc *\nfirst\\x1bxxx") and "not shown" not in shown
+    assert "x\n[2,013 characters left out]\nx" in shown and "xlast\nexit code 0 · 0.25 s\n«I run" in shown
+    assert "false.»\n$ false\nno\nexit code 1 · 0.25 s\nverifier log:\n2 failed\nmax_steps\n" in shown
+    assert "  environment reward reward: 0.5\n  environment reward style: 1\n" in shown
 
 
 def test_an_error_does_nothing_to_the_terminal(capsys):
