@@ -8,8 +8,10 @@ import multiprocessing
 import shutil
 import subprocess
 import tempfile
+import threading
 from pathlib import Path
 
+import psutil
 import pytest
 from support.models import build_tokenizer
 from support.waiting import until
@@ -17,7 +19,7 @@ from support.waiting import until
 from mt_grpo.cli import main
 from mt_grpo.data.terminal import KINDS, write_tasks
 from mt_grpo.errors import ConfigError
-from mt_grpo.integrations.harbor import HarborEnv, HarborTasks
+from mt_grpo.integrations.harbor import HarborEnv, HarborTasks, shell
 from mt_grpo.integrations.harbor.bubblewrap import check_usable, read_machine, run_policy
 from mt_grpo.integrations.harbor.containers import owner
 from mt_grpo.rollout import RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
@@ -176,9 +178,46 @@ def test_a_task_reaches_nothing_outside_of_its_sandbox(make_task, play, tmp_path
     assert sorted(path.name for path in outside.iterdir()) == ["bash", "bwrap", "setpriv"]
 
 
-def test_a_sandbox_that_is_gone_ends_its_conversation_alone(make_task, play):
-    found = play(make_task(), call("kill -9 -1"), SUBMIT)
-    assert found.stop_reason == StopReason.ENV_ERROR and "The container runs no commands any more: " in found.error
+@pytest.mark.parametrize("command", ["kill -9 -1", "kill -STOP -1"])
+def test_a_shell_that_the_agent_ended_is_begun_again(make_task, play, monkeypatch, command):
+    monkeypatch.setattr(shell, "GRACE", 1.0)
+    found = play(
+        make_task(), call(f"printf hello > /app/hello.txt; {command}"), call("ls /app"), SUBMIT, tool_timeout=1
+    )
+    ended, after = found.turns[0].tool_calls[0], found.turns[1].tool_calls[0]
+    assert ended.result == "[The command ended the shell. It was begun again.]\n[exit code 137]"
+    assert ended.data["exit_code"] == 137 and after.result == "hello.txt"
+    assert found.env_rewards == {"reward": 1.0} and found.stop_reason == StopReason.ENV_DONE
+
+
+@pytest.mark.parametrize(("test", "reward"), [(TEST, 1.0), ("exit 1", 0.0)])
+def test_an_agent_that_spoiled_its_shell_is_verified(make_task, play, monkeypatch, test, reward):
+    monkeypatch.setattr(shell, "GRACE", 1.0)
+    spoils = "printf hello > /app/hello.txt; rm /tmp/.shell/command; mkfifo /tmp/.shell/command"
+    found = play(make_task(test), call(spoils), call("echo"), SUBMIT, tool_timeout=1)
+    assert found.env_rewards == {"reward": reward} and found.stop_reason == StopReason.ENV_DONE
+    assert "The shell runs no commands any more, also after" in found.turns[1].tool_calls[0].error
+    assert len(found.turns) == 2 and ("holds no numbers" in found.info["verifier_log"]) == (not reward)
+
+
+def test_a_sandbox_killed_from_outside_earns_nothing(make_task, play):
+    def sleeper():
+        return next(
+            (each for each in psutil.process_iter() if each.name() == "sleep" and "54321" in each.cmdline()), None
+        )
+
+    def kill():
+        until(sleeper)
+        next(each for each in sleeper().parents() if each.name() == "bwrap").kill()
+
+    folder = make_task()
+    killing = threading.Thread(target=kill)
+    killing.start()
+    found = play(folder, call("sleep 54321"), SUBMIT)
+    killing.join()
+    assert found.stop_reason == StopReason.ENV_ERROR and not found.env_rewards
+    assert "The container runs no commands any more: " in found.error
+    assert "TaskError: The sandbox was killed from outside of it" in found.error
 
 
 def test_files_go_where_the_dockerfile_says(make_task, play):

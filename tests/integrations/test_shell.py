@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import os
 import subprocess
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mt_grpo.integrations.harbor.containers import OWNER, is_gone, owner, write_overlay
-from mt_grpo.integrations.harbor.shell import SHOWN, Shell, ShellError
+from mt_grpo.integrations.harbor.shell import MARK, SHOWN, Shell, ShellError
 
 
 @pytest.fixture
@@ -112,7 +113,7 @@ def test_any_text_reaches_the_command_as_it_is(text):
 
 
 @pytest.mark.parametrize("says", ["", "no such container", "\nmt-grpo-shell:0:0:AAAA"])
-def test_a_container_thatis_gone_is_told_from_a_failed_command(says):
+def test_a_container_that_is_gone_is_told_from_a_failed_command(says):
     async def execute(script, seconds):
         return SimpleNamespace(stdout=says, return_code=1)
 
@@ -120,6 +121,17 @@ def test_a_container_thatis_gone_is_told_from_a_failed_command(says):
     with pytest.raises(ShellError, match="The container runs no commands any more: "):
         asyncio.run(shell.bash("true"))
     assert shell.failure
+
+
+def test_a_container_that_still_answers_goes_on():
+    async def execute(script, seconds):
+        said = "" if base64.b64encode(b"kill -9 -1").decode() in script else f"{MARK}:0:0::"
+        return SimpleNamespace(stdout=f"\n{said}", return_code=0)
+
+    shell = Shell(execute)
+    text, data = asyncio.run(shell.bash("kill -9 -1"))
+    assert text.startswith("[The command ended the shell. It was begun again.]") and data["exit_code"] == 137
+    assert shell.failure is None and not shell.spoilt
 
 
 def test_containers_of_this_process_are_not_leftovers(tmp_path):

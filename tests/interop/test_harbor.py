@@ -201,10 +201,14 @@ def test_a_verifier_that_fails_is_no_reward_of_the_policys(make_task, play, name
     assert found.stop_reason == StopReason.ENV_ERROR and not found.env_rewards and why in found.error
 
 
-def test_a_container_that_dies_ends_its_conversation_alone(make_task, play):
-    (found,) = play(make_task("hello"), call("kill -9 -1; kill -9 1; sleep 1"), call("echo"), SUBMIT)
-    assert found.stop_reason in (StopReason.ENV_ERROR, StopReason.ENV_DONE)
-    assert found.env_rewards in ({}, {"reward": 0.0})
+@pytest.mark.parametrize(
+    "command", ["kill -9 -1; kill -9 1; sleep 1", "b() { b | b & }; b; sleep 100", "rm /bin/bash"]
+)
+def test_an_agent_that_spoils_its_shell_is_verified(make_task, play, command):
+    test = "grep -q hello /app/hello.txt && echo 1 || echo 0"
+    (found,) = play(make_task("spoilt", test), call(f"{HELLO}; {command}"), call("ls /app"), SUBMIT, tool_timeout=5.0)
+    assert found.env_rewards == {"reward": 0.0 if "bash" in command else 1.0}, found.error
+    assert found.stop_reason == StopReason.ENV_DONE
 
 
 @pytest.mark.parametrize(

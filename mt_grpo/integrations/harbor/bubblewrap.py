@@ -194,6 +194,16 @@ class Sandbox:
             said = error.partial
         return _Said(said.decode(errors="replace").rstrip("\0"))
 
+    async def begin_again(self) -> None:
+        """Ends all that runs in the sandbox; the next script begins another over the same folder."""
+        process, self._process = self._process, None
+        if process is not None:
+            if process.stdout is not None and process.stdout.at_eof():  # nothing in it can kill its first process
+                killed = await process.wait() in (-signal.SIGKILL, 128 + signal.SIGKILL)
+                if killed:
+                    raise TaskError("The sandbox was killed from outside of it")
+            await _end(process)
+
     async def _begin(
         self, workdir: str, options: tuple[str, ...], script: str, **variables: str
     ) -> asyncio.subprocess.Process:

@@ -78,7 +78,7 @@ def write_overlay(path: Path, *, reaches_host: bool, storage_mb: int | None = No
     main: dict[str, object] = {
         "labels": {OWNER: owner()},
         "pids_limit": PROCESSES,
-        "command": ["sh", "-c", f"sleep {LIFETIME}"],
+        "command": ["sh", "-c", f"exec sleep {LIFETIME}"],
         "stop_signal": "SIGKILL",  # the first process ignores SIGTERM, and would be waited for
     }
     if storage_mb is not None:  # engines bound the whole of a disk on few file systems

@@ -32,11 +32,12 @@ from mt_grpo.integrations.harbor.containers import (
     ENGINES,
     HOST,
     TaskError,
+    Verified,
     get_images,
     image_of_task,
     remove_leftovers,
 )
-from mt_grpo.integrations.harbor.shell import Shell
+from mt_grpo.integrations.harbor.shell import Restartable, Shell
 from mt_grpo.integrations.openai_api.agent import AgentClient, AgentEnv, AgentSource
 from mt_grpo.integrations.openai_api.conversation import Conversation
 from mt_grpo.options.table import RunOptions
@@ -317,6 +318,8 @@ class HarborEnv(MultiTurnToolEnv):
         step = await super().step(turn)
         if self._shell.failure is not None:  # no command of this conversation would succeed any more
             raise TaskError(self._shell.failure)
+        if self._shell.spoilt and not step.done:  # the agent can do nothing more
+            step.done = True
         if self.verify_every is not None:
             step.reward = 0.0
             if not step.done and len(self.turns) % self.verify_every == 0:
@@ -336,7 +339,8 @@ class HarborEnv(MultiTurnToolEnv):
                 return await container.exec(script, timeout_sec=int(seconds))
 
             self._container, self._best = container, 0.0
-            self._shell = shell = Shell(execute, self.command_seconds)
+            begin_again = container.begin_again if isinstance(container, Restartable) else None
+            self._shell = shell = Shell(execute, self.command_seconds, begin_again)
             self.tools = {tool.name: tool for tool in load_tools([shell.bash, shell.submit])}
             try:
                 outcome = await MultiTurnToolEnv.run(self, policy, row)
@@ -351,10 +355,12 @@ class HarborEnv(MultiTurnToolEnv):
                 done = await _trials(self.sandbox).run_policy(self.sandbox, row[TASK], policy.session, talk)
             else:
                 done = await _trials(self.sandbox).talk_in(await self.pool.take(row[TASK]), talk)
-        except Exception:
+        except Exception as error:
             if failure is not None:
                 raise failure from None
-            raise
+            if not (self._shell.spoilt and isinstance(error, TaskError)):
+                raise
+            done = Verified({"reward": 0.0}, str(error))  # no test can run in what the agent left
         if failure is not None:
             raise failure
         info: dict[str, Any] = {"verifier_log": done.verifier_log}

@@ -6,7 +6,7 @@ import asyncio
 import base64
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from mt_grpo.errors import describe_error
 from mt_grpo.tools import tool
@@ -24,6 +24,14 @@ Execute = Callable[[str, float], Awaitable[_ExecResult]]
 """Runs a command in the container within so many seconds, as Harbor's environments do."""
 
 
+@runtime_checkable
+class Restartable(Protocol):
+    """A container that can be begun again."""
+
+    async def begin_again(self) -> None:
+        """Ends all that runs in the container and keeps its files; raises where not the agent has ended it."""
+
+
 class ShellError(Exception):
     """The container does not run commands any more."""
 
@@ -36,6 +44,9 @@ MARK = "mt-grpo-shell"
 """Begins the line with what a command came to; runtimes write messages of their own before it."""
 TIMED_OUT = 124
 """The exit code of a command that took too long, as `timeout` has it."""
+_KILLED = 137
+"""The exit code of a command that ended its own shell."""
+_SPOILT = "The shell runs no commands any more, also after it was begun again."
 
 SCRIPT = r"""
 d=${TMPDIR:-/tmp}/.shell; mkdir -p $d; rm -f $d/{head,tail,size,busy,pipe}; mkfifo $d/pipe
@@ -65,13 +76,23 @@ A command's frame: the shell's state before and after it, its time, and its outp
 
 class Shell:
     """
-    A shell that remembers its directory, variables, functions and background processes from call to call; `failure`
-    says why its container runs no commands any more. One without `execute` is only described.
+    A shell that remembers its directory, variables, functions and background processes from call to call. One without
+    `execute` is only described.
+
+    A command may end the shell that runs it, or leave nothing of it to run another. The container is then begun again
+    and, if it answers, the conversation goes on. Where it does not, `spoilt` is true if it ran commands before: that
+    is the agent's doing. `failure` says why else its container runs none: that is the machine's.
     """
 
-    def __init__(self, execute: Execute | None = None, seconds: float = 60.0) -> None:
-        self._execute, self._seconds = execute, seconds
+    def __init__(
+        self,
+        execute: Execute | None = None,
+        seconds: float = 60.0,
+        begin_again: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        self._execute, self._seconds, self._begin_again = execute, seconds, begin_again
         self.failure: str | None = None
+        self.spoilt = self._worked = False
         self._one_at_a_time = asyncio.Lock()
 
     async def bash(self, command: str) -> tuple[str, dict[str, Any]]:
@@ -85,19 +106,14 @@ class Shell:
             return await self._run(command)
 
     async def _run(self, command: str) -> tuple[str, dict[str, Any]]:
-        assert self._execute is not None
-        script = SCRIPT.replace("HALF", str(SHOWN // 2)).replace("SECONDS", f"{self._seconds:g}")
-        script = script.replace("MARK", MARK).replace("COMMAND", base64.b64encode(command.encode()).decode())
         begun = time.monotonic()
-        said = ""
+        if self.spoilt or self.failure is not None:  # another call of the same turn
+            raise ShellError(self.failure or _SPOILT)
         try:
-            said = (await self._execute(script, self._seconds + GRACE)).stdout or ""
-            code, size, head, tail = said.rpartition(f"\n{MARK}:")[2].strip().split(":")
-            output, exit_code = _joined(base64.b64decode(head), base64.b64decode(tail), int(size or 0)), int(code)
-        except Exception as error:  # whatever the runtime raises, or says in place of the last line
-            why = said.strip()[-500:] or describe_error(error)
-            self.failure = f"The container runs no commands any more: {why}"
-            raise ShellError(self.failure) from error
+            output, exit_code = await self._framed(command, self._seconds)
+        except ShellError as error:
+            await self._recover(str(error))
+            output, exit_code = "[The command ended the shell. It was begun again.]", _KILLED
         seconds = time.monotonic() - begun
         text = output.rstrip("\n")
         if exit_code == TIMED_OUT:
@@ -106,6 +122,38 @@ class Shell:
             text += f"\n[exit code {exit_code}]"
         data = {"exit_code": exit_code, "seconds": round(seconds, 3), "bytes": len(output)}
         return text.strip("\n") or "[no output]", data
+
+    async def _framed(self, command: str, seconds: float) -> tuple[str, int]:
+        """The output and the exit code of a command; `ShellError` where the container says neither."""
+        assert self._execute is not None
+        script = SCRIPT.replace("HALF", str(SHOWN // 2)).replace("SECONDS", f"{seconds:g}")
+        script = script.replace("MARK", MARK).replace("COMMAND", base64.b64encode(command.encode()).decode())
+        said = ""
+        try:
+            said = (await self._execute(script, seconds + GRACE)).stdout or ""
+            code, size, head, tail = said.rpartition(f"\n{MARK}:")[2].strip().split(":")
+            output, exit_code = _joined(base64.b64decode(head), base64.b64decode(tail), int(size or 0)), int(code)
+        except Exception as error:  # whatever the runtime raises, or says in place of the last line
+            raise ShellError(said.strip()[-500:] or describe_error(error)) from error
+        self._worked = True
+        return output, exit_code
+
+    async def _recover(self, why: str) -> None:
+        """Begins the container again after a command that it did not answer; raises `ShellError` if that fails."""
+        try:
+            if self._begin_again is not None:
+                await self._begin_again()
+        except Exception as error:  # whatever the runtime raises
+            self.failure = f"The container runs no commands any more: {why}: {describe_error(error)}"
+            raise ShellError(self.failure) from error
+        try:
+            await self._framed(":", GRACE)
+        except ShellError as error:
+            if self._begin_again is None or not self._worked:
+                self.failure = f"The container runs no commands any more: {why}"
+                raise ShellError(self.failure) from error
+            self.spoilt = True
+            raise ShellError(_SPOILT) from error
 
     @tool(ends_episode=True)
     async def submit(self) -> str:

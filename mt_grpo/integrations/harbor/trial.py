@@ -31,7 +31,7 @@ from harbor.verifier.factory import VerifierFactory
 
 from mt_grpo.concurrency import ConcurrencyLimit, abandon, consume_exception, in_thread
 from mt_grpo.errors import describe_error
-from mt_grpo.integrations.harbor.containers import SHOWN_LOG, TaskError, Verified, image_of, write_overlay
+from mt_grpo.integrations.harbor.containers import PATIENCE, SHOWN_LOG, TaskError, Verified, image_of, write_overlay
 from mt_grpo.integrations.openai_api.conversation import Conversation
 
 _DOWN_AGAIN = (2.0, 5.0, 10.0, 20.0)
@@ -103,20 +103,38 @@ class _Prepared(DockerEnvironment):
             return await super()._compose_exec(
                 command, service=service, cwd=cwd, env=env, timeout_sec=timeout_sec, user=user
             )
-        if self._container is None:
-            self._container = await self._platform._resolve_service_container(service)
         options = [] if cwd is None else ["--workdir", cwd]
         options += [word for name, value in (env or {}).items() for word in ("--env", f"{name}={value}")]
         options += (
             [] if user is None else ["--user", "0" if user == "root" else str(user)]
         )  # a name is looked up in files
+        command_line = *options, await self._main(), *self._platform.exec_shell_args(command)
+        return await self._ask("exec", *command_line, seconds=timeout_sec)
+
+    async def begin_again(self) -> None:
+        """Starts the container again; raises where it was ended by others than its own limit of memory."""
+        name = await self._main()
+        state = await self._ask("inspect", "--format", "{{.State.Running}} {{.State.OOMKilled}}", name)
+        if "true" not in (state.stdout or ""):  # nothing in it can kill its first process
+            raise TaskError(f"The container was ended from outside of it, or is gone: {(state.stdout or '').strip()}")
+        started = await self._ask("restart", "-t", "0", name)
+        if started.return_code:
+            raise TaskError(f"The container does not start again: {(started.stdout or '').strip()[-300:]}")
+
+    async def _main(self) -> str:
+        """The container of the task."""
+        if self._container is None:
+            self._container = await self._platform._resolve_service_container(MAIN_SERVICE_NAME)
+        return self._container
+
+    async def _ask(self, *command: str, seconds: int | None = int(PATIENCE)) -> ExecResult:
         process = await asyncio.create_subprocess_exec(
-            *self._engine_cmd("exec", *options, self._container, *self._platform.exec_shell_args(command)),
+            *self._engine_cmd(*command),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
         )
-        return await self._collect_buffered_output(process, timeout_sec=timeout_sec)
+        return await self._collect_buffered_output(process, timeout_sec=seconds)
 
 
 class Docker(_Prepared):
