@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -60,6 +61,7 @@ SHAPES = {
     "Qwen2.5-7B": qwen(2, 3584, 18944, 28, 28, 4, 152064),
     "Qwen2.5-3B": qwen(2, 2048, 11008, 36, 16, 2, 151936, tie_word_embeddings=True),
     "Qwen2.5-1.5B": qwen(2, 1536, 8960, 28, 12, 2, 151936, tie_word_embeddings=True),
+    "Qwen3-8B": qwen(3, 4096, 12288, 36, 32, 8, 151936, head_dim=128),
     "Qwen3-32B": qwen(3, 5120, 25600, 64, 64, 8, 151936, head_dim=128),
     "Qwen3-1.7B": qwen(3, 2048, 6144, 28, 16, 8, 151936, head_dim=128, tie_word_embeddings=True),
 }
@@ -144,6 +146,26 @@ def test_a_recipe_fits_the_gpus_that_it_names(recipe, gpu_memory, launched, tmp_
     assert found["processes"]["status"] == found["training memory"]["status"] == "ok"
     assert "16 prompts × 21" in found["processes"]["what"]
     assert recipe.endswith("1gpu") or found["server memory"]["status"] == "ok"
+
+
+SANDBOX = '{"type": "harbor", "tasks": "embedded", "eval_tasks": "embedded", "sandbox": "bubblewrap"}'
+
+
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="bwrap is not installed: run `make sandbox`")
+@pytest.mark.parametrize("recipe", sorted(path.stem for path in ROOT.glob("terminal/*gpu.yaml")))
+def test_a_recipe_of_terminals_fits_its_gpus(recipe, tmp_path, doctor):
+    text = (ROOT / "terminal" / f"{recipe}.yaml").read_text()
+    assert "of 80 GB" in text.split("\n\n")[0]
+    model_folder(tmp_path / "model", yaml.safe_load(text)["model_name_or_path"])
+    processes = re.search(r"--num_processes (\d)", text)
+    launched = (
+        ["--accelerate_config", "fsdp2", "--num_processes", processes[1]] if processes else ["--num_processes", 1]
+    )
+    more = ["--gpu_memory", 80, "--env", SANDBOX, *launched]
+    found, _ = doctor(*more, recipe=f"../terminal/{recipe}", tools=())
+    assert "fail" not in {one["status"] for one in found.values()}
+    for name in ("processes", "sandbox", "training memory", "server memory", "step"):
+        assert found[name]["status"] == "ok", found[name]
 
 
 @pytest.mark.parametrize("gpus", [1, 2, 4])
