@@ -376,7 +376,7 @@ class RunFacts:
         return (parts.port or 80) if parts.hostname in ("127.0.0.1", "localhost") else None
 
 
-_OF_THIS_MACHINE = ("environment", "server", ".venv-vllm", "ports", "files")
+_OF_THIS_MACHINE = ("environment", "sandbox", "server", ".venv-vllm", "ports", "files")
 """Checks of this machine. Their fails are a `warn` if the run is for another one."""
 
 Lines = Iterator[tuple[str, str, str]]  # status, finding and mend of each line of a check

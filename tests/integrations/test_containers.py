@@ -18,6 +18,7 @@ from mt_grpo.integrations.harbor.containers import (
     PROJECT,
     Image,
     get_images,
+    no_way_here,
     owner,
     remove_leftovers,
     write_overlay,
@@ -28,6 +29,7 @@ ENGINE = r"""#!/bin/bash
 cd {place}; echo "$@" >> asked; [ ! -e broken ] || {{ echo "$(cat broken)"; echo "$(cat broken)" >&2; exit 1; }}
 case "$1 $2" in
   "image inspect") [ -e "image.${{3//\//_}}" ];;
+  run*) bash -c "${{@: -1}}" 2>&1;;
   build*) sleep 0.2; [ ! -e "${{@: -1}}/fails" ] || {{ echo "no such base"; exit 2; }}; touch "image.${{3//\//_}}";;
   pull*) echo "registry cannot be reached"; exit 2;;
   *" ls") label=$(echo "$@" | sed "s/.*label=\([^ ]*\).*/\1/"); cat "$1.${{label}}.json" 2> e || echo "[]";;
@@ -68,6 +70,14 @@ def test_each_image_is_built_once_and_says_so(engine, tmp_path, capfd):
     assert len(said) == 2 and all(
         re.fullmatch(r"Image \d of 3: [ab], \d+ s(, 0:00:\d\d left)?", line) for line in said
     )
+
+
+@pytest.mark.parametrize(("host", "fault"), [("127.0.0.1", None), ("nowhere.invalid", "nowhere.invalid")])
+def test_the_way_from_a_container_is_tried(engine, host, fault):
+    found = no_way_here("podman", "localhost/mt-grpo:a", host)
+    assert found == fault or fault in found
+    (line,) = asked(engine, "run")
+    assert "--add-host host.docker.internal:host-gateway --entrypoint bash localhost/mt-grpo:a -c timeout 10 b" in line
 
 
 def test_an_image_that_several_want_at_once_is_built_once(engine, tmp_path):

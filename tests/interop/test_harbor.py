@@ -402,6 +402,19 @@ def test_an_agent_that_cannot_reach_the_policy_is_no_zero(work):
     assert "No request of mini-swe-agent reached the policy: AgentTooSlowError: The agent worked for" in found.error
 
 
+def test_the_way_from_a_container_to_the_policy_is_examined(make_task):
+    def examine(**options):
+        tasks = str(make_task("agents", image=AGENTS, seconds=20, memory=1024))
+        source = HarborAgents("mini-swe-agent", tasks, sandbox="podman", **options)
+        rows = source.rows("train")
+        source.check(rows, "dataset")
+        return list(source.examine(rows, 1))[-1]
+
+    assert examine() == (True, "mini-swe-agent reaches this machine from its container as host.docker.internal", "")
+    with pytest.raises(ConfigError, match="mini-swe-agent does not reach this machine from its container as nowhere"):
+        examine(host="nowhere.invalid")
+
+
 def test_an_agent_that_is_not_there_is_no_zero(work):
     found = work("mini-swe-agent", WORK["mini-swe-agent"], image=BASE)
     assert found.stop_reason == StopReason.ENV_ERROR and not found.env_rewards and "mini-swe-agent" in found.error

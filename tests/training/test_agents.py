@@ -94,6 +94,8 @@ def test_a_failing_agent_does_not_end_the_run(build):
         ({"agent": {"command": ""}}, "`agent: command` is '': string should have at least 1 char"),
         ({"agent": {"command": "echo 'a"}}, "close its quotes"),
         ({"agent": {"command": "no-such-program x"}}, "is no program here"),
+        ({"agent": {"command": "cat", "host": "192.0.2.1"}}, "host: 192.0.2.1}` cannot be listened at (Cannot assign"),
+        ({"agent": {"command": "cat", "host": "no.invalid"}}, "host: no.invalid}` cannot be listened at ("),
         ({"agent": "a.b", "tools": TOOLS}, "`tools` and `agent` are both set"),
         ({"agent": "a.b", "system_prompt": "S"}, "`system_prompt` and `agent` are both set"),
         ({"agent": "a.b", "env": "c.d"}, "`env` and `agent` both say who answers the model"),

@@ -62,6 +62,8 @@ HOST = "host.docker.internal"
 """The name of this machine in its containers."""
 PATIENCE = 60.0
 """Seconds that the engine may take to answer."""
+_DIALS = 10.0
+"""Seconds in which a connection from a container has to be made."""
 
 
 @functools.cache
@@ -257,6 +259,15 @@ def get_images(engine: str, images: Iterable[Image]) -> None:
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
+
+
+def no_way_here(engine: str, image: str, host: str) -> str | None:
+    """Why a container of an image does not reach a port of this machine under a name; nothing where it does."""
+    with socket.create_server(("0.0.0.0", 0)) as door:  # the system takes the connection
+        dial = f"timeout {_DIALS:g} bash -c ': > /dev/tcp/{host}/{door.getsockname()[1]}'"
+        options = "run", "--rm", "--label", f"{OWNER}={owner()}", "--add-host", f"{HOST}:host-gateway"
+        fault = _run(engine, *options, "--entrypoint", "bash", image, "-c", dial, seconds=PATIENCE)
+    return None if fault is None else fault or f"no answer within {_DIALS:g} s"
 
 
 def _run(engine: str, *arguments: str, seconds: float) -> str | None:

@@ -35,6 +35,7 @@ from mt_grpo.integrations.harbor.containers import (
     Verified,
     get_images,
     image_of_task,
+    no_way_here,
     remove_leftovers,
 )
 from mt_grpo.integrations.harbor.shell import Restartable, Shell
@@ -482,6 +483,27 @@ class HarborAgents(Tasks, AgentSource):
     @property
     def name(self) -> str:
         return self._of_harbor.name or self._of_harbor.import_path
+
+    def examine(self, rows: Any, at_once: int) -> Iterator[tuple[bool, str, str]]:
+        """As `Tasks.examine`, and whether the agent reaches the policy from its container."""
+        yield from super().examine(rows, at_once)
+        if not self.inside:
+            return
+        reaches = f"{self.name} reaches this machine from its container as {self.seen_as}"
+        if self.sandbox not in ENGINES:
+            yield False, f"whether {reaches} was not tried", "`mt-grpo rollout --num_prompts 1` with this recipe does"
+            return
+        images = [image for image in map(image_of_task, rows.unique(TASK)) if image is not None]
+        image = next((each for each in images if each.is_here(self.sandbox)), None)
+        if image is None:
+            yield False, f"whether {reaches} was not tried", "build an image: `mt-grpo train --dry_run` does"
+        elif (fault := no_way_here(self.sandbox, image.name, self.seen_as)) is None:
+            yield True, reaches, ""
+        else:
+            raise ConfigError(
+                f"{self.name} does not reach this machine from its container as {self.seen_as}: {fault}: let the "
+                "firewall pass connections from containers, or give an address that they reach as `host` in `env`."
+            )
 
     def _agent_class(self) -> Any:
         from harbor.agents.factory import AgentFactory

@@ -12,6 +12,7 @@ import numbers
 import os
 import shlex
 import signal
+import socket
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
@@ -323,7 +324,16 @@ def _agent_of_options(options: Mapping[str, Any]) -> AgentSource:
                 f"`agent: {given['function']}` leads to {agent!r}: give a function that is called with the row "
                 "and the client."
             ) from error
-    return AgentSource(agent, protocol_of(options), given.get("host", "127.0.0.1"))
+    host = given.get("host", "127.0.0.1")
+    try:
+        with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"`agent: {{host: {host}}}` cannot be listened at ({error.strerror}): give an address of this machine by "
+            "which the agent reaches it; `ip address` lists them."
+        ) from error
+    return AgentSource(agent, protocol_of(options), host)
 
 
 def protocol_of(options: Mapping[str, Any]) -> CallProtocol | None:
