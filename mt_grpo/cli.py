@@ -28,9 +28,12 @@ from mt_grpo.trajectory import visible
 if TYPE_CHECKING:
     from mt_grpo.app.recipe import Recipe
 
+_SHOWN_PROMPTS = 4
+"""Prompts that `mt-grpo rollout` answers without another number."""
+
 COMMANDS = {
     "train": ("train an agent", "mt_grpo.cli:train"),
-    "rollout": ("show what the agent does on a few prompts; trains nothing", "mt_grpo.cli:rollout"),
+    "rollout": ("show what the agent does on a few prompts, or make data of what a model does", "mt_grpo.cli:rollout"),
     "eval": ("compare models on a recipe's held-out rows", "mt_grpo.cli:evaluate"),
     "serve": (
         "start the vLLM server that a recipe's trainer needs, or that serves a run's model",
@@ -167,9 +170,14 @@ def _train(request: Request) -> int:
 
 @_interruptible
 def rollout(arguments: list[str]) -> int:
-    """`mt-grpo rollout`: prints conversations with their rewards."""
+    """`mt-grpo rollout`: prints conversations with their rewards, or makes data of many."""
     request = read_request(arguments, "rollout")
     check_places(request.values, "rollout")
+    if request.own["model"] or request.own["keep"] is not None or request.own["difficulty"]:
+        return _make_data(request)
+    for name in ("api_key_env", "prices"):
+        if request.own[name] is not None:
+            raise ConfigError(f"`--{name}` is of the endpoint that `--model` names: name one, or leave it out.")
     audits, folder = request.own["audit"], request.own["save"]
     if folder is not None:
         check_new(folder)
@@ -178,8 +186,8 @@ def rollout(arguments: list[str]) -> int:
     from mt_grpo.viewer import render_trajectory
 
     console = _console()
-    generations = 1 if folder is None and not audits else trainer.num_generations
-    trajectories = trainer.rollout(request.own["num_prompts"], generations)
+    generations = 1 if folder is None and not audits else request.own["num_generations"] or trainer.num_generations
+    trajectories = trainer.rollout(request.own["num_prompts"] or _SHOWN_PROMPTS, generations)
     for number, trajectory in enumerate(trajectories[::generations]):  # of a group, its first member stands for all
         console.rule(f"conversation {number + 1}")
         console.print(render_trajectory(trajectory, trainer.processing_class, console.is_terminal))
@@ -190,6 +198,17 @@ def rollout(arguments: list[str]) -> int:
     if folder is not None:
         console.print(save_conversations(trainer, resolved, folder), highlight=False, markup=False)
     return int(all(trajectory.failed for trajectory in trajectories))  # what failed is told of
+
+
+def _make_data(request: Request) -> int:
+    warnings.simplefilter("ignore", FutureWarning)
+    with ends_at_once():
+        from transformers.utils.logging import disable_progress_bar
+
+        from mt_grpo.app.rollout import make_data
+
+    disable_progress_bar()
+    return make_data(request)
 
 
 @_interruptible

@@ -26,7 +26,7 @@ from trl import get_peft_config, get_quantization_config
 
 from mt_grpo.app.recipe import Recipe
 from mt_grpo.data import check_apart, load_rows
-from mt_grpo.data.loaders import naming_rows
+from mt_grpo.data.loaders import between_rates, naming_rows
 from mt_grpo.envs import EnvSource, MultiTurnToolEnv
 from mt_grpo.envs.protocols import LearntTagProtocol
 from mt_grpo.envs.source import COLUMN, source_of
@@ -71,6 +71,8 @@ def load_datasets(recipe: Recipe) -> tuple[Rows | None, Rows | dict[str, Rows] |
     if script.dataset_name is None:  # some environments bring their own rows
         if recipe.training.do_eval and not brings_rows(recipe.training.env):
             raise ConfigError("`do_eval: true` needs a dataset of questions to measure: set `dataset_name`.")
+        if script.dataset_filter is not None:
+            raise ConfigError("`dataset_filter` chooses rows of a dataset: set `dataset_name`, or leave it out.")
         return None, None
 
     def load(split: str, name: str = script.dataset_name, config: str | None = script.dataset_config) -> Rows:
@@ -85,6 +87,8 @@ def load_datasets(recipe: Recipe) -> tuple[Rows | None, Rows | dict[str, Rows] |
         return load(split, *(other.get(key, getattr(script, key)) for key in ("dataset_name", "dataset_config")))
 
     train = load(script.dataset_train_split)
+    if script.dataset_filter is not None:
+        train = between_rates(train, script.dataset_filter["file"], *script.dataset_filter["between"])
     if not recipe.training.do_eval:
         return train, None
     if script.eval_datasets is None:

@@ -10,7 +10,7 @@ import json
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
@@ -31,6 +31,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME
+from trl import ModelConfig
 
 from mt_grpo.app.build import build_trainer, load_datasets
 from mt_grpo.app.recipe import Recipe, build_recipe
@@ -48,6 +49,7 @@ from mt_grpo.runlog.index import lines_of
 from mt_grpo.runlog.intervals import Estimate, bootstrap, pass_at
 from mt_grpo.runlog.schema import FOLDER, INDEX, session_id, session_number
 from mt_grpo.training.checkpoint import latest_checkpoint
+from mt_grpo.training.columns import Rows
 from mt_grpo.training.config import changed
 from mt_grpo.training.model import resolve_base, resolve_model
 from mt_grpo.training.rollout_batch import RolloutBatch
@@ -55,15 +57,17 @@ from mt_grpo.training.step_log.records import run_line
 from mt_grpo.training.trainer import MTGRPOEnvTrainer
 from mt_grpo.trajectory import visible
 
-_ENDPOINT = re.compile(r"(?:(?!https?://)(?P<model>.+)@)?(?P<url>https?://\S+)")
+ENDPOINT = re.compile(r"(?:(?!https?://)(?P<model>.+)@)?(?P<url>https?://\S+)")
 _DECIDING = (
-    *("dataset_name", "dataset_config", "dataset_test_split", "eval_datasets", "column_mapping", *OF_ENVIRONMENT),
+    *("dataset_name", "dataset_config", "column_mapping", *OF_ENVIRONMENT),
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_completion_length", "max_turn_length"),
     *("history", "compact_every", "chat_template_kwargs", "seed", "environments", "generation_kwargs"),
     *("rollout_timeout", "model_revision", "dtype", "load_in_4bit", "load_in_8bit", "model_init_kwargs"),
     *("turn_reward_funcs", "outcome_reward_funcs", "reward_weights"),
 )
 """Options that decide what is sampled and how it is scored."""
+_OF_HELD_OUT = ("dataset_test_split", "eval_datasets")
+"""Options that decide which rows are held out; those of training are compared one by one alone."""
 _SET = "eval_dataset"
 """The column that says of which of several `eval_datasets` a row is."""
 _MOST_VALUES = 30
@@ -73,15 +77,14 @@ _MILLION = 1e6
 Row = dict[str, Any]
 
 
-class _Model:
-    """A model to evaluate, and the folder with what it said."""
+class SampledModel:
+    """A model that has conversations, and the folder with what it said; `trained_on` are training rows."""
 
-    def __init__(self, name: str, save: Path, api_key_env: str | None) -> None:
-        self.name = name
-        self.folder = save / (re.sub(r"[^\w.-]+", "-", name).strip("-.") or "model")
-        if self.folder.resolve() == Path(name).expanduser().resolve():
-            raise ConfigError(f"`--save {save}` would write into the model's own folder {name}: name another one.")
-        found = _ENDPOINT.fullmatch(name)
+    def __init__(self, name: str, folder: Path, api_key_env: str | None, trained_on: bool = False) -> None:
+        self.name, self.folder, self.trained_on = name, folder, trained_on
+        if folder.resolve() == Path(name).expanduser().resolve():
+            raise ConfigError(f"`--save` would write into the model's own folder {name}: name another one.")
+        found = ENDPOINT.fullmatch(name)
         if found and (urlsplit(found["url"]).username or urlsplit(found["url"]).query):
             raise ConfigError(
                 "The address of an endpoint has a user or a query, which would be written to disk: leave them out, "
@@ -105,10 +108,12 @@ class _Model:
         """The recipe with this model."""
         recipe = build_recipe(request)
         if self.endpoint is None:
+            if self.name != recipe.model.model_name_or_path:  # whose revision it is
+                recipe.model.model_revision = ModelConfig().model_revision
             recipe.model.model_name_or_path, recipe.model.use_peft = self.path, False
         args = recipe.training
         at_once = args.max_concurrent_rollouts or args.per_device_eval_batch_size * generations
-        recipe.training = changed(args, do_eval=True, beta=0.0, max_concurrent_rollouts=at_once)
+        recipe.training = changed(args, do_eval=not self.trained_on, beta=0.0, max_concurrent_rollouts=at_once)
         return recipe
 
 
@@ -120,23 +125,24 @@ def evaluate(request: Request) -> int:
     own = request.own
     console = Console(soft_wrap=True, stderr=own["json"])
     generations = own["num_generations"] or request.values.get("num_generations_eval") or 1
-    prices = _prices(own["prices"])
+    prices = read_prices(own["prices"])
     save = Path(own["save"] or Path("evals", Path(request.path or "evaluation").stem))
     check_writable(str(save), f"`--save {save}`")
     names = list(dict.fromkeys(own["model"] or [request.values["model_name_or_path"]]))
-    hosts = {urlsplit(found["url"]).netloc for name in names if (found := _ENDPOINT.fullmatch(name))}
+    hosts = {urlsplit(found["url"]).netloc for name in names if (found := ENDPOINT.fullmatch(name))}
     if own["api_key_env"] and len(hosts) > 1:
         raise ConfigError(
             f"`--api_key_env {own['api_key_env']}` would be sent to {', '.join(sorted(hosts))}: evaluate them one "
             "after the other, with the same `--save`."
         )
-    models = [_Model(name, save, own["api_key_env"]) for name in names]
+    folders = {name: save / (re.sub(r"[^\w.-]+", "-", name).strip("-.") or "model") for name in names}
+    models = [SampledModel(name, folder, own["api_key_env"]) for name, folder in folders.items()]
     datasets.disable_progress_bars()
     rows = None
     for model in models:
-        rows = _sample(model, request, rows, generations, console)
+        rows = sample(model, request, rows, generations, console)
     assert rows is not None  # there is a model
-    results = [_Results(model, generations, len(rows), prices) for model in models]
+    results = [Results(model, generations, len(rows), prices) for model in models]
     line = {"recipe": request.path, "rows": len(rows), "num_generations": generations, "confidence": 0.95}
     line |= _summary(results, rows, own["by"] or [])
     _write_table(save / "results.parquet", results, rows, own["by"] or [])
@@ -150,7 +156,7 @@ def evaluate(request: Request) -> int:
     return int(any(len(each.counted) == 0 for each in results))
 
 
-def _prices(given: Sequence[float] | None) -> list[float] | None:
+def read_prices(given: Sequence[float] | None) -> list[float] | None:
     if given is None:
         return None
     if len(given) not in (2, 3) or min(given) < 0:
@@ -164,27 +170,28 @@ def _prices(given: Sequence[float] | None) -> list[float] | None:
 # Sampling
 
 
-def _sample(model: _Model, request: Request, rows: list[Row] | None, generations: int, console: Console) -> list[Row]:
-    """Has a model say what it has not said yet. Returns the rows, which some environments bring."""
-    own, recipe = request.own, model.recipe(request, generations)
-    resolved, trainer = recipe.resolved(), None
+def sample(
+    model: SampledModel,
+    request: Request,
+    rows: list[Row] | None,
+    generations: int,
+    console: Console,
+    check: Callable[[list[Row]], object] | None = None,
+) -> list[Row]:
+    """
+    Has a model say what it has not said yet. Returns the rows, which some environments bring; `check` is called with
+    the rewards before anything is sampled.
+    """
+    recipe, trainer = model.recipe(request, generations), None
+    resolved = recipe.resolved()
     if rows is None:
-        _, held_out = load_datasets(recipe)
-        if held_out is None:
+        found = load_datasets(recipe)[not model.trained_on]
+        if found is None:
             trainer = build_trainer(recipe, trains=False, writes=False, endpoint=model.endpoint)
-            held_out = trainer.eval_dataset
-        several = held_out if isinstance(held_out, dict) else {"": held_out}
-        most = own["num_prompts"]
-        rows = [
-            {**row, **({_SET: name} if name else {})}
-            for name, one in several.items()
-            for row in (one if most is None else one.take(most))
-        ]
-        if len(several) > 1:
-            own["by"] = list(dict.fromkeys([_SET, *(own["by"] or [])]))
-        for column in own["by"] or []:
-            _check_column(column, rows)
-    about = {name: resolved[name] for name in _DECIDING if name in resolved}
+            found = trainer.train_dataset if model.trained_on else trainer.eval_dataset
+        rows = _rows(found, request.own)
+    deciding = _DECIDING if model.trained_on else (*_OF_HELD_OUT, *_DECIDING)
+    about = {name: resolved[name] for name in deciding if name in resolved}
     about |= {"num_generations": generations, "model": model.name, "weights": model.weights()}
     about["served"] = None if model.endpoint is None else model.endpoint.model
     about = json.loads(to_json(about))
@@ -192,6 +199,8 @@ def _sample(model: _Model, request: Request, rows: list[Row] | None, generations
     done = _done(model.folder, about, sums, generations)
     if not all(done):
         trainer = trainer or build_trainer(recipe, trains=False, writes=False, endpoint=model.endpoint)
+        if check is not None:
+            check(trainer.step_log.records.rewards)
         model.folder.mkdir(parents=True, exist_ok=True)
         (model.folder / CONFIG).write_text(yaml.safe_dump(resolved, sort_keys=True), encoding="utf-8")
         _converse(model, trainer, rows, done, {"evaluation": about}, sums, console)
@@ -205,8 +214,24 @@ def _sample(model: _Model, request: Request, rows: list[Row] | None, generations
     return rows
 
 
+def _rows(found: Rows | dict[str, Rows], own: Row) -> list[Row]:
+    """The rows to answer, of several sets with the name of theirs."""
+    several = found if isinstance(found, dict) else {"": found}
+    most = own["num_prompts"]
+    rows = [
+        {**row, **({_SET: name} if name else {})}
+        for name, one in several.items()
+        for row in (one if most is None else one.take(most))
+    ]
+    if len(several) > 1:
+        own["by"] = list(dict.fromkeys([_SET, *(own["by"] or [])]))
+    for column in own.get("by") or []:
+        _check_column(column, rows)
+    return rows
+
+
 def _converse(
-    model: _Model,
+    model: SampledModel,
     trainer: MTGRPOEnvTrainer,
     rows: list[Row],
     done: list[bool],
@@ -292,10 +317,10 @@ class _Shown:
 # Results
 
 
-class _Results:
+class Results:
     """What a model's conversations came to: arrays of shape (rows, num_generations), NaN where one failed."""
 
-    def __init__(self, model: _Model, generations: int, rows: int, prices: Sequence[float] | None) -> None:
+    def __init__(self, model: SampledModel, generations: int, rows: int, prices: Sequence[float] | None) -> None:
         self.name, self.folder, self.generations = model.name, model.folder, generations
         run = open_run(model.folder)
         number = rows * generations
@@ -375,7 +400,7 @@ def _mean(grid: np.ndarray) -> np.ndarray:
     return np.where(number > 0, np.nansum(grid, axis=1) / np.maximum(number, 1), np.nan)
 
 
-def _summary(results: Sequence[_Results], rows: Sequence[Row], by: Sequence[str]) -> Row:
+def _summary(results: Sequence[Results], rows: Sequence[Row], by: Sequence[str]) -> Row:
     """Each model, each pair of models row by row, and each value of the columns `by`."""
     pairs = []
     for first, second in combinations(results, 2):
@@ -425,7 +450,7 @@ def _value(value: object) -> str:
     return value if isinstance(value, str) else to_json(media_to_digests(value))
 
 
-def _write_table(path: Path, results: Sequence[_Results], rows: Sequence[Row], by: Sequence[str]) -> None:
+def _write_table(path: Path, results: Sequence[Results], rows: Sequence[Row], by: Sequence[str]) -> None:
     """A row per conversation of each model."""
     table = []
     for each in results:

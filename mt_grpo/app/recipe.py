@@ -18,7 +18,7 @@ from trl import ModelConfig, ScriptArguments, TrlParser
 from mt_grpo.app.request import Request
 from mt_grpo.errors import ConfigError, libraries_may_refuse
 from mt_grpo.options.table import OF_LIBRARIES, DataOptions, Option, options_of, with_options_in_docstring
-from mt_grpo.options.values import parse_eval_datasets, parse_mapping, refuse_unknown
+from mt_grpo.options.values import parse_dataset_filter, parse_eval_datasets, parse_mapping, refuse_unknown
 from mt_grpo.rewards import REWARDS
 from mt_grpo.tools.loading import TOOLS
 from mt_grpo.training.config import MTGRPOConfig, registered_names
@@ -74,6 +74,7 @@ def build_recipe(request: Request) -> Recipe:
         script, training, model = parser.parse_args_into_dataclasses(request.arguments)
     script.column_mapping = _columns(script.column_mapping)
     script.eval_datasets = parse_eval_datasets(script.eval_datasets)
+    script.dataset_filter = parse_dataset_filter(script.dataset_filter)
     if script.eval_datasets and not training.do_eval:
         raise ConfigError("`eval_datasets` are measured where `do_eval` is true: set it, or leave them out.")
     return Recipe(script, training, model)

@@ -32,6 +32,7 @@ from mt_grpo.options.values import (
     brings_rows,
     is_bare,
     parse_agent,
+    parse_dataset_filter,
     parse_mapping,
     parse_reward,
     parse_teacher,
@@ -129,6 +130,9 @@ _TRUST = {"trust": _flag("Run the code and the commands that the `config.yaml` o
 
 _CHECKPOINT = _number("Of a run the model after so many steps, instead of the last one.", 1)
 
+_KEY = SchemaOption("Environment variable with the key of endpoints.")
+_PRICES = _list("Prices of a million tokens: of prompts, of answers, and of prompts from the cache.", "number")
+
 OWN_OPTIONS: dict[str, dict[str, SchemaOption]] = {
     "train": {
         **_TRUST,
@@ -143,9 +147,15 @@ OWN_OPTIONS: dict[str, dict[str, SchemaOption]] = {
     },
     "rollout": {
         **_TRUST,
-        "num_prompts": _number("Prompts to answer, of the evaluation set if there is one.", 1, default=4),
+        "num_prompts": _number("Prompts to answer: 4 of the evaluation set if there is one; all to make data.", 1),
+        "num_generations": _number("Conversations for each prompt; the recipe's `num_generations` without it.", 1),
         "audit": _flag("Run `num_generations` conversations for each prompt, and say what the rewards tell apart."),
         "save": SchemaOption("Folder to make, with `num_generations` conversations for each prompt, as a run's."),
+        "model": SchemaOption("Make data of the training rows with it: a folder, adapter, Hub id, NAME@URL or a URL."),
+        "keep": SchemaOption("Make data of the conversations that pass, such as 'exact_match>=1'."),
+        "difficulty": _flag("Write how often each training row is passed, for `dataset_filter`."),
+        "api_key_env": _KEY,
+        "prices": _PRICES,
     },
     "eval": {
         **_TRUST,
@@ -154,10 +164,8 @@ OWN_OPTIONS: dict[str, dict[str, SchemaOption]] = {
         "num_prompts": _number("Rows to take, from the first on; all without it.", 1),
         "by": _list("Columns of the rows by whose values results are split."),
         "save": SchemaOption("Folder of the results, `evals/RECIPE` without it; what is there is not sampled again."),
-        "api_key_env": SchemaOption("Environment variable with the key of endpoints."),
-        "prices": _list(
-            "Prices of a million tokens: of prompts, of answers, and of prompts from the cache.", "number"
-        ),
+        "api_key_env": _KEY,
+        "prices": _PRICES,
         "json": _flag("Print the line of `results.jsonl`, and no tables."),
     },
     "serve": {
@@ -425,6 +433,12 @@ def check_places(values: Values, command: str) -> None:
             raise ConfigError(f"The {what} {model!r} cannot be loaded: there is no such folder (from {Path.cwd()}).")
     if command in _OF_RUNS:
         return
+    chosen = None if command == "rollout" else parse_dataset_filter(values.get("dataset_filter"))
+    if chosen is not None and not Path(chosen["file"]).expanduser().is_file():
+        raise ConfigError(
+            f"`dataset_filter` names the file {chosen['file']!r}, which is not there: `mt-grpo rollout --difficulty` "
+            "writes one."
+        )
     replays = command == "train" and values.get("replay")  # whose rows come with the conversations
     if values.get("dataset_name") and not replays:  # classes of `environment_factory` may need none
         source = values["dataset_name"].partition(":")[2] or values["dataset_name"]

@@ -1,26 +1,44 @@
-"""What `mt-grpo rollout` says of conversations and their rewards, and the folder that `--save` leaves, as a run's."""
+"""
+What `mt-grpo rollout` says of conversations and their rewards, the folder that `--save` leaves, as a run's, and the
+data for other trainings that it makes of a model's conversations.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import datasets
 import yaml
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from mt_grpo.app.evaluate import Results, SampledModel, read_prices, sample
+from mt_grpo.app.recipe import build_recipe
+from mt_grpo.app.request import Request, check_writable
 from mt_grpo.credit import audit_rewards, estimate, estimate_parts, uncredited_turn_rewards
+from mt_grpo.data.loaders import row_digest
 from mt_grpo.envs.source import tool_names
-from mt_grpo.runlog import Batch, RunWriter
-from mt_grpo.runlog.files import to_json
-from mt_grpo.runlog.findings import Counts, Finding, find
-from mt_grpo.runlog.writer import rollout_lines
+from mt_grpo.errors import ConfigError, UserError
+from mt_grpo.runlog import Batch, Run, RunWriter, open_run
+from mt_grpo.runlog.export import LINES
+from mt_grpo.runlog.files import to_json, written_whole
+from mt_grpo.runlog.findings import FAILED, Counts, Finding, find
+from mt_grpo.runlog.index import Table as Conversations
+from mt_grpo.runlog.schema import Row, session_number
+from mt_grpo.runlog.writer import question_of, rollout_lines
 from mt_grpo.training.reward_batch import gather_rewards
 from mt_grpo.training.step_log.metrics import says_uncredited
 from mt_grpo.training.step_log.records import as_record, part_rows, run_line
 from mt_grpo.training.trainer import MTGRPOEnvTrainer
-from mt_grpo.trajectory import visible
+from mt_grpo.trajectory import Trajectory, visible
+from mt_grpo.viewer.columns import Columns, FilterError, parse_filter
+from mt_grpo.viewer.queries import BadQuestion, selected
+
+_FORMS = {"sft": "tokens", "messages": "messages", "dpo": "preferences"}
+"""Folders of data, each with a file of a form, which TRL's commands take as a dataset."""
 
 
 def save_conversations(trainer: MTGRPOEnvTrainer, resolved: dict[str, Any], folder: str) -> str:
@@ -122,6 +140,151 @@ def findings(record: dict[str, Any]) -> list[str]:
         if each["causal"] is False:
             lines.append(f"{reward} depends on later turns, which biases rules that credit single turns.")
     return [*lines, *([record["advice"]] if record["advice"] else [])]
+
+
+# Data for other trainings
+
+
+def make_data(request: Request) -> int:
+    """
+    Has a model answer the training rows, as `mt-grpo eval` does those held out, and writes what passes in the forms
+    that TRL trains on, and how often each row was passed; 1 where there is nothing to write.
+    """
+    own, console, keep = request.own, Console(soft_wrap=True), request.own["keep"]
+    if own["audit"]:
+        raise ConfigError("`--audit` is for a few conversations that make no data: leave it out.")
+    if keep is not None:
+        _check_keep(keep, parse_filter)
+    prices = read_prices(own["prices"])
+    folder = Path(own["save"] or Path("rollouts", Path(request.path or "data").stem))
+    check_writable(str(folder), f"`--save {folder}`")
+    if own["difficulty"]:  # of all rows
+        request.recipe.pop("dataset_filter", None)
+    generations = own["num_generations"] or build_recipe(request).training.num_generations
+    name = own["model"] or request.values["model_name_or_path"]
+    model = SampledModel(name, folder, own["api_key_env"], trained_on=True)
+    datasets.disable_progress_bars()
+
+    def check(rewards: list[Row]) -> None:
+        if keep is not None:
+            _check_keep(keep, _Expected(rewards).find)
+        elif own["difficulty"] and not any(reward["kind"] == "outcome" for reward in rewards):
+            raise ConfigError(
+                "`--difficulty` takes the first outcome reward, and there is none: say what `--keep` is."
+            )
+
+    rows = sample(model, request, None, generations, console, check)
+    results = Results(model, generations, len(rows), prices)
+    run = open_run(folder)
+    counted = {row["session"] for row in results.counted}
+    try:
+        passed = counted if keep is None else counted.intersection(row["session"] for row in selected(run, keep))
+    except BadQuestion:  # nothing passes
+        passed = set()
+    _say_sampled(results, len(rows), len(passed), keep, console)
+    if own["model"] or keep is not None:
+        for place, form in _FORMS.items():
+            _write_form(folder / place / "train.jsonl", run, form, results.counted, passed, console)
+    if own["difficulty"]:
+        right = {row["session"]: row["right"] if keep is None else row["session"] in passed for row in results.counted}
+        _write_difficulty(folder / "difficulty.jsonl", right, rows, generations, console)
+    return int(not (counted if own["difficulty"] else passed))
+
+
+class _Expected(Columns):
+    """The columns of a run that has no conversation so far."""
+
+    def __init__(self, rewards: Sequence[Row]) -> None:
+        super().__init__(Conversations())
+        self._names = [reward["name"] for reward in rewards]
+
+    @property
+    def rewards(self) -> list[str]:
+        """Names of the rewards."""
+        return self._names
+
+    def find(self, text: str) -> object:
+        """Raises `FilterError` where a filter cannot be used."""
+        return self.where(parse_filter(text))
+
+
+def _check_keep(keep: str, find: Callable[[str], object]) -> None:
+    try:
+        find(keep)
+        words = [each.value for each in parse_filter(keep) if not each.sign]
+    except FilterError as error:
+        raise ConfigError(f"`--keep` is {keep!r}: {str(error)[0].lower()}{str(error)[1:]}") from None
+    if words or not keep.strip():
+        raise ConfigError(f"`--keep` is {keep!r}, which compares nothing: write a condition, as `exact_match>=1`.")
+
+
+def _say_sampled(results: Results, rows: int, passed: int, keep: str | None, console: Console) -> None:
+    failed = f", {results.failed} failed" if results.failed else ""
+    passes = "" if keep is None else f", {passed} pass {keep}"
+    lines = [f"{len(results.lines)} conversations of {rows} rows{passes}{failed}"]
+    if results.usage:
+        says = "{requests} requests, {prompt:,} tokens in ({cached:,} cached), {completion:,} out".format(
+            **results.usage
+        )
+        cost = results.cost(results.usage)
+        lines.append(says if cost is None else f"{says}, cost {cost:.4f}")
+    if results.failed:
+        first = next(row["error"] for row in results.lines if row["stop"] in FAILED)
+        lines.append(f"The first failed with: {visible(first)} The same command samples what failed again.")
+    for line in lines:
+        console.print(line, highlight=False, markup=False)
+
+
+def _write_form(path: Path, run: Run, form: str, rows: list[Row], passed: set[str], console: Console) -> None:
+    """The conversations that pass, or the pairs whose better one does, as lines; no file where there are none."""
+    pairs = form == "preferences"
+    try:
+        found = LINES[form](run, rows if pairs else [row for row in rows if row["session"] in passed])
+        number = _write(path, (each for each in found if not pairs or each["chosen_session"] in passed))
+    except UserError as error:  # of some conversations there are no pairs, or no ids
+        path.unlink(missing_ok=True)
+        console.print(f"No {path}: {error}", highlight=False, markup=False)
+        return
+    what = "pairs" if pairs else "sequences" if form == "tokens" else "conversations"
+    console.print(
+        f"{path}: {number} {what}" if number else f"No {path}: nothing passes.", highlight=False, markup=False
+    )
+
+
+def _write(path: Path, lines: Iterable[Row]) -> int:
+    """Writes lines of JSON, and returns how many; removes the file where there are none."""
+    path.parent.mkdir(exist_ok=True)
+    number = 0
+    with written_whole(path) as partial:
+        # half a character, which an environment may write, as the escape that JSON has for it
+        with partial.open("w", encoding="utf-8", errors="backslashreplace") as file:
+            for line in lines:
+                file.write(to_json(line) + "\n")
+                number += 1
+    if not number:
+        path.unlink()
+    return number
+
+
+def _write_difficulty(
+    path: Path, right: dict[str, bool | None], rows: list[Row], generations: int, console: Console
+) -> None:
+    """For each row how often it was passed; `right` is by session, `None` where no reward tells."""
+    attempts: list[list[bool]] = [[] for _ in rows]
+    for session, passes in right.items():
+        if passes is not None:
+            attempts[session_number(session) // generations].append(passes)
+    rates = [sum(of_row) / len(of_row) if of_row else None for of_row in attempts]
+    _write(
+        path,
+        (
+            {"row": place, "rate": rate, "attempts": len(attempts[place]), "digest": row_digest(row), "prompt": said}
+            for place, (rate, row) in enumerate(zip(rates, rows, strict=True))
+            for said in [question_of(Trajectory(row.get("prompt") or ""))]
+        ),
+    )
+    says = f"{path}: {len(rows)} rows, {rates.count(0.0)} never passed, {rates.count(1.0)} always"
+    console.print(says, highlight=False, markup=False)
 
 
 def _share(value: float | None) -> str:

@@ -6,6 +6,7 @@ the Hugging Face Hub can be asked. Images in columns are read as all others are:
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -22,10 +23,11 @@ from datasets.utils.file_utils import is_local_path, xopen
 from huggingface_hub import constants
 from huggingface_hub.file_download import repo_folder_name
 
-from mt_grpo.errors import ConfigError, UserError
+from mt_grpo.errors import ConfigError, UserError, describe_error
 from mt_grpo.imports import FORMATS, Registry, check_name, did_you_mean, looks_like_path
-from mt_grpo.media import MediumError, decode, read_image
+from mt_grpo.media import MediumError, decode, media_to_digests, read_image
 from mt_grpo.media_files import MOST_BYTES
+from mt_grpo.runlog.files import to_json
 
 Rows: TypeAlias = datasets.Dataset | datasets.IterableDataset
 Row = dict[str, Any]
@@ -263,6 +265,52 @@ def load_rows(
     return _decoded_as(
         made, {**rows.features, **{target: rows.features[column] for target, column in mapping.items()}}
     )
+
+
+def row_digest(row: Row) -> str:
+    """16 hexadecimal digits that differ where the contents of a row do; an image counts by its own digest."""
+    return hashlib.blake2b(to_json(media_to_digests(row)).encode(), digest_size=8).hexdigest()
+
+
+def between_rates(rows: Rows, file: str, low: float, high: float) -> Rows:
+    """
+    The rows of which a model passed from `low` to `high` of its attempts.
+
+    Args:
+        rows (`Dataset`): The rows of `load_rows`.
+        file (`str`): What `mt-grpo rollout --difficulty` wrote: lines of JSON with `digest`, `rate` and `attempts`.
+        low, high (`float`): Shares of the attempts; both count as between.
+
+    Raises:
+        DatasetError: If the file cannot be read, does not have all rows, or no row is between.
+    """
+    if isinstance(rows, datasets.IterableDataset):
+        raise DatasetError("`dataset_filter` looks for each row in a file: leave `dataset_streaming` out.")
+    rates: dict[str, list[float]] = {}
+    try:
+        for line in Path(file).expanduser().read_text(encoding="utf-8").splitlines():
+            found = json.loads(line)
+            rates.setdefault(found["digest"], []).extend([found["rate"]] * found["attempts"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DatasetError(
+            f"`dataset_filter` cannot read {file} ({describe_error(error)}): name a file that `mt-grpo rollout "
+            "--difficulty` wrote."
+        ) from None
+    digests = [row_digest(row) for row in rows]
+    unknown = [place for place, each in enumerate(digests) if each not in rates]
+    if unknown:
+        raise DatasetError(
+            f"{len(unknown)} of {len(rows)} training rows are not in {file}, the first is row {unknown[0]} (counted "
+            "from 0): the dataset changed since the file was written, or they were not sampled; run `mt-grpo rollout "
+            "--difficulty` again, or set `dataset_train_split` to rows that were."
+        )
+    means = [sum(rates[each]) / len(rates[each]) if rates[each] else None for each in digests]
+    chosen = [place for place, mean in enumerate(means) if mean is not None and low <= mean <= high]
+    if not chosen:
+        raise DatasetError(
+            f"No training row has a rate between {low} and {high} in {file}: set `dataset_filter: between` wider."
+        )
+    return rows.select(chosen)
 
 
 def had_text_prompts(rows: Rows | dict[str, Rows] | None) -> bool:

@@ -89,12 +89,17 @@ class DataOptions:
     """Options that TRL's `ScriptArguments` does not have."""
 
     column_mapping: dict[str, str] | str | None = _model(
-        "Columns to add, each from one that is there: {wanted: present}.",
+        "Columns to add: {wanted: one that is there}.",
     )
     eval_datasets: dict[str, Any] | str | None = _model(
         "Several evaluation sets: {name: split}. Or {name: {dataset_name, split, dataset_config}}; in place "
         "of `dataset_test_split`. Metrics are `eval_NAME_reward` and the like; JSON on the command line.",
         page="evaluate.md#in-training",
+    )
+    dataset_filter: dict[str, Any] | str | None = _model(
+        "Training rows, by how often they are passed. `{file, between: [low, high]}`, where `mt-grpo rollout "
+        "--difficulty` wrote the file; JSON on the command line.",
+        page="start.md#rows-that-are-neither-too-easy-nor-too-hard",
     )
 
 

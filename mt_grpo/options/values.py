@@ -62,6 +62,13 @@ SELF = "self"
 """The `model` of a teacher that is the policy itself."""
 
 
+class _FilterOptions(TypedDict):
+    """Keys of `dataset_filter`."""
+
+    file: _Text
+    between: list[float]
+
+
 class _AgentOptions(TypedDict, total=False):
     """Keys of `agent` as a mapping; it has one of the first two."""
 
@@ -278,6 +285,22 @@ def parse_eval_datasets(given: object) -> dict[str, dict[str, Any]] | None:
 
 
 _OF_SETS = ("dataset_name", "split", "dataset_config")
+
+
+def parse_dataset_filter(given: object) -> dict[str, Any] | None:
+    """A filter of training rows as a recipe, a command line (the mapping as JSON) or a script gives it."""
+    chosen = parse_mapping(given, "dataset_filter")
+    if chosen is None:
+        return None
+    chosen = _validated(_FilterOptions, chosen, "dataset_filter")
+    low, high = chosen["between"] if len(chosen["between"]) == 2 else (1.0, 0.0)
+    if not 0 <= low <= high <= 1:
+        raise ConfigError(
+            f"`dataset_filter: between` is {chosen['between']}: give the lowest and the highest rate to train on, as "
+            "`[0.1, 0.9]`."
+        )
+    return chosen
+
 
 PARSERS: dict[str, Callable[[Any], Any]] = {
     "environment_factory": _parse_factories,

@@ -235,7 +235,11 @@ LAUNCHED = {"--accelerate_config", "--num_processes"}
     ("command", "own"),
     [
         ("train", {"--dry_run", "--trust", *LAUNCHED, *(f"--{name}" for name in OF_HOSTS)}),
-        ("rollout", {"--num_prompts", "--audit", "--save", "--trust"}),
+        (
+            "rollout",
+            {"--num_prompts", "--audit", "--save", "--trust", "--model", "--keep", "--difficulty", "--api_key_env"}
+            | {"--prices"},
+        ),
         ("serve", {"--trust", "--replicas", "--checkpoint"}),
         ("chat", {"--trust", "--checkpoint", "--server"}),
         ("doctor", {"--trust", "--gpu", "--gpu_memory", "--calibrate", "--suggest", "--probe", "--json", *LAUNCHED}),

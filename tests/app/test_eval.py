@@ -77,7 +77,7 @@ def test_tables_say_what_the_line_says(endpoint, recipe, prints, tmp_path, model
     for words in (
         "4 rows × 1",
         "pass@1",
-        f"127.0.0.1:{server.port} minus model0: reward +",
+        f"127.0.0.1:{server.port} minus {model_folder.name}: reward +",
         "better in",
         "reward by answer",
         "ended by",
