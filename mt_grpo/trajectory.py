@@ -202,6 +202,8 @@ class Trajectory:
             in the messages.
         teacher_logprobs (`list[list[float]]`): The teacher's log-probs of the tokens that each turn sampled, NaN
             for a turn that it did not read; written nowhere.
+        teacher_top (`list`): With `distillation_topk`, for each turn its `k` likeliest tokens in the place of each
+            sampled one, `(tokens, 2, k)`: ids and log-probs; written nowhere.
     """
 
     prompt: list[Message]
@@ -230,6 +232,7 @@ class Trajectory:
     texts: tuple[str, str] | None = field(default=None, repr=False, compare=False)
     media: dict[int, Any] = field(default_factory=dict, repr=False, compare=False)
     teacher_logprobs: list[list[float]] = field(default_factory=list, repr=False, compare=False)
+    teacher_top: list[Any] = field(default_factory=list, repr=False, compare=False)
 
     @property
     def failed(self) -> bool:
@@ -294,7 +297,7 @@ def _as_json(value: Any) -> Any:
         return None
 
 
-UNWRITTEN = ("environment", "texts", "media", "teacher_logprobs")
+UNWRITTEN = ("environment", "texts", "media", "teacher_logprobs", "teacher_top")
 """Fields of a trajectory that are in no record."""
 
 _MARKS = "\u061c\u200e\u200f"

@@ -63,6 +63,18 @@ CONTRADICTING = [
     ({"groups_without_signal": "resample", "use_adaptive_entropy": True}, "`groups_without_signal: resample` drops"),
     ({"distillation_coef": 0.1}, "`distillation_coef: 0.1` weighs the distance to a teacher, and there is none"),
     (
+        {"distillation_topk": 5, "teacher": "a"},
+        "`distillation_topk: 5` says on which tokens the distance to a teacher is taken, and nothing is learnt",
+    ),
+    (
+        {"distillation_topk": 5, "distillation_coef": 1.0, "teacher": {"model": "a", "server": "http://b"}},
+        "`distillation_topk: 5` takes a teacher that is loaded beside the policy",
+    ),
+    (
+        {"distillation_topk": 5, "distillation_coef": 1.0, "teacher": "a", "top_p": 0.9},
+        "`distillation_topk: 5` compares whole distributions, and `top_k: 0`, `top_p: 0.9` or",
+    ),
+    (
         {"temperature": 0.7, "teacher": {"model": "a", "server": "http://b"}},
         "`temperature: 0.7` divides what the policy samples from, and a teacher's `server` knows log-probs at 1 only",
     ),

@@ -77,8 +77,13 @@ class Truncation:
 
 
 def _excludes(logits: Tensor, floor: Tensor, labels: Tensor) -> Tensor:
-    """Tokens that cannot be drawn, `(M, vocab)` bool: those below the floor `(M,)`, except the labels `(M,)`."""
-    return (logits < floor[:, None]).scatter_(1, labels[:, None], False)
+    """Tokens that cannot be drawn, `(M, vocab)` bool: those below the floor `(M,)`, except the labels."""
+    return (logits < floor[:, None]).scatter_(1, as_columns(labels), False)
+
+
+def as_columns(values: Tensor) -> Tensor:
+    """Values `(M,)` or `(M, k)` as `(M, k)`."""
+    return values if values.dim() == 2 else values[:, None]
 
 
 _Transform = Callable[[Tensor], Tensor]
@@ -99,7 +104,7 @@ def chunked_logps(
     """
     `log_softmax(transform(hidden @ weight.T) / temperature)` at the labels, and the entropy of the same distribution.
     Both are over the tokens that `truncation` keeps, and the label. The gradient treats the set of kept tokens as
-    constant.
+    constant. Labels are `(M,)`, or `(M, k)` where the log-probs of several tokens are wanted at each place.
     """
     if torch.is_autocast_enabled(hidden.device.type):
         hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
@@ -132,8 +137,10 @@ class _Score(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         size = hidden.size(0)
-        logps, entropies, normalisers = (torch.empty(size, dtype=dtype, device=hidden.device) for _ in range(3))
-        floors = None if truncation is None else torch.empty_like(logps)
+        logps, entropies, normalisers = (
+            torch.empty(shape, dtype=dtype, device=hidden.device) for shape in (labels.shape, size, size)
+        )
+        floors = None if truncation is None else torch.empty_like(normalisers)
         logits = excluded = None
         with torch.autocast(hidden.device.type, enabled=False):
             matrix = weight.to(hidden.dtype)
@@ -148,11 +155,11 @@ class _Score(torch.autograd.Function):
                 logits -= peak
                 if excluded is not None:
                     logits.masked_fill_(excluded, _EXCLUDED)
-                chosen = logits.gather(1, labels[part, None]).squeeze(1)
+                chosen = logits.gather(1, as_columns(labels[part]))
                 powers = logits.exp()
                 total = powers.sum(dim=1)
                 normaliser = total.log()
-                logps[part] = chosen - normaliser
+                logps[part] = (chosen - normaliser[:, None]).view(labels[part].shape)
                 entropies[part] = normaliser - powers.mul_(logits).sum(dim=1) / total
                 normalisers[part] = normaliser + peak.squeeze(1)
                 if start + chunk >= size and transform is None and any(ctx.needs_input_grad):
@@ -230,29 +237,73 @@ def _final(logits: Tensor, temperature: float, dtype: torch.dtype) -> Tensor:
 def _grad_logits(
     logp: Tensor, labels: Tensor, grad_logp: Tensor | None, grad_entropy: Tensor | None, entropy: Tensor
 ) -> Tensor:
+    labels = as_columns(labels)
+    grad_logp = None if grad_logp is None else as_columns(grad_logp)
     if grad_entropy is None:
         assert grad_logp is not None  # autograd asks for no gradient of neither
-        grad = logp.exp_().mul_(-grad_logp[:, None])
+        grad = logp.exp_().mul_(-grad_logp.sum(dim=1, keepdim=True))
     else:
         probability = logp.exp()
         grad = logp.add_(entropy[:, None]).mul_(-grad_entropy[:, None])
         if grad_logp is not None:
-            grad -= grad_logp[:, None]
+            grad -= grad_logp.sum(dim=1, keepdim=True)
         grad.mul_(probability)
     if grad_logp is not None:
-        grad.scatter_add_(1, labels[:, None], grad_logp[:, None])
+        grad.scatter_add_(1, labels, grad_logp)
     return grad
+
+
+@torch.no_grad()
+def chunked_top(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    top: int,
+    temperature: float = 1.0,
+    transform: _Transform | None = None,
+) -> tuple[Tensor, Tensor]:
+    """
+    As `chunked_logps`, with the log-probs of the label and of the `top` likeliest tokens, `(M, 1 + top)`, and in place
+    of entropies the ids of those tokens, `(M, top)`. There is no gradient.
+    """
+    if torch.is_autocast_enabled(hidden.device.type):
+        hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
+    found = [
+        (torch.empty(0, 1 + top, device=hidden.device), torch.empty(0, top, dtype=torch.long, device=hidden.device))
+    ]
+    chunk = max(16, CHUNK_ELEMENTS.get(hidden.device.type, 2**26) // weight.size(0))
+    with torch.autocast(hidden.device.type, enabled=False):
+        matrix = weight.to(hidden.dtype)
+        for states, label in zip(hidden.split(chunk), labels.split(chunk), strict=True):
+            logits = _logits(states, matrix, bias)
+            logits = logits if transform is None else transform(logits)
+            logits = _final(logits, temperature, torch.promote_types(hidden.dtype, torch.float32))
+            found.append(likeliest(logits, label, top))
+    logps, ids = (torch.cat(values) for values in zip(*found, strict=True))
+    return logps, ids
+
+
+def likeliest(logits: Tensor, labels: Tensor, top: int) -> tuple[Tensor, Tensor]:
+    """What `chunked_top` returns, of logits `(M, vocab)` after temperature."""
+    values, ids = logits.topk(top, dim=1)
+    chosen = torch.cat([logits.gather(1, labels[:, None]), values], dim=1)
+    return chosen - logits.logsumexp(dim=1, keepdim=True), ids
 
 
 _Scorer = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 class Sampling(NamedTuple):
-    """The distribution that labels were drawn from, but for those that are `plain`, `(M,)` bool."""
+    """
+    The distribution that labels were drawn from, but for those that are `plain`, `(M,)` bool, and how many of the
+    likeliest tokens are wanted beside.
+    """
 
     temperature: float
     truncation: Truncation | None = None
     plain: np.ndarray | None = None
+    top: int = 0
 
 
 class _Returns(nn.Module):
@@ -326,7 +377,9 @@ def score_states(
 def _logps(
     states: Tensor, head: nn.Linear, label: Tensor, sampling: Sampling, transform: _Transform | None
 ) -> tuple[Tensor, Tensor]:
-    temperature, truncation, plain = sampling
+    temperature, truncation, plain, top = sampling
+    if top:
+        return chunked_top(states, head.weight, head.bias, label, top, temperature, transform)
     if plain is None or (temperature, truncation) == (1.0, None):
         return chunked_logps(states, head.weight, head.bias, label, temperature, truncation, transform)
     order = torch.from_numpy(np.argsort(plain, kind="stable")).to(states.device)

@@ -34,7 +34,15 @@ from mt_grpo.forward.interface import (
     use_attention,
 )
 from mt_grpo.forward.layout import TreeLayout
-from mt_grpo.forward.lm_head import Sampling, Truncation, backbone_name, output_layer, score_states
+from mt_grpo.forward.lm_head import (
+    Sampling,
+    Truncation,
+    as_columns,
+    backbone_name,
+    likeliest,
+    output_layer,
+    score_states,
+)
 from mt_grpo.forward.media import (
     Media,
     inject_audio_embeddings,
@@ -75,6 +83,10 @@ class ForwardPlan:
         truncation (`Truncation`, *optional*): Which tokens could be drawn.
         router_loss (`bool`, *optional*, defaults to `False`): Whether the loss that balances experts is wanted too.
         group (`SequenceGroup`, *optional*): The processes that compute a row of `"tree"` together.
+        candidates (`Sequence[np.ndarray]`, *optional*): For each tree, `(len(tokens), k)`, further tokens that are
+            scored in the place of each of its tokens.
+        top (`int`, *optional*, defaults to `0`): How many of the likeliest tokens are wanted in the place of each
+            trained token, which is for forwards without a gradient, and without truncation.
         shared (`bool`, *optional*, defaults to `False`): Whether every process of the group has this same plan. If
             not, they compute the plans of all one after the other, which is for forwards without a gradient.
     """
@@ -88,6 +100,8 @@ class ForwardPlan:
     truncation: Truncation | None = None
     router_loss: bool = False
     group: SequenceGroup | None = None
+    candidates: Sequence[np.ndarray] = ()
+    top: int = 0
     shared: bool = False
 
     @cached_property
@@ -99,9 +113,23 @@ class ForwardPlan:
     def split(self, size: int) -> list[ForwardPlan]:
         """Plans of up to `size` trees each; one of none where there are none."""
         return [
-            replace(self, trees=self.trees[start : start + size], leaves=self.leaves[start : start + size])
+            replace(
+                self,
+                trees=self.trees[start : start + size],
+                leaves=self.leaves[start : start + size],
+                candidates=self.candidates[start : start + size],
+            )
             for start in range(0, len(self.trees) or 1, size)
         ]
+
+    def beside(self, label: Tensor, tree: np.ndarray, column: np.ndarray) -> Tensor:
+        """Labels `(M,)`, or with the candidates beside each `(M, 1 + k)`, of tokens in these trees and columns."""
+        if not self.candidates:
+            return label
+        width = self.candidates[0].shape[1]
+        found = [self.candidates[one][place] for one, place in zip(tree, column, strict=True)]
+        others = torch.from_numpy(np.stack(found) if found else np.empty((0, width), dtype=np.int64))
+        return torch.cat([label[:, None], others.to(label.device)], dim=1)
 
 
 DEFAULT_PLAN = ForwardPlan()
@@ -111,7 +139,9 @@ DEFAULT_PLAN = ForwardPlan()
 class Scores:
     """
     Scores of the `M` trained tokens of a plan's trees, `(M,)` each: the tree (leaves come after trees), the token's
-    index there, its turn, log-prob and entropy; and the loss that balances experts, if the plan asks for it.
+    index there, its turn, log-prob and entropy; and the loss that balances experts, if the plan asks for it. With
+    candidates log-probs are `(M, 1 + k)`. Where the likeliest tokens are asked for, log-probs are `(M, 1 + top)`, of
+    the token itself and of those, and `(M, top)` ids stand for entropies.
     """
 
     tree: np.ndarray
@@ -121,12 +151,13 @@ class Scores:
     entropies: Tensor
     router_loss: Tensor | None = None
 
-    def by_turn(self, num_turns: Sequence[int]) -> list[list[Tensor]]:
-        """The log-probs of each turn of trees with so many turns."""
+    def by_turn(self, num_turns: Sequence[int], values: Tensor | None = None) -> list[list[Tensor]]:
+        """The log-probs, or other values, of each turn of trees with so many turns."""
+        values = self.logps if values is None else values
         order = torch.from_numpy(np.lexsort((self.column, self.turn, self.tree))).to(self.logps.device)
         bases = np.cumsum([0, *num_turns])
         sizes = np.bincount(bases[self.tree] + self.turn, minlength=bases[-1])
-        pieces = iter(self.logps[order].split(sizes.tolist()))
+        pieces = iter(values[order].split(sizes.tolist()))
         return [[next(pieces) for _ in range(count)] for count in num_turns]
 
     def turn_means(self, num_turns: Sequence[int], first: int = 0) -> list[list[float]]:
@@ -274,8 +305,8 @@ def _label_scores(model: PreTrainedModel, tree: _TreeInput, outputs: ModelOutput
         model,
         outputs,
         torch.from_numpy(predictor),
-        torch.from_numpy(label),
-        Sampling(tree.plan.temperature, tree.plan.truncation, plain),
+        tree.plan.beside(torch.from_numpy(label), tree.packed.tree, tree.packed.column),
+        Sampling(tree.plan.temperature, tree.plan.truncation, plain, tree.plan.top),
         model._head_in_float32,
         labels,
     )
@@ -322,7 +353,7 @@ def _score_rows(model: nn.Module, plan: ForwardPlan) -> Scores:
     if plan.truncation is not None:
         logits = plan.truncation.apply(logits, label)
     balance = router_loss(pretrained(model).config, output.router_logits, mask) if plan.router_loss else None
-    return Scores(number, column, turn, *_at_labels(logits, label), balance)
+    return Scores(number, column, turn, *_at_labels(logits, plan.beside(label, number, column), plan.top), balance)
 
 
 def score_turns(model: nn.Module, plan: ForwardPlan, keep_logits: bool = True) -> Scores:
@@ -353,22 +384,26 @@ def score_turns(model: nn.Module, plan: ForwardPlan, keep_logits: bool = True) -
                 label = torch.from_numpy(tree.tokens[action]).to(logits.device)
                 if plan.truncation is not None:
                     logits = plan.truncation.apply(logits, label)
-                found.append(_at_labels(logits, label))
+                label = plan.beside(label, np.full_like(action, number), action)
+                found.append(_at_labels(logits, label, plan.top))
                 places.append(np.stack([np.full_like(action, number), action, np.full_like(action, turn)]))
     if not found:  # a backward needs something to flow through
         logits = model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=device), use_cache=False).logits
-        nothing = logits.float().flatten()[:0]
-        found, places = [(nothing, nothing)], [np.empty((3, 0), dtype=np.int64)]
+        nothing = logits.float()[0, :0]
+        label = plan.beside(torch.zeros(0, dtype=torch.long, device=device), *np.empty((2, 0), dtype=np.int64))
+        found, places = [_at_labels(nothing, label, plan.top)], [np.empty((3, 0), dtype=np.int64)]
     logps, entropies = (torch.cat(values) for values in zip(*found, strict=True))
     tree_of, column, turn_of = np.concatenate(places, axis=1)
     return Scores(tree_of, column, turn_of, logps, entropies)
 
 
-def _at_labels(logits: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probs of labels `(M,)`, and entropies, from logits `(M, vocab)`."""
+def _at_labels(logits: Tensor, label: Tensor, top: int = 0) -> tuple[Tensor, Tensor]:
+    """Log-probs of labels `(M,)` or `(M, k)`, and entropies, or what `likeliest` has, from logits `(M, vocab)`."""
+    if top:
+        return likeliest(logits, label, top)
     distribution = logits.log_softmax(dim=-1)
     entropies = -(distribution.exp() * distribution).sum(dim=-1)
-    return distribution.gather(1, label[:, None])[:, 0], entropies
+    return distribution.gather(1, as_columns(label)).view(label.shape), entropies
 
 
 # Which models can run over packed trees

@@ -96,6 +96,20 @@ CONFLICTS = (
         "name one in `teacher`, or leave it out",
     ),
     _Conflict(
+        lambda o: o.distillation_topk and not o.distillation_coef,
+        "<distillation_topk> says on which tokens the distance to a teacher is taken, and nothing is learnt from it",
+        "set `distillation_coef` too",
+    ),
+    _Conflict(
+        lambda o: o.distillation_topk and (o.teacher_server or o.sp_size > 1),
+        "<distillation_topk> takes a teacher that is loaded beside the policy, and rows that one process computes",
+        "leave it out, or `server` and `sp_size`",
+    ),
+    _Conflict(
+        lambda o: o.distillation_topk and (o.top_k or o.top_p != 1 or o.min_p),
+        "<distillation_topk> compares whole distributions, and <top_k>, <top_p> or <min_p> cut off what is sampled",
+    ),
+    _Conflict(
         lambda o: o.teacher_server and o.temperature != 1,
         "<temperature> divides what the policy samples from, and a teacher's `server` knows log-probs at 1 only",
         "set `temperature: 1.0`, or leave `server` out",

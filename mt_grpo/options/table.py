@@ -348,7 +348,7 @@ class RunOptions:
         page="staleness.md",
     )
     vllm_importance_sampling_mode: str | None = _training(
-        "How the loss corrects for log-probs that are not the policy's. Unset: TRL's `sequence_mask`; with "
+        "How the loss corrects for others' log-probs. Unset: TRL's `sequence_mask`; with "
         "`max_staleness`, `token_truncate` at 2, unless `vllm_importance_sampling_clip_max` says another bound than "
         "TRL's 3.",
         names=("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
@@ -366,6 +366,12 @@ class RunOptions:
         "TRL's `distillation_mode: sampled_token`; without rewards it is the whole loss.",
         default=0.0,
         rule=_NOT_BELOW_ZERO,
+        page="teachers.md",
+    )
+    distillation_topk: int | None = _training(
+        "Distil on so many of a teacher's likeliest tokens. TRL's `topk_logits` with a server; as many as there are "
+        "make the whole divergence. Unset: on the sampled token.",
+        rule=_ABOVE_ZERO,
         page="teachers.md",
     )
 

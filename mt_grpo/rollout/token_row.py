@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field
+from typing import Any
 
 from mt_grpo.errors import ConfigError
 from mt_grpo.forward.media import Media
@@ -50,6 +51,7 @@ class TokenRow:
     routes: bytes = b""
     media: Media = field(default_factory=dict)
     teacher: list[float] = field(default_factory=list)
+    top: list[Any] = field(default_factory=list)
 
 
 def token_row(trajectory: Trajectory, renderer: ChatRenderer, env_mask: int = 0) -> TokenRow:
@@ -73,7 +75,7 @@ def token_row(trajectory: Trajectory, renderer: ChatRenderer, env_mask: int = 0)
     replied = _observations(trajectory)
     answered = {-1: 0} | dict.fromkeys(prompt, 0)  # latest turn on the path to each node
     masks = {turn.index: list(turn.mask) for turn in trajectory.turns if turn.mask is not None}
-    taught = list(trajectory.teacher_logprobs)
+    taught, top = list(trajectory.teacher_logprobs), list(trajectory.teacher_top)
     for index in order:
         if index in ends:
             continue
@@ -93,6 +95,9 @@ def token_row(trajectory: Trajectory, renderer: ChatRenderer, env_mask: int = 0)
             taught[node.turn] = taught[node.turn][size:]
         elif taught:
             row.teacher += [float("nan")] * size
+        if trained and top:
+            row.top.append((begin, top[node.turn][:size]))
+            top[node.turn] = top[node.turn][size:]
         row.parent += [ends[node.parent], *range(begin, begin + size - 1)]
         ends[index] = begin + size - 1
     width = max(len(node.routes) // len(node.tokens) for node in tree.nodes)

@@ -28,7 +28,7 @@ from mt_grpo.media import SOUND, kind_of
 from mt_grpo.options.rules import check_sharing
 from mt_grpo.rollout import SamplingParams, TokenRow
 from mt_grpo.training.config import MTGRPOConfig
-from mt_grpo.training.rollout_batch import IMAGES, Columns, RolloutBatch, batch_trees, row_tree
+from mt_grpo.training.rollout_batch import IMAGES, TOP, Columns, RolloutBatch, batch_trees, candidates, row_tree
 
 logger = logging.getLogger(__name__)
 
@@ -137,6 +137,7 @@ def plan_of_loss(trainer: GRPOTrainer, inputs: Columns) -> ForwardPlan:
         trees=batch_trees(inputs),
         media={**trainer.blank, **shown},
         forward=trainer.args.forward,
+        candidates=candidates(inputs) if TOP in inputs else (),
         shared=trainer.model.training,
     )
 
@@ -173,7 +174,9 @@ def score_batch(
         chosen = torch.from_numpy(of_rows).to(device)
         results.append(
             [
-                values.new_zeros(len(part.trees), width).index_put(index, values[chosen] if part.leaves else values)
+                values.new_zeros(len(part.trees), width, *values.shape[1:]).index_put(
+                    index, values[chosen] if part.leaves else values
+                )
                 for values in (scores.logps, scores.entropies)
             ]
         )
@@ -199,7 +202,7 @@ def trl_scores(trainer: GRPOTrainer, plan: ForwardPlan) -> bool:
     """Whether TRL's own forward computes the log-probs of a batch: it knows of rows, and of few names for experts."""
     config = trainer.model.config.get_text_config()
     counts_experts = not trainer.aux_loss_enabled or getattr(config, "num_experts", None) is not None
-    rows = plan.forward == "padded" and not trainer.gave_up_trees and not plan.media
+    rows = plan.forward == "padded" and not trainer.gave_up_trees and not plan.media and not plan.candidates
     return rows and counts_experts and all(isinstance(tree, FlatTree) and tree.parent is None for tree in plan.trees)
 
 

@@ -344,6 +344,13 @@ IMAGES = "row_images"
 """The column of a batch with the images of each row, where a row has some: by id their size and inputs."""
 
 
+TOP = "teacher_top"
+"""
+The column of a batch with a teacher's likeliest tokens in the place of each token, `(B, T, 2, k)`: their ids, and
+their log-probs; NaN where a teacher did not read.
+"""
+
+
 # A batch as columns, and as trees
 
 
@@ -420,6 +427,15 @@ def batch_trees(columns: Columns) -> list[FlatTree]:
             routes = np.concatenate([arrays["prompt_routes"][row][known], arrays["routes"][row][:size]])
         trees.append(FlatTree(np.r_[prompt, completion], turns, parent, routes))
     return trees
+
+
+def candidates(columns: Columns) -> list[np.ndarray]:
+    """For each row of a batch the teacher's likeliest tokens, `(tokens, k)`, in the place of each of its tokens."""
+    found = []
+    for prompt, completion, top in zip(columns["prompt_mask"], columns["completion_mask"], columns[TOP], strict=True):
+        ids = top[: int(completion.sum()), 0].nan_to_num(nan=0.0).long().cpu().numpy()
+        found.append(np.concatenate([np.zeros((int(prompt.sum()), ids.shape[1]), dtype=np.int64), ids]))
+    return found
 
 
 def rebalance(batches: Sequence[Columns], group_size: int) -> list[Columns]:

@@ -41,7 +41,7 @@ from mt_grpo.training.model import (
     wrapped_layers,
 )
 from mt_grpo.training.ranks import everywhere
-from mt_grpo.training.rollout_batch import TOKENS_OF_ALL, Columns, RolloutBatch, longest_path
+from mt_grpo.training.rollout_batch import TOKENS_OF_ALL, TOP, Columns, RolloutBatch, longest_path
 from mt_grpo.trajectory import Trajectory
 from mt_grpo.weights.proof import server_logprobs
 
@@ -71,7 +71,10 @@ def load_teacher(trainer: GRPOTrainer) -> nn.Module | ServerTeacher | None:
         ConfigError: If it is not there, has other tokens than the policy, or reads too few.
     """
     args, accelerator = trainer.args, trainer.accelerator
-    if args.teacher is None or args.teacher["model"] == SELF:
+    if args.teacher is None:
+        return None
+    if args.teacher["model"] == SELF:
+        _check_top(trainer, SELF, trainer.model)
         return None
     name, url = args.teacher["model"], args.teacher.get("server")
     given = dict(args.model_init_kwargs or {})
@@ -94,6 +97,7 @@ def load_teacher(trainer: GRPOTrainer) -> nn.Module | ServerTeacher | None:
         if isinstance(model, str):
             model = create_model_from_path(model, **given)
     _check_length(trainer, name, context_length(model.config))
+    _check_top(trainer, name, model)
     model.requires_grad_(False).eval()
     if trainer.is_deepspeed_enabled:
         return prepare_deepspeed(model, accelerator)
@@ -126,6 +130,17 @@ def _check_length(trainer: GRPOTrainer, name: str, positions: int) -> None:
         raise ConfigError(
             f"The teacher {name!r} reads {positions} tokens, and a conversation may have {most} after its prompt "
             "(`max_completion_length`): lower that, or name a teacher with a longer context."
+        )
+
+
+def _check_top(trainer: GRPOTrainer, name: str, teacher: PreTrainedModel) -> None:
+    """Whether each of the teacher's likeliest tokens is one of the policy's."""
+    top, own = trainer.args.distillation_topk, trainer.model.config.get_text_config().vocab_size
+    others = teacher.config.get_text_config().vocab_size
+    if top and (top > own or own != others):
+        raise ConfigError(
+            f"`distillation_topk: {top}` compares the logits of two models, of which the policy has {own}, and the "
+            f"teacher {name!r} {others}: let it be no larger, name a teacher with as many, or leave it out."
         )
 
 
@@ -224,15 +239,20 @@ def read(trainer: GRPOTrainer, batch: RolloutBatch) -> None:
     prove_forward(trainer, max(gather_object([longest])))
     with trainer.step_log.activity.of("teacher"):
         if isinstance(teacher, ServerTeacher):
-            found = everywhere(lambda: teacher.read(trees))
+            found, top = everywhere(lambda: teacher.read(trees)), None
         else:
-            found = _by_model(trainer, trees, batch.mode)
+            found, top = _by_model(trainer, trees, batch.mode)
     everywhere(lambda: _check_numbers(trainer, found))
     for row, (trajectory, logprobs) in enumerate(zip(batch.trajectories, found, strict=True)):
         sampled = trajectory.tree.action_logprobs()
         if hinted is not None and not trajectory.failed:
             read_there = dict(zip(hinted[row].turns, logprobs, strict=True))
             logprobs = [read_there.get(turn, [nan] * len(of_turn)) for turn, of_turn in enumerate(sampled)]
+        if top is not None and not trajectory.failed:
+            turns = range(len(sampled)) if hinted is None else hinted[row].turns
+            of_turns = dict(zip(turns, top[row], strict=True))
+            unread = torch.full((0, 2, trainer.args.distillation_topk), nan)
+            trajectory.teacher_top = [of_turns.get(turn, unread) for turn in range(len(sampled))]
         trajectory.teacher_logprobs = logprobs
         trajectory.teacher_log_ratios = [
             _mean([one - other for one, other in zip(*of_turn, strict=True) if not isnan(one - other)])
@@ -241,10 +261,15 @@ def read(trainer: GRPOTrainer, batch: RolloutBatch) -> None:
 
 
 @torch.no_grad()
-def _by_model(trainer: GRPOTrainer, trees: Sequence[TokenTree], mode: str) -> Logprobs:
-    args, plan = trainer.args, replace(trainer.forward_plan, truncation=None, forward=trainer.args.forward)
+def _by_model(
+    trainer: GRPOTrainer, trees: Sequence[TokenTree], mode: str
+) -> tuple[Logprobs, list[list[Tensor]] | None]:
+    """The log-probs of sampled tokens, and with `distillation_topk` the likeliest ones, `(tokens, 2, k)` a turn."""
+    args, top = trainer.args, trainer.args.distillation_topk or 0
+    plan = replace(trainer.forward_plan, truncation=None, forward=args.forward, top=top)
     size = args.per_device_train_batch_size if mode == "train" else args.per_device_eval_batch_size
     found: Logprobs = []
+    likeliest: list[list[Tensor]] = []
     model = trainer.teacher or trainer.model
     with without_dropout(model, True), trainer.accelerator.autocast():
         for start in range(0, len(trees), size):
@@ -253,8 +278,13 @@ def _by_model(trainer: GRPOTrainer, trees: Sequence[TokenTree], mode: str) -> Lo
             # a forward also where there is nothing to score, so that ranks with other trees stay in step
             flat += [] if any(len(each.tokens) for each in flat) else [_without_routes(_one_token())]
             scores = score(model, replace(plan, trees=flat))
-            found += [[turn.tolist() for turn in tree] for tree in scores.by_turn([tree.num_turns for tree in part])]
-    return found
+            turns, logps = [tree.num_turns for tree in part], scores.logps
+            if top:
+                both = torch.stack([scores.entropies.to(logps.dtype), logps[:, 1:]], dim=1).cpu()
+                likeliest += scores.by_turn(turns, both)
+                logps = logps[:, 0]
+            found += [[turn.tolist() for turn in tree] for tree in scores.by_turn(turns, logps)]
+    return found, likeliest if top else None
 
 
 def _shown(trainer: GRPOTrainer, trajectory: Trajectory) -> TokenTree:
@@ -307,6 +337,15 @@ def _mean(values: list[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
+def top_column(rows: list[TokenRow], like: Tensor, top: int) -> Tensor:
+    """The teacher's likeliest tokens in the place of each token of a batch, as `TOP`; `like` is `(B, T)`."""
+    column = torch.full((*like.shape, 2, top), torch.nan, device=like.device)
+    for number, row in enumerate(rows):
+        for begin, of_turn in row.top:
+            column[number, begin : begin + len(of_turn)] = of_turn.to(column)
+    return column
+
+
 def token_column(rows: list[TokenRow], like: Tensor) -> Tensor:
     """What the teacher makes of a batch's tokens, as `LOGPS`; `like` is `(B, T)`."""
     column = torch.full(like.shape, torch.nan, device=like.device)
@@ -315,7 +354,13 @@ def token_column(rows: list[TokenRow], like: Tensor) -> Tensor:
     return column
 
 
-def distillation_loss(trainer: GRPOTrainer, inputs: Columns, logps: Tensor) -> Tensor:
+def _divergence(policy: Tensor, teacher: Tensor) -> Tensor:
+    """The reverse KL divergence `(B, T)` among `k` tokens, from their log-probs `(B, T, k)`, which need not add up."""
+    policy, teacher = (values.log_softmax(dim=-1) for values in (policy, teacher.nan_to_num(nan=0.0)))
+    return (policy.exp() * (policy - teacher)).sum(dim=-1)
+
+
+def distillation_loss(trainer: GRPOTrainer, inputs: Columns, logps: Tensor, others: Tensor | None = None) -> Tensor:
     """
     The loss of a micro-batch whose gradient is that of the reverse KL divergence of the policy, with the log-probs
     `logps` `(B, T)`, from its teacher on the tokens that were sampled: `(log p - log q) * log p`, without a gradient
@@ -329,6 +374,8 @@ def distillation_loss(trainer: GRPOTrainer, inputs: Columns, logps: Tensor) -> T
     mode = "train" if trainer.model.training else "eval"
     trainer._metrics[mode]["teacher/reverse_kl"].append((sums[0] / sums[1].clamp(min=1)).item())
     loss = log_ratios * logps
+    if others is not None:
+        loss = _divergence(others, inputs[TOP][:, :, 1]) * mask
     if "old_per_token_logps" in inputs:
         loss = loss * (logps.detach() - inputs["old_per_token_logps"]).clamp(-20, 20).exp().clamp(max=CLIP)
     if "importance_sampling_ratio" in inputs:

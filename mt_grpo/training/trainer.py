@@ -243,6 +243,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         self._loss_inputs: Columns | None = None  # the micro-batch whose loss TRL's forward computes
         self._router_loss: torch.Tensor | None = None  # the loss that balances experts in it
         self._logps: torch.Tensor | None = None  # the policy's log-probs in it
+        self._others: torch.Tensor | None = None  # those of the tokens that a teacher finds likeliest
         self._failed_batches = 0
 
     @property
@@ -540,6 +541,9 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         output |= rollout_batch.token_columns(batch.token_rows, output)
         if self.args.teacher is not None:
             output[teacher.LOGPS] = teacher.token_column(batch.token_rows, output["completion_ids"])
+        if self.args.distillation_topk:
+            ids, top = output["completion_ids"], self.args.distillation_topk
+            output[rollout_batch.TOP] = teacher.top_column(batch.token_rows, ids, top)
         output["group_ids"], output["row_ids"] = step.rows // batch.group_size, step.row_ids
         output["advantages"] = step.advantages.gather(1, output["turn_ids"])
 
@@ -558,10 +562,10 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             with self._activations.kept(model) if self.model.training else nullcontext():
                 loss = super().compute_loss(model, inputs, *args, **kwargs)
         finally:
-            self._loss_inputs, router_loss, logps = None, self._router_loss, self._logps
-            self._router_loss = self._logps = None
+            self._loss_inputs, router_loss, logps, others = None, self._router_loss, self._logps, self._others
+            self._router_loss = self._logps = self._others = None
         if self.args.distillation_coef and logps is not None:
-            loss = loss + self.args.distillation_coef * teacher.distillation_loss(self, inputs, logps)
+            loss = loss + self.args.distillation_coef * teacher.distillation_loss(self, inputs, logps, others)
         if self.model.training:
             check_loss(loss, inputs, model, self.state.global_step)
         if "loss_factor" not in inputs:
@@ -602,6 +606,8 @@ class MTGRPOEnvTrainer(ResumableTrainer):
                 if plan.leaves:
                     self.batch.answer(scores.leaf_means)
                 logps, entropies, router_loss = scores.logps, scores.entropies, scores.router_loss
+                if plan.candidates:
+                    logps, self._others = logps[:, :, 0], logps[:, :, 1:]
                 entropies = entropies if compute_entropy else None
         if inputs is not None:
             self._router_loss, self._logps = router_loss, logps

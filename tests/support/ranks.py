@@ -202,7 +202,7 @@ def options_of(folder: str, world: int, scenario: str) -> MTGRPOConfig:
     if os.environ.get("ACCELERATE_USE_DEEPSPEED"):
         options |= DEEPSPEED_RUN
     if scenario == "taught":
-        options["teacher"] = str(Path(folder, "teacher"))
+        options["teacher"] = {"model": str(Path(folder, "teacher")), "sees": ["answer", "sibling"]}
     if scenario == "replay":
         options["replay"] = os.environ["REPLAYED"]
     args = MTGRPOConfig(folder, **options)

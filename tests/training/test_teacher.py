@@ -21,10 +21,13 @@ from support.trainers import (
     member,
     same,
     thinking,
+    trained_tokens,
     weights,
 )
 from transformers import AutoModelForCausalLM
+from trl import DistillationConfig, DistillationTrainer
 from trl.experimental.sdpo import SDPOConfig, SDPOTrainer
+from trl.experimental.sdpo.loss_utils import compute_divergence
 
 from mt_grpo.concurrency import run
 from mt_grpo.errors import ConfigError
@@ -127,6 +130,8 @@ def test_what_cannot_teach_is_refused_before_training(teach, build, tokenizer, t
     with pytest.raises(ConfigError, match=r"another tokenizer than the policy, and 1 of its 336 tokens differ"):
         teach(processing_class=other)
     assert build(teacher=str(tmp_path / "other")).teacher_model is not None  # it knows a token more
+    with pytest.raises(ConfigError, match="of which the policy has 335, and the teacher .* 336: let it be no larger"):
+        build(teacher=str(tmp_path / "other"), distillation_coef=1.0, distillation_topk=5)
     with pytest.raises(ConfigError, match="The model '/nowhere' cannot be loaded"):
         build(teacher="/nowhere")
     with pytest.raises(ConfigError, match="`teacher` has an unknown key 'modle'; the nearest is 'model'."):
@@ -190,6 +195,41 @@ def test_a_turn_is_distilled_as_by_trl(teach, tokenizer, questions, tmp_path, of
     assert_near(learnt, other)
 
 
+def distribution(model, inputs, temperature):
+    ids, mask = (torch.cat([inputs[f"prompt_{one}"], inputs[f"completion_{one}"]], 1) for one in ("ids", "mask"))
+    logits = model(ids, attention_mask=mask).logits[:, -inputs["completion_ids"].size(1) - 1 : -1]
+    return (logits / temperature).log_softmax(dim=-1)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_its_likeliest_tokens_are_distilled_as_by_trl(teach, tokenizer, questions, tmp_path, whole):
+    """As by `SDPOTrainer` from a server's, and as by `DistillationTrainer` where they are all."""
+    k = len(tokenizer) if whole else 5
+    trainer = teach(one_turn, loss_type="dapo", distillation_coef=1.0, temperature=0.7, distillation_topk=k)
+    trainer.model.train()
+    inputs = batch(trainer)
+    inputs["advantages"] *= 0
+    loss, learnt = gradient(trainer, inputs)
+    teacher = AutoModelForCausalLM.from_pretrained(trainer.args.teacher["model"], dtype=torch.float32)
+    if whole:
+        options = {"temperature": 0.7, "bf16": False, "gradient_checkpointing": False, "report_to": []}
+        args = DistillationConfig(str(tmp_path / "trl"), use_cpu=True, per_device_train_batch_size=4, **options)
+        models = build_model(tokenizer), teacher
+        theirs = DistillationTrainer(*models, args=args, train_dataset=questions, processing_class=tokenizer)
+        theirs.current_gradient_accumulation_steps = 1
+        expected, other = gradient(theirs, inputs)
+    else:
+        seen, chosen = distribution(teacher, inputs, 0.7).detach().topk(k, dim=-1)
+        trainer.model.zero_grad()
+        own = distribution(trainer.model, inputs, 0.7).gather(-1, chosen)
+        distance = compute_divergence(own.log_softmax(dim=-1), seen.log_softmax(dim=-1), alpha=1.0)
+        expected = (distance * trained_tokens(inputs)).sum() / inputs["num_items_in_batch"]
+        expected.backward()
+        other = torch.cat([weight.grad.flatten() for weight in trainer.model.parameters()])
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=1e-6)
+    assert_near(learnt, other)
+
+
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_the_distance_is_divided_as_the_loss_is(teach, loss_type):
     """TRL divides its KL penalty so: both are made the same number at each token."""
@@ -207,11 +247,17 @@ def test_the_distance_is_divided_as_the_loss_is(teach, loss_type):
     torch.testing.assert_close(found, trainer.compute_loss(trainer.model, inputs), rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2, "steps_per_generation": 2}], ids=str)
-def test_forwards_distil_alike(teach, options):
+STEPS = {"gradient_accumulation_steps": 2, "steps_per_generation": 2}
+
+
+@pytest.mark.parametrize(
+    ("forwards", "options"),
+    [(("tree", "turn_by_turn"), {}), (("tree", "padded"), STEPS | {"distillation_topk": 5})],
+)
+def test_forwards_distil_alike(teach, forwards, options):
     """Also over forked histories, of which a padded row is a copy each."""
     learnt = []
-    for forward in ("tree", "turn_by_turn"):
+    for forward in forwards:
         trainer = teach(distillation_coef=0.3, forward=forward, optim="sgd", **STRIPS, **options)
         torch.manual_seed(0)
         trainer.train()

@@ -18,7 +18,7 @@ from mt_grpo.training.teacher import LOGPS
 HISTORIES = (
     {"history": "strip_thinking"},
     {"history": "template", "temperature": 0.7},
-    {"history": "compact", "compact_every": 1, "forward": "turn_by_turn"},
+    {"history": "compact", "compact_every": 1, "forward": "turn_by_turn", "distillation_topk": 3},
 )
 
 
@@ -51,13 +51,13 @@ def teach(build):
 
 @torch.no_grad()
 def alone(trainer, path, size, hint):
-    """Log-probs of the last ids of a path, from a plain forward with a hint at the end of the message before them."""
+    """Log-probs in the places of a path's last ids, from a forward with a hint at the end of the message before."""
     context, action = path[:-size], path[-size:]
     end = len(context) - context[::-1].index(trainer.runner.renderer.end_id) - 1
     shown = trainer._tokenizer.encode(f"\n\n{hint}", add_special_tokens=False)
     ids = torch.tensor([context[:end] + shown + context[end:] + action])
     logits = trainer.model(input_ids=ids).logits[0, -size - 1 : -1].float() / trainer.temperature
-    return logits.log_softmax(dim=-1).gather(1, torch.tensor(action)[:, None])[:, 0]
+    return logits.log_softmax(dim=-1)
 
 
 def check_log_probs(trainer):
@@ -70,7 +70,12 @@ def check_log_probs(trainer):
                 assert ours.isnan().all() and len(ours) == turn.num_tokens
                 continue
             path = trajectory.tree.path_of_turn(turn.index)
-            assert (ours - alone(trainer, path, turn.num_tokens, trajectory.teacher_hint)).abs().max() <= 1e-5
+            oracle = alone(trainer, path, turn.num_tokens, trajectory.teacher_hint)
+            sampled = torch.tensor(path[-turn.num_tokens :])[:, None]
+            assert (ours - oracle.gather(1, sampled)[:, 0]).abs().max() <= 1e-5
+            if trajectory.teacher_top:
+                (ids, top), likeliest = trajectory.teacher_top[turn.index].unbind(dim=1), oracle.topk(3, dim=1)
+                assert ids.equal(likeliest.indices.float()) and (top - likeliest.values).abs().max() <= 1e-5
             read += 1
     return read
 
