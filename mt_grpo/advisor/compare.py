@@ -97,7 +97,7 @@ class Judgement:
         """What steps are judged by."""
         known = {name: item for name, item in self.items.items() if item.known}
         if ALL in known:
-            left = [name for name in known if name == ALL or _above(self.with_all[name], known[name].groups)]
+            left = [name for name in known if name == ALL or _below(-self.with_all[name], known[name].groups)]
         else:
             left = [name for name in known if not _below(self.with_others[name], known[name].groups)]
         return {name: known[name] for name in left}
@@ -185,11 +185,6 @@ def judge_rules(
         with_others={name: along(reward, whole - reward) for name, reward in rewards.items()},
         kept=dict(kept),
     )
-
-
-def _above(values: Tensor, groups: int) -> bool:
-    """Whether a value is shown to be above 0."""
-    return _below(-values, groups)
 
 
 def _below(values: Tensor, groups: int) -> bool:

@@ -88,19 +88,14 @@ def merge_model(run: Path, trained: Path, to: Path) -> str:
             write_card(partial, name, record.about, rewards, record.metrics(), step=step, options=options)
         if config.is_file():
             shutil.copy(config, partial / CONFIG)
-        partial.chmod(0o777 & ~_umask())
+        os.umask(umask := os.umask(0))
+        partial.chmod(0o777 & ~umask)
         os.replace(partial, to)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     size = sum(file.stat().st_size for file in to.iterdir())
     return f"the model of step {step}, {what}, {size / 1e6:.1f} MB"
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _write_model(trained: Path, to: Path, options: Mapping[str, Any]) -> str:

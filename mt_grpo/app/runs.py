@@ -173,7 +173,8 @@ def compare(arguments: list[str]) -> int:
     if len(set(folders)) < 2 or len(set(folders)) < len(folders):
         raise ConfigError("`mt-grpo compare` takes the folders of two runs or more: `mt-grpo compare runs/A runs/B`.")
     for folder in folders:
-        _check_run(folder)
+        if not (Path(folder) / FOLDER / INDEX).is_file():
+            open_run(folder, begun=True)  # which refuses what is no run's folder
     options = {folder: _options(Path(folder)) for folder in folders}
     differing = {
         name: [of.get(name) for of in options.values()]
@@ -217,12 +218,6 @@ def compare(arguments: list[str]) -> int:
             "of several seeds before you call an option better."
         )
     return 0
-
-
-def _check_run(folder: str) -> None:
-    """Refuses a folder that is not a run's."""
-    if not (Path(folder) / FOLDER / INDEX).is_file():
-        open_run(folder, begun=True)
 
 
 def _options(folder: Path) -> Row:

@@ -189,8 +189,9 @@ def _run(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console: Consol
                 console.print(render_trajectory(trajectory, trainer.processing_class, console.is_terminal))
         console.print(table(summary["before"], summary["after"], f"{questions} held-out questions, {title}"))
     console.print(f"{summary['seconds']:.0f} s of training and evaluation. Written to {folder}:", markup=False)
-    for line in _files_left(folder):
-        console.print(f"  {line}", highlight=False, markup=False)
+    for path in sorted(path for path in folder.iterdir() if path.name != LOCK):
+        words = [text for pattern, text in _CONTENTS.items() if fnmatch(path.name, pattern)]
+        console.print(f"  {path}  ({words[0]})" if words else f"  {path}", highlight=False, markup=False)
     counts = Counts().add_table(run.rows, np.arange(len(run.rows)))
     if counts.failed and not counts.held:  # the trainer ends a run of two batches or more sooner
         raise RolloutError(f"Every conversation of the run failed, the first with: {counts.first_failure}")
@@ -314,15 +315,6 @@ _CONTENTS = {
     "README.md": "the model's card",
     "runs": "for TensorBoard",
 }
-
-
-def _files_left(folder: Path) -> list[str]:
-    """The files of a run, those with a name that says little also in words."""
-    lines = []
-    for path in sorted(path for path in folder.iterdir() if path.name != LOCK):
-        words = [text for pattern, text in _CONTENTS.items() if fnmatch(path.name, pattern)]
-        lines.append(f"{path}  ({words[0]})" if words else str(path))
-    return lines
 
 
 def next_steps(args: MTGRPOConfig, adapter: bool) -> list[tuple[str, str]]:

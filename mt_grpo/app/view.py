@@ -75,7 +75,7 @@ def view(arguments: list[str]) -> int:
         raise ConfigError("`--filter` belongs to `--export FILE`; in the page, write it into the field of Find.")
     port = _port(options["--port"]) if "--port" in options else None
     folder = Path(folders[0])
-    if folder.is_dir() and not _is_run(folder):
+    if folder.is_dir() and not any((folder / name).exists() for name in (FOLDER, METRICS, STATE)):
         if "--export" in options:
             raise ConfigError(f"`--export` takes the folder of one run, and {folder} is none: name one in it.")
         with parallel_map() as each:
@@ -88,10 +88,6 @@ def view(arguments: list[str]) -> int:
         print(f"{path}: {number} conversations, {path.stat().st_size / 1e6:.1f} MB")
         return 0
     return _serve(queries, folders[0], port, options)
-
-
-def _is_run(folder: Path) -> bool:
-    return any((folder / name).exists() for name in (FOLDER, METRICS, STATE))
 
 
 def _serve(answers: Answers, folder: str, port: int | None, options: dict[str, str]) -> int:

@@ -9,7 +9,7 @@ import copy
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -496,6 +496,15 @@ def check_hub(what: str) -> None:
 
 _ORIENTATION = 0x112
 """The number of EXIF's key for how an image is turned."""
+
+
+def lacks_column(what: str, column: str, dataset: str, columns: Sequence[str]) -> ConfigError:
+    """The error that something takes an argument from a column that a dataset lacks."""
+    return ConfigError(
+        f"{what} needs `{column}`, which is no column of the {dataset}{did_you_mean(column, columns)}: its columns "
+        f"are {', '.join(columns)}; name the right one with `column_mapping: {{{column}: its name}}`, or give the "
+        "parameter a default."
+    )
 
 
 class ImageOfRowError(MediumError):

@@ -101,17 +101,13 @@ def input_of_layer(shape: Shape, tokens: int, compute: int) -> float:
     return float(tokens * shape.hidden * compute)
 
 
-def _layer_activations(shape: Shape, tokens: int, compute: int) -> float:
-    """Bytes that a layer keeps for its backward: norms, queries, outputs and sums; keys and values; feed-forward."""
-    values = 14 * shape.hidden + 6 * shape.kv_heads * shape.head_size + 4 * shape.intermediate
-    return float(tokens * values * compute)
-
-
 def activations(
     shape: Shape, tokens: int, compute: int, checkpointing: bool, group: int = 1, offloading: bool = False
 ) -> float:
     """Bytes that a forward and its backward keep on their device, at most."""
-    layer = _layer_activations(shape, tokens, compute)
+    # of a layer norms, queries, outputs and sums; keys and values; the feed-forward
+    values = 14 * shape.hidden + 6 * shape.kv_heads * shape.head_size + 4 * shape.intermediate
+    layer = float(tokens * values * compute)
     if not checkpointing and not offloading:
         return shape.layers * layer
     group = min(group, shape.layers)

@@ -591,15 +591,6 @@ def recomputed(checkpointing: bool, group: int) -> float:
     return (4 + (1 - 1 / group)) / 3 if checkpointing else 1.0
 
 
-def _training_seconds(
-    shape: Shape, speed: Speed, tokens: float, ranks: int, again: float, passes: float, microbatches: int
-) -> float:
-    """Seconds of forwards and backwards of a step."""
-    # a frozen weight has no gradient of its own
-    work = (4 if shape.adapter else 6) * shape.parameters * tokens * passes * again
-    return work / (speed.flops * ranks) + 3 * microbatches * shape.layers * speed.layer
-
-
 def server_seconds(
     shape: Shape, speed: Speed, lengths: Lengths, conversations: float, at_once: float, size: int, gpus: int
 ) -> float:
@@ -611,13 +602,6 @@ def server_seconds(
     read = max(0.0, lengths.unique - lengths.sampled)  # prompts and results of tools, each once
     prefill = 2 * shape.parameters * read * conversations / (speed.flops * gpus)
     return math.ceil(conversations / at_once) * lengths.sampled * step + prefill
-
-
-def _own_engine_seconds(shape: Shape, speed: Speed, turns: int, turn: float, conversations: int) -> float:
-    """Seconds in which the own model samples a batch, if a turn's longest row is half of what is allowed."""
-    rows = min(conversations, MOST_ROWS)
-    step = shape.layers * speed.layer + speed.token + 2 * shape.parameters * rows / speed.flops
-    return turns * math.ceil(conversations / MOST_ROWS) * turn / 2 * step
 
 
 def _read_run(folder: str, steps_of_a_batch: float = 1.0) -> tuple[Lengths, float] | None:
@@ -684,7 +668,11 @@ def estimate(facts: RunFacts, lengths: Lengths, speed: Speed, ranks: int, server
         sampling = server_seconds(shape, speed, lengths, facts.batch / servers, at_once, size, gpus)
     else:
         turns = (_REPLIES if args.max_env_steps is None else args.max_env_steps) + 1
-        sampling = _own_engine_seconds(shape, speed, turns, turn, -(-facts.batch // ranks))
+        conversations = -(-facts.batch // ranks)
+        rows = min(conversations, MOST_ROWS)
+        token = shape.layers * speed.layer + speed.token + 2 * shape.parameters * rows / speed.flops
+        # the longest row of a turn is assumed to be half of what is allowed
+        sampling = turns * math.ceil(conversations / MOST_ROWS) * turn / 2 * token
     slowest = max(facts.tool_seconds.values(), default=0.0)
     tokens = facts.batch * lengths.unique
     corrected = args.num_iterations > 1 or args.use_vllm or args.max_staleness > 0
@@ -692,7 +680,9 @@ def estimate(facts: RunFacts, lengths: Lengths, speed: Speed, ranks: int, server
     passes = args.num_iterations + forwards / 3
     microbatches = args.num_iterations * max(1, facts.batch // (args.per_device_train_batch_size * ranks))
     again = recomputed(bool(args.gradient_checkpointing), args.gradient_checkpointing_layers)
-    trained = _training_seconds(shape, speed, tokens, ranks, again, passes, microbatches)
+    # a frozen weight has no gradient of its own
+    work = (4 if shape.adapter else 6) * shape.parameters * tokens * passes * again
+    trained = work / (speed.flops * ranks) + 3 * microbatches * shape.layers * speed.layer
     return Step(sampling, lengths.turns * slowest, trained, args.max_staleness, not args.use_vllm)
 
 

@@ -326,27 +326,21 @@ def check_forkable(source: EnvLike) -> None:
             check_forkable(one)
             continue
         kind = one if isinstance(one, type) else type(one)
+        tools = one.tools.values() if isinstance(one, MultiTurnToolEnv) else ()
+        stateful = [tool.name for tool in tools if tool.keeps_state]
         if not issubclass(kind, StepEnv):
-            raise ConfigError(
-                f"`branch_at` needs an environment that can be forked, and {_name(one)} is none of which that is "
-                "known: give a `StepEnv` with a `fork`, or its class, or leave `branch_at` out."
-            )
-        if "fork" not in vars(kind):
-            raise ConfigError(
-                f"`branch_at` needs an environment that can be forked, and {kind.__name__} has no `fork` of its own: "
-                "define it, see `StepEnv.fork`, or leave `branch_at` out."
-            )
-        if kind.run not in (StepEnv.run, MultiTurnToolEnv.run) and "resume" not in vars(kind):
-            raise ConfigError(
-                f"`branch_at` needs an environment that can be forked, and {kind.__name__} has a `run` of its own, "
-                "which a branch does not begin with: define `resume` too, or leave `branch_at` out."
-            )
-        for tool in one.tools.values() if isinstance(one, MultiTurnToolEnv) else ():
-            if tool.keeps_state:
-                raise ConfigError(
-                    f"`branch_at` needs an environment that can be forked, and the tool {tool.name!r} keeps a state "
-                    "of which a branch has no copy: leave `branch_at` or the tool out."
-                )
+            fault = f"{_name(one)} is none of which that is known: give a `StepEnv` with a `fork`, or its class"
+        elif "fork" not in vars(kind):
+            fault = f"{kind.__name__} has no `fork` of its own: define it, see `StepEnv.fork`"
+        elif kind.run not in (StepEnv.run, MultiTurnToolEnv.run) and "resume" not in vars(kind):
+            fault = f"{kind.__name__} has a `run` of its own, which a branch does not begin with: define `resume` too"
+        elif stateful:
+            fault = f"the tool {stateful[0]!r} keeps a state of which a branch has no copy: leave that tool out"
+        else:
+            continue
+        raise ConfigError(
+            f"`branch_at` needs an environment that can be forked, and {fault}, or leave `branch_at` out."
+        )
 
 
 def _check_call(source: Callable[..., Any], name: str) -> None:

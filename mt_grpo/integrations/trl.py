@@ -19,12 +19,13 @@ from typing import Any, Self, SupportsFloat
 from datasets import Dataset
 
 from mt_grpo.concurrency import OutOfTime, call, guarded, in_thread
+from mt_grpo.data.loaders import lacks_column
 from mt_grpo.envs import MultiTurnToolEnv, Outcome, Policy
 from mt_grpo.envs.env import ConversationEnded
 from mt_grpo.envs.source import CLOSE_TIMEOUT, COLUMN, EnvLike, Prototype, environment, source_of, tool_arguments
 from mt_grpo.envs.tool_env import execute_calls
 from mt_grpo.errors import ConfigError, describe_error
-from mt_grpo.imports import did_you_mean, import_object
+from mt_grpo.imports import import_object
 from mt_grpo.media import has_media, kind_of_part, read_parts
 from mt_grpo.rewards import EnvReward, RewardFunc
 from mt_grpo.tools import Tool
@@ -142,11 +143,9 @@ class TRLEnv(MultiTurnToolEnv):
             outcome = Outcome(stop_reason=ended.stop_reason)
         if self.reward_name is not None:
             reward = await self._ask("get_reward")
-            if reward is not None and not isinstance(reward, SupportsFloat):  # text of a number is none
+            reward = math.nan if reward is None else reward  # text of a number is none
+            if not isinstance(reward, SupportsFloat) or math.isinf(earned := float(reward)):
                 raise FactoryError(f"{self.reward_name}.get_reward returned {reward!r:.80}: return a finite number.")
-            earned = math.nan if reward is None else float(reward)
-            if math.isinf(earned):
-                raise FactoryError(f"{self.reward_name}.get_reward returned {earned}: return a finite number.")
             if not math.isnan(earned):
                 outcome.rewards = {**outcome.rewards, self.reward_name: earned}
         return outcome
@@ -243,12 +242,8 @@ class _TRLSource(Prototype):
     def check(self, rows: Dataset, name: str) -> None:
         for column in self.env.needed_columns:
             if column not in rows.column_names:
-                raise ConfigError(
-                    f"`reset` of the environment {self.env.pool.name} needs `{column}`, which is no column of the "
-                    f"{name}{did_you_mean(column, rows.column_names)}: its columns are "
-                    f"{', '.join(rows.column_names)}; name the right one with `column_mapping: {{{column}: its "
-                    "name}`, or give the parameter a default."
-                )
+                needs = f"`reset` of the environment {self.env.pool.name}"
+                raise lacks_column(needs, column, name, rows.column_names)
 
 
 source_of.register(TRLEnv, _TRLSource)

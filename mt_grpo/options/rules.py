@@ -63,6 +63,12 @@ _HISTORY = _Conflict(
     "set 1 or more",
 )
 
+_FACTORY = _Conflict(
+    lambda o: None not in (o.environment_factory, o.environments),
+    "`environment_factory` and `environments` are both set",
+    "name each factory in `environments`, as `{{environment_factory: its path}}`",
+)
+
 CONFLICTS = (
     _Conflict(
         lambda o: None not in (ours := o.max_env_steps, trl := o.max_tool_calling_iterations) and ours != trl,
@@ -79,6 +85,15 @@ CONFLICTS = (
         "lower the first, or raise the second",
     ),
     _HISTORY,
+    _FACTORY,
+    *(
+        _Conflict(
+            lambda o, name=name: None not in (vars(o)[name], o.environments),
+            f"`{name}` and `environments` are both set",
+            "name a single one in `environments` too",
+        )
+        for name in ("env", "agent")
+    ),
     _Conflict(
         lambda o: o.early_stopping_patience and (o.eval_strategy == "no" or o.metric_for_best_model is None),
         "<early_stopping_patience> compares evaluations during training by a metric",
@@ -331,6 +346,11 @@ def check_history(policy: str, compact_every: int | None) -> None:
     _refuse([_HISTORY], options)
 
 
+def check_factory(options: Values) -> None:
+    """Checks that a factory does not stand beside several environments."""
+    _refuse([_FACTORY], options)
+
+
 def _check_addresses(options: Values) -> None:
     """Checks the addresses of servers: each is valid and named once, and there are as many as the run needs."""
     host_url(options["vllm_server_host"], options["vllm_server_port"], "vllm_server_host")
@@ -468,14 +488,6 @@ def _check_environments(options: Values) -> None:
     """Checks that `environments` names environments, each with options that one may have for itself."""
     if options["environments"] is None:
         return
-    if options["environment_factory"] is not None:
-        raise ConfigError(
-            "`environment_factory` and `environments` are both set: name each factory in `environments`, as "
-            "`{environment_factory: its path}`."
-        )
-    for name in ("env", "agent"):
-        if options[name] is not None:
-            raise ConfigError(f"`{name}` and `environments` are both set: name a single one in `environments` too.")
     environments = parse_mapping(options["environments"], "environments")
     if not isinstance(environments, Mapping) or not environments:
         raise ConfigError("`environments` is a mapping from the names in the column `environment` to environments.")

@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase, ProcessorMix
 from trl.data_utils import prepare_multimodal_messages
 
 from mt_grpo.data import DatasetError, as_messages, with_contents_of_one_kind
-from mt_grpo.data.loaders import ImageOfRowError, with_own_opener
+from mt_grpo.data.loaders import ImageOfRowError, lacks_column, with_own_opener
 from mt_grpo.envs import EnvSource
 from mt_grpo.errors import ConfigError
 from mt_grpo.forward.media import media_tokens
@@ -323,11 +323,7 @@ def _check(reward: RewardFunc, columns: list[str], dataset: str) -> None:
         return
     for parameter in _needed(signature.parameters.values(), positional):
         if parameter not in given:
-            raise ConfigError(
-                f"The reward {reward.name!r} needs `{parameter}`, which is no column of the {dataset}"
-                f"{did_you_mean(parameter, columns)}: its columns are {', '.join(columns)}; name the right one with "
-                f"`column_mapping: {{{parameter}: its name}}`, or give the parameter a default."
-            )
+            raise lacks_column(f"The reward {reward.name!r}", parameter, dataset, columns)
     try:
         signature.bind(*[None] * positional, **dict.fromkeys(given))
     except TypeError as error:
@@ -375,17 +371,14 @@ def as_rows(data: object, name: str) -> Any:
     if data is None or isinstance(data, (Dataset, IterableDataset)):
         _check_decoding(data)
         return data
-    if not isinstance(data, (list, tuple)):
+    wrong = [type(data).__name__]
+    if isinstance(data, (list, tuple)):
+        others = ((number, row) for number, row in enumerate(data) if not isinstance(row, Mapping))
+        wrong = [f"list whose element {number} is {str(row)[:80]!r}" for number, row in others]
+    if wrong:
         raise ConfigError(
-            f"`{name}` is a {type(data).__name__}: give a `datasets.Dataset`, or a list of rows such as "
-            '`{"prompt": ...}`.'
+            f'`{name}` is a {wrong[0]}: give a `datasets.Dataset`, or a list of rows such as `{{"prompt": ...}}`.'
         )
-    for number, row in enumerate(data):
-        if not isinstance(row, Mapping):
-            raise ConfigError(
-                f"`{name}` is a list whose element {number} is {str(row)[:80]!r}: give a `datasets.Dataset`, or a "
-                'list of rows such as `{"prompt": ...}`.'
-            )
     try:
         return Dataset.from_list(with_contents_of_one_kind([dict(row) for row in data]))
     except (pa.ArrowException, UnicodeEncodeError) as error:

@@ -37,7 +37,7 @@ from mt_grpo.envs.source import (
 )
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import import_object
-from mt_grpo.options.rules import PARTNERS, check_agent, check_partner, check_scheduler
+from mt_grpo.options.rules import PARTNERS, check_agent, check_factory, check_partner, check_scheduler
 from mt_grpo.options.table import OF_ENVIRONMENT
 from mt_grpo.options.values import TYPES, verifiers_name
 from mt_grpo.rollout import Engine, RolloutLimits, RolloutRunner, TemplateError
@@ -76,11 +76,7 @@ def build_env(
         return _build(options, "env", options)
     several = args.environments
     assert isinstance(several, dict)  # the options have read it
-    if options["environment_factory"] is not None:
-        raise ConfigError(
-            "`environment_factory` and `environments` are both set: name each factory in `environments`, as "
-            "`{environment_factory: its path}`."
-        )
+    check_factory({**options, "environments": several})
     if args.tool_processes and not any(map(_names_tools, [options, *several.values()])):
         raise _no_tool(args.tool_processes)
     settings = {name: _settings(given, options, args) for name, given in several.items()}

@@ -180,7 +180,7 @@ class RolloutBatch:
             if not row.ids:
                 row.ids, row.logprobs = [pad_token_id], [float("nan")]
                 row.mask, row.turns, row.parent = [0], [0], [-1]
-            elif trajectory.failed or (mask_truncated and _is_truncated(trajectory)):
+            elif trajectory.failed or mask_truncated and (end := trajectory.stop_reason) and end.is_truncated:
                 row.mask = [0] * len(row.mask)
 
     def generated(self, media_token: int | None = None) -> tuple[Any, ...]:
@@ -202,10 +202,6 @@ class RolloutBatch:
             None,  # images of prompts
             [],  # images of tools
         )
-
-
-def _is_truncated(trajectory: Trajectory) -> bool:
-    return trajectory.stop_reason is not None and trajectory.stop_reason.is_truncated
 
 
 def longest_path(trees: Iterable[TokenTree]) -> int:

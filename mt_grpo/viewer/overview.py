@@ -15,7 +15,7 @@ import yaml
 
 from mt_grpo.errors import UserError
 from mt_grpo.runlog import Run, files
-from mt_grpo.runlog.findings import BAD, WARN, Finding, find_in_run
+from mt_grpo.runlog.findings import BAD, WARN, find_in_run
 from mt_grpo.runlog.heartbeat import read_state
 from mt_grpo.runlog.schema import FOLDER, INDEX, Row
 from mt_grpo.trajectory import StopReason
@@ -210,8 +210,8 @@ def findings(view: Row, columns: Columns, compared: Row | None, about: Row | Non
     """The list, worst first."""
     shared = find_in_run(columns.rows, about)
     found = {finding.kind for finding in shared}
-    of_conversations = map(_as_dict, shared)
-    rules = [*_broken(compared), *of_conversations, *_stops(view, found), *_health(view, columns), *_reward(view)]
+    ours = (_finding(one.level, one.strong, one.text, "show them", view="find", q=one.query) for one in shared)
+    rules = [*_broken(compared), *ours, *_stops(view, found), *_health(view, columns), *_reward(view)]
     return sorted(rules, key=lambda finding: (BAD, WARN, _GOOD).index(finding["level"]))
 
 
@@ -237,10 +237,6 @@ def _broken(compared: Row | None) -> Iterator[Row]:
         number, all_ = compared["counts"]["broken"], sum(compared["counts"].values())
         text = f"held-out questions were right at step {compared['from']} and are wrong at step {compared['to']}."
         yield _finding(BAD, f"{number} of {all_}", text, "compare", view="compare", show="broken")
-
-
-def _as_dict(finding: Finding) -> Row:
-    return _finding(finding.level, finding.strong, finding.text, "show them", view="find", q=finding.query)
 
 
 def _stops(view: Row, found: set[str]) -> Iterator[Row]:

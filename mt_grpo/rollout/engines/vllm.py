@@ -338,7 +338,9 @@ class VLLMServerClient(VLLMServers):
             given, token = context + tokens[:number], tokens[number]
 
             async def content(server: Server, failures: int) -> bytes:
-                return _scoring_request(self.model, given, token, **self.salt)
+                # a request for the log-probs of all tokens (`prompt_logprobs`) would not read the prefix cache
+                more = {"logprob_token_ids": [token], **self.salt}
+                return _completion_request(self.model, given, SamplingParams(max_tokens=1), seed=None, **more)
 
             return await self._ask(
                 session, given, content, lambda answer, request: _read_logprob(answer, token, request)
@@ -528,12 +530,6 @@ def _read_routes(encoded: str | None, first: int) -> Routes | None:
         return None
     found = np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)
     return Routes(first, found[:1].nbytes, found.tobytes()) if len(found) else None
-
-
-def _scoring_request(model: str, context: list[int], token: int, **more: Any) -> bytes:
-    """Asks for one token's log-prob after `context`; one request for all (`prompt_logprobs`) reads no cache."""
-    sampling = SamplingParams(max_tokens=1)
-    return _completion_request(model, context, sampling, seed=None, logprob_token_ids=[token], **more)
 
 
 def _read_logprob(answer: Any, token: int, request: str) -> float:
