@@ -123,10 +123,7 @@ class BackgroundTask(Generic[T]):
 
 
 class _Wait:
-    """
-    The wait of a thread for the end of some work. The main thread makes calls meanwhile that only it can make: a
-    function that sets the handler of a signal (`signal.alarm` as a time limit) works nowhere else.
-    """
+    """The wait of a thread for work; the main thread makes calls meanwhile that only it can make (`signal.alarm`)."""
 
     main: _Wait | None = None
     """That of the main thread, while there is one."""
@@ -239,10 +236,7 @@ class LoopThread:
 
 
 class OnePerProcess(Generic[T]):
-    """
-    A value of which each process has one, made on first use. A forked process makes its own: it has no threads of its
-    parent, and one of them may have held the lock.
-    """
+    """A value of which each process makes one on first use; a forked one has none of its parent's threads."""
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make
@@ -553,10 +547,7 @@ def consume_exception(future: Future) -> None:
 
 
 class ConcurrencyLimit:
-    """
-    A FIFO semaphore shared by all event loops of the process: an evaluation, or another cell of a notebook, may run in
-    its own loop. Waiting for it does not count toward the timeout of the waiting call.
-    """
+    """A FIFO semaphore shared by all event loops of the process; waiting counts toward no call's timeout."""
 
     def __init__(self, size: int) -> None:
         self.size = size

@@ -45,10 +45,7 @@ def check_name(name: Any, what: str) -> None:
 
 
 class Registry(Mapping[str, T]):
-    """
-    Things by the names that recipes give them. Each thing registers itself where it is defined: in one module, or in
-    those of a package, which are imported when a name is first looked up, so no list of them is needed.
-    """
+    """Things by the names that recipes give them; each registers itself in a module that is imported on demand."""
 
     def __init__(self, what: str, module: str) -> None:
         self._what = what

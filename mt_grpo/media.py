@@ -371,10 +371,7 @@ def _is_refused(image: Picture) -> bool:
 
 
 def decode(medium: Medium) -> None:
-    """
-    Decodes an image or a sound, and names it by its content. That takes seconds and hundreds of megabytes for large
-    ones: do it in a thread, one after another, and only to what is looked at.
-    """
+    """Decodes an image or a sound and names it by content; slow for large ones, so do it in a thread."""
     if isinstance(medium, Sound):
         _ = medium.samples
         medium.digest = digest(medium)
@@ -431,10 +428,7 @@ def media_to_digests(value: Any) -> Any:
 
 
 def digest(medium: Medium) -> str:
-    """
-    A name for an image of Pillow's, or a sound, by its content: 32 hexadecimal digits, the same on every machine. One
-    that was opened and not decoded is named by its file.
-    """
+    """A name for an image or a sound by its content (or file, if not decoded): 32 hexadecimal digits."""
     known = _known(medium)
     return (known and known.digest) or (
         sounds.digest_of(medium.samples, medium.rate) if isinstance(medium, Sound) else _pixel_digest(medium)
@@ -472,10 +466,7 @@ def _digest(*contents: bytes) -> str:
 
 
 def to_file(medium: Medium) -> bytes:
-    """
-    The bytes of a PNG file of an image of Pillow's, or of a WAV file of a sound. One that was opened and not decoded
-    is the file that it came in, whatever its kind.
-    """
+    """The bytes of a PNG or WAV file of an image or a sound; if not decoded, the file that it came in."""
     known = _known(medium)
     if known is not None and known.file is not None:
         return known.file

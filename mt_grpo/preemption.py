@@ -35,10 +35,7 @@ class PreemptedError(UserError, SystemExit):
 
 @contextmanager
 def listening(*numbers: int, on_first: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """
-    Notes signals within it, whatever they would do otherwise. A second SIGTERM does that all the same. In another
-    thread than the main one, which alone can have a say in signals, it does nothing.
-    """
+    """Notes signals within it, in the main thread alone; a second SIGTERM does what it did before."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -335,10 +335,7 @@ def rules_of(own: Rule | None) -> tuple[str | None, dict[str, Rule]]:
 def with_batch_scale(
     rules: Mapping[str, Rule], own: str | None, scale_rewards: Scale
 ) -> tuple[dict[str, Rule], dict[str, Scale]]:
-    """
-    Rules with two more where the run does not divide by the deviation of the batch: its own rule, and the one that
-    keeps the proportion of rewards, both with that scale; none that are told to divide by it in any case.
-    """
+    """Rules, with the run's own and the one that keeps proportions by the batch's deviation, if it has another."""
     found, scales = dict(rules), dict[str, Scale]()
     if scale_rewards != "batch":
         for label in dict.fromkeys(label for label in (rule_label(_ONE_SCALE), own) if label is not None):

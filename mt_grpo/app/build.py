@@ -97,10 +97,7 @@ def load_datasets(recipe: Recipe) -> tuple[Rows | None, Rows | dict[str, Rows] |
 
 
 def env_of_prompt(source: EnvSource, row: dict[str, Any]) -> MultiTurnToolEnv | None:
-    """
-    The environment whose `start` makes the first messages of a row's conversations; `None` where only a conversation
-    can tell these, or where the row names no environment of several.
-    """
+    """The environment that makes a row's first messages; `None` if only a conversation can tell, or none is named."""
     try:
         env = next(iter(source.of_row(row).prototypes()), None)
     except ValueError:  # the trainer refuses such a row
@@ -152,10 +149,7 @@ def drop_long_prompts(
     context_length: int,
     template_kwargs: dict[str, Any] | None = None,
 ) -> Dataset:
-    """
-    Drops rows whose prompt leaves no room for an answer in the model's context, with a counted warning. A row whose
-    first messages only a conversation can tell is kept.
-    """
+    """Drops rows whose prompt leaves no room for an answer in the model's context, with a counted warning."""
     if source.writes_prompts:
         return dataset
     length = prompt_lengths(tokenizer, source, template_kwargs)
@@ -195,10 +189,7 @@ def init_options(recipe: Recipe) -> dict[str, Any]:
 def build_trainer(
     recipe: Recipe, trains: bool = True, writes: bool = True, endpoint: ChatEndpoint | None = None
 ) -> MTGRPOEnvTrainer:
-    """
-    Everything a recipe names, checked and put together; bad input is refused with one sentence. Where an `endpoint`
-    takes the turns, only the tokenizer of the recipe's model is loaded.
-    """
+    """Everything a recipe names, checked and put together; with an `endpoint`, of the model its tokenizer alone."""
     args, model = recipe.training, recipe.model
     if endpoint is not None:
         args = changed(args, use_vllm=False, use_cpu=True, bf16=False, fp16=False, rollout_timeout=None)
@@ -286,10 +277,7 @@ def _stand_in(tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
 
 
 def _load_processing(name: str, config: PreTrainedConfig, **where: Any) -> PreTrainedTokenizerBase | ProcessorMixin:
-    """
-    The processor of a model that takes images or sounds, else its tokenizer. Where what the processor needs is not
-    installed, the model is given text only, with a warning.
-    """
+    """The processor of a model that takes images or sounds, if it loads, else its tokenizer, with a warning."""
     if media_tokens(config):
         try:
             return AutoProcessor.from_pretrained(name, **where)

@@ -101,10 +101,7 @@ _TABLE = re.compile(r"(<!-- options: (.+?) -->)\n.*?\n(<!-- end of options -->)"
 
 
 def fill_tables(page: str, table: Mapping[str, Option] = OPTIONS) -> str:
-    """
-    A page of the docs with its tables of options made again: each stands between `<!-- options: GROUP -->` and
-    `<!-- end of options -->`.
-    """
+    """A page of the docs with its tables of options made again, each between its two comments."""
     groups = _groups(load_schema().options, "train")
 
     def fill(found: re.Match[str]) -> str:

@@ -32,10 +32,7 @@ def print_error(error: UserError) -> None:
 
 @contextmanager
 def ends_at_once() -> Iterator[None]:
-    """
-    Within it a signal ends the process with its line, whatever is being imported: a module may turn the exception of a
-    signal into another, and nothing has begun that would have to be ended.
-    """
+    """Within it, when modules are imported and nothing has begun, a signal ends the process with its line."""
 
     def end(number: int, frame: object) -> None:
         if os.environ.get("RANK", "0") == "0":
@@ -54,10 +51,7 @@ def ends_at_once() -> Iterator[None]:
 
 
 def run_interruptibly(command: Callable[[list[str]], int], arguments: list[str]) -> int:
-    """
-    Runs a command; the first signal raises `KeyboardInterrupt(number)` in it, so that what it began is ended, and a
-    second one does not wait for that. The main process alone says anything.
-    """
+    """Runs a command; the first signal raises `KeyboardInterrupt(number)` in it, a second one does not wait."""
     times: list[float] = []
     launched = int(os.environ.get("WORLD_SIZE", 1)) > 1
 

@@ -246,10 +246,7 @@ def _status(code: int) -> int:
 
 
 def _end_processes(number: int) -> None:
-    """
-    Waits until every process that was launched has ended. A single one is not ended by accelerate: Ctrl-C in a
-    terminal reaches it by itself, and must not come twice; any other signal is handed on.
-    """
+    """Waits for all launched processes; of a single one, which gets Ctrl-C itself, passes on other signals."""
     for impatient in (signal.SIGINT, signal.SIGTERM):
         signal.signal(impatient, signal.SIG_IGN)
     processes = psutil.Process().children(recursive=True)

@@ -214,10 +214,7 @@ _OF_RUNS = ("serve", "chat")
 
 @dataclass
 class Request:
-    """
-    A recipe's file, the options in it, words for argparse, the command's own options, and all values together; `run`
-    is the folder that is given in place of a recipe.
-    """
+    """A recipe's file and options, words for argparse, the command's own options and all values; `run` is a folder."""
 
     path: str | None = None
     run: str | None = None
@@ -228,10 +225,7 @@ class Request:
 
 
 def read_request(arguments: list[str], command: str = "serve") -> Request:
-    """
-    Reads `R.yaml --field value ...`; the recipe may also stand behind `--config`, and `--replay` without one takes
-    that of the run. The variables of an `env:` block are set in this process, as TRL does.
-    """
+    """Reads `R.yaml --field value ...`, and sets the variables of an `env:` block in this process, as TRL does."""
     schema = load_schema()
     request = Request(own={name: option.default for name, option in OWN_OPTIONS[command].items()})
     given = _read_command_line(list(arguments), schema, command, request)
@@ -496,10 +490,7 @@ _MAX_NAMED = 4
 
 
 def _check_trust(path: str, recipe: Values, variables: Values) -> None:
-    """
-    Asks for `--trust` where a run's configuration names code outside of this package and of the current folder, or
-    code that was unpacked with the run, or sends a key to another machine. Nothing is imported.
-    """
+    """Asks for `--trust` where a run's configuration names foreign code or sends a key; nothing is imported."""
     folder = Path(path).resolve().parent
     of_run = any((folder / name).exists() for name in _RECORDS)
     if not of_run and Path(path).name != CONFIG:

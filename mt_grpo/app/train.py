@@ -202,10 +202,7 @@ def _run(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console: Consol
 
 
 class _AtTheBeginning(TrainerCallback):
-    """
-    Calls `action` when the model is wrapped for training. FSDP and DeepSpeed wrap it once, together with its
-    optimiser, so an evaluation must not come before.
-    """
+    """Calls `action` once the model is wrapped for training, before which no sharded one can be evaluated."""
 
     def __init__(self, action: Callable[[], None]) -> None:
         self._action = action
@@ -409,10 +406,7 @@ _REFRESHES = 4
 
 
 class _RunProgress(TrainerCallback):
-    """
-    Shows step, reward, loss, turns, seconds and the time that is left; in a terminal also what the step waits for.
-    Only the main process shows anything.
-    """
+    """Shows step, reward, loss, turns, seconds and time left; in a terminal also what the step waits for."""
 
     def __init__(self, trainer: MTGRPOEnvTrainer, console: Console) -> None:
         self._console = console

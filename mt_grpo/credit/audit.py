@@ -267,10 +267,7 @@ def outcome_at_first_turn(rule: Rule, batch: RewardBatch, *, turn_coef: float | 
 def scale_ratio(
     rule: Rule, batch: RewardBatch, *, turn_coef: float | None = None, scale_rewards: Scale = "group"
 ) -> float | None:
-    """
-    What the rule divides outcomes by / what it divides turn rewards by, the median over turns: with 10, a turn reward
-    counts ten times as much beside the outcome as its weight says.
-    """
+    """What the rule divides outcomes by / what it divides turn rewards by, the median over turns."""
     scales = estimate_parts(rule, batch, turn_coef=turn_coef, scale_rewards=scale_rewards).scales
     outcome, turn = (
         [scale for name, scale in scales.items() if name.startswith(kind) and not name.endswith("baseline")]

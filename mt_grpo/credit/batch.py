@@ -53,10 +53,7 @@ def minus_group_min(grouped: Tensor) -> Tensor:
 
 
 def to_go(rewards: Tensor, gamma: float = 1.0) -> Tensor:
-    """
-    Discounted sums of rewards from each turn on, shape (B, K), float64. What each addition rounds off is added in the
-    end (Knuth's two-sum), so that members that earn the same in another order have the same sum.
-    """
+    """Discounted sums of rewards from each turn on, (B, K), float64, equal in any order (Knuth's two-sum)."""
     rewards = rewards.double()
     returns = torch.empty_like(rewards)
     total, lost = torch.zeros_like(rewards[:, 0]), torch.zeros_like(rewards[:, 0])

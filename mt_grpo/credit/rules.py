@@ -378,10 +378,7 @@ def _gae_over(
     baseline: str = "baseline",
     others: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
-    """
-    The term of `gae` / `scale`, shape (B, K); 0 where there is no value. With `lam` below 1 the values of later turns
-    stand in for what is left out of rewards; they are the part `later values`.
-    """
+    """The term of `gae` / `scale`, (B, K), 0 without a value; with `lam` < 1 it has the part `later values`."""
     parts = dict(others or {})
     if lam != 1:
         known = values.masked_fill(~batch.turn_mask, 0.0)

@@ -276,10 +276,7 @@ async def _call(tool: Tool, call: ToolCall, row: dict[str, Any], limit: float) -
 
 
 def made_arguments(schema: dict[str, Any], row: dict[str, Any]) -> dict[str, Any]:
-    """
-    Arguments for a call: those that the schema requires. Each is the row's column of the same name, or an example of
-    its schema, or for text the words of the row's prompt.
-    """
+    """Arguments that a schema requires: the row's columns, examples of the schema, or the prompt's words."""
     properties = schema.get("properties", {})
     return {
         name: row[name] if isinstance(row.get(name), str | int | float) else _made(properties.get(name, {}), row, name)

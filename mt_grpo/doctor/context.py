@@ -384,10 +384,7 @@ Check = Callable[[RunFacts], Lines]
 
 
 def examine(facts: RunFacts, checks: Mapping[str, Check]) -> Iterator[Finding]:
-    """
-    Runs checks. A `UserError` is a `fail`, or a `warn` if it is `NotKnown`. One that stops several checks is told
-    once, and the other checks are listed at the end.
-    """
+    """Runs checks: a `UserError` is a `fail`, `NotKnown` a `warn`; one that stops several is told once."""
     told: set[str] = set()
     left_out = []
     for name, check in checks.items():

@@ -215,10 +215,7 @@ def _key_value_heads(layer: PreTrainedConfig) -> tuple[int, int]:
 
 
 def _kept(text: PreTrainedConfig) -> int:
-    """
-    Elements of the keys and values of one token: none of layers that carry a state, or that share those of others.
-    Layers with a window are counted as the others.
-    """
+    """Elements of the keys and values of one token, of all layers that keep some of their own."""
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
     own = text.num_hidden_layers - (getattr(text, "num_kv_shared_layers", None) or 0)
     latent = getattr(text, "kv_lora_rank", None)  # multi-head latent attention

@@ -372,10 +372,7 @@ def _adapted(facts: RunFacts) -> tuple[str, Shape]:
 
 
 def probe(facts: RunFacts) -> Lines:
-    """
-    Measures the worst micro-batch on this machine, beside what the plan gives a process in states. The states of other
-    ranks and the optimiser's are not made.
-    """
+    """Measures the worst micro-batch on this machine, beside the plan of its states, which are not made."""
     device = torch.device("cuda" if torch.cuda.is_available() and not facts.args.use_cpu else "cpu")
     chosen = facts.plan.get("training", {}).get("sharding")
     sharding = next((one for one in facts.candidates() if one.name == chosen), facts.candidates()[-1])

@@ -64,10 +64,7 @@ def call_protocol(name: str) -> Callable[[type[CallProtocol]], type[CallProtocol
 
 
 def instruct(messages: list[Message], instructions: str | None) -> list[Message]:
-    """
-    Messages with the instructions of a protocol at the end of their system message. They are not repeated where a
-    message before the assistant's first one holds them already, with any white space between their words.
-    """
+    """Messages with a protocol's instructions in their system message, unless they have them already."""
     before = list(takewhile(lambda message: message["role"] != "assistant", messages))
     if not instructions or any(" ".join(instructions.split()) in _words(message) for message in before):
         return messages

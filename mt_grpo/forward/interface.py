@@ -92,10 +92,7 @@ def packed_row(layout: TreeLayout) -> Iterator[None]:
 
 
 def own_attention(model: PreTrainedModel) -> str:
-    """
-    The attention that a model has for rows that are not packed. FlashAttention is looked up by its name, so its place
-    is taken by PyTorch's, or by the model's own where that computes something else.
-    """
+    """The attention of rows that are not packed; in FlashAttention's place PyTorch's, or the model's own."""
     name = model.config._attn_implementation.removeprefix(PREFIX)
     if name in ("flex_attention", "eager", "sdpa"):
         return str(name)
@@ -111,10 +108,7 @@ def use_attention(model: PreTrainedModel, name: str) -> None:
 
 
 def register(original: str) -> str:
-    """
-    Registers an attention and its mask with transformers, and returns their name. Packed rows attend over their trees,
-    others as `original` does: `"sdpa"`, `"flex_attention"` or `"eager"`.
-    """
+    """Registers an attention and its mask with transformers: packed rows over trees, others as `original`."""
     name = f"{PREFIX}{original}"
     if name in ALL_ATTENTION_FUNCTIONS:
         return name
@@ -169,10 +163,7 @@ def _attend_over_tree(
     dropout: float = 0.0,
     **others: object,
 ) -> Tensor:
-    """
-    Attention over a packed row of `N` tokens, with transformers' names. Where several processes compute the row, each
-    has the queries, keys and values of its own tokens.
-    """
+    """Attention over a packed row of `N` tokens; of a row of several processes each has its tokens'."""
     if not mask.known:
         raise cannot_pack(f"{type(module).__name__} has a mask that is neither causal nor a window")
     unknown = [name for name, value in others.items() if isinstance(value, Tensor) and name not in _HARMLESS]

@@ -223,10 +223,7 @@ class _Batch:
 
 
 class Schedule:
-    """
-    The order of a row's `C` chains: a chain runs after the one that it continues. Chains that others continue run
-    level by level, from the roots. Chains that none continues run last, side by side.
-    """
+    """The order of a row's `C` chains: those that others continue level by level, then all others side by side."""
 
     def __init__(self, starts: np.ndarray, sizes: np.ndarray, parents: list[int], parent: np.ndarray) -> None:
         self._starts, self._sizes, self._parent = starts, sizes, parent

@@ -110,10 +110,7 @@ class Projection:
 
 
 class TurnGradients:
-    """
-    The gradient of each turn's log-prob, projected, by a forward and a backward of its own over the path that leads to
-    it. The model is put into evaluation mode.
-    """
+    """The projected gradient of each turn's log-prob, by a forward over its path; sets evaluation mode."""
 
     def __init__(
         self,

@@ -357,10 +357,7 @@ def _score_rows(model: nn.Module, plan: ForwardPlan) -> Scores:
 
 
 def score_turns(model: nn.Module, plan: ForwardPlan, keep_logits: bool = True) -> Scores:
-    """
-    One forward for each turn, in the context that the model had, with nothing shared: the oracle of the tree forward.
-    Without `keep_logits` the model computes those logits only that are needed.
-    """
+    """One forward for each turn in its context, with nothing shared: the oracle of the tree forward."""
     device = next(model.parameters()).device
     places: list[np.ndarray] = []
     found: list[tuple[Tensor, Tensor]] = []

@@ -134,10 +134,7 @@ def prove_media(model: nn.Module, plan: ForwardPlan, mixed_precision: str = "no"
 
 
 def probe_depth(config: PreTrainedConfig, length: int, known: int | None = None) -> int:
-    """
-    Depth of a probe for rows of `length` tokens: the next power of two, within the model's positions, within `known`
-    tokens where that is given, and no deeper than shows what the model does.
-    """
+    """Depth for rows of `length` tokens: the next power of two within what the model and `known` allow."""
     reaches = [getattr(config, name, None) or 0 for name in REACHES]
     deepest = max(DEEPEST, *(2 * reach for reach in reaches if reach < length))
     depth = max(SHALLOWEST, 1 << (min(length, deepest) - 1).bit_length())
@@ -160,10 +157,7 @@ def context_length(config: PreTrainedConfig) -> int:
 
 
 def _turns_by_length(model: PreTrainedModel) -> int | None:
-    """
-    The length from which on a model turns positions by frequencies that depend on the length of a row; `None` where
-    they do not. The probe may not see that where weights make little use of it.
-    """
+    """The length from which on a model's positions turn by frequencies that depend on it; else `None`."""
     config = model.config.get_text_config()
     if not any("rope_type" in vars(module) for module in model.modules()):  # some are configured and not there
         return None
@@ -241,10 +235,7 @@ def _of_all_turns(scores: Scores, num_turns: list[int]) -> Tensor:
 
 
 def rounding_step(model: nn.Module, mixed_precision: str = "no") -> float:
-    """
-    Relative rounding step of the types that a model computes in: the coarsest of its parameters' types, of the type
-    that its wrapper casts to, and of a matrix product here, which autocast and TF32 make coarser.
-    """
+    """Relative rounding step of a model: the coarsest of its parameters, its wrapper and a matrix product."""
     types = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     types |= {"bf16": {torch.bfloat16}, "fp16": {torch.float16}, "fp8": {torch.bfloat16}}.get(mixed_precision, set())
     if getattr(base_model(model).config, "quantization_config", None) is not None:
@@ -258,10 +249,7 @@ def rounding_step(model: nn.Module, mixed_precision: str = "no") -> float:
 def _rounding_noise(
     model: nn.Module, base: PreTrainedModel, length: int, vocabulary: int, device: torch.device, step: float
 ) -> Tensor:
-    """
-    Mean difference, in nats, over the worst `TURN` tokens between a batch, and the same batch with padding on the left
-    and with some numbers of its embeddings off by a rounding step. Only rounding differs.
-    """
+    """Mean difference, in nats, over the worst `TURN` tokens, of padding and embeddings off by a step."""
     if not takes(base, "position_ids"):  # padding may take positions, of which a table has no more
         length = min(length, (_positions(base.config.get_text_config()) or length + PADDING) - PADDING)
     tokens = np.random.default_rng(1).integers(vocabulary, size=(NOISE_ROWS, length))

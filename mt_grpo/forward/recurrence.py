@@ -110,10 +110,7 @@ def _state_space(along_sequence: _Function, schedule: Schedule) -> _Function:
 
 
 def _selective_scan(along_sequence: _Function, schedule: Schedule) -> _Function:
-    """
-    The state space of Mamba. What the layer calls takes no initial state, and its kernel gives its final state no
-    gradient. The scan is linear in its state, so what the initial state adds, and the final state, are computed here.
-    """
+    """The state space of Mamba: what its initial state adds, and its final state, are computed here."""
 
     def along_tree(
         hidden_states: Tensor,
@@ -191,10 +188,7 @@ _LIGHTNING = (MiniMaxLightningAttention,) if "mamba2_chunk_scan" in vars(modelin
 def _lightning_attention(
     layer: MiniMaxLightningAttention, schedule: Schedule, hidden_states: Tensor
 ) -> tuple[Tensor, None]:
-    """
-    What `MiniMaxLightningAttention` computes, over a tree. It is a state space of Mamba 2 whose steps are all 1, so
-    that each head decays by a constant per token.
-    """
+    """`MiniMaxLightningAttention` over a tree: a state space of Mamba 2 whose steps are all 1."""
     states = layer.act_fn(layer.qkv_proj(hidden_states))
     query, key, value = states.unflatten(2, (layer.num_attention_heads, -1)).chunk(3, dim=3)
     steps, decay = value.new_ones(value.shape[:3]), -layer.slope_rate.flatten()
@@ -218,10 +212,7 @@ def extend_recurrent_layers(model: nn.Module) -> None:
 
 
 class _Carrier:
-    """
-    Has the layout that a block runs over in `CURRENT` while the block runs, whoever calls it. A block that is given
-    none is run again by its checkpoint with the states that it had, outside `over_tree`.
-    """
+    """Has a block's layout in `CURRENT` while it runs, also when its checkpoint runs it again."""
 
     def __init__(self, block: nn.Module) -> None:
         self._tokens: list[Token[TreeLayout | None]] = []
@@ -241,10 +232,7 @@ class _Carrier:
 
 
 def extend_blocks(model: nn.Module, number: int) -> None:
-    """
-    Lets the `number` blocks of a model tell what is in them which layout they run over. `over_tree` does not reach
-    blocks that FSDP's activation checkpointing runs again.
-    """
+    """Lets the `number` blocks of a model say their layout, also where FSDP's checkpointing runs them again."""
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == number:
             for block in module:

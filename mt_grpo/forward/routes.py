@@ -116,10 +116,7 @@ class _Router(TorchFunctionMode):
 
 
 class _Block:
-    """
-    The part of a layer that holds a router and its experts. Its forward goes through a mode where a choice is to be
-    seen or made, also where it is computed again for its gradient.
-    """
+    """A layer's router and experts: their forward goes through a mode where a choice is seen or made."""
 
     def __init__(
         self, layer: int, module: nn.Module, shape: RouteShape, choose: Callable[[int, Tensor], Tensor] | None = None

@@ -117,10 +117,7 @@ class Share:
 
 @dataclass(frozen=True, eq=False)
 class Labels:
-    """
-    The `M` labels of a row, by the process that has the token before them. Tokens that were sampled may all be in one
-    share, so states are sent on, and every process scores as many labels.
-    """
+    """The `M` labels of a row: states are sent on, so that every process scores as many."""
 
     group: SequenceGroup
     order: np.ndarray
@@ -140,10 +137,7 @@ class Labels:
         return dealt
 
     def join(self, scores: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """
-        The scores of all labels, `(M,)`, on every process, from those of the labels that each scores. The gradient is
-        that of a loss that every process computes from them.
-        """
+        """All scores, `(M,)`, on every process; the gradient is that of a loss that each computes."""
         mine, stacked = self.of(self.scored), torch.stack(list(scores))
         joined: Tensor = _Join.apply(self.group, len(self.order), mine, stacked)  # type: ignore[no-untyped-call]
         return joined.unbind()

@@ -345,10 +345,7 @@ def _parts(said: object) -> list[dict[str, Any]]:
 
 
 class _InstancePool:
-    """
-    Instances of a factory, which one conversation after another uses. When the pool or the process ends, the free
-    instances are closed if their class has a `close`.
-    """
+    """Instances of a factory for one conversation after another; free ones are closed at the end."""
 
     def __init__(self, factory: Callable[[], object], first: Any) -> None:
         self.first = first

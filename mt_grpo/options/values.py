@@ -555,10 +555,7 @@ def refuse_unknown(
     known: Iterable[str],
     otherwise: str = "`mt-grpo train --help-all` lists all that there are",
 ) -> None:
-    """
-    Refuses an option that is not among the known ones. Says what one of another trainer is called here, else the
-    nearest in spelling where it is near, not any of 250.
-    """
+    """Refuses an unknown option, with its name here if it is another trainer's, or the nearest."""
     known = list(known)
     if name not in known:
         word = name.lower().replace("-", "_")

@@ -95,10 +95,7 @@ def score_trajectories(
 def spread(
     values: Sequence[Any], trajectories: Sequence[Trajectory], fill: Callable[[Trajectory], Any] = lambda _: None
 ) -> list[Any]:
-    """
-    Spreads values of trajectories that did not fail over all; `fill` makes the missing ones. `ValueError` if there are
-    not as many.
-    """
+    """Values of trajectories that did not fail, over all, with `fill` for the missing; else `ValueError`."""
     judged = [index for index, trajectory in enumerate(trajectories) if not trajectory.failed]
     found = dict(zip(judged, values, strict=True))
     return [found[index] if index in found else fill(trajectory) for index, trajectory in enumerate(trajectories)]

@@ -54,10 +54,7 @@ class Conversations(Protocol):
 
 
 class BranchedConversation:
-    """
-    A conversation and those that branch from it. They begin as one; when it has had its turns, its environment is
-    forked, and each goes on with a seed and a budget of its own. If it ends before, the others are copies of it.
-    """
+    """A conversation and those that branch from it, with forked environments, seeds and budgets."""
 
     def __init__(self, at: int, requests: Sequence[RolloutRequest], first: int, engine: Engine) -> None:
         self._at, self._requests, self._first, self._engine = at, requests, first, engine

@@ -88,10 +88,7 @@ class ChatTemplate:
     # Rendering
 
     def render(self, messages: list[Message], tools: list[dict[str, Any]] | None = None, header: bool = True) -> str:
-        """
-        The text of a conversation, up to the assistant's first token; without `header` it is finished. Raises
-        `TemplateError` where the template refuses it.
-        """
+        """A conversation's text, up to the assistant's first token if `header`; else `TemplateError`."""
         try:
             text = self._render(messages, tools, header)
         except _REFUSALS as error:
@@ -203,10 +200,7 @@ class ChatTemplate:
         )
 
     def arranged(self, messages: list[Message]) -> list[Message]:
-        """
-        Messages in which the template shows every call: as text where it shows none, one to a message where it shows
-        one. Results follow the calls of their function, as such templates name a result after the call before it.
-        """
+        """Messages in which the template shows every call, each followed by its result."""
         if not self._calls or self.calls_shown > 1 or not any(message.get("tool_calls") for message in messages):
             return messages
         arranged: list[Message] = []

@@ -340,10 +340,7 @@ class ConversationPolicy:
         return extension
 
     def _known_path(self, messages: list[Message], renderer: ChatRenderer) -> tuple[int, int, list[int]]:
-        """
-        The turn that ends the longest known beginning of `messages`, the number of its messages, and the ids up to
-        that turn's end: none where they cannot be kept.
-        """
+        """The turn that ends the longest known beginning of `messages`, its length and its ids."""
         index, known = self._transcript.longest(messages) if self._prompt_length else (-1, 0)
         if not known or self._sampler.history != "keep" or self._renderers[index] is not renderer:
             return index, known, []

@@ -75,10 +75,7 @@ class SpecialTokens:
     # Escaping
 
     def escape(self, message: Message) -> Message:
-        """
-        A message with its contents escaped. An assistant's text may hold added tokens such as `<think>`, which the
-        tokenizer does not call special, because the model writes them.
-        """
+        """A message with its contents escaped; an assistant's text may hold tokens such as `<think>`."""
         escaped = {key: value if key == "role" else self.escape_all(value) for key, value in message.items()}
         if message.get("role") == "assistant":
             words = {key: message[key] for key in _SAMPLED if key in message}
@@ -224,10 +221,7 @@ class SpecialTokens:
 
 
 class _PlainText:
-    """
-    A tokenizer's pipeline without its special tokens. It has the same model, and one extra token. A section that does
-    not begin the text is encoded behind this token, because some pipelines put a space before the first section only.
-    """
+    """A tokenizer without special tokens, and one before all but the first section, for their spaces."""
 
     def __init__(self, backend: Tokenizer, others: dict[int, AddedToken]) -> None:
         self._lead = ESCAPE + secrets.token_hex(16)

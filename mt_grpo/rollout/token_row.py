@@ -148,10 +148,7 @@ class AnswerLeaves:
 
 
 def answer_ids(renderer: ChatRenderer, prefix: str, answer: str) -> tuple[list[int], list[int]]:
-    """
-    Ids of what stands before an answer, and of the answer. They are encoded as one text, as the model would write
-    them; a token that holds the end of the prefix and the beginning of the answer is the answer's.
-    """
+    """Ids before an answer, and of it, encoded as one text; a token of both is the answer's."""
     before = renderer.encode(prefix)
     whole = renderer.encode(renderer.special_tokens.tidy(prefix + renderer.special_tokens.escape_all(answer)))
     length = common_prefix(before, whole, 0)
@@ -344,10 +341,7 @@ class SanityCheck:
 
 
 def examine_template(renderer: ChatRenderer) -> str:
-    """
-    A short verdict on a chat template: whether it only appends, over three exchanges with tool results and with user
-    replies; what it does to the thinking of earlier turns; and which calls and tools it does not show.
-    """
+    """What a template does not append, does to earlier thinking, or does not show, in short."""
     thinking = "A thought."
     question: list[Message] = [{"role": "user", "content": "Question."}]
     call = {"type": "function", "function": {"name": "tool", "arguments": {}}}

@@ -66,10 +66,7 @@ class History:
         return ids
 
     def extend(self, trajectory: Trajectory, action: list[int], most: int) -> Context | None:
-        """
-        The context after the latest turn, whose action is `action`, and its replies; `None` if the replies alone make
-        it far longer than `most` tokens.
-        """
+        """The context after the latest turn and its replies; `None` if these alone are far above `most` tokens."""
         renderer, turn = self._renderer, trajectory.turns[-1]
         seen = turn.context_length + turn.num_tokens if self._policy == "keep" else 0
         calls = turn.message.get("tool_calls") or ()
@@ -131,10 +128,7 @@ class _Noted(NamedTuple):
 
 
 class Transcript:
-    """
-    The messages that the policy has seen and sampled in one conversation, rewritten pasts included. A request that
-    begins with them continues their ids.
-    """
+    """The messages seen and sampled in a conversation; a request that begins with them continues their ids."""
 
     def __init__(self) -> None:
         self._before: list[Message] = []  # what the latest turn was sampled after
@@ -192,10 +186,7 @@ class Transcript:
 
 
 def _alike(one: Any, other: Any, looks: bool = False, depth: int = 5) -> bool:
-    """
-    Whether messages are equal, with images and sounds compared by digest: Pillow would decode both images, and compare
-    pixels. `depth` is how deep media can stand: messages, contents, parts, frames.
-    """
+    """Whether messages are equal, media by digest, which stand at most `depth` deep."""
     if one is other:
         return True
     if is_medium(one) or is_medium(other):

@@ -260,10 +260,7 @@ def _without_nan(values: list[float]) -> list[float | None]:
 
 
 def _token_texts(ids: list[int], nodes: list[Row], tokenizer: Tokenizer) -> list[str]:
-    """
-    The text of each token, of special tokens too. Joined along a path they are the path's text. A character of several
-    tokens stands with the last of them, and the mark of an image with the first.
-    """
+    """The text of each token; a character of several is with the last, an image's mark with the first."""
     texts: list[str] = []
     for number, node in enumerate(nodes):
         if number == 0 or node["parent"] != number - 1:  # another branch begins
@@ -279,10 +276,7 @@ def _token_texts(ids: list[int], nodes: list[Row], tokenizer: Tokenizer) -> list
 
 @dataclass(frozen=True)
 class Said:
-    """
-    What was said on one way through a conversation. One that goes straight on has one such way; where an agent began
-    anew, rewrote the past or asked a sub-agent, each way ends with a turn that nothing follows.
-    """
+    """What was said on one way through a conversation, to a turn that nothing follows."""
 
     messages: list[Row]
     prompt: int
@@ -475,10 +469,7 @@ def _numbered(prefix: str, messages: list[dict[str, str]]) -> dict[str, str]:
 
 
 class SpanSender:
-    """
-    Sends the spans of each batch to a collector, by OpenTelemetry's SDK, whose variables say where to and how. What
-    cannot be sent is lost, and no run waits for it.
-    """
+    """Sends each batch's spans to OpenTelemetry's collector; what cannot be sent is lost."""
 
     def __init__(self, provider: TracerProvider, model: str | None) -> None:
         self._provider, self._model = provider, model

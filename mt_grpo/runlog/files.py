@@ -73,10 +73,7 @@ def read(folder: Path, name: str, offset: int = 0, most: int = -1) -> bytes | No
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
-    """
-    Gives a path beside `path`, to write a file or a folder at. It is moved to `path` when it is whole, and removed if
-    writing fails. Links are not followed.
-    """
+    """Gives a path to write at, which is moved to `path` when whole, and removed if writing fails."""
     partial = path.with_name(f".{secrets.token_hex(8)}.partial")  # a name that nobody can have put a link at
     try:
         yield partial

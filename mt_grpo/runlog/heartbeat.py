@@ -44,10 +44,7 @@ class Heartbeat:
 
     @contextmanager
     def beating(self) -> Iterator[None]:
-        """
-        Writes the state every five seconds within the block, and how it ended: finished if all steps were taken,
-        else stopped; stopped too by signals; failed by what else it raises.
-        """
+        """Writes the state every five seconds within the block, and how it ended."""
         self._write(_RUNNING)
         thread = threading.Thread(target=self._beat, name="mt-grpo-heartbeat", daemon=True)
         thread.start()

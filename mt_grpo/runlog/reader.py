@@ -230,10 +230,7 @@ class Run:
             yield row, record, tree
 
     def ways(self, rows: Sequence[Row] | None = None) -> Iterator[tuple[Row, Row, list[Said]]]:
-        """
-        Each row, or each of some, with its `record` and each way through the conversation, as messages that the chat
-        template renders as the model saw them. See `mt_grpo.runlog.conversation`.
-        """
+        """Each row with its `record` and each way through it, as messages that the template renders."""
         template = files.read(self.folder, schema.TEMPLATE_FILE)
         shows_calls = template is None or b"tool_calls" in template
         tokenizer = None if shows_calls else self.tokenizer

@@ -389,10 +389,7 @@ def _branch(trajectory: Trajectory, by_session: dict[str, tuple[Trajectory, str]
 
 
 def _failed_calls(trajectory: Trajectory) -> Row:
-    """
-    Calls that raised in the code of their tool, those that failed in another way, and the first of each. A call that
-    no longer had a turn is none of them: what ended the conversation is told.
-    """
+    """Calls that raised in their tool's code, those that failed otherwise, and the first of each."""
     tried = [call for turn in trajectory.turns for call in turn.tool_calls if turn.replies or call.executed]
     failed = [call for call in tried if call.error is not None]
     raised = [f"{call.name}: {call.error} ({call.where})" for call in failed if call.where]
@@ -441,10 +438,7 @@ _UPDATES = re.compile(r"updates-(\d+)\.")
 
 
 def trim(folder: Path, steps: int) -> int:
-    """
-    Removes what a run recorded after a number of optimiser steps. What it recorded up to there stays byte for byte, an
-    evaluation after the last of these steps too.
-    """
+    """Removes what a run recorded after so many optimiser steps; all else stays byte for byte."""
     last = steps
 
     def logged(line: Row) -> bool:

@@ -257,10 +257,7 @@ class CacheScheduler:
         return _FULL * self._share * self.capacity
 
     def _part_of(self, pressure: Pressure, now: float) -> float:
-        """
-        The tokens of a cache that this process may use. What others hold is told by their requests under way: as many
-        more conversations of theirs are between two turns as of ours, and each grows as ours do.
-        """
+        """A cache's tokens for this process; others' conversations are told by their requests."""
         holding = [one for one in self.conversations.values() if self._holds(one, now)]
         running = sum(one.running > 0 for one in holding)
         if running:
@@ -325,10 +322,7 @@ class Turn:
 
 
 class Gate:
-    """
-    Lets turns on one server begin, in one event loop, as `CacheScheduler` decides. While the server does not say
-    what its cache holds, each begins at once.
-    """
+    """Lets turns on a server begin, as `CacheScheduler` decides; at once while it says nothing of its cache."""
 
     def __init__(
         self, scheduler: CacheScheduler, look: Callable[[], Awaitable[Pressure | None]], up: Callable[[], bool]

@@ -145,10 +145,7 @@ class EnvServerPool:
                 self._hosts[url].rests = time.monotonic() + _RETRY_AFTER
 
     async def _next(self, tried: set[str]) -> tuple[str, bool] | None:
-        """
-        The server to begin on, once one has room, and whether this finds out if it has more room than it had; `None`
-        if all were tried and could not be reached.
-        """
+        """The server to begin on, and whether this finds out its room; `None` if none is reachable."""
         since = time.monotonic()
         while True:
             with self._lock:

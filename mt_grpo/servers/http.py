@@ -58,10 +58,7 @@ class RequestFailed(EngineError):
 
 
 def find_key(base_url: str) -> str | None:
-    """
-    The key of a server: `VLLM_API_KEY`, or else the key that a server at this address of this machine left for its
-    user; `None` if there is neither.
-    """
+    """A server's key: `VLLM_API_KEY`, or what a server of this machine left for its user; else `None`."""
     parts = urlsplit(base_url)
     port = parts.port or (443 if parts.scheme == "https" else 80)
     try:
@@ -168,10 +165,7 @@ def _found(answer: Any, read: Read, request: str) -> Any:
 async def exchange(
     http: aiohttp.ClientSession, server: Server, method: str, path: str, content: bytes | None, timeout: float
 ) -> tuple[int, bytes, str | None]:
-    """
-    Status and body of a server's answer, and the identity that its guard gives it. A request that is refused for its
-    key is sent again if another key is found.
-    """
+    """A server's status, body and identity; asked again if it refuses the key and there is another."""
     limit = aiohttp.ClientTimeout(timeout, sock_connect=CONNECT_TIMEOUT)
     url = server.url + path
     if method == "GET":  # some caches keep answers whatever the headers say, each under its address

@@ -425,10 +425,7 @@ def read_docstring(text: str) -> tuple[str, dict[str, str]]:
 
 
 def _in_google_style(function: Callable[..., Any], text: str, names: list[str]) -> Callable[..., Any]:
-    """
-    The function as `transformers.utils.get_json_schema` can read it, which is in Google's style without types. A
-    function with another docstring is replaced by one with a rewritten docstring.
-    """
+    """The function with a docstring in Google's style without types, which transformers reads."""
     _, documented, _ = parse_google_format_docstring(text)
     other = any(_is_numpy_or_field(text.split("\n"), index) for index in range(text.count("\n") + 1))
     if all(name in documented for name in names) and not other:

@@ -168,10 +168,7 @@ class _Reader:
 
 
 def _mount(folder: str, size: int) -> bool:
-    """
-    Mounts an empty file system of `size` bytes and `_MAX_FILES` files over a folder, which only this process and its
-    descendants see. Root may do so at once, other users in a user namespace, in which they keep their identity.
-    """
+    """Mounts an empty file system over a folder, for this process and its descendants alone."""
     libc = ctypes.CDLL(None)
     user, group = os.geteuid(), os.getegid()
     if libc.unshare(_CLONE_NEWNS):
@@ -214,10 +211,7 @@ def _limit(request: dict[str, Any]) -> None:
 
 
 def _deny(number: int) -> None:
-    """
-    Denies a system call for good. Sandlock cannot be told to deny `socket`, and Landlock knows neither Multipath TCP
-    nor the connection that a first `sendto` opens.
-    """
+    """Denies a system call for good: Sandlock and Landlock do not know all ways to a connection."""
     instructions = [  # operation, instructions to skip where it holds, where it does not, operand
         (_BPF_LOAD_WORD, 0, 0, 4),
         (_BPF_JUMP_IF_EQUAL, 0, 4, _ARCHITECTURES[platform.machine()]),

@@ -242,10 +242,7 @@ class ToolSession:
         return rewards
 
     async def release(self) -> None:
-        """
-        Releases the states, the last one made first, each once however often this is called. It never fails; where
-        its caller is cancelled, it goes on by itself.
-        """
+        """Releases the states, the last made first, each once; never fails, and outlives its caller."""
         if self._release is None:
             self._release = asyncio.create_task(self._release_all(), name="release of the tools of a conversation")
         await asyncio.shield(self._release)

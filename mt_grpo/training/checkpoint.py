@@ -225,10 +225,7 @@ SPLIT = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_pe
 def _check_processes(
     folder: Path, saved: dict[str, Any], before: int, options: dict[str, Any], processes: int
 ) -> None:
-    """
-    Whether other processes than those that wrote a checkpoint take the same steps: they need as many conversations in
-    an optimizer's step, and in a batch that is sampled.
-    """
+    """Whether other processes take the same steps: as many conversations in a step and a batch."""
 
     def sizes(values: dict[str, Any], number: int) -> tuple[int, int]:
         rows = values["per_device_train_batch_size"] * number
@@ -350,10 +347,7 @@ def adapter_settings(folder: str | Path) -> dict[str, Any] | None:
 
 
 def find_checkpoint(wanted: str | bool | None, output_dir: str) -> str | None:
-    """
-    The folder that `resume_from_checkpoint` names. `true` is the latest whole checkpoint in `output_dir`;
-    `auto` is that one too, or none where there is none.
-    """
+    """The folder that `resume_from_checkpoint` names: `true` the latest whole one, `auto` also none."""
     if wanted is None or str(wanted).lower() == "false":
         return None
     if str(wanted).lower() not in ("true", "auto"):
@@ -425,10 +419,7 @@ def _checkpoints(output_dir: str | Path) -> list[Path]:
 
 
 def find_trained(run: Path, checkpoint: int | None = None) -> Path:
-    """
-    The folder of the model that a run trained: that of its checkpoint after so many steps, else `run` itself, once it
-    has ended, else that of its latest whole checkpoint.
-    """
+    """The folder of a run's model: of a step's checkpoint, the run's own, or its latest checkpoint."""
     if not run.is_dir():
         raise ConfigError(f"There is no folder {run}: name the `output_dir` of a run.")
     if checkpoint is not None:
@@ -482,10 +473,7 @@ def _damage(folder: Path) -> str | None:
 
 
 def _gone(folder: Path) -> str | None:
-    """
-    A file that a checkpoint lacks. Without it the trainer of transformers raises, or goes on with an optimizer or
-    random numbers that are not the run's, and says nothing.
-    """
+    """A file that a checkpoint lacks, without which the trainer would raise, or go on otherwise unsaid."""
     if not (folder / TRAINER_STATE_NAME).exists():  # another host may have the rest
         return None
     if _path(folder, 0).exists():

@@ -361,10 +361,7 @@ class ResumableTrainer(GRPOTrainer):
     # What is saved
 
     def save_checkpoint(self) -> Path:
-        """
-        Writes a checkpoint of the last finished step, also if training stopped in the middle of the next one. A
-        checkpoint that is already there is kept. This is a collective call.
-        """
+        """Writes a checkpoint of the last finished step, once. This is a collective call."""
         folder = self._checkpoint_folder()
         saved = gather_object([is_whole(folder)])[0]  # other hosts may not have it; and all look before one writes
         if not saved:

@@ -124,10 +124,7 @@ def gather_rewards(
     branching: Branching | None = None,
     names: Sequence[str] = (),
 ) -> tuple[RewardBatch, torch.Tensor]:
-    """
-    Gathers the scores of all processes. This is a collective call: every process brings the same number of
-    trajectories, with any number of turns.
-    """
+    """Gathers scores of as many trajectories of every process. This is a collective call."""
     device, weights = weights.device, weights.double()
     num_turns = torch.tensor([len(trajectory.turns) for trajectory in trajectories], device=device)
     longest = max(1, int(gather(num_turns).max()))
@@ -180,10 +177,7 @@ def gather_rewards(
 
 
 def state_ids(trajectory: Trajectory) -> list[int]:
-    """
-    For each turn a number of the state in which it begins: what the environment last replied, or the prompt, which the
-    members of a group share. It is the same on every process.
-    """
+    """For each turn a number of its first state (last reply or prompt), the same on every process."""
     # without the ids of calls, which differ between conversations
     replies = [[(reply["role"], reply.get("content")) for reply in turn.replies] for turn in trajectory.turns[:-1]]
     texts = [json.dumps(reply, sort_keys=True, default=str).encode() for reply in replies]
@@ -205,10 +199,7 @@ def sample_again(
     score: Callable[[RolloutBatch], Scores],
     judge: Callable[[RolloutBatch], None],
 ) -> None:
-    """
-    Samples the prompts of groups without signal again, with other seeds, until every group has one. This is a
-    collective call: every process makes as many rounds.
-    """
+    """Samples groups without signal again, with other seeds. A collective call: all make as many rounds."""
     first = PartialState().process_index * len(batch.rows)
     judge(batch)
     for attempt in range(1, limit + 1):
@@ -432,10 +423,7 @@ def _by_trainer(trainer: GRPOTrainer, batch: RolloutBatch) -> list[list[list[flo
 
 @torch.no_grad()
 def mean_logprobs(model: nn.Module, plan: ForwardPlan) -> list[list[float]]:
-    """
-    The mean log-prob per token of each turn's action, also from a forward if there is nothing to score, so that ranks
-    with different trees stay in step.
-    """
+    """The mean log-prob per token of each turn's action; a forward also with nothing to score."""
     trees: list[TokenTree] = plan.trees  # type: ignore[assignment]  # of right answers
     given, turns = len(trees), [tree.num_turns for tree in trees]
     if not any(tree.nodes for tree in trees):

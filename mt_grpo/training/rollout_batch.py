@@ -107,10 +107,7 @@ class RolloutBatch:
         return [trajectory for trajectory in self.trajectories if trajectory.stop_reason is not None]
 
     def add_texts(self, tokenizer: PreTrainedTokenizerBase, rows_had_text: bool) -> None:
-        """
-        Adds what reward functions in TRL's form get where prompts are text, or were before they became messages:
-        prompt and completion as text.
-        """
+        """Adds what reward functions in TRL's form get where prompts are or were text."""
         for row, trajectory in zip(self.rows, self.trajectories, strict=True):
             prompt = row["prompt"]
             if isinstance(prompt, str) or rows_had_text:
@@ -563,10 +560,7 @@ def _stack(parts: list[Tensor], left: bool, fill: float) -> Tensor:
 
 
 def balance(weights: Sequence[float], num_bins: int) -> list[list[int]]:
-    """
-    Distributes items over bins of equal count so that the heaviest bin is light: the largest items first, each to the
-    lightest bin with room (Graham's rule with a cap).
-    """
+    """Distributes items over bins of equal count, the largest to the lightest (Graham's rule with a cap)."""
     room = -(-len(weights) // num_bins)
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     heap = [(0.0, bin) for bin in range(num_bins)]

@@ -299,10 +299,7 @@ def start_own_server(args: MTGRPOConfig, model: PreTrainedModel) -> OwnServer | 
 
 @contextmanager
 def own_server(args: MTGRPOConfig, model: PreTrainedModel) -> Iterator[OwnServer | None]:
-    """
-    The server of this process's group, if there is one; see `start_own_server`. It ends where the context fails, and
-    lives on where it does not.
-    """
+    """The server of this process's group, if there is one; it ends where the context fails, else lives on."""
     server = start_own_server(args, model) if colocates(args) else None
     try:
         yield server

@@ -201,10 +201,7 @@ def _term(
 
 
 def _of_member(member: Member, turn: int, names: list[str], whole: bool) -> float:
-    """
-    What a member earned from a turn on, or with `whole` in all its turns; 0 beyond its end. A rule that has no such
-    part at the turn has a sum of the whole conversation elsewhere.
-    """
+    """What a member earned from a turn on, or in `whole`; 0 beyond its end."""
     order = [turn] if turn < member.turns else []
     for each in [*order, *(range(member.turns) if whole else [])]:
         found = [value for name in names if (value := member.earned(name, each)) is not None]

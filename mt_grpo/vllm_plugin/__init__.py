@@ -91,10 +91,7 @@ def _keys_path() -> str:
 
 @contextlib.contextmanager
 def _keys_folder() -> Iterator[int]:
-    """
-    A descriptor of the folder, through which its files are opened. Anybody may make something under the folder's name
-    in shared memory, so the folder that is used must be the one that was checked.
-    """
+    """A descriptor of the folder that was checked, since anybody may make another of its name."""
     path = _keys_path()
     refusal = PermissionError(
         f"{path} should hold the servers' keys, but is no folder of this user that others cannot enter: remove it, or "

@@ -168,10 +168,7 @@ class Fetcher:
         self._ending = _Ending()
 
     def fetch(self, url: str, size: int, label: str = "", base: str = "") -> str:
-        """
-        Brings a file, and returns its path here. The file before it stays. A file that is here already is not brought
-        again, whoever of the replicas on this machine it is for.
-        """
+        """Brings a file that is not here, beside the one before it, and returns its path."""
         _check(url, size, label, base)
         with self._lock:
             self._ending.check()

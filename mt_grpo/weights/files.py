@@ -137,10 +137,7 @@ def write_weights(file: WeightFile, path: Path, tensors: Iterable[tuple[str, tor
 
 
 def make_folder(shared: str | None) -> Path:
-    """
-    Makes a folder of this process for weight files, in `shared`, or in shared memory by default. Folders of processes
-    of this machine that were killed are removed there.
-    """
+    """Makes this process's folder for weight files, and removes those of processes that were killed."""
     root = Path(_SHARED if shared is None else shared)
     try:
         root.mkdir(parents=True, exist_ok=True)

@@ -129,10 +129,7 @@ def take_bucket(walk: _Walk, keep: bool, size: int = BUCKET) -> _Bucket:
 
 
 def _send_bucket(server: ServerControl, group: NcclGroup, bucket: _Bucket) -> None:
-    """
-    Makes the server receive tensors while they are broadcast. If the server fails, it never takes part in the
-    broadcast, so the broadcast is ended here.
-    """
+    """Makes the server receive tensors during their broadcast, which ends if the server fails."""
     info = {
         "names": [name for name, _ in bucket],
         "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],

@@ -250,10 +250,7 @@ def _own_address(url: str) -> str:
 
 
 class FileOffer:
-    """
-    Offers the files of a folder to those who know a secret part of the URL, from any byte on. A connection costs a
-    thread only when its request has arrived and has the secret.
-    """
+    """Offers a folder's files, from any byte on, to those who know a secret part of the URL."""
 
     def __init__(self, folder: Path, host: str, port: int = 0) -> None:
         self._socket = socket.create_server((host, port), backlog=MAX_WAITING)

@@ -337,10 +337,7 @@ class WeightSync:
         self.fleet.each(look, mark_and_look)
 
     def _prove_late(self) -> list[int]:
-        """
-        Every process: proves that weights reach servers that came up after the start, before any conversation is sent
-        to them. One that cannot be used is left out.
-        """
+        """Every process: proves servers that came up late before they are used, or leaves them out."""
 
         def examine(server: ServerControl) -> None:
             held = read_owner(weight_version(server))
@@ -384,10 +381,7 @@ _Action = Callable[[ServerControl], None]
 
 
 class _Report(NamedTuple):
-    """
-    What a process tells the others: its failure, as the kind and the words of an error, and the state. That of the
-    main process counts: which servers are up and why not, and what was packed.
-    """
+    """What a process tells the others: its failure and state; that of the main process counts."""
 
     failure: tuple[type[Exception], str] | None
     states: list[tuple[bool, str]]
@@ -403,10 +397,7 @@ def _told(failure: BaseException, rank: int) -> tuple[type[Exception], str]:
 
 
 class _Fleet:
-    """
-    The servers of a run as the main process calls them. Every process calls `run` and `those_that` at the same points,
-    and knows afterwards what failed, which servers are left out, and what was packed.
-    """
+    """The run's servers as the main process calls them; all processes call it alike and learn the result."""
 
     def __init__(self, source: Source, repeatable: bool) -> None:
         self._repeatable = repeatable

@@ -34,10 +34,7 @@ class TaskError(Exception):
 
 @dataclass(frozen=True)
 class Verified:
-    """
-    What a trial came to: the verifier's numbers by name, the logs of both, what the agent failed of, and the seconds
-    that a container took to start, with those of them that were waited for.
-    """
+    """What a trial came to, and the seconds that its container took to start and was waited for."""
 
     rewards: dict[str, float]
     verifier_log: str
@@ -73,10 +70,7 @@ def owner() -> str:
 
 
 def write_overlay(path: Path, *, reaches_host: bool, storage_mb: int | None = None) -> Path:
-    """
-    Writes what is added to a task's compose file: a label, limits of processes and of the size of a file, a lifetime,
-    a quick end, and the name of this machine where an agent in it asks the policy.
-    """
+    """Writes what is added to a task's compose file: label, limits, lifetime, quick end and host."""
     main: dict[str, object] = {
         "labels": {OWNER: owner()},
         "pids_limit": PROCESSES,
@@ -93,10 +87,7 @@ def write_overlay(path: Path, *, reaches_host: bool, storage_mb: int | None = No
 
 
 def remove_leftovers(engine: str, everything: bool = False) -> list[str]:
-    """
-    Removes containers that runs of this machine left, with networks, volumes and images; with `everything` those of
-    runs that go on too. Returns a kind and a name of each.
-    """
+    """Removes what runs of this machine left, or `everything`; returns a kind and a name of each."""
     if engine not in ENGINES or shutil.which(engine) is None:
         return []
     removed: list[str] = []

@@ -287,10 +287,7 @@ async def finish_trial(begun: BegunTrial, asked: Conversation | None = None) -> 
 
 
 async def verify(container: BaseEnvironment, task: str) -> float | None:
-    """
-    What the verifier says of a container while the agent still works there: the sum of its numbers, or nothing where
-    it fails. Its tests and what it wrote are removed again.
-    """
+    """The sum of the verifier's numbers while the agent still works, or nothing; its traces are removed."""
     made = Task(Path(task))
     settings, paths = made.config.verifier, EnvironmentPaths.for_os(made.config.environment.os)
     verifier = VerifierFactory.create_verifier_from_config(

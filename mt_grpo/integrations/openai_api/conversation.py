@@ -109,10 +109,7 @@ class _ReturnedMessages:
         self._turns: dict[int, Turn] = {}
 
     def restore(self, messages: Sequence[Message], calls: _Calls) -> tuple[list[Message], int, Turn | None]:
-        """
-        The messages with the model's own in the place of the client's copies, and results named by their calls; a key
-        of all of them; and the turn of the last message of the assistant.
-        """
+        """The messages with the model's own, their key, and the turn of the assistant's last."""
         key, restored, latest = 0, [], None
         made: list[str | None] = []  # identifiers of the latest turn's calls
         named: dict[str | None, str | None] = {}  # the same, by those that the client gives them

@@ -108,10 +108,7 @@ def _read_message(message: object, place: str) -> Message:
 
 
 def read_parts(content: object, place: str) -> str | list[Fields]:
-    """
-    Content as text, or as parts where it shows images or plays sounds. These come with the request: images as `data:`
-    URLs, sounds as `input_audio` in base64. The policy opens them.
-    """
+    """Content as text, or as parts with images (`data:` URLs) or sounds (`input_audio`) for the policy."""
     if not isinstance(content, list) or not any(kind_of_part(part) in (IMAGE, SOUND) for part in content):
         return _read_text(content, place)
     return [_read_part(part, place) for part in content]
@@ -253,10 +250,7 @@ def read_chat(
     fixed: Mapping[str, float],
     warnings: Warnings,
 ) -> ParsedRequest:
-    """
-    Reads the body of a request of any dialect. `fields` are those that the dialect reads, `as_chat` makes a chat
-    completion of it, and `fixed` is how the run samples.
-    """
+    """Reads a request of a dialect with these `fields`, made a chat completion; `fixed` is how is sampled."""
     if not isinstance(body, dict):
         raise ApiError(400, "The body of the request is no JSON object.", "invalid_value")
     try:

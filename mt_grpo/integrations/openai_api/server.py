@@ -26,10 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class _UnauthorizedAttempts:
-    """
-    Counts requests that no agent of the run made: those without a conversation's key, and those that are no HTTP. One
-    log line gives their number, and nothing of their content.
-    """
+    """Counts requests without a conversation's key, or that are no HTTP, for one log line."""
 
     def __init__(self) -> None:
         self._count, self._told = 0, False

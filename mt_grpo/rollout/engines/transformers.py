@@ -208,10 +208,7 @@ class TransformersEngine:
 
     @torch.no_grad()
     def _sample(self, batch: list[_Request]) -> None:
-        """
-        Samples a batch in place. Requests with different sampling options, or with sounds of other lengths, are
-        separate calls of `generate`: some models hear a sound otherwise beside a longer one.
-        """
+        """Samples a batch in place, by a `generate` for each kind of options and sounds."""
         alike = [((_drawing(request.sampling), _lengths(request)), request) for request in batch]
         with self.update, on_device(self.model.device), self.context():
             for request in batch:
@@ -416,10 +413,7 @@ class Prefixes:
     weights: object
 
     def continued(self, sessions: Sequence[str], contexts: Sequence[list[int]], weights: object) -> _Padded | None:
-        """
-        The rows of a batch that goes on from here, which uses the cache up; `None` if it has another conversation, one
-        whose context is none that goes on, other weights, or too much padding between turns.
-        """
+        """The rows of a batch that goes on from here, which uses the cache up; else `None`."""
         if weights != self.weights or not set(sessions) <= set(self.places):
             return None
         chosen = [self.places[session] for session in sessions]
@@ -442,10 +436,7 @@ class Prefixes:
 
 
 def _left_padded(contexts: Sequence[list[int]]) -> _Padded:
-    """
-    Contexts as rows of one width. What is padded is masked, but a repetition penalty reads it: so it is a token of the
-    row itself, and the largest, which is none of an image.
-    """
+    """Contexts as rows of one width, padded by a token of each row, since penalties read it."""
     width = max(map(len, contexts))
     return _Padded(
         [[max(context)] * (width - len(context)) + context for context in contexts],
@@ -545,10 +536,7 @@ async def measure_engine(engine: TransformersEngine, mixed_precision: str = "no"
 
 
 def probe_contexts(engine: TransformersEngine, turns: int = 1) -> list[list[int]]:
-    """
-    Three contexts, of which the shorter two are padded by numbers of tokens that no kernel's block divides. The
-    longest is longer than the model's windows, where these have less than `_LONGEST` tokens. All leave room for turns.
-    """
+    """Three contexts: the longest beyond the model's windows, two padded across kernels' blocks."""
     whole = base_model(engine.model).config
     config = whole.get_text_config()
     reaches = [getattr(config, name, None) or 0 for name in REACHES]

@@ -412,10 +412,7 @@ class VLLMServerClient(VLLMServers):
 
 
 def _identity(server: Server, answer: dict[str, Any]) -> str:
-    """
-    The identity in an answer, by which a restart is noticed, and a router. `ServerSetupError` if there is none: the
-    answer may come from any server, with any weights.
-    """
+    """The identity in an answer, by which restarts and routers are noticed; else `ServerSetupError`."""
     found = answer.get("system_fingerprint")
     if not isinstance(found, str) or not found:
         raise ServerSetupError(
@@ -478,10 +475,7 @@ def _sampling_options(sampling: SamplingParams) -> dict[str, Any]:
 
 
 def read_sample(answer: Any, request: str, routes_from: int = 0) -> Sample:
-    """
-    The sample in an answer of `/v1/completions`, with its routes where the server gives them. `routes_from` is the
-    token of the context that they begin with.
-    """
+    """The sample in an answer of `/v1/completions`, with routes from the context's token `routes_from` on."""
 
     def parts(choice: Any) -> tuple[list[int], list[float]]:
         found = choice["logprobs"]

@@ -141,10 +141,7 @@ def _as_tool(remote: McpRemote) -> Tool:
 
 
 def result_parts(content: list[Any]) -> list[dict[str, Any]] | None:
-    """
-    The parts of a result's content that shows images or plays sounds; a model of text reads what `result_text` has for
-    each. `None` where there is none, or nothing to read it with.
-    """
+    """The parts of a result that shows images or plays sounds; `None` if none does."""
     parts = [_part(part) for part in content]
     return read_parts(parts) if any(part["type"] != "text" for part in parts) else None
 

@@ -246,10 +246,7 @@ class McpPool:
         self._tools: list[dict[str, Any]] = []
 
     def list_tools(self) -> list[dict[str, Any]]:
-        """
-        The tools of the servers, as `McpServer.list_tools` has them; starts all. Servers that cannot be reached are
-        named in a warning, and join once they can.
-        """
+        """The tools of the servers, all started; those that cannot be reached join once they can."""
         connections = {url: server.connection() for url, server in self._servers.items()}
 
         async def ask() -> dict[str, list[dict[str, Any]] | StartError]:

@@ -217,10 +217,7 @@ class _StderrTail:
 
 
 class McpThread(LoopThread):
-    """
-    The thread with the sessions of all MCP servers of this process. A server outlives the event loop of a rollout, and
-    works while the optimiser does.
-    """
+    """The thread with the sessions of all MCP servers of this process, which outlive event loops."""
 
     def __init__(self) -> None:
         super().__init__("mt-grpo-mcp")
@@ -265,10 +262,7 @@ class ServerEnded(Exception):
 
 
 class ServerSession:
-    """
-    Holds the session with a server open in one task, since the library's contexts must be left by the task that
-    entered them. All methods are called in the thread of `McpThread`.
-    """
+    """Holds a server's session open in one task, as the library needs, in the thread of `McpThread`."""
 
     def __init__(self, config: McpServerConfig, transport: str, thread: McpThread) -> None:
         self.config = config
@@ -339,10 +333,7 @@ class ServerSession:
         await asyncio.wait([self._owner])
 
     def _probe(self, patient: bool = False) -> None:
-        """
-        Pings the server, and ends it if it does not answer, so that the next call starts it again. If this is
-        `patient`, only an error ends it, and not silence: the server may be busy.
-        """
+        """Pings the server, and ends it without an answer; if `patient`, after an error alone."""
         if self.over.done() or (self._probing is not None and not self._probing.done()):
             return
 

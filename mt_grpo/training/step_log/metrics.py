@@ -452,10 +452,7 @@ class Warnings:
             )
 
     def recheck(self, trajectories: Sequence[Trajectory], mode: str) -> None:
-        """
-        Scores a sample of this process's trajectories once more, cut off after a turn. With the mode `"audit"` every
-        turn reward is asked, whatever the credit rule; in an evaluation none is.
-        """
+        """Scores a sample of trajectories again, cut off after a turn; in an evaluation none."""
         asked: Sequence[TurnReward | StateScore] = self._of_turns if mode == "audit" else self._uncut
         if mode == "eval" or self._args.process_index or not asked or not self._to_cut:
             return
@@ -518,10 +515,7 @@ class Warnings:
 
 
 def says_uncredited(audit: Line, rule: Rule, args: MTGRPOConfig) -> str | None:
-    """
-    That the credit rule leaves turn rewards away from the turns that earned them, and the rule to take; `None` where
-    it is less than a percent of them.
-    """
+    """That the rule leaves turn rewards away from their turns; `None` below a percent."""
     at_turn, up_to_turn = audit["uncredited_at_turn"], audit["uncredited_up_to_turn"]
     if at_turn is None or round(100 * at_turn) < 1:
         return None

@@ -433,10 +433,7 @@ def as_record(audit: Audit, uncredited: Uncredited, names: Sequence[str], causal
 
 
 def mean_record(records: Sequence[Line]) -> Line:
-    """
-    The mean of each number over the records that have it, for the rewards of the last one. Groups are summed, and a
-    reward that was once not causal is not.
-    """
+    """The mean of each number over records that have it, for the last one's rewards; groups are summed."""
     mean: Line = {}
     for name, last in records[-1].items():
         values = [record[name] for record in records if record.get(name) is not None]
@@ -452,10 +449,7 @@ def mean_record(records: Sequence[Line]) -> Line:
 
 
 def read_audit(folder: str | Path) -> Line | None:
-    """
-    The audit of a whole run: the mean over the log steps in its folder's `audit.jsonl`; `None` where there are none.
-    Of a step that was taken again, after a resumption, the last one counts.
-    """
+    """The mean audit of a run's `audit.jsonl`, of steps as taken last; `None` without one."""
     path = Path(folder) / "audit.jsonl"
     if not path.exists():
         return None
