@@ -164,7 +164,7 @@ class _Wait:
         return future.result()
 
 
-def _settle(future: ThreadFuture, function: Callable[[], Any]) -> None:
+def _settle(future: ThreadFuture, function: Callable[[], object]) -> None:
     if not future.set_running_or_notify_cancel():
         return
     try:
@@ -302,7 +302,7 @@ _background = OnePerProcess(_Background)
 class _DaemonThreads(concurrent.futures.ThreadPoolExecutor):
     """Runs the calls of `asyncio.to_thread`. A call that hangs holds up neither other calls nor the process's end."""
 
-    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> ThreadFuture:
+    def submit(self, function: Callable[..., object], /, *args: object, **kwargs: object) -> ThreadFuture:
         future: ThreadFuture = concurrent.futures.Future()
         future.set_running_or_notify_cancel()
 
@@ -439,7 +439,7 @@ class OutOfTime(Exception):
     """A call of the user's code took longer than it may."""
 
 
-async def call(function: Callable[..., Any], *args: Any, what: str, timeout: float | None = None) -> Any:
+async def call(function: Callable[..., object], *args: object, what: str, timeout: float | None = None) -> Any:
     """Calls a function of the user's: an `async` one in the event loop, any other in a thread of its own."""
     if inspect.iscoroutinefunction(function):
         result = function(*args)
@@ -450,7 +450,7 @@ async def call(function: Callable[..., Any], *args: Any, what: str, timeout: flo
     return await _within(partial(begin, result, what), what, timeout) if inspect.isawaitable(result) else result
 
 
-def in_thread(function: Callable[[], Any], name: str) -> Future:
+def in_thread(function: Callable[[], object], name: str) -> Future:
     """
     Runs a blocking function in a daemon thread of its own, so that neither a pool's size nor a function that hangs
     holds up other calls or the end of the process. One that sets the handler of a signal is called again in the main
@@ -460,7 +460,7 @@ def in_thread(function: Callable[[], Any], name: str) -> Future:
     future = loop.create_future()
     context = contextvars.copy_context()
 
-    def settle(result: Any, error: BaseException | None) -> None:
+    def settle(result: object, error: BaseException | None) -> None:
         if future.done():  # nobody waits for it any more
             if inspect.iscoroutine(result):
                 result.close()

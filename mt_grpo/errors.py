@@ -11,7 +11,6 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 
 class UserError(Exception):
@@ -111,7 +110,7 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
         waiting += [before for before in (one.__cause__, None if hidden else one.__context__) if before is not None]
 
 
-def defined_at(function: Callable[..., Any]) -> str:
+def defined_at(function: Callable[..., object]) -> str:
     """Where a user's function is written, as ` (FILE, line N)`; nothing for one of mt_grpo or not of Python."""
     while isinstance(function, functools.partial):
         function = function.func

@@ -94,7 +94,7 @@ def is_read(part: Part) -> bool:
     )
 
 
-def media_parts(messages: Iterable[Any]) -> Iterator[Part]:
+def media_parts(messages: Iterable[object]) -> Iterator[Part]:
     """The image, video and sound parts of messages, in order."""
     for message in messages:
         content = message.get("content") if isinstance(message, dict) else None
@@ -159,7 +159,7 @@ def snapshot_parts(content: list[Any]) -> list[Any]:
     ]
 
 
-def _snapshot(value: Any) -> Any:
+def _snapshot(value: object) -> Any:
     if isinstance(value, (list, tuple)):
         return [*map(_snapshot, value)]
     if not is_image(value) or _own.get(id(value)) is value or _is_refused(value):
@@ -191,7 +191,7 @@ def _size_of(medium: Medium) -> int:
     return medium.length if isinstance(medium, Sound) else medium.width * medium.height
 
 
-def _read_part(part: Any, of_row: bool, known: Files | None) -> Any:
+def _read_part(part: object, of_row: bool, known: Files | None) -> Any:
     if is_medium(part):
         part = {"type": "image", "image": part} if is_image(part) else {"type": "audio", "audio": part}
     if not isinstance(part, dict):
@@ -289,7 +289,7 @@ _BROKEN = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error,
 """What Pillow raises for files that are none."""
 
 
-def read_image(value: Any, of_row: bool = False, known: Files | None = None) -> Picture:
+def read_image(value: object, of_row: bool = False, known: Files | None = None) -> Picture:
     """
     An image of Pillow's, from what datasets, tools and requests have: such an image, a path, bytes of a file, a
     `data:` URL, or a dictionary with `bytes` or `path`. A file is opened and not decoded, see `decode`. For `of_row`
@@ -418,7 +418,7 @@ class ConversationMedia:
         self._media = both
 
 
-def media_to_digests(value: Any) -> Any:
+def media_to_digests(value: object) -> Any:
     """A copy of nested lists and dictionaries in which images, sounds and arrays are replaced by their digests."""
     if isinstance(value, dict):
         return {key: media_to_digests(item) for key, item in value.items()}

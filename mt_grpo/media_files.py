@@ -62,7 +62,7 @@ def file_of(value: Any, name: str, of_row: bool) -> bytes:
     return data
 
 
-def file_name(value: Any, kind: str) -> str:
+def file_name(value: object, kind: str) -> str:
     """How errors name the file of an image or a sound."""
     if isinstance(value, dict):
         value = value.get("path") or value.get("bytes") or value

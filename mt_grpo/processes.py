@@ -50,7 +50,7 @@ class Processes:
     def _free(self) -> list[_Worker]:
         return self._workers.setdefault(os.getpid(), [])
 
-    def start(self, functions: Sequence[Callable[..., Any]]) -> None:
+    def start(self, functions: Sequence[Callable[..., object]]) -> None:
         """Starts the processes, each with all functions loaded, so that no call waits for that."""
         for function in functions:
             try:
@@ -69,7 +69,7 @@ class Processes:
             raise
         self._free.extend(workers)
 
-    async def call(self, function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    async def call(self, function: Callable[..., object], arguments: dict[str, Any]) -> Any:
         """Calls a function in a free process; a call that is cancelled ends its process, which is replaced."""
         async with self._limit:
             free = self._free
@@ -101,7 +101,7 @@ class _Worker:
         theirs.close()
         weakref.finalize(self, _end, self.process, os.getpid()).atexit = False  # it is a daemon
 
-    def ask(self, function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    def ask(self, function: Callable[..., object], arguments: dict[str, Any]) -> Any:
         self.connection.send((function, arguments))
         return self.answer()
 
@@ -117,7 +117,7 @@ def _end(process: SpawnProcess, maker: int) -> None:
         process.kill()
 
 
-def _load_all(workers: list[_Worker], functions: Sequence[Callable[..., Any]]) -> None:
+def _load_all(workers: list[_Worker], functions: Sequence[Callable[..., object]]) -> None:
     names = ", ".join(function.__name__ for function in functions)
     script = "It runs the script too: put what that does under `if __name__ == '__main__':`."
     try:

@@ -317,7 +317,7 @@ def digest_of(samples: np.ndarray, rate: int | None) -> str:
     return content.hexdigest()
 
 
-def name_of(value: Any) -> str | None:
+def name_of(value: object) -> str | None:
     """A name for a value of a row by its content, where it is a sound or any other array; `None` for another."""
     if _is_decoder(value):
         value = read_sound(value)

@@ -289,7 +289,7 @@ class Trajectory:
         return cls(**data)
 
 
-def _as_json(value: Any) -> Any:
+def _as_json(value: object) -> Any:
     """A value as it comes back from JSON, objects of users as text; `None` where JSON cannot say it."""
     try:
         return json.loads(json.dumps(value, default=str))
@@ -305,7 +305,7 @@ _CONTROLS = [*range(9), *range(11, 32), *range(127, 160), *range(0x202A, 0x202F)
 _SHOWN = {code: f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" for code in [*_CONTROLS, *map(ord, _MARKS)]}
 
 
-def visible(value: Any) -> Any:
+def visible(value: object) -> Any:
     """
     Makes control characters visible, so that the words of a model or a tool cannot control a terminal.
 

@@ -193,7 +193,7 @@ class in_parts:  # noqa: N801, a decorator
         self.credit = function
         functools.update_wrapper(self, function)
 
-    def __call__(self, batch: RewardBatch, **options: Any) -> Tensor:
+    def __call__(self, batch: RewardBatch, **options: object) -> Tensor:
         advantages: Tensor = self.credit(batch, **options).advantages
         return advantages
 
@@ -315,7 +315,7 @@ def call_rule(
     return Credit(advantages, parts, scales)
 
 
-def _checked(name: str, batch: RewardBatch, advantages: Any) -> Tensor:
+def _checked(name: str, batch: RewardBatch, advantages: object) -> Tensor:
     wanted = tuple(batch.turn_mask.shape)
     if not isinstance(advantages, Tensor):
         raise CreditError(

@@ -510,7 +510,7 @@ def lacks_column(what: str, column: str, dataset: str, columns: Sequence[str]) -
 class ImageOfRowError(MediumError):
     """An image of a row that cannot be shown."""
 
-    def __init__(self, error: MediumError, column: str, value: Any, row: str = "A row") -> None:
+    def __init__(self, error: MediumError, column: str, value: object, row: str = "A row") -> None:
         super().__init__(f"{row} has an image that cannot be shown, in the column {column!r}: {error}")
         self.error, self.column, self.value = error, column, value
 
@@ -521,7 +521,7 @@ class OpenedImage(datasets.Image):
 
     column: str = ""
 
-    def decode_example(self, value: Any, token_per_repo_id: dict[str, Any] | None = None) -> Any:
+    def decode_example(self, value: object, token_per_repo_id: dict[str, Any] | None = None) -> Any:
         """The image, opened; decoded where it is to be turned, or of another mode."""
         if not isinstance(value, dict):
             return value
@@ -591,7 +591,7 @@ def _with_features(rows: datasets.Dataset, features: datasets.Features) -> datas
     return twin
 
 
-def _each(feature: Any, column: str, make: Callable[[datasets.Image, str], datasets.Image]) -> Any:
+def _each(feature: object, column: str, make: Callable[[datasets.Image, str], datasets.Image]) -> Any:
     if isinstance(feature, datasets.Image):
         return make(feature, column) if feature.decode else feature
     if isinstance(feature, dict):

@@ -70,7 +70,7 @@ class SimulatedUser:
         max_turns: int | None = None,
         timeout: float = 60.0,
         max_retries: int = 2,
-        request: Mapping[str, Any] | None = None,
+        request: Mapping[str, object] | None = None,
     ) -> None:
         given = {name: value for name, value in locals().items() if name != "self" and value is not None}
         parse_user(given)
@@ -136,7 +136,7 @@ class SimulatedUser:
             client, self._client = self._client, None
             await client.close()
 
-    async def reply(self, dialogue: list[Message], row: Mapping[str, Any]) -> tuple[str, bool]:
+    async def reply(self, dialogue: list[Message], row: Mapping[str, object]) -> tuple[str, bool]:
         """
         What the user says next in a dialogue in which the role `assistant` is the policy's, and whether the stop
         phrase was in it; raises `SimulatedUserError` if the endpoint gives no words after all attempts.
@@ -167,7 +167,7 @@ class SimulatedUser:
             return said.replace(self.stop_phrase, "").strip(), True
         return said, False
 
-    def _seen(self, dialogue: list[Message], row: Mapping[str, Any]) -> list[Message]:
+    def _seen(self, dialogue: list[Message], row: Mapping[str, object]) -> list[Message]:
         """The conversation as the user sees it: roles are swapped."""
         for column in self.columns:
             if column not in row:
@@ -239,7 +239,7 @@ source_of.register(SimulatedUserEnv, _SimulatedUserSource)
 
 
 @environment("simulated_user")
-def _user_of_options(options: Mapping[str, Any]) -> SimulatedUserEnv:
+def _user_of_options(options: Mapping[str, object]) -> SimulatedUserEnv:
     """The environment of a run's option `simulated_user`, whose endpoint is asked once."""
     user = SimulatedUser(**parse_user(options["simulated_user"]))
     user.check()

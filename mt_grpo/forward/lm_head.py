@@ -462,7 +462,7 @@ class _Around:
 
 
 @contextmanager
-def _replaced(values: dict[str, Any], name: str, value: Any) -> Iterator[None]:
+def _replaced(values: dict[str, Any], name: str, value: object) -> Iterator[None]:
     missing = name not in values
     usual = values.get(name)
     values[name] = value

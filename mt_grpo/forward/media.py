@@ -141,7 +141,7 @@ def row_inputs(model: nn.Module, ids: Tensor, images: Media) -> dict[str, Tensor
     return {"input_ids": real_ids(ids, base.config), **seen}
 
 
-def _type_ids(forward: Callable[..., Any], ids: Tensor) -> dict[str, Tensor]:
+def _type_ids(forward: Callable[..., object], ids: Tensor) -> dict[str, Tensor]:
     """Which tokens are an image's, by the name under which a forward takes it."""
     parameters = inspect.signature(forward).parameters
     return {name: kinds(ids) for name in TYPES if name in parameters}

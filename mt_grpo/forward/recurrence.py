@@ -34,7 +34,7 @@ _NO_STEP = -1e4
 def _convolution(along_sequence: _Function, schedule: Schedule) -> _Function:
     """A causal convolution of each channel."""
 
-    def along_tree(hidden_states: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def along_tree(hidden_states: Tensor, weight: Tensor, *args: object, **kwargs: object) -> Tensor:
         return schedule.convolve(
             hidden_states, weight.size(-1), lambda row: along_sequence(row, weight, *args, **kwargs)
         )
@@ -46,7 +46,7 @@ def _delta_rule(along_sequence: _Function, schedule: Schedule) -> _Function:
     """The gated delta rule, with a gate per head (Gated DeltaNet) or per channel (Kimi Delta Attention)."""
 
     def along_tree(
-        query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **kwargs: Any
+        query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **kwargs: object
     ) -> tuple[Tensor, None]:
         def step(inputs: list[Tensor], state: Tensor | None, continued: bool) -> tuple[Tensor, Tensor | None]:
             query, key, value, g, beta = inputs
@@ -89,7 +89,7 @@ def _state_space(along_sequence: _Function, schedule: Schedule) -> _Function:
         dt_limit: tuple[float, float] = (0.0, float("inf")),
         initial_states: None = None,
         return_final_states: bool = False,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> Tensor:
         if dt_limit[0] > 0:  # would move the state at padding
             dt = _step_size(dt, dt_bias, dt_softplus).clamp(*dt_limit)
@@ -124,7 +124,7 @@ def _selective_scan(along_sequence: _Function, schedule: Schedule) -> _Function:
         delta_bias: Tensor | None = None,
         delta_softplus: bool = False,
         return_last_state: bool = False,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> Tensor:
         def step(inputs: list[Tensor], state: Tensor | None, continued: bool) -> tuple[Tensor, Tensor | None]:
             hidden_states, dt, B, C = (tensor.transpose(1, 2).contiguous() for tensor in inputs)
@@ -256,8 +256,8 @@ def over_tree(model: nn.Module, layout: TreeLayout) -> Iterator[None]:
         if "_gradient_checkpointing_func" in vars(module)
     }
 
-    def within(run: Callable[..., Any]) -> Callable[..., Any]:
-        def run_within(*args: Any) -> Any:
+    def within(run: Callable[..., object]) -> Callable[..., Any]:
+        def run_within(*args: object) -> Any:
             token = CURRENT.set(layout)
             try:
                 return run(*args)
@@ -266,7 +266,7 @@ def over_tree(model: nn.Module, layout: TreeLayout) -> Iterator[None]:
 
         return run_within
 
-    def carrying(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+    def carrying(checkpoint: Callable[..., object]) -> Callable[..., Any]:
         return lambda run, *args: checkpoint(within(run), *args)
 
     token = CURRENT.set(layout)

@@ -40,7 +40,7 @@ class SequenceGroup:
         mesh = init_device_mesh(device.type, (dist.get_world_size() // size, size), mesh_dim_names=("dp", "sp"))
         return cls(mesh.get_group("sp"))
 
-    def gather(self, thing: Any) -> list[Any]:
+    def gather(self, thing: object) -> list[Any]:
         """What each process of the group brings, by rank. This is a collective call of the group."""
         things: list[Any] = [None] * self.size
         dist.all_gather_object(things, thing, self.group)

@@ -93,7 +93,7 @@ def score_trajectories(
 
 
 def spread(
-    values: Sequence[Any], trajectories: Sequence[Trajectory], fill: Callable[[Trajectory], Any] = lambda _: None
+    values: Sequence[object], trajectories: Sequence[Trajectory], fill: Callable[[Trajectory], object] = lambda _: None
 ) -> list[Any]:
     """Values of trajectories that did not fail, over all, with `fill` for the missing; else `ValueError`."""
     judged = [index for index, trajectory in enumerate(trajectories) if not trajectory.failed]
@@ -127,7 +127,7 @@ def _call_on_all(func: OutcomeReward, trajectories: list[Trajectory], extra: dic
     return [wait]
 
 
-def _call_one(func: RewardFunc, trajectory: Trajectory, *args: Any) -> _Pending:
+def _call_one(func: RewardFunc, trajectory: Trajectory, *args: object) -> _Pending:
     """Calls a reward with `args` and the row; waiting for its value raises `RewardError` where it fails."""
     pending = _call(func, lambda: func.score(*args, **trajectory.row), trajectory)
 
@@ -137,7 +137,7 @@ def _call_one(func: RewardFunc, trajectory: Trajectory, *args: Any) -> _Pending:
     return wait
 
 
-def _call(func: RewardFunc, call: Callable[[], Any], trajectory: Trajectory, scope: str = "") -> _Pending:
+def _call(func: RewardFunc, call: Callable[[], object], trajectory: Trajectory, scope: str = "") -> _Pending:
     """Calls a reward, and returns a function that waits for its value; unlike a coroutine it need not be awaited."""
     value, failure = None, None
     try:

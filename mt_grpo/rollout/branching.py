@@ -107,7 +107,7 @@ class BranchedConversation:
         return Branch(twin, policy.fork(trajectory, request.seed), trajectory, list(messages))
 
 
-def _copied(trajectory: Trajectory, request: RolloutRequest, env: Any) -> Trajectory:
+def _copied(trajectory: Trajectory, request: RolloutRequest, env: object) -> Trajectory:
     """A copy of a trajectory for another request."""
     return replace(
         trajectory,

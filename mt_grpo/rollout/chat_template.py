@@ -451,7 +451,7 @@ def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
     return {**call, "function": function} if "function" in call else function
 
 
-def _texts(content: Any) -> Iterator[str]:
+def _texts(content: object) -> Iterator[str]:
     """The texts of a content: itself, or those of its parts."""
     if isinstance(content, str):
         yield content

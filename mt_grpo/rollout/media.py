@@ -36,7 +36,7 @@ def _size(images: Sequence[Any]) -> str:
     return ", ".join(f"{image.width} by {image.height}" for image in images)
 
 
-def _media_inputs(found: Mapping[str, Any]) -> dict[str, Any]:
+def _media_inputs(found: Mapping[str, object]) -> dict[str, Any]:
     """What a processor returns of media, without what it returns of the text around them."""
     return {key: value for key, value in found.items() if key not in _OF_TEXT}
 
@@ -161,7 +161,7 @@ class MediaEncoder:
             reason = " ".join(str(error).split()).rstrip(".")
             raise MediumError(f"The processor refuses {what}: {reason}.") from error
 
-    def _process_images(self, images: Sequence[Any], options: dict[str, Any] | None = None) -> Any:
+    def _process_images(self, images: Sequence[object], options: dict[str, Any] | None = None) -> Any:
         given = {"images_kwargs": options} if options else {}
         shown = [[image] for image in images]
         return self._process(
@@ -216,7 +216,7 @@ class MediaEncoder:
         tokens = [number if each == self._tokens[kind] else each for each in tokens]
         return EncodedMedium(number, tokens, MediumInputs(size, _media_inputs(found)))
 
-    def _process_video(self, frames: Sequence[Any], options: dict[str, Any]) -> Any:
+    def _process_video(self, frames: Sequence[object], options: dict[str, Any]) -> Any:
         others = {name: value for name, value in options.items() if name != "fps"}
         metadata = {"total_num_frames": len(frames), "frames_indices": list(range(len(frames)))}
         if "fps" in options:

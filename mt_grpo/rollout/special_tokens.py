@@ -84,7 +84,7 @@ class SpecialTokens:
             )
         return escaped
 
-    def escape_all(self, value: Any) -> Any:
+    def escape_all(self, value: object) -> Any:
         """The same for every text in nested lists and dictionaries."""
         return _each(value, lambda text: self._escape_unless(lambda match: False, text))
 
@@ -247,7 +247,7 @@ def unescape(escaped: str) -> str:
     return re.sub(f"{_QUOTE}[01]", lambda match: _LITERAL[match.group()], text) if _QUOTE in text else text
 
 
-def _each(value: Any, change: Callable[[str], str]) -> Any:
+def _each(value: object, change: Callable[[str], str]) -> Any:
     """A copy of nested lists and dictionaries in which every text is changed, keys too."""
     if isinstance(value, str):
         return change(value)

@@ -185,7 +185,7 @@ class Transcript:
         return found
 
 
-def _alike(one: Any, other: Any, looks: bool = False, depth: int = 5) -> bool:
+def _alike(one: object, other: object, looks: bool = False, depth: int = 5) -> bool:
     """Whether messages are equal, media by digest, which stand at most `depth` deep."""
     if one is other:
         return True
@@ -211,7 +211,7 @@ def identity(message: Message) -> Hashable:
     return message["role"], _text(message.get("content")), message.get("tool_call_id"), _text(calls or None)
 
 
-def _parsed(arguments: Any) -> Any:
+def _parsed(arguments: object) -> Any:
     if isinstance(arguments, str):
         try:
             return json.loads(arguments)
@@ -220,11 +220,11 @@ def _parsed(arguments: Any) -> Any:
     return arguments or {}
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     if value is None:
         return ""
     return value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=_named)
 
 
-def _named(value: Any) -> str:
+def _named(value: object) -> str:
     return digest_at_hand(value) if is_medium(value) else str(value)

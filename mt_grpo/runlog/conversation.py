@@ -331,7 +331,7 @@ def _as_template_takes(message: Row) -> Row:
     return taken
 
 
-def _with_object(call: Any) -> Any:
+def _with_object(call: object) -> Any:
     if not isinstance(call, dict):
         return call
     function = call["function"] if isinstance(call.get("function"), dict) else call

@@ -149,11 +149,11 @@ class Server:
         self.down_since, self.fault, self.fingerprint, self.images = None, "", None, set()
 
 
-def _whole(answer: Any) -> Any:
+def _whole(answer: object) -> Any:
     return answer
 
 
-def _found(answer: Any, read: Read, request: str) -> Any:
+def _found(answer: object, read: Read, request: str) -> Any:
     """What `read` finds in an answer; `RequestFailed` if it is not there."""
     try:
         return read(answer)

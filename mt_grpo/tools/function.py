@@ -128,7 +128,7 @@ class Tool:
             _say_unmatchable(self.name, pattern, reason)
 
     @classmethod
-    def from_function(cls, fn: Callable[..., Any]) -> Tool:
+    def from_function(cls, fn: Callable[..., object]) -> Tool:
         """
         Describes a function, bound method or callable object by its name, docstring and type hints. It keeps the
         options of `@tool`.
@@ -224,7 +224,7 @@ def _say_unmatchable(name: str, pattern: str, reason: str) -> None:
     )
 
 
-def _refuse_undescribed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def _refuse_undescribed(name: str, function: Callable[..., object]) -> Callable[..., Any]:
     """Refuses a function that cannot be described to a model; returns it with a docstring in Google's style."""
     text = inspect.getdoc(function) or ""
     described = _in_google_style(function, text, list(inspect.signature(function).parameters))
@@ -259,7 +259,7 @@ def _urgency(error: ValidationError) -> int:
     return order.index(error.validator) if not error.absolute_path and error.validator in order else len(order)
 
 
-def _with_null(schema: Any) -> Any:
+def _with_null(schema: object) -> Any:
     """Rewrites `nullable: true`, which transformers writes for `X | None` and JSON schema does not know."""
     if isinstance(schema, list):
         return [_with_null(item) for item in schema]
@@ -306,7 +306,7 @@ class Result(NamedTuple):
     """What TRL's reward functions get in its place."""
 
 
-def read_result(result: Any, max_size: int | None) -> Result:
+def read_result(result: object, max_size: int | None) -> Result:
     """
     Reads the result of a tool: text, an image or a sound, a list of parts with one, or anything that has a JSON form;
     or a pair of one of the first three and a dictionary of data.
@@ -363,7 +363,7 @@ def too_deep(value: object) -> bool:
     return False
 
 
-def _items(container: Any) -> Iterable[Any]:
+def _items(container: object) -> Iterable[Any]:
     if isinstance(container, dict):
         return container.values()
     return container if isinstance(container, (list, tuple)) else ()
@@ -377,7 +377,7 @@ def _decoded(value: bytes | bytearray | memoryview) -> str:
         return f"[{len(content):,} bytes that are not text]"
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     """A JSON form of a value that has none: for `json.dumps(default=...)`."""
     if is_dataclass(value) and not isinstance(value, type):
         return asdict(value)
@@ -424,7 +424,7 @@ def read_docstring(text: str) -> tuple[str, dict[str, str]]:
     return "\n".join(lines[:end]).strip(), {name: words for name, words in described.items() if words}
 
 
-def _in_google_style(function: Callable[..., Any], text: str, names: list[str]) -> Callable[..., Any]:
+def _in_google_style(function: Callable[..., object], text: str, names: list[str]) -> Callable[..., Any]:
     """The function with a docstring in Google's style without types, which transformers reads."""
     _, documented, _ = parse_google_format_docstring(text)
     other = any(_is_numpy_or_field(text.split("\n"), index) for index in range(text.count("\n") + 1))

@@ -51,7 +51,7 @@ def tool(
     options = ToolOptions(concurrency, max_result_size, ends_episode, limit)
     register = None if name is None and options != ToolOptions() else TOOLS.register(name or "")
 
-    def decorate(thing: Callable[..., Any]) -> Callable[..., Any]:
+    def decorate(thing: Callable[..., object]) -> Callable[..., Any]:
         if options != ToolOptions():
             thing.tool_options = options  # type: ignore[attr-defined]  # functions and classes take attributes
         return thing if register is None else register(thing)
@@ -81,7 +81,7 @@ def load_tools(entries: list[str | Callable[..., Any] | Tool]) -> list[Tool]:
     return list(tools.values())
 
 
-def in_processes(entries: Sequence[str | Callable[..., Any] | Tool], size: int) -> list[Tool]:
+def in_processes(entries: Sequence[str | Callable[..., object] | Tool], size: int) -> list[Tool]:
     """
     Tools whose calls run in processes of their own. What is no plain function is left as it is: `async` functions,
     methods, tools with a state, tools of a server.

@@ -101,7 +101,7 @@ def batch_options(args: MTGRPOConfig) -> dict[str, Any]:
 
 
 def save_rollouts(
-    folder: Path, accelerator: Accelerator, step: int, batches: Any, options: dict[str, Any], prefetched: Any = None
+    folder: Path, accelerator: Accelerator, step: int, batches: object, options: dict[str, Any], prefetched: Any = None
 ) -> None:
     """Saves the rollouts that this process has still to train on. It is the last write to a checkpoint."""
     state = {"step": step, "buffered_inputs": batches, "processes": accelerator.num_processes, "options": options}
@@ -137,7 +137,7 @@ def load_rollouts(
 
 
 def made_with(
-    args: MTGRPOConfig, tools: Sequence[str], rewards: Sequence[Mapping[str, Any]], rows: Dataset | IterableDataset
+    args: MTGRPOConfig, tools: Sequence[str], rewards: Sequence[Mapping[str, object]], rows: Dataset | IterableDataset
 ) -> dict[str, str]:
     """What a run learns from, in words."""
     return {

@@ -73,7 +73,7 @@ def with_column_media(row: Row) -> Row:
         raise ConfigError(f"The {what} of a row cannot be {done}: {str(error).rstrip('.')}.") from error
 
 
-def _shown(image: Any, row: Row) -> Any:
+def _shown(image: object, row: Row) -> Any:
     """An image of a row's column, decoded."""
     try:
         return _decoded([{"type": "image", "image": image}])[0]["image"]
@@ -161,7 +161,7 @@ def _is_server(engine: Engine) -> bool:
     return isinstance(engine, VLLMServerClient)
 
 
-def check_media(encoder: MediaEncoder | None, config: PreTrainedConfig, engine: Engine, *data: Any) -> None:
+def check_media(encoder: MediaEncoder | None, config: PreTrainedConfig, engine: Engine, *data: object) -> None:
     """Refuses datasets with images or sounds where the model cannot be shown them."""
     every = [rows for one in data for rows in (one.values() if isinstance(one, dict) else [one])]
     for columns, feature, part, token, what in (

@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 def build_env(
     args: MTGRPOConfig,
     factory: TRLFactory | None = None,
-    tools: Sequence[Callable[..., Any] | str] | None = None,
+    tools: Sequence[Callable[..., object] | str] | None = None,
     plain: bool = False,
 ) -> EnvLike:
     """The environment, or environments by name, that `args` describe."""
@@ -174,7 +174,7 @@ def check_env(
     args: MTGRPOConfig,
     *datasets: Rows | dict[str, Rows] | None,
     factory: TRLFactory | None = None,
-    tools: Sequence[Callable[..., Any] | str] | None = None,
+    tools: Sequence[Callable[..., object] | str] | None = None,
     plain: bool = False,
 ) -> EnvLike:
     """

@@ -147,7 +147,7 @@ def loading_options(model: str | PreTrainedModel, args: MTGRPOConfig) -> dict[st
 
 
 def open_policy(
-    model: str | PreTrainedModel, args: MTGRPOConfig, quantization_config: Any, peft_config: Any
+    model: str | PreTrainedModel, args: MTGRPOConfig, quantization_config: object, peft_config: object
 ) -> dict[str, Any]:
     """
     What TRL's trainer takes as its model: `model`, `quantization_config` and `peft_config`. The adapter in a folder is
@@ -310,7 +310,7 @@ class NonFiniteError(UserError, RuntimeError):
     """A number that would spoil the weights. The message is one sentence: what it was and where it comes from."""
 
 
-def check_loss(loss: Tensor, inputs: Mapping[str, Any], model: nn.Module, step: int) -> None:
+def check_loss(loss: Tensor, inputs: Mapping[str, object], model: nn.Module, step: int) -> None:
     """Checks the loss of a micro-batch. This is a collective call."""
     losses = gather(loss.detach().float().reshape(1))
     if not losses.isfinite().all():
@@ -475,7 +475,7 @@ class Groups:
         )
 
 
-def _with(run: Callable[..., Any], others: list[None], states: Tensor) -> Any:
+def _with(run: Callable[..., object], others: list[None], states: Tensor) -> Any:
     return run(states, *others)
 
 

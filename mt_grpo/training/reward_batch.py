@@ -248,7 +248,7 @@ class ModelReward(FunctionReward):
 
     collective = True
 
-    def __init__(self, model: str | PreTrainedModel, **where: Any) -> None:
+    def __init__(self, model: str | PreTrainedModel, **where: object) -> None:
         super().__init__(self._judge)
         self.model: Any = _resolved(model, where) if isinstance(model, str) else model  # loaded by TRL, see `use`
         self.name = Path(model if isinstance(model, str) else model.config.name_or_path).name or type(model).__name__
@@ -311,7 +311,7 @@ def _resolved(name: str, where: dict[str, Any]) -> str:
     return model
 
 
-def with_models(entries: Sequence[Any], args: MTGRPOConfig) -> list[Any]:
+def with_models(entries: Sequence[object], args: MTGRPOConfig) -> list[Any]:
     """Entries of `outcome_reward_funcs`, with those that are models, or name one, as `ModelReward`."""
     where = source_options(args)
     return [

@@ -213,7 +213,7 @@ def as_text(said: str | list[Message]) -> str | list[dict[str, str | None]]:
     return [{name: _text(name, value) for name, value in message.items()} for message in said]
 
 
-def _text(name: str, value: Any) -> str | None:
+def _text(name: str, value: object) -> str | None:
     if value is None:
         return None
     if name == "content" and isinstance(value, list):
@@ -259,7 +259,7 @@ class EvaluationRows:
         return fills
 
 
-def fill_up(values: list[Any], fills: list[bool], absent: Callable[[int], Any] = lambda index: None) -> list[Any]:
+def fill_up(values: list[Any], fills: list[bool], absent: Callable[[int], object] = lambda index: None) -> list[Any]:
     """Adds to the values of the rows that count `absent(index)` for each row that only fills up."""
     rest = iter(values)
     return [absent(index) if fill else next(rest) for index, fill in enumerate(fills)]

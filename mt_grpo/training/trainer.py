@@ -138,8 +138,8 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
-        quantization_config: Any = None,
-        peft_config: Any = None,
+        quantization_config: object = None,
+        peft_config: object = None,
         environment_factory: TRLFactory | None = None,
         reward_funcs: Rewards = None,
         reward_processing_classes: PreTrainedTokenizerBase | list[PreTrainedTokenizerBase | None] | None = None,
@@ -333,7 +333,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
 
     # A step of training, in the order in which TRL calls: rows in, sampled, scored, credited, and the loss
 
-    def _prepare_inputs(self, generation_batch: Any) -> Columns:
+    def _prepare_inputs(self, generation_batch: object) -> Columns:
         """TRL's. Rows of a group are put into one micro-batch, where `forward: tree` computes their prefix once."""
         forward_plan.prove_forward(
             self, self.max_completion_length or 1
@@ -615,7 +615,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
                 self.step_log.trained(inputs, logps, entropies)
         return logps, entropies, router_loss
 
-    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+    def _get_grad_norm(self, model: nn.Module, grad_norm: object = None) -> Any:
         norm = super()._get_grad_norm(model, grad_norm)
         check_gradient(norm, self.args, self.accelerator, self.state.global_step)
         self.step_log.latest.gradient_norm = norm

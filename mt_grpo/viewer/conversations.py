@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
@@ -134,7 +133,7 @@ def _order(whole: Row) -> Callable[[str], tuple[int, str]]:
     return lambda name: (names.index(name) if name in names else len(names), name)
 
 
-def _accepted(answer: Any) -> list[str]:
+def _accepted(answer: object) -> list[str]:
     """The right answers as the dataset has them."""
     if answer is None:
         return []

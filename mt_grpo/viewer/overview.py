@@ -224,7 +224,7 @@ def ended(status: Row) -> Iterator[Row]:
         yield _finding(BAD, "The run died:", text, "its state", view="run")
 
 
-def _finding(level: str, strong: str, text: str, label: str = "", **link: Any) -> Row:
+def _finding(level: str, strong: str, text: str, label: str = "", **link: object) -> Row:
     return {"level": level, "strong": strong, "text": text, "label": label, "link": link or None}
 
 

@@ -108,7 +108,7 @@ class Runs:
                 self._opened[name] = Queries(run, cached(run.folder))
             return self._opened[name]
 
-    def _read(self, what: Callable[[Path], Any], folder: Path, *names: str) -> Any:
+    def _read(self, what: Callable[[Path], object], folder: Path, *names: str) -> Any:
         """What a function makes of some files of a run; it is called again once one of them is another."""
         state = [_state_of(folder / name) for name in names]
         key = what, folder
@@ -170,7 +170,7 @@ def _names(asked: Parameters) -> list[str]:
     return names
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

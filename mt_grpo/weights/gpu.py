@@ -163,11 +163,11 @@ def _send_bucket(server: ServerControl, group: NcclGroup, bucket: _Bucket) -> No
 class KeyedClient(VLLMClient):
     """Sends the server's key with every request."""
 
-    def __init__(self, *args: Any, api_key: str | None, **options: Any) -> None:
+    def __init__(self, *args: object, api_key: str | None, **options: object) -> None:
         self._api_key = api_key
         super().__init__(*args, **options)
 
-    def check_server(self, *args: Any, **kwargs: Any) -> None:
+    def check_server(self, *args: object, **kwargs: object) -> None:
         """Finds the key, which exists when the server is up. TRL calls this before any request that needs the key."""
         super().check_server(*args, **kwargs)
         key = self._api_key or find_key(self.base_url)
@@ -199,7 +199,7 @@ class IpcTransport(Transport):
     _shared: Shared | None = None
 
     @staticmethod
-    def server_flags(model_args: Any) -> tuple[list[str], dict[str, str]]:
+    def server_flags(model_args: object) -> tuple[list[str], dict[str, str]]:
         # how the memory is mapped is pickled; the guard lets nobody but the trainer send it
         return [], {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
 

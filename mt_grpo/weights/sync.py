@@ -60,7 +60,7 @@ class WeightSync:
         verify_every: int = 50,
         tolerance: float | None = None,
         timeout: float = 300.0,
-        **options: Any,
+        **options: object,
     ) -> None:
         self.client, self.accelerator, self.verify_every = client, accelerator, verify_every
         self.source = Source(client, get_model, accelerator, timeout)

@@ -174,12 +174,12 @@ class Transport(ABC):
         self.source = source
 
     @staticmethod
-    def options(args: Any) -> dict[str, Any]:
+    def options(args: object) -> dict[str, Any]:
         """Options of the run (`MTGRPOConfig`) for this transport, as keyword arguments of the constructor."""
         return {}
 
     @staticmethod
-    def server_flags(model_args: Any) -> tuple[list[str], dict[str, str]]:
+    def server_flags(model_args: object) -> tuple[list[str], dict[str, str]]:
         """Flags and environment variables that the server needs for this transport, from TRL's `ModelConfig`."""
         return [], {}
 

@@ -368,7 +368,7 @@ class _Finished(StoppingCriteria):
         self._recorder = recorder
         self._end_ids = engine.end_ids
 
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+    def __call__(self, input_ids: torch.Tensor, scores: object, **kwargs: object) -> torch.Tensor:
         for request, token, logprob in zip(self._batch, self._recorder.ids, self._recorder.logprobs, strict=True):
             if request.finish_reason is None:
                 request.ids.append(token)

@@ -431,7 +431,7 @@ def _sent(
         done.exception()  # told to the conversations that waited, if they still do
 
 
-def _completion_request(model: str, context: list[int], sampling: SamplingParams, **more: Any) -> bytes:
+def _completion_request(model: str, context: list[int], sampling: SamplingParams, **more: object) -> bytes:
     """The body that samples one action; it sets every option, so that no default of the server applies."""
     body = {
         **_sampling_options(sampling),
@@ -444,7 +444,7 @@ def _completion_request(model: str, context: list[int], sampling: SamplingParams
 
 
 def _generate_request(
-    model: str, ids: list[int], sampling: SamplingParams, features: dict[str, Any], **more: Any
+    model: str, ids: list[int], sampling: SamplingParams, features: dict[str, Any], **more: object
 ) -> bytes:
     """The body that samples one action after ids with images among them: `features`, see `_features_of`."""
     body = {"token_ids": ids, "features": features, "sampling_params": _sampling_options(sampling), **more}

@@ -181,7 +181,7 @@ class MCPBaseTool(BaseTool):
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema) -> None:
         super().__init__(config, tool_schema)
 
-    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> tuple[Any, float, dict]:
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: object) -> tuple[Any, float, dict]:
         """Calls the tool of the server; an error of it is raised, and reaches the model as the error of its call."""
         content, _ = await self.remote.call(parameters)
         text, metrics = self._parse_tool_result(content)

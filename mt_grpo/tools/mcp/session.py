@@ -107,7 +107,7 @@ def read_servers(path: str) -> list[McpServerConfig]:
     return [_server(name, entry, path) for name, entry in servers.items()]
 
 
-def _server(name: str, entry: Any, path: str) -> McpServerConfig:
+def _server(name: str, entry: object, path: str) -> McpServerConfig:
     where = f"The MCP server {name!r} in {path}"
     if not isinstance(entry, dict) or ("command" in entry) == ("url" in entry):
         raise ConfigError(f"{where} needs either a `command` to start it with or the `url` it listens at.")
