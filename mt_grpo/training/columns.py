@@ -371,16 +371,16 @@ def as_rows(data: object, name: str) -> Any:
     if data is None or isinstance(data, (Dataset, IterableDataset)):
         _check_decoding(data)
         return data
-    wrong = [type(data).__name__]
-    if isinstance(data, (list, tuple)):
-        others = ((number, row) for number, row in enumerate(data) if not isinstance(row, Mapping))
-        wrong = [f"list whose element {number} is {str(row)[:80]!r}" for number, row in others]
-    if wrong:
+    rows = data if isinstance(data, (list, tuple)) else []
+    others = ((number, row) for number, row in enumerate(rows) if not isinstance(row, Mapping))
+    wrong = next((f"list whose element {number} is {str(row)[:80]!r}" for number, row in others), None)
+    if wrong or rows is not data:
         raise ConfigError(
-            f'`{name}` is a {wrong[0]}: give a `datasets.Dataset`, or a list of rows such as `{{"prompt": ...}}`.'
+            f"`{name}` is a {wrong or type(data).__name__}: give a `datasets.Dataset`, or a list of rows such as "
+            '`{"prompt": ...}`.'
         )
     try:
-        return Dataset.from_list(with_contents_of_one_kind([dict(row) for row in data]))
+        return Dataset.from_list(with_contents_of_one_kind([dict(row) for row in rows]))
     except (pa.ArrowException, UnicodeEncodeError) as error:
         raise ConfigError(
             f"The rows of `{name}` do not make a table ({error}): give each column values of one type."
