@@ -58,6 +58,13 @@ CONTRADICTING = [
     ({"fp16": True, "bf16": True}, "`bf16` and `fp16` are both true, and a run computes in one of them: leave one"),
     ({"max_turn_length": 513}, "`max_turn_length: 513` is above `max_completion_length: 512`, the tokens of all"),
     ({"history": "compact"}, "`history: compact` needs `compact_every`"),
+    (
+        {"environments": {"a": {}}, "environment_factory": "a.b"},
+        "`environment_factory` and `environments` are both set: name each factory in `environments`, as "
+        "`{environment_factory: its path}`.",
+    ),
+    ({"environments": {"a": {}}, "env": "a.b"}, "`env` and `environments` are both set: name a single one in"),
+    ({"environments": {"a": {}}, "agent": "a.b"}, "`agent` and `environments` are both set: name a single one in"),
     ({"early_stopping_patience": 2}, "`early_stopping_patience: 2` compares evaluations during training by a metric"),
     ({"groups_without_signal": "leave_out", "entropy_coef": 0.1}, "`groups_without_signal: leave_out` drops groups"),
     ({"groups_without_signal": "resample", "use_adaptive_entropy": True}, "`groups_without_signal: resample` drops"),

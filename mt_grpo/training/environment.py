@@ -5,13 +5,11 @@ and the engine of the trainer's own model.
 
 from __future__ import annotations
 
-import inspect
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields
-from itertools import chain
 from typing import Any
 
 from accelerate import Accelerator
@@ -20,7 +18,6 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 from trl.chat_template_utils import add_response_schema
 from trl.distributed import DistributedBackend
-from trl.models import unwrap_model_for_generation
 
 from mt_grpo.concurrency import run
 from mt_grpo.envs import EnvLike, EnvSource, MultiTurnToolEnv, StepEnv
@@ -31,7 +28,6 @@ from mt_grpo.envs.source import (
     TRLFactory,
     build_environment,
     check_source,
-    close_environments,
     named_tools,
     source_of,
 )
@@ -42,13 +38,11 @@ from mt_grpo.options.table import OF_ENVIRONMENT
 from mt_grpo.options.values import TYPES, verifiers_name
 from mt_grpo.rollout import Engine, RolloutLimits, RolloutRunner, TemplateError
 from mt_grpo.rollout.chat_template import ChatTemplate
-from mt_grpo.rollout.engine import LocalEngine
 from mt_grpo.rollout.engines.transformers import TransformersEngine
 from mt_grpo.rollout.media import MediaEncoder
 from mt_grpo.tools import Tool, load_tools
 from mt_grpo.training.columns import Rows
 from mt_grpo.training.config import MTGRPOConfig
-from mt_grpo.training.rollout_batch import RolloutBatch
 
 logger = logging.getLogger(__name__)
 
@@ -320,17 +314,6 @@ def build_runner(env: EnvLike, engine: Engine, args: MTGRPOConfig, media: MediaE
     )
 
 
-@contextmanager
-def open_environments(batch: RolloutBatch) -> Iterator[None]:
-    """Closes the environments of a batch in the end: rewards may look at them, and nothing leaves them open."""
-    try:
-        yield
-    finally:
-        trajectories = [*batch.trajectories, *chain(*batch.discarded)]
-        if any(trajectory.environment is not None for trajectory in trajectories):
-            run(close_environments(trajectories))
-
-
 def check_rollout_func(rollout_func: Callable[..., object] | None) -> None:
     """Refuses TRL's `rollout_func`, which knows neither turns nor the columns of rows."""
     if rollout_func is not None:
@@ -352,18 +335,3 @@ def own_engine(
             "set `use_vllm: true`, or shard with DeepSpeed ZeRO-3 and `ds3_gather_for_generation: true`."
         )
     return TransformersEngine(accelerator.unwrap_model(model), tokenizer, record_routes=args.replays_routes)
-
-
-@contextmanager
-def lent_model(engine: Engine, model: nn.Module, args: MTGRPOConfig, accelerator: Accelerator) -> Iterator[None]:
-    """Lends the trainer's model, in the state in which TRL generates, to an engine that samples in this process."""
-    if not isinstance(engine, LocalEngine):
-        yield
-        return
-    options: dict[str, Any] = {"gather_deepspeed3_params": args.ds3_gather_for_generation}
-    known = inspect.signature(unwrap_model_for_generation).parameters
-    if "gradient_checkpointing_kwargs" in known:  # TRL 1.15 has no such argument
-        options["gradient_checkpointing_kwargs"] = args.gradient_checkpointing_kwargs
-    with unwrap_model_for_generation(model, accelerator, **options) as unwrapped:
-        engine.use_model(unwrapped)
-        yield

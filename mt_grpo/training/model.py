@@ -5,6 +5,7 @@ finite reaches a weight or a file, and what is kept of its forward for the backw
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -36,13 +37,14 @@ from transformers import (
 )
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME
 from trl.distributed import DistributedBackend
-from trl.models import get_act_offloading_ctx_manager
+from trl.models import get_act_offloading_ctx_manager, unwrap_model_for_generation
 from trl.trainer.utils import create_model_from_path
 
 from mt_grpo.data import embedded
 from mt_grpo.data.loaders import check_hub
 from mt_grpo.errors import ConfigError, UserError
 from mt_grpo.imports import looks_like_path
+from mt_grpo.rollout.engine import Engine, LocalEngine
 from mt_grpo.training.checkpoint import adapter_settings
 from mt_grpo.training.config import MTGRPOConfig
 
@@ -533,3 +535,18 @@ class _Group:
                 states = output if isinstance(output, Tensor) else output[0]
                 inputs.append(states)
         return inputs
+
+
+@contextmanager
+def lent_model(engine: Engine, model: nn.Module, args: MTGRPOConfig, accelerator: Accelerator) -> Iterator[None]:
+    """Lends the trainer's model, in the state in which TRL generates, to an engine that samples in this process."""
+    if not isinstance(engine, LocalEngine):
+        yield
+        return
+    options: dict[str, Any] = {"gather_deepspeed3_params": args.ds3_gather_for_generation}
+    known = inspect.signature(unwrap_model_for_generation).parameters
+    if "gradient_checkpointing_kwargs" in known:  # TRL 1.15 has no such argument
+        options["gradient_checkpointing_kwargs"] = args.gradient_checkpointing_kwargs
+    with unwrap_model_for_generation(model, accelerator, **options) as unwrapped:
+        engine.use_model(unwrapped)
+        yield

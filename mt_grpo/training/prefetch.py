@@ -100,10 +100,8 @@ class PrefetchQueue:
         self._steps_out: list[int] = []  # of the weights that each of the latest batches was trained with
 
     @classmethod
-    def of(cls, trainer: GRPOTrainer) -> PrefetchQueue | None:
-        """That of a run that begins; `None` if `max_staleness` is 0, or a run is replayed."""
-        if not trainer.args.max_staleness or trainer.replay is not None:
-            return None
+    def of(cls, trainer: GRPOTrainer) -> PrefetchQueue:
+        """That of a run that begins."""
         rewards = [*trainer.turn_reward_funcs, *trainer.outcome_reward_funcs, *trainer.state_scores]
         return cls(trainer.runner, trainer._sampling, trainer.args, rewards, trainer.accelerator)
 

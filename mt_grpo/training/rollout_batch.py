@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 import heapq
 import io
-from collections.abc import Callable, Coroutine, Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -25,8 +26,9 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedTokenizerBase
 from trl import GRPOTrainer
 
-from mt_grpo.concurrency import in_waiting_thread
+from mt_grpo.concurrency import in_waiting_thread, run
 from mt_grpo.credit import Credit, RewardBatch
+from mt_grpo.envs.source import close_environments
 from mt_grpo.forward.packing import FlatTree, unique_tokens
 from mt_grpo.forward.routes import NO_ROUTE
 from mt_grpo.forward.sequence_parallel import SequenceGroup
@@ -199,6 +201,17 @@ class RolloutBatch:
             None,  # images of prompts
             [],  # images of tools
         )
+
+
+@contextmanager
+def open_environments(batch: RolloutBatch) -> Iterator[None]:
+    """Closes the environments of a batch in the end: rewards may look at them, and nothing leaves them open."""
+    try:
+        yield
+    finally:
+        trajectories = [*batch.trajectories, *chain(*batch.discarded)]
+        if any(trajectory.environment is not None for trajectory in trajectories):
+            run(close_environments(trajectories))
 
 
 def longest_path(trees: Iterable[TokenTree]) -> int:

@@ -52,6 +52,7 @@ from mt_grpo.training.model import (
     check_gradient,
     check_loss,
     for_trl,
+    lent_model,
     loading_options,
     no_adapter_left,
     open_policy,
@@ -362,7 +363,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         shown = [{name: row[name] for name in row if name not in columns.MEDIA_COLUMNS} for row in rows]
         shown = [row | {"prompt": rollout_batch.as_text(row["prompt"])} for row in shown]
         try:
-            with environment.open_environments(batch):
+            with rollout_batch.open_environments(batch):
                 step.output = super()._generate_and_score_completions(shown)
             if self.args.max_staleness and mode == "train":
                 share = batch.staleness.effective = effective_sample_size(step.output)
@@ -453,7 +454,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         """Lends the model to an engine that has no weights of its own."""
         if self.weight_sync is not None:
             return nullcontext()
-        return environment.lent_model(self.runner.engine, self.model_wrapped, self.args, self.accelerator)
+        return lent_model(self.runner.engine, self.model_wrapped, self.args, self.accelerator)
 
     def _prove_engine(self) -> None:
         """Before the first conversation: whether the model's own engine samples from what is trained."""
@@ -683,7 +684,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         batch = self.batch = RolloutBatch("eval", rows, [False] * len(rows), group_size=num_generations)
         tells = self.is_world_process_zero() and not sys.stderr.isatty()
         says = Silence(lambda: print(self.step_log.activity.describe(), file=sys.stderr, flush=True))
-        with says if tells else nullcontext(), environment.open_environments(batch):
+        with says if tells else nullcontext(), rollout_batch.open_environments(batch):
             self._rollout(batch)
             batch.scores = self._score(batch)
             if num_generations > 1:
@@ -706,9 +707,9 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         batch = self.batch = RolloutBatch("eval", list(map(columns.with_column_media, rows)), done, None, group_size)
 
         def score(ended: RolloutBatch) -> None:
-            with environment.open_environments(ended):
+            with rollout_batch.open_environments(ended):
                 ended.scores = self._score(ended)
                 take(ended)
 
-        with environment.open_environments(batch):
+        with rollout_batch.open_environments(batch):
             self._rollout(batch, score)
