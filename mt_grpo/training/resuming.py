@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Sampler
-from transformers import EarlyStoppingCallback, TrainingArguments
+from transformers import EarlyStoppingCallback, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from trl import GRPOTrainer
 
@@ -112,7 +112,16 @@ def take_given(optimizer: Optimizer, scheduler: object, given: list[dict[str, An
 
 
 class EarlyStopping(EarlyStoppingCallback):
-    """Transformers', which of several evaluation sets looks at the one that `metric_for_best_model` is of."""
+    """
+    Transformers', which of several evaluation sets looks at the one that `metric_for_best_model` is of, and after a
+    resume goes on counting.
+    """
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: object, **kwargs: object) -> None:
+        """Takes the evaluations without a better one from the checkpoint."""
+        saved = state.stateful_callbacks.get(type(self).__name__) if state.global_step else None
+        self.early_stopping_patience_counter = saved["attributes"]["early_stopping_patience_counter"] if saved else 0
+        super().on_train_begin(args, state, control, **kwargs)
 
     def on_evaluate(
         self, args: TrainingArguments, state: object, control: object, metrics: dict[str, float], **kwargs: object

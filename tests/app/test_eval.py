@@ -6,6 +6,7 @@ import time
 
 import pyarrow.parquet as pq
 import pytest
+import yaml
 from support.endpoints import refusal
 from support.forked import Forked
 
@@ -44,7 +45,15 @@ def test_models_and_an_endpoint_are_compared(endpoint, results, other_model, mod
         lambda number, body: refusal(429, "slow", {"Retry-After": "0.2"}) if number == 1 else answers(0, body)
     )
     big = f"big@{server.url}/v1"
-    line = results(model_folder, other_model, big, num_generations=[2], by=["question"], prices=[1, 2, 0.5])
+    options = {"num_generations": [2], "by": ["question"], "prices": [1, 2, 0.5]}
+    line = results(model_folder, other_model, big, keys={"model_revision": "of_it"}, **options)
+    revisions = {
+        path.parent.name: yaml.safe_load(path.read_text())["model_revision"]
+        for path in tmp_path.glob("evals/*/config.yaml")
+    }
+    assert {name for name, revision in revisions.items() if revision != "of_it"} == {
+        name for name in revisions if "other" in name
+    }
     assert (line["rows"], line["num_generations"]) == (4, 2)
     first, second, third = line["models"].values()
     assert first["reward"] == second["reward"]  # the same weights, and the same draws
@@ -168,9 +177,11 @@ SETS = {"low": "train[4:6]", "high": {"split": "train[6:]"}}
 
 @pytest.mark.slow
 def test_training_measures_sets_by_name_and_stops_early(recipe, prints, tmp_path):
-    options = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 6, "learning_rate": 0.0}
-    stops = {"metric_for_best_model": "high_reward", "early_stopping_patience": 2}
-    printed = prints("train", *recipe(eval_datasets=SETS, **options, **stops))
+    options = {"eval_strategy": "steps", "eval_steps": 1, "learning_rate": 0.0, "save_strategy": "steps"}
+    stops = {"metric_for_best_model": "high_reward", "early_stopping_patience": 2, "save_steps": 1}
+    printed = prints("train", *recipe(eval_datasets=SETS, max_steps=2, **options, **stops))
+    goes_on = {"max_steps": 6, "resume_from_checkpoint": True}  # after one evaluation without a better one
+    printed += prints("train", *recipe(eval_datasets=SETS, **goes_on, **options, **stops))
     logged = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     names = [name for line in logged for name in line if name.startswith("eval_") and name.endswith("_reward")]
     assert names == ["eval_high_reward", "eval_low_reward"] * 4  # before training, and after each step
