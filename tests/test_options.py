@@ -74,8 +74,8 @@ CONTRADICTING = [
         "`distillation_topk: 5` says on which tokens the distance to a teacher is taken, and nothing is learnt",
     ),
     (
-        {"distillation_topk": 5, "distillation_coef": 1.0, "teacher": {"model": "a", "server": "http://b"}},
-        "`distillation_topk: 5` takes a teacher that is loaded beside the policy",
+        {"distillation_topk": 5, "distillation_coef": 1.0, "teacher": "a", "sp_size": 2},
+        "`distillation_topk: 5` takes rows that one process computes, and `sp_size: 2` shares them",
     ),
     (
         {"distillation_topk": 5, "distillation_coef": 1.0, "teacher": "a", "top_p": 0.9},

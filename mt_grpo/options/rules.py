@@ -118,9 +118,8 @@ CONFLICTS = (
         "set `distillation_coef` too",
     ),
     _Conflict(
-        lambda o: o.distillation_topk and (o.teacher_server or o.sp_size > 1),
-        "<distillation_topk> takes a teacher that is loaded beside the policy, and rows that one process computes",
-        "leave it out, or `server` and `sp_size`",
+        lambda o: o.distillation_topk and o.sp_size > 1,
+        "<distillation_topk> takes rows that one process computes, and <sp_size> shares them",
     ),
     _Conflict(
         lambda o: o.distillation_topk and (o.top_k or o.top_p != 1 or o.min_p),

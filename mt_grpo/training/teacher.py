@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from math import isnan, nan
+from typing import Any
 
 import torch
 from accelerate.utils import FullyShardedDataParallelPlugin, fsdp2_prepare_model, gather, gather_object
@@ -43,7 +44,7 @@ from mt_grpo.training.model import (
 from mt_grpo.training.ranks import everywhere
 from mt_grpo.training.rollout_batch import TOKENS_OF_ALL, TOP, Columns, RolloutBatch, longest_path
 from mt_grpo.trajectory import Trajectory
-from mt_grpo.weights.proof import server_logprobs
+from mt_grpo.weights.proof import server_likeliest
 
 LOGPS = "teacher_per_token_logps"
 """The column of a batch with what a teacher makes of its tokens, `(B, T)`, NaN for those that were not sampled."""
@@ -53,6 +54,9 @@ CLIP = 2.0
 
 Logprobs = list[list[list[float]]]
 """For each conversation and turn those of the sampled tokens."""
+
+_Found = tuple[Logprobs, list[list[Tensor]] | None]
+"""The log-probs of sampled tokens, and with `distillation_topk` a turn's likeliest tokens, `(tokens, 2, k)`."""
 
 _AT_ONCE = 32
 """Requests that a process sends to a teacher's server at once."""
@@ -90,7 +94,7 @@ def load_teacher(trainer: GRPOTrainer) -> nn.Module | ServerTeacher | None:
         tokenizer = AutoTokenizer.from_pretrained(found, **source_options(args))
         check_tokens(name, tokenizer, trainer._tokenizer)
         if url is not None:
-            server = ServerTeacher(name, url)
+            server = ServerTeacher(name, url, args.distillation_topk)
             _check_length(trainer, name, server.positions)
             return server
         model = open_policy(name, args, None, None)["model"]
@@ -156,8 +160,8 @@ class ServerTeacher:
         ConfigError: If the server is not there, serves another model, or gives no log-probs of prompts.
     """
 
-    def __init__(self, name: str, url: str) -> None:
-        self._server = ServerControl(url)
+    def __init__(self, name: str, url: str, top: int | None = None) -> None:
+        self._server, self._top = ServerControl(url), top or 0
         try:
             models = self._server.get("/v1/models", lambda answer: answer["data"])
             served = next((each for each in models if name in (each["id"], each.get("root"))), None)
@@ -175,34 +179,38 @@ class ServerTeacher:
             if longest is None:
                 raise ConfigError(f"The teacher's server at {url} does not say its context (`max_model_len`).")
             self.positions = longest - 1  # a token is sampled after what it reads
-            server_logprobs(self._server, self._model, [0, 0])
+            self._ask([0, 0])
         except RequestFailed as error:
             if error.unreachable:
                 raise ConfigError(
                     f"The teacher's server is not up: {error} Start it, or name `model` alone."
                 ) from error
             raise ConfigError(
-                f"The teacher's server at {url} gives no log-probs of prompts (`prompt_logprobs`), as a vLLM server "
-                f"does: {error}"
+                f"The teacher's server at {url} gives no log-probs of prompts (`prompt_logprobs: {self._top}`), as a "
+                f"vLLM server does{f' with `--max-logprobs {top}`' if top else ''}: {error}"
             ) from error
 
-    def read(self, trees: Sequence[TokenTree]) -> Logprobs:
-        """The log-probs of the tokens that each turn of trees sampled."""
+    def _ask(self, ids: list[int]) -> list[dict[int, float]]:
+        return server_likeliest(self._server, self._model, ids, self._top)
+
+    def read(self, trees: Sequence[TokenTree]) -> _Found:
+        """As `_by_model`."""
         paths = [(number, path) for number, tree in enumerate(trees) for path in tree.sequences() if any(path.mask)]
         # what follows the last sampled token is not asked for
         prompts = [path.tokens[: len(path.mask) - path.mask[::-1].index(1)] for _, path in paths]
-
-        def ask(tokens: list[int]) -> list[float]:
-            return server_logprobs(self._server, self._model, tokens)
-
         with ThreadPoolExecutor(_AT_ONCE) as pool:
-            answers = list(pool.map(ask, prompts))
+            answers = list(pool.map(self._ask, prompts))
         found: Logprobs = [[[] for _ in range(tree.num_turns)] for tree in trees]
-        for (number, path), logprobs in zip(paths, answers, strict=True):
-            for sampled, turn, logprob in zip(path.mask[1:], path.turns[1:], logprobs, strict=False):
+        likeliest: list[list[list[Any]]] = [[[] for _ in range(tree.num_turns)] for tree in trees]
+        for (number, path), answer in zip(paths, answers, strict=True):
+            labels = zip(path.tokens[1:], path.mask[1:], path.turns[1:], answer, strict=False)
+            for token, sampled, turn, logprobs in labels:
                 if sampled:
-                    found[number][turn].append(logprob)
-        return found
+                    found[number][turn].append(logprobs[token])
+                    likeliest[number][turn].append(list(zip(*list(logprobs.items())[: self._top], strict=True)))
+        if not self._top:
+            return found, None
+        return found, [[torch.tensor(turn).view(-1, 2, self._top) for turn in turns] for turns in likeliest]
 
 
 def check_tokens(name: str, teacher: PreTrainedTokenizerBase, policy: PreTrainedTokenizerBase) -> None:
@@ -239,10 +247,10 @@ def read(trainer: GRPOTrainer, batch: RolloutBatch) -> None:
     prove_forward(trainer, max(gather_object([longest])))
     with trainer.step_log.activity.of("teacher"):
         if isinstance(teacher, ServerTeacher):
-            found, top = everywhere(lambda: teacher.read(trees)), None
+            found, top = everywhere(lambda: teacher.read(trees))
         else:
             found, top = _by_model(trainer, trees, batch.mode)
-    everywhere(lambda: _check_numbers(trainer, found))
+    everywhere(lambda: _check_numbers(trainer, found, top))
     for row, (trajectory, logprobs) in enumerate(zip(batch.trajectories, found, strict=True)):
         sampled = trajectory.tree.action_logprobs()
         if hinted is not None and not trajectory.failed:
@@ -261,10 +269,7 @@ def read(trainer: GRPOTrainer, batch: RolloutBatch) -> None:
 
 
 @torch.no_grad()
-def _by_model(
-    trainer: GRPOTrainer, trees: Sequence[TokenTree], mode: str
-) -> tuple[Logprobs, list[list[Tensor]] | None]:
-    """The log-probs of sampled tokens, and with `distillation_topk` the likeliest ones, `(tokens, 2, k)` a turn."""
+def _by_model(trainer: GRPOTrainer, trees: Sequence[TokenTree], mode: str) -> _Found:
     args, top = trainer.args, trainer.args.distillation_topk or 0
     plan = replace(trainer.forward_plan, truncation=None, forward=args.forward, top=top)
     size = args.per_device_train_batch_size if mode == "train" else args.per_device_eval_batch_size
@@ -314,7 +319,13 @@ def _positions(trainer: GRPOTrainer) -> int:
     return context_length(trainer.accelerator.unwrap_model(teacher or trainer.model).config)
 
 
-def _check_numbers(trainer: GRPOTrainer, found: Logprobs) -> None:
+def _check_numbers(trainer: GRPOTrainer, found: Logprobs, top: list[list[Tensor]] | None) -> None:
+    own = trainer.model.config.get_text_config().vocab_size
+    if any((of_turn[:, 0] >= own).any() for turns in top or () for of_turn in turns):
+        raise ConfigError(
+            f"One of the likeliest tokens of the teacher {trainer.args.teacher['model']!r} is none of the policy's "
+            f"{own}: lower `distillation_topk`."
+        )
     if any(isnan(logprob) for turns in found for turn in turns for logprob in turn):
         raise ConfigError(
             f"The teacher {trainer.args.teacher['model']!r} computes no number for some tokens: set `dtype: bfloat16` "

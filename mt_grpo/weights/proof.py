@@ -57,13 +57,24 @@ def probe_ids(vocab_size: int, length: int = _LENGTH) -> list[int]:
 
 def server_logprobs(server: ServerControl, model: str, ids: list[int]) -> list[float]:
     """The server's log-probability of every token of `ids` except the first, at temperature 1; or `RequestFailed`."""
-    body = {"model": model, "prompt": ids, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
+    found = server_likeliest(server, model, ids, 0)
+    return [logprobs[token] for logprobs, token in zip(found, ids[1:], strict=True)]
 
-    def read(answer: Any) -> list[float]:
-        positions = answer["choices"][0]["prompt_logprobs"]
-        return [entry[str(token)]["logprob"] for entry, token in zip(positions[1:], ids[1:], strict=True)]
 
-    found: list[float] = server.post("/v1/completions", body, read)
+def server_likeliest(server: ServerControl, model: str, ids: list[int], top: int) -> list[dict[int, float]]:
+    """As `server_logprobs`, by token, of each token and of the `top` that are likeliest there; those come in order."""
+    body = {"model": model, "prompt": ids, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": top}
+
+    def read(answer: Any) -> list[dict[int, float]]:
+        read = []
+        for token, entry in zip(ids[1:], answer["choices"][0]["prompt_logprobs"][1:], strict=True):
+            logprobs = {int(name): value["logprob"] for name, value in entry.items()}
+            if token not in logprobs or len(logprobs) < top:
+                raise KeyError(token)
+            read.append(dict(sorted(logprobs.items(), key=lambda each: -each[1])))
+        return read
+
+    found: list[dict[int, float]] = server.post("/v1/completions", body, read)
     return found
 
 

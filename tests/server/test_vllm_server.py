@@ -556,6 +556,8 @@ def test_a_teacher_on_a_server_reads_as_its_model_does(tmp_path):
                 str(tmp_path),
                 **CPU_RUN,
                 teacher=teacher,
+                distillation_coef=1.0,
+                distillation_topk=5,
                 history="strip_thinking",
                 max_completion_length=300,
                 max_steps=1,
@@ -566,7 +568,9 @@ def test_a_teacher_on_a_server_reads_as_its_model_does(tmp_path):
                 build_model(tokenizer), env, [], [Letters()], args, rows, engine=engine, processing_class=tokenizer
             )
             trainer.train()
-            read.append([torch.tensor(turn) for each in trainer.batch.trajectories for turn in each.teacher_logprobs])
+            taught = trainer.batch.trajectories
+            read.append([torch.tensor(turn) for each in taught for turn in each.teacher_logprobs])
+            read[-1] += [turn[:, 1] for each in taught for turn in each.teacher_top]  # the likeliest, in order
             assert all(each.tree.num_sequences > 1 for each in trainer.batch.trajectories)
-    assert len(read[0]) > 4
+    assert len(read[0]) > 8
     torch.testing.assert_close(*read, rtol=0, atol=TOLERANCE)

@@ -35,10 +35,9 @@ from mt_grpo.rewards import TeacherAgreement, score_cut
 from mt_grpo.runlog import read_trajectories
 from mt_grpo.servers import http
 from mt_grpo.token_tree import TokenTree
-from mt_grpo.training.rollout_batch import RolloutBatch
+from mt_grpo.training.rollout_batch import TOP, RolloutBatch
 from mt_grpo.training.teacher import LOGPS, layers_of, read
 from mt_grpo.trajectory import Trajectory
-from mt_grpo.weights.proof import trainer_logprobs
 
 MODELS = ("llama", "gpt-oss", "gemma 2", "cohere", "granite", "gpt-2", "bloom", "qwen 2", *ONE_OF_EACH_KIND)
 STRIPS = {"history": "strip_thinking"}
@@ -339,8 +338,12 @@ class TeachersServer:
     def answer(self, method, path, body):
         if path == "/v1/models":
             return 200, {"data": [{"id": "big", "root": str(self.folder), "max_model_len": self.length}]}
-        logprobs = trainer_logprobs(self.model, body["prompt"])
-        rows = [{str(token): {"logprob": value}} for token, value in zip(body["prompt"][1:], logprobs, strict=True)]
+        with torch.no_grad():
+            whole = self.model(torch.tensor([body["prompt"]])).logits[0, :-1].log_softmax(dim=-1)
+        rows = []
+        for token, logprobs in zip(body["prompt"][1:], whole, strict=True):
+            shown = [token, *logprobs.topk(body["prompt_logprobs"]).indices.tolist()]
+            rows.append({str(each): {"logprob": logprobs[each].item()} for each in shown})
         return 200, {"choices": [{"prompt_logprobs": [None, *rows]} if self.scores else {"text": "a"}]}
 
 
@@ -357,8 +360,13 @@ def test_a_server_teaches_as_the_model_does(teach, build, tokenizer, tmp_path, m
     tree = TokenTree()
     tree.add_turn([1, 2], [3], [0.0])
     tree.extend([4, 5], [], [])  # a turn that sampled nothing
-    assert [list(map(len, turns)) for turns in trainer.teacher.read([tree])] == [[1, 0]]
+    assert [list(map(len, turns)) for turns in trainer.teacher.read([tree])[0]] == [[1, 0]]
     assert server.http.asked("/v1/completions")[-1]["prompt"] == [1, 2, 3]
+
+    options = {"distillation_coef": 1.0, "distillation_topk": 5, **STRIPS}
+    where = {"model": folder}, {"model": folder, "server": server.http.url}
+    here, there = (batch(build(thinking, teacher=teacher, **options))[TOP] for teacher in where)
+    torch.testing.assert_close(there, here, rtol=1e-5, atol=1e-5, equal_nan=True)
 
     build_model(tokenizer).save_pretrained(other := str(tmp_path / "other"))
     tokenizer.save_pretrained(other)
@@ -367,7 +375,7 @@ def test_a_server_teaches_as_the_model_does(teach, build, tokenizer, tmp_path, m
         with pytest.raises(ConfigError, match=message):
             build(teacher={"model": model, "server": TeachersServer(folder, **given).http.url})
 
-    refused("gives no log-probs of prompts .`prompt_logprobs`., as a vLLM server does: ", scores=False)
+    refused("gives no log-probs of prompts .`prompt_logprobs: 0`., as a vLLM server does: ", scores=False)
     refused("reads 399 tokens, and a conversation may have 400 after", length=400)
     with pytest.raises(ConfigError, match="serves 'big', not '.*': name that model, or another server."):
         build(teacher={"model": other, "server": server.http.url})
