@@ -150,7 +150,7 @@ OWN_OPTIONS: dict[str, dict[str, SchemaOption]] = {
         "num_prompts": _number("Prompts to answer: 4 of the evaluation set if there is one; all to make data.", 1),
         "num_generations": _number("Conversations for each prompt; the recipe's `num_generations` without it.", 1),
         "audit": _flag("Run `num_generations` conversations for each prompt, and say what the rewards tell apart."),
-        "save": SchemaOption("Folder to make, with `num_generations` conversations for each prompt, as a run's."),
+        "save": SchemaOption("Folder for `num_generations` conversations of each prompt, as a run's."),
         "model": SchemaOption("Make data of the training rows with it: a folder, adapter, Hub id, NAME@URL or a URL."),
         "keep": SchemaOption("Make data of the conversations that pass, such as 'exact_match>=1'."),
         "difficulty": _flag("Write how often each training row is passed, for `dataset_filter`."),

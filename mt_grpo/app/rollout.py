@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import yaml
 from rich.console import Console
 from rich.table import Table
@@ -228,6 +229,10 @@ def _say_sampled(results: Results, rows: int, passed: int, keep: str | None, con
         )
         cost = results.cost(results.usage)
         lines.append(says if cost is None else f"{says}, cost {cost:.4f}")
+    if keep is not None and not passed and results.counted:
+        earned = {name: grid[~np.isnan(grid)] for name, grid in results.rewards.items()}
+        ranges = [f"{name} {each.min():g} to {each.max():g}" for name, each in earned.items() if each.size]
+        lines.append(f"The rewards were: {', '.join(ranges)}.")
     if results.failed:
         first = next(row["error"] for row in results.lines if row["stop"] in FAILED)
         lines.append(f"The first failed with: {visible(first)} The same command samples what failed again.")

@@ -13,6 +13,7 @@ from support.runs import EMBEDDED
 from trl import DPOConfig, DPOTrainer
 from trl.scripts import sft
 
+from mt_grpo.cli import main
 from mt_grpo.data.embedded.corpus import questions
 from mt_grpo.runlog import open_run
 
@@ -120,6 +121,14 @@ def test_rows_are_chosen_by_how_often_they_were_passed(sampled, recipe, prints, 
     rows = tmp_path / "train.jsonl"
     rows.write_text(rows.read_text().replace("1 of Peru", "9 of Peru"))
     assert "1 of 4 training rows are not in" in refused("train", *words)
+
+
+def test_nothing_that_passes_is_told_with_what_was_earned(sampled, capsys, tmp_path):
+    _, words, _ = sampled
+    assert main(["rollout", *map(str, words), "--keep", "exact_match>1"]) == 1
+    said = capsys.readouterr().out
+    assert "0 pass exact_match>1\n" in said and "The rewards were: exact_match_reward_func 0 to 1" in said
+    assert not (tmp_path / "data/sft/train.jsonl").exists()
 
 
 def test_difficulty_is_measured_on_all_rows(sampled, recipe, prints, tmp_path):
