@@ -404,8 +404,7 @@ def test_an_agent_that_cannot_reach_the_policy_is_no_zero(work):
 
 def test_the_way_from_a_container_to_the_policy_is_examined(make_task):
     def examine(**options):
-        tasks = str(make_task("agents", image=AGENTS, seconds=20, memory=1024))
-        source = HarborAgents("mini-swe-agent", tasks, sandbox="podman", **options)
+        source = HarborAgents("mini-swe-agent", str(make_task("hello")), sandbox="podman", **options)
         rows = source.rows("train")
         source.check(rows, "dataset")
         return list(source.examine(rows, 1))[-1]

@@ -117,9 +117,7 @@ class _Prepared(DockerEnvironment):
         state = await self._ask("inspect", "--format", "{{.State.Running}} {{.State.OOMKilled}}", name)
         if "true" not in (state.stdout or ""):  # nothing in it can kill its first process
             raise TaskError(f"The container was ended from outside of it, or is gone: {(state.stdout or '').strip()}")
-        started = await self._ask("restart", "-t", "0", name)
-        if started.return_code:
-            raise TaskError(f"The container does not start again: {(started.stdout or '').strip()[-300:]}")
+        await self._run_docker_compose_command(["restart", "--timeout", "0", MAIN_SERVICE_NAME])  # as it was started
 
     async def _main(self) -> str:
         """The container of the task."""
