@@ -202,9 +202,8 @@ def test_an_agent_that_spoiled_its_shell_is_verified(make_task, play, monkeypatc
 
 def test_a_sandbox_killed_from_outside_earns_nothing(make_task, play):
     def sleeper():
-        return next(
-            (each for each in psutil.process_iter() if each.name() == "sleep" and "54321" in each.cmdline()), None
-        )
+        found = psutil.process_iter(["cmdline"])  # leaves out what ends while it looks
+        return next((each for each in found if each.info["cmdline"] == ["sleep", "54321"]), None)
 
     def kill():
         until(sleeper)
