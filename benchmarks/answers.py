@@ -95,7 +95,9 @@ class Replayed(MTGRPOEnvTrainer):
         batch.trajectories = [replace(each, rewards={}, answer_logprobs={}) for each in self.kept]
 
 
-def build(model: Qwen3ForCausalLM, folder: str, turns: int, rewards: list[Any], samples: bool) -> MTGRPOEnvTrainer:
+def build(
+    model: Qwen3ForCausalLM, folder: str, turns: int, rewards: list[Any], samples: bool, group: int = GROUP
+) -> MTGRPOEnvTrainer:
     """A trainer; one that replays its conversations has old log-probs."""
     tokenizer, model, env = build_tokenizer(), copy.deepcopy(model), Talk()
     env.length = turns
@@ -112,8 +114,8 @@ def build(model: Qwen3ForCausalLM, folder: str, turns: int, rewards: list[Any], 
             use_cpu=True,
             bf16=False,
             report_to=[],
-            per_device_train_batch_size=GROUP,
-            num_generations=GROUP,
+            per_device_train_batch_size=group,
+            num_generations=group,
             max_completion_length=turns * 256,
             max_turn_length=ACTION,
             gradient_checkpointing=False,
@@ -130,7 +132,7 @@ def build(model: Qwen3ForCausalLM, folder: str, turns: int, rewards: list[Any], 
 
 
 def step(trainer: MTGRPOEnvTrainer) -> dict[str, Any]:
-    inputs = trainer._generate_and_score_completions([trainer.train_dataset[0]] * GROUP)
+    inputs = trainer._generate_and_score_completions([trainer.train_dataset[0]] * trainer.num_generations)
     trainer.model.zero_grad()
     trainer.compute_loss(trainer.model, inputs).backward()
     return inputs
@@ -178,7 +180,7 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     lengths, repeats = ((2,), 1) if options.quick else ((4, 8), options.repeats)
-    size = 32 if options.quick else 128
+    size, group = (32, 2) if options.quick else (128, GROUP)
     model = Qwen3ForCausalLM(
         Qwen3Config(
             vocab_size=len(build_tokenizer()),
@@ -197,7 +199,7 @@ def main() -> None:
         if samples and turns != 8 and not options.quick:
             continue
         with tempfile.TemporaryDirectory() as folder:
-            without, trainer = (build(model, folder, turns, rewards, samples) for rewards in ([], [GAIN]))
+            without, trainer = (build(model, folder, turns, rewards, samples, group) for rewards in ([], [GAIN]))
             ways: dict[str, Callable[[], Any]] = {"without": lambda w=without: step(w)}
             if samples:
                 ways["a whole step, a forward of its own"] = lambda t=trainer: step(t)

@@ -52,7 +52,7 @@ from mt_grpo.token_tree import TokenTree
 FOLDER = Path(__file__).parent.parent / "runs" / "architectures"
 RESULT = RESULTS / "architectures.json"
 PRECISIONS = ("float32", "bfloat16", "as initialised")
-QUICK = ("LlamaConfig", "Qwen3NextConfig")
+QUICK = ("LlamaConfig",)
 LARGEST = 8_000_000  # parameters
 LENGTH = 480  # tokens of the oracle's longest path
 LOUD = 0.1  # what is added to norms, biases and the like
@@ -448,7 +448,7 @@ def families(rows: list[Row]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="two configurations; nothing is written")
+    parser.add_argument("--quick", action="store_true", help="one configuration; nothing is written")
     parser.add_argument("--report", action="store_true", help="print what is in the results; nothing is run")
     parser.add_argument("--seeds", type=int, default=2, help="configurations of each architecture")
     parser.add_argument("--workers", type=int, default=1, help="processes")

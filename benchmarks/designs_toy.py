@@ -202,14 +202,15 @@ def below(rows: Sequence[Row], arm: str, design: str) -> int:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one cell of two designs, in seconds; writes nothing")
+    parser.add_argument("--quick", action="store_true", help="a few steps of a cell of two designs; writes nothing")
     parser.add_argument("--report", action="store_true", help="train nothing, and read committed results")
     parser.add_argument("--designs", nargs="+", choices=DESIGNS, default=list(DESIGNS))
     parser.add_argument("--workers", type=int, default=2, help="processes, of one core each (2)")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     if options.quick:
-        found = [row for design in "BF" for arm in ARMS for row in train(Cell(design, 8, 0.1, 6, arm), ARMS[arm], 2)]
+        given = [Cell(design, 8, 0.1, 6, arm) for design in "BF" for arm in ARMS]
+        found = [row for cell in given for row in train(cell, ARMS[cell.arm], seeds=2, steps=LAST)]
         return print(text(found))
     rows = json.loads(RESULT.read_text())["rows"] if RESULT.exists() else []
     if not options.report:

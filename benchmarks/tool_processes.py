@@ -58,17 +58,17 @@ def measure(env: MultiTurnToolEnv, tokenizer, conversations: int, steps: int) ->
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one repeat of few conversations; writes no result")
+    parser.add_argument("--quick", action="store_true", help="one repeat of few conversations, one process; no result")
     parser.add_argument("--processes", type=int, default=2, help="as `tool_processes` (2)")
     options = parser.parse_args()
-    conversations, repeats = (4, 1) if options.quick else (24, 7)
+    conversations, repeats, processes = (4, 1, 1) if options.quick else (24, 7, options.processes)
     tokenizer = build_tokenizer()
     began = time.perf_counter()
     compute(1_000_000)
     steps = round(1_000_000 * SECONDS / (time.perf_counter() - began))
     envs = {
         "threads": MultiTurnToolEnv([compute]),
-        "processes": MultiTurnToolEnv(in_processes([compute], options.processes)),
+        "processes": MultiTurnToolEnv(in_processes([compute], processes)),
     }
     found: dict[str, list[tuple[float, float]]] = {way: [] for way in envs}
     for _ in range(repeats):
