@@ -55,8 +55,9 @@ TOOLS = {"tools": [{"class_name": "", "config": {"type": "mcp"}, "mcp": {"mcp_se
 
 SMALL = {
     "max_steps": 1,
-    "per_device_train_batch_size": 8,
-    "dataset_test_split": "validation[:4]",
+    "num_generations": 2,
+    "per_device_train_batch_size": 2,
+    "dataset_test_split": "validation[:1]",
     "max_turn_length": 16,
 }
 
