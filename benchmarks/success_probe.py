@@ -210,7 +210,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.quick:
         with tempfile.TemporaryDirectory() as folder:
             plan = Plan(steps=3, groups=2)
-            return print(text(results(jobs(list(ARMS), 1), plan, Path(folder), workers=0, warm_steps=(40, 20))))
+            return print(text(results(jobs(list(ARMS), 1), plan, Path(folder), workers=0, warm_steps=(2, 1))))
     found = results(jobs(list(ARMS), options.seeds), Plan(), options.folder, options.workers)
     write_rows(RESULT, found, plan=Plan()._asdict())
     write_page(text(found), "success_probe.md")
