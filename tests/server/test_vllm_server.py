@@ -478,6 +478,26 @@ def test_a_served_model_plays_the_user(tied, tmp_path, monkeypatch):
         assert (line["stop_reason"], line["error"], line["render_mismatch"]) == ("max_steps", None, None)
 
 
+def test_a_teacher_on_a_server_reads_as_its_model_does(tied, tmp_path):
+    rows = Dataset.from_list([{"prompt": [{"role": "user", "content": "What is the capital of Peru"}]}])
+    options = {**CPU_RUN, "distillation_coef": 1.0, "distillation_topk": 5, "history": "strip_thinking"}
+    options |= {"max_completion_length": 300, "max_steps": 1}
+    read = []
+    for teacher in ({"model": tied.path}, {"model": tied.path, "server": tied.server.url}):
+        args = MTGRPOConfig(str(tmp_path), **options, teacher=teacher)
+        engine = ScriptedEngine(tied.tokenizer, lambda session, turn: "<think>well</think>" + "a " * (turn + 4))
+        env = MultiTurnToolEnv([], protocol="learnt_tags", max_steps=2)
+        rest = {"engine": engine, "processing_class": tied.tokenizer}
+        trainer = MTGRPOEnvTrainer(build_model(tied.tokenizer), env, [], [Letters()], args, rows, **rest)
+        trainer.train()
+        taught = trainer.batch.trajectories
+        read.append([torch.tensor(turn) for each in taught for turn in each.teacher_logprobs])
+        read[-1] += [turn[:, 1] for each in taught for turn in each.teacher_top]  # the likeliest, in order
+        assert all(each.tree.num_sequences > 1 for each in taught)
+    assert len(read[0]) > 8
+    torch.testing.assert_close(*read, rtol=0, atol=TOLERANCE)
+
+
 @pytest.fixture(scope="module")
 def late(tied):
     """A second server of the same model, which is not started yet."""
@@ -543,34 +563,3 @@ def test_a_stopped_server_leaves_no_process(tied, late):
     late.wait_gone()
     with pytest.raises(ServerGoneError, match="mt-grpo serve"):
         tied.sample(tied.prompts(1), client, max_tokens=2)
-
-
-def test_a_teacher_on_a_server_reads_as_its_model_does(tmp_path):
-    """On a server whose weights no other test changes."""
-    tokenizer = build_tokenizer()
-    rows = Dataset.from_list([{"prompt": [{"role": "user", "content": "What is the capital of Peru"}]}])
-    read = []
-    with Served(tmp_path) as served:
-        for teacher in ({"model": served.path}, {"model": served.path, "server": served.server.url}):
-            args = MTGRPOConfig(
-                str(tmp_path),
-                **CPU_RUN,
-                teacher=teacher,
-                distillation_coef=1.0,
-                distillation_topk=5,
-                history="strip_thinking",
-                max_completion_length=300,
-                max_steps=1,
-            )
-            engine = ScriptedEngine(tokenizer, lambda session, turn: "<think>well</think>" + "a " * (turn + 4))
-            env = MultiTurnToolEnv([], protocol="learnt_tags", max_steps=2)
-            trainer = MTGRPOEnvTrainer(
-                build_model(tokenizer), env, [], [Letters()], args, rows, engine=engine, processing_class=tokenizer
-            )
-            trainer.train()
-            taught = trainer.batch.trajectories
-            read.append([torch.tensor(turn) for each in taught for turn in each.teacher_logprobs])
-            read[-1] += [turn[:, 1] for each in taught for turn in each.teacher_top]  # the likeliest, in order
-            assert all(each.tree.num_sequences > 1 for each in trainer.batch.trajectories)
-    assert len(read[0]) > 8
-    torch.testing.assert_close(*read, rtol=0, atol=TOLERANCE)
