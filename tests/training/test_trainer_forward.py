@@ -194,7 +194,7 @@ def test_rewritten_histories_have_the_loss_of_a_forward_a_turn(build, loss_type,
     assert_near(found[0][1], found[1][1])
 
 
-ATTENTION = ("gpt-oss", "gemma 2", "cohere 2", "granite", "llama 4", "gpt-2", "bloom")
+ATTENTION = ("gpt-oss", "gemma 2", "granite", "bloom")
 
 
 @pytest.mark.parametrize("kind", [*ONE_OF_EACH_KIND, *ATTENTION])
@@ -203,7 +203,7 @@ def test_every_kind_of_layer_trains_as_turn_by_turn(build, tokenizer, tmp_path, 
     build_kind(kind, **ids_of(tokenizer)).save_pretrained(tmp_path / "model")
     options = {**STRIPS, "beta": 0.1, "optim": "sgd", "max_steps": 2, "router_aux_loss_coef": 0.0}
     if kind in ONE_OF_EACH_KIND:
-        options |= {"num_iterations": 2, "max_steps": 3}
+        options["num_iterations"] = 2
     ways = {"forward": TREE, "gradient_checkpointing": kind in ONE_OF_EACH_KIND}, {"forward": BY_TURN}
     trainers = [build(thinking, str(tmp_path / "model"), **way, **options) for way in ways]
     assert_learnt_alike(trainers, "loss", "grad_norm", "entropy", "kl")
