@@ -29,6 +29,7 @@ from mt_grpo import cli
 from mt_grpo.vllm_plugin.fetch import apply, difference
 
 TARGET = 0.1
+FEW = ["--num_generations", "2", "--per_device_train_batch_size", "2"]
 RECIPE = Path(__file__).parents[1] / "recipes" / "quickstart.yaml"
 
 
@@ -67,7 +68,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="two steps of few conversations; nothing is written")
     steps = 2 if (quick := parser.parse_args().quick) else 50
     with tempfile.TemporaryDirectory() as folder:
-        weights = trained(steps, folder, *(["--per_device_train_batch_size", "8"] if quick else []))
+        weights = trained(steps, folder, *(FEW if quick else []))
     rows = [measure(step, *weights[step - 2 : step]) for step in range(2, steps + 1)]
     shares = [row["delta / all"] for row in rows]
     table = Table(title="Weights in bfloat16, quickstart")
