@@ -306,7 +306,7 @@ def test_a_server_lost_after_a_step_leaves_a_checkpoint(undisturbed, server, pro
     dying = proxy(lambda path, updates, number: "dead" if (path, updates) == moment else None)
     folder = tmp_path / "run"
     more = ["--max_steps", "1", "--do_eval", "true", "--eval_on_start", "false"]
-    more += ["--dataset_test_split", "validation[:8]", "--per_device_eval_batch_size", "8"]
+    more += ["--dataset_test_split", "validation[:1]"]
     line = failing(options(dying.url, folder, "--vllm_server_timeout", "1", *more))
     resuming = ("--resume_from_checkpoint", str(folder / "checkpoint-1"))
     assert line.startswith("mt-grpo: No vLLM server answered") and " ".join(resuming) in line
@@ -329,22 +329,18 @@ def slow(*args, **kwargs):
 
 {target} = slow
 """
+SAVES = ("--save_strategy", "steps", "--save_steps", "1")
 INTERRUPTED = {
     "rollout": ("", ONE_AT_A_TIME),
     "weight file": ("WeightFile.place", ()),
-    "checkpoint": ("torch.save", ("--save_strategy", "steps", "--save_steps", "1", "--use_vllm", "false")),
+    "checkpoint": ("torch.save", (*SAVES, "--use_vllm", "false", "--max_turn_length", "4")),
 }
 """What stands still for half an hour at a moment, once it has written its file, and options that lead there."""
 
 
 @pytest.mark.parametrize(
     ("moment", "how"),
-    [
-        ("rollout", signal.SIGINT),
-        ("rollout", signal.SIGTERM),
-        ("weight file", signal.SIGTERM),
-        ("checkpoint", signal.SIGINT),
-    ],
+    [("rollout", signal.SIGTERM), ("weight file", signal.SIGTERM), ("checkpoint", signal.SIGINT)],
 )
 def test_an_interrupted_run_ends_at_once_with_one_line(undisturbed, proxy, tmp_path, how, moment):
     folder, marker, plugin = (tmp_path / name for name in ("run", "marker", "slow_disk.py"))
