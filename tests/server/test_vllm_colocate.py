@@ -18,7 +18,14 @@ def test_the_quickstart_trains_with_a_server_of_its_own(tmp_path):
     folder, port = tmp_path / "run", str(free_port())
     options = {"use_vllm": True, "vllm_mode": "colocate", "vllm_enable_sleep_mode": True, "vllm_server_port": port}
     options |= {"vllm_server_timeout": START_LIMIT, "vllm_importance_sampling_mode": "token_truncate"}
-    options |= {"max_steps": 2, "per_device_train_batch_size": 16, "do_eval": False, "output_dir": str(folder)}
+    options |= {
+        "max_steps": 2,
+        "per_device_train_batch_size": 4,
+        "num_generations": 2,
+        "max_turn_length": 16,
+        "do_eval": False,
+        "output_dir": str(folder),
+    }
     arguments = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     command = ["-m", "mt_grpo", "train", str(ROOT / "recipes/quickstart.yaml"), *arguments]
     (trainer,) = start_ranks(command, 1, tmp_path / "log", {})
