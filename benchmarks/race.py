@@ -343,7 +343,7 @@ def make_model(folder: Path) -> None:
 
 def run_quickly(folder: Path) -> None:
     """One step of each arm with few conversations, from a model that was taught next to nothing."""
-    plan = Plan(steps=1, questions=4, batch=8)
+    plan = Plan(steps=1, questions=1, batch=2, group=2)
     teach(folder / "model", steps=2, size=4)
     print(text([race(job, plan, folder / "model") for job in jobs(1)]))
 
