@@ -98,7 +98,7 @@ def main() -> None:
     quick = parser.parse_args().quick
     torch.set_num_threads(1)
     steps, rows = 1 if quick else 4, []
-    further = {"per_device_train_batch_size": "8"} if quick else {}
+    further = {"num_generations": "2", "per_device_train_batch_size": "2"} if quick else {}
     for rule in ("reward_to_go", "turn_gae"):
         rows.append(measure(rule, steps, further))
         numbers = "  ".join(f"{part} {1000 * rows[-1][part]:.1f} ms" for part in ("step", *PARTS))
