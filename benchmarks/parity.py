@@ -130,13 +130,13 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="few trajectories and one server; nothing is written")
     quick = parser.parse_args().quick
     warnings.simplefilter("ignore", FutureWarning)
-    count, steps, temperatures = (8, 1, (1.0,)) if quick else (200, 5, (1.0, 0.7))
+    count, steps, temperatures = (2, 1, (1.0,)) if quick else (200, 5, (1.0, 0.7))
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         models = {"untied": untie(f"{folder}/untied")} if quick else {"tied": "embedded", "untied": untie(folder)}
         options = ["--max_steps", str(steps), "--learning_rate", "1e-3", "--lr_scheduler_type", "constant"]
         options += ["--warmup_steps", "0", "--output_dir", f"{folder}/run"]
-        options += ["--per_device_train_batch_size", "8"] if quick else []
+        options += ["--num_generations", "2", "--per_device_train_batch_size", "2"] if quick else []
         for embeddings, model in models.items():
             recipe = read(model, *options)
             port = str(recipe.training.vllm_server_port)
