@@ -7,7 +7,7 @@ import torch
 from accelerate.utils import FullyShardedDataParallelPlugin
 from support.architectures import KINDS
 from support.forests import distance
-from support.hybrids import build_kind
+from support.hybrids import ONE_OF_EACH_KIND, build_kind
 from support.loopback import ScriptedServer
 from support.models import build_model, build_tokenizer
 from support.trainers import (
@@ -39,7 +39,7 @@ from mt_grpo.training.rollout_batch import TOP, RolloutBatch
 from mt_grpo.training.teacher import LOGPS, layers_of, read
 from mt_grpo.trajectory import Trajectory
 
-MODELS = ("llama", "gemma 2", "bloom", "qwen3.5", "mamba")
+MODELS = ("llama", "gpt-oss", "gemma 2", "cohere", "granite", "gpt-2", "bloom", *ONE_OF_EACH_KIND)
 STRIPS = {"history": "strip_thinking"}
 
 
