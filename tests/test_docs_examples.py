@@ -55,7 +55,9 @@ def recipe(example: str, without=(), rows=None, **options) -> str:
     """The quickstart's recipe with the options of a page's, on these rows."""
     whole = yaml.safe_load((ROOT / "recipes" / "quickstart.yaml").read_text())
     whole = {name: value for name, value in whole.items() if name not in without} | yaml.safe_load(example) | options
-    if rows is not None:
+    if rows is None:
+        whole |= {"dataset_train_split": "train[:8]", "do_eval": False}
+    else:
         Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         whole |= {"dataset_name": "rows.jsonl", "do_eval": False}
     Path("recipe.yaml").write_text(yaml.safe_dump(whole))
@@ -188,7 +190,7 @@ def of_credit(language: str, word: str = "") -> list[str]:
 
 def train(options: str | dict, *arguments: str, length: str = "16") -> None:
     options = options if isinstance(options, str) else yaml.safe_dump(options)
-    short = [*SHORT, "--dataset_test_split", "validation[:4]", "--max_turn_length", length, *arguments]
+    short = [*SHORT, "--max_turn_length", length, *arguments]
     assert main(["train", recipe(options), *short, "--overwrite_output_dir", "true"]) == 0
 
 
@@ -212,7 +214,7 @@ def test_the_example_of_a_credit_rule_trains_in_a_recipe(example, monkeypatch):
 @pytest.mark.slow
 def test_information_gain_trains_in_a_recipe(example):
     (named,) = blocks("rewards.md", "yaml")
-    train(named, "--max_steps", "2", length="48")
+    train(named, length="48")
     records = list(read_trajectories("run"))
     gains = [record["rewards"]["turn"]["information_gain"] for record in records]
     assert any(value for of_turns in gains for value in of_turns) and {of_turns[-1] for of_turns in gains} == {None}

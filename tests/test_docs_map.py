@@ -5,12 +5,11 @@ from __future__ import annotations
 import pkgutil
 import re
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from support.forked import Forked
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/reports/*.md")])
@@ -62,10 +61,10 @@ def test_the_way_of_a_token_names_files_that_exist():
 
 
 @pytest.mark.slow
-def test_what_to_read_for_a_question_is_what_it_calls():
-    command = [sys.executable, "scripts/trace_calls.py", "--check"]
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
-    assert ran.returncode == 0, ran.stderr[-2000:]
+def test_what_to_read_for_a_question_is_what_it_calls(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    log = tmp_path / "log"
+    assert Forked(["scripts/trace_calls.py", "--check"], log).wait(600) == 0, log.read_text()[-2000:]
 
 
 def test_the_reference_of_fields_is_that_of_the_code():

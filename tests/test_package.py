@@ -66,7 +66,8 @@ from mt_grpo.app.build import build_trainer
 from mt_grpo.app.recipe import build_recipe
 from mt_grpo.app.request import read_request
 
-build_trainer(build_recipe(read_request(["recipes/quickstart.yaml", "--output_dir", sys.argv[1]], "train")))
+options = ["--dataset_train_split", "train[:8]", "--output_dir", sys.argv[1]]
+build_trainer(build_recipe(read_request(["recipes/quickstart.yaml", *options], "train")))
 print(*sorted(name for name in sys.modules if name.startswith("mt_grpo.")))
 """
 EXTRAS = ("advisor", "doctor", "integrations", "viewer")

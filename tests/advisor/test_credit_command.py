@@ -330,7 +330,8 @@ def test_a_clear_reward_is_not_drowned_in_a_noisy_outcome():
 @pytest.mark.slow
 def test_conversations_of_a_rollout_are_compared(tmp_path, capsys, prints, refused):
     recipe, folder = ROOT / "quickstart.yaml", tmp_path / "saved"
-    printed = prints("rollout", recipe, "--num_prompts", 6, "--num_generations", 4, "--save", folder)
+    few = ("--dataset_train_split", "train[:6]", "--num_prompts", 6, "--num_generations", 4)
+    printed = prints("rollout", recipe, *few, "--save", folder)
     assert f"24 conversations in {folder}" in printed
     assert yaml.safe_load((folder / "config.yaml").read_text())["num_generations"] == 4
     (credit,) = folder.rglob("*credit*.parquet")

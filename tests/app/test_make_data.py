@@ -81,12 +81,12 @@ def test_the_commands_of_the_page_lead_to_rl(endpoint, prints, tmp_path, monkeyp
     named["NAME@https://api.example.com/v1"] = f"big@{endpoint(expert).url}/v1"
     page = re.findall(r"^    (mt-grpo|trl) (.*)$", (ROOT / "docs/start.md").read_text(), re.MULTILINE)
     rollout, trl, train, rates = ([named.get(word, word) for word in shlex.split(words)] for _, words in page)
-    assert " pass exact_match>=1" in prints(*rollout, "--num_prompts", "6")
+    small = ["--max_turn_length", "16", "--dataset_train_split", "train[:6]"]
+    assert " pass exact_match>=1" in prints(*rollout, *small[2:])
     run = [*trl[1:], "--max_steps", "2", "--use_cpu", "--bf16", "false", "--report_to", "none"]
     sft.main(*sft.make_parser().parse_args_and_config(run))
     before, after = (load_file(Path(folder, "model.safetensors")) for folder in (model, "runs/sft"))
     assert any((before[name] != after[name]).any() for name in before)
-    small = ["--max_turn_length", "16", "--dataset_train_split", "train[:6]"]
     prints(*rates, *small)
     chosen = json.dumps({"file": "runs/rates/difficulty.jsonl", "between": [0, 1]})
     small += [

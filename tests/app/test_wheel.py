@@ -16,7 +16,8 @@ from mt_grpo import __version__
 
 pytestmark = pytest.mark.slow
 REPOSITORY = Path(__file__).parents[2]
-SMALL = "--max_steps 2 --per_device_train_batch_size 8 --dataset_test_split validation[:4] --max_turn_length 16"
+SMALL = "--max_steps 1 --per_device_train_batch_size 8 --max_turn_length 16"
+SMALL += " --dataset_train_split train[:8] --dataset_test_split validation[:4]"
 
 
 def run(*command: object, **options: object) -> str:
