@@ -230,8 +230,8 @@ def test_accelerate_command_works_up_to_its_gpus(command, monkeypatch, capsys):
 @pytest.mark.slow
 def test_the_training_script_runs_under_accelerate(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    launch = ["-m", "support.launcher", "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1", "scripts/train.py"]
-    arguments = ["--config", "recipes/quickstart.yaml", "--output_dir", str(tmp_path / "run")]
+    launch = ["-m", "support.launcher", "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1"]
+    arguments = ["scripts/train.py", "--config", "recipes/quickstart.yaml", "--output_dir", str(tmp_path / "run")]
     log = tmp_path / "log"
     assert Forked([*launch, *arguments, *shlex.split(SMALL["train"])], log).wait(300) == 0, log.read_text()
     assert (tmp_path / "run" / "summary.json").exists()
