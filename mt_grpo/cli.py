@@ -196,7 +196,8 @@ def rollout(arguments: list[str]) -> int:
     if audits:
         show_audit(audit_conversations(trainer), console)
     if folder is not None:
-        console.print(save_conversations(trainer, resolved, folder), highlight=False, markup=False)
+        saved = save_conversations(trainer, {**resolved, "num_generations": generations}, folder)
+        console.print(saved, highlight=False, markup=False)
     return int(all(trajectory.failed for trajectory in trajectories))  # what failed is told of
 
 
