@@ -179,6 +179,11 @@ def rollout(arguments: list[str]) -> int:
         if request.own[name] is not None:
             raise ConfigError(f"`--{name}` is of the endpoint that `--model` names: name one, or leave it out.")
     audits, folder = request.own["audit"], request.own["save"]
+    if request.own["num_generations"] is not None and folder is None and not audits:
+        raise ConfigError(
+            "`--num_generations` is of conversations that are kept or audited, and one of each prompt is shown: add "
+            "`--save FOLDER` or `--audit`, or leave it out."
+        )
     if folder is not None:
         check_new(folder)
     trainer, resolved = _prepare(request, trains=False)

@@ -30,12 +30,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
+from transformers.trainer_utils import IntervalStrategy
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME
 from trl import ModelConfig
 
 from mt_grpo.app.build import build_trainer, load_datasets
 from mt_grpo.app.recipe import Recipe, build_recipe
 from mt_grpo.app.request import CONFIG, Request, check_writable
+from mt_grpo.data.loaders import row_digest
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean
 from mt_grpo.media import media_to_digests
@@ -114,6 +116,9 @@ class SampledModel:
         args = recipe.training
         at_once = args.max_concurrent_rollouts or args.per_device_eval_batch_size * generations
         recipe.training = changed(args, do_eval=not self.trained_on, beta=0.0, max_concurrent_rollouts=at_once)
+        if self.trained_on:  # nothing is evaluated
+            off = {"eval_strategy": IntervalStrategy.NO, "load_best_model_at_end": False}
+            recipe.training = changed(recipe.training, **off, early_stopping_patience=None)
         return recipe
 
 
@@ -138,10 +143,11 @@ def evaluate(request: Request) -> int:
     folders = {name: save / (re.sub(r"[^\w.-]+", "-", name).strip("-.") or "model") for name in names}
     models = [SampledModel(name, folder, own["api_key_env"]) for name, folder in folders.items()]
     datasets.disable_progress_bars()
-    rows = None
+    asked = None
     for model in models:
-        rows = sample(model, request, rows, generations, console)
-    assert rows is not None  # there is a model
+        asked = sample(model, request, asked, generations, console)
+    assert asked is not None  # there is a model
+    rows = asked.rows
     results = [Results(model, generations, len(rows), prices) for model in models]
     line = {"recipe": request.path, "rows": len(rows), "num_generations": generations, "confidence": 0.95}
     line |= _summary(results, rows, own["by"] or [])
@@ -170,40 +176,48 @@ def read_prices(given: Sequence[float] | None) -> list[float] | None:
 # Sampling
 
 
+class Asked:
+    """Rows with what tells them apart, which is taken at once: images that were decoded have other digests."""
+
+    def __init__(self, rows: list[Row]) -> None:
+        self.rows = rows
+        self.sums = [crc32(to_json(media_to_digests(row)).encode()) for row in rows]
+        self.digests = list(map(row_digest, rows))
+
+
 def sample(
     model: SampledModel,
     request: Request,
-    rows: list[Row] | None,
+    asked: Asked | None,
     generations: int,
     console: Console,
     check: Callable[[list[Row]], object] | None = None,
-) -> list[Row]:
+) -> Asked:
     """
     Has a model say what it has not said yet. Returns the rows, which some environments bring; `check` is called with
     the rewards before anything is sampled.
     """
     recipe, trainer = model.recipe(request, generations), None
     resolved = recipe.resolved()
-    if rows is None:
+    if asked is None:
         found = load_datasets(recipe)[not model.trained_on]
         if found is None:
             trainer = build_trainer(recipe, trains=False, writes=False, endpoint=model.endpoint)
             found = trainer.train_dataset if model.trained_on else trainer.eval_dataset
-        rows = _rows(found, request.own)
+        asked = Asked(_rows(found, request.own))
     deciding = _DECIDING if model.trained_on else (*_OF_HELD_OUT, *_DECIDING)
     about = {name: resolved[name] for name in deciding if name in resolved}
     about |= {"num_generations": generations, "model": model.name, "weights": model.weights()}
     about["served"] = None if model.endpoint is None else model.endpoint.model
     about = json.loads(to_json(about))
-    sums = [crc32(to_json(media_to_digests(row)).encode()) for row in rows]
-    done = _done(model.folder, about, sums, generations)
+    done = _done(model.folder, about, asked.sums, generations)
     if not all(done):
         trainer = trainer or build_trainer(recipe, trains=False, writes=False, endpoint=model.endpoint)
         if check is not None:
             check(trainer.step_log.records.rewards)
         model.folder.mkdir(parents=True, exist_ok=True)
         (model.folder / CONFIG).write_text(yaml.safe_dump(resolved, sort_keys=True), encoding="utf-8")
-        _converse(model, trainer, rows, done, {"evaluation": about}, sums, console)
+        _converse(model, trainer, asked, done, {"evaluation": about}, console)
     if trainer is not None:
         if trainer.weight_sync is not None:
             trainer.weight_sync.close()
@@ -211,7 +225,7 @@ def sample(
         del trainer
         gc.collect()
         torch.cuda.empty_cache()
-    return rows
+    return asked
 
 
 def _rows(found: Rows | dict[str, Rows], own: Row) -> list[Row]:
@@ -233,14 +247,13 @@ def _rows(found: Rows | dict[str, Rows], own: Row) -> list[Row]:
 def _converse(
     model: SampledModel,
     trainer: MTGRPOEnvTrainer,
-    rows: list[Row],
+    asked: Asked,
     done: list[bool],
     about: Row,
-    sums: list[int],
     console: Console,
 ) -> None:
     """Samples what is not done; each conversation is written with its scores as soon as it has some."""
-    generations, records, writer = len(done) // len(rows), trainer.step_log.records, RunWriter(model.folder)
+    generations, records, writer = len(done) // len(asked.rows), trainer.step_log.records, RunWriter(model.folder)
     about = {**records.about, "group_size": generations, "group_size_eval": generations, "model": model.name, **about}
     writer.append([*writer.save_tokenizer(records.save_tokenizer), run_line(about, records.rewards)])
     parts = count(len(list((model.folder / FOLDER).glob("eval-*.parquet"))))
@@ -253,12 +266,12 @@ def _converse(
         lines = writer.write(batch)
         for number, session, each in zip(numbers, batch.sessions, them, strict=True):
             used = model.endpoint.usage.pop(each.session, {}) if model.endpoint is not None else {}
-            lines.append({"kind": "evaluated", "session": session, "row": sums[number // generations], **used})
+            lines.append({"kind": "evaluated", "session": session, "row": asked.sums[number // generations], **used})
         writer.append(lines)
         progress.advance(len(them))
 
     with progress.shown():
-        trainer.converse([row for row in rows for _ in range(generations)], done, generations, take)
+        trainer.converse([row for row in asked.rows for _ in range(generations)], done, generations, take)
 
 
 def _done(folder: Path, about: Row, sums: list[int], generations: int) -> list[bool]:

@@ -16,11 +16,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mt_grpo.app.evaluate import Results, SampledModel, read_prices, sample
+from mt_grpo.app.evaluate import Asked, Results, SampledModel, read_prices, sample
 from mt_grpo.app.recipe import build_recipe
-from mt_grpo.app.request import Request, check_writable
+from mt_grpo.app.request import Request, check_new, check_writable
 from mt_grpo.credit import audit_rewards, estimate, estimate_parts, uncredited_turn_rewards
-from mt_grpo.data.loaders import row_digest
 from mt_grpo.envs.source import tool_names
 from mt_grpo.errors import ConfigError, UserError
 from mt_grpo.runlog import Batch, Run, RunWriter, open_run
@@ -28,7 +27,7 @@ from mt_grpo.runlog.export import LINES
 from mt_grpo.runlog.files import to_json, written_whole
 from mt_grpo.runlog.findings import FAILED, Counts, Finding, find
 from mt_grpo.runlog.index import Table as Conversations
-from mt_grpo.runlog.schema import Row, session_number
+from mt_grpo.runlog.schema import FOLDER, INDEX, Row, session_number
 from mt_grpo.runlog.writer import question_of, rollout_lines
 from mt_grpo.training.reward_batch import gather_rewards
 from mt_grpo.training.step_log.metrics import says_uncredited
@@ -158,7 +157,13 @@ def make_data(request: Request) -> int:
         _check_keep(keep, parse_filter)
     prices = read_prices(own["prices"])
     folder = Path(own["save"] or Path("rollouts", Path(request.path or "data").stem))
-    check_writable(str(folder), f"`--save {folder}`")
+    # what is there is overwritten, so it has to be what an earlier such command left
+    (check_writable if (folder / FOLDER / INDEX).is_file() else check_new)(str(folder))
+    if own["difficulty"] and request.values["dataset_name"] is None:
+        raise ConfigError(
+            "`--difficulty` is for `dataset_filter`, which chooses rows of a dataset: set `dataset_name`, or leave it "
+            "out."
+        )
     if own["difficulty"]:  # of all rows
         request.recipe.pop("dataset_filter", None)
     generations = own["num_generations"] or build_recipe(request).training.num_generations
@@ -174,21 +179,21 @@ def make_data(request: Request) -> int:
                 "`--difficulty` takes the first outcome reward, and there is none: say what `--keep` is."
             )
 
-    rows = sample(model, request, None, generations, console, check)
-    results = Results(model, generations, len(rows), prices)
+    asked = sample(model, request, None, generations, console, check)
+    results = Results(model, generations, len(asked.rows), prices)
     run = open_run(folder)
     counted = {row["session"] for row in results.counted}
     try:
         passed = counted if keep is None else counted.intersection(row["session"] for row in selected(run, keep))
     except BadQuestion:  # nothing passes
         passed = set()
-    _say_sampled(results, len(rows), len(passed), keep, console)
+    _say_sampled(results, len(asked.rows), len(passed), keep, console)
     if own["model"] or keep is not None:
         for place, form in _FORMS.items():
             _write_form(folder / place / "train.jsonl", run, form, results.counted, passed, console)
     if own["difficulty"]:
         right = {row["session"]: row["right"] if keep is None else row["session"] in passed for row in results.counted}
-        _write_difficulty(folder / "difficulty.jsonl", right, rows, generations, console)
+        _write_difficulty(folder / "difficulty.jsonl", right, asked, generations, console)
     return int(not (counted if own["difficulty"] else passed))
 
 
@@ -251,9 +256,9 @@ def _write_form(path: Path, run: Run, form: str, rows: list[Row], passed: set[st
         console.print(f"No {path}: {error}", highlight=False, markup=False)
         return
     what = "pairs" if pairs else "sequences" if form == "tokens" else "conversations"
-    console.print(
-        f"{path}: {number} {what}" if number else f"No {path}: nothing passes.", highlight=False, markup=False
-    )
+    without = "of no pair the better one passes" if pairs else "nothing passes"
+    says = f"{path}: {number} {what}" if number else f"No {path}: {without}."
+    console.print(says, highlight=False, markup=False)
 
 
 def _write(path: Path, lines: Iterable[Row]) -> int:
@@ -272,9 +277,10 @@ def _write(path: Path, lines: Iterable[Row]) -> int:
 
 
 def _write_difficulty(
-    path: Path, right: dict[str, bool | None], rows: list[Row], generations: int, console: Console
+    path: Path, right: dict[str, bool | None], asked: Asked, generations: int, console: Console
 ) -> None:
     """For each row how often it was passed; `right` is by session, `None` where no reward tells."""
+    rows = asked.rows
     attempts: list[list[bool]] = [[] for _ in rows]
     for session, passes in right.items():
         if passes is not None:
@@ -283,8 +289,8 @@ def _write_difficulty(
     _write(
         path,
         (
-            {"row": place, "rate": rate, "attempts": len(attempts[place]), "digest": row_digest(row), "prompt": said}
-            for place, (rate, row) in enumerate(zip(rates, rows, strict=True))
+            {"row": place, "rate": rate, "attempts": len(attempts[place]), "digest": digest, "prompt": said}
+            for place, (rate, row, digest) in enumerate(zip(rates, rows, asked.digests, strict=True))
             for said in [question_of(Trajectory(row.get("prompt") or ""))]
         ),
     )

@@ -290,7 +290,10 @@ def between_rates(rows: Rows, file: str, low: float, high: float) -> Rows:
     try:
         for line in Path(file).expanduser().read_text(encoding="utf-8").splitlines():
             found = json.loads(line)
-            rates.setdefault(found["digest"], []).extend([found["rate"]] * found["attempts"])
+            rate, attempts = found["rate"], found["attempts"]
+            if attempts and not (isinstance(rate, (int, float)) and 0 <= rate <= 1):
+                raise ValueError(f"a `rate` is {rate!r}")
+            rates.setdefault(found["digest"], []).extend([rate] * attempts)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DatasetError(
             f"`dataset_filter` cannot read {file} ({describe_error(error)}): name a file that `mt-grpo rollout "
@@ -301,8 +304,8 @@ def between_rates(rows: Rows, file: str, low: float, high: float) -> Rows:
     if unknown:
         raise DatasetError(
             f"{len(unknown)} of {len(rows)} training rows are not in {file}, the first is row {unknown[0]} (counted "
-            "from 0): the dataset changed since the file was written, or they were not sampled; run `mt-grpo rollout "
-            "--difficulty` again, or set `dataset_train_split` to rows that were."
+            "from 0): the dataset or `column_mapping` changed since the file was written, or they were not sampled; "
+            "run `mt-grpo rollout --difficulty` again, or set `dataset_train_split` to rows that were."
         )
     means = [sum(rates[each]) / len(rates[each]) if rates[each] else None for each in digests]
     chosen = [place for place, mean in enumerate(means) if mean is not None and low <= mean <= high]

@@ -47,7 +47,7 @@ def render_trajectory(trajectory: Trajectory, tokenizer: Any, color: bool = True
         if 0 <= turn < len(trajectory.turns):  # the tokens end with what it sampled
             text.append(_terminal(trajectory.turns[turn].tool_calls))
     for name in _LOGS:
-        if log := trajectory.info.get(name):
+        if (log := trajectory.info.get(name)) and isinstance(log, str):  # an environment's own may be anything
             text.append(f"{name.replace('_', ' ')}:\n", style="bold").append(f"{_ends(log)}\n", style=_ENVIRONMENT)
     text.append("under way" if trajectory.stop_reason is None else trajectory.stop_reason.value, style="bold")
     if trajectory.error:
@@ -75,7 +75,9 @@ def _terminal(calls: list[ToolCall]) -> Text:
     text = Text()
     for call in filter(_is_command, calls):
         assert call.data is not None
-        code, seconds = call.data["exit_code"], call.data.get("seconds", call.seconds)
+        code, seconds = call.data["exit_code"], call.data.get("seconds")
+        if not isinstance(seconds, (int, float)):  # which a tool of the user's may have left out
+            seconds = call.seconds
         text.append(f"$ {visible(call.arguments['command'])}\n", style="bold")
         text.append(f"{_ends(call.result)}\n", style=_ENVIRONMENT)
         text.append(f"exit code {code} · {seconds:.2f} s\n", style="red" if code else "cyan")

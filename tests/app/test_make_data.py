@@ -59,7 +59,7 @@ def test_what_passes_and_pairs_are_written(sampled, prints, tmp_path):
     (pair,) = lines(pairs / "train.jsonl")
     assert "What is 2 of Peru" in pair["prompt"] and RIGHT in pair["chosen"] and WRONG in pair["rejected"]
     says = prints("rollout", *words, "--keep", "exact_match<1")  # asks nothing again
-    assert "3 pass exact_match<1" in says and f"No {pairs / 'train.jsonl'}: nothing passes." in says
+    assert "3 pass exact_match<1" in says and f"No {pairs / 'train.jsonl'}: of no pair the better one passes." in says
     assert len(server.asked("/v1/chat/completions")) == 8
     assert len(lines(sft / "train.jsonl")) == 3 and not (pairs / "train.jsonl").exists()
 
@@ -117,6 +117,10 @@ def test_rows_are_chosen_by_how_often_they_were_passed(sampled, recipe, prints, 
     chosen = {"dataset_filter": chosen, "do_eval": False, "output_dir": str(tmp_path / "other")}
     says = refused("train", *recipe(**chosen, dataset_train_split="train[2:6]"))
     assert "2 of 4 training rows are not in" in says and "the first is row 2 (counted from 0)" in says
+    unread = tmp_path / "unread.jsonl"
+    unread.write_text(file.read_text().replace("0.5", '"0.5"'))
+    other = {**chosen, "dataset_filter": {"file": str(unread), "between": [0, 1]}}
+    assert "(ValueError: a `rate` is '0.5')" in refused("train", *recipe(**other))
     words = recipe(**chosen)
     rows = tmp_path / "train.jsonl"
     rows.write_text(rows.read_text().replace("1 of Peru", "9 of Peru"))
@@ -131,11 +135,22 @@ def test_nothing_that_passes_is_told_with_what_was_earned(sampled, capsys, tmp_p
     assert not (tmp_path / "data/sft/train.jsonl").exists()
 
 
+def test_a_folder_of_something_else_is_left_alone(recipe, refused, tmp_path):
+    file = tmp_path / "data/sft/train.jsonl"
+    file.parent.mkdir(parents=True)
+    file.write_text("mine")
+    says = refused("rollout", *recipe(), "--save", tmp_path / "data", "--keep", "exact_match>1")
+    assert "is there already: give `--save` another folder" in says and file.read_text() == "mine"
+
+
 def test_difficulty_is_measured_on_all_rows(sampled, recipe, prints, tmp_path):
     server, words, _ = sampled
     file = tmp_path / "data" / "difficulty.jsonl"
     file.unlink()
-    recipe(dataset_filter={"file": str(file), "between": [0.1, 0.9]})
+    chosen = {"dataset_filter": {"file": str(file), "between": [0.1, 0.9]}}
+    evaluates = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "do_eval": True}
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_reward", "early_stopping_patience": 2}
+    recipe(**chosen, **evaluates, **best)
     prints("rollout", *words, "--difficulty")
     assert [line["rate"] for line in lines(file)] == [1.0, 1.0, 0.5, 0.0]  # by the first outcome reward
 
@@ -164,6 +179,7 @@ def test_failures_are_told_and_sampled_again(endpoint, recipe, prints, tmp_path)
         ({}, ["--keep", "exact_match>=1", "--audit"], "leave it out"),
         ({}, ["--prices", "1", "2"], "is of the endpoint that `--model` names"),
         ({"outcome_reward_funcs": []}, ["--difficulty"], "say what `--keep` is"),
+        ({"dataset_name": None}, ["--difficulty"], "set `dataset_name`"),
     ],
 )
 def test_bad_conditions_are_refused_before_sampling(recipe, refused, tmp_path, keys, words, says):

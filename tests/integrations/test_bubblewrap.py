@@ -200,6 +200,12 @@ def test_an_agent_that_spoiled_its_shell_is_verified(make_task, play, monkeypatc
     assert len(found.turns) == 2 and ("holds no numbers" in found.info["verifier_log"]) == (not reward)
 
 
+def test_a_first_command_that_spoils_the_shell_is_verified_too(make_task, play, monkeypatch):
+    monkeypatch.setattr(shell, "GRACE", 1.0)
+    found = play(make_task(), call("rm /tmp/.shell/command; mkfifo /tmp/.shell/command; kill -9 -1"), tool_timeout=1)
+    assert found.env_rewards == {"reward": 0.0} and found.stop_reason == StopReason.ENV_DONE
+
+
 def test_a_sandbox_killed_from_outside_earns_nothing(make_task, play):
     def sleeper():
         found = psutil.process_iter(["cmdline"])  # leaves out what ends while it looks

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any, Protocol, runtime_checkable
 
 from mt_grpo.errors import describe_error
@@ -109,6 +110,9 @@ class Shell:
         begun = time.monotonic()
         if self.spoilt or self.failure is not None:  # another call of the same turn
             raise ShellError(self.failure or _SPOILT)
+        if not self._worked:  # whatever comes after the agent's first command may be its doing
+            with suppress(ShellError):
+                await self._framed(":", GRACE)
         try:
             output, exit_code = await self._framed(command, self._seconds)
         except ShellError as error:
