@@ -89,6 +89,11 @@ def shown(page, view: str) -> None:
     page.wait_for_function(f"() => {drawings}.every(e => !e.clientWidth || e.childElementCount)")
 
 
+def address_has(page, *parts: str) -> None:
+    """Waits until the page's own address has these parts: what `page.url` is told of it comes later."""
+    page.wait_for_function("parts => parts.every(part => location.href.includes(part))", arg=parts)
+
+
 def texts(page, selector: str) -> list[str]:
     return page.locator(selector).all_inner_texts()
 

@@ -8,7 +8,7 @@ import time
 
 import orjson
 import pytest
-from support.browser import count, go, opened, shown, texts, watched
+from support.browser import address_has, count, go, opened, shown, texts, watched
 from support.credited_runs import BRANCHED, EQUAL, EXAMPLE, WRONG, write_credited
 from support.runs import HOSTILE, REWARDS, queries_of, write_begun, write_run
 
@@ -164,13 +164,14 @@ def test_charts_show_values_and_lead_to_groups(page, queries):
     page.click("button:text-is('log')")
     page.click("text=every metric that was logged")
     page.fill("input[aria-label='Filter metrics by name']", "exact_match")
-    assert "axis=log" in page.url and "metric=exact_match" in page.url
+    address_has(page, "axis=log", "metric=exact_match")
     assert count(page, "h3:text-is('rewards/exact_match/mean')") == 1
     page.mouse.move(*at)
     step = page.inner_text(".tip.on b").split()[1]
     page.mouse.click(*at)
     page.wait_for_selector("a.grow")
-    assert f"step={step}" in page.url and page.inner_text("h2").startswith(f"Step {step}:")
+    address_has(page, f"step={step}")
+    assert page.inner_text("h2").startswith(f"Step {step}:")
 
 
 def test_after_one_step_charts_are_not_blank(browser, tmp_path):
@@ -251,7 +252,7 @@ def test_a_group_leads_to_its_neighbours_and_members(page):
     page.click("button:has-text('entropy')")
     assert page.get_attribute(".turn-part >> nth=0", "class") != before
     page.click("button:has-text('seconds')")
-    assert "colour=entropy" in page.url and "width=seconds" in page.url
+    address_has(page, "colour=entropy", "width=seconds")
     page.click("text=next ▶")
     page.wait_for_function("() => document.title.startsWith('Group 3 of step 3')")
     page.locator("a.member").first.click()
@@ -270,7 +271,7 @@ def test_what_the_server_found_is_linked(page, queries):
     assert page.inner_text(".note").startswith("Member 3 had it: turn 2 has <b>Lima</b>")
     page.click(".note a")
     shown(page, "trajectory")
-    assert sessions[0] in page.url
+    address_has(page, sessions[0])
     go(page, "overview")
     page.click(".findings li:has-text('3 conversations') a")
     page.unroute_all()
@@ -283,7 +284,8 @@ def test_a_step_leads_to_its_groups_branches_and_members(browser, tmp_path):
     with opened(browser, plain, "groups", **wide) as page:
         assert count(page, "a.grow") == 3 and "3 groups, 1 with signal" in page.inner_text("h2")
         page.click("button:has-text('none 2')")
-        assert count(page, "a.grow") == 2 and "show=none" in page.url
+        address_has(page, "show=none")
+        assert count(page, "a.grow") == 2
         page.click("button:has-text('all 3')")
         page.click("button:text-is('mean')")
         assert texts(page, "a.grow .n b") == ["2.60", "1.06", "0.20"]
@@ -307,7 +309,7 @@ def test_a_step_leads_to_its_groups_branches_and_members(browser, tmp_path):
         page.keyboard.press("Tab")
         page.keyboard.press("Enter")
         page.wait_for_selector(".tokens")
-        assert "train-000000-000000-000005" in page.url
+        address_has(page, "train-000000-000000-000005")
         assert "a copy of member 5, which ended before it branched" in page.inner_text("main")
         page.go_back()
         page.wait_for_selector("a.member")
@@ -409,7 +411,8 @@ def test_runs_are_compared_and_opened(browser, several_runs):
         page.click(".th button:has-text('last 5')")
         best_first = texts(page, ".run-name a")
         page.click(".th button:has-text('last 5')")
-        assert texts(page, ".run-name a") == [*best_first[1::-1], "broken"] and "sort=last" in page.url
+        address_has(page, "sort=last")
+        assert texts(page, ".run-name a") == [*best_first[1::-1], "broken"]
         page.click(".th button:text-is('run')")
         assert texts(page, ".run-name a") == ["sweep/second", "first", "broken"]
         page.keyboard.press("Enter")
@@ -423,7 +426,8 @@ def test_runs_are_compared_and_opened(browser, several_runs):
         page.wait_for_function("() => document.querySelectorAll('.overlaid .line:not(.faint)').length === 1")
         page.click(".run-row a:has-text('first')")
         shown(page, "overview")
-        assert "run=first" in page.url and page.get_by_label("Run", exact=True).input_value() == "first"
+        address_has(page, "run=first")
+        assert page.get_by_label("Run", exact=True).input_value() == "first"
         page.click("nav a:has-text('Find')")
         page.fill("#filter", "mode=eval")
         counted(page, 8)
