@@ -154,7 +154,7 @@ class Scores:
     def by_turn(self, num_turns: Sequence[int], values: Tensor | None = None) -> list[list[Tensor]]:
         """The log-probs, or other values, of each turn of trees with so many turns."""
         values = self.logps if values is None else values
-        order = torch.from_numpy(np.lexsort((self.column, self.turn, self.tree))).to(self.logps.device)
+        order = torch.from_numpy(np.lexsort((self.column, self.turn, self.tree))).to(values.device)
         bases = np.cumsum([0, *num_turns])
         sizes = np.bincount(bases[self.tree] + self.turn, minlength=bases[-1])
         pieces = iter(values[order].split(sizes.tolist()))

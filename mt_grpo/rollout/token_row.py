@@ -176,13 +176,16 @@ def hinted_turns(trajectory: Trajectory, renderer: ChatRenderer, hint: str, most
     """
     The contexts that a trajectory's turns really had, each with a hint behind the words of its last message, and what
     the turn sampled there. Without turns that have more than `most` tokens then, and those whose context does not end
-    as the template writes its last message.
+    as the template writes its last message, or that it refuses to write.
     """
     leaves = AnswerLeaves()
     for turn, action in zip(trajectory.turns, trajectory.tree.actions(), strict=True):
         path = trajectory.tree.path_of_turn(turn.index)
         context = path[: len(path) - len(action)]
-        old, new = (_last_message(trajectory, turn, renderer, words) for words in ("", hint))
+        try:
+            old, new = (_last_message(trajectory, turn, renderer, words) for words in ("", hint))
+        except TemplateError:  # it writes no such message there
+            continue
         same = common_prefix(old, new, 0)
         old, new = old[same:], new[same:]
         if action and old and context[-len(old) :] == old and len(path) - len(old) + len(new) <= most:

@@ -120,7 +120,9 @@ class Hints:
                 counts.append((not hinted, hinted and len(leaves.turns) < turns))
         counts = gather_object(counts)
         without, cut = (sum(each[column] for each in counts) for column in (0, 1))
-        if (without or cut) and not self._said and PartialState().is_main_process:
+        # an evaluation may have one conversation of a row, and so no sibling
+        trains = batch.mode == "train"
+        if (without or cut) and trains and not self._said and PartialState().is_main_process:
             self._said = True
             logger.warning(
                 "Of %d conversations of a batch, %d have no hint for their teacher (there is no %s), and of %d some "
