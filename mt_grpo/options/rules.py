@@ -122,7 +122,7 @@ CONFLICTS = (
         "<distillation_topk> takes rows that one process computes, and <sp_size> shares them",
     ),
     _Conflict(
-        lambda o: o.distillation_topk and (o.top_k or o.top_p != 1 or o.min_p),
+        lambda o: o.distillation_topk and ((o.top_k or 0) > 0 or o.top_p != 1 or o.min_p),
         "<distillation_topk> compares whole distributions, and <top_k>, <top_p> or <min_p> cut off what is sampled",
     ),
     _Conflict(

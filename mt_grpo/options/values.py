@@ -229,6 +229,8 @@ def parse_teacher(teacher: object) -> dict[str, Any]:
             f"`teacher: server` is {teacher['server']!r}: give the address of a vLLM server, such as "
             "`http://127.0.0.1:8001`."
         )
+    if "sees" in teacher:
+        teacher = {**teacher, "sees": list(dict.fromkeys(teacher["sees"]))}
     if teacher["model"] == SELF and "sees" not in teacher:
         raise ConfigError(
             "`teacher: self` is the policy, which knows no more than itself: say in `sees` what it is shown beside "

@@ -202,9 +202,11 @@ def _last_message(trajectory: Trajectory, turn: Turn, renderer: ChatRenderer, hi
     if not messages:
         return []
     *others, last = messages
-    words, parts = last.get("content") or "", [{"type": "text", "text": hint}]
-    if hint:
-        last = {**last, "content": [*words, *parts] if isinstance(words, list) else f"{words}\n\n{hint}".strip()}
+    words = last.get("content") or ""
+    if hint and isinstance(words, list):
+        last = {**last, "content": [*words, {"type": "text", "text": hint}]}
+    elif hint:
+        last = {**last, "content": f"{words}\n\n{hint}" if words else hint}
     if begun:
         return renderer.prompt_ids([*others, last])
     return renderer.reply_ids([*others, last], -1, before.message.get("tool_calls") or ())

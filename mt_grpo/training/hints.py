@@ -26,8 +26,8 @@ from mt_grpo.trajectory import Trajectory
 ANSWER = "answer"
 """The column with the right answer."""
 
-FEEDBACK = "feedback"
-"""Where an environment puts its word on a conversation, in `Outcome.info`."""
+FEEDBACK = ("feedback", "verifier_log")
+"""Where an environment puts its word on a conversation, in `Outcome.info`; the second is that of a task's tests."""
 
 SUCCESS = 1.0
 """What the first outcome reward gives a conversation that others may learn from: TRL's `success_reward_threshold`."""
@@ -113,10 +113,8 @@ class Hints:
         counts = []
         for trajectory, leaves in zip(batch.trajectories, given, strict=True):
             if trajectory.turns and not trajectory.failed:
-                hinted, turns = (
-                    trajectory.teacher_hint is not None,
-                    sum(turn.num_tokens > 0 for turn in trajectory.turns),
-                )
+                hinted = trajectory.teacher_hint is not None
+                turns = sum(turn.num_tokens > 0 for turn in trajectory.turns)
                 counts.append((not hinted, hinted and len(leaves.turns) < turns))
         counts = gather_object(counts)
         without, cut = (sum(each[column] for each in counts) for column in (0, 1))
@@ -161,9 +159,9 @@ def _siblings(batch: RolloutBatch, written: list[str | None]) -> list[str | None
 
 def _feedback(trajectory: Trajectory) -> str:
     """What the environment says of a conversation, else what it replied to the last turn, which no turn has read."""
-    said = trajectory.info.get(FEEDBACK)
-    if said is not None:
-        return str(said).strip()
+    for name in FEEDBACK:
+        if (said := trajectory.info.get(name)) is not None:
+            return str(said).strip()
     return "\n\n".join(_text(reply.get("content")) for reply in trajectory.turns[-1].replies).strip()
 
 

@@ -171,10 +171,7 @@ class ServerTeacher:
                     f"{name!r}: name that model, or another server."
                 )
             self._model = served["id"]
-            parts = [
-                served,
-                *(each for each in models if each["id"] == served.get("parent")),
-            ]  # the base of an adapter
+            parts = [served, *(each for each in models if each["id"] == served.get("parent"))]  # an adapter's base
             longest = next((each["max_model_len"] for each in parts if each.get("max_model_len")), None)
             if longest is None:
                 raise ConfigError(f"The teacher's server at {url} does not say its context (`max_model_len`).")
@@ -239,6 +236,8 @@ def read(trainer: GRPOTrainer, batch: RolloutBatch) -> None:
     if args.teacher is None or batch.taught or (needs_outcomes(args) and batch.scores is None):
         return
     batch.taught = True
+    for trajectory in batch.trajectories:
+        trajectory.teacher_hint = None  # a replayed one may have that of another teacher
     trees = everywhere(lambda: [_shown(trainer, each) for each in batch.trajectories])
     hinted = trainer.hints.give(trainer, batch, _positions(trainer)) if "sees" in args.teacher else None
     if hinted is not None:
@@ -383,7 +382,8 @@ def distillation_loss(trainer: GRPOTrainer, inputs: Columns, logps: Tensor, othe
     log_ratios = (logps.detach() - teacher.nan_to_num(nan=0.0)) * mask
     sums = gather(torch.stack([log_ratios.sum(), mask.sum()])[None]).sum(dim=0)
     mode = "train" if trainer.model.training else "eval"
-    trainer._metrics[mode]["teacher/reverse_kl"].append((sums[0] / sums[1].clamp(min=1)).item())
+    if sums[1] > 0:  # of tokens that no teacher read there is no distance
+        trainer._metrics[mode]["teacher/reverse_kl"].append((sums[0] / sums[1]).item())
     loss = log_ratios * logps
     if others is not None:
         loss = _divergence(others, inputs[TOP][:, :, 1]) * mask

@@ -195,6 +195,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         weights = reward_batch.weights_of(args, listed, own)
         if self.replay is not None:
             self.replay.check_rewards(rewards)
+            hints.check_hints(args, rewards, self.outcome_reward_funcs, None, None)
         else:
             reward_batch.check_scorers([*rewards, *self.state_scores], args, engine)
             columns.check_reward_columns([*rewards, *self.state_scores], train_dataset, eval_dataset)

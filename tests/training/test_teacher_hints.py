@@ -13,7 +13,7 @@ from mt_grpo.envs import Step, StepEnv
 from mt_grpo.errors import ConfigError
 from mt_grpo.rewards import OutcomeReward, TeacherAgreement
 from mt_grpo.runlog import read_trajectories
-from mt_grpo.training.teacher import LOGPS
+from mt_grpo.training.teacher import LOGPS, read
 
 HISTORIES = (
     {"history": "strip_thinking"},
@@ -116,6 +116,11 @@ def test_it_reads_with_what_a_sibling_wrote(teach, tmp_path, caplog):
     )
     trainer.train()
     assert trainer.state.log_history[0]["teacher/coverage"] == pytest.approx(6 / 9)
+    caplog.clear()
+    other = teach("sibling", script=script, rewards=((), (Named(),)), num_generations_eval=1)
+    found = other.evaluate()  # in which no conversation has a sibling: that is no distance of 0, and no news
+    assert found["eval_teacher/coverage"] == 0 and "eval_teacher/reverse_kl" not in found
+    assert "have no hint" not in caplog.text
     assert [one["teacher_hint"] for one in read_trajectories(tmp_path)][:2] == [None, others[0].teacher_hint]
 
 
@@ -126,6 +131,11 @@ def test_it_reads_with_what_the_environment_said(teach):
     hints = [one.teacher_hint.removeprefix("The right answer is\nLima 0") for one in trainer.batch.trajectories]
     told = "\n\nWhat will be said of this attempt:\n"
     assert hints == [f"{told}It is.", f"{told}Look again.", "", f"{told}It is."] and check_log_probs(trainer) == 4
+    for trajectory in trainer.batch.trajectories:
+        trajectory.info = {"verifier_log": "1 test failed"}
+    trainer.batch.taught = False
+    read(trainer, trainer.batch)
+    assert trainer.batch.trajectories[2].teacher_hint.endswith(f"{told}1 test failed")
 
 
 def test_a_turn_is_not_distilled_where_its_hint_is_too_long(teach, tokenizer, caplog):
@@ -142,6 +152,7 @@ def test_a_turn_is_not_distilled_where_its_hint_is_too_long(teach, tokenizer, ca
 def test_hints_that_no_conversation_can_have_are_refused(teach, build, questions):
     with pytest.raises(ConfigError, match="`teacher: self` is the policy, which knows no more than itself: say in "):
         build(teacher="self")
+    assert teach("answer", "answer").args.teacher["sees"] == ["answer"]
     with pytest.raises(ConfigError, match="`teacher: sees.0` is 'anser': input should be 'answer', 'sibling' or 'fe"):
         teach("anser")
     with pytest.raises(ConfigError, match="`teacher: server` has another model than the policy: leave it out for"):
