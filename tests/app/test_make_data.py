@@ -147,10 +147,7 @@ def test_difficulty_is_measured_on_all_rows(sampled, recipe, prints, tmp_path):
     server, words, _ = sampled
     file = tmp_path / "data" / "difficulty.jsonl"
     file.unlink()
-    chosen = {"dataset_filter": {"file": str(file), "between": [0.1, 0.9]}}
-    evaluates = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "do_eval": True}
-    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_reward", "early_stopping_patience": 2}
-    recipe(**chosen, **evaluates, **best)
+    recipe(dataset_filter={"file": str(file), "between": [0.1, 0.9]})
     prints("rollout", *words, "--difficulty")
     assert [line["rate"] for line in lines(file)] == [1.0, 1.0, 0.5, 0.0]  # by the first outcome reward
 
@@ -158,7 +155,10 @@ def test_difficulty_is_measured_on_all_rows(sampled, recipe, prints, tmp_path):
 def test_failures_are_told_and_sampled_again(endpoint, recipe, prints, tmp_path):
     down = [True]
     server = endpoint(lambda number, body: refusal(400, "no") if down[0] and "1 of" in str(body) else RIGHT)
-    words = [*recipe(), "--save", tmp_path / "data", "--model", f"{server.url}/v1", "--num_generations", "1"]
+    evaluates = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "do_eval": True}
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_reward", "early_stopping_patience": 2}
+    words = [*recipe(**evaluates, **best), "--save", tmp_path / "data", "--model", f"{server.url}/v1"]
+    words += ["--num_generations", "1"]
     says = prints("rollout", *words)
     assert "4 conversations of 4 rows, 1 failed" in says and "status 400: no" in says
     assert len(lines(tmp_path / "data/sft/train.jsonl")) == 3

@@ -89,3 +89,11 @@ def test_a_hint_follows_what_an_agent_said(tokenizer):
     texts = [tokenizer.decode(hinted.tree.path_of_turn(turn)) for turn in range(3)]
     last = [text.rpartition("<|im_end|>\n<|im_start|>assistant")[0].rpartition("user\n")[2] for text in texts]
     assert hinted.turns == [0, 1, 2] and last == ["Q1\n\nLook.", "Q2\n\nLook.", "Q3\nLook."]
+
+
+def test_a_hint_that_the_template_refuses_leaves_out_its_turn():
+    """The second turn goes on with the model's own message, where Gemma's template wants the user's."""
+    tokenizer = template_tokenizer("gemma3")
+    trajectory, _, _ = converse(tokenizer, ["one", "two"], [user("Q2")], "keep")
+    trajectory.turns[1].follows, trajectory.turns[1].given = 0, [{"role": "assistant", "content": "and so"}]
+    assert hinted_turns(trajectory, ChatRenderer(tokenizer), "Look.", 500).turns == [0]
