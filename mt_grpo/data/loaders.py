@@ -9,6 +9,7 @@ import copy
 import hashlib
 import json
 import re
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -286,28 +287,32 @@ def between_rates(rows: Rows, file: str, low: float, high: float) -> Rows:
     """
     if isinstance(rows, datasets.IterableDataset):
         raise DatasetError("`dataset_filter` looks for each row in a file: leave `dataset_streaming` out.")
-    rates: dict[str, list[float]] = {}
+    attempts: Counter[str] = Counter()
+    passed: defaultdict[str, float] = defaultdict(float)
     try:
         for line in Path(file).expanduser().read_text(encoding="utf-8").splitlines():
             found = json.loads(line)
-            rate, attempts = found["rate"], found["attempts"]
-            if attempts and not (isinstance(rate, (int, float)) and 0 <= rate <= 1):
+            rate, number, digest = found["rate"], found["attempts"], found["digest"]
+            if not isinstance(number, int) or number < 0:
+                raise ValueError(f"`attempts` is {number!r}")
+            if number and not (isinstance(rate, (int, float)) and 0 <= rate <= 1):
                 raise ValueError(f"a `rate` is {rate!r}")
-            rates.setdefault(found["digest"], []).extend([rate] * attempts)
+            attempts[digest] += number
+            passed[digest] += rate * number if number else 0
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DatasetError(
             f"`dataset_filter` cannot read {file} ({describe_error(error)}): name a file that `mt-grpo rollout "
             "--difficulty` wrote."
         ) from None
     digests = [row_digest(row) for row in rows]
-    unknown = [place for place, each in enumerate(digests) if each not in rates]
+    unknown = [place for place, each in enumerate(digests) if each not in attempts]
     if unknown:
         raise DatasetError(
             f"{len(unknown)} of {len(rows)} training rows are not in {file}, the first is row {unknown[0]} (counted "
             "from 0): the dataset or `column_mapping` changed since the file was written, or they were not sampled; "
             "run `mt-grpo rollout --difficulty` again, or set `dataset_train_split` to rows that were."
         )
-    means = [sum(rates[each]) / len(rates[each]) if rates[each] else None for each in digests]
+    means = [passed[each] / attempts[each] if attempts[each] else None for each in digests]
     chosen = [place for place, mean in enumerate(means) if mean is not None and low <= mean <= high]
     if not chosen:
         raise DatasetError(

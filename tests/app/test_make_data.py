@@ -118,9 +118,13 @@ def test_rows_are_chosen_by_how_often_they_were_passed(sampled, recipe, prints, 
     says = refused("train", *recipe(**chosen, dataset_train_split="train[2:6]"))
     assert "2 of 4 training rows are not in" in says and "the first is row 2 (counted from 0)" in says
     unread = tmp_path / "unread.jsonl"
-    unread.write_text(file.read_text().replace("0.5", '"0.5"'))
     other = {**chosen, "dataset_filter": {"file": str(unread), "between": [0, 1]}}
-    assert "(ValueError: a `rate` is '0.5')" in refused("train", *recipe(**other))
+    for old, new, says in (
+        ('"rate": 0.5', '"rate": "0.5"', "a `rate` is '0.5'"),
+        ('"attempts": 2', '"attempts": -1', "`attempts` is -1"),
+    ):
+        unread.write_text(file.read_text().replace(old, new))
+        assert f"(ValueError: {says})" in refused("train", *recipe(**other))
     words = recipe(**chosen)
     rows = tmp_path / "train.jsonl"
     rows.write_text(rows.read_text().replace("1 of Peru", "9 of Peru"))
