@@ -38,6 +38,7 @@ def run(tmp_path):
     ("before", "command", "shown"),
     [
         ("cd /usr", "pwd", "/usr"),
+        ("cd /usr; cd /", "cd -", "/usr"),
         ("x=3; export y='a b'", 'echo "$x $y"', "3 a b"),
         ("say() { echo hi $1; }", "say you", "hi you"),
         ("alias q='echo qq'", "q", "qq"),

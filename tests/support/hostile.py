@@ -14,9 +14,15 @@ GATE = threading.Event()
 """What hangs in a thread, or does not let itself be cancelled, hangs until this is set."""
 COUNTS: Counter[str] = Counter()
 """How many environments and states were made, closed and released."""
+_COUNTING = threading.Lock()  # `Counter` loses what two threads add to at once
 TIMEOUT = 4.0
 """Seconds that tools, steps and states may take where one of them takes too long."""
 MEGABYTES = "x" * 10_000_000
+
+
+def count(what):
+    with _COUNTING:
+        COUNTS[what] += 1
 
 
 class Mute(Exception):
@@ -189,7 +195,7 @@ class State(BaseTool):
         self.harms = {}
 
     async def create(self, instance_id=None, harms=None, **kwargs):
-        COUNTS["created"] += 1
+        count("created")
         self.harms[instance_id] = harms or {}
         await self.harm(instance_id, "create")
         return instance_id
@@ -203,7 +209,7 @@ class State(BaseTool):
         return 1.0 if value is None else value
 
     async def release(self, instance_id, **kwargs):
-        COUNTS["released"] += 1
+        count("released")
         harms = self.harms.pop(instance_id)
         if "release" in harms:
             await act(harms["release"])
@@ -233,7 +239,7 @@ class Steps(StepEnv):
     """Does the harm that its row names, in the method that it names."""
 
     def __init__(self):
-        COUNTS["made"] += 1
+        count("made")
 
     async def reset(self, row):
         self.where, self.how = row["where"], row["how"]
@@ -243,7 +249,7 @@ class Steps(StepEnv):
         return await self.harm("step", last_step())
 
     async def close(self):
-        COUNTS["closed"] += 1
+        count("closed")
         await self.harm("close", None)
 
     async def harm(self, where, fine):
@@ -263,7 +269,7 @@ class PlainSteps(Steps):
         return self.harm("step", last_step())
 
     def close(self):
-        COUNTS["closed"] += 1
+        count("closed")
         return self.harm("close", None)
 
     def harm(self, where, fine):
@@ -322,7 +328,7 @@ class Loop:
     """Holds its conversation itself, as the row says."""
 
     def __init__(self, row):
-        COUNTS["made"] += 1
+        count("made")
         self.how = row["how"]
 
     async def run(self, policy, row):
@@ -332,7 +338,7 @@ class Loop:
         return await getattr(self, self.how)(policy)
 
     async def close(self):
-        COUNTS["closed"] += 1
+        count("closed")
 
     async def no_outcome(self, policy):
         return {"rewards": {}}

@@ -56,8 +56,8 @@ reader=$!
 printf %s COMMAND | base64 -d > $d/command
 cat > $d/inner <<'INNER'
 d=${TMPDIR:-/tmp}/.shell
+[ -f $d/cwd ] && cd "$(cat $d/cwd)" 2> /dev/null && unset OLDPWD
 [ -f $d/state ] && . $d/state 2> /dev/null
-[ -f $d/cwd ] && cd "$(cat $d/cwd)" 2> /dev/null
 trap 'code=$?; pwd > $d/cwd; { declare -p; declare -f; alias; } > $d/state 2> /dev/null
       [ -z "$(jobs -p)" ] || : > $d/busy; exit $code' EXIT
 shopt -s expand_aliases
