@@ -357,8 +357,9 @@ class RunOptions:
 
     teacher: dict[str, Any] | str | None = _training(
         "A model that reads what the policy samples. A name, or a mapping: `model`, or `self` for the policy; "
-        "`server`, a vLLM server that has it; `sees`, what it is shown beside: answer, sibling, feedback. JSON on the "
-        "command line. It has the policy's tokenizer, and is not trained.",
+        "`server`, a vLLM server that has it; `sees`, what it is shown beside: answer, sibling, feedback; for "
+        "`self` TRL's `teacher_model_kind`. JSON on the command line. It has the policy's tokenizer, and is not "
+        "trained.",
         page="teachers.md",
     )
     distillation_coef: float = _training(

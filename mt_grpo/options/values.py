@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
 import yaml
-from annotated_types import Ge, Gt, MinLen
+from annotated_types import Ge, Gt, Le, MinLen
 from typing_extensions import TypedDict
 
 from mt_grpo.errors import ConfigError
@@ -56,6 +56,9 @@ class _TeacherOptions(_TeacherNeeds, total=False):
 
     server: _Text
     sees: Annotated[list[Literal["answer", "sibling", "feedback"]], MinLen(1)]
+    teacher_model_kind: Literal["base", "live", "ema"]
+    teacher_update_rate: Annotated[float, Gt(0), Le(1)]
+    teacher_sync_steps: Annotated[int, Ge(1)]
 
 
 SELF = "self"
@@ -231,10 +234,22 @@ def parse_teacher(teacher: object) -> dict[str, Any]:
         )
     if "sees" in teacher:
         teacher = {**teacher, "sees": list(dict.fromkeys(teacher["sees"]))}
-    if teacher["model"] == SELF and "sees" not in teacher:
+    kind = teacher.get("teacher_model_kind", "live")
+    if "teacher_model_kind" in teacher and teacher["model"] != SELF:
+        raise ConfigError(
+            f"`teacher: teacher_model_kind` says which weights of the policy teach, and the teacher is "
+            f"{teacher['model']!r}: leave it out, or set `model: self`."
+        )
+    for name in ("teacher_update_rate", "teacher_sync_steps"):
+        if name in teacher and kind != "ema":
+            raise ConfigError(
+                f"`teacher: {name}` says how a mean of the policy follows it: leave it out, or set `model: self` and "
+                "`teacher_model_kind: ema`."
+            )
+    if teacher["model"] == SELF and "sees" not in teacher and kind == "live":
         raise ConfigError(
             "`teacher: self` is the policy, which knows no more than itself: say in `sees` what it is shown beside "
-            "(answer, sibling, feedback)."
+            "(answer, sibling, feedback), or set `teacher_model_kind: ema`, or `base`."
         )
     if teacher["model"] == SELF and "server" in teacher:
         raise ConfigError("`teacher: server` has another model than the policy: leave it out for `model: self`.")
@@ -515,7 +530,8 @@ SYNONYMS = {
     "optim": "optimizer optimiser",
     "mask_truncated_completions": "overlong_filter overlong_filtering",
     "distillation_coef": "distillation_weight distillation_coeff distill_coef kd_coef distillation_loss_coef",
-    "teacher": "teacher_model teacher_model_name_or_path teacher_name teacher_path",
+    "teacher": "teacher_model teacher_model_name_or_path teacher_name teacher_path teacher_model_kind "
+    "teacher_update_rate teacher_sync_steps",
     "use_peft": "use_lora lora peft enable_lora train_type tuner_type finetuning_type peft_config",
     "lora_r": "lora_rank lora_dim rank r peft_r",
     "lora_alpha": "alpha peft_alpha",

@@ -59,6 +59,7 @@ from mt_grpo.training.ranks import check_same, clear_checkpoint, keep_checkpoint
 from mt_grpo.training.rollout_batch import Columns, Row
 from mt_grpo.training.step_log import FewerPrinter, FewerProgress, StepLog, serving
 from mt_grpo.training.step_log.records import versions
+from mt_grpo.training.teacher_weights import TeacherWeights
 
 _RATES = ("lr", "initial_lr")
 _OPTIONS = {
@@ -148,6 +149,7 @@ class ResumableTrainer(GRPOTrainer):
     _sampler: Sampler[int] | None
     _begun: tuple[int, int, Any]
     evaluated_step: int | None
+    teacher_weights: TeacherWeights | None
     _hyperparameters: list[dict[str, Any]]
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: object, **kwargs: object) -> Any:
@@ -305,6 +307,8 @@ class ResumableTrainer(GRPOTrainer):
             mend = "give every host the same files of the model, or the same `model_revision`"
             check_same("weights", weights, mend)
         prepared = super()._prepare_for_training(max_steps, dataloader, resume_from_checkpoint)
+        if self.teacher_weights is not None:
+            self.teacher_weights.begin(resume_from_checkpoint)
         if resume_from_checkpoint is not None and not sharded:
             state = self.optimizer.state_dict()["state"]
             tensors = {f"{key} {name}": value for key, each in state.items() for name, value in each.items()}
@@ -410,6 +414,8 @@ class ResumableTrainer(GRPOTrainer):
                 clear_checkpoint(folder, self.args)  # of one that was written before the run went back behind it
                 super()._save_checkpoint(model, trial)
                 save_reference(folder, self.args, self.accelerator, self.ref_model)
+                if self.teacher_weights is not None:
+                    self.teacher_weights.save(folder)
                 if self.is_world_process_zero():
                     (folder / MADE_WITH).write_text(to_json(self._made_with()), encoding="utf-8")
                 options = batch_options(self.args)

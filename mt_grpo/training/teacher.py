@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from math import isnan, nan
@@ -275,7 +275,8 @@ def _by_model(trainer: GRPOTrainer, trees: Sequence[TokenTree], mode: str) -> _F
     found: Logprobs = []
     likeliest: list[list[Tensor]] = []
     model = trainer.teacher or trainer.model
-    with without_dropout(model, True), trainer.accelerator.autocast():
+    weights = nullcontext() if trainer.teacher_weights is None else trainer.teacher_weights.lent()
+    with weights, without_dropout(model, True), trainer.accelerator.autocast():
         for start in range(0, len(trees), size):
             part = trees[start : start + size]
             flat = [_without_routes(tree) for tree in part]

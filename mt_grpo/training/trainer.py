@@ -69,6 +69,7 @@ from mt_grpo.training.reward_batch import ModelReward
 from mt_grpo.training.rollout_batch import Columns, EvaluationRows, RolloutBatch, Row
 from mt_grpo.training.step_log import NumbersToTensorBoard, Step, StepLog, print_fewer
 from mt_grpo.training.step_log.metrics import means_over_rows, route_metrics, show_advantages
+from mt_grpo.training.teacher_weights import TeacherWeights
 from mt_grpo.trajectory import Trajectory
 
 if TYPE_CHECKING:
@@ -272,6 +273,9 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         prepare_model(self.model, self.args, self.accelerator)
         self.teacher = teacher.load_teacher(self)
         self.teacher_model = self.teacher if isinstance(self.teacher, nn.Module) else None
+        self.teacher_weights = TeacherWeights.of(self)
+        if self.teacher_weights is not None:
+            self.add_callback(self.teacher_weights)
         self.hints = hints.Hints(self.args)
         forward_plan.prepare_forward(self)
         self._activations = Activations(self.args, self.accelerator.device)

@@ -82,6 +82,7 @@ SCENARIOS = {
     # ten evaluated conversations, eight to a batch: of the second batch the second rank has none
     "uneven": {"do_eval": True, "num_generations_eval": 2},
     "taught": {"distillation_coef": 0.1},  # by a model of another family
+    "averaged": {"distillation_coef": 0.1, **SAVED},  # by the mean of the policy
 }
 
 
@@ -203,6 +204,8 @@ def options_of(folder: str, world: int, scenario: str) -> MTGRPOConfig:
         options |= DEEPSPEED_RUN
     if scenario == "taught":
         options["teacher"] = {"model": str(Path(folder, "teacher")), "sees": ["answer", "sibling"]}
+    if scenario == "averaged":
+        options["teacher"] = {"model": "self", "teacher_model_kind": "ema", "teacher_update_rate": 0.5}
     if scenario == "replay":
         options["replay"] = os.environ["REPLAYED"]
     args = MTGRPOConfig(folder, **options)
@@ -278,6 +281,10 @@ def run(folder: str, processes: str, scenario: str) -> Accelerator:
         assert all(isinstance(layer, FSDPModule) for layer in trainer.teacher_model.model.layers)
     if scenario == "reference":
         assert_a_checkpoint_restores(trainer, Path(folder) / "checkpoint-3")
+    if scenario == "averaged":
+        mean = {name: whole(weight) for name, weight in trainer.teacher_weights.weights.items()}
+        trainer.teacher_weights.begin(str(Path(folder) / "checkpoint-3"))
+        assert all(whole(weight).equal(mean[name]) for name, weight in trainer.teacher_weights.weights.items())
     result = result_of(trainer, watch) | {"evaluations": evaluations}
     if trainer.accelerator.is_main_process:
         torch.save(result, Path(folder) / "result.pt")

@@ -74,6 +74,7 @@ def test_ranks_learn_what_one_learns(tmp_path, alone, ranks, scenario, environme
         ("hybrid", [SHARDED]),
         ("adapter", [SHARDED, SHARE_ROWS]),
         ("taught", [SHARDED, SHARE_ROWS]),
+        ("averaged", [SHARDED]),
     ],
 )
 def test_ranks_learn_what_one_learns_of_every_model(tmp_path, scenario, environments):
