@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import json
 import re
+import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -217,7 +218,11 @@ def sample(
             check(trainer.step_log.records.rewards)
         model.folder.mkdir(parents=True, exist_ok=True)
         (model.folder / CONFIG).write_text(yaml.safe_dump(resolved, sort_keys=True), encoding="utf-8")
-        _converse(model, trainer, asked, done, {"evaluation": about}, console)
+        try:
+            _converse(model, trainer, asked, done, {"evaluation": about}, console)
+        except KeyboardInterrupt as error:
+            kept = f"What has ended is in {model.folder}, and the same command goes on from there."
+            raise KeyboardInterrupt(*error.args[:1] or [signal.SIGINT], kept) from None
     if trainer is not None:
         if trainer.weight_sync is not None:
             trainer.weight_sync.close()

@@ -192,6 +192,22 @@ def test_ctrl_c_says_whether_anything_is_kept(recipe, tmp_path, capsys, monkeypa
     assert said.replace("RUN", str(tmp_path / "run")) in capsys.readouterr().err
 
 
+class Evaluated(MultiTurnToolEnv):
+    async def step(self, turn):
+        press(self, True)
+        return await super().step(turn)
+
+
+@pytest.mark.own_process
+def test_ctrl_c_in_an_evaluation_says_how_it_goes_on(recipe, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("mt_grpo.envs.protocols.TagProtocol.stop", tuple("aeiou "))
+    save = ["--save", str(tmp_path / "evaluated")]
+    assert main(["eval", *recipe(env=f"{__file__}:{Evaluated.__name__}", **LONG), *save]) == 130
+    (said,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("mt-grpo: ")]
+    (folder,) = re.findall(r"interrupted by Ctrl-C. What has ended is in (\S+), and the same command goes on", said)
+    assert Path(folder).is_relative_to(tmp_path / "evaluated")
+
+
 PRESSED = f"""{TERMINAL}
 from mt_grpo.envs.protocols import TagProtocol
 TagProtocol.stop = tuple("aeiou ")
