@@ -11,7 +11,6 @@ were called, in the order of their first calls, but for files with a few lines o
 from __future__ import annotations
 
 import argparse
-import ast
 import asyncio
 import inspect
 import re
@@ -246,26 +245,14 @@ def named(page: str) -> dict[str, set[str]]:
 
 
 def with_lists(page: str, found: dict[str, list[str]]) -> str:
-    """The page with these lists in place of its own. What is in a file is said where the file is named first."""
-    written, said = [], set[str]()
+    """The page with these lists in place of its own."""
+    written = []
     for title, files in found.items():
-        lines = [
-            textwrap.fill(
-                f"- `{file}`" + (f": {_about(file)}" if file not in said else ""), 119, subsequent_indent="  "
-            )
-            for file in files
-        ]
-        said.update(files)
+        lines = [f"- `{file}`" for file in files]
         note = [f"\n{textwrap.fill(NOTES[title], 119)}"] if title in NOTES else []
         written.append("\n".join([f"### {title}\n", *lines, *note]))
     begin, end = page.index("### "), page.index("\n## ", page.index("### "))
     return page[:begin] + "\n\n".join(written) + "\n" + page[end:]
-
-
-def _about(file: str) -> str:
-    """The first clause of a file's docstring."""
-    said = ast.get_docstring(ast.parse((ROOT / file).read_text(encoding="utf-8"))) or ""
-    return re.split(r"(?<=[.;:])\s", " ".join(said.split("\n\n")[0].split()))[0].rstrip(".;:")
 
 
 if __name__ == "__main__":

@@ -92,13 +92,13 @@ class DataOptions:
         "Columns to add: {wanted: one that is there}.",
     )
     eval_datasets: dict[str, Any] | str | None = _model(
-        "Several evaluation sets: {name: split}. Or {name: {dataset_name, split, dataset_config}}; in place "
-        "of `dataset_test_split`. Metrics are `eval_NAME_reward` and the like; JSON on the command line.",
+        "Several evaluation sets: {name: split}. Or {name: {dataset_name, split, dataset_config}}; in place of "
+        "`dataset_test_split`. Metrics are `eval_NAME_reward` and the like.",
         page="evaluate.md#in-training",
     )
     dataset_filter: dict[str, Any] | str | None = _model(
         "Training rows, by how often they are passed. `{file, between: [low, high]}`, where `mt-grpo rollout "
-        "--difficulty` wrote the file; JSON on the command line.",
+        "--difficulty` wrote the file.",
         page="start.md#rows-that-are-neither-too-easy-nor-too-hard",
     )
 
@@ -116,43 +116,38 @@ class RunOptions:
     env: dict[str, Any] | str | None = _env(
         "An environment: `{type: NAME, ...}`, a dotted path, or `verifiers:NAME`. A type is one of class, tools, "
         "agent, simulated_user, interactions, scheduler, trl, verifiers, harbor, gym, textarena and openenv. The path "
-        "leads to a class, a `StepEnv`, or a function from a row to one. Tools alone where unset. JSON on the command "
-        "line.",
+        "leads to a class, a `StepEnv`, or a function from a row to one. Unset: tools alone.",
         page="environments.md",
         executes="path",
     )
     env_config: dict[str, Any] | str | None = _env(
-        "Options of an environment of verifiers. JSON on the command line.",
+        "Options of an environment of verifiers.",
         page="any_agent.md#environments-of-verifiers",
     )
     environment_urls: list[str] | None = _env(
-        "OpenEnv servers of the environment. A list, or ranges such as `http://node[1-4]:8000`, in place of the "
-        "`url` of `openenv_server`.",
+        "OpenEnv servers of the environment. A list, or ranges such as `http://node[1-4]:8000`.",
         page="games.md#openenv",
     )
     environment_factory: dict[str, Any] | str | None = _env(
-        "A factory in TRL's form, or several by name. Dotted paths; the names are those in the dataset's column "
-        "`environment`.",
+        "A factory in TRL's form, or several by name. Dotted paths; a row's column `environment` has the name.",
         page="trl_environments.md",
         executes="path",
     )
     agent: dict[str, Any] | str | None = _env(
-        "Anybody's agent: a function's path, or its `command`. It asks the policy over HTTP as it would ask OpenAI. "
-        "The function is `solve(row, client)`; `{command: ...}` is a program that runs once for each conversation.",
+        "Anybody's agent: a function's path, or its `command`. It asks the policy over HTTP as it would ask OpenAI.",
         page="any_agent.md",
     )
     environments: dict[str, Any] | str | None = _agent(
-        "Several, by the names in the column `environment`. Each is a dotted path, or a mapping of the options that "
-        "it has for itself, such as `env`, `agent`, `tools` and `max_env_steps`; JSON on the command line.",
+        "Several, by the names in the column `environment`. Each is a dotted path, or a mapping of its own options, "
+        "such as `env`, `agent`, `tools` and `max_env_steps`.",
         page="environments.md#several-in-one-run",
     )
     simulated_user: dict[str, Any] | str | None = _env(
-        "A user whom an OpenAI-compatible endpoint plays. A mapping of `base_url`, `model`, `system_prompt` and "
-        "more; JSON on the command line. It answers every turn without a tool call.",
+        "A user whom an OpenAI-compatible endpoint plays. A mapping of `base_url`, `model`, `system_prompt` and more.",
         page="simulated_users.md",
     )
     interaction_config_file: str | None = _env(
-        "YAML file of verl's interactions. They answer every turn without a tool call.",
+        "YAML file of verl's interactions.",
         page="interactions.md",
         executes="file",
     )
@@ -162,55 +157,50 @@ class RunOptions:
         executes="path",
     )
     max_turns: int | None = _env(
-        "Responses of one conversation of the scheduler. No bound of its own where unset.",
+        "Responses of one conversation of the scheduler.",
         rule=_ABOVE_ZERO,
     )
     call_protocol: str | None = _env(
         "How calls are written: tags, native or another. `native` is the model's own form; `learnt_tags` are `tags` "
-        "without instructions, for a model that knows its tools; with `plain` there are no calls, and a conversation "
-        "is one answer. Where unset: `tags`, and `native` for `environment_factory`, as in TRL.",
+        "without instructions; with `plain` a conversation is one answer without calls. Unset: `tags`, and `native` "
+        "for `environment_factory`, as in TRL.",
     )
     system_prompt: str | None = _env(
-        "The system message of prompts that bring none. The call protocol's instructions follow it, as they follow a "
-        "prompt's own; `call_protocol: learnt_tags` has none.",
+        "The system message of prompts that bring none. The call protocol's instructions follow it.",
     )
     max_env_steps: int | None = _env(
-        "Replies in one conversation; 5 where unset. Those of the environment. For `environment_factory` no bound "
-        "but the tokens where unset, as in TRL. TRL's `max_tool_calling_iterations` is the same.",
+        "Replies in one conversation; 5 where unset. Those of the environment; no bound with "
+        "`environment_factory`. TRL's `max_tool_calling_iterations` is the same.",
         rule=Rule(lambda value: value >= 0, "it counts replies of the environment, so set 0 or more"),
     )
     max_turn_length: int | None = _agent(
-        "Tokens sampled in one turn. Reaching it ends the conversation. No bound of its own where unset.",
+        "Tokens sampled in one turn. Reaching it ends the conversation.",
         rule=_ABOVE_ZERO,
     )
     max_completion_length: int | None = _agent(
-        "Tokens of a conversation after the prompt. Those that the environment writes count. TRL's default is often "
-        "too few.",
+        "Tokens of a conversation after the prompt. Those that the environment writes count.",
         default=512,
         rule=_ABOVE_ZERO,
     )
     tool_timeout: float | None = _env(
-        "Seconds one tool call may take. Also what an environment with a loop of its own may take between two turns.",
+        "Seconds one tool call may take. Also between two turns of an environment with a loop of its own.",
         default=60.0,
         rule=_ABOVE_ZERO,
     )
     tool_processes: int = _env(
-        "Processes that call tools which are plain functions. Those that compute then do not wait for each other. 0 "
-        "calls them in threads.",
+        "Processes that call tools which are plain functions. 0 calls them in threads.",
         default=0,
         rule=Rule(lambda value: value >= 0, "set 0 or more"),
         page="tools.md",
     )
-    rollout_timeout: float | None = _agent(
-        "Seconds one conversation may take. No bound where unset.", rule=_ABOVE_ZERO
-    )
+    rollout_timeout: float | None = _agent("Seconds one conversation may take.", rule=_ABOVE_ZERO)
     max_concurrent_rollouts: int | None = _agent(
         "Conversations under way at once in a process. Unset: all, and with a server as many as its cache holds.",
         rule=_ABOVE_ZERO,
         page="rollouts.md",
     )
     history: str = _agent(
-        "keep, strip_thinking, compact or template. What stays of the past in the context of the next turn.",
+        "keep, strip_thinking, compact or template. What stays of the past in the next turn's context.",
         default="keep",
         names=("keep", "strip_thinking", "compact", "template"),
         page="history.md",
@@ -228,20 +218,19 @@ class RunOptions:
     )
 
     turn_reward_funcs: list[str] | None = _rewards(
-        "Turn rewards by name or dotted path. A class also by a mapping of its `name` or path and its options; JSON "
-        "on the command line.",
+        "Turn rewards by name or dotted path. A class also by a mapping of its `name` and its options.",
         also="object",
         page="rewards.md",
         executes="path",
     )
     outcome_reward_funcs: list[str] | None = _rewards(
-        "Outcome rewards by name or dotted path. In the same form as turn rewards; reward models too.",
+        "Outcome rewards by name or dotted path. In the same form; reward models too.",
         also="object",
         page="rewards.md",
         executes="path",
     )
     reward_weights: list[float] | None = _rewards(
-        "Weights of turn rewards, then of outcome rewards. 1 each where unset.",
+        "Weights of turn rewards, then of outcome rewards. Unset: 1 each.",
         rule=Rule(
             lambda value: isinstance(value, (list, tuple)) and all(map(_is_finite, value)),
             "give a list of finite numbers, one for each reward",
@@ -259,29 +248,28 @@ class RunOptions:
         page="credit.md",
     )
     turn_advantage_coef: float | None = _rewards(
-        "Weight of the turn advantage. The rule's default (1.0 for `mt_grpo`) where unset.",
+        "Weight of the turn advantage. Unset: the rule's default (1.0 for `mt_grpo`).",
         rule=Rule(math.isfinite, "give a finite number"),
     )
     groups_without_signal: str = _rewards(
-        "keep, resample or leave_out. What becomes of groups whose advantages are all 0. `keep`: they count where "
-        "the loss is divided; `resample`: their prompts are sampled again, and what then has no signal is left out; "
-        "`leave_out`: they do not count.",
+        "keep, resample or leave_out. What becomes of groups whose advantages are all 0. `keep`: they count where the "
+        "loss is divided; `resample`: their prompts are sampled again; `leave_out`: they do not count.",
         default="keep",
         names=("keep", "resample", "leave_out"),
         page="credit.md",
     )
     max_resample_times: int = _rewards(
-        "Rounds of sampling such groups again. That many at most.",
+        "Rounds of sampling such groups again.",
         default=3,
         rule=_ABOVE_ZERO,
     )
     branch_at: int | None = _rewards(
-        "Turns after which a conversation branches. None does where unset; in training only.",
+        "Turns after which a conversation branches. In training only; unset: none does.",
         rule=Rule(lambda value: value >= 1, "it counts the turns that branches share, so set 1 or more"),
         page="branching.md",
     )
     num_branches: int = _rewards(
-        "Branches of a conversation, with `branch_at`. They are members of one group.",
+        "Branches of a conversation, with `branch_at`.",
         default=4,
         page="branching.md",
     )
@@ -292,8 +280,7 @@ class RunOptions:
         of_environment=True,
     )
     loss_scale: str = _rewards(
-        "Trained of a scheduler: all or last_round. Which of its responses are; it is a mask, and gives way to a "
-        "`response_loss_mask`.",
+        "Trained of a scheduler: all or last_round. A `response_loss_mask` wins over it.",
         default="all",
         names=("all", "last_round"),
         page="schedulers.md",
@@ -301,8 +288,8 @@ class RunOptions:
     )
 
     forward: str = _training(
-        "Log-probs in training: tree, padded or turn_by_turn. `tree` computes every token once and shares shared "
-        "prefixes, `padded` is TRL's, `turn_by_turn` computes each turn alone, as an oracle.",
+        "Log-probs in training: tree, padded or turn_by_turn. `tree` computes every token once, `padded` is TRL's, "
+        "`turn_by_turn` computes each turn alone, as an oracle.",
         default="tree",
         names=("tree", "padded", "turn_by_turn"),
         page="forward.md",
@@ -313,7 +300,7 @@ class RunOptions:
         page="forward.md",
     )
     sp_size: int = _training(
-        "Processes that share each micro-batch's tokens. It is for conversations too long for one GPU.",
+        "Processes that share each micro-batch's tokens. For conversations too long for one GPU.",
         default=1,
         rule=Rule(
             lambda value: value >= 1 and value == int(value), "set a whole number of processes, or leave it out"
@@ -321,14 +308,13 @@ class RunOptions:
         page="long_conversations.md",
     )
     gradient_checkpointing_layers: int = _training(
-        "Layers that keep one input between them. It is for `gradient_checkpointing`. The square root of their "
-        "number keeps least, for one more forward.",
+        "Layers that keep one input between them. The square root of their number keeps least, for one more forward.",
         default=1,
         rule=Rule(lambda value: value >= 1 and value == int(value), "set a whole number of layers, or leave it out"),
         page="long_conversations.md",
     )
     activation_offloading: bool = _training(
-        "Keep activations in the machine's memory. Without it they stay on the GPU until the backward.",
+        "Keep activations in the machine's memory.",
         default=False,
         page="long_conversations.md",
     )
@@ -338,8 +324,8 @@ class RunOptions:
         page="forward.md",
     )
     max_staleness: int = _training(
-        "Generation batches that are sampled ahead. 0 samples and trains them one after the other. With `S`, a batch "
-        "begins when the weights are out that the one `S` before it is trained with. 1 or 2 suit slow tools.",
+        "Generation batches that are sampled ahead. 0 samples and trains them one after the other; 1 or 2 suit slow "
+        "tools.",
         default=0,
         rule=Rule(
             lambda value: value >= 0 and value == int(value),
@@ -348,9 +334,8 @@ class RunOptions:
         page="staleness.md",
     )
     vllm_importance_sampling_mode: str | None = _training(
-        "How the loss corrects for others' log-probs. Unset: TRL's `sequence_mask`; with "
-        "`max_staleness`, `token_truncate` at 2, unless `vllm_importance_sampling_clip_max` says another bound than "
-        "TRL's 3.",
+        "How the loss corrects for others' log-probs. Unset: TRL's `sequence_mask`; with `max_staleness`, "
+        "`token_truncate` at 2.",
         names=("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
         page="staleness.md",
     )
@@ -358,63 +343,59 @@ class RunOptions:
     teacher: dict[str, Any] | str | None = _training(
         "A model that reads what the policy samples. A name, or a mapping: `model`, or `self` for the policy; "
         "`server`, a vLLM server that has it; `sees`, what it is shown beside: answer, sibling, feedback; for "
-        "`self` TRL's `teacher_model_kind`. JSON on the command line. It has the policy's tokenizer, and is not "
-        "trained.",
+        "`self` TRL's `teacher_model_kind`.",
         page="teachers.md",
     )
     distillation_coef: float = _training(
-        "Weight of the distance to a teacher. In the loss it is the reverse KL divergence on the sampled tokens, as "
-        "TRL's `distillation_mode: sampled_token`; without rewards it is the whole loss.",
+        "Weight of the distance to a teacher. In the loss it is the reverse KL divergence on the sampled tokens.",
         default=0.0,
         rule=_NOT_BELOW_ZERO,
         page="teachers.md",
     )
     distillation_topk: int | None = _training(
-        "Distil on so many of a teacher's likeliest tokens. TRL's `topk_logits` with a server; as many as there are "
-        "make the whole divergence. Unset: on the sampled token.",
+        "Distil on so many of a teacher's likeliest tokens. Unset: on the sampled token.",
         rule=_ABOVE_ZERO,
         page="teachers.md",
     )
 
     disable_dropout: bool = _training(
-        "Train without dropout, as sampling has none. An adapter's is included. With `false` it is in the loss, "
-        "never in old and reference log-probs. TRL's default is false.",
+        "Train without dropout, as sampling has none. An adapter's is included. TRL's default is false.",
         default=True,
     )
 
     vllm_mode: str = _server(
-        "server or colocate. `mt-grpo serve` starts the server, on other GPUs; or the trainer does, on its own. "
-        "TRL's default is colocate.",
+        "server or colocate. `mt-grpo serve` starts the server, on other GPUs; or the trainer does, on its own. TRL's "
+        "default is colocate.",
         default="server",
         names=("server", "colocate"),
         page="colocate.md",
     )
     vllm_server_host: str = _server("Host of the vLLM server.", default="127.0.0.1", of_server=True)
     vllm_server_base_url: list[str] | None = _server(
-        "Addresses of several servers. A list, or ranges such as `http://node[1-4]:8000`; in place of host and port.",
+        "Addresses of several servers. A list, or ranges such as `http://node[1-4]:8000`.",
         page="server.md#several-servers",
         of_server=True,
     )
     vllm_min_servers: int | None = _server(
-        "Servers that a run needs. It begins with so many, and the others join when they are up. Where unset, it "
-        "waits for all, and goes on with those that are up.",
+        "Servers that a run needs. It begins with so many, and the others join later. Unset: it waits for all, and "
+        "goes on with those that are up.",
         rule=_ABOVE_ZERO,
         page="server.md#several-servers",
     )
     weight_sync: str = _server(
-        "How weights reach the server. `safetensors` goes through a file, `http` over the network, `delta` sends "
-        "only what changed, `nccl` goes from GPU to GPU, `ipc` within a GPU, and `lora` sends the adapter only. "
-        "`auto` is the first, and `ipc` with `vllm_mode: colocate` on a GPU.",
+        "How weights reach the server. `safetensors` goes through a file, `http` over the network, `delta` sends only "
+        "what changed, `nccl` goes from GPU to GPU, `ipc` within a GPU, and `lora` sends the adapter. `auto` is the "
+        "first, or `ipc` with `vllm_mode: colocate` on a GPU.",
         default="auto",
         page="server.md",
         of_server=True,
     )
     weight_sync_folder: str | None = _server(
-        "Folder of the weights' file, shared between hosts. Shared memory where unset.",
+        "Folder of the weights' file, shared between hosts. Unset: shared memory.",
         page="server.md",
     )
     weight_sync_port: int | None = _server(
-        "Port at which the trainer offers weights by `http` or `delta`. Any free one where unset.",
+        "Port at which the trainer offers weights by `http` or `delta`. Unset: any free one.",
         rule=_PORT,
         page="server.md",
     )
@@ -426,8 +407,7 @@ class RunOptions:
     )
 
     overwrite_output_dir: bool = _run(
-        "Remove what an earlier run left in `output_dir`. Otherwise `mt-grpo train` refuses to begin there. It has "
-        "no effect on a run that is resumed.",
+        "Remove what an earlier run left in `output_dir`. A run that is resumed keeps it.",
         default=False,
     )
     early_stopping_patience: int | None = _run(
@@ -436,12 +416,11 @@ class RunOptions:
         page="evaluate.md#in-training",
     )
     replay: str | None = _run(
-        "A run's folder, to train on what it logged. Nothing is sampled, scored or evaluated, and no server is used; "
-        "the first step is the one that the run took.",
+        "A run's folder, to train on what it logged. Nothing is sampled, scored or evaluated.",
         page="runs.md#training-on-what-a-run-logged",
     )
     metrics_address: int | str | None = _run(
-        "Where Prometheus reads the run's metrics: a port of this machine, or HOST:PORT. Nowhere where unset.",
+        "Where Prometheus reads the run's metrics: a port of this machine, or HOST:PORT.",
         rule=Rule(
             lambda value: re.fullmatch(r"(.+:)?\d{1,5}", str(value)) is not None,
             "set a port such as 9464, or an address such as `0.0.0.0:9464`",
@@ -509,7 +488,7 @@ OF_LIBRARIES = {
     "epsilon_high": Option("How far above; unset, as `epsilon`.", TRAINING, rule=_NOT_BELOW_ZERO, seldom=True),
     "importance_sampling_level": Option("A ratio for each token, or one of the sequence.", TRAINING, seldom=True),
     "mask_truncated_completions": Option(
-        "Leave conversations that a limit of tokens ended out.", TRAINING, seldom=True
+        "Leave out conversations that a limit of tokens ended.", TRAINING, seldom=True
     ),
     "top_p": Option(
         "Sample from the likeliest tokens of this probability together.",
@@ -539,8 +518,7 @@ OF_LIBRARIES = {
     "warmup_steps": Option("Steps of a rising learning rate; below 1, a share.", TRAINING),
     "gradient_checkpointing": Option("Compute activations again, to save memory.", TRAINING),
     "bf16": Option(
-        "Compute in bfloat16; weights stay in `dtype`. Where unset, on a GPU that can, unless `fp16` or `use_cpu` is "
-        "set.",
+        "Compute in bfloat16; weights stay in `dtype`. Unset: on a GPU that can, without `fp16` and `use_cpu`.",
         TRAINING,
     ),
     "do_eval": Option("Measure the agent before and after training.", TRAINING),
