@@ -40,7 +40,7 @@ def hinted_rows(number: int, seed: int, wrong: float = 0.0) -> Dataset:
     return rows(number, seed).map(add)
 
 
-def warm_start(folder: Path, steps: int = 900) -> None:
+def warm_start(folder: Path, steps: int = 2500) -> None:
     """Trains the model and saves it, in minutes of one core."""
     tokenizer = build_tokenizer()
     model = build_model(tokenizer)
@@ -48,8 +48,8 @@ def warm_start(folder: Path, steps: int = 900) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, weight_decay=0.0, betas=(0.9, 0.98))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) / 50) * (1 - step / steps))
     for step in range(steps):
-        plain = 1 if step < 300 else rng.choice((1, 4, 12))
-        shown = 1 if step < 300 else rng.randrange(1, TURNS + 1)
+        plain = 1 if step < 400 else rng.choice((1, 4, 12))
+        shown = 1 if step < 400 else rng.randrange(1, TURNS + 1)
         loss = _loss(model, tokenizer, [_attempt(rng, plain, False) for _ in range({1: 96, 4: 24, 12: 8}[plain])])
         loss = loss + _loss(model, tokenizer, [_attempt(rng, shown, True) for _ in range(32)], last=True)
         optimizer.zero_grad()
