@@ -70,6 +70,10 @@ CONTRADICTING = [
     ({"groups_without_signal": "resample", "use_adaptive_entropy": True}, "`groups_without_signal: resample` drops"),
     ({"distillation_coef": 0.1}, "`distillation_coef: 0.1` weighs the distance to a teacher, and there is none"),
     (
+        {"teacher": {"model": "a", "gate": "explained"}},
+        "`gate` of `teacher` chooses turns to distil, and nothing is distilled",
+    ),
+    (
         {"distillation_topk": 5, "teacher": "a"},
         "`distillation_topk: 5` says on which tokens the distance to a teacher is taken, and nothing is learnt",
     ),

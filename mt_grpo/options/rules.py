@@ -118,6 +118,11 @@ CONFLICTS = (
         "set `distillation_coef` too",
     ),
     _Conflict(
+        lambda o: o.teacher_gate and not o.distillation_coef,
+        "`gate` of `teacher` chooses turns to distil, and nothing is distilled",
+        "set `distillation_coef` too, or leave it out",
+    ),
+    _Conflict(
         lambda o: o.distillation_topk and o.sp_size > 1,
         "<distillation_topk> takes rows that one process computes, and <sp_size> shares them",
     ),
@@ -233,8 +238,8 @@ CONFLICTS = (
     ),
 )
 """
-Of every command. Beside the options they know `credit_rule`, `checkpointing`, `least_group`, `most_turns` and
-`teacher_server`.
+Of every command. Beside the options they know `credit_rule`, `checkpointing`, `least_group`, `most_turns`,
+`teacher_server` and `teacher_gate`.
 """
 
 _OF_TRAINING = (
@@ -324,12 +329,13 @@ def check_options(
         if value is not None:  # `call_protocol` may be left to the kind of environment
             choose(name, value, known)
     steps = options["max_env_steps"]
+    teacher = parse_teacher(options["teacher"]) if options["teacher"] else {}
     derived = {
         "credit_rule": rule,
         "checkpointing": _checkpointing(options, ""),
         "least_group": 2 * options["num_branches"],
         "most_turns": None if steps is None else steps + 1,
-        "teacher_server": options["teacher"] and parse_teacher(options["teacher"]).get("server"),
+        **{f"teacher_{key}": teacher.get(key) for key in ("server", "gate")},
     }
     _refuse(CONFLICTS, {**options, **derived})
     _check_checkpointing_options(options)

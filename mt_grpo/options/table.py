@@ -343,7 +343,7 @@ class RunOptions:
     teacher: dict[str, Any] | str | None = _training(
         "A model that reads what the policy samples. A name, or a mapping: `model`, or `self` for the policy; "
         "`server`, a vLLM server that has it; `sees`, what it is shown beside: answer, sibling, feedback; for "
-        "`self` TRL's `teacher_model_kind`.",
+        "`self` TRL's `teacher_model_kind`; `gate`, which turns are distilled.",
         page="teachers.md",
     )
     distillation_coef: float = _training(

@@ -59,6 +59,7 @@ class _TeacherOptions(_TeacherNeeds, total=False):
     teacher_model_kind: Literal["base", "live", "ema"]
     teacher_update_rate: Annotated[float, Gt(0), Le(1)]
     teacher_sync_steps: Annotated[int, Ge(1)]
+    gate: _Text
 
 
 SELF = "self"

@@ -38,6 +38,7 @@ from mt_grpo.training import (
     columns,
     environment,
     forward_plan,
+    gates,
     hints,
     prefetch,
     preflight,
@@ -201,6 +202,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             reward_batch.check_scorers([*rewards, *self.state_scores], args, engine)
             columns.check_reward_columns([*rewards, *self.state_scores], train_dataset, eval_dataset)
             hints.check_hints(args, rewards, self.outcome_reward_funcs, train_dataset, eval_dataset)
+        self.gate = gates.load_gate(args, self.outcome_reward_funcs)
         if processing_class is not None:  # before a model is loaded
             environment.prepare_tokenizer(tokenizer_in(processing_class), source)
         with no_adapter_left(model, self):
@@ -547,6 +549,9 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         output |= rollout_batch.token_columns(batch.token_rows, output)
         if self.args.teacher is not None:
             output[teacher.LOGPS] = teacher.token_column(batch.token_rows, output["completion_ids"])
+            opened = gates.open_turns(self, batch)
+            if opened is not None:
+                output[teacher.LOGPS][~opened.gather(1, output["turn_ids"])] = torch.nan
         if self.args.distillation_topk:
             ids, top = output["completion_ids"], self.args.distillation_topk
             output[rollout_batch.TOP] = teacher.top_column(batch.token_rows, ids, top)

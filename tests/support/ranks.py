@@ -82,7 +82,7 @@ SCENARIOS = {
     # ten evaluated conversations, eight to a batch: of the second batch the second rank has none
     "uneven": {"do_eval": True, "num_generations_eval": 2},
     "taught": {"distillation_coef": 0.1},  # by a model of another family
-    "averaged": {"distillation_coef": 0.1, **SAVED},  # by the mean of the policy
+    "averaged": {"distillation_coef": 0.1, "num_generations": 2, **SAVED},  # by the mean of the policy, where it tells
 }
 
 
@@ -206,6 +206,7 @@ def options_of(folder: str, world: int, scenario: str) -> MTGRPOConfig:
         options["teacher"] = {"model": str(Path(folder, "teacher")), "sees": ["answer", "sibling"]}
     if scenario == "averaged":
         options["teacher"] = {"model": "self", "teacher_model_kind": "ema", "teacher_update_rate": 0.5}
+        options["teacher"]["gate"] = "explained"
     if scenario == "replay":
         options["replay"] = os.environ["REPLAYED"]
     args = MTGRPOConfig(folder, **options)
