@@ -18,6 +18,7 @@ from mt_grpo.rewards.builtin import (
     InformationGain,
     RightAnswer,
     TeacherAgreement,
+    TeacherLogRatio,
     answer_logprob,
     env_reward,
     exact_match_reward_func,
@@ -30,6 +31,7 @@ from mt_grpo.rewards.builtin import (
     reasoning_gym_reward,
     step_reward,
     teacher_agreement,
+    teacher_log_ratio,
     tool_execution_reward_func,
     xml_reward_func,
 )
@@ -49,6 +51,7 @@ __all__ = [
     "Scores",
     "StateScore",
     "TeacherAgreement",
+    "TeacherLogRatio",
     "TurnReward",
     "answer_logprob",
     "completion_ids",
@@ -69,6 +72,7 @@ __all__ = [
     "spread",
     "step_reward",
     "teacher_agreement",
+    "teacher_log_ratio",
     "tool_execution_reward_func",
     "xml_reward_func",
 ]

@@ -79,6 +79,18 @@ class TeacherAgreement(TurnReward):
 teacher_agreement = TeacherAgreement()
 
 
+@reward("teacher_log_ratio")
+class TeacherLogRatio(StateScore):
+    """The mean of `Trajectory.teacher_log_ratios` over the turns so far; `None` where the run's teacher read none."""
+
+    def score(self, turn: Turn, trajectory: Trajectory, **row: object) -> float | None:
+        read = [ratio for ratio in trajectory.teacher_log_ratios[: turn.index + 1] if ratio is not None]
+        return sum(read) / len(read) if read else None
+
+
+teacher_log_ratio = TeacherLogRatio()
+
+
 @reward("reasoning_gym_reward")
 class ReasoningGymReward(OutcomeReward):
     """What the row's task gives for the answer, from 0 to 1; for rows of `dataset_name: reasoning_gym:TASK`."""

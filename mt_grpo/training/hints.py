@@ -14,7 +14,7 @@ from trl import GRPOTrainer
 
 from mt_grpo.errors import ConfigError
 from mt_grpo.media import part_text
-from mt_grpo.rewards import RewardFunc, TeacherAgreement
+from mt_grpo.rewards import RewardFunc, TeacherAgreement, TeacherLogRatio
 from mt_grpo.rewards.builtin import first_answer
 from mt_grpo.rollout.token_row import AnswerLeaves, hinted_turns
 from mt_grpo.training.columns import Rows
@@ -49,11 +49,17 @@ def check_hints(
             "`teacher: {sees: [sibling]}` takes what a member of the group wrote that succeeded, and no outcome "
             "reward says which did: name one in `outcome_reward_funcs`, with weight 0 if it is not to be learnt from."
         )
-    if "sibling" in sees and any(isinstance(reward, TeacherAgreement) for reward in rewards):
-        raise ConfigError(
-            "The reward 'teacher_agreement' is scored together with the outcomes, and a teacher that sees `sibling` "
-            "reads after them: leave one of the two out."
-        )
+    for reward in rewards:
+        if "sibling" in sees and isinstance(reward, (TeacherAgreement, TeacherLogRatio)):
+            raise ConfigError(
+                f"The reward {reward.name!r} is scored together with the outcomes, and a teacher that sees `sibling` "
+                "reads after them: leave one of the two out."
+            )
+        if "feedback" in sees and isinstance(reward, TeacherLogRatio):
+            raise ConfigError(
+                f"The score {reward.name!r} is a baseline, which must not know what comes, and a teacher that sees "
+                "`feedback` knows how a conversation ended: leave one of the two out."
+            )
     evaluated = eval_dataset if isinstance(eval_dataset, dict) else {"evaluation": eval_dataset}
     for name, rows in {"training": train_dataset, **evaluated}.items() if "answer" in sees else ():
         columns = (rows.column_names or []) if rows is not None else []

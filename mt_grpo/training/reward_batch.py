@@ -32,7 +32,7 @@ from mt_grpo.envs import EnvSource
 from mt_grpo.errors import ConfigError
 from mt_grpo.forward.model import ForwardPlan, score
 from mt_grpo.options.values import names_model
-from mt_grpo.rewards import FunctionReward, RewardFunc, RightAnswer, Scores, TeacherAgreement
+from mt_grpo.rewards import FunctionReward, RewardFunc, RightAnswer, Scores, TeacherAgreement, TeacherLogRatio
 from mt_grpo.rollout import Engine
 from mt_grpo.rollout.branching import Branching
 from mt_grpo.rollout.engine import ScoringEngine
@@ -325,7 +325,7 @@ def with_models(entries: Sequence[object], args: MTGRPOConfig) -> list[Any]:
 def check_scorers(rewards: Sequence[RewardFunc], args: MTGRPOConfig, engine: Engine | None = None) -> None:
     """Whether there is a server for the rewards that ask one, and a teacher."""
     for reward in rewards:
-        if isinstance(reward, TeacherAgreement) and args.teacher is None:
+        if isinstance(reward, (TeacherAgreement, TeacherLogRatio)) and args.teacher is None:
             raise ConfigError(f"The reward {reward.name!r} asks a teacher, and there is none: name one in `teacher`.")
         if not isinstance(reward, RightAnswer) or reward.scorer != "server":
             continue

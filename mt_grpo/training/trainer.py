@@ -197,11 +197,13 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         weights = reward_batch.weights_of(args, listed, own)
         if self.replay is not None:
             self.replay.check_rewards(rewards)
-            hints.check_hints(args, rewards, self.outcome_reward_funcs, None, None)
+            hints.check_hints(args, [*rewards, *self.state_scores], self.outcome_reward_funcs, None, None)
         else:
             reward_batch.check_scorers([*rewards, *self.state_scores], args, engine)
             columns.check_reward_columns([*rewards, *self.state_scores], train_dataset, eval_dataset)
-            hints.check_hints(args, rewards, self.outcome_reward_funcs, train_dataset, eval_dataset)
+            hints.check_hints(
+                args, [*rewards, *self.state_scores], self.outcome_reward_funcs, train_dataset, eval_dataset
+            )
         self.gate = gates.load_gate(args, self.outcome_reward_funcs)
         if processing_class is not None:  # before a model is loaded
             environment.prepare_tokenizer(tokenizer_in(processing_class), source)

@@ -430,7 +430,7 @@ def test_each_is_found_by_the_name_it_reports():
         *("answer_logprob", "env_reward", "exact_match_reward_func", "exist_answer_in_search_results"),
         *("exist_answer_reward_func", "format_reward_func", "gsm8k_correct_reward_func", "gsm8k_number_reward_func"),
         *("information_gain", "reasoning_gym_reward", "step_reward", "teacher_agreement"),
-        *("tool_execution_reward_func", "xml_reward_func"),
+        *("teacher_log_ratio", "tool_execution_reward_func", "xml_reward_func"),
     }
     for name, reward_class in rewards.REWARDS.items():
         (loaded,) = load_rewards([name], next(kind for kind, base in kinds.items() if issubclass(reward_class, base)))

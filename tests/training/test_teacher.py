@@ -31,7 +31,7 @@ from trl.experimental.sdpo.loss_utils import compute_divergence
 
 from mt_grpo.concurrency import run
 from mt_grpo.errors import ConfigError
-from mt_grpo.rewards import TeacherAgreement, score_cut
+from mt_grpo.rewards import TeacherAgreement, TeacherLogRatio, score_cut
 from mt_grpo.runlog import read_trajectories
 from mt_grpo.servers import http
 from mt_grpo.token_tree import TokenTree
@@ -296,6 +296,20 @@ def test_a_turn_earns_what_its_teacher_makes_of_it(teach, build):
         ConfigError, match="There is no reward: .*, or set `distillation_coef` to learn from the teach"
     ):
         teach(rewards=((), ()))
+
+
+def test_what_a_teacher_said_so_far_scores_a_state(teach, build):
+    options = {"state_score": "teacher_log_ratio", "advantage_estimator": "state_baseline"}
+    trainer = teach(**options)
+    trainer.train()
+    for row, whole in enumerate(trainer.batch.trajectories):
+        ratios = torch.tensor(whole.teacher_log_ratios)
+        expected = ratios.cumsum(dim=0) / torch.arange(1, len(ratios) + 1)
+        torch.testing.assert_close(trainer.batch.rewards.state_scores[row, : len(ratios)], expected)
+    whole.teacher_log_ratios = [None, 3.0, None]
+    assert [TeacherLogRatio().score(turn, whole) for turn in whole.turns] == [None, 3.0, 3.0]
+    with pytest.raises(ConfigError, match="'teacher_log_ratio' asks a teacher, and there is none: name one in `teach"):
+        build(**options)
 
 
 def test_a_run_that_goes_on_has_a_teacher_again(teach, build, tmp_path):

@@ -163,3 +163,9 @@ def test_hints_that_no_conversation_can_have_are_refused(teach, build, questions
         teach("sibling", rewards=((), ()))
     with pytest.raises(ConfigError, match="'teacher_agreement' is scored together with the outcomes, and a teach"):
         teach("sibling", rewards=((TeacherAgreement(),), (Named(),)))
+    for sees, said in {
+        "sibling": "sibling` reads after them",
+        "feedback": "feedback` knows how a conversation",
+    }.items():
+        with pytest.raises(ConfigError, match=f"'teacher_log_ratio' is .* a teacher that sees `{said}"):
+            teach(sees, state_score="teacher_log_ratio", advantage_estimator="state_baseline")
