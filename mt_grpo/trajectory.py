@@ -48,16 +48,16 @@ class ToolCall:
     Args:
         name (`str`): Name that the model called.
         arguments (`dict`): Arguments as parsed; empty if the call was malformed.
-        result (`str`): Text that the model gets as the answer: the tool's result, or an error that it can read.
+        result (`str`): Text that the model gets: the tool's result, or an error.
         error (`str`, *optional*): What went wrong; `None` for a call that succeeded.
         executed (`bool`): Whether the tool ran; `False` for a malformed call, an unknown tool or bad arguments.
-        seconds (`float`): Wall time of the tool, waits for a place among other calls not counted.
+        seconds (`float`): Wall time of the tool; waits for a place among other calls are not counted.
         id (`str`, *optional*): Identifier the model gave the call.
         data (`dict`, *optional*): What the tool returned beside its text, for rewards; JSON, never shown to the model.
         start (`float`, *optional*): When the tool was called, in seconds since 1970 (UTC); `None` if it did not run.
         where (`str`, *optional*): Where the tool's code raised, as `FILE, line N, in FUNCTION`.
-        parts (`list[dict]`, *optional*): What the model gets in place of `result`, where it is shown images: the parts
-            of a content, `{"type": "text", "text": ...}` and `{"type": "image", "image": ...}`.
+        parts (`list[dict]`, *optional*): Parts of a message that the model gets in place of `result`, with images and
+            sounds; `{"type": "text", "text": ...}` and `{"type": "image", "image": ...}`.
         returned (`list`, *optional*): The list that the tool returned, where reward functions get it as TRL has it.
     """
 
@@ -93,18 +93,18 @@ class Turn:
         seconds (`float`): Time the engine took.
         weight_version (`int`, *optional*): Optimiser step of the weights it was sampled with; where they changed
             meanwhile, of the first.
-        last_weight_version (`int`, *optional*): Of the last, where they may have changed meanwhile: each token has the
+        last_weight_version (`int`, *optional*): Of the last, if they may have changed meanwhile; each token has the
             log-prob of a version between the two.
-        observation_length (`int`): Tokens at the end of the context that the environment wrote since the turn before.
-        answer (`str`, *optional*): The final answer that the turn gives, where the call protocol finds one.
+        observation_length (`int`): Tokens that the environment wrote since the turn before.
+        answer (`str`, *optional*): The final answer that the turn gives.
         reward (`float`, *optional*): Reward that the environment or a stateful tool gave for this turn.
-        mask (`list[int]`, *optional*): 1 for each sampled token that is trained, 0 for one that the environment took
-            out; `None` where all are trained.
+        mask (`list[int]`, *optional*): 1 for each sampled token that is trained, else 0; `None` where all are
+            trained.
         start (`float`, *optional*): When the engine was asked, in seconds since 1970 (UTC).
         follows (`int`, *optional*): The turn whose message its context goes on from, -1 for one that was begun anew;
             `None` if it goes on from the turn before.
-        given (`list[dict]`): Messages of its context that stand behind that turn's and are no replies to it; of a
-            context that was begun anew, all of them.
+        given (`list[dict]`): Messages of its context after that turn's that are no replies to it; of a context that
+            was begun anew, all of them.
         tools (`list[dict]`, *optional*): Schemas of the tools that its context shows; `None` for the trajectory's.
     """
 
@@ -164,7 +164,7 @@ class Turn:
 @dataclass
 class Trajectory:
     """
-    One conversation. It may be unfinished.
+    One conversation.
 
     Args:
         prompt (`list[dict]`): Messages the conversation began with, system message included.
@@ -181,18 +181,16 @@ class Trajectory:
         seconds (`float`): Wall time of the whole conversation.
         env_rewards (`dict`): Rewards of the whole conversation that its environment gave, by name.
         info (`dict`): What else the environment tells about it.
-        branch_of (`str`, *optional*): Session of the trajectory with which it shares its first turns, where the
-            conversation branched; one that ended before is the same as the other.
-        answer_logprobs (`dict`): Filled in by the trainer for rewards that ask for it, by the reward's name: for each
-            turn the mean log-prob, per token, of the right answer after the context of the turn; `None` for a turn
-            without one.
-        teacher_log_ratios (`list[float | None]`): Filled in by a trainer with a teacher: for each turn the mean, per
-            sampled token, of the teacher's log-prob minus the one it was sampled with; `None` for a turn that it did
-            not read.
-        teacher_hint (`str`, *optional*): What the teacher was shown before each turn, and the policy was not.
+        branch_of (`str`, *optional*): Session of the trajectory with which it shares its first turns; one that ended
+            before it branched is the same as the other.
+        answer_logprobs (`dict`): By reward that asks for it, for each turn the mean log-prob per token of the right
+            answer after the turn's context; `None` for a turn without one.
+        teacher_log_ratios (`list[float | None]`): For each turn the mean, per sampled token, of the teacher's log-prob
+            minus the sampled one; `None` for a turn that it did not read.
+        teacher_hint (`str`, *optional*): What only the teacher was shown before each turn.
         start (`float`, *optional*): When it began, in seconds since 1970 (UTC).
-        where (`str`, *optional*): Where the user's code raised that ended it, as `FILE, line N, in FUNCTION`.
-        traceback (`str`, *optional*): The frames of their code, as Python shows them.
+        where (`str`, *optional*): Where the user's code raised and ended it, as `FILE, line N, in FUNCTION`.
+        traceback (`str`, *optional*): The frames of that code.
         tools (`list[dict]`, *optional*): Schemas of the tools that the chat template showed to the model.
         refusals (`dict[str, int]`): Why requests of an agent were refused, and how many; limits are none.
         environment (*optional*): The environment, while rewards may look at it; it is written nowhere.

@@ -31,9 +31,8 @@ METHODS = {StepEnv: ("reset", "step", "fork", "close"), MultiTurnToolEnv: ("star
 """What a subclass may override, or call."""
 HEAD = """# Reference
 
-For your rewards, environments and agents: what these objects hold. Made from the code by
-`python scripts/write_reference.py`; the docstrings say more, and that of `mt_grpo.credit.RewardBatch` what a rule
-gets.
+For your rewards, environments and agents: what these objects hold. The docstrings say more, and that of
+`mt_grpo.credit.RewardBatch` what a rule gets.
 """
 REWARDS = """## Arguments of rewards
 
