@@ -27,7 +27,8 @@ class Outcome:
     What an environment says when its conversation is over.
 
     Args:
-        rewards (`dict[str, float]`): Rewards of the whole conversation, by name; see the reward `env_reward`.
+        rewards (`dict[str, float]`): Rewards of the whole conversation, by name; see the reward `env_reward`. The name
+            `*` stands for all that are not given.
         stop_reason (`StopReason`, *optional*): Why it ended; `env_done` where it is left out.
         answer (`str`, *optional*): The final answer.
         info (`dict`): What else is worth keeping with the trajectory.

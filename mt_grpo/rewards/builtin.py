@@ -48,7 +48,7 @@ class EnvReward(OutcomeReward):
     def score(self, trajectory: Trajectory, **row: object) -> float | None:
         given = trajectory.env_rewards
         if self.key is not None:
-            return given.get(self.key)
+            return given.get(self.key, given.get("*"))
         return sum(given.values()) if given else None
 
 

@@ -65,6 +65,7 @@ def turn_values(reward, *turns, **row):
         (None, {}, None),
         ("won", {"won": 1.0, "speed": 0.5}, 1.0),
         ("lost", {"won": 1.0}, None),
+        ("lost", {"won": 1.0, "*": 0.0}, 0.0),
     ],
 )
 def test_what_the_environment_gave_is_a_reward(key, given, value):

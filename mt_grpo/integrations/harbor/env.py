@@ -361,7 +361,7 @@ class HarborEnv(MultiTurnToolEnv):
                 raise failure from None
             if not (self._shell.spoilt and isinstance(error, TaskError)):
                 raise
-            done = Verified({"reward": 0.0}, str(error))  # no test can run in what the agent left
+            done = Verified({"reward": 0.0, "*": 0.0}, str(error))  # no test can run in what the agent left
         if failure is not None:
             raise failure
         info: dict[str, Any] = {"verifier_log": done.verifier_log}
