@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import multiprocessing
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -22,6 +23,7 @@ from mt_grpo.errors import ConfigError
 from mt_grpo.integrations.harbor import HarborEnv, HarborTasks, shell
 from mt_grpo.integrations.harbor.bubblewrap import check_usable, read_machine, run_policy
 from mt_grpo.integrations.harbor.containers import owner
+from mt_grpo.rewards import EnvReward
 from mt_grpo.rollout import RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
 from mt_grpo.trajectory import StopReason
 
@@ -132,6 +134,13 @@ def test_turns_are_paid_for_what_verification_gained(make_task, play):
     assert "test.sh" not in found.turns[1].tool_calls[0].result
 
 
+def test_what_the_agent_left_running_is_ended_before_the_tests(make_task, play):
+    test = "rm -f /app/hello.txt; sleep .3; [ -e /app/hello.txt ] && echo 1 || echo 0"
+    loop = "trap '' HUP TERM; while :; do printf hello > /app/hello.txt; sleep .01; done > /dev/null 2>&1"
+    found = play(make_task(test), call(f"setsid bash -c {shlex.quote(loop)} & sleep .3"), SUBMIT, verify_every=1)
+    assert found.turns[0].reward == 1.0 and found.env_rewards == {"reward": 0.0}
+
+
 @pytest.mark.parametrize(
     ("command", "shown"),
     [
@@ -190,20 +199,21 @@ def test_a_shell_that_the_agent_ended_is_begun_again(make_task, play, monkeypatc
     assert found.env_rewards == {"reward": 1.0} and found.stop_reason == StopReason.ENV_DONE
 
 
-@pytest.mark.parametrize(("test", "reward"), [(TEST, 1.0), ("exit 1", 0.0)])
-def test_an_agent_that_spoiled_its_shell_is_verified(make_task, play, monkeypatch, test, reward):
+@pytest.mark.parametrize(("test", "rewards"), [(TEST, [1.0, 1.0, None]), ("exit 1", [0.0, 0.0, 0.0])])
+def test_an_agent_that_spoiled_its_shell_is_verified(make_task, play, monkeypatch, test, rewards):
     monkeypatch.setattr(shell, "GRACE", 1.0)
     spoils = "printf hello > /app/hello.txt; rm /tmp/.shell/command; mkfifo /tmp/.shell/command"
     found = play(make_task(test), call(spoils), call("echo"), SUBMIT, tool_timeout=1)
-    assert found.env_rewards == {"reward": reward} and found.stop_reason == StopReason.ENV_DONE
+    assert [EnvReward(key).score(found) for key in (None, "reward", "style")] == rewards
+    assert found.stop_reason == StopReason.ENV_DONE
     assert "The shell runs no commands any more, also after" in found.turns[1].tool_calls[0].error
-    assert len(found.turns) == 2 and ("holds no numbers" in found.info["verifier_log"]) == (not reward)
+    assert len(found.turns) == 2 and ("holds no numbers" in found.info["verifier_log"]) == (not rewards[0])
 
 
 def test_a_first_command_that_spoils_the_shell_is_verified_too(make_task, play, monkeypatch):
     monkeypatch.setattr(shell, "GRACE", 1.0)
     found = play(make_task(), call("rm /tmp/.shell/command; mkfifo /tmp/.shell/command; kill -9 -1"), tool_timeout=1)
-    assert found.env_rewards == {"reward": 0.0} and found.stop_reason == StopReason.ENV_DONE
+    assert found.env_rewards["reward"] == 0.0 and found.stop_reason == StopReason.ENV_DONE
 
 
 def test_a_sandbox_killed_from_outside_earns_nothing(make_task, play):

@@ -175,6 +175,26 @@ def test_turns_are_paid_for_what_their_verification_gained(make_task, play):
     assert [turn.reward for turn in seldom.turns] == pytest.approx([0.0, 0.3, 0.0, 0.1, 0.0])
 
 
+SERVE = "python3 -m http.server 8000 > /dev/null 2>&1 &"
+LOOP = f"while :; do {HELLO}; done > /dev/null 2>&1 &"
+
+
+@pytest.mark.parametrize(
+    ("begins", "command", "gained", "earned"),
+    [("", LOOP, 1.0, 0.0), (SERVE, LOOP, 3.0, 2.0), ("", SERVE, 2.0, 2.0), ("", f"{SERVE} {LOOP}", 3.0, 3.0)],
+    ids=["loop", "service of the image", "service of the agent", "both"],
+)
+def test_what_the_agent_left_running_does_not_disturb_the_tests(make_task, play, begins, command, gained, earned):
+    serves = "(: < /dev/tcp/127.0.0.1/8000) 2> /dev/null && echo 2 || echo 0"
+    loops = "rm -f /app/hello.txt; sleep 1; [ -e /app/hello.txt ] && echo 1 || echo 0"
+    folder = make_task("left", f"echo $(($({serves}) + $({loops})))")
+    entrypoint = json.dumps(["sh", "-c", f'{begins} exec "$@"', "sh"])
+    with (folder / "left" / "environment" / "Dockerfile").open("a") as dockerfile:
+        dockerfile.write(f"ENTRYPOINT {entrypoint}\n")
+    (found,) = play(folder, call(f"{command} sleep 1"), SUBMIT, verify_every=1)
+    assert found.turns[0].reward == gained and found.env_rewards == {"reward": earned}
+
+
 def test_a_turn_that_breaks_the_verifier_gains_nothing(make_task, play):
     folder = make_task("broken", "[ -e /app/hello.txt ] && cat /app/hello.txt || exit 1")
     (found,) = play(folder, call("true"), call("echo 1 > /app/hello.txt"), SUBMIT, verify_every=1)
@@ -207,7 +227,7 @@ def test_a_verifier_that_fails_is_no_reward_of_the_policys(make_task, play, name
 def test_an_agent_that_spoils_its_shell_is_verified(make_task, play, command):
     test = "grep -q hello /app/hello.txt && echo 1 || echo 0"
     (found,) = play(make_task("spoilt", test), call(f"{HELLO}; {command}"), call("ls /app"), SUBMIT, tool_timeout=5.0)
-    assert found.env_rewards == {"reward": 0.0 if "bash" in command else 1.0}, found.error
+    assert found.env_rewards["reward"] == (0.0 if "bash" in command else 1.0), found.error
     assert found.stop_reason == StopReason.ENV_DONE
 
 

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import math
 import os
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from harbor.agents.base import BaseAgent
 from harbor.constants import MAIN_SERVICE_NAME
-from harbor.environments.base import BaseEnvironment, ExecResult
+from harbor.environments.base import BaseEnvironment, ExecResult, HealthcheckError
 from harbor.environments.docker.docker import DockerEnvironment
 from harbor.environments.podman import PodmanEnvironment
 from harbor.models.agent.context import AgentContext
@@ -32,10 +32,28 @@ from harbor.verifier.factory import VerifierFactory
 from mt_grpo.concurrency import ConcurrencyLimit, abandon, consume_exception, in_thread
 from mt_grpo.errors import describe_error
 from mt_grpo.integrations.harbor.containers import PATIENCE, SHOWN_LOG, TaskError, Verified, image_of, write_overlay
+from mt_grpo.integrations.harbor.shell import GRACE
 from mt_grpo.integrations.openai_api.conversation import Conversation
 
 _DOWN_AGAIN = (2.0, 5.0, 10.0, 20.0)
 """Seconds between attempts to take a container down."""
+_LOOK = 0.5
+"""Seconds between two looks at whether an agent works or waits, or a service is there again."""
+_RUNNING = """
+for p in /proc/[0-9]*; do
+    read -r s < $p/stat && case ${s##*) } in Z*) ;; *) [ $p = /proc/$$ ] || echo $p ;; esac
+done 2> /dev/null
+cat /proc/net/tcp /proc/net/tcp6 2> /dev/null |
+    while read -r n port peer state more; do [ $state != 0A ] || echo port:$port; done
+echo over
+"""
+
+
+class _Running(NamedTuple):
+    """Processes of a container, and the ports that they serve."""
+
+    processes: set[str]
+    ports: set[str]
 
 
 class _Prepared(DockerEnvironment):
@@ -119,6 +137,34 @@ class _Prepared(DockerEnvironment):
             raise TaskError(f"The container was ended from outside of it, or is gone: {(state.stdout or '').strip()}")
         await self._run_docker_compose_command(["restart", "--timeout", "0", MAIN_SERVICE_NAME])  # as it was started
 
+    async def work(self, run: Callable[..., Awaitable[None]], **arguments: Any) -> None:
+        """
+        Lets an agent work, and ends what it left running, which could disturb the tests; not if other ports are served
+        than before, since a task may ask for that.
+        """
+        before = await self._running()
+        (raised,) = await asyncio.gather(run(**arguments), return_exceptions=True)
+        left = await self._running()
+        ports = before.ports if before else set()
+        if not (before and left) or (left.processes - before.processes and left.ports == ports):
+            await self.begin_again()
+            with suppress(TimeoutError, HealthcheckError):  # where the agent broke a service, that is verified
+                async with asyncio.timeout(PATIENCE):
+                    while ports and not ((now := await self._running()) and ports <= now.ports):
+                        await asyncio.sleep(_LOOK)
+                    await self.run_healthcheck()
+        if raised is not None:
+            raise raised
+
+    async def _running(self) -> _Running | None:
+        """What runs in the container; nothing where it does not say."""
+        with suppress(RuntimeError):  # it took too long
+            said = await self._ask("exec", await self._main(), "sh", "-c", _RUNNING, seconds=int(GRACE))
+            words = (said.stdout or "").split()
+            if words[-1:] == ["over"]:
+                return _Running(*({word for word in words if word.startswith(kind)} for kind in ("/proc/", "port:")))
+        return None
+
     async def _main(self) -> str:
         """The container of the task."""
         if self._container is None:
@@ -150,8 +196,6 @@ logger = logging.getLogger(__name__)
 
 AGENT_SECONDS = 1e7
 """The time that Harbor gives the agent. Sampling counts in it, so it is measured here."""
-_LOOK = 0.5
-"""Seconds between two looks at whether an agent works or waits."""
 
 _Talk = Callable[[BaseEnvironment], Awaitable[None]]
 _STARTS = ConcurrencyLimit(max(2, os.cpu_count() or 1))
@@ -266,8 +310,9 @@ async def finish_trial(begun: BegunTrial, asked: Conversation | None = None) -> 
     trial = begun.trial
     with begun.folder:
         if asked is not None:
-            bounded = functools.partial(_work, trial.agent.run, asked, trial.task.config.agent.timeout_sec)
-            trial.agent.run = bounded
+            trial.agent.run = partial(_work, trial.agent.run, asked, trial.task.config.agent.timeout_sec)
+        if isinstance(trial.agent_environment, _Prepared):
+            trial.agent.run = partial(trial.agent_environment.work, trial.agent.run)
         result = await trial.run()
         raised, verified = result.exception_info, result.verifier_result
         error = None if raised is None else f"{raised.exception_type}: {raised.exception_message}"
