@@ -1,5 +1,5 @@
 """
-What branches are worth, exactly, as the table of docs/branching.md. It takes seconds.
+What branches are worth, exactly, as the table of benchmarks/reports/measurements.md. It takes seconds.
 
     python benchmarks/branching.py
 
