@@ -82,6 +82,7 @@ TASKS: dict[str, dict[str, Arm]] = {
         "teacher without rewards": Arm(1.0, rewards=False),
         **{f"teacher {coef}": Arm(coef) for coef in (0.1, 0.3, 1.0)},
         **{f"{what} 0.1": Arm(0.1, (what,)) for what in _SEES},
+        **{f"{what} 0.1, gated": Arm(0.1, (what,), options={"gate": "explained"}) for what in _SEES},
     },
 }
 """The arms of each task."""
