@@ -73,6 +73,10 @@ TASKS: dict[str, dict[str, Arm]] = {
             f"{what} 0.1, {kind}": Arm(0.1, (what,), options={"teacher_model_kind": kind})
             for what, kind in product(_SEES, ("ema", "base"))
         },
+        **{
+            f"sibling 1.0, {kind}": Arm(1.0, ("sibling",), options={"teacher_model_kind": kind})
+            for kind in ("ema", "base")
+        },
         **{f"{what} 0.1, gated": Arm(0.1, (what,), options={"gate": "explained"}) for what in _SEES},
         **{f"{what} without rewards": Arm(1.0, (what,), rewards=False) for what in _SEES},
         **{f"answer {coef}, 30 % wrong": Arm(coef, ("answer",), wrong=0.3) for coef in (0.1, 1.0)},
