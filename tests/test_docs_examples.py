@@ -196,7 +196,7 @@ def train(options: str | dict, *arguments: str, length: str = "16") -> None:
 
 def test_the_example_of_a_credit_rule_trains_in_a_recipe(example, monkeypatch):
     """With the YAML of the page, that of a built-in rule with an option too."""
-    _, rule, with_parts, _ = of_credit("python")
+    _, rule, with_parts = of_credit("python")
     keep_estimators(monkeypatch)
     Path("turn_only.py").write_text(rule + with_parts)
     *_, named, with_option = map(yaml.safe_load, of_credit("yaml"))
