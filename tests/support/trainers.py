@@ -102,6 +102,10 @@ def thinking(session: str, turn: int) -> str:
     return "<think>well</think>" + conversation(session, turn)
 
 
+def one_turn(session: str, turn: int) -> str:
+    return f"<answer>Lima {'of Peru ' * member(session)}</answer>"
+
+
 def batch(trainer: MTGRPOEnvTrainer) -> dict[str, torch.Tensor]:
     trainer.current_gradient_accumulation_steps = 1
     return trainer._generate_and_score_completions([trainer.train_dataset[0]] * 4)

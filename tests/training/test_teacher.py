@@ -18,16 +18,13 @@ from support.trainers import (
     gradient,
     log_probs,
     logged,
-    member,
+    one_turn,
     same,
     thinking,
-    trained_tokens,
     weights,
 )
 from transformers import AutoModelForCausalLM
 from trl import DistillationConfig, DistillationTrainer
-from trl.experimental.sdpo import SDPOConfig, SDPOTrainer
-from trl.experimental.sdpo.loss_utils import compute_divergence
 
 from mt_grpo.concurrency import run
 from mt_grpo.errors import ConfigError
@@ -165,67 +162,22 @@ def test_a_conversation_that_a_teacher_cannot_read_ends_the_run(teach, tokenizer
 # Distillation
 
 
-def one_turn(session, turn):
-    return f"<answer>Lima {'of Peru ' * member(session)}</answer>"
-
-
-@pytest.mark.parametrize("off_policy", [False, True])
-def test_a_turn_is_distilled_as_by_trl(teach, tokenizer, questions, tmp_path, off_policy):
-    """Loss and gradient of TRL's `SDPOTrainer`, whose teacher sees no more than its policy here."""
-    trainer = teach(one_turn, loss_type="grpo", distillation_coef=1.0, temperature=0.7)
-    trainer.model.train()
-    inputs = batch(trainer)
-    inputs["advantages"] *= 0
-    if off_policy:
-        inputs["old_per_token_logps"] = log_probs(trainer, inputs).detach() + torch.linspace(-1, 1, 4)[:, None]
-    loss, learnt = gradient(trainer, inputs)
-    options = {"distillation_mode": "sampled_token", "distillation_alpha": 1.0, "teacher_model_kind": "live"}
-    options |= {"per_device_train_batch_size": 4, "num_generations": 4, "temperature": 0.7, "bf16": False}
-    args = SDPOConfig(str(tmp_path / "sdpo"), use_cpu=True, gradient_checkpointing=False, report_to=[], **options)
-    rows = questions.map(lambda row: {"privileged_context": "none"})
-    theirs = SDPOTrainer(build_model(tokenizer), lambda **given: [], args, rows, processing_class=tokenizer)
-    folder = trainer.args.teacher["model"]
-    theirs.teacher_model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    theirs.current_gradient_accumulation_steps = 1
-    same = {name: torch.cat([inputs[f"prompt_{name}"], inputs[f"completion_{name}"]], 1) for name in ("ids", "mask")}
-    seen = {"teacher_input_ids": same["ids"], "teacher_attention_mask": same["mask"]}
-    expected, other = gradient(theirs, inputs | seen)
-    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
-    assert_near(learnt, other)
-
-
-def distribution(model, inputs, temperature):
-    ids, mask = (torch.cat([inputs[f"prompt_{one}"], inputs[f"completion_{one}"]], 1) for one in ("ids", "mask"))
-    logits = model(ids, attention_mask=mask).logits[:, -inputs["completion_ids"].size(1) - 1 : -1]
-    return (logits / temperature).log_softmax(dim=-1)
-
-
-@pytest.mark.parametrize("whole", [False, True])
-def test_its_likeliest_tokens_are_distilled_as_by_trl(teach, tokenizer, questions, tmp_path, whole):
-    """As by `SDPOTrainer` from a server's, and as by `DistillationTrainer` where they are all."""
-    k = len(tokenizer) if whole else 5
-    trainer = teach(one_turn, loss_type="dapo", distillation_coef=1.0, temperature=0.7, distillation_topk=k)
+def test_all_tokens_of_its_vocabulary_are_distilled_as_by_trl(teach, tokenizer, questions, tmp_path):
+    """As by `DistillationTrainer`; `SDPOTrainer` has its test beside those of hints."""
+    options = {"distillation_coef": 1.0, "temperature": 0.7, "distillation_topk": len(tokenizer)}
+    trainer = teach(one_turn, loss_type="dapo", **options)
     trainer.model.train()
     inputs = batch(trainer)
     inputs["advantages"] *= 0
     loss, learnt = gradient(trainer, inputs)
     teacher = AutoModelForCausalLM.from_pretrained(trainer.args.teacher["model"], dtype=torch.float32)
-    if whole:
-        options = {"temperature": 0.7, "bf16": False, "gradient_checkpointing": False, "report_to": []}
-        args = DistillationConfig(str(tmp_path / "trl"), use_cpu=True, per_device_train_batch_size=4, **options)
-        models = build_model(tokenizer), teacher
-        theirs = DistillationTrainer(*models, args=args, train_dataset=questions, processing_class=tokenizer)
-        theirs.current_gradient_accumulation_steps = 1
-        expected, other = gradient(theirs, inputs)
-    else:
-        seen, chosen = distribution(teacher, inputs, 0.7).detach().topk(k, dim=-1)
-        trainer.model.zero_grad()
-        own = distribution(trainer.model, inputs, 0.7).gather(-1, chosen)
-        distance = compute_divergence(own.log_softmax(dim=-1), seen.log_softmax(dim=-1), alpha=1.0)
-        expected = (distance * trained_tokens(inputs)).sum() / inputs["num_items_in_batch"]
-        expected.backward()
-        other = torch.cat([weight.grad.flatten() for weight in trainer.model.parameters()])
-    torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=1e-6)
+    options = {"temperature": 0.7, "bf16": False, "gradient_checkpointing": False, "report_to": []}
+    args = DistillationConfig(str(tmp_path / "trl"), use_cpu=True, per_device_train_batch_size=4, **options)
+    models = build_model(tokenizer), teacher
+    theirs = DistillationTrainer(*models, args=args, train_dataset=questions, processing_class=tokenizer)
+    theirs.current_gradient_accumulation_steps = 1
+    expected, other = gradient(theirs, inputs)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
     assert_near(learnt, other)
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
-from support.models import build_model
-from support.trainers import batch, conversation, member, thinking
+from support.models import CPU_RUN, build_model
+from support.trainers import assert_near, at, batch, conversation, gradient, log_probs, member, one_turn, thinking
+from trl.experimental.sdpo import SDPOConfig, SDPOTrainer
 
 from mt_grpo.envs import Step, StepEnv
 from mt_grpo.errors import ConfigError
@@ -49,13 +52,17 @@ def teach(build):
     return make
 
 
-@torch.no_grad()
-def alone(trainer, path, size, hint):
-    """Log-probs in the places of a path's last ids, from a forward with a hint at the end of the message before."""
-    context, action = path[:-size], path[-size:]
+def hinted(trainer, context, hint):
+    """The ids of a context with a hint at the end of its last message."""
     end = len(context) - context[::-1].index(trainer.runner.renderer.end_id) - 1
     shown = trainer._tokenizer.encode(f"\n\n{hint}", add_special_tokens=False)
-    ids = torch.tensor([context[:end] + shown + context[end:] + action])
+    return context[:end] + shown + context[end:]
+
+
+@torch.no_grad()
+def alone(trainer, path, size, hint):
+    """Log-probs in the places of a path's last ids, from a forward with a hint before them."""
+    ids = torch.tensor([hinted(trainer, path[:-size], hint) + path[-size:]])
     logits = trainer.model(input_ids=ids).logits[0, -size - 1 : -1].float() / trainer.temperature
     return logits.log_softmax(dim=-1)
 
@@ -169,3 +176,51 @@ def test_hints_that_no_conversation_can_have_are_refused(teach, build, questions
     }.items():
         with pytest.raises(ConfigError, match=f"'teacher_log_ratio' is .* a teacher that sees `{said}"):
             teach(sees, state_score="teacher_log_ratio", advantage_estimator="state_baseline")
+
+
+@torch.no_grad()
+def served(model, sequences, prompt_lengths, top_logprobs, temperature):
+    """What TRL's client of a vLLM server with a model answers."""
+    found = {"actual_logprobs": [], "logprobs": [], "logprob_token_ids": []}
+    for ids, begin in zip(sequences, prompt_lengths, strict=True):
+        logprobs = (model(torch.tensor([ids])).logits[0, begin - 1 : -1] / temperature).log_softmax(dim=-1)
+        own = logprobs.gather(1, torch.tensor(ids[begin:])[:, None])
+        for each, values in zip(found.values(), (own, *logprobs.topk(top_logprobs)), strict=True):
+            each.append(values.tolist())
+    return found
+
+
+@pytest.mark.parametrize("kind", ["live", "ema"])
+@pytest.mark.parametrize("top", [None, 5, 335], ids=["sampled", "likeliest", "all"])
+def test_loss_and_gradient_are_those_of_sdpo_trainer(build, tokenizer, questions, tmp_path, kind, top):
+    keys = {"teacher_model_kind": kind} | ({"teacher_update_rate": 0.3} if kind == "ema" else {})
+    options = {"loss_type": "grpo", "temperature": 0.7, "distillation_topk": top}
+    build_model(tokenizer).save_pretrained(tmp_path / "begun")
+    mode = {"distillation_mode": "topk_logits" if top else "sampled_token", "distillation_alpha": 1.0}
+    args = SDPOConfig(str(tmp_path / "sdpo"), **CPU_RUN, **mode, **keys, **options)
+    rows = questions.map(lambda row: {"privileged_context": ""})
+    theirs = SDPOTrainer(str(tmp_path / "begun"), lambda **given: [], args, rows, processing_class=tokenizer)
+
+    def follow(model, state, **_):  # its own callbacks make the mean
+        theirs.model.load_state_dict(model.state_dict())
+        theirs.callback_handler.on_step_end(theirs.args, state, theirs.control)
+
+    keys |= {"model": "self", "sees": ["answer"]}
+    watch = [at("on_step_end", follow)]
+    trainer = build(one_turn, teacher=keys, distillation_coef=1.0, callbacks=watch, **options)
+    trainer.train()
+    trainer.model.train()
+    inputs = batch(trainer)
+    inputs["advantages"] *= 0
+    inputs["old_per_token_logps"] = log_probs(trainer, inputs).detach() + torch.linspace(-1, 1, 4)[:, None]
+    loss, learnt = gradient(trainer, inputs)
+    if top == 5:  # those of the teacher, which TRL takes where that is on a server
+        theirs.teacher_client = SimpleNamespace(get_sequence_logprobs=partial(served, theirs.teacher_model))
+        theirs.use_teacher_server, theirs._last_loaded_step = True, theirs.state.global_step
+    context = hinted(trainer, inputs["prompt_ids"][0].tolist(), "The right answer is\nLima 0")
+    ids = torch.cat([torch.tensor([context] * 4), inputs["completion_ids"]], dim=1)
+    mask = torch.cat([torch.ones(4, len(context)), inputs["completion_mask"]], dim=1)
+    theirs.current_gradient_accumulation_steps = 1
+    expected, other = gradient(theirs, inputs | {"teacher_input_ids": ids, "teacher_attention_mask": mask})
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+    assert_near(learnt, other)
