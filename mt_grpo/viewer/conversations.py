@@ -39,6 +39,7 @@ def trajectory(run: Run, columns: Columns, session: str) -> Row:
         "group": {
             "mean": _mean_and_std(_rewards_that_count(members))[0],
             "sessions": [member["session"] for member in members],
+            "rewards": [member["reward"] for member in members],
             **{name: row[name] for name in ("mode", "step", "k", "group")},
         },
         "branch": next(member for member in members if member["session"] == session),

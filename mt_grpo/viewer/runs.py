@@ -196,6 +196,7 @@ def _compared(sides: dict[str, tuple[dict[tuple[str, int], Any], Columns]]) -> R
                     "right": is_right(right, rewards, enough),
                     "answer": answers[codes[columns.positions[session]]],
                     "reward": reward,
+                    "rights": f"{sum(right):.0f} of {len(right)}" if len(right) > 1 else "",
                 }
             )
         rights = [cell["right"] for cell in cells]

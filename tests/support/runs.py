@@ -40,7 +40,14 @@ def copy_tokenizer(folder: Path) -> None:
 
 
 def write_run(
-    folder: Path, steps: int = 3, groups: int = 4, group_size: int = 4, ranks: int = 1, seed: int = 0, poison: str = ""
+    folder: Path,
+    steps: int = 3,
+    groups: int = 4,
+    group_size: int = 4,
+    ranks: int = 1,
+    seed: int = 0,
+    poison: str = "",
+    group_size_eval: int = 1,
 ) -> Path:
     """
     Writes a run: an evaluation of `groups` questions before and after, and `steps` steps of `groups` groups.
@@ -53,7 +60,7 @@ def write_run(
     rewards = [{**reward, "name": reward["name"] + poison} for reward in REWARDS]
     draw = random.Random(seed)
     writers = [RunWriter(folder, rank) for rank in range(ranks)]
-    sizes = {"started": START, "group_size": group_size, "group_size_eval": 1, "processes": ranks}
+    sizes = {"started": START, "group_size": group_size, "group_size_eval": group_size_eval, "processes": ranks}
     names = {"rewards": rewards, "estimator": "mt_grpo" + poison, "model": "embedded" + poison}
     options = {"learning_rate": "1e-4" + poison, "max_steps" + poison: 4} if poison else {}
     about = {"kind": "run", "version": 1, **sizes, **names, "options": options}
@@ -61,7 +68,7 @@ def write_run(
     for moment in range(steps + 2):
         step = min(max(0, moment - 1), steps)
         mode = "train" if 0 < moment <= steps else "eval"
-        size = group_size if mode == "train" else 1
+        size = group_size if mode == "train" else group_size_eval
         count = groups * size // ranks
         skill = step / max(1, steps)
         batches, lines = [], []

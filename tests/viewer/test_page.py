@@ -20,7 +20,7 @@ from mt_grpo.trajectory import StopReason, Trajectory
 from mt_grpo.viewer.runs import Runs
 
 POISON = f"_{'w' * 90} {HOSTILE} \u202eside\u202c {'long words of a name ' * 8}"
-VIEWS = ("overview", "find", "groups", "group", "trajectory", "compare", "context")
+VIEWS = ("overview", "find", "groups", "group", "trajectory", "compare", "context", "beside")
 UNDER_WAY = {
     "session": "s",
     "turns": 2,
@@ -126,8 +126,10 @@ def test_all_stays_in_its_box_and_can_be_read_and_named(browser, poisoned, width
     folder, live = poisoned
     poisoned_run = queries_of(live)
     calls = next(row["session"] for row in poisoned_run.run.rows if row["calls"])
-    one = ("overview", "find?q=capital", *VIEWS[2:], f"trajectory?read=1&session={calls}", "apart", "run")
+    one = ("overview", "find?q=capital", *VIEWS[2:], "apart", "run", f"trajectory?read=1&session={calls}")
+    one += (f"beside?a={calls}",)
     several = ("runs", "overview?run=failed", f"overview?run={live.name}", "find?run=second", "trajectory?run=second")
+    several += (f"beside?run=second&other={live.name}&with=second%0A{live.name}",)
     wrong = []
     for queries, views in ((poisoned_run, one), (Runs(folder), several)):
         with opened(browser, queries, views[0], viewport={"width": width, "height": 860}) as page:
@@ -442,6 +444,54 @@ def test_runs_are_compared_and_opened(browser, several_runs):
         page.wrong.clear()  # the browser notes the status 400
 
 
+def test_two_models_are_read_side_by_side(browser, tmp_path):
+    for seed, name in enumerate(("third", "second", "first")):  # the latest comes first
+        write_run(tmp_path / name, steps=1, groups=5, seed=seed, group_size_eval=3)
+        (tmp_path / name / "metrics.jsonl").unlink()  # models that were evaluated have none
+    with opened(browser, Runs(tmp_path), "runs") as page:
+        page.check("[aria-label='compare third']")
+        page.wait_for_selector(".asked thead th:text-is('third')")
+        asked = Runs(tmp_path).answer("questions", {"runs": "first\nsecond\nthird"})["rows"]
+        assert texts(page, ".asked tbody th") == [row["prompt"] for row in asked] and not count(page, ".overlaid")
+        assert {each[-1] for each in texts(page, ".asked td")} == {"3"}  # `2 of 3`
+        page.click(".asked th a >> nth=1")
+        shown(page, "beside")
+
+        def reads(side, name, session):
+            whole = open_run(tmp_path / name).trajectory(session)
+            said = page.locator(".sides > section").nth(side)
+            words = " ".join(said.inner_text().split())
+            turns = [turn["message"]["content"].partition(" <tool>")[0] for turn in whole["turns"]]
+            replies = [reply["content"] for turn in whole["turns"] for reply in turn["replies"]]
+            prompt = [f"{message['role']} {message['content']}" for message in whole["prompt"]]
+            for each in (*prompt, *turns, *replies, whole["stop_reason"], f"reward {whole['index']['reward']:.2f}"):
+                assert " ".join(each.split()) in words
+            assert said.get_by_role("combobox").input_value() == name
+            assert said.locator("[aria-pressed=true]").inner_text().startswith(f"{whole['index']['member'] + 1}: ")
+
+        one, two, three = (cell["session"] for cell in asked[1]["cells"])
+        reads(0, "first", one)
+        reads(1, "second", two)
+        page.locator(".sides > section").nth(1).locator("button:has-text('3: ')").click()
+        address_has(page, f"a={one}", f"b={two[:-1]}{int(two[-1]) + 2}")
+        page.wait_for_selector(".sides > section:nth-child(2) [aria-pressed=true]:has-text('3: ')")
+        reads(1, "second", f"{two[:-1]}{int(two[-1]) + 2}")
+        page.get_by_label("The other model").select_option("third")
+        page.wait_for_selector(".sides > section[aria-label=third]")
+        reads(1, "third", three)
+        page.keyboard.press("ArrowRight")
+        page.wait_for_selector("main:has-text('3 of 5')")
+        reads(0, "first", asked[2]["cells"][0]["session"])
+        reads(1, "third", asked[2]["cells"][2]["session"])
+        left, right = (page.locator(".sides > section").nth(n).bounding_box() for n in (0, 1))
+        assert left["y"] == right["y"] and left["x"] + left["width"] <= right["x"]
+        page.set_viewport_size({"width": 390, "height": 800})
+        left, right = (page.locator(".sides > section").nth(n).bounding_box() for n in (0, 1))
+        assert left["y"] + left["height"] <= right["y"] and left["x"] == right["x"]
+        page.click("text=◀ questions")
+        page.wait_for_selector(".asked thead th:text-is('third')")
+
+
 @pytest.fixture
 def exported(run_folder, tmp_path):
     """The path of a file of what a filter lets through."""
@@ -479,7 +529,9 @@ def test_the_exported_file_opens_offline_and_says_the_same(browser, exported, pa
 
 def test_links_of_a_file_obey_its_filter(browser, exported, queries):
     text = "mode=train step=3 errors>0"
-    inside = {queries.run.rows[place]["session"] for place in queries.select(text).tolist()}
+    rows = [queries.run.rows[place] for place in queries.select(text).tolist()]
+    inside = {row["session"] for row in rows}
+    of_group = [row for row in rows if row["group"] == rows[0]["group"]]
     with watched(browser, offline=True) as page:
         page.address = exported(text).as_uri()
         go(page, "overview")
@@ -489,6 +541,10 @@ def test_links_of_a_file_obey_its_filter(browser, exported, queries):
             hrefs = page.locator("main a[href^='#/']").evaluate_all("all => all.map(a => a.getAttribute('href'))")
             sessions = [href.split("session=")[1].split("&")[0] for href in hrefs if "#/trajectory?session=" in href]
             assert set(sessions) <= inside and (view != "find" or len(sessions) == len(inside)), view
+        go(page, "beside")
+        same = page.evaluate("document.querySelectorAll('.sides > section:first-child .choice button').length")
+        assert same == (len(of_group) if len(of_group) > 1 else 0)
+        go(page, "trajectory")
         apart = page.locator("a:text-is('difference to another')")
         if apart.count():  # where another of its group is in the file
             assert apart.get_attribute("href").split("b=")[1] in inside

@@ -58,6 +58,7 @@ export function missing(href) {
     trajectory: () => !asked.session || inFile(asked.session),
     context: () => inFile(asked.session),
     apart: () => inFile(asked.a) && inFile(asked.b),
+    beside: () => inFile(asked.a) && inFile(asked.b),
     group: () => !asked.group || `${asked.mode} ${asked.step} ${asked.k} ${asked.group}` in group,
     groups: () => !asked.step || `${asked.mode ?? 'train'} ${asked.step}` in groups,
   }[view]

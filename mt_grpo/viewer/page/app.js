@@ -2,6 +2,7 @@
 
 import { ask, current, exported, missing } from './api.js'
 import { apart } from './apart.js'
+import { beside } from './beside.js'
 import { compare } from './compare.js'
 import { context } from './context.js'
 import { h, link, nothing, number, plural } from './dom.js'
@@ -25,6 +26,7 @@ const VIEWS = {
   run: ['Run', run],
   context: [null, context, 'trajectory'],
   apart: [null, apart, 'trajectory'],
+  beside: [null, beside, 'runs'],
 }
 const POLL = 2000
 const KEEP = 150
@@ -148,6 +150,7 @@ function obeyFilter() {
 async function begin() {
   if (exported) new MutationObserver(obeyFilter).observe(document.body, { childList: true, subtree: true })
   if (!exported) several = (await ask('runs').catch(() => ({ runs: [] }))).runs.map(run => run.name)
+  if (!several.length) VIEWS.beside[2] = 'compare'  // two evaluations of the run
   addEventListener('hashchange', show)
   show()
   if (exported) look()

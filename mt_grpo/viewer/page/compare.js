@@ -48,7 +48,8 @@ export async function compare(main, asked) {
       const wholes = await Promise.all(row.sessions.map(session => ask('trajectory', { session })))
       if (mine !== turn) return
       title.replaceChildren(h('h2', {}, wholes[0].question), h('p', { class: 'dim' }, h('span', { class: `kind ${name(row.kind)}` }, row.kind),
-        ' · ', h('a', { href: link('apart', { a: row.sessions[0], b: row.sessions[1] }) }, 'token by token'),
+        ' · ', h('a', { href: link('apart', { a: row.sessions[0], b: row.sessions[1] }) }, 'token by token'), ' · ',
+        h('a', { href: link('beside', { a: row.sessions[0], b: row.sessions[1] }) }, 'to read'),
         wholes[0].accepted.length > 0 && [' accepted: ', h('b', { class: 'mono ink' }, wholes[0].accepted.join(' · '))]))
       sides.replaceChildren(...wholes.map((whole, n) => side(whole, n ? view.to : view.from)))
     } catch (error) {

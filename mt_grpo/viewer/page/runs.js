@@ -3,7 +3,7 @@
 import { ask } from './api.js'
 import { h, link, nothing, number, percent, plural, rightSign, s, short } from './dom.js'
 
-const MOST = 7
+const MOST = 7, MOST_ROWS = 500
 /** The colour of each state. */
 export const DOTS = { running: 'run', finished: 'ok', stopped: 'off', failed: 'bad', died: 'bad', unknown: 'off' }
 const STATES = ['running', 'finished', 'stopped', 'failed', 'died']
@@ -19,7 +19,8 @@ export async function runs(main, asked) {
   const url = () => link('runs', { with: state.ticked.join('\n'), metric: state.metric === 'reward' ? null : state.metric,
     by: state.by === 'step' ? null : state.by, sort: state.sort })
   let answer = await ask('runs')
-  if (!asked.has('with')) state.ticked = answer.runs.filter(run => !run.error && run.reward.length).slice(0, 2).map(run => run.name)
+  const sound = answer.runs.filter(run => !run.error), trained = sound.filter(run => run.reward.length)
+  if (!asked.has('with')) state.ticked = (trained.length ? trained : sound).slice(0, 2).map(run => run.name)
   state.ticked = state.ticked.filter(name => answer.runs.some(run => run.name === name))
 
   const draw = () => {
@@ -53,7 +54,7 @@ export async function runs(main, asked) {
       ask('questions', { runs: names }).catch(error => ({ error: error.message }))])
     if (mine !== turn) return
     const change = values => { Object.assign(state, values); history.replaceState(null, '', url()); compare() }
-    below.replaceChildren(curvesCard(curves, state, change), questionsCard(asked_, state))
+    below.replaceChildren(curves.metrics.length > 1 ? curvesCard(curves, state, change) : '', questionsCard(asked_, state))  // models that were evaluated have no curves
   }
   input.addEventListener('input', () => { state.text = input.value; draw() })
   main.replaceChildren(h('div', { class: 'bar' }, h('h2', {}, 'Runs'), h('span', { class: 'choices' }, kinds, input)), list, below)
@@ -220,15 +221,15 @@ function questionsCard(view, state) {
   const only = names.map((name, place) => [`only ${name}`, `c${place % 7}`])
   const parts = [['all', 'still-right'], ...(names.length > 1 ? only : []), ['none', 'still-wrong']]
   const label = { all: names.length > 2 ? 'all right' : names.length > 1 ? 'both right' : 'right', none: names.length > 1 ? 'neither' : 'wrong' }
-  const some = view.rows.filter(row => row.kind === 'some')
-  const rows = some.length ? some : view.rows.filter(row => row.kind === 'none')
+  const question = row => (names.length < 2 ? row.prompt : h('a', { title: 'Read both conversations', href: link('beside',
+    { run: names[0], a: row.cells[0].session, other: names[1], b: row.cells[1].session, with: names.join('\n') }) }, row.prompt))
   return h('section', { class: 'card' }, h('h3', {}, `${plural(view.asked, 'held-out question')} that all were asked`,
     h('span', { class: 'dim' }, steps.length === 1 ? ` · step ${steps[0]}` : ` · at the last evaluation of each`)),
   h('div', { class: 'shares' }, parts.filter(([kind]) => view.counts[kind]).map(([kind, colour]) =>
     h('span', { class: `${colour} fill`, css: { flex: String(view.counts[kind]) } }))),
   h('p', { class: 'reading-line' }, parts.map(([kind, colour]) => h('span', {}, h('span', { class: `swatch fill ${colour}` }), `${label[kind] ?? kind} `, h('b', {}, view.counts[kind] ?? 0)))),
-  h('div', { class: 'scrolled' }, h('table', { class: 'asked' }, h('thead', {}, h('tr', {}, h('th', { scope: 'col' }, some.length ? 'where they differ' : 'none is right'),
-    names.map(name => h('th', { scope: 'col' }, name)))), h('tbody', {}, rows.slice(0, 60).map(row => h('tr', {}, h('th', { scope: 'row' }, row.prompt),
+  h('div', { class: 'scrolled' }, h('table', { class: 'asked' }, h('thead', {}, h('tr', {}, h('th', { scope: 'col' }, view.rows.length > MOST_ROWS ? `the first ${MOST_ROWS}, differing ones first` : 'differing ones first'),
+    names.map(name => h('th', { scope: 'col' }, name)))), h('tbody', {}, view.rows.slice(0, MOST_ROWS).map(row => h('tr', {}, h('th', { scope: 'row' }, question(row)),
     row.cells.map((each, n) => h('td', {}, h('a', { href: link('trajectory', { run: names[n], session: each.session }), class: each.right ? 'right' : 'wrong' },
-      rightSign(each.right), each.answer ?? '–')))))))))
+      rightSign(each.right), each.answer ?? '–'), each.rights && h('span', { class: 'dim' }, ` ${each.rights}`)))))))))
 }

@@ -5,7 +5,7 @@ import { chip, choice, facts, groupLink, h, link, number, plural, signed } from 
 import { noteOf } from './notes.js'
 import { large, shadesOf } from './shades.js'
 import { treeCard } from './tree.js'
-import { placesByTurn, promptCard, turnCard } from './turns.js'
+import { conversation, placesByTurn } from './turns.js'
 import { whyPanel } from './why.js'
 
 const NAMES = ['advantage', 'log-prob', 'engine − trainer', 'ratio', 'entropy']
@@ -102,10 +102,7 @@ export async function trajectory(main, asked) {
     card.scrollIntoView({ block: 'start' })
   }
 
-  const cards = h('div', { class: 'talk' }, promptCard(whole, state.reading), whole.turns.map((_, n) => turnCard(whole, n, places[n], spans, openWhy, state.reading)),
-    whole.error && h('div', { class: 'said wrong' }, whole.error),
-    Object.entries(whole.refusals ?? {}).map(([why, number]) => h('div', { class: 'said wrong' }, `${plural(number, 'request')} refused: ${why}`)),
-    whole.where && h('pre', { class: 'said wrong' }, whole.traceback))
+  const cards = h('div', { class: 'talk' }, conversation(whole, places, spans, openWhy, state.reading))
   cards.addEventListener('mouseover', event => {
     const i = event.target.closest('.tokens span')?.place
     if (i !== undefined && !state.pinned) point(i, false)
@@ -195,7 +192,8 @@ function legend(shade) {
   return h('span', { class: 'scale' }, shade.ends[0], h('span', { class: `ramp ${shade.kind}` }), shade.ends[1])
 }
 
-function outcome(whole) {
+/** What it earned, and how it ended. */
+export function outcome(whole) {
   const { index, rewards, short: names } = whole
   const each = Object.entries(rewards.outcome ?? {}).map(([name, value]) => [names[name].replaceAll('_', ' '), number(value)])
   const turns = Object.entries(rewards.turn ?? {}).map(([name, values]) =>

@@ -15,7 +15,7 @@ export function placesByTurn(whole) {
 }
 
 /** What stands before the first turn. */
-export function promptCard(whole, reading = false) {
+function promptCard(whole, reading) {
   return h('div', { class: 'said prompt' }, whole.prompt.map(message => (reading ? [h('b', {}, message.role), read(message)]
     : h('p', { dir: 'auto' }, h('b', {}, message.role), ' ', short(words(message))))))
 }
@@ -23,6 +23,14 @@ export function promptCard(whole, reading = false) {
 /** Long text folded. */
 function short(text) {
   return text.length > LONG ? folded(h('span', {}, text), `all ${plural(text.length, 'character')}`) : text
+}
+
+/** All that was said, and why it ended early; see `turnCard`. */
+export function conversation(whole, places, spans, open, reading) {
+  return [promptCard(whole, reading), whole.turns.map((_, n) => turnCard(whole, n, places[n], spans, open, reading)),
+    whole.error && h('div', { class: 'said wrong' }, whole.error),
+    Object.entries(whole.refusals ?? {}).map(([why, number]) => h('div', { class: 'said wrong' }, `${plural(number, 'request')} refused: ${why}`)),
+    whole.where && h('pre', { class: 'said wrong' }, whole.traceback)]
 }
 
 /**
