@@ -245,11 +245,13 @@ def serve(arguments: list[str]) -> int:
     with ends_at_once():
         from mt_grpo.app import serve as server
 
-    recipe, replicas = _trained(request), request.own["replicas"]
+    recipe, replicas, metrics = _trained(request), request.own["replicas"], request.own["metrics_address"]
     if request.run is None:
-        return server.serve(recipe, replicas)
+        return server.serve(recipe, replicas, metrics)
     if replicas is not None:
         raise ConfigError("`--replicas` starts servers for a trainer: for a trained model start one on each port.")
+    if metrics is not None:
+        raise ConfigError(server.OF_SEVERAL)
     return server.serve_trained(recipe, request.run)
 
 

@@ -172,6 +172,7 @@ OWN_OPTIONS: dict[str, dict[str, SchemaOption]] = {
         **_TRUST,
         "replicas": _number("Servers to start, each on GPUs of its own.", 1),
         "checkpoint": _CHECKPOINT,
+        "metrics_address": SchemaOption("Where Prometheus reads which replicas live: a port, or HOST:PORT."),
     },
     "chat": {
         **_TRUST,

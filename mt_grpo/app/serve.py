@@ -23,11 +23,12 @@ from mt_grpo.errors import ConfigError
 from mt_grpo.options.rules import check_served
 from mt_grpo.options.values import HAS_A_USER, env_type
 from mt_grpo.servers.addresses import EVERYWHERE, expand_addresses, host_url, is_local
-from mt_grpo.servers.start import Replica, check_keys, run_replicas, share_gpus
+from mt_grpo.servers.start import Replica, check_keys, run_replicas, share_gpus, vitals
 from mt_grpo.training.checkpoint import adapter_settings
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.model import resolve_base, resolve_model
 from mt_grpo.training.servers import command_at, cpu_defaults, interpreter, server_dtype, visible_gpus
+from mt_grpo.training.step_log import serving
 from mt_grpo.weights.files import LoraTransport
 
 
@@ -37,13 +38,23 @@ def server_command(recipe: Recipe) -> tuple[list[str], dict[str, str]]:
     return command_at(host, port, recipe.training, recipe.model)
 
 
-def serve(recipe: Recipe, replicas: int | None = None) -> int:
-    """Prints the command and becomes it; of several servers prints all, and waits until they have ended."""
+OF_SEVERAL = (
+    "`--metrics_address` says which of several servers live (`--replicas`): one has metrics of its own, at `/metrics`."
+)
+
+
+def serve(recipe: Recipe, replicas: int | None = None, metrics_address: str | None = None) -> int:
+    """
+    Prints the command and becomes it; of several servers prints all, and waits until they have ended. Prometheus is
+    told meanwhile, at `metrics_address`, which of them live.
+    """
     args = recipe.training
     check_served(vars(args))
     check_keys()
     addresses = _addresses(args, replicas)
     if len(addresses) == 1:
+        if metrics_address is not None:
+            raise ConfigError(OF_SEVERAL)
         command, environment = server_command(recipe)
         print(Replica("", command, environment).line, flush=True)
         os.execve(command[0], command, {**os.environ, **environment})
@@ -57,7 +68,10 @@ def serve(recipe: Recipe, replicas: int | None = None) -> int:
         host, first = addresses[0]
         host = "THIS_MACHINE" if host in EVERYWHERE else f"[{host}]" if ":" in host else host
         print(f"The trainer finds them with `--vllm_server_base_url http://{host}:[{first}-{addresses[-1][1]}]`.")
-    return run_replicas(found)
+    if metrics_address is None:
+        return run_replicas(found)
+    with serving(metrics_address, "server", lambda: vitals(found)):
+        return run_replicas(found, listens=True)
 
 
 _PARSERS = {

@@ -217,7 +217,7 @@ async def wait_for_servers(
         while True:
             for server in list(silent):
                 try:
-                    await _hear(http, server)
+                    await hear(http, server)
                     if check is not None:
                         await check(server)
                     silent.remove(server)
@@ -238,7 +238,7 @@ async def wait_for_servers(
             await asyncio.sleep(min(POLL, max(0.0, timeout - waited)))
 
 
-async def _hear(http: aiohttp.ClientSession, server: Server) -> None:
+async def hear(http: aiohttp.ClientSession, server: Server) -> None:
     """Asks a server for its health. The status says it: what stands before a server may answer with a text."""
     status, body, _ = await exchange(http, server, "GET", "/health", None, CONNECT_TIMEOUT)
     if status != 200:

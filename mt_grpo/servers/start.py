@@ -19,13 +19,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from mt_grpo.concurrency import run
 from mt_grpo.errors import ConfigError
 from mt_grpo.servers import watchdog
-from mt_grpo.servers.http import Server, ServerSetupError, wait_for_servers
+from mt_grpo.servers.http import RequestFailed, Server, ServerSetupError, hear, open_session, wait_for_servers
 from mt_grpo.vllm_plugin import check_keys_folder
 
 logger = logging.getLogger(__name__)
@@ -34,17 +34,22 @@ CHECK_EVERY = 1.0
 _NOTICE_AFTER = 15.0
 """Seconds after which it is said that a server starts."""
 
+_LISTEN_EVERY = 5.0
+"""Seconds between two looks at a server's health."""
+
 _DIE_WITH_PARENT = 1  # of prctl
 _ENDS = signal.SIGTERM, signal.SIGINT
 
 
-@dataclass(frozen=True)
+@dataclass
 class Replica:
-    """A server to start."""
+    """A server to start; then whether its process lives, and when it last answered."""
 
     url: str
     command: list[str]
     environment: dict[str, str]
+    lives: bool = False
+    heard: float = field(default_factory=time.monotonic)
 
     @property
     def line(self) -> str:
@@ -62,15 +67,24 @@ def share_gpus(replicas: int, each: int, visible: Sequence[str]) -> list[str]:
     return [",".join(visible[number * each : (number + 1) * each]) for number in range(replicas)]
 
 
-def run_replicas(replicas: Sequence[Replica]) -> int:
+def vitals(replicas: Sequence[Replica]) -> dict[str, dict[str, float]]:
+    """What a supervisor knows of each server: whether the process that it started lives, and how long it is silent."""
+    return {
+        "replica_running": {each.url: float(each.lives) for each in replicas},
+        "replica_silent_seconds": {each.url: time.monotonic() - each.heard for each in replicas},
+    }
+
+
+def run_replicas(replicas: Sequence[Replica], listens: bool = False) -> int:
     """
     Starts servers and waits until all have ended. The first Ctrl-C or SIGTERM is passed on as SIGTERM, at which each
     finishes the requests under way; the second one ends them at once. One that ends by itself ends no other. All get
-    SIGTERM where this process is killed. It has to be called in the main thread, whose end they see.
+    SIGTERM where this process is killed. It has to be called in the main thread, whose end they see. With `listens` it
+    asks each for its health, for `vitals`.
     """
     before = {number: signal.getsignal(number) for number in _ENDS}
     try:
-        return asyncio.run(_supervise(replicas))  # an event loop misses no signal, whenever it comes
+        return asyncio.run(_supervise(replicas, listens))  # an event loop misses no signal, whenever it comes
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -82,7 +96,7 @@ def _here() -> str:
     return f"srun --jobid={job} --nodelist={node} --ntasks=1 --overlap env " if job and node else ""
 
 
-async def _supervise(replicas: Sequence[Replica]) -> int:
+async def _supervise(replicas: Sequence[Replica], listens: bool) -> int:
     processes: list[asyncio.subprocess.Process] = []
     libc, supervisor, told = ctypes.CDLL(None), os.getpid(), 0  # loaded before the fork
 
@@ -103,11 +117,21 @@ async def _supervise(replicas: Sequence[Replica]) -> int:
 
     async def tell_end(replica: Replica, process: asyncio.subprocess.Process) -> None:
         status = await process.wait()
+        replica.lives = False
         if not told:
             sys.stderr.write(
                 f"mt-grpo: the server at {replica.url} has ended with status {status}. The run goes on with the "
                 f"others, and takes it back once it is started again here: {_here()}{replica.line}\n"
             )
+
+    async def listen(replica: Replica) -> None:
+        server = Server(replica.url)
+        async with open_session() as http:
+            while True:
+                with contextlib.suppress(RequestFailed):
+                    await hear(http, server)
+                    replica.heard = time.monotonic()
+                await asyncio.sleep(_LISTEN_EVERY)
 
     for number in _ENDS:
         asyncio.get_running_loop().add_signal_handler(number, end)
@@ -121,11 +145,15 @@ async def _supervise(replicas: Sequence[Replica]) -> int:
             *replica.command, env=environment, process_group=0, preexec_fn=end_with_supervisor
         )
         processes.append(process)
+        replica.lives = True
         if told:  # before it was among them
             with contextlib.suppress(ProcessLookupError):
                 process.send_signal(signal.SIGTERM)
         watches.append(asyncio.create_task(tell_end(replica, process)))
+    listeners = [asyncio.create_task(listen(replica)) for replica in replicas if listens]
     await asyncio.gather(*watches)
+    for listener in listeners:
+        listener.cancel()
     return 0 if told else 1
 
 

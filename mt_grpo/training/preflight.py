@@ -49,7 +49,7 @@ def check_surroundings(args: MTGRPOConfig) -> None:
     _check_device(args)
     check_trackers(args)
     if args.metrics_address is not None and args.process_index == 0:
-        with serving(args.metrics_address, "", dict):  # for a moment
+        with serving(args.metrics_address, "run", dict):  # for a moment
             pass
     if args.push_to_hub:
         check_push(args)

@@ -223,15 +223,16 @@ class ResumableTrainer(GRPOTrainer):
         if address is None or not self.is_world_process_zero():
             return nullcontext()
 
-        def look() -> dict[str, float]:
-            return {
+        def look() -> dict[str, dict[str, float]]:
+            numbers = {
                 **self.step_log.logged,
                 "step": self.state.global_step,
                 "max_steps": self.state.max_steps,
                 "conversations_under_way": len(self.step_log.activity.conversations()),
             }
+            return {name: {Path(self.args.output_dir).name: value} for name, value in numbers.items()}
 
-        return serving(address, Path(self.args.output_dir).name, look)
+        return serving(address, "run", look)
 
     def _says_how_far(self) -> AbstractContextManager[object]:
         """In logs of a script, a line within a step or an evaluation that takes long."""

@@ -153,7 +153,7 @@ def serves(monkeypatch):
     def run(*options, config=QUICKSTART[1]):
         became, started = [], []
         monkeypatch.setattr(os, "execve", lambda *arguments: became.append(arguments))
-        monkeypatch.setattr(serve, "run_replicas", lambda replicas: started.extend(replicas) or 0)
+        monkeypatch.setattr(serve, "run_replicas", lambda replicas, **_: started.extend(replicas) or 0)
         return main(["serve", "--config", config, *options]), became, started
 
     return run
@@ -189,6 +189,8 @@ URLS = "--vllm_server_base_url"
             QUICKSTART[1],
             "`--replicas 3` starts more servers than `vllm_server_base_url` names, 2",
         ),
+        (["--metrics_address", "9465"], QUICKSTART[1], "one has metrics of its own, at `/metrics`"),
+        (["--replicas", "2", "--metrics_address", "x"], QUICKSTART[1], "`metrics_address: x` cannot be listened at"),
         ([URLS, "http://a:1,http://b:2"], QUICKSTART[1], "start each on its own machine"),
         (
             ["--model_name_or_path", "./nowhere"],

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+import signal
+import subprocess
 import sys
+import time
 import urllib.request
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from support.loopback import free_port
+from support.own_process import TERMINAL
 from support.trainers import at
 
 from mt_grpo.errors import ConfigError
@@ -30,21 +34,21 @@ def read(port: int) -> dict[str, float]:
 
 @needs_library
 def test_numbers_are_read_as_they_are_at_the_moment():
-    numbers, port = {"turn_1/reward": 0.5, "stop/token_budget": float("nan")}, free_port()
-    with serving(port, "first", lambda: numbers):
+    numbers, port = {"turn_1/reward": {"first": 0.5}, "stop/token_budget": {"first": float("nan")}}, free_port()
+    with serving(port, "run", lambda: numbers):
         assert read(port)['mt_grpo_turn_1_reward{run="first"}'] == 0.5
-        numbers["turn_1/reward"] = 0.75
+        numbers["turn_1/reward"]["first"] = 0.75
         assert read(port)['mt_grpo_turn_1_reward{run="first"}'] == 0.75
         with pytest.raises(ConfigError, match=f"`metrics_address: {port}` cannot be listened at"):
-            serving(port, "second", dict).__enter__()
-    with serving(f"127.0.0.1:{port}", "third", lambda: {"step": 1}):  # which is free again
+            serving(port, "run", dict).__enter__()
+    with serving(f"127.0.0.1:{port}", "run", lambda: {"step": {"third": 1}}):  # which is free again
         assert read(port) == {'mt_grpo_step{run="third"}': 1}
 
 
 def test_a_missing_library_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(ConfigError, match=r"pip install 'mt-grpo\[prometheus\]'"):
-        serving(9464, "first", dict).__enter__()
+        serving(9464, "run", dict).__enter__()
 
 
 @needs_library
@@ -59,3 +63,55 @@ def test_a_run_has_what_the_dashboard_draws(build):
     assert any(name.startswith("mt_grpo_stop_") for name in there)
     with pytest.raises(OSError):
         read(port)
+
+
+SERVERS = f"""{TERMINAL}
+from mt_grpo.app import serve
+from mt_grpo.cli import main
+from mt_grpo.servers import start
+start._LISTEN_EVERY = 0.2
+program = '''
+import os, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        if self.path == "/end":
+            os._exit(3)
+        self.send_response(200 if self.path.startswith("/health") else 404)
+        self.end_headers()
+HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+'''
+serve.command_at = lambda host, port, *_: ([sys.executable, "-c", program, str(port)], {{}})
+sys.exit(main(["serve", "--config", "recipes/quickstart_vllm.yaml", *sys.argv[1:]]))
+"""
+
+
+@needs_library
+def test_replicas_are_told_apart_by_what_lives_and_answers():
+    port, first, second = free_port(), free_port(), free_port()
+    urls = [f"http://127.0.0.1:{each}" for each in (first, second)]
+    options = ["--vllm_server_base_url", *urls, "--metrics_address", str(port)]
+    process = subprocess.Popen([sys.executable, "-c", SERVERS, *options], stderr=subprocess.PIPE, text=True)
+
+    def reached(ready):
+        """What is read once it is so."""
+        while True:
+            assert process.poll() is None, process.stderr.read()
+            try:
+                found = [[read(port)[f'mt_grpo_replica_{name}{{server="{url}"}}'] for url in urls] for name in names]
+            except OSError:
+                continue
+            finally:
+                time.sleep(0.05)
+            if ready(*found):
+                return found
+
+    names = ("running", "silent_seconds")
+    reached(lambda running, silent: running == [1, 1] and max(silent) < 0.2)
+    with pytest.raises(OSError):
+        urllib.request.urlopen(f"{urls[1]}/end", timeout=10)
+    reached(lambda running, silent: running == [1, 0] and silent[0] < 1 < silent[1])
+    process.send_signal(signal.SIGTERM)
+    assert "the server at " + urls[1] in process.communicate(timeout=60)[1] and process.returncode == 0
+    drawn = set(re.findall(r"mt_grpo_replica_\w+", DASHBOARD.read_text()))
+    assert drawn == {f"mt_grpo_replica_{name}" for name in names}

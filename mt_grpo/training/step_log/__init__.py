@@ -427,27 +427,32 @@ class NumbersToTensorBoard(TensorBoardCallback):
         super().on_log(args, state, control, logs=numbers, **kwargs)
 
 
+Look = Callable[[], dict[str, dict[str, float]]]
+"""What Prometheus is answered: by the name of a metric its numbers, each by the value of its label."""
+
+
 class _Gauges:
     """A collector of the library: it is asked at each reading."""
 
-    def __init__(self, look: Callable[[], dict[str, float]], run: str) -> None:
-        self._look, self._run = look, run
+    def __init__(self, look: Look, label: str) -> None:
+        self._look, self._label = look, label
 
     def collect(self) -> Iterator[Any]:
         from prometheus_client.core import GaugeMetricFamily
 
-        for name, value in sorted(self._look().items()):
+        for name, values in sorted(self._look().items()):
             exposed = re.sub(r"\W", "_", name, flags=re.ASCII)  # as Prometheus allows it: `turn_1_reward`
-            gauge = GaugeMetricFamily(f"mt_grpo_{exposed}", f"{name} of the run", labels=["run"])
-            gauge.add_metric([self._run], value)
+            gauge = GaugeMetricFamily(f"mt_grpo_{exposed}", f"{name} of the {self._label}", labels=[self._label])
+            for each, value in values.items():
+                gauge.add_metric([each], value)
             yield gauge
 
 
 @contextmanager
-def serving(address: int | str, run: str, look: Callable[[], dict[str, float]]) -> Iterator[None]:
+def serving(address: int | str, label: str, look: Look) -> Iterator[None]:
     """
     Answers Prometheus within the block, at a port of this machine or `HOST:PORT`, with what `look` says at each
-    reading, in another thread, under the label `run`. `ConfigError` if the library is missing or the address is taken.
+    reading, in another thread. `ConfigError` if the library is missing, or the address is none or taken.
     """
     try:
         from prometheus_client import CollectorRegistry, start_http_server
@@ -457,10 +462,10 @@ def serving(address: int | str, run: str, look: Callable[[], dict[str, float]]) 
         ) from None
     host, _, port = str(address).rpartition(":")
     registry = CollectorRegistry()
-    registry.register(_Gauges(look, run))
+    registry.register(_Gauges(look, label))
     try:
         server, thread = start_http_server(int(port), host.strip("[]") or "127.0.0.1", registry)
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, ValueError) as error:
         raise ConfigError(
             f"`metrics_address: {address}` cannot be listened at ({error}): give another port, or none."
         ) from None
