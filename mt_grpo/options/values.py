@@ -235,26 +235,25 @@ def parse_teacher(teacher: object) -> dict[str, Any]:
         )
     if "sees" in teacher:
         teacher = {**teacher, "sees": list(dict.fromkeys(teacher["sees"]))}
-    kind = teacher.get("teacher_model_kind", "live")
     if "teacher_model_kind" in teacher and teacher["model"] != SELF:
         raise ConfigError(
             f"`teacher: teacher_model_kind` says which weights of the policy teach, and the teacher is "
             f"{teacher['model']!r}: leave it out, or set `model: self`."
         )
     for name in ("teacher_update_rate", "teacher_sync_steps"):
-        if name in teacher and kind != "ema":
+        if name in teacher and (teacher["model"] != SELF or teacher.get("teacher_model_kind", "ema") != "ema"):
             raise ConfigError(
                 f"`teacher: {name}` says how a mean of the policy follows it: leave it out, or set `model: self` and "
                 "`teacher_model_kind: ema`."
             )
-    if teacher["model"] == SELF and "sees" not in teacher and kind == "live":
+    if teacher["model"] == SELF and "sees" not in teacher and teacher.get("teacher_model_kind", "live") == "live":
         raise ConfigError(
             "`teacher: self` is the policy, which knows no more than itself: say in `sees` what it is shown beside "
             "(answer, sibling, feedback), or set `teacher_model_kind: ema`, or `base`."
         )
     if teacher["model"] == SELF and "server" in teacher:
         raise ConfigError("`teacher: server` has another model than the policy: leave it out for `model: self`.")
-    return teacher
+    return {"teacher_model_kind": "ema", **teacher} if teacher["model"] == SELF else teacher
 
 
 def verifiers_name(env: object) -> str | None:

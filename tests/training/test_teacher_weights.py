@@ -97,11 +97,20 @@ def test_the_policy_has_its_weights_back_whatever_happens(teach):
     assert same(own, weights(trainer))
 
 
+def test_a_policy_teaches_itself_as_its_mean_if_nothing_is_said(build):
+    options = {"teacher": {"model": "self", "sees": ["answer"]}, "distillation_coef": 0.1}
+    weights = build(["Hi"], **options).teacher_weights
+    assert (weights._kind, weights._rate, weights._every) == ("ema", 0.05, 1)
+
+
 @pytest.mark.parametrize(
     ("teacher", "message"),
     [
         ({"model": "a", "teacher_model_kind": "ema"}, "says which weights of the policy teach, and the teacher is"),
-        ({"model": "self", "sees": ["answer"], "teacher_update_rate": 0.1}, "rate` says how a mean of the policy"),
+        (
+            {"model": "self", "teacher_model_kind": "live", "teacher_update_rate": 0.1},
+            "rate` says how a mean of the policy",
+        ),
         ({"model": "self", "teacher_model_kind": "base", "teacher_sync_steps": 1}, "teacher_sync_steps` says how"),
         ({"model": "self", "teacher_model_kind": "ema", "teacher_update_rate": 0}, "should be greater than 0"),
         ({"model": "self", "teacher_model_kind": "mean"}, "`teacher: teacher_model_kind` is 'mean': input should be"),
