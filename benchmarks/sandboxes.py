@@ -1,12 +1,14 @@
 """
 What containers cost a run: conversations in a minute over their bound, which is the tools' own seconds over the number
 of conversations at once; how much of the containers' starts is hidden behind other conversations; and what is left
-after all of them, and after a killed trainer and the next start.
+after all of them, and after a killed trainer and the next start. Then what a branch costs: seconds from `fork` until
+the copy has run a command, and megabytes of disk.
 
     .venv-interop/containers/in python /host$PWD/benchmarks/sandboxes.py
 
 Sampling is scripted and takes no time; each command sleeps. Needs the place that `make interop-harbor` makes, and
-`.venv-interop/containers/engine` beside it. Writes `benchmarks/results/sandboxes.json`.
+`.venv-interop/containers/engine` beside it. Writes `benchmarks/results/sandboxes.json`. `--quick` forks sandboxes of
+`bubblewrap` alone, on any machine that has it, and writes nothing.
 """
 
 from __future__ import annotations
@@ -15,10 +17,12 @@ import argparse
 import asyncio
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 
@@ -70,6 +74,12 @@ def run(folder: str, conversations: int, turns: int, seconds: float) -> list:
     return asyncio.run(runner.run(requests, SamplingParams(max_tokens=4000), on_finish=tell))
 
 
+def show(rows: list[dict]) -> None:
+    """Prints the middle of each figure."""
+    for row in rows:
+        print(f"{row['figure']}: {row['values'][len(row['values']) // 2]:.2f}; target: {row['target']}")
+
+
 def killed(folder: str) -> dict[str, int]:
     """What is left after a trainer was killed while its containers ran, and the next began."""
     arguments = [__file__, "--conversations", str(AT_ONCE), "--seconds", "60", "--tasks", folder]
@@ -85,13 +95,45 @@ def killed(folder: str) -> dict[str, int]:
     return left()
 
 
+def forks(sandbox: str, megabytes: int, place: str, number: int = 5) -> list[dict]:
+    """Figures of forks, each of a conversation that wrote so many megabytes; `place` is where sandboxes are."""
+    trials = import_module(f"mt_grpo.integrations.harbor.{'bubblewrap' if sandbox == 'bubblewrap' else 'trial'}")
+    seconds, written = [], []
+
+    async def answer(container) -> None:
+        await container.exec("true", timeout_sec=60)
+        seconds.append(time.perf_counter() - began[0])
+
+    async def fork(container) -> None:
+        await container.exec(f"head -c {megabytes}M /dev/urandom > large; sync .", timeout_sec=600)
+        for _ in range(number):
+            used, began[0] = shutil.disk_usage(place).used, time.perf_counter()
+            twin, _ = await container.fork()
+            written.append(shutil.disk_usage(place).used - used)
+            await trials.talk_in(twin, answer)
+
+    async def hold(task: Path) -> None:
+        await trials.talk_in(await trials.begin_trial(sandbox, str(task)), fork)
+
+    began = [0.0]
+    with tempfile.TemporaryDirectory() as folder:
+        asyncio.run(hold(write_tasks(Path(folder), 1, image="localhost/base:1")[0]))
+    return [
+        {"figure": f"{what} of a fork of {megabytes} MB, {sandbox}", "values": values, "target": "none"}
+        for what, values in (("seconds", sorted(seconds)), ("megabytes", sorted(each / 1e6 for each in written)))
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--conversations", type=int, default=200, help="how many (200)")
     parser.add_argument("--turns", type=int, default=10, help="commands in each (10)")
     parser.add_argument("--seconds", type=float, default=3.0, help="that each command sleeps (3)")
     parser.add_argument("--tasks", help="a folder of tasks; written where it is left out")
+    parser.add_argument("--quick", action="store_true", help="two small forks of bubblewrap's, and no results")
     options = parser.parse_args()
+    if options.quick:
+        return show(forks("bubblewrap", 1, tempfile.gettempdir(), number=2))
     before = left()
     with tempfile.TemporaryDirectory() as folder:
         if options.tasks is None:
@@ -116,8 +158,9 @@ def main() -> None:
             {"figure": f"{what} after {when}", "values": [state[what] - before[what]], "target": "<= 0"}
             for what in state
         ]
-    for row in rows:
-        print(f"{row['figure']}: {row['values'][0]:.2f}; target: {row['target']}")
+    for megabytes in (1, 100):
+        rows += forks("podman", megabytes, "/store") + forks("bubblewrap", megabytes, tempfile.gettempdir())
+    show(rows)
     settings = vars(options) | {"at_once": AT_ONCE, "pool": POOL, "load": os.getloadavg(), "harbor": version("harbor")}
     write("sandboxes", settings, rows, seconds=took, start_seconds=started / len(found))
 

@@ -201,7 +201,7 @@ class StepEnv(Env):
         messages = _messages(said, what, self.reset, "text or a list of messages")
         return await self.resume(policy, messages)
 
-    def fork(self) -> StepEnv:
+    def fork(self) -> StepEnv | Awaitable[StepEnv]:
         """
         A copy that goes on from here by itself: nothing that either does later is seen by the other. A class that can
         be forked says so by defining this method itself, since what a subclass adds may need a copy of its own. It may
@@ -211,6 +211,11 @@ class StepEnv(Env):
                 return copy.deepcopy(self)
         """
         raise NotImplementedError(f"{type(self).__name__} cannot be forked: define `fork`.")
+
+    @property
+    def unforkable(self) -> str | None:
+        """Why this one cannot be forked although its class can, with the mend."""
+        return None
 
     async def resume(self, policy: Policy, messages: list[Message]) -> Outcome:
         """The loop from a turn on, `messages` being the conversation so far."""

@@ -120,6 +120,11 @@ class Prototype(EnvSource):
         return self.env
 
     @property
+    def unforkable(self) -> str | None:
+        """See `StepEnv.unforkable`."""
+        return self.env.unforkable
+
+    @property
     def needs_template_calls(self) -> bool:
         return self.env.protocol is not None and self.env.protocol.native_tools
 
@@ -325,17 +330,16 @@ def check_forkable(source: EnvLike) -> None:
         if isinstance(one, dict):
             check_forkable(one)
             continue
+        given, one = one, one.env if isinstance(one, Prototype) else one
         kind = one if isinstance(one, type) else type(one)
-        tools = one.tools.values() if isinstance(one, MultiTurnToolEnv) else ()
-        stateful = [tool.name for tool in tools if tool.keeps_state]
         if not issubclass(kind, StepEnv):
             fault = f"{_name(one)} is none of which that is known: give a `StepEnv` with a `fork`, or its class"
         elif "fork" not in vars(kind):
             fault = f"{kind.__name__} has no `fork` of its own: define it, see `StepEnv.fork`"
         elif kind.run not in (StepEnv.run, MultiTurnToolEnv.run) and "resume" not in vars(kind):
             fault = f"{kind.__name__} has a `run` of its own, which a branch does not begin with: define `resume` too"
-        elif stateful:
-            fault = f"the tool {stateful[0]!r} keeps a state of which a branch has no copy: leave that tool out"
+        elif isinstance(given, (StepEnv, Prototype)) and given.unforkable:
+            fault = given.unforkable
         else:
             continue
         raise ConfigError(

@@ -9,7 +9,7 @@ import asyncio
 import copy
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -156,11 +156,18 @@ class MultiTurnToolEnv(StepEnv):
         ends = any(call.executed and not call.error and self.tools[call.name].ends_episode for call in turn.tool_calls)
         return Step(self.protocol.replies(turn), reward, done=StopReason.ENV_DONE if ends else False)
 
-    def fork(self) -> MultiTurnToolEnv:
+    @property
+    def unforkable(self) -> str | None:
+        """See `StepEnv.unforkable`."""
+        stateful = [tool.name for tool in self.tools.values() if tool.keeps_state]
+        if not stateful:
+            return None
+        return f"the tool {stateful[0]!r} keeps a state of which a branch has no copy: leave that tool out"
+
+    def fork(self) -> MultiTurnToolEnv | Awaitable[MultiTurnToolEnv]:
         """See `StepEnv.fork`; raises `ToolStateError` where a tool keeps a state."""
-        for tool in self.tools.values():
-            if tool.keeps_state:
-                raise ToolStateError(f"The tool {tool.name!r} keeps a state, so the conversation cannot be forked.")
+        if self.unforkable:
+            raise ToolStateError(f"The conversation cannot be forked: {self.unforkable}.")
         return copy.copy(self)
 
     async def execute(self, calls: list[ToolCall]) -> None:

@@ -19,12 +19,14 @@ from support.waiting import until
 
 from mt_grpo.cli import main
 from mt_grpo.data.terminal import KINDS, write_tasks
+from mt_grpo.envs.source import check_source
 from mt_grpo.errors import ConfigError
 from mt_grpo.integrations.harbor import HarborEnv, HarborTasks, shell
-from mt_grpo.integrations.harbor.bubblewrap import check_usable, read_machine, run_policy
+from mt_grpo.integrations.harbor.bubblewrap import Sandbox, begin_trial, check_usable, read_machine, talk_in
 from mt_grpo.integrations.harbor.containers import owner
 from mt_grpo.rewards import EnvReward
 from mt_grpo.rollout import RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
+from mt_grpo.rollout.branching import Branching
 from mt_grpo.trajectory import StopReason
 
 if shutil.which("bwrap") is None:
@@ -70,6 +72,24 @@ def play():
         engine = ScriptedEngine(build_tokenizer(), lambda session, turn: f"{turns[turn]}<|im_end|>")
         requests = [RolloutRequest(row["prompt"], "0", row=row)]
         return asyncio.run(RolloutRunner(tasks, engine).run(requests, SamplingParams(max_tokens=4000)))[0]
+
+    return run
+
+
+@pytest.fixture
+def branch():
+    """Plays a first turn, and branches that go on with commands of their own."""
+
+    def run(folder, first, *commands):
+        source = HarborTasks(HarborEnv("bubblewrap"), str(folder))
+        check_source(source, branches=True)
+        row = source.rows("train")[0]
+        said = [[call(command), SUBMIT] for command in commands]
+        said[0].insert(0, call(first))
+        engine = ScriptedEngine(build_tokenizer(), lambda session, turn: f"{said[int(session)][turn]}<|im_end|>")
+        requests = [RolloutRequest(row["prompt"], str(number), row=row) for number in range(len(commands))]
+        runner, branching = RolloutRunner(source, engine), Branching(1, len(commands))
+        return asyncio.run(runner.run(requests, SamplingParams(max_tokens=4000), branching=branching))
 
     return run
 
@@ -187,6 +207,62 @@ def test_a_task_reaches_nothing_outside_of_its_sandbox(make_task, play, tmp_path
     assert sorted(path.name for path in outside.iterdir()) == ["bash", "bwrap", "setpriv"]
 
 
+def test_branches_go_on_alone_from_the_same_shell(make_task, branch, caplog):
+    first = "cd /tmp; word=hello; say() { printf $word; }; alias q=say; mkfifo c; chmod 600 c; sleep 98765 &"
+    look = "pgrep -c sleep; sleep .7; pwd; ls -l c | cut -c 1-10; echo $(ls /app)"
+    commands = [f"{does}; {look}" for does in ("q > /app/hello.txt", "say > /app/bye.txt", "true")]
+    found = branch(make_task(), first, *commands)
+    shown = [each.turns[1].tool_calls[0].result.split() for each in found]
+    assert shown == [
+        ["1", "/tmp", "prw-------", "hello.txt"],
+        ["0", "/tmp", "prw-------", "bye.txt"],
+        ["0", "/tmp", "prw-------"],
+    ]
+    assert [each.env_rewards["reward"] for each in found] == [1.0, 0.0, 0.0]
+    assert [each.branch_of for each in found] == [None, "0", "0"]
+    assert caplog.text.count("A branch has no copy of what the agent left running") == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        ("for i in $(seq 700); do sleep 30 & done", "Resource temporarily unavailable"),
+        ("head -c 400000000 /dev/zero | tail -c 390000000 | wc -c", "memory exhausted"),
+        ("head -c 20000000 /dev/zero > /app/large; ls -l /app/large", "10485760"),
+    ],
+)
+def test_limits_hold_in_a_branch(make_task, branch, command, shown):
+    found = branch(make_task(), "printf hello > /app/hello.txt", "true", command)
+    assert shown in found[1].turns[1].tool_calls[0].result and found[1].env_rewards == {"reward": 1.0}
+
+
+def test_sandboxes_that_cannot_be_copied_are_refused(make_task):
+    folder = make_task()
+    source = HarborTasks(HarborEnv("bubblewrap"), str(folder))
+    source.env.sandbox = "e2b"
+    with pytest.raises(ConfigError, match="`sandbox: e2b` copies no containers: use `podman` or `bubblewrap`"):
+        check_source(source, branches=True)
+    (folder / "environment" / "docker-compose.yaml").touch()
+    with pytest.raises(ConfigError, match="the task hello composes services, which are not copied: leave it out, or"):
+        check_source(source, branches=True)
+
+
+def test_a_sandbox_that_cannot_be_copied_leaves_no_copy(make_task, branch, monkeypatch):
+    forks = []
+
+    async def fork(sandbox):
+        forks.append(sandbox)
+        if len(forks) == 2:
+            (sandbox._folder / "root").rename(sandbox._folder / "away")
+        return await copies(sandbox)
+
+    copies = Sandbox.fork
+    monkeypatch.setattr(Sandbox, "fork", fork)
+    found = branch(make_task(), "true", "true", "true", "true")
+    assert len(forks) == 2 and [each.stop_reason for each in found] == [StopReason.ENV_ERROR] * 3
+    assert "The sandbox cannot be copied: cp: cannot stat " in found[0].error
+
+
 @pytest.mark.parametrize("command", ["kill -9 -1", "kill -STOP -1"])
 def test_a_shell_that_the_agent_ended_is_begun_again(make_task, play, monkeypatch, command):
     monkeypatch.setattr(shell, "GRACE", 1.0)
@@ -283,12 +359,15 @@ def test_a_killed_run_leaves_nothing_after_the_next_begins(make_task, nothing_is
     async def talk(sandbox):
         await sandbox.exec("sleep 12345", 60)
 
+    async def begin_and_talk(task):
+        await talk_in(await begin_trial("bubblewrap", task), talk)
+
     def sleeps():
         return subprocess.run(["pgrep", "-f", "^sleep 12345$"], stdout=-3).returncode == 0
 
     def work():
         owner.cache_clear()  # it is another process
-        asyncio.run(run_policy("bubblewrap", str(make_task()), "a", talk))
+        asyncio.run(begin_and_talk(str(make_task())))
 
     process = multiprocessing.get_context("fork").Process(target=work)
     process.start()

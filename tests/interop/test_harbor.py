@@ -19,9 +19,11 @@ from trl.experimental.harbor import HarborBashEnv, HarborSpec
 
 from mt_grpo import MTGRPOConfig, MTGRPOEnvTrainer
 from mt_grpo.data.terminal import write_tasks
+from mt_grpo.envs.source import check_source
 from mt_grpo.errors import ConfigError
 from mt_grpo.forward import token_logps
 from mt_grpo.rollout import RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
+from mt_grpo.rollout.branching import Branching
 from mt_grpo.trajectory import StopReason
 
 pytest.importorskip("harbor", reason="Harbor is not installed: run `make interop-harbor`")
@@ -32,8 +34,8 @@ if shutil.which("podman") is None:
 from harbor.models.environment_type import EnvironmentType  # noqa: E402
 from harbor.models.trial.config import AgentConfig  # noqa: E402
 
-from mt_grpo.integrations.harbor import HarborAgents, HarborEnv, HarborTasks  # noqa: E402
-from mt_grpo.integrations.harbor.containers import image_of_task  # noqa: E402
+from mt_grpo.integrations.harbor import HarborAgents, HarborEnv, HarborTasks, trial  # noqa: E402
+from mt_grpo.integrations.harbor.containers import OWNER, image_of_task  # noqa: E402
 from mt_grpo.integrations.harbor.trial import run_trial  # noqa: E402
 
 BASE = os.environ.get("MT_GRPO_BASE_IMAGE", "localhost/base:1")
@@ -85,6 +87,24 @@ def play():
     return run
 
 
+@pytest.fixture
+def branch():
+    """Plays a first turn, and branches that go on with commands of their own."""
+
+    def run(folder, first, *commands):
+        source = HarborTasks(HarborEnv("podman"), str(folder))
+        check_source(source, branches=True)
+        row = source.rows("train")[0]
+        said = [[call(command), SUBMIT] for command in commands]
+        said[0].insert(0, call(first))
+        engine = ScriptedEngine(build_tokenizer(), lambda session, turn: f"{said[int(session)][turn]}<|im_end|>")
+        requests = [RolloutRequest(row["prompt"], str(number), row=row) for number in range(len(commands))]
+        runner, branching = RolloutRunner(source, engine), Branching(1, len(commands))
+        return asyncio.run(runner.run(requests, SamplingParams(max_tokens=4000), branching=branching))
+
+    return run
+
+
 def podman(*arguments):
     return subprocess.run(["podman", *arguments], capture_output=True, text=True, check=True).stdout.split()
 
@@ -95,6 +115,7 @@ def nothing_is_left():
     yield
     assert not podman("ps", "--all", "--quiet") and not podman("volume", "ls", "--quiet")
     assert podman("network", "ls", "--quiet") == networks
+    assert not podman("image", "ls", "--quiet", "--filter", f"label={OWNER}")
 
 
 def test_tasks_are_rows_with_their_metadata(make_task):
@@ -199,6 +220,47 @@ def test_a_turn_that_breaks_the_verifier_gains_nothing(make_task, play):
     folder = make_task("broken", "[ -e /app/hello.txt ] && cat /app/hello.txt || exit 1")
     (found,) = play(folder, call("true"), call("echo 1 > /app/hello.txt"), SUBMIT, verify_every=1)
     assert [turn.reward for turn in found.turns] == [0.0, 1.0, 0.0] and found.env_rewards == {"reward": 1.0}
+
+
+def test_branches_go_on_alone_in_copies_of_the_container(make_task, branch, caplog):
+    first = "cd /tmp; word=hello; say() { printf $word; }; echo kept > /usr/new; sleep 98765 &"
+    look = "cat /proc/[0-9]*/comm | grep -cx sleep; sleep 2; pwd; cat /usr/new; echo $(ls /app)"
+    commands = [f"{does}; {look}" for does in ("say > /app/hello.txt", "say > /app/bye.txt", "true")]
+    found = branch(make_task("hello"), first, *commands)
+    assert found[0].turns[0].tool_calls[0].result == "[no output]"
+    shown = [each.turns[1].tool_calls[0].result.split() for each in found]
+    # the first process of a container sleeps too
+    assert shown == [["2", "/tmp", "kept", "hello.txt"], ["1", "/tmp", "kept", "bye.txt"], ["1", "/tmp", "kept"]]
+    assert [each.env_rewards["reward"] for each in found] == [1.0, 0.0, 0.0]
+    assert caplog.text.count("A branch has no copy of what the agent left running") == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        ("for i in $(seq 700); do sleep 30 & done", "Resource temporarily unavailable"),
+        ("head -c 2000000000 /dev/zero > /x; stat -c %s /x; rm /x", str(100 * 2**20)),
+    ],
+)
+def test_limits_hold_in_a_copied_container(make_task, branch, command, shown):
+    found = branch(make_task("bounded", extra="storage_mb = 100\n"), HELLO, "true", command)
+    assert shown in found[1].turns[1].tool_calls[0].result and found[1].env_rewards == {"reward": 1.0}
+
+
+def test_a_container_that_cannot_be_copied_leaves_no_copy(make_task, branch, monkeypatch):
+    forks = []
+
+    async def fork(container):
+        forks.append(container)
+        if len(forks) == 2:
+            container._container = "gone"
+        return await copies(container)
+
+    copies = trial.Podman.fork
+    monkeypatch.setattr(trial.Podman, "fork", fork)
+    found = branch(make_task("hello"), "true", "true", "true", "true")
+    assert len(forks) == 2 and [each.stop_reason for each in found] == [StopReason.ENV_ERROR] * 3
+    assert "The container cannot be copied: " in found[0].error
 
 
 def test_solutions_of_generated_tasks_earn_one(tmp_path):

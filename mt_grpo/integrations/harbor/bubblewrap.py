@@ -13,10 +13,12 @@ import signal
 import subprocess
 import tempfile
 import tomllib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import psutil
 
 from mt_grpo.errors import ConfigError
 from mt_grpo.integrations.harbor.containers import PROCESSES, SHOWN_LOG, TaskError, Verified, is_gone, owner
@@ -161,25 +163,60 @@ def _sandbox(folder: Path, writable: set[str], workdir: str, *more: str) -> list
 
 
 class Sandbox:
-    """The sandbox of one conversation: a `folder` of its own, and processes that see no others and no network."""
+    """The sandbox of one conversation: a folder of its own, and processes that see no others and no network."""
 
-    def __init__(self, task: Path, folder: Path) -> None:
-        self._task, self._folder, self._machine = task, folder, read_machine(task)
+    def __init__(self, task: Path) -> None:
+        self._task, self._machine = task, read_machine(task)
         self._process: asyncio.subprocess.Process | None = None
+        self._folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        (self._folder / "owner").write_text(owner())
+
+    def fill(self) -> None:
+        """Puts the task's files into it."""
         for name in self._machine.folders():
-            (folder / "root" / name).mkdir(parents=True, exist_ok=True)
-        (folder / "root" / self._machine.workdir.lstrip("/")).mkdir(parents=True, exist_ok=True)
-        root = (folder / "root").resolve()
+            (self._folder / "root" / name).mkdir(parents=True, exist_ok=True)
+        (self._folder / "root" / self._machine.workdir.lstrip("/")).mkdir(parents=True, exist_ok=True)
+        root = (self._folder / "root").resolve()
         for source, target in self._machine.copies:
             place = root / target.lstrip("/")
             if not place.resolve().is_relative_to(root):  # through a link that was copied before
-                raise TaskError(f"The task {task} copies files to {target}, through a link")
+                raise TaskError(f"The task {self._task} copies files to {target}, through a link")
             place.parent.mkdir(parents=True, exist_ok=True)
             if source.is_dir():
                 shutil.copytree(source, place, symlinks=True, dirs_exist_ok=True)
             else:
                 shutil.copy2(source, place)
-        _give(folder / "root")
+        _give(self._folder / "root")
+
+    async def fork(self) -> tuple[Sandbox, int]:
+        """Another with a copy of its files, and the number of processes that it has no copy of."""
+        twin, running = Sandbox(self._task), self._background()
+        command = "cp", "--archive", "--reflink=auto", str(self._folder / "root"), str(twin._folder)
+        try:
+            _send(running, signal.SIGSTOP)  # files stand still while they are copied
+            copying = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
+            try:
+                _, said = await copying.communicate()
+            finally:
+                if copying.returncode is None:
+                    copying.kill()
+                    await copying.wait()
+            if copying.returncode:
+                raise TaskError(f"The sandbox cannot be copied: {said.decode(errors='replace').strip()[-500:]}")
+        except BaseException:
+            await twin.drop()
+            raise
+        finally:
+            _send(running, signal.SIGCONT)
+        return twin, len(running)
+
+    def _background(self) -> list[psutil.Process]:
+        """What commands left running."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if self._process is not None:
+                firsts = psutil.Process(self._process.pid).children()
+                return [below for first in firsts for below in first.children(recursive=True)]
+        return []
 
     async def exec(self, script: str, timeout_sec: float) -> _Said:
         """Runs a script beside what earlier ones left running."""
@@ -225,8 +262,14 @@ class Sandbox:
 
     async def close(self) -> None:
         """Ends all that runs in the sandbox."""
-        if self._process is not None:
-            await _end(self._process)
+        process, self._process = self._process, None
+        if process is not None:
+            await _end(process)
+
+    async def drop(self) -> None:
+        """Removes the sandbox."""
+        await self.close()
+        _remove(self._folder)
 
     async def verify(self) -> tuple[dict[str, float], str]:
         """
@@ -309,7 +352,7 @@ def _remove(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _folder(parent: Path | None = None) -> Iterator[Path]:
+def _folder(parent: Path) -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
     try:
         yield folder
@@ -317,24 +360,32 @@ def _folder(parent: Path | None = None) -> Iterator[Path]:
         _remove(folder)
 
 
-@contextlib.asynccontextmanager
-async def _sandbox_of(task: Path) -> AsyncIterator[Sandbox]:
-    with _folder() as folder:
-        (folder / "owner").write_text(owner())
-        sandbox = Sandbox(task, folder)
-        try:
-            yield sandbox
-        finally:
-            await sandbox.close()
+def _send(processes: list[psutil.Process], number: int) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
 
 
-async def run_policy(sandbox: str, task: str, session: str, talk: Callable[[Any], Awaitable[None]]) -> Verified:
-    """As `trial.run_policy`, in a sandbox."""
-    async with _sandbox_of(Path(task)) as made:
-        await talk(made)
-        await made.close()
-        rewards, log = await made.verify()
+async def begin_trial(sandbox: str, task: str) -> Sandbox:
+    """As `trial.begin_trial`, in a sandbox."""
+    made = Sandbox(Path(task))
+    try:
+        made.fill()
+    except BaseException:
+        await made.drop()
+        raise
+    return made
+
+
+async def talk_in(begun: Sandbox, talk: Callable[[Any], Awaitable[None]]) -> Verified:
+    """As `trial.talk_in`, in a sandbox."""
+    try:
+        await talk(begun)
+        await begun.close()
+        rewards, log = await begun.verify()
         return Verified(rewards, log)
+    finally:
+        await begun.drop()
 
 
 async def verify(container: Sandbox, task: str) -> float | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
+import functools
 import importlib.util
 import logging
 import random
@@ -12,6 +14,7 @@ import tempfile
 import tomllib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -44,7 +47,7 @@ from mt_grpo.integrations.openai_api.conversation import Conversation
 from mt_grpo.options.table import RunOptions
 from mt_grpo.rollout.policy import ConversationPolicy
 from mt_grpo.tools import load_tools
-from mt_grpo.trajectory import Turn
+from mt_grpo.trajectory import Message, Turn
 
 if TYPE_CHECKING:
     from mt_grpo.integrations.harbor.trial import BegunTrial
@@ -306,14 +309,12 @@ class HarborEnv(MultiTurnToolEnv):
         self.sandbox, self.verify_every = harbor_value("sandbox", sandbox), verify_every
         self.command_seconds = 60.0 if tool_timeout is None else tool_timeout
         options = {"system_prompt": SYSTEM_PROMPT, "max_steps": 30, **options}
-        self._shell = Shell()
+        self._shell, self._forked = Shell(), None
         self.pool = None if self.sandbox == BUBBLEWRAP else Pool(sandbox_pool, self._begin)
         super().__init__([self._shell.bash, self._shell.submit], tool_timeout=None, **options)
 
-    async def _begin(self, task: str) -> BegunTrial:
-        trials = _trials(self.sandbox)
-        begun: BegunTrial = await trials.begin_trial(self.sandbox, task, trials.POLICY)
-        return begun
+    async def _begin(self, task: str) -> Any:
+        return await _trials(self.sandbox).begin_trial(self.sandbox, task)
 
     async def step(self, turn: Turn) -> Step:
         step = await super().step(turn)
@@ -331,6 +332,40 @@ class HarborEnv(MultiTurnToolEnv):
 
     async def run(self, policy: Policy, row: dict[str, Any]) -> Outcome:
         """A trial whose agent is the policy."""
+        self._best = 0.0
+        begun = await (self._begin if self.pool is None else self.pool.take)(row[TASK])
+        return await self._hold(begun, partial(super().run, policy, row))
+
+    async def resume(self, policy: Policy, messages: list[Message]) -> Outcome:
+        """The loop; that of a fork is in a trial of its own."""
+        go_on = partial(super().resume, policy, messages)
+        if self._forked is None:
+            return await go_on()
+        begun, self._forked = self._forked, None
+        return await self._hold(begun, go_on)
+
+    @property
+    def unforkable(self) -> str | None:
+        """See `StepEnv.unforkable`."""
+        if self.sandbox in (BUBBLEWRAP, "podman"):
+            return None
+        return f"`sandbox: {self.sandbox}` copies no containers: use `podman` or `bubblewrap`"
+
+    async def fork(self) -> HarborEnv:
+        """See `StepEnv.fork`."""
+        twin = copy.copy(self)
+        twin._forked, lost = await self._container.fork()
+        if lost:
+            _say_lost()
+        return twin
+
+    async def close(self) -> None:
+        """Removes a fork in which no conversation went on."""
+        if self._forked is not None:
+            await self._forked.drop()
+
+    async def _hold(self, begun: Any, converse: Callable[[], Awaitable[Outcome]]) -> Outcome:
+        """A trial that has begun, in which a conversation is held."""
         outcome, failure = Outcome(), None
 
         async def talk(container: Any) -> None:
@@ -339,12 +374,12 @@ class HarborEnv(MultiTurnToolEnv):
             async def execute(script: str, seconds: float) -> Any:
                 return await container.exec(script, timeout_sec=int(seconds))
 
-            self._container, self._best = container, 0.0
+            self._container = container
             begin_again = container.begin_again if isinstance(container, Restartable) else None
-            self._shell = shell = Shell(execute, self.command_seconds, begin_again)
+            self._shell = shell = Shell(execute, self.command_seconds, begin_again, self._shell.worked)
             self.tools = {tool.name: tool for tool in load_tools([shell.bash, shell.submit])}
             try:
-                outcome = await MultiTurnToolEnv.run(self, policy, row)
+                outcome = await converse()
             except ConversationEnded as ended:  # what was done until then is verified all the same
                 outcome = Outcome(stop_reason=ended.stop_reason)
             except Exception as error:
@@ -352,10 +387,7 @@ class HarborEnv(MultiTurnToolEnv):
                 raise
 
         try:
-            if self.pool is None:
-                done = await _trials(self.sandbox).run_policy(self.sandbox, row[TASK], policy.session, talk)
-            else:
-                done = await _trials(self.sandbox).talk_in(await self.pool.take(row[TASK]), talk)
+            done = await _trials(self.sandbox).talk_in(begun, talk)
         except Exception as error:
             if failure is not None:
                 raise failure from None
@@ -369,6 +401,11 @@ class HarborEnv(MultiTurnToolEnv):
             info |= {"start_seconds": round(done.start_seconds, 3), "start_waited": round(done.start_waited, 3)}
         outcome.rewards, outcome.info = done.rewards, {**info, **outcome.info}
         return outcome
+
+
+@functools.cache
+def _say_lost() -> None:
+    logger.warning("A branch has no copy of what the agent left running in the sandbox. This is said once.")
 
 
 def _trials(sandbox: str) -> ModuleType:
@@ -400,6 +437,14 @@ class HarborTasks(Tasks, _HarborConversations):
     @property
     def given(self) -> EnvLike:
         return self  # an environment alone has no rows
+
+    @property
+    def unforkable(self) -> str | None:
+        """See `StepEnv.unforkable`."""
+        for task in _task_folders(str(self._folders["train"])):
+            if (task / "environment" / "docker-compose.yaml").is_file():
+                return f"the task {task.name} composes services, which are not copied: leave it out"
+        return super().unforkable
 
 
 @environment("harbor")

@@ -90,10 +90,11 @@ class Shell:
         execute: Execute | None = None,
         seconds: float = 60.0,
         begin_again: Callable[[], Awaitable[None]] | None = None,
+        worked: bool = False,
     ) -> None:
-        self._execute, self._seconds, self._begin_again = execute, seconds, begin_again
+        self._execute, self._seconds, self._begin_again, self.worked = execute, seconds, begin_again, worked
         self.failure: str | None = None
-        self.spoilt = self._worked = False
+        self.spoilt = False
         self._one_at_a_time = asyncio.Lock()
 
     async def bash(self, command: str) -> tuple[str, dict[str, Any]]:
@@ -110,7 +111,7 @@ class Shell:
         begun = time.monotonic()
         if self.spoilt or self.failure is not None:  # another call of the same turn
             raise ShellError(self.failure or _SPOILT)
-        if not self._worked:  # whatever comes after the agent's first command may be its doing
+        if not self.worked:  # whatever comes after the agent's first command may be its doing
             with suppress(ShellError):
                 await self._framed(":", GRACE)
         try:
@@ -139,7 +140,7 @@ class Shell:
             output, exit_code = _joined(base64.b64decode(head), base64.b64decode(tail), int(size or 0)), int(code)
         except Exception as error:  # whatever the runtime raises, or says in place of the last line
             raise ShellError(said.strip()[-500:] or describe_error(error)) from error
-        self._worked = True
+        self.worked = True
         return output, exit_code
 
     async def _recover(self, why: str) -> None:
@@ -153,7 +154,7 @@ class Shell:
         try:
             await self._framed(":", GRACE)
         except ShellError as error:
-            if self._begin_again is None or not self._worked:
+            if self._begin_again is None or not self.worked:
                 self.failure = f"The container runs no commands any more: {why}"
                 raise ShellError(self.failure) from error
             self.spoilt = True

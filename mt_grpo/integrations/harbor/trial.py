@@ -14,6 +14,7 @@ from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
+from uuid import uuid4
 
 from harbor.agents.base import BaseAgent
 from harbor.constants import MAIN_SERVICE_NAME
@@ -31,7 +32,17 @@ from harbor.verifier.factory import VerifierFactory
 
 from mt_grpo.concurrency import ConcurrencyLimit, abandon, consume_exception, in_thread
 from mt_grpo.errors import describe_error
-from mt_grpo.integrations.harbor.containers import PATIENCE, SHOWN_LOG, TaskError, Verified, image_of, write_overlay
+from mt_grpo.integrations.harbor.containers import (
+    OWNER,
+    PATIENCE,
+    REPOSITORY,
+    SHOWN_LOG,
+    TaskError,
+    Verified,
+    image_of,
+    owner,
+    write_overlay,
+)
 from mt_grpo.integrations.harbor.shell import GRACE
 from mt_grpo.integrations.openai_api.conversation import Conversation
 
@@ -68,13 +79,16 @@ class _Prepared(DockerEnvironment):
         task_env_config: EnvironmentOfTask,
         *,
         reaches_host: bool = False,
+        copy: str | None = None,
         extra_docker_compose: Sequence[Path] = (),
         **options: Any,
     ) -> None:
-        self._image = image_of(environment_dir, task_env_config.docker_image, task_env_config.build_timeout_sec)
+        self._copy, seconds = copy, task_env_config.build_timeout_sec
+        self._image = image_of(environment_dir, copy or task_env_config.docker_image, seconds)
         if self._image is not None:
             task_env_config = task_env_config.model_copy(update={"docker_image": self._image.name})
         self._container: str | None = None
+        self._before: _Running | None = None
         overlay = write_overlay(
             trial_paths.trial_dir / f"{session_id}.json",
             reaches_host=reaches_host,
@@ -94,6 +108,23 @@ class _Prepared(DockerEnvironment):
         if self._image is not None:
             await in_thread(partial(self._image.get, self.type().value), "mt-grpo-image")
         await super().start(force_build)
+
+    async def stop(self, delete: bool) -> None:
+        await super().stop(delete)
+        if self._copy is not None:
+            await self._ask("image", "rm", "--force", self._copy)
+
+    async def fork(self) -> tuple[BegunTrial, int]:
+        """A trial in a copy of the container, and the number of processes that it has no copy of."""
+        if self._image is None:
+            raise TaskError("The containers of a task with a `docker-compose.yaml` cannot be copied")
+        copy, running = f"{REPOSITORY}:copy-{uuid4().hex}", await self._running()
+        label, seconds = f"LABEL {OWNER}={owner()}", int(self.task_env_config.build_timeout_sec)
+        made = await self._ask("commit", "--change", label, await self._main(), copy, seconds=seconds)
+        if made.return_code:
+            raise TaskError(f"The container cannot be copied: {(made.stdout or '').strip()[-500:]}")
+        lost = running.processes - self._before.processes if running and self._before else ()
+        return await begin_trial(self.type().value, str(self.environment_dir.parent), copy=copy), len(lost)
 
     async def _run_docker_compose_command(self, command: list[str], *arguments: Any, **options: Any) -> ExecResult:
         """Takes containers down again where that fails: the engine's service may be restarting."""
@@ -142,7 +173,7 @@ class _Prepared(DockerEnvironment):
         Lets an agent work, and ends what it left running, which could disturb the tests; not if other ports are served
         than before, since a task may ask for that.
         """
-        before = await self._running()
+        before = self._before = await self._running()
         (raised,) = await asyncio.gather(run(**arguments), return_exceptions=True)
         left = await self._running()
         ports = before.ports if before else set()
@@ -281,14 +312,16 @@ async def run_trial(sandbox: str, task: str, agent: AgentConfig, asked: Conversa
     return await finish_trial(await begin_trial(sandbox, task, agent, reaches_host=asked is not None), asked)
 
 
-async def begin_trial(sandbox: str, task: str, agent: AgentConfig, *, reaches_host: bool = False) -> BegunTrial:
-    """The first half of `run_trial`: the container starts."""
+async def begin_trial(
+    sandbox: str, task: str, agent: AgentConfig = POLICY, *, reaches_host: bool = False, copy: str | None = None
+) -> BegunTrial:
+    """The first half of `run_trial`: the container starts, from the task's image or that `copy` of a container."""
     agent = agent.model_copy(update={"override_timeout_sec": AGENT_SECONDS})
     folder = tempfile.TemporaryDirectory(prefix="mt-grpo-harbor-", ignore_cleanup_errors=True)
     environment = EnvironmentConfig(type=EnvironmentType(sandbox))
     if (ours := ENVIRONMENTS.get(sandbox)) is not None:
         path = f"{ours.__module__}:{ours.__name__}"
-        environment = EnvironmentConfig(import_path=path, kwargs={"reaches_host": reaches_host})
+        environment = EnvironmentConfig(import_path=path, kwargs={"reaches_host": reaches_host, "copy": copy})
     config = TrialConfig(
         task=TaskConfig(path=Path(task)),
         trials_dir=Path(folder.name),
