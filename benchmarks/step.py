@@ -4,6 +4,7 @@ same rows. Loss and gradient are compared first.
 
     python benchmarks/step.py                        # small random model, CPU
     python benchmarks/step.py --device cuda --shape 0.6b
+    python benchmarks/step.py --teacher              # a model of the same size reads the batch first, in both ways
 """
 
 from __future__ import annotations
@@ -119,8 +120,21 @@ def build_trainer(kind: type[GRPOTrainer], model: Qwen3ForCausalLM, device: str,
     return trainer
 
 
+@torch.no_grad()
+def taught(trainer: GRPOTrainer, batch: dict[str, Any]) -> torch.Tensor:
+    """What a teacher makes of the trained tokens, in the trainer's own way."""
+    ids, mask = (torch.cat([batch[f"prompt_{kind}"], batch[f"completion_{kind}"]], dim=1) for kind in ("ids", "mask"))
+    trainer._inputs = batch
+    logps, *_ = trainer._get_per_token_logps_and_entropies(
+        trainer.teacher, ids, mask, batch["completion_ids"].size(1), batch_size=len(ids)
+    )
+    return logps[batch["tool_mask"].bool()]
+
+
 def step(trainer: GRPOTrainer, batch: dict[str, Any]) -> tuple[torch.Tensor, list[torch.Tensor]]:
     trainer.model.zero_grad()
+    if trainer.teacher is not None:
+        taught(trainer, batch)
     loss = trainer._compute_loss(trainer.model, batch)
     loss.backward()
     if loss.is_cuda:
@@ -143,8 +157,10 @@ def compare(
     functions = within_memory({"trl": lambda: step(stock, batch), "tree": lambda: step(tree, batch)})
     (their_loss, theirs), (our_loss, ours) = (function() for function in functions.values())
     gap = difference(ours, theirs)
+    if tree.teacher is not None:
+        gap = max(gap, float((taught(tree, batch) - taught(stock, batch)).abs().max()))
     if gap > BOUND[device]:
-        raise SystemExit(f"{name}: the gradients differ by {gap:.1e}; a ratio would be void.")
+        raise SystemExit(f"{name}: gradients, or the teacher's log-probs, differ by {gap:.1e}; a ratio would be void.")
     del theirs, ours
     memory = {kind: peak_memory(function, device) for kind, function in functions.items()}
     # the processor's time on a CPU, whose cores may be shared with other work
@@ -179,6 +195,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=tuple(SHAPES))
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--teacher", action="store_true", help="a teacher reads the batch before each step")
     args = parser.parse_args()
     shape = args.shape or ("cpu" if args.device == "cpu" else "0.6b")
     torch.set_num_threads(args.threads)
@@ -189,10 +206,15 @@ def main() -> None:
         "| workload | padded / unique | trained | TRL | tree | time ratio | ratio / limit | memory, MiB | gradient |"
     )
     print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    other = copy.deepcopy(model)
     with tempfile.TemporaryDirectory() as folder:
         stock = build_trainer(GRPOTrainer, copy.deepcopy(model), args.device, folder)
         tree = build_trainer(TreeTrainer, model, args.device, folder)
         enable_trees(model)
+        stock.teacher = tree.teacher = None
+        if args.teacher:
+            stock.teacher, tree.teacher = copy.deepcopy(stock.model), other  # TRL's reads with its own head
+            enable_trees(other)
         for name, make in WORKLOADS.items():
             try:
                 row = compare(name, build_batch(make(), args.device), stock, tree, args.device, args.repeats)
@@ -203,7 +225,8 @@ def main() -> None:
                     trainer.model.zero_grad()
                 free_memory()
             results.append(row)
-            write(f"step_{args.device}" + (f"_{shape}" if args.device == "cuda" else ""), settings, results)
+            file = "_".join(["step", *["teacher"] * args.teacher, args.device, *[shape] * (args.device == "cuda")])
+            write(file, settings, results)
 
 
 if __name__ == "__main__":
