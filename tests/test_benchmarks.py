@@ -234,7 +234,7 @@ def test_a_workload_without_room_ends_for_itself_and_says_so(bench, measured, mo
     sizes = {"small": 16, "large": 32, "small again": 16}
     workloads = {name: lambda size=size: rows_of(size, 2, 1, action=8) for name, size in sizes.items()}
     monkeypatch.setattr(bench.step, "WORKLOADS", workloads)
-    rows = measured("step", "step_cpu", "--repeats", "1")
+    rows = measured("step", "step_teacher_cpu", "--repeats", "1", "--teacher")
     sentence = "trl ran out of memory, so that nothing is compared: CUDA out of memory. Tried to allocate 7.42 GiB."
     assert [row["workload"] for row in rows] == list(sizes)
     assert rows[1] == {"workload": "large", "out_of_memory": sentence}
