@@ -47,10 +47,11 @@ from mt_grpo.envs.source import source_of
 from mt_grpo.errors import ConfigError, UserError, libraries_may_refuse
 from mt_grpo.forward.lm_head import CHUNK_ELEMENTS
 from mt_grpo.forward.probe import context_length
+from mt_grpo.options.values import SELF
 from mt_grpo.training.checkpoint import adapter_settings
 from mt_grpo.training.columns import rows_of
 from mt_grpo.training.environment import check_env, prepare_tokenizer
-from mt_grpo.training.model import resolve_base, resolve_model, source_options, subfolder_of
+from mt_grpo.training.model import OF_POLICY, resolve_base, resolve_model, source_options, subfolder_of
 from mt_grpo.training.servers import colocates, server_urls
 
 _LONGEST = 64  # how many prompts are encoded to count their tokens: those with the most characters
@@ -93,6 +94,16 @@ def _fact(find: Callable[[RunFacts], T]) -> T:
         return value
 
     return property(get)
+
+
+def _resolved(option: str, name: str, *where: str | None) -> str:
+    try:
+        return resolve_model(name, *where)
+    except HubUnreachable as error:
+        raise NotKnown(
+            f"The model {name!r} is not here, and {hub_fault()}: memory and time are not planned. Give a folder with "
+            f"its `config.json`, as `{option} FOLDER`, or run this where the Hub can be reached."
+        ) from error
 
 
 class RunFacts:
@@ -172,14 +183,21 @@ class RunFacts:
     @_fact
     def name(self) -> str:
         """The model, as `resolve_model` has it."""
-        given = self.recipe.model.model_name_or_path
-        try:
-            return resolve_model(given, self.recipe.model.model_revision, subfolder_of(self.args))
-        except HubUnreachable as error:
-            raise NotKnown(
-                f"The model {given!r} is not here, and {hub_fault()}: memory and time are not planned. Give a folder "
-                "with its `config.json`, as `--model_name_or_path FOLDER`, or run this where the Hub can be reached."
-            ) from error
+        model = self.recipe.model
+        found = model.model_name_or_path, model.model_revision, subfolder_of(self.args)
+        return _resolved("--model_name_or_path", *found)
+
+    @_fact
+    def teacher(self) -> float:
+        """Bytes of the weights of a teacher beside the policy; 0 without one, or where it is the policy."""
+        teacher = self.args.teacher or {"model": SELF}
+        if teacher["model"] == SELF or "server" in teacher:
+            return 0.0
+        source = {name: value for name, value in source_options(self.args).items() if name not in OF_POLICY}
+        with libraries_may_refuse(f"The teacher {teacher['model']!r} cannot be loaded"):
+            config = AutoConfig.from_pretrained(resolve_base(_resolved("--teacher", teacher["model"])), **source)
+            shape = read_shape(config, trust_remote_code=self.args.trust_remote_code)
+        return shape.parameters * self.precision.weights
 
     @property
     def source(self) -> dict[str, Any]:
@@ -318,6 +336,8 @@ class RunFacts:
             args.sp_size,
             args.gradient_checkpointing_layers,
             args.activation_offloading,
+            self.teacher,
+            (args.teacher or {}).get("teacher_model_kind", "live") != "live",
         )
 
     # Batches and servers

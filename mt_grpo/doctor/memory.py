@@ -330,6 +330,8 @@ class Load:
     sharing: int
     group: int = 1
     offloading: bool = False
+    teacher: float = 0.0
+    lends: bool = False
 
     @property
     def longest(self) -> int:
@@ -339,6 +341,7 @@ class Load:
     def parts(self, sharding: Sharding) -> dict[str, float]:
         """Bytes of what one training process holds at its highest, in the worst micro-batch."""
         shape, precision, ranks = self.shape, self.precision, self.processes
+        spread = ranks if sharding.stage == 3 else 1
         whole = self.rows * self.longest, self.rows * min(self.completion, self.longest)
         tokens, trained = (-(-number // self.sharing) for number in whole)
         checkpointing = self.checkpointing or sharding.checkpoints
@@ -348,8 +351,12 @@ class Load:
         if sharding.stage == 3:
             found["gathered layers"] = gathered(shape, precision, sharding)
         if self.reference and not shape.adapter:
-            held = weights(shape, precision)
-            found["reference model"] = held / ranks if sharding.stage == 3 else held
+            found["reference model"] = weights(shape, precision) / spread
+        if self.teacher:
+            found["teacher"] = self.teacher / spread
+        elif self.lends:  # it has weights in float32, and reads before training, while the policy's are put away
+            own = shape.trained * (4 if shape.adapter else precision.weights) / spread
+            found["teacher"] = 4 * shape.trained / spread + max(0.0, own - training)
         rows = min(-(-self.under_way // ranks), MOST_ROWS)
         cache = float(rows * self.longest * shape.kv_bytes(precision.compute))
         if self.copied:

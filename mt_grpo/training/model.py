@@ -51,6 +51,9 @@ from mt_grpo.training.config import MTGRPOConfig
 REFERENCE = "reference.safetensors"
 """The file of a checkpoint with the reference of `sync_ref_model`."""
 
+OF_POLICY = ("revision", "code_revision", "subfolder")
+"""Options of `model_init_kwargs` that say where the policy is, and no other model."""
+
 OF_SOURCE = ("trust_remote_code", "revision", "code_revision", "token", "subfolder", "cache_dir", "local_files_only")
 """Options of loading a model that say where it is, and not how it computes."""
 

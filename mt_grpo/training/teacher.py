@@ -34,6 +34,7 @@ from mt_grpo.training.config import changed
 from mt_grpo.training.forward_plan import prove_forward
 from mt_grpo.training.hints import needs_outcomes
 from mt_grpo.training.model import (
+    OF_POLICY,
     open_policy,
     resolve_base,
     resolve_model,
@@ -82,7 +83,7 @@ def load_teacher(trainer: GRPOTrainer) -> nn.Module | ServerTeacher | None:
         return None
     name, url = args.teacher["model"], args.teacher.get("server")
     given = dict(args.model_init_kwargs or {})
-    for of_policy in ("revision", "code_revision", "subfolder"):
+    for of_policy in OF_POLICY:
         given.pop(of_policy, None)
     if accelerator.num_processes > 1:
         given["device_map"] = None

@@ -465,6 +465,39 @@ def test_sampling_ahead_without_a_server_takes_a_copy(shape):
     assert alone.pop("sampling beyond training") == 0 and alone == ahead
 
 
+def test_a_teacher_beside_the_policy_takes_memory(tmp_path, doctor):
+    model_folder(tmp_path / "model", "Qwen2.5-7B")
+    teacher = model_folder(tmp_path / "teacher", "Qwen3-1.7B")
+
+    def taken(given, *options, ranks=7, sharding="zero3"):
+        where = (
+            "--num_processes",
+            ranks,
+            "--gpu_memory",
+            80,
+            "--accelerate_config",
+            sharding,
+            *options,
+            "--temperature",
+            1,
+        )
+        return doctor(*where, "--teacher", given if isinstance(given, str) else json.dumps(given))[1]["training"].get(
+            "bytes of teacher"
+        )
+
+    weights = 2 * read_shape(AutoConfig.from_pretrained(teacher)).parameters
+    assert taken(teacher) == weights / 7 and taken(teacher, sharding="zero2") == weights
+    assert taken({"model": "b", "server": "http://127.0.0.1:1"}) is None
+    assert taken({"model": "self", "sees": ["answer"]}) is None
+    mean = {"model": "self", "teacher_model_kind": "ema"}
+    seven = read_shape(AutoConfig.from_pretrained(tmp_path / "model")).parameters
+    activations = doctor("--num_processes", 7, "--gpu_memory", 80)[1]["training"]["bytes of activations"]
+    assert taken(mean, sharding="fsdp2") == 4 * seven / 7
+    assert taken(mean, sharding="zero2") == 4 * seven + max(0, 2 * seven - activations) > 4 * seven
+    adapter = taken(mean, "--use_peft", "true", sharding="fsdp2", ranks=1)
+    assert 0 < adapter < taken(mean, sharding="fsdp2", ranks=1) / 10
+
+
 # Seconds
 
 
