@@ -101,6 +101,10 @@ class SampledModel:
                 self.path = str(latest_checkpoint(name) or name)  # a run that has not ended
             resolve_base(resolve_model(self.path))
 
+    def served(self) -> str | None:
+        """The model that an endpoint has, which is asked for it."""
+        return None if self.endpoint is None else self.endpoint.model
+
     def weights(self) -> list[Any]:
         """What is another once other weights are in a model's folder."""
         found = [Path(self.path).glob(form) for form in ("*.safetensors", "*model*.bin")]
@@ -144,6 +148,8 @@ def evaluate(request: Request) -> int:
     folders = {name: save / (re.sub(r"[^\w.-]+", "-", name).strip("-.") or "model") for name in names}
     models = [SampledModel(name, folder, own["api_key_env"]) for name, folder in folders.items()]
     datasets.disable_progress_bars()
+    for model in models:  # before any of them samples
+        model.served()
     asked = None
     for model in models:
         asked = sample(model, request, asked, generations, console)
@@ -209,10 +215,11 @@ def sample(
     deciding = _DECIDING if model.trained_on else (*_OF_HELD_OUT, *_DECIDING)
     about = {name: resolved[name] for name in deciding if name in resolved}
     about |= {"num_generations": generations, "model": model.name, "weights": model.weights()}
-    about["served"] = None if model.endpoint is None else model.endpoint.model
     about = json.loads(to_json(about))
     done = _done(model.folder, about, asked.sums, generations)
     if not all(done):
+        about["served"] = model.served()
+        done = _done(model.folder, about, asked.sums, generations)
         trainer = trainer or build_trainer(recipe, trains=False, writes=False, endpoint=model.endpoint)
         if check is not None:
             check(trainer.step_log.records.rewards)

@@ -17,6 +17,7 @@ from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
+from functools import cached_property
 from typing import Any
 
 import httpx
@@ -129,7 +130,8 @@ class ChatEndpoint:
             of these `cached`, and `completion`.
 
     Raises:
-        ConfigError: If it cannot be reached, refuses the key, or does not have the model.
+        ConfigError: If there is no key in the variable. Once its `model` or `context_length` is read, if it cannot be
+            reached, refuses the key, or does not have the model.
     """
 
     def __init__(self, url: str, model: str | None, tokenizer: Any, api_key_env: str | None = None) -> None:
@@ -137,7 +139,7 @@ class ChatEndpoint:
         if api_key_env is not None and not os.environ.get(api_key_env, "").strip():
             raise ConfigError(f"`--api_key_env` is {api_key_env!r}, an environment variable that is not set: set it.")
         self._key = None if api_key_env is None else os.environ[api_key_env].strip()
-        self.model, self.context_length = self._look(model)
+        self._named = model
         self.usage: dict[str, Counter[str]] = {}
         self._http: httpx.AsyncClient | None = None
         self._opens = 0.0  # no request before that, by the clock of `time.monotonic`
@@ -149,8 +151,19 @@ class ChatEndpoint:
     def _headers(self) -> dict[str, str]:
         return {"Authorization": f"Bearer {self._key}"} if self._key else {}
 
-    def _look(self, model: str | None) -> tuple[str, int]:
-        """The model and the length of its context, as far as the endpoint tells."""
+    @property
+    def model(self) -> str:
+        """The endpoint's name of the model."""
+        return self._found[0]
+
+    @property
+    def context_length(self) -> int:
+        """Tokens of its context, as far as the endpoint tells."""
+        return self._found[1]
+
+    @cached_property
+    def _found(self) -> tuple[str, int]:
+        model = self._named
         try:
             answer = WebClient(self._headers).ask("GET", f"{self.url}/models", _REACH_SECONDS)
             status, listed = answer.response.status_code, answer.json() if answer.response.is_success else {}

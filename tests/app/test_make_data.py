@@ -58,9 +58,10 @@ def test_what_passes_and_pairs_are_written(sampled, prints, tmp_path):
         assert tokenizer.decode(own, skip_special_tokens=False) == RIGHT
     (pair,) = lines(pairs / "train.jsonl")
     assert "What is 2 of Peru" in pair["prompt"] and RIGHT in pair["chosen"] and WRONG in pair["rejected"]
-    says = prints("rollout", *words, "--keep", "exact_match<1")  # asks nothing again
+    asked = len(server.requests)
+    says = prints("rollout", *words, "--keep", "exact_match<1")
     assert "3 pass exact_match<1" in says and f"No {pairs / 'train.jsonl'}: of no pair the better one passes." in says
-    assert len(server.asked("/v1/chat/completions")) == 8
+    assert len(server.requests) == asked
     assert len(lines(sft / "train.jsonl")) == 3 and not (pairs / "train.jsonl").exists()
 
 

@@ -134,7 +134,7 @@ def test_endpoint_that_helps_nobody_ends_the_run(endpoint, converse, answer, err
 def test_endpoint_with_several_models_needs_a_name(endpoint, tokenizer, models, says):
     server = endpoint(lambda number, body: "", models=models)
     with pytest.raises(ConfigError, match=says):
-        ChatEndpoint(f"{server.url}/v1", None, tokenizer)
+        assert ChatEndpoint(f"{server.url}/v1", None, tokenizer).model
     assert ChatEndpoint(f"{server.url}/v1", "other", tokenizer).model == "other"
 
 
@@ -147,7 +147,7 @@ def test_key_is_sent_and_told_to_nobody(endpoint, tokenizer, monkeypatch):
     assert ChatEndpoint(f"{server.url}/v1", None, tokenizer, "SOME_KEY").model == "big"
     server.key = "another"
     with pytest.raises(ConfigError, match="refuses the key in SOME_KEY") as raised:
-        ChatEndpoint(f"{server.url}/v1", None, tokenizer, "SOME_KEY")
+        assert ChatEndpoint(f"{server.url}/v1", None, tokenizer, "SOME_KEY").model
     assert "secret" not in str(raised.value)
 
 
