@@ -10,6 +10,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from threading import Lock
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
@@ -107,19 +108,21 @@ class Sampler:
         self._template_kwargs = template_kwargs
         self._renderers: WeakValueDictionary[tuple[str, tuple[str, ...]], ChatRenderer] = WeakValueDictionary()
         self._latest: dict[tuple[str, tuple[str, ...]], ChatRenderer] = {}  # the most recently asked for last
+        self._choosing = Lock()  # a teacher's hints are written while other conversations go on
         self._encoding, self._decoding = ConcurrencyLimit(1), ConcurrencyLimit(1)
 
     def renderer(self, tools: list[dict[str, Any]] | None, tags: tuple[str, ...] = ()) -> ChatRenderer:
         """The renderer of conversations with these tools and tags."""
         key = json.dumps(tools, sort_keys=True), tags
-        renderer = self._renderers.get(key)  # as long as a conversation uses it, it is the same
-        if renderer is None:
-            renderer = ChatRenderer(self.engine.tokenizer, tools, self._template_kwargs, tags, self.media)
-            self._renderers[key] = renderer
-        self._latest.pop(key, None)
-        self._latest[key] = renderer
-        if len(self._latest) > RENDERERS_KEPT:
-            del self._latest[next(iter(self._latest))]
+        with self._choosing:
+            renderer = self._renderers.get(key)  # as long as a conversation uses it, it is the same
+            if renderer is None:
+                renderer = ChatRenderer(self.engine.tokenizer, tools, self._template_kwargs, tags, self.media)
+                self._renderers[key] = renderer
+            self._latest.pop(key, None)
+            self._latest[key] = renderer
+            if len(self._latest) > RENDERERS_KEPT:
+                del self._latest[next(iter(self._latest))]
         return renderer
 
     async def aside(self, size: int, work: Callable[[], T]) -> T:

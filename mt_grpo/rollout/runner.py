@@ -71,7 +71,8 @@ class RolloutRunner:
         self.sampler = Sampler(engine, self.limits, template_kwargs or {}, history, compact_every, media)
         first = next(iter(source_of(env).prototypes()), None)
         tools, protocol = (None, None) if first is None else (first.tool_schemas, first.protocol)
-        self.renderer = self.sampler.renderer(tools, protocol.tags if protocol is not None else ())
+        tags = protocol.tags if protocol is not None else ()
+        self.renderer, self.renderer_of = self.sampler.renderer(tools, tags), partial(self.sampler.renderer, tags=tags)
         self.sanity = SanityCheck(self.renderer, sanity_check_mode) if sanity_check_mode != "disable" else None
         self.under_way: dict[str, Trajectory] = {}
         """Conversations that are not finished, by session."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
@@ -172,16 +172,23 @@ def answer_leaves(
     return leaves
 
 
-def hinted_turns(trajectory: Trajectory, renderer: ChatRenderer, hint: str, most: int) -> AnswerLeaves:
+def hinted_turns(
+    trajectory: Trajectory,
+    renderer_of: Callable[[list[dict[str, Any]] | None], ChatRenderer],
+    hint: str,
+    most: int,
+) -> AnswerLeaves:
     """
-    The contexts that a trajectory's turns really had, each with a hint behind the words of its last message, and what
-    the turn sampled there. Without turns that have more than `most` tokens then, and those whose context does not end
-    as the template writes its last message, or that it refuses to write.
+    The contexts that a trajectory's turns really had, each with a hint behind the words of its last message, as the
+    renderer of the turn's tools writes it, and what the turn sampled there. Without turns that have more than `most`
+    tokens then, and those whose context does not end as the template writes its last message, or that it refuses to
+    write.
     """
     leaves = AnswerLeaves()
     for turn, action in zip(trajectory.turns, trajectory.tree.actions(), strict=True):
         path = trajectory.tree.path_of_turn(turn.index)
         context = path[: len(path) - len(action)]
+        renderer = renderer_of(trajectory.tools if turn.tools is None else turn.tools or None)
         try:
             old, new = (_last_message(trajectory, turn, renderer, words) for words in ("", hint))
         except TemplateError:  # it writes no such message there

@@ -100,7 +100,7 @@ class Hints:
             if trajectory.failed or not trajectory.turns:
                 return AnswerLeaves()
             hint = trajectory.teacher_hint = self._hint(trajectory, sibling)
-            return AnswerLeaves() if hint is None else hinted_turns(trajectory, trainer.runner.renderer, hint, most)
+            return AnswerLeaves() if hint is None else hinted_turns(trajectory, trainer.runner.renderer_of, hint, most)
 
         given = everywhere(lambda: list(map(give, batch.trajectories, siblings)))
         self._tell(batch, given)

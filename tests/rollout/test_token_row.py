@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 from support.conversations import converse, template_tokenizer, user
+from support.models import build_tokenizer
 
 from mt_grpo.forward.packing import unique_tokens
 from mt_grpo.rollout import ChatRenderer
@@ -64,7 +66,7 @@ def test_prefix_and_answer_are_encoded_as_one_text(tokenizer):
 def test_a_hint_stands_in_the_last_message_of_any_template(family, shown):
     tokenizer = template_tokenizer(family)
     trajectory, _, _ = converse(tokenizer, ["one", "two"], [user("Q2")], "keep")
-    hinted = hinted_turns(trajectory, ChatRenderer(tokenizer), "Look.", 500)
+    hinted = hinted_turns(trajectory, partial(ChatRenderer, tokenizer), "Look.", 500)
     text = tokenizer.decode(hinted.tree.path_of_turn(1))
     assert hinted.turns == [0, 1] and shown in text and text.count("Look.") == 1
     assert hinted.tree.actions() == trajectory.tree.actions()
@@ -85,10 +87,31 @@ def test_a_hint_follows_what_an_agent_said(tokenizer):
     for turn, (context, past) in enumerate(contexts):
         trajectory.tree.add_turn(context, action, [0.0] * len(action))
         trajectory.turns.append(Turn(turn, {"role": "assistant", "content": "one"}, **past))
-    hinted = hinted_turns(trajectory, renderer, "Look.", 500)
+    hinted = hinted_turns(trajectory, lambda tools: renderer, "Look.", 500)
     texts = [tokenizer.decode(hinted.tree.path_of_turn(turn)) for turn in range(3)]
     last = [text.rpartition("<|im_end|>\n<|im_start|>assistant")[0].rpartition("user\n")[2] for text in texts]
     assert hinted.turns == [0, 1, 2] and last == ["Q1\n\nLook.", "Q2\n\nLook.", "Q3\nLook."]
+
+
+def test_a_hint_stands_before_the_tools_of_its_turn():
+    """Of a template that shows them behind the words of the first message."""
+    tokenizer = build_tokenizer()
+    shown = "{% if loop.first and tools %} {{ tools[0].function.name }}{% endif %}<|im_end|>\n{% endfor %}"
+    begin = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    tokenizer.chat_template = f"{begin}{shown}{{% if add_generation_prompt %}}<|im_start|>assistant\n{{% endif %}}"
+    one, other = ([{"type": "function", "function": {"name": name, "parameters": {}}}] for name in ("add", "search"))
+    trajectory = Trajectory(user("Q"), tools=one)
+    for turn, (tools, own) in enumerate(((one, None), (other, other), (None, []))):
+        action = tokenizer.encode("one<|im_end|>")
+        trajectory.tree.add_turn(ChatRenderer(tokenizer, tools).prompt_ids(user("Q")), action, [0.0] * len(action))
+        trajectory.turns.append(Turn(turn, {}, follows=-1 if turn else None, given=user("Q"), tools=own))
+    hinted = hinted_turns(trajectory, partial(ChatRenderer, tokenizer), "Look.", 500)
+    texts = [tokenizer.decode(hinted.tree.path_of_turn(turn)) for turn in hinted.turns]
+    assert [text.partition("<|im_end|>")[0].partition("\n")[2] for text in texts] == [
+        "Q\n\nLook. add",
+        "Q\n\nLook. search",
+        "Q\n\nLook.",
+    ]
 
 
 def test_a_hint_that_the_template_refuses_leaves_out_its_turn():
@@ -96,4 +119,4 @@ def test_a_hint_that_the_template_refuses_leaves_out_its_turn():
     tokenizer = template_tokenizer("gemma3")
     trajectory, _, _ = converse(tokenizer, ["one", "two"], [user("Q2")], "keep")
     trajectory.turns[1].follows, trajectory.turns[1].given = 0, [{"role": "assistant", "content": "and so"}]
-    assert hinted_turns(trajectory, ChatRenderer(tokenizer), "Look.", 500).turns == [0]
+    assert hinted_turns(trajectory, partial(ChatRenderer, tokenizer), "Look.", 500).turns == [0]
