@@ -458,7 +458,7 @@ def _damage(folder: Path) -> str | None:
     try:
         for file in folder.glob("rollouts-rank*.pt"):
             _read(file, mmap=True)
-        for file in folder.glob("*.safetensors"):
+        for file in (*folder.glob("*.safetensors"), *folder.glob("*.tensors")):
             _shapes(file)
         for pattern, read in _READERS.items():
             for file in folder.glob(pattern):

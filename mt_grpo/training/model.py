@@ -48,8 +48,8 @@ from mt_grpo.rollout.engine import Engine, LocalEngine
 from mt_grpo.training.checkpoint import adapter_settings
 from mt_grpo.training.config import MTGRPOConfig
 
-REFERENCE = "reference.safetensors"
-"""The file of a checkpoint with the reference of `sync_ref_model`."""
+REFERENCE = "reference.tensors"
+"""The file of a checkpoint with the reference of `sync_ref_model`. vLLM reads all `*.safetensors` as the model's."""
 
 OF_POLICY = ("revision", "code_revision", "subfolder")
 """Options of `model_init_kwargs` that say where the policy is, and no other model."""

@@ -18,8 +18,8 @@ from trl.distributed import DistributedBackend
 
 from mt_grpo.errors import ConfigError
 
-TEACHER = "teacher.safetensors"
-"""The file of a checkpoint with the weights of a teacher that the policy was."""
+TEACHER = "teacher.tensors"
+"""The file of a checkpoint with the weights of a teacher that the policy was; named as `REFERENCE` is."""
 
 
 class TeacherWeights(TrainerCallback):
@@ -71,7 +71,7 @@ class TeacherWeights(TrainerCallback):
             raise ConfigError(
                 f"The checkpoint {checkpoint} has no weights of a teacher ({TEACHER}), or those of another policy, so "
                 f"`teacher_model_kind: {self._kind}` cannot go on from it: resume one that was saved with it, or "
-                "leave that out."
+                "set `teacher_model_kind: live`."
             )
         for name, weight in self.weights.items():
             whole = saved[name].to(weight.device)

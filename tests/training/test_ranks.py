@@ -203,7 +203,7 @@ def test_a_failure_of_one_rank_ends_all_with_its_reason(tmp_path):
 @pytest.mark.parametrize("environment", [{}, SHARDED], ids=["whole", "sharded"])
 def test_a_synced_reference_is_restored_on_every_rank(tmp_path, environment):
     assert run_ranks(tmp_path, 2, "reference", **environment)["sharded"] == bool(environment)
-    assert (tmp_path / "checkpoint-3" / "reference.safetensors").exists()
+    assert (tmp_path / "checkpoint-3" / "reference.tensors").exists()
 
 
 def test_a_host_takes_a_checkpoint_that_was_replaced(tmp_path):

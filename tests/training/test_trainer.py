@@ -145,7 +145,9 @@ def test_a_resumed_run_takes_the_same_next_step(build, tmp_path, model, options)
     if options is FOLLOWS:
         assert any(row.get("kl") for row in whole.state.log_history)
         assert all(map(torch.equal, whole.ref_model.parameters(), resumed.ref_model.parameters()))
-        (tmp_path / "cut" / "checkpoint-3" / REFERENCE).unlink()  # as where none is synced
+        saved = tmp_path / "cut" / "checkpoint-3"
+        assert [each.name for each in saved.glob("*.safetensors")] == ["model.safetensors"]  # vLLM reads all of these
+        (saved / REFERENCE).unlink()  # as where none is synced
         with pytest.raises(ConfigError, match="no synced reference"):
             run("cut", "cut/checkpoint-3")
 
