@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import multiprocessing
+import os
 import shlex
 import shutil
 import subprocess
@@ -208,15 +209,15 @@ def test_a_task_reaches_nothing_outside_of_its_sandbox(make_task, play, tmp_path
 
 
 def test_branches_go_on_alone_from_the_same_shell(make_task, branch, caplog):
-    first = "cd /tmp; word=hello; say() { printf $word; }; alias q=say; mkfifo c; chmod 600 c; sleep 98765 &"
+    first = "cd /tmp; word=hello; say() { printf $word; }; alias q=say; mkfifo c; >d; chmod 0 c d; sleep 98765 &"
     look = "pgrep -c sleep; sleep .7; pwd; ls -l c | cut -c 1-10; echo $(ls /app)"
     commands = [f"{does}; {look}" for does in ("q > /app/hello.txt", "say > /app/bye.txt", "true")]
     found = branch(make_task(), first, *commands)
     shown = [each.turns[1].tool_calls[0].result.split() for each in found]
     assert shown == [
-        ["1", "/tmp", "prw-------", "hello.txt"],
-        ["0", "/tmp", "prw-------", "bye.txt"],
-        ["0", "/tmp", "prw-------"],
+        ["1", "/tmp", "p---------", "hello.txt"],
+        ["0", "/tmp", "p---------", "bye.txt"],
+        ["0", "/tmp", "p---------"],
     ]
     assert [each.env_rewards["reward"] for each in found] == [1.0, 0.0, 0.0]
     assert [each.branch_of for each in found] == [None, "0", "0"]
@@ -260,7 +261,19 @@ def test_a_sandbox_that_cannot_be_copied_leaves_no_copy(make_task, branch, monke
     monkeypatch.setattr(Sandbox, "fork", fork)
     found = branch(make_task(), "true", "true", "true", "true")
     assert len(forks) == 2 and [each.stop_reason for each in found] == [StopReason.ENV_ERROR] * 3
-    assert "The sandbox cannot be copied: cp: cannot stat " in found[0].error
+    assert "The sandbox cannot be copied: bwrap: Can't find source path" in found[0].error
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="others read no more than a sandbox does")
+def test_a_copy_holds_nothing_that_its_sandbox_cannot_read(make_task, branch, monkeypatch):
+    async def fork(sandbox):  # what a link that came in place of a folder may lead to
+        (sandbox._folder / "root" / "app" / "secret").touch(0o600)
+        return await copies(sandbox)
+
+    copies = Sandbox.fork
+    monkeypatch.setattr(Sandbox, "fork", fork)
+    found = branch(make_task(), "true", "true", "true")
+    assert "cp: cannot open '/from/./app/secret' for reading: Permission denied" in found[0].error
 
 
 @pytest.mark.parametrize("command", ["kill -9 -1", "kill -STOP -1"])

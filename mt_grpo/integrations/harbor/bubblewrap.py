@@ -191,16 +191,24 @@ class Sandbox:
     async def fork(self) -> tuple[Sandbox, int]:
         """Another with a copy of its files, and the number of processes that it has no copy of."""
         twin, running = Sandbox(self._task), self._background()
-        command = "cp", "--archive", "--reflink=auto", str(self._folder / "root"), str(twin._folder)
+        source, target = self._folder / "root", twin._folder / "root"
         try:
             _send(running, signal.SIGSTOP)  # files stand still while they are copied
-            copying = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
+            target.mkdir()
+            _give(twin._folder)
+            # in a sandbox, where links lead nowhere: one that was not stopped may put them in place of folders
+            binds = "--ro-bind", str(source), "/from", "--bind", str(target), "/to"
+            sandbox = _sandbox(self._folder, set(), "/", "--cap-add", "CAP_DAC_OVERRIDE", *binds)
+            copying = await asyncio.create_subprocess_exec(
+                *(*sandbox, "cp", "--archive", "--reflink=auto", "/from/.", "/to"),
+                stderr=asyncio.subprocess.PIPE,
+                env=_ENVIRONMENT,
+            )
             try:
                 _, said = await copying.communicate()
             finally:
                 if copying.returncode is None:
-                    copying.kill()
-                    await copying.wait()
+                    await _end(copying)
             if copying.returncode:
                 raise TaskError(f"The sandbox cannot be copied: {said.decode(errors='replace').strip()[-500:]}")
         except BaseException:
