@@ -10,6 +10,12 @@ from typing import Any
 from mt_grpo.token_tree import TokenTree
 
 Message = dict[str, Any]
+Row = dict[str, Any]
+"""A row of a dataset: values by the name of the column."""
+ToolSchema = dict[str, Any]
+"""A tool as a chat template shows it: a function in OpenAI's form."""
+Arguments = dict[str, Any]
+"""Arguments of one call of a tool, by name."""
 
 
 class StopReason(StrEnum):

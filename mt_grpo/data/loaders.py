@@ -29,9 +29,9 @@ from mt_grpo.imports import FORMATS, Registry, check_name, did_you_mean, looks_l
 from mt_grpo.media import MediumError, decode, media_to_digests, read_image
 from mt_grpo.media_files import MOST_BYTES
 from mt_grpo.runlog.files import to_json
+from mt_grpo.trajectory import Message, Row
 
 Rows: TypeAlias = datasets.Dataset | datasets.IterableDataset
-Row = dict[str, Any]
 Convert = Callable[[Row], Row]
 
 
@@ -73,7 +73,7 @@ _OTHER_ROLES |= dict.fromkeys(("gpt", "chatgpt", "bot", "ai", "chatbot", "model"
 """Roles that datasets have, in lower case, by what chat templates call them. Others are a template's own."""
 
 
-def as_messages(prompt: object) -> list[dict[str, Any]]:
+def as_messages(prompt: object) -> list[Message]:
     """A prompt as messages: text as one of the user, messages as they are; else raises `DatasetError`."""
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]

@@ -7,7 +7,7 @@ import numbers
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from mt_grpo.concurrency import call
 from mt_grpo.envs.protocols import CallProtocol
@@ -15,7 +15,10 @@ from mt_grpo.errors import defined_at
 from mt_grpo.media import snapshot_parts
 from mt_grpo.servers.env_servers import EnvServerPool
 from mt_grpo.tools.function import check_data
-from mt_grpo.trajectory import Message, StopReason, Turn
+from mt_grpo.trajectory import Message, Row, StopReason, ToolSchema, Turn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _TextOrMessages = str | list[Message]
 """Messages of an environment; text is one message of the user's."""
@@ -68,13 +71,13 @@ class Policy(Protocol):
 
     session: str
     exhausted: StopReason | None
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerBase
     sampled: tuple[list[int], list[float]]
 
     async def reply(
         self,
         messages: Sequence[Message],
-        tools: list[dict[str, Any]] | None = None,
+        tools: list[ToolSchema] | None = None,
         *,
         stop: Sequence[str] = (),
         max_tokens: int | None = None,
@@ -112,7 +115,7 @@ class Policy(Protocol):
 class Env(Protocol):
     """One conversation. It is made for a row, runs once, and is closed whatever happens."""
 
-    async def run(self, policy: Policy, row: dict[str, Any]) -> Outcome:
+    async def run(self, policy: Policy, row: Row) -> Outcome:
         """
         Holds the conversation.
 
@@ -176,24 +179,24 @@ class StepEnv(Env):
             longer ends the conversation with `env_error`.
     """
 
-    row: dict[str, Any]
+    row: Row
     session: str
     turns: list[Turn]
     protocol: CallProtocol | None = None
-    tool_schemas: list[dict[str, Any]] | None = None
+    tool_schemas: list[ToolSchema] | None = None
     stop: tuple[str, ...] = ()
     env_mask: int = 0
     step_timeout: float | None = 60.0
 
     @abstractmethod
-    def reset(self, row: dict[str, Any]) -> _TextOrMessages | Awaitable[_TextOrMessages]:
+    def reset(self, row: Row) -> _TextOrMessages | Awaitable[_TextOrMessages]:
         """The messages that the conversation begins with; text is the user's message."""
 
     @abstractmethod
     def step(self, turn: Turn) -> _TextOrMessages | Step | Awaitable[_TextOrMessages | Step]:
         """What follows the turn that the model just took, the last of `turns`."""
 
-    async def run(self, policy: Policy, row: dict[str, Any]) -> Outcome:
+    async def run(self, policy: Policy, row: Row) -> Outcome:
         """The loop: `reset`, then turns and steps until one is done or a limit is reached."""
         self.row, self.session, self.turns = row, policy.session, []
         what = f"{type(self).__name__}.reset"

@@ -7,12 +7,16 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from mt_grpo.imports import Registry
+from mt_grpo.media import Part
 from mt_grpo.tools import Tool
 from mt_grpo.tools.function import too_deep
-from mt_grpo.trajectory import Message, ToolCall, Turn
+from mt_grpo.trajectory import Message, ToolCall, ToolSchema, Turn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass
@@ -39,7 +43,7 @@ class CallProtocol(Protocol):
         """What the model is told in its system prompt; `None` if the chat template tells it, or it knows."""
         ...
 
-    def parse(self, text: str, tokenizer: Any, context: Sequence[int] = ()) -> ParsedTurn:
+    def parse(self, text: str, tokenizer: PreTrainedTokenizerBase, context: Sequence[int] = ()) -> ParsedTurn:
         """
         Reads one turn. `text` keeps special tokens, except the one that ended the turn; `context` are the ids before
         it, whose end may already open a block of the turn, as in templates that write `<think>` themselves.
@@ -118,7 +122,7 @@ class TagProtocol:
             lines += ["", "Tools:"] + [json.dumps(tool.schema["function"], ensure_ascii=False) for tool in tools]
         return "\n".join(lines)
 
-    def parse(self, text: str, tokenizer: Any, context: Sequence[int] = ()) -> ParsedTurn:
+    def parse(self, text: str, tokenizer: PreTrainedTokenizerBase, context: Sequence[int] = ()) -> ParsedTurn:
         parsed = ParsedTurn({"role": "assistant", "content": text})
         # up to the last end alone: each of many beginnings without an end would be searched to the end of the text
         blocks = self._tool.findall(text, 0, text.rfind("</tool>") + len("</tool>"))
@@ -159,7 +163,7 @@ class LearntTagProtocol(TagProtocol):
         return None
 
 
-def _text_part(text: str) -> dict[str, Any]:
+def _text_part(text: str) -> Part:
     return {"type": "text", "text": text}
 
 
@@ -206,9 +210,9 @@ class NativeProtocol:
     def parse(
         self,
         text: str,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase,
         context: Sequence[int] = (),
-        tools: list[dict[str, Any]] | None = None,
+        tools: list[ToolSchema] | None = None,
         end: str = "",
     ) -> ParsedTurn:
         """As `CallProtocol.parse`."""
@@ -264,7 +268,7 @@ class PlainTextProtocol:
     def instructions(self, tools: list[Tool]) -> str | None:
         return None
 
-    def parse(self, text: str, tokenizer: Any, context: Sequence[int] = ()) -> ParsedTurn:
+    def parse(self, text: str, tokenizer: PreTrainedTokenizerBase, context: Sequence[int] = ()) -> ParsedTurn:
         return ParsedTurn({"role": "assistant", "content": text})
 
     def replies(self, turn: Turn) -> list[Message]:
@@ -289,7 +293,7 @@ class SpokenTagProtocol(TagProtocol):
         ]
         return "\n".join(lines + [json.dumps(tool.schema["function"], ensure_ascii=False) for tool in tools])
 
-    def parse(self, text: str, tokenizer: Any, context: Sequence[int] = ()) -> ParsedTurn:
+    def parse(self, text: str, tokenizer: PreTrainedTokenizerBase, context: Sequence[int] = ()) -> ParsedTurn:
         parsed = super().parse(text, tokenizer, context)
         if "<tool>" not in text:
             parsed.error = None
@@ -300,5 +304,5 @@ class SpokenTagProtocol(TagProtocol):
 class _PlainProtocol(PlainTextProtocol):
     """No calls: each turn is the final answer, and nothing is added to the prompt. It takes no tools."""
 
-    def parse(self, text: str, tokenizer: Any, context: Sequence[int] = ()) -> ParsedTurn:
+    def parse(self, text: str, tokenizer: PreTrainedTokenizerBase, context: Sequence[int] = ()) -> ParsedTurn:
         return ParsedTurn({"role": "assistant", "content": text}, answer=text.strip())

@@ -18,7 +18,7 @@ from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean
 from mt_grpo.options.values import parse_user
 from mt_grpo.servers.web import BOUNDED, WebClient
-from mt_grpo.trajectory import Message, StopReason, Turn
+from mt_grpo.trajectory import Message, Row, StopReason, Turn
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -201,7 +201,7 @@ class SimulatedUserEnv(DialogueEnv):
         super().__init__(**options)
         self.user = user
 
-    async def run(self, policy: Policy, row: dict[str, Any]) -> Outcome:
+    async def run(self, policy: Policy, row: Row) -> Outcome:
         """The loop of `DialogueEnv`, with a connection to the endpoint."""
         self._replies = 0
         self.user.enter()

@@ -16,15 +16,16 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from functools import partial, singledispatch
 from typing import TYPE_CHECKING, Any, ClassVar, Union
 
-from mt_grpo.concurrency import begin, call, in_thread
+from mt_grpo.concurrency import Future, begin, call, in_thread
 from mt_grpo.envs.env import Env, StepEnv
 from mt_grpo.envs.tool_env import MultiTurnToolEnv
 from mt_grpo.errors import ConfigError, describe_error, find_fault
 from mt_grpo.imports import did_you_mean, import_object
+from mt_grpo.options.table import Values
 from mt_grpo.options.values import TYPES, env_type
 from mt_grpo.tools import in_processes, load_tools_file
 from mt_grpo.tools.function import cut
-from mt_grpo.trajectory import Trajectory
+from mt_grpo.trajectory import Row, Trajectory
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_EnvFactory = Callable[[dict[str, Any]], Env]
+_EnvFactory = Callable[[Row], Env]
 """Makes the environment of a row; it may be `async`."""
 EnvLike = Union[StepEnv, type[Env], _EnvFactory, dict[str, "EnvLike"], "EnvSource"]
 """
@@ -81,15 +82,15 @@ class EnvSource:
         """What the column `environment` can say; empty where there is one environment."""
         return []
 
-    async def make(self, row: dict[str, Any]) -> Env:
+    async def make(self, row: Row) -> Env:
         """The environment of a row; `ValueError` if the row names none, `TypeError` if a factory made none."""
         raise NotImplementedError(f"{type(self).__name__} has no `make`: define it.")
 
-    def ahead(self, rows: Sequence[dict[str, Any]]) -> AbstractAsyncContextManager[None]:
+    def ahead(self, rows: Sequence[Row]) -> AbstractAsyncContextManager[None]:
         """A block in which the conversations of rows begin in this order: what they need can be made before."""
         return nullcontext()
 
-    def of_row(self, row: dict[str, Any]) -> EnvSource:
+    def of_row(self, row: Row) -> EnvSource:
         """The source of a row's environment; raises `ValueError` if the row names none of several."""
         return self
 
@@ -128,7 +129,7 @@ class Prototype(EnvSource):
     def needs_template_calls(self) -> bool:
         return self.env.protocol is not None and self.env.protocol.native_tools
 
-    async def make(self, row: dict[str, Any]) -> Env:
+    async def make(self, row: Row) -> Env:
         return copy.copy(self.env)
 
     def prototypes(self) -> list[StepEnv]:
@@ -145,7 +146,7 @@ class Factory(EnvSource):
     def given(self) -> EnvLike:
         return self.factory
 
-    async def make(self, row: dict[str, Any]) -> Env:
+    async def make(self, row: Row) -> Env:
         factory, what = self.factory, f"environment {_name(self.factory)}"
         args = () if _takes(factory, ()) else (row,)
         if inspect.iscoroutinefunction(factory):
@@ -186,17 +187,17 @@ class _NamedEnvSources(EnvSource):
         known = [part for part in self.parts.values() if part.prototypes()]
         return bool(known) and all(part.writes_prompts for part in known)
 
-    async def make(self, row: dict[str, Any]) -> Env:
+    async def make(self, row: Row) -> Env:
         return await self.of_row(row).make(row)
 
     @asynccontextmanager
-    async def ahead(self, rows: Sequence[dict[str, Any]]) -> AsyncIterator[None]:
+    async def ahead(self, rows: Sequence[Row]) -> AsyncIterator[None]:
         async with AsyncExitStack() as held:
             for name, part in self.parts.items():
                 await held.enter_async_context(part.ahead([row for row in rows if row.get(COLUMN) == name]))
             yield
 
-    def of_row(self, row: dict[str, Any]) -> EnvSource:
+    def of_row(self, row: Row) -> EnvSource:
         name = row.get(COLUMN)
         if name not in self.parts:
             raise ValueError(f"The row's `{COLUMN}` is {name!r}: name one of {', '.join(self.parts)}.")
@@ -237,7 +238,7 @@ source_of.register(StepEnv, Prototype)
 source_of.register(dict, _NamedEnvSources)
 
 
-async def _made(making: asyncio.Future[Any]) -> Any:
+async def _made(making: Future) -> Any:
     """Waits for an environment. If the wait is cancelled, the environment is closed as soon as it is made."""
     try:
         return await asyncio.shield(making)
@@ -248,7 +249,7 @@ async def _made(making: asyncio.Future[Any]) -> Any:
         raise
 
 
-def _close_late(making: asyncio.Future[Any]) -> None:
+def _close_late(making: Future) -> None:
     """Closes an environment that was made when nobody waited for it any more."""
     if making.cancelled() or making.exception() is not None:
         return
@@ -260,7 +261,7 @@ def _close_late(making: asyncio.Future[Any]) -> None:
         closing.add_done_callback(_closing.discard)
 
 
-_closing: set[asyncio.Future[Any]] = set()  # the event loop itself keeps no task alive
+_closing: set[Future] = set()  # the event loop itself keeps no task alive
 
 
 async def close_environments(trajectories: Iterable[Trajectory]) -> None:
@@ -395,7 +396,7 @@ def environment(name: str) -> Callable[[_Build], _Build]:
     return add
 
 
-def build_environment(options: Mapping[str, Any]) -> EnvLike:
+def build_environment(options: Values) -> EnvLike:
     """The environment that options describe; the module of its type is imported."""
     name = env_type(options)
     importlib.import_module(TYPES[name].module)
@@ -403,13 +404,13 @@ def build_environment(options: Mapping[str, Any]) -> EnvLike:
 
 
 @environment("tools")
-def _tool_environment(options: Mapping[str, Any]) -> MultiTurnToolEnv:
+def _tool_environment(options: Values) -> MultiTurnToolEnv:
     """Tools that the model calls until it answers."""
     return MultiTurnToolEnv(**tool_arguments(options))
 
 
 @environment("class")
-def _environment_at(options: Mapping[str, Any]) -> EnvLike:
+def _environment_at(options: Values) -> EnvLike:
     """What a path leads to: a class with tools is made from the options, anything else is the environment itself."""
     found = import_object(options["env"], what="environment")
     if isinstance(found, type) and issubclass(found, MultiTurnToolEnv):
@@ -417,7 +418,7 @@ def _environment_at(options: Mapping[str, Any]) -> EnvLike:
     return found
 
 
-def tool_arguments(options: Mapping[str, Any], protocol: str = "tags", max_steps: int | None = 5) -> dict[str, Any]:
+def tool_arguments(options: Values, protocol: str = "tags", max_steps: int | None = 5) -> dict[str, Any]:
     """The arguments of a `MultiTurnToolEnv` of a run; `protocol` and `max_steps` where the options leave them open."""
     tools = named_tools(options["tools"], options["tools_config_file"])
     return {

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 from mt_grpo.concurrency import (
     CallClock,
     ConcurrencyLimit,
+    Future,
     abandon,
     begin,
     consume_exception,
@@ -41,7 +42,7 @@ from mt_grpo.servers.env_servers import ServerLost
 from mt_grpo.tools import Tool, ToolSession, load_tools
 from mt_grpo.tools.function import cut, render
 from mt_grpo.tools.stateful import StatefulTool, ToolStateError
-from mt_grpo.trajectory import Message, StopReason, ToolCall, Turn
+from mt_grpo.trajectory import Arguments, Message, Row, StopReason, ToolCall, ToolSchema, Turn
 
 
 class MultiTurnToolEnv(StepEnv):
@@ -122,7 +123,7 @@ class MultiTurnToolEnv(StepEnv):
         return self.protocol.stop
 
     @property
-    def tool_schemas(self) -> list[dict[str, Any]] | None:  # type: ignore[override]  # those of its tools
+    def tool_schemas(self) -> list[ToolSchema] | None:  # type: ignore[override]  # those of its tools
         """Schemas the chat template shows to the model; `None` where the system prompt does."""
         schemas = [tool.schema for tool in self.tools.values()]
         return schemas if self.protocol.native_tools and schemas else None
@@ -134,7 +135,7 @@ class MultiTurnToolEnv(StepEnv):
             messages.insert(0, {"role": "system", "content": self.system_prompt})
         return instruct(messages, self.protocol.instructions(list(self.tools.values())))
 
-    async def reset(self, row: dict[str, Any]) -> list[Message]:
+    async def reset(self, row: Row) -> list[Message]:
         """The messages a conversation begins with, from the row's `prompt`."""
         return self.start(row["prompt"])
 
@@ -174,7 +175,7 @@ class MultiTurnToolEnv(StepEnv):
         """Runs the calls of a turn and writes what became of them into each."""
         await execute_calls(calls, self.tools, self.tool_timeout)
 
-    async def run(self, policy: Policy, row: dict[str, Any]) -> Outcome:
+    async def run(self, policy: Policy, row: Row) -> Outcome:
         """The loop of `StepEnv`, with states for the tools that need them, whose rewards are asked for at the end."""
         if not any(isinstance(tool, StatefulTool) for tool in self.tools.values()):
             return await super().run(policy, row)
@@ -225,7 +226,7 @@ class DialogueEnv(MultiTurnToolEnv):
     async def respond(self, turn: Turn) -> Step:
         """What the other side answers, as text, to the last message of `dialogue`."""
 
-    async def run(self, policy: Policy, row: dict[str, Any]) -> Outcome:
+    async def run(self, policy: Policy, row: Row) -> Outcome:
         """The loop of `MultiTurnToolEnv`."""
         self.opening = self.start(row["prompt"])
         self.dialogue = [
@@ -296,15 +297,15 @@ async def execute_calls(calls: list[ToolCall], tools: dict[str, Tool], timeout: 
 
 async def _run(calls: list[tuple[Tool, ToolCall]], timeout: float | None) -> None:
     """Runs calls that begin together."""
-    running: dict[asyncio.Future[Any], tuple[Tool, ToolCall]] = {}
-    clocks: dict[asyncio.Future[Any], CallClock] = {}
-    ended: set[asyncio.Future[Any]] = set()
+    running: dict[Future, tuple[Tool, ToolCall]] = {}
+    clocks: dict[Future, CallClock] = {}
+    ended: set[Future] = set()
     try:
         for tool, call in calls:
             call.executed, call.start = True, time.time()
             with timed() as clock:
                 if tool.is_async:
-                    future: asyncio.Future[Any] = begin(_awaited(tool, call.arguments), f"tool {tool.name!r}")
+                    future: Future = begin(_awaited(tool, call.arguments), f"tool {tool.name!r}")
                 else:
                     future = in_thread(partial(_called, tool, call.arguments), f"tool-{tool.name}")
             future.add_done_callback(lambda done, clock=clock: clock.end())  # type: ignore[misc]
@@ -334,7 +335,7 @@ def fail_unanswered(turn: Turn) -> None:
             _fail(call, f"{call.name} was not run: the conversation ended before.")
 
 
-def _read(tool: Tool, call: ToolCall, future: asyncio.Future[Any]) -> None:
+def _read(tool: Tool, call: ToolCall, future: Future) -> None:
     """Writes what became of a call into it."""
     if future.cancelled():
         _fail(call, f"{call.name} was cancelled.", tool)
@@ -351,11 +352,11 @@ def _fail(call: ToolCall, error: str, tool: Tool | type[Tool] = Tool) -> None:
     call.result = tool.failure(call.error)
 
 
-def _called(tool: Tool, arguments: dict[str, Any]) -> Any:
+def _called(tool: Tool, arguments: Arguments) -> Any:
     return tool.read(tool.function(**arguments))
 
 
-async def _awaited(tool: Tool, arguments: dict[str, Any]) -> Any:
+async def _awaited(tool: Tool, arguments: Arguments) -> Any:
     result = await tool.function(**arguments)
     if has_media(result[0] if type(result) is tuple and result else result):
         return await in_thread(partial(tool.read, result), f"tool-{tool.name}")

@@ -21,7 +21,7 @@ from typing_extensions import TypedDict
 
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import choose, did_you_mean
-from mt_grpo.options.table import RunOptions
+from mt_grpo.options.table import RunOptions, Values
 
 VERIFIERS = "verifiers:"
 """What `env` begins with where it names an environment of verifiers."""
@@ -405,7 +405,7 @@ ALIASES = {kind.option: name for name, kind in TYPES.items() if kind.option is n
 """Types by the older options that mean them. `env: verifiers:NAME` is `verifiers`, and none of the options `tools`."""
 
 
-def env_type(options: Mapping[str, Any]) -> str:
+def env_type(options: Values) -> str:
     """The type of environment that options of a run describe."""
     if isinstance(options["env"], Mapping):
         return options["env"]["type"]
@@ -420,7 +420,7 @@ def brings_rows(env: object) -> bool:
     return verifiers_name(env) is not None or (named in TYPES and TYPES[named].brings_rows)
 
 
-def with_env_options(options: Mapping[str, Any]) -> dict[str, Any]:
+def with_env_options(options: Values) -> dict[str, Any]:
     """Options in which each `env: {type: NAME, ...}`, also of `environments`, is written as what it means."""
     written = _of_env(options, "env")
     environments = parse_mapping(written.get("environments"), "environments")
@@ -435,7 +435,7 @@ def _of_named(given: Any, name: str) -> Any:
     return _of_env({"env": given} if "type" in given else given, f"environments: {name}")
 
 
-def _of_env(options: Mapping[str, Any], key: str) -> dict[str, Any]:
+def _of_env(options: Values, key: str) -> dict[str, Any]:
     env = options.get("env")
     if isinstance(env, str) and env.lstrip().startswith("{"):
         env = parse_mapping(env, key)

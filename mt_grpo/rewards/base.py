@@ -14,7 +14,7 @@ from mt_grpo.imports import Registry, check_name, did_you_mean, import_object
 from mt_grpo.media import part_text
 from mt_grpo.options.rules import unknown_reward
 from mt_grpo.options.values import is_bare, parse_reward
-from mt_grpo.trajectory import Trajectory, Turn
+from mt_grpo.trajectory import Row, Trajectory, Turn
 
 _PlainFunction = Callable[..., "list[float | None] | Awaitable[list[float | None]]"]
 """A TRL reward function: `f(prompts, completions, **columns) -> list[float | None]`, sync or async."""
@@ -145,7 +145,7 @@ class FunctionReward(OutcomeReward):
     def score_batch(
         self,
         trajectories: list[Trajectory],
-        rows: list[dict[str, Any]],
+        rows: list[Row],
         extra: dict[str, Any] | None = None,
     ) -> Awaitable[list[float | None]]:
         """
@@ -158,7 +158,7 @@ class FunctionReward(OutcomeReward):
     def score_nothing(self) -> None:
         """Called in place of `score_batch` where this process has no conversation to score."""
 
-    def arguments(self, trajectories: list[Trajectory], rows: list[dict[str, Any]]) -> dict[str, Any]:
+    def arguments(self, trajectories: list[Trajectory], rows: list[Row]) -> dict[str, object]:
         """What the function is called with, as `score_batch` is."""
         columns = {key: [row[key] for row in rows] for key in rows[0] if key not in NOT_COLUMNS}
         environments = [_own(trajectory.environment) for trajectory in trajectories]
@@ -219,7 +219,7 @@ class ScoreFunction(OutcomeReward):
         return "ground_truth" in parameters and any(name in parameters for name in cls.SOLUTION)
 
     @staticmethod
-    def truth(row: Mapping[str, Any]) -> object:
+    def truth(row: Row) -> object:
         """The right answer of a row; `KeyError` where it has none."""
         return row["ground_truth"] if "ground_truth" in row else row["reward_model"]["ground_truth"]
 

@@ -7,9 +7,9 @@ import copy
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
-from mt_grpo.concurrency import call
+from mt_grpo.concurrency import Future, call
 from mt_grpo.envs.env import StepEnv
 from mt_grpo.envs.source import close_each
 from mt_grpo.rollout.engine import Engine, PlacingEngine
@@ -63,7 +63,7 @@ class BranchedConversation:
     async def run(self, batch: Conversations) -> None:
         """Runs the conversations."""
         copies: list[Branch] = []
-        tasks: list[asyncio.Future[Any]] = []
+        tasks: list[Future] = []
 
         async def split(policy: ConversationPolicy, trajectory: Trajectory, messages: Sequence[Message]) -> None:
             if len(trajectory.turns) != self._at or copies:

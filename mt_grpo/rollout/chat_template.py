@@ -8,13 +8,17 @@ import re
 from collections.abc import Iterator, Sequence
 from itertools import product
 from os.path import commonprefix
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jinja2 import TemplateError as TemplateFailure
 
 from mt_grpo.errors import UserError
+from mt_grpo.media import Part
 from mt_grpo.rollout.special_tokens import template_constants, unescape
-from mt_grpo.trajectory import Message
+from mt_grpo.trajectory import Message, ToolSchema
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # An assistant turn to hang replies on, and what its last call is given. Only what is written after it is used.
 _ASSISTANT = "An assistant turn."
@@ -62,7 +66,7 @@ class ChatTemplate:
     before an assistant's words and around thinking.
     """
 
-    def __init__(self, tokenizer: Any, variables: dict[str, Any], calls: bool) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, variables: dict[str, Any], calls: bool) -> None:
         if tokenizer.chat_template is None:
             raise TemplateError("The tokenizer has no chat template: use a chat model, or set `chat_template_path`.")
         self._tokenizer, self._variables, self._calls = tokenizer, variables, calls
@@ -87,7 +91,7 @@ class ChatTemplate:
 
     # Rendering
 
-    def render(self, messages: list[Message], tools: list[dict[str, Any]] | None = None, header: bool = True) -> str:
+    def render(self, messages: list[Message], tools: list[ToolSchema] | None = None, header: bool = True) -> str:
         """A conversation's text, up to the assistant's first token if `header`; else `TemplateError`."""
         try:
             text = self._render(messages, tools, header)
@@ -98,7 +102,7 @@ class ChatTemplate:
             text += self._header
         return text
 
-    def prompt(self, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> str:
+    def prompt(self, messages: list[Message], tools: list[ToolSchema] | None = None) -> str:
         """As `render`; raises `TemplateError` also where the text of a message is not in the result."""
         text = self.render(messages, tools)
         for message in messages:
@@ -116,7 +120,7 @@ class ChatTemplate:
             return {"role": "assistant", **read}
         return {"role": "assistant", "content": text.removeprefix(self._lead)}
 
-    def suffix(self, replies: list[Message], called: Sequence[str] = (), shown: Sequence[dict[str, Any]] = ()) -> str:
+    def suffix(self, replies: list[Message], called: Sequence[str] = (), shown: Sequence[Part] = ()) -> str:
         """What follows an assistant's turn: its end, the replies, and the assistant's next header."""
         roles = tuple(reply["role"] for reply in replies)
         if roles not in self._proven:
@@ -127,7 +131,7 @@ class ChatTemplate:
                 self._proven.add(roles)
         return self._shown(replies, called, shown)
 
-    def _shown(self, replies: list[Message], called: Sequence[str], shown: Sequence[dict[str, Any]] = ()) -> str:
+    def _shown(self, replies: list[Message], called: Sequence[str], shown: Sequence[Part] = ()) -> str:
         by_tool = replies[0]["role"] == "tool"
         turn = self._calling(replies, called) if by_tool else {"role": "assistant", "content": _ASSISTANT}
         asked = [*shown, {"type": "text", "text": _ASKED}] if shown else _ASKED
@@ -190,7 +194,7 @@ class ChatTemplate:
                 position = place + len(word)
         return position
 
-    def _render(self, messages: list[Message], tools: list[dict[str, Any]] | None = None, header: bool = True) -> str:
+    def _render(self, messages: list[Message], tools: list[ToolSchema] | None = None, header: bool = True) -> str:
         return self._tokenizer.apply_chat_template(
             [self._fitted(message) for message in self.arranged(messages)],
             tools=tools,

@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 
@@ -28,7 +28,10 @@ from mt_grpo.errors import ConfigError, EngineError, ServerGoneError, ServerSetu
 from mt_grpo.rollout.engine import Sample, SamplingParams
 from mt_grpo.rollout.policy import ConversationPolicy
 from mt_grpo.servers.web import MAX_BYTES, WebClient
-from mt_grpo.trajectory import Message, StopReason, ToolCall, Turn
+from mt_grpo.trajectory import Message, StopReason, ToolCall, ToolSchema, Turn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +137,9 @@ class ChatEndpoint:
             reached, refuses the key, or does not have the model.
     """
 
-    def __init__(self, url: str, model: str | None, tokenizer: Any, api_key_env: str | None = None) -> None:
+    def __init__(
+        self, url: str, model: str | None, tokenizer: PreTrainedTokenizerBase, api_key_env: str | None = None
+    ) -> None:
         self.url, self.tokenizer, self._key_env = url.rstrip("/"), tokenizer, api_key_env
         if api_key_env is not None and not os.environ.get(api_key_env, "").strip():
             raise ConfigError(f"`--api_key_env` is {api_key_env!r}, an environment variable that is not set: set it.")
@@ -200,7 +205,7 @@ class ChatEndpoint:
     async def complete(
         self,
         messages: Sequence[Message],
-        tools: list[dict[str, Any]] | None,
+        tools: list[ToolSchema] | None,
         drawing: SamplingParams,
         session: str,
     ) -> _Completion:
@@ -247,7 +252,7 @@ class ChatEndpoint:
             return completion
 
     def _body(
-        self, messages: Sequence[Message], tools: list[dict[str, Any]] | None, drawing: SamplingParams, bounded: bool
+        self, messages: Sequence[Message], tools: list[ToolSchema] | None, drawing: SamplingParams, bounded: bool
     ) -> dict[str, Any]:
         body: dict[str, Any] = {"model": self.model, "messages": list(map(_sent, messages))}
         body |= {"tools": tools} if tools else {}

@@ -6,11 +6,14 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from mt_grpo.errors import UserError
 from mt_grpo.forward.media import Media
 from mt_grpo.token_tree import Routes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ class Engine(Protocol):
     Samples tokens of a model with this tokenizer and longest context. Many conversations may call `generate` at once.
     """
 
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerBase
     context_length: int
 
     async def generate(self, context: list[int], sampling: SamplingParams, session: str) -> Sample:
@@ -144,7 +147,7 @@ class ScriptedEngine:
 
     def __init__(
         self,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase,
         script: Sequence[str] | Callable[[str, int], str | list[int] | Exception],
         latency: float | Callable[[str, int], float] = 0.0,
         context_length: int = 32768,

@@ -20,6 +20,7 @@ from mt_grpo.envs.protocols import CallProtocol, NativeProtocol
 from mt_grpo.errors import EngineError
 from mt_grpo.media import (
     ConversationMedia,
+    Part,
     decode,
     is_decoded,
     is_read,
@@ -33,7 +34,7 @@ from mt_grpo.rollout.media import MediaEncoder
 from mt_grpo.rollout.rendering import ChatRenderer
 from mt_grpo.rollout.transcript import Context, History, Transcript
 from mt_grpo.token_tree import common_prefix
-from mt_grpo.trajectory import Message, StopReason, Trajectory, Turn
+from mt_grpo.trajectory import Message, Row, StopReason, ToolSchema, Trajectory, Turn
 
 T = TypeVar("T")
 LONG = 2_000
@@ -87,7 +88,7 @@ class RolloutRequest:
 
     prompt: str | list[Message]
     session: str
-    row: dict[str, Any] = field(default_factory=dict)
+    row: Row = field(default_factory=dict)
     seed: int = 0
 
 
@@ -111,7 +112,7 @@ class Sampler:
         self._choosing = Lock()  # a teacher's hints are written while other conversations go on
         self._encoding, self._decoding = ConcurrencyLimit(1), ConcurrencyLimit(1)
 
-    def renderer(self, tools: list[dict[str, Any]] | None, tags: tuple[str, ...] = ()) -> ChatRenderer:
+    def renderer(self, tools: list[ToolSchema] | None, tags: tuple[str, ...] = ()) -> ChatRenderer:
         """The renderer of conversations with these tools and tags."""
         key = json.dumps(tools, sort_keys=True), tags
         with self._choosing:
@@ -135,7 +136,7 @@ class Sampler:
         async with self._encoding:
             return await in_thread(work, "mt-grpo-encode")
 
-    def takes(self, part: dict[str, Any]) -> bool:
+    def takes(self, part: Part) -> bool:
         """Whether the model is shown what a part shows, or plays."""
         return self.media is not None and self.media.takes(part)
 
@@ -208,7 +209,7 @@ class ConversationPolicy:
     async def reply(
         self,
         messages: Sequence[Message],
-        tools: list[dict[str, Any]] | None = None,
+        tools: list[ToolSchema] | None = None,
         *,
         stop: Sequence[str] = (),
         max_tokens: int | None = None,
@@ -280,7 +281,7 @@ class ConversationPolicy:
     async def count(
         self,
         messages: list[Message],
-        tools: list[dict[str, Any]] | None = None,
+        tools: list[ToolSchema] | None = None,
         *,
         protocol: CallProtocol | None = None,
         **_: Any,
@@ -311,7 +312,7 @@ class ConversationPolicy:
         """Seconds since the latest turn, or since the conversation began; 0 while a turn is asked for."""
         return 0.0 if self._lock.locked() else time.perf_counter() - self._last
 
-    def _choose_renderer(self, tools: list[dict[str, Any]] | None, tags: tuple[str, ...]) -> None:
+    def _choose_renderer(self, tools: list[ToolSchema] | None, tags: tuple[str, ...]) -> None:
         if self._asked is not None and self._asked[0] is tools and self._asked[1] is tags:
             return
         renderer = self._sampler.renderer(tools, tags)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mt_grpo.media import SOUND, kind_of_part, media_parts, part_text
+from mt_grpo.media import SOUND, Part, kind_of_part, media_parts, part_text
 from mt_grpo.rollout.chat_template import ChatTemplate, TemplateError
 from mt_grpo.rollout.media import EncodedMedium, MediaEncoder
 from mt_grpo.rollout.special_tokens import SpecialTokens, template_constants
-from mt_grpo.trajectory import Message
+from mt_grpo.trajectory import Message, ToolSchema
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _PROMPTS_KEPT = 64
 _MOST_PATTERNS = 1024
@@ -46,8 +49,8 @@ class ChatRenderer:
 
     def __init__(
         self,
-        tokenizer: Any,
-        tools: list[dict[str, Any]] | None = None,
+        tokenizer: PreTrainedTokenizerBase,
+        tools: list[ToolSchema] | None = None,
         template_kwargs: dict[str, Any] | None = None,
         tags: tuple[str, ...] = (),
         media: MediaEncoder | None = None,
@@ -149,7 +152,7 @@ class ChatRenderer:
         replies: list[Message],
         last_id: int,
         calls: Sequence[dict[str, Any]] = (),
-        shown: Sequence[dict[str, Any]] = (),
+        shown: Sequence[Part] = (),
     ) -> list[int]:
         """
         Ids that follow a sampled turn: its end, unless `last_id` is that already, the environment's messages (results
@@ -165,21 +168,19 @@ class ChatRenderer:
         last_id: int,
         room: int,
         calls: Sequence[dict[str, Any]] = (),
-        shown: Sequence[dict[str, Any]] = (),
+        shown: Sequence[Part] = (),
     ) -> list[int] | None:
         """As `reply_ids`; `None` if the replies far exceed `room` tokens: only their start is encoded then."""
         called = _called(replies, calls)
         exceed = self._exceed(replies, room, lambda cut: self._reply_ids(cut, called))
         return None if exceed else self.reply_ids(replies, last_id, calls, shown)
 
-    def shown_parts(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+    def shown_parts(self, messages: Sequence[Message]) -> list[Part]:
         """Parts for the images, videos and sounds that messages show the model, for a template to count."""
         parts = media_parts(messages) if self.media is not None else ()
         return [{"type": part["type"]} for part in parts if not self._is_left_out(part)]
 
-    def _reply_ids(
-        self, replies: list[Message], called: tuple[str, ...], shown: Sequence[dict[str, Any]] = ()
-    ) -> list[int]:
+    def _reply_ids(self, replies: list[Message], called: tuple[str, ...], shown: Sequence[Part] = ()) -> list[int]:
         escaped, names = self.escaped(replies), self.special_tokens.escape_all(called)
         if shown and self.shown_parts(replies):
             text = self._template.suffix(escaped, names, shown)

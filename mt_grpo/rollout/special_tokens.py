@@ -6,12 +6,15 @@ import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment
 from tokenizers import AddedToken, Tokenizer
 
 from mt_grpo.trajectory import Message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # Rare, and yet printable, so that templates leave them as they are: alchemical symbols. The second quotes both.
 ESCAPE = "\U0001f76a"
@@ -36,7 +39,7 @@ class SpecialTokens:
     structures text, such as `<think>`, and not those that the vocabulary holds as text.
     """
 
-    def __init__(self, tokenizer: Any, template: str, kept: Iterable[str] = ()) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str, kept: Iterable[str] = ()) -> None:
         self._tokenizer = tokenizer
         self._backend = backend = tokenizer.backend_tokenizer if tokenizer.is_fast else None
         constants = template_constants(template)

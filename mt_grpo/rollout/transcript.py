@@ -11,7 +11,7 @@ import re
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
-from mt_grpo.media import digest_at_hand, is_medium, is_same
+from mt_grpo.media import Part, digest_at_hand, is_medium, is_same
 from mt_grpo.options.rules import check_history
 from mt_grpo.rollout.chat_template import THOUGHTS
 from mt_grpo.rollout.rendering import ChatRenderer
@@ -45,7 +45,7 @@ class History:
         self._compact_every = compact_every if policy == "compact" else None
         self._pieces: list[tuple[str, list[int]]] = []  # the context as text, and the ids of each piece
         self._messages: list[Message] = []  # the same as messages, escaped
-        self._shown: list[dict[str, Any]] = []  # see `ChatRenderer.shown_parts`
+        self._shown: list[Part] = []  # see `ChatRenderer.shown_parts`
 
     def fork(self) -> History:
         """A copy for a branch of the conversation; the two change apart."""

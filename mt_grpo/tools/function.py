@@ -24,6 +24,7 @@ from mt_grpo.concurrency import ConcurrencyLimit
 from mt_grpo.errors import UserError, describe_error
 from mt_grpo.media import decode_for_model, has_media, part_text, read_parts, snapshot_parts
 from mt_grpo.tools.argument_check import ArgumentCheck, UnsoundSchema, read_schema
+from mt_grpo.trajectory import Arguments, ToolSchema
 
 logger = logging.getLogger(__name__)
 
@@ -159,7 +160,7 @@ class Tool:
         return cls(name, schema["description"], schema["parameters"], function, **vars(ToolOptions.of(fn)))
 
     @property
-    def schema(self) -> dict[str, Any]:
+    def schema(self) -> ToolSchema:
         """The description in the form chat templates and OpenAI's interface take."""
         function = {"name": self.name, "description": self.description, "parameters": self.parameters}
         return {"type": "function", "function": function}
@@ -194,7 +195,7 @@ class Tool:
         """The result that tells the model of an error."""
         return f"Error: {error}"
 
-    def _explain(self, error: ValidationError, arguments: dict[str, Any]) -> str:
+    def _explain(self, error: ValidationError, arguments: Arguments) -> str:
         known = list(self.parameters.get("properties", {}))
         if not error.absolute_path and error.validator == "additionalProperties":
             unknown = [argument for argument in arguments if argument not in known]

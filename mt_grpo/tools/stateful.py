@@ -18,6 +18,7 @@ from mt_grpo.concurrency import OutOfTime, call, in_thread
 from mt_grpo.errors import describe_error
 from mt_grpo.media import read_parts
 from mt_grpo.tools.function import Tool, ToolDefinitionError, check_data
+from mt_grpo.trajectory import Arguments, Row
 
 
 class OpenAIFunctionPropertySchema(BaseModel):
@@ -112,7 +113,7 @@ class BaseTool:
         return instance_id or uuid4().hex
 
     async def execute(
-        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
+        self, instance_id: str, parameters: Arguments, **kwargs: Any
     ) -> tuple[Any, float | None, dict | None]:
         """
         Answers a call.
@@ -185,7 +186,7 @@ class ToolSession:
         failures (`list[str]`): What `calc_reward` and `release` failed with, a sentence each.
     """
 
-    def __init__(self, tools: Iterable[Tool], row: dict[str, Any], timeout: float | None = None) -> None:
+    def __init__(self, tools: Iterable[Tool], row: Row, timeout: float | None = None) -> None:
         tools = list(tools)
         self.tools = {tool.name: self._bound(tool) if isinstance(tool, StatefulTool) else tool for tool in tools}
         self.metrics: dict[str, list[dict[str, Any]]] = {}
@@ -287,7 +288,7 @@ class ToolSession:
         return f"`{method}` of the tool {base.name!r} failed: {describe_error(error)}."
 
 
-def _options(row: dict[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
+def _options(row: Row) -> dict[str, dict[str, dict[str, Any]]]:
     """The arguments for tools' methods, without `None`, with which a table fills what only other rows have."""
     options = row.get("tools_kwargs") or (row.get("extra_info") or {}).get("tools_kwargs") or {}
     return {

@@ -5,12 +5,15 @@ commands that it ran.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rich.text import Text
 
 from mt_grpo.media import decoded
 from mt_grpo.trajectory import ToolCall, Trajectory, visible
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 __all__ = ["render_trajectory", "visible"]
 
@@ -21,7 +24,7 @@ _LOGS = ("agent_log", "verifier_log")
 """What an environment may say of a conversation that is shown as it is printed."""
 
 
-def render_trajectory(trajectory: Trajectory, tokenizer: Any, color: bool = True) -> Text:
+def render_trajectory(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase, color: bool = True) -> Text:
     """
     Renders a conversation's tokens, then its logs and rewards; without `color` the model's words are between « and ».
     A turn that ran commands in a shell is followed by them, as a terminal shows them, in place of the tokens of its

@@ -18,7 +18,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import DynamicCache, GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+)
 from transformers.cache_utils import DynamicLayer
 from transformers.generation import (
     GenerateDecoderOnlyOutput,
@@ -105,7 +112,7 @@ class TransformersEngine:
     def __init__(
         self,
         model: Any,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase,
         max_batch_size: int = 64,
         patience: float = 1.0,
         record_routes: bool = False,

@@ -15,13 +15,14 @@ from typing import Any
 
 from mt_grpo.concurrency import OutOfTime, call, in_thread, waiting
 from mt_grpo.imports import did_you_mean
-from mt_grpo.media import read_parts
+from mt_grpo.media import Part, read_parts
 from mt_grpo.media_files import decoded
 from mt_grpo.sounds import is_wav
 from mt_grpo.tools.function import Tool, ToolDefinitionError
 from mt_grpo.tools.mcp.server import McpPool, McpServer, McpToolError, shared_server
 from mt_grpo.tools.mcp.session import McpServerConfig, read_servers
 from mt_grpo.tools.stateful import BaseTool, OpenAIFunctionToolSchema, ToolResponse
+from mt_grpo.trajectory import Arguments, ToolSchema
 
 __all__ = ["MCPBaseTool", "McpServer", "McpServerConfig", "McpToolError", "mcp_tools", "read_servers", "result_text"]
 
@@ -36,7 +37,7 @@ class McpRemote:
     pace: Pace | None = None
 
     @property
-    def schema(self) -> dict[str, Any]:
+    def schema(self) -> ToolSchema:
         """The description in OpenAI's form."""
         function = {
             "name": self.listed["name"],
@@ -50,7 +51,7 @@ class McpRemote:
         """Whether the server says that a call of it changes nothing (`readOnlyHint`)."""
         return (self.listed.get("annotations") or {}).get("readOnlyHint") is True
 
-    async def call(self, arguments: dict[str, Any]) -> tuple[list[Any], dict[str, Any] | None]:
+    async def call(self, arguments: Arguments) -> tuple[list[Any], dict[str, Any] | None]:
         """Calls the tool."""
         if self.pace is not None:
             await self.pace.wait()
@@ -140,13 +141,13 @@ def _as_tool(remote: McpRemote) -> Tool:
     return McpTool(**remote.schema["function"], function=call, remote=remote, keeps_state=True)
 
 
-def result_parts(content: list[Any]) -> list[dict[str, Any]] | None:
+def result_parts(content: list[Any]) -> list[Part] | None:
     """The parts of a result that shows images or plays sounds; `None` if none does."""
     parts = [_part(part) for part in content]
     return read_parts(parts) if any(part["type"] != "text" for part in parts) else None
 
 
-def _part(part: Any) -> dict[str, Any]:
+def _part(part: Any) -> Part:
     words = _part_text(part)
     if part.type == "image" and importlib.util.find_spec("PIL") is not None:
         return {"type": "image", "image": decoded(part.data, "An image of an MCP server"), "alt": words}
@@ -181,7 +182,7 @@ class MCPBaseTool(BaseTool):
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema) -> None:
         super().__init__(config, tool_schema)
 
-    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: object) -> tuple[Any, float, dict]:
+    async def execute(self, instance_id: str, parameters: Arguments, **kwargs: object) -> tuple[Any, float, dict]:
         """Calls the tool of the server; an error of it is raised, and reaches the model as the error of its call."""
         content, _ = await self.remote.call(parameters)
         text, metrics = self._parse_tool_result(content)

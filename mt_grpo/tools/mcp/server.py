@@ -37,6 +37,7 @@ from mt_grpo.tools.mcp.session import (
     StartError,
     mcp_thread,
 )
+from mt_grpo.trajectory import Arguments
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +98,7 @@ class McpServer:
                 mend = f"run `{shlex.join([config.command, *config.args])}` by hand to see why"
             raise ConfigError(f"The MCP server {config.name!r} cannot be started: {error}; {mend}.") from error
 
-    async def call(self, tool: str, arguments: dict[str, Any], session: ServerSession | None = None) -> Any:
+    async def call(self, tool: str, arguments: Arguments, session: ServerSession | None = None) -> Any:
         """
         Calls a tool, in a session that `ready` returned or else the present one, for which the server is started.
         Awaited in any event loop; a call that is cancelled leaves the server to the others. Raises `McpServerGone` if
@@ -151,7 +152,7 @@ class Connection:
             raise StartError(f"it does not answer a ping within {PROBE_SECONDS:g} s")
         return session
 
-    async def call(self, tool: str, arguments: dict[str, Any], session: ServerSession | None) -> Any:
+    async def call(self, tool: str, arguments: Arguments, session: ServerSession | None) -> Any:
         name = self.config.name
         try:
             if session is not None and session.over.done():
@@ -297,7 +298,7 @@ class McpPool:
             )
         return self._tools
 
-    async def call(self, tool: str, arguments: dict[str, Any]) -> Any:
+    async def call(self, tool: str, arguments: Arguments) -> Any:
         """Calls a tool on the server of the conversation; outside of conversations, on the one with the fewest."""
         conversation = current_conversation()
         if conversation is None:
@@ -335,7 +336,7 @@ class McpPool:
             raise Unreachable(f"it has other tools than the others ({difference!r})")
         return session
 
-    async def _call(self, lease: _Lease, tool: str, arguments: dict[str, Any]) -> Any:
+    async def _call(self, lease: _Lease, tool: str, arguments: Arguments) -> Any:
         try:
             return await self._servers[lease.url].call(tool, arguments, lease.session)
         except McpServerGone as error:

@@ -22,10 +22,11 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from mt_grpo.concurrency import LoopThread, OnePerProcess, consume_exception
+from mt_grpo.concurrency import Future, LoopThread, OnePerProcess, consume_exception
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean
 from mt_grpo.servers.addresses import expand_addresses
+from mt_grpo.trajectory import Arguments
 
 _TRANSPORTS = {"stdio": "stdio", "sse": "sse", "http": "http", "streamable-http": "http", "streamable_http": "http"}
 
@@ -279,7 +280,7 @@ class ServerSession:
         thread.open.add(self)
         self._owner.add_done_callback(lambda _: thread.open.discard(self))
 
-    async def call(self, tool: str, arguments: dict[str, Any]) -> Any:
+    async def call(self, tool: str, arguments: Arguments) -> Any:
         """Calls a tool of the server."""
         request = asyncio.ensure_future(self._session.call_tool(tool, arguments))
         try:
@@ -315,7 +316,7 @@ class ServerSession:
         return not self.over.done() and probing.result()
 
     async def _probed(self, probing: asyncio.Future[bool]) -> None:
-        waits: set[asyncio.Future[Any]] = {probing, self.over}
+        waits: set[Future] = {probing, self.over}
         await asyncio.wait(waits, return_when=_FIRST)
 
     def stop(self) -> None:
