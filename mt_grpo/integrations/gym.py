@@ -18,9 +18,10 @@ from mt_grpo.envs.env import ConversationEnded
 from mt_grpo.envs.source import environment
 from mt_grpo.errors import ConfigError, describe_error, find_fault
 from mt_grpo.imports import import_object
+from mt_grpo.options.table import Values
 from mt_grpo.options.values import TYPES
 from mt_grpo.tools.function import render
-from mt_grpo.trajectory import Message, StopReason, Turn
+from mt_grpo.trajectory import Message, Row, StopReason, Turn
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +105,7 @@ class GymEnv(StepEnv):
         self.total = 0.0
         self._refusals = _Refusals()
 
-    async def run(self, policy: Policy, row: dict[str, Any]) -> Outcome:
+    async def run(self, policy: Policy, row: Row) -> Outcome:
         """The loop of `StepEnv`. The reward is the sum of the steps' rewards, also if a limit ended the game."""
         try:
             outcome = await super().run(policy, row)
@@ -113,7 +114,7 @@ class GymEnv(StepEnv):
         outcome.rewards = {"return": self.total}
         return outcome
 
-    async def reset(self, row: dict[str, Any]) -> list[Message]:
+    async def reset(self, row: Row) -> list[Message]:
         """The prompt of the row, followed by the game's first observation."""
         args = (row,) if _needs_row(self.make) else ()
         game = self.user_environment = await call(self.make, *args, what="make", timeout=self.call_timeout)
@@ -167,7 +168,7 @@ class GymEnv(StepEnv):
 
 
 @environment("gym")
-def _gym_of_options(options: Mapping[str, Any]) -> GymEnv:
+def _gym_of_options(options: Values) -> GymEnv:
     """`GymEnv` with the keys of `env: {type: gym}`."""
     return GymEnv(**imported(options["env"]))
 
@@ -190,7 +191,7 @@ def _show(observation: object) -> str:
     return "" if observation is None else render(observation)
 
 
-def _seed_of(row: Mapping[str, Any]) -> int:
+def _seed_of(row: Row) -> int:
     """The row's `seed`, or else a hash of its columns, so that all conversations of a group get the same game."""
     if row.get("seed") is not None:
         return int(row["seed"])

@@ -10,7 +10,7 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,9 +21,11 @@ from mt_grpo.envs.env import ServedEnv
 from mt_grpo.envs.source import environment
 from mt_grpo.errors import ConfigError, describe_error
 from mt_grpo.integrations.gym import GymEnv, imported
+from mt_grpo.options.table import Values
 from mt_grpo.servers.addresses import expand_addresses
 from mt_grpo.servers.env_servers import MAX_STARTING, EnvServerPool, Full, ServerLost, Unreachable, backoff, in_words
 from mt_grpo.servers.web import ask
+from mt_grpo.trajectory import Row
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +72,7 @@ def openenv_server(
 
 
 @environment("openenv")
-def _openenv_of_options(options: Mapping[str, Any]) -> OpenEnv:
+def _openenv_of_options(options: Values) -> OpenEnv:
     """`openenv_server` with the keys of `env: {type: openenv}`."""
     return openenv_server(**imported(options["env"]))
 
@@ -100,7 +102,7 @@ class OpenEnv(GymEnv, ServedEnv):
         env.pool = EnvServerPool(_addresses(urls, env.option), _KIND)
         return env
 
-    async def run(self, policy: Policy, row: dict[str, Any]) -> Outcome:
+    async def run(self, policy: Policy, row: Row) -> Outcome:
         """`GymEnv`'s loop; the connection is closed at its end, since other conversations may wait for room."""
         try:
             return await super().run(policy, row)

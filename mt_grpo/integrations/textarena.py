@@ -12,6 +12,7 @@ from mt_grpo.envs.source import environment
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean
 from mt_grpo.integrations.gym import GymEnv, imported
+from mt_grpo.options.table import Values
 
 Opponent = Callable[[str], str]
 """The other player: a function from an observation to a move, as TextArena's agents are."""
@@ -50,7 +51,7 @@ def textarena_game(
 
 
 @environment("textarena")
-def _game_of_options(options: Mapping[str, Any]) -> GymEnv:
+def _game_of_options(options: Values) -> GymEnv:
     """`textarena_game` with the keys of `env: {type: textarena}`."""
     given = imported(options["env"])
     return textarena_game(**given.pop("options", {}), **given)

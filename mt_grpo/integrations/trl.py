@@ -10,7 +10,7 @@ import math
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
@@ -18,7 +18,7 @@ from typing import Any, Self, SupportsFloat
 
 from datasets import Dataset
 
-from mt_grpo.concurrency import OutOfTime, call, guarded, in_thread
+from mt_grpo.concurrency import Future, OutOfTime, call, guarded, in_thread
 from mt_grpo.data.loaders import lacks_column
 from mt_grpo.envs import MultiTurnToolEnv, Outcome, Policy
 from mt_grpo.envs.env import ConversationEnded
@@ -26,11 +26,12 @@ from mt_grpo.envs.source import CLOSE_TIMEOUT, COLUMN, EnvLike, Prototype, envir
 from mt_grpo.envs.tool_env import execute_calls
 from mt_grpo.errors import ConfigError, describe_error
 from mt_grpo.imports import import_object
-from mt_grpo.media import has_media, kind_of_part, read_parts
+from mt_grpo.media import Part, has_media, kind_of_part, read_parts
+from mt_grpo.options.table import Values
 from mt_grpo.rewards import EnvReward, RewardFunc
 from mt_grpo.tools import Tool
 from mt_grpo.tools.function import Result
-from mt_grpo.trajectory import Message, ToolCall
+from mt_grpo.trajectory import Message, Row, ToolCall
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +131,7 @@ class TRLEnv(MultiTurnToolEnv):
         by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         return [one.name for one in parameters if one.kind in by_name and one.default is inspect.Parameter.empty]
 
-    async def run(self, policy: Policy, row: dict[str, Any]) -> Outcome:
+    async def run(self, policy: Policy, row: Row) -> Outcome:
         """Runs the loop of `MultiTurnToolEnv` with an instance of the factory, then asks for its reward."""
         self._calls = []
         self.user_environment = await self.pool.take(self.tool_timeout)
@@ -150,7 +151,7 @@ class TRLEnv(MultiTurnToolEnv):
                 outcome.rewards = {**outcome.rewards, self.reward_name: earned}
         return outcome
 
-    async def reset(self, row: dict[str, Any]) -> list[Message]:
+    async def reset(self, row: Row) -> list[Message]:
         """The prompt of the row. What the instance's `reset` returned is appended to the last message."""
         messages = await super().reset(row)
         columns = {name: value for name, value in row.items() if not (self.named and name == COLUMN)}
@@ -259,7 +260,7 @@ def _import_factory(path: object, key: str) -> Any:
 
 
 @environment("trl")
-def _environments_of_options(options: Mapping[str, Any]) -> EnvLike:
+def _environments_of_options(options: Values) -> EnvLike:
     """Environments of a run's option `environment_factory`: of a factory, or of several by name."""
     key, factory = options.get("key"), options.get("factory")  # the second: the trainer's own argument
     if factory is None:
@@ -338,7 +339,7 @@ def _text(said: object) -> object:
     return said if has_media(said) else _as_text(said)
 
 
-def _parts(said: object) -> list[dict[str, Any]]:
+def _parts(said: object) -> list[Part]:
     if isinstance(said, str):
         return [{"type": "text", "text": said}] if said else []
     return read_parts(said if isinstance(said, list) else [said])
@@ -385,7 +386,7 @@ class _InstancePool:
         if "close" in self.methods:
             await call(instance.close, what=f"{self.name}.close", timeout=CLOSE_TIMEOUT)
 
-    def _give_late(self, making: asyncio.Future[Any]) -> None:
+    def _give_late(self, making: Future) -> None:
         if not making.cancelled() and making.exception() is None:
             self.give(making.result())
 

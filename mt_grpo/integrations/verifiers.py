@@ -25,8 +25,9 @@ from mt_grpo.envs.protocols import CallProtocol
 from mt_grpo.envs.source import environment
 from mt_grpo.errors import ConfigError
 from mt_grpo.integrations.openai_api.agent import AgentClient, AgentSource, protocol_of
+from mt_grpo.options.table import Values
 from mt_grpo.options.values import VERIFIERS, parse_env_config
-from mt_grpo.trajectory import StopReason
+from mt_grpo.trajectory import Row, StopReason
 
 if TYPE_CHECKING:
     import verifiers as vf
@@ -56,7 +57,7 @@ class VerifiersSource(AgentSource):
 
 
 @environment("verifiers")
-def _verifiers_of_options(options: Mapping[str, Any]) -> VerifiersSource:
+def _verifiers_of_options(options: Values) -> VerifiersSource:
     """The environment of a run's option `env: verifiers:NAME`."""
     config = parse_env_config(options["env_config"] or {})
     return VerifiersSource(options["env"].removeprefix(VERIFIERS).strip(), config, protocol_of(options))
@@ -136,7 +137,7 @@ class _LegacyEnvironment:
             )
         _watch(self.env.rubric)
 
-    def rows(self, split: str) -> list[dict[str, Any]]:
+    def rows(self, split: str) -> list[Row]:
         """The examples of `train` or `eval`, each with `prompt` and `answer`."""
         return [{"prompt": item["prompt"], "answer": str(item.get("answer") or "")} for item in self._data(split)]
 

@@ -33,7 +33,7 @@ from verifiers.v1.utils.loaders import env_config_type, load_environment, resolv
 from mt_grpo.envs import Outcome
 from mt_grpo.errors import ConfigError
 from mt_grpo.integrations.openai_api import AgentClient
-from mt_grpo.trajectory import StopReason
+from mt_grpo.trajectory import Message, Row, StopReason
 
 HARNESS = "mt_grpo_chat"
 """Name of `ChatHarness` in verifiers' configurations."""
@@ -75,7 +75,7 @@ class TasksetEnvironment:
         self._tasks["train"] = self._load("train")
         self._serving: dict[asyncio.AbstractEventLoop, _Serving] = {}
 
-    def rows(self, split: str) -> list[dict[str, Any]]:
+    def rows(self, split: str) -> list[Row]:
         """The selected tasks of `train` or `eval`, each with `prompt` and `answer`."""
         return [{"prompt": _prompt(task.data), "answer": _answer(task.data)} for task in self._of(split)]
 
@@ -167,7 +167,7 @@ def _with_agents(name: str, config: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
-def _prompt(data: Any) -> list[dict[str, Any]]:
+def _prompt(data: Any) -> list[Message]:
     """A task's first messages, as far as its data has them."""
     messages = [] if data.system_prompt is None else [{"role": "system", "content": data.system_prompt}]
     if data.prompt is None or isinstance(data.prompt, str):

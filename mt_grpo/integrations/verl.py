@@ -29,12 +29,13 @@ from mt_grpo.envs.source import Prototype, environment, source_of, tool_argument
 from mt_grpo.envs.tool_env import DialogueEnv
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean, import_object
+from mt_grpo.options.table import Values
 from mt_grpo.rewards.builtin import find_number
 from mt_grpo.tools import BaseTool, MCPBaseTool, OpenAIFunctionToolSchema, ToolResponse
 from mt_grpo.tools.function import ToolDefinitionError
 from mt_grpo.tools.python_sandbox import RemotePython
 from mt_grpo.tools.search import RetrievalSearch
-from mt_grpo.trajectory import Message, Turn
+from mt_grpo.trajectory import Arguments, Message, Row, Turn
 
 __all__ = ["BaseInteraction", "Gsm8kInteraction", "InteractionEnv", "InteractionSource", "WeatherInteraction"]
 __all__ += ["BaseTool", "MCPBaseTool", "OpenAIFunctionToolSchema", "ToolResponse", "load_interactions"]
@@ -176,7 +177,7 @@ class InteractionEnv(DialogueEnv):
             )
         return {key: value for key, value in given.items() if value is not None}
 
-    async def run(self, policy: Policy, row: dict[str, Any]) -> Outcome:
+    async def run(self, policy: Policy, row: Row) -> Outcome:
         """Starts the interaction, runs the loop of `DialogueEnv`, and asks for the score."""
         self.kwargs = self.find_kwargs(row)
         self.instance_id = uuid.uuid4().hex
@@ -250,7 +251,7 @@ source_of.register(InteractionEnv, InteractionSource)
 
 
 @environment("interactions")
-def _interactions_of_options(options: Mapping[str, Any]) -> InteractionEnv:
+def _interactions_of_options(options: Values) -> InteractionEnv:
     """The environment of a run's option `interaction_config_file`."""
     return InteractionEnv(load_interactions(options["interaction_config_file"]), **tool_arguments(options))
 
@@ -407,7 +408,7 @@ class _AnswerTool(BaseTool, ABC):
         return instance_id, ToolResponse()
 
     async def execute(
-        self, instance_id: str, parameters: dict[str, Any], **kwargs: object
+        self, instance_id: str, parameters: Arguments, **kwargs: object
     ) -> tuple[ToolResponse, float, dict]:
         answer, before = str(parameters.get("answer", "")), self._rewards[instance_id]
         reward = self._rewards[instance_id] = self.score(answer, self._golds[instance_id])
@@ -490,7 +491,7 @@ class SandboxFusionTool(_ServedTool):
         self._server = RemotePython(self.url, self.default_timeout, config.get("memory_limit_mb", 1024))
 
     async def execute(
-        self, instance_id: str, parameters: dict[str, Any], **kwargs: object
+        self, instance_id: str, parameters: Arguments, **kwargs: object
     ) -> tuple[ToolResponse, None, None]:
         timeout = parameters.get("timeout", self.default_timeout)
         language = parameters.get("language", self.default_language)
@@ -520,7 +521,7 @@ class SearchTool(_ServedTool):
         self.execution_pool = _ExecutionPool(config.get("num_workers", 120))
 
     async def execute(
-        self, instance_id: str, parameters: dict[str, Any], **kwargs: object
+        self, instance_id: str, parameters: Arguments, **kwargs: object
     ) -> tuple[ToolResponse, float, dict]:
         queries = parameters.get("query_list")
         if not isinstance(queries, list) or not queries or not all(isinstance(query, str) for query in queries):

@@ -44,10 +44,10 @@ from mt_grpo.integrations.harbor.containers import (
 from mt_grpo.integrations.harbor.shell import Restartable, Shell
 from mt_grpo.integrations.openai_api.agent import AgentClient, AgentEnv, AgentSource
 from mt_grpo.integrations.openai_api.conversation import Conversation
-from mt_grpo.options.table import RunOptions
+from mt_grpo.options.table import RunOptions, Values
 from mt_grpo.rollout.policy import ConversationPolicy
 from mt_grpo.tools import load_tools
-from mt_grpo.trajectory import Message, Turn
+from mt_grpo.trajectory import Message, Row, Turn
 
 if TYPE_CHECKING:
     from mt_grpo.integrations.harbor.trial import BegunTrial
@@ -187,7 +187,7 @@ def _task_folders(folder: str) -> list[Path]:
     return sorted(path.parent for path in root.glob("*/task.toml") if (path.parent / "instruction.md").is_file())
 
 
-def _task_row(path: Path) -> dict[str, Any]:
+def _task_row(path: Path) -> Row:
     """A task as a row: its instruction, its folder, and what `[metadata]` says in plain values."""
     try:
         config = tomllib.loads((path / "task.toml").read_text())
@@ -330,7 +330,7 @@ class HarborEnv(MultiTurnToolEnv):
                 self._best += step.reward
         return step
 
-    async def run(self, policy: Policy, row: dict[str, Any]) -> Outcome:
+    async def run(self, policy: Policy, row: Row) -> Outcome:
         """A trial whose agent is the policy."""
         self._best = 0.0
         begun = await (self._begin if self.pool is None else self.pool.take)(row[TASK])
@@ -418,7 +418,7 @@ class _HarborConversations(Prototype):
 
     env: HarborEnv
 
-    def ahead(self, rows: Sequence[dict[str, Any]]) -> AbstractAsyncContextManager[None]:
+    def ahead(self, rows: Sequence[Row]) -> AbstractAsyncContextManager[None]:
         if self.env.pool is None:
             return nullcontext()
         return self.env.pool.ahead([row[TASK] for row in rows if TASK in row])
@@ -448,7 +448,7 @@ class HarborTasks(Tasks, _HarborConversations):
 
 
 @environment("harbor")
-def _harbor_of_options(options: Mapping[str, Any]) -> EnvSource:
+def _harbor_of_options(options: Values) -> EnvSource:
     """The tasks of `env: {type: harbor}`."""
     own = dict(options["env"])
     sandbox, agent = own.get("sandbox", "docker"), own.get("agent", "bash")

@@ -29,6 +29,7 @@ from mt_grpo.errors import ConfigError, defined_at, describe_error
 from mt_grpo.imports import import_object
 from mt_grpo.integrations.openai_api.conversation import Conversation
 from mt_grpo.integrations.openai_api.server import Endpoint
+from mt_grpo.options.table import Values
 from mt_grpo.options.values import parse_agent
 from mt_grpo.rollout.policy import ConversationPolicy
 from mt_grpo.trajectory import StopReason
@@ -310,7 +311,7 @@ class AgentSource(EnvSource):
 
 
 @environment("agent")
-def _agent_of_options(options: Mapping[str, Any]) -> AgentSource:
+def _agent_of_options(options: Values) -> AgentSource:
     """The agent of a run's option `agent`."""
     given = parse_agent(options["agent"])
     if "command" in given:
@@ -336,7 +337,7 @@ def _agent_of_options(options: Mapping[str, Any]) -> AgentSource:
     return AgentSource(agent, protocol_of(options), host)
 
 
-def protocol_of(options: Mapping[str, Any]) -> CallProtocol | None:
+def protocol_of(options: Values) -> CallProtocol | None:
     """The protocol of `call_protocol`; `None` where it is unset."""
     return None if options["call_protocol"] is None else PROTOCOLS[options["call_protocol"]]()
 

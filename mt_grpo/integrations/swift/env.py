@@ -11,8 +11,8 @@ import inspect
 import json
 import logging
 import threading
-from collections.abc import Callable, Coroutine, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, TypeVar
 
 from mt_grpo.concurrency import OutOfTime, call, guarded
 from mt_grpo.envs.env import ConversationEnded, Outcome, Policy, RecordedEnv
@@ -36,8 +36,9 @@ from mt_grpo.integrations.swift.scheduler import (
     plain,
     without_images,
 )
+from mt_grpo.options.table import Values
 from mt_grpo.options.values import is_bare
-from mt_grpo.trajectory import StopReason
+from mt_grpo.trajectory import Row, StopReason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -70,7 +71,7 @@ class SchedulerSource(EnvSource):
     def __name__(self) -> str:
         return self.scheduler_class.__name__
 
-    async def make(self, row: dict[str, Any]) -> SchedulerEnv:
+    async def make(self, row: Row) -> SchedulerEnv:
         return SchedulerEnv(self)
 
     async def scheduler(self, tokenizer: PreTrainedTokenizerBase) -> MultiTurnScheduler:
@@ -101,7 +102,7 @@ class SchedulerSource(EnvSource):
 
 
 @environment("scheduler")
-def _scheduler_of_options(options: Mapping[str, Any]) -> SchedulerSource:
+def _scheduler_of_options(options: Values) -> SchedulerSource:
     """The scheduler of a run's option `multi_turn_scheduler`."""
     name = options["multi_turn_scheduler"]
     if not is_bare(name):
@@ -137,7 +138,7 @@ class SchedulerEnv(RecordedEnv):
         self.records = []
         self._conversation: Conversation | None = None
 
-    async def run(self, policy: Policy, row: dict[str, Any]) -> Outcome:
+    async def run(self, policy: Policy, row: Row) -> Outcome:
         """Has the scheduler run the conversation, and checks what it returns."""
         source = self.source
         scheduler = await source.scheduler(policy.tokenizer)
@@ -161,7 +162,7 @@ class SchedulerEnv(RecordedEnv):
         reason = StopReason.ENV_DONE if conversation.answer is None else StopReason.ANSWERED
         return Outcome(conversation.rewards, conversation.reason or reason, conversation.answer, infos)
 
-    def _request(self, policy: Policy, row: dict[str, Any]) -> RolloutInferRequest:
+    def _request(self, policy: Policy, row: Row) -> RolloutInferRequest:
         prompt, data = copy.deepcopy(row["prompt"]), copy.deepcopy(row)
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if messages[-1]["role"] == "assistant":  # a row of a chat dataset ends with the answer

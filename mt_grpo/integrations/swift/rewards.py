@@ -13,7 +13,7 @@ from mt_grpo.errors import ConfigError
 from mt_grpo.integrations.swift.scheduler import Names
 from mt_grpo.rewards import REWARDS, FunctionReward
 from mt_grpo.rewards.builtin import find_number, normalize_answer
-from mt_grpo.trajectory import Message, Trajectory
+from mt_grpo.trajectory import Message, Row, Trajectory
 
 if TYPE_CHECKING:
     import torch
@@ -50,7 +50,7 @@ class ORM(FunctionReward):
         """The rewards of a batch."""
         raise NotImplementedError(f"{type(self).__name__} defines no `__call__`.")
 
-    def arguments(self, trajectories: list[Trajectory], rows: list[dict[str, Any]]) -> dict[str, Any]:
+    def arguments(self, trajectories: list[Trajectory], rows: list[Row]) -> dict[str, object]:
         """The keyword arguments of `__call__`."""
         inputs = {trajectory.session: _records(trajectory) for trajectory in trajectories}
         last = [inputs[trajectory.session][-1] for trajectory in trajectories]
