@@ -17,8 +17,10 @@ from mt_grpo.app.request import CONFIG, read_file
 from mt_grpo.app.schema import load_schema
 from mt_grpo.app.view import read_words
 from mt_grpo.errors import ConfigError, UserError
+from mt_grpo.options.table import Values
 from mt_grpo.runlog import Run, open_run
 from mt_grpo.runlog.files import find
+from mt_grpo.runlog.schema import Row
 
 _USAGE = """usage: mt-grpo credit RUN_DIR [--step N] [--max_groups N] [--model_name_or_path NAME] [--json]
 
@@ -99,7 +101,7 @@ class Chosen:
 
     run: Run = field(repr=False)
     options: dict[str, Any]
-    rows: list[dict[str, Any]] = field(repr=False)
+    rows: list[Row] = field(repr=False)
     group_size: int
     mode: str
     step: int
@@ -187,13 +189,13 @@ def _names_rewards(rewards: Any) -> bool:
     )
 
 
-def _whole_groups(run: Run) -> dict[tuple[int, str], list[list[dict[str, Any]]]]:
+def _whole_groups(run: Run) -> dict[tuple[int, str], list[list[Row]]]:
     """The groups of several conversations by step and mode, without those of which a member is missing."""
-    members: dict[tuple[int, str, int, int], list[dict[str, Any]]] = defaultdict(list)
+    members: dict[tuple[int, str, int, int], list[Row]] = defaultdict(list)
     for row in run.rows:
         if row["mode"] != "discarded":
             members[row["step"], row["mode"], row["k"], row["group"]].append(row)
-    groups: dict[tuple[int, str], list[list[dict[str, Any]]]] = defaultdict(list)
+    groups: dict[tuple[int, str], list[list[Row]]] = defaultdict(list)
     sizes: dict[tuple[int, str], int] = defaultdict(int)
     for (step, mode, *_), group in sorted(members.items()):
         sizes[step, mode] = max(sizes[step, mode], *(row["member"] + 1 for row in group))
@@ -212,7 +214,7 @@ def _why_no_groups(run: Run, step: int) -> str:
     )
 
 
-def _model_of(run: Run, options: dict[str, Any], step: int) -> str:
+def _model_of(run: Run, options: Values, step: int) -> str:
     if step == 0:
         name = options["model_name_or_path"] or run.about.get("model")
         if not isinstance(name, str):

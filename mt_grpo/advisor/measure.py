@@ -40,6 +40,7 @@ from mt_grpo.credit.batch import MissingField, Scale
 from mt_grpo.errors import UserError, libraries_may_refuse
 from mt_grpo.forward.lm_head import Truncation
 from mt_grpo.forward.logps import SIZE, TurnGradients
+from mt_grpo.options.table import Values
 from mt_grpo.rewards import Scores
 from mt_grpo.runlog.heartbeat import Silence
 from mt_grpo.training.checkpoint import adapter_settings
@@ -187,7 +188,7 @@ def reward_batch(
     return gather_rewards(list(trajectories), scores, weights, group_size)[0]
 
 
-def _token_weights(trajectories: Sequence[Trajectory], options: Mapping[str, Any]) -> Tensor:
+def _token_weights(trajectories: Sequence[Trajectory], options: Values) -> Tensor:
     """What the run's loss weighs the tokens of each trajectory by, (B,), but for a factor that all share."""
     weights = torch.ones(len(trajectories), dtype=torch.double)
     for index, trajectory in enumerate(trajectories):
@@ -202,7 +203,7 @@ def _token_weights(trajectories: Sequence[Trajectory], options: Mapping[str, Any
 # The model
 
 
-def _load_policy(name: str, options: Mapping[str, Any]) -> PreTrainedModel:
+def _load_policy(name: str, options: Values) -> PreTrainedModel:
     """The model that sampled, on the first GPU or in float32; at step 0 with an adapter of the shape of the run's."""
     if not sys.stderr.isatty():
         disable_progress_bar()

@@ -53,7 +53,7 @@ from mt_grpo.training.model import resolve_base, resolve_model, source_options, 
 from mt_grpo.training.preflight import check_batch_sizes, check_folder, check_surroundings
 from mt_grpo.training.reward_batch import refuse_scorers
 from mt_grpo.training.trainer import MTGRPOEnvTrainer
-from mt_grpo.trajectory import visible
+from mt_grpo.trajectory import Row, visible
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ def load_datasets(recipe: Recipe) -> tuple[Rows | None, Rows | dict[str, Rows] |
     return train, {name: held_out(**one) for name, one in script.eval_datasets.items()}
 
 
-def env_of_prompt(source: EnvSource, row: dict[str, Any]) -> MultiTurnToolEnv | None:
+def env_of_prompt(source: EnvSource, row: Row) -> MultiTurnToolEnv | None:
     """The environment that makes a row's first messages; `None` if only a conversation can tell, or none is named."""
     try:
         env = next(iter(source.of_row(row).prototypes()), None)
@@ -107,11 +107,11 @@ def env_of_prompt(source: EnvSource, row: dict[str, Any]) -> MultiTurnToolEnv | 
 
 def prompt_lengths(
     tokenizer: PreTrainedTokenizerBase, source: EnvSource, template_kwargs: dict[str, Any] | None = None
-) -> Callable[[dict[str, Any]], int]:
+) -> Callable[[Row], int]:
     """Returns a function from a row to the tokens of its prompt, 0 for a row whose first messages are not known."""
     renderers: dict[int, ChatRenderer] = {}
 
-    def length(row: dict[str, Any]) -> int:
+    def length(row: Row) -> int:
         env = env_of_prompt(source, row)
         if env is None:
             return 0
@@ -125,9 +125,9 @@ def prompt_lengths(
     return length
 
 
-def first_rows(rows: Rows, source: EnvSource) -> list[dict[str, Any]]:
+def first_rows(rows: Rows, source: EnvSource) -> list[Row]:
     """The first row, or of several environments the first of each, as far as the beginning of the dataset has one."""
-    found: dict[Any, dict[str, Any]] = {}
+    found: dict[object, Row] = {}
     for row in rows.take(_MAX_ROWS_READ):
         found.setdefault(row.get(COLUMN) if source.names else None, row)
         if len(found) == max(1, len(source.names)):
@@ -320,7 +320,7 @@ def finish_dry_run(trainer: MTGRPOEnvTrainer, resolved: dict[str, Any]) -> None:
         print("mt-grpo: everything is in place for this run; nothing was sampled or written.", file=sys.stderr)
 
 
-def _shown(trainer: MTGRPOEnvTrainer, row: dict[str, Any]) -> str:
+def _shown(trainer: MTGRPOEnvTrainer, row: Row) -> str:
     """What the model is shown of a row before its first turn, as text."""
     env, of_which = (
         env_of_prompt(source_of(trainer.env), row),

@@ -41,7 +41,7 @@ from mt_grpo.training.model import (
     source_options,
     subfolder_of,
 )
-from mt_grpo.trajectory import Message, StopReason, ToolCall, Trajectory, Turn, visible
+from mt_grpo.trajectory import Message, Row, StopReason, ToolCall, ToolSchema, Trajectory, Turn, visible
 
 _LONGEST_RESULT = 2_000
 """Characters of a tool's result that are shown."""
@@ -62,7 +62,7 @@ def chat(recipe: Recipe, server: str | None = None) -> int:
     limits = RolloutLimits(max_turn_tokens=args.max_turn_length or args.max_completion_length)
     person = _Person(Console(soft_wrap=True, highlight=False))
 
-    def begin(row: dict[str, Any]) -> Env:
+    def begin(row: Row) -> Env:
         return _Chat(source, person)
 
     runner = RolloutRunner(begin, engine, limits, args.chat_template_kwargs, args.history, args.compact_every)
@@ -244,7 +244,7 @@ class _Chat(Env):
         self._source, self._person = source, person
         self._env: Env | None = None
 
-    async def run(self, policy: Policy, row: dict[str, Any]) -> Outcome:
+    async def run(self, policy: Policy, row: Row) -> Outcome:
         env = self._env = await self._source.make(row)
         assert isinstance(env, MultiTurnToolEnv)  # as its prototype is
         shown, steps = _Shown(policy, self._person), env.max_steps
@@ -278,7 +278,7 @@ class _Shown(Policy):
     async def reply(
         self,
         messages: Sequence[Message],
-        tools: list[dict[str, Any]] | None = None,
+        tools: list[ToolSchema] | None = None,
         *,
         stop: Sequence[str] = (),
         max_tokens: int | None = None,

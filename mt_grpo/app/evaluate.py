@@ -50,7 +50,7 @@ from mt_grpo.runlog.findings import FAILED
 from mt_grpo.runlog.heartbeat import Silence
 from mt_grpo.runlog.index import lines_of
 from mt_grpo.runlog.intervals import Estimate, bootstrap, pass_at
-from mt_grpo.runlog.schema import FOLDER, INDEX, session_id, session_number
+from mt_grpo.runlog.schema import FOLDER, INDEX, Row, session_id, session_number
 from mt_grpo.training.checkpoint import latest_checkpoint
 from mt_grpo.training.columns import Rows
 from mt_grpo.training.config import changed
@@ -76,8 +76,6 @@ _SET = "eval_dataset"
 _MOST_VALUES = 30
 """Values of a column by which results are split."""
 _MILLION = 1e6
-
-Row = dict[str, Any]
 
 
 class SampledModel:

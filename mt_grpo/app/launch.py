@@ -13,7 +13,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -37,6 +37,7 @@ from mt_grpo.app.commands import accelerate_configs, read_accelerate_config, unk
 from mt_grpo.app.interrupt import print_error
 from mt_grpo.app.request import OF_LAUNCHER, Request
 from mt_grpo.errors import ConfigError, UserError, libraries_may_refuse
+from mt_grpo.options.table import Values
 from mt_grpo.preemption import FOLDER, SIGNALS, STATUS, left, listening
 
 _RENDEZVOUS_SECONDS = 900
@@ -59,7 +60,7 @@ class _HostGroup:
     port: int
 
     @classmethod
-    def of(cls, options: Mapping[str, Any]) -> _HostGroup:
+    def of(cls, options: Values) -> _HostGroup:
         """Those of a configuration of accelerate, options of the command among it."""
         port = options.get("main_process_port")
         return cls(

@@ -8,9 +8,7 @@ import shlex
 import shutil
 import tempfile
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import yaml
 from accelerate.utils.constants import FSDP_MODEL_NAME
@@ -24,6 +22,7 @@ from trl.trainer.utils import create_model_from_path
 from mt_grpo.app.request import CONFIG, check_new
 from mt_grpo.app.view import read_words
 from mt_grpo.errors import ConfigError, libraries_may_refuse
+from mt_grpo.options.table import Values
 from mt_grpo.runlog import Run, open_run
 from mt_grpo.training.card import write_card
 from mt_grpo.training.checkpoint import adapter_settings, find_trained
@@ -98,7 +97,7 @@ def merge_model(run: Path, trained: Path, to: Path) -> str:
     return f"the model of step {step}, {what}, {size / 1e6:.1f} MB"
 
 
-def _write_model(trained: Path, to: Path, options: Mapping[str, Any]) -> str:
+def _write_model(trained: Path, to: Path, options: Values) -> str:
     settings = adapter_settings(trained)
     if settings is None:
         for pattern in _COPIED:

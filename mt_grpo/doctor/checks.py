@@ -45,7 +45,7 @@ from mt_grpo.training.model import resolve_base
 from mt_grpo.training.preflight import check_folder, check_push, check_trackers
 from mt_grpo.training.reward_batch import with_models
 from mt_grpo.training.servers import server_client
-from mt_grpo.trajectory import Message, ToolCall, visible
+from mt_grpo.trajectory import Message, Row, ToolCall, visible
 
 _WIDTH = 16  # of a check's name in the report
 _SHOWN_CHARACTERS = 80  # characters of a result, or of an error, that are shown
@@ -216,7 +216,7 @@ def _lengths(facts: RunFacts) -> Lines:
 
 def _tools(facts: RunFacts) -> Lines:
     """Calls each tool once. A tool of an MCP server is only called if the server says that it changes nothing."""
-    row: dict[str, Any] = {}
+    row: Row = {}
     with contextlib.suppress(NotKnown):  # a tool is called with made-up words then
         row = next(iter(facts.train_rows.take(1)), row)
     environments = [
@@ -262,7 +262,7 @@ def _remote_of(tool: Tool) -> McpRemote | None:
     return None
 
 
-async def _call(tool: Tool, call: ToolCall, row: dict[str, Any], limit: float) -> None:
+async def _call(tool: Tool, call: ToolCall, row: Row, limit: float) -> None:
     session = ToolSession([tool], row, limit)
     try:
         if isinstance(tool, StatefulTool):
@@ -275,7 +275,7 @@ async def _call(tool: Tool, call: ToolCall, row: dict[str, Any], limit: float) -
         raise ToolStateError(" ".join(session.failures))
 
 
-def made_arguments(schema: dict[str, Any], row: dict[str, Any]) -> dict[str, Any]:
+def made_arguments(schema: dict[str, Any], row: Row) -> dict[str, Any]:
     """Arguments that a schema requires: the row's columns, examples of the schema, or the prompt's words."""
     properties = schema.get("properties", {})
     return {
@@ -284,7 +284,7 @@ def made_arguments(schema: dict[str, Any], row: dict[str, Any]) -> dict[str, Any
     }
 
 
-def _made(schema: Any, row: dict[str, Any], name: str = "") -> Any:
+def _made(schema: Any, row: Row, name: str = "") -> Any:
     schema = schema if isinstance(schema, dict) else {}  # `true` takes anything
     for key in ("default", "const"):
         if key in schema:

@@ -29,8 +29,7 @@ from mt_grpo.rollout import Engine
 from mt_grpo.rollout.engine import MediaEngine
 from mt_grpo.rollout.media import MediaEncoder, audio_feature_extractor
 from mt_grpo.training.config import MTGRPOConfig
-from mt_grpo.training.rollout_batch import Row
-from mt_grpo.trajectory import Message
+from mt_grpo.trajectory import Message, Row
 
 _IMAGE_COLUMNS = ("image", "images")
 """Columns with the images of a prompt."""

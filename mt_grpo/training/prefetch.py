@@ -47,8 +47,8 @@ from mt_grpo.runlog.files import to_json
 from mt_grpo.tools.stateful import StatefulTool
 from mt_grpo.training.columns import with_column_media
 from mt_grpo.training.config import MTGRPOConfig
-from mt_grpo.training.rollout_batch import Columns, RolloutBatch, Row, branching
-from mt_grpo.trajectory import Trajectory
+from mt_grpo.training.rollout_batch import Columns, RolloutBatch, branching
+from mt_grpo.trajectory import Row, Trajectory
 from mt_grpo.weights.proof import EXACT, NARROW, compare, probe_ids, trainer_logprobs, with_halved_weights
 
 _BATCHES_BETWEEN_COLLECTIONS = 8

@@ -24,7 +24,7 @@ from mt_grpo.runlog import Run, open_run
 from mt_grpo.runlog.schema import session_number
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.rollout_batch import RolloutBatch
-from mt_grpo.trajectory import Trajectory
+from mt_grpo.trajectory import Row, Trajectory
 
 _NOTHING_SAMPLED = "`replay` trains on what a run logged, and samples nothing: leave it out, or evaluate nothing."
 
@@ -83,7 +83,7 @@ class Replay:
                 self.folder,
             )
 
-    def _whole_batches(self) -> list[list[dict[str, Any]]]:
+    def _whole_batches(self) -> list[list[Row]]:
         """Rows of the index of each batch, up to the first that a run which was ended has left unfinished."""
         sampled = [row for row in self._run.rows if row["mode"] == "train"]
         # as they were written: at the end of an epoch a step may be short, and in the next one `k` does not begin at 0

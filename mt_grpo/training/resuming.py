@@ -56,10 +56,11 @@ from mt_grpo.training.model import check_weights, load_reference, save_reference
 from mt_grpo.training.prefetch import PrefetchQueue, SmallerSteps
 from mt_grpo.training.preflight import check_batch_sizes, left_by_runs, locked
 from mt_grpo.training.ranks import check_same, clear_checkpoint, keep_checkpoint, keep_records
-from mt_grpo.training.rollout_batch import Columns, Row
+from mt_grpo.training.rollout_batch import Columns
 from mt_grpo.training.step_log import FewerPrinter, FewerProgress, StepLog, serving
 from mt_grpo.training.step_log.records import versions
 from mt_grpo.training.teacher_weights import TeacherWeights
+from mt_grpo.trajectory import Row
 
 _RATES = ("lr", "initial_lr")
 _OPTIONS = {

@@ -41,7 +41,7 @@ from mt_grpo.runlog.files import to_json
 from mt_grpo.runlog.schema import session_number
 from mt_grpo.token_tree import TokenTree
 from mt_grpo.training.config import MTGRPOConfig
-from mt_grpo.trajectory import Message, Trajectory, visible
+from mt_grpo.trajectory import Message, Row, Trajectory, visible
 
 
 @dataclass
@@ -54,9 +54,6 @@ class Staleness:
     sync_seconds: float = 0.0
     effective: float | None = None
 
-
-Row = dict[str, Any]
-"""A row of a dataset."""
 
 Columns = dict[str, Any]
 """Columns of rows that are trained: tensors, and the list of the rows' images."""

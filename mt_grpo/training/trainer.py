@@ -67,11 +67,11 @@ from mt_grpo.training.ranks import everywhere, run_here
 from mt_grpo.training.replay import NoEngine, Replay
 from mt_grpo.training.resuming import EarlyStopping, ResumableTrainer
 from mt_grpo.training.reward_batch import ModelReward
-from mt_grpo.training.rollout_batch import Columns, EvaluationRows, RolloutBatch, Row
+from mt_grpo.training.rollout_batch import Columns, EvaluationRows, RolloutBatch
 from mt_grpo.training.step_log import NumbersToTensorBoard, Step, StepLog, print_fewer
 from mt_grpo.training.step_log.metrics import means_over_rows, route_metrics, show_advantages
 from mt_grpo.training.teacher_weights import TeacherWeights
-from mt_grpo.trajectory import Trajectory
+from mt_grpo.trajectory import Row, Trajectory
 
 if TYPE_CHECKING:
     from mt_grpo.weights.sync import WeightSync
