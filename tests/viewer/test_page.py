@@ -490,6 +490,10 @@ def test_two_models_are_read_side_by_side(browser, tmp_path):
         assert left["y"] + left["height"] <= right["y"] and left["x"] == right["x"]
         page.click("text=◀ questions")
         page.wait_for_selector(".asked thead th:text-is('third')")
+        earlier = f"run=first&a=train-000000-000000-000000&other=second&b={two}&with=first%0Asecond"
+        page.goto(f"{page.address}#/beside?{earlier}")  # of no question that all were asked last
+        page.wait_for_selector(".sides > section[aria-label=second]")
+        assert not count(page, ".sides select")
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ export async function beside(main, asked) {
     const name = run && names.length ? run : `step ${whole.index.step}`
     const same = whole.group.sessions.map((session, i) => [session, `${i + 1}: ${number(whole.group.rewards[i])}`]).filter(([session]) => inFile(session))
     return h('section', { 'aria-label': name }, h('div', { class: 'side-head' },
-      names.length ? h('select', { 'aria-label': n ? 'The other model' : 'The one model', onchange: event => put(asks(rows[at], event.target.value)) },
+      at >= 0 ? h('select', { 'aria-label': n ? 'The other model' : 'The one model', onchange: event => put(asks(rows[at], event.target.value)) },
         names.map(each => h('option', { value: each, selected: each === run }, each))) : h('b', {}, name),
       h('a', { href: link('trajectory', { run, session: whole.index.session }) }, 'token by token'),
       same.length > 1 && choice('reward of each conversation', same, whole.index.session, session => put({ run, session }))),
