@@ -18,7 +18,7 @@ from trl import GRPOTrainer
 
 from mt_grpo.errors import ConfigError, UserError
 from mt_grpo.imports import did_you_mean
-from mt_grpo.rewards import RewardFunc, Scores, StateScore
+from mt_grpo.rewards import RewardFunc, Scores, StateScore, TeacherAgreement, TeacherLogRatio
 from mt_grpo.rollout import Sample, SamplingParams
 from mt_grpo.runlog import Run, open_run
 from mt_grpo.runlog.schema import session_number
@@ -29,6 +29,11 @@ from mt_grpo.trajectory import Row, Trajectory
 _NOTHING_SAMPLED = "`replay` trains on what a run logged, and samples nothing: leave it out, or evaluate nothing."
 
 logger = logging.getLogger(__name__)
+
+
+def _reads_as(teacher: dict[str, Any]) -> dict[str, Any]:
+    """What decides the log-probs of a teacher."""
+    return {name: value for name, value in teacher.items() if name not in ("server", "gate")}
 
 
 class NoEngine:
@@ -145,6 +150,26 @@ class Replay:
                     f"{', '.join(known)}, and a replay scores nothing."
                 )
 
+    def check_teacher(self, args: MTGRPOConfig, rewards: list[RewardFunc | StateScore]) -> None:
+        """Whether the run has what a teacher is to see, and its scores by a teacher are by this one."""
+        if not isinstance(args.teacher, dict):
+            return
+        if "answer" in args.teacher.get("sees", ()):
+            (first,) = self._run.trajectories(self._batches[0][:1])
+            if "answer" not in first["row"]:
+                raise ConfigError(
+                    "`teacher: {sees: [answer]}` takes the right answer from the column 'answer', which the rows of "
+                    f"the run {self.folder} did not have: leave it out, or replay another run."
+                )
+        here = _reads_as(args.teacher)
+        there = _reads_as(self._run.about.get("options", {}).get("teacher") or {})
+        for reward in rewards:
+            if isinstance(reward, (TeacherAgreement, TeacherLogRatio)) and there != here:
+                raise ConfigError(
+                    f"The scores {reward.name!r} of the run {self.folder} are by another teacher (`{there}` there, "
+                    f"`{here}` here), and a replay scores nothing: set that one in `teacher`, or leave them out."
+                )
+
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Whether the run's tokens are those of a tokenizer."""
         saved = self._run.tokenizer
@@ -178,14 +203,21 @@ class Replay:
         ]
         for trajectory in trajectories:
             self._check(trajectory, batch, vocabulary)
+        of_run = {
+            "turn": trainer.turn_reward_funcs,
+            "outcome": trainer.outcome_reward_funcs,
+            "state": trainer.state_scores,
+        }
         turns, outcomes, states = (
             [[self._scores(each, kind, reward.name) for each in trajectories] for reward in rewards]
-            for kind, rewards in (
-                ("turn", trainer.turn_reward_funcs),
-                ("outcome", trainer.outcome_reward_funcs),
-                ("state", trainer.state_scores),
-            )
+            for kind, rewards in of_run.items()
         )
+        names = {kind: [reward.name for reward in rewards] for kind, rewards in of_run.items()}
+        for each in trajectories:  # without those that this run leaves out
+            each.rewards = {
+                kind: {name: score for name, score in scores.items() if name in names[kind]}
+                for kind, scores in each.rewards.items()
+            }
         batch.trajectories = trajectories  # what is damaged is not written again
         batch.scores = Scores(turns, outcomes, states)
 

@@ -197,6 +197,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         weights = reward_batch.weights_of(args, listed, own)
         if self.replay is not None:
             self.replay.check_rewards(rewards)
+            self.replay.check_teacher(args, [*rewards, *self.state_scores])
             hints.check_hints(args, [*rewards, *self.state_scores], self.outcome_reward_funcs, None, None)
         else:
             reward_batch.check_scorers([*rewards, *self.state_scores], args, engine)

@@ -12,6 +12,7 @@ from support.loopback import ScriptedServer
 from support.models import build_model, build_tokenizer
 from support.trainers import (
     LOSS_TYPES,
+    Answered,
     assert_near,
     batch,
     conversation,
@@ -288,6 +289,25 @@ def test_a_replayed_run_is_read_by_a_teacher(teach, build, tmp_path):
     again = teach(distillation_coef=1.0, replay=str(tmp_path / "first"), output_dir=str(tmp_path / "again"))
     again.train()
     assert check_against_a_forward_per_turn(again) >= 8 and again.state.global_step == 2
+
+
+def test_a_replay_is_refused_a_teacher_that_does_not_fit(build, questions, tmp_path):
+    def ran(name, run=None, sees=("answer",), gate=None, rewards=(), **given):
+        teacher = {"model": "self", "sees": list(sees), **({"gate": gate} if gate else {})}
+        options = {"rewards": (rewards, (Answered(),)), "max_steps": 1, "distillation_coef": 1.0, "teacher": teacher}
+        folders = {"output_dir": str(tmp_path / name), **({"replay": str(tmp_path / run)} if run else {})}
+        build(None if run else thinking, **folders, **options, **given).train()
+
+    agreement = (TeacherAgreement(),)
+    ran("first", rewards=agreement)
+    (tmp_path / "gates.py").write_text("def whole(trajectory):\n    return [True] * len(trajectory.turns)\n")
+    ran("same", "first", gate=f"{tmp_path}/gates.py:whole", rewards=agreement)
+    ran("other", "first", ["feedback"])  # which reads the conversations itself
+    with pytest.raises(ConfigError, match="'teacher_agreement' of the run .* are by another teacher .*'feedback'"):
+        ran("refused", "first", ["feedback"], rewards=agreement)
+    ran("without", sees=["feedback"], train_dataset=questions.remove_columns("answer"), eval_dataset=None)
+    with pytest.raises(ConfigError, match="from the column 'answer', which the rows of the run .* did not have"):
+        ran("refused", "without")
 
 
 # A teacher on a server
