@@ -38,7 +38,7 @@ from trl import ModelConfig
 from mt_grpo.app.build import build_trainer, load_datasets
 from mt_grpo.app.recipe import Recipe, build_recipe
 from mt_grpo.app.request import CONFIG, Request, check_writable
-from mt_grpo.data.loaders import row_digest
+from mt_grpo.data.loaders import row_text, text_digest
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean
 from mt_grpo.media import media_to_digests
@@ -186,8 +186,8 @@ class Asked:
 
     def __init__(self, rows: list[Row]) -> None:
         self.rows = rows
-        self.sums = [crc32(to_json(media_to_digests(row)).encode()) for row in rows]
-        self.digests = list(map(row_digest, rows))
+        texts = list(map(row_text, rows))
+        self.sums, self.digests = list(map(crc32, texts)), list(map(text_digest, texts))
 
 
 def sample(

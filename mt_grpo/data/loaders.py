@@ -268,9 +268,14 @@ def load_rows(
     )
 
 
-def row_digest(row: Row) -> str:
-    """16 hexadecimal digits that differ where the contents of a row do; an image counts by its own digest."""
-    return hashlib.blake2b(to_json(media_to_digests(row)).encode(), digest_size=8).hexdigest()
+def row_text(row: Row) -> bytes:
+    """The contents of a row, by which it is told from others; an image counts by its digest."""
+    return to_json(media_to_digests(row)).encode()
+
+
+def text_digest(text: bytes) -> str:
+    """The digest of a row's text: 16 hexadecimal digits."""
+    return hashlib.blake2b(text, digest_size=8).hexdigest()
 
 
 def between_rates(rows: Rows, file: str, low: float, high: float) -> Rows:
@@ -304,7 +309,7 @@ def between_rates(rows: Rows, file: str, low: float, high: float) -> Rows:
             f"`dataset_filter` cannot read {file} ({describe_error(error)}): name a file that `mt-grpo rollout "
             "--difficulty` wrote."
         ) from None
-    digests = [row_digest(row) for row in rows]
+    digests = [text_digest(row_text(row)) for row in rows]
     unknown = [place for place, each in enumerate(digests) if each not in attempts]
     if unknown:
         raise DatasetError(
