@@ -8,8 +8,10 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -116,6 +118,7 @@ def nothing_is_left():
     assert not podman("ps", "--all", "--quiet") and not podman("volume", "ls", "--quiet")
     assert podman("network", "ls", "--quiet") == networks
     assert not podman("image", "ls", "--quiet", "--filter", f"label={OWNER}")
+    assert not list(Path(tempfile.gettempdir()).glob("mt-grpo-images-*/*:copy-*"))
 
 
 def test_tasks_are_rows_with_their_metadata(make_task):
@@ -261,6 +264,17 @@ def test_a_container_that_cannot_be_copied_leaves_no_copy(make_task, branch, mon
     found = branch(make_task("hello"), "true", "true", "true", "true")
     assert len(forks) == 2 and [each.stop_reason for each in found] == [StopReason.ENV_ERROR] * 3
     assert "The container cannot be copied: " in found[0].error
+
+
+def test_a_copy_in_which_no_trial_begins_is_removed(make_task, branch, monkeypatch):
+    async def begin(*arguments, copy=None, **options):
+        if copy is not None:
+            raise OSError("no place is left")
+        return await begins(*arguments, **options)
+
+    begins = trial.begin_trial
+    monkeypatch.setattr(trial, "begin_trial", begin)
+    assert "no place is left" in branch(make_task("hello"), "true", "true", "true")[0].error
 
 
 def test_solutions_of_generated_tasks_earn_one(tmp_path):

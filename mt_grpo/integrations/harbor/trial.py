@@ -105,14 +105,16 @@ class _Prepared(DockerEnvironment):
         )
 
     async def start(self, force_build: bool) -> None:
-        if self._image is not None:
+        if self._image is not None and self._copy is None:  # which is here, and leaves no lock
             await in_thread(partial(self._image.get, self.type().value), "mt-grpo-image")
         await super().start(force_build)
 
     async def stop(self, delete: bool) -> None:
-        await super().stop(delete)
-        if self._copy is not None:
-            await self._ask("image", "rm", "--force", self._copy)
+        try:
+            await super().stop(delete)
+        finally:
+            if self._copy is not None:
+                await self._ask("image", "rm", "--force", self._copy)
 
     async def fork(self) -> tuple[BegunTrial, int]:
         """A trial in a copy of the container, and the number of processes that it has no copy of."""
@@ -124,7 +126,11 @@ class _Prepared(DockerEnvironment):
         if made.return_code:
             raise TaskError(f"The container cannot be copied: {(made.stdout or '').strip()[-500:]}")
         lost = running.processes - self._before.processes if running and self._before else ()
-        return await begin_trial(self.type().value, str(self.environment_dir.parent), copy=copy), len(lost)
+        try:
+            return await begin_trial(self.type().value, str(self.environment_dir.parent), copy=copy), len(lost)
+        except BaseException:
+            await self._ask("image", "rm", "--force", copy)
+            raise
 
     async def _run_docker_compose_command(self, command: list[str], *arguments: Any, **options: Any) -> ExecResult:
         """Takes containers down again where that fails: the engine's service may be restarting."""
