@@ -35,7 +35,7 @@ class RegistrationError(UserError, ValueError):
     """A thing cannot be registered under a name. The message is one sentence fit for the user."""
 
 
-def check_name(name: Any, what: str) -> None:
+def check_name(name: object, what: str) -> None:
     """Refuses what is not a name, such as the function below a decorator without parentheses."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise RegistrationError(
@@ -111,7 +111,7 @@ def import_object(path: str, *, what: str = "object") -> Any:
     return vars(module)[attribute]
 
 
-def import_file(path: str) -> Any:
+def import_file(path: str) -> ModuleType:
     """Imports a Python file, so that recipes can name what it registers. Raises `ImportPathError` if that fails."""
     _check_place(path, f"The plugin {path!r}")
     try:
@@ -141,7 +141,7 @@ def _check_place(module: str, label: str) -> None:
         )
 
 
-def did_you_mean(name: str, known: Any, cutoff: float = 0.6) -> str:
+def did_you_mean(name: str, known: Iterable[object], cutoff: float = 0.6) -> str:
     """A clause that names the closest of the known names, or nothing where none is as close as `cutoff` (up to 1)."""
     matches = difflib.get_close_matches(str(name), [str(item) for item in known], n=1, cutoff=cutoff)
     return f"; the nearest is {matches[0]!r}" if matches else ""
@@ -159,12 +159,12 @@ def _make_folder_importable() -> None:
     _offer_peers()
 
 
-def _load_module(name: str) -> Any:
+def _load_module(name: str) -> ModuleType:
     _make_folder_importable()
     return importlib.import_module(name)
 
 
-def _load_file(path: str) -> Any:
+def _load_file(path: str) -> ModuleType:
     _offer_peers()
     name = "mt_grpo_plugin_" + str(Path(path).resolve()).replace(os.sep, "_").removesuffix(".py")
     if name in sys.modules:

@@ -15,7 +15,7 @@ from mt_grpo.rewards.base import FunctionReward, OutcomeReward, RewardFunc, Stat
 from mt_grpo.token_tree import TokenTree
 from mt_grpo.trajectory import Trajectory
 
-_Pending = Callable[[], Coroutine[Any, Any, Any]]
+_Pending = Callable[[], Coroutine[object, object, Any]]
 """Waits for the value of a reward that was called."""
 
 
@@ -45,7 +45,7 @@ def score_trajectories(
     trajectories: list[Trajectory],
     extra: dict[str, Any] | None = None,
     state_scores: Sequence[StateScore] = (),
-) -> Coroutine[Any, Any, Scores]:
+) -> Coroutine[object, object, Scores]:
     """
     Scores a batch and records the values in `Trajectory.rewards`. A trajectory that failed is not scored.
 
@@ -101,7 +101,7 @@ def spread(
     return [found[index] if index in found else fill(trajectory) for index, trajectory in enumerate(trajectories)]
 
 
-async def _gather(coroutines: list[Coroutine[Any, Any, Any]]) -> list[Any]:
+async def _gather(coroutines: list[Coroutine[object, object, Any]]) -> list[Any]:
     """Waits for all, then raises the first failure in their order, so that the same one is reported every time."""
     results = await asyncio.gather(*coroutines, return_exceptions=True)
     for result in results:
@@ -216,7 +216,7 @@ def cut_after(trajectory: Trajectory, index: int) -> Trajectory:
 
 def score_cut(
     funcs: Sequence[TurnReward | StateScore], samples: Sequence[tuple[Trajectory, int]]
-) -> Coroutine[Any, Any, dict[str, str]]:
+) -> Coroutine[object, object, dict[str, str]]:
     """
     Scores turns once more, on their trajectories cut off after them, and finds the rewards that differ.
 

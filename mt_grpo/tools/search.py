@@ -281,11 +281,11 @@ def _retry_after(header: str | None, attempt: int) -> float:
     return max(0.02 * backoff, (date.replace(tzinfo=date.tzinfo or UTC) - datetime.now(UTC)).total_seconds())
 
 
-def _text_fields(document: Mapping[str, Any]) -> Sequence[str]:
+def _text_fields(document: Mapping[str, object]) -> Sequence[str]:
     return next((fields for fields in _TEXT_FIELDS if document.keys() >= set(fields)), _TEXT_FIELDS[0])
 
 
-def _text(document: Mapping[str, Any]) -> str:
+def _text(document: Mapping[str, object]) -> str:
     return "\n".join(str(document[field]) for field in _text_fields(document))
 
 

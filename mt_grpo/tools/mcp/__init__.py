@@ -20,7 +20,7 @@ from mt_grpo.media_files import decoded
 from mt_grpo.sounds import is_wav
 from mt_grpo.tools.function import Tool, ToolDefinitionError
 from mt_grpo.tools.mcp.server import McpPool, McpServer, McpToolError, shared_server
-from mt_grpo.tools.mcp.session import McpServerConfig, read_servers
+from mt_grpo.tools.mcp.session import Listed, McpServerConfig, read_servers
 from mt_grpo.tools.stateful import BaseTool, OpenAIFunctionToolSchema, ToolResponse
 from mt_grpo.trajectory import Arguments, ToolSchema
 
@@ -32,7 +32,7 @@ class McpRemote:
     """One tool of one server."""
 
     server: McpServer | McpPool
-    listed: dict[str, Any]
+    listed: Listed
     timeout: float | None = None
     pace: Pace | None = None
 

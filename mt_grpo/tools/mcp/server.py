@@ -30,6 +30,7 @@ from mt_grpo.servers.env_servers import (
 )
 from mt_grpo.tools.mcp.session import (
     PROBE_SECONDS,
+    Listed,
     McpServerConfig,
     McpThread,
     ServerEnded,
@@ -86,7 +87,7 @@ class McpServer:
                 server = _shared[config.key] = cls(config)
             return server
 
-    def list_tools(self) -> list[dict[str, Any]]:
+    def list_tools(self) -> list[Listed]:
         """The tools of the server, in the protocol's form (`name`, `description`, `inputSchema`); starts it."""
         connection = self.connection()
         try:
@@ -136,7 +137,7 @@ class Connection:
         self._starts = 0  # since the last call that was answered
         self._started_at = 0.0
 
-    async def list_tools(self) -> list[dict[str, Any]]:
+    async def list_tools(self) -> list[Listed]:
         return (await self._alive()).tools
 
     async def ready(self) -> ServerSession:
@@ -244,16 +245,16 @@ class McpPool:
         self.config = config
         self._servers = {str(member.url): McpServer.shared(member) for member in config.members}
         self._pool = EnvServerPool(self._servers, f"MCP server {config.name!r}")
-        self._tools: list[dict[str, Any]] = []
+        self._tools: list[Listed] = []
 
-    def list_tools(self) -> list[dict[str, Any]]:
+    def list_tools(self) -> list[Listed]:
         """The tools of the servers, all started; those that cannot be reached join once they can."""
         connections = {url: server.connection() for url, server in self._servers.items()}
 
-        async def ask() -> dict[str, list[dict[str, Any]] | StartError]:
+        async def ask() -> dict[str, list[Listed] | StartError]:
             limit = asyncio.Semaphore(MAX_STARTING)
 
-            async def one(connection: Any) -> list[dict[str, Any]] | StartError:
+            async def one(connection: Connection) -> list[Listed] | StartError:
                 async with limit:
                     try:
                         return await connection.list_tools()
@@ -347,7 +348,7 @@ class McpPool:
             ) from error
 
 
-def _difference(these: list[dict[str, Any]], those: list[dict[str, Any]]) -> str | None:
+def _difference(these: list[Listed], those: list[Listed]) -> str | None:
     """A tool that is not in both lists, or takes other arguments."""
     one, other = (
         {tool["name"]: json.dumps(tool["inputSchema"], sort_keys=True) for tool in tools} for tools in (these, those)

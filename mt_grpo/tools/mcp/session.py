@@ -76,6 +76,9 @@ class McpServerConfig:
         return json.dumps([getattr(self, part.name) for part in fields(self)], sort_keys=True)
 
 
+Listed = dict[str, Any]
+"""A tool as its server lists it: `name`, `description`, `inputSchema`."""
+
 _SEVERAL = re.compile(r"\[\d[\d,-]*\]|,\s*https?://")
 """What a text has that is several addresses."""
 
@@ -268,7 +271,7 @@ class ServerSession:
     def __init__(self, config: McpServerConfig, transport: str, thread: McpThread) -> None:
         self.config = config
         self.transport = transport
-        self.tools: list[dict[str, Any]] = []
+        self.tools: list[Listed] = []
         self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._session: Any = None
