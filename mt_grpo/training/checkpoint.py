@@ -27,6 +27,7 @@ from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME
 
 from mt_grpo.errors import ConfigError, UserError
 from mt_grpo.media import media_to_digests
+from mt_grpo.options.table import Values
 from mt_grpo.runlog.files import to_json
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.ranks import copy_folder, several_hosts
@@ -101,7 +102,7 @@ def batch_options(args: MTGRPOConfig) -> dict[str, Any]:
 
 
 def save_rollouts(
-    folder: Path, accelerator: Accelerator, step: int, batches: object, options: dict[str, Any], prefetched: Any = None
+    folder: Path, accelerator: Accelerator, step: int, batches: object, options: Values, prefetched: Any = None
 ) -> None:
     """Saves the rollouts that this process has still to train on. It is the last write to a checkpoint."""
     state = {"step": step, "buffered_inputs": batches, "processes": accelerator.num_processes, "options": options}
@@ -148,7 +149,7 @@ def made_with(
     }
 
 
-def warn_of_differences(folder: Path, here: dict[str, str], changed: Mapping[str, tuple[Any, Any]]) -> None:
+def warn_of_differences(folder: Path, here: dict[str, str], changed: Mapping[str, tuple[object, object]]) -> None:
     """Warns where a run that goes on has other things or options than its checkpoint."""
     path = folder / MADE_WITH
     made = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
@@ -222,12 +223,10 @@ SPLIT = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_pe
 """Options that say how processes share a batch."""
 
 
-def _check_processes(
-    folder: Path, saved: dict[str, Any], before: int, options: dict[str, Any], processes: int
-) -> None:
+def _check_processes(folder: Path, saved: Values, before: int, options: Values, processes: int) -> None:
     """Whether other processes take the same steps: as many conversations in a step and a batch."""
 
-    def sizes(values: dict[str, Any], number: int) -> tuple[int, int]:
+    def sizes(values: Values, number: int) -> tuple[int, int]:
         rows = values["per_device_train_batch_size"] * number
         return rows * values["gradient_accumulation_steps"], rows * values["steps_per_generation"]
 

@@ -86,7 +86,9 @@ def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
     return [{name: value for name, value in group.items() if name in names} for group in optimizer.param_groups]
 
 
-def take_given(optimizer: Optimizer, scheduler: object, given: list[dict[str, Any]]) -> dict[str, tuple[Any, Any]]:
+def take_given(
+    optimizer: Optimizer, scheduler: object, given: list[dict[str, Any]]
+) -> dict[str, tuple[object, object]]:
     """
     Gives an optimizer and its schedule back what a checkpoint replaced. The step that the schedule is
     at, and what the optimizer remembers of gradients, stay the checkpoint's. A schedule that is no function of the
@@ -94,7 +96,7 @@ def take_given(optimizer: Optimizer, scheduler: object, given: list[dict[str, An
     """
     if isinstance(scheduler, AcceleratedScheduler):  # DeepSpeed's
         scheduler = scheduler.scheduler
-    changed: dict[str, tuple[Any, Any]] = {}
+    changed: dict[str, tuple[object, object]] = {}
     for group, values in zip(optimizer.param_groups, given, strict=True):
         for name, options in _OPTIONS.items():
             if name in group and name in values:
