@@ -22,8 +22,9 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,6 +49,7 @@ from mt_grpo.tools.stateful import StatefulTool
 from mt_grpo.training.columns import with_column_media
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.rollout_batch import Columns, RolloutBatch, branching
+from mt_grpo.training.teacher import as_they_end
 from mt_grpo.trajectory import Row, Trajectory
 from mt_grpo.weights.proof import EXACT, NARROW, compare, probe_ids, trainer_logprobs, with_halved_weights
 
@@ -60,6 +62,7 @@ STEP_FACTOR = "step_factor"
 """In a batch: what the learning rate of its steps is multiplied by. So a checkpoint has it."""
 
 Rows = list[Row]
+_Take = Callable[[Trajectory], None]
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +90,9 @@ class PrefetchQueue:
         args: MTGRPOConfig,
         rewards: Sequence[RewardFunc],
         accelerator: Accelerator,
+        as_they_end: Callable[[_Take], _Take],
     ) -> None:
+        self._as_they_end = as_they_end
         self._runner, self._sampling, self._args, self._rewards = runner, sampling, args, rewards
         self._rank, self._device = accelerator.process_index, accelerator.device
         self._branching = branching(args, "train")
@@ -103,7 +108,8 @@ class PrefetchQueue:
     def of(cls, trainer: GRPOTrainer) -> PrefetchQueue:
         """That of a run that begins."""
         rewards = [*trainer.turn_reward_funcs, *trainer.outcome_reward_funcs, *trainer.state_scores]
-        return cls(trainer.runner, trainer._sampling, trainer.args, rewards, trainer.accelerator)
+        ends = partial(as_they_end, trainer)
+        return cls(trainer.runner, trainer._sampling, trainer.args, rewards, trainer.accelerator, ends)
 
     def __enter__(self) -> PrefetchQueue:
         return self
@@ -183,7 +189,7 @@ class PrefetchQueue:
             return await self._runner.run(
                 missing,
                 self._sampling,
-                on_finish=batch.finished.append,
+                on_finish=self._as_they_end(batch.finished.append),
                 keep_environments=True,
                 branching=self._branching,
                 on_check=check,

@@ -6,8 +6,9 @@ distillation.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import asyncio
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -22,6 +23,7 @@ from trl import GRPOTrainer
 from trl.models import prepare_deepspeed, prepare_fsdp
 from trl.trainer.utils import create_model_from_path
 
+from mt_grpo.concurrency import ConcurrencyLimit, Task, consume_exception, in_thread, run
 from mt_grpo.errors import ConfigError, libraries_may_refuse
 from mt_grpo.forward.model import score
 from mt_grpo.forward.packing import FlatTree, flatten
@@ -29,6 +31,7 @@ from mt_grpo.forward.probe import context_length
 from mt_grpo.options.values import SELF
 from mt_grpo.rollout import TokenRow
 from mt_grpo.servers.http import RequestFailed, ServerControl
+from mt_grpo.token_tree import Sequence as Branch
 from mt_grpo.token_tree import TokenTree
 from mt_grpo.training.config import changed
 from mt_grpo.training.forward_plan import prove_forward
@@ -163,6 +166,8 @@ class ServerTeacher:
 
     def __init__(self, name: str, url: str, top: int | None = None) -> None:
         self._server, self._top = ServerControl(url), top or 0
+        self._places = ConcurrencyLimit(_AT_ONCE)
+        self._asked: dict[tuple[int, ...], Task] = {}  # by what was sent, as long as its conversation is there
         try:
             models = self._server.get("/v1/models", lambda answer: answer["data"])
             served = next((each for each in models if name in (each["id"], each.get("root"))), None)
@@ -191,13 +196,32 @@ class ServerTeacher:
     def _ask(self, ids: list[int]) -> list[dict[int, float]]:
         return server_likeliest(self._server, self._model, ids, self._top)
 
+    async def _answer(self, ids: list[int]) -> Any:
+        async with self._places:
+            return await in_thread(partial(self._ask, ids), "teacher")
+
+    def ask(self, tree: TokenTree) -> None:
+        """Begins to read a conversation that has ended, in the event loop in which others go on."""
+        for path in _sampled(tree):
+            ids = _asked_for(path)
+            if tuple(ids) not in self._asked:
+                task = self._asked[tuple(ids)] = asyncio.ensure_future(self._answer(ids))
+                task.add_done_callback(consume_exception)
+                weakref.finalize(tree, self._asked.pop, tuple(ids), None).atexit = False
+
     def read(self, trees: Sequence[TokenTree]) -> _Found:
         """As `_by_model`."""
-        paths = [(number, path) for number, tree in enumerate(trees) for path in tree.sequences() if any(path.mask)]
-        # what follows the last sampled token is not asked for
-        prompts = [path.tokens[: len(path.mask) - path.mask[::-1].index(1)] for _, path in paths]
-        with ThreadPoolExecutor(_AT_ONCE) as pool:
-            answers = list(pool.map(self._ask, prompts))
+        paths = [(number, path) for number, tree in enumerate(trees) for path in _sampled(tree)]
+
+        async def answers_of_all() -> list[Any]:
+            asked = []
+            for _, path in paths:
+                ids = _asked_for(path)
+                task = self._asked.get(tuple(ids))
+                asked.append(self._answer(ids) if task is None or task.cancelled() else task)
+            return await asyncio.gather(*asked)
+
+        answers = run(answers_of_all())
         found: Logprobs = [[[] for _ in range(tree.num_turns)] for tree in trees]
         likeliest: list[list[list[Any]]] = [[[] for _ in range(tree.num_turns)] for tree in trees]
         for (number, path), answer in zip(paths, answers, strict=True):
@@ -209,6 +233,30 @@ class ServerTeacher:
         if not self._top:
             return found, None
         return found, [[torch.tensor(turn).view(-1, 2, self._top) for turn in turns] for turns in likeliest]
+
+
+def _sampled(tree: TokenTree) -> list[Branch]:
+    """The branches of a tree in which something was sampled."""
+    return [path for path in tree.sequences() if any(path.mask)]
+
+
+def _asked_for(path: Branch) -> list[int]:
+    """The tokens of a branch up to the last one that was sampled."""
+    return path.tokens[: len(path.mask) - path.mask[::-1].index(1)]
+
+
+def as_they_end(trainer: GRPOTrainer, take: Callable[[Trajectory], None]) -> Callable[[Trajectory], None]:
+    """`take`, for conversations that have ended; a teacher on a server that sees no more than they begins to read."""
+    teacher = trainer.teacher
+    if not isinstance(teacher, ServerTeacher) or "sees" in trainer.args.teacher:
+        return take
+
+    def taken(trajectory: Trajectory) -> None:
+        take(trajectory)
+        if not trajectory.failed:
+            teacher.ask(trajectory.tree)
+
+    return taken
 
 
 def check_tokens(name: str, teacher: PreTrainedTokenizerBase, policy: PreTrainedTokenizerBase) -> None:

@@ -446,7 +446,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
                 self.runner.run, requests, self._sampling, keep_environments=True, branching=batch.branching
             )
             if take is None:
-                return work(on_finish=batch.trajectories.append)
+                return work(on_finish=teacher.as_they_end(self, batch.trajectories.append))
             return rollout_batch.handing_over(work, batch, take)
 
         with without_dropout(self.model, True), self._lent_model(), sampling:

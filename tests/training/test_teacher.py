@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from functools import partial
+
 import pytest
 import torch
 from accelerate.utils import FullyShardedDataParallelPlugin
@@ -9,7 +12,7 @@ from support.architectures import KINDS
 from support.forests import distance
 from support.hybrids import ONE_OF_EACH_KIND, build_kind
 from support.loopback import ScriptedServer
-from support.models import build_model, build_tokenizer
+from support.models import build_model, build_tokenizer, lookup
 from support.trainers import (
     LOSS_TYPES,
     Answered,
@@ -24,10 +27,12 @@ from support.trainers import (
     thinking,
     weights,
 )
+from support.waiting import until
 from transformers import AutoModelForCausalLM
 from trl import DistillationConfig, DistillationTrainer
 
 from mt_grpo.concurrency import run
+from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.errors import ConfigError
 from mt_grpo.rewards import TeacherAgreement, TeacherLogRatio, score_cut
 from mt_grpo.runlog import read_trajectories
@@ -333,6 +338,32 @@ class TeachersServer:
         return 200, {"choices": [{"prompt_logprobs": [None, *rows]} if self.scores else {"text": "a"}]}
 
 
+class Late(MultiTurnToolEnv):
+    """Its last conversation of a step ends once a teacher was asked about another of that step."""
+
+    def __init__(self, server):
+        super().__init__([lookup], protocol="learnt_tags", max_steps=3)
+        self.server = server
+
+    async def step(self, turn):
+        number = int(self.session.split("-")[1])
+        if self.session.endswith("3"):
+            wait = partial(until, lambda: len(self.server.http.asked("/v1/completions")) > 1 + number, limit=60)
+            await asyncio.to_thread(wait)
+        return await super().step(turn)
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_server_reads_what_has_ended_while_others_go_on(teach, build, staleness):
+    folder = teach().args.teacher["model"]
+    server = TeachersServer(folder)
+    given = {"model": folder, "server": server.http.url}
+    trainer = build(conversation, env=Late(server), teacher=given, distillation_coef=1.0, max_staleness=staleness)
+    trainer.train()
+    assert check_against_a_forward_per_turn(trainer) >= 4 and trainer.state.global_step == 2
+    assert not [each["error"] for each in read_trajectories(trainer.args.output_dir) if each["error"]]
+
+
 def test_a_server_teaches_as_the_model_does(teach, build, tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(http, "DELAYS", ())
     folder = teach().args.teacher["model"]
@@ -340,9 +371,11 @@ def test_a_server_teaches_as_the_model_does(teach, build, tokenizer, tmp_path, m
     trainer = build(thinking, teacher={"model": folder, "server": server.http.url}, distillation_coef=1.0, **STRIPS)
     trainer.train()
     assert trainer.teacher_model is None and check_against_a_forward_per_turn(trainer) >= 8
-    asked = server.http.asked("/v1/completions")[1:]  # one for each branch, whole
-    trees = [each.tree for each in trainer.batch.trajectories]
-    assert len(asked) == 2 * sum(tree.num_sequences for tree in trees) and asked[-1]["prompt_logprobs"] == 0
+    asked = server.http.asked("/v1/completions")[1:]  # one for each different branch, whole
+    branches = [path for each in trainer.batch.trajectories for path in each.tree.sequences()]
+    last = {tuple(path.tokens[: max(torch.tensor(path.mask).nonzero()) + 1]) for path in branches}
+    assert len(asked) == 2 * len(last) and asked[-1]["prompt_logprobs"] == 0
+    assert {tuple(each["prompt"]) for each in asked[len(last) :]} == last == set(trainer.teacher._asked)
     tree = TokenTree()
     tree.add_turn([1, 2], [3], [0.0])
     tree.extend([4, 5], [], [])  # a turn that sampled nothing
