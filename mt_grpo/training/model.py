@@ -50,6 +50,8 @@ from mt_grpo.training.config import MTGRPOConfig
 
 REFERENCE = "reference.tensors"
 """The file of a checkpoint with the reference of `sync_ref_model`. vLLM reads all `*.safetensors` as the model's."""
+_BEFORE = "reference.safetensors"
+"""Its name in checkpoints that were written before."""
 
 OF_POLICY = ("revision", "code_revision", "subfolder")
 """Options of `model_init_kwargs` that say where the policy is, and no other model."""
@@ -240,12 +242,13 @@ def load_reference(folder: Path, args: MTGRPOConfig, accelerator: Accelerator, r
     """Loads what `save_reference` wrote into the reference."""
     if not args.sync_ref_model:
         return
-    if not (folder / REFERENCE).exists():
+    file = next((each for each in (folder / REFERENCE, folder / _BEFORE) if each.exists()), None)
+    if file is None:
         raise ConfigError(
             f"The checkpoint {folder} has no synced reference ({REFERENCE}), so `sync_ref_model: true` cannot go on "
             "from it: resume one that was saved with it, or leave `sync_ref_model` out."
         )
-    weights: dict[str, Any] = load_file(folder / REFERENCE)
+    weights: dict[str, Any] = load_file(file)
     set_model_state_dict(accelerator.unwrap_model(reference), weights, options=StateDictOptions(full_state_dict=True))
 
 
