@@ -41,6 +41,7 @@ _BATCH_OPTIONS = (
     "steps_per_generation",
     "num_iterations",
     "use_vllm",
+    "distillation_topk",
 )
 """Options that decide the shape of the rollouts in a checkpoint, and how many rows of the dataset were used."""
 _LASTING = ("seed", "shuffle_dataset", "optim")

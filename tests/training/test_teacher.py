@@ -287,6 +287,8 @@ def test_a_run_that_goes_on_has_a_teacher_again(teach, build, tmp_path):
     assert same(weights(whole), weights(ran("cut", "cut/checkpoint-1")))
     with pytest.raises(ConfigError, match="was made with `teacher: True`, and this run has `teacher: False`: resume"):
         build(output_dir=str(tmp_path / "cut"), steps_per_generation=2).train(str(tmp_path / "cut/checkpoint-1"))
+    with pytest.raises(ConfigError, match="with `distillation_topk: None`, and this run has `distillation_topk: 5`"):
+        ran("cut", "cut/checkpoint-1", distillation_topk=5)
 
 
 def test_a_replayed_run_is_read_by_a_teacher(teach, build, tmp_path):
