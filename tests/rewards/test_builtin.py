@@ -425,6 +425,13 @@ def test_agreement_needs_a_teacher():
         score([rewards.teacher_agreement], [], [with_logprobs()])
 
 
+def test_a_state_is_scored_by_what_a_teacher_has_read_so_far():
+    trajectory = Trajectory([], turns=[Turn(index, {}, []) for index in range(4)])
+    trajectory.teacher_log_ratios = [None, -1.0, 0.5, None]
+    scores = [rewards.teacher_log_ratio.score(turn, trajectory) for turn in trajectory.turns]
+    assert scores == [None, -1.0, -0.25, -0.25]
+
+
 def test_each_is_found_by_the_name_it_reports():
     kinds = {"turn": rewards.TurnReward, "outcome": rewards.OutcomeReward, "state": rewards.StateScore}
     assert set(rewards.REWARDS) == {

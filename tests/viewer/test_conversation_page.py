@@ -345,6 +345,24 @@ def test_a_command_is_shown_as_a_terminal_shows_it(browser, tmp_path, monkeypatc
         assert page.locator("aside", has_text="tests 2").count() == 1
 
 
+def test_what_a_teacher_says_stands_by_the_turn(browser, tmp_path, monkeypatch):
+    def taught(*arguments):
+        made = written(*arguments)
+        made.teacher_log_ratios, made.teacher_hint = [-0.25, *[None] * len(made.turns)][: len(made.turns)], "<i>\nLima"
+        return made
+
+    written = runs._conversation
+    monkeypatch.setattr(runs, "_conversation", taught)
+    queries = queries_of(write_run(tmp_path, steps=1, groups=1))
+    session = first(queries, lambda row: row["mode"] == "train" and row["turns"] > 1)["session"]
+    with opened(browser, queries, f"trajectory?session={session}") as page:
+        page.wait_for_selector("#turn-1")
+        assert "teacher −0.25" in page.inner_text("#turn-1 h4") and "teacher" not in page.inner_text("#turn-2 h4")
+        hint = page.locator("aside details", has_text="hint")
+        hint.locator("summary").click()
+        assert hint.locator("pre").inner_text() == "<i>\nLima"
+
+
 def test_a_star_and_a_note_are_put_on_the_page(browser, run_folder, tmp_path):
     folder = shutil.copytree(run_folder, tmp_path / "run")
     session = open_run(folder).rows[5]["session"]

@@ -112,7 +112,8 @@ export async function trajectory(main, asked) {
     if (i !== undefined) point(i, !(state.pinned && state.at === i))
   })
   main.replaceChildren(head(whole, bar), treeCard(whole, go), h('div', { class: 'reading' },
-    h('aside', {}, outcome(whole), state.reading ? null : tokenCard, turnList(whole, go), environment(whole), keys(state.reading)), cards))
+    h('aside', {}, outcome(whole), state.reading ? null : tokenCard, turnList(whole, go),
+      toldBeside('Environment', whole.info), toldBeside('Teacher', whole.teacher_hint && { hint: whole.teacher_hint }), keys(state.reading)), cards))
   point(null, false)
   paint()
   const first = Number(asked.get('why')) - 1
@@ -211,11 +212,11 @@ export function outcome(whole) {
   ]))
 }
 
-/** What the environment kept of the conversation; a log is folded. */
-function environment(whole) {
-  const entries = Object.entries(whole.info ?? {})
+/** What is told beside the conversation, by the environment say; a log is folded. */
+function toldBeside(title, told) {
+  const entries = Object.entries(told ?? {})
   if (!entries.length) return null
-  return h('section', { class: 'card' }, h('h3', {}, 'Environment'), entries.map(([name, value]) => {
+  return h('section', { class: 'card' }, h('h3', {}, title), entries.map(([name, value]) => {
     const words = typeof value === 'string' ? value : JSON.stringify(value)
     if (words.length < 60 && !words.includes('\n')) return h('p', {}, h('span', { class: 'dim' }, `${name.replaceAll('_', ' ')} `), words)
     return h('details', {}, h('summary', {}, name.replaceAll('_', ' ')), h('pre', { class: 'code', dir: 'ltr' }, words))

@@ -43,9 +43,11 @@ export function turnCard(whole, number_, places, spans, open = null, reading = f
   const side = advantage === null || advantage === undefined ? '' : advantage > 0 ? 'above' : advantage < 0 ? 'below' : ''
   const reward = whole.index.turn_rewards[number_]
   const bit = (name, value) => h('span', {}, name + ' ', h('b', {}, value))
+  const teacher = whole.teacher_log_ratios?.[number_]
   const head = h('h4', { 'aria-level': '3' }, h('b', {}, `turn ${number_ + 1}`),
     side || advantage === 0 ? (open ? opener(number_, advantage, open) : bit('advantage', signed(advantage))) : null,
     h('span', { title: byName(whole, number_) }, 'turn reward ', h('b', {}, number(reward))),
+    Number.isFinite(teacher) && h('span', { title: 'log-prob of the teacher minus that of the policy, mean over its tokens, in nats' }, 'teacher ', h('b', {}, signed(teacher))),
     h('span', {}, `${plural(turn.num_tokens, 'token')} after ${turn.context_length.toLocaleString('en')}`),
     h('span', {}, `${number(turn.seconds)} s`),
     turn.finish_reason === 'length' && h('span', { class: 'chip cut' }, 'length'),
