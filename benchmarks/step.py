@@ -117,6 +117,7 @@ def build_trainer(kind: type[GRPOTrainer], model: Qwen3ForCausalLM, device: str,
         processing_class=build_tokenizer(),
     )
     trainer.current_gradient_accumulation_steps = arguments.steps_per_generation = 1
+    trainer.teacher = None
     return trainer
 
 
@@ -211,7 +212,6 @@ def main() -> None:
         stock = build_trainer(GRPOTrainer, copy.deepcopy(model), args.device, folder)
         tree = build_trainer(TreeTrainer, model, args.device, folder)
         enable_trees(model)
-        stock.teacher = tree.teacher = None
         if args.teacher:
             stock.teacher, tree.teacher = copy.deepcopy(stock.model), other  # TRL's reads with its own head
             enable_trees(other)
