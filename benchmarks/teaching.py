@@ -60,8 +60,10 @@ class Arm:
         """Options of a run."""
         if not self.coef:
             return {}
-        model = {"model": "self", "sees": list(self.sees)} if self.sees else {"model": str(other)}
-        return {"teacher": model | self.options, "distillation_coef": self.coef}
+        if not self.sees:
+            return {"teacher": str(other), "distillation_coef": self.coef}
+        policy = {"model": "self", "sees": list(self.sees), "teacher_model_kind": "live"}
+        return {"teacher": policy | self.options, "distillation_coef": self.coef}
 
 
 _SEES = ("sibling", "answer")
