@@ -61,7 +61,7 @@ class Arm:
         if not self.coef:
             return {}
         if not self.sees:
-            return {"teacher": str(other), "distillation_coef": self.coef}
+            return {"teacher": {"model": str(other)}, "distillation_coef": self.coef}
         policy = {"model": "self", "sees": list(self.sees), "teacher_model_kind": "live"}
         return {"teacher": policy | self.options, "distillation_coef": self.coef}
 
