@@ -186,8 +186,8 @@ def test_a_process_that_was_launched_launches_none(recipe, monkeypatch, refused)
 def test_options_of_the_command_are_no_fields_of_a_recipe():
     names = {field.name for options in DATACLASSES for field in fields(options)}
     own = {(command, name) for command, own in OWN_OPTIONS.items() for name in own if name in names}
-    # there it is how often a row is sampled, and no group
-    assert own == {("eval", "num_generations"), ("rollout", "num_generations")}
+    # there it is how often a row is sampled, and no group; and where the supervisor of replicas answers, not a run
+    assert own == {("eval", "num_generations"), ("rollout", "num_generations"), ("serve", "metrics_address")}
 
 
 # Hosts

@@ -488,8 +488,8 @@ def test_a_teacher_beside_the_policy_takes_memory(tmp_path, doctor):
     weights = 2 * read_shape(AutoConfig.from_pretrained(teacher)).parameters
     assert taken(teacher) == weights / 7 and taken(teacher, sharding="zero2") == weights
     assert taken({"model": "b", "server": "http://127.0.0.1:1"}) is None
-    assert taken({"model": "self", "sees": ["answer"]}) is None
-    mean = {"model": "self", "teacher_model_kind": "ema"}
+    assert taken({"model": "self", "sees": ["answer"], "teacher_model_kind": "live"}) is None
+    mean = {"model": "self", "sees": ["answer"]}
     seven = read_shape(AutoConfig.from_pretrained(tmp_path / "model")).parameters
     activations = doctor("--num_processes", 7, "--gpu_memory", 80)[1]["training"]["bytes of activations"]
     assert taken(mean, sharding="fsdp2") == 4 * seven / 7
