@@ -5,9 +5,10 @@ BIN := $(VENV)/bin
 BENCHMARKS := answers architectures head history methods packing parity prefix_cache rollout step tokens_trained tree_row \
 	viewer weight_sync weight_fetch weight_delta weight_pause admission
 
-# A process for each core, which takes up to 3.5 GB with the vLLM server of its tests; files are handed out as
-# tests/conftest.py orders them.
-WORKERS := --numprocesses=auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder --max-worker-restart=0
+# A process more than there are cores, since tests wait too, and four at most: each takes up to 3.5 GB with the vLLM
+# server of its tests. Files are handed out as tests/conftest.py orders them.
+PROCESSES := $(shell $(PYTHON) -c "import os; print(min((os.cpu_count() or 1) + 1, 4))")
+WORKERS := --numprocesses=$(PROCESSES) --dist=loadfile --no-loadscope-reorder --max-worker-restart=0
 
 TRL_OLDEST := 1.15.0
 MCP_OLDEST := 1.30.0

@@ -16,6 +16,7 @@ import pytest
 from support.loopback import free_port
 from support.own_process import TERMINAL
 from support.trainers import at
+from support.waiting import until
 
 from mt_grpo.errors import ConfigError
 from mt_grpo.training.step_log import serving
@@ -74,6 +75,7 @@ program = '''
 import os, sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
 class Handler(BaseHTTPRequestHandler):
+    log_message = lambda *words: None  # nobody reads before the end
     def do_GET(self):
         if self.path == "/end":
             os._exit(3)
@@ -93,24 +95,26 @@ def test_replicas_are_told_apart_by_what_lives_and_answers():
     options = ["--vllm_server_base_url", *urls, "--metrics_address", str(port)]
     process = subprocess.Popen([sys.executable, "-c", SERVERS, *options], stderr=subprocess.PIPE, text=True)
 
+    def seen():
+        """Whether each lives, and its silence; none where nothing answers yet."""
+        assert process.poll() is None, process.stderr.read()
+        try:
+            found = read(port)
+        except OSError:
+            return None
+        return [[found[f'mt_grpo_replica_{name}{{server="{url}"}}'] for url in urls] for name in names]
+
     def reached(ready):
-        """What is read once it is so."""
-        while True:
-            assert process.poll() is None, process.stderr.read()
-            try:
-                found = [[read(port)[f'mt_grpo_replica_{name}{{server="{url}"}}'] for url in urls] for name in names]
-            except OSError:
-                continue
-            finally:
-                time.sleep(0.05)
-            if ready(*found):
-                return found
+        until(lambda: (found := seen()) is not None and ready(*found), seen=seen)
 
     names = ("running", "silent_seconds")
-    reached(lambda running, silent: running == [1, 1] and max(silent) < 0.2)
+    reached(lambda running, silent: True)
+    (_, before), at = seen(), time.monotonic()
+    # both have answered since, whose silence had grown with the clock else
+    reached(lambda running, silent: running == [1, 1] and max(silent) < min(before) + time.monotonic() - at - 0.5)
     with pytest.raises(OSError):
         urllib.request.urlopen(f"{urls[1]}/end", timeout=10)
-    reached(lambda running, silent: running == [1, 0] and silent[0] < 1 < silent[1])
+    reached(lambda running, silent: running == [1, 0] and silent[0] < silent[1] - 1)
     process.send_signal(signal.SIGTERM)
     assert "the server at " + urls[1] in process.communicate(timeout=60)[1] and process.returncode == 0
     drawn = set(re.findall(r"mt_grpo_replica_\w+", DASHBOARD.read_text()))
