@@ -11,11 +11,13 @@ import shutil
 import subprocess
 import tempfile
 import threading
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 from support.models import build_tokenizer
+from support.shells import SUBMIT, call, play_branches
 from support.waiting import until
 
 from mt_grpo.cli import main
@@ -27,18 +29,12 @@ from mt_grpo.integrations.harbor.bubblewrap import Sandbox, begin_trial, check_u
 from mt_grpo.integrations.harbor.containers import owner
 from mt_grpo.rewards import EnvReward
 from mt_grpo.rollout import RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
-from mt_grpo.rollout.branching import Branching
 from mt_grpo.trajectory import StopReason
 
 if shutil.which("bwrap") is None:
     pytest.skip("bwrap is not installed: run `make sandbox`", allow_module_level=True)
 
-SUBMIT = '<tool>{"name": "submit", "args": {}}</tool>'
 TEST = '[ "$(cat /app/hello.txt)" = hello ] && echo 1 || echo 0'
-
-
-def call(command):
-    return f"<tool>{json.dumps({'name': 'bash', 'args': {'command': command}})}</tool>"
 
 
 @pytest.fixture
@@ -79,20 +75,7 @@ def play():
 
 @pytest.fixture
 def branch():
-    """Plays a first turn, and branches that go on with commands of their own."""
-
-    def run(folder, first, *commands):
-        source = HarborTasks(HarborEnv("bubblewrap"), str(folder))
-        check_source(source, branches=True)
-        row = source.rows("train")[0]
-        said = [[call(command), SUBMIT] for command in commands]
-        said[0].insert(0, call(first))
-        engine = ScriptedEngine(build_tokenizer(), lambda session, turn: f"{said[int(session)][turn]}<|im_end|>")
-        requests = [RolloutRequest(row["prompt"], str(number), row=row) for number in range(len(commands))]
-        runner, branching = RolloutRunner(source, engine), Branching(1, len(commands))
-        return asyncio.run(runner.run(requests, SamplingParams(max_tokens=4000), branching=branching))
-
-    return run
+    return partial(play_branches, "bubblewrap")
 
 
 @pytest.fixture(autouse=True)

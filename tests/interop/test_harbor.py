@@ -11,21 +11,21 @@ import sys
 import tempfile
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from support.agents import Reciting, calling_tokenizer
 from support.models import CPU_RUN, build_model, build_tokenizer
+from support.shells import SUBMIT, call, play_branches
 from trl.experimental.harbor import HarborBashEnv, HarborSpec
 
 from mt_grpo import MTGRPOConfig, MTGRPOEnvTrainer
 from mt_grpo.data.terminal import write_tasks
-from mt_grpo.envs.source import check_source
 from mt_grpo.errors import ConfigError
 from mt_grpo.forward import token_logps
 from mt_grpo.rollout import RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
-from mt_grpo.rollout.branching import Branching
 from mt_grpo.trajectory import StopReason
 
 pytest.importorskip("harbor", reason="Harbor is not installed: run `make interop-harbor`")
@@ -43,11 +43,6 @@ from mt_grpo.integrations.harbor.trial import run_trial  # noqa: E402
 BASE = os.environ.get("MT_GRPO_BASE_IMAGE", "localhost/base:1")
 AGENTS = os.environ.get("MT_GRPO_AGENTS_IMAGE", "localhost/agents:1")
 HELLO = "printf hello > /app/hello.txt"
-SUBMIT = '<tool>{"name": "submit", "args": {}}</tool>'
-
-
-def call(command):
-    return f"<tool>{json.dumps({'name': 'bash', 'args': {'command': command}})}</tool>"
 
 
 @pytest.fixture(scope="module")
@@ -91,20 +86,7 @@ def play():
 
 @pytest.fixture
 def branch():
-    """Plays a first turn, and branches that go on with commands of their own."""
-
-    def run(folder, first, *commands):
-        source = HarborTasks(HarborEnv("podman"), str(folder))
-        check_source(source, branches=True)
-        row = source.rows("train")[0]
-        said = [[call(command), SUBMIT] for command in commands]
-        said[0].insert(0, call(first))
-        engine = ScriptedEngine(build_tokenizer(), lambda session, turn: f"{said[int(session)][turn]}<|im_end|>")
-        requests = [RolloutRequest(row["prompt"], str(number), row=row) for number in range(len(commands))]
-        runner, branching = RolloutRunner(source, engine), Branching(1, len(commands))
-        return asyncio.run(runner.run(requests, SamplingParams(max_tokens=4000), branching=branching))
-
-    return run
+    return partial(play_branches, "podman")
 
 
 def podman(*arguments):

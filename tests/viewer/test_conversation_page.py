@@ -321,20 +321,29 @@ def test_names_of_rewards_stay_whole_beside_many_turns(browser, tmp_path):
 COMMAND = "grep -c '<b>' /var/log/*; false"
 
 
-def test_a_command_is_shown_as_a_terminal_shows_it(browser, tmp_path, monkeypatch):
-    def in_a_shell(*arguments):
-        made = written(*arguments)
+@pytest.fixture
+def of_changed(browser, tmp_path, monkeypatch):
+    """The page of a conversation of several turns, in a run whose conversations were changed."""
+
+    def opens(change):
+        written = runs._conversation
+        monkeypatch.setattr(runs, "_conversation", lambda *arguments: change(written(*arguments)))
+        queries = queries_of(write_run(tmp_path, steps=1, groups=1))
+        session = first(queries, lambda row: row["mode"] == "train" and row["turns"] > 1)["session"]
+        return opened(browser, queries, f"trajectory?session={session}")
+
+    return opens
+
+
+def test_a_command_is_shown_as_a_terminal_shows_it(of_changed):
+    def in_a_shell(made):
         for call in (call for turn in made.turns for call in turn.tool_calls):
             call.name, call.arguments, call.result = "bash", {"command": COMMAND}, "3\n<script>\n[exit code 1]"
             call.data, call.error = {"exit_code": 1, "seconds": 0.25, "bytes": 2}, None
         made.info = {"verifier_log": "=== 2 failed ===\nassert <i>", "tests": 2}
         return made
 
-    written = runs._conversation
-    monkeypatch.setattr(runs, "_conversation", in_a_shell)
-    queries = queries_of(write_run(tmp_path, steps=1, groups=1))
-    session = first(queries, lambda row: row["mode"] == "train" and row["turns"] > 1)["session"]
-    with opened(browser, queries, f"trajectory?session={session}") as page:
+    with of_changed(in_a_shell) as page:
         page.wait_for_selector(".terminal")
         terminal = page.locator(".terminal").first
         assert terminal.locator("pre").all_inner_texts() == [f"$ {COMMAND}", "3\n<script>\n[exit code 1]"]
@@ -345,17 +354,12 @@ def test_a_command_is_shown_as_a_terminal_shows_it(browser, tmp_path, monkeypatc
         assert page.locator("aside", has_text="tests 2").count() == 1
 
 
-def test_what_a_teacher_says_stands_by_the_turn(browser, tmp_path, monkeypatch):
-    def taught(*arguments):
-        made = written(*arguments)
+def test_what_a_teacher_says_stands_by_the_turn(of_changed):
+    def taught(made):
         made.teacher_log_ratios, made.teacher_hint = [-0.25, *[None] * len(made.turns)][: len(made.turns)], "<i>\nLima"
         return made
 
-    written = runs._conversation
-    monkeypatch.setattr(runs, "_conversation", taught)
-    queries = queries_of(write_run(tmp_path, steps=1, groups=1))
-    session = first(queries, lambda row: row["mode"] == "train" and row["turns"] > 1)["session"]
-    with opened(browser, queries, f"trajectory?session={session}") as page:
+    with of_changed(taught) as page:
         page.wait_for_selector("#turn-1")
         assert "teacher −0.25" in page.inner_text("#turn-1 h4") and "teacher" not in page.inner_text("#turn-2 h4")
         hint = page.locator("aside details", has_text="hint")

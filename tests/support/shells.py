@@ -1,0 +1,31 @@
+"""What a policy says in the shell of a task, and conversations there that branch."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+from mt_grpo.envs.source import check_source
+from mt_grpo.integrations.harbor import HarborEnv, HarborTasks
+from mt_grpo.rollout import RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
+from mt_grpo.rollout.branching import Branching
+from support.models import build_tokenizer
+
+SUBMIT = '<tool>{"name": "submit", "args": {}}</tool>'
+
+
+def call(command):
+    return f"<tool>{json.dumps({'name': 'bash', 'args': {'command': command}})}</tool>"
+
+
+def play_branches(sandbox, folder, first, *commands):
+    """Plays a first turn, and branches that go on with commands of their own."""
+    source = HarborTasks(HarborEnv(sandbox), str(folder))
+    check_source(source, branches=True)
+    row = source.rows("train")[0]
+    said = [[call(command), SUBMIT] for command in commands]
+    said[0].insert(0, call(first))
+    engine = ScriptedEngine(build_tokenizer(), lambda session, turn: f"{said[int(session)][turn]}<|im_end|>")
+    requests = [RolloutRequest(row["prompt"], str(number), row=row) for number in range(len(commands))]
+    runner, branching = RolloutRunner(source, engine), Branching(1, len(commands))
+    return asyncio.run(runner.run(requests, SamplingParams(max_tokens=4000), branching=branching))
