@@ -37,26 +37,30 @@ def conversation(row: Row, rollout: Row, credit: Row | None, updates: list[Row],
     tree = token_tree(rollout)
     record = read_record(rollout, row)
     _check_lists(row, record, tree, credit, updates)
-    nodes, order = _layout(tree)
-    ids = [token for index in order for token in tree.nodes[index].tokens]
+    nodes, laid = _layout(tree)
+    ids = [token for node in laid for token in node.tokens]
     turn = [node["turn"] for node in nodes for _ in range(node["begin"], node["end"])]
     advantages = None if credit is None else credit["advantages"]
     parts = (credit or {}).get("parts") or []
     for position, each in enumerate(record["turns"]):
         each["advantage"] = None if advantages is None else advantages[position]
-        each["parts"] = [_part(part, position) for part in parts]
+        each["parts"] = []
+        for part in parts:
+            value, scale = _without_nan([part["values"][position], part["scales"] and part["scales"][position]])
+            each["parts"].append({"name": part["name"], "value": value, "scale": scale})
+    parents, subtree_ends = _ancestry(nodes)
     tokens: Row = {
         "ids": ids,
         "texts": None if tokenizer is None else _token_texts(ids, nodes, tokenizer),
         "turn": turn,
-        "parent": _parents(nodes),
-        "subtree_end": _subtree_ends(nodes),
-        "logprobs": _engine(tree, order),
+        "parent": parents,
+        "subtree_end": subtree_ends,
+        "logprobs": _without_nan([value for node in laid for value in _logprobs(node)]),
         "trainer": [None] * len(ids),
         "entropies": [None] * len(ids),
         "advantages": [None if advantages is None or t < 0 else advantages[t] for t in turn],
     }
-    begin = _prompt_length(nodes)
+    begin = next((node["begin"] for node in nodes if node["turn"] == 0), 0)  # as `mt_grpo.rollout.token_row` has it
     shown = []
     for number, update in enumerate(updates):
         at = [begin + column for column in update["columns"]]
@@ -86,15 +90,6 @@ def conversation(row: Row, rollout: Row, credit: Row | None, updates: list[Row],
     }
 
 
-def _part(part: Row, turn: int) -> Row:
-    scales = part["scales"]
-    return {
-        "name": part["name"],
-        "value": _without_nan([part["values"][turn]])[0],
-        "scale": None if scales is None or scales[turn] is None else _without_nan([scales[turn]])[0],
-    }
-
-
 def read_record(rollout: Row, row: Row) -> Row:
     """The `record` of a row of a file of conversations."""
     record = _json("record", rollout["record"])
@@ -106,8 +101,7 @@ def read_record(rollout: Row, row: Row) -> Row:
 
 def read_weights(rollout: Row) -> dict[str, float]:
     """The weight of each reward, of a row of a file of conversations. Raises `CorruptRecord` if it has none."""
-    weights: dict[str, float] = _json("weights", rollout["weights"])
-    return weights
+    return _json("weights", rollout["weights"])
 
 
 def _json(name: str, text: Any) -> Any:
@@ -147,13 +141,13 @@ def check_credit(credit: Row, turns: int) -> None:
 def plain_trajectory(rollout: Row, row: Row) -> Row:
     """`Trajectory.to_dict()` from a conversation's row in its file and in the index. Raises `CorruptRecord`."""
     record = read_record(rollout, row)
-    record["session"], record["branch_of"] = row["session"], branch_of(record, row)
+    record["session"], record["branch_of"] = row["session"], _branch_of(record, row)
     whole = {**record, "tree": token_tree(rollout).to_dict()}
     names = [name for name in Trajectory.__dataclass_fields__ if name in whole]
     return {**{name: whole[name] for name in names}, "messages": messages_of(record)}
 
 
-def branch_of(record: Row, row: Row) -> str | None:
+def _branch_of(record: Row, row: Row) -> str | None:
     """The session, as the index has it, of the conversation with which one shares its first turns."""
     parent = record.get("branch_of")
     # of the same batch: its number in it is the last part of both names
@@ -203,49 +197,37 @@ def token_tree(rollout: Row) -> TokenTree:
     return tree
 
 
-def _prompt_length(nodes: list[Row]) -> int:
-    """Tokens before the first turn's, of nodes in depth-first order; as `mt_grpo.rollout.token_row` has it."""
-    first = next((index for index, node in enumerate(nodes) if node["turn"] == 0), None)
-    return 0 if first is None else nodes[first]["begin"]
-
-
-def _layout(tree: TokenTree) -> tuple[list[Row], list[int]]:
+def _layout(tree: TokenTree) -> tuple[list[Row], list[Node]]:
+    """The nodes in depth-first order, with their places."""
     order = tree.depth_first()
     place = {-1: -1} | {index: number for number, index in enumerate(order)}
-    nodes, begin = [], 0
-    for index in order:
-        node = tree.nodes[index]
+    nodes: list[Row] = []
+    begin = 0
+    laid = [tree.nodes[index] for index in order]
+    for node in laid:
         end = begin + len(node.tokens)
-        nodes.append({"parent": place[node.parent], "turn": node.turn, "begin": begin, "end": end})
+        known = {"parent": place[node.parent], "turn": node.turn, "begin": begin, "end": end}
+        nodes.append({**known, "subtree_end": len(nodes) + 1})
         begin = end
-    for number in range(len(nodes) - 1, -1, -1):
-        entry = nodes[number]
-        entry.setdefault("subtree_end", number + 1)
+    for entry in reversed(nodes):
         if entry["parent"] >= 0:
             parent = nodes[entry["parent"]]
-            parent["subtree_end"] = max(parent.get("subtree_end", 0), entry["subtree_end"])
-    return nodes, order
+            parent["subtree_end"] = max(parent["subtree_end"], entry["subtree_end"])
+    return nodes, laid
 
 
-def _parents(nodes: list[Row]) -> list[int]:
-    parents = []
+def _logprobs(node: Node) -> Sequence[float | None]:
+    return node.logprobs if node.turn >= 0 else [None] * len(node.tokens)
+
+
+def _ancestry(nodes: list[Row]) -> tuple[list[int], list[int]]:
+    """Of each token the one before it, and the end of the tokens below it."""
+    parents, ends = [], []
     for node in nodes:
         before = nodes[node["parent"]]["end"] - 1 if node["parent"] >= 0 else -1
         parents += [before, *range(node["begin"], node["end"] - 1)]
-    return parents
-
-
-def _subtree_ends(nodes: list[Row]) -> list[int]:
-    ends = [node["end"] for node in nodes]
-    return [ends[node["subtree_end"] - 1] for node in nodes for _ in range(node["begin"], node["end"])]
-
-
-def _engine(tree: TokenTree, order: list[int]) -> list[float | None]:
-    values: list[float] = []
-    for index in order:
-        node = tree.nodes[index]
-        values += node.logprobs if node.turn >= 0 else [float("nan")] * len(node.tokens)
-    return _without_nan(values)
+        ends += [nodes[node["subtree_end"] - 1]["end"]] * (node["end"] - node["begin"])
+    return parents, ends
 
 
 def _spread(values: list[float], at: list[int], size: int) -> list[float | None]:
@@ -255,8 +237,8 @@ def _spread(values: list[float], at: list[int], size: int) -> list[float | None]
     return spread
 
 
-def _without_nan(values: list[float]) -> list[float | None]:
-    return [float(value) if np.isfinite(value) else None for value in values]
+def _without_nan(values: Sequence[float | None]) -> list[float | None]:
+    return [None if value is None or not np.isfinite(value) else float(value) for value in values]
 
 
 def _token_texts(ids: list[int], nodes: list[Row], tokenizer: Tokenizer) -> list[str]:
@@ -284,13 +266,13 @@ class Said:
     turns: list[int]
 
 
-def parents(turns: list[Row]) -> list[int]:
+def _parents(turns: list[Row]) -> list[int]:
     """For each turn of a record the turn that its context goes on from; -1 for none."""
     follows = [turn.get("follows") for turn in turns]
     return [index - 1 if after is None or after >= index else after for index, after in enumerate(follows)]
 
 
-def added(record: Row, index: int) -> list[Row]:
+def _added(record: Row, index: int) -> list[Row]:
     """The messages that turn `index` was given after the message of the turn that it goes on from."""
     turn = record["turns"][index]
     given = turn.get("given") or []
@@ -301,19 +283,19 @@ def added(record: Row, index: int) -> list[Row]:
 
 def ways(record: Row, texts: list[str] | None = None) -> Iterator[Said]:
     """Each way through a conversation, in the order of their last turns; none where the model said nothing."""
-    turns, before = record["turns"], parents(record["turns"])
+    turns, before = record["turns"], _parents(record["turns"])
     for leaf in sorted(set(range(len(turns))) - set(before)):
         way = [leaf]
         while before[way[-1]] >= 0:
             way.append(before[way[-1]])
         way.reverse()
-        messages = list(map(_as_template_takes, added(record, way[0])))
+        messages = list(map(_as_template_takes, _added(record, way[0])))
         prompt = len(messages)
         for index in way:
             said = turns[index]["message"]
             if texts is not None and said.get("tool_calls"):
                 said = {"role": "assistant", "content": texts[index]}
-            for message in (*(added(record, index) if index != way[0] else ()), said):
+            for message in (*(_added(record, index) if index != way[0] else ()), said):
                 _add(messages, _as_template_takes(message))
         tools = turns[leaf].get("tools")
         shown = record.get("tools") if tools is None else tools
@@ -363,16 +345,14 @@ def turn_texts(rollout: Row, tokenizer: Tokenizer) -> list[str]:
 
 
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
-_MOST_WAITING = 2**17
-"""Spans that wait to be sent: a batch comes at once, and what is more than that is lost."""
-_SECONDS = 10_000
-"""Milliseconds that the end of a run waits for what is still to be sent."""
+_MOST_WAITING = 2**17  # spans that wait to be sent: a batch comes at once, and what is more than that is lost
+_SECONDS = 10_000  # milliseconds that the end of a run waits for what is still to be sent
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Span:
+class _Span:
     """One span. Its times are nanoseconds since 1970."""
 
     name: str
@@ -382,13 +362,13 @@ class Span:
     attributes: Row
 
     @classmethod
-    def of(cls, name: str, kind: str, start: float, seconds: float, error: str | None, attributes: Row) -> Span:
+    def of(cls, name: str, kind: str, start: float, seconds: float, error: str | None, attributes: Row) -> _Span:
         known = {name: value for name, value in attributes.items() if value is not None}
         times = int(start * 1e9), int((start + seconds) * 1e9)
         return cls(name, *times, error, {"openinference.span.kind": kind, **known})
 
 
-def spans_of(row: Row, record: Row, model: str | None) -> list[Span]:
+def spans_of(row: Row, record: Row, model: str | None) -> list[_Span]:
     """
     The spans of a conversation: its own (`AGENT`), one per turn (`LLM`) and per call (`TOOL`). A turn's has the
     messages since the turn that it goes on from, which `graph.node.parent_id` names, so each message stands in a trace
@@ -403,8 +383,8 @@ def spans_of(row: Row, record: Row, model: str | None) -> list[Span]:
         "output.value": record["answer"],
         "metadata": to_json({**known, "stop_reason": row["stop"], "row": record["row"]}),
     }
-    spans = [Span.of("conversation", "AGENT", begin, record["seconds"], record["error"], about)]
-    before = parents(record["turns"])
+    spans = [_Span.of("conversation", "AGENT", begin, record["seconds"], record["error"], about)]
+    before = _parents(record["turns"])
     schemas = map(to_json, record.get("tools") or [])
     tools = {f"llm.tools.{number}.tool.json_schema": schema for number, schema in enumerate(schemas)}
     for turn in record["turns"]:
@@ -424,11 +404,11 @@ def spans_of(row: Row, record: Row, model: str | None) -> list[Span]:
             "metadata": to_json(metadata),
             "graph.node.id": _node(index),
             "graph.node.parent_id": _node(after) if after >= 0 else None,
-            **_numbered("llm.input_messages", list(map(_flat, added(record, index)))),
+            **_numbered("llm.input_messages", list(map(_flat, _added(record, index)))),
             **_numbered("llm.output_messages", [_flat(turn["message"], turn["tool_calls"])]),
             **(tools if after < 0 else {}),
         }
-        spans.append(Span.of(_node(index), "LLM", start, turn["seconds"], turn["error"], about))
+        spans.append(_Span.of(_node(index), "LLM", start, turn["seconds"], turn["error"], about))
         end = begin if turn["start"] is None else turn["start"] + turn["seconds"]
         for call in turn["tool_calls"]:
             about = {
@@ -440,7 +420,7 @@ def spans_of(row: Row, record: Row, model: str | None) -> list[Span]:
                 "output.value": call["result"],
             }
             start = end if call["start"] is None else call["start"]
-            spans.append(Span.of(call["name"], "TOOL", start, call["seconds"], call["error"], about))
+            spans.append(_Span.of(call["name"], "TOOL", start, call["seconds"], call["error"], about))
     return spans
 
 

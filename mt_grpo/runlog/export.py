@@ -29,19 +29,14 @@ from mt_grpo.runlog.reader import Run
 from mt_grpo.runlog.schema import MODES, ROW_GROUP, Row
 from mt_grpo.token_tree import TokenTree
 
-_ROWS = 256
-"""Conversations that are held in memory while a data set is written."""
+_ROWS = 256  # conversations that are held in memory while a data set is written
 
 _LISTS = ("prompt", "completion", "tools")
 """Columns of a data set that are lists of objects, each with fields of its own."""
 
 
 def export(
-    run: Run,
-    form: str,
-    output: str | Path | None = None,
-    rows: Sequence[Row] | None = None,
-    overwrite: bool = False,
+    run: Run, form: str, output: str | Path | None = None, rows: Sequence[Row] | None = None, overwrite: bool = False
 ) -> str:
     """Writes a run's conversations in another form. See `FORMS`."""
     if form not in FORMS:
@@ -128,14 +123,13 @@ def _earned(run: Run, row: Row, turns: list[int], way: int, of: int) -> Row:
         "reward": row["reward"],
         "rewards": row["rewards"],
         "weights": _weights(run),
-        **{name: row[name] and _of_turns(row[name], turns) for name in ("turn_rewards", "advantages")},
+        **{
+            name: row[name] and [row[name][turn] for turn in turns if turn < len(row[name])]
+            for name in ("turn_rewards", "advantages")
+        },
         **{name: row[name] for name in ("branch_of", "shared_turns")},
         "copy": is_copy(row),
     }
-
-
-def _of_turns(values: list[float | None], turns: list[int]) -> list[float | None]:
-    return [values[turn] for turn in turns if turn < len(values)]
 
 
 def _messages(run: Run, rows: Sequence[Row]) -> Iterator[Row]:
@@ -197,33 +191,29 @@ def _add_entries(entries: list[dict[str, str]], message: Row) -> None:
 def _write_dataset(run: Run, rows: Sequence[Row], folder: Path) -> str:
     """A folder that `datasets.load_dataset` reads, with a split for each mode."""
     names = list(dict.fromkeys(name for row in rows for name in row["rewards"]))
-    by_name = [pa.field(name, pa.float64()) for name in names]
+    by_name = pa.struct([pa.field(name, pa.float64()) for name in names])
     schema = pa.schema(
-        [
-            pa.field("session", pa.string()),
-            pa.field("sequence", pa.int32()),
-            pa.field("sequences", pa.int32()),
-            pa.field("step", pa.int32()),
-            pa.field("group", pa.string()),
-            pa.field("member", pa.int32()),
-            *(pa.field(name, pa.list_(pa.string())) for name in _LISTS),
-            pa.field("answer", pa.string()),
-            pa.field("stop_reason", pa.string()),
-            pa.field("error", pa.string()),
-            pa.field("reward", pa.float64()),
-            *([pa.field("rewards", pa.struct(by_name)), pa.field("weights", pa.struct(by_name))] if names else []),
-            pa.field("turn_rewards", pa.list_(pa.float64())),
-            pa.field("advantages", pa.list_(pa.float64())),
-            pa.field("branch_of", pa.string()),
-            pa.field("shared_turns", pa.int32()),
-            pa.field("copy", pa.bool_()),
-            pa.field("row", pa.string()),
-        ]
+        {
+            "session": pa.string(),
+            **dict.fromkeys(("sequence", "sequences", "step"), pa.int32()),
+            "group": pa.string(),
+            "member": pa.int32(),
+            **dict.fromkeys(_LISTS, pa.list_(pa.string())),
+            **dict.fromkeys(("answer", "stop_reason", "error"), pa.string()),
+            "reward": pa.float64(),
+            **dict.fromkeys(("rewards", "weights") if names else (), by_name),
+            **dict.fromkeys(("turn_rewards", "advantages"), pa.list_(pa.float64())),
+            "branch_of": pa.string(),
+            "shared_turns": pa.int32(),
+            "copy": pa.bool_(),
+            "row": pa.string(),
+        }
     )
     objects = {"feature": {"_type": "Json"}, "_type": "List"}
     features = dict.fromkeys(_LISTS, objects) | {"row": {"_type": "Json"}}
     about = {"huggingface": to_json({"info": {"features": features}})}
-    stored = pa.schema([_as_json(field) for field in schema], about)
+    json = dict.fromkeys(_LISTS, pa.list_(pa.json_())) | {"row": pa.json_()}  # which Arrow cannot make of lists itself
+    stored = pa.schema([field.with_type(json.get(field.name, field.type)) for field in schema], about)
     (folder / "data").mkdir(parents=True, exist_ok=True)
     writers: dict[str, pq.ParquetWriter] = {}
     waiting: dict[str, list[Row]] = {mode: [] for mode in MODES}
@@ -234,11 +224,8 @@ def _write_dataset(run: Run, rows: Sequence[Row], folder: Path) -> str:
             if split not in writers:
                 path = folder / "data" / f"{split}-00000-of-00001.parquet"
                 writers[split] = pq.ParquetWriter(path, stored, compression="zstd")
-            table = pa.Table.from_pylist(waiting[split], schema)
-            columns = [
-                _json_array(column.combine_chunks(), field) for column, field in zip(table, stored, strict=True)
-            ]
-            writers[split].write_table(pa.table(columns, schema=stored), row_group_size=ROW_GROUP)
+            table = pa.Table.from_pylist(waiting[split], schema).cast(stored)
+            writers[split].write_table(table, row_group_size=ROW_GROUP)
             waiting[split] = []
 
     try:
@@ -254,22 +241,6 @@ def _write_dataset(run: Run, rows: Sequence[Row], folder: Path) -> str:
         for writer in writers.values():
             writer.close()
     return f"{number} conversation{'s' * (number != 1)}"
-
-
-def _as_json(field: pa.Field) -> pa.Field:
-    """As it is stored, in a type that Arrow cannot make of Python's lists itself."""
-    if field.name == "row":
-        return field.with_type(pa.json_())
-    return field.with_type(pa.list_(pa.json_())) if field.name in _LISTS else field
-
-
-def _json_array(array: pa.Array, field: pa.Field) -> pa.Array:
-    if field.type == pa.json_():
-        return pa.ExtensionArray.from_storage(field.type, array)
-    if field.type == pa.list_(pa.json_()):
-        values = pa.ExtensionArray.from_storage(pa.json_(), array.values)
-        return pa.ListArray.from_arrays(array.offsets, values, mask=array.is_null())
-    return array
 
 
 def _example(run: Run, row: Row, record: Row, said: Said, place: int, of: int) -> Row:
@@ -445,8 +416,7 @@ def _pair(run: Run, chosen: Row, rejected: Row, turn: int, a: _Tokens, b: _Token
     }
 
 
-_INTERNAL, _OK, _ERROR = 1, 1, 2
-"""OTLP's kind of a span, and codes of its status."""
+_INTERNAL, _OK, _ERROR = 1, 1, 2  # OTLP's kind of a span, and codes of its status
 
 
 def _trace(row: Row, record: Row, run: Run) -> Row:
@@ -476,11 +446,8 @@ def _hash(text: str, size: int) -> str:
 
 
 def _attributes(values: Row) -> list[Row]:
-    return [{"key": key, "value": _value(value)} for key, value in values.items()]
-
-
-def _value(value: object) -> Row:
-    return {"intValue": str(value)} if isinstance(value, int) else {"stringValue": whole(str(value))}
+    kinds = {key: "intValue" if isinstance(value, int) else "stringValue" for key, value in values.items()}
+    return [{"key": key, "value": {kinds[key]: whole(str(value))}} for key, value in values.items()]
 
 
 LINES: dict[str, Callable[[Run, Sequence[Row]], Iterator[Row]]] = {

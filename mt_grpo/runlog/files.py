@@ -39,20 +39,18 @@ def find(folder: Path, name: str) -> Path | None:
     except FileNotFoundError:
         if not path.is_symlink():
             return None
-        raise UserError(f"{path} is a link to what is not there: bring back what it leads to.") from None
+        fault = f"{path} is a link to what is not there: bring back what it leads to"
     except NotADirectoryError:
-        raise UserError(
-            f"{path.parent} is a file, where a run has a folder: name the `output_dir` of a run."
-        ) from None
+        fault = f"{path.parent} is a file, where a run has a folder: name the `output_dir` of a run"
     except (OSError, RuntimeError) as error:  # the latter for links that lead to each other
-        raise UserError(f"{path} cannot be read: {_reason(error)}.") from None
-    if outside:
-        raise UserError(f"{path} leads out of the run's folder, to {real}: replace the link by the file.")
-    if kind != stat.S_IFREG:
-        raise UserError(
-            f"{path} is {_KINDS.get(kind, 'no file')}, where a run has a file: remove it, or bring it back."
-        )
-    return real
+        fault = f"{path} cannot be read: {_reason(error)}"
+    else:
+        if not outside and kind == stat.S_IFREG:
+            return real
+        fault = f"{path} is {_KINDS.get(kind, 'no file')}, where a run has a file: remove it, or bring it back"
+        if outside:
+            fault = f"{path} leads out of the run's folder, to {real}: replace the link by the file"
+    raise UserError(f"{fault}.")
 
 
 def read(folder: Path, name: str, offset: int = 0, most: int = -1) -> bytes | None:

@@ -14,8 +14,7 @@ from mt_grpo.trajectory import StopReason, visible
 
 BAD, WARN = "bad", "warn"
 
-_WARN_SHARE = 0.5
-"""Least share of conversations, groups or calls that stands out."""
+_WARN_SHARE = 0.5  # least share of conversations, groups or calls that stands out
 
 FAILED = (StopReason.ENGINE_ERROR.value, StopReason.ENV_ERROR.value)
 """Conversations that say nothing of the policy."""
@@ -99,7 +98,8 @@ class Counts:
         for code, number in enumerate(np.bincount(stops[places], minlength=len(texts)).tolist()):
             self.stops[texts[code]] += number
         if failed.any() and not self.first_failure:
-            self.first_failure = _failure(table[int(places[failed][0])])
+            row = table[int(places[failed][0])]
+            self.first_failure = visible(f"{row['error']} ({row['where']})" if row.get("where") else f"{row['error']}")
         turns, calls, raised, failed_calls = _columns(table, held, "turns", "calls", "raised", "failed")
         errors = table.totals("errors").astype(int)[held]
         self.turns += int(turns.sum())
@@ -151,11 +151,6 @@ class Counts:
         return self.conversations - self.failed
 
 
-def _failure(row: Row) -> str:
-    place = f" ({row['where']})" if row.get("where") else ""
-    return visible(f"{row['error']}{place}")
-
-
 def _first(table: Table, places: np.ndarray, name: str) -> str:
     """The first text of the rows at these places that is not empty; empty where there is none."""
     codes, texts = table.codes(name)
@@ -170,9 +165,8 @@ def _columns(table: Table, places: np.ndarray, *names: str) -> list[np.ndarray]:
 def find(counts: Counts, about: Row | None = None) -> list[Finding]:
     """What stands out, worst first."""
     limits = list(_limits(counts))
-    tools = (
-        {} if limits or counts.too_long else about or {}
-    )  # a conversation that is cut off may not have reached a call
+    # a conversation that is cut off may not have reached a call
+    tools = {} if limits or counts.too_long else about or {}
     found = [*_failed(counts), *_of_policy(counts), *limits, *_refused(counts), *_of_tools(counts, tools)]
     return sorted(found, key=lambda finding: (BAD, WARN).index(finding.level))
 

@@ -32,17 +32,14 @@ from mt_grpo.runlog import files
 from mt_grpo.runlog.files import to_json
 from mt_grpo.runlog.schema import FOLDER, Row, misfit
 
-_PART = 2**23
-"""Bytes that are read at a time."""
-_NEAR = 2**16
-"""Bytes at a time in which the end of a line is looked for."""
+_PART = 2**23  # bytes that are read at a time
+_NEAR = 2**16  # bytes at a time in which the end of a line is looked for
 
 Each = Callable[[Callable, Iterable], Iterable]
 """`map`, or that of a pool of processes."""
 
 _TEXT, _INT, _NUMBER = pa.dictionary(pa.int32(), pa.string()), pa.int32(), pa.float64()
-_COUNTS = ("raised", "failed", "refused", "shared_turns")
-"""Whole numbers that old indices lack; 0 there."""
+_COUNTS = ("raised", "failed", "refused", "shared_turns")  # whole numbers that old indices lack; 0 there
 
 _LINES = {
     "rollout": pa.schema(
@@ -75,8 +72,7 @@ _LINES = {
 
 _OF_CREDIT = {"advantages": "advantages", "credit_file": "file", "credit_row": "row"}
 _OF_UPDATES = ("mismatch", "entropy", "clipped")
-_MOST_CHUNKS = 64
-"""Parts of a column, after which they are put together."""
+_MOST_CHUNKS = 64  # parts of a column, after which they are put together
 
 
 def is_copy(row: Row) -> bool:
@@ -190,7 +186,7 @@ class Table(Sequence[Row]):
             column[self._updated[lines]] = values[lines]
             return pa.array(column, from_pandas=True)
         kind = "credit" if name in _OF_CREDIT else "rollout"
-        column = _whole(self._lines[kind].column(_OF_CREDIT.get(name, name)))
+        column = self._lines[kind].column(_OF_CREDIT.get(name, name)).unify_dictionaries().combine_chunks()
         latest = self._latest[kind]
         if len(latest) < len(column) or kind == "credit":
             column = column.take(pa.array(latest, mask=latest < 0))
@@ -248,10 +244,6 @@ class Table(Sequence[Row]):
         self._updated[self._of_updates("step") >= begin[self._updated]] = -1
 
 
-def _whole(column: pa.ChunkedArray) -> pa.Array:
-    return column.unify_dictionaries().combine_chunks()
-
-
 def _as_numbers(array: pa.Array) -> np.ndarray:
     if array.null_count or pa.types.is_boolean(array.type):
         array = array.cast(_NUMBER)
@@ -280,8 +272,7 @@ def _as_list(array: pa.Array) -> list:
 
 
 _CHECKSUM = len(b',"crc":"01234567"}')
-_ENDED = re.compile(rb',"crc":"[0-9a-f]{8}"\}.', re.DOTALL)
-"""A whole line that something else than a line feed ends."""
+_ENDED = re.compile(rb',"crc":"[0-9a-f]{8}"\}.', re.DOTALL)  # a whole line that something else than a line feed ends
 
 
 def written(line: Row) -> bytes:

@@ -9,8 +9,7 @@ import numpy as np
 
 CONFIDENCE = 0.95
 RESAMPLES = 9999
-_MOST_DRAWN = 2**22
-"""Rows that are drawn at a time."""
+_MOST_DRAWN = 2**22  # rows that are drawn at a time
 
 
 @dataclass(frozen=True)

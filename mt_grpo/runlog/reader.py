@@ -53,8 +53,7 @@ atexit.register(_READS.acquire)  # the interpreter waits for the read under way,
 
 _MOST_BYTES = 2**29
 """Bytes of a row group once they are unpacked. Fewer packed ones can be made to fill the memory."""
-_MOST_VALUES = 2**26
-"""Entries of a column of a row group."""
+_MOST_VALUES = 2**26  # entries of a column of a row group
 
 _MOST_NAMES, _MOST_SHOWN = 1000, 80
 """Conversations among which the nearest to a wrong name is looked for, and characters of it that are repeated."""
@@ -77,25 +76,25 @@ def open_run(folder: str | Path, each: Each = map, begun: bool = False) -> Run:
         there = folder.is_dir()
     except (OSError, ValueError) as error:  # the latter for a name with a NUL in it
         raise UserError(f"The folder {str(folder)!r} cannot be read: {error}.") from None
+    index = f"{schema.FOLDER}/{schema.INDEX}"
     if not there:
-        raise UserError(f"There is no folder {folder}: name the `output_dir` of a run.")
-    if files.find(folder, f"{schema.FOLDER}/{schema.INDEX}") is None:
-        if any(folder.glob("trajectories*.jsonl")):
-            raise UserError(
-                f"{folder} has its conversations in trajectories.jsonl, the form of earlier versions, which is not "
-                "read here: look at them with the version that wrote them."
-            )
-        if begun and any(files.find(folder, name) is not None for name in (STATE, METRICS)):
-            return Run(folder, each)
-        if files.find(folder, STATE) is not None:
-            raise UserError(f"{folder} has no conversations so far: a run writes them once its first batch is scored.")
-        if files.find(folder, METRICS) is None:
-            raise UserError(f"{folder} is not the folder of a run: name its `output_dir`, which has `metrics.jsonl`.")
-        raise UserError(
-            f"{folder} has no conversations: the file {schema.FOLDER}/{schema.INDEX} is not there (a run writes it "
-            "with its first batch)."
+        fault = f"There is no folder {folder}: name the `output_dir` of a run."
+    elif files.find(folder, index) is not None:
+        return Run(folder, each)
+    elif any(folder.glob("trajectories*.jsonl")):
+        fault = (
+            f"{folder} has its conversations in trajectories.jsonl, the form of earlier versions, which is not read "
+            "here: look at them with the version that wrote them."
         )
-    return Run(folder, each)
+    elif begun and any(files.find(folder, name) is not None for name in (STATE, METRICS)):
+        return Run(folder, each)
+    elif files.find(folder, STATE) is not None:
+        fault = f"{folder} has no conversations so far: a run writes them once its first batch is scored."
+    elif files.find(folder, METRICS) is None:
+        fault = f"{folder} is not the folder of a run: name its `output_dir`, which has `metrics.jsonl`."
+    else:
+        fault = f"{folder} has no conversations: the file {index} is not there (a run writes it with its first batch)."
+    raise UserError(fault)
 
 
 class Run:
@@ -329,7 +328,10 @@ def _unpacked(file: BinaryIO, group: int, known: pa.Schema, columns: list[str]) 
     parquet = pq.ParquetFile(file, page_checksum_verification=True, pre_buffer=False)
     found = parquet.schema_arrow
     columns = [name for name in columns if name not in schema.LATER or name in found.names]
-    _check_columns(found, known, columns)
+    for name in columns:
+        number = found.get_field_index(name)  # -1 where there are several too
+        if number < 0 or found.field(number).type != known.field(name).type:
+            raise CorruptRecord(f"it has no column `{name}` of {known.field(name).type}")
     if group >= parquet.num_row_groups:
         raise CorruptRecord(f"it has {parquet.metadata.num_rows} rows")
     about = parquet.metadata.row_group(group)
@@ -355,14 +357,6 @@ def _metrics(folder: Path, offset: int) -> tuple[int, list[Row]]:
             raise UserError(f"{folder / METRICS} has a line that is not JSON of metrics ({wrong}): remove that line.")
         lines.append(line)
     return whole, lines
-
-
-def _check_columns(found: pa.Schema, known: pa.Schema, columns: list[str]) -> None:
-    """Raises `CorruptRecord` if a file lacks one of the columns, or has it in another type than `known`."""
-    for name in columns:
-        number = found.get_field_index(name)  # -1 where there are several too
-        if number < 0 or found.field(number).type != known.field(name).type:
-            raise CorruptRecord(f"it has no column `{name}` of {known.field(name).type}")
 
 
 def read_trajectories(folder: str | Path) -> Iterator[Row]:

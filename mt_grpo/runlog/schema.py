@@ -76,28 +76,20 @@ ROLLOUTS = pa.schema(
         pa.field("rank", pa.int32(), nullable=False),
         pa.field("group", pa.int32(), nullable=False),
         pa.field("member", pa.int32(), nullable=False),
-        # why it ended, a `StopReason`
-        pa.field("stop", pa.string()),
-        # sum of all rewards times their weights; null where none applies
-        pa.field("reward", pa.float64()),
+        pa.field("stop", pa.string()),  # why it ended, a `StopReason`
+        pa.field("reward", pa.float64()),  # sum of all rewards times their weights; null where none applies
         # the same of turn rewards, per turn; null where none applies to a turn
         pa.field("turn_rewards", pa.list_(pa.float64()), nullable=False),
-        # JSON: weight of each reward by name
-        pa.field("weights", pa.string(), nullable=False),
-        # JSON: `Trajectory.to_dict()` without `tree` and `messages`
-        pa.field("record", pa.string(), nullable=False),
+        pa.field("weights", pa.string(), nullable=False),  # JSON: weight of each reward by name
+        pa.field("record", pa.string(), nullable=False),  # JSON: `Trajectory.to_dict()` without `tree` and `messages`
         # token ids of all nodes of the token tree, in the order of the nodes
         pa.field("tokens", pa.list_(pa.int32()), nullable=False),
         # the engine's log-probs in nats, exact, of the nodes whose `node_turn` is not -1, in their order
         pa.field("logprobs", pa.list_(pa.float32()), nullable=False),
-        # node that each node continues; -1: none
-        pa.field("node_parent", pa.list_(pa.int32()), nullable=False),
-        # turn that sampled each node; -1: context
-        pa.field("node_turn", pa.list_(pa.int32()), nullable=False),
-        # tokens of each node
-        pa.field("node_size", pa.list_(pa.int32()), nullable=False),
-        # turns in the tree; node of the latest token
-        pa.field("num_turns", pa.int32(), nullable=False),
+        pa.field("node_parent", pa.list_(pa.int32()), nullable=False),  # node that each node continues; -1: none
+        pa.field("node_turn", pa.list_(pa.int32()), nullable=False),  # turn that sampled each node; -1: context
+        pa.field("node_size", pa.list_(pa.int32()), nullable=False),  # tokens of each node
+        pa.field("num_turns", pa.int32(), nullable=False),  # turns in the tree; node of the latest token
         pa.field("tip", pa.int32(), nullable=False),
     ]
 )
@@ -130,14 +122,12 @@ LATER = ("parts",)
 UPDATES = pa.schema(
     [
         *_SESSION,
-        # `step` of the update
-        pa.field("updated_step", pa.int32(), nullable=False),
+        pa.field("updated_step", pa.int32(), nullable=False),  # `step` of the update
         # position among the tokens after the prompt, in depth-first order of the token tree
         pa.field("columns", pa.list_(pa.int32()), nullable=False),
         # the trainer's log-prob minus the engine's, before the update, in nats
         pa.field("difference", pa.list_(pa.float16()), nullable=False),
-        # of the trainer's distribution, in nats
-        pa.field("entropies", pa.list_(pa.float16()), nullable=False),
+        pa.field("entropies", pa.list_(pa.float16()), nullable=False),  # of the trainer's distribution, in nats
         # probability before the update, divided by the one that the loss compares it with
         pa.field("ratios", pa.list_(pa.float16()), nullable=False),
         # 1 where the loss clips the ratio, so that the token has no gradient

@@ -22,26 +22,14 @@ import pyarrow.parquet as pq
 
 from mt_grpo.errors import UserError
 from mt_grpo.media import Medium, digest, is_medium, to_file
+from mt_grpo.runlog import schema
 from mt_grpo.runlog.files import to_json, whole, written_whole
 from mt_grpo.runlog.index import written
-from mt_grpo.runlog.schema import (
-    CREDIT,
-    FOLDER,
-    INDEX,
-    METRICS,
-    ROLLOUTS,
-    ROW_GROUP,
-    TOKENIZER,
-    TOKENIZER_FILE,
-    UPDATES,
-    Row,
-    session_id,
-)
+from mt_grpo.runlog.schema import Row
 from mt_grpo.sounds import Sound
 from mt_grpo.trajectory import UNWRITTEN, Trajectory
 
-_SHOWN, _SHOWN_OF_ERRORS = 80, 300
-"""Characters of a prompt or an answer in the index, and of an error."""
+_SHOWN, _SHOWN_OF_ERRORS = 80, 300  # characters of a prompt or an answer in the index, and of an error
 
 
 class RunLogError(UserError):
@@ -76,7 +64,7 @@ class Batch:
     @property
     def sessions(self) -> list[str]:
         """Name of each conversation in the run."""
-        return [session_id(self.mode, self.step, self.k, number) for number in self.numbers]
+        return [schema.session_id(self.mode, self.step, self.k, number) for number in self.numbers]
 
     @property
     def weights(self) -> dict[str, float]:
@@ -91,7 +79,7 @@ class RunWriter:
     """
 
     def __init__(self, folder: str | Path, rank: int = 0) -> None:
-        self.folder = Path(folder) / FOLDER
+        self.folder = Path(folder) / schema.FOLDER
         self.rank = rank
         self._mended: set[Path] = set()
 
@@ -117,10 +105,7 @@ class RunWriter:
     def write_credit(
         self, batch: Batch, advantages: Sequence[Sequence[float]], parts: Sequence[Sequence[Row]] | None = None
     ) -> list[Row]:
-        """
-        Writes the advantage of each turn of a batch's conversations. Returns their lines. `parts` are
-        the `name`, `values` and `scales` of each part of a conversation's advantages, see `CREDIT`.
-        """
+        """Writes the advantage of each turn of a batch, and the parts of each, see `CREDIT`. Returns their lines."""
         if not batch.trajectories:
             return []
         size = len(batch.trajectories)
@@ -133,7 +118,7 @@ class RunWriter:
             "parts": [[] for _ in advantages] if parts is None else parts,
         }
         file = f"credit-{_rollouts_file(batch, self.rank)}"
-        lines = [self._write(file, pa.table(columns, schema=CREDIT))]
+        lines = [self._write(file, pa.table(columns, schema=schema.CREDIT))]
         for row, (session, values) in enumerate(zip(batch.sessions, advantages, strict=True)):
             rounded = [round(value, 6) for value in values]
             lines.append({"kind": "credit", "session": session, "advantages": rounded, "file": file, "row": row})
@@ -147,8 +132,8 @@ class RunWriter:
         if not rows:
             return []
         file = f"updates-{step}.rank{self.rank}.parquet"
-        columns = {name: [row[name] for row in rows] for name in UPDATES.names if name != "updated_step"}
-        lines = [self._write(file, pa.table({**columns, "updated_step": [step] * len(rows)}, schema=UPDATES))]
+        columns = {name: [row[name] for row in rows] for name in schema.UPDATES.names if name != "updated_step"}
+        lines = [self._write(file, pa.table({**columns, "updated_step": [step] * len(rows)}, schema=schema.UPDATES))]
         for number, (row, summary) in enumerate(zip(rows, summaries, strict=True)):
             known = {"kind": "update", "session": row["session"], "step": step}
             lines.append({**known, **summary, "file": file, "row": number})
@@ -156,7 +141,7 @@ class RunWriter:
 
     def append(self, lines: Sequence[Row], rank: int = 0) -> None:
         """Appends lines of whole files to the index; only a batch that failed has lines in that of another `rank`."""
-        path = self.folder / (INDEX if rank == 0 else f"index.rank{rank}.jsonl")
+        path = self.folder / (schema.INDEX if rank == 0 else f"index.rank{rank}.jsonl")
         with self._refusing(path):
             self.folder.mkdir(parents=True, exist_ok=True)
             if path not in self._mended:
@@ -167,7 +152,7 @@ class RunWriter:
 
     def save_tokenizer(self, save: Callable[[Path], object]) -> list[Row]:
         """Calls `save` with the path of the tokenizer's folder. Returns the lines of what it wrote."""
-        path = self.folder.parent / TOKENIZER
+        path = self.folder.parent / schema.TOKENIZER
         with self._refusing(path):
             try:
                 save(path)
@@ -176,11 +161,11 @@ class RunWriter:
             except Exception as error:  # the library tokenizers raises no narrower one, for a full disk too
                 raise OSError(str(error)) from error
             file = path / "tokenizer.json"
-            return [_file_line(TOKENIZER_FILE, file.read_bytes())] if file.is_file() else []
+            return [_file_line(schema.TOKENIZER_FILE, file.read_bytes())] if file.is_file() else []
 
     def _write(self, name: str, table: pa.Table) -> Row:
         sink = pa.BufferOutputStream()
-        pq.write_table(table, sink, compression="zstd", row_group_size=ROW_GROUP, write_page_checksum=True)
+        pq.write_table(table, sink, compression="zstd", row_group_size=schema.ROW_GROUP, write_page_checksum=True)
         return self._save(name, sink.getvalue())
 
     def _save(self, name: str, data: bytes | pa.Buffer) -> Row:
@@ -291,7 +276,7 @@ def _rollout_table(batch: Batch, rank: int, keep: Callable[[Medium], str]) -> pa
         "num_turns": [tree.num_turns for tree in trees],
         "tip": [tree.tip for tree in trees],
     }
-    return pa.table(columns, schema=ROLLOUTS)
+    return pa.table(columns, schema=schema.ROLLOUTS)
 
 
 def _lists(rows: Sequence[Sequence[Sequence[float]]], kind: type) -> pa.Array:
@@ -431,8 +416,7 @@ def _rounded(value: float | None, digits: int = 6) -> float | None:
     return None if value is None else round(value, digits)
 
 
-_LOGS = (METRICS, "audit.jsonl")
-"""Files whose lines count the steps that were taken."""
+_LOGS = (schema.METRICS, "audit.jsonl")  # files whose lines count the steps that were taken
 _SAMPLED = re.compile(r"(?:credit-)?(train|eval|discarded)-(\d+)-")
 _UPDATES = re.compile(r"updates-(\d+)\.")
 
@@ -447,9 +431,9 @@ def trim(folder: Path, steps: int) -> int:
         return line["step"] <= steps
 
     try:
-        for path in sorted((folder / FOLDER).glob("index*.jsonl")):
+        for path in sorted((folder / schema.FOLDER).glob("index*.jsonl")):
             _keep(path, lambda line: _indexed(line, steps))
-        for path in (folder / FOLDER).iterdir() if (folder / FOLDER).is_dir() else ():
+        for path in (folder / schema.FOLDER).iterdir() if (folder / schema.FOLDER).is_dir() else ():
             if not _stays(path.name, steps) or path.suffix == ".partial":
                 path.unlink()
         for name in _LOGS:

@@ -23,8 +23,7 @@ _NUMBERS = (
 )
 """Columns of numbers. Every reward has a further column, and so have `SPREAD` and `SIGNAL`."""
 
-_TEXTS = ("mode", "stop", "prompt", "answer", "error", "session")
-"""Columns of text."""
+_TEXTS = ("mode", "stop", "prompt", "answer", "error", "session")  # columns of text
 
 SPREAD = "spread"
 """Standard deviation (n − 1, as credit rules have it) of the reward in the group, of which copies do not count."""
@@ -38,8 +37,7 @@ group has an advantage, or, where none is recorded as in an evaluation, if membe
 TOOL = "tool"
 """The tools that a conversation called."""
 
-_NOTES = ("star", "note")
-"""What people put on a conversation."""
+_NOTES = ("star", "note")  # what people put on a conversation
 
 _PER_TURN = {"turn_reward": "turn_rewards", "advantage": "advantages"}
 """Columns with a number per turn: a comparison holds where it holds for one of them."""

@@ -6,7 +6,6 @@ knows what the page may ask, not what a conversation looks like.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 
 import numpy as np
 
@@ -18,11 +17,8 @@ from mt_grpo.runlog.index import is_copy
 from mt_grpo.runlog.schema import Row
 from mt_grpo.viewer.columns import REWARD, SIGNAL, Columns, parse_filter, short_name
 
-_MOST_READ = 200
-"""Most conversations that are read to find lost answers."""
-
-_LABEL = 80
-"""Characters of a turn's label."""
+_MOST_READ = 200  # most conversations that are read to find lost answers
+_LABEL = 80  # characters of a turn's label
 
 
 def trajectory(run: Run, columns: Columns, session: str) -> Row:
@@ -31,29 +27,22 @@ def trajectory(run: Run, columns: Columns, session: str) -> Row:
     row = columns.rows[columns.positions[session]]
     places = _members(columns, row["mode"], row["step"], row["k"], row["group"])
     members = _member_rows(columns.rows.at(places))
-    accepted = whole.pop("row").get("answer")
+    accepted = _accepted(whole.pop("row").get("answer"))
+    added, ids = {} if run.tokenizer is None else run.tokenizer.get_added_tokens_decoder(), set(whole["tokens"]["ids"])
     return {
         **whole,
-        "question": question(whole["prompt"]),
-        "accepted": _accepted(accepted),
+        "question": _question(whole["prompt"]),
+        "accepted": accepted,
         "group": {
             "mean": _mean_and_std(_rewards_that_count(members))[0],
             "sessions": [member["session"] for member in members],
             "rewards": [member["reward"] for member in members],
-            **{name: row[name] for name in ("mode", "step", "k", "group")},
+            **_key(row),
         },
         "branch": next(member for member in members if member["session"] == session),
-        "special": _special_tokens(run, set(whole["tokens"]["ids"])),
+        "special": sorted(number for number, token in added.items() if token.special and number in ids),
         "short": {name: short_name(name) for kind in whole["rewards"].values() for name in kind},
     }
-
-
-def _special_tokens(run: Run, ids: set[int]) -> list[int]:
-    """Those of the ids that are special tokens of the run's tokenizer."""
-    if run.tokenizer is None:
-        return []
-    added = run.tokenizer.get_added_tokens_decoder()
-    return sorted(number for number, token in added.items() if token.special and number in ids)
 
 
 def group(run: Run, columns: Columns, mode: str, step: int, k: int, number: int) -> Row:
@@ -73,11 +62,14 @@ def group(run: Run, columns: Columns, mode: str, step: int, k: int, number: int)
     of_mode = columns.is_text("mode", mode)
     here = np.unique(columns.groups[of_mode & (columns.numbers("step") == step)])
     before, after = (columns.groups[of_mode & beside] for beside in (columns.groups < at, columns.groups > at))
-    names = sorted({name for whole in wholes for name in whole["index"]["rewards"]}, key=_order(wholes[0]))
+    # turn rewards first, each kind in the order of the run
+    order = [name for kind in ("turn", "outcome") for name in wholes[0]["rewards"].get(kind, {})]
+    found = {name for whole in wholes for name in whole["index"]["rewards"]}
+    names = sorted(found, key=lambda name: (order.index(name) if name in order else len(order), name))
     largest = {name: float(np.nanmax(columns.numbers(REWARD + name), initial=0.0)) for name in names}
     return {
         "key": _key(first),
-        "question": question(wholes[0]["prompt"]),
+        "question": _question(wholes[0]["prompt"]),
         "accepted": accepted,
         "number": int(np.searchsorted(here, at)) + 1,
         "of": len(here),
@@ -107,7 +99,7 @@ def lost_answers(run: Run, rows: list[Row]) -> Row:
     return {"sessions": lost, "read": len(rows)}
 
 
-def question(prompt: list[Row]) -> str:
+def _question(prompt: list[Row]) -> str:
     """The last message of the user in a prompt, or its last message."""
     asked = [message for message in prompt if message.get("role", "user") == "user"] or prompt
     return words(asked[-1]) if asked else ""
@@ -126,12 +118,6 @@ def _key(row: Row) -> Row:
 
 def _key_of(columns: Columns, group: int) -> Row:
     return _key(columns.rows[int(np.argmax(columns.groups == group))])
-
-
-def _order(whole: Row) -> Callable[[str], tuple[int, str]]:
-    """A sorting key: turn rewards first, each kind in the order of the run."""
-    names = [name for kind in ("turn", "outcome") for name in whole["rewards"].get(kind, {})]
-    return lambda name: (names.index(name) if name in names else len(names), name)
 
 
 def _accepted(answer: object) -> list[str]:
@@ -153,7 +139,7 @@ def _turns(whole: Row) -> list[Row]:
         known = entropies.get(number)
         shown.append(
             {
-                "label": label(turn, last=after is None),
+                "label": _label(turn, last=after is None),
                 "text": words(turn["message"]),
                 "tokens": turn["num_tokens"],
                 "seconds": turn["seconds"],
@@ -167,7 +153,7 @@ def _turns(whole: Row) -> list[Row]:
     return shown
 
 
-def label(turn: Row, last: bool) -> str:
+def _label(turn: Row, last: bool) -> str:
     """A turn in a few words: the first text that its call was given, or its kind."""
     for call in turn["tool_calls"]:
         given = next((value for value in call["arguments"].values() if isinstance(value, str) and value), call["name"])
@@ -198,14 +184,9 @@ def _notes(whole: Row, accepted: list[str]) -> list[Row]:
         text = words(turn["message"]).casefold()
         found = next((answer for answer in accepted if answer and answer.casefold() in text), None)
         if turn["error"] is not None and found:
-            return [
-                {
-                    "session": whole["index"]["session"],
-                    "member": whole["index"]["member"] + 1,
-                    "turn": turn["index"] + 1,
-                    "answer": found,
-                }
-            ]
+            row = whole["index"]
+            place = {"session": row["session"], "member": row["member"] + 1, "turn": turn["index"] + 1}
+            return [{**place, "answer": found}]
     return []
 
 
@@ -255,7 +236,7 @@ def _group(rows: list[Row], signal: bool) -> Row:
     counted = _rewards_that_count(members)
     mean, deviation = _mean_and_std(counted)
     return {
-        "key": {name: rows[0][name] for name in ("mode", "step", "k", "group")},
+        "key": _key(rows[0]),
         "prompt": rows[0]["prompt"],
         "mean": mean,
         "deviation": deviation,
@@ -282,20 +263,10 @@ def _member_rows(rows: list[Row]) -> list[Row]:
     places = {row["session"]: row["member"] + 1 for row in rows}
     found = []
     for row in rows:
-        branch_of = row.get("branch_of")
-        shared = row.get("shared_turns") or 0
-        found.append(
-            {
-                "session": row["session"],
-                "member": row["member"] + 1,
-                "reward": row["reward"],
-                "right": row["right"],
-                "stop": row["stop"],
-                "root": places.get(branch_of, row["member"] + 1),
-                "shared": shared,
-                "copy": is_copy(row),
-            }
-        )
+        member = row["member"] + 1
+        known = {name: row[name] for name in ("session", "member", "reward", "right", "stop")} | {"member": member}
+        branch = {"root": places.get(row.get("branch_of"), member), "shared": row.get("shared_turns") or 0}
+        found.append({**known, **branch, "copy": is_copy(row)})
     return found
 
 
@@ -305,10 +276,8 @@ def _says(members: list[Row], counted: list[float], signal: bool) -> str:
     right = [member["right"] for member in members if not member["copy"] and member["right"] is not None]
     words = ""
     if right:
-        number = sum(right)
-        words = (
-            "all right" if number == len(right) else "all wrong" if not number else f"{number} of {len(right)} right"
-        )
+        some = f"{sum(right)} of {len(right)} right"
+        words = "all right" if all(right) else some if any(right) else "all wrong"
     if copies:
         words = ", ".join(filter(None, [words, f"{len(members) - copies} count, {copies} are copies"]))
     if not counted:

@@ -19,20 +19,20 @@ from mt_grpo.runlog.index import is_copy
 from mt_grpo.runlog.schema import Row
 from mt_grpo.viewer.columns import Columns, short_name
 
-_EPSILON = 1e-4
-"""What the built-in rules add to a deviation before they divide by it."""
+_EPSILON = 1e-4  # what the built-in rules add to a deviation before they divide by it
 
 _NAMES = {"outcome": "outcome", "turn": "turn rewards", "": "all rewards"}
 """What stands before `baseline` in the name of a part: the name of its term."""
 
-_SAME_STATE = " (same state)"
-"""Ends the names of parts that are compared among turns of one state alone."""
+_SAME_STATE = " (same state)"  # ends the names of parts that are compared among turns of one state alone
+
+_TermParts = tuple[str, str | None, list[str]]  # of a term: its name, its baseline, and its other parts
 
 _BASELINE = re.compile(r"^(?:(?P<of>.*) )?baseline(?P<kind> \(.*\))?$")
 
 
 @dataclass(frozen=True)
-class Member:
+class _Member:
     """A conversation of the group, as `Run.credited` has it."""
 
     row: Row
@@ -86,7 +86,11 @@ def why(run: Run, columns: Columns, session: str) -> Row:
     peers = _peers(columns, row)
     rule = run.about.get("rule")
     whole_batch = rule is not None and "batch" in (rule.get("scale_rewards"), rule.get("scales"))
-    batch = _read(run, peers if whole_batch else [peer for peer in peers if peer["group"] == row["group"]])
+    peers_of = peers if whole_batch else [peer for peer in peers if peer["group"] == row["group"]]
+    batch = []
+    for peer, known in zip(peers_of, run.credited(peers_of), strict=True):
+        parts = {part["name"]: part for part in known["parts"]}
+        batch.append(_Member(peer, known["record"], known["weights"], known["advantages"], parts))
     group = [member for member in batch if member.row["group"] == row["group"]]
     here = next(member for member in group if member.row["session"] == session)
     splits = {kind: _Split.find(group, rule or {}, kind) for kind in ("", _SAME_STATE)}
@@ -117,16 +121,7 @@ def _peers(columns: Columns, row: Row) -> list[Row]:
     return sorted(peers, key=lambda peer: (peer["group"], peer["member"]))
 
 
-def _read(run: Run, rows: list[Row]) -> list[Member]:
-    return [
-        Member(
-            row, each["record"], each["weights"], each["advantages"], {part["name"]: part for part in each["parts"]}
-        )
-        for row, each in zip(rows, run.credited(rows), strict=True)
-    ]
-
-
-def _turn(here: Member, turn: int, group: list[Member], batch: list[Member], splits: _Splits) -> Row:
+def _turn(here: _Member, turn: int, group: list[_Member], batch: list[_Member], splits: _Splits) -> Row:
     advantage = here.advantages[turn]
     split = splits[""]
     terms = [_term(here, turn, each, group, batch, splits) for each in _terms(here, turn)]
@@ -138,7 +133,7 @@ def _turn(here: Member, turn: int, group: list[Member], batch: list[Member], spl
     }
 
 
-def _terms(here: Member, turn: int) -> list[tuple[str, str | None, list[str]]]:
+def _terms(here: _Member, turn: int) -> list[_TermParts]:
     """The terms of a turn: the name of each, its baseline, and its other parts."""
     baselines = {name: found for name in here.parts if (found := _BASELINE.match(name))}
     terms: dict[str | None, list[str]] = {}
@@ -153,12 +148,11 @@ def _terms(here: Member, turn: int) -> list[tuple[str, str | None, list[str]]]:
         terms.setdefault(next(iter([*there, *candidates]), None), []).append(name)
     for name in baselines:
         terms.setdefault(name, [])
-    shown: list[tuple[str, str | None, list[str]]] = []
+    shown: list[_TermParts] = []
     for baseline, names in terms.items():
         every = [*names, *([baseline] if baseline else [])]
-        if any(here.value(name, turn) or here.earned(name, turn) for name in every) or any(
-            here.scale(name, turn) is not None for name in every
-        ):
+        counts = (here.value(name, turn) or here.earned(name, turn) for name in every)
+        if any(counts) or any(here.scale(name, turn) is not None for name in every):
             of, state = (baselines[baseline]["of"], baselines[baseline]["kind"]) if baseline else (None, None)
             title = _NAMES.get(of or "", of) if baseline else ""
             shown.append((f"{title}{state or ''}" or "parts", baseline, names))
@@ -172,12 +166,7 @@ def _is_of(part: str, baseline: str | None) -> bool:
 
 
 def _term(
-    here: Member,
-    turn: int,
-    term: tuple[str, str | None, list[str]],
-    group: list[Member],
-    batch: list[Member],
-    splits: _Splits,
+    here: _Member, turn: int, term: _TermParts, group: list[_Member], batch: list[_Member], splits: _Splits
 ) -> Row:
     name, baseline, names = term
     every = [*names, *([baseline] if baseline else [])]
@@ -200,7 +189,7 @@ def _term(
     }
 
 
-def _of_member(member: Member, turn: int, names: list[str], whole: bool) -> float:
+def _of_member(member: _Member, turn: int, names: list[str], whole: bool) -> float:
     """What a member earned from a turn on, or in `whole`; 0 beyond its end."""
     order = [turn] if turn < member.turns else []
     for each in [*order, *(range(member.turns) if whole else [])]:
@@ -211,7 +200,7 @@ def _of_member(member: Member, turn: int, names: list[str], whole: bool) -> floa
 
 
 def _values(
-    here: Member, turn: int, names: list[str], group: list[Member], taken: float
+    here: _Member, turn: int, names: list[str], group: list[_Member], taken: float
 ) -> tuple[list[list[float]], str]:
     """Whose values have the baseline as their mean: `[member, value]`, and who they are in words."""
     counted = [member for member in group if member.row["stop"] not in FAILED]
@@ -238,18 +227,16 @@ def _values(
     return [], ""
 
 
-def _applies(member: Member, names: list[str]) -> bool:
+def _applies(member: _Member, names: list[str]) -> bool:
     """Whether the member has any of the rewards behind these parts."""
     outcome, turns = (member.record["rewards"].get(kind, {}) for kind in ("outcome", "turn"))
-    found = (
-        [value for value in outcome.values() if value is not None] if any("outcome" in name for name in names) else []
-    )
+    found = list(outcome.values()) if any("outcome" in name for name in names) else []
     if any(name.startswith("turn") for name in names):
-        found += [value for values in turns.values() for value in values if value is not None]
-    return bool(found)
+        found += [value for values in turns.values() for value in values]
+    return any(value is not None for value in found)
 
 
-def _deviation(scale: float, turn: int, names: list[str], group: list[Member], batch: list[Member]) -> Row | None:
+def _deviation(scale: float, turn: int, names: list[str], group: list[_Member], batch: list[_Member]) -> Row | None:
     """The deviation (n − 1) that a scale is, less `_EPSILON`, and whose; `None` if these values have no such one."""
     for members in [batch, group] if len(batch) > len(group) else [group]:
         counted = [member for member in members if member.row["stop"] not in FAILED]
@@ -267,7 +254,7 @@ def _deviation(scale: float, turn: int, names: list[str], group: list[Member], b
     return None
 
 
-def _rewards(here: Member, turn: int, names: list[str], splits: _Splits) -> tuple[list[Row], list[Row]]:
+def _rewards(here: _Member, turn: int, names: list[str], splits: _Splits) -> tuple[list[Row], list[Row]]:
     """
     The rewards of a term: `kind`, `name`, `weight`, `values` (per turn, or one of an outcome), `factors` (how much of
     each turn's the turn is credited with, `None` where the record does not say), `coefficient` of all turn rewards
@@ -293,20 +280,12 @@ def _rewards(here: Member, turn: int, names: list[str], splits: _Splits) -> tupl
                 factor = whole / worth if whole is not None and worth else None
                 rows.append({**row, "value": value, "factor": factor, "earned": whole})
             else:
-                factors, coefficient = (
-                    (None, None) if split is None else (split.factors(turn, here.turns), split.coefficient)
-                )
+                factors = None if split is None else split.factors(turn, here.turns)
+                coefficient = None if split is None else split.coefficient
                 if factors is not None and coefficient is not None and mixed:
                     factors, coefficient = [coefficient * factor for factor in factors], 1.0
-                rows.append(
-                    {
-                        **row,
-                        "values": kinds["turn"][name],
-                        "factors": factors,
-                        "coefficient": coefficient,
-                        "earned": earned if len(found) == 1 else None,
-                    }
-                )
+                known = {"values": kinds["turn"][name], "factors": factors, "coefficient": coefficient}
+                rows.append({**row, **known, "earned": earned if len(found) == 1 else None})
     return rows, others
 
 
@@ -337,7 +316,7 @@ class _Split:
         return [self.discount ** (other - turn) if other >= turn else 0.0 for other in range(turns)]
 
     @classmethod
-    def find(cls, group: list[Member], rule: Row, kind: str = "") -> _Split | None:
+    def find(cls, group: list[_Member], rule: Row, kind: str = "") -> _Split | None:
         """The first that explains all parts of turn rewards of a group whose names end so; `None` if none does."""
         known = {name: value for name, value in rule.items() if isinstance(value, (int, float))}
         coefficients = list(dict.fromkeys([float(known.get("turn_coef", 1.0)), 1.0]))
@@ -364,7 +343,7 @@ _Splits = dict[str, _Split | None]
 """Of the parts of a group, by what their names end with: `""`, or `_SAME_STATE`."""
 
 
-def _of_turns(member: Member, kind: str) -> Iterator[tuple[int, int, list[float], float]]:
+def _of_turns(member: _Member, kind: str) -> Iterator[tuple[int, int, list[float], float]]:
     """The turns at which turn rewards are credited: turn, number of turns, weighted rewards, what it is credited."""
     rewards = member.record["rewards"].get("turn", {})
     for name in rewards:
@@ -378,7 +357,7 @@ def _of_turns(member: Member, kind: str) -> Iterator[tuple[int, int, list[float]
                 yield turn, member.turns, weighted, earned
 
 
-def _moved(here: Member, turn: int, group: list[Member], split: _Split) -> Iterator[Row]:
+def _moved(here: _Member, turn: int, group: list[_Member], split: _Split) -> Iterator[Row]:
     """
     Rewards that another turn than the one that earned them is credited with, as far as this turn is concerned: `kind`
     is `away` (this turn's own reward counts at `to`), `here` (a reward of `from` counts here, and not there), `later`
@@ -405,7 +384,7 @@ def _moved(here: Member, turn: int, group: list[Member], split: _Split) -> Itera
             yield {"kind": "group", "from": other + 1, "to": [turn + 1], "members": members, "amount": amount}
 
 
-def _is_moved(member: Member, source: int, turn: int, split: _Split) -> bool:
+def _is_moved(member: _Member, source: int, turn: int, split: _Split) -> bool:
     """Whether a member's turn is credited with a reward of another one, which does not count there."""
     if source == turn or max(source, turn) >= member.turns:
         return False
@@ -414,14 +393,14 @@ def _is_moved(member: Member, source: int, turn: int, split: _Split) -> bool:
     return bool(_totals(member)[source] and factor and counted[turn] and not counted[source])
 
 
-def _totals(member: Member) -> list[float]:
+def _totals(member: _Member) -> list[float]:
     """Weighted turn rewards of each turn."""
     rewards = member.record["rewards"].get("turn", {})
     rows = [[member.weights.get(name, 1.0) * value for value in member.turn_rewards(name)] for name in rewards]
     return [sum(values) for values in zip(*rows, strict=True)] if rows else [0.0] * member.turns
 
 
-def _counting(member: Member) -> list[bool]:
+def _counting(member: _Member) -> list[bool]:
     """Whether the rule credits turn rewards at each turn at all."""
     parts = [name for name in member.parts if name.startswith("turn reward")]
     return [any(member.earned(name, turn) is not None for name in parts) for turn in range(member.turns)]

@@ -24,14 +24,9 @@ from mt_grpo.viewer.columns import REWARD, SIGNAL, Columns, parse_filter, short_
 POINTS = 400
 """Most points of a curve. With more steps, a point is the mean of several."""
 
-_ENDED = (StopReason.ANSWERED, StopReason.ENV_DONE)
-"""Stop reasons of conversations that nothing cut off."""
-
-_PARTS = ("sampling", "rewards", "sync", "training")
-"""Where the time of a step goes."""
-
-_EDGE = 5
-"""Steps at each end of a run that are compared, at most."""
+_ENDED = (StopReason.ANSWERED, StopReason.ENV_DONE)  # stop reasons of conversations that nothing cut off
+_PARTS = ("sampling", "rewards", "sync", "training")  # where the time of a step goes
+_EDGE = 5  # steps at each end of a run that are compared, at most
 
 
 def overview(columns: Columns, steps: list[Row], metrics: list[Row]) -> Row:
@@ -50,7 +45,7 @@ def overview(columns: Columns, steps: list[Row], metrics: list[Row]) -> Row:
         if reason not in _ENDED and np.nansum(share):
             stops[reason.value] = share
     health = {
-        "groups without signal": mean(_dead(columns)[train]),
+        "groups without signal": mean(1 - columns.numbers(SIGNAL)[train]),  # NaN for conversations without a group
         "engine − trainer": mean(number["mismatch"]),
         "tokens clipped": mean(columns.numbers("clipped")[train]),
         "entropy": mean(number["entropy"]),
@@ -74,7 +69,8 @@ def overview(columns: Columns, steps: list[Row], metrics: list[Row]) -> Row:
             **{name: _points(np.array([each[name] for each in steps], float)) for name in _PARTS},
         },
         "held_out": _held_out(columns),
-        "tokens": _tokens(columns, train),
+        # sampled in training, and computed for it: those of the token trees
+        "tokens": {name: int(columns.numbers(name)[train].sum()) for name in ("tokens", "unique")},
     }
 
 
@@ -85,11 +81,6 @@ def _first_and_last(values: list[float | None]) -> tuple[float, float] | None:
         return None
     few = max(1, min(_EDGE, len(known) // 3))
     return float(np.mean(known[:few])), float(np.mean(known[-few:]))
-
-
-def _dead(columns: Columns) -> np.ndarray:
-    """1 for members of groups without signal, NaN for conversations without a group."""
-    return 1 - columns.numbers(SIGNAL)
 
 
 def _means(values: np.ndarray, place: np.ndarray, size: int) -> np.ndarray:
@@ -119,11 +110,6 @@ def _held_out(columns: Columns) -> list[Row]:
 def _mean(values: np.ndarray) -> float | None:
     known = values[~np.isnan(values)]
     return float(known.mean()) if len(known) else None
-
-
-def _tokens(columns: Columns, train: np.ndarray) -> dict[str, int]:
-    """Sampled in training, and computed for it: those of the token trees."""
-    return {name: int(columns.numbers(name)[train].sum()) for name in ("tokens", "unique")}
 
 
 def metric_curves(metrics: list[Row]) -> Row:
@@ -175,18 +161,11 @@ def _points(values: np.ndarray) -> list[float | None]:
 
 _GOOD = "ok"
 
-_LIMITS = {
-    "groups without signal": 0.5,
-    "tokens clipped": 0.2,
-    "with a failed call": 0.3,
-}
+_LIMITS = {"groups without signal": 0.5, "tokens clipped": 0.2, "with a failed call": 0.3}
 """Shares above which a curve is worth a look."""
 
-_TIMES_USUAL = 4
-"""How many times its median a curve may reach."""
-
-_EXPLORES = 0.02
-"""Nats per token below which a policy hardly explores."""
+_TIMES_USUAL = 4  # how many times its median a curve may reach
+_EXPLORES = 0.02  # nats per token below which a policy hardly explores
 
 
 _SHARES = {
@@ -226,10 +205,6 @@ def ended(status: Row) -> Iterator[Row]:
 
 def _finding(level: str, strong: str, text: str, label: str = "", **link: object) -> Row:
     return {"level": level, "strong": strong, "text": text, "label": label, "link": link or None}
-
-
-def _conversations(number: int) -> str:
-    return "1 conversation" if number == 1 else f"{number} conversations"
 
 
 def _broken(compared: Row | None) -> Iterator[Row]:
@@ -283,7 +258,8 @@ def _bursts(view: Row, columns: Columns) -> Iterator[Row]:
         number = int(columns.where(parse_filter(asked)).sum())
         text = f"engine and trainer differ {values[run].max() / usual:.0f}× as much as usual." if usual else "differ."
         strong = f"Step {first}:" if first == last else f"Steps {first}–{last}:"
-        yield _finding(WARN, strong, text, _conversations(number), view="find", q=asked, sort="-mismatch")
+        label = f"{number} conversation{'s' * (number != 1)}"
+        yield _finding(WARN, strong, text, label, view="find", q=asked, sort="-mismatch")
 
 
 def _reward(view: Row) -> Iterator[Row]:
@@ -299,8 +275,7 @@ def _reward(view: Row) -> Iterator[Row]:
         yield _finding(WARN, f"Reward {first:.2f} → {last:.2f}", text, "the lowest", **asked)
 
 
-_MAX_DRAWN = 512
-"""Conversations of a step that are drawn."""
+_MAX_DRAWN = 512  # conversations of a step that are drawn
 
 CONFIG = "config.yaml"
 

@@ -24,31 +24,14 @@ from mt_grpo.viewer.explain import why
 from mt_grpo.viewer.overview import ended, findings, limits, metric_curves, overview, panel, status, waterfall
 from mt_grpo.viewer.search import SearchIndex, cached, hits
 
-_MOST_ROWS = 500
-"""Rows of one answer."""
-
-_MOST_HITS = 60
-"""Conversations of one answer in which hits are shown."""
+_MOST_ROWS = 500  # rows of one answer
+_MOST_HITS = 60  # conversations of one answer in which hits are shown
 
 _DIGITS = 15
 """Most digits of a number in a question. A browser does not hold longer ones exactly."""
 
-_SHOWN = (
-    "session",
-    "mode",
-    "step",
-    "k",
-    "group",
-    "prompt",
-    "stop",
-    "reward",
-    "right",
-    "turns",
-    "mismatch",
-    "seconds",
-    "answer",
-)
-"""Fields of a row of the table."""
+# fields of a row of the table
+_SHOWN = tuple("session mode step k group prompt stop reward right turns mismatch seconds answer".split())
 
 Parameters = dict[str, str]
 
@@ -77,11 +60,11 @@ class Queries:
             "overview": self._overview,
             "metrics": self._curves,
             "find": self._find,
-            "groups": self._groups,
+            "groups": lambda asked: groups(self.columns, asked.get("mode", "train"), _step(asked, "step")),
             "group": self._group,
-            "trajectory": self._trajectory,
-            "why": self._why,
-            "compare": self._compare,
+            "trajectory": lambda asked: conversations.trajectory(self.run, self.columns, self._session(asked)),
+            "why": lambda asked: why(self.run, self.columns, self._session(asked)),
+            "compare": lambda asked: _compare(self.columns, _step(asked, "from"), _step(asked, "to")),
             "hits": self._hits,
             "notes": lambda asked: {"notes": self.columns.notes},
             "panel": lambda asked: panel(self.run, self.columns, self._seconds()),
@@ -145,13 +128,13 @@ class Queries:
         return self._all_curves
 
     def _waterfall(self, asked: Parameters) -> Row:
-        steps = self.columns.numbers("step")[self.columns.is_text("mode", asked.get("mode", "train"))]
-        step = _whole(asked, "step") if "step" in asked else int(steps.max(initial=0))
-        return waterfall(self.run, self.columns, step, asked.get("mode", "train"))
+        mode, step = asked.get("mode", "train"), _step(asked, "step")
+        steps = self.columns.numbers("step")[self.columns.is_text("mode", mode)]
+        return waterfall(self.run, self.columns, int(steps.max(initial=0)) if step is None else step, mode)
 
     def _overview(self, asked: Parameters) -> Row:
         view = overview(self.columns, self.run.steps(), self.run.metrics())
-        compared = compare(self.columns) if len(evaluations(self.columns)) > 1 else None
+        compared = _compare(self.columns) if len(evaluations(self.columns)) > 1 else None
         return {
             **view,
             "limits": limits(view),
@@ -227,12 +210,8 @@ class Queries:
             )
         ]
 
-    def _trajectory(self, asked: Parameters) -> Row:
-        session = asked.get("session") or self._first()["session"]
-        return conversations.trajectory(self.run, self.columns, session)
-
-    def _why(self, asked: Parameters) -> Row:
-        return why(self.run, self.columns, asked.get("session") or self._first()["session"])
+    def _session(self, asked: Parameters) -> str:
+        return asked.get("session") or self._first()["session"]
 
     def _first(self) -> Row:
         """The row to show if the question names none: the first of training."""
@@ -240,19 +219,12 @@ class Queries:
             raise BadQuestion("No conversation is written yet.")
         return self.columns.rows[next(iter(self.select("mode=train").tolist()), 0)]
 
-    def _groups(self, asked: Parameters) -> Row:
-        return groups(self.columns, asked.get("mode", "train"), _whole(asked, "step") if "step" in asked else None)
-
     def _group(self, asked: Parameters) -> Row:
         if "step" not in asked:
             row = self._first()
             return conversations.group(self.run, self.columns, row["mode"], row["step"], row["k"], row["group"])
         step, k, number = (_whole(asked, name) for name in ("step", "k", "group"))
         return conversations.group(self.run, self.columns, asked.get("mode", "train"), step, k, number)
-
-    def _compare(self, asked: Parameters) -> Row:
-        before, after = (_whole(asked, name) if name in asked else None for name in ("from", "to"))
-        return compare(self.columns, before, after)
 
 
 def selected(run: Run, text: str) -> Sequence[Row]:
@@ -293,6 +265,10 @@ def _whole(asked: Parameters, name: str, default: int | None = None) -> int:
     return int(text)
 
 
+def _step(asked: Parameters, name: str) -> int | None:
+    return _whole(asked, name) if name in asked else None
+
+
 _KINDS = ("fixed", "still right", "still wrong", "broken")
 
 
@@ -301,7 +277,7 @@ def evaluations(columns: Columns) -> list[int]:
     return sorted({int(step) for step in columns.numbers("step")[columns.is_text("mode", "eval")]})
 
 
-def compare(columns: Columns, before: int | None = None, after: int | None = None) -> Row:
+def _compare(columns: Columns, before: int | None = None, after: int | None = None) -> Row:
     """
     How each question fared in two evaluations. A question is right if at least half of its conversations are. A
     conversation is right if its first outcome reward is at its maximum. In a run without outcome rewards, a question

@@ -24,20 +24,14 @@ from mt_grpo.viewer.overview import CONFIG, configured, status
 from mt_grpo.viewer.queries import BadQuestion, Parameters, Queries, evaluations, is_right, questions
 from mt_grpo.viewer.search import cached
 
-_DEEP = 3
-"""Folders below the one that is named in which runs are looked for."""
-
-_HEAD = 2**20
-"""Bytes at the beginning of an index in which a run is described."""
+_DEEP = 3  # folders below the one that is named in which runs are looked for
+_HEAD = 2**20  # bytes at the beginning of an index in which a run is described
 
 POINTS = 60
 """Points of the small curve beside a run."""
 
-_LAST = 5
-"""Steps that the last reward is the mean of."""
-
-_MAX_RUNS = 8
-"""Runs that are compared at once."""
+_LAST = 5  # steps that the last reward is the mean of
+_MAX_RUNS = 8  # runs that are compared at once
 
 _AXES = ("step", "time", "tokens")
 
@@ -46,7 +40,7 @@ _INDEX_FILE = f"{FOLDER}/{INDEX}"
 _RUN = re.compile(rb'^\{"kind":"run".*$', re.MULTILINE)
 
 
-def find_runs(folder: Path) -> dict[str, Path]:
+def _find_runs(folder: Path) -> dict[str, Path]:
     """The runs in a folder, by their path in it. It looks into no folder of a run, and follows no links."""
     found: dict[str, Path] = {}
     for root, folders, names in os.walk(folder):
@@ -68,7 +62,7 @@ class Runs:
         self._lock = threading.Lock()
         self._opening: dict[str, threading.Lock] = {}  # of each run: a long one keeps nobody waiting for another
         self._known: dict[tuple[Any, ...], tuple[Any, Any]] = {}
-        if not find_runs(self.folder):
+        if not _find_runs(self.folder):
             raise UserError(
                 f"{self.folder} is not the folder of a run and has none in it: name the `output_dir` of a run, or a "
                 "folder with several."
@@ -78,7 +72,7 @@ class Runs:
         """Answers a question about a run, which `run` names, or one about several: `runs`, `curves` or `questions`."""
         asked = dict(asked)
         if question == "runs":
-            found = sorted((self._summary(*each) for each in self._found().items()), key=_newest_first)
+            found = sorted((self._summary(*each) for each in _find_runs(self.folder).items()), key=_newest_first)
             return {"folder": self.folder.name, "runs": found}
         if question == "curves":
             return self._curves(_names(asked), asked.get("metric") or "reward", asked.get("by") or "step")
@@ -110,17 +104,20 @@ class Runs:
 
     def _read(self, what: Callable[[Path], object], folder: Path, *names: str) -> Any:
         """What a function makes of some files of a run; it is called again once one of them is another."""
-        state = [_state_of(folder / name) for name in names]
+        state: list[tuple[int, ...] | None] = []
+        for name in names:
+            try:
+                about = (folder / name).stat()
+                state.append((about.st_ino, about.st_size, about.st_mtime_ns))
+            except OSError:
+                state.append(None)
         key = what, folder
         if self._known.get(key, (None, None))[0] != state:
             self._known[key] = state, what(folder)
         return self._known[key][1]
 
-    def _found(self) -> dict[str, Path]:
-        return find_runs(self.folder)
-
     def _folder(self, name: str) -> Path:
-        found = self._found()
+        found = _find_runs(self.folder)
         if name not in found:
             raise BadQuestion(f"There is no run {name!r} in {self.folder}{did_you_mean(name, list(found))}.")
         return found[name]
@@ -129,7 +126,7 @@ class Runs:
         try:
             curve = self._read(_of_metrics, folder, METRICS)
             about = self._read(about_run, folder, _INDEX_FILE) or self._read(configured, folder, CONFIG)
-            return {"name": name, **summary(folder, curve, about)}
+            return {"name": name, **_summary(folder, curve, about)}
         except UserError as error:
             return {"name": name, "error": str(error)}
 
@@ -189,13 +186,12 @@ def _compared(sides: dict[str, tuple[dict[tuple[str, int], Any], Columns]]) -> R
         for found, columns in sides.values():
             session, right, rewards = found[key]
             codes, answers = columns.rows.codes("answer")
-            reward = float(np.mean(rewards)) if rewards else None
             cells.append(
                 {
                     "session": session,
                     "right": is_right(right, rewards, enough),
                     "answer": answers[codes[columns.positions[session]]],
-                    "reward": reward,
+                    "reward": float(np.mean(rewards)) if rewards else None,
                     "rights": f"{sum(right):.0f} of {len(right)}" if len(right) > 1 else "",
                 }
             )
@@ -208,15 +204,6 @@ def _compared(sides: dict[str, tuple[dict[tuple[str, int], Any], Columns]]) -> R
     order = ("some", "none", "all")
     rows.sort(key=lambda row: order.index(row["kind"]))
     return {"counts": dict(counts), "asked": len(rows), "rows": rows}
-
-
-def _state_of(path: Path) -> tuple[int, int, int] | None:
-    """What is another once a file is another."""
-    try:
-        about = path.stat()
-    except OSError:
-        return None
-    return about.st_ino, about.st_size, about.st_mtime_ns
 
 
 def _newest_first(run: Row) -> tuple[bool, float, str]:
@@ -232,13 +219,12 @@ def _evaluated(folder: Path) -> Columns:
 def _of_metrics(folder: Path) -> Row:
     """What the list shows of `metrics.jsonl`."""
     metrics = Run.metrics_of(folder)
-    rewards, held_out = (
-        [row[name] for row in metrics if _is_number(row.get(name))] for name in ("reward", "eval_reward")
+    rewards, held_out, took = (
+        [row[name] for row in metrics if _is_number(row.get(name))]
+        for name in ("reward", "eval_reward", "train_runtime")
     )
     return {
-        "seconds": next(
-            (row["train_runtime"] for row in reversed(metrics) if _is_number(row.get("train_runtime"))), None
-        ),
+        "seconds": took[-1] if took else None,
         "step": max((row["step"] for row in metrics), default=0),
         "reward": _thinned(rewards),
         "last": float(np.mean(rewards[-_LAST:])) if rewards else None,
@@ -246,7 +232,7 @@ def _of_metrics(folder: Path) -> Row:
     }
 
 
-def summary(folder: Path, metrics: Row, about: Row) -> Row:
+def _summary(folder: Path, metrics: Row, about: Row) -> Row:
     """A run at a glance, from the ends of its files: its index is not read as a whole."""
     state = read_state(folder)
     options = about.get("options") or {}
@@ -271,7 +257,7 @@ def _model_name(model: Any, options: Row) -> str | None:
 
 def about_run(folder: Path) -> Row:
     """The line of kind `run` at the beginning of a run's index; empty where there is none yet."""
-    path = files.find(folder, f"{FOLDER}/{INDEX}")
+    path = files.find(folder, _INDEX_FILE)
     if path is None:
         return {}
     with path.open("rb") as file:

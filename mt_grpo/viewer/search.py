@@ -23,24 +23,19 @@ from mt_grpo.runlog.conversation import words
 from mt_grpo.runlog.index import Table
 from mt_grpo.runlog.schema import Row
 
-_BATCH = 64
-"""Conversations that are added at once: a search waits for no more."""
+_BATCH = 64  # conversations that are added at once: a search waits for no more
 
 _FORM = 1
 """Of the index. One of another form is built anew."""
 
-_PART = "\ue000"
-"""Stands between parts: a word that nobody writes, so that no phrase goes from one part into the next."""
+_PART = "\ue000"  # stands between parts: a word that nobody writes, so that no phrase goes from one part into the next
 
 _COLUMNS = ("said", "tool", "error")
 
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 
-_BEFORE, _AFTER = 24, 120
-"""Characters shown around a hit."""
-
-_MOST_HITS = 2
-"""Hits shown of a conversation."""
+_BEFORE, _AFTER = 24, 120  # characters shown around a hit
+_MOST_HITS = 2  # hits shown of a conversation
 
 _UNSPACED = re.compile("([\u0e00-\u0e7f\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af])")
 """Characters of scripts that put no space between words: each counts as a word."""
@@ -64,9 +59,6 @@ class SearchIndex:
         self._documents: dict[_Key, int] = {}
         self.problem: str | None = None
         """Why not every word is read, where a file is damaged."""
-        self._open(path)
-
-    def _open(self, path: Path | None) -> None:
         try:
             self._connect(path)
         except sqlite3.DatabaseError:  # damaged, or of another form
@@ -130,22 +122,19 @@ class SearchIndex:
 
     def _catch_up(self) -> None:
         with self._reading:
-            self._read_missing()
-
-    def _read_missing(self) -> None:
-        rows, missing = self._rows, []
-        places: dict[int, int] = {}
-        for place, key in enumerate(self._keys(rows)):
-            number = self._documents.get(key)
-            if number is None:
-                missing.append((place, key))
-            else:
-                places[number] = place
-        self._places = places
-        for begin in range(0, len(missing), _BATCH):
-            if self._rows is not rows:
-                return  # another run in the same folder
-            self._add(rows, missing[begin : begin + _BATCH])
+            rows, missing = self._rows, []
+            places: dict[int, int] = {}
+            for place, key in enumerate(self._keys(rows)):
+                number = self._documents.get(key)
+                if number is None:
+                    missing.append((place, key))
+                else:
+                    places[number] = place
+            self._places = places
+            for begin in range(0, len(missing), _BATCH):
+                if self._rows is not rows:
+                    return  # another run in the same folder
+                self._add(rows, missing[begin : begin + _BATCH])
 
     def _keys(self, rows: Table) -> Iterator[_Key]:
         size = len(rows)
@@ -190,12 +179,12 @@ class SearchIndex:
 def _columns(record: Row) -> tuple[str, ...]:
     calls = [call for turn in record["turns"] for call in turn["tool_calls"]]
     errors = [record["error"], *(turn["error"] for turn in record["turns"]), *(call["error"] for call in calls)]
-    said = [text for _, _, text in parts(record)]
+    said = [text for _, _, text in _parts(record)]
     texts = (said, [call["name"] for call in calls], [error for error in errors if error])
     return tuple(_spaced(f" {_PART} ".join(each)).encode("utf-8", "replace").decode() for each in texts)
 
 
-def parts(record: Row) -> Iterator[tuple[int | None, str, str]]:
+def _parts(record: Row) -> Iterator[tuple[int | None, str, str]]:
     """What was said in a conversation: the turn from 0 (`None`: before the first), which part it is, its text."""
     for message in record["prompt"]:
         yield None, message["role"], words(message)
@@ -208,11 +197,7 @@ def parts(record: Row) -> Iterator[tuple[int | None, str, str]]:
                 yield index, "thinking", str(message[name])
         yield index, "turn", words(message)
         for call in turn["tool_calls"]:
-            yield (
-                index,
-                "call",
-                " ".join([call["name"], *map(str, call["arguments"].values()), call["error"] or ""]),
-            )
+            yield index, "call", " ".join([call["name"], *map(str, call["arguments"].values()), call["error"] or ""])
         for reply in turn["replies"]:
             yield index, "result" if turn["tool_calls"] else "reply", words(reply)
 
@@ -227,7 +212,7 @@ def hits(record: Row, texts: list[str]) -> list[Row]:
         return []
     pattern = re.compile("|".join(each.replace("\\ ", r"\W+") for each in patterns), re.IGNORECASE)
     found = []
-    for turn, part, text in parts(record):
+    for turn, part, text in _parts(record):
         match = pattern.search(text)
         if match is not None:
             begin, end = match.span()

@@ -29,22 +29,15 @@ _HOST = "127.0.0.1"
 PORT = 8431
 """The first port that is tried."""
 
-_TRIES = 50
-"""Ports that are tried where none is asked for."""
-
-_MOST_POSTED = 100_000
-"""Bytes of a request that writes."""
+_TRIES = 50  # ports that are tried where none is asked for
+_MOST_POSTED = 100_000  # bytes of a request that writes
 
 _NAMES = ("127.0.0.1", "localhost", "[::1]")
 """Names of this machine that a browser may call the page by. Any other one is of a page of somebody else."""
 
-_CONTENT_SECURITY_POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
-
 _HEADERS = {
-    "Content-Security-Policy": _CONTENT_SECURITY_POLICY,
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Resource-Policy": "same-origin",
@@ -87,18 +80,20 @@ class Server(ThreadingHTTPServer):
         self.queries = queries
         self.files = _page_files()
         ports = [port] if port is not None else range(PORT, PORT + _TRIES)
+        fault = f"Port {port} is taken: name another one with `--port`, or leave it out."
+        if port is None:
+            fault = f"No port from {PORT} to {PORT + _TRIES - 1} is free: name another one with `--port`."
         for each in ports:
             try:
                 super().__init__((_HOST, each), _Handler)
                 return
             except OSError as error:
                 if error.errno == errno.EACCES:
-                    raise _PortError(f"Port {each} may not be used by this user: name one above 1023.") from None
+                    fault = f"Port {each} may not be used by this user: name one above 1023."
+                    break
                 if error.errno != errno.EADDRINUSE:
                     raise
-        if port is None:
-            raise _PortError(f"No port from {PORT} to {PORT + _TRIES - 1} is free: name another one with `--port`.")
-        raise _PortError(f"Port {port} is taken: name another one with `--port`, or leave it out.")
+        raise _PortError(fault)
 
     @property
     def url(self) -> str:
@@ -118,15 +113,16 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
-        asked = urlsplit(self.path)
-        host = self.headers.get("Host", "")
+        asked, host = urlsplit(self.path), self.headers.get("Host", "")
+        parameters = dict(parse_qsl(asked.query, True))
         if host.rsplit(":", 1)[0] not in _NAMES and host not in _NAMES:
             words = f"The page is called {' or '.join(_NAMES[:2])}, and not {host!r}."
             return self._send(HTTPStatus.FORBIDDEN, "text/plain", words.encode(errors="replace"))
         if asked.path.startswith("/api/"):
-            return self._answer(asked.path.removeprefix("/api/"), dict(parse_qsl(asked.query, True)))
+            question = asked.path.removeprefix("/api/")
+            return self._reply(lambda: self.server.queries.answer(question, parameters))
         if asked.path.startswith("/export/"):
-            return self._export(asked.path.removeprefix("/export/"), dict(parse_qsl(asked.query, True)))
+            return self._export(asked.path.removeprefix("/export/"), parameters)
         name = asked.path.removeprefix("/") or "index.html"
         if name not in self.server.files:
             return self._send(HTTPStatus.NOT_FOUND, "text/plain", b"There is nothing here.")
@@ -151,9 +147,6 @@ class _Handler(BaseHTTPRequestHandler):
             return self._send(HTTPStatus.BAD_REQUEST, "application/json", as_json({"error": "This is no note."}))
         parameters = dict(parse_qsl(asked.query, True))
         self._reply(lambda: self.server.queries.note(parameters, star, note))
-
-    def _answer(self, question: str, asked: dict[str, str]) -> None:
-        self._reply(lambda: self.server.queries.answer(question, asked))
 
     def _reply(self, find: Callable[[], Row]) -> None:
         try:
@@ -221,23 +214,22 @@ def export(queries: Queries, path: Path, filter: str, overwrite: bool = False) -
     if searched(filter):
         queries.words.read_all(queries.run.rows)
     places = queries.select(filter)
-    if not len(places):
-        raise _ExportError(f"No conversation fulfils the filter {filter!r}, so that there is nothing to write.")
-    if len(places) > MAX_EXPORTED:
-        raise _ExportError(
+    if not 0 < len(places) <= MAX_EXPORTED:
+        few = f"No conversation fulfils the filter {filter!r}, so that there is nothing to write."
+        many = (
             f"{len(places)} conversations are too many for a file, which takes {MAX_EXPORTED}: narrow it with "
             "`--filter 'step>=40 reward<0.5'`."
         )
-    data = _data(queries, places, filter)
+        raise _ExportError(many if len(places) else few)
     try:
         with written_whole(path) as partial:
-            partial.write_text(page(data), encoding="utf-8", errors="replace")
+            partial.write_text(_page(_data(queries, places, filter)), encoding="utf-8", errors="replace")
     except OSError as error:
         raise _ExportError(f"{path} cannot be written: {error.strerror}.") from error
     return len(places)
 
 
-def page(data: Row) -> str:
+def _page(data: Row) -> str:
     """The whole file."""
     files = {name: content.decode() for name, content in _page_files().items()}
     script, style = _bundle(files, "app.js"), files["style.css"]
@@ -304,7 +296,7 @@ def _data(queries: Queries, places: np.ndarray, filter: str) -> Row:
             if key not in answers[name]:
                 answers[name][key] = queries.answer(name, asked)
     answers["groups"] = {}
-    for row in rows:
+    for row in rows:  # of a step's groups, those that the file has
         key = f"{row['mode']} {row['step']}"
         if key not in answers["groups"]:
             view = queries.answer("groups", {"mode": row["mode"], "step": str(row["step"])})

@@ -13,7 +13,7 @@ from mt_grpo.cli import main
 from mt_grpo.errors import UserError
 from mt_grpo.runlog import open_run
 from mt_grpo.viewer.queries import Queries
-from mt_grpo.viewer.runs import Runs, find_runs
+from mt_grpo.viewer.runs import Runs, _find_runs
 
 BOTH = {"runs": "first\nsweep/second"}
 
@@ -24,7 +24,7 @@ def runs(several_runs):
 
 
 def test_the_list_says_how_each_run_is(runs, several_runs):
-    assert list(find_runs(several_runs)) == ["broken", "first", "sweep/second"]
+    assert list(_find_runs(several_runs)) == ["broken", "first", "sweep/second"]
     answer = {run["name"]: run for run in runs.answer("runs", {})["runs"]}
     first, second = answer["first"], answer["sweep/second"]
     assert (first["status"], second["status"], second["of"]) == ("finished", "stopped", 4)
