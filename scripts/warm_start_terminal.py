@@ -1,15 +1,20 @@
 """Builds the small model of recipes/terminal/quickstart.yaml, which knows shell syntax badly, in a minute or three.
 
     python scripts/warm_start_terminal.py
+    python scripts/warm_start_terminal.py --mini-swe-agent FOLDER    # one that speaks as that agent's text mode asks
 
 The traces are of tasks to find, count and edit, as `mt_grpo/data/terminal.py` writes them, with words and numbers
 drawn at random. The first phase shows commands that work; the second mixes in slips of syntax, which reinforcement
 learning has to undo.
 """
 
+import argparse
 import json
 import random
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from tokenizers import AddedToken
@@ -25,12 +30,51 @@ PHASES = (Phase((1,), False, 600, 16, 4e-3, decay=True), Phase((1,), True, 200, 
 SIZE = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 3, "num_attention_heads": 2}
 UNCLOSED = "bash: /tmp/.shell/command: line 1: unexpected EOF while looking for matching `''\n[exit code 2]"
 EMPTY = "[no output]"
-SUBMIT = '<tool>{"name": "submit", "args": {}}</tool>'
+
+
+class Form(NamedTuple):
+    """How an agent's loop speaks with the model: its prompt, a call of the shell, what it prints, and the end."""
+
+    prompt: str
+    call: Callable[[str], str]
+    reply: Callable[[str], str]
+    submit: str
+    framed: tuple[str, ...]
+    """Parts of calls that are one token each."""
 
 
 def call(command: str) -> str:
-    """A call of the shell."""
+    """A call of the shell as a tool."""
     return f"<tool>{json.dumps({'name': 'bash', 'args': {'command': command}})}</tool>"
+
+
+def observe(output: str) -> str:
+    """What mini-swe-agent says of a command that printed `output`."""
+    text, _, code = output.removesuffix("]").partition("\n[exit code ")
+    text = text.replace("/tmp/.shell/command:", "bash:").replace(
+        "bash: line 1: unexpected", "bash: -c: line 1: unexpected"
+    )
+    text = "" if text == EMPTY else text + "\n"
+    said = f"<returncode>{code or 0}</returncode>\n<output>\n{text}</output>"
+    return f"\n<|im_start|>user\n{said}<|im_end|>\n<|im_start|>assistant\n"
+
+
+SUBMITTED = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
+BLOCK = ("```mswea_bash_command\n", "\n```<|im_end|>")
+TOOLS = Form(
+    PROMPT.replace(SYSTEM_PROMPT, SYSTEM),
+    call,
+    REPLY.format,
+    '<tool>{"name": "submit", "args": {}}</tool>',
+    ('{"name": "bash", "args": {"command": "', '"}}', '{"name": "submit", "args": {}}'),
+)
+MINI_SWE_AGENT = Form(
+    PROMPT.replace(SYSTEM_PROMPT, SYSTEM),
+    lambda command: command.join(BLOCK),
+    observe,
+    f"echo {SUBMITTED}".join(BLOCK),
+    (BLOCK[0], "\n```", f"echo {SUBMITTED}"),
+)
 
 
 def write(value: str) -> tuple[str, str, list[tuple[str, str]]]:
@@ -88,36 +132,40 @@ def steps_of(rng: random.Random) -> tuple[str, list[tuple[str, str, list[tuple[s
     return asked, [(f"sed -i '{edit}' /app/settings.ini", EMPTY, slips)]
 
 
-def make_trace(rng: random.Random, hops: tuple[int, ...], habits: bool) -> Trace:
+def make_trace(rng: random.Random, hops: tuple[int, ...], habits: bool, form: Form = TOOLS) -> Trace:
     """One conversation, with slips where `habits` are asked for, most of which are not mended."""
     asked, steps = steps_of(rng)
-    trace: Trace = [(PROMPT.format(asked).replace(SYSTEM_PROMPT, SYSTEM), False)]
+    trace: Trace = [(form.prompt.format(asked), False)]
     for index, (command, output, slips) in enumerate(steps):
         slipped = habits and rng.random() < (0.6 if len(steps) == 1 else (0.45, 0.35)[index])
         if slipped:
             wrong, said = rng.choice(slips)
-            trace += [(call(wrong), True), (REPLY.format(said), False)]
+            trace += [(form.call(wrong), True), (form.reply(said), False)]
             if rng.random() < 0.75:
-                return [*trace, (SUBMIT, True)]
-        trace += [(call(command), True), (REPLY.format(output), False)]
-    return [*trace, (SUBMIT, True)]
+                return [*trace, (form.submit, True)]
+        trace += [(form.call(command), True), (form.reply(output), False)]
+    return [*trace, (form.submit, True)]
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mini-swe-agent", type=Path, metavar="FOLDER")
+    folder = parser.parse_args().mini_swe_agent
+    trace = partial(make_trace, form=MINI_SWE_AGENT if folder else TOOLS)
+    framed = [AddedToken(text, normalized=False) for text in trace.keywords["form"].framed]
+    folder = folder or MODEL_DIR
     torch.set_num_threads(1)
     torch.manual_seed(0)
     rng = random.Random(0)
-    texts = [piece for _ in range(3000) for piece, _ in make_trace(rng, (1,), True)]
-    framed = [AddedToken(text, normalized=False) for text in ('{"name": "bash", "args": {"command": "', '"}}')]
-    framed.append(AddedToken('{"name": "submit", "args": {}}', normalized=False))
+    texts = [piece for _ in range(3000) for piece, _ in trace(rng, (1,), True)]
     tokenizer = build_tokenizer(texts, r"[A-Za-z]+|\d|\s|[^\sA-Za-z\d]", 448, framed)
     model = new_model(tokenizer, **SIZE)
     print(f"{model.num_parameters():,} parameters, vocabulary {len(tokenizer)}", flush=True)
     for phase in PHASES:
-        train(model, tokenizer, phase, make_trace)
+        train(model, tokenizer, phase, trace)
     model.generation_config.update(do_sample=True, temperature=1.0)
-    tokenizer.save_pretrained(MODEL_DIR)
-    model.to(torch.bfloat16).save_pretrained(MODEL_DIR)
+    tokenizer.save_pretrained(folder)
+    model.to(torch.bfloat16).save_pretrained(folder)
 
 
 if __name__ == "__main__":

@@ -377,12 +377,16 @@ class ConversationPolicy:
 
     def _full(self, reason: StopReason, length: str, used: str = "") -> ConversationEnded:
         """The end of a conversation whose context would have `length` tokens, of which `used` are not the prompt's."""
+        # agents know a full context by OpenAI's or Anthropic's own words for it; what they do not know they try again
         if reason is StopReason.CONTEXT_FULL:
-            most = f"This model's maximum context length is {self.context_length} tokens"
-            self.no_room = f"{most}, and the messages have {length}, which leaves no room for a turn."
+            most, has = f"{self.context_length} tokens", f"the messages have {length}, which leaves no room for a turn"
         else:
-            most = f"`max_completion_length` gives the whole conversation {self._sampler.limits.max_completion_tokens}"
-            self.no_room = f"{most} tokens after its prompt, and with these messages it has {used}."
+            given = self._sampler.limits.max_completion_tokens
+            most = (
+                f"{self._most} tokens: `max_completion_length` gives the whole conversation {given} after its prompt"
+            )
+            has = f"with these messages it has {used}"
+        self.no_room = f"This model's maximum context length is {most}, and {has}: the prompt is too long."
         return ConversationEnded(reason, self.no_room)
 
     def _rewritten(self, added: list[int], whole: list[int]) -> Context:

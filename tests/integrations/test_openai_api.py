@@ -264,6 +264,8 @@ OF_MANY_TOKENS = {"messages": user("What is the capital of Peru " * 9)}
 def test_a_limit_is_an_error_that_clients_know(second, limits, reason, says):
     (_, error), trajectory, _ = ask(["A B C D E F"] * 3, {}, second, **limits)
     assert isinstance(error, openai.BadRequestError) and error.code == "context_length_exceeded"
+    # by which litellm, and so mini-swe-agent and others, know it, and Claude Code
+    assert "This model's maximum context length is" in error.message and "prompt is too long" in error.message
     assert (trajectory.stop_reason, trajectory.refusals) == (reason, {}) and says in error.message
 
 

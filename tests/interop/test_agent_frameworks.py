@@ -17,20 +17,29 @@ from support.models import CPU_RUN, build_model
 from support.served import Served
 from support.trainers import Length, batch, check_log_probs
 
+from mt_grpo.data.terminal import write_tasks
 from mt_grpo.envs.protocols import ParsedTurn
 from mt_grpo.integrations.openai_api import AgentSource
 from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
 from mt_grpo.trajectory import StopReason, ToolCall
 
-for package in ("agents", "pydantic_ai", "langgraph", "langchain_openai", "smolagents"):
+for package in ("agents", "pydantic_ai", "langgraph", "langchain_openai", "smolagents", "minisweagent"):
     pytest.importorskip(package, reason=f"{package} is not installed: run `make interop-agents`")
 
-PAGE = (Path(__file__).parents[2] / "docs" / "any_agent.md").read_text()
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "any_agent.md").read_text()
 SNIPPETS = dict(re.findall(r"^##+ ([^\n]*)\n(?:(?!^#).)*?```python\n(.*?)```", PAGE, re.DOTALL | re.MULTILINE))
 LOOP = "A loop over an OpenAI client"
 LINEAR = [LOOP, "OpenAI Agents SDK", "pydantic-ai", "LangGraph"]
 ALL = [*LINEAR, "smolagents"]
 ROW = {"prompt": "?", "question": "How many live in Lima?", "answer": "million"}
+
+
+def load_agent(path: Path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.solve
 
 
 @pytest.fixture
@@ -43,10 +52,7 @@ def agent(tmp_path):
             code = code.replace(old, new)
         path = tmp_path / "page_agent.py"
         path.write_text(code)
-        spec = importlib.util.spec_from_file_location("page_agent", path)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module.solve
+        return load_agent(path)
 
     return load
 
@@ -278,3 +284,34 @@ def test_typed_output_is_a_call_that_the_model_may_miss(agent):
     turns = [called("look_up", city="Lima"), f"10{END}", called("final_result", response=[10])]
     trajectory, _ = hold(typed, turns, rows=[ROW])
     assert (trajectory.env_rewards, trajectory.tree.num_sequences) == ({"reward": 10.0}, 1)
+
+
+# mini-swe-agent in its text mode, as `benchmarks/mini_swe.py` trains it
+
+
+@pytest.fixture
+def shell_task(tmp_path):
+    (task,) = write_tasks(tmp_path / "tasks", 1, kinds=("count",))
+    return {"instruction": (task / "instruction.md").read_text(), "task": str(task)}
+
+
+def in_shell(*commands: str) -> list[str]:
+    return [f"```mswea_bash_command\n{command}\n```{END}" for command in commands]
+
+
+def test_mini_swe_agent_earns_what_its_commands_did(shell_task):
+    solution = (Path(shell_task["task"]) / "solution" / "solve.sh").read_text().splitlines()[-1]
+    turns = in_shell("ls /app", solution, "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")
+    trajectory, runner = hold(load_agent(ROOT / "benchmarks/agents/mini_swe.py"), turns, rows=[shell_task])
+    assert (trajectory.env_rewards, trajectory.tree.num_sequences) == ({"reward": 1.0}, 1)
+    assert "service.log" in trajectory.turns[0].replies[0]["content"]
+    check_whole(trajectory, runner)
+
+
+def test_mini_swe_agent_does_not_ask_again_at_a_limit(shell_task, monkeypatch):
+    """litellm has to know the error of a full context: what it does not know is asked ten times, over minutes."""
+    monkeypatch.setattr("tenacity.nap.time.sleep", lambda seconds: pytest.fail("asked again"))
+    turns, length = in_shell("ls /app", "ls /app"), len(calling_tokenizer().encode(in_shell("ls /app")[0]))
+    solve = load_agent(ROOT / "benchmarks/agents/mini_swe.py")
+    trajectory, _ = hold(solve, turns, fails=True, rows=[shell_task], max_completion_tokens=length + 3)
+    assert (trajectory.stop_reason, len(trajectory.turns)) == (StopReason.TOKEN_BUDGET, 1)

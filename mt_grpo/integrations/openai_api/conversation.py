@@ -268,7 +268,8 @@ class Conversation:
         calls = [message["tool_calls"] for message in parsed.messages if "tool_calls" in message]
         size, most = len(json.dumps([parsed.tools, calls], ensure_ascii=False)), self.policy.context_length
         if size > _CHARACTERS * most:
-            says = f"This model's maximum context length is {most} tokens, and tools and calls have {size} characters."
+            most_said = f"This model's maximum context length is {most} tokens"
+            says = f"{most_said}, and tools and calls have {size} characters: the prompt is too long."
             raise ConversationEnded(StopReason.CONTEXT_FULL, says)
 
     async def _choose(self, parsed: ParsedRequest, messages: list[Message], options: Fields, key: int) -> Choice:
