@@ -25,6 +25,7 @@ from trl.trainer.utils import create_model_from_path
 
 from mt_grpo.concurrency import ConcurrencyLimit, Task, consume_exception, in_thread, run
 from mt_grpo.errors import ConfigError, libraries_may_refuse
+from mt_grpo.forward.media import media_tokens
 from mt_grpo.forward.model import score
 from mt_grpo.forward.packing import FlatTree, flatten
 from mt_grpo.forward.probe import context_length
@@ -297,7 +298,7 @@ def read(trainer: GRPOTrainer, batch: RolloutBatch) -> None:
         if isinstance(teacher, ServerTeacher):
             found, top = everywhere(lambda: teacher.read(trees))
         else:
-            found, top = _by_model(trainer, trees, batch.mode)
+            found, top = _by_model(trainer, trees, batch)
     everywhere(lambda: _check_numbers(trainer, found, top))
     for row, (trajectory, logprobs) in enumerate(zip(batch.trajectories, found, strict=True)):
         sampled = trajectory.tree.action_logprobs()
@@ -317,10 +318,12 @@ def read(trainer: GRPOTrainer, batch: RolloutBatch) -> None:
 
 
 @torch.no_grad()
-def _by_model(trainer: GRPOTrainer, trees: Sequence[TokenTree], mode: str) -> _Found:
+def _by_model(trainer: GRPOTrainer, trees: Sequence[TokenTree], batch: RolloutBatch) -> _Found:
     args, top = trainer.args, trainer.args.distillation_topk or 0
-    plan = replace(trainer.forward_plan, truncation=None, forward=args.forward, top=top)
-    size = args.per_device_train_batch_size if mode == "train" else args.per_device_eval_batch_size
+    shown = {number: each.inputs for trajectory in batch.trajectories for number, each in trajectory.media.items()}
+    media = {**trainer.blank, **shown}
+    plan = replace(trainer.forward_plan, truncation=None, forward=args.forward, top=top, media=media)
+    size = args.per_device_train_batch_size if batch.mode == "train" else args.per_device_eval_batch_size
     found: Logprobs = []
     likeliest: list[list[Tensor]] = []
     model = trainer.teacher or trainer.model
@@ -343,10 +346,14 @@ def _by_model(trainer: GRPOTrainer, trees: Sequence[TokenTree], mode: str) -> _F
 
 def _shown(trainer: GRPOTrainer, trajectory: Trajectory) -> TokenTree:
     if trajectory.media:
-        raise ConfigError(
-            f"The conversation {trajectory.session} shows images, videos or sounds, and a teacher reads text only: "
-            "leave `teacher` out, or train on text."
-        )
+        teacher = trainer.teacher
+        shows = f"The conversation {trajectory.session} shows images, videos or sounds, and a teacher"
+        if isinstance(teacher, ServerTeacher):
+            raise ConfigError(f"{shows} on a server reads text only: name its `model` alone, or train on text.")
+        unwrap = trainer.accelerator.unwrap_model
+        if teacher is not None and media_tokens(unwrap(teacher).config) != media_tokens(unwrap(trainer.model).config):
+            name = trainer.args.teacher["model"]
+            raise ConfigError(f"{shows} has to see them as the policy does, which {name!r} does not: name another.")
     return TokenTree() if trajectory.failed else trajectory.tree
 
 

@@ -29,6 +29,7 @@ from mt_grpo.rollout.engine import ScriptedEngine
 from mt_grpo.rollout.engines.vllm import VLLMServerClient
 from mt_grpo.runlog.reader import open_run
 from mt_grpo.sounds import Sound, read_sound
+from mt_grpo.training import teacher
 from mt_grpo.training.columns import with_column_media
 
 PROMPT = [{"role": "user", "content": "What is it?"}]
@@ -132,6 +133,38 @@ def test_a_dry_run_prints_a_prompt_with_its_images(tmp_path, capsys, content):
     row = {"prompt": [{"role": "user", "content": content}], "images": [picture("red", (24, 16))]}
     finish_dry_run(small_trainer(SEES, tmp_path, env=TOOLS, train_dataset=Dataset.from_list([row])), {})
     assert "<|im_start|>user\n<|vision_start|>[image]<|vision_end|>What?<|im_end|>" in capsys.readouterr().err
+
+
+@both
+@pytest.mark.parametrize("forward", ["tree", "padded"])
+def test_a_teacher_is_shown_what_the_policy_was(tmp_path, kind, forward):
+    kind.build()[1].save_pretrained(tmp_path / "model")
+    kind.processor().save_pretrained(tmp_path / "model")
+    options = {"teacher": {"model": str(tmp_path / "model")}, "distillation_coef": 1.0, "forward": forward}
+    trainer = small_trainer(kind, tmp_path, **options)
+    batch(trainer)
+    ratios = [ratio for each in trainer.batch.trajectories for ratio in each.teacher_log_ratios]
+    assert len(ratios) == 12 and max(map(abs, ratios)) <= 1e-5  # it is the policy, which has sampled them
+    trainer.batch.taught = False
+    for medium in {id(each): each for one in trainer.batch.trajectories for each in one.media.values()}.values():
+        for values in medium.inputs.inputs.values():
+            if values.is_floating_point():
+                values.neg_()
+    teacher.read(trainer, trainer.batch)
+    assert max(abs(ratio) for each in trainer.batch.trajectories for ratio in each.teacher_log_ratios) > 1e-3
+
+
+@both
+def test_a_hint_stands_beside_what_is_shown(tmp_path, kind):
+    rows = [{**row, "answer": "a b"} for row in kind.rows]
+    rows = Dataset.from_list(rows) if kind is SEES else rows
+    given = {"model": "self", "sees": ["answer"], "teacher_model_kind": "live"}
+    trainer = small_trainer(kind, tmp_path, teacher=given, distillation_coef=1.0, train_dataset=rows)
+    batch(trainer)
+    ratios = [ratio for each in trainer.batch.trajectories for ratio in each.teacher_log_ratios]
+    assert len(ratios) == 12 and None not in ratios and min(map(abs, ratios)) > 0
+    for each in trainer.batch.trajectories:
+        assert each.teacher_hint == "The right answer is\na b"
 
 
 @both

@@ -158,8 +158,11 @@ def test_fsdp_shards_the_layers_of_each_model(tokenizer):
 
 def test_a_conversation_that_a_teacher_cannot_read_ends_the_run(teach, tokenizer):
     shown = RolloutBatch("train", [], [], trajectories=[Trajectory([], session="train-7", media={-1: None})])
-    with pytest.raises(ConfigError, match="The conversation train-7 shows images, videos or sounds, and a teacher"):
-        read(teach(), shown)
+    blind = teach(teacher=build_model(tokenizer, image_token_id=7))  # which is not the policy's
+    with pytest.raises(
+        ConfigError, match="The conversation train-7 shows images, videos or sounds, and a teacher has"
+    ):
+        read(blind, shown)
     long = teach(teacher=build_model(tokenizer, max_position_embeddings=128), max_completion_length=127)
     with pytest.raises(ConfigError, match="A conversation has 1.. tokens, and the teacher .* reads 128: lower"):
         batch(long)
@@ -371,6 +374,9 @@ def test_a_server_teaches_as_the_model_does(teach, build, tokenizer, tmp_path, m
     folder = teach().args.teacher["model"]
     server = TeachersServer(folder)
     trainer = build(thinking, teacher={"model": folder, "server": server.http.url}, distillation_coef=1.0, **STRIPS)
+    shown = RolloutBatch("train", [], [], trajectories=[Trajectory([], session="train-7", media={-1: None})])
+    with pytest.raises(ConfigError, match="sounds, and a teacher on a server reads text only: name its `model` alone"):
+        read(trainer, shown)
     trainer.train()
     assert trainer.teacher_model is None and check_against_a_forward_per_turn(trainer) >= 8
     asked = server.http.asked("/v1/completions")[1:]  # one for each different branch, whole
