@@ -37,7 +37,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from mt_grpo import MTGRPOConfig, MTGRPOEnvTrainer
 from mt_grpo.envs.env import Step, StepEnv
 from mt_grpo.rewards import InformationGain, OutcomeReward
-from mt_grpo.rollout.engine import Sample
+from mt_grpo.rollout.engines import Sample
 from mt_grpo.rollout.engines.transformers import TransformersEngine
 
 GROUP, PROMPT, ACTION, RESULT = 8, 250, 56, 28

@@ -26,7 +26,7 @@ from support.openenv_server import OpenEnvServer
 
 from mt_grpo.integrations.openenv import OpenEnv, openenv_server
 from mt_grpo.rollout import RolloutRequest, RolloutRunner, SamplingParams
-from mt_grpo.rollout.engine import ScriptedEngine
+from mt_grpo.rollout.engines import ScriptedEngine
 
 CONVERSATIONS, STEPS, SECONDS = 16, 8, 0.04
 TARGET = 1.8

@@ -30,7 +30,7 @@ from jobs import finished, prepare
 
 from mt_grpo.advisor.measure import ALL, compare, compute
 from mt_grpo.credit import rule_label
-from mt_grpo.forward.logps import TurnGradients
+from mt_grpo.forward import TurnGradients
 from mt_grpo.training.reward_batch import gather_rewards
 
 ADVICE = RESULTS / "horizon_advice.json"

@@ -33,7 +33,7 @@ from torch.nn.functional import linear
 from transformers import Qwen3ForCausalLM
 from ways import METHODS, VOCABULARY, Batch, build_batch, build_model, labels_of, run
 
-from mt_grpo.forward import kernels
+from mt_grpo.forward import attention as kernels
 
 matplotlib.use("Agg")
 from matplotlib import pyplot  # noqa: E402

@@ -19,7 +19,7 @@ from common import write
 from measure import WORKLOADS, interleave, ratio
 from trl.experimental.async_grpo.packing import TreeRow
 
-from mt_grpo.forward.layout import TreeLayout
+from mt_grpo.forward.attention import TreeLayout
 from mt_grpo.forward.packing import FlatTree, Packed, pack
 
 CALLS = 20

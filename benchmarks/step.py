@@ -27,7 +27,7 @@ from measure import WORKLOADS, DoesNotFit, Row, free_memory, interleave, peak_me
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
-from mt_grpo.forward.layout import TreeLayout
+from mt_grpo.forward.attention import TreeLayout
 from mt_grpo.forward.model import ForwardPlan, enable_trees
 from mt_grpo.forward.packing import pack
 from mt_grpo.training.forward_plan import score_batch

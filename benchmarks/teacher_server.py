@@ -24,7 +24,7 @@ from common import build_tokenizer, write
 from mt_grpo.concurrency import ConcurrencyLimit, run
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.rollout import RolloutRequest, RolloutRunner, SamplingParams
-from mt_grpo.rollout.engine import ScriptedEngine
+from mt_grpo.rollout.engines import ScriptedEngine
 from mt_grpo.training.teacher import ServerTeacher, as_they_end
 from mt_grpo.trajectory import Trajectory
 

@@ -19,7 +19,7 @@ from common import build_tokenizer, write
 
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.rollout import RolloutRequest, RolloutRunner, SamplingParams
-from mt_grpo.rollout.engine import ScriptedEngine
+from mt_grpo.rollout.engines import ScriptedEngine
 from mt_grpo.tools import in_processes
 
 CALL = '<reasoning>count</reasoning>\n<tool>{"name": "compute", "args": {"steps": %d}}</tool>'

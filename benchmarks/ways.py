@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
+from mt_grpo.forward.attention import TreeLayout
 from mt_grpo.forward.interface import packed_row
-from mt_grpo.forward.layout import TreeLayout
 from mt_grpo.forward.lm_head import chunked_logps
 from mt_grpo.forward.model import enable_trees
 from mt_grpo.forward.packing import pack

@@ -20,8 +20,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 from mt_grpo import sounds
-from mt_grpo.media_files import IN_CONVERSATION, IN_MESSAGE, MediumError, file_name, file_of
-from mt_grpo.sounds import Sound
+from mt_grpo.sounds import IN_CONVERSATION, IN_MESSAGE, MediumError, Sound, file_name, file_of
 
 if TYPE_CHECKING:
     from PIL.Image import Image as Picture

@@ -34,7 +34,7 @@ from mt_grpo.media import (
     to_file,
 )
 from mt_grpo.rollout import RolloutRequest, RolloutRunner, SamplingParams
-from mt_grpo.rollout.engine import ScriptedEngine
+from mt_grpo.rollout.engines import ScriptedEngine
 from mt_grpo.rollout.media import MediaEncoder
 from mt_grpo.runlog.writer import Batch, RunWriter
 from mt_grpo.sounds import Sound
@@ -337,7 +337,7 @@ def test_what_is_no_regular_file_is_one_sentence(private, tmp_path, monkeypatch)
         with pytest.raises(MediumError, match="is no regular file"):
             read_image(path, of_row=True)
     assert read_image(str(link), of_row=True).size == (16, 16)  # a cache of datasets is full of links
-    monkeypatch.setattr("mt_grpo.media_files.MOST_BYTES", 20)
+    monkeypatch.setattr("mt_grpo.sounds.MOST_BYTES", 20)
     for given in (private, url(private.read_bytes()), private.read_bytes()):
         with pytest.raises(MediumError, match="has more than 20 bytes, the most of a file"):
             read_image(given)

@@ -24,8 +24,7 @@ from mt_grpo.media import (
     read_parts,
     to_file,
 )
-from mt_grpo.media_files import MOST_BYTES
-from mt_grpo.sounds import Sound, read_part, read_sound
+from mt_grpo.sounds import MOST_BYTES, Sound, read_part, read_sound
 
 TONE = np.sin(np.arange(160) / 5).astype(np.float32) / 2
 

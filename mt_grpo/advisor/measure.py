@@ -38,8 +38,8 @@ from mt_grpo.credit import (
 from mt_grpo.credit.audit import outcome_at_first_turn
 from mt_grpo.credit.batch import MissingField, Scale
 from mt_grpo.errors import UserError, libraries_may_refuse
+from mt_grpo.forward import SIZE, TurnGradients
 from mt_grpo.forward.lm_head import Truncation
-from mt_grpo.forward.logps import SIZE, TurnGradients
 from mt_grpo.options.table import Values
 from mt_grpo.rewards import Scores
 from mt_grpo.runlog.heartbeat import Silence

@@ -22,7 +22,7 @@ from mt_grpo.app.recipe import Recipe
 from mt_grpo.errors import ConfigError
 from mt_grpo.options.rules import check_served
 from mt_grpo.options.values import HAS_A_USER, env_type
-from mt_grpo.servers.addresses import EVERYWHERE, expand_addresses, host_url, is_local
+from mt_grpo.servers import EVERYWHERE, expand_addresses, host_url, is_local
 from mt_grpo.servers.start import Replica, check_keys, run_replicas, share_gpus, vitals
 from mt_grpo.training.checkpoint import adapter_settings
 from mt_grpo.training.config import MTGRPOConfig

@@ -27,8 +27,8 @@ from huggingface_hub.file_download import repo_folder_name
 from mt_grpo.errors import ConfigError, UserError, describe_error
 from mt_grpo.imports import FORMATS, Registry, check_name, did_you_mean, looks_like_path
 from mt_grpo.media import MediumError, decode, media_to_digests, read_image
-from mt_grpo.media_files import MOST_BYTES
 from mt_grpo.runlog.files import to_json
+from mt_grpo.sounds import MOST_BYTES
 from mt_grpo.trajectory import Message, Row
 
 Rows: TypeAlias = datasets.Dataset | datasets.IterableDataset

@@ -26,8 +26,7 @@ from transformers.models.bloom.modeling_bloom import BloomAttention, dropout_add
 from transformers.models.falcon.modeling_falcon import FalconAttention, apply_rotary_pos_emb
 from transformers.models.mpt.modeling_mpt import MptAttention
 
-from mt_grpo.forward.kernels import KERNELS, Score
-from mt_grpo.forward.layout import Chunk, TreeLayout, Window, oldest
+from mt_grpo.forward.attention import KERNELS, Chunk, Score, TreeLayout, Window, oldest
 from mt_grpo.forward.packing import cannot_pack
 
 PREFIX = "tree_or_"

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 
 from mt_grpo.errors import UnsupportedModelError
+from mt_grpo.forward.attention import TreeLayout
 from mt_grpo.forward.interface import (
     PREFIX,
     extend_own_attention,
@@ -33,7 +34,6 @@ from mt_grpo.forward.interface import (
     register,
     use_attention,
 )
-from mt_grpo.forward.layout import TreeLayout
 from mt_grpo.forward.lm_head import (
     Sampling,
     Truncation,

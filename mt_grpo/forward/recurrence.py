@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import inspect
 import types
+from collections import defaultdict
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from contextvars import Token
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -23,7 +26,128 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.models.mamba2 import modeling_mamba2
 from transformers.models.minimax.modeling_minimax import MiniMaxLightningAttention
 
-from mt_grpo.forward.layout import CURRENT, Schedule, Step, TreeLayout
+from mt_grpo.forward.attention import CURRENT, TreeLayout
+
+_SHORT = 64
+"""Chains of up to this many tokens may be in one batch. Longer ones are in one batch if none is twice as long."""
+
+_Step = Callable[[list[Tensor], Tensor | None, bool], tuple[Tensor, Tensor | None]]
+"""
+`(inputs, states, continued) -> (outputs, final states)`: inputs and outputs `(B, L, ...)`, states `(B, ...)` or `None`
+for zeros. Final states are needed if the chains are `continued`.
+"""
+
+
+@dataclass(frozen=True, eq=False)
+class _Batch:
+    """Chains that run side by side, padded on the right."""
+
+    chains: list[int]
+    parents: list[int]
+    shape: tuple[int, int]
+    tokens: int
+    padded: np.ndarray
+    kept: np.ndarray
+
+
+class _Schedule:
+    """The order of a row's `C` chains: those that others continue level by level, then all others side by side."""
+
+    def __init__(self, layout: TreeLayout) -> None:
+        self._starts, self._sizes, self._parent = layout.starts, layout.sizes, layout.parent
+        starts, sizes, parents = layout.starts, layout.sizes, layout.parents
+        self._continued = set(parents)
+        levels: list[int] = []
+        for above in parents:  # a chain stands before those that continue it
+            levels.append(levels[above] + 1 if above >= 0 else 0)
+        last = len(parents)
+        groups: dict[tuple[int, bool, int], list[int]] = defaultdict(list)
+        for chain, size in enumerate(sizes.tolist()):
+            level = levels[chain] if chain in self._continued else last
+            groups[level, parents[chain] >= 0, (max(size, _SHORT) - 1).bit_length()].append(chain)
+        self._batches = [_batch(groups[key], parents, sizes) for key in sorted(groups)]
+        order = [chain for batch in self._batches for chain in batch.chains]
+        self._order = np.concatenate([np.arange(starts[chain], starts[chain] + sizes[chain]) for chain in order])
+        self._inverse = np.argsort(self._order)
+        self._rows: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._tensors: dict[tuple[torch.device, int], Tensor] = {}
+
+    @classmethod
+    def of(cls, layout: TreeLayout) -> _Schedule:
+        """That of a row, which is made once."""
+        layout.schedule = schedule = layout.schedule or cls(layout)
+        return schedule
+
+    def run(self, inputs: Sequence[Tensor], step: _Step, padding: Sequence[float] = ()) -> Tensor:
+        """Runs a recurrence over the tree."""
+        device, counts = inputs[0].device, [batch.tokens for batch in self._batches]
+        order = self._on(device, self._order)
+        # split and cat, not slices: the backward of a slice would write a zero gradient of the whole row per batch
+        pieces = [tensor.index_select(0, order).split(counts) for tensor in inputs]
+        states: dict[int, Tensor] = {}
+        outputs = []
+        for number, batch in enumerate(self._batches):
+            own = [tensors[number] for tensors in pieces]
+            even = batch.tokens == batch.shape[0] * batch.shape[1]
+            if not even:
+                own = [
+                    _with_last(tensor, 0, last).index_select(0, self._on(device, batch.padded))
+                    for tensor, last in zip(own, padding or [0.0] * len(own), strict=True)
+                ]
+            state = None if batch.parents[0] < 0 else torch.stack([states[chain] for chain in batch.parents])
+            continued = batch.chains[0] in self._continued
+            output, final = step([tensor.unflatten(0, batch.shape) for tensor in own], state, continued)
+            if continued and final is not None:
+                states.update(zip(batch.chains, final.unbind(), strict=True))
+            output = output.flatten(0, 1)
+            if not even:
+                output = output.index_select(0, self._on(device, batch.kept))
+            outputs.append(output)
+        return torch.cat(outputs).index_select(0, self._on(device, self._inverse))
+
+    def convolve(self, inputs: Tensor, width: int, convolution: Callable[[Tensor], Tensor]) -> Tensor:
+        """Runs a causal convolution over the tree, once, each chain behind the last tokens before it."""
+        if width not in self._rows:
+            self._rows[width] = self._row(width)
+        row, own = (self._on(inputs.device, array) for array in self._rows[width])
+        return convolution(_with_last(inputs, 2, 0.0).index_select(2, row)).index_select(2, own)
+
+    def _row(self, width: int) -> tuple[np.ndarray, np.ndarray]:
+        """Token at each place of the row that is convolved, `N` where there is none, and place of each token."""
+        history = np.empty((len(self._starts), width - 1), dtype=np.int64)
+        token = self._parent[self._starts]
+        for column in reversed(range(width - 1)):
+            history[:, column] = token
+            token = np.where(token >= 0, self._parent[token], -1)
+        size = len(self._parent)
+        own = np.arange(size) + np.arange(1, len(history) + 1).repeat(self._sizes) * (width - 1)
+        row = np.empty(size + history.size, dtype=np.int64)
+        row[own] = np.arange(size)
+        before = np.ones(len(row), dtype=bool)
+        before[own] = False
+        row[before] = np.where(history >= 0, history, size).reshape(-1)
+        return row, own
+
+    def _on(self, device: torch.device, index: np.ndarray) -> Tensor:
+        key = (device, id(index))
+        if key not in self._tensors:
+            self._tensors[key] = torch.from_numpy(index).to(device)
+        return self._tensors[key]
+
+
+def _batch(chains: list[int], parents: list[int], sizes: np.ndarray) -> _Batch:
+    own = sizes[chains]
+    longest, total = int(own.max()), int(own.sum())
+    kept = np.concatenate([row * longest + np.arange(size) for row, size in enumerate(own.tolist())])
+    padded = np.full(len(chains) * longest, total, dtype=np.int64)
+    padded[kept] = np.arange(total)
+    return _Batch(chains, [parents[chain] for chain in chains], (len(chains), longest), total, padded, kept)
+
+
+def _with_last(tensor: Tensor, dim: int, value: float) -> Tensor:
+    """The tensor with one more entry in dimension `dim`, which is `value` everywhere."""
+    return F.pad(tensor, (0, 0) * (tensor.dim() - 1 - dim) + (0, 1), value=value)
+
 
 _Function = Callable[..., Any]
 
@@ -31,7 +155,7 @@ _NO_STEP = -1e4
 """A `dt` whose softplus is 0 in every precision."""
 
 
-def _convolution(along_sequence: _Function, schedule: Schedule) -> _Function:
+def _convolution(along_sequence: _Function, schedule: _Schedule) -> _Function:
     """A causal convolution of each channel."""
 
     def along_tree(hidden_states: Tensor, weight: Tensor, *args: object, **kwargs: object) -> Tensor:
@@ -42,7 +166,7 @@ def _convolution(along_sequence: _Function, schedule: Schedule) -> _Function:
     return along_tree
 
 
-def _delta_rule(along_sequence: _Function, schedule: Schedule) -> _Function:
+def _delta_rule(along_sequence: _Function, schedule: _Schedule) -> _Function:
     """The gated delta rule, with a gate per head (Gated DeltaNet) or per channel (Kimi Delta Attention)."""
 
     def along_tree(
@@ -73,7 +197,7 @@ def _delta_rule(along_sequence: _Function, schedule: Schedule) -> _Function:
 _OURS = ("chunk_size", "initial_state", "output_final_state", "cu_seqlens")
 
 
-def _state_space(along_sequence: _Function, schedule: Schedule) -> _Function:
+def _state_space(along_sequence: _Function, schedule: _Schedule) -> _Function:
     """The state space of Mamba 2."""
 
     def along_tree(
@@ -109,7 +233,7 @@ def _state_space(along_sequence: _Function, schedule: Schedule) -> _Function:
     return along_tree
 
 
-def _selective_scan(along_sequence: _Function, schedule: Schedule) -> _Function:
+def _selective_scan(along_sequence: _Function, schedule: _Schedule) -> _Function:
     """The state space of Mamba: what its initial state adds, and its final state, are computed here."""
 
     def along_tree(
@@ -149,12 +273,12 @@ def _selective_scan(along_sequence: _Function, schedule: Schedule) -> _Function:
     return along_tree
 
 
-def _not_fused(along_sequence: _Function, schedule: Schedule) -> _Function:
+def _not_fused(along_sequence: _Function, schedule: _Schedule) -> _Function:
     """A kernel that convolves and scans at once. Layers go on without it if it returns nothing."""
     return lambda *args, **kwargs: None
 
 
-def _scan(schedule: Schedule, step: Step, inputs: Sequence[Tensor], no_step: float) -> Tensor:
+def _scan(schedule: _Schedule, step: _Step, inputs: Sequence[Tensor], no_step: float) -> Tensor:
     """Runs a state space. `inputs` are `(1, N, ...)`, the second is a step size: at `no_step` the state stays."""
     return schedule.run([tensor[0] for tensor in inputs], step, padding=(0.0, no_step, 0.0, 0.0))
 
@@ -169,7 +293,7 @@ def _chunk(inputs: Tensor, most: int) -> int:
     return min(most, 1 << (inputs.size(1) - 1).bit_length()) if inputs.device.type == "cpu" else most
 
 
-FUNCTIONS: dict[str, Callable[[_Function, Schedule], _Function]] = {
+FUNCTIONS: dict[str, Callable[[_Function, _Schedule], _Function]] = {
     "causal_conv1d_fn": _convolution,
     "torch_chunk_gated_delta_rule": _delta_rule,
     "chunk_kimi_delta_attention": _delta_rule,
@@ -186,7 +310,7 @@ _LIGHTNING = (MiniMaxLightningAttention,) if "mamba2_chunk_scan" in vars(modelin
 
 
 def _lightning_attention(
-    layer: MiniMaxLightningAttention, schedule: Schedule, hidden_states: Tensor
+    layer: MiniMaxLightningAttention, schedule: _Schedule, hidden_states: Tensor
 ) -> tuple[Tensor, None]:
     """`MiniMaxLightningAttention` over a tree: a state space of Mamba 2 whose steps are all 1."""
     states = layer.act_fn(layer.qkv_proj(hidden_states))
@@ -288,7 +412,7 @@ def _forward(
         return self._forward_along_sequence(hidden_states, *args, **kwargs)
     layout.layers.add(self.layer_idx)
     if isinstance(self, _LIGHTNING):
-        return _lightning_attention(self, layout.schedule, hidden_states)
+        return _lightning_attention(self, _Schedule.of(layout), hidden_states)
     kwargs["attention_mask"] = None  # no token of a row is padding
     return _along_tree(type(self), layout)(self, hidden_states, *args, **kwargs)
 
@@ -298,7 +422,7 @@ def _along_tree(kind: type[nn.Module], layout: TreeLayout) -> _Function:
     forward = inspect.unwrap(kind.forward)
     names = dict(forward.__globals__)
     for name in _called(kind):
-        names[name] = FUNCTIONS[name](names[name], layout.schedule)
+        names[name] = FUNCTIONS[name](names[name], _Schedule.of(layout))
     along_tree = types.FunctionType(
         forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__
     )

@@ -25,7 +25,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from mt_grpo import token_tree
 from mt_grpo.errors import UnsupportedModelError
-from mt_grpo.forward.layout import CURRENT, TreeLayout
+from mt_grpo.forward.attention import CURRENT, TreeLayout
 
 NO_ROUTE = token_tree.NO_ROUTE[0]
 """Every byte of the route of a token that has none."""

@@ -30,7 +30,7 @@ from mt_grpo.options.values import (
     rule_name,
     verifiers_name,
 )
-from mt_grpo.servers.addresses import expand_addresses, host_url
+from mt_grpo.servers import expand_addresses, host_url
 
 _BRANCH_RULE = "branch_to_go"
 """The credit rule of conversations that branch."""

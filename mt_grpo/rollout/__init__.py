@@ -2,7 +2,7 @@
 
 from mt_grpo.errors import EngineError
 from mt_grpo.rollout.chat_template import TemplateError
-from mt_grpo.rollout.engine import Engine, RolloutError, Sample, SamplingParams, ScriptedEngine
+from mt_grpo.rollout.engines import Engine, RolloutError, Sample, SamplingParams, ScriptedEngine
 from mt_grpo.rollout.policy import RolloutLimits, RolloutRequest, derive_seed
 from mt_grpo.rollout.rendering import ChatRenderer
 from mt_grpo.rollout.runner import RolloutRunner, generate

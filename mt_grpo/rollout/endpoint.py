@@ -25,7 +25,7 @@ import httpx
 from mt_grpo.envs.env import ConversationEnded
 from mt_grpo.envs.protocols import CallProtocol, NativeProtocol
 from mt_grpo.errors import ConfigError, EngineError, ServerGoneError, ServerSetupError
-from mt_grpo.rollout.engine import Sample, SamplingParams
+from mt_grpo.rollout.engines import Sample, SamplingParams
 from mt_grpo.rollout.policy import ConversationPolicy
 from mt_grpo.servers.web import MAX_BYTES, WebClient
 from mt_grpo.trajectory import Message, StopReason, ToolCall, ToolSchema, Turn

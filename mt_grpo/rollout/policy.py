@@ -29,7 +29,7 @@ from mt_grpo.media import (
     media_parts,
     read_messages,
 )
-from mt_grpo.rollout.engine import Engine, LocalEngine, MediaEngine, Sample, SamplingParams
+from mt_grpo.rollout.engines import Engine, LocalEngine, MediaEngine, Sample, SamplingParams
 from mt_grpo.rollout.media import MediaEncoder
 from mt_grpo.rollout.rendering import ChatRenderer
 from mt_grpo.rollout.transcript import Context, History, Transcript

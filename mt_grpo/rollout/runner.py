@@ -1,20 +1,22 @@
 """
-Prompts in, trajectories out: one coroutine per conversation, and none waits for another. A conversation may be
-continued several times from one of its turns on.
+Prompts in, trajectories out: one coroutine per conversation, and none waits for another. Where conversations branch,
+several begin as one: after some turns the environment is forked, and each goes on alone.
 """
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import gc
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from mt_grpo.concurrency import ConcurrencyLimit, abandon, begin, in_thread, run
+from mt_grpo.concurrency import ConcurrencyLimit, abandon, begin, call, in_thread, run
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.envs.env import ConversationEnded, Outcome, StepEnv, checked_outcome
 from mt_grpo.envs.source import EnvLike, check_source, close_each, source_of, warn_of_unclosed
@@ -22,9 +24,8 @@ from mt_grpo.envs.tool_env import fail_unanswered
 from mt_grpo.errors import EngineError, describe_error, find_fault
 from mt_grpo.media import MODEL_TAKES
 from mt_grpo.options.rules import check_history
-from mt_grpo.rollout.branching import BeforeTurn, Branch, BranchedConversation, Branching
 from mt_grpo.rollout.endpoint import ChatEndpoint, EndpointPolicy
-from mt_grpo.rollout.engine import Engine, SamplingParams
+from mt_grpo.rollout.engines import Engine, PlacingEngine, SamplingParams
 from mt_grpo.rollout.media import MediaEncoder
 from mt_grpo.rollout.policy import ConversationPolicy, RolloutLimits, RolloutRequest, Sampler, derive_seed
 from mt_grpo.rollout.token_row import SanityCheck, TokenRow, token_row
@@ -37,6 +38,28 @@ GRACE = 2.0
 _LONGEST_ERROR = 10_000
 """Characters of an environment's error that are kept."""
 _NEVER = 1 << 30  # collections of a younger generation until a full one
+
+
+@dataclass(frozen=True)
+class Branching:
+    """How conversations branch: of `number` requests in a row the first is one, and the others leave it at a turn."""
+
+    at: int
+    number: int
+
+
+@dataclass
+class _Branch:
+    """A copy of an unfinished conversation, which goes on by itself."""
+
+    env: StepEnv
+    policy: ConversationPolicy
+    trajectory: Trajectory
+    messages: list[Message]
+
+
+_BeforeTurn = Callable[[ConversationPolicy, Trajectory, Sequence[Message]], Awaitable[None]]
+"""What is called before each turn of a conversation, with the messages that it will be sampled after."""
 
 
 class RolloutRunner:
@@ -119,7 +142,7 @@ class RolloutRunner:
                         batch.finish(first, *await batch.converse(requests[first]))
                     else:
                         group = requests[first : first + size]
-                        await BranchedConversation(branching.at, group, first, self.engine).run(batch)
+                        await _BranchedConversation(branching.at, group, first, self.engine).run(batch)
 
         queue = iter(range(0, len(requests), size))
         at_once = (self.limits.max_concurrent or len(requests)) // size
@@ -207,7 +230,7 @@ class _Batch:
             self._on_check(trajectory)
 
     async def converse(
-        self, request: RolloutRequest, before_turn: BeforeTurn | None = None, branch: Branch | None = None
+        self, request: RolloutRequest, before_turn: _BeforeTurn | None = None, branch: _Branch | None = None
     ) -> tuple[Trajectory, ConversationPolicy]:
         """Runs one conversation, from its request or from a branch, until it ends, fails or is out of time."""
         # 1. Its trajectory and policy
@@ -253,7 +276,7 @@ class _Batch:
                 self.unclosed += await close_each([trajectory])
 
     async def _hold(
-        self, request: RolloutRequest, policy: ConversationPolicy, trajectory: Trajectory, branch: Branch | None
+        self, request: RolloutRequest, policy: ConversationPolicy, trajectory: Trajectory, branch: _Branch | None
     ) -> Outcome:
         MODEL_TAKES.set(self._runner.sampler.takes)
         with conversation():
@@ -306,6 +329,78 @@ class _Batch:
 
         if trajectory.stop_reason is StopReason.CONTEXT_FULL and not trajectory.turns:
             trajectory.error = policy.no_room
+
+
+class _BranchedConversation:
+    """A conversation and those that branch from it, with forked environments, seeds and budgets."""
+
+    def __init__(self, at: int, requests: Sequence[RolloutRequest], first: int, engine: Engine) -> None:
+        self._at, self._requests, self._first, self._engine = at, requests, first, engine
+        self._start = time.perf_counter()
+
+    async def run(self, batch: _Batch) -> None:
+        """Runs the conversations."""
+        copies: list[_Branch] = []
+        tasks: list[asyncio.Future[None]] = []
+
+        async def split(policy: ConversationPolicy, trajectory: Trajectory, messages: Sequence[Message]) -> None:
+            if len(trajectory.turns) != self._at or copies:
+                return
+            for request in self._requests[1:]:
+                copies.append(await self._fork(request, policy, trajectory, messages))
+            tasks.extend(asyncio.ensure_future(follow(*each)) for each in enumerate(copies, 1))
+
+        async def follow(number: int, branch: _Branch) -> None:
+            batch.finish(self._first + number, *await batch.converse(self._requests[number], branch=branch))
+
+        try:
+            trajectory, policy = await batch.converse(self._requests[0], before_turn=split)
+            batch.finish(self._first, trajectory, policy)
+            await asyncio.gather(*tasks)
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            batch.unclosed += await close_each(branch.trajectory for branch in copies)
+            raise
+        if not tasks:
+            # copies that were made before one could not be
+            batch.unclosed += await close_each(branch.trajectory for branch in copies)
+            for number, request in enumerate(self._requests[1:], 1):
+                batch.finish(self._first + number, _copied(trajectory, request, trajectory.environment), policy)
+
+    async def _fork(
+        self, request: RolloutRequest, policy: ConversationPolicy, parent: Trajectory, messages: Sequence[Message]
+    ) -> _Branch:
+        env, name = parent.environment, type(parent.environment).__name__
+        twin = await call(env.fork, what=f"{name}.fork", timeout=env.step_timeout)
+        if not isinstance(twin, StepEnv) or twin is env:
+            raise TypeError(f"{name}.fork returned {'itself' if twin is env else type(twin).__name__}: return a copy.")
+        trajectory = _copied(parent, request, twin)
+        trajectory.seconds = time.perf_counter() - self._start  # `rollout_timeout` bounds the whole of it
+        twin.row, twin.session = {**request.row, "prompt": request.prompt}, request.session
+        twin.turns = list(trajectory.turns)
+        if isinstance(self._engine, PlacingEngine):
+            self._engine.join(request.session, parent.session)
+        return _Branch(twin, policy.fork(trajectory, request.seed), trajectory, list(messages))
+
+
+def _copied(trajectory: Trajectory, request: RolloutRequest, env: object) -> Trajectory:
+    """A copy of a trajectory for another request."""
+    return replace(
+        trajectory,
+        turns=copy.deepcopy(trajectory.turns),
+        media=dict(trajectory.media),
+        tree=trajectory.tree.fork(),
+        session=request.session,
+        row=request.row,
+        env_rewards=dict(trajectory.env_rewards),
+        info=dict(trajectory.info),
+        rewards={},
+        answer_logprobs={},
+        branch_of=trajectory.session,
+        environment=env,
+    )
 
 
 class _FullCollections:

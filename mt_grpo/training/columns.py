@@ -26,7 +26,7 @@ from mt_grpo.media import IMAGE, SOUND, MediumError, Part, decode, is_decoded, i
 from mt_grpo.rewards import FunctionReward, RewardFunc, StateScore, TurnReward
 from mt_grpo.rewards.base import NOT_COLUMNS, ReadsAnswer, ScoreFunction
 from mt_grpo.rollout import Engine
-from mt_grpo.rollout.engine import MediaEngine
+from mt_grpo.rollout.engines import MediaEngine
 from mt_grpo.rollout.media import MediaEncoder, audio_feature_extractor
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.trajectory import Message, Row

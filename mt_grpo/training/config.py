@@ -16,7 +16,7 @@ from trl import GRPOConfig
 from mt_grpo.credit import ADVANTAGE_ESTIMATORS, Rule, bind_rule, rule_name, splits_turns
 from mt_grpo.envs.protocols import PROTOCOLS
 from mt_grpo.errors import ConfigError
-from mt_grpo.forward.kernels import KERNELS
+from mt_grpo.forward.attention import KERNELS
 from mt_grpo.imports import import_file
 from mt_grpo.options.rules import check_options
 from mt_grpo.options.table import OF_LIBRARIES, RunOptions, options_of, with_options_in_docstring

@@ -44,7 +44,7 @@ from mt_grpo.data import embedded
 from mt_grpo.data.loaders import check_hub
 from mt_grpo.errors import ConfigError, UserError
 from mt_grpo.imports import looks_like_path
-from mt_grpo.rollout.engine import Engine, LocalEngine
+from mt_grpo.rollout.engines import Engine, LocalEngine
 from mt_grpo.training.checkpoint import adapter_settings
 from mt_grpo.training.config import MTGRPOConfig
 

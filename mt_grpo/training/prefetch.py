@@ -42,7 +42,7 @@ from mt_grpo.errors import ConfigError, WeightSyncError
 from mt_grpo.rewards import RewardFunc
 from mt_grpo.rewards.base import Adapter, FunctionReward
 from mt_grpo.rollout import Engine, RolloutRequest, RolloutRunner, SamplingParams
-from mt_grpo.rollout.engine import LocalEngine
+from mt_grpo.rollout.engines import LocalEngine
 from mt_grpo.rollout.engines.transformers import TransformersEngine
 from mt_grpo.runlog.files import to_json
 from mt_grpo.tools.stateful import StatefulTool

@@ -34,8 +34,8 @@ from mt_grpo.forward.model import ForwardPlan, score
 from mt_grpo.options.values import names_model
 from mt_grpo.rewards import FunctionReward, RewardFunc, RightAnswer, Scores, TeacherAgreement, TeacherLogRatio
 from mt_grpo.rollout import Engine
-from mt_grpo.rollout.branching import Branching
-from mt_grpo.rollout.engine import ScoringEngine
+from mt_grpo.rollout.engines import ScoringEngine
+from mt_grpo.rollout.runner import Branching
 from mt_grpo.rollout.token_row import AnswerLeaves, answer_ids, answer_leaves
 from mt_grpo.token_tree import TokenTree
 from mt_grpo.training.config import MTGRPOConfig

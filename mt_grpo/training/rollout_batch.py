@@ -35,7 +35,7 @@ from mt_grpo.forward.sequence_parallel import SequenceGroup
 from mt_grpo.media import media_to_digests, part_text
 from mt_grpo.rewards import Scores, completion_ids, spread
 from mt_grpo.rollout import RolloutRequest, TokenRow, derive_seed
-from mt_grpo.rollout.branching import Branching
+from mt_grpo.rollout.runner import Branching
 from mt_grpo.rollout.token_row import AnswerLeaves
 from mt_grpo.runlog.files import to_json
 from mt_grpo.runlog.schema import session_number

@@ -28,7 +28,7 @@ from mt_grpo.forward.routes import route_shape
 from mt_grpo.media import IMAGE
 from mt_grpo.options.rules import check_groups
 from mt_grpo.rollout.engines.vllm import VLLMServerClient
-from mt_grpo.servers.addresses import expand_addresses, host_url
+from mt_grpo.servers import expand_addresses, host_url
 from mt_grpo.servers.start import OwnServer, check_keys, is_free
 from mt_grpo.training.checkpoint import adapter_settings
 from mt_grpo.training.config import MTGRPOConfig

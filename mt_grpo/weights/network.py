@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 
 from mt_grpo.concurrency import LoopThread
 from mt_grpo.errors import WeightSyncError
-from mt_grpo.servers.addresses import is_local
+from mt_grpo.servers import is_local
 from mt_grpo.servers.http import RequestFailed, ServerControl
 from mt_grpo.vllm_plugin.fetch import difference, time_limit
 from mt_grpo.vllm_plugin.guard import FETCH

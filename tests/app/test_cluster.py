@@ -14,7 +14,7 @@ from support.waiting import until
 
 from mt_grpo.app.request import read_request
 from mt_grpo.preemption import STATUS
-from mt_grpo.servers.addresses import expand_addresses
+from mt_grpo.servers import expand_addresses
 
 CLUSTER = ROOT / "cluster"
 RECIPE = str(next(path for path in RECIPES if path.stem == "gsm8k"))

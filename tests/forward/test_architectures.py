@@ -30,8 +30,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from mt_grpo.errors import UnsupportedModelError
-from mt_grpo.forward import probe
-from mt_grpo.forward.logps import token_logps
+from mt_grpo.forward import probe, token_logps
 from mt_grpo.forward.model import check_sequence_parallel, enable_trees
 from mt_grpo.forward.packing import unique_tokens
 

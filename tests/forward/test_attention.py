@@ -14,11 +14,9 @@ from torch.nn.attention.flex_attention import flex_attention
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from mt_grpo.errors import UnsupportedModelError
-from mt_grpo.forward import kernels
-from mt_grpo.forward import layout as layout_module
-from mt_grpo.forward.kernels import KERNELS, PLAIN, Score
-from mt_grpo.forward.layout import BLOCK, Chunk, TreeLayout
-from mt_grpo.forward.logps import token_logps
+from mt_grpo.forward import attention as kernels
+from mt_grpo.forward import token_logps
+from mt_grpo.forward.attention import BLOCK, KERNELS, PLAIN, Chunk, Score, TreeLayout
 from mt_grpo.forward.model import check_model
 from mt_grpo.forward.packing import pack
 
@@ -83,8 +81,8 @@ def test_segments_attend_as_the_whole_mask_does(forest, window, groups, kind, el
     packed, score = pack(list(map(make_tree, forest))), make_score(kind)
     tensors = make_qkv(len(packed.input_ids), groups=groups)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layout_module, "MASK_ELEMENTS", elements)  # long chains attend in pieces, here short ones too
-        patch.setattr(layout_module, "FEWEST_QUERIES", 1)
+        patch.setattr(kernels, "MASK_ELEMENTS", elements)  # long chains attend in pieces, here short ones too
+        patch.setattr(kernels, "FEWEST_QUERIES", 1)
         found = attend("segment", packed, tensors, window, score)
     for ours, oracle in zip(found, attend("dense", packed, tensors, window, score), strict=True):
         torch.testing.assert_close(ours, oracle, rtol=1e-9, atol=1e-12)

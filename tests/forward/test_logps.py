@@ -6,9 +6,9 @@ import torch
 from support.forests import FOREST, make_tree
 
 from mt_grpo.errors import UnsupportedModelError
+from mt_grpo.forward import _PERIOD, SIZE, Projection, TurnGradients, token_logps
 from mt_grpo.forward import lm_head as head
 from mt_grpo.forward.lm_head import chunked_logps
-from mt_grpo.forward.logps import _PERIOD, SIZE, Projection, TurnGradients, token_logps
 from mt_grpo.forward.model import ForwardPlan, enable_trees, score
 from mt_grpo.forward.packing import FlatTree
 from mt_grpo.token_tree import TokenTree
@@ -98,7 +98,7 @@ def test_a_padded_batch_gives_the_log_probs_of_trained_tokens(model):
 def test_trees_of_several_rows_come_back_in_their_order(model, monkeypatch):
     trees = [TokenTree(), *TREES, TokenTree()]
     whole = token_logps(model, trees)
-    monkeypatch.setattr("mt_grpo.forward.logps.ROW_TOKENS", 9)
+    monkeypatch.setattr("mt_grpo.forward.ROW_TOKENS", 9)
     found = token_logps(model, trees)
     torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-6)
     assert [len(turn) for turn in found[1]] == [2, 1, 3] and found[0] == found[-1] == []

@@ -22,8 +22,7 @@ from transformers import (
 )
 
 from mt_grpo.errors import UnsupportedModelError
-from mt_grpo.forward import probe
-from mt_grpo.forward.logps import token_logps
+from mt_grpo.forward import probe, token_logps
 from mt_grpo.forward.model import ForwardPlan, enable_trees
 from mt_grpo.forward.probe import EXACT, MOST_NOISE, measure, probe_depth, probe_trees, prove, rounding_step
 from mt_grpo.forward.recurrence import FUNCTIONS

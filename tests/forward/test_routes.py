@@ -17,7 +17,7 @@ from transformers import NemotronHConfig
 
 from mt_grpo.errors import UnsupportedModelError
 from mt_grpo.forward import token_logps
-from mt_grpo.forward.layout import CURRENT, TreeLayout
+from mt_grpo.forward.attention import CURRENT, TreeLayout
 from mt_grpo.forward.model import enable_trees
 from mt_grpo.forward.packing import FlatTree, flatten, pack
 from mt_grpo.forward.routes import NO_ROUTE, Recorder, route_shape

@@ -16,7 +16,7 @@ from mt_grpo.envs.source import check_forkable, close_environments
 from mt_grpo.errors import ConfigError
 from mt_grpo.forward.packing import unique_tokens
 from mt_grpo.rollout import RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
-from mt_grpo.rollout.branching import Branching
+from mt_grpo.rollout.runner import Branching
 from mt_grpo.servers.fleet import Placement
 from mt_grpo.servers.http import Server
 from mt_grpo.tools import Tool

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support.conversations import converse, template_tokenizer, user
 from support.models import build_model, build_tokenizer
 
-from mt_grpo.forward.logps import token_logps
+from mt_grpo.forward import token_logps
 from mt_grpo.forward.model import ForwardPlan, enable_trees, score
 from mt_grpo.rollout import ChatRenderer
 from mt_grpo.rollout.token_row import SanityCheck, examine_template

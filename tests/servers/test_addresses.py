@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mt_grpo.errors import ConfigError
-from mt_grpo.servers.addresses import expand_addresses, host_url
+from mt_grpo.servers import expand_addresses, host_url
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 
 from mt_grpo.credit import Rule, estimate_parts, rule_says, whole_rule
 from mt_grpo.rewards import Scores
-from mt_grpo.rollout.branching import Branching
+from mt_grpo.rollout.runner import Branching
 from mt_grpo.runlog import Batch, RunWriter
 from mt_grpo.runlog.schema import session_id
 from mt_grpo.training.reward_batch import gather_rewards

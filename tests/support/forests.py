@@ -9,7 +9,8 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from mt_grpo.forward import Truncation, kernels, token_logps
+from mt_grpo.forward import Truncation, token_logps
+from mt_grpo.forward import attention as kernels
 from mt_grpo.token_tree import TokenTree
 
 token = st.integers(1, 3)  # few ids, so that prefixes meet often

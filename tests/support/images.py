@@ -11,7 +11,7 @@ import transformers as hf
 from PIL import Image
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, ProcessorMixin
 
-from mt_grpo.rollout.engine import ScriptedEngine
+from mt_grpo.rollout.engines import ScriptedEngine
 from support.models import build_tokenizer
 from support.vision import _vocabulary
 

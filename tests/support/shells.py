@@ -8,7 +8,7 @@ import json
 from mt_grpo.envs.source import check_source
 from mt_grpo.integrations.harbor import HarborEnv, HarborTasks
 from mt_grpo.rollout import RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
-from mt_grpo.rollout.branching import Branching
+from mt_grpo.rollout.runner import Branching
 from support.models import build_tokenizer
 
 SUBMIT = '<tool>{"name": "submit", "args": {}}</tool>'

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from mt_grpo.rollout.engine import SamplingParams
+from mt_grpo.rollout.engines import SamplingParams
 from mt_grpo.rollout.engines.vllm import VLLMServerClient
 from support.loopback import ScriptedServer
 

@@ -22,7 +22,7 @@ from trl.models import get_act_offloading_ctx_manager
 from trl.models.activation_offloading import OffloadActivations
 
 from mt_grpo.errors import ConfigError
-from mt_grpo.forward.logps import token_logps
+from mt_grpo.forward import token_logps
 from mt_grpo.training import MTGRPOConfig
 from mt_grpo.training import model as module
 from mt_grpo.training.model import layers_in_groups

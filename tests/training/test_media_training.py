@@ -25,7 +25,7 @@ from mt_grpo.data.loaders import ImageOfRowError
 from mt_grpo.envs import MultiTurnToolEnv, Outcome
 from mt_grpo.errors import ConfigError, UnsupportedModelError
 from mt_grpo.media import media_of, media_parts, read_image, to_file
-from mt_grpo.rollout.engine import ScriptedEngine
+from mt_grpo.rollout.engines import ScriptedEngine
 from mt_grpo.rollout.engines.vllm import VLLMServerClient
 from mt_grpo.runlog.reader import open_run
 from mt_grpo.sounds import Sound, read_sound

@@ -18,7 +18,7 @@ from trl.chat_template_utils import add_response_schema
 from mt_grpo.integrations.trl import TRLEnv
 from mt_grpo.rewards.base import FunctionReward
 from mt_grpo.rollout import RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams
-from mt_grpo.rollout.engine import ScriptedEngine
+from mt_grpo.rollout.engines import ScriptedEngine
 from mt_grpo.training import MTGRPOConfig
 from mt_grpo.training.environment import build_env
 from mt_grpo.trajectory import ToolCall, Trajectory

@@ -13,7 +13,7 @@ from support.credited_runs import BRANCHED, EQUAL, EXAMPLE, WRONG, write_credite
 from support.runs import HOSTILE, REWARDS, queries_of, write_begun, write_run
 
 from mt_grpo.cli import main
-from mt_grpo.rollout.branching import Branching
+from mt_grpo.rollout.runner import Branching
 from mt_grpo.runlog import Batch, RunWriter, open_run
 from mt_grpo.runlog.heartbeat import Heartbeat
 from mt_grpo.trajectory import StopReason, Trajectory

@@ -14,7 +14,7 @@ from support.runs import REWARDS, index_line, queries_of, write_run
 
 from mt_grpo.credit import advantage_estimator, reward_to_go
 from mt_grpo.errors import UserError
-from mt_grpo.rollout.branching import Branching
+from mt_grpo.rollout.runner import Branching
 from mt_grpo.runlog import Batch, RunWriter, open_run
 from mt_grpo.runlog.heartbeat import Heartbeat
 from mt_grpo.runlog.index import Table

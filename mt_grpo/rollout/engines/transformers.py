@@ -53,7 +53,7 @@ from mt_grpo.forward.probe import (
 )
 from mt_grpo.forward.routes import Recorder
 from mt_grpo.media import SOUND, kind_of
-from mt_grpo.rollout.engine import Sample, SamplingParams
+from mt_grpo.rollout.engines import Sample, SamplingParams
 from mt_grpo.token_tree import Routes
 
 _CACHE = "cache" if "cache" in GenerateDecoderOnlyOutput.__dataclass_fields__ else "past_key_values"

@@ -26,7 +26,7 @@ from torch import Tensor
 from mt_grpo.errors import EngineError
 from mt_grpo.forward.media import Media, MediumInputs
 from mt_grpo.media import IMAGE, SOUND, VIDEO, kind_of, to_file
-from mt_grpo.rollout.engine import Sample, SamplingParams
+from mt_grpo.rollout.engines import Sample, SamplingParams
 from mt_grpo.servers.cache_scheduler import Turn
 from mt_grpo.servers.fleet import VLLMServers, weight_label
 from mt_grpo.servers.http import (

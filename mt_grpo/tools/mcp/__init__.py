@@ -16,8 +16,7 @@ from typing import Any
 from mt_grpo.concurrency import OutOfTime, call, in_thread, waiting
 from mt_grpo.imports import did_you_mean
 from mt_grpo.media import Part, read_parts
-from mt_grpo.media_files import decoded
-from mt_grpo.sounds import is_wav
+from mt_grpo.sounds import decoded, is_wav
 from mt_grpo.tools.function import Tool, ToolDefinitionError
 from mt_grpo.tools.mcp.server import McpPool, McpServer, McpToolError, shared_server
 from mt_grpo.tools.mcp.session import Listed, McpServerConfig, read_servers

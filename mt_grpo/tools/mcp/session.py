@@ -25,7 +25,7 @@ from typing import Any, TextIO
 from mt_grpo.concurrency import Future, LoopThread, OnePerProcess, consume_exception
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean
-from mt_grpo.servers.addresses import expand_addresses
+from mt_grpo.servers import expand_addresses
 from mt_grpo.trajectory import Arguments
 
 _TRANSPORTS = {"stdio": "stdio", "sse": "sse", "http": "http", "streamable-http": "http", "streamable_http": "http"}

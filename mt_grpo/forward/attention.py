@@ -1,14 +1,18 @@
 """
-Attention over packed trees: three implementations of one rule, `token q sees token k iff k <= q <= subtree_end[k]`.
+Attention over packed trees: which token sees which in a row, the masks for it, and three implementations of one rule,
+`token q sees token k iff k <= q <= subtree_end[k]`.
 
 `segment` runs on any device, `flex` on a GPU. `dense` has the whole mask: for small rows, and the oracle of the tests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
+from math import isqrt
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,8 +24,189 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from mt_grpo.errors import ConfigError
-from mt_grpo.forward.layout import TreeLayout, Window, oldest
+from mt_grpo.forward.packing import Packed
+from mt_grpo.forward.sequence_parallel import SequenceGroup, Share
 from mt_grpo.imports import Registry
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Chunked attention: a token sees its own chunk only (Llama 4)."""
+
+    size: int
+
+
+Window = int | Chunk | None
+"""What a layer sees of a token's ancestors: the last `int` tokens, itself included, those of its chunk, or all."""
+
+
+def oldest(depth: np.ndarray, window: Window) -> np.ndarray:
+    """The smallest depth that tokens at given depths see. It never falls where depth rises."""
+    if window is None:
+        return np.zeros_like(depth)
+    if isinstance(window, Chunk):
+        begins: np.ndarray = depth // window.size * window.size
+        return begins
+    first: np.ndarray = np.maximum(0, depth - window + 1)
+    return first
+
+
+BLOCK = 128
+"""Side of a block of FlexAttention's mask, in tokens."""
+
+MASK_ELEMENTS = 2**24
+"""Entries of the mask that a row's chains share: 64 MiB in float32, however long the row is."""
+
+FEWEST_QUERIES = 16
+"""Queries that attend at once at least: rows of more than a million tokens take larger masks."""
+
+
+class _Piece(NamedTuple):
+    """Queries that attend at once, by their depth."""
+
+    begin: int
+    end: int
+    first: int
+    causal: bool
+
+
+class TreeLayout:
+    """
+    Which token sees which in a packed row of `N` tokens.
+
+    Masks are made on the device of the queries, which may differ between layers, and are kept.
+    """
+
+    def __init__(self, packed: Packed, attention: str = "auto", sequence: SequenceGroup | None = None) -> None:
+        self.subtree_end, self.depth = packed.subtree_end, packed.position_ids
+        self.size = len(packed.subtree_end)
+        self.share = None if sequence is None else Share(sequence, self.size)
+        """The tokens that this process computes, where several compute the row."""
+        self.layers: set[int | None] = set()
+        """Layers whose attention was called with this layout."""
+        self.choose: Callable[[int, Tensor], Tensor] | None = None
+        """What routers choose by: a layer and the experts that its router would choose, `(N, k)`, to experts."""
+        indices = np.arange(self.size)
+        # a chain continues while the next token is the only child
+        begins = packed.parent != indices - 1
+        begins[1:] |= self.subtree_end[1:] != self.subtree_end[:-1]
+        begins[:1] = True
+        self.starts = begins.nonzero()[0]
+        self.sizes = np.diff(np.array([*self.starts, self.size]))
+        self.parent = packed.parent
+        parents = np.searchsorted(self.starts, packed.parent[self.starts], side="right") - 1  # -1 for a root
+        self.parents: list[int] = parents.tolist()
+        self.paths: list[list[int]] = []
+        """Per chain, the chains from the root to it, including itself."""
+        for chain, parent in enumerate(self.parents):
+            self.paths.append([*(self.paths[parent] if parent >= 0 else []), chain])
+        self.schedule: Any = None
+        """In which order recurrences run over the chains, once one asks."""
+        self._attention = attention
+        self._dense: dict[tuple[torch.device, Window], Tensor] = {}
+        self._triangles: dict[tuple[torch.device, torch.dtype, Window], tuple[int, Tensor]] = {}
+        self._blocks: dict[tuple[torch.device, Window], BlockMask] = {}
+
+    def attention(self, device: torch.device, dropout: float = 0.0) -> str:
+        """The kernel for queries on `device`; FlexAttention drops no weights."""
+        if self._attention != "auto":
+            return self._attention
+        return "flex" if device.type == "cuda" and not dropout else "segment"
+
+    def dense_mask(self, device: torch.device, window: Window) -> Tensor:
+        """`(N, N)` bool, queries by keys."""
+        key = (device, window)
+        if key not in self._dense:
+            arrays = (np.arange(self.size), self.subtree_end, self.depth, oldest(self.depth, window))
+            index, last, depth, first = (torch.from_numpy(array).to(device) for array in arrays)
+            mask = (index[:, None] >= index) & (index[:, None] <= last)
+            if window is not None:
+                mask &= depth >= first[:, None]
+            self._dense[key] = mask
+        return self._dense[key]
+
+    def pieces(self, chain: int, window: Window, most: int, masked: bool) -> Iterator[_Piece]:
+        """A chain's queries, in parts that attend at once; each begins where a chunk does, so none is in two."""
+        begin = int(self.depth[self.starts[chain]])
+        end = begin + int(self.sizes[chain])
+        while begin < end:
+            first = int(oldest(np.array([begin]), window)[0])
+            stop = min(end, first + window.size) if isinstance(window, Chunk) else end
+            causal = first == begin and (not isinstance(window, int) or stop - begin <= window) and not masked
+            stop = stop if causal else min(stop, begin + most)
+            yield _Piece(begin, stop, first, causal)
+            begin = stop
+
+    def most_queries(self, window: Window, heads: int = 1) -> int:
+        """How many queries attend at once, so that scores of `heads` heads have about `MASK_ELEMENTS` entries."""
+        longest = int(self.depth.max()) + 1
+        keys = longest if window is None else min(longest, window.size if isinstance(window, Chunk) else window)
+        return max(FEWEST_QUERIES, min(isqrt(MASK_ELEMENTS // heads), MASK_ELEMENTS // heads // keys))
+
+    def piece_mask(self, device: torch.device, dtype: torch.dtype, window: Window, piece: _Piece) -> Tensor:
+        """
+        Additive mask of a piece's queries over its keys. All pieces read one matrix: where `P` keys come before the
+        first query, the columns in which query `i` sees up to key `P + i`. It has a row for each token of the longest
+        chain, or for as many as attend at once.
+        """
+        reach = window if isinstance(window, int) else None
+        key = (device, dtype, window)
+        if key not in self._triangles:
+            rows, before = min(self.most_queries(window), int(self.sizes.max())), int(self.depth.max())
+            before = before if window is None else min(before, window.size if isinstance(window, Chunk) else window)
+            hidden = torch.full((rows, before + rows), float("-inf"), dtype=dtype, device=device)
+            later = hidden.triu(before + 1)
+            self._triangles[key] = before, later if reach is None else later + hidden.tril(before - reach)
+        before, mask = self._triangles[key]
+        rows, earlier = piece.end - piece.begin, piece.begin - piece.first
+        return mask[:rows, before - earlier : before + rows]
+
+    def block_mask(self, device: torch.device, window: Window) -> BlockMask:
+        """FlexAttention's mask, made from the extremes of two vectors in each block, without the `(N, N)` mask."""
+        key = (device, window)
+        if key not in self._blocks:
+            self._blocks[key] = self._block_mask(device, window)
+        return self._blocks[key]
+
+    def _block_mask(self, device: torch.device, window: Window) -> BlockMask:
+        blocks = -(-self.size // BLOCK)
+        padding = (0, blocks * BLOCK - self.size)
+        last = np.pad(self.subtree_end, padding, constant_values=-1).reshape(blocks, BLOCK)
+        depth = np.pad(self.depth, padding, mode="edge").reshape(blocks, BLOCK)
+        number = np.arange(blocks)
+        query, key = number[:, None], number[None, :]
+        some = (query >= key) & (query * BLOCK <= last.max(axis=1)[None, :])
+        every = (query > key) & ((query + 1) * BLOCK - 1 <= last.min(axis=1)[None, :])
+        if window is not None:
+            some &= depth.max(axis=1)[None, :] >= oldest(depth.min(axis=1), window)[:, None]
+            every &= depth.min(axis=1)[None, :] >= oldest(depth.max(axis=1), window)[:, None]
+
+        def chosen(which: np.ndarray) -> tuple[Tensor, Tensor]:
+            count = torch.from_numpy(which.sum(axis=1).astype(np.int32))
+            order = torch.from_numpy(np.argsort(~which, axis=1, kind="stable").astype(np.int32))
+            return count[None, None].to(device), order[None, None].to(device)
+
+        partial, full = chosen(some & ~every), chosen(every)
+        ends = torch.from_numpy(last.reshape(-1)).to(device)
+        depths = torch.from_numpy(depth.reshape(-1)).to(device)
+        firsts = torch.from_numpy(oldest(depth.reshape(-1), window)).to(device)
+
+        def visible(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return (k <= q) & (q <= ends[k])
+
+        def visible_in_window(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return (k <= q) & (q <= ends[k]) & (depths[k] >= firsts[q])
+
+        rule = visible if window is None else visible_in_window
+        size = (self.size, self.size)
+        return BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=BLOCK, mask_mod=rule, seq_lengths=size)
+
+
+CURRENT: ContextVar[TreeLayout | None] = ContextVar("tree_layout", default=None)
+"""The layout of the row whose forward runs, or is computed again for its gradient."""
+
+
+# Kernels
 
 RECOMPILE_LIMIT = 64
 """
