@@ -25,14 +25,14 @@ from rich.console import Console
 from rich.table import Table
 
 from mt_grpo.vllm_plugin.fetch import CHUNK, Fetcher
-from mt_grpo.weights.network import FileOffer
+from mt_grpo.weights.network import _FileOffer
 
 TARGET = 0.7
 
 
 def offer(folder: Path, ends: Connection) -> None:
     """The trainer's side: offers a file by HTTP, and bare to whoever connects."""
-    files = FileOffer(folder, "127.0.0.1")
+    files = _FileOffer(folder, "127.0.0.1")
     with socket.create_server(("127.0.0.1", 0)) as bare, open(folder / "weights", "rb") as file:
         ends.send((files.url("127.0.0.1"), bare.getsockname()[1]))
         while True:

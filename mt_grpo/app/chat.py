@@ -28,7 +28,7 @@ from mt_grpo.options.table import OF_ENVIRONMENT
 from mt_grpo.rollout import Engine, RolloutLimits, RolloutRequest, RolloutRunner, derive_seed
 from mt_grpo.rollout.engines.transformers import TransformersEngine
 from mt_grpo.rollout.engines.vllm import VLLMServerClient
-from mt_grpo.servers.http import ask, open_session
+from mt_grpo.servers.http import open_session
 from mt_grpo.tools.function import cut
 from mt_grpo.training.config import MTGRPOConfig, changed
 from mt_grpo.training.environment import build_env, prepare_tokenizer
@@ -121,7 +121,7 @@ def _at_server(url: str, name: str, args: MTGRPOConfig, tokenizer: PreTrainedTok
 
     async def models() -> list[dict[str, Any]]:
         async with open_session() as http:
-            return list((await ask(http, server, "GET", "/v1/models"))["data"])
+            return list((await server.ask(http, "GET", "/v1/models"))["data"])
 
     try:
         found = run(models())

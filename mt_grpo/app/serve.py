@@ -63,7 +63,7 @@ def serve(recipe: Recipe, replicas: int | None = None, metrics_address: str | No
     shares = _shares(args, len(addresses))
     for (host, port), share in zip(addresses, shares, strict=True):
         command, environment = command_at(host, port, args, recipe.model)
-        found.append(Replica(host_url(host, port, "vllm_server_host"), command, environment | share))
+        found.append(Replica(host_url(host, port), command, environment | share))
     if not expand_addresses(args.vllm_server_base_url or [], "vllm_server_base_url"):
         host, first = addresses[0]
         host = "THIS_MACHINE" if host in EVERYWHERE else f"[{host}]" if ":" in host else host
@@ -122,7 +122,7 @@ def trained_command(recipe: Recipe, run: str) -> tuple[list[str], dict[str, str]
     if args.use_cpu or not torch.cuda.is_available():
         command += ["--enforce-eager", "--no-enable-chunked-prefill"]
         environment |= {name: os.environ.get(name, value) for name, value in cpu_defaults().items()}
-    url = host_url(host, port, "vllm_server_host")
+    url = host_url(host, port)
     words = [f"{served!r} will be at {url}/v1."]
     if not os.environ.get("VLLM_API_KEY"):
         words.append("Who reaches the port may use it, unless `VLLM_API_KEY` is set.")

@@ -360,7 +360,7 @@ def check_factory(options: Values) -> None:
 
 def _check_addresses(options: Values) -> None:
     """Checks the addresses of servers: each is valid and named once, and there are as many as the run needs."""
-    host_url(options["vllm_server_host"], options["vllm_server_port"], "vllm_server_host")
+    host_url(options["vllm_server_host"], options["vllm_server_port"])
     named = max(len(expand_addresses(options["vllm_server_base_url"] or [], "vllm_server_base_url")), 1)
     least = options["vllm_min_servers"]
     if least is not None and least > named:

@@ -29,14 +29,13 @@ from mt_grpo.rollout.engines import Engine, PlacingEngine, SamplingParams
 from mt_grpo.rollout.media import MediaEncoder
 from mt_grpo.rollout.policy import ConversationPolicy, RolloutLimits, RolloutRequest, Sampler, derive_seed
 from mt_grpo.rollout.token_row import SanityCheck, TokenRow, token_row
-from mt_grpo.servers.env_servers import conversation
+from mt_grpo.servers.env_servers import Conversation
 from mt_grpo.tools.function import cut
 from mt_grpo.trajectory import Message, StopReason, Trajectory
 
 GRACE = 2.0
 """Seconds that an environment may take to end once it is cancelled; then it is left to itself."""
-_LONGEST_ERROR = 10_000
-"""Characters of an environment's error that are kept."""
+_LONGEST_ERROR = 10_000  # characters of an environment's error that are kept
 _NEVER = 1 << 30  # collections of a younger generation until a full one
 
 
@@ -279,7 +278,7 @@ class _Batch:
         self, request: RolloutRequest, policy: ConversationPolicy, trajectory: Trajectory, branch: _Branch | None
     ) -> Outcome:
         MODEL_TAKES.set(self._runner.sampler.takes)
-        with conversation():
+        with Conversation.begun():
             if branch is not None:
                 return checked_outcome(await branch.env.resume(policy, branch.messages), branch.env)
             prompt = request.prompt

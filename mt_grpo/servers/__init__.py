@@ -38,13 +38,13 @@ def expand_addresses(given: str | Iterable[str], option: str) -> list[str]:
     return list(found.values())
 
 
-def host_url(host: str, port: int, option: str) -> str:
+def host_url(host: str, port: int) -> str:
     """The URL of a server by its host and port; one that listens everywhere is asked on this machine."""
     bare = host.removeprefix("[").removesuffix("]")
     if not _NAME.fullmatch(bare) and not _is_ipv6(bare):
         raise ConfigError(
-            f"`{option}: {host}` is no host: give its name or number alone, such as `node1`, and the port by itself; "
-            "an address as a whole goes to `vllm_server_base_url`."
+            f"`vllm_server_host: {host}` is no host: give its name or number alone, such as `node1`, and the port by "
+            "itself; an address as a whole goes to `vllm_server_base_url`."
         )
     if bare in EVERYWHERE:
         bare = "127.0.0.1"

@@ -14,10 +14,8 @@ from dataclasses import dataclass
 
 from mt_grpo.servers.http import RequestFailed, ServerSetupError
 
-_FULL = 0.97
-"""Share of the cache that is given away."""
-_AHEAD = 0.6
-"""Turns for which every conversation must have room to grow before another one is let in."""
+_FULL = 0.97  # share of the cache that is given away
+_AHEAD = 0.6  # turns for which every conversation must have room to grow before another one is let in
 _UNKNOWN_PAUSE = 10.0
 """Seconds for which a prefix is kept as long as a server does not say what it costs to compute it."""
 _TOLD = 5  # looks after which it is known what a token takes
@@ -48,33 +46,33 @@ class Pressure:
     prefill_seconds: float = 0.0
     prefilled: float = 0.0
 
-
-def read_pressure(metrics: str) -> Pressure | None:
-    """The pressure in the text of `/metrics`, of all engines of a server; `None` where the text does not tell it."""
-    sums: dict[str, float] = {}
-    engines, capacity = 0, 0.0
-    for name, labels, value in _VALUE.findall(metrics):
-        sums[name] = sums.get(name, 0.0) + float(value)
-        if name == "vllm:cache_config_info":
-            sizes = {key: int(number) for key, number in _LABEL.findall(labels)}
-            blocks = sizes.get("num_gpu_blocks", 0) * sizes.get("block_size", 0)
-            capacity += sizes.get("kv_cache_size_tokens", blocks)  # fewer where layers differ in what they keep
-        engines += name == "vllm:kv_cache_usage_perc"
-    if not engines or not capacity:
-        return None
-    return Pressure(
-        capacity,
-        sums["vllm:kv_cache_usage_perc"] / engines,
-        sums.get("vllm:num_requests_running", 0.0),
-        sums.get("vllm:num_requests_waiting", 0.0),
-        sums.get("vllm:num_preemptions_total", 0.0),
-        sums.get("vllm:request_prefill_time_seconds_sum", 0.0),
-        sums.get("vllm:prefix_cache_queries_total", 0.0) - sums.get("vllm:prefix_cache_hits_total", 0.0),
-    )
+    @classmethod
+    def read(cls, metrics: str) -> Pressure | None:
+        """What the text of `/metrics` says of all engines of a server; `None` where it does not tell."""
+        sums: dict[str, float] = {}
+        engines, capacity = 0, 0.0
+        for name, labels, value in _VALUE.findall(metrics):
+            sums[name] = sums.get(name, 0.0) + float(value)
+            if name == "vllm:cache_config_info":
+                sizes = {key: int(number) for key, number in _LABEL.findall(labels)}
+                blocks = sizes.get("num_gpu_blocks", 0) * sizes.get("block_size", 0)
+                capacity += sizes.get("kv_cache_size_tokens", blocks)  # fewer where layers differ in what they keep
+            engines += name == "vllm:kv_cache_usage_perc"
+        if not engines or not capacity:
+            return None
+        return cls(
+            capacity,
+            sums["vllm:kv_cache_usage_perc"] / engines,
+            sums.get("vllm:num_requests_running", 0.0),
+            sums.get("vllm:num_requests_waiting", 0.0),
+            sums.get("vllm:num_preemptions_total", 0.0),
+            sums.get("vllm:request_prefill_time_seconds_sum", 0.0),
+            sums.get("vllm:prefix_cache_queries_total", 0.0) - sums.get("vllm:prefix_cache_hits_total", 0.0),
+        )
 
 
 @dataclass
-class Mean:
+class _Mean:
     """The mean of the latest values."""
 
     value: float = 0.0
@@ -114,19 +112,19 @@ class CacheScheduler:
         self.conversations: dict[str, _CachedConversation] = {}
         self._asking: dict[str, _CachedConversation] = {}
         self._tokens = self._ranks = self._running = 0
-        self._action, self._observation = Mean(_UNKNOWN, 5), Mean(_UNKNOWN, 5)
-        self._pause, self._told, self._used = Mean(), Mean(), Mean()
+        self._action, self._observation = _Mean(_UNKNOWN, 5), _Mean(_UNKNOWN, 5)
+        self._pause, self._told, self._used = _Mean(), _Mean(), _Mean()
         self._seen: Pressure | None = None
         self._away = self._busy = self._told_at = 0.0
         self._computed = self._computing = 0.0
         self._share, self._cut = 1.0, -_REST
-        self._room, self._kept, self._others = float("inf"), Mean(), Mean(most=_LOOKS)
+        self._room, self._kept, self._others = float("inf"), _Mean(), _Mean(most=_LOOKS)
 
     def ask(self, session: str, tokens: int, now: float) -> None:
         """Notes that a conversation wants a turn after a context of so many tokens."""
         conversation = self.conversations.get(session)
         if not self.conversations:  # what others hold may have changed since
-            self._room, self._others = self._whole / self._processes, Mean(most=_LOOKS)
+            self._room, self._others = self._whole / self._processes, _Mean(most=_LOOKS)
         if conversation is None:
             conversation = self.conversations[session] = _CachedConversation(self._next_rank())
         elif conversation.turns and not (conversation.running or conversation.asking):

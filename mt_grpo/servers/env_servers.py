@@ -22,8 +22,7 @@ logger = logging.getLogger(__name__)
 
 MAX_STARTING = 16
 """Conversations that may begin on a server at the same time; others wait."""
-_RETRY_AFTER = 30.0
-"""Seconds in which a server that could not be reached is asked only if no other is left."""
+_RETRY_AFTER = 30.0  # seconds in which a server that could not be reached is asked only if no other is left
 START_TIMEOUT = 30.0
 """Seconds for which a conversation tries to begin while no server can be reached."""
 FULL_TIMEOUT = 300.0
@@ -220,22 +219,22 @@ class Conversation:
         self.lock = asyncio.Lock()
         self.at_end = ExitStack()
 
+    @staticmethod
+    def current() -> Conversation | None:
+        """The conversation of the running task; `None` outside of conversations."""
+        return _current.get()
+
+    @staticmethod
+    @contextmanager
+    def begun() -> Iterator[None]:
+        """Context manager for one conversation; releases its server slots on exit."""
+        mine = Conversation()
+        before = _current.set(mine)
+        try:
+            with mine.at_end:
+                yield
+        finally:
+            _current.reset(before)
+
 
 _current: ContextVar[Conversation | None] = ContextVar("the conversation that this task belongs to", default=None)
-
-
-def current_conversation() -> Conversation | None:
-    """The conversation of the running task; `None` outside of conversations."""
-    return _current.get()
-
-
-@contextmanager
-def conversation() -> Iterator[None]:
-    """Context manager for one conversation; releases its server slots on exit."""
-    mine = Conversation()
-    before = _current.set(mine)
-    try:
-        with mine.at_end:
-            yield
-    finally:
-        _current.reset(before)

@@ -19,14 +19,13 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
-from mt_grpo.errors import ServerGoneError, WeightSyncError
-from mt_grpo.servers.cache_scheduler import CacheScheduler, Gate, Pressure, read_pressure
+from mt_grpo.errors import ServerGoneError
+from mt_grpo.servers.cache_scheduler import CacheScheduler, Gate, Pressure
 from mt_grpo.servers.http import (
     CONNECT_TIMEOUT,
     POLL,
@@ -34,38 +33,18 @@ from mt_grpo.servers.http import (
     Server,
     ServerControl,
     ServerSetupError,
-    ask,
-    check_server,
-    exchange,
     open_session,
-    read_answer,
     wait_for_servers,
 )
 
-_RELEASED = "released"
+_RELEASED = ":released"
 _LABEL = re.compile(
-    rf"(?P<run>(?P<host>.+)-(?P<machine>\w+\.\w+)-(?P<process>\d+)-(?P<start>\d+)-\w+):(?P<step>\w+)(:{_RELEASED})?"
+    rf"(?P<run>(?P<host>.+)-(?P<machine>\w+\.\w+)-(?P<process>\d+)-(?P<start>\d+)-\w+):(?P<step>\w+)({_RELEASED})?"
 )
 
 
-def new_run() -> str:
-    """A name for a run of this process: host, boot, process numbering, process, start, and a part of its own."""
-    process = os.getpid()
-    return f"{socket.gethostname()}-{_machine()}-{process}-{_start(process)}-{uuid.uuid4().hex[:6]}"
-
-
-def weight_label(run: str | None, version: int | str) -> str:
-    """The weight version that a server gets: `RUN:STEP`, or only the step if no run is given."""
-    return str(version) if run is None else f"{run}:{version}"
-
-
-def released(label: str) -> str:
-    """The weight version of a run that is over."""
-    return f"{label}:{_RELEASED}"
-
-
 @dataclass(frozen=True)
-class _Owner:
+class Owner:
     """The run that a server's weight version names."""
 
     run: str
@@ -74,57 +53,68 @@ class _Owner:
     here: bool
     over: bool
 
+    @staticmethod
+    def new_run() -> str:
+        """A name for a run of this process: host, boot, process numbering, process, start, and a part of its own."""
+        process = os.getpid()
+        return f"{socket.gethostname()}-{_machine()}-{process}-{_start(process)}-{uuid.uuid4().hex[:6]}"
 
-def read_owner(label: str) -> _Owner | None:
-    """The run that a weight version names; `None` if no run of this project set it."""
-    match = _LABEL.fullmatch(label)
-    if match is None:
-        return None
-    process, here = int(match["process"]), match["machine"] == _machine()
-    gone = here and (process == os.getpid() or _start(process) != int(match["start"]))
-    words = f"process {process} on {match['host']}, step {match['step']}"
-    return _Owner(match["run"], match["step"], words, here, gone or label.endswith(f":{_RELEASED}"))
+    @staticmethod
+    def label(run: str | None, version: int | str) -> str:
+        """The weight version that a server gets: `RUN:STEP`, or only the step if no run is given."""
+        return str(version) if run is None else f"{run}:{version}"
 
+    @classmethod
+    def read(cls, label: str) -> Owner | None:
+        """The run that a weight version names; `None` if no run of this project set it."""
+        match = _LABEL.fullmatch(label)
+        if match is None:
+            return None
+        process, here = int(match["process"]), match["machine"] == _machine()
+        gone = here and (process == os.getpid() or _start(process) != int(match["start"]))
+        words = f"process {process} on {match['host']}, step {match['step']}"
+        return cls(match["run"], match["step"], words, here, gone or label == cls.released(label))
 
-def weight_version(server: ServerControl) -> str:
-    """The weight version of a server."""
-    return str(server.get("/weight_info", itemgetter("weight_version")))
+    @staticmethod
+    def released(label: str) -> str:
+        """The weight version of a run that is over."""
+        return f"{label.removesuffix(_RELEASED)}{_RELEASED}"
 
+    @classmethod
+    def check(cls, server: ServerControl, run: str) -> None:
+        """Makes sure that no other run uses a server."""
+        other = cls.read(server.weight_version())
+        if other is None or other.run == run or other.over:
+            return
+        end = "end it first" if other.here else "end it first, or restart the server if that run was killed"
+        raise server.sync_error(
+            f"holds the weights of another run ({other.words}): give this run a server of its own on another port "
+            f"(`vllm_server_port`), or {end}."
+        )
 
-def check_owner(server: ServerControl, run: str) -> None:
-    """Makes sure that no other run uses a server."""
-    other = read_owner(weight_version(server))
-    if other is None or other.run == run or other.over:
-        return
-    end = "end it first" if other.here else "end it first, or restart the server if that run was killed"
-    raise WeightSyncError(
-        f"The vLLM server at {server.base_url} holds the weights of another run ({other.words}): give this run a "
-        f"server of its own on another port (`vllm_server_port`), or {end}."
-    )
+    @classmethod
+    def check_still(cls, server: ServerControl, label: str) -> None:
+        """Makes sure that a server held the weights of `label` while it was sampled from."""
+        version = server.weight_version()
+        if version in (label, cls.released(label)):
+            return
+        other = cls.read(version)
+        if other is None:
+            raise RequestFailed(f"The server at {server.base_url} was restarted.", True, unreachable=True)
+        raise server.sync_error(
+            f"was given the weights of another run ({other.words}) while this run sampled from it, so that these "
+            "conversations are not trained on: give each run a server of its own, on another port "
+            "(`vllm_server_port`)."
+        )
 
-
-def check_still_owner(server: ServerControl, label: str) -> None:
-    """Makes sure that a server held the weights of `label` while it was sampled from."""
-    version = weight_version(server)
-    if version in (label, released(label)):
-        return
-    other = read_owner(version)
-    if other is None:
-        raise RequestFailed(f"The server at {server.base_url} was restarted.", True, unreachable=True)
-    raise WeightSyncError(
-        f"The vLLM server at {server.base_url} was given the weights of another run ({other.words}) while this run "
-        "sampled from it, so that these conversations are not trained on: give each run a server of its own, on "
-        "another port (`vllm_server_port`)."
-    )
-
-
-def give_back(server: ServerControl, run: str) -> None:
-    """Tells a server that a run is over, if the server can be reached and holds the run's weights."""
-    with contextlib.suppress(RequestFailed):
-        version = weight_version(server)
-        held = read_owner(version)
-        if held is not None and held.run == run and version != released(version):
-            server.post("/update_weight_version", {"new_version": released(f"{run}:{held.step}")})
+    @classmethod
+    def give_back(cls, server: ServerControl, run: str) -> None:
+        """Tells a server that a run is over, if the server can be reached and holds the run's weights."""
+        with contextlib.suppress(RequestFailed):
+            version = server.weight_version()
+            held = cls.read(version)
+            if held is not None and held.run == run and version != cls.released(version):
+                server.post("/update_weight_version", {"new_version": cls.released(version)})
 
 
 def _machine() -> str:
@@ -173,7 +163,7 @@ class VLLMServers:
     ) -> None:
         urls = [base_urls] if isinstance(base_urls, str) else base_urls
         self.servers = [Server(url.rstrip("/"), api_key) for url in urls]
-        self.placement = Placement(self.servers, home)
+        self.placement = _Placement(self.servers, home)
         self.tokenizer, self.api_key = tokenizer, api_key
         self.expected_model, self.model = model, ""
         self.request_timeout, self.max_retries, self.max_concurrent = request_timeout, max_retries, max_concurrent
@@ -201,7 +191,7 @@ class VLLMServers:
             enough = self.min_servers or len(servers)
 
             async def fits(server: Server) -> None:
-                await check_server(server, self.expected_model, self.tokenizer, len(servers) > 1)
+                await server.check(self.expected_model, self.tokenizer, len(servers) > 1)
 
             silent = await wait_for_servers(servers, enough, began, self.server_timeout, progress, fits)
             if len(servers) - len(silent) < (self.min_servers or 1):
@@ -220,7 +210,7 @@ class VLLMServers:
 
     async def check(self, server: Server) -> None:
         """Holds a server that comes later against what the run needs."""
-        await check_server(server, self.expected_model, self.tokenizer, len(self.servers) > 1)
+        await server.check(self.expected_model, self.tokenizer, len(self.servers) > 1)
         self._check_beside(server)
 
     def _check_beside(self, server: Server) -> None:
@@ -301,7 +291,7 @@ class VLLMServers:
                 if self.incoming_version is not None:  # a sync has left it out, and goes on
                     await asyncio.sleep(POLL)
                     continue
-                if self.weight_version is None or held == weight_label(self.run, self.weight_version):
+                if self.weight_version is None or held == Owner.label(self.run, self.weight_version):
                     break
                 if self.restore is not None:
                     logger.warning("The vLLM server at %s was restarted: sending it the weights again.", server.url)
@@ -332,7 +322,7 @@ class VLLMServers:
         fitting = {self.weight_version}
         held = await self._weights_of(server)
         fitting |= {version for version in (self.weight_version, self.incoming_version) if version is not None}
-        return held in {weight_label(self.run, version) for version in fitting}
+        return held in {Owner.label(self.run, version) for version in fitting}
 
     async def _weights_of(self, server: Server) -> str | None:
         """The label of a server's weights, as far as this client has to know it."""
@@ -344,7 +334,7 @@ class VLLMServers:
     async def _call(
         self, server: Server, method: str, path: str, content: bytes | None = None, timeout: float | None = None
     ) -> Any:
-        return await ask(self._connection().http, server, method, path, content, timeout or self.request_timeout)
+        return await server.ask(self._connection().http, method, path, content, timeout or self.request_timeout)
 
     def _connection(self) -> _Connections:
         """Connections of the running event loop; those of an earlier loop cannot be used in another."""
@@ -370,7 +360,7 @@ class VLLMServers:
         )
 
 
-class Placement:
+class _Placement:
     """
     Places a group of conversations (those of one first context) on the server with the fewest, ties by a hash that
     every process shares. A conversation stays there while that server is up.
@@ -463,10 +453,7 @@ class _Connections:
         if server.url not in self.gates:
 
             async def look() -> Pressure | None:
-                status, body, _ = await exchange(self.http, server, "GET", METRICS, None, CONNECT_TIMEOUT)
-                if status != 200:
-                    read_answer(f"GET {server.url}{METRICS}", status, body)
-                return read_pressure(body.decode(errors="replace"))
+                return Pressure.read(await server.ask_text(self.http, METRICS))
 
             self.gates[server.url] = Gate(scheduler, look, lambda: server.up)
         return self.gates[server.url]

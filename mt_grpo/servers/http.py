@@ -23,8 +23,8 @@ import aiohttp
 import orjson
 
 from mt_grpo.concurrency import run
-from mt_grpo.errors import EngineError, ServerSetupError
-from mt_grpo.vllm_plugin import IDENTITY, read_key
+from mt_grpo.errors import EngineError, ServerSetupError, WeightSyncError
+from mt_grpo.vllm_plugin import IDENTITY, StoredKey
 
 CONNECT_TIMEOUT = 5.0
 """Seconds after which a host that does not answer counts as unreachable."""
@@ -42,9 +42,7 @@ _LAST_WORDS = 10.0  # seconds for a call that tidies up after a failure
 DELAYS = (0.25, 0.5, 1.0)
 """Seconds before a control call is repeated."""
 
-Call = Callable[..., Awaitable[Any]]
-Read = Callable[[Any], Any]
-"""Takes from an answer what is wanted, or raises as a lookup does."""
+_Read = Callable[[Any], Any]  # takes from an answer what is wanted, or raises as a lookup does
 
 
 class RequestFailed(EngineError):
@@ -62,12 +60,12 @@ def find_key(base_url: str) -> str | None:
     parts = urlsplit(base_url)
     port = parts.port or (443 if parts.scheme == "https" else 80)
     try:
-        return os.environ.get("VLLM_API_KEY") or read_key(parts.hostname, port)
+        return os.environ.get("VLLM_API_KEY") or StoredKey(parts.hostname, port).read()
     except PermissionError as error:
         raise ServerSetupError(str(error)) from error
 
 
-def headers(api_key: str | None) -> dict[str, str]:
+def _headers(api_key: str | None) -> dict[str, str]:
     """The headers of every request. No cache on the way may answer it."""
     always = {"Content-Type": "application/json", "Cache-Control": "no-cache, no-store", "Pragma": "no-cache"}
     return always | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
@@ -78,7 +76,7 @@ def open_session() -> aiohttp.ClientSession:
     return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE))
 
 
-def read_answer(request: str, status: int, body: bytes) -> Any:
+def _read_answer(request: str, status: int, body: bytes) -> Any:
     """The decoded JSON of an answer, `None` for an empty one."""
     if status != 200:
         raise RequestFailed(
@@ -148,59 +146,143 @@ class Server:
         """Uses the server for conversations again."""
         self.down_since, self.fault, self.fingerprint, self.images = None, "", None, set()
 
+    def setup_error(self, fault: str) -> ServerSetupError:
+        """The error for a server that cannot serve a run."""
+        return ServerSetupError(f"The vLLM server at {self.url} {fault}")
+
+    async def exchange(
+        self, http: aiohttp.ClientSession, method: str, path: str, content: bytes | None, timeout: float
+    ) -> tuple[int, bytes, str | None]:
+        """Its status, body and identity; it is asked again if it refuses the key and there is another."""
+        limit = aiohttp.ClientTimeout(timeout, sock_connect=CONNECT_TIMEOUT)
+        url = self.url + path
+        if method == "GET":  # some caches keep answers whatever the headers say, each under its address
+            url += f"{'&' if '?' in path else '?'}asked={time.time_ns()}"
+        while True:
+            key = self.key
+            try:
+                async with http.request(method, url, data=content, timeout=limit, headers=_headers(key)) as answer:
+                    status, body, identity = answer.status, await answer.read(), answer.headers.get(IDENTITY)
+            except (TimeoutError, aiohttp.ClientError) as error:
+                raise _no_answer(f"{method} {self.url}{path}", error) from error
+            # another request may have looked the key up meanwhile
+            if status != 401 or not (self.key != key or self.renew_key()):
+                return status, body, identity
+
+    async def ask(
+        self,
+        http: aiohttp.ClientSession,
+        method: str,
+        path: str,
+        content: bytes | None = None,
+        timeout: float = CONNECT_TIMEOUT,
+    ) -> Any:
+        """Its decoded answer, or `RequestFailed`."""
+        answer, _ = await self.ask_identified(http, method, path, content, timeout)
+        return answer
+
+    async def ask_identified(
+        self, http: aiohttp.ClientSession, method: str, path: str, content: bytes | None, timeout: float
+    ) -> tuple[Any, str | None]:
+        """Its decoded answer, and the identity that its guard gives it; `None` where there is no guard."""
+        status, body, identity = await self.exchange(http, method, path, content, timeout)
+        return _read_answer(f"{method} {self.url}{path}", status, body), identity
+
+    async def ask_text(self, http: aiohttp.ClientSession, path: str) -> str:
+        """What it says at a path, whatever that is, or `RequestFailed`: of `/health` the status says all."""
+        status, body, _ = await self.exchange(http, "GET", path, None, CONNECT_TIMEOUT)
+        if status != 200:
+            _read_answer(f"GET {self.url}{path}", status, body)
+        return body.decode(errors="replace")
+
+    async def check(self, model: str | None, tokenizer: Any, several: bool = False) -> None:
+        """Compares the server with what the trainer expects, and notes its context length and its version."""
+        url = self.url
+        async with open_session() as http:
+
+            async def call(method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+                content = None if body is None else orjson.dumps(body)
+                return await self.ask(http, method, path, content, _CHECK_TIMEOUT)
+
+            get, post = functools.partial(call, "GET"), functools.partial(call, "POST")
+            try:
+                try:
+                    models = (await get("/v1/models"))["data"]
+                except RequestFailed as error:
+                    if error.status is not None or error.unreachable:
+                        raise
+                    models = (await get("/v1/models"))["data"]  # half an answer; another kind of page stays one
+                served = next((entry for entry in models if model is None or _same(model, entry)), None)
+                roots = ", ".join(repr(entry["root"]) for entry in models)
+                length = 0 if served is None else served["max_model_len"]
+            except RequestFailed as error:
+                if error.status == 401:
+                    raise self.setup_error(
+                        "refuses the API key: start server and trainer with the same `VLLM_API_KEY`, or both without "
+                        "it, on one machine and as one user."
+                    ) from error
+                if error.unreachable or (error.status is not None and _passes(error.status)):
+                    raise
+                raise _foreign(url, str(error)) from error
+            except (KeyError, TypeError) as error:
+                raise _foreign(url, f"GET {url}/v1/models was answered with no list of models") from error
+            await self._check_router(get)
+            if served is None:
+                raise self.setup_error(f"serves {roots}, not {model!r}: start it with this run's recipe.")
+            text = _PROBE + "".join(sorted(tokenizer.get_added_vocab()))
+            body = {"model": served["id"], "prompt": text, "add_special_tokens": False}
+            tokens = _found(await post("/tokenize", body), itemgetter("tokens"), f"POST {url}/tokenize")
+            if tokens != tokenizer.encode(text, add_special_tokens=False):
+                raise self.setup_error(
+                    "has a tokenizer that encodes text differently from the trainer's: start it with the model and "
+                    "the tokenizer of this run's recipe."
+                )
+            try:
+                info = await get("/server_info?config_format=json")
+            except RequestFailed as error:
+                if error.status != 404:
+                    raise
+                raise self.setup_error(
+                    "has no endpoints for weight sync: start it with `mt-grpo serve`, or with "
+                    "`VLLM_SERVER_DEV_MODE=1` in its environment and `--middleware mt_grpo.vllm_plugin.guard.Guard`."
+                ) from error
+            mode = _found(
+                info, lambda it: it["vllm_config"]["model_config"]["logprobs_mode"], f"GET {url}/server_info"
+            )
+            if mode != "processed_logprobs":
+                raise self.setup_error(
+                    f"reports log-probabilities as {mode!r}, not those it samples with: start it with `mt-grpo "
+                    "serve`, or with `--logprobs-mode processed_logprobs`."
+                )
+            if several:
+                self.version = _found(await get("/version"), itemgetter("version"), f"GET {url}/version")
+            self.context_length = length
+
+    async def _check_router(self, get: Callable[..., Awaitable[Any]]) -> None:
+        """vLLM's router lists its workers. It sends a pause or an update to one of them, and answers as if to all."""
+        try:
+            workers = (await get("/workers"))["workers"]
+            urls = ", ".join(worker["url"] for worker in workers)
+        except RequestFailed as error:
+            if error.unreachable or _passes(error.status or 200):
+                raise
+            return
+        except (KeyError, TypeError):
+            return
+        raise ServerSetupError(router_words(self.url, f"is a router before {urls}"))
+
 
 def _whole(answer: object) -> Any:
     return answer
 
 
-def _found(answer: object, read: Read, request: str) -> Any:
+def _found(answer: object, read: _Read, request: str) -> Any:
     """What `read` finds in an answer; `RequestFailed` if it is not there."""
     try:
         return read(answer)
     except (KeyError, IndexError, TypeError, ValueError) as error:
         shown = _cut(str(answer))
         raise RequestFailed(f"{request} was answered without what was asked for: {shown}", True) from error
-
-
-async def exchange(
-    http: aiohttp.ClientSession, server: Server, method: str, path: str, content: bytes | None, timeout: float
-) -> tuple[int, bytes, str | None]:
-    """A server's status, body and identity; asked again if it refuses the key and there is another."""
-    limit = aiohttp.ClientTimeout(timeout, sock_connect=CONNECT_TIMEOUT)
-    url = server.url + path
-    if method == "GET":  # some caches keep answers whatever the headers say, each under its address
-        url += f"{'&' if '?' in path else '?'}asked={time.time_ns()}"
-    while True:
-        key = server.key
-        try:
-            async with http.request(method, url, data=content, timeout=limit, headers=headers(key)) as answer:
-                status, body, identity = answer.status, await answer.read(), answer.headers.get(IDENTITY)
-        except (TimeoutError, aiohttp.ClientError) as error:
-            raise _no_answer(f"{method} {server.url}{path}", error) from error
-        # another request may have looked the key up meanwhile
-        if status != 401 or not (server.key != key or server.renew_key()):
-            return status, body, identity
-
-
-async def ask(
-    http: aiohttp.ClientSession,
-    server: Server,
-    method: str,
-    path: str,
-    content: bytes | None = None,
-    timeout: float = CONNECT_TIMEOUT,
-) -> Any:
-    """The decoded answer of a server. Raises as `exchange` and `read_answer` do."""
-    answer, _ = await ask_identified(http, server, method, path, content, timeout)
-    return answer
-
-
-async def ask_identified(
-    http: aiohttp.ClientSession, server: Server, method: str, path: str, content: bytes | None, timeout: float
-) -> tuple[Any, str | None]:
-    """The decoded answer of a server, and the identity that its guard gives it; `None` where there is no guard."""
-    status, body, identity = await exchange(http, server, method, path, content, timeout)
-    return read_answer(f"{method} {server.url}{path}", status, body), identity
 
 
 async def wait_for_servers(
@@ -217,7 +299,7 @@ async def wait_for_servers(
         while True:
             for server in list(silent):
                 try:
-                    await hear(http, server)
+                    await server.ask_text(http, "/health")
                     if check is not None:
                         await check(server)
                     silent.remove(server)
@@ -236,13 +318,6 @@ async def wait_for_servers(
                 )
                 told = max(2 * told, _FIRST_TOLD)  # a server that takes minutes is told of a few times
             await asyncio.sleep(min(POLL, max(0.0, timeout - waited)))
-
-
-async def hear(http: aiohttp.ClientSession, server: Server) -> None:
-    """Asks a server for its health. The status says it: what stands before a server may answer with a text."""
-    status, body, _ = await exchange(http, server, "GET", "/health", None, CONNECT_TIMEOUT)
-    if status != 200:
-        read_answer(f"GET {server.url}/health", status, body)
 
 
 def _passes(status: int) -> bool:
@@ -270,28 +345,36 @@ class ServerControl:
         self._server.renew_key()
         self._timeout = timeout
 
-    def get(self, path: str, read: Read = _whole, **params: str) -> Any:
-        """GET; what `read` finds in the answer. See `read_answer` for what is raised."""
+    def get(self, path: str, read: _Read = _whole, **params: str) -> Any:
+        """GET; what `read` finds in the answer."""
         return self._insist("GET", path, None, params, read)
 
     def post(
         self,
         path: str,
         body: dict[str, Any] | None = None,
-        read: Read = _whole,
+        read: _Read = _whole,
         *,
         final: str = "",
         repeat: bool = True,
         timeout: float = 0.0,
         **params: str,
     ) -> Any:
-        """POST; what `read` finds in the answer. See `read_answer` for what is raised."""
+        """POST; what `read` finds in the answer."""
         return self._insist("POST", path, body, params, read, final, repeat, timeout)
 
     def tidy_up(self, path: str, body: dict[str, Any] | None = None, **params: str) -> None:
         """POST after a failure, perhaps of the server: its result is ignored, and it takes a few seconds at most."""
         with contextlib.suppress(RequestFailed):
             self._call("POST", path, body, params, _LAST_WORDS)
+
+    def weight_version(self) -> str:
+        """The weight version of the server."""
+        return str(self.get("/weight_info", itemgetter("weight_version")))
+
+    def sync_error(self, fault: str) -> WeightSyncError:
+        """The error for a server that cannot get weights, or has others."""
+        return WeightSyncError(f"The vLLM server at {self.base_url} {fault}")
 
     def healthy(self, repeat: bool = True) -> bool:
         """Whether the server says so; it is asked once without `repeat`. It may answer though its engine has died."""
@@ -308,7 +391,7 @@ class ServerControl:
         path: str,
         body: dict[str, Any] | None,
         params: dict[str, str],
-        read: Read,
+        read: _Read,
         final: str = "",
         repeat: bool = True,
         timeout: float = 0.0,
@@ -333,12 +416,12 @@ class ServerControl:
 
         async def call() -> tuple[int, bytes, str | None]:
             async with open_session() as http:
-                return await exchange(http, self._server, method, target, content, limit)
+                return await self._server.exchange(http, method, target, content, limit)
 
         status, answer, _ = run(call())
         if status == 200 and (path.endswith("_lora_adapter") or path == "/health"):  # answered in plain words
             return answer.decode(errors="replace")
-        return read_answer(f"{method} {self.base_url}{target}", status, answer)
+        return _read_answer(f"{method} {self.base_url}{target}", status, answer)
 
 
 def _words(body: bytes) -> str:
@@ -358,93 +441,12 @@ def _cut(text: str, length: int = 400) -> str:
     return text if len(text) <= length else f"{text[:length]} ..."
 
 
-async def check_server(server: Server, model: str | None, tokenizer: Any, several: bool = False) -> None:
-    """Compares a server with what the trainer expects, and notes its context length and its version."""
-    url = server.url
-    async with open_session() as http:
-
-        async def call(method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-            return await ask(http, server, method, path, None if body is None else orjson.dumps(body), _CHECK_TIMEOUT)
-
-        get, post = functools.partial(call, "GET"), functools.partial(call, "POST")
-        try:
-            try:
-                models = (await get("/v1/models"))["data"]
-            except RequestFailed as error:
-                if error.status is not None or error.unreachable:
-                    raise
-                models = (await get("/v1/models"))["data"]  # half an answer; another kind of page stays one
-            served = next((entry for entry in models if model is None or _same(model, entry)), None)
-            roots = ", ".join(repr(entry["root"]) for entry in models)
-            length = 0 if served is None else served["max_model_len"]
-        except RequestFailed as error:
-            if error.status == 401:
-                raise ServerSetupError(
-                    f"The vLLM server at {url} refuses the API key: start server and trainer with the same "
-                    "`VLLM_API_KEY`, or both without it, on one machine and as one user."
-                ) from error
-            if error.unreachable or (error.status is not None and _passes(error.status)):
-                raise
-            raise _foreign(url, str(error)) from error
-        except (KeyError, TypeError) as error:
-            raise _foreign(url, f"GET {url}/v1/models was answered with no list of models") from error
-        await _check_router(url, get)
-        if served is None:
-            raise ServerSetupError(
-                f"The vLLM server at {url} serves {roots}, not {model!r}: start it with this run's recipe."
-            )
-        text = _PROBE + "".join(sorted(tokenizer.get_added_vocab()))
-        body = {"model": served["id"], "prompt": text, "add_special_tokens": False}
-        tokens = _found(await post("/tokenize", body), itemgetter("tokens"), f"POST {url}/tokenize")
-        if tokens != tokenizer.encode(text, add_special_tokens=False):
-            raise ServerSetupError(
-                f"The tokenizer of the vLLM server at {url} encodes text differently from the trainer's: start the "
-                "server with the model and the tokenizer of this run's recipe."
-            )
-        await _check_flags(url, get)
-        if several:
-            server.version = _found(await get("/version"), itemgetter("version"), f"GET {url}/version")
-        server.context_length = length
-
-
-async def _check_router(url: str, get: Call) -> None:
-    """vLLM's router lists its workers. It sends a pause or an update to one of them, and answers as if to all."""
-    try:
-        workers = (await get("/workers"))["workers"]
-        urls = ", ".join(worker["url"] for worker in workers)
-    except RequestFailed as error:
-        if error.unreachable or _passes(error.status or 200):
-            raise
-        return
-    except (KeyError, TypeError):
-        return
-    raise ServerSetupError(router_words(url, f"is a router before {urls}"))
-
-
 def router_words(url: str, what: str) -> str:
     """Why weights are not sent to a router."""
     return (
         f"What answers at {url} {what}: a pause, weights and their proof would reach one server only, so name the "
         "servers themselves in `vllm_server_base_url`; the conversations of a group stay on one of them all the same."
     )
-
-
-async def _check_flags(url: str, get: Call) -> None:
-    try:
-        info = await get("/server_info?config_format=json")
-    except RequestFailed as error:
-        if error.status != 404:
-            raise
-        raise ServerSetupError(
-            f"The vLLM server at {url} has no endpoints for weight sync: start it with `mt-grpo serve`, or with "
-            "`VLLM_SERVER_DEV_MODE=1` in its environment and `--middleware mt_grpo.vllm_plugin.guard.Guard`."
-        ) from error
-    mode = _found(info, lambda it: it["vllm_config"]["model_config"]["logprobs_mode"], f"GET {url}/server_info")
-    if mode != "processed_logprobs":
-        raise ServerSetupError(
-            f"The vLLM server at {url} reports log-probabilities as {mode!r}, not those it samples with: start it "
-            "with `mt-grpo serve`, or with `--logprobs-mode processed_logprobs`."
-        )
 
 
 def _same(model: str, entry: dict[str, Any]) -> bool:

@@ -25,17 +25,15 @@ from pathlib import Path
 from mt_grpo.concurrency import run
 from mt_grpo.errors import ConfigError
 from mt_grpo.servers import watchdog
-from mt_grpo.servers.http import RequestFailed, Server, ServerSetupError, hear, open_session, wait_for_servers
+from mt_grpo.servers.http import RequestFailed, Server, ServerSetupError, open_session, wait_for_servers
 from mt_grpo.vllm_plugin import check_keys_folder
 
 logger = logging.getLogger(__name__)
 CHECK_EVERY = 1.0
 """Seconds between two looks at a server that starts."""
-_NOTICE_AFTER = 15.0
-"""Seconds after which it is said that a server starts."""
+_NOTICE_AFTER = 15.0  # seconds after which it is said that a server starts
 
-_LISTEN_EVERY = 5.0
-"""Seconds between two looks at a server's health."""
+_LISTEN_EVERY = 5.0  # seconds between two looks at a server's health
 
 _DIE_WITH_PARENT = 1  # of prctl
 _ENDS = signal.SIGTERM, signal.SIGINT
@@ -129,7 +127,7 @@ async def _supervise(replicas: Sequence[Replica], listens: bool) -> int:
         async with open_session() as http:
             while True:
                 with contextlib.suppress(RequestFailed):
-                    await hear(http, server)
+                    await server.ask_text(http, "/health")
                     replica.heard = time.monotonic()
                 await asyncio.sleep(_LISTEN_EVERY)
 

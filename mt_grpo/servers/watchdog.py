@@ -20,7 +20,7 @@ TIME_TO_END = 20.0
 _DIE_WITH_PARENT = 1  # of prctl
 
 
-def main(parent: int, command: list[str]) -> int:
+def _main(parent: int, command: list[str]) -> int:
     """Starts a server, ends it when the process that asked for it is gone, and returns its status."""
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # they are for the parent
         signal.signal(ignored, signal.SIG_IGN)
@@ -44,4 +44,4 @@ def _begin() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), sys.argv[2:]))
+    sys.exit(_main(int(sys.argv[1]), sys.argv[2:]))

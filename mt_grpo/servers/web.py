@@ -21,7 +21,7 @@ MAX_BYTES = 32 << 20
 _thread = OnePerProcess(lambda: LoopThread("mt-grpo-web"))
 
 
-class Answer(NamedTuple):
+class _Answer(NamedTuple):
     """An answer: status and headers, and all of its content, decompressed."""
 
     response: httpx.Response
@@ -35,7 +35,7 @@ class Answer(NamedTuple):
             raise ValueError("the brackets of the answer are too deep") from None
 
 
-async def ask(http: httpx.AsyncClient, method: str, url: str, seconds: float, **request: Any) -> Answer:
+async def ask(http: httpx.AsyncClient, method: str, url: str, seconds: float, **request: Any) -> _Answer:
     """Asks for an answer."""
     raw = bytearray()
     begun = time.monotonic()
@@ -48,7 +48,7 @@ async def ask(http: httpx.AsyncClient, method: str, url: str, seconds: float, **
     except TimeoutError:
         raise httpx.ReadTimeout(f"no whole answer within {time.monotonic() - begun:.0f} s") from None
     encoding = response.headers.get("Content-Encoding", "identity").strip().lower()
-    return Answer(response, _decompressed(bytes(raw), encoding))
+    return _Answer(response, _decompressed(bytes(raw), encoding))
 
 
 def _decompressed(raw: bytes, encoding: str) -> bytes:
@@ -108,7 +108,7 @@ class WebClient:
         self._http = httpx.AsyncClient(headers=given, limits=httpx.Limits(max_connections=None))
         weakref.finalize(self, _close, self._http).atexit = False
 
-    def ask(self, method: str, url: str, seconds: float, **request: Any) -> Answer:
+    def ask(self, method: str, url: str, seconds: float, **request: Any) -> _Answer:
         """See `ask`."""
         return _thread.get().wait(ask(self._http, method, url, seconds, **request))
 

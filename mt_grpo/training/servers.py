@@ -36,7 +36,7 @@ from mt_grpo.training.model import resolve_base, resolve_model, served_model, so
 from mt_grpo.training.ranks import everywhere, several_hosts
 from mt_grpo.vllm_plugin.guard import SLEEPS
 from mt_grpo.weights.sync import WeightSync
-from mt_grpo.weights.transport import Transport, find_transport
+from mt_grpo.weights.transport import TRANSPORTS, Transport
 
 _LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
 _LAUNCHERS = ("ROLE_", "MASTER_", "TORCHELASTIC_", "ACCELERATE_", "FSDP_", "TORCH_NCCL_", "OMP_")
@@ -45,8 +45,7 @@ GONE_TIMEOUT = 20.0
 """Seconds to wait for a server that was up: nobody starts it again."""
 GUARD = "mt_grpo.vllm_plugin.guard.Guard"
 """The middleware that lets only the trainer's requests pass, and only with the key."""
-_DRAIN = 30
-"""Seconds that a server which is told to end gives the requests under way."""
+_DRAIN = 30  # seconds that a server which is told to end gives the requests under way
 
 
 def server_urls(args: MTGRPOConfig, processes: int | None = None) -> list[str]:
@@ -61,7 +60,7 @@ def server_urls(args: MTGRPOConfig, processes: int | None = None) -> list[str]:
     urls = expand_addresses(args.vllm_server_base_url or [], "vllm_server_base_url")
     if urls:
         return urls
-    return [host_url(args.vllm_server_host, args.vllm_server_port, "vllm_server_host")]
+    return [host_url(args.vllm_server_host, args.vllm_server_port)]
 
 
 def colocates(args: MTGRPOConfig) -> bool:
@@ -75,8 +74,9 @@ def _own_port(args: MTGRPOConfig) -> int:
 
 
 def transport_of(args: MTGRPOConfig) -> type[Transport]:
-    """The transport that `weight_sync` names."""
-    return find_transport(args.weight_sync, shares_gpu=colocates(args) and args.device.type == "cuda")
+    """The transport of `weight_sync`; `auto` works everywhere, or copies least between processes on one GPU."""
+    best = "ipc" if colocates(args) and args.device.type == "cuda" else "safetensors"
+    return TRANSPORTS[best if args.weight_sync == "auto" else args.weight_sync]
 
 
 def server_client(
@@ -197,7 +197,7 @@ def _carries_state(config: PreTrainedConfig) -> bool:
     return any(kind == "linear_attention" or "attention" not in kind and kind not in ("mlp", "moe") for kind in kinds)
 
 
-def check_vllm() -> None:
+def _check_vllm() -> None:
     """Whether servers can be started."""
     own = interpreter()
     here = own == Path(sys.executable)
@@ -237,24 +237,24 @@ def cpu_defaults() -> dict[str, str]:
 
 def check_own_servers(args: MTGRPOConfig) -> None:
     """Whether this machine can hold the servers that a run starts. This is a collective call."""
+
+    def check() -> None:
+        check_groups(vars(args), args.world_size)
+        if several_hosts(args):
+            raise ConfigError(
+                "`vllm_mode: colocate` starts servers for the processes of one machine, and these are on several: set "
+                "`vllm_mode: server`, and start the servers with `mt-grpo serve`."
+            )
+        _check_vllm()
+        check_keys()
+        if _leads(args) and not is_free(_own_port(args)):
+            raise ConfigError(
+                f"Port {_own_port(args)} is taken, and `vllm_mode: colocate` starts a server on it: give the run "
+                "another `vllm_server_port`; its servers take that one and those after it."
+            )
+
     if colocates(args):
-        everywhere(lambda: _check(args))
-
-
-def _check(args: MTGRPOConfig) -> None:
-    check_groups(vars(args), args.world_size)
-    if several_hosts(args):
-        raise ConfigError(
-            "`vllm_mode: colocate` starts servers for the processes of one machine, and these are on several: set "
-            "`vllm_mode: server`, and start the servers with `mt-grpo serve`."
-        )
-    check_vllm()
-    check_keys()
-    if _leads(args) and not is_free(_own_port(args)):
-        raise ConfigError(
-            f"Port {_own_port(args)} is taken, and `vllm_mode: colocate` starts a server on it: give the run another "
-            "`vllm_server_port`; its servers take that one and those after it."
-        )
+        everywhere(check)
 
 
 def _leads(args: MTGRPOConfig) -> bool:
@@ -262,8 +262,12 @@ def _leads(args: MTGRPOConfig) -> bool:
     return args.process_index % args.vllm_tensor_parallel_size == 0
 
 
-def start_own_server(args: MTGRPOConfig, model: PreTrainedModel) -> OwnServer | None:
-    """Starts this process group's server, and returns when all of the run answer. This is a collective call."""
+@contextmanager
+def own_server(args: MTGRPOConfig, model: PreTrainedModel) -> Iterator[OwnServer | None]:
+    """
+    The server of this process's group, if there is one, once all of the run answer; it ends where the context fails,
+    else lives on. This is a collective call.
+    """
 
     def start() -> OwnServer | None:
         if not _leads(args):
@@ -283,10 +287,15 @@ def start_own_server(args: MTGRPOConfig, model: PreTrainedModel) -> OwnServer | 
             lora_r=16 if peft is None else peft.r,
         )
         command, environment = command_at("127.0.0.1", _own_port(args), args, about)
-        environment |= _gpus(args)
+        if args.device.type == "cuda":  # those of the group, for the server alone
+            size = args.vllm_tensor_parallel_size
+            first = args.local_process_index // size * size
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible_gpus()[first : first + size])
         if args.vllm_enable_sleep_mode:
             environment[SLEEPS] = "1"
-        server = OwnServer(command, {**_surroundings(), **environment}, f"http://127.0.0.1:{_own_port(args)}")
+        launched = {name for name in os.environ if name in _LAUNCHER or name.startswith(_LAUNCHERS)}
+        around = {name: value for name, value in os.environ.items() if name not in launched}
+        server = OwnServer(command, {**around, **environment}, f"http://127.0.0.1:{_own_port(args)}")
         try:
             server.wait(args.vllm_server_timeout)
         except BaseException:
@@ -294,13 +303,7 @@ def start_own_server(args: MTGRPOConfig, model: PreTrainedModel) -> OwnServer | 
             raise
         return server
 
-    return everywhere(start)
-
-
-@contextmanager
-def own_server(args: MTGRPOConfig, model: PreTrainedModel) -> Iterator[OwnServer | None]:
-    """The server of this process's group, if there is one; it ends where the context fails, else lives on."""
-    server = start_own_server(args, model) if colocates(args) else None
+    server = everywhere(start) if colocates(args) else None
     try:
         yield server
     except BaseException:
@@ -318,17 +321,3 @@ def hand_over(server: OwnServer | None, args: MTGRPOConfig, sync: WeightSync) ->
     if server is not None:
         sync.fleet.end_server = server.close
         sync.client.remedy += f" {server.where}"
-
-
-def _surroundings() -> dict[str, str]:
-    names = {name for name in os.environ if name in _LAUNCHER or name.startswith(_LAUNCHERS)}
-    return {name: value for name, value in os.environ.items() if name not in names}
-
-
-def _gpus(args: MTGRPOConfig) -> dict[str, str]:
-    """The GPUs of the group, for the server alone."""
-    if args.device.type != "cuda":
-        return {}
-    size = args.vllm_tensor_parallel_size
-    first = args.local_process_index // size * size
-    return {"CUDA_VISIBLE_DEVICES": ",".join(visible_gpus()[first : first + size])}

@@ -58,31 +58,37 @@ def check_keys_folder() -> None:
         pass
 
 
-def write_key(host: str | None, port: int, key: str) -> None:
-    """Stores the key of the server at `host` and `port`. It replaces the key of a server that is gone."""
-    check_keys_folder()
-    name = _key_name(host, port)
-    with _keys_folder() as folder:
-        file = os.open(f"{name}.partial", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600, dir_fd=folder)
-        with open(file, "w") as text:
-            text.write(key)
-        os.rename(f"{name}.partial", name, src_dir_fd=folder, dst_dir_fd=folder)
+class StoredKey:
+    """The key of the server at a host and port, as it is stored for its user's trainers on this machine."""
 
+    def __init__(self, host: str | None, port: int) -> None:
+        # with the network namespace, because containers may share memory but not the loopback
+        here = "localhost" if host in _EVERYWHERE else host
+        self._name = f"{os.stat('/proc/self/ns/net').st_ino}-{here}-{port}"
 
-def read_key(host: str | None, port: int) -> str | None:
-    """The key that a server at `host` and `port` stored, maybe one that was killed; `None` if there is none."""
-    try:
-        with _keys_folder() as folder, open(os.open(_key_name(host, port), os.O_RDONLY, dir_fd=folder)) as text:
-            return text.read()
-    except FileNotFoundError:
-        return None
-
-
-def remove_key(host: str | None, port: int, key: str) -> None:
-    """Removes the key that `write_key` stored, unless another server has stored its own there."""
-    if read_key(host, port) == key:
+    def write(self, key: str) -> None:
+        """Stores a key. It replaces the key of a server that is gone."""
+        check_keys_folder()
+        partial = f"{self._name}.partial"
         with _keys_folder() as folder:
-            os.unlink(_key_name(host, port), dir_fd=folder)
+            file = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600, dir_fd=folder)
+            with open(file, "w") as text:
+                text.write(key)
+            os.rename(partial, self._name, src_dir_fd=folder, dst_dir_fd=folder)
+
+    def read(self) -> str | None:
+        """The key that a server stored, maybe one that was killed; `None` if there is none."""
+        try:
+            with _keys_folder() as folder, open(os.open(self._name, os.O_RDONLY, dir_fd=folder)) as text:
+                return text.read()
+        except FileNotFoundError:
+            return None
+
+    def remove(self, key: str) -> None:
+        """Removes a key that was stored, unless another server has stored its own there."""
+        if self.read() == key:
+            with _keys_folder() as folder:
+                os.unlink(self._name, dir_fd=folder)
 
 
 def _keys_path() -> str:
@@ -108,8 +114,3 @@ def _keys_folder() -> Iterator[int]:
         yield folder
     finally:
         os.close(folder)
-
-
-def _key_name(host: str | None, port: int) -> str:
-    """Name of a key. It contains the network namespace, because containers may share memory but not the loopback."""
-    return f"{os.stat('/proc/self/ns/net').st_ino}-{'localhost' if host in _EVERYWHERE else host}-{port}"

@@ -22,11 +22,11 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.models.gpt_oss import GptOssForCausalLM
 from vllm.platforms import current_platform
 
-from mt_grpo.vllm_plugin.fetch import Checksum, file_checksum, read_tensors
+from mt_grpo.vllm_plugin.fetch import Checksum
 
 
 @dataclass
-class SafetensorsInitInfo(WeightTransferInitInfo):
+class _InitInfo(WeightTransferInitInfo):
     """The trainer's description of what it sent; a worker that sees something else raises (HTTP 500)."""
 
     checksum: str
@@ -34,13 +34,13 @@ class SafetensorsInitInfo(WeightTransferInitInfo):
 
 
 @dataclass
-class SafetensorsUpdateInfo(WeightTransferUpdateInfo):
+class _UpdateInfo(WeightTransferUpdateInfo):
     """One update."""
 
     path: str
 
 
-class SafetensorsWeightTransferEngine(WeightTransferEngine[SafetensorsInitInfo, SafetensorsUpdateInfo]):
+class SafetensorsWeightTransferEngine(WeightTransferEngine[_InitInfo, _UpdateInfo]):
     """
     Loads weights from a file through vLLM's layer-wise reload, which keeps the model's memory in place.
 
@@ -48,15 +48,15 @@ class SafetensorsWeightTransferEngine(WeightTransferEngine[SafetensorsInitInfo, 
     the model unchanged. An update that is abandoned between `start` and `finish` would leave it without weights.
     """
 
-    init_info_cls = SafetensorsInitInfo
-    update_info_cls = SafetensorsUpdateInfo
+    init_info_cls = _InitInfo
+    update_info_cls = _UpdateInfo
 
     loaded = "none, since nothing was sent to this worker"
     """Checksum of the weights of the latest update."""
 
-    def init_transfer_engine(self, init_info: SafetensorsInitInfo) -> None:
+    def init_transfer_engine(self, init_info: _InitInfo) -> None:
         """Compares what the trainer sent with what this worker sees. May be called at any time, in an update too."""
-        seen = self.loaded if init_info.path is None else file_checksum(init_info.path)
+        seen = self.loaded if init_info.path is None else Checksum.of_file(init_info.path)
         if seen != init_info.checksum:
             what = "the weights loaded last" if init_info.path is None else init_info.path
             raise ValueError(f"The checksum of {what} is {seen}, not {init_info.checksum}.")
@@ -71,7 +71,7 @@ class SafetensorsWeightTransferEngine(WeightTransferEngine[SafetensorsInitInfo, 
             torch.accelerator.synchronize()
 
     @torch.no_grad()
-    def receive_weights(self, update_info: SafetensorsUpdateInfo) -> None:
+    def receive_weights(self, update_info: _UpdateInfo) -> None:
         with safe_open(update_info.path, framework="pt", device="cpu"):  # before the model is touched
             checksum, sinks = Checksum(), list[tuple[str, torch.Tensor]]()
             self.loaded = "unknown, since an update failed"
@@ -80,7 +80,7 @@ class SafetensorsWeightTransferEngine(WeightTransferEngine[SafetensorsInitInfo, 
             initialize_layerwise_reload(self.model)
             try:
                 # closed, so that all that was loaded is added, even if the model asks for no end
-                with contextlib.closing(read_tensors(update_info.path, checksum)) as tensors:
+                with contextlib.closing(checksum.read(update_info.path)) as tensors:
                     self.model.load_weights(self._each_by_its_loader(tensors, sinks))
             finally:
                 finalize_layerwise_reload(self.model, self.model_config)

@@ -44,14 +44,39 @@ class Checksum:
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Adds one tensor."""
-        self.lines.append(line_of(name, tensor))
+        self.lines.append(_line_of(name, tensor))
 
     def hexdigest(self) -> str:
         """The checksum as 32 characters."""
         return hashlib.blake2b("\n".join(sorted(self.lines)).encode(), digest_size=16).hexdigest()
 
+    def read(self, path: str | Path) -> Generator[tuple[str, torch.Tensor], None, None]:
+        """
+        The tensors of a safetensors file. Another thread sums them, ahead of the reader, so that the file is mapped
+        where the reader comes to. When the iterator ends or is closed, those that it has yielded are added.
+        """
+        with safe_open(path, framework="pt", device="cpu") as file, ThreadPoolExecutor(1) as other:
+            tensors = [(name, file.get_tensor(name)) for name in file.keys()]
+            lines = [other.submit(_line_of, name, tensor) for name, tensor in tensors]
+            read = 0
+            try:
+                for read, item in enumerate(tensors, 1):  # noqa: B007  # how many, when the reader stops
+                    yield item
+            finally:
+                for line in lines[read:]:
+                    line.cancel()
+                self.lines += [line.result() for line in lines[:read]]
 
-def line_of(name: str, tensor: torch.Tensor) -> str:
+    @classmethod
+    def of_file(cls, path: str | Path) -> str:
+        """The checksum of a whole safetensors file."""
+        checksum = cls()
+        for _ in checksum.read(path):
+            pass
+        return checksum.hexdigest()
+
+
+def _line_of(name: str, tensor: torch.Tensor) -> str:
     """What a checksum keeps of a tensor."""
     content = tensor.detach().contiguous().view(-1).view(torch.uint8)
     if content.storage_offset() % 8:
@@ -62,32 +87,6 @@ def line_of(name: str, tensor: torch.Tensor) -> str:
     return f"{name} {tensor.dtype} {tuple(tensor.shape)} {sums} {content[whole:].tolist()}"
 
 
-def read_tensors(path: str | Path, checksum: Checksum) -> Generator[tuple[str, torch.Tensor], None, None]:
-    """
-    The tensors of a safetensors file. Another thread sums them, ahead of the reader, so that the file is mapped where
-    the reader comes to. When the iterator ends or is closed, those that it has yielded are added to `checksum`.
-    """
-    with safe_open(path, framework="pt", device="cpu") as file, ThreadPoolExecutor(1) as other:
-        tensors = [(name, file.get_tensor(name)) for name in file.keys()]
-        lines = [other.submit(line_of, name, tensor) for name, tensor in tensors]
-        read = 0
-        try:
-            for read, item in enumerate(tensors, 1):  # noqa: B007  # how many, when the reader stops
-                yield item
-        finally:
-            for line in lines[read:]:
-                line.cancel()
-            checksum.lines += [line.result() for line in lines[:read]]
-
-
-def file_checksum(path: str | Path) -> str:
-    """The checksum of a whole safetensors file."""
-    checksum = Checksum()
-    for _ in read_tensors(path, checksum):
-        pass
-    return checksum.hexdigest()
-
-
 ROOT = "/dev/shm"
 """Where files are put: shared memory, which all workers of a server see."""
 
@@ -95,31 +94,23 @@ CHUNK = 2**24
 """Bytes that are read at a time."""
 READ_TIMEOUT = 30.0
 """Seconds after which a connection that brings nothing counts as broken."""
-_ATTEMPTS = 5
-"""Broken connections in a row, after which a file is given up."""
+_ATTEMPTS = 5  # broken connections in a row, after which a file is given up
 NUM_FILES = 2
 """Files that take turns: to write to fresh memory takes several times as long as the copy."""
-_MAX_SIZE = 2**46
-"""Most bytes of a file."""
+_MAX_SIZE = 2**46  # most bytes of a file
 BASE_TIMEOUT = 300.0
 """Seconds that a file of any size may take."""
-_SLOWEST = 2**24
-"""Bytes per second that may be waited for beyond them."""
+_SLOWEST = 2**24  # bytes per second that may be waited for beyond them
 
-_WORD = 2
-"""Bytes of a word: those of a weight in bfloat16."""
+_WORD = 2  # bytes of a word: those of a weight in bfloat16
 BLOCK = 2**16
 """Words in a block, so that a place in it is a word itself."""
 STRETCH = 2**22
 """Words that are compared or coded at a time."""
-_SPARSE = 0.04
-"""Share of the words up to which places and values are sent."""
-_MOST_CHANGED = 0.6
-"""Share of the words from which on a change is not worth its coding."""
-_PLANES = 6
-"""Steps that are told by a bit each; more are told by a number."""
-_PARTS = _PLANES + 3
-"""Of a stretch: the directions, the planes, and the lower and higher bytes of greater numbers."""
+_SPARSE = 0.04  # share of the words up to which places and values are sent
+_MOST_CHANGED = 0.6  # share of the words from which on a change is not worth its coding
+_PLANES = 6  # steps that are told by a bit each; more are told by a number
+_PARTS = _PLANES + 3  # of a stretch: the directions, the planes, and the lower and higher bytes of greater numbers
 _PLACES, _STEPS = 0, 1
 
 
@@ -174,7 +165,7 @@ class Fetcher:
             self._ending.check()
             # some systems tidy up after a user's last session, and then anybody may make something under its name
             if self._folder is None or not _is_own(self._folder):
-                self._folder, self._label = own_folder(machine(), Path(self._root)), ""
+                self._folder, self._label = own_folder(_machine(), Path(self._root)), ""
             before = self._folder / f"{self._number}.safetensors"
             held = self._label
             if label and held == label:
@@ -187,12 +178,12 @@ class Fetcher:
             try:
                 if base:
                     change = self._folder / "change"
-                    download(url, change, size, self._ending)
+                    _download(url, change, size, self._ending)
                     _change(before, change, path)
-                    if file_checksum(path) != label:
+                    if Checksum.of_file(path) != label:
                         raise FetchError("The change does not make the weights that were announced.")
                 else:
-                    download(url, path, size, self._ending)
+                    _download(url, path, size, self._ending)
             except OSError as error:
                 raise FetchError(f"There is no place for {size / 1e9:.2f} GB in {self._folder}: {error}.") from error
             self._label = label
@@ -220,7 +211,7 @@ def _change(before: Path, change: Path, path: Path) -> None:
         raise FetchError(str(error)) from error
 
 
-def download(url: str, path: Path, size: int, ending: _Ending | None = None) -> None:
+def _download(url: str, path: Path, size: int, ending: _Ending | None = None) -> None:
     """Fills a file from a URL. After a broken connection it goes on where it was."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
@@ -293,7 +284,7 @@ def _end(connection: socket.socket) -> None:
         connection.shutdown(socket.SHUT_RDWR)
 
 
-def machine() -> str:
+def _machine() -> str:
     """How names of folders on this machine begin. Containers may share its memory, but number processes apart."""
     return f"mt-grpo-fetched-{os.stat('/proc/self/ns/pid').st_ino}"
 

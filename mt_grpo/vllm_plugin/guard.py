@@ -14,7 +14,7 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
-from mt_grpo.vllm_plugin import IDENTITY, remove_key, write_key
+from mt_grpo.vllm_plugin import IDENTITY, StoredKey
 from mt_grpo.vllm_plugin.fetch import Fetcher, FetchError
 
 Message = dict[str, Any]
@@ -25,8 +25,7 @@ _App = Callable[[Message, _Receive, Send], Awaitable[None]]
 _HEALTH = ("GET", "/health")
 FETCH = "/mt_grpo/fetch"
 """The guard's own endpoint: brings a file of weights here, see `fetch.py`."""
-_MAX_BODY = 2**14
-"""Most bytes of a request to it."""
+_MAX_BODY = 2**14  # most bytes of a request to it
 BODY_TIMEOUT = 30.0
 """Most seconds that such a request may take to arrive."""
 _BEGINS = frozenset(
@@ -156,19 +155,19 @@ class Guard:
             self._identity = [(IDENTITY.encode(), identity.encode())]
         if self._keys:
             return await self._app(scope, receive, send)
-        key = secrets.token_urlsafe(32)
+        key, stored = secrets.token_urlsafe(32), StoredKey(args.host, args.port)
         self._keys = [key]
 
         async def announce(message: Message) -> None:
             # not before: the port is this server's by now, and nobody else can wait there for the key
             if message["type"] == "lifespan.startup.complete":
-                write_key(args.host, args.port, key)
+                stored.write(key)
             await send(message)
 
         try:
             await self._app(scope, receive, announce)
         finally:
-            remove_key(args.host, args.port, key)
+            stored.remove(key)
 
     async def _fetch(self, receive: _Receive, send: Send) -> None:
         try:

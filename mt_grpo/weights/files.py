@@ -9,26 +9,26 @@ import shutil
 import socket
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import is_peft_model
+from peft.tuners.lora import LoraLayer
 from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from torch import nn
 from trl.distributed import DistributedBackend
 
 from mt_grpo.errors import ConfigError, WeightSyncError
 from mt_grpo.servers.http import RequestFailed, ServerControl
 from mt_grpo.vllm_plugin import BACKEND
-from mt_grpo.vllm_plugin.fetch import Checksum, file_checksum, own_folder
-from mt_grpo.weights.proof import shift_file, with_shifted_adapter
+from mt_grpo.vllm_plugin.fetch import Checksum, own_folder
 from mt_grpo.weights.transport import Payload, Source, Transport, Update, confirm, exhaust, weight_transport
 
-_SHARED = "/dev/shm"
-"""Where files of weights are, unless another folder is named."""
+_SHARED = "/dev/shm"  # where files of weights are, unless another folder is named
 
 _Layout = list[tuple[str, torch.dtype, tuple[int, ...]]]
 
@@ -62,7 +62,7 @@ def _arranged(layout: _Layout) -> tuple[bytes, _Places, int]:
     return len(text).to_bytes(8, "little") + text, places, 8 + len(text) + offset
 
 
-class WeightFile:
+class _WeightFile:
     """
     A file that is filled tensor by tensor, and gets its name when it is complete. It can be filled again, because
     writing to fresh memory takes several times as long as the copy. Two files that take turns avoid that.
@@ -107,33 +107,32 @@ class WeightFile:
             os.fsync(file.fileno())
         self.path = self.path.replace(path)
 
-
-def write_weights(file: WeightFile, path: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """
-    Fills a file from a walk over parameters, names it `path`, and returns their checksum. The walk is always finished,
-    even if writing fails, since it is a collective one and may hold a merged adapter.
-    """
-    iterator, checksum = iter(tensors), Checksum()
-    try:
-        with ThreadPoolExecutor(1) as other:
-            for name, tensor in iterator:
-                place = file.place(name)
-                if (tensor.shape, tensor.dtype) != (place.shape, place.dtype):
-                    raise ValueError(
-                        f"{name} is {tuple(tensor.shape)} of {tensor.dtype}; its place has the size "
-                        f"{tuple(place.shape)} and holds {place.dtype}."
-                    )
-                if tensor.device.type == "cpu":
-                    summed = other.submit(checksum.add, name, tensor)
-                    place.copy_(tensor)
-                    summed.result()  # the tensor may change when the walk goes on
-                else:
-                    place.copy_(tensor)
-                    checksum.add(name, tensor)
-        file.publish(path)
-    finally:
-        exhaust(iterator)
-    return checksum.hexdigest()
+    def fill(self, path: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
+        """
+        Fills it from a walk over parameters, names it `path`, and returns their checksum. The walk is always finished,
+        even if writing fails, since it is a collective one and may hold a merged adapter.
+        """
+        iterator, checksum = iter(tensors), Checksum()
+        try:
+            with ThreadPoolExecutor(1) as other:
+                for name, tensor in iterator:
+                    place = self.place(name)
+                    if (tensor.shape, tensor.dtype) != (place.shape, place.dtype):
+                        raise ValueError(
+                            f"{name} is {tuple(tensor.shape)} of {tensor.dtype}; its place has the size "
+                            f"{tuple(place.shape)} and holds {place.dtype}."
+                        )
+                    if tensor.device.type == "cpu":
+                        summed = other.submit(checksum.add, name, tensor)
+                        place.copy_(tensor)
+                        summed.result()  # the tensor may change when the walk goes on
+                    else:
+                        place.copy_(tensor)
+                        checksum.add(name, tensor)
+            self.publish(path)
+        finally:
+            exhaust(iterator)
+        return checksum.hexdigest()
 
 
 def make_folder(shared: str | None) -> Path:
@@ -159,29 +158,27 @@ def check_folder(
     """Makes sure that a server sees the trainer's files."""
     transfer = config["weight_transfer_config"]
     if transfer is None or transfer["backend"] != BACKEND:
-        raise WeightSyncError(
-            f"The vLLM server at {server.base_url} does not load weights from files: start it with `mt-grpo serve` "
-            "and this run's recipe."
+        raise server.sync_error(
+            "does not load weights from files: start it with `mt-grpo serve` and this run's recipe."
         )
     nonce = folder / f"{uuid.uuid4().hex}.nonce"
     save_file({"nonce": torch.randn(8)}, nonce)
     seen = bring(nonce)
     try:
-        confirm(server, file_checksum(nonce), seen)
+        confirm(server, Checksum.of_file(nonce), seen)
     except WeightSyncError as error:
-        raise WeightSyncError(
-            f"The vLLM server at {server.base_url} does not see the files in {folder}, where the trainer hands "
-            "weights over: set `weight_sync_folder` to a folder that trainer and server see under one path, and both "
-            f"may read ({error.__cause__})."
+        raise server.sync_error(
+            f"does not see the files in {folder}, where the trainer hands weights over: set `weight_sync_folder` to a "
+            f"folder that trainer and server see under one path, and both may read ({error.__cause__})."
         ) from error
     try:
         confirm(server, "wrong on purpose", seen)
     except WeightSyncError:
         nonce.unlink()
         return
-    raise WeightSyncError(
-        f"The vLLM server at {server.base_url} agrees with whatever it is told about weights, even with what is wrong "
-        "on purpose: start it with `mt-grpo serve` and this run's recipe."
+    raise server.sync_error(
+        "agrees with whatever it is told about weights, even with what is wrong on purpose: start it with `mt-grpo "
+        "serve` and this run's recipe."
     )
 
 
@@ -189,7 +186,7 @@ class WeightFiles:
     """Packs all weights into one of two files, which take turns."""
 
     def __init__(self, source: Source, folder: Path) -> None:
-        self.files: list[WeightFile] = []
+        self.files: list[_WeightFile] = []
         self._source, self._folder = source, folder
         self._layout: _Layout | None = None
 
@@ -205,10 +202,10 @@ class WeightFiles:
             return Payload(path, "")
         try:
             if len(self.files) < 2:
-                self.files.insert(0, WeightFile(self._folder / f"{len(self.files)}.partial", self._layout))
+                self.files.insert(0, _WeightFile(self._folder / f"{len(self.files)}.partial", self._layout))
             for file in self.files:
                 file.withdraw()
-            checksum = write_weights(self.files[0], path, tensors)
+            checksum = self.files[0].fill(path, tensors)
         finally:
             exhaust(tensors)
         self.files.reverse()
@@ -241,6 +238,36 @@ class SafetensorsTransport(Transport):
         update.load(payload.path, payload.checksum)
 
 
+_SHIFT = 0.0625
+"""Added to the weights of an adapter's second factors. They begin at 0, so halving would change nothing."""
+
+
+@contextlib.contextmanager
+def _with_shifted_adapter(model: nn.Module) -> Iterator[set[str]]:
+    """A context in which `model` computes as if `_SHIFT` were added to all weights of its adapter's second factors."""
+
+    def shift(module: nn.Module, inputs: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
+        return output + _SHIFT * inputs[0].sum(dim=-1, keepdim=True)
+
+    layers = [layer for layer in model.modules() if isinstance(layer, LoraLayer)]
+    factors = [factor for layer in layers for factor in layer.lora_B.values() if isinstance(factor, nn.Linear)]
+    handles = [factor.register_forward_hook(shift) for factor in factors]
+    try:
+        yield set()
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _shift_file(path: Path) -> None:
+    """Changes a saved adapter as `_with_shifted_adapter` does."""
+    tensors = load_file(path)
+    for name, tensor in tensors.items():
+        if name.endswith(".lora_B.weight"):
+            tensors[name] = tensor + _SHIFT
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
 @weight_transport("lora")
 class LoraTransport(Transport):
     """
@@ -251,7 +278,7 @@ class LoraTransport(Transport):
     sleep_level = 1
     sends_adapter = True
     folder: Path
-    change = staticmethod(with_shifted_adapter)
+    change = staticmethod(_with_shifted_adapter)
 
     def __init__(self, source: Source, *, folder: str | None = None) -> None:
         if not is_peft_model(source.model):
@@ -279,16 +306,15 @@ class LoraTransport(Transport):
             "/server_info", lambda it: it["vllm_env"]["VLLM_ALLOW_RUNTIME_LORA_UPDATING"], config_format="json"
         )
         if config["lora_config"] is None or not loads:
-            raise WeightSyncError(
-                f"The vLLM server at {server.base_url} was started without LoRA, and `weight_sync: lora` sends it an "
-                "adapter: start it again with `mt-grpo serve` and this run's recipe."
+            raise server.sync_error(
+                "was started without LoRA, and `weight_sync: lora` sends it an adapter: start it again with `mt-grpo "
+                "serve` and this run's recipe."
             )
         rank = self.source.model.peft_config["default"].r
         if rank > config["lora_config"]["max_lora_rank"]:
-            raise WeightSyncError(
-                f"The vLLM server at {server.base_url} takes adapters up to rank "
-                f"{config['lora_config']['max_lora_rank']}, and this run's has {rank}: start it again with `mt-grpo "
-                "serve` and this run's recipe."
+            raise server.sync_error(
+                f"takes adapters up to rank {config['lora_config']['max_lora_rank']}, and this run's has {rank}: "
+                "start it again with `mt-grpo serve` and this run's recipe."
             )
 
     def pack(self, step: int | None) -> list[Payload]:
@@ -311,8 +337,8 @@ class LoraTransport(Transport):
                     ) from error
                 file = path / "adapter_model.safetensors"
                 if self.source.changed is not None:
-                    shift_file(file)
-                checksum = file_checksum(file)
+                    _shift_file(file)
+                checksum = Checksum.of_file(file)
         return [Payload(path, checksum, model=path.name)]
 
     def deliver(self, update: Update, payload: Payload) -> None:
@@ -325,9 +351,8 @@ class LoraTransport(Transport):
             )
             served = server.get("/v1/models", lambda it: {(entry["id"], entry["root"]) for entry in it["data"]})
             if (path.name, str(path)) not in served:
-                raise WeightSyncError(
-                    f"The vLLM server at {server.base_url} did not load the adapter {path}: it serves "
-                    f"{', '.join(sorted(name for name, _ in served))}."
+                raise server.sync_error(
+                    f"did not load the adapter {path}: it serves {', '.join(sorted(name for name, _ in served))}."
                 )
             server.post("/update_weight_version", {"new_version": update.label})
             if self._served not in (None, path):

@@ -26,8 +26,7 @@ from mt_grpo.weights.transport import Source, Transport, Update, exhaust, weight
 BUCKET = 2**28
 """Bytes that are gathered before they are sent. The server needs as much memory beside its model."""
 
-_Walk = Iterator[tuple[str, torch.Tensor]]
-"""Names and whole tensors. A tensor may change when the walk continues."""
+_Walk = Iterator[tuple[str, torch.Tensor]]  # names and whole tensors. A tensor may change when the walk continues.
 
 
 def _all_have_their_part(accelerator: Accelerator) -> None:
@@ -56,7 +55,7 @@ class NcclTransport(Transport):
             if hindrance:
                 raise ConfigError(f"`weight_sync: nccl` {fault}: mend that, or choose `weight_sync: safetensors`.")
         super().__init__(source)
-        self.group: NcclGroup | None = None
+        self.group: _NcclGroup | None = None
         self._group_port = group_port
 
     @staticmethod
@@ -66,7 +65,7 @@ class NcclTransport(Transport):
     def prepare(self, server: ServerControl, config: dict[str, Any]) -> None:
         client, device = self.source.client, self.source.accelerator.device
         try:
-            self.group = NcclGroup(server.base_url, client.api_key, self._group_port, client.server_timeout, device)
+            self.group = _NcclGroup(server.base_url, client.api_key, self._group_port, client.server_timeout, device)
         except Exception as error:  # TRL raises it bare
             raise WeightSyncError(
                 f"No NCCL group with the vLLM server at {server.base_url} could be made ({error}): start it with "
@@ -77,7 +76,7 @@ class NcclTransport(Transport):
         accelerator, walk = self.source.accelerator, iter(self.source.parameters)
         try:
             while True:
-                bucket = take_bucket(walk, accelerator.is_main_process)
+                bucket = _take_bucket(walk, accelerator.is_main_process)
                 _all_have_their_part(accelerator)  # two groups that broadcast at the same time may deadlock
                 if not bucket:
                     return
@@ -100,11 +99,11 @@ class NcclTransport(Transport):
 _Bucket = list[tuple[str, torch.Tensor]]
 
 
-class NcclGroup:
+class _NcclGroup:
     """The NCCL group of a trainer's process and a server's workers."""
 
     def __init__(self, base_url: str, api_key: str | None, port: int, timeout: float, device: torch.device) -> None:
-        self._client = KeyedClient(base_url, group_port=port, connection_timeout=timeout, api_key=api_key)
+        self._client = _KeyedClient(base_url, group_port=port, connection_timeout=timeout, api_key=api_key)
         self._client.init_communicator(device=device)
 
     def send(self, bucket: _Bucket) -> None:
@@ -118,7 +117,7 @@ class NcclGroup:
         self._client.communicator.destroy()
 
 
-def take_bucket(walk: _Walk, keep: bool, size: int = BUCKET) -> _Bucket:
+def _take_bucket(walk: _Walk, keep: bool, size: int = BUCKET) -> _Bucket:
     """The next tensors of a walk, together `size` bytes or little more; empty at the end."""
     bucket, taken = [], 0
     while taken < size and (item := next(walk, None)) is not None:
@@ -128,7 +127,7 @@ def take_bucket(walk: _Walk, keep: bool, size: int = BUCKET) -> _Bucket:
     return bucket
 
 
-def _send_bucket(server: ServerControl, group: NcclGroup, bucket: _Bucket) -> None:
+def _send_bucket(server: ServerControl, group: _NcclGroup, bucket: _Bucket) -> None:
     """Makes the server receive tensors during their broadcast, which ends if the server fails."""
     info = {
         "names": [name for name, _ in bucket],
@@ -160,7 +159,7 @@ def _send_bucket(server: ServerControl, group: NcclGroup, bucket: _Bucket) -> No
         raise failures[0]
 
 
-class KeyedClient(VLLMClient):
+class _KeyedClient(VLLMClient):
     """Sends the server's key with every request."""
 
     def __init__(self, *args: object, api_key: str | None, **options: object) -> None:
@@ -176,7 +175,7 @@ class KeyedClient(VLLMClient):
 
 
 @dataclass(frozen=True)
-class Packed:
+class _Packed:
     """Tensors one after another in the memory that is shared."""
 
     names: list[str]
@@ -196,7 +195,7 @@ class IpcTransport(Transport):
 
     server_backend = "ipc"
     repeatable = False
-    _shared: Shared | None = None
+    _shared: _Shared | None = None
 
     @staticmethod
     def server_flags(model_args: object) -> tuple[list[str], dict[str, str]]:
@@ -206,16 +205,16 @@ class IpcTransport(Transport):
     def prepare(self, server: ServerControl, config: dict[str, Any]) -> None:
         transfer = config["weight_transfer_config"]
         if transfer is None or transfer["backend"] != self.server_backend:
-            raise WeightSyncError(
-                f"The vLLM server at {server.base_url} does not map the trainer's memory: `weight_sync: ipc` is for "
-                "servers that the trainer starts (`vllm_mode: colocate`)."
+            raise server.sync_error(
+                "does not map the trainer's memory: `weight_sync: ipc` is for servers that the trainer starts "
+                "(`vllm_mode: colocate`)."
             )
         server.post("/init_weight_transfer_engine", {"init_info": {"packed": True}})
 
-    def pack(self, step: int | None) -> Iterator[Packed]:
+    def pack(self, step: int | None) -> Iterator[_Packed]:
         accelerator, walk = self.source.accelerator, iter(self.source.parameters)
         try:
-            self._shared = Shared(accelerator.device)
+            self._shared = _Shared(accelerator.device)
             while (packed := self._shared.take(walk)) is not None:
                 _all_have_their_part(accelerator)
                 handles = gather_object([packed.handles])
@@ -224,7 +223,7 @@ class IpcTransport(Transport):
         finally:  # gathering the rest takes all processes
             exhaust(walk)
 
-    def deliver(self, update: Update, bucket: Packed) -> None:
+    def deliver(self, update: Update, bucket: _Packed) -> None:
         info = {
             "names": bucket.names,
             "dtype_names": bucket.dtypes,
@@ -240,18 +239,18 @@ class IpcTransport(Transport):
             torch.cuda.ipc_collect()  # the servers have let go of the memory
 
 
-class Shared:
+class _Shared:
     """Memory of a GPU that another process maps. It is handed out once, and filled again for each bucket."""
 
     def __init__(self, device: torch.device, size: int = BUCKET) -> None:
         self._device = device
         self._memory = torch.empty(size, dtype=torch.uint8, device=device)
-        self._handle = exported(self._memory)
+        self._handle = _exported(self._memory)
         self._next: tuple[str, torch.Tensor] | None = None
 
-    def take(self, walk: Iterator[tuple[str, torch.Tensor]]) -> Packed | None:
+    def take(self, walk: Iterator[tuple[str, torch.Tensor]]) -> _Packed | None:
         """Packs the next tensors of a walk, as many as there is room for; `None` at its end."""
-        packed, end = Packed([], [], [], [], {}), 0
+        packed, end = _Packed([], [], [], [], {}), 0
         while (item := self._next or next(walk, None)) is not None:
             self._next = item
             name, tensor = item
@@ -260,7 +259,7 @@ class Shared:
                 break
             if not whole:
                 self._memory = torch.empty(tensor.nbytes, dtype=torch.uint8, device=self._device)
-                self._handle = exported(self._memory)
+                self._handle = _exported(self._memory)
             place = self._memory[end : end + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             place.copy_(tensor)
             packed.names.append(name)
@@ -272,7 +271,7 @@ class Shared:
         return replace(packed, handles=self._handle) if packed.names else None
 
 
-def exported(memory: torch.Tensor) -> dict[str, Any]:
+def _exported(memory: torch.Tensor) -> dict[str, Any]:
     """How another process maps this memory, by the id of its GPU, as vLLM's `ipc` engine takes it."""
     _, arguments = reduce_tensor(memory)
     return {str(torch.cuda.get_device_properties(memory.device).uuid): arguments}

@@ -31,31 +31,25 @@ from mt_grpo.weights.transport import Payload, Source, Transport, Update, confir
 
 logger = logging.getLogger(__name__)
 
-_FETCH_SLACK = 30.0
-"""Seconds that a server has to say that a fetch has failed."""
+_FETCH_SLACK = 30.0  # seconds that a server has to say that a fetch has failed
 WHOLE_EVERY = 50
 """One sync in so many sends all weights, where changes are sent."""
 _HERE = "127.0.0.1"
 HEAD_TIMEOUT = 10.0
 """Most seconds that a request may take to arrive."""
-_MAX_HEAD = 2**13
-"""Most bytes of a request."""
+_MAX_HEAD = 2**13  # most bytes of a request
 MAX_WAITING = 256
 """Connections whose request has not arrived. One more ends the oldest of them."""
-_MAX_SENDERS = 64
-"""Files that are sent at a time; further ones wait."""
-_SEND_TIMEOUT = 30.0
-"""Seconds after which a receiver that takes nothing counts as gone."""
-_SEND_CHUNK = 2**24
-"""Bytes that are sent at a time."""
+_MAX_SENDERS = 64  # files that are sent at a time; further ones wait
+_SEND_TIMEOUT = 30.0  # seconds after which a receiver that takes nothing counts as gone
+_SEND_CHUNK = 2**24  # bytes that are sent at a time
 NOTICE_EVERY = 10.0
 """Seconds between two lines about a file that is being sent."""
 
 _REFUSAL = b"HTTP/1.1 %s\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 _NOT_FOUND, _BAD, _BEYOND = b"404 Not Found", b"400 Bad Request", b"416 Range Not Satisfiable"
 
-_Way = Callable[[], Path]
-"""Brings a server the weights; their path there."""
+_Way = Callable[[], Path]  # brings a server the weights; their path there
 
 
 @weight_transport("http")
@@ -72,7 +66,7 @@ class HttpTransport(Transport):
         super().__init__(source)
         self.folder = source.from_main(lambda: make_folder(folder))
         self.files = WeightFiles(source, self.folder)
-        self._offer: FileOffer | None = None
+        self._offer: _FileOffer | None = None
         self._shares: dict[tuple[str, str], bool] = {}  # whether one server sees what another has fetched
         try:
             self._bases = source.from_main(lambda: self._begin_offer(port or 0))
@@ -90,7 +84,7 @@ class HttpTransport(Transport):
         addresses = {url: _own_address(url) for url in urls}
         alone = all(is_local(urlsplit(url).hostname) for url in urls)
         try:
-            self._offer = FileOffer(self.folder, _HERE if alone else "", port)
+            self._offer = _FileOffer(self.folder, _HERE if alone else "", port)
         except OSError as error:
             raise WeightSyncError(
                 f"The weights cannot be offered at port {port} ({error.strerror}): set `weight_sync_port` to another "
@@ -161,9 +155,9 @@ class HttpTransport(Transport):
         except RequestFailed as error:
             if error.unreachable or error.status is None:
                 raise
-            raise WeightSyncError(
-                f"The vLLM server at {server.base_url} cannot fetch the trainer's weights: {error} Start it with "
-                "`mt-grpo serve`, and let it reach the trainer's machine on any port, or on `weight_sync_port`."
+            raise server.sync_error(
+                f"cannot fetch the trainer's weights: {error} Start it with `mt-grpo serve`, and let it reach the "
+                "trainer's machine on any port, or on `weight_sync_port`."
             ) from error
         return Path(path)
 
@@ -249,7 +243,7 @@ def _own_address(url: str) -> str:
         return address
 
 
-class FileOffer:
+class _FileOffer:
     """Offers a folder's files, from any byte on, to those who know a secret part of the URL."""
 
     def __init__(self, folder: Path, host: str, port: int = 0) -> None:

@@ -13,26 +13,19 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
-from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.hooks import RemovableHandle
-
-from mt_grpo.errors import WeightSyncError
 
 if TYPE_CHECKING:
     from mt_grpo.servers.http import ServerControl
 
 logger = logging.getLogger(__name__)
-_LENGTH = 64
-"""Tokens of the probe sequence."""
-_PADDING = 7
-"""Padding tokens before it, to measure what padding alone changes."""
+_LENGTH = 64  # tokens of the probe sequence
+_PADDING = 7  # padding tokens before it, to measure what padding alone changes
 EXACT = 1e-3
 """Largest mean difference, in nats per token, if trainer and server compute in float32."""
 NARROW = 0.25
@@ -49,20 +42,17 @@ class _Verdict:
     largest: float
 
 
-def probe_ids(vocab_size: int, length: int = _LENGTH) -> list[int]:
+def probe_ids(vocab_size: int) -> list[int]:
     """Random token ids of the whole vocabulary, the same in every process."""
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(vocab_size, (length,), generator=generator).tolist()
-
-
-def server_logprobs(server: ServerControl, model: str, ids: list[int]) -> list[float]:
-    """The server's log-probability of every token of `ids` except the first, at temperature 1; or `RequestFailed`."""
-    found = server_likeliest(server, model, ids, 0)
-    return [logprobs[token] for logprobs, token in zip(found, ids[1:], strict=True)]
+    return torch.randint(vocab_size, (_LENGTH,), generator=generator).tolist()
 
 
 def server_likeliest(server: ServerControl, model: str, ids: list[int], top: int) -> list[dict[int, float]]:
-    """As `server_logprobs`, by token, of each token and of the `top` that are likeliest there; those come in order."""
+    """
+    The server's log-probs of each token of `ids` but the first, and of the `top` that are likeliest there, by token
+    and in order, at temperature 1; or `RequestFailed`.
+    """
     body = {"model": model, "prompt": ids, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": top}
 
     def read(answer: Any) -> list[dict[int, float]]:
@@ -147,22 +137,22 @@ class Proof:
 
     def compare(self, server: ServerControl, model: str, what: str) -> None:
         """Holds a server's answers, by a model of this name, against those that are expected."""
-        verdict = compare(server_logprobs(server, model, self._ids), self.expected)
+        found = server_likeliest(server, model, self._ids, 0)
+        answers = [logprobs[token] for logprobs, token in zip(found, self._ids[1:], strict=True)]
+        verdict = compare(answers, self.expected)
         logger.info("Weight sync verified at %s: %.2e nats a token.", server.base_url, verdict.difference)
         if verdict.difference > self.tolerance:
-            raise WeightSyncError(
-                f"The vLLM server at {server.base_url} does not compute what the trainer computes{what}: over the "
-                f"same {len(self._ids)} tokens the mean log-probability is {verdict.server:.4f} on the server and "
-                f"{verdict.trainer:.4f} in the trainer; they differ by {verdict.difference:.2e} nats a token (at most "
-                f"{verdict.largest:.2e}), and {self.tolerance:.1e} is allowed. Likely causes: weights that did not "
-                "reach every layer (tied output embeddings, parameter names the server does not know), another run "
-                "writing to the same server, a different dtype, quantization or model revision on the server."
+            raise server.sync_error(
+                f"does not compute what the trainer computes{what}: over the same {len(self._ids)} tokens the mean "
+                f"log-probability is {verdict.server:.4f} on the server and {verdict.trainer:.4f} in the trainer; "
+                f"they differ by {verdict.difference:.2e} nats a token (at most {verdict.largest:.2e}), and "
+                f"{self.tolerance:.1e} is allowed. Likely causes: weights that did not reach every layer (tied output "
+                "embeddings, parameter names the server does not know), another run writing to the same server, a "
+                "different dtype, quantization or model revision on the server."
             )
 
 
 HALF = 0.5
-_SHIFT = 0.0625
-"""Added to the weights of an adapter's second factors. They begin at 0, so halving would change nothing."""
 
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "modules_to_save.default.")
 
@@ -187,32 +177,6 @@ def with_halved_weights(model: nn.Module) -> Iterator[set[str]]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-@contextlib.contextmanager
-def with_shifted_adapter(model: nn.Module) -> Iterator[set[str]]:
-    """A context in which `model` computes as if `_SHIFT` were added to all weights of its adapter's second factors."""
-
-    def shift(module: nn.Module, inputs: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
-        return output + _SHIFT * inputs[0].sum(dim=-1, keepdim=True)
-
-    layers = [layer for layer in model.modules() if isinstance(layer, LoraLayer)]
-    factors = [factor for layer in layers for factor in layer.lora_B.values() if isinstance(factor, nn.Linear)]
-    handles = [factor.register_forward_hook(shift) for factor in factors]
-    try:
-        yield set()
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def shift_file(path: Path) -> None:
-    """Changes a saved adapter as `with_shifted_adapter` does."""
-    tensors = load_file(path)
-    for name, tensor in tensors.items():
-        if name.endswith(".lora_B.weight"):
-            tensors[name] = tensor + _SHIFT
-    save_file(tensors, path, metadata={"format": "pt"})
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

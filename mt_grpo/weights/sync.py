@@ -22,25 +22,15 @@ from trl.distributed import DistributedBackend
 from mt_grpo.concurrency import run as wait
 from mt_grpo.errors import ServerGoneError, WeightSyncError
 from mt_grpo.rollout.engines.vllm import VLLMServerClient
-from mt_grpo.servers.fleet import (
-    check_owner,
-    check_still_owner,
-    give_back,
-    new_run,
-    read_owner,
-    weight_label,
-    weight_version,
-)
+from mt_grpo.servers.fleet import Owner
 from mt_grpo.servers.http import RequestFailed, Server, ServerControl, router_words, wait_for_servers
 from mt_grpo.weights.proof import Proof, compare
-from mt_grpo.weights.transport import Payload, Source, Transport, Update, fall_asleep, wake_cache, wake_weights
+from mt_grpo.weights.transport import Payload, Source, Transport, Update
 
 logger = logging.getLogger(__name__)
 
-_CLOSE_TIMEOUT = 5.0
-"""Seconds that a call may take when the run is over."""
-_ROUTER_PROBES = 8
-"""Requests that tell one server from several that answer in turn."""
+_CLOSE_TIMEOUT = 5.0  # seconds that a call may take when the run is over
+_ROUTER_PROBES = 8  # requests that tell one server from several that answer in turn
 
 
 class WeightSync:
@@ -76,7 +66,7 @@ class WeightSync:
         # elsewhere a forward is cheap, but takes every process, or a thread that knows its device
         self._computes_late = accelerator.device.type == "cpu" and not (backend.is_fsdp or backend.is_zero3)
         self._lock = threading.Lock()  # a server that is restarted is restored from another thread
-        self.run = client.run = self.source.from_main(new_run)
+        self.run = client.run = self.source.from_main(Owner.new_run)
         client.restore = self.restore if self.transport.repeatable else self.transport.on_restart
         atexit.register(self.close)
 
@@ -105,9 +95,13 @@ class WeightSync:
         """
         if self.asleep:
             return
+
+        def fall_asleep(server: ServerControl) -> None:
+            server.post("/sleep", level="0", mode="keep")  # requests are paused before (vLLM issue 28714)
+            server.post("/sleep", level=str(self.transport.sleep_level), mode="abort")
+
         with self._lock:
-            level = self.transport.sleep_level
-            self.fleet.run(lambda: self.fleet.each(functools.partial(fall_asleep, level=level)))
+            self.fleet.run(lambda: self.fleet.each(fall_asleep))
             self.asleep = True
 
     def sync(self, step: int) -> None:
@@ -136,7 +130,7 @@ class WeightSync:
                     raise failure
 
         with self._lock:
-            look = functools.partial(check_still_owner, label=self._label(self.client.weight_version))
+            look = functools.partial(Owner.check_still, label=self._label(self.client.weight_version))
             self.fleet.run(check_each)
 
     def restore(self, base_url: str) -> None:
@@ -160,7 +154,7 @@ class WeightSync:
         if self.accelerator.is_main_process and self._begun:
             for server in self.client.servers:
                 if server.up:
-                    give_back(ServerControl(server.url, self.client.api_key, _CLOSE_TIMEOUT), self.run)
+                    Owner.give_back(ServerControl(server.url, self.client.api_key, _CLOSE_TIMEOUT), self.run)
         if self.fleet.end_server is not None:
             self.fleet.end_server()
 
@@ -215,10 +209,11 @@ class WeightSync:
             if self.accelerator.device.type == "cuda":
                 torch.cuda.empty_cache()  # what training has kept for itself
             self.accelerator.wait_for_everyone()
-            self.fleet.run(lambda: self.fleet.each(wake_weights))
+            # the memory of the weights, whose contents are gone at level 2; it stays paused
+            self.fleet.run(lambda: self.fleet.each(lambda server: server.post("/wake_up", tags="weights")))
         self.fleet.run(lambda: self.fleet.each(bring, bring), everywhere=lambda: self._pack(step))
         if self.asleep:
-            self.fleet.run(lambda: self.fleet.each(wake_cache))
+            self.fleet.run(lambda: self.fleet.each(lambda server: server.post("/wake_up", tags="kv_cache")))
             self.asleep = False
 
     def _note_sent(self, step: int | None) -> None:
@@ -236,7 +231,7 @@ class WeightSync:
             self._stream(step)
 
     def _bring(self, server: ServerControl, step: int | None) -> None:
-        check_owner(server, self.run)
+        Owner.check(server, self.run)
         if self.transport.repeatable:
             self._deliver(server, step, self.fleet.payload)
 
@@ -258,7 +253,7 @@ class WeightSync:
             self.fleet.each(begin)
 
         def begin(server: ServerControl) -> None:
-            check_owner(server, self.run)
+            Owner.check(server, self.run)
             with contextlib.ExitStack() as update:
                 update.enter_context(self._update(server, step).begun())
                 updates[server.base_url] = update.pop_all()
@@ -288,7 +283,7 @@ class WeightSync:
         return Update(server, self._label(step), bool(self.client.media_tokens))
 
     def _label(self, step: int | None) -> str:
-        return weight_label(self.run, "proof" if step is None else step)
+        return Owner.label(self.run, "proof" if step is None else step)
 
     def _bring_and_compare(self, server: ServerControl) -> None:
         self._bring(server, self.client.weight_version)
@@ -302,7 +297,7 @@ class WeightSync:
     # Servers that join
 
     def _examine(self, server: ServerControl) -> None:
-        check_owner(server, self.run)
+        Owner.check(server, self.run)
         config = server.get("/server_info", itemgetter("vllm_config"), config_format="json")
         dtype = getattr(torch, config["model_config"]["dtype"].removeprefix("torch."))
         self.source.dtype = max(self.source.dtype or dtype, dtype, key=lambda one: one.itemsize)
@@ -310,11 +305,11 @@ class WeightSync:
 
     def _tell_apart(self) -> None:
         """Makes sure that each address leads to one server of its own, by a weight version for each."""
-        labels = {url: weight_label(self.run, f"start{number}") for number, url in enumerate(self.client.base_urls)}
+        labels = {url: Owner.label(self.run, f"start{number}") for number, url in enumerate(self.client.base_urls)}
 
         def look(server: ServerControl) -> None:
             for _ in range(_ROUTER_PROBES):
-                seen = weight_version(server)
+                seen = server.weight_version()
                 other = next((url for url, label in labels.items() if label == seen), None)
                 if other is None:
                     raise WeightSyncError(
@@ -340,14 +335,14 @@ class WeightSync:
         """Every process: proves servers that came up late before they are used, or leaves them out."""
 
         def examine(server: ServerControl) -> None:
-            held = read_owner(weight_version(server))
+            held = Owner.read(server.weight_version())
             if held is not None and held.run == self.run and held.step != "proof":
                 raise WeightSyncError(f"{server.base_url} leads to a server that this run uses already.")
             dtype = self.source.dtype
             self._examine(server)
             if self.source.dtype != dtype:
                 wider, self.source.dtype = self.source.dtype, dtype
-                raise WeightSyncError(f"The vLLM server at {server.base_url} holds weights in {wider}, not {dtype}.")
+                raise server.sync_error(f"holds weights in {wider}, not {dtype}.")
 
         def prove(server: ServerControl) -> None:
             self._bring(server, None)

@@ -25,7 +25,6 @@ from trl.generation.vllm_generation import VLLMGeneration
 from mt_grpo.errors import UserError, WeightSyncError
 from mt_grpo.imports import Registry
 from mt_grpo.rollout.engines.vllm import VLLMServerClient
-from mt_grpo.servers.fleet import weight_version
 from mt_grpo.servers.http import RequestFailed, ServerControl
 from mt_grpo.weights.proof import HALF, with_halved_weights
 
@@ -40,13 +39,7 @@ def weight_transport(name: str) -> Callable[[type[Transport]], type[Transport]]:
     return TRANSPORTS.register(name)
 
 
-def find_transport(name: str, shares_gpu: bool) -> type[Transport]:
-    """The transport of a name; `auto` works everywhere, or copies least between processes on one GPU."""
-    best = "ipc" if shares_gpu else "safetensors"
-    return TRANSPORTS[best if name == "auto" else name]
-
-
-class FullParameters(VLLMGeneration):
+class _FullParameters(VLLMGeneration):
     """
     TRL's walk over a trainer's full parameters, under the names that vLLM loads. It supports FSDP, DeepSpeed ZeRO and
     adapters, which are merged during the walk. Iterating is a collective operation: every process must iterate to the
@@ -100,7 +93,7 @@ class Source:
         self.changed: set[str] | None = None
         """Names of the weights that are sent halved as a proof; `None` when true weights are sent."""
         self._timeout = timeout
-        self._parameters: FullParameters | None = None
+        self._parameters: _FullParameters | None = None
 
     @property
     def model(self) -> PreTrainedModel:
@@ -108,10 +101,10 @@ class Source:
         return self.accelerator.unwrap_model(self.get_model())
 
     @property
-    def parameters(self) -> FullParameters:
+    def parameters(self) -> _FullParameters:
         """What iterates over the weights, in every process to the end."""
         if self._parameters is None:
-            self._parameters = FullParameters(self.get_model(), self.accelerator)
+            self._parameters = _FullParameters(self.get_model(), self.accelerator)
         self._parameters.model = self.get_model()
         self._parameters.dtype, self._parameters.changed = self.dtype, self.changed
         return self._parameters
@@ -207,8 +200,7 @@ class Transport(ABC):
 
 _ACTIVE, _INACTIVE = "already active", "without a matching start"
 """What vLLM says of an update that has begun, and of one that has not."""
-_VERDICT = "checksum"
-"""A word in the error of a worker that has other weights; asking again does not help."""
+_VERDICT = "checksum"  # A word in the error of a worker that has other weights; asking again does not help
 
 
 @dataclass(frozen=True)
@@ -231,7 +223,7 @@ class Update:
             server.post("/sleep", level="0", mode="keep")
             yield
             if not server.post("/reset_prefix_cache", read=itemgetter("success"), reset_running_requests="true"):
-                raise WeightSyncError(f"The vLLM server at {server.base_url} could not empty its prefix cache.")
+                raise server.sync_error("could not empty its prefix cache.")
             if self.media:  # after it, which takes every request under way out of the batch that holds some of it
                 server.post("/reset_encoder_cache")
         except BaseException:  # Ctrl-C as well: a server that stays paused answers nobody
@@ -270,24 +262,8 @@ def _end_update(server: ServerControl, version: str | None = None) -> None:
     try:
         server.post("/finish_weight_update", {} if version is None else {"weight_version": version}, final=_INACTIVE)
     except RequestFailed as error:  # ended by a call whose answer was lost
-        if _INACTIVE not in str(error) or (version is not None and weight_version(server) != version):
+        if _INACTIVE not in str(error) or (version is not None and server.weight_version() != version):
             raise
-
-
-def fall_asleep(server: ServerControl, level: int) -> None:
-    """Frees the memory of a server on the trainer's GPUs, once its requests are paused (vLLM issue 28714)."""
-    server.post("/sleep", level="0", mode="keep")
-    server.post("/sleep", level=str(level), mode="abort")
-
-
-def wake_weights(server: ServerControl) -> None:
-    """Gives the weights of a sleeping server their memory. Of level 2 their contents are gone. It stays paused."""
-    server.post("/wake_up", tags="weights")
-
-
-def wake_cache(server: ServerControl) -> None:
-    """Gives the cache its memory, and ends the pause."""
-    server.post("/wake_up", tags="kv_cache")
 
 
 def confirm(server: ServerControl, checksum: str, path: Path | None = None) -> None:

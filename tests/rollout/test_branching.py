@@ -17,7 +17,7 @@ from mt_grpo.errors import ConfigError
 from mt_grpo.forward.packing import unique_tokens
 from mt_grpo.rollout import RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
 from mt_grpo.rollout.runner import Branching
-from mt_grpo.servers.fleet import Placement
+from mt_grpo.servers.fleet import _Placement
 from mt_grpo.servers.http import Server
 from mt_grpo.tools import Tool
 from mt_grpo.trajectory import StopReason, Trajectory
@@ -216,7 +216,7 @@ def test_tools_that_keep_no_state_can_branch(tokenizer):
 
 
 def test_a_branch_stays_on_the_server_of_its_trunk():
-    pool = Placement([Server("http://a"), Server("http://b")])
+    pool = _Placement([Server("http://a"), Server("http://b")])
     trunk = pool.place("0", [1, 2])
     assert trunk is not pool.place("1", [9])
     for session in ("2", "3"):

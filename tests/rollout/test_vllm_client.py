@@ -17,7 +17,7 @@ from mt_grpo import vllm_plugin
 from mt_grpo.concurrency import run
 from mt_grpo.errors import EngineError, ServerGoneError
 from mt_grpo.rollout import SamplingParams
-from mt_grpo.servers.fleet import Placement
+from mt_grpo.servers.fleet import _Placement
 from mt_grpo.servers.http import Server, ServerSetupError
 
 
@@ -179,7 +179,7 @@ async def test_a_made_up_key_is_found_again_after_each_restart(tokenizer, start,
     def restart():
         for server in servers:
             server.key = f"key {len(server.requests)} of {server.port}"
-            vllm_plugin.write_key("127.0.0.1", server.port, server.key)
+            vllm_plugin.StoredKey("127.0.0.1", server.port).write(server.key)
 
     restart()
     async with connected(tokenizer, *servers, max_retries=0) as client:
@@ -197,7 +197,7 @@ def test_a_key_that_is_given_is_the_only_one_that_is_tried(tokenizer, start, mon
     assert server.last_headers["Authorization"] == "Bearer secret"
     server.requests.clear()
     server.key = "the server's"
-    vllm_plugin.write_key("127.0.0.1", server.port, server.key)
+    vllm_plugin.StoredKey("127.0.0.1", server.port).write(server.key)
     with pytest.raises(ServerSetupError, match="refuses the API key"):
         ask(client_of(tokenizer, server, api_key="another"))
     assert len(server.requests) == 2  # its health, and its models once
@@ -263,7 +263,7 @@ async def test_a_group_stays_on_one_server_and_groups_are_spread(tokenizer, star
 
 
 def test_a_group_of_conversations_that_are_over_is_forgotten():
-    pool = Placement([Server("http://a"), Server("http://b")])
+    pool = _Placement([Server("http://a"), Server("http://b")])
     for round_ in range(3):
         sessions = {f"{round_}-{index}": [index // 4] for index in range(8)}
         for session, context in sessions.items():

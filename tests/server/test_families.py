@@ -33,7 +33,7 @@ from mt_grpo.envs import Outcome
 from mt_grpo.forward import token_logps
 from mt_grpo.media import IMAGE
 from mt_grpo.rollout import ChatRenderer, RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
-from mt_grpo.rollout.engines.vllm import name_of
+from mt_grpo.rollout.engines.vllm import _name_of
 from mt_grpo.rollout.media import MediaEncoder
 from mt_grpo.token_tree import TokenTree
 
@@ -255,7 +255,7 @@ def seen(seeing: Served, *colors: str, forgotten: bool = False):
     async def look(color):
         shown = encoder.encode({"type": "image", "image": Image.new("RGB", (64, 64), color)})
         if forgotten:
-            client.servers[0].images.add(name_of(shown.inputs))
+            client.servers[0].images.add(_name_of(shown.inputs))
         return await client.generate_with_media([*shown.tokens, *question], {shown.id: shown.inputs}, sampling, "")
 
     async def look_at_all():

@@ -318,7 +318,7 @@ SLOW_DISK = """
 import time
 from pathlib import Path
 import torch
-from mt_grpo.weights.files import WeightFile
+from mt_grpo.weights.files import _WeightFile
 
 write = {target}
 
@@ -332,7 +332,7 @@ def slow(*args, **kwargs):
 SAVES = ("--save_strategy", "steps", "--save_steps", "1")
 INTERRUPTED = {
     "rollout": ("", ONE_AT_A_TIME),
-    "weight file": ("WeightFile.place", ()),
+    "weight file": ("_WeightFile.place", ()),
     "checkpoint": ("torch.save", (*SAVES, "--use_vllm", "false", "--max_turn_length", "4")),
 }
 """What stands still for half an hour at a moment, once it has written its file, and options that lead there."""

@@ -62,8 +62,8 @@ def test_a_wrong_address_is_told_by_one_sentence(given, words):
 )
 def test_host_and_port_make_an_address(host, url):
     if url is not None:
-        assert host_url(host, 8000, "vllm_server_host") == url
+        assert host_url(host, 8000) == url
         return
     with pytest.raises(ConfigError, match="is no host: give its name or number alone.* the port by itself") as caught:
-        host_url(host, 8000, "vllm_server_host")
+        host_url(host, 8000)
     assert "\n" not in str(caught.value)

@@ -9,7 +9,7 @@ import pytest
 from support.upstreams import SAMPLING, client_of, completion, play
 from support.waiting import until_true
 
-from mt_grpo.servers.cache_scheduler import CacheScheduler, Gate, Pressure, read_pressure
+from mt_grpo.servers.cache_scheduler import CacheScheduler, Gate, Pressure
 
 
 class Scenario:
@@ -161,7 +161,7 @@ TOLD = 0.25, 3.0, 1.0, 2.0, 8.0, 400.0
     ],
 )
 def test_the_cache_is_read_in_vllms_metrics(text, told):
-    assert read_pressure(text) == told
+    assert Pressure.read(text) == told
 
 
 class Busy:

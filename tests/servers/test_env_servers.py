@@ -14,13 +14,12 @@ from mt_grpo.concurrency import OutOfTime, call
 from mt_grpo.servers import env_servers
 from mt_grpo.servers.env_servers import (
     MAX_STARTING,
+    Conversation,
     EnvServerPool,
     Full,
     ServerLost,
     Unreachable,
     backoff,
-    conversation,
-    current_conversation,
     in_words,
 )
 
@@ -229,14 +228,14 @@ def test_what_a_conversation_holds_is_given_back_at_its_end():
     ended = []
 
     async def ask():
-        return current_conversation()
+        return Conversation.current()
 
     async def hold(name):
-        with conversation():
-            mine = current_conversation()
+        with Conversation.begun():
+            mine = Conversation.current()
             mine.at_end.callback(ended.append, name)
             assert await asyncio.create_task(ask()) is mine
-        assert current_conversation() is None
+        assert Conversation.current() is None
 
     async def both():
         await asyncio.gather(hold("a"), hold("b"))

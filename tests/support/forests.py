@@ -60,5 +60,5 @@ def flex_on_a_cpu():
     """FlexAttention is compiled on GPUs only, and warns where it is not."""
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        patch.setattr(kernels, "compiled_flex", lambda device: kernels.uncompiled_flex)
+        patch.setattr(kernels, "_compiled_flex", lambda device: kernels._uncompiled_flex)
         yield

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from mt_grpo.servers.http import find_key, headers
+from mt_grpo.servers.http import _headers, find_key
 
 
 def free_port(number: int = 1) -> int:
@@ -161,7 +161,7 @@ class Proxy(Loopback):
             self.go.wait()
         status, answer = 500, b'{"error": {"message": "made to fail"}}'
         if kind in (None, "garbage", "cut", "hang"):
-            options = {"content": request.content, "headers": headers(find_key(self._upstream))}
+            options = {"content": request.content, "headers": _headers(find_key(self._upstream))}
             options |= {"timeout": 300.0, "verify": False}
             try:
                 response = httpx.request(request.method, self._upstream + request.path, **options)

@@ -31,7 +31,7 @@ from mt_grpo.token_tree import TokenTree
 from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
 from mt_grpo.training.model import NonFiniteError, load_reference
 from mt_grpo.training.step_log.records import read_audit
-from mt_grpo.weights.transport import FullParameters
+from mt_grpo.weights.transport import _FullParameters
 from support.architectures import build_random
 from support.audio import SOUND_FAMILIES, tone
 from support.hybrids import build_hybrid
@@ -294,7 +294,7 @@ def run(folder: str, processes: str, scenario: str) -> Accelerator:
 
 def result_of(trainer: MTGRPOEnvTrainer, watch: Watch) -> dict[str, Any]:
     args, accelerator = trainer.args, trainer.accelerator
-    walk = FullParameters(trainer.model, accelerator)
+    walk = _FullParameters(trainer.model, accelerator)
     walk.dtype = torch.bfloat16 if args.bf16 else None  # of the server that such a recipe starts
     sent = {name: tensor.detach().clone() for name, tensor in walk}
     tree = TokenTree()

@@ -17,7 +17,7 @@ from mt_grpo.app.train import leave_group
 from mt_grpo.errors import WeightSyncError
 from mt_grpo.rollout.engines.vllm import VLLMServerClient
 from mt_grpo.weights import gpu as weight_transports
-from mt_grpo.weights.gpu import take_bucket
+from mt_grpo.weights.gpu import _take_bucket
 from mt_grpo.weights.sync import WeightSync
 from support.models import build_model, build_tokenizer
 from support.replicas import Receiver, ScriptedGroup
@@ -42,14 +42,14 @@ def logged(walk):
 
 def take(walk, keep):
     """A few parameters only, so that there are several buckets."""
-    return take_bucket(logged(walk), keep, 16_000)
+    return _take_bucket(logged(walk), keep, 16_000)
 
 
 def run(folder: str, failing: str) -> Accelerator:
     PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU  # accelerate shards on GPUs only
     accelerator = Accelerator(cpu=True)
     weight_transports.is_vllm_available = lambda: True
-    weight_transports.NcclGroup, weight_transports.take_bucket = ScriptedGroup, take
+    weight_transports._NcclGroup, weight_transports._take_bucket = ScriptedGroup, take
     ScriptedGroup.log = staticmethod(log)
     tokenizer = build_tokenizer()
     url = [None]

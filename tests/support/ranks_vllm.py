@@ -15,7 +15,7 @@ from mt_grpo.app.train import leave_group
 from mt_grpo.envs import MultiTurnToolEnv, Step
 from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
 from mt_grpo.trajectory import StopReason
-from mt_grpo.weights.transport import FullParameters
+from mt_grpo.weights.transport import _FullParameters
 from support.models import CPU_RUN, DEEPSPEED_RUN
 from support.trainers import Length
 
@@ -48,7 +48,7 @@ def run(folder: str, world: str, url: str, model: str) -> Accelerator:
     assert trainer.accelerator.num_processes == processes
     trainer.train()
     trainer.weight_sync.close()
-    walk = FullParameters(trainer.model, trainer.accelerator)
+    walk = _FullParameters(trainer.model, trainer.accelerator)
     weights = {name: tensor.detach().clone() for name, tensor in walk}  # on every rank: they may be spread
     if trainer.accelerator.is_main_process:
         names = ("loss", "grad_norm", "sampling/sampling_logp_difference/max")

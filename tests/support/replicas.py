@@ -9,8 +9,8 @@ from pathlib import Path
 from peft import PeftModel
 from safetensors.torch import load_file
 
-from mt_grpo.servers.fleet import read_owner
-from mt_grpo.vllm_plugin.fetch import Fetcher, FetchError, file_checksum
+from mt_grpo.servers.fleet import Owner
+from mt_grpo.vllm_plugin.fetch import Checksum, Fetcher, FetchError
 from mt_grpo.vllm_plugin.guard import FETCH
 from mt_grpo.weights.proof import trainer_logprobs
 from support.loopback import ScriptedServer
@@ -96,12 +96,12 @@ class Replica:
     def confirmed(self, checksum, path=None):
         if self.blind and path is not None:
             return 500, {"error": {"message": f"No such file or directory: {path}"}}
-        seen = self.loaded if path is None else file_checksum(path)
+        seen = self.loaded if path is None else Checksum.of_file(path)
         return (200, {}) if self.agrees or seen == checksum else (500, f"The checksum is {seen}, not {checksum}.")
 
     def load(self, path):
         tensors = load_file(path)
-        self.loaded = file_checksum(path)
+        self.loaded = Checksum.of_file(path)
         self.take(tensors)
 
     def take(self, tensors):
@@ -118,7 +118,7 @@ class Replica:
 
 
 def step_of(version: str) -> str:
-    return read_owner(version).step
+    return Owner.read(version).step
 
 
 class Remote(Replica):

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from mt_grpo.forward.lm_head import Truncation
-from mt_grpo.forward.model import ForwardPlan, enable_trees, score_packed, score_trees
+from mt_grpo.forward.model import ForwardPlan, _score_trees, enable_trees, score_packed
 from mt_grpo.forward.packing import Packed, pack
 from mt_grpo.forward.probe import measure
 from mt_grpo.forward.routes import route_shape
@@ -116,7 +116,7 @@ def check_own(sequence: SequenceGroup) -> None:
     enable_trees(model)
     trees = random_trees(100 + sequence.rank)
     with torch.no_grad():
-        ours, alone = (score_trees(model, ForwardPlan(trees, group=group)).logps for group in (sequence, None))
+        ours, alone = (_score_trees(model, ForwardPlan(trees, group=group)).logps for group in (sequence, None))
     torch.testing.assert_close(ours, alone, rtol=0, atol=1e-5)
 
 

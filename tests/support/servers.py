@@ -17,7 +17,7 @@ from pathlib import Path
 import httpx
 
 from mt_grpo.app.serve import server_command
-from mt_grpo.servers.http import find_key, headers
+from mt_grpo.servers.http import _headers, find_key
 from support.forked import Forked
 from support.loopback import free_port
 from support.recipes import parse_recipe
@@ -176,7 +176,7 @@ class ServerProcess:
 
 def get(url: str, path: str) -> httpx.Response:
     """What a server answers to somebody who has its key."""
-    return httpx.get(f"{url}{path}", headers=headers(find_key(url)), timeout=30.0)
+    return httpx.get(f"{url}{path}", headers=_headers(find_key(url)), timeout=30.0)
 
 
 def metric(url: str, name: str, **labels: str) -> float:

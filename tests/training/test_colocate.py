@@ -25,12 +25,12 @@ from mt_grpo.errors import ConfigError, ServerGoneError, WeightSyncError
 from mt_grpo.options.rules import check_batches, check_served
 from mt_grpo.rollout import ScriptedEngine
 from mt_grpo.servers import start, watchdog
-from mt_grpo.servers.fleet import Placement
+from mt_grpo.servers.fleet import _Placement
 from mt_grpo.servers.http import Server, ServerSetupError
 from mt_grpo.servers.start import OwnServer
 from mt_grpo.training import MTGRPOConfig
 from mt_grpo.training import servers as starting
-from mt_grpo.training.servers import check_own_servers, server_urls, start_own_server, transport_of
+from mt_grpo.training.servers import check_own_servers, own_server, server_urls, transport_of
 
 COLOCATE = {"use_vllm": True, "vllm_mode": "colocate"}
 UPDATE = ["/start_weight_update", "/update_weights", "/init_weight_transfer_engine", "/finish_weight_update"]
@@ -204,8 +204,8 @@ def test_a_trainer_that_fails_leaves_no_server(served, monkeypatch):
 
 
 def test_a_model_without_a_name_is_refused(tmp_path, tokenizer):
-    with pytest.raises(ConfigError, match="save it to a folder"):
-        start_own_server(config(tmp_path), build_model(tokenizer))
+    with pytest.raises(ConfigError, match="save it to a folder"), own_server(config(tmp_path), build_model(tokenizer)):
+        pass
 
 
 @pytest.mark.slow
@@ -222,7 +222,7 @@ def test_each_group_of_ranks_has_a_server(per_server, tmp_path, base):
 
 
 def test_a_process_samples_from_the_server_on_its_gpu():
-    pool = Placement([Server("http://a:1"), Server("http://b:2")], home="http://b:2")
+    pool = _Placement([Server("http://a:1"), Server("http://b:2")], home="http://b:2")
     assert {pool.place(str(number), [number]).url for number in range(8)} == {"http://b:2"}
     pool.servers[1].drop("gone")
     assert {pool.place(str(number), [number]).url for number in range(8)} == {"http://a:1"}

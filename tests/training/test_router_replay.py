@@ -14,7 +14,7 @@ from support.trainers import at, batch, check_log_probs, log_probs, logged, same
 
 from mt_grpo.rollout import SamplingParams
 from mt_grpo.rollout.engines.transformers import TransformersEngine
-from mt_grpo.rollout.engines.vllm import read_sample
+from mt_grpo.rollout.engines.vllm import _read_sample
 from mt_grpo.token_tree import Routes
 
 SAVES = {"save_strategy": "steps", "save_steps": 1}
@@ -109,7 +109,7 @@ def test_routes_of_a_server_are_read_from_its_answer():
     def read(routes, *first):
         logprobs = {"tokens": ["token_id:5"], "token_logprobs": [-0.5]}
         choice = {"logprobs": logprobs, "finish_reason": "stop", "routed_experts": routes}
-        return read_sample({"choices": [choice]}, "", *first).routes
+        return _read_sample({"choices": [choice]}, "", *first).routes
 
     assert read(base64.b64encode(file.getvalue()).decode(), 7) == Routes(7, 6, found.tobytes())
     assert read(None) is None

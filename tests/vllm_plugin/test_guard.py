@@ -253,8 +253,8 @@ def test_keys_that_are_given_are_written_nowhere(guarded, root):
 
 def test_the_next_server_replaces_a_key_and_keeps_its_own():
     """One that was killed leaves its key; one that ends slowly has a successor by then."""
-    vllm_plugin.write_key("127.0.0.1", 8000, "of a killed server, and longer than the next")
-    live(Guard(Server()), lambda: vllm_plugin.write_key("127.0.0.1", 8000, "of the next"))
+    vllm_plugin.StoredKey("127.0.0.1", 8000).write("of a killed server, and longer than the next")
+    live(Guard(Server()), lambda: vllm_plugin.StoredKey("127.0.0.1", 8000).write("of the next"))
     assert find_key(URL) == "of the next"
 
 
@@ -271,7 +271,7 @@ def test_a_folder_that_others_may_have_made_is_refused(root, monkeypatch, made):
         folder.mkdir()
         folder.chmod(0o750 if made == "open" else 0o700)
     monkeypatch.setattr(os, "geteuid", lambda: me)
-    writing = lambda: vllm_plugin.write_key("127.0.0.1", 8000, KEY)  # noqa: E731
+    writing = lambda: vllm_plugin.StoredKey("127.0.0.1", 8000).write(KEY)  # noqa: E731
     for use in (vllm_plugin.check_keys_folder, writing, lambda: find_key(URL), lambda: live(Guard(Server()))):
         with pytest.raises((PermissionError, ServerSetupError), match="remove it, or set `VLLM_API_KEY`") as caught:
             use()

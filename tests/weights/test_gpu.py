@@ -20,7 +20,7 @@ from support.replicas import Receiver, Replica, ScriptedGroup, step_of
 from mt_grpo import vllm_plugin
 from mt_grpo.errors import ConfigError, WeightSyncError
 from mt_grpo.weights import gpu
-from mt_grpo.weights.gpu import BUCKET, IpcTransport, KeyedClient, NcclGroup, NcclTransport, Shared, take_bucket
+from mt_grpo.weights.gpu import BUCKET, IpcTransport, NcclTransport, _KeyedClient, _NcclGroup, _Shared, _take_bucket
 
 UPDATE = ["/start_weight_update", "/update_weights", "/update_weights", "/finish_weight_update"]
 
@@ -36,12 +36,12 @@ def receiver(tokenizer):
 def nccl(receiver, sync_of, monkeypatch):
     """Makes the sync of a model in two buckets."""
     monkeypatch.setattr(gpu, "is_vllm_available", lambda: True)
-    monkeypatch.setattr(gpu, "NcclGroup", ScriptedGroup)
+    monkeypatch.setattr(gpu, "_NcclGroup", ScriptedGroup)
     monkeypatch.setattr(ScriptedGroup, "server", receiver, raising=False)
 
     def make(model):
         size = sum(parameter.nbytes for parameter in model.parameters()) // 2
-        monkeypatch.setattr("mt_grpo.weights.gpu.take_bucket", lambda walk, keep: take_bucket(walk, keep, size))
+        monkeypatch.setattr("mt_grpo.weights.gpu._take_bucket", lambda walk, keep: _take_bucket(walk, keep, size))
         return sync_of(receiver, kind=NcclTransport, model=model)
 
     return make
@@ -137,15 +137,15 @@ def test_by_nccl_the_key_goes_with_the_first_request(monkeypatch, tmp_path, repl
     if given == "from the environment":
         monkeypatch.setenv("VLLM_API_KEY", key)
     if given == "made up":
-        vllm_plugin.write_key("127.0.0.1", http.port, key)
+        vllm_plugin.StoredKey("127.0.0.1", http.port).write(key)
     requests, yes = SimpleNamespace(Session=Session, get=httpx.get, exceptions=httpx), lambda: True
     stand_ins = {"is_vllm_available": yes, "is_requests_available": yes, "requests": requests}
     for name, value in {**stand_ins, "Retry": dict, "HTTPAdapter": dict}.items():
         monkeypatch.setattr(f"trl.generation.vllm_client.{name}", value, raising=False)
     seen = []
-    monkeypatch.setattr(KeyedClient, "init_communicator", lambda self, device: seen.append(self.get_server_info()))
+    monkeypatch.setattr(_KeyedClient, "init_communicator", lambda self, device: seen.append(self.get_server_info()))
     http.key = key
-    group = NcclGroup(http.url, key if given == "given" else None, 51299, 5.0, torch.device("cpu"))
+    group = _NcclGroup(http.url, key if given == "given" else None, 51299, 5.0, torch.device("cpu"))
     assert seen and group._client.group_port == 51299
     assert [path for _, path, _ in http.requests] == ["/health", "/v1/models", "/server_info"]
 
@@ -177,9 +177,9 @@ def test_a_bucket_keeps_its_weights_while_the_walk_goes_on():
             tensor.zero_()  # as when an adapter is taken out again
 
     kept, left = walk(), walk()
-    assert [len(take_bucket(kept, True, 32)), len(take_bucket(left, False, 32))] == [2, 2]
-    (last,) = take_bucket(kept, True, 32)
-    assert last[1].tolist() == [1.0] * 4 and take_bucket(kept, True) == []
+    assert [len(_take_bucket(kept, True, 32)), len(_take_bucket(left, False, 32))] == [2, 2]
+    (last,) = _take_bucket(kept, True, 32)
+    assert last[1].tolist() == [1.0] * 4 and _take_bucket(kept, True) == []
     assert BUCKET == 2**28
 
 
@@ -217,8 +217,8 @@ class Mapping(Replica):
 @pytest.fixture
 def mappings(tokenizer, monkeypatch):
     """Two servers that read what is handed out."""
-    monkeypatch.setattr(gpu, "exported", lambda memory: EXPORTED.update({"GPU 0": memory}) or {"GPU 0": "GPU 0"})
-    monkeypatch.setattr(Shared.__init__, "__defaults__", (40_000,))
+    monkeypatch.setattr(gpu, "_exported", lambda memory: EXPORTED.update({"GPU 0": memory}) or {"GPU 0": "GPU 0"})
+    monkeypatch.setattr(_Shared.__init__, "__defaults__", (40_000,))
     servers = [Mapping(tokenizer), Mapping(tokenizer)]
     yield servers
     for server in servers:
@@ -280,7 +280,7 @@ def test_one_of_several_that_dies_is_left_out_and_taken_back(mappings, sync_of, 
 
 def test_tensors_begin_where_their_type_can_be_read(mappings):
     walk = iter([("a", torch.ones(3, dtype=torch.bfloat16)), ("b", torch.ones(2)), ("c", torch.ones(50_000))])
-    shared = Shared(torch.device("cpu"))
+    shared = _Shared(torch.device("cpu"))
     names = [packed.names for packed in iter(lambda: shared.take(walk), None)]
     assert names == [["a"], ["b"], ["c"]]  # 6 bytes are no whole number of floats, and the last needs more memory
     assert EXPORTED["GPU 0"].numel() == 200_000

@@ -31,7 +31,7 @@ from mt_grpo.vllm_plugin.fetch import Fetcher, FetchError, apply, difference
 from mt_grpo.vllm_plugin.guard import FETCH
 from mt_grpo.weights import network
 from mt_grpo.weights.files import SafetensorsTransport
-from mt_grpo.weights.network import DeltaTransport, FileOffer, HttpTransport
+from mt_grpo.weights.network import DeltaTransport, HttpTransport, _FileOffer
 
 UPDATE = ["/sleep", "/start_weight_update", "/update_weights", "/init_weight_transfer_engine"]
 UPDATE += ["/finish_weight_update", "/reset_prefix_cache", "/wake_up"]
@@ -185,7 +185,7 @@ def test_steps_of_a_trained_model_take_little():
 @pytest.fixture
 def offer(tmp_path):
     (tmp_path / "weights.safetensors").write_bytes(bytes(range(256)) * 100)
-    offer = FileOffer(tmp_path, "127.0.0.1")
+    offer = _FileOffer(tmp_path, "127.0.0.1")
     yield offer.url("127.0.0.1")
     offer.close()
 
@@ -208,7 +208,7 @@ def test_an_offer_has_its_files_for_who_knows_its_secret(offer, tmp_path, path, 
 
 def test_a_long_way_is_told_of(offer, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(network, "NOTICE_EVERY", 0.0)
-    fetch.download(f"{offer}/weights.safetensors", tmp_path / "copy", 25_600)
+    fetch._download(f"{offer}/weights.safetensors", tmp_path / "copy", 25_600)
     assert (tmp_path / "copy").read_bytes() == bytes(range(256)) * 100
     until(lambda: "127.0.0.1 has fetched 0.0 of 0.0 GB of the weights" in caplog.text)
 
@@ -230,7 +230,7 @@ def test_half_open_connections_hold_up_nobody(offer, tmp_path, monkeypatch):
     monkeypatch.setattr(network, "MAX_WAITING", 8)
     before = threads()
     held = [raw(offer, b"GET /") for _ in range(40)]
-    fetch.download(f"{offer}/weights.safetensors", tmp_path / "copy", 25_600)
+    fetch._download(f"{offer}/weights.safetensors", tmp_path / "copy", 25_600)
     assert threads() <= before + 1
     with contextlib.suppress(ConnectionResetError):  # which says the same
         assert not held[0].recv(1)  # the oldest was ended
@@ -240,7 +240,7 @@ def test_half_open_connections_hold_up_nobody(offer, tmp_path, monkeypatch):
 
 def test_a_request_that_does_not_arrive_is_given_up(tmp_path, monkeypatch):
     monkeypatch.setattr(network, "HEAD_TIMEOUT", 0.05)
-    offer = FileOffer(tmp_path, "127.0.0.1")
+    offer = _FileOffer(tmp_path, "127.0.0.1")
     with raw(offer.url("127.0.0.1"), b"GET /") as connection:
         assert not connection.recv(1)
     offer.close()
@@ -253,7 +253,7 @@ def test_connections_that_break_leave_no_traceback(offer, tmp_path, capfd, caplo
         connection = raw(offer, f"GET {secret}/large HTTP/1.1\r\n{'Host: x' * (number % 2)}\r\n\r\n".encode())
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         connection.close()
-    fetch.download(f"{offer}/weights.safetensors", tmp_path / "copy", 25_600)
+    fetch._download(f"{offer}/weights.safetensors", tmp_path / "copy", 25_600)
     assert "Traceback" not in capfd.readouterr().err + caplog.text
 
 
@@ -352,7 +352,7 @@ def test_a_broken_connection_is_gone_on_from_its_end(tmp_path, monkeypatch):
         return Reply(206, content[begun[-1] : begun[-1] + 700], len(content) - begun[-1])
 
     server = Loopback(answer)
-    fetch.download(f"{server.url}/weights", tmp_path / "copy", len(content))
+    fetch._download(f"{server.url}/weights", tmp_path / "copy", len(content))
     server.stop()
     assert (tmp_path / "copy").read_bytes() == content and begun == [0, 700, 1400, 2100]
 
@@ -383,7 +383,7 @@ def attack(root, kind):
     trap.mkdir(mode=0o777)
     for name in ("0.safetensors", "1.safetensors", "change"):
         (trap / name).hardlink_to(victim) if kind == "hard link" else (trap / name).symlink_to(victim)
-    for name in (f"{fetch.machine()}-{os.getpid()}", f"{fetch.machine()}-{os.getpid()}-"):
+    for name in (f"{fetch._machine()}-{os.getpid()}", f"{fetch._machine()}-{os.getpid()}-"):
         (root / name).symlink_to(trap) if kind == "folder's link" else (root / name).mkdir(mode=0o777)
     return victim
 
@@ -414,7 +414,7 @@ def test_what_stands_for_a_folder_that_is_gone_is_not_used(offer, tmp_path, fetc
 
 @pytest.mark.parametrize("foreign", [False, True])
 def test_folders_of_killed_servers_of_this_user_are_removed(offer, tmp_path, monkeypatch, fetcher_in, foreign):
-    (old := tmp_path / f"{fetch.machine()}-999999999-x").mkdir()
+    (old := tmp_path / f"{fetch._machine()}-999999999-x").mkdir()
     mine = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: mine + foreign)
     weights_of(fetcher_in(tmp_path), offer)
@@ -425,7 +425,7 @@ def test_no_link_is_followed_to_another_file(offer, tmp_path):
     (tmp_path / "victim").write_bytes(b"precious")
     (tmp_path / "copy").symlink_to(tmp_path / "victim")
     with pytest.raises(OSError, match="symbolic links"):
-        fetch.download(f"{offer}/weights.safetensors", tmp_path / "copy", 25_600)
+        fetch._download(f"{offer}/weights.safetensors", tmp_path / "copy", 25_600)
     assert (tmp_path / "victim").read_bytes() == b"precious"
 
 
@@ -456,7 +456,7 @@ def test_a_trickle_is_given_up_though_it_never_ends(tmp_path, monkeypatch, head)
     assert fetch.time_limit(140 * 10**9) > 20 * fetch.time_limit(10**6)  # larger files may take longer
     monkeypatch.setattr(fetch, "BASE_TIMEOUT", 0.3)
     with trickling(head) as url, pytest.raises(FetchError, match="in 0 s, and is given up"):
-        fetch.download(url, tmp_path / "copy", 10_000)
+        fetch._download(url, tmp_path / "copy", 10_000)
 
 
 def test_a_server_that_ends_waits_for_no_trainer(tmp_path, fetcher_in):

@@ -27,7 +27,7 @@ from mt_grpo.training.environment import own_engine
 from mt_grpo.weights.files import LoraTransport, SafetensorsTransport
 from mt_grpo.weights.network import DeltaTransport, HttpTransport
 from mt_grpo.weights.proof import EXACT, with_halved_weights
-from mt_grpo.weights.transport import FullParameters, Update
+from mt_grpo.weights.transport import Update, _FullParameters
 
 
 @pytest.fixture
@@ -191,7 +191,7 @@ def test_weights_travel_in_the_type_of_the_server(replica, sync_of, model):
 def test_wide_and_narrow_parameters_are_sent_as_they_are(model):
     model._keep_in_fp32_modules_strict = {"k_norm"}
     model.lm_head.to(torch.float16)
-    walk = FullParameters(model, Accelerator(cpu=True))
+    walk = _FullParameters(model, Accelerator(cpu=True))
     walk.dtype = torch.bfloat16
     sent = {name: tensor.dtype for name, tensor in walk}
     assert sent.pop("model.embed_tokens.weight") is torch.float16  # tied to the output layer

@@ -16,7 +16,7 @@ from mt_grpo.errors import WeightSyncError
 from mt_grpo.rollout import SamplingParams
 from mt_grpo.rollout.engines.vllm import VLLMServerClient
 from mt_grpo.servers import fleet, http
-from mt_grpo.servers.fleet import new_run, read_owner, released, weight_label
+from mt_grpo.servers.fleet import Owner
 from mt_grpo.servers.http import RequestFailed, ServerSetupError
 from mt_grpo.training import MTGRPOConfig
 from mt_grpo.training.servers import weight_sync
@@ -182,14 +182,14 @@ def test_no_cache_on_the_way_answers_for_the_server(replicas, sync_of, monkeypat
 def run_of_other(other):
     """The name a run of another process has."""
     own = f"-{os.getpid()}-{fleet._start(os.getpid())}-"
-    return new_run().replace(own, f"-{other.pid}-{fleet._start(other.pid)}-")
+    return Owner.new_run().replace(own, f"-{other.pid}-{fleet._start(other.pid)}-")
 
 
 def test_a_run_of_another_process_is_refused_while_it_lives(
     replicas, sync_of, tokenizer, model, other, run_of_other, tmp_path
 ):
     """On whatever server, and before its trainer is made."""
-    version = replicas[1].version = weight_label(run_of_other, 7)
+    version = replicas[1].version = Owner.label(run_of_other, 7)
     words = rf"{replicas[1].http.url} holds the weights of another run \(process {other.pid} on .*, step 7\)"
     with pytest.raises(WeightSyncError, match=rf"{words}.*`vllm_server_port`.*end it first\.$"):
         sync_of(*replicas).sync(0)
@@ -210,23 +210,23 @@ def test_a_run_that_was_killed_blocks_nobody(replicas, sync_of, other, run_of_ot
         os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
     if end == "gone":
         other.wait()
-    replicas[0].version = weight_label(run_of_other, 7)
+    replicas[0].version = Owner.label(run_of_other, 7)
     sync_of().sync(0)
     assert step_of(replicas[0].version) == "0"
 
 
 def test_a_server_held_by_another_machine_is_refused_until_freed(replicas, sync_of):
-    there = new_run().replace(fleet._machine(), "0a1b2c3d.4026531836")
-    replicas[0].version = weight_label(there, "proof")
+    there = Owner.new_run().replace(fleet._machine(), "0a1b2c3d.4026531836")
+    replicas[0].version = Owner.label(there, "proof")
     with pytest.raises(WeightSyncError, match="step proof.*or restart the server if that run was killed"):
         sync_of().sync(0)
-    replicas[0].version = released(replicas[0].version)
+    replicas[0].version = Owner.released(replicas[0].version)
     sync_of().sync(0)
 
 
 @pytest.mark.parametrize("version", ["default", "12", "a-b:3"])
 def test_versions_that_no_run_of_ours_set_name_nobody(replicas, sync_of, version):
-    assert read_owner(version) is None
+    assert Owner.read(version) is None
     replicas[0].version = version
     sync_of().sync(0)
 
@@ -244,7 +244,7 @@ def test_a_run_that_ends_gives_its_servers_back(replicas, sync_of):
 
 def test_weights_another_run_sends_during_rollouts_are_noticed(replicas, both, run_of_other):
     both.check()
-    replicas[1].version = weight_label(run_of_other, 7)
+    replicas[1].version = Owner.label(run_of_other, 7)
     with pytest.raises(WeightSyncError, match="while this run sampled from it"):
         both.check()
     with pytest.raises(WeightSyncError, match="holds the weights of another run"):

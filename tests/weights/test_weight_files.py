@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mt_grpo.errors import ConfigError
-from mt_grpo.vllm_plugin.fetch import Checksum, file_checksum, read_tensors
-from mt_grpo.weights.files import WeightFile, make_folder, write_weights
+from mt_grpo.vllm_plugin.fetch import Checksum
+from mt_grpo.weights.files import _WeightFile, make_folder
 
 TENSORS = {
     "odd": torch.arange(3, dtype=torch.bfloat16),
@@ -36,7 +36,7 @@ def path(tmp_path):
 
 def file_of(tmp_path, tensors=TENSORS):
     layout = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
-    return WeightFile(tmp_path / "0.partial", layout)
+    return _WeightFile(tmp_path / "0.partial", layout)
 
 
 def test_what_is_written_is_what_safetensors_reads(tmp_path):
@@ -53,9 +53,9 @@ def test_what_is_written_is_what_safetensors_reads(tmp_path):
                 yield name, tensor
 
         file.withdraw()
-        written = write_weights(file, tmp_path / f"{factor}.safetensors", walk())
+        written = file.fill(tmp_path / f"{factor}.safetensors", walk())
         assert [entry.name for entry in tmp_path.iterdir()] == [f"{factor}.safetensors"]
-        assert written == alone.hexdigest() == file_checksum(file.path)
+        assert written == alone.hexdigest() == Checksum.of_file(file.path)
         torch.testing.assert_close(load_file(file.path), tensors, rtol=0, atol=0)
 
 
@@ -68,20 +68,20 @@ def test_the_tensors_of_a_file_begin_at_a_cache_line(tmp_path):
 
 def test_an_error_of_the_thread_that_sums_is_raised(path, monkeypatch):
     save_file({"a": torch.ones(2), "b": torch.ones(3)}, path)
-    monkeypatch.setattr("mt_grpo.vllm_plugin.fetch.line_of", lambda *given: 1 / 0)
+    monkeypatch.setattr("mt_grpo.vllm_plugin.fetch._line_of", lambda *given: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        file_checksum(path)
+        Checksum.of_file(path)
 
 
 def test_tensors_that_nobody_read_are_not_in_the_checksum(path):
     tensors = {name: TENSORS[name].contiguous() for name in ("odd", "wide", "matrix")}
     save_file(tensors, path)
     read, whole, alone = Checksum(), Checksum(), Checksum()
-    some = read_tensors(path, read)
+    some = read.read(path)
     alone.add(*next(some))
     some.close()
-    torch.testing.assert_close(dict(read_tensors(path, whole)), tensors, rtol=0, atol=0)
-    assert alone.hexdigest() == read.hexdigest() != whole.hexdigest() == file_checksum(path)
+    torch.testing.assert_close(dict(whole.read(path)), tensors, rtol=0, atol=0)
+    assert alone.hexdigest() == read.hexdigest() != whole.hexdigest() == Checksum.of_file(path)
 
 
 def test_a_tensor_is_summed_before_the_walk_goes_on(tmp_path, path):
@@ -95,7 +95,7 @@ def test_a_tensor_is_summed_before_the_walk_goes_on(tmp_path, path):
             yield name, shared
             shared.zero_()
 
-    assert write_weights(file, path, walk()) == file_checksum(file.path)
+    assert file.fill(path, walk()) == Checksum.of_file(file.path)
 
 
 def test_a_failed_write_leaves_no_file_and_finishes_the_walk(tmp_path, path):
@@ -107,7 +107,7 @@ def test_a_failed_write_leaves_no_file_and_finishes_the_walk(tmp_path, path):
             yield name, tensor if name != "flags" else torch.zeros(99)
 
     with pytest.raises(ValueError, match="size"):
-        write_weights(file_of(tmp_path), path, walk())
+        file_of(tmp_path).fill(path, walk())
     assert walked == list(TENSORS) and not path.exists()
 
 

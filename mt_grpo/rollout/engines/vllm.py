@@ -28,12 +28,11 @@ from mt_grpo.forward.media import Media, MediumInputs
 from mt_grpo.media import IMAGE, SOUND, VIDEO, kind_of, to_file
 from mt_grpo.rollout.engines import Sample, SamplingParams
 from mt_grpo.servers.cache_scheduler import Turn
-from mt_grpo.servers.fleet import VLLMServers, weight_label
+from mt_grpo.servers.fleet import Owner, VLLMServers
 from mt_grpo.servers.http import (
     RequestFailed,
     Server,
     ServerSetupError,
-    ask_identified,
     router_words,
 )
 from mt_grpo.token_tree import Routes
@@ -41,12 +40,13 @@ from mt_grpo.token_tree import Routes
 _GENERATE = "/inference/v1/generate"
 _RENDER = "/v1/chat/completions/render"
 _SIDE = 64  # pixels of the image by which a server is asked how it takes images
+_NOT_SENT = {VIDEO: ("Videos", "frames as images"), SOUND: ("Sounds", "a transcript as text")}
 _RAW = 3  # vLLM's number for bytes of a tensor in msgpack
 _names: weakref.WeakKeyDictionary[MediumInputs, str] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
-class Field:
+class _Field:
     """How vLLM takes one input of an image."""
 
     dtype: str
@@ -55,7 +55,7 @@ class Field:
 
 
 @dataclass(frozen=True)
-class Shown:
+class _Shown:
     """An image in a context: its name, its place, and what the model takes."""
 
     name: str
@@ -66,7 +66,7 @@ class Shown:
 class _Layout:
     """How a server takes images, as its own rendering of one shows."""
 
-    def __init__(self, fields: dict[str, Field]) -> None:
+    def __init__(self, fields: dict[str, _Field]) -> None:
         self.fields = fields
 
     @classmethod
@@ -75,7 +75,7 @@ class _Layout:
         msgpack = _msgpack()
         (content,) = answer["features"]["kwargs_data"]["image"]
         item = msgpack.decode(base64.b64decode(content), ext_hook=lambda code, data: None)
-        return cls({name: Field(each["data"][0], *each["field"]) for name, each in item.items()})
+        return cls({name: _Field(each["data"][0], *each["field"]) for name, each in item.items()})
 
     def write(self, image: MediumInputs) -> str:
         """An image as vLLM reads it."""
@@ -123,23 +123,19 @@ def _layout_request(model: str) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": content}], **({"model": model} if model else {})}
 
 
-def _shown_in(context: list[int], images: Media) -> list[Shown]:
+def _shown_in(context: list[int], images: Media) -> list[_Shown]:
     """The images whose tokens, of ids below 0, stand in a context, in order."""
-    found, index = list[Shown](), 0
+    found, index = list[_Shown](), 0
     while index < len(context):
         token = context[index]
         if token >= 0:
             index += 1
             continue
-        if kind_of(token) == VIDEO:
+        if kind_of(token) != IMAGE:
+            kind, instead = _NOT_SENT[kind_of(token)]
             raise ServerSetupError(
-                "Videos are not sent to a vLLM server: sample with the model itself (`use_vllm: false`), or show "
-                "frames as images."
-            )
-        if kind_of(token) == SOUND:
-            raise ServerSetupError(
-                "Sounds are not sent to a vLLM server: sample with the model itself (`use_vllm: false`), or show a "
-                "transcript as text."
+                f"{kind} are not sent to a vLLM server: sample with the model itself (`use_vllm: false`), or show "
+                f"{instead}."
             )
         image = images[token]
         if context[index : index + image.size] != [token] * image.size:
@@ -147,12 +143,12 @@ def _shown_in(context: list[int], images: Media) -> list[Shown]:
                 "vLLM's endpoint for token ids takes images whose tokens stand together, and those of this model have "
                 "others between them: sample with the model itself (`use_vllm: false`)."
             )
-        found.append(Shown(name_of(image), index, image))
+        found.append(_Shown(_name_of(image), index, image))
         index += image.size
     return found
 
 
-def name_of(image: MediumInputs) -> str:
+def _name_of(image: MediumInputs) -> str:
     """The name of an image by what the model takes of it: 32 hexadecimal digits."""
     name = _names.get(image)
     if name is None:
@@ -168,7 +164,7 @@ def _bytes_of(tensor: Tensor) -> bytes:
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
-def _features_of(shown: Iterable[Shown], layout: _Layout | None = None) -> dict[str, Any]:
+def _features_of(shown: Iterable[_Shown], layout: _Layout | None = None) -> dict[str, Any]:
     """The images of a request, with a layout in full, and else by their names."""
     shown = list(shown)
     return {
@@ -184,8 +180,7 @@ _Body = Callable[[Server, int], Awaitable[bytes]]
 Content = Callable[[Server, int, SamplingParams], Awaitable[bytes]]
 """Makes that of a sample."""
 _COMPLETIONS = "/v1/completions"
-_TOKEN_TIME = 0.1
-"""Most seconds that a busy server takes per sampled token."""
+_TOKEN_TIME = 0.1  # most seconds that a busy server takes per sampled token
 _LONGEST_BACKOFF = 8.0
 _ATTEMPTS = 8
 _OF_CONFIGURATION = "vllm-"  # how vLLM's own fingerprint begins, which a restarted server has again
@@ -248,7 +243,6 @@ class VLLMServerClient(VLLMServers):
         self, session: str, context: list[int], sampling: SamplingParams, content: Content, path: str
     ) -> Sample:
         assert sampling.max_tokens is not None
-        read = read_sample if path == _COMPLETIONS else _read_generated
         versions: list[int | None] = []  # when the request was sent, at the latest attempt
 
         async def noted(server: Server, failures: int) -> bytes:
@@ -261,7 +255,7 @@ class VLLMServerClient(VLLMServers):
                 session,
                 context,
                 noted,
-                functools.partial(read, routes_from=sampling.routes_from),
+                functools.partial(_read_sample, routes_from=sampling.routes_from, path=path),
                 _TOKEN_TIME * sampling.max_tokens,
                 path,
             )
@@ -299,13 +293,13 @@ class VLLMServerClient(VLLMServers):
             except RequestFailed as error:
                 if error.status not in (403, 404):
                     raise
-                raise ServerSetupError(
-                    f"The vLLM server at {server.url} is given tokens of text only, and a conversation shows an "
-                    "image: start it with `mt-grpo serve`, or with `--enable-scale-out`."
+                raise server.setup_error(
+                    "is given tokens of text only, and a conversation shows an image: start it with `mt-grpo serve`, "
+                    "or with `--enable-scale-out`."
                 ) from error
         return server.layout
 
-    async def _hand_over(self, server: Server, layout: _Layout, shown: list[Shown]) -> None:
+    async def _hand_over(self, server: Server, layout: _Layout, shown: list[_Shown]) -> None:
         """Sends images that a server was not sent before. Conversations that show one of them meanwhile wait."""
         sending = self._connection().images
         for each in shown:
@@ -317,9 +311,9 @@ class VLLMServerClient(VLLMServers):
                 task.add_done_callback(functools.partial(_sent, sending, server.url, each.name))
             await asyncio.shield(sending[server.url, each.name])
 
-    async def _send_image(self, server: Server, layout: _Layout, shown: Shown) -> None:
+    async def _send_image(self, server: Server, layout: _Layout, shown: _Shown) -> None:
         """Has a server look at an image, which it then knows by its name: it keeps those of a request."""
-        alone = Shown(shown.name, 0, shown.image)
+        alone = _Shown(shown.name, 0, shown.image)
         ids = [self.media_tokens[IMAGE]] * shown.image.size
         sampling = SamplingParams(max_tokens=1)
         body = _generate_request(self.model, ids, sampling, _features_of([alone], layout), **self.salt)
@@ -329,7 +323,7 @@ class VLLMServerClient(VLLMServers):
     @property
     def salt(self) -> dict[str, str]:
         """What keeps a request from prefixes that were cached with other weights than those of its own beginning."""
-        return {"cache_salt": weight_label(self.run, self.weight_version or 0)} if self.salted else {}
+        return {"cache_salt": Owner.label(self.run, self.weight_version or 0)} if self.salted else {}
 
     async def logprobs(self, context: list[int], tokens: list[int], session: str) -> list[float]:
         """Log-probs of given tokens; see `ScoringEngine`. Raises as `generate`."""
@@ -380,7 +374,7 @@ class VLLMServerClient(VLLMServers):
                 try:
                     limit = self.request_timeout + more
                     body = await content(server, failures)
-                    answer, name = await ask_identified(self._connection().http, server, "POST", path, body, limit)
+                    answer, name = await server.ask_identified(self._connection().http, "POST", path, body, limit)
                     found = read(answer, f"POST {server.url}{path}")
                     if name is None and path == _COMPLETIONS:
                         name = _identity(server, answer)
@@ -474,34 +468,17 @@ def _sampling_options(sampling: SamplingParams) -> dict[str, Any]:
     return options
 
 
-def read_sample(answer: Any, request: str, routes_from: int = 0) -> Sample:
-    """The sample in an answer of `/v1/completions`, with routes from the context's token `routes_from` on."""
-
-    def parts(choice: Any) -> tuple[list[int], list[float]]:
-        found = choice["logprobs"]
-        ids = [int(token.removeprefix("token_id:")) for token in found["tokens"]]
-        return ids, [float(value) for value in found["token_logprobs"]]
-
-    return _read_choice(answer, request, routes_from, parts)
-
-
-def _read_generated(answer: Any, request: str, routes_from: int = 0) -> Sample:
-    """The sample in an answer of `/inference/v1/generate`; as `read_sample`."""
-
-    def parts(choice: Any) -> tuple[list[int], list[float]]:
-        return [int(token) for token in choice["token_ids"]], [
-            float(each["logprob"]) for each in choice["logprobs"]["content"]
-        ]
-
-    return _read_choice(answer, request, routes_from, parts)
-
-
-def _read_choice(
-    answer: Any, request: str, routes_from: int, parts: Callable[[Any], tuple[list[int], list[float]]]
-) -> Sample:
+def _read_sample(answer: Any, request: str, routes_from: int = 0, path: str = _COMPLETIONS) -> Sample:
+    """The sample in an answer of one of the two paths, with routes from the context's token `routes_from` on."""
     try:
         choice = answer["choices"][0]
-        ids, logprobs = parts(choice)
+        found = choice["logprobs"]
+        if path == _COMPLETIONS:
+            ids = [int(token.removeprefix("token_id:")) for token in found["tokens"]]
+            logprobs = [float(value) for value in found["token_logprobs"]]
+        else:
+            ids = [int(token) for token in choice["token_ids"]]
+            logprobs = [float(each["logprob"]) for each in found["content"]]
         reason = choice["finish_reason"]
         routes = _read_routes(choice.get("routed_experts"), routes_from)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:

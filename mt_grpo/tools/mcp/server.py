@@ -25,7 +25,6 @@ from mt_grpo.servers.env_servers import (
     ServerLost,
     Unreachable,
     backoff,
-    current_conversation,
     in_words,
 )
 from mt_grpo.tools.mcp.session import (
@@ -301,7 +300,7 @@ class McpPool:
 
     async def call(self, tool: str, arguments: Arguments) -> Any:
         """Calls a tool on the server of the conversation; outside of conversations, on the one with the fewest."""
-        conversation = current_conversation()
+        conversation = Conversation.current()
         if conversation is None:
             lease = await self._take()
             try:
