@@ -190,7 +190,7 @@ def main() -> None:
     quick = parser.parse_args().quick
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # FlexAttention warns that it is not compiled
-    kernels.compiled_flex = lambda device: kernels.uncompiled_flex  # compiled on GPUs only
+    kernels._compiled_flex = lambda device: kernels._uncompiled_flex  # compiled on GPUs only
     model, repeats = build_model(), 1 if quick else 3
     batches = [build_batch(1, 2 if quick else 8, seed, 96, 84, 24, 24) for seed in range(1 if quick else 13)]
     positions = sum(len(labels_of(batch)) for batch in batches)

@@ -373,7 +373,7 @@ def decode(medium: Medium) -> None:
     """Decodes an image or a sound and names it by content; slow for large ones, so do it in a thread."""
     if isinstance(medium, Sound):
         _ = medium.samples
-        medium.digest = digest(medium)
+        medium.digest = medium.content_digest()
         return
     from PIL import Image
 
@@ -423,15 +423,17 @@ def media_to_digests(value: object) -> Any:
         return {key: media_to_digests(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [media_to_digests(item) for item in value]
+    if value is None or isinstance(value, (str, int, float)):  # of most rows it is all that there is
+        return value
     return digest(value) if is_image(value) else sounds.name_of(value) or value
 
 
 def digest(medium: Medium) -> str:
     """A name for an image or a sound by its content (or file, if not decoded): 32 hexadecimal digits."""
-    known = _known(medium)
-    return (known and known.digest) or (
-        sounds.digest_of(medium.samples, medium.rate) if isinstance(medium, Sound) else _pixel_digest(medium)
-    )
+    if isinstance(medium, Sound):
+        return medium.content_digest()
+    opened = _opened.get(id(medium))
+    return _pixel_digest(medium) if opened is None else opened.digest
 
 
 def digest_at_hand(medium: Medium) -> str:
@@ -470,7 +472,7 @@ def to_file(medium: Medium) -> bytes:
     if known is not None and known.file is not None:
         return known.file
     if isinstance(medium, Sound):
-        return sounds.wav_of(medium)
+        return medium.to_wav()
     kept = medium if medium.mode in ("1", "L", "LA", "P", "RGB", "RGBA", "I", "I;16") else medium.convert("RGB")
     file = io.BytesIO()
     kept.save(file, format="PNG")

@@ -31,7 +31,7 @@ class MediumError(UserError, ValueError):
     """Something that is shown as an image or played as a sound, and is none. The message is one sentence."""
 
 
-class Bounds(NamedTuple):
+class _Bounds(NamedTuple):
     """How much may be shown together, whatever the files' sizes: a few bytes may be an image of any size."""
 
     where: str
@@ -54,8 +54,8 @@ class Bounds(NamedTuple):
             )
 
 
-IN_MESSAGE = Bounds("A message", 1 << 10, 1 << 26)
-IN_CONVERSATION = Bounds("A conversation", 1 << 12, 1 << 28)
+IN_MESSAGE = _Bounds("A message", 1 << 10, 1 << 26)
+IN_CONVERSATION = _Bounds("A conversation", 1 << 12, 1 << 28)
 
 
 def file_of(value: Any, name: str, of_row: bool) -> bytes:
@@ -69,8 +69,7 @@ def file_of(value: Any, name: str, of_row: bool) -> bytes:
             f"{name} is text, and only rows of a dataset name files by text: give the bytes, or `pathlib.Path(...)`."
         )
     data = _read(value, name, of_row) if isinstance(value, (str, os.PathLike)) else bytes(value)
-    if len(data) > MOST_BYTES:
-        raise MediumError(f"{name} has more than {MOST_BYTES:,} bytes, the most of a file: give a smaller one.")
+    _check_bytes(len(data), name)
     return data
 
 
@@ -86,30 +85,30 @@ def file_name(value: object, kind: str) -> str:
 
 def decoded(text: str, name: str) -> bytes:
     """The bytes of a file in base64; raises `MediumError` as `file_of` does."""
-    if len(text) > MOST_BYTES * 4 // 3 + 4:
-        raise MediumError(f"{name} has more than {MOST_BYTES:,} bytes, the most of a file: give a smaller one.")
+    _check_bytes((len(text) - 4) * 3 // 4, name)
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
         raise MediumError(f"{name} cannot be read: it is no base64.") from error
 
 
+def _check_bytes(number: int, name: str) -> None:
+    if number > MOST_BYTES:
+        raise MediumError(f"{name} has more than {MOST_BYTES:,} bytes, the most of a file: give a smaller one.")
+
+
 def _read(path: str | os.PathLike[str], name: str, of_row: bool) -> bytes:
     """At most one byte more of a file than `MOST_BYTES`."""
     try:
-        if not stat.S_ISREG(os.stat(path, follow_symlinks=of_row).st_mode):  # to open a device may do something
-            raise MediumError(f"{name} is no regular file: give the path of one, behind all links.")
-        opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if of_row else os.O_NOFOLLOW))
-        with open(opened, "rb") as file:
-            if not stat.S_ISREG(os.fstat(opened).st_mode):
-                raise MediumError(f"{name} is no regular file: give the path of one, behind all links.")
-            return file.read(MOST_BYTES + 1) or b""
-    except OSError as error:
-        raise MediumError(f"{name} cannot be read: {error.strerror or error}.") from error
-    except ValueError as error:  # a path with a NUL
-        if isinstance(error, MediumError):
-            raise
-        raise MediumError(f"{name} cannot be read: {error}.") from error
+        if stat.S_ISREG(os.stat(path, follow_symlinks=of_row).st_mode):  # to open a device may do something
+            opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if of_row else os.O_NOFOLLOW))
+            with open(opened, "rb") as file:
+                if stat.S_ISREG(os.fstat(opened).st_mode):
+                    return file.read(MOST_BYTES + 1) or b""
+    except (OSError, ValueError) as error:  # the second: a path with a NUL
+        reason = error.strerror if isinstance(error, OSError) else None
+        raise MediumError(f"{name} cannot be read: {reason or error}.") from error
+    raise MediumError(f"{name} is no regular file: give the path of one, behind all links.")
 
 
 TYPES = ("audio", "input_audio", "audio_url")
@@ -121,11 +120,8 @@ _GIVEN = ("audio", "input_audio", "audio_url", "url", "path", "base64")
 _COMPRESSED = re.compile(rb"fLaC|OggS|\xff[\xe2-\xff]")
 """How FLAC, Ogg and MP3 begin. What soundfile is a wrapper of has twenty more readers, which are little tested."""
 
-KNOWN = "WAV, FLAC, Ogg, MP3"
-
 _PCM, _FLOAT, _EXTENSIBLE = 1, 3, 0xFFFE
-_UNKNOWN_RATE = 16_000
-"""The rate that is written for a sound of which none is known: that of nearly all models."""
+_UNKNOWN_RATE = 16_000  # the rate that is written for a sound of which none is known: that of nearly all models
 
 
 MOST_CHANNELS = 32
@@ -159,8 +155,6 @@ class Sound:
         frames, channels, rate = _header(file, name)
         if channels > MOST_CHANNELS:
             raise MediumError(f"{name} has {channels} channels, and {MOST_CHANNELS} are the most: average them.")
-        if not frames:
-            raise MediumError("A sound has no samples: leave it out.")
         _check_length(frames, rate)
         IN_MESSAGE.check([frames * channels])
         sound = cls.__new__(cls)
@@ -174,10 +168,21 @@ class Sound:
         file = self.file
         if file is not None:
             self._samples = samples = _checked(_decoded(file), self.rate).samples
-            self.digest = digest_of(samples, self.rate)
+            self.digest = _digest_of(samples, self.rate)
             self.file = None  # after the others are there: another thread may ask
         assert self._samples is not None
         return self._samples
+
+    def content_digest(self) -> str:
+        """Its digest, which is found if nobody has asked for it."""
+        return self.digest or _digest_of(self.samples, self.rate)
+
+    def to_wav(self) -> bytes:
+        """The bytes of a WAV file of float32, from which `_read_sound` reads the same samples."""
+        rate, body = self.rate or _UNKNOWN_RATE, self.samples.tobytes()
+        form = struct.pack("<4sIHHIIHH", b"fmt ", 16, _FLOAT, 1, rate, 4 * rate, 4, 32)
+        chunks = b"WAVE" + form + struct.pack("<4sI", b"data", len(body)) + body
+        return struct.pack("<4sI", b"RIFF", len(chunks)) + chunks
 
     @property
     def seconds(self) -> float:
@@ -221,12 +226,12 @@ def read_part(part: dict[str, Any], of_row: bool = False) -> dict[str, Any]:
         value = decoded(value, "A sound under 'base64'")
     elif key == "audio_url" and isinstance(value, dict):
         value = value.get("url")
-    sound = read_sound(value, rate, of_row)
+    sound = _read_sound(value, rate, of_row)
     rest = {name: each for name, each in part.items() if name not in (*_GIVEN, "type", "sampling_rate", "seconds")}
     return {"type": "audio", "audio": sound, "seconds": round(sound.seconds, 3), **rest}
 
 
-def read_sound(value: Any, rate: int | None = None, of_row: bool = False) -> Sound:
+def _read_sound(value: Any, rate: int | None = None, of_row: bool = False) -> Sound:
     """
     A sound, from what datasets, tools and requests have: an array, `{"array": ..., "sampling_rate": ...}`, a decoder
     of torchcodec's (rows of `datasets.Audio`), a path, the bytes of a file, `{"bytes": ...}` or `{"path": ...}`, or a
@@ -236,11 +241,12 @@ def read_sound(value: Any, rate: int | None = None, of_row: bool = False) -> Sou
         return value
     if _is_decoder(value):
         told = value.metadata  # what it cannot tell is `None`
-        _check_length((told.duration_seconds or 0) * (told.sample_rate or 0), told.sample_rate)
+        if told.duration_seconds and told.sample_rate:
+            _check_length(told.duration_seconds * told.sample_rate, told.sample_rate)
         played = value.get_all_samples()
         return _checked(played.data.numpy().mean(axis=0), played.sample_rate)
     if isinstance(value, dict) and value.get("array") is not None:
-        return read_sound(value["array"], value.get("sampling_rate") or rate)
+        return _read_sound(value["array"], value.get("sampling_rate") or rate)
     if isinstance(value, dict):
         value = value["bytes"] if value.get("bytes") is not None else value.get("path")
     if isinstance(value, (bytes, bytearray, str, os.PathLike)):
@@ -275,13 +281,12 @@ def _header(file: bytes, name: str) -> tuple[int, int, int]:
     if is_wav(file):
         try:
             wav = _read_wav(file)
-        except struct.error as error:
-            raise MediumError(f"{name} cannot be read as a sound: it ends within its header.") from error
-        except ValueError as error:
-            raise MediumError(f"{name} cannot be read as a sound: {error}.") from error
+        except (struct.error, ValueError) as error:
+            reason = error if isinstance(error, ValueError) else "it ends within its header"
+            raise MediumError(f"{name} cannot be read as a sound: {reason}.") from error
         return len(wav.body) // (wav.channels * wav.bits // 8), wav.channels, wav.rate
     if not _COMPRESSED.match(file, _tags_end(file)):
-        raise MediumError(f"{name} cannot be read as a sound: it is broken, or of no known kind ({KNOWN}).")
+        raise _broken(name)
     try:
         import soundfile  # type: ignore[import-not-found]
     except ImportError:
@@ -292,7 +297,11 @@ def _header(file: bytes, name: str) -> tuple[int, int, int]:
         with soundfile.SoundFile(io.BytesIO(file)) as opened:
             return opened.frames, opened.channels, opened.samplerate
     except (soundfile.LibsndfileError, RuntimeError) as error:
-        raise MediumError(f"{name} cannot be read as a sound: it is broken, or of no known kind ({KNOWN}).") from error
+        raise _broken(name) from error
+
+
+def _broken(name: str) -> MediumError:
+    return MediumError(f"{name} cannot be read as a sound: it is broken, or of no known kind (WAV, FLAC, Ogg, MP3).")
 
 
 def _tags_end(file: bytes) -> int:
@@ -317,9 +326,7 @@ def _decoded(file: bytes) -> np.ndarray:
             # a header may promise less than the file has
             return opened.read(opened.frames, dtype="float32", always_2d=True).mean(axis=1)
     except (soundfile.LibsndfileError, RuntimeError) as error:
-        raise MediumError(
-            f"A sound of {len(file)} bytes cannot be read as a sound: it is broken, or of no known kind ({KNOWN})."
-        ) from error
+        raise _broken(f"A sound of {len(file)} bytes") from error
 
 
 class _Wav(NamedTuple):
@@ -369,7 +376,9 @@ def _read_wav(file: bytes) -> _Wav:
 
 
 def _check_length(length: float, rate: object) -> None:
-    """Refuses a sound of too many samples or seconds, or of a rate that is none."""
+    """Refuses a sound without samples, of too many samples or seconds, or of a rate that is none."""
+    if not length:
+        raise MediumError("A sound has no samples: leave it out.")
     if rate is not None and (isinstance(rate, bool) or not isinstance(rate, Integral) or int(rate) < 1):
         raise MediumError(f"A sound has {rate!r} samples per second: give a whole number above 0 as `sampling_rate`.")
     seconds = length / int(rate or _UNKNOWN_RATE)
@@ -396,8 +405,6 @@ def _checked(samples: np.ndarray, rate: Any) -> Sound:
         raise MediumError(
             f"A sound is one row of samples, and this one is an array of shape {samples.shape}: average its channels."
         )
-    if not len(samples):
-        raise MediumError("A sound has no samples: leave it out.")
     _check_length(len(samples), rate)
     samples = np.ascontiguousarray(_scaled(samples))
     if not np.isfinite(samples).all():
@@ -406,8 +413,7 @@ def _checked(samples: np.ndarray, rate: Any) -> Sound:
     return Sound(samples, None if rate is None else int(rate))
 
 
-def digest_of(samples: np.ndarray, rate: int | None) -> str:
-    """A name for samples, see `mt_grpo.media.digest`."""
+def _digest_of(samples: np.ndarray, rate: int | None) -> str:
     content = hashlib.blake2b(f"{rate}/".encode(), digest_size=16)
     content.update(samples.tobytes())
     return content.hexdigest()
@@ -416,20 +422,12 @@ def digest_of(samples: np.ndarray, rate: int | None) -> str:
 def name_of(value: object) -> str | None:
     """A name for a value of a row by its content, where it is a sound or any other array; `None` for another."""
     if _is_decoder(value):
-        value = read_sound(value)
+        value = _read_sound(value)
     if isinstance(value, Sound):
-        return value.digest or digest_of(value.samples, value.rate)
+        return value.content_digest()
     numpy = sys.modules.get("numpy")
     if numpy is None or not isinstance(value, numpy.ndarray) or value.dtype.hasobject:
         return None
     content = hashlib.blake2b(f"{value.dtype}{value.shape}".encode(), digest_size=16)
     content.update(value.tobytes())
     return content.hexdigest()
-
-
-def wav_of(sound: Sound) -> bytes:
-    """A sound as the bytes of a WAV file of float32, from which `read_sound` reads the same samples."""
-    rate, body = sound.rate or _UNKNOWN_RATE, sound.samples.tobytes()
-    form = struct.pack("<4sIHHIIHH", b"fmt ", 16, _FLOAT, 1, rate, 4 * rate, 4, 32)
-    chunks = b"WAVE" + form + struct.pack("<4sI", b"data", len(body)) + body
-    return struct.pack("<4sI", b"RIFF", len(chunks)) + chunks

@@ -24,7 +24,7 @@ from mt_grpo.media import (
     read_parts,
     to_file,
 )
-from mt_grpo.sounds import MOST_BYTES, Sound, read_part, read_sound
+from mt_grpo.sounds import MOST_BYTES, Sound, _read_sound, read_part
 
 TONE = np.sin(np.arange(160) / 5).astype(np.float32) / 2
 
@@ -52,12 +52,12 @@ def header(length: int, channels: int = 1, rate: int = 16_000) -> bytes:
 
 
 def test_arrays_have_the_rate_that_is_said_with_them():
-    assert read_sound(TONE).rate is None
-    assert read_sound({"array": TONE, "sampling_rate": 8_000, "path": None}).rate == 8_000
+    assert _read_sound(TONE).rate is None
+    assert _read_sound({"array": TONE, "sampling_rate": 8_000, "path": None}).rate == 8_000
     part = read_part({"type": "audio", "audio": TONE.tolist(), "sampling_rate": 160})
     assert part == {"type": "audio", "audio": Sound(TONE, 160), "seconds": 1.0}
-    assert read_sound(torch.from_numpy(TONE)) == Sound(TONE) == read_sound(TONE.astype(np.float64))
-    assert read_sound((TONE * 32768).astype(np.int16)).samples == pytest.approx(TONE, abs=1e-4)
+    assert _read_sound(torch.from_numpy(TONE)) == Sound(TONE) == _read_sound(TONE.astype(np.float64))
+    assert _read_sound((TONE * 32768).astype(np.int16)).samples == pytest.approx(TONE, abs=1e-4)
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 4])
@@ -67,14 +67,14 @@ def test_files_are_read_and_their_channels_averaged(tmp_path, width, channels):
     path.write_bytes(data)
     url = "data:audio/wav;base64," + base64.b64encode(data).decode()
     for given in (path, str(path), data, {"bytes": data}, {"bytes": None, "path": str(path)}, url):
-        sound = read_sound(given, of_row=True)
+        sound = _read_sound(given, of_row=True)
         assert sound.rate == 16_000
         assert sound.samples == pytest.approx(TONE, abs=2.0 ** (2 - 8 * min(width, 3)))
 
 
 def test_what_a_run_writes_is_read_again_when_it_is_looked_at():
     sound = Sound(TONE, 24_000)
-    again = read_sound(to_file(sound))
+    again = _read_sound(to_file(sound))
     same = pickle.loads(pickle.dumps(again))
     assert (again.seconds, is_decoded(again), is_decoded(same)) == (160 / 24_000, False, False)
     assert to_file(again) == to_file(sound) and again == sound == same
@@ -85,7 +85,7 @@ def test_what_a_run_writes_is_read_again_when_it_is_looked_at():
 def test_a_file_of_many_chunks_that_was_cut_off_is_read():
     data = to_file(Sound(TONE, 8_000))
     extended = data[:12] + struct.pack("<4sI", b"LIST", 3) + b"abc\0" + data[12:-3]
-    assert read_sound(extended).samples.tolist() == TONE[:-1].tolist()
+    assert _read_sound(extended).samples.tolist() == TONE[:-1].tolist()
 
 
 def test_parts_of_all_forms_become_one():
@@ -117,7 +117,7 @@ def test_a_decoder_of_torchcodec_is_read(monkeypatch):
     module.AudioDecoder = AudioDecoder
     monkeypatch.setitem(sys.modules, "torchcodec.decoders", module)
     sound = Sound(TONE, 8_000)
-    assert read_sound(AudioDecoder()) == sound
+    assert _read_sound(AudioDecoder()) == sound
     assert media_to_digests({"audio": [AudioDecoder(), sound]}) == {"audio": [digest(sound)] * 2}
 
 
@@ -147,13 +147,13 @@ def test_a_few_other_files_are_read_with_soundfile(monkeypatch):
     library = SimpleNamespace(SoundFile=SoundFile, LibsndfileError=LibsndfileError)
     monkeypatch.setitem(sys.modules, "soundfile", library)
     tag = b"ID3\4\0\0\0\0\0\2ab"
-    assert read_sound(b"fLaC") == Sound(TONE, 8_000) == read_sound(tag + b"fLaC")
+    assert _read_sound(b"fLaC") == Sound(TONE, 8_000) == _read_sound(tag + b"fLaC")
     with pytest.raises(MediumError, match="A sound of 5 bytes cannot be read as a sound: it is broken, or of no "):
-        read_sound(b"OggS.")
+        _read_sound(b"OggS.")
     opened.clear()
     for other in (b"abc", b"FORM....AIFF", b"MATLAB 5.0", tag + b"FORM....AIFF", b"ID3"):
         with pytest.raises(MediumError, match=r"of no known kind \(WAV, FLAC, Ogg, MP3\)"):
-            read_sound(other)
+            _read_sound(other)
     assert not opened
 
 
@@ -194,7 +194,7 @@ def test_arrays_of_rows_are_named_by_their_content():
 )
 def test_what_is_no_sound_is_one_sentence(given, problem):
     with pytest.raises(MediumError, match=problem) as raised:
-        read_sound(given, of_row=True)
+        _read_sound(given, of_row=True)
     assert "\n" not in str(raised.value)
 
 

@@ -84,11 +84,10 @@ def token_logps(
 
 SIZE = 521
 """Numbers of a projected gradient: a prime, so that the rows and columns of a matrix are spread over all of them."""
-_PERIOD = 2048 * SIZE
-"""Signs that are kept; longer gradients begin at other places in them."""
+_PERIOD = 2048 * SIZE  # signs that are kept; longer gradients begin at other places in them
 
 
-class Projection:
+class _Projection:
     """
     Projects gradients by a count sketch (Charikar et al. 2002), the same for one seed and shapes: entry i, with a
     random sign, is added to number i mod 521. Inner products are right in the mean, with an error of about 1 / √521.
@@ -128,7 +127,7 @@ class TurnGradients:
         self._model = model.eval()
         self._options = {"forward": forward, "temperature": temperature, "truncation": truncation}
         self._parameters: list[nn.Parameter] = [each for each in model.parameters() if each.requires_grad]
-        self._project = Projection(self._parameters)
+        self._project = _Projection(self._parameters)
 
     def of_turn(self, tree: TokenTree, turn: int, mask: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
         """The gradient of the summed log-probs of a turn's tokens."""

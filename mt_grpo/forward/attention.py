@@ -363,7 +363,7 @@ def _flex(
     As `segment`, with FlexAttention, compiled once for all lengths; GPUs only. With `l` the logarithm of a query's sum
     over its keys, a sink `s` shrinks its output by `exp(l) / (exp(l) + exp(s))`.
     """
-    attend = compiled_flex(query.device)
+    attend = _compiled_flex(query.device)
     # for this call only: the limit of other compiled functions stays what their owner set
     with config.patch(recompile_limit=RECOMPILE_LIMIT):
         try:
@@ -389,7 +389,7 @@ def _flex(
     return output * share.unsqueeze(-1).to(output.dtype)
 
 
-def compiled_flex(device: torch.device) -> Callable[..., tuple[Tensor, Tensor | None]]:
+def _compiled_flex(device: torch.device) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """FlexAttention for queries on a device, which is a GPU: it never runs uncompiled."""
     if device.type == "cpu":
         raise ConfigError(
@@ -401,10 +401,10 @@ def compiled_flex(device: torch.device) -> Callable[..., tuple[Tensor, Tensor | 
 @cache
 def _compiled() -> Callable[..., tuple[Tensor, Tensor | None]]:
     # a whole graph or an error: past the limit of recompilations dynamo would otherwise run it uncompiled
-    return torch.compile(uncompiled_flex, dynamic=True, fullgraph=True)
+    return torch.compile(_uncompiled_flex, dynamic=True, fullgraph=True)
 
 
-def uncompiled_flex(
+def _uncompiled_flex(
     query: Tensor,
     key: Tensor,
     value: Tensor,

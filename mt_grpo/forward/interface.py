@@ -29,7 +29,7 @@ from transformers.models.mpt.modeling_mpt import MptAttention
 from mt_grpo.forward.attention import KERNELS, Chunk, Score, TreeLayout, Window, oldest
 from mt_grpo.forward.packing import cannot_pack
 
-PREFIX = "tree_or_"
+_PREFIX = "tree_or_"
 _HARMLESS = ("position_ids", "cache_position", "cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k")
 """Tensors that some layers hand to their attention, and that change nothing where there is a mask."""
 
@@ -90,14 +90,6 @@ def packed_row(layout: TreeLayout) -> Iterator[None]:
         _row.reset(token)
 
 
-def own_attention(model: PreTrainedModel) -> str:
-    """The attention of rows that are not packed; in FlashAttention's place PyTorch's, or the model's own."""
-    name = model.config._attn_implementation.removeprefix(PREFIX)
-    if name in ("flex_attention", "eager", "sdpa"):
-        return str(name)
-    return "sdpa" if model._supports_sdpa else "eager"
-
-
 def use_attention(model: PreTrainedModel, name: str) -> None:
     """Has a text decoder use an attention. Towers for images and sounds keep theirs: some have one way only."""
     config = model.config
@@ -106,9 +98,9 @@ def use_attention(model: PreTrainedModel, name: str) -> None:
     config._attn_implementation = {"": name, **dict.fromkeys(own, name)} if own or text is config else name
 
 
-def register(original: str) -> str:
+def _register(original: str) -> str:
     """Registers an attention and its mask with transformers: packed rows over trees, others as `original`."""
-    name = f"{PREFIX}{original}"
+    name = f"{_PREFIX}{original}"
     if name in ALL_ATTENTION_FUNCTIONS:
         return name
     plain_mask: Callable[..., Any] = ALL_MASK_ATTENTION_FUNCTIONS[original]
@@ -306,8 +298,14 @@ def has_own_attention(model: nn.Module) -> bool:
     return any(type(module) in _OVER_TREE for module in model.modules())
 
 
-def extend_own_attention(model: nn.Module) -> None:
-    """Extends the forwards of these layers: with the mask of a packed row, they attend over its trees."""
+def extend_attention(model: PreTrainedModel) -> None:
+    """
+    Has a model attend over trees where it is given a packed row. Layers that compute attention themselves get another
+    forward; the others go through an attention that stands before PyTorch's or the model's own, in FlashAttention's
+    place too.
+    """
+    # a reference model is made with the policy's configuration, which may have our name already
+    name = model._attention_without_trees = model.config._attn_implementation.removeprefix(_PREFIX)
     module: Any
     for module in model.modules():
         if type(module) in _OVER_TREE and "_forward_over_rows" not in vars(module):
@@ -315,6 +313,9 @@ def extend_own_attention(model: nn.Module) -> None:
                 module.config = copy.copy(module.config)
             module._forward_over_rows = module.forward
             module.forward = types.MethodType(_forward, module)  # a deep copy of the layer has its own
+    if name not in ("flex_attention", "eager", "sdpa"):
+        name = "sdpa" if model._supports_sdpa else "eager"
+    use_attention(model, _register(name))
 
 
 def _forward(self: Any, *args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:

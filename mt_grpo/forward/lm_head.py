@@ -78,10 +78,10 @@ class Truncation:
 
 def _excludes(logits: Tensor, floor: Tensor, labels: Tensor) -> Tensor:
     """Tokens that cannot be drawn, `(M, vocab)` bool: those below the floor `(M,)`, except the labels."""
-    return (logits < floor[:, None]).scatter_(1, as_columns(labels), False)
+    return (logits < floor[:, None]).scatter_(1, _as_columns(labels), False)
 
 
-def as_columns(values: Tensor) -> Tensor:
+def _as_columns(values: Tensor) -> Tensor:
     """Values `(M,)` or `(M, k)` as `(M, k)`."""
     return values if values.dim() == 2 else values[:, None]
 
@@ -155,7 +155,7 @@ class _Score(torch.autograd.Function):
                 logits -= peak
                 if excluded is not None:
                     logits.masked_fill_(excluded, _EXCLUDED)
-                chosen = logits.gather(1, as_columns(labels[part]))
+                chosen = logits.gather(1, _as_columns(labels[part]))
                 powers = logits.exp()
                 total = powers.sum(dim=1)
                 normaliser = total.log()
@@ -237,8 +237,8 @@ def _final(logits: Tensor, temperature: float, dtype: torch.dtype) -> Tensor:
 def _grad_logits(
     logp: Tensor, labels: Tensor, grad_logp: Tensor | None, grad_entropy: Tensor | None, entropy: Tensor
 ) -> Tensor:
-    labels = as_columns(labels)
-    grad_logp = None if grad_logp is None else as_columns(grad_logp)
+    labels = _as_columns(labels)
+    grad_logp = None if grad_logp is None else _as_columns(grad_logp)
     if grad_entropy is None:
         assert grad_logp is not None  # autograd asks for no gradient of neither
         grad = logp.exp_().mul_(-grad_logp.sum(dim=1, keepdim=True))
@@ -254,7 +254,7 @@ def _grad_logits(
 
 
 @torch.no_grad()
-def chunked_top(
+def _chunked_top(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -279,16 +279,25 @@ def chunked_top(
             logits = _logits(states, matrix, bias)
             logits = logits if transform is None else transform(logits)
             logits = _final(logits, temperature, torch.promote_types(hidden.dtype, torch.float32))
-            found.append(likeliest(logits, label, top))
+            found.append(_likeliest(logits, label, top))
     logps, ids = (torch.cat(values) for values in zip(*found, strict=True))
     return logps, ids
 
 
-def likeliest(logits: Tensor, labels: Tensor, top: int) -> tuple[Tensor, Tensor]:
-    """What `chunked_top` returns, of logits `(M, vocab)` after temperature."""
+def _likeliest(logits: Tensor, labels: Tensor, top: int) -> tuple[Tensor, Tensor]:
+    """What `_chunked_top` returns, of logits `(M, vocab)` after temperature."""
     values, ids = logits.topk(top, dim=1)
     chosen = torch.cat([logits.gather(1, labels[:, None]), values], dim=1)
     return chosen - logits.logsumexp(dim=1, keepdim=True), ids
+
+
+def at_labels(logits: Tensor, label: Tensor, top: int = 0) -> tuple[Tensor, Tensor]:
+    """Log-probs of labels `(M,)` or `(M, k)`, and entropies, or those of `_likeliest`, from logits `(M, vocab)`."""
+    if top:
+        return _likeliest(logits, label, top)
+    distribution = logits.log_softmax(dim=-1)
+    entropies = -(distribution.exp() * distribution).sum(dim=-1)
+    return distribution.gather(1, _as_columns(label)).view(label.shape), entropies
 
 
 _Scorer = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -379,7 +388,7 @@ def _logps(
 ) -> tuple[Tensor, Tensor]:
     temperature, truncation, plain, top = sampling
     if top:
-        return chunked_top(states, head.weight, head.bias, label, top, temperature, transform)
+        return _chunked_top(states, head.weight, head.bias, label, top, temperature, transform)
     if plain is None or (temperature, truncation) == (1.0, None):
         return chunked_logps(states, head.weight, head.bias, label, temperature, truncation, transform)
     order = torch.from_numpy(np.argsort(plain, kind="stable")).to(states.device)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,10 +33,10 @@ class MediumInputs:
     size: int
     inputs: dict[str, Tensor]
 
-
-def feature_lengths(image: MediumInputs) -> tuple[int, ...]:
-    """The sizes of what a model takes of one image or sound, which differ where one is padded beside another."""
-    return tuple(sorted({size for tensor in image.inputs.values() for size in tensor.shape[1:]}))
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The sizes of what a model takes, which differ where one is padded beside another."""
+        return tuple(sorted({size for tensor in self.inputs.values() for size in tensor.shape[1:]}))
 
 
 Media = Mapping[int, MediumInputs]
@@ -147,37 +147,104 @@ def _type_ids(forward: Callable[..., object], ids: Tensor) -> dict[str, Tensor]:
     return {name: kinds(ids) for name in TYPES if name in parameters}
 
 
-def takes_features(backbone: PreTrainedModel) -> bool:
-    """Whether a backbone takes features of images that were computed before."""
-    return "mm_encoder_outputs" in inspect.signature(backbone.forward).parameters
+class RowMedia:
+    """
+    The media of a packed row, each looked at or heard once, however many branches have it: before anything runs over
+    the tree, since the towers for images and sounds have no trees.
+    """
 
+    def __init__(self, backbone: PreTrainedModel, packed: Packed, images: Media, device: torch.device) -> None:
+        self._backbone, self._packed, self._images, self._device = backbone, packed, images, device
+        self._order = _in_order(packed.input_ids, images)
 
-def packed_features(backbone: PreTrainedModel, packed: Packed, images: Media, device: torch.device) -> dict[str, Any]:
-    """The argument for the features of a packed row's images, each looked at once, however many branches show it."""
-    order = _in_order(packed.input_ids, images)
-    found = {
-        name: _features(getattr(backbone, f"get_{name}_features"), shown, images, device)
-        for name, kind in (("image", IMAGE), ("video", VIDEO))
-        if (shown := [each for each in order if kind_of(each) == kind])
-    }
-    return {"mm_encoder_outputs": found} if found else {}
+    def features(self) -> dict[str, Any]:
+        """The argument for the features of images and videos."""
+        found = {
+            name: self._features(getattr(self._backbone, f"get_{name}_features"), shown)
+            for name, kind in (("image", IMAGE), ("video", VIDEO))
+            if (shown := [each for each in self._order if kind_of(each) == kind])
+        }
+        return {"mm_encoder_outputs": found} if found else {}
 
+    def _features(self, look: Callable[..., Any], order: Sequence[int]) -> ModelOutput:
+        """What a model makes of images, or of videos, as often as they are shown."""
+        unique = list(dict.fromkeys(order))
+        known = inspect.signature(look).parameters
+        inputs = concat_media_inputs(unique, self._images, self._device)
+        features = look(**{name: value for name, value in inputs.items() if name in known}, return_dict=True)
+        places = [unique.index(image) for image in order]
+        projected = getattr(features, "pooler_output", None) is not None  # Llama 4 projects them later
+        name = "pooler_output" if projected else "last_hidden_state"
+        sizes = [self._images[image].size for image in unique]
+        setattr(features, name, _in_places(getattr(features, name), sizes, places))
+        deep = getattr(features, "deepstack_features", None)  # of Qwen3-VL, for several layers
+        if deep is not None:
+            features.deepstack_features = [_in_places(of_layer, sizes, places) for of_layer in deep]
+        return features
 
-def _features(look: Callable[..., Any], order: Sequence[int], images: Media, device: torch.device) -> ModelOutput:
-    """What a model makes of images, or of videos, as often as they are shown. It looks at each once."""
-    unique = list(dict.fromkeys(order))
-    known = inspect.signature(look).parameters
-    inputs = {name: value for name, value in concat_media_inputs(unique, images, device).items() if name in known}
-    features = look(**inputs, return_dict=True)
-    places = [unique.index(image) for image in order]
-    projected = getattr(features, "pooler_output", None) is not None  # Llama 4 projects them later
-    name = "pooler_output" if projected else "last_hidden_state"
-    sizes = [images[image].size for image in unique]
-    setattr(features, name, _in_places(getattr(features, name), sizes, places))
-    deep = getattr(features, "deepstack_features", None)  # of Qwen3-VL, for several layers
-    if deep is not None:
-        features.deepstack_features = [_in_places(of_layer, sizes, places) for of_layer in deep]
-    return features
+    def positions(self) -> Tensor | None:
+        """
+        The positions of the row's tokens, `(3, 1, N)`, where the model gives image tokens a place in three dimensions.
+        What follows an image is at another position than its depth. Each root-to-leaf path is asked for.
+        """
+        ask = getattr(self._backbone, "get_rope_index", None)
+        if ask is None:
+            return None
+        ids_of_row, images = self._packed.input_ids, self._images
+        known = inspect.signature(ask).parameters
+        asked = {name for name, each in known.items() if each.default is each.empty and name != "kwargs"}
+        available = {"input_ids", "mm_token_type_ids", *(name for image in images.values() for name in image.inputs)}
+        if asked - available:
+            raise cannot_pack(f"{type(self._backbone).__name__} places images by `{min(asked - available)}`")
+        positions = torch.zeros(3, len(ids_of_row), dtype=torch.long)
+        for path in FlatTree(ids_of_row, ids_of_row, self._packed.parent).paths():
+            ids = torch.from_numpy(ids_of_row[path])[None]
+            given = concat_media_inputs(_in_order(ids_of_row[path], images), images, torch.device("cpu"))
+            if "feature_attention_mask" in given:  # as the forwards of Qwen's Omni models say it
+                given["audio_seqlens"] = given["feature_attention_mask"].sum(dim=1)
+            if "video_second_per_grid" in given:
+                given["second_per_grids"] = given["video_second_per_grid"]
+            given |= {"mm_token_type_ids": kinds(ids), "attention_mask": torch.ones_like(ids)}
+            given = {name: value for name, value in given.items() if name in known}
+            positions[:, path] = ask(input_ids=real_ids(ids, self._backbone.config), **given)[0][:, 0]
+        return positions[:, None].to(self._device)
+
+    def sounds(self) -> AbstractContextManager[None]:
+        """Encodes the sounds; a context that puts them among the embeddings that a backbone hands to its decoder."""
+        order = [each for each in self._order if kind_of(each) == SOUND]
+        if not order:
+            return nullcontext()
+        unique = list(dict.fromkeys(order))
+        pieces = self._heard(unique).split([self._images[each].size for each in unique])
+        found = dict(zip(unique, pieces, strict=True))
+        places = (kinds(torch.from_numpy(self._packed.input_ids)) == SOUND).nonzero()[:, 0].to(self._device)
+        return self._putting(places, torch.cat([found[each] for each in order]))
+
+    def _heard(self, sounds: list[int]) -> Tensor:
+        """The embeddings that a backbone hands to its decoder for sounds, one after another: `(M, H)`."""
+        backbone, asked = self._backbone, list[Tensor]()
+        decoder = backbone.get_decoder()
+        size = sum(self._images[each].size for each in sounds)
+        ids = torch.full((1, size), media_tokens(backbone.config).get(SOUND, 0), device=self._device)
+        if decoder is not backbone:  # Phi 4's is both
+            with _asking(decoder, asked):
+                given = concat_media_inputs(sounds, self._images, self._device)
+                backbone(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **given)
+        if not asked:
+            raise cannot_pack(f"{type(backbone).__name__} has no text decoder apart from what hears sounds")
+        return asked[0][0]
+
+    @contextmanager
+    def _putting(self, places: Tensor, embeddings: Tensor) -> Iterator[None]:
+        def put(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> tuple[object, object]:
+            row = kwargs["inputs_embeds"]
+            return args, {**kwargs, "inputs_embeds": row.index_copy(1, places, embeddings[None].to(row))}
+
+        hook = self._backbone.get_decoder().register_forward_pre_hook(put, with_kwargs=True)
+        try:
+            yield
+        finally:
+            hook.remove()
 
 
 def _in_places(found: Tensor | Sequence[Tensor], sizes: Sequence[int], places: Sequence[int]) -> Tensor | list[Tensor]:
@@ -186,63 +253,6 @@ def _in_places(found: Tensor | Sequence[Tensor], sizes: Sequence[int], places: S
     pieces = tokens.reshape(-1, tokens.size(-1)).split(list(sizes))
     chosen = [pieces[place] for place in places]
     return torch.cat(chosen).reshape(-1, *found.shape[1:]) if isinstance(found, Tensor) else chosen
-
-
-def packed_positions(backbone: PreTrainedModel, packed: Packed, images: Media, device: torch.device) -> Tensor | None:
-    """
-    The positions of a packed row's tokens, `(3, 1, N)`, where the model gives image tokens a place in three
-    dimensions. What follows an image is at another position than its depth. Each root-to-leaf path is asked for.
-    """
-    ask = getattr(backbone, "get_rope_index", None)
-    if ask is None:
-        return None
-    known = inspect.signature(ask).parameters
-    asked = {name for name, parameter in known.items() if parameter.default is parameter.empty and name != "kwargs"}
-    available = {"input_ids", "mm_token_type_ids", *(name for image in images.values() for name in image.inputs)}
-    if asked - available:
-        raise cannot_pack(f"{type(backbone).__name__} places images by `{min(asked - available)}`")
-    positions = torch.zeros(3, len(packed.input_ids), dtype=torch.long)
-    for path in FlatTree(packed.input_ids, packed.input_ids, packed.parent).paths():
-        ids = torch.from_numpy(packed.input_ids[path])[None]
-        order = _in_order(packed.input_ids[path], images)
-        given = concat_media_inputs(order, images, torch.device("cpu"))
-        if "feature_attention_mask" in given:  # as the forwards of Qwen's Omni models say it
-            given["audio_seqlens"] = given["feature_attention_mask"].sum(dim=1)
-        if "video_second_per_grid" in given:
-            given["second_per_grids"] = given["video_second_per_grid"]
-        given |= {"mm_token_type_ids": kinds(ids), "attention_mask": torch.ones_like(ids)}
-        given = {name: value for name, value in given.items() if name in known}
-        positions[:, path] = ask(input_ids=real_ids(ids, backbone.config), **given)[0][:, 0]
-    return positions[:, None].to(device)
-
-
-def packed_audio_embeddings(
-    backbone: PreTrainedModel, packed: Packed, images: Media, device: torch.device
-) -> tuple[Tensor, Tensor] | None:
-    """Places and audio embeddings of a packed row; each clip is encoded once, even if branches share it."""
-    places = torch.from_numpy(packed.input_ids)
-    places = (kinds(places) == SOUND).nonzero()[:, 0]
-    if not len(places):
-        return None
-    order = [each for each in _in_order(packed.input_ids, images) if kind_of(each) == SOUND]
-    unique = list(dict.fromkeys(order))
-    sizes = [images[each].size for each in unique]
-    found = dict(zip(unique, _heard(backbone, unique, images, device).split(sizes), strict=True))
-    return places.to(device), torch.cat([found[each] for each in order])
-
-
-def _heard(backbone: PreTrainedModel, sounds: list[int], images: Media, device: torch.device) -> Tensor:
-    """The embeddings that a backbone hands to its decoder for sounds, one after another: `(M, H)`."""
-    decoder, asked = backbone.get_decoder(), list[Tensor]()
-    size = sum(images[each].size for each in sounds)
-    ids = torch.full((1, size), media_tokens(backbone.config).get(SOUND, 0), device=device)
-    if decoder is not backbone:  # Phi 4's is both
-        with _asking(decoder, asked):
-            given = concat_media_inputs(sounds, images, device)
-            backbone(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **given)
-    if not asked:
-        raise cannot_pack(f"{type(backbone).__name__} has no text decoder apart from what hears sounds")
-    return asked[0][0]
 
 
 class _Nothing(MoeModelOutputWithPast):  # type: ignore[misc]
@@ -271,22 +281,3 @@ def _asking(decoder: PreTrainedModel, asked: list[Tensor]) -> Iterator[None]:
             del decoder.forward
         else:
             decoder.forward = own
-
-
-@contextmanager
-def inject_audio_embeddings(backbone: PreTrainedModel, heard: tuple[Tensor, Tensor] | None) -> Iterator[None]:
-    """Puts what `packed_audio_embeddings` returned among the embeddings that a backbone hands to its decoder."""
-    if heard is None:
-        yield
-        return
-    places, embeddings = heard
-
-    def put(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> tuple[object, object]:
-        row = kwargs["inputs_embeds"]
-        return args, {**kwargs, "inputs_embeds": row.index_copy(1, places, embeddings[None].to(row))}
-
-    hook = backbone.get_decoder().register_forward_pre_hook(put, with_kwargs=True)
-    try:
-        yield
-    finally:
-        hook.remove()

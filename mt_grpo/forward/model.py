@@ -26,40 +26,31 @@ from transformers.modeling_outputs import ModelOutput
 from mt_grpo.errors import UnsupportedModelError
 from mt_grpo.forward.attention import TreeLayout
 from mt_grpo.forward.interface import (
-    PREFIX,
-    extend_own_attention,
+    extend_attention,
     has_own_attention,
-    own_attention,
     packed_row,
-    register,
-    use_attention,
 )
 from mt_grpo.forward.lm_head import (
     Sampling,
     Truncation,
-    as_columns,
+    at_labels,
     backbone_name,
-    likeliest,
     output_layer,
     score_states,
 )
 from mt_grpo.forward.media import (
     Media,
-    inject_audio_embeddings,
+    RowMedia,
     media_tokens,
-    packed_audio_embeddings,
-    packed_features,
-    packed_positions,
     pretrained,
     real_ids,
     row_inputs,
-    takes_features,
     with_blank,
 )
 from mt_grpo.forward.packing import FlatTree, Packed, cannot_pack, flatten, pack
-from mt_grpo.forward.recurrence import extend_blocks, extend_recurrent_layers, over_tree, recurrent_layers
+from mt_grpo.forward.recurrence import extend_recurrence, over_tree, recurrent_layers
 from mt_grpo.forward.routes import Replayer, route_shape, router_loss
-from mt_grpo.forward.sequence_parallel import SequenceGroup, long_enough
+from mt_grpo.forward.sequence_parallel import SequenceGroup
 from mt_grpo.media import IMAGE
 from mt_grpo.token_tree import TokenTree
 
@@ -69,40 +60,25 @@ FORWARDS = ("tree", "padded", "turn_by_turn")
 
 @dataclass(frozen=True, eq=False)
 class ForwardPlan:
-    """
-    The tokens to score, and how.
-
-    Args:
-        trees (`Sequence`): Trajectories, with the routes of their tokens.
-        leaves (`Sequence[Sequence[TokenTree]]`, *optional*): For each tree, more trees for `"tree"` to score, at
-            temperature 1 and without truncation. What they share with others is computed once.
-        media (`Media`, *optional*): The images, videos and sounds of the trees, by the id of their tokens.
-        forward (`str`, *optional*, defaults to `"tree"`): One of `FORWARDS`.
-        attention (`str`, *optional*, defaults to `"auto"`): The attention kernel of `"tree"`.
-        temperature (`float`, *optional*, defaults to `1.0`): Divides the logits.
-        truncation (`Truncation`, *optional*): Which tokens could be drawn.
-        router_loss (`bool`, *optional*, defaults to `False`): Whether the loss that balances experts is wanted too.
-        group (`SequenceGroup`, *optional*): The processes that compute a row of `"tree"` together.
-        candidates (`Sequence[np.ndarray]`, *optional*): For each tree, `(len(tokens), k)`, further tokens that are
-            scored in the place of each of its tokens.
-        top (`int`, *optional*, defaults to `0`): How many of the likeliest tokens are wanted in the place of each
-            trained token, which is for forwards without a gradient, and without truncation.
-        shared (`bool`, *optional*, defaults to `False`): Whether every process of the group has this same plan. If
-            not, they compute the plans of all one after the other, which is for forwards without a gradient.
-    """
+    """The tokens to score, and how."""
 
     trees: Sequence[FlatTree | TokenTree] = ()
     leaves: Sequence[Sequence[TokenTree]] = ()
+    """More trees for `"tree"` to score beside each tree, at temperature 1 and without truncation."""
     media: Media = field(default_factory=dict)
-    forward: str = "tree"
-    attention: str = "auto"
+    """The images, videos and sounds of the trees, by the id of their tokens."""
+    forward: str = "tree"  # one of `FORWARDS`
+    attention: str = "auto"  # the attention kernel of `"tree"`
     temperature: float = 1.0
     truncation: Truncation | None = None
-    router_loss: bool = False
-    group: SequenceGroup | None = None
+    router_loss: bool = False  # whether the loss that balances experts is wanted too
+    group: SequenceGroup | None = None  # the processes that compute a row of `"tree"` together
     candidates: Sequence[np.ndarray] = ()
+    """For each tree, `(len(tokens), k)`, further tokens that are scored in the place of each of its tokens."""
     top: int = 0
+    """How many of the likeliest tokens are wanted in the place of each trained token; without gradient, truncation."""
     shared: bool = False
+    """Whether every process of the group has this same plan; else they compute all plans one after the other."""
 
     @cached_property
     def all_trees(self) -> list[FlatTree]:
@@ -175,14 +151,14 @@ class Scores:
 
 def score(model: nn.Module, plan: ForwardPlan) -> Scores:
     """The log-probs of a plan's trained tokens, differentiable."""
-    ways = {"tree": score_trees, "padded": _score_rows, "turn_by_turn": score_turns}
+    ways = {"tree": _score_trees, "padded": _score_rows, "turn_by_turn": score_turns}
     return ways[plan.forward](model, plan)
 
 
 # Packed trees
 
 
-def score_trees(model: nn.Module, plan: ForwardPlan) -> Scores:
+def _score_trees(model: nn.Module, plan: ForwardPlan) -> Scores:
     """One forward over a plan's trees in one row, in which prefixes that they share are computed once."""
     packed = pack(plan.all_trees)
     plain = packed.tree >= len(plan.trees) if plan.leaves else None
@@ -197,7 +173,7 @@ def score_packed(
 ) -> Scores:
     """One forward over a packed row. Labels where `plain`, `(M,)`, are scored at temperature 1 and not truncated."""
     device = next(model.parameters()).device
-    row = packed if plan.group is None else long_enough(packed, plan.group.size)
+    row = packed if plan.group is None else packed.at_least(plan.group.size)
     layout = TreeLayout(row, plan.attention, plan.group)
     mine = slice(None) if layout.share is None else layout.share.tokens
     input_ids, position_ids = (
@@ -233,12 +209,8 @@ def enable_trees(model: PreTrainedModel | PeftModel, cast_head_to_fp32: bool | N
         model._head_in_float32 = bool(cast_head_to_fp32)
     if enabled:
         return
-    # a reference model is made with the policy's configuration, which may have our name already
-    model._attention_without_trees = model.config._attn_implementation.removeprefix(PREFIX)
-    extend_own_attention(model)
-    use_attention(model, register(own_attention(model)))
-    extend_recurrent_layers(model)
-    extend_blocks(model, model.config.get_text_config().num_hidden_layers)
+    extend_attention(model)
+    extend_recurrence(model, model.config.get_text_config().num_hidden_layers)
     shape = route_shape(model.config)
     model._replayer = None if shape is None else Replayer(model, shape)
     model._forward_without_trees = model.forward  # a bound method: a deep copy of the model has its own
@@ -268,13 +240,10 @@ def _backbone_outputs(
 ) -> ModelOutput:
     backbone = getattr(model, backbone_name(model) or "")
     seen: dict[str, Any] = {}
-    heard = None
-    images = tree.plan.media
-    if images and (input_ids < 0).any():
-        # before anything runs over the tree: the towers for images and sounds have no trees
-        heard = packed_audio_embeddings(backbone, tree.packed, images, input_ids.device)
-        seen = packed_features(backbone, tree.packed, images, input_ids.device)
-        places = packed_positions(backbone, tree.packed, images, input_ids.device)
+    hears: AbstractContextManager[None] = nullcontext()
+    if tree.plan.media and (input_ids < 0).any():
+        media = RowMedia(backbone, tree.packed, tree.plan.media, input_ids.device)
+        hears, seen, places = media.sounds(), media.features(), media.positions()
         position_ids = position_ids if places is None else places
         input_ids = real_ids(input_ids, model.config)
     given = {"position_ids": position_ids, "tree_layout": tree.layout, **seen}
@@ -289,7 +258,7 @@ def _backbone_outputs(
     replays: AbstractContextManager[None] = nullcontext()
     if routes is not None and replayer is not None:
         replays = replayer.replaying(tree.layout, routes, shared)
-    with packed_row(tree.layout), replays, over_tree(model, tree.layout), inject_audio_embeddings(backbone, heard):
+    with packed_row(tree.layout), replays, over_tree(model, tree.layout), hears:
         return backbone(input_ids=input_ids, attention_mask=torch.ones_like(input_ids), use_cache=False, **given)
 
 
@@ -353,7 +322,7 @@ def _score_rows(model: nn.Module, plan: ForwardPlan) -> Scores:
     if plan.truncation is not None:
         logits = plan.truncation.apply(logits, label)
     balance = router_loss(pretrained(model).config, output.router_logits, mask) if plan.router_loss else None
-    return Scores(number, column, turn, *_at_labels(logits, plan.beside(label, number, column), plan.top), balance)
+    return Scores(number, column, turn, *at_labels(logits, plan.beside(label, number, column), plan.top), balance)
 
 
 def score_turns(model: nn.Module, plan: ForwardPlan, keep_logits: bool = True) -> Scores:
@@ -382,25 +351,16 @@ def score_turns(model: nn.Module, plan: ForwardPlan, keep_logits: bool = True) -
                 if plan.truncation is not None:
                     logits = plan.truncation.apply(logits, label)
                 label = plan.beside(label, np.full_like(action, number), action)
-                found.append(_at_labels(logits, label, plan.top))
+                found.append(at_labels(logits, label, plan.top))
                 places.append(np.stack([np.full_like(action, number), action, np.full_like(action, turn)]))
     if not found:  # a backward needs something to flow through
         logits = model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=device), use_cache=False).logits
         nothing = logits.float()[0, :0]
         label = plan.beside(torch.zeros(0, dtype=torch.long, device=device), *np.empty((2, 0), dtype=np.int64))
-        found, places = [_at_labels(nothing, label, plan.top)], [np.empty((3, 0), dtype=np.int64)]
+        found, places = [at_labels(nothing, label, plan.top)], [np.empty((3, 0), dtype=np.int64)]
     logps, entropies = (torch.cat(values) for values in zip(*found, strict=True))
     tree_of, column, turn_of = np.concatenate(places, axis=1)
     return Scores(tree_of, column, turn_of, logps, entropies)
-
-
-def _at_labels(logits: Tensor, label: Tensor, top: int = 0) -> tuple[Tensor, Tensor]:
-    """Log-probs of labels `(M,)` or `(M, k)`, and entropies, or what `likeliest` has, from logits `(M, vocab)`."""
-    if top:
-        return likeliest(logits, label, top)
-    distribution = logits.log_softmax(dim=-1)
-    entropies = -(distribution.exp() * distribution).sum(dim=-1)
-    return distribution.gather(1, as_columns(label)).view(label.shape), entropies
 
 
 # Which models can run over packed trees
@@ -428,10 +388,11 @@ def _obstacle(model: PreTrainedModel) -> str | None:
         return "is more than a text decoder"
     if model.config is not config:
         backbone = getattr(model, backbone_name(model) or "")
-        if IMAGE in media_tokens(model.config) and not takes_features(backbone):
+        parameters = inspect.signature(backbone.forward).parameters
+        if IMAGE in media_tokens(model.config) and "mm_encoder_outputs" not in parameters:
             return "takes no features of images"
         both_ways = getattr(config, "use_bidirectional_attention", None) == "vision"  # some of Gemma 4
-        if both_ways or "token_type_ids" in inspect.signature(backbone.forward).parameters:
+        if both_ways or "token_type_ids" in parameters:
             return "attends among the tokens of an image in both directions"
     # the probe is too small to fill an expert
     if getattr(config, "expert_capacity", None):

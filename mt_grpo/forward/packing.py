@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
@@ -108,6 +108,24 @@ class Packed:
     def turn_order(self) -> np.ndarray:
         """`(M,)` order that sorts the labels by tree, turn and place in the turn."""
         return np.lexsort((self.position_ids[self.predictor], self.turn, self.tree))
+
+    def at_least(self, size: int) -> Packed:
+        """The row, with tokens that nothing sees at its end, where it has fewer than `size`."""
+        length = len(self.input_ids)
+        if length >= size:
+            return self
+        more = np.arange(length, size)
+        routes = self.routes
+        if routes is not None:
+            routes = np.concatenate([routes, np.full((len(more), routes.shape[1]), NO_ROUTE[0], dtype=np.uint8)])
+        return replace(
+            self,
+            input_ids=np.concatenate([self.input_ids, 0 * more]),
+            position_ids=np.concatenate([self.position_ids, 0 * more]),
+            parent=np.concatenate([self.parent, 0 * more - 1]),
+            subtree_end=np.concatenate([self.subtree_end, more]),
+            routes=routes,
+        )
 
 
 def pack(trees: Sequence[FlatTree | TokenTree]) -> Packed:

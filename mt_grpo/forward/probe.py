@@ -53,11 +53,9 @@ TURN = 16
 _POSITIONS = ("max_position_embeddings", "max_target_positions", "max_seq_len")
 """Names of the number of positions of a model, the first that it has."""
 
-_ENDLESS = 1 << 30
-"""Tokens of a context without an end: more than any has."""
+_ENDLESS = 1 << 30  # tokens of a context without an end: more than any has
 
-_SHAKEN = 64
-"""One number in so many of an embedding is off by a rounding step, where rounding is measured."""
+_SHAKEN = 64  # one number in so many of an embedding is off by a rounding step, where rounding is measured
 
 NOISE_ROWS, NOISE_LENGTH, PADDING = 4, 1024, 300
 """The batch that is padded in two ways: rows, most tokens per row, and padding, which no kernel's block divides."""
@@ -105,8 +103,8 @@ def prove(model: nn.Module, length: int, plan: ForwardPlan = DEFAULT_PLAN, mixed
             "tokens."
         )
     config = base.config.get_text_config()
-    depth = probe_depth(config, length, known)
-    if way not in proven or depth > probe_depth(config, proven[way], known):
+    depth = _probe_depth(config, length, known)
+    if way not in proven or depth > _probe_depth(config, proven[way], known):
         probe = ForwardPlan(forward=plan.forward, attention=plan.attention, group=plan.group)
         proof = measure(model, depth, probe, mixed_precision)
         if not proof.holds:
@@ -133,7 +131,7 @@ def prove_media(model: nn.Module, plan: ForwardPlan, mixed_precision: str = "no"
         )
 
 
-def probe_depth(config: PreTrainedConfig, length: int, known: int | None = None) -> int:
+def _probe_depth(config: PreTrainedConfig, length: int, known: int | None = None) -> int:
     """Depth for rows of `length` tokens: the next power of two within what the model and `known` allow."""
     reaches = [getattr(config, name, None) or 0 for name in REACHES]
     deepest = max(DEEPEST, *(2 * reach for reach in reaches if reach < length))
@@ -168,7 +166,7 @@ def _turns_by_length(model: PreTrainedModel) -> int | None:
     return None
 
 
-def probe_trees(vocabulary: int, depth: int) -> list[FlatTree]:
+def _probe_trees(vocabulary: int, depth: int) -> list[FlatTree]:
     """The trees of the probe, whose longest path has `depth` tokens; the same on every machine."""
     draw = np.random.default_rng(0)
     size = min(TURN, depth // 8)
@@ -205,7 +203,7 @@ def measure(
     base = base_model(model)
     vocabulary = base.config.get_text_config().vocab_size
     size = min(TURN, depth // 8) if not plan.trees else None
-    plan = replace(plan, trees=plan.trees or probe_trees(vocabulary, depth), shared=True)
+    plan = replace(plan, trees=plan.trees or _probe_trees(vocabulary, depth), shared=True)
     turns = [int(tree.turns.max(initial=-1)) + 1 for tree in plan.all_trees[: len(plan.trees)]]
     training = model.training
     model.eval()  # dropout would differ between the two

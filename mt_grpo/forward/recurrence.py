@@ -151,8 +151,7 @@ def _with_last(tensor: Tensor, dim: int, value: float) -> Tensor:
 
 _Function = Callable[..., Any]
 
-_NO_STEP = -1e4
-"""A `dt` whose softplus is 0 in every precision."""
+_NO_STEP = -1e4  # A `dt` whose softplus is 0 in every precision
 
 
 def _convolution(along_sequence: _Function, schedule: _Schedule) -> _Function:
@@ -327,14 +326,6 @@ def recurrent_layers(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, _LIGHTNING) or _called(type(module))]
 
 
-def extend_recurrent_layers(model: nn.Module) -> None:
-    """Has these layers run over a tree, given as `tree_layout` or by `over_tree`, once per batch of chains."""
-    for module in recurrent_layers(model):
-        if "_forward_along_sequence" not in vars(module):
-            module._forward_along_sequence = module.forward
-            module.forward = types.MethodType(_forward, module)  # a deep copy of the layer has its own
-
-
 class _Carrier:
     """Has a block's layout in `CURRENT` while it runs, also when its checkpoint runs it again."""
 
@@ -355,8 +346,15 @@ class _Carrier:
         CURRENT.reset(self._tokens.pop())
 
 
-def extend_blocks(model: nn.Module, number: int) -> None:
-    """Lets the `number` blocks of a model say their layout, also where FSDP's checkpointing runs them again."""
+def extend_recurrence(model: nn.Module, number: int) -> None:
+    """
+    Has layers that carry a state run over a tree, given as `tree_layout` or by `over_tree`, once per batch of chains.
+    The `number` blocks of a model say their layout, also where FSDP's checkpointing runs them again.
+    """
+    for module in recurrent_layers(model):
+        if "_forward_along_sequence" not in vars(module):
+            module._forward_along_sequence = module.forward
+            module.forward = types.MethodType(_forward, module)  # a deep copy of the layer has its own
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == number:
             for block in module:

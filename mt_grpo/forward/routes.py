@@ -35,7 +35,7 @@ _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_
 
 
 @dataclass(frozen=True)
-class RouteShape:
+class _RouteShape:
     """A model's layers, experts a token goes to in each, all experts of one, and groups that are scored first."""
 
     layers: int
@@ -54,7 +54,7 @@ class RouteShape:
         return self.layers * self.chosen * self.dtype.itemsize
 
 
-def route_shape(config: PreTrainedConfig) -> RouteShape | None:
+def route_shape(config: PreTrainedConfig) -> _RouteShape | None:
     """The shape of a model's routes; `None` for a model without experts to choose from."""
     config = config.get_text_config()
     kinds = getattr(config, "layer_types", None) or []
@@ -62,7 +62,7 @@ def route_shape(config: PreTrainedConfig) -> RouteShape | None:
         return None
     experts, chosen = _experts(config)
     groups = getattr(config, "n_group", None) or 0
-    return RouteShape(config.num_hidden_layers, chosen, experts, groups) if 0 < chosen < experts else None
+    return _RouteShape(config.num_hidden_layers, chosen, experts, groups) if 0 < chosen < experts else None
 
 
 def has_router_loss(config: PreTrainedConfig) -> bool:
@@ -95,7 +95,7 @@ class _Choice(NamedTuple):
 class _Router(TorchFunctionMode):
     """Stands between a router and `torch.topk`, by which all of them choose experts; `choose` has the last word."""
 
-    def __init__(self, shape: RouteShape, choose: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, shape: _RouteShape, choose: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self._shape, self._choose = shape, choose
         self.choices = 0
@@ -119,7 +119,7 @@ class _Block:
     """A layer's router and experts: their forward goes through a mode where a choice is seen or made."""
 
     def __init__(
-        self, layer: int, module: nn.Module, shape: RouteShape, choose: Callable[[int, Tensor], Tensor] | None = None
+        self, layer: int, module: nn.Module, shape: _RouteShape, choose: Callable[[int, Tensor], Tensor] | None = None
     ) -> None:
         self.layer, self._shape, self._choose = layer, shape, choose
         self.choices = 0
@@ -150,7 +150,7 @@ class _Block:
 
 
 def _blocks(
-    model: nn.Module, shape: RouteShape, choose: Callable[[int, Tensor], Tensor] | None = None
+    model: nn.Module, shape: _RouteShape, choose: Callable[[int, Tensor], Tensor] | None = None
 ) -> list[_Block]:
     """The parts of a model's layers that may hold a router: those with a matrix that has a row for each expert."""
 
@@ -213,9 +213,9 @@ class Recorder:
 class Replayer:
     """Lets the routers of a model choose what the routes of a packed row say."""
 
-    def __init__(self, model: nn.Module, shape: RouteShape) -> None:
+    def __init__(self, model: nn.Module, shape: _RouteShape) -> None:
         self.shape, self.name = shape, type(model).__name__
-        self.counts = RouteCounts()
+        self.counts = _RouteCounts()
         self._blocks = _blocks(model, shape)
 
     @contextmanager
@@ -229,21 +229,22 @@ class Replayer:
         for block in self._blocks:
             choices[block.layer] += block.choices
         if max(choices.values(), default=0) != 1:
-            raise UnsupportedModelError(
-                f"A layer of {self.name} does not choose its experts once for each token, so their routes cannot be "
-                "replayed; set `router_replay: false`."
-            )
+            raise _cannot_replay(f"A layer of {self.name} does not choose its experts once for each token")
         self.counts.shared += shared[0]
         self.counts.shared_differing += shared[1]
 
-    def take_counts(self) -> RouteCounts:
+    def take_counts(self) -> _RouteCounts:
         """What was replayed since the last call."""
-        counts, self.counts = self.counts, RouteCounts()
+        counts, self.counts = self.counts, _RouteCounts()
         return counts
 
 
+def _cannot_replay(fault: str) -> UnsupportedModelError:
+    return UnsupportedModelError(f"{fault}, so routes cannot be replayed; set `router_replay: false`.")
+
+
 @dataclass
-class RouteCounts:
+class _RouteCounts:
     """Counts of tokens."""
 
     routed: Tensor | int = 0
@@ -268,9 +269,9 @@ class _Replay:
     def choose(self, layer: int, own: Tensor) -> Tensor:
         """The experts of a layer, `(N, k)` as `own` is: those of the routes, and `own` for tokens without."""
         if own.numel() != len(self._routes) * self.shape.chosen:
-            raise UnsupportedModelError(
+            raise _cannot_replay(
                 f"A router of {self._replayer.name} chose for {own.numel() // self.shape.chosen} tokens, where a row "
-                f"has {len(self._routes)}, so routes cannot be replayed; set `router_replay: false`."
+                f"has {len(self._routes)}"
             )
         routes, known = self._on(own.device)
         known = known.view(*own.shape[:-1], 1)

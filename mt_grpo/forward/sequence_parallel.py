@@ -9,7 +9,7 @@ attention sees the whole tree, by the same mask and the same kernels.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from math import gcd
@@ -23,8 +23,6 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import init_device_mesh
 
 from mt_grpo.errors import UnsupportedModelError
-from mt_grpo.forward.packing import Packed
-from mt_grpo.token_tree import NO_ROUTE
 
 
 class SequenceGroup:
@@ -45,25 +43,6 @@ class SequenceGroup:
         things: list[Any] = [None] * self.size
         dist.all_gather_object(things, thing, self.group)
         return things
-
-
-def long_enough(packed: Packed, size: int) -> Packed:
-    """The row, with tokens that nothing sees at its end, where it has fewer than `size`."""
-    length = len(packed.input_ids)
-    if length >= size:
-        return packed
-    more = np.arange(length, size)
-    routes = packed.routes
-    if routes is not None:
-        routes = np.concatenate([routes, np.full((len(more), routes.shape[1]), NO_ROUTE[0], dtype=np.uint8)])
-    return replace(
-        packed,
-        input_ids=np.concatenate([packed.input_ids, 0 * more]),
-        position_ids=np.concatenate([packed.position_ids, 0 * more]),
-        parent=np.concatenate([packed.parent, 0 * more - 1]),
-        subtree_end=np.concatenate([packed.subtree_end, more]),
-        routes=routes,
-    )
 
 
 @dataclass(frozen=True, eq=False)

@@ -30,7 +30,6 @@ _THOUGHT = "A thought of it."
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 """Keys under which templates take an assistant's thinking."""
 _MOST_ROLES = 1024
-_MEND = "Use a chat model whose template can, or name another template by `chat_template_path`."
 # What the code of a template raises: by its own word, and where it is given what it does not expect.
 _REFUSALS = (TemplateFailure, TypeError, ValueError, LookupError, AttributeError)
 
@@ -167,9 +166,9 @@ class ChatTemplate:
         for content in _texts(message.get("content")):
             found = self._find(content.strip(), text, position)
             if found is None:
-                raise TemplateError(
-                    f"The chat template does not show the model {what} of role {message['role']!r}: "
-                    f"{unescape(content).strip()[:60]!r} is not in what it renders. {_MEND}"
+                raise _cannot(
+                    f"does not show the model {what} of role {message['role']!r}: {unescape(content).strip()[:60]!r} "
+                    "is not in what it renders"
                 )
             position = found if what == "the reply" else 0
         return position
@@ -263,11 +262,9 @@ class ChatTemplate:
                 self._takes_parts = self._takes([{"role": "user", "content": two}], _ASKED, _ASSISTANT)
                 return
         if refusal is not None:
-            raise TemplateError(
-                f"The chat template refuses a question and an answer: {_reason(refusal)}. {_MEND}"
-            ) from refusal
+            raise _cannot(f"refuses a question and an answer: {_reason(refusal)}") from refusal
         which = "assistant" if _ASSISTANT not in text else "user"
-        raise TemplateError(f"The chat template does not show {which} messages, so it holds no conversation. {_MEND}")
+        raise _cannot(f"does not show {which} messages, so it holds no conversation")
 
     def _find_ends(self) -> None:
         """The special tokens that the template writes after an assistant's words, at the end and in the past."""
@@ -278,19 +275,15 @@ class ChatTemplate:
         try:
             text = self._render([*messages, {"role": "user", "content": reply}])
         except _REFUSALS as error:
-            raise TemplateError(
-                f"The chat template refuses a reply of the user's to an answer: {_reason(error)}. {_MEND}"
-            ) from error
+            raise _cannot(f"refuses a reply of the user's to an answer: {_reason(error)}") from error
         said, replied = text.find(_ASSISTANT), text.find(reply)
         if not 0 <= said < replied:
-            raise TemplateError(f"The chat template does not show the model a reply to its answer. {_MEND}")
+            raise _cannot("does not show the model a reply to its answer")
         between = text[said:replied]
         past = self._special.search(between)
         self._ends_itself = own is not None
         if past is None:
-            raise TemplateError(
-                f"The chat template ends assistant turns without a special token, which is unsupported. {_MEND}"
-            )
+            raise _cannot("ends assistant turns without a special token, which is unsupported")
         # a template that writes no end leaves it to the token with which the next message begins
         self.end_of_turn = own.group() if own else past.group()
         self.past_end = self.end_of_turn if self.end_of_turn in between else past.group()
@@ -473,6 +466,13 @@ def _words(text: str) -> list[str]:
 def _any_token(contents: Iterator[str]) -> re.Pattern[str]:
     longest_first = sorted(contents, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+
+def _cannot(fault: str) -> TemplateError:
+    return TemplateError(
+        f"The chat template {fault}. Use a chat model whose template can, or name another template by "
+        "`chat_template_path`."
+    )
 
 
 def _reason(error: Exception) -> str:

@@ -35,18 +35,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_UNBOUNDED = 1 << 30
-"""Tokens of the context of an endpoint that does not tell."""
+_UNBOUNDED = 1 << 30  # tokens of the context of an endpoint that does not tell
 _REACH_SECONDS = 10.0
-_READ_SECONDS = 600.0
-"""Seconds without a byte of an answer after which a request is made again."""
-_ATTEMPTS = 6
-"""Requests for one turn of which all may fail; a refusal of too many requests is no failure."""
+_READ_SECONDS = 600.0  # seconds without a byte of an answer after which a request is made again
+_ATTEMPTS = 6  # requests for one turn of which all may fail; a refusal of too many requests is no failure
 _LONGEST_PAUSE = 60.0
-_PATIENCE = 3600.0
-"""Seconds for which a turn may be put off by a limit of rates."""
-_MOST_LOST = 8
-"""Turns in a row that got no answer after all attempts, after which the endpoint counts as gone."""
+_PATIENCE = 3600.0  # seconds for which a turn may be put off by a limit of rates
+_MOST_LOST = 8  # turns in a row that got no answer after all attempts, after which the endpoint counts as gone
 _LONGEST_WORDS = 300
 _OVERFLOW = re.compile(r"context.{0,10}(length|window|size)|maximum.{0,10}(context|prompt)|too many tokens", re.I)
 _DROPPABLE = (
@@ -120,21 +115,9 @@ class _Refused(Exception):
 class ChatEndpoint:
     """
     Asks an endpoint for turns. Where it limits rates, all conversations wait as long as it says; what fails in a way
-    that may pass is asked again.
-
-    Args:
-        url (`str`): Its address, such as `https://api.openai.com/v1`.
-        model (`str`, *optional*): Its name of the model; not needed where it has one only.
-        tokenizer: The run's tokenizer.
-        api_key_env (`str`, *optional*): The environment variable that holds the key; no key where none is given.
-
-    Attributes:
-        usage (`dict[str, Counter]`): By session, its `requests` and the tokens that the endpoint counted: `prompt`,
-            of these `cached`, and `completion`.
-
-    Raises:
-        ConfigError: If there is no key in the variable. Once its `model` or `context_length` is read, if it cannot be
-            reached, refuses the key, or does not have the model.
+    that may pass is asked again. The key is in the variable `api_key_env`. `usage` has, by session, its `requests` and
+    the tokens that the endpoint counted. Once `model` or `context_length` is read, an endpoint that cannot be reached,
+    refuses the key or lacks the model is refused: `ConfigError`.
     """
 
     def __init__(
@@ -209,14 +192,7 @@ class ChatEndpoint:
         drawing: SamplingParams,
         session: str,
     ) -> _Completion:
-        """
-        The endpoint's answer to messages.
-
-        Raises:
-            ConversationEnded: If its context is full.
-            EngineError: If it fails again and again.
-            ServerSetupError, ServerGoneError: If it refuses all requests, or is gone.
-        """
+        """The endpoint's answer to messages; raises where it fails for good, is gone, or its context is full."""
         failures, asked, bounded = 0, time.monotonic(), True
         while True:
             body = self._body(messages, tools, drawing, bounded)

@@ -15,8 +15,7 @@ from mt_grpo.forward.media import BLANK, SILENCE, TYPES, MediumInputs, concat_me
 from mt_grpo.media import IMAGE, SOUND, VIDEO, MediumError, Part, digest, kind_of, kind_of_part
 from mt_grpo.sounds import Sound
 
-_OF_TEXT = ("input_ids", "attention_mask", *TYPES)
-"""What a processor returns of a text."""
+_OF_TEXT = ("input_ids", "attention_mask", *TYPES)  # what a processor returns of a text
 
 _BEGIN, _END = "\U0001f76b2", "\U0001f76b3"
 """Around the id of an image in escaped text. Contents cannot spell them, see `SpecialTokens`."""

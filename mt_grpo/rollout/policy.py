@@ -43,12 +43,10 @@ RENDERERS_KEPT = 64
 """Renderers that are kept though no conversation uses them. An agent may send other tools with every request."""
 _HEADER_TOKENS = 32
 """Upper bound of the tokens of an assistant's header, which a response parser reads to know where a turn begins."""
-_REWRITTEN = "messages"
-"""The cause of a fork where the caller's messages do not go on from those before."""
+_REWRITTEN = "messages"  # the cause of a fork where the caller's messages do not go on from those before
 _PAST_END = "end_of_turn"
 """The cause of a fork where a turn that is past ends in another token than it was sampled with."""
-_REFUSALS_KEPT = 16
-"""Different sentences of refusals that a record holds; further ones are counted together."""
+_REFUSALS_KEPT = 16  # different sentences of refusals that a record holds; further ones are counted together
 _OTHERS = "other reasons"
 _NATIVE = NativeProtocol()
 
@@ -267,7 +265,8 @@ class ConversationPolicy:
             added = messages[seen:]
             read = read_messages(added, of_row, self._shown.files)
             parts = list(media_parts(read))
-            self._shown.add(media_of(parts))
+            if parts:
+                self._shown.add(media_of(parts))
             for medium in media_of(filter(takes, parts)):
                 decode(medium)
             return messages if read is added else [*messages[:seen], *read]

@@ -26,25 +26,12 @@ _CHARACTERS = 8
 
 class ChatRenderer:
     """
-    Renders one model's conversations. Contents are always text: only the template writes special tokens. *Escaped*
-    text tells the two apart; see `SpecialTokens`.
+    Renders one model's conversations. Contents are always text, but for added tokens in `tags`, such as a call
+    protocol's own: only the template writes special tokens. *Escaped* text tells the two apart; see `SpecialTokens`.
 
-    Args:
-        tokenizer: Tokenizer with a chat template.
-        tools (`list[dict]`, *optional*): Tool schemas for the template to show.
-        template_kwargs (`dict`, *optional*): Further variables of the template, e.g. `enable_thinking`.
-        tags (`tuple[str, ...]`, *optional*): Added tokens that contents may hold, such as a call protocol's own.
-        media (`MediaEncoder`, *optional*): Encodes images, videos and sounds, for a model that takes some.
-
-    Attributes:
-        end_of_turn (`str`), end_id (`int`): The token with which the template ends an assistant's turn.
-        end_ids (`tuple[int, ...]`): All tokens that end a turn: this one, and one of its own for turns with calls.
-        calls_shown (`int`): Calls of one assistant message that the template shows: 0, 1, or 2 for any number.
-        special_ids (`set[int]`): The tokenizer's special tokens.
-
-    Raises:
-        TemplateError: If the tokenizer has no chat template, or one that does not show the model what it is told:
-            users' replies, and results of tools where there are `tools`.
+    `end_ids` are all tokens that end a turn: `end_id`, and one of its own for turns with calls. `calls_shown` is how
+    many calls of one message the template shows: 0, 1, or 2 for any number. A tokenizer without a template, or with
+    one that does not show the model what it is told, is refused: `TemplateError`.
     """
 
     def __init__(
@@ -72,7 +59,7 @@ class ChatRenderer:
         self._past_end_id = tokenizer.convert_tokens_to_ids(self._template.past_end)
         self._text_ids = lru_cache(_PROMPTS_KEPT)(self.encode)
         self._plain_prompt_ids = lru_cache(_PROMPTS_KEPT)(self._encoded_prompt)
-        self._suffixes = SuffixCache(source, self._template.suffix)
+        self._suffixes = _SuffixCache(source, self._template.suffix)
 
     def prompt_ids(self, messages: list[Message]) -> list[int]:
         """Ids of a conversation up to the assistant's first token. A group shares the list, so do not change it."""
@@ -247,7 +234,7 @@ def _called(replies: list[Message], calls: Sequence[dict[str, Any]]) -> tuple[st
     return tuple(called) if all(isinstance(name, str) for name in called) else ()
 
 
-class SuffixCache:
+class _SuffixCache:
     """
     Renders the environment's replies of a turn, most of them without running the template, which may tell contents
     apart by its string constants, outer white space, emptiness or length. Replies of one kind agree in role, name,

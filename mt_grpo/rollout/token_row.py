@@ -24,33 +24,24 @@ from mt_grpo.trajectory import Message, StopReason, Trajectory, Turn
 
 @dataclass
 class TokenRow:
-    """
-    The tokens of a trajectory for a trainer. All lists except `prompt_ids` have the completion's length.
+    """The tokens of a trajectory for a trainer. All lists except `prompt_ids` have the completion's length."""
 
-    Args:
-        prompt_ids (`list[int]`): The first context.
-        ids (`list[int]`): Token ids after it.
-        mask (`list[int]`): 1 for a sampled token, or what `Turn.mask` says; `env_mask` for the environment's; 0 for
-            copies of the past.
-        turns (`list[int]`): Turn that a token belongs to; a reply belongs to the turn that it answers.
-        logprobs (`list[float]`): As sampled; NaN for the environment's tokens.
-        parent (`list[int]`): Position of the token that each token follows. It is the one before, except where the
-            history was rewritten. -1 is the last token of the prompt, -2 the one before, and so on.
-        prompt_routes, routes (`bytes`): The routes of both parts, see `Routes`; empty where no token has one.
-        media (`Media`): The media of both parts. Their tokens have ids below 0.
-        teacher (`list[float]`): The teacher's log-probs of sampled tokens, NaN for others; empty without a teacher.
-    """
-
-    prompt_ids: list[int]
-    ids: list[int]
+    prompt_ids: list[int]  # the first context
+    ids: list[int]  # after it
     mask: list[int]
-    turns: list[int]
-    logprobs: list[float]
+    """1 for a sampled token, or what `Turn.mask` says; `env_mask` for the environment's; 0 for copies of the past."""
+    turns: list[int]  # a reply belongs to the turn that it answers
+    logprobs: list[float]  # as sampled; NaN for the environment's tokens
     parent: list[int]
+    """
+    Position of the token that each token follows: the one before, except where the history was rewritten. -1 is the
+    last token of the prompt, -2 the one before, and so on.
+    """
     prompt_routes: bytes = b""
-    routes: bytes = b""
-    media: Media = field(default_factory=dict)
+    routes: bytes = b""  # of both parts, see `Routes`; empty where no token has one
+    media: Media = field(default_factory=dict)  # of both parts, whose tokens have ids below 0
     teacher: list[float] = field(default_factory=list)
+    """The teacher's log-probs of sampled tokens, NaN for others; empty without a teacher."""
     top: list[Any] = field(default_factory=list)
 
 
@@ -146,6 +137,53 @@ class AnswerLeaves:
     tree: TokenTree = field(default_factory=TokenTree)
     turns: list[int] = field(default_factory=list)
 
+    @classmethod
+    def after(
+        cls, trajectory: Trajectory, answers: Sequence[tuple[list[int], list[int]] | None], most: int
+    ) -> AnswerLeaves:
+        """The contexts that a trajectory's turns really had, each followed by its right answer."""
+        leaves = cls()
+        for turn, (action, ids) in enumerate(zip(trajectory.tree.actions(), answers, strict=True)):
+            if not action or ids is None:
+                continue
+            prefix, answer = ids
+            path = trajectory.tree.path_of_turn(turn)
+            context = path[: len(path) - len(action)] + prefix
+            if len(context) + len(answer) <= most:
+                leaves.tree.add_turn(context, answer, [0.0] * len(answer))
+                leaves.turns.append(turn)
+        return leaves
+
+    @classmethod
+    def hinted(
+        cls,
+        trajectory: Trajectory,
+        renderer_of: Callable[[list[dict[str, Any]] | None], ChatRenderer],
+        hint: str,
+        most: int,
+    ) -> AnswerLeaves:
+        """
+        The contexts that a trajectory's turns really had, each with a hint behind the words of its last message, as
+        the renderer of the turn's tools writes it, and what the turn sampled there. Without turns that have more than
+        `most` tokens then, and those whose context does not end as the template writes its last message, or that it
+        refuses to write.
+        """
+        leaves = cls()
+        for turn, action in zip(trajectory.turns, trajectory.tree.actions(), strict=True):
+            path = trajectory.tree.path_of_turn(turn.index)
+            context = path[: len(path) - len(action)]
+            renderer = renderer_of(trajectory.tools if turn.tools is None else turn.tools or None)
+            try:
+                old, new = (_last_message(trajectory, turn, renderer, words) for words in ("", hint))
+            except TemplateError:  # it writes no such message there
+                continue
+            same = common_prefix(old, new, 0)
+            old, new = old[same:], new[same:]
+            if action and old and context[-len(old) :] == old and len(path) - len(old) + len(new) <= most:
+                leaves.tree.add_turn(context[: -len(old)] + new, action, [0.0] * len(action))
+                leaves.turns.append(turn.index)
+        return leaves
+
 
 def answer_ids(renderer: ChatRenderer, prefix: str, answer: str) -> tuple[list[int], list[int]]:
     """Ids before an answer, and of it, encoded as one text; a token of both is the answer's."""
@@ -153,52 +191,6 @@ def answer_ids(renderer: ChatRenderer, prefix: str, answer: str) -> tuple[list[i
     whole = renderer.encode(renderer.special_tokens.tidy(prefix + renderer.special_tokens.escape_all(answer)))
     length = common_prefix(before, whole, 0)
     return whole[:length], whole[length:]
-
-
-def answer_leaves(
-    trajectory: Trajectory, answers: Sequence[tuple[list[int], list[int]] | None], most: int
-) -> AnswerLeaves:
-    """The contexts that a trajectory's turns really had, each followed by its right answer."""
-    leaves = AnswerLeaves()
-    for turn, (action, ids) in enumerate(zip(trajectory.tree.actions(), answers, strict=True)):
-        if not action or ids is None:
-            continue
-        prefix, answer = ids
-        path = trajectory.tree.path_of_turn(turn)
-        context = path[: len(path) - len(action)] + prefix
-        if len(context) + len(answer) <= most:
-            leaves.tree.add_turn(context, answer, [0.0] * len(answer))
-            leaves.turns.append(turn)
-    return leaves
-
-
-def hinted_turns(
-    trajectory: Trajectory,
-    renderer_of: Callable[[list[dict[str, Any]] | None], ChatRenderer],
-    hint: str,
-    most: int,
-) -> AnswerLeaves:
-    """
-    The contexts that a trajectory's turns really had, each with a hint behind the words of its last message, as the
-    renderer of the turn's tools writes it, and what the turn sampled there. Without turns that have more than `most`
-    tokens then, and those whose context does not end as the template writes its last message, or that it refuses to
-    write.
-    """
-    leaves = AnswerLeaves()
-    for turn, action in zip(trajectory.turns, trajectory.tree.actions(), strict=True):
-        path = trajectory.tree.path_of_turn(turn.index)
-        context = path[: len(path) - len(action)]
-        renderer = renderer_of(trajectory.tools if turn.tools is None else turn.tools or None)
-        try:
-            old, new = (_last_message(trajectory, turn, renderer, words) for words in ("", hint))
-        except TemplateError:  # it writes no such message there
-            continue
-        same = common_prefix(old, new, 0)
-        old, new = old[same:], new[same:]
-        if action and old and context[-len(old) :] == old and len(path) - len(old) + len(new) <= most:
-            leaves.tree.add_turn(context[: -len(old)] + new, action, [0.0] * len(action))
-            leaves.turns.append(turn.index)
-    return leaves
 
 
 def _last_message(trajectory: Trajectory, turn: Turn, renderer: ChatRenderer, hint: str) -> list[int]:
@@ -229,7 +221,7 @@ _OTHER_TOKENS = "the same text in other tokens"
 
 
 @dataclass(frozen=True)
-class Difference:
+class _Difference:
     """The first place at which the trained ids and the full rendering differ."""
 
     cause: str
@@ -260,12 +252,12 @@ class SanityCheck:
         other._renderer = renderer
         return other
 
-    def check(self, trajectory: Trajectory) -> Difference | None:
+    def check(self, trajectory: Trajectory) -> _Difference | None:
         """Compares one trajectory and counts its difference, if there is one."""
         try:
             difference = self.difference(trajectory)
         except Exception as error:  # a template may refuse what a model wrote
-            difference = Difference("the template refuses the conversation", "", f"{type(error).__name__}: {error}")
+            difference = _Difference("the template refuses the conversation", "", f"{type(error).__name__}: {error}")
         if difference is not None:
             if difference.cause not in self.causes and difference.cause != _OTHER_TOKENS:
                 logger.warning(
@@ -278,7 +270,7 @@ class SanityCheck:
             self.causes[difference.cause] += 1
         return difference
 
-    def difference(self, trajectory: Trajectory) -> Difference | None:
+    def difference(self, trajectory: Trajectory) -> _Difference | None:
         """The first difference of one trajectory, without counting it."""
         if not trajectory.turns:
             return None
@@ -297,7 +289,7 @@ class SanityCheck:
         if self._mode == "strict" and rest.startswith(trained):
             if self._renderer.encode(rest)[: len(ids)] == ids or self._renderer.encode(trained) == ids:
                 return None
-            return Difference(_OTHER_TOKENS, *self._as_ids(ids, rest))
+            return _Difference(_OTHER_TOKENS, *self._as_ids(ids, rest))
         left, right = trained, rest
         if self._mode == "ignore_strippable":
             left, right = ("".join(text.split()) for text in (trained, rest))
@@ -310,7 +302,7 @@ class SanityCheck:
         seen = [unescape(text[max(0, place - 10) : place + SHOWN]) for text in (left, right)]
         if seen[0] == seen[1]:
             seen = self._as_ids(ids, rest)
-        return Difference(f"{what} of the {self._role(messages, rendered, begin + place)} message", *seen)
+        return _Difference(f"{what} of the {self._role(messages, rendered, begin + place)} message", *seen)
 
     def _as_ids(self, ids: list[int], rendered: str) -> list[str]:
         """Both sides from the first id that differs, each id with its text: `ids 345 'Li', 88 'ma'`."""

@@ -90,7 +90,7 @@ class History:
             return appended
         messages = self._messages
         if self._policy != "template":
-            messages = [strip_thinking(message) for message in messages]
+            messages = [_strip_thinking(message) for message in messages]
             if messages == self._messages:
                 return appended
         text = renderer.shown_text(messages)
@@ -104,7 +104,7 @@ class History:
         return Context(suffix, [token for _, ids in self._pieces for token in ids])
 
 
-def strip_thinking(message: Message) -> Message:
+def _strip_thinking(message: Message) -> Message:
     """An assistant message without its reasoning; any other message as it is."""
     content: Any = message.get("content")
     if message["role"] != "assistant" or (message.keys().isdisjoint(THOUGHTS) and "</think>" not in (content or "")):

@@ -18,7 +18,7 @@ from trl import GRPOTrainer
 
 from mt_grpo.errors import ConfigError, UnsupportedModelError
 from mt_grpo.forward.lm_head import Truncation
-from mt_grpo.forward.media import Media, MediumInputs, feature_lengths
+from mt_grpo.forward.media import Media, MediumInputs
 from mt_grpo.forward.model import ForwardPlan, check_sequence_parallel, enable_trees, score
 from mt_grpo.forward.packing import FlatTree
 from mt_grpo.forward.probe import prove, prove_media
@@ -278,7 +278,7 @@ def _shown_by(row: TokenRow) -> set[object]:
     """The kinds of what a row shows, and the lengths of each sound's features."""
     kinds: set[object] = {kind_of(number) for number in row.media}
     sounds = (image for number, image in row.media.items() if kind_of(number) == SOUND)
-    return kinds | {feature_lengths(sound) for sound in sounds}
+    return kinds | {sound.lengths for sound in sounds}
 
 
 def _give_up_trees(trainer: GRPOTrainer, error: UnsupportedModelError) -> None:

@@ -16,7 +16,7 @@ from mt_grpo.errors import ConfigError
 from mt_grpo.media import part_text
 from mt_grpo.rewards import RewardFunc, TeacherAgreement, TeacherLogRatio
 from mt_grpo.rewards.builtin import first_answer
-from mt_grpo.rollout.token_row import AnswerLeaves, hinted_turns
+from mt_grpo.rollout.token_row import AnswerLeaves
 from mt_grpo.training.columns import Rows
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.ranks import everywhere
@@ -100,7 +100,9 @@ class Hints:
             if trajectory.failed or not trajectory.turns:
                 return AnswerLeaves()
             hint = trajectory.teacher_hint = self._hint(trajectory, sibling)
-            return AnswerLeaves() if hint is None else hinted_turns(trajectory, trainer.runner.renderer_of, hint, most)
+            if hint is None:
+                return AnswerLeaves()
+            return AnswerLeaves.hinted(trajectory, trainer.runner.renderer_of, hint, most)
 
         given = everywhere(lambda: list(map(give, batch.trajectories, siblings)))
         self._tell(batch, given)

@@ -36,7 +36,7 @@ from mt_grpo.rewards import FunctionReward, RewardFunc, RightAnswer, Scores, Tea
 from mt_grpo.rollout import Engine
 from mt_grpo.rollout.engines import ScoringEngine
 from mt_grpo.rollout.runner import Branching
-from mt_grpo.rollout.token_row import AnswerLeaves, answer_ids, answer_leaves
+from mt_grpo.rollout.token_row import AnswerLeaves, answer_ids
 from mt_grpo.token_tree import TokenTree
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.forward_plan import has_old_forward, prove_forward
@@ -398,7 +398,7 @@ def _leaves_of(reward: RightAnswer, trajectory: Trajectory, trainer: GRPOTrainer
 
     answers = [ids(reward.answer_at(turn, trajectory.row)) for turn in range(trajectory.tree.num_turns)]
     # a server samples one token after what it scores
-    return answer_leaves(trajectory, answers, runner.engine.context_length - 1)
+    return AnswerLeaves.after(trajectory, answers, runner.engine.context_length - 1)
 
 
 def _by_trainer(trainer: GRPOTrainer, batch: RolloutBatch) -> list[list[list[float]]]:

@@ -176,7 +176,7 @@ def compiling(monkeypatch):
     torch._dynamo.reset()
     kernels._compiled.cache_clear()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    monkeypatch.setattr(kernels, "compiled_flex", lambda device: kernels._compiled())
+    monkeypatch.setattr(kernels, "_compiled_flex", lambda device: kernels._compiled())
     yield lambda heads: KERNELS["flex"](TreeLayout(FORKED), *plain_qkv(heads), 0.3, None)
     kernels._compiled.cache_clear()
     torch._dynamo.reset()

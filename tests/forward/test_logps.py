@@ -6,7 +6,7 @@ import torch
 from support.forests import FOREST, make_tree
 
 from mt_grpo.errors import UnsupportedModelError
-from mt_grpo.forward import _PERIOD, SIZE, Projection, TurnGradients, token_logps
+from mt_grpo.forward import _PERIOD, SIZE, TurnGradients, _Projection, token_logps
 from mt_grpo.forward import lm_head as head
 from mt_grpo.forward.lm_head import chunked_logps
 from mt_grpo.forward.model import ForwardPlan, enable_trees, score
@@ -127,7 +127,7 @@ def test_a_kernel_of_transformers_still_runs_in_other_forwards(model):
 def errors(one, other, seeds):
     """Of the inner products of two projections, in lengths of the two."""
     wanted, length = (one * other).sum().item(), (one.norm() * other.norm()).item()
-    projections = [Projection([one], seed) for seed in range(seeds)]
+    projections = [_Projection([one], seed) for seed in range(seeds)]
     return torch.tensor([((each([one]) @ each([other])).item() - wanted) / length for each in projections])
 
 
@@ -150,14 +150,14 @@ def test_matrices_of_low_rank_lose_no_more_than_others():
 def test_what_is_longer_than_the_signs_is_projected_whole():
     longer = torch.zeros(_PERIOD + 7)
     longer[-1] = 2.0
-    assert [Projection([longer])([each]).abs().sum().item() for each in (longer, None)] == [2.0, 0.0]
+    assert [_Projection([longer])([each]).abs().sum().item() for each in (longer, None)] == [2.0, 0.0]
 
 
 @pytest.mark.parametrize("forward", ["tree", "padded"])
 def test_the_gradient_of_a_turn_is_that_of_its_log_probs(model, forward):
     """In a tree whose history was rewritten too; a masked token adds nothing."""
     parameters = [each for each in model.eval().parameters() if each.requires_grad]
-    gradients, project = TurnGradients(model, forward=forward, temperature=0.7), Projection(parameters)
+    gradients, project = TurnGradients(model, forward=forward, temperature=0.7), _Projection(parameters)
     for tree in [*TREES, make_tree([([1, 2], [])])]:
         wanted = token_logps(model, [tree], forward="turn_by_turn", temperature=0.7)[0]
         for turn, logps in enumerate(wanted):

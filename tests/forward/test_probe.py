@@ -24,7 +24,7 @@ from transformers import (
 from mt_grpo.errors import UnsupportedModelError
 from mt_grpo.forward import probe, token_logps
 from mt_grpo.forward.model import ForwardPlan, enable_trees
-from mt_grpo.forward.probe import EXACT, MOST_NOISE, measure, probe_depth, probe_trees, prove, rounding_step
+from mt_grpo.forward.probe import EXACT, MOST_NOISE, _probe_depth, _probe_trees, measure, prove, rounding_step
 from mt_grpo.forward.recurrence import FUNCTIONS
 
 ROWS = ForwardPlan(forward="padded")
@@ -190,7 +190,7 @@ def test_spoilt_weights_are_not_blamed_on_trees():
 
 def test_the_probe_tree_forks_and_is_as_deep_as_asked():
     for depth in (17, 64, 1024):
-        trees = probe_trees(50, depth)
+        trees = _probe_trees(50, depth)
         lengths = sorted(len(path) for tree in trees for path in tree.paths())
         assert lengths[-2:] == [depth, depth] and len(lengths) == 4
         assert sum(int(tree.turns.max()) + 1 for tree in trees) == 6
@@ -212,7 +212,7 @@ def test_the_probe_tree_forks_and_is_as_deep_as_asked():
     ids=lambda value: getattr(value, "model_type", ""),
 )
 def test_a_probe_is_as_deep_as_a_model_and_its_rows_need(config, depths):
-    assert {length: probe_depth(config, length) for length in depths} == depths
+    assert {length: _probe_depth(config, length) for length in depths} == depths
 
 
 def test_the_rounding_step_is_that_of_the_coarsest_part():

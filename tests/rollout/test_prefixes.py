@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, DeepseekV4Config
 
 from mt_grpo.errors import ConfigError
 from mt_grpo.rollout import SamplingParams
-from mt_grpo.rollout.engines.transformers import TransformersEngine, measure_engine, probe_contexts, prove_engine
+from mt_grpo.rollout.engines.transformers import TransformersEngine, _measure_engine, _probe_contexts, prove_engine
 
 pytestmark = pytest.mark.filterwarnings("error::FutureWarning")  # transformers renames what it is given
 
@@ -219,7 +219,7 @@ def test_an_engine_keeps_prefixes_where_its_proof_shows_it(kind, keeps):
 
 def test_contexts_are_longer_than_small_windows_and_padded_oddly():
     long, short = (
-        [len(context) for context in probe_contexts(engine_of(model))]
+        [len(context) for context in _probe_contexts(engine_of(model))]
         for model in (build_random("gpt-oss", sliding_window=400), build_random("gpt-2", n_positions=20))
     )
     assert long[0] > 400 and (long[0] - long[1]) % 2 and long[2] == 5
@@ -229,14 +229,14 @@ def test_contexts_are_longer_than_small_windows_and_padded_oddly():
 def test_spoilt_weights_are_not_blamed_on_the_engine():
     model = build_model(TOKENIZER)
     model.model.norm.weight.data.fill_(float("nan"))
-    assert asyncio.run(measure_engine(engine_of(model))).holds
+    assert asyncio.run(_measure_engine(engine_of(model))).holds
 
 
 @in_loop
 async def test_a_measurement_that_is_cancelled_leaves_no_batch_behind():
     engine, begun = engine_of(build_model(TOKENIZER)), threading.Event()
     engine.model.register_forward_pre_hook(lambda *_: (begun.set(), time.sleep(0.05))[1])
-    measuring = asyncio.ensure_future(measure_engine(engine))
+    measuring = asyncio.ensure_future(_measure_engine(engine))
     await until_true(begun.is_set)
     measuring.cancel()
     await asyncio.wait([measuring])

@@ -17,7 +17,7 @@ from trl.chat_template_utils import supports_tool_calling
 from mt_grpo.envs.protocols import NativeProtocol
 from mt_grpo.rollout import ChatRenderer
 from mt_grpo.rollout.chat_template import ChatTemplate
-from mt_grpo.rollout.rendering import SuffixCache
+from mt_grpo.rollout.rendering import _SuffixCache
 from mt_grpo.rollout.token_row import token_row
 
 TOOL = {"type": "function", "function": {"name": "look", "description": "Looks.", "parameters": {"type": "object"}}}
@@ -159,7 +159,7 @@ class Counted:
     def __init__(self, template: str) -> None:
         self._template = Environment().from_string(template)
         self.times = 0
-        self.cache = SuffixCache(template, self)
+        self.cache = _SuffixCache(template, self)
 
     def __call__(self, replies: list[dict], called: Sequence[str] = ()) -> str:
         self.times += 1
@@ -206,7 +206,7 @@ def test_a_kind_of_reply_that_is_known_is_not_rendered():
 
 def test_names_without_end_do_not_fill_the_memory():
     render = Counted("{% for m in messages %}{{ m.content }}{% endfor %}")
-    cache = SuffixCache("", render)
+    cache = _SuffixCache("", render)
     for number in range(3000):
         assert cache.text([text("x", tool_call_id=str(number))]) == "x"
     assert render.times == 3000 + 1024

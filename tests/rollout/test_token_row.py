@@ -11,7 +11,7 @@ from support.models import build_tokenizer
 
 from mt_grpo.forward.packing import unique_tokens
 from mt_grpo.rollout import ChatRenderer
-from mt_grpo.rollout.token_row import answer_ids, answer_leaves, hinted_turns
+from mt_grpo.rollout.token_row import AnswerLeaves, answer_ids
 from mt_grpo.token_tree import TokenTree
 from mt_grpo.trajectory import Trajectory, Turn
 
@@ -22,7 +22,7 @@ def test_leaves_follow_the_contexts_that_turns_really_had(tokenizer, history):
     trajectory, _, seen = converse(tokenizer, turns, [user("Q2"), user("Q3")], history)
     assert (trajectory.tree.num_sequences > 1) == (history != "keep")
     before = copy.deepcopy(trajectory.to_dict())
-    leaves = answer_leaves(trajectory, [([7], [8, 9])] * 3, 500)
+    leaves = AnswerLeaves.after(trajectory, [([7], [8, 9])] * 3, 500)
     assert trajectory.to_dict() == before
     assert leaves.turns == [0, 1, 2] and leaves.tree.actions() == [[8, 9]] * 3
     assert [leaves.tree.path_of_turn(turn) for turn in range(3)] == [[*context, 7, 8, 9] for context, _ in seen]
@@ -37,8 +37,8 @@ def test_without_room_or_a_sampled_token_there_is_no_leaf():
     tree.add_turn([1, 2, 3, 4], [], [])
     tree.add_turn([1, 2, 3, 4, 5, 6], [7], [-1.0])
     trajectory = Trajectory([], [Turn(index, {}) for index in range(3)], tree)
-    assert answer_leaves(trajectory, [([8], [9])] * 3, 8).turns == [0, 2]
-    assert answer_leaves(trajectory, [([8], [9])] * 3, 7).turns == [0]
+    assert AnswerLeaves.after(trajectory, [([8], [9])] * 3, 8).turns == [0, 2]
+    assert AnswerLeaves.after(trajectory, [([8], [9])] * 3, 7).turns == [0]
 
 
 def test_a_right_answer_that_spells_a_mark_is_text(tokenizer):
@@ -66,7 +66,7 @@ def test_prefix_and_answer_are_encoded_as_one_text(tokenizer):
 def test_a_hint_stands_in_the_last_message_of_any_template(family, shown):
     tokenizer = template_tokenizer(family)
     trajectory, _, _ = converse(tokenizer, ["one", "two"], [user("Q2")], "keep")
-    hinted = hinted_turns(trajectory, partial(ChatRenderer, tokenizer), "Look.", 500)
+    hinted = AnswerLeaves.hinted(trajectory, partial(ChatRenderer, tokenizer), "Look.", 500)
     text = tokenizer.decode(hinted.tree.path_of_turn(1))
     assert hinted.turns == [0, 1] and shown in text and text.count("Look.") == 1
     assert hinted.tree.actions() == trajectory.tree.actions()
@@ -87,7 +87,7 @@ def test_a_hint_follows_what_an_agent_said(tokenizer):
     for turn, (context, past) in enumerate(contexts):
         trajectory.tree.add_turn(context, action, [0.0] * len(action))
         trajectory.turns.append(Turn(turn, {"role": "assistant", "content": "one"}, **past))
-    hinted = hinted_turns(trajectory, lambda tools: renderer, "Look.", 500)
+    hinted = AnswerLeaves.hinted(trajectory, lambda tools: renderer, "Look.", 500)
     texts = [tokenizer.decode(hinted.tree.path_of_turn(turn)) for turn in range(3)]
     last = [text.rpartition("<|im_end|>\n<|im_start|>assistant")[0].rpartition("user\n")[2] for text in texts]
     assert hinted.turns == [0, 1, 2] and last == ["Q1\n\nLook.", "Q2\n\nLook.", "Q3\nLook."]
@@ -105,7 +105,7 @@ def test_a_hint_stands_before_the_tools_of_its_turn():
         action = tokenizer.encode("one<|im_end|>")
         trajectory.tree.add_turn(ChatRenderer(tokenizer, tools).prompt_ids(user("Q")), action, [0.0] * len(action))
         trajectory.turns.append(Turn(turn, {}, follows=-1 if turn else None, given=user("Q"), tools=own))
-    hinted = hinted_turns(trajectory, partial(ChatRenderer, tokenizer), "Look.", 500)
+    hinted = AnswerLeaves.hinted(trajectory, partial(ChatRenderer, tokenizer), "Look.", 500)
     texts = [tokenizer.decode(hinted.tree.path_of_turn(turn)) for turn in hinted.turns]
     assert [text.partition("<|im_end|>")[0].partition("\n")[2] for text in texts] == [
         "Q\n\nLook. add",
@@ -119,4 +119,4 @@ def test_a_hint_that_the_template_refuses_leaves_out_its_turn():
     tokenizer = template_tokenizer("gemma3")
     trajectory, _, _ = converse(tokenizer, ["one", "two"], [user("Q2")], "keep")
     trajectory.turns[1].follows, trajectory.turns[1].given = 0, [{"role": "assistant", "content": "and so"}]
-    assert hinted_turns(trajectory, partial(ChatRenderer, tokenizer), "Look.", 500).turns == [0]
+    assert AnswerLeaves.hinted(trajectory, partial(ChatRenderer, tokenizer), "Look.", 500).turns == [0]

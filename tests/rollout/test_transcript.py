@@ -16,7 +16,7 @@ from mt_grpo.forward import token_logps
 from mt_grpo.forward.model import ForwardPlan, enable_trees, score
 from mt_grpo.rollout import ChatRenderer
 from mt_grpo.rollout.token_row import SanityCheck, examine_template
-from mt_grpo.rollout.transcript import strip_thinking
+from mt_grpo.rollout.transcript import _strip_thinking
 from mt_grpo.training.rollout_batch import row_tree
 
 END = "<|im_end|>"
@@ -89,9 +89,9 @@ def test_what_a_template_does_at_tool_results_is_done(tokenizer):
 
 
 def test_stripping_leaves_other_messages_alone():
-    assert strip_thinking(user("<think>a</think>b")[0])["content"] == "<think>a</think>b"
+    assert _strip_thinking(user("<think>a</think>b")[0])["content"] == "<think>a</think>b"
     message = {"role": "assistant", "reasoning_content": "a", "content": "b"}
-    assert strip_thinking(message) == {"role": "assistant", "content": "b"}
+    assert _strip_thinking(message) == {"role": "assistant", "content": "b"}
 
 
 def test_the_wrong_policy_is_refused_with_the_nearest(tokenizer):

@@ -17,7 +17,7 @@ from mt_grpo.forward.model import ForwardPlan, enable_trees
 from mt_grpo.forward.packing import unique_tokens
 from mt_grpo.rewards import AnswerLogprob, InformationGain, cut_after, score_cut
 from mt_grpo.rollout import ScriptedEngine
-from mt_grpo.rollout.token_row import answer_ids, answer_leaves
+from mt_grpo.rollout.token_row import AnswerLeaves, answer_ids
 from mt_grpo.token_tree import TokenTree
 from mt_grpo.training.columns import check_reward_columns
 from mt_grpo.training.forward_plan import has_old_forward
@@ -48,7 +48,7 @@ def trees():
     """Leaves of trees that share nothing and of two that share all, and what was asked of each."""
     made = random_trees(0, 4)
     return [
-        answer_leaves(trajectory_of(tree), [([5, 6], [7, 8, 9][: 1 + index % 3])] * tree.num_turns, 500).tree
+        AnswerLeaves.after(trajectory_of(tree), [([5, 6], [7, 8, 9][: 1 + index % 3])] * tree.num_turns, 500).tree
         for index, tree in enumerate([*made, made[0]])
     ]
 
@@ -120,7 +120,7 @@ def test_rollouts_are_scored_without_training(build, options):
     for whole in trajectories:
         asked = answer_ids(trainer.runner.renderer, "<answer>", whole.row["answer"][0])
         for index in range(len(whole.turns)):
-            leaves = answer_leaves(cut_after(whole, index), [asked] * (index + 1), 400)
+            leaves = AnswerLeaves.after(cut_after(whole, index), [asked] * (index + 1), 400)
             (found,) = mean_logprobs(trainer.model, ForwardPlan([leaves.tree], forward=trainer.args.forward))
             assert found == pytest.approx(whole.answer_logprobs["information_gain"][: index + 1], abs=1e-5)
 
@@ -222,7 +222,7 @@ def test_a_rewritten_past_is_scored_as_the_model_saw_it(tokenizer, model):
     replies = [[{"role": "user", "content": "Q2"}]]
     trajectory, _, seen = converse(tokenizer, ["<think>a</think>one", "two"], replies, "strip_thinking")
     enable_trees(model)
-    (found,) = mean_logprobs(model, ForwardPlan([answer_leaves(trajectory, [([5], [6, 7])] * 2, 500).tree]))
+    (found,) = mean_logprobs(model, ForwardPlan([AnswerLeaves.after(trajectory, [([5], [6, 7])] * 2, 500).tree]))
     assert found == pytest.approx([alone(model, [*context, 5], [6, 7]) for context, _ in seen], abs=1e-5)
 
 

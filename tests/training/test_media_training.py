@@ -28,7 +28,7 @@ from mt_grpo.media import media_of, media_parts, read_image, to_file
 from mt_grpo.rollout.engines import ScriptedEngine
 from mt_grpo.rollout.engines.vllm import VLLMServerClient
 from mt_grpo.runlog.reader import open_run
-from mt_grpo.sounds import Sound, read_sound
+from mt_grpo.sounds import Sound, _read_sound
 from mt_grpo.training import teacher
 from mt_grpo.training.columns import with_column_media
 
@@ -70,7 +70,7 @@ HEARS = SimpleNamespace(
     make=lambda number: {"type": "audio", "audio": tone(50.0, 0.5 + number), "sampling_rate": RATE},
     tower="audio_tower.conv1",
     file="sound_*.wav",
-    read=read_sound,
+    read=_read_sound,
     words="[sound]",
     parts=["audio", "text"],
 )
@@ -267,7 +267,7 @@ def test_a_model_that_hears_padding_trains_turn_by_turn(tmp_path):
 
 def test_a_model_whose_trees_of_images_differ_trains_in_rows(tmp_path, monkeypatch, caplog):
     # positions as in a text, which a tree without images cannot tell from the model's
-    monkeypatch.setattr("mt_grpo.forward.model.packed_positions", lambda *given: None)
+    monkeypatch.setattr("mt_grpo.forward.media.RowMedia.positions", lambda *given: None)
     trainer = small_trainer(SEES, tmp_path, use_vllm=False)
     trainer.model.train()
     check_log_probs(trainer, batch(trainer))

@@ -37,7 +37,7 @@ from transformers.generation import (
 )
 
 from mt_grpo.errors import ConfigError
-from mt_grpo.forward.media import Media, MediumInputs, feature_lengths, media_tokens, row_inputs
+from mt_grpo.forward.media import Media, MediumInputs, media_tokens, row_inputs
 from mt_grpo.forward.probe import (
     FACTOR,
     MOST_NOISE,
@@ -127,7 +127,7 @@ class TransformersEngine:
         self.update = threading.Lock()
         self.context: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.keeps_prefixes = False
-        self._prefixes: Prefixes | None = None
+        self._prefixes: _Prefixes | None = None
         self._live: set[str] = set()
         self._waiting: list[_Request] = []
         self._batch: asyncio.Future[None] | None = None
@@ -229,7 +229,7 @@ class TransformersEngine:
         for request in batch:
             media |= request.media
         sessions, contexts = [request.session for request in batch], [request.context for request in batch]
-        weights = weights_of(self.model, self.weight_version)
+        weights = _weights_of(self.model, self.weight_version)
         prefixes, self._prefixes = self._prefixes, None
         rows = prefixes and prefixes.continued(sessions, contexts, weights)
         rows = rows or _left_padded(contexts)
@@ -267,7 +267,7 @@ class TransformersEngine:
         cache = getattr(output, _CACHE, None)
         if self.keeps_prefixes and not never and found is None and _is_of_tokens_alone(cache):
             samples = [request.ids for request in batch]
-            self._prefixes = keep(cache, rows, sessions, contexts, samples, weights)
+            self._prefixes = _Prefixes.left_by(cache, rows, sessions, contexts, samples, weights)
         if found is not None:
             for request, row in zip(batch, found, strict=True):
                 first = request.sampling.routes_from
@@ -302,7 +302,7 @@ def _drawing(sampling: SamplingParams) -> tuple[float, ...]:
 def _lengths(request: _Request) -> list[tuple[int, ...]]:
     """The lengths of the features of a request's sounds, each once."""
     played = {token for token in request.context if kind_of(token) == SOUND}
-    return sorted({feature_lengths(request.media[token]) for token in played})
+    return sorted({request.media[token].lengths for token in played})
 
 
 def _warpers(drawing: tuple[float, ...]) -> list[LogitsProcessor]:
@@ -410,7 +410,7 @@ class _Padded:
 
 
 @dataclass
-class Prefixes:
+class _Prefixes:
     """What is computed of each conversation of the last batch."""
 
     cache: DynamicCache
@@ -418,6 +418,25 @@ class Prefixes:
     known: list[list[int]]
     rows: _Padded
     weights: object
+
+    @classmethod
+    def left_by(
+        cls,
+        cache: DynamicCache,
+        rows: _Padded,
+        sessions: Sequence[str],
+        contexts: Sequence[list[int]],
+        samples: Sequence[list[int]],
+        weights: object,
+    ) -> _Prefixes:
+        """What a batch leaves."""
+        steps = cache.get_seq_length() - len(rows.ids[0])
+        sampled = [ids[:steps] for ids in samples]
+        # what a row sampled after its end is no token of it
+        ids = [row + own + own[-1:] * (steps - len(own)) for row, own in zip(rows.ids, sampled, strict=True)]
+        mask = [row + [1] * len(own) + [0] * (steps - len(own)) for row, own in zip(rows.mask, sampled, strict=True)]
+        known = [context + own for context, own in zip(contexts, sampled, strict=True)]
+        return cls(cache, {session: row for row, session in enumerate(sessions)}, known, _Padded(ids, mask), weights)
 
     def continued(self, sessions: Sequence[str], contexts: Sequence[list[int]], weights: object) -> _Padded | None:
         """The rows of a batch that goes on from here, which uses the cache up; else `None`."""
@@ -460,38 +479,13 @@ def _is_of_tokens_alone(cache: Any) -> bool:
     )
 
 
-def weights_of(model: Any, version: int | None) -> object:
+def _weights_of(model: Any, version: int | None) -> object:
     """Changes whenever the weights of a model are changed in place."""
     changes = sum(0 if parameter.is_inference() else parameter._version for parameter in model.parameters())
     return id(model), version, changes
 
 
-def keep(
-    cache: DynamicCache,
-    rows: _Padded,
-    sessions: Sequence[str],
-    contexts: Sequence[list[int]],
-    samples: Sequence[list[int]],
-    weights: object,
-) -> Prefixes:
-    """What a batch leaves."""
-    steps = cache.get_seq_length() - len(rows.ids[0])
-    sampled = [ids[:steps] for ids in samples]
-    return Prefixes(
-        cache,
-        {session: row for row, session in enumerate(sessions)},
-        [context + ids for context, ids in zip(contexts, sampled, strict=True)],
-        _Padded(
-            # what a row sampled after its end is no token of it
-            [row + ids + ids[-1:] * (steps - len(ids)) for row, ids in zip(rows.ids, sampled, strict=True)],
-            [row + [1] * len(ids) + [0] * (steps - len(ids)) for row, ids in zip(rows.mask, sampled, strict=True)],
-        ),
-        weights,
-    )
-
-
-_LONGEST = 1024
-"""Most tokens of the longest context, so that the test takes seconds."""
+_LONGEST = 1024  # most tokens of the longest context, so that the test takes seconds
 
 RESULT = 7
 """Most tokens between the two turns."""
@@ -504,7 +498,7 @@ formula than they compute a row with (transformers clamps a step of Mamba 2 in r
 async def prove_engine(engine: TransformersEngine, mixed_precision: str = "no") -> None:
     """Proves an engine for its model, without a trace; it keeps prefixes afterwards if that changes nothing."""
     engine.keeps_prefixes = False
-    proof = await measure_engine(engine, mixed_precision)
+    proof = await _measure_engine(engine, mixed_precision)
     if not proof.holds:
         raise ConfigError(
             f"A batch of {type(base_model(engine.model)).__name__} with rows of several lengths is sampled "
@@ -514,14 +508,14 @@ async def prove_engine(engine: TransformersEngine, mixed_precision: str = "no") 
     engine.keeps_prefixes = engine.context_length > 2 * TURN + RESULT
     if engine.keeps_prefixes:
         try:
-            engine.keeps_prefixes = (await measure_engine(engine, mixed_precision, turns=2)).holds
+            engine.keeps_prefixes = (await _measure_engine(engine, mixed_precision, turns=2)).holds
         except Exception:  # of a model's own code, which does not go on from a cache
             engine.keeps_prefixes = False
 
 
-async def measure_engine(engine: TransformersEngine, mixed_precision: str = "no", turns: int = 1) -> Proof:
+async def _measure_engine(engine: TransformersEngine, mixed_precision: str = "no", turns: int = 1) -> Proof:
     """How far the log-probs of what an engine samples are from those of a forward over each row alone."""
-    contexts = probe_contexts(engine, turns)
+    contexts = _probe_contexts(engine, turns)
     names = [f"engine-proof-{number}" for number in range(len(contexts))]
     sampling = [SamplingParams(max_tokens=TURN, seed=number) for number in range(len(contexts))]
     samples: list[Sample] = []
@@ -542,7 +536,7 @@ async def measure_engine(engine: TransformersEngine, mixed_precision: str = "no"
         return _compare(engine, contexts, samples, rounding_step(engine.model, mixed_precision))
 
 
-def probe_contexts(engine: TransformersEngine, turns: int = 1) -> list[list[int]]:
+def _probe_contexts(engine: TransformersEngine, turns: int = 1) -> list[list[int]]:
     """Three contexts: the longest beyond the model's windows, two padded across kernels' blocks."""
     whole = base_model(engine.model).config
     config = whole.get_text_config()
