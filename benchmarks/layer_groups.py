@@ -26,7 +26,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from mt_grpo.doctor.plan import recomputed
-from mt_grpo.forward.model import enable_trees, score_packed
+from mt_grpo.forward.model import _score_packed, enable_trees
 from mt_grpo.forward.packing import FlatTree, Packed, pack
 from mt_grpo.training.model import layers_in_groups
 
@@ -49,7 +49,7 @@ def build_model(layers: int) -> Qwen3ForCausalLM:
 
 def loss_of(model: Qwen3ForCausalLM, packed: Packed, size: int) -> torch.Tensor:
     with layers_in_groups(model, size):
-        found = score_packed(model, packed)
+        found = _score_packed(model, packed)
     return -(found.logps * torch.linspace(-1, 1, len(found.logps))).mean()
 
 

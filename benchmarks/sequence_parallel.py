@@ -24,7 +24,7 @@ from measure import Row, extension_rows, stripped_rows
 from step import SHAPES, build_model, difference
 from transformers import Qwen3ForCausalLM
 
-from mt_grpo.forward.model import ForwardPlan, enable_trees, score_packed
+from mt_grpo.forward.model import ForwardPlan, _score_packed, enable_trees
 from mt_grpo.forward.packing import FlatTree, Packed, pack
 from mt_grpo.forward.sequence_parallel import SequenceGroup
 
@@ -79,7 +79,7 @@ def step(model: Qwen3ForCausalLM, packed: Packed, sequence: SequenceGroup | None
     model.zero_grad()
     kept = Kept(model)
     with kept.watching():
-        found = score_packed(model, packed, ForwardPlan(group=sequence))
+        found = _score_packed(model, packed, ForwardPlan(group=sequence))
         loss = -(found.logps * torch.linspace(-1, 1, len(found.logps))).mean() + found.entropies.mean()
     size = kept.bytes(loss)
     loss.backward()

@@ -33,7 +33,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from trl.experimental.async_grpo.packing import TREE_ATTENTION, TreeRow, _flash_attn, register_tree_attention
 from trl.trainer.utils import add_fused_lm_head
 
-from mt_grpo.forward.model import enable_trees, score_packed
+from mt_grpo.forward.model import _score_packed, enable_trees
 from mt_grpo.forward.packing import FlatTree, Packed, pack
 
 GATHERED = "tree_gathered"
@@ -92,7 +92,7 @@ def their_step(model: PreTrainedModel, batch: dict[str, Any]) -> tuple[torch.Ten
 
 
 def our_step(model: PreTrainedModel, packed: Packed) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    return _finish(model, -score_packed(model, packed).logps.mean())
+    return _finish(model, -_score_packed(model, packed).logps.mean())
 
 
 def _finish(model: PreTrainedModel, loss: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:

@@ -163,12 +163,12 @@ def _score_trees(model: nn.Module, plan: ForwardPlan) -> Scores:
     packed = pack(plan.all_trees)
     plain = packed.tree >= len(plan.trees) if plan.leaves else None
     if plan.group is None or plan.shared:
-        return score_packed(model, packed, plan, plain)
+        return _score_packed(model, packed, plan, plain)
     rows = plan.group.gather((packed, plain))  # the group computes one after the other
-    return [score_packed(model, row, plan, plain) for row, plain in rows][plan.group.rank]
+    return [_score_packed(model, row, plan, plain) for row, plain in rows][plan.group.rank]
 
 
-def score_packed(
+def _score_packed(
     model: nn.Module, packed: Packed, plan: ForwardPlan = DEFAULT_PLAN, plain: np.ndarray | None = None
 ) -> Scores:
     """One forward over a packed row. Labels where `plain`, `(M,)`, are scored at temperature 1 and not truncated."""

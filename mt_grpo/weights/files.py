@@ -8,7 +8,7 @@ import os
 import shutil
 import socket
 import uuid
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,7 +26,7 @@ from mt_grpo.errors import ConfigError, WeightSyncError
 from mt_grpo.servers.http import RequestFailed, ServerControl
 from mt_grpo.vllm_plugin import BACKEND
 from mt_grpo.vllm_plugin.fetch import Checksum, own_folder
-from mt_grpo.weights.transport import Payload, Source, Transport, Update, confirm, exhaust, weight_transport
+from mt_grpo.weights.transport import Payload, Source, Transport, Update, confirm, weight_transport
 
 _SHARED = "/dev/shm"  # where files of weights are, unless another folder is named
 
@@ -131,7 +131,7 @@ class _WeightFile:
                         checksum.add(name, tensor)
             self.publish(path)
         finally:
-            exhaust(iterator)
+            deque(iterator, maxlen=0)
         return checksum.hexdigest()
 
 
@@ -198,7 +198,7 @@ class WeightFiles:
             self._layout = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in parameters]
         tensors = iter(parameters)
         if not self._source.accelerator.is_main_process:
-            exhaust(tensors)
+            deque(tensors, maxlen=0)  # to walk over them takes all processes
             return Payload(path, "")
         try:
             if len(self.files) < 2:
@@ -207,7 +207,7 @@ class WeightFiles:
                 file.withdraw()
             checksum = self.files[0].fill(path, tensors)
         finally:
-            exhaust(tensors)
+            deque(tensors, maxlen=0)
         self.files.reverse()
         return Payload(path, checksum, path.stat().st_size)
 

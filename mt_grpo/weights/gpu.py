@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import pickle
 import threading
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,7 +22,7 @@ from trl.import_utils import is_vllm_available
 
 from mt_grpo.errors import ConfigError, WeightSyncError
 from mt_grpo.servers.http import RequestFailed, ServerControl, find_key
-from mt_grpo.weights.transport import Source, Transport, Update, exhaust, weight_transport
+from mt_grpo.weights.transport import Source, Transport, Update, weight_transport
 
 BUCKET = 2**28
 """Bytes that are gathered before they are sent. The server needs as much memory beside its model."""
@@ -82,7 +83,7 @@ class NcclTransport(Transport):
                     return
                 yield bucket
         finally:  # gathering the rest takes all processes
-            exhaust(walk)
+            deque(walk, maxlen=0)
 
     def deliver(self, update: Update, bucket: _Bucket) -> None:
         assert self.group is not None  # the process that sends has made it in `prepare`
@@ -221,7 +222,7 @@ class IpcTransport(Transport):
                 merged = {gpu: handle for of_rank in handles for gpu, handle in of_rank.items()}
                 yield replace(packed, handles=merged)
         finally:  # gathering the rest takes all processes
-            exhaust(walk)
+            deque(walk, maxlen=0)
 
     def deliver(self, update: Update, bucket: _Packed) -> None:
         info = {

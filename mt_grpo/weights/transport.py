@@ -75,12 +75,6 @@ class _FullParameters(VLLMGeneration):
         return map(as_sent, self._iter_named_params())  # not a generator: after an error it can be walked on
 
 
-def exhaust(iterator: Iterable[object]) -> None:
-    """Iterates to the end of a walk, as every process must, and ignores its tensors."""
-    for _ in iterator:
-        pass
-
-
 class Source:
     """The trainer's weights as they are to be sent, and the servers that they are for."""
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from mt_grpo.forward.lm_head import Truncation
-from mt_grpo.forward.model import ForwardPlan, _score_trees, enable_trees, score_packed
+from mt_grpo.forward.model import ForwardPlan, _score_packed, _score_trees, enable_trees
 from mt_grpo.forward.packing import Packed, pack
 from mt_grpo.forward.probe import measure
 from mt_grpo.forward.routes import route_shape
@@ -50,7 +50,7 @@ def scores(
 ) -> list[torch.Tensor]:
     """Log-probs and entropies, a loss of both, and the gradient of all parameters, summed over the processes."""
     model.zero_grad()
-    found = score_packed(model, packed, ForwardPlan(group=sequence, **options), plain)
+    found = _score_packed(model, packed, ForwardPlan(group=sequence, **options), plain)
     weights = torch.linspace(-1, 1, len(found.logps), dtype=found.logps.dtype)
     loss = (found.logps * weights).sum() + (found.entropies * weights).cos().sum()
     loss.backward()
@@ -132,7 +132,7 @@ def check_routes(sequence: SequenceGroup) -> None:
         packed = replace(packed, routes=routes, shared_routes=(7, 3))
         counts = []
         for group in (None, sequence):
-            score_packed(model, packed, ForwardPlan(group=group))
+            _score_packed(model, packed, ForwardPlan(group=group))
             found = model._replayer.take_counts()
             counts.append(torch.tensor([int(value) for value in vars(found).values()]))
         dist.all_reduce(counts[1], group=sequence.group)
