@@ -13,20 +13,8 @@ from mt_grpo.tools.stateful import BaseTool, OpenAIFunctionToolSchema, ToolRespo
 if TYPE_CHECKING:
     from mt_grpo.tools.mcp import MCPBaseTool
 
-__all__ = [
-    "BaseTool",
-    "MCPBaseTool",
-    "OpenAIFunctionToolSchema",
-    "Tool",
-    "ToolDefinitionError",
-    "ToolResponse",
-    "ToolSession",
-    "calculator",
-    "in_processes",
-    "load_tools",
-    "load_tools_file",
-    "tool",
-]
+__all__ = ["BaseTool", "MCPBaseTool", "OpenAIFunctionToolSchema", "Tool", "ToolDefinitionError", "ToolResponse"]
+__all__ += ["ToolSession", "calculator", "in_processes", "load_tools", "load_tools_file", "tool"]
 
 
 def __getattr__(name: str) -> object:

@@ -22,17 +22,11 @@ from jsonschema.validators import extend
 from referencing import Registry
 from referencing.exceptions import Unresolvable
 
-CHECK_SECONDS = 0.5
-"""Most processor time of one check. A list of 10,000 numbers takes a tenth of it."""
+CHECK_SECONDS = 0.5  # most processor time of one check; a list of 10,000 numbers takes a tenth of it
 
-_SCHEMA_SECONDS = 5.0
-"""Most processor time to check the schema itself, once when a tool is made."""
-
-_MATCH_WORK = 2 * 10**8
-"""Characters times RE2's instructions in a second, at worst."""
-
-_MAX_ERRORS = 1_000
-"""Errors of one check that are looked for: one is told."""
+_SCHEMA_SECONDS = 5.0  # most processor time to check the schema itself, once when a tool is made
+_MATCH_WORK = 2 * 10**8  # characters times RE2's instructions in a second, at worst
+_MAX_ERRORS = 1_000  # errors of one check that are looked for: one is told
 
 _MAX_UNEVALUATED = 1_000
 """Members that `unevaluatedProperties` and `unevaluatedItems` are held against; their work grows by the square."""

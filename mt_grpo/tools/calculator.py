@@ -11,15 +11,19 @@ from collections.abc import Callable
 from mt_grpo.tools.loading import tool
 
 _MAX_CHARACTERS = 500
-_MAX_BITS = 4096
-"""Size of the largest whole number: some 1,200 digits, below Python's limit for writing one as text."""
+_MAX_BITS = 4096  # size of the largest whole number: some 1,200 digits, below Python's limit for writing one as text
 _MAX_DECIMALS = 100
 
 _MALFORMED = re.compile(r"[\d.](?![eE][-+]?\d)[^\W\d_]|\\")
 """A letter right after a number, and a backslash: Python's parser would print a warning for them."""
 
 _Number = int | float
-_TOO_LARGE = "The result is too large."
+_TOO_LARGE, _NOT_REAL = "The result is too large.", "The result is not a real number."
+_FAULTS: dict[type[Exception], str] = {
+    ZeroDivisionError: "Division by zero.",
+    OverflowError: _TOO_LARGE,
+    RecursionError: "The expression is nested too deeply.",
+}
 
 
 @tool("calculator")
@@ -39,20 +43,16 @@ def calculator(expression: str) -> str:
     """
     if len(expression) > _MAX_CHARACTERS:
         raise ValueError(f"The expression is longer than {_MAX_CHARACTERS} characters.")
-    if _MALFORMED.search(expression):
-        raise ValueError(f"Not an arithmetic expression: {expression!r}.")
     try:
+        if _MALFORMED.search(expression):
+            raise SyntaxError
         tree = ast.parse(_without_thousands_separators(expression.strip()), mode="eval")
     except (SyntaxError, MemoryError, RecursionError, ValueError) as error:
         raise ValueError(f"Not an arithmetic expression: {expression!r}.") from error
     try:
         return _written(_value(tree.body))
-    except ZeroDivisionError as error:
-        raise ValueError("Division by zero.") from error
-    except OverflowError as error:
-        raise ValueError(_TOO_LARGE) from error
-    except RecursionError as error:
-        raise ValueError("The expression is nested too deeply.") from error
+    except (ZeroDivisionError, OverflowError, RecursionError) as error:
+        raise ValueError(_FAULTS[type(error)]) from error
 
 
 def _without_thousands_separators(expression: str) -> str:
@@ -96,9 +96,9 @@ def _value(node: ast.expr) -> _Number:
 
 def _bounded(value: _Number) -> _Number:
     if isinstance(value, complex):
-        raise ValueError("The result is not a real number.")
+        raise ValueError(_NOT_REAL)
     if value.bit_length() > _MAX_BITS if isinstance(value, int) else not math.isfinite(value):
-        raise ValueError(_TOO_LARGE)
+        raise OverflowError
     return value
 
 
@@ -110,13 +110,13 @@ def _divide(left: _Number, right: _Number) -> _Number:
 
 def _power(base: _Number, exponent: _Number) -> _Number:
     if isinstance(base, int) and isinstance(exponent, int) and (base.bit_length() - 1) * exponent > _MAX_BITS:
-        raise ValueError(_TOO_LARGE)  # known before it is computed: |base| >= 2 ** (bits - 1)
+        raise OverflowError  # known before it is computed: |base| >= 2 ** (bits - 1)
     return base**exponent
 
 
 def _sqrt(value: _Number) -> _Number:
     if value < 0:
-        raise ValueError("The result is not a real number.")
+        raise ValueError(_NOT_REAL)
     if isinstance(value, int) and math.isqrt(value) ** 2 == value:
         return math.isqrt(value)
     return math.sqrt(value)

@@ -143,20 +143,20 @@ class Tool:
         described = _refuse_undescribed(name, function)
         try:
             schema = get_json_schema(described)["function"]
-        except (TypeHintParsingException, NameError) as error:
-            raise ToolDefinitionError(
-                f"The tool {name!r} has a type hint that has no JSON form: {' '.join(str(error).split())}"
-            ) from error
-        except DocstringParsingException as error:
-            raise ToolDefinitionError(
-                f"The docstring of the tool {name!r} cannot be read ({' '.join(str(error).split())}): write Google's "
-                "style, an `Args:` section with a line `name: text` for each argument."
-            ) from error
-        except json.JSONDecodeError as error:
-            raise ToolDefinitionError(
-                f"The tool {name!r} lists `(choices: ...)` that are not JSON ({error}): "
-                'write them as in `(choices: ["tea", "coffee"])`.'
-            ) from error
+        except (TypeHintParsingException, NameError, DocstringParsingException, json.JSONDecodeError) as error:
+            said = " ".join(str(error).split())
+            fault = f"The tool {name!r} has a type hint that has no JSON form: {said}"
+            if isinstance(error, DocstringParsingException):
+                fault = (
+                    f"The docstring of the tool {name!r} cannot be read ({said}): write Google's style, an `Args:` "
+                    "section with a line `name: text` for each argument."
+                )
+            elif isinstance(error, json.JSONDecodeError):
+                fault = (
+                    f"The tool {name!r} lists `(choices: ...)` that are not JSON ({said}): write them as in "
+                    '`(choices: ["tea", "coffee"])`.'
+                )
+            raise ToolDefinitionError(fault) from error
         return cls(name, schema["description"], schema["parameters"], function, **vars(ToolOptions.of(fn)))
 
     @property
@@ -166,12 +166,7 @@ class Tool:
         return {"type": "function", "function": function}
 
     def check(self, arguments: object) -> str | None:
-        """
-        Holds the arguments of a call against the schema; arguments the schema does not name are refused.
-
-        Returns:
-            `str` or `None`: One sentence the model can act on, or `None` where the call is good.
-        """
+        """What is wrong with a call's arguments, as a sentence the model can act on; `None` where they are good."""
         if not isinstance(arguments, dict):
             return f"{self.name}: the arguments must be a JSON object, not {_json_type(arguments)}"
         try:
@@ -230,28 +225,28 @@ def _refuse_undescribed(name: str, function: Callable[..., object]) -> Callable[
     text = inspect.getdoc(function) or ""
     described = _in_google_style(function, text, list(inspect.signature(function).parameters))
     description, documented, _ = parse_google_format_docstring(inspect.getdoc(described) or "")
-    if not description:
-        raise ToolDefinitionError(
-            f"The tool {name!r} has no docstring: begin it with one that says what the tool does, with an `Args:` "
-            "section that describes each argument."
-        )
     parameters = inspect.signature(function).parameters.values()
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    if nameless := [str(parameter) for parameter in parameters if parameter.kind not in by_name]:
-        raise ToolDefinitionError(
-            f"The tool {name!r} has the argument{_plural(nameless)} {_listing(nameless)}, which cannot be given by "
-            "name: write out each argument, without `*` and `/`."
+    if not description:
+        fault = (
+            "has no docstring: begin it with one that says what the tool does, with an `Args:` section that describes "
+            "each argument"
         )
-    if unhinted := [parameter.name for parameter in parameters if parameter.annotation is inspect.Parameter.empty]:
-        raise ToolDefinitionError(
-            f"The tool {name!r} has no type hint for {_listing(unhinted)}: write one, as in `{unhinted[0]}: str`."
+    elif nameless := [str(parameter) for parameter in parameters if parameter.kind not in by_name]:
+        fault = (
+            f"has the argument{_plural(nameless)} {_listing(nameless)}, which cannot be given by name: write out each "
+            "argument, without `*` and `/`"
         )
-    if undocumented := [parameter.name for parameter in parameters if not documented.get(parameter.name)]:
-        raise ToolDefinitionError(
-            f"The tool {name!r} does not describe {_listing(undocumented)} in its docstring: add a line "
-            f"`{undocumented[0]}: what it is` under `Args:`."
+    elif unhinted := [parameter.name for parameter in parameters if parameter.annotation is inspect.Parameter.empty]:
+        fault = f"has no type hint for {_listing(unhinted)}: write one, as in `{unhinted[0]}: str`"
+    elif undocumented := [parameter.name for parameter in parameters if not documented.get(parameter.name)]:
+        fault = (
+            f"does not describe {_listing(undocumented)} in its docstring: add a line `{undocumented[0]}: what it is` "
+            "under `Args:`"
         )
-    return described
+    else:
+        return described
+    raise ToolDefinitionError(f"The tool {name!r} {fault}.")
 
 
 def _urgency(error: ValidationError) -> int:
@@ -290,21 +285,17 @@ def _plural(names: list[str]) -> str:
     return "s" if len(names) > 1 else ""
 
 
-_MAX_DEPTH = 100
-"""Most levels of nested lists and dictionaries in data, since code that handles it is recursive."""
+_MAX_DEPTH = 100  # most levels of nested lists and dictionaries in data, since code that handles it is recursive
 
 
 class Result(NamedTuple):
     """What a tool returned."""
 
-    text: str
-    """What the model reads; an image or a sound is a word in it."""
-    data: dict[str, Any] | None = None
-    """Data beside it, for rewards."""
+    text: str  # what the model reads; an image or a sound is a word in it
+    data: dict[str, Any] | None = None  # data beside it, for rewards
     parts: list[dict[str, Any]] | None = None
     """What the model is shown, where that is more than text: the parts of a content."""
-    returned: list[Any] | None = None
-    """What TRL's reward functions get in its place."""
+    returned: list[Any] | None = None  # what TRL's reward functions get in its place
 
 
 def read_result(result: object, max_size: int | None) -> Result:
@@ -396,8 +387,7 @@ _ARGUMENTS = r"Args|Arguments|Parameters|Params|Keyword Args|Keyword Arguments|O
 _OTHERS = r"Returns?|Yields?|Raises|Throws"
 _HEADER = re.compile(rf"^\s*(?:(?P<arguments>{_ARGUMENTS})|{_OTHERS})\s*:?\s*$", re.IGNORECASE)
 _UNDERLINE = re.compile(r"^\s*-{3,}\s*$")
-_SECTION = re.compile(r"^[A-Z]\w*( \w+)?:$")
-"""Any other section of Google's style, such as `Note:`."""
+_SECTION = re.compile(r"^[A-Z]\w*( \w+)?:$")  # any other section of Google's style, such as `Note:`
 _FIELD = re.compile(r"^\s*[:@](?P<kind>\w+)(?:\s+[^:]*?)??(?:\s+\*{0,2}(?P<name>\w+))?\s*:(?!\w)\s*(?P<text>.*)$")
 _PARAMETER_FIELDS = ("param", "parameter", "arg", "argument", "key", "keyword")
 _TYPE = r"\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)"
@@ -407,7 +397,7 @@ _ITEM = re.compile(
 _NUMPY_ITEM = re.compile(r"^(?P<indent>\s*)(?P<names>\*{0,2}\w+(?:\s*,\s*\*{0,2}\w+)*)\s*(?::.*)?$")
 
 
-def read_docstring(text: str) -> tuple[str, dict[str, str]]:
+def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
     """Reads a docstring, its indentation removed as `inspect.getdoc` does."""
     lines = text.expandtabs().split("\n")
     end = next((index for index in range(len(lines)) if _begins(lines, index)), len(lines))
@@ -431,7 +421,7 @@ def _in_google_style(function: Callable[..., object], text: str, names: list[str
     other = any(_is_numpy_or_field(text.split("\n"), index) for index in range(text.count("\n") + 1))
     if all(name in documented for name in names) and not other:
         return function
-    description, arguments = read_docstring(text)
+    description, arguments = _read_docstring(text)
 
     def stand_in() -> None: ...
 

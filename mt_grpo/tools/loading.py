@@ -23,8 +23,7 @@ from mt_grpo.processes import Processes
 from mt_grpo.tools.function import Tool, ToolDefinitionError, ToolOptions
 from mt_grpo.tools.stateful import BaseTool, OpenAIFunctionToolSchema, StatefulTool
 
-TOOLS: Registry[Callable[..., Any]] = Registry("tool", "mt_grpo.tools")
-"""The tools a recipe can list by bare name."""
+TOOLS: Registry[Callable[..., Any]] = Registry("tool", "mt_grpo.tools")  # the tools a recipe can list by bare name
 
 
 def tool(
@@ -61,16 +60,8 @@ def tool(
 
 def load_tools(entries: list[str | Callable[..., Any] | Tool]) -> list[Tool]:
     """
-    Makes tools of what a recipe or a script lists.
-
-    Args:
-        entries (`list`): Each one the name of a registered tool, a path for `mt_grpo.imports.import_object`, a
-            function, bound method or callable object, a class (started without arguments), an object with one public
-            method, a `BaseTool`, or a `Tool`.
-
-    Raises:
-        ToolDefinitionError: If an entry is no tool, or two tools have the same name.
-        ImportPathError: If a path does not lead to an object.
+    Makes tools of what a recipe or a script lists: names of registered tools, dotted paths, functions, bound methods,
+    callable objects, classes (started without arguments), objects with one public method, `BaseTool`s and `Tool`s.
     """
     tools: dict[str, Tool] = {}
     for entry in entries:
@@ -83,17 +74,8 @@ def load_tools(entries: list[str | Callable[..., Any] | Tool]) -> list[Tool]:
 
 def in_processes(entries: Sequence[str | Callable[..., object] | Tool], size: int) -> list[Tool]:
     """
-    Tools whose calls run in processes of their own. What is no plain function is left as it is: `async` functions,
-    methods, tools with a state, tools of a server.
-
-    Args:
-        entries (`Sequence`): As `load_tools` takes them.
-        size (`int`): Processes, and so calls that run at once, of all tools together. Further ones wait, which counts
-            toward no timeout.
-
-    Raises:
-        ToolDefinitionError: If none is a plain function, and as `load_tools`.
-        ConfigError: If the processes cannot load them.
+    Tools, as `load_tools` takes them, whose calls run in `size` processes of their own, and so many at once; waiting
+    counts toward no timeout. What is no plain function is left as it is; one has to be.
     """
     tools = load_tools(list(entries))
     plain = [tool for tool in tools if inspect.isfunction(tool.function) and not tool.is_async]
@@ -170,25 +152,18 @@ def load_tools_file(path: str) -> list[Tool]:
             config: {type: mcp, timeout: 30, rate_limit: 10}
             mcp: {mcp_servers_config_path: servers.json, tool_selected_list: [search]}
 
-    Args:
-        path (`str`): The file; paths in it are relative to the current folder.
-
-    Raises:
-        ToolDefinitionError: If the file is missing or wrong, or a class in it does not start.
-        ImportPathError: If a `class_name` does not lead to a class.
-        ConfigError: If an MCP server cannot be started.
+    Paths in it are relative to the current folder.
     """
-    if not Path(path).is_file():
-        raise ToolDefinitionError(f"The file of tools {path!r} (`tools_config_file`) does not exist.")
-    try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ToolDefinitionError(
-            f"The file of tools {path!r} is not valid YAML: {' '.join(str(error).split())}."
-        ) from error
+    content, fault = None, "(`tools_config_file`) does not exist"
+    if Path(path).is_file():
+        try:
+            content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+            fault = "lists no tools: write a list under `tools:`"
+        except yaml.YAMLError as error:
+            fault = f"is not valid YAML: {' '.join(str(error).split())}"
     entries = content.get("tools") if isinstance(content, dict) else None
     if not isinstance(entries, list) or not entries:
-        raise ToolDefinitionError(f"The file of tools {path!r} lists no tools: write a list under `tools:`.")
+        raise ToolDefinitionError(f"The file of tools {path!r} {fault}.")
     return [tool for number, entry in enumerate(entries, 1) for tool in _tools(entry, f"Tool {number} in {path}")]
 
 
@@ -197,9 +172,7 @@ def _tools(entry: dict[str, Any], where: str) -> list[Tool]:
     config = entry.get("config")
     if not isinstance(config, dict) or config.get("type") not in TYPES:
         raise ToolDefinitionError(f"{where} does not say what it is: write `config: {{type: native}}` or `type: mcp`.")
-    if config["type"] == "native":
-        return [_native(entry, config, where)]
-    return _mcp(entry, config, where)
+    return [_native(entry, config, where)] if config["type"] == "native" else _mcp(entry, config, where)
 
 
 def _native(entry: dict[str, Any], config: dict[str, Any], where: str) -> Tool:
@@ -224,14 +197,16 @@ def _mcp(entry: dict[str, Any], config: dict[str, Any], where: str) -> list[Tool
             f"{where} names no file of MCP servers: write `mcp: {{mcp_servers_config_path: servers.json}}`."
         )
     _check_keys(options, ("mcp_servers_config_path", "tool_selected_list"), f"{where}, `mcp`,")
-    for name in ("timeout", "rate_limit"):
+    faults = []
+    for name, unit in (("timeout", "seconds for a call"), ("rate_limit", "calls a second")):
         value = config.get(name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0):
-            unit = "seconds for a call" if name == "timeout" else "calls a second"
-            raise ToolDefinitionError(f"{where} has the `{name}` {value!r}: give {unit}, above 0, or leave it out.")
+            faults.append(f"the `{name}` {value!r}: give {unit}, above 0, or leave it out")
     selected = options.get("tool_selected_list") or []
     if not isinstance(selected, list) or not all(isinstance(name, str) for name in selected):
-        raise ToolDefinitionError(f"{where} has a `tool_selected_list` that is no list of names: {selected!r}.")
+        faults.append(f"a `tool_selected_list` that is no list of names: {selected!r}")
+    if faults:
+        raise ToolDefinitionError(f"{where} has {faults[0]}.")
     from mt_grpo.tools.mcp import MCPBaseTool, mcp_tools, remote_tools  # loaded for runs that have such servers
 
     arguments = (options["mcp_servers_config_path"], selected, config.get("timeout"), config.get("rate_limit"))
@@ -247,15 +222,16 @@ def _mcp(entry: dict[str, Any], config: dict[str, Any], where: str) -> list[Tool
 
 
 def _tool_class(name: object, kind: type[Made], where: str) -> type[Made]:
-    if not isinstance(name, str) or not name:
-        raise ToolDefinitionError(f"{where} names no class: write `class_name: my_tools.Counter`.")
-    tool_class = import_object(name, what="tool class")
-    if not isinstance(tool_class, type) or not issubclass(tool_class, kind):
-        raise ToolDefinitionError(
-            f"{where} names {name}, which is no subclass of `{kind.__name__}`: subclass it, imported by `from "
-            f"mt_grpo.tools import {kind.__name__}`."
+    fault = "no class: write `class_name: my_tools.Counter`"
+    if isinstance(name, str) and name:
+        tool_class = import_object(name, what="tool class")
+        if isinstance(tool_class, type) and issubclass(tool_class, kind):
+            return tool_class
+        base = kind.__name__
+        fault = (
+            f"{name}, which is no subclass of `{base}`: subclass it, imported by `from mt_grpo.tools import {base}`"
         )
-    return tool_class
+    raise ToolDefinitionError(f"{where} names {fault}.")
 
 
 def _made(tool_class: type[Made], config: dict[str, Any], schema: OpenAIFunctionToolSchema | None, where: str) -> Made:
@@ -271,8 +247,9 @@ def _made(tool_class: type[Made], config: dict[str, Any], schema: OpenAIFunction
 
 
 def _check_keys(value: object, known: tuple[str, ...], where: str) -> None:
-    if not isinstance(value, dict):
-        raise ToolDefinitionError(f"{where} is no mapping of keys to values.")
-    for key in value:
-        if key not in known:
-            raise ToolDefinitionError(f"{where} has the unknown key {key!r}{did_you_mean(key, known)}.")
+    unknown = [key for key in value if key not in known] if isinstance(value, dict) else []
+    if unknown or not isinstance(value, dict):
+        fault = "is no mapping of keys to values"
+        if unknown:
+            fault = f"has the unknown key {unknown[0]!r}{did_you_mean(unknown[0], known)}"
+        raise ToolDefinitionError(f"{where} {fault}.")

@@ -23,8 +23,7 @@ from mt_grpo.tools.loading import tool
 
 logger = logging.getLogger(__name__)
 
-SPARE_SECONDS = 10.0
-"""Time for the rest of a run: to start a process, and for its answer to arrive."""
+SPARE_SECONDS = 10.0  # time for the rest of a run: to start a process, and for its answer to arrive
 
 _PASSED_ON = ("PATH", "LD_LIBRARY_PATH", "TMPDIR")
 """Environment variables for the process that confines the code. The code itself gets none of the trainer's."""
@@ -99,7 +98,7 @@ class PythonSandbox:
             "output_limit": output_limit,
             "readable": [os.path.abspath(path) for path in readable],
         }
-        refuse_unconfined()
+        _refuse_unconfined()
 
     @tool(concurrency=os.cpu_count())
     async def python(self, code: str) -> tuple[str, dict[str, Any]]:
@@ -185,16 +184,13 @@ class RemotePython:
             raise CodeError(compiled["stderr"].rstrip("\n"))
         if run is None or status == "SandboxError":
             raise RuntimeError(f"The sandbox at {self._url} did not run the code: {message or status}")
-        reasons = {
-            "Finished": None,
-            "TimeLimitExceeded": f"The code was stopped: it took longer than {seconds:g} s.",
-        }
+        reasons = {"Finished": None, "TimeLimitExceeded": f"The code was stopped: it took longer than {seconds:g} s."}
         reason = reasons.get(run["status"], f"The code was stopped: {run['status']}.")
         return _told(run.get("stdout") or "", run.get("stderr") or "", run.get("return_code"), reason)
 
 
 @functools.cache
-def refuse_unconfined() -> None:
+def _refuse_unconfined() -> None:
     """Runs code that tries to leave the sandbox, once in a process."""
     request = {"code": _ALLOWED, "time_limit": 20.0, "memory_limit": 512 << 20, "disk_limit": 1 << 20}
     request |= {"output_limit": 1000, "readable": []}

@@ -31,8 +31,7 @@ _MAX_PROCESSES = 8
 _MAX_OPEN_FILES = 64
 """Also of sockets in a pair, each of which holds up to 0.2 MiB of the kernel's memory that no limit counts."""
 _MAX_FILES = 2_000
-_GRACE_SECONDS = 1.0
-"""For what is left in the pipes once the code has ended."""
+_GRACE_SECONDS = 1.0  # for what is left in the pipes once the code has ended
 
 _DENIED = """
 chmod fchmod fchmodat fchmodat2 chown lchown fchown fchownat utime utimes utimensat futimesat
@@ -66,7 +65,7 @@ class _Program(ctypes.Structure):
     _fields_ = [("length", ctypes.c_ushort), ("instructions", ctypes.c_void_p)]
 
 
-def main() -> None:
+def _main() -> None:
     request = json.loads(sys.stdin.buffer.readline())
     scratch = tempfile.mkdtemp(prefix="mt-grpo-python-")
     code = request["code"].encode("utf-8", "replace")
@@ -143,7 +142,8 @@ def _finish(process: Any, request: dict[str, Any], scratch: str, writes: bool) -
     for reader in readers:
         reader.thread.join(max(0.0, deadline - time.monotonic()))
     killed = ("time" if late.is_set() else "killed") if result.exit_code < 0 else None
-    if writes and result.exit_code > 0 and _is_full(scratch):
+    left = os.statvfs(scratch)
+    if writes and result.exit_code > 0 and not (left.f_bavail and left.f_favail):
         killed = "disk"
     answer: dict[str, Any] = {"killed": killed, "exit_code": result.exit_code}
     for name, reader in zip(("stdout", "stderr"), readers, strict=True):
@@ -186,11 +186,6 @@ def _mount(folder: str, size: int) -> bool:
         libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None)
         or libc.mount(b"tmpfs", os.fsencode(folder), b"tmpfs", _MS_NOSUID | _MS_NODEV, options)
     )
-
-
-def _is_full(folder: str) -> bool:
-    left = os.statvfs(folder)
-    return not left.f_bavail or not left.f_favail
 
 
 def _limit(request: dict[str, Any]) -> None:
@@ -268,4 +263,4 @@ def _children() -> list[int]:
 
 
 if __name__ == "__main__":
-    main()
+    _main()

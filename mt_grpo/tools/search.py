@@ -26,13 +26,11 @@ _NO_RESULTS = "No results."
 _WIKIPEDIA_CONCURRENCY = 4
 """Searches of one process under way at once. Wikipedia asks its users to send few at a time."""
 
-_WIKIPEDIA_WAIT = 15.0
-"""Most seconds that one search waits in all when Wikipedia asks for it."""
+_WIKIPEDIA_WAIT = 15.0  # most seconds that one search waits in all when Wikipedia asks for it
 
 _WIKIPEDIA_TRIES = 5
 
-_LONGEST_PAUSE = 300.0
-"""Seconds after which Wikipedia is asked again, whatever it said."""
+_LONGEST_PAUSE = 300.0  # seconds after which Wikipedia is asked again, whatever it said
 
 _COME_LATER = (429, 503, "ratelimited", "maxlag")
 """Statuses, and codes in an answer of status 200, by which the API asks to come again later."""
@@ -80,19 +78,18 @@ class CorpusSearch:
                     continue
                 try:
                     document = json.loads(line)
+                    fault = "is JSON but no object: write one object a line"
                 except (ValueError, RecursionError) as error:
-                    raise CorpusError(
-                        f"Line {number} of {path} is no JSON ({error}): write one object a line."
-                    ) from error
-                if not isinstance(document, dict):
-                    raise CorpusError(f"Line {number} of {path} is JSON but no object: write one object a line.")
-                fields = fields or _text_fields(document)
-                if missing := [field for field in fields if field not in document]:
-                    raise CorpusError(
-                        f"Line {number} of {path} has no field {', '.join(map(repr, missing))}, only "
-                        f"{', '.join(map(repr, document))}: name the fields that hold text with `fields`."
-                    )
-                documents.append("\n".join(str(document[field]) for field in fields))
+                    document, fault = None, f"is no JSON ({error}): write one object a line"
+                if isinstance(document, dict):
+                    fields = fields or _text_fields(document)
+                    missing = ", ".join(repr(field) for field in fields if field not in document)
+                    if not missing:
+                        documents.append("\n".join(str(document[field]) for field in fields))
+                        continue
+                    there, mend = ", ".join(map(repr, document)), "name the fields that hold text with `fields`"
+                    fault = f"has no field {missing}, only {there}: {mend}"
+                raise CorpusError(f"Line {number} of {path} {fault}.")
         if not documents:
             raise CorpusError(f"The corpus {path} has no document: write one JSON object a line.")
         return cls(documents, top_k)
@@ -157,7 +154,7 @@ class RetrievalSearch:
             [results] = answer.json()["result"]
             documents = [result.get("document", result) for result in results[: self.top_k]]
             scores = [result.get("score") for result in results[: self.top_k]]
-            texts = [_text(document) for document in documents]
+            texts = ["\n".join(str(each[field]) for field in _text_fields(each)) for each in documents]
         except (httpx.HTTPError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise RuntimeError(f"The search at {self.url} failed: {type(error).__name__}: {error}") from error
         text = "\n\n".join(f"[{number}] {text}" for number, text in enumerate(texts, 1))
@@ -283,10 +280,6 @@ def _retry_after(header: str | None, attempt: int) -> float:
 
 def _text_fields(document: Mapping[str, object]) -> Sequence[str]:
     return next((fields for fields in _TEXT_FIELDS if document.keys() >= set(fields)), _TEXT_FIELDS[0])
-
-
-def _text(document: Mapping[str, object]) -> str:
-    return "\n".join(str(document[field]) for field in _text_fields(document))
 
 
 def _words(text: str) -> list[str]:

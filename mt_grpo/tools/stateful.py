@@ -58,18 +58,11 @@ class OpenAIFunctionToolSchema(BaseModel):
 
 @dataclass
 class ToolResponse:
-    """
-    What `create` and `execute` may return instead of text.
+    """What `create` and `execute` may return instead of text."""
 
-    Args:
-        text (`str`, *optional*): What the model reads.
-        image (`list`, *optional*): Images that the model is shown before the text.
-        video (`list`, *optional*): Refused.
-    """
-
-    text: str | None = None
-    image: list[Any] | None = None
-    video: list[Any] | None = None
+    text: str | None = None  # what the model reads
+    image: list[Any] | None = None  # images that the model is shown before the text
+    video: list[Any] | None = None  # refused
 
 
 class BaseTool:
@@ -104,27 +97,16 @@ class BaseTool:
         return self.tool_schema
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> Any:
-        """
-        Makes the state of one conversation.
-
-        Returns:
-            The id by which the other methods know it, alone or as the first of a tuple.
-        """
+        """Makes the state of one conversation; returns its id for the other methods, alone or first in a tuple."""
         return instance_id or uuid4().hex
 
     async def execute(
         self, instance_id: str, parameters: Arguments, **kwargs: Any
     ) -> tuple[Any, float | None, dict | None]:
         """
-        Answers a call.
-
-        Args:
-            instance_id (`str`): The conversation.
-            parameters (`dict`): The arguments the model gave, held against the schema.
-
-        Returns:
-            Text (or a `ToolResponse`, or anything JSON can hold) for the model; the reward of this step, which
-            `None` leaves to others; and numbers to log, or `None`.
+        Answers a call of the conversation `instance_id`, with arguments that were held against the schema, by text (or
+        a `ToolResponse`, or anything JSON can hold) for the model; the reward of this step, which `None` leaves to
+        others; and numbers to log, or `None`.
         """
         return ToolResponse(text="Updated the tool state."), 0.0, {}
 
@@ -175,15 +157,8 @@ class ToolSession:
         finally:
             await session.release()
 
-    Args:
-        tools (`Iterable[Tool]`): All tools of the conversation, in any mixture.
-        row (`dict`): Its dataset row, which may bring `tools_kwargs`.
-        timeout (`float`, *optional*): Seconds each `create`, `calc_reward` and `release` may take.
-
-    Attributes:
-        tools (`dict[str, Tool]`): The tools by name, ready to be called.
-        metrics (`dict[str, list[dict]]`): What `execute` gave to log, a mapping a call, by tool.
-        failures (`list[str]`): What `calc_reward` and `release` failed with, a sentence each.
+    `timeout` is the seconds that each `create`, `calc_reward` and `release` may take. `metrics` are what `execute`
+    gave to log, by tool, and `failures` what `calc_reward` and `release` failed with, a sentence each.
     """
 
     def __init__(self, tools: Iterable[Tool], row: Row, timeout: float | None = None) -> None:
@@ -202,9 +177,7 @@ class ToolSession:
         self._release: asyncio.Task[None] | None = None
 
     async def create(self, name: str) -> str:
-        """
-        The id of a tool's state, made by its first call, or the next if `create` failed. Raises `ToolStateError`.
-        """
+        """The id of a tool's state, made by its first call, or the next if `create` failed; see `ToolStateError`."""
         async with self._creating[name]:
             if name not in self._instances:
                 base, instance = self._stateful[name], uuid4().hex

@@ -32,7 +32,6 @@ from mt_grpo.rollout import RolloutLimits, RolloutRequest, RolloutRunner, Sampli
 from mt_grpo.rollout import runner as runners
 from mt_grpo.runlog.files import to_json
 from mt_grpo.tools.mcp import mcp_tools
-from mt_grpo.tools.mcp import server as servers
 from mt_grpo.tools.mcp.session import mcp_thread
 from mt_grpo.trajectory import Trajectory
 
@@ -364,7 +363,7 @@ def test_a_run_that_its_caller_fails_closes_every_environment(briefly):
 @pytest.mark.slow
 def test_a_server_killed_in_mid_call_ends_calls_only(tmp_path, noise, briefly, monkeypatch):
     pytest.importorskip("mcp")
-    monkeypatch.setattr(servers, "PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr("mt_grpo.tools.mcp.PAUSE_SECONDS", 0.0)
     path = tmp_path / "servers.json"
     small = {"command": sys.executable, "args": [str(SERVER), "stdio"], "env": {"PYTHONPATH": ":".join(sys.path)}}
     path.write_text(json.dumps({"mcpServers": {"hostile": small}}))

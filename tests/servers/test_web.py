@@ -18,8 +18,7 @@ from mt_grpo.errors import ConfigError
 from mt_grpo.integrations import openenv
 from mt_grpo.integrations.openenv import openenv_server
 from mt_grpo.servers import web
-from mt_grpo.tools.mcp import McpServerConfig, session
-from mt_grpo.tools.mcp.server import McpServer
+from mt_grpo.tools.mcp import McpServer, McpServerConfig, session
 from mt_grpo.tools.python_sandbox import RemotePython
 from mt_grpo.tools.search import RetrievalSearch, WikipediaSearch
 

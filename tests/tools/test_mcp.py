@@ -24,11 +24,10 @@ from mt_grpo.tools.mcp import (
     McpServer,
     McpServerConfig,
     McpToolError,
-    Pace,
+    _Pace,
+    _result_text,
     mcp_tools,
     read_servers,
-    result_text,
-    server,
     session,
 )
 from mt_grpo.trajectory import ToolCall
@@ -68,7 +67,7 @@ def small():
 
 
 async def text(small: McpServer, tool: str, **arguments) -> str:
-    return result_text((await small.call(tool, arguments)).content)
+    return _result_text((await small.call(tool, arguments)).content)
 
 
 def called(tools: dict, *calls: tuple) -> list[ToolCall]:
@@ -150,7 +149,7 @@ def test_a_server_killed_in_mid_call_fails_calls_and_restarts(small):
 
 @pytest.mark.slow
 def test_a_server_that_keeps_ending_is_left_alone_for_a_while(monkeypatch):
-    monkeypatch.setattr(server, "RESTARTS", 2)
+    monkeypatch.setattr("mt_grpo.tools.mcp.RESTARTS", 2)
     mine = McpServer(McpServerConfig("small", **stdio("ends")))
 
     async def converse() -> list:
@@ -190,7 +189,7 @@ def test_a_server_that_does_not_answer_a_ping_is_replaced(monkeypatch):
     ],
 )
 def test_a_server_that_cannot_be_started_is_refused(write, entry, problem, monkeypatch):
-    monkeypatch.setattr(server, "ATTEMPTS", 2)
+    monkeypatch.setattr("mt_grpo.tools.mcp.ATTEMPTS", 2)
     if entry.get("command") == "sleep":
         monkeypatch.setattr(session, "START_SECONDS", 0.3)
     with pytest.raises(ConfigError) as refused:
@@ -284,7 +283,7 @@ if how == "fork":
     child = os.fork()
     if child == 0:
         mine = asyncio.run(process.function())
-        mt_grpo.tools.mcp.session.close_servers()
+        mt_grpo.tools.mcp.session._close_servers()
         os._exit(0 if mine != pid else 1)
     assert os.waitpid(child, 0)[1] == 0
     assert asyncio.run(process.function()) == pid
@@ -388,10 +387,10 @@ def test_calls_are_spaced_after_a_burst_of_a_second(monkeypatch):
     async def sleep(seconds: float) -> None:
         waited.append(round(seconds, 6))
 
-    async def calls(pace: Pace) -> None:
+    async def calls(pace: _Pace) -> None:
         for _ in range(4):
             await pace.wait()
 
     monkeypatch.setattr("mt_grpo.tools.mcp.asyncio.sleep", sleep)
-    asyncio.run(calls(Pace(2.0)))
+    asyncio.run(calls(_Pace(2.0)))
     assert waited == [0.0, 0.0, 0.5, 1.0]

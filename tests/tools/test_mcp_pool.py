@@ -14,7 +14,7 @@ from support.models import build_tokenizer
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.errors import ConfigError
 from mt_grpo.rollout import RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
-from mt_grpo.tools.mcp import mcp_tools, server, session
+from mt_grpo.tools.mcp import mcp_tools, session
 from mt_grpo.trajectory import StopReason
 
 NOBODY = "http://127.0.0.1:9/mcp"
@@ -44,7 +44,7 @@ def own():
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
-    monkeypatch.setattr(server, "ATTEMPTS", 2)
+    monkeypatch.setattr("mt_grpo.tools.mcp.ATTEMPTS", 2)
     yield
     gc.collect()  # tools that nobody has end their sessions
 
@@ -159,14 +159,14 @@ def test_all_servers_dead_end_conversations_not_the_run(tools_of, own, monkeypat
 
 def test_a_server_that_is_down_is_named_and_the_run_goes_on(tools_of, two, caplog):
     tools = tools_of(two[0], NOBODY)
-    [said] = [record.message for record in caplog.records if record.name == "mt_grpo.tools.mcp.server"]
+    [said] = [record.message for record in caplog.records if record.name == "mt_grpo.tools.mcp"]
     assert said.startswith("1 of the 2 servers of the MCP server 'small' cannot be started (http://127.0.0.1:9")
     assert reasons(play(tools, 3)) == {StopReason.ANSWERED}
 
 
 @pytest.mark.slow
 def test_a_busy_server_is_asked_again(tools_of, own, two, monkeypatch):
-    monkeypatch.setattr(server, "ATTEMPTS", 6)
+    monkeypatch.setattr("mt_grpo.tools.mcp.ATTEMPTS", 6)
     assert tools_of(own(busy=3), two[0])[0].name == "add"
 
 

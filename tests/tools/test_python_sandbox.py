@@ -21,13 +21,13 @@ from mt_grpo.envs.tool_env import execute_calls
 from mt_grpo.errors import ConfigError, UserError
 from mt_grpo.tools import Tool, load_tools
 from mt_grpo.tools import python_sandbox as module
-from mt_grpo.tools.python_sandbox import PythonSandbox, RemotePython, UnconfinedError, refuse_unconfined
+from mt_grpo.tools.python_sandbox import PythonSandbox, RemotePython, UnconfinedError, _refuse_unconfined
 from mt_grpo.trajectory import ToolCall
 
 
 def unconfined() -> str:
     try:
-        refuse_unconfined()
+        _refuse_unconfined()
     except UnconfinedError as error:
         return str(error)
     return ""
@@ -134,9 +134,9 @@ def test_a_limit_of_nothing_is_refused(name):
 @pytest.fixture
 def untried():
     """As in a process that has not tried yet whether code can be confined."""
-    refuse_unconfined.cache_clear()
+    _refuse_unconfined.cache_clear()
     yield
-    refuse_unconfined.cache_clear()
+    _refuse_unconfined.cache_clear()
 
 
 def answering(monkeypatch, answer):

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from mt_grpo.imports import ImportPathError
 from mt_grpo.tools import Tool, ToolDefinitionError, calculator, load_tools
-from mt_grpo.tools.function import read_docstring, render
+from mt_grpo.tools.function import _read_docstring, render
 
 
 def search(query: str, k: int = 3, unit: Literal["km", "mi"] = "km", tags: list[str] | None = None) -> str:
@@ -274,7 +274,7 @@ PIECES = "Args:|Parameters|----|:param k: x|:param|    k (int): x|k : int|    te
 
 @given(st.lists(st.sampled_from(PIECES) | st.text(max_size=12), max_size=12).map("\n".join))
 def test_any_docstring_is_read_or_refused(docstring: str) -> None:
-    description, arguments = read_docstring(inspect.cleandoc(docstring))
+    description, arguments = _read_docstring(inspect.cleandoc(docstring))
     assert isinstance(description, str) and all(arguments.values())
     try:
         Tool.from_function(function("query: str, k: int = 3", docstring))

@@ -1,7 +1,7 @@
 """
 The file of MCP servers that `mcp_servers_config_path` names, `{"mcpServers": {name: server}}`, and the session with
-one of them, from its start until it ends, is stopped or no longer answers. Apart from `server`, which outlives it: a
-server that ended is started again, with another session.
+one of them, from its start until it ends, is stopped or no longer answers. An `McpServer` outlives it: one that ended
+is started again, with another session.
 """
 
 from __future__ import annotations
@@ -76,11 +76,9 @@ class McpServerConfig:
         return json.dumps([getattr(self, part.name) for part in fields(self)], sort_keys=True)
 
 
-Listed = dict[str, Any]
-"""A tool as its server lists it: `name`, `description`, `inputSchema`."""
+Listed = dict[str, Any]  # a tool as its server lists it: `name`, `description`, `inputSchema`
 
-_SEVERAL = re.compile(r"\[\d[\d,-]*\]|,\s*https?://")
-"""What a text has that is several addresses."""
+_SEVERAL = re.compile(r"\[\d[\d,-]*\]|,\s*https?://")  # what a text has that is several addresses
 
 _KEYS: dict[str, Any] = {
     "command": str,
@@ -97,17 +95,16 @@ _KEYS: dict[str, Any] = {
 
 def read_servers(path: str) -> list[McpServerConfig]:
     """Reads a file of MCP servers. Keys that only other programs know are left alone."""
-    if not Path(path).is_file():
-        raise ConfigError(f"The file of MCP servers {path!r} (`mcp_servers_config_path`) does not exist.")
-    try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"The file of MCP servers {path!r} is not valid JSON: {error}.") from error
+    content, fault = None, "(`mcp_servers_config_path`) does not exist"
+    if Path(path).is_file():
+        try:
+            content = json.loads(Path(path).read_text(encoding="utf-8"))
+            fault = 'names no server: write `{"mcpServers": {"a name": {...}}}`'
+        except ValueError as error:
+            fault = f"is not valid JSON: {error}"
     servers = content.get("mcpServers") if isinstance(content, dict) else None
     if not isinstance(servers, dict) or not servers:
-        raise ConfigError(
-            f'The file of MCP servers {path!r} names no server: write `{{"mcpServers": {{"a name": {{...}}}}}}`.'
-        )
+        raise ConfigError(f"The file of MCP servers {path!r} {fault}.")
     return [_server(name, entry, path) for name, entry in servers.items()]
 
 
@@ -115,27 +112,28 @@ def _server(name: str, entry: object, path: str) -> McpServerConfig:
     where = f"The MCP server {name!r} in {path}"
     if not isinstance(entry, dict) or ("command" in entry) == ("url" in entry):
         raise ConfigError(f"{where} needs either a `command` to start it with or the `url` it listens at.")
+    faults = []
     for key, value in entry.items():
         if key not in _KEYS:
             if difflib.get_close_matches(key, _KEYS, n=1, cutoff=0.8):
-                raise ConfigError(f"{where} has the unknown key {key!r}{did_you_mean(key, _KEYS)}.")
+                faults.append(f"the unknown key {key!r}{did_you_mean(key, _KEYS)}")
         elif not isinstance(value, _KEYS[key]) or (
             key == "url" and not all(isinstance(url, str) for url in value)  # a text's characters are texts
         ):
             kind = "str or list of str" if key == "url" else _KEYS[key].__name__
-            raise ConfigError(f"{where} has a `{key}` that is no {kind}: {value!r}.")
+            faults.append(f"a `{key}` that is no {kind}: {value!r}")
     known = {key: value for key, value in entry.items() if key in _KEYS}
     transport = known.pop("type", None)
     transport = known.pop("transport", transport)
-    if transport is not None:
+    if isinstance(transport, str):
         if transport not in _TRANSPORTS:
-            raise ConfigError(
-                f"{where} has the transport {transport!r}{did_you_mean(transport, _TRANSPORTS)}: write one of "
-                f"{', '.join(_TRANSPORTS)}."
-            )
-        if (transport == "stdio") != ("command" in entry):
-            raise ConfigError(f"{where} has the transport {transport!r}: `stdio` needs a `command`, others a `url`.")
-        known["transport"] = _TRANSPORTS[transport]
+            near = did_you_mean(transport, _TRANSPORTS)
+            faults.append(f"the transport {transport!r}{near}: write one of {', '.join(_TRANSPORTS)}")
+        elif (transport == "stdio") != ("command" in entry):
+            faults.append(f"the transport {transport!r}: `stdio` needs a `command`, others a `url`")
+        known["transport"] = _TRANSPORTS.get(transport)
+    if faults:
+        raise ConfigError(f"{where} has {faults[0]}.")
     for key in ("env", "headers"):
         if key in known:
             known[key] = {part: str(value) for part, value in known[key].items()}
@@ -149,16 +147,11 @@ def _server(name: str, entry: object, path: str) -> McpServerConfig:
 logger = logging.getLogger(__name__)
 
 
-START_SECONDS = 60.0
-"""How long a server may take until it has listed its tools."""
-PROBE_SECONDS = 10.0
-"""How long a server may take to answer a ping after a call that failed or ran out of time."""
-HEARTBEAT_SECONDS = 5.0
-"""Time between pings of a server at a URL while it works on a call."""
-_BUSY = (429, 502, 503, 504)
-"""Statuses of a server, or of a proxy in front of it, that may take a session later."""
-MOST_BYTES = 96 << 20
-"""Bytes of one message of a server at a URL: a file of an image in base64, and more."""
+START_SECONDS = 60.0  # how long a server may take until it has listed its tools
+PROBE_SECONDS = 10.0  # how long a server may take to answer a ping after a call that failed or ran out of time
+HEARTBEAT_SECONDS = 5.0  # time between pings of a server at a URL while it works on a call
+_BUSY = (429, 502, 503, 504)  # statuses of a server, or of a proxy in front of it, that may take a session later
+MOST_BYTES = 96 << 20  # bytes of one message of a server at a URL: a file of an image in base64, and more
 MOST_TOOLS = 4096
 _STOP_SECONDS = 15.0
 """How long the end of this process waits for its servers. The library kills a server earlier than that."""
@@ -246,7 +239,7 @@ mcp_thread = OnePerProcess(McpThread)
 
 
 @atexit.register
-def close_servers() -> None:
+def _close_servers() -> None:
     """Stops all MCP servers of this process; a later call of a tool starts its server again."""
     thread = mcp_thread.take()
     if thread is not None:
@@ -306,21 +299,15 @@ class ServerSession:
     async def checked(self) -> bool:
         """Whether the server lives. After a call that failed, this waits for the answer to a ping."""
         if self._probing is not None:
-            await self._probed(self._probing)
+            waits: set[Future] = {self._probing, self.over}
+            await asyncio.wait(waits, return_when=_FIRST)
         return not self.over.done()
 
     async def answers(self) -> bool:
         """Whether the server answers a ping in time. One that is silent is not ended: it may be busy for others."""
         self._probe(patient=True)
         probing = self._probing
-        if probing is None:  # it has ended
-            return False
-        await self._probed(probing)
-        return not self.over.done() and probing.result()
-
-    async def _probed(self, probing: asyncio.Future[bool]) -> None:
-        waits: set[Future] = {probing, self.over}
-        await asyncio.wait(waits, return_when=_FIRST)
+        return await self.checked() and probing is not None and probing.result()
 
     def stop(self) -> None:
         """Ends the session, and cancels a start that has not succeeded yet."""
