@@ -32,76 +32,130 @@ class CorruptRecord(ValueError):
     """A file does not hold a conversation as a run writes it. The message is a clause."""
 
 
-def conversation(row: Row, rollout: Row, credit: Row | None, updates: list[Row], tokenizer: Tokenizer | None) -> Row:
-    """A conversation as the page shows it, in JSON, with `None` for NaN."""
-    tree = token_tree(rollout)
-    record = read_record(rollout, row)
-    _check_lists(row, record, tree, credit, updates)
-    nodes, laid = _layout(tree)
-    ids = [token for node in laid for token in node.tokens]
-    turn = [node["turn"] for node in nodes for _ in range(node["begin"], node["end"])]
-    advantages = None if credit is None else credit["advantages"]
-    parts = (credit or {}).get("parts") or []
-    for position, each in enumerate(record["turns"]):
-        each["advantage"] = None if advantages is None else advantages[position]
-        each["parts"] = []
-        for part in parts:
-            value, scale = _without_nan([part["values"][position], part["scales"] and part["scales"][position]])
-            each["parts"].append({"name": part["name"], "value": value, "scale": scale})
-    parents, subtree_ends = _ancestry(nodes)
-    tokens: Row = {
-        "ids": ids,
-        "texts": None if tokenizer is None else _token_texts(ids, nodes, tokenizer),
-        "turn": turn,
-        "parent": parents,
-        "subtree_end": subtree_ends,
-        "logprobs": _without_nan([value for node in laid for value in _logprobs(node)]),
-        "trainer": [None] * len(ids),
-        "entropies": [None] * len(ids),
-        "advantages": [None if advantages is None or t < 0 else advantages[t] for t in turn],
-    }
-    begin = next((node["begin"] for node in nodes if node["turn"] == 0), 0)  # as `mt_grpo.rollout.token_row` has it
-    shown = []
-    for number, update in enumerate(updates):
-        at = [begin + column for column in update["columns"]]
-        if not all(0 <= place < len(ids) for place in at):
-            raise CorruptRecord("an update is of tokens that are not there")
-        if not number:
-            tokens["entropies"] = _spread(update["entropies"], at, len(ids))
-            differences = _spread(update["difference"], at, len(ids))
-            tokens["trainer"] = [
-                None if engine is None or difference is None else engine + difference
-                for engine, difference in zip(tokens["logprobs"], differences, strict=True)
-            ]
-        shown.append(
-            {
-                "step": update["updated_step"],
-                "ratios": _spread(update["ratios"], at, len(ids)),
-                "clipped": _spread(update["clipped"], at, len(ids)),
-            }
-        )
-    return {
-        "index": row,
-        **record,
-        "weights": read_weights(rollout),
-        "nodes": nodes,
-        "tokens": tokens,
-        "updates": shown,
-    }
+@dataclass(frozen=True)
+class StoredConversation:
+    """A conversation's row in its file, and in the index; raises `CorruptRecord` for what no run writes."""
 
+    rollout: Row
+    row: Row
 
-def read_record(rollout: Row, row: Row) -> Row:
-    """The `record` of a row of a file of conversations."""
-    record = _json("record", rollout["record"])
-    turns = record["turns"]
-    if [turn["index"] for turn in turns] != list(range(len(turns))) or len(turns) != len(row["turn_rewards"]):
-        raise CorruptRecord("its turns are others than the index has")
-    return record
+    @property
+    def record(self) -> Row:
+        """The conversation without its tokens."""
+        record = _json("record", self.rollout["record"])
+        turns = record["turns"]
+        if [turn["index"] for turn in turns] != list(range(len(turns))) or len(turns) != len(self.row["turn_rewards"]):
+            raise CorruptRecord("its turns are others than the index has")
+        return record
 
+    @property
+    def weights(self) -> dict[str, float]:
+        """The weight of each reward."""
+        return _json("weights", self.rollout["weights"])
 
-def read_weights(rollout: Row) -> dict[str, float]:
-    """The weight of each reward, of a row of a file of conversations. Raises `CorruptRecord` if it has none."""
-    return _json("weights", rollout["weights"])
+    @property
+    def tree(self) -> TokenTree:
+        """Its token tree, if that is sound."""
+        rollout = self.rollout
+        lists = [rollout[name] for name in ("node_parent", "node_turn", "node_size", "tokens", "logprobs")]
+        turns, tip = rollout["num_turns"], rollout["tip"]
+        if any(values is None or None in values for values in lists) or turns is None or tip is None:
+            raise CorruptRecord("its token tree has gaps")
+        parents, of_turns, sizes, tokens, logprobs = lists
+        sampled = sum(size for size, turn in zip(sizes, of_turns, strict=False) if turn >= 0)
+        if not len(parents) == len(of_turns) == len(sizes) or (sum(sizes), sampled) != (len(tokens), len(logprobs)):
+            raise CorruptRecord("its token tree has other sizes than its tokens")
+        if (
+            any(not -1 <= parent < len(parents) for parent in parents)
+            or any(not -1 <= turn < turns for turn in of_turns)
+            or not -1 <= tip < len(parents)
+            or min(sizes, default=0) < 0
+        ):
+            raise CorruptRecord("its token tree is none")
+        nodes, at, sampled = [], 0, 0
+        for parent, turn, size in zip(parents, of_turns, sizes, strict=True):
+            values = [] if turn < 0 else logprobs[sampled : sampled + size]
+            nodes.append(vars(Node(parent, tokens[at : at + size], turn, values)))
+            if turn >= 0 and min(nodes[-1]["tokens"], default=0) < 0:  # an image's, which no turn samples
+                raise CorruptRecord("its token tree is none")
+            at, sampled = at + size, sampled + len(values)
+        tree = TokenTree.from_dict({"num_turns": turns, "tip": tip, "nodes": nodes})
+        if len(tree.depth_first()) < len(nodes):
+            raise CorruptRecord("its token tree is a circle")
+        return tree
+
+    def turn_texts(self, tokenizer: Tokenizer) -> list[str]:
+        """What the model wrote in each turn, without the special token that ended it."""
+        special = {number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+        actions = self.tree.actions()
+        return [
+            tokenizer.decode(ids[:-1] if ids and ids[-1] in special else ids, skip_special_tokens=False)
+            for ids in actions
+        ]
+
+    def plain(self) -> Row:
+        """It as `Trajectory.to_dict()` has it."""
+        record, row = self.record, self.row
+        record["session"], record["branch_of"] = row["session"], _branch_of(record, row)
+        whole = {**record, "tree": self.tree.to_dict()}
+        names = [name for name in Trajectory.__dataclass_fields__ if name in whole]
+        return {**{name: whole[name] for name in names}, "messages": messages_of(record)}
+
+    def shown(self, credit: Row | None, updates: list[Row], tokenizer: Tokenizer | None) -> Row:
+        """It as the page shows it, in JSON, with `None` for NaN."""
+        row, tree, record = self.row, self.tree, self.record
+        _check_lists(row, record, tree, credit, updates)
+        nodes, laid = _layout(tree)
+        ids = [token for node in laid for token in node.tokens]
+        turn = [node["turn"] for node in nodes for _ in range(node["begin"], node["end"])]
+        advantages = None if credit is None else credit["advantages"]
+        parts = (credit or {}).get("parts") or []
+        for position, each in enumerate(record["turns"]):
+            each["advantage"] = None if advantages is None else advantages[position]
+            each["parts"] = []
+            for part in parts:
+                value, scale = _without_nan([part["values"][position], part["scales"] and part["scales"][position]])
+                each["parts"].append({"name": part["name"], "value": value, "scale": scale})
+        parents, subtree_ends = _ancestry(nodes)
+        tokens: Row = {
+            "ids": ids,
+            "texts": None if tokenizer is None else _token_texts(ids, nodes, tokenizer),
+            "turn": turn,
+            "parent": parents,
+            "subtree_end": subtree_ends,
+            "logprobs": _without_nan([value for node in laid for value in _logprobs(node)]),
+            "trainer": [None] * len(ids),
+            "entropies": [None] * len(ids),
+            "advantages": [None if advantages is None or t < 0 else advantages[t] for t in turn],
+        }
+        begin = next((node["begin"] for node in nodes if node["turn"] == 0), 0)  # as in `mt_grpo.rollout.token_row`
+        shown = []
+        for number, update in enumerate(updates):
+            at = [begin + column for column in update["columns"]]
+            if not all(0 <= place < len(ids) for place in at):
+                raise CorruptRecord("an update is of tokens that are not there")
+            if not number:
+                tokens["entropies"] = _spread(update["entropies"], at, len(ids))
+                differences = _spread(update["difference"], at, len(ids))
+                tokens["trainer"] = [
+                    None if engine is None or difference is None else engine + difference
+                    for engine, difference in zip(tokens["logprobs"], differences, strict=True)
+                ]
+            shown.append(
+                {
+                    "step": update["updated_step"],
+                    "ratios": _spread(update["ratios"], at, len(ids)),
+                    "clipped": _spread(update["clipped"], at, len(ids)),
+                }
+            )
+        return {
+            "index": row,
+            **record,
+            "weights": self.weights,
+            "nodes": nodes,
+            "tokens": tokens,
+            "updates": shown,
+        }
 
 
 def _json(name: str, text: Any) -> Any:
@@ -138,15 +192,6 @@ def check_credit(credit: Row, turns: int) -> None:
             raise CorruptRecord("there are fewer parts of advantages than turns")
 
 
-def plain_trajectory(rollout: Row, row: Row) -> Row:
-    """`Trajectory.to_dict()` from a conversation's row in its file and in the index. Raises `CorruptRecord`."""
-    record = read_record(rollout, row)
-    record["session"], record["branch_of"] = row["session"], _branch_of(record, row)
-    whole = {**record, "tree": token_tree(rollout).to_dict()}
-    names = [name for name in Trajectory.__dataclass_fields__ if name in whole]
-    return {**{name: whole[name] for name in names}, "messages": messages_of(record)}
-
-
 def _branch_of(record: Row, row: Row) -> str | None:
     """The session, as the index has it, of the conversation with which one shares its first turns."""
     parent = record.get("branch_of")
@@ -165,36 +210,6 @@ def words(message: Row) -> str:
     if isinstance(content, str):
         return content
     return "\n".join(part_text(part) for part in content)
-
-
-def token_tree(rollout: Row) -> TokenTree:
-    """The token tree of a row of a file of conversations. Raises `CorruptRecord` if it has no sound one."""
-    lists = [rollout[name] for name in ("node_parent", "node_turn", "node_size", "tokens", "logprobs")]
-    turns, tip = rollout["num_turns"], rollout["tip"]
-    if any(values is None or None in values for values in lists) or turns is None or tip is None:
-        raise CorruptRecord("its token tree has gaps")
-    parents, of_turns, sizes, tokens, logprobs = lists
-    sampled = sum(size for size, turn in zip(sizes, of_turns, strict=False) if turn >= 0)
-    if not len(parents) == len(of_turns) == len(sizes) or (sum(sizes), sampled) != (len(tokens), len(logprobs)):
-        raise CorruptRecord("its token tree has other sizes than its tokens")
-    if (
-        any(not -1 <= parent < len(parents) for parent in parents)
-        or any(not -1 <= turn < turns for turn in of_turns)
-        or not -1 <= tip < len(parents)
-        or min(sizes, default=0) < 0
-    ):
-        raise CorruptRecord("its token tree is none")
-    nodes, at, sampled = [], 0, 0
-    for parent, turn, size in zip(parents, of_turns, sizes, strict=True):
-        values = [] if turn < 0 else logprobs[sampled : sampled + size]
-        nodes.append(vars(Node(parent, tokens[at : at + size], turn, values)))
-        if turn >= 0 and min(nodes[-1]["tokens"], default=0) < 0:  # an image's, which no turn samples
-            raise CorruptRecord("its token tree is none")
-        at, sampled = at + size, sampled + len(values)
-    tree = TokenTree.from_dict({"num_turns": turns, "tip": tip, "nodes": nodes})
-    if len(tree.depth_first()) < len(nodes):
-        raise CorruptRecord("its token tree is a circle")
-    return tree
 
 
 def _layout(tree: TokenTree) -> tuple[list[Row], list[Node]]:
@@ -333,15 +348,6 @@ def _add(messages: list[Row], message: Row) -> None:
         messages[-1] = {**messages[-1], **message, "content": words(messages[-1]) + words(message)}
     else:
         messages.append(message)
-
-
-def turn_texts(rollout: Row, tokenizer: Tokenizer) -> list[str]:
-    """What the model wrote in each turn, without the special token that ended it."""
-    special = {number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
-    actions = token_tree(rollout).actions()
-    return [
-        tokenizer.decode(ids[:-1] if ids and ids[-1] in special else ids, skip_special_tokens=False) for ids in actions
-    ]
 
 
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")

@@ -16,11 +16,8 @@ BAD, WARN = "bad", "warn"
 
 _WARN_SHARE = 0.5  # least share of conversations, groups or calls that stands out
 
-FAILED = (StopReason.ENGINE_ERROR.value, StopReason.ENV_ERROR.value)
-"""Conversations that say nothing of the policy."""
-
-EQUAL = 1e-9
-"""Rewards that differ by less are the same."""
+FAILED = (StopReason.ENGINE_ERROR.value, StopReason.ENV_ERROR.value)  # conversations that say nothing of the policy
+EQUAL = 1e-9  # rewards that differ by less are the same
 
 _LIMITS = {
     StopReason.LENGTH: "a turn used up `max_turn_length`: raise it",
@@ -57,25 +54,19 @@ class Counts:
     stops: Counter[str | None] = field(default_factory=Counter)
     first_failure: str = ""
     turns: int = 0
-    without_turn: int = 0
-    """Conversations in which the policy was not asked for a turn."""
-    too_long: int = 0
-    """Conversations whose prompt left no room for a turn."""
+    without_turn: int = 0  # conversations in which the policy was not asked for a turn
+    too_long: int = 0  # conversations whose prompt left no room for a turn
     first_too_long: str = ""
-    refused: int = 0
-    """Conversations with refused requests after which they went on."""
+    refused: int = 0  # conversations with refused requests after which they went on
     first_refused: str = ""
     calls: int = 0
     malformed: int = 0
     raised: int = 0
     first_raised: str = ""
-    failed_calls: int = 0
-    """Calls that failed otherwise than by raising in the code of their tool."""
+    failed_calls: int = 0  # calls that failed otherwise than by raising in the code of their tool
     first_failed_call: str = ""
-    groups: int = 0
-    """Groups of several conversations that did not fail."""
-    same: int = 0
-    """Groups whose members sampled the same tokens."""
+    groups: int = 0  # groups of several conversations that did not fail
+    same: int = 0  # groups whose members sampled the same tokens
     right: set[bool] = field(default_factory=set)
     """Which of right and wrong occurred, among conversations that a reward judges."""
     earned: set[float] = field(default_factory=set)

@@ -22,8 +22,7 @@ from mt_grpo.runlog.schema import STATE, Row
 
 _BEAT_SECONDS = 5.0
 _SILENT_SECONDS = 60.0  # seconds without a sign of life after which a run on another machine counts as dead
-QUIET = 8.0
-"""Seconds without output after which work that takes long says how far it is, by default."""
+QUIET = 8.0  # seconds without output after which work that takes long says how far it is, by default
 _RUNNING, _FINISHED, _STOPPED, _FAILED, _DIED = "running", "finished", "stopped", "failed", "died"
 
 

@@ -35,8 +35,7 @@ from mt_grpo.runlog.schema import FOLDER, Row, misfit
 _PART = 2**23  # bytes that are read at a time
 _NEAR = 2**16  # bytes at a time in which the end of a line is looked for
 
-Each = Callable[[Callable, Iterable], Iterable]
-"""`map`, or that of a pool of processes."""
+Each = Callable[[Callable, Iterable], Iterable]  # `map`, or that of a pool of processes
 
 _TEXT, _INT, _NUMBER = pa.dictionary(pa.int32(), pa.string()), pa.int32(), pa.float64()
 _COUNTS = ("raised", "failed", "refused", "shared_turns")  # whole numbers that old indices lack; 0 there
@@ -89,8 +88,7 @@ class Table(Sequence[Row]):
         self._lines = {kind: schema.empty_table() for kind, schema in _LINES.items()}
         self._latest = {kind: np.zeros(0, np.int64) for kind in ("rollout", "credit")}
         """Of each row, which of these lines counts; -1 for none."""
-        self._updated = np.zeros(0, np.int64)
-        """Of each update the row; -1 for one that was replaced."""
+        self._updated = np.zeros(0, np.int64)  # of each update the row; -1 for one that was replaced
         self._columns: dict[str, pa.Array] = {}
         self._codes: dict[str, tuple[np.ndarray, list[str | None]]] = {}
 

@@ -21,20 +21,7 @@ from tokenizers import Tokenizer
 from mt_grpo.errors import UserError
 from mt_grpo.imports import did_you_mean
 from mt_grpo.runlog import files, schema
-from mt_grpo.runlog.conversation import (
-    CorruptRecord,
-    Said,
-    check_credit,
-    conversation,
-    messages_of,
-    plain_trajectory,
-    read_record,
-    read_weights,
-    token_tree,
-    turn_texts,
-    ways,
-    words,
-)
+from mt_grpo.runlog.conversation import CorruptRecord, Said, StoredConversation, check_credit, messages_of, ways, words
 from mt_grpo.runlog.index import Each, Index, Table
 from mt_grpo.runlog.schema import METRICS, STATE, Row, misfit
 from mt_grpo.token_tree import TokenTree
@@ -51,8 +38,7 @@ Held while pyarrow has a file open: a thread that the interpreter's end stops in
 """
 atexit.register(_READS.acquire)  # the interpreter waits for the read under way, and no thread begins another
 
-_MOST_BYTES = 2**29
-"""Bytes of a row group once they are unpacked. Fewer packed ones can be made to fill the memory."""
+_MOST_BYTES = 2**29  # bytes of a row group once they are unpacked; fewer packed ones can be made to fill the memory
 _MOST_VALUES = 2**26  # entries of a column of a row group
 
 _MOST_NAMES, _MOST_SHOWN = 1000, 80
@@ -98,12 +84,7 @@ def open_run(folder: str | Path, each: Each = map, begun: bool = False) -> Run:
 
 
 class Run:
-    """
-    A run's folder. See `open_run`.
-
-    Attributes:
-        folder (`Path`): The folder.
-    """
+    """A run's folder. See `open_run`."""
 
     def __init__(self, folder: Path, each: Each = map) -> None:
         self.folder = folder
@@ -181,12 +162,7 @@ class Run:
             ) from None
 
     def trajectory(self, session: str) -> Row:
-        """
-        One conversation with everything that is known of it. See `mt_grpo.runlog.conversation.conversation`.
-
-        Raises:
-            UserError: If there is no such session, or its file is gone.
-        """
+        """One conversation with everything that is known of it; see `StoredConversation.shown`."""
         place = self.rows.places.get(session)
         if place is None:
             near = did_you_mean(session, self.rows.sessions[:_MOST_NAMES])
@@ -197,7 +173,7 @@ class Run:
         credit = None if credit_file is None else self._read(credit_file, row["credit_row"], session, schema.CREDIT)
         updates = [self._read(each["file"], each["row"], session, schema.UPDATES) for each in row["updates"]]
         with self._naming_damage(file):
-            return conversation(row, rollout, credit, updates, self.tokenizer)
+            return StoredConversation(rollout, row).shown(credit, updates, self.tokenizer)
 
     def texts(self, start: int = 0) -> Iterator[tuple[str, str]]:
         """The session and the words of each conversation from `rows[start]` on, to search in; file by file."""
@@ -208,7 +184,7 @@ class Run:
         """Each row, or each of some, with its `record`: the conversation without its tokens."""
         for row, data in self._in_files(self.rows if rows is None else rows, ["session", "record"]):
             with self._naming_damage(row["file"]):
-                record = read_record(data, row)
+                record = StoredConversation(data, row).record
             yield row, record
 
     def trajectories(self, rows: Sequence[Row] | None = None) -> Iterator[Row]:
@@ -218,14 +194,15 @@ class Run:
         """
         for row, data in self._in_files(self.rows if rows is None else rows, schema.ROLLOUTS.names):
             with self._naming_damage(row["file"]):
-                whole = plain_trajectory(data, row)
+                whole = StoredConversation(data, row).plain()
             yield {"step": row["step"], "mode": row["mode"], **whole}
 
     def trees(self, rows: Sequence[Row]) -> Iterator[tuple[Row, Row, TokenTree]]:
         """Each of some rows with its `record` and its token tree."""
         for row, data in self._in_files(rows, schema.ROLLOUTS.names):
             with self._naming_damage(row["file"]):
-                record, tree = read_record(data, row), token_tree(data)
+                stored = StoredConversation(data, row)
+                record, tree = stored.record, stored.tree
             yield row, record, tree
 
     def ways(self, rows: Sequence[Row] | None = None) -> Iterator[tuple[Row, Row, list[Said]]]:
@@ -236,8 +213,8 @@ class Run:
         columns = ["session", "record"] if tokenizer is None else schema.ROLLOUTS.names
         for row, data in self._in_files(self.rows if rows is None else rows, columns):
             with self._naming_damage(row["file"]):
-                record = read_record(data, row)
-                texts = None if tokenizer is None else turn_texts(data, tokenizer)
+                stored = StoredConversation(data, row)
+                record, texts = stored.record, None if tokenizer is None else stored.turn_texts(tokenizer)
             yield row, record, list(ways(record, texts))
 
     def credited(self, rows: Sequence[Row]) -> list[Row]:
@@ -250,7 +227,8 @@ class Run:
         found = []
         for (row, rollout), (_, credit) in zip(rollouts, credits, strict=True):
             with self._naming_damage(row["file"]):
-                record, weights = read_record(rollout, row), read_weights(rollout)
+                stored = StoredConversation(rollout, row)
+                record, weights = stored.record, stored.weights
             with self._naming_damage(row["credit_file"]):
                 check_credit(credit, len(record["turns"]))
             parts = credit.get("parts") or []

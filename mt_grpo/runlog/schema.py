@@ -46,11 +46,8 @@ TOKENIZER_FILE = "tokenizer/tokenizer.json"
 TEMPLATE_FILE = "tokenizer/chat_template.jinja"
 MODES = ("train", "eval", "discarded")
 VERSION = 1
-ROW_GROUP = 16
-"""Rows of a row group: what is read to show one conversation."""
-
-Row = dict[str, Any]
-"""A line of JSON, a row of a file, or a row of the index: fields by name."""
+ROW_GROUP = 16  # rows of a row group: what is read to show one conversation
+Row = dict[str, Any]  # a line of JSON, a row of a file, or a row of the index: fields by name
 
 
 def session_id(mode: str, step: int, k: int, number: int) -> str:
@@ -116,8 +113,7 @@ A row per conversation: `advantages` per turn, and `parts`, what these are the s
 entry of it where the part does not occur. `parts` is empty where the rule says none.
 """
 
-LATER = ("parts",)
-"""Columns that runs of earlier versions lack."""
+LATER = ("parts",)  # columns that runs of earlier versions lack
 
 UPDATES = pa.schema(
     [

@@ -38,33 +38,27 @@ class RunLogError(UserError):
 
 @dataclass(frozen=True)
 class Batch:
-    """
-    Conversations that are sampled and scored together on one process.
+    """Conversations that are sampled and scored together on one process."""
 
-    Args:
-        mode (`str`): `"train"` or `"eval"`.
-        step (`int`): Optimiser steps that were taken before.
-        k (`int`): Tells batches of one step apart.
-        group_size (`int`): Conversations of a prompt.
-        numbers (`list[int]`): Row of each conversation in the batch of all processes.
-        trajectories (`list[Trajectory]`): The conversations.
-        rewards (`list[dict]`): The rewards: `name`, `kind` (`"turn"` or `"outcome"`), `weight` and `maximum`.
-        part (`int`, *optional*): Tells the files of a batch apart that is written as its conversations end.
-    """
-
-    mode: str
-    step: int
-    k: int
-    group_size: int
-    numbers: list[int]
+    mode: str  # `train` or `eval`
+    step: int  # optimiser steps that were taken before
+    k: int  # tells batches of one step apart
+    group_size: int  # conversations of a prompt
+    numbers: list[int]  # row of each conversation in the batch of all processes
     trajectories: list[Trajectory]
-    rewards: list[Row] = field(default_factory=list)
-    part: int | None = None
+    rewards: list[Row] = field(default_factory=list)  # `name`, `kind` (`turn` or `outcome`), `weight` and `maximum`
+    part: int | None = None  # tells the files of a batch apart that is written as its conversations end
 
     @property
     def sessions(self) -> list[str]:
         """Name of each conversation in the run."""
         return [schema.session_id(self.mode, self.step, self.k, number) for number in self.numbers]
+
+    @property
+    def columns(self) -> dict[str, list]:
+        """What every file has of each conversation."""
+        known = {"mode": self.mode, "step": self.step, "k": self.k}
+        return {"session": self.sessions, **{name: [value] * len(self.numbers) for name, value in known.items()}}
 
     @property
     def weights(self) -> dict[str, float]:
@@ -108,12 +102,8 @@ class RunWriter:
         """Writes the advantage of each turn of a batch, and the parts of each, see `CREDIT`. Returns their lines."""
         if not batch.trajectories:
             return []
-        size = len(batch.trajectories)
         columns = {
-            "session": batch.sessions,
-            "mode": [batch.mode] * size,
-            "step": [batch.step] * size,
-            "k": [batch.k] * size,
+            **batch.columns,
             "advantages": [list(values) for values in advantages],
             "parts": [[] for _ in advantages] if parts is None else parts,
         }
@@ -250,16 +240,12 @@ def _sum(values: Iterable[float | None]) -> float | None:
 
 def _rollout_table(batch: Batch, rank: int, keep: Callable[[Medium], str]) -> pa.Table:
     """The conversations of a batch with the columns of `ROLLOUTS`; `keep` writes an image or sound to a file."""
-    weights = batch.weights
+    weights, size = batch.weights, len(batch.trajectories)
     weighted = [_Weighted.of(trajectory, weights) for trajectory in batch.trajectories]
-    nodes = [trajectory.tree.nodes for trajectory in batch.trajectories]
     trees = [trajectory.tree for trajectory in batch.trajectories]
-    size = len(batch.trajectories)
+    nodes = [tree.nodes for tree in trees]
     columns: dict[str, object] = {
-        "session": batch.sessions,
-        "mode": [batch.mode] * size,
-        "step": [batch.step] * size,
-        "k": [batch.k] * size,
+        **batch.columns,
         "rank": [rank] * size,
         "group": [number // batch.group_size for number in batch.numbers],
         "member": [number % batch.group_size for number in batch.numbers],
@@ -304,11 +290,9 @@ def record_of(trajectory: Trajectory, keep: Callable[[Medium], str]) -> bytes:
 def rollout_lines(batch: Batch, rank: int) -> list[Row]:
     """The index's lines of a batch."""
     file, lines = _rollouts_file(batch, rank), []
-    names = zip(batch.trajectories, batch.sessions, strict=True)
-    by_session = {trajectory.session: (trajectory, session) for trajectory, session in names}
-    for row, (session, number, trajectory) in enumerate(
-        zip(batch.sessions, batch.numbers, batch.trajectories, strict=True)
-    ):
+    known = list(zip(batch.sessions, batch.numbers, batch.trajectories, strict=True))
+    by_session = {trajectory.session: (trajectory, session) for session, _, trajectory in known}
+    for row, (session, number, trajectory) in enumerate(known):
         weighted = _Weighted.of(trajectory, batch.weights)
         turns = trajectory.turns
         lines.append(

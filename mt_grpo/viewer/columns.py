@@ -34,16 +34,14 @@ SIGNAL = "signal"
 group has an advantage, or, where none is recorded as in an evaluation, if members earned differently.
 """
 
-TOOL = "tool"
-"""The tools that a conversation called."""
+TOOL = "tool"  # the tools that a conversation called
 
 _NOTES = ("star", "note")  # what people put on a conversation
 
 _PER_TURN = {"turn_reward": "turn_rewards", "advantage": "advantages"}
 """Columns with a number per turn: a comparison holds where it holds for one of them."""
 
-REWARD = "rewards/"
-"""Comes before the name of a reward, to make the name of its column."""
+REWARD = "rewards/"  # comes before the name of a reward, to make the name of its column
 
 
 def short_name(reward: str) -> str:
@@ -59,8 +57,7 @@ class Columns:
         self._size = len(rows)
         self._made: dict[str, np.ndarray] = {}
         self._searched: dict[str, list[str]] = {}
-        self.notes: dict[str, Row] = {}
-        """Stars and notes, by session."""
+        self.notes: dict[str, Row] = {}  # stars and notes, by session
         self._turns: dict[str, tuple[np.ndarray, np.ndarray]] = {}
         self.said: Callable[[str, str, int], np.ndarray] | None = None
         """Which of the first rows have a text in what was said, in the tools called, or in errors."""
@@ -187,8 +184,7 @@ class Columns:
         return np.zeros(self._size, bool) if self.said is None else self.said(text, column, self._size)
 
     def _of_tools(self, condition: Condition) -> np.ndarray:
-        if condition.sign not in ("=", "!="):
-            raise FilterError(f"`{condition.written}` makes no sense: compare {TOOL} with `=` or `!=`.")
+        condition.check_sign(f"compare {TOOL}")
         called = np.zeros(self._size, bool)
         for part in condition.value.split(","):
             called |= self._said(part, TOOL)
@@ -196,8 +192,7 @@ class Columns:
 
     def _noted(self, name: str, condition: Condition) -> np.ndarray:
         """`star=1`, and `note=` with a part of the note; `note!=""` is any note."""
-        if condition.sign not in ("=", "!="):
-            raise FilterError(f"`{condition.written}` makes no sense: compare {name} with `=` or `!=`.")
+        condition.check_sign(f"compare {name}")
         wanted = condition.value.casefold()
         has = np.zeros(self._size, bool)
         for session, noted in self.notes.items():
@@ -283,6 +278,11 @@ class Condition:
         value = f'"{self.value}"' if not self.sign or re.search(r"\s", self.value) or not self.value else self.value
         return f"{self.name}{self.sign}{value}"
 
+    def check_sign(self, mend: str) -> None:
+        """Refuses what compares otherwise than with `=` or `!=`."""
+        if self.sign not in ("=", "!="):
+            raise FilterError(f"`{self.written}` makes no sense: {mend} with `=` or `!=`.")
+
 
 def compare_numbers(condition: Condition, values: np.ndarray) -> np.ndarray:
     """Of which numbers a condition holds: `=` and `!=` take several, between commas."""
@@ -301,10 +301,7 @@ def compare_numbers(condition: Condition, values: np.ndarray) -> np.ndarray:
 
 def equal_text(condition: Condition) -> Callable[[str], bool]:
     """Whether a text is the one that a condition names, or one of several between commas; for `!=` too."""
-    if condition.sign not in ("=", "!="):
-        raise FilterError(
-            f"`{condition.written}` makes no sense: {condition.name} is text, compare it with `=` or `!=`."
-        )
+    condition.check_sign(f"{condition.name} is text, compare it")
     values = {condition.value.casefold(), *(part.strip().casefold() for part in condition.value.split(","))}
     return lambda text: text.casefold() in values
 

@@ -339,8 +339,7 @@ class _Split:
         return abs(expected - earned) <= 1e-5 * max(1.0, abs(earned), *map(abs, rewards))
 
 
-_Splits = dict[str, _Split | None]
-"""Of the parts of a group, by what their names end with: `""`, or `_SAME_STATE`."""
+_Splits = dict[str, _Split | None]  # of the parts of a group, by what their names end with: `""`, or `_SAME_STATE`
 
 
 def _of_turns(member: _Member, kind: str) -> Iterator[tuple[int, int, list[float], float]]:

@@ -21,8 +21,7 @@ from mt_grpo.runlog.schema import FOLDER, INDEX, Row
 from mt_grpo.trajectory import StopReason
 from mt_grpo.viewer.columns import REWARD, SIGNAL, Columns, parse_filter, short_name
 
-POINTS = 400
-"""Most points of a curve. With more steps, a point is the mean of several."""
+POINTS = 400  # most points of a curve; with more steps, a point is the mean of several
 
 _ENDED = (StopReason.ANSWERED, StopReason.ENV_DONE)  # stop reasons of conversations that nothing cut off
 _PARTS = ("sampling", "rewards", "sync", "training")  # where the time of a step goes
@@ -44,12 +43,14 @@ def overview(columns: Columns, steps: list[Row], metrics: list[Row]) -> Row:
         share = mean(columns.is_text("stop", reason.value)[train].astype(float))
         if reason not in _ENDED and np.nansum(share):
             stops[reason.value] = share
+    # by the steps taken before; `metrics.jsonl` counts the step itself
+    norms = {row["step"] - 1: row["grad_norm"] for row in metrics if row.get("grad_norm") is not None}
     health = {
         "groups without signal": mean(1 - columns.numbers(SIGNAL)[train]),  # NaN for conversations without a group
         "engine − trainer": mean(number["mismatch"]),
         "tokens clipped": mean(columns.numbers("clipped")[train]),
         "entropy": mean(number["entropy"]),
-        "gradient norm": _of_metrics(metrics, "grad_norm", axis),
+        "gradient norm": np.array([norms.get(int(step), np.nan) for step in axis], float),
         "with a failed call": mean((number["errors"] > 0).astype(float)),
     }
     first, last = _bins(axis)
@@ -89,12 +90,6 @@ def _means(values: np.ndarray, place: np.ndarray, size: int) -> np.ndarray:
         return np.bincount(place, np.where(known, values, 0.0), size) / np.bincount(place, known, size)
 
 
-def _of_metrics(metrics: list[Row], name: str, axis: np.ndarray) -> np.ndarray:
-    """A metric by the steps taken before; `metrics.jsonl` counts the step itself."""
-    known = {row["step"] - 1: row[name] for row in metrics if row.get(name) is not None}
-    return np.array([known.get(int(step), np.nan) for step in axis], float)
-
-
 def _held_out(columns: Columns) -> list[Row]:
     """Each evaluation: `step`, mean `reward`, the share `right`, and `questions`."""
     mask = columns.is_text("mode", "eval")
@@ -102,14 +97,13 @@ def _held_out(columns: Columns) -> list[Row]:
     points = []
     for at in np.unique(step[mask]):
         here = mask & (step == at)
-        right, reward = (columns.numbers(name)[here] for name in ("right", "reward"))
-        points.append({"step": int(at), "reward": _mean(reward), "right": _mean(right), "questions": int(here.sum())})
+        point: Row = {"step": int(at)}
+        for name in ("reward", "right"):
+            values = columns.numbers(name)[here]
+            known = values[~np.isnan(values)]
+            point[name] = float(known.mean()) if len(known) else None
+        points.append({**point, "questions": int(here.sum())})
     return points
-
-
-def _mean(values: np.ndarray) -> float | None:
-    known = values[~np.isnan(values)]
-    return float(known.mean()) if len(known) else None
 
 
 def metric_curves(metrics: list[Row]) -> Row:

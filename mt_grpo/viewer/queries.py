@@ -27,8 +27,7 @@ from mt_grpo.viewer.search import SearchIndex, cached, hits
 _MOST_ROWS = 500  # rows of one answer
 _MOST_HITS = 60  # conversations of one answer in which hits are shown
 
-_DIGITS = 15
-"""Most digits of a number in a question. A browser does not hold longer ones exactly."""
+_DIGITS = 15  # most digits of a number in a question; a browser does not hold longer ones exactly
 
 # fields of a row of the table
 _SHOWN = tuple("session mode step k group prompt stop reward right turns mismatch seconds answer".split())
@@ -47,8 +46,7 @@ class Queries:
         self.run = run
         self.columns = Columns(Table())
         self.words = SearchIndex(run, cache)
-        self.version = 1
-        """Grows with what the run writes."""
+        self.version = 1  # grows with what the run writes
         self._lock = threading.Lock()
         self._metrics = self._written()
         self._curves_of: list[Row] | None = None

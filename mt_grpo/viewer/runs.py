@@ -27,8 +27,7 @@ from mt_grpo.viewer.search import cached
 _DEEP = 3  # folders below the one that is named in which runs are looked for
 _HEAD = 2**20  # bytes at the beginning of an index in which a run is described
 
-POINTS = 60
-"""Points of the small curve beside a run."""
+POINTS = 60  # points of the small curve beside a run
 
 _LAST = 5  # steps that the last reward is the mean of
 _MAX_RUNS = 8  # runs that are compared at once

@@ -25,8 +25,7 @@ from mt_grpo.runlog.schema import Row
 
 _BATCH = 64  # conversations that are added at once: a search waits for no more
 
-_FORM = 1
-"""Of the index. One of another form is built anew."""
+_FORM = 1  # of the index; one of another form is built anew
 
 _PART = "\ue000"  # stands between parts: a word that nobody writes, so that no phrase goes from one part into the next
 
@@ -41,8 +40,7 @@ _UNSPACED = re.compile("([\u0e00-\u0e7f\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\u
 """Characters of scripts that put no space between words: each counts as a word."""
 
 
-_Key = tuple[Any, ...]
-"""A conversation as it was written: session, file, row, and the file's checksum."""
+_Key = tuple[Any, ...]  # a conversation as it was written: session, file, row, and the file's checksum
 
 
 class SearchIndex:
@@ -57,8 +55,7 @@ class SearchIndex:
         self._rows = Table()
         self._places: dict[int, int] = {}  # of the documents that count
         self._documents: dict[_Key, int] = {}
-        self.problem: str | None = None
-        """Why not every word is read, where a file is damaged."""
+        self.problem: str | None = None  # why not every word is read, where a file is damaged
         try:
             self._connect(path)
         except sqlite3.DatabaseError:  # damaged, or of another form

@@ -26,8 +26,7 @@ from mt_grpo.viewer.queries import Queries, as_json, searched
 
 _HOST = "127.0.0.1"
 
-PORT = 8431
-"""The first port that is tried."""
+PORT = 8431  # the first port that is tried
 
 _TRIES = 50  # ports that are tried where none is asked for
 _MOST_POSTED = 100_000  # bytes of a request that writes
@@ -191,8 +190,7 @@ class _Handler(BaseHTTPRequestHandler):
         """Nothing: the terminal has the address, and keeps it."""
 
 
-MAX_EXPORTED = 2000
-"""Conversations of a file."""
+MAX_EXPORTED = 2000  # conversations of a file
 
 _IMPORT = re.compile(r"^import (\{.*?\}) from '\./([\w.]+)'$", re.MULTILINE)
 _EXPORT = re.compile(r"^export (?=(?:async )?(?:function|const) (\w+))", re.MULTILINE)
