@@ -39,7 +39,7 @@ from mt_grpo.rollout.media import MediaEncoder
 from mt_grpo.runlog.writer import Batch, RunWriter
 from mt_grpo.sounds import Sound
 from mt_grpo.tools.function import read_result
-from mt_grpo.tools.mcp import result_parts
+from mt_grpo.tools.mcp import _result_parts
 from mt_grpo.trajectory import StopReason, Trajectory
 
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n%%EOF\n"
@@ -68,7 +68,7 @@ def url(data: bytes) -> str:
 
 
 def from_server(data: bytes) -> Any:
-    return result_parts([SimpleNamespace(type="image", data=base64.b64encode(data).decode())])
+    return _result_parts([SimpleNamespace(type="image", data=base64.b64encode(data).decode())])
 
 
 def opened(data: bytes) -> Image.Image:

@@ -20,8 +20,7 @@ from mt_grpo.trajectory import Message, Row, StopReason, ToolSchema, Turn
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_TextOrMessages = str | list[Message]
-"""Messages of an environment; text is one message of the user's."""
+_TextOrMessages = str | list[Message]  # messages of an environment; text is one message of the user's
 
 
 @dataclass
@@ -278,11 +277,10 @@ def _messages(said: str | list[Message], what: str, method: Callable[..., Any], 
         check_messages(said)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{what}{defined_at(method)}: {error}") from None
+    in_parts = [isinstance(message.get("content"), list) for message in said]
     return [
-        {**message, "content": snapshot_parts(message["content"])}
-        if isinstance(message.get("content"), list)
-        else message
-        for message in said
+        {**message, "content": snapshot_parts(message["content"])} if parts else message
+        for message, parts in zip(said, in_parts, strict=True)
     ]
 
 
@@ -308,10 +306,8 @@ def check_messages(messages: Sequence[Message]) -> None:
         if not all(isinstance(value, (str, type(None))) for value in message.values()):
             check_data(message, f"A message of {message['role']!r}")
             if not isinstance(message.get("content"), (str, list, type(None))):
-                raise TypeError(
-                    f"The content of a message of {message['role']!r} is {type(message['content']).__name__}: "
-                    "give text."
-                )
+                kind = type(message["content"]).__name__
+                raise TypeError(f"The content of a message of {message['role']!r} is {kind}: give text.")
 
 
 def _check_characters(message: Message) -> None:
@@ -331,11 +327,10 @@ def _check_characters(message: Message) -> None:
 
 def finite(value: object, what: str) -> float:
     """A reward as a float; raises `TypeError` or `ValueError` if it is no finite number."""
-    if not isinstance(value, numbers.Real):
-        raise TypeError(f"{what} is {type(value).__name__}: give a finite number.")
-    if not math.isfinite(value):
-        raise ValueError(f"{what} is {value}: give a finite number.")
-    return float(value)
+    if isinstance(value, numbers.Real) and math.isfinite(value):
+        return float(value)
+    kind, given = (ValueError, value) if isinstance(value, numbers.Real) else (TypeError, type(value).__name__)
+    raise kind(f"{what} is {given}: give a finite number.")
 
 
 def checked_outcome(outcome: object, env: Env) -> Outcome:

@@ -58,8 +58,7 @@ class CallProtocol(Protocol):
 PROTOCOLS: Registry[type[CallProtocol]] = Registry("call protocol", "mt_grpo.envs.protocols")
 """What `call_protocol` can name."""
 
-SYSTEM_ROLES = ("system", "developer")
-"""Roles of a first message that tells the model what it is to do."""
+SYSTEM_ROLES = ("system", "developer")  # roles of a first message that tells the model what it is to do
 
 
 def call_protocol(name: str) -> Callable[[type[CallProtocol]], type[CallProtocol]]:

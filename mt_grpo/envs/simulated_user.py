@@ -26,10 +26,8 @@ if TYPE_CHECKING:
 GREETING = "Hello! How can I help you?"
 """What the user is told first: the endpoint's own conversation has to begin with the other side."""
 
-_REACH_TIMEOUT = 10.0
-"""Seconds in which the endpoint has to answer before a run begins."""
-_NO_KEY = "none"
-"""What the client sends where there is no key: it wants some text."""
+_REACH_TIMEOUT = 10.0  # seconds in which the endpoint has to answer before a run begins
+_NO_KEY = "none"  # what the client sends where there is no key: it wants some text
 
 _LONGEST = 500  # characters of an endpoint's words in an error
 
@@ -250,14 +248,10 @@ def _columns(template: str) -> list[str]:
     """The columns that a system prompt names."""
     try:
         fields = [field for _, field, _, _ in Formatter().parse(template) if field is not None]
+        fault = "braces without the name of a column: write `{column}`, or the brace twice"
     except ValueError as error:
-        raise ConfigError(
-            f"`simulated_user: system_prompt` has a brace that encloses no column ({error}): write it twice."
-        ) from error
+        fields, fault = [""], f"a brace that encloses no column ({error}): write it twice"
     columns = [field.split(".")[0].split("[")[0] for field in fields]
     if not all(column.isidentifier() for column in columns):
-        raise ConfigError(
-            "`simulated_user: system_prompt` has braces without the name of a column: write `{column}`, or the brace "
-            "twice."
-        )
+        raise ConfigError(f"`simulated_user: system_prompt` has {fault}.")
     return list(dict.fromkeys(columns))

@@ -34,19 +34,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_EnvFactory = Callable[[Row], Env]
-"""Makes the environment of a row; it may be `async`."""
+_EnvFactory = Callable[[Row], Env]  # makes the environment of a row; it may be `async`
 EnvLike = Union[StepEnv, type[Env], _EnvFactory, dict[str, "EnvLike"], "EnvSource"]
 """
 What a run can be given: a `StepEnv` that each conversation has a shallow copy of; a class or factory, called with
 nothing or with the row; a dictionary of these, of which the row's `environment` names one; or an `EnvSource`.
 """
 
-CLOSE_TIMEOUT = 30.0
-"""Seconds an environment may take to close."""
-
-COLUMN = "environment"
-"""The column of a dataset that names a row's environment."""
+CLOSE_TIMEOUT = 30.0  # seconds an environment may take to close
+COLUMN = "environment"  # the column of a dataset that names a row's environment
 
 
 class EnvSource:
@@ -136,7 +132,7 @@ class Prototype(EnvSource):
         return [self.env]
 
 
-class Factory(EnvSource):
+class _Factory(EnvSource):
     """A class, or a function that makes an environment, called with the row or with nothing; it may be `async`."""
 
     def __init__(self, factory: Callable[..., Any]) -> None:
@@ -148,7 +144,7 @@ class Factory(EnvSource):
 
     async def make(self, row: Row) -> Env:
         factory, what = self.factory, f"environment {_name(self.factory)}"
-        args = () if _takes(factory, ()) else (row,)
+        args = () if takes(factory, ()) else (row,)
         if inspect.iscoroutinefunction(factory):
             env = factory(*args)
         else:
@@ -230,7 +226,7 @@ class _NamedEnvSources(EnvSource):
 @singledispatch
 def source_of(given: Any) -> EnvSource:
     """The source of what a run was given, see `EnvLike`. A kind of `StepEnv` registers its own where it is defined."""
-    return Factory(given)
+    return _Factory(given)
 
 
 source_of.register(EnvSource, lambda given: given)
@@ -296,40 +292,46 @@ async def _close(env: Env) -> str | None:
     return None
 
 
-def check_source(source: object, name: str = "env", branches: bool = False) -> None:
+def check_source(source: Any, name: str = "env", branches: bool = False) -> None:
     """Refuses what no environment can be made from."""
+    fault = None
     if isinstance(source, dict):
-        if not source:
-            raise ConfigError(f"`{name}` is an empty dictionary: give environments by name.")
         for key, value in source.items():
             check_source(value, f"{name}[{key!r}]")
-    elif isinstance(source, type):
-        if not issubclass(source, Env):
-            raise ConfigError(
-                f"`{name}` is the class {source.__name__}, which has no `run` and `close`: subclass `StepEnv`, "
-                "give it as `environment_factory` if it is one of TRL's, or wrap it in "
-                "`mt_grpo.integrations.gym.GymEnv` if it has Gym's `reset` and `step(action)`."
-            )
-        if inspect.isabstract(source):
-            missing = ", ".join(sorted(source.__abstractmethods__))
-            raise ConfigError(f"`{name}` is the class {source.__name__}, which lacks {missing}: define them.")
-        _check_call(source, name)
-    elif not isinstance(source, (StepEnv, EnvSource)):
-        if not callable(source):
-            raise ConfigError(
-                f"`{name}` is {source!r}, from which no environment can be made: give a `StepEnv`, a class, or a "
-                "function from a row to an environment."
-            )
-        _check_call(source, name)
+        if not source:
+            fault = "is an empty dictionary: give environments by name"
+    elif isinstance(source, (StepEnv, EnvSource)):
+        pass
+    elif isinstance(source, type) and not issubclass(source, Env):
+        fault = (
+            f"is the class {source.__name__}, which has no `run` and `close`: subclass `StepEnv`, give it as "
+            "`environment_factory` if it is one of TRL's, or wrap it in `mt_grpo.integrations.gym.GymEnv` if it has "
+            "Gym's `reset` and `step(action)`"
+        )
+    elif isinstance(source, type) and inspect.isabstract(source):
+        missing = ", ".join(sorted(source.__abstractmethods__))  # type: ignore[attr-defined]  # abstract classes have it
+        fault = f"is the class {source.__name__}, which lacks {missing}: define them"
+    elif not callable(source):
+        fault = (
+            f"is {source!r}, from which no environment can be made: give a `StepEnv`, a class, or a function from a "
+            "row to an environment"
+        )
+    elif not takes(source, ()) and not takes(source, ({},)):
+        fault = (
+            f"is called with the row or with nothing, and {_name(source)} takes neither: give its other parameters "
+            "defaults"
+        )
+    if fault:
+        raise ConfigError(f"`{name}` {fault}.")
     if branches:
-        check_forkable(source)
+        _check_forkable(source)
 
 
-def check_forkable(source: EnvLike) -> None:
+def _check_forkable(source: EnvLike) -> None:
     """Refuses environments that cannot go on several times from the middle of a conversation."""
     for one in source.values() if isinstance(source, dict) else [source]:
         if isinstance(one, dict):
-            check_forkable(one)
+            _check_forkable(one)
             continue
         given, one = one, one.env if isinstance(one, Prototype) else one
         kind = one if isinstance(one, type) else type(one)
@@ -348,15 +350,8 @@ def check_forkable(source: EnvLike) -> None:
         )
 
 
-def _check_call(source: Callable[..., Any], name: str) -> None:
-    if not _takes(source, ()) and not _takes(source, ({},)):
-        raise ConfigError(
-            f"`{name}` is called with the row or with nothing, and {_name(source)} takes neither: give its other "
-            "parameters defaults."
-        )
-
-
-def _takes(source: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+def takes(source: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+    """Whether something can be called with these arguments."""
     try:
         inspect.signature(source).bind(*args)
     except TypeError:
@@ -380,8 +375,7 @@ def _name(source: object) -> str:
 TRLFactory = Callable[[], Any] | dict[str, Callable[[], Any]]
 """What TRL's trainer takes: something that makes an environment, or a dictionary by the column `environment`."""
 
-_Build = Callable[[Mapping[str, Any]], EnvLike]
-"""Makes an environment, or several by name, from the options of a run."""
+_Build = Callable[[Mapping[str, Any]], EnvLike]  # makes an environment, or several by name, from the options of a run
 
 _BUILDS: dict[str, _Build] = {}
 

@@ -95,12 +95,14 @@ class MultiTurnToolEnv(StepEnv):
                 f"The call protocol {protocol!r} is unknown{did_you_mean(protocol, PROTOCOLS)}: choose one of "
                 f"{', '.join(PROTOCOLS)}."
             )
-        if max_steps < 0:
-            raise ConfigError(f"`max_steps` is {max_steps}; it counts replies of the environment, so set 0 or more.")
-        if env_mask not in (0, 1):
-            raise ConfigError(f"`env_mask` is {env_mask}; set 0 (tool results are not trained) or 1 (they are).")
-        if tool_timeout is not None and tool_timeout <= 0:
-            raise ConfigError(f"`tool_timeout` is {tool_timeout}; set seconds above 0, or `None` for no limit.")
+        timed = tool_timeout is None or tool_timeout > 0
+        for name, value, right, mend in (
+            ("max_steps", max_steps, max_steps >= 0, "it counts replies of the environment, so set 0 or more"),
+            ("env_mask", env_mask, env_mask in (0, 1), "set 0 (tool results are not trained) or 1 (they are)"),
+            ("tool_timeout", tool_timeout, timed, "set seconds above 0, or `None` for no limit"),
+        ):
+            if not right:
+                raise ConfigError(f"`{name}` is {value}; {mend}.")
         self.tools = {tool.name: tool for tool in load_tools(list(tools))}
         self.max_steps = max_steps
         self.protocol: CallProtocol = PROTOCOLS[protocol]()
@@ -198,8 +200,7 @@ class MultiTurnToolEnv(StepEnv):
                 raise ToolStateError(" ".join(self._tool_session.failures))
 
 
-_THOUGHT_ENDS = ("</think>", "</reasoning>")
-"""Ends of a thought: the other side is told only what follows the last."""
+_THOUGHT_ENDS = ("</think>", "</reasoning>")  # ends of a thought: the other side is told only what follows the last
 
 
 class DialogueEnv(MultiTurnToolEnv):
@@ -211,10 +212,7 @@ class DialogueEnv(MultiTurnToolEnv):
     dialogue: list[Message]
 
     def __init__(
-        self,
-        tools: Sequence[Callable[..., Any] | str | Tool] = (),
-        system_prompt: str | None = None,
-        **options: Any,
+        self, tools: Sequence[Callable[..., Any] | str | Tool] = (), system_prompt: str | None = None, **options: Any
     ) -> None:
         super().__init__(tools, system_prompt, **options)
         if not self.tools:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import hashlib
 import inspect
 import json
@@ -15,7 +14,7 @@ from typing import Any, SupportsFloat
 from mt_grpo.concurrency import call
 from mt_grpo.envs import Outcome, Policy, Step, StepEnv
 from mt_grpo.envs.env import ConversationEnded
-from mt_grpo.envs.source import environment
+from mt_grpo.envs.source import environment, takes
 from mt_grpo.errors import ConfigError, describe_error, find_fault
 from mt_grpo.imports import import_object
 from mt_grpo.options.table import Values
@@ -82,8 +81,7 @@ class GymEnv(StepEnv):
     """
 
     step_timeout = None  # `call_timeout` is the limit of each call of the game instead
-    user_environment: Any = None
-    """The game of this conversation. Reward functions get it in their `environments`."""
+    user_environment: Any = None  # the game of this conversation; reward functions get it in their `environments`
 
     def __init__(
         self,
@@ -116,10 +114,12 @@ class GymEnv(StepEnv):
 
     async def reset(self, row: Row) -> list[Message]:
         """The prompt of the row, followed by the game's first observation."""
-        args = (row,) if _needs_row(self.make) else ()
+        args = () if takes(self.make, ()) else (row,)
         game = self.user_environment = await call(self.make, *args, what="make", timeout=self.call_timeout)
         _check_game(type(game))
-        keywords = {"seed": _seed_of(row)} if _takes_seed(game.reset) else {}
+        parameters = inspect.signature(game.reset).parameters
+        any_name = any(item.kind is item.VAR_KEYWORD for item in parameters.values())
+        keywords = {"seed": _seed_of(row)} if any_name or "seed" in parameters else {}
         seen = await call(partial(game.reset, **keywords), what=self._what("reset"), timeout=self.reset_timeout)
         if isinstance(seen, tuple) and len(seen) == 2 and isinstance(seen[1], dict):
             seen = seen[0]
@@ -175,15 +175,11 @@ def _gym_of_options(options: Values) -> GymEnv:
 
 def imported(env: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of `env: {type: ...}`, the objects in the place of their paths."""
-    paths, given = TYPES[env["type"]].paths, {name: value for name, value in env.items() if name != "type"}
-    return {
-        name: _import(value, name) if name in paths and isinstance(value, str) else value
-        for name, value in given.items()
-    }
-
-
-def _import(path: str, name: str) -> object:
-    return vars(builtins)[path] if path in ("int", "float", "str") else import_object(path, what=f"`{name}`")
+    given, simple = dict(env), {"int": int, "float": float, "str": str}
+    for name in TYPES[given.pop("type")].paths:
+        if isinstance(path := given.get(name), str):
+            given[name] = simple.get(path) or import_object(path, what=f"`{name}`")
+    return given
 
 
 def _show(observation: object) -> str:
@@ -201,27 +197,21 @@ def _seed_of(row: Row) -> int:
 
 def _read(played: object, what: str) -> tuple[object, float, bool, bool, dict[str, Any]]:
     """The result of `step` as observation, reward, terminated, truncated and info."""
+    fault = (
+        f"{type(played).__name__}: return (observation, reward, done), with info behind it or not, or "
+        "(observation, reward, terminated, truncated, info)"
+    )
     if isinstance(played, tuple) and len(played) in (3, 4, 5):
         seen, reward, terminated, *rest = played
         truncated = rest.pop(0) if len(played) == 5 else False
-        earned = _finite(reward, what)
-        info = (rest[0] if rest else None) or {}
-        if not isinstance(info, Mapping):
-            raise RuntimeError(f"{what} returned the info {info!r:.80}: return a dictionary.")
-        return seen, earned, bool(terminated), bool(truncated), dict(info)
-    raise RuntimeError(
-        f"{what} returned {type(played).__name__}: return (observation, reward, done), with info behind it or not, or "
-        "(observation, reward, terminated, truncated, info)."
-    )
-
-
-def _finite(reward: object, what: str) -> float:
-    """A reward as a number, 0 for `None`; text of a number is none."""
-    if reward is None:
-        return 0.0
-    if not isinstance(reward, SupportsFloat) or not math.isfinite(reward):
-        raise RuntimeError(f"{what} returned the reward {reward!r:.80}: return a finite number.")
-    return float(reward)
+        reward, info = 0.0 if reward is None else reward, (rest[0] if rest else None) or {}
+        if not isinstance(reward, SupportsFloat) or not math.isfinite(reward):  # text of a number is none
+            fault = f"the reward {reward!r:.80}: return a finite number"
+        elif not isinstance(info, Mapping):
+            fault = f"the info {info!r:.80}: return a dictionary"
+        else:
+            return seen, float(reward), bool(terminated), bool(truncated), dict(info)
+    raise RuntimeError(f"{what} returned {fault}.")
 
 
 def _check_game(game: type) -> None:
@@ -230,16 +220,3 @@ def _check_game(game: type) -> None:
             raise ConfigError(
                 f"`GymEnv` was given {game.__name__}, which has no `{method}`: a game has `reset` and `step(action)`."
             )
-
-
-def _needs_row(make: Callable[..., object]) -> bool:
-    try:
-        inspect.signature(make).bind()
-    except TypeError:
-        return True
-    return False
-
-
-def _takes_seed(reset: Callable[..., object]) -> bool:
-    parameters = inspect.signature(reset).parameters
-    return "seed" in parameters or any(item.kind is inspect.Parameter.VAR_KEYWORD for item in parameters.values())

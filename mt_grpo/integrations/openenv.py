@@ -30,10 +30,8 @@ from mt_grpo.trajectory import Row
 logger = logging.getLogger(__name__)
 
 _KIND = "OpenEnv server"
-CHECK_SECONDS = 10.0
-"""How long servers may take to come up before a run."""
-_BUSY = (429, 502, 503, 504)
-"""Statuses of a server, or of a proxy in front of it, that may take a connection later."""
+CHECK_SECONDS = 10.0  # how long servers may take to come up before a run
+_BUSY = (429, 502, 503, 504)  # statuses of a server, or of a proxy in front of it, that may take a connection later
 
 
 def openenv_server(
@@ -68,7 +66,8 @@ def openenv_server(
     """
     urls = [] if url is None else _addresses(url, "url")
     client = generic_client() if client is None else client
-    return OpenEnv(urls, client, observe or (lambda seen: seen), action, tag, max_turns, step_timeout)
+    options = {"parse": action, "tag": tag, "max_turns": max_turns, "step_timeout": step_timeout}
+    return OpenEnv(urls, client, observe or (lambda seen: seen), **options)
 
 
 @environment("openenv")
@@ -81,16 +80,9 @@ class OpenEnv(GymEnv, ServedEnv):
     """A conversation with an environment behind OpenEnv servers; `openenv_server` makes it."""
 
     def __init__(
-        self,
-        urls: list[str],
-        client: Callable[..., Any],
-        observe: Callable[[Any], object],
-        parse: Callable[[str], object],
-        tag: str | None,
-        max_turns: int | None,
-        step_timeout: float | None,
+        self, urls: list[str], client: Callable[..., Any], observe: Callable[[Any], object], **options: Any
     ) -> None:
-        super().__init__(self._game, parse, tag, max_turns, step_timeout)
+        super().__init__(self._game, **options)
         self.reset_timeout = None  # the wait for a place counts toward no timeout
         self.client, self.observe, self.option = client, observe, "url"
         self.pool = EnvServerPool(urls, _KIND)

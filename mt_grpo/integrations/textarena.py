@@ -41,9 +41,8 @@ def textarena_game(
     except ImportError as error:
         raise ConfigError(f"TextArena is not installed ({error}): `pip install mt-grpo[textarena]`.") from error
     known = textarena.envs.registration.ENV_REGISTRY
-    name = (
-        game if game.endswith("-raw") else f"{game}-raw"
-    )  # without wrappers, observations are messages and not the whole history
+    # without wrappers, observations are messages and not the whole history
+    name = game if game.endswith("-raw") else f"{game}-raw"
     if name not in known:
         games = [key.removesuffix("-raw") for key in known if key.endswith("-raw")]
         raise ConfigError(f"TextArena has no game {game!r}{did_you_mean(game, games)}.")

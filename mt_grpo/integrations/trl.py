@@ -35,8 +35,7 @@ from mt_grpo.trajectory import Message, Row, ToolCall
 
 logger = logging.getLogger(__name__)
 
-_NOT_TOOLS = ("reset", "get_reward", "close")
-"""Public methods that the model cannot call. TRL makes `close` a tool."""
+_NOT_TOOLS = ("reset", "get_reward", "close")  # public methods that the model cannot call; TRL makes `close` a tool
 
 
 class PartError(Exception):
@@ -92,8 +91,7 @@ class TRLEnv(MultiTurnToolEnv):
       or a call hangs.
     """
 
-    user_environment: Any = None
-    """The instance of this conversation. Reward functions get it in their `environments`."""
+    user_environment: Any = None  # the instance of this conversation; reward functions get it in their `environments`
     named = False
     """Whether the column `environment` chose it. `reset` then does not get that column, as in TRL."""
     _begun = False  # `reset` has succeeded
@@ -155,7 +153,10 @@ class TRLEnv(MultiTurnToolEnv):
         """The prompt of the row. What the instance's `reset` returned is appended to the last message."""
         messages = await super().reset(row)
         columns = {name: value for name, value in row.items() if not (self.named and name == COLUMN)}
-        observation = await self._ask("reset", **_taken(self.user_environment.reset, columns))
+        taken = inspect.signature(self.user_environment.reset).parameters
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values()):  # TRL passes all columns
+            columns = {name: value for name, value in columns.items() if name in taken}
+        observation = await self._ask("reset", **columns)
         self._begun = True
         if observation is None:
             return messages
@@ -306,15 +307,6 @@ def _first_of(factory: Callable[[], object]) -> Any:
             "`reset(self, **row)`, which begins a conversation."
         )
     return instance
-
-
-def _taken(reset: Callable[..., object], row: dict[str, object]) -> dict[str, object]:
-    """The columns that `reset` takes. TRL passes all of them; here a `reset` without `**row` works too."""
-    parameters = inspect.signature(reset).parameters.values()
-    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
-        return row
-    names = [parameter.name for parameter in parameters]
-    return {name: value for name, value in row.items() if name in names}
 
 
 def _as_text(result: object) -> str:

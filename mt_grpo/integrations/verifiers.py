@@ -47,7 +47,7 @@ class VerifiersSource(AgentSource):
         super().__init__(self._play, protocol)
 
     async def _play(self, row: Mapping[str, object], client: AgentClient) -> Outcome:
-        split, number = example_of(row)
+        split, number = _example_of(row)
         return await self.environment.play(split, number, client, self.endpoint.relay_key)
 
     def rows(self, split: str = "train") -> Dataset:
@@ -63,7 +63,7 @@ def _verifiers_of_options(options: Values) -> VerifiersSource:
     return VerifiersSource(options["env"].removeprefix(VERIFIERS).strip(), config, protocol_of(options))
 
 
-def example_of(row: Mapping[str, object]) -> tuple[str, int]:
+def _example_of(row: Mapping[str, object]) -> tuple[str, int]:
     """The split and the number of a row's example."""
     split, number = row.get(SPLIT, SPLITS[0]), row.get(EXAMPLE)
     if split not in SPLITS or isinstance(number, bool) or not isinstance(number, int) or number < 0:
@@ -82,7 +82,7 @@ def _load(name: str, config: dict[str, Any]) -> _LegacyEnvironment | TasksetEnvi
             "environments with `load_environment` (0.3.1), `pip install mt-grpo[verifiers-v1]` for tasksets (0.4)."
         )
     try:
-        with kept_signals():
+        with _kept_signals():
             if importlib.util.find_spec("verifiers.legacy") is not None:
                 return _LegacyEnvironment(name, config)
             from mt_grpo.integrations.verifiers_v1 import TasksetEnvironment
@@ -98,7 +98,7 @@ def _load(name: str, config: dict[str, Any]) -> _LegacyEnvironment | TasksetEnvi
 
 
 @contextlib.contextmanager
-def kept_signals() -> Iterator[None]:
+def _kept_signals() -> Iterator[None]:
     """Restores the handlers of SIGINT and SIGTERM: environments of 0.3.1 set their own, which end the process."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -111,8 +111,7 @@ def kept_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-REWARD = "reward"
-"""Name of an environment's reward if its parts do not add up to it."""
+REWARD = "reward"  # name of an environment's reward if its parts do not add up to it
 STOPPED = {
     "max_turns_reached": StopReason.MAX_STEPS,
     "timeout_reached": StopReason.TIMEOUT,

@@ -35,8 +35,7 @@ from mt_grpo.errors import ConfigError
 from mt_grpo.integrations.openai_api import AgentClient
 from mt_grpo.trajectory import Message, Row, StopReason
 
-HARNESS = "mt_grpo_chat"
-"""Name of `ChatHarness` in verifiers' configurations."""
+HARNESS = "mt_grpo_chat"  # name of `ChatHarness` in verifiers' configurations
 
 # verifiers imports a harness by its name as a module of this package, and takes the class in its `__all__`
 sys.modules.setdefault(f"verifiers.v1.harnesses.{HARNESS}", sys.modules[__name__])
@@ -77,7 +76,11 @@ class TasksetEnvironment:
 
     def rows(self, split: str) -> list[Row]:
         """The selected tasks of `train` or `eval`, each with `prompt` and `answer`."""
-        return [{"prompt": _prompt(task.data), "answer": _answer(task.data)} for task in self._of(split)]
+        found = []
+        for data in (task.data for task in self._of(split)):
+            answer = (data.model_extra or {}).get("answer", getattr(data, "answer", ""))
+            found.append({"prompt": _prompt(data), "answer": str(answer or "")})
+        return found
 
     def _of(self, split: str) -> list[Any]:
         if split not in self._tasks:
@@ -173,10 +176,6 @@ def _prompt(data: Any) -> list[Message]:
     if data.prompt is None or isinstance(data.prompt, str):
         return [*messages, {"role": "user", "content": data.prompt or ""}]
     return messages + [message_to_wire(message) for message in data.prompt]
-
-
-def _answer(data: Any) -> str:
-    return str((data.model_extra or {}).get("answer", getattr(data, "answer", "")) or "")
 
 
 def _outcome(episode: Any) -> Outcome:

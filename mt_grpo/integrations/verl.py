@@ -37,7 +37,7 @@ from mt_grpo.tools.python_sandbox import RemotePython
 from mt_grpo.tools.search import RetrievalSearch
 from mt_grpo.trajectory import Arguments, Message, Row, Turn
 
-__all__ = ["BaseInteraction", "Gsm8kInteraction", "InteractionEnv", "InteractionSource", "WeatherInteraction"]
+__all__ = ["BaseInteraction", "Gsm8kInteraction", "InteractionEnv", "WeatherInteraction"]
 __all__ += ["BaseTool", "MCPBaseTool", "OpenAIFunctionToolSchema", "ToolResponse", "load_interactions"]
 __all__ += ["Geo3kTool", "Gsm8kTool", "MCPSearchTool", "SandboxFusionTool", "SearchTool"]
 __all__ += ["compute_score", "extract_solution", "rollout_trace_op"]
@@ -154,8 +154,7 @@ class InteractionEnv(DialogueEnv):
     `info["interaction"]`.
     """
 
-    interaction: BaseInteraction | None = None
-    """The interaction of this conversation, once it has begun."""
+    interaction: BaseInteraction | None = None  # the interaction of this conversation, once it has begun
 
     def __init__(self, interactions: Mapping[str, BaseInteraction], **options: Any) -> None:
         super().__init__(**options)
@@ -165,16 +164,12 @@ class InteractionEnv(DialogueEnv):
         """The row's `interaction_kwargs`, with `name`, without `None`: a table has all keys in every row."""
         given = (row.get("extra_info") or {}).get("interaction_kwargs") or {}
         name = given.get("name")
-        if name is None:
-            raise ConfigError(
-                "A row does not say who answers it: set `name` in its `extra_info.interaction_kwargs` to one of "
-                f"{', '.join(self.interactions)}."
-            )
         if name not in self.interactions:
-            raise ConfigError(
-                f"A row names the interaction {name!r}{did_you_mean(name, self.interactions)}: the interactions are "
-                f"{', '.join(self.interactions)}."
-            )
+            fault = "A row does not say who answers it: set `name` in its `extra_info.interaction_kwargs` to one of"
+            if name is not None:
+                near = did_you_mean(name, self.interactions)
+                fault = f"A row names the interaction {name!r}{near}: the interactions are"
+            raise ConfigError(f"{fault} {', '.join(self.interactions)}.")
         return {key: value for key, value in given.items() if value is not None}
 
     async def run(self, policy: Policy, row: Row) -> Outcome:
@@ -237,7 +232,7 @@ def _bound(method: Callable[..., object], instance_id: str, kwargs: dict[str, An
     return partial(method)
 
 
-class InteractionSource(Prototype):
+class _InteractionSource(Prototype):
     """Interactions, one of which each row names."""
 
     env: InteractionEnv
@@ -247,7 +242,7 @@ class InteractionSource(Prototype):
             self.env.find_kwargs(row)
 
 
-source_of.register(InteractionEnv, InteractionSource)
+source_of.register(InteractionEnv, _InteractionSource)
 
 
 @environment("interactions")
@@ -261,18 +256,16 @@ def load_interactions(path: str) -> dict[str, BaseInteraction]:
     Loads the interactions of a YAML file, `interaction: [{name, class_name, config}]`, by name: by default the class
     name in lower case without `Interaction` at its end.
     """
+    listed, fault = None, "has no list `interaction`: give it one, of `class_name` and `config`"
     try:
         listed = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise ConfigError(f"`interaction_config_file: {path}` cannot be read: {reason}.") from error
+        fault = f"cannot be read: {error.strerror if isinstance(error, OSError) else 'it is not text'}"
     except yaml.YAMLError as error:
-        raise ConfigError(f"`interaction_config_file: {path}` is not YAML: {' '.join(str(error).split())}.") from error
+        fault = f"is not YAML: {' '.join(str(error).split())}"
     entries = listed.get("interaction") if isinstance(listed, dict) else None
     if not isinstance(entries, list) or not entries:
-        raise ConfigError(
-            f"`interaction_config_file: {path}` has no list `interaction`: give it one, of `class_name` and `config`."
-        )
+        raise ConfigError(f"`interaction_config_file: {path}` {fault}.")
     interactions: dict[str, BaseInteraction] = {}
     for entry in entries:
         name, interaction = _load(entry, path)
@@ -282,8 +275,7 @@ def load_interactions(path: str) -> dict[str, BaseInteraction]:
     return interactions
 
 
-_KEYS = ("name", "class_name", "config")
-"""Keys of an entry of an interaction file."""
+_KEYS = ("name", "class_name", "config")  # keys of an entry of an interaction file
 _BUILT_IN: dict[str, type[BaseInteraction]] = {
     "verl.interactions.gsm8k_interaction.Gsm8kInteraction": Gsm8kInteraction,
     "verl.interactions.weather_interaction.WeatherInteraction": WeatherInteraction,
@@ -292,24 +284,24 @@ _BUILT_IN: dict[str, type[BaseInteraction]] = {
 
 
 def _load(entry: object, path: str) -> tuple[str, BaseInteraction]:
-    if not isinstance(entry, dict) or not isinstance(entry.get("class_name"), str) or not entry["class_name"]:
-        raise ConfigError(f"An entry of `interaction` in {path} has no `class_name`: give the dotted path of a class.")
-    for key in entry:
-        if key not in _KEYS:
-            hint = did_you_mean(key, _KEYS)
-            raise ConfigError(f"An entry of `interaction` in {path} has an unknown key {key!r}{hint}.")
+    named = isinstance(entry, dict) and isinstance(entry.get("class_name"), str) and entry["class_name"]
+    unknown = [key for key in entry if key not in _KEYS] if isinstance(entry, dict) else []
+    if unknown or not isinstance(entry, dict) or not named:
+        fault = "no `class_name`: give the dotted path of a class"
+        if named:
+            fault = f"an unknown key {unknown[0]!r}{did_you_mean(unknown[0], _KEYS)}"
+        raise ConfigError(f"An entry of `interaction` in {path} has {fault}.")
     class_name, config = entry["class_name"], entry.get("config") or {}
-    what = f"The interaction {class_name!r} of {path}"
+    what, fault = f"The interaction {class_name!r} of {path}", ""
     found = _BUILT_IN.get(class_name) or import_object(class_name, what="interaction")
     if not (isinstance(found, type) and issubclass(found, BaseInteraction)):
-        raise ConfigError(
-            f"{what} is no subclass of `BaseInteraction`: import that from `mt_grpo.integrations.verl`, and subclass "
-            "it."
-        )
-    if inspect.isabstract(found):
-        raise ConfigError(f"{what} lacks {', '.join(sorted(found.__abstractmethods__))}: define it.")
-    if not isinstance(config, dict):
-        raise ConfigError(f"`config` of the interaction {class_name!r} in {path} is {config!r}: give a mapping.")
+        fault = "is no subclass of `BaseInteraction`: import that from `mt_grpo.integrations.verl`, and subclass it"
+    elif inspect.isabstract(found):
+        fault = f"lacks {', '.join(sorted(found.__abstractmethods__))}: define it"
+    elif not isinstance(config, dict):
+        fault = f"has the `config` {config!r}: give a mapping"
+    if fault:
+        raise ConfigError(f"{what} {fault}.")
     name = str(entry.get("name") or found.__name__.removesuffix("Interaction").lower() or found.__name__)
     try:
         return name, found({**config, "name": name})

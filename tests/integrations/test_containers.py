@@ -16,7 +16,7 @@ from mt_grpo.integrations.harbor import containers
 from mt_grpo.integrations.harbor.containers import (
     OWNER,
     PROJECT,
-    Image,
+    _Image,
     get_images,
     no_way_here,
     owner,
@@ -57,7 +57,7 @@ def asked(engine, word):
 
 def of(context, name):
     context.mkdir(exist_ok=True, parents=True)
-    return Image(f"localhost/mt-grpo:{name}", context.parent, 30.0, context)
+    return _Image(f"localhost/mt-grpo:{name}", context.parent, 30.0, context)
 
 
 def test_each_image_is_built_once_and_says_so(engine, tmp_path, capfd):
@@ -101,7 +101,7 @@ def test_an_image_that_cannot_be_made_is_a_sentence(engine, tmp_path, built, sai
     image = of(tmp_path / "task" / "environment", "broken")
     (image.context / "fails").touch()
     if not built:
-        image = Image("example.com/some:1", image.task, 30.0)
+        image = _Image("example.com/some:1", image.task, 30.0)
     with pytest.raises(ConfigError, match=said):
         get_images("podman", [image])
 

@@ -228,7 +228,7 @@ def test_a_file_names_interactions(tmp_path):
         (["gsm8k"], "has no `class_name`"),
         ([{"class_name": "", "config": {}}], "has no `class_name`"),
         ([{"class_name": GSM8K, "confg": {}}], "unknown key 'confg'; the nearest is 'config'"),
-        ([{"class_name": GSM8K, "config": [1]}], "`config` of the interaction"),
+        ([{"class_name": GSM8K, "config": [1]}], "has the `config` [1]: give a mapping"),
         ([{"class_name": GSM8K + "s"}], "has no 'Gsm8kInteractions'; the nearest is 'Gsm8kInteraction'"),
         ([{"class_name": "mt_grpo.envs.StepEnv"}], "is no subclass of `BaseInteraction`: import that from"),
         ([{"class_name": "mt_grpo.integrations.verl.BaseInteraction"}], "lacks generate_response: define it."),

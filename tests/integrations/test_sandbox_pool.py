@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from mt_grpo.integrations.harbor import env
-from mt_grpo.integrations.harbor.env import Pool
+from mt_grpo.integrations.harbor.env import _Pool
 
 
 class Begun:
@@ -43,7 +43,7 @@ async def settle():
 
 def test_so_many_begin_ahead_and_each_is_taken_once(begin):
     async def batch():
-        ahead = Pool(2, begin)
+        ahead = _Pool(2, begin)
         async with ahead.ahead(["a", "b", "a", "c"]):
             await settle()
             assert [each.task for each in begin.made] == ["a", "b"]
@@ -59,7 +59,7 @@ def test_so_many_begin_ahead_and_each_is_taken_once(begin):
 
 def test_a_conversation_that_comes_first_begins_its_own(begin):
     async def batch():
-        ahead = Pool(1, begin)
+        ahead = _Pool(1, begin)
         async with ahead.ahead(["a", "b", "c"]):
             await settle()
             assert (await ahead.take("c")).task == "c"  # which is not begun again
@@ -75,7 +75,7 @@ def test_a_conversation_that_comes_first_begins_its_own(begin):
 
 def test_what_nobody_takes_is_dropped_however_the_batch_ends(begin):
     async def batch():
-        async with Pool(2, begin).ahead(["a", "b", "c"]):
+        async with _Pool(2, begin).ahead(["a", "b", "c"]):
             await settle()
             raise KeyError("ended")
 
@@ -86,7 +86,7 @@ def test_what_nobody_takes_is_dropped_however_the_batch_ends(begin):
 
 def test_a_start_that_fails_ahead_is_told_to_its_conversation(begin):
     async def batch():
-        ahead = Pool(1, begin)
+        ahead = _Pool(1, begin)
         async with ahead.ahead(["bad", "a"]):
             await settle()
             with pytest.raises(OSError, match="no disk"):
@@ -98,7 +98,7 @@ def test_a_start_that_fails_ahead_is_told_to_its_conversation(begin):
 
 def test_a_pool_of_none_begins_nothing_ahead(begin):
     async def batch():
-        async with Pool(0, begin).ahead(["a"]):
+        async with _Pool(0, begin).ahead(["a"]):
             await settle()
             assert not begin.made
 

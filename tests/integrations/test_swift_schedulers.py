@@ -26,7 +26,7 @@ from mt_grpo.integrations.swift import (
     envs,
     multi_turns,
 )
-from mt_grpo.integrations.swift.scheduler import with_images, without_images
+from mt_grpo.integrations.swift.scheduler import _with_images, without_images
 from mt_grpo.rollout import EngineError
 from mt_grpo.rollout.media import MediaEncoder
 from mt_grpo.training.rollout_batch import row_tree
@@ -506,9 +506,9 @@ def test_images_stand_at_their_places(words, number, shown):
         return [part.get("text") or images.index(part["image"]) for part in parts] or content
 
     messages = [message for text in words for message in user(text)]
-    assert [of(message["content"]) for message in with_images(messages, images)] == shown
+    assert [of(message["content"]) for message in _with_images(messages, images)] == shown
 
 
 def test_other_images_than_places_are_refused():
     with pytest.raises(ValueError, match="have 2 times <image>, and the request has 1 images"):
-        with_images(user("<image> <image>"), [picture()])
+        _with_images(user("<image> <image>"), [picture()])

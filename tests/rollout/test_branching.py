@@ -12,7 +12,7 @@ from support.conversations import user
 from support.models import lookup
 
 from mt_grpo.envs import MultiTurnToolEnv, Outcome, Step, StepEnv
-from mt_grpo.envs.source import check_forkable, close_environments
+from mt_grpo.envs.source import _check_forkable, close_environments
 from mt_grpo.errors import ConfigError
 from mt_grpo.forward.packing import unique_tokens
 from mt_grpo.rollout import RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
@@ -210,7 +210,7 @@ def test_tools_that_keep_no_state_can_branch(tokenizer):
         return (texts if session == "0" else texts[1:])[turn]
 
     env = MultiTurnToolEnv([lookup], protocol="learnt_tags")
-    check_forkable(env)
+    _check_forkable(env)
     trajectories, _, _ = run(tokenizer, env, searches, at=1)
     assert [(each.answer, len(each.turns[0].tool_calls)) for each in trajectories] == [("0", 1), ("1", 1), ("2", 1)]
 
@@ -259,7 +259,7 @@ class State(MultiTurnToolEnv):
 )
 def test_environments_that_cannot_be_forked_are_refused(env, what):
     with pytest.raises(ConfigError, match=what):
-        check_forkable(env)
+        _check_forkable(env)
 
 
 def test_a_forked_tree_grows_by_itself():

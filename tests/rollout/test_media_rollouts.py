@@ -32,7 +32,7 @@ from mt_grpo.rollout.rendering import ChatRenderer
 from mt_grpo.sounds import Sound
 from mt_grpo.tools import Tool
 from mt_grpo.tools.function import read_result
-from mt_grpo.tools.mcp import result_parts
+from mt_grpo.tools.mcp import _result_parts
 from mt_grpo.trajectory import StopReason, Trajectory
 
 
@@ -283,7 +283,7 @@ def base64_of(medium: Any) -> str:
 def test_an_mcp_server_shows_media_to_models_that_take_them(kind):
     medium, words = kind.make(1), f"[{kind.type}: not text]"
     shown, page = SimpleNamespace(type=kind.type, data=base64_of(medium)), SimpleNamespace(type="text", text="a page")
-    part, text = result_parts([shown, page])
+    part, text = _result_parts([shown, page])
     assert to_file(part[kind.type]) == to_file(medium)
     assert (part["alt"], text) == (words, {"type": "text", "text": "a page"})
     result = read_result([part, text], None)
@@ -292,8 +292,8 @@ def test_an_mcp_server_shows_media_to_models_that_take_them(kind):
     ids = renderer.prompt_ids([{"role": "user", "content": result.parts}])
     assert f"{words}\na page" in renderer.decode(ids)
     # without a medium, or with a sound that nothing reads, it is words
-    assert result_parts([page]) is None
-    assert result_parts([SimpleNamespace(type="audio", data=base64.b64encode(b"ID3").decode())]) is None
+    assert _result_parts([page]) is None
+    assert _result_parts([SimpleNamespace(type="audio", data=base64.b64encode(b"ID3").decode())]) is None
 
 
 IMAGE_URL = f"data:image/png;base64,{base64_of(picture('green', (16, 16)))}"

@@ -19,7 +19,7 @@ from mt_grpo.data import load_rows
 from mt_grpo.envs import Outcome
 from mt_grpo.errors import ConfigError
 from mt_grpo.integrations.openai_api import AgentSource, Command
-from mt_grpo.integrations.verifiers import VerifiersSource, example_of, kept_signals
+from mt_grpo.integrations.verifiers import VerifiersSource, _example_of, _kept_signals
 from mt_grpo.options.values import verifiers_name
 from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
 from mt_grpo.training.environment import check_env
@@ -174,14 +174,14 @@ def test_names_of_verifiers_are_told_from_paths():
 
 @pytest.mark.parametrize("row", [{}, {"example": -1}, {"example": True}, {"example": 1, "split": "test"}])
 def test_a_row_names_its_example(row):
-    assert example_of({"example": 3}) == ("train", 3) and example_of({"example": 0, "split": "eval"}) == ("eval", 0)
+    assert _example_of({"example": 3}) == ("train", 3) and _example_of({"example": 0, "split": "eval"}) == ("eval", 0)
     with pytest.raises(ValueError, match="is the number of an example"):
-        example_of(row)
+        _example_of(row)
 
 
 def test_signals_are_left_alone_beside_the_main_thread():
     async def nested():
-        with kept_signals():
+        with _kept_signals():
             return True
 
     assert asyncio.run(asyncio.wait_for(asyncio.to_thread(asyncio.run, nested()), 120))

@@ -16,15 +16,15 @@ import tomllib
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 
 from mt_grpo.errors import ConfigError
 from mt_grpo.integrations.harbor.containers import PROCESSES, SHOWN_LOG, TaskError, Verified, is_gone, owner
 
-_USER = 65534
-"""What a sandbox runs as where the trainer is root, for whom the limit of processes would not hold."""
+_USER = 65534  # what a sandbox runs as where the trainer is root, for whom the limit of processes would not hold
 _PREFIX = "mt-grpo-bwrap-"
 _MACHINE = ("usr", "bin", "sbin", "lib", "lib64", "etc", "proc", "dev", "sys", "logs", "tests", "var", "run")
 """Folders that are this machine's, or the verifier's; a task's files go elsewhere."""
@@ -58,20 +58,16 @@ class _Machine:
         return {path.split("/")[1] for path in paths} - {""}
 
 
-class _Said(NamedTuple):
-    """What a script in the sandbox printed."""
-
-    stdout: str
-
-
 def check_usable() -> None:
     """Refuses a machine on which no sandbox can be made; removes the folders that killed runs left."""
-    if shutil.which("bwrap") is None:
-        raise ConfigError("`sandbox: bubblewrap` needs `bwrap`: install the package bubblewrap, 0.8 or later.")
-    with tempfile.TemporaryDirectory(prefix=_PREFIX) as folder:
-        tried = subprocess.run([*_sandbox(Path(folder), set(), "/"), "true"], capture_output=True, text=True, env={})
-    if tried.returncode != 0:
-        raise ConfigError(f"`sandbox: bubblewrap` cannot be used on this machine: {tried.stderr.strip()}")
+    fault: str | None = "needs `bwrap`: install the package bubblewrap, 0.8 or later."
+    if shutil.which("bwrap") is not None:
+        with tempfile.TemporaryDirectory(prefix=_PREFIX) as folder:
+            probe = [*_sandbox(Path(folder), set(), "/"), "true"]
+            tried = subprocess.run(probe, capture_output=True, text=True, env={})
+        fault = f"cannot be used on this machine: {tried.stderr.strip()}" if tried.returncode else None
+    if fault:
+        raise ConfigError(f"`sandbox: bubblewrap` {fault}")
     for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/owner"):
         with contextlib.suppress(OSError, ValueError):  # another process of the run removes it too
             if left.is_file() and not left.is_symlink() and is_gone(left.read_text()):
@@ -108,14 +104,9 @@ def read_machine(task: Path) -> _Machine:
                 copies.append((source, f"{target}/{source.name}" if many and source.is_file() else target))
         elif instruction not in ("FROM", "CMD", "LABEL"):
             raise _unmet(task, f"`{instruction} {shlex.join(words)[:60]}` in its Dockerfile")
-    machine = _Machine(
-        tuple(copies),
-        workdir,
-        variables,
-        int(limits.get("memory_mb") or 2048),
-        int(limits.get("storage_mb") or 10240),
-        float(verifier.get("timeout_sec") or 600.0),
-    )
+    memory, storage = int(limits.get("memory_mb") or 2048), int(limits.get("storage_mb") or 10240)
+    seconds = float(verifier.get("timeout_sec") or 600.0)
+    machine = _Machine(tuple(copies), workdir, variables, memory, storage, seconds)
     owned = machine.folders().intersection(_MACHINE) | {"" for _, target in copies if target == "/"}
     if owned:
         raise _unmet(task, f"files in /{min(owned)}, which is this machine's")
@@ -226,8 +217,8 @@ class Sandbox:
                 return [below for first in firsts for below in first.children(recursive=True)]
         return []
 
-    async def exec(self, script: str, timeout_sec: float) -> _Said:
-        """Runs a script beside what earlier ones left running."""
+    async def exec(self, script: str, timeout_sec: float) -> SimpleNamespace:
+        """Runs a script beside what earlier ones left running; what it printed is `stdout`."""
         if self._process is None:
             self._process = await self._begin(self._machine.workdir, ("--as-pid-1",), _LOOP)
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -237,7 +228,7 @@ class Sandbox:
             said = await asyncio.wait_for(self._process.stdout.readuntil(b"\0"), timeout_sec)
         except asyncio.IncompleteReadError as error:  # its last words
             said = error.partial
-        return _Said(said.decode(errors="replace").rstrip("\0"))
+        return SimpleNamespace(stdout=said.decode(errors="replace").rstrip("\0"))
 
     async def begin_again(self) -> None:
         """Ends all that runs in the sandbox; the next script begins another over the same folder."""
@@ -253,9 +244,8 @@ class Sandbox:
         self, workdir: str, options: tuple[str, ...], script: str, **variables: str
     ) -> asyncio.subprocess.Process:
         machine = self._machine
-        options += tuple(
-            word for pair in (machine.variables | variables).items() for word in ("--setenv", *pair)
-        )  # in the sandbox alone: they are a stranger's
+        # in the sandbox alone: they are a stranger's
+        options += tuple(word for pair in (machine.variables | variables).items() for word in ("--setenv", *pair))
         memory, storage = machine.memory_mb * 1024, machine.storage_mb * 1024
         limits = f'ulimit -u {PROCESSES} -d {memory} -f {storage} -c 0; exec "$@"'
         return await asyncio.create_subprocess_exec(
@@ -303,9 +293,9 @@ class Sandbox:
                     while said := await process.stdout.read(1 << 16):
                         log = (log + said)[-SHOWN_LOG:]
             except TimeoutError:
+                seconds = f"{self._machine.verifier_seconds:g} s"
                 raise TaskError(
-                    f"The task {self._task} was not verified: its tests took more than "
-                    f"{self._machine.verifier_seconds:g} s"
+                    f"The task {self._task} was not verified: its tests took more than {seconds}"
                 ) from None
             finally:
                 await _end(process)
@@ -325,9 +315,8 @@ def _rewards(results: Path) -> dict[str, float]:
             try:
                 with path.open("rb") as file:
                     found = json.loads(file.read(1 << 16))  # a number is JSON too
-                rewards = {
-                    key: float(one) for key, one in (found if name.endswith("json") else {"reward": found}).items()
-                }
+                found = found if name.endswith("json") else {"reward": found}
+                rewards = {key: float(one) for key, one in found.items()}
             except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
                 rewards = {}
             if not rewards or not all(map(math.isfinite, rewards.values())):
@@ -346,9 +335,8 @@ def _give(folder: Path) -> None:
 async def _end(process: asyncio.subprocess.Process) -> None:
     """Ends a sandbox: its first process has all others ended before `bwrap`, which waits for it, ends too."""
     with contextlib.suppress(OSError):
-        for first in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split() or [
-            str(process.pid)
-        ]:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        for first in children or [str(process.pid)]:
             os.kill(int(first), signal.SIGKILL)
     await process.wait()
 

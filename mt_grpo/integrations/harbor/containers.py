@@ -24,8 +24,7 @@ import psutil
 
 from mt_grpo.errors import ConfigError
 
-SHOWN_LOG = 20_000
-"""Most characters of a log that are kept, from its end."""
+SHOWN_LOG = 20_000  # most characters of a log that are kept, from its end
 
 
 class TaskError(Exception):
@@ -44,23 +43,15 @@ class Verified:
     start_waited: float = 0.0
 
 
-ENGINES = ("docker", "podman")
-"""Sandboxes whose containers run on this machine, by the name of their program."""
-BUBBLEWRAP = "bubblewrap"
-"""The sandbox that has no containers, see `bubblewrap.py`."""
-OWNER = "mt-grpo.owner"
-"""The label of a container with the process that it belongs to."""
-PROCESSES = 512
-"""Most processes of a container."""
-LIFETIME = 24 * 3600
-"""Seconds after which a container ends by itself, also when its run is gone."""
+ENGINES = ("docker", "podman")  # sandboxes whose containers run on this machine, by the name of their program
+BUBBLEWRAP = "bubblewrap"  # the sandbox that has no containers, see `bubblewrap.py`
+OWNER = "mt-grpo.owner"  # the label of a container with the process that it belongs to
+PROCESSES = 512  # most processes of a container
+LIFETIME = 24 * 3600  # seconds after which a container ends by itself, also when its run is gone
 PROJECT = "com.docker.compose.project"
-HOST = "host.docker.internal"
-"""The name of this machine in its containers."""
-PATIENCE = 60.0
-"""Seconds that the engine may take to answer."""
-_DIALS = 10.0
-"""Seconds in which a connection from a container has to be made."""
+HOST = "host.docker.internal"  # the name of this machine in its containers
+PATIENCE = 60.0  # seconds that the engine may take to answer
+_DIALS = 10.0  # seconds in which a connection from a container has to be made
 
 
 @functools.cache
@@ -121,8 +112,7 @@ class _Found(NamedTuple):
     labels: dict[str, str]
 
 
-_KINDS = ("container", "network", "volume", "image")
-"""In the order in which they can be removed."""
+_KINDS = ("container", "network", "volume", "image")  # in the order in which they can be removed
 
 
 def _ask(engine: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -164,14 +154,12 @@ def is_gone(whose: str) -> bool:
 REPOSITORY = "localhost/mt-grpo"
 """Images that are built here: their tag is a hash of the folder that they are built from."""
 _AT_ONCE = min(4, os.cpu_count() or 1)
-_SHOWN = 700
-"""Most characters of what a failed build printed, from its end."""
-_here: set[tuple[str, str]] = set()
-"""Engines and the images that they are known to have."""
+_SHOWN = 700  # most characters of what a failed build printed, from its end
+_here: set[tuple[str, str]] = set()  # engines and the images that they are known to have
 
 
 @dataclass(frozen=True)
-class Image:
+class _Image:
     """What containers of a task begin with: an image of a registry, or one that is built from a folder."""
 
     name: str
@@ -208,7 +196,7 @@ class Image:
         return time.monotonic() - begun
 
 
-def image_of(environment: Path, pulled: str | None, seconds: float) -> Image | None:
+def image_of(environment: Path, pulled: str | None, seconds: float) -> _Image | None:
     """The image of a task's folder `environment`; nothing where services are composed, which Harbor builds."""
     from harbor.utils.container_cache import docker_build_context_hash
 
@@ -216,20 +204,20 @@ def image_of(environment: Path, pulled: str | None, seconds: float) -> Image | N
     if (environment / "docker-compose.yaml").is_file():
         return None
     if pulled is not None:
-        return Image(pulled, task, seconds)
+        return _Image(pulled, task, seconds)
     if not (environment / "Dockerfile").is_file():
         return None
-    return Image(f"{REPOSITORY}:{docker_build_context_hash(context=environment)}", task, seconds, environment)
+    return _Image(f"{REPOSITORY}:{docker_build_context_hash(context=environment)}", task, seconds, environment)
 
 
-def image_of_task(task: str) -> Image | None:
+def image_of_task(task: str) -> _Image | None:
     """The image of a task's containers, see `image_of`."""
     folder = Path(task)
     told = tomllib.loads((folder / "task.toml").read_text()).get("environment", {})
     return image_of(folder / "environment", told.get("docker_image"), told.get("build_timeout_sec", 600.0))
 
 
-def get_images(engine: str, images: Iterable[Image]) -> None:
+def get_images(engine: str, images: Iterable[_Image]) -> None:
     """Builds or pulls images that are not here, a few at once, with a line for each."""
     wanted = {image.name: image for image in images if (engine, image.name) not in _here}
     begun, took = time.monotonic(), 0

@@ -42,7 +42,7 @@ from mt_grpo.integrations.harbor.containers import (
     remove_leftovers,
 )
 from mt_grpo.integrations.harbor.shell import Restartable, Shell
-from mt_grpo.integrations.openai_api.agent import AgentClient, AgentEnv, AgentSource
+from mt_grpo.integrations.openai_api.agent import AgentClient, AgentEnv, AgentSource, protocol_of
 from mt_grpo.integrations.openai_api.conversation import Conversation
 from mt_grpo.options.table import RunOptions, Values
 from mt_grpo.rollout.policy import ConversationPolicy
@@ -55,25 +55,14 @@ if TYPE_CHECKING:
 _DISK = 1e9  # bytes for a sandbox, below which the doctor warns
 logger = logging.getLogger(__name__)
 
-TASK = "task"
-"""The column with the folder of a row's task."""
+TASK = "task"  # the column with the folder of a row's task
 
 
-class Tasks:
-    """
-    Folders of tasks as rows: `prompt` is a task's instruction, `task` its folder, and its metadata further columns.
-
-    Args:
-        sandbox (`str`): What runs containers, by Harbor's name, or `bubblewrap`.
-        tasks (`str`): A folder of tasks, or of one; `embedded` are small ones of our own.
-        eval_tasks (`str`, *optional*): The same for evaluation.
-
-    Raises:
-        ConfigError: If Harbor is not installed, has no such sandbox, or cannot use it here; if a folder has no tasks.
-    """
+class _Tasks:
+    """Folders of tasks as rows: `prompt` is a task's instruction, `task` its folder; `embedded` are our own."""
 
     def __init__(self, sandbox: str, tasks: str, eval_tasks: str | None = None) -> None:
-        self.sandbox = harbor_value("sandbox", sandbox)
+        self.sandbox = _harbor_value("sandbox", sandbox)
         _check_usable(self.sandbox)
         if removed := remove_leftovers(self.sandbox):
             logger.warning("Removed what an earlier run left: %s", ", ".join(removed))
@@ -124,12 +113,12 @@ class Tasks:
             )
         if self.sandbox in ENGINES:
             get_images(self.sandbox, filter(None, map(image_of_task, rows.unique(TASK))))
-        if self.sandbox == BUBBLEWRAP:
+        elif self.sandbox == BUBBLEWRAP:
             for task in rows.unique(TASK):
                 read_machine(Path(task))
 
 
-def harbor_value(option: str, given: str | Mapping[str, Any]) -> Any:
+def _harbor_value(option: str, given: str | Mapping[str, Any]) -> Any:
     """The name of a `sandbox` that Harbor has, or its configuration of an `agent`."""
     if given == BUBBLEWRAP:
         return given
@@ -200,11 +189,10 @@ def _task_row(path: Path) -> Row:
     return {**metadata, "prompt": prompt, TASK: str(path.resolve()), "name": path.name}
 
 
-_JITTER = 0.2
-"""Most seconds between two starts, which are drawn, so that several processes do not start in step."""
+_JITTER = 0.2  # most seconds between two starts, which are drawn, so that several processes do not start in step
 
 
-class Pool:
+class _Pool:
     """Trials whose containers start ahead of their conversations, for each batch at most `size` that wait."""
 
     def __init__(self, size: int, begin: Callable[[str], Awaitable[BegunTrial]]) -> None:
@@ -300,17 +288,20 @@ class HarborEnv(MultiTurnToolEnv):
         sandbox_pool: int = 0,
         **options: Any,
     ) -> None:
+        fault = None
         if verify_every is not None and (not isinstance(verify_every, int) or verify_every < 1):
-            raise ConfigError(f"`verify_every: {verify_every}` is no number of turns: give 1 or more.")
-        if not isinstance(sandbox_pool, int) or sandbox_pool < 0:
-            raise ConfigError(f"`sandbox_pool: {sandbox_pool}` is no number of containers: give 0 or more.")
-        if sandbox_pool and sandbox == BUBBLEWRAP:
-            raise ConfigError("`sandbox_pool` is of containers, and `sandbox: bubblewrap` has none: leave it out.")
-        self.sandbox, self.verify_every = harbor_value("sandbox", sandbox), verify_every
+            fault = f"`verify_every: {verify_every}` is no number of turns: give 1 or more"
+        elif not isinstance(sandbox_pool, int) or sandbox_pool < 0:
+            fault = f"`sandbox_pool: {sandbox_pool}` is no number of containers: give 0 or more"
+        elif sandbox_pool and sandbox == BUBBLEWRAP:
+            fault = "`sandbox_pool` is of containers, and `sandbox: bubblewrap` has none: leave it out"
+        if fault:
+            raise ConfigError(f"{fault}.")
+        self.sandbox, self.verify_every = _harbor_value("sandbox", sandbox), verify_every
         self.command_seconds = 60.0 if tool_timeout is None else tool_timeout
         options = {"system_prompt": SYSTEM_PROMPT, "max_steps": 30, **options}
         self._shell, self._forked = Shell(), None
-        self.pool = None if self.sandbox == BUBBLEWRAP else Pool(sandbox_pool, self._begin)
+        self.pool = None if self.sandbox == BUBBLEWRAP else _Pool(sandbox_pool, self._begin)
         super().__init__([self._shell.bash, self._shell.submit], tool_timeout=None, **options)
 
     async def _begin(self, task: str) -> Any:
@@ -427,12 +418,12 @@ class _HarborConversations(Prototype):
 source_of.register(HarborEnv, _HarborConversations)
 
 
-class HarborTasks(Tasks, _HarborConversations):
+class HarborTasks(_Tasks, _HarborConversations):
     """Folders of Harbor's tasks, for training and for evaluation, as rows for the conversations of `env`."""
 
     def __init__(self, env: HarborEnv, tasks: str, eval_tasks: str | None = None) -> None:
         Prototype.__init__(self, env)
-        Tasks.__init__(self, env.sandbox, tasks, eval_tasks)
+        _Tasks.__init__(self, env.sandbox, tasks, eval_tasks)
 
     @property
     def given(self) -> EnvLike:
@@ -455,19 +446,21 @@ def _harbor_of_options(options: Values) -> EnvSource:
     if agent != "bash":
         if sandbox == BUBBLEWRAP:
             raise ConfigError(f"`agent: {agent}` is Harbor's and needs its containers: use another `sandbox`.")
-        from mt_grpo.integrations.harbor.env import HarborAgents
-        from mt_grpo.integrations.openai_api.agent import protocol_of
-
-        for option in ("system_prompt", "max_env_steps", "env_mask", "tool_timeout"):
-            if options[option] not in (None, RunOptions.__dataclass_fields__[option].default):
-                raise ConfigError(
-                    f"`{option}` is of the shell that `agent: bash` has, and `env: {{agent: {agent}}}` has its own "
-                    "loop: leave it out."
-                )
-        if own.get("verify_every") is not None:
-            raise ConfigError(f"`verify_every` is of `agent: bash`: the turns of `{agent}` are its own. Leave it out.")
-        if own.get("sandbox_pool"):
-            raise ConfigError("`sandbox_pool` is of `agent: bash`: other agents start their own. Leave it out.")
+        loop = f"is of the shell that `agent: bash` has, and `env: {{agent: {agent}}}` has its own loop: leave it out"
+        defaults = RunOptions.__dataclass_fields__
+        faults = [
+            *(
+                f"`{option}` {loop}"
+                for option in ("system_prompt", "max_env_steps", "env_mask", "tool_timeout")
+                if options[option] not in (None, defaults[option].default)
+            ),
+            own.get("verify_every") is not None
+            and f"`verify_every` is of `agent: bash`: the turns of `{agent}` are its own. Leave it out",
+            own.get("sandbox_pool")
+            and "`sandbox_pool` is of `agent: bash`: other agents start their own. Leave it out",
+        ]
+        if faults := list(filter(None, faults)):
+            raise ConfigError(f"{faults[0]}.")
         folders = own["tasks"], own.get("eval_tasks")
         return HarborAgents(agent, *folders, sandbox, own.get("host"), protocol_of(options))
     given = tool_arguments(options, max_steps=30)
@@ -486,7 +479,7 @@ _KWARGS: dict[str, dict[str, Any]] = {
 """Options of agents unless the user gives others: no tools that the policy's server would have to run, no films."""
 
 
-class HarborAgents(Tasks, AgentSource):
+class HarborAgents(_Tasks, AgentSource):
     """
     Tasks of Harbor for one of its agents, such as `terminus-2`, `mini-swe-agent`, `codex` or `claude-code`. What the
     agent samples is a conversation of the policy's, token for token; what Harbor's verifier says in the end is the
@@ -514,15 +507,18 @@ class HarborAgents(Tasks, AgentSource):
         host: str | None = None,
         protocol: CallProtocol | None = None,
     ) -> None:
-        self._of_harbor = harbor_value("agent", agent)
-        self.sandbox, self.inside = harbor_value("sandbox", sandbox), self._is_inside()
+        self._of_harbor = _harbor_value("agent", agent)
+        from harbor.agents.installed.base import BaseInstalledAgent
+
+        self.sandbox = _harbor_value("sandbox", sandbox)
+        self.inside = issubclass(self._agent_class(), BaseInstalledAgent)  # it asks from its container
         if self.inside and host is None and self.sandbox not in ENGINES:
             raise ConfigError(
                 f"`agent: {self.name}` works in a container of `{sandbox}`, which runs elsewhere: give the address by "
                 "which it reaches this machine as `host`."
             )
         self.seen_as = host or HOST
-        Tasks.__init__(self, sandbox, tasks, eval_tasks)
+        _Tasks.__init__(self, sandbox, tasks, eval_tasks)
         AgentSource.__init__(self, self._agent_class(), protocol, _ALL_INTERFACES if self.inside else "127.0.0.1")
 
     @property
@@ -530,7 +526,7 @@ class HarborAgents(Tasks, AgentSource):
         return self._of_harbor.name or self._of_harbor.import_path
 
     def examine(self, rows: Any, at_once: int) -> Iterator[tuple[bool, str, str]]:
-        """As `Tasks.examine`, and whether the agent reaches the policy from its container."""
+        """As `_Tasks.examine`, and whether the agent reaches the policy from its container."""
         yield from super().examine(rows, at_once)
         if not self.inside:
             return
@@ -557,12 +553,6 @@ class HarborAgents(Tasks, AgentSource):
             return AgentFactory.get_agent_class_from_config(self._of_harbor)
         except (ValueError, ImportError, AttributeError) as error:
             raise ConfigError(f"`agent: {self.name}` is no agent of Harbor's: {error}") from error
-
-    def _is_inside(self) -> bool:
-        """Whether the agent asks from its container."""
-        from harbor.agents.installed.base import BaseInstalledAgent
-
-        return issubclass(self._agent_class(), BaseInstalledAgent)
 
     def config(self, client: AgentClient, context_length: int) -> Any:
         """What Harbor is told of the agent: where the policy is, its key, the form of its API, and its context."""

@@ -39,14 +39,10 @@ class ShellError(Exception):
 
 SHOWN = 16_000
 """Most bytes of a command's output that the model is shown: half of them from its beginning, half from its end."""
-GRACE = 15.0
-"""Seconds beyond a command's own in which its container has to answer."""
-MARK = "mt-grpo-shell"
-"""Begins the line with what a command came to; runtimes write messages of their own before it."""
-TIMED_OUT = 124
-"""The exit code of a command that took too long, as `timeout` has it."""
-_KILLED = 137
-"""The exit code of a command that ended its own shell."""
+GRACE = 15.0  # seconds beyond a command's own in which its container has to answer
+MARK = "mt-grpo-shell"  # begins the line with what a command came to; runtimes write messages of their own before it
+TIMED_OUT = 124  # the exit code of a command that took too long, as `timeout` has it
+_KILLED = 137  # the exit code of a command that ended its own shell
 _SPOILT = "The shell runs no commands any more, also after it was begun again."
 
 SCRIPT = r"""

@@ -46,10 +46,8 @@ from mt_grpo.integrations.harbor.containers import (
 from mt_grpo.integrations.harbor.shell import GRACE
 from mt_grpo.integrations.openai_api.conversation import Conversation
 
-_DOWN_AGAIN = (2.0, 5.0, 10.0, 20.0)
-"""Seconds between attempts to take a container down."""
-_LOOK = 0.5
-"""Seconds between two looks at whether an agent works or waits, or a service is there again."""
+_DOWN_AGAIN = (2.0, 5.0, 10.0, 20.0)  # seconds between attempts to take a container down
+_LOOK = 0.5  # seconds between two looks at whether an agent works or waits, or a service is there again
 _RUNNING = """
 for p in /proc/[0-9]*; do
     read -r s < $p/stat && case ${s##*) } in Z*) ;; *) [ $p = /proc/$$ ] || echo $p ;; esac
@@ -89,11 +87,8 @@ class _Prepared(DockerEnvironment):
             task_env_config = task_env_config.model_copy(update={"docker_image": self._image.name})
         self._container: str | None = None
         self._before: _Running | None = None
-        overlay = write_overlay(
-            trial_paths.trial_dir / f"{session_id}.json",
-            reaches_host=reaches_host,
-            storage_mb=task_env_config.storage_mb,
-        )
+        place, storage_mb = trial_paths.trial_dir / f"{session_id}.json", task_env_config.storage_mb
+        overlay = write_overlay(place, reaches_host=reaches_host, storage_mb=storage_mb)
         super().__init__(
             environment_dir,
             environment_name,
@@ -160,9 +155,8 @@ class _Prepared(DockerEnvironment):
             )
         options = [] if cwd is None else ["--workdir", cwd]
         options += [word for name, value in (env or {}).items() for word in ("--env", f"{name}={value}")]
-        options += (
-            [] if user is None else ["--user", "0" if user == "root" else str(user)]
-        )  # a name is looked up in files
+        # a name is looked up in files
+        options += [] if user is None else ["--user", "0" if user == "root" else str(user)]
         command_line = *options, await self._main(), *self._platform.exec_shell_args(command)
         return await self._ask("exec", *command_line, seconds=timeout_sec)
 
@@ -231,8 +225,7 @@ ENVIRONMENTS = {"docker": Docker, "podman": Podman}
 
 logger = logging.getLogger(__name__)
 
-AGENT_SECONDS = 1e7
-"""The time that Harbor gives the agent. Sampling counts in it, so it is measured here."""
+AGENT_SECONDS = 1e7  # the time that Harbor gives the agent. Sampling counts in it, so it is measured here
 
 _Talk = Callable[[BaseEnvironment], Awaitable[None]]
 _STARTS = ConcurrencyLimit(max(2, os.cpu_count() or 1))
@@ -245,7 +238,7 @@ class AgentTooSlowError(Exception):
     """An agent took all of the time that its task allows. What it did until then is verified."""
 
 
-class PolicyAgent(BaseAgent):
+class _PolicyAgent(BaseAgent):
     """The policy as an agent of Harbor's, whose `talk` holds the conversation in the started container."""
 
     talk: _Talk
@@ -265,7 +258,7 @@ class PolicyAgent(BaseAgent):
         await self.talk(environment)
 
 
-POLICY = AgentConfig(import_path=f"{PolicyAgent.__module__}:{PolicyAgent.__name__}")
+POLICY = AgentConfig(import_path=f"{_PolicyAgent.__module__}:{_PolicyAgent.__name__}")
 
 
 class BegunTrial:
@@ -315,7 +308,7 @@ async def run_trial(sandbox: str, task: str, agent: AgentConfig, asked: Conversa
     Starts a task's container, lets an agent work there as long as the task allows, not counting its waits for the
     policy, and has it verified. `TaskError` if there is no reward.
     """
-    return await finish_trial(await begin_trial(sandbox, task, agent, reaches_host=asked is not None), asked)
+    return await _finish_trial(await begin_trial(sandbox, task, agent, reaches_host=asked is not None), asked)
 
 
 async def begin_trial(
@@ -341,10 +334,10 @@ async def begin_trial(
 async def talk_in(begun: BegunTrial, talk: _Talk) -> Verified:
     """A trial of the agent `POLICY`."""
     begun.trial.agent.talk = talk
-    return await finish_trial(begun)
+    return await _finish_trial(begun)
 
 
-async def finish_trial(begun: BegunTrial, asked: Conversation | None = None) -> Verified:
+async def _finish_trial(begun: BegunTrial, asked: Conversation | None = None) -> Verified:
     """The second half of `run_trial`: the agent works, and what it did is verified."""
     trial = begun.trial
     with begun.folder:

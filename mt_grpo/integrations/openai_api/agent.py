@@ -14,7 +14,7 @@ import shlex
 import signal
 import socket
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -96,10 +96,8 @@ class UnaskedError(Exception):
     """An agent failed with a client of its own, which does not lead to the policy."""
 
 
-_KEPT = 1 << 20
-"""Number of bytes that are kept of a program's output, from its end."""
-_LEAVING = 0.5
-"""Seconds between SIGTERM and SIGKILL."""
+_KEPT = 1 << 20  # number of bytes that are kept of a program's output, from its end
+_LEAVING = 0.5  # seconds between SIGTERM and SIGKILL
 
 
 class Command:
@@ -222,8 +220,7 @@ def _result(output: str) -> object:
     return value if isinstance(value, (dict, int, float, str)) else lines[-1].strip()
 
 
-_STUCK = 2.0
-"""Seconds without an answer after which a loop counts as blocked, and further agents get another one."""
+_STUCK = 2.0  # seconds without an answer after which a loop counts as blocked, and further agents get another one
 
 
 class _AgentLoop(LoopThread):
@@ -250,17 +247,6 @@ class _AgentLoop(LoopThread):
 _agents = OnePerProcess(_AgentLoop)
 
 
-async def _run_in_loop(work: Callable[[], Coroutine[object, object, object]], name: str) -> object:
-    """Runs an agent's coroutine in the loop that all agents of a process share: they may share clients and locks."""
-    agents = _agents.get(fit=lambda loop: loop.lives)
-    agents.ask()
-
-    async def named() -> object:
-        return await begin(work(), name)
-
-    return await agents.run(named())
-
-
 _ASK = (
     "No request reached the policy: in an agent, take `client.openai()`, or give another client `client.base_url` and "
     "`client.api_key`. A key in the environment would send requests to the provider."
@@ -273,12 +259,10 @@ def _is_of_a_client(error: Exception) -> bool:
     return package in ("openai", "anthropic") or "api_key" in str(error).lower()
 
 
-REWARD = "reward"
-"""Name of a reward that an agent returns as a bare number."""
+REWARD = "reward"  # name of a reward that an agent returns as a bare number
 
 
-Agent = Callable[..., Any] | Command
-"""`solve(row, client)`, `async` or not, or a program."""
+Agent = Callable[..., Any] | Command  # `solve(row, client)`, `async` or not, or a program
 
 
 class AgentSource(EnvSource):
@@ -409,7 +393,12 @@ class AgentEnv:
             finally:
                 await client.close()
 
-        return await _run_in_loop(work, name)
+        async def named() -> object:
+            return await begin(work(), name)
+
+        agents = _agents.get(fit=lambda loop: loop.lives)  # of all agents: they may share clients and locks
+        agents.ask()
+        return await agents.run(named())
 
     async def close(self) -> None:
         """There is nothing to close."""
@@ -423,17 +412,17 @@ def _read_result(result: object, name: str) -> Outcome:
         return Outcome(stop_reason=StopReason.ANSWERED, answer=result)
     if isinstance(result, numbers.Real):
         return Outcome({REWARD: float(result)})
-    if isinstance(result, dict):
-        rewards = {
-            key: finite(value, f"{name}: the reward {key!r}") for key, value in result.items() if key != "answer"
-        }
-        answer = result.get("answer")
-        if not isinstance(answer, (str, type(None))):
-            raise TypeError(f"{name} returned {type(answer).__name__} as `answer`: return text.")
-        return Outcome(rewards, None if answer is None else StopReason.ANSWERED, answer)
     if result is None:
         return Outcome()
-    raise TypeError(
-        f"{name} returned {type(result).__name__}: return a reward, a mapping from names of rewards to numbers, the "
-        "answer as text, or nothing."
+    fault = (
+        f"{type(result).__name__}: return a reward, a mapping from names of rewards to numbers, the answer as text, "
+        "or nothing"
     )
+    if isinstance(result, dict):
+        answer = result.get("answer")
+        if isinstance(answer, (str, type(None))):
+            given = {key: value for key, value in result.items() if key != "answer"}
+            rewards = {key: finite(value, f"{name}: the reward {key!r}") for key, value in given.items()}
+            return Outcome(rewards, None if answer is None else StopReason.ANSWERED, answer)
+        fault = f"{type(answer).__name__} as `answer`: return text"
+    raise TypeError(f"{name} returned {fault}.")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from mt_grpo.envs.env import ConversationEnded
 from mt_grpo.envs.protocols import CallProtocol, NativeProtocol, PlainTextProtocol, instruct
 from mt_grpo.errors import EngineError
-from mt_grpo.integrations.openai_api.dialects import DIALECTS, Choice, token_logprobs, turn_to_message
+from mt_grpo.integrations.openai_api.dialects import DIALECTS, Choice
 from mt_grpo.integrations.openai_api.request import NO_ROOM, OVER, ApiError, Fields, ParsedRequest
 from mt_grpo.media import MediumError
 from mt_grpo.rollout.policy import ConversationPolicy
@@ -135,12 +135,11 @@ class _ReturnedMessages:
         self._turns[hash((key, identity(sent)))] = turn
 
 
-MOST_REQUESTS = 256
-"""Largest number of waiting requests of a conversation; a further one is told to retry later."""
+MOST_REQUESTS = 256  # largest number of waiting requests of a conversation; a further one is told to retry later
 
 
 @dataclass(eq=False)
-class Attempt:
+class _Attempt:
     """A request and the parts of its answer."""
 
     answer: asyncio.Future[tuple[bytes, ...]]
@@ -157,12 +156,12 @@ class _Retries:
     """
 
     def __init__(self) -> None:
-        self._attempts: dict[str, list[Attempt]] = {}
+        self._attempts: dict[str, list[_Attempt]] = {}
         self.waiting = 0
 
     def attempt(
         self, content: bytes, headers: Mapping[str, str], answer: Callable[[], Awaitable[tuple[bytes, ...]]]
-    ) -> Attempt:
+    ) -> _Attempt:
         """The earlier attempt that a request repeats, or else another one, for which `answer` is called."""
         once, count = headers.get("Idempotency-Key"), headers.get("x-stainless-retry-count")
         key = blake2b(content, digest_size=16).hexdigest() + ("" if once is None else f" {once}")
@@ -179,7 +178,7 @@ class _Retries:
         if self.waiting >= MOST_REQUESTS:
             message = f"{MOST_REQUESTS} requests of this conversation are waiting: ask again later."
             raise ApiError(429, message, "rate_limit_exceeded", again=True)
-        attempt = Attempt(asyncio.ensure_future(answer()))
+        attempt = _Attempt(asyncio.ensure_future(answer()))
         self.waiting += 1
         same.append(attempt)
 
@@ -200,10 +199,8 @@ class _Retries:
 
 _FIXED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _PENALTIES = ("presence_penalty", "frequency_penalty")
-_CHARACTERS = 16
-"""Tools and calls with more characters per token of the model's context are too long to be rendered."""
-_PATIENCE = 100
-"""Number of refused requests in a row after which an agent is ended."""
+_CHARACTERS = 16  # tools and calls with more characters per token of the model's context are too long to be rendered
+_PATIENCE = 100  # number of refused requests in a row after which an agent is ended
 
 
 class Conversation:
@@ -293,10 +290,18 @@ class Conversation:
         if not (parsed.tools and parsed.reads_calls):
             turn.error = None  # a text protocol misses a call where none was asked for
         self._calls.name(turn)
-        message, reason = turn_to_message(turn, parsed.stop, parsed.reads_calls and parsed.tools is not None)
-        self._returned.note(key, message, turn)
-        wanted = token_logprobs(self.policy.tokenizer, *self.policy.sampled) if parsed.logprobs else None
-        return Choice(message, reason, turn, wanted)
+        choice = Choice.of(turn, parsed, self._token_logprobs() if parsed.logprobs else None)
+        self._returned.note(key, choice.message, turn)
+        return choice
+
+    def _token_logprobs(self) -> list[Fields]:
+        """The tokens of the latest turn with their log-probabilities."""
+        ids, logprobs = self.policy.sampled
+        texts = [self.policy.tokenizer.decode([token]) for token in ids]
+        return [
+            {"token": text, "logprob": logprob, "bytes": list(text.encode("utf-8", "replace")), "top_logprobs": []}
+            for text, logprob in zip(texts, logprobs, strict=True)
+        ]
 
     def note_refusal(self, error: ApiError) -> None:
         """Keeps why a request was refused, since an agent may go on; not a limit or an engine's failure."""

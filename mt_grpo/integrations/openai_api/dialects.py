@@ -9,7 +9,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import TYPE_CHECKING
 
 import orjson
 
@@ -26,9 +25,6 @@ from mt_grpo.integrations.openai_api.request import (
 )
 from mt_grpo.trajectory import Message, Turn
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys of a message under which response templates put the model's reasoning."""
 
@@ -42,44 +38,31 @@ class Choice:
     turn: Turn
     logprobs: list[Fields] | None = None
 
-
-def turn_to_message(turn: Turn, stop: Sequence[str], reads_calls: bool) -> tuple[Message, str]:
-    """A turn as a message, with the reasoning apart and the stop string cut, and the finish reason."""
-    content = turn.message.get("content") or ""
-    reasoning = next((turn.message[name] for name in _REASONING if turn.message.get(name)), None)
-    if reasoning is None and "</think>" in content:
-        reasoning, _, content = content.partition("</think>")
-        reasoning, content = reasoning.removeprefix("<think>").strip("\n"), content.lstrip("\n")
-    content = content[: min((content.find(text) for text in _stops(turn, stop) if text in content), default=None)]
-    message: Message = {"role": "assistant", "content": content}
-    if reasoning:
-        message["reasoning_content"] = reasoning
-    if not (reads_calls and turn.tool_calls):
-        return message, turn.finish_reason
-    message["content"] = content or None
-    message["tool_calls"] = [
-        {
-            "id": call.id,
-            "type": "function",
-            "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
-        }
-        for call in turn.tool_calls
-    ]
-    return message, "tool_calls"
+    @classmethod
+    def of(cls, turn: Turn, parsed: ParsedRequest, logprobs: list[Fields] | None) -> Choice:
+        """A turn as an answer, with the reasoning apart and the stop string cut."""
+        content = turn.message.get("content") or ""
+        reasoning = next((turn.message[name] for name in _REASONING if turn.message.get(name)), None)
+        if reasoning is None and "</think>" in content:
+            reasoning, _, content = content.partition("</think>")
+            reasoning, content = reasoning.removeprefix("<think>").strip("\n"), content.lstrip("\n")
+        stops = [text for text in _stops(turn, parsed.stop) if text in content]
+        content = content[: min(map(content.find, stops), default=None)]
+        message: Message = {"role": "assistant", "content": content}
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        if not (parsed.reads_calls and parsed.tools is not None and turn.tool_calls):
+            return cls(message, turn.finish_reason, turn, logprobs)
+        message["content"], message["tool_calls"] = content or None, []
+        for call in turn.tool_calls:
+            function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
+            message["tool_calls"].append({"id": call.id, "type": "function", "function": function})
+        return cls(message, "tool_calls", turn, logprobs)
 
 
 def _stops(turn: Turn, stop: Sequence[str]) -> list[str]:
     """The strings of `stop` that are in a turn which one of them may have ended."""
     return [text for text in stop if text in turn.text] if turn.finish_reason == "stop" else []
-
-
-def token_logprobs(tokenizer: PreTrainedTokenizerBase, ids: list[int], logprobs: list[float]) -> list[Fields]:
-    """Sampled tokens with their log-probabilities."""
-    texts = [tokenizer.decode([token]) for token in ids]
-    return [
-        {"token": text, "logprob": logprob, "bytes": list(text.encode("utf-8", "replace")), "top_logprobs": []}
-        for text, logprob in zip(texts, logprobs, strict=True)
-    ]
 
 
 def _count_usage(choices: Sequence[Choice]) -> dict[str, int]:
@@ -106,10 +89,8 @@ class Dialect(ABC):
     """An API: how its requests are read as chat completions and answered, and what requests may go on from."""
 
     path: str
-    fields: frozenset[str]
-    """Fields that are honoured, or refused with a sentence of their own."""
-    counted: Mapping[str, str] = {}
-    """What a count of tokens says beside the number."""
+    fields: frozenset[str]  # fields that are honoured, or refused with a sentence of their own
+    counted: Mapping[str, str] = {}  # what a count of tokens says beside the number
 
     @abstractmethod
     def as_chat(self, body: Fields, warnings: Warnings) -> Fields:
@@ -132,15 +113,10 @@ class _ChatCompletions(Dialect):
         head: Fields = {"id": f"chatcmpl-{uuid.uuid4().hex}", "object": "chat.completion", "created": int(time.time())}
         head["model"] = parsed.model
         if not parsed.stream:
-            listed = [
-                {
-                    "index": index,
-                    "message": choice.message,
-                    "finish_reason": choice.finish_reason,
-                    "logprobs": self._logprobs(choice),
-                }
-                for index, choice in enumerate(choices)
-            ]
+            listed = []
+            for index, choice in enumerate(choices):
+                answered = {"index": index, "message": choice.message, "finish_reason": choice.finish_reason}
+                listed.append({**answered, "logprobs": self._logprobs(choice)})
             yield orjson.dumps(head | {"choices": listed, "usage": _count_usage(choices)})
             return
         head["object"] = "chat.completion.chunk"

@@ -15,13 +15,9 @@ from mt_grpo.trajectory import Message, StopReason
 
 logger = logging.getLogger(__name__)
 
-Fields = dict[str, Any]
-"""A JSON object of a request or an answer."""
-
-NO_ROOM = "context_length_exceeded"
-"""Code of an error that clients know: no token is left."""
-OVER = "conversation_ended"
-"""Code of the error of a request that comes too late."""
+Fields = dict[str, Any]  # a JSON object of a request or an answer
+NO_ROOM = "context_length_exceeded"  # code of an error that clients know: no token is left
+OVER = "conversation_ended"  # code of the error of a request that comes too late
 
 
 class ApiError(Exception):
@@ -73,20 +69,11 @@ def invalid(param: str, problem: str) -> ApiError:
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _MOST_MESSAGES = 2048
 """Largest number of messages in a request, as with OpenAI: rendering them holds up all other conversations."""
-_TEXTS = ("text", "input_text", "output_text", "refusal")
-"""Types of content parts that are text."""
-
-
-def _read_messages(given: object) -> list[Message]:
-    """Normalises messages: content is text, arguments of calls are JSON objects, other keys are left out."""
-    if not isinstance(given, list) or not given:
-        raise invalid("messages", "must be a non-empty list of messages")
-    if len(given) > _MOST_MESSAGES:
-        raise invalid("messages", f"has {len(given)} messages, above {_MOST_MESSAGES}: leave out or join old ones")
-    return [_read_message(message, f"messages[{index}]") for index, message in enumerate(given)]
+_TEXTS = ("text", "input_text", "output_text", "refusal")  # types of content parts that are text
 
 
 def _read_message(message: object, place: str) -> Message:
+    """Normalises a message: content is text, arguments of calls are JSON objects, other keys are left out."""
     if not isinstance(message, dict) or message.get("role") not in _ROLES:
         raise invalid(place, f"has no role out of {', '.join(_ROLES)}")
     role = _ROLES[message["role"]]
@@ -208,10 +195,8 @@ _UNCHANGED: Mapping[str, object] = {
 _EFFORT_STAYS = "it has no effect, since the run decides how much is thought (`chat_template_kwargs`)"
 _UNREAD = "is no field that this server reads, and could change the answer: leave it out"
 _FORCED = "would force tokens that the policy did not choose"
-_MOST_CHOICES = _MOST_TOOLS = 128
-"""Largest `n`, and largest number of tools in a request, as with OpenAI."""
-_MOST_STOPS = 64
-"""Largest number of strings in `stop`: each is looked for after every token."""
+_MOST_CHOICES = _MOST_TOOLS = 128  # largest `n`, and largest number of tools in a request, as with OpenAI
+_MOST_STOPS = 64  # largest number of strings in `stop`: each is looked for after every token
 
 
 @dataclass(frozen=True)
@@ -262,7 +247,12 @@ def read_chat(
 
 
 def _read_chat(body: Fields, warnings: Warnings) -> ParsedRequest:
-    messages = _read_messages(body.get("messages"))
+    given = body.get("messages")
+    if not isinstance(given, list) or not given:
+        raise invalid("messages", "must be a non-empty list of messages")
+    if len(given) > _MOST_MESSAGES:
+        raise invalid("messages", f"has {len(given)} messages, above {_MOST_MESSAGES}: leave out or join old ones")
+    messages = [_read_message(message, f"messages[{index}]") for index, message in enumerate(given)]
     for name in ("functions", "function_call"):
         if body.get(name):
             raise invalid(name, "is an older form that is not read: give `tools`")
@@ -270,10 +260,14 @@ def _read_chat(body: Fields, warnings: Warnings) -> ParsedRequest:
     _check_format(body.get("response_format"), "response_format")
     if body.get("top_logprobs"):
         raise invalid("top_logprobs", "is set, and log-probabilities are known of the sampled tokens only")
-    n = _read_count(body, "n") or 1
+    counts = {}
+    for name in ("n", "max_tokens", "max_completion_tokens"):
+        value = counts[name] = body.get(name)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise invalid(name, f"is {value!r}: give a whole number above 0")
+    n = counts.pop("n") or 1
     if n > _MOST_CHOICES:
         raise invalid("n", f"is {n}, above {_MOST_CHOICES}")
-    most = [_read_count(body, name) for name in ("max_tokens", "max_completion_tokens")]
     stream = bool(body.get("stream"))
     return ParsedRequest(
         messages,
@@ -282,7 +276,7 @@ def _read_chat(body: Fields, warnings: Warnings) -> ParsedRequest:
         reads_calls=reads_calls,
         stop=_read_stop(body.get("stop")),
         n=n,
-        max_tokens=min((count for count in most if count is not None), default=None),
+        max_tokens=min((count for count in counts.values() if count is not None), default=None),
         logprobs=bool(body.get("logprobs")),
         stream=stream,
         usage=stream and bool((body.get("stream_options") or {}).get("include_usage")),
@@ -374,10 +368,3 @@ def _read_stop(stop: object) -> tuple[str, ...]:
     if len(stop) > _MOST_STOPS:
         raise invalid("stop", f"has {len(stop)} texts, above {_MOST_STOPS}")
     return tuple(stop)
-
-
-def _read_count(body: Fields, name: str) -> int | None:
-    value = body.get(name)
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-        raise invalid(name, f"is {value!r}: give a whole number above 0")
-    return value

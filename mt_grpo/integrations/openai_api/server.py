@@ -19,7 +19,7 @@ from aiohttp.http import HttpProcessingError
 from mt_grpo.envs.protocols import CallProtocol
 from mt_grpo.integrations.openai_api.conversation import Conversation
 from mt_grpo.integrations.openai_api.dialects import DIALECTS, Dialect, Messages, Responses
-from mt_grpo.integrations.openai_api.request import OVER, ApiError, Fields, ParsedRequest, Warnings, read_chat
+from mt_grpo.integrations.openai_api.request import OVER, ApiError, ParsedRequest, Warnings, read_chat
 from mt_grpo.rollout.policy import ConversationPolicy
 
 logger = logging.getLogger(__name__)
@@ -58,12 +58,9 @@ class _UnauthorizedAttempts:
         return False
 
 
-_LARGEST = 8 << 20
-"""Largest size of a request in bytes: several times the text of the longest contexts."""
-_ENDED = 4096
-"""Number of ended conversations whose keys are kept, so that late requests are told that theirs is over."""
-_OPEN_FILES = 8192
-"""Number of open files and connections for this process, if the system allows as many."""
+_LARGEST = 8 << 20  # largest size of a request in bytes: several times the text of the longest contexts
+_ENDED = 4096  # number of ended conversations whose keys are kept, so that late requests are told that theirs is over
+_OPEN_FILES = 8192  # number of open files and connections for this process, if the system allows as many
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -135,7 +132,7 @@ class Endpoint:
             app.router.add_post(f"{prefix}/v1/responses/input_tokens", partial(self._count, Responses.path))
             app.router.add_post(f"{prefix}/v1/messages/count_tokens", partial(self._count, Messages.path))
             app.router.add_get(f"{prefix}/v1/models", self._models)
-            app.router.add_get(f"{prefix}/v1/models/{{model:.+}}", self._model)
+            app.router.add_get(f"{prefix}/v1/models/{{model:.+}}", self._models)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.0, logger=self._unauthorized.log)
         await runner.setup()
         await web.TCPSite(runner, self.host, 0, backlog=_OPEN_FILES).start()
@@ -157,7 +154,12 @@ class Endpoint:
             error = ApiError(400, "The body of the request is damaged: its encoding is not what its headers say.")
         except ApiError as refusal:
             error = refusal
-        self._note(request, error)
+        key = self._key(request)
+        asked = self._keys.get(key)
+        if asked is None and key == self.relay_key:
+            asked = self._conversations.get(self._session(request) or "")
+        if asked is not None and request.method == "POST":  # clients look around with other methods
+            asked.note_refusal(error)
         return web.json_response(error.body, status=error.status, headers=error.headers)
 
     def _admit(self, request: web.Request) -> None:
@@ -172,15 +174,6 @@ class Endpoint:
         if key != self.relay_key and key not in self._keys and key not in self._ended:
             self._unauthorized.note()
             raise ApiError(401, "The API key is missing or wrong.", "invalid_api_key")
-
-    def _note(self, request: web.Request, error: ApiError) -> None:
-        """Keeps in its conversation that a request was refused."""
-        key = self._key(request)
-        asked = self._keys.get(key)
-        if asked is None and key == self.relay_key:
-            asked = self._conversations.get(self._session(request) or "")
-        if asked is not None and request.method == "POST":  # clients look around with other methods
-            asked.note_refusal(error)
 
     def _session(self, request: web.Request) -> str | None:
         return request.match_info.get("session", request.headers.get("X-Session-ID"))
@@ -245,14 +238,9 @@ class Endpoint:
         return response
 
     async def _models(self, request: web.Request) -> web.Response:
-        return web.json_response({"object": "list", "data": [_described("policy")]})
-
-    async def _model(self, request: web.Request) -> web.Response:
-        return web.json_response(_described(request.match_info["model"]))
-
-
-def _described(model: str) -> Fields:
-    return {"id": model, "object": "model", "created": 0, "owned_by": "mt_grpo"}
+        asked = request.match_info.get("model")
+        model = {"id": asked or "policy", "object": "model", "created": 0, "owned_by": "mt_grpo"}
+        return web.json_response({"object": "list", "data": [model]} if asked is None else model)
 
 
 def _allow_files() -> None:

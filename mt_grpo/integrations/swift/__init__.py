@@ -44,18 +44,9 @@ from mt_grpo.integrations.swift.scheduler import (
 GYMScheduler, MathAccuracy = GymScheduler, Accuracy
 RolloutScheduler, InferRequest = MultiTurnScheduler, RolloutInferRequest
 
-__all__ = [
-    "ORM",
-    "Accuracy",
-    "AsyncORM",
-    "DefaultRMPlugin",
-    "MathAccuracy",
-    "TransformersEngine",
-    "orms",
-    "rm_plugins",
-]
+__all__ = ["ORM", "Accuracy", "AsyncORM", "DefaultRMPlugin", "MathAccuracy", "TransformersEngine", "orms"]
 __all__ += ["ChatCompletionResponse", "ChatCompletionResponseChoice", "ChatMessage", "InferRequest", "Messages"]
-__all__ += ["RequestConfig", "ResponseError", "RolloutInferRequest", "RolloutOutput", "Template"]
+__all__ += ["RequestConfig", "ResponseError", "RolloutInferRequest", "RolloutOutput", "Template", "rm_plugins"]
 __all__ += ["Env", "GYMScheduler", "GymScheduler", "OpenEnvScheduler", "OpenEnvWrapper", "envs"]
 __all__ += ["MultiTurnScheduler", "RetryScheduler", "RolloutScheduler", "ThinkingTipsScheduler", "ToolCallScheduler"]
 __all__ += ["SchedulerEnv", "SchedulerSource", "get_logger", "multi_turns", "remove_response", "to_device"]

@@ -110,12 +110,7 @@ def _opening(system: str | None, observation: str) -> list[Message]:
 
 
 class OpenEnvWrapper:
-    """
-    A connection to an OpenEnv server. The first call opens it. The methods block.
-
-    Args:
-        env_config (`dict`): `base_url` (defaults to `http://localhost:8000`), and `reset_kwargs` for `reset`.
-    """
+    """A connection to the OpenEnv server of `env_config`; the first call opens it. The methods block."""
 
     def __init__(self, env_config: dict[str, Any]) -> None:
         self.base_url = env_config.get("base_url", "http://localhost:8000")

@@ -12,7 +12,7 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Coroutine
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mt_grpo.concurrency import OutOfTime, call, guarded
 from mt_grpo.envs.env import ConversationEnded, Outcome, Policy, RecordedEnv
@@ -33,7 +33,6 @@ from mt_grpo.integrations.swift.scheduler import (
     check_infos,
     claim,
     multi_turns,
-    plain,
     without_images,
 )
 from mt_grpo.options.table import Values
@@ -158,7 +157,7 @@ class SchedulerEnv(RecordedEnv):
                 source.warn_of_mask()
             elif source.loss_scale == "last_round":
                 _mask_earlier_rounds(conversation.sampled, last or {len(conversation.sampled) - 1})
-        infos = plain(self.records[-1][1]) if self.records else {}
+        infos = _plain(self.records[-1][1]) if self.records else {}
         reason = StopReason.ENV_DONE if conversation.answer is None else StopReason.ANSWERED
         return Outcome(conversation.rewards, conversation.reason or reason, conversation.answer, infos)
 
@@ -236,6 +235,17 @@ class SchedulerEnv(RecordedEnv):
             await call(end, self._conversation.policy.session, what=end.__qualname__)
 
 
+def _plain(value: object, depth: int = 8) -> Any:
+    """A copy that JSON can hold: other objects become text, and what is nested deeper than `depth` is left out."""
+    if isinstance(value, str | int | float | bool | None):
+        return value
+    if isinstance(value, dict):
+        return {str(key): _plain(item, depth - 1) for key, item in value.items()} if depth else "..."
+    if isinstance(value, list | tuple | set):
+        return [_plain(item, depth - 1) for item in value] if depth else "..."
+    return str(value)
+
+
 def _mask_earlier_rounds(sampled: list[Sampled], last: set[int]) -> None:
     """Masks all turns but those of the last round: a record's last turn, and the turns that it continues."""
     trained = False
@@ -246,8 +256,7 @@ def _mask_earlier_rounds(sampled: list[Sampled], last: set[int]) -> None:
         trained = trained and one.continues
 
 
-_MOST_LOOPS = 8
-"""Largest number of event loops. Coroutines that share a loop wait for each other when they block."""
+_MOST_LOOPS = 8  # largest number of event loops; coroutines that share a loop wait for each other when they block
 
 
 class _Loop:
@@ -299,14 +308,9 @@ async def _run_apart(
         return future.result()
     finally:
         future.cancel()
-        _leave(chosen, stuck)
-
-
-def _leave(chosen: _Loop, stuck: bool) -> None:
-    """Stops a loop that nobody uses any more. A loop in which something may be stuck gets no further coroutine."""
-    with _lock:
-        chosen.users -= 1
-        if (stuck or not chosen.users) and chosen in _loops:
-            _loops.remove(chosen)
-        if not chosen.users:
-            chosen.loop.call_soon_threadsafe(chosen.loop.stop)
+        with _lock:
+            chosen.users -= 1
+            if (stuck or not chosen.users) and chosen in _loops:  # one that may be stuck gets no further coroutine
+                _loops.remove(chosen)
+            if not chosen.users:
+                chosen.loop.call_soon_threadsafe(chosen.loop.stop)

@@ -54,9 +54,10 @@ class ORM(FunctionReward):
         """The keyword arguments of `__call__`."""
         inputs = {trajectory.session: _records(trajectory) for trajectory in trajectories}
         last = [inputs[trajectory.session][-1] for trajectory in trajectories]
+        said = [[each for each in record["messages"] if each["role"] == "assistant"] for record in last]
         return {
             **super().arguments(trajectories, rows),
-            "completions": [_last_words(record["messages"]) for record in last],
+            "completions": [(messages[-1].get("content") or "") if messages else "" for messages in said],
             "messages": [record["messages"] for record in last],
             "rollout_infos": [record["rollout_infos"] for record in last],
             "request_id": [trajectory.session for trajectory in trajectories],
@@ -74,11 +75,6 @@ def _records(trajectory: Trajectory) -> list[Record]:
     records = environment.records if isinstance(environment, RecordedEnv) and environment.records else whole
     columns = {**trajectory.row, "request_id": trajectory.session}
     return [{**columns, "messages": messages, "rollout_infos": infos} for messages, infos in records]
-
-
-def _last_words(messages: list[Message]) -> str:
-    contents = [message.get("content") or "" for message in messages if message["role"] == "assistant"]
-    return contents[-1] if contents else ""
 
 
 def _register_orm(name: str, orm: type[ORM]) -> None:
@@ -128,13 +124,7 @@ def _final(text: str) -> str | None:
 
 
 class DefaultRMPlugin:
-    """
-    Scores conversations by the first logit of a classifier.
-
-    Args:
-        model: A `transformers` model for sequence classification.
-        template (`_RewardTemplate`): Makes its inputs.
-    """
+    """Scores conversations by the first logit of a `transformers` model for sequence classification."""
 
     def __init__(self, model: PreTrainedModel, template: _RewardTemplate) -> None:
         self.model, self.template = model, template
@@ -165,11 +155,8 @@ class _RewardTemplate:
 
 class PluginReward(ORM):
     """
-    The reward of a plugin for reward models. Recipes name it by the plugin's name and give it a model:
-    `outcome_reward_funcs: [{name: my_plugin, model: path/or/id}]`.
-
-    Args:
-        model (`str`): A model for sequence classification, with a chat template: a folder or an id of the Hub.
+    The reward of a plugin for reward models. Recipes name it by the plugin's name and give it a model for sequence
+    classification, with a chat template: `outcome_reward_funcs: [{name: my_plugin, model: path/or/id}]`.
     """
 
     plugin_class: type = DefaultRMPlugin

@@ -36,28 +36,19 @@ if TYPE_CHECKING:
 @dataclass
 class RolloutInferRequest:
     """
-    A conversation that asks for the assistant's next words.
-
-    Args:
-        messages (`list[dict]`): The conversation. The model goes on with the last message where that is the
-            assistant's.
-        images (`list`): The images of the messages, for which `<image>` stands in their words; what has no place comes
-            before the user's first words. A scheduler may add, change and remove some between turns.
-        audios, videos (`list`): Empty.
-        tools (`list[dict]`, *optional*): Tool schemas for the chat template to show; the row's column `tools`.
-        objects (`dict`): Empty.
-        data_dict (`dict`): The other columns of the row, copied.
-        uuid (`str`): Identifier of the conversation.
+    A conversation that asks for the assistant's next words. The model goes on with the last message where that is the
+    assistant's. `<image>` stands in the words for each of `images`; what has no place comes before the user's first
+    words. A scheduler may add, change and remove some between turns.
     """
 
     messages: list[Message]
     images: list[object] = field(default_factory=list)
-    audios: list[object] = field(default_factory=list)
+    audios: list[object] = field(default_factory=list)  # empty, as `videos` and `objects`
     videos: list[object] = field(default_factory=list)
-    tools: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None  # schemas for the chat template to show; the row's column `tools`
     objects: dict[str, object] = field(default_factory=dict)
-    data_dict: dict[str, Any] = field(default_factory=dict)
-    uuid: str = field(default_factory=lambda: uuid.uuid4().hex)
+    data_dict: dict[str, Any] = field(default_factory=dict)  # the other columns of the row, copied
+    uuid: str = field(default_factory=lambda: uuid.uuid4().hex)  # identifier of the conversation
 
 
 @dataclass
@@ -66,18 +57,14 @@ class RequestConfig:
     How one response is sampled. How tokens are drawn is the run's: `temperature`, `top_k`, `top_p`,
     `repetition_penalty` and `n` are refused where they are set. `seed`, `logprobs` and `return_details` have no
     effect: seeds are the run's, and a response always has its log-probabilities and token ids.
-
-    Args:
-        max_tokens (`int`, *optional*): Tokens of the response, within the run's own limits.
-        stop (`list[str]`): Strings that end it; they stay part of it.
     """
 
-    max_tokens: int | None = None
+    max_tokens: int | None = None  # of the response, within the run's own limits
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
     repetition_penalty: float | None = None
-    stop: list[str] = field(default_factory=list)
+    stop: list[str] = field(default_factory=list)  # strings that end it; they stay part of it
     seed: int | None = None
     logprobs: bool = False
     n: int = 1
@@ -96,24 +83,14 @@ class ChatMessage:
 
 @dataclass
 class ChatCompletionResponseChoice:
-    """
-    What was sampled. All of it is the scheduler's own copy.
+    """What was sampled. All of it is the scheduler's own copy."""
 
-    Args:
-        index (`int`): 0.
-        message (`ChatMessage`): The words.
-        finish_reason (`str`): `"stop"`, or `"length"` where a limit cut them off.
-        logprobs (`dict`): `{"content": [{"token": ..., "logprob": ...}, ...]}`, one for each of `token_ids`.
-        messages (`list[dict]`, *optional*): Unused.
-        token_ids (`list[int]`): The sampled ids, the one that ended the response included.
-    """
-
-    index: int
+    index: int  # 0
     message: ChatMessage
-    finish_reason: str
-    logprobs: dict[str, Any] | None = None
-    messages: list[Message] | None = None
-    token_ids: list[int] | None = None
+    finish_reason: str  # `stop`, or `length` where a limit cut them off
+    logprobs: dict[str, Any] | None = None  # `{"content": [{"token": ..., "logprob": ...}, ...]}`, one for each id
+    messages: list[Message] | None = None  # unused
+    token_ids: list[int] | None = None  # the sampled ids, the one that ended the response included
 
 
 Choice = ChatCompletionResponseChoice
@@ -130,24 +107,14 @@ class ChatCompletionResponse:
 
 @dataclass
 class RolloutOutput:
-    """
-    A record of a conversation. A scheduler returns one, or several that make up one trajectory.
+    """A record of a conversation. A scheduler returns one, or several that make up one trajectory."""
 
-    Args:
-        response (`ChatCompletionResponse`): Its last response.
-        messages (`list[dict]`, *optional*): The conversation with that response.
-        response_token_ids (`list[list[int]]`): Token ids of its responses; a flat list is one response.
-        response_loss_mask (`list[list[int]]`): 1 where a token of these is trained.
-        rollout_infos (`dict`): What else rewards may want to know.
-        rollout_logprobs (`list[list[float]]`): Log-probabilities of the trained tokens.
-    """
-
-    response: ChatCompletionResponse
-    messages: list[Message] | None = None
-    response_token_ids: list[list[int]] = field(default_factory=list)
-    response_loss_mask: list[list[int]] = field(default_factory=list)
-    rollout_infos: dict[str, Any] = field(default_factory=dict)
-    rollout_logprobs: list[list[float]] = field(default_factory=list)
+    response: ChatCompletionResponse  # its last
+    messages: list[Message] | None = None  # the conversation with that response
+    response_token_ids: list[list[int]] = field(default_factory=list)  # of its responses; a flat list is one response
+    response_loss_mask: list[list[int]] = field(default_factory=list)  # 1 where a token of these is trained
+    rollout_infos: dict[str, Any] = field(default_factory=dict)  # what else rewards may want to know
+    rollout_logprobs: list[list[float]] = field(default_factory=list)  # of the trained tokens
 
     def __post_init__(self) -> None:
         for name in ("response_token_ids", "response_loss_mask", "rollout_logprobs"):
@@ -244,17 +211,7 @@ def claim(
         else:
             trained, of = sum(len(one.ids) for one in sampled), "the sampled tokens are"
         _check_length(where, "rollout_logprobs", len(logprobs), of, trained)
-    if ids is not None:
-        _claim(where, sampled, list(ids), mask)
-
-
-def _check_length(where: str, name: str, length: int, of: str, expected: int) -> None:
-    if length != expected:
-        raise ResponseError(f"{where}: `{name}` has {length} entries and {of} {expected}: make them equal.")
-
-
-def _claim(where: str, sampled: Sequence[Sampled], ids: list[int], mask: list[int] | None) -> None:
-    position = 0
+    position, ids = 0, list(ids or ())
     while position < len(ids):
         found, size = _find(sampled, ids, position)
         if found is None:
@@ -269,6 +226,11 @@ def _claim(where: str, sampled: Sequence[Sampled], ids: list[int], mask: list[in
         found.turn.mask = kept + [0] * (len(found.ids) - size)
         found.claimed = True
         position += size
+
+
+def _check_length(where: str, name: str, length: int, of: str, expected: int) -> None:
+    if length != expected:
+        raise ResponseError(f"{where}: `{name}` has {length} entries and {of} {expected}: make them equal.")
 
 
 def _find(sampled: Sequence[Sampled], ids: list[int], position: int) -> tuple[Sampled | None, int]:
@@ -290,17 +252,6 @@ def check_infos(where: str, infos: object) -> dict[str, Any]:
     if not isinstance(infos, dict):
         raise ResponseError(f"{where}: `rollout_infos` is {type(infos).__name__}: return a dictionary.")
     return infos
-
-
-def plain(value: object, depth: int = 8) -> Any:
-    """A copy that JSON can hold: other objects become text, and what is nested deeper than `depth` is left out."""
-    if isinstance(value, str | int | float | bool | None):
-        return value
-    if isinstance(value, dict):
-        return {str(key): plain(item, depth - 1) for key, item in value.items()} if depth else "..."
-    if isinstance(value, list | tuple | set):
-        return [plain(item, depth - 1) for item in value] if depth else "..."
-    return str(value)
 
 
 Kind = TypeVar("Kind")
@@ -328,8 +279,7 @@ class Names(dict[str, type[Kind]], Generic[Kind]):
 envs = Names("environment of the gym scheduler", Env)
 
 
-_PLACE = "<image>"
-"""What stands in the words of messages for an image of the list beside them."""
+_PLACE = "<image>"  # what stands in the words of messages for an image of the list beside them
 
 
 def without_images(messages: list[Message]) -> tuple[list[Message], list[object]]:
@@ -348,7 +298,7 @@ def without_images(messages: list[Message]) -> tuple[list[Message], list[object]
     return written, images
 
 
-def with_images(messages: list[Message], images: list[object]) -> list[Message]:
+def _with_images(messages: list[Message], images: list[object]) -> list[Message]:
     """Messages whose places show images. Images without a place come before the user's first words."""
     if not images:
         return messages
@@ -375,8 +325,7 @@ def _with_places(text: str, images: Iterator[Message]) -> Iterator[Message]:
             yield {"type": "text", "text": words}
 
 
-Returned = dict[str, Any]
-"""What a scheduler's `step` and `on_turn_end` return."""
+Returned = dict[str, Any]  # what a scheduler's `step` and `on_turn_end` return
 
 _OF_THE_RUN = ("temperature", "top_k", "top_p", "repetition_penalty", "n")
 """Fields of `RequestConfig` that the options of the run decide."""
@@ -404,7 +353,7 @@ class Conversation:
 
     async def sample(self, request: RolloutInferRequest, config: RequestConfig) -> ChatCompletionResponse:
         """Samples the next turn."""
-        messages = with_images(copy.deepcopy(request.messages), request.images)
+        messages = _with_images(copy.deepcopy(request.messages), request.images)
         if messages and messages[-1]["role"] == "assistant" and not messages[-1].get("content"):
             messages.pop()  # an empty message, where the response is to go
         continues = bool(messages) and messages[-1]["role"] == "assistant"
@@ -450,8 +399,7 @@ class Template:
         inputs.messages = [*(strip_thinking(message) for message in messages[:-1]), *messages[-1:]]
 
 
-CONVERSATION: ContextVar[Conversation] = ContextVar("conversation")
-"""The conversation of the running task."""
+CONVERSATION: ContextVar[Conversation] = ContextVar("conversation")  # the conversation of the running task
 
 
 class InferEngine:
