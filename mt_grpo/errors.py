@@ -28,6 +28,13 @@ class ConfigError(UserError, ValueError):
     """An option is wrong. The message is one sentence fit for the user."""
 
 
+def refuse_first(*faults: tuple[object, str], error: type[UserError] = ConfigError) -> None:
+    """Raises an error with the sentence of the first fault that is there."""
+    for is_there, sentence in faults:
+        if is_there:
+            raise error(sentence)
+
+
 class EngineError(UserError, RuntimeError):
     """The engine could not serve a request, and a repeat would not help. It ends one conversation, not the run."""
 
@@ -49,7 +56,7 @@ class RemoteError(Exception):
 
     def __init__(self, said: str, where: str | None, traceback: str) -> None:
         super().__init__(said)
-        self.said, self.fault = said, Fault(where, traceback)
+        self.said, self.fault = said, _Fault(where, traceback)
 
 
 MOST_FRAMES = 20
@@ -61,14 +68,14 @@ _INSTALLED = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib")}
 
 
 @dataclass(frozen=True)
-class Fault:
+class _Fault:
     """Where users' code failed."""
 
     where: str | None
     traceback: str
 
 
-def find_fault(error: BaseException) -> Fault:
+def find_fault(error: BaseException) -> _Fault:
     """
     Where an exception comes from. Frames of mt_grpo and of Python's own library are left out, and those of installed
     packages where any other is there. An exception without a frame of the user's is asked for its cause, and a group
@@ -88,7 +95,7 @@ def find_fault(error: BaseException) -> Fault:
     of_frames = textwrap.dedent("".join(traceback.StackSummary.from_list(shown[-MOST_FRAMES:]).format()))
     text = of_frames + "".join(traceback.format_exception_only(error))
     where = f"{frames[-1].filename}, line {frames[-1].lineno}, in {frames[-1].name}" if frames else None
-    return Fault(where, text.strip())
+    return _Fault(where, text.strip())
 
 
 def _is_ours_or_python(file: str) -> bool:

@@ -102,7 +102,7 @@ def import_object(path: str, *, what: str = "object") -> Any:
         )
     _check_place(module_name, f"The {what} {path!r}")
     try:
-        module = _load_file(module_name) if module_name.endswith(".py") else _load_module(module_name)
+        module = _load_file(module_name) if module_name.endswith(".py") else importlib.import_module(module_name)
     except Exception as error:  # whatever the user's module raises while it is imported
         raise ImportPathError(f"The {what} {path!r} does not import: {_import_failure(error)}.") from error
     if attribute not in vars(module):
@@ -141,7 +141,7 @@ def _check_place(module: str, label: str) -> None:
         )
 
 
-def did_you_mean(name: str, known: Iterable[object], cutoff: float = 0.6) -> str:
+def did_you_mean(name: object, known: Iterable[object], cutoff: float = 0.6) -> str:
     """A clause that names the closest of the known names, or nothing where none is as close as `cutoff` (up to 1)."""
     matches = difflib.get_close_matches(str(name), [str(item) for item in known], n=1, cutoff=cutoff)
     return f"; the nearest is {matches[0]!r}" if matches else ""
@@ -157,11 +157,6 @@ def _make_folder_importable() -> None:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     _offer_peers()
-
-
-def _load_module(name: str) -> ModuleType:
-    _make_folder_importable()
-    return importlib.import_module(name)
 
 
 def _load_file(path: str) -> ModuleType:

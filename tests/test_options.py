@@ -11,13 +11,13 @@ from typing import get_type_hints
 import pytest
 from trl import ModelConfig, ScriptArguments, TrlParser
 
-from mt_grpo.app import help
+from mt_grpo.app import commands as help
 from mt_grpo.app.recipe import MTGRPOScriptArguments, build_schema
 from mt_grpo.app.schema import Schema, SchemaOption
 from mt_grpo.errors import ConfigError
 from mt_grpo.forward.model import FORWARDS
 from mt_grpo.options.rules import CONFLICTS
-from mt_grpo.options.table import AGENT, GROUPS, OPTIONS, Rule, RunOptions, option, options_of
+from mt_grpo.options.table import AGENT, GROUPS, OPTIONS, RunOptions, _option, _Rule, options_of
 from mt_grpo.rollout.token_row import MODES
 from mt_grpo.training import MTGRPOConfig
 
@@ -157,11 +157,11 @@ def test_what_stands_at_a_bound_is_taken(tmp_path):
 class OneMore(MTGRPOConfig):
     """A configuration with one more line in its table."""
 
-    patience: int | None = option(
+    patience: int | None = _option(
         "Turns that a user waits for. Then the user leaves.",
         AGENT,
         default=3,
-        rule=Rule(lambda value: value > 0, "set a number above 0"),
+        rule=_Rule(lambda value: value > 0, "set a number above 0"),
         names=(1, 2, 3, 0),
     )
 

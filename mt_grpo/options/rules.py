@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 
-from mt_grpo.errors import ConfigError
+from mt_grpo.errors import ConfigError, refuse_first
 from mt_grpo.imports import choose, did_you_mean
 from mt_grpo.options.table import OF_ENVIRONMENT, OPTIONS, Option, Values, check_values
 from mt_grpo.options.values import (
@@ -32,8 +32,7 @@ from mt_grpo.options.values import (
 )
 from mt_grpo.servers import expand_addresses, host_url
 
-_BRANCH_RULE = "branch_to_go"
-"""The credit rule of conversations that branch."""
+_BRANCH_RULE = "branch_to_go"  # the credit rule of conversations that branch
 
 PARTNERS = tuple(name for name in ALIASES if name != "multi_turn_scheduler")
 """Mutually exclusive options: each says who replies to the model."""
@@ -249,9 +248,7 @@ _OF_TRAINING = (
         "set a number above 0, such as 1.0",
     ),
     _Conflict(
-        lambda o: o.max_steps == 0,
-        "`max_steps` is 0, so nothing is trained",
-        "set a number above 0, or leave it out",
+        lambda o: o.max_steps == 0, "`max_steps` is 0, so nothing is trained", "set a number above 0, or leave it out"
     ),
     _Conflict(
         lambda o: o.max_steps < 0 and not o.num_train_epochs > 0,
@@ -498,18 +495,16 @@ def _check_environments(options: Values) -> None:
     environments = parse_mapping(options["environments"], "environments")
     if not isinstance(environments, Mapping) or not environments:
         raise ConfigError("`environments` is a mapping from the names in the column `environment` to environments.")
+    takes = ", ".join(OF_ENVIRONMENT)
     for name, given in environments.items():
+        place = f"`environments: {name}`"
         if isinstance(given, str):
             continue
         if not isinstance(given, Mapping):
-            raise ConfigError(
-                f"`environments: {name}` is {given!r}: give a dotted path, or a mapping of "
-                f"{', '.join(OF_ENVIRONMENT)}."
-            )
+            raise ConfigError(f"{place} is {given!r}: give a dotted path, or a mapping of {takes}.")
         for option in given:
-            written = f"The key {option!r} of `environments: {name}`"
-            refuse_unknown(str(option), written, OF_ENVIRONMENT, f"it takes {', '.join(OF_ENVIRONMENT)}")
-        check_values(given, OF_ENVIRONMENT, f" of `environments: {name}`")
+            refuse_unknown(str(option), f"The key {option!r} of {place}", OF_ENVIRONMENT, f"it takes {takes}")
+        check_values(given, OF_ENVIRONMENT, f" of {place}")
 
 
 def check_agent(options: Values, key: str = "") -> None:
@@ -525,28 +520,21 @@ def check_agent(options: Values, key: str = "") -> None:
     elif not own:
         return
     what, who = ("env", "an environment of verifiers") if own else ("agent", "an agent")
-    for name in ("tools", "tools_config_file", "system_prompt", "max_env_steps"):
-        if options[name]:
-            raise ConfigError(
-                f"`{name}` and `{what}`{place} are both set, and {who} brings its own tools, messages and end: "
-                f"leave `{name}` out."
-            )
+    both = f"and `{what}`{place} are both set, and {who} brings its own tools, messages and end: leave"
+    given = (name for name in ("tools", "tools_config_file", "system_prompt", "max_env_steps") if options[name])
+    refuse_first(*((True, f"`{name}` {both} `{name}` out.") for name in given))
 
 
 def check_scheduler(options: Values, key: str = "") -> None:
     """Refuses options beside a scheduler that would have no effect, and a scheduler's without one."""
     place = f" of `{key}`" if key else ""
     if options["multi_turn_scheduler"] is None:
-        for name, default in (("max_turns", None), ("loss_scale", "all")):
-            if options[name] != default:
-                raise ConfigError(
-                    f"`{name}`{place} has an effect with `multi_turn_scheduler` only: leave it out"
-                    f"{', and set `max_env_steps`' if name == 'max_turns' else ''}."
-                )
+        alone = f"{place} has an effect with `multi_turn_scheduler` only: leave it out"
+        refuse_first(
+            (options["max_turns"] is not None, f"`max_turns`{alone}, and set `max_env_steps`."),
+            (options["loss_scale"] != "all", f"`loss_scale`{alone}."),
+        )
         return
-    for name in ("tools", "tools_config_file", *PARTNERS):
-        if options.get(name):
-            raise ConfigError(
-                f"`{name}` and `multi_turn_scheduler`{place} are both set, and a scheduler holds the conversation "
-                "itself: leave one out."
-            )
+    both = f"and `multi_turn_scheduler`{place} are both set, and a scheduler holds the conversation itself"
+    others = ("tools", "tools_config_file", *PARTNERS)
+    refuse_first(*((options.get(name), f"`{name}` {both}: leave one out.") for name in others))

@@ -29,7 +29,7 @@ GROUPS = (MODEL, AGENT, REWARDS, TRAINING, SERVER, RUN)
 
 
 @dataclass(frozen=True)
-class Rule:
+class _Rule:
     """A rule for one value: a test, and the advice where the test fails. `None`, an option left out, is fine."""
 
     holds: Callable[[Any], bool]
@@ -41,10 +41,10 @@ def _is_finite(value: object) -> bool:
     return isinstance(value, numbers.Real) and math.isfinite(value)
 
 
-_ABOVE_ZERO = Rule(lambda value: value > 0, "set a number above 0, or leave it out")
-_NOT_BELOW_ZERO = Rule(lambda value: value >= 0, "set 0 or more, or leave it out")
-_PORT = Rule(lambda value: 0 < value < 2**16, "set a port from 1 to 65535, or leave it out")
-_NO_EFFECT = Rule(lambda value: not value, "it has no effect on rollouts of many turns, so leave it out", False)
+_ABOVE_ZERO = _Rule(lambda value: value > 0, "set a number above 0, or leave it out")
+_NOT_BELOW_ZERO = _Rule(lambda value: value >= 0, "set 0 or more, or leave it out")
+_PORT = _Rule(lambda value: 0 < value < 2**16, "set a port from 1 to 65535, or leave it out")
+_NO_EFFECT = _Rule(lambda value: not value, "it has no effect on rollouts of many turns, so leave it out", False)
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Option:
 
     help: str = ""
     group: str | None = None
-    rule: Rule | None = None
+    rule: _Rule | None = None
     names: tuple[Any, ...] = ()
     also: str | None = None
     page: str | None = None
@@ -72,7 +72,7 @@ _OPTIONS: dict[dataclasses.Field[Any], Option] = {}
 """By field, since the metadata of a field has to be what `argparse` takes."""
 
 
-def option(help: str, group: str, default: Any = None, **more: Any) -> Any:
+def _option(help: str, group: str, default: Any = None, **more: Any) -> Any:
     """A field of a dataclass of options; `more` are further arguments of `Option`."""
     described = Option(help, group, **more)
     made: dataclasses.Field[Any] = dataclasses.field(default=default, metadata={"help": described.description})
@@ -80,7 +80,7 @@ def option(help: str, group: str, default: Any = None, **more: Any) -> Any:
     return made
 
 
-_model, _agent, _rewards, _training, _server, _run = (functools.partial(option, group=group) for group in GROUPS)
+_model, _agent, _rewards, _training, _server, _run = (functools.partial(_option, group=group) for group in GROUPS)
 _env = functools.partial(_agent, of_environment=True)
 
 
@@ -88,9 +88,7 @@ _env = functools.partial(_agent, of_environment=True)
 class DataOptions:
     """Options that TRL's `ScriptArguments` does not have."""
 
-    column_mapping: dict[str, str] | str | None = _model(
-        "Columns to add: {wanted: one that is there}.",
-    )
+    column_mapping: dict[str, str] | str | None = _model("Columns to add: {wanted: one that is there}.")
     eval_datasets: dict[str, Any] | str | None = _model(
         "Several evaluation sets: {name: split}. Or {name: {dataset_name, split, dataset_config}}; in place of "
         "`dataset_test_split`. Metrics are `eval_NAME_reward` and the like.",
@@ -121,8 +119,7 @@ class RunOptions:
         executes="path",
     )
     env_config: dict[str, Any] | str | None = _env(
-        "Options of an environment of verifiers.",
-        page="any_agent.md#environments-of-verifiers",
+        "Options of an environment of verifiers.", page="any_agent.md#environments-of-verifiers"
     )
     environment_urls: list[str] | None = _env(
         "OpenEnv servers of the environment. A list, or ranges such as `http://node[1-4]:8000`.",
@@ -147,35 +144,27 @@ class RunOptions:
         page="simulated_users.md",
     )
     interaction_config_file: str | None = _env(
-        "YAML file of verl's interactions.",
-        page="interactions.md",
-        executes="file",
+        "YAML file of verl's interactions.", page="interactions.md", executes="file"
     )
     multi_turn_scheduler: str | None = _env(
-        "A scheduler in the place of an environment. By name or dotted path.",
-        page="schedulers.md",
-        executes="path",
+        "A scheduler in the place of an environment. By name or dotted path.", page="schedulers.md", executes="path"
     )
-    max_turns: int | None = _env(
-        "Responses of one conversation of the scheduler.",
-        rule=_ABOVE_ZERO,
-    )
+    max_turns: int | None = _env("Responses of one conversation of the scheduler.", rule=_ABOVE_ZERO)
     call_protocol: str | None = _env(
         "How calls are written: tags, native or another. `native` is the model's own form; `learnt_tags` are `tags` "
         "without instructions; with `plain` a conversation is one answer without calls. Unset: `tags`, and `native` "
-        "for `environment_factory`, as in TRL.",
+        "for `environment_factory`, as in TRL."
     )
     system_prompt: str | None = _env(
-        "The system message of prompts that bring none. The call protocol's instructions follow it.",
+        "The system message of prompts that bring none. The call protocol's instructions follow it."
     )
     max_env_steps: int | None = _env(
         "Replies in one conversation; 5 where unset. Those of the environment; no bound with "
         "`environment_factory`. TRL's `max_tool_calling_iterations` is the same.",
-        rule=Rule(lambda value: value >= 0, "it counts replies of the environment, so set 0 or more"),
+        rule=_Rule(lambda value: value >= 0, "it counts replies of the environment, so set 0 or more"),
     )
     max_turn_length: int | None = _agent(
-        "Tokens sampled in one turn. Reaching it ends the conversation.",
-        rule=_ABOVE_ZERO,
+        "Tokens sampled in one turn. Reaching it ends the conversation.", rule=_ABOVE_ZERO
     )
     max_completion_length: int | None = _agent(
         "Tokens of a conversation after the prompt. Those that the environment writes count.",
@@ -190,7 +179,7 @@ class RunOptions:
     tool_processes: int = _env(
         "Processes that call tools which are plain functions. 0 calls them in threads.",
         default=0,
-        rule=Rule(lambda value: value >= 0, "set 0 or more"),
+        rule=_Rule(lambda value: value >= 0, "set 0 or more"),
         page="tools.md",
     )
     rollout_timeout: float | None = _agent("Seconds one conversation may take.", rule=_ABOVE_ZERO)
@@ -213,8 +202,7 @@ class RunOptions:
         page="history.md",
     )
     external_plugins: list[str] | None = _agent(
-        "Python files imported before anything is looked up by name.",
-        executes="path",
+        "Python files imported before anything is looked up by name.", executes="path"
     )
 
     turn_reward_funcs: list[str] | None = _rewards(
@@ -231,7 +219,7 @@ class RunOptions:
     )
     reward_weights: list[float] | None = _rewards(
         "Weights of turn rewards, then of outcome rewards. Unset: 1 each.",
-        rule=Rule(
+        rule=_Rule(
             lambda value: isinstance(value, (list, tuple)) and all(map(_is_finite, value)),
             "give a list of finite numbers, one for each reward",
             of_numbers=False,
@@ -249,7 +237,7 @@ class RunOptions:
     )
     turn_advantage_coef: float | None = _rewards(
         "Weight of the turn advantage. Unset: the rule's default (1.0 for `mt_grpo`).",
-        rule=Rule(math.isfinite, "give a finite number"),
+        rule=_Rule(math.isfinite, "give a finite number"),
     )
     groups_without_signal: str = _rewards(
         "keep, resample or leave_out. What becomes of groups whose advantages are all 0. `keep`: they count where the "
@@ -258,25 +246,17 @@ class RunOptions:
         names=("keep", "resample", "leave_out"),
         page="credit.md",
     )
-    max_resample_times: int = _rewards(
-        "Rounds of sampling such groups again.",
-        default=3,
-        rule=_ABOVE_ZERO,
-    )
+    max_resample_times: int = _rewards("Rounds of sampling such groups again.", default=3, rule=_ABOVE_ZERO)
     branch_at: int | None = _rewards(
         "Turns after which a conversation branches. In training only; unset: none does.",
-        rule=Rule(lambda value: value >= 1, "it counts the turns that branches share, so set 1 or more"),
+        rule=_Rule(lambda value: value >= 1, "it counts the turns that branches share, so set 1 or more"),
         page="branching.md",
     )
-    num_branches: int = _rewards(
-        "Branches of a conversation, with `branch_at`.",
-        default=4,
-        page="branching.md",
-    )
+    num_branches: int = _rewards("Branches of a conversation, with `branch_at`.", default=4, page="branching.md")
     env_mask: int = _rewards(
         "Loss mask of tokens that the environment wrote. 1 trains on tool results too.",
         default=0,
-        rule=Rule(lambda value: value in (0, 1), "set 0 (tool results are not trained) or 1 (they are)"),
+        rule=_Rule(lambda value: value in (0, 1), "set 0 (tool results are not trained) or 1 (they are)"),
         of_environment=True,
     )
     loss_scale: str = _rewards(
@@ -295,14 +275,12 @@ class RunOptions:
         page="forward.md",
     )
     tree_attention: str = _training(
-        "auto, segment, flex or dense. The attention of `forward: tree`.",
-        default="auto",
-        page="forward.md",
+        "auto, segment, flex or dense. The attention of `forward: tree`.", default="auto", page="forward.md"
     )
     sp_size: int = _training(
         "Processes that share each micro-batch's tokens. For conversations too long for one GPU.",
         default=1,
-        rule=Rule(
+        rule=_Rule(
             lambda value: value >= 1 and value == int(value), "set a whole number of processes, or leave it out"
         ),
         page="long_conversations.md",
@@ -310,13 +288,11 @@ class RunOptions:
     gradient_checkpointing_layers: int = _training(
         "Layers that keep one input between them. The square root of their number keeps least, for one more forward.",
         default=1,
-        rule=Rule(lambda value: value >= 1 and value == int(value), "set a whole number of layers, or leave it out"),
+        rule=_Rule(lambda value: value >= 1 and value == int(value), "set a whole number of layers, or leave it out"),
         page="long_conversations.md",
     )
     activation_offloading: bool = _training(
-        "Keep activations in the machine's memory.",
-        default=False,
-        page="long_conversations.md",
+        "Keep activations in the machine's memory.", default=False, page="long_conversations.md"
     )
     router_replay: bool = _training(
         "Train mixtures by the experts of sampling. It needs `forward: tree`, and an engine that names them.",
@@ -327,7 +303,7 @@ class RunOptions:
         "Generation batches that are sampled ahead. 0 samples and trains them one after the other; 1 or 2 suit slow "
         "tools.",
         default=0,
-        rule=Rule(
+        rule=_Rule(
             lambda value: value >= 0 and value == int(value),
             "it counts generation batches, so set a whole number, 0 or more",
         ),
@@ -359,8 +335,7 @@ class RunOptions:
     )
 
     disable_dropout: bool = _training(
-        "Train without dropout, as sampling has none. An adapter's is included. TRL's default is false.",
-        default=True,
+        "Train without dropout, as sampling has none. An adapter's is included. TRL's default is false.", default=True
     )
 
     vllm_mode: str = _server(
@@ -391,8 +366,7 @@ class RunOptions:
         of_server=True,
     )
     weight_sync_folder: str | None = _server(
-        "Folder of the weights' file, shared between hosts. Unset: shared memory.",
-        page="server.md",
+        "Folder of the weights' file, shared between hosts. Unset: shared memory.", page="server.md"
     )
     weight_sync_port: int | None = _server(
         "Port at which the trainer offers weights by `http` or `delta`. Unset: any free one.",
@@ -400,15 +374,11 @@ class RunOptions:
         page="server.md",
     )
     verify_sync_every: int = _server(
-        "Every so many weight syncs are verified. So is the first.",
-        default=50,
-        rule=_ABOVE_ZERO,
-        page="server.md",
+        "Every so many weight syncs are verified. So is the first.", default=50, rule=_ABOVE_ZERO, page="server.md"
     )
 
     overwrite_output_dir: bool = _run(
-        "Remove what an earlier run left in `output_dir`. A run that is resumed keeps it.",
-        default=False,
+        "Remove what an earlier run left in `output_dir`. A run that is resumed keeps it.", default=False
     )
     early_stopping_patience: int | None = _run(
         "Evaluations in a row without a better `metric_for_best_model` after which training ends.",
@@ -421,7 +391,7 @@ class RunOptions:
     )
     metrics_address: int | str | None = _run(
         "Where Prometheus reads the run's metrics: a port of this machine, or HOST:PORT.",
-        rule=Rule(
+        rule=_Rule(
             lambda value: re.fullmatch(r"(.+:)?\d{1,5}", str(value)) is not None,
             "set a port such as 9464, or an address such as `0.0.0.0:9464`",
             of_numbers=False,
@@ -429,8 +399,7 @@ class RunOptions:
         page="watching.md",
     )
     logging_steps: float = _run(
-        "Steps between two lines of metrics. Below 1, a share of all steps. TRL's default is 10.",
-        default=1,
+        "Steps between two lines of metrics. Below 1, a share of all steps. TRL's default is 10.", default=1
     )
 
 
@@ -453,19 +422,17 @@ OF_LIBRARIES = {
     "num_generations": Option(
         "Conversations for each prompt.",
         TRAINING,
-        rule=Rule(lambda value: value >= 2, "an advantage compares the completions of one prompt, so set 2 or more"),
+        rule=_Rule(lambda value: value >= 2, "an advantage compares the completions of one prompt, so set 2 or more"),
     ),
     "per_device_train_batch_size": Option(
         "Conversations in one microbatch of each process.", TRAINING, rule=_ABOVE_ZERO
     ),
     "gradient_accumulation_steps": Option("Microbatches in one optimiser step.", TRAINING, rule=_ABOVE_ZERO),
     "learning_rate": Option(
-        "Learning rate at its highest.",
-        TRAINING,
-        rule=Rule(lambda value: value >= 0, "set 0 or more, such as 1e-6"),
+        "Learning rate at its highest.", TRAINING, rule=_Rule(lambda value: value >= 0, "set 0 or more, such as 1e-6")
     ),
     "temperature": Option(
-        "Sampling temperature.", TRAINING, rule=Rule(lambda value: value >= 0, "set a number above 0, such as 1.0")
+        "Sampling temperature.", TRAINING, rule=_Rule(lambda value: value >= 0, "set a number above 0, such as 1.0")
     ),
     "loss_type": Option(
         "grpo, bnpo, dr_grpo, dapo, cispo, sapo, luspo or vespo.",
@@ -493,14 +460,14 @@ OF_LIBRARIES = {
     "top_p": Option(
         "Sample from the likeliest tokens of this probability together.",
         TRAINING,
-        rule=Rule(lambda value: 0 < value <= 1, "set a number above 0 and at most 1, or leave it out"),
+        rule=_Rule(lambda value: 0 < value <= 1, "set a number above 0 and at most 1, or leave it out"),
         seldom=True,
     ),
     "top_k": Option("Sample from so many likeliest tokens; 0: all.", TRAINING, seldom=True),
     "min_p": Option(
         "Sample from tokens at least so likely, relative to the likeliest.",
         TRAINING,
-        rule=Rule(lambda value: 0 <= value <= 1, "set a number from 0 to 1, or leave it out"),
+        rule=_Rule(lambda value: 0 <= value <= 1, "set a number from 0 to 1, or leave it out"),
         seldom=True,
     ),
     "optim": Option("Optimiser, such as adamw_torch_fused or adamw_bnb_8bit.", TRAINING, seldom=True),
@@ -534,7 +501,7 @@ OF_LIBRARIES = {
     "vllm_gpu_memory_utilization": Option(
         "Share of a GPU's memory that vLLM takes, with `vllm_mode: colocate`.",
         SERVER,
-        rule=Rule(lambda value: 0 < value <= 1, "it is a share of a GPU's memory, so set one such as 0.3"),
+        rule=_Rule(lambda value: 0 < value <= 1, "it is a share of a GPU's memory, so set one such as 0.3"),
         seldom=True,
     ),
     "vllm_max_model_length": Option("Context length; unset, the model's.", SERVER, of_server=True, seldom=True),
@@ -564,10 +531,10 @@ OF_LIBRARIES = {
     "seed": Option(
         "Seed of everything drawn.",
         RUN,
-        rule=Rule(lambda value: 0 <= value < 2**32, "set a whole number from 0 to 4294967295"),
+        rule=_Rule(lambda value: 0 <= value < 2**32, "set a whole number from 0 to 4294967295"),
     ),
     "multi_objective_aggregation": Option(
-        rule=Rule(
+        rule=_Rule(
             lambda value: value == "sum_then_normalize",
             "it does not say which turn a reward belongs to, so leave it out, and weigh rewards with `reward_weights`",
             of_numbers=False,
@@ -583,7 +550,7 @@ OF_LIBRARIES = {
         Option(rule=_NO_EFFECT),
     ),
     "parallelism_config": Option(
-        rule=Rule(
+        rule=_Rule(
             lambda value: not value,
             "it splits rows before they are sampled, so leave it out: set `sp_size` to split them afterwards, and "
             "shard weights by `--accelerate_config`",

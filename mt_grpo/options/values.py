@@ -19,7 +19,7 @@ import yaml
 from annotated_types import Ge, Gt, Le, MinLen
 from typing_extensions import TypedDict
 
-from mt_grpo.errors import ConfigError
+from mt_grpo.errors import ConfigError, refuse_first
 from mt_grpo.imports import choose, did_you_mean
 from mt_grpo.options.table import RunOptions, Values
 
@@ -173,12 +173,14 @@ def _validated(options: type, given: object, key: str) -> dict[str, Any]:
     needed = [key for key in known if key in options.__required_keys__]  # type: ignore[attr-defined]
     name = ".".join(map(str, wrong["loc"]))
     if wrong["type"] == "extra_forbidden":
-        raise ConfigError(f"`{key}` has an unknown key {name!r}{did_you_mean(name, known)}.")
-    if wrong["type"] == "missing":
-        raise ConfigError(f"`{key}` has no `{name}`: it needs {', '.join(needed)}.")
-    if not name:
-        raise ConfigError(f"`{key}` is {given!r}: give a mapping of {', '.join(needed or known)}.")
-    raise ConfigError(f"`{key}: {name}` is {wrong['input']!r}: {wrong['msg'][0].lower()}{wrong['msg'][1:]}.")
+        said = f"`{key}` has an unknown key {name!r}{did_you_mean(name, known)}"
+    elif wrong["type"] == "missing":
+        said = f"`{key}` has no `{name}`: it needs {', '.join(needed)}"
+    elif not name:
+        said = f"`{key}` is {given!r}: give a mapping of {', '.join(needed or known)}"
+    else:
+        said = f"`{key}: {name}` is {wrong['input']!r}: {wrong['msg'][0].lower()}{wrong['msg'][1:]}"
+    raise ConfigError(f"{said}.")
 
 
 def parse_user(user: object) -> dict[str, Any]:
@@ -192,14 +194,16 @@ def parse_user(user: object) -> dict[str, Any]:
             )
         user = {name: value for name, value in user.items() if value is not None}
     user = _validated(_UserOptions, user, "simulated_user")
-    if not user["base_url"].startswith(("http://", "https://")):
-        raise ConfigError(
-            f"`simulated_user: base_url` is {user['base_url']!r}: give a URL such as `http://127.0.0.1:8001/v1`."
-        )
+    _check_url(user["base_url"], "simulated_user: base_url", "a URL such as `http://127.0.0.1:8001/v1`")
     for name in ("model", "messages", "stream"):
         if name in user.get("request", {}):
             raise ConfigError(f"`simulated_user: request` sets `{name}`, which is set for it: leave that out.")
     return user
+
+
+def _check_url(given: str, key: str, wanted: str) -> None:
+    if not given.startswith(("http://", "https://")):
+        raise ConfigError(f"`{key}` is {given!r}: give {wanted}.")
 
 
 def parse_agent(agent: object, key: str = "agent") -> dict[str, str]:
@@ -210,17 +214,17 @@ def parse_agent(agent: object, key: str = "agent") -> dict[str, str]:
     if not isinstance(agent, Mapping):
         raise ConfigError(f"`{key}` is {agent!r}: give {forms}.")
     agent = _validated(_AgentOptions, agent, key)
-    if ("function" in agent) == ("command" in agent):
-        raise ConfigError(f"`{key}` has to name one thing that runs: {forms}.")
-    if "command" in agent:
-        try:
-            program = next(iter(shlex.split(agent["command"])), "")
-        except ValueError as error:
-            raise ConfigError(f"`{key}: command` cannot be split into words ({error}): close its quotes.") from error
-        if shutil.which(program) is None:
-            raise ConfigError(
-                f"`{key}: command` begins with {program!r}, which is no program here: install it, or give its path."
-            )
+    try:
+        program = next(iter(shlex.split(agent.get("command", ""))), "")
+    except ValueError as error:
+        raise ConfigError(f"`{key}: command` cannot be split into words ({error}): close its quotes.") from error
+    refuse_first(
+        (("function" in agent) == ("command" in agent), f"`{key}` has to name one thing that runs: {forms}."),
+        (
+            "command" in agent and shutil.which(program) is None,
+            f"`{key}: command` begins with {program!r}, which is no program here: install it, or give its path.",
+        ),
+    )
     return agent
 
 
@@ -228,32 +232,36 @@ def parse_teacher(teacher: object) -> dict[str, Any]:
     """A teacher as a recipe, a command line (the mapping as JSON) or a script gives it."""
     given = _parse_braces(teacher, "`teacher`")
     teacher = _validated(_TeacherOptions, {"model": given} if isinstance(given, str) else given, "teacher")
-    if not teacher.get("server", "http://").startswith(("http://", "https://")):
-        raise ConfigError(
-            f"`teacher: server` is {teacher['server']!r}: give the address of a vLLM server, such as "
-            "`http://127.0.0.1:8001`."
+    if "server" in teacher:
+        _check_url(
+            teacher["server"], "teacher: server", "the address of a vLLM server, such as `http://127.0.0.1:8001`"
         )
     if "sees" in teacher:
         teacher = {**teacher, "sees": list(dict.fromkeys(teacher["sees"]))}
-    if "teacher_model_kind" in teacher and teacher["model"] != SELF:
-        raise ConfigError(
+    is_policy, kind = teacher["model"] == SELF, teacher.get("teacher_model_kind")
+    mean = next((name for name in ("teacher_update_rate", "teacher_sync_steps") if name in teacher), None)
+    refuse_first(
+        (
+            kind is not None and not is_policy,
             f"`teacher: teacher_model_kind` says which weights of the policy teach, and the teacher is "
-            f"{teacher['model']!r}: leave it out, or set `model: self`."
-        )
-    for name in ("teacher_update_rate", "teacher_sync_steps"):
-        if name in teacher and (teacher["model"] != SELF or teacher.get("teacher_model_kind", "ema") != "ema"):
-            raise ConfigError(
-                f"`teacher: {name}` says how a mean of the policy follows it: leave it out, or set `model: self` and "
-                "`teacher_model_kind: ema`."
-            )
-    if teacher["model"] == SELF and "sees" not in teacher and teacher.get("teacher_model_kind", "live") == "live":
-        raise ConfigError(
+            f"{teacher['model']!r}: leave it out, or set `model: self`.",
+        ),
+        (
+            mean is not None and not (is_policy and kind in (None, "ema")),
+            f"`teacher: {mean}` says how a mean of the policy follows it: leave it out, or set `model: self` and "
+            "`teacher_model_kind: ema`.",
+        ),
+        (
+            is_policy and "sees" not in teacher and kind in (None, "live"),
             "`teacher: self` is the policy, which knows no more than itself: say in `sees` what it is shown beside "
-            "(answer, sibling, feedback), or set `teacher_model_kind: ema`, or `base`."
-        )
-    if teacher["model"] == SELF and "server" in teacher:
-        raise ConfigError("`teacher: server` has another model than the policy: leave it out for `model: self`.")
-    return {"teacher_model_kind": "ema", **teacher} if teacher["model"] == SELF else teacher
+            "(answer, sibling, feedback), or set `teacher_model_kind: ema`, or `base`.",
+        ),
+        (
+            is_policy and "server" in teacher,
+            "`teacher: server` has another model than the policy: leave it out for `model: self`.",
+        ),
+    )
+    return {"teacher_model_kind": "ema", **teacher} if is_policy else teacher
 
 
 def verifiers_name(env: object) -> str | None:
@@ -267,7 +275,7 @@ def verifiers_name(env: object) -> str | None:
 
 
 def parse_env_config(config: object, key: str = "env_config") -> dict[str, Any]:
-    """The options of an environment as a recipe, a command line (the mapping as JSON) or a script gives them."""
+    """The options of an environment, as `parse_user` reads its own."""
     config = parse_mapping(config, key)
     if not isinstance(config, Mapping):
         raise ConfigError(f"`{key}` is {config!r}: give a mapping from names of options to values.")
@@ -287,17 +295,17 @@ def parse_eval_datasets(given: object) -> dict[str, dict[str, Any]] | None:
         return None
     if not isinstance(sets, dict) or not sets:
         raise ConfigError(f"`eval_datasets` is {given!r}: give splits by name, such as `{{hard: 'test[:100]'}}`.")
-    read = {}
-    for name, one in sets.items():
-        one = {"split": one} if isinstance(one, str) else one
-        if not re.fullmatch(r"\w+", str(name)):
-            raise ConfigError(f"`eval_datasets` has the name {name!r}, which metrics cannot have: write a word.")
-        wrong = set(one) - set(_OF_SETS) if isinstance(one, dict) else {"?"}
-        if wrong or not all(isinstance(value, str) for value in one.values()) or not one:
-            raise ConfigError(
-                f"`eval_datasets: {name}` is {one!r}: give a split, or a mapping with some of {', '.join(_OF_SETS)}."
-            )
-        read[str(name)] = one
+    read = {str(name): {"split": one} if isinstance(one, str) else one for name, one in sets.items()}
+    for name, one in read.items():
+        takes = f"give a split, or a mapping with some of {', '.join(_OF_SETS)}"
+        texts = isinstance(one, dict) and one and all(isinstance(value, str) for value in one.values())
+        refuse_first(
+            (
+                not re.fullmatch(r"\w+", name),
+                f"`eval_datasets` has the name {name!r}, which metrics cannot have: write a word.",
+            ),
+            (not texts or set(one) - set(_OF_SETS), f"`eval_datasets: {name}` is {one!r}: {takes}."),
+        )
     return read
 
 
@@ -343,26 +351,15 @@ _BROUGHT = "mt_grpo.integrations"
 
 @dataclass(frozen=True)
 class _EnvType:
-    """
-    A kind of environment.
+    """A kind of environment."""
 
-    Args:
-        module: Registers what builds it, see `mt_grpo.envs.source`. It is imported where a run names the type.
-        keys: Its own keys.
-        needs: How many of these, from the first on, have to be given.
-        takes: Options of a run that it may have for itself.
-        option: The older option that means the same. Its value is that of the only key, or else a mapping of the keys.
-        paths: Keys that name code.
-        brings_rows: Whether it has rows of its own, so that a run needs no dataset.
-    """
-
-    module: str
+    module: str  # registers what builds it, see `mt_grpo.envs.source`; imported where a run names the type
     keys: tuple[str, ...] = ()
-    needs: int = 1
-    takes: tuple[str, ...] = _OF_TOOLS
-    option: str | None = None
-    paths: tuple[str, ...] = ()
-    brings_rows: bool = False
+    needs: int = 1  # how many of these, from the first on, have to be given
+    takes: tuple[str, ...] = _OF_TOOLS  # options of a run that it may have for itself
+    option: str | None = None  # the older one that means the same; its value is the only key's, or a mapping of all
+    paths: tuple[str, ...] = ()  # keys that name code
+    brings_rows: bool = False  # so that a run needs no dataset
 
 
 TYPES = {
@@ -446,24 +443,23 @@ def _of_env(options: Values, key: str) -> dict[str, Any]:
     choose(f"{key}: type", env["type"], TYPES)
     kind, name = TYPES[env["type"]], f"`{key}` of the type `{env['type']}`"
     takes = (*kind.keys, *kind.takes)
-    for option in env:
-        if option not in ("type", *takes):
-            raise ConfigError(
-                f"{name} has an unknown key {option!r}{did_you_mean(option, takes)}: it takes {', '.join(takes)}."
-            )
-    for option in kind.keys[: kind.needs]:
-        if not env.get(option):
-            raise ConfigError(f"{name} has no `{option}`: give it.")
+    unknown = next((option for option in env if option not in ("type", *takes)), None)
+    near = f"{did_you_mean(unknown, takes)}: it takes {', '.join(takes)}"
+    missing = next((option for option in kind.keys[: kind.needs] if not env.get(option)), None)
+    refuse_first(
+        (unknown is not None, f"{name} has an unknown key {unknown!r}{near}."),
+        (missing is not None, f"{name} has no `{missing}`: give it."),
+    )
     own = {option: value for option, value in env.items() if option in kind.keys}
     shared = {option: value for option, value in env.items() if option not in ("type", *kind.keys)}
     made = {"env": None, **_as_options(env["type"], own), **shared}
     for option, value in options.items():
         if option == "env" or value is None or value == _DEFAULTS.get(option):
             continue
-        if option in ALIASES:
-            raise ConfigError(f"{name} and `{option}` both say who answers the model: leave one of them out.")
-        if option in made:
-            raise ConfigError(f"`{option}` is set both in {name} and beside it: leave one of them out.")
+        refuse_first(
+            (option in ALIASES, f"{name} and `{option}` both say who answers the model: leave one of them out."),
+            (option in made, f"`{option}` is set both in {name} and beside it: leave one of them out."),
+        )
     return {**options, **made}
 
 
@@ -480,8 +476,7 @@ def _as_options(name: str, own: dict[str, Any]) -> dict[str, Any]:
 _DEFAULTS = {field.name: field.default for field in fields(RunOptions)}
 
 
-_CUTOFF = 0.82
-"""How near, of 1, the name of an option must be to be guessed."""
+_CUTOFF = 0.82  # how near, of 1, the name of an option must be to be guessed
 
 SYNONYMS = {
     "model_name_or_path": "model model_name model_path model_id base_model pretrained_model_name_or_path",
@@ -578,6 +573,5 @@ def refuse_unknown(
     if name not in known:
         word = name.lower().replace("-", "_")
         other = next((own for own, others in SYNONYMS.items() if word in others.split()), None)
-        if other in known:
-            raise ConfigError(f"{written} is unknown: here it is `{other}`.")
-        raise ConfigError(f"{written} is unknown{did_you_mean(name, known, cutoff=_CUTOFF) or f': {otherwise}'}.")
+        near = f": here it is `{other}`" if other in known else did_you_mean(name, known, cutoff=_CUTOFF)
+        raise ConfigError(f"{written} is unknown{near or f': {otherwise}'}.")
