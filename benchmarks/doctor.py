@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from mt_grpo.cli import main as mt_grpo
 from mt_grpo.data import embedded
-from mt_grpo.doctor.memory import COPIES, Precision, read_shape, states
+from mt_grpo.doctor.memory import COPIES, Precision, Shape
 
 ROOT = Path(__file__).parent.parent
 QUICKSTART = str(ROOT / "recipes" / "quickstart.yaml")
@@ -73,7 +73,7 @@ def compare_states(name: str, dtype: torch.dtype) -> dict[str, Any]:
     tensors += [value for state in optimizer.state.values() for value in state.values()]
     measured = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     size = dtype.itemsize
-    planned = states(read_shape(model.config), Precision(size, size), COPIES, 1)
+    planned = Shape.of(model.config).states(Precision(size, size), COPIES, 1)
     return row("states", f"{label(name)}, {str(dtype).removeprefix('torch.')}", planned, measured)
 
 
@@ -90,7 +90,7 @@ def compare_cache(name: str, dtype: str) -> dict[str, Any]:
     with serve(read(name, "--dtype", dtype)) as url:
         blocks = int(re.search(r'cache_config_info\{[^}]*num_gpu_blocks="(\d+)"', get(url, "/metrics").text)[1])
         measured = blocks * block_size(url)
-    planned = 2**30 / read_shape(config).kv_bytes(getattr(torch, dtype).itemsize)
+    planned = 2**30 / Shape.of(config).kv_bytes(getattr(torch, dtype).itemsize)
     return row("cache", f"{label(name)}, {dtype}, tokens in 1 GiB", planned, measured)
 
 

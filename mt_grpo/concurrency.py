@@ -370,6 +370,17 @@ class CallClock:
         self._counted = 0.0
         self._stops = 0
 
+    @classmethod
+    @contextlib.contextmanager
+    def running(cls) -> Iterator[CallClock]:
+        """A running clock for the task or thread that is started in the block."""
+        clock = cls()
+        token = _current.set(clock)
+        try:
+            yield clock
+        finally:
+            _current.reset(token)
+
     @property
     def seconds(self) -> float:
         """So far."""
@@ -405,17 +416,6 @@ class CallClock:
 _current: contextvars.ContextVar[CallClock | None] = contextvars.ContextVar(
     "the clock of the call that this task or thread is", default=None
 )
-
-
-@contextlib.contextmanager
-def timed() -> Iterator[CallClock]:
-    """A running clock for the task or thread that is started in the block."""
-    clock = CallClock()
-    token = _current.set(clock)
-    try:
-        yield clock
-    finally:
-        _current.reset(token)
 
 
 @contextlib.contextmanager
@@ -506,7 +506,7 @@ async def guarded(work: Awaitable[Any]) -> Any:
 
 
 async def _within(start: Callable[[], Future], what: str, timeout: float | None) -> Any:
-    with timed() as clock:
+    with CallClock.running() as clock:
         future = start()
     try:
         in_time = await ended_within({future: clock}, timeout)

@@ -141,9 +141,7 @@ def _load_all(workers: list[_Worker], functions: Sequence[Callable[..., object]]
 
 
 def _serve(connection: Connection) -> None:
-    for number in (signal.SIGINT, signal.SIGUSR1):  # they are for the process that made this one
-        signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True, name="mt-grpo-parent").start()
+    belong_to_parent()
     while True:
         try:
             function, arguments = connection.recv()
@@ -156,6 +154,13 @@ def _serve(connection: Connection) -> None:
             connection.send(found)
         except Exception as error:  # a result of the user's that cannot be pickled
             connection.send(_Raised.of(error))
+
+
+def belong_to_parent() -> None:
+    """Leaves signals to the process that made this one, and ends with it."""
+    for number in (signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True, name="mt-grpo-parent").start()
 
 
 def _end_with_parent() -> None:

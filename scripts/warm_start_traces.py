@@ -10,9 +10,6 @@ from mt_grpo.data.embedded.corpus import (
     SYSTEM_PROMPT,
     Form,
     entities,
-    inverse_forms,
-    link_forms,
-    one_hop_forms,
     passage,
     query,
 )
@@ -36,17 +33,17 @@ def forms(hops: int) -> list[Form]:
     for entity in entities().values():
         relations.setdefault(entity.family, set()).update(entity.facts)
     if hops == 1:
-        return [form for relation in LABELS for form in one_hop_forms(relation)]
+        return [form for relation in LABELS for form in Form.one_hop(relation)]
     found = [
         form
         for family, keys in KEYS.items()
         for key in keys
         for relation in sorted(relations[family] - {key})
-        for form in inverse_forms(family, key, relation)
+        for form in Form.by_key(family, key, relation)
     ]
     for link in LINKS:
         target = "country" if link in ("country", "homeland") else "person"
-        found += [form for relation in sorted(relations[target]) for form in link_forms(link, relation)]
+        found += [form for relation in sorted(relations[target]) for form in Form.by_link(link, relation)]
     return found
 
 

@@ -9,8 +9,7 @@ import pytest
 from support.registered import keep
 
 from mt_grpo.credit import ADVANTAGE_ESTIMATORS, advantage_estimator
-from mt_grpo.data import DatasetError, load_rows
-from mt_grpo.data.loaders import SCHEMAS, dataset_schema
+from mt_grpo.data import SCHEMAS, DatasetError, dataset_schema, load_rows
 from mt_grpo.envs.protocols import PROTOCOLS, call_protocol
 from mt_grpo.forward.attention import KERNELS, attention_kernel
 from mt_grpo.imports import ImportPathError, RegistrationError, Registry, import_file, import_object

@@ -14,15 +14,16 @@ from typing import Any
 
 from mt_grpo.app.interrupt import ends_at_once
 from mt_grpo.app.request import CONFIG, read_file
+from mt_grpo.app.runs import read_words
 from mt_grpo.app.schema import load_schema
-from mt_grpo.app.view import read_words
 from mt_grpo.errors import ConfigError, UserError
 from mt_grpo.options.table import Values
 from mt_grpo.runlog import Run, open_run
 from mt_grpo.runlog.files import find
 from mt_grpo.runlog.schema import Row
 
-_USAGE = """usage: mt-grpo credit RUN_DIR [--step N] [--max_groups N] [--model_name_or_path NAME] [--json]
+USAGE = {
+    "credit": """usage: mt-grpo credit RUN_DIR [--step N] [--max_groups N] [--model_name_or_path NAME] [--json]
 
 compares all credit rules on the rewards of a run: computes the gradient of each turn of its conversations, and says
 where the gradient of each rule points and how noisy it is; RUN_DIR is the `output_dir` of a run, or a folder of
@@ -33,19 +34,15 @@ where the gradient of each rule points and how noisy it is; RUN_DIR is the `outp
   --model_name_or_path NAME  the model that sampled them, where it is not found by itself
   --json                     print JSON
 """
+}
 
 
 def credit(arguments: list[str]) -> int:
     """`mt-grpo credit RUN_DIR`."""
-    if {"-h", "--help"}.intersection(arguments):
-        print(_USAGE, end="")
-        return 0
     values = ("--step", "--max_groups", "--model_name_or_path")
-    folders, options = read_words("credit", arguments, values=values, flags=("--json",))
-    if len(folders) != 1:
-        raise ConfigError("`mt-grpo credit` takes one folder, the `output_dir` of a run: `mt-grpo credit runs/NAME`.")
+    (folder,), options = read_words("credit", arguments, values, ("--json",), one="the `output_dir` of a run")
     step, most = _number(options, "--step", 0), _number(options, "--max_groups", 2)
-    chosen = choose(open_run(folders[0]), step, most, options.get("--model_name_or_path"))
+    chosen = _choose(open_run(folder), step, most, options.get("--model_name_or_path"))
     with ends_at_once():
         from mt_grpo.advisor.measure import measure
         from mt_grpo.advisor.report import as_json, show
@@ -67,32 +64,14 @@ def _number(options: dict[str, str], name: str, least: int) -> int | None:
     return int(text)
 
 
-_DEFAULTS: dict[str, Any] = {
-    "advantage_estimator": None,
-    "branch_at": None,
-    "dtype": "float32",
-    "forward": "tree",
-    "gradient_accumulation_steps": 1,
-    "loss_type": "dapo",
-    "lora_alpha": 32,
-    "lora_r": 16,
-    "lora_target_modules": None,
-    "mask_truncated_completions": False,
-    "min_p": None,
-    "model_name_or_path": None,
-    "model_revision": "main",
-    "num_generations": None,
-    "per_device_train_batch_size": None,
-    "seed": 42,
-    "temperature": 1.0,
-    "top_k": 0,
-    "top_p": 1.0,
-    "turn_advantage_coef": None,
-    "scale_rewards": "group",
-    "use_cpu": False,
-    "use_peft": False,
-}
-"""The options of a run that are used here, with what holds where the run does not say them."""
+_UNSAID = ("num_generations", "per_device_train_batch_size")  # no default holds for a run that does not say them
+_USED = (
+    *("advantage_estimator", "branch_at", "dtype", "forward", "gradient_accumulation_steps", "loss_type"),
+    *("lora_alpha", "lora_r", "lora_target_modules", "mask_truncated_completions", "min_p", "model_name_or_path"),
+    *("model_revision", "seed", "temperature", "top_k", "top_p", "turn_advantage_coef", "scale_rewards"),
+    *("use_cpu", "use_peft", *_UNSAID),
+)
+"""The options of a run that are used here."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +86,10 @@ class Chosen:
     step: int
     model: str
 
+    def sampling_command(self, prompts: int) -> str:
+        """The command that samples more as the run did."""
+        return _rollout_command(self.run, prompts)
+
     @property
     def groups_per_step(self) -> float:
         """Groups that the run trains on in an optimiser step; all that are taken, where it does not say."""
@@ -117,7 +100,7 @@ class Chosen:
         return rows * self.options["gradient_accumulation_steps"] * self.run.about.get("processes", 1) / size
 
 
-def choose(run: Run, step: int | None = None, most: int | None = None, model: str | None = None) -> Chosen:
+def _choose(run: Run, step: int | None = None, most: int | None = None, model: str | None = None) -> Chosen:
     """Chooses the groups to compare rules on: those of training, else those of an evaluation."""
     options = _read_options(run)
     groups = _whole_groups(run)
@@ -130,12 +113,12 @@ def choose(run: Run, step: int | None = None, most: int | None = None, model: st
     if mode == "train" and options["branch_at"] is not None:
         raise UserError(
             f"The conversations of {run.folder} branch (`branch_at: {options['branch_at']}`), and rules can only be "
-            f"compared on conversations that do not: sample some with {rollout_command(run, 32)}."
+            f"compared on conversations that do not: sample some with {_rollout_command(run, 32)}."
         )
     if len(found) < 2:
         raise UserError(
             f"Step {step} of {run.folder} has one whole group, and directions are means over several: sample more "
-            f"with {rollout_command(run, 32)}."
+            f"with {_rollout_command(run, 32)}."
         )
     if not _names_rewards(run.about.get("rewards")):
         raise UserError(f"{run.folder} does not say which rewards its conversations were given: nothing to compare.")
@@ -152,7 +135,7 @@ def choose(run: Run, step: int | None = None, most: int | None = None, model: st
 
 
 def _read_options(run: Run) -> dict[str, Any]:
-    """The options of a run that are in `_DEFAULTS`."""
+    """The options of a run that are in `_USED`."""
     path, schema = find(run.folder, CONFIG), load_schema().options
     if path is None:  # a run from Python
         logged = run.about.get("options")
@@ -160,15 +143,15 @@ def _read_options(run: Run) -> dict[str, Any]:
         where = f"the index of {run.folder}"
     else:
         given, where = read_file(str(path))[0], str(path)
-    options = dict(_DEFAULTS)
-    for name in _DEFAULTS:
+    options = {name: None if name in _UNSAID else schema[name].default for name in _USED}
+    for name in _USED:
         if given.get(name) is not None:
             options[name] = schema[name].read(given[name])
             schema[name].check(name, options[name], f"`{name}` in {where}", in_file=True)
     return options
 
 
-def rollout_command(run: Run, prompts: int) -> str:
+def _rollout_command(run: Run, prompts: int) -> str:
     """The command that samples as the run did; a run from Python has no recipe to name."""
     recipe = "RECIPE.yaml" if find(run.folder, CONFIG) is None else run.folder / CONFIG
     return f"`mt-grpo rollout {recipe} --num_prompts {prompts} --save FOLDER`"

@@ -28,8 +28,7 @@ from torch import Tensor
 ALL = "all rewards"
 """What all rewards together are named."""
 _DRAWS = 2000
-_NEAR = 0.2
-"""Rules whose steps go less than this share behind the farthest ones are near them."""
+_NEAR = 0.2  # rules whose steps go less than this share behind the farthest ones are near them
 
 
 @dataclass(frozen=True)
@@ -178,7 +177,7 @@ def judge_rules(
     rewards = {name: truth.double() for name, truth in truths.items() if name != ALL}
     return Judgement(
         items={
-            name: compare_rules(gradients, truth, groups_per_step, draws=draws, seed=seed)
+            name: _compare_rules(gradients, truth, groups_per_step, draws=draws, seed=seed)
             for name, truth in truths.items()
         },
         with_all={name: along(reward, whole) for name, reward in rewards.items()},
@@ -192,7 +191,7 @@ def _below(values: Tensor, groups: int) -> bool:
     return _ends(values[1:], groups, -math.inf, math.inf)[1] < 0
 
 
-def compare_rules(
+def _compare_rules(
     gradients: Mapping[str, Tensor], reference: Tensor, groups_per_step: float, *, draws: int = _DRAWS, seed: int = 0
 ) -> Comparison:
     """Compares the gradients of rules with that of an unbiased reference."""

@@ -41,6 +41,7 @@ from mt_grpo.errors import UserError, libraries_may_refuse
 from mt_grpo.forward import SIZE, TurnGradients
 from mt_grpo.forward.lm_head import Truncation
 from mt_grpo.options.table import Values
+from mt_grpo.options.values import DEFAULT_RULE
 from mt_grpo.rewards import Scores
 from mt_grpo.runlog.heartbeat import Silence
 from mt_grpo.training.checkpoint import adapter_settings
@@ -51,14 +52,13 @@ from mt_grpo.trajectory import Trajectory
 _REFERENCE = "leave_one_out"
 _MOST_MISMATCH = 0.2
 """Nats by which the log-probs of the model that sampled may differ from recorded ones, in the mean."""
-_ONE_SCALE: Rule = {"name": "lambda_to_go", "lam": 0.8, "scales": "one"}
+_ONE_SCALE: Rule = {**DEFAULT_RULE, "scales": "one"}
 _VARIANTS: tuple[Rule, ...] = ({"name": "gtpo", "gamma": 0.5}, _ONE_SCALE)
 """Rules that are compared with other options than their own defaults too."""
 _PER_TRAJECTORY = ("grpo", "sapo")
 """Losses in which a trajectory's tokens share its weight; in others each token has the same."""
 
-_TRIALS = 5
-"""Turns whose time tells that of all."""
+_TRIALS = 5  # turns whose time tells that of all
 
 _Tell = Callable[[str], None]
 
@@ -98,7 +98,7 @@ def _measure(chosen: Chosen, tell: _Tell, note: _Tell) -> Found:
     options = chosen.options
     trajectories = _read_conversations(chosen)
     rewards = chosen.run.about["rewards"]
-    batch = reward_batch(trajectories, rewards, chosen.group_size)
+    batch = _reward_batch(trajectories, rewards, chosen.group_size)
     note("loading the model")
     model = _load_policy(chosen.model, options)
     _check_tokens(trajectories, model, chosen.model)
@@ -111,8 +111,8 @@ def _measure(chosen: Chosen, tell: _Tell, note: _Tell) -> Found:
     )
     computed = compute(trajectories, gradients, chosen.model, tell, note)
     note("comparing the rules")
-    own, rules = rules_of(options["advantage_estimator"])
-    rules, scales = with_batch_scale(rules, own, options["scale_rewards"])
+    own, rules = _rules_of(options["advantage_estimator"])
+    rules, scales = _with_batch_scale(rules, own, options["scale_rewards"])
     judgement, left_out = compare(
         computed.gradients,
         batch,
@@ -166,7 +166,7 @@ def _read_conversations(chosen: Chosen) -> list[Trajectory]:
     return trajectories
 
 
-def reward_batch(
+def _reward_batch(
     trajectories: Sequence[Trajectory], rewards: Sequence[Mapping[str, Any]], group_size: int
 ) -> RewardBatch:
     """The recorded rewards of conversations as credit rules take them."""
@@ -324,7 +324,7 @@ def _check_mismatch(mismatch: float, model: str) -> None:
 # Rules
 
 
-def rules_of(own: Rule | None) -> tuple[str | None, dict[str, Rule]]:
+def _rules_of(own: Rule | None) -> tuple[str | None, dict[str, Rule]]:
     """All rules to compare, by label: the registered ones with their defaults, `_VARIANTS`, and a run's own."""
     rules: list[Rule] = [*ADVANTAGE_ESTIMATORS, *_VARIANTS]
     rule = None if own is None else parse_rule(own)
@@ -333,7 +333,7 @@ def rules_of(own: Rule | None) -> tuple[str | None, dict[str, Rule]]:
     return rule_label(rule), {rule_label(each): each for each in [*rules, rule]}
 
 
-def with_batch_scale(
+def _with_batch_scale(
     rules: Mapping[str, Rule], own: str | None, scale_rewards: Scale
 ) -> tuple[dict[str, Rule], dict[str, Scale]]:
     """Rules, with the run's own and the one that keeps proportions by the batch's deviation, if it has another."""
@@ -344,11 +344,6 @@ def with_batch_scale(
             if "scale_rewards" in whole and whole.get("scales") != "batch":
                 found[f"{label}, batch"], scales[f"{label}, batch"] = rules[label], "batch"
     return found, scales
-
-
-def _takes_scale(rule: Rule) -> bool:
-    """Whether a rule is told what to divide rewards by."""
-    return "scale_rewards" in whole_rule(rule, turn_coef=None, scale_rewards="group")
 
 
 def compare(
@@ -368,9 +363,8 @@ def compare(
     """
 
     def per_group(rule: Rule, rewards: RewardBatch, scale: Scale, weights: Tensor | None) -> Tensor:
-        advantages = estimate(
-            rule, rewards, turn_coef=turn_coef, scale_rewards=scale if _takes_scale(rule) else "group"
-        )
+        takes_scale = "scale_rewards" in whole_rule(rule, turn_coef=None, scale_rewards="group")
+        advantages = estimate(rule, rewards, turn_coef=turn_coef, scale_rewards=scale if takes_scale else "group")
         whole = torch.einsum("bk,bkp->bp", advantages.cpu().double(), gradients.double())
         whole = whole if weights is None else whole * weights[:, None]
         return whole.view(-1, batch.group_size, whole.shape[1]).sum(dim=1)
@@ -389,11 +383,11 @@ def compare(
         name: per_group(_REFERENCE, rewards, "none", None)
         for name, rewards in {ALL: batch, **(alone if len(alone) > 1 else {})}.items()
     }
-    kept = kept_outcomes(batch, {label: rules[label] for label in estimates}, turn_coef)
+    kept = _kept_outcomes(batch, {label: rules[label] for label in estimates}, turn_coef)
     return judge_rules(estimates, truths, groups_per_step, kept), left_out
 
 
-def kept_outcomes(batch: RewardBatch, rules: Mapping[str, Rule], turn_coef: float | None = None) -> dict[str, float]:
+def _kept_outcomes(batch: RewardBatch, rules: Mapping[str, Rule], turn_coef: float | None = None) -> dict[str, float]:
     """
     By rule, how much of an outcome's advantage reaches the first turn, in what reaches the turn that gets most of it.
     The outcome is made up, 1 for every second member of a group: that of a first policy is often the same for all.

@@ -11,7 +11,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mt_grpo.advisor import rollout_command
 from mt_grpo.advisor.compare import ALL, Direction, Interval
 from mt_grpo.advisor.measure import Found
 from mt_grpo.credit.rule import rule_label, sums_turns
@@ -19,13 +18,10 @@ from mt_grpo.options.values import rule_name
 from mt_grpo.runlog import Run, files
 from mt_grpo.trajectory import visible
 
-_WIDTH = 110
-"""Columns of the table, whatever the terminal has."""
+_WIDTH = 110  # columns of the table, whatever the terminal has
 
-_LITTLE = 0.3
-"""Of a rule that gives the first turn less of an outcome than this share, a run warns too."""
-_LATE = 0.5
-"""Where conversations have less than this share of the turns of the longest one, later turns hardly show."""
+_LITTLE = 0.3  # of a rule that gives the first turn less of an outcome than this share, a run warns too
+_LATE = 0.5  # where conversations have less than this share of the turns of the longest one, later turns hardly show
 
 _NOT_TOLD: dict[str, float | None] = {"value": None, "low": None, "high": None}
 
@@ -59,7 +55,7 @@ def show(found: Found) -> None:
         console.print(f"{listed[0].upper()}{listed[1:]}.", highlight=False, markup=False)
     for label, why in found.left_out.items():
         console.print(f"Not measurable here: {visible(label)}: {visible(why)}.", highlight=False, markup=False)
-    for line in advice(found):
+    for line in _advice(found):
         console.print(line, highlight=False, markup=False)
 
 
@@ -99,7 +95,7 @@ def _interval(interval: Interval) -> str:
     return f"{value} [{low}, {high}]"
 
 
-def advice(found: Found) -> list[str]:
+def _advice(found: Found) -> list[str]:
     """What to make of a comparison, in sentences; the last one names the rule to take."""
     chosen, comparison, own = found.chosen, found.comparison, found.own
     lines = []
@@ -119,7 +115,7 @@ def advice(found: Found) -> list[str]:
         )
     judged = found.judgement
     groups = len(chosen.rows) // chosen.group_size
-    more = f"sample more ({rollout_command(chosen.run, 64)}, then `mt-grpo credit FOLDER`)"
+    more = f"sample more ({chosen.sampling_command(64)}, then `mt-grpo credit FOLDER`)"
     opposed = _names(judged.opposed)
     if opposed and ALL in judged.told:
         lines.append(f"Against the rest of the rewards goes {opposed}: that a rule does not follow it is no fault.")
@@ -268,5 +264,5 @@ def as_json(found: Found) -> dict[str, Any]:
         },
         "not_measurable": found.left_out,
         "depends_on_later_turns": _depending_on_later_turns(chosen.run),
-        "advice": advice(found),
+        "advice": _advice(found),
     }

@@ -25,8 +25,7 @@ from transformers import (
 from trl import get_peft_config, get_quantization_config
 
 from mt_grpo.app.recipe import Recipe
-from mt_grpo.data import check_apart, load_rows
-from mt_grpo.data.loaders import between_rates, naming_rows
+from mt_grpo.data import between_rates, check_apart, load_rows, naming_rows
 from mt_grpo.envs import EnvSource, MultiTurnToolEnv
 from mt_grpo.envs.protocols import LearntTagProtocol
 from mt_grpo.envs.source import COLUMN, source_of
@@ -39,13 +38,7 @@ from mt_grpo.rollout import ChatRenderer
 from mt_grpo.rollout.endpoint import ChatEndpoint
 from mt_grpo.rollout.token_row import examine_template
 from mt_grpo.tools.function import cut
-from mt_grpo.training.checkpoint import (
-    adapter_settings,
-    batch_options,
-    check_adapter,
-    check_checkpoint,
-    resume_point,
-)
+from mt_grpo.training.checkpoint import adapter_settings, batch_options, check_adapter, check_checkpoint, resume_point
 from mt_grpo.training.columns import Rows, check_rows_suffice, with_column_media
 from mt_grpo.training.config import MTGRPOConfig, changed
 from mt_grpo.training.environment import build_env
@@ -57,12 +50,12 @@ from mt_grpo.trajectory import Row, visible
 
 logger = logging.getLogger(__name__)
 
-_MAX_ROWS_READ = 1000
-"""Most rows that are read to find one of each environment."""
+_MAX_ROWS_READ = 1000  # most rows that are read to find one of each environment
 HIDDEN_TOOLS = "describe them in `system_prompt`, or in the prompts themselves"
 """What to do where a prompt lacks the tools."""
-_MAX_SHOWN = 10_000
-"""Most characters of a prompt that a dry run prints."""
+_NO_MODEL = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+"""Sizes of a model for a trainer whose turns an endpoint takes: nothing is sampled from it."""
+_MAX_SHOWN = 10_000  # most characters of a prompt that a dry run prints
 
 
 def load_datasets(recipe: Recipe) -> tuple[Rows | None, Rows | dict[str, Rows] | None]:
@@ -142,7 +135,7 @@ def tools_not_in(shown: str, env: MultiTurnToolEnv) -> str:
     return ", ".join(name for name in env.tools if name not in shown)
 
 
-def drop_long_prompts(
+def _drop_long_prompts(
     dataset: Dataset,
     tokenizer: PreTrainedTokenizerBase,
     source: EnvSource,
@@ -175,17 +168,6 @@ def drop_long_prompts(
     return dataset.select(keep)
 
 
-def init_options(recipe: Recipe) -> dict[str, Any]:
-    """The options with which the model of a recipe is loaded."""
-    model = recipe.model
-    named = {
-        "revision": model.model_revision,
-        "attn_implementation": model.attn_implementation,
-        "dtype": model.dtype,
-    }
-    return named | (recipe.training.model_init_kwargs or {})
-
-
 def build_trainer(
     recipe: Recipe, trains: bool = True, writes: bool = True, endpoint: ChatEndpoint | None = None
 ) -> MTGRPOEnvTrainer:
@@ -202,7 +184,7 @@ def build_trainer(
         push_to_hub=args.push_to_hub and trains,
         report_to=args.report_to if trains else [],
         resume_from_checkpoint=resume_point(args.resume_from_checkpoint, args),
-        model_init_kwargs=init_options(recipe),
+        model_init_kwargs=recipe.init_options(),
     )
     check_surroundings(args)  # the trainer does too, but rows are not loaded for a machine that cannot train
     if args.use_vllm:
@@ -242,7 +224,7 @@ def build_trainer(
             return {name: short(one) for name, one in data.items()}
         if data is None:
             return None
-        return drop_long_prompts(data, tokenizer, source, longest, args.chat_template_kwargs)
+        return _drop_long_prompts(data, tokenizer, source, longest, args.chat_template_kwargs)
 
     train_dataset, eval_dataset = short(train_dataset), short(eval_dataset)
     if trains and isinstance(rows, Dataset) and len(train_dataset) < len(rows):
@@ -250,7 +232,7 @@ def build_trainer(
     left = contextlib.nullcontext() if writes else _nothing_left(args)
     with libraries_may_refuse("The trainer cannot be built from these options"), left:
         trainer = MTGRPOEnvTrainer(
-            model=name if endpoint is None else _stand_in(tokenizer),
+            model=name if endpoint is None else LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **_NO_MODEL)),
             env=source,
             args=changed(
                 args,
@@ -268,12 +250,6 @@ def build_trainer(
         refuse_scorers([*trainer.turn_reward_funcs, *trainer.outcome_reward_funcs], endpoint.url)
         trainer.state_scores = []  # they are for credit
     return trainer
-
-
-def _stand_in(tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
-    """A model with next to no weights for a trainer whose turns an endpoint takes: nothing is sampled from it."""
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes))
 
 
 def _load_processing(name: str, config: PreTrainedConfig, **where: Any) -> PreTrainedTokenizerBase | ProcessorMixin:

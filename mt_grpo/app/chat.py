@@ -14,12 +14,10 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 from trl import get_quantization_config
 from trl.trainer.utils import create_model_from_path
 
-from mt_grpo.app.build import init_options
 from mt_grpo.app.recipe import Recipe
 from mt_grpo.concurrency import in_waiting_thread, run
 from mt_grpo.envs import EnvSource, MultiTurnToolEnv
 from mt_grpo.envs.env import Env, Outcome, Policy, Step
-from mt_grpo.envs.protocols import CallProtocol
 from mt_grpo.envs.source import source_of, tool_arguments
 from mt_grpo.envs.tool_env import DialogueEnv
 from mt_grpo.errors import ConfigError, EngineError, libraries_may_refuse
@@ -41,17 +39,16 @@ from mt_grpo.training.model import (
     source_options,
     subfolder_of,
 )
-from mt_grpo.trajectory import Message, Row, StopReason, ToolCall, ToolSchema, Trajectory, Turn, visible
+from mt_grpo.trajectory import Message, Row, StopReason, Trajectory, Turn, visible
 
-_LONGEST_RESULT = 2_000
-"""Characters of a tool's result that are shown."""
+_LONGEST_RESULT = 2_000  # characters of a tool's result that are shown
 _DIALOGUES = ("simulated_user", "interaction_config_file")
 """Options whose environments have somebody who answers, in whose place the person is."""
 
 
 def chat(recipe: Recipe, server: str | None = None) -> int:
     """Talks until the end of the input or `/quit`."""
-    args = changed(recipe.training, model_init_kwargs=init_options(recipe))
+    args = changed(recipe.training, model_init_kwargs=recipe.init_options())
     source = _environment(args)
     revision = recipe.model.model_revision
     name = resolve_model(recipe.model.model_name_or_path, revision, subfolder_of(args))
@@ -209,7 +206,7 @@ class _Person:
         if turn.error:
             self._say(f"← {turn.error}", "red")
         for call in turn.tool_calls:
-            self._say(f"← {_result(call)}", "red" if call.error else "bright_black")
+            self._say(f"← {cut(call.error or call.result, _LONGEST_RESULT)}", "red" if call.error else "bright_black")
 
     def tell_end(self, trajectory: Trajectory) -> None:
         """Why a conversation ended that the person did not end."""
@@ -231,10 +228,6 @@ _ENDS = {
     StopReason.LENGTH: "a turn was cut at the length that it was trained with (`max_turn_length`)",
     StopReason.CONTEXT_FULL: "the model's context is full",
 }
-
-
-def _result(call: ToolCall) -> str:
-    return cut(call.error or call.result, _LONGEST_RESULT)
 
 
 class _Chat(Env):
@@ -275,21 +268,10 @@ class _Shown(Policy):
         self.messages: list[Message] = []
         self._latest: Turn | None = None
 
-    async def reply(
-        self,
-        messages: Sequence[Message],
-        tools: list[ToolSchema] | None = None,
-        *,
-        stop: Sequence[str] = (),
-        max_tokens: int | None = None,
-        continue_last: bool = False,
-        protocol: CallProtocol | None = None,
-    ) -> Turn:
+    async def reply(self, messages: Sequence[Message], *arguments: Any, **options: Any) -> Turn:
         self.finish()
         self._person.wait()
-        turn = await self._policy.reply(
-            messages, tools, stop=stop, max_tokens=max_tokens, continue_last=continue_last, protocol=protocol
-        )
+        turn = await self._policy.reply(messages, *arguments, **options)
         self.exhausted, self.sampled = self._policy.exhausted, self._policy.sampled
         self.messages, self._latest = [*messages, turn.message], turn
         self._person.show_turn(turn)

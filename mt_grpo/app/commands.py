@@ -1,18 +1,20 @@
 """
-The commands that say what is here: `mt-grpo recipes` lists and copies the recipes that ship with the package, `mt-grpo
-env` names versions and devices for a bug report, and nothing that is private.
+The commands that say what is here: recipes (`mt-grpo recipes`), versions and devices (`mt-grpo env`), and the options
+of all commands, for `--help`, the tables of the docs, and a shell that completes them. Imports no torch.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import os
 import platform
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, distributions, version
+import textwrap
+from collections.abc import Iterator, Mapping
+from importlib.metadata import distributions
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -22,39 +24,42 @@ import yaml
 
 import mt_grpo
 from mt_grpo.app.interrupt import print_error
-from mt_grpo.app.schema import SHIPPED
+from mt_grpo.app.request import OF_HOSTS, OWN_OPTIONS, shipped
+from mt_grpo.app.schema import SHIPPED, SchemaOption, load_schema
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean, import_object
+from mt_grpo.options.table import GROUPS, OPTIONS, Option
 
 _ACCELERATE = "accelerate/"
-_CLUSTER = "cluster"
-"""Folder of what starts a run on several nodes, which is YAML of others."""
 _EDITORS = "# yaml-language-server: $schema="
 
-_WITH_CODE = "sql"
-"""Folder of a recipe that needs the code beside it: they are copied together."""
-_RECIPES = """usage: mt-grpo recipes ls
+_WITH_CODE = "sql"  # folder of a recipe that needs the code beside it: they are copied together
+USAGE = {
+    "recipes": """usage: mt-grpo recipes ls
        mt-grpo recipes cp NAME [DEST]
 
   ls    lists the recipes, and the accelerate configurations, with a line about each
   cp    copies one to DEST, a folder (this one where none is given) or a file; overwrites nothing. `sql` is a folder
-"""
+""",
+    "env": """usage: mt-grpo env [--clean [--all]]
+
+prints versions and devices, to be pasted in a bug report
+
+  --clean    removes containers that ended runs left on this machine, with their networks and volumes; prints each
+  --all      with it, those of runs that go on too
+""",
+    "completion": """usage: mt-grpo completion bash | zsh | fish
+
+prints a script that completes commands and options; load it where the shell starts:
+
+  source <(mt-grpo completion bash)       in ~/.bashrc
+  source <(mt-grpo completion zsh)        in ~/.zshrc, after compinit
+  mt-grpo completion fish | source        in ~/.config/fish/config.fish
+""",
+}
 
 
-def shipped() -> dict[str, Traversable]:
-    """The files by name, which is their path in the folder `recipes`, e.g. `Qwen/gsm8k.yaml`."""
-    return dict(sorted(_walk(files("mt_grpo") / "recipes", "")))
-
-
-def _walk(folder: Traversable, prefix: str) -> Iterator[tuple[str, Traversable]]:
-    for entry in folder.iterdir():
-        if entry.is_dir() and entry.name != _CLUSTER:
-            yield from _walk(entry, f"{prefix}{entry.name}/")
-        elif entry.name.endswith(".yaml"):
-            yield prefix + entry.name, entry
-
-
-def accelerate_configs() -> dict[str, Traversable]:
+def _accelerate_configs() -> dict[str, Traversable]:
     """The configurations of accelerate by the name of their file, without its ending: `zero3`."""
     return {
         name.removeprefix(_ACCELERATE).removesuffix(".yaml"): entry
@@ -63,7 +68,7 @@ def accelerate_configs() -> dict[str, Traversable]:
     }
 
 
-def read_accelerate_config(path: Path) -> dict[str, Any]:
+def read_accelerate_config(path: Traversable) -> dict[str, Any]:
     """What a file of accelerate's says."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -74,20 +79,22 @@ def read_accelerate_config(path: Path) -> dict[str, Any]:
     return content
 
 
-def unknown_accelerate_config(name: str) -> ConfigError:
-    """What is said of a configuration that neither ships nor is a file."""
-    known = accelerate_configs()
-    return ConfigError(
-        f"The accelerate configuration {name!r} is unknown{did_you_mean(name, known)}: give one of "
-        f"{', '.join(known)}, or the path of a file."
-    )
+def find_accelerate_config(name: str) -> Traversable:
+    """A configuration of accelerate that ships, by its name, or any by its path."""
+    known = _accelerate_configs()
+    if name in known:
+        return known[name]
+    if not Path(name).is_file():
+        raise ConfigError(
+            f"The accelerate configuration {name!r} is unknown{did_you_mean(name, known)}: give one of "
+            f"{', '.join(known)}, or the path of a file."
+        )
+    return Path(name)
 
 
 def recipes(arguments: list[str]) -> int:
     """`mt-grpo recipes ls` and `mt-grpo recipes cp NAME [DEST]`."""
     match arguments:
-        case ["-h" | "--help"]:
-            print(_RECIPES, end="")
         case ["ls"]:
             texts = {name: _describe(entry.read_text(encoding="utf-8")) for name, entry in shipped().items()}
             width = max(map(len, texts))
@@ -147,21 +154,9 @@ MISSING = "not installed"
 _GIB = 2**30
 
 
-_ENV = """usage: mt-grpo env [--clean [--all]]
-
-prints versions and devices, to be pasted in a bug report
-
-  --clean    removes containers that ended runs left on this machine, with their networks and volumes; prints each
-  --all      with it, those of runs that go on too
-"""
-
-
 def env(arguments: list[str]) -> int:
     """`mt-grpo env` and `mt-grpo env --clean`."""
     match arguments:
-        case ["-h"] | ["--help"]:
-            print(_ENV, end="")
-            return 0
         case ["--clean"] | ["--clean", "--all"] | ["--all", "--clean"]:
             return _clean(everything="--all" in arguments)
         case [*_, unknown]:
@@ -205,8 +200,8 @@ def _facts() -> Iterator[tuple[str, str]]:
     yield "python", platform.python_version()
     yield "OS", platform.platform()
     for name in _PACKAGES:
-        yield name, version_here(name)
-    yield "vllm in .venv-vllm", version_in(checkout / ".venv-vllm", *SERVER)
+        yield name, version_of(name)
+    yield "vllm in .venv-vllm", version_of(*SERVER, environment=checkout / ".venv-vllm")
     driver = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     yield "NVIDIA driver", _first_line(driver, "nvidia-smi fails")
     yield from _devices()
@@ -214,19 +209,11 @@ def _facts() -> Iterator[tuple[str, str]]:
     yield "memory", f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / _GIB:.1f} GiB"
 
 
-def version_here(name: str) -> str:
-    """Of a package in this environment, or `MISSING`."""
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return MISSING
-
-
-def version_in(environment: Path, *names: str) -> str:
-    """Of a package in another environment, by any of its names, without running its Python; or `MISSING`."""
-    folders = [str(folder) for folder in environment.glob("lib/python*/site-packages")]
-    found = (each.version for name in names for each in distributions(name=name, path=folders))
-    return next(found, MISSING)
+def version_of(*names: str, environment: Path | None = None) -> str:
+    """Of a package by any of its names, here or in another environment, whose Python is not run; or `MISSING`."""
+    folders = None if environment is None else [str(each) for each in environment.glob("lib/python*/site-packages")]
+    where = {} if folders is None else {"path": folders}
+    return next((each.version for name in names for each in distributions(name=name, **where)), MISSING)
 
 
 def _first_line(command: list[str], otherwise: str) -> str:
@@ -268,3 +255,209 @@ def _copy_folder(destination: Path) -> list[Path]:
             copies.append(folder / entry.name)
             copies[-1].write_bytes(entry.read_bytes())
     return copies
+
+
+_NAME_WIDTH = 24  # columns for the name of an option; a longer name moves its own words
+
+_VALUES = {"integer": "N", "number": "X", "boolean": "true|false", "object": "MAPPING", "string": "TEXT"}
+
+
+_TAKES = {"serve": "RECIPE.yaml|RUN", "chat": "RUN|RECIPE.yaml"}
+
+
+def command_help(command: str, line: str, everything: bool = False) -> str:
+    """The help of a command that takes a recipe."""
+    width = min(shutil.get_terminal_size((100, 24)).columns, 119)
+    text = [
+        f"usage: mt-grpo {command} {_TAKES.get(command, 'RECIPE.yaml')} [--option value ...]",
+        "",
+        f"{line[0].upper()}{line[1:]}.",
+        "",
+        *textwrap.wrap(
+            f"{'RUN is the folder of a run, or of a model that was merged. ' if command in _TAKES else ''}"
+            "RECIPE.yaml holds options as `option: value`; `--config RECIPE.yaml` is the same. An option on the "
+            "command line wins over the recipe: `--option value`, `--option=value`, `--list one two`, and mappings as "
+            "JSON.",
+            width,
+        ),
+    ]
+    own = {name: option for name, option in OWN_OPTIONS[command].items() if everything or name not in OF_HOSTS}
+    text += ["", f"Options of {command}:", *_lines(own, width)]
+    options = load_schema().options
+    if everything:
+        ours = {name: option for name, option in options.items() if option.owner == "mt_grpo"}
+        rest = {name: options[name] for name in sorted(options.keys() - ours.keys())}
+        for title, group in (("Options of mt-grpo", ours), ("Options of TRL and transformers", rest)):
+            text += ["", f"{title}:", *(part for name in group for part in _paragraph(name, group[name], width))]
+        return "\n".join(text) + "\n"
+    for title, group in _groups(options, command).items():
+        often = {name: option for name, option in group.items() if name not in OPTIONS or not OPTIONS[name].seldom}
+        text += ["", f"{title}:", *_lines(often, width)]
+    text += ["", f"`mt-grpo {command} --help-all` lists all {len(options)} options of a recipe."]
+    return "\n".join(text) + "\n"
+
+
+def _groups(options: dict[str, SchemaOption], command: str) -> dict[str, dict[str, SchemaOption]]:
+    """The options of the table, by the titles of their groups, in its order."""
+    listed = {name: options[name] for name in dict.fromkeys([*OPTIONS, *options])}
+    if command == "serve":
+        return {"The server": {name: option for name, option in listed.items() if option.of_server}}
+    return {title: {name: option for name, option in listed.items() if option.group == title} for title in GROUPS}
+
+
+def _lines(options: dict[str, SchemaOption], width: int) -> list[str]:
+    """A line for each option, and a second one where a narrow terminal needs it."""
+    lines = []
+    for name, option in options.items():
+        first, rest = f"  {f'--{name}':<{_NAME_WIDTH}} ", " " * (_NAME_WIDTH + 3)
+        text = option.summary + _default(option)
+        lines += textwrap.wrap(text, width, initial_indent=first, subsequent_indent=rest)
+    return lines
+
+
+def _paragraph(name: str, option: SchemaOption, width: int) -> list[str]:
+    if option.words:
+        takes = "{" + ",".join(option.words) + "}"
+    elif option.many and option.items is not None:
+        takes = f"{_VALUES[option.items.kinds[0]]} ..."
+    else:
+        takes = "|".join(_VALUES[kind] for kind in option.kinds if kind in _VALUES)
+    head = textwrap.wrap(f"--{name} {takes}{_default(option)}", width, initial_indent="  ", subsequent_indent="    ")
+    indent = " " * 8
+    return [*head, *textwrap.wrap(option.description, width, initial_indent=indent, subsequent_indent=indent)]
+
+
+def _default(option: SchemaOption) -> str:
+    default = option.default
+    if default in (None, "", [], {}) and default is not False:
+        return ""
+    return f" ({str(default).lower() if isinstance(default, bool) else default})"
+
+
+_TABLE = re.compile(r"(<!-- options: (.+?) -->)\n.*?\n(<!-- end of options -->)", re.DOTALL)
+
+
+def fill_tables(page: str, table: Mapping[str, Option] = OPTIONS) -> str:
+    """A page of the docs with its tables of options made again, each between its two comments."""
+    groups = _groups(load_schema().options, "train")
+
+    def fill(found: re.Match[str]) -> str:
+        rows = []
+        for name, option in groups[found[2]].items():
+            described, default = table[name], _default(option).strip(" ()")
+            more = f" [More]({described.page})." if described.page else ""
+            rows.append(f"- `{name}{f': {default}' if default else ''}`: {described.help}{more}")
+        return "\n".join([found[1], "", *rows, "", found[3]])
+
+    return _TABLE.sub(fill, page)
+
+
+# Completion
+
+_FORMS = ("messages", "sharegpt", "tokens", "preferences", "dataset", "jsonl", "openinference", "trackio")
+"""Those of `mt_grpo.runlog.export`, which takes longer to import than a shell should take to start."""
+
+_SHELLS = ("bash", "zsh", "fish")
+_YAML = {"bash": "_mt_grpo_yaml", "zsh": "_files -g '*.yaml'", "fish": "(__fish_complete_suffix .yaml)"}
+"""What completes the path of a recipe in each shell."""
+_LAUNCHED = {"bash": "_mt_grpo_accelerate", "zsh": "_mt_grpo_accelerate", "fish": "(_mt_grpo_accelerate)"}
+"""What completes the name or the path of a configuration of accelerate."""
+
+_PREAMBLE = {
+    "bash": """\
+_mt_grpo_yaml() {
+    compgen -f -X '!*.yaml' -- "$1"
+    compgen -d -- "$1"
+}
+_mt_grpo_accelerate() {
+    compgen -W "@CONFIGS@" -- "$1"
+    _mt_grpo_yaml "$1"
+}
+""",
+    "zsh": """\
+_mt_grpo_accelerate() {
+    compadd -- @CONFIGS@
+    _files -g '*.yaml'
+}
+""",
+    "fish": """\
+function _mt_grpo_accelerate
+    string split ' ' '@CONFIGS@'
+    __fish_complete_suffix .yaml
+end
+""",
+}
+
+
+def completion(arguments: list[str]) -> int:
+    """`mt-grpo completion bash | zsh | fish`: prints the script."""
+    match arguments:
+        case [shell] if shell in _SHELLS:
+            import shtab  # not for `--help`
+
+            configs = " ".join(_accelerate_configs())
+            preamble = {name: text.replace("@CONFIGS@", configs) for name, text in _PREAMBLE.items()}
+            script = shtab.complete(_command_line(shtab.FILE, shtab.DIRECTORY), shell, preamble=preamble)
+            # shtab knows `eval "$(...)"` in zsh; `source <(...)` is the other way to load a script at once
+            print(script.replace("$zsh_eval_context[-1] == eval ", "$zsh_eval_context[-1] == (eval|file) "))
+        case [shell]:
+            raise ConfigError(
+                f"There is no completion for {shell!r}{did_you_mean(shell, _SHELLS)}: write one of "
+                f"{', '.join(_SHELLS)}."
+            )
+        case _:
+            raise ConfigError(f"`mt-grpo completion` needs one shell behind it: {', '.join(_SHELLS)}.")
+    return 0
+
+
+def _command_line(file: Mapping[str, str], folder: Mapping[str, str]) -> argparse.ArgumentParser:
+    """The commands and their options, as a parser that only shtab reads; `file` and `folder` complete a path."""
+    parser = argparse.ArgumentParser("mt-grpo")
+    parser.add_argument("--version", action="store_true")
+    commands = parser.add_subparsers()
+
+    def add(command: argparse.ArgumentParser, *name: str, by: Mapping[str, str] | None = None, **options: Any) -> None:
+        argument = command.add_argument(*name, **options)
+        if by is not None:
+            argument.complete = by  # type: ignore[attr-defined]
+
+    recipes = load_schema().options
+    for name, own in OWN_OPTIONS.items():
+        command = commands.add_parser(name, help=name)
+        add(command, "recipe", nargs="?", by=folder if name == "chat" else _YAML)
+        add(command, "--config", by=_YAML)
+        add(command, "--help-all", action="store_true")
+        for option, described in {**recipes, **own}.items():
+            takes: dict[str, Any] = {"nargs": "+" if described.many else None, "choices": described.words or None}
+            if option == "accelerate_config":
+                takes = {"by": _LAUNCHED}
+            elif described.flag:
+                takes = {"action": "store_true"}
+            add(command, f"--{option}", help=described.summary, **takes)
+    for name, values, paths, flags in (
+        ("view", ("--port", "--filter"), {"--export": file}, ("--no_browser", "--overwrite")),
+        ("runs", ("--sort", "--filter"), {}, ("--json",)),
+        ("compare", (), {}, ("--json",)),
+        ("export", ("--filter",), {"--output": file}, ("--overwrite",)),
+        ("merge", ("--checkpoint",), {"--to": folder}, ()),
+        ("credit", ("--step", "--max_groups"), {"--model_name_or_path": folder}, ("--json",)),
+    ):
+        command = commands.add_parser(name, help=name)
+        add(command, "run", nargs="*" if name == "compare" else None, by=folder)
+        for option in values:
+            add(command, option)
+        for option, by in paths.items():
+            add(command, option, by=by)
+        for option in flags:
+            add(command, option, action="store_true")
+        if name == "export":
+            add(command, "--to", choices=_FORMS)
+    actions = commands.add_parser("recipes", help="recipes").add_subparsers()
+    actions.add_parser("ls", help="ls")
+    add(actions.add_parser("cp", help="cp"), "name", choices=list(shipped()))
+    add(commands.add_parser("completion", help="completion"), "shell", choices=_SHELLS)
+    for name, flags in (("env", ("--clean", "--all")), ("schema", ())):
+        command = commands.add_parser(name, help=name)
+        for option in flags:
+            add(command, option, action="store_true")
+    return parser

@@ -19,7 +19,6 @@ from itertools import chain, combinations, count
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
-from zlib import crc32
 
 import datasets
 import numpy as np
@@ -38,7 +37,7 @@ from trl import ModelConfig
 from mt_grpo.app.build import build_trainer, load_datasets
 from mt_grpo.app.recipe import Recipe, build_recipe
 from mt_grpo.app.request import CONFIG, Request, check_writable
-from mt_grpo.data.loaders import row_text, text_digest
+from mt_grpo.data import fingerprint
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean
 from mt_grpo.media import media_to_digests
@@ -71,10 +70,8 @@ _DECIDING = (
 """Options that decide what is sampled and how it is scored."""
 _OF_HELD_OUT = ("dataset_test_split", "eval_datasets")
 """Options that decide which rows are held out; those of training are compared one by one alone."""
-_SET = "eval_dataset"
-"""The column that says of which of several `eval_datasets` a row is."""
-_MOST_VALUES = 30
-"""Values of a column by which results are split."""
+_SET = "eval_dataset"  # the column that says of which of several `eval_datasets` a row is
+_MOST_VALUES = 30  # values of a column by which results are split
 _MILLION = 1e6
 
 
@@ -186,8 +183,8 @@ class Asked:
 
     def __init__(self, rows: list[Row]) -> None:
         self.rows = rows
-        texts = list(map(row_text, rows))
-        self.sums, self.digests = list(map(crc32, texts)), list(map(text_digest, texts))
+        prints = list(map(fingerprint, rows))
+        self.sums, self.digests = [checksum for checksum, _ in prints], [digest for _, digest in prints]
 
 
 def sample(
@@ -255,12 +252,7 @@ def _rows(found: Rows | dict[str, Rows], own: Row) -> list[Row]:
 
 
 def _converse(
-    model: SampledModel,
-    trainer: MTGRPOEnvTrainer,
-    asked: Asked,
-    done: list[bool],
-    about: Row,
-    console: Console,
+    model: SampledModel, trainer: MTGRPOEnvTrainer, asked: Asked, done: list[bool], about: Row, console: Console
 ) -> None:
     """Samples what is not done; each conversation is written with its scores as soon as it has some."""
     generations, records, writer = len(done) // len(asked.rows), trainer.step_log.records, RunWriter(model.folder)

@@ -16,10 +16,8 @@ from contextlib import contextmanager
 from mt_grpo.errors import UserError
 from mt_grpo.trajectory import visible
 
-_ECHO_SECONDS = 2.0
-"""Seconds in which a launcher passes on what all of its processes have got already."""
-_RESEND_SECONDS = 0.05
-"""Seconds after which a signal that was lost comes once more."""
+_ECHO_SECONDS = 2.0  # seconds in which a launcher passes on what all of its processes have got already
+_RESEND_SECONDS = 0.05  # seconds after which a signal that was lost comes once more
 _ENDINGS = {signal.SIGINT: "interrupted by Ctrl-C", signal.SIGTERM: "ended by SIGTERM"}
 
 

@@ -33,10 +33,10 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 
-from mt_grpo.app.commands import accelerate_configs, read_accelerate_config, unknown_accelerate_config
+from mt_grpo.app.commands import find_accelerate_config, read_accelerate_config
 from mt_grpo.app.interrupt import print_error
 from mt_grpo.app.request import OF_LAUNCHER, Request
-from mt_grpo.errors import ConfigError, UserError, libraries_may_refuse
+from mt_grpo.errors import ConfigError, UserError, libraries_may_refuse, refuse_first
 from mt_grpo.options.table import Values
 from mt_grpo.preemption import FOLDER, SIGNALS, STATUS, left, listening
 
@@ -44,10 +44,8 @@ _RENDEZVOUS_SECONDS = 900
 """Seconds that hosts wait for each other: a cluster starts them one by one. A shorter `ddp_timeout` holds here too."""
 ANSWER_SECONDS = 10.0
 """Seconds that a first host has, at least, to answer as one."""
-_RETRY_SECONDS = 1.0
-"""Seconds between two attempts to reach the first host."""
-_PORT = 29500
-"""accelerate's."""
+_RETRY_SECONDS = 1.0  # seconds between two attempts to reach the first host
+_PORT = 29500  # accelerate's
 
 
 @dataclass(frozen=True)
@@ -72,23 +70,27 @@ class _HostGroup:
 
     def check(self, processes: int) -> None:
         """Refuses hosts that lack an address or a rank, or that cannot share `processes` evenly."""
-        if self.rank >= self.number:
-            raise ConfigError(f"`--machine_rank {self.rank}` must be from 0 to {self.number - 1}, one for each host.")
-        if processes % self.number:
-            raise ConfigError(
+        refuse_first(
+            (
+                self.rank >= self.number,
+                f"`--machine_rank {self.rank}` must be from 0 to {self.number - 1}, one for each host.",
+            ),
+            (
+                processes % self.number,
                 f"`--num_processes {processes}`, those of all hosts together, is no multiple of `--num_machines "
-                f"{self.number}`: give each host as many."
-            )
-        if not self.address:
-            raise ConfigError(
+                f"{self.number}`: give each host as many.",
+            ),
+            (
+                not self.address,
                 f"`--num_machines {self.number}` needs `--main_process_ip`, the address of the host with "
-                "`--machine_rank 0`."
-            )
-        if not self.port:
-            raise ConfigError(
+                "`--machine_rank 0`.",
+            ),
+            (
+                not self.port,
                 "`main_process_port: 0` lets each host choose a port of its own: give all of them the same with "
-                "`--main_process_port`."
-            )
+                "`--main_process_port`.",
+            ),
+        )
 
     def options(self, restarts: bool, seconds: int) -> list[str]:
         """Options of accelerate's launcher: how they meet, and how long they wait for each other."""
@@ -142,8 +144,7 @@ class _HostGroup:
             TCPStore(str(self.address), self.port, wait_for_workers=False, timeout=timedelta(seconds=seconds))
 
 
-_EXIT_SECONDS = 30.0
-"""Seconds that processes have to end by themselves; torch gives those that it starts as many."""
+_EXIT_SECONDS = 30.0  # seconds that processes have to end by themselves; torch gives those that it starts as many
 
 
 def launch(request: Request) -> int:
@@ -153,13 +154,8 @@ def launch(request: Request) -> int:
             "`--accelerate_config` launches processes, and this is one that was launched: leave it out under "
             "`accelerate launch` and `torchrun`."
         )
-    config, shipped = request.own["accelerate_config"], accelerate_configs()
-    if config in shipped:
-        with as_file(shipped[config]) as path:
-            return _launch(path, request)
-    if not Path(config).is_file():
-        raise unknown_accelerate_config(config)
-    return _launch(Path(config), request)
+    with as_file(find_accelerate_config(request.own["accelerate_config"])) as path:
+        return _launch(path, request)
 
 
 def _launch(path: Path, request: Request) -> int:

@@ -20,7 +20,7 @@ from transformers.utils.logging import disable_progress_bar
 from trl.trainer.utils import create_model_from_path
 
 from mt_grpo.app.request import CONFIG, check_new
-from mt_grpo.app.view import read_words
+from mt_grpo.app.runs import read_words
 from mt_grpo.errors import ConfigError, libraries_may_refuse
 from mt_grpo.options.table import Values
 from mt_grpo.runlog import Run, open_run
@@ -28,7 +28,8 @@ from mt_grpo.training.card import write_card
 from mt_grpo.training.checkpoint import adapter_settings, find_trained
 from mt_grpo.training.model import resolve_base, resolve_model
 
-_USAGE = """usage: mt-grpo merge RUN [--to FOLDER] [--checkpoint N]
+USAGE = {
+    "merge": """usage: mt-grpo merge RUN [--to FOLDER] [--checkpoint N]
 
 writes the model that the run in the folder RUN trained as one that loads without the run: an adapter is merged into
 its base, full weights are copied; with tokenizer, chat template, generation config, and a card
@@ -36,6 +37,7 @@ its base, full weights are copied; with tokenizer, chat template, generation con
   --to FOLDER       the folder to make (RUN/merged)
   --checkpoint N    the model of RUN/checkpoint-N instead of the last one
 """
+}
 
 _WEIGHTS = (
     "model*.safetensors",
@@ -49,13 +51,8 @@ _COPIED = (CONFIG_NAME, "generation_config.json", "*.py", *_WEIGHTS)
 
 def merge(arguments: list[str]) -> int:
     """`mt-grpo merge RUN [--to FOLDER] [--checkpoint N]`."""
-    if {"-h", "--help"}.intersection(arguments):
-        print(_USAGE, end="")
-        return 0
-    folders, given = read_words("merge", arguments, values=("--to", "--checkpoint"))
-    if len(folders) != 1:
-        raise ConfigError("`mt-grpo merge` takes one folder, the `output_dir` of a run: `mt-grpo merge runs/NAME`.")
-    run = Path(folders[0]).expanduser()
+    (folder,), given = read_words("merge", arguments, ("--to", "--checkpoint"), one="the `output_dir` of a run")
+    run = Path(folder).expanduser()
     checkpoint = given.get("--checkpoint")
     if checkpoint is not None and not checkpoint.isdecimal():
         raise ConfigError(f"`--checkpoint` takes the number of a step, and {checkpoint!r} is none.")
@@ -64,23 +61,23 @@ def merge(arguments: list[str]) -> int:
     trained = find_trained(run, None if checkpoint is None else int(checkpoint))
     to = Path(given.get("--to") or run / "merged").expanduser()
     check_new(str(to), "--to")
-    done = merge_model(run, trained, to)
+    done = _merge_model(run, trained, to)
     print(f"{to}: {done}")
     return 0
 
 
-def merge_model(run: Path, trained: Path, to: Path) -> str:
+def _merge_model(run: Path, trained: Path, to: Path) -> str:
     """Writes the model in `trained`, of a run, to a folder, which is there whole or not at all. Says what it is."""
     record = open_run(run, begun=True)
     config = run / CONFIG
     options = yaml.safe_load(config.read_text(encoding="utf-8")) if config.is_file() else {}
-    check_weights(trained, run)
+    _check_weights(trained, run)
     to.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{to.name}-", dir=to.parent))
     try:
         with libraries_may_refuse(f"The model in {trained} cannot be merged"):
             what = _write_model(trained, partial, {**record.about.get("options", {}), **options})
-        step = step_of(trained, record)
+        step = _step_of(trained, record)
         if record.about:
             name = f"{run.resolve().name}{'' if trained == run else f'-{trained.name}'}"
             rewards = record.about.get("rewards") or []
@@ -115,7 +112,7 @@ def _write_model(trained: Path, to: Path, options: Values) -> str:
     return what
 
 
-def check_weights(trained: Path, run: Path) -> None:
+def _check_weights(trained: Path, run: Path) -> None:
     """Refuses a folder whose weights only another program can put together, with its command."""
     if any(any(trained.glob(pattern)) for pattern in (*_WEIGHTS, "adapter_model*")):
         resolve_model(str(trained))  # refuses damage
@@ -137,7 +134,7 @@ def check_weights(trained: Path, run: Path) -> None:
     raise ConfigError(f"There are no weights of a model in {trained}, the folder of the run {run}.")
 
 
-def step_of(trained: Path, run: Run) -> int:
+def _step_of(trained: Path, run: Run) -> int:
     """Optimiser steps after which a model was kept."""
     state = trained / TRAINER_STATE_NAME
     if state.is_file():

@@ -38,6 +38,12 @@ class Recipe:
     training: MTGRPOConfig
     model: ModelConfig
 
+    def init_options(self) -> dict[str, Any]:
+        """The options with which the model is loaded."""
+        model = self.model
+        named = {"revision": model.model_revision, "attn_implementation": model.attn_implementation}
+        return {**named, "dtype": model.dtype, **(self.training.model_init_kwargs or {})}
+
     def resolved(self) -> dict[str, Any]:
         """
         Every option with its value, as plain YAML types, secrets masked as transformers does: a recipe of the same
@@ -85,7 +91,7 @@ def _columns(given: object) -> dict[str, str] | None:
     mapping = parse_mapping(given, "column_mapping")
     if mapping is None:
         return None
-    if not isinstance(mapping, dict) or not all(isinstance(name, str) for pair in mapping.items() for name in pair):
+    if not isinstance(mapping, dict) or not all(isinstance(name, str) for name in (*mapping, *mapping.values())):
         raise ConfigError(
             f"`column_mapping` is {given!r}: give a mapping from the wanted column to the one that is there, such as "
             "`{prompt: question}`."
@@ -95,8 +101,7 @@ def _columns(given: object) -> dict[str, str] | None:
 
 # The JSON schema that is made from the dataclasses
 
-_LIBRARIES = ("trl", "transformers")
-"""Whose options are among those of a recipe."""
+_LIBRARIES = ("trl", "transformers")  # whose options are among those of a recipe
 
 
 def build_schema(options: Sequence[type] = DATACLASSES) -> dict[str, Any]:

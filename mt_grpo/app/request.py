@@ -14,13 +14,15 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.machinery import PathFinder
+from importlib.resources import files
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from mt_grpo.app.schema import Schema, SchemaOption, load_schema
-from mt_grpo.errors import ConfigError
+from mt_grpo.errors import ConfigError, refuse_first
 from mt_grpo.imports import FORMATS, check_place, looks_like_path
 from mt_grpo.options.rules import check_batches, check_names, check_options, check_trainable
 from mt_grpo.options.table import OPTIONS, Values
@@ -67,16 +69,8 @@ def read_file(path: str) -> tuple[dict[str, Any], dict[str, int]]:
     """Reads a recipe."""
     try:
         text = Path(path).read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ConfigError(f"The recipe {path!r} does not exist{_beside(Path(path))}.") from None
-    except IsADirectoryError:
-        found = _recipes_in(Path(path))
-        example = f", such as {str(found[0])!r}" if found else ", which holds none"
-        raise ConfigError(f"The recipe {path!r} is a folder: give a YAML file in it{example}.") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"The recipe {path!r} is no text in UTF-8: give a YAML file.") from None
-    except OSError as error:
-        raise ConfigError(f"The recipe {path!r} cannot be read: {error.strerror}.") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"The recipe {path!r} {_unreadable(Path(path), error)}.") from None
     loader = _Loader(text)
     loader.name = path
     try:
@@ -86,14 +80,48 @@ def read_file(path: str) -> tuple[dict[str, Any], dict[str, int]]:
         raise ConfigError(f"The recipe {path!r} is not valid YAML: {' '.join(str(error).split())}.") from error
     finally:
         loader.dispose()
-    if recipe is None:
-        raise ConfigError(
+    refuse_first(
+        (
+            recipe is None,
             f"The recipe {path!r} is empty: it needs at least `model_name_or_path` and `dataset_name`, each with a "
-            "value."
-        )
-    if not isinstance(recipe, dict):
-        raise ConfigError(f"The recipe {path!r} is not a mapping of options to values: write lines `option: value`.")
+            "value.",
+        ),
+        (
+            not isinstance(recipe, dict),
+            f"The recipe {path!r} is not a mapping of options to values: write lines `option: value`.",
+        ),
+    )
     return recipe, {key.value: key.start_mark.line + 1 for key, _ in node.value}
+
+
+def _unreadable(path: Path, error: OSError | UnicodeDecodeError) -> str:
+    """What is wrong with a recipe that cannot be read."""
+    match error:
+        case FileNotFoundError():
+            return f"does not exist{_beside(path)}"
+        case IsADirectoryError():
+            found = _recipes_in(path)
+            example = f", such as {str(found[0])!r}" if found else ", which holds none"
+            return f"is a folder: give a YAML file in it{example}"
+        case UnicodeDecodeError():
+            return "is no text in UTF-8: give a YAML file"
+    return f"cannot be read: {error.strerror}"
+
+
+_CLUSTER = "cluster"  # folder of what starts a run on several nodes, which is YAML of others
+
+
+def shipped() -> dict[str, Traversable]:
+    """The files by name, which is their path in the folder `recipes`, e.g. `Qwen/gsm8k.yaml`."""
+    return dict(sorted(_walk(files("mt_grpo") / "recipes", "")))
+
+
+def _walk(folder: Traversable, prefix: str) -> Iterator[tuple[str, Traversable]]:
+    for entry in folder.iterdir():
+        if entry.is_dir() and entry.name != _CLUSTER:
+            yield from _walk(entry, f"{prefix}{entry.name}/")
+        elif entry.name.endswith(".yaml"):
+            yield prefix + entry.name, entry
 
 
 def _recipes_in(folder: Path) -> list[Path]:
@@ -106,8 +134,6 @@ def _beside(path: Path) -> str:
     near = difflib.get_close_matches(path.stem, names, n=1)
     if near:
         return f"; the nearest is {str(names[near[0]])!r}"
-    from mt_grpo.app.commands import shipped  # not for a recipe that is there
-
     name = next((name for name in shipped() if Path(name).name == path.name), None)
     if name is not None:
         return f"; one of that name ships with the package: `mt-grpo recipes cp {name}`"
@@ -224,6 +250,13 @@ class Request:
     own: dict[str, Any] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
 
+    def check_processes(self) -> None:
+        """Checks that batches divide into whole groups, on the processes of the launcher."""
+        schema = load_schema()
+        if schema.exact:
+            processes = next((int(os.environ[name]) for name in WORLD_SIZES if name in os.environ), 1)
+            check_batches(schema.defaults | self.values, processes)
+
 
 def read_request(arguments: list[str], command: str = "serve") -> Request:
     """Reads `R.yaml --field value ...`, and sets the variables of an `env:` block in this process, as TRL does."""
@@ -261,30 +294,32 @@ def read_request(arguments: list[str], command: str = "serve") -> Request:
 
 
 def _recipe_of_run(folder: str) -> str:
-    path = Path(folder, "config.yaml")
-    if not Path(folder).is_dir():
-        raise ConfigError(f"There is no folder {folder} to replay: name the `output_dir` of a run.")
-    if not path.is_file():
-        raise ConfigError(
-            f"{folder} has no `config.yaml`, which `mt-grpo train` writes: give the recipe of the run, as `mt-grpo "
-            f"train RECIPE.yaml --replay {folder}`."
-        )
+    path = Path(folder, CONFIG)
+    refuse_first(
+        (not Path(folder).is_dir(), f"There is no folder {folder} to replay: name the `output_dir` of a run."),
+        (
+            not path.is_file(),
+            f"{folder} has no `{CONFIG}`, which `mt-grpo train` writes: give the recipe of the run, as `mt-grpo train "
+            f"RECIPE.yaml --replay {folder}`.",
+        ),
+    )
     return str(path)
 
 
 def _recipe_of_folder(folder: str, command: str, given: Values) -> str:
-    path = Path(folder, CONFIG)
-    if not path.is_file():
-        found = _recipes_in(Path(folder))
-        hint = f"; for the recipe in it, give {str(found[0])!r}" if found else ""
-        raise ConfigError(
-            f"{folder} has no `{CONFIG}`, which `mt-grpo train` and `mt-grpo merge` leave beside a model{hint}."
-        )
-    if "model_name_or_path" in given:
-        raise ConfigError(
+    path, found = Path(folder, CONFIG), _recipes_in(Path(folder))
+    hint = f"; for the recipe in it, give {str(found[0])!r}" if found else ""
+    refuse_first(
+        (
+            not path.is_file(),
+            f"{folder} has no `{CONFIG}`, which `mt-grpo train` and `mt-grpo merge` leave beside a model{hint}.",
+        ),
+        (
+            "model_name_or_path" in given,
             f"`mt-grpo {command} {folder}` takes the model in that folder: leave `--model_name_or_path` out, or give "
-            f"the recipe, {path}."
-        )
+            f"the recipe, {path}.",
+        ),
+    )
     return str(path)
 
 
@@ -322,10 +357,14 @@ def _read_command_line(tokens: list[str], schema: Schema, command: str, request:
 
 
 def _set_path(request: Request, path: str) -> None:
-    if request.path is not None:
-        if Path(path).suffix in (".yaml", ".yml") or Path(path).exists():
-            raise ConfigError(f"Two recipes are given, {request.path!r} and {path!r}: leave one out.")
-        raise ConfigError(f"The word {path!r} belongs to no option: write `--option value`.")
+    is_recipe = Path(path).suffix in (".yaml", ".yml") or Path(path).exists()
+    refuse_first(
+        (
+            request.path is not None and is_recipe,
+            f"Two recipes are given, {request.path!r} and {path!r}: leave one out.",
+        ),
+        (request.path is not None, f"The word {path!r} belongs to no option: write `--option value`."),
+    )
     request.path = path
 
 
@@ -337,19 +376,23 @@ def _take(tokens: list[str], option: SchemaOption, written: str) -> list[str]:
     """Takes the texts behind an option from the command line."""
     if option.flag and (not _is_value(tokens) or Path(tokens[0]).suffix in (".yaml", ".yml")):
         return []
-    if not _is_value(tokens):
-        raise ConfigError(f"`{written}` is given without a value: it takes {option.wanted}.")
-    texts = [tokens.pop(0)]
+    texts = [tokens.pop(0)] if _is_value(tokens) else []
     while option.many and _is_value(tokens):
         texts.append(tokens.pop(0))
+    if not texts:
+        raise _without_value(option, written)
     return texts
+
+
+def _without_value(option: SchemaOption, written: str) -> ConfigError:
+    return ConfigError(f"`{written}` is given without a value: it takes {option.wanted}.")
 
 
 def _value(name: str, option: SchemaOption, texts: list[str], written: str, checked: bool) -> Any:
     if not texts:
         return True
     if not texts[0] and "string" not in option.kinds:
-        raise ConfigError(f"`{written}` is given without a value: it takes {option.wanted}.")
+        raise _without_value(option, written)
     value = option.read(texts if option.many else texts[0])
     if checked:
         option.check(name, value, f"`{written}`", in_file=False)
@@ -407,14 +450,6 @@ def _check_whole(request: Request, schema: Schema, command: str) -> None:
         check_trainable(whole)
 
 
-def check_processes(request: Request) -> None:
-    """Checks that batches divide into whole groups, on the processes of the launcher."""
-    schema = load_schema()
-    if schema.exact:
-        processes = next((int(os.environ[name]) for name in WORLD_SIZES if name in os.environ), 1)
-        check_batches(schema.defaults | request.values, processes)
-
-
 def check_places(values: Values, command: str) -> None:
     """Looks for the model, rows and code that a recipe names as files, and a folder that the run can write."""
     if command == "train":
@@ -466,10 +501,13 @@ def check_writable(folder: str, given: str | None = None) -> None:
         raise ConfigError(f"{given} names no folder: give it a name.")
     try:
         there = next(place for place in (path, *path.parents) if place.exists() or place.is_symlink())
-        if not there.is_dir():
-            raise ConfigError(f"{given} cannot be a folder, since {there} is a file: name another.")
-        if not os.access(there, os.W_OK | os.X_OK):
-            raise ConfigError(f"{given} cannot be written, since {there} is not yours to write to.")
+        refuse_first(
+            (not there.is_dir(), f"{given} cannot be a folder, since {there} is a file: name another."),
+            (
+                not os.access(there, os.W_OK | os.X_OK),
+                f"{given} cannot be written, since {there} is not yours to write to.",
+            ),
+        )
         with tempfile.TemporaryDirectory(prefix=".mt-grpo-", dir=there):  # some say that they can be written to
             pass
     except OSError as error:
@@ -479,15 +517,13 @@ def check_writable(folder: str, given: str | None = None) -> None:
 # What a run's configuration would execute
 
 CONFIG = "config.yaml"
-_RECORDS = ("metrics.jsonl", "summary.json", "rollouts")
-"""What a run leaves beside its `CONFIG`."""
+_RECORDS = ("metrics.jsonl", "summary.json", "rollouts")  # what a run leaves beside its `CONFIG`
 
 _PATHS = tuple(name for name, option in OPTIONS.items() if option.executes == "path")
 """Options that name code, by the paths of files or of modules, or by names in a registry."""
 _FILES = tuple(name for name, option in OPTIONS.items() if option.executes == "file")
 """Options that name files, which name code and commands."""
-_MAX_NAMED = 4
-"""Things that are named in the question."""
+_MAX_NAMED = 4  # things that are named in the question
 
 
 def _check_trust(path: str, recipe: Values, variables: Values) -> None:

@@ -18,14 +18,14 @@ from rich.text import Text
 
 from mt_grpo.app.evaluate import Asked, Results, SampledModel, read_prices, sample
 from mt_grpo.app.recipe import build_recipe
-from mt_grpo.app.request import Request, check_new, check_writable
+from mt_grpo.app.request import CONFIG, Request, check_new, check_writable
 from mt_grpo.credit import audit_rewards, estimate, estimate_parts, uncredited_turn_rewards
 from mt_grpo.envs.source import tool_names
 from mt_grpo.errors import ConfigError, UserError
 from mt_grpo.runlog import Batch, Run, RunWriter, open_run
 from mt_grpo.runlog.export import LINES
 from mt_grpo.runlog.files import to_json, written_whole
-from mt_grpo.runlog.findings import FAILED, Counts, Finding, find
+from mt_grpo.runlog.findings import FAILED, Counts, find
 from mt_grpo.runlog.index import Table as Conversations
 from mt_grpo.runlog.schema import FOLDER, INDEX, Row, session_number
 from mt_grpo.runlog.writer import question_of, rollout_lines
@@ -34,6 +34,7 @@ from mt_grpo.training.step_log.metrics import says_uncredited
 from mt_grpo.training.step_log.records import as_record, part_rows, run_line
 from mt_grpo.training.trainer import MTGRPOEnvTrainer
 from mt_grpo.trajectory import Trajectory, visible
+from mt_grpo.viewer import render_trajectory
 from mt_grpo.viewer.columns import Columns, FilterError, parse_filter
 from mt_grpo.viewer.queries import BadQuestion, selected
 
@@ -41,11 +42,41 @@ _FORMS = {"sft": "tokens", "messages": "messages", "dpo": "preferences"}
 """Folders of data, each with a file of a form, which TRL's commands take as a dataset."""
 
 
-def save_conversations(trainer: MTGRPOEnvTrainer, resolved: dict[str, Any], folder: str) -> str:
-    """Writes the conversations that a trainer ran and scored last, their credit, `config.yaml` and `audit.jsonl`."""
-    args, judged, records = trainer.args, trainer.batch, trainer.step_log.records
+_SHOWN_PROMPTS = 4  # prompts that are answered without another number
+
+
+def show(trainer: MTGRPOEnvTrainer, resolved: dict[str, Any], own: dict[str, Any], console: Console) -> int:
+    """
+    Runs conversations of a few prompts, and shows one of each, what stands out, and with `--audit` what the rewards
+    tell apart; `--save` keeps them. 1 where all failed, which is told.
+    """
+    audits, folder = own["audit"], own["save"]
+    generations = 1 if folder is None and not audits else own["num_generations"] or trainer.num_generations
+    trajectories = trainer.rollout(own["num_prompts"] or _SHOWN_PROMPTS, generations)
+    for number, trajectory in enumerate(trajectories[::generations]):  # of a group, its first member stands for all
+        console.rule(f"conversation {number + 1}")
+        console.print(render_trajectory(trajectory, trainer.processing_class, console.is_terminal))
+    facts = {"tools": tool_names(trainer.env)}
+    for finding in find(Counts().add(rollout_lines(_batch(trainer), 0)), facts):
+        console.print(finding.sentence, highlight=False, markup=False)
+    if audits:
+        _show_audit(_audit(trainer), console)
+    if folder is not None:
+        _save(trainer, {**resolved, "num_generations": generations}, folder)
+        console.print(f"{len(trajectories)} conversations in {folder}", highlight=False, markup=False)
+    return int(all(trajectory.failed for trajectory in trajectories))
+
+
+def _batch(trainer: MTGRPOEnvTrainer) -> Batch:
+    """The conversations that a trainer ran and scored last."""
+    judged, rewards = trainer.batch, trainer.step_log.records.rewards
+    return Batch("eval", 0, 0, judged.group_size, list(range(len(judged.trajectories))), judged.trajectories, rewards)
+
+
+def _save(trainer: MTGRPOEnvTrainer, resolved: dict[str, Any], folder: str) -> None:
+    """Writes these conversations, their credit, `config.yaml` and `audit.jsonl`."""
+    args, judged, records, batch = trainer.args, trainer.batch, trainer.step_log.records, _batch(trainer)
     size = judged.group_size
-    batch = Batch("eval", 0, 0, size, list(range(len(judged.trajectories))), judged.trajectories, records.rewards)
     weights = trainer.reward_weights.to(args.device)
     rewards, _ = gather_rewards(judged.trajectories, judged.scores, weights, size, names=trainer.reward_func_names)
     credit = estimate_parts(
@@ -58,15 +89,13 @@ def save_conversations(trainer: MTGRPOEnvTrainer, resolved: dict[str, Any], fold
     advantages = [values[: len(each.turns)] for each, values in pairs]
     writer.append([*lines, *writer.write_credit(batch, advantages, part_rows(credit, judged.trajectories))])
     config = yaml.safe_dump(resolved, sort_keys=True)
-    Path(folder, "config.yaml").write_text(config, encoding="utf-8")
-    audit = audit_conversations(trainer)
-    line = {name: value for name, value in audit.items() if name not in ("conversations", "failed", "advice")}
-    Path(folder, "audit.jsonl").write_text(to_json({"step": 0, **line}) + "\n", encoding="utf-8")
-    return f"{len(judged.trajectories)} conversations in {folder}"
+    Path(folder, CONFIG).write_text(config, encoding="utf-8")
+    audit = {name: each for name, each in _audit(trainer).items() if name not in ("conversations", "failed", "advice")}
+    Path(folder, "audit.jsonl").write_text(to_json({"step": 0, **audit}) + "\n", encoding="utf-8")
 
 
-def audit_conversations(trainer: MTGRPOEnvTrainer) -> dict[str, Any]:
-    """Audits the rewards of the conversations that a trainer ran and scored last."""
+def _audit(trainer: MTGRPOEnvTrainer) -> dict[str, Any]:
+    """What the rewards of these conversations tell apart."""
     args, judged = trainer.args, trainer.batch
     weights = trainer.reward_weights.to(args.device)
     batch, _ = gather_rewards(judged.trajectories, judged.scores, weights, judged.group_size)
@@ -80,15 +109,7 @@ def audit_conversations(trainer: MTGRPOEnvTrainer) -> dict[str, Any]:
     return {**record, "conversations": count, "failed": failed, "advice": says_uncredited(record, rule, args)}
 
 
-def find_in_conversations(trainer: MTGRPOEnvTrainer) -> list[Finding]:
-    """What stands out in the conversations that a trainer ran and scored last."""
-    judged = trainer.batch
-    numbers, rewards = list(range(len(judged.trajectories))), trainer.step_log.records.rewards
-    batch = Batch("eval", 0, 0, judged.group_size, numbers, judged.trajectories, rewards)
-    return find(Counts().add(rollout_lines(batch, 0)), {"tools": tool_names(trainer.env)})
-
-
-def show_audit(record: dict[str, Any], console: Console) -> None:
+def _show_audit(record: dict[str, Any], console: Console) -> None:
     """Prints the table, and below it what stands out."""
     groups = record["groups"]
     title = f"audit: {groups} prompts × {record['conversations'] // groups} conversations"
@@ -116,11 +137,11 @@ def show_audit(record: dict[str, Any], console: Console) -> None:
             {None: "-", True: "yes", False: "no"}[each["causal"]],
         )
     console.print(table)
-    for line in findings(record):
+    for line in _findings(record):
         console.print(f"- {line}", highlight=False, markup=False)
 
 
-def findings(record: dict[str, Any]) -> list[str]:
+def _findings(record: dict[str, Any]) -> list[str]:
     """What of an audit stands out, in sentences."""
     silent = round(record["groups_without_signal"] * record["groups"])
     lines = [f"{silent} of {record['groups']} groups have no signal: their advantages are 0 at every turn."]

@@ -1,10 +1,20 @@
-"""`mt-grpo runs` and `mt-grpo compare`: a table of runs, and runs against each other. Imports no torch."""
+"""
+The commands that read folders of runs: `mt-grpo view` and `export` of one, `runs` and `compare` of several. Import no
+torch.
+"""
 
 from __future__ import annotations
 
+import gc
 import json
+import multiprocessing
+import os
+import sys
 import time
+import webbrowser
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,20 +22,55 @@ from typing import Any
 import numpy as np
 import yaml
 
-from mt_grpo.app.view import read_words
 from mt_grpo.errors import ConfigError, UserError
 from mt_grpo.imports import did_you_mean
+from mt_grpo.processes import belong_to_parent
 from mt_grpo.runlog import Run, files, open_run
-from mt_grpo.runlog.index import evaluated
+from mt_grpo.runlog.export import FORMS
+from mt_grpo.runlog.export import export as export_run
+from mt_grpo.runlog.index import Each, evaluated
 from mt_grpo.runlog.intervals import Estimate, bootstrap, over_steps
-from mt_grpo.runlog.schema import FOLDER, INDEX, Row
+from mt_grpo.runlog.schema import FOLDER, INDEX, METRICS, STATE, Row
 from mt_grpo.trajectory import visible
 from mt_grpo.viewer.columns import Columns, Condition, FilterError, compare_numbers, equal_text, parse_filter
 from mt_grpo.viewer.overview import CONFIG
-from mt_grpo.viewer.queries import evaluations, questions
+from mt_grpo.viewer.queries import Queries, evaluations, questions, selected
 from mt_grpo.viewer.runs import Runs, about_run
+from mt_grpo.viewer.search import cached
+from mt_grpo.viewer.server import PORT, Answers, Server
+from mt_grpo.viewer.server import export as export_page
 
-_RUNS = """usage: mt-grpo runs [FOLDER] [--sort COLUMN] [--filter TEXT] [--json]
+USAGE = {
+    "view": f"""usage: mt-grpo view RUN_DIR [--port N] [--no_browser]
+       mt-grpo view FOLDER                        of several runs: a list, and one run against another
+       mt-grpo view RUN_DIR --export FILE.html [--filter 'stop=timeout reward<0.5'] [--overwrite]
+
+shows the conversations of a run, finished or not: what the agent did, and which credit it got
+
+  --port N        the port on this machine; without it the first free one from {PORT} on
+  --no_browser    open no browser
+  --export FILE   write one file that opens without a server, instead of serving
+  --filter TEXT   the conversations that the file gets, in the language of the page's filter
+  --overwrite     replace the file if it is there
+""",
+    "export": """usage: mt-grpo export RUN --to FORM [--filter TEXT] [--output PATH] [--overwrite]
+
+writes the conversations of the run in the folder RUN (its `output_dir`) as FORM:
+
+  messages       a line per conversation with `messages` and `tools`, as TRL's trainers take them
+  sharegpt       a line per conversation with `conversations`, as LLaMA-Factory takes them
+  tokens         a line per sequence of token ids as sampled, with a mask of what is trained, for TRL's SFTTrainer
+  preferences    a line per pair of a group's conversations, the better one chosen, for TRL's DPOTrainer
+  dataset        a folder for `datasets.load_dataset`, with `prompt`, `completion` and `tools`
+  jsonl          a line per conversation, with its messages, token tree, log-probs and rewards
+  openinference  a trace per conversation in OTLP's JSON, with OpenInference's attributes
+  trackio        metrics and tables of conversations, for `trackio show`
+
+  --filter TEXT  the conversations to write, in the language of the page's filter: 'mode=train right=1'
+  --output PATH  a file, or a folder for `dataset` and `trackio`; without it a place in RUN, and trackio's own folder
+  --overwrite    replace what is at PATH
+""",
+    "runs": """usage: mt-grpo runs [FOLDER] [--sort COLUMN] [--filter TEXT] [--json]
 
 lists the runs in FOLDER (`runs` where none is given) and in folders of it, the latest first; `reward` is the mean of
 the last five steps, `eval` the reward of the last evaluation
@@ -33,15 +78,134 @@ the last five steps, `eval` the reward of the last evaluation
   --sort COLUMN  run, model, rule and state from A to Z, step, reward and eval from the largest, age from the smallest
   --filter TEXT  the runs to list: 'state=finished reward>0.5 qwen'; age is in hours
   --json         print JSON
-"""
-
-_COMPARE = """usage: mt-grpo compare A B [...] [--json]
+""",
+    "compare": """usage: mt-grpo compare A B [...] [--json]
 
 compares runs with the first one: the options that differ, the questions of the last evaluation that all were asked,
 and the metrics of the last third of the steps that all took (20 at least), each difference with a 95 % interval
 
   --json         print JSON, with every metric that all runs have
-"""
+""",
+}
+
+
+def view(arguments: list[str]) -> int:
+    """`mt-grpo view RUN_DIR`."""
+    values, flags = ("--port", "--export", "--filter"), ("--no_browser", "--overwrite")
+    (name,), options = read_words(
+        "view", arguments, values, flags, one="the `output_dir` of a run or one with several"
+    )
+    if "--filter" in options and "--export" not in options:
+        raise ConfigError("`--filter` belongs to `--export FILE`; in the page, write it into the field of Find.")
+    text = options.get("--port")
+    if text is not None and not (text.isdecimal() and len(text) <= 5 and int(text) <= 65535):
+        raise ConfigError(f"`--port` is a number up to 65535; {text[:40]!r} is none.")
+    port = None if text is None else int(text)
+    folder = Path(name)
+    if folder.is_dir() and not any((folder / name).exists() for name in (FOLDER, METRICS, STATE)):
+        if "--export" in options:
+            raise ConfigError(f"`--export` takes the folder of one run, and {folder} is none: name one in it.")
+        with _parallel_map() as each:
+            return _serve(Runs(folder, each), name, port, options)
+    exports = "--export" in options
+    queries = Queries(_open_run_parallel(name, begun=not exports), None if exports else cached(folder))
+    if exports:
+        path = Path(options["--export"])
+        number = export_page(queries, path, options.get("--filter", ""), "--overwrite" in options)
+        print(f"{path}: {number} conversations, {path.stat().st_size / 1e6:.1f} MB")
+        return 0
+    return _serve(queries, name, port, options)
+
+
+def _serve(answers: Answers, folder: str, port: int | None, options: dict[str, str]) -> int:
+    with Server(answers, port) as server:
+        print(f"{folder} is at {server.url} (Ctrl-C ends this)", flush=True)
+        screen = sys.platform in ("darwin", "win32") or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
+        if "--no_browser" not in options and screen:  # without one, a text browser would open in this terminal
+            webbrowser.open(server.url)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            print()
+    return 0
+
+
+def export(arguments: list[str]) -> int:
+    """`mt-grpo export RUN --to FORM [--filter TEXT] [--output PATH] [--overwrite]`."""
+    folders, options = read_words("export", arguments, values=("--to", "--output", "--filter"), flags=("--overwrite",))
+    if len(folders) != 1 or "--to" not in options:
+        raise ConfigError(f"Write `mt-grpo export RUN --to FORM`, where FORM is one of {', '.join(FORMS)}.")
+    run = _open_run_parallel(folders[0])
+    rows = selected(run, options.get("--filter", ""))
+    print(export_run(run, options["--to"], options.get("--output"), rows, "--overwrite" in options))
+    return 0
+
+
+def read_words(
+    command: str, arguments: Sequence[str], values: Sequence[str], flags: Sequence[str] = (), one: str = ""
+) -> tuple[list[str], dict[str, str]]:
+    """
+    The folders on a command line, and its options with their values; a flag's is empty. A command that takes
+    one folder alone says in `one` what it is.
+    """
+    folders, options = [], {}
+    words = iter(arguments)
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not name.startswith("-"):
+            folders.append(word)
+        elif name in flags and not equals:
+            options[name] = ""
+        elif name in values:
+            options[name] = value if equals else next(words, "")
+            if not options[name]:
+                raise ConfigError(f"`mt-grpo {command}` needs a value after `{name}`.")
+        else:
+            raise ConfigError(f"`mt-grpo {command}` has no option {word}{did_you_mean(word, (*values, *flags))}.")
+    if one and len(folders) != 1:
+        raise ConfigError(f"`mt-grpo {command}` takes one folder, {one}: `mt-grpo {command} runs/NAME`.")
+    return folders, options
+
+
+# A long index is read by several processes, which are gone when the run is open
+
+LONG_INDEX = 2**24
+"""Bytes of an index that one process takes a third of a second or more to read."""
+
+_MAX_PROCESSES = 4  # processes: more would wait for this one, which puts together what they read
+
+
+def _open_run_parallel(folder: str, begun: bool = False) -> Run:
+    """The run in a folder, with `begun` also one without conversations so far; call it before there are threads."""
+    size = sum(path.lstat().st_size for path in (Path(folder) / FOLDER).glob("index*.jsonl"))
+    gc.disable()  # what is read stays: looking for garbage in it would take a third of the time
+    try:
+        if size < LONG_INDEX:
+            return open_run(folder, begun=begun)
+        with _parallel_map() as each:
+            return open_run(folder, each, begun)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+@contextmanager
+def _parallel_map() -> Iterator[Each]:
+    """`map` in other processes, which begin at once: call it before there are threads. Linux alone has them."""
+    if sys.platform != "linux":
+        yield map
+        return
+    # forks: all is imported here already, and the only thread of this process is this one
+    context = multiprocessing.get_context("fork")
+    pool = ProcessPoolExecutor(min(_MAX_PROCESSES, len(os.sched_getaffinity(0))), context, belong_to_parent)
+    try:
+        list(pool.map(abs, [0]))
+        yield pool.map
+    finally:
+        pool.shutdown(cancel_futures=True)  # waits: the end of this process and that of the pool would meet
+
+
+# `mt-grpo runs` and `mt-grpo compare`
 
 _TEXTS, _NUMBERS = ("run", "model", "rule", "state"), ("step", "reward", "eval", "age")
 _METRICS = (
@@ -58,15 +222,11 @@ _METRICS = (
 """Metrics that are shown, in order; those with a slash at the end are beginnings."""
 _APART = ("output_dir", "overwrite_output_dir", "run_name", "resume_from_checkpoint")
 """Options of which no difference is told."""
-_WIDEST = 60
-"""Characters of an option's value that are shown."""
+_WIDEST = 60  # characters of an option's value that are shown
 
 
 def runs(arguments: list[str]) -> int:
     """`mt-grpo runs [FOLDER]`."""
-    if {"-h", "--help"}.intersection(arguments):
-        print(_RUNS, end="")
-        return 0
     folders, options = read_words("runs", arguments, values=("--sort", "--filter"), flags=("--json",))
     if len(folders) > 1:
         raise ConfigError("`mt-grpo runs` takes one folder, with runs in it: `mt-grpo runs runs`.")
@@ -125,20 +285,16 @@ def _holds(run: Row, condition: Condition) -> bool:
 
 def _cell(run: Row, name: str) -> str:
     value = run[name]
-    if value is None:
-        return "-"
-    if name == "age":
-        return _long(value)
-    if name == "step":
+    if value is not None and name == "age":
+        return f"{60 * value:.0f} min" if value < 1 else f"{value:.0f} h" if value < 48 else f"{value / 24:.0f} days"
+    if value is not None and name == "step":
         return f"{value}/{run['of']}" if run["of"] else str(value)
     return _short(value)
 
 
-def _long(hours: float) -> str:
-    return f"{60 * hours:.0f} min" if hours < 1 else f"{hours:.0f} h" if hours < 48 else f"{hours / 24:.0f} days"
-
-
 def _short(value: Any) -> str:
+    if value is None:
+        return "-"
     if isinstance(value, float):
         return f"{value:.3g}"
     text = value if isinstance(value, str) else json.dumps(value)
@@ -166,9 +322,6 @@ def _in_words(difference: Estimate) -> str:
 
 def compare(arguments: list[str]) -> int:
     """`mt-grpo compare A B [...]`."""
-    if {"-h", "--help"}.intersection(arguments):
-        print(_COMPARE, end="")
-        return 0
     folders, words = read_words("compare", arguments, values=(), flags=("--json",))
     if len(set(folders)) < 2 or len(set(folders)) < len(folders):
         raise ConfigError("`mt-grpo compare` takes the folders of two runs or more: `mt-grpo compare runs/A runs/B`.")
@@ -195,7 +348,7 @@ def compare(arguments: list[str]) -> int:
     names = _names(folders)
     print("Options that differ" if differing else "No option differs.")
     if differing:
-        _print_table([("", *names), *((f"  {name}", *map(_option, values)) for name, values in differing.items())])
+        _print_table([("", *names), *((f"  {name}", *map(_short, values)) for name, values in differing.items())])
     if held_out:
         print(f"\n{asked} questions of the last evaluation, paired by question")
         _print_differences(names, held_out)
@@ -234,10 +387,6 @@ def _options(folder: Path) -> Row:
     if not isinstance(options, dict):
         raise UserError(f"{folder / CONFIG} is damaged: bring it back, or remove it to compare the rest.")
     return options
-
-
-def _option(value: Any) -> str:
-    return "-" if value is None else _short(value)
 
 
 def _names(folders: list[str]) -> list[str]:

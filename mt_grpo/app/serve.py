@@ -19,6 +19,7 @@ from trl.chat_template_utils import add_response_schema
 
 from mt_grpo.app.chat import served_name
 from mt_grpo.app.recipe import Recipe
+from mt_grpo.app.request import Request
 from mt_grpo.errors import ConfigError
 from mt_grpo.options.rules import check_served
 from mt_grpo.options.values import HAS_A_USER, env_type
@@ -38,27 +39,32 @@ def server_command(recipe: Recipe) -> tuple[list[str], dict[str, str]]:
     return command_at(host, port, recipe.training, recipe.model)
 
 
-OF_SEVERAL = (
-    "`--metrics_address` says which of several servers live (`--replicas`): one has metrics of its own, at `/metrics`."
-)
-
-
-def serve(recipe: Recipe, replicas: int | None = None, metrics_address: str | None = None) -> int:
+def serve(recipe: Recipe, request: Request) -> int:
     """
     Prints the command and becomes it; of several servers prints all, and waits until they have ended. Prometheus is
-    told meanwhile, at `metrics_address`, which of them live.
+    told meanwhile, at `--metrics_address`, which of them live. Of a run it serves what was trained, and says on
+    standard error what whoever asks it has to do.
     """
-    args = recipe.training
-    check_served(vars(args))
-    check_keys()
+    args, replicas, metrics_address = recipe.training, request.own["replicas"], request.own["metrics_address"]
+    if request.run is not None and replicas is not None:
+        raise ConfigError("`--replicas` starts servers for a trainer: for a trained model start one on each port.")
+    if request.run is None:
+        check_served(vars(args))
+        check_keys()
     addresses = _addresses(args, replicas)
-    if len(addresses) == 1:
+    if request.run is not None or len(addresses) == 1:
         if metrics_address is not None:
-            raise ConfigError(OF_SEVERAL)
-        command, environment = server_command(recipe)
+            raise ConfigError(
+                "`--metrics_address` says which of several servers live (`--replicas`): one has metrics of its own, "
+                "at `/metrics`."
+            )
+        command, environment, *words = (
+            server_command(recipe) if request.run is None else _trained_command(recipe, request.run)
+        )
         print(Replica("", command, environment).line, flush=True)
+        for line in words:
+            print(f"mt-grpo: {line}", file=sys.stderr, flush=True)
         os.execve(command[0], command, {**os.environ, **environment})
-        return 1
     found = []
     shares = _shares(args, len(addresses))
     for (host, port), share in zip(addresses, shares, strict=True):
@@ -86,16 +92,7 @@ _PARSERS = {
 """vLLM's parsers of tool calls, by what begins a call in a response template; the first that is there."""
 
 
-def serve_trained(recipe: Recipe, run: str) -> int:
-    """Prints the command and becomes the server; on standard error, what whoever asks it has to do."""
-    command, environment, words = trained_command(recipe, run)
-    print(Replica("", command, environment).line, flush=True)
-    print(f"mt-grpo: {words}", file=sys.stderr, flush=True)
-    os.execve(command[0], command, {**os.environ, **environment})
-    return 1
-
-
-def trained_command(recipe: Recipe, run: str) -> tuple[list[str], dict[str, str], str]:
+def _trained_command(recipe: Recipe, run: str) -> tuple[list[str], dict[str, str], str]:
     """The command that serves a recipe's model to clients of OpenAI's API, its environment, and words for clients."""
     args, model = recipe.training, recipe.model
     name = resolve_model(model.model_name_or_path)

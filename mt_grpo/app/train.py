@@ -138,10 +138,10 @@ def _run(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console: Consol
         elif not args.push_to_hub:
             trainer.create_model_card()
 
-    trainer.add_callback(_AtTheBeginning(measure_before))
+    trainer.add_callback(_Measures(before=measure_before))
     trainer.add_callback(progress)
     # before the trackers that end with training: the last measure is theirs too
-    trainer.callback_handler.callbacks.insert(0, _AtTheEnd(save_and_measure))
+    trainer.callback_handler.callbacks.insert(0, _Measures(after=save_and_measure))
     try:
         progress.begin()
         trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
@@ -178,7 +178,7 @@ def _run(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console: Consol
     audit = read_audit(folder)
     write_json(summary_path, summary if audit is None else {**summary, "audit": audit})
     title = f"{rule_label(trainer.credit_rule)}, {summary['steps']} steps"
-    plot(trainer.state.log_history, folder / "learning_curve.png", title)
+    _plot(trainer.state.log_history, folder / "learning_curve.png", title)
     if evaluates:
         from mt_grpo.viewer import render_trajectory  # an extra
 
@@ -187,7 +187,7 @@ def _run(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console: Consol
             for number, trajectory in enumerate(trajectories):
                 console.print(Rule(f"{label}: example {number + 1}"))
                 console.print(render_trajectory(trajectory, trainer.processing_class, console.is_terminal))
-        console.print(table(summary["before"], summary["after"], f"{questions} held-out questions, {title}"))
+        console.print(_table(summary["before"], summary["after"], f"{questions} held-out questions, {title}"))
     console.print(f"{summary['seconds']:.0f} s of training and evaluation. Written to {folder}:", markup=False)
     for path in sorted(path for path in folder.iterdir() if path.name != LOCK):
         words = [text for pattern, text in _CONTENTS.items() if fnmatch(path.name, pattern)]
@@ -197,28 +197,21 @@ def _run(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console: Consol
         raise RolloutError(f"Every conversation of the run failed, the first with: {counts.first_failure}")
     console.print("What to do next:", highlight=False)
     adapter = isinstance(trainer.accelerator.unwrap_model(trainer.model), PeftModel)
-    for what, command in next_steps(args, adapter):
+    for what, command in _next_steps(args, adapter):
         console.print(f"  # {what}\n  {command}", highlight=False, markup=False, soft_wrap=True)
 
 
-class _AtTheBeginning(TrainerCallback):
-    """Calls `action` once the model is wrapped for training, before which no sharded one can be evaluated."""
+class _Measures(TrainerCallback):
+    """Measures before training, once the model is wrapped, before which no sharded one can be evaluated; and after."""
 
-    def __init__(self, action: Callable[[], None]) -> None:
-        self._action = action
+    def __init__(self, before: Callable[[], None] = lambda: None, after: Callable[[], None] = lambda: None) -> None:
+        self._before, self._after = before, after
 
     def on_train_begin(self, *args: object, **kwargs: object) -> None:
-        self._action()
-
-
-class _AtTheEnd(TrainerCallback):
-    """Calls `action` once the last step is taken."""
-
-    def __init__(self, action: Callable[[], None]) -> None:
-        self._action = action
+        self._before()
 
     def on_train_end(self, *args: object, **kwargs: object) -> None:
-        self._action()
+        self._after()
 
 
 def _measure(trainer: MTGRPOEnvTrainer, progress: _RunProgress, label: str) -> dict[str, float]:
@@ -257,29 +250,27 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     temporary.replace(path)
 
 
-def table(before: dict[str, float], after: dict[str, float], title: str) -> Table:
+def _table(before: dict[str, float], after: dict[str, float], title: str) -> Table:
     """The measures before and after, side by side."""
     result = Table(title=Text(title, style="table.title"))
     for column in ("", "before", "after", "change"):
         result.add_column(column, justify="left" if not column else "right")
     for name in before:
         if name != "questions":
-            change = f"{after[name] - before[name]:+.3f}"
-            result.add_row(Text(_label(name)), f"{before[name]:.3f}", f"{after[name]:.3f}", change)
+            label, change = _LABELS.get(name, name.replace("_", " ")), f"{after[name] - before[name]:+.3f}"
+            result.add_row(Text(label), f"{before[name]:.3f}", f"{after[name]:.3f}", change)
     return result
 
 
-def _label(name: str) -> str:
-    labels = {
-        "tool_execution": "tool-execution rate",
-        "exist_answer_in_search_results": "answer in search results",
-        "exist_answer": "answer contained",
-        "turns": "turns per question",
-    }
-    return labels.get(name, name.replace("_", " "))
+_LABELS = {
+    "tool_execution": "tool-execution rate",
+    "exist_answer_in_search_results": "answer in search results",
+    "exist_answer": "answer contained",
+    "turns": "turns per question",
+}
 
 
-def plot(history: list[dict[str, Any]], path: Path, title: str) -> None:
+def _plot(history: list[dict[str, Any]], path: Path, title: str) -> None:
     """Draws the mean of each reward over training steps."""
     rows = [row for row in history if "reward" in row]
     names = [key for key in (rows[0] if rows else {}) if key.startswith("rewards/") and key.endswith("/mean")]
@@ -314,7 +305,7 @@ _CONTENTS = {
 }
 
 
-def next_steps(args: MTGRPOConfig, adapter: bool) -> list[tuple[str, str]]:
+def _next_steps(args: MTGRPOConfig, adapter: bool) -> list[tuple[str, str]]:
     """What can be done with a finished run."""
     folder = args.output_dir
     trained, options, steps = folder, [], []
@@ -338,9 +329,9 @@ def next_steps(args: MTGRPOConfig, adapter: bool) -> list[tuple[str, str]]:
         more = more or ["--num_train_epochs", f"{2 * args.num_train_epochs:g}"]
         steps.append(("train on", _resume_command(args, checkpoint, *more)))
     if "tensorboard" in args.report_to:
-        steps.append(("see metrics and conversations", _shell("tensorboard", "--logdir", folder)))
+        steps.append(("see metrics and conversations", shlex.join(["tensorboard", "--logdir", folder])))
     if "trackio" in args.report_to:
-        steps.append(("see metrics and conversations", _shell("trackio", "show", "--project", args.project)))
+        steps.append(("see metrics and conversations", shlex.join(["trackio", "show", "--project", args.project])))
     return steps
 
 
@@ -353,14 +344,15 @@ def _what_is_kept(args: MTGRPOConfig, step: int, model_saved: bool) -> str:
     if not step and checkpoint is None:
         return "No step was taken."
     records = f"Metrics and conversations so far are in {folder}."
+    taken = "1 step was taken" if step == 1 else f"{step} steps were taken"
     if checkpoint is None:
         keeps = "`save_strategy: steps` keeps some"
         if args.save_strategy == "steps":
             keeps = f"a `save_steps` below {args.save_steps:g} keeps one sooner"
-        return f"{_steps(step)}, and no checkpoint was kept ({keeps}). {records}"
+        return f"{taken}, and no checkpoint was kept ({keeps}). {records}"
     saved = checkpoint.name.rsplit("-", 1)[1]
     return (
-        f"{_steps(step)}, and what was learnt up to step {saved} is in {checkpoint}. {records} "
+        f"{taken}, and what was learnt up to step {saved} is in {checkpoint}. {records} "
         f"Go on with: {_resume_command(args, checkpoint)}"
     )
 
@@ -369,12 +361,8 @@ def _resume_command(args: MTGRPOConfig, checkpoint: Path, *options: str) -> str:
     """The command that resumes from a checkpoint. Of several processes it is not known how they were launched."""
     resume = ["--resume_from_checkpoint", str(checkpoint), *options]
     if args.world_size > 1:
-        return f"the command that began this run, with {_shell(*resume)}"
+        return f"the command that began this run, with {shlex.join(resume)}"
     return _command("train", *_config(args), *resume)
-
-
-def _steps(number: int) -> str:
-    return "1 step was taken" if number == 1 else f"{number} steps were taken"
 
 
 def _config(args: MTGRPOConfig) -> list[str]:
@@ -389,11 +377,7 @@ def _command(*words: str) -> str:
         program = ["mt-grpo"]
     elif Path(sys.argv[0]).name == "mt-grpo":  # an environment that is not activated
         program = [_relative(str(Path(sys.argv[0]).absolute()))]
-    return _shell(*program, *words)
-
-
-def _shell(*words: str) -> str:
-    return shlex.join(words)
+    return shlex.join([*program, *words])
 
 
 def _relative(path: str) -> str:
@@ -401,8 +385,7 @@ def _relative(path: str) -> str:
     return str(Path(path).relative_to(Path.cwd())) if Path(path).is_relative_to(Path.cwd()) else path
 
 
-_REFRESHES = 4
-"""Of the bar, per second."""
+_REFRESHES = 4  # of the bar, per second
 
 
 class _RunProgress(TrainerCallback):

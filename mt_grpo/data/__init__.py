@@ -1,12 +1,621 @@
-"""Dataset loaders and the embedded task."""
+"""
+Loads dataset rows from any source: a `prompt` of messages, and the columns that rewards read. Tells at once whether
+the Hugging Face Hub can be asked. Images in columns are read as all others are: of few formats, and bounded.
+"""
 
-from mt_grpo.data.loaders import (
-    DatasetError,
-    as_messages,
-    check_apart,
-    had_text_prompts,
-    load_rows,
-    with_contents_of_one_kind,
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+from zlib import crc32
+
+import datasets
+import httpx
+import yaml
+from datasets.exceptions import DatasetsError
+from datasets.utils.file_utils import is_local_path, xopen
+from huggingface_hub import constants
+from huggingface_hub.file_download import repo_folder_name
+
+from mt_grpo.errors import ConfigError, UserError, describe_error
+from mt_grpo.imports import FORMATS, Registry, check_name, did_you_mean, looks_like_path
+from mt_grpo.media import MediumError, decode, media_to_digests, read_image
+from mt_grpo.runlog.files import to_json
+from mt_grpo.sounds import MOST_BYTES
+from mt_grpo.trajectory import Message, Row
+
+Rows: TypeAlias = datasets.Dataset | datasets.IterableDataset
+Convert = Callable[[Row], Row]
+
+
+class DatasetError(UserError, ValueError):
+    """A dataset that cannot be used. The message is one sentence fit for the user."""
+
+
+@dataclass(frozen=True)
+class _Schema:
+    """A kind of dataset."""
+
+    convert: Convert
+    columns: tuple[str, ...]
+    dropped: tuple[str, ...] = ()
+    hub_id: str = ""
+    config: str | None = None
+
+
+SCHEMAS: Registry[_Schema] = Registry("dataset schema", "mt_grpo.data")
+"""The names that `dataset_name` knows, besides `embedded` and sources."""
+
+
+def dataset_schema(
+    name: str, *, columns: tuple[str, ...], dropped: tuple[str, ...] = (), hub_id: str = "", config: str | None = None
+) -> Callable[[Convert], Convert]:
+    """Registers a function that makes the columns to set from a row, including `prompt`. For the rest see `Schema`."""
+    check_name(name, "dataset schema")
+
+    def register(convert: Convert) -> Convert:
+        SCHEMAS.add(name, _Schema(convert, columns, dropped, hub_id, config), convert.__module__)
+        return convert
+
+    return register
+
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+_OTHER_ROLES = dict.fromkeys(("human", "customer", "prompter"), "user") | {role: role for role in ROLES}
+_OTHER_ROLES |= dict.fromkeys(("gpt", "chatgpt", "bot", "ai", "chatbot", "model"), "assistant") | {"function": "tool"}
+"""Roles that datasets have, in lower case, by what chat templates call them. Others are a template's own."""
+
+
+def as_messages(prompt: object) -> list[Message]:
+    """A prompt as messages: text as one of the user, messages as they are; else raises `DatasetError`."""
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    if isinstance(prompt, list) and prompt and all(isinstance(item, dict) and "role" in item for item in prompt):
+        for item in prompt:
+            role = str(item["role"])
+            if role not in ROLES and (meant := _OTHER_ROLES.get(role.lower())):
+                raise DatasetError(f"has a message of role {role!r}: write {meant!r}.")
+            if item.get("content") is None and not item.get("tool_calls"):
+                raise DatasetError(f"has a message without `content`: {str(item)[:80]!r}.")
+        return prompt
+    hint = ""
+    if isinstance(prompt, list) and prompt and all(isinstance(item, dict) and "from" in item for item in prompt):
+        hint = " Write `role` for `from`, `content` for `value`, and the role `user` for `human`."
+    raise DatasetError(f"has a prompt that is neither text nor a list of messages: {str(prompt)[:80]!r}.{hint}")
+
+
+def with_contents_of_one_kind(rows: list[Row]) -> list[Row]:
+    """Rows whose messages all have lists of parts where some have: a column of a table is of one type."""
+    prompts = [row["prompt"] for row in rows if isinstance(row.get("prompt"), list)]
+    messages = [message for prompt in prompts for message in prompt if isinstance(message, dict)]
+    if not any(isinstance(message.get("content"), list) for message in messages):
+        return rows
+    return [
+        {**row, "prompt": list(map(_in_parts, row["prompt"]))} if isinstance(row.get("prompt"), list) else row
+        for row in rows
+    ]
+
+
+def _in_parts(message: object) -> object:
+    if not isinstance(message, dict) or not isinstance(message.get("content"), str):
+        return message
+    return {**message, "content": [{"type": "text", "text": message["content"]}]}
+
+
+@dataset_schema(
+    "triviaqa",
+    columns=("question", "question_id", "answer"),
+    dropped=("entity_pages", "search_results"),
+    hub_id="mandarjoshi/trivia_qa",
+    config="rc.nocontext",
 )
+def _triviaqa_row(row: Row) -> Row:
+    """TriviaQA. The question becomes `prompt`, value and aliases of the answer one list, value first."""
+    answer = row["answer"]
+    if not isinstance(answer, dict) or not {"value", "aliases"} <= answer.keys():
+        raise DatasetError("has an answer without the value and aliases of TriviaQA.")
+    if answer["value"] == "<unk>":
+        raise DatasetError("has a hidden answer, as all of TriviaQA's test split: use `validation`.")
+    answers = list(dict.fromkeys([answer["value"], *answer["aliases"]]))
+    return {"prompt": as_messages(row["question"]), "answer": answers, "question_id": row["question_id"]}
 
-__all__ = ["DatasetError", "as_messages", "check_apart", "had_text_prompts", "load_rows", "with_contents_of_one_kind"]
+
+@dataset_schema("gsm8k", columns=("question", "answer"), hub_id="openai/gsm8k", config="main")
+def _gsm8k_row(row: Row) -> Row:
+    """GSM8K. The question becomes `prompt`, the number after `####` of the `answer` becomes `final_answer`."""
+    if not isinstance(row["answer"], str) or "####" not in row["answer"]:
+        raise DatasetError("has an answer without the `####` that precedes GSM8K's final answers.")
+    final = row["answer"].rpartition("####")[2].strip().replace(",", "")
+    return {"prompt": as_messages(row["question"]), "answer": row["answer"], "final_answer": final}
+
+
+REASONING_GYM = "reasoning_gym"
+SEEDS = {"train": 0, "validation": 1, "test": 2}
+"""Added to the seed, so that splits differ."""
+
+
+def _puzzles(task: str, split: str, config: str | None) -> list[Row]:
+    """The rows of a task: `prompt`, `answer`, and what the reward `reasoning_gym_reward` needs to judge an answer."""
+    try:
+        import reasoning_gym
+        from reasoning_gym.factory import DATASETS
+    except ImportError as error:
+        raise DatasetError(
+            f"reasoning-gym is not installed ({error}): `pip install mt-grpo[reasoning-gym]`."
+        ) from error
+    _check_known("The tasks of reasoning-gym have no split", split, SEEDS, f": they have {', '.join(SEEDS)}")
+    _check_known("reasoning-gym has no task", task, DATASETS)
+    options = yaml.safe_load(config) if config else {}
+    if not isinstance(options, dict):
+        raise DatasetError(
+            f"`dataset_config` is {config!r}: give the options of a task of reasoning-gym as a mapping, such as "
+            "`{size: 2000}`."
+        )
+    options["seed"] = options.get("seed", 0) * len(SEEDS) + SEEDS[split]
+    try:
+        dataset = reasoning_gym.create_dataset(task, **{"size": 500, **options})
+    except Exception as error:  # whatever the task makes of its options
+        raise DatasetError(f"The task {task!r} of reasoning-gym does not take its options ({error}).") from error
+    kept = json.dumps({"size": len(dataset), **options})
+    return [
+        {"prompt": item["question"], "answer": str(item["answer"]), "task": task, "task_options": kept, "index": index}
+        for index, item in enumerate(dataset)
+    ]
+
+
+def _check_known(lacks: str, name: str, known: Iterable[str], otherwise: str = "") -> None:
+    """Refuses a name that is none of those known, with the nearest of them."""
+    if name not in known:
+        raise DatasetError(f"{lacks} {name!r}{did_you_mean(name, known)}{otherwise}.")
+
+
+_TEXT_PROMPTS = "The prompts were text, each of which became one user message."
+"""Description of a dataset of which that is true; `datasets` keeps it where rows are chosen or changed."""
+
+_EMBEDDED_SPLITS: dict[str, Literal["train", "validation"]] = {
+    "train": "train",
+    "validation": "validation",
+    "test": "validation",
+}
+_FILE_SPLITS = ("train", "validation", "test", "dev", "eval")  # names by which the rows of a single file may be called
+_MOST_ROWS = 10**12  # of a split of which nobody knows how many it has
+_SLICE = re.compile(r"\[(\d*):(\d*)\]")  # rows of a stream that are counted from the first on
+
+
+def load_rows(
+    name: str,
+    split: str,
+    *,
+    config: str | None = None,
+    column_mapping: dict[str, str] | None = None,
+    streaming: bool = False,
+) -> Rows:
+    """
+    Loads a dataset whose rows have a `prompt` (a list of messages) next to the columns of the source.
+
+    Args:
+        name (`str`): `embedded`, `triviaqa`, `gsm8k`, or a source. A source is a JSONL, JSON, parquet or CSV file, a
+            folder with such a file (or its `-00000-of-00002` shards) per split, or the id of a dataset on the Hub. Its
+            `prompt` column holds text, which becomes one user message, or a list of messages. `triviaqa:SOURCE` and
+            `gsm8k:SOURCE` read a source in that schema.
+        split (`str`): Split to load. A slice such as `train[:100]` works for every source; of a stream, one that
+            counts rows from the first on. A single file has the same rows as `train`, `validation` and `test`.
+        config (`str`, *optional*): Configuration of a dataset on the Hub; options of a task of reasoning-gym.
+        column_mapping (`dict[str, str]`, *optional*): Columns to add, each with its source column, such as
+            `{"prompt": "question", "answer": "gold"}`.
+        streaming (`bool`, *optional*, defaults to `False`): Whether to read rows as they are needed; returns an
+            `IterableDataset`.
+
+    Raises:
+        DatasetError: If there is no such source or split, it has no rows, a column is missing, or a row has no prompt.
+    """
+    schema, source, config = _resolve(name, config)
+    if schema is _EMBEDDED:
+        rows, first = _embedded(split, streaming)
+    elif schema is _PUZZLES:
+        rows, first = _sliced(_puzzles(source, split.partition("[")[0], config), split, streaming)
+    else:
+        rows, first = _load(source, split, config, streaming)
+    if first is None:
+        raise DatasetError(f"The split {split!r} of the dataset {name!r} is empty.")
+
+    mapping = column_mapping or {}
+    columns = list(first)
+    lacks, its = f"The dataset {name!r} has no column", f": its columns are {', '.join(columns)}"
+    for target, column in mapping.items():
+        turned = f"; write the new name first, `{{{column}: {target}}}`" if target in columns else ""
+        _check_known(f"`column_mapping` names a column that {name!r} does not have,", column, columns, its + turned)
+    for column in schema.columns:
+        mend = f"; name the right one with `column_mapping: {{{column}: its name}}`"
+        _check_known(lacks, column, [*columns, *mapping], its + mend)
+
+    def convert(row: Row, index: int) -> Row:
+        row = {**row, **{target: row[column] for target, column in mapping.items()}}
+        try:
+            return {**{target: row[target] for target in mapping}, **schema.convert(row)}
+        except DatasetError as error:
+            raise DatasetError(f"Row {index} (counted from 0) of the dataset {name!r} {error}") from None
+
+    if schema is _PLAIN and isinstance(first[mapping.get("prompt", "prompt")], str):
+        rows.info.description = _TEXT_PROMPTS
+    dropped = [column for column in schema.dropped if column in columns and column not in mapping]
+    if streaming:
+        return rows.map(convert, with_indices=True, remove_columns=dropped)
+    # The cache of `datasets` knows an imported function by its name only: it would survive a change of its code.
+    made = _undecoded(rows).map(
+        convert, with_indices=True, remove_columns=dropped, load_from_cache_file=False, keep_in_memory=True
+    )
+    return _decoded_as(
+        made, {**rows.features, **{target: rows.features[column] for target, column in mapping.items()}}
+    )
+
+
+def fingerprint(row: Row) -> tuple[int, str]:
+    """What tells the contents of a row from others: a checksum and a digest. An image counts by its own digest."""
+    text = to_json(media_to_digests(row)).encode()
+    return crc32(text), hashlib.blake2b(text, digest_size=8).hexdigest()
+
+
+def between_rates(rows: Rows, file: str, low: float, high: float) -> Rows:
+    """The rows of which a model passed from `low` to `high` of its attempts, as `rollout --difficulty` wrote them."""
+    if isinstance(rows, datasets.IterableDataset):
+        raise DatasetError("`dataset_filter` looks for each row in a file: leave `dataset_streaming` out.")
+    attempts: Counter[str] = Counter()
+    passed: defaultdict[str, float] = defaultdict(float)
+    try:
+        for line in Path(file).expanduser().read_text(encoding="utf-8").splitlines():
+            found = json.loads(line)
+            rate, number, digest = found["rate"], found["attempts"], found["digest"]
+            if not isinstance(number, int) or number < 0:
+                raise ValueError(f"`attempts` is {number!r}")
+            if number and not (isinstance(rate, (int, float)) and 0 <= rate <= 1):
+                raise ValueError(f"a `rate` is {rate!r}")
+            attempts[digest] += number
+            passed[digest] += rate * number if number else 0
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DatasetError(
+            f"`dataset_filter` cannot read {file} ({describe_error(error)}): name a file that `mt-grpo rollout "
+            "--difficulty` wrote."
+        ) from None
+    digests = [fingerprint(row)[1] for row in rows]
+    unknown = [place for place, each in enumerate(digests) if each not in attempts]
+    if unknown:
+        raise DatasetError(
+            f"{len(unknown)} of {len(rows)} training rows are not in {file}, the first is row {unknown[0]} (counted "
+            "from 0): the dataset or `column_mapping` changed since the file was written, or they were not sampled; "
+            "run `mt-grpo rollout --difficulty` again, or set `dataset_train_split` to rows that were."
+        )
+    means = [passed[each] / attempts[each] if attempts[each] else None for each in digests]
+    chosen = [place for place, mean in enumerate(means) if mean is not None and low <= mean <= high]
+    if not chosen:
+        raise DatasetError(
+            f"No training row has a rate between {low} and {high} in {file}: set `dataset_filter: between` wider."
+        )
+    return rows.select(chosen)
+
+
+def had_text_prompts(rows: Rows | dict[str, Rows] | None) -> bool:
+    """Whether `load_rows` made messages of text: reward functions in TRL's form get text then, as from TRL."""
+    several = rows.values() if isinstance(rows, dict) else [rows]
+    return any(one is not None and one.info.description == _TEXT_PROMPTS for one in several)
+
+
+_PLAIN = _Schema(lambda row: {"prompt": as_messages(row["prompt"])}, ("prompt",))
+_PUZZLES = _Schema(lambda row: {"prompt": as_messages(row["prompt"])}, ("prompt",))
+_EMBEDDED = _Schema(lambda row: {"prompt": as_messages(row["question"])}, ("question",))
+
+
+def _resolve(name: str, config: str | None) -> tuple[_Schema, str, str | None]:
+    """Schema, source and configuration of a dataset name."""
+    head, _, source = name.partition(":")
+    if name == "embedded":
+        return _EMBEDDED, name, config
+    if head == REASONING_GYM:
+        return _PUZZLES, source, config
+    if head not in SCHEMAS:
+        return _PLAIN, name, config
+    schema = SCHEMAS[head]
+    if not source and not schema.hub_id:
+        raise DatasetError(f"The dataset {name!r} is published nowhere: name a source of it, as `{head}:rows.jsonl`.")
+    return (schema, source, config) if source else (schema, schema.hub_id, config or schema.config)
+
+
+def _embedded(split: str, streaming: bool) -> tuple[Rows, Row | None]:
+    """The rows of the embedded task and the first of them."""
+    from mt_grpo.data.embedded.corpus import questions  # builds the corpus, which other datasets do not need
+
+    base, known = split.partition("[")[0], _EMBEDDED_SPLITS
+    _check_known("The embedded dataset has no split", base, known, f": it has {', '.join(known)}")
+    return _sliced(questions(_EMBEDDED_SPLITS[base]), split, streaming)
+
+
+def _sliced(made: list[Row], split: str, streaming: bool) -> tuple[Rows, Row | None]:
+    """Rows that were made here, as far as the split's slice goes, and the first of them."""
+    rows, base = datasets.Dataset.from_list(made), split.partition("[")[0]
+    (wanted,) = datasets.ReadInstruction.from_spec(split).to_absolute({base: len(rows)})
+    rows = rows.select(range(wanted.from_ or 0, len(rows) if wanted.to is None else wanted.to))
+    first = next(iter(rows), None)
+    return rows.to_iterable_dataset() if streaming and first is not None else rows, first
+
+
+def _load(source: str, split: str, config: str | None, streaming: bool) -> tuple[Rows, Row | None]:
+    """The rows of files or of a dataset on the Hub, and the first of them, if any."""
+    path = Path(source).expanduser()
+    base, bracket, _ = split.partition("[")
+    if path.exists():
+        files = _files(path, base)
+        arguments: dict[str, Any] = {
+            "path": FORMATS[files[0].suffix],
+            "data_files": {base: [str(file) for file in files]},
+        }
+    elif path.suffix in FORMATS or looks_like_path(source):
+        raise DatasetError(f"There is no file or folder {source!r} (the current folder is {Path.cwd()}).")
+    else:
+        arguments = {"path": source, "name": config}
+        if not constants.HF_HUB_OFFLINE and not _cached(source) and (fault := hub_fault()):
+            raise DatasetError(
+                f"The dataset {source!r} is neither a file or folder here nor in the cache"
+                f"{did_you_mean(source, ['embedded', *SCHEMAS])}: it cannot be fetched, since {fault}."
+            )
+    try:
+        rows = datasets.load_dataset(**arguments, split=base if streaming else split, streaming=streaming)
+        if streaming and bracket:
+            rows = _sliced_stream(rows, split)
+        return with_own_opener(rows), next(
+            iter(_undecoded(rows)), None
+        )  # a stream is not read, and fails, before this
+    except (DatasetsError, OSError, ValueError, StopIteration) as error:
+        # How `datasets` reports JSON files without a line, and other splits without a row.
+        if isinstance(error, StopIteration) or "corresponds to no data" in str(error):
+            raise DatasetError(f"The split {split!r} of the dataset {source!r} is empty.") from error
+        reason = " ".join(str(error.__cause__ or error).split()).rstrip(".")
+        known = "" if path.exists() else did_you_mean(source, ["embedded", *SCHEMAS])
+        raise DatasetError(f"The split {split!r} of the dataset {source!r} does not load{known}: {reason}.") from error
+
+
+def _sliced_stream(rows: datasets.IterableDataset, split: str) -> datasets.IterableDataset:
+    found = _SLICE.search(split)
+    if found is None or not split.endswith(found[0]):
+        raise DatasetError(
+            f"The split {split!r} of a stream cannot be told before its end: count rows from the first on, as "
+            "`train[:100]` or `train[100:]`, or leave `dataset_streaming` out."
+        )
+    first, end = int(found[1] or 0), found[2]
+    rows = rows.skip(first)
+    return rows.take(max(0, int(end) - first)) if end else rows
+
+
+def check_apart(name: str, train: str, test: str, rows: Rows | None = None) -> None:
+    """Refuses to evaluate on rows that are trained on; `rows` may know how many rows their whole split has."""
+    schema, source, _ = _resolve(name, None)
+    base = train.partition("[")[0]
+    known = None if rows is None or rows.info.splits is None else rows.info.splits.get(base)
+    size = known.num_examples if known and known.num_examples else _MOST_ROWS
+
+    def parts(split: str) -> list[tuple[str, int, int]]:
+        """The rows of a split: where they come from, the first, and the one after the last."""
+        sizes = {part.partition("[")[0]: size for part in split.split("+")}
+        found = datasets.ReadInstruction.from_spec(split).to_absolute(sizes)
+        return [(origin(one.splitname), one.from_ or 0, size if one.to is None else one.to) for one in found]
+
+    def origin(name: str) -> str:
+        if schema is _EMBEDDED:
+            return _EMBEDDED_SPLITS[name]
+        return source if Path(source).expanduser().is_file() else name
+
+    if not any(
+        one == other and max(begin, other_begin) < min(end, other_end)
+        for one, begin, end in parts(train)
+        for other, other_begin, other_end in parts(test)
+    ):
+        return
+    raise DatasetError(
+        f"`do_eval: true` would measure on rows that are trained on: `dataset_train_split: {train}` and "
+        f"`dataset_test_split: {test}` take the same rows of {name!r}. Keep rows apart, as `dataset_train_split: "
+        f"{base}[20:]` and `dataset_test_split: {base}[:20]`, or name another split."
+    )
+
+
+def _cached(source: str) -> bool:
+    """Whether something of a dataset on the Hub was fetched before; `datasets` then says what is not there."""
+    fetched = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=source, repo_type="dataset"))
+    return fetched.exists() or Path(datasets.config.HF_DATASETS_CACHE, source.replace("/", "___")).exists()
+
+
+def _files(path: Path, split: str) -> list[Path]:
+    """The files of a split: the path itself, or what the folder holds under the name of the split."""
+    formats = ", ".join(FORMATS)
+    if path.is_file():
+        if path.suffix not in FORMATS:
+            raise DatasetError(f"The file {str(path)!r} is none of the formats {formats}.")
+        mend = ": name `train`, or a slice of it, as `train[20:]`"
+        _check_known(f"The file {str(path)!r} has no split", split, _FILE_SPLITS, mend)
+        return [path]
+    present = sorted(file for file in path.iterdir() if file.suffix in FORMATS)
+    pattern = re.compile(re.escape(split) + r"(-\d+-of-\d+)?")
+    files = [file for file in present if pattern.fullmatch(file.stem)]
+    if not files:
+        holds = ", ".join(file.name for file in present) or f"no {formats} file"
+        near = did_you_mean(split, sorted({file.stem.split("-")[0] for file in present}))
+        raise DatasetError(f"The folder {str(path)!r} has no file for the split {split!r}{near}: it holds {holds}.")
+    if len({file.suffix for file in files}) > 1:
+        names = ", ".join(file.name for file in files)
+        raise DatasetError(f"The folder {str(path)!r} has the split {split!r} in several formats: {names}; keep one.")
+    return files
+
+
+_PATIENCE = 10.0  # seconds
+
+
+class HubUnreachable(ConfigError):
+    """Something is not cached, and the Hub cannot be asked for it."""
+
+
+def hub_fault() -> str | None:
+    """Why the Hub cannot be asked, as the end of a sentence, or `None`; its own client tries for half a minute."""
+    if constants.HF_HUB_OFFLINE:
+        return "`HF_HUB_OFFLINE` is set"
+    try:
+        httpx.head(constants.ENDPOINT, timeout=_PATIENCE)
+    except httpx.TransportError as error:
+        return f"{constants.ENDPOINT} cannot be reached ({error})"
+    return None
+
+
+def check_hub(what: str) -> None:
+    """Makes sure that something which is not in the cache can be fetched."""
+    fault = hub_fault()
+    if fault is not None:
+        raise HubUnreachable(
+            f"{what} is neither a folder here nor in the cache ({constants.HF_HUB_CACHE}), and cannot be fetched, "
+            f"since {fault}: name a folder, or fetch it where the Hugging Face Hub can be reached (`hf download`)."
+        )
+
+
+_ORIENTATION = 0x112  # the number of EXIF's key for how an image is turned
+
+
+def lacks_column(what: str, column: str, dataset: str, columns: Sequence[str]) -> ConfigError:
+    """The error that something takes an argument from a column that a dataset lacks."""
+    return ConfigError(
+        f"{what} needs `{column}`, which is no column of the {dataset}{did_you_mean(column, columns)}: its columns "
+        f"are {', '.join(columns)}; name the right one with `column_mapping: {{{column}: its name}}`, or give the "
+        "parameter a default."
+    )
+
+
+class ImageOfRowError(MediumError):
+    """An image of a row that cannot be shown."""
+
+    def __init__(self, error: MediumError, column: str, value: object, row: str = "A row") -> None:
+        super().__init__(f"{row} has an image that cannot be shown, in the column {column!r}: {error}")
+        self.error, self.column, self.value = error, column, value
+
+
+@dataclass
+class _OpenedImage(datasets.Image):
+    """A column of images, as `datasets` decodes them, of which no other program and no other reader has a part."""
+
+    column: str = ""
+
+    def decode_example(self, value: object, token_per_repo_id: dict[str, Any] | None = None) -> Any:
+        """The image, opened; decoded where it is to be turned, or of another mode."""
+        if not isinstance(value, dict):
+            return value
+        try:
+            image = read_image(_fetched(value, token_per_repo_id or {}), of_row=True)
+            turned = "exif" in image.info and image.getexif().get(_ORIENTATION) not in (None, 1)
+            if turned or (self.mode and self.mode != image.mode):
+                decode(image)
+        except MediumError as error:
+            raise ImageOfRowError(error, self.column, value) from error
+        if turned:
+            from PIL import ImageOps
+
+            image = ImageOps.exif_transpose(image)
+        return image.convert(self.mode) if self.mode and self.mode != image.mode else image
+
+
+def _fetched(value: dict[str, Any], tokens: dict[str, Any]) -> dict[str, Any]:
+    """A value of a column of images, with the bytes of a file that is elsewhere, or in an archive."""
+    path = value.get("path")
+    if value.get("bytes") is not None or path is None or is_local_path(path):
+        return value
+    token = next(iter(tokens.values()), None)
+    with xopen(path, "rb", download_config=datasets.DownloadConfig(token=token)) as file:
+        return {"bytes": file.read(MOST_BYTES + 1), "path": None}
+
+
+def with_own_opener(rows: Rows) -> Rows:
+    """A dataset whose images are opened by `mt_grpo.media`, wherever in a row they stand."""
+    return _with_images(rows, lambda image, column: _OpenedImage(image.mode, column=column))
+
+
+def _undecoded(rows: Rows) -> Rows:
+    """A dataset whose images are dictionaries with `bytes` and `path`."""
+    return _with_images(rows, _bare)
+
+
+def _decoded_as(rows: datasets.Dataset, features: dict[str, Any]) -> datasets.Dataset:
+    """A dataset that was made of undecoded rows, with images where they had some."""
+    features = {
+        name: feature for name, feature in features.items() if name in rows.features and _shows_images(feature)
+    }
+    for name, feature in features.items():
+        bare = _each(feature, name, _bare)
+        if name != "prompt" and rows.features[name] != bare:  # a copy has the types of its values
+            rows = rows.cast_column(name, bare)
+    same = {name: feature for name, feature in features.items() if rows.features[name] == _each(feature, name, _bare)}
+    return _with_features(rows, datasets.Features({**rows.features, **same}))
+
+
+def _bare(image: datasets.Image, column: str) -> datasets.Image:
+    return datasets.Image(image.mode, decode=False)
+
+
+def _with_images(rows: Rows, make: Callable[[datasets.Image, str], datasets.Image]) -> Rows:
+    if rows.features is None or not any(map(_shows_images, rows.features.values())):
+        return rows
+    features = datasets.Features({name: _each(feature, name, make) for name, feature in rows.features.items()})
+    return rows.cast(features) if isinstance(rows, datasets.IterableDataset) else _with_features(rows, features)
+
+
+def _with_features(rows: datasets.Dataset, features: datasets.Features) -> datasets.Dataset:
+    """A dataset that reads its table in another way. `cast` would write images in lists anew."""
+    twin = copy.copy(rows)
+    twin._info = rows.info.copy()
+    twin._info.features = features
+    return twin
+
+
+def _each(feature: object, column: str, make: Callable[[datasets.Image, str], datasets.Image]) -> Any:
+    if isinstance(feature, datasets.Image):
+        return make(feature, column) if feature.decode else feature
+    if isinstance(feature, dict):
+        return {name: _each(inner, column, make) for name, inner in feature.items()}
+    if isinstance(feature, list):
+        return [_each(inner, column, make) for inner in feature]
+    if isinstance(feature, (datasets.List, datasets.LargeList)):
+        return replace(feature, feature=_each(feature.feature, column, make))
+    return feature
+
+
+def _shows_images(feature: object) -> bool:
+    """Whether a column, or something in it, is of images."""
+    if isinstance(feature, (datasets.List, datasets.LargeList)):
+        return _shows_images(feature.feature)
+    return isinstance(feature, datasets.Image) or any(map(_shows_images, _inside(feature)))
+
+
+@contextmanager
+def naming_rows(data: dict[str, Any]) -> Iterator[None]:
+    """Says which row of some datasets has the image that cannot be shown: it is looked for."""
+    try:
+        yield
+    except ImageOfRowError as error:
+        for name, rows in data.items():
+            if isinstance(rows, datasets.Dataset) and error.column in rows.column_names:
+                for number, row in enumerate(_undecoded(rows.select_columns([error.column]).with_format(None))):
+                    if _has(row[error.column], error.value):
+                        where = f"Row {number} (counted from 0) of the {name}"
+                        raise ImageOfRowError(error.error, error.column, error.value, where) from error
+        raise
+
+
+def _has(value: object, wanted: object) -> bool:
+    """Whether a value of a column is what is wanted, or has it inside."""
+    if isinstance(value, dict) and isinstance(wanted, dict) and value.items() >= wanted.items():
+        return True
+    return bool(value == wanted) or any(_has(each, wanted) for each in _inside(value))
+
+
+def _inside(value: object) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()

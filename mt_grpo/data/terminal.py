@@ -36,7 +36,7 @@ memory_mb = 512
 """
 
 
-class Task(NamedTuple):
+class _Task(NamedTuple):
     """A task: its instruction, its files, commands that solve it, and a command that is true when it is solved."""
 
     instruction: str
@@ -46,12 +46,12 @@ class Task(NamedTuple):
     difficulty: str = "easy"
 
 
-def _find(draw: random.Random) -> Task:
+def _find(draw: random.Random) -> _Task:
     word, *names = draw.sample(NAMES, 5)
     files = {f"{name}/{draw.choice(NAMES)}.txt": f"{draw.choice(names)}\n" for name in names}
     path = draw.choice(sorted(files))
     files[path] = f"{word}\n"
-    return Task(
+    return _Task(
         f"One file below /app holds the word {word}. Write its absolute path into /app/answer.txt.",
         files,
         f"grep -rlw {word} /app --include='*.txt' > /tmp/found; cp /tmp/found /app/answer.txt",
@@ -59,11 +59,11 @@ def _find(draw: random.Random) -> Task:
     )
 
 
-def _count(draw: random.Random) -> Task:
+def _count(draw: random.Random) -> _Task:
     levels = [draw.choice(("INFO", "WARN", "ERROR")) for _ in range(draw.randint(20, 60))]
     log = "".join(f"{number:03d} {level} {draw.choice(NAMES)}\n" for number, level in enumerate(levels))
     level = draw.choice(levels)
-    return Task(
+    return _Task(
         f"How many lines of /app/service.log are of the level {level}? Write the number into /app/answer.txt.",
         {"service.log": log},
         f"grep -c ' {level} ' /app/service.log > /app/answer.txt",
@@ -71,12 +71,12 @@ def _count(draw: random.Random) -> Task:
     )
 
 
-def _edit(draw: random.Random) -> Task:
+def _edit(draw: random.Random) -> _Task:
     keys = draw.sample(NAMES, 4)
     values = {key: draw.randint(1, 999) for key in keys}
     key, wanted = draw.choice(keys), draw.randint(1000, 9999)
     right = "".join(f"{name} = {wanted if name == key else value}\n" for name, value in values.items())
-    return Task(
+    return _Task(
         f"Set {key} to {wanted} in /app/settings.ini, and change nothing else.",
         {"settings.ini": "".join(f"{name} = {value}\n" for name, value in values.items())},
         f"sed -i 's/^{key} = .*/{key} = {wanted}/' /app/settings.ini",
@@ -84,11 +84,11 @@ def _edit(draw: random.Random) -> Task:
     )
 
 
-def _mend(draw: random.Random) -> Task:
+def _mend(draw: random.Random) -> _Task:
     one, other = draw.sample(range(2, 60), 2)
     sign, wrong = draw.sample("+-*", 2)
     result, hidden = {"+": (one + other, 10), "-": (one - other, 4), "*": (one * other, 21)}[sign]
-    return Task(
+    return _Task(
         "`bash /app/check.sh` fails. Mend /app/compute.sh so that it succeeds; leave the check as it is.",
         {
             "compute.sh": f"echo $(($1 {wrong} $2))\n",
@@ -101,7 +101,7 @@ def _mend(draw: random.Random) -> Task:
     )
 
 
-def _chain(draw: random.Random) -> Task:
+def _chain(draw: random.Random) -> _Task:
     folders = draw.sample(NAMES, 3)
     sizes = {name: draw.sample(range(1, 40), 3) for name in folders}
     files = {f"{name}/{number}.log": "line\n" * size for name in folders for number, size in enumerate(sizes[name])}
@@ -109,7 +109,7 @@ def _chain(draw: random.Random) -> Task:
     if sum(sum(sizes[name]) == sum(sizes[largest]) for name in folders) > 1:  # a tie has no answer
         return _chain(draw)
     result = "/app/result/lines.txt"
-    return Task(
+    return _Task(
         "Find the folder below /app whose .log files have most lines together. Make /app/result/ with a copy of those "
         "files, and write the number of their lines into /app/result/lines.txt.",
         files,
@@ -120,7 +120,7 @@ def _chain(draw: random.Random) -> Task:
     )
 
 
-KINDS: dict[str, Callable[[random.Random], Task]] = {
+KINDS: dict[str, Callable[[random.Random], _Task]] = {
     "find": _find,
     "count": _count,
     "edit": _edit,
@@ -170,7 +170,7 @@ def embedded_tasks(split: str) -> Path:
     return folder
 
 
-def main() -> None:
+def _main() -> None:
     """Writes the tasks that the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
@@ -184,4 +184,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    _main()

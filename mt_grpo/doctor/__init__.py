@@ -20,6 +20,25 @@ class GPU(NamedTuple):
     flops: float
     bandwidth: float
 
+    @classmethod
+    def named(cls, name: str) -> GPU:
+        """The GPU of a name, however it is written: `rtx4090`, `NVIDIA H100 80GB HBM3`."""
+        found = cls.find(name)
+        if found is None:
+            names = [gpu.name for gpu in _GPUS]
+            raise ConfigError(
+                f"The GPU {name!r} is unknown{_nearest(name)}: give one of {', '.join(names)}, or its memory, "
+                "as `--gpu_memory 48`."
+            )
+        return found
+
+    @staticmethod
+    def find(name: str) -> GPU | None:
+        """The same, or `None`. The longest known name counts whose words are all in the given one."""
+        given = _words(name)
+        known = [gpu for gpu in _GPUS if given.issuperset(_words(gpu.name))]
+        return max(known, key=lambda gpu: len(gpu.name), default=None)
+
 
 _GPUS = (
     GPU("H100", 80, 989, 3.35),
@@ -37,25 +56,6 @@ _GPUS = (
     GPU("RTX-5090", 32, 209, 1.79),
     GPU("MI300X", 192, 1307, 5.3),
 )
-
-
-def named_gpu(name: str) -> GPU:
-    """The GPU of a name, however it is written: `rtx4090`, `NVIDIA H100 80GB HBM3`."""
-    found = find_gpu(name)
-    if found is None:
-        names = [gpu.name for gpu in _GPUS]
-        raise ConfigError(
-            f"The GPU {name!r} is unknown{_nearest(name)}: give one of {', '.join(names)}, or its memory, "
-            "as `--gpu_memory 48`."
-        )
-    return found
-
-
-def find_gpu(name: str) -> GPU | None:
-    """The same; `None` for one that is not known. The longest name counts whose words are all in the given one."""
-    given = _words(name)
-    known = [gpu for gpu in _GPUS if given.issuperset(_words(gpu.name))]
-    return max(known, key=lambda gpu: len(gpu.name), default=None)
 
 
 def _nearest(name: str) -> str:

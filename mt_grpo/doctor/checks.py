@@ -8,7 +8,8 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -18,17 +19,17 @@ from transformers.utils.logging import disable_progress_bar, get_verbosity, set_
 
 import mt_grpo
 from mt_grpo.app.build import HIDDEN_TOOLS, env_of_prompt, first_rows, tools_not_in
-from mt_grpo.app.commands import MISSING, SERVER, version_here, version_in
+from mt_grpo.app.commands import MISSING, SERVER, version_of
 from mt_grpo.app.recipe import build_recipe
 from mt_grpo.app.request import Request, check_writable
 from mt_grpo.concurrency import run
-from mt_grpo.data.loaders import naming_rows
-from mt_grpo.doctor import plan
-from mt_grpo.doctor.context import FAIL, OK, WARN, Check, Finding, Lines, NotKnown, RunFacts, examine
+from mt_grpo.data import naming_rows
+from mt_grpo.doctor.context import FAIL, OK, WARN, Check, Lines, NotKnown, RunFacts
+from mt_grpo.doctor.plan import PLAN, probe
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.envs.env import ServedEnv
 from mt_grpo.envs.tool_env import execute_calls
-from mt_grpo.errors import ConfigError
+from mt_grpo.errors import ConfigError, UserError
 from mt_grpo.media import part_text
 from mt_grpo.options.rules import check_batches, check_groups
 from mt_grpo.rewards import load_rewards
@@ -63,13 +64,53 @@ _SERVER_TIMEOUT = 3.0  # seconds in which a server answers
 MEETING_PORT = 29500  # where accelerate lets the processes of a machine meet
 
 
+@dataclass(frozen=True)
+class _Finding:
+    """One line of the report."""
+
+    check: str
+    status: str
+    what: str
+    mend: str = ""
+
+
+_OF_THIS_MACHINE = ("environment", "sandbox", "server", ".venv-vllm", "ports", "files")
+"""Checks of this machine. Their fails are a `warn` if the run is for another one."""
+
+
+def _examine(facts: RunFacts, checks: Mapping[str, Check]) -> Iterator[_Finding]:
+    """Runs checks: a `UserError` is a `fail`, `NotKnown` a `warn`; one that stops several is told once."""
+    told: set[str] = set()
+    left_out = []
+    for name, check in checks.items():
+        try:
+            for status, what, mend in check(facts):
+                yield _placed(facts, _Finding(name, status, what, mend))
+        except UserError as error:
+            words = " ".join(str(error).split()).removesuffix(".")
+            if words in told:
+                left_out.append(name)
+                continue
+            told.add(words)
+            yield _placed(facts, _Finding(name, WARN if isinstance(error, NotKnown) else FAIL, words))
+    if left_out:
+        yield _Finding("left out", WARN, f"not checked, for the reasons above: {', '.join(left_out)}")
+
+
+def _placed(facts: RunFacts, found: _Finding) -> _Finding:
+    """A finding about this machine; a fail is only a `warn` if the run is for another machine."""
+    if found.status != FAIL or found.check not in _OF_THIS_MACHINE or not facts.elsewhere:
+        return found
+    return _Finding(found.check, WARN, f"here, which is not the machine of the run: {found.what}", found.mend)
+
+
 def diagnose(request: Request) -> int:
     """Examines a run, and prints what was found."""
     facts = RunFacts(request, build_recipe(request))
-    checks = CHECKS | PLAN | ({"probe": plan.probe} if request.own["probe"] else {})
+    checks = CHECKS | PLAN | ({"probe": probe} if request.own["probe"] else {})
     out = sys.stdout
     with _quiet(), contextlib.redirect_stdout(sys.stderr):  # tools and libraries may print
-        found = examine(facts, checks)
+        found = _examine(facts, checks)
         findings = list(found if request.own["json"] else _print(found, out))
     failed = [one for one in findings if one.status == FAIL]
     if request.own["json"]:
@@ -82,7 +123,7 @@ def diagnose(request: Request) -> int:
     return 1 if failed else 0
 
 
-def _print(findings: Iterable[Finding], out: TextIO) -> Iterable[Finding]:
+def _print(findings: Iterable[_Finding], out: TextIO) -> Iterable[_Finding]:
     for one in findings:
         mend = f"\n{'':{_WIDTH + 6}}→ {one.mend}" if one.mend else ""
         print(visible(f"{one.status:<5} {one.check:<{_WIDTH}}{one.what}{mend}"), file=out, flush=True)
@@ -231,7 +272,7 @@ def _tools(facts: RunFacts) -> Lines:
         if remote is not None and not remote.only_reads:
             yield OK, f"{tool.name} is offered by its MCP server, and not called, since it may change something", ""
             continue
-        call = ToolCall(tool.name, made_arguments(tool.parameters, row))
+        call = ToolCall(tool.name, _made_arguments(tool.parameters, row))
         limit = _TOOL_TIMEOUT if facts.args.tool_timeout is None else facts.args.tool_timeout
         try:
             run(_call(tool, call, row, limit))
@@ -275,7 +316,7 @@ async def _call(tool: Tool, call: ToolCall, row: Row, limit: float) -> None:
         raise ToolStateError(" ".join(session.failures))
 
 
-def made_arguments(schema: dict[str, Any], row: Row) -> dict[str, Any]:
+def _made_arguments(schema: dict[str, Any], row: Row) -> dict[str, Any]:
     """Arguments that a schema requires: the row's columns, examples of the schema, or the prompt's words."""
     properties = schema.get("properties", {})
     return {
@@ -300,7 +341,7 @@ def _made(schema: Any, row: Row, name: str = "") -> Any:
     if kind == "array":
         return [_made(schema.get("items", {}), row)] * schema.get("minItems", 1)
     if kind == "object":
-        return made_arguments(schema, row)
+        return _made_arguments(schema, row)
     asked = row.get("prompt") or "test"
     words = asked if isinstance(asked, str) else str(asked[-1].get("content") or "test")
     return {"boolean": False, "null": None}.get(kind, _EXAMPLES.get(name) or words)
@@ -395,7 +436,10 @@ def _server_environment(facts: RunFacts) -> Lines:
         yield OK, "vLLM is not needed on this machine", ""
         return
     folder = Path(mt_grpo.__file__).parents[1] / ".venv-vllm"
-    for place, found in ((folder.name, version_in(folder, *SERVER)), ("this environment", version_here("vllm"))):
+    for place, found in (
+        (folder.name, version_of(*SERVER, environment=folder)),
+        ("this environment", version_of("vllm")),
+    ):
         if found != MISSING:
             yield OK, f"vLLM {found} is in {place}", ""
             return
@@ -466,10 +510,3 @@ CHECKS: dict[str, Check] = {
     "output_dir": _output,
 }
 """Checks that come before the plan, by name."""
-PLAN: dict[str, Check] = {
-    "training memory": plan.training,
-    "server memory": plan.serving,
-    "files": plan.files,
-    "step": plan.step,
-}
-"""The plan's parts by name. They come after the checks, which measure what tools cost."""

@@ -1,6 +1,5 @@
 """
-The run that is examined, and what checks find in it. Each fact is found once, when the first check asks. Checks run
-one after another, whatever an earlier one found.
+The run that is examined. Each fact of it is found once, when the first check asks.
 """
 
 from __future__ import annotations
@@ -9,8 +8,7 @@ import contextlib
 import functools
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -25,8 +23,8 @@ from trl import get_peft_config
 from mt_grpo.app.build import load_datasets, prompt_lengths
 from mt_grpo.app.recipe import Recipe
 from mt_grpo.app.request import Request
-from mt_grpo.data.loaders import HubUnreachable, hub_fault
-from mt_grpo.doctor import GPU, find_gpu, named_gpu
+from mt_grpo.data import HubUnreachable, hub_fault
+from mt_grpo.doctor import GPU
 from mt_grpo.doctor.memory import (
     ASLEEP,
     COPIES,
@@ -39,8 +37,6 @@ from mt_grpo.doctor.memory import (
     Shape,
     Sharding,
     four_bit,
-    read_shape,
-    read_sharding,
 )
 from mt_grpo.envs import EnvSource
 from mt_grpo.envs.source import source_of
@@ -62,16 +58,6 @@ T = TypeVar("T")
 
 
 OK, WARN, FAIL = "ok", "warn", "fail"
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line of the report."""
-
-    check: str
-    status: str
-    what: str
-    mend: str = ""
 
 
 class NotKnown(ConfigError):
@@ -128,14 +114,14 @@ class RunFacts:
         """What `--accelerate_config` says. Without it, a copy for a single process, and `None` for several."""
         named = self.own["accelerate_config"]
         if named is not None:
-            return read_sharding(named)
+            return Sharding.read(named)
         return COPIES if self.processes == 1 else None
 
     @_fact
     def processes(self) -> int:
         """Processes that train."""
         named = self.own["accelerate_config"]
-        return self.own["num_processes"] or (named and read_sharding(named).processes) or 1
+        return self.own["num_processes"] or (named and Sharding.read(named).processes) or 1
 
     def candidates(self) -> tuple[Sharding, ...]:
         """Ways to spread the states: the given one, or the usual ones."""
@@ -166,7 +152,7 @@ class RunFacts:
         if self.own["gpu_memory"] is not None:
             return self.own["gpu_memory"] * GB
         if self.own["gpu"] is not None:
-            return named_gpu(self.own["gpu"]).memory * GB
+            return GPU.named(self.own["gpu"]).memory * GB
         if torch.cuda.is_available():
             return float(torch.cuda.get_device_properties(0).total_memory)
         raise NotKnown("The memory of a GPU is not known, since there is none here: state it, as `--gpu H100`.")
@@ -175,8 +161,8 @@ class RunFacts:
     def gpu(self) -> GPU | None:
         """The kind of GPU, stated or found; `None` for one that is not known."""
         if self.own["gpu"] is not None:
-            return named_gpu(self.own["gpu"])
-        return find_gpu(torch.cuda.get_device_name(0)) if torch.cuda.is_available() else None
+            return GPU.named(self.own["gpu"])
+        return GPU.find(torch.cuda.get_device_name(0)) if torch.cuda.is_available() else None
 
     # Model
 
@@ -196,7 +182,7 @@ class RunFacts:
         source = {name: value for name, value in source_options(self.args).items() if name not in OF_POLICY}
         with libraries_may_refuse(f"The teacher {teacher['model']!r} cannot be loaded"):
             config = AutoConfig.from_pretrained(resolve_base(_resolved("--teacher", teacher["model"])), **source)
-            shape = read_shape(config, trust_remote_code=self.args.trust_remote_code)
+            shape = Shape.of(config, trust_remote_code=self.args.trust_remote_code)
         return shape.parameters * self.precision.weights
 
     @property
@@ -226,7 +212,7 @@ class RunFacts:
     @_fact
     def shape(self) -> Shape:
         with libraries_may_refuse(f"The model {self.name!r} cannot be made from its configuration"):
-            return read_shape(self.config, self.peft, trust_remote_code=self.args.trust_remote_code)
+            return Shape.of(self.config, self.peft, trust_remote_code=self.args.trust_remote_code)
 
     @_fact
     def precision(self) -> Precision:
@@ -396,34 +382,5 @@ class RunFacts:
         return (parts.port or 80) if parts.hostname in ("127.0.0.1", "localhost") else None
 
 
-_OF_THIS_MACHINE = ("environment", "sandbox", "server", ".venv-vllm", "ports", "files")
-"""Checks of this machine. Their fails are a `warn` if the run is for another one."""
-
 Lines = Iterator[tuple[str, str, str]]  # status, finding and mend of each line of a check
 Check = Callable[[RunFacts], Lines]
-
-
-def examine(facts: RunFacts, checks: Mapping[str, Check]) -> Iterator[Finding]:
-    """Runs checks: a `UserError` is a `fail`, `NotKnown` a `warn`; one that stops several is told once."""
-    told: set[str] = set()
-    left_out = []
-    for name, check in checks.items():
-        try:
-            for status, what, mend in check(facts):
-                yield _placed(facts, Finding(name, status, what, mend))
-        except UserError as error:
-            words = " ".join(str(error).split()).removesuffix(".")
-            if words in told:
-                left_out.append(name)
-                continue
-            told.add(words)
-            yield _placed(facts, Finding(name, WARN if isinstance(error, NotKnown) else FAIL, words))
-    if left_out:
-        yield Finding("left out", WARN, f"not checked, for the reasons above: {', '.join(left_out)}")
-
-
-def _placed(facts: RunFacts, found: Finding) -> Finding:
-    """A finding about this machine; a fail is only a `warn` if the run is for another machine."""
-    if found.status != FAIL or found.check not in _OF_THIS_MACHINE or not facts.elsewhere:
-        return found
-    return Finding(found.check, WARN, f"here, which is not the machine of the run: {found.what}", found.mend)

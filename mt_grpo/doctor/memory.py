@@ -14,12 +14,11 @@ from typing import Any
 
 import torch
 import transformers
-import yaml
 from peft import PeftConfig, get_peft_model
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from mt_grpo.app.commands import accelerate_configs, read_accelerate_config, unknown_accelerate_config
+from mt_grpo.app.commands import find_accelerate_config, read_accelerate_config
 from mt_grpo.errors import ConfigError, UnsupportedModelError, libraries_may_refuse
 from mt_grpo.forward.model import check_model, check_sequence_parallel
 
@@ -48,6 +47,11 @@ class Precision:
     moment: float | None = None
     quantised: float | None = None
 
+    @property
+    def adapter(self) -> int:
+        """Of an adapter, which peft keeps in float32; TRL casts that of a quantised model to bfloat16."""
+        return 4 if self.quantised is None else 2
+
 
 EIGHT_BIT = 1.0  # bytes of a weight that is quantised to 8 bits; its scales, one for a row, are left out
 
@@ -55,92 +59,6 @@ EIGHT_BIT = 1.0  # bytes of a weight that is quantised to 8 bits; its scales, on
 def four_bit(nested: bool) -> float:
     """Bytes of a weight in 4 bits, with a float32 scale for each 64, or `nested`, one of 8 bits and its own."""
     return 0.5 + (1 / 64 + 4 / (64 * 256) if nested else 4 / 64)
-
-
-def weights(shape: Shape, precision: Precision, whole: float | None = None) -> float:
-    """Bytes of the weights."""
-    whole = precision.weights if whole is None else whole
-    if precision.quantised is None:
-        return shape.parameters * whole
-    return shape.linear * precision.quantised + (shape.parameters - shape.linear) * whole
-
-
-def states(shape: Shape, precision: Precision, sharding: Sharding, ranks: int) -> float:
-    """Bytes of weights, gradients and the optimiser's states in one process."""
-    # sharded weights are cast to the type of the computation
-    whole = precision.weights if sharding.stage == 0 else min(precision.weights, precision.compute)
-    # peft keeps an adapter in float32, and TRL casts that of a quantised model to bfloat16
-    adapter = 4 if precision.quantised is None else 2
-    frozen, size = (weights(shape, precision, whole), adapter) if shape.adapter else (0.0, whole)
-    moment = precision.moment
-    if sharding.stage == 0:
-        trained = shape.trained * (2 * size + 2 * (size if moment is None else moment))
-        buckets = shape.trained * size if ranks > 1 else 0.0  # in which DDP sums gradients
-        return frozen + trained + buckets
-    optimizer = _WHOLE - 2 * size - (0 if moment is None else 8 - 2 * moment)
-    if sharding.offloads_optimizer:
-        optimizer = 0.0
-    if sharding.stage < 3:
-        return frozen + shape.trained * (2 * size + optimizer / ranks)
-    if sharding.offloads_weights:
-        return shape.trained * (size + optimizer) / ranks
-    return (frozen + shape.trained * (2 * size + optimizer)) / ranks
-
-
-def gathered(shape: Shape, precision: Precision, sharding: Sharding) -> float:
-    """Bytes of the weights that sharded training holds whole at a time: two layers and the embedding."""
-    if sharding.stage < 3:
-        return 0.0
-    embedding = shape.vocabulary * shape.hidden
-    layer = (shape.parameters - embedding) / shape.layers
-    return precision.compute * (2 * layer + embedding)
-
-
-def input_of_layer(shape: Shape, tokens: int, compute: int) -> float:
-    """Bytes of the input of one layer."""
-    return float(tokens * shape.hidden * compute)
-
-
-def activations(
-    shape: Shape, tokens: int, compute: int, checkpointing: bool, group: int = 1, offloading: bool = False
-) -> float:
-    """Bytes that a forward and its backward keep on their device, at most."""
-    # of a layer norms, queries, outputs and sums; keys and values; the feed-forward
-    values = 14 * shape.hidden + 6 * shape.kv_heads * shape.head_size + 4 * shape.intermediate
-    layer = float(tokens * values * compute)
-    if not checkpointing and not offloading:
-        return shape.layers * layer
-    group = min(group, shape.layers)
-    inputs = _UNDER_WAY if offloading else -(-shape.layers // group) + group - 1
-    return inputs * input_of_layer(shape, tokens, compute) + layer
-
-
-def head(shape: Shape, tokens: int, compute: int, chunk: int | None) -> float:
-    """Bytes of logits."""
-    if chunk is None:
-        return float(2 * tokens * shape.vocabulary * compute)
-    matrix = 0 if shape.adapter else shape.vocabulary * shape.hidden * 4  # its gradient is summed over chunks
-    return 3.0 * 4 * min(chunk, tokens * shape.vocabulary) + matrix
-
-
-def server_tokens(memory: float, shape: Shape, size: int, gpus: int = 1, share: float = SERVER_SHARE) -> int:
-    """Tokens whose keys and values a server holds."""
-    room = gpus * (share * memory - RESERVE) - size * shape.parameters
-    return max(0, int(room / max(1, shape.kv_bytes(size))))  # Mamba keeps nothing of a token
-
-
-def shared_memory(shape: Shape, size: int) -> float:
-    """Bytes of the two weight files that take turns, in elements of `size` bytes."""
-    return 2.0 * size * shape.parameters
-
-
-def checkpoint(shape: Shape, precision: Precision, sharding: Sharding) -> float:
-    """Bytes of one checkpoint: weights and the optimiser's states."""
-    if shape.adapter:
-        return float(3 * shape.adapter * (4 if precision.quantised is None else 2))
-    if sharding.stage == 0:
-        return 3.0 * precision.weights * shape.parameters
-    return shape.parameters * (_WHOLE - precision.compute)
 
 
 @dataclass(frozen=True)
@@ -160,44 +78,119 @@ class Shape:
     shared_by: tuple[int, ...]
     kept: int
 
+    @classmethod
+    def of(cls, config: PreTrainedConfig, peft: PeftConfig | None = None, **options: Any) -> Shape:
+        """The shape of the model that a configuration describes, counted on the meta device, without its memory."""
+        with torch.device("meta"):
+            # what sees or hears may be no causal language model by name: TRL makes it by its architecture too
+            architecture = getattr(transformers, (config.architectures or [""])[0], None)
+            known = architecture is None or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+            model = AutoModelForCausalLM.from_config(config, **options) if known else architecture(config)
+            parameters = sum(parameter.numel() for parameter in model.parameters())
+            head = model.get_output_embeddings()
+            layers = [layer for layer in model.modules() if isinstance(layer, nn.Linear) and layer is not head]
+            linear = sum(parameter.numel() for layer in layers for parameter in layer.parameters())
+            shared_by = tuple(size for size in _SHARED_BY if _can_share(model, size))
+            adapter = 0
+            if peft is not None:
+                with libraries_may_refuse("The adapter cannot be made"):
+                    adapted = get_peft_model(model, peft)
+                adapter = sum(parameter.numel() for parameter in adapted.parameters() if parameter.requires_grad)
+        text = config.get_text_config()
+        heads, sizes = zip(*map(_key_value_heads, _layer_configs(text)), strict=True)
+        return cls(
+            parameters,
+            adapter or parameters,
+            adapter,
+            linear,
+            text.num_hidden_layers,
+            text.hidden_size,
+            getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+            text.vocab_size,
+            max(heads),
+            max(sizes),
+            shared_by,
+            _kept(text),
+        )
+
     def kv_bytes(self, size: int) -> int:
         """Bytes of the keys and values of one token, in elements of `size` bytes."""
         return self.kept * size
 
+    def weights(self, precision: Precision, whole: float | None = None) -> float:
+        """Bytes of the weights."""
+        whole = precision.weights if whole is None else whole
+        if precision.quantised is None:
+            return self.parameters * whole
+        return self.linear * precision.quantised + (self.parameters - self.linear) * whole
 
-def read_shape(config: PreTrainedConfig, peft: PeftConfig | None = None, **options: Any) -> Shape:
-    """The shape of the model that a configuration describes, counted on the meta device, without its memory."""
-    with torch.device("meta"):
-        # what sees or hears may be no causal language model by name: TRL makes it by its architecture too
-        architecture = getattr(transformers, (config.architectures or [""])[0], None)
-        known = architecture is None or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
-        model = AutoModelForCausalLM.from_config(config, **options) if known else architecture(config)
-        parameters = sum(parameter.numel() for parameter in model.parameters())
-        head = model.get_output_embeddings()
-        layers = [layer for layer in model.modules() if isinstance(layer, nn.Linear) and layer is not head]
-        linear = sum(parameter.numel() for layer in layers for parameter in layer.parameters())
-        shared_by = tuple(size for size in _SHARED_BY if _can_share(model, size))
-        adapter = 0
-        if peft is not None:
-            with libraries_may_refuse("The adapter cannot be made"):
-                adapted = get_peft_model(model, peft)
-            adapter = sum(parameter.numel() for parameter in adapted.parameters() if parameter.requires_grad)
-    text = config.get_text_config()
-    heads, sizes = zip(*map(_key_value_heads, _layer_configs(text)), strict=True)
-    return Shape(
-        parameters,
-        adapter or parameters,
-        adapter,
-        linear,
-        text.num_hidden_layers,
-        text.hidden_size,
-        getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
-        text.vocab_size,
-        max(heads),
-        max(sizes),
-        shared_by,
-        _kept(text),
-    )
+    def states(self, precision: Precision, sharding: Sharding, ranks: int) -> float:
+        """Bytes of weights, gradients and the optimiser's states in one process."""
+        # sharded weights are cast to the type of the computation
+        whole = precision.weights if sharding.stage == 0 else min(precision.weights, precision.compute)
+        frozen, size = (self.weights(precision, whole), precision.adapter) if self.adapter else (0.0, whole)
+        moment = precision.moment
+        if sharding.stage == 0:
+            trained = self.trained * (2 * size + 2 * (size if moment is None else moment))
+            buckets = self.trained * size if ranks > 1 else 0.0  # in which DDP sums gradients
+            return frozen + trained + buckets
+        optimizer = _WHOLE - 2 * size - (0 if moment is None else 8 - 2 * moment)
+        if sharding.offloads_optimizer:
+            optimizer = 0.0
+        if sharding.stage < 3:
+            return frozen + self.trained * (2 * size + optimizer / ranks)
+        if sharding.offloads_weights:
+            return self.trained * (size + optimizer) / ranks
+        return (frozen + self.trained * (2 * size + optimizer)) / ranks
+
+    def gathered(self, precision: Precision, sharding: Sharding) -> float:
+        """Bytes of the weights that sharded training holds whole at a time: two layers and the embedding."""
+        if sharding.stage < 3:
+            return 0.0
+        embedding = self.vocabulary * self.hidden
+        layer = (self.parameters - embedding) / self.layers
+        return precision.compute * (2 * layer + embedding)
+
+    def input_of_layer(self, tokens: int, compute: int) -> float:
+        """Bytes of the input of one layer."""
+        return float(tokens * self.hidden * compute)
+
+    def activations(
+        self, tokens: int, compute: int, checkpointing: bool, group: int = 1, offloading: bool = False
+    ) -> float:
+        """Bytes that a forward and its backward keep on their device, at most."""
+        # of a layer norms, queries, outputs and sums; keys and values; the feed-forward
+        values = 14 * self.hidden + 6 * self.kv_heads * self.head_size + 4 * self.intermediate
+        layer = float(tokens * values * compute)
+        if not checkpointing and not offloading:
+            return self.layers * layer
+        group = min(group, self.layers)
+        inputs = _UNDER_WAY if offloading else -(-self.layers // group) + group - 1
+        return inputs * self.input_of_layer(tokens, compute) + layer
+
+    def head(self, tokens: int, compute: int, chunk: int | None) -> float:
+        """Bytes of logits."""
+        if chunk is None:
+            return float(2 * tokens * self.vocabulary * compute)
+        matrix = 0 if self.adapter else self.vocabulary * self.hidden * 4  # its gradient is summed over chunks
+        return 3.0 * 4 * min(chunk, tokens * self.vocabulary) + matrix
+
+    def server_tokens(self, memory: float, size: int, gpus: int = 1, share: float = SERVER_SHARE) -> int:
+        """Tokens whose keys and values a server holds."""
+        room = gpus * (share * memory - RESERVE) - size * self.parameters
+        return max(0, int(room / max(1, self.kv_bytes(size))))  # Mamba keeps nothing of a token
+
+    def shared_memory(self, size: int) -> float:
+        """Bytes of the two weight files that take turns, in elements of `size` bytes."""
+        return 2.0 * size * self.parameters
+
+    def checkpoint(self, precision: Precision, sharding: Sharding) -> float:
+        """Bytes of one checkpoint: weights and the optimiser's states."""
+        if self.adapter:
+            return float(3 * self.adapter * precision.adapter)
+        if sharding.stage == 0:
+            return 3.0 * precision.weights * self.parameters
+        return self.parameters * (_WHOLE - precision.compute)
 
 
 def _layer_configs(text: PreTrainedConfig) -> list[PreTrainedConfig]:
@@ -251,23 +244,17 @@ class Sharding:
     checkpoints: bool = False
     deepspeed: bool = False
 
+    @staticmethod
+    def read(named: str) -> Sharding:
+        """That of an accelerate configuration."""
+        return _sharding(Path(named).name, read_accelerate_config(find_accelerate_config(named)))
+
 
 COPIES = Sharding("a copy for each process", 0)
 FSDP2 = Sharding("fsdp2", 3)
 USUAL = (COPIES, Sharding("zero2", 2), Sharding("zero3 or fsdp2", 3))
 """What is compared if no configuration is given, from the fastest to the smallest."""
 SHARING = (COPIES, FSDP2)  # the same with `sp_size`
-
-
-def read_sharding(named: str) -> Sharding:
-    """Reads an accelerate configuration."""
-    known = accelerate_configs()
-    if named in known:
-        return _sharding(named, yaml.safe_load(known[named].read_text(encoding="utf-8")))
-    path = Path(named)
-    if not path.is_file():
-        raise unknown_accelerate_config(named)
-    return _sharding(path.name, read_accelerate_config(path))
 
 
 def _sharding(name: str, content: dict[str, Any]) -> Sharding:
@@ -345,13 +332,13 @@ class Load:
         whole = self.rows * self.longest, self.rows * min(self.completion, self.longest)
         tokens, trained = (-(-number // self.sharing) for number in whole)
         checkpointing = self.checkpointing or sharding.checkpoints
-        training = activations(shape, tokens, precision.compute, checkpointing, self.group, self.offloading)
-        logits = head(shape, trained, precision.compute, self.chunk)
-        found = {"states": states(shape, precision, sharding, ranks), "activations": training, "logits": logits}
+        training = shape.activations(tokens, precision.compute, checkpointing, self.group, self.offloading)
+        logits = shape.head(trained, precision.compute, self.chunk)
+        found = {"states": shape.states(precision, sharding, ranks), "activations": training, "logits": logits}
         if sharding.stage == 3:
-            found["gathered layers"] = gathered(shape, precision, sharding)
+            found["gathered layers"] = shape.gathered(precision, sharding)
         if self.reference and not shape.adapter:
-            found["reference model"] = weights(shape, precision) / spread
+            found["reference model"] = shape.weights(precision) / spread
         if self.teacher:
             found["teacher"] = self.teacher / spread
         elif self.lends:  # it has weights in float32, and reads before training, while the policy's are put away
@@ -360,7 +347,7 @@ class Load:
         rows = min(-(-self.under_way // ranks), MOST_ROWS)
         cache = float(rows * self.longest * shape.kv_bytes(precision.compute))
         if self.copied:
-            found["copy that samples"] = weights(shape, precision) + cache
+            found["copy that samples"] = shape.weights(precision) + cache
         elif self.under_way:  # it samples before it trains, so the larger of the two counts
             found["sampling beyond training"] = max(0.0, cache - training - logits)
         found["CUDA and gaps" if self.on_gpu else "Python"] = RESERVE if self.on_gpu else _PROCESS

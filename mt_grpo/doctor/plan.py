@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from trl import ModelConfig, get_peft_config, get_quantization_config
 from trl.trainer.utils import create_model_from_path, selective_log_softmax
 
-from mt_grpo.doctor import GPU, named_gpu
-from mt_grpo.doctor.context import FAIL, OK, WARN, Lines, NotKnown, RunFacts
+from mt_grpo.doctor import GPU
+from mt_grpo.doctor.context import FAIL, OK, WARN, Check, Lines, NotKnown, RunFacts
 from mt_grpo.doctor.memory import (
     COPIES,
     FSDP2,
@@ -39,13 +39,7 @@ from mt_grpo.doctor.memory import (
     Load,
     Shape,
     Sharding,
-    checkpoint,
     four_bit,
-    input_of_layer,
-    read_shape,
-    server_tokens,
-    shared_memory,
-    weights,
 )
 from mt_grpo.errors import ConfigError, libraries_may_refuse
 from mt_grpo.forward.model import ForwardPlan, enable_trees, score
@@ -66,7 +60,7 @@ _OPTIMIZER = 12  # bytes of a parameter's weight and moments in the optimiser, w
 _Plan = tuple[Load, Sharding]
 
 
-def training(facts: RunFacts) -> Lines:
+def _training(facts: RunFacts) -> Lines:
     """Whether a training process fits; of several ways to spread the states, the first that does."""
     total, ranks = facts.training_memory, facts.processes
     available = total if facts.on_gpu else total / ranks
@@ -105,7 +99,7 @@ def training(facts: RunFacts) -> Lines:
         return
 
 
-def serving(facts: RunFacts) -> Lines:
+def _serving(facts: RunFacts) -> Lines:
     """How many conversations a server holds."""
     if not facts.args.use_vllm:
         return
@@ -115,7 +109,7 @@ def serving(facts: RunFacts) -> Lines:
         yield OK, f"{shape.kv_bytes(size):,} bytes a token on the CPU: `VLLM_CPU_KVCACHE_SPACE` bounds the GB", ""
         facts.plan["server"] = {"bytes of a token": shape.kv_bytes(size)}
         return
-    tokens = server_tokens(facts.memory, shape, size, gpus, _server_share(facts))
+    tokens = shape.server_tokens(facts.memory, size, gpus, _server_share(facts))
     urls = len(facts.urls)
     held, wanted = urls * tokens // facts.longest, facts.under_way
     facts.plan["server"] = {"bytes of a token": shape.kv_bytes(size), "tokens": tokens, "conversations": held}
@@ -165,14 +159,14 @@ def _sharing(facts: RunFacts) -> Lines:
 def _more_room(facts: RunFacts, gpus: int, tokens: int) -> str:
     """What gives a server room for one conversation."""
     for more in (2, 4, 8):
-        held = server_tokens(facts.memory, facts.shape, facts.served_size, more, _server_share(facts))
+        held = facts.shape.server_tokens(facts.memory, facts.served_size, more, _server_share(facts))
         if more > gpus and held >= facts.longest:
             shorter = f", or conversations of {tokens} tokens at most" if tokens > facts.prompt else ""
             return f"spread the server over more GPUs (`vllm_tensor_parallel_size: {more}`){shorter}"
     return "serve a smaller model, or on GPUs with more memory: eight of these do not hold one conversation beside it"
 
 
-def files(facts: RunFacts) -> Lines:
+def _files(facts: RunFacts) -> Lines:
     """Whether shared memory and the disk hold what the run writes."""
     args = facts.args
     yield from _shared(facts)
@@ -185,12 +179,12 @@ def files(facts: RunFacts) -> Lines:
         saved = int(args.num_train_epochs)
     # The one that is written lies beside those that are kept, of which it replaces one afterwards.
     kept = min(saved, args.save_total_limit + 1 if args.save_total_limit else saved)
-    each = checkpoint(facts.shape, facts.precision, facts.candidates()[-1])
+    each = facts.shape.checkpoint(facts.precision, facts.candidates()[-1])
     if args.save_only_model:
         each = facts.shape.trained * facts.precision.weights
     model = facts.shape.trained * facts.precision.weights
     records = steps * of_a_step * (facts.longest / 2 * _RECORD + _CONVERSATION)
-    needed, free = kept * each + model + records, free_bytes(args.output_dir)
+    needed, free = kept * each + model + records, _free_bytes(args.output_dir)
     facts.plan["files"] = {"checkpoints": kept * each, "kept": kept, "trajectories": records, "free": free}
     what = (
         f"{needed / GB:.2f} of {free / GB:.1f} GB free for {args.output_dir}: {kept} checkpoints "
@@ -204,7 +198,7 @@ def _shared(facts: RunFacts) -> Lines:
     if not facts.args.use_vllm or not transport_of(facts.args).keeps_files:
         return
     folder = facts.args.weight_sync_folder or "/dev/shm"
-    needed, free = shared_memory(facts.shape, facts.served_size), free_bytes(folder)
+    needed, free = facts.shape.shared_memory(facts.served_size), _free_bytes(folder)
     facts.plan["weights"] = {"folder": folder, "bytes": needed, "free": free}
     what = f"{needed / GB:.2f} of {free / GB:.1f} GB free in {folder} for two files of weights that take turns"
     if needed > free:
@@ -214,7 +208,7 @@ def _shared(facts: RunFacts) -> Lines:
         yield OK, what, ""
 
 
-def free_bytes(folder: str | Path) -> int:
+def _free_bytes(folder: str | Path) -> int:
     """Free bytes of the disk on which a folder is, or will be."""
     path = Path(folder).absolute()
     return shutil.disk_usage(next(place for place in (path, *path.parents) if place.exists())).free
@@ -329,7 +323,7 @@ def _offloaded(load: Load) -> list[_Change]:
     if not load.on_gpu or load.offloading:
         return []
     tokens = -(-load.rows * load.longest // load.sharing)
-    held = load.processes * load.shape.layers * input_of_layer(load.shape, tokens, load.precision.compute)
+    held = load.processes * load.shape.layers * load.shape.input_of_layer(tokens, load.precision.compute)
     beside = " in place of `gradient_checkpointing_layers`" if load.group > 1 else ""
     words = f"`activation_offloading: true`{beside}, which takes {held / GB:.0f} GB of the machine's memory"
     return [_Change(words, {"checkpointing": True, "group": 1, "offloading": True})]
@@ -365,7 +359,7 @@ def _adapted(facts: RunFacts) -> tuple[str, Shape]:
     if facts.config.model_type not in TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING:
         words, layers = f"{words} and `lora_target_modules: all-linear`", ["all-linear"]
     adapter = get_peft_config(ModelConfig(use_peft=True, lora_target_modules=layers))
-    return words, read_shape(facts.config, adapter, trust_remote_code=facts.args.trust_remote_code)
+    return words, Shape.of(facts.config, adapter, trust_remote_code=facts.args.trust_remote_code)
 
 
 # What is measured (`--probe`)
@@ -377,14 +371,18 @@ def probe(facts: RunFacts) -> Lines:
     chosen = facts.plan.get("training", {}).get("sharding")
     sharding = next((one for one in facts.candidates() if one.name == chosen), facts.candidates()[-1])
     planned = facts.load.parts(sharding)
-    if device.type == "cpu":
-        _refuse_too_large(sum(planned.values()) - planned["states"] + 2 * _weights(facts))
+    needed = sum(planned.values()) - planned["states"] + 2 * facts.shape.weights(facts.precision)
+    if device.type == "cpu" and needed > (free := psutil.virtual_memory().available):
+        raise ConfigError(  # the system would kill the process without a word
+            f"The probe would take {needed / GB:.1f} GB, and {free / GB:.1f} GB are free here: run it on the machine "
+            "of the run."
+        )
+    batch = f"one micro-batch of {facts.args.per_device_train_batch_size} conversations of {facts.longest} tokens"
     begin = time.perf_counter()
     try:
         peak = _measure(facts, device)
     except torch.OutOfMemoryError:
-        what = f"one micro-batch of {_size(facts)} does not fit the memory of this GPU"
-        yield FAIL, what, f"give it {_smaller_batch(facts)}"
+        yield FAIL, f"{batch} does not fit the memory of this GPU", f"give it {_smaller_batch(facts)}"
         return
     finally:
         gc.collect()
@@ -393,7 +391,7 @@ def probe(facts: RunFacts) -> Lines:
     facts.plan["probe"] = {"bytes": peak, "with states": total, "seconds": seconds, "device": device.type}
     available = facts.memory if facts.on_gpu else facts.memory / facts.processes
     what = (
-        f"one micro-batch of {_size(facts)}, forward and backward, took {peak / GB:.2f} GB of the {device.type} "
+        f"{batch}, forward and backward, took {peak / GB:.2f} GB of the {device.type} "
         f"beside weights and gradients, and {seconds:.1f} s; with {planned['states'] / GB:.2f} GB of planned states "
         f"{total / GB:.2f} GB, of {available / GB:.1f}"
     )
@@ -403,30 +401,12 @@ def probe(facts: RunFacts) -> Lines:
         yield (WARN if total > SPARE * available else OK), what, ""
 
 
-def _size(facts: RunFacts) -> str:
-    return f"{facts.args.per_device_train_batch_size} conversations of {facts.longest} tokens"
-
-
 def _smaller_batch(facts: RunFacts) -> str:
     """What makes a micro-batch smaller, in words. The plan took it to fit, so it cannot say how much is needed."""
     ways = ["a shorter `max_completion_length`"]
     ways += ["a smaller `per_device_train_batch_size`"] if facts.args.per_device_train_batch_size > 1 else []
     ways += [] if facts.args.gradient_checkpointing else ["`gradient_checkpointing: true`"]
     return " or ".join(ways)
-
-
-def _weights(facts: RunFacts) -> float:
-    return weights(facts.shape, facts.precision)
-
-
-def _refuse_too_large(needed: float) -> None:
-    """Refuses a probe that the memory does not hold. On a CPU the system would kill the process without a word."""
-    free = psutil.virtual_memory().available
-    if needed > free:
-        raise ConfigError(
-            f"The probe would take {needed / GB:.1f} GB, and {free / GB:.1f} GB are free here: run it on the machine "
-            "of the run."
-        )
 
 
 def _measure(facts: RunFacts, device: torch.device) -> float:
@@ -439,7 +419,7 @@ def _measure(facts: RunFacts, device: torch.device) -> float:
         before: float = torch.cuda.memory_allocated()
     else:
         _forget_peak()
-        before = _resident()
+        before = float(psutil.Process().memory_info().rss)
     with Activations(facts.args, device).kept(model):
         logps = _logps(facts, model, *batch)
     logps.mean().backward()
@@ -512,11 +492,6 @@ def _peak() -> float:
     return 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def _resident() -> float:
-    with open("/proc/self/statm") as file:
-        return float(int(file.read().split()[1]) * resource.getpagesize())
-
-
 _EFFICIENCY = 0.5  # share of the speed of a large matrix product that a whole model reaches on a CPU
 _OPS_PER_LAYER = 200  # small operations of a layer on a CPU, the work of Python among them
 _OPS_PER_TOKEN = 2500  # the same outside the layers, per token of a batch that is sampled
@@ -524,7 +499,7 @@ _LATEST = 3  # latest batches of a run whose mean is taken
 
 
 @dataclass(frozen=True)
-class Speed:
+class _Speed:
     """The speed of a processor."""
 
     flops: float
@@ -537,16 +512,16 @@ class Speed:
 OF_PEAK, OF_BANDWIDTH = 0.4, 0.6  # shares of a GPU's peak that a run is taken to reach
 
 
-def speed_of(gpu: GPU | None) -> Speed:
+def _speed_of(gpu: GPU | None) -> _Speed:
     """The speed that a run is taken to reach on a GPU; on an H100 where the kind is not known."""
-    kind = named_gpu("H100") if gpu is None else gpu
+    kind = GPU.named("H100") if gpu is None else gpu
     assumed = "assumed, since the GPU is not known" if gpu is None else "assumed"
     name = f"{kind.name} at {OF_PEAK:.0%} of its peak, {assumed}".replace("%", " %")
-    return Speed(OF_PEAK * kind.flops * 1e12, OF_BANDWIDTH * kind.bandwidth * 1e12, 1e-4, 2e-3, name)
+    return _Speed(OF_PEAK * kind.flops * 1e12, OF_BANDWIDTH * kind.bandwidth * 1e12, 1e-4, 2e-3, name)
 
 
 @dataclass(frozen=True)
-class Lengths:
+class _Lengths:
     """Means over conversations."""
 
     turns: float
@@ -556,7 +531,7 @@ class Lengths:
 
 
 @dataclass(frozen=True)
-class Step:
+class _Step:
     """Seconds of the parts of a step."""
 
     sampling: float
@@ -571,16 +546,16 @@ class Step:
         least = self.training + self.sampling * self.shared
         return max(least, (self.sampling + self.tools + self.training) / (self.staleness + 1))
 
-    def scaled(self, factor: float) -> Step:
+    def scaled(self, factor: float) -> _Step:
         parts = {name: getattr(self, name) * factor for name in ("sampling", "tools", "training")}
         return replace(self, **parts)
 
 
-def assumed_lengths(prompt: int, steps: int, turn: int | None, completion: int) -> Lengths:
+def _assumed_lengths(prompt: int, steps: int, turn: int | None, completion: int) -> _Lengths:
     """Lengths to assume without a run: half of what the recipe allows."""
     turns = (steps + 2) / 2
     sampled = min(turns * (turn or completion) / 2, completion / 2)
-    return Lengths(turns, sampled, prompt + max(sampled, completion / 2))
+    return _Lengths(turns, sampled, prompt + max(sampled, completion / 2))
 
 
 def recomputed(checkpointing: bool, group: int) -> float:
@@ -588,8 +563,8 @@ def recomputed(checkpointing: bool, group: int) -> float:
     return (4 + (1 - 1 / group)) / 3 if checkpointing else 1.0
 
 
-def server_seconds(
-    shape: Shape, speed: Speed, lengths: Lengths, conversations: float, at_once: float, size: int, gpus: int
+def _server_seconds(
+    shape: Shape, speed: _Speed, lengths: _Lengths, conversations: float, at_once: float, size: int, gpus: int
 ) -> float:
     """Seconds that one server takes to sample a batch."""
     at_once = max(1.0, min(conversations, at_once))
@@ -601,7 +576,7 @@ def server_seconds(
     return math.ceil(conversations / at_once) * lengths.sampled * step + prefill
 
 
-def _read_run(folder: str, steps_of_a_batch: float = 1.0) -> tuple[Lengths, float] | None:
+def _read_run(folder: str, steps_of_a_batch: float = 1.0) -> tuple[_Lengths, float] | None:
     """Lengths and the seconds of a batch, from the metrics of a run; `None` where it has logged no step."""
     path = Path(folder, "metrics.jsonl")
     if not path.is_file():
@@ -619,11 +594,11 @@ def _read_run(folder: str, steps_of_a_batch: float = 1.0) -> tuple[Lengths, floa
     def mean(name: str) -> float:
         return statistics.mean(record[name] for record in sampled)
 
-    lengths = Lengths(mean("turns/mean"), mean("completions/mean_length"), mean("tokens/unique"), True)
+    lengths = _Lengths(mean("turns/mean"), mean("completions/mean_length"), mean("tokens/unique"), True)
     return lengths, statistics.mean(record["step_time"] for record in steps) * steps_of_a_batch
 
 
-def _measure_cpu(shape: Shape, seconds: float = 0.15) -> Speed:
+def _measure_cpu(shape: Shape, seconds: float = 0.15) -> _Speed:
     """Measures this processor with matrices as wide as the model, in a fraction of a second."""
     width, inner = min(shape.hidden, 2048), min(shape.intermediate, 4096)
     rows, matrix = torch.ones(512, width), torch.ones(width, inner)
@@ -632,7 +607,7 @@ def _measure_cpu(shape: Shape, seconds: float = 0.15) -> Speed:
     launch = _fastest(lambda: torch.nn.functional.silu(vector @ small), seconds) / 2
     size = torch.ones(2**22)
     bandwidth = 4 * 2**22 / _fastest(size.sum, seconds)
-    return Speed(flops, bandwidth, _OPS_PER_LAYER * launch, _OPS_PER_TOKEN * launch, "this CPU, measured")
+    return _Speed(flops, bandwidth, _OPS_PER_LAYER * launch, _OPS_PER_TOKEN * launch, "this CPU, measured")
 
 
 def _fastest(work: Any, seconds: float) -> float:
@@ -652,7 +627,7 @@ _ALIKE = 1.05  # splits of which one takes up to so many times as long as the ot
 _REPLIES = 5  # replies of an environment where a recipe sets no `max_env_steps`
 
 
-def estimate(facts: RunFacts, lengths: Lengths, speed: Speed, ranks: int, servers: int) -> Step:
+def _estimate(facts: RunFacts, lengths: _Lengths, speed: _Speed, ranks: int, servers: int) -> _Step:
     """The parts of a step with so many training processes and servers."""
     args, shape = facts.args, facts.shape
     turn = args.max_turn_length or args.max_completion_length
@@ -661,8 +636,8 @@ def estimate(facts: RunFacts, lengths: Lengths, speed: Speed, ranks: int, server
         at_once = facts.under_way / servers
         if facts.on_gpu:
             share = facts.args.vllm_gpu_memory_utilization if facts.colocated else SERVER_SHARE
-            at_once = min(at_once, server_tokens(facts.memory, shape, size, gpus, share) / lengths.unique)
-        sampling = server_seconds(shape, speed, lengths, facts.batch / servers, at_once, size, gpus)
+            at_once = min(at_once, shape.server_tokens(facts.memory, size, gpus, share) / lengths.unique)
+        sampling = _server_seconds(shape, speed, lengths, facts.batch / servers, at_once, size, gpus)
     else:
         turns = (_REPLIES if args.max_env_steps is None else args.max_env_steps) + 1
         conversations = -(-facts.batch // ranks)
@@ -680,16 +655,16 @@ def estimate(facts: RunFacts, lengths: Lengths, speed: Speed, ranks: int, server
     # a frozen weight has no gradient of its own
     work = (4 if shape.adapter else 6) * shape.parameters * tokens * passes * again
     trained = work / (speed.flops * ranks) + 3 * microbatches * shape.layers * speed.layer
-    return Step(sampling, lengths.turns * slowest, trained, args.max_staleness, not args.use_vllm)
+    return _Step(sampling, lengths.turns * slowest, trained, args.max_staleness, not args.use_vllm)
 
 
-def step(facts: RunFacts) -> Lines:
+def _step(facts: RunFacts) -> Lines:
     """The time of a step, and how the GPUs are best split between serving and training."""
     if not facts.args.use_cpu and not facts.on_gpu:
         raise NotKnown("The memory of a GPU is not known, since there is none here: state it, as `--gpu H100`.")
-    speed = speed_of(facts.gpu) if facts.on_gpu else _measure_cpu(facts.shape)
+    speed = _speed_of(facts.gpu) if facts.on_gpu else _measure_cpu(facts.shape)
     lengths, factor, run = _calibrated(facts, speed)
-    found = estimate(facts, lengths, speed, facts.processes, len(facts.urls)).scaled(factor)
+    found = _estimate(facts, lengths, speed, facts.processes, len(facts.urls)).scaled(factor)
     facts.plan["step"] = {
         "seconds": found.total,
         "sampling": found.sampling,
@@ -712,14 +687,15 @@ def step(facts: RunFacts) -> Lines:
     )
     hours = found.total * facts.steps / facts.steps_of_a_batch / 3600
     facts.plan["step"]["hours of the run"] = hours
-    what += f"; {_long(hours)} for the {facts.steps} steps of the run"
+    takes = f"{hours:.1f} hours" if hours >= 1 else f"{60 * hours:.0f} minutes" if hours >= 1 / 60 else "a minute"
+    what += f"; {takes} for the {facts.steps} steps of the run"
     assumed = "" if lengths.measured else "half of what the recipe allows; `--calibrate RUN` takes those of a run"
     yield OK, what, assumed
     if facts.args.use_vllm and facts.on_gpu and not facts.colocated:
         yield from _split(facts, lengths, speed, factor)
 
 
-def _calibrated(facts: RunFacts, speed: Speed) -> tuple[Lengths, float, str | None]:
+def _calibrated(facts: RunFacts, speed: _Speed) -> tuple[_Lengths, float, str | None]:
     """Lengths of conversations, by how much a run was slower than its estimate, and which run that was."""
     args, named = facts.args, facts.own["calibrate"]
     run = _read_run(named or args.output_dir, facts.steps_of_a_batch)
@@ -729,23 +705,23 @@ def _calibrated(facts: RunFacts, speed: Speed) -> tuple[Lengths, float, str | No
         )
     if run is not None:
         lengths, seconds = run
-        estimated = estimate(facts, lengths, speed, facts.processes, len(facts.urls)).total
+        estimated = _estimate(facts, lengths, speed, facts.processes, len(facts.urls)).total
         return lengths, seconds / estimated, named or args.output_dir
     steps = _REPLIES if args.max_env_steps is None else args.max_env_steps
-    return assumed_lengths(facts.prompt, steps, args.max_turn_length, args.max_completion_length), 1.0, None
+    return _assumed_lengths(facts.prompt, steps, args.max_turn_length, args.max_completion_length), 1.0, None
 
 
-def _split(facts: RunFacts, lengths: Lengths, speed: Speed, factor: float) -> Lines:
+def _split(facts: RunFacts, lengths: _Lengths, speed: _Speed, factor: float) -> Lines:
     """Compares splits of the same GPUs, as long as at least half of them train."""
     each, ranks = facts.args.vllm_tensor_parallel_size, facts.processes
     total = ranks + each * len(facts.urls)
     splits = {}
     for servers in range(1, total // (2 * each) + 1):
         trains = total - servers * each
-        splits[trains, servers] = estimate(facts, lengths, speed, trains, servers).scaled(factor).total
+        splits[trains, servers] = _estimate(facts, lengths, speed, trains, servers).scaled(factor).total
     if len(splits) < 2:
         return
-    now = estimate(facts, lengths, speed, ranks, len(facts.urls)).scaled(factor).total
+    now = _estimate(facts, lengths, speed, ranks, len(facts.urls)).scaled(factor).total
     # of those that are about as fast, that with the fewest servers
     least = min(splits.values())
     (trains, servers), best = next(item for item in splits.items() if item[1] < _ALIKE * least)
@@ -764,9 +740,9 @@ def _split(facts: RunFacts, lengths: Lengths, speed: Speed, factor: float) -> Li
     yield WARN, f"{what}; an estimate", mend
 
 
-def _long(hours: float) -> str:
-    return f"{hours:.1f} hours" if hours >= 1 else f"{60 * hours:.0f} minutes" if hours >= 1 / 60 else "a minute"
-
-
 def _seconds(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.0f} s"
+
+
+PLAN: dict[str, Check] = {"training memory": _training, "server memory": _serving, "files": _files, "step": _step}
+"""The plan's parts by name. They come after the checks, which measure what tools cost."""

@@ -14,15 +14,15 @@ from typing import Any, NamedTuple
 import torch
 import yaml
 
-from mt_grpo.app.commands import shipped
 from mt_grpo.app.recipe import build_recipe
-from mt_grpo.app.request import Request, check_writable, read_request
+from mt_grpo.app.request import Request, check_writable, read_request, shipped
 from mt_grpo.doctor.context import RunFacts
-from mt_grpo.doctor.memory import COPIES, RESERVE, SPARE, Load, Sharding, server_tokens
+from mt_grpo.doctor.memory import COPIES, RESERVE, SPARE, Load, Sharding
 from mt_grpo.errors import ConfigError
+from mt_grpo.options.values import DEFAULT_RULE
 
 
-class Start(NamedTuple):
+class _Start(NamedTuple):
     """A number to start from."""
 
     option: str
@@ -37,91 +37,85 @@ BRIEF, REASONED = "a call or two, and an answer", "reasoning between calls"
 _PAPER, _REGRET = "the paper", "LoRA Without Regret"
 
 STARTS = (
-    Start(
+    _Start(
         "learning_rate",
         WHOLE,
         1e-6,
         f"TRL's default; {_PAPER}",
         "`reward` falls, or `entropy` goes to 0: a third. Both stand still for 50 steps: three times",
     ),
-    Start(
-        "learning_rate",
-        ADAPTER,
-        1e-5,
-        f"ten times that of the whole model: {_REGRET}",
-        "the same",
-    ),
-    Start(
+    _Start("learning_rate", ADAPTER, 1e-5, f"ten times that of the whole model: {_REGRET}", "the same"),
+    _Start(
         "learning_rate",
         SMALL,
         3e-4,
         "[our quickstart](measurements.md#rollouts-and-training-at-the-same-time); seven times that forgot all",
         "the same",
     ),
-    Start("lora_r", ADAPTER, 32, f"our 1.5B recipe; in RL rank 1 is enough by {_REGRET}", "memory: smaller"),
-    Start("lora_alpha", ADAPTER, 64, "our 1.5B recipe", "change the rate instead"),
-    Start("lora_target_modules", ADAPTER, "all-linear", f"{_REGRET}: attention alone learns less", "-"),
-    Start(
+    _Start("lora_r", ADAPTER, 32, f"our 1.5B recipe; in RL rank 1 is enough by {_REGRET}", "memory: smaller"),
+    _Start("lora_alpha", ADAPTER, 64, "our 1.5B recipe", "change the rate instead"),
+    _Start("lora_target_modules", ADAPTER, "all-linear", f"{_REGRET}: attention alone learns less", "-"),
+    _Start(
         "num_generations",
         "",
         8,
         f"TRL's default; {_PAPER} has 21",
         "`credit/groups_without_signal` above a half: 16, or [sample again](credit.md#groups-without-signal)",
     ),
-    Start(
+    _Start(
         "prompts of a step",
         "",
         16,
         f"{_PAPER} (16 × 21 conversations)",
         "`mt-grpo compare` shows nothing within 100 steps: more",
     ),
-    Start("max_turn_length", "", 1024, _PAPER, "`stop/length` above .05: twice"),
-    Start("max_completion_length", BRIEF, 1024, _PAPER, "`stop/token_budget` above .05: twice"),
-    Start("max_completion_length", REASONED, 4096, "our GSM8K recipes", "the same; out of memory: half"),
-    Start("max_env_steps", "", 8, "our GSM8K recipes; the paper has 2", "`stop/max_steps` above .05: twice"),
-    Start(
+    _Start("max_turn_length", "", 1024, _PAPER, "`stop/length` above .05: twice"),
+    _Start("max_completion_length", BRIEF, 1024, _PAPER, "`stop/token_budget` above .05: twice"),
+    _Start("max_completion_length", REASONED, 4096, "our GSM8K recipes", "the same; out of memory: half"),
+    _Start("max_env_steps", "", 8, "our GSM8K recipes; the paper has 2", "`stop/max_steps` above .05: twice"),
+    _Start(
         "advantage_estimator",
         "",
-        {"name": "lambda_to_go", "lam": 0.8, "scales": "batch"},
+        DEFAULT_RULE,
         "[eight designs](measurements.md#credit-rules): below its start only where the outcome is nearly noise",
         "[`mt-grpo credit`](credit.md#which-rule-suits-my-rewards) on 32 groups",
     ),
-    Start(
+    _Start(
         "max_staleness",
         "sampling and training take turns",
         0,
         "TRL's trainer, which is on policy",
         "tools are slow: a server on other GPUs",
     ),
-    Start(
+    _Start(
         "max_staleness",
         "a server on other GPUs",
         1,
         "[measured](measurements.md#rollouts-and-training-at-the-same-time): learns the same, steps take 1 / 1.89",
         "`reward` falls: 0, or a smaller rate",
     ),
-    Start(
+    _Start(
         "temperature", "", 1.0, "TRL's default; the paper has 0.9", "members of groups are the same: do not lower it"
     ),
-    Start("beta", "", 0.0, "TRL's default; the paper", "answers lose their language: 0.001"),
-    Start("max_grad_norm", "", 0.1, _PAPER, "`grad_norm` far above it all the time: a smaller rate"),
-    Start("warmup_steps", "", 20, _PAPER, "-"),
-    Start("max_steps", "", 300, _PAPER, "the curve still rises: resume with more"),
-    Start(
+    _Start("beta", "", 0.0, "TRL's default; the paper", "answers lose their language: 0.001"),
+    _Start("max_grad_norm", "", 0.1, _PAPER, "`grad_norm` far above it all the time: a smaller rate"),
+    _Start("warmup_steps", "", 20, _PAPER, "-"),
+    _Start("max_steps", "", 300, _PAPER, "the curve still rises: resume with more"),
+    _Start(
         "rows to evaluate on",
         "",
         240,
         "a share of .5 is known to ± .063 (1.96 √(.25 / 240))",
         "`mt-grpo compare` says *not shown to differ*: four times as many halve the interval",
     ),
-    Start(
+    _Start(
         "Python sandboxes at once",
         "",
         "cores",
         "[the tool's own limit](python_sandbox.md); not measured",
         "`tool` parts of a step in `mt-grpo view`: more cores",
     ),
-    Start(
+    _Start(
         "max_concurrent_rollouts",
         "containers",
         "memory / that of a task",
@@ -132,7 +126,7 @@ STARTS = (
 """Numbers to start from. `python scripts/write_options.py` writes them to docs/choose.md."""
 
 
-def start(option: str, where: str = "") -> Any:
+def _start(option: str, where: str = "") -> Any:
     """The number of the table for an option, and for some runs."""
     return next(one.value for one in STARTS if (one.option, one.where) == (option, where))
 
@@ -206,12 +200,12 @@ def _processes(request: Request) -> int:
 
 
 def _group(request: Request) -> int:
-    return int(request.values.get("num_generations") or start("num_generations"))
+    return int(request.values.get("num_generations") or _start("num_generations"))
 
 
 def _prompts(request: Request) -> int:
     """Prompts of a step, which the processes share evenly."""
-    return math.ceil(start("prompts of a step") / _processes(request)) * _processes(request)
+    return math.ceil(_start("prompts of a step") / _processes(request)) * _processes(request)
 
 
 def _fitting(request: Request) -> tuple[dict[str, Any], str]:
@@ -219,7 +213,7 @@ def _fitting(request: Request) -> tuple[dict[str, Any], str]:
     needed: list[float] = []
     for way in _ways(request):
         facts = _facts(request, way)
-        lengths = [start("max_completion_length", REASONED) // 2**power for power in range(3)]
+        lengths = [_start("max_completion_length", REASONED) // 2**power for power in range(3)]
         given = request.values.get("max_completion_length")
         room = max(1, facts.context - facts.prompt)
         for length in [given] if given else dict.fromkeys(min(length, room) for length in lengths):
@@ -258,7 +252,7 @@ def _ways(request: Request) -> Iterator[dict[str, Any]]:
     alone = _processes(request) == 1 and own["accelerate_config"] is None
     yield {"dtype": "float32" if alone else "bfloat16", **gpu, **server}
     names = ("lora_r", "lora_alpha", "lora_target_modules")
-    adapter = {"dtype": "bfloat16", "use_peft": True, **{name: start(name, ADAPTER) for name in names}, **gpu}
+    adapter = {"dtype": "bfloat16", "use_peft": True, **{name: _start(name, ADAPTER) for name in names}, **gpu}
     yield {**adapter, **server}
     yield {**adapter, "load_in_4bit": True}
 
@@ -290,7 +284,7 @@ def _share(facts: RunFacts, load: Load, sharding: Sharding, longest: int) -> flo
         return 0.0
     room = (facts.memory - load.parts(sharding)["states"] - RESERVE) / facts.memory
     share = math.floor(100 * min(_MOST_SERVED, SPARE * room)) / 100
-    held = share > 0 and server_tokens(facts.memory, facts.shape, facts.served_size, 1, share)
+    held = share > 0 and facts.shape.server_tokens(facts.memory, facts.served_size, 1, share)
     return share if held and held >= longest else None
 
 
@@ -310,19 +304,19 @@ def _whole(
         "model_name_or_path": given["model_name_or_path"],
         **({"dataset_name": given["dataset_name"]} if given.get("dataset_name") else {}),
         **way,
-        "max_env_steps": start("max_env_steps"),
+        "max_env_steps": _start("max_env_steps"),
         **agent,
-        "max_turn_length": min(start("max_turn_length"), length),
+        "max_turn_length": min(_start("max_turn_length"), length),
         "max_completion_length": length,
-        "advantage_estimator": start("advantage_estimator"),
+        "advantage_estimator": _start("advantage_estimator"),
         **server,
-        "learning_rate": start("learning_rate", where),
+        "learning_rate": _start("learning_rate", where),
         "lr_scheduler_type": "constant_with_warmup",
-        **{name: start(name) for name in ("warmup_steps", "max_steps")},
+        **{name: _start(name) for name in ("warmup_steps", "max_steps")},
         "num_generations": _group(request),
         "per_device_train_batch_size": rows,
         "gradient_accumulation_steps": math.ceil(_prompts(request) * _group(request) / rows / _processes(request)),
-        **{name: start(name) for name in ("max_grad_norm", "beta", "temperature")},
+        **{name: _start(name) for name in ("max_grad_norm", "beta", "temperature")},
         "output_dir": f"runs/{Path(str(given['model_name_or_path'])).name}",
         "logging_steps": 1,
         "save_strategy": "steps",

@@ -22,7 +22,6 @@ from mt_grpo.concurrency import (
     consume_exception,
     ended_within,
     in_thread,
-    timed,
 )
 from mt_grpo.envs.env import ConversationEnded, Outcome, Policy, Step, StepEnv
 from mt_grpo.envs.protocols import (
@@ -301,7 +300,7 @@ async def _run(calls: list[tuple[Tool, ToolCall]], timeout: float | None) -> Non
     try:
         for tool, call in calls:
             call.executed, call.start = True, time.time()
-            with timed() as clock:
+            with CallClock.running() as clock:
                 if tool.is_async:
                     future: Future = begin(_awaited(tool, call.arguments), f"tool {tool.name!r}")
                 else:

@@ -19,7 +19,7 @@ from typing import Any, Self, SupportsFloat
 from datasets import Dataset
 
 from mt_grpo.concurrency import Future, OutOfTime, call, guarded, in_thread
-from mt_grpo.data.loaders import lacks_column
+from mt_grpo.data import lacks_column
 from mt_grpo.envs import MultiTurnToolEnv, Outcome, Policy
 from mt_grpo.envs.env import ConversationEnded
 from mt_grpo.envs.source import CLOSE_TIMEOUT, COLUMN, EnvLike, Prototype, environment, source_of, tool_arguments

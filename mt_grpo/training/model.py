@@ -40,8 +40,7 @@ from trl.distributed import DistributedBackend
 from trl.models import get_act_offloading_ctx_manager, unwrap_model_for_generation
 from trl.trainer.utils import create_model_from_path
 
-from mt_grpo.data import embedded
-from mt_grpo.data.loaders import check_hub
+from mt_grpo.data import check_hub, embedded
 from mt_grpo.errors import ConfigError, UserError
 from mt_grpo.imports import looks_like_path
 from mt_grpo.rollout.engines import Engine, LocalEngine

@@ -21,7 +21,7 @@ from huggingface_hub import get_token
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 
-from mt_grpo.data.loaders import hub_fault
+from mt_grpo.data import hub_fault
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import choose, did_you_mean
 from mt_grpo.options.rules import check_batches, check_trainable

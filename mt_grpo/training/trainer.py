@@ -22,8 +22,7 @@ from transformers.integrations import TensorBoardCallback
 from trl import GRPOConfig
 
 from mt_grpo.credit import Rule, call_rule
-from mt_grpo.data import had_text_prompts
-from mt_grpo.data.loaders import with_own_opener
+from mt_grpo.data import had_text_prompts, with_own_opener
 from mt_grpo.envs import EnvLike
 from mt_grpo.envs.source import TRLFactory, source_of
 from mt_grpo.forward.media import Media, media_tokens

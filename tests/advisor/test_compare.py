@@ -9,7 +9,7 @@ import torch
 from support.decision_processes import PROCESSES
 from support.exact_gradients import Paths, measure
 
-from mt_grpo.advisor.compare import ALL, compare_rules, judge_rules
+from mt_grpo.advisor.compare import ALL, _compare_rules, judge_rules
 from mt_grpo.credit import bind_rule
 
 RULES = ("leave_one_out", "reward_to_go", "gtpo", "mt_grpo", "grpo_mr", "grpo_or")
@@ -39,7 +39,7 @@ def sampled(name, groups, seed=0, rules=RULES, groups_per_step=8, draws=500):
     for rule in rules:
         function, options = bind_rule(rule, turn_coef=None, scale_rewards="none")
         estimates[rule] = paths.estimates(function(paths.batch(rows), **options), rows)
-    return compare_rules(estimates, estimates["leave_one_out"], groups_per_step, draws=draws)
+    return _compare_rules(estimates, estimates["leave_one_out"], groups_per_step, draws=draws)
 
 
 def enumerated(name, rule):
@@ -84,7 +84,7 @@ def test_what_noise_tells_apart_is_not_shown_behind():
     """Each of two rules is the truth and noise of its own, and neither points better."""
     truth = torch.ones(40, 8)
     one, other = noise(0, (40, 8), (40, 8))
-    found = compare_rules({"one": truth + one, "other": truth + other}, truth, groups_per_step=8)
+    found = _compare_rules({"one": truth + one, "other": truth + other}, truth, groups_per_step=8)
     assert not found.behind("one", "other") and not found.behind("other", "one")
 
 
@@ -110,7 +110,7 @@ def test_noise_does_not_make_a_cosine_smaller():
     cosines, plain = [], []
     for _ in range(40):
         one, other = (truth + 0.3 * torch.randn(16, 64, generator=generator) for _ in range(2))
-        cosines.append(compare_rules({"rule": one}, other, 4, draws=2).directions["rule"].cosine.value)
+        cosines.append(_compare_rules({"rule": one}, other, 4, draws=2).directions["rule"].cosine.value)
         plain.append(torch.cosine_similarity(one.mean(dim=0), other.mean(dim=0), dim=0).item())
     assert sum(plain) / 40 < 0.8
     assert sum(cosines) / 40 == pytest.approx(1.0, abs=0.05)
@@ -118,19 +118,19 @@ def test_noise_does_not_make_a_cosine_smaller():
 
 def test_nothing_is_known_where_groups_tell_no_gradient():
     (only,) = noise(1, (12, 32))
-    found = compare_rules({"rule": only}, only, 4)
+    found = _compare_rules({"rule": only}, only, 4)
     assert not found.known and not found.directions["rule"].step.told
-    found = compare_rules({"silent": torch.zeros(12, 32)}, torch.zeros(12, 32), 4, draws=20)
+    found = _compare_rules({"silent": torch.zeros(12, 32)}, torch.zeros(12, 32), 4, draws=20)
     assert found.directions == {"silent": None} and not found.known
     with pytest.raises(ValueError, match="one group"):
-        compare_rules({}, torch.ones(1, 4), 4)
+        _compare_rules({}, torch.ones(1, 4), 4)
 
 
 def test_a_truth_of_unknown_length_names_no_rule():
     """Seven groups do not tell the length of the truth from 0, so that the interval of every cosine is [−1, 1]."""
     truth, (loud, low) = torch.eye(64)[0], noise(4, (7, 64), (7, 64))
     noisy = 0.5 * truth + 0.5 * loud
-    found = compare_rules({"quiet": truth + 0.05 * low, "noisy": noisy}, noisy, 4, draws=200)
+    found = _compare_rules({"quiet": truth + 0.05 * low, "noisy": noisy}, noisy, 4, draws=200)
     assert found.best == "quiet" and not found.directions["quiet"].step.told
     assert not found.known
 
@@ -139,13 +139,13 @@ def test_noise_is_rarely_known():
     """Two rules, one of them quiet, beside a truth of 0: known by chance in one batch of twenty."""
     drawn = noise(0, *[(24, 16)] * 200)
     pairs = [(loud, 0.1 + 0.1 * low) for loud, low in zip(drawn[::2], drawn[1::2], strict=True)]
-    found = [compare_rules({"quiet": quiet, "loud": loud}, loud, 6, draws=200) for loud, quiet in pairs]
+    found = [_compare_rules({"quiet": quiet, "loud": loud}, loud, 6, draws=200) for loud, quiet in pairs]
     assert sum(each.known for each in found) <= 8
 
 
 def test_a_rule_without_signal_has_no_direction():
     rule = 1.0 + 0.1 * noise(1, (12, 32))[0]
-    found = compare_rules({"silent": torch.zeros(12, 32), "rule": rule}, rule, 4)
+    found = _compare_rules({"silent": torch.zeros(12, 32), "rule": rule}, rule, 4)
     assert found.directions["silent"] is None and found.best == "rule"
     assert found.behind("silent", "rule") and not found.behind("rule", "silent")
     assert not found.behind("silent", "silent") and not found.behind("rule", "rule")

@@ -17,10 +17,10 @@ from support.models import build_model, build_tokenizer
 from support.recipes import ROOT
 from support.runs import write_run
 
-from mt_grpo.advisor import choose
+from mt_grpo.advisor import _choose
 from mt_grpo.advisor.compare import ALL, judge_rules
-from mt_grpo.advisor.measure import Found, compare, kept_outcomes, rules_of, with_batch_scale
-from mt_grpo.advisor.report import advice, as_json, show
+from mt_grpo.advisor.measure import Found, _kept_outcomes, _rules_of, _with_batch_scale, compare
+from mt_grpo.advisor.report import _advice, as_json, show
 from mt_grpo.cli import main
 from mt_grpo.credit import RewardBatch, rule_label
 from mt_grpo.options.values import DEFAULT_RULE
@@ -92,17 +92,17 @@ def test_conversations_of_another_kind_are_refused(folder, tmp_path, refused):
 
 
 def test_whole_groups_of_the_first_step_are_chosen(folder):
-    chosen = choose(open_run(folder), most=2)
+    chosen = _choose(open_run(folder), most=2)
     assert (chosen.mode, chosen.step, chosen.group_size, chosen.model) == ("train", 0, 4, "embedded")
     assert [(row["group"], row["member"]) for row in chosen.rows] == [(g, m) for g in (0, 1) for m in range(4)]
     assert chosen.groups_per_step == 2.0
     (folder / "config.yaml").write_text("per_device_train_batch_size: 16\nnum_generations: 4\n")
-    assert choose(open_run(folder), most=2).groups_per_step == 4.0
+    assert _choose(open_run(folder), most=2).groups_per_step == 4.0
 
 
 def test_a_run_of_python_has_its_options_in_the_index(folder, refused):
     say(folder, options={"temperature": 0.5, "loss_type": "grpo", "turn_advantage_coef": 2, "report_to": []})
-    options = choose(open_run(folder)).options
+    options = _choose(open_run(folder)).options
     assert [options[name] for name in ("temperature", "loss_type", "turn_advantage_coef")] == [0.5, "grpo", 2]
     assert (options["advantage_estimator"], options["seed"]) == ("mt_grpo", 42)
     say(folder, options={"temperature": "warm"})
@@ -126,7 +126,7 @@ def drawn(process, parameters, size=4):
 def test_rules_are_compared_as_enumeration_has_them(name):
     """All registered rules on sampled groups, with the exact gradient of each turn in place of a projected one."""
     paths, rows = drawn(*PROCESSES[name])
-    own, rules = rules_of({"name": "gtpo", "gamma": 0.7})
+    own, rules = _rules_of({"name": "gtpo", "gamma": 0.7})
     assert own == "gtpo (gamma 0.7)" and {"mt_grpo", "gtpo (gamma 0.5)", own} <= set(rules)
     judged, left_out = compare(paths.gradients[rows.flatten()], paths.batch(rows), rules, 8)
     found = judged.items[ALL]
@@ -214,7 +214,7 @@ def found_on(folder):
     def make(rules, truths, own, kept=None, batch=None, scales=None):
         judged = judge_rules(rules, truths, 4, kept or {}, draws=200)
         names = dict.fromkeys(rules, "leave_one_out")
-        return Found(choose(open_run(folder)), own, batch, None, names, scales or {}, judged, {}, 28, 1.0, 0.0)
+        return Found(_choose(open_run(folder)), own, batch, None, names, scales or {}, judged, {}, 28, 1.0, 0.0)
 
     return make
 
@@ -254,7 +254,7 @@ def test_an_outcome_that_nobody_reached_is_kept_for_early_turns(found_on):
     """The run's rule goes farthest along what is there, and keeps the outcome from early turns."""
     rules = {"short": estimates([1.0], seed=1), "long": estimates([1.0, 0.4], seed=2)}
     kept = {"short": 0.005, "long": 1.0}
-    (said, later) = advice(found_on(rules, {ALL: estimates([1.0])}, "short", kept, rewarded(0.0)))
+    (said, later) = _advice(found_on(rules, {ALL: estimates([1.0])}, "short", kept, rewarded(0.0)))
     assert said.startswith(
         "Take `long` instead of `short`, which is not shown to be behind, and gives the first turn 0.50%"
     )
@@ -262,12 +262,12 @@ def test_an_outcome_that_nobody_reached_is_kept_for_early_turns(found_on):
     assert later.startswith(
         "These conversations hardly show what the outcome wants of each turn: that may decide later"
     )
-    assert len(advice(found_on(rules, {ALL: estimates([1.0])}, "short", kept, rewarded(1.0)))) == 1
+    assert len(_advice(found_on(rules, {ALL: estimates([1.0])}, "short", kept, rewarded(1.0)))) == 1
 
 
 def test_short_conversations_do_not_show_later_turns(found_on):
     rules = {"one": estimates([1.0], seed=1)}
-    said = advice(found_on(rules, {ALL: estimates([1.0])}, "one", {}, rewarded(1.0, turns=(1, 2, 12))))
+    said = _advice(found_on(rules, {ALL: estimates([1.0])}, "one", {}, rewarded(1.0, turns=(1, 2, 12))))
     assert said[0].startswith("Keep `one`: of what it does worst, all rewards together, its steps go 1.00 [")
     assert "hardly show turns after the 5 that conversations have in the mean" in said[1]
 
@@ -276,13 +276,13 @@ def test_a_reward_that_goes_against_the_rest_is_named(found_on):
     rules = {"small": estimates([-0.9], seed=1), "all": estimates([0.9], seed=2)}
     paid, outcome = estimates([-0.4], seed=3), estimates([1.0], seed=4)
     truths = {ALL: paid + outcome, "outcome": outcome, "turn reward 1": paid}
-    first, second = advice(found_on(rules, truths, "small", {}, rewarded(1.0)))
+    first, second = _advice(found_on(rules, truths, "small", {}, rewarded(1.0)))
     assert first.startswith("Against the rest of the rewards goes `turn reward 1`")
     assert second.startswith("Take `all` instead of `small`")
     outcome = -paid
     cancelled = {ALL: paid + outcome, "outcome": outcome, "turn reward 1": paid}
     found = found_on(rules, cancelled, "small", {}, rewarded(1.0))
-    (said,) = advice(found)
+    (said,) = _advice(found)
     assert said.startswith("Not enough evidence: `outcome`, `turn reward 1` goes against the rest of the rewards")
     assert as_json(found)["best"] is None and as_json(found)["opposed"] == ["outcome", "turn reward 1"]
 
@@ -290,33 +290,33 @@ def test_a_reward_that_goes_against_the_rest_is_named(found_on):
 def test_another_scale_is_named_with_its_option(found_on):
     rules = {"one": estimates([0.2, 1.0], seed=1), "one, batch": estimates([1.0], seed=2)}
     found = found_on(rules, {ALL: estimates([1.0])}, None, {}, rewarded(1.0), {"one, batch": "batch"})
-    assert advice(found)[0].startswith("Take `leave_one_out` with `scale_rewards: batch`: of what it does worst")
+    assert _advice(found)[0].startswith("Take `leave_one_out` with `scale_rewards: batch`: of what it does worst")
     printed = as_json(found)["rules"]
     assert [printed[name]["scale_rewards"] for name in rules] == ["group", "batch"]
 
 
 def test_the_scale_of_the_batch_is_compared_too():
-    own, rules = rules_of({"name": "lambda_to_go", "scales": "one"})
-    assert rules_of("somebodys")[0] is None and "somebodys" not in rules_of("somebodys")[1]  # not registered
-    found, scales = with_batch_scale(rules, own, "group")
+    own, rules = _rules_of({"name": "lambda_to_go", "scales": "one"})
+    assert _rules_of("somebodys")[0] is None and "somebodys" not in _rules_of("somebodys")[1]  # not registered
+    found, scales = _with_batch_scale(rules, own, "group")
     assert scales == {"lambda_to_go (lam 0.8, scales one), batch": "batch", f"{own}, batch": "batch"}
     assert set(found) == {*rules, *scales}
-    assert with_batch_scale(rules, own, "batch") == (rules, {})
-    assert "grpo_or" in rules and set(with_batch_scale(rules, None, "none")[1]) == {
+    assert _with_batch_scale(rules, own, "batch") == (rules, {})
+    assert "grpo_or" in rules and set(_with_batch_scale(rules, None, "none")[1]) == {
         "lambda_to_go (lam 0.8, scales one), batch"
     }
     for rule, twice in (("mt_grpo", True), (DEFAULT_RULE, False)):  # which has that scale by itself
-        own, rules = rules_of(rule)
-        assert (f"{own}, batch" in with_batch_scale(rules, own, "group")[1]) == twice
+        own, rules = _rules_of(rule)
+        assert (f"{own}, batch" in _with_batch_scale(rules, own, "group")[1]) == twice
 
 
 def test_an_outcome_that_is_made_up_tells_what_a_rule_keeps():
     batch = rewarded(0.0, turns=(6, 6))
-    kept = kept_outcomes(batch, {"short": {"name": "gtpo", "gamma": 0.5}, "all": "lambda_to_go"})
+    kept = _kept_outcomes(batch, {"short": {"name": "gtpo", "gamma": 0.5}, "all": "lambda_to_go"})
     assert kept["short"] == pytest.approx(0.5**5) and kept["all"] == pytest.approx(1.0)
-    assert kept_outcomes(rewarded(0.0, turns=(2, 2)), {"all": "lambda_to_go"}) == {}
+    assert _kept_outcomes(rewarded(0.0, turns=(2, 2)), {"all": "lambda_to_go"}) == {}
     without = replace(batch, turn_streams=batch.turn_rewards[None], outcome_streams=torch.zeros(0, 2))
-    assert kept_outcomes(without, {"all": "lambda_to_go"}) == {}
+    assert _kept_outcomes(without, {"all": "lambda_to_go"}) == {}
 
 
 def test_a_clear_reward_is_not_drowned_in_a_noisy_outcome():

@@ -108,10 +108,7 @@ def test_a_failure_of_the_processes_is_the_exit_status(start, recipe, config, lo
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("processes", "number", "group", "said"),
-    [
-        (1, signal.SIGTERM, False, "ended by SIGTERM"),
-        (2, signal.SIGINT, True, "interrupted by Ctrl-C"),
-    ],
+    [(1, signal.SIGTERM, False, "ended by SIGTERM"), (2, signal.SIGINT, True, "interrupted by Ctrl-C")],
 )
 def test_a_signal_ends_every_process(trains, recipe, config, log, processes, number, group, said):
     """Ctrl-C in a terminal reaches the whole group; another signal only the process it is sent to."""

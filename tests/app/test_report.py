@@ -18,8 +18,8 @@ from support.conversations import Talk, user
 from support.models import CPU_RUN
 from support.waiting import until_true
 
-from mt_grpo.app.rollout import findings, show_audit
-from mt_grpo.app.train import next_steps, plot, run_training
+from mt_grpo.app.rollout import _findings, _show_audit
+from mt_grpo.app.train import _next_steps, _plot, run_training
 from mt_grpo.credit import RewardAudit
 from mt_grpo.rollout import RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
 from mt_grpo.training import MTGRPOConfig
@@ -58,14 +58,14 @@ def test_an_adapter_is_put_into_its_model_first(recipe, prints, tmp_path):
 def test_a_run_with_a_server_serves_the_trained_model(tmp_path):
     options = {**CPU_RUN, "report_to": ["tensorboard", "trackio"]}
     args = MTGRPOConfig(str(tmp_path), **options, use_vllm=True, weight_sync="lora")
-    served, _, rolled, _, board, track = [command for _, command in next_steps(args, adapter=False)]
+    served, _, rolled, _, board, track = [command for _, command in _next_steps(args, adapter=False)]
     model = f"--config {tmp_path}/config.yaml --model_name_or_path {tmp_path} --weight_sync auto"
     assert served.endswith(f" serve {model}") and rolled.endswith(f" rollout {model}")
     assert board == f"tensorboard --logdir {tmp_path}" and track == "trackio show --project huggingface"
 
 
 def test_what_cannot_be_resumed_is_not_said_to_be(tmp_path):
-    (_, view), (what, _), _ = next_steps(MTGRPOConfig(str(tmp_path), **CPU_RUN), adapter=False)
+    (_, view), (what, _), _ = _next_steps(MTGRPOConfig(str(tmp_path), **CPU_RUN), adapter=False)
     assert view.endswith(f" view {tmp_path}") and what == "see what the trained agent does"
 
 
@@ -73,8 +73,8 @@ def test_a_curve_without_a_number_is_drawn_without_a_warning(tmp_path):
     history = [{"step": step, "reward": None, "rewards/a/mean": None} for step in (1, 2)]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        plot(history, tmp_path / "curve.png", "t")
-        plot([], tmp_path / "empty.png", "t")
+        _plot(history, tmp_path / "curve.png", "t")
+        _plot([], tmp_path / "empty.png", "t")
     assert (tmp_path / "curve.png").stat().st_size
 
 
@@ -175,14 +175,14 @@ def record(**keys):
 
 
 def test_an_audit_says_what_stands_out():
-    assert findings(record()) == ["1 of 4 groups have no signal: their advantages are 0 at every turn."]
+    assert _findings(record()) == ["1 of 4 groups have no signal: their advantages are 0 at every turn."]
     rewards = {
         "silent": {**NOTHING, "applies": 0.0, "equal_groups": 1.0},
         "equal": {**GOOD, "equal_groups": 1.0},
         "late": {**GOOD, "causal": False},
     }
     advice = "`mt_grpo` leaves 71%"
-    lines = findings(record(failed=3, sign_agreement=0.25, rewards=rewards, advice=advice))[1:]
+    lines = _findings(record(failed=3, sign_agreement=0.25, rewards=rewards, advice=advice))[1:]
     assert [re.split("[,:]", line)[0] for line in lines] == [
         "3 of 32 conversations failed",
         "Turn and outcome advantages point the same way at 25% of the turns that have both.",
@@ -196,7 +196,7 @@ def test_an_audit_says_what_stands_out():
 def test_the_table_fits_a_narrow_terminal():
     rewards = {"exist_answer_in_search_results": GOOD, "silent\x1b[31m": NOTHING}
     console = Console(file=io.StringIO(), width=80, soft_wrap=True)
-    show_audit(record(rewards=rewards), console)
+    _show_audit(record(rewards=rewards), console)
     printed = console.file.getvalue()
     assert "\x1b" not in printed and "follows" in printed
     table = printed.split("- 1 of 4")[0].splitlines()

@@ -125,6 +125,11 @@ REFUSED = {
         "The key 'max_tool_calls' of `environments: a` is unknown: here it is `max_env_steps`."
     ),
     'train good.yaml --environments \'{"a": {"lr": 3}}\'': "The key 'lr' of `environments: a` is unknown: it takes",
+    "doctor good.yaml --gpu_memory 0": "`--gpu_memory` is 0.0: it takes a number from 1 on.",
+    "doctor good.yaml --num_processes none": "`--num_processes` is 'none'",
+    "doctor good.yaml --gpu_mem 80": "The option '--gpu_mem' is unknown; the nearest is 'gpu_memory'",
+    "doctor good.yaml --dry_run": "`--dry_run` is an option of `mt-grpo train`, not of `mt-grpo doctor`.",
+    "doctor good.yaml --max_steps 0": "`max_steps` is 0, so nothing is trained",
     "doctor good.yaml --gpu H10": "The GPU 'H10' is unknown; the nearest is 'H100': give one of H100, ",
     "train good.yaml --num_prompts 3": "`--num_prompts` is an option of `mt-grpo rollout`, not of `mt-grpo train`.",
     "rollout good.yaml --num_prompts 0": "`--num_prompts` is 0: it takes a whole number from 1 on.",

@@ -101,7 +101,7 @@ def trained(tmp_path):
         recipe = {"model_name_or_path": "gone", "dataset_name": "embedded", "use_cpu": True, "bf16": False, **options}
         (run / "config.yaml").write_text(yaml.safe_dump(recipe))
         request = read_request([str(run), "--vllm_server_port", "8123"])
-        words, _, said = serve.trained_command(_trained(request), str(run))
+        words, _, said = serve._trained_command(_trained(request), str(run))
         return " ".join(words), said
 
     return command_of

@@ -92,12 +92,12 @@ def test_a_file_is_written_for_a_filter(folder, tmp_path, prints):
 
 READ = """
 import json, multiprocessing, sys
-from mt_grpo.app import view
+from mt_grpo.app import runs as view
 from mt_grpo.errors import UserError
 from mt_grpo.runlog import index
 view.LONG_INDEX, index._PART, index._NEAR = 0, 3000, 100
 try:
-    run = view.open_run_parallel(sys.argv[1])
+    run = view._open_run_parallel(sys.argv[1])
 except UserError as error:
     sys.exit(f"refused: {error}")
 print(json.dumps([run.rows[:], run.steps(), run.about]))

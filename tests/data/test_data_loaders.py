@@ -12,8 +12,7 @@ import datasets
 import pytest
 from huggingface_hub import constants
 
-from mt_grpo.data import DatasetError, check_apart, load_rows
-from mt_grpo.data.loaders import as_messages, gsm8k_row, triviaqa_row
+from mt_grpo.data import DatasetError, _gsm8k_row, _triviaqa_row, as_messages, check_apart, load_rows
 from mt_grpo.errors import ConfigError
 from mt_grpo.training.columns import check_prompts
 from mt_grpo.training.model import resolve_model
@@ -111,8 +110,8 @@ def test_known_schemas_become_prompts_and_answers(write, ending: str, streaming:
 
 def test_the_row_functions_leave_their_input_alone() -> None:
     trivia, math = json.loads(json.dumps(TRIVIAQA[0])), dict(GSM8K[1])
-    assert set(triviaqa_row(trivia)) == {"prompt", "answer", "question_id"}
-    assert set(gsm8k_row(math)) == {"prompt", "answer", "final_answer"}
+    assert set(_triviaqa_row(trivia)) == {"prompt", "answer", "question_id"}
+    assert set(_gsm8k_row(math)) == {"prompt", "answer", "final_answer"}
     assert (trivia, math) == (TRIVIAQA[0], GSM8K[1])
 
 
@@ -310,7 +309,7 @@ def test_splits_that_overlap_are_refused(name: str, train: str, test: str) -> No
         ({"streaming": True}, "has no column 'prompt'"),
         (
             {"column_mapping": {"prompt": "prompts", "answer": "golden"}},
-            "has no column 'golden', which `column_mapping` names; the nearest is 'gold'",
+            "does not have, 'golden'; the nearest is 'gold'",
         ),
         (
             {"column_mapping": {"prompts": "prompt"}},

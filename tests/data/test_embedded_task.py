@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import get_json_schema
 
 from mt_grpo.data.embedded import corpus, tool
-from mt_grpo.data.embedded.corpus import LABELS, SYSTEM_PROMPT, articles, entities, passages, problems, questions
+from mt_grpo.data.embedded.corpus import LABELS, SYSTEM_PROMPT, entities, passages, problems, questions
 from mt_grpo.data.embedded.tool import search
 from mt_grpo.tools.search import CorpusSearch
 
@@ -35,11 +35,11 @@ def test_facts_are_well_formed_and_names_unique():
     assert len(entities()) == len(named) >= 350
 
 
-def test_passages_are_the_sentences_of_the_articles():
-    assert len(set(passages())) == len(passages())
-    assert set(passages()) == {
-        f"{article.title}: {part}" for article in articles() for part in re.findall(r"The .*?\.(?= |$)", article.text)
-    }
+def test_each_fact_is_a_passage_with_its_subject_as_title():
+    assert len(set(passages())) == len(passages()) == sum(len(entity.facts) for entity in entities().values())
+    for passage in passages():
+        title, text = passage.split(": ", 1)
+        assert title in entities() and re.fullmatch(rf"The .+ of {re.escape(title)} is .+\.", text)
 
 
 @pytest.mark.parametrize(("split", "least"), [("train", 800), ("validation", 240)])

@@ -14,13 +14,13 @@ from support.models import build_tokenizer
 from mt_grpo.app.recipe import build_recipe
 from mt_grpo.app.request import read_request
 from mt_grpo.doctor import checks, plan
-from mt_grpo.doctor.checks import CHECKS, ERROR, PLAN
-from mt_grpo.doctor.context import RunFacts, examine
+from mt_grpo.doctor.checks import CHECKS, ERROR, _examine
+from mt_grpo.doctor.context import RunFacts
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.integrations.openenv import openenv_server
 from mt_grpo.tools.mcp import McpRemote, McpTool
 
-ALL = CHECKS | PLAN | {"probe": plan.probe}
+ALL = CHECKS | plan.PLAN | {"probe": plan.probe}
 
 
 class Silent(MultiTurnToolEnv):
@@ -95,7 +95,7 @@ echo = openenv_server(action=str, client=Client)
 
 def examined(recipe, names, *options, **keys):
     request = read_request([*recipe(**keys), *options], "doctor")
-    return list(examine(RunFacts(request, build_recipe(request)), names))
+    return list(_examine(RunFacts(request, build_recipe(request)), names))
 
 
 @pytest.fixture
@@ -252,10 +252,9 @@ def test_the_server_holds_the_model_or_not(check, server):
 
 
 def test_vllm_is_installed_or_not(check, monkeypatch):
-    monkeypatch.setattr(checks, "version_in", lambda *names: "0.31.0")
+    monkeypatch.setattr(checks, "version_of", lambda *names, environment=None: "0.31.0")
     assert check(".venv-vllm", **VLLM)[0] == "ok"
-    monkeypatch.setattr(checks, "version_in", lambda *names: checks.MISSING)
-    monkeypatch.setattr(checks, "version_here", lambda name: checks.MISSING)
+    monkeypatch.setattr(checks, "version_of", lambda *names, environment=None: checks.MISSING)
     status, words = check(".venv-vllm", **VLLM)
     assert status == "fail" and "scripts/install.sh .venv-vllm" in words
     assert check(".venv-vllm", **VLLM, vllm_server_base_url="http://far.example:8000")[0] == "ok"
@@ -285,7 +284,7 @@ def test_an_earlier_run_is_in_the_folder_or_not(check, tmp_path):
 
 
 def test_files_that_do_not_fit_are_named(check, monkeypatch):
-    monkeypatch.setattr(plan, "free_bytes", lambda folder: 10)
+    monkeypatch.setattr(plan, "_free_bytes", lambda folder: 10)
     status, words = check("files", **VLLM, save_strategy="steps", save_steps=1)
     assert status == "fail fail"
     assert "`weight_sync_folder`" in words and "2 checkpoints" in words and "`save_total_limit`" in words
@@ -312,7 +311,7 @@ def test_a_step_is_calibrated(check, tmp_path):
     ],
 )
 def test_a_slow_server_asks_for_more_gpus(check, monkeypatch, speed, iterations, status, said):
-    monkeypatch.setattr(plan, "speed_of", lambda gpu: plan.Speed(*speed, 1e-4, 1e-4, "slow"))
+    monkeypatch.setattr(plan, "_speed_of", lambda gpu: plan._Speed(*speed, 1e-4, 1e-4, "slow"))
     options = ["--gpu_memory", "80", "--num_processes", "7"]
     found, words = check("step", *options, **VLLM, num_iterations=iterations, **ON_GPU)
     assert found == status and "7 + 1: " in words and said in words
@@ -331,7 +330,7 @@ def test_a_probe_that_does_not_fit_says_so(check, monkeypatch):
 
 
 def test_one_reason_that_stops_many_checks_is_told_once(recipe):
-    found = examined(recipe, CHECKS | PLAN, **BIG)
+    found = examined(recipe, CHECKS | plan.PLAN, **BIG)
     assert sum("is not here" in one.what for one in found) == 1
     assert (found[-1].check, found[-1].status) == ("left out", "warn")
     assert found[-1].what.endswith("template, prompt, lengths, training memory, files, step")
@@ -339,15 +338,15 @@ def test_one_reason_that_stops_many_checks_is_told_once(recipe):
 
 def test_for_another_machine_this_one_is_no_reason_to_fail(recipe, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr(plan, "free_bytes", lambda folder: 10)
+    monkeypatch.setattr(plan, "_free_bytes", lambda folder: 10)
     keys = {**VLLM, **ON_GPU, **SHORT, "vllm_server_port": free_port()}
-    found = {one.check: one for one in examined(recipe, CHECKS | PLAN, "--gpu_memory", "80", **keys)}
+    found = {one.check: one for one in examined(recipe, CHECKS | plan.PLAN, "--gpu_memory", "80", **keys)}
     assert {found[name].status for name in ("server", "files")} == {"warn"}
     assert found["server"].what.startswith("here, which is not the machine of the run: ")
     assert "fail" not in {one.status for one in found.values()}
 
 
 def test_rows_that_are_not_known_leave_the_rest(recipe):
-    found = examined(recipe, CHECKS | PLAN, dataset_name="triviaqa", column_mapping=None)
+    found = examined(recipe, CHECKS | plan.PLAN, dataset_name="triviaqa", column_mapping=None)
     statuses = {one.check: one.status for one in found}
     assert statuses["rows"] == "warn" and {statuses[name] for name in ("tools", "step", "template")} == {"ok"}

@@ -9,8 +9,7 @@ from importlib.util import find_spec
 import pytest
 from support.conversations import play
 
-from mt_grpo.data import load_rows
-from mt_grpo.data.loaders import DatasetError
+from mt_grpo.data import DatasetError, load_rows
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.errors import ConfigError
 from mt_grpo.integrations.textarena import textarena_game

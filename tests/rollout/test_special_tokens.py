@@ -16,7 +16,7 @@ from support.models import build_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
 
-from mt_grpo.app.build import drop_long_prompts
+from mt_grpo.app.build import _drop_long_prompts
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.envs.source import source_of
 from mt_grpo.rollout import ChatRenderer, RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
@@ -426,9 +426,9 @@ def test_every_way_into_a_conversation_is_the_same():
     ((_, context, _),) = engine.requests
     assert len(marks_of(chat(), context)) == 5
     rows = Dataset.from_list([{"prompt": INJECTED}])
-    assert len(drop_long_prompts(rows, tokenizer, source_of(env), len(context) + 1)) == 1
+    assert len(_drop_long_prompts(rows, tokenizer, source_of(env), len(context) + 1)) == 1
     with pytest.raises(ValueError, match=f"shortest has {len(context)}"):
-        drop_long_prompts(rows, tokenizer, source_of(env), len(context))
+        _drop_long_prompts(rows, tokenizer, source_of(env), len(context))
 
 
 def test_a_known_kind_of_reply_is_not_rendered_again():

@@ -16,7 +16,7 @@ from support.servers import ServerProcess, begin_forks
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mt_grpo.app.request import read_request
-from mt_grpo.app.serve import trained_command
+from mt_grpo.app.serve import _trained_command
 from mt_grpo.cli import _trained, main
 from mt_grpo.training.model import resolve_model
 
@@ -41,7 +41,7 @@ def run(tmp_path_factory):
 def test_a_run_is_served_and_asked_as_in_this_process(run, tmp_path, monkeypatch, capsys):
     port = free_port()
     request = read_request([str(run), "--vllm_server_port", str(port), "--vllm_max_model_length", "512", "--trust"])
-    command, environment, words = trained_command(_trained(request), str(run))
+    command, environment, words = _trained_command(_trained(request), str(run))
     assert "by tags in its text" in words
     begin_forks()
     server = ServerProcess(command, port, tmp_path / "log", environment).start()

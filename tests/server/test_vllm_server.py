@@ -25,7 +25,7 @@ from support.trainers import Letters
 from support.waiting import until, until_true
 
 from mt_grpo.concurrency import BackgroundTask
-from mt_grpo.doctor.memory import read_shape
+from mt_grpo.doctor.memory import Shape
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.errors import ServerGoneError, WeightSyncError
 from mt_grpo.forward.lm_head import Truncation
@@ -232,7 +232,7 @@ def test_the_cache_has_the_tokens_that_the_doctor_plans(tied):
     facts = re.search(r"cache_config_info\{([^}]*)\}", tied.server.get("/metrics").text)[1]
     blocks, size = (int(re.search(rf'{name}="(\d+)"', facts)[1]) for name in ("num_gpu_blocks", "block_size"))
     space = int(os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")) * 2**30
-    assert space / read_shape(tied.model.config).kv_bytes(4) == pytest.approx(blocks * size, rel=0.05)
+    assert space / Shape.of(tied.model.config).kv_bytes(4) == pytest.approx(blocks * size, rel=0.05)
 
 
 def test_right_answers_are_scored_as_by_the_trainer(tied, tmp_path):

@@ -8,7 +8,7 @@ import sys
 import pytest
 from support.runs import queries_of, write_begun, write_run
 
-from mt_grpo.app.view import open_run_parallel
+from mt_grpo.app.runs import _open_run_parallel
 from mt_grpo.cli import main
 from mt_grpo.errors import UserError
 from mt_grpo.runlog import open_run
@@ -69,11 +69,11 @@ def test_runs_are_compared_without_being_opened(tmp_path):
 
 OPENS = """
 import multiprocessing, sys
-from mt_grpo.app.view import parallel_map
+from mt_grpo.app.runs import _parallel_map
 from mt_grpo.runlog import index
 from mt_grpo.viewer.runs import Runs
 index._PART = 2**12
-with parallel_map() as each:
+with _parallel_map() as each:
     asked = []
     runs = Runs(sys.argv[1], lambda *read: asked.append(read) or each(*read))
     print(runs.answer("run", {"run": "first"})["conversations"], len(asked) > 0, end=" ")
@@ -137,7 +137,7 @@ def test_folders_that_do_not_fit_are_refused(run_folder, several_runs, tmp_path,
 
 def test_a_young_run_answers_all_that_is_known(tmp_path):
     with write_begun(tmp_path / "run"):
-        queries = Queries(open_run_parallel(str(tmp_path / "run"), begun=True))
+        queries = Queries(_open_run_parallel(str(tmp_path / "run"), begun=True))
         assert queries.answer("run", {})["status"] == "running" and queries.answer("overview", {})["step"] == []
         view = queries.answer("panel", {})
         assert view["about"] == {"model": "org/small", "estimator": "gtpo"} and "0.00123" in view["config"]

@@ -11,7 +11,7 @@ from rich.console import Console
 from support.models import build_tokenizer
 
 from mt_grpo.app.interrupt import print_error
-from mt_grpo.app.train import table
+from mt_grpo.app.train import _table
 from mt_grpo.errors import UserError
 from mt_grpo.token_tree import TokenTree
 from mt_grpo.trajectory import StopReason, ToolCall, Trajectory, Turn
@@ -86,5 +86,5 @@ def test_an_error_does_nothing_to_the_terminal(capsys):
 
 def test_names_of_rewards_are_no_markup():
     measures = {"[red]mine[/red] [/]": 0.5, "questions": 2}
-    shown = drawn(table(measures, measures, "title [/x]"), width=100)
+    shown = drawn(_table(measures, measures, "title [/x]"), width=100)
     assert "[red]mine[/red] [/]" in shown and "title [/x]" in shown

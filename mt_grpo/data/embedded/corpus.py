@@ -44,7 +44,7 @@ LABELS = {
 
 
 @dataclass(frozen=True)
-class Entity:
+class _Entity:
     """A subject of facts."""
 
     name: str
@@ -52,25 +52,17 @@ class Entity:
     facts: dict[str, tuple[str, ...]]
 
 
-@dataclass(frozen=True)
-class Article:
-    """A short text about one entity."""
-
-    title: str
-    text: str
-
-
 @functools.cache
-def entities() -> dict[str, Entity]:
+def entities() -> dict[str, _Entity]:
     """All entities by name, in file order."""
     rows = json.loads(Path(__file__).with_name("facts.json").read_text())
     return {
-        row["name"]: Entity(row["name"], row["family"], {key: tuple(value) for key, value in row["facts"].items()})
+        row["name"]: _Entity(row["name"], row["family"], {key: tuple(value) for key, value in row["facts"].items()})
         for row in rows
     }
 
 
-def sentence(relation: str, subject: str, value: str) -> str:
+def _sentence(relation: str, subject: str, value: str) -> str:
     """The sentence which states that `relation` of `subject` is `value`."""
     article = "the " if relation == "currency" else ""
     return f"The {LABELS[relation]} of {subject} is {article}{value}."
@@ -78,19 +70,11 @@ def sentence(relation: str, subject: str, value: str) -> str:
 
 def passage(relation: str, subject: str, value: str) -> str:
     """One searchable passage: the subject as title, then the sentence."""
-    return f"{subject}: {sentence(relation, subject, value)}"
-
-
-def articles() -> list[Article]:
-    """One article per entity, made of the sentences of all its facts."""
-    return [
-        Article(entity.name, " ".join(sentence(key, entity.name, value[0]) for key, value in entity.facts.items()))
-        for entity in entities().values()
-    ]
+    return f"{subject}: {_sentence(relation, subject, value)}"
 
 
 def passages() -> list[str]:
-    """Every sentence of every article as a passage of its own, prefixed by the title."""
+    """Every fact of every entity as a passage of its own, prefixed by the name of the entity."""
     return [
         passage(key, entity.name, value[0]) for entity in entities().values() for key, value in entity.facts.items()
     ]
@@ -121,6 +105,15 @@ _ASKED = {
 }
 
 
+def _asked(relation: str) -> list[str]:
+    """Question texts for one relation, with `{}` in place of the subject."""
+    label = LABELS[relation]
+    texts = [f"What is the {label} of {{}}?", f"Name the {label} of {{}}."]
+    if relation in _PERSON_ASKED:
+        return [f"Who is the {label} of {{}}?", _PERSON_ASKED[relation]]
+    return [*texts, _ASKED[relation]] if relation in _ASKED else texts
+
+
 @dataclass(frozen=True)
 class Form:
     """A kind of question."""
@@ -128,6 +121,24 @@ class Form:
     text: str
     relations: tuple[str, ...]
     inverse: bool = False
+
+    @classmethod
+    def one_hop(cls, relation: str) -> list[Form]:
+        """Forms which ask for `relation` of a named subject."""
+        return [cls(text, (relation,)) for text in _asked(relation)]
+
+    @classmethod
+    def by_key(cls, family: str, key: str, relation: str) -> list[Form]:
+        """Forms which ask for `relation` of the `family` member whose `key` is given."""
+        article = "the " if key == "currency" else ""
+        described = f"the {family} whose {LABELS[key]} is {article}{{}}"
+        return [cls(text.format(described), (key, relation), inverse=True) for text in _asked(relation)]
+
+    @classmethod
+    def by_link(cls, link: str, relation: str) -> list[Form]:
+        """Forms which ask for `relation` of the entity that `link` leads to."""
+        described = f"the {LABELS[link]} of {{}}"
+        return [cls(text.format(described), (link, relation)) for text in _asked(relation)]
 
 
 @dataclass(frozen=True)
@@ -141,49 +152,22 @@ class Problem:
     entities: tuple[str, ...]
 
 
-def asked(relation: str) -> list[str]:
-    """Question texts for one relation, with `{}` in place of the subject."""
-    label = LABELS[relation]
-    texts = [f"What is the {label} of {{}}?", f"Name the {label} of {{}}."]
-    if relation in _PERSON_ASKED:
-        return [f"Who is the {label} of {{}}?", _PERSON_ASKED[relation]]
-    return [*texts, _ASKED[relation]] if relation in _ASKED else texts
-
-
-def one_hop_forms(relation: str) -> list[Form]:
-    """Forms which ask for `relation` of a named subject."""
-    return [Form(text, (relation,)) for text in asked(relation)]
-
-
-def inverse_forms(family: str, key: str, relation: str) -> list[Form]:
-    """Forms which ask for `relation` of the `family` member whose `key` is given."""
-    article = "the " if key == "currency" else ""
-    described = f"the {family} whose {LABELS[key]} is {article}{{}}"
-    return [Form(text.format(described), (key, relation), inverse=True) for text in asked(relation)]
-
-
-def link_forms(link: str, relation: str) -> list[Form]:
-    """Forms which ask for `relation` of the entity that `link` leads to."""
-    described = f"the {LABELS[link]} of {{}}"
-    return [Form(text.format(described), (link, relation)) for text in asked(relation)]
-
-
 def query(relation: str, name: str) -> str:
     """The ideal query for `relation` of or with `name`."""
     return f"{LABELS[relation]} {name}"
 
 
-def root(entity: Entity) -> str:
+def _root(entity: _Entity) -> str:
     """Name at the end of the chain of links that starts at `entity`."""
     for link in LINKS:
         if link in entity.facts and entity.facts[link][0] in entities():
-            return root(entities()[entity.facts[link][0]])
+            return _root(entities()[entity.facts[link][0]])
     return entity.name
 
 
-def _split_of(entity: Entity) -> str:
+def _split_of(entity: _Entity) -> str:
     """Split to which `entity` belongs, fixed by a hash of its root."""
-    return "validation" if zlib.crc32(root(entity).encode()) % 4 == 0 else "train"
+    return "validation" if zlib.crc32(_root(entity).encode()) % 4 == 0 else "train"
 
 
 def _pick(forms: list[Form], *names: str) -> Form:
@@ -191,9 +175,9 @@ def _pick(forms: list[Form], *names: str) -> Form:
     return forms[zlib.crc32("|".join(names).encode()) % len(forms)]
 
 
-def _one_hop(entity: Entity) -> Iterator[Problem]:
+def _one_hop(entity: _Entity) -> Iterator[Problem]:
     for relation, values in entity.facts.items():
-        text = _pick(one_hop_forms(relation), entity.name, relation).text
+        text = _pick(Form.one_hop(relation), entity.name, relation).text
         yield Problem(
             text.format(entity.name),
             values,
@@ -203,7 +187,7 @@ def _one_hop(entity: Entity) -> Iterator[Problem]:
         )
 
 
-def _inverse(entity: Entity, holders: Counter) -> Iterator[Problem]:
+def _inverse(entity: _Entity, holders: Counter) -> Iterator[Problem]:
     for key in KEYS.get(entity.family, ()):
         given = entity.facts.get(key, ("",))[0]
         if holders[entity.family, key, given] != 1 or entity.name in given:
@@ -211,7 +195,7 @@ def _inverse(entity: Entity, holders: Counter) -> Iterator[Problem]:
         for relation, values in entity.facts.items():
             if relation == key or values[0] == given:
                 continue
-            text = _pick(inverse_forms(entity.family, key, relation), given, relation).text
+            text = _pick(Form.by_key(entity.family, key, relation), given, relation).text
             yield Problem(
                 text.format(given),
                 values,
@@ -221,13 +205,13 @@ def _inverse(entity: Entity, holders: Counter) -> Iterator[Problem]:
             )
 
 
-def _linked(entity: Entity) -> Iterator[Problem]:
+def _linked(entity: _Entity) -> Iterator[Problem]:
     for link in LINKS:
         bridge = entities().get(entity.facts.get(link, ("",))[0])
         if bridge is None or bridge.name in entity.name:
             continue
         for relation, values in bridge.facts.items():
-            text = _pick(link_forms(link, relation), entity.name, relation).text
+            text = _pick(Form.by_link(link, relation), entity.name, relation).text
             yield Problem(
                 text.format(entity.name),
                 values,
