@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mt_grpo.app.interrupt import ends_at_once
-from mt_grpo.app.request import CONFIG, read_file
-from mt_grpo.app.runs import read_words
+from mt_grpo.app.request import CONFIG, read_file, read_words
 from mt_grpo.app.schema import load_schema
 from mt_grpo.errors import ConfigError, UserError
 from mt_grpo.options.table import Values
@@ -39,8 +38,7 @@ where the gradient of each rule points and how noisy it is; RUN_DIR is the `outp
 
 def credit(arguments: list[str]) -> int:
     """`mt-grpo credit RUN_DIR`."""
-    values = ("--step", "--max_groups", "--model_name_or_path")
-    (folder,), options = read_words("credit", arguments, values, ("--json",), one="the `output_dir` of a run")
+    (folder,), options = read_words("credit", arguments, one="the `output_dir` of a run")
     step, most = _number(options, "--step", 0), _number(options, "--max_groups", 2)
     chosen = _choose(open_run(folder), step, most, options.get("--model_name_or_path"))
     with ends_at_once():

@@ -24,7 +24,7 @@ import yaml
 
 import mt_grpo
 from mt_grpo.app.interrupt import print_error
-from mt_grpo.app.request import OF_HOSTS, OWN_OPTIONS, shipped
+from mt_grpo.app.request import OF_HOSTS, OWN_OPTIONS, WORDS, shipped
 from mt_grpo.app.schema import SHIPPED, SchemaOption, load_schema
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean, import_object
@@ -434,24 +434,15 @@ def _command_line(file: Mapping[str, str], folder: Mapping[str, str]) -> argpars
             elif described.flag:
                 takes = {"action": "store_true"}
             add(command, f"--{option}", help=described.summary, **takes)
-    for name, values, paths, flags in (
-        ("view", ("--port", "--filter"), {"--export": file}, ("--no_browser", "--overwrite")),
-        ("runs", ("--sort", "--filter"), {}, ("--json",)),
-        ("compare", (), {}, ("--json",)),
-        ("export", ("--filter",), {"--output": file}, ("--overwrite",)),
-        ("merge", ("--checkpoint",), {"--to": folder}, ()),
-        ("credit", ("--step", "--max_groups"), {"--model_name_or_path": folder}, ("--json",)),
-    ):
+    paths = {"--export": file, "--output": file, "--to": folder, "--model_name_or_path": folder}
+    for name, (values, flags) in WORDS.items():
         command = commands.add_parser(name, help=name)
         add(command, "run", nargs="*" if name == "compare" else None, by=folder)
         for option in values:
-            add(command, option)
-        for option, by in paths.items():
-            add(command, option, by=by)
+            is_form = (name, option) == ("export", "--to")
+            add(command, option, **({"choices": _FORMS} if is_form else {"by": paths.get(option)}))
         for option in flags:
             add(command, option, action="store_true")
-        if name == "export":
-            add(command, "--to", choices=_FORMS)
     actions = commands.add_parser("recipes", help="recipes").add_subparsers()
     actions.add_parser("ls", help="ls")
     add(actions.add_parser("cp", help="cp"), "name", choices=list(shipped()))

@@ -19,8 +19,7 @@ from transformers.utils import CONFIG_NAME
 from transformers.utils.logging import disable_progress_bar
 from trl.trainer.utils import create_model_from_path
 
-from mt_grpo.app.request import CONFIG, check_new
-from mt_grpo.app.runs import read_words
+from mt_grpo.app.request import CONFIG, check_new, read_words
 from mt_grpo.errors import ConfigError, libraries_may_refuse
 from mt_grpo.options.table import Values
 from mt_grpo.runlog import Run, open_run
@@ -51,7 +50,7 @@ _COPIED = (CONFIG_NAME, "generation_config.json", "*.py", *_WEIGHTS)
 
 def merge(arguments: list[str]) -> int:
     """`mt-grpo merge RUN [--to FOLDER] [--checkpoint N]`."""
-    (folder,), given = read_words("merge", arguments, ("--to", "--checkpoint"), one="the `output_dir` of a run")
+    (folder,), given = read_words("merge", arguments, one="the `output_dir` of a run")
     run = Path(folder).expanduser()
     checkpoint = given.get("--checkpoint")
     if checkpoint is not None and not checkpoint.isdecimal():

@@ -23,7 +23,7 @@ import yaml
 
 from mt_grpo.app.schema import Schema, SchemaOption, load_schema
 from mt_grpo.errors import ConfigError, refuse_first
-from mt_grpo.imports import FORMATS, check_place, looks_like_path
+from mt_grpo.imports import FORMATS, check_place, did_you_mean, looks_like_path
 from mt_grpo.options.rules import check_batches, check_names, check_options, check_trainable
 from mt_grpo.options.table import OPTIONS, Values
 from mt_grpo.options.values import (
@@ -223,6 +223,16 @@ OWN_OPTIONS: dict[str, dict[str, SchemaOption]] = {
 }
 """The commands that take a recipe, with the options that are the command's and no recipe's."""
 
+WORDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "view": (("--port", "--filter", "--export"), ("--no_browser", "--overwrite")),
+    "runs": (("--sort", "--filter"), ("--json",)),
+    "compare": ((), ("--json",)),
+    "export": (("--to", "--filter", "--output"), ("--overwrite",)),
+    "merge": (("--checkpoint", "--to"), ()),
+    "credit": (("--step", "--max_groups", "--model_name_or_path"), ("--json",)),
+}
+"""The commands that take folders of runs, with their options that take a value, and their flags."""
+
 OF_HOSTS = ("num_machines", "machine_rank", "main_process_ip", "main_process_port", "max_restarts")
 """Options of `train` on several hosts; the short help leaves them out."""
 OF_LAUNCHER = ("num_processes", *OF_HOSTS)
@@ -237,6 +247,31 @@ _IMPORTED = {"tools": "tool", "turn_reward_funcs": "turn reward", "outcome_rewar
 
 _OF_RUNS = ("serve", "chat")
 """Commands that take the folder of a run, or of a merged model, in place of a recipe: they use what it trained."""
+
+
+def read_words(command: str, arguments: list[str], one: str = "") -> tuple[list[str], dict[str, str]]:
+    """
+    The folders and the options of one of `WORDS`; a flag's value is empty. A command that takes one folder alone says
+    in `one` what it is.
+    """
+    values, flags = WORDS[command]
+    folders, options = [], {}
+    words = iter(arguments)
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not name.startswith("-"):
+            folders.append(word)
+        elif name in flags and not equals:
+            options[name] = ""
+        elif name in values:
+            options[name] = value if equals else next(words, "")
+            if not options[name]:
+                raise ConfigError(f"`mt-grpo {command}` needs a value after `{name}`.")
+        else:
+            raise ConfigError(f"`mt-grpo {command}` has no option {word}{did_you_mean(word, (*values, *flags))}.")
+    if one and len(folders) != 1:
+        raise ConfigError(f"`mt-grpo {command}` takes one folder, {one}: `mt-grpo {command} runs/NAME`.")
+    return folders, options
 
 
 @dataclass
@@ -357,14 +392,12 @@ def _read_command_line(tokens: list[str], schema: Schema, command: str, request:
 
 
 def _set_path(request: Request, path: str) -> None:
-    is_recipe = Path(path).suffix in (".yaml", ".yml") or Path(path).exists()
-    refuse_first(
-        (
-            request.path is not None and is_recipe,
-            f"Two recipes are given, {request.path!r} and {path!r}: leave one out.",
-        ),
-        (request.path is not None, f"The word {path!r} belongs to no option: write `--option value`."),
-    )
+    if request.path is not None:
+        is_recipe = Path(path).suffix in (".yaml", ".yml") or Path(path).exists()
+        refuse_first(
+            (is_recipe, f"Two recipes are given, {request.path!r} and {path!r}: leave one out."),
+            (True, f"The word {path!r} belongs to no option: write `--option value`."),
+        )
     request.path = path
 
 

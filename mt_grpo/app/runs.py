@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import yaml
 
+from mt_grpo.app.request import read_words
 from mt_grpo.errors import ConfigError, UserError
 from mt_grpo.imports import did_you_mean
 from mt_grpo.processes import belong_to_parent
@@ -91,10 +92,7 @@ and the metrics of the last third of the steps that all took (20 at least), each
 
 def view(arguments: list[str]) -> int:
     """`mt-grpo view RUN_DIR`."""
-    values, flags = ("--port", "--export", "--filter"), ("--no_browser", "--overwrite")
-    (name,), options = read_words(
-        "view", arguments, values, flags, one="the `output_dir` of a run or one with several"
-    )
+    (name,), options = read_words("view", arguments, one="the `output_dir` of a run or one with several")
     if "--filter" in options and "--export" not in options:
         raise ConfigError("`--filter` belongs to `--export FILE`; in the page, write it into the field of Find.")
     text = options.get("--port")
@@ -132,39 +130,13 @@ def _serve(answers: Answers, folder: str, port: int | None, options: dict[str, s
 
 def export(arguments: list[str]) -> int:
     """`mt-grpo export RUN --to FORM [--filter TEXT] [--output PATH] [--overwrite]`."""
-    folders, options = read_words("export", arguments, values=("--to", "--output", "--filter"), flags=("--overwrite",))
+    folders, options = read_words("export", arguments)
     if len(folders) != 1 or "--to" not in options:
         raise ConfigError(f"Write `mt-grpo export RUN --to FORM`, where FORM is one of {', '.join(FORMS)}.")
     run = _open_run_parallel(folders[0])
     rows = selected(run, options.get("--filter", ""))
     print(export_run(run, options["--to"], options.get("--output"), rows, "--overwrite" in options))
     return 0
-
-
-def read_words(
-    command: str, arguments: Sequence[str], values: Sequence[str], flags: Sequence[str] = (), one: str = ""
-) -> tuple[list[str], dict[str, str]]:
-    """
-    The folders on a command line, and its options with their values; a flag's is empty. A command that takes
-    one folder alone says in `one` what it is.
-    """
-    folders, options = [], {}
-    words = iter(arguments)
-    for word in words:
-        name, equals, value = word.partition("=")
-        if not name.startswith("-"):
-            folders.append(word)
-        elif name in flags and not equals:
-            options[name] = ""
-        elif name in values:
-            options[name] = value if equals else next(words, "")
-            if not options[name]:
-                raise ConfigError(f"`mt-grpo {command}` needs a value after `{name}`.")
-        else:
-            raise ConfigError(f"`mt-grpo {command}` has no option {word}{did_you_mean(word, (*values, *flags))}.")
-    if one and len(folders) != 1:
-        raise ConfigError(f"`mt-grpo {command}` takes one folder, {one}: `mt-grpo {command} runs/NAME`.")
-    return folders, options
 
 
 # A long index is read by several processes, which are gone when the run is open
@@ -227,7 +199,7 @@ _WIDEST = 60  # characters of an option's value that are shown
 
 def runs(arguments: list[str]) -> int:
     """`mt-grpo runs [FOLDER]`."""
-    folders, options = read_words("runs", arguments, values=("--sort", "--filter"), flags=("--json",))
+    folders, options = read_words("runs", arguments)
     if len(folders) > 1:
         raise ConfigError("`mt-grpo runs` takes one folder, with runs in it: `mt-grpo runs runs`.")
     folder, key = Path(*folders or ["runs"]), options.get("--sort")
@@ -322,7 +294,7 @@ def _in_words(difference: Estimate) -> str:
 
 def compare(arguments: list[str]) -> int:
     """`mt-grpo compare A B [...]`."""
-    folders, words = read_words("compare", arguments, values=(), flags=("--json",))
+    folders, words = read_words("compare", arguments)
     if len(set(folders)) < 2 or len(set(folders)) < len(folders):
         raise ConfigError("`mt-grpo compare` takes the folders of two runs or more: `mt-grpo compare runs/A runs/B`.")
     for folder in folders:

@@ -65,6 +65,7 @@ def serve(recipe: Recipe, request: Request) -> int:
         for line in words:
             print(f"mt-grpo: {line}", file=sys.stderr, flush=True)
         os.execve(command[0], command, {**os.environ, **environment})
+        return 1
     found = []
     shares = _shares(args, len(addresses))
     for (host, port), share in zip(addresses, shares, strict=True):

@@ -521,8 +521,8 @@ def check_agent(options: Values, key: str = "") -> None:
         return
     what, who = ("env", "an environment of verifiers") if own else ("agent", "an agent")
     both = f"and `{what}`{place} are both set, and {who} brings its own tools, messages and end: leave"
-    given = (name for name in ("tools", "tools_config_file", "system_prompt", "max_env_steps") if options[name])
-    refuse_first(*((True, f"`{name}` {both} `{name}` out.") for name in given))
+    brought = ("tools", "tools_config_file", "system_prompt", "max_env_steps")
+    refuse_first(*((options[name], f"`{name}` {both} `{name}` out.") for name in brought))
 
 
 def check_scheduler(options: Values, key: str = "") -> None:
