@@ -110,10 +110,11 @@ def forks(sandbox: str, megabytes: int, place: str, number: int = 5) -> list[dic
             used, began[0] = shutil.disk_usage(place).used, time.perf_counter()
             twin, _ = await container.fork()
             written.append(shutil.disk_usage(place).used - used)
-            await trials.talk_in(twin, answer)
+            await twin.talk_in(answer)
 
     async def hold(task: Path) -> None:
-        await trials.talk_in(await trials.begin_trial(sandbox, str(task)), fork)
+        begun = await trials.begin_trial(sandbox, str(task))
+        await begun.talk_in(fork)
 
     began = [0.0]
     with tempfile.TemporaryDirectory() as folder:

@@ -38,7 +38,7 @@ from mt_grpo.rollout.engines import ScriptedEngine
 from mt_grpo.rollout.media import MediaEncoder
 from mt_grpo.runlog.writer import Batch, RunWriter
 from mt_grpo.sounds import Sound
-from mt_grpo.tools.function import read_result
+from mt_grpo.tools.function import _read_result
 from mt_grpo.tools.mcp import _result_parts
 from mt_grpo.trajectory import StopReason, Trajectory
 
@@ -83,8 +83,8 @@ def test_no_image_starts_a_program(ghostscript):
         lambda: read_image(EPS),
         lambda: read_image(url(EPS)),
         lambda: from_server(EPS),
-        lambda: read_result([part(EPS)], None),
-        lambda: read_result(opened(EPS), None),
+        lambda: _read_result([part(EPS)], None),
+        lambda: _read_result(opened(EPS), None),
         lambda: read_parts([{"type": "video", "video": [opened(EPS)]}]),
     ):
         with pytest.raises(MediumError):
@@ -99,7 +99,7 @@ def test_images_of_these_formats_are_read(kind):
     assert (image.size, is_decoded(image), to_file(image)) == ((16, 16), False, data)
     for same in (copy.deepcopy(image), pickle.loads(pickle.dumps(image)), image):
         assert not is_decoded(same) and digest(same) == digest(image)
-        [shown] = read_result(same, None).parts
+        [shown] = _read_result(same, None).parts
         assert shown["image"].tobytes() == opened(data).tobytes()
 
 
@@ -189,7 +189,7 @@ def test_a_model_of_text_has_no_image_decoded():
     [shown] = from_server(saved(GREEN, "JPEG"))
     assert converse(Shows(shown, shown), model_of(sees=False)).error is None
     assert not is_decoded(shown["image"])
-    assert not is_decoded(read_result([shown], None).parts[0]["image"])
+    assert not is_decoded(_read_result([shown], None).parts[0]["image"])
 
 
 def test_images_are_decoded_in_a_thread_and_once(monkeypatch):
@@ -271,7 +271,7 @@ CUT_OFF = saved(Image.effect_noise((64, 64), 50))[:900]
 
 
 def test_a_file_that_is_cut_off_fails_the_call_and_not_more(tmp_path):
-    assert not is_decoded(read_result([part(CUT_OFF)], None).parts[0]["image"])  # nobody is shown it
+    assert not is_decoded(_read_result([part(CUT_OFF)], None).parts[0]["image"])  # nobody is shown it
     trajectory = converse(Shows(part(CUT_OFF)))
     assert trajectory.error == "MediumError: An image of 64 by 64 pixels cannot be read as an image: it is broken."
     trajectory = converse(Shows(part(opened(CUT_OFF))))
@@ -297,7 +297,7 @@ def test_text_is_a_path_in_rows_alone(private):
     for shown in (read, part(str(private))):
         prompt = [{"role": "user", "content": [shown, {"type": "text", "text": "What?"}]}]
         assert converse(Shows(part(private)), prompt=prompt).error is None
-    assert read_result([part(private)], None).parts[0]["image"].size == (16, 16)
+    assert _read_result([part(private)], None).parts[0]["image"].size == (16, 16)
 
 
 @pytest.mark.parametrize("key", ["image", "image_url", "input_image", "audio", "audio_url", "video"])
@@ -310,18 +310,18 @@ def test_text_that_a_tool_passes_on_opens_no_file(private, key):
         shapes += [{"type": key, key: {"path": path}}, {"type": key, key: {"path": path, "bytes": None}}]
     for shape in shapes:
         with pytest.raises(MediumError, match="is text, and only rows of a dataset name files by text"):
-            read_result([shape], None)
+            _read_result([shape], None)
         assert "is text, and only rows of a dataset name files by text" in converse(Shows(shape)).error
 
 
 def test_a_part_that_a_tool_passes_on_asks_the_processor_nothing():
     data = to_file(picture("red", (16, 16)))
-    assert read_result([part(data, max_pixels=64)], None).parts[0]["max_pixels"] == 64
+    assert _read_result([part(data, max_pixels=64)], None).parts[0]["max_pixels"] == 64
     asked = part(url(data), alt="a map")
     for given in (asked, {"type": "video", "video": [url(data)], "fps": 1}):
         with pytest.raises(MediumError, match="A part whose image is text has 'min_pixels' beside it"):
-            read_result([{**given, "min_pixels": 10**12}], None)
-    assert read_result([asked], None).text == "a map"
+            _read_result([{**given, "min_pixels": 10**12}], None)
+    assert _read_result([asked], None).text == "a map"
     assert read_parts([{**asked, "max_pixels": 64}], of_row=True)[0]["max_pixels"] == 64
 
 

@@ -11,7 +11,7 @@ from minisweagent.agents.default import DefaultAgent
 from minisweagent.environments.local import LocalEnvironment
 from minisweagent.models.litellm_textbased_model import LitellmTextbasedModel
 
-from mt_grpo.integrations.harbor.bubblewrap import begin_trial, talk_in
+from mt_grpo.integrations.harbor.bubblewrap import begin_trial
 
 litellm.suppress_debug_info = True  # of models that it knows no price of
 SYSTEM = "Solve the task in the shell."
@@ -50,5 +50,6 @@ async def solve(row, client):
         agent = DefaultAgent(model, environment, step_limit=STEPS, **texts)
         await asyncio.to_thread(agent.run, row["instruction"])
 
-    verified = await talk_in(await begin_trial("bubblewrap", row["task"]), talk)
+    begun = await begin_trial("bubblewrap", row["task"])
+    verified = await begun.talk_in(talk)
     return verified.rewards

@@ -178,8 +178,8 @@ class Tool:
         return cut(f"{self.name}: {self._explain(min(errors, key=_urgency), arguments)}", _EXPLAINED)
 
     def read(self, returned: object) -> Result:
-        """What a call returned, as the model and rewards get it; see `read_result`."""
-        return read_result(returned, self.max_result_size)
+        """What a call returned, as the model and rewards get it; see `_read_result`."""
+        return _read_result(returned, self.max_result_size)
 
     def describe(self, error: Exception) -> str:
         """What a call raised, in words."""
@@ -298,7 +298,7 @@ class Result(NamedTuple):
     returned: list[Any] | None = None  # what TRL's reward functions get in its place
 
 
-def read_result(result: object, max_size: int | None) -> Result:
+def _read_result(result: object, max_size: int | None) -> Result:
     """
     Reads the result of a tool: text, an image or a sound, a list of parts with one, or anything that has a JSON form;
     or a pair of one of the first three and a dictionary of data.

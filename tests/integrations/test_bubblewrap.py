@@ -25,7 +25,7 @@ from mt_grpo.data.terminal import KINDS, write_tasks
 from mt_grpo.envs.source import check_source
 from mt_grpo.errors import ConfigError
 from mt_grpo.integrations.harbor import HarborEnv, HarborTasks, shell
-from mt_grpo.integrations.harbor.bubblewrap import Sandbox, begin_trial, check_usable, read_machine, talk_in
+from mt_grpo.integrations.harbor.bubblewrap import Sandbox, begin_trial, check_usable, read_machine
 from mt_grpo.integrations.harbor.containers import owner
 from mt_grpo.rewards import EnvReward
 from mt_grpo.rollout import RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
@@ -356,7 +356,8 @@ def test_a_killed_run_leaves_nothing_after_the_next_begins(make_task, nothing_is
         await sandbox.exec("sleep 12345", 60)
 
     async def begin_and_talk(task):
-        await talk_in(await begin_trial("bubblewrap", task), talk)
+        begun = await begin_trial("bubblewrap", task)
+        await begun.talk_in(talk)
 
     def sleeps():
         return subprocess.run(["pgrep", "-f", "^sleep 12345$"], stdout=-3).returncode == 0

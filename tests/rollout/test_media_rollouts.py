@@ -20,7 +20,7 @@ from trl.chat_template_utils import add_response_schema
 
 from mt_grpo.envs import MultiTurnToolEnv, Step, StepEnv
 from mt_grpo.forward.media import media_tokens
-from mt_grpo.integrations.openai_api.request import ApiError, read_parts
+from mt_grpo.integrations.openai_api.request import ApiError, _read_parts
 from mt_grpo.integrations.trl import TRLEnv
 from mt_grpo.media import MediumError, digest, media_of, media_parts, snapshot_parts, to_file
 from mt_grpo.media import read_parts as opened_parts
@@ -31,7 +31,7 @@ from mt_grpo.rollout.media import MediaEncoder
 from mt_grpo.rollout.rendering import ChatRenderer
 from mt_grpo.sounds import Sound
 from mt_grpo.tools import Tool
-from mt_grpo.tools.function import read_result
+from mt_grpo.tools.function import _read_result
 from mt_grpo.tools.mcp import _result_parts
 from mt_grpo.trajectory import StopReason, Trajectory
 
@@ -286,7 +286,7 @@ def test_an_mcp_server_shows_media_to_models_that_take_them(kind):
     part, text = _result_parts([shown, page])
     assert to_file(part[kind.type]) == to_file(medium)
     assert (part["alt"], text) == (words, {"type": "text", "text": "a page"})
-    result = read_result([part, text], None)
+    result = _read_result([part, text], None)
     assert (result.text, result.parts) == (f"{words}\na page", [part, text])
     renderer = ChatRenderer(build_tokenizer())
     ids = renderer.prompt_ids([{"role": "user", "content": result.parts}])
@@ -309,7 +309,7 @@ IMAGE_URL = f"data:image/png;base64,{base64_of(picture('green', (16, 16)))}"
     ids=["image_url", "input_image", "input_audio"],
 )
 def test_a_request_shows_media_of_its_own(kind, given):
-    part, text = opened_parts(read_parts([given, {"type": "text", "text": "What?"}], "messages[0].content"))
+    part, text = opened_parts(_read_parts([given, {"type": "text", "text": "What?"}], "messages[0].content"))
     assert to_file(part[kind.type]) == to_file(kind.make(1)) and text == {"type": "text", "text": "What?"}
 
 
@@ -323,7 +323,7 @@ def test_a_request_shows_media_of_its_own(kind, given):
 )
 def test_a_request_names_no_sound_elsewhere(part, problem):
     with pytest.raises(ApiError, match=problem):
-        read_parts([part], "messages[0].content")
+        _read_parts([part], "messages[0].content")
 
 
 @both

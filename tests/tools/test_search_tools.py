@@ -15,7 +15,7 @@ from transformers.utils import get_json_schema
 
 from mt_grpo.envs.tool_env import execute_calls
 from mt_grpo.tools import Tool
-from mt_grpo.tools.function import read_result
+from mt_grpo.tools.function import _read_result
 from mt_grpo.tools.python_sandbox import RemotePython
 from mt_grpo.tools.search import CorpusError, CorpusSearch, RetrievalSearch, WikipediaSearch
 from mt_grpo.trajectory import ToolCall
@@ -225,7 +225,7 @@ PASSAGES = [
 def test_a_retrieval_server_is_asked_in_its_form(upstream):
     upstream.reply = 200, {"result": [PASSAGES]}
     search = RetrievalSearch(f"{upstream.url}/retrieve", top_k=2, headers={"X-Key": "k"})
-    text, data, *_ = read_result(search.search("capital of Peru"), None)
+    text, data, *_ = _read_result(search.search("capital of Peru"), None)
     assert text == '[1] "Peru"\nThe capital of Peru is Lima.\n\n[2] Sol\nThe currency of Peru.'
     assert data == {"documents": [passage["document"] for passage in PASSAGES], "scores": [0.9, 0.5]}
     assert upstream.asked("/retrieve") == [{"queries": ["capital of Peru"], "topk": 2, "return_scores": True}]

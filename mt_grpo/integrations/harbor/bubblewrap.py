@@ -264,6 +264,15 @@ class Sandbox:
         if process is not None:
             await _end(process)
 
+    async def talk_in(self, talk: Callable[[Any], Awaitable[None]]) -> Verified:
+        """As `BegunTrial.talk_in`, in a sandbox."""
+        try:
+            await talk(self)
+            await self.close()
+            return Verified(*await self.verify())
+        finally:
+            await self.drop()
+
     async def drop(self) -> None:
         """Removes the sandbox."""
         await self.close()
@@ -371,17 +380,6 @@ async def begin_trial(sandbox: str, task: str) -> Sandbox:
         await made.drop()
         raise
     return made
-
-
-async def talk_in(begun: Sandbox, talk: Callable[[Any], Awaitable[None]]) -> Verified:
-    """As `trial.talk_in`, in a sandbox."""
-    try:
-        await talk(begun)
-        await begun.close()
-        rewards, log = await begun.verify()
-        return Verified(rewards, log)
-    finally:
-        await begun.drop()
 
 
 async def verify(container: Sandbox, task: str) -> float | None:

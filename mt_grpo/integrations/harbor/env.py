@@ -378,7 +378,7 @@ class HarborEnv(MultiTurnToolEnv):
                 raise
 
         try:
-            done = await _trials(self.sandbox).talk_in(begun, talk)
+            done = await begun.talk_in(talk)
         except Exception as error:
             if failure is not None:
                 raise failure from None

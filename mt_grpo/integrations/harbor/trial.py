@@ -278,6 +278,34 @@ class BegunTrial:
         with self.folder:
             await self.trial.run()
 
+    async def talk_in(self, talk: _Talk) -> Verified:
+        """A trial of the agent `POLICY`."""
+        self.trial.agent.talk = talk
+        return await self.finish()
+
+    async def finish(self, asked: Conversation | None = None) -> Verified:
+        """The second half of `run_trial`: the agent works, and what it did is verified."""
+        trial = self.trial
+        with self.folder:
+            if asked is not None:
+                trial.agent.run = partial(_work, trial.agent.run, asked, trial.task.config.agent.timeout_sec)
+            if isinstance(trial.agent_environment, _Prepared):
+                trial.agent.run = partial(trial.agent_environment.work, trial.agent.run)
+            result = await trial.run()
+            raised, verified = result.exception_info, result.verifier_result
+            error = None if raised is None else f"{raised.exception_type}: {raised.exception_message}"
+            if verified is None or verified.rewards is None:
+                raise TaskError(f"The task {trial.task.task_dir} was not verified: {error or 'it gave no reward'}")
+            logs = sorted(trial.paths.agent_dir.glob("*.txt")) if trial.paths.agent_dir.is_dir() else []
+            return Verified(
+                {name: float(value) for name, value in verified.rewards.items()},
+                _end_of(trial.paths.test_stdout_path),
+                "".join(_end_of(path) for path in logs)[-SHOWN_LOG:],
+                error,
+                self.start_seconds,
+                self.start_waited,
+            )
+
     async def _limited(self) -> None:
         async with _STARTS:
             self._begun, begun = True, time.monotonic()
@@ -308,7 +336,8 @@ async def run_trial(sandbox: str, task: str, agent: AgentConfig, asked: Conversa
     Starts a task's container, lets an agent work there as long as the task allows, not counting its waits for the
     policy, and has it verified. `TaskError` if there is no reward.
     """
-    return await _finish_trial(await begin_trial(sandbox, task, agent, reaches_host=asked is not None), asked)
+    begun = await begin_trial(sandbox, task, agent, reaches_host=asked is not None)
+    return await begun.finish(asked)
 
 
 async def begin_trial(
@@ -329,36 +358,6 @@ async def begin_trial(
         environment_build_timeout_multiplier=_PATIENCE,
     )
     return BegunTrial(await Trial.create(config), folder)
-
-
-async def talk_in(begun: BegunTrial, talk: _Talk) -> Verified:
-    """A trial of the agent `POLICY`."""
-    begun.trial.agent.talk = talk
-    return await _finish_trial(begun)
-
-
-async def _finish_trial(begun: BegunTrial, asked: Conversation | None = None) -> Verified:
-    """The second half of `run_trial`: the agent works, and what it did is verified."""
-    trial = begun.trial
-    with begun.folder:
-        if asked is not None:
-            trial.agent.run = partial(_work, trial.agent.run, asked, trial.task.config.agent.timeout_sec)
-        if isinstance(trial.agent_environment, _Prepared):
-            trial.agent.run = partial(trial.agent_environment.work, trial.agent.run)
-        result = await trial.run()
-        raised, verified = result.exception_info, result.verifier_result
-        error = None if raised is None else f"{raised.exception_type}: {raised.exception_message}"
-        if verified is None or verified.rewards is None:
-            raise TaskError(f"The task {trial.task.task_dir} was not verified: {error or 'it gave no reward'}")
-        logs = sorted(trial.paths.agent_dir.glob("*.txt")) if trial.paths.agent_dir.is_dir() else []
-        return Verified(
-            {name: float(value) for name, value in verified.rewards.items()},
-            _end_of(trial.paths.test_stdout_path),
-            "".join(_end_of(path) for path in logs)[-SHOWN_LOG:],
-            error,
-            begun.start_seconds,
-            begun.start_waited,
-        )
 
 
 async def verify(container: BaseEnvironment, task: str) -> float | None:

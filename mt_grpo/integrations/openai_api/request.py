@@ -77,7 +77,7 @@ def _read_message(message: object, place: str) -> Message:
     if not isinstance(message, dict) or message.get("role") not in _ROLES:
         raise invalid(place, f"has no role out of {', '.join(_ROLES)}")
     role = _ROLES[message["role"]]
-    read_content = read_parts if role == "user" else _read_text
+    read_content = _read_parts if role == "user" else _read_text
     read: Message = {"role": role, "content": read_content(message.get("content"), f"{place}.content")}
     if role == "tool":
         read |= {name: message[name] for name in ("tool_call_id", "name") if isinstance(message.get(name), str)}
@@ -94,7 +94,7 @@ def _read_message(message: object, place: str) -> Message:
     return read
 
 
-def read_parts(content: object, place: str) -> str | list[Fields]:
+def _read_parts(content: object, place: str) -> str | list[Fields]:
     """Content as text, or as parts with images (`data:` URLs) or sounds (`input_audio`) for the policy."""
     if not isinstance(content, list) or not any(kind_of_part(part) in (IMAGE, SOUND) for part in content):
         return _read_text(content, place)

@@ -1,7 +1,7 @@
 """
 MCP servers, and their tools as tools of a conversation; `MCPBaseTool` is verl's class to subclass for them. A server
 is started when it is needed, shared by all conversations, and started again after it ended. Several servers of the
-same tools are one `McpPool`: each conversation has one of them until it ends. The `mcp` library is imported when a
+same tools are one `_McpPool`: each conversation has one of them until it ends. The `mcp` library is imported when a
 server is started, no sooner.
 """
 
@@ -242,7 +242,7 @@ class _Lease:
     lost: str | None = None
 
 
-class McpPool:
+class _McpPool:
     """
     MCP servers at several URLs. All calls of a conversation go to one of them, that with the fewest conversations when
     the first is made. A server that dies ends the conversations that have it.
@@ -365,7 +365,7 @@ def _difference(these: list[Listed], those: list[Listed]) -> str | None:
     return next((name for name in {**one, **other} if one.get(name) != other.get(name)), None)
 
 
-def shared_server(config: McpServerConfig) -> McpServer | McpPool:
+def _shared_server(config: McpServerConfig) -> McpServer | _McpPool:
     """The server of a configuration, or the pool of its several. All callers share it, as `McpServer.shared`."""
     members = config.members
     if len(members) == 1:
@@ -373,12 +373,12 @@ def shared_server(config: McpServerConfig) -> McpServer | McpPool:
     with _lock.get():
         pool = _pools.get(config.key)
         if pool is None:
-            pool = _pools[config.key] = McpPool(config)
+            pool = _pools[config.key] = _McpPool(config)
         return pool
 
 
 _shared: weakref.WeakValueDictionary[str, McpServer] = weakref.WeakValueDictionary()
-_pools: weakref.WeakValueDictionary[str, McpPool] = weakref.WeakValueDictionary()
+_pools: weakref.WeakValueDictionary[str, _McpPool] = weakref.WeakValueDictionary()
 _lock = OnePerProcess(threading.RLock)
 
 # Tools
@@ -388,7 +388,7 @@ _lock = OnePerProcess(threading.RLock)
 class McpRemote:
     """One tool of one server."""
 
-    server: McpServer | McpPool
+    server: McpServer | _McpPool
     listed: Listed
     timeout: float | None = None
     pace: _Pace | None = None
@@ -464,7 +464,7 @@ def remote_tools(
     pace = None if rate_limit is None else _Pace(rate_limit)
     tools = [
         McpRemote(server, listed, timeout, pace)
-        for server in [shared_server(config) for config in read_servers(path)]
+        for server in [_shared_server(config) for config in read_servers(path)]
         for listed in server.list_tools()
     ]
     names = [tool.listed["name"] for tool in tools]
