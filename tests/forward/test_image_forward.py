@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.forests import make_tree
+from support.forests import assert_same_gradient, make_tree
 from support.images import FAMILIES, build_processor, build_vision_model, picture
 
 from mt_grpo.forward import token_logps
@@ -68,9 +68,7 @@ def test_images_score_as_in_a_forward_per_turn(shown, forward, family):
     (found * weights).sum().backward()
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     assert gradients["model.visual.patch_embed.proj.weight"].abs().max() > 1e-3
-    for name, parameter in model.named_parameters():
-        scale = gradients[name].abs().max()
-        assert (parameter.grad - gradients[name]).abs().max() <= 1e-5 * scale + 1e-7, name
+    assert_same_gradient({name: parameter.grad for name, parameter in model.named_parameters()}, gradients)
 
 
 @torch.no_grad()
