@@ -140,7 +140,7 @@ def step(trainer: MTGRPOEnvTrainer) -> dict[str, Any]:
 
 def apart(trainer: MTGRPOEnvTrainer) -> dict[str, Any]:
     """A step whose answers have a forward of their own."""
-    with patch("mt_grpo.training.reward_batch.has_old_forward", return_value=False):
+    with patch("mt_grpo.training.forward_plan.Forwards.has_old_forward", False):
         return step(trainer)
 
 

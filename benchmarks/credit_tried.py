@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mt_grpo.credit import RewardBatch, Rule, advantage_estimator, rule_label, rule_name
 from mt_grpo.credit.batch import EPSILON, Scale, centre, largest_deviation, to_go
-from mt_grpo.credit.rules import gae, group_values, with_outcome
+from mt_grpo.credit.rules import _gae, _group_values, _with_outcome
 
 
 def divided(batch: RewardBatch, advantages: Tensor, returns: Tensor, scale: Scale) -> Tensor:
@@ -38,7 +38,7 @@ def optimal_baseline(
     The optimal token baseline (arXiv 2602.07078) for turns: a mean of returns, each weighed by the squared gradients
     of its turns so far, which `state_scores` hold. As published the mean includes the member itself (`own`).
     """
-    returns = to_go(with_outcome(batch, turn_coef))
+    returns = to_go(_with_outcome(batch, turn_coef))
     weights = by_group(batch.needed("optimal_baseline", "state_scores").double().nan_to_num(0.0).cumsum(dim=1), batch)
     weighed = weights * by_group(returns, batch)
     count, total = weights.sum(dim=1, keepdim=True), weighed.sum(dim=1, keepdim=True)
@@ -56,7 +56,7 @@ def state_gae(
     GAGPO (arXiv 2605.13217): GAE whose value is the mean return over the group's visits of a state. As published the
     mean includes the trajectory itself (`own`). A state that no other trajectory visits has the value of its turn.
     """
-    rewards = with_outcome(batch, turn_coef)
+    rewards = _with_outcome(batch, turn_coef)
     returns = to_go(rewards)
     states = by_group(batch.needed("state_gae", "state_ids").double(), batch)
     exists = batch.turn_mask.view(states.shape)
@@ -65,8 +65,8 @@ def state_gae(
         same &= ~torch.eye(batch.group_size, dtype=torch.bool)[:, None, :, None]
     visits = same.sum(dim=(3, 4))
     values = (same * by_group(returns, batch)[:, None, None]).sum(dim=(3, 4)) / visits
-    values = torch.where(visits > 0, values, group_values(batch, returns).view(states.shape)).view(returns.shape)
-    return divided(batch, gae(rewards, values, batch.turn_mask, 1.0, lam), returns, scale_rewards)
+    values = torch.where(visits > 0, values, _group_values(batch, returns).view(states.shape)).view(returns.shape)
+    return divided(batch, _gae(rewards, values, batch.turn_mask, 1.0, lam), returns, scale_rewards)
 
 
 @advantage_estimator("hgpo")
@@ -75,7 +75,7 @@ def hgpo(batch: RewardBatch, *, turn_coef: float = 1.0, gamma: float = 0.95, sca
     HGPO (arXiv 2602.22817): the discounted return among turns of the same state, of the same last two and of the same
     last three states; the advantages are averaged with the weights 1, 2 and 3 where there are others.
     """
-    returns = to_go(with_outcome(batch, turn_coef), gamma)
+    returns = to_go(_with_outcome(batch, turn_coef), gamma)
     states, exists = by_group(batch.needed("hgpo", "state_ids").double(), batch), by_group(batch.turn_mask, batch) > 0
     same = exists[:, :, :, None, None] & exists[:, None, None]
     earned = by_group(returns, batch)
@@ -102,7 +102,7 @@ def earned_gae(
     `turn_gae` whose values know what the trajectory has earned before the turn: one slope for the batch, fitted on all
     members but the one that it is used for.
     """
-    rewards = with_outcome(batch, turn_coef)
+    rewards = _with_outcome(batch, turn_coef)
     returns = to_go(rewards)
     scale = largest_deviation(returns, batch.group_size, scale_rewards)
     before = torch.nn.functional.pad(turn_coef * batch.of_turns().cumsum(dim=1), (1, 0))[:, :-1]
@@ -119,8 +119,8 @@ def earned_gae(
 
     ahead = torch.where(count > 1, x - (x.sum(dim=1, keepdim=True) - x) / others, 0.0) * reached
     more = scatter(x, y) / (scatter(x, x) + ahead.square() + 1e-12) * ahead
-    values = group_values(batch, returns) + scale * more.view(returns.shape)
-    return divided(batch, gae(rewards, values, batch.turn_mask, 1.0, lam), returns, scale_rewards)
+    values = _group_values(batch, returns) + scale * more.view(returns.shape)
+    return divided(batch, _gae(rewards, values, batch.turn_mask, 1.0, lam), returns, scale_rewards)
 
 
 @advantage_estimator("explained_discount")
@@ -135,7 +135,7 @@ def explained_discount(batch: RewardBatch, *, turn_coef: float = 1.0, scale_rewa
     xy, xx, yy = (values.sum(dim=1) for values in (x * y, x * x, y * y))
     xy, xx, yy = (values.sum(dim=0) - values for values in (xy, xx, yy))
     discount = (1 - xy.square() / (xx * yy).clamp(min=1e-12)).repeat_interleave(batch.group_size, dim=0)
-    returns = with_outcome(batch, turn_coef)
+    returns = _with_outcome(batch, turn_coef)
     for turn in range(returns.shape[1] - 2, -1, -1):
         returns[:, turn] += discount[:, turn] * returns[:, turn + 1]
     return divided(batch, centre(returns, batch.group_size), returns, scale_rewards)
@@ -144,7 +144,7 @@ def explained_discount(batch: RewardBatch, *, turn_coef: float = 1.0, scale_rewa
 @advantage_estimator("shrunk_baseline")
 def shrunk_baseline(batch: RewardBatch, *, turn_coef: float = 1.0, scale_rewards: Scale = "group") -> Tensor:
     """The mean of the other members, drawn to that of the other groups by how much groups differ (James and Stein)."""
-    returns = to_go(with_outcome(batch, turn_coef))
+    returns = to_go(_with_outcome(batch, turn_coef))
     earned, reached = by_group(returns, batch), by_group(batch.turn_mask.double(), batch)
     count, total = reached.sum(dim=1), earned.sum(dim=1)
     mean = total / count.clamp(min=1)

@@ -28,7 +28,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from mt_grpo.doctor.plan import recomputed
 from mt_grpo.forward.model import _score_packed, enable_trees
 from mt_grpo.forward.packing import FlatTree, Packed, pack
-from mt_grpo.training.model import layers_in_groups
+from mt_grpo.training.model import _layers_in_groups
 
 SHAPE = {"hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 8, "num_key_value_heads": 2}
 GROUPS = (1, 2, 4, 6, 9, 18, 36)
@@ -48,7 +48,7 @@ def build_model(layers: int) -> Qwen3ForCausalLM:
 
 
 def loss_of(model: Qwen3ForCausalLM, packed: Packed, size: int) -> torch.Tensor:
-    with layers_in_groups(model, size):
+    with _layers_in_groups(model, size):
         found = _score_packed(model, packed)
     return -(found.logps * torch.linspace(-1, 1, len(found.logps))).mean()
 

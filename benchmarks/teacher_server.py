@@ -16,7 +16,6 @@ import asyncio
 import random
 import threading
 import time
-from types import SimpleNamespace
 from typing import Any
 
 from common import build_tokenizer, write
@@ -25,7 +24,7 @@ from mt_grpo.concurrency import ConcurrencyLimit, run
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.rollout import RolloutRequest, RolloutRunner, SamplingParams
 from mt_grpo.rollout.engines import ScriptedEngine
-from mt_grpo.training.teacher import ServerTeacher, as_they_end
+from mt_grpo.training.teacher import ServerTeacher
 from mt_grpo.trajectory import Trajectory
 
 CALL = '<tool>{"name": "work", "args": {"number": %d}}</tool>'
@@ -64,8 +63,7 @@ def measure(way: str, conversations: int, tool: float, read: float, seed: int) -
     env = MultiTurnToolEnv([work], protocol="learnt_tags", max_steps=TURNS)
     engine = ScriptedEngine(build_tokenizer(), script)
     teacher, ended = Reader(read), []
-    trainer = SimpleNamespace(teacher=teacher, args=SimpleNamespace(teacher={}))
-    take: Any = as_they_end(trainer, ended.append) if way == "as they end" else ended.append
+    take: Any = teacher.as_they_end(ended.append) if way == "as they end" else ended.append
     requests = [RolloutRequest(f"Work {number}.", f"{number}") for number in range(conversations)]
     began = time.perf_counter()
     rollouts: list[Trajectory] = run(RolloutRunner(env, engine).run(requests, SamplingParams(), take))

@@ -79,16 +79,9 @@ class TokenTree:
         self, context: list[int], action: list[int], logprobs: list[float], routes: Routes | None = None
     ) -> None:
         """
-        Adds one timestep, with its ids exactly as the engine saw and sampled them.
-
-        Args:
-            context (`list[int]`): All tokens that the model was given.
-            action (`list[int]`): Tokens that it sampled.
-            logprobs (`list[float]`): Their log-probabilities.
-            routes (`Routes`, *optional*): Where the engine sent these tokens. A token keeps the route that it had.
-
-        Raises:
-            ValueError: If `action` and `logprobs` differ in length.
+        Adds one timestep, with its ids exactly as the engine saw and sampled them: all tokens that the model was
+        given, those that it sampled with their log-probabilities, and where the engine sent these tokens. A token
+        keeps the route that it had. `ValueError` if `action` and `logprobs` differ in length.
         """
         tip, matched = self._match(context)
         self._append(tip, context[matched:], list(action), list(logprobs))

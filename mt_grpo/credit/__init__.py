@@ -1,8 +1,17 @@
 """Credit: from the rewards of a batch to an advantage per turn."""
 
-from mt_grpo.credit.audit import Audit, RewardAudit, Uncredited, audit_rewards, uncredited_turn_rewards, without_signal
+from mt_grpo.credit.audit import (
+    Audit,
+    RewardAudit,
+    Uncredited,
+    audit_rewards,
+    by_reward,
+    estimate_parts,
+    explain,
+    uncredited_turn_rewards,
+    without_signal,
+)
 from mt_grpo.credit.batch import RewardBatch
-from mt_grpo.credit.explain import by_reward, estimate_parts, explain
 from mt_grpo.credit.rule import (
     ADVANTAGE_ESTIMATORS,
     AdvantageEstimator,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import torch
+from annotated_types import Interval
 from torch import Tensor
 
 from mt_grpo.errors import ConfigError
@@ -23,15 +24,7 @@ Whether outcome and turn rewards are divided by their own deviations, or both by
 """
 
 
-@dataclass(frozen=True)
-class Between:
-    """In an annotation: the least and the greatest value of a rule's option."""
-
-    least: float
-    greatest: float
-
-
-Share = Annotated[float, Between(0, 1)]
+Share = Annotated[float, Interval(ge=0, le=1)]
 """A discount, or the λ of an average of returns."""
 
 EPSILON = 1e-4
@@ -166,12 +159,7 @@ class RewardBatch:
         return rewards.double().nan_to_num(nan=0.0).masked_fill(self.failed[:, None], torch.nan)
 
     def needed(self, rule: str, field: str) -> Tensor:
-        """
-        A field that one rule cannot do without.
-
-        Raises:
-            MissingField: If the batch lacks it.
-        """
+        """A field that one rule cannot do without; `MissingField` if the batch lacks it."""
         value: Tensor | None = getattr(self, field)
         if value is None:
             raise MissingField(rule, field)
@@ -215,15 +203,9 @@ class RewardBatch:
         scale_told: bool = True,
     ) -> Tensor:
         """
-        A summand of the advantage. It is `value`, as the rule computed it; `mt_grpo.credit.explain` takes it apart.
-
-        Args:
-            value (`Tensor`): What the rule goes on with: `earned` less a baseline, divided by `scale`.
-            earned (`Tensor`): What trajectories earned; linear in the rewards.
-            scale (`Tensor`): What it is divided by.
-            baseline (`str`): The name of what is taken off.
-            others (`dict[str, Tensor]`, *optional*): What else is in it, by name, not divided.
-            scale_told (`bool`, *optional*, defaults to `True`): Whether a turn of the advantage has one such scale.
+        A summand of the advantage: `value`, as the rule computed it, which `explain` takes apart. It is what
+        trajectories `earned`, linear in the rewards, less a `baseline` of this name and with `others` by name, all
+        divided by `scale`. `scale_told` says whether a turn of the advantage has one such scale.
         """
         return value
 

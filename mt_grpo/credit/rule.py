@@ -9,15 +9,15 @@ import dataclasses
 import functools
 import inspect
 import math
-import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 import torch
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from torch import Tensor
 
-from mt_grpo.credit.batch import Between, RewardBatch, Scale
+from mt_grpo.credit.batch import RewardBatch, Scale
 from mt_grpo.errors import ConfigError, UserError, defined_at, describe_error, find_fault
 from mt_grpo.imports import Registry, check_name, did_you_mean
 from mt_grpo.options.values import rule_name
@@ -55,15 +55,8 @@ def rule_label(rule: Rule) -> str:
 
 def bind_rule(rule: Rule, *, turn_coef: float | None, scale_rewards: str) -> tuple[AdvantageEstimator, dict[str, Any]]:
     """
-    The function of a rule, and the options to call it with: its own options, and those of the run that it takes.
-
-    Args:
-        rule (`str` or `Mapping`): As `parse_rule` returns it.
-        turn_coef (`float`, *optional*): The run's `turn_advantage_coef`; with `None` the rule's own default applies.
-        scale_rewards (`str`): The run's `scale_rewards`.
-
-    Raises:
-        ConfigError: If there is no rule of that name, it does not take the options, or an option is given twice.
+    The function of a rule, as `parse_rule` returns it, and the options to call it with: its own options, and those of
+    the run that it takes. With a `turn_coef` of `None` the rule's own default applies.
     """
     name, options = rule_name(rule), _options(rule)
     function = get_estimator(name)
@@ -141,41 +134,24 @@ def _check_types(name: str, function: AdvantageEstimator, options: dict[str, Any
         ) from error
     for option, value in options.items():
         hint = parameters[option].annotation if option in parameters else Any
-        hint, *more = get_args(hint) if get_origin(hint) is Annotated else [hint]
-        if not _fits(value, hint):
-            wanted = inspect.formatannotation(hint).removeprefix("typing.")
+        fault = None if hint is inspect.Parameter.empty else _fault(value, hint)
+        if isinstance(value, float) and math.isnan(value):
+            fault = "give a number"
+        if fault is not None:
             near = did_you_mean(value, get_args(hint)) if get_origin(hint) is Literal else ""
             raise ConfigError(
-                f"The option {option!r} of the advantage estimator {name!r} is {value!r}{near}: its type is {wanted}."
+                f"The option {option!r} of the advantage estimator {name!r} is {value!r}{near}: {fault}."
             )
-        if isinstance(value, float) and math.isnan(value):
-            raise ConfigError(
-                f"The option {option!r} of the advantage estimator {name!r} is {value!r}: give a number."
-            )
-        for allowed in [each for each in more if isinstance(each, Between)]:
-            if not allowed.least <= value <= allowed.greatest:
-                raise ConfigError(
-                    f"The option {option!r} of the advantage estimator {name!r} is {value!r}: give a number from "
-                    f"{allowed.least} to {allowed.greatest}."
-                )
 
 
-def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value, as YAML or JSON gives it, has the type of a type hint."""
-    origin, arguments = get_origin(hint), get_args(hint)
-    if hint in (Any, inspect.Parameter.empty):
-        return True
-    if origin in (Union, types.UnionType):
-        return any(_fits(value, each) for each in arguments)
-    if origin is Literal:
-        return any(value == each and type(value) is type(each) for each in arguments)
-    if isinstance(value, bool):
-        return hint is bool
-    if hint is float:
-        return isinstance(value, int | float)
-    if origin is list:
-        return isinstance(value, list) and all(_fits(item, arguments[0]) for item in value)
-    return isinstance(value, type(None) if hint is None else origin or hint)
+def _fault(value: Any, hint: Any) -> str | None:
+    """What is wrong with a value, as YAML or JSON gives it, by its type hint; `None` where it fits."""
+    try:
+        TypeAdapter(hint, config=ConfigDict(strict=True, arbitrary_types_allowed=True)).validate_python(value)
+    except ValidationError as error:
+        wrong = dict.fromkeys(each["msg"] for each in error.errors())
+        return " or ".join(f"{words[0].lower()}{words[1:]}" for words in wrong)
+    return None
 
 
 AdvantageEstimator = Callable[..., Tensor | Credit]
@@ -201,12 +177,10 @@ class in_parts:  # noqa: N801, a decorator
 ADVANTAGE_ESTIMATORS: Registry[AdvantageEstimator] = Registry("advantage estimator", "mt_grpo.credit.rules")
 """The estimators that a recipe can name in `advantage_estimator`."""
 
-
-WHOLE: set[str] = set()
+_WHOLE: set[str] = set()
 """The estimators that give all turns of a trajectory the same advantage."""
 
-
-SUMMING: set[str] = set()
+_SUMMING: set[str] = set()
 """The estimators that use no turn reward but in the sum over a trajectory's turns."""
 
 
@@ -214,24 +188,17 @@ def advantage_estimator(
     name: str, *, splits_turns: bool = True, sums_turns: bool = False
 ) -> Callable[[AdvantageEstimator], AdvantageEstimator]:
     """
-    Registers an estimator under a name.
-
-    Args:
-        name (`str`): Its name in recipes.
-        splits_turns (`bool`, *optional*, defaults to `True`): Whether turns of one trajectory can get different
-            advantages. Such a rule is refused with a loss that weighs whole sequences.
-        sums_turns (`bool`, *optional*, defaults to `False`): Whether turn rewards matter only in their sum over the
-            trajectory, so that a turn reward may depend on later turns.
-
-    Raises:
-        RegistrationError: If the name is no word, or another file has registered it.
+    Registers an estimator under its name in recipes. `splits_turns` says whether turns of one trajectory can get
+    different advantages; such a rule is refused with a loss that weighs whole sequences. `sums_turns` says whether
+    turn rewards matter only in their sum over the trajectory, so that a turn reward may depend on later turns.
+    `RegistrationError` if the name is no word, or another file has registered it.
     """
     check_name(name, "advantage estimator")
 
     def register(function: AdvantageEstimator) -> AdvantageEstimator:
         ADVANTAGE_ESTIMATORS.add(name, function, function.__module__)
-        (WHOLE.discard if splits_turns else WHOLE.add)(name)
-        (SUMMING.add if sums_turns else SUMMING.discard)(name)
+        (_WHOLE.discard if splits_turns else _WHOLE.add)(name)
+        (_SUMMING.add if sums_turns else _SUMMING.discard)(name)
         return function
 
     return register
@@ -239,12 +206,12 @@ def advantage_estimator(
 
 def splits_turns(name: str) -> bool:
     """Whether the estimator of that name can give turns of one trajectory different advantages."""
-    return name not in WHOLE
+    return name not in _WHOLE
 
 
 def sums_turns(name: str) -> bool:
     """Whether the estimator of that name uses turn rewards only in their sum over a trajectory."""
-    return name in SUMMING
+    return name in _SUMMING
 
 
 def get_estimator(name: str) -> AdvantageEstimator:
@@ -265,16 +232,8 @@ def estimate(
     rule: Rule, batch: RewardBatch, *, turn_coef: float | None = None, scale_rewards: Scale = "group"
 ) -> Tensor:
     """
-    Calls a rule.
-
-    Args:
-        rule (`str` or `Mapping`): Its name, or a mapping of its `name` and its own options.
-        batch (`RewardBatch`): The rewards.
-        turn_coef (`float`, *optional*): Weight of the turn advantage; by default the rule's own.
-        scale_rewards (`str`, *optional*, defaults to `"group"`): What rewards are divided by, see `mt_grpo`.
-
-    Returns:
-        `Tensor`: The advantages, shape (B, K), float32; 0 where a turn does not exist.
+    The advantages of a rule, shape (B, K), float32; 0 where a turn does not exist. The rule is its name, or a mapping
+    of its `name` and its own options.
 
     Raises:
         ConfigError: If there is no such rule, or it does not take its options.
@@ -317,15 +276,10 @@ def call_rule(
 
 def _checked(name: str, batch: RewardBatch, advantages: object) -> Tensor:
     wanted = tuple(batch.turn_mask.shape)
-    if not isinstance(advantages, Tensor):
+    if not isinstance(advantages, Tensor) or advantages.shape != wanted:
         raise CreditError(
-            f"The advantage estimator {name!r} returned a {type(advantages).__name__}: return a tensor with an "
-            f"advantage for each trajectory and turn, of the shape {wanted} of `turn_mask`."
-        )
-    if advantages.shape != batch.turn_mask.shape:
-        raise CreditError(
-            f"The advantage estimator {name!r} returned a tensor of shape {tuple(advantages.shape)}: return an "
-            f"advantage for each trajectory and turn, of the shape {wanted} of `turn_mask`."
+            f"The advantage estimator {name!r} returned {_described(advantages)}: return a tensor with an advantage "
+            f"for each trajectory and turn, of the shape {wanted} of `turn_mask`."
         )
     advantages = advantages.to(batch.turn_mask.device, torch.float32)
     wrong = ~advantages.isfinite() & batch.turn_mask
@@ -347,12 +301,15 @@ def _widened(name: str, what: str, batch: RewardBatch, values: Any) -> Tensor:
     try:
         widened: Tensor = values.to(batch.turn_mask.device, torch.double).expand(wanted)
     except (AttributeError, RuntimeError):  # no tensor, or one that does not broadcast
-        found = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
         raise CreditError(
-            f"The advantage estimator {name!r} returned {found} for the {what}: return a tensor of the shape {wanted} "
-            "of its advantages."
+            f"The advantage estimator {name!r} returned {_described(values)} for the {what}: return a tensor of the "
+            f"shape {wanted} of its advantages."
         ) from None
     return widened
+
+
+def _described(values: object) -> str:
+    return f"a tensor of shape {tuple(values.shape)}" if isinstance(values, Tensor) else f"a {type(values).__name__}"
 
 
 def _check_sum(name: str, batch: RewardBatch, advantages: Tensor, parts: Mapping[str, Tensor]) -> None:

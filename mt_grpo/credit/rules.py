@@ -7,6 +7,18 @@ trajectory; a failed member is in no mean (see `RewardBatch`). "Unbiased" means:
 is that of E[c Σ r + O], times (G − 1) / G where a mean includes the member itself. Any scaling by a deviation of the
 group bends it. `tests/support/exact_gradients.py` measures this without sampling.
 
+A rule takes the options that are in its signature:
+
+- `turn_coef`: the weight of turn rewards.
+- `scales`: whether outcome and turn rewards are divided by a deviation `"each"`, by `"one"` for both, or by `"batch"`:
+  one for both, that of the whole batch where `scale_rewards` is `"group"`.
+- `scale_rewards`: whose standard deviation divides the centred rewards: that of the `"group"`, of the whole `"batch"`,
+  or none (`"none"`).
+- `gamma`: the discount of later rewards; `lam`: the λ of an average of returns.
+
+It returns advantages in the dtype of the rewards, 0 where a turn does not exist. It raises `MissingField` if the batch
+lacks a field that it needs.
+
 Axes: B trajectory, G group member, K turn.
 """
 
@@ -52,18 +64,8 @@ def mt_grpo(
     `uncredited_turn_rewards`. With another `turn_coef` trajectories without a tool result weigh turn rewards by 1 all
     the same, see `bias_of_turn_coef`. `reward_to_go` has neither bias.
 
-    Args:
-        batch (`RewardBatch`): The rewards.
-        turn_coef (`float`, *optional*, defaults to `1.0`): Weight of the turn advantage.
-        scales (`str`, *optional*, defaults to `"each"`): `"each"`, `"one"` for both, or `"batch"`: one for both, that
-            of the whole batch where `scale_rewards` is `"group"`.
-        scale_rewards (`str`, *optional*, defaults to `"group"`): What the centred rewards are divided by: the standard
-            deviation of the `"group"`, of the whole `"batch"`, or nothing (`"none"`).
-
-    Returns:
-        `Tensor`: Advantages, shape (B, K), float32; 0 where a turn does not exist. An outcome that does not apply is
-        0, and is left out of the group's mean and standard deviation. A trajectory to which no turn reward applies has
-        the turn reward 0.
+    The advantages are float32. An outcome that does not apply is 0, and is left out of the group's mean and standard
+    deviation. A trajectory to which no turn reward applies has the turn reward 0.
     """
     earlier_results = batch.result_mask.cumsum(dim=1) - batch.result_mask.long()
     has_result = batch.result_mask.any(dim=1, keepdim=True)
@@ -105,10 +107,6 @@ def _both(batch: RewardBatch) -> Tensor:
 def bias_of_turn_coef(batch: RewardBatch, turn_coef: float) -> str | None:
     """
     How `mt_grpo` is biased on a batch by its coefficient, as half a sentence; `None` where it is not.
-
-    Args:
-        batch (`RewardBatch`): The rewards.
-        turn_coef (`float`): The weight of the turn advantage.
     """
     without = (~batch.result_mask.any(dim=1) & ~batch.failed).sum().item()
     if turn_coef == 1 or not without or not batch.turn_rewards.nan_to_num(nan=0.0).any():
@@ -139,17 +137,6 @@ def reward_to_go(
 
     Bias: none (× G / (G − 1)), for any number of turns and any `turn_coef`, if no turn reward depends on later turns.
     Source: policy gradients with rewards to go (Sutton et al. 2000), a mean over the group as the baseline.
-
-    Args:
-        batch (`RewardBatch`): The rewards.
-        turn_coef (`float`, *optional*, defaults to `1.0`): Weight of turn rewards.
-        scales (`str`, *optional*, defaults to `"each"`): `"each"`, `"one"` for both, or `"batch"`: one for both, that
-            of the whole batch where `scale_rewards` is `"group"`.
-        scale_rewards (`str`, *optional*, defaults to `"group"`): Whose deviation divides: that of the `"group"`, of
-            the whole `"batch"`, or none (`"none"`).
-
-    Returns:
-        `Tensor`: Advantages, shape (B, K), in the dtype of the rewards; 0 where a turn does not exist.
     """
     outcome, returns = batch.of_outcomes()[:, None], to_go(batch.of_turns())
     scale = divisor(outcome + turn_coef * returns, batch.group_size, scales, scale_rewards)
@@ -170,17 +157,6 @@ def gdpo(
     Bias: that of the scaling. Without it the rule is `reward_to_go`.
     Source: GDPO (Liu et al. 2026, arXiv 2601.05242) on rewards to go; its last step, normalising the batch, is left
     out, since it would centre turns of different prompts together.
-
-    Args:
-        batch (`RewardBatch`): The rewards, with `turn_streams`, `outcome_streams` and `stream_weights`.
-        turn_coef (`float`, *optional*, defaults to `1.0`): Weight of all turn rewards.
-        scales, scale_rewards (`str`, *optional*, default to `"each"` and `"group"`): As in `reward_to_go`.
-
-    Returns:
-        `Tensor`: Advantages, shape (B, K), in the dtype of the rewards; 0 where a turn does not exist.
-
-    Raises:
-        ConfigError: If the batch lacks the streams.
     """
     turns, outcomes = (batch.needed("gdpo", name) for name in ("turn_streams", "outcome_streams"))
     given = batch.needed("gdpo", "stream_weights")
@@ -207,8 +183,6 @@ def leave_one_out(batch: RewardBatch, *, turn_coef: float = 1.0, scale_rewards: 
     Bias: none, for any number of turns, also if turn rewards depend on later turns. It has more noise than
     `reward_to_go`, since a turn is credited with what was earned before it. A member without others gets 0.
     Source: RLOO (Ahmadian et al. 2024, arXiv 2402.14740).
-
-    Args and returns are those of `reward_to_go`.
     """
     sums = turn_coef * to_go(batch.of_turns())[:, :1] + batch.of_outcomes()[:, None]
     return batch.advantages(batch.against_others(sums, "baseline", scale_rewards))
@@ -226,10 +200,8 @@ def gtpo(batch: RewardBatch, *, turn_coef: float = 1.0, gamma: Share = 0.9, scal
     length of the gradient, for less noise.
     Source: the returns of GTPO (Ding et al. 2025, arXiv 2511.14846), without its shaping of rewards; absent turns
     count as 0 here.
-
-    Args and returns are those of `reward_to_go`; `gamma` (`float`, *optional*, defaults to `0.9`) is the discount.
     """
-    returns = to_go(with_outcome(batch, turn_coef), gamma)
+    returns = to_go(_with_outcome(batch, turn_coef), gamma)
     return batch.advantages(batch.against_group(returns, "baseline", scale_rewards))
 
 
@@ -247,8 +219,6 @@ def mt_grpo_discounted(
     Bias: none at `gamma` 1 without scaling (× G / (G − 1)), where it equals `reward_to_go`. A mean over only the
     members that reach a turn, or a sum that ends with the member's own last turn, would be biased.
     Source: Eq. 12 of Zeng et al. 2025 (arXiv 2505.11821), which assumes that all members have as many turns.
-
-    Args and returns are those of `reward_to_go`; `gamma` (`float`, *optional*, defaults to `1.0`) is the discount.
     """
     of_outcome = batch.against_group(batch.of_outcomes()[:, None], "outcome baseline", scale_rewards)
     rewards, size = batch.of_turns(), batch.group_size
@@ -280,13 +250,10 @@ def turn_gae(
     Bias: none at `gamma` 1 and `lam` 1. Below 1 it is biased, since one value stands for all states of a turn, and
     often less noisy. A member without others gets 0.
     Source: GAE (Schulman et al. 2016, arXiv 1506.02438) with a group's mean in place of a critic.
-
-    Args and returns are those of `reward_to_go`; `gamma` and `lam` (`float`, *optional*, default to `1.0` and `0.95`)
-    are the discount and the λ of GAE.
     """
-    rewards = with_outcome(batch, turn_coef)
+    rewards = _with_outcome(batch, turn_coef)
     returns = to_go(rewards, gamma)
-    values = group_values(batch, returns)
+    values = _group_values(batch, returns)
     scale = largest_deviation(returns, batch.group_size, scale_rewards)
     return batch.advantages(_gae_over(batch, rewards, values, returns, scale, gamma, lam))
 
@@ -316,8 +283,6 @@ def lambda_to_go(
     these are mostly the noise of what other turns do, so that it learns faster than with `reward_to_go`. Choose a
     `lam` near 1 if turns are paid for long after they are taken.
     Source: GAE (Schulman et al. 2016, arXiv 1506.02438) on turn rewards, beside the outcome advantage of MT-GRPO.
-
-    Args and returns are those of `reward_to_go`; `lam` (`float`, *optional*, defaults to `0.9`) is the λ of GAE.
     """
     outcome, rewards = batch.of_outcomes()[:, None], batch.of_turns()
     returns = to_go(rewards)
@@ -325,7 +290,7 @@ def lambda_to_go(
     scale = divisor(totals, batch.group_size, scales, scale_rewards)
     of_outcome = batch.against_others(outcome, "outcome baseline", scale_rewards, scale)
     own = largest_deviation(returns, batch.group_size, scale_rewards) if scale is None else scale
-    values = group_values(batch, returns)
+    values = _group_values(batch, returns)
     total = of_outcome + turn_coef * _gae_over(batch, rewards, values, returns, own, 1.0, lam, "turn baseline")
     if scale is not None:  # where totals are equal at every turn, a `lam` below 1 would be divided by `EPSILON`
         has_signal = (centre(totals, batch.group_size) != 0).view(-1, batch.group_size * totals.shape[1]).any(dim=1)
@@ -333,13 +298,13 @@ def lambda_to_go(
     return batch.advantages(total)
 
 
-def with_outcome(batch: RewardBatch, turn_coef: float) -> Tensor:
+def _with_outcome(batch: RewardBatch, turn_coef: float) -> Tensor:
     """Weighed turn rewards with the outcome added to the last turn, shape (B, K); NaN for a failed trajectory."""
     last = batch.turn_mask & ~torch.nn.functional.pad(batch.turn_mask, (0, 1))[:, 1:]
     return turn_coef * batch.of_turns() + torch.where(last, batch.of_outcomes()[:, None], 0.0)
 
 
-def group_values(batch: RewardBatch, returns: Tensor) -> Tensor:
+def _group_values(batch: RewardBatch, returns: Tensor) -> Tensor:
     """The mean return of the other members that reach a turn, shape (B, K); see `turn_gae`."""
     shape = (-1, batch.group_size, returns.shape[1])
     reached = batch.turn_mask.view(shape)
@@ -354,7 +319,7 @@ def group_values(batch: RewardBatch, returns: Tensor) -> Tensor:
     return values
 
 
-def gae(rewards: Tensor, values: Tensor, turn_mask: Tensor, gamma: float, lam: float) -> Tensor:
+def _gae(rewards: Tensor, values: Tensor, turn_mask: Tensor, gamma: float, lam: float) -> Tensor:
     """Generalised advantages of turns that exist, shape (B, K); NaN where there is no value."""
     after, advantage = torch.zeros_like(values[:, 0]), torch.zeros_like(values[:, 0])
     advantages = torch.zeros_like(values)
@@ -378,12 +343,12 @@ def _gae_over(
     baseline: str = "baseline",
     others: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
-    """The term of `gae` / `scale`, (B, K), 0 without a value; with `lam` < 1 it has the part `later values`."""
+    """The term of `_gae` / `scale`, (B, K), 0 without a value; with `lam` < 1 it has the part `later values`."""
     parts = dict(others or {})
     if lam != 1:
         known = values.masked_fill(~batch.turn_mask, 0.0)
-        parts["later values"] = gae(torch.zeros_like(known), known, batch.turn_mask, gamma, lam) + known
-    value = _in_units_of(scale, batch, gae(rewards, values, batch.turn_mask, gamma, lam), returns)
+        parts["later values"] = _gae(torch.zeros_like(known), known, batch.turn_mask, gamma, lam) + known
+    value = _in_units_of(scale, batch, _gae(rewards, values, batch.turn_mask, gamma, lam), returns)
     return batch.term(value, to_go(rewards, gamma * lam), scale, baseline, parts)
 
 
@@ -416,25 +381,12 @@ def state_baseline(
     is sampled in it. A good score takes noise away, if there are many groups to fit it on; a fit on two or three adds
     noise. Below 1 the values also stand in for later rewards, which takes more noise away and is biased by the error
     of the fit. The same score as a *reward* would be biased.
-
-    Args:
-        batch (`RewardBatch`): The rewards, with `state_scores`.
-        turn_coef (`float`, *optional*, defaults to `1.0`): Weight of turn rewards.
-        lam (`float`, *optional*, defaults to `1.0`): λ of GAE.
-        fit (`str`, *optional*, defaults to `"line"`): `"line"`, or `"table"` for scores of few values.
-        scale_rewards (`str`, *optional*, defaults to `"group"`): As in `reward_to_go`.
-
-    Returns:
-        `Tensor`: Advantages, shape (B, K), in the dtype of the rewards; 0 where a turn does not exist.
-
-    Raises:
-        ConfigError: If the batch has no `state_scores`.
     """
     scores = batch.needed("state_baseline", "state_scores").double()
     before = torch.nn.functional.pad(scores, (1, 0), value=torch.nan)[:, :-1]
-    rewards = with_outcome(batch, turn_coef)
+    rewards = _with_outcome(batch, turn_coef)
     returns = to_go(rewards)
-    values = group_values(batch, returns)
+    values = _group_values(batch, returns)
     known = batch.turn_mask & ~before.isnan() & ~values.isnan()
     groups = torch.arange(len(scores), device=scores.device) // batch.group_size
     groups = groups[:, None].expand_as(scores)[known]
@@ -493,21 +445,9 @@ def gigpo(
     Bias: slight in direction. Each term alone would do, so the gradient is about 1 + `turn_coef` times as long. The
     second is discounted, and its mean includes the turn itself, in states that occur a random number of times.
     Source: GiGPO (Feng et al. 2025, arXiv 2505.10978); `turn_coef` is its ω.
-
-    Args:
-        batch (`RewardBatch`): The rewards, with `state_ids`.
-        turn_coef (`float`, *optional*, defaults to `1.0`): Weight of the second term.
-        gamma (`float`, *optional*, defaults to `0.95`): Discount of the returns.
-        scale_rewards (`str`, *optional*, defaults to `"group"`): As in `reward_to_go`.
-
-    Returns:
-        `Tensor`: Advantages, shape (B, K), in the dtype of the rewards; 0 where a turn does not exist.
-
-    Raises:
-        ConfigError: If the batch has no `state_ids`.
     """
     states = batch.needed("gigpo", "state_ids")
-    rewards = with_outcome(batch, 1.0)
+    rewards = _with_outcome(batch, 1.0)
     of_trajectory = batch.against_group(to_go(rewards)[:, :1], "baseline", scale_rewards)
     groups = torch.arange(len(states), device=states.device) // batch.group_size
     keys = torch.stack([groups[:, None].expand_as(states), states], dim=-1)[batch.turn_mask]
@@ -570,16 +510,8 @@ def branch_to_go(batch: RewardBatch, *, turn_coef: float = 1.0, scale_rewards: S
 
     Bias: none, for any number of turns, if no turn reward depends on later turns; see above.
     Source: rewards to go (Sutton et al. 2000) with leave-one-out means (Ahmadian et al. 2024, arXiv 2402.14740) over
-    siblings, and over trunks where siblings share the turn.
-
-    Args:
-        batch (`RewardBatch`): The rewards, with `branch_at` and `num_branches`.
-        turn_coef (`float`, *optional*, defaults to `1.0`): Weight of turn rewards.
-        scale_rewards (`str`, *optional*, defaults to `"group"`): As in `reward_to_go`.
-
-    Returns:
-        `Tensor`: Advantages, shape (B, K), in the dtype of the rewards; 0 where a turn does not exist. A failed
-        trajectory is in no mean. A branch whose siblings have all failed is compared with the other trunks.
+    siblings, and over trunks where siblings share the turn. A failed trajectory is in no mean. A branch whose siblings
+    have all failed is compared with the other trunks.
     """
     returns = turn_coef * to_go(batch.of_turns()) + batch.of_outcomes()[:, None]
     # group, trunk, branch, turn; shifted by the group's least, so that equal returns come out as exactly 0

@@ -52,7 +52,7 @@ class _TeacherNeeds(TypedDict):
 
 
 class _TeacherOptions(_TeacherNeeds, total=False):
-    """Keys of `teacher`; see `mt_grpo.training.teacher`."""
+    """Keys of `teacher`; see `mt_grpo.training.distillation`."""
 
     server: _Text
     sees: Annotated[list[Literal["answer", "sibling", "feedback"]], MinLen(1)]

@@ -66,15 +66,8 @@ class TurnReward(RewardFunc):
     @abstractmethod
     def score(self, turn: Turn, trajectory: Trajectory, *args: Any, **row: Any) -> Score:
         """
-        Judges a turn; may be `async def`.
-
-        Args:
-            turn (`Turn`): The turn to judge.
-            trajectory (`Trajectory`): The finished trajectory that it is part of.
-            **row: The columns of the dataset row.
-
-        Returns:
-            `float` or `None`: The reward; `None` where it does not apply to this turn.
+        The reward of a turn of a finished trajectory, given the columns of its row; `None` where it does not apply.
+        May be `async def`.
         """
 
 
@@ -87,16 +80,8 @@ class StateScore(RewardFunc):
     @abstractmethod
     def score(self, turn: Turn, trajectory: Trajectory, *args: Any, **row: Any) -> Score:
         """
-        Scores the state after a turn; may be `async def`.
-
-        Args:
-            turn (`Turn`): The turn that leads to the state.
-            trajectory (`Trajectory`): The finished trajectory that it is part of. Later turns must not change the
-                score: a baseline must not know what comes.
-            **row: The columns of the dataset row.
-
-        Returns:
-            `float` or `None`: The score; `None` where there is none.
+        The score of the state after a turn of a finished trajectory, given the columns of its row; `None` where there
+        is none. Later turns must not change it: a baseline must not know what comes. May be `async def`.
         """
 
 
@@ -109,14 +94,8 @@ class OutcomeReward(RewardFunc):
     @abstractmethod
     def score(self, trajectory: Trajectory, *args: Any, **row: Any) -> Score:
         """
-        Judges a trajectory; may be `async def`.
-
-        Args:
-            trajectory (`Trajectory`): The finished trajectory.
-            **row: The columns of the dataset row.
-
-        Returns:
-            `float` or `None`: The reward; `None` where it does not apply to this trajectory.
+        The reward of a finished trajectory, given the columns of its row; `None` where it does not apply. May be
+        `async def`.
         """
 
 
@@ -261,8 +240,8 @@ Judge = TypeVar("Judge", bound=Callable[..., Any])
 REWARDS: Registry[RewardFunc | type[RewardFunc]] = Registry("reward", "mt_grpo.rewards")
 """The rewards that a recipe can list by name."""
 
-KINDS: dict[str, type[RewardFunc]] = {"turn": TurnReward, "outcome": OutcomeReward, "state": StateScore}
-OPTIONS = {"turn": "turn_reward_funcs", "outcome": "outcome_reward_funcs", "state": "state_score"}
+_KINDS: dict[str, type[RewardFunc]] = {"turn": TurnReward, "outcome": OutcomeReward, "state": StateScore}
+_OPTIONS = {"turn": "turn_reward_funcs", "outcome": "outcome_reward_funcs", "state": "state_score"}
 """The option that names those of a kind."""
 
 
@@ -272,13 +251,9 @@ class RewardListError(UserError, ValueError):
 
 def reward(name: str) -> Callable[[Judge], Judge]:
     """
-    Registers a reward: a `TurnReward` or `OutcomeReward` that needs no arguments, or a plain TRL reward function.
-
-    Args:
-        name (`str`): Its name in recipes, logs and `Trajectory.rewards`.
-
-    Raises:
-        RegistrationError: If the name is no word, or another file has registered it.
+    Registers a reward under its name in recipes, logs and `Trajectory.rewards`: a `TurnReward` or `OutcomeReward` that
+    needs no arguments, or a plain TRL reward function. `RegistrationError` if the name is no word, or another file has
+    registered it.
     """
     check_name(name, "reward")
 
@@ -297,17 +272,13 @@ def load_rewards(
     kind: Literal["turn", "outcome", "state"],
 ) -> list[RewardFunc]:
     """
-    Turns the entries of `turn_reward_funcs`, `outcome_reward_funcs` or `state_score` into reward objects.
-
-    Args:
-        entries (`Sequence`): Each is a registered name, a path for `import_object`, a `RewardFunc`, a subclass of it
-            that needs no arguments, a mapping of the `name` or path of a subclass and its arguments, or (outcome
-            rewards only) a plain TRL reward function.
-        kind (`str`): `"turn"`, `"outcome"` or `"state"`.
+    Turns the entries of `turn_reward_funcs`, `outcome_reward_funcs` or `state_score` into reward objects. Each is a
+    registered name, a path for `import_object`, a `RewardFunc`, a subclass of it that needs no arguments, a mapping of
+    the `name` or path of a subclass and its arguments, or (outcome rewards only) a plain TRL reward function.
 
     Raises:
-        ValueError: If an entry is not a reward, is a reward of the other kind, has the name of an earlier entry, or
-            does not take its arguments.
+        RewardListError: If an entry is not a reward, is a reward of the other kind, has the name of an earlier entry,
+            or does not take its arguments.
     """
     rewards: dict[str, RewardFunc] = {}
     for entry in entries:
@@ -331,17 +302,17 @@ def _load(entry: Any, kind: str) -> RewardFunc:
     if options:
         _check_options(value, options, label, kind)
     reward_class = value if isinstance(value, type) else type(value)
-    if issubclass(reward_class, KINDS[kind]):
+    if issubclass(reward_class, _KINDS[kind]):
         return _instantiate(value, options, label, kind) if isinstance(value, type) else value
-    for other in KINDS.keys() - {kind}:
-        if issubclass(reward_class, KINDS[other]):
-            raise RewardListError(f"{label!r} is a reward for {other}s: list it in `{OPTIONS[other]}`.")
+    for other in _KINDS.keys() - {kind}:
+        if issubclass(reward_class, _KINDS[other]):
+            raise RewardListError(f"{label!r} is a reward for {other}s: list it in `{_OPTIONS[other]}`.")
     if isinstance(value, type | RewardFunc) or not callable(value):
-        raise RewardListError(f"The {kind} reward {label!r} is not a reward: subclass {KINDS[kind].__name__}.")
+        raise RewardListError(f"The {kind} reward {label!r} is not a reward: subclass {_KINDS[kind].__name__}.")
     if kind != "outcome":
         raise RewardListError(
             f"The {kind} reward {label!r} is a plain function, which judges whole completions: subclass "
-            f"{KINDS[kind].__name__}, or list it in `outcome_reward_funcs`."
+            f"{_KINDS[kind].__name__}, or list it in `outcome_reward_funcs`."
         )
     return ScoreFunction(value) if ScoreFunction.fits(value) else FunctionReward(value)
 
@@ -373,13 +344,8 @@ def _instantiate(reward_class: type[RewardFunc], options: dict[str, Any], label:
     except UserError:
         raise
     except Exception as error:  # whatever the user's class raises
-        if options:
-            raise RewardListError(
-                f"The {kind} reward {label!r} cannot be made with the options {options!r} "
-                f"({type(error).__name__}: {error})."
-            ) from error
+        how = f"with the options {options!r}" if options else "without arguments"
+        mend = "" if options else f": give them with its name, as `{{name: {label}, ...}}`, or list an instance"
         raise RewardListError(
-            f"The {kind} reward {label!r} is a class that cannot be made without arguments "
-            f"({type(error).__name__}: {error}): give them with its name, as `{{name: {label}, ...}}`, or list an "
-            "instance."
+            f"The {kind} reward {label!r} cannot be made {how} ({type(error).__name__}: {error}){mend}."
         ) from error

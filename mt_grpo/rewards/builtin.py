@@ -52,18 +52,12 @@ class EnvReward(OutcomeReward):
         return sum(given.values()) if given else None
 
 
-env_reward = EnvReward()
-
-
 @reward("step_reward")
-class StepReward(TurnReward):
+class _StepReward(TurnReward):
     """`Turn.reward`; `None` for a turn that was given none."""
 
     def score(self, turn: Turn, trajectory: Trajectory, **row: object) -> float | None:
         return turn.reward
-
-
-step_reward = StepReward()
 
 
 @reward("teacher_agreement")
@@ -76,9 +70,6 @@ class TeacherAgreement(TurnReward):
         return trajectory.teacher_log_ratios[turn.index]
 
 
-teacher_agreement = TeacherAgreement()
-
-
 @reward("teacher_log_ratio")
 class TeacherLogRatio(StateScore):
     """The mean of `Trajectory.teacher_log_ratios` over the turns so far; `None` where the run's teacher read none."""
@@ -88,11 +79,8 @@ class TeacherLogRatio(StateScore):
         return sum(read) / len(read) if read else None
 
 
-teacher_log_ratio = TeacherLogRatio()
-
-
 @reward("reasoning_gym_reward")
-class ReasoningGymReward(OutcomeReward):
+class _ReasoningGymReward(OutcomeReward):
     """What the row's task gives for the answer, from 0 to 1; for rows of `dataset_name: reasoning_gym:TASK`."""
 
     name = "reasoning_gym_reward"
@@ -112,9 +100,6 @@ def _dataset(task: str, options: str) -> Any:
     return reasoning_gym.create_dataset(task, **json.loads(options))
 
 
-reasoning_gym_reward = ReasoningGymReward()
-
-
 _Answer = str | int | float | list[Any] | dict[str, Any]
 
 _APOSTROPHES = "'‘’`´"
@@ -127,7 +112,7 @@ _BLOCK = re.compile(rf"<({'|'.join(_TAGS)})>(.*?)</\1>", re.DOTALL)
 
 
 @reward("tool_execution_reward_func")
-class ToolExecutionReward(TurnReward):
+class _ToolExecutionReward(TurnReward):
     """
     0.2 × (share of successful tool calls up to the turn − the share up to the turn before); `None` for a turn without
     attempts. The share is 0 before the first attempt, and a turn that fails after a success earns less than 0.
@@ -151,7 +136,7 @@ class _AcceptedAnswers(ReadsAnswer):
 
 
 @reward("exist_answer_in_search_results")
-class ExistAnswerInSearchResults(_AcceptedAnswers, TurnReward):
+class _ExistAnswerInSearchResults(_AcceptedAnswers, TurnReward):
     """
     0.5 on the first turn with a successful tool call whose result holds an accepted answer, 0.0 on the other turns on
     which a tool ran; `None` where none ran. Summed over the turns: 0.5 or 0.0.
@@ -168,7 +153,7 @@ class ExistAnswerInSearchResults(_AcceptedAnswers, TurnReward):
 
 
 @reward("exact_match_reward_func")
-class ExactMatchReward(_AcceptedAnswers, OutcomeReward):
+class _ExactMatchReward(_AcceptedAnswers, OutcomeReward):
     """1.0 if the final answer equals an accepted answer after normalisation, else 0.0 (also without an answer)."""
 
     def score(self, trajectory: Trajectory, *, answer: _Answer, **row: object) -> float:
@@ -177,7 +162,7 @@ class ExactMatchReward(_AcceptedAnswers, OutcomeReward):
 
 
 @reward("exist_answer_reward_func")
-class ExistAnswerReward(_AcceptedAnswers, OutcomeReward):
+class _ExistAnswerReward(_AcceptedAnswers, OutcomeReward):
     """0.5 if the final answer holds an accepted answer, else 0.0 (also without an answer)."""
 
     maximum = 0.5
@@ -246,7 +231,7 @@ def _found(turn: Turn, answers: list[str]) -> bool:
 
 
 @reward("format_reward_func")
-class FormatReward(OutcomeReward):
+class _FormatReward(OutcomeReward):
     """0.2 × the mean of `_message_format` over the assistant messages; `None` if there is none."""
 
     maximum = 0.2
@@ -256,7 +241,7 @@ class FormatReward(OutcomeReward):
 
 
 @reward("xml_reward_func")
-class XmlReward(OutcomeReward):
+class _XmlReward(OutcomeReward):
     """0.2 × the mean of `_message_xml` over the assistant messages; `None` if there is none."""
 
     maximum = 0.2
@@ -305,20 +290,12 @@ def _mean(trajectory: Trajectory, score: Callable[[str], float]) -> float | None
     return 0.2 * sum(scores) / len(scores) if scores else None
 
 
-tool_execution_reward_func = ToolExecutionReward()
-exist_answer_in_search_results = ExistAnswerInSearchResults()
-exact_match_reward_func = ExactMatchReward()
-exist_answer_reward_func = ExistAnswerReward()
-format_reward_func = FormatReward()
-xml_reward_func = XmlReward()
-
-
 _NUMBER = re.compile(r"(?<!\w)-?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)")
 _THOUSANDS = re.compile(r"(?<=[0-9]),(?=[0-9]{3}\b)")
 
 
 @reward("gsm8k_correct_reward_func")
-class Gsm8kCorrectReward(ReadsAnswer, OutcomeReward):
+class _Gsm8kCorrectReward(ReadsAnswer, OutcomeReward):
     """1.0 if the number in the final answer equals the number in the `answer` column, else 0.0."""
 
     def score(self, trajectory: Trajectory, *, answer: str | int | float, **row: object) -> float:
@@ -333,7 +310,7 @@ class Gsm8kCorrectReward(ReadsAnswer, OutcomeReward):
 
 
 @reward("gsm8k_number_reward_func")
-class Gsm8kNumberReward(OutcomeReward):
+class _Gsm8kNumberReward(OutcomeReward):
     """0.2 if the final answer is a number and nothing else, else 0.0; `$`, `%` and a full stop are allowed."""
 
     maximum = 0.2
@@ -351,10 +328,6 @@ def find_number(text: str) -> Decimal | None:
 
 def _plain(text: str) -> str:
     return _THOUSANDS.sub("", text.replace("−", "-").replace("$", "").replace("%", ""))
-
-
-gsm8k_correct_reward_func = Gsm8kCorrectReward()
-gsm8k_number_reward_func = Gsm8kNumberReward()
 
 
 _GAINS = ("log_prob", "probability")
@@ -408,25 +381,13 @@ class RightAnswer(ReadsAnswer):
 
     def answer_at(self, turn: int, row: Mapping[str, object]) -> str | None:
         """
-        The text to score in the context of a turn. Override it where each turn of a conversation has a right answer
-        of its own.
-
-        Args:
-            turn (`int`): Index of the turn, from 0.
-            row (`Mapping`): The dataset row, which is all that the answer may depend on.
-
-        Returns:
-            `str` or `None`: The right answer; `None` where there is none to score.
+        The text to score in the context of a turn (its index, from 0); `None` where there is none. Override it where
+        each turn of a conversation has a right answer of its own. It may depend on the row alone.
         """
         return self.right_answer(row[self.column])
 
     def logprobs(self, trajectory: Trajectory) -> list[float | None]:
-        """
-        For each turn the log-prob of the right answer in its context.
-
-        Raises:
-            ValueError: If no trainer has filled it in.
-        """
+        """For each turn the log-prob of the right answer in its context; `ValueError` if no trainer filled it in."""
         if self.name not in trajectory.answer_logprobs:
             raise ValueError("the trajectory has no log-probs of the answer, which a trainer computes")
         return trajectory.answer_logprobs[self.name]
@@ -480,5 +441,18 @@ class AnswerLogprob(RightAnswer, StateScore):
         return after[0] if after else None
 
 
+env_reward = EnvReward()
+step_reward = _StepReward()
+teacher_agreement = TeacherAgreement()
+teacher_log_ratio = TeacherLogRatio()
+reasoning_gym_reward = _ReasoningGymReward()
+tool_execution_reward_func = _ToolExecutionReward()
+exist_answer_in_search_results = _ExistAnswerInSearchResults()
+exact_match_reward_func = _ExactMatchReward()
+exist_answer_reward_func = _ExistAnswerReward()
+format_reward_func = _FormatReward()
+xml_reward_func = _XmlReward()
+gsm8k_correct_reward_func = _Gsm8kCorrectReward()
+gsm8k_number_reward_func = _Gsm8kNumberReward()
 information_gain = InformationGain()
 answer_logprob = AnswerLogprob()

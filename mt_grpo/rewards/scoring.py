@@ -50,13 +50,8 @@ def score_trajectories(
     Scores a batch and records the values in `Trajectory.rewards`. A trajectory that failed is not scored.
 
     All rewards are called in the caller's thread, before this returns, because they may expect the main thread
-    (signals) or the trainer's. The body of an `async def` reward runs where the result is awaited.
-
-    Returns:
-        A coroutine of `Scores`: one value per reward and trajectory, and per turn for turn rewards.
-
-    Raises:
-        RewardError: When awaited, if a reward raises, or returns neither a finite number nor `None`.
+    (signals) or the trainer's. The body of an `async def` reward runs where the result is awaited, which raises
+    `RewardError` if a reward raises, or returns neither a finite number nor `None`.
     """
     judged = [trajectory for trajectory in trajectories if not trajectory.failed]
     # first what processes do together: a reward that ends this process would leave the others waiting
@@ -163,15 +158,11 @@ def _number(func: RewardFunc, value: object, trajectory: Trajectory) -> float | 
     if value is None:
         return None
     try:
-        if isinstance(value, (str, bytes)):
-            raise TypeError(f"it returned {value!r}, which is text: return a number")
-        if not isinstance(value, SupportsFloat):
+        if isinstance(value, (str, bytes)) or not isinstance(value, SupportsFloat):
             raise TypeError(f"it returned {value!r:.80}: return a number")
         number = float(value)
-        if math.isnan(number):
-            raise ValueError("it returned nan: return `None` where it does not apply")
-        if math.isinf(number):
-            raise ValueError(f"it returned {number}, which is not a finite number")
+        if not math.isfinite(number):
+            raise ValueError(f"it returned {number}: return a finite number, or `None` where it does not apply")
     except Exception as error:  # whatever the user's value raises
         raise _failure(func, error, trajectory) from error
     return number
@@ -190,11 +181,9 @@ def _failure(func: RewardFunc, error: Exception, trajectory: Trajectory, scope: 
 
 def cut_after(trajectory: Trajectory, index: int) -> Trajectory:
     """
-    The trajectory as it was when a turn had been replied to.
-
-    What is only known at its end is left out: the stop reason, the duration, rewards and what the environment says of
-    the whole conversation. The environment itself, which rewards may look at, is the one at the end. Log-probs of the
-    right answer stay up to the state that the turn led to.
+    The trajectory as it was when a turn had been replied to, without what is only known at its end. The environment
+    itself, which rewards may look at, is the one at the end. Log-probs of the right answer stay up to the state that
+    the turn led to.
     """
     return replace(
         trajectory,
@@ -218,13 +207,9 @@ def score_cut(
     funcs: Sequence[TurnReward | StateScore], samples: Sequence[tuple[Trajectory, int]]
 ) -> Coroutine[object, object, dict[str, str]]:
     """
-    Scores turns once more, on their trajectories cut off after them, and finds the rewards that differ.
-
-    A reward whose value on the *whole* trajectory differs from the recorded one too is not deterministic, and nothing
-    is said of it. Like `score_trajectories`, this calls all rewards before it returns.
-
-    Returns:
-        A coroutine of `dict[str, str]`: for each reward that depends on later turns, by its name, what was found.
+    Scores turns once more, on their trajectories cut off after them: for each reward that depends on later turns, by
+    its name, what was found. A reward whose value on the *whole* trajectory differs from the recorded one too is not
+    deterministic, and nothing is said of it. Like `score_trajectories`, this calls all rewards before it returns.
     """
     calls = []
     for trajectory, index in samples:

@@ -28,7 +28,7 @@ from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME
 from mt_grpo.errors import ConfigError, UserError
 from mt_grpo.media import media_to_digests
 from mt_grpo.options.table import Values
-from mt_grpo.runlog.files import to_json
+from mt_grpo.runlog.files import to_json, written_whole
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.ranks import copy_folder, several_hosts
 
@@ -110,10 +110,8 @@ def save_rollouts(
     if prefetched is not None:
         state["ahead"] = prefetched
     folder.mkdir(parents=True, exist_ok=True)  # where only the model is saved, the main process alone has made it
-    path = _path(folder, accelerator.process_index)
-    partial = path.with_suffix(".partial")
-    torch.save(state, partial)
-    partial.replace(path)
+    with written_whole(_path(folder, accelerator.process_index)) as partial:
+        torch.save(state, partial)
 
 
 def load_rollouts(
@@ -148,20 +146,6 @@ def made_with(
         "system_prompt": repr(args.system_prompt),
         "data": _known_by(rows),
     }
-
-
-def warn_of_differences(folder: Path, here: dict[str, str], changed: Mapping[str, tuple[object, object]]) -> None:
-    """Warns where a run that goes on has other things or options than its checkpoint."""
-    path = folder / MADE_WITH
-    made = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    other = [f"{name}: {made[name]}; here {here[name]}" for name in here if made.get(name, here[name]) != here[name]]
-    other += [f"{name}: {before}; here {given}" for name, (before, given) in changed.items()]
-    if other:
-        logger.warning(
-            "The checkpoint %s was made with other %s. The resumed run goes on with what is here.",
-            folder,
-            " | ".join(other),
-        )
 
 
 def _known_by(rows: Dataset | IterableDataset) -> str:
@@ -279,22 +263,23 @@ def check_adapter(folder: Path, adapter: dict[str, Any] | None) -> None:
     """Whether a checkpoint has the adapter, or the whole model, that a run trains."""
     saved = adapter_settings(folder)
     if saved is not None and adapter is None:
-        raise ConfigError(
-            f"The checkpoint {folder} is of an adapter, and this run trains the whole model: resume with `use_peft: "
-            "true` and the options of the adapter that it was made with."
+        differs = (
+            "an adapter, and this run trains the whole model: resume with `use_peft: true` and the options of the "
+            "adapter that it was made with"
         )
-    if adapter is None:
+    elif saved is None and adapter is not None and any(folder.glob("model*.safetensors")):
+        differs = (
+            "a whole model, and this run trains an adapter: resume without `use_peft`, or begin a run with its model "
+            "(`model_name_or_path`)"
+        )
+    elif saved is not None and adapter is not None and saved.get("r") != adapter.get("r"):
+        differs = (
+            f"an adapter of rank {saved.get('r')}, and this run's has {adapter.get('r')}: resume with what it was "
+            "made with (`lora_r`)"
+        )
+    else:
         return
-    if saved is None and any(folder.glob("model*.safetensors")):
-        raise ConfigError(
-            f"The checkpoint {folder} is of a whole model, and this run trains an adapter: resume without `use_peft`, "
-            "or begin a run with its model (`model_name_or_path`)."
-        )
-    if saved is not None and saved.get("r") != adapter.get("r"):
-        raise ConfigError(
-            f"The checkpoint {folder} is of an adapter of rank {saved.get('r')}, and this run's has "
-            f"{adapter.get('r')}: resume with what it was made with (`lora_r`)."
-        )
+    raise ConfigError(f"The checkpoint {folder} is of {differs}.")
 
 
 def check_weights_fit(folder: Path, model: torch.nn.Module) -> None:
@@ -337,7 +322,7 @@ def _shapes(file: Path) -> dict[str, list[int]]:
         with safe_open(file, framework="pt") as tensors:
             return {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
     except _UNREADABLE as error:
-        raise damaged(file, error) from None
+        raise _damaged(file, error) from None
 
 
 def adapter_settings(folder: str | Path) -> dict[str, Any] | None:
@@ -465,7 +450,7 @@ def _damage(folder: Path) -> str | None:
                 try:
                     read(file)
                 except _UNREADABLE as error:
-                    raise damaged(file, error) from None
+                    raise _damaged(file, error) from None
     except ConfigError as error:
         return str(error)
     gone = _gone(folder)
@@ -490,7 +475,7 @@ def _gone(folder: Path) -> str | None:
     return states[there.index(False)].replace("*", "")
 
 
-def damaged(path: Path, error: BaseException) -> ConfigError:
+def _damaged(path: Path, error: BaseException) -> ConfigError:
     """The sentence about a file of a checkpoint that cannot be read, and what to resume from instead."""
     why = " ".join(str(error).split()) or type(error).__name__
     return ConfigError(
@@ -511,7 +496,7 @@ def _read(path: Path, map_location: Any = "cpu", **options: Any) -> dict[str, An
         if not isinstance(state, dict) or not isinstance(state["processes"], int):
             raise ValueError("it is of another program")
     except _UNREADABLE as error:
-        raise damaged(path, error) from None
+        raise _damaged(path, error) from None
     return state
 
 

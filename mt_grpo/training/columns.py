@@ -25,7 +25,7 @@ from mt_grpo.data import (
     with_own_opener,
 )
 from mt_grpo.envs import EnvSource
-from mt_grpo.errors import ConfigError
+from mt_grpo.errors import ConfigError, refuse_first
 from mt_grpo.forward.media import media_tokens
 from mt_grpo.imports import did_you_mean
 from mt_grpo.media import IMAGE, SOUND, MediumError, Part, decode, is_decoded, is_image, media_of, read_parts, to_file
@@ -150,14 +150,19 @@ def _with_text(message: Message) -> Message:
 
 
 def media_encoder(
-    processor: PreTrainedTokenizerBase | ProcessorMixin, config: PreTrainedConfig, engine: Engine
+    processor: PreTrainedTokenizerBase | ProcessorMixin, config: PreTrainedConfig, engine: Engine, *data: object
 ) -> MediaEncoder | None:
-    """What encodes the images and sounds of a run; `None` where model, processor or engine take none."""
+    """
+    What encodes the images and sounds of a run; `None` where model, processor or engine take none. Refuses datasets
+    with images or sounds where the model cannot be shown them.
+    """
     inside = vars(processor) if isinstance(processor, ProcessorMixin) else {}
     tokens = media_tokens(config)
     sees = IMAGE in tokens and "image_processor" in inside
     hears = SOUND in tokens and bool(inside) and audio_feature_extractor(processor) is not None
-    return MediaEncoder(processor, tokens) if (sees or hears) and isinstance(engine, MediaEngine) else None
+    encoder = MediaEncoder(processor, tokens) if (sees or hears) and isinstance(engine, MediaEngine) else None
+    _check_media(encoder, tokens, engine, data)
+    return encoder
 
 
 def _is_server(engine: Engine) -> bool:
@@ -166,12 +171,11 @@ def _is_server(engine: Engine) -> bool:
     return isinstance(engine, VLLMServerClient)
 
 
-def check_media(encoder: MediaEncoder | None, config: PreTrainedConfig, engine: Engine, *data: object) -> None:
-    """Refuses datasets with images or sounds where the model cannot be shown them."""
+def _check_media(encoder: MediaEncoder | None, tokens: dict[int, int], engine: Engine, data: Sequence[object]) -> None:
     every = [rows for one in data for rows in (one.values() if isinstance(one, dict) else [one])]
     for columns, feature, part, token, what in (
-        (_IMAGE_COLUMNS, Image, {"type": "image"}, media_tokens(config).get(IMAGE), "images"),
-        (_SOUND_COLUMNS, Audio, _PLACE, media_tokens(config).get(SOUND), "sounds"),
+        (_IMAGE_COLUMNS, Image, {"type": "image"}, tokens.get(IMAGE), "images"),
+        (_SOUND_COLUMNS, Audio, _PLACE, tokens.get(SOUND), "sounds"),
     ):
         column = next((name for rows in every for name in columns if _holds(rows, name, feature)), None)
         if column is not None and feature is Audio and _is_server(engine):
@@ -229,28 +233,42 @@ def rows_of(dataset: Rows | None, source: EnvSource, args: MTGRPOConfig) -> Rows
             )
         return dataset
     if dataset is None:
-        if source.names:
-            raise ConfigError(
+        refuse_first(
+            (
+                source.names,
                 f"Several environments ({', '.join(source.names)}) need a dataset whose column `environment` says "
-                "which one a row is for: give `train_dataset`, or a single factory."
-            )
-        if args.max_steps <= 0:
-            raise ConfigError(
+                "which one a row is for: give `train_dataset`, or a single factory.",
+            ),
+            (
+                args.max_steps <= 0,
                 "There is no dataset, so `reset` of the environment gives the prompts, and nothing says how long to "
-                "train: set `max_steps`."
-            )
+                "train: set `max_steps`.",
+            ),
+        )
         dataset = Dataset.from_dict({"prompt": [_NO_PROMPT] * (args.generation_batch_size // args.num_generations)})
         source.check(dataset, "training dataset")
     return dataset
 
 
-def with_prompts(data: Any, source: EnvSource, name: str) -> Any:
+def with_prompts(train: Rows | None, evaluated: Any, source: EnvSource, args: MTGRPOConfig) -> tuple[Rows, Any]:
+    """The datasets of a run, those of its environment where none are given, with prompts that can be asked."""
+    train = _with_prompts(rows_of(train, source, args), source, "training dataset")
+    evaluated = source.rows("eval") if evaluated is None and args.do_eval else evaluated
+    evaluated = _with_prompts(evaluated, source, "evaluation dataset")
+    if not source.writes_prompts:
+        _check_prompts(train, "train_dataset")
+        for rows in evaluated.values() if isinstance(evaluated, dict) else [evaluated]:
+            _check_prompts(rows, "eval_dataset")
+    return train, evaluated
+
+
+def _with_prompts(data: Any, source: EnvSource, name: str) -> Any:
     """
     A dataset, or several by name, with the column `prompt`, and images that are opened as those of tools are. Where
     the environment writes prompts, rows may lack it.
     """
     if isinstance(data, dict):
-        return {split: with_prompts(rows, source, f"{name} {split!r}") for split, rows in data.items()}
+        return {split: _with_prompts(rows, source, f"{name} {split!r}") for split, rows in data.items()}
     data = None if data is None else with_own_opener(data)
     columns = None if data is None else data.column_names
     if not columns or "prompt" in columns:
@@ -369,10 +387,20 @@ def _needed(parameters: Iterable[Parameter], positional: int) -> list[str]:
     return [parameter.name for parameter in left if parameter.default is Parameter.empty]
 
 
-def as_rows(data: object, name: str) -> Any:
-    """A dataset as it is, and a list of rows as a dataset; `name` is that of the argument."""
+def as_datasets(train: object, evaluated: object) -> tuple[Any, Any]:
+    """Datasets as they are, and lists of rows as datasets; refuses several to train on."""
+    train, evaluated = _as_rows(train, "train_dataset"), _as_rows(evaluated, "eval_dataset")
+    if isinstance(train, dict):
+        raise ConfigError(
+            f"`train_dataset` is several datasets ({', '.join(map(str, train))}): give one of them, as "
+            f"`train_dataset[{next(iter(train), 'train')!r}]`."
+        )
+    return train, evaluated
+
+
+def _as_rows(data: object, name: str) -> Any:
     if isinstance(data, dict):
-        return {split: as_rows(rows, f"{name}[{split!r}]") for split, rows in data.items()}
+        return {split: _as_rows(rows, f"{name}[{split!r}]") for split, rows in data.items()}
     if data is None or isinstance(data, (Dataset, IterableDataset)):
         _check_decoding(data)
         return data
@@ -392,32 +420,21 @@ def as_rows(data: object, name: str) -> Any:
         ) from error
 
 
-def refuse_several_datasets(train: object) -> None:
-    """Refuses several datasets to train on."""
-    if isinstance(train, dict):
-        raise ConfigError(
-            f"`train_dataset` is several datasets ({', '.join(map(str, train))}): give one of them, as "
-            f"`train_dataset[{next(iter(train), 'train')!r}]`."
-        )
-
-
-def check_prompts(train: object, evaluated: object, written: bool) -> None:
+def _check_prompts(rows: object, name: str) -> None:
     """
-    Refuses datasets whose prompts are neither text nor messages. A column has one type, so the first row tells; the
+    Refuses a dataset whose prompts are neither text nor messages. A column has one type, so the first row tells; the
     rows of a stream are not read.
     """
-    several = evaluated.values() if isinstance(evaluated, dict) else [evaluated]
-    for name, rows in [("train_dataset", train), *(("eval_dataset", rows) for rows in several)]:
-        if written or not isinstance(rows, Dataset) or not len(rows):
-            continue
-        prompt = rows[0]["prompt"]
-        messages = isinstance(prompt, list) and prompt and all(isinstance(each, Mapping) for each in prompt)
-        if not isinstance(prompt, str) and not messages:
-            raise ConfigError(
-                f"The first row of `{name}` has the prompt {str(prompt)[:80]!r}: give text, or a list of messages, "
-                'such as `{"role": "user", "content": ...}`.'
-            )
-        try:
-            as_messages(prompt)
-        except DatasetError as error:
-            raise ConfigError(f"The first row of `{name}` {error}") from None
+    if not isinstance(rows, Dataset) or not len(rows):
+        return
+    prompt = rows[0]["prompt"]
+    messages = isinstance(prompt, list) and prompt and all(isinstance(each, Mapping) for each in prompt)
+    if not isinstance(prompt, str) and not messages:
+        raise ConfigError(
+            f"The first row of `{name}` has the prompt {str(prompt)[:80]!r}: give text, or a list of messages, such "
+            'as `{"role": "user", "content": ...}`.'
+        )
+    try:
+        as_messages(prompt)
+    except DatasetError as error:
+        raise ConfigError(f"The first row of `{name}` {error}") from None

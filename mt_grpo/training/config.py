@@ -21,6 +21,7 @@ from mt_grpo.imports import import_file
 from mt_grpo.options.rules import check_options
 from mt_grpo.options.table import OF_LIBRARIES, RunOptions, options_of, with_options_in_docstring
 from mt_grpo.options.values import PARSERS, chosen_rule, with_env_options
+from mt_grpo.rollout.runner import Branching
 
 KEEPS_TURNS = ("cispo", "vespo")
 """Loss types in which an advantage weighs its own tokens, for every `importance_sampling_level`."""
@@ -59,17 +60,6 @@ def changed(args: GRPOConfig, **values: Any) -> Any:
     args = copy.copy(args)
     args.__dict__.update(values)
     return args
-
-
-def options_given(args: GRPOConfig) -> dict[str, Any]:
-    """Options that differ from their defaults, without what is secret in them."""
-    known = args.to_dict()  # which hides tokens
-    defaults = {field.name: field.default for field in fields(args) if field.default is not MISSING}
-    return {
-        name: known[name]
-        for name, default in defaults.items()
-        if known.get(name) is not None and known[name] != default and getattr(args, name) != default
-    }
 
 
 @functools.cache
@@ -142,12 +132,31 @@ class MTGRPOConfig(RunOptions, GRPOConfig):
         ours["steps_per_generation"] = max(1, ours["generation_batch_size"] // step)
         self.__dict__.update(vars(theirs) | ours)
 
+    @classmethod
+    def of(cls, args: object) -> MTGRPOConfig:
+        """Options as a `MTGRPOConfig`: a `GRPOConfig` with the defaults of all else, and every value that it has."""
+        if isinstance(args, MTGRPOConfig):
+            args.check()  # scripts set values after they made it
+            return args
+        if not isinstance(args, GRPOConfig):
+            raise ConfigError(
+                f"`args` is a {type(args).__name__}: give a `MTGRPOConfig`, or the `GRPOConfig` of a script for TRL's "
+                "trainer."
+            )
+        # made without `__init__`: TRL has filled in fields that it would not take a second time
+        whole = object.__new__(cls)
+        for field in fields(cls):
+            setattr(whole, field.name, field.default if field.default_factory is MISSING else field.default_factory())
+        whole.__dict__.update(vars(args))
+        if not args.use_vllm:
+            whole.vllm_mode = "server"  # TRL's default says nothing where no server is used
+        whole.check()
+        return whole
+
     def check(self) -> None:
         """
-        Holds the options against each other. TRL's `max_tool_calling_iterations` is taken as `max_env_steps`.
-
-        Raises:
-            ConfigError: For the first rule that they break.
+        Holds the options against each other: `ConfigError` for the first rule that they break. TRL's
+        `max_tool_calling_iterations` is taken as `max_env_steps`.
         """
         names = registered_names(self.weight_sync)
         if self.env is not None:  # its module, which is not imported yet, may register a protocol
@@ -166,23 +175,39 @@ class MTGRPOConfig(RunOptions, GRPOConfig):
         """Whether the forward replays the routes of a mixture that its engine gives."""
         return self.router_replay and self.forward == "tree"
 
+    @property
+    def given(self) -> dict[str, Any]:
+        """Options that differ from their defaults, without what is secret in them."""
+        known = self.to_dict()  # which hides tokens
+        defaults = {field.name: field.default for field in fields(self) if field.default is not MISSING}
+        return {
+            name: known[name]
+            for name, default in defaults.items()
+            if known.get(name) is not None and known[name] != default and getattr(self, name) != default
+        }
+
+    def branching(self, mode: str) -> Branching | None:
+        """How the conversations of a batch branch; `None` where they do not, as in an evaluation."""
+        if self.branch_at is None or mode != "train":
+            return None
+        return Branching(self.branch_at, self.num_branches)
+
+    @property
+    def rule_options(self) -> dict[str, Any]:
+        """Options of the run that a credit rule may take."""
+        return {"turn_coef": self.turn_advantage_coef, "scale_rewards": self.scale_rewards}
+
     def credit_rule(self, has_turn_rewards: bool) -> Rule:
         """The rule that a trainer with or without turn rewards follows."""
         return chosen_rule(self.advantage_estimator, has_turn_rewards)
 
     def check_credit(self, has_turn_rewards: bool) -> None:
         """
-        Looks up the credit rule, and checks it against its options and the loss.
-
-        Args:
-            has_turn_rewards (`bool`): Whether turns are rewarded; this decides the rule where none is chosen.
-
-        Raises:
-            ConfigError: If there is no such rule, it does not take its options, or the loss takes away the credit that
-                it gives to turns.
+        Looks up the credit rule, and checks it against its options and the loss: `ConfigError` if there is no such
+        rule, it does not take its options, or the loss takes away the credit that it gives to turns.
         """
         rule = self.credit_rule(has_turn_rewards)
-        bind_rule(rule, turn_coef=self.turn_advantage_coef, scale_rewards=self.scale_rewards)
+        bind_rule(rule, **self.rule_options)
         name = rule_name(rule)
         if self.averages_turns and splits_turns(name):
             another = ", choose another `loss_type`" if self.loss_type == "luspo" else ""
@@ -192,24 +217,3 @@ class MTGRPOConfig(RunOptions, GRPOConfig):
                 f"leave it at `token`{another}, or choose a rule for whole trajectories such as `grpo_or` or "
                 "`grpo_mr`."
             )
-
-
-def as_mtgrpo_config(args: object) -> MTGRPOConfig:
-    """Options as a `MTGRPOConfig`: a `GRPOConfig` with the defaults of all else, and every value that it has."""
-    if isinstance(args, MTGRPOConfig):
-        args.check()  # scripts set values after they made it
-        return args
-    if not isinstance(args, GRPOConfig):
-        raise ConfigError(
-            f"`args` is a {type(args).__name__}: give a `MTGRPOConfig`, or the `GRPOConfig` of a script for TRL's "
-            "trainer."
-        )
-    # made without `__init__`: TRL has filled in fields that it would not take a second time
-    whole = object.__new__(MTGRPOConfig)
-    for field in fields(MTGRPOConfig):
-        setattr(whole, field.name, field.default if field.default_factory is MISSING else field.default_factory())
-    whole.__dict__.update(vars(args))
-    if not args.use_vllm:
-        whole.vllm_mode = "server"  # TRL's default says nothing where no server is used
-    whole.check()
-    return whole

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import fields
 from typing import Any
 
@@ -19,7 +18,6 @@ from transformers import PreTrainedTokenizerBase
 from trl.chat_template_utils import add_response_schema
 from trl.distributed import DistributedBackend
 
-from mt_grpo.concurrency import run
 from mt_grpo.envs import EnvLike, EnvSource, MultiTurnToolEnv, StepEnv
 from mt_grpo.envs.env import ServedEnv
 from mt_grpo.envs.protocols import PROTOCOLS
@@ -31,7 +29,7 @@ from mt_grpo.envs.source import (
     named_tools,
     source_of,
 )
-from mt_grpo.errors import ConfigError
+from mt_grpo.errors import ConfigError, refuse_first
 from mt_grpo.imports import import_object
 from mt_grpo.options.rules import PARTNERS, check_agent, check_factory, check_partner, check_scheduler
 from mt_grpo.options.table import OF_ENVIRONMENT
@@ -175,20 +173,24 @@ def check_env(
     The environment of a run, or environments by name: those that the trainer was given, else those of the options.
     Refuses an environment that contradicts the options that were set, or the rows.
     """
-    if env is not None and factory is not None:
-        raise ConfigError("The trainer was given both `env` and `environment_factory`: leave one out.")
-    if env is not None and tools:
-        raise ConfigError("The trainer was given both `env` and `tools`: give the tools to the environment.")
-    if isinstance(env, (list, str)):
-        raise ConfigError(
+    given = env is not None
+    refuse_first(
+        (
+            given and factory is not None,
+            "The trainer was given both `env` and `environment_factory`: leave one out.",
+        ),
+        (given and tools, "The trainer was given both `env` and `tools`: give the tools to the environment."),
+        (
+            isinstance(env, (list, str)),
             "The second argument of the trainer is `env`, not a list of rewards as in TRL: pass rewards by name, as "
-            "`reward_funcs=...`."
-        )
-    if env is not None and not isinstance(env, EnvSource) and args.tool_processes:
-        raise ConfigError(
+            "`reward_funcs=...`.",
+        ),
+        (
+            given and not isinstance(env, EnvSource) and args.tool_processes,
             f"`tool_processes` is {args.tool_processes}, and the trainer was given an `env`: give the environment "
-            f"`in_processes(tools, {args.tool_processes})` (of `mt_grpo.tools`) as its tools."
-        )
+            f"`in_processes(tools, {args.tool_processes})` (of `mt_grpo.tools`) as its tools.",
+        ),
+    )
     if isinstance(env, MultiTurnToolEnv):
         _check_options(env, args)
     elif isinstance(env, StepEnv) or (isinstance(env, type) and not issubclass(env, MultiTurnToolEnv)):
@@ -196,17 +198,10 @@ def check_env(
     if env is not None and args.environment_urls is not None and not isinstance(env, EnvSource):
         env = _at(env, args.environment_urls, "env")
     env = build_env(args, factory, tools, plain) if env is None else env
-    given = env.given if isinstance(env, EnvSource) else env
-    check_source(given, branches=args.branch_at is not None)
-    _check_rows(source_of(given), datasets)
-    return given
-
-
-def check_servers(source: EnvSource) -> None:
-    """Connects to the servers of the environments once."""
-    for env in source.prototypes():
-        if isinstance(env, ServedEnv):
-            run(env.check())
+    env = env.given if isinstance(env, EnvSource) else env
+    check_source(env, branches=args.branch_at is not None)
+    _check_rows(source_of(env), datasets)
+    return env
 
 
 def _check_rows(source: EnvSource, datasets: Sequence[Rows | dict[str, Rows] | None]) -> None:
@@ -268,25 +263,23 @@ def prepare_tokenizer(tokenizer: PreTrainedTokenizerBase, source: EnvSource) -> 
     Checks that the model's template can hold the conversations of a source, as far as they are known beforehand. Under
     the native protocol, adds TRL's response template to a tokenizer that has none.
     """
-    if source.needs_template_calls is False:
+    needed = source.needs_template_calls
+    if needed is False:
         return
-    if source.needs_template_calls is None:
-        if tokenizer.response_template is None:
-            with suppress(ValueError):
-                add_response_schema(tokenizer)
-        return
-    name = repr(tokenizer.name_or_path)
-    try:
-        template = ChatTemplate(tokenizer, {}, calls=True)
-    except TemplateError as error:
-        raise ConfigError(
-            f"The chat template of {name} has no tool support, so `call_protocol: native` cannot be used. {error}"
-        ) from error
-    if tokenizer.response_template is None:
+    name, lack = repr(tokenizer.name_or_path), ""
+    if needed:
         try:
+            if not ChatTemplate(tokenizer, {}, calls=True).calls_shown:
+                lack = f"The chat template of {name} has no tool support of its own. "
+        except TemplateError as error:
+            raise ConfigError(
+                f"The chat template of {name} has no tool support, so `call_protocol: native` cannot be used. {error}"
+            ) from error
+    try:
+        if tokenizer.response_template is None:
             add_response_schema(tokenizer)
-        except ValueError as error:
-            lack = "" if template.calls_shown else f"The chat template of {name} has no tool support of its own. "
+    except ValueError as error:
+        if needed:
             raise ConfigError(
                 f"{lack}Nothing is known that reads tool calls of the chat template of {name} ({error}): set "
                 "`response_template` on the tokenizer, or choose `call_protocol: tags`."
@@ -312,15 +305,6 @@ def build_runner(env: EnvLike, engine: Engine, args: MTGRPOConfig, media: MediaE
         args.tokenization_sanity_check_mode,
         media,
     )
-
-
-def check_rollout_func(rollout_func: Callable[..., object] | None) -> None:
-    """Refuses TRL's `rollout_func`, which knows neither turns nor the columns of rows."""
-    if rollout_func is not None:
-        raise ConfigError(
-            "`rollout_func` returns tokens without turns, so there is nothing to credit: write its loop as an "
-            "environment (docs/environments.md) or as an agent (docs/any_agent.md)."
-        )
 
 
 def own_engine(

@@ -10,63 +10,210 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType, gather_object
 from torch import Tensor, nn
 from trl import GRPOTrainer
 
-from mt_grpo.errors import ConfigError, UnsupportedModelError
+from mt_grpo.errors import ConfigError, UnsupportedModelError, refuse_first
 from mt_grpo.forward.lm_head import Truncation
 from mt_grpo.forward.media import Media, MediumInputs
 from mt_grpo.forward.model import ForwardPlan, check_sequence_parallel, enable_trees, score
 from mt_grpo.forward.packing import FlatTree
 from mt_grpo.forward.probe import prove, prove_media
-from mt_grpo.forward.routes import has_router_loss
+from mt_grpo.forward.routes import has_router_loss, route_shape
 from mt_grpo.forward.sequence_parallel import SequenceGroup
 from mt_grpo.media import SOUND, kind_of
 from mt_grpo.options.rules import check_sharing
 from mt_grpo.rollout import SamplingParams, TokenRow
 from mt_grpo.training.config import MTGRPOConfig
-from mt_grpo.training.rollout_batch import IMAGES, TOP, Columns, RolloutBatch, batch_trees, candidates, row_tree
+from mt_grpo.training.rollout_batch import IMAGES, TOP, Columns, RolloutBatch, batch_trees, row_tree
 
 logger = logging.getLogger(__name__)
 
+_SEVERAL = "several"
+"""Stands for sounds of several lengths in one batch: some models hear one otherwise beside a longer one."""
 
-# Plans, and what comes of them
 
+class Forwards:
+    """
+    The forwards of a trainer: what its plans have in common, the plans of a batch, and the proofs of them.
 
-def prepare_forward(trainer: GRPOTrainer) -> None:
-    """Prepares the models of a trainer for its `forward`, and what its plans have in common."""
-    args = trainer.args
-    _prepare_router_loss(trainer)
-    group = sequence_group(trainer)
-    if args.forward == "turn_by_turn" and trainer.accelerator.num_processes > 1:
-        raise ConfigError("`forward: turn_by_turn` runs on one process only; set `forward: tree`.")
-    if args.forward == "turn_by_turn" and trainer.aux_loss_enabled:
-        raise ConfigError(
-            "`forward: turn_by_turn` has no loss that balances experts, because that depends on every token of a "
-            "batch; set `router_aux_loss_coef: 0.0`, or `forward: tree`."
-        )
-    truncation = trained_truncation(args)
-    trainer.forward_plan = ForwardPlan(
-        attention=args.tree_attention,
-        temperature=args.temperature,
-        truncation=None if args.forward == "padded" else truncation,  # TRL's own forward knows of temperature only
-        group=group,
-    )
-    trainer.gave_up_trees = False  # for a model that they are wrong for, see `prove_forward`
-    if args.forward == "tree":
-        if args.tree_attention == "flex" and trainer.accelerator.device.type == "cpu":
-            raise ConfigError(
+    Attributes:
+        plan (`ForwardPlan`): What all plans have in common.
+        gave_up_trees (`bool`): Whether trees are wrong for a model, so that rows are padded, see `prove`.
+    """
+
+    def __init__(self, trainer: GRPOTrainer) -> None:
+        args = trainer.args
+        self._trainer = trainer
+        self._proven: set[object] = set()  # see `prove_shown`
+        self._asks_for_routes = route_shape(trainer.model.config) is not None
+        _prepare_router_loss(trainer)
+        group = _sequence_group(trainer)
+        by_turn = args.forward == "turn_by_turn"
+        refuse_first(
+            (
+                by_turn and trainer.accelerator.num_processes > 1,
+                "`forward: turn_by_turn` runs on one process only; set `forward: tree`.",
+            ),
+            (
+                by_turn and trainer.aux_loss_enabled,
+                "`forward: turn_by_turn` has no loss that balances experts, because that depends on every token of a "
+                "batch; set `router_aux_loss_coef: 0.0`, or `forward: tree`.",
+            ),
+            (
+                args.forward == "tree" and args.tree_attention == "flex" and trainer.accelerator.device.type == "cpu",
                 "`tree_attention: flex` needs a GPU, and this run is on a CPU: leave it out, or set `tree_attention: "
-                "segment`."
+                "segment`.",
+            ),
+        )
+        truncation = trained_truncation(args)
+        self.plan = ForwardPlan(
+            attention=args.tree_attention,
+            temperature=args.temperature,
+            truncation=None if args.forward == "padded" else truncation,  # TRL's own forward knows of temperature only
+            group=group,
+        )
+        self.gave_up_trees = False
+        if args.forward == "tree":
+            try:
+                for model in filter(None, (trainer.model, trainer.ref_model, trainer.teacher_model)):
+                    enable_trees(trainer.accelerator.unwrap_model(model), args.cast_lm_head_to_fp32)
+            except UnsupportedModelError as error:
+                self._give_up_trees(error)
+
+    def plan_of_rollouts(self, batch: RolloutBatch) -> ForwardPlan:
+        """For log-probs of a batch that are taken before its loss, without a gradient."""
+        shown = {number: image for row in batch.token_rows for number, image in row.media.items()}
+        return replace(
+            self.plan,
+            trees=[row_tree(row) for row in batch.token_rows],
+            leaves=batch.leaf_trees,
+            media={**self._trainer.blank, **shown},
+            forward=self._trainer.args.forward,
+        )
+
+    def plan_of_loss(self, inputs: Columns) -> ForwardPlan:
+        """For the loss of a micro-batch, which all processes of a sequence group compute together in training."""
+        shown = {number: MediumInputs(*image) for row in inputs.get(IMAGES) or () for number, image in row.items()}
+        return replace(
+            self.plan,
+            trees=batch_trees(inputs),
+            media={**self._trainer.blank, **shown},
+            forward=self._trainer.args.forward,
+            candidates=_candidates(inputs) if TOP in inputs else (),
+            shared=self._trainer.model.training,
+        )
+
+    @property
+    def has_old_forward(self) -> bool:
+        """
+        Whether TRL computes the policy's log-probs of a batch before rewards are asked: for steps between sampling and
+        loss, and where the loss corrects for the engine's. It is the first forward without a loss that TRL asks for.
+        """
+        args = self._trainer.args
+        aligned = args.gradient_accumulation_steps % (args.steps_per_generation * self._trainer.num_iterations) == 0
+        return not aligned or (self._trainer.use_vllm and self._trainer.vllm_importance_sampling_correction)
+
+    def trl_scores(self, plan: ForwardPlan) -> bool:
+        """Whether TRL's own forward computes log-probs: it knows of rows, and of few names for experts."""
+        config = self._trainer.model.config.get_text_config()
+        counts_experts = not self._trainer.aux_loss_enabled or getattr(config, "num_experts", None) is not None
+        rows = plan.forward == "padded" and not self.gave_up_trees and not plan.media and not plan.candidates
+        return (
+            rows and counts_experts and all(isinstance(tree, FlatTree) and tree.parent is None for tree in plan.trees)
+        )
+
+    # Proofs, before a batch is trained
+
+    def prove(self, length: int) -> None:
+        """
+        Proves `forward: tree` for the wrapped policy, a reference model and a teacher, once for rows of up to `length`
+        tokens, or else goes on with padded rows. Every rank calls it at the same point; in evaluation it does nothing.
+        """
+        if self._trainer.model.training and (self._trainer.args.forward == "tree" or self.gave_up_trees):
+            plan = ForwardPlan(attention=self._trainer.args.tree_attention, group=self.plan.group)
+            self._hold(plan, lambda model, plan, precision: prove(model, length, plan, precision))
+
+    def _hold(self, plan: ForwardPlan, proof: Callable[[nn.Module, ForwardPlan, str], None]) -> None:
+        """Holds a proof over trees, or in padded rows where they are given up, now or before."""
+        models = list(
+            filter(None, (self._trainer.model_wrapped, self._trainer.ref_model, self._trainer.teacher_model))
+        )
+        with self._trainer.accelerator.autocast():
+            if self._trainer.args.forward == "tree":
+                try:
+                    for model in models:
+                        proof(model, plan, self._trainer.accelerator.mixed_precision)
+                except UnsupportedModelError as error:
+                    self._give_up_trees(error)
+            if self._trainer.args.forward == "padded":
+                for model in models:
+                    proof(model, replace(plan, forward="padded"), self._trainer.accelerator.mixed_precision)
+
+    def prove_shown(self, batch: RolloutBatch) -> None:
+        """
+        Proves `forward` on a batch's shortest trajectories that show images, videos or sounds, the same ones on every
+        rank, as `prove` proves it without. This is a collective call.
+        """
+        mine: dict[object, TokenRow] = {}
+        for row in sorted(batch.token_rows, key=lambda row: len(row.prompt_ids) + len(row.ids), reverse=True):
+            if any(row.mask):
+                mine |= dict.fromkeys(_shown_by(row), row)  # the shortest at last
+        shown = set().union(*gather_object([set(mine)]))
+        lengths = sorted(each for each in shown if isinstance(each, tuple))
+        new = (shown - set(lengths) | ({_SEVERAL} if len(lengths) > 1 else set())) - self._proven
+        self._proven |= new
+        if not new or self._trainer.args.forward == "turn_by_turn":
+            return
+        wanted = [*(new - {_SEVERAL}), *(lengths[:1] + lengths[-1:] if new & {SOUND, _SEVERAL} else [])]
+        found: list[dict[object, TokenRow]] = gather_object([{each: mine[each] for each in wanted if each in mine}])
+        rows = {
+            id(row): row for each in wanted for row in [next(of_rank[each] for of_rank in found if each in of_rank)]
+        }
+        media: Media = {number: image for row in rows.values() for number, image in row.media.items()}
+        trees = [row_tree(row) for row in rows.values()]
+        self._hold(ForwardPlan(trees, media=media, attention=self._trainer.args.tree_attention), prove_media)
+
+    def _give_up_trees(self, error: UnsupportedModelError) -> None:
+        if self.plan.group is not None:
+            reason = str(error).partition(", so trees cannot be packed")[0].rstrip(".")
+            size = self._trainer.args.sp_size
+            raise ConfigError(
+                f"{reason}, and `sp_size: {size}` shares packed trees among processes: leave `sp_size` out."
+            ) from error
+        self._trainer.args.forward, self.gave_up_trees = "padded", True
+        if PartialState().is_main_process:
+            reason = str(error).partition(", so trees cannot be packed")[0]
+            logger.warning(
+                "%s. So trees are not packed in this run: each sequence is a row of its own (`forward: padded`), and "
+                "prefixes that sequences share are computed once for each.",
+                reason,
             )
-        try:
-            for model in filter(None, (trainer.model, trainer.ref_model, trainer.teacher_model)):
-                enable_trees(trainer.accelerator.unwrap_model(model), args.cast_lm_head_to_fp32)
-        except UnsupportedModelError as error:
-            _give_up_trees(trainer, error)
+
+    def warn_without_routes(self, batch: RolloutBatch) -> None:
+        """Warns, once, where an engine has not said which experts sampled tokens went to."""
+        if not self._asks_for_routes or not any(row.logprobs for row in batch.token_rows):
+            return
+        self._asks_for_routes = False
+        if PartialState().is_main_process and not any(row.routes for row in batch.token_rows):
+            logger.warning(
+                "The engine does not say which experts its tokens went to, so some are trained through others: start "
+                "the server with `mt-grpo serve`, which asks vLLM for `--enable-return-routed-experts`, or set "
+                "`router_replay: false` to go without."
+            )
+
+
+def _candidates(columns: Columns) -> list[np.ndarray]:
+    """For each row of a batch the teacher's likeliest tokens, `(tokens, k)`, in the place of each of its tokens."""
+    found = []
+    for prompt, completion, top in zip(columns["prompt_mask"], columns["completion_mask"], columns[TOP], strict=True):
+        ids = top[: int(completion.sum()), 0].nan_to_num(nan=0.0).long().cpu().numpy()
+        found.append(np.concatenate([np.zeros((int(prompt.sum()), ids.shape[1]), dtype=np.int64), ids]))
+    return found
 
 
 def _prepare_router_loss(trainer: GRPOTrainer) -> None:
@@ -81,7 +228,7 @@ def _prepare_router_loss(trainer: GRPOTrainer) -> None:
     trainer.aux_loss_enabled = False
 
 
-def sequence_group(trainer: GRPOTrainer) -> SequenceGroup | None:
+def _sequence_group(trainer: GRPOTrainer) -> SequenceGroup | None:
     """
     The processes that compute rows together with this one; `None` where each computes its own, or only one does. This
     is a collective call. accelerate's `sp_size` is for rows that are cut before the model has sampled them, so the
@@ -115,31 +262,6 @@ def sequence_group(trainer: GRPOTrainer) -> SequenceGroup | None:
         except UnsupportedModelError as error:
             raise ConfigError(str(error)) from error
     return SequenceGroup.of_neighbours(size, accelerator.device)
-
-
-def plan_of_rollouts(trainer: GRPOTrainer, batch: RolloutBatch) -> ForwardPlan:
-    """For log-probs of a batch that are taken before its loss, without a gradient."""
-    shown = {number: image for row in batch.token_rows for number, image in row.media.items()}
-    return replace(
-        trainer.forward_plan,
-        trees=[row_tree(row) for row in batch.token_rows],
-        leaves=batch.leaf_trees,
-        media={**trainer.blank, **shown},
-        forward=trainer.args.forward,
-    )
-
-
-def plan_of_loss(trainer: GRPOTrainer, inputs: Columns) -> ForwardPlan:
-    """For the loss of a micro-batch, which all processes of a sequence group compute together in training."""
-    shown = {number: MediumInputs(*image) for row in inputs.get(IMAGES) or () for number, image in row.items()}
-    return replace(
-        trainer.forward_plan,
-        trees=batch_trees(inputs),
-        media={**trainer.blank, **shown},
-        forward=trainer.args.forward,
-        candidates=candidates(inputs) if TOP in inputs else (),
-        shared=trainer.model.training,
-    )
 
 
 class _BatchScores(NamedTuple):
@@ -188,24 +310,6 @@ def score_batch(
     return _BatchScores(logps, entropies, torch.stack(losses).mean() if losses else None, means)
 
 
-def has_old_forward(trainer: GRPOTrainer) -> bool:
-    """
-    Whether TRL computes the policy's log-probs of a batch before rewards are asked: for steps between sampling and
-    loss, and where the loss corrects for the engine's. It is the first forward without a loss that TRL asks for.
-    """
-    args = trainer.args
-    aligned = args.gradient_accumulation_steps % (args.steps_per_generation * trainer.num_iterations) == 0
-    return not aligned or (trainer.use_vllm and trainer.vllm_importance_sampling_correction)
-
-
-def trl_scores(trainer: GRPOTrainer, plan: ForwardPlan) -> bool:
-    """Whether TRL's own forward computes the log-probs of a batch: it knows of rows, and of few names for experts."""
-    config = trainer.model.config.get_text_config()
-    counts_experts = not trainer.aux_loss_enabled or getattr(config, "num_experts", None) is not None
-    rows = plan.forward == "padded" and not trainer.gave_up_trees and not plan.media and not plan.candidates
-    return rows and counts_experts and all(isinstance(tree, FlatTree) and tree.parent is None for tree in plan.trees)
-
-
 def keep_outputs_exact(accelerator: Accelerator) -> None:
     """
     Keeps FSDP2 from rounding the model's outputs, and gradients between ranks, to the precision that it computes in.
@@ -219,61 +323,6 @@ def keep_outputs_exact(accelerator: Accelerator) -> None:
         )
 
 
-# Proofs, before a batch is trained
-
-
-def prove_forward(trainer: GRPOTrainer, length: int) -> None:
-    """
-    Proves `forward: tree` for the wrapped policy, a reference model and a teacher, once for rows of up to `length`
-    tokens, or else goes on with padded rows. Every rank calls it at the same point; in evaluation it does nothing.
-    """
-    if trainer.model.training and (trainer.args.forward == "tree" or trainer.gave_up_trees):
-        plan = ForwardPlan(attention=trainer.args.tree_attention, group=trainer.forward_plan.group)
-        _prove(trainer, plan, lambda model, plan, precision: prove(model, length, plan, precision))
-
-
-def _prove(trainer: GRPOTrainer, plan: ForwardPlan, proof: Callable[[nn.Module, ForwardPlan, str], None]) -> None:
-    """Holds a proof over trees, or in padded rows where they are given up, now or before."""
-    models = list(filter(None, (trainer.model_wrapped, trainer.ref_model, trainer.teacher_model)))
-    with trainer.accelerator.autocast():
-        if trainer.args.forward == "tree":
-            try:
-                for model in models:
-                    proof(model, plan, trainer.accelerator.mixed_precision)
-            except UnsupportedModelError as error:
-                _give_up_trees(trainer, error)
-        if trainer.args.forward == "padded":
-            for model in models:
-                proof(model, replace(plan, forward="padded"), trainer.accelerator.mixed_precision)
-
-
-_SEVERAL = "several"
-"""Stands for sounds of several lengths in one batch: some models hear one otherwise beside a longer one."""
-
-
-def prove_shown(trainer: GRPOTrainer, batch: RolloutBatch, proven: set[object]) -> None:
-    """
-    Proves `forward` on a batch's shortest trajectories that show images, videos or sounds, the same ones on every
-    rank, as `prove_forward` proves it without. This is a collective call.
-    """
-    mine: dict[object, TokenRow] = {}
-    for row in sorted(batch.token_rows, key=lambda row: len(row.prompt_ids) + len(row.ids), reverse=True):
-        if any(row.mask):
-            mine |= dict.fromkeys(_shown_by(row), row)  # the shortest at last
-    shown = set().union(*gather_object([set(mine)]))
-    lengths = sorted(each for each in shown if isinstance(each, tuple))
-    new = (shown - set(lengths) | ({_SEVERAL} if len(lengths) > 1 else set())) - proven
-    proven |= new
-    if not new or trainer.args.forward == "turn_by_turn":
-        return
-    wanted = [*(new - {_SEVERAL}), *(lengths[:1] + lengths[-1:] if new & {SOUND, _SEVERAL} else [])]
-    found: list[dict[object, TokenRow]] = gather_object([{each: mine[each] for each in wanted if each in mine}])
-    rows = {id(row): row for each in wanted for row in [next(of_rank[each] for of_rank in found if each in of_rank)]}
-    media: Media = {number: image for row in rows.values() for number, image in row.media.items()}
-    trees = [row_tree(row) for row in rows.values()]
-    _prove(trainer, ForwardPlan(trees, media=media, attention=trainer.args.tree_attention), prove_media)
-
-
 def _shown_by(row: TokenRow) -> set[object]:
     """The kinds of what a row shows, and the lengths of each sound's features."""
     kinds: set[object] = {kind_of(number) for number in row.media}
@@ -281,40 +330,10 @@ def _shown_by(row: TokenRow) -> set[object]:
     return kinds | {sound.lengths for sound in sounds}
 
 
-def _give_up_trees(trainer: GRPOTrainer, error: UnsupportedModelError) -> None:
-    if trainer.forward_plan.group is not None:
-        reason = str(error).partition(", so trees cannot be packed")[0].rstrip(".")
-        size = trainer.args.sp_size
-        raise ConfigError(
-            f"{reason}, and `sp_size: {size}` shares packed trees among processes: leave `sp_size` out."
-        ) from error
-    trainer.args.forward, trainer.gave_up_trees = "padded", True
-    if PartialState().is_main_process:
-        reason = str(error).partition(", so trees cannot be packed")[0]
-        logger.warning(
-            "%s. So trees are not packed in this run: each sequence is a row of its own (`forward: padded`), and "
-            "prefixes that sequences share are computed once for each.",
-            reason,
-        )
-
-
-def warn_without_routes(batch: RolloutBatch) -> bool:
-    """Warns where an engine has not said which experts sampled tokens went to. Returns whether to ask again."""
-    if not any(row.logprobs for row in batch.token_rows):
-        return True
-    if PartialState().is_main_process and not any(row.routes for row in batch.token_rows):
-        logger.warning(
-            "The engine does not say which experts its tokens went to, so some are trained through others: start the "
-            "server with `mt-grpo serve`, which asks vLLM for `--enable-return-routed-experts`, or set "
-            "`router_replay: false` to go without."
-        )
-    return False
-
-
 # The distribution that tokens are sampled from
 
 
-def read_truncation(args: MTGRPOConfig) -> Truncation | None:
+def _read_truncation(args: MTGRPOConfig) -> Truncation | None:
     """The truncation that a run samples with; `None` if there is none."""
     truncation = Truncation(max(args.top_k or 0, 0), _top_p(args), args.min_p or 0.0)
     return None if truncation == Truncation() else truncation
@@ -339,14 +358,14 @@ def _inexact_options(args: MTGRPOConfig) -> list[str]:
     """Options, as `name: value`, that change what is sampled, and that the log-probs of training do not follow."""
     names = ["repetition_penalty"] if args.repetition_penalty != 1 else []
     if args.forward == "padded":  # TRL's own forward, which knows of temperature only
-        chosen = vars(read_truncation(args) or Truncation())
+        chosen = vars(_read_truncation(args) or Truncation())
         names += [name for name, value in chosen.items() if value != vars(Truncation())[name]]
     return [f"`{name}: {getattr(args, name)}`" for name in names]
 
 
 def trained_truncation(args: MTGRPOConfig) -> Truncation | None:
-    """As `read_truncation`. Warns if training computes the log-probs of another distribution nevertheless."""
-    truncation, inexact = read_truncation(args), _inexact_options(args)
+    """As `_read_truncation`. Warns if training computes the log-probs of another distribution nevertheless."""
+    truncation, inexact = _read_truncation(args), _inexact_options(args)
     if inexact and PartialState().is_main_process:
         logger.warning(
             "%s changes what is sampled, but not the log-probs that are trained, so ratios and gradients are biased: "
@@ -357,18 +376,6 @@ def trained_truncation(args: MTGRPOConfig) -> Truncation | None:
     return truncation
 
 
-def _check_sequence_ratio(args: MTGRPOConfig) -> None:
-    """Refuses ratios of whole trajectories between two different distributions, which vanish over many tokens."""
-    inexact = _inexact_options(args)
-    mode = str(args.vllm_importance_sampling_mode)
-    if inexact and args.vllm_importance_sampling_correction and mode.startswith("sequence"):
-        raise ConfigError(
-            f"{' with '.join(inexact)} changes what is sampled, but not the log-probs that are trained, and "
-            f"`vllm_importance_sampling_mode: {mode}` multiplies the difference over all tokens of a trajectory: "
-            f"{_mend(inexact)}, or set `vllm_importance_sampling_mode: token_truncate`."
-        )
-
-
 def _mend(inexact: list[str]) -> str:
     if any("repetition_penalty" in option for option in inexact):
         return "leave it out" if len(inexact) == 1 else "leave them out"
@@ -376,15 +383,24 @@ def _mend(inexact: list[str]) -> str:
 
 
 def check_importance_sampling(args: MTGRPOConfig) -> None:
-    """Makes TRL's own check, which TRL makes only for its own client, and `_check_sequence_ratio`."""
-    _check_sequence_ratio(args)
+    """
+    Refuses ratios of whole trajectories between two different distributions, which vanish over many tokens, and makes
+    TRL's own check, which TRL makes only for its own client.
+    """
+    if not args.vllm_importance_sampling_correction:
+        return
+    inexact, mode = _inexact_options(args), str(args.vllm_importance_sampling_mode)
     by_token = ("token_truncate", "token_mask")
-    if (
-        args.loss_type == "vespo"
-        and args.vllm_importance_sampling_correction
-        and args.vllm_importance_sampling_mode not in by_token
-    ):
-        raise ConfigError(
+    refuse_first(
+        (
+            inexact and mode.startswith("sequence"),
+            f"{' with '.join(inexact)} changes what is sampled, but not the log-probs that are trained, and "
+            f"`vllm_importance_sampling_mode: {mode}` multiplies the difference over all tokens of a trajectory: "
+            f"{_mend(inexact)}, or set `vllm_importance_sampling_mode: token_truncate`.",
+        ),
+        (
+            args.loss_type == "vespo" and mode not in by_token,
             f"`loss_type: vespo` needs `vllm_importance_sampling_mode` to be one of {', '.join(by_token)}, not "
-            f"{args.vllm_importance_sampling_mode!r}."
-        )
+            f"{mode!r}.",
+        ),
+    )

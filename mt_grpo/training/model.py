@@ -44,10 +44,11 @@ from mt_grpo.data import check_hub, embedded
 from mt_grpo.errors import ConfigError, UserError
 from mt_grpo.imports import looks_like_path
 from mt_grpo.rollout.engines import Engine, LocalEngine
+from mt_grpo.runlog.files import written_whole
 from mt_grpo.training.checkpoint import adapter_settings
 from mt_grpo.training.config import MTGRPOConfig
 
-REFERENCE = "reference.tensors"
+_REFERENCE = "reference.tensors"
 """The file of a checkpoint with the reference of `sync_ref_model`. vLLM reads all `*.safetensors` as the model's."""
 _BEFORE = "reference.safetensors"
 """Its name in checkpoints that were written before."""
@@ -116,19 +117,6 @@ def subfolder_of(args: MTGRPOConfig) -> str | None:
     """Where the model is in its folder, or in the Hub's repository."""
     found: str | None = (args.model_init_kwargs or {}).get("subfolder")
     return found
-
-
-def served_model(name: str, args: MTGRPOConfig) -> str:
-    """A resolved name as a vLLM server takes it, which looks into no subfolder."""
-    subfolder = subfolder_of(args)
-    if subfolder is None:
-        return name
-    if not Path(name).is_dir():
-        raise ConfigError(
-            f"A vLLM server loads no subfolder of a repository of the Hub ({subfolder!r} of {name!r}): fetch it (`hf "
-            f"download {name} --local-dir FOLDER`), and name the folder as the model."
-        )
-    return str(Path(name, subfolder))
 
 
 def source_options(args: MTGRPOConfig, revision: str | None = None) -> dict[str, Any]:
@@ -232,19 +220,18 @@ def save_reference(folder: Path, args: MTGRPOConfig, accelerator: Accelerator, r
     weights: Mapping[str, Any] = get_model_state_dict(accelerator.unwrap_model(reference), options=options)
     if accelerator.is_main_process:
         folder.mkdir(parents=True, exist_ok=True)
-        partial = (folder / REFERENCE).with_suffix(".partial")
-        save_file({name: tensor.clone().contiguous() for name, tensor in weights.items()}, partial)
-        partial.replace(folder / REFERENCE)
+        with written_whole(folder / _REFERENCE) as partial:
+            save_file({name: tensor.clone().contiguous() for name, tensor in weights.items()}, partial)
 
 
 def load_reference(folder: Path, args: MTGRPOConfig, accelerator: Accelerator, reference: nn.Module | None) -> None:
     """Loads what `save_reference` wrote into the reference."""
     if not args.sync_ref_model:
         return
-    file = next((each for each in (folder / REFERENCE, folder / _BEFORE) if each.exists()), None)
+    file = next((each for each in (folder / _REFERENCE, folder / _BEFORE) if each.exists()), None)
     if file is None:
         raise ConfigError(
-            f"The checkpoint {folder} has no synced reference ({REFERENCE}), so `sync_ref_model: true` cannot go on "
+            f"The checkpoint {folder} has no synced reference ({_REFERENCE}), so `sync_ref_model: true` cannot go on "
             "from it: resume one that was saved with it, or leave `sync_ref_model` out."
         )
     weights: dict[str, Any] = load_file(file)
@@ -363,7 +350,9 @@ def _cause(inputs: Mapping[str, Any], model: nn.Module) -> str:
 def _spoilt_weight(model: nn.Module) -> str | None:
     """The name of a trained weight that is not finite in this process's part."""
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and not _local(parameter).all():
+        # under ZeRO-3 the parameter itself is empty
+        own = parameter.to_local() if isinstance(parameter, DTensor) else getattr(parameter, "ds_tensor", parameter)
+        if parameter.requires_grad and not own.isfinite().all():
             return name
     return None
 
@@ -376,12 +365,6 @@ def check_weights(model: nn.Module, accelerator: Accelerator, step: int) -> None
             f"Weights hold NaN or infinity after step {step}{f' ({spoilt})' if spoilt else ''}, so they are not "
             "saved: go back to an earlier checkpoint, with a smaller `learning_rate` or `max_grad_norm`."
         )
-
-
-def _local(parameter: nn.Parameter) -> torch.Tensor:
-    """Whether each element of this process's part is finite. Under ZeRO-3 the parameter itself is empty."""
-    value = parameter.to_local() if isinstance(parameter, DTensor) else getattr(parameter, "ds_tensor", parameter)
-    return torch.isfinite(value)
 
 
 class Activations:
@@ -402,7 +385,7 @@ class Activations:
         """For a forward of the model with a loss; its backward is outside, so that nothing of it is moved again."""
         if self._args.activation_offloading and self._offloading is None:
             self._offloading = get_act_offloading_ctx_manager(model, warn_if_no_head=False)
-        with layers_in_groups(model, self._args.gradient_checkpointing_layers) as groups:
+        with _layers_in_groups(model, self._args.gradient_checkpointing_layers) as groups:
             with self._offloading or nullcontext():
                 yield
         if not self._warned and groups.largest < 2 and PartialState().is_main_process:
@@ -418,12 +401,12 @@ Run = Callable[[Tensor], Any]
 
 
 @contextmanager
-def layers_in_groups(model: nn.Module, size: int) -> Iterator[Groups]:
+def _layers_in_groups(model: nn.Module, size: int) -> Iterator[_Groups]:
     """
     Within it, a forward keeps one input for each `size` layers that follow upon each other. A layer whose input is not
     just what the layer before it returned begins another group. Layers that are not checkpointed are left alone.
     """
-    groups = Groups(size)
+    groups = _Groups(size)
     modules: Iterable[Any] = model.modules() if size > 1 else ()
     layers = [module for module in modules if "_gradient_checkpointing_func" in vars(module)]
     checkpoints = [layer._gradient_checkpointing_func for layer in layers]
@@ -436,7 +419,7 @@ def layers_in_groups(model: nn.Module, size: int) -> Iterator[Groups]:
             layer._gradient_checkpointing_func = checkpoint
 
 
-class Groups:
+class _Groups:
     """The groups of one forward, made as its layers are called."""
 
     def __init__(self, size: int) -> None:

@@ -24,7 +24,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -48,8 +47,7 @@ from mt_grpo.runlog.files import to_json
 from mt_grpo.tools.stateful import StatefulTool
 from mt_grpo.training.columns import with_column_media
 from mt_grpo.training.config import MTGRPOConfig
-from mt_grpo.training.rollout_batch import Columns, RolloutBatch, branching
-from mt_grpo.training.teacher import as_they_end
+from mt_grpo.training.rollout_batch import Columns, RolloutBatch
 from mt_grpo.trajectory import Row, Trajectory
 from mt_grpo.weights.proof import EXACT, NARROW, compare, probe_ids, trainer_logprobs, with_halved_weights
 
@@ -95,7 +93,7 @@ class PrefetchQueue:
         self._as_they_end = as_they_end
         self._runner, self._sampling, self._args, self._rewards = runner, sampling, args, rewards
         self._rank, self._device = accelerator.process_index, accelerator.device
-        self._branching = branching(args, "train")
+        self._branching = args.branching("train")
         self._accumulation = args.gradient_accumulation_steps
         self._every = args.steps_per_generation * args.num_iterations  # micro-batches that are trained on a batch
         self._iterator: Iterator[Rows] | None = None
@@ -108,7 +106,7 @@ class PrefetchQueue:
     def of(cls, trainer: GRPOTrainer) -> PrefetchQueue:
         """That of a run that begins."""
         rewards = [*trainer.turn_reward_funcs, *trainer.outcome_reward_funcs, *trainer.state_scores]
-        ends = partial(as_they_end, trainer)
+        ends = trainer.distillation.as_they_end
         return cls(trainer.runner, trainer._sampling, trainer.args, rewards, trainer.accelerator, ends)
 
     def __enter__(self) -> PrefetchQueue:
@@ -366,6 +364,27 @@ class ModelCopy:
                     "cannot sample while the model is trained: set `use_vllm: true`, or leave `max_staleness` at 0."
                 )
 
+    @classmethod
+    def of(
+        cls, engine: Engine, model: PreTrainedModel, args: MTGRPOConfig, accelerator: Accelerator
+    ) -> ModelCopy | None:
+        """The copy for an engine in this process; `None` for one that has its model elsewhere."""
+        if not isinstance(engine, LocalEngine):
+            return None
+        if not isinstance(engine, TransformersEngine):
+            raise ConfigError(
+                f"`max_staleness: {args.max_staleness}` samples while the model is trained, and "
+                f"{type(engine).__name__} samples from the model that is trained: set `use_vllm: true`, or leave "
+                "`max_staleness` at 0."
+            )
+        backend = DistributedBackend(accelerator)
+        if backend.is_fsdp or backend.is_zero3:
+            raise ConfigError(
+                f"`max_staleness: {args.max_staleness}` without a server samples from a copy of the model, and the "
+                "weights of this one are sharded: set `use_vllm: true`, or leave `max_staleness` at 0."
+            )
+        return cls(engine, accelerator.unwrap_model(model), accelerator, args)
+
     def send_in_flight(self) -> None:
         """Conversations go on anyway."""
 
@@ -402,26 +421,3 @@ class ModelCopy:
 def _tensors(model: PreTrainedModel) -> Iterator[torch.Tensor]:
     yield from model.parameters()
     yield from model.buffers()
-
-
-def own_weights(
-    engine: Engine, model: PreTrainedModel, args: MTGRPOConfig, accelerator: Accelerator
-) -> ModelCopy | None:
-    """
-    The weights that an engine in this process samples with if conversations run while the model is trained; `None` for
-    an engine that has its model elsewhere.
-    """
-    if not isinstance(engine, LocalEngine):
-        return None
-    if not isinstance(engine, TransformersEngine):
-        raise ConfigError(
-            f"`max_staleness: {args.max_staleness}` samples while the model is trained, and {type(engine).__name__} "
-            "samples from the model that is trained: set `use_vllm: true`, or leave `max_staleness` at 0."
-        )
-    backend = DistributedBackend(accelerator)
-    if backend.is_fsdp or backend.is_zero3:
-        raise ConfigError(
-            f"`max_staleness: {args.max_staleness}` without a server samples from a copy of the model, and the "
-            "weights of this one are sharded: set `use_vllm: true`, or leave `max_staleness` at 0."
-        )
-    return ModelCopy(engine, accelerator.unwrap_model(model), accelerator, args)

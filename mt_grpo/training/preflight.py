@@ -6,12 +6,11 @@ folder with an earlier run's files, which are neither mixed with another run nor
 from __future__ import annotations
 
 import fcntl
-import logging
 import os
 import re
 import shutil
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
@@ -22,8 +21,8 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK,
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 
 from mt_grpo.data import hub_fault
-from mt_grpo.errors import ConfigError
-from mt_grpo.imports import choose, did_you_mean
+from mt_grpo.errors import ConfigError, refuse_first
+from mt_grpo.imports import choose
 from mt_grpo.options.rules import check_batches, check_trainable
 from mt_grpo.runlog.schema import FOLDER
 from mt_grpo.training.checkpoint import is_whole
@@ -40,8 +39,6 @@ LOCK = ".lock"
 """Locked by the run that trains in a folder. The system lets go of it when the process ends, however it ends."""
 
 _CHECKPOINT = re.compile(r"checkpoint-\d+")
-
-logger = logging.getLogger(__name__)
 
 
 def check_surroundings(args: MTGRPOConfig) -> None:
@@ -69,24 +66,22 @@ def check_trackers(args: MTGRPOConfig) -> None:
 
 
 def _check_device(args: MTGRPOConfig) -> None:
-    if args.torch_compile and args.forward != "padded":
-        raise ConfigError(
+    refuse_first(
+        (
+            args.torch_compile and args.forward != "padded",
             f"`torch_compile: true` does not compile `forward: {args.forward}`: leave it out, or set `forward: "
-            "padded`."
-        )
-    if args.bf16 and not args.use_cpu and not has_bfloat16():
-        raise ConfigError(
+            "padded`.",
+        ),
+        (
+            args.bf16 and not args.use_cpu and not has_bfloat16(),
             "`bf16: true` needs a GPU that computes in bfloat16, and there is none here: leave `bf16` out, which "
-            "trains in float32, or set `use_cpu: true`."
-        )
-    if args.fp16 and args.device.type == "cpu":
-        raise ConfigError("`fp16: true` needs a GPU, and this run is on a CPU: leave it out.")
-
-
-def tell_device(args: MTGRPOConfig) -> None:
-    """Warns where a run is on the CPU though nobody asked for that."""
-    if args.device.type == "cpu" and not args.use_cpu and args.process_index == 0:
-        logger.warning("There is no GPU here: this run is on the CPU, in float32.")
+            "trains in float32, or set `use_cpu: true`.",
+        ),
+        (
+            args.fp16 and args.device.type == "cpu",
+            "`fp16: true` needs a GPU, and this run is on a CPU: leave it out.",
+        ),
+    )
 
 
 def check_push(args: MTGRPOConfig) -> None:
@@ -107,16 +102,6 @@ def check_batch_sizes(args: MTGRPOConfig) -> None:
     """Whether the processes of this run make whole groups, and the options leave something to train."""
     check_batches(vars(args), args.world_size)
     check_trainable(vars(args))
-
-
-def check_best(wanted: str | None, metrics: Mapping[str, object]) -> None:
-    """Whether an evaluation measures what the best model is chosen by."""
-    names = [name.removeprefix("eval_") for name in metrics]
-    if wanted is not None and wanted.removeprefix("eval_") not in names:
-        raise ConfigError(
-            f"`metric_for_best_model: {wanted}` is nothing that an evaluation measures"
-            f"{did_you_mean(wanted.removeprefix('eval_'), names)}: name one of its metrics, such as `reward`."
-        )
 
 
 # The output folder

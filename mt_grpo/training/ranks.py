@@ -14,7 +14,7 @@ import re
 import shutil
 import socket
 import traceback
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -197,7 +197,8 @@ class _Identity(NamedTuple):
 
 
 def _identities(folder: Path) -> dict[str, _Identity]:
-    found = {path.relative_to(folder).as_posix(): path.stat() for path in _files(folder)}
+    files = (path for path in folder.rglob("*") if path.is_file() and path.suffix != ".partial")
+    found = {path.relative_to(folder).as_posix(): path.stat() for path in files}
     return {name: _Identity(each.st_size, each.st_ino, each.st_mtime_ns) for name, each in found.items()}
 
 
@@ -210,10 +211,6 @@ def _broadcast(value: T, source: int) -> T:
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "blake2b").hexdigest()
-
-
-def _files(folder: Path) -> Iterable[Path]:
-    return (path for path in folder.rglob("*") if path.is_file() and path.suffix != ".partial")
 
 
 def _read(path: Path, start: int) -> bytes:

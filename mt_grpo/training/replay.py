@@ -16,10 +16,10 @@ from datasets import Dataset
 from transformers import IntervalStrategy, PreTrainedTokenizerBase
 from trl import GRPOTrainer
 
-from mt_grpo.errors import ConfigError, UserError
+from mt_grpo.errors import ConfigError, UserError, refuse_first
 from mt_grpo.imports import did_you_mean
 from mt_grpo.rewards import RewardFunc, Scores, StateScore, TeacherAgreement, TeacherLogRatio
-from mt_grpo.rollout import Sample, SamplingParams
+from mt_grpo.rollout import Engine, Sample, SamplingParams
 from mt_grpo.runlog import Run, open_run
 from mt_grpo.runlog.schema import session_number
 from mt_grpo.training.config import MTGRPOConfig
@@ -36,7 +36,7 @@ def _reads_as(teacher: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in teacher.items() if name not in ("server", "gate")}
 
 
-class NoEngine:
+class _NoEngine:
     """What stands in an engine's place where nothing is sampled."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, context_length: int) -> None:
@@ -76,7 +76,6 @@ class Replay:
                 "folder of a run that has trained."
             )
         self._check_sizes(args)
-        self._check_steps(args)
         # prompts come in the order in which the run's conversations are read
         args.__dict__.update(
             do_eval=False, eval_strategy=IntervalStrategy.NO, load_best_model_at_end=False, shuffle_dataset=False
@@ -101,43 +100,43 @@ class Replay:
         return list(takewhile(lambda rows: len(rows) == size and all(row["rewards"] for row in rows), batches))
 
     def _check_sizes(self, args: MTGRPOConfig) -> None:
-        size, group = len(self._batches[0]), self._run.about.get("group_size")
-        if not group:
-            raise ConfigError(
-                f"The run {self.folder} does not say how many conversations it has for each prompt: its index has no "
-                "line of kind `run` that does. Bring its rollouts/index.jsonl back, or replay another run."
-            )
-        if group != args.num_generations:
-            raise ConfigError(
-                f"The run {self.folder} has {group} conversations for each prompt, and `num_generations` is "
-                f"{args.num_generations}: set `num_generations: {group}`."
-            )
-        if size != args.generation_batch_size:
-            raise ConfigError(
-                f"The run {self.folder} sampled {size} conversations at a time, and these options take "
-                f"{args.generation_batch_size}: let `per_device_train_batch_size` × `steps_per_generation` × "
-                f"processes ({args.per_device_train_batch_size} × {args.steps_per_generation} × {args.world_size} "
-                f"here) be {size}."
-            )
-
-    def _check_steps(self, args: MTGRPOConfig) -> None:
-        """Optimiser steps that the batches suffice for."""
-        micro = len(self._batches) * args.steps_per_generation * args.num_iterations
-        steps = micro // args.gradient_accumulation_steps
-        if steps == 0:
-            raise ConfigError(
-                f"The run {self.folder} has {len(self._batches)} whole batches, which do not suffice for one step "
-                f"with `gradient_accumulation_steps: {args.gradient_accumulation_steps}`: set a smaller number."
-            )
+        """Whether batches are as large as those of the run, and suffice for the steps that are asked for."""
+        size, group, batches = len(self._batches[0]), self._run.about.get("group_size"), len(self._batches)
+        per_batch = args.steps_per_generation * args.num_iterations  # micro-batches
+        steps = batches * per_batch // args.gradient_accumulation_steps
         if args.max_steps <= 0:
             args.max_steps = steps
-        if args.max_steps > steps:
-            needed = args.max_steps * args.gradient_accumulation_steps
-            needed = ceil(needed / (args.steps_per_generation * args.num_iterations))
-            raise ConfigError(
-                f"The run {self.folder} has {len(self._batches)} whole batches, and `max_steps: {args.max_steps}` "
-                f"takes {needed}: set `max_steps` to {steps} at most."
-            )
+        needed = ceil(args.max_steps * args.gradient_accumulation_steps / per_batch)
+        run = f"The run {self.folder}"
+        refuse_first(
+            (
+                not group,
+                f"{run} does not say how many conversations it has for each prompt: its index has no line of kind "
+                "`run` that does. Bring its rollouts/index.jsonl back, or replay another run.",
+            ),
+            (
+                group != args.num_generations,
+                f"{run} has {group} conversations for each prompt, and `num_generations` is {args.num_generations}: "
+                f"set `num_generations: {group}`.",
+            ),
+            (
+                size != args.generation_batch_size,
+                f"{run} sampled {size} conversations at a time, and these options take {args.generation_batch_size}: "
+                "let `per_device_train_batch_size` × `steps_per_generation` × processes "
+                f"({args.per_device_train_batch_size} × {args.steps_per_generation} × {args.world_size} here) be "
+                f"{size}.",
+            ),
+            (
+                steps == 0,
+                f"{run} has {batches} whole batches, which do not suffice for one step with "
+                f"`gradient_accumulation_steps: {args.gradient_accumulation_steps}`: set a smaller number.",
+            ),
+            (
+                args.max_steps > steps,
+                f"{run} has {batches} whole batches, and `max_steps: {args.max_steps}` takes {needed}: set "
+                f"`max_steps` to {steps} at most.",
+            ),
+        )
 
     def check_rewards(self, rewards: list[RewardFunc | StateScore]) -> None:
         """Whether the run scored its conversations by all these rewards."""
@@ -170,14 +169,15 @@ class Replay:
                     f"`{here}` here), and a replay scores nothing: set that one in `teacher`, or leave them out."
                 )
 
-    def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Whether the run's tokens are those of a tokenizer."""
+    def engine(self, tokenizer: PreTrainedTokenizerBase, context_length: int) -> Engine:
+        """What stands in an engine's place; refuses a tokenizer whose tokens are others than the run's."""
         saved = self._run.tokenizer
         if saved is not None and saved.get_vocab() != tokenizer.get_vocab():
             raise ConfigError(
                 f"The run {self.folder} has another tokenizer than {tokenizer.name_or_path!r}, so its token ids mean "
                 "something else there: replay it with the model that it trained (`model_name_or_path`)."
             )
+        return _NoEngine(tokenizer, context_length)
 
     def rows(self) -> Dataset:
         """A row for each prompt, in the order of the batches; what was asked is in the conversations themselves."""
@@ -239,26 +239,29 @@ class Replay:
         return scores
 
     def _check(self, trajectory: Trajectory, batch: RolloutBatch, vocabulary: int) -> None:
-        where = f"The conversation {trajectory.session} of the run {self.folder}"
-        for node in trajectory.tree.nodes:
-            if any(map(isnan, node.logprobs)):
-                raise ConfigError(
-                    f"{where} lacks log-probs of sampled tokens, with which the loss compares the model's: replay a "
-                    "run whose engine gave them."
-                )
-            if min(node.tokens, default=0) < 0:
-                raise ConfigError(
-                    f"{where} shows images or plays sounds, which a replay cannot look at: replay a run of text."
-                )
-            if max(node.tokens, default=0) >= vocabulary:
-                raise ConfigError(
-                    f"{where} has the token {max(node.tokens)}, and the model knows {vocabulary}: replay it with the "
-                    "model that it trained (`model_name_or_path`)."
-                )
-        if batch.branching is not None and len(trajectory.turns) and trajectory.branch_of is None:
-            first = session_number(trajectory.session) % batch.branching.number
-            if first:
-                raise ConfigError(
-                    f"{where} did not branch, and `branch_at` is set: leave it out, or set `num_branches` as the run "
-                    "had it."
-                )
+        nodes = trajectory.tree.nodes
+        tokens = [token for node in nodes for token in node.tokens] or [0]
+        branched = not trajectory.turns or trajectory.branch_of is not None
+        branches = 1 if batch.branching is None else batch.branching.number
+        conversation = f"The conversation {trajectory.session} of the run {self.folder}"
+        refuse_first(
+            (
+                any(isnan(logprob) for node in nodes for logprob in node.logprobs),
+                f"{conversation} lacks log-probs of sampled tokens, with which the loss compares the model's: replay "
+                "a run whose engine gave them.",
+            ),
+            (
+                min(tokens) < 0,
+                f"{conversation} shows images or plays sounds, which a replay cannot look at: replay a run of text.",
+            ),
+            (
+                max(tokens) >= vocabulary,
+                f"{conversation} has the token {max(tokens)}, and the model knows {vocabulary}: replay it with the "
+                "model that it trained (`model_name_or_path`).",
+            ),
+            (
+                not branched and session_number(trajectory.session) % branches,
+                f"{conversation} did not branch, and `branch_at` is set: leave it out, or set `num_branches` as the "
+                "run had it.",
+            ),
+        )

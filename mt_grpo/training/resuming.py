@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import logging
 import shutil
 import signal
@@ -48,7 +49,6 @@ from mt_grpo.training.checkpoint import (
     resume_point,
     save_rollouts,
     says_what_cannot_be_written,
-    warn_of_differences,
 )
 from mt_grpo.training.columns import check_rows_suffice
 from mt_grpo.training.config import MTGRPOConfig
@@ -59,7 +59,7 @@ from mt_grpo.training.ranks import check_same, clear_checkpoint, keep_checkpoint
 from mt_grpo.training.rollout_batch import Columns
 from mt_grpo.training.step_log import FewerPrinter, FewerProgress, StepLog, serving
 from mt_grpo.training.step_log.records import versions
-from mt_grpo.training.teacher_weights import TeacherWeights
+from mt_grpo.training.teacher import TeacherWeights
 from mt_grpo.trajectory import Row
 
 _RATES = ("lr", "initial_lr")
@@ -74,7 +74,7 @@ _OPTIONS = {
 logger = logging.getLogger(__name__)
 
 
-def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
+def _hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
     """
     The options of an optimizer's groups: what its class takes, and the rates. Groups of some optimizers also hold what
     these count, such as the steps of those without a schedule.
@@ -86,7 +86,7 @@ def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
     return [{name: value for name, value in group.items() if name in names} for group in optimizer.param_groups]
 
 
-def take_given(
+def _take_given(
     optimizer: Optimizer, scheduler: object, given: list[dict[str, Any]]
 ) -> dict[str, tuple[object, object]]:
     """
@@ -335,11 +335,11 @@ class ResumableTrainer(GRPOTrainer):
                 f"({' '.join(str(error).split())[:160]}): resume with what it was made with, or begin a run with its "
                 "model (`model_name_or_path`)."
             ) from error
-        changed = take_given(self.optimizer, self.lr_scheduler, self._hyperparameters)
+        changed = _take_given(self.optimizer, self.lr_scheduler, self._hyperparameters)
         if any(saved[name] != options[name] for name in BEST):  # the best so far is by another measure
             self.state.best_metric = self.state.best_global_step = self.state.best_model_checkpoint = None
         if self.is_world_process_zero():
-            warn_of_differences(folder, self._made_with(), changed)
+            self._warn_of_differences(folder, changed)
         load_reference(folder, self.args, accelerator, self.ref_model)
         self._step, self._buffered_inputs, prefetched = load_rollouts(
             folder, accelerator, options, self.args.replays_routes
@@ -351,7 +351,7 @@ class ResumableTrainer(GRPOTrainer):
         """TRL's, which is called when the optimizer is ready and no checkpoint is loaded yet."""
         scheduler = super().create_scheduler(*args, **kwargs)
         if self.optimizer is not None:
-            self._hyperparameters = hyperparameters(self.optimizer)
+            self._hyperparameters = _hyperparameters(self.optimizer)
         return scheduler
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
@@ -369,6 +369,21 @@ class ResumableTrainer(GRPOTrainer):
 
     def _made_with(self) -> dict[str, str]:
         return made_with(self.args, tool_names(self.env), self.step_log.records.rewards, self.train_dataset)
+
+    def _warn_of_differences(self, folder: Path, changed: dict[str, tuple[object, object]]) -> None:
+        """Warns where the run that goes on has other things or options than its checkpoint."""
+        path, here = folder / MADE_WITH, self._made_with()
+        made = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        other = [
+            f"{name}: {made[name]}; here {here[name]}" for name in here if made.get(name, here[name]) != here[name]
+        ]
+        other += [f"{name}: {before}; here {given}" for name, (before, given) in changed.items()]
+        if other:
+            logger.warning(
+                "The checkpoint %s was made with other %s. The resumed run goes on with what is here.",
+                folder,
+                " | ".join(other),
+            )
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """Weights that are tied to others are in no checkpoint, and are not missing."""

@@ -29,31 +29,100 @@ from trl import GRPOTrainer
 from mt_grpo.credit import RewardBatch, without_signal
 from mt_grpo.credit.batch import minus_group_min, to_go
 from mt_grpo.envs import EnvSource
-from mt_grpo.errors import ConfigError
+from mt_grpo.errors import ConfigError, refuse_first
 from mt_grpo.forward.model import ForwardPlan, score
 from mt_grpo.options.values import names_model
-from mt_grpo.rewards import FunctionReward, RewardFunc, RightAnswer, Scores, TeacherAgreement, TeacherLogRatio
+from mt_grpo.rewards import (
+    FunctionReward,
+    RewardFunc,
+    RightAnswer,
+    Scores,
+    TeacherAgreement,
+    TeacherLogRatio,
+    load_rewards,
+)
 from mt_grpo.rollout import Engine
 from mt_grpo.rollout.engines import ScoringEngine
 from mt_grpo.rollout.runner import Branching
 from mt_grpo.rollout.token_row import AnswerLeaves, answer_ids
 from mt_grpo.token_tree import TokenTree
 from mt_grpo.training.config import MTGRPOConfig
-from mt_grpo.training.forward_plan import has_old_forward, prove_forward
 from mt_grpo.training.model import resolve_model, source_options, without_dropout
 from mt_grpo.training.ranks import everywhere, run_here
 from mt_grpo.training.rollout_batch import RolloutBatch, longest_path
 from mt_grpo.trajectory import Trajectory
 
 
-def outcomes_of(reward_funcs: object, outcome_reward_funcs: object, listed: list[Any] | None) -> list[Any]:
-    """The outcome rewards: those that the trainer was given, under TRL's name or ours, else those of the options."""
-    if reward_funcs is not None and outcome_reward_funcs is not None:
-        raise ConfigError(
-            "The trainer was given `reward_funcs` and `outcome_reward_funcs`, which are the same: give one list."
-        )
-    given = outcome_reward_funcs if reward_funcs is None else reward_funcs
-    return as_list(listed if given is None else given)
+class RunRewards:
+    """
+    The rewards of a run: those that the trainer was given, under TRL's names or ours, else those of the options, and
+    those that environments bring.
+
+    Attributes:
+        turn, outcome, state (`list[RewardFunc]`): By what they judge.
+        tokenizers (`list`): TRL's `reward_processing_classes`, one for each of `turn` and `outcome`.
+        weights (`list[float]`, *optional*): `reward_weights` of the same.
+    """
+
+    def __init__(
+        self,
+        args: MTGRPOConfig,
+        source: EnvSource,
+        turn_reward_funcs: object,
+        outcome_reward_funcs: object,
+        reward_funcs: object,
+        reward_processing_classes: object,
+    ) -> None:
+        turns = args.turn_reward_funcs if turn_reward_funcs is None else turn_reward_funcs
+        self.turn = load_rewards(as_list(turns), "turn")
+        args.check_credit(bool(self.turn))
+        if reward_funcs is not None and outcome_reward_funcs is not None:
+            raise ConfigError(
+                "The trainer was given `reward_funcs` and `outcome_reward_funcs`, which are the same: give one list."
+            )
+        given = outcome_reward_funcs if reward_funcs is None else reward_funcs
+        outcomes = as_list(args.outcome_reward_funcs if given is None else given)
+        self.outcome = load_rewards(with_models(outcomes, args), "outcome")
+        self.state = load_rewards([args.state_score] if args.state_score else [], "state")
+        listed = self.all
+        own = _own_rewards(listed, source, args)
+        self.outcome += own
+        classes = reward_processing_classes
+        tokenizers = [None] * len(outcomes) if classes is None else as_list(classes)
+        if len(tokenizers) != len(outcomes):
+            raise ConfigError(
+                f"The number of reward processing classes ({len(tokenizers)}) must match that of the reward "
+                f"functions ({len(outcomes)}): give one for each, and `None` for a function."
+            )
+        self.tokenizers = [*[None] * len(self.turn), *tokenizers, *[None] * len(own)]
+        self.weights = _weights_of(args, listed, own)
+
+    @property
+    def all(self) -> list[RewardFunc]:
+        """Turn rewards, then outcome rewards."""
+        return [*self.turn, *self.outcome]
+
+    @property
+    def for_trl(self) -> list[Any]:
+        """What TRL's trainer is given: it loads models; all else is called here. It refuses an empty list."""
+        functions = [each.model if isinstance(each, ModelReward) else each.score for each in self.all]
+        return functions or [lambda completions, **columns: [None] * len(completions)]
+
+    def check_scorers(self, args: MTGRPOConfig, engine: Engine | None) -> None:
+        """Whether there is a server for the rewards that ask one, and a teacher."""
+        for reward in (*self.all, *self.state):
+            by_server = isinstance(reward, RightAnswer) and reward.scorer == "server"
+            refuse_first(
+                (
+                    isinstance(reward, (TeacherAgreement, TeacherLogRatio)) and args.teacher is None,
+                    f"The reward {reward.name!r} asks a teacher, and there is none: name one in `teacher`.",
+                ),
+                (
+                    by_server and not (args.use_vllm if engine is None else isinstance(engine, ScoringEngine)),
+                    f"`scorer: server` of the reward {reward.name!r} needs a vLLM server, and this run samples "
+                    "without one: set `use_vllm: true`, or leave `scorer` at `trainer`.",
+                ),
+            )
 
 
 def as_list(given: object) -> list[Any]:
@@ -61,21 +130,7 @@ def as_list(given: object) -> list[Any]:
     return [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
 
 
-def tokenizers_of(
-    given: object, listed: list[Any], rewards: list[RewardFunc], turn_rewards: list[RewardFunc]
-) -> list[Any]:
-    """TRL's `reward_processing_classes`, with one for each reward."""
-    tokenizers = [None] * len(listed) if given is None else as_list(given)
-    if len(tokenizers) != len(listed):
-        raise ConfigError(
-            f"The number of reward processing classes ({len(tokenizers)}) must match that of the reward "
-            f"functions ({len(listed)}): give one for each, and `None` for a function."
-        )
-    before = [None] * len(turn_rewards)
-    return [*before, *tokenizers, *[None] * (len(rewards) - len(before) - len(tokenizers))]
-
-
-def own_rewards(listed: Sequence[RewardFunc], source: EnvSource, args: MTGRPOConfig) -> list[RewardFunc]:
+def _own_rewards(listed: Sequence[RewardFunc], source: EnvSource, args: MTGRPOConfig) -> list[RewardFunc]:
     """The outcome rewards that environments bring beside those that are listed; without any there is a teacher."""
     names = Counter(reward.name for reward in listed)
     several = [name for name, number in names.items() if number > 1]  # of one kind they are refused when loaded
@@ -99,12 +154,7 @@ def own_rewards(listed: Sequence[RewardFunc], source: EnvSource, args: MTGRPOCon
     return own
 
 
-def no_reward(completions: Sequence[object], **columns: object) -> list[None]:
-    """What TRL's trainer is given in place of rewards where there is none: it refuses an empty list."""
-    return [None] * len(completions)
-
-
-def weights_of(args: MTGRPOConfig, listed: Sequence[RewardFunc], own: Sequence[RewardFunc]) -> list[float] | None:
+def _weights_of(args: MTGRPOConfig, listed: Sequence[RewardFunc], own: Sequence[RewardFunc]) -> list[float] | None:
     """`reward_weights`: where they count the listed rewards only, each of the environments' own has 1, as in TRL."""
     given, names = args.reward_weights, [reward.name for reward in (*listed, *own)]
     if given is None or len(given) == len(names):
@@ -135,7 +185,7 @@ def gather_rewards(
     for row, trajectory in enumerate(trajectories):
         for turn in trajectory.turns:
             results[row, turn.index] = turn.has_result and not trajectory.failed
-        states[row, : len(trajectory.turns)] = torch.tensor(state_ids(trajectory), dtype=torch.int64, device=device)
+        states[row, : len(trajectory.turns)] = torch.tensor(_state_ids(trajectory), dtype=torch.int64, device=device)
     split = len(scores.turn)
     double: dict[str, Any] = {"dtype": torch.double, "device": device}
     # at least one column each: NCCL's way of gathering fails on a tensor without elements
@@ -176,7 +226,7 @@ def gather_rewards(
     return batch, torch.cat([sums, outcomes], dim=1).float()
 
 
-def state_ids(trajectory: Trajectory) -> list[int]:
+def _state_ids(trajectory: Trajectory) -> list[int]:
     """For each turn a number of its first state (last reply or prompt), the same on every process."""
     # without the ids of calls, which differ between conversations
     replies = [[(reply["role"], reply.get("content")) for reply in turn.replies] for turn in trajectory.turns[:-1]]
@@ -218,14 +268,6 @@ def sample_again(
         batch.replace(again)
         batch.sampled_again += int(silent.sum())
         judge(batch)
-
-
-def has_signal(batch: RolloutBatch) -> torch.Tensor:
-    """The rows of this process whose group has a signal, shape (B,), bool."""
-    size = batch.group_size
-    first = PartialState().process_index * len(batch.rows)
-    silent = without_signal(batch.advantages, size).repeat_interleave(size)
-    return ~silent[first : first + len(batch.rows)]
 
 
 def _tensor(values: list[float | None], device: torch.device) -> torch.Tensor:
@@ -322,20 +364,6 @@ def with_models(entries: Sequence[object], args: MTGRPOConfig) -> list[Any]:
     ]
 
 
-def check_scorers(rewards: Sequence[RewardFunc], args: MTGRPOConfig, engine: Engine | None = None) -> None:
-    """Whether there is a server for the rewards that ask one, and a teacher."""
-    for reward in rewards:
-        if isinstance(reward, (TeacherAgreement, TeacherLogRatio)) and args.teacher is None:
-            raise ConfigError(f"The reward {reward.name!r} asks a teacher, and there is none: name one in `teacher`.")
-        if not isinstance(reward, RightAnswer) or reward.scorer != "server":
-            continue
-        if not (args.use_vllm if engine is None else isinstance(engine, ScoringEngine)):
-            raise ConfigError(
-                f"`scorer: server` of the reward {reward.name!r} needs a vLLM server, and this run samples without "
-                "one: set `use_vllm: true`, or leave `scorer` at `trainer`."
-            )
-
-
 def refuse_scorers(rewards: Sequence[RewardFunc], url: str) -> None:
     """Refuses rewards that ask the policy itself how likely a right answer is, where an endpoint is the policy."""
     for reward in rewards:
@@ -346,83 +374,111 @@ def refuse_scorers(rewards: Sequence[RewardFunc], url: str) -> None:
             )
 
 
-def hang_leaves(trainer: GRPOTrainer, batch: RolloutBatch) -> None:
-    """Hangs right answers behind a batch's contexts, for the forward of old log-probs. A collective call."""
-    asking = _asking(trainer, "trainer")
-    if asking and batch.scores is None and trainer.args.forward == "tree" and has_old_forward(trainer):
-        batch.leaves = _leaves(trainer, batch, asking)
+class RightAnswers:
+    """The right answers that rewards of a trainer need the log-probs of."""
 
+    def __init__(self, trainer: GRPOTrainer) -> None:
+        self._trainer = trainer
 
-def score_answers(trainer: GRPOTrainer, batch: RolloutBatch) -> None:
-    """
-    Fills in `answer_logprobs` of a batch's trajectories, as far as the forward of the old log-probs has not; a
-    trajectory that failed has `None` for every turn. This is a collective call: every process brings the same number
-    of rows, and makes the same number of forwards, whatever is in them.
-    """
-    asking = _asking(trainer, "server")
-    if asking:
-        batch.leaves = _leaves(trainer, batch, asking)
-        batch.answer(everywhere(lambda: _by_server(trainer, batch)))
-    asking = [each for each in _asking(trainer, "trainer") if each.name not in batch.answered]
-    # a padded forward has a row for each context, so several rewards in one would take more memory
-    for together in [asking] if trainer.args.forward == "tree" else [[each] for each in asking]:
-        if together:
-            batch.leaves = _leaves(trainer, batch, together)
-            batch.answer(_by_trainer(trainer, batch))
+    def asked_of(self, scorer: str) -> list[RightAnswer]:
+        """The rewards whose answers are scored by the trainer (`"trainer"`), or by its servers (`"server"`)."""
+        trainer = self._trainer
+        rewards = [*trainer.turn_reward_funcs, *trainer.outcome_reward_funcs, *trainer.state_scores]
+        return [each for each in rewards if isinstance(each, RightAnswer) and each.scorer == scorer]
 
+    def hang(self, batch: RolloutBatch) -> None:
+        """Hangs right answers behind a batch's contexts, for the forward of old log-probs. A collective call."""
+        asking, trainer = self.asked_of("trainer"), self._trainer
+        if asking and batch.scores is None and trainer.args.forward == "tree" and trainer.forwards.has_old_forward:
+            batch.leaves = self._leaves(batch, asking)
 
-def asks_server(trainer: GRPOTrainer) -> bool:
-    """Whether a reward has the server score right answers."""
-    return bool(_asking(trainer, "server"))
+    def score(self, batch: RolloutBatch) -> None:
+        """
+        Fills in `answer_logprobs` of a batch's trajectories, as far as the forward of the old log-probs has not; a
+        trajectory that failed has `None` for every turn. This is a collective call: every process brings the same
+        number of rows, and makes the same number of forwards, whatever is in them.
+        """
+        asking = self.asked_of("server")
+        if asking:
+            batch.leaves = self._leaves(batch, asking)
+            batch.answer(everywhere(lambda: self._by_server(batch)))
+        asking = [each for each in self.asked_of("trainer") if each.name not in batch.answered]
+        # a padded forward has a row for each context, so several rewards in one would take more memory
+        for together in [asking] if self._trainer.args.forward == "tree" else [[each] for each in asking]:
+            if together:
+                batch.leaves = self._leaves(batch, together)
+                batch.answer(self._by_trainer(batch))
 
+    def _leaves(self, batch: RolloutBatch, asking: Sequence[RightAnswer]) -> dict[str, list[AnswerLeaves]]:
+        return everywhere(
+            lambda: {each.name: [self._leaves_of(each, one) for one in batch.trajectories] for each in asking}
+        )
 
-def _asking(trainer: GRPOTrainer, scorer: str) -> list[RightAnswer]:
-    rewards = [*trainer.turn_reward_funcs, *trainer.outcome_reward_funcs, *trainer.state_scores]
-    return [each for each in rewards if isinstance(each, RightAnswer) and each.scorer == scorer]
+    def _leaves_of(self, reward: RightAnswer, trajectory: Trajectory) -> AnswerLeaves:
+        if trajectory.failed or not trajectory.turns:
+            return AnswerLeaves()
+        runner = self._trainer.runner
 
+        @cache
+        def ids(answer: str | None) -> tuple[list[int], list[int]] | None:
+            return None if answer is None else answer_ids(runner.renderer, reward.prefix, answer)
 
-def _leaves(trainer: GRPOTrainer, batch: RolloutBatch, asking: Sequence[RightAnswer]) -> dict[str, list[AnswerLeaves]]:
-    return everywhere(
-        lambda: {each.name: [_leaves_of(each, one, trainer) for one in batch.trajectories] for each in asking}
-    )
+        answers = [ids(reward.answer_at(turn, trajectory.row)) for turn in range(trajectory.tree.num_turns)]
+        # a server samples one token after what it scores
+        return AnswerLeaves.after(trajectory, answers, runner.engine.context_length - 1)
 
+    def _by_trainer(self, batch: RolloutBatch) -> list[list[list[float]]]:
+        trainer, args, rows = self._trainer, self._trainer.args, batch.leaf_trees
+        size = args.per_device_train_batch_size if batch.mode == "train" else args.per_device_eval_batch_size
+        trainer.forwards.prove(max(gather_object([longest_path(tree for row in rows for tree in row)])))
+        shown = {number: image.inputs for one in batch.trajectories for number, image in one.media.items()}
+        plan = ForwardPlan(
+            media={**trainer.blank, **shown},
+            forward=args.forward,
+            attention=args.tree_attention,
+            group=trainer.forwards.plan.group,
+        )
+        found: list[list[list[float]]] = []
+        with without_dropout(trainer.model, True), trainer.accelerator.autocast():
+            for start in range(0, len(rows), size):
+                part = rows[start : start + size]
+                trees = [tree for row in part for tree in row]
+                means = iter(_mean_logprobs(trainer.model, replace(plan, trees=trees)))
+                found += [[next(means) for _ in row] for row in part]
+        return found
 
-def _leaves_of(reward: RightAnswer, trajectory: Trajectory, trainer: GRPOTrainer) -> AnswerLeaves:
-    if trajectory.failed or not trajectory.turns:
-        return AnswerLeaves()
-    runner = trainer.runner
+    def _by_server(self, batch: RolloutBatch) -> list[list[list[float]]]:
+        engine, trajectories = self._trainer.runner.engine, batch.trajectories
+        if any(trajectory.media for trajectory in trajectories):
+            raise ConfigError(
+                "A server cannot say how likely an answer is in a conversation that shows images: set `scorer: "
+                "trainer`."
+            )
 
-    @cache
-    def ids(answer: str | None) -> tuple[list[int], list[int]] | None:
-        return None if answer is None else answer_ids(runner.renderer, reward.prefix, answer)
+        async def leaves_of(tree: TokenTree, session: str) -> list[float]:
+            asked = []
+            for turn, answer in enumerate(tree.actions()):
+                path = tree.path_of_turn(turn)
+                asked.append(engine.logprobs(path[: len(path) - len(answer)], answer, session))
+            return [sum(values) / len(values) for values in await asyncio.gather(*asked)]
 
-    answers = [ids(reward.answer_at(turn, trajectory.row)) for turn in range(trajectory.tree.num_turns)]
-    # a server samples one token after what it scores
-    return AnswerLeaves.after(trajectory, answers, runner.engine.context_length - 1)
+        async def one(trajectory: Trajectory, trees: list[TokenTree]) -> list[list[float]]:
+            try:
+                return list(await asyncio.gather(*(leaves_of(tree, trajectory.session) for tree in trees)))
+            finally:
+                engine.release(trajectory.session)
 
+        async def all_of_them() -> list[list[list[float]]]:
+            try:
+                return list(await asyncio.gather(*map(one, trajectories, batch.leaf_trees)))
+            finally:
+                await engine.close()
 
-def _by_trainer(trainer: GRPOTrainer, batch: RolloutBatch) -> list[list[list[float]]]:
-    args, rows = trainer.args, batch.leaf_trees
-    size = args.per_device_train_batch_size if batch.mode == "train" else args.per_device_eval_batch_size
-    prove_forward(trainer, max(gather_object([longest_path(tree for row in rows for tree in row)])))
-    shown = {number: image.inputs for one in batch.trajectories for number, image in one.media.items()}
-    plan = ForwardPlan(
-        media={**trainer.blank, **shown},
-        forward=args.forward,
-        attention=args.tree_attention,
-        group=trainer.forward_plan.group,
-    )
-    found: list[list[list[float]]] = []
-    with without_dropout(trainer.model, True), trainer.accelerator.autocast():
-        for start in range(0, len(rows), size):
-            part = rows[start : start + size]
-            means = iter(mean_logprobs(trainer.model, replace(plan, trees=[tree for row in part for tree in row])))
-            found += [[next(means) for _ in row] for row in part]
-    return found
+        return run_here(all_of_them(), self._trainer.accelerator.device)
 
 
 @torch.no_grad()
-def mean_logprobs(model: nn.Module, plan: ForwardPlan) -> list[list[float]]:
+def _mean_logprobs(model: nn.Module, plan: ForwardPlan) -> list[list[float]]:
     """The mean log-prob per token of each turn's action; a forward also with nothing to score."""
     trees: list[TokenTree] = plan.trees  # type: ignore[assignment]  # of right answers
     given, turns = len(trees), [tree.num_turns for tree in trees]
@@ -434,32 +490,3 @@ def mean_logprobs(model: nn.Module, plan: ForwardPlan) -> list[list[float]]:
     if plan.forward == "tree":
         return scores.turn_means(turns)[:given]
     return [[turn.mean().item() for turn in tree] for tree in scores.by_turn(turns)[:given]]
-
-
-def _by_server(trainer: GRPOTrainer, batch: RolloutBatch) -> list[list[list[float]]]:
-    engine, trajectories = trainer.runner.engine, batch.trajectories
-    if any(trajectory.media for trajectory in trajectories):
-        raise ConfigError(
-            "A server cannot say how likely an answer is in a conversation that shows images: set `scorer: trainer`."
-        )
-
-    async def leaves_of(tree: TokenTree, session: str) -> list[float]:
-        asked = []
-        for turn, answer in enumerate(tree.actions()):
-            path = tree.path_of_turn(turn)
-            asked.append(engine.logprobs(path[: len(path) - len(answer)], answer, session))
-        return [sum(values) / len(values) for values in await asyncio.gather(*asked)]
-
-    async def one(trajectory: Trajectory, trees: list[TokenTree]) -> list[list[float]]:
-        try:
-            return list(await asyncio.gather(*(leaves_of(tree, trajectory.session) for tree in trees)))
-        finally:
-            engine.release(trajectory.session)
-
-    async def all_of_them() -> list[list[list[float]]]:
-        try:
-            return list(await asyncio.gather(*map(one, trajectories, batch.leaf_trees)))
-        finally:
-            await engine.close()
-
-    return run_here(all_of_them(), trainer.accelerator.device)

@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerBase
 from trl import GRPOTrainer
 
 from mt_grpo.concurrency import in_waiting_thread, run
-from mt_grpo.credit import Credit, RewardBatch
+from mt_grpo.credit import Credit, RewardBatch, without_signal
 from mt_grpo.envs.source import close_environments
 from mt_grpo.forward.packing import FlatTree, unique_tokens
 from mt_grpo.forward.routes import NO_ROUTE
@@ -40,7 +40,6 @@ from mt_grpo.rollout.token_row import AnswerLeaves
 from mt_grpo.runlog.files import to_json
 from mt_grpo.runlog.schema import session_number
 from mt_grpo.token_tree import TokenTree
-from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.trajectory import Message, Row, Trajectory, visible
 
 
@@ -96,6 +95,13 @@ class RolloutBatch:
         return max(leaves, *(len(row.prompt_ids) + len(row.ids) for row in self.token_rows))
 
     @property
+    def has_signal(self) -> Tensor:
+        """The rows of this process whose group has a signal, `(B,)`, bool."""
+        first = PartialState().process_index * len(self.rows)
+        silent = without_signal(self.advantages, self.group_size).repeat_interleave(self.group_size)
+        return ~silent[first : first + len(self.rows)]
+
+    @property
     def leaf_trees(self) -> list[list[TokenTree]]:
         """The trees of `leaves`, by row and reward."""
         return [[each.tree for each in of_row] for of_row in zip(*self.leaves.values(), strict=True)]
@@ -118,8 +124,53 @@ class RolloutBatch:
 
     def add_extra(self, name: str, values: Sequence[object]) -> list[Any]:
         """Takes what a reward function logs of the conversations that it judged; returns it per row."""
-        self.extra[name] = fill_up(spread(values, self.counted), self.fills)
+        self.extra[name] = self.fill_up(spread(values, self.counted))
         return self.extra[name]
+
+    def fill_up(self, values: list[Any], absent: Callable[[int], object] = lambda index: None) -> list[Any]:
+        """Adds to the values of the rows that count `absent(index)` for each row that only fills up."""
+        rest = iter(values)
+        return [absent(index) if fill else next(rest) for index, fill in enumerate(self.fills)]
+
+    def fill_up_scores(self, scores: Scores) -> Scores:
+        """Adds to the scores of the rows that count `None` for the others."""
+        return Scores(
+            [self.fill_up(values, lambda index: []) for values in scores.turn],
+            [self.fill_up(values) for values in scores.outcome],
+            [self.fill_up(values, lambda index: []) for values in scores.state],
+        )
+
+    @contextmanager
+    def open_environments(self) -> Iterator[None]:
+        """Closes the environments in the end: rewards may look at them, and nothing leaves them open."""
+        try:
+            yield
+        finally:
+            trajectories = [*self.trajectories, *chain(*self.discarded)]
+            if any(trajectory.environment is not None for trajectory in trajectories):
+                run(close_environments(trajectories))
+
+    async def handing_over(
+        self, run: Callable[..., Coroutine[object, object, list[Trajectory]]], take: Callable[[RolloutBatch], None]
+    ) -> list[Trajectory]:
+        """Runs the conversations; `take` gets those that have ended meanwhile, in the thread that waits."""
+        ended: asyncio.Queue[Trajectory | None] = asyncio.Queue()
+        running = asyncio.ensure_future(run(on_finish=ended.put_nowait))
+        running.add_done_callback(lambda done: ended.put_nowait(None))
+        try:
+            while (first := await ended.get()) is not None:
+                together = [first]
+                while not ended.empty() and (another := ended.get_nowait()) is not None:
+                    together.append(another)
+                rows = [self.rows[session_number(each.session)] for each in together]
+                part = RolloutBatch(self.mode, rows, [False] * len(rows), None, self.group_size, together)
+                await in_waiting_thread(partial(take, part))
+                if running.done() and ended.empty():  # the last one came with them
+                    break
+        finally:
+            running.cancel()
+            await asyncio.wait([running])
+        return running.result()
 
     def requests(self, first: int, moment: tuple[int, ...], seed: int) -> list[RolloutRequest]:
         """
@@ -200,17 +251,6 @@ class RolloutBatch:
         )
 
 
-@contextmanager
-def open_environments(batch: RolloutBatch) -> Iterator[None]:
-    """Closes the environments of a batch in the end: rewards may look at them, and nothing leaves them open."""
-    try:
-        yield
-    finally:
-        trajectories = [*batch.trajectories, *chain(*batch.discarded)]
-        if any(trajectory.environment is not None for trajectory in trajectories):
-            run(close_environments(trajectories))
-
-
 def longest_path(trees: Iterable[TokenTree]) -> int:
     """Tokens of the longest path to a turn of any tree, at least 1."""
     return max([1, *(len(tree.path_of_turn(turn)) for tree in trees for turn in range(tree.num_turns))])
@@ -229,11 +269,6 @@ def _text(name: str, value: object) -> str | None:
     if name == "content" and isinstance(value, list):
         value = "\n".join(map(part_text, value))
     return str(visible(value if isinstance(value, str) else to_json(value)))
-
-
-def branching(args: MTGRPOConfig, mode: str) -> Branching | None:
-    """How the conversations of a batch branch; `None` where they do not, as in an evaluation."""
-    return Branching(args.branch_at, args.num_branches) if args.branch_at is not None and mode == "train" else None
 
 
 class EvaluationRows:
@@ -269,21 +304,6 @@ class EvaluationRows:
         return fills
 
 
-def fill_up(values: list[Any], fills: list[bool], absent: Callable[[int], object] = lambda index: None) -> list[Any]:
-    """Adds to the values of the rows that count `absent(index)` for each row that only fills up."""
-    rest = iter(values)
-    return [absent(index) if fill else next(rest) for index, fill in enumerate(fills)]
-
-
-def fill_up_scores(scores: Scores, fills: list[bool]) -> Scores:
-    """Adds to the scores of the rows that count `None` for the others."""
-    return Scores(
-        [fill_up(values, fills, lambda index: []) for values in scores.turn],
-        [fill_up(values, fills) for values in scores.outcome],
-        [fill_up(values, fills, lambda index: []) for values in scores.state],
-    )
-
-
 TOKENS_OF_ALL = ("cispo", "dapo", "vespo")
 """Losses that TRL divides by `num_items_in_batch`, the tokens that are trained in the whole generation batch."""
 
@@ -316,31 +336,6 @@ def share_out(batches: list[Columns], loss_type: str) -> None:
     counted, total = gather(count.to(batches[0]["kept"].device)[None]).sum(dim=0).tolist()
     for batch in batches:
         batch["loss_factor"] = torch.tensor(total / max(counted, 1), device=batch["kept"].device)
-
-
-async def handing_over(
-    run: Callable[..., Coroutine[object, object, list[Trajectory]]],
-    batch: RolloutBatch,
-    take: Callable[[RolloutBatch], None],
-) -> list[Trajectory]:
-    """Runs conversations of a batch; `take` gets those that have ended meanwhile, in the thread that waits."""
-    ended: asyncio.Queue[Trajectory | None] = asyncio.Queue()
-    running = asyncio.ensure_future(run(on_finish=ended.put_nowait))
-    running.add_done_callback(lambda done: ended.put_nowait(None))
-    try:
-        while (first := await ended.get()) is not None:
-            together = [first]
-            while not ended.empty() and (another := ended.get_nowait()) is not None:
-                together.append(another)
-            rows = [batch.rows[session_number(each.session)] for each in together]
-            part = RolloutBatch(batch.mode, rows, [False] * len(rows), None, batch.group_size, together)
-            await in_waiting_thread(partial(take, part))
-            if running.done() and ended.empty():  # the last one came with them
-                break
-    finally:
-        running.cancel()
-        await asyncio.wait([running])
-    return running.result()
 
 
 IMAGES = "row_images"
@@ -432,15 +427,6 @@ def batch_trees(columns: Columns) -> list[FlatTree]:
     return trees
 
 
-def candidates(columns: Columns) -> list[np.ndarray]:
-    """For each row of a batch the teacher's likeliest tokens, `(tokens, k)`, in the place of each of its tokens."""
-    found = []
-    for prompt, completion, top in zip(columns["prompt_mask"], columns["completion_mask"], columns[TOP], strict=True):
-        ids = top[: int(completion.sum()), 0].nan_to_num(nan=0.0).long().cpu().numpy()
-        found.append(np.concatenate([np.zeros((int(prompt.sum()), ids.shape[1]), dtype=np.int64), ids]))
-    return found
-
-
 def rebalance(batches: Sequence[Columns], group_size: int) -> list[Columns]:
     """
     Distributes the rows of all ranks over micro-batches again: a group's in one, where they share their prompt, with
@@ -464,13 +450,13 @@ def rebalance(batches: Sequence[Columns], group_size: int) -> list[Columns]:
         pieces = [_take(rows, part) for part in order.split(min(size, group_size))]
         tokens = [unique_tokens(batch_trees(piece)) for piece in pieces]
         weights = gather(torch.tensor(tokens, device=order.device)).tolist()
-        plan = assign(weights, state.num_processes, len(batches))
+        plan = _assign(weights, state.num_processes, len(batches))
         first = state.process_index * len(pieces)
         parcels: list[dict[int, Columns]] = [
             {piece: pieces[piece - first] for step in plan for piece in step[rank] if 0 <= piece - first < len(pieces)}
             for rank in range(state.num_processes)
         ]
-        received = {piece: part for parcel in exchange(parcels, order.device) for piece, part in parcel.items()}
+        received = {piece: part for parcel in _exchange(parcels, order.device) for piece, part in parcel.items()}
         mine = [received[piece] for step in plan for piece in step[state.process_index]]
     dealt = _join(mine)
     rest = {key: value for key, value in batches[0].items() if key not in (*rows, IMAGES)}
@@ -480,13 +466,13 @@ def rebalance(batches: Sequence[Columns], group_size: int) -> list[Columns]:
     ]
 
 
-def assign(weights: Sequence[float], ranks: int, steps: int) -> list[list[list[int]]]:
+def _assign(weights: Sequence[float], ranks: int, steps: int) -> list[list[list[int]]]:
     """Assigns pieces of work to micro-steps, and within each to ranks."""
 
     def cost(bin: list[int]) -> float:
         return sum(weights[piece] for piece in bin)
 
-    bins = sorted(balance(weights, ranks * steps), key=cost, reverse=True)
+    bins = sorted(_balance(weights, ranks * steps), key=cost, reverse=True)
     loads, plan = [0.0] * ranks, []
     for start in range(0, len(bins), ranks):
         step: list[list[int]] = [[]] * ranks
@@ -499,7 +485,7 @@ def assign(weights: Sequence[float], ranks: int, steps: int) -> list[list[list[i
     return sorted(plan, key=lambda step: min(map(min, step)))
 
 
-def exchange(parcels: list[Any], device: torch.device, group: dist.ProcessGroup | None = None) -> list[Any]:
+def _exchange(parcels: list[Any], device: torch.device, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Sends `parcels[rank]` to each rank of a group; returns those for this rank, with tensors on `device`."""
     if len(parcels) == 1:
         return parcels
@@ -569,7 +555,7 @@ def _stack(parts: list[Tensor], left: bool, fill: float) -> Tensor:
     return torch.cat([widened(part) for part in parts])
 
 
-def balance(weights: Sequence[float], num_bins: int) -> list[list[int]]:
+def _balance(weights: Sequence[float], num_bins: int) -> list[list[int]]:
     """Distributes items over bins of equal count, the largest to the lightest (Graham's rule with a cap)."""
     room = -(-len(weights) // num_bins)
     bins: list[list[int]] = [[] for _ in range(num_bins)]
@@ -594,8 +580,8 @@ def loss_of_group(
     compute their micro-batches one after the other, each a share of its tokens; summed over processes, gradients are
     those of all.
     """
-    group: SequenceGroup = trainer.forward_plan.group
-    parts = exchange([inputs] * group.size, inputs["completion_ids"].device, group.group)
+    group: SequenceGroup = trainer.forwards.plan.group
+    parts = _exchange([inputs] * group.size, inputs["completion_ids"].device, group.group)
     for part in parts:
         part.pop("row_ids", None)  # the process that has a row takes note of it
     parts[group.rank] = inputs

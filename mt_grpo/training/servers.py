@@ -9,8 +9,7 @@ import json
 import os
 import sys
 import uuid
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,7 +18,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import is_peft_model
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-from trl import ModelConfig
+from trl import GRPOTrainer, ModelConfig
 
 import mt_grpo
 from mt_grpo.errors import ConfigError, ServerSetupError, WeightSyncError
@@ -32,8 +31,8 @@ from mt_grpo.servers import expand_addresses, host_url
 from mt_grpo.servers.start import OwnServer, check_keys, is_free
 from mt_grpo.training.checkpoint import adapter_settings
 from mt_grpo.training.config import MTGRPOConfig
-from mt_grpo.training.model import resolve_base, resolve_model, served_model, source_options, subfolder_of
-from mt_grpo.training.ranks import everywhere, several_hosts
+from mt_grpo.training.model import resolve_base, resolve_model, source_options, subfolder_of
+from mt_grpo.training.ranks import everywhere, run_here, several_hosts
 from mt_grpo.vllm_plugin.guard import SLEEPS
 from mt_grpo.weights.sync import WeightSync
 from mt_grpo.weights.transport import TRANSPORTS, Transport
@@ -86,7 +85,7 @@ def server_client(
     return VLLMServerClient(
         server_urls(args),
         tokenizer,
-        model=served_model(model, args),
+        model=_served_model(model, args),
         server_timeout=args.vllm_server_timeout,
         home=f"http://127.0.0.1:{_own_port(args)}" if colocates(args) else None,
         media_tokens=media_tokens,
@@ -129,7 +128,7 @@ def command_at(host: str, port: int, args: MTGRPOConfig, model: ModelConfig) -> 
     command = [
         str(interpreter()),
         *("-m", "vllm.entrypoints.openai.api_server"),
-        *("--model", served_model(resolve_base(name), args)),
+        *("--model", _served_model(resolve_base(name), args)),
         *("--host", host, "--port", str(port)),
         *("--dtype", server_dtype(args, model)),
         *("--tensor-parallel-size", str(args.vllm_tensor_parallel_size)),
@@ -174,6 +173,19 @@ def command_at(host: str, port: int, args: MTGRPOConfig, model: ModelConfig) -> 
         command.append("--enable-return-routed-experts")
         environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"
     return command, environment
+
+
+def _served_model(name: str, args: MTGRPOConfig) -> str:
+    """A resolved name as a vLLM server takes it, which looks into no subfolder."""
+    subfolder = subfolder_of(args)
+    if subfolder is None:
+        return name
+    if not Path(name).is_dir():
+        raise ConfigError(
+            f"A vLLM server loads no subfolder of a repository of the Hub ({subfolder!r} of {name!r}): fetch it (`hf "
+            f"download {name} --local-dir FOLDER`), and name the folder as the model."
+        )
+    return str(Path(name, subfolder))
 
 
 def server_dtype(args: MTGRPOConfig, model: ModelConfig) -> str:
@@ -262,12 +274,8 @@ def _leads(args: MTGRPOConfig) -> bool:
     return args.process_index % args.vllm_tensor_parallel_size == 0
 
 
-@contextmanager
-def own_server(args: MTGRPOConfig, model: PreTrainedModel) -> Iterator[OwnServer | None]:
-    """
-    The server of this process's group, if there is one, once all of the run answer; it ends where the context fails,
-    else lives on. This is a collective call.
-    """
+def _start_own_server(args: MTGRPOConfig, model: PreTrainedModel) -> OwnServer | None:
+    """Starts this process group's server, and returns when all of the run answer. This is a collective call."""
 
     def start() -> OwnServer | None:
         if not _leads(args):
@@ -303,21 +311,28 @@ def own_server(args: MTGRPOConfig, model: PreTrainedModel) -> Iterator[OwnServer
             raise
         return server
 
-    server = everywhere(start) if colocates(args) else None
+    return everywhere(start)
+
+
+def connect(trainer: GRPOTrainer) -> tuple[VLLMServerClient, WeightSync]:
+    """
+    The client of a trainer's servers and the sync of its weights. Servers of its own are started here, and end where
+    this fails, else with the sync. This is a collective call.
+    """
+    args, accelerator, config = trainer.args, trainer.accelerator, trainer.model.config
+    client = server_client(args, trainer._tokenizer, config.name_or_path, media_tokens(config))
+    own = _start_own_server(args, accelerator.unwrap_model(trainer.model)) if colocates(args) else None
     try:
-        yield server
+        everywhere(lambda: run_here(client.connect(), accelerator.device))
+        sync = weight_sync(args, client, lambda: trainer.model, accelerator)
     except BaseException:
-        if server is not None:
-            server.close()
+        if own is not None:
+            own.close()
         raise
-
-
-def hand_over(server: OwnServer | None, args: MTGRPOConfig, sync: WeightSync) -> None:
-    """Lets the end of weight sync end the server, and its client know where to look when it is gone."""
-    if not colocates(args):
-        return
-    sync.client.server_timeout = GONE_TIMEOUT
-    sync.client.remedy = "The run that started it has to be started again."
-    if server is not None:
-        sync.fleet.end_server = server.close
-        sync.client.remedy += f" {server.where}"
+    if colocates(args):  # nobody else starts a server that is gone
+        sync.client.server_timeout = GONE_TIMEOUT
+        sync.client.remedy = "The run that started it has to be started again."
+        if own is not None:
+            sync.fleet.end_server = own.close
+            sync.client.remedy += f" {own.where}"
+    return client, sync

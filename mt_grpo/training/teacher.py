@@ -1,73 +1,55 @@
-"""
-The teacher of a run: another model, or the policy with a hint, whose log-probs of the tokens that the policy sampled,
-each in the context in which it was sampled, are computed once per batch, and the loss that they make: on-policy
-distillation.
-"""
+"""The teacher of a run: another model, here or on a server, or the policy as it was."""
 
 from __future__ import annotations
 
 import asyncio
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from contextlib import contextmanager
 from functools import partial
-from math import isnan, nan
+from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import FullyShardedDataParallelPlugin, fsdp2_prepare_model, gather, gather_object
+from accelerate.utils import FullyShardedDataParallelPlugin, fsdp2_prepare_model
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerState
 from trl import GRPOTrainer
+from trl.distributed import DistributedBackend
 from trl.models import prepare_deepspeed, prepare_fsdp
 from trl.trainer.utils import create_model_from_path
 
 from mt_grpo.concurrency import ConcurrencyLimit, Task, consume_exception, in_thread, run
 from mt_grpo.errors import ConfigError, libraries_may_refuse
-from mt_grpo.forward.media import media_tokens
-from mt_grpo.forward.model import score
-from mt_grpo.forward.packing import FlatTree, flatten
 from mt_grpo.forward.probe import context_length
 from mt_grpo.options.values import SELF
-from mt_grpo.rollout import TokenRow
+from mt_grpo.runlog.files import written_whole
 from mt_grpo.servers.http import RequestFailed, ServerControl
 from mt_grpo.token_tree import Sequence as Branch
 from mt_grpo.token_tree import TokenTree
 from mt_grpo.training.config import changed
-from mt_grpo.training.forward_plan import prove_forward
-from mt_grpo.training.hints import needs_outcomes
 from mt_grpo.training.model import (
     OF_POLICY,
     open_policy,
     resolve_base,
     resolve_model,
     source_options,
-    without_dropout,
     wrapped_layers,
 )
-from mt_grpo.training.ranks import everywhere
-from mt_grpo.training.rollout_batch import TOKENS_OF_ALL, TOP, Columns, RolloutBatch, longest_path
 from mt_grpo.trajectory import Trajectory
 from mt_grpo.weights.proof import server_likeliest
-
-LOGPS = "teacher_per_token_logps"
-"""The column of a batch with what a teacher makes of its tokens, `(B, T)`, NaN for those that were not sampled."""
-
-CLIP = 2.0
-"""Where the ratio of a token's probability to the one it was sampled with is cut: TRL's `distillation_is_clip`."""
 
 Logprobs = list[list[list[float]]]
 """For each conversation and turn those of the sampled tokens."""
 
-_Found = tuple[Logprobs, list[list[Tensor]] | None]
+Found = tuple[Logprobs, list[list[Tensor]] | None]
 """The log-probs of sampled tokens, and with `distillation_topk` a turn's likeliest tokens, `(tokens, 2, k)`."""
 
 _AT_ONCE = 32
 """Requests that a process sends to a teacher's server at once."""
-
-_NAMED = 3
-"""Tokens that a sentence about another tokenizer names at most."""
 
 
 def load_teacher(trainer: GRPOTrainer) -> nn.Module | ServerTeacher | None:
@@ -97,7 +79,7 @@ def load_teacher(trainer: GRPOTrainer) -> nn.Module | ServerTeacher | None:
     with libraries_may_refuse(f"The teacher {name!r} cannot be loaded"):
         found = resolve_base(resolve_model(name))
         tokenizer = AutoTokenizer.from_pretrained(found, **source_options(args))
-        check_tokens(name, tokenizer, trainer._tokenizer)
+        _check_tokens(name, tokenizer, trainer._tokenizer)
         if url is not None:
             server = ServerTeacher(name, url, args.distillation_topk)
             _check_length(trainer, name, server.positions)
@@ -112,14 +94,14 @@ def load_teacher(trainer: GRPOTrainer) -> nn.Module | ServerTeacher | None:
         return prepare_deepspeed(model, accelerator)
     if not trainer.is_fsdp_enabled:
         return accelerator.prepare_model(model, evaluation_mode=True)
-    with layers_of(model, accelerator.state.fsdp_plugin):
+    with _layers_of(model, accelerator.state.fsdp_plugin):
         if accelerator.is_fsdp2:  # TRL's shards it as a single unit, whose weights are gathered all at once
             return fsdp2_prepare_model(accelerator, model)
         return prepare_fsdp(model, accelerator)
 
 
 @contextmanager
-def layers_of(model: PreTrainedModel, plugin: FullyShardedDataParallelPlugin) -> Iterator[None]:
+def _layers_of(model: PreTrainedModel, plugin: FullyShardedDataParallelPlugin) -> Iterator[None]:
     """
     A context in which FSDP shards the layers of a model that is not the policy: accelerate's plugin keeps the classes
     of the first model that it has prepared.
@@ -150,6 +132,21 @@ def _check_top(trainer: GRPOTrainer, name: str, teacher: PreTrainedModel) -> Non
         raise ConfigError(
             f"`distillation_topk: {top}` compares the logits of two models, of which the policy has {own}, and the "
             f"teacher {name!r} {others}: let it be no larger, name a teacher with as many, or leave it out."
+        )
+
+
+def _check_tokens(name: str, teacher: PreTrainedTokenizerBase, policy: PreTrainedTokenizerBase) -> None:
+    """Whether every token of the policy is one of its teacher's, with the same id."""
+    known: Mapping[str, int] = teacher.get_vocab()
+    tokens: Mapping[str, int] = policy.get_vocab()
+    differing = sorted((number, token) for token, number in tokens.items() if known.get(token) != number)
+    if differing:
+        named = [
+            f"{token!r} is {number} here and {known.get(token, 'unknown')} there" for number, token in differing[:3]
+        ]
+        raise ConfigError(
+            f"The teacher {name!r} has another tokenizer than the policy, and {len(differing)} of its {len(tokens)} "
+            f"tokens differ ({'; '.join(named)}): name a teacher of the policy's family."
         )
 
 
@@ -201,7 +198,7 @@ class ServerTeacher:
         async with self._places:
             return await in_thread(partial(self._ask, ids), "teacher")
 
-    def ask(self, tree: TokenTree) -> None:
+    def _begin(self, tree: TokenTree) -> None:
         """Begins to read a conversation that has ended, in the event loop in which others go on."""
         for path in _sampled(tree):
             ids = _asked_for(path)
@@ -210,8 +207,18 @@ class ServerTeacher:
                 task.add_done_callback(consume_exception)
                 weakref.finalize(tree, self._asked.pop, tuple(ids), None).atexit = False
 
-    def read(self, trees: Sequence[TokenTree]) -> _Found:
-        """As `_by_model`."""
+    def as_they_end(self, take: Callable[[Trajectory], None]) -> Callable[[Trajectory], None]:
+        """`take`, for conversations that have ended, which the teacher begins to read."""
+
+        def taken(trajectory: Trajectory) -> None:
+            take(trajectory)
+            if not trajectory.failed:
+                self._begin(trajectory.tree)
+
+        return taken
+
+    def read(self, trees: Sequence[TokenTree]) -> Found:
+        """The log-probs of conversations."""
         paths = [(number, path) for number, tree in enumerate(trees) for path in _sampled(tree)]
 
         async def answers_of_all() -> list[Any]:
@@ -246,217 +253,97 @@ def _asked_for(path: Branch) -> list[int]:
     return path.tokens[: len(path.mask) - path.mask[::-1].index(1)]
 
 
-def as_they_end(trainer: GRPOTrainer, take: Callable[[Trajectory], None]) -> Callable[[Trajectory], None]:
-    """`take`, for conversations that have ended; a teacher on a server that sees no more than they begins to read."""
-    teacher = trainer.teacher
-    if not isinstance(teacher, ServerTeacher) or "sees" in trainer.args.teacher:
-        return take
-
-    def taken(trajectory: Trajectory) -> None:
-        take(trajectory)
-        if not trajectory.failed:
-            teacher.ask(trajectory.tree)
-
-    return taken
+TEACHER = "teacher.tensors"
+"""The file of a checkpoint with the weights of a teacher that the policy was; named as a reference is."""
 
 
-def check_tokens(name: str, teacher: PreTrainedTokenizerBase, policy: PreTrainedTokenizerBase) -> None:
-    """Whether every token of the policy is one of its teacher's, with the same id."""
-    known: Mapping[str, int] = teacher.get_vocab()
-    tokens: Mapping[str, int] = policy.get_vocab()
-    differing = sorted((number, token) for token, number in tokens.items() if known.get(token) != number)
-    if differing:
-        named = [
-            f"{token!r} is {number} here and {known.get(token, 'unknown')} there"
-            for number, token in differing[:_NAMED]
-        ]
-        raise ConfigError(
-            f"The teacher {name!r} has another tokenizer than the policy, and {len(differing)} of its {len(tokens)} "
-            f"tokens differ ({'; '.join(named)}): name a teacher of the policy's family."
-        )
-
-
-def read(trainer: GRPOTrainer, batch: RolloutBatch) -> None:
+class TeacherWeights(TrainerCallback):
     """
-    Fills in `teacher_logprobs` and `teacher_log_ratios` of a batch's trajectories, once. The log-probs have the
-    temperature of sampling, and no truncation. This is a collective call: every process brings the same number of
-    rows, and makes the same number of forwards, whatever is in them.
+    The weights with which the policy began, or their exponential mean, `(1 - rate) * mean + rate * policy` after every
+    `teacher_sync_steps` steps as in TRL's `SDPOTrainer`: those that are trained, in float32, each spread as the
+    policy's is.
+
+    Raises:
+        ConfigError: If weights are spread in a way in which they cannot be exchanged.
     """
-    args, teacher = trainer.args, trainer.teacher
-    if args.teacher is None or batch.taught or (needs_outcomes(args) and batch.scores is None):
-        return
-    batch.taught = True
-    for trajectory in batch.trajectories:
-        trajectory.teacher_hint = None  # a replayed one may have that of another teacher
-    trees = everywhere(lambda: [_shown(trainer, each) for each in batch.trajectories])
-    hinted = trainer.hints.give(trainer, batch, _positions(trainer)) if "sees" in args.teacher else None
-    if hinted is not None:
-        trees = [leaves.tree for leaves in hinted]
-    longest = everywhere(lambda: _longest(trainer, trees))
-    prove_forward(trainer, max(gather_object([longest])))
-    with trainer.step_log.activity.of("teacher"):
-        if isinstance(teacher, ServerTeacher):
-            found, top = everywhere(lambda: teacher.read(trees))
-        else:
-            found, top = _by_model(trainer, trees, batch)
-    everywhere(lambda: _check_numbers(trainer, found, top))
-    for row, (trajectory, logprobs) in enumerate(zip(batch.trajectories, found, strict=True)):
-        sampled = trajectory.tree.action_logprobs()
-        if hinted is not None and not trajectory.failed:
-            read_there = dict(zip(hinted[row].turns, logprobs, strict=True))
-            logprobs = [read_there.get(turn, [nan] * len(of_turn)) for turn, of_turn in enumerate(sampled)]
-        if top is not None and not trajectory.failed:
-            turns = range(len(sampled)) if hinted is None else hinted[row].turns
-            of_turns = dict(zip(turns, top[row], strict=True))
-            unread = torch.full((0, 2, trainer.args.distillation_topk), nan)
-            trajectory.teacher_top = [of_turns.get(turn, unread) for turn in range(len(sampled))]
-        trajectory.teacher_logprobs = logprobs
-        trajectory.teacher_log_ratios = [
-            _mean([one - other for one, other in zip(*of_turn, strict=True) if not isnan(one - other)])
-            for of_turn in zip(logprobs, sampled, strict=False)  # of one that failed there are none
-        ]
 
+    def __init__(self, trainer: GRPOTrainer, given: dict[str, Any]) -> None:
+        self._kind = given["teacher_model_kind"]
+        self._rate, self._every = given.get("teacher_update_rate", 0.05), given.get("teacher_sync_steps", 1)
+        self._trainer = trainer
+        self.weights: dict[str, Tensor] = {}
+        backend = DistributedBackend(trainer.accelerator)
+        if backend.is_zero3 or (backend.is_fsdp and not trainer.accelerator.is_fsdp2):
+            raise ConfigError(
+                f"`teacher: {{teacher_model_kind: {self._kind}}}` lends the policy other weights, which "
+                f"{'DeepSpeed ZeRO-3' if backend.is_zero3 else 'FSDP 1'} does not let it: shard with FSDP2 "
+                "(`--accelerate_config fsdp2`) or ZeRO-2, or set `teacher_model_kind: live`."
+            )
 
-@torch.no_grad()
-def _by_model(trainer: GRPOTrainer, trees: Sequence[TokenTree], batch: RolloutBatch) -> _Found:
-    args, top = trainer.args, trainer.args.distillation_topk or 0
-    shown = {number: each.inputs for trajectory in batch.trajectories for number, each in trajectory.media.items()}
-    media = {**trainer.blank, **shown}
-    plan = replace(trainer.forward_plan, truncation=None, forward=args.forward, top=top, media=media)
-    size = args.per_device_train_batch_size if batch.mode == "train" else args.per_device_eval_batch_size
-    found: Logprobs = []
-    likeliest: list[list[Tensor]] = []
-    model = trainer.teacher or trainer.model
-    weights = nullcontext() if trainer.teacher_weights is None else trainer.teacher_weights.lent()
-    with weights, without_dropout(model, True), trainer.accelerator.autocast():
-        for start in range(0, len(trees), size):
-            part = trees[start : start + size]
-            flat = [_without_routes(tree) for tree in part]
-            # a forward also where there is nothing to score, so that ranks with other trees stay in step
-            flat += [] if any(len(each.tokens) for each in flat) else [_without_routes(_one_token())]
-            scores = score(model, replace(plan, trees=flat))
-            turns, logps = [tree.num_turns for tree in part], scores.logps
-            if top:
-                both = torch.stack([scores.entropies.to(logps.dtype), logps[:, 1:]], dim=1).cpu()
-                likeliest += scores.by_turn(turns, both)
-                logps = logps[:, 0]
-            found += [[turn.tolist() for turn in tree] for tree in scores.by_turn(turns, logps)]
-    return found, likeliest if top else None
+    @classmethod
+    def of(cls, trainer: GRPOTrainer) -> TeacherWeights | None:
+        """The weights of a run's teacher, where it is the policy as it was."""
+        given = trainer.args.teacher or {}
+        return None if given.get("teacher_model_kind", "live") == "live" else cls(trainer, given)
 
+    def _trained(self) -> dict[str, nn.Parameter]:
+        model = self._trainer.accelerator.unwrap_model(self._trainer.model)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):  # else a forward without a backward leaves some gathered
+                module.reshard()
+        return {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
 
-def _shown(trainer: GRPOTrainer, trajectory: Trajectory) -> TokenTree:
-    if trajectory.media:
-        teacher = trainer.teacher
-        shows = f"The conversation {trajectory.session} shows images, videos or sounds, and a teacher"
-        if isinstance(teacher, ServerTeacher):
-            raise ConfigError(f"{shows} on a server reads text only: name its `model` alone, or train on text.")
-        unwrap = trainer.accelerator.unwrap_model
-        if teacher is not None and media_tokens(unwrap(teacher).config) != media_tokens(unwrap(trainer.model).config):
-            name = trainer.args.teacher["model"]
-            raise ConfigError(f"{shows} has to see them as the policy does, which {name!r} does not: name another.")
-    return TokenTree() if trajectory.failed else trajectory.tree
+    def begin(self, checkpoint: str | None) -> None:
+        """Takes the weights of a policy that is about to be trained, or those of a checkpoint. A collective call."""
+        self.weights = {name: weight.detach().to(torch.float32, copy=True) for name, weight in self._trained().items()}
+        if checkpoint is None:
+            return
+        file = Path(checkpoint, TEACHER)
+        saved = load_file(file) if file.exists() else {}
+        if {name: weight.shape for name, weight in saved.items()} != {
+            name: weight.shape for name, weight in self.weights.items()
+        }:
+            raise ConfigError(
+                f"The checkpoint {checkpoint} has no weights of a teacher ({TEACHER}), or those of another policy, so "
+                f"`teacher_model_kind: {self._kind}` cannot go on from it: resume one that was saved with it, or "
+                "set `teacher_model_kind: live`."
+            )
+        for name, weight in self.weights.items():
+            whole = saved[name].to(weight.device)
+            if isinstance(weight, DTensor):
+                whole = distribute_tensor(whole, weight.device_mesh, weight.placements)
+            weight.copy_(whole)
 
+    @torch.no_grad()
+    def on_step_end(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
+        if self._kind == "ema" and state.global_step % self._every == 0:
+            for name, weight in self._trained().items():
+                self.weights[name].mul_(1 - self._rate).add_(weight, alpha=self._rate)
 
-def _longest(trainer: GRPOTrainer, trees: list[TokenTree]) -> int:
-    longest, positions = longest_path(trees), _positions(trainer)
-    if longest > positions:
-        raise ConfigError(
-            f"A conversation has {longest} tokens, and the teacher {trainer.args.teacher['model']!r} reads "
-            f"{positions}: lower `max_completion_length`, or name a teacher with a longer context."
-        )
-    return longest
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """A context in which the policy has these weights, once there are some."""
+        own = {name: weight.detach().clone() for name, weight in self._trained().items() if self.weights}
+        self._put(self.weights)
+        try:
+            yield
+        finally:
+            self._put(own)
 
+    @torch.no_grad()
+    def _put(self, weights: dict[str, Tensor]) -> None:
+        trained = self._trained()
+        for name, weight in weights.items():
+            trained[name].copy_(weight)
 
-def _positions(trainer: GRPOTrainer) -> int:
-    """Tokens that the teacher reads."""
-    teacher = trainer.teacher
-    if isinstance(teacher, ServerTeacher):
-        return teacher.positions
-    return context_length(trainer.accelerator.unwrap_model(teacher or trainer.model).config)
-
-
-def _check_numbers(trainer: GRPOTrainer, found: Logprobs, top: list[list[Tensor]] | None) -> None:
-    own = trainer.model.config.get_text_config().vocab_size
-    if any((of_turn[:, 0] >= own).any() for turns in top or () for of_turn in turns):
-        raise ConfigError(
-            f"One of the likeliest tokens of the teacher {trainer.args.teacher['model']!r} is none of the policy's "
-            f"{own}: lower `distillation_topk`."
-        )
-    if any(isnan(logprob) for turns in found for turn in turns for logprob in turn):
-        raise ConfigError(
-            f"The teacher {trainer.args.teacher['model']!r} computes no number for some tokens: set `dtype: bfloat16` "
-            "or `float32`, or name another."
-        )
-
-
-def _without_routes(tree: TokenTree) -> FlatTree:
-    """A tree for another model than the policy, whose experts are others."""
-    return replace(flatten(tree), routes=None)
-
-
-def _one_token() -> TokenTree:
-    tree = TokenTree()
-    tree.add_turn([0], [], [])
-    return tree
-
-
-def _mean(values: list[float]) -> float | None:
-    return sum(values) / len(values) if values else None
-
-
-def top_column(rows: list[TokenRow], like: Tensor, top: int) -> Tensor:
-    """The teacher's likeliest tokens in the place of each token of a batch, as `TOP`; `like` is `(B, T)`."""
-    column = torch.full((*like.shape, 2, top), torch.nan, device=like.device)
-    for number, row in enumerate(rows):
-        for begin, of_turn in row.top:
-            column[number, begin : begin + len(of_turn)] = of_turn.to(column)
-    return column
-
-
-def token_column(rows: list[TokenRow], like: Tensor) -> Tensor:
-    """What the teacher makes of a batch's tokens, as `LOGPS`; `like` is `(B, T)`."""
-    column = torch.full(like.shape, torch.nan, device=like.device)
-    for number, row in enumerate(rows):
-        column[number, : len(row.teacher)] = torch.tensor(row.teacher)
-    return column
-
-
-def _divergence(policy: Tensor, teacher: Tensor) -> Tensor:
-    """The reverse KL divergence `(B, T)` among `k` tokens, from their log-probs `(B, T, k)`, which need not add up."""
-    policy, teacher = (values.log_softmax(dim=-1) for values in (policy, teacher.nan_to_num(nan=0.0)))
-    return (policy.exp() * (policy - teacher)).sum(dim=-1)
-
-
-def distillation_loss(trainer: GRPOTrainer, inputs: Columns, logps: Tensor, others: Tensor | None = None) -> Tensor:
-    """
-    The loss of a micro-batch whose gradient is that of the reverse KL divergence of the policy, with the log-probs
-    `logps` `(B, T)`, from its teacher on the tokens that were sampled: `(log p - log q) * log p`, without a gradient
-    through the first factor, as `distillation_mode: sampled_token` of TRL's `SDPOTrainer`. What other weights or
-    kernels sampled is corrected by TRL's ratios. It is divided as the loss of `loss_type`. This is a collective call.
-    """
-    args, teacher, trained = trainer.args, inputs[LOGPS], inputs["completion_mask"] * inputs["tool_mask"]
-    mask = trained * ~teacher.isnan()
-    log_ratios = (logps.detach() - teacher.nan_to_num(nan=0.0)) * mask
-    sums = gather(torch.stack([log_ratios.sum(), mask.sum()])[None]).sum(dim=0)
-    mode = "train" if trainer.model.training else "eval"
-    if sums[1] > 0:  # of tokens that no teacher read there is no distance
-        trainer._metrics[mode]["teacher/reverse_kl"].append((sums[0] / sums[1]).item())
-    loss = log_ratios * logps
-    if others is not None:
-        loss = _divergence(others, inputs[TOP][:, :, 1]) * mask
-    if "old_per_token_logps" in inputs:
-        loss = loss * (logps.detach() - inputs["old_per_token_logps"]).clamp(-20, 20).exp().clamp(max=CLIP)
-    if "importance_sampling_ratio" in inputs:
-        loss = loss * inputs["importance_sampling_ratio"]
-    steps = trainer.current_gradient_accumulation_steps if mode == "train" else 1
-    if args.loss_type in TOKENS_OF_ALL:
-        share = steps / args.steps_per_generation if mode == "train" else 1  # of the batch that was sampled
-        return loss.sum() * trainer.accelerator.num_processes / (inputs["num_items_in_batch"].clamp(min=1) * share)
-    if args.loss_type == "bnpo":
-        return loss.sum() / mask.sum().clamp(min=1) / steps
-    by_row = loss.sum(dim=1)
-    if args.loss_type == "dr_grpo":
-        by_row = by_row / trainer.max_completion_length
-    elif args.loss_type != "luspo":
-        by_row = by_row / mask.sum(dim=1).clamp(min=1)
-    return by_row.mean() / steps
+    def save(self, folder: Path) -> None:
+        """Writes the weights as a whole to a checkpoint. This is a collective call."""
+        main = self._trainer.accelerator.is_main_process
+        whole: dict[str, Tensor] = {}
+        for name, weight in self.weights.items():
+            each = weight.full_tensor() if isinstance(weight, DTensor) else weight
+            if main:
+                whole[name] = each.cpu().contiguous()
+        if main:
+            with written_whole(folder / TEACHER) as partial:
+                save_file(whole, partial)

@@ -18,18 +18,20 @@ from datasets import Dataset, IterableDataset
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
-from transformers.integrations import TensorBoardCallback
 from trl import GRPOConfig
 
+from mt_grpo.concurrency import run
 from mt_grpo.credit import Rule, call_rule
 from mt_grpo.data import had_text_prompts, with_own_opener
 from mt_grpo.envs import EnvLike
+from mt_grpo.envs.env import ServedEnv
 from mt_grpo.envs.source import TRLFactory, source_of
+from mt_grpo.errors import ConfigError
 from mt_grpo.forward.media import Media, media_tokens
 from mt_grpo.forward.probe import context_length
-from mt_grpo.forward.routes import route_shape
+from mt_grpo.imports import did_you_mean
 from mt_grpo.options.rules import check_eval_batch
-from mt_grpo.rewards import RewardFunc, Scores, load_rewards, score_trajectories
+from mt_grpo.rewards import RewardFunc, Scores, score_trajectories
 from mt_grpo.rollout import Engine, RolloutError
 from mt_grpo.rollout.engines.transformers import TransformersEngine, prove_engine
 from mt_grpo.runlog.heartbeat import Silence
@@ -37,16 +39,13 @@ from mt_grpo.training import (
     columns,
     environment,
     forward_plan,
-    gates,
-    hints,
-    prefetch,
     preflight,
     reward_batch,
     rollout_batch,
-    teacher,
 )
 from mt_grpo.training.columns import Rows
-from mt_grpo.training.config import MTGRPOConfig, as_mtgrpo_config, changed
+from mt_grpo.training.config import MTGRPOConfig, changed
+from mt_grpo.training.distillation import Distillation
 from mt_grpo.training.model import (
     Activations,
     check_gradient,
@@ -63,13 +62,13 @@ from mt_grpo.training.model import (
 )
 from mt_grpo.training.prefetch import STEP_FACTOR, ModelCopy, PrefetchQueue, SmallerSteps, effective_sample_size
 from mt_grpo.training.ranks import everywhere, run_here
-from mt_grpo.training.replay import NoEngine, Replay
+from mt_grpo.training.replay import Replay
 from mt_grpo.training.resuming import EarlyStopping, ResumableTrainer
 from mt_grpo.training.reward_batch import ModelReward
 from mt_grpo.training.rollout_batch import Columns, EvaluationRows, RolloutBatch
-from mt_grpo.training.step_log import NumbersToTensorBoard, Step, StepLog, print_fewer
-from mt_grpo.training.step_log.metrics import means_over_rows, route_metrics, show_advantages
-from mt_grpo.training.teacher_weights import TeacherWeights
+from mt_grpo.training.step_log import Step, StepLog, print_fewer
+from mt_grpo.training.step_log.metrics import means_over_rows, route_metrics
+from mt_grpo.training.teacher import TeacherWeights, load_teacher
 from mt_grpo.trajectory import Row, Trajectory
 
 if TYPE_CHECKING:
@@ -94,7 +93,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             outcomes also TRL reward functions, and reward models (a folder, a Hub id or an object). Both default to
             those of `args`. One reward needs no list.
         args (`MTGRPOConfig`, *optional*): The options. As in TRL the object itself is the trainer's `args`, so that
-            what is set there later counts; a `GRPOConfig` is taken too and copied, see `as_mtgrpo_config`.
+            what is set there later counts; a `GRPOConfig` is taken too and copied, see `MTGRPOConfig.of`.
         train_dataset, eval_dataset (`Dataset` or `list`): Rows with a `prompt` (text or messages); other columns reach
             rewards.
         engine (`Engine`, *optional*): Samples the completions. By default it is the server of `args` with `use_vllm`,
@@ -151,8 +150,12 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         if args is None:
             name = Path(model if isinstance(model, str) else model.config.name_or_path).name
             args = MTGRPOConfig(f"{name}-MT-GRPO")
-        args = as_mtgrpo_config(args)
-        environment.check_rollout_func(rollout_func)
+        args = MTGRPOConfig.of(args)
+        if rollout_func is not None:
+            raise ConfigError(
+                "`rollout_func` returns tokens without turns, so there is nothing to credit: write its loop as an "
+                "environment (docs/environments.md) or as an agent (docs/any_agent.md)."
+            )
         tools = reward_batch.as_list(tools)
         preflight.check_surroundings(args)
         if engine is None and args.use_vllm:
@@ -164,9 +167,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         self.replay = None if args.replay is None else Replay(args)
         if self.replay is not None:
             train_dataset, eval_dataset = self.replay.rows(), None
-        train_dataset = columns.as_rows(train_dataset, "train_dataset")
-        eval_dataset = columns.as_rows(eval_dataset, "eval_dataset")
-        columns.refuse_several_datasets(train_dataset)
+        train_dataset, eval_dataset = columns.as_datasets(train_dataset, eval_dataset)
         self.env = environment.check_env(
             env,
             args,
@@ -177,34 +178,24 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         )
         source = source_of(self.env)
         if self.replay is None:
-            environment.check_servers(source)
-        train_dataset = columns.with_prompts(columns.rows_of(train_dataset, source, args), source, "training dataset")
-        eval_dataset = source.rows("eval") if eval_dataset is None and args.do_eval else eval_dataset
-        eval_dataset = columns.with_prompts(eval_dataset, source, "evaluation dataset")
-        columns.check_prompts(train_dataset, eval_dataset, source.writes_prompts)
-        turns = args.turn_reward_funcs if turn_reward_funcs is None else reward_batch.as_list(turn_reward_funcs)
-        self.turn_reward_funcs = load_rewards(turns or [], "turn")
-        args.check_credit(bool(self.turn_reward_funcs))
-        outcomes = reward_batch.outcomes_of(reward_funcs, outcome_reward_funcs, args.outcome_reward_funcs)
-        self.outcome_reward_funcs = load_rewards(reward_batch.with_models(outcomes, args), "outcome")
-        self.state_scores = load_rewards([args.state_score] if args.state_score else [], "state")
-        listed = [*self.turn_reward_funcs, *self.outcome_reward_funcs]
-        own = reward_batch.own_rewards(listed, source, args)
-        self.outcome_reward_funcs += own
-        rewards = [*listed, *own]
-        tokenizers = reward_batch.tokenizers_of(reward_processing_classes, outcomes, rewards, self.turn_reward_funcs)
-        weights = reward_batch.weights_of(args, listed, own)
+            for served in source.prototypes():
+                if isinstance(served, ServedEnv):
+                    run(served.check())
+        train_dataset, eval_dataset = columns.with_prompts(train_dataset, eval_dataset, source, args)
+        run_rewards = reward_batch.RunRewards(
+            args, source, turn_reward_funcs, outcome_reward_funcs, reward_funcs, reward_processing_classes
+        )
+        self.turn_reward_funcs, self.outcome_reward_funcs = run_rewards.turn, run_rewards.outcome
+        self.state_scores, rewards = run_rewards.state, run_rewards.all
+        scores = [*rewards, *self.state_scores]
         if self.replay is not None:
             self.replay.check_rewards(rewards)
-            self.replay.check_teacher(args, [*rewards, *self.state_scores])
-            hints.check_hints(args, [*rewards, *self.state_scores], self.outcome_reward_funcs, None, None)
+            self.replay.check_teacher(args, scores)
         else:
-            reward_batch.check_scorers([*rewards, *self.state_scores], args, engine)
-            columns.check_reward_columns([*rewards, *self.state_scores], train_dataset, eval_dataset)
-            hints.check_hints(
-                args, [*rewards, *self.state_scores], self.outcome_reward_funcs, train_dataset, eval_dataset
-            )
-        self.gate = gates.load_gate(args, self.outcome_reward_funcs)
+            run_rewards.check_scorers(args, engine)
+            columns.check_reward_columns(scores, train_dataset, eval_dataset)
+        datasets = () if self.replay is not None else (train_dataset, eval_dataset)
+        self.distillation = Distillation(self, args, scores, self.outcome_reward_funcs, *datasets)
         if processing_class is not None:  # before a model is loaded
             environment.prepare_tokenizer(tokenizer_in(processing_class), source)
         with no_adapter_left(model, self):
@@ -215,14 +206,12 @@ class MTGRPOEnvTrainer(ResumableTrainer):
                 "use_vllm": False,  # else TRL connects a client of its own, which needs vLLM to be installed
                 "enable_jit_checkpoint": False,  # transformers' ends as if all steps were taken, see `preemption`
                 "model_init_kwargs": None if loaded else loading_options(policy["model"], args),
-                "reward_weights": weights,
+                "reward_weights": run_rewards.weights,
             }
             super().__init__(
                 **policy,
-                # TRL loads models; all rewards are called here
-                reward_funcs=[each.model if isinstance(each, ModelReward) else each.score for each in rewards]
-                or [reward_batch.no_reward],
-                reward_processing_classes=tokenizers or [None],
+                reward_funcs=run_rewards.for_trl,
+                reward_processing_classes=run_rewards.tokenizers or [None],
                 args=changed(args, **hidden),
                 train_dataset=train_dataset,
                 eval_dataset=eval_dataset,
@@ -265,23 +254,19 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         forward_plan.keep_outputs_exact(self.accelerator)
 
     def _prepare_logs(self) -> None:
-        preflight.tell_device(self.args)
+        if self.args.device.type == "cpu" and not self.args.use_cpu and self.is_world_process_zero():
+            logger.warning("There is no GPU here: this run is on the CPU, in float32.")
         self._earlier = preflight.left_by_runs(self.args.output_dir)
-        for callback in list(self.callback_handler.callbacks):
-            if type(callback) is TensorBoardCallback:
-                self.remove_callback(callback)
-                self.add_callback(NumbersToTensorBoard(callback.tb_writer))
         self.num_completions_to_print = 0  # TRL's own table in the terminal, instead of which there is ours
 
     def _prepare_models(self) -> None:
         prepare_model(self.model, self.args, self.accelerator)
-        self.teacher = teacher.load_teacher(self)
+        self.teacher = load_teacher(self)
         self.teacher_model = self.teacher if isinstance(self.teacher, nn.Module) else None
         self.teacher_weights = TeacherWeights.of(self)
         if self.teacher_weights is not None:
             self.add_callback(self.teacher_weights)
-        self.hints = hints.Hints(self.args)
-        forward_plan.prepare_forward(self)
+        self.forwards = forward_plan.Forwards(self)
         self._activations = Activations(self.args, self.accelerator.device)
 
     def _prepare_rewards(self, rewards: list[RewardFunc]) -> None:
@@ -290,6 +275,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             if isinstance(reward, ModelReward):
                 reward.use(model, tokenizer, self.chat_template_kwargs)
         self.reward_func_names = [reward.name for reward in rewards]
+        self.right_answers = reward_batch.RightAnswers(self)
         if self.args.reward_weights is None:
             self.reward_weights = torch.tensor([reward.weight for reward in rewards], dtype=torch.float32)
         # TRL recognises a truncated completion by its last token; here the stop reason says it
@@ -303,31 +289,24 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         self._synced_step = -1  # whose weights the servers have
         self._asleep_in_training: WeightSync | None = None  # whose servers sleep while the model is trained
         if self.replay is not None:
-            self.replay.check_tokenizer(self._tokenizer)
-            engine = NoEngine(self._tokenizer, context_length(self.model.config))
+            engine = self.replay.engine(self._tokenizer, context_length(self.model.config))
         if args.use_vllm and engine is None:
             from mt_grpo.training import servers
 
-            config = self.model.config
-            engine = servers.server_client(args, self._tokenizer, config.name_or_path, media_tokens(config))
-            with servers.own_server(args, self.accelerator.unwrap_model(self.model)) as server:
-                self._run_on_all_ranks(engine.connect)
-                self.weight_sync = servers.weight_sync(args, engine, lambda: self.model, self.accelerator)
-                servers.hand_over(server, args, self.weight_sync)
+            engine, self.weight_sync = servers.connect(self)
             if servers.colocates(args) and args.vllm_enable_sleep_mode:
                 self._asleep_in_training = self.weight_sync
         self._sampling = forward_plan.sampling_params(args)
-        self._needs_routes = route_shape(self.model.config) is not None
         engine = engine or environment.own_engine(args, self._tokenizer, self.model, self.accelerator)
         self._unproven = engine if type(engine) is TransformersEngine else None
-        images = columns.media_encoder(self.processing_class, self.model.config, engine)
-        columns.check_media(images, self.model.config, engine, self.train_dataset, self.eval_dataset)
-        self._proven_shown: set[object] | None = None if images is None else set()
+        data = self.train_dataset, self.eval_dataset
+        images = columns.media_encoder(self.processing_class, self.model.config, engine, *data)
+        self._shows_media = images is not None
         several = self.accelerator.num_processes > 1
         self.blank: Media = images.blanks() if images is not None and several else {}
         self.runner = environment.build_runner(self.env, engine, args, images)
         if args.max_staleness:
-            self.weight_sync = self.weight_sync or prefetch.own_weights(engine, self.model, args, self.accelerator)
+            self.weight_sync = self.weight_sync or ModelCopy.of(engine, self.model, args, self.accelerator)
             if self.weight_sync is not None:
                 self.weight_sync.send_in_flight()
             self._steps = SmallerSteps()
@@ -345,9 +324,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
 
     def _prepare_inputs(self, generation_batch: object) -> Columns:
         """TRL's. Rows of a group are put into one micro-batch, where `forward: tree` computes their prefix once."""
-        forward_plan.prove_forward(
-            self, self.max_completion_length or 1
-        )  # before rollouts, and before rows a checkpoint kept
+        self.forwards.prove(self.max_completion_length or 1)  # before rollouts, and before rows a checkpoint kept
         buffered = self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)
         if self._buffered_inputs is not buffered:
@@ -365,14 +342,14 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         fills = [False] * len(inputs) if counts is None else counts.fills(len(inputs))
         generations = self.num_generations if mode == "train" else self.num_generations_eval
         rows = [columns.with_column_media(row) for row in inputs]
-        batch = self.batch = RolloutBatch(mode, rows, fills, rollout_batch.branching(self.args, mode), generations)
+        batch = self.batch = RolloutBatch(mode, rows, fills, self.args.branching(mode), generations)
         k = self._step % self.args.gradient_accumulation_steps
         step = self.step_log.begin(batch, self.state.global_step, k)
         # for TRL's table of completions; what is sampled after is the batch's own rows
         shown = [{name: row[name] for name in row if name not in columns.MEDIA_COLUMNS} for row in rows]
         shown = [row | {"prompt": rollout_batch.as_text(row["prompt"])} for row in shown]
         try:
-            with rollout_batch.open_environments(batch):
+            with batch.open_environments():
                 step.output = super()._generate_and_score_completions(shown)
             if self.args.max_staleness and mode == "train":
                 share = batch.staleness.effective = effective_sample_size(step.output)
@@ -385,7 +362,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             self.eval_trajectories += batch.counted
         self.step_log.take(step)
         if mode == "train" and self.args.groups_without_signal != "keep":
-            rollout_batch.leave_out(step.output, reward_batch.has_signal(batch))
+            rollout_batch.leave_out(step.output, batch.has_signal)
         return step.output
 
     def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
@@ -394,21 +371,21 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         self._rollout(batch)
         if batch.mode == "train" and self.args.groups_without_signal == "resample" and self.replay is None:
             reward_batch.sample_again(batch, self.args.max_resample_times, self._rollout, self._score, self._judge)
-        if batch.mode == "train" and not reward_batch.asks_server(self):
+        if batch.mode == "train" and not self.right_answers.asked_of("server"):
             self._take_memory_from_servers()
-        if hints.needs_outcomes(self.args):
+        if self.distillation.needs_outcomes:
             batch.scores = batch.scores or self._score(batch)
-        teacher.read(self, batch)
+        self.distillation.read(batch)
         batch.token_rows = [self.runner.completion(trajectory) for trajectory in batch.trajectories]
         if not self.args.replays_routes:
             batch.leave_out_routes()
-        elif self._needs_routes:
-            self._needs_routes = forward_plan.warn_without_routes(batch)
+        else:
+            self.forwards.warn_without_routes(batch)
         batch.leave_out(self._tokenizer.pad_token_id, self.args.mask_truncated_completions)
-        reward_batch.hang_leaves(self, batch)
-        forward_plan.prove_forward(self, max(gather_object([batch.longest])))
-        if self._proven_shown is not None and batch.mode == "train":
-            forward_plan.prove_shown(self, batch, self._proven_shown)
+        self.right_answers.hang(batch)
+        self.forwards.prove(max(gather_object([batch.longest])))
+        if self._shows_media and batch.mode == "train":
+            self.forwards.prove_shown(batch)
         if self.args.forward != "tree":  # trees were given up: right answers get a forward of their own
             batch.leaves = {}
         self._count(batch)
@@ -445,8 +422,8 @@ class MTGRPOEnvTrainer(ResumableTrainer):
                 self.runner.run, requests, self._sampling, keep_environments=True, branching=batch.branching
             )
             if take is None:
-                return work(on_finish=teacher.as_they_end(self, batch.trajectories.append))
-            return rollout_batch.handing_over(work, batch, take)
+                return work(on_finish=self.distillation.as_they_end(batch.trajectories.append))
+            return batch.handing_over(work, take)
 
         with without_dropout(self.model, True), self._lent_model(), sampling:
             if ahead is None:
@@ -455,9 +432,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
                 ran = everywhere(lambda: ahead.take(batch, self._step))
         if self.weight_sync is not None:
             self.weight_sync.check()
-        batch.trajectories = rollout_batch.fill_up(
-            ran, batch.fills, lambda index: Trajectory(batch.rows[index]["prompt"])
-        )
+        batch.trajectories = batch.fill_up(ran, lambda index: Trajectory(batch.rows[index]["prompt"]))
 
     def _lent_model(self) -> AbstractContextManager[None]:
         """Lends the model to an engine that has no weights of its own."""
@@ -524,8 +499,8 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         dataset = self.train_dataset if batch.mode == "train" or self.eval_dataset is None else self.eval_dataset
         batch.add_texts(self._tokenizer, had_text_prompts(dataset))
         with self.step_log.activity.of("rewards"):
-            teacher.read(self, batch)
-            reward_batch.score_answers(self, batch)
+            self.distillation.read(batch)
+            self.right_answers.score(batch)
             scores = self._run_on_all_ranks(
                 lambda: score_trajectories(
                     self.turn_reward_funcs,  # type: ignore[arg-type]  # of the kinds that `load_rewards` was asked for
@@ -536,7 +511,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
                 )
             )
             self.step_log.warnings.recheck(batch.counted, batch.mode)
-        return rollout_batch.fill_up_scores(scores, batch.fills)
+        return batch.fill_up_scores(scores)
 
     def _credit(self, step: Step) -> None:
         """Adds the advantages of turns, and columns for our forward, to the batch that TRL trains on."""
@@ -547,16 +522,12 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         if not self.reward_func_names:  # a teacher alone
             for name in ("reward", "reward_std", "frac_reward_zero_std"):
                 del self._metrics[step.mode][name]
-        show_advantages(self._logs["advantages"], batch.rewards, batch.advantages)
+        shown = self._logs["advantages"]  # for TRL's table of completions: means over turns
+        means = (batch.advantages.sum(dim=1) / batch.rewards.turn_mask.sum(dim=1).clamp(min=1)).tolist()[-len(shown) :]
+        for index, mean in enumerate(means, -len(means)):
+            shown[index] = mean
         output |= rollout_batch.token_columns(batch.token_rows, output)
-        if self.args.teacher is not None:
-            output[teacher.LOGPS] = teacher.token_column(batch.token_rows, output["completion_ids"])
-            opened = gates.open_turns(self, batch)
-            if opened is not None:
-                output[teacher.LOGPS][~opened.gather(1, output["turn_ids"])] = torch.nan
-        if self.args.distillation_topk:
-            ids, top = output["completion_ids"], self.args.distillation_topk
-            output[rollout_batch.TOP] = teacher.top_column(batch.token_rows, ids, top)
+        self.distillation.add_columns(batch, output)
         output["group_ids"], output["row_ids"] = step.rows // batch.group_size, step.row_ids
         output["advantages"] = step.advantages.gather(1, output["turn_ids"])
 
@@ -565,7 +536,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             self._take_memory_from_servers()
             if STEP_FACTOR in inputs:
                 self._steps.before(self.optimizer, inputs[STEP_FACTOR].item())
-        if self.forward_plan.group is None or not self.model.training:
+        if self.forwards.plan.group is None or not self.model.training:
             return self._loss(model, inputs, *args, **kwargs)
         return rollout_batch.loss_of_group(self, model, inputs, lambda part: self._loss(model, part, *args, **kwargs))
 
@@ -578,7 +549,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             self._loss_inputs, router_loss, logps, others = None, self._router_loss, self._logps, self._others
             self._router_loss = self._logps = self._others = None
         if self.args.distillation_coef and logps is not None:
-            loss = loss + self.args.distillation_coef * teacher.distillation_loss(self, inputs, logps, others)
+            loss = loss + self.args.distillation_coef * self.distillation.loss(inputs, logps, others)
         if self.model.training:
             check_loss(loss, inputs, model, self.state.global_step)
         if "loss_factor" not in inputs:
@@ -603,12 +574,10 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         first, and the right answers that rewards ask for are scored with them.
         """
         inputs = self._loss_inputs
-        if inputs is None:
-            plan = forward_plan.plan_of_rollouts(self, self.batch)
-        else:
-            plan = forward_plan.plan_of_loss(self, inputs)
+        forwards = self.forwards
+        plan = forwards.plan_of_rollouts(self.batch) if inputs is None else forwards.plan_of_loss(inputs)
         with without_dropout(model, inputs is None):
-            if forward_plan.trl_scores(self, plan):
+            if forwards.trl_scores(plan):
                 logps, entropies, router_loss = super()._get_per_token_logps_and_entropies(
                     model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **kwargs
                 )
@@ -677,7 +646,13 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             self._eval_prefix = "eval" if of_several else None
         if eval_dataset is None:
             self.evaluated_step = self.state.global_step
-            preflight.check_best(self.args.metric_for_best_model, metrics)
+            best = self.args.metric_for_best_model
+            names = [name.removeprefix("eval_") for name in metrics]
+            if best is not None and best.removeprefix("eval_") not in names:
+                raise ConfigError(
+                    f"`metric_for_best_model: {best}` is nothing that an evaluation measures"
+                    f"{did_you_mean(best.removeprefix('eval_'), names)}: name one of its metrics, such as `reward`."
+                )
         return metrics
 
     def rollout(self, num_prompts: int, num_generations: int = 1) -> list[Trajectory]:
@@ -696,7 +671,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         batch = self.batch = RolloutBatch("eval", rows, [False] * len(rows), group_size=num_generations)
         tells = self.is_world_process_zero() and not sys.stderr.isatty()
         says = Silence(lambda: print(self.step_log.activity.describe(), file=sys.stderr, flush=True))
-        with says if tells else nullcontext(), rollout_batch.open_environments(batch):
+        with says if tells else nullcontext(), batch.open_environments():
             self._rollout(batch)
             batch.scores = self._score(batch)
             if num_generations > 1:
@@ -707,21 +682,15 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         self, rows: list[Row], done: list[bool], group_size: int, take: Callable[[RolloutBatch], None]
     ) -> None:
         """
-        Runs conversations without training, each of a row, but for those that are done. Whenever some have ended,
-        they are scored and handed to `take`, while the others go on.
-
-        Args:
-            rows (`list[dict]`): `group_size` in a row are of one prompt.
-            done (`list[bool]`): For each row whether it is passed over.
-            group_size (`int`): Conversations of a prompt.
-            take (`Callable`): Takes a batch of conversations that have ended, with their scores.
+        Runs conversations without training, each of a row, `group_size` in a row of one prompt, but for those that are
+        done. Whenever some have ended, they are scored and handed to `take` as a batch, while the others go on.
         """
         batch = self.batch = RolloutBatch("eval", list(map(columns.with_column_media, rows)), done, None, group_size)
 
         def score(ended: RolloutBatch) -> None:
-            with rollout_batch.open_environments(ended):
+            with ended.open_environments():
                 ended.scores = self._score(ended)
                 take(ended)
 
-        with rollout_batch.open_environments(batch):
+        with batch.open_environments():
             self._rollout(batch, score)

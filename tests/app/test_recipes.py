@@ -204,7 +204,7 @@ def test_a_coefficient_in_the_rule_is_the_only_one(tmp_path):
     ("keys", "message"),
     [
         ({"advantage_estimator": {"gamma": 0.9}}, "a mapping of its `name`"),
-        ({"advantage_estimator": {"name": "mt_grpo", "turn_coef": "high"}}, "its type is float"),
+        ({"advantage_estimator": {"name": "mt_grpo", "turn_coef": "high"}}, "input should be a valid number"),
         (
             {"advantage_estimator": {"name": "mt_grpo", "turn_coef": 0.5}, "turn_advantage_coef": 1.0},
             "contradict each other: leave one out",

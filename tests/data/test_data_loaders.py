@@ -14,7 +14,7 @@ from huggingface_hub import constants
 
 from mt_grpo.data import DatasetError, _gsm8k_row, _triviaqa_row, as_messages, check_apart, load_rows
 from mt_grpo.errors import ConfigError
-from mt_grpo.training.columns import check_prompts
+from mt_grpo.training.columns import _check_prompts
 from mt_grpo.training.model import resolve_model
 
 
@@ -335,7 +335,7 @@ def test_a_missing_column_is_named_with_those_there_are(write, options: dict, sa
 def test_roles_of_other_datasets_are_refused_with_ours(write, message: dict[str, str], says: str) -> None:
     assert says in refusal(write("qa.jsonl", [message]), "train")
     with pytest.raises(ConfigError, match="The first row of `train_dataset` has"):
-        check_prompts(datasets.Dataset.from_list([{"prompt": [message]}]), None, False)
+        _check_prompts(datasets.Dataset.from_list([{"prompt": [message]}]), "train_dataset")
 
 
 @pytest.mark.parametrize("prompt", [3, None, [], ["a"], [{"content": "a"}], {"role": "user"}])

@@ -8,7 +8,7 @@ from support.forests import make_tree, timestep
 
 from mt_grpo.forward.packing import FlatTree, flatten, pack, split, unique_tokens
 from mt_grpo.token_tree import TokenTree
-from mt_grpo.training.rollout_batch import balance
+from mt_grpo.training.rollout_batch import _balance
 
 forests = st.lists(st.lists(timestep, max_size=4), max_size=4)
 
@@ -106,7 +106,7 @@ def test_rows_hold_every_tree_once_and_keep_to_the_budget(forest, budget):
 
 @given(st.lists(st.integers(1, 100), max_size=20), st.integers(1, 5))
 def test_bins_are_even_in_count_and_near_the_best_load(weights, num_bins):
-    bins = balance(weights, num_bins)
+    bins = _balance(weights, num_bins)
     assert sorted(item for bin in bins for item in bin) == list(range(len(weights)))
     assert max(map(len, bins)) - min(map(len, bins)) <= 1
     loads = [sum(weights[item] for item in bin) for bin in bins]
@@ -114,4 +114,4 @@ def test_bins_are_even_in_count_and_near_the_best_load(weights, num_bins):
 
 
 def test_two_heavy_items_go_to_different_bins():
-    assert sorted(map(sorted, balance([9, 1, 8, 2], 2))) == [[0, 1], [2, 3]]
+    assert sorted(map(sorted, _balance([9, 1, 8, 2], 2))) == [[0, 1], [2, 3]]

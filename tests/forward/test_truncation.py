@@ -17,7 +17,7 @@ from mt_grpo.forward import lm_head as head
 from mt_grpo.forward.lm_head import Truncation, chunked_logps
 from mt_grpo.rollout.engines.transformers import TransformersEngine
 from mt_grpo.training import ConfigError
-from mt_grpo.training.forward_plan import read_truncation
+from mt_grpo.training.forward_plan import _read_truncation
 
 TRUNCATIONS = {
     "top_k": {"top_k": 5},
@@ -205,4 +205,4 @@ def test_sampling_that_training_follows_is_not_talked_about(sampled, caplog, opt
     with caplog.at_level(logging.WARNING, "mt_grpo.training.forward_plan"):
         trainer, _ = sampled(**options)
     assert not said(caplog)
-    assert (read_truncation(trainer.args) is None) == (options.get("top_k", 0) <= 0)
+    assert (_read_truncation(trainer.args) is None) == (options.get("top_k", 0) <= 0)

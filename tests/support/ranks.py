@@ -273,7 +273,7 @@ def run(folder: str, processes: str, scenario: str) -> Accelerator:
     else:
         trainer.train(os.environ.get("RESUMED"))
     if scenario == "wrong_trees":
-        torch.save({"gave up": trainer.gave_up_trees, "forward": args.forward}, Path(folder) / "result.pt")
+        torch.save({"gave up": trainer.forwards.gave_up_trees, "forward": args.forward}, Path(folder) / "result.pt")
         return trainer.accelerator
     if scenario == "uneven":
         stream = IterableDataset.from_generator(lambda: iter(rows[:5]))

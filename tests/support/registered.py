@@ -17,5 +17,5 @@ def keep(monkeypatch: pytest.MonkeyPatch, registry: Registry) -> None:
 def keep_estimators(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same for credit rules, and what is known of them."""
     keep(monkeypatch, ADVANTAGE_ESTIMATORS)
-    monkeypatch.setattr(rule, "WHOLE", set(rule.WHOLE))
-    monkeypatch.setattr(rule, "SUMMING", set(rule.SUMMING))
+    monkeypatch.setattr(rule, "_WHOLE", set(rule._WHOLE))
+    monkeypatch.setattr(rule, "_SUMMING", set(rule._SUMMING))

@@ -25,7 +25,7 @@ from mt_grpo.errors import ConfigError
 from mt_grpo.forward import token_logps
 from mt_grpo.training import MTGRPOConfig
 from mt_grpo.training import model as module
-from mt_grpo.training.model import layers_in_groups
+from mt_grpo.training.model import _layers_in_groups
 
 TREES = [make_tree(timesteps) for timesteps in FOREST]
 
@@ -127,7 +127,7 @@ def trained(model: nn.Module, reentrant: bool = False) -> nn.Module:
 
 def grouped(model: nn.Module, size: int) -> torch.Tensor:
     torch.manual_seed(0)
-    with layers_in_groups(model, size):
+    with _layers_in_groups(model, size):
         return measure(model, TREES)[1]
 
 
@@ -148,7 +148,7 @@ def test_gradients_of_groups_are_those_of_single_layers(kind):
     model = trained(MODELS[kind]())
     expected = grouped(model, 1)
     torch.manual_seed(0)
-    with layers_in_groups(model, 4) as groups:
+    with _layers_in_groups(model, 4) as groups:
         assert distance(measure(model, TREES)[1], expected) <= 1e-6
     largest = min(4, model.config.num_hidden_layers)
     assert groups.largest == (0 if kind == "gpt-2" else largest)  # its layers make none
@@ -199,7 +199,7 @@ def test_groups_under_autocast_learn_as_single_layers(deep):
     for size in (1, 4):
         model.zero_grad()
         torch.manual_seed(0)
-        with torch.autocast("cpu", torch.bfloat16), layers_in_groups(model, size):
+        with torch.autocast("cpu", torch.bfloat16), _layers_in_groups(model, size):
             logps = torch.cat([turn for tree in token_logps(model, TREES) for turn in tree])
         logps.sum().backward()  # outside, as a trainer's is
         found.append([parameter.grad.clone() for parameter in model.parameters()])
@@ -212,7 +212,7 @@ def test_only_the_first_input_of_a_group_is_kept(deep, size, kept, largest):
     model, outputs = trained(deep), []
     for layer in model.model.layers[:-1]:
         layer.register_forward_hook(lambda module, args, output: outputs.append(weakref.ref(output)))
-    with layers_in_groups(model, size) as groups:
+    with _layers_in_groups(model, size) as groups:
         logps = token_logps(model, TREES)
     assert logps[0][0].requires_grad and len(outputs) == 12
     assert (sum(output() is not None for output in outputs), groups.largest) == (kept, largest)

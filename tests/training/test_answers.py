@@ -20,8 +20,7 @@ from mt_grpo.rollout import ScriptedEngine
 from mt_grpo.rollout.token_row import AnswerLeaves, answer_ids
 from mt_grpo.token_tree import TokenTree
 from mt_grpo.training.columns import check_reward_columns
-from mt_grpo.training.forward_plan import has_old_forward
-from mt_grpo.training.reward_batch import mean_logprobs
+from mt_grpo.training.reward_batch import _mean_logprobs
 from mt_grpo.training.rollout_batch import longest_path
 from mt_grpo.trajectory import Trajectory, Turn
 
@@ -68,7 +67,7 @@ def test_log_probs_equal_a_plain_forward_for_each_answer(model, trees, forward):
     paths = [[tree.path_of_turn(turn) for turn in range(tree.num_turns)] for tree in trees]
     enable_trees(model)
     counted = count_tokens(model)
-    found = mean_logprobs(model, ForwardPlan([TokenTree(), *trees], forward=forward))
+    found = _mean_logprobs(model, ForwardPlan([TokenTree(), *trees], forward=forward))
     if forward == "tree":  # every token of a batch is computed once
         assert counted == [unique_tokens(trees)] and counted[0] < 0.6 * sum(len(path) for of in paths for path in of)
     assert found[0] == [] and longest_path(trees) == max(len(path) for of in paths for path in of)
@@ -81,7 +80,7 @@ def test_log_probs_equal_a_plain_forward_for_each_answer(model, trees, forward):
 def test_a_rank_with_nothing_to_score_makes_its_forward_too(model, forward):
     enable_trees(model)
     counted = count_tokens(model)
-    assert mean_logprobs(model, ForwardPlan([TokenTree(), TokenTree()], forward=forward)) == [[], []]
+    assert _mean_logprobs(model, ForwardPlan([TokenTree(), TokenTree()], forward=forward)) == [[], []]
     assert len(counted) == 1
 
 
@@ -121,7 +120,7 @@ def test_rollouts_are_scored_without_training(build, options):
         asked = answer_ids(trainer.runner.renderer, "<answer>", whole.row["answer"][0])
         for index in range(len(whole.turns)):
             leaves = AnswerLeaves.after(cut_after(whole, index), [asked] * (index + 1), 400)
-            (found,) = mean_logprobs(trainer.model, ForwardPlan([leaves.tree], forward=trainer.args.forward))
+            (found,) = _mean_logprobs(trainer.model, ForwardPlan([leaves.tree], forward=trainer.args.forward))
             assert found == pytest.approx(whole.answer_logprobs["information_gain"][: index + 1], abs=1e-5)
 
 
@@ -170,7 +169,7 @@ def test_the_forward_of_the_old_log_probs_scores_answers_too(build, options):
     for each in (plain, trainer):
         batch(each)  # the model is proven once
     old, counted = batch(plain).get("old_per_token_logps"), count_tokens(trainer.model)
-    assert (old is not None) == has_old_forward(plain) == (options in OLD_FORWARD.values())
+    assert (old is not None) == plain.forwards.has_old_forward == (options in OLD_FORWARD.values())
     torch.testing.assert_close(batch(trainer).get("old_per_token_logps"), old, rtol=0, atol=1e-5)
     assert len(counted) == (4 if "steps_per_generation" in options else 1)
     check_against_oracle(trainer, trainer.batch.trajectories)
@@ -222,7 +221,7 @@ def test_a_rewritten_past_is_scored_as_the_model_saw_it(tokenizer, model):
     replies = [[{"role": "user", "content": "Q2"}]]
     trajectory, _, seen = converse(tokenizer, ["<think>a</think>one", "two"], replies, "strip_thinking")
     enable_trees(model)
-    (found,) = mean_logprobs(model, ForwardPlan([AnswerLeaves.after(trajectory, [([5], [6, 7])] * 2, 500).tree]))
+    (found,) = _mean_logprobs(model, ForwardPlan([AnswerLeaves.after(trajectory, [([5], [6, 7])] * 2, 500).tree]))
     assert found == pytest.approx([alone(model, [*context, 5], [6, 7]) for context, _ in seen], abs=1e-5)
 
 

@@ -30,7 +30,7 @@ from mt_grpo.training.checkpoint import (
     latest_checkpoint,
     save_rollouts,
 )
-from mt_grpo.training.resuming import hyperparameters, take_given
+from mt_grpo.training.resuming import _hyperparameters, _take_given
 
 EACH_STEP = {"save_strategy": "steps", "save_steps": 1}
 SAVE = {"script": None, "rewards": ((), (Letters(),)), "max_steps": 2, "max_turn_length": 8, **EACH_STEP}
@@ -226,9 +226,9 @@ class Counting(torch.optim.SGD):
 def test_what_an_optimizer_counts_in_its_groups_is_kept():
     saved, here = (Counting([torch.nn.Parameter(torch.zeros(1))], *given) for given in ((0.1, 0.9), (0.01, 0.5)))
     saved.param_groups[0]["k"] = 7
-    schedule, given = torch.optim.lr_scheduler.LambdaLR(here, lambda step: 1.0), hyperparameters(here)
+    schedule, given = torch.optim.lr_scheduler.LambdaLR(here, lambda step: 1.0), _hyperparameters(here)
     here.load_state_dict(saved.state_dict())
-    take_given(here, schedule, given)
+    _take_given(here, schedule, given)
     (group,) = here.param_groups
     assert (group["k"], group["lr"], group["momentum"]) == (7, 0.01, 0.5)
 

@@ -30,7 +30,7 @@ from mt_grpo.servers.http import Server, ServerSetupError
 from mt_grpo.servers.start import OwnServer
 from mt_grpo.training import MTGRPOConfig
 from mt_grpo.training import servers as starting
-from mt_grpo.training.servers import check_own_servers, own_server, server_urls, transport_of
+from mt_grpo.training.servers import _start_own_server, check_own_servers, server_urls, transport_of
 
 COLOCATE = {"use_vllm": True, "vllm_mode": "colocate"}
 UPDATE = ["/start_weight_update", "/update_weights", "/init_weight_transfer_engine", "/finish_weight_update"]
@@ -204,8 +204,8 @@ def test_a_trainer_that_fails_leaves_no_server(served, monkeypatch):
 
 
 def test_a_model_without_a_name_is_refused(tmp_path, tokenizer):
-    with pytest.raises(ConfigError, match="save it to a folder"), own_server(config(tmp_path), build_model(tokenizer)):
-        pass
+    with pytest.raises(ConfigError, match="save it to a folder"):
+        _start_own_server(config(tmp_path), build_model(tokenizer))
 
 
 @pytest.mark.slow

@@ -25,12 +25,12 @@ from mt_grpo.training.step_log import (
     MOST_MESSAGES,
     FewerPrinter,
     FewerProgress,
-    as_markdown,
-    plain,
+    _as_markdown,
+    _plain,
+    _printed,
+    _table_row,
+    _turn_pieces,
     print_fewer,
-    printed,
-    table_row,
-    turn_pieces,
 )
 from mt_grpo.trajectory import StopReason, Trajectory, Turn
 
@@ -98,8 +98,8 @@ def test_what_is_shown_of_a_conversation_is_bounded():
     messages = [{"role": "assistant", "content": f"\x1b[2J{index} " + "a" * 9000} for index in range(200)]
     turns = [Turn(n, message, replies=[{"role": "tool", "content": "b"}]) for n, message in enumerate(messages)]
     trajectory = Trajectory([{"role": "user", "content": "q"}], turns, stop_reason=StopReason.ANSWERED)
-    assert len(turn_pieces(trajectory)) == MOST_MESSAGES + 1
-    row = table_row(1, trajectory, [0.5] * 200, {"note": "n" * 9000})
+    assert len(_turn_pieces(trajectory)) == MOST_MESSAGES + 1
+    row = _table_row(1, trajectory, [0.5] * 200, {"note": "n" * 9000})
     text = row["conversation"]
     assert len(text) < (MOST_MESSAGES + 1) * (MOST_CHARACTERS + 100) and len(row["note"]) < MOST_CHARACTERS + 100
     said = ("7009 characters left out", "384 messages left out", "--- turn 200 ---", "\\x1b[2J0 a")
@@ -110,12 +110,12 @@ def test_calls_of_a_model_and_its_thoughts_are_shown():
     call = {"type": "function", "function": {"name": "search", "arguments": {"query": "Perú"}}}
     message = {"role": "assistant", "reasoning_content": "hm", "content": "", "tool_calls": [call]}
     trajectory = Trajectory([], [Turn(0, message, replies=[{"role": "tool", "content": "Lima"}])])
-    assert plain(turn_pieces(trajectory)) == '--- turn 1 ---\nhm\nsearch({"query": "Perú"})\n[tool] Lima'
+    assert _plain(_turn_pieces(trajectory)) == '--- turn 1 ---\nhm\nsearch({"query": "Perú"})\n[tool] Lima'
 
 
 def test_markdown_takes_conversations_literally():
     row = {"step": 3, "prompt": "# q", "conversation": "```\n**a**", "reward": 1.0, "error": "", "other": None}
-    assert as_markdown(row) == "    # q\n    ```\n    **a**\n\n- step: `3`\n- reward: `1.0`\n"
+    assert _as_markdown(row) == "    # q\n    ```\n    **a**\n\n- step: `3`\n- reward: `1.0`\n"
 
 
 NEEDS = "this tracker is not installed; `pip install {}` in an environment of its own, beside this one, runs the test"
@@ -138,7 +138,7 @@ def test_tensorboard_gets_conversations_as_text(build, tmp_path):
 def test_what_people_read_is_printed_and_the_rest_is_not(capsys):
     read = ["loss", "reward", "rewards/mine/mean", "eval_reward", "eval_hard_reward", "epoch"]
     rest = ["sampling/ratio/max", "rewards/mine/std", "stops/length", "eval_stops/length"]
-    assert printed(dict.fromkeys([*read, *rest], 1.0)) == dict.fromkeys(read, 1.0)
+    assert _printed(dict.fromkeys([*read, *rest], 1.0)) == dict.fromkeys(read, 1.0)
     logs = {"reward": 0.5, "stops/length": 0.25, "train_runtime": 3.0}
     FewerPrinter().on_log(None, SimpleNamespace(is_local_process_zero=True), None, logs)
     assert capsys.readouterr().out == "{'reward': '0.5', 'train_runtime': '3'}\n" and len(logs) == 3

@@ -11,8 +11,7 @@ from support.models import build_model
 from support.trainers import SEARCH, logged, member, thinking, trained_tokens, two_groups
 
 from mt_grpo.errors import ConfigError
-from mt_grpo.training.gates import explained
-from mt_grpo.training.teacher import LOGPS
+from mt_grpo.training.distillation import LOGPS, _explained
 
 FOUR_GROUPS = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 1, "distillation_coef": 1.0}
 GATE = "mt_gates.py:{}"
@@ -66,7 +65,7 @@ def drawn(groups=6, size=4, turns=5, signal=0.0, seed=0):
 @pytest.mark.parametrize("groups", [3, 6])
 def test_each_group_is_judged_by_the_lines_of_others(groups):
     ratios, outcomes = drawn(groups, signal=1.0)
-    found = explained(torch.tensor(ratios), torch.tensor(outcomes), 4)
+    found = _explained(torch.tensor(ratios), torch.tensor(outcomes), 4)
     for row, without in enumerate([None, *range(groups)]):
         for ours, oracle in zip(found, by_hand(ratios, outcomes, 4, without), strict=True):
             np.testing.assert_allclose(ours[row].numpy(), oracle, rtol=1e-9, atol=1e-12)
@@ -75,9 +74,9 @@ def test_each_group_is_judged_by_the_lines_of_others(groups):
 
 def test_a_groups_own_words_do_not_open_its_gate():
     ratios, outcomes = drawn(signal=1.0)
-    before = explained(torch.tensor(ratios), torch.tensor(outcomes), 4)
+    before = _explained(torch.tensor(ratios), torch.tensor(outcomes), 4)
     ratios[8:12], outcomes[8:12] = 7.0, [0.0, 1.0, 5.0, 0.0]
-    after = explained(torch.tensor(ratios), torch.tensor(outcomes), 4)
+    after = _explained(torch.tensor(ratios), torch.tensor(outcomes), 4)
     for one, other in zip(before, after, strict=True):
         torch.testing.assert_close(one[3], other[3])
         assert not torch.allclose(one[0], other[0])
@@ -85,7 +84,7 @@ def test_a_groups_own_words_do_not_open_its_gate():
 
 @pytest.mark.parametrize(("signal", "least", "most"), [(0.0, -0.5, 0.0), (2.0, 0.3, 0.6)])
 def test_noise_explains_nothing_and_a_signal_does(signal, least, most):
-    sums = [explained(*map(torch.tensor, drawn(8, signal=signal, seed=seed)), 4) for seed in range(200)]
+    sums = [_explained(*map(torch.tensor, drawn(8, signal=signal, seed=seed)), 4) for seed in range(200)]
     left, whole = (sum(each[part][0, :-1].sum() for each in sums) for part in (0, 1))
     assert least < 1 - left / whole < most
 

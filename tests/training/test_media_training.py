@@ -29,7 +29,6 @@ from mt_grpo.rollout.engines import ScriptedEngine
 from mt_grpo.rollout.engines.vllm import VLLMServerClient
 from mt_grpo.runlog.reader import open_run
 from mt_grpo.sounds import Sound, _read_sound
-from mt_grpo.training import teacher
 from mt_grpo.training.columns import with_column_media
 
 PROMPT = [{"role": "user", "content": "What is it?"}]
@@ -150,7 +149,7 @@ def test_a_teacher_is_shown_what_the_policy_was(tmp_path, kind, forward):
         for values in medium.inputs.inputs.values():
             if values.is_floating_point():
                 values.neg_()
-    teacher.read(trainer, trainer.batch)
+    trainer.distillation.read(trainer.batch)
     assert max(abs(ratio) for each in trainer.batch.trajectories for ratio in each.teacher_log_ratios) > 1e-3
 
 

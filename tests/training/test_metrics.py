@@ -14,7 +14,7 @@ from mt_grpo.app.train import write_json
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.rewards import OutcomeReward, TurnReward
 from mt_grpo.runlog import read_trajectories
-from mt_grpo.training.step_log.metrics import Tally, means_over_rows, rollout_metrics
+from mt_grpo.training.step_log.metrics import _rollout_metrics, _Tally, means_over_rows
 from mt_grpo.trajectory import StopReason, ToolCall, Trajectory, Turn
 
 
@@ -132,14 +132,14 @@ COUNTED += ("turn_1/tool_calls",)
     ],
 )
 def test_calls_are_counted_and_turns_without_one_are_not(trajectories, counted):
-    means = rollout_metrics(trajectories).means()
+    means = _rollout_metrics(trajectories).means()
     assert [means[name] for name in COUNTED] == counted
 
 
 def test_a_tally_adds_up_what_batches_have_and_have_not():
-    whole = Tally()
+    whole = _Tally()
     for size, answered in ((8, 6), (4, 0)):
-        batch = Tally()
+        batch = _Tally()
         batch.count("trajectory", size)
         if answered:
             batch.add("stop/answered", answered, per="trajectory")

@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 from mt_grpo.forward.media import MediumInputs
 from mt_grpo.forward.routes import NO_ROUTE
 from mt_grpo.rollout import TokenRow
-from mt_grpo.training.rollout_batch import IMAGES, assign, batch_trees, rebalance, row_tree, token_columns
+from mt_grpo.training.rollout_batch import IMAGES, _assign, batch_trees, rebalance, row_tree, token_columns
 
 
 def batch_of(groups, start, length=2):
@@ -75,14 +75,14 @@ def test_padding_that_no_row_needs_goes():
 
 
 def test_ranks_run_work_of_the_same_size_at_the_same_time():
-    plan = assign([10, 1, 1, 10, 5, 5], ranks=2, steps=3)
+    plan = _assign([10, 1, 1, 10, 5, 5], ranks=2, steps=3)
     assert [sorted(piece for bin in step for piece in bin) for step in plan] == [[0, 3], [1, 2], [4, 5]]
-    assert assign([4, 3, 2, 1], ranks=2, steps=2) == [[[0], [1]], [[3], [2]]]  # the larger for who had less
+    assert _assign([4, 3, 2, 1], ranks=2, steps=2) == [[[0], [1]], [[3], [2]]]  # the larger for who had less
 
 
 def test_every_rank_gets_as_many_pieces_and_as_much_work():
     weights = torch.randn(64, generator=torch.Generator().manual_seed(0)).mul(0.5).exp().tolist()
-    plan = assign(weights, ranks=4, steps=2)
+    plan = _assign(weights, ranks=4, steps=2)
     assert sorted(piece for step in plan for bin in step for piece in bin) == list(range(64))
     assert {len(bin) for step in plan for bin in step} == {8}
     loads = [sum(weights[piece] for step in plan for piece in step[rank]) for rank in range(4)]

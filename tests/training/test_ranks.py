@@ -20,7 +20,7 @@ from support.models import CPU_RUN
 from mt_grpo.errors import ConfigError
 from mt_grpo.runlog import open_run
 from mt_grpo.training import MTGRPOConfig
-from mt_grpo.training.forward_plan import sequence_group
+from mt_grpo.training.forward_plan import _sequence_group
 from mt_grpo.training.preflight import check_batch_sizes
 from mt_grpo.training.ranks import _number
 
@@ -273,4 +273,4 @@ def test_other_ways_to_spread_a_model_are_refused(launched, message):
     accelerator = {"num_processes": 2, "is_fsdp2": False, "parallelism_config": None, "distributed_type": None}
     trainer = SimpleNamespace(args=SimpleNamespace(sp_size=2), accelerator=SimpleNamespace(**accelerator | launched))
     with pytest.raises(ConfigError, match=message):
-        sequence_group(trainer)
+        _sequence_group(trainer)

@@ -19,14 +19,14 @@ from mt_grpo.runlog import RunLogError, open_run
 from mt_grpo.runlog.heartbeat import read_state
 from mt_grpo.runlog.writer import RunWriter
 from mt_grpo.token_tree import TokenTree
-from mt_grpo.training.step_log import NumbersToTensorBoard, Outputs
+from mt_grpo.training.step_log import Outputs, _NumbersToTensorBoard
 from mt_grpo.training.step_log.records import (
+    _number_rows,
+    _split_number,
+    _update_rows,
     as_record,
     mean_record,
-    number_rows,
     read_audit,
-    split_number,
-    update_rows,
 )
 from mt_grpo.trajectory import Trajectory
 
@@ -161,7 +161,7 @@ def test_a_sequence_level_ratio_clips_whole_conversations(build):
     inputs = batch(trainer)
     logps = torch.zeros(inputs["completion_ids"].shape)
     inputs["old_per_token_logps"] = logps - 1.0
-    rows, summaries = update_rows([Outputs.of(inputs, logps, logps, trainer.args)])
+    rows, summaries = _update_rows([Outputs.of(inputs, logps, logps, trainer.args)])
     for row, summary, advantages in zip(rows, summaries, inputs["advantages"], strict=True):
         assert len(set(row["clipped"].tolist())) == 1
         positive = advantages[torch.tensor(row["columns"], dtype=torch.long)] > 0
@@ -169,8 +169,8 @@ def test_a_sequence_level_ratio_clips_whole_conversations(build):
 
 
 def test_row_numbers_name_conversations():
-    numbers = number_rows(70_000, 65_000, torch.tensor([0, 9_000_000])).tolist()
-    assert list(map(split_number, numbers)) == [(70_000, 65_000, 0), (70_000, 65_000, 9_000_000)]
+    numbers = _number_rows(70_000, 65_000, torch.tensor([0, 9_000_000])).tolist()
+    assert list(map(_split_number, numbers)) == [(70_000, 65_000, 0), (70_000, 65_000, 9_000_000)]
 
 
 def test_a_folder_that_cannot_be_written_ends_a_run(build):
@@ -355,7 +355,7 @@ def test_tensorboard_is_sent_numbers_only(build, caplog):
     pytest.importorskip("tensorboard")
     trainer = build(max_steps=1, report_to=["tensorboard"])
     (callback,) = [one for one in trainer.callback_handler.callbacks if isinstance(one, TensorBoardCallback)]
-    assert type(callback) is NumbersToTensorBoard
+    assert type(callback) is _NumbersToTensorBoard
     callback.on_train_begin(trainer.args, trainer.state, trainer.control)
     callback.on_log(trainer.args, trainer.state, trainer.control, logs={"reward": None, "loss": 1.0})
     assert "incorrect" not in caplog.text

@@ -13,7 +13,7 @@ from trl.trainer.utils import nanstd
 from mt_grpo.credit import ADVANTAGE_ESTIMATORS, estimate
 from mt_grpo.rewards import OutcomeReward, StateScore, TurnReward, reward
 from mt_grpo.rewards.base import REWARDS
-from mt_grpo.training.reward_batch import share_of_equal_groups, state_ids
+from mt_grpo.training.reward_batch import _state_ids, share_of_equal_groups
 from mt_grpo.trajectory import Trajectory, Turn
 
 NONE = math.nan
@@ -116,7 +116,9 @@ def test_rules_are_given_streams_states_and_scores(build, progress):
 
 def test_a_state_is_what_the_environment_said_last():
     def made(*replies):
-        return state_ids(Trajectory([], [Turn(index, {}, replies=list(reply)) for index, reply in enumerate(replies)]))
+        return _state_ids(
+            Trajectory([], [Turn(index, {}, replies=list(reply)) for index, reply in enumerate(replies)])
+        )
 
     said = {"role": "tool", "content": "Lima"}
     assert made() == [] and made([said]) == [0]

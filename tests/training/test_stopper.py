@@ -14,8 +14,7 @@ from support.models import build_model
 from support.trainers import at
 
 from mt_grpo.envs import Step, StepEnv
-from mt_grpo.rewards import EnvReward
-from mt_grpo.rewards.builtin import StepReward
+from mt_grpo.rewards import EnvReward, step_reward
 from mt_grpo.trajectory import ToolCall
 
 ROWS = 256
@@ -81,7 +80,7 @@ def estimate(build, tokenizer):
             **options,
         }
         given = {"env": Stopper, "train_dataset": Dataset.from_dict({"prompt": ["What is"] * ROWS})}
-        rewards = ([StepReward()], [EnvReward()])
+        rewards = ([step_reward], [EnvReward()])
         build(None, model, rewards, callbacks=[keeps], eval_dataset=None, **given, **options).train()
         return -options["max_completion_length"] * sum(seen) / steps
 

@@ -38,8 +38,9 @@ from mt_grpo.rewards import TeacherAgreement, TeacherLogRatio, score_cut
 from mt_grpo.runlog import read_trajectories
 from mt_grpo.servers import http
 from mt_grpo.token_tree import TokenTree
+from mt_grpo.training.distillation import LOGPS
 from mt_grpo.training.rollout_batch import TOP, RolloutBatch
-from mt_grpo.training.teacher import LOGPS, layers_of, read
+from mt_grpo.training.teacher import _layers_of
 from mt_grpo.trajectory import Trajectory
 
 MODELS = ("llama", "gpt-oss", "gemma 2", "cohere", "granite", "gpt-2", "bloom", *ONE_OF_EACH_KIND)
@@ -148,10 +149,10 @@ def test_fsdp_shards_the_layers_of_each_model(tokenizer):
         plugin.set_auto_wrap_policy(model)
         return {layer.__name__ for layer in plugin.auto_wrap_policy.keywords["transformer_layer_cls"]}
 
-    with layers_of(teacher, plugin):
+    with _layers_of(teacher, plugin):
         assert prepared(teacher) == {"GPT2Block"}
     assert prepared(policy) == set(policy._no_split_modules)
-    with layers_of(teacher, plugin):
+    with _layers_of(teacher, plugin):
         assert prepared(teacher) == {"GPT2Block"}
     assert prepared(policy) == set(policy._no_split_modules)
 
@@ -162,7 +163,7 @@ def test_a_conversation_that_a_teacher_cannot_read_ends_the_run(teach, tokenizer
     with pytest.raises(
         ConfigError, match="The conversation train-7 shows images, videos or sounds, and a teacher has"
     ):
-        read(blind, shown)
+        blind.distillation.read(shown)
     long = teach(teacher=build_model(tokenizer, max_position_embeddings=128), max_completion_length=127)
     with pytest.raises(ConfigError, match="A conversation has 1.. tokens, and the teacher .* reads 128: lower"):
         batch(long)
@@ -376,7 +377,7 @@ def test_a_server_teaches_as_the_model_does(teach, build, tokenizer, tmp_path, m
     trainer = build(thinking, teacher={"model": folder, "server": server.http.url}, distillation_coef=1.0, **STRIPS)
     shown = RolloutBatch("train", [], [], trajectories=[Trajectory([], session="train-7", media={-1: None})])
     with pytest.raises(ConfigError, match="sounds, and a teacher on a server reads text only: name its `model` alone"):
-        read(trainer, shown)
+        trainer.distillation.read(shown)
     trainer.train()
     assert trainer.teacher_model is None and check_against_a_forward_per_turn(trainer) >= 8
     asked = server.http.asked("/v1/completions")[1:]  # one for each different branch, whole

@@ -16,7 +16,7 @@ from mt_grpo.envs import Step, StepEnv
 from mt_grpo.errors import ConfigError
 from mt_grpo.rewards import OutcomeReward, TeacherAgreement
 from mt_grpo.runlog import read_trajectories
-from mt_grpo.training.teacher import LOGPS, read
+from mt_grpo.training.distillation import LOGPS
 
 HISTORIES = (
     {"history": "strip_thinking"},
@@ -141,7 +141,7 @@ def test_it_reads_with_what_the_environment_said(teach):
     for trajectory in trainer.batch.trajectories:
         trajectory.info = {"verifier_log": "1 test failed"}
     trainer.batch.taught = False
-    read(trainer, trainer.batch)
+    trainer.distillation.read(trainer.batch)
     assert trainer.batch.trajectories[2].teacher_hint.endswith(f"{told}1 test failed")
 
 

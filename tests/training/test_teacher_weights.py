@@ -9,7 +9,7 @@ from support.trainers import at, same, thinking, weights
 from trl.distributed import DistributedBackend
 
 from mt_grpo.errors import ConfigError
-from mt_grpo.training.teacher_weights import TEACHER, TeacherWeights
+from mt_grpo.training.teacher import TEACHER, TeacherWeights
 
 ADAPTER = LoraConfig(target_modules=["q_proj", "v_proj"])
 STEPS = {"max_steps": 5, "gradient_accumulation_steps": 1, "distillation_coef": 1.0}

@@ -31,7 +31,7 @@ from mt_grpo.runlog import open_run
 from mt_grpo.training import ConfigError
 from mt_grpo.training.checkpoint import load_rollouts, save_rollouts
 from mt_grpo.training.environment import build_env
-from mt_grpo.training.model import REFERENCE, load_reference
+from mt_grpo.training.model import _REFERENCE, load_reference
 
 LETTERS = ((), (Letters(),))
 SAMPLED = {"temperature": 1.0, "max_turn_length": 12, "learning_rate": 1e-3}
@@ -147,7 +147,7 @@ def test_a_resumed_run_takes_the_same_next_step(build, tmp_path, model, options)
         assert all(map(torch.equal, whole.ref_model.parameters(), resumed.ref_model.parameters()))
         saved = tmp_path / "cut" / "checkpoint-3"
         assert [each.name for each in saved.glob("*.safetensors")] == ["model.safetensors"]  # vLLM reads all of these
-        before = (saved / REFERENCE).rename(saved / "reference.safetensors")  # its name in earlier checkpoints
+        before = (saved / _REFERENCE).rename(saved / "reference.safetensors")  # its name in earlier checkpoints
         load_reference(saved, resumed.args, resumed.accelerator, resumed.ref_model)
         before.unlink()  # as where none is synced
         with pytest.raises(ConfigError, match="no synced reference"):

@@ -173,7 +173,7 @@ def test_a_model_that_gives_no_reward_is_refused(trainer, reward_model, tmp_path
 
 
 def test_a_reward_that_gives_text_is_refused(trainer):
-    with pytest.raises(RuntimeError, match="it returned '1.0', which is text"):
+    with pytest.raises(RuntimeError, match="it returned '1.0': return a number"):
         batch(trainer(given={"reward_funcs": lambda completions, **columns: ["1.0"] * len(completions)}))
 
 

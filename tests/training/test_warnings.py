@@ -16,7 +16,7 @@ from mt_grpo.rollout import EngineError
 from mt_grpo.runlog.findings import Counts
 from mt_grpo.training import MTGRPOConfig
 from mt_grpo.training.step_log import Update, metrics
-from mt_grpo.training.step_log.metrics import CUT, STILL, says_proportions, why_still
+from mt_grpo.training.step_log.metrics import CUT, STILL, _says_proportions, _why_still
 from mt_grpo.training.step_log.records import as_record
 
 ONE = {"name": "reward_to_go", "scales": "one"}
@@ -170,7 +170,7 @@ def long_conversations(turns: int, shaping: float) -> RewardBatch:
 )
 def test_a_rule_that_loses_proportions_is_named(rule, turns, shaping, said, tmp_path):
     args = MTGRPOConfig(str(tmp_path), use_cpu=True, bf16=False, advantage_estimator=rule)
-    found = says_proportions(long_conversations(turns, shaping), rule, args)
+    found = _says_proportions(long_conversations(turns, shaping), rule, args)
     assert len(found) == len(said) and all(part in sentence for part, sentence in zip(said, found, strict=True))
 
 
@@ -247,4 +247,4 @@ WRONG = ended("answered", right={False})
     ],
 )
 def test_a_still_gradient_has_the_causes_of_audits(records, counts, causes):
-    assert re.search(causes, why_still(records, counts))
+    assert re.search(causes, _why_still(records, counts))

@@ -30,7 +30,7 @@ from mt_grpo.runlog.writer import question_of
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.rollout_batch import Columns, RolloutBatch
 from mt_grpo.training.step_log.metrics import Metrics, Warnings
-from mt_grpo.training.step_log.records import Outputs, Records, Step, Update, about_run, as_record, describe_rewards
+from mt_grpo.training.step_log.records import Outputs, Records, Step, Update, as_record
 from mt_grpo.trajectory import Message, Trajectory, visible
 
 __all__ = ["Activity", "Outputs", "Step", "StepLog", "Update"]
@@ -124,15 +124,11 @@ class StepLog(TrainerCallback):
         args = self._args = trainer.args
         rewards = [*trainer.turn_reward_funcs, *trainer.outcome_reward_funcs]
         names = self._names = [reward.name for reward in rewards]
-        described = describe_rewards(
-            trainer.turn_reward_funcs, trainer.outcome_reward_funcs, trainer.reward_weights.tolist()
-        )
-        about = about_run(trainer)
         self.activity = Activity()
-        self.warnings = Warnings(rewards, args, trainer.state_scores, about["tools"])
-        self.records = Records(args, about, described, trainer._tokenizer.save_pretrained)
+        self.records = Records(trainer)
+        self.warnings = Warnings(rewards, args, trainer.state_scores, self.records.about["tools"])
         self.metrics = Metrics(trainer.reward_weights, names, args.max_staleness > 0 and args.replay is None)
-        self.table = Table(args, trainer.callback_handler.callbacks)
+        self.table = _Table(args, trainer.callback_handler.callbacks)
         self._has_turn_rewards = bool(trainer.turn_reward_funcs)
         self._evaluated = (-1, -1)  # step and number of the latest batch of an evaluation
         self.logged: dict[str, float] = {}  # the latest number of each metric
@@ -156,12 +152,8 @@ class StepLog(TrainerCallback):
         step.lines = self.records.take(step)  # first: whatever fails after, the conversations are kept
         if step.mode == "train":
             audit = audit_rewards(step.batch.rewards, step.batch.advantages)
-            uncredited = uncredited_turn_rewards(
-                self._args.credit_rule(self._has_turn_rewards),
-                step.batch.rewards,
-                turn_coef=self._args.turn_advantage_coef,
-                scale_rewards=self._args.scale_rewards,
-            )
+            rule = self._args.credit_rule(self._has_turn_rewards)
+            uncredited = uncredited_turn_rewards(rule, step.batch.rewards, **self._args.rule_options)
             step.audit = as_record(audit, uncredited, self._names, self.warnings.causal)
             self.records.audits.append(step.audit)
         self.warnings.take(step)
@@ -218,7 +210,7 @@ Logs = dict[str, Any]
 """Values by name, as metrics are logged."""
 
 
-def printed(logs: Logs) -> Logs:
+def _printed(logs: Logs) -> Logs:
     """Those of `_PRINTED`, the mean of each reward, and what is logged at the end of training."""
 
     def few(name: str) -> bool:
@@ -237,25 +229,27 @@ class FewerProgress(ProgressCallback):
     """Prints beside a bar."""
 
     def on_log(self, args: object, state: object, control: object, logs: Logs | None = None, **kwargs: object) -> None:
-        super().on_log(args, state, control, printed(logs or {}), **kwargs)
+        super().on_log(args, state, control, _printed(logs or {}), **kwargs)
 
 
 class FewerPrinter(PrinterCallback):
     """Prints without a bar."""
 
     def on_log(self, args: object, state: object, control: object, logs: Logs | None = None, **kwargs: object) -> None:
-        super().on_log(args, state, control, printed(logs or {}), **kwargs)
+        super().on_log(args, state, control, _printed(logs or {}), **kwargs)
 
 
 def print_fewer(callbacks: list[TrainerCallback]) -> None:
-    """Puts them in the place of those of transformers."""
+    """Puts callbacks that show less in the place of those of transformers."""
     fewer = {ProgressCallback: FewerProgress, PrinterCallback: FewerPrinter}
     for place, callback in enumerate(callbacks):
         if type(callback) in fewer:
             callbacks[place] = fewer[type(callback)]()
+        elif type(callback) is TensorBoardCallback:
+            callbacks[place] = _NumbersToTensorBoard(callback.tb_writer)
 
 
-class Table:
+class _Table:
     """
     Shows conversations of the main process when metrics are logged: of the latest batch, and of the first batch of an
     evaluation, so that evaluations show the same questions. `report_to` gets a table of them, and with
@@ -290,7 +284,7 @@ class Table:
             trajectory = batch.trajectories[index]
             of_turns = advantages[index, : len(trajectory.turns)].tolist()
             extra = {name: values[index] for name, values in batch.extra.items()}
-            rows.append(table_row(number, trajectory, of_turns, extra))
+            rows.append(_table_row(number, trajectory, of_turns, extra))
             texts.append(_text(trajectory, of_turns))
         self._send(f"{batch.mode}/conversations", rows, number)
         if self._args.log_completions:
@@ -299,7 +293,7 @@ class Table:
     def _send(self, key: str, rows: list[Logs], step: int) -> None:
         for callback in self._trackers:
             if isinstance(callback, TensorBoardCallback):
-                text = "\n---\n\n".join(map(as_markdown, rows))
+                text = "\n---\n\n".join(map(_as_markdown, rows))
                 callback.tb_writer.add_text(key, text, step)
                 callback.tb_writer.flush()
             elif isinstance(callback, TrackioCallback | WandbCallback):
@@ -317,8 +311,8 @@ class Table:
 def _text(trajectory: Trajectory, advantages: list[float]) -> Text:
     assert trajectory.stop_reason is not None  # it was run
     text = Text()
-    for piece in [*_prompt_pieces(trajectory), *turn_pieces(trajectory)]:
-        text.append(plain([piece]) + "\n", style=_STYLES.get(piece[0], "bright_black"))
+    for piece in [*_prompt_pieces(trajectory), *_turn_pieces(trajectory)]:
+        text.append(_plain([piece]) + "\n", style=_STYLES.get(piece[0], "bright_black"))
     text.append(trajectory.stop_reason.value, style="bold")
     if trajectory.error:
         text.append(f": {visible(trajectory.error)}", style="red")
@@ -327,8 +321,8 @@ def _text(trajectory: Trajectory, advantages: list[float]) -> Text:
     for kind, rewards in trajectory.rewards.items():
         for name, value in rewards.items():
             values = value if isinstance(value, list) else [value]
-            text.append(f"\n  {kind} reward {visible(name)}: ", style="cyan").append(numbers(values))
-    return text.append("\n  advantage per turn: ", style="cyan").append(numbers(advantages)).append("\n")
+            text.append(f"\n  {kind} reward {visible(name)}: ", style="cyan").append(_numbers(values))
+    return text.append("\n  advantage per turn: ", style="cyan").append(_numbers(advantages)).append("\n")
 
 
 MOST_CHARACTERS = 2000  # of one message; the middle of a longer one is left out
@@ -344,7 +338,7 @@ def _prompt_pieces(trajectory: Trajectory) -> list[Piece]:
     return [_piece(message) for message in trajectory.prompt]
 
 
-def turn_pieces(trajectory: Trajectory) -> list[Piece]:
+def _turn_pieces(trajectory: Trajectory) -> list[Piece]:
     """The turns of a conversation: a heading, the words and the calls of the model, and what it was answered."""
     pieces = []
     for number, turn in enumerate(trajectory.turns, 1):
@@ -357,7 +351,7 @@ def turn_pieces(trajectory: Trajectory) -> list[Piece]:
     return [*pieces[:half], ("turn", f"{left} messages left out"), *pieces[-half:]]
 
 
-def plain(pieces: Sequence[Piece]) -> str:
+def _plain(pieces: Sequence[Piece]) -> str:
     """Pieces as one text; who wrote a message stands before it, except before the model's."""
     shown = []
     for author, text in pieces:
@@ -366,29 +360,29 @@ def plain(pieces: Sequence[Piece]) -> str:
     return "\n".join(shown)
 
 
-def numbers(values: Sequence[float | None]) -> str:
+def _numbers(values: Sequence[float | None]) -> str:
     """One number per turn, `-` where there is none."""
     return ", ".join("-" if value is None else f"{value:.3g}" for value in values)
 
 
-def table_row(step: int, trajectory: Trajectory, advantages: Sequence[float], extra: dict[str, Any]) -> dict[str, Any]:
+def _table_row(step: int, trajectory: Trajectory, advantages: Sequence[float], extra: Logs) -> Logs:
     """A conversation as a row of a table: numbers, text and `None`."""
     rewards = trajectory.rewards
     assert trajectory.stop_reason is not None  # it was run
     return {
         "step": step,
-        "prompt": plain(_prompt_pieces(trajectory)),
-        "conversation": plain(turn_pieces(trajectory)),
-        **{visible(name): numbers(values) for name, values in rewards.get("turn", {}).items()},
+        "prompt": _plain(_prompt_pieces(trajectory)),
+        "conversation": _plain(_turn_pieces(trajectory)),
+        **{visible(name): _numbers(values) for name, values in rewards.get("turn", {}).items()},
         **{visible(name): value for name, value in rewards.get("outcome", {}).items()},
-        "advantages": numbers(advantages),
+        "advantages": _numbers(advantages),
         "stop_reason": trajectory.stop_reason.value,
         "error": _shorten(visible(trajectory.error or "")),
         **{visible(name): None if value is None else _shorten(visible(str(value))) for name, value in extra.items()},
     }
 
 
-def as_markdown(row: Logs) -> str:
+def _as_markdown(row: Logs) -> str:
     """A row as Markdown: its text as a block in which nothing is markup, all else as a list."""
     blocks = ("prompt", "conversation")
     facts = [f"- {name}: `{value}`" for name, value in row.items() if name not in blocks and value not in (None, "")]
@@ -419,7 +413,7 @@ def _call(call: dict[str, Any]) -> str:
     return f"{function['name']}({to_json(function.get('arguments', {}))})"
 
 
-class NumbersToTensorBoard(TensorBoardCallback):
+class _NumbersToTensorBoard(TensorBoardCallback):
     """Leaves out what has no number, such as the reward of a batch that failed, of which TensorBoard would warn."""
 
     def on_log(self, args: object, state: object, control: object, logs: Logs | None = None, **kwargs: object) -> None:

@@ -26,7 +26,7 @@ from mt_grpo.training.step_log.records import Line, Step, Update, mean_record
 from mt_grpo.trajectory import StopReason, Trajectory
 
 
-class Tally:
+class _Tally:
     """
     Sums by name, each per unit (trajectory, call, turn K), and the number of each unit. A name that a batch lacks
     counts as 0 there. The weight of a batch is its number of units.
@@ -56,11 +56,16 @@ class Tally:
             self.count(name, len(values))
             self.add(name, values.sum().item(), per=name)
 
+    def one(self, name: str, value: float) -> None:
+        """Adds one value to a name whose mean is logged."""
+        self.count(name, 1)
+        self.add(name, value, per=name)
+
     def largest(self, name: str, value: float) -> None:
         """Adds a value to a name whose largest value is logged."""
         self._largest[name] = max(value, self._largest.get(name, value))
 
-    def merge(self, other: Tally) -> None:
+    def merge(self, other: _Tally) -> None:
         """Adds what another tally has."""
         self._per |= other._per
         for name, total in other._sums.items():
@@ -81,12 +86,12 @@ class Metrics:
 
     def __init__(self, weights: torch.Tensor, names: list[str], prefetches: bool = False) -> None:
         self._weights, self._names, self._prefetches = weights, names, prefetches
-        self._tallies = {"train": Tally(), "eval": Tally()}
+        self._tallies = {"train": _Tally(), "eval": _Tally()}
 
     def take(self, step: Step) -> None:
         """Adds what a batch has to its log window. Collective."""
         batch, tally = step.batch, self._tallies[step.mode]
-        tally.merge(rollout_metrics(batch.counted))
+        tally.merge(_rollout_metrics(batch.counted))
         if step.mode == "eval":  # TRL's are means over batches, and batches of an evaluation differ in size
             tally.merge(_reward_metrics(batch.rewards_per_func, self._weights, self._names))
         tally.merge(_credit_metrics(batch.rewards, batch.advantages))
@@ -99,15 +104,15 @@ class Metrics:
 
     def close(self, mode: str) -> dict[str, float]:
         """Ends the log window of training (`"train"`) or of an evaluation (`"eval"`). Returns its means."""
-        tally, self._tallies[mode] = self._tallies[mode], Tally()
+        tally, self._tallies[mode] = self._tallies[mode], _Tally()
         return tally.means()
 
 
-def rollout_metrics(trajectories: list[Trajectory]) -> Tally:
+def _rollout_metrics(trajectories: list[Trajectory]) -> _Tally:
     """Metrics of the conversations of all ranks; a collective call."""
     records = gather_object([_record(trajectory) for trajectory in trajectories])
     turns = [turn for record in records for turn in record["turns"]]
-    tally = Tally()
+    tally = _Tally()
     tally.count("trajectory", len(records))
     lengths = [(sum(turn["length"] for turn in record["turns"]), record["ended"]) for record in records]
     _count_completions(tally, [length for length, _ in lengths], [length for length, ended in lengths if ended])
@@ -172,9 +177,9 @@ def _record(trajectory: Trajectory) -> Line:
     }
 
 
-def _credit_metrics(batch: RewardBatch, advantages: torch.Tensor) -> Tally:
+def _credit_metrics(batch: RewardBatch, advantages: torch.Tensor) -> _Tally:
     """Mean reward and mean advantage per turn. The reward is a mean over trajectories to which one applies."""
-    tally = Tally()
+    tally = _Tally()
     for index in range(advantages.shape[1]):
         rewards = batch.turn_rewards[:, index]
         tally.mean(f"turn_{index + 1}/reward", rewards[~rewards.isnan()])
@@ -182,39 +187,33 @@ def _credit_metrics(batch: RewardBatch, advantages: torch.Tensor) -> Tally:
     return tally
 
 
-def _audit_metrics(audit: Line, sampled_again: int) -> Tally:
+def _audit_metrics(audit: Line, sampled_again: int) -> _Tally:
     """The handful of an audit's numbers that trackers get; `audit.jsonl` has all."""
-    tally, groups = Tally(), audit["groups"]
+    tally, groups = _Tally(), audit["groups"]
     tally.count("group", groups)
     tally.add("credit/groups_without_signal", audit["groups_without_signal"] * groups, per="group")
     if sampled_again:
         tally.add("credit/groups_sampled_again", sampled_again, per="group")
-    if audit["sign_agreement"] is not None:
-        tally.count("batch with turn and outcome advantages", 1)
-        tally.add("credit/sign_agreement", audit["sign_agreement"], per="batch with turn and outcome advantages")
-    if audit["uncredited_at_turn"] is not None:
-        tally.count("batch with turn rewards", 1)
-        for name in ("uncredited_at_turn", "uncredited_up_to_turn"):
-            tally.add(f"credit/{name}", audit[name], per="batch with turn rewards")
+    for name in ("sign_agreement", "uncredited_at_turn", "uncredited_up_to_turn"):
+        if audit[name] is not None:
+            tally.one(f"credit/{name}", audit[name])
     return tally
 
 
-def _staleness_metrics(staleness: Staleness) -> Tally:
+def _staleness_metrics(staleness: Staleness) -> _Tally:
     """How a batch that was prefetched came to be trained; a collective call."""
     ranks = gather_object([staleness])
-    tally = Tally()
+    tally = _Tally()
     turns = [turn for each in ranks for turn in each.turns]
     if turns:
         tally.count("sampled token", sum(tokens for _, tokens in turns))
         tally.add("staleness/mean", sum(behind * tokens for behind, tokens in turns), per="sampled token")
         tally.largest("staleness/max", float(max(behind for behind, _ in turns)))
-    tally.count("prefetched batch", 1)
-    tally.add("rollout/ready", sum(each.ready for each in ranks) / len(ranks), per="prefetched batch")
-    tally.add("rollout/wait_seconds", max(each.wait_seconds for each in ranks), per="prefetched batch")
-    tally.add("sync/seconds", max(each.sync_seconds for each in ranks), per="prefetched batch")
+    tally.one("rollout/ready", sum(each.ready for each in ranks) / len(ranks))
+    tally.one("rollout/wait_seconds", max(each.wait_seconds for each in ranks))
+    tally.one("sync/seconds", max(each.sync_seconds for each in ranks))
     if staleness.effective is not None and not math.isnan(staleness.effective):  # the same on every process
-        tally.count("corrected batch", 1)
-        tally.add("staleness/effective_sample_size", staleness.effective, per="corrected batch")
+        tally.one("staleness/effective_sample_size", staleness.effective)
     return tally
 
 
@@ -229,17 +228,10 @@ def means_over_rows(metrics: dict[str, list[float]], sizes: list[int]) -> dict[s
     return means
 
 
-def show_advantages(shown: deque[float], batch: RewardBatch, advantages: torch.Tensor) -> None:
-    """Puts the trained advantages, `(B, K)`, over turns, in the place of TRL's in its table of completions."""
-    means = advantages.sum(dim=1) / batch.turn_mask.sum(dim=1).clamp(min=1)
-    for index, mean in enumerate(means[-len(shown) :].tolist(), -min(len(means), len(shown))):
-        shown[index] = mean
-
-
-def _reward_metrics(rewards: torch.Tensor, weights: torch.Tensor, names: list[str]) -> Tally:
+def _reward_metrics(rewards: torch.Tensor, weights: torch.Tensor, names: list[str]) -> _Tally:
     """Means of the rewards over the trajectories to which they apply."""
     totals = (rewards * weights.to(rewards.device)).nansum(dim=1).masked_fill(rewards.isnan().all(dim=1), torch.nan)
-    tally = Tally()
+    tally = _Tally()
     for name, values in zip(
         ["reward", *(f"rewards/{name}/mean" for name in names)], [totals, *rewards.T], strict=True
     ):
@@ -247,7 +239,7 @@ def _reward_metrics(rewards: torch.Tensor, weights: torch.Tensor, names: list[st
     return tally
 
 
-def _mismatch_metrics(batch: dict[str, torch.Tensor], num_turns: int) -> Tally:
+def _mismatch_metrics(batch: dict[str, torch.Tensor], num_turns: int) -> _Tally:
     """Difference between the engine's log-probs and the trainer's, per turn. This is a collective call."""
     trained = (batch["completion_mask"] * batch["tool_mask"]).bool()
     trained &= ~batch["sampling_per_token_logps"].isnan()  # trained tokens of the environment, which no engine sampled
@@ -260,7 +252,7 @@ def _mismatch_metrics(batch: dict[str, torch.Tensor], num_turns: int) -> Tally:
     )
     total, count, largest = gather(totals.unsqueeze(0)).unbind(dim=1)
     total, count, largest = total.sum(dim=0), count.sum(dim=0), largest.amax(dim=0)
-    tally = Tally()
+    tally = _Tally()
     for index in range(num_turns):
         if count[index]:
             name = f"turn_{index + 1}/sampling_logp_difference"
@@ -287,15 +279,14 @@ def route_metrics(model: nn.Module) -> dict[str, float]:
     return found
 
 
-def _count_completions(tally: Tally, lengths: list[int], ended: list[int]) -> None:
+def _count_completions(tally: _Tally, lengths: list[int], ended: list[int]) -> None:
     """TRL's `completions/*`. As in TRL, the shortest and the longest are means over batches."""
-    tally.count("batch", 1)
     tally.count("ended trajectory", len(ended))
     tally.add("completions/clipped_ratio", len(lengths) - len(ended), per="trajectory")
     for infix, unit, values in (("", "trajectory", lengths), ("terminated_", "ended trajectory", ended)):
         tally.add(f"completions/mean_{infix}length", sum(values), per=unit)
-        tally.add(f"completions/min_{infix}length", min(values, default=0), per="batch")
-        tally.add(f"completions/max_{infix}length", max(values, default=0), per="batch")
+        tally.one(f"completions/min_{infix}length", min(values, default=0))
+        tally.one(f"completions/max_{infix}length", max(values, default=0))
 
 
 CUT = 8  # trajectories of a run that are scored again with their later turns cut off
@@ -337,7 +328,7 @@ class Warnings:
         """Whether a turn reward stays as it is when later turns are cut off, for those that were examined here."""
         self._absent = list(self._names)
         self._batches = self._flat = 0
-        self._said_biased = self._said_uncredited = self._said_proportions = self._said_apart = False
+        self._said: set[str] = set()
         self._means: deque[tuple[float, float]] = deque(maxlen=APART)
         """Mean outcomes and mean sums of turn rewards of the latest training batches."""
         self._found: set[str] = set()
@@ -404,15 +395,19 @@ class Warnings:
                     why_equal(latest, self._about),
                 )
 
+    def _first(self, kind: str) -> bool:
+        """Whether to warn of something: in the main process, the first time."""
+        if kind in self._said or not self._speaks:
+            return False
+        self._said.add(kind)
+        return True
+
     def _find_bias(self, rewards: RewardBatch) -> None:
-        rule, options = bind_rule(
-            self._rule, turn_coef=self._args.turn_advantage_coef, scale_rewards=self._args.scale_rewards
-        )
-        if rule is not mt_grpo or self._said_biased or not self._speaks:
+        rule, options = bind_rule(self._rule, **self._args.rule_options)
+        if rule is not mt_grpo:
             return
         bias = bias_of_turn_coef(rewards, options.get("turn_coef", 1.0))
-        if bias is not None:
-            self._said_biased = True
+        if bias is not None and self._first("bias"):
             logger.warning(
                 "The credit rule 'mt_grpo' is biased on this batch: %s. `advantage_estimator: reward_to_go` is not.",
                 bias,
@@ -420,26 +415,22 @@ class Warnings:
 
     def _find_uncredited(self, audit: Line) -> None:
         sentence = says_uncredited(audit, self._rule, self._args)
-        if sentence is not None and not self._said_uncredited and self._speaks:
-            self._said_uncredited = True
+        if sentence is not None and self._first("uncredited"):
             logger.warning(sentence)
 
     def _find_proportions(self, rewards: RewardBatch, advantages: Tensor) -> None:
-        if self._said_proportions or not self._speaks or not self._of_turns or not advantages.any():
-            return
-        self._said_proportions = True
-        for sentence in says_proportions(rewards, self._rule, self._args):
-            logger.warning(sentence)
+        if self._of_turns and advantages.any() and self._first("proportions"):
+            for sentence in _says_proportions(rewards, self._rule, self._args):
+                logger.warning(sentence)
 
     def _find_apart(self, rewards: RewardBatch) -> None:
         ran = ~rewards.failed
-        if self._said_apart or not self._speaks or not self._of_turns or not ran.any():
+        if not self._of_turns or not ran.any():
             return
         outcomes, turns = rewards.of_outcomes()[ran], rewards.of_turns()[ran].sum(dim=1)
         self._means.append((outcomes.mean().item(), turns.mean().item()))
         (first, first_turns), (last, last_turns) = self._means[0], self._means[-1]
-        if len(self._means) == APART and pull_apart(*zip(*self._means, strict=True)):
-            self._said_apart = True
+        if len(self._means) == APART and pull_apart(*zip(*self._means, strict=True)) and self._first("apart"):
             logger.warning(
                 "Over %d steps the mean outcome went from %.3f to %.3f, and the mean sum of turn rewards from %.3f to "
                 "%.3f: the policy learns one at the cost of the other. If the outcome is what you want, weigh turn "
@@ -486,7 +477,7 @@ class Warnings:
             counts = Counts()
             for _, of_batch in self._recent:
                 counts.merge(of_batch)
-            causes = why_still([audit for audit, _ in self._recent], counts, self._about)
+            causes = _why_still([audit for audit, _ in self._recent], counts, self._about)
             logger.warning("The gradient has been exactly 0 for %d steps, so nothing is learnt: %s", STILL, causes)
 
     def end(self) -> None:
@@ -519,7 +510,7 @@ def says_uncredited(audit: Line, rule: Rule, args: MTGRPOConfig) -> str | None:
     at_turn, up_to_turn = audit["uncredited_at_turn"], audit["uncredited_up_to_turn"]
     if at_turn is None or round(100 * at_turn) < 1:
         return None
-    _, options = bind_rule(rule, turn_coef=args.turn_advantage_coef, scale_rewards=args.scale_rewards)
+    _, options = bind_rule(rule, **args.rule_options)
     if options.get("turn_coef") == 0:
         field = "turn_advantage_coef" if args.turn_advantage_coef == 0 else "turn_coef"
         take = f"a `{field}` other than 0"
@@ -534,10 +525,9 @@ def says_uncredited(audit: Line, rule: Rule, args: MTGRPOConfig) -> str | None:
     )
 
 
-def says_proportions(rewards: RewardBatch, rule: Rule, args: MTGRPOConfig) -> list[str]:
+def _says_proportions(rewards: RewardBatch, rule: Rule, args: MTGRPOConfig) -> list[str]:
     """That a rule loses the outcome of early turns, or weighs turn rewards out of proportion, a sentence each."""
     said, name = [], rule_name(rule)
-    options = {"turn_coef": args.turn_advantage_coef, "scale_rewards": args.scale_rewards}
     lengths = rewards.turn_mask.sum(dim=1).double()
     turns = lengths[lengths > 0].mean().item()
     share = outcome_at_first_turn(rule, rewards, turn_coef=args.turn_advantage_coef)
@@ -547,7 +537,7 @@ def says_proportions(rewards: RewardBatch, rule: Rule, args: MTGRPOConfig) -> li
             f"conversations of {turns:.0f} turns: what an early turn decides is hardly learnt from the outcome. Take "
             f"{_KEEPS_PROPORTIONS}."
         )
-    ratio = scale_ratio(rule, rewards, **options)
+    ratio = scale_ratio(rule, rewards, **args.rule_options)
     if ratio is not None and not 1 / _OUT_OF_PROPORTION <= ratio <= _OUT_OF_PROPORTION:
         counts = f"{ratio:.1f} times as much" if ratio > 1 else f"{ratio:.2f} times as much"
         said.append(
@@ -562,7 +552,7 @@ _KEEPS_PROPORTIONS = "`advantage_estimator: {name: lambda_to_go, lam: 0.8, scale
 """A rule that gives every turn the outcome, and keeps the weight of turn rewards beside it."""
 
 
-def why_still(audits: Sequence[Line], counts: Counts, about: Line | None = None) -> str:
+def _why_still(audits: Sequence[Line], counts: Counts, about: Line | None = None) -> str:
     """The likely causes of a gradient of 0, as the end of a sentence."""
     if not audits:
         return "no conversation was sampled."

@@ -30,7 +30,7 @@ from mt_grpo.runlog.files import to_json
 from mt_grpo.runlog.schema import VERSION, session_id, session_number
 from mt_grpo.runlog.writer import end_with_a_line, finite, trim
 from mt_grpo.training.checkpoint import later_checkpoints
-from mt_grpo.training.config import MTGRPOConfig, options_given
+from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.ranks import everywhere, several_hosts
 from mt_grpo.training.rollout_batch import Columns, RolloutBatch
 from mt_grpo.trajectory import Trajectory
@@ -72,7 +72,7 @@ class Step:
     @property
     def row_ids(self) -> Tensor:
         """A number per row, `(B,)`, that says which conversation it is, wherever the row is trained."""
-        return number_rows(self.number, self.k, self.rows)
+        return _number_rows(self.number, self.k, self.rows)
 
     @property
     def advantages(self) -> Tensor:
@@ -99,7 +99,7 @@ class Outputs:
     `row_ids` are `(B, T)`; `mt_grpo.runlog.schema.UPDATES` says what they mean.
     """
 
-    row_ids: Tensor  # (B,), see `number_rows`
+    row_ids: Tensor  # (B,), see `_number_rows`
     trained: Tensor  # bool, where a token is trained
     difference: Tensor
     entropies: Tensor
@@ -140,17 +140,17 @@ def _clip_flags(log_ratios: Tensor, advantages: Tensor, trained: Tensor, args: M
     return clipped
 
 
-def number_rows(step: int, k: int, rows: Tensor) -> Tensor:
+def _number_rows(step: int, k: int, rows: Tensor) -> Tensor:
     """One number for step, batch and row, `(B,)`."""
     return (step << _STEP) + (k << _BATCH) + rows
 
 
-def split_number(number: int) -> tuple[int, int, int]:
-    """Step, batch and row of what `number_rows` returns."""
+def _split_number(number: int) -> tuple[int, int, int]:
+    """Step, batch and row of what `_number_rows` returns."""
     return number >> _STEP, (number >> _BATCH) % (1 << (_STEP - _BATCH)), number % (1 << _BATCH)
 
 
-def describe_rewards(turn: Sequence[RewardFunc], outcome: Sequence[RewardFunc], weights: Sequence[float]) -> Lines:
+def _describe_rewards(turn: Sequence[RewardFunc], outcome: Sequence[RewardFunc], weights: Sequence[float]) -> Lines:
     """Rewards as the index has them; `weights` are those of turn rewards, then of outcome rewards."""
     kinds = [*(("turn", reward) for reward in turn), *(("outcome", reward) for reward in outcome)]
     return [
@@ -159,21 +159,20 @@ def describe_rewards(turn: Sequence[RewardFunc], outcome: Sequence[RewardFunc], 
     ]
 
 
-def about_run(trainer: GRPOTrainer) -> Line:
+def _about(trainer: GRPOTrainer) -> Line:
     """What the index says of a run beside its version, start and rewards."""
     rule = trainer.credit_rule
-    turn_coef, scale_rewards = trainer.args.turn_advantage_coef, trainer.scale_rewards
     return {
         "group_size": trainer.num_generations,
         "group_size_eval": trainer.num_generations_eval,
         "processes": trainer.accelerator.num_processes,
         "estimator": rule,
-        "rule": whole_rule(rule, turn_coef=turn_coef, scale_rewards=scale_rewards),
+        "rule": whole_rule(rule, **trainer.args.rule_options),
         "rule_says": rule_says(rule),
         "model": str(Path(trainer.model.config.name_or_path)),
         "tools": tool_names(trainer.env),
         "chat_template_kwargs": trainer.chat_template_kwargs,
-        "options": options_given(trainer.args),
+        "options": trainer.args.given,
     }
 
 
@@ -181,16 +180,17 @@ class Records:
     """
     Writes the files of `mt_grpo.runlog`. Each process writes its own; the main process writes the index, once all have
     written theirs, `metrics.jsonl`, and `audit.jsonl` with the mean audit of each log step in which conversations were
-    sampled. `save_tokenizer` saves the tokenizer, with which tokens can be shown later, in a folder.
+    sampled.
     """
 
-    def __init__(self, args: MTGRPOConfig, about: Line, rewards: Lines, save_tokenizer: Callable[[Path], Any]) -> None:
-        self.rewards = rewards
-        self.about = about
-        self.save_tokenizer = save_tokenizer
+    def __init__(self, trainer: GRPOTrainer) -> None:
+        args = self._args = trainer.args
+        weights = trainer.reward_weights.tolist()
+        self.rewards = _describe_rewards(trainer.turn_reward_funcs, trainer.outcome_reward_funcs, weights)
+        about = self.about = _about(trainer)
+        self._save_tokenizer = trainer._tokenizer.save_pretrained
         self.writer = RunWriter(args.output_dir, args.process_index)
         self._spans = SpanSender.wanted(about["model"])
-        self._args = args
         self._main = args.process_index == 0
         self._described = False
         self.resumes = False  # whether the run goes on from a checkpoint in its folder
@@ -208,8 +208,7 @@ class Records:
             if trajectory.stop_reason is not None
         ]
         rule = self._args.credit_rule(any(reward["kind"] == "turn" for reward in self.rewards))
-        options = {"turn_coef": self._args.turn_advantage_coef, "scale_rewards": self._args.scale_rewards}
-        credit = explain(step.batch.credit, rule, step.batch.rewards, **options)
+        credit = explain(step.batch.credit, rule, step.batch.rewards, **self._args.rule_options)
         parts = part_rows(credit, step.batch.trajectories, step.rows)
         self._commit(lambda: self.writer.write_credit(batch, advantages, parts))
         if self._spans is not None:
@@ -251,7 +250,7 @@ class Records:
         if self._described or not self._main:
             return []
         self._described = True
-        saved = self.writer.save_tokenizer(self.save_tokenizer)
+        saved = self.writer.save_tokenizer(self._save_tokenizer)
         return [*saved, run_line(self.about, self.rewards)]
 
     # Optimiser steps and logs
@@ -280,7 +279,7 @@ class Records:
 
     def update(self, update: Update) -> None:
         """Writes what an optimiser step computed and how long it took. Collective."""
-        rows, summaries = update_rows(update.outputs)
+        rows, summaries = _update_rows(update.outputs)
 
         def write() -> Lines:
             lines = self.writer.write_updates(update.number, rows, summaries)
@@ -320,14 +319,14 @@ def run_line(about: Line, rewards: Lines) -> Line:
         "kind": "run",
         "version": VERSION,
         "started": round(time.time(), 3),
-        "command": command(),
+        "command": _command(),
         "versions": versions(),
         **about,
         "rewards": rewards,
     }
 
 
-def command() -> str:
+def _command() -> str:
     """What was called, with stars for what is secret."""
     words = list(sys.argv)
     for place, word in enumerate(words):
@@ -385,7 +384,7 @@ def _step_line(update: Update) -> Line:
     return {"kind": "step", "step": update.number, "start": round(update.start, 3), **rounded}
 
 
-def update_rows(outputs: list[Outputs]) -> tuple[Lines, Lines]:
+def _update_rows(outputs: list[Outputs]) -> tuple[Lines, Lines]:
     """The rows that a step trained."""
     rows, summaries = [], []
     for output in outputs:
@@ -394,7 +393,7 @@ def update_rows(outputs: list[Outputs]) -> tuple[Lines, Lines]:
             columns = np.flatnonzero(of_row)
             if not len(columns):  # left out of the loss
                 continue
-            step, k, row = split_number(number)
+            step, k, row = _split_number(number)
             difference, entropies, ratios, clipped = (value[columns] for value in row_values)
             rows.append(
                 {
