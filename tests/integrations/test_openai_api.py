@@ -257,7 +257,7 @@ OF_MANY_TOKENS = {"messages": user("What is the capital of Peru " * 9)}
 @pytest.mark.parametrize(
     ("second", "limits", "reason", "says"),
     [
-        ({}, {"max_completion_tokens": 4}, "token_budget", "gives the whole conversation 4 tokens after"),
+        ({}, {"max_completion_tokens": 4}, "token_budget", "gives the whole conversation 4 after its prompt"),
         (OF_MANY_TOKENS, {"context_length": 12}, "context_full", "length is 12 tokens, and the messages have 71"),
     ],
 )
