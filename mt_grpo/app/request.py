@@ -322,6 +322,7 @@ def read_request(arguments: list[str], command: str = "serve") -> Request:
             _check_trust(
                 request.path, {name: request.recipe[name] for name in request.recipe if name not in given}, variables
             )
+    request.recipe |= {name: value for name, value in given.items() if value is None}
     request.values = with_env_options({**request.recipe, **given})
     _check_whole(request, schema, command)
     os.environ.update({name: str(value) for name, value in variables.items()})
@@ -374,6 +375,9 @@ def _read_command_line(tokens: list[str], schema: Schema, command: str, request:
             _set_path(request, text if equals else tokens.pop(0))
         elif name in options:
             texts = [text] if equals else _take(tokens, options[name], written)
+            if texts == ["null"] and name in schema.options and "null" in options[name].kinds:
+                given[name] = None
+                continue
             value = _value(name, options[name], texts, written, name in OWN_OPTIONS[command] or schema.decides(name))
             if name in OWN_OPTIONS[command]:
                 request.own[name] = value

@@ -111,6 +111,16 @@ def test_every_form_of_an_option_reaches_the_parser(tmp_path):
     assert (args.lr_scheduler_kwargs, args.warmup_steps) == ({"min_lr": 1e-4}, 0.1)  # which YAML reads as text
 
 
+@pytest.mark.parametrize("form", [["--teacher", "null"], ["--teacher=null"]])
+def test_null_leaves_out_what_the_recipe_gives(tmp_path, form):
+    given = {"teacher": {"model": "self", "sees": ["answer"]}, "distillation_coef": 0.1, "max_completion_length": 9}
+    recipe = write(tmp_path, **given)
+    args = parse_recipe([*form, "--max_completion_length", "null", *recipe, "--distillation_coef", "0"]).training
+    assert (args.teacher, args.max_completion_length) == (None, None)
+    with pytest.raises(ConfigError, match="`--learning_rate` is 'null'"):
+        read_request(["--learning_rate", "null", *recipe])
+
+
 def test_env_is_a_class_as_text_and_variables_as_a_mapping(tmp_path, monkeypatch):
     monkeypatch.delenv("MT_GRPO_TEST_VARIABLE", raising=False)
     env = "mt_grpo.envs.MultiTurnToolEnv"
