@@ -175,7 +175,7 @@ class Distillation:
         plan = replace(trainer.forwards.plan, truncation=None, forward=args.forward, top=top)
         size = args.per_device_train_batch_size if batch.mode == "train" else args.per_device_eval_batch_size
         shown = {number: each.inputs for one in batch.trajectories for number, each in one.media.items()}
-        media = {**trainer.blank, **shown}
+        media = {**trainer.blank, **shown} if self._sees_media else {}
         found: Logprobs = []
         likeliest: list[list[Tensor]] = []
         model = trainer.teacher or trainer.model
@@ -204,13 +204,20 @@ class Distillation:
             shows = f"The conversation {trajectory.session} shows images, videos or sounds, and a teacher"
             if isinstance(teacher, ServerTeacher):
                 raise ConfigError(f"{shows} on a server reads text only: name its `model` alone, or train on text.")
-            models = [trainer.accelerator.unwrap_model(each) for each in (teacher or trainer.model, trainer.model)]
-            if media_tokens(models[0].config) != media_tokens(models[1].config):
+            if not self._sees_media:
                 name = trainer.args.teacher["model"]
                 raise ConfigError(
                     f"{shows} has to see them as the policy does, which {name!r} does not: name another."
                 )
         return TokenTree() if trajectory.failed else trajectory.tree
+
+    @property
+    def _sees_media(self) -> bool:
+        """Whether a teacher beside the policy sees images, videos and sounds as the policy does."""
+        trainer = self._trainer
+        models = (trainer.accelerator.unwrap_model(each) for each in (trainer.teacher or trainer.model, trainer.model))
+        teacher, policy = (media_tokens(model.config) for model in models)
+        return teacher == policy
 
     @property
     def _positions(self) -> int:

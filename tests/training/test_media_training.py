@@ -29,7 +29,7 @@ from mt_grpo.rollout.engines import ScriptedEngine
 from mt_grpo.rollout.engines.vllm import VLLMServerClient
 from mt_grpo.runlog.reader import open_run
 from mt_grpo.sounds import Sound, _read_sound
-from mt_grpo.training.columns import with_column_media
+from mt_grpo.training.columns import media_encoder, with_column_media
 
 PROMPT = [{"role": "user", "content": "What is it?"}]
 COLORS, PITCHES = ("red", "green", "blue", "white"), (30.0, 60.0, 90.0, 120.0)
@@ -151,6 +151,21 @@ def test_a_teacher_is_shown_what_the_policy_was(tmp_path, kind, forward):
                 values.neg_()
     trainer.distillation.read(trainer.batch)
     assert max(abs(ratio) for each in trainer.batch.trajectories for ratio in each.teacher_log_ratios) > 1e-3
+
+
+@pytest.mark.parametrize("forward", ["tree", "padded"])
+def test_a_teacher_of_text_is_shown_no_blank(tmp_path, forward):
+    tokenizer = SEES.processor().tokenizer
+    build_model(tokenizer, max_position_embeddings=1024).save_pretrained(tmp_path / "teacher")
+    tokenizer.save_pretrained(tmp_path / "teacher")
+    options = {"teacher": {"model": str(tmp_path / "teacher")}, "distillation_coef": 1.0, "forward": forward}
+    rows = Dataset.from_list([{"prompt": PROMPT}] * 4)
+    trainer = small_trainer(SEES, tmp_path, env=TOOLS, train_dataset=rows, **options)
+    encoder = media_encoder(trainer.processing_class, trainer.model.config, trainer.runner.engine)
+    trainer.blank = encoder.blanks()  # as where several processes train
+    batch(trainer)
+    read = [each for each in trainer.batch.trajectories if each.turns]
+    assert read and all(None not in each.teacher_log_ratios for each in read)
 
 
 @both
