@@ -197,7 +197,7 @@ def test_a_failure_of_one_rank_ends_all_with_its_reason(tmp_path):
             assert first[name][1] == second[name][1]
     for name in ("weights_differ", "adapters_differ"):
         assert "begin with different weights: of process 1 on" in first[name][1]
-    assert "a bug in the engine (7)" in first["engine_fails"][1] and "engine.py" in first["engine_fails"][1]
+    assert "a bug in the engine (7)" in first["engine_fails"][1] and "engines/__init__.py" in first["engine_fails"][1]
 
 
 @pytest.mark.parametrize("environment", [{}, SHARDED], ids=["whole", "sharded"])

@@ -188,7 +188,7 @@ class Records:
         weights = trainer.reward_weights.tolist()
         self.rewards = _describe_rewards(trainer.turn_reward_funcs, trainer.outcome_reward_funcs, weights)
         about = self.about = _about(trainer)
-        self._save_tokenizer = trainer._tokenizer.save_pretrained
+        self.save_tokenizer = trainer._tokenizer.save_pretrained
         self.writer = RunWriter(args.output_dir, args.process_index)
         self._spans = SpanSender.wanted(about["model"])
         self._main = args.process_index == 0
@@ -250,7 +250,7 @@ class Records:
         if self._described or not self._main:
             return []
         self._described = True
-        saved = self.writer.save_tokenizer(self._save_tokenizer)
+        saved = self.writer.save_tokenizer(self.save_tokenizer)
         return [*saved, run_line(self.about, self.rewards)]
 
     # Optimiser steps and logs
