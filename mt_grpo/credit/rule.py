@@ -147,7 +147,8 @@ def _check_types(name: str, function: AdvantageEstimator, options: dict[str, Any
 def _fault(value: Any, hint: Any) -> str | None:
     """What is wrong with a value, as YAML or JSON gives it, by its type hint; `None` where it fits."""
     try:
-        TypeAdapter(hint, config=ConfigDict(strict=True, arbitrary_types_allowed=True)).validate_python(value)
+        # in a list, since a dataclass or `TypedDict` by itself has a configuration of its own
+        TypeAdapter(list[hint], config=ConfigDict(arbitrary_types_allowed=True)).validate_python([value], strict=True)
     except ValidationError as error:
         wrong = dict.fromkeys(each["msg"] for each in error.errors())
         return " or ".join(f"{words[0].lower()}{words[1:]}" for words in wrong)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 import pytest
@@ -31,6 +32,13 @@ from mt_grpo.errors import ConfigError
 
 EXISTS = torch.ones(2, 2, dtype=torch.bool)
 SMALL = RewardBatch(torch.tensor([[0.4, 0.2], [0.2, 0.0]]), torch.tensor([1.0, 0.0]), EXISTS, EXISTS, 2)
+
+
+@dataclass
+class Window:
+    """An option of a user's rule, which a script gives as an object."""
+
+    turns: int = 2
 
 
 @pytest.fixture
@@ -113,6 +121,16 @@ def test_values_that_fit_their_types_are_taken(decayed):
         bind_rule({"name": "decayed", **value}, turn_coef=None, scale_rewards="group")
     for gamma in (0, 0.5, 1):
         bind_rule({"name": "gtpo", "gamma": gamma}, turn_coef=None, scale_rewards="group")
+
+
+def test_an_option_may_be_of_a_dataclass(register):
+    @register("windowed")
+    def windowed(batch, *, window: Window):
+        return torch.full_like(batch.turn_rewards, float(window.turns))
+
+    assert (estimate({"name": "windowed", "window": Window(3)}, SMALL) == 3).all()
+    with pytest.raises(ConfigError, match="'window' .* is {'turns': 3}: input should be an instance of Window"):
+        estimate({"name": "windowed", "window": {"turns": 3}}, SMALL)
 
 
 @pytest.mark.parametrize(
