@@ -62,9 +62,12 @@ class StoredKey:
     """The key of the server at a host and port, as it is stored for its user's trainers on this machine."""
 
     def __init__(self, host: str | None, port: int) -> None:
+        self._host, self._port = "localhost" if host in _EVERYWHERE else host, port
+
+    @property
+    def _name(self) -> str:
         # with the network namespace, because containers may share memory but not the loopback
-        here = "localhost" if host in _EVERYWHERE else host
-        self._name = f"{os.stat('/proc/self/ns/net').st_ino}-{here}-{port}"
+        return f"{os.stat('/proc/self/ns/net').st_ino}-{self._host}-{self._port}"
 
     def write(self, key: str) -> None:
         """Stores a key. It replaces the key of a server that is gone."""

@@ -258,6 +258,18 @@ def test_the_next_server_replaces_a_key_and_keeps_its_own():
     assert find_key(URL) == "of the next"
 
 
+def test_on_a_system_without_namespaces_no_key_is_found(monkeypatch):
+    look = os.stat
+
+    def stat_of(path, **options):
+        if str(path).startswith("/proc/"):
+            raise FileNotFoundError(path)
+        return look(path, **options)
+
+    monkeypatch.setattr(os, "stat", stat_of)
+    assert find_key("http://node1:8000") is None
+
+
 @pytest.mark.parametrize("made", ["link", "file", "open", "foreign"])
 def test_a_folder_that_others_may_have_made_is_refused(root, monkeypatch, made):
     me = os.geteuid() + (made == "foreign")
