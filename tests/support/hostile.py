@@ -388,7 +388,7 @@ LOOPS = {
     "all_at_once": ("env_done", None, {"turns": 5.0}),
     "too_many_at_once": ("token_budget", None, {}),
     "leave_turns_behind": ("env_done", None, {"left": 1.0}),
-    "too_long": ("context_full", "which leaves no room for a turn.", {}),
+    "too_long": ("context_full", "which leaves no room for a turn", {}),
     "no_messages": ("env_error", NO_TEXT, {}),
 }
 
