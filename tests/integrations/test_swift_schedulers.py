@@ -8,6 +8,7 @@ import logging
 import threading
 import time
 
+import numpy as np
 import pytest
 import torch
 from support.agents import check_whole
@@ -165,6 +166,11 @@ def test_sampled_tokens_that_were_edited_away_are_not_trained():
     trajectory, runner, _ = hold(returns(response_token_ids=lambda ids: [*ids[:1], 7, 7]), talk, max_turns=2)
     assert trajectory.error is None and trajectory.turns[0].mask == [1, 0, 0]
     assert sum(runner.completion(trajectory).mask) == 1 + trajectory.turns[1].num_tokens
+
+
+def test_ids_of_a_scheduler_may_be_an_array():
+    trajectory, _, _ = hold(returns(response_token_ids=lambda ids: np.array(ids[:2])), talk, max_turns=2)
+    assert trajectory.error is None and trajectory.turns[0].mask == [1, 1, 0]
 
 
 class Slow(Ask):

@@ -211,7 +211,7 @@ def claim(
         else:
             trained, of = sum(len(one.ids) for one in sampled), "the sampled tokens are"
         _check_length(where, "rollout_logprobs", len(logprobs), of, trained)
-    position, ids = 0, list(ids or ())
+    position, ids = 0, [] if ids is None else list(ids)  # an array of NumPy's has no truth value
     while position < len(ids):
         found, size = _find(sampled, ids, position)
         if found is None:
