@@ -443,11 +443,12 @@ def _of_env(options: Values, key: str) -> dict[str, Any]:
     choose(f"{key}: type", env["type"], TYPES)
     kind, name = TYPES[env["type"]], f"`{key}` of the type `{env['type']}`"
     takes = (*kind.keys, *kind.takes)
-    unknown = next((option for option in env if option not in ("type", *takes)), None)
-    near = f"{did_you_mean(unknown, takes)}: it takes {', '.join(takes)}"
+    unknown = [option for option in env if option not in ("type", *takes)]  # `null` may be one
+    first = next(iter(unknown), None)
+    near = f"{did_you_mean(first, takes)}: it takes {', '.join(takes)}"
     missing = next((option for option in kind.keys[: kind.needs] if not env.get(option)), None)
     refuse_first(
-        (unknown is not None, f"{name} has an unknown key {unknown!r}{near}."),
+        (unknown, f"{name} has an unknown key {first!r}{near}."),
         (missing is not None, f"{name} has no `{missing}`: give it."),
     )
     own = {option: value for option, value in env.items() if option in kind.keys}

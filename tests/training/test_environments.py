@@ -229,6 +229,10 @@ def test_a_game_is_made_of_its_keys(named):
             "command, host, call_protocol.",
         ),
         (
+            {"env": {"type": "gym", "make": "a.b", None: 1}},
+            "`env` of the type `gym` has an unknown key None: it takes",
+        ),
+        (
             {"env": {"type": "agent", "function": "a.b"}, **SCHEDULER},
             "`env` of the type `agent` and `multi_turn_scheduler` both say who answers the model: leave one of them",
         ),
