@@ -205,8 +205,9 @@ def _rollout(arguments: list[str]) -> int:
     )
     if folder is not None:
         check_new(folder)
+    rollouts = _load("app.rollout")  # while nothing has begun, since a signal ends the process at once
     trainer, resolved = _prepare(request, trains=False)
-    return _load("app.rollout").show(trainer, resolved, own, _console())
+    return rollouts.show(trainer, resolved, own, _console())
 
 
 @_interruptible
