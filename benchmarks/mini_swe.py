@@ -27,7 +27,7 @@ from mt_grpo import cli
 from mt_grpo.data.terminal import write_tasks
 
 ROOT = Path(__file__).parent.parent
-SHELL = ("env", "system_prompt", "call_protocol", "max_env_steps", "tool_timeout")
+SHELL = ("env", "system_prompt", "call_protocol", "max_env_steps")
 """Keys of the recipe that the agent has of its own."""
 TASKS = {"train": (96, 0), "test": (48, 1)}
 """Number and seed of each split."""
@@ -65,6 +65,7 @@ def main() -> None:
             "agent": f"{ROOT / 'benchmarks' / 'agents' / 'mini_swe.py'}:solve",
             "dataset_name": str(write_dataset(folder)),
             "dataset_test_split": "test",
+            "tool_timeout": 300,  # a busy machine is not the agent's fault
             "output_dir": str(folder / "run"),
         }
         if asked.steps:

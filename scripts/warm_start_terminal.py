@@ -26,7 +26,6 @@ from mt_grpo.data.terminal import NAMES
 
 MODEL_DIR = Path(__file__).parents[1] / "mt_grpo/data/embedded/terminal_model"
 SYSTEM = "Solve the task in the shell."
-PHASES = (Phase((1,), False, 600, 16, 4e-3, decay=True), Phase((1,), True, 200, 16, 1e-3, decay=True))
 SIZE = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 3, "num_attention_heads": 2}
 UNCLOSED = "bash: /tmp/.shell/command: line 1: unexpected EOF while looking for matching `''\n[exit code 2]"
 EMPTY = "[no output]"
@@ -41,6 +40,8 @@ class Form(NamedTuple):
     submit: str
     framed: tuple[str, ...]
     """Parts of calls that are one token each."""
+    steps: int
+    """Of traces without slips, until paths are copied."""
 
 
 def call(command: str) -> str:
@@ -67,6 +68,7 @@ TOOLS = Form(
     REPLY.format,
     '<tool>{"name": "submit", "args": {}}</tool>',
     ('{"name": "bash", "args": {"command": "', '"}}', '{"name": "submit", "args": {}}'),
+    600,
 )
 MINI_SWE_AGENT = Form(
     PROMPT.replace(SYSTEM_PROMPT, SYSTEM),
@@ -74,6 +76,7 @@ MINI_SWE_AGENT = Form(
     observe,
     f"echo {SUBMITTED}".join(BLOCK),
     (BLOCK[0], "\n```", f"echo {SUBMITTED}"),
+    1200,
 )
 
 
@@ -151,8 +154,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mini-swe-agent", type=Path, metavar="FOLDER")
     folder = parser.parse_args().mini_swe_agent
-    trace = partial(make_trace, form=MINI_SWE_AGENT if folder else TOOLS)
-    framed = [AddedToken(text, normalized=False) for text in trace.keywords["form"].framed]
+    form = MINI_SWE_AGENT if folder else TOOLS
+    trace = partial(make_trace, form=form)
+    framed = [AddedToken(text, normalized=False) for text in form.framed]
     folder = folder or MODEL_DIR
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -161,8 +165,8 @@ def main() -> None:
     tokenizer = build_tokenizer(texts, r"[A-Za-z]+|\d|\s|[^\sA-Za-z\d]", 448, framed)
     model = new_model(tokenizer, **SIZE)
     print(f"{model.num_parameters():,} parameters, vocabulary {len(tokenizer)}", flush=True)
-    for phase in PHASES:
-        train(model, tokenizer, phase, trace)
+    train(model, tokenizer, Phase((1,), False, form.steps, 16, 4e-3, decay=True), trace)
+    train(model, tokenizer, Phase((1,), True, 200, 16, 1e-3, decay=True), trace)
     model.generation_config.update(do_sample=True, temperature=1.0)
     tokenizer.save_pretrained(folder)
     model.to(torch.bfloat16).save_pretrained(folder)
