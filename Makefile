@@ -14,7 +14,7 @@ TRL_OLDEST := 1.15.0
 MCP_OLDEST := 1.30.0
 
 .PHONY: quickstart test covering check lint format bench browser sandbox server-cpu trl-oldest warm-start clean
-.PHONY: ablation bench-environments interop interop-games interop-agents interop-deepspeed interop-harbor interop-trl interop-verifiers
+.PHONY: ablation bench-environments bench-quick interop interop-games interop-agents interop-deepspeed interop-harbor interop-trl interop-verifiers
 
 quickstart: $(VENV)/.installed
 	$(BIN)/mt-grpo train --config recipes/quickstart.yaml
@@ -29,7 +29,7 @@ COVERING := credit rewards test_trajectory.py forward/test_routes.py integration
 test:
 	$(MAKE) --jobs=3 $(VENV)/.installed server-cpu browser sandbox
 	$(MAKE) --jobs=2 $(if $(filter output-sync,$(.FEATURES)),--output-sync) lint trl-oldest covering
-	$(BIN)/python -m pytest $(WORKERS) $(COVERING:%=--ignore=tests/%)
+	$(BIN)/python -m pytest $(WORKERS) $(COVERING:%=--ignore=tests/%) -m "not bench"
 
 covering: $(VENV)/.installed
 	$(BIN)/python -m pytest $(WORKERS) $(COVERING:%=tests/%) --cov=mt_grpo.trajectory --cov=mt_grpo.token_tree \
@@ -145,6 +145,11 @@ interop-verifiers: .venv-interop/verifiers/.installed .venv-interop/verifiers-v1
 bench: $(VENV)/.installed server-cpu
 	set -e; for name in $(BENCHMARKS); do $(BIN)/python benchmarks/$$name.py; done
 	$(BIN)/python benchmarks/compare.py
+
+# Those with a real vLLM server in their quick mode, in minutes: what they measure is tested elsewhere, and `make test`
+# leaves them out.
+bench-quick: $(VENV)/.installed server-cpu
+	$(BIN)/python -m pytest tests/test_benchmarks.py -m bench
 
 # Credit rules compared over many runs, in about an hour on two cores; goes on where it was interrupted.
 ablation: $(VENV)/.installed

@@ -32,7 +32,7 @@ QUICK = [name for name, source in SOURCES.items() if '"--quick"' in source and n
 
 
 def marks(name: str) -> list:
-    return [needs_server, pytest.mark.server] if "\nfrom server import" in SOURCES[name] else []
+    return [needs_server, pytest.mark.server, pytest.mark.bench] if "\nfrom server import" in SOURCES[name] else []
 
 
 @pytest.mark.slow
