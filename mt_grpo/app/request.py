@@ -376,7 +376,7 @@ def _read_command_line(tokens: list[str], schema: Schema, command: str, request:
         elif name in options:
             texts = [text] if equals else _take(tokens, options[name], written)
             if texts == ["null"] and name in schema.options and "null" in options[name].kinds:
-                given[name] = None
+                given[name] = None  # as in a recipe, whose value it takes away
                 continue
             value = _value(name, options[name], texts, written, name in OWN_OPTIONS[command] or schema.decides(name))
             if name in OWN_OPTIONS[command]:
@@ -398,9 +398,10 @@ def _read_command_line(tokens: list[str], schema: Schema, command: str, request:
 def _set_path(request: Request, path: str) -> None:
     if request.path is not None:
         is_recipe = Path(path).suffix in (".yaml", ".yml") or Path(path).exists()
-        refuse_first(
-            (is_recipe, f"Two recipes are given, {request.path!r} and {path!r}: leave one out."),
-            (True, f"The word {path!r} belongs to no option: write `--option value`."),
+        raise ConfigError(
+            f"Two recipes are given, {request.path!r} and {path!r}: leave one out."
+            if is_recipe
+            else f"The word {path!r} belongs to no option: write `--option value`."
         )
     request.path = path
 
