@@ -58,7 +58,7 @@ SCHEMAS: Registry[_Schema] = Registry("dataset schema", "mt_grpo.data")
 def dataset_schema(
     name: str, *, columns: tuple[str, ...], dropped: tuple[str, ...] = (), hub_id: str = "", config: str | None = None
 ) -> Callable[[Convert], Convert]:
-    """Registers a function that makes the columns to set from a row, including `prompt`. For the rest see `_Schema`."""
+    """Registers a function that makes the columns to set from a row, including `prompt`, as `_Schema` has them."""
     check_name(name, "dataset schema")
 
     def register(convert: Convert) -> Convert:
