@@ -25,7 +25,7 @@ from step import BOUND, difference
 from torch.profiler import ProfilerActivity, profile
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from mt_grpo.doctor.plan import recomputed
+from mt_grpo.doctor.step_time import recomputed
 from mt_grpo.forward.model import _score_packed, enable_trees
 from mt_grpo.forward.packing import FlatTree, Packed, pack
 from mt_grpo.training.model import _layers_in_groups

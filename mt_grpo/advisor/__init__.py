@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from mt_grpo.app.interrupt import ends_at_once
-from mt_grpo.app.request import CONFIG, read_file, read_words
+from mt_grpo.app.recipe_file import CONFIG, read_file
+from mt_grpo.app.request import read_words
 from mt_grpo.app.schema import load_schema
 from mt_grpo.errors import ConfigError, UserError
 from mt_grpo.options.table import Values

@@ -24,7 +24,8 @@ import yaml
 
 import mt_grpo
 from mt_grpo.app.interrupt import print_error
-from mt_grpo.app.request import OF_HOSTS, OWN_OPTIONS, WORDS, shipped
+from mt_grpo.app.recipe_file import shipped
+from mt_grpo.app.request import OF_HOSTS, OWN_OPTIONS, WORDS
 from mt_grpo.app.schema import SHIPPED, SchemaOption, load_schema
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean, import_object

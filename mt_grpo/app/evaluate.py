@@ -36,7 +36,8 @@ from trl import ModelConfig
 
 from mt_grpo.app.build import build_trainer, load_datasets
 from mt_grpo.app.recipe import Recipe, build_recipe
-from mt_grpo.app.request import CONFIG, Request, check_writable
+from mt_grpo.app.recipe_file import CONFIG
+from mt_grpo.app.request import Request, check_writable
 from mt_grpo.data import fingerprint
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean

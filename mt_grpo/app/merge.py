@@ -19,7 +19,8 @@ from transformers.utils import CONFIG_NAME
 from transformers.utils.logging import disable_progress_bar
 from trl.trainer.utils import create_model_from_path
 
-from mt_grpo.app.request import CONFIG, check_new, read_words
+from mt_grpo.app.recipe_file import CONFIG
+from mt_grpo.app.request import check_new, read_words
 from mt_grpo.errors import ConfigError, libraries_may_refuse
 from mt_grpo.options.table import Values
 from mt_grpo.runlog import Run, open_run

@@ -1,143 +1,32 @@
-"""
-What a command is asked to do: its recipe and its command line, checked before torch is imported; and what the
-`config.yaml` of a run would execute, so that a stranger's is asked about.
-"""
+"""What a command is asked to do: its recipe and its command line, checked before torch is imported."""
 
 from __future__ import annotations
 
-import contextlib
-import difflib
 import os
-import re
-import sys
 import tempfile
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from importlib.machinery import PathFinder
-from importlib.resources import files
-from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from mt_grpo.app.recipe_file import CONFIG, read_file, recipes_in
 from mt_grpo.app.schema import Schema, SchemaOption, load_schema
+from mt_grpo.app.trust import check_trust, pop_variables
 from mt_grpo.errors import ConfigError, refuse_first
 from mt_grpo.imports import FORMATS, check_place, did_you_mean, looks_like_path
 from mt_grpo.options.rules import check_batches, check_names, check_options, check_trainable
-from mt_grpo.options.table import OPTIONS, Values
+from mt_grpo.options.table import Values
 from mt_grpo.options.values import (
     SELF,
     SYNONYMS,
-    TYPES,
-    VERIFIERS,
     brings_rows,
     is_bare,
     parse_agent,
     parse_dataset_filter,
-    parse_mapping,
     parse_reward,
     parse_teacher,
     refuse_unknown,
     with_env_options,
 )
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML 1.1 takes the later of two equal keys, and `1e-3` for a text; here it is an error, and a number."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        lines: dict[str, int] = {}
-        for key, _ in node.value:
-            line = key.start_mark.line + 1
-            if key.value in lines and isinstance(key, yaml.ScalarNode):
-                raise ConfigError(
-                    f"The key {key.value!r} stands in {self.name} twice, in lines {lines[key.value]} and {line}: "
-                    "leave one out."
-                )
-            if isinstance(key, yaml.ScalarNode):
-                lines[key.value] = line
-        return super().construct_mapping(node, deep)
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
-)
-
-
-def read_file(path: str) -> tuple[dict[str, Any], dict[str, int]]:
-    """Reads a recipe."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"The recipe {path!r} {_unreadable(Path(path), error)}.") from None
-    loader = _Loader(text)
-    loader.name = path
-    try:
-        node = loader.get_single_node()
-        recipe = None if node is None else loader.construct_document(node)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"The recipe {path!r} is not valid YAML: {' '.join(str(error).split())}.") from error
-    finally:
-        loader.dispose()
-    refuse_first(
-        (
-            recipe is None,
-            f"The recipe {path!r} is empty: it needs at least `model_name_or_path` and `dataset_name`, each with a "
-            "value.",
-        ),
-        (
-            not isinstance(recipe, dict),
-            f"The recipe {path!r} is not a mapping of options to values: write lines `option: value`.",
-        ),
-    )
-    return recipe, {key.value: key.start_mark.line + 1 for key, _ in node.value}
-
-
-def _unreadable(path: Path, error: OSError | UnicodeDecodeError) -> str:
-    """What is wrong with a recipe that cannot be read."""
-    match error:
-        case FileNotFoundError():
-            return f"does not exist{_beside(path)}"
-        case IsADirectoryError():
-            found = _recipes_in(path)
-            example = f", such as {str(found[0])!r}" if found else ", which holds none"
-            return f"is a folder: give a YAML file in it{example}"
-        case UnicodeDecodeError():
-            return "is no text in UTF-8: give a YAML file"
-    return f"cannot be read: {error.strerror}"
-
-
-_CLUSTER = "cluster"  # folder of what starts a run on several nodes, which is YAML of others
-
-
-def shipped() -> dict[str, Traversable]:
-    """The files by name, which is their path in the folder `recipes`, e.g. `Qwen/gsm8k.yaml`."""
-    return dict(sorted(_walk(files("mt_grpo") / "recipes", "")))
-
-
-def _walk(folder: Traversable, prefix: str) -> Iterator[tuple[str, Traversable]]:
-    for entry in folder.iterdir():
-        if entry.is_dir() and entry.name != _CLUSTER:
-            yield from _walk(entry, f"{prefix}{entry.name}/")
-        elif entry.name.endswith(".yaml"):
-            yield prefix + entry.name, entry
-
-
-def _recipes_in(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob("*.y*ml") if path.is_file())
-
-
-def _beside(path: Path) -> str:
-    """The recipe beside a missing one that has nearly its name, as a clause."""
-    names = {recipe.stem: recipe for recipe in _recipes_in(path.parent)}
-    near = difflib.get_close_matches(path.stem, names, n=1)
-    if near:
-        return f"; the nearest is {str(names[near[0]])!r}"
-    name = next((name for name in shipped() if Path(name).name == path.name), None)
-    if name is not None:
-        return f"; one of that name ships with the package: `mt-grpo recipes cp {name}`"
-    return ""
 
 
 def _flag(description: str) -> SchemaOption:
@@ -316,10 +205,10 @@ def read_request(arguments: list[str], command: str = "serve") -> Request:
             request.recipe.pop("resume_from_checkpoint", None)  # the replay begins where the run began
         if request.run is not None:
             request.recipe |= {"model_name_or_path": request.run, "use_peft": False, "resume_from_checkpoint": None}
-        variables = _pop_variables(request.recipe)
+        variables = pop_variables(request.recipe)
         _check_recipe(request, lines, schema)
         if not request.own["trust"]:
-            _check_trust(
+            check_trust(
                 request.path, {name: request.recipe[name] for name in request.recipe if name not in given}, variables
             )
     request.recipe |= {name: value for name, value in given.items() if value is None}
@@ -343,7 +232,7 @@ def _recipe_of_run(folder: str) -> str:
 
 
 def _recipe_of_folder(folder: str, command: str, given: Values) -> str:
-    path, found = Path(folder, CONFIG), _recipes_in(Path(folder))
+    path, found = Path(folder, CONFIG), recipes_in(Path(folder))
     hint = f"; for the recipe in it, give {str(found[0])!r}" if found else ""
     refuse_first(
         (
@@ -550,155 +439,3 @@ def check_writable(folder: str, given: str | None = None) -> None:
             pass
     except OSError as error:
         raise ConfigError(f"{given} cannot be made or written to ({error.strerror}): name another folder.") from error
-
-
-# What a run's configuration would execute
-
-CONFIG = "config.yaml"
-_RECORDS = ("metrics.jsonl", "summary.json", "rollouts")  # what a run leaves beside its `CONFIG`
-
-_PATHS = tuple(name for name, option in OPTIONS.items() if option.executes == "path")
-"""Options that name code, by the paths of files or of modules, or by names in a registry."""
-_FILES = tuple(name for name, option in OPTIONS.items() if option.executes == "file")
-"""Options that name files, which name code and commands."""
-_MAX_NAMED = 4  # things that are named in the question
-
-
-def _check_trust(path: str, recipe: Values, variables: Values) -> None:
-    """Asks for `--trust` where a run's configuration names foreign code or sends a key; nothing is imported."""
-    folder = Path(path).resolve().parent
-    of_run = any((folder / name).exists() for name in _RECORDS)
-    if not of_run and Path(path).name != CONFIG:
-        return
-    here = Path.cwd().resolve()
-    theirs: Path | None = folder
-    if folder == here and not of_run:
-        theirs = None
-    elif folder != here and folder.is_relative_to(here):  # what was unpacked here has code beside the run's folder too
-        theirs = here / folder.relative_to(here).parts[0]
-    found = list(dict.fromkeys([*_executed(with_env_options(recipe), theirs), *_told(recipe)]))
-    found += [f"`env: {name}`" for name in variables]
-    if found:
-        more = f" and {len(found) - _MAX_NAMED} more" if len(found) > _MAX_NAMED else ""
-        raise ConfigError(
-            f"{path} is the configuration of a run, and would execute what is not of the current folder, or send a "
-            f"key: {', '.join(found[:_MAX_NAMED])}{more}. Read it, and add `--trust` if you trust whoever wrote it."
-        )
-
-
-def _pop_variables(recipe: dict[str, Any]) -> dict[str, Any]:
-    """Takes TRL's block of environment variables, an `env` without a `type`, out of a recipe."""
-    env = recipe.get("env")
-    return recipe.pop("env") if isinstance(env, dict) and "type" not in env else {}
-
-
-def needs_trust_confirmation(path: str) -> bool:
-    """Whether a configuration is asked about where it is run from the current folder."""
-    try:
-        recipe, _ = read_file(path)
-        _check_trust(path, recipe, _pop_variables(recipe))
-    except ConfigError:
-        return True
-    return False
-
-
-def _executed(options: Values, run: Path | None) -> Iterator[str]:
-    for option in _PATHS:
-        value = _parsed(options.get(option))
-        if option == "environment_factory" and isinstance(value, Mapping):  # one of its names may be `name`
-            value = list(value.values())
-        if option == "env" and isinstance(value, Mapping):
-            value = [value[name] for name in TYPES[value["type"]].paths if name in value]
-        for text in _texts(value):
-            if text.startswith(VERIFIERS) or not (is_bare(text) or _is_own(text, run)):
-                yield f"`{option}: {text}`"
-    for option in _FILES:
-        for text in _texts(options.get(option)):
-            if not _is_inside(Path(text), run):
-                yield f"`{option}: {text}`"
-    agent = _parsed(options.get("agent"))
-    if isinstance(agent, Mapping) and agent.get("command"):
-        yield f"`agent: {agent['command']}`"
-    else:
-        function = agent.get("function") if isinstance(agent, Mapping) else agent
-        yield from (f"`agent: {text}`" for text in _texts(function) if not _is_own(text, run))
-    environments = _mapping(options.get("environments"))
-    for given in environments.values() if isinstance(environments, Mapping) else ():
-        yield from _executed(given if isinstance(given, Mapping) else {"env": given}, run)
-    user = _mapping(options.get("simulated_user"))
-    if isinstance(user, Mapping) and user.get("api_key_env"):
-        yield f"`simulated_user: api_key_env: {user['api_key_env']}`, sent to {user.get('base_url')}"
-    yield from _of_model(options)
-    yield from _of_model(_parsed(options.get("model_init_kwargs")) or {}, "model_init_kwargs: ")
-
-
-def _told(options: Values) -> Iterator[str]:
-    """Other machines that get the key of vLLM's servers, which is in the environment."""
-    if not os.environ.get("VLLM_API_KEY"):
-        return
-    for option in ("vllm_server_host", "vllm_server_base_url"):
-        for text in _texts(options.get(option)):
-            if not all(_OF_THIS_MACHINE.fullmatch(address.strip()) for address in text.split(",")):
-                yield f"`{option}: {text}`, which gets VLLM_API_KEY"
-
-
-_OF_THIS_MACHINE = re.compile(r"(https?://)?(127\.0\.0\.1|localhost|0\.0\.0\.0|\[?::1\]?)(:\d+)?/?")
-
-
-def _of_model(options: object, place: str = "") -> Iterator[str]:
-    if not isinstance(options, Mapping):
-        return
-    if str(options.get("trust_remote_code", False)).lower() not in ("false", "no", "0", "none"):
-        yield f"`{place}trust_remote_code`, the code of the model"
-    if "/" in str(options.get("attn_implementation")):  # a kernel of the Hub
-        yield f"`{place}attn_implementation: {options['attn_implementation']}`"
-
-
-def _mapping(value: object) -> Any:
-    """A mapping that is written as text, parsed as the option is; any other value as it is."""
-    with contextlib.suppress(ConfigError):  # refused where it is read
-        return parse_mapping(value, "")
-    return value
-
-
-def _parsed(value: object) -> Any:
-    """As `_mapping`, where the option takes plain text too."""
-    return _mapping(value) if isinstance(value, str) and value.lstrip().startswith(("{", "[")) else value
-
-
-def _texts(value: object) -> Iterator[str]:
-    """Names and paths in a value: itself, those of a list, `name` of a mapping with options, or all of a mapping."""
-    value = _parsed(value)
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from _texts(value["name"] if "name" in value else list(value.values()))
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _texts(each)
-
-
-def _is_own(text: str, run: Path | None) -> bool:
-    """Whether a path leads to code of this package or of the user's, or to none at all."""
-    module = text.rpartition(":")[0] if ":" in text else text
-    if module.endswith(".py") or "/" in module:
-        return _is_inside(Path(module), run)
-    first = module.partition(".")[0]
-    if first == "mt_grpo" or not first.isidentifier():
-        return True
-    if first in sys.stdlib_module_names:
-        return False
-    found = PathFinder.find_spec(first, [str(Path.cwd()), *sys.path])  # in the order of `mt_grpo.imports`
-    if found is None:  # which is refused where it is looked for
-        return True
-    return all(_is_inside(Path(place), run) for place in found.submodule_search_locations or [found.origin])
-
-
-def _is_inside(path: Path, run: Path | None) -> bool:
-    """Whether a file is in the current folder, and neither in the run's nor in that of installed packages."""
-    try:
-        real = path.expanduser().resolve()
-    except (OSError, RuntimeError, ValueError):  # links in a circle, no such home, a NUL in the name
-        return False
-    foreign = [Path(sys.prefix).resolve(), *([] if run is None else [run])]
-    return real.is_relative_to(Path.cwd().resolve()) and not any(map(real.is_relative_to, foreign))

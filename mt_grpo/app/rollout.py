@@ -18,7 +18,8 @@ from rich.text import Text
 
 from mt_grpo.app.evaluate import Asked, Results, SampledModel, read_prices, sample
 from mt_grpo.app.recipe import build_recipe
-from mt_grpo.app.request import CONFIG, Request, check_new, check_writable
+from mt_grpo.app.recipe_file import CONFIG
+from mt_grpo.app.request import Request, check_new, check_writable
 from mt_grpo.credit import audit_rewards, estimate, estimate_parts, uncredited_turn_rewards
 from mt_grpo.envs.source import tool_names
 from mt_grpo.errors import ConfigError, UserError

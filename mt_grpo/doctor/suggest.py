@@ -15,7 +15,8 @@ import torch
 import yaml
 
 from mt_grpo.app.recipe import build_recipe
-from mt_grpo.app.request import Request, check_writable, read_request, shipped
+from mt_grpo.app.recipe_file import shipped
+from mt_grpo.app.request import Request, check_writable, read_request
 from mt_grpo.doctor.context import RunFacts
 from mt_grpo.doctor.memory import COPIES, RESERVE, SPARE, Load, Sharding
 from mt_grpo.errors import ConfigError

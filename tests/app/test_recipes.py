@@ -18,7 +18,8 @@ from support.registered import keep, keep_estimators
 
 from mt_grpo.app import request
 from mt_grpo.app.recipe import build_schema
-from mt_grpo.app.request import read_file, read_request
+from mt_grpo.app.recipe_file import read_file
+from mt_grpo.app.request import read_request
 from mt_grpo.app.schema import SHIPPED, load_schema
 from mt_grpo.envs.source import tool_names
 from mt_grpo.rewards import REWARDS, OutcomeReward, load_rewards

@@ -13,14 +13,14 @@ from support.models import build_tokenizer
 
 from mt_grpo.app.recipe import build_recipe
 from mt_grpo.app.request import read_request
-from mt_grpo.doctor import checks, plan
+from mt_grpo.doctor import checks, plan, probe, step_time
 from mt_grpo.doctor.checks import CHECKS, ERROR, _examine
 from mt_grpo.doctor.context import RunFacts
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.integrations.openenv import openenv_server
 from mt_grpo.tools.mcp import McpRemote, McpTool
 
-ALL = CHECKS | plan.PLAN | {"probe": plan.probe}
+ALL = CHECKS | plan.PLAN | {"probe": probe.probe}
 
 
 class Silent(MultiTurnToolEnv):
@@ -311,7 +311,7 @@ def test_a_step_is_calibrated(check, tmp_path):
     ],
 )
 def test_a_slow_server_asks_for_more_gpus(check, monkeypatch, speed, iterations, status, said):
-    monkeypatch.setattr(plan, "_speed_of", lambda gpu: plan._Speed(*speed, 1e-4, 1e-4, "slow"))
+    monkeypatch.setattr(step_time, "_speed_of", lambda gpu: step_time._Speed(*speed, 1e-4, 1e-4, "slow"))
     options = ["--gpu_memory", "80", "--num_processes", "7"]
     found, words = check("step", *options, **VLLM, num_iterations=iterations, **ON_GPU)
     assert found == status and "7 + 1: " in words and said in words
@@ -321,7 +321,7 @@ def test_a_probe_that_does_not_fit_says_so(check, monkeypatch):
     def fail(*arguments):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(plan, "_logps", fail)
+    monkeypatch.setattr(probe, "_logps", fail)
     status, words = check("probe", **SHORT)
     assert status == "fail" and "does not fit" in words and "`gradient_checkpointing: true`" in words
     monkeypatch.setattr("psutil.virtual_memory", lambda: type("Memory", (), {"available": 1e6}))

@@ -24,7 +24,7 @@ from mt_grpo.data import embedded
 from mt_grpo.doctor import GPU
 from mt_grpo.doctor.checks import _made_arguments
 from mt_grpo.doctor.memory import COPIES, GB, Load, Precision, Shape, Sharding, four_bit
-from mt_grpo.doctor.plan import _assumed_lengths, _Lengths, _server_seconds, _speed_of, _Step, recomputed
+from mt_grpo.doctor.step_time import _assumed_lengths, _Lengths, _server_seconds, _speed_of, _Step, recomputed
 from mt_grpo.errors import ConfigError
 from mt_grpo.tools.search import CorpusSearch, WikipediaSearch
 
