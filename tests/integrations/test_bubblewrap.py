@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
@@ -22,11 +23,13 @@ from support.waiting import until
 
 from mt_grpo.cli import main
 from mt_grpo.data.terminal import KINDS, write_tasks
-from mt_grpo.envs.source import check_source
+from mt_grpo.envs.source import build_environment, check_source
 from mt_grpo.errors import ConfigError
-from mt_grpo.integrations.harbor import HarborEnv, HarborTasks, shell
+from mt_grpo.integrations.harbor import HarborAgents, HarborEnv, HarborTasks, shell
 from mt_grpo.integrations.harbor.bubblewrap import Sandbox, begin_trial, check_usable, read_machine
 from mt_grpo.integrations.harbor.containers import owner
+from mt_grpo.options.table import RunOptions
+from mt_grpo.options.values import with_env_options
 from mt_grpo.rewards import EnvReward
 from mt_grpo.rollout import RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
 from mt_grpo.trajectory import StopReason
@@ -349,6 +352,40 @@ def test_a_machine_without_bwrap_is_refused(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="`sandbox: bubblewrap` needs `bwrap`: install the package bubblewrap"):
         check_usable()
+
+
+@pytest.fixture
+def build(make_task):
+    """Builds what `env: {type: harbor, sandbox: bubblewrap, ...}` stands for."""
+
+    def run(**own):
+        options = {field.name: field.default for field in fields(RunOptions)}
+        env = {"type": "harbor", "tasks": str(make_task()), "sandbox": "bubblewrap", **own}
+        return build_environment(with_env_options({**options, "env": env}))
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("own", "said"),
+    [
+        ({"agent": "codex"}, "`agent: codex` is Harbor's and needs its containers: use another `sandbox`"),
+        ({"host": "10.0.0.1"}, "`host` is for Harbor's own agents, and `agent: bash` asks from no container"),
+    ],
+)
+def test_keys_of_harbors_agents_are_refused(build, own, said):
+    with pytest.raises(ConfigError, match=said):
+        build(**own)
+
+
+def test_a_key_of_a_recipe_that_is_null_is_unset(build):
+    unset = dict.fromkeys(("agent", "eval_tasks", "host", "verify_every", "sandbox_pool"))
+    assert build(**unset).rows("eval") is None
+
+
+def test_an_agent_of_harbors_is_refused_in_scripts_too(make_task):
+    with pytest.raises(ConfigError, match="`agent: terminus-2` is Harbor's and needs its containers"):
+        HarborAgents("terminus-2", str(make_task()), sandbox="bubblewrap")
 
 
 def test_a_killed_run_leaves_nothing_after_the_next_begins(make_task, nothing_is_left):

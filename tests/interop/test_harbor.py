@@ -501,6 +501,8 @@ def test_an_agent_that_is_not_there_is_no_zero(work):
     ("agent", "message"),
     [
         ("terminus-3", "`agent: terminus-3` is none of Harbor's; the nearest is 'terminus-2': it has "),
+        ("bubblewrap", "`agent: bubblewrap` is none of Harbor's"),
+        (5, "`agent: 5` is no agent: give a name, or options of Harbor's `AgentConfig`"),
         ({"nam": "codex"}, "`agent` has no option .nam.: it has those of Harbor.s `AgentConfig`"),
         ({"import_path": "nowhere:Agent"}, "`agent: nowhere:Agent` is no agent of Harbor's: "),
     ],

@@ -27,7 +27,7 @@ from mt_grpo.envs.env import ConversationEnded, Outcome, Policy, Step
 from mt_grpo.envs.protocols import CallProtocol
 from mt_grpo.envs.source import EnvLike, EnvSource, Prototype, environment, source_of, tool_arguments
 from mt_grpo.envs.tool_env import MultiTurnToolEnv
-from mt_grpo.errors import ConfigError
+from mt_grpo.errors import ConfigError, refuse_first
 from mt_grpo.imports import did_you_mean
 from mt_grpo.integrations.harbor.bubblewrap import check_usable, read_machine
 from mt_grpo.integrations.harbor.containers import (
@@ -120,7 +120,7 @@ class _Tasks:
 
 def _harbor_value(option: str, given: str | Mapping[str, Any]) -> Any:
     """The name of a `sandbox` that Harbor has, or its configuration of an `agent`."""
-    if given == BUBBLEWRAP:
+    if option == "sandbox" and given == BUBBLEWRAP:
         return given
     if importlib.util.find_spec("harbor") is None:
         raise ConfigError(
@@ -135,6 +135,8 @@ def _harbor_value(option: str, given: str | Mapping[str, Any]) -> Any:
     if option == "sandbox":
         known = [kind.value for kind in EnvironmentType]
         value: Any = given
+    elif not isinstance(given, (str, Mapping)):
+        raise ConfigError(f"`agent: {given}` is no agent: give a name, or options of Harbor's `AgentConfig`.")
     else:
         options = {"name": given} if isinstance(given, str) else dict(given)
         try:
@@ -441,34 +443,35 @@ class HarborTasks(_Tasks, _HarborConversations):
 @environment("harbor")
 def _harbor_of_options(options: Values) -> EnvSource:
     """The tasks of `env: {type: harbor}`."""
-    own = dict(options["env"])
+    own = {name: value for name, value in options["env"].items() if value is not None}
     sandbox, agent = own.get("sandbox", "docker"), own.get("agent", "bash")
+    folders = own["tasks"], own.get("eval_tasks")
     if agent != "bash":
-        if sandbox == BUBBLEWRAP:
-            raise ConfigError(f"`agent: {agent}` is Harbor's and needs its containers: use another `sandbox`.")
-        loop = f"is of the shell that `agent: bash` has, and `env: {{agent: {agent}}}` has its own loop: leave it out"
+        loop = f"is of the shell that `agent: bash` has, and `env: {{agent: {agent}}}` has its own loop: leave it out."
         defaults = RunOptions.__dataclass_fields__
-        faults = [
+        refuse_first(
             *(
-                f"`{option}` {loop}"
+                (options[option] not in (None, defaults[option].default), f"`{option}` {loop}")
                 for option in ("system_prompt", "max_env_steps", "env_mask", "tool_timeout")
-                if options[option] not in (None, defaults[option].default)
             ),
-            own.get("verify_every") is not None
-            and f"`verify_every` is of `agent: bash`: the turns of `{agent}` are its own. Leave it out",
-            own.get("sandbox_pool")
-            and "`sandbox_pool` is of `agent: bash`: other agents start their own. Leave it out",
-        ]
-        if faults := list(filter(None, faults)):
-            raise ConfigError(f"{faults[0]}.")
-        folders = own["tasks"], own.get("eval_tasks")
+            (
+                "verify_every" in own,
+                f"`verify_every` is of `agent: bash`: the turns of `{agent}` are its own. Leave it out.",
+            ),
+            (
+                own.get("sandbox_pool"),
+                "`sandbox_pool` is of `agent: bash`: other agents start their own. Leave it out.",
+            ),
+        )
         return HarborAgents(agent, *folders, sandbox, own.get("host"), protocol_of(options))
     given = tool_arguments(options, max_steps=30)
-    if given.pop("tools"):
-        raise ConfigError("`env: {type: harbor}` has a shell for tools: leave `tools` out.")
+    refuse_first(
+        (given.pop("tools"), "`env: {type: harbor}` has a shell for tools: leave `tools` out."),
+        ("host" in own, "`host` is for Harbor's own agents, and `agent: bash` asks from no container: leave it out."),
+    )
     given = {name: value for name, value in given.items() if value is not None}
-    given |= {name: own[name] for name in ("verify_every", "sandbox_pool") if own.get(name) is not None}
-    return HarborTasks(HarborEnv(sandbox, **given), own["tasks"], own.get("eval_tasks"))
+    given |= {name: own[name] for name in ("verify_every", "sandbox_pool") if name in own}
+    return HarborTasks(HarborEnv(sandbox, **given), *folders)
 
 
 _ALL_INTERFACES = "0.0.0.0"
@@ -507,6 +510,8 @@ class HarborAgents(_Tasks, AgentSource):
         host: str | None = None,
         protocol: CallProtocol | None = None,
     ) -> None:
+        if sandbox == BUBBLEWRAP:
+            raise ConfigError(f"`agent: {agent}` is Harbor's and needs its containers: use another `sandbox`.")
         self._of_harbor = _harbor_value("agent", agent)
         from harbor.agents.installed.base import BaseInstalledAgent
 
