@@ -5,7 +5,7 @@ data for other trainings that it makes of a model's conversations.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from mt_grpo.credit import audit_rewards, estimate, estimate_parts, uncredited_t
 from mt_grpo.envs.source import tool_names
 from mt_grpo.errors import ConfigError, UserError
 from mt_grpo.runlog import Batch, Run, RunWriter, open_run
-from mt_grpo.runlog.export import LINES
+from mt_grpo.runlog.export import LINES, left_out
 from mt_grpo.runlog.files import to_json, written_whole
 from mt_grpo.runlog.findings import FAILED, Counts, find
 from mt_grpo.runlog.index import Table as Conversations
@@ -269,17 +269,26 @@ def _say_sampled(results: Results, rows: int, passed: int, keep: str | None, con
 
 def _write_form(path: Path, run: Run, form: str, rows: list[Row], passed: set[str], console: Console) -> None:
     """The conversations that pass, or the pairs whose better one does, as lines; no file where there are none."""
-    pairs = form == "preferences"
+    pairs, sessions = form == "preferences", set()
+    rows = rows if pairs else [row for row in rows if row["session"] in passed]
+
+    def kept() -> Iterator[Row]:
+        for line in LINES[form](run, rows):
+            session = line["chosen_session" if pairs else "session"]
+            if session in passed:
+                sessions.add(session)
+                yield line
+
     try:
-        found = LINES[form](run, rows if pairs else [row for row in rows if row["session"] in passed])
-        number = _write(path, (each for each in found if not pairs or each["chosen_session"] in passed))
+        number = _write(path, kept())
     except UserError as error:  # of some conversations there are no pairs, or no ids
         path.unlink(missing_ok=True)
         console.print(f"No {path}: {error}", highlight=False, markup=False)
         return
     what = "pairs" if pairs else "sequences" if form == "tokens" else "conversations"
     without = "of no pair the better one passes" if pairs else "nothing passes"
-    says = f"{path}: {number} {what}" if number else f"No {path}: {without}."
+    left = left_out(rows, sessions) if form == "tokens" else ""
+    says = f"{path}: {number} {what}{left}" if number else f"No {path}: {without}."
     console.print(says, highlight=False, markup=False)
 
 

@@ -11,7 +11,7 @@ import importlib
 import importlib.util
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -70,15 +70,26 @@ def lines(run: Run, form: str, rows: Sequence[Row]) -> Iterator[str]:
 
 def _write_lines(form: str, of: str = "conversation") -> Callable[[Run, Sequence[Row], Path], str]:
     def write(run: Run, rows: Sequence[Row], path: Path) -> str:
-        number = 0
+        number, sessions = 0, set[str]()
         # half a character, which an environment may write, as the escape that JSON has for it
         with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
-            for line in lines(run, form, rows):
-                file.write(line)
+            for line in LINES[form](run, rows):
+                file.write(to_json(line) + "\n")
                 number += 1
-        return f"{number} {of}{'s' * (number != 1)}"
+                sessions.add(line.get("session", ""))
+        left = left_out(rows, sessions) if form == "tokens" else ""
+        return f"{number} {of}{'s' * (number != 1)}{left}"
 
     return write
+
+
+def left_out(rows: Sequence[Row], sessions: Container[str]) -> str:
+    """Says how many conversations are in no line of `tokens`, by the sessions of the lines."""
+    number = sum(row["session"] not in sessions for row in rows)
+    return f" ({number} conversations left out: {_NO_IDS}, or nothing was sampled)" if number else ""
+
+
+_NO_IDS = "an image or a sound has no token ids of its own"
 
 
 def _remove_data_set(folder: Path) -> None:
@@ -145,12 +156,17 @@ def _messages(run: Run, rows: Sequence[Row]) -> Iterator[Row]:
 
 
 def _tokens(run: Run, rows: Sequence[Row]) -> Iterator[Row]:
+    none = shown = True
     for row, record, tree in run.trees(rows):
-        found = _sequences(tree, record, row["session"])
+        found = [] if (media := _has_media(tree)) else _sequences(tree, record)
+        shown = shown and media
         for number, each in enumerate(found):
+            none = False
             turns = list(dict.fromkeys(turn for turn in each.turns if turn >= 0))
             earned = _earned(run, row, turns, number, len(found))
             yield {"input_ids": each.ids, "assistant_masks": each.trained, **earned}
+    if rows and none and shown:
+        raise UserError(f"There are no tokens, since each conversation has media, and {_NO_IDS}: export `messages`.")
 
 
 _SHAREGPT = {"system": "system", "user": "human", "assistant": "gpt", "tool": "observation"}
@@ -322,16 +338,16 @@ class _Tokens:
         return self.ids[:begin], self.ids[begin:end], self.own[begin:end]
 
 
-def _sequences(tree: TokenTree, record: Row, session: str) -> list[_Tokens]:
+def _has_media(tree: TokenTree) -> bool:
+    """Whether a conversation shows images or sounds, whose places in its tokens have negative numbers."""
+    return any(min(node.tokens, default=0) < 0 for node in tree.nodes)
+
+
+def _sequences(tree: TokenTree, record: Row) -> list[_Tokens]:
     """The sequences of a conversation in which the model sampled something."""
     masks = {turn["index"]: turn["mask"] for turn in record["turns"] if turn.get("mask") is not None}
     found = []
     for sequence in tree.sequences():
-        if min(sequence.tokens, default=0) < 0:
-            raise UserError(
-                f"{session} has an image or a sound, which has no token ids of its own: export `messages`, or choose "
-                "others with `--filter`."
-            )
         places = {turn: count() for turn in masks}
         left = [masks[turn][next(places[turn])] if turn in masks else int(turn >= 0) for turn in sequence.turns]
         trained = [a * b for a, b in zip(left, sequence.mask, strict=True)]
@@ -344,7 +360,8 @@ def _pairs(run: Run, rows: Sequence[Row]) -> Iterator[Row]:
     """
     Pairs of a group's conversations: the best with the worst, the second best with the second worst, and so on, while
     their rewards differ. Both have the same tokens up to the first turn in which they differ, where `prompt` ends;
-    a pair that was given other contexts before it differed is left out, and so are failed conversations and copies.
+    a pair that was given other contexts before it differed is left out, and so are failed conversations, copies, and
+    conversations with images or sounds, which have no token ids.
     """
     if run.tokenizer is None:
         raise UserError(f"{run.folder} has no tokenizer, so that pairs have no text: export `tokens`.")
@@ -357,8 +374,14 @@ def _pairs(run: Run, rows: Sequence[Row]) -> Iterator[Row]:
     for members in groups.values():
         if max(each["reward"] for each in members) - min(each["reward"] for each in members) <= EQUAL:
             continue
-        found = {row["session"]: _sequences(tree, record, row["session"]) for row, record, tree in run.trees(members)}
-        ranked = sorted(members, key=lambda row: row["reward"], reverse=True)
+        found = {
+            row["session"]: _sequences(tree, record)
+            for row, record, tree in run.trees(members)
+            if not _has_media(tree)
+        }
+        ranked = sorted(
+            (row for row in members if row["session"] in found), key=lambda row: row["reward"], reverse=True
+        )
         for chosen, rejected in zip(ranked[: len(ranked) // 2], reversed(ranked), strict=False):
             at = _difference(found[chosen["session"]], found[rejected["session"]])
             if chosen["reward"] - rejected["reward"] <= EQUAL or at is None:
@@ -368,7 +391,7 @@ def _pairs(run: Run, rows: Sequence[Row]) -> Iterator[Row]:
     if none:
         raise UserError(
             "There is no pair: it takes two conversations of a group that earned different rewards, and that sampled "
-            "different tokens after the same context."
+            "different tokens after the same context, without images or sounds."
         )
 
 

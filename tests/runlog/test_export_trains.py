@@ -20,7 +20,7 @@ from mt_grpo.cli import main
 from mt_grpo.envs import MultiTurnToolEnv, Outcome
 from mt_grpo.errors import UserError
 from mt_grpo.rollout import RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
-from mt_grpo.runlog import open_run
+from mt_grpo.runlog import Run, open_run
 from mt_grpo.runlog.export import lines
 from mt_grpo.trajectory import StopReason, Trajectory, Turn
 
@@ -261,12 +261,24 @@ def test_branches_and_copies_are_marked_in_every_form(tmp_path):
     assert main([*command, "dataset", "--output", str(tmp_path / "data")]) == 0
 
 
+def test_conversations_with_an_image_are_left_out_and_counted(tmp_path, capsys):
+    seen, other = made(([5, -3, -3], [7]), reward=2.0), made(([5], [9]))
+    folder = group(tmp_path / "run", made(([5], [7]), reward=1.0), seen, other).folder
+    assert main(["export", str(folder), "--to", "tokens"]) == main(["export", str(folder), "--to", "preferences"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith("2 sequences (1 conversations left out: an image or a sound has no token ids of its own")
+    assert said[1].startswith("1 pair in ")
+    assert {line["session"][-1] for line in exported(open_run(folder), "tokens")} == {"0", "2"}
+    (pair,) = exported(open_run(folder), "preferences")
+    assert (pair["chosen_session"][-1], pair["rejected_session"][-1]) == ("0", "2")
+
+
 @pytest.mark.parametrize("form", ["tokens", "preferences"])
-def test_a_conversation_with_an_image_is_named(tmp_path, capsys, form):
+def test_conversations_that_all_have_images_are_refused(tmp_path, capsys, form):
     group(tmp_path / "run", made(([5, -3, -3], [7]), reward=1.0), made(([5, -3, -3], [8])))
     assert main(["export", str(tmp_path / "run"), "--to", form]) == 1
     said = capsys.readouterr().err
-    assert "train-000000-000000-000000 has an image or a sound" in said and said.count("\n") == 1
+    assert ("no token ids of its own" in said or "without images or sounds" in said) and said.count("\n") == 1
 
 
 def test_what_a_tokenizer_puts_first_is_not_there_twice(tmp_path):
@@ -312,16 +324,24 @@ def test_trl_trains_on_tokens_and_on_pairs(folder, tmp_path):
     DPOTrainer(model, args=DPOConfig(max_length=None, **options), train_dataset=pairs).train()  # as it is
 
 
-def test_the_page_gives_what_is_whole(folder, tmp_path, capsys):
+def test_the_page_gives_what_is_whole(folder):
     with serving(queries_of(folder)) as server:
         for form, column in (("tokens", "input_ids"), ("preferences", "chosen_mask")):
             with urllib.request.urlopen(f"{server.url}export/{form}?q=mode%3Dtrain") as answer:
                 assert column in json.loads(answer.readline())
-    group(tmp_path / "run", made(([5], [7])), made(([5, -3], [8])))
-    with serving(queries_of(tmp_path / "run")) as server:
-        with urllib.request.urlopen(f"{server.url}export/tokens") as answer:
-            assert "input_ids" in json.loads(answer.readline())
-            with pytest.raises(http.client.IncompleteRead):
-                answer.read()
+
+
+def test_the_page_says_why_it_gives_nothing_more(tmp_path, capsys, monkeypatch):
+    run, trees = group(tmp_path / "run", made(([5], [7])), made(([5], [8]))), Run.trees
+
+    def damaged(self, rows):
+        yield next(iter(trees(self, rows)))
+        raise UserError("The second is damaged.")
+
+    monkeypatch.setattr(Run, "trees", damaged)
+    with serving(queries_of(run.folder)) as server, urllib.request.urlopen(f"{server.url}export/tokens") as answer:
+        assert "input_ids" in json.loads(answer.readline())
+        with pytest.raises(http.client.IncompleteRead):
+            answer.read()
     said = capsys.readouterr().err
-    assert "tokens.jsonl" in said and "has an image or a sound" in said and "Traceback" not in said
+    assert "tokens.jsonl" in said and "The second is damaged." in said and "Traceback" not in said
