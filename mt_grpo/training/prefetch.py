@@ -123,7 +123,8 @@ class PrefetchQueue:
         if rows is not self._iterator:  # another epoch, or run
             self._iterator = rows
             self._read.clear()
-            self.stop(micro)  # of an epoch that was stopped early
+            self.stop(micro)  # of an epoch that was stopped early, whose rows are not trained
+            self._batches = {at: batch for at, batch in self._batches.items() if at < micro}
         latest = (micro + number - 1) // self._every  # the last batch that this step comes for
         most = (latest + self._args.max_staleness) * self._every + 1 - micro
         while len(self._read) < max(most, number) and step + len(self._read) // self._accumulation < state.max_steps:

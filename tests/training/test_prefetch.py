@@ -122,6 +122,18 @@ def test_a_run_that_stops_ends_what_is_under_way(gated):
     assert trainer.state.global_step == 1 and not trainer.runner.under_way
 
 
+def test_an_epoch_that_stops_early_leaves_no_batch_of_its_rows(gated, questions, tmp_path):
+    """The next epoch has other rows, with which the batches that were begun ahead begin anew."""
+    ends = lambda control, **kwargs: setattr(control, "should_epoch_stop", True)  # noqa: E731
+    for staleness in (0, 2):
+        folder, rows = str(tmp_path / str(staleness)), questions.select(range(3))
+        trainer = gated(max_staleness=staleness, output_dir=folder, train_dataset=rows)
+        trainer.add_callback(at("on_step_end", ends, step=1))
+        trainer.train()
+        assert trainer.state.global_step == 4
+    assert tokens_of(tmp_path / "2") == tokens_of(tmp_path / "0")
+
+
 def test_an_interrupted_run_keeps_what_is_finished(gated, tmp_path):
     """Conversations of a waiting batch that are finished are not sampled again; the others are."""
     late = {f"train-000001-000000-00000{row}" for row in (1, 3)}
