@@ -155,7 +155,12 @@ class RolloutBatch:
     ) -> list[Trajectory]:
         """Runs the conversations; `take` gets those that have ended meanwhile, in the thread that waits."""
         ended: asyncio.Queue[Trajectory | None] = asyncio.Queue()
-        running = asyncio.ensure_future(run(on_finish=ended.put_nowait))
+
+        def note(trajectory: Trajectory) -> None:
+            self.trajectories.append(trajectory)  # those that nobody takes have environments to close
+            ended.put_nowait(trajectory)
+
+        running = asyncio.ensure_future(run(on_finish=note))
         running.add_done_callback(lambda done: ended.put_nowait(None))
         try:
             while (first := await ended.get()) is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import threading
 
 import pytest
 import torch
@@ -104,6 +105,21 @@ def test_every_row_has_the_environment_that_it_names(mixed):
 def test_environments_are_closed_though_a_reward_fails(mixed):
     with pytest.raises(Exception, match="ZeroDivisionError"):
         sample(mixed(Fails()))
+    assert Guess.open == 0
+
+
+def test_environments_that_wait_to_be_judged_are_closed(mixed):
+    """Though judging an earlier one fails."""
+    trainer, waits = mixed(EnvReward(), rows=ROWS[1:]), threading.Event()
+    trainer.runner.engine._latency = lambda session, turn: 0.02 * member(session)
+
+    def take(ended):
+        while trainer.runner._running:  # others end meanwhile
+            waits.wait(0.001)
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        trainer.converse([dict(ROWS[1])] * 3, [False] * 3, 1, take)
     assert Guess.open == 0
 
 
