@@ -36,7 +36,7 @@ from mt_grpo.training.step_log.records import as_record, part_rows, run_line
 from mt_grpo.training.trainer import MTGRPOEnvTrainer
 from mt_grpo.trajectory import Trajectory, visible
 from mt_grpo.viewer import render_trajectory
-from mt_grpo.viewer.columns import Columns, FilterError, parse_filter
+from mt_grpo.viewer.columns import REWARD, Columns, FilterError, parse_filter
 from mt_grpo.viewer.queries import BadQuestion, selected
 
 _FORMS = {"sft": "tokens", "messages": "messages", "dpo": "preferences"}
@@ -214,7 +214,9 @@ def make_data(request: Request) -> int:
         for place, form in _FORMS.items():
             _write_form(folder / place / "train.jsonl", run, form, results.counted, passed, console)
     if own["difficulty"]:
+        unjudged = set() if keep is None else _unjudged(run, keep)
         right = {row["session"]: row["right"] if keep is None else row["session"] in passed for row in results.counted}
+        right |= dict.fromkeys(unjudged & right.keys())
         _write_difficulty(folder / "difficulty.jsonl", right, asked, generations, console)
     return int(not (counted if own["difficulty"] else passed))
 
@@ -244,6 +246,18 @@ def _check_keep(keep: str, find: Callable[[str], object]) -> None:
         raise ConfigError(f"`--keep` is {keep!r}: {str(error)[0].lower()}{str(error)[1:]}") from None
     if words or not keep.strip():
         raise ConfigError(f"`--keep` is {keep!r}, which compares nothing: write a condition, as `exact_match>=1`.")
+
+
+def _unjudged(run: Run, keep: str) -> set[str]:
+    """The conversations of which a reward that `--keep` names says nothing."""
+    columns = Columns(run.rows)
+    names = (columns.resolve(condition.name) for condition in parse_filter(keep))
+    return {
+        run.rows.sessions[place]
+        for name in names
+        if name.startswith(REWARD)
+        for place in np.flatnonzero(np.isnan(columns.numbers(name)))
+    }
 
 
 def _say_sampled(results: Results, rows: int, passed: int, keep: str | None, console: Console) -> None:

@@ -157,6 +157,18 @@ def test_difficulty_is_measured_on_all_rows(sampled, recipe, prints, tmp_path):
     assert [line["rate"] for line in lines(file)] == [1.0, 1.0, 0.5, 0.0]  # by the first outcome reward
 
 
+def test_a_row_that_no_reward_judges_has_no_rate(endpoint, recipe, prints, tmp_path):
+    (tmp_path / "judge.py").write_text(
+        "def judged(prompts, **columns):\n    return [None if '1 of' in str(prompt) else 1.0 for prompt in prompts]"
+    )
+    words = [*recipe(outcome_reward_funcs=[f"{tmp_path}/judge.py:judged"]), "--save", tmp_path / "data", "--model"]
+    words += [f"{endpoint(lambda number, body: RIGHT).url}/v1", "--num_generations", "2", "--difficulty"]
+    for more in ([], ["--keep", "judged>=1"]):
+        prints("rollout", *words, *more)
+        found = [(line["rate"], line["attempts"]) for line in lines(tmp_path / "data/difficulty.jsonl")]
+        assert found == [(1.0, 2), (None, 0), (1.0, 2), (1.0, 2)]
+
+
 def test_failures_are_told_and_sampled_again(endpoint, recipe, prints, tmp_path):
     down = [True]
     server = endpoint(lambda number, body: refusal(400, "no") if down[0] and "1 of" in str(body) else RIGHT)
