@@ -159,6 +159,16 @@ def test_messages_are_read_as_they_are_meant(browser, tmp_path):
         page.wait_for_selector(".tokens")
 
 
+def test_no_message_makes_the_page_hang_or_fail(browser, tmp_path):
+    odd = f"- Cusco\r\n- Lima\r\n\r\n1. a\u2028b\n\n{'>' * 6000}\n\n{'[' * 6000}\n\n## The end\r\n"
+    made = Trajectory([{"role": "user", "content": "?"}], stop_reason=StopReason.ANSWERED)
+    made.tree.add_turn([1, 2, 3], [5, 6], [-0.5, -0.5])
+    made.turns.append(Turn(0, {"role": "assistant", "content": odd}, num_tokens=2, context_length=3))
+    with opened(browser, queries_of(write_conversations(tmp_path, [made])), "trajectory?read=1") as page:
+        assert texts(page, ".to-read li") == ["Cusco", "Lima", "a\u2028b"]
+        assert texts(page, ".to-read .heading") == ["The end"]
+
+
 def test_a_list_is_read_one_after_the_other_and_kept(browser, tmp_path):
     queries = queries_of(write_run(tmp_path, steps=40))
     asked = {"q": "mode=train", "sort": "-reward", "limit": "200"}

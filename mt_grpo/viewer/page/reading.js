@@ -102,13 +102,13 @@ const BLOCKS = [
   [/^(#{1,6})\s+(.*)$/, (lines, [, marks, words]) => [h('p', { class: `heading h${marks.length}`, role: 'heading', 'aria-level': String(Math.min(6, marks.length + 2)) }, inline(words)), 1]],
   [/^\s*(?:[-*_]\s*){3,}$/, () => [h('hr'), 1]],
   [/^\s*(?:[-*+]|\d+[.)])\s+/, list],
-  [/^>\s?/, quote],
+  [/^>(?!(?:\s?>){20})/, quote],
   [/^\s*\|.*\|\s*$/, table],
   [/^<(tool_call|tool|function_call|tool_response|result)>/, tagged],
 ]
 
 function markdown(words) {
-  const lines = words.split('\n')
+  const lines = words.split(/\r?\n/)
   const found = []
   let paragraph = []
   const flush = () => {
@@ -138,7 +138,7 @@ function fence(lines, [, mark]) {
   return [h('pre', { class: 'code', dir: 'ltr' }, json(inside) ?? inside), end < 0 ? lines.length : end + 1]
 }
 
-function list(lines, _, begins = /^(\s*)(?:[-*+]|(\d+)[.)])\s+(.*)$/) {
+function list(lines, _, begins = /^(\s*)(?:[-*+]|(\d+)[.)])\s+(.*)$/s) {
   let size = 0
   while (size < lines.length && (begins.test(lines[size]) || size && /^\s+\S/.test(lines[size]))) size++
   const items = []
@@ -183,7 +183,7 @@ function inline(words) {
   const found = []
   let rest = words
   while (rest) {
-    const next = /`([^`]+)`|\*\*([^*]+)\*\*|(?<![*\w])\*([^*\s][^*]*)\*(?!\w)|\[([^\]]+)\]\(([^)\s]+)\)/.exec(rest)
+    const next = /`([^`]+)`|\*\*([^*]+)\*\*|(?<![*\w])\*([^*\s][^*]*)\*(?!\w)|\[([^[\]]+)\]\(([^)\s]+)\)/.exec(rest)
     if (!next) { found.push(rest); break }
     if (next.index) found.push(rest.slice(0, next.index))
     if (next[1] !== undefined) found.push(h('code', {}, next[1]))
