@@ -146,6 +146,8 @@ class Distillation:
             trees = [leaves.tree for leaves in hinted]
         longest = everywhere(lambda: self._longest(trees))
         trainer.forwards.prove(max(gather_object([longest])))
+        if trainer.shows_media and batch.mode == "train":
+            trainer.forwards.prove_shown([trainer.runner.completion(each) for each in batch.trajectories])
         with trainer.step_log.activity.of("teacher"):
             if isinstance(teacher, ServerTeacher):
                 found, top = everywhere(lambda: teacher.read(trees))

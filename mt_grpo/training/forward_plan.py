@@ -6,7 +6,7 @@ its scores the tensors that TRL's loss takes.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -154,13 +154,13 @@ class Forwards:
                 for model in models:
                     proof(model, replace(plan, forward="padded"), self._trainer.accelerator.mixed_precision)
 
-    def prove_shown(self, batch: RolloutBatch) -> None:
+    def prove_shown(self, rows: Sequence[TokenRow]) -> None:
         """
         Proves `forward` on a batch's shortest trajectories that show images, videos or sounds, the same ones on every
         rank, as `prove` proves it without. This is a collective call.
         """
         mine: dict[object, TokenRow] = {}
-        for row in sorted(batch.token_rows, key=lambda row: len(row.prompt_ids) + len(row.ids), reverse=True):
+        for row in sorted(rows, key=lambda row: len(row.prompt_ids) + len(row.ids), reverse=True):
             if any(row.mask):
                 mine |= dict.fromkeys(_shown_by(row), row)  # the shortest at last
         shown = set().union(*gather_object([set(mine)]))
@@ -171,11 +171,11 @@ class Forwards:
             return
         wanted = [*(new - {_SEVERAL}), *(lengths[:1] + lengths[-1:] if new & {SOUND, _SEVERAL} else [])]
         found: list[dict[object, TokenRow]] = gather_object([{each: mine[each] for each in wanted if each in mine}])
-        rows = {
+        chosen = {
             id(row): row for each in wanted for row in [next(of_rank[each] for of_rank in found if each in of_rank)]
         }
-        media: Media = {number: image for row in rows.values() for number, image in row.media.items()}
-        trees = [row_tree(row) for row in rows.values()]
+        media: Media = {number: image for row in chosen.values() for number, image in row.media.items()}
+        trees = [row_tree(row) for row in chosen.values()]
         self._hold(ForwardPlan(trees, media=media, attention=self._trainer.args.tree_attention), prove_media)
 
     def _give_up_trees(self, error: UnsupportedModelError) -> None:

@@ -302,7 +302,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         self._unproven = engine if type(engine) is TransformersEngine else None
         data = self.train_dataset, self.eval_dataset
         images = columns.media_encoder(self.processing_class, self.model.config, engine, *data)
-        self._shows_media = images is not None
+        self.shows_media = images is not None
         several = self.accelerator.num_processes > 1
         self.blank: Media = images.blanks() if images is not None and several else {}
         self.runner = environment.build_runner(self.env, engine, args, images)
@@ -385,8 +385,8 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         batch.leave_out(self._tokenizer.pad_token_id, self.args.mask_truncated_completions)
         self.right_answers.hang(batch)
         self.forwards.prove(max(gather_object([batch.longest])))
-        if self._shows_media and batch.mode == "train":
-            self.forwards.prove_shown(batch)
+        if self.shows_media and batch.mode == "train":
+            self.forwards.prove_shown(batch.token_rows)
         if self.args.forward != "tree":  # trees were given up: right answers get a forward of their own
             batch.leaves = {}
         self._count(batch)

@@ -24,6 +24,7 @@ from mt_grpo.app.build import finish_dry_run
 from mt_grpo.data.images import ImageOfRowError
 from mt_grpo.envs import MultiTurnToolEnv, Outcome
 from mt_grpo.errors import ConfigError, UnsupportedModelError
+from mt_grpo.forward.model import score
 from mt_grpo.media import media_of, media_parts, read_image, to_file
 from mt_grpo.rollout.engines import ScriptedEngine
 from mt_grpo.rollout.engines.vllm import VLLMServerClient
@@ -151,6 +152,27 @@ def test_a_teacher_is_shown_what_the_policy_was(tmp_path, kind, forward):
                 values.neg_()
     trainer.distillation.read(trainer.batch)
     assert max(abs(ratio) for each in trainer.batch.trajectories for ratio in each.teacher_log_ratios) > 1e-3
+
+
+def test_a_teacher_reads_with_the_forward_that_was_proven(tmp_path, monkeypatch):
+    used: list[str] = []
+
+    def refuse(model: Any, plan: Any, precision: str) -> None:
+        if plan.forward == "tree":
+            raise UnsupportedModelError("The model sees no image in a tree, so trees cannot be packed for it.")
+
+    def scored(model: Any, plan: Any) -> Any:
+        used.append(plan.forward)
+        return score(model, plan)
+
+    monkeypatch.setattr("mt_grpo.training.forward_plan.prove_media", refuse)
+    monkeypatch.setattr("mt_grpo.training.distillation.score", scored)
+    SEES.build()[1].save_pretrained(tmp_path / "model")
+    SEES.processor().save_pretrained(tmp_path / "model")
+    trainer = small_trainer(SEES, tmp_path, teacher={"model": str(tmp_path / "model")}, distillation_coef=1.0)
+    trainer.model.train()
+    batch(trainer)
+    assert set(used) == {"padded"}
 
 
 @pytest.mark.parametrize("forward", ["tree", "padded"])
