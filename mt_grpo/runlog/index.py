@@ -14,6 +14,7 @@ column, in Arrow: half a million take some hundred megabytes, and are filtered a
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -91,6 +92,7 @@ class Table(Sequence[Row]):
         self._updated = np.zeros(0, np.int64)  # of each update the row; -1 for one that was replaced
         self._columns: dict[str, pa.Array] = {}
         self._codes: dict[str, tuple[np.ndarray, list[str | None]]] = {}
+        self._lock = threading.RLock()  # a search reads rows in a thread of its own, while others are added
 
     def __len__(self) -> int:
         return len(self.sessions)
@@ -109,7 +111,10 @@ class Table(Sequence[Row]):
 
     def at(self, places: Sequence[int] | np.ndarray) -> list[Row]:
         """The rows at some places; several at once are made faster than one by one."""
-        places = np.asarray(places, np.int64)
+        with self._lock:
+            return self._at(np.asarray(places, np.int64))
+
+    def _at(self, places: np.ndarray) -> list[Row]:
         columns: dict[str, list] = {}
         for name in (*_LINES["rollout"].names, *_OF_CREDIT, *_OF_UPDATES):
             column = self._column(name)
@@ -129,11 +134,12 @@ class Table(Sequence[Row]):
 
     def codes(self, name: str) -> tuple[np.ndarray, list[str | None]]:
         """A field with a text: which text each row has, of shape `(rows,)`, and the texts; the first is none."""
-        if name not in self._codes:
-            column = self._column(name)
-            codes = column.indices.fill_null(-1).to_numpy() + 1
-            self._codes[name] = codes, [None, *column.dictionary.to_pylist()]
-        return self._codes[name]
+        with self._lock:
+            if name not in self._codes:
+                column = self._column(name)
+                codes = column.indices.fill_null(-1).to_numpy() + 1
+                self._codes[name] = codes, [None, *column.dictionary.to_pylist()]
+            return self._codes[name]
 
     @property
     def copies(self) -> np.ndarray:
@@ -172,9 +178,10 @@ class Table(Sequence[Row]):
 
     def _column(self, name: str) -> pa.Array:
         """A field of all rows."""
-        if name not in self._columns:
-            self._columns[name] = self._made(name)
-        return self._columns[name]
+        with self._lock:
+            if name not in self._columns:
+                self._columns[name] = self._made(name)
+            return self._columns[name]
 
     def _made(self, name: str) -> pa.Array:
         if name in _OF_UPDATES:
@@ -208,6 +215,10 @@ class Table(Sequence[Row]):
         over. Returns the places of the rows that are added or changed.
         """
         block = lines if isinstance(lines, pa.Table) else pa.Table.from_pylist(list(lines), _LINES[kind])
+        with self._lock:
+            return self._add(kind, block)
+
+    def _add(self, kind: str, block: pa.Table) -> np.ndarray:
         sessions = block.column("session").to_pylist()
         if kind == "rollout":
             for session in sessions:

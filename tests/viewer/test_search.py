@@ -91,6 +91,27 @@ def test_an_index_that_has_read_all_has_no_thread(run):
     assert index.read == len(run.rows)
 
 
+def test_rows_that_are_added_while_others_are_read_are_all_there(monkeypatch):
+    table, reading, added = Table(), threading.Event(), threading.Event()
+    table.add("rollout", [index_line("a")])
+
+    def made(self, name, make=Table._made):
+        column = make(self, name)
+        reading.set()
+        added.wait(0.3)  # a reader that is slow: whoever adds a row waits for it
+        return column
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Table, "_made", made)
+        thread = threading.Thread(target=table.codes, args=("file",))
+        thread.start()
+        reading.wait(60)
+        table.add("rollout", [index_line("b")])
+        added.set()
+        thread.join(60)
+    assert len(table.codes("file")[0]) == len(table.numbers("row")) == 2
+
+
 def test_a_damaged_index_is_made_again(tmp_path, run):
     path = tmp_path / "words.sqlite"
     path.write_bytes(b"SQLite format 3\0" + b"nothing like it" * 500)
