@@ -173,7 +173,7 @@ def test_a_sandbox_holds_what_runs_in_it(make_task, play, command, shown):
     assert found.env_rewards == {"reward": 0.0} and len(found.turns) == 2
 
 
-@pytest.mark.parametrize("command", ["rm -rf /srv/app", "for i in $(seq 1100); do mkdir d; cd d; done"])
+@pytest.mark.parametrize("command", ["rm -rf /srv/app", "mkdir -p $(printf 'd/%.0s' $(seq 1100))"])
 def test_tests_run_whatever_the_agent_left(make_task, play, command):
     told = '[ "$(ls -A ~) $PYTHONNOUSERSITE $PWD" = "verifier 1 $(echo {})" ] && echo 1 || echo 0'
     folder = make_task(told.format("/" if "srv" in command else "/srv/app"), "FROM base\nWORKDIR /srv/app\n")
