@@ -158,6 +158,21 @@ def test_a_loop_over_anthropics_messages_is_one_sequence(stream):
     check_loop(agent)
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_numbers_of_calls_reach_anthropics_clients(stream):
+    """Integers of any size; what is no number in JSON is null."""
+    written = '{"query": [1234567890123456789012, 0.5, NaN, 1e999]}'
+    turn = f'<tool_call>\n{{"name": "lookup", "arguments": {written}}}\n</tool_call>{END}'
+
+    async def agent(row, client):
+        async with web(client) as http:
+            answer = await http.post("/messages", json={"tools": [CUSTOM], "messages": user("Q1"), "stream": stream})
+        message = told_by(answer.text) if stream else answer.json()
+        assert asked(message)[0]["input"] == {"query": [1234567890123456789012, 0.5, None, None]}
+
+    hold(agent, lambda session, number: turn)
+
+
 def test_a_thread_goes_on_with_what_is_new():
     """As Anthropic's `tool_runner` asks: after the first turn, a request has results alone."""
 

@@ -473,8 +473,9 @@ class Messages(Dialect):
         if message["content"]:
             blocks.append({"type": "text", "text": message["content"]})
         for call in message.get("tool_calls", ()):
-            function = call["function"]
-            made = {"id": call["id"], "name": function["name"], "input": json.loads(function["arguments"])}
+            # an object as the policy wrote it: orjson writes no integers of more than 64 bits, and JSON has no NaN
+            given = json.loads(call["function"]["arguments"], parse_constant=lambda name: None)
+            made = {"id": call["id"], "name": call["function"]["name"], "input": orjson.Fragment(json.dumps(given))}
             blocks.append({"type": "tool_use", **made})
         return blocks
 
@@ -482,7 +483,8 @@ class Messages(Dialect):
         """The events of one block: its start without the content, the content, and its end."""
         empty: Fields
         if block["type"] == "tool_use":
-            empty, deltas = {"input": {}}, [{"type": "input_json_delta", "partial_json": json.dumps(block["input"])}]
+            given = orjson.dumps(block["input"]).decode()
+            empty, deltas = {"input": {}}, [{"type": "input_json_delta", "partial_json": given}]
         else:
             names = [name for name in block if name != "type"]  # its text, and the signature of a thought
             empty, deltas = dict.fromkeys(names, ""), [{"type": f"{name}_delta", name: block[name]} for name in names]
