@@ -348,6 +348,50 @@ def test_a_task_without_a_dockerfile_is_refused(make_task):
         read_machine(folder)
 
 
+@pytest.mark.parametrize(
+    ("file", "text", "fault"),
+    [
+        ("task.toml", "metadata = 3", "task.toml has `metadata = 3`, which is no table: mend it"),
+        ("task.toml", "environment = 3", "task.toml has `environment = 3`, which is no table: mend it"),
+        (
+            "task.toml",
+            "[environment]\nmemory_mb = '2G'",
+            r"has `memory_mb = '2G'` in `\[environment\]`, which is no nu",
+        ),
+        ("task.toml", "[verifier]\ntimeout_sec = 'soon'", "has `timeout_sec = 'soon'` in .*, which is no number"),
+        (
+            "environment/Dockerfile",
+            "FROM base\nCOPY 'a b",
+            r"Dockerfile cannot be read \(No closing quotation\): mend",
+        ),
+        ("environment/Dockerfile", "FROM base\nWORKDIR\n", "needs `WORKDIR` in its Dockerfile"),
+        ("environment/Dockerfile", "FROM base\nENV\n", "needs `ENV` in its Dockerfile"),
+    ],
+)
+def test_files_of_a_task_that_cannot_be_read_are_refused(make_task, file, text, fault):
+    folder = make_task()
+    (folder / file).write_text(text)
+    with pytest.raises(ConfigError, match=fault):
+        tasks = HarborTasks(HarborEnv("bubblewrap"), str(folder))
+        tasks.check(tasks.rows("train"), "dataset")
+
+
+def test_a_task_without_an_instruction_is_none(make_task):
+    folder = make_task()
+    (folder / "instruction.md").unlink()
+    with pytest.raises(ConfigError, match="has no tasks of Harbor: a task is a folder with `task.toml` and"):
+        HarborTasks(HarborEnv("bubblewrap"), str(folder))
+
+
+def test_metadata_of_several_types_is_text(tmp_path):
+    told = {"a": "level = 1\nhours = 1", "b": "level = 'hard'\nhours = 0.5", "c": "hours = 2"}
+    for task, (name, metadata) in zip(write_tasks(tmp_path / "tasks", 3), told.items(), strict=True):
+        (task / "task.toml").write_text(f"[metadata]\n{metadata}\n")
+        task.rename(task.parent / name)
+    rows = HarborTasks(HarborEnv("bubblewrap"), str(tmp_path / "tasks")).rows("train")
+    assert (rows["level"][:], rows["hours"][:]) == (["1", "hard", None], [1.0, 0.5, 2.0])
+
+
 def test_a_machine_without_bwrap_is_refused(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="`sandbox: bubblewrap` needs `bwrap`: install the package bubblewrap"):

@@ -12,7 +12,6 @@ import shutil
 import signal
 import subprocess
 import tempfile
-import tomllib
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,15 @@ from typing import Any
 import psutil
 
 from mt_grpo.errors import ConfigError
-from mt_grpo.integrations.harbor.containers import PROCESSES, SHOWN_LOG, TaskError, Verified, is_gone, owner
+from mt_grpo.integrations.harbor.containers import (
+    PROCESSES,
+    SHOWN_LOG,
+    TaskError,
+    Verified,
+    is_gone,
+    owner,
+    read_task,
+)
 
 _USER = 65534  # what a sandbox runs as where the trainer is root, for whom the limit of processes would not hold
 _PREFIX = "mt-grpo-bwrap-"
@@ -76,7 +83,7 @@ def check_usable() -> None:
 
 def read_machine(task: Path) -> _Machine:
     """Reads what a task needs, and refuses what a sandbox without an image cannot have."""
-    config = tomllib.loads((task / "task.toml").read_text())
+    config = read_task(task)
     limits, verifier = config.get("environment", {}), config.get("verifier", {})
     for name in _UNMET:
         section, _, key = name.partition(".")
@@ -88,11 +95,11 @@ def read_machine(task: Path) -> _Machine:
     copies: list[tuple[Path, str]] = []
     variables: dict[str, str] = {}
     for instruction, words in _instructions(task / "environment" / "Dockerfile"):
-        if instruction == "WORKDIR":
+        if instruction == "WORKDIR" and words:
             workdir = _absolute(workdir, words[0])
         elif instruction == "ENV" and any("$" in word for word in words):
             raise _unmet(task, f"`ENV {shlex.join(words)[:60]}`, which names another variable")
-        elif instruction == "ENV" and all("=" in word for word in words):
+        elif instruction == "ENV" and words and all("=" in word for word in words):
             variables.update({name: value for name, _, value in (word.partition("=") for word in words)})
         elif instruction == "COPY" and len(words) > 1 and not words[0].startswith("--"):
             many = len(words) > 2 or words[-1].endswith("/")
@@ -103,7 +110,7 @@ def read_machine(task: Path) -> _Machine:
                 target = _absolute(workdir, words[-1])
                 copies.append((source, f"{target}/{source.name}" if many and source.is_file() else target))
         elif instruction not in ("FROM", "CMD", "LABEL"):
-            raise _unmet(task, f"`{instruction} {shlex.join(words)[:60]}` in its Dockerfile")
+            raise _unmet(task, f"`{f'{instruction} {shlex.join(words)}'.strip()[:70]}` in its Dockerfile")
     memory, storage = int(limits.get("memory_mb") or 2048), int(limits.get("storage_mb") or 10240)
     seconds = float(verifier.get("timeout_sec") or 600.0)
     machine = _Machine(tuple(copies), workdir, variables, memory, storage, seconds)
@@ -120,12 +127,18 @@ def _unmet(task: Path, what: str) -> ConfigError:
     )
 
 
-def _instructions(dockerfile: Path) -> Iterator[tuple[str, list[str]]]:
+def _instructions(dockerfile: Path) -> list[tuple[str, list[str]]]:
     """The instructions of a Dockerfile, each with its words."""
-    lines = [line for line in dockerfile.read_text().splitlines() if not line.lstrip().startswith("#")]
-    for line in "\n".join(lines).replace("\\\n", " ").splitlines():
-        if words := line.split(None, 1):
-            yield words[0].upper(), shlex.split(words[1]) if words[0].upper() in ("COPY", "ENV") else words[1:]
+    found = []
+    try:
+        lines = [line for line in dockerfile.read_text().splitlines() if not line.lstrip().startswith("#")]
+        for line in "\n".join(lines).replace("\\\n", " ").splitlines():
+            if words := line.split(None, 1):
+                name = words[0].upper()
+                found.append((name, shlex.split(" ".join(words[1:])) if name in ("COPY", "ENV") else words[1:]))
+    except ValueError as error:  # no text, or a quotation without an end
+        raise ConfigError(f"{dockerfile} cannot be read ({error}): mend it, or take the task out.") from error
+    return found
 
 
 def _absolute(workdir: str, path: str) -> str:

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -210,10 +210,38 @@ def image_of(environment: Path, pulled: str | None, seconds: float) -> _Image | 
     return _Image(f"{REPOSITORY}:{docker_build_context_hash(context=environment)}", task, seconds, environment)
 
 
+_NUMBERS: dict[str, tuple[str, ...]] = {
+    "environment": ("memory_mb", "storage_mb", "build_timeout_sec"),
+    "verifier": ("timeout_sec",),
+    "metadata": (),
+}
+"""Tables of `task.toml` that are read here, with their numbers."""
+
+
+def read_task(task: Path) -> dict[str, Any]:
+    """What a task's `task.toml` says; refuses a file that cannot be read, or tables and numbers that are none."""
+    path, fault, config = task / "task.toml", None, {}
+    try:
+        config = tomllib.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        fault = f"cannot be read ({error})"
+    for table, numbers in _NUMBERS.items():
+        given = config.get(table, {})
+        if not isinstance(given, dict):
+            fault = f"has `{table} = {given!r}`, which is no table"
+            continue
+        for name in numbers:
+            if not isinstance(given.get(name, 0), (int, float)):
+                fault = f"has `{name} = {given[name]!r}` in `[{table}]`, which is no number"
+    if fault:
+        raise ConfigError(f"{path} {fault}: mend it, or take the task out.")
+    return config
+
+
 def image_of_task(task: str) -> _Image | None:
     """The image of a task's containers, see `image_of`."""
     folder = Path(task)
-    told = tomllib.loads((folder / "task.toml").read_text()).get("environment", {})
+    told = read_task(folder).get("environment", {})
     return image_of(folder / "environment", told.get("docker_image"), told.get("build_timeout_sec", 600.0))
 
 

@@ -11,7 +11,6 @@ import logging
 import random
 import shutil
 import tempfile
-import tomllib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
@@ -39,6 +38,7 @@ from mt_grpo.integrations.harbor.containers import (
     get_images,
     image_of_task,
     no_way_here,
+    read_task,
     remove_leftovers,
 )
 from mt_grpo.integrations.harbor.shell import Restartable, Shell
@@ -78,9 +78,16 @@ class _Tasks:
                 )
 
     def rows(self, split: str) -> Dataset | None:
-        """The tasks of a split."""
-        folder = self._folders[split]
-        return None if folder is None else Dataset.from_list([_task_row(path) for path in _task_folders(folder)])
+        """The tasks of a split; metadata that is of one type in some tasks, and of another in others, is text."""
+        if (folder := self._folders[split]) is None:
+            return None
+        rows = [_task_row(path) for path in _task_folders(folder)]
+        for name in {name for row in rows for name in row}:
+            having = [row for row in rows if name in row]
+            if len({float if type(row[name]) is int else type(row[name]) for row in having}) > 1:
+                for row in having:
+                    row[name] = str(row[name])
+        return Dataset.from_list(rows)
 
     in_sandboxes: ClassVar[bool] = True
 
@@ -173,20 +180,14 @@ def _check_usable(sandbox: str) -> None:
 def _task_folders(folder: str) -> list[Path]:
     """The folders of tasks in a folder, by name; a folder that is a task itself is its only one."""
     root = Path(folder).expanduser()
-    if (root / "task.toml").is_file():
-        return [root]
-    return sorted(path.parent for path in root.glob("*/task.toml") if (path.parent / "instruction.md").is_file())
+    found = [root] if (root / "task.toml").is_file() else sorted(path.parent for path in root.glob("*/task.toml"))
+    return [path for path in found if (path / "instruction.md").is_file()]
 
 
 def _task_row(path: Path) -> Row:
     """A task as a row: its instruction, its folder, and what `[metadata]` says in plain values."""
-    try:
-        config = tomllib.loads((path / "task.toml").read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path / 'task.toml'} cannot be read ({error}): mend it, or take the task out.") from error
-    metadata = {
-        key: value for key, value in config.get("metadata", {}).items() if isinstance(value, (str, int, float))
-    }
+    told = read_task(path).get("metadata", {})
+    metadata = {key: value for key, value in told.items() if isinstance(value, (str, int, float))}
     prompt = (path / "instruction.md").read_text(errors="replace").strip()
     return {**metadata, "prompt": prompt, TASK: str(path.resolve()), "name": path.name}
 
