@@ -13,6 +13,7 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -33,6 +34,7 @@ pytest.importorskip("mt_grpo.integrations.harbor")
 if shutil.which("podman") is None:
     pytest.skip("podman is not installed: run `make interop-harbor`", allow_module_level=True)
 
+from harbor.agents.base import BaseAgent  # noqa: E402
 from harbor.models.environment_type import EnvironmentType  # noqa: E402
 from harbor.models.trial.config import AgentConfig  # noqa: E402
 
@@ -218,6 +220,17 @@ def test_branches_go_on_alone_in_copies_of_the_container(make_task, branch, capl
     assert shown == [["2", "/tmp", "kept", "hello.txt"], ["1", "/tmp", "kept", "bye.txt"], ["1", "/tmp", "kept"]]
     assert [each.env_rewards["reward"] for each in found] == [1.0, 0.0, 0.0]
     assert caplog.text.count("A branch has no copy of what the agent left running") == 1
+
+
+def test_a_verifier_apart_sees_no_container_of_a_branch(make_task, branch):
+    folder = make_task("apart", "[ $(cat /app/hello.txt) = hello ] && [ ! -e /usr/new ] && echo 1 || echo 0")
+    path = folder / "apart" / "task.toml"
+    told = path.read_text().replace("[verifier]", '[verifier]\nenvironment_mode = "separate"')
+    path.write_text(f'artifacts = ["/app/hello.txt"]\n{told}')
+    found = branch(folder, "touch /usr/new", HELLO, HELLO, "printf bye > /app/hello.txt")
+    assert [(each.error, each.env_rewards) for each in found] == [(None, {"reward": 1.0})] * 2 + [
+        (None, {"reward": 0.0})
+    ]
 
 
 @pytest.mark.parametrize(
@@ -472,6 +485,38 @@ def test_an_agent_at_a_limit_is_verified(work):
     found = work("mini-swe-agent", say, limits={"max_completion_tokens": 400})
     assert found.env_rewards == {"reward": 1.0} and found.turns
     assert found.stop_reason == StopReason.TOKEN_BUDGET
+
+
+class NotFoundError(Exception):
+    """An error after whose name Harbor verifies nothing."""
+
+
+class Failing(BaseAgent):
+    """Works, and fails."""
+
+    @staticmethod
+    def name():
+        return "failing"
+
+    def version(self):
+        return "1"
+
+    async def setup(self, environment):
+        pass
+
+    async def run(self, instruction, environment, context):
+        await environment.exec(HELLO)
+        raise NotFoundError("no such model")
+
+
+def test_an_agent_that_fails_by_any_name_is_verified(make_task):
+    asked = SimpleNamespace(over=asyncio.Event(), asking=False)
+    agent = AgentConfig(import_path=f"{__name__}:{Failing.__name__}")
+    done = asyncio.run(run_trial("podman", str(make_task("hello") / "hello"), agent, asked))
+    assert (done.rewards, done.agent_error) == (
+        {"reward": 1.0},
+        "AgentFailedError: NotFoundError: no such model",
+    )
 
 
 def test_an_agent_that_cannot_reach_the_policy_is_no_zero(work):

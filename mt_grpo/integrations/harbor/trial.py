@@ -238,6 +238,10 @@ class AgentTooSlowError(Exception):
     """An agent took all of the time that its task allows. What it did until then is verified."""
 
 
+class AgentFailedError(Exception):
+    """An agent failed. What it did until then is verified: by the names of some errors Harbor would not do so."""
+
+
 class _PolicyAgent(BaseAgent):
     """The policy as an agent of Harbor's, whose `talk` holds the conversation in the started container."""
 
@@ -357,7 +361,9 @@ async def begin_trial(
         environment=environment,
         environment_build_timeout_multiplier=_PATIENCE,
     )
-    return BegunTrial(await Trial.create(config), folder)
+    trial = await Trial.create(config)
+    trial.config.environment.kwargs.pop("copy", None)  # of the agent's container: that of the tests may be another
+    return BegunTrial(trial, folder)
 
 
 async def verify(container: BaseEnvironment, task: str) -> float | None:
@@ -399,7 +405,10 @@ async def _work(
             begun, waits = time.monotonic(), asked.asking
             done, _ = await asyncio.wait([working, over], timeout=_LOOK, return_when=asyncio.FIRST_COMPLETED)
             if working in done:
-                return await working
+                try:
+                    return await working
+                except Exception as error:  # whatever the agent raises, or Harbor reads from what it printed
+                    raise AgentFailedError(describe_error(error)) from error
             if over in done:
                 return None
             left -= 0.0 if waits else time.monotonic() - begun
