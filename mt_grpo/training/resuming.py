@@ -143,6 +143,7 @@ class ResumableTrainer(GRPOTrainer):
     args: MTGRPOConfig
     env: EnvLike
     step_log: StepLog
+    _eval_prefix: str | None  # of the metrics of the evaluation under way
     _silence: Silence
     _prefetch: PrefetchQueue | None
     _earlier: list[Path]
@@ -253,11 +254,13 @@ class ResumableTrainer(GRPOTrainer):
 
     def describe_progress(self) -> str:
         """How far the step under way is, or the evaluation."""
-        training, said = self.model.training, self.step_log.activity.describe()
-        where = f"step {self.state.global_step + 1}/{self.state.max_steps}" if training else "evaluation"
-        if trained := training and len(self.step_log.latest.outputs):
+        said = self.step_log.activity.describe()
+        if self._eval_prefix is not None:  # the model's mode does not tell: it samples in that of evaluation
+            return f"evaluation: {said}"
+        if trained := len(self.step_log.latest.outputs):
             said += f", {trained} of {self.args.gradient_accumulation_steps} micro-batches done"
-        return f"{where}: {said}"
+        step = min(self.state.global_step + 1, self.state.max_steps)  # the last one's checkpoint is written after it
+        return f"step {step}/{self.state.max_steps}: {said}"
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[list[Row]], num_batches: int, *args: object
@@ -429,7 +432,10 @@ class ResumableTrainer(GRPOTrainer):
         folder = self._checkpoint_folder(trial)
         limit, self.args.save_total_limit = self.args.save_total_limit, None  # earlier ones stay until this is whole
         try:
-            with says_what_cannot_be_written(folder, self.args.output_dir):
+            with (
+                self.step_log.activity.of(folder.name),
+                says_what_cannot_be_written(folder, self.args.output_dir),
+            ):
                 clear_checkpoint(folder, self.args)  # of one that was written before the run went back behind it
                 super()._save_checkpoint(model, trial)
                 save_reference(folder, self.args, self.accelerator, self.ref_model)

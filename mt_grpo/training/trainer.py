@@ -236,7 +236,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         self.eval_trajectories: list[Trajectory] = []
         self.evaluated_step: int | None = None
         self._evaluation: EvaluationRows | None = None
-        self._eval_prefix: str | None = None  # of the metrics of the evaluation under way
+        self._eval_prefix = None
         self._loss_inputs: Columns | None = None  # the micro-batch whose loss TRL's forward computes
         self._router_loss: torch.Tensor | None = None  # the loss that balances experts in it
         self._logps: torch.Tensor | None = None  # the policy's log-probs in it

@@ -17,8 +17,10 @@ from support.trainers import member
 from transformers import PrinterCallback, ProgressCallback
 
 from mt_grpo.app.train import run_training
+from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.rewards import OutcomeReward
 from mt_grpo.runlog import heartbeat
+from mt_grpo.training import resuming
 from mt_grpo.training.rollout_batch import as_text
 from mt_grpo.training.step_log import (
     MOST_CHARACTERS,
@@ -151,6 +153,33 @@ def test_printers_of_others_are_left_as_they_are():
     callbacks = [ProgressCallback(), PrinterCallback(), Own()]
     print_fewer(callbacks)
     assert list(map(type, callbacks)) == [FewerProgress, FewerPrinter, Own]
+
+
+def test_what_a_log_says_of_progress_names_the_work_under_way(build, monkeypatch):
+    """A step is one while it samples too, and a checkpoint is no part of the step after it."""
+    said = []
+
+    def lookup(query: str) -> str:
+        """
+        Finds a page.
+
+        Args:
+            query: What to find.
+        """
+        said.append(trainer.describe_progress().split(";")[0])
+        return "about Lima"
+
+    def clear(folder, args, clear=resuming.clear_checkpoint):
+        said.append(trainer.describe_progress())
+        clear(folder, args)
+
+    monkeypatch.setattr(resuming, "clear_checkpoint", clear)
+    env = MultiTurnToolEnv([lookup], protocol="learnt_tags", max_steps=3)
+    trainer = build(env=env, max_steps=1, save_strategy="steps", save_steps=1, eval_steps=1, **EVALUATES)
+    trainer.train()
+    found = [re.match(r"(\D+1/1|evaluation): (waiting for checkpoint-1$|\d of \d)", one).groups() for one in said]
+    kinds = list(dict.fromkeys((where, what.partition("of")[1]) for where, what in found))
+    assert kinds == [("step 1/1", "of"), ("evaluation", "of"), ("step 1/1", "")]
 
 
 @pytest.mark.parametrize("way", ["train", "evaluate", "command", "rollout"])
