@@ -339,6 +339,13 @@ def _check_options(value: Any, options: dict[str, Any], label: str, kind: str) -
 
 
 def _instantiate(reward_class: type[RewardFunc], options: dict[str, Any], label: str, kind: str) -> RewardFunc:
+    if inspect.isabstract(reward_class):
+        methods = sorted(reward_class.__abstractmethods__)
+        own = [name for name in vars(reward_class) if inspect.isfunction(getattr(reward_class, name))]
+        raise RewardListError(
+            f"The {kind} reward {label!r} has no method `{methods[0]}`{did_you_mean(methods[0], own)}: define it in "
+            "its class."
+        )
     try:
         return reward_class(**options)
     except UserError:

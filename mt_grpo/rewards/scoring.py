@@ -174,8 +174,8 @@ def _failure(func: RewardFunc, error: Exception, trajectory: Trajectory, scope: 
     reason = " ".join(f"{type(error).__name__}: {error}".split())
     where = find_fault(error).where
     return RewardError(
-        f"The reward {func.name!r} failed with {reason} on {scope}trajectory {trajectory.session!r}, row {row}"
-        f"{f', in {where}' if where else ''}."
+        f"The reward {func.name!r} failed with {reason} (on {scope}trajectory {trajectory.session!r}, row {row}"
+        f"{f', in {where}' if where else ''})."
     )
 
 

@@ -190,7 +190,12 @@ def test_a_value_that_is_no_finite_number_is_an_error(value, reason):
     with pytest.raises(RewardError) as caught:
         outcomes(Returns(value), make_trajectory(session="s-7", answer="Lima"))
     assert str(caught.value).startswith(f"The reward 'Returns' failed with {reason}")
-    assert str(caught.value).endswith("""on trajectory 's-7', row {"answer": "Lima"}.""")
+    assert str(caught.value).endswith("""(on trajectory 's-7', row {"answer": "Lima"}).""")
+
+
+class Misspelt(OutcomeReward):
+    def scores(self, trajectory, **row):
+        return 1.0
 
 
 def raises(completions, **columns):
@@ -200,17 +205,17 @@ def raises(completions, **columns):
 @pytest.mark.parametrize(
     ("reward", "says"),
     [
-        (raises, r"'raises' failed with RuntimeError: one two on"),
+        (raises, r"'raises' failed with RuntimeError: one two \(on"),
         (NumTurns(), "'num_turns' failed with TypeError: .*'bonus'"),
         # TRL takes NaN for `None`; a mistake in a computation looks the same
         (
             lambda **columns: [1.0, math.nan],
             "'<lambda>' failed with ValueError: it returned nan: return a finite",
         ),
-        (lambda **columns: [1.0, math.inf], "does not apply on trajectory 's-2'"),
+        (lambda **columns: [1.0, math.inf], r"does not apply \(on trajectory 's-2'"),
         (
             lambda **columns: [1.0],
-            "it returned 1 rewards for 2 completions on a batch of 2 that begins with trajectory 's-1', row {.n.: 1}",
+            r"1 rewards for 2 completions \(on a batch of 2 that begins with trajectory 's-1', row {.n.: 1}\)",
         ),
         *(
             (lambda value=value, **columns: value, "it returned .*: return a list of numbers, one for each of 2 compl")
@@ -235,8 +240,8 @@ def test_a_reward_that_raises_names_reward_trajectory_and_row():
         score([Raises()], [], batch)
     line = Raises.score.__code__.co_firstlineno + 2
     assert str(caught.value) == (
-        "The reward 'Raises' failed with KeyError: 'no\\nsuch key' on trajectory 's-2', row {\"question\": \"ü?\"}, "
-        f"in {__file__}, line {line}, in score."
+        "The reward 'Raises' failed with KeyError: 'no\\nsuch key' (on trajectory 's-2', row {\"question\": \"ü?\"}, "
+        f"in {__file__}, line {line}, in score)."
     )
     assert isinstance(caught.value.__cause__, KeyError)
     assert batch[0].rewards == {}
@@ -245,7 +250,7 @@ def test_a_reward_that_raises_names_reward_trajectory_and_row():
 def test_a_long_row_is_cut_at_200_characters():
     with pytest.raises(RewardError) as caught:
         outcomes(Returns(math.inf), make_trajectory(text="x" * 400, thing=object()))
-    row = str(caught.value).partition(", row ")[2].removesuffix(".")
+    row = str(caught.value).partition(", row ")[2].removesuffix(").")
     assert row == '{"text": "' + "x" * 189 + "…" and len(row) == 200
 
 
@@ -259,7 +264,7 @@ def test_the_first_failure_is_reported_after_the_rest_ended():
             ended.append(trajectory.session)
             raise ValueError("late" if waits else "soon")
 
-    with pytest.raises(RewardError, match="late on trajectory 'a'"):
+    with pytest.raises(RewardError, match=r"late \(on trajectory 'a'"):
         outcomes(Slow(), make_trajectory(session="a", waits=3), make_trajectory(session="b", waits=0))
     assert ended == ["b", "a"]
 
@@ -394,6 +399,11 @@ GAIN = "mt_grpo.rewards.builtin.information_gain"
         ("outcome", [len, len], "The outcome reward 'len' is listed twice: give one another `name`."),
         ("outcome", [Returns], "'Returns' cannot be made without arguments (TypeError: "),
         ("outcome", [Returns], "'value'): give them with its name"),
+        (
+            "outcome",
+            [Misspelt],
+            "'Misspelt' has no method `score`; the nearest is 'scores': define it in its class.",
+        ),
         ("turn", ["no_such_package.f"], "The turn reward 'no_such_package.f' does not import"),
         (
             "outcome",
