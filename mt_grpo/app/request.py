@@ -432,7 +432,7 @@ def check_writable(folder: str, given: str | None = None) -> None:
             (not there.is_dir(), f"{given} cannot be a folder, since {there} is a file: name another."),
             (
                 not os.access(there, os.W_OK | os.X_OK),
-                f"{given} cannot be written, since {there} is not yours to write to.",
+                f"{given} cannot be written, since {there} is not yours to write to, or read-only: name another.",
             ),
         )
         with tempfile.TemporaryDirectory(prefix=".mt-grpo-", dir=there):  # some say that they can be written to

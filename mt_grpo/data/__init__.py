@@ -369,6 +369,8 @@ def _load(source: str, split: str, config: str | None, streaming: bool) -> tuple
         if isinstance(error, StopIteration) or "corresponds to no data" in str(error):
             raise DatasetError(f"The split {split!r} of the dataset {source!r} is empty.") from error
         reason = " ".join(str(error.__cause__ or error).split()).rstrip(".")
+        if isinstance(error.__cause__ or error, UnicodeDecodeError):
+            reason += ": save the file in UTF-8"
         known = "" if path.exists() else did_you_mean(source, ["embedded", *SCHEMAS])
         raise DatasetError(f"The split {split!r} of the dataset {source!r} does not load{known}: {reason}.") from error
 

@@ -145,7 +145,10 @@ class Tool:
             schema = get_json_schema(described)["function"]
         except (TypeHintParsingException, NameError, DocstringParsingException, json.JSONDecodeError) as error:
             said = " ".join(str(error).split())
-            fault = f"The tool {name!r} has a type hint that has no JSON form: {said}"
+            fault = (
+                f"The tool {name!r} has a type hint that has no JSON form ({said}): write one of JSON's types, as in "
+                "`query: str`."
+            )
             if isinstance(error, DocstringParsingException):
                 fault = (
                     f"The docstring of the tool {name!r} cannot be read ({said}): write Google's style, an `Args:` "

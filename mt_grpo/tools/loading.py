@@ -65,7 +65,9 @@ def load_tools(entries: list[str | Callable[..., Any] | Tool]) -> list[Tool]:
     """
     tools: dict[str, Tool] = {}
     for entry in entries:
-        tool = _as_tool(_named(entry) if isinstance(entry, str) else entry)
+        source = _named(entry) if isinstance(entry, str) else entry
+        cls = source if isinstance(source, type) else type(source)
+        tool = _as_tool(source, repr(entry) if isinstance(entry, str) else f"An object of {cls.__name__!r}")
         if tool.name in tools:
             raise ToolDefinitionError(f"Two tools are named {tool.name!r}: rename one, since the model calls by name.")
         tools[tool.name] = tool
@@ -105,7 +107,7 @@ def _named(entry: str) -> object:
     return TOOLS[entry]
 
 
-def _as_tool(source: object) -> Tool:
+def _as_tool(source: object, label: str) -> Tool:
     if isinstance(source, Tool):
         return source
     if isinstance(source, BaseTool):
@@ -117,8 +119,8 @@ def _as_tool(source: object) -> Tool:
     methods = [name for name, _ in inspect.getmembers(type(source), inspect.isroutine) if not name.startswith("_")]
     if len(methods) != 1:
         raise ToolDefinitionError(
-            f"A {type(source).__name__} is no tool: it is not callable and has {len(methods)} public methods instead "
-            "of one; name a function or a bound method."
+            f"{label} is no tool: it is not callable and has {len(methods)} public methods instead of one; name a "
+            "function or a bound method."
         )
     return Tool.from_function(getattr(source, methods[0]))
 
