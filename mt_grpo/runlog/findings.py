@@ -67,6 +67,7 @@ class Counts:
     first_failed_call: str = ""
     groups: int = 0  # groups of several conversations that did not fail
     same: int = 0  # groups whose members sampled the same tokens
+    same_right: int = 0  # and are right
     right: set[bool] = field(default_factory=set)
     """Which of right and wrong occurred, among conversations that a reward judges."""
     earned: set[float] = field(default_factory=set)
@@ -113,14 +114,16 @@ class Counts:
 
     def _add_groups(self, table: Table, held: np.ndarray) -> None:
         keys = np.stack([table.codes("mode")[0][held], *_columns(table, held, "step", "k", "group")], axis=1)
-        [sampled] = _columns(table, held, "sampled")
         order = np.lexsort(keys.T)
-        keys, sampled = keys[order], sampled[order]
+        keys, places = keys[order], held[order]
+        sampled, right = _columns(table, places, "sampled", "right")
         first = np.flatnonzero(np.concatenate([[len(keys) > 0], (keys[1:] != keys[:-1]).any(axis=1)]))
         sizes = np.diff([*first, len(keys)])
         equal = np.minimum.reduceat(sampled, first) == np.maximum.reduceat(sampled, first) if len(first) else sizes > 0
         self.groups += int((sizes > 1).sum())
-        self.same += int((equal & (sizes > 1)).sum())
+        same = equal & (sizes > 1)
+        self.same += int(same.sum())
+        self.same_right += int((same & (right[first] == 1)).sum())
 
     def merge(self, other: Counts) -> None:
         """Adds the counts of other conversations."""
@@ -168,7 +171,8 @@ def find_in_run(rows: Table, about: Row | None = None) -> list[Finding]:
     train = np.flatnonzero(np.isin(modes, [code for code, text in enumerate(texts) if text == "train"]))
     of_training = find(Counts().add_table(rows, train), about)
     of_all = Counts().add_table(rows, np.arange(len(rows)))
-    return [*_failed(of_all), *(finding for finding in of_training if finding.kind != "failed")]
+    others = (finding for finding in of_training if finding.kind != "failed")
+    return [*_failed(of_all), *others, *_silent_rewards(rows, train)]
 
 
 def _failed(counts: Counts) -> Iterator[Finding]:
@@ -177,6 +181,13 @@ def _failed(counts: Counts) -> Iterator[Finding]:
         strong = f"{counts.failed} of {_conversations(counts.conversations)} failed ({reasons}),"
         text = f"the first with: {counts.first_failure.rstrip('.')}. Nothing is learnt from them."
         yield Finding(BAD, "failed", strong, text, f"stop={','.join(FAILED)}")
+
+
+def _silent_rewards(rows: Table, train: np.ndarray) -> Iterator[Finding]:
+    for name in rows.reward_names if len(train) else ():
+        if np.isnan(rows.reward(name)[train]).all():
+            strong = f"The reward {visible(name)!r} applied to no conversation:"
+            yield Finding(WARN, "silent reward", strong, "it returned `None` for each.", "mode=train")
 
 
 def _refused(counts: Counts) -> Iterator[Finding]:
@@ -201,12 +212,15 @@ def _of_policy(counts: Counts) -> Iterator[Finding]:
         strong = f"{counts.without_turn} of {_conversations(counts.held)} ended without a turn:"
         yield Finding(BAD, "no turn", strong, text, "turns=0")
     elif counts.same and counts.same >= _WARN_SHARE * counts.groups:
-        text = (
-            "nothing tells them apart, so nothing is learnt. Raise `temperature`, and look at `top_k`, `top_p` and "
-            "`min_p`."
-        )
-        strong = f"{counts.same} of {_number(counts.groups, 'group')} sampled the same tokens in all members:"
-        yield Finding(BAD, "same samples", strong, text, "spread=0")
+        strong = f"{counts.same} of {_number(counts.groups, 'group')} sampled the same tokens in all members"
+        text = "nothing tells them apart, so nothing is learnt."
+        if counts.same_right >= _WARN_SHARE * counts.same:
+            strong += f", right ones in {counts.same_right}:"
+            text += " A question that is answered right each time has no more to teach: add harder ones."
+            yield Finding(WARN, "same samples", strong, text, "spread=0")
+        else:
+            text += " Raise `temperature`, and look at `top_k`, `top_p` and `min_p`."
+            yield Finding(BAD, "same samples", f"{strong}:", text, "spread=0")
 
 
 def _of_tools(counts: Counts, about: Row) -> Iterator[Finding]:

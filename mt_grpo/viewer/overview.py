@@ -264,7 +264,7 @@ def _reward(view: Row) -> Iterator[Row]:
     if last - first > 0.02 * max(abs(first), abs(last)):
         yield _finding(_GOOD, f"Reward {first:.2f} → {last:.2f}", "in the training batches.")
     else:
-        text = f"in {len(view['reward'])} steps: nothing is learnt so far."
+        text = f"in {len(view['reward'])} steps: it has not risen so far."
         asked = {"view": "find", "q": "mode=train", "sort": "reward"}
         yield _finding(WARN, f"Reward {first:.2f} → {last:.2f}", text, "the lowest", **asked)
 

@@ -49,6 +49,10 @@ GARBLED = {"calls": 0, "errors": [1, 0]}
         (REFUSED, {"failed": "1 of 3 conversations failed", "refused": REFUSED_SAID}),
         (without_turns(4, "env_done"), {"no turn": "the policy was never asked"}),
         ([row(group, group=group) for group in (0, 0, 0, 0, 1, 1, 1, 1)], {"same samples": "`temperature`"}),
+        (
+            [row(group, group=group, right=group != 2) for group in (0, 0, 1, 1, 2, 2)],
+            {"same samples": "3 of 3 groups sampled the same tokens in all members, right ones in 2: nothing tells"},
+        ),
         (rows([1, 1, 2]), {}),
         (rows([1, 1], sampled=None), {}),
         (rows(range(4), **GARBLED), {"no call": "No call of a tool could be read: 4 turns"}),
@@ -120,6 +124,13 @@ def test_a_run_is_judged_by_its_training_and_all_failures():
     table.add("rollout", [*evaluated, row(2, "env_error", **failed), row(3, "length")])
     failure, limit = find_in_run(table)
     assert (failure.kind, limit.kind) == ("failed", "length") and failure.sentence.startswith("2 of 4 conversations")
+
+
+def test_a_reward_that_never_applies_in_training_stands_out():
+    table = Table()
+    table.add("rollout", [row(0, rewards={"a": 1.0, "b": None}), row(1, mode="eval", rewards={"a": None, "b": 1.0})])
+    (finding,) = find_in_run(table)
+    assert finding.sentence == "The reward 'b' applied to no conversation: it returned `None` for each."
 
 
 def test_rows_of_old_indices_are_read():

@@ -29,6 +29,13 @@ class Late(OutcomeReward):
         return None if "-000000-" in trajectory.session[:14] else float(member(trajectory.session))
 
 
+class RightInTheEnd(OutcomeReward):
+    """Members of a group differ in the first batch; from the second on all are right."""
+
+    def score(self, trajectory, **row):
+        return float(member(trajectory.session) % 2) if "-000000-" in trajectory.session[:14] else 1.0
+
+
 def gone_at_first(session, turn):
     return EngineError("gone") if session.startswith("train-000000") else conversation(session, turn)
 
@@ -57,6 +64,14 @@ CASES = {
     "equal groups": (
         rewarded(Same()),
         ["members of each group earn the same", "3 of 3 batches taught nothing"],
+    ),
+    "equal groups are judged by themselves": (
+        rewarded(RightInTheEnd()),
+        [
+            "members of each group earn the same",
+            "2 of 3 batches taught nothing: the members of each of their groups earned the same. Every conversation "
+            "is right: the questions are too easy.",
+        ],
     ),
     "failed conversations are no silent rewards": (
         rewarded(Letters(), script=gone_at_first, max_steps=2),

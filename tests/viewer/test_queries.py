@@ -186,7 +186,7 @@ def test_findings_name_what_is_wrong_and_lead_there(queries):
         "Steps 4–5: engine and trainer",
         "Stop reason length:",
         "No turn has an advantage",
-        "nothing is learnt",
+        "has not risen",
     ):
         assert any(part in each for each in said)
     levels = ["bad warn ok".split().index(each["level"]) for each in found]

@@ -328,6 +328,7 @@ class Warnings:
         """Whether a turn reward stays as it is when later turns are cut off, for those that were examined here."""
         self._absent = list(self._names)
         self._batches = self._flat = 0
+        self._flat_counts = Counts()  # of batches that taught nothing
         self._said: set[str] = set()
         self._means: deque[tuple[float, float]] = deque(maxlen=APART)
         """Mean outcomes and mean sums of turn rewards of the latest training batches."""
@@ -387,6 +388,7 @@ class Warnings:
                 )
         if not step.batch.advantages.any() and not self._args.distillation_coef:
             self._flat += 1
+            self._flat_counts.merge(latest)
             if self._flat == 1 and self._speaks:
                 logger.warning(
                     "The rewards of a batch of %d trajectories teach nothing, since the members of each group earn "
@@ -501,7 +503,7 @@ class Warnings:
                 "%d of %d batches taught nothing: the members of each of their groups earned the same. %s",
                 self._flat,
                 self._batches,
-                why_equal(self._counts["train"], self._about),
+                why_equal(self._flat_counts, self._about),
             )
 
 
