@@ -445,7 +445,8 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         """Before the first conversation: whether the model's own engine samples from what is trained."""
         engine = self._unproven
         if engine is not None:
-            with without_dropout(self.model, True), self._lent_model():
+            proof = self.step_log.activity.of("the proof of the engine")
+            with proof, without_dropout(self.model, True), self._lent_model():
                 self._run_on_all_ranks(lambda: prove_engine(engine, self.accelerator.mixed_precision))
             self._unproven = None
 

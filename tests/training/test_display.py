@@ -182,6 +182,18 @@ def test_what_a_log_says_of_progress_names_the_work_under_way(build, monkeypatch
     assert kinds == [("step 1/1", "of"), ("evaluation", "of"), ("step 1/1", "")]
 
 
+def test_the_proof_of_an_engine_is_waited_for_by_its_name(build, monkeypatch):
+    said = []
+
+    async def prove(engine, mixed_precision):
+        said.append(trainer.step_log.activity.describe())
+
+    monkeypatch.setattr("mt_grpo.training.trainer.prove_engine", prove)
+    trainer = build(script=None)
+    trainer.rollout(1)
+    assert said == ["waiting for the proof of the engine"]
+
+
 @pytest.mark.parametrize("way", ["train", "evaluate", "command", "rollout"])
 def test_a_slow_step_says_once_how_far_it_is(build, monkeypatch, way):
     """The reward waits until somebody has said that it is waited for."""
