@@ -234,6 +234,12 @@ class RolloutBatch:
                 row.mask, row.turns, row.parent = [0], [0], [-1]
             elif trajectory.failed or mask_truncated and (end := trajectory.stop_reason) and end.is_truncated:
                 row.mask = [0] * len(row.mask)
+        masked = next((row for row in self.token_rows if not any(row.mask)), None)
+        if masked is not None and all(len(row.ids) == 1 for row in self.token_rows):
+            # TRL takes columns of one token for one value per sequence, and counts those of masked ones in its means
+            masked.ids, masked.logprobs = [*masked.ids, pad_token_id], [*masked.logprobs, float("nan")]
+            masked.mask, masked.turns, masked.parent = [0, 0], masked.turns * 2, [-1, 0]
+            masked.routes += NO_ROUTE.to_bytes() * len(masked.routes)
 
     def generated(self, media_token: int | None = None) -> tuple[Any, ...]:
         """

@@ -7,12 +7,13 @@ import math
 
 import pytest
 from datasets import IterableDataset
-from support.models import lookup
+from support.models import build_model, lookup
 from support.trainers import SEARCH
 
 from mt_grpo.app.train import write_json
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.rewards import OutcomeReward, TurnReward
+from mt_grpo.rollout import EngineError
 from mt_grpo.runlog import read_trajectories
 from mt_grpo.training.step_log.metrics import _rollout_metrics, _Tally, means_over_rows
 from mt_grpo.trajectory import StopReason, ToolCall, Trajectory, Turn
@@ -160,3 +161,14 @@ def test_numbers_that_are_not_finite_are_written_as_null(run, tmp_path):
     assert row["grad_norm"] is None and row["nested"] == [1.0, None]
     write_json(tmp_path / "summary.json", {"after": {"reward": math.nan}})
     assert strict("summary.json") == {"after": {"reward": None}}
+
+
+@pytest.mark.parametrize("turn", ["", EngineError("the server is gone")], ids=["nothing said", "failed"])
+def test_tokens_that_are_not_trained_are_in_no_mean(build, questions, tokenizer, tmp_path, turn):
+    """Where no conversation of a process has two tokens, TRL would take its columns for one value per sequence."""
+    teacher = {"model": "self", "teacher_model_kind": "base", "sees": ["answer"]}
+    options = {"teacher": teacher, "distillation_coef": 0.5, "distillation_topk": 2, "forward": "padded", "beta": 0.1}
+    options |= {"model": str(tmp_path / "model"), "eval_dataset": questions.select(range(2))}
+    build_model(tokenizer).save_pretrained(tmp_path / "model")
+    trainer = build(lambda session, number: turn, **EVALUATES, **options)
+    assert trainer.evaluate()["eval_kl"] == 0
