@@ -261,11 +261,18 @@ def _token_texts(ids: list[int], nodes: list[Row], tokenizer: Tokenizer) -> list
     texts: list[str] = []
     for number, node in enumerate(nodes):
         if number == 0 or node["parent"] != number - 1:  # another branch begins
-            stream = DecodeStream(skip_special_tokens=False)
+            stream, waiting = DecodeStream(skip_special_tokens=False), list[int]()
         for place in range(node["begin"], node["end"]):
             token = ids[place]
             if token >= 0:
-                texts.append(stream.step(tokenizer, token) or "")
+                waiting.append(token)
+                try:
+                    text = stream.step(tokenizer, token)
+                except Exception:  # bytes that are no text: the library raises no narrower one, and goes on no more
+                    text = tokenizer.decode(waiting, skip_special_tokens=False)
+                    stream = DecodeStream(skip_special_tokens=False)
+                waiting = waiting if text is None else []
+                texts.append(text or "")
             else:
                 texts.append("" if place and ids[place - 1] == token else token_text(token))
     return texts

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from support.runs import REWARDS, index_line, write_run
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, models
 
 from mt_grpo.errors import UserError
 from mt_grpo.runlog import Batch, RunLogError, RunWriter, open_run, read_trajectories
@@ -134,6 +134,18 @@ def test_texts_of_a_path_make_up_its_text(run, folder):
     ids = tokenizer.encode("≈ 🦙!").ids
     texts = _token_texts(ids, [{"parent": -1, "begin": 0, "end": len(ids)}], tokenizer)
     assert "".join(texts) == "≈ 🦙!" and "" in texts and "🦙" in texts  # in the last of its tokens
+
+
+def test_bytes_that_are_no_text_hide_no_other_token():
+    names = [f"<0x{byte:02X}>" for byte in range(256)] + ["▁a", "é"]
+    tokenizer = Tokenizer(models.BPE(dict(zip(names, range(len(names)), strict=True)), [], byte_fallback=True))
+    parts = decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)
+    tokenizer.decoder = decoders.Sequence(list(parts))
+    draw = random.Random(0)
+    for _ in range(300):
+        ids = [256, *draw.choices([*range(128, 256), 256, 257], k=30), 257]
+        texts = _token_texts(ids, [{"parent": -1, "begin": 0, "end": len(ids)}], tokenizer)
+        assert len(texts) == len(ids) and texts[-1].endswith("é") and texts[0] == "a"
 
 
 def test_updates_give_what_the_trainer_computed(run):
