@@ -143,19 +143,19 @@ class SearchIndex:
     def _add(self, rows: Table, missing: list[tuple[int, _Key]]) -> None:
         chosen = rows.at([place for place, _ in missing])
         texts = [_columns(record) for _, record in self._run.records(chosen)]
-        with self._lock:
+        known: dict[_Key, int] = {}
+        with self._lock, self._database:  # which takes all of it back where it fails
             self._database.execute("BEGIN")
-            for (place, key), columns in zip(missing, texts, strict=True):
+            for (_, key), columns in zip(missing, texts, strict=True):
                 cursor = self._database.execute(
                     "INSERT INTO documents (session, file, row, crc) VALUES (?, ?, ?, ?)", key
                 )
-                number = cursor.lastrowid or 0
+                known[key] = cursor.lastrowid or 0
                 self._database.execute(
-                    "INSERT INTO words (rowid, said, tool, error) VALUES (?, ?, ?, ?)", (number, *columns)
+                    "INSERT INTO words (rowid, said, tool, error) VALUES (?, ?, ?, ?)", (known[key], *columns)
                 )
-                self._documents[key] = number
-                self._places[number] = place
-            self._database.execute("COMMIT")
+        self._documents |= known
+        self._places |= {known[key]: place for place, key in missing}
 
     # Asking
 

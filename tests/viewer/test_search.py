@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sqlite3
 import threading
 
 import pytest
@@ -116,6 +117,17 @@ def test_a_damaged_index_is_made_again(tmp_path, run):
     path = tmp_path / "words.sqlite"
     path.write_bytes(b"SQLite format 3\0" + b"nothing like it" * 500)
     assert read(run, path).where("look it up", "said", len(run.rows)).any()
+
+
+def test_an_index_that_another_writes_is_written_later(tmp_path, run):
+    index, other = SearchIndex(run, tmp_path / "words.sqlite"), sqlite3.connect(tmp_path / "words.sqlite")
+    index._database.execute("PRAGMA busy_timeout=0")
+    other.execute("BEGIN IMMEDIATE")
+    with pytest.raises(sqlite3.OperationalError, match="locked"):
+        index.read_all(run.rows)
+    other.rollback()
+    index.read_all(run.rows)
+    assert index.read == len(run.rows) == len(SearchIndex(run, tmp_path / "words.sqlite")._documents)
 
 
 def test_a_damaged_file_of_the_run_is_said(tmp_path):
