@@ -291,8 +291,8 @@ def _data(queries: Queries, places: np.ndarray, filter: str) -> Row:
         for row in rows:
             asked = {key: str(row[key]) for key in keys}
             key = " ".join(asked.values())
-            if key not in answers[name]:
-                answers[name][key] = queries.answer(name, asked)
+            if key not in answers[name]:  # a conversation without credit has no `why`
+                answers[name][key] = _or_error(queries, name, asked) if name == "why" else queries.answer(name, asked)
     answers["groups"] = {}
     for row in rows:  # of a step's groups, those that the file has
         key = f"{row['mode']} {row['step']}"
@@ -303,7 +303,7 @@ def _data(queries: Queries, places: np.ndarray, filter: str) -> Row:
     shown = {row["session"] for row in rows}
     noted = {session: note for session, note in queries.columns.notes.items() if session in shown}
     answers["notes"] = {"": {"notes": noted}}
-    answers["compare"] = {"": _compare(queries)}
+    answers["compare"] = {"": _or_error(queries, "compare", {})}  # there may be fewer than two evaluations
     answers["finds"] = _finds(queries, answers["overview"][""], rows)
     return {"filter": filter, "total": len(queries.columns.rows), "rows": rows, "answers": answers}
 
@@ -318,10 +318,11 @@ def _finds(queries: Queries, overview: Row, rows: list[Row]) -> dict[str, list[i
     }
 
 
-def _compare(queries: Queries) -> Row:
+def _or_error(queries: Queries, question: str, asked: dict[str, str]) -> Row:
+    """An answer, or in `error` why there is none, which the page says where it is asked."""
     try:
-        return queries.answer("compare", {})
-    except UserError as error:  # fewer than two evaluations
+        return queries.answer(question, asked)
+    except UserError as error:
         return {"error": str(error)}
 
 

@@ -12,7 +12,7 @@ from support.browser import serving
 from support.runs import queries_of
 
 from mt_grpo.runlog.files import read_notes
-from mt_grpo.viewer.server import Server
+from mt_grpo.viewer.server import Server, export
 
 
 def ask(server, path="/", host=None, method="GET", body=None, **headers):
@@ -95,3 +95,15 @@ def test_the_next_free_port_is_taken(queries, monkeypatch):
         monkeypatch.setattr("mt_grpo.viewer.server.PORT", port)
         with Server(queries) as server:
             assert port < server.server_port < port + 50
+
+
+def test_conversations_without_credit_are_in_an_exported_file(run_folder, tmp_path):
+    folder = shutil.copytree(run_folder, tmp_path / "run")
+    index = folder / "rollouts" / "index.jsonl"
+    lines = index.read_text().splitlines(keepends=True)
+    index.write_text("".join(line for line in lines if not line.startswith('{"kind":"credit"')))
+    number = export(queries_of(folder), tmp_path / "file.html", "mode=eval")
+    _, _, data = (tmp_path / "file.html").read_text().partition('id="data">')
+    answers = json.loads(data.partition("</script>")[0])["answers"]
+    assert number == len(answers["trajectory"]) == len(answers["why"]) > 0
+    assert all("has no advantage yet" in each["error"] for each in answers["why"].values())
