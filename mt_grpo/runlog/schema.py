@@ -291,6 +291,7 @@ class _State(TypedDict):
     process_started: _Number
     started: _Number
     beat: _Number
+    first: NotRequired[_Whole]  # steps that were taken before this process: it may have resumed
     step: _Whole
     of: _Whole
     waits_for: str

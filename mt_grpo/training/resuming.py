@@ -182,7 +182,7 @@ class ResumableTrainer(GRPOTrainer):
         self._earlier = []
         # a run that begins again keeps nothing of one that was interrupted in this process
         self._step, self._buffered_inputs, self._synced_step, self._failed_batches = 0, None, -1, 0
-        self._begun, self.evaluated_step = (-1, 0, None), None
+        self._begun, self.evaluated_step, self._initial_global_step = (-1, 0, None), None, 0
         folder = Path(self.args.output_dir).resolve()
         self.step_log.records.resumes = checkpoint is not None and Path(checkpoint).resolve().parent == folder
         ahead = self.args.max_staleness and self.replay is None
@@ -213,6 +213,7 @@ class ResumableTrainer(GRPOTrainer):
 
         def look() -> dict[str, Any]:
             return {
+                "first": self._initial_global_step,
                 "step": self.state.global_step,
                 "of": self.state.max_steps,
                 "waits_for": self.step_log.activity.waits_for,

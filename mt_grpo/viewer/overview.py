@@ -54,7 +54,11 @@ def overview(columns: Columns, steps: list[Row], metrics: list[Row]) -> Row:
         "with a failed call": mean((number["errors"] > 0).astype(float)),
     }
     first, last = _bins(axis)
+    silent = health["groups without signal"]
+    silent_most = float(np.nan_to_num(silent).max(initial=0.0))
     return {
+        "steps": len(axis),
+        "silent": {"steps": int((silent > 0).sum()), "of": int((~np.isnan(silent)).sum()), "most": silent_most},
         "step": first,
         "last": last,
         "distribution": _quantiles(number["reward"], step, first, last),
@@ -91,7 +95,7 @@ def _means(values: np.ndarray, place: np.ndarray, size: int) -> np.ndarray:
 
 
 def _held_out(columns: Columns) -> list[Row]:
-    """Each evaluation: `step`, mean `reward`, the share `right`, and `questions`."""
+    """Each evaluation: `step`, mean `reward`, the share `right`, and how many `questions` it asked."""
     mask = columns.is_text("mode", "eval")
     step = columns.numbers("step")
     points = []
@@ -102,7 +106,7 @@ def _held_out(columns: Columns) -> list[Row]:
             values = columns.numbers(name)[here]
             known = values[~np.isnan(values)]
             point[name] = float(known.mean()) if len(known) else None
-        points.append({**point, "questions": int(here.sum())})
+        points.append({**point, "questions": len(np.unique(columns.groups[here]))})
     return points
 
 
@@ -264,7 +268,7 @@ def _reward(view: Row) -> Iterator[Row]:
     if last - first > 0.02 * max(abs(first), abs(last)):
         yield _finding(_GOOD, f"Reward {first:.2f} → {last:.2f}", "in the training batches.")
     else:
-        text = f"in {len(view['reward'])} steps: it has not risen so far."
+        text = f"in {view['steps']} steps: it has not risen so far."
         asked = {"view": "find", "q": "mode=train", "sort": "reward"}
         yield _finding(WARN, f"Reward {first:.2f} → {last:.2f}", text, "the lowest", **asked)
 
@@ -286,7 +290,8 @@ def status(state: Row | None, seconds: float | None, folder: Path) -> Row:
         return {"status": "unknown" if seconds is None else "finished", **unknown, "seconds": seconds, "beat": beat}
     running = state["state"] == "running"
     took = (time.time() if running else state["beat"]) - state["started"]
-    left = took / state["step"] * (state["of"] - state["step"]) if running and state["step"] else None
+    done = state["step"] - state.get("first", 0)
+    left = took / done * (state["of"] - state["step"]) if running and done > 0 else None
     known = {name: state[name] for name in ("reason", "of", "started", "beat")}
     return {"status": state["state"], **known, "seconds": took, "left": left}
 

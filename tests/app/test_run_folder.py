@@ -21,6 +21,7 @@ from support.trainers import Letters
 
 from mt_grpo.errors import ConfigError
 from mt_grpo.rewards import OutcomeReward
+from mt_grpo.runlog.heartbeat import read_state
 from mt_grpo.training import MTGRPOEnvTrainer
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.preflight import LOCK, check_folder, clear_folder, left_by_runs, locked
@@ -50,7 +51,7 @@ def run(recipe, prints, tmp_path):
 def test_a_run_is_resumed_from_its_latest_checkpoint(recipe, prints, run):
     (run / "checkpoint-9").mkdir()  # of a run that was killed while it wrote it
     prints("train", *recipe(**SAVE, max_steps=3), *RESUME)
-    assert steps(run) == [1, 2, 3]
+    assert steps(run) == [1, 2, 3] and read_state(run)["first"] == 2  # from where the time that is left is told
 
 
 def test_a_checkpoint_of_other_batches_is_refused(build, model, tmp_path):

@@ -21,7 +21,7 @@ from mt_grpo.runlog.index import Table
 from mt_grpo.token_tree import TokenTree
 from mt_grpo.trajectory import StopReason, Trajectory, Turn
 from mt_grpo.viewer.columns import Columns, Condition, FilterError, parse_filter
-from mt_grpo.viewer.overview import POINTS, _covered, findings, metric_curves, overview
+from mt_grpo.viewer.overview import POINTS, _covered, findings, metric_curves, overview, status
 from mt_grpo.viewer.queries import Queries
 from mt_grpo.viewer.search import SearchIndex
 
@@ -161,6 +161,26 @@ def test_long_runs_have_fewer_points():
     means = [(first + last) / 2 for first, last in zip(view["step"], view["last"], strict=True)]
     assert view["reward"] == pytest.approx(means)
     assert [view["distribution"][place][0] for place in (0, 3, 6)] == [0, 1, 2]
+    said = [each["text"] for each in findings({**view, "reward": [1.0] * POINTS}, Columns(rows), None)]
+    assert f"in {steps} steps: it has not risen so far." in said
+
+
+def test_steps_of_a_long_run_and_questions_are_counted_one_by_one():
+    rows, steps = Table(), 2 * POINTS
+    lines = [
+        index_line(f"s{step}-{member}", step=step, member=member, reward=float(step < 3 and member))
+        for step in range(steps)
+        for member in range(2)
+    ]
+    asked = [
+        index_line(f"e{group}-{member}", mode="eval", group=group, member=member)
+        for group in range(3)
+        for member in range(4)
+    ]
+    rows.add("rollout", [*lines, *asked])
+    view = overview(Columns(rows), [], [])
+    assert view["silent"] == {"steps": steps - 3, "of": steps, "most": 1.0}
+    assert [point["questions"] for point in view["held_out"]] == [3]
 
 
 def test_metrics_and_conversations_count_steps_alike():
@@ -486,6 +506,15 @@ def test_the_run_says_its_state_in_the_header(run_folder, tmp_path):
         about = queries.answer("run", {})
         assert (about["status"], about["of"]) == ("running", 40) and about["left"] is not None
     assert queries.answer("run", {})["status"] == "stopped"
+
+
+@pytest.mark.parametrize(
+    ("first", "left"), [({}, 100 / 30 * 10), ({"first": 28}, 100 / 2 * 10), ({"first": 30}, None)]
+)
+def test_the_time_left_is_that_of_the_steps_since_it_began(tmp_path, monkeypatch, first, left):
+    monkeypatch.setattr("mt_grpo.viewer.overview.time.time", lambda: 1100.0)
+    at = {"state": "running", "reason": None, "started": 1000.0, "beat": 1099.0, "step": 30, "of": 40, **first}
+    assert status(at, None, tmp_path)["left"] == pytest.approx(left)
 
 
 def test_an_empty_run_has_answers(tmp_path):

@@ -11,13 +11,13 @@ const MOST_METRICS = 60
 const QUANTILES = ['lowest', '10 %', '25 %', 'median', '75 %', '90 %', 'highest']
 const LEVELS = { bad: 'bad', warn: 'worth a look', ok: 'fine' }
 
-/** Means of the first and of the last steps. */
-function ends(values) {
-  const known = values.filter(value => value !== null)
+/** Means of the first and of the last points, and how many steps the last ones are of. */
+function ends(values, view) {
+  const known = values.flatMap((value, i) => (value === null ? [] : [[value, view.last[i] - view.step[i] + 1]]))
   if (!known.length) return null
   const few = Math.max(1, Math.min(FEW, Math.floor(known.length / 3)))
-  const mean = part => part.reduce((a, b) => a + b, 0) / part.length
-  return { first: mean(known.slice(0, few)), last: mean(known.slice(-few)), few }
+  const mean = part => part.reduce((sum, [value]) => sum + value, 0) / part.length
+  return { first: mean(known.slice(0, few)), last: mean(known.slice(-few)), few: total(known.slice(-few).map(([, steps]) => steps)) }
 }
 
 export async function overview(main, asked) {
@@ -82,7 +82,7 @@ function tile(name, value, note, change = null) {
 
 function tiles(view) {
   const found = []
-  const reward = ends(view.reward)
+  const reward = ends(view.reward, view)
   if (reward) {
     const where = reward.few === 1 ? 'last step' : `last ${reward.few} steps`
     found.push(tile(`reward, ${where}`, number(reward.last), `from ${number(reward.first)}`, reward.last - reward.first))
@@ -93,13 +93,13 @@ function tiles(view) {
     found.push(tile(`right, ${after.questions.toLocaleString('en')} held-out`, number(after.right),
       more ? `from ${number(before.right)}` : `at step ${after.step}`, more ? after.right - before.right : null))
   }
-  const turns = ends(view.turns)
+  const turns = ends(view.turns, view)
   if (turns) found.push(tile('turns per conversation', number(turns.last, 1), `${number(turns.first, 1)} at first`))
   const dead = view.health['groups without signal'].filter(value => value !== null)
   if (dead.length) {
-    const some = dead.filter(value => value > 0).length
+    const { steps, of, most } = view.silent
     found.push(tile('groups without signal', percent(dead.at(-1)),
-      some ? `at most ${percent(Math.max(...dead))}, in ${some} of ${dead.length} steps` : 'at no step'))
+      steps ? `at most ${percent(most)}, in ${steps} of ${of} steps` : 'at no step'))
   }
   const parts = Object.entries(view.time).filter(([name]) => name !== 'step').map(([, values]) => total(values))
   const seconds = total(parts)
