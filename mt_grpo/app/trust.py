@@ -96,11 +96,17 @@ def _executed(options: Values, run: Path | None) -> Iterator[str]:
 
 
 def _told(options: Values) -> Iterator[str]:
-    """Other machines that get the key of vLLM's servers, which is in the environment."""
+    """Other machines that get a key: that of vLLM's servers, which is in the environment, and that of the Hub."""
+    space = options.get("trackio_space_id")
+    if "/" in str(space):  # of somebody by name: trackio sends it the token that proves whose the metrics are
+        yield f"`trackio_space_id: {space}`, which gets the token of the Hub"
     if not os.environ.get("VLLM_API_KEY"):
         return
-    for option in ("vllm_server_host", "vllm_server_base_url"):
-        for text in _texts(options.get(option)):
+    teacher = _parsed(options.get("teacher"))
+    servers = {option: options.get(option) for option in ("vllm_server_host", "vllm_server_base_url")}
+    servers["teacher: server"] = teacher.get("server") if isinstance(teacher, Mapping) else None
+    for option, addresses in servers.items():
+        for text in _texts(addresses):
             if not all(_OF_THIS_MACHINE.fullmatch(address.strip()) for address in text.split(",")):
                 yield f"`{option}: {text}`, which gets VLLM_API_KEY"
 

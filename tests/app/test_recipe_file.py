@@ -80,6 +80,7 @@ USER = {"base_url": "http://x", "model": "m", "system_prompt": "s", "api_key_env
         ("interaction_config_file", "/etc/x", "interaction_config_file: /etc/x"),
         ("trust_remote_code", True, "trust_remote_code"),
         ("attn_implementation", "a/b", "attn_implementation: a/b"),
+        ("trackio_space_id", "evil/space", "trackio_space_id: evil/space`, which gets the token of the Hub"),
     ],
 )
 def test_a_strangers_configuration_needs_trust_confirmation(stranger, option, value, said):
@@ -119,6 +120,8 @@ def test_code_beside_a_strangers_run_needs_trust_confirmation(stranger, monkeypa
         ("vllm_server_base_url", ["http://127.0.0.1:8000", "http://evil.example:8000"]),
         ("vllm_server_base_url", "http://127.0.0.1:8000,http://evil[1-2]:8000"),
         ("vllm_server_base_url", "http://127.0.0.1@evil.example:8000"),
+        ("teacher", {"model": "a/b", "server": "http://evil.example:8000"}),
+        ("teacher", '{"model": "a/b", "server": "http://evil.example:8000"}'),
     ],
 )
 def test_a_strangers_configuration_gets_no_key(stranger, monkeypatch, name, value):
@@ -127,9 +130,10 @@ def test_a_strangers_configuration_gets_no_key(stranger, monkeypatch, name, valu
     monkeypatch.setenv("VLLM_API_KEY", "secret")
     asks(path, "which gets VLLM_API_KEY")
     takes(path, "--trust")
-    takes(path, f"--{name}", value if isinstance(value, str) else ",".join(value))
+    takes(path, f"--{name}", ",".join(value) if isinstance(value, list) else str(value).replace("'", '"'))
     takes(config(stranger, vllm_server_host="localhost"))
     takes(config(stranger, vllm_server_base_url=["http://127.0.0.1:8000"]))
+    takes(config(stranger, teacher={"model": "a/b", "server": "http://127.0.0.1:8001"}, trackio_space_id="mine"))
 
 
 def test_trust_is_said_on_the_command_line(stranger):
