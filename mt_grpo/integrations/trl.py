@@ -176,16 +176,16 @@ class TRLEnv(MultiTurnToolEnv):
 
     async def close(self) -> None:
         """Returns the instance to the pool, or drops it if `reset` failed or a call of it hangs."""
-        await super().close()
-        instance, self.user_environment = self.user_environment, None
-        if instance is None:
-            return
-        if self._begun and not self._calls:
-            self.pool.give(instance)
-        else:
-            await self.pool.drop(instance)
+        try:
+            await super().close()
+        finally:
+            instance, self.user_environment = self.user_environment, None
+            if instance is not None and self._begun and not self._calls:
+                self.pool.give(instance)
+            elif instance is not None:
+                await self.pool.drop(instance)
 
-    async def _ask(self, name: str, **arguments: object) -> object:
+    async def _ask(self, name: str, /, **arguments: object) -> object:
         what = f"{self.pool.name}.{name}"
         self._calls.append(name)  # a method that hangs stays in the list
         try:

@@ -20,6 +20,7 @@ from mt_grpo.concurrency import run as run_and_wait
 from mt_grpo.envs.source import close_environments
 from mt_grpo.errors import UserError
 from mt_grpo.integrations.trl import TRLEnv
+from mt_grpo.tools import BaseTool, OpenAIFunctionToolSchema
 from mt_grpo.trajectory import StopReason
 
 DONE = ["Done."]
@@ -88,6 +89,23 @@ def test_instances_are_closed_when_nothing_uses_them():
     del env
     gc.collect()
     assert sorted(Stopped.closed) == [1, 1]
+
+
+def test_columns_may_have_any_name():
+    row = {"name": "a", "arguments": "c", "what": "d", "start": 2}
+    [trajectory] = run(TRLEnv(Ledger), [row], DONE)
+    assert trajectory.error is None and trajectory.env_rewards == {"Ledger": 2.0}
+
+
+def test_a_tool_that_is_not_released_leaves_the_instance():
+    class Held(BaseTool):
+        async def release(self, instance_id, **kwargs):
+            raise ZeroDivisionError
+
+    function = {"name": "held", "description": "Holds.", "parameters": {"type": "object", "properties": {}}}
+    env = TRLEnv(Ledger, [Held({}, OpenAIFunctionToolSchema.model_validate({"function": function}))])
+    run(env, [{}], [called("held"), *DONE])
+    assert len(env.pool) == 1
 
 
 def test_a_limit_leaves_the_reward():
