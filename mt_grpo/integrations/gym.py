@@ -17,6 +17,7 @@ from mt_grpo.envs.env import ConversationEnded
 from mt_grpo.envs.source import environment, takes
 from mt_grpo.errors import ConfigError, describe_error, find_fault
 from mt_grpo.imports import import_object
+from mt_grpo.media import media_to_digests
 from mt_grpo.options.table import Values
 from mt_grpo.options.values import TYPES
 from mt_grpo.tools.function import render
@@ -191,7 +192,7 @@ def _seed_of(row: Row) -> int:
     """The row's `seed`, or else a hash of its columns, so that all conversations of a group get the same game."""
     if row.get("seed") is not None:
         return int(row["seed"])
-    text = json.dumps(row, sort_keys=True, default=str)
+    text = json.dumps(media_to_digests(row), sort_keys=True, default=str)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big") >> 1
 
 

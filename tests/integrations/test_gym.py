@@ -10,10 +10,12 @@ import time
 import numpy as np
 import pytest
 from support.conversations import play
+from support.images import picture
 
 from mt_grpo.envs.source import check_source
 from mt_grpo.errors import ConfigError
 from mt_grpo.integrations.gym import GymEnv
+from mt_grpo.media import read_image, to_file
 from mt_grpo.trajectory import StopReason
 
 
@@ -146,6 +148,9 @@ def prompt_of(make, prompt="", **row):
 def test_members_of_a_group_begin_with_the_same_game():
     assert prompt_of(Shows, level=3) == prompt_of(Shows, level=3) != prompt_of(Shows, level=4)
     assert prompt_of(Shows, level=3, seed=7) == "7"
+    images = [read_image(to_file(picture())) for _ in range(2)] + [picture((0, 0, 1))]
+    first, second, other = (prompt_of(Shows, image=image) for image in images)
+    assert first == second != other
 
 
 def test_observations_become_text_that_follows_the_prompt():
