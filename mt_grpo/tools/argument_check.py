@@ -67,12 +67,12 @@ def read_schema(schema: object) -> dict[str, str]:
         raise UnsoundSchema("", "it is nested too deeply") from error
     if found is not None:
         raise UnsoundSchema(found.json_path.removeprefix("$").removeprefix("."), found.message)
-    if {"unevaluatedProperties", "patternProperties"} <= _names(schema):
+    if {"unevaluatedProperties", "patternProperties"} <= names_in(schema):
         raise UnsoundSchema("", "it has both `unevaluatedProperties` and `patternProperties`: leave out one of them")
     return unmatchable
 
 
-def _names(schema: object) -> set[str]:
+def names_in(schema: object) -> set[str]:
     """All keys of a schema, at any depth."""
     names: set[str] = set()
     left = [schema]

@@ -23,13 +23,16 @@ from transformers.utils.chat_template_utils import (
 from mt_grpo.concurrency import ConcurrencyLimit
 from mt_grpo.errors import UserError, describe_error
 from mt_grpo.media import decode_for_model, has_media, part_text, read_parts, snapshot_parts
-from mt_grpo.tools.argument_check import ArgumentCheck, UnsoundSchema, read_schema
+from mt_grpo.tools.argument_check import ArgumentCheck, UnsoundSchema, names_in, read_schema
 from mt_grpo.trajectory import Arguments, ToolSchema
 
 logger = logging.getLogger(__name__)
 
 _EXPLAINED = 2000
 """Characters of what is wrong with a call's arguments: a schema may list as many values as its author likes."""
+
+_PARTS = ("$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "if", "then", "else", "dependentSchemas")
+"""Keywords of JSON schema whose schemas are about the same arguments."""
 
 _JSON_TYPES = {
     str: "string",
@@ -209,7 +212,10 @@ class Tool:
 
     @functools.cached_property
     def _argument_check(self) -> ArgumentCheck:
-        return ArgumentCheck({"additionalProperties": False, **_with_null(self.parameters)})
+        schema = _with_null(self.parameters)
+        # what is known only from a part of the schema does not count for `additionalProperties`
+        is_whole = not names_in({key: schema[key] for key in _PARTS if key in schema}) & {"properties", "$ref"}
+        return ArgumentCheck({"additionalProperties": False, **schema} if is_whole else schema)
 
 
 @functools.lru_cache(maxsize=1024)  # once, not for every conversation that makes its tools

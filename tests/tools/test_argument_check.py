@@ -218,6 +218,16 @@ BRANCHES = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "i
         (of(NEEDS_N, minProperties=1), {}, 'the arguments must satisfy {"minProperties": 1}'),
         ({"type": "object"}, {}, None),
         ({"type": "object"}, {"now": True}, "unknown argument 'now'; it takes none"),
+        (of({}, anyOf=[{"required": ["x"]}]), {"x": 1, "y": 1}, "unknown argument 'y'; it takes 'x'"),
+        *(
+            ({"type": "object", **schema}, {"x": value}, None if value == 1 else "")
+            for schema in (
+                {"oneOf": [of({"type": "integer"}), {"required": ["y"]}]},
+                {"allOf": [{"properties": {"x": {"type": "integer"}}}]},
+                {"$ref": "#/$defs/x", "$defs": {"x": of({"type": "integer"})}},
+            )
+            for value in (1, "1")
+        ),
         (of({}, additionalProperties={"type": "string"}), {"y": "1"}, None),
         (
             of({}, additionalProperties={"type": "string"}),
