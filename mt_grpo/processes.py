@@ -144,11 +144,13 @@ def _serve(connection: Connection) -> None:
     belong_to_parent()
     while True:
         try:
-            function, arguments = connection.recv()
-            found = function(**arguments)
+            asked = connection.recv_bytes()
         except EOFError:
             return
-        except BaseException as error:
+        try:
+            function, arguments = pickle.loads(asked)
+            found = function(**arguments)
+        except BaseException as error:  # an `EOFError` too: of a function that asks for input, which nobody gives
             found = _Raised.of(error)
         try:
             connection.send(found)

@@ -44,6 +44,11 @@ def leave() -> str:
     raise SystemExit("done")
 
 
+def ask() -> str:
+    """Asks for input, of which there is none."""
+    return input()
+
+
 def spin(file: str) -> str:
     """
     Computes for ever.

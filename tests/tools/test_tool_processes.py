@@ -13,7 +13,7 @@ from dataclasses import replace
 import psutil
 import pytest
 from support import computing_tools
-from support.computing_tools import end, fail, leave, spin, unsendable, where
+from support.computing_tools import ask, end, fail, leave, spin, unsendable, where
 from support.waiting import until, until_true
 
 from mt_grpo.concurrency import run
@@ -26,7 +26,7 @@ from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.environment import build_env, check_env
 from mt_grpo.trajectory import ToolCall
 
-FUNCTIONS = [where, fail, end, leave, spin, unsendable]
+FUNCTIONS = [where, fail, ask, end, leave, spin, unsendable]
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +67,7 @@ def test_an_error_is_told_with_its_line_in_the_tool(tools):
     [
         ("end", {"code": 3}, "The process that ran it ended."),
         ("leave", {}, "SystemExit: done"),
+        ("ask", {}, "EOFError: EOF when reading a line"),
         ("unsendable", {}, "TypeError: cannot pickle '_thread.lock' object"),
     ],
 )
