@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import hashlib
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -161,7 +162,8 @@ def _make_folder_importable() -> None:
 
 def _load_file(path: str) -> ModuleType:
     _offer_peers()
-    name = "mt_grpo_plugin_" + str(Path(path).resolve()).replace(os.sep, "_").removesuffix(".py")
+    place = hashlib.blake2b(os.fsencode(Path(path).resolve()), digest_size=8).hexdigest()
+    name = f"mt_grpo_plugin_{Path(path).stem}_{place}"
     if name in sys.modules:
         return sys.modules[name]
     if (folder := str(Path(path).resolve().parent)) not in sys.path:

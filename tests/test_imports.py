@@ -124,6 +124,14 @@ def test_a_file_that_does_not_import_is_told_of_with_its_line(tmp_path, line, to
     assert f"The agent '{file}:solve' does not import: {told.format(file=file)}" in str(refused.value)
 
 
+def test_files_whose_paths_spell_alike_are_two(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "my").mkdir()
+    for file in ("my_agent.py", "my/agent.py"):
+        (tmp_path / file).write_text(f"word = {file!r}")
+        assert import_object(f"{tmp_path / file}:word") == file
+
+
 def test_a_file_may_import_what_stands_beside_it(tmp_path, monkeypatch):
     (tmp_path / "beside_of_a_plugin.py").write_text("word = 'Lima'")
     (tmp_path / "plugin.py").write_text("from beside_of_a_plugin import word")
