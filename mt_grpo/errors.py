@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import os
 import sysconfig
 import textwrap
 import traceback
@@ -62,9 +63,9 @@ class RemoteError(Exception):
 MOST_FRAMES = 20
 """Frames that are kept: the innermost ones."""
 
-_OURS = str(Path(__file__).parent)
-_PYTHON = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
-_INSTALLED = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib")})
+_OURS = f"{Path(__file__).parent}{os.sep}"
+_PYTHON = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")})
+_INSTALLED = tuple({sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib")})
 
 
 @dataclass(frozen=True)

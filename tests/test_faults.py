@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 
 from mt_grpo.errors import MOST_FRAMES, defined_at, find_fault
 
@@ -80,6 +81,13 @@ def test_an_error_of_ours_has_its_innermost_frame():
     error.__traceback__ = error.__traceback__.tb_next.tb_next  # as if nobody of the user's had called
     fault = find_fault(error)
     assert fault.where is None and fault.traceback.startswith("File") and fault.traceback.endswith("a bug")
+
+
+def test_a_folder_whose_name_begins_as_ours_is_the_user_s():
+    file = f"{Path(find_fault.__code__.co_filename).parent}_of_mine/tools.py"
+    found = {}
+    exec(compile("def bug():\n    raise ValueError('a bug')", file, "exec"), found)
+    assert find_fault(caught(found["bug"])).where.startswith(file) and file in defined_at(found["bug"])
 
 
 def test_an_error_that_cannot_be_written_as_text_is_shown():
