@@ -177,6 +177,7 @@ def _reopened(image: ImageFile) -> Picture:
     image.fp.seek(0)
     copied = _open(image.fp.read(), "An image")
     image.fp.seek(place)
+    _own[id(copied)] = copied
     return copied
 
 
@@ -283,8 +284,8 @@ class _Opened:
 
 _opened: dict[int, _Opened] = {}
 _own: weakref.WeakValueDictionary[int, Picture] = weakref.WeakValueDictionary()
-"""Images that were opened or copied here."""
-_BROKEN = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, IndexError, KeyError, TypeError)
+"""Images that were opened or copied here, and that no code of the user's has: rows' are in its hands too."""
+BROKEN = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, IndexError, KeyError, TypeError)
 """What Pillow raises for files that are none."""
 
 
@@ -307,12 +308,14 @@ def read_image(value: object, of_row: bool = False, known: Files | None = None) 
     if not isinstance(value, (str, os.PathLike, bytes, bytearray)):
         raise MediumError(f"{name} is no image: give an image of Pillow's, a path, or the bytes of a file.")
     file = file_of(value, name, of_row)
-    if known is None:
-        return _open(file, name)
-    digest = _digest(file)
-    image = known.get(digest)
+    digest = "" if known is None else _digest(file)
+    image = None if known is None else known.get(digest)
     if image is None:
-        image = known[digest] = _open(file, name)
+        image = _open(file, name)
+        if not of_row:
+            _own[id(image)] = image
+        if known is not None:
+            known[digest] = image
     return image
 
 
@@ -323,7 +326,7 @@ def _open(file: bytes, name: str) -> Picture:
         raise MediumError("A message shows an image, and Pillow is not installed: `pip install pillow`.") from None
     try:
         image = Image.open(io.BytesIO(file), formats=FORMATS)
-    except (*_BROKEN, Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+    except (*BROKEN, Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         if isinstance(error, (Image.DecompressionBombError, Image.DecompressionBombWarning)):
             raise MediumError(f"{name} has more than {IN_MESSAGE.values:,} pixels: give a smaller one.") from error
         raise MediumError(
@@ -334,7 +337,6 @@ def _open(file: bytes, name: str) -> Picture:
             f"{name} has {_size_of(image):,} pixels, and {IN_MESSAGE.values:,} are the most: make it smaller."
         )
     _opened[id(image)] = _Opened(image, file)
-    _own[id(image)] = image
     copyreg.pickle(type(image), _reduced)
     return image
 
@@ -380,7 +382,7 @@ def decode(medium: Medium) -> None:
     opened = _opened.get(id(medium))
     try:
         medium.load()
-    except (*_BROKEN, Image.DecompressionBombError) as error:  # a frame may be larger than the header says
+    except (*BROKEN, Image.DecompressionBombError) as error:  # a frame may be larger than the header says
         size = f"{medium.width} by {medium.height} pixels"
         raise MediumError(f"An image of {size} cannot be read as an image: it is broken.") from error
     if opened is None:

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import datasets
 from datasets.utils.file_utils import is_local_path, xopen
 
-from mt_grpo.media import MediumError, decode, read_image
+from mt_grpo.media import BROKEN, MediumError, decode, read_image
 from mt_grpo.sounds import MOST_BYTES
 
 Rows: TypeAlias = datasets.Dataset | datasets.IterableDataset
@@ -39,16 +39,27 @@ class _OpenedImage(datasets.Image):
             return value
         try:
             image = read_image(_fetched(value, token_per_repo_id or {}), of_row=True)
-            turned = "exif" in image.info and image.getexif().get(_ORIENTATION) not in (None, 1)
-            if turned or (self.mode and self.mode != image.mode):
+            if self.mode and self.mode != image.mode:
                 decode(image)
+            image = _turned(image)
         except MediumError as error:
             raise ImageOfRowError(error, self.column, value) from error
-        if turned:
-            from PIL import ImageOps
-
-            image = ImageOps.exif_transpose(image)
         return image.convert(self.mode) if self.mode and self.mode != image.mode else image
+
+
+def _turned(image: Any) -> Any:
+    """An image as its EXIF data say that it is to be turned; as it is where these are broken."""
+    from PIL import ImageOps
+
+    try:
+        if "exif" not in image.info or image.getexif().get(_ORIENTATION) in (None, 1):
+            return image
+        decode(image)
+        return ImageOps.exif_transpose(image)
+    except MediumError:
+        raise
+    except (*BROKEN, AttributeError):  # the last where a number stands for text
+        return image
 
 
 def _fetched(value: dict[str, Any], tokens: dict[str, Any]) -> dict[str, Any]:

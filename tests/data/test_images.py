@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import struct
 
 import pytest
 from datasets import Dataset, Features, List, Value
@@ -62,6 +63,21 @@ def test_an_image_is_what_datasets_makes_of_it(mode, file):
     value = {"bytes": file, "path": None}
     theirs, ours = ImageColumn(mode).decode_example(value), _OpenedImage(mode).decode_example(value)
     assert (ours.mode, ours.size, ours.tobytes()) == (theirs.mode, theirs.size, theirs.tobytes())
+
+
+def exif_of(*entries):
+    """EXIF data by tag, type and value."""
+    packed = [struct.pack(">HHI4s", tag, kind, 1, value) for tag, kind, value in entries]
+    return b"Exif\0\0MM\0*\0\0\0\x08" + struct.pack(">H", len(packed)) + b"".join(packed) + bytes(4)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_broken_exif_data_leave_an_image_as_it_is():
+    turned = (0x112, 3, b"\0\6\0\0")
+    broken = [(0x100, 2, b"six\0"), (0x11A, 7, b"six\0"), (0x10E, 11, bytes(4))]
+    for exif in (b"Exif\0\0of no kind", *(exif_of(*sorted([turned, one])) for one in broken)):
+        value = {"bytes": saved("PNG", exif=exif), "path": None}
+        assert _OpenedImage().decode_example(value).size == (24, 16)
 
 
 def test_files_in_archives_are_read(tmp_path):

@@ -22,7 +22,7 @@ from mt_grpo.envs import MultiTurnToolEnv, Step, StepEnv
 from mt_grpo.forward.media import media_tokens
 from mt_grpo.integrations.openai_api.request import ApiError, _read_parts
 from mt_grpo.integrations.trl import TRLEnv
-from mt_grpo.media import MediumError, digest, media_of, media_parts, snapshot_parts, to_file
+from mt_grpo.media import MediumError, decode, digest, media_of, media_parts, read_image, snapshot_parts, to_file
 from mt_grpo.media import read_parts as opened_parts
 from mt_grpo.rollout import RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams
 from mt_grpo.rollout.chat_template import TemplateError
@@ -249,12 +249,16 @@ class Board(StepEnv):
 
 
 @pytest.mark.parametrize("by", ["tool", "environment"])
-@pytest.mark.parametrize("opened", ["from a file", "in memory"])
+@pytest.mark.parametrize("opened", ["from a file", "in memory", "of a row", "of a row, decoded"])
 def test_an_image_that_is_drawn_on_is_shown_as_it_was(by, opened, tmp_path):
     image = picture(size=(24, 16))
-    if opened == "from a file":
+    if opened != "in memory":
         image.save(tmp_path / "board.png")
         image = Image.open(tmp_path / "board.png")
+    if "of a row" in opened:
+        image = read_image(tmp_path / "board.png", of_row=True)
+    if opened == "of a row, decoded":
+        decode(image)
     script = [CALLS["tags"].format("a" * number) for number in (1, 2)] + ["<answer>a</answer>"]
     tools = MultiTurnToolEnv([tool_of(lambda where: drawn_on(image, len(where)))])
     env = tools if by == "tool" else Board(image)
