@@ -439,22 +439,31 @@ class OutOfTime(Exception):
     """A call of the user's code took longer than it may."""
 
 
-async def call(function: Callable[..., object], *args: object, what: str, timeout: float | None = None) -> Any:
-    """Calls a function of the user's: an `async` one in the event loop, any other in a thread of its own."""
+async def call(
+    function: Callable[..., object],
+    *args: object,
+    what: str,
+    timeout: float | None = None,
+    late: Callable[[Any], object] | None = None,
+) -> Any:
+    """
+    Calls a function of the user's: an `async` one in the event loop, any other in a thread of its own. `late` is given
+    what such a thread returns when nobody waits for it any more.
+    """
     if inspect.iscoroutinefunction(function):
         result = function(*args)
         if timeout is None:
             return await guarded(result)
     else:
-        result = await _within(partial(in_thread, partial(function, *args), what), what, timeout)
+        result = await _within(partial(in_thread, partial(function, *args), what, late), what, timeout)
     return await _within(partial(begin, result, what), what, timeout) if inspect.isawaitable(result) else result
 
 
-def in_thread(function: Callable[[], object], name: str) -> Future:
+def in_thread(function: Callable[[], object], name: str, late: Callable[[Any], object] | None = None) -> Future:
     """
     Runs a blocking function in a daemon thread of its own, so that neither a pool's size nor a function that hangs
     holds up other calls or the end of the process. One that sets the handler of a signal is called again in the main
-    thread, one such call after another.
+    thread, one such call after another. For `late` see `call`.
     """
     loop = asyncio.get_running_loop()
     future = loop.create_future()
@@ -464,6 +473,8 @@ def in_thread(function: Callable[[], object], name: str) -> Future:
         if future.done():  # nobody waits for it any more
             if inspect.iscoroutine(result):
                 result.close()
+            elif late is not None and error is None:
+                late(result)
         elif error is None:
             future.set_result(result)
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import inspect
 import json
@@ -11,7 +12,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, SupportsFloat
 
-from mt_grpo.concurrency import call
+from mt_grpo.concurrency import call, consume_exception
 from mt_grpo.envs import Outcome, Policy, Step, StepEnv
 from mt_grpo.envs.env import ConversationEnded
 from mt_grpo.envs.source import environment, takes
@@ -116,7 +117,8 @@ class GymEnv(StepEnv):
     async def reset(self, row: Row) -> list[Message]:
         """The prompt of the row, followed by the game's first observation."""
         args = () if takes(self.make, ()) else (row,)
-        game = self.user_environment = await call(self.make, *args, what="make", timeout=self.call_timeout)
+        made = call(self.make, *args, what="make", timeout=self.call_timeout, late=self._close_late)
+        game = self.user_environment = await made
         _check_game(type(game))
         parameters = inspect.signature(game.reset).parameters
         any_name = any(item.kind is item.VAR_KEYWORD for item in parameters.values())
@@ -152,8 +154,15 @@ class GymEnv(StepEnv):
     async def close(self) -> None:
         """Closes the game."""
         game, self.user_environment = self.user_environment, None
+        await self._close_game(game)
+
+    async def _close_game(self, game: Any) -> None:
         if inspect.isroutine(getattr(type(game), "close", None)):
             await call(game.close, what=f"{type(game).__name__}.close", timeout=self.call_timeout)
+
+    def _close_late(self, game: object) -> None:
+        """Closes a game that was made when its conversation had ended."""
+        asyncio.ensure_future(self._close_game(game)).add_done_callback(consume_exception)
 
     def _what(self, method: str) -> str:
         return f"{type(self.user_environment).__name__}.{method}"

@@ -18,7 +18,7 @@ from typing import Any, Self, SupportsFloat
 
 from datasets import Dataset
 
-from mt_grpo.concurrency import Future, OutOfTime, call, guarded, in_thread
+from mt_grpo.concurrency import OutOfTime, call, guarded, in_thread
 from mt_grpo.data import lacks_column
 from mt_grpo.envs import MultiTurnToolEnv, Outcome, Policy
 from mt_grpo.envs.env import ConversationEnded
@@ -362,12 +362,7 @@ class _InstancePool:
         """A free instance, or another one of the factory."""
         if self._free:
             return self._free.pop()
-        making = asyncio.ensure_future(call(self._factory, what=f"the factory of {self.name}", timeout=timeout))
-        try:
-            return await asyncio.shield(making)
-        except asyncio.CancelledError:
-            making.add_done_callback(self._give_late)
-            raise
+        return await call(self._factory, what=f"the factory of {self.name}", timeout=timeout, late=self.give)
 
     def give(self, instance: object) -> None:
         """Makes an instance free for the next conversation."""
@@ -377,10 +372,6 @@ class _InstancePool:
         """Closes an instance that is not to be used again."""
         if "close" in self.methods:
             await call(instance.close, what=f"{self.name}.close", timeout=CLOSE_TIMEOUT)
-
-    def _give_late(self, making: Future) -> None:
-        if not making.cancelled() and making.exception() is None:
-            self.give(making.result())
 
 
 def _close_all(free: list[Any], over: threading.Event, closed: threading.Event) -> None:

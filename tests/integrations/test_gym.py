@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 from support.conversations import play
 from support.images import picture
+from support.waiting import until_true
 
+from mt_grpo.concurrency import OutOfTime
 from mt_grpo.envs.source import check_source
 from mt_grpo.errors import ConfigError
 from mt_grpo.integrations.gym import GymEnv
@@ -151,6 +153,24 @@ def test_members_of_a_group_begin_with_the_same_game():
     images = [read_image(to_file(picture())) for _ in range(2)] + [picture((0, 0, 1))]
     first, second, other = (prompt_of(Shows, image=image) for image in images)
     assert first == second != other
+
+
+def test_a_game_that_is_made_too_late_is_closed():
+    closed = []
+
+    class Slow(Walk):
+        def __init__(self):
+            time.sleep(0.3)
+
+        async def close(self):
+            closed.append(self)
+
+    async def given_up():
+        with pytest.raises(OutOfTime):
+            await GymEnv(Slow, step_timeout=0.05).reset({})
+        await until_true(lambda: closed, limit=60.0)
+
+    asyncio.run(given_up())
 
 
 def test_observations_become_text_that_follows_the_prompt():

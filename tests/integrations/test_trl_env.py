@@ -16,6 +16,7 @@ from support.trl_environments import DOORS, LEDGER, Ledger, Stopped, Waking, cal
 from support.waiting import until_true
 from trl.chat_template_utils import add_response_schema
 
+from mt_grpo.concurrency import OutOfTime
 from mt_grpo.concurrency import run as run_and_wait
 from mt_grpo.envs.source import close_environments
 from mt_grpo.errors import UserError
@@ -198,7 +199,9 @@ def test_an_instance_made_too_late_is_kept_for_others():
         await asyncio.sleep(0.1)
         making.cancel()
         await asyncio.wait([making])
-        await until_true(lambda: len(env.pool), limit=60.0)
+        with pytest.raises(OutOfTime):
+            await env.pool.take(0.05)
+        await until_true(lambda: len(env.pool) == 2, limit=60.0)
 
     asyncio.run(hold_all())
 
