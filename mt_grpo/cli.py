@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import importlib
 import io
@@ -92,7 +93,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if {"-h", "--help"} & wanted:
             print(place["USAGE"][name], end="")
             return 0
-        return place[function](arguments)
+        status = place[function](arguments)
+        if name not in OWN_OPTIONS:
+            print(end="", flush=True)  # what cannot be written is told below, and not at the end of Python
+        return status
     except UserError as error:
         print_error(error)
         return 1
@@ -104,8 +108,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         if name in OWN_OPTIONS:  # may be of a server or a tool
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # whoever reads has enough, as `head` has
+        _drop_output()  # whoever reads has enough, as `head` has
         return 1
+    except OSError as error:
+        if name in OWN_OPTIONS or error.errno != errno.ENOSPC or error.filename is not None:
+            raise
+        _drop_output()
+        print(
+            f"mt-grpo: the output of `mt-grpo {name}` cannot be written ({error.strerror}): free some.",
+            file=sys.stderr,
+        )
+        return 1
+
+
+def _drop_output() -> None:
+    """What is not yet written to standard output, and cannot be, is left out."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _usage() -> str:

@@ -216,13 +216,27 @@ def test_a_terminal_without_utf8_shows_what_it_can(tmp_path):
     assert run.returncode == 1 and run.stderr.startswith("mt-grpo: The key 'max_step?' in ")
 
 
-def test_a_reader_that_has_enough_gets_no_traceback():
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_that_has_enough_gets_no_traceback(unbuffered):
     reading, writing = os.pipe()
     os.close(reading)
-    command = [sys.executable, "-m", "mt_grpo", "completion", "bash"]
     with os.fdopen(writing, "wb") as stdout:
-        run = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True)
+        run = list_recipes(stdout, unbuffered)
     assert run.returncode == 1 and run.stderr == ""
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_output_to_a_full_disk_is_one_sentence(unbuffered):
+    with open("/dev/full", "wb") as stdout:
+        run = list_recipes(stdout, unbuffered)
+    said = "mt-grpo: the output of `mt-grpo recipes` cannot be written (No space left on device): free some.\n"
+    assert (run.returncode, run.stderr) == (1, said)
+
+
+def list_recipes(stdout, unbuffered):
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    command = [sys.executable, "-m", "mt_grpo", "recipes", "ls"]
+    return subprocess.run(command, env=environment, stdout=stdout, stderr=subprocess.PIPE, text=True)
 
 
 def test_a_bug_of_ours_keeps_its_traceback(recipe, monkeypatch):
