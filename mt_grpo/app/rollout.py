@@ -110,6 +110,9 @@ def _audit(trainer: MTGRPOEnvTrainer) -> dict[str, Any]:
     return {**record, "conversations": count, "failed": failed, "advice": says_uncredited(record, rule, args)}
 
 
+_WIDTH = 80  # least columns of the table: a narrower terminal breaks its lines, where rich would cut names and numbers
+
+
 def _show_audit(record: dict[str, Any], console: Console) -> None:
     """Prints the table, and below it what stands out."""
     groups = record["groups"]
@@ -137,6 +140,7 @@ def _show_audit(record: dict[str, Any], console: Console) -> None:
             _share(each["sign_agreement"]),
             {None: "-", True: "yes", False: "no"}[each["causal"]],
         )
+    console.width = max(console.width, _WIDTH)
     console.print(table)
     for line in _findings(record):
         console.print(f"- {line}", highlight=False, markup=False)

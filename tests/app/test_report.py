@@ -193,11 +193,12 @@ def test_an_audit_says_what_stands_out():
     ]
 
 
-def test_the_table_fits_a_narrow_terminal():
+@pytest.mark.parametrize("width", [80, 40])
+def test_the_table_fits_80_columns_and_is_whole_in_fewer(width):
     rewards = {"exist_answer_in_search_results": GOOD, "silent\x1b[31m": NOTHING}
-    console = Console(file=io.StringIO(), width=80, soft_wrap=True)
+    console = Console(file=io.StringIO(), width=width, soft_wrap=True)
     _show_audit(record(rewards=rewards), console)
     printed = console.file.getvalue()
-    assert "\x1b" not in printed and "follows" in printed
+    assert "\x1b" not in printed and "follows" in printed and "exist_answer_in" in printed
     table = printed.split("- 1 of 4")[0].splitlines()
     assert max(map(len, table)) <= 80 and "50% 0.500   0.500    50%   +0.50   50%    yes" in printed
