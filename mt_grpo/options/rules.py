@@ -473,10 +473,12 @@ def unknown_tool(name: str, known: Iterable[str]) -> str:
 
 def unknown_reward(name: str, kind: str, known: Iterable[str]) -> str:
     """The sentence about a reward that is not registered; `kind` is `"turn"` or `"outcome"`."""
-    return (
-        f"The {kind} reward {name!r} is neither a built-in name nor a path such as `package.module.name`"
-        f"{did_you_mean(name, known)}."
-    )
+    near = f": TRL's is `trl.rewards.{name}`" if name in TRL_REWARDS else did_you_mean(name, known)
+    return f"The {kind} reward {name!r} is neither a built-in name nor a path such as `package.module.name`{near}."
+
+
+TRL_REWARDS = "accuracy_reward", "reasoning_accuracy_reward", "think_format_reward"
+"""Functions that TRL's own command knows by these names."""
 
 
 def check_partner(options: Values, place: str = "") -> None:

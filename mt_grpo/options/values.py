@@ -561,6 +561,8 @@ SYNONYMS = {
     "seed": "random_seed",
 }
 """What other trainers, and people, call our options: by our name of each, separated by spaces."""
+LONGEST_PROMPT = "max_prompt_length", "prompt_max_len"
+"""What other trainers call a bound of prompts, which is none of our options."""
 
 
 def refuse_unknown(
@@ -575,4 +577,6 @@ def refuse_unknown(
         word = name.lower().replace("-", "_")
         other = next((own for own, others in SYNONYMS.items() if word in others.split()), None)
         near = f": here it is `{other}`" if other in known else did_you_mean(name, known, cutoff=_CUTOFF)
+        if word in LONGEST_PROMPT:
+            near = ": prompts are never cut here, so leave it out, and rows that are too long out of the dataset"
         raise ConfigError(f"{written} is unknown{near or f': {otherwise}'}.")

@@ -162,6 +162,11 @@ REFUSED = {
     "train good.yaml --reward_weights 1.0 nan": "`reward_weights` is [1.0, nan]; give a list of finite numbers",
     "train good.yaml --seed -1": "`seed` is -1; set a whole number from 0 to 4294967295.",
     "train good.yaml --turn_advantage_coef nan": "`turn_advantage_coef` is nan; give a finite number.",
+    "train good.yaml --max_prompt_length 512": "The option '--max_prompt_length' is unknown: prompts are never",
+    "train good.yaml --outcome_reward_funcs accuracy_reward": (
+        "The outcome reward 'accuracy_reward' is neither a built-in name nor a path such as `package.module.name`: "
+        "TRL's is `trl.rewards.accuracy_reward`."
+    ),
     "train good.yaml --turn_reward_funcs exact": "The turn reward 'exact' is neither a built-in name nor a path such",
     **{f"train value{n}.yaml": f"in value{n}.yaml, line 3, {said}" for n, said in enumerate(VALUES.values())},
 }
