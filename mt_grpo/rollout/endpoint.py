@@ -277,10 +277,11 @@ class ChatEndpoint:
         if said.status in (401, 403):
             raise ServerSetupError(self._says_key(said.status)) from None
         if said.status in (402, 404, 405) or "insufficient_quota" in said.words:
-            raise ServerSetupError(
-                f"The endpoint {self.url} refuses the model {self.model!r} ({said}); what is finished is kept, and "
-                "the same command goes on."
-            ) from None
+            kept = "what is finished is kept, and the same command goes on"
+            if said.status in (404, 405):
+                kept = "give a model and an address that it serves"
+            fault = f"The endpoint {self.url} refuses the model {self.model!r} ({said})"
+            raise ServerSetupError(f"{fault}; {kept}.") from None
 
     def _without_what_is_unknown(self, said: _Refused, body: dict[str, Any], bounded: bool) -> bool:
         """Leaves out of later requests what a refusal names; whether the next one bounds its tokens."""

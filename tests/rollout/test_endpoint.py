@@ -118,7 +118,7 @@ def test_full_context_ends_one_conversation(endpoint, converse):
     [
         (refusal(401, "no"), ServerSetupError, "refuses requests without a key (status 401)"),
         (refusal(429, "pay", code="insufficient_quota"), ServerSetupError, "insufficient_quota"),
-        (refusal(404, "no such model"), ServerSetupError, "refuses the model 'big'"),
+        (refusal(404, "no such model"), ServerSetupError, "refuses the model 'big' .* give a model and"),
         (refusal(503, "down"), ServerGoneError, "did not answer in 8 turns"),
     ],
 )
