@@ -9,12 +9,14 @@ import pytest
 from support.forked import start_ranks
 from support.loopback import free_port
 from support.marks import needs_server
-from support.servers import ROOT, START_LIMIT
+from support.servers import OTHER_PROCESSOR, ROOT, START_LIMIT
 
 pytestmark = [needs_server, pytest.mark.server, pytest.mark.slow]
 
 
-def test_the_quickstart_trains_with_a_server_of_its_own(tmp_path):
+def test_the_quickstart_trains_with_a_server_of_its_own(tmp_path, monkeypatch):
+    for name in OTHER_PROCESSOR:  # the trainer's server has its environment
+        monkeypatch.delenv(name, raising=False)
     folder, port = tmp_path / "run", str(free_port())
     options = {"use_vllm": True, "vllm_mode": "colocate", "vllm_enable_sleep_mode": True, "vllm_server_port": port}
     options |= {"vllm_server_timeout": START_LIMIT, "vllm_importance_sampling_mode": "token_truncate"}

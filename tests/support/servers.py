@@ -38,7 +38,7 @@ except ProcessLookupError:
 """
 FORKS = "MT_GRPO_VLLM_FORKS"
 """Environment variable: a socket of the process that servers are forked from, where it has begun."""
-_OTHER_PROCESSOR = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
+OTHER_PROCESSOR = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
 """Variables with which our side computes as another processor. vLLM does not: its kernels, and what torch compiles for
 it, go by the processor that is there, and its engine ends where they disagree."""
 
@@ -56,7 +56,7 @@ def begin_forks() -> None:
             stdin=subprocess.PIPE,
             pass_fds=[listening.fileno()],
             start_new_session=True,
-            env={name: value for name, value in os.environ.items() if name not in _OTHER_PROCESSOR},
+            env={name: value for name, value in os.environ.items() if name not in OTHER_PROCESSOR},
         )
     os.environ[FORKS] = f"{folder.name}/forks"
 
@@ -99,7 +99,7 @@ class ServerProcess:
     def __init__(self, command: list[str], port: int, log: Path, environment: dict[str, str] | None = None) -> None:
         self.command, self.port, self.log = command, port, log
         self.url = f"http://127.0.0.1:{port}"
-        ours = {name: value for name, value in os.environ.items() if name not in _OTHER_PROCESSOR}
+        ours = {name: value for name, value in os.environ.items() if name not in OTHER_PROCESSOR}
         self._environment = {**ours, "HF_HUB_OFFLINE": "1", **(environment or {})}
         self._process: subprocess.Popen[bytes] | Forked | None = None
         self._watch: subprocess.Popen[bytes] | None = None
