@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -171,7 +171,9 @@ def find_in_run(rows: Table, about: Row | None = None) -> list[Finding]:
     train = np.flatnonzero(np.isin(modes, [code for code, text in enumerate(texts) if text == "train"]))
     of_training = find(Counts().add_table(rows, train), about)
     of_all = Counts().add_table(rows, np.arange(len(rows)))
-    others = (finding for finding in of_training if finding.kind != "failed")
+    others = (
+        replace(finding, query=f"mode=train {finding.query}") for finding in of_training if finding.kind != "failed"
+    )
     return [*_failed(of_all), *others, *_silent_rewards(rows, train)]
 
 

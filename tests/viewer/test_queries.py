@@ -217,6 +217,16 @@ def test_findings_name_what_is_wrong_and_lead_there(queries):
     assert links
 
 
+def test_a_finding_leads_to_those_that_it_counts():
+    rows = Table()
+    modes = ["train", "train", "eval", "eval", "eval"]
+    rows.add("rollout", [index_line(f"s{i}", mode=mode, member=i, stop="length") for i, mode in enumerate(modes)])
+    columns = Columns(rows)
+    said = {each["strong"]: each["link"] for each in findings(overview(columns, [], []), columns, None)}
+    link = said["2 of 2 conversations were cut off by length:"]
+    assert columns.where(parse_filter(link["q"])).tolist() == [mode == "train" for mode in modes]
+
+
 def test_answers_that_were_lost_are_found(tmp_path):
     queries = queries_of(write_run(tmp_path, steps=1))
     assert queries.answer("lost", {})["sessions"] == []
