@@ -4,7 +4,6 @@ How long a step of a run takes, and how many GPUs should serve. An estimate, unt
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 import time
@@ -23,6 +22,8 @@ from mt_grpo.doctor.memory import (
 )
 from mt_grpo.errors import ConfigError
 from mt_grpo.options.rules import check_batches
+from mt_grpo.runlog import Run
+from mt_grpo.runlog.schema import METRICS, Row
 
 _EFFICIENCY = 0.5  # share of the speed of a large matrix product that a whole model reaches on a CPU
 _OPS_PER_LAYER = 200  # small operations of a layer on a CPU, the work of Python among them
@@ -110,24 +111,20 @@ def _server_seconds(
 
 def _read_run(folder: str, steps_of_a_batch: float = 1.0) -> tuple[_Lengths, float] | None:
     """Lengths and the seconds of a batch, from the metrics of a run; `None` where it has logged no step."""
-    path = Path(folder, "metrics.jsonl")
-    if not path.is_file():
+    if not Path(folder, METRICS).is_file():
         return None
-    try:
-        records: list[dict[str, Any]] = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    except ValueError as error:
-        raise ConfigError(f"{path} is no record of a run ({error}): name the folder of one that is whole.") from error
+    records, names = Run.metrics_of(Path(folder)), ("turns/mean", "completions/mean_length", "tokens/unique")
     latest = _LATEST * max(1, round(steps_of_a_batch))
-    steps = [record for record in records if "step_time" in record][-latest:]  # not all have sampled
-    sampled = [record for record in records if "tokens/unique" in record][-_LATEST:]
+    steps = [record for record in records if _has(record, "step_time")][-latest:]  # not all have sampled
+    sampled = [record for record in records if _has(record, *names)][-_LATEST:]
     if not steps or not sampled:
         return None
-
-    def mean(name: str) -> float:
-        return statistics.mean(record[name] for record in sampled)
-
-    lengths = _Lengths(mean("turns/mean"), mean("completions/mean_length"), mean("tokens/unique"), True)
+    lengths = _Lengths(*(statistics.mean(record[name] for record in sampled) for name in names), True)
     return lengths, statistics.mean(record["step_time"] for record in steps) * steps_of_a_batch
+
+
+def _has(record: Row, *names: str) -> bool:
+    return all(isinstance(record.get(name), int | float) for name in names)
 
 
 def _measure_cpu(shape: Shape, seconds: float = 0.15) -> _Speed:

@@ -298,9 +298,12 @@ def test_a_step_is_calibrated(check, tmp_path):
     status, words = check("step", "--calibrate", "HERE/done")
     assert status == "ok" and "4.00 s (calibrated with the steps of" in words and "2.0 turns, 12 tokens" in words
     assert "calibrated" in check("step", output_dir="HERE/done")[1]
-    (tmp_path / "done" / "metrics.jsonl").write_text("{")
+    with (tmp_path / "done" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 7, "step_time": null, "tokens/unique": 4.0}\n{"step": 8, "ste')  # a run that goes on
+    assert "4.00 s (calibrated with" in check("step", "--calibrate", "HERE/done")[1]
+    (tmp_path / "done" / "metrics.jsonl").write_text("{\n")
     status, words = check("step", "--calibrate", "HERE/done")
-    assert status == "fail" and "is no record of a run" in words
+    assert status == "fail" and "has a line that is not JSON of metrics" in words
 
 
 @pytest.mark.parametrize(
