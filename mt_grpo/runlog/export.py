@@ -86,7 +86,8 @@ def _write_lines(form: str, of: str = "conversation") -> Callable[[Run, Sequence
 def left_out(rows: Sequence[Row], sessions: Container[str]) -> str:
     """Says how many conversations are in no line of `tokens`, by the sessions of the lines."""
     number = sum(row["session"] not in sessions for row in rows)
-    return f" ({number} conversations left out: {_NO_IDS}, or nothing was sampled)" if number else ""
+    conversations = f"{number} conversation{'s' * (number != 1)}"
+    return f" ({conversations} left out: {_NO_IDS}, or nothing was sampled)" if number else ""
 
 
 _NO_IDS = "an image or a sound has no token ids of its own"

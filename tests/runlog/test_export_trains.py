@@ -266,7 +266,7 @@ def test_conversations_with_an_image_are_left_out_and_counted(tmp_path, capsys):
     folder = group(tmp_path / "run", made(([5], [7]), reward=1.0), seen, other).folder
     assert main(["export", str(folder), "--to", "tokens"]) == main(["export", str(folder), "--to", "preferences"]) == 0
     said = capsys.readouterr().out.splitlines()
-    assert said[0].startswith("2 sequences (1 conversations left out: an image or a sound has no token ids of its own")
+    assert said[0].startswith("2 sequences (1 conversation left out: an image or a sound has no token ids of its own")
     assert said[1].startswith("1 pair in ")
     assert {line["session"][-1] for line in exported(open_run(folder), "tokens")} == {"0", "2"}
     (pair,) = exported(open_run(folder), "preferences")
