@@ -515,6 +515,16 @@ def test_images_stand_at_their_places(words, number, shown):
     assert [of(message["content"]) for message in _with_images(messages, images)] == shown
 
 
+def test_what_the_model_writes_is_no_place_of_an_image():
+    shown, words = {"type": "image", "image": picture()}, {"role": "assistant", "content": "I see an <image>."}
+    sound = [{"type": "audio", "audio": [0.5]}, {"type": "text", "text": "An <image>?"}]
+    asked = _with_images([*of_user(sound), words, *user("<image>")], [shown["image"]])
+    assert asked == [*of_user(sound), words, *of_user([shown])]
+    assert _with_images([*of_user(sound), words], [shown["image"]]) == [*of_user([shown, *sound]), words]
+    seen = [{"role": "assistant", "content": [shown]}]
+    assert without_images(seen) == (seen, [])
+
+
 def test_other_images_than_places_are_refused():
     with pytest.raises(ValueError, match="have 2 times <image>, and the request has 1 images"):
         _with_images(user("<image> <image>"), [picture()])

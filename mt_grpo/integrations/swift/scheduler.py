@@ -283,12 +283,15 @@ _PLACE = "<image>"  # what stands in the words of messages for an image of the l
 
 
 def without_images(messages: list[Message]) -> tuple[list[Message], list[object]]:
-    """Messages whose images are places, and the images in order. Messages with other media stay as they are."""
+    """
+    Messages whose images are places, and the images in order. Messages with other media stay as they are, and so do
+    the assistant's, in whose words `<image>` is what the model wrote.
+    """
     images: list[object] = []
     written = []
     for message in messages:
         content = message.get("content")
-        parts = content if isinstance(content, list) else []
+        parts = content if isinstance(content, list) and message["role"] != "assistant" else []
         kinds = [*map(kind_of_part, parts)]
         if set(kinds) - {0} == {IMAGE}:
             images += [part["image"] for part, kind in zip(parts, kinds, strict=True) if kind]
@@ -302,19 +305,27 @@ def _with_images(messages: list[Message], images: list[object]) -> list[Message]
     """Messages whose places show images. Images without a place come before the user's first words."""
     if not images:
         return messages
-    places = sum(str(message.get("content")).count(_PLACE) for message in messages)
+    words = [_words_with_places(message) for message in messages]
+    places = sum(each.count(_PLACE) for each in words)
     if places > len(images):
         raise ValueError(f"The messages have {places} times {_PLACE}, and the request has {len(images)} images.")
     left = iter([{"type": "image", "image": image} for image in images])
     first = next((index for index, message in enumerate(messages) if message["role"] == "user"), 0)
     shown = []
-    for index, message in enumerate(messages):
+    for index, (message, said) in enumerate(zip(messages, words, strict=True)):
         before = [next(left) for _ in range(len(images) - places)] if index == first else []
-        content = message.get("content")
-        if before or (isinstance(content, str) and _PLACE in content):
-            message = {**message, "content": [*before, *_with_places(content or "", left)]}
+        if before or _PLACE in said:
+            content = message.get("content") or []
+            parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+            message = {**message, "content": [*before, *(_with_places(said, left) if said else parts)]}
         shown.append(message)
     return shown
+
+
+def _words_with_places(message: Message) -> str:
+    """The text of a message in which images have places; what the model wrote has none."""
+    content = message.get("content")
+    return content if isinstance(content, str) and message["role"] != "assistant" else ""
 
 
 def _with_places(text: str, images: Iterator[Message]) -> Iterator[Message]:
