@@ -334,8 +334,14 @@ def _embedded(split: str, streaming: bool) -> tuple[Rows, Row | None]:
 def _sliced(made: list[Row], split: str, streaming: bool) -> tuple[Rows, Row | None]:
     """Rows that were made here, as far as the split's slice goes, and the first of them."""
     rows, base = datasets.Dataset.from_list(made), split.partition("[")[0]
-    (wanted,) = datasets.ReadInstruction.from_spec(split).to_absolute({base: len(rows)})
-    rows = rows.select(range(wanted.from_ or 0, len(rows) if wanted.to is None else wanted.to))
+    try:
+        wanted = datasets.ReadInstruction.from_spec(split).to_absolute({base: len(rows)})
+    except ValueError as error:
+        raise DatasetError(
+            f"The split {split!r} is not read ({error}): give slices of one split, as `{base}[:10]+{base}[20:30]`."
+        ) from error
+    ends = [(one.from_ or 0, len(rows) if one.to is None else one.to) for one in wanted]
+    rows = rows.select([number for begin, end in ends for number in range(begin, end)])
     first = next(iter(rows), None)
     return rows.to_iterable_dataset() if streaming and first is not None else rows, first
 

@@ -147,6 +147,11 @@ def test_the_embedded_task_loads_with_validation_as_test() -> None:
     assert next(iter(load_rows("embedded", "test", streaming=True))) == test[0]
     assert load_rows("embedded", "validation[2:4]").to_list() == validation.select([2, 3]).to_list()
     assert len(load_rows("embedded", "train[:10%]")) == pytest.approx(len(train) / 10, abs=1)
+    assert load_rows("embedded", "train[5:7]+train[:1]")[:] == {
+        name: [values[5], values[6], values[0]] for name, values in train[:7].items()
+    }
+    for split in ("train[:2", "train[:2]+validation[:2]"):
+        assert f"The split {split!r} is not read (" in refusal("embedded", split)
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "json", "parquet", "csv"])
