@@ -20,6 +20,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
+from mt_grpo.errors import ConfigError
+
 NAMES = "amber birch cedar delta ember fjord grove hazel iris jade koala lotus maple nylon opal pearl".split()
 _TOML = """version = "1.0"
 [metadata]
@@ -161,8 +163,13 @@ def embedded_tasks(split: str) -> Path:
     number, seed = {"train": (96, 0), "eval": (48, 1)}[split]
     named = f"{metadata.version('mt-grpo')}-{'-'.join(_EMBEDDED)}-{number}-{seed}"
     folder = Path(tempfile.gettempdir(), f"mt-grpo-tasks-{os.getuid()}", named)
+    folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder.parent.lstat().st_uid != os.getuid():
+        raise ConfigError(
+            f"{folder.parent}, where the embedded tasks are written, is another user's, and so would be the tasks: "
+            "remove it, or set `TMPDIR` to a folder of your own."
+        )
     if not folder.is_dir():
-        folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as made:
             write_tasks(Path(made, named), number, seed, kinds=_EMBEDDED)
             with contextlib.suppress(OSError):  # another process of the run was first

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
+import tempfile
 
 import pytest
 
-from mt_grpo.data.terminal import KINDS, write_tasks
+from mt_grpo.data.terminal import KINDS, embedded_tasks, write_tasks
+from mt_grpo.errors import ConfigError
 
 
 @pytest.fixture
@@ -52,3 +55,12 @@ def test_tasks_are_their_seeds(tmp_path):
     assert first == texts(tmp_path / "b", 1)
     assert set(first.values()) != set(texts(tmp_path / "c", 2).values())
     assert all("FROM base:1\n" in text for path, text in first.items() if path.name == "Dockerfile")
+
+
+def test_embedded_tasks_are_not_read_from_another_user_s_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert len(list(embedded_tasks("eval").iterdir())) == 48
+    owner = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: owner + 1)
+    with pytest.raises(ConfigError, match="is another user's"):
+        embedded_tasks("eval")
