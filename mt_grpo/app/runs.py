@@ -283,11 +283,14 @@ def _print_table(rows: Sequence[Sequence[str]]) -> None:
 # Runs against the first one
 
 
+_FEWEST = 6  # rows: five that all differ in one direction do so by chance in one of sixteen comparisons
+
+
 def _in_words(difference: Estimate) -> str:
-    if difference.low is None or difference.high is None:
-        return f"{difference.mean:+.3g}, too few to tell"
     if difference.low == difference.high == 0:
         return "equal"
+    if difference.low is None or difference.high is None or difference.rows < _FEWEST:
+        return f"{difference.mean:+.3g}, too few to tell"
     shown = "higher" if difference.low > 0 else "lower" if difference.high < 0 else "not shown to differ"
     return f"{difference.mean:+.3g} ({difference.low:+.3g} to {difference.high:+.3g}), {shown}"
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from support.runs import write_begun, write_run
 
-from mt_grpo.runlog.intervals import over_steps
+from mt_grpo.app.runs import _in_words
+from mt_grpo.runlog.intervals import bootstrap, over_steps
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +76,11 @@ def test_the_words_say_what_is_not_shown(folder, printed):
     (reward,) = (line for line in text.splitlines() if line.startswith("  reward   "))
     assert entropy.endswith("equal") and "say nothing of other seeds" in text
     assert reward.endswith(("higher", "lower", "not shown to differ"))
+
+
+@pytest.mark.parametrize(("rows", "said"), [(2, "+1, too few to tell"), (5, "+1, too few to tell"), (6, "higher")])
+def test_few_questions_show_no_difference(rows, said):
+    assert _in_words(bootstrap(np.ones(rows))).endswith(said)
 
 
 def test_intervals_are_those_of_students_t():
