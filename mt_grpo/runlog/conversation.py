@@ -46,6 +46,8 @@ class StoredConversation:
         turns = record["turns"]
         if [turn["index"] for turn in turns] != list(range(len(turns))) or len(turns) != len(self.row["turn_rewards"]):
             raise CorruptRecord("its turns are others than the index has")
+        if any(len(values) < len(turns) for values in record["rewards"].get("turn", {}).values()):
+            raise CorruptRecord("there are fewer rewards than turns")
         return record
 
     @property

@@ -339,12 +339,18 @@ class _Turn(TypedDict):
 
 
 @_strict
+class _Rewards(TypedDict):
+    turn: NotRequired[dict[str, list[float | None]]]
+    outcome: NotRequired[dict[str, float | None]]
+
+
+@_strict
 class _Record(TypedDict):
     prompt: list[_Message]
     turns: list[_Turn]
     error: str | None
     row: Row
-    rewards: dict[str, Row]
+    rewards: _Rewards
     seconds: _Number
     start: _Number | None
     tools: NotRequired[list[Row] | None]

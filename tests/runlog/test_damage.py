@@ -236,6 +236,8 @@ RECORDS = [
     *[("row", {"answer": value}) for value in (10**30, "\ud800", json.loads("[" * 300 + "]" * 300))],
     ("turns", [{"index": 0, "message": {"role": "assistant", "content": "x"}}]),
     ("prompt", [{"role": "user", "content": 7}]),
+    *[("rewards", {"turn": {"tool_execution": value}}) for value in (0.5, [], ["x"])],
+    ("rewards", {"outcome": {"exact_match": "x"}}),
 ]
 DAMAGES: dict[str, Damage] = {
     "index cut": edit(INDEX, lambda content: content[: len(content) // 2]),
