@@ -154,6 +154,10 @@ def _call(func: RewardFunc, call: Callable[[], object], trajectory: Trajectory, 
     return wait
 
 
+_LARGEST = 1e12
+"""What a reward may be: the records of a run hold sums of rewards up to a thousand times that."""
+
+
 def _number(func: RewardFunc, value: object, trajectory: Trajectory) -> float | None:
     if value is None:
         return None
@@ -163,6 +167,8 @@ def _number(func: RewardFunc, value: object, trajectory: Trajectory) -> float | 
         number = float(value)
         if not math.isfinite(number):
             raise ValueError(f"it returned {number}: return a finite number, or `None` where it does not apply")
+        if abs(number) > _LARGEST:
+            raise ValueError(f"it returned {number:g}: return a number between {-_LARGEST:g} and {_LARGEST:g}")
     except Exception as error:  # whatever the user's value raises
         raise _failure(func, error, trajectory) from error
     return number

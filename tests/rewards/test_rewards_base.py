@@ -180,6 +180,7 @@ def test_whatever_reads_as_a_number_becomes_a_float():
         (math.nan, "ValueError: it returned nan: return a finite number, or `None` where it does"),
         (math.inf, "ValueError: it returned inf: return a finite number"),
         (-math.inf, "ValueError: it returned -inf: return a finite number"),
+        (-1e15, "ValueError: it returned -1e+15: return a number between -1e+12 and 1e+12"),
         ("good", "TypeError: it returned 'good': return a number"),
         ("1.0", "TypeError: it returned '1.0': return a number"),
         ([1.0], "TypeError: it returned [1.0]: return a number"),
