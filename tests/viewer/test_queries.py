@@ -165,7 +165,7 @@ def test_long_runs_have_fewer_points():
     assert f"in {steps} steps: it has not risen so far." in said
 
 
-def test_steps_of_a_long_run_and_questions_are_counted_one_by_one():
+def test_steps_and_questions_of_a_long_run_are_counted_singly():
     rows, steps = Table(), 2 * POINTS
     lines = [
         index_line(f"s{step}-{member}", step=step, member=member, reward=float(step < 3 and member))
