@@ -379,8 +379,9 @@ def test_files_of_a_task_that_cannot_be_read_are_refused(make_task, file, text, 
 def test_a_task_without_an_instruction_is_none(make_task):
     folder = make_task()
     (folder / "instruction.md").unlink()
-    with pytest.raises(ConfigError, match="has no tasks of Harbor: a task is a folder with `task.toml` and"):
-        HarborTasks(HarborEnv("bubblewrap"), str(folder))
+    for given in (str(folder), 5):
+        with pytest.raises(ConfigError, match="has no tasks of Harbor: a task is a folder with `task.toml` and"):
+            HarborTasks(HarborEnv("bubblewrap"), given)
 
 
 def test_metadata_of_several_types_is_text(tmp_path):

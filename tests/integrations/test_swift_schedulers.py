@@ -15,6 +15,7 @@ from support.agents import check_whole
 from support.conversations import play, user
 from support.images import ScriptedSight, build_processor, picture
 from support.models import build_model, build_tokenizer
+from support.waiting import until_true
 
 from mt_grpo.forward.model import ForwardPlan, enable_trees, score, score_turns
 from mt_grpo.integrations.swift import (
@@ -459,6 +460,24 @@ def test_gym_environments_reward_turns_and_are_closed(monkeypatch):
     for config, problem in (({"name": "count", "number": -1}, "no such game"), ({"name": "chess"}, "names the env")):
         trajectory, _, _ = hold(multi_turns["gym_scheduler"], talk, {"env_config": config})
         assert problem in trajectory.error
+
+
+def test_a_gym_environment_that_is_made_too_late_is_closed(monkeypatch):
+    class Slow(Count):
+        def __init__(self, config):
+            time.sleep(0.3)
+            super().__init__(config)
+
+    monkeypatch.setitem(envs, "slow", Slow)
+    Count.closed = []
+    request = RolloutInferRequest(user("What?"), data_dict={"env_config": {"name": "slow", "number": 2}})
+
+    async def given_up():
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(multi_turns["gym_scheduler"](max_turns=1).on_trajectory_start([request]), 0.05)
+        await until_true(lambda: Count.closed, limit=60.0)
+
+    asyncio.run(given_up())
 
 
 class Shows(MultiTurnScheduler):

@@ -8,6 +8,7 @@ import copy
 import functools
 import importlib.util
 import logging
+import os
 import random
 import shutil
 import tempfile
@@ -71,7 +72,7 @@ class _Tasks:
             split: str(embedded_tasks(split)) if folder == "embedded" else folder for split, folder in given.items()
         }
         for name, folder in zip(("tasks", "eval_tasks"), self._folders.values(), strict=True):
-            if folder is not None and not _task_folders(folder):
+            if folder is not None and not (isinstance(folder, (str, os.PathLike)) and _task_folders(folder)):
                 raise ConfigError(
                     f"`{name}: {folder}` has no tasks of Harbor: a task is a folder with `task.toml` and "
                     "`instruction.md`."
@@ -177,7 +178,7 @@ def _check_usable(sandbox: str) -> None:
         raise ConfigError(f"`sandbox: {sandbox}` cannot be used on this machine: {error}") from error
 
 
-def _task_folders(folder: str) -> list[Path]:
+def _task_folders(folder: str | os.PathLike[str]) -> list[Path]:
     """The folders of tasks in a folder, by name; a folder that is a task itself is its only one."""
     root = Path(folder).expanduser()
     found = [root] if (root / "task.toml").is_file() else sorted(path.parent for path in root.glob("*/task.toml"))
