@@ -342,7 +342,7 @@ def test_a_conversation_that_failed_at_once_is_shown(browser, tmp_path):
         assert "`seed` is <b>not</b> understood" in refused.inner_text()
         refused.locator("text=show them").click()
         counted(page, 1)
-        assert page.input_value("#filter") == "refused>0"
+        assert page.input_value("#filter") == "mode=train refused>0"
         go(page, second)
         assert "2 requests refused: `seed` is <b>not</b> understood: leave it out." in page.inner_text("main")
 
