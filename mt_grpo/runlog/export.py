@@ -157,16 +157,15 @@ def _messages(run: Run, rows: Sequence[Row]) -> Iterator[Row]:
 
 
 def _tokens(run: Run, rows: Sequence[Row]) -> Iterator[Row]:
-    none = shown = True
+    all_show = bool(rows)
     for row, record, tree in run.trees(rows):
         found = [] if (media := _has_media(tree)) else _sequences(tree, record)
-        shown = shown and media
+        all_show = all_show and media
         for number, each in enumerate(found):
-            none = False
             turns = list(dict.fromkeys(turn for turn in each.turns if turn >= 0))
             earned = _earned(run, row, turns, number, len(found))
             yield {"input_ids": each.ids, "assistant_masks": each.trained, **earned}
-    if rows and none and shown:
+    if all_show:
         raise UserError(f"There are no tokens, since each conversation has media, and {_NO_IDS}: export `messages`.")
 
 
