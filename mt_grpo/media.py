@@ -324,6 +324,7 @@ def _open(file: bytes, name: str) -> Picture:
         from PIL import Image
     except ImportError:
         raise MediumError("A message shows an image, and Pillow is not installed: `pip install pillow`.") from None
+    file = _without_words(file)
     try:
         image = Image.open(io.BytesIO(file), formats=FORMATS)
     except (*BROKEN, Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
@@ -339,6 +340,17 @@ def _open(file: bytes, name: str) -> Picture:
     _opened[id(image)] = _Opened(image, file)
     copyreg.pickle(type(image), _reduced)
     return image
+
+
+def _without_words(file: bytes) -> bytes:
+    """A PNG file without compressed texts and profiles, of which Pillow keeps a thousand times their size."""
+    kept, place = [file[:8]], 8
+    while file.startswith(b"\x89PNG\r\n\x1a\n") and place < len(file):
+        end = place + 12 + int.from_bytes(file[place : place + 4], "big")
+        if file[place + 4 : place + 8] not in (b"zTXt", b"iTXt", b"iCCP"):
+            kept.append(file[place:end])
+        place = end
+    return b"".join(kept) if len(kept) > 1 else file
 
 
 def _reduced(image: Picture) -> Any:

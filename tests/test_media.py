@@ -13,7 +13,7 @@ import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from zlib import crc32
+from zlib import compress, crc32
 
 import numpy as np
 import pytest
@@ -122,6 +122,17 @@ def test_an_image_of_too_many_pixels_is_never_decoded(monkeypatch, side):
     monkeypatch.setattr(ImageFile.ImageFile, "load", lambda self: pytest.fail("it was decoded"))
     with pytest.raises(MediumError, match=r"An image of \d+ bytes has .* pixels"):
         read_image(large(side, side))
+
+
+@pytest.mark.parametrize("kind", [b"zTXt", b"iTXt", b"iCCP"])
+def test_the_words_of_an_image_are_not_unpacked(kind):
+    packed = compress(bytes(900_000))
+    body = b"word\0" + (b"\1\0\0\0" if kind == b"iTXt" else b"\0") + packed
+    chunk = struct.pack(">I", len(body)) + kind + body + struct.pack(">I", crc32(kind + body))
+    file = saved(GREEN)
+    image = read_image(file[:33] + 40 * chunk + file[33:])
+    assert not image.info
+    assert (read_image(to_file(image)).tobytes(), to_file(image)) == (GREEN.tobytes(), file)
 
 
 def test_the_images_of_a_message_are_bounded_together():
