@@ -1,4 +1,4 @@
-"""Tasks of Harbor as rows; conversations in their containers, where the policy has a shell or an agent asks it."""
+"""Conversations with tasks of Harbor in their containers, where the policy has a shell or an agent asks it."""
 
 from __future__ import annotations
 
@@ -6,43 +6,31 @@ import asyncio
 import contextlib
 import copy
 import functools
-import importlib.util
 import logging
-import os
 import random
-import shutil
-import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 from importlib import import_module
-from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
-from datasets import Dataset
-
-from mt_grpo.data.terminal import embedded_tasks
 from mt_grpo.envs.env import ConversationEnded, Outcome, Policy, Step
 from mt_grpo.envs.protocols import CallProtocol
 from mt_grpo.envs.source import EnvLike, EnvSource, Prototype, environment, source_of, tool_arguments
 from mt_grpo.envs.tool_env import MultiTurnToolEnv
 from mt_grpo.errors import ConfigError, refuse_first
-from mt_grpo.imports import did_you_mean
-from mt_grpo.integrations.harbor.bubblewrap import check_usable, read_machine
 from mt_grpo.integrations.harbor.containers import (
     BUBBLEWRAP,
     ENGINES,
     HOST,
     TaskError,
     Verified,
-    get_images,
     image_of_task,
     no_way_here,
-    read_task,
-    remove_leftovers,
 )
 from mt_grpo.integrations.harbor.shell import Restartable, Shell
+from mt_grpo.integrations.harbor.tasks import TASK, Tasks, task_folders, value_of_harbor
 from mt_grpo.integrations.openai_api.agent import AgentClient, AgentEnv, AgentSource, protocol_of
 from mt_grpo.integrations.openai_api.conversation import Conversation
 from mt_grpo.options.table import RunOptions, Values
@@ -53,145 +41,7 @@ from mt_grpo.trajectory import Message, Row, Turn
 if TYPE_CHECKING:
     from mt_grpo.integrations.harbor.trial import BegunTrial
 
-_DISK = 1e9  # bytes for a sandbox, below which the doctor warns
 logger = logging.getLogger(__name__)
-
-TASK = "task"  # the column with the folder of a row's task
-
-
-class _Tasks:
-    """Folders of tasks as rows: `prompt` is a task's instruction, `task` its folder; `embedded` are our own."""
-
-    def __init__(self, sandbox: str, tasks: str, eval_tasks: str | None = None) -> None:
-        self.sandbox = _harbor_value("sandbox", sandbox)
-        _check_usable(self.sandbox)
-        if removed := remove_leftovers(self.sandbox):
-            logger.warning("Removed what an earlier run left: %s", ", ".join(removed))
-        given = {"train": tasks, "eval": eval_tasks}
-        self._folders = {
-            split: str(embedded_tasks(split)) if folder == "embedded" else folder for split, folder in given.items()
-        }
-        for name, folder in zip(("tasks", "eval_tasks"), self._folders.values(), strict=True):
-            if folder is not None and not (isinstance(folder, (str, os.PathLike)) and _task_folders(folder)):
-                raise ConfigError(
-                    f"`{name}: {folder}` has no tasks of Harbor: a task is a folder with `task.toml` and "
-                    "`instruction.md`."
-                )
-
-    def rows(self, split: str) -> Dataset | None:
-        """The tasks of a split; metadata that is of one type in some tasks, and of another in others, is text."""
-        if (folder := self._folders[split]) is None:
-            return None
-        rows = [_task_row(path) for path in _task_folders(folder)]
-        for name in {name for row in rows for name in row}:
-            having = [row for row in rows if name in row]
-            if len({float if type(row[name]) is int else type(row[name]) for row in having}) > 1:
-                for row in having:
-                    row[name] = str(row[name])
-        return Dataset.from_list(rows)
-
-    in_sandboxes: ClassVar[bool] = True
-
-    def examine(self, rows: Any, at_once: int) -> Iterator[tuple[bool, str, str]]:
-        """Whether sandboxes start here, and their images and disk are here."""
-        yield True, f"`{self.sandbox}` is here and answers", ""  # else there were no environment
-        tasks = list(dict.fromkeys(row[TASK] for row in rows.select_columns(TASK)))
-        place = tempfile.gettempdir() if self.sandbox == BUBBLEWRAP else "/var/lib"
-        if self.sandbox == BUBBLEWRAP:
-            for task in tasks:
-                read_machine(Path(task))
-            yield True, f"{len(tasks)} tasks need no image", ""
-        elif self.sandbox in ENGINES:
-            images = [image for image in map(image_of_task, tasks) if image is not None]
-            here = sum(image.is_here(self.sandbox) for image in images)
-            mend = "the others are built or pulled before the first batch" if here < len(images) else ""
-            yield not mend, f"{here} of the images of {len(tasks)} tasks are here", mend
-        else:
-            return
-        free = shutil.disk_usage(place).free
-        mend = "free some, or run fewer at once" if free < at_once * _DISK else ""
-        yield not mend, f"{free / 1e9:.1f} GB of disk are free for {at_once} sandboxes at once", mend
-
-    def check(self, rows: Dataset, name: str) -> None:
-        """Refuses rows without a task, and gets the images of the others."""
-        if TASK not in rows.column_names:
-            raise ConfigError(
-                f"The {name} has no column `{TASK}`: give the folder of each row's task there, or leave "
-                "`dataset_name` out."
-            )
-        if self.sandbox in ENGINES:
-            get_images(self.sandbox, filter(None, map(image_of_task, rows.unique(TASK))))
-        elif self.sandbox == BUBBLEWRAP:
-            for task in rows.unique(TASK):
-                read_machine(Path(task))
-
-
-def _harbor_value(option: str, given: str | Mapping[str, Any]) -> Any:
-    """The name of a `sandbox` that Harbor has, or its configuration of an `agent`."""
-    if option == "sandbox" and given == BUBBLEWRAP:
-        return given
-    if importlib.util.find_spec("harbor") is None:
-        raise ConfigError(
-            "`env: {type: harbor}` needs Harbor, which is not installed: `pip install mt-grpo[harbor]`, with Python "
-            "3.12 or later. `sandbox: bubblewrap` goes without."
-        )
-    from harbor.models.agent.name import AgentName
-    from harbor.models.environment_type import EnvironmentType
-    from harbor.models.trial.config import AgentConfig
-    from pydantic import ValidationError
-
-    if option == "sandbox":
-        known = [kind.value for kind in EnvironmentType]
-        value: Any = given
-    elif not isinstance(given, (str, Mapping)):
-        raise ConfigError(f"`agent: {given}` is no agent: give a name, or options of Harbor's `AgentConfig`.")
-    else:
-        options = {"name": given} if isinstance(given, str) else dict(given)
-        try:
-            if unknown := options.keys() - AgentConfig.model_fields.keys():
-                raise ConfigError(
-                    f"`agent` has no option {sorted(unknown)[0]!r}: it has those of Harbor's `AgentConfig`."
-                )
-            config = AgentConfig(**options)
-        except ValidationError as error:
-            raise ConfigError(f"`agent: {options}` is refused by Harbor: {error.errors()[0]['msg']}") from error
-        if config.name is None or ":" in config.name:
-            return config
-        known, value = sorted(AgentName.values()), config.name
-    if value not in known:
-        raise ConfigError(
-            f"`{option}: {value}` is none of Harbor's{did_you_mean(str(value), known)}: it has {', '.join(known)}."
-        )
-    return value if option == "sandbox" else config
-
-
-def _check_usable(sandbox: str) -> None:
-    """Asks Harbor whether a sandbox can be used: its program answers, its credentials are there."""
-    if sandbox == BUBBLEWRAP:
-        return check_usable()
-    from harbor.environments.factory import EnvironmentFactory
-    from harbor.models.environment_type import EnvironmentType
-
-    try:
-        EnvironmentFactory.run_preflight(EnvironmentType(sandbox))
-    except (Exception, SystemExit) as error:  # Harbor ends its own command with the reason
-        raise ConfigError(f"`sandbox: {sandbox}` cannot be used on this machine: {error}") from error
-
-
-def _task_folders(folder: str | os.PathLike[str]) -> list[Path]:
-    """The folders of tasks in a folder, by name; a folder that is a task itself is its only one."""
-    root = Path(folder).expanduser()
-    found = [root] if (root / "task.toml").is_file() else sorted(path.parent for path in root.glob("*/task.toml"))
-    return [path for path in found if (path / "instruction.md").is_file()]
-
-
-def _task_row(path: Path) -> Row:
-    """A task as a row: its instruction, its folder, and what `[metadata]` says in plain values."""
-    told = read_task(path).get("metadata", {})
-    metadata = {key: value for key, value in told.items() if isinstance(value, (str, int, float))}
-    prompt = (path / "instruction.md").read_text(errors="replace").strip()
-    return {**metadata, "prompt": prompt, TASK: str(path.resolve()), "name": path.name}
-
 
 _JITTER = 0.2  # most seconds between two starts, which are drawn, so that several processes do not start in step
 
@@ -301,7 +151,7 @@ class HarborEnv(MultiTurnToolEnv):
             fault = "`sandbox_pool` is of containers, and `sandbox: bubblewrap` has none: leave it out"
         if fault:
             raise ConfigError(f"{fault}.")
-        self.sandbox, self.verify_every = _harbor_value("sandbox", sandbox), verify_every
+        self.sandbox, self.verify_every = value_of_harbor("sandbox", sandbox), verify_every
         self.command_seconds = 60.0 if tool_timeout is None else tool_timeout
         options = {"system_prompt": SYSTEM_PROMPT, "max_steps": 30, **options}
         self._shell, self._forked = Shell(), None
@@ -422,12 +272,12 @@ class _HarborConversations(Prototype):
 source_of.register(HarborEnv, _HarborConversations)
 
 
-class HarborTasks(_Tasks, _HarborConversations):
+class HarborTasks(Tasks, _HarborConversations):
     """Folders of Harbor's tasks, for training and for evaluation, as rows for the conversations of `env`."""
 
     def __init__(self, env: HarborEnv, tasks: str, eval_tasks: str | None = None) -> None:
         Prototype.__init__(self, env)
-        _Tasks.__init__(self, env.sandbox, tasks, eval_tasks)
+        Tasks.__init__(self, env.sandbox, tasks, eval_tasks)
 
     @property
     def given(self) -> EnvLike:
@@ -436,7 +286,7 @@ class HarborTasks(_Tasks, _HarborConversations):
     @property
     def unforkable(self) -> str | None:
         """See `StepEnv.unforkable`."""
-        for task in _task_folders(str(self._folders["train"])):
+        for task in task_folders(str(self._folders["train"])):
             if (task / "environment" / "docker-compose.yaml").is_file():
                 return f"the task {task.name} composes services, which are not copied: leave it out"
         return super().unforkable
@@ -484,7 +334,7 @@ _KWARGS: dict[str, dict[str, Any]] = {
 """Options of agents unless the user gives others: no tools that the policy's server would have to run, no films."""
 
 
-class HarborAgents(_Tasks, AgentSource):
+class HarborAgents(Tasks, AgentSource):
     """
     Tasks of Harbor for one of its agents, such as `terminus-2`, `mini-swe-agent`, `codex` or `claude-code`. What the
     agent samples is a conversation of the policy's, token for token; what Harbor's verifier says in the end is the
@@ -514,10 +364,10 @@ class HarborAgents(_Tasks, AgentSource):
     ) -> None:
         if sandbox == BUBBLEWRAP:
             raise ConfigError(f"`agent: {agent}` is Harbor's and needs its containers: use another `sandbox`.")
-        self._of_harbor = _harbor_value("agent", agent)
+        self._of_harbor = value_of_harbor("agent", agent)
         from harbor.agents.installed.base import BaseInstalledAgent
 
-        self.sandbox = _harbor_value("sandbox", sandbox)
+        self.sandbox = value_of_harbor("sandbox", sandbox)
         self.inside = issubclass(self._agent_class(), BaseInstalledAgent)  # it asks from its container
         if self.inside and host is None and self.sandbox not in ENGINES:
             raise ConfigError(
@@ -525,7 +375,7 @@ class HarborAgents(_Tasks, AgentSource):
                 "which it reaches this machine as `host`."
             )
         self.seen_as = host or HOST
-        _Tasks.__init__(self, sandbox, tasks, eval_tasks)
+        Tasks.__init__(self, sandbox, tasks, eval_tasks)
         AgentSource.__init__(self, self._agent_class(), protocol, _ALL_INTERFACES if self.inside else "127.0.0.1")
 
     @property
@@ -533,7 +383,7 @@ class HarborAgents(_Tasks, AgentSource):
         return self._of_harbor.name or self._of_harbor.import_path
 
     def examine(self, rows: Any, at_once: int) -> Iterator[tuple[bool, str, str]]:
-        """As `_Tasks.examine`, and whether the agent reaches the policy from its container."""
+        """As `Tasks.examine`, and whether the agent reaches the policy from its container."""
         yield from super().examine(rows, at_once)
         if not self.inside:
             return
