@@ -103,6 +103,24 @@ def test_a_response_has_the_fields_that_clients_read():
     assert response["output"][-1]["content"][0]["text"] == trajectory.turns[0].text
 
 
+def test_instructions_are_of_one_response_and_messages_of_all():
+    """As OpenAI has it: the next response has other instructions or none, and the developer's message goes on."""
+    contexts = []
+
+    async def agent(row, client):
+        async with web(client) as http:
+            body = {"input": [{"role": "developer", "content": "DEV"}, *user("Q1")], "instructions": "INS1"}
+            for more in ({"instructions": "INS2"}, {}, {}):
+                answer = await http.post("/responses", json=body)
+                body = {"input": "Q2", "previous_response_id": answer.json()["id"], **more}
+
+    _, runner = hold(agent, ["A", "B", "C"])
+    for _, ids, *_ in runner.engine.requests:
+        shown = calling_tokenizer().decode(ids)
+        contexts.append([word for word in ("INS1", "INS2", "DEV") if word in shown])
+    assert contexts == [["INS1", "DEV"], ["INS2", "DEV"], ["DEV"]]
+
+
 def told_by(text: str) -> dict:
     """The message that the events of a stream make."""
     first, *rest = [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: ")]
@@ -254,6 +272,7 @@ SCHEMA = {"type": "json_schema", "name": "a", "schema": {}}
 COULD_CHANGE = [
     *(("chat", name, {"a": 1}) for name in ("guided_json", "structured_outputs", "web_search_options", "logit_bias")),
     ("chat", "guided_json", {}),
+    ("chat", "web_search_options", {}),
     ("chat", "chat_template_kwargs", {"enable_thinking": False}),
     ("chat", "add_generation_prompt", False),
     ("chat", "modalities", ["text", "audio"]),
@@ -347,7 +366,7 @@ DECIDED = {
 @pytest.mark.parametrize("dialect", ASKED)
 def test_what_changes_nothing_passes_and_the_runs_is_told(dialect, caplog):
     read = partial(read_as, dialect)
-    for name, value in PASSED.items():
+    for name, value in {**PASSED, "logit_bias": {}, "chat_template_kwargs": {}}.items():
         read(with_field(dialect, name, value))
     assert not caplog.records
     for name, value in DECIDED[dialect].items():

@@ -171,8 +171,8 @@ class Responses(Dialect):
         if previous is not None and previous not in self._conversations:
             raise ApiError(404, f"There is no response {previous!r}.", "not_found", "previous_response_id")
         before = [] if previous is None else self._conversations[previous]
-        if body.get("instructions"):  # they replace those of the previous response
-            before = before[1:] if before and before[0]["role"] == "system" else before
+        instructed = bool(body.get("instructions"))
+        if instructed:  # those of the previous response are not its
             before = [{"role": "system", "content": body["instructions"]}, *before]
         given = body.get("input")
         items = [{"role": "user", "content": given}] if isinstance(given, str) else given
@@ -181,7 +181,8 @@ class Responses(Dialect):
         check_output(body.get("text"), "text", "verbosity", warnings)
         chat = {name: body.get(name) for name in self.same} | _read_tools(body, self._read_tool)
         chat |= {"messages": [*before, *self._read_items(items)], "max_tokens": body.get("max_output_tokens")}
-        return chat | {"logprobs": "message.output_text.logprobs" in (body.get("include") or ())}
+        logprobs = "message.output_text.logprobs" in (body.get("include") or ())
+        return chat | {"logprobs": logprobs, "instructed": instructed}
 
     def _read_tool(self, tool: object, place: str) -> Fields:
         if not isinstance(tool, dict) or tool.get("type") != "function":
@@ -223,7 +224,7 @@ class Responses(Dialect):
     def answer(self, parsed: ParsedRequest, choices: Sequence[Choice]) -> Iterator[bytes]:
         (choice,) = choices
         name, items = _named("resp"), self._write_items(choice)
-        self._conversations[name] = [*parsed.messages, choice.message]
+        self._conversations[name] = [*parsed.messages[parsed.instructed :], choice.message]
         self._items.update((item["id"], item) for item in items)
         usage, cut = _count_usage(choices), choice.finish_reason == "length"
         whole = {

@@ -183,7 +183,7 @@ TOOL_FIELDS = frozenset("type function name description parameters return strict
 """Fields of a tool, or of its function. `return` is what transformers makes of a docstring."""
 _UNCHANGED: Mapping[str, object] = {
     "modalities": ["text"],
-    "logit_bias": {},
+    **dict.fromkeys("logit_bias chat_template_kwargs mm_processor_kwargs".split(), {}),
     "min_tokens": 0,
     "best_of": 1,
     **dict.fromkeys("add_generation_prompt skip_special_tokens spaces_between_special_tokens".split(), True),
@@ -201,7 +201,7 @@ _MOST_STOPS = 64  # largest number of strings in `stop`: each is looked for afte
 
 @dataclass(frozen=True)
 class ParsedRequest:
-    """A request of any dialect."""
+    """A request of any dialect; `instructed`: its first message is of this request alone."""
 
     messages: list[Message]
     model: str
@@ -213,6 +213,7 @@ class ParsedRequest:
     logprobs: bool = False
     stream: bool = False
     usage: bool = False
+    instructed: bool = False
 
 
 class Warnings:
@@ -280,6 +281,7 @@ def _read_chat(body: Fields, warnings: Warnings) -> ParsedRequest:
         logprobs=bool(body.get("logprobs")),
         stream=stream,
         usage=stream and bool((body.get("stream_options") or {}).get("include_usage")),
+        instructed=bool(body.get("instructed")),
     )
 
 
@@ -287,8 +289,6 @@ def _check_fields(body: Fields, fields: frozenset[str], fixed: Mapping[str, floa
     """Passes over fields without an effect, and warns of those that the run decides."""
     for name, value in body.items():
         if name in fields or name in _NEUTRAL or value is None or value in ([], ""):
-            continue
-        if value == {} and name not in _FORCING:  # an empty schema allows any JSON, and nothing else
             continue
         if name in _SAMPLING:
             if name not in fixed:
