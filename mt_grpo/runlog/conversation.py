@@ -86,6 +86,14 @@ class StoredConversation:
             raise CorruptRecord("its token tree is a circle")
         return tree
 
+    def both(self) -> tuple[Row, TokenTree]:
+        """Its record and its token tree, whose turns have the same tokens."""
+        record, tree = self.record, self.tree
+        for turn, ids in zip(record["turns"], tree.actions(), strict=False):
+            if turn.get("mask") is not None and len(turn["mask"]) != len(ids):
+                raise CorruptRecord("the mask of a turn is not one number per token")
+        return record, tree
+
     def turn_texts(self, tokenizer: Tokenizer) -> list[str]:
         """What the model wrote in each turn, without the special token that ended it."""
         special = {number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
@@ -97,15 +105,15 @@ class StoredConversation:
 
     def plain(self) -> Row:
         """It as `Trajectory.to_dict()` has it."""
-        record, row = self.record, self.row
+        (record, tree), row = self.both(), self.row
         record["session"], record["branch_of"] = row["session"], _branch_of(record, row)
-        whole = {**record, "tree": self.tree.to_dict()}
+        whole = {**record, "tree": tree.to_dict()}
         names = [name for name in Trajectory.__dataclass_fields__ if name in whole]
         return {**{name: whole[name] for name in names}, "messages": messages_of(record)}
 
     def shown(self, credit: Row | None, updates: list[Row], tokenizer: Tokenizer | None) -> Row:
         """It as the page shows it, in JSON, with `None` for NaN."""
-        row, tree, record = self.row, self.tree, self.record
+        (record, tree), row = self.both(), self.row
         _check_lists(row, record, tree, credit, updates)
         nodes, laid = _layout(tree)
         ids = [token for node in laid for token in node.tokens]

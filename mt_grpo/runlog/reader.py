@@ -201,8 +201,7 @@ class Run:
         """Each of some rows with its `record` and its token tree."""
         for row, data in self._in_files(rows, schema.ROLLOUTS.names):
             with self._naming_damage(row["file"]):
-                stored = StoredConversation(data, row)
-                record, tree = stored.record, stored.tree
+                record, tree = StoredConversation(data, row).both()
             yield row, record, tree
 
     def ways(self, rows: Sequence[Row] | None = None) -> Iterator[tuple[Row, Row, list[Said]]]:

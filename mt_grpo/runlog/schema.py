@@ -329,6 +329,7 @@ class _Turn(TypedDict):
     replies: list[_Message]
     error: str | None
     num_tokens: _Whole
+    mask: NotRequired[list[Literal[0, 1]] | None]
     context_length: _Whole
     observation_length: _Whole
     seconds: _Number

@@ -84,7 +84,7 @@ def everything(folder: Path, output: Path | None = None) -> list[Any]:
     for column in (run.trajectories, run.texts):
         take(lambda column=column: list(column()))
     take(lambda: [run.column(name).tolist() for name in ("reward", "row")])
-    for form in ("jsonl", "openinference", "messages", "dataset") if output else ():
+    for form in ("jsonl", "openinference", "messages", "dataset", "tokens", "preferences") if output else ():
         take(exported, form)
     return found
 
@@ -150,6 +150,16 @@ def record(name: str, value: Any) -> Damage:
         return replaced(found, "record", pa.array(texts))
 
     return table(change)
+
+
+def turns(**fields: Any) -> Damage:
+    """Other values in each turn of the records."""
+
+    def changed(text: str) -> str:
+        whole = json.loads(text)
+        return json.dumps(whole | {"turns": [turn | fields for turn in whole["turns"]]})
+
+    return table(lambda found: replaced(found, "record", pa.array(map(changed, found["record"].to_pylist()))))
 
 
 def no_text(found: pa.Table) -> pa.Table:
@@ -239,6 +249,7 @@ RECORDS = [
     *[("rewards", {"turn": {"tool_execution": value}}) for value in (0.5, [], ["x"])],
     ("rewards", {"outcome": {"exact_match": "x"}}),
 ]
+MASKS = [[], [1], [1] * 999, [2] * 999, ["x"], 7]
 DAMAGES: dict[str, Damage] = {
     "index cut": edit(INDEX, lambda content: content[: len(content) // 2]),
     "index of another process a pipe": lambda folder: os.mkfifo(folder / "rollouts/index.rank1.jsonl"),
@@ -273,6 +284,8 @@ for _name, _value in COLUMNS:
     add(f"column {_name}", _value, column(_name, _value))
 for _value in PARTS:
     add("parts", _value, column("parts", _value, CREDIT))
+for _value in MASKS:
+    add("mask", _value, turns(mask=_value))
 for _name, _value in RECORDS:
     add(f"record {_name}", _value, record(_name, _value))
 
