@@ -10,7 +10,6 @@ import tempfile
 import warnings
 from pathlib import Path
 
-import yaml
 from accelerate.utils.constants import FSDP_MODEL_NAME
 from peft import PeftModel
 from transformers import AutoConfig, AutoProcessor
@@ -19,7 +18,7 @@ from transformers.utils import CONFIG_NAME
 from transformers.utils.logging import disable_progress_bar
 from trl.trainer.utils import create_model_from_path
 
-from mt_grpo.app.recipe_file import CONFIG
+from mt_grpo.app.recipe_file import CONFIG, read_file
 from mt_grpo.app.request import check_new, read_words
 from mt_grpo.errors import ConfigError, libraries_may_refuse
 from mt_grpo.options.table import Values
@@ -70,7 +69,7 @@ def _merge_model(run: Path, trained: Path, to: Path) -> str:
     """Writes the model in `trained`, of a run, to a folder, which is there whole or not at all. Says what it is."""
     record = open_run(run, begun=True)
     config = run / CONFIG
-    options = yaml.safe_load(config.read_text(encoding="utf-8")) if config.is_file() else {}
+    options = read_file(str(config))[0] if config.is_file() else {}
     _check_weights(trained, run)
     to.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{to.name}-", dir=to.parent))
@@ -138,5 +137,8 @@ def _step_of(trained: Path, run: Run) -> int:
     """Optimiser steps after which a model was kept."""
     state = trained / TRAINER_STATE_NAME
     if state.is_file():
-        return int(json.loads(state.read_text(encoding="utf-8"))["global_step"])
+        try:
+            return int(json.loads(state.read_text(encoding="utf-8"))["global_step"])
+        except (OSError, ValueError, KeyError, TypeError):
+            raise ConfigError(f"{state} is damaged: bring it back, or merge another checkpoint.") from None
     return max((int(row["step"]) for row in run.metrics()), default=0)

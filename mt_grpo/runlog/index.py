@@ -424,7 +424,7 @@ class Index:
                     self.steps.pop()
                 self.steps.append(found)
             elif kind == "run":
-                self.run = found
+                self.run = {name: value for name, value in found.items() if value is not None}
             elif kind == "file":
                 self.files[found["file"]] = found["size"], found["crc32"]
         return changed

@@ -46,8 +46,9 @@ def write_card(
     tags: Iterable[str] = (),
 ) -> None:
     """Writes a model's `README.md`, from the run's index, held-out metrics after `step` steps and options."""
-    options = {**about["options"], **(options or {})}
-    base, data = str(options.get("model_name_or_path") or about["model"]), str(options.get("dataset_name") or "")
+    options = {**about.get("options", {}), **(options or {})}
+    base = str(options.get("model_name_or_path") or about.get("model", ""))
+    data = str(options.get("dataset_name") or "")
     of_hub = "/" in base and not looks_like_path(base) and not Path(base).exists()
     shared = "/" in data and not looks_like_path(data) and ":" not in data and Path(data).suffix not in FORMATS
     meta = ModelCardData(
@@ -58,7 +59,8 @@ def write_card(
         model_name=name,
         tags=sorted({"mt-grpo", "grpo", "trl", "agent", *tags}),
     )
-    link = f"[{base}](https://huggingface.co/{base})" if of_hub else f"`{Path(base).name}`"
+    named = f"`{Path(base).name}`" if base else "a model that the run does not name"
+    link = f"[{base}](https://huggingface.co/{base})" if of_hub else named
     versions = ", ".join(f"{package} {version}" for package, version in (about.get("versions") or {}).items())
     parts = [
         f"# {name}",
@@ -71,11 +73,11 @@ def write_card(
         _table(
             ("reward", "of each", "weight", "at most"),
             [
-                (f"`{each['name']}`", _OF[each["kind"]], f"{each['weight']:g}", _number(each["maximum"]))
+                (f"`{each['name']}`", _OF[each["kind"]], f"{each['weight']:g}", _number(each.get("maximum")))
                 for each in rewards
             ],
         ),
-        f"Credit of a turn: `{_rule(about['rule'])}`. {about['rule_says']}",
+        f"Credit of a turn: `{_rule(about['rule'])}`. {about.get('rule_says', '')}" if "rule" in about else "",
         "## Evaluation",
         *_evaluation(rewards, evaluations, step, options),
         "## Use",
@@ -95,8 +97,8 @@ _OF = {"turn": "turn", "outcome": "conversation"}
 
 
 def _environment(about: Row, options: Row) -> list[str]:
-    tools = ", ".join(f"`{tool}`" for tool in about["tools"]) or "none"
-    lines = [f"- Tools: {tools}"]
+    tools = ", ".join(f"`{tool}`" for tool in about.get("tools", ())) or "none"
+    lines = [f"- Tools: {tools}"] if "tools" in about else []
     env = options.get("env") or options.get("environment_factory") or options.get("agent")
     if env or options.get("environments"):
         lines.append(f"- Environment: {_code(env or ', '.join(options['environments']))}")

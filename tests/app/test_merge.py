@@ -16,6 +16,7 @@ from support.app_fixtures import SAVE
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mt_grpo.errors import ConfigError
+from mt_grpo.runlog import RunWriter
 from mt_grpo.training.card import write_card
 from mt_grpo.training.checkpoint import find_trained
 
@@ -82,6 +83,21 @@ def test_a_card_says_what_the_log_says(recipe, prints, tmp_path):
     assert (
         f"| `format_reward_func` | {first[key]:.4g} | {last[key]:.4g} |" in text and "|  | step 0 | step 2 |" in text
     )
+
+
+def test_a_run_that_says_little_of_itself_is_merged(prints, refused, model_folder, tmp_path):
+    run = shutil.copytree(model_folder, tmp_path / "run")
+    rewards = [{"name": "found", "kind": "turn", "weight": 1.0}]
+    nothing = dict.fromkeys(("options", "model", "rule", "rule_says", "tools"))
+    RunWriter(run).append([{"kind": "run", "version": 1, "rewards": rewards, **nothing}])
+    prints("merge", run)
+    text = card_of(run / "merged")[1]
+    assert "Trained from a model that the run does not name" in text and "| `found` | turn | 1 | - |" in text
+    assert "Credit of a turn" not in text and "Tools" not in text
+    for name, content, words in (("trainer_state.json", "[]", "is damaged"), ("config.yaml", "", "is empty")):
+        (run / name).write_text(content)
+        assert f"{name}" in (said := refused("merge", run, "--to", tmp_path / "other")) and words in said
+        (run / name).unlink()
 
 
 ABOUT = {
