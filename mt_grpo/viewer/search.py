@@ -58,9 +58,11 @@ class SearchIndex:
         self.problem: str | None = None  # why not every word is read, where a file is damaged
         try:
             self._connect(path)
+        except sqlite3.OperationalError:  # a full disk, say: it is not kept
+            self._connect(None)
         except sqlite3.DatabaseError:  # damaged, or of another form
-            if path is not None:
-                path.unlink(missing_ok=True)
+            assert path is not None
+            path.unlink(missing_ok=True)
             self._connect(path)
 
     def _connect(self, path: Path | None) -> None:
@@ -94,7 +96,11 @@ class SearchIndex:
     def read_all(self, rows: Table) -> None:
         """Reads what these rows have and the index lacks, before it returns."""
         self._rows = rows
-        self._catch_up()
+        try:
+            self._catch_up()
+        except sqlite3.OperationalError:  # a full disk, or another viewer's: it is not kept
+            self._connect(None)
+            self._catch_up()
 
     @property
     def read(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 import sqlite3
 import threading
@@ -123,11 +124,24 @@ def test_an_index_that_another_writes_is_written_later(tmp_path, run):
     index, other = SearchIndex(run, tmp_path / "words.sqlite"), sqlite3.connect(tmp_path / "words.sqlite")
     index._database.execute("PRAGMA busy_timeout=0")
     other.execute("BEGIN IMMEDIATE")
+    index._rows = run.rows
     with pytest.raises(sqlite3.OperationalError, match="locked"):
-        index.read_all(run.rows)
+        index._catch_up()
+    assert read(run, None).where("look it up", "said", len(run.rows)).any()
     other.rollback()
     index.read_all(run.rows)
     assert index.read == len(run.rows) == len(SearchIndex(run, tmp_path / "words.sqlite")._documents)
+
+
+@pytest.mark.own_process
+@pytest.mark.parametrize("room", [0, 50_000])
+def test_a_full_disk_keeps_no_index_and_searches_all_the_same(tmp_path, run, room):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))
+    try:
+        index = read(run, tmp_path / "words.sqlite")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert index.where("look it up", "said", len(run.rows)).any() and index.read == len(run.rows)
 
 
 def test_a_damaged_file_of_the_run_is_said(tmp_path):
