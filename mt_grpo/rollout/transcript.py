@@ -212,12 +212,12 @@ def identity(message: Message) -> Hashable:
 
 
 def _parsed(arguments: object) -> Any:
-    if isinstance(arguments, str):
-        try:
-            return json.loads(arguments)
-        except (ValueError, RecursionError):
-            return arguments
-    return arguments or {}
+    """Arguments in which numbers are as JavaScript has them: it writes 2.0 as 2, and rounds large integers."""
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, default=_named)
+    try:
+        return json.loads(text, parse_int=float, parse_constant=lambda name: None) or {}
+    except (ValueError, RecursionError):
+        return text
 
 
 def _text(value: object) -> str:

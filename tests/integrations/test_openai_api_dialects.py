@@ -191,6 +191,31 @@ def test_numbers_of_calls_reach_anthropics_clients(stream):
     hold(agent, lambda session, number: turn)
 
 
+@pytest.mark.parametrize(
+    ("written", "echoed"),
+    [
+        ("1234567890123456789012", "1234567890123456789012"),
+        ("1234567890123456789", "1234567890123456800"),  # what JavaScript writes
+        ("[2.0, 1e3]", "[2, 1000]"),
+        ("NaN", "null"),
+    ],
+)
+def test_a_call_goes_on_however_a_client_writes_its_numbers(written, echoed):
+    asks = f'<tool_call>\n{{"name": "lookup", "arguments": {{"query": {written}}}}}\n</tool_call>{END}'
+
+    async def agent(row, client):
+        async with web(client) as http:
+            asking = {"tools": [CUSTOM], "messages": user("Q1")}
+            (block,) = asked((await http.post("/messages", json=asking)).json())
+            said = json.dumps({**block, "input": {"query": "HERE"}}).replace('"HERE"', echoed)
+            found = {"type": "tool_result", "tool_use_id": block["id"], "content": "found"}
+            asking["messages"] += [{"role": "assistant", "content": ["SAID"]}, {"role": "user", "content": [found]}]
+            await http.post("/messages", content=json.dumps(asking).replace('"SAID"', said))
+
+    trajectory, _ = hold(agent, [asks, f"Lima{END}"])
+    assert len(trajectory.turns) == 2 and trajectory.tree.num_sequences == 1
+
+
 def test_a_thread_goes_on_with_what_is_new():
     """As Anthropic's `tool_runner` asks: after the first turn, a request has results alone."""
 
