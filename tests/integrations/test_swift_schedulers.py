@@ -514,6 +514,28 @@ def test_a_scheduler_adds_and_removes_images():
     assert shown == [[red] * 6, [red] * 6 + [blue] * 4, [blue] * 4]
 
 
+class Draws(MultiTurnScheduler):
+    """Paints over its image before the third turn."""
+
+    def step(self, infer_request, response_choice, current_turn):
+        if current_turn == 2:
+            infer_request.images[0].paste(picture("blue", (24, 16)))
+        infer_request.messages.append({"role": "user", "content": "And now?"})
+        return {"infer_request": infer_request}
+
+
+def test_a_turn_shows_an_image_as_it_was_then():
+    processor, first = build_processor(), picture("red", (24, 16))
+    encoder = MediaEncoder(processor)
+    prompt = of_user([{"type": "image", "image": first}, {"type": "text", "text": "What is it?"}])
+    sees = {"tokenizer": processor.tokenizer, "engine": ScriptedSight, "media": encoder}
+    [trajectory], runner = play(SchedulerSource(Draws, 3, timeout=5.0), talk, prompt=prompt, **sees)
+    assert trajectory.stop_reason is StopReason.MAX_STEPS, trajectory.error
+    red, blue = (encoder.encode({"type": "image", "image": picture(of, (24, 16))}).id for of in ("red", "blue"))
+    shown = [[token for token in context if token < 0] for _, context, _ in runner.engine.requests]
+    assert shown == [[red] * 6, [red] * 6, [blue] * 6] and trajectory.tree.num_sequences == 2
+
+
 @pytest.mark.parametrize(
     ("words", "number", "shown"),
     [

@@ -17,15 +17,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Generic, SupportsFloat, TypeVar
 
-from mt_grpo.concurrency import call
+from mt_grpo.concurrency import call, in_thread
 from mt_grpo.envs.env import ConversationEnded, Policy
 from mt_grpo.envs.protocols import PlainTextProtocol
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import check_name
-from mt_grpo.media import IMAGE, kind_of_part
+from mt_grpo.media import IMAGE, is_image, is_same, kind_of_part, snapshot_parts
 from mt_grpo.token_tree import common_prefix
 from mt_grpo.trajectory import Message, StopReason, ToolCall, Turn
 
@@ -336,6 +337,15 @@ def _with_places(text: str, images: Iterator[Message]) -> Iterator[Message]:
             yield {"type": "text", "text": words}
 
 
+def _as_now(images: list[object], shown: list[object]) -> list[object]:
+    """Images that no scheduler draws on later: those that were shown before, where they are the same, or copies."""
+    known = list(filter(is_image, shown))
+    return [
+        next((each for each in known if is_image(image) and is_same(image, each, looks=True)), image)
+        for image in snapshot_parts(images)
+    ]
+
+
 Returned = dict[str, Any]  # what a scheduler's `step` and `on_turn_end` return
 
 _OF_THE_RUN = ("temperature", "top_k", "top_p", "repetition_penalty", "n")
@@ -355,6 +365,7 @@ class Conversation:
     reason: StopReason | None = None
     answer: str | None = None
     rewards: dict[str, float] = field(default_factory=dict)
+    _shown: list[object] = field(default_factory=list)  # images, as the latest turn with some saw them
     _sampling: int = 0
     _since: float = field(default_factory=time.monotonic)
 
@@ -364,7 +375,10 @@ class Conversation:
 
     async def sample(self, request: RolloutInferRequest, config: RequestConfig) -> ChatCompletionResponse:
         """Samples the next turn."""
-        messages = _with_images(copy.deepcopy(request.messages), request.images)
+        if request.images:
+            look = partial(_as_now, request.images, self._shown)
+            self._shown = await in_thread(look, "mt-grpo-images")
+        messages = _with_images(copy.deepcopy(request.messages), self._shown if request.images else [])
         if messages and messages[-1]["role"] == "assistant" and not messages[-1].get("content"):
             messages.pop()  # an empty message, where the response is to go
         continues = bool(messages) and messages[-1]["role"] == "assistant"
