@@ -158,17 +158,23 @@ def write_tasks(
     return written
 
 
+def own_folder(name: str, what: str) -> Path:
+    """A folder of this user for `what`, made where it is not there; others may make one under its name before."""
+    folder = Path(tempfile.gettempdir(), f"{name}-{os.getuid()}")
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder.lstat().st_uid != os.getuid():
+        raise ConfigError(
+            f"{folder}, where {what} are written, is another user's, and so would they be: remove it, or set `TMPDIR` "
+            "to a folder of your own."
+        )
+    return folder
+
+
 def embedded_tasks(split: str) -> Path:
     """The folder of the tasks to find and count that `embedded` names, written where it is not there yet."""
     number, seed = {"train": (96, 0), "eval": (48, 1)}[split]
     named = f"{metadata.version('mt-grpo')}-{'-'.join(_EMBEDDED)}-{number}-{seed}"
-    folder = Path(tempfile.gettempdir(), f"mt-grpo-tasks-{os.getuid()}", named)
-    folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if folder.parent.lstat().st_uid != os.getuid():
-        raise ConfigError(
-            f"{folder.parent}, where the embedded tasks are written, is another user's, and so would be the tasks: "
-            "remove it, or set `TMPDIR` to a folder of your own."
-        )
+    folder = own_folder("mt-grpo-tasks", "the embedded tasks") / named
     if not folder.is_dir():
         with tempfile.TemporaryDirectory(dir=folder.parent) as made:
             write_tasks(Path(made, named), number, seed, kinds=_EMBEDDED)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -85,6 +86,20 @@ def test_an_image_that_several_want_at_once_is_built_once(engine, tmp_path):
     with ThreadPoolExecutor(3) as pool:
         took = list(pool.map(image.get, ["podman"] * 3))
     assert len(asked(engine, "build")) == 1 and sorted(seconds is None for seconds in took) == [False, True, True]
+
+
+def test_no_lock_of_an_image_is_in_another_users_folder(engine, tmp_path, monkeypatch):
+    stranger = os.getuid() + 1
+    monkeypatch.setattr(os, "getuid", lambda: stranger)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    image, mine = of(tmp_path / "task" / "environment", "a"), tmp_path / "mine"
+    mine.write_text("mine")
+    theirs = tmp_path / f"mt-grpo-images-{stranger}"
+    theirs.mkdir()
+    (theirs / image.name.replace("/", "_")).symlink_to(mine)
+    with pytest.raises(ConfigError, match="is another user's"):
+        image.get("podman")
+    assert mine.read_text() == "mine"
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 import tomllib
 from collections.abc import Iterable
@@ -22,6 +21,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
+from mt_grpo.data.terminal import own_folder
 from mt_grpo.errors import ConfigError
 
 SHOWN_LOG = 20_000  # most characters of a log that are kept, from its end
@@ -175,8 +175,7 @@ class _Image:
         """Builds or pulls it; returns the seconds that took, or nothing where it is here already."""
         if (engine, self.name) in _here:
             return None
-        begun, locks = time.monotonic(), Path(tempfile.gettempdir(), f"mt-grpo-images-{os.getuid()}")
-        locks.mkdir(exist_ok=True)
+        begun, locks = time.monotonic(), own_folder("mt-grpo-images", "locks of images")
         with (locks / self.name.replace("/", "_")).open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # other processes of the run want it too
             if self.is_here(engine):
