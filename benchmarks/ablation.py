@@ -5,15 +5,14 @@ see reports/ablation.md.
     python benchmarks/ablation.py              # runs what has not run, then writes results, table and curves
     python benchmarks/ablation.py --report     # tables and curves alone, from benchmarks/results/ablation.json
 
-Every run (variant, arm, seed) leaves one file in `runs/ablation` and is skipped where that is there, so the command
-can be interrupted and given again. Runs are in the order of seeds: after any of them, what has run is a paired
-comparison, whose results `--so-far` writes. A part (some arms, other settings) writes none.
+Every run (variant, arm, seed) leaves one file in `runs/ablation`. It is skipped where that, or its row in the results,
+is there, so the command can be interrupted and given again. Runs are in the order of seeds: after any of them, what
+has run is a paired comparison. Other settings write no results.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 import time
 from itertools import product
@@ -23,7 +22,7 @@ from typing import Any, NamedTuple
 from ablation_arms import ARMS, RECIPE, VARIANTS
 from ablation_report import draw, text, write_page
 from common import RESULTS
-from jobs import PATIENCE, finished, prepare, run_all, write_rows
+from jobs import PATIENCE, finished, keep, missing, prepare, rows_of, run_all
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
 from mt_grpo.app.recipe import build_recipe
@@ -142,7 +141,7 @@ def work(job: Job, settings: Settings, folder: Path) -> Job:
 
 def report() -> None:
     """Tables and curves of the committed results."""
-    rows = json.loads(RESULT.read_text())["rows"]
+    rows = rows_of(RESULT)
     write_page(rows)
     draw(rows)
     print(text(rows))
@@ -151,7 +150,6 @@ def report() -> None:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--report", action="store_true", help="run nothing, and read committed results")
-    parser.add_argument("--so-far", action="store_true", help="run nothing, and write the results of what has run")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="where runs leave their files (runs/ablation)")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
@@ -166,12 +164,16 @@ def main(argv: list[str] | None = None) -> None:
     given = jobs(options.variants, options.arms, options.seeds)
     made_with = {"settings": settings._asdict()}
     finished(given, options.folder, **made_with)  # refuses a folder of other runs
-    left = [job for job in given if not job.file(options.folder).exists()]
-    if left and not options.so_far:
-        run_all(work, left, settings, folder=options.folder, workers=options.workers, prepare=begin)
-    if (options.variants, options.arms, settings) == (list(VARIANTS), list(ARMS), Settings()):
-        write_rows(RESULT, finished(given, options.folder, **made_with), **made_with)
-        report()
+    known = rows_of(RESULT) if settings == Settings() else []
+    left = [job for job in missing(given, known) if not job.file(options.folder).exists()]
+    try:
+        if left:
+            run_all(work, left, settings, folder=options.folder, workers=options.workers, prepare=begin)
+    finally:
+        if settings == Settings():
+            whole = jobs(list(VARIANTS), list(ARMS), SEEDS)
+            keep(RESULT, whole, known, finished(whole, options.folder, **made_with), **made_with)
+            report()
 
 
 if __name__ == "__main__":

@@ -72,6 +72,7 @@ ARMS: dict[str, Rule] = {
     "at_the_end": "reward_to_go_at_the_end",
     "turn_gae": "turn_gae",
     "gtpo": {"name": "gtpo", "gamma": 0.5},
+    "one_scale": {"name": "lambda_to_go", "lam": 0.8, "scales": "batch"},
 }
 """The credit rule of each arm, with its own defaults."""
 

@@ -19,8 +19,8 @@ REPORTS = Path(__file__).parent / "reports"
 BEGIN, END = "<!-- measured -->", "<!-- end of what is measured -->"
 
 BASELINE, PLACED, PLACED_BASELINE = "mt_grpo", ("shuffled", "at_the_end"), "reward_to_go"
-LATER = ("turn_gae", "gtpo")
-"""Arms that were added for the comparison by length, each over its own seeds."""
+LATER = ("turn_gae", "gtpo", "one_scale")
+"""Arms that were added for later comparisons, each over its own seeds."""
 LEVEL, COMPARISONS = 0.05, 7
 """Level of an interval, and how many comparisons a measure has: five arms to one, and two to another."""
 

@@ -15,7 +15,6 @@ or when nothing moves (`Settled`). Each leaves a file in `runs/designs`; what be
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import tempfile
 import time
@@ -32,7 +31,7 @@ from designs import DESIGNS, ENDING, Earned, earn
 from designs import Calls as Made
 from designs_report import ARMS, BEGIN_SECOND, END_SECOND, finalists, text, text_of_variants, write_page
 from horizon_task import Calls, build_trainer, model_of, run_missing
-from jobs import finished, write_rows
+from jobs import finished, keep, missing, rows_of
 from transformers import TrainerCallback
 
 from mt_grpo import MTGRPOEnvTrainer
@@ -248,14 +247,13 @@ def quick(folder: Path, workers: int, steps: int = Plan().steps) -> str:
 def first_stage(designs: Sequence[str], arms: Sequence[str], seeds: int, folder: Path, workers: int) -> None:
     """Runs what has not run, and writes results and page with it, also where it is interrupted."""
     plan, known = Plan(), rows_of(RESULT)
-    committed = {(row["design"], row["arm"], row["seed"]) for row in known}
     whole = jobs(list(DESIGNS), list(ARMS), SEEDS)
     finished(whole, folder, plan=plan._asdict())
-    left = [job for job in jobs(designs, arms, seeds) if tuple(job) not in committed]
+    left = missing(jobs(designs, arms, seeds), known)
     try:
         run_missing(work, left, plan, folder=folder, workers=workers)
     finally:
-        keep(RESULT, Job, whole, known, finished(whole, folder, plan=plan._asdict()), plan=plan._asdict())
+        keep(RESULT, whole, known, finished(whole, folder, plan=plan._asdict()), plan=plan._asdict())
         write(second=False)
 
 
@@ -282,9 +280,8 @@ def work_varied(job: Varied, folder: Path) -> Varied:
 def second_stage(given: Sequence[Varied], folder: Path, workers: int) -> None:
     """Runs what has not run, and writes results and page with it, also where it is interrupted."""
     known = rows_of(SECOND)
-    committed = {tuple(row[name] for name in Varied._fields) for row in known}
     measures_of(given, folder)  # refuses a folder of other runs
-    left = [job for job in given if tuple(job) not in committed]
+    left = missing(given, known)
     try:
         for seed in dict.fromkeys(job.seed for job in left):
             for turns in dict.fromkeys(VARIANTS[job.variant].turns for job in left):
@@ -293,7 +290,7 @@ def second_stage(given: Sequence[Varied], folder: Path, workers: int) -> None:
     finally:
         whole = varied(list(VARIANTS), list(DESIGNS), list(ARMS), SECOND_SEEDS)
         plans = {variant: plan._asdict() for variant, plan in VARIANTS.items()}
-        keep(SECOND, Varied, whole, known, measures_of(whole, folder), plans=plans)
+        keep(SECOND, whole, known, measures_of(whole, folder), plans=plans)
         write(second=True)
 
 
@@ -304,25 +301,6 @@ def write(*, second: bool) -> str:
     else:
         write_page(lines := text(rows_of(RESULT)))
     return lines
-
-
-def rows_of(result: Path) -> list[dict[str, Any]]:
-    """The committed rows of a stage."""
-    return json.loads(result.read_text())["rows"] if result.exists() else []
-
-
-def keep(
-    result: Path,
-    kind: type[Job] | type[Varied],
-    whole: Sequence[Job | Varied],
-    known: Sequence[dict[str, Any]],
-    found: Sequence[dict[str, Any]],
-    **made_with: Any,
-) -> None:
-    """Writes the rows that are known and those that were found, in the order of all runs."""
-    rows = {tuple(row[name] for name in kind._fields): row for row in (*known, *found)}
-    if rows:
-        write_rows(result, [rows[tuple(job)] for job in whole if tuple(job) in rows], **made_with)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -350,10 +328,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             varied(options.variants, options.designs, arms, seeds) if second else jobs(options.designs, arms, seeds)
         )
         if options.list:
-            done = {
-                tuple(row[name] for name in type(given[0])._fields) for row in rows_of(SECOND if second else RESULT)
-            }
-            left = [job for job in given if tuple(job) not in done and not job.file(options.folder).exists()]
+            left = missing(given, rows_of(SECOND if second else RESULT))
+            left = [job for job in left if not job.file(options.folder).exists()]
             return print("\n".join([*(" ".join(map(str, job)) for job in left), f"{len(left)} of {len(given)} runs"]))
         if second:
             second_stage(given, options.folder, options.workers)

@@ -6,14 +6,14 @@ Credit rules compared by the number of turns of a conversation; see reports/abla
                                               # `designs.py`: minutes; writes nothing
     python benchmarks/horizon.py --report     # tables and the picture alone, from benchmarks/results/horizon.json
 
-Every run (setting, arm, seed) leaves one file in `runs/horizon` and is skipped where that is there, so the command can
-be interrupted and given again. Runs are in the order of seeds: after any of them, what has run is a paired comparison.
+Every run (setting, arm, seed) leaves one file in `runs/horizon`. It is skipped where that, or its row in the results,
+is there, so the command can be interrupted and given again. Runs are in the order of seeds: after any of them, what
+has run is a paired comparison.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 import time
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ import designs_train
 from common import RESULTS
 from horizon_report import draw, text, write_page
 from horizon_task import ARMS, GROUP, SCORES, SETTINGS, ShareRight, build_trainer, environment, run_missing
-from jobs import finished, write_rows
+from jobs import finished, keep, missing, rows_of
 
 from mt_grpo import MTGRPOEnvTrainer
 from mt_grpo.app.train import write_json
@@ -103,10 +103,17 @@ def work(job: Job, plan: Plan, folder: Path) -> Job:
     return job
 
 
+def report(plan: Plan) -> None:
+    """Tables and the picture of the committed results."""
+    rows = rows_of(RESULT)
+    write_page(rows, plan._asdict())
+    draw(rows, plan._asdict())
+    print(text(rows, plan._asdict()))
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--report", action="store_true", help="run nothing, and read committed results")
-    parser.add_argument("--so-far", action="store_true", help="run nothing, and write the results of what has run")
     parser.add_argument("--quick", action="store_true", help="one seed of a few arms, in minutes; writes no results")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="where runs leave their files (runs/horizon)")
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
@@ -114,25 +121,23 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, default=SEEDS, help=f"from 1 to this number ({SEEDS})")
     parser.add_argument("--workers", type=int, default=2, help="processes, of one core each (2)")
     options = parser.parse_args(argv)
-    if options.report:
-        content = json.loads(RESULT.read_text())
-        write_page(content["rows"], content["plan"])
-        draw(content["rows"], content["plan"])
-        return print(text(content["rows"], content["plan"]))
     plan = Plan()
+    if options.report:
+        return report(plan)
     given = jobs(*QUICK, 1) if options.quick else jobs(options.settings, options.arms, options.seeds)
     finished(given, options.folder, plan=plan._asdict())  # refuses a folder of other runs
-    if not options.so_far:
-        run_missing(work, given, plan, folder=options.folder, workers=options.workers)
-    found = finished(given, options.folder, plan=plan._asdict())
-    if not options.quick:
-        write_rows(RESULT, found, plan=plan._asdict())
-        write_page(found, plan._asdict())
-        draw(found, plan._asdict())
-    print(text(found, plan._asdict()))
     if options.quick:
+        run_missing(work, given, plan, folder=options.folder, workers=options.workers)
+        print(text(finished(given, options.folder, plan=plan._asdict()), plan._asdict()))
         print(f"\nDesigns of reports/designs.md, {plan.steps} steps.\n")
-        print(designs_train.quick(options.folder, options.workers, steps=plan.steps))
+        return print(designs_train.quick(options.folder, options.workers, steps=plan.steps))
+    known = rows_of(RESULT)
+    try:
+        run_missing(work, missing(given, known), plan, folder=options.folder, workers=options.workers)
+    finally:
+        whole = jobs(list(SETTINGS), list(ARMS), SEEDS)
+        keep(RESULT, whole, known, finished(whole, options.folder, plan=plan._asdict()), plan=plan._asdict())
+        report(plan)
 
 
 if __name__ == "__main__":

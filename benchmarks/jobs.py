@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import datasets
 import torch
@@ -30,6 +30,9 @@ class Job(Protocol):
 
     def file(self, folder: Path) -> Path:
         """Where it leaves its measures."""
+
+
+JobT = TypeVar("JobT", bound=Any)
 
 
 def prepare() -> None:
@@ -104,6 +107,24 @@ def finished(given: Sequence[Job], folder: Path, **made_with: Any) -> list[Row]:
                     raise SystemExit(f"{file} was made with the {name} {made}: name another --folder.")
             rows.append(row)
     return rows
+
+
+def rows_of(result: Path) -> list[Row]:
+    """The rows of committed results."""
+    return json.loads(result.read_text())["rows"] if result.exists() else []
+
+
+def missing(given: Sequence[JobT], known: Sequence[Row]) -> list[JobT]:
+    """The jobs that results have no row of."""
+    have = {tuple(row[name] for name in type(job)._fields) for job in given[:1] for row in known}
+    return [job for job in given if tuple(job) not in have]
+
+
+def keep(result: Path, whole: Sequence[Any], known: Sequence[Row], found: Sequence[Row], **made_with: Any) -> None:
+    """Writes the rows that are known and those that were found, in the order of all runs."""
+    rows = {tuple(row[name] for name in whole[0]._fields): row for row in (*known, *found)}
+    if rows:
+        write_rows(result, [rows[tuple(job)] for job in whole if tuple(job) in rows], **made_with)
 
 
 def write_rows(path: Path, rows: Sequence[Row], **made_with: Any) -> None:

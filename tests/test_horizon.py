@@ -83,7 +83,7 @@ def test_a_quick_run_has_two_designs_in_it(bench, tmp_path, monkeypatch, capsys)
 
     for module in (bench.horizon, bench.designs_train):
         monkeypatch.setattr(module, "run_missing", run_missing)
-    for name in ("write_rows", "write_page", "draw"):
+    for name in ("keep", "write_page", "draw"):
         monkeypatch.delattr(bench.horizon, name)
     bench.horizon.main(["--quick", "--folder", str(tmp_path)])
     said = capsys.readouterr().out
