@@ -176,7 +176,7 @@ class Guard:
         except TimeoutError:
             await _answer(send, 408, {"error": f"The request did not arrive within {BODY_TIMEOUT:.0f} s."})
         except (FetchError, ValueError, TypeError, RecursionError) as error:
-            await _answer(send, 502, {"error": str(error)})
+            await _answer(send, 424, {"error": str(error)})  # 502 is a proxy's, and may pass
         else:
             await _answer(send, 200, {"path": path})
 

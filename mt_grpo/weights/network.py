@@ -149,7 +149,6 @@ class HttpTransport(Transport):
                 FETCH,
                 {"url": url, "size": size, **more},
                 itemgetter("path"),
-                final="HTTP 502",  # it has tried several times, and says why it gave up
                 timeout=time_limit(size) + _FETCH_SLACK,
             )
         except RequestFailed as error:

@@ -134,7 +134,7 @@ class Remote(Replica):
             try:
                 return 200, {"path": self.fetcher.fetch(**body)}
             except FetchError as error:
-                return 502, {"error": str(error)}
+                return 424, {"error": str(error)}
         if path == "/update_weights" and self.folder is not None:
             assert Path(body["update_info"]["path"]).is_relative_to(self.folder)
         return super().answer(method, path, body)

@@ -157,16 +157,16 @@ def test_a_server_sleeps_only_on_its_trainers_gpus(monkeypatch, method, path, qu
 @pytest.mark.parametrize(
     ("body", "more", "expected"),
     [
-        (b"", False, 502),
-        (b"[]", False, 502),
-        (b'{"url": "file:///etc/passwd", "size": 1}', False, 502),
-        (b'{"url": "nothing"}', False, 502),
-        (b'{"url": "http://127.0.0.1:port/x", "size": 1}', False, 502),
-        (b'{"url": "http://127.0.0.1:9/x", "size": 1' + b"0" * 30 + b"}", False, 502),
-        (b"[" * 8000, False, 502),
-        (b"[" * 200_000, False, 502),
-        (b"\xff", False, 502),
-        (b"[" * 1000, True, 502),  # it would go on for ever
+        (b"", False, 424),
+        (b"[]", False, 424),
+        (b'{"url": "file:///etc/passwd", "size": 1}', False, 424),
+        (b'{"url": "nothing"}', False, 424),
+        (b'{"url": "http://127.0.0.1:port/x", "size": 1}', False, 424),
+        (b'{"url": "http://127.0.0.1:9/x", "size": 1' + b"0" * 30 + b"}", False, 424),
+        (b"[" * 8000, False, 424),
+        (b"[" * 200_000, False, 424),
+        (b"\xff", False, 424),
+        (b"[" * 1000, True, 424),  # it would go on for ever
         (b"[", True, 408),
     ],
 )

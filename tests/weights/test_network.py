@@ -117,6 +117,22 @@ def fetched(remote) -> list[str]:
     return [url.rsplit("/", 1)[1].split("-")[0] for url in remote.urls[1:]]
 
 
+def test_a_proxys_bad_gateway_at_a_fetch_is_asked_again(remote, sync, model):
+    refusals = [(502, "<html>bad gateway</html>")]
+
+    def answer(method, path, body):
+        return (
+            refusals.pop()
+            if path == FETCH and remote.version != "default" and refusals
+            else remote.answer(method, path, body)
+        )
+
+    remote.http._script = answer
+    sync.sync(0)
+    learn(sync, model, 1)
+    assert step_of(remote.version) == "1" and not refusals
+
+
 def test_changes_are_sent_where_they_are_less(remote, changes, model, monkeypatch):
     learn(changes, model, 0, 1, 2, 3)
     assert fetched(remote) == ["weights"] * 2 + ["change"] * 3  # the proof and the first are whole
