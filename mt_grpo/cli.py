@@ -209,14 +209,30 @@ def _rollout(arguments: list[str]) -> int:
     """`mt-grpo rollout`: prints conversations with their rewards, or makes data of many."""
     request = _read(arguments, "rollout")
     own, folder = request.own, request.own["save"]
-    if own["model"] or own["keep"] is not None or own["difficulty"]:
+    makes_data = own["model"] or own["keep"] is not None or own["difficulty"]
+    refuse_first(
+        (
+            own["again"] is None and (own["conversation"] is not None or own["turn"] is not None),
+            "`--conversation` and `--turn` say of which run with `--again RUN`: add it, or leave them out.",
+        ),
+        (
+            own["again"] is not None and (own["conversation"] is None or own["turn"] is None),
+            "`--again` takes one conversation from one of its turns on: add `--conversation NAME --turn N`.",
+        ),
+        (
+            own["again"] is not None and (makes_data or own["num_prompts"] is not None),
+            "`--again` goes on with one conversation, by the recipe's own model: leave `--num_prompts`, `--model`, "
+            "`--keep` and `--difficulty` out.",
+        ),
+    )
+    if makes_data:
         return _load_quietly("app.rollout").make_data(request)
     of_endpoint = "is of the endpoint that `--model` names: name one, or leave it out."
     refuse_first(
         (own["api_key_env"] is not None, f"`--api_key_env` {of_endpoint}"),
         (own["prices"] is not None, f"`--prices` {of_endpoint}"),
         (
-            own["num_generations"] is not None and folder is None and not own["audit"],
+            own["num_generations"] is not None and folder is None and not own["audit"] and own["again"] is None,
             "`--num_generations` is of conversations that are kept or audited, and one of each prompt is shown: add "
             "`--save FOLDER` or `--audit`, or leave it out.",
         ),
@@ -224,8 +240,10 @@ def _rollout(arguments: list[str]) -> int:
     if folder is not None:
         check_new(folder)
     rollouts = _load("app.rollout")  # while nothing has begun, since a signal ends the process at once
+    again = own["again"], own["conversation"], own["turn"]
+    recorded = None if own["again"] is None else rollouts.read_recorded(*again)
     trainer, resolved = _prepare(request, trains=False)
-    return rollouts.show(trainer, resolved, own, _console())
+    return rollouts.show(trainer, resolved, own, _console(), recorded)
 
 
 @_interruptible

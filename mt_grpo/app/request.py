@@ -66,6 +66,9 @@ OWN_OPTIONS: dict[str, dict[str, SchemaOption]] = {
         "num_generations": _number("Conversations for each prompt; the recipe's `num_generations` without it.", 1),
         "audit": _flag("Run `num_generations` conversations for each prompt, and say what the rewards tell apart."),
         "save": SchemaOption("Folder for `num_generations` conversations of each prompt, as a run's."),
+        "again": SchemaOption("Folder of a run, one of whose conversations is taken again, and goes on from a turn."),
+        "conversation": SchemaOption("Which of its conversations, by its name in the run."),
+        "turn": _number("The first turn that is sampled, from 1; those before are taken as they were.", 1),
         "model": SchemaOption("Make data of the training rows with it: a folder, adapter, Hub id, NAME@URL or a URL."),
         "keep": SchemaOption("Make data of the conversations that pass, such as 'exact_match>=1'."),
         "difficulty": _flag("Write how often each training row is passed, for `dataset_filter`."),
@@ -187,9 +190,9 @@ def read_request(arguments: list[str], command: str = "serve") -> Request:
     schema = load_schema()
     request = Request(own={name: option.default for name, option in OWN_OPTIONS[command].items()})
     given = _read_command_line(list(arguments), schema, command, request)
-    of_run = request.path is None and command == "train" and given.get("replay")
+    of_run = request.path is None and (given.get("replay") if command == "train" else request.own.get("again"))
     if of_run:
-        request.path = _recipe_of_run(given["replay"])
+        request.path = _recipe_of_run(of_run, f"{command} RECIPE.yaml --{'replay' if command == 'train' else 'again'}")
     if command in _OF_RUNS and request.path is not None and Path(request.path).is_dir():
         request.run = request.path
         request.path = _recipe_of_folder(request.run, command, given)
@@ -202,7 +205,7 @@ def read_request(arguments: list[str], command: str = "serve") -> Request:
     if request.path is not None:
         request.recipe, lines = read_file(request.path)
         if of_run:
-            request.recipe.pop("resume_from_checkpoint", None)  # the replay begins where the run began
+            request.recipe.pop("resume_from_checkpoint", None)  # a replay begins where the run began
         if request.run is not None:
             request.recipe |= {"model_name_or_path": request.run, "use_peft": False, "resume_from_checkpoint": None}
         variables = pop_variables(request.recipe)
@@ -218,14 +221,14 @@ def read_request(arguments: list[str], command: str = "serve") -> Request:
     return request
 
 
-def _recipe_of_run(folder: str) -> str:
+def _recipe_of_run(folder: str, with_recipe: str) -> str:
     path = Path(folder, CONFIG)
     refuse_first(
-        (not Path(folder).is_dir(), f"There is no folder {folder} to replay: name the `output_dir` of a run."),
+        (not Path(folder).is_dir(), f"There is no folder {folder}: name the `output_dir` of a run."),
         (
             not path.is_file(),
-            f"{folder} has no `{CONFIG}`, which `mt-grpo train` writes: give the recipe of the run, as `mt-grpo train "
-            f"RECIPE.yaml --replay {folder}`.",
+            f"{folder} has no `{CONFIG}`, which `mt-grpo train` writes: give the recipe of the run, as `mt-grpo "
+            f"{with_recipe} {folder}`.",
         ),
     )
     return str(path)

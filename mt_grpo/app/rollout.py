@@ -23,6 +23,7 @@ from mt_grpo.app.request import Request, check_new, check_writable
 from mt_grpo.credit import audit_rewards, estimate, estimate_parts, uncredited_turn_rewards
 from mt_grpo.envs.source import tool_names
 from mt_grpo.errors import ConfigError, UserError
+from mt_grpo.rollout.policy import Again
 from mt_grpo.runlog import Batch, Run, RunWriter, open_run
 from mt_grpo.runlog.export import LINES, left_out
 from mt_grpo.runlog.files import to_json, written_whole
@@ -46,15 +47,27 @@ _FORMS = {"sft": "tokens", "messages": "messages", "dpo": "preferences"}
 _SHOWN_PROMPTS = 4  # prompts that are answered without another number
 
 
-def show(trainer: MTGRPOEnvTrainer, resolved: dict[str, Any], own: dict[str, Any], console: Console) -> int:
+def show(
+    trainer: MTGRPOEnvTrainer,
+    resolved: dict[str, Any],
+    own: dict[str, Any],
+    console: Console,
+    recorded: Trajectory | None = None,
+) -> int:
     """
-    Runs conversations of a few prompts, and shows one of each, what stands out, and with `--audit` what the rewards
-    tell apart; `--save` keeps them. 1 where all failed, which is told.
+    Runs conversations of a few prompts, and shows one of each, or all that go on from a turn of a recorded one, what
+    stands out, and with `--audit` what the rewards tell apart; `--save` keeps them. 1 where all failed, which is told.
     """
     audits, folder = own["audit"], own["save"]
-    generations = 1 if folder is None and not audits else own["num_generations"] or trainer.num_generations
-    trajectories = trainer.rollout(own["num_prompts"] or _SHOWN_PROMPTS, generations)
-    for number, trajectory in enumerate(trajectories[::generations]):  # of a group, its first member stands for all
+    again = None if recorded is None else Again(_row_of(recorded, trainer), recorded, own["turn"] - 1)
+    shown_alone = folder is None and not audits and again is None
+    generations = 1 if shown_alone else own["num_generations"] or trainer.num_generations
+    trajectories = trainer.rollout(own["num_prompts"] or _SHOWN_PROMPTS, generations, again)
+    if again is not None:
+        for trajectory in trajectories:
+            trajectory.info |= {name: own[name] for name in ("again", "conversation", "turn")}
+    shown = generations if again is None else 1  # of a group, its first member stands for all
+    for number, trajectory in enumerate(trajectories[::shown]):
         console.rule(f"conversation {number + 1}")
         console.print(render_trajectory(trajectory, trainer.processing_class, console.is_terminal))
     facts = {"tools": tool_names(trainer.env)}
@@ -66,6 +79,37 @@ def show(trainer: MTGRPOEnvTrainer, resolved: dict[str, Any], own: dict[str, Any
         _save(trainer, {**resolved, "num_generations": generations}, folder)
         console.print(f"{len(trajectories)} conversations in {folder}", highlight=False, markup=False)
     return int(all(trajectory.failed for trajectory in trajectories))
+
+
+def read_recorded(folder: str, session: str, turn: int) -> Trajectory:
+    """A conversation of a run that has such a turn, from 1."""
+    run = open_run(folder)
+    (record,) = run.trajectories([run.row(session)])
+    recorded = Trajectory.from_dict(record)
+    if turn > len(recorded.turns):
+        raise ConfigError(f"The conversation {session} has {len(recorded.turns)} turns: give one of them as `--turn`.")
+    return recorded
+
+
+def _row_of(recorded: Trajectory, trainer: MTGRPOEnvTrainer) -> Row:
+    """The row of a recipe that a recorded conversation answers."""
+    datasets = trainer.train_dataset, trainer.eval_dataset
+    whole = [each for one in datasets for each in (one.values() if isinstance(one, dict) else [one]) if each]
+    of_row = to_json(recorded.row)
+    found = [
+        row
+        for rows in whole
+        for row in rows
+        if to_json({name: value for name, value in row.items() if name != "prompt"}) == of_row
+    ]
+    asked = question_of(recorded)
+    found = [row for row in found if question_of(Trajectory(row["prompt"])) == asked] or found
+    if not found or any(row["prompt"] != found[0]["prompt"] for row in found):
+        raise ConfigError(
+            f"The recipe has {'several rows' if found else 'no row'} with the columns of the conversation "
+            f"{recorded.session}, which was asked {asked!r}: give the dataset that it was sampled from."
+        )
+    return found[0]
 
 
 def _batch(trainer: MTGRPOEnvTrainer) -> Batch:

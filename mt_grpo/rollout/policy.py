@@ -22,6 +22,7 @@ from mt_grpo.media import (
     ConversationMedia,
     Part,
     decode,
+    decoded,
     is_decoded,
     is_read,
     kind_of_part,
@@ -46,6 +47,7 @@ _HEADER_TOKENS = 32
 _REWRITTEN = "messages"  # the cause of a fork where the caller's messages do not go on from those before
 _PAST_END = "end_of_turn"
 """The cause of a fork where a turn that is past ends in another token than it was sampled with."""
+_SHOWN = 24  # tokens that are shown from where a context differs from the one that was recorded
 _REFUSALS_KEPT = 16  # different sentences of refusals that a record holds; further ones are counted together
 _OTHERS = "other reasons"
 _NATIVE = NativeProtocol()
@@ -72,6 +74,29 @@ class RolloutLimits:
     idle_timeout: float | None = None
 
 
+@dataclass(frozen=True)
+class Again:
+    """The first turns of a recorded conversation of a row, which are taken as they were, and not sampled."""
+
+    row: Row
+    recorded: Trajectory
+    turns: int
+
+    def take(self, index: int, context: list[int], tokenizer: Any) -> Sample:
+        """What a turn sampled; `EngineError` if the context before it is not the recorded one."""
+        tree, turn = self.recorded.tree, self.recorded.turns[index]
+        ids, logprobs = tree.actions()[index], tree.action_logprobs()[index]
+        before = tree.path_of_turn(index)[: -len(ids)]
+        if ids and before != context:
+            same = common_prefix(before, context, 0)
+            here, there = (decoded(each[same : same + _SHOWN], tokenizer) for each in (context, before))
+            raise EngineError(
+                f"The conversation {self.recorded.session} cannot be taken again: before turn {index + 1} it goes on "
+                f"with {here!r} where {there!r} is recorded."
+            )
+        return Sample(ids, logprobs, turn.finish_reason, turn.weight_version, turn.last_weight_version)
+
+
 @dataclass
 class RolloutRequest:
     """
@@ -82,12 +107,14 @@ class RolloutRequest:
         session (`str`): Identifier, unique within a run of the runner; its order is the engine's batch order.
         row (`dict`): The dataset row, kept with the trajectory.
         seed (`int`): Seed of the conversation's random stream.
+        again (`Again`, *optional*): Turns of another conversation that it begins with.
     """
 
     prompt: str | list[Message]
     session: str
     row: Row = field(default_factory=dict)
     seed: int = 0
+    again: Again | None = None
 
 
 class Sampler:
@@ -189,6 +216,7 @@ class ConversationPolicy:
         self.rewrote = False
         self.failure: Exception | None = None
         self.before_turn: Callable[[Sequence[Message]], Awaitable[None]] | None = None
+        self.again: Again | None = None
 
     def fork(self, trajectory: Trajectory, seed: int) -> ConversationPolicy:
         """A policy for a branch that begins here; it writes into `trajectory`, a copy of this conversation's."""
@@ -459,7 +487,10 @@ class ConversationPolicy:
         if self._sampler.media is not None:
             ids = {token for token in (context.added if context.whole is None else self._context) if token < 0}
             trajectory.media |= {number: self._sampler.media[number] for number in ids - trajectory.media.keys()}
-        sample = await self._sample(self._context, drawing)
+        if self.again is not None and index < self.again.turns:
+            sample = self.again.take(index, self._context, self.tokenizer)
+        else:
+            sample = await self._sample(self._context, drawing)
         if self.ended is not None:  # while it was sampled: the trajectory is no longer this conversation's to change
             raise ConversationEnded(self.ended)
         if context.whole is None:

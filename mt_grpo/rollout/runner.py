@@ -239,6 +239,7 @@ class _Batch:
             trajectory = Trajectory(prompt, session=request.session, row=request.row, start=time.time())
             kind = EndpointPolicy if isinstance(self._runner.engine, ChatEndpoint) else ConversationPolicy
             policy = kind(self._runner.sampler, trajectory, self._sampling, request.seed)
+            policy.again = request.again
         else:
             trajectory, policy = branch.trajectory, branch.policy
         if before_turn is not None:

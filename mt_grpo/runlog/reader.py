@@ -161,13 +161,17 @@ class Run:
                 "conversations without the text of their tokens."
             ) from None
 
-    def trajectory(self, session: str) -> Row:
-        """One conversation with everything that is known of it; see `StoredConversation.shown`."""
+    def row(self, session: str) -> Row:
+        """The row of one conversation."""
         place = self.rows.places.get(session)
         if place is None:
             near = did_you_mean(session, self.rows.sessions[:_MOST_NAMES])
             raise UserError(f"{self.folder} has no conversation {session[:_MOST_SHOWN]!r}{near}.")
-        row = self.rows[place]
+        return self.rows[place]
+
+    def trajectory(self, session: str) -> Row:
+        """One conversation with everything that is known of it; see `StoredConversation.shown`."""
+        row = self.row(session)
         file, credit_file = row["file"], row["credit_file"]
         rollout = self._read(file, row["row"], session, schema.ROLLOUTS)
         credit = None if credit_file is None else self._read(credit_file, row["credit_row"], session, schema.CREDIT)

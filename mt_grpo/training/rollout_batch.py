@@ -28,6 +28,7 @@ from mt_grpo.forward.routes import NO_ROUTE
 from mt_grpo.media import media_to_digests, part_text
 from mt_grpo.rewards import Scores, completion_ids, spread
 from mt_grpo.rollout import RolloutRequest, TokenRow, derive_seed
+from mt_grpo.rollout.policy import Again
 from mt_grpo.rollout.runner import Branching
 from mt_grpo.rollout.token_row import AnswerLeaves
 from mt_grpo.runlog.files import to_json
@@ -75,6 +76,7 @@ class RolloutBatch:
     """By reward, the right answers that the policy's next forward scores."""
     answered: set[str] = field(default_factory=set)  # rewards whose right answers were scored
     staleness: Staleness = field(default_factory=Staleness)
+    again: Again | None = None  # turns of a recorded conversation that all begin with
 
     @property
     def advantages(self) -> Tensor:
@@ -184,7 +186,9 @@ class RolloutBatch:
             columns = {name: value for name, value in row.items() if name != "prompt"}
             prompt = row["prompt"]
             draw = derive_seed(seed, self.mode, *moment, number, media_to_digests(prompt))
-            requests.append(RolloutRequest(prompt, session, columns, draw))
+            if self.again is not None:  # else the first would draw what was drawn
+                draw = derive_seed(draw, self.again.turns)
+            requests.append(RolloutRequest(prompt, session, columns, draw, self.again))
         return requests
 
     def answer(self, means: list[list[list[float]]]) -> None:

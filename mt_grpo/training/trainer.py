@@ -35,6 +35,7 @@ from mt_grpo.options.rules import check_eval_batch
 from mt_grpo.rewards import RewardFunc, Scores, score_trajectories
 from mt_grpo.rollout import Engine, RolloutError
 from mt_grpo.rollout.engines.transformers import TransformersEngine, prove_engine
+from mt_grpo.rollout.policy import Again
 from mt_grpo.runlog.heartbeat import Silence
 from mt_grpo.training import (
     columns,
@@ -658,20 +659,21 @@ class MTGRPOEnvTrainer(ResumableTrainer):
                 )
         return metrics
 
-    def rollout(self, num_prompts: int, num_generations: int = 1) -> list[Trajectory]:
+    def rollout(self, num_prompts: int, num_generations: int = 1, again: Again | None = None) -> list[Trajectory]:
         """
         Runs and scores conversations, `num_generations` for each prompt, without training. Prompts are the first rows
         of the evaluation set (the first one of several), or of the training set if there is none. Where conversations
         can be compared, turn rewards are also asked whether they depend on later turns, see `Warnings.causal`. In logs
-        a line of standard error says how far it is, wherever nothing was said for a while.
+        a line of standard error says how far it is, wherever nothing was said for a while. With `again` the only
+        prompt is its row's, and all conversations begin with its turns.
         """
         dataset = self.train_dataset if self.eval_dataset is None else self.eval_dataset
         dataset = next(iter(dataset.values())) if isinstance(dataset, dict) else dataset
         with self._names_rows():
-            rows = [
-                columns.with_column_media(row) for row in dataset.take(num_prompts) for _ in range(num_generations)
-            ]
-        batch = self.batch = RolloutBatch("eval", rows, [False] * len(rows), group_size=num_generations)
+            taken = dataset.take(num_prompts) if again is None else [again.row]
+            rows = [columns.with_column_media(row) for row in taken for _ in range(num_generations)]
+        batch = RolloutBatch("eval", rows, [False] * len(rows), group_size=num_generations, again=again)
+        self.batch = batch
         tells = self.is_world_process_zero() and not sys.stderr.isatty()
         says = Silence(lambda: print(self.step_log.activity.describe(), file=sys.stderr, flush=True))
         with says if tells else nullcontext(), batch.open_environments():
