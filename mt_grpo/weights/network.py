@@ -289,10 +289,13 @@ class _FileOffer:
                 await asyncio.sleep(0.1)
                 continue
             if len(self._waiting) >= MAX_WAITING:
-                next(iter(self._waiting)).cancel()
+                oldest = next(iter(self._waiting))
+                self._waiting.pop(oldest)
+                oldest.cancel()
             task = asyncio.ensure_future(self._answer(connection, peer[0]))
             self._waiting[task] = None
-            task.add_done_callback(self._waiting.pop)
+            task.add_done_callback(lambda ended: self._waiting.pop(ended, None))
+            await asyncio.sleep(0)  # an accept does not wait while more connect, and requests would not be read
 
     async def _answer(self, connection: socket.socket, peer: str) -> None:
         """Reads a request, and has a thread send what it asks for."""

@@ -254,6 +254,25 @@ def test_half_open_connections_hold_up_nobody(offer, tmp_path, monkeypatch):
         connection.close()
 
 
+def test_connections_that_come_at_once_do_not_hold_up_requests(tmp_path, monkeypatch):
+    monkeypatch.setattr(network, "MAX_WAITING", 8)
+    waiting = []
+
+    class Watched(_FileOffer):
+        async def _answer(self, *connection):
+            waiting.append(len(self._waiting))
+            await super()._answer(*connection)
+
+    offer = Watched(tmp_path, "127.0.0.1")
+    offer._thread.loop.call_soon_threadsafe(time.sleep, 0.3)  # meanwhile all of them come
+    held = [raw(offer.url("127.0.0.1")) for _ in range(100)]
+    until(lambda: len(waiting) > 80)
+    assert max(waiting) <= 10
+    offer.close()
+    for connection in held:
+        connection.close()
+
+
 def test_a_request_that_does_not_arrive_is_given_up(tmp_path, monkeypatch):
     monkeypatch.setattr(network, "HEAD_TIMEOUT", 0.05)
     offer = _FileOffer(tmp_path, "127.0.0.1")
