@@ -172,7 +172,7 @@ _TAG_CALL = 'Write <tool>{"name": ..., "args": {...}}</tool>.'
 def _json_call(block: str, arguments_key: str) -> tuple[ToolCall | None, str | None]:
     """Reads a call written as a JSON object: (call, None) or (None, what is wrong with it)."""
     try:
-        value = _with_valid_text(json.loads(block))
+        value = with_valid_text(json.loads(block))
     except json.JSONDecodeError as error:
         return None, f"the tool call is not valid JSON ({error.msg} at character {error.pos})."
     except (ValueError, RecursionError):
@@ -185,7 +185,7 @@ def _json_call(block: str, arguments_key: str) -> tuple[ToolCall | None, str | N
     return ToolCall(value["name"], arguments), None
 
 
-def _with_valid_text(value: object) -> Any:
+def with_valid_text(value: object) -> Any:
     """Replaces lone surrogates, which JSON of a model may hold as escapes: tokenizers and files refuse them."""
     if too_deep(value):
         raise ValueError("its brackets are too deep to read")
@@ -223,7 +223,7 @@ class NativeProtocol:
                 if not end:
                     raise
                 read = tokenizer.parse_response(text + end, prefix=header, tools=tools)
-            message = _with_valid_text({"content": "", **read})
+            message = with_valid_text({"content": "", **read})
         except (ValueError, RecursionError) as error:
             return ParsedTurn({"role": "assistant", "content": text}, error=f"the tool call cannot be read: {error}.")
         calls = []

@@ -23,11 +23,12 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from mt_grpo.envs.env import ConversationEnded
-from mt_grpo.envs.protocols import CallProtocol, NativeProtocol
+from mt_grpo.envs.protocols import CallProtocol, NativeProtocol, with_valid_text
 from mt_grpo.errors import ConfigError, EngineError, ServerGoneError, ServerSetupError
 from mt_grpo.rollout.engines import Sample, SamplingParams
 from mt_grpo.rollout.policy import ConversationPolicy
-from mt_grpo.servers.web import MAX_BYTES, WebClient
+from mt_grpo.runlog.files import whole
+from mt_grpo.servers.web import BOUNDED, WebClient
 from mt_grpo.trajectory import Message, StopReason, ToolCall, ToolSchema, Turn
 
 if TYPE_CHECKING:
@@ -60,30 +61,34 @@ class _Completion:
     calls: dict[int, dict[str, str]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(str)))
     finish_reason: str | None = None
     stopped_by: str | None = None
-    usage: dict[str, Any] = field(default_factory=dict)
+    usage: dict[str, int] = field(default_factory=dict)
 
     def add(self, part: dict[str, Any]) -> None:
         """Takes in a whole answer, or a part of a streamed one."""
-        self.usage = part.get("usage") or self.usage
+        if usage := part.get("usage"):
+            cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+            counts = {"prompt": usage.get("prompt_tokens"), "cached": cached}
+            counts |= {"completion": usage.get("completion_tokens")}
+            self.usage = {name: int(count or 0) for name, count in counts.items()}
         for choice in (part.get("choices") or [])[:1]:
             said = choice.get("delta") or choice.get("message") or {}
-            self.content += said.get("content") or ""
-            self.thought += said.get("reasoning_content") or said.get("reasoning") or ""
+            self.content += whole(said.get("content") or "")
+            self.thought += whole(said.get("reasoning_content") or said.get("reasoning") or "")
             for place, call in enumerate(said.get("tool_calls") or []):
                 mine, function = self.calls[self._number(call, place)], call.get("function") or {}
-                mine["id"] = call.get("id") or mine["id"]
-                mine["name"] += function.get("name") or ""
+                mine["id"] = str(call.get("id") or mine["id"])
+                mine["name"] += whole(function.get("name") or "")
                 mine["arguments"] += function.get("arguments") or ""
             self.finish_reason = choice.get("finish_reason") or self.finish_reason
             self.stopped_by = choice.get("stop_reason") or self.stopped_by
 
     def _number(self, call: dict[str, Any], place: int) -> int:
         """Which call a part belongs to. Some endpoints number all of them 0, or none, and send each whole."""
-        number, name = call.get("index"), call.get("id")
+        number, name = call.get("index"), str(call.get("id") or "")
         for place_of, begun in self.calls.items():
             if name and begun["id"] == name:
                 return place_of
-        if number is None:
+        if not isinstance(number, int):
             number = place if name or not self.calls else max(self.calls)
         return max(self.calls) + 1 if name and number in self.calls and self.calls[number]["id"] else number
 
@@ -201,7 +206,7 @@ class ChatEndpoint:
                 continue
             try:
                 completion = await self._ask(body)
-            except (_Refused, httpx.HTTPError, ValueError) as error:
+            except (_Refused, httpx.HTTPError, ValueError, RecursionError) as error:
                 said = error if isinstance(error, _Refused) else _Refused(0, self._hidden(error))
                 if said.status in (400, 413, 422):
                     bounded = self._without_what_is_unknown(said, body, bounded)
@@ -247,7 +252,8 @@ class ChatEndpoint:
     async def _ask(self, body: dict[str, Any]) -> _Completion:
         if self._http is None:
             limits = httpx.Limits(max_connections=None)
-            self._http = httpx.AsyncClient(headers=self._headers, limits=limits, timeout=_READ_SECONDS)
+            options: dict[str, Any] = {"limits": limits, "timeout": _READ_SECONDS, "event_hooks": BOUNDED}
+            self._http = httpx.AsyncClient(headers=self._headers, **options)
         completion = _Completion()
         async with self._http.stream("POST", f"{self.url}/chat/completions", json=body) as response:
             if not response.is_success:
@@ -269,7 +275,7 @@ class ChatEndpoint:
             raise _Refused(0, self._hidden(error.get("message", error) if isinstance(error, dict) else error))
         try:
             completion.add(part)
-        except (AttributeError, TypeError):
+        except (AttributeError, TypeError, OverflowError):
             raise _Refused(0, f"the answer is no completion: {self._hidden(part)}") from None
 
     def _refuse_for_good(self, said: _Refused) -> None:
@@ -307,11 +313,7 @@ class ChatEndpoint:
         self._opens = max(self._opens, time.monotonic() + (pause if said.after is None else said.after))
 
     def _count(self, completion: _Completion, session: str) -> None:
-        usage = completion.usage
-        details = usage.get("prompt_tokens_details") or {}
-        counts = {"prompt": usage.get("prompt_tokens"), "cached": details.get("cached_tokens")}
-        counts |= {"completion": usage.get("completion_tokens"), "requests": 1}
-        self.usage.setdefault(session, Counter()).update({name: count or 0 for name, count in counts.items()})
+        self.usage.setdefault(session, Counter()).update({"requests": 1, **completion.usage})
 
     async def generate(self, context: list[int], sampling: SamplingParams, session: str) -> Sample:
         """Raises `EngineError`: it takes messages, which `EndpointPolicy` has."""
@@ -329,11 +331,7 @@ class ChatEndpoint:
 
 async def _events(response: httpx.Response) -> AsyncIterator[Any]:
     """What the events of a stream hold."""
-    size = 0
     async for line in response.aiter_lines():
-        size += len(line)
-        if size > MAX_BYTES:
-            raise _Refused(0, f"the answer has more than {MAX_BYTES:,} bytes")
         name, _, value = line.partition(":")
         if name == "data" and value.strip() not in ("", "[DONE]"):
             yield json.loads(value)
@@ -413,7 +411,7 @@ class EndpointPolicy(ConversationPolicy):
             message["reasoning_content"] = completion.thought
         calls = []
         for number, call in sorted(completion.calls.items()):
-            arguments = json.loads(call["arguments"] or "{}") if _is_object(call["arguments"]) else None
+            arguments = _object(call["arguments"])
             if arguments is None or not call["name"]:
                 return message
             function = {"name": call["name"], "arguments": arguments}
@@ -444,8 +442,10 @@ class EndpointPolicy(ConversationPolicy):
             turn.answer = turn.text.strip()
 
 
-def _is_object(text: str) -> bool:
+def _object(text: str) -> dict[str, Any] | None:
+    """The JSON object that a text holds."""
     try:
-        return isinstance(json.loads(text or "{}"), dict)
+        value = with_valid_text(json.loads(text or "{}"))
     except (ValueError, RecursionError):
-        return False
+        return None
+    return value if isinstance(value, dict) else None

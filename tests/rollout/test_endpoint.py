@@ -11,6 +11,7 @@ from mt_grpo.errors import ConfigError, ServerGoneError, ServerSetupError
 from mt_grpo.rollout import RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams
 from mt_grpo.rollout import endpoint as module
 from mt_grpo.rollout.endpoint import ChatEndpoint, _Completion
+from mt_grpo.servers import web
 
 CALL = '<tool>{"name": "calculator", "args": {"expression": "1+1"}}</tool>'
 
@@ -125,6 +126,32 @@ def test_full_context_ends_one_conversation(endpoint, converse):
 def test_endpoint_that_helps_nobody_ends_the_run(endpoint, converse, answer, error, says):
     with pytest.raises(error, match=says.replace("(", r"\(").replace(")", r"\)")):
         converse(endpoint(lambda number, body: answer), number=10)
+
+
+_STREAM = {"Content-Type": "text/event-stream"}
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        *[(200, text, {}) for text in ("[" * 100_000, '{"usage": {"prompt_tokens": Infinity}}')],
+        *[(200, {"choices": [], "usage": usage}) for usage in ([1], {"prompt_tokens_details": [1]})],
+        (500, "[" * 100_000, {}),
+        (200, "data: " + "a" * 10_000, _STREAM),  # a line without an end
+    ],
+)
+def test_an_answer_of_no_known_shape_fails_one_conversation(endpoint, converse, monkeypatch, answer):
+    monkeypatch.setattr(web, "MAX_BYTES", 9_000 if answer[-1] is _STREAM else web.MAX_BYTES)
+    (told,), _ = converse(endpoint(lambda number, body: answer))
+    assert told.stop_reason == "engine_error" and "gave no answer in 6 attempts" in told.error
+
+
+def test_half_characters_and_odd_names_of_calls_are_read(endpoint, converse):
+    function = {"name": "calculator", "arguments": '{"expression": "\\ud800"}'}
+    calls = [{"index": "x", "id": 7, "function": function}, {"index": 0, "id": "b", "function": function}]
+    answers = [whole({"content": "\ud800", "tool_calls": calls}), whole("\ud800")]
+    (told,), _ = converse(endpoint(lambda number, body: answers[number]), protocol="native")
+    assert [call.id for call in told.turns[0].tool_calls] == ["7", "b"] and told.answer == "?"
 
 
 @pytest.mark.parametrize(
