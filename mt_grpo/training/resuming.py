@@ -42,7 +42,6 @@ from mt_grpo.training.checkpoint import (
     check_checkpoint,
     check_sharding,
     check_weights_fit,
-    is_whole,
     load_converted,
     load_rollouts,
     made_with,
@@ -147,6 +146,7 @@ class ResumableTrainer(GRPOTrainer):
     _silence: Silence
     _prefetch: PrefetchQueue | None
     _earlier: list[Path]
+    _saved: Path | None = None  # the checkpoint of the latest step that has one
     _steps: SmallerSteps
     _synced_step: int
     _failed_batches: int
@@ -183,6 +183,7 @@ class ResumableTrainer(GRPOTrainer):
         # a run that begins again keeps nothing of one that was interrupted in this process
         self._step, self._buffered_inputs, self._synced_step, self._failed_batches = 0, None, -1, 0
         self._begun, self.evaluated_step, self._initial_global_step = (-1, 0, None), None, 0
+        self._saved = None if checkpoint is None else Path(checkpoint).resolve()
         folder = Path(self.args.output_dir).resolve()
         self.step_log.records.resumes = checkpoint is not None and Path(checkpoint).resolve().parent == folder
         ahead = self.args.max_staleness and self.replay is None
@@ -400,8 +401,7 @@ class ResumableTrainer(GRPOTrainer):
     def save_checkpoint(self) -> Path:
         """Writes a checkpoint of the last finished step, once. This is a collective call."""
         folder = self._checkpoint_folder()
-        saved = gather_object([is_whole(folder)])[0]  # other hosts may not have it; and all look before one writes
-        if not saved:
+        if folder.resolve() != self._saved:  # one that is there may be of before the run went back behind it
             step, *before = self._begun
             if step == self.state.global_step:  # an unfinished step begins again
                 self._step, self._buffered_inputs = before
@@ -454,6 +454,7 @@ class ResumableTrainer(GRPOTrainer):
             raise
         finally:
             self.args.save_total_limit = limit
+        self._saved = folder.resolve()
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
             rotate_checkpoints(str(folder.parent), limit, self.state.best_model_checkpoint, use_mtime=True)

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 from support.trainers import Letters, at, same, trainer_builder, weights
 
 from mt_grpo import preemption
@@ -77,6 +78,17 @@ def test_the_step_is_finished_and_the_run_goes_on(build, whole, tmp_path, moment
     assert is_whole(checkpoint) and list(tmp_path.glob("checkpoint-*")) == [checkpoint]
     (resumed := build(**OPTIONS)).train(str(checkpoint))
     assert same(weights(resumed), whole)
+
+
+def test_a_run_that_went_back_keeps_what_it_learnt_since(build, tmp_path):
+    options = {**OPTIONS, "save_strategy": "steps", "save_steps": 1}
+    build(**options).train()
+    begun = {"learning_rate": 0.5, **asked_at("on_step_end", 2)}
+    trainer = build(**options | begun | {"save_steps": 100})
+    with pytest.raises(PreemptedError):
+        trainer.train(str(tmp_path / "checkpoint-1"))
+    saved = load_file(tmp_path / "checkpoint-2" / "model.safetensors")
+    assert same([saved[name] for name, _ in trainer.model.named_parameters()], weights(trainer))
 
 
 def test_before_the_first_step_nothing_is_saved(build, tmp_path):
