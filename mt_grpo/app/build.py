@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ from mt_grpo.options.values import brings_rows
 from mt_grpo.rollout import ChatRenderer
 from mt_grpo.rollout.endpoint import ChatEndpoint
 from mt_grpo.rollout.token_row import examine_template
+from mt_grpo.runlog.heartbeat import Silence
 from mt_grpo.tools.function import cut
 from mt_grpo.training.checkpoint import adapter_settings, batch_options, check_adapter, check_checkpoint, resume_point
 from mt_grpo.training.columns import Rows, check_rows_suffice, with_column_media
@@ -142,6 +143,7 @@ def _drop_long_prompts(
     source: EnvSource,
     context_length: int,
     template_kwargs: dict[str, Any] | None = None,
+    note: Callable[[str], object] = str,
 ) -> Dataset:
     """Drops rows whose prompt leaves no room for an answer in the model's context, with a counted warning."""
     if source.writes_prompts:
@@ -149,10 +151,10 @@ def _drop_long_prompts(
     length = prompt_lengths(tokenizer, source, template_kwargs)
     if isinstance(dataset, IterableDataset):
         return dataset.filter(lambda row: length(row) < context_length)
-    lengths = [
-        length(row)
-        for row in dataset.select_columns([name for name in ("prompt", COLUMN) if name in dataset.column_names])
-    ]
+    lengths = []
+    for row in dataset.select_columns([name for name in ("prompt", COLUMN) if name in dataset.column_names]):
+        lengths.append(length(row))
+        note(f"measuring prompts, {len(lengths):,} of {len(dataset):,}")
     keep = [index for index, size in enumerate(lengths) if size < context_length]
     if not keep:
         raise ConfigError(
@@ -172,7 +174,23 @@ def _drop_long_prompts(
 def build_trainer(
     recipe: Recipe, trains: bool = True, writes: bool = True, endpoint: ChatEndpoint | None = None
 ) -> MTGRPOEnvTrainer:
-    """Everything a recipe names, checked and put together; with an `endpoint`, of the model its tokenizer alone."""
+    """
+    Everything a recipe names, checked and put together, with a line in a log about what takes long; with an
+    `endpoint`, of the model its tokenizer alone.
+    """
+    doing = ["reading the data"]
+
+    def note(words: str) -> None:
+        doing[0] = words
+
+    silent = sys.stderr.isatty() or recipe.training.process_index > 0
+    with nullcontext() if silent else Silence(lambda: print(f"{doing[0]} ...", file=sys.stderr, flush=True)):
+        return _build(recipe, trains, writes, endpoint, note)
+
+
+def _build(
+    recipe: Recipe, trains: bool, writes: bool, endpoint: ChatEndpoint | None, note: Callable[[str], None]
+) -> MTGRPOEnvTrainer:
     args, model = recipe.training, recipe.model
     if endpoint is not None:
         args = changed(args, use_vllm=False, use_cpu=True, bf16=False, fp16=False, rollout_timeout=None)
@@ -225,12 +243,13 @@ def build_trainer(
             return {name: short(one) for name, one in data.items()}
         if data is None:
             return None
-        return _drop_long_prompts(data, tokenizer, source, longest, args.chat_template_kwargs)
+        return _drop_long_prompts(data, tokenizer, source, longest, args.chat_template_kwargs, note)
 
     train_dataset, eval_dataset = short(train_dataset), short(eval_dataset)
     if trains and isinstance(rows, Dataset) and len(train_dataset) < len(rows):
         check_rows_suffice(args, train_dataset, dropped=len(rows) - len(train_dataset))
-    left = contextlib.nullcontext() if writes else _nothing_left(args)
+    note("loading the model")
+    left = nullcontext() if writes else _nothing_left(args)
     with libraries_may_refuse("The trainer cannot be built from these options"), left:
         trainer = MTGRPOEnvTrainer(
             model=name if endpoint is None else LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **_NO_MODEL)),
@@ -269,7 +288,7 @@ def _load_processing(name: str, config: PreTrainedConfig, **where: Any) -> PreTr
     return AutoTokenizer.from_pretrained(name, **where)
 
 
-@contextlib.contextmanager
+@contextmanager
 def _nothing_left(args: MTGRPOConfig) -> Iterator[None]:
     """Keeps `output_dir` from staying, which a trainer makes when it is built."""
     folder = Path(args.output_dir)

@@ -13,6 +13,7 @@ from support.recipes import parse_recipe
 from mt_grpo.app.request import read_request
 from mt_grpo.cli import main
 from mt_grpo.envs import MultiTurnToolEnv
+from mt_grpo.runlog import heartbeat
 
 
 class Sampled(MultiTurnToolEnv):
@@ -88,6 +89,13 @@ def test_the_embedded_model_is_shown_what_it_has_learnt(name, dry_run):
         said,
     )
     assert (status, question) == (0, "Name the continent of Venezuela.")
+
+
+def test_a_log_says_what_takes_long_before_the_run(recipe, monkeypatch, capsys):
+    monkeypatch.setattr(heartbeat, "QUIET", 0.001)
+    assert main(["train", *map(str, recipe()), "--dry_run", "true"]) == 0
+    told = capsys.readouterr().err
+    assert "reading the data ..." in told and "loading the model ..." in told
 
 
 def test_nothing_is_written(recipe, tmp_path, monkeypatch, dry_run):

@@ -106,7 +106,7 @@ def refused(capsys):
         printed, errors = capsys.readouterr()
         (line,) = [line for line in errors.splitlines() if line.startswith("mt-grpo: ")]
         assert errors.endswith(f"{line}\n") and "Traceback" not in errors
-        if command not in ("train", "rollout", "doctor"):  # which may have begun, and said so
+        if command not in ("train", "rollout", "doctor", "eval"):  # which may have begun, and said so
             assert (printed, errors) == ("", f"{line}\n")
         return line
 
