@@ -142,7 +142,7 @@ def text_of_variants(rows: Sequence[Row]) -> str:
         designs = [design for design in DESIGNS if any(row["design"] == design for row in own)]
         seeds = len({row["seed"] for row in own})
         lines = [
-            f"**{variant}.** Regret at the end, with the half of its 95 % interval; {seeds} seeds.",
+            f"**{variant}.** Regret at the end, with the half of its 95 % interval; seeds: {seeds}.",
             "",
             f"| arm | {' | '.join(designs)} | mean | mean over training |",
             f"| --- |{' --- |' * (len(designs) + 2)}",
