@@ -103,6 +103,11 @@ def test_answers_with_images_name_their_server(ask, names):
         assert not server.asked("/weight_info")
 
 
+def test_an_answer_with_images_that_names_no_server_ends_a_run(ask):
+    with pytest.raises(ServerSetupError, match="nobody can tell which server gave them, and with which weights"):
+        ask(Looker(), {-4: image()}, [1, -4, -4, -4, 2], version=7)
+
+
 def test_images_are_sent_as_the_model_takes_them(ask):
     looker = Looker()
     [sample], _ = ask(looker, {-4: image()}, [1, -4, -4, -4, 2])

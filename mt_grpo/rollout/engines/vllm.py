@@ -376,11 +376,11 @@ class VLLMServerClient(VLLMServers):
                     body = await content(server, failures)
                     answer, name = await server.ask_identified(self._connection().http, "POST", path, body, limit)
                     found = read(answer, f"POST {server.url}{path}")
-                    if name is None and path == _COMPLETIONS:
+                    if name is None and (path == _COMPLETIONS or self.weight_version is not None):
                         name = _identity(server, answer)
                     fingerprint = name or server.fingerprint
                     restarted = server.fingerprint not in (None, fingerprint)
-                    if name is None or name.startswith(_OF_CONFIGURATION):  # of any process that is started so
+                    if name is not None and name.startswith(_OF_CONFIGURATION):  # of any process that is started so
                         restarted |= not await self._has_weights(server)
                 except RequestFailed as error:
                     # a server that was restarted knows no adapter, and says so with a 404
