@@ -96,8 +96,12 @@ class Replay:
             order.setdefault((row["step"], row["k"]), len(order))
         sampled.sort(key=lambda row: (row["step"], order[row["step"], row["k"]], row["session"]))
         batches = [list(rows) for _, rows in groupby(sampled, key=lambda row: (row["step"], row["k"]))]
-        size = max(map(len, batches), default=0)
-        return list(takewhile(lambda rows: len(rows) == size and all(row["rewards"] for row in rows), batches))
+        size, judged = max(map(len, batches), default=0), bool(self._run.about.get("rewards"))  # else taught alone
+
+        def whole(rows: list[Row]) -> bool:
+            return len(rows) == size and (not judged or all(row["rewards"] for row in rows))
+
+        return list(takewhile(whole, batches))
 
     def _check_sizes(self, args: MTGRPOConfig) -> None:
         """Whether batches are as large as those of the run, and suffice for the steps that are asked for."""

@@ -107,6 +107,13 @@ def test_a_run_that_sampled_ahead_is_replayed_without_waiting(both, monkeypatch)
     assert not any(name.startswith("staleness/") for line in replayed for name in line)
 
 
+def test_a_run_that_a_teacher_alone_taught_is_replayed(both):
+    run, replayed = both(
+        rewards=((), ()), teacher={"model": "self", "sees": ["answer"]}, distillation_coef=1.0, max_steps=2
+    )
+    assert [line["loss"] for line in run] == [line["loss"] for line in replayed]
+
+
 def test_another_rule_is_credited_on_the_logged_scores(finished, run, replay, tmp_path):
     (trainer := replay(advantage_estimator="grpo_or", loss_type="grpo")).train()
     again = open_run(tmp_path / "again")
