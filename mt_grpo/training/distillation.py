@@ -182,7 +182,7 @@ class Distillation:
         likeliest: list[list[Tensor]] = []
         model = trainer.teacher or trainer.model
         weights = nullcontext() if trainer.teacher_weights is None else trainer.teacher_weights.lent()
-        with weights, without_dropout(model, True), trainer.accelerator.autocast():
+        with trainer.alone_with_model(), weights, without_dropout(model, True), trainer.accelerator.autocast():
             for start in range(0, len(trees), size):
                 part = trees[start : start + size]
                 flat = [_without_routes(tree) for tree in part]

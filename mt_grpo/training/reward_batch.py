@@ -439,7 +439,7 @@ class RightAnswers:
             group=trainer.forwards.plan.group,
         )
         found: list[list[list[float]]] = []
-        with without_dropout(trainer.model, True), trainer.accelerator.autocast():
+        with trainer.alone_with_model(), without_dropout(trainer.model, True), trainer.accelerator.autocast():
             for start in range(0, len(rows), size):
                 part = rows[start : start + size]
                 trees = [tree for row in part for tree in row]

@@ -443,6 +443,13 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             return nullcontext()
         return lent_model(self.runner.engine, self.model_wrapped, self.args, self.accelerator)
 
+    def alone_with_model(self) -> AbstractContextManager[object]:
+        """A context in which the engine does not sample with the trainer's model, as while others are scored."""
+        engine = self.runner.engine
+        if isinstance(engine, TransformersEngine) and self.weight_sync is None:
+            return engine.update
+        return nullcontext()
+
     def _prove_engine(self) -> None:
         """Before the first conversation: whether the model's own engine samples from what is trained."""
         engine = self._unproven

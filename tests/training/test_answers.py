@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
 from peft import LoraConfig
 from support.conversations import converse
 from support.sequence_ranks import random_trees
-from support.trainers import Answered, batch, conversation, same, weights
+from support.trainers import Answered, Spelling, batch, conversation, same, weights
 
 from mt_grpo.concurrency import run
 from mt_grpo.credit import rule_name
 from mt_grpo.errors import ConfigError, EngineError, UnsupportedModelError
-from mt_grpo.forward.model import ForwardPlan, enable_trees
+from mt_grpo.forward.model import ForwardPlan, enable_trees, score
 from mt_grpo.forward.packing import unique_tokens
 from mt_grpo.rewards import AnswerLogprob, InformationGain, cut_after, score_cut
 from mt_grpo.rollout import ScriptedEngine
@@ -40,6 +42,31 @@ def contexts(trajectory):
     """What the model saw before each of its turns."""
     actions = trajectory.tree.actions()
     return [trajectory.tree.path_of_turn(turn)[: -len(action)] for turn, action in enumerate(actions)]
+
+
+@pytest.mark.parametrize("teacher", [None, {"model": "self", "sees": ["answer"]}], ids=["reward", "teacher"])
+def test_nothing_is_sampled_with_a_model_that_scores(build, questions, monkeypatch, teacher):
+    """As `mt-grpo eval` has conversations scored that have ended, while others go on with the same model."""
+    env = Spelling([], protocol="learnt_tags", max_steps=8)
+    rewards = ((), (Answered(),)) if teacher else GAIN
+    trainer = build(None, env=env, rewards=rewards, teacher=teacher, max_turn_length=8, advantage_estimator="grpo_mr")
+    engine, sampling, scored = trainer.runner.engine, threading.Event(), []
+    sample = engine._generate
+
+    def watched(*given):
+        sampling.set()
+        sample(*given)
+        sampling.clear()
+
+    def alone_with_model(*given):
+        scored.append(sampling.wait(0.3))
+        return score(*given)
+
+    monkeypatch.setattr(engine, "_generate", watched)
+    for module in ("distillation", "reward_batch"):
+        monkeypatch.setattr(f"mt_grpo.training.{module}.score", alone_with_model)
+    trainer.converse([dict(questions[0])] * 6, [False] * 6, 6, lambda ended: None)
+    assert scored and not any(scored)
 
 
 @pytest.fixture(scope="module")
