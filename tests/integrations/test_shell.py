@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import os
+import shutil
 import subprocess
 from types import SimpleNamespace
 
@@ -46,10 +47,18 @@ def run(tmp_path):
         ("set -e; false", "echo goes on", "goes on"),
         ("kill -9 $$", "echo goes on", "goes on"),
         ("if", "echo goes on", "goes on"),
+        ("mkdir in; code=5; for d in in; do :; done", "echo $d $code; ls in", "in 5"),
     ],
 )
 def test_a_shell_remembers_what_commands_changed(run, before, command, shown):
     assert run(before, command)[1][0] == shown
+
+
+def test_commands_run_where_the_shells_folder_cannot_be_written(run):
+    try:
+        assert run("rm -r $TMPDIR/.shell; : > $TMPDIR/.shell", "echo goes on")[1][0] == "goes on"
+    finally:
+        shutil.rmtree("/dev/shm/.shell")
 
 
 @pytest.mark.parametrize(

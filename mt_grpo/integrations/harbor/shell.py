@@ -46,19 +46,25 @@ _KILLED = 137  # the exit code of a command that ended its own shell
 _SPOILT = "The shell runs no commands any more, also after it was begun again."
 
 SCRIPT = r"""
-d=${TMPDIR:-/tmp}/.shell; mkdir -p $d; rm -f $d/{head,tail,size,busy,pipe}; mkfifo $d/pipe
+set -o pipefail
+for d in ${TMPDIR:-/tmp}/.shell /dev/shm/.shell; do
+    { mkdir -p $d && rm -f $d/{head,tail,size,busy,pipe} && mkfifo $d/pipe &&
+      printf %s COMMAND | base64 -d > $d/command && cat > $d/inner; } 2> /dev/null <<'INNER' && break
+__shell=${0%/*}
+[ -f $__shell/cwd ] && cd "$(cat $__shell/cwd)" 2> /dev/null && unset OLDPWD
+[ -f $__shell/state ] && . $__shell/state 2> /dev/null
+trap '__code=$?; pwd > $__shell/cwd; { declare -p; declare -f; alias; } > $__shell/state 2> /dev/null
+      [ -z "$(jobs -p)" ] || : > $__shell/busy; exit $__code' EXIT
+shopt -s expand_aliases
+. $__shell/command
+INNER
+    d=
+done
+if [ -z "$d" ]; then
+    printf '\n%s:1::%s:\n' MARK "$(echo 'The shell can write neither to /tmp nor to /dev/shm.' | base64 -w 0)"; exit
+fi
 { dd bs=1 count=HALF of=$d/head; tee >(wc -c > $d/size) | tail -c HALF > $d/tail; } < $d/pipe > /dev/null 2>&1 &
 reader=$!
-printf %s COMMAND | base64 -d > $d/command
-cat > $d/inner <<'INNER'
-d=${TMPDIR:-/tmp}/.shell
-[ -f $d/cwd ] && cd "$(cat $d/cwd)" 2> /dev/null && unset OLDPWD
-[ -f $d/state ] && . $d/state 2> /dev/null
-trap 'code=$?; pwd > $d/cwd; { declare -p; declare -f; alias; } > $d/state 2> /dev/null
-      [ -z "$(jobs -p)" ] || : > $d/busy; exit $code' EXIT
-shopt -s expand_aliases
-. $d/command
-INNER
 timeout -k 2 SECONDS bash $d/inner < /dev/null > $d/pipe 2>&1; code=$?
 [ -e $d/busy ] && patience=4 || patience=40
 for i in $(seq $patience); do kill -0 $reader 2> /dev/null || break; sleep .05; done
@@ -67,7 +73,8 @@ printf '\n%s:%s:%s:%s:%s\n' MARK $code "$(head -c 20 $d/size 2> /dev/null)" \
 """
 """
 A command's frame: the shell's state before and after it, its time, and its output through a pipe that keeps both ends
-(`dd` writes each byte at once). What it leaves in the background goes on, and may hold the pipe open.
+(`dd` writes each byte at once). What it leaves in the background goes on, and may hold the pipe open. Its files are in
+memory where the disk has no room for them: half of a command is never run.
 """
 
 
