@@ -171,6 +171,11 @@ class _Image:
         """Whether the engine has it already."""
         return _run(engine, "image", "inspect", self.name, seconds=60.0) is None
 
+    def volumes(self, engine: str) -> list[str]:
+        """The folders that it declares as volumes: an image of its container has nothing of what was written there."""
+        told = _ask(engine, "image", "inspect", "--format", "{{json .Config.Volumes}}", self.name).stdout
+        return sorted(json.loads(told or "null") or ())
+
     def get(self, engine: str) -> float | None:
         """Builds or pulls it; returns the seconds that took, or nothing where it is here already."""
         if (engine, self.name) in _here:

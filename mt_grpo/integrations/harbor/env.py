@@ -26,6 +26,7 @@ from mt_grpo.integrations.harbor.containers import (
     HOST,
     TaskError,
     Verified,
+    get_images,
     image_of_task,
     no_way_here,
 )
@@ -286,10 +287,22 @@ class HarborTasks(Tasks, _HarborConversations):
     @property
     def unforkable(self) -> str | None:
         """See `StepEnv.unforkable`."""
-        for task in task_folders(str(self._folders["train"])):
+        tasks = task_folders(str(self._folders["train"]))
+        for task in tasks:
             if (task / "environment" / "docker-compose.yaml").is_file():
                 return f"the task {task.name} composes services, which are not copied: leave it out"
-        return super().unforkable
+        if fault := super().unforkable:
+            return fault
+        if self.sandbox == "podman":
+            images = [image for image in map(image_of_task, map(str, tasks)) if image is not None]
+            get_images(self.sandbox, images)
+            for image in images:
+                if volumes := image.volumes(self.sandbox):
+                    return (
+                        f"the image of the task {image.task.name} has volumes ({', '.join(volumes)}), which are not "
+                        "copied: leave it out"
+                    )
+        return None
 
 
 @environment("harbor")
