@@ -50,19 +50,40 @@ _DOWN_AGAIN = (2.0, 5.0, 10.0, 20.0)  # seconds between attempts to take a conta
 _LOOK = 0.5  # seconds between two looks at whether an agent works or waits, or a service is there again
 _RUNNING = """
 for p in /proc/[0-9]*; do
-    read -r s < $p/stat && case ${s##*) } in Z*) ;; *) [ $p = /proc/$$ ] || echo $p ;; esac
+    read -r s < $p/stat && set -- ${s##*) } && [ $1 != Z ] && [ $p != /proc/$$ ] && echo runs ${p#/proc/} $2
 done 2> /dev/null
 cat /proc/net/tcp /proc/net/tcp6 2> /dev/null |
-    while read -r n port peer state more; do [ $state != 0A ] || echo port:$port; done
+    while read -r n port peer state q t r u o inode more; do [ $state != 0A ] || echo serves $port $inode; done
+ls -l /proc/[0-9]*/fd 2> /dev/null | grep -oE '^/proc/[0-9]+|socket:.[0-9]+'
 echo over
 """
+_ROUNDS = 3  # of ending what an agent left running, which may begin more meanwhile
 
 
 class _Running(NamedTuple):
-    """Processes of a container, and the ports that they serve."""
+    """Processes of a container, the ports that they serve, and those of them that serve, with what these began."""
 
     processes: set[str]
     ports: set[str]
+    serving: set[str]
+
+    @classmethod
+    def read(cls, said: str) -> _Running | None:
+        """Reads what `_RUNNING` printed; nothing where it did not come to its end."""
+        lines = [line.split() for line in said.splitlines()]
+        if lines[-1:] != [["over"]]:
+            return None
+        parents = {words[1]: words[2] for words in lines if words[0] == "runs" and len(words) == 3}
+        ports = {words[2]: words[1] for words in lines if words[0] == "serves" and len(words) == 3}  # by socket
+        serving, process = set(), ""
+        for (word,) in (words for words in lines if len(words) == 1):
+            if word.startswith("/proc/"):
+                process = word.removeprefix("/proc/")
+            elif word[8:] in ports:
+                serving.add(process)
+        while begun := {one for one, parent in parents.items() if parent in serving} - serving:
+            serving |= begun
+        return cls(set(parents), set(ports.values()), serving)
 
 
 class _Prepared(DockerEnvironment):
@@ -87,6 +108,7 @@ class _Prepared(DockerEnvironment):
             task_env_config = task_env_config.model_copy(update={"docker_image": self._image.name})
         self._container: str | None = None
         self._before: _Running | None = None
+        self.spoilt = False  # whether the agent removed what the container begins with
         place, storage_mb = trial_paths.trial_dir / f"{session_id}.json", task_env_config.storage_mb
         overlay = write_overlay(place, reaches_host=reaches_host, storage_mb=storage_mb)
         super().__init__(
@@ -115,6 +137,8 @@ class _Prepared(DockerEnvironment):
         """A trial in a copy of the container, and the number of processes that it has no copy of."""
         if self._image is None:
             raise TaskError("The containers of a task with a `docker-compose.yaml` cannot be copied")
+        if volumes := await in_thread(partial(self._image.volumes, self.type().value), "mt-grpo-image"):
+            raise TaskError(f"The image {self._image.name} has volumes ({', '.join(volumes)}), which cannot be copied")
         copy, running = f"{REPOSITORY}:copy-{uuid4().hex}", await self._running()
         label, seconds = f"LABEL {OWNER}={owner()}", int(self.task_env_config.build_timeout_sec)
         made = await self._ask("commit", "--change", label, await self._main(), copy, seconds=seconds)
@@ -166,35 +190,63 @@ class _Prepared(DockerEnvironment):
         state = await self._ask("inspect", "--format", "{{.State.Running}} {{.State.OOMKilled}}", name)
         if "true" not in (state.stdout or ""):  # nothing in it can kill its first process
             raise TaskError(f"The container was ended from outside of it, or is gone: {(state.stdout or '').strip()}")
-        await self._run_docker_compose_command(["restart", "--timeout", "0", MAIN_SERVICE_NAME])  # as it was started
+        try:
+            await self._run_docker_compose_command(
+                ["restart", "--timeout", "0", MAIN_SERVICE_NAME]
+            )  # as it was started
+        except RuntimeError:
+            begun = await self._ask("start", name)  # which says why
+            if begun.return_code and "exec:" not in (said := begun.stdout or "") and "executable file" not in said:
+                raise
+            self.spoilt = begun.return_code != 0
 
     async def work(self, run: Callable[..., Awaitable[None]], **arguments: Any) -> None:
         """
-        Lets an agent work, and ends what it left running, which could disturb the tests; not if other ports are served
-        than before, since a task may ask for that.
+        Lets an agent work, and ends what it left running, which could disturb the tests; if other ports are served
+        than before, since a task may ask for that, all but what serves.
         """
         before = self._before = await self._running()
         (raised,) = await asyncio.gather(run(**arguments), return_exceptions=True)
-        left = await self._running()
         ports = before.ports if before else set()
-        if not (before and left) or (left.processes - before.processes and left.ports == ports):
+        if not before or not await self._ended(before):
             await self.begin_again()
             with suppress(TimeoutError, HealthcheckError):  # where the agent broke a service, that is verified
                 async with asyncio.timeout(PATIENCE):
                     while ports and not ((now := await self._running()) and ports <= now.ports):
                         await asyncio.sleep(_LOOK)
                     await self.run_healthcheck()
+        paths = EnvironmentPaths.for_os(self.task_env_config.os)
+        # what the agent put in place of the numbers of the tests, and of their folder
+        tests = f"t={paths.tests_dir}; [ -d $t ] && [ ! -L $t ] || rm -rf $t"
+        await self._as_root(f"rm -rf {paths.verifier_dir}/*; {tests}")
         if raised is not None:
             raise raised
 
+    async def _ended(self, before: _Running) -> bool:
+        """Whether nothing runs that did not before, but for what serves other ports; ends the rest where they are."""
+        for _ in range(_ROUNDS):
+            if (left := await self._running()) is None:
+                break
+            others = left.processes - before.processes
+            if not others:
+                return True
+            if left.ports == before.ports:
+                break
+            if not (others := others - left.serving):
+                return True
+            await self._as_root(f"kill -9 {' '.join(others)}")
+        return False
+
     async def _running(self) -> _Running | None:
         """What runs in the container; nothing where it does not say."""
-        with suppress(RuntimeError):  # it took too long
-            said = await self._ask("exec", await self._main(), "sh", "-c", _RUNNING, seconds=int(GRACE))
-            words = (said.stdout or "").split()
-            if words[-1:] == ["over"]:
-                return _Running(*({word for word in words if word.startswith(kind)} for kind in ("/proc/", "port:")))
-        return None
+        return _Running.read(await self._as_root(_RUNNING))
+
+    async def _as_root(self, script: str) -> str:
+        """What a script prints in the container; nothing where it takes too long."""
+        with suppress(RuntimeError):
+            said = await self._ask("exec", "--user", "0", await self._main(), "sh", "-c", script, seconds=int(GRACE))
+            return said.stdout or ""
+        return ""
 
     async def _main(self) -> str:
         """The container of the task."""
@@ -299,6 +351,8 @@ class BegunTrial:
             raised, verified = result.exception_info, result.verifier_result
             error = None if raised is None else f"{raised.exception_type}: {raised.exception_message}"
             if verified is None or verified.rewards is None:
+                if isinstance(trial.agent_environment, _Prepared) and trial.agent_environment.spoilt:
+                    return Verified({"reward": 0.0, "*": 0.0}, str(error))  # as where it spoils its shell
                 raise TaskError(f"The task {trial.task.task_dir} was not verified: {error or 'it gave no reward'}")
             logs = sorted(trial.paths.agent_dir.glob("*.txt")) if trial.paths.agent_dir.is_dir() else []
             return Verified(
