@@ -46,6 +46,8 @@ class StoredConversation:
         turns = record["turns"]
         if [turn["index"] for turn in turns] != list(range(len(turns))) or len(turns) != len(self.row["turn_rewards"]):
             raise CorruptRecord("its turns are others than the index has")
+        if self.row["advantages"] is not None and len(self.row["advantages"]) < len(turns):
+            raise CorruptRecord("there are fewer advantages than turns")
         if any(len(values) < len(turns) for values in record["rewards"].get("turn", {}).values()):
             raise CorruptRecord("there are fewer rewards than turns")
         return record
@@ -114,7 +116,7 @@ class StoredConversation:
     def shown(self, credit: Row | None, updates: list[Row], tokenizer: Tokenizer | None) -> Row:
         """It as the page shows it, in JSON, with `None` for NaN."""
         (record, tree), row = self.both(), self.row
-        _check_lists(row, record, tree, credit, updates)
+        _check_lists(record, tree, credit, updates)
         nodes, laid = _layout(tree)
         ids = [token for node in laid for token in node.tokens]
         turn = [node["turn"] for node in nodes for _ in range(node["begin"], node["end"])]
@@ -178,10 +180,8 @@ def _json(name: str, text: Any) -> Any:
     return value
 
 
-def _check_lists(row: Row, record: Row, tree: TokenTree, credit: Row | None, updates: list[Row]) -> None:
+def _check_lists(record: Row, tree: TokenTree, credit: Row | None, updates: list[Row]) -> None:
     turns = max([len(record["turns"]), *(node.turn + 1 for node in tree.nodes)])
-    if row["advantages"] is not None and len(row["advantages"]) < turns:
-        raise CorruptRecord("there are fewer advantages than turns")
     if credit is not None:
         check_credit(credit, turns)
     for update in updates:

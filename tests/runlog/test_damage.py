@@ -221,7 +221,7 @@ FIELDS = {
         *[("sampled", "x"), ("branch_of", 7), ("mode", "trian"), ("tokens", 3), ("tokens", ["3"]), ("rewards", [1.0])],
         *[("prompt", 7), ("session", ["s"]), ("start", 1e300), ("stop", ...)],
     ],
-    "credit": [("advantages", []), ("advantages", "1")],
+    "credit": [("advantages", []), ("advantages", [0.5]), ("advantages", "1")],
     "step": [("sampling", ...)],
 }
 COLUMNS = [
