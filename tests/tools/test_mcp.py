@@ -19,7 +19,7 @@ from support.waiting import until
 
 from mt_grpo.envs.tool_env import execute_calls
 from mt_grpo.errors import ConfigError
-from mt_grpo.tools import ToolDefinitionError
+from mt_grpo.tools import ToolDefinitionError, mcp
 from mt_grpo.tools.mcp import (
     McpServer,
     McpServerConfig,
@@ -96,6 +96,12 @@ def test_tools_of_a_server_have_its_schemas_and_answer(write, small):
     assert json.loads(weighed.result) == weighed.data == {"kilograms": 4.0}  # structured content is its data
     with pytest.raises(ToolDefinitionError, match="have no tool 'ad' .*; the nearest is 'add'"):
         mcp_tools(write(small=stdio()), ["ad"])
+
+
+def test_tools_that_take_too_long_to_read_are_refused(write, monkeypatch):
+    monkeypatch.setattr(mcp, "READ_SECONDS", 0.0)
+    with pytest.raises(ToolDefinitionError, match="tools of the MCP servers of .* take more than 0 s to read: name"):
+        mcp_tools(write(small=stdio()))
 
 
 def test_calls_of_different_event_loops_share_one_server(small):

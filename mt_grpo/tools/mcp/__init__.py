@@ -457,6 +457,10 @@ class _Pace:
             await asyncio.sleep(max(0.0, self._due - now - self._burst))
 
 
+READ_SECONDS = 60.0
+"""Processor time for the schemas of all tools of a file."""
+
+
 def remote_tools(
     path: str, selected: list[str] | None = None, timeout: float | None = None, rate_limit: float | None = None
 ) -> list[McpRemote]:
@@ -483,7 +487,16 @@ def mcp_tools(
     path: str, selected: list[str] | None = None, timeout: float | None = None, rate_limit: float | None = None
 ) -> list[Tool]:
     """The tools of the MCP servers of a file; see `remote_tools` for arguments and errors."""
-    return [_as_tool(remote) for remote in remote_tools(path, selected, timeout, rate_limit)]
+    remotes, tools = remote_tools(path, selected, timeout, rate_limit), list[Tool]()
+    begin = time.thread_time()
+    for remote in remotes:
+        tools.append(_as_tool(remote))
+        if time.thread_time() - begin > READ_SECONDS:  # schemas of a stranger may take seconds each
+            raise ToolDefinitionError(
+                f"The {len(remotes)} tools of the MCP servers of {path} take more than {READ_SECONDS:g} s to read: "
+                "name those that are needed in `tool_selected_list`."
+            )
+    return tools
 
 
 def _as_tool(remote: McpRemote) -> Tool:
