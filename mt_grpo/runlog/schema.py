@@ -339,7 +339,7 @@ class _Turn(TypedDict):
     tools: NotRequired[list[Row] | None]
 
 
-@_strict
+@with_config(ConfigDict(strict=True, extra="forbid"))
 class _Rewards(TypedDict):
     turn: NotRequired[dict[str, list[float | None]]]
     outcome: NotRequired[dict[str, float | None]]

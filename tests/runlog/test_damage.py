@@ -247,7 +247,7 @@ RECORDS = [
     ("turns", [{"index": 0, "message": {"role": "assistant", "content": "x"}}]),
     ("prompt", [{"role": "user", "content": 7}]),
     *[("rewards", {"turn": {"tool_execution": value}}) for value in (0.5, [], ["x"])],
-    ("rewards", {"outcome": {"exact_match": "x"}}),
+    *[("rewards", value) for value in ({"outcome": {"exact_match": "x"}}, {"other": 1.0})],
 ]
 MASKS = [[], [1], [1] * 999, [2] * 999, ["x"], 7]
 DAMAGES: dict[str, Damage] = {
