@@ -5,8 +5,8 @@ see reports/horizon.md.
     python benchmarks/horizon_advice.py             # samples each setting with the first model, then compares
     python benchmarks/horizon_advice.py --report    # the table alone, from benchmarks/results/horizon_advice.json
 
-It takes a quarter of an hour on one core, and goes on where it was interrupted. The runs are those of --folder
-(runs/horizon) that have a file; without any, those of benchmarks/results/horizon.json.
+It takes a quarter of an hour on one core, and goes on where it was interrupted. The first model is that of --folder
+(runs/horizon), which `horizon.py` makes; the runs are those of benchmarks/results/horizon.json.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from typing import Any
 import numpy as np
 from ablation_report import REPORTS
 from common import RESULTS, machine
-from horizon import FOLDER, RESULT, SEEDS, Job, Plan, build, jobs
-from horizon_report import LATER, behind, paired, share
+from horizon import FOLDER, RESULT, Job, Plan, build
+from horizon_report import behind, paired, share
 from horizon_task import ARMS, GROUP, SCORES, SETTINGS
-from jobs import finished, prepare
+from jobs import prepare, rows_of
 
 from mt_grpo.advisor.measure import ALL, compare, compute
 from mt_grpo.credit import rule_label
@@ -74,29 +74,28 @@ def advise(setting: str, plan: Plan, model: Path) -> Row:
 
 
 def table(advice: Sequence[Row], runs: Sequence[Row]) -> list[str]:
-    """The lines of the table, in Markdown."""
-    runs = [run for run in runs if run["arm"] not in LATER]
+    """The lines of the table, in Markdown: over the seeds that all arms have which were judged, and run."""
     lines = [
         "| setting | named | a step's cosine | ended | behind the best | order of arms |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for row in advice:
-        arms = paired(runs, row["setting"])
+        own, named = [run for run in runs if run["arm"] in row["arms"]], row["named"]
+        arms = paired(own, row["setting"])
         seeds = len(next(iter(arms.values()), []))
         if not seeds:
             continue
         means = {arm: fmean(share(trained)) for arm, trained in arms.items()}
-        place = sorted(means, key=lambda arm: -means[arm]).index(row["named"]) + 1
-        gap = behind(runs, row["setting"], row["named"], None) if seeds > 1 else None
-        if gap is None:
-            gap = "" if place == 1 else f"{means[row['named']] - max(means.values()):+.3f}"
-        else:
-            gap = str(gap)
-        step = row["arms"][row["named"]]["step"]
-        lines.append(
-            f"| `{row['setting']}` | `{row['named']}` | {step['value']:.2f} [{step['low']:.2f}, {step['high']:.2f}] | "
-            f"{place} of {len(means)}, {seeds} seeds | {gap} | {agreement(row, means):+.2f} |"
-        )
+        told, ended, gap = "not enough evidence | ", "", None
+        if named is not None:
+            step = row["arms"][named]["step"]
+            told = f"`{named}` | {step['value']:.2f} [{step['low']:.2f}, {step['high']:.2f}]"
+            ended = "not run"
+        if named in means:
+            place = sorted(means, key=lambda arm: -means[arm]).index(named) + 1
+            ended = f"{place} of {len(means)}, {seeds} seeds"
+            gap = behind(own, row["setting"], named, None) if seeds > 1 else None
+        lines.append(f"| `{row['setting']}` | {told} | {ended} | {gap or ''} | {agreement(row, means):+.2f} |")
     return [line.replace("|  |", "| |") for line in lines]
 
 
@@ -117,11 +116,11 @@ def write_page(lines: Sequence[str], page: Path = REPORTS / "horizon.md") -> Non
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--report", action="store_true", help="sample nothing, and read the committed advice")
-    parser.add_argument("--folder", type=Path, default=FOLDER, help="where runs left their files (runs/horizon)")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="where horizon.py left its model (runs/horizon)")
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
     options = parser.parse_args(argv)
     plan = Plan()
-    found = {row["setting"]: row for row in json.loads(ADVICE.read_text())["rows"]} if ADVICE.exists() else {}
+    found = {row["setting"]: row for row in rows_of(ADVICE)}
     if not options.report:
         prepare()
         for setting in options.settings:
@@ -132,10 +131,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 head = json.dumps({"machine": machine(), "plan": plan._asdict()}, indent=2)
                 ADVICE.write_text(f'{head[:-2]},\n  "rows": [\n{rows}\n  ]\n}}\n')
     advice = [found[name] for name in SETTINGS if name in found]
-    runs = finished(jobs(list(SETTINGS), list(ARMS), SEEDS), options.folder, plan=plan._asdict())
-    if not runs and RESULT.exists():
-        runs = json.loads(RESULT.read_text())["rows"]
-    lines = table(advice, runs)
+    lines = table(advice, rows_of(RESULT))
     write_page(lines)
     print("\n".join(lines))
 
