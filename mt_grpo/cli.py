@@ -138,7 +138,7 @@ def _usage() -> str:
 
 
 def _interruptible(command: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
-    """Ctrl-C and SIGTERM end a command with one line and the conventional status, after what it began was ended."""
+    """Ctrl-C, SIGTERM and SIGHUP end what a command began, and it: with one line and the conventional status."""
 
     @functools.wraps(command)
     def run(arguments: list[str]) -> int:

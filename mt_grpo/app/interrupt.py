@@ -1,6 +1,6 @@
 """
-How a command ends early: with one sentence about what is wrong; after Ctrl-C and SIGTERM with one line that says which
-it was and what is kept.
+How a command ends early: with one sentence about what is wrong; after Ctrl-C, SIGTERM, and SIGHUP, which a terminal
+sends as it closes, with one line that says which it was and what is kept.
 """
 
 from __future__ import annotations
@@ -11,14 +11,18 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from mt_grpo.errors import UserError
 from mt_grpo.trajectory import visible
 
 _ECHO_SECONDS = 2.0  # seconds in which a launcher passes on what all of its processes have got already
 _RESEND_SECONDS = 0.05  # seconds after which a signal that was lost comes once more
-_ENDINGS = {signal.SIGINT: "interrupted by Ctrl-C", signal.SIGTERM: "ended by SIGTERM"}
+_ENDINGS = {
+    signal.SIGINT: "interrupted by Ctrl-C",
+    signal.SIGTERM: "ended by SIGTERM",
+    signal.SIGHUP: "ended by SIGHUP",
+}
 
 
 def print_error(error: UserError) -> None:
@@ -68,7 +72,7 @@ def run_interruptibly(command: Callable[[list[str]], int], arguments: list[str])
             hook(lost)
 
     hook, sys.unraisablehook = sys.unraisablehook, again
-    # a shell that runs a command in the background has it ignore Ctrl-C
+    # a shell that runs a command in the background has it ignore Ctrl-C, and nohup SIGHUP
     heard = [number for number in _ENDINGS if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, interrupt) for number in heard}
     try:
@@ -78,7 +82,9 @@ def run_interruptibly(command: Callable[[list[str]], int], arguments: list[str])
             signal.signal(number, signal.SIG_IGN)
         number, *kept = error.args or (signal.SIGINT,)
         if os.environ.get("RANK", "0") == "0":
-            print(" ".join([f"mt-grpo: {_ENDINGS[number]}.", *kept]), file=sys.stderr, flush=True)
+            ending = _ENDINGS.get(number) or f"ended by {signal.Signals(number).name}"  # torch's launcher hears more
+            with suppress(OSError):  # the terminal may be gone
+                print(" ".join([f"mt-grpo: {ending}.", *kept]), file=sys.stderr, flush=True)
         if len(times) > 1:  # ends the process here, with the same status for a shell
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)

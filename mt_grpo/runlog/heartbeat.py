@@ -7,6 +7,7 @@ far work is that takes long.
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import threading
 import time
@@ -52,7 +53,8 @@ class Heartbeat:
             at = self._look()
             state = _FINISHED if at["step"] >= at["of"] else _STOPPED
         except KeyboardInterrupt as error:
-            reason = "SIGTERM" if error.args[:1] == (15,) else "Ctrl-C"
+            number = error.args[0] if error.args else signal.SIGINT
+            reason = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
             raise
         except PreemptedError:
             reason = "preempted"

@@ -19,6 +19,7 @@ from support.own_process import TERMINAL
 from support.waiting import until
 
 from mt_grpo import concurrency
+from mt_grpo.app.interrupt import run_interruptibly
 from mt_grpo.cli import main
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.runlog import read_trajectories
@@ -88,6 +89,15 @@ def test_a_signal_in_a_destructor_is_not_lost(launched):
     assert (ended.stderr, ended.returncode) == ("mt-grpo: ended by SIGTERM.\n", 143)
 
 
+@pytest.mark.own_process
+def test_a_signal_that_only_a_launcher_hears_is_named(capsys):
+    def command(arguments):
+        raise KeyboardInterrupt(signal.SIGQUIT)
+
+    assert run_interruptibly(command, []) == 131
+    assert capsys.readouterr().err == "mt-grpo: ended by SIGQUIT.\n"
+
+
 IN_THE_OPTIMISER = """
 import signal
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -108,7 +118,12 @@ handle = register_optimizer_step_pre_hook(interrupt)
 
 @pytest.mark.own_process
 @pytest.mark.parametrize(
-    ("name", "status", "words"), [("SIGINT", 130, "interrupted by Ctrl-C"), ("SIGTERM", 143, "ended by SIGTERM")]
+    ("name", "status", "words"),
+    [
+        ("SIGINT", 130, "interrupted by Ctrl-C"),
+        ("SIGTERM", 143, "ended by SIGTERM"),
+        ("SIGHUP", 129, "ended by SIGHUP"),
+    ],
 )
 def test_a_signal_in_a_step_says_what_is_kept(recipe, prints, tmp_path, capsys, name, status, words):
     plugin, folder = tmp_path / "plugin.py", tmp_path / "run"
