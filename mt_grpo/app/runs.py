@@ -356,8 +356,8 @@ def _options(folder: Path) -> Row:
         known = {"model_name_or_path": about.get("model"), "advantage_estimator": about.get("rule")}
         return {**(about.get("options") or {}), **known}
     try:
-        options = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError):
+        options = json.loads(files.to_json(yaml.safe_load(text)))  # which has keys that can be put in order
+    except (yaml.YAMLError, TypeError, ValueError, RecursionError):
         options = None
     if not isinstance(options, dict):
         raise UserError(f"{folder / CONFIG} is damaged: bring it back, or remove it to compare the rest.")

@@ -70,6 +70,17 @@ def test_options_questions_and_steps_are_compared(folder, printed):
     assert "advantage_estimator" in text and "No question was asked of all" in text and "other seeds" not in text
 
 
+@pytest.mark.parametrize(
+    ("text", "said"), [("seed: {1: 2020-01-01, x: .nan}", '{"1": "2020-01-01", "x": null}'), ("x: &a [*a]", None)]
+)
+def test_options_of_any_kind_are_compared(folder, printed, refused, tmp_path, text, said):
+    write_begun(tmp_path / "run", "no memory", text)
+    if said is None:
+        assert "config.yaml is damaged" in refused("compare", folder / "one", tmp_path / "run")
+    else:
+        assert said in printed("compare", folder / "one", tmp_path / "run")
+
+
 def test_the_words_say_what_is_not_shown(folder, printed):
     text = printed("compare", folder / "one", folder / "two")
     (entropy,) = (line for line in text.splitlines() if line.startswith("  entropy"))
