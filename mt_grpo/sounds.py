@@ -125,6 +125,8 @@ _UNKNOWN_RATE = 16_000  # the rate that is written for a sound of which none is 
 
 
 MOST_CHANNELS = 32
+MOST_RATE = 2**30
+"""Samples per second of which a WAV file has no bytes per second any more."""
 MOST_SECONDS = 3600.0
 """How long one sound may be."""
 
@@ -379,8 +381,13 @@ def _check_length(length: float, rate: object) -> None:
     """Refuses a sound without samples, of too many samples or seconds, or of a rate that is none."""
     if not length:
         raise MediumError("A sound has no samples: leave it out.")
-    if rate is not None and (isinstance(rate, bool) or not isinstance(rate, Integral) or int(rate) < 1):
-        raise MediumError(f"A sound has {rate!r} samples per second: give a whole number above 0 as `sampling_rate`.")
+    if rate is not None and (
+        isinstance(rate, bool) or not isinstance(rate, Integral) or not 0 < int(rate) < MOST_RATE
+    ):
+        raise MediumError(
+            f"A sound has {rate!r} samples per second: give a whole number above 0, and below {MOST_RATE:,}, as "
+            "`sampling_rate`."
+        )
     seconds = length / int(rate or _UNKNOWN_RATE)
     if seconds > MOST_SECONDS:
         raise MediumError(

@@ -187,7 +187,7 @@ def test_arrays_of_rows_are_named_by_their_content():
         (header(4_000, channels=33), "has 33 channels, and 32 are the most"),
         (header(20_000, rate=2), "A sound is 5,000 s long, and 3,600 s are the most: give a part of it"),
         (header(MOST_BYTES), "has more than 67,108,864 bytes, the most of a file"),
-        (header(200, rate=0), "A sound has 0 samples per second"),
+        *[(header(200, rate=rate), f"A sound has {rate} samples per second") for rate in (0, 2**32 - 1)],
         (np.zeros(IN_MESSAGE.values + 1, np.int8), "A sound is 4,194 s long|67,108,865 pixels and samples"),
     ],
     ids=lambda each: each if isinstance(each, str) else "",
