@@ -167,7 +167,8 @@ class ChatEndpoint:
         if status in (401, 403):
             raise ConfigError(self._says_key(status))
         entries = listed.get("data") if isinstance(listed, dict) else None
-        known = {str(each["id"]): each for each in entries or [] if isinstance(each, dict) and "id" in each}
+        entries = entries if isinstance(entries, list) else []
+        known = {str(each["id"]): each for each in entries if isinstance(each, dict) and "id" in each}
         if model is None:
             if len(known) != 1:
                 some = f"has {len(known)} models, such as {next(iter(known))}" if known else "lists no model"

@@ -5,6 +5,7 @@ import time
 
 import pytest
 from support.endpoints import refusal, streamed, whole
+from support.loopback import ScriptedServer
 
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.errors import ConfigError, ServerGoneError, ServerSetupError
@@ -126,6 +127,13 @@ def test_full_context_ends_one_conversation(endpoint, converse):
 def test_endpoint_that_helps_nobody_ends_the_run(endpoint, converse, answer, error, says):
     with pytest.raises(error, match=says.replace("(", r"\(").replace(")", r"\)")):
         converse(endpoint(lambda number, body: answer), number=10)
+
+
+def test_a_list_of_models_that_is_none_is_refused(tokenizer):
+    server = ScriptedServer(lambda method, path, body: (200, {"data": 5}))
+    with pytest.raises(ConfigError, match="lists no model"):
+        assert ChatEndpoint(f"{server.url}/v1", None, tokenizer).model
+    server.stop()
 
 
 _STREAM = {"Content-Type": "text/event-stream"}
