@@ -82,7 +82,7 @@ def test_only_the_page_itself_writes_and_only_notes(run_folder, tmp_path):
         def post(body, to=session, **headers):
             return ask(server, f"/api/note?session={to}", None, "POST", body, **own | headers)
 
-        assert ask(server, "/", method="POST")[0] == 501
+        assert [ask(server, "/", method="POST")[0], post(star, Content_Length="9" * 5000)[0]] == [501, 501]
         assert [post(star, Origin="http://elsewhere")[0], post(star, Content_Type="text/plain")[0]] == [403, 403]
         wrong = [post(body)[0] for body in ([], {"star": 1, "note": ""}, {"star": True})]
         assert [*wrong, post(star, "nobody")[0]] == [400] * 4 and read_notes(folder) == {}
