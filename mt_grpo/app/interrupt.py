@@ -80,7 +80,7 @@ def run_interruptibly(command: Callable[[list[str]], int], arguments: list[str])
     except KeyboardInterrupt as error:
         for number in heard:
             signal.signal(number, signal.SIG_IGN)
-        number, *kept = error.args or (signal.SIGINT,)
+        number, *kept = error.args if isinstance(next(iter(error.args), None), int) else (signal.SIGINT,)
         if os.environ.get("RANK", "0") == "0":
             ending = _ENDINGS.get(number) or f"ended by {signal.Signals(number).name}"  # torch's launcher hears more
             with suppress(OSError):  # the terminal may be gone

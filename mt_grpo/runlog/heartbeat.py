@@ -53,7 +53,7 @@ class Heartbeat:
             at = self._look()
             state = _FINISHED if at["step"] >= at["of"] else _STOPPED
         except KeyboardInterrupt as error:
-            number = error.args[0] if error.args else signal.SIGINT
+            number = error.args[0] if isinstance(next(iter(error.args), None), int) else signal.SIGINT
             reason = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
             raise
         except PreemptedError:

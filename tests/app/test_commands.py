@@ -239,7 +239,7 @@ LAUNCHED = {"--accelerate_config", "--num_processes"}
         (
             "rollout",
             {"--num_prompts", "--audit", "--save", "--trust", "--model", "--keep", "--difficulty", "--api_key_env"}
-            | {"--prices"},
+            | {"--prices", "--again", "--conversation", "--turn"},
         ),
         ("serve", {"--trust", "--replicas", "--checkpoint"}),
         ("chat", {"--trust", "--checkpoint", "--server"}),

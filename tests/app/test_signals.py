@@ -23,6 +23,7 @@ from mt_grpo.app.interrupt import run_interruptibly
 from mt_grpo.cli import main
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.runlog import read_trajectories
+from mt_grpo.runlog.heartbeat import Heartbeat
 
 RECIPE = "--model_name_or_path embedded --dataset_name embedded --outcome_reward_funcs exact_match_reward_func"
 IMPORTING = f"""{TERMINAL}
@@ -90,12 +91,17 @@ def test_a_signal_in_a_destructor_is_not_lost(launched):
 
 
 @pytest.mark.own_process
-def test_a_signal_that_only_a_launcher_hears_is_named(capsys):
+@pytest.mark.parametrize(
+    ("raised", "status", "said"),
+    [(signal.SIGQUIT, 131, "ended by SIGQUIT"), ("by a reward", 130, "interrupted by Ctrl-C")],
+)
+def test_a_signal_that_only_a_launcher_hears_is_named(tmp_path, capsys, raised, status, said):
     def command(arguments):
-        raise KeyboardInterrupt(signal.SIGQUIT)
+        with Heartbeat(tmp_path, lambda: {"step": 0, "of": 1, "waits_for": "", "under_way": []}).beating():
+            raise KeyboardInterrupt(raised)
 
-    assert run_interruptibly(command, []) == 131
-    assert capsys.readouterr().err == "mt-grpo: ended by SIGQUIT.\n"
+    assert run_interruptibly(command, []) == status
+    assert capsys.readouterr().err == f"mt-grpo: {said}.\n"
 
 
 IN_THE_OPTIMISER = """
