@@ -343,6 +343,7 @@ class _Turn(TypedDict):
 class _Rewards(TypedDict):
     turn: NotRequired[dict[str, list[float | None]]]
     outcome: NotRequired[dict[str, float | None]]
+    state: NotRequired[dict[str, list[float | None]]]
 
 
 @_strict

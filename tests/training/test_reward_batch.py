@@ -13,6 +13,7 @@ from trl.trainer.utils import nanstd
 from mt_grpo.credit import ADVANTAGE_ESTIMATORS, estimate
 from mt_grpo.rewards import OutcomeReward, StateScore, TurnReward, reward
 from mt_grpo.rewards.base import REWARDS
+from mt_grpo.runlog import read_trajectories
 from mt_grpo.training.reward_batch import _state_ids, share_of_equal_groups
 from mt_grpo.trajectory import Trajectory, Turn
 
@@ -86,6 +87,13 @@ def progress(monkeypatch):
             return float(turn.index) if turn.has_result else None
 
     return "progress"
+
+
+def test_records_of_state_scores_are_read(build, progress, tmp_path):
+    trainer = build(advantage_estimator="state_baseline", state_score=progress)
+    batch(trainer)
+    found = [each["rewards"] for each in read_trajectories(tmp_path)]
+    assert found == [each.rewards for each in trainer.batch.trajectories] and "state" in found[0]
 
 
 def test_rules_are_given_streams_states_and_scores(build, progress):
