@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -96,7 +97,7 @@ def table(advice: Sequence[Row], runs: Sequence[Row]) -> list[str]:
             ended = f"{place} of {len(means)}, {seeds} seeds"
             gap = behind(own, row["setting"], named, None) if seeds > 1 else None
         lines.append(f"| `{row['setting']}` | {told} | {ended} | {gap or ''} | {agreement(row, means):+.2f} |")
-    return [line.replace("|  |", "| |") for line in lines]
+    return [re.sub(r" +", " ", line) for line in lines]
 
 
 def agreement(row: Row, means: dict[str, float]) -> float:
