@@ -43,6 +43,7 @@ def _become(arguments: list[str], log: str, environment: dict[str, str], folder:
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     for number, path in ((0, os.devnull), (1, log), (2, log)):
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(file, number)

@@ -1,7 +1,7 @@
 """
 Tests that signal or end their own process run in another one, since what ends a test's process ends every test after
 it. It listens to signals as a program in a terminal does: a shell that runs tests in the background has them, and what
-they start, ignore SIGINT.
+they start, ignore SIGINT, and after nohup SIGHUP.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ TERMINAL = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGTERM, signal.SIG_DFL)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 """
 """How a program begins that is sent signals."""
 
@@ -83,4 +84,5 @@ def main() -> None:
     """The other process."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     sys.exit(pytest.main(["-p", "no:cacheprovider", *sys.argv[1:]], plugins=[_Reports()]))
