@@ -501,16 +501,22 @@ def test_a_message_that_plays_a_sound_keeps_it_beside_an_image():
     assert written == [messages[0], *user("<image>?")] and len(images) == 1
 
 
-def test_a_scheduler_adds_and_removes_images():
+def look(scheduler):
+    """A conversation about a red image; the ids of images in each context, and that of an image."""
     processor, first = build_processor(), picture("red", (24, 16))
     encoder = MediaEncoder(processor)
     prompt = of_user([{"type": "image", "image": first}, {"type": "text", "text": "What is it?"}])
     sees = {"tokenizer": processor.tokenizer, "engine": ScriptedSight, "media": encoder}
-    [trajectory], runner = play(SchedulerSource(Shows, 3, timeout=5.0), talk, prompt=prompt, **sees)
+    [trajectory], runner = play(SchedulerSource(scheduler, 3, timeout=5.0), talk, prompt=prompt, **sees)
     assert trajectory.stop_reason is StopReason.MAX_STEPS, trajectory.error
-    red = encoder.encode({"type": "image", "image": first}).id
-    (blue,) = trajectory.media.keys() - {red}
     shown = [[token for token in context if token < 0] for _, context, _ in runner.engine.requests]
+    return trajectory, shown, lambda color: encoder.encode({"type": "image", "image": picture(color, (24, 16))}).id
+
+
+def test_a_scheduler_adds_and_removes_images():
+    trajectory, shown, id_of = look(Shows)
+    red = id_of("red")
+    (blue,) = trajectory.media.keys() - {red}
     assert shown == [[red] * 6, [red] * 6 + [blue] * 4, [blue] * 4]
 
 
@@ -525,14 +531,8 @@ class Draws(MultiTurnScheduler):
 
 
 def test_a_turn_shows_an_image_as_it_was_then():
-    processor, first = build_processor(), picture("red", (24, 16))
-    encoder = MediaEncoder(processor)
-    prompt = of_user([{"type": "image", "image": first}, {"type": "text", "text": "What is it?"}])
-    sees = {"tokenizer": processor.tokenizer, "engine": ScriptedSight, "media": encoder}
-    [trajectory], runner = play(SchedulerSource(Draws, 3, timeout=5.0), talk, prompt=prompt, **sees)
-    assert trajectory.stop_reason is StopReason.MAX_STEPS, trajectory.error
-    red, blue = (encoder.encode({"type": "image", "image": picture(of, (24, 16))}).id for of in ("red", "blue"))
-    shown = [[token for token in context if token < 0] for _, context, _ in runner.engine.requests]
+    trajectory, shown, id_of = look(Draws)
+    red, blue = id_of("red"), id_of("blue")
     assert shown == [[red] * 6, [red] * 6, [blue] * 6] and trajectory.tree.num_sequences == 2
 
 

@@ -190,10 +190,8 @@ class _Prepared(DockerEnvironment):
         state = await self._ask("inspect", "--format", "{{.State.Running}} {{.State.OOMKilled}}", name)
         if "true" not in (state.stdout or ""):  # nothing in it can kill its first process
             raise TaskError(f"The container was ended from outside of it, or is gone: {(state.stdout or '').strip()}")
-        try:
-            await self._run_docker_compose_command(
-                ["restart", "--timeout", "0", MAIN_SERVICE_NAME]
-            )  # as it was started
+        try:  # as it was started
+            await self._run_docker_compose_command(["restart", "--timeout", "0", MAIN_SERVICE_NAME])
         except RuntimeError:
             begun = await self._ask("start", name)  # which says why
             if begun.return_code and "exec:" not in (said := begun.stdout or "") and "executable file" not in said:
