@@ -7,7 +7,7 @@ import logging
 import pickle
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -53,6 +53,7 @@ BEST = ("metric_for_best_model", "greater_is_better")
 
 MADE_WITH = "made_with.json"
 """What a checkpoint says about the run that made it: tools, rewards with their weights, and data."""
+ABANDONED = "abandoned-"  # before the name of a checkpoint that a run left behind when it went back
 ROWS = 8  # rows at each end of a dataset by which it is known again
 
 _SHARDED = "global_step*", "*_fsdp_*", "optimizer_*", "optimizer.bin"
@@ -424,9 +425,21 @@ def find_trained(run: Path, checkpoint: int | None = None) -> Path:
     return latest
 
 
-def later_checkpoints(output_dir: str | Path, step: int) -> list[Path]:
-    """Whole checkpoints of an output folder that were written after a step."""
-    return [path for path in _checkpoints(output_dir) if _step(path) > step and is_whole(path)]
+def set_aside(output_dir: str | Path, step: int) -> list[str]:
+    """
+    Renames checkpoints of later steps than `step`, which a run leaves behind that goes back to it, so that the latest
+    checkpoint is of the run itself. Returns their new names.
+    """
+    names = []
+    for path in _checkpoints(output_dir):
+        if _step(path) > step:
+            aside, times = path.with_name(f"{ABANDONED}{path.name}"), 1
+            while aside.exists():
+                times += 1
+                aside = path.with_name(f"{ABANDONED}{path.name}-{times}")
+            with suppress(FileNotFoundError):  # another host was first in a shared folder
+                names.append(path.rename(aside).name)
+    return names
 
 
 def is_whole(folder: Path) -> bool:

@@ -25,7 +25,7 @@ from mt_grpo.errors import ConfigError, refuse_first
 from mt_grpo.imports import choose
 from mt_grpo.options.rules import check_batches, check_trainable
 from mt_grpo.runlog.schema import FOLDER
-from mt_grpo.training.checkpoint import is_whole
+from mt_grpo.training.checkpoint import ABANDONED, is_whole
 from mt_grpo.training.config import MTGRPOConfig, has_bfloat16
 from mt_grpo.training.step_log import serving
 
@@ -38,7 +38,7 @@ _ROLLOUTS = ("index*.jsonl", "*.rank*.parquet", "*.rank*.partial")  # what a run
 LOCK = ".lock"
 """Locked by the run that trains in a folder. The system lets go of it when the process ends, however it ends."""
 
-_CHECKPOINT = re.compile(r"checkpoint-\d+")
+_CHECKPOINT = re.compile(rf"({ABANDONED})?checkpoint-\d+(-\d+)?")
 
 
 def check_surroundings(args: MTGRPOConfig) -> None:
@@ -112,7 +112,7 @@ def left_by_runs(output_dir: str) -> list[Path]:
     folder = Path(output_dir)
     records, models = ([path for name in names for path in sorted(folder.glob(name))] for names in (_RECORDS, _MODEL))
     conversations = [folder / FOLDER] if _conversations(folder / FOLDER) else []
-    checkpoints = [path for path in sorted(folder.glob("checkpoint-*")) if _is_checkpoint(path)]
+    checkpoints = [path for path in sorted(folder.glob("*checkpoint-*")) if _is_checkpoint(path)]
     return [*records, *conversations, *models, *checkpoints]
 
 

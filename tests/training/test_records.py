@@ -19,6 +19,8 @@ from mt_grpo.runlog import RunLogError, open_run
 from mt_grpo.runlog.heartbeat import read_state
 from mt_grpo.runlog.writer import RunWriter
 from mt_grpo.token_tree import TokenTree
+from mt_grpo.training.checkpoint import latest_checkpoint
+from mt_grpo.training.preflight import left_by_runs
 from mt_grpo.training.step_log import Outputs, _NumbersToTensorBoard
 from mt_grpo.training.step_log.records import (
     _number_rows,
@@ -316,17 +318,28 @@ def one_step(tmp_path_factory, tokenizer, questions) -> Path:
     return folder / "checkpoint-1"
 
 
-def test_going_back_says_which_checkpoints_stay(build, tmp_path, caplog):
+def test_going_back_sets_later_checkpoints_aside(build, tmp_path, caplog):
     for resumed in (None, str(tmp_path / "checkpoint-1")):
         build(max_steps=3, **SAVES).train(resume_from_checkpoint=resumed)
     (said,) = [each.getMessage() for each in caplog.records if "goes on from step 1" in each.getMessage()]
-    assert "the records of steps up to 3 were removed" in said and "(checkpoint-2, checkpoint-3)" in said
+    assert "the records of steps up to 3 were removed" in said
+    assert "kept under other names (abandoned-checkpoint-2, abandoned-checkpoint-3)" in said
     run = open_run(tmp_path)
     assert [line["step"] for line in run.metrics() if "loss" in line] == [1, 2, 3]
     assert [row["step"] for row in run.rows] == [step for step in range(3) for _ in range(4)]
     assert [line["step"] for line in run.steps()] == [0, 1, 2]
     assert all(row["advantages"] is not None and len(row["updates"]) == 1 for row in run.rows)
     assert [line["kind"] for line in lines(tmp_path / "rollouts/index.jsonl")].count("run") == 2
+
+
+def test_the_latest_checkpoint_is_of_the_run_that_went_back(build, tmp_path):
+    build(max_steps=3, **SAVES).train()
+    for _ in range(2):
+        build(max_steps=2, **SAVES).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+        assert latest_checkpoint(str(tmp_path)) == tmp_path / "checkpoint-2"
+    aside = ["abandoned-checkpoint-2", "abandoned-checkpoint-2-2", "abandoned-checkpoint-3"]
+    assert sorted(path.name for path in tmp_path.glob("abandoned-*")) == aside
+    assert {path.name for path in left_by_runs(str(tmp_path))} >= {*aside}  # `--overwrite_output_dir` removes them
 
 
 def test_a_checkpoint_of_another_folder_trims_nothing(build, tmp_path, one_step):

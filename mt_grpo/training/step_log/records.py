@@ -29,7 +29,7 @@ from mt_grpo.runlog.conversation import SpanSender
 from mt_grpo.runlog.files import to_json
 from mt_grpo.runlog.schema import VERSION, session_id, session_number
 from mt_grpo.runlog.writer import end_with_a_line, finite, trim
-from mt_grpo.training.checkpoint import later_checkpoints
+from mt_grpo.training.checkpoint import set_aside
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.ranks import everywhere, several_hosts
 from mt_grpo.training.rollout_batch import Columns, RolloutBatch
@@ -267,14 +267,15 @@ class Records:
         last = everywhere(lambda: trim(folder, number) if self._main else number)
         if several_hosts(self._args):  # each has those of its processes; a shared folder is trimmed already
             everywhere(lambda: trim(folder, number) if self._args.local_process_index == 0 else number)
-        later = later_checkpoints(folder, number) if self._main else []
-        if later:
+        here = self._args.local_process_index == 0  # each host has those of its processes
+        left = everywhere(lambda: set_aside(folder, number) if here else [])
+        if self._main and left:
             logger.warning(
                 "The run goes on from step %d, and the records of steps up to %d were removed, since they are taken "
-                "again. Checkpoints of such steps stay (%s) until the run comes to them.",
+                "again. Checkpoints of such steps are kept under other names (%s).",
                 number,
                 last,
-                ", ".join(path.name for path in later),
+                ", ".join(left),
             )
 
     def update(self, update: Update) -> None:
