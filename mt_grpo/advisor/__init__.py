@@ -24,6 +24,7 @@ from mt_grpo.runlog.schema import Row
 
 USAGE = {
     "credit": """usage: mt-grpo credit RUN_DIR [--step N] [--max_groups N] [--model_name_or_path NAME] [--json]
+       [--trust_remote_code]
 
 compares all credit rules on the rewards of a run: computes the gradient of each turn of its conversations, and says
 where the gradient of each rule points and how noisy it is; RUN_DIR is the `output_dir` of a run, or a folder of
@@ -32,6 +33,7 @@ where the gradient of each rule points and how noisy it is; RUN_DIR is the `outp
   --step N                   the conversations of this step; without it the first step that has groups
   --max_groups N             so many groups at most
   --model_name_or_path NAME  the model that sampled them, where it is not found by itself
+  --trust_remote_code        run code that comes with the model, where it needs some
   --json                     print JSON
 """
 }
@@ -42,6 +44,7 @@ def credit(arguments: list[str]) -> int:
     (folder,), options = read_words("credit", arguments, one="the `output_dir` of a run")
     step, most = _number(options, "--step", 0), _number(options, "--max_groups", 2)
     chosen = _choose(open_run(folder), step, most, options.get("--model_name_or_path"))
+    chosen.options["trust_remote_code"] = "--trust_remote_code" in options
     with ends_at_once():
         from mt_grpo.advisor.measure import measure
         from mt_grpo.advisor.report import as_json, show

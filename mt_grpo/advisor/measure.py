@@ -212,7 +212,8 @@ def _load_policy(name: str, options: Values) -> PreTrainedModel:
     found = resolve_model(name, options["model_revision"])
     base, settings = resolve_base(found), adapter_settings(found)
     with libraries_may_refuse(f"The model {name!r} cannot be loaded"):
-        model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype, revision=options["model_revision"])
+        source = {"revision": options["model_revision"], "trust_remote_code": options["trust_remote_code"]}
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype, **source)
         if settings is not None:
             model = PeftModel.from_pretrained(model, found, is_trainable=True)
         elif options["use_peft"]:

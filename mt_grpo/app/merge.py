@@ -28,13 +28,14 @@ from mt_grpo.training.checkpoint import adapter_settings, find_trained
 from mt_grpo.training.model import resolve_base, resolve_model
 
 USAGE = {
-    "merge": """usage: mt-grpo merge RUN [--to FOLDER] [--checkpoint N]
+    "merge": """usage: mt-grpo merge RUN [--to FOLDER] [--checkpoint N] [--trust_remote_code]
 
 writes the model that the run in the folder RUN trained as one that loads without the run: an adapter is merged into
 its base, full weights are copied; with tokenizer, chat template, generation config, and a card
 
-  --to FOLDER       the folder to make (RUN/merged)
-  --checkpoint N    the model of RUN/checkpoint-N instead of the last one
+  --to FOLDER          the folder to make (RUN/merged)
+  --checkpoint N       the model of RUN/checkpoint-N instead of the last one
+  --trust_remote_code  run code that comes with the model, where it needs some
 """
 }
 
@@ -49,7 +50,7 @@ _COPIED = (CONFIG_NAME, "generation_config.json", "*.py", *_WEIGHTS)
 
 
 def merge(arguments: list[str]) -> int:
-    """`mt-grpo merge RUN [--to FOLDER] [--checkpoint N]`."""
+    """`mt-grpo merge RUN`."""
     (folder,), given = read_words("merge", arguments, one="the `output_dir` of a run")
     run = Path(folder).expanduser()
     checkpoint = given.get("--checkpoint")
@@ -60,12 +61,12 @@ def merge(arguments: list[str]) -> int:
     trained = find_trained(run, None if checkpoint is None else int(checkpoint))
     to = Path(given.get("--to") or run / "merged").expanduser()
     check_new(str(to), "--to")
-    done = _merge_model(run, trained, to)
+    done = _merge_model(run, trained, to, "--trust_remote_code" in given)
     print(f"{to}: {done}")
     return 0
 
 
-def _merge_model(run: Path, trained: Path, to: Path) -> str:
+def _merge_model(run: Path, trained: Path, to: Path, trusts: bool) -> str:
     """Writes the model in `trained`, of a run, to a folder, which is there whole or not at all. Says what it is."""
     record = open_run(run, begun=True)
     config = run / CONFIG
@@ -75,7 +76,7 @@ def _merge_model(run: Path, trained: Path, to: Path) -> str:
     partial = Path(tempfile.mkdtemp(prefix=f".{to.name}-", dir=to.parent))
     try:
         with libraries_may_refuse(f"The model in {trained} cannot be merged"):
-            what = _write_model(trained, partial, {**record.about.get("options", {}), **options})
+            what = _write_model(trained, partial, {**record.about.get("options", {}), **options}, trusts)
         step = _step_of(trained, record)
         if record.about:
             name = f"{run.resolve().name}{'' if trained == run else f'-{trained.name}'}"
@@ -93,7 +94,7 @@ def _merge_model(run: Path, trained: Path, to: Path) -> str:
     return f"the model of step {step}, {what}, {size / 1e6:.1f} MB"
 
 
-def _write_model(trained: Path, to: Path, options: Values) -> str:
+def _write_model(trained: Path, to: Path, options: Values, trusts: bool) -> str:
     settings = adapter_settings(trained)
     if settings is None:
         for pattern in _COPIED:
@@ -102,12 +103,13 @@ def _write_model(trained: Path, to: Path, options: Values) -> str:
         what = "full weights"
     else:
         dtype = (options.get("model_init_kwargs") or {}).get("dtype") or options.get("dtype") or "auto"
-        base = create_model_from_path(resolve_base(str(trained)), dtype=dtype, device_map=None)
+        name = resolve_base(str(trained))
+        base = create_model_from_path(name, dtype=dtype, device_map=None, trust_remote_code=trusts)
         model = PeftModel.from_pretrained(base, str(trained)).merge_and_unload(safe_merge=True)
         model.save_pretrained(to)
         what = f"its adapter merged into {settings['base_model_name_or_path']} ({model.dtype})".replace("torch.", "")
-    AutoConfig.from_pretrained(to)
-    AutoProcessor.from_pretrained(trained).save_pretrained(to)
+    AutoConfig.from_pretrained(to, trust_remote_code=trusts)
+    AutoProcessor.from_pretrained(trained, trust_remote_code=trusts).save_pretrained(to)
     return what
 
 

@@ -120,8 +120,8 @@ WORDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "runs": (("--sort", "--filter"), ("--json",)),
     "compare": ((), ("--json",)),
     "export": (("--to", "--filter", "--output"), ("--overwrite",)),
-    "merge": (("--checkpoint", "--to"), ()),
-    "credit": (("--step", "--max_groups", "--model_name_or_path"), ("--json",)),
+    "merge": (("--checkpoint", "--to"), ("--trust_remote_code",)),
+    "credit": (("--step", "--max_groups", "--model_name_or_path"), ("--json", "--trust_remote_code")),
 }
 """The commands that take folders of runs, with their options that take a value, and their flags."""
 

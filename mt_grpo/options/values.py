@@ -238,7 +238,10 @@ def parse_teacher(teacher: object) -> dict[str, Any]:
         )
     if "sees" in teacher:
         teacher = {**teacher, "sees": list(dict.fromkeys(teacher["sees"]))}
-    is_policy, kind = teacher["model"] == SELF, teacher.get("teacher_model_kind")
+    is_policy = teacher["model"] == SELF
+    if is_policy:
+        teacher = {"teacher_model_kind": "ema", **teacher}
+    kind = teacher.get("teacher_model_kind")
     mean = next((name for name in ("teacher_update_rate", "teacher_sync_steps") if name in teacher), None)
     refuse_first(
         (
@@ -247,21 +250,21 @@ def parse_teacher(teacher: object) -> dict[str, Any]:
             f"{teacher['model']!r}: leave it out, or set `model: self`.",
         ),
         (
-            mean is not None and not (is_policy and kind in (None, "ema")),
+            mean is not None and not (is_policy and kind == "ema"),
             f"`teacher: {mean}` says how a mean of the policy follows it: leave it out, or set `model: self` and "
             "`teacher_model_kind: ema`.",
         ),
         (
-            is_policy and "sees" not in teacher and kind in (None, "live"),
-            "`teacher: self` is the policy, which knows no more than itself: say in `sees` what it is shown beside "
-            "(answer, sibling, feedback), or set `teacher_model_kind: ema`, or `base`.",
+            is_policy and "sees" not in teacher and kind == "live",
+            "`teacher: {model: self, teacher_model_kind: live}` is the policy, which knows no more than itself: write "
+            "`sees: [answer]` (or sibling, feedback), or `teacher_model_kind: ema` or `base`.",
         ),
         (
             is_policy and "server" in teacher,
             "`teacher: server` has another model than the policy: leave it out for `model: self`.",
         ),
     )
-    return {"teacher_model_kind": "ema", **teacher} if is_policy else teacher
+    return teacher
 
 
 def verifiers_name(env: object) -> str | None:

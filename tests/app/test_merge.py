@@ -10,9 +10,11 @@ import pytest
 import torch
 import yaml
 from huggingface_hub import HfApi, RepoUrl
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from support.app_fixtures import SAVE
+from support.models import bring_code
+from support.runs import write_run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mt_grpo.errors import ConfigError
@@ -57,6 +59,23 @@ def test_a_merged_adapter_computes_what_it_did_on_its_base(recipe, prints, refus
         assert f"trained for {1 if options else 2} optimiser steps" in card_of(to)[1]
     assert "is there already: give `--to` another folder" in refused("merge", run)
     assert not [path for path in run.iterdir() if path.name.startswith(".merged")]
+
+
+def test_code_of_a_model_runs_where_it_is_trusted(prints, refused, model_folder, tmp_path):
+    base, run = shutil.copytree(model_folder, tmp_path / "base"), tmp_path / "run"
+    adapter = LoraConfig(r=4, target_modules="all-linear")
+    get_peft_model(AutoModelForCausalLM.from_pretrained(base), adapter).save_pretrained(run)
+    AutoTokenizer.from_pretrained(base).save_pretrained(run)
+    (run / "metrics.jsonl").touch()
+    bring_code(base)
+    assert "cannot be merged" in (said := refused("merge", run)) and "trust_remote_code" in said
+    prints("merge", run, "--trust_remote_code")
+    merged = AutoModelForCausalLM.from_pretrained(run / "merged", trust_remote_code=True)
+    assert type(merged).__name__ == "RemoteForCausalLM"
+    scored = write_run(tmp_path / "scored", steps=1, groups=2)
+    named = "credit", scored, "--model_name_or_path", run / "merged"
+    assert "trust_remote_code" in refused(*named)
+    assert "is not the one that sampled" in refused(*named, "--trust_remote_code")  # it was loaded
 
 
 def test_full_weights_are_copied_with_a_true_card(recipe, prints, tmp_path):

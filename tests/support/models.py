@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
@@ -76,3 +77,25 @@ def lookup(query: str) -> str:
         query: What to look for.
     """
     return f"about {query}"
+
+
+REMOTE = """
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+
+class RemoteConfig(Qwen3Config):
+    model_type = "remote"
+
+
+class RemoteForCausalLM(Qwen3ForCausalLM):
+    config_class = RemoteConfig
+"""
+
+
+def bring_code(folder):
+    """Gives the model in a folder code of its own, which loads where it is trusted."""
+    classes = {"AutoConfig": "remote.RemoteConfig", "AutoModelForCausalLM": "remote.RemoteForCausalLM"}
+    named = {"model_type": "remote", "architectures": ["RemoteForCausalLM"], "auto_map": classes}
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | named))
+    (folder / "remote.py").write_text(REMOTE)

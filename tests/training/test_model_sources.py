@@ -10,7 +10,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from support.models import CPU_RUN, build_model
+from support.models import CPU_RUN, bring_code, build_model
 from support.trainers import Letters
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -98,19 +98,6 @@ def test_the_folder_of_an_adapter_is_trained_on(build, adapter, folder):
     assert any(not torch.equal(weight, before[name]) for name, weight in learnt.items())
 
 
-REMOTE = """
-from transformers import Qwen3Config, Qwen3ForCausalLM
-
-
-class RemoteConfig(Qwen3Config):
-    model_type = "remote"
-
-
-class RemoteForCausalLM(Qwen3ForCausalLM):
-    config_class = RemoteConfig
-"""
-
-
 @pytest.fixture
 def from_folder(build):
     """Makes a trainer of a folder alone, which brings its tokenizer."""
@@ -125,10 +112,7 @@ def from_folder(build):
 
 @pytest.mark.parametrize("options", [{"trust_remote_code": True}, {"model_init_kwargs": {"trust_remote_code": True}}])
 def test_a_model_with_code_of_its_own_is_trained_from_python(folder, from_folder, tmp_path, options):
-    classes = {"AutoConfig": "remote.RemoteConfig", "AutoModelForCausalLM": "remote.RemoteForCausalLM"}
-    named = {"model_type": "remote", "architectures": ["RemoteForCausalLM"], "auto_map": classes}
-    change(folder / "config.json", **named)
-    (folder / "remote.py").write_text(REMOTE)
+    bring_code(folder)
     with pytest.raises(ValueError, match="trust_remote_code"):
         from_folder(folder)
     trainer = from_folder(folder, **options)

@@ -157,8 +157,9 @@ def test_a_turn_is_not_distilled_where_its_hint_is_too_long(teach, tokenizer, ca
 
 
 def test_hints_that_no_conversation_can_have_are_refused(teach, build, questions):
-    with pytest.raises(ConfigError, match="`teacher: self` is the policy, which knows no more than itself: say in "):
-        build(teacher="self")
+    with pytest.raises(ConfigError, match="is the policy, which knows no more than itself: write `sees: "):
+        build(teacher={"model": "self", "teacher_model_kind": "live"})
+    assert build(teacher="self").teacher_weights is not None  # TRL's default, a mean of its weights
     assert teach("answer", "answer").args.teacher["sees"] == ["answer"]
     with pytest.raises(ConfigError, match="`teacher: sees.0` is 'anser': input should be 'answer', 'sibling' or 'fe"):
         teach("anser")
