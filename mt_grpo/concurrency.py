@@ -447,8 +447,8 @@ async def call(
     late: Callable[[Any], object] | None = None,
 ) -> Any:
     """
-    Calls a function of the user's: an `async` one in the event loop, any other in a thread of its own. `late` is given
-    what such a thread returns when nobody waits for it any more.
+    Calls a function of the user's: an `async` one in the event loop, any other in a thread of its own. `late`, which
+    may be `async`, is given what such a thread returns when nobody waits for it any more.
     """
     if inspect.iscoroutinefunction(function):
         result = function(*args)
@@ -474,7 +474,9 @@ def in_thread(function: Callable[[], object], name: str, late: Callable[[Any], o
             if inspect.iscoroutine(result):
                 result.close()
             elif late is not None and error is None:
-                late(result)
+                more = late(result)
+                if inspect.isawaitable(more):
+                    begin(more, name).add_done_callback(consume_exception)
         elif error is None:
             future.set_result(result)
         else:

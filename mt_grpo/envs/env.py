@@ -56,6 +56,14 @@ class ConversationEnded(Exception):
         self.stop_reason = stop_reason
 
 
+async def outcome_at_end(running: Awaitable[Outcome]) -> Outcome:
+    """The outcome of a loop; one that a limit ends has that for its stop reason."""
+    try:
+        return await running
+    except ConversationEnded as ended:
+        return Outcome(stop_reason=ended.stop_reason)
+
+
 class Policy(Protocol):
     """
     The model in one conversation. What it samples is recorded: messages as turns, ids in the trajectory's token tree.

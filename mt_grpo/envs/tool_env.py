@@ -23,7 +23,7 @@ from mt_grpo.concurrency import (
     ended_within,
     in_thread,
 )
-from mt_grpo.envs.env import ConversationEnded, Outcome, Policy, Step, StepEnv
+from mt_grpo.envs.env import Outcome, Policy, Step, StepEnv, outcome_at_end
 from mt_grpo.envs.protocols import (
     PROTOCOLS,
     SYSTEM_ROLES,
@@ -182,10 +182,7 @@ class MultiTurnToolEnv(StepEnv):
             return await super().run(policy, row)
         session = self._tool_session = ToolSession(self.tools.values(), row, self.tool_timeout)
         self.tools = session.tools
-        try:
-            outcome = await super().run(policy, row)
-        except ConversationEnded as ended:
-            outcome = Outcome(stop_reason=ended.stop_reason)
+        outcome = await outcome_at_end(super().run(policy, row))
         outcome.rewards = {**await session.rewards(), **outcome.rewards}
         if session.metrics:
             outcome.info = {"tool_metrics": session.metrics, **outcome.info}

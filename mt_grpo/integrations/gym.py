@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import inspect
 import json
@@ -12,9 +11,9 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, SupportsFloat
 
-from mt_grpo.concurrency import call, consume_exception
+from mt_grpo.concurrency import call
 from mt_grpo.envs import Outcome, Policy, Step, StepEnv
-from mt_grpo.envs.env import ConversationEnded
+from mt_grpo.envs.env import outcome_at_end
 from mt_grpo.envs.source import environment, takes
 from mt_grpo.errors import ConfigError, describe_error, find_fault
 from mt_grpo.imports import import_object
@@ -28,8 +27,6 @@ logger = logging.getLogger(__name__)
 
 _INVALID = (ValueError, TypeError, LookupError, AssertionError)
 """Exceptions of `step` that mean an invalid action; any other one ends the conversation."""
-
-
 _REFUSED = 16
 """Actions in a row, from the first on, after which a run says that all were refused: the game may be broken."""
 
@@ -107,18 +104,15 @@ class GymEnv(StepEnv):
 
     async def run(self, policy: Policy, row: Row) -> Outcome:
         """The loop of `StepEnv`. The reward is the sum of the steps' rewards, also if a limit ended the game."""
-        try:
-            outcome = await super().run(policy, row)
-        except ConversationEnded as ended:
-            outcome = Outcome(stop_reason=ended.stop_reason)
+        outcome = await outcome_at_end(super().run(policy, row))
         outcome.rewards = {"return": self.total}
         return outcome
 
     async def reset(self, row: Row) -> list[Message]:
         """The prompt of the row, followed by the game's first observation."""
         args = () if takes(self.make, ()) else (row,)
-        made = call(self.make, *args, what="make", timeout=self.call_timeout, late=self._close_late)
-        game = self.user_environment = await made
+        game = await call(self.make, *args, what="make", timeout=self.call_timeout, late=self._close_game)
+        self.user_environment = game
         _check_game(type(game))
         parameters = inspect.signature(game.reset).parameters
         any_name = any(item.kind is item.VAR_KEYWORD for item in parameters.values())
@@ -159,10 +153,6 @@ class GymEnv(StepEnv):
     async def _close_game(self, game: Any) -> None:
         if inspect.isroutine(getattr(type(game), "close", None)):
             await call(game.close, what=f"{type(game).__name__}.close", timeout=self.call_timeout)
-
-    def _close_late(self, game: object) -> None:
-        """Closes a game that was made when its conversation had ended."""
-        asyncio.ensure_future(self._close_game(game)).add_done_callback(consume_exception)
 
     def _what(self, method: str) -> str:
         return f"{type(self.user_environment).__name__}.{method}"

@@ -21,7 +21,7 @@ from datasets import Dataset
 from mt_grpo.concurrency import OutOfTime, call, guarded, in_thread
 from mt_grpo.data import lacks_column
 from mt_grpo.envs import MultiTurnToolEnv, Outcome, Policy
-from mt_grpo.envs.env import ConversationEnded
+from mt_grpo.envs.env import outcome_at_end
 from mt_grpo.envs.source import CLOSE_TIMEOUT, COLUMN, EnvLike, Prototype, environment, source_of, tool_arguments
 from mt_grpo.envs.tool_env import execute_calls
 from mt_grpo.errors import ConfigError, describe_error
@@ -136,10 +136,7 @@ class TRLEnv(MultiTurnToolEnv):
         self.tools = dict(self.tools)
         for name in self._names:
             self.tools[name] = self._as_in_trl(self.tools[name], getattr(self.user_environment, name))
-        try:
-            outcome = await super().run(policy, row)
-        except ConversationEnded as ended:
-            outcome = Outcome(stop_reason=ended.stop_reason)
+        outcome = await outcome_at_end(super().run(policy, row))
         if self.reward_name is not None:
             reward = await self._ask("get_reward")
             reward = math.nan if reward is None else reward  # text of a number is none

@@ -24,7 +24,7 @@ import yaml
 from datasets import Dataset
 
 from mt_grpo.concurrency import call
-from mt_grpo.envs.env import ConversationEnded, Outcome, Policy, Step, finite
+from mt_grpo.envs.env import Outcome, Policy, Step, finite, outcome_at_end
 from mt_grpo.envs.source import Prototype, environment, source_of, tool_arguments
 from mt_grpo.envs.tool_env import DialogueEnv
 from mt_grpo.errors import ConfigError
@@ -179,10 +179,7 @@ class InteractionEnv(DialogueEnv):
         self.data: list[dict[str, Any]] = []
         self.interaction = self.interactions[self.kwargs["name"]]
         await self._call(partial(self.interaction.start_interaction, self.instance_id, **self.kwargs))
-        try:
-            outcome = await super().run(policy, row)
-        except ConversationEnded as ended:
-            outcome = Outcome(stop_reason=ended.stop_reason)
+        outcome = await outcome_at_end(super().run(policy, row))
         score = await self._call(_bound(self.interaction.calculate_score, self.instance_id, self.kwargs))
         if score is not None:
             what = f"What {type(self.interaction).__name__}.calculate_score returned"

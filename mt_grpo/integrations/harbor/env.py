@@ -15,7 +15,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from mt_grpo.envs.env import ConversationEnded, Outcome, Policy, Step
+from mt_grpo.envs.env import Outcome, Policy, Step, outcome_at_end
 from mt_grpo.envs.protocols import CallProtocol
 from mt_grpo.envs.source import EnvLike, EnvSource, Prototype, environment, source_of, tool_arguments
 from mt_grpo.envs.tool_env import MultiTurnToolEnv
@@ -225,9 +225,7 @@ class HarborEnv(MultiTurnToolEnv):
             self._shell = shell = Shell(execute, self.command_seconds, begin_again, self._shell.worked)
             self.tools = {tool.name: tool for tool in load_tools([shell.bash, shell.submit])}
             try:
-                outcome = await converse()
-            except ConversationEnded as ended:  # what was done until then is verified all the same
-                outcome = Outcome(stop_reason=ended.stop_reason)
+                outcome = await outcome_at_end(converse())  # what was done until a limit is verified all the same
             except Exception as error:
                 failure = error
                 raise

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import json
 import re
 from typing import Any
 
-from mt_grpo.concurrency import call, consume_exception
+from mt_grpo.concurrency import call
 from mt_grpo.envs.tool_env import execute_calls
 from mt_grpo.imports import did_you_mean
 from mt_grpo.integrations.openenv import generic_client
@@ -48,7 +47,7 @@ class GymScheduler(MultiTurnScheduler):
         """Makes and resets the environment; its system message and observation are the first messages."""
         for request in requests:
             config = request.data_dict.get("env_config") or {}
-            env = await call(self._create_env, config, what=str(config.get("name")), late=_close_late)
+            env = await call(self._create_env, config, what=str(config.get("name")), late=_close)
             self._begin(request.uuid, env)
             what = f"{type(env).__name__}.reset"
             observation, _, system = await call(env.reset, copy.deepcopy(request), what=what)
@@ -108,11 +107,6 @@ async def _close(env: Any) -> None:
     await call(env.close, what=f"{type(env).__name__}.close")
 
 
-def _close_late(env: object) -> None:
-    """Closes an environment that was made when its conversation had ended."""
-    asyncio.ensure_future(_close(env)).add_done_callback(consume_exception)
-
-
 def _opening(system: str | None, observation: str) -> list[Message]:
     """The first messages: the system message, if there is one, and the observation."""
     first = [{"role": "system", "content": system}] if system else []
@@ -165,7 +159,7 @@ class OpenEnvScheduler(GymScheduler):
         """Connects, and resets the environment; the observation is the first message."""
         for request in requests:
             config = {**self.env_config_defaults, **(request.data_dict.get("env_config") or {})}
-            env = await call(self._create_env, config, what="the OpenEnv client", late=_close_late)
+            env = await call(self._create_env, config, what="the OpenEnv client", late=_close)
             self._begin(request.uuid, env)
             observation, _ = await call(env.reset, what="reset of the OpenEnv server")
             request.messages = _opening(config.get("system_message"), self.format_observation(observation))
