@@ -325,7 +325,8 @@ def test_files_go_where_the_dockerfile_says(make_task, play):
     [
         ("FROM base\nRUN apt-get install -y gcc\n", "", "`RUN 'apt-get install -y gcc'` in its Dockerfile"),
         ("FROM base\nCOPY ../tests /app\n", "", "`COPY ../tests`, which is not in its `environment`"),
-        ("FROM a\nENV PATH=/x:$PATH\n", "", "`ENV 'PATH=/x:$PATH'`, which names another variable"),
+        ("FROM a\nENV PATH=/x:$PATH\n", "", "`ENV 'PATH=/x:$PATH'`, which names a variable"),
+        ("FROM a\nENV AT=/srv\nWORKDIR $AT\n", "", "`WORKDIR '$AT'`, which names a variable"),
         ("FROM base\nCOPY data /etc/data\n", "", "files in /etc, which is this machine's"),
         ("FROM base\nCOPY data /\n", "", "files in /, which is this machine's"),
         ("FROM base\nCOPY --chown=a data /app\n", "", "`COPY --chown=a data /app` in its Dockerfile"),
@@ -353,17 +354,16 @@ def test_a_task_without_a_dockerfile_is_refused(make_task):
     [
         ("task.toml", "metadata = 3", "task.toml has `metadata = 3`, which is no table: mend it"),
         ("task.toml", "environment = 3", "task.toml has `environment = 3`, which is no table: mend it"),
+        ("task.toml", "[environment]\nmemory_mb = '2G'", r"`memory_mb = '2G'` in `\[environment\]`, which is no nu"),
         (
             "task.toml",
-            "[environment]\nmemory_mb = '2G'",
-            r"has `memory_mb = '2G'` in `\[environment\]`, which is no nu",
+            "[environment]\nmemory_mb = nan",
+            r"`memory_mb = nan` in .*, which is no number from 0 on: mend",
         ),
+        ("task.toml", "[environment]\nstorage_mb = inf", r"`storage_mb = inf` in .*, which is no number from 0 on"),
+        ("task.toml", "[environment]\ndocker_image = 3", "has `docker_image = 3`, which is no name: mend it"),
         ("task.toml", "[verifier]\ntimeout_sec = 'soon'", "has `timeout_sec = 'soon'` in .*, which is no number"),
-        (
-            "environment/Dockerfile",
-            "FROM base\nCOPY 'a b",
-            r"Dockerfile cannot be read \(No closing quotation\): mend",
-        ),
+        ("environment/Dockerfile", "FROM base\nCOPY 'a b", r"cannot be read \(No closing quotation\): mend"),
         ("environment/Dockerfile", "FROM base\nWORKDIR\n", "needs `WORKDIR` in its Dockerfile"),
         ("environment/Dockerfile", "FROM base\nENV\n", "needs `ENV` in its Dockerfile"),
     ],

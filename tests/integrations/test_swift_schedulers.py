@@ -130,24 +130,19 @@ def two_more(ids):
     return [*ids, 5, 6]
 
 
+RGB, ONES, FIVE = ("red", "blue"), [1, 1, 1, 0, 0], "`rollout_logprobs` has 5 entries and"
+
+
 @pytest.mark.parametrize(
     ("ids", "given", "problem"),
     [
         (list, {"response_loss_mask": [1] * 4}, "`response_loss_mask` has 4 entries and `response_token_ids` has 3"),
         (None, {"response_loss_mask": [1]}, "`response_loss_mask` came without"),
         (list, {"response_loss_mask": [0.5] * 3}, "`response_loss_mask` has 0.5 at 0"),
-        (
-            two_more,
-            {"response_loss_mask": [1] * 5},
-            "`response_loss_mask` trains token 3 of the 5 in `response_token_",
-        ),
-        (
-            two_more,
-            {"response_loss_mask": [1, 1, 1, 0, 0], "rollout_logprobs": [0.0] * 5},
-            "`rollout_logprobs` has 5 entries and the 1s of `response_loss_mask` are 3",
-        ),
-        (list, {"rollout_logprobs": [0.0]}, "`rollout_logprobs` has 1 entries and `response_token_ids` has 3"),
-        (None, {"rollout_logprobs": [0.0]}, "`rollout_logprobs` has 1 entries and the sampled tokens are 3"),
+        (two_more, {"response_loss_mask": [1] * 5}, "`response_loss_mask` trains token 3 of the 5 in `response_tok"),
+        (two_more, {"response_loss_mask": ONES, "rollout_logprobs": [0.0] * 5}, f"{FIVE} the 1s of `response_loss_m"),
+        (list, {"rollout_logprobs": [0.0] * 5}, f"{FIVE} `response_token_ids` has 3"),
+        (None, {"rollout_logprobs": [0.0] * 5}, f"{FIVE} the sampled tokens are 3"),
         (None, {"reward": float("nan")}, "`reward` is nan"),
         (None, {"reward": "1.0"}, "`reward` is '1.0': return a finite number"),
         (None, {"rollout_infos": {"total_reward": "x", "step_rewards": []}}, "`total_reward` is 'x': return a finite"),
@@ -163,15 +158,13 @@ def test_what_does_not_fit_is_an_error_with_turn_and_lengths(ids, given, problem
     assert len(trajectory.turns) == 1
 
 
-def test_sampled_tokens_that_were_edited_away_are_not_trained():
-    trajectory, runner, _ = hold(returns(response_token_ids=lambda ids: [*ids[:1], 7, 7]), talk, max_turns=2)
-    assert trajectory.error is None and trajectory.turns[0].mask == [1, 0, 0]
-    assert sum(runner.completion(trajectory).mask) == 1 + trajectory.turns[1].num_tokens
-
-
-def test_ids_of_a_scheduler_may_be_an_array():
-    trajectory, _, _ = hold(returns(response_token_ids=lambda ids: np.array(ids[:2])), talk, max_turns=2)
-    assert trajectory.error is None and trajectory.turns[0].mask == [1, 1, 0]
+@pytest.mark.parametrize(
+    ("edited", "mask"), [(lambda ids: [*ids[:1], 7, 7], [1, 0, 0]), (lambda ids: np.array(ids[:2]), [1, 1, 0])]
+)
+def test_sampled_tokens_that_were_edited_away_are_not_trained(edited, mask):
+    trajectory, runner, _ = hold(returns(response_token_ids=edited), talk, max_turns=2)
+    assert trajectory.error is None and trajectory.turns[0].mask == mask
+    assert sum(runner.completion(trajectory).mask) == sum(mask) + trajectory.turns[1].num_tokens
 
 
 class Slow(Ask):
@@ -261,10 +254,10 @@ def test_a_mask_goes_before_loss_scale(caplog):
 
 
 def check_no_thread(before=()):
-    for thread in set(threading.enumerate()) - set(before):
-        if thread.name == "scheduler loop" or before:
-            thread.join(60)
-            assert not thread.is_alive()
+    left = set(threading.enumerate()) - set(before)
+    for thread in left if before else [each for each in left if each.name == "scheduler loop"]:
+        thread.join(60)
+        assert not thread.is_alive()
 
 
 def test_records_make_up_one_trajectory():
@@ -480,20 +473,6 @@ def test_a_gym_environment_that_is_made_too_late_is_closed(monkeypatch):
     asyncio.run(given_up())
 
 
-class Shows(MultiTurnScheduler):
-    """Adds an image to its words, then takes the first image away."""
-
-    def step(self, infer_request, response_choice, current_turn):
-        if current_turn == 1:
-            infer_request.images.append(picture("blue", (16, 16)))
-            infer_request.messages.append({"role": "user", "content": "Now <image>?"})
-        else:
-            del infer_request.images[0]
-            infer_request.messages[0]["content"] = "What was it?"
-            infer_request.messages.append({"role": "user", "content": "And before?"})
-        return {"infer_request": infer_request}
-
-
 def test_a_message_that_plays_a_sound_keeps_it_beside_an_image():
     parts = [{"type": "image", "image": picture()}, {"type": "audio", "audio": [0.5]}, {"type": "text", "text": "?"}]
     messages = [{"role": "user", "content": parts}, *of_user(parts[::2])]
@@ -501,39 +480,42 @@ def test_a_message_that_plays_a_sound_keeps_it_beside_an_image():
     assert written == [messages[0], *user("<image>?")] and len(images) == 1
 
 
-def look(scheduler):
-    """A conversation about a red image; the ids of images in each context, and that of an image."""
-    processor, first = build_processor(), picture("red", (24, 16))
+def adds_and_removes(request, turn):
+    if turn == 1:
+        request.images.append(picture("blue", (24, 16)))
+        request.messages[-1]["content"] = "Now <image>?"
+    else:
+        del request.images[0]
+        request.messages[0]["content"] = "What was it?"
+
+
+def paints_over(request, turn):
+    if turn == 2:
+        request.images[0].paste(picture("blue", (24, 16)))
+
+
+@pytest.mark.parametrize(
+    ("edit", "colors"), [(adds_and_removes, ["red", "red blue", "blue"]), (paints_over, ["red", "red", "blue"])]
+)
+def test_a_turn_shows_the_images_that_a_scheduler_has_then(edit, colors):
+    class Edits(Ask):
+        def step(self, infer_request, response_choice, current_turn):
+            given = super().step(infer_request, response_choice, current_turn)
+            edit(infer_request, current_turn)
+            return given
+
+    processor, parts = (
+        build_processor(),
+        {color: {"type": "image", "image": picture(color, (24, 16))} for color in RGB},
+    )
     encoder = MediaEncoder(processor)
-    prompt = of_user([{"type": "image", "image": first}, {"type": "text", "text": "What is it?"}])
+    prompt = of_user([parts["red"], {"type": "text", "text": "What is it?"}])
     sees = {"tokenizer": processor.tokenizer, "engine": ScriptedSight, "media": encoder}
-    [trajectory], runner = play(SchedulerSource(scheduler, 3, timeout=5.0), talk, prompt=prompt, **sees)
-    assert trajectory.stop_reason is StopReason.MAX_STEPS, trajectory.error
+    [trajectory], runner = play(SchedulerSource(Edits, 3, timeout=5.0), talk, prompt=prompt, **sees)
+    assert trajectory.stop_reason is StopReason.MAX_STEPS and trajectory.tree.num_sequences == 2, trajectory.error
+    ids = {color: encoder.encode(part).id for color, part in parts.items()}
     shown = [[token for token in context if token < 0] for _, context, _ in runner.engine.requests]
-    return trajectory, shown, lambda color: encoder.encode({"type": "image", "image": picture(color, (24, 16))}).id
-
-
-def test_a_scheduler_adds_and_removes_images():
-    trajectory, shown, id_of = look(Shows)
-    red = id_of("red")
-    (blue,) = trajectory.media.keys() - {red}
-    assert shown == [[red] * 6, [red] * 6 + [blue] * 4, [blue] * 4]
-
-
-class Draws(MultiTurnScheduler):
-    """Paints over its image before the third turn."""
-
-    def step(self, infer_request, response_choice, current_turn):
-        if current_turn == 2:
-            infer_request.images[0].paste(picture("blue", (24, 16)))
-        infer_request.messages.append({"role": "user", "content": "And now?"})
-        return {"infer_request": infer_request}
-
-
-def test_a_turn_shows_an_image_as_it_was_then():
-    trajectory, shown, id_of = look(Draws)
-    red, blue = id_of("red"), id_of("blue")
-    assert shown == [[red] * 6, [red] * 6, [blue] * 6] and trajectory.tree.num_sequences == 2
+    assert shown == [[ids[color] for color in each.split() for _ in range(6)] for each in colors]
 
 
 @pytest.mark.parametrize(

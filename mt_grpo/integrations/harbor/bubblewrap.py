@@ -95,10 +95,10 @@ def read_machine(task: Path) -> _Machine:
     copies: list[tuple[Path, str]] = []
     variables: dict[str, str] = {}
     for instruction, words in _instructions(task / "environment" / "Dockerfile"):
+        if instruction in ("WORKDIR", "ENV", "COPY") and any("$" in word for word in words):
+            raise _unmet(task, f"`{instruction} {shlex.join(words)[:60]}`, which names a variable")
         if instruction == "WORKDIR" and words:
             workdir = _absolute(workdir, words[0])
-        elif instruction == "ENV" and any("$" in word for word in words):
-            raise _unmet(task, f"`ENV {shlex.join(words)[:60]}`, which names another variable")
         elif instruction == "ENV" and words and all("=" in word for word in words):
             variables.update({name: value for name, _, value in (word.partition("=") for word in words)})
         elif instruction == "COPY" and len(words) > 1 and not words[0].startswith("--"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import functools
 import json
+import math
 import os
 import shutil
 import socket
@@ -99,8 +100,7 @@ def remove_leftovers(engine: str, everything: bool = False) -> list[str]:
     # what else was composed with a container of ours has the label of its project alone
     for project in {found.labels[PROJECT] for found in ours if PROJECT in found.labels}:
         remove([found for kind in _KINDS for found in _listed(engine, kind, f"{PROJECT}={project}")])
-    names = {f"{found.kind} {found.name}" for found in ours}.difference(removed)
-    remove([found for found in ours if f"{found.kind} {found.name}" in names])
+    remove([found for found in ours if f"{found.kind} {found.name}" not in removed])
     return removed
 
 
@@ -115,11 +115,29 @@ class _Found(NamedTuple):
 _KINDS = ("container", "network", "volume", "image")  # in the order in which they can be removed
 
 
-def _ask(engine: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def _ask(engine: str, *arguments: str, seconds: float = PATIENCE) -> subprocess.CompletedProcess[str]:
+    command = [engine, *arguments]
     try:
-        return subprocess.run([engine, *arguments], capture_output=True, text=True, timeout=PATIENCE, check=False)
+        return subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=seconds,
+            check=False,
+        )
     except subprocess.TimeoutExpired:
-        raise ConfigError(f"`{engine} {' '.join(arguments)}` did not answer within {PATIENCE:g} s.") from None
+        raise ConfigError(f"`{' '.join(command)}` did not answer within {seconds:g} s.") from None
+
+
+def _failure(engine: str, *arguments: str, seconds: float = PATIENCE) -> str | None:
+    """Why the engine cannot do something; nothing where it has done it."""
+    try:
+        done = _ask(engine, *arguments, seconds=seconds)
+    except ConfigError as error:
+        return str(error)
+    return f"{done.stdout}{done.stderr}".strip()[-_SHOWN:] if done.returncode else None
 
 
 def _listed(engine: str, kind: str, label: str) -> list[_Found]:
@@ -169,7 +187,7 @@ class _Image:
 
     def is_here(self, engine: str) -> bool:
         """Whether the engine has it already."""
-        return _run(engine, "image", "inspect", self.name, seconds=60.0) is None
+        return _ask(engine, "image", "inspect", self.name).returncode == 0
 
     def volumes(self, engine: str) -> list[str]:
         """The folders that it declares as volumes: an image of its container has nothing of what was written there."""
@@ -189,7 +207,7 @@ class _Image:
             what = ["pull", self.name]
             if self.context is not None:
                 what = ["build", "--tag", self.name, str(self.context)]
-            failed = _run(engine, *what, seconds=self.seconds)
+            failed = _failure(engine, *what, seconds=self.seconds)
         if failed is not None:
             cannot = "pulled" if self.context is None else "built"
             mend = self.task / "task.toml" if self.context is None else self.context / "Dockerfile"
@@ -214,31 +232,30 @@ def image_of(environment: Path, pulled: str | None, seconds: float) -> _Image | 
     return _Image(f"{REPOSITORY}:{docker_build_context_hash(context=environment)}", task, seconds, environment)
 
 
-_NUMBERS: dict[str, tuple[str, ...]] = {
-    "environment": ("memory_mb", "storage_mb", "build_timeout_sec"),
-    "verifier": ("timeout_sec",),
-    "metadata": (),
-}
-"""Tables of `task.toml` that are read here, with their numbers."""
+_NUMBERS = {"environment": ("memory_mb", "storage_mb", "build_timeout_sec"), "verifier": ("timeout_sec",)}
+"""Numbers of `task.toml` that are read here, by their tables."""
 
 
 def read_task(task: Path) -> dict[str, Any]:
-    """What a task's `task.toml` says; refuses a file that cannot be read, or tables and numbers that are none."""
-    path, fault, config = task / "task.toml", None, {}
+    """What a task's `task.toml` says; refuses a file that cannot be read, or has values of another kind."""
+    path, faults, config = task / "task.toml", [], {}
     try:
         config = tomllib.loads(path.read_text())
     except (OSError, ValueError) as error:
-        fault = f"cannot be read ({error})"
-    for table, numbers in _NUMBERS.items():
+        faults.append(f"cannot be read ({error})")
+    for table in ("environment", "verifier", "metadata"):
         given = config.get(table, {})
         if not isinstance(given, dict):
-            fault = f"has `{table} = {given!r}`, which is no table"
+            faults.append(f"has `{table} = {given!r}`, which is no table")
             continue
-        for name in numbers:
-            if not isinstance(given.get(name, 0), (int, float)):
-                fault = f"has `{name} = {given[name]!r}` in `[{table}]`, which is no number"
-    if fault:
-        raise ConfigError(f"{path} {fault}: mend it, or take the task out.")
+        for name in _NUMBERS.get(table, ()):
+            value = given.get(name, 0)
+            if not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+                faults.append(f"has `{name} = {value!r}` in `[{table}]`, which is no number from 0 on")
+        if table == "environment" and not isinstance(given.get("docker_image", ""), str):
+            faults.append(f"has `docker_image = {given['docker_image']!r}`, which is no name")
+    if faults:
+        raise ConfigError(f"{path} {faults[0]}: mend it, or take the task out.")
     return config
 
 
@@ -277,23 +294,5 @@ def no_way_here(engine: str, image: str, host: str) -> str | None:
     with socket.create_server(("0.0.0.0", 0)) as door:  # the system takes the connection
         dial = f"timeout {_DIALS:g} bash -c ': > /dev/tcp/{host}/{door.getsockname()[1]}'"
         options = "run", "--rm", "--label", f"{OWNER}={owner()}", "--add-host", f"{HOST}:host-gateway"
-        fault = _run(engine, *options, "--entrypoint", "bash", image, "-c", dial, seconds=PATIENCE)
+        fault = _failure(engine, *options, "--entrypoint", "bash", image, "-c", dial)
     return None if fault is None else fault or f"no answer within {_DIALS:g} s"
-
-
-def _run(engine: str, *arguments: str, seconds: float) -> str | None:
-    """Runs the engine; returns why it failed, if it did."""
-    try:
-        done = subprocess.run(
-            [engine, *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            timeout=seconds,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return f"it took longer than {seconds:g} s."
-    return None if done.returncode == 0 else done.stdout.strip()[-_SHOWN:]
