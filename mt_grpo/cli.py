@@ -61,9 +61,9 @@ its module has the help of a command that takes no recipe.
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the `mt-grpo` command."""
-    for stream in (sys.stdout, sys.stderr):
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a notebook's is none
-            stream.reconfigure(errors="replace")  # a model's words on a terminal without UTF-8
+            stream.reconfigure(errors="replace")  # a person's words in another encoding, a model's on such a terminal
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_usage(), end="")

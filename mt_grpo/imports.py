@@ -187,6 +187,11 @@ def choose(name: str, value: Any, known: Iterable[str]) -> None:
         raise ConfigError(f"`{name}` is {value!r}{did_you_mean(value, known)}: choose one of {', '.join(known)}.")
 
 
+def in_home(path: str) -> Path:
+    """A path whose `~` is somebody's folder; as it is where there is nobody of that name."""
+    return Path(os.path.expanduser(path))
+
+
 def looks_like_path(name: str) -> bool:
     """Whether a name can only be that of a file or a folder, and not a Hub id."""
     return name.startswith((".", "/", "~")) or name.count("/") > 1

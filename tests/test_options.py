@@ -37,6 +37,7 @@ WRONG = [
     ({"rollout_timeout": 0.0}, "`rollout_timeout` is 0.0; set a number above 0, or leave it out."),
     ({"call_protocol": "nativ"}, "`call_protocol` is 'nativ'; the nearest is 'native': choose one of learnt_tags,"),
     ({"sp_size": 0}, "`sp_size` is 0; set a whole number of processes"),
+    ({"sp_size": float("inf")}, "`sp_size` is inf; set a whole number of processes"),
     ({"sp_size": 1.5}, "`sp_size` is 1.5; set a whole number of processes"),
     ({"parallelism_config": {"sp_size": 2}}, "`parallelism_config` is {'sp_size': 2}; it splits rows before they are"),
     ({"gradient_checkpointing_layers": 0}, "`gradient_checkpointing_layers` is 0; set a whole number of layers"),

@@ -14,9 +14,9 @@ from typing import Any
 
 from mt_grpo.app.interrupt import ends_at_once
 from mt_grpo.app.recipe_file import CONFIG, read_file
-from mt_grpo.app.request import read_words
+from mt_grpo.app.request import read_words, whole_number
 from mt_grpo.app.schema import load_schema
-from mt_grpo.errors import ConfigError, UserError
+from mt_grpo.errors import UserError
 from mt_grpo.options.table import Values
 from mt_grpo.runlog import Run, open_run
 from mt_grpo.runlog.files import find
@@ -42,7 +42,7 @@ where the gradient of each rule points and how noisy it is; RUN_DIR is the `outp
 def credit(arguments: list[str]) -> int:
     """`mt-grpo credit RUN_DIR`."""
     (folder,), options = read_words("credit", arguments, one="the `output_dir` of a run")
-    step, most = _number(options, "--step", 0), _number(options, "--max_groups", 2)
+    step, most = whole_number(options, "--step", 0), whole_number(options, "--max_groups", 2)
     chosen = _choose(open_run(folder), step, most, options.get("--model_name_or_path"))
     chosen.options["trust_remote_code"] = "--trust_remote_code" in options
     with ends_at_once():
@@ -55,15 +55,6 @@ def credit(arguments: list[str]) -> int:
     else:
         show(found)
     return 0
-
-
-def _number(options: dict[str, str], name: str, least: int) -> int | None:
-    if name not in options:
-        return None
-    text = options[name]
-    if not text.isdecimal() or len(text) > 9 or int(text) < least:
-        raise ConfigError(f"`{name}` takes a whole number from {least} on; {text[:40]!r} is none.")
-    return int(text)
 
 
 _UNSAID = ("num_generations", "per_device_train_batch_size")  # no default holds for a run that does not say them

@@ -20,11 +20,9 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 import mt_grpo
 from mt_grpo.app.interrupt import print_error
-from mt_grpo.app.recipe_file import shipped
+from mt_grpo.app.recipe_file import read_mapping, shipped
 from mt_grpo.app.request import OF_HOSTS, OWN_OPTIONS, WORDS
 from mt_grpo.app.schema import SHIPPED, SchemaOption, load_schema
 from mt_grpo.errors import ConfigError
@@ -71,13 +69,9 @@ def _accelerate_configs() -> dict[str, Traversable]:
 
 def read_accelerate_config(path: Traversable) -> dict[str, Any]:
     """What a file of accelerate's says."""
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}.") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} is no accelerate configuration, which is a mapping: `accelerate config` makes one.")
-    return content
+    what = f"The accelerate configuration {path}"
+    no_mapping = f"{what} is no mapping of options to values: `accelerate config` makes one."
+    return read_mapping(path, what, no_mapping, no_mapping)[0]
 
 
 def find_accelerate_config(name: str) -> Traversable:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import re
 import signal
 import time
@@ -40,7 +41,7 @@ from mt_grpo.app.recipe_file import CONFIG
 from mt_grpo.app.request import Request, check_writable
 from mt_grpo.data import fingerprint
 from mt_grpo.errors import ConfigError
-from mt_grpo.imports import did_you_mean
+from mt_grpo.imports import did_you_mean, in_home
 from mt_grpo.media import media_to_digests
 from mt_grpo.options.table import OF_ENVIRONMENT
 from mt_grpo.rollout.endpoint import ChatEndpoint
@@ -81,7 +82,7 @@ class SampledModel:
 
     def __init__(self, name: str, folder: Path, api_key_env: str | None, trained_on: bool = False) -> None:
         self.name, self.folder, self.trained_on = name, folder, trained_on
-        if folder.resolve() == Path(name).expanduser().resolve():
+        if folder.resolve() == in_home(name).resolve():
             raise ConfigError(f"`--save` would write into the model's own folder {name}: name another one.")
         found = ENDPOINT.fullmatch(name)
         if found and (urlsplit(found["url"]).username or urlsplit(found["url"]).query):
@@ -92,7 +93,7 @@ class SampledModel:
         self.endpoint = ChatEndpoint(found["url"], found["model"], None, api_key_env) if found else None
         self.path = name
         if self.endpoint is None:
-            path = Path(name).expanduser()
+            path = in_home(name)
             if path.is_dir() and not any((path / file).is_file() for file in (CONFIG_NAME, ADAPTER_CONFIG_NAME)):
                 self.path = str(latest_checkpoint(name) or name)  # a run that has not ended
             resolve_base(resolve_model(self.path))
@@ -168,7 +169,7 @@ def evaluate(request: Request) -> int:
 def read_prices(given: Sequence[float] | None) -> list[float] | None:
     if given is None:
         return None
-    if len(given) not in (2, 3) or min(given) < 0:
+    if len(given) not in (2, 3) or not all(0 <= price < math.inf for price in given):
         raise ConfigError(
             "`--prices` takes two or three numbers, in any currency: the prices of a million tokens of prompts, of "
             "answers, and of prompts from the cache, as `--prices 0.25 2 0.025`."

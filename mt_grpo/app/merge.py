@@ -19,8 +19,9 @@ from transformers.utils.logging import disable_progress_bar
 from trl.trainer.utils import create_model_from_path
 
 from mt_grpo.app.recipe_file import CONFIG, read_file
-from mt_grpo.app.request import check_new, read_words
+from mt_grpo.app.request import check_new, read_words, whole_number
 from mt_grpo.errors import ConfigError, libraries_may_refuse
+from mt_grpo.imports import in_home
 from mt_grpo.options.table import Values
 from mt_grpo.runlog import Run, open_run
 from mt_grpo.training.card import write_card
@@ -52,14 +53,12 @@ _COPIED = (CONFIG_NAME, "generation_config.json", "*.py", *_WEIGHTS)
 def merge(arguments: list[str]) -> int:
     """`mt-grpo merge RUN`."""
     (folder,), given = read_words("merge", arguments, one="the `output_dir` of a run")
-    run = Path(folder).expanduser()
-    checkpoint = given.get("--checkpoint")
-    if checkpoint is not None and not checkpoint.isdecimal():
-        raise ConfigError(f"`--checkpoint` takes the number of a step, and {checkpoint!r} is none.")
+    run = in_home(folder)
+    checkpoint = whole_number(given, "--checkpoint", 1)
     disable_progress_bar()
     warnings.simplefilter("ignore", FutureWarning)
-    trained = find_trained(run, None if checkpoint is None else int(checkpoint))
-    to = Path(given.get("--to") or run / "merged").expanduser()
+    trained = find_trained(run, checkpoint)
+    to = in_home(given.get("--to") or str(run / "merged"))
     check_new(str(to), "--to")
     done = _merge_model(run, trained, to, "--trust_remote_code" in given)
     print(f"{to}: {done}")

@@ -24,14 +24,15 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         lines: dict[str, int] = {}
         for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
             line = key.start_mark.line + 1
-            if key.value in lines and isinstance(key, yaml.ScalarNode):
+            if key.value in lines:
                 raise ConfigError(
                     f"The key {key.value!r} stands in {self.name} twice, in lines {lines[key.value]} and {line}: "
                     "leave one out."
                 )
-            if isinstance(key, yaml.ScalarNode):
-                lines[key.value] = line
+            lines[key.value] = line
         return super().construct_mapping(node, deep)
 
 
@@ -41,32 +42,33 @@ _Loader.add_implicit_resolver(
 
 
 def read_file(path: str) -> tuple[dict[str, Any], dict[str, int]]:
-    """Reads a recipe."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"The recipe {path!r} {_unreadable(Path(path), error)}.") from None
-    loader = _Loader(text)
-    loader.name = path
-    try:
-        node = loader.get_single_node()
-        recipe = None if node is None else loader.construct_document(node)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"The recipe {path!r} is not valid YAML: {' '.join(str(error).split())}.") from error
-    finally:
-        loader.dispose()
-    refuse_first(
-        (
-            recipe is None,
-            f"The recipe {path!r} is empty: it needs at least `model_name_or_path` and `dataset_name`, each with a "
-            "value.",
-        ),
-        (
-            not isinstance(recipe, dict),
-            f"The recipe {path!r} is not a mapping of options to values: write lines `option: value`.",
-        ),
+    """Reads a recipe: its options, and the line of each."""
+    what = f"The recipe {path!r}"
+    return read_mapping(
+        Path(path),
+        what,
+        f"{what} is empty: it needs at least `model_name_or_path` and `dataset_name`, each with a value.",
+        f"{what} is not a mapping of options to values: write lines `option: value`.",
     )
-    return recipe, {key.value: key.start_mark.line + 1 for key, _ in node.value}
+
+
+def read_mapping(path: Traversable, what: str, if_empty: str, if_other: str) -> tuple[dict[str, Any], dict[str, int]]:
+    """The mapping that a YAML file holds, and the line of each key. `what` begins sentences about it."""
+    try:
+        loader = _Loader(path.read_text(encoding="utf-8"))
+        loader.name = str(path)
+        loader.deep_construct = True  # which refuses what refers to itself
+        node = loader.get_single_node()
+        content = None if node is None else loader.construct_document(node)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{what} {_unreadable(Path(str(path)), error)}.") from None
+    except ConfigError:
+        raise
+    # beside PyYAML's own, what it does not catch of numbers, dates, tags and depths
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:
+        raise ConfigError(f"{what} is not valid YAML: {' '.join(str(error).split())}.") from error
+    refuse_first((content is None, if_empty), (not isinstance(content, dict), if_other))
+    return content, {key.value: key.start_mark.line + 1 for key, _ in node.value}
 
 
 def _unreadable(path: Path, error: OSError | UnicodeDecodeError) -> str:

@@ -12,7 +12,7 @@ from mt_grpo.app.recipe_file import CONFIG, read_file, recipes_in
 from mt_grpo.app.schema import Schema, SchemaOption, load_schema
 from mt_grpo.app.trust import check_trust, pop_variables
 from mt_grpo.errors import ConfigError, refuse_first
-from mt_grpo.imports import FORMATS, check_place, did_you_mean, looks_like_path
+from mt_grpo.imports import FORMATS, check_place, did_you_mean, in_home, looks_like_path
 from mt_grpo.options.rules import check_batches, check_names, check_options, check_trainable
 from mt_grpo.options.table import Values
 from mt_grpo.options.values import (
@@ -166,6 +166,17 @@ def read_words(command: str, arguments: list[str], one: str = "") -> tuple[list[
     return folders, options
 
 
+def whole_number(options: dict[str, str], name: str, least: int, most: int = 10**9) -> int | None:
+    """The number that one of these options has; `None` where it is not given."""
+    text = options.get(name)
+    if text is None:
+        return None
+    if not text.isdecimal() or len(text) > 10 or not least <= int(text) <= most:
+        end = "on" if most == 10**9 else f"to {most}"
+        raise ConfigError(f"`{name}` takes a whole number from {least} {end}; {text[:40]!r} is none.")
+    return int(text)
+
+
 @dataclass
 class Request:
     """A recipe's file and options, words for argparse, the command's own options and all values; `run` is a folder."""
@@ -289,10 +300,9 @@ def _read_command_line(tokens: list[str], schema: Schema, command: str, request:
 
 def _set_path(request: Request, path: str) -> None:
     if request.path is not None:
-        is_recipe = Path(path).suffix in (".yaml", ".yml") or Path(path).exists()
         raise ConfigError(
             f"Two recipes are given, {request.path!r} and {path!r}: leave one out."
-            if is_recipe
+            if _is_recipe(path) or Path(path).exists()
             else f"The word {path!r} belongs to no option: write `--option value`."
         )
     request.path = path
@@ -302,12 +312,16 @@ def _is_value(tokens: list[str]) -> bool:
     return bool(tokens) and not tokens[0].startswith("--")
 
 
+def _is_recipe(token: str) -> bool:
+    return Path(token).suffix in (".yaml", ".yml")
+
+
 def _take(tokens: list[str], option: SchemaOption, written: str) -> list[str]:
     """Takes the texts behind an option from the command line."""
-    if option.flag and (not _is_value(tokens) or Path(tokens[0]).suffix in (".yaml", ".yml")):
+    if option.flag and (not _is_value(tokens) or _is_recipe(tokens[0])):
         return []
     texts = [tokens.pop(0)] if _is_value(tokens) else []
-    while option.many and _is_value(tokens):
+    while option.many and _is_value(tokens) and not _is_recipe(tokens[0]):
         texts.append(tokens.pop(0))
     if not texts:
         raise _without_value(option, written)
@@ -389,12 +403,12 @@ def check_places(values: Values, command: str) -> None:
         teacher = parse_teacher(values["teacher"])["model"]
         models |= {} if teacher == SELF else {"teacher": teacher}
     for what, model in models.items():
-        if looks_like_path(model) and not Path(model).expanduser().exists():
+        if looks_like_path(model) and not in_home(model).exists():
             raise ConfigError(f"The {what} {model!r} cannot be loaded: there is no such folder (from {Path.cwd()}).")
     if command in _OF_RUNS:
         return
     chosen = None if command == "rollout" else parse_dataset_filter(values.get("dataset_filter"))
-    if chosen is not None and not Path(chosen["file"]).expanduser().is_file():
+    if chosen is not None and not in_home(chosen["file"]).is_file():
         raise ConfigError(
             f"`dataset_filter` names the file {chosen['file']!r}, which is not there: `mt-grpo rollout --difficulty` "
             "writes one."
@@ -402,7 +416,7 @@ def check_places(values: Values, command: str) -> None:
     replays = command == "train" and values.get("replay")  # whose rows come with the conversations
     if values.get("dataset_name") and not replays:  # classes of `environment_factory` may need none
         source = values["dataset_name"].partition(":")[2] or values["dataset_name"]
-        path = Path(source).expanduser()
+        path = in_home(source)
         if not path.exists() and (path.suffix in FORMATS or looks_like_path(source)):
             raise ConfigError(f"There is no file or folder {source!r} (the current folder is {Path.cwd()}).")
     if values.get("external_plugins"):  # a plugin may change where modules are found

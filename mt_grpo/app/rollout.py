@@ -229,7 +229,7 @@ def make_data(request: Request) -> int:
     folder = Path(own["save"] or Path("rollouts", Path(request.path or "data").stem))
     # what is there is overwritten, so it has to be what an earlier such command left
     (check_writable if (folder / FOLDER / INDEX).is_file() else check_new)(str(folder))
-    if own["difficulty"] and request.values["dataset_name"] is None:
+    if own["difficulty"] and request.values.get("dataset_name") is None:
         raise ConfigError(
             "`--difficulty` is for `dataset_filter`, which chooses rows of a dataset: set `dataset_name`, or leave it "
             "out."

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from mt_grpo.app.request import read_words
+from mt_grpo.app.request import read_words, whole_number
 from mt_grpo.errors import ConfigError, UserError
 from mt_grpo.imports import did_you_mean
 from mt_grpo.processes import belong_to_parent
@@ -95,10 +95,7 @@ def view(arguments: list[str]) -> int:
     (name,), options = read_words("view", arguments, one="the `output_dir` of a run or one with several")
     if "--filter" in options and "--export" not in options:
         raise ConfigError("`--filter` belongs to `--export FILE`; in the page, write it into the field of Find.")
-    text = options.get("--port")
-    if text is not None and not (text.isdecimal() and len(text) <= 5 and int(text) <= 65535):
-        raise ConfigError(f"`--port` is a number up to 65535; {text[:40]!r} is none.")
-    port = None if text is None else int(text)
+    port = whole_number(options, "--port", 0, 65535)
     folder = Path(name)
     if folder.is_dir() and not any((folder / name).exists() for name in (FOLDER, METRICS, STATE)):
         if "--export" in options:

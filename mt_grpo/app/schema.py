@@ -99,7 +99,7 @@ class SchemaOption:
         kind = next((kind for kind in kinds if isinstance(value, _KINDS[kind][1])), None)
         if kind == "array" and self.items is not None:
             return all(map(self.items._takes, value))
-        return kind is not None and not (self.minimum is not None and value is not None and value < self.minimum)
+        return kind is not None and not (self.minimum is not None and value is not None and not value >= self.minimum)
 
     def check(self, name: str, value: object, label: str, in_file: bool) -> None:
         """Holds a value against the types of the option, and the names that it may be."""

@@ -15,6 +15,7 @@ from typing import Any
 
 from mt_grpo.app.recipe_file import CONFIG, read_file
 from mt_grpo.errors import ConfigError
+from mt_grpo.imports import in_home
 from mt_grpo.options.table import OPTIONS, Values
 from mt_grpo.options.values import TYPES, VERIFIERS, is_bare, parse_mapping, with_env_options
 
@@ -71,7 +72,10 @@ def _executed(options: Values, run: Path | None) -> Iterator[str]:
         if option == "environment_factory" and isinstance(value, Mapping):  # one of its names may be `name`
             value = list(value.values())
         if option == "env" and isinstance(value, Mapping):
-            value = [value[name] for name in TYPES[value["type"]].paths if name in value]
+            kind, given = TYPES[value["type"]], value
+            value = [given[name] for name in kind.paths if name in given]
+            folders = ((name, text) for name in kind.folders for text in _texts(given.get(name)))
+            yield from (f"`env: {name}: {text}`" for name, text in folders if not _is_inside(Path(text), run))
         for text in _texts(value):
             if text.startswith(VERIFIERS) or not (is_bare(text) or _is_own(text, run)):
                 yield f"`{option}: {text}`"
@@ -88,6 +92,10 @@ def _executed(options: Values, run: Path | None) -> Iterator[str]:
     environments = _mapping(options.get("environments"))
     for given in environments.values() if isinstance(environments, Mapping) else ():
         yield from _executed(given if isinstance(given, Mapping) else {"env": given}, run)
+    teacher = _parsed(options.get("teacher"))
+    for text in _texts(teacher.get("gate") if isinstance(teacher, Mapping) else None):
+        if not (is_bare(text) or _is_own(text, run)):
+            yield f"`teacher: gate: {text}`"
     user = _mapping(options.get("simulated_user"))
     if isinstance(user, Mapping) and user.get("api_key_env"):
         yield f"`simulated_user: api_key_env: {user['api_key_env']}`, sent to {user.get('base_url')}"
@@ -136,12 +144,12 @@ def _parsed(value: object) -> Any:
 
 
 def _texts(value: object) -> Iterator[str]:
-    """Names and paths in a value: itself, those of a list, `name` of a mapping with options, or all of a mapping."""
+    """Names and paths in a value: of a list its items', of a mapping those of `name` and `import_path`, or all."""
     value = _parsed(value)
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
-        yield from _texts(value["name"] if "name" in value else list(value.values()))
+        yield from _texts([value["name"], value.get("import_path")] if "name" in value else list(value.values()))
     elif isinstance(value, list | tuple):
         for each in value:
             yield from _texts(each)
@@ -166,8 +174,8 @@ def _is_own(text: str, run: Path | None) -> bool:
 def _is_inside(path: Path, run: Path | None) -> bool:
     """Whether a file is in the current folder, and neither in the run's nor in that of installed packages."""
     try:
-        real = path.expanduser().resolve()
-    except (OSError, RuntimeError, ValueError):  # links in a circle, no such home, a NUL in the name
+        real = in_home(str(path)).resolve()
+    except (OSError, RuntimeError, ValueError):  # links in a circle, a NUL in the name
         return False
     foreign = [Path(sys.prefix).resolve(), *([] if run is None else [run])]
     return real.is_relative_to(Path.cwd().resolve()) and not any(map(real.is_relative_to, foreign))

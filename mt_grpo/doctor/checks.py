@@ -53,6 +53,7 @@ _WIDTH = 16  # of a check's name in the report
 _SHOWN_CHARACTERS = 80  # characters of a result, or of an error, that are shown
 _EXAMPLES = {"expression": "1 + 1", "code": "print(1)"}
 """Arguments by name, for those that the words of a prompt would not suit."""
+_MOST_ITEMS = 100  # of a list that is made up
 _MADE_UP = "arguments were made up: see whether it works with those that the model will give"
 ERROR = re.compile(
     r"""[\s{\[("']*(?:error|exception|traceback|\w+(?:Error|Exception))\b"""
@@ -340,7 +341,7 @@ def _made(schema: Any, row: Row, name: str = "") -> Any:
     if kind in ("integer", "number"):
         return schema.get("minimum", 1)
     if kind == "array":
-        return [_made(schema.get("items", {}), row)] * schema.get("minItems", 1)
+        return [_made(schema.get("items", {}), row)] * min(schema.get("minItems", 1), _MOST_ITEMS)
     if kind == "object":
         return _made_arguments(schema, row)
     asked = row.get("prompt") or "test"

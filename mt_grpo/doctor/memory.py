@@ -244,10 +244,18 @@ class Sharding:
     checkpoints: bool = False
     deepspeed: bool = False
 
-    @staticmethod
-    def read(named: str) -> Sharding:
+    @classmethod
+    def read(cls, named: str) -> Sharding:
         """That of an accelerate configuration."""
-        return _sharding(Path(named).name, read_accelerate_config(find_accelerate_config(named)))
+        name, content = Path(named).name, read_accelerate_config(find_accelerate_config(named))
+        try:
+            read = {"DEEPSPEED": _deepspeed, "FSDP": _fsdp}.get(content.get("distributed_type"))
+            return cls(name, 0, content.get("num_processes")) if read is None else read(name, content)
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"The accelerate configuration {name!r}, or the file of DeepSpeed's that it names, cannot be read "
+                f"({error}): mend its path or its values."
+            ) from error
 
 
 COPIES = Sharding("a copy for each process", 0)
@@ -257,35 +265,27 @@ USUAL = (COPIES, Sharding("zero2", 2), Sharding("zero3 or fsdp2", 3))
 SHARING = (COPIES, FSDP2)  # the same with `sp_size`
 
 
-def _sharding(name: str, content: dict[str, Any]) -> Sharding:
-    processes = content.get("num_processes")
-    if content.get("distributed_type") == "DEEPSPEED":
-        return _deepspeed(name, processes, content.get("deepspeed_config") or {})
-    if content.get("distributed_type") == "FSDP":
-        return _fsdp(name, processes, content.get("fsdp_config") or {})
-    return Sharding(name, 0, processes)
-
-
-def _deepspeed(name: str, processes: int | None, options: dict[str, Any]) -> Sharding:
+def _deepspeed(name: str, content: dict[str, Any]) -> Sharding:
+    options = content.get("deepspeed_config") or {}
     stage = options.get("zero_stage", 2)  # accelerate's default
     optimizer, weights = options.get("offload_optimizer_device"), options.get("offload_param_device")
     if "deepspeed_config_file" in options:
-        try:
-            content = json.loads(Path(options["deepspeed_config_file"]).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"The `deepspeed_config_file` of the accelerate configuration {name!r} cannot be read ({error}): "
-                "mend its path or its JSON."
-            ) from error
-        zero = content.get("zero_optimization", {})
-        stage = zero.get("stage", 0)
-        optimizer, weights = (zero.get(key, {}).get("device") for key in ("offload_optimizer", "offload_param"))
-    offloads = {"offloads_optimizer": optimizer in _OFFLOADED}
-    offloads["offloads_weights"] = int(stage) == 3 and weights in _OFFLOADED
-    return Sharding(name, int(stage), processes, **offloads, deepspeed=True)
+        zero = json.loads(Path(options["deepspeed_config_file"]).read_text(encoding="utf-8")).get("zero_optimization")
+        stage = (zero or {}).get("stage", 0)
+        offload = ((zero or {}).get(key) or {} for key in ("offload_optimizer", "offload_param"))
+        optimizer, weights = (each.get("device") for each in offload)
+    return Sharding(
+        name,
+        int(stage),
+        content.get("num_processes"),
+        offloads_optimizer=optimizer in _OFFLOADED,
+        offloads_weights=int(stage) == 3 and weights in _OFFLOADED,
+        deepspeed=True,
+    )
 
 
-def _fsdp(name: str, processes: int | None, options: dict[str, Any]) -> Sharding:
+def _fsdp(name: str, content: dict[str, Any]) -> Sharding:
+    options = content.get("fsdp_config") or {}
     stages = {"FULL_SHARD": 3, "HYBRID_SHARD": 3, "SHARD_GRAD_OP": 2, "HYBRID_SHARD_ZERO2": 2, "NO_SHARD": 0}
     if options.get("fsdp_version", 1) == 2:
         stage = 3 if options.get("fsdp_reshard_after_forward", True) else 2
@@ -293,7 +293,7 @@ def _fsdp(name: str, processes: int | None, options: dict[str, Any]) -> Sharding
         stage = stages.get(str(options.get("fsdp_sharding_strategy", "FULL_SHARD")).upper(), 3)
     offloads = bool(options.get("fsdp_offload_params", False))
     checkpoints = bool(options.get("fsdp_activation_checkpointing", False))
-    return Sharding(name, stage, processes, offloads, offloads, checkpoints)
+    return Sharding(name, stage, content.get("num_processes"), offloads, offloads, checkpoints)
 
 
 @dataclass(frozen=True)

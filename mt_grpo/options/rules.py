@@ -34,6 +34,8 @@ from mt_grpo.servers import expand_addresses, host_url
 
 _BRANCH_RULE = "branch_to_go"  # the credit rule of conversations that branch
 
+_LARGEST_GROUP = 1000  # conversations of a prompt that are advised at most
+
 PARTNERS = tuple(name for name in ALIASES if name != "multi_turn_scheduler")
 """Mutually exclusive options: each says who replies to the model."""
 
@@ -446,7 +448,7 @@ def _processes(number: int) -> str:
 
 def _divisors(batch: int, least: int) -> str:
     """The beginning of the advice to set a divisor, where there is one."""
-    numbers = [str(number) for number in range(least, batch + 1) if batch % number == 0]
+    numbers = [str(number) for number in range(least, min(batch, _LARGEST_GROUP) + 1) if batch % number == 0]
     one_of = "one of " if len(numbers) > 1 else ""
     return f"set it to {one_of}{', '.join(numbers)}, or " if numbers else ""
 

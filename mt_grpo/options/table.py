@@ -41,6 +41,10 @@ def _is_finite(value: object) -> bool:
     return isinstance(value, numbers.Real) and math.isfinite(value)
 
 
+def _whole_from(least: int, advice: str) -> _Rule:
+    return _Rule(lambda value: value >= least and float(value).is_integer(), advice)
+
+
 _ABOVE_ZERO = _Rule(lambda value: value > 0, "set a number above 0, or leave it out")
 _NOT_BELOW_ZERO = _Rule(lambda value: value >= 0, "set 0 or more, or leave it out")
 _PORT = _Rule(lambda value: 0 < value < 2**16, "set a port from 1 to 65535, or leave it out")
@@ -280,15 +284,13 @@ class RunOptions:
     sp_size: int = _training(
         "Processes that share each micro-batch's tokens. For conversations too long for one GPU.",
         default=1,
-        rule=_Rule(
-            lambda value: value >= 1 and value == int(value), "set a whole number of processes, or leave it out"
-        ),
+        rule=_whole_from(1, "set a whole number of processes, or leave it out"),
         page="long_conversations.md",
     )
     gradient_checkpointing_layers: int = _training(
         "Layers that keep one input between them. The square root of their number keeps least, for one more forward.",
         default=1,
-        rule=_Rule(lambda value: value >= 1 and value == int(value), "set a whole number of layers, or leave it out"),
+        rule=_whole_from(1, "set a whole number of layers, or leave it out"),
         page="long_conversations.md",
     )
     activation_offloading: bool = _training(
@@ -303,10 +305,7 @@ class RunOptions:
         "Generation batches that are sampled ahead. 0 samples and trains them one after the other; 1 or 2 suit slow "
         "tools.",
         default=0,
-        rule=_Rule(
-            lambda value: value >= 0 and value == int(value),
-            "it counts generation batches, so set a whole number, 0 or more",
-        ),
+        rule=_whole_from(0, "it counts generation batches, so set a whole number, 0 or more"),
         page="staleness.md",
     )
     vllm_importance_sampling_mode: str | None = _training(

@@ -362,6 +362,7 @@ class _EnvType:
     takes: tuple[str, ...] = _OF_TOOLS  # options of a run that it may have for itself
     option: str | None = None  # the older one that means the same; its value is the only key's, or a mapping of all
     paths: tuple[str, ...] = ()  # keys that name code
+    folders: tuple[str, ...] = ()  # keys that name folders of what is run
     brings_rows: bool = False  # so that a run needs no dataset
 
 
@@ -383,6 +384,8 @@ TYPES = {
         f"{_BROUGHT}.harbor",
         ("tasks", "eval_tasks", "sandbox", "agent", "host", "verify_every", "sandbox_pool"),
         takes=("system_prompt", "max_env_steps", "call_protocol", "env_mask", "tool_timeout"),
+        paths=("agent",),
+        folders=("tasks", "eval_tasks"),
         brings_rows=True,
     ),
     "gym": _EnvType(f"{_BROUGHT}.gym", ("make", "parse", *_OF_GAMES), takes=(), paths=("make", "parse")),

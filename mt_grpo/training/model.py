@@ -42,7 +42,7 @@ from trl.trainer.utils import create_model_from_path
 
 from mt_grpo.data import check_hub, embedded
 from mt_grpo.errors import ConfigError, UserError
-from mt_grpo.imports import looks_like_path
+from mt_grpo.imports import in_home, looks_like_path
 from mt_grpo.rollout.engines import Engine, LocalEngine
 from mt_grpo.runlog.files import written_whole
 from mt_grpo.training.checkpoint import adapter_settings
@@ -70,7 +70,7 @@ def resolve_model(name: str, revision: str | None = None, subfolder: str | None 
     """
     if name in _EMBEDDED:
         return str(Path(embedded.__file__).parent / _EMBEDDED[name])
-    path = Path(name).expanduser()
+    path = in_home(name)
     files = [str(Path(subfolder or "", file)) for file in (CONFIG_NAME, ADAPTER_CONFIG_NAME)]
     if path.exists():
         if not any((path / file).is_file() for file in files):

@@ -26,7 +26,7 @@ def talks(recipe, model_folder, tokenizer, prints, monkeypatch, tmp_path):
             (run / file.name).write_bytes(file.read_bytes())
         engine = ScriptedEngine(tokenizer, script)
         monkeypatch.setattr(chat, "_local", lambda *_: engine)
-        monkeypatch.setattr("sys.stdin", io.StringIO(typed))
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(typed.encode("latin-1")), "utf-8"))
         return prints("chat", run, *options), engine
 
     return talk
@@ -34,7 +34,7 @@ def talks(recipe, model_folder, tokenizer, prints, monkeypatch, tmp_path):
 
 def test_calls_and_results_are_shown_as_they_happen(talks):
     script = [f"<reasoning>add</reasoning>{ADDS}", "<answer>five</answer>"]
-    shown, engine = talks("\nWhat is 2 + 3\n", script, system_prompt="Add things up.")
+    shown, engine = talks("\nWhat is 2 + 3\xe9\n", script, system_prompt="Add things up.")
     assert shown.splitlines() == ["add", "→ calculator(expression='2 + 3')", "← 5", "five"]
     first = engine.tokenizer.decode(engine.requests[0][1])
     assert "Add things up." in first and "What is 2 + 3" in first

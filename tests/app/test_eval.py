@@ -156,6 +156,8 @@ def test_other_options_and_rows_are_not_mixed(endpoint, results, recipe, refused
     [
         (["--by", "hops"], "names no column of the evaluation set"),
         (["--prices", "1"], "`--prices` takes two or three numbers"),
+        (["--prices", "1", "nan"], "`--prices` takes two or three numbers"),
+        (["--model", "~nobody_here/model"], "there is no such folder"),
         (["--model", "no/such/folder/"], "there is no such folder"),
         (["--model", "http://127.0.0.1:9/v1"], "cannot be reached"),
         (["--api_key_env", "NO_SUCH_KEY", "--model", "m@http://127.0.0.1:9/v1"], "is not set"),

@@ -196,7 +196,7 @@ def test_failures_are_told_and_sampled_again(endpoint, recipe, prints, tmp_path)
         ({}, ["--keep", "exact_match>=1", "--audit"], "leave it out"),
         ({}, ["--prices", "1", "2"], "is of the endpoint that `--model` names"),
         ({"outcome_reward_funcs": []}, ["--difficulty"], "say what `--keep` is"),
-        ({"dataset_name": None}, ["--difficulty"], "set `dataset_name`"),
+        ({"dataset_name": None, "environment_factory": "a.b"}, ["--difficulty"], "set `dataset_name`"),
     ],
 )
 def test_bad_conditions_are_refused_before_sampling(recipe, refused, tmp_path, keys, words, says):

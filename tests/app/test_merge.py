@@ -151,6 +151,11 @@ def test_a_push_ends_with_the_card_of_the_last_evaluation(build, monkeypatch, tm
     assert len(sent) == 1 and "|  | step 1 |" in sent[0] and "`Calls`" in sent[0]
 
 
+@pytest.mark.parametrize("number", ["no", "0", "9" * 5000])
+def test_a_checkpoint_is_named_by_its_step(refused, tmp_path, number):
+    assert "`--checkpoint` takes a whole number from 1 on" in refused("merge", tmp_path, "--checkpoint", number)
+
+
 @pytest.mark.parametrize(
     ("files", "words"),
     [

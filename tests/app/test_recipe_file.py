@@ -80,6 +80,12 @@ USER = {"base_url": "http://x", "model": "m", "system_prompt": "s", "api_key_env
         ("interaction_config_file", "/etc/x", "interaction_config_file: /etc/x"),
         ("trust_remote_code", True, "trust_remote_code"),
         ("attn_implementation", "a/b", "attn_implementation: a/b"),
+        ("teacher", {"model": "self", "gate": "../stranger/evil.py:gate"}, "teacher: gate: ../stranger/evil.py:gate"),
+        ("teacher", '{"model": "self", "gate": "yaml.load"}', "teacher: gate: yaml.load"),
+        ("env", {"type": "harbor", "tasks": "../stranger/tasks"}, "env: tasks: ../stranger/tasks"),
+        ("env", {"type": "harbor", "tasks": "t", "agent": "yaml:Agent"}, "env: yaml:Agent"),
+        ("env", {"type": "harbor", "tasks": "t", "agent": {"name": "me", "import_path": "yaml:A"}}, "env: yaml:A"),
+        ("environments", {"a": {"env": {"type": "harbor", "tasks": "/tasks"}}}, "env: tasks: /tasks"),
         ("trackio_space_id", "evil/space", "trackio_space_id: evil/space`, which gets the token of the Hub"),
     ],
 )
@@ -93,6 +99,9 @@ def test_a_configuration_that_names_own_code_is_not_asked_about(stranger):
         "tools": ["search", "mine.tool", "package.tool", "mt_grpo.tools.calculator.calculator"],
         "tools_config_file": "tools.yaml",
         "outcome_reward_funcs": ["exact_match", "no_such_module.reward"],
+        "teacher": {"model": "self", "gate": "explained"},
+        "distillation_coef": 1.0,
+        "environments": {"a": {"type": "harbor", "tasks": "embedded", "eval_tasks": "package", "agent": "codex"}},
         "trust_remote_code": False,
         "attn_implementation": "sdpa",
     }

@@ -37,6 +37,9 @@ FILES = {
     "no_recipes/text.txt": "",
     "latin.yaml": None,
 }
+NO_YAML = ["[a]: 1", "a: {[b]: 1}", "a: 2020-13-45", f"a: {'1' * 5000}", f"a: {'[' * 3000}", "a: &x [*x]", "a: \0"]
+FILES |= {f"no_yaml{number}.yaml": text for number, text in enumerate(NO_YAML)}
+"""Files that PyYAML reads with an error of another kind, and one whose list holds itself."""
 
 VALUES = {
     "max_steps: [50]": "is [50], a list: it takes a whole number.",
@@ -62,6 +65,11 @@ NONE = (
     "`--dataset_name`."
 )
 REFUSED = {
+    **{f"train no_yaml{n}.yaml": f"The recipe 'no_yaml{n}.yaml' is not valid YAML: " for n in range(len(NO_YAML))},
+    "doctor good.yaml --gpu_memory nan": "`--gpu_memory` is nan: it takes a number from 1 on.",
+    "train good.yaml --model_name_or_path ~nobody_here/m": "The model '~nobody_here/m' cannot be loaded: there is no",
+    "train good.yaml --dataset_name ~nobody_here/d.jsonl": "There is no file or folder '~nobody_here/d.jsonl'",
+    "train good.yaml --per_device_train_batch_size 100000000 --num_generations 7": "`num_generations: 7` does not div",
     "trian": "the command 'trian' is unknown; the commands are ",
     "train gsm8k.yaml": "The recipe 'gsm8k.yaml' does not exist; one of that name ships with the package:",
     "serve good.yaml": "The recipe's trainer samples from its own model and would leave a server alone: set",
@@ -178,6 +186,7 @@ ACCEPTED = [
     ["--config=good.yaml"],
     ["--learning_rate", "2e-3", "good.yaml", "--use-cpu"],
     ["good.yaml", "--learning_rate=2e-3", "--no_gradient_checkpointing", "--tools", "calculator", "wikipedia_search"],
+    ["--tools", "calculator", "good.yaml"],
     ["--use_cpu", "good.yaml", "--max_completion_length=600", "--max_turn_length", "600"],
     ["--model_name_or_path", "m", "--dataset_name", "d", "--report_to", "none"],
     ["good.yaml", "--external_plugins", "plugin.py", "--call_protocol", "of_the_plugin", "--tools", "of_it"],

@@ -427,9 +427,20 @@ UNREADABLE = "{distributed_type: DEEPSPEED, deepspeed_config: {deepspeed_config_
 
 
 @pytest.mark.parametrize(
-    ("content", "said"), [("a: [", "."), ("- a", "."), (UNREADABLE, "."), (None, "the nearest is 'zero3'")]
+    ("content", "said"),
+    [
+        ("a: [", "is not valid YAML"),
+        ("- a", "is no mapping of options"),
+        (UNREADABLE, "cannot be read"),
+        (UNREADABLE.replace("none", "list.json"), "cannot be read"),
+        ("{distributed_type: DEEPSPEED, deepspeed_config: {zero_stage: auto}}", "cannot be read"),
+        ("{distributed_type: FSDP, fsdp_config: [a]}", "cannot be read"),
+        (None, "the nearest is 'zero3'"),
+    ],
 )
-def test_a_wrong_accelerate_configuration_is_refused(tmp_path, content, said):
+def test_a_wrong_accelerate_configuration_is_refused(tmp_path, monkeypatch, content, said):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "list.json").write_text("[1]")
     (tmp_path / "own.yaml").write_text(content or "")
     with pytest.raises(ConfigError, match=said):
         Sharding.read("zeroo3" if content is None else str(tmp_path / "own.yaml"))
@@ -503,6 +514,7 @@ def test_a_step_takes_less_where_batches_are_sampled_ahead():
         ({"type": ["number", "null"]}, 1),
         ({"type": "boolean"}, False),
         ({"type": "array", "items": {"type": "integer"}, "minItems": 2}, [1, 1]),
+        ({"type": "array", "items": {"type": "integer"}, "minItems": 10**15}, [1] * 100),
         ({"type": "object", "properties": {"b": {"const": 7}}, "required": ["b"]}, {"b": 7}),
         ({"anyOf": [{"type": "integer", "default": 5}, {"type": "null"}]}, 5),
         (True, "What is it"),
