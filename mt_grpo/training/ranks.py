@@ -18,7 +18,6 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, TypeVar
-from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -35,11 +34,11 @@ from mt_grpo.rewards import RewardError
 from mt_grpo.rollout import EngineError, RolloutError
 from mt_grpo.rollout.engines.transformers import on_device
 from mt_grpo.runlog import RunLogError
+from mt_grpo.vllm_plugin.fetch import Checksum
 
 T = TypeVar("T")
 
 _CHUNK = 1 << 26  # bytes that are sent at once
-_ADDED = 1 << 22  # numbers that are added up at once
 
 _SENTENCES = (
     ServerGoneError,
@@ -220,29 +219,17 @@ def _read(path: Path, start: int) -> bytes:
 
 
 def check_same(what: str, tensors: Mapping[str, object], mend: str) -> None:
-    """Compares one number of tensors across all processes, each of which has them whole. This is a collective call."""
+    """Compares a checksum of tensors across all processes, each of which has them whole. This is a collective call."""
     if PartialState().num_processes == 1:
         return
-    answers = gather_object([(_number(tensors), socket.gethostname())])
-    other = [rank for rank, (number, _) in enumerate(answers) if number != answers[0][0]]
+    checksum = Checksum()
+    for name, tensor in tensors.items():
+        if isinstance(tensor, torch.Tensor) and not is_traceable_wrapper_subclass(tensor):
+            checksum.add(name, tensor)
+    answers = gather_object([(checksum.hexdigest(), socket.gethostname())])
+    other = [rank for rank, (found, _) in enumerate(answers) if found != answers[0][0]]
     if other:
         raise ConfigError(
             f"The processes of the run begin with different {what}: of process {other[0]} on {answers[other[0]][1]} "
             f"they are not those of process 0 on {answers[0][1]}: {mend}."
         )
-
-
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By the bytes of an element: what its bits are read as."""
-
-
-def _number(tensors: Mapping[str, object]) -> int:
-    """A checksum of names, shapes and bits. Of a tensor it is a sum, which a GPU computes as fast as it reads."""
-    number = 0
-    for name, tensor in sorted(tensors.items()):
-        if isinstance(tensor, torch.Tensor) and not is_traceable_wrapper_subclass(tensor):
-            bits = tensor.detach().view(_BITS[tensor.element_size()]).reshape(-1)
-            # part by part, since a sum makes 64-bit numbers of all that it adds
-            total = sum(part.sum(dtype=torch.int64).item() for part in bits.split(_ADDED))
-            number = crc32(f"{name} {tuple(tensor.shape)} {total}".encode(), number)
-    return number

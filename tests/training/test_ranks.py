@@ -14,7 +14,6 @@ from accelerate.utils import DistributedType
 from support.forked import run_processes
 from support.hosts import ADDRESS, hosts
 from support.learnt import SHARDED, assert_the_same_is_learnt, run_ranks
-from support.memory import peak_memory
 from support.models import CPU_RUN
 
 from mt_grpo.errors import ConfigError
@@ -22,7 +21,6 @@ from mt_grpo.runlog import open_run
 from mt_grpo.training import MTGRPOConfig
 from mt_grpo.training.forward_plan import _sequence_group
 from mt_grpo.training.preflight import check_batch_sizes
-from mt_grpo.training.ranks import _number
 
 pytestmark = pytest.mark.slow
 SHARE_ROWS = {"SP_SIZE": "2"}
@@ -219,21 +217,6 @@ def test_a_host_takes_a_checkpoint_that_was_replaced(tmp_path):
     files = [sorted(each[name]) for each in (first, second) for name in ("copied", "completed")]
     assert files == [files[0]] * 4
     assert first["logged"] == [(step, rank) for step in range(3) for rank in (0,) * 4 + (1,) * 4]
-
-
-def test_a_large_weight_is_added_up_in_little_memory():
-    weight = torch.ones(2**26, dtype=torch.uint8)
-    assert peak_memory(lambda: _number({"weight": weight})) < 2**28  # as 64-bit numbers it has twice as much
-
-
-def test_another_bit_anywhere_is_another_number():
-    found = set()
-    for place in (None, 0, 2**22, 2**22 + 1):
-        weights = {"weight": torch.ones(2**23, dtype=torch.bfloat16), "scale": torch.tensor(1.0)}
-        if place is not None:
-            weights["weight"][place] += 2**-7
-        found.add(_number(weights))
-    assert len(found) == 2  # its place does not count
 
 
 # `sp_size`: what it cannot train is refused in one sentence, before any work

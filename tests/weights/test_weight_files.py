@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.memory import peak_memory
 
 from mt_grpo.errors import ConfigError
 from mt_grpo.vllm_plugin.fetch import Checksum
@@ -64,6 +63,51 @@ def test_the_tensors_of_a_file_begin_at_a_cache_line(tmp_path):
         tensors = {"w" * length: torch.empty(16) for length in range(1, count + 1)}
         file = file_of(tmp_path, tensors)
         assert {file.place(name).data_ptr() % 64 for name in tensors} == {0}
+
+
+def checksum(tensor) -> str:
+    alone = Checksum()
+    alone.add("weight", tensor)
+    return alone.hexdigest()
+
+
+def swapped(tensor, one, other):
+    """A tensor in which two parts have changed places."""
+    other_order = tensor.clone()
+    other_order[one], other_order[other] = tensor[other], tensor[one]
+    return other_order
+
+
+def test_a_checksum_tells_the_place_of_every_word():
+    """Words and rows that change places, in one block, in two, and behind the last; a bit; a transposition."""
+    weight = torch.randn(401, 1024, generator=torch.Generator().manual_seed(0)).bfloat16()
+    flat = weight.view(-1)
+    places = [(0, 1), (0, 4), (1, 1024 * 4 + 1), (0, 1024 * 4 + 4), (5, 16 * 1024 * 4 + 5), (3, flat.numel() - 1)]
+    found = [checksum(swapped(flat, *each).view_as(weight)) for each in places]
+    found += [checksum(swapped(weight, *each)) for each in ((0, 1), (0, 16), (17, 40), (100, 400))]
+    one_bit = weight.clone()
+    one_bit.view(torch.int16)[200, 7] ^= 1
+    found += [checksum(each) for each in (weight, one_bit, weight.roll(1, 0), weight.T, weight.view(1024, 401))]
+    assert len(set(found)) == len(found)
+
+
+@pytest.mark.parametrize(
+    ("number", "digest"),
+    [
+        (3, "879812608db630bdfd958778c6e2ba8f"),
+        (70_000, "829060f34bf27d5fbbe14c93dafa34de"),
+        (1_000_003, "078da1acf1ba432092a03b98e0f487f0"),
+    ],
+)
+def test_a_checksum_is_the_same_everywhere(number, digest):
+    """In each process and version: trainer and server may run in environments of their own."""
+    values = torch.arange(number, dtype=torch.int32) * 40503
+    assert checksum(values.to(torch.int16)) == checksum(torch.cat([values[:1], values]).to(torch.int16)[1:]) == digest
+
+
+def test_a_large_weight_is_summed_in_little_memory():
+    weight = torch.ones(2**27, dtype=torch.uint8)
+    assert peak_memory(lambda: checksum(weight)) < 2**24
 
 
 def test_an_error_of_the_thread_that_sums_is_raised(path, monkeypatch):
@@ -124,13 +168,15 @@ def test_a_full_disk_is_an_error_that_leaves_nothing_behind(tmp_path, monkeypatc
 @pytest.mark.parametrize("shared", [False, True])
 def test_what_a_killed_process_left_is_removed(shared, tmp_path):
     root = str(tmp_path) if shared else None
-    makes = f"from mt_grpo.weights.files import make_folder as m; print(m({root!r}), flush=True)"
-    run = subprocess.run([sys.executable, "-c", f"import os; {makes}; os._exit(9)"], capture_output=True, text=True)
-    left = Path(run.stdout.strip())
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    kept = make_folder(root)
+    left = kept.with_name(kept.name.replace(f"-{os.getpid()}-", f"-{gone.pid}-"))
+    kept.rename(left)
     (left / "weights.partial").write_bytes(b"half")
-    assert run.returncode == 9
-    own = make_folder(root)
-    assert own.exists() and not left.exists()
+    kept, own = make_folder(root), make_folder(root)
+    assert kept.exists() and own.exists() and not left.exists()
+    kept.rmdir()
     own.rmdir()
 
 
