@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 from mt_grpo.errors import UserError
 from mt_grpo.imports import did_you_mean
 from mt_grpo.runlog.conversation import Said, messages_of, spans_of, words
-from mt_grpo.runlog.files import check_target, read_notes, to_json, whole, written_whole
+from mt_grpo.runlog.files import read_notes, to_json, whole, written_for_users
 from mt_grpo.runlog.findings import EQUAL, FAILED
 from mt_grpo.runlog.index import is_copy
 from mt_grpo.runlog.reader import Run
@@ -46,19 +46,10 @@ def export(
     if write is None or name is None:
         return _log_to_trackio(run, output, rows)
     path = run.folder / name if output is None else Path(output)
-    try:
-        check_target(path)
-        if path.exists() and not overwrite:
-            raise UserError(
-                f"{path} is there already: give another place with `--output`, or `--overwrite` to replace it."
-            )
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with written_whole(path) as partial:
-            number = write(run, rows, partial)
-            if path.is_dir():
-                _remove_data_set(path)
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror or error}.") from error
+    with written_for_users(path, overwrite) as partial:
+        number = write(run, rows, partial)
+        if path.is_dir():
+            _remove_data_set(path)
     return f"{number} in {path}"
 
 

@@ -82,16 +82,25 @@ def written_whole(path: Path) -> Iterator[Path]:
         partial.unlink(missing_ok=True)
 
 
-def check_target(path: Path) -> None:
-    """Refuses a link as a place to write to: it may lead to any file of the user's."""
-    if path.is_symlink():
-        raise UserError(
-            f"{path} is a link, and what it leads to is not overwritten: remove it, or give another place."
-        )
+@contextmanager
+def written_for_users(path: Path, overwrite: bool) -> Iterator[Path]:
+    """As `written_whole`, with a sentence for what goes wrong. A link may lead to any file of the user's: it stays."""
+    try:
+        if path.is_symlink():
+            raise UserError(
+                f"{path} is a link, and what it leads to is not overwritten: remove it, or give another place."
+            )
+        if path.exists() and not overwrite:
+            raise UserError(f"{path} is there already: give another place, or `--overwrite` to replace it.")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with written_whole(path) as partial:
+            yield partial
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {_reason(error)}.") from error
 
 
 def _reason(error: Exception) -> str:
-    return error.strerror or str(error) if isinstance(error, OSError) else str(error)
+    return getattr(error, "strerror", None) or str(error)
 
 
 def to_json(record: object, **options: Any) -> str:
@@ -145,11 +154,6 @@ def write_note(folder: Path, session: str, star: bool, note: str) -> dict[str, R
     notes.pop(session, None)
     if star or note.strip():
         notes[session] = {"star": star, "note": whole(note.strip())}
-    path = folder / _NOTES
-    check_target(path)
-    try:
-        with written_whole(path) as partial:
-            partial.write_text(to_json(notes, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror or error}.") from error
+    with written_for_users(folder / _NOTES, overwrite=True) as partial:
+        partial.write_text(to_json(notes, indent=1) + "\n", encoding="utf-8")
     return notes

@@ -20,7 +20,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import SupportsIndex, overload
+from types import NoneType
+from typing import Any, SupportsIndex, get_args, get_origin, get_type_hints, overload
 from zlib import crc32
 
 import numpy as np
@@ -31,43 +32,34 @@ import pyarrow.compute as pc
 from mt_grpo.errors import UserError
 from mt_grpo.runlog import files
 from mt_grpo.runlog.files import to_json
-from mt_grpo.runlog.schema import FOLDER, Row, misfit
+from mt_grpo.runlog.schema import FOLDER, SHAPES, Row, misfit
 
 _PART = 2**23  # bytes that are read at a time
 _NEAR = 2**16  # bytes at a time in which the end of a line is looked for
 
 Each = Callable[[Callable, Iterable], Iterable]  # `map`, or that of a pool of processes
 
-_TEXT, _INT, _NUMBER = pa.dictionary(pa.int32(), pa.string()), pa.int32(), pa.float64()
+_TEXT, _NUMBER = pa.dictionary(pa.int32(), pa.string()), pa.float64()
+_TYPES = {int: pa.int32(), float: _NUMBER, bool: pa.bool_()}
 _COUNTS = ("raised", "failed", "refused", "shared_turns")  # whole numbers that old indices lack; 0 there
 
-_LINES = {
-    "rollout": pa.schema(
-        {
-            "session": pa.string(),
-            **dict.fromkeys(("step", "k", "rank", "group", "member", "turns", "context"), _INT),
-            **dict.fromkeys(("unique", "forks", "calls", "row", *_COUNTS), _INT),
-            **dict.fromkeys(("reward", "start", "seconds"), _NUMBER),
-            "right": pa.bool_(),
-            "sampled": pa.int64(),
-            **dict.fromkeys(("mode", "prompt", "stop", "error", "answer", "file", "where", "branch_of"), _TEXT),
-            **dict.fromkeys(("first_raised", "first_failed", "first_refused"), _TEXT),
-            **dict.fromkeys(("tokens", "errors"), pa.list_(_INT)),
-            **dict.fromkeys(("turn_rewards", "turn_seconds", "tool_seconds"), pa.list_(_NUMBER)),
-            "rewards": pa.map_(pa.string(), _NUMBER),
-        }
-    ),
-    "credit": pa.schema({"session": pa.string(), "advantages": pa.list_(_NUMBER), "file": _TEXT, "row": _INT}),
-    "update": pa.schema(
-        {
-            "session": pa.string(),
-            "step": _INT,
-            **dict.fromkeys(("mismatch", "entropy", "clipped"), _NUMBER),
-            "file": _TEXT,
-            "row": _INT,
-        }
-    ),
-}
+
+def _arrow_type(kind: Any) -> pa.DataType:
+    """The column of a field of a shape."""
+    of = get_args(kind)
+    if NoneType in of:  # any column may have nulls
+        return _arrow_type(of[0])
+    if get_origin(kind) is dict:
+        return pa.map_(pa.string(), _arrow_type(of[1]))
+    return pa.list_(_arrow_type(of[0])) if get_origin(kind) is list else _TYPES.get(kind, _TEXT)
+
+
+def _columns_of(kind: str) -> pa.Schema:
+    types = {name: _arrow_type(each) for name, each in get_type_hints(SHAPES[kind]).items()}
+    return pa.schema(types | {"session": pa.string(), **({"sampled": pa.int64()} if "sampled" in types else {})})
+
+
+_LINES = {kind: _columns_of(kind) for kind in ("rollout", "credit", "update")}
 """Columns of the lines that rows are merged from."""
 
 _OF_CREDIT = {"advantages": "advantages", "credit_file": "file", "credit_row": "row"}

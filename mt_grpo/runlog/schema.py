@@ -359,7 +359,7 @@ class _Record(TypedDict):
     branch_of: NotRequired[str | None]
 
 
-_SHAPES = {
+SHAPES = {
     "rollout": _Rollout,
     "credit": _Credit,
     "update": _Update,
@@ -376,7 +376,7 @@ _SHAPES = {
 
 def misfit(kind: str, value: object) -> str | None:
     """Why a value does not have a shape, as a clause; `None` if it has, or if there is no such shape."""
-    if kind not in _SHAPES:
+    if kind not in SHAPES:
         return None
     try:
         _validator(kind)(value)
@@ -389,4 +389,4 @@ def misfit(kind: str, value: object) -> str | None:
 
 @functools.cache
 def _validator(kind: str) -> Callable[[object], object]:
-    return TypeAdapter(_SHAPES[kind]).validator.validate_python
+    return TypeAdapter(SHAPES[kind]).validator.validate_python

@@ -84,6 +84,13 @@ class Queries:
         """Positions of the rows that a filter selects, as of the latest answer."""
         return np.flatnonzero(self.columns.where(parse_filter(text)))
 
+    def chosen(self, text: str) -> np.ndarray:
+        """As `select`, to write them; raises `BadQuestion` where there are none."""
+        places = self.select(text)
+        if not len(places):
+            raise BadQuestion(f"No conversation fulfils the filter {text!r}, so that there is nothing to write.")
+        return places
+
     def _refresh(self) -> None:
         changed, written = bool(self.run.refresh()), self._written()
         if self.columns.rows is not self.run.rows:  # the first question, or another run in the same folder
@@ -186,9 +193,7 @@ class Queries:
             raise BadQuestion(f"The form {form[:40]!r} is unknown: give one of {', '.join(LINES)}.")
         with self._lock:
             self._refresh()
-            rows = self.columns.rows.at(self.select(text))
-        if not rows:
-            raise BadQuestion(f"No conversation fulfils the filter {text!r}, so that there is nothing to write.")
+            rows = self.columns.rows.at(self.chosen(text))
         return lines(self.run, form, rows)
 
     def table_rows(self, places: np.ndarray) -> list[Row]:

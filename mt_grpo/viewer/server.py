@@ -20,7 +20,7 @@ from urllib.parse import parse_qsl, urlsplit
 import numpy as np
 
 from mt_grpo.errors import UserError
-from mt_grpo.runlog.files import check_target, written_whole
+from mt_grpo.runlog.files import written_for_users
 from mt_grpo.runlog.schema import Row
 from mt_grpo.viewer.queries import Queries, as_json, searched
 
@@ -45,10 +45,6 @@ _HEADERS = {
 }
 
 TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
-
-
-class _PortError(UserError, OSError):
-    """No port could be had. The message is one sentence fit for the user."""
 
 
 def _page_files() -> dict[str, bytes]:
@@ -92,7 +88,7 @@ class Server(ThreadingHTTPServer):
                     break
                 if error.errno != errno.EADDRINUSE:
                     raise
-        raise _PortError(fault)
+        raise UserError(fault)
 
     @property
     def url(self) -> str:
@@ -196,34 +192,22 @@ _IMPORT = re.compile(r"^import (\{.*?\}) from '\./([\w.]+)'$", re.MULTILINE)
 _EXPORT = re.compile(r"^export (?=(?:async )?(?:function|const) (\w+))", re.MULTILINE)
 
 
-class _ExportError(UserError, ValueError):
-    """The file cannot be written. The message is one sentence fit for the user."""
-
-
 def export(queries: Queries, path: Path, filter: str, overwrite: bool = False) -> int:
     """
     Writes the file. It has the overview of the whole run, the conversations that the filter lets through, the groups
     that these are of, and the comparison of the first and the last evaluation.
     """
-    check_target(path)
-    if path.exists() and not overwrite:
-        raise _ExportError(f"{path} is there already: give another name, or `--overwrite` to replace it.")
-    queries.answer("run", {})
-    if searched(filter):
-        queries.words.read_all(queries.run.rows)
-    places = queries.select(filter)
-    if not 0 < len(places) <= MAX_EXPORTED:
-        few = f"No conversation fulfils the filter {filter!r}, so that there is nothing to write."
-        many = (
-            f"{len(places)} conversations are too many for a file, which takes {MAX_EXPORTED}: narrow it with "
-            "`--filter 'step>=40 reward<0.5'`."
-        )
-        raise _ExportError(many if len(places) else few)
-    try:
-        with written_whole(path) as partial:
-            partial.write_text(_page(_data(queries, places, filter)), encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise _ExportError(f"{path} cannot be written: {error.strerror}.") from error
+    with written_for_users(path, overwrite) as partial:
+        queries.answer("run", {})
+        if searched(filter):
+            queries.words.read_all(queries.run.rows)
+        places = queries.chosen(filter)
+        if len(places) > MAX_EXPORTED:
+            raise UserError(
+                f"{len(places)} conversations are too many for a file, which takes {MAX_EXPORTED}: narrow it with "
+                "`--filter 'step>=40 reward<0.5'`."
+            )
+        partial.write_text(_page(_data(queries, places, filter)), encoding="utf-8", errors="replace")
     return len(places)
 
 

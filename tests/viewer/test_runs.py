@@ -118,7 +118,7 @@ def test_folders_that_do_not_fit_are_refused(run_folder, several_runs, tmp_path,
     file.write_text("mine")
     young, there = (
         "has no conversations so far",
-        "is there already: give another name, or `--overwrite` to replace it.",
+        "is there already: give another place, or `--overwrite` to replace it.",
     )
     for command, words in (
         (["view", tmp_path / "empty"], "is not the folder of a run and has none in it"),
