@@ -125,16 +125,21 @@ def _finite(value: object) -> object:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def parse(data: bytes, kind: str) -> tuple[Any, str | None]:
+    """What is written as JSON, and as a clause why it does not have a shape."""
+    try:
+        value = orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        return None, str(error)
+    return value, misfit(kind, value)
+
+
 def read_shaped(folder: Path, file: str, kind: str, mend: str) -> Any:
     """What a JSON file of a run holds; `None` where there is none."""
     data = read(folder, file)
     if data is None:
         return None
-    try:
-        value = orjson.loads(data)
-        wrong = misfit(kind, value)
-    except orjson.JSONDecodeError as error:
-        wrong = str(error)
+    value, wrong = parse(data, kind)
     if wrong is not None:
         raise UserError(f"{folder / file} is damaged ({wrong}): {mend}.")
     return value

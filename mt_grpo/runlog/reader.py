@@ -13,7 +13,6 @@ from typing import BinaryIO
 from zlib import crc32
 
 import numpy as np
-import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 from tokenizers import Tokenizer
@@ -23,7 +22,7 @@ from mt_grpo.imports import did_you_mean
 from mt_grpo.runlog import files, schema
 from mt_grpo.runlog.conversation import CorruptRecord, Said, StoredConversation, check_credit, messages_of, ways, words
 from mt_grpo.runlog.index import Each, Index, Table
-from mt_grpo.runlog.schema import METRICS, STATE, Row, misfit
+from mt_grpo.runlog.schema import METRICS, STATE, Row
 from mt_grpo.token_tree import TokenTree
 
 _NUMBERS = (
@@ -162,7 +161,6 @@ class Run:
             ) from None
 
     def row(self, session: str) -> Row:
-        """The row of one conversation."""
         place = self.rows.places.get(session)
         if place is None:
             near = did_you_mean(session, self.rows.sessions[:_MOST_NAMES])
@@ -329,11 +327,7 @@ def _metrics(folder: Path, offset: int) -> tuple[int, list[Row]]:
     whole = data.rfind(b"\n") + 1
     lines = []
     for raw in data[:whole].splitlines():
-        try:
-            line = orjson.loads(raw)
-            wrong = misfit("metrics", line)
-        except orjson.JSONDecodeError as error:
-            wrong = str(error)
+        line, wrong = files.parse(raw, "metrics")
         if wrong is not None:
             raise UserError(f"{folder / METRICS} has a line that is not JSON of metrics ({wrong}): remove that line.")
         lines.append(line)

@@ -368,6 +368,7 @@ SHAPES = {
     "run": _Run,
     "metrics": _Metrics,
     "state": _State,
+    "note": _Note,
     "notes": dict[str, _Note],
     "record": _Record,
     "weights": dict[str, _Number],

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -272,7 +273,8 @@ def _step(asked: Parameters, name: str) -> int | None:
     return _whole(asked, name) if name in asked else None
 
 
-_KINDS = ("fixed", "still right", "still wrong", "broken")
+_KINDS = {(False, True): "fixed", (True, True): "still right", (False, False): "still wrong", (True, False): "broken"}
+"""How a question fared, by whether it was right, and is."""
 
 
 def evaluations(columns: Columns) -> list[int]:
@@ -298,52 +300,66 @@ def _compare(columns: Columns, before: int | None = None, after: int | None = No
         if step not in steps:
             raise UserError(f"There is no evaluation at step {step}: there are some at {', '.join(map(str, steps))}.")
     sides = [questions(columns, step) for step in (before, after)]
-    enough = 0.5 * max((np.nanmax(rewards) for side in sides for *_, rewards in side.values() if rewards), default=0)
-    rows = []
-    for key, (session, right, rewards) in sides[0].items():
-        if key in sides[1]:
-            session_after, right_after, rewards_after = sides[1][key]
-            was, is_ = is_right(right, rewards, enough), is_right(right_after, rewards_after, enough)
-            kind = _KINDS[{(False, True): 0, (True, True): 1, (False, False): 2, (True, False): 3}[was, is_]]
-            row: Row = {"prompt": key[0], "kind": kind, "sessions": [session, session_after]}
-            rows.append({**row, "before": _mean(rewards), "after": _mean(rewards_after)})
+    enough = enough_of(sides)
+    rows: list[Row] = []
+    for key, first in sides[0].items():
+        if (last := sides[1].get(key)) is not None:
+            kind = _KINDS[first.is_right(enough), last.is_right(enough)]
+            means = {"before": first.mean, "after": last.mean}
+            rows.append({"prompt": key[0], "kind": kind, "sessions": [first.session, last.session], **means})
     rows.sort(key=lambda row: (row["kind"] != "broken", -abs((row["after"] or 0) - (row["before"] or 0))))
     counts = Counter(row["kind"] for row in rows)
     return {
         "steps": steps,
         "from": before,
         "to": after,
-        "counts": {kind: counts[kind] for kind in _KINDS},
+        "counts": {kind: counts[kind] for kind in _KINDS.values()},
         "rows": rows,
     }
 
 
-def questions(columns: Columns, step: int) -> dict[tuple[str, int], tuple[str, list[float], list[float]]]:
+@dataclass(frozen=True)
+class Question:
+    """A question of an evaluation: one of its conversations, and of all which are right, and their rewards."""
+
+    session: str
+    right: list[float]
+    rewards: list[float]
+
+    def is_right(self, enough: float) -> bool:
+        if self.right:
+            return bool(np.mean(self.right) >= 0.5)
+        return bool(self.rewards) and bool(np.mean(self.rewards) >= enough > 0)
+
+    @property
+    def mean(self) -> float | None:
+        return float(np.mean(self.rewards)) if self.rewards else None
+
+
+Questions = dict[tuple[str, int], Question]
+
+
+def enough_of(sides: Iterable[Questions]) -> float:
+    """The mean reward from which on a question is right, where no outcome reward says so."""
+    return 0.5 * max((max(each.rewards) for side in sides for each in side.values() if each.rewards), default=0)
+
+
+def questions(columns: Columns, step: int) -> Questions:
     """
-    The questions of an evaluation, in order: a session of each, which of its conversations are right, their rewards.
-    The index has only the beginning of a question, so questions with one beginning are numbered in their order.
+    The questions of an evaluation, in order, by their beginnings: the index has no more of them, so those with one
+    beginning are numbered.
     """
     groups: dict[tuple[int, int], list[int]] = {}
     k, group, prompts = columns.numbers("k"), columns.numbers("group"), columns.rows.codes("prompt")
     for place in np.flatnonzero(columns.is_text("mode", "eval") & (columns.numbers("step") == step)).tolist():
         groups.setdefault((int(k[place]), int(group[place])), []).append(place)
     seen: Counter[str] = Counter()
-    questions = {}
+    found = {}
     for _, places in sorted(groups.items()):
         prompt = prompts[1][prompts[0][places[0]]] or ""
         key = prompt, seen[prompt]
         seen[prompt] += 1
         numbers = [columns.numbers(name)[places] for name in ("right", "reward")]
         right, rewards = (values[~np.isnan(values)].tolist() for values in numbers)
-        questions[key] = columns.rows.sessions[places[0]], right, rewards
-    return questions
-
-
-def is_right(right: list[float], rewards: list[float], enough: float) -> bool:
-    if right:
-        return bool(np.mean(right) >= 0.5)
-    return bool(rewards) and bool(np.mean(rewards) >= enough > 0)
-
-
-def _mean(values: list[float]) -> float | None:
-    return float(np.mean(values)) if values else None
+        found[key] = Question(columns.rows.sessions[places[0]], right, rewards)
+    return found

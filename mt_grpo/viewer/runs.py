@@ -11,17 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orjson
 
 from mt_grpo.errors import UserError
 from mt_grpo.imports import did_you_mean
 from mt_grpo.runlog import Run, files, open_run
 from mt_grpo.runlog.heartbeat import read_state
 from mt_grpo.runlog.index import Each, evaluated, lines_of
-from mt_grpo.runlog.schema import FOLDER, INDEX, METRICS, Row, misfit
+from mt_grpo.runlog.schema import FOLDER, INDEX, METRICS, STATE, Row
 from mt_grpo.viewer.columns import Columns
 from mt_grpo.viewer.overview import CONFIG, configured, status
-from mt_grpo.viewer.queries import BadQuestion, Parameters, Queries, evaluations, is_right, questions
+from mt_grpo.viewer.queries import BadQuestion, Parameters, Queries, Questions, enough_of, evaluations, questions
 from mt_grpo.viewer.search import cached
 
 _DEEP = 3  # folders below the one that is named in which runs are looked for
@@ -44,7 +43,7 @@ def _find_runs(folder: Path) -> dict[str, Path]:
     found: dict[str, Path] = {}
     for root, folders, names in os.walk(folder):
         here = Path(root)
-        if "metrics.jsonl" in names or (here / FOLDER / INDEX).is_file() or "state.json" in names:
+        if METRICS in names or STATE in names or (here / _INDEX_FILE).is_file():
             found[here.relative_to(folder).as_posix()] = here
             folders.clear()
         depth = len(here.relative_to(folder).parts)
@@ -148,14 +147,15 @@ class Runs:
 
     def _questions(self, names: list[str]) -> Row:
         """The questions of the last evaluation of each run that all were asked, and how each run fared."""
-        sides, steps = {}, {}
+        sides: dict[str, tuple[Questions, Columns]] = {}
+        steps = {}
         for name in names:
             columns = self._read(_evaluated, self._folder(name), _INDEX_FILE)
             asked = evaluations(columns)
             if not asked:
                 raise BadQuestion(f"{name} has no evaluation, so that its held-out questions cannot be compared.")
             steps[name] = asked[-1]
-            sides[name] = (questions(columns, asked[-1]), columns)
+            sides[name] = questions(columns, asked[-1]), columns
         return {"steps": steps, **_compared(sides)}
 
 
@@ -170,28 +170,25 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _compared(sides: dict[str, tuple[dict[tuple[str, int], Any], Columns]]) -> Row:
-    common = set.intersection(*(set(found) for found, _ in sides.values()))
-    first = next(iter(sides.values()))[0]
-    enough = 0.5 * max(
-        (max(rewards) for found, _ in sides.values() for _, _, rewards in found.values() if rewards), default=0
-    )
+def _compared(sides: dict[str, tuple[Questions, Columns]]) -> Row:
+    found = [each for each, _ in sides.values()]
+    enough = enough_of(found)
     counts: Counter[str] = Counter()
     rows = []
-    for key in first:
-        if key not in common:
+    for key in found[0]:
+        if not all(key in each for each in found):
             continue
         cells = []
-        for found, columns in sides.values():
-            session, right, rewards = found[key]
+        for each, columns in sides.values():
+            one = each[key]
             codes, answers = columns.rows.codes("answer")
             cells.append(
                 {
-                    "session": session,
-                    "right": is_right(right, rewards, enough),
-                    "answer": answers[codes[columns.positions[session]]],
-                    "reward": float(np.mean(rewards)) if rewards else None,
-                    "rights": f"{sum(right):.0f} of {len(right)}" if len(right) > 1 else "",
+                    "session": one.session,
+                    "right": one.is_right(enough),
+                    "answer": answers[codes[columns.positions[one.session]]],
+                    "reward": one.mean,
+                    "rights": f"{sum(one.right):.0f} of {len(one.right)}" if len(one.right) > 1 else "",
                 }
             )
         rights = [cell["right"] for cell in cells]
@@ -260,12 +257,9 @@ def about_run(folder: Path) -> Row:
     if path is None:
         return {}
     with path.open("rb") as file:
-        found = _RUN.findall(file.read(_HEAD))
-    try:
-        line = orjson.loads(found[0]) if found else {}
-    except orjson.JSONDecodeError:  # opening the run names the line
-        return {}
-    return line if misfit("run", line) is None else {}
+        found = _RUN.search(file.read(_HEAD))
+    line, wrong = files.parse(found[0], "run") if found else ({}, None)
+    return line if wrong is None else {}  # opening the run names the line
 
 
 def _ends(folder: Path) -> dict[int, float]:

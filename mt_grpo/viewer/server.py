@@ -21,7 +21,7 @@ import numpy as np
 
 from mt_grpo.errors import UserError
 from mt_grpo.runlog.files import written_for_users
-from mt_grpo.runlog.schema import Row
+from mt_grpo.runlog.schema import Row, misfit
 from mt_grpo.viewer.queries import Queries, as_json, searched
 
 _HOST = "127.0.0.1"
@@ -31,7 +31,7 @@ PORT = 8431  # the first port that is tried
 _TRIES = 50  # ports that are tried where none is asked for
 _MOST_POSTED = 100_000  # bytes of a request that writes
 
-_NAMES = ("127.0.0.1", "localhost", "[::1]")
+_HERE = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d*)?")
 """Names of this machine that a browser may call the page by. Any other one is of a page of somebody else."""
 
 _HEADERS = {
@@ -110,8 +110,8 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         asked, host = urlsplit(self.path), self.headers.get("Host", "")
         parameters = dict(parse_qsl(asked.query, True))
-        if host.rsplit(":", 1)[0] not in _NAMES and host not in _NAMES:
-            words = f"The page is called {' or '.join(_NAMES[:2])}, and not {host!r}."
+        if not _HERE.fullmatch(host):
+            words = f"The page is called 127.0.0.1 or localhost, and not {host!r}."
             return self._send(HTTPStatus.FORBIDDEN, "text/plain", words.encode(errors="replace"))
         if asked.path.startswith("/api/"):
             question = asked.path.removeprefix("/api/")
@@ -130,18 +130,19 @@ class _Handler(BaseHTTPRequestHandler):
         size = self.headers.get("Content-Length", "")
         if asked.path != "/api/note" or not (size.isdecimal() and len(size) < 9 and int(size) <= _MOST_POSTED):
             return self.send_error(HTTPStatus.NOT_IMPLEMENTED)
-        own = host.rsplit(":", 1)[0] in _NAMES and self.headers.get("Origin") == f"http://{host}"
+        own = _HERE.fullmatch(host) and self.headers.get("Origin") == f"http://{host}"
         if not own or self.headers.get("Content-Type") != "application/json":
             return self._send(HTTPStatus.FORBIDDEN, "text/plain", b"Notes are written by the page alone.")
-        try:
+        try:  # a browser may send half a character, which orjson does not take
             posted = json.loads(self.rfile.read(int(size)))
-            star, note = posted["star"], posted["note"]
-            if not isinstance(star, bool) or not isinstance(note, str):
-                raise ValueError
-        except (ValueError, KeyError, TypeError, RecursionError):
-            return self._send(HTTPStatus.BAD_REQUEST, "application/json", as_json({"error": "This is no note."}))
+            wrong = misfit("note", posted)
+        except (ValueError, RecursionError) as error:
+            wrong = str(error)
+        if wrong is not None:
+            refusal = as_json({"error": f"This is no note: {wrong}."})
+            return self._send(HTTPStatus.BAD_REQUEST, "application/json", refusal)
         parameters = dict(parse_qsl(asked.query, True))
-        self._reply(lambda: self.server.queries.note(parameters, star, note))
+        self._reply(lambda: self.server.queries.note(parameters, posted["star"], posted["note"]))
 
     def _reply(self, find: Callable[[], Row]) -> None:
         try:
@@ -157,11 +158,9 @@ class _Handler(BaseHTTPRequestHandler):
             first = next(lines, "")
         except UserError as error:
             return self._send(HTTPStatus.BAD_REQUEST, "text/plain", str(error).encode(errors="replace"))
-        self.send_response(HTTPStatus.OK)
-        name = {"Content-Disposition": f'attachment; filename="{form}.jsonl"', "Transfer-Encoding": "chunked"}
-        for key, value in {**_HEADERS, **name, "Content-Type": "application/jsonl; charset=utf-8"}.items():
-            self.send_header(key, value)
-        self.end_headers()
+        disposition = f'attachment; filename="{form}.jsonl"'
+        headers = {"Content-Disposition": disposition, "Transfer-Encoding": "chunked"}
+        self._begin(HTTPStatus.OK, "application/jsonl", headers)
         try:
             for line in chain([first], lines):
                 data = line.encode("utf-8", "backslashreplace")
@@ -174,13 +173,14 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(b"0\r\n\r\n")
 
     def _send(self, status: HTTPStatus, kind: str, body: bytes) -> None:
-        self.send_response(status)
-        for name, value in _HEADERS.items():
-            self.send_header(name, value)
-        self.send_header("Content-Type", f"{kind}; charset=utf-8")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
+        self._begin(status, kind, {"Content-Length": str(len(body))})
         self.wfile.write(body)
+
+    def _begin(self, status: HTTPStatus, kind: str, headers: dict[str, str]) -> None:
+        self.send_response(status)
+        for name, value in {**_HEADERS, "Content-Type": f"{kind}; charset=utf-8", **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
 
     def log_message(self, format: str, *args: object) -> None:
         """Nothing: the terminal has the address, and keeps it."""
