@@ -200,15 +200,9 @@ CONTENTS = {
     METRICS: [b"hello\n", b"[1]\n", b"{}\n", b'{"step":"1"}\n', b'{"step":1,"train_runtime":"x","grad_norm":"y"}\n'],
     TOKENIZER: [b"", b"\xff\xfe" * 100, b'{"version":"1.0"}'],
 }
-LINES = [
-    *[
-        b'{"kind":"rollout","prompt":"\xff\xfe"}',
-        b'{"kind":"run","model":"\\ud800"}',
-        b'{"kind":"rollout","reward":NaN}',
-    ],
-    *[b'{"kind":"rollout","reward":1e999}', b"[" * 100_000, b"[1, 2]", b"7", b"{}", b'{"kind":["rollout"]}'],
-    b'{"kind":"rollout"}',
-]
+LINES = [b'{"kind":"rollout","prompt":"\xff\xfe"}', b'{"kind":"run","model":"\\ud800"}', b'{"kind":["rollout"]}']
+LINES += [b'{"kind":"rollout"}', b'{"kind":"rollout","reward":NaN}', b'{"kind":"rollout","reward":1e999}']
+LINES += [b"[" * 100_000, b"[1, 2]", b"7", b"{}"]
 FIELDS = {
     "run": [("rule", "mt_grpo"), ("options", [1]), ("tools", [7]), ("rewards", "exact_match")],
     "rollout": [
@@ -224,16 +218,8 @@ FIELDS = {
     "credit": [("advantages", []), ("advantages", [0.5]), ("advantages", "1")],
     "step": [("sampling", ...)],
 }
-COLUMNS = [
-    *[("tip", "x"), ("record", 5), ("record", None), ("tokens", [1, None]), ("tokens", []), ("node_size", [-1])],
-    *[
-        ("node_parent", [1, 0]),
-        ("record", "no JSON"),
-        ("record", "[" * 100_000),
-        ("record", "9" * 5000),
-        ("record", "{}"),
-    ],
-]
+COLUMNS = [("tip", "x"), ("tokens", [1, None]), ("tokens", []), ("node_size", [-1]), ("node_parent", [1, 0])]
+COLUMNS += [("record", value) for value in (5, None, "no JSON", "[" * 100_000, "9" * 5000, "{}")]
 PARTS = [
     [{"name": "outcome", "values": [], "scales": None}],
     [{"name": "outcome", "values": [1.0] * 9, "scales": [1.0]}],
@@ -366,18 +352,10 @@ def test_commands_that_read_a_run_never_hang(folder, command):
     assert ended.returncode == 1 and ended.stderr.count("\n") == 1 and "is a named pipe" in ended.stderr
 
 
-@pytest.mark.parametrize(
-    ("name", "command"),
-    [
-        ("trajectories.jsonl", "export RUN --to jsonl"),
-        ("dataset", "export RUN --to dataset"),
-        ("openinference.jsonl", "export RUN --to openinference"),
-        ("page.html", "view RUN --export RUN/page.html"),
-    ],
-)
-def test_an_export_overwrites_nothing_through_a_link(folder, tmp_path, capsys, name, command):
-    (folder / name).symlink_to(tmp_path / "outside")
-    assert main(command.replace("RUN", str(folder)).split()) == 1
+@pytest.mark.parametrize("command", ["export RUN --to dataset --output FILE", "view RUN --export FILE"])
+def test_an_export_overwrites_nothing_through_a_link(folder, tmp_path, capsys, command):
+    (folder / "link").symlink_to(tmp_path / "outside")
+    assert main(command.replace("RUN", str(folder)).replace("FILE", str(folder / "link")).split()) == 1
     assert "is a link, and what it leads to is not overwritten" in capsys.readouterr().err
     assert (tmp_path / "outside").read_text() == SECRET
 

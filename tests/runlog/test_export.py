@@ -109,6 +109,7 @@ def test_otlp_reads_traces_with_the_names_of_openinference(folder, export):
         kinds = []
         for span in (agent, *rest):
             values = {each.key: each.value for each in span.attributes}
+            assert "None" not in [each.string_value for each in values.values()]
             for key in values:
                 parts = [part for part in key.split(".") if not part.isdigit()]
                 assert key in names or ".".join(parts[:2]) in names and ".".join(parts[2:4]) in names, key

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import random
 import subprocess
 import sys
@@ -20,7 +19,7 @@ from tokenizers import Tokenizer, decoders, models
 from mt_grpo.errors import UserError
 from mt_grpo.runlog import Batch, RunLogError, RunWriter, open_run, read_trajectories
 from mt_grpo.runlog.conversation import _token_texts
-from mt_grpo.runlog.index import Index, Table
+from mt_grpo.runlog.index import Index
 from mt_grpo.runlog.index import written as written_line
 from mt_grpo.runlog.schema import CREDIT, ROLLOUTS, UPDATES
 from mt_grpo.runlog.writer import end_with_a_line, trim
@@ -273,33 +272,24 @@ def test_columns_hold_what_a_merge_line_by_line_gives(tmp_path, seed):
     draw = random.Random(seed)
     lines = [drawn(draw) for _ in range(120)]
     (tmp_path / "rollouts").mkdir()
-    index, path = Index(), tmp_path / "rollouts" / "index.jsonl"
-    for begin in range(0, len(lines), 40):  # as a run that goes on writes it
-        before = merged(lines[:begin])
+    index, path, rows = Index(), tmp_path / "rollouts" / "index.jsonl", []
+    for begin, end in ((0, 0), (0, 40), (40, 80), (80, 120)):  # as a run that goes on writes it
+        before = rows
         with path.open("ab") as file:
-            file.writelines(map(written_line, lines[begin : begin + 40]))
+            file.writelines(map(written_line, lines[begin:end]))
         changed = index.read(tmp_path).tolist()
-        rows = merged(lines[: begin + 40])
-        assert list(index.rows) == rows
+        table, rows = index.rows, merged(lines[:end])
+        assert list(table) == rows and table[-1:] == rows[-1:] and table[1:3] == rows[1:3]
         assert {place for place, row in enumerate(rows) if row not in before[place : place + 1]} <= set(changed)
-    table = index.rows
-    assert table[-1] == rows[-1] and table[1:3] == rows[1:3]
-    for name in ("p", "q", "r"):
-        wanted = [np.nan if row["rewards"].get(name) is None else row["rewards"][name] for row in rows]
-        assert np.array_equal(table.reward(name), wanted, equal_nan=True)
-    assert table.totals("tokens").tolist() == [sum(row["tokens"]) for row in rows]
-    places, values = table.flat("advantages")
-    flat = [(place, value) for place, row in enumerate(rows) for value in row["advantages"] or ()]
-    assert places.tolist() == [place for place, _ in flat]
-    assert np.array_equal(values, np.array([value for _, value in flat], float), equal_nan=True)
-
-
-def test_an_empty_table_has_empty_columns():
-    table = Table()
-    assert list(table) == [] and not table.numbers("step").size and not table.totals("tokens").size
-    assert table.reward_names == [] and not table.flat("advantages")[0].size
-    with pytest.raises(IndexError):
-        table[0]
+        for name in ("p", "q", "r"):
+            wanted = [np.nan if row["rewards"].get(name) is None else row["rewards"][name] for row in rows]
+            assert np.array_equal(table.reward(name), wanted, equal_nan=True)
+        assert set(table.reward_names) == {name for row in rows for name in row["rewards"]}
+        assert table.totals("tokens").tolist() == [sum(row["tokens"]) for row in rows]
+        places, values = table.flat("advantages")
+        flat = [(place, value) for place, row in enumerate(rows) for value in row["advantages"] or ()]
+        assert places.tolist() == [place for place, _ in flat]
+        assert np.array_equal(values, np.array([value for _, value in flat], float), equal_nan=True)
 
 
 # Looking at runs
@@ -381,21 +371,20 @@ def test_what_a_run_has_lost_is_said(tmp_path):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_full_disk_is_one_sentence(tmp_path):
-    (tmp_path / "rollouts").mkdir()
-    os.symlink("/dev/full", tmp_path / "rollouts" / "index.jsonl")
-    writer = RunWriter(tmp_path)
-    writer._mended.add(tmp_path / "rollouts" / "index.jsonl")  # it cannot be read to its end
-    with pytest.raises(RunLogError, match="cannot be written to .*index.jsonl: No space left on device. Free space"):
-        writer.append(writer.write(batch(talk())))
-
-
 def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path):
+    full = tmp_path / "full" / "rollouts" / "index.jsonl"
+    full.parent.mkdir(parents=True)
+    full.symlink_to("/dev/full")
     (tmp_path / "rollouts").touch()
-    sentence = "cannot be written to .*train-0-0.rank0.parquet: (File exists|Not a direct)"
-    for folder, words in ((tmp_path, sentence), ("/dev/null", "cannot be written to")):
+    for folder, words in (
+        (tmp_path, "cannot be written to .*train-0-0.rank0.parquet: (File exists|Not a direct)"),
+        ("/dev/null", "cannot be written to"),
+        (tmp_path / "full", "cannot be written to .*index.jsonl: No space left on device. Free space"),
+    ):
+        writer = RunWriter(folder)
+        writer._mended.add(full)  # it cannot be read to its end
         with pytest.raises(RunLogError, match=words):
-            RunWriter(folder).write(batch(talk()))
+            writer.append(writer.write(batch(talk())))
 
 
 def test_half_a_line_of_metrics_goes_when_the_next_is_written(tmp_path):
