@@ -493,7 +493,7 @@ def in_thread(function: Callable[[], object], name: str, late: Callable[[Any], o
             else:  # a future cannot carry it, or it would end the event loop
                 error = RuntimeError(describe_error(caught))
                 error.__cause__ = caught
-        if not loop.is_closed():
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
             loop.call_soon_threadsafe(settle, result, error)
 
     threading.Thread(target=work, daemon=True, name=name).start()

@@ -101,11 +101,7 @@ def import_object(path: str, *, what: str = "object") -> Any:
         raise ImportPathError(
             f"The {what} {path!r} is not a path: write `package.module.name` or `folder/file.py:name`."
         )
-    _check_place(module_name, f"The {what} {path!r}")
-    try:
-        module = _load_file(module_name) if module_name.endswith(".py") else importlib.import_module(module_name)
-    except Exception as error:  # whatever the user's module raises while it is imported
-        raise ImportPathError(f"The {what} {path!r} does not import: {_import_failure(error)}.") from error
+    module = _imported(module_name, f"The {what} {path!r}")
     if attribute not in vars(module):
         hint = did_you_mean(attribute, vars(module))
         raise ImportPathError(f"The {what} {path!r} does not exist: {module_name} has no {attribute!r}{hint}.")
@@ -114,11 +110,15 @@ def import_object(path: str, *, what: str = "object") -> Any:
 
 def import_file(path: str) -> ModuleType:
     """Imports a Python file, so that recipes can name what it registers. Raises `ImportPathError` if that fails."""
-    _check_place(path, f"The plugin {path!r}")
+    return _imported(path, f"The plugin {path!r}")
+
+
+def _imported(module: str, label: str) -> ModuleType:
+    _check_place(module, label)
     try:
-        return _load_file(path)
-    except Exception as error:  # whatever the user's file raises while it is imported
-        raise ImportPathError(f"The plugin {path!r} does not import: {_import_failure(error)}.") from error
+        return _load_file(module) if module.endswith(".py") else importlib.import_module(module)
+    except (Exception, SystemExit) as error:  # of the user's code: a script may read a command's words, and exit
+        raise ImportPathError(f"{label} does not import: {_import_failure(error)}.") from error
 
 
 def check_place(path: str, what: str) -> None:
@@ -284,7 +284,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 _FINDER = _Finder()
 
 
-def _import_failure(error: Exception) -> str:
+def _import_failure(error: BaseException) -> str:
     """What an import failed with, and where; where a peer's module is missing, which ones there are."""
     told = str(error).rstrip(".") if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
     if where := find_fault(error).where:

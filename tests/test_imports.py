@@ -112,9 +112,10 @@ def test_a_schema_without_a_home_asks_for_a_source(monkeypatch):
     [
         ("raise KeyError('a')", "KeyError: 'a' ({file}, line 2, in <module>)."),
         ("raise __import__('mt_grpo.errors').errors.ConfigError('Install it.')", "Install it ({file}, line 2, in "),
+        ("raise SystemExit(3)", "SystemExit: 3 ({file}, line 2, in <module>)."),
         ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module' ({file}, line 2, in <mod"),
     ],
-    ids=["raises", "refuses", "missing"],
+    ids=["raises", "refuses", "exits", "missing"],
 )
 def test_a_file_that_does_not_import_is_told_of_with_its_line(tmp_path, line, told):
     file = tmp_path / "broken.py"

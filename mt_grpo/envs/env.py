@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import numbers
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
@@ -14,7 +13,7 @@ from mt_grpo.envs.protocols import CallProtocol
 from mt_grpo.errors import defined_at
 from mt_grpo.media import snapshot_parts
 from mt_grpo.servers.env_servers import EnvServerPool
-from mt_grpo.tools.function import check_data
+from mt_grpo.tools.function import check_data, finite
 from mt_grpo.trajectory import Message, Row, StopReason, ToolSchema, Turn
 
 if TYPE_CHECKING:
@@ -331,14 +330,6 @@ def _check_characters(message: Message) -> None:
                     f"The text of a message of {message['role']!r} has half a character, {text[error.start]!r} at "
                     f"place {error.start}: leave it out, or replace it (`text.encode(errors='replace').decode()`)."
                 ) from None
-
-
-def finite(value: object, what: str) -> float:
-    """A reward as a float; raises `TypeError` or `ValueError` if it is no finite number."""
-    if isinstance(value, numbers.Real) and math.isfinite(value):
-        return float(value)
-    kind, given = (ValueError, value) if isinstance(value, numbers.Real) else (TypeError, type(value).__name__)
-    raise kind(f"{what} is {given}: give a finite number.")
 
 
 def checked_outcome(outcome: object, env: Env) -> Outcome:

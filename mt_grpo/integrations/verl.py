@@ -24,7 +24,7 @@ import yaml
 from datasets import Dataset
 
 from mt_grpo.concurrency import call
-from mt_grpo.envs.env import Outcome, Policy, Step, finite, outcome_at_end
+from mt_grpo.envs.env import Outcome, Policy, Step, outcome_at_end
 from mt_grpo.envs.source import Prototype, environment, source_of, tool_arguments
 from mt_grpo.envs.tool_env import DialogueEnv
 from mt_grpo.errors import ConfigError
@@ -32,7 +32,7 @@ from mt_grpo.imports import did_you_mean, import_object
 from mt_grpo.options.table import Values
 from mt_grpo.rewards.builtin import find_number
 from mt_grpo.tools import BaseTool, MCPBaseTool, OpenAIFunctionToolSchema, ToolResponse
-from mt_grpo.tools.function import ToolDefinitionError
+from mt_grpo.tools.function import ToolDefinitionError, finite
 from mt_grpo.tools.python_sandbox import RemotePython
 from mt_grpo.tools.search import RetrievalSearch
 from mt_grpo.trajectory import Arguments, Message, Row, Turn

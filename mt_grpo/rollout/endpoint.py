@@ -16,7 +16,6 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from email.utils import parsedate_to_datetime
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +27,7 @@ from mt_grpo.errors import ConfigError, EngineError, ServerGoneError, ServerSetu
 from mt_grpo.rollout.engines import Sample, SamplingParams
 from mt_grpo.rollout.policy import ConversationPolicy
 from mt_grpo.runlog.files import whole
-from mt_grpo.servers.web import BOUNDED, WebClient
+from mt_grpo.servers.web import BOUNDED, WebClient, retry_after
 from mt_grpo.trajectory import Message, StopReason, ToolCall, ToolSchema, Turn
 
 if TYPE_CHECKING:
@@ -76,7 +75,7 @@ class _Completion:
             self.thought += whole(said.get("reasoning_content") or said.get("reasoning") or "")
             for place, call in enumerate(said.get("tool_calls") or []):
                 mine, function = self.calls[self._number(call, place)], call.get("function") or {}
-                mine["id"] = str(call.get("id") or mine["id"])
+                mine["id"] = whole(str(call.get("id") or mine["id"]))
                 mine["name"] += whole(function.get("name") or "")
                 mine["arguments"] += function.get("arguments") or ""
             self.finish_reason = choice.get("finish_reason") or self.finish_reason
@@ -114,7 +113,7 @@ class _Refused(Exception):
 
     def __init__(self, status: int, words: str, after: float | None = None) -> None:
         super().__init__(f"status {status}: {words}" if status else words)
-        self.status, self.words, self.after = status, words, after
+        self.status, self.words, self.after = status, words, None if after is None else min(after, _PATIENCE)
 
 
 class ChatEndpoint:
@@ -259,7 +258,7 @@ class ChatEndpoint:
         async with self._http.stream("POST", f"{self.url}/chat/completions", json=body) as response:
             if not response.is_success:
                 await response.aread()
-                raise _Refused(response.status_code, self._hidden(_words(response)), _seconds_after(response))
+                raise _Refused(response.status_code, self._hidden(_words(response)), retry_after(response))
             if "text/event-stream" in response.headers.get("Content-Type", ""):
                 async for part in _events(response):
                     self._take(completion, part)
@@ -276,7 +275,7 @@ class ChatEndpoint:
             raise _Refused(0, self._hidden(error.get("message", error) if isinstance(error, dict) else error))
         try:
             completion.add(part)
-        except (AttributeError, TypeError, OverflowError):
+        except (AttributeError, TypeError, LookupError, OverflowError):
             raise _Refused(0, f"the answer is no completion: {self._hidden(part)}") from None
 
     def _refuse_for_good(self, said: _Refused) -> None:
@@ -348,16 +347,6 @@ def _words(response: httpx.Response) -> str:
     if isinstance(error, dict) and "message" in error:
         return f"{error['message']} ({', '.join(str(error[name]) for name in ('code', 'param') if error.get(name))})"
     return json.dumps(error)
-
-
-def _seconds_after(response: httpx.Response) -> float | None:
-    """The seconds of a header `Retry-After`, which has these or a date."""
-    said = response.headers.get("Retry-After", "").strip()
-    try:
-        seconds = float(said) if not said[:1].isalpha() else parsedate_to_datetime(said).timestamp() - time.time()
-    except ValueError:
-        return None
-    return min(max(0.0, seconds), _PATIENCE)
 
 
 def _sent(message: Message) -> Message:

@@ -249,6 +249,11 @@ class ConversationPolicy:
             if self.before_turn is not None:
                 await self.before_turn(messages)
             messages = await self.opened(messages)
+            if isinstance(stop, str) or "" in stop:
+                raise ValueError(
+                    f"`stop` is {stop!r}, and has to be texts that end a turn: give a tuple, as `('</guess>',)`, or "
+                    "leave it out."
+                )
             if protocol is None and tools:
                 protocol = _NATIVE
             self._choose_renderer(tools, protocol.tags if protocol is not None else ())

@@ -9,6 +9,8 @@ import time
 import weakref
 import zlib
 from collections.abc import AsyncIterator, Callable, Mapping
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple
 
 import httpx
@@ -68,6 +70,20 @@ def _decompressed(raw: bytes, encoding: str) -> bytes:
 
 def _too_large() -> httpx.RemoteProtocolError:
     return httpx.RemoteProtocolError(f"the answer has more than {MAX_BYTES:,} bytes")
+
+
+def retry_after(response: httpx.Response) -> float | None:
+    """Seconds of a header `Retry-After`, which has these or a date; `None` without one, or with neither."""
+    said = response.headers.get("Retry-After", "").strip()
+    try:
+        if not said[:1].isalpha():
+            seconds = float(said)
+        else:
+            date = parsedate_to_datetime(said)
+            seconds = (date.replace(tzinfo=date.tzinfo or UTC) - datetime.now(UTC)).total_seconds()
+    except (ValueError, OverflowError):  # the second: a date in a zone beyond all others
+        return None
+    return max(0.0, seconds)
 
 
 async def _ask_plainly(request: Any) -> None:

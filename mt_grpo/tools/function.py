@@ -6,6 +6,8 @@ import functools
 import inspect
 import json
 import logging
+import math
+import numbers
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, is_dataclass
@@ -354,10 +356,24 @@ def check_data(value: object, what: str) -> None:
         raise ValueError(f"{what} cannot be written as JSON ({describe_error(error)}): give plain data.") from error
 
 
+def finite(value: object, what: str) -> float:
+    """A number as a float; raises `TypeError` or `ValueError` if it is no finite number."""
+    if not isinstance(value, numbers.Real):
+        raise TypeError(f"{what} is {type(value).__name__}: give a finite number.")
+    try:
+        number = float(value)
+    except OverflowError:  # a whole number that no float holds
+        number = math.inf
+    if not math.isfinite(number):
+        raise ValueError(f"{what} is {number}: give a finite number.")
+    return number
+
+
 def too_deep(value: object) -> bool:
     """Whether lists and dictionaries are nested deeper than `_MAX_DEPTH`, or endlessly."""
     level, depth = [value], 0
-    while level := [item for container in level for item in _items(container)]:
+    # each once: what holds itself twice would double with every level
+    while level := list({id(item): item for container in level for item in _items(container)}.values()):
         depth += 1
         if depth > _MAX_DEPTH:
             return True

@@ -161,7 +161,7 @@ def load_tools_file(path: str) -> list[Tool]:
         try:
             content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
             fault = "lists no tools: write a list under `tools:`"
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, ValueError) as error:  # the second: of no encoding, or a date that is none
             fault = f"is not valid YAML: {' '.join(str(error).split())}"
     entries = content.get("tools") if isinstance(content, dict) else None
     if not isinstance(entries, list) or not entries:
@@ -202,7 +202,7 @@ def _mcp(entry: dict[str, Any], config: dict[str, Any], where: str) -> list[Tool
     faults = []
     for name, unit in (("timeout", "seconds for a call"), ("rate_limit", "calls a second")):
         value = config.get(name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0):
             faults.append(f"the `{name}` {value!r}: give {unit}, above 0, or leave it out")
     selected = options.get("tool_selected_list") or []
     if not isinstance(selected, list) or not all(isinstance(name, str) for name in selected):

@@ -8,8 +8,6 @@ import re
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ import httpx
 import numpy as np
 
 from mt_grpo.errors import UserError
-from mt_grpo.servers.web import WebClient
+from mt_grpo.servers.web import WebClient, retry_after
 from mt_grpo.tools.loading import tool
 
 _NO_RESULTS = "No results."
@@ -238,7 +236,9 @@ class WikipediaSearch:
                         raise RuntimeError(f"Wikipedia search failed: {payload['error']['info']}")
             except (httpx.HTTPError, ValueError) as error:
                 raise RuntimeError(f"Wikipedia search failed: {error}") from error
-            self._pause.begin(_retry_after(response.headers.get("Retry-After"), attempt))
+            backoff = 2.0**attempt * random.uniform(0.5, 1.0)
+            asked = retry_after(response)
+            self._pause.begin(backoff if asked is None else max(0.02 * backoff, asked))
         raise RuntimeError(f"Wikipedia search failed: too many requests, {_WIKIPEDIA_TRIES} times in a row.")
 
 
@@ -260,22 +260,6 @@ class _Pause:
             if self._until > give_up:
                 raise RuntimeError(f"Wikipedia search failed: too many requests; Wikipedia asks to wait {left:.0f} s.")
             time.sleep(left)
-
-
-def _retry_after(header: str | None, attempt: int) -> float:
-    """Seconds to wait: those of `Retry-After` (seconds or a date), or without it more after each attempt."""
-    backoff = 2.0**attempt * random.uniform(0.5, 1.0)
-    if not header:
-        return backoff
-    try:
-        return max(0.02 * backoff, float(header))
-    except ValueError:
-        pass
-    try:
-        date = parsedate_to_datetime(header)
-    except ValueError:
-        return backoff
-    return max(0.02 * backoff, (date.replace(tzinfo=date.tzinfo or UTC) - datetime.now(UTC)).total_seconds())
 
 
 def _text_fields(document: Mapping[str, object]) -> Sequence[str]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import math
-import numbers
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,7 +15,7 @@ from pydantic import BaseModel, ConfigDict
 from mt_grpo.concurrency import OutOfTime, call, in_thread
 from mt_grpo.errors import describe_error
 from mt_grpo.media import read_parts
-from mt_grpo.tools.function import Tool, ToolDefinitionError, check_data
+from mt_grpo.tools.function import Tool, ToolDefinitionError, check_data, finite
 from mt_grpo.trajectory import Arguments, Row
 
 
@@ -208,7 +206,7 @@ class ToolSession:
                 try:
                     reward = await self._ask(base, base.calc_reward, await self.create(name))
                     if reward is not None:
-                        rewards[name] = _number(reward, "`calc_reward` returned")
+                        rewards[name] = finite(reward, "the reward that it returned")
                 except ToolStateError as error:
                     self.failures.append(str(error))
                 except Exception as error:  # whatever the user's tool raises
@@ -241,7 +239,7 @@ class ToolSession:
                 text = await in_thread(partial(read_parts, text), f"images of tool {tool.name!r}")
             check_data(metrics, "the mapping of metrics that `execute` returned")
             if reward is not None:
-                self._step_rewards.append(_number(reward, "`execute` returned the step reward"))
+                self._step_rewards.append(finite(reward, "the step reward that `execute` returned"))
             self.metrics.setdefault(tool.base.name, []).append(metrics)
             return text
 
@@ -290,9 +288,3 @@ def _read(response: Any) -> Any:
         {"type": "image", "image": image} for image in (images if isinstance(images, list) else [images])
     ]
     return [*shown, {"type": "text", "text": text}] if text else shown
-
-
-def _number(value: object, what: str) -> float:
-    if not isinstance(value, numbers.Real) or not math.isfinite(value):
-        raise ValueError(f"{what} {value!r}, which is no finite number")
-    return float(value)

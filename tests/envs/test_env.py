@@ -129,6 +129,9 @@ def half(content):
     return [{"role": "user", "content": content}]
 
 
+GRAPH = {"children": []}
+GRAPH["children"] += [{"parent": GRAPH}] * 2
+GRAPH["children"] += [{"parent": GRAPH, "root": GRAPH}]
 ODD = {
     "reset raises": ({"first": raises(ZeroDivisionError("in reset"))}, "ZeroDivisionError: in reset"),
     "reset hangs": ({"first": lambda: time.sleep(5)}, "OutOfTime: Hasty.reset took longer than 0.2 s."),
@@ -144,6 +147,8 @@ ODD = {
     "nan": ({"next": Step("Q", reward=float("nan"))}, "the reward of a step is nan: give a finite number"),
     "inf": ({"next": Step(done=True, rewards={"score": float("inf")})}, "the reward 'score' is inf: give a finite"),
     "a word": ({"next": Step(done=True, rewards={"score": "good"})}, "the reward 'score' is str: give a finite"),
+    "a whole number that no float holds": ({"next": Step("Q", reward=10**400)}, "the reward of a step is inf: give a"),
+    "a graph without an end": ({"next": Step(done=True, info=GRAPH)}, "`info` of the outcome goes more than"),
     "no JSON": ({"next": Step(done=True, info={(1, 2): 3})}, "`info` of the outcome"),
     "answer": ({"next": Step(done=True, answer=3)}, "`answer` of the outcome is int: give text or `None`"),
     "no first": (

@@ -144,7 +144,9 @@ _STREAM = {"Content-Type": "text/event-stream"}
     [
         *[(200, text, {}) for text in ("[" * 100_000, '{"usage": {"prompt_tokens": Infinity}}')],
         *[(200, {"choices": [], "usage": usage}) for usage in ([1], {"prompt_tokens_details": [1]})],
+        (200, {"choices": {"first": 1}}, {}),
         (500, "[" * 100_000, {}),
+        (503, "busy", {"Retry-After": f"Mon, 01 Jan 2024 00:00:00 +{'9' * 14}"}),  # a zone beyond all others
         (200, "data: " + "a" * 10_000, _STREAM),  # a line without an end
     ],
 )
@@ -156,10 +158,10 @@ def test_an_answer_of_no_known_shape_fails_one_conversation(endpoint, converse, 
 
 def test_half_characters_and_odd_names_of_calls_are_read(endpoint, converse):
     function = {"name": "calculator", "arguments": '{"expression": "\\ud800"}'}
-    calls = [{"index": "x", "id": 7, "function": function}, {"index": 0, "id": "b", "function": function}]
+    calls = [{"index": "x", "id": 7, "function": function}, {"index": 0, "id": "b\ud800", "function": function}]
     answers = [whole({"content": "\ud800", "tool_calls": calls}), whole("\ud800")]
     (told,), _ = converse(endpoint(lambda number, body: answers[number]), protocol="native")
-    assert [call.id for call in told.turns[0].tool_calls] == ["7", "b"] and told.answer == "?"
+    assert [call.id for call in told.turns[0].tool_calls] == ["7", "b?"] and told.answer == "?"
 
 
 @pytest.mark.parametrize(

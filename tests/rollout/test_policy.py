@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import gc
+import re
 import threading
 import weakref
 
@@ -153,11 +154,15 @@ def test_a_message_that_nobody_sampled_can_be_continued():
         ([], {}, "nothing to reply to"),
         (chat("Q"), {"continue_last": True}, "needs an assistant's message"),
         (chat(assistant("A")), {"continue_last": True}, "needs an assistant's message"),
+        *(
+            (chat("Q"), {"stop": stop}, "`stop` is .* and has to be texts that end a turn")
+            for stop in ("</a>", ["", "b"])
+        ),
     ],
 )
-def test_messages_with_nothing_to_answer_are_an_error(messages, options, problem):
+def test_a_turn_that_cannot_be_taken_is_an_error(messages, options, problem):
     trajectory, _, _ = hold(lambda policy: policy.reply(messages, **options))
-    assert trajectory.stop_reason is StopReason.ENV_ERROR and problem in trajectory.error
+    assert trajectory.stop_reason is StopReason.ENV_ERROR and re.search(problem, trajectory.error)
 
 
 def test_other_tools_are_another_root():

@@ -224,8 +224,8 @@ class State(BaseTool):
 # What `execute` gives, and the error of the call
 NONSENSE = {
     "a number": (lambda: 3, "TypeError: `execute` must return (response, reward, metrics), not int"),
-    "no reward": (lambda: ("t", "much", {}), "ValueError: `execute` returned the step reward 'much', which is no fi"),
-    "nan": (lambda: ("t", float("nan"), {}), "ValueError: `execute` returned the step reward nan, which is no finite"),
+    "no reward": (lambda: ("t", "much", {}), "TypeError: the step reward that `execute` returned is str: give"),
+    "nan": (lambda: ("t", float("nan"), {}), "ValueError: the step reward that `execute` returned is nan: give"),
     "metrics": (lambda: ("t", 1.0, cycle()), "ValueError: the mapping of metrics that `execute` returned goes more"),
     "opaque": (lambda: ("t", 1.0, {"a": Opaque()}), "ValueError: the mapping of metrics that `execute` returned cann"),
 }

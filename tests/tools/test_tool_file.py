@@ -107,7 +107,7 @@ def test_a_recipe_names_a_file_of_tools(write, servers, tmp_path):
         ({"mcp": {}}, "has `mcp` beside `type: native`"),
         ({"tool_schema": {"type": "function"}}, "wrong `tool_schema` at 'function': Field required"),
         ({"tool_schema": None}, "'Guess' has no schema"),
-        (mcp("s", timeout=0), "`timeout` 0: give secon"),
+        *((mcp("s", timeout=seconds), f"`timeout` {seconds}: give secon") for seconds in (0, float("nan"))),
         (mcp("s", {"a": 1}), "`tool_selected_list` that is no list of names"),
         (mcp("s") | {"mcp": {"mcp_servers_config_path": "s", "tools": 1}}, "unknown key 'tools'"),
         (mcp("s"), "file of MCP servers 's' .* not exist"),
@@ -121,11 +121,16 @@ def test_a_wrong_entry_is_refused(write, change, problem):
 
 @pytest.mark.parametrize(
     ("content", "problem"),
-    [("tools: [", "is not valid YAML"), ("tool: []", "lists no tools"), ("tools: [1]", "Tool 1 in .* is no mapping")],
+    [
+        ("tools: [", "is not valid YAML"),
+        ("# \xff", "is not valid YAML: 'utf-8' codec"),
+        ("tool: []", "lists no tools"),
+        ("tools: [1]", "Tool 1 in .* is no mapping"),
+    ],
 )
 def test_a_wrong_file_is_refused(tmp_path, content, problem):
     path = tmp_path / "tools.yaml"
-    path.write_text(content)
+    path.write_text(content, encoding="latin-1")
     with pytest.raises(UserError, match=problem):
         load_tools_file(str(path))
     with pytest.raises(UserError, match="'none.yaml' .* does not exist"):

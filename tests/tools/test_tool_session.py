@@ -215,8 +215,8 @@ def test_methods_that_block_run_in_threads():
             "Error: TypeError: a video cannot be shown: give frames of it as `image`",
         ),
         ("text", "Error: TypeError: `execute` must return (response, reward, metrics), not str"),
-        (("text", math.nan, {}), "Error: ValueError: `execute` returned the step reward nan, which is no finite"),
-        (("text", "1", {}), "Error: ValueError: `execute` returned the step reward '1', which is no finite number"),
+        (("text", math.nan, {}), "Error: ValueError: the step reward that `execute` returned is nan: give"),
+        (("text", "1", {}), "Error: TypeError: the step reward that `execute` returned is str: give"),
     ],
 )
 def test_what_execute_returns_reaches_the_model(result, text):

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from mt_grpo.concurrency import LoopThread, OnePerProcess, abandon, begin, in_thread
-from mt_grpo.envs.env import ConversationEnded, Outcome, finite
+from mt_grpo.envs.env import ConversationEnded, Outcome
 from mt_grpo.envs.protocols import PROTOCOLS, CallProtocol
 from mt_grpo.envs.source import EnvSource, environment
 from mt_grpo.errors import ConfigError, defined_at, describe_error
@@ -32,6 +32,7 @@ from mt_grpo.integrations.openai_api.server import Endpoint
 from mt_grpo.options.table import Values
 from mt_grpo.options.values import parse_agent
 from mt_grpo.rollout.policy import ConversationPolicy
+from mt_grpo.tools.function import finite
 from mt_grpo.trajectory import StopReason
 
 if TYPE_CHECKING:
