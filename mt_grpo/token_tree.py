@@ -253,19 +253,18 @@ class TokenTree:
 
     def actions(self) -> list[list[int]]:
         """The sampled ids of every turn, in the order of the turns."""
-        actions: list[list[int]] = [[] for _ in range(self.num_turns)]
-        for index in self.depth_first():
-            if self.nodes[index].turn >= 0:
-                actions[self.nodes[index].turn] += self.nodes[index].tokens
-        return actions
+        return self._by_turn("tokens")
 
     def action_logprobs(self) -> list[list[float]]:
         """The log-probs that the ids of `actions` were sampled with."""
-        logprobs: list[list[float]] = [[] for _ in range(self.num_turns)]
-        for index in self.depth_first():
-            if self.nodes[index].turn >= 0:
-                logprobs[self.nodes[index].turn] += self.nodes[index].logprobs
-        return logprobs
+        return self._by_turn("logprobs")
+
+    def _by_turn(self, name: str) -> list[list[Any]]:
+        found: list[list[Any]] = [[] for _ in range(self.num_turns)]
+        for node in map(self.nodes.__getitem__, self.depth_first()):
+            if node.turn >= 0:
+                found[node.turn] += getattr(node, name)
+        return found
 
     def depth_first(self) -> list[int]:
         """Indices of all nodes, each before its children, children in the order they were added."""

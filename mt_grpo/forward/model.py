@@ -82,9 +82,12 @@ class ForwardPlan:
 
     @cached_property
     def all_trees(self) -> list[FlatTree]:
-        """The trees, then the leaves, then what only keeps processes in step."""
+        """The trees, then the leaves, then what only keeps processes in step: each makes a forward."""
         trees = with_blank([*self.trees, *chain.from_iterable(self.leaves)], self.media)
-        return [flatten(tree) if isinstance(tree, TokenTree) else tree for tree in trees]
+        found = [flatten(tree) if isinstance(tree, TokenTree) else tree for tree in trees]
+        if not any(len(tree.tokens) for tree in found):
+            found.append(FlatTree(np.zeros(1, dtype=np.int64), np.full(1, -1)))
+        return found
 
     def split(self, size: int) -> list[ForwardPlan]:
         """Plans of up to `size` trees each; one of none where there are none."""

@@ -49,25 +49,18 @@ class FlatTree:
 
 def flatten(tree: TokenTree) -> FlatTree:
     """The arrays of a `TokenTree`; every sampled token is trained at the node where it was sampled."""
-    nodes = tree.nodes
-    children: list[list[int]] = [[] for _ in range(len(nodes) + 1)]  # the last entry holds the roots
-    for index, node in enumerate(nodes):
-        children[node.parent].append(index)
-    order, ends, first_parent, length = [], [0] * len(nodes), [], 0
-    stack = children[-1][::-1]
-    while stack:
-        index = stack.pop()
-        order.append(nodes[index])
-        first_parent.append(ends[nodes[index].parent] - 1 if nodes[index].parent >= 0 else -1)
-        length += len(nodes[index].tokens)
+    order, ends, first_parent, length = [], {-1: 0}, [], 0
+    for index in tree.depth_first():
+        order.append(node := tree.nodes[index])
+        first_parent.append(ends[node.parent] - 1)
+        length += len(node.tokens)
         ends[index] = length
-        stack += children[index][::-1]
     sizes = np.array([len(node.tokens) for node in order], dtype=np.int64)
     tokens = np.fromiter((token for node in order for token in node.tokens), np.int64, length)
     parent = np.arange(-1, length - 1)
     parent[np.cumsum(sizes) - sizes] = first_parent
     turns = np.repeat([node.turn for node in order], sizes).astype(np.int64)
-    width = max((len(node.routes) // len(node.tokens) for node in nodes), default=0)
+    width = max((len(node.routes) // len(node.tokens) for node in order), default=0)
     if not width:
         return FlatTree(tokens, turns, parent)
     routes = b"".join(node.routes or NO_ROUTE * width * len(node.tokens) for node in order)

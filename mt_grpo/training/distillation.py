@@ -21,7 +21,7 @@ from trl import GRPOTrainer
 from mt_grpo.errors import ConfigError, refuse_first
 from mt_grpo.forward.media import media_tokens
 from mt_grpo.forward.model import score
-from mt_grpo.forward.packing import FlatTree, flatten
+from mt_grpo.forward.packing import flatten
 from mt_grpo.forward.probe import context_length
 from mt_grpo.imports import import_object
 from mt_grpo.media import part_text
@@ -185,11 +185,8 @@ class Distillation:
         with trainer.alone_with_model(), weights, without_dropout(model, True), trainer.accelerator.autocast():
             for start in range(0, len(trees), size):
                 part = trees[start : start + size]
-                flat = [_without_routes(tree) for tree in part]
-                if not any(len(each.tokens) for each in flat):  # ranks with other trees make a forward
-                    nothing = TokenTree()
-                    nothing.add_turn([0], [], [])
-                    flat.append(_without_routes(nothing))
+                # the experts of another model than the policy are others
+                flat = [replace(flatten(tree), routes=None) for tree in part]
                 scores = score(model, replace(plan, trees=flat, media=media))
                 turns, logps = [tree.num_turns for tree in part], scores.logps
                 if top:
@@ -400,11 +397,6 @@ class Distillation:
         elif args.loss_type != "luspo":
             by_row = by_row / mask.sum(dim=1).clamp(min=1)
         return by_row.mean() / steps
-
-
-def _without_routes(tree: TokenTree) -> FlatTree:
-    """A tree for another model than the policy, whose experts are others."""
-    return replace(flatten(tree), routes=None)
 
 
 def _mean(values: list[float]) -> float | None:

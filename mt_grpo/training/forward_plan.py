@@ -140,19 +140,16 @@ class Forwards:
 
     def _hold(self, plan: ForwardPlan, proof: Callable[[nn.Module, ForwardPlan, str], None]) -> None:
         """Holds a proof over trees, or in padded rows where they are given up, now or before."""
-        models = list(
-            filter(None, (self._trainer.model_wrapped, self._trainer.ref_model, self._trainer.teacher_model))
-        )
-        with self._trainer.accelerator.autocast():
-            if self._trainer.args.forward == "tree":
-                try:
-                    for model in models:
-                        proof(model, plan, self._trainer.accelerator.mixed_precision)
-                except UnsupportedModelError as error:
-                    self._give_up_trees(error)
-            if self._trainer.args.forward == "padded":
-                for model in models:
-                    proof(model, replace(plan, forward="padded"), self._trainer.accelerator.mixed_precision)
+        trainer, forward = self._trainer, self._trainer.args.forward
+        try:
+            with trainer.accelerator.autocast():
+                for model in filter(None, (trainer.model_wrapped, trainer.ref_model, trainer.teacher_model)):
+                    proof(model, replace(plan, forward=forward), trainer.accelerator.mixed_precision)
+        except UnsupportedModelError as error:
+            if forward == "padded":
+                raise
+            self._give_up_trees(error)
+            self._hold(plan, proof)
 
     def prove_shown(self, rows: Sequence[TokenRow]) -> None:
         """
@@ -179,15 +176,13 @@ class Forwards:
         self._hold(ForwardPlan(trees, media=media, attention=self._trainer.args.tree_attention), prove_media)
 
     def _give_up_trees(self, error: UnsupportedModelError) -> None:
+        reason, size = str(error).partition(", so trees cannot be packed")[0].rstrip("."), self._trainer.args.sp_size
         if self.plan.group is not None:
-            reason = str(error).partition(", so trees cannot be packed")[0].rstrip(".")
-            size = self._trainer.args.sp_size
             raise ConfigError(
                 f"{reason}, and `sp_size: {size}` shares packed trees among processes: leave `sp_size` out."
             ) from error
         self._trainer.args.forward, self.gave_up_trees = "padded", True
         if PartialState().is_main_process:
-            reason = str(error).partition(", so trees cannot be packed")[0]
             logger.warning(
                 "%s. So trees are not packed in this run: each sequence is a row of its own (`forward: padded`), and "
                 "prefixes that sequences share are computed once for each.",
@@ -286,27 +281,24 @@ def score_batch(
     """
     prompts = attention_mask[:, :-width].sum(dim=1).cpu().numpy()
     size = batch_size or len(plan.trees)
-    results, losses, means = [], [], []
+    places, found, losses, means = [], [], [], []
     for number, part in enumerate(plan.split(size)):
         scores = score(model, part)
-        device, of_rows = scores.logps.device, scores.tree < len(part.trees)
-        row, column = scores.tree[of_rows], scores.column[of_rows]
-        place = (row, column - prompts[number * size :][row])
-        index = tuple(torch.from_numpy(array).to(device) for array in place)
-        chosen = torch.from_numpy(of_rows).to(device)
-        results.append(
-            [
-                values.new_zeros(len(part.trees), width, *values.shape[1:]).index_put(
-                    index, values[chosen] if part.leaves else values
-                )
-                for values in (scores.logps, scores.entropies)
-            ]
-        )
+        of_rows = np.flatnonzero(scores.tree < len(part.trees))
+        row = scores.tree[of_rows] + number * size
+        places.append(np.stack([row, scores.column[of_rows] - prompts[row]]))
+        chosen = torch.from_numpy(of_rows).to(scores.logps.device)
+        found.append((scores.logps[chosen], scores.entropies[chosen]))
         losses += [] if scores.router_loss is None else [scores.router_loss]
         turns = [tree.num_turns for of_row in part.leaves for tree in of_row]
-        found = iter(scores.turn_means(turns, len(part.trees)))
-        means += [[next(found) for _ in of_row] for of_row in part.leaves]
-    logps, entropies = (torch.cat(values) for values in zip(*results, strict=True))
+        of_leaves = iter(scores.turn_means(turns, len(part.trees)))
+        means += [[next(of_leaves) for _ in of_row] for of_row in part.leaves]
+    logps, entropies = map(torch.cat, zip(*found, strict=True))
+    place = tuple(torch.from_numpy(np.concatenate(places, axis=1)).to(logps.device))
+    logps, entropies = (
+        values.new_zeros(len(plan.trees), width, *values.shape[1:]).index_put(place, values)
+        for values in (logps, entropies)
+    )
     return _BatchScores(logps, entropies, torch.stack(losses).mean() if losses else None, means)
 
 
@@ -335,19 +327,16 @@ def _shown_by(row: TokenRow) -> set[object]:
 
 def _read_truncation(args: MTGRPOConfig) -> Truncation | None:
     """The truncation that a run samples with; `None` if there is none."""
-    truncation = Truncation(max(args.top_k or 0, 0), _top_p(args), args.min_p or 0.0)
+    sampling = sampling_params(args)
+    truncation = Truncation(max(sampling.top_k, 0), sampling.top_p, sampling.min_p)
     return None if truncation == Truncation() else truncation
-
-
-def _top_p(args: MTGRPOConfig) -> float:
-    return 1.0 if args.top_p is None else args.top_p  # as in TRL, `None` keeps all
 
 
 def sampling_params(args: MTGRPOConfig) -> SamplingParams:
     """The sampling options of a run."""
     return SamplingParams(
         temperature=args.temperature,
-        top_p=_top_p(args),
+        top_p=1.0 if args.top_p is None else args.top_p,  # as in TRL, `None` keeps all
         top_k=args.top_k or 0,
         min_p=args.min_p or 0.0,
         repetition_penalty=args.repetition_penalty,
@@ -377,9 +366,9 @@ def trained_truncation(args: MTGRPOConfig) -> Truncation | None:
 
 
 def _mend(inexact: list[str]) -> str:
-    if any("repetition_penalty" in option for option in inexact):
-        return "leave it out" if len(inexact) == 1 else "leave them out"
-    return "set `forward: tree`, or leave it out" if len(inexact) == 1 else "set `forward: tree`, or leave them out"
+    leave = "leave it out" if len(inexact) == 1 else "leave them out"
+    penalised = any("repetition_penalty" in option for option in inexact)
+    return leave if penalised else f"set `forward: tree`, or {leave}"
 
 
 def check_importance_sampling(args: MTGRPOConfig) -> None:

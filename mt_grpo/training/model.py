@@ -106,7 +106,12 @@ def resolve_base(name: str) -> str:
     settings = adapter_settings(name)
     if settings is None:
         return name
-    base = settings["base_model_name_or_path"]
+    base = settings.get("base_model_name_or_path")
+    if not base:
+        raise ConfigError(
+            f"The adapter in {name!r} does not say which model it is of: name that in its {ADAPTER_CONFIG_NAME}, as "
+            "`base_model_name_or_path`."
+        )
     try:
         return resolve_model(base, settings.get("revision"))
     except ConfigError as error:
@@ -117,6 +122,12 @@ def subfolder_of(args: MTGRPOConfig) -> str | None:
     """Where the model is in its folder, or in the Hub's repository."""
     found: str | None = (args.model_init_kwargs or {}).get("subfolder")
     return found
+
+
+def created_with(args: MTGRPOConfig) -> dict[str, Any]:
+    """The options with which TRL creates a model of a run."""
+    spread = {"device_map": None} if args.world_size > 1 else {}
+    return {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {}), **spread}
 
 
 def source_options(args: MTGRPOConfig, revision: str | None = None) -> dict[str, Any]:
@@ -155,12 +166,9 @@ def open_policy(
         logger.warning(
             "The adapter in %s is trained on as it was made; the options of an adapter have no effect.", name
         )
-    options = dict(args.model_init_kwargs or {})
+    options = created_with(args)
     if quantization_config is not None:
         options["quantization_config"] = quantization_config
-    if args.world_size > 1:
-        options["device_map"] = None
-    options.setdefault("trust_remote_code", args.trust_remote_code)
     policy = PeftModel.from_pretrained(create_model_from_path(resolve_base(name), **options), name, is_trainable=True)
     return {"model": policy, "quantization_config": None, "peft_config": None}
 

@@ -22,7 +22,7 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,8 +40,7 @@ from mt_grpo.envs.source import close_environments
 from mt_grpo.errors import ConfigError, WeightSyncError
 from mt_grpo.rewards import RewardFunc
 from mt_grpo.rewards.base import Adapter, FunctionReward
-from mt_grpo.rollout import Engine, RolloutRequest, RolloutRunner, SamplingParams
-from mt_grpo.rollout.engines import LocalEngine
+from mt_grpo.rollout import Engine, RolloutRequest
 from mt_grpo.rollout.engines.transformers import TransformersEngine
 from mt_grpo.runlog.files import to_json
 from mt_grpo.tools.stateful import StatefulTool
@@ -60,7 +59,6 @@ STEP_FACTOR = "step_factor"
 """In a batch: what the learning rate of its steps is multiplied by. So a checkpoint has it."""
 
 Rows = list[Row]
-_Take = Callable[[Trajectory], None]
 
 logger = logging.getLogger(__name__)
 
@@ -81,18 +79,12 @@ class _PrefetchedBatch:
 class PrefetchQueue:
     """The batches of a run that are sampled while earlier ones are trained."""
 
-    def __init__(
-        self,
-        runner: RolloutRunner,
-        sampling: SamplingParams,
-        args: MTGRPOConfig,
-        rewards: Sequence[RewardFunc],
-        accelerator: Accelerator,
-        as_they_end: Callable[[_Take], _Take],
-    ) -> None:
-        self._as_they_end = as_they_end
-        self._runner, self._sampling, self._args, self._rewards = runner, sampling, args, rewards
-        self._rank, self._device = accelerator.process_index, accelerator.device
+    def __init__(self, trainer: GRPOTrainer) -> None:
+        args = self._args = trainer.args
+        self._as_they_end = trainer.distillation.as_they_end
+        self._runner, self._sampling = trainer.runner, trainer._sampling
+        self._rewards = [*trainer.turn_reward_funcs, *trainer.outcome_reward_funcs, *trainer.state_scores]
+        self._rank, self._device = trainer.accelerator.process_index, trainer.accelerator.device
         self._branching = args.branching("train")
         self._accumulation = args.gradient_accumulation_steps
         self._every = args.steps_per_generation * args.num_iterations  # micro-batches that are trained on a batch
@@ -101,13 +93,6 @@ class PrefetchQueue:
         self._batches: dict[int, _PrefetchedBatch] = {}  # by the run's micro-batch that each begins with, in order
         self._restored: dict[int, Trajectory] = {}  # by the seed, which says what was asked and when
         self._steps_out: list[int] = []  # of the weights that each of the latest batches was trained with
-
-    @classmethod
-    def of(cls, trainer: GRPOTrainer) -> PrefetchQueue:
-        """That of a run that begins."""
-        rewards = [*trainer.turn_reward_funcs, *trainer.outcome_reward_funcs, *trainer.state_scores]
-        ends = trainer.distillation.as_they_end
-        return cls(trainer.runner, trainer._sampling, trainer.args, rewards, trainer.accelerator, ends)
 
     def __enter__(self) -> PrefetchQueue:
         return self
@@ -340,9 +325,20 @@ class ModelCopy:
     `WeightSync` that a trainer calls.
     """
 
-    def __init__(
-        self, engine: TransformersEngine, model: PreTrainedModel, accelerator: Accelerator, args: MTGRPOConfig
-    ) -> None:
+    def __init__(self, engine: Engine, model: PreTrainedModel, accelerator: Accelerator, args: MTGRPOConfig) -> None:
+        otherwise = "set `use_vllm: true`, or leave `max_staleness` at 0."
+        if not isinstance(engine, TransformersEngine):
+            raise ConfigError(
+                f"`max_staleness: {args.max_staleness}` samples while the model is trained, and "
+                f"{type(engine).__name__} samples from the model that is trained: {otherwise}"
+            )
+        backend = DistributedBackend(accelerator)
+        if backend.is_fsdp or backend.is_zero3:
+            raise ConfigError(
+                f"`max_staleness: {args.max_staleness}` without a server samples from a copy of the model, and the "
+                f"weights of this one are sharded: {otherwise}"
+            )
+        model = accelerator.unwrap_model(model)
         self._engine, self._model = engine, model
         self._copy = copy.deepcopy(model).requires_grad_(False).eval()
         for module in self._copy.modules():
@@ -362,32 +358,8 @@ class ModelCopy:
             if compare(self._answers(), before).difference < 2 * self._tolerance:
                 raise ConfigError(
                     f"A copy of this {type(model).__name__} does not answer with weights of its own, so that it "
-                    "cannot sample while the model is trained: set `use_vllm: true`, or leave `max_staleness` at 0."
+                    f"cannot sample while the model is trained: {otherwise}"
                 )
-
-    @classmethod
-    def of(
-        cls, engine: Engine, model: PreTrainedModel, args: MTGRPOConfig, accelerator: Accelerator
-    ) -> ModelCopy | None:
-        """The copy for an engine in this process; `None` for one that has its model elsewhere."""
-        if not isinstance(engine, LocalEngine):
-            return None
-        if not isinstance(engine, TransformersEngine):
-            raise ConfigError(
-                f"`max_staleness: {args.max_staleness}` samples while the model is trained, and "
-                f"{type(engine).__name__} samples from the model that is trained: set `use_vllm: true`, or leave "
-                "`max_staleness` at 0."
-            )
-        backend = DistributedBackend(accelerator)
-        if backend.is_fsdp or backend.is_zero3:
-            raise ConfigError(
-                f"`max_staleness: {args.max_staleness}` without a server samples from a copy of the model, and the "
-                "weights of this one are sharded: set `use_vllm: true`, or leave `max_staleness` at 0."
-            )
-        return cls(engine, accelerator.unwrap_model(model), accelerator, args)
-
-    def send_in_flight(self) -> None:
-        """Conversations go on anyway."""
 
     @torch.no_grad()
     def sync(self, step: int) -> None:

@@ -187,7 +187,7 @@ class ResumableTrainer(GRPOTrainer):
         folder = Path(self.args.output_dir).resolve()
         self.step_log.records.resumes = checkpoint is not None and Path(checkpoint).resolve().parent == folder
         ahead = self.args.max_staleness and self.replay is None
-        self._prefetch, self._sampler = PrefetchQueue.of(self) if ahead else None, None  # a stream has no sampler
+        self._prefetch, self._sampler = PrefetchQueue(self) if ahead else None, None  # a stream has no sampler
         signals = [signal.SIGUSR1, *([signal.SIGTERM] if self.args.enable_jit_checkpoint else [])]
         with locked(self.args), listening(*signals):
             with (

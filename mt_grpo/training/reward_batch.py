@@ -479,14 +479,9 @@ class RightAnswers:
 
 @torch.no_grad()
 def _mean_logprobs(model: nn.Module, plan: ForwardPlan) -> list[list[float]]:
-    """The mean log-prob per token of each turn's action; a forward also with nothing to score."""
+    """The mean log-prob per token of each turn's action."""
     trees: list[TokenTree] = plan.trees  # type: ignore[assignment]  # of right answers
-    given, turns = len(trees), [tree.num_turns for tree in trees]
-    if not any(tree.nodes for tree in trees):
-        nothing = TokenTree()
-        nothing.add_turn([0], [], [])
-        plan, turns = replace(plan, trees=[*trees, nothing]), [*turns, 1]
-    scores = score(model, plan)
+    turns, scores = [tree.num_turns for tree in trees], score(model, plan)
     if plan.forward == "tree":
-        return scores.turn_means(turns)[:given]
-    return [[turn.mean().item() for turn in tree] for tree in scores.by_turn(turns)[:given]]
+        return scores.turn_means(turns)
+    return [[turn.mean().item() for turn in tree] for tree in scores.by_turn(turns)]

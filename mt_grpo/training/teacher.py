@@ -33,6 +33,7 @@ from mt_grpo.token_tree import TokenTree
 from mt_grpo.training.config import changed
 from mt_grpo.training.model import (
     OF_POLICY,
+    created_with,
     open_policy,
     resolve_base,
     resolve_model,
@@ -68,12 +69,7 @@ def load_teacher(trainer: GRPOTrainer) -> nn.Module | ServerTeacher | None:
         _check_top(trainer, SELF, trainer.model)
         return None
     name, url = args.teacher["model"], args.teacher.get("server")
-    given = dict(args.model_init_kwargs or {})
-    for of_policy in OF_POLICY:
-        given.pop(of_policy, None)
-    if accelerator.num_processes > 1:
-        given["device_map"] = None
-    given.setdefault("trust_remote_code", args.trust_remote_code)
+    given = {option: value for option, value in created_with(args).items() if option not in OF_POLICY}
     given["dtype"] = given.get("dtype") or trainer.model.dtype
     args = changed(args, model_init_kwargs=given)
     with libraries_may_refuse(f"The teacher {name!r} cannot be loaded"):
@@ -167,16 +163,15 @@ class ServerTeacher:
         self._places = ConcurrencyLimit(_AT_ONCE)
         self._asked: dict[tuple[int, ...], Task] = {}  # by what was sent, as long as its conversation is there
         try:
-            models = self._server.get("/v1/models", lambda answer: answer["data"])
-            served = next((each for each in models if name in (each["id"], each.get("root"))), None)
+            models = self._server.get("/v1/models", lambda answer: {each["id"]: each for each in answer["data"]})
+            served = next((each for known, each in models.items() if name in (known, each.get("root"))), None)
             if served is None:
                 raise ConfigError(
-                    f"The teacher's server at {url} serves {', '.join(repr(each['id']) for each in models)}, not "
-                    f"{name!r}: name that model, or another server."
+                    f"The teacher's server at {url} serves {', '.join(map(repr, models))}, not {name!r}: name that "
+                    "model, or another server."
                 )
-            self._model = served["id"]
-            parts = [served, *(each for each in models if each["id"] == served.get("parent"))]  # an adapter's base
-            longest = next((each["max_model_len"] for each in parts if each.get("max_model_len")), None)
+            self._model, base = served["id"], models.get(served.get("parent"), {})  # an adapter's
+            longest = served.get("max_model_len") or base.get("max_model_len")
             if longest is None:
                 raise ConfigError(f"The teacher's server at {url} does not say its context (`max_model_len`).")
             self.positions = longest - 1  # a token is sampled after what it reads

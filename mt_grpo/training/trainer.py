@@ -34,6 +34,7 @@ from mt_grpo.imports import did_you_mean
 from mt_grpo.options.rules import check_eval_batch
 from mt_grpo.rewards import RewardFunc, Scores, score_trajectories
 from mt_grpo.rollout import Engine, RolloutError
+from mt_grpo.rollout.engines import LocalEngine
 from mt_grpo.rollout.engines.transformers import TransformersEngine, prove_engine
 from mt_grpo.rollout.policy import Again
 from mt_grpo.runlog.heartbeat import Silence
@@ -309,9 +310,10 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         self.blank: Media = images.blanks() if images is not None and several else {}
         self.runner = environment.build_runner(self.env, engine, args, images)
         if args.max_staleness:
-            self.weight_sync = self.weight_sync or ModelCopy.of(engine, self.model, args, self.accelerator)
             if self.weight_sync is not None:
                 self.weight_sync.send_in_flight()
+            elif isinstance(engine, LocalEngine):
+                self.weight_sync = ModelCopy(engine, self.model, self.accelerator, args)
             self._steps = SmallerSteps()
             self.add_callback(self._steps)
 

@@ -66,6 +66,7 @@ def test_the_embedded_model_has_its_name_in_python_too(build):
         ("{0}/base", "'.*base' cannot be loaded, since its model.safetensors is damaged"),
         ("{0}/half", "'.*half' cannot be loaded, since its model.safetensors is damaged"),
         ("{0}/adapter", "was trained on the model '/gone'. .* no such folder"),
+        ("{0}/alone", "alone' does not say which model it is of: name that in its adapter_config.json"),
     ],
 )
 def test_a_folder_without_a_whole_model_is_refused(build, adapter, folder, name, problem):
@@ -74,7 +75,9 @@ def test_a_folder_without_a_whole_model_is_refused(build, adapter, folder, name,
     for name_of, share in (("base", 0.0), ("half", 0.5)):
         weights = folder.parent / name_of / "model.safetensors"
         os.truncate(weights, int(weights.stat().st_size * share))
-    change(adapter / "adapter_config.json", base_model_name_or_path="/gone")
+    shutil.copytree(adapter, folder.parent / "alone")
+    for of, base in ((adapter, "/gone"), (folder.parent / "alone", None)):
+        change(of / "adapter_config.json", base_model_name_or_path=base)
     with pytest.raises(ConfigError, match=problem):
         build(None, name.format(folder.parent))
 
