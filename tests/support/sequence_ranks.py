@@ -72,8 +72,7 @@ def check_kinds(sequence: SequenceGroup) -> None:
     for number, kind in enumerate(KINDS):
         model = build_random(kind)
         enable_trees(model)
-        # other trees for each number of processes
-        assert_equal(model, pack(random_trees(10 * number + sequence.size)), sequence, 1e-5)
+        assert_equal(model, pack(random_trees(10 * number)), sequence, 1e-5)
 
 
 def check_options(sequence: SequenceGroup) -> None:

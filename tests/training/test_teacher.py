@@ -191,10 +191,9 @@ def test_all_tokens_of_its_vocabulary_are_distilled_as_by_trl(teach, tokenizer, 
     assert_near(learnt, other)
 
 
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_the_distance_is_divided_as_the_loss_is(teach, loss_type):
+def test_the_distance_is_divided_as_the_loss_is(teach):
     """TRL divides its KL penalty so: both are made the same number at each token."""
-    trainer = teach(loss_type=loss_type, distillation_coef=0.5, max_staleness=1, **STRIPS)
+    trainer = teach(distillation_coef=0.5, max_staleness=1, **STRIPS)
     trainer.model.train()
     inputs, distance = batch(trainer), 0.25
     inputs["advantages"] *= 0
@@ -203,9 +202,13 @@ def test_the_distance_is_divided_as_the_loss_is(teach, loss_type):
     penalty = torch.tensor(distance).exp() - distance - 1
     inputs[LOGPS] = torch.where(logps == 0, torch.nan, logps - penalty / logps)
     inputs["ref_per_token_logps"] = logps + distance
-    found = trainer.compute_loss(trainer.model, inputs)
-    trainer.args.distillation_coef, trainer.beta = 0.0, 0.5
-    torch.testing.assert_close(found, trainer.compute_loss(trainer.model, inputs), rtol=1e-5, atol=0)
+    for loss_type in LOSS_TYPES:
+        trainer.loss_type = trainer.args.loss_type = loss_type
+        losses = []
+        for distilled, penalised in ((0.5, 0.0), (0.0, 0.5)):
+            trainer.args.distillation_coef, trainer.beta = distilled, penalised
+            losses.append(trainer.compute_loss(trainer.model, inputs))
+        torch.testing.assert_close(*losses, rtol=1e-5, atol=0)
 
 
 STEPS = {"gradient_accumulation_steps": 2, "steps_per_generation": 2}
