@@ -56,11 +56,13 @@ def token_logps(
 
     Raises:
         UnsupportedModelError: If the model cannot run over packed trees and `forward` is `"tree"`.
-        ValueError: If `forward` or `attention` is unknown, or an action has no context.
+        ValueError: If an option is none that there is, or an action has no context.
     """
     for name, value, known in (("forward", forward, FORWARDS), ("attention", attention, ("auto", *KERNELS))):
         if value not in known:
             raise ConfigError(f"`{name}` is {value!r}; choose one of {', '.join(known)}.")
+    if not temperature > 0:
+        raise ConfigError(f"`temperature` is {temperature}; set a number above 0.")
     flat = [flatten(tree) for tree in trees]
     if any(tree.parent is not None and ((tree.turns >= 0) & (tree.parent < 0)).any() for tree in flat):
         raise ValueError("The first token of a tree is trained, but no token before it predicts it.")

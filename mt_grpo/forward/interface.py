@@ -229,15 +229,9 @@ def _bloom(
     **others: object,
 ) -> tuple[Tensor, None]:
     query, key, value = self._reshape(self.query_key_value(hidden_states))
+    alibi, dropout = alibi.squeeze(1), self.attention_dropout.p if self.training else 0.0
     output = _attend_over_tree(
-        self,
-        query,
-        key,
-        value,
-        attention_mask,
-        scaling=self.inv_norm_factor,
-        alibi=alibi.squeeze(1),
-        dropout=self.attention_dropout.p if self.training else 0.0,
+        self, query, key, value, attention_mask, scaling=self.inv_norm_factor, alibi=alibi, dropout=dropout
     )
     return dropout_add(self.dense(output.flatten(2)), residual, self.hidden_dropout, self.training), None
 
@@ -251,16 +245,10 @@ def _mpt(
     query, key, value = (
         part.unflatten(2, (self.n_heads, self.head_dim)).transpose(1, 2) for part in projected.chunk(3, dim=2)
     )
-    length = int(attention_mask.tree.depth.max()) + 1
+    length, dropout = int(attention_mask.tree.depth.max()) + 1, self.attn_dropout_p if self.training else 0.0
+    alibi = position_bias[:, 0, -length:]
     output = _attend_over_tree(
-        self,
-        query,
-        key,
-        value,
-        attention_mask,
-        scaling=self.softmax_scale,
-        alibi=position_bias[:, 0, -length:],
-        dropout=self.attn_dropout_p if self.training else 0.0,
+        self, query, key, value, attention_mask, scaling=self.softmax_scale, alibi=alibi, dropout=dropout
     )
     return self.out_proj(output.flatten(2)), None
 

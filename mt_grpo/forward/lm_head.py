@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 
+from mt_grpo.errors import ConfigError
 from mt_grpo.forward.packing import cannot_pack
 from mt_grpo.forward.sequence_parallel import Labels
 
@@ -47,6 +48,10 @@ class Truncation:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (0 < self.top_p <= 1 and 0 <= self.min_p <= 1):
+            raise ConfigError(f"{self}: set `top_p` to a number above 0 and at most 1, and `min_p` from 0 to 1.")
 
     def floor(self, logits: Tensor) -> Tensor:
         """The smallest logit of a token that can be drawn, `(M,)`, of logits `(M, vocab)` after temperature."""

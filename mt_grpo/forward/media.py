@@ -84,9 +84,10 @@ def media_tokens(config: PreTrainedConfig) -> dict[int, int]:
     return found
 
 
-def pretrained(model: nn.Module) -> PreTrainedModel:
-    """The model of transformers in a wrapper."""
-    return next(module for module in model.modules() if isinstance(module, PreTrainedModel))
+def base_model(model: nn.Module) -> PreTrainedModel:
+    """The model of transformers in a wrapper, the one whose forward is extended where there are several."""
+    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    return next((each for each in models if "_forward_without_trees" in vars(each)), models[0])
 
 
 def real_ids(ids: Tensor, config: PreTrainedConfig) -> Tensor:
@@ -135,16 +136,13 @@ def row_inputs(model: nn.Module, ids: Tensor, images: Media) -> dict[str, Tensor
     """What a forward over rows takes beside their mask."""
     if not images:
         return {"input_ids": ids}
-    base = pretrained(model)
+    base = base_model(model)
+    inputs = {"input_ids": real_ids(ids, base.config)}
     order = [image for row in ids.cpu().numpy() for image in _in_order(row, images)]
-    seen = {**concat_media_inputs(order, images, ids.device), **_type_ids(base.forward, ids)} if order else {}
-    return {"input_ids": real_ids(ids, base.config), **seen}
-
-
-def _type_ids(forward: Callable[..., object], ids: Tensor) -> dict[str, Tensor]:
-    """Which tokens are an image's, by the name under which a forward takes it."""
-    parameters = inspect.signature(forward).parameters
-    return {name: kinds(ids) for name in TYPES if name in parameters}
+    if order:
+        inputs |= concat_media_inputs(order, images, ids.device)
+        inputs |= {name: kinds(ids) for name in TYPES if name in inspect.signature(base.forward).parameters}
+    return inputs
 
 
 class RowMedia:

@@ -25,24 +25,13 @@ from transformers.modeling_outputs import ModelOutput
 
 from mt_grpo.errors import UnsupportedModelError
 from mt_grpo.forward.attention import TreeLayout
-from mt_grpo.forward.interface import (
-    extend_attention,
-    has_own_attention,
-    packed_row,
-)
-from mt_grpo.forward.lm_head import (
-    Sampling,
-    Truncation,
-    at_labels,
-    backbone_name,
-    output_layer,
-    score_states,
-)
+from mt_grpo.forward.interface import extend_attention, has_own_attention, packed_row
+from mt_grpo.forward.lm_head import Sampling, Truncation, at_labels, backbone_name, output_layer, score_states
 from mt_grpo.forward.media import (
     Media,
     RowMedia,
+    base_model,
     media_tokens,
-    pretrained,
     real_ids,
     row_inputs,
     with_blank,
@@ -314,7 +303,7 @@ def _score_rows(model: nn.Module, plan: ForwardPlan) -> Scores:
     label = ids[at, torch.from_numpy(depth).to(device)]
     predictor = depth - 1 - ids.size(1)  # from the end, since an adapter may put tokens before every row
     asked: dict[str, Any] = {"output_router_logits": True} if plan.router_loss else {}
-    keeps = inspect.signature(pretrained(model).forward).parameters.get("logits_to_keep")
+    keeps = inspect.signature(base_model(model).forward).parameters.get("logits_to_keep")
     if keeps is not None and "Tensor" in str(keeps.annotation):  # else logits of every token of every row
         kept, predictor = np.unique(predictor, return_inverse=True)
         asked["logits_to_keep"] = torch.from_numpy(kept).to(device)
@@ -324,7 +313,7 @@ def _score_rows(model: nn.Module, plan: ForwardPlan) -> Scores:
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / plan.temperature
     if plan.truncation is not None:
         logits = plan.truncation.apply(logits, label)
-    balance = router_loss(pretrained(model).config, output.router_logits, mask) if plan.router_loss else None
+    balance = router_loss(base_model(model).config, output.router_logits, mask) if plan.router_loss else None
     return Scores(number, column, turn, *at_labels(logits, plan.beside(label, number, column), plan.top), balance)
 
 

@@ -22,6 +22,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from mt_grpo.errors import UnsupportedModelError
 from mt_grpo.forward.interface import use_attention
+from mt_grpo.forward.media import base_model
 from mt_grpo.forward.model import DEFAULT_PLAN, ForwardPlan, Scores, score, score_turns
 from mt_grpo.forward.packing import FlatTree, flatten
 from mt_grpo.media import SOUND, kind_of
@@ -302,12 +303,6 @@ def _own_attention(base: PreTrainedModel) -> Iterator[None]:
         yield
     finally:
         use_attention(base, ours)
-
-
-def base_model(model: nn.Module) -> PreTrainedModel:
-    """The model of transformers in a wrapper, the one whose forward is extended where there are several."""
-    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-    return next((each for each in models if "_forward_without_trees" in vars(each)), models[0])
 
 
 def takes(base: PreTrainedModel, name: str) -> bool:

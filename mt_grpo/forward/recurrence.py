@@ -173,18 +173,10 @@ def _delta_rule(along_sequence: _Function, schedule: _Schedule) -> _Function:
     ) -> tuple[Tensor, None]:
         def step(inputs: list[Tensor], state: Tensor | None, continued: bool) -> tuple[Tensor, Tensor | None]:
             query, key, value, g, beta = inputs
-            chunk = {"chunk_size": _chunk(query, 64)} if query.device.type == "cpu" else {}  # kernels have their own
-            output, final = along_sequence(
-                query,
-                key,
-                value,
-                g=g,
-                beta=beta,
-                **options,
-                **chunk,
-                initial_state=state,
-                output_final_state=continued,
-            )
+            carried = {"initial_state": state, "output_final_state": continued}
+            if query.device.type == "cpu":  # kernels have chunks of their own
+                carried["chunk_size"] = _chunk(query, 64)
+            output, final = along_sequence(query, key, value, g=g, beta=beta, **options, **carried)
             return output, final
 
         options = {name: value for name, value in kwargs.items() if name not in _OURS}

@@ -6,7 +6,7 @@ the tokens that the policy sampled, computed once per batch, the turns that are 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from math import isnan, nan
@@ -468,10 +468,11 @@ def _load_gate(args: MTGRPOConfig, outcomes: Sequence[RewardFunc]) -> _Gate | No
 def _chosen(gate: Callable[[Trajectory], Sequence[bool]], trajectory: Trajectory) -> list[bool]:
     if trajectory.failed:
         return []
-    chosen = list(gate(trajectory))
+    given = gate(trajectory)
+    chosen = list(given) if isinstance(given, Iterable) else []
     if len(chosen) != len(trajectory.turns) or not all(isinstance(each, bool) for each in chosen):
         raise ConfigError(
-            f"The gate of `teacher` gave {chosen!r:.80} for a conversation of {len(trajectory.turns)} turns: return a "
+            f"The gate of `teacher` gave {given!r:.80} for a conversation of {len(trajectory.turns)} turns: return a "
             "bool for each turn."
         )
     return chosen

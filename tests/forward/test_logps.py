@@ -5,7 +5,6 @@ import pytest
 import torch
 from support.forests import FOREST, make_tree
 
-from mt_grpo.errors import UnsupportedModelError
 from mt_grpo.forward import _PERIOD, SIZE, TurnGradients, _Projection, token_logps
 from mt_grpo.forward import lm_head as head
 from mt_grpo.forward.lm_head import chunked_logps
@@ -20,20 +19,17 @@ TREES = [make_tree(timesteps) for timesteps in FOREST]
 IDS = torch.tensor([[1, 2, 3]])
 
 
-def test_a_layer_that_loses_the_tree_is_noticed(model):
-    layer = model.model.layers[1].self_attn
-    forward = layer.forward
-    layer.forward = lambda *args, attention_mask, **kwargs: forward(*args, attention_mask=None, **kwargs)
-    with pytest.raises(UnsupportedModelError, match="Qwen3Attention has a mask of its own making.*`forward: padded`"):
-        token_logps(model, TREES[:1])
-
-
 @pytest.mark.parametrize(
-    ("option", "known"), [("forward", "tree, padded, turn_by_turn"), ("attention", "auto, dense, flex, segment")]
+    ("options", "problem"),
+    [
+        ({"forward": "fast"}, "`forward` is 'fast'; choose one of tree, padded, turn_by_turn"),
+        ({"attention": "fast"}, "`attention` is 'fast'; choose one of auto, dense, flex, segment"),
+        ({"temperature": 0.0}, "`temperature` is 0.0; set a number above 0"),
+    ],
 )
-def test_an_unknown_way_is_refused(model, option, known):
-    with pytest.raises(ValueError, match=f"`{option}` is 'fast'; choose one of {known}"):
-        token_logps(model, [], **{option: "fast"})
+def test_options_that_there_are_not_are_refused(model, options, problem):
+    with pytest.raises(ValueError, match=problem):
+        token_logps(model, [], **options)
 
 
 def test_the_head_holds_no_more_logits_than_a_chunk(monkeypatch):

@@ -116,7 +116,8 @@ def test_turns_that_explain_nothing_are_not_distilled(teach):
 def test_a_function_chooses_turns(teach, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     lines = "def first(trajectory):\n    return [turn.index == 0 for turn in trajectory.turns]\n"
-    (tmp_path / "mt_gates.py").write_text(f"{lines}\n\ndef short(trajectory):\n    return [True]\n\n\nnumber = 3\n")
+    lines += "\n\ndef short(trajectory):\n    return [True]\n\n\nnumber = 3\n"
+    (tmp_path / "mt_gates.py").write_text(f"{lines}\n\ndef whole(trajectory):\n    return True\n")
     options = {"per_device_train_batch_size": 4, "steps_per_generation": 2, "gradient_accumulation_steps": 2}
     trainer = teach(GATE.format("first"), **options)
     for inputs in two_groups(trainer):
@@ -124,8 +125,9 @@ def test_a_function_chooses_turns(teach, tmp_path, monkeypatch):
         assert distilled.equal(trained_tokens(inputs) & (inputs["turn_ids"] == 0)) and distilled.any()
     ungated = {name: metric for name, metric in trainer.evaluate().items() if "gated" in name}
     assert not ungated and trainer._metrics["train"]["teacher/gated"] == [10 / 18]
-    with pytest.raises(ConfigError, match=r"gave \[True\] for a conversation of 3 turns: return a bool for each turn"):
-        two_groups(teach(GATE.format("short"), **options))
+    for name, given in {"short": r"\[True\]", "whole": "True"}.items():
+        with pytest.raises(ConfigError, match=f"gave {given} for a conversation of 3 turns: return a bool for each"):
+            two_groups(teach(GATE.format(name), **options))
     with pytest.raises(ConfigError, match="is no function of a trajectory: it is 3"):
         teach(GATE.format("number"), **options)
 

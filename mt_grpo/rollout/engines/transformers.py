@@ -37,7 +37,7 @@ from transformers.generation import (
 )
 
 from mt_grpo.errors import ConfigError
-from mt_grpo.forward.media import Media, MediumInputs, media_tokens, row_inputs
+from mt_grpo.forward.media import Media, MediumInputs, base_model, media_tokens, row_inputs
 from mt_grpo.forward.probe import (
     FACTOR,
     MOST_NOISE,
@@ -45,7 +45,6 @@ from mt_grpo.forward.probe import (
     SHALLOWEST,
     TURN,
     Proof,
-    base_model,
     context_length,
     rounding_step,
     shaken,
