@@ -68,7 +68,7 @@ class _TreeMask(Tensor):
     ) -> _TreeMask:
         """The mask of a packed row, for layers that see a token as `sees` says."""
         mask = torch.ones([1] * dimensions, dtype=torch.bool, device=device).as_subclass(cls)
-        windows = _windows(sees, size, layout)
+        windows = _windows(sees, size, layout, device)
         mask.tree, mask.window, mask.known = layout, next(iter(windows), None), bool(windows)
         return mask
 
@@ -197,17 +197,17 @@ def _at_depth(module: Any, query: Tensor, layout: TreeLayout) -> Tensor:
     return query * torch.from_numpy(ratio).to(query)[:, None]
 
 
-def _windows(sees: Callable[..., Tensor], size: int | None, layout: TreeLayout) -> list[Window]:
+def _windows(sees: Callable[..., Tensor], size: int | None, layout: TreeLayout, device: torch.device) -> list[Window]:
     """What a mask shows, if that is a range of depths up to the token's own: both ends are tested for every depth."""
     depth = np.arange(int(layout.depth.max()) + 1)
-    query = torch.from_numpy(depth)
-    batch = torch.zeros((), dtype=torch.long)
+    query = torch.from_numpy(depth).to(device)  # a chunk's mask holds where rows begin, on the model's device
+    batch = torch.zeros((), dtype=torch.long, device=device)
 
     def shows(key: Tensor) -> Tensor:
-        return sees(batch, batch, query, key).expand(query.shape).cpu()
+        return sees(batch, batch, query, key).expand(query.shape)
 
     def fits(window: Window) -> bool:
-        first = torch.from_numpy(oldest(depth, window))
+        first = torch.from_numpy(oldest(depth, window)).to(device)
         return bool(shows(first).all()) and not (shows(first - 1) & (first > 0)).any()
 
     known: list[Window] = [size, Chunk(size)] if size else [None]
