@@ -20,7 +20,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, ParamSpec, TypeVar
 
-import yaml
 from datasets import Dataset
 
 from mt_grpo.concurrency import call
@@ -30,6 +29,7 @@ from mt_grpo.envs.tool_env import DialogueEnv
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean, import_object
 from mt_grpo.options.table import Values
+from mt_grpo.options.values import read_yaml
 from mt_grpo.rewards.builtin import find_number
 from mt_grpo.tools import BaseTool, MCPBaseTool, OpenAIFunctionToolSchema, ToolResponse
 from mt_grpo.tools.function import ToolDefinitionError, finite
@@ -253,16 +253,11 @@ def load_interactions(path: str) -> dict[str, BaseInteraction]:
     Loads the interactions of a YAML file, `interaction: [{name, class_name, config}]`, by name: by default the class
     name in lower case without `Interaction` at its end.
     """
-    listed, fault = None, "has no list `interaction`: give it one, of `class_name` and `config`"
-    try:
-        listed = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        fault = f"cannot be read: {error.strerror if isinstance(error, OSError) else 'it is not text'}"
-    except yaml.YAMLError as error:
-        fault = f"is not YAML: {' '.join(str(error).split())}"
+    what = f"`interaction_config_file: {path}`"
+    listed = read_yaml(Path(path), what)
     entries = listed.get("interaction") if isinstance(listed, dict) else None
     if not isinstance(entries, list) or not entries:
-        raise ConfigError(f"`interaction_config_file: {path}` {fault}.")
+        raise ConfigError(f"{what} has no list `interaction`: give it one, of `class_name` and `config`.")
     interactions: dict[str, BaseInteraction] = {}
     for entry in entries:
         name, interaction = _load(entry, path)

@@ -12,6 +12,7 @@ import shlex
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
@@ -19,7 +20,7 @@ import yaml
 from annotated_types import Ge, Gt, Le, MinLen
 from typing_extensions import TypedDict
 
-from mt_grpo.errors import ConfigError, refuse_first
+from mt_grpo.errors import ConfigError, UserError, refuse_first
 from mt_grpo.imports import choose, did_you_mean
 from mt_grpo.options.table import RunOptions, Values
 
@@ -148,6 +149,17 @@ def parse_mapping(value: object, key: str) -> Any:
         return yaml.safe_load(value)
     except yaml.YAMLError:
         raise ConfigError(f"`{key}` is {value!r}, which is not a JSON mapping.") from None
+
+
+def read_yaml(file: Path | Traversable, what: str, error: type[UserError] = ConfigError) -> Any:
+    """What a file of YAML says; `what` begins the sentence that refuses one which cannot be read."""
+    try:
+        return yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as failure:
+        fault = f"cannot be read: {failure.strerror if isinstance(failure, OSError) else 'it is not text'}"
+    except (yaml.YAMLError, ValueError, RecursionError) as failure:  # the second: a date that is none
+        fault = f"is not valid YAML: {' '.join(str(failure).split())}"
+    raise error(f"{what} {fault}.")
 
 
 def _parse_braces(value: object, what: str) -> Any:

@@ -11,14 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
 from pydantic import ValidationError
 
 from mt_grpo.concurrency import ConcurrencyLimit
 from mt_grpo.errors import UserError
 from mt_grpo.imports import Registry, did_you_mean, import_object
 from mt_grpo.options.rules import unknown_tool
-from mt_grpo.options.values import is_bare
+from mt_grpo.options.values import is_bare, read_yaml
 from mt_grpo.processes import Processes
 from mt_grpo.tools.function import Tool, ToolDefinitionError, ToolOptions
 from mt_grpo.tools.stateful import BaseTool, OpenAIFunctionToolSchema, StatefulTool
@@ -156,16 +155,13 @@ def load_tools_file(path: str) -> list[Tool]:
 
     Paths in it are relative to the current folder.
     """
-    content, fault = None, "(`tools_config_file`) does not exist"
-    if Path(path).is_file():
-        try:
-            content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-            fault = "lists no tools: write a list under `tools:`"
-        except (yaml.YAMLError, ValueError) as error:  # the second: of no encoding, or a date that is none
-            fault = f"is not valid YAML: {' '.join(str(error).split())}"
+    what = f"The file of tools {path!r}"
+    if not Path(path).is_file():
+        raise ToolDefinitionError(f"{what} (`tools_config_file`) does not exist.")
+    content = read_yaml(Path(path), what, ToolDefinitionError)
     entries = content.get("tools") if isinstance(content, dict) else None
     if not isinstance(entries, list) or not entries:
-        raise ToolDefinitionError(f"The file of tools {path!r} {fault}.")
+        raise ToolDefinitionError(f"{what} lists no tools: write a list under `tools:`.")
     return [tool for number, entry in enumerate(entries, 1) for tool in _tools(entry, f"Tool {number} in {path}")]
 
 

@@ -373,8 +373,8 @@ def test_rows_of_another_schema_are_refused_with_their_number(write, schema: str
     assert as_messages([call]) == [call]
 
 
-def test_loading_rows_needs_no_torch() -> None:
-    code = "import sys, mt_grpo.data, mt_grpo.tools; sys.exit('torch' in sys.modules)"
+def test_rows_tools_and_rewards_need_no_torch() -> None:
+    code = "import sys, mt_grpo.data, mt_grpo.rewards, mt_grpo.tools; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 

@@ -21,15 +21,11 @@ def solved(tmp_path):
         app = tmp_path / "app"
         shutil.rmtree(app, ignore_errors=True)
         shutil.copytree(task / "environment" / "app", app)
-
-        def bash(text):
-            here = text.replace("/app", str(app)).replace("/logs", str(tmp_path)).replace("/tmp/found", f"{app}.found")
-            subprocess.run(["bash", "-c", here], check=False, capture_output=True, timeout=20)
-
         for script in app.rglob("*.sh"):
             script.write_text(script.read_text().replace("/app", str(app)))
-        bash(commands)
-        bash((task / "tests" / "test.sh").read_text())
+        text = f"({commands}\n)\n{(task / 'tests' / 'test.sh').read_text()}"
+        text = text.replace("/app", str(app)).replace("/logs", str(tmp_path)).replace("/tmp/found", f"{app}.found")
+        subprocess.run(["bash", "-c", text], check=True, capture_output=True, timeout=20)
         return (tmp_path / "verifier" / "reward.txt").read_text().strip() == "1"
 
     return run

@@ -17,21 +17,19 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.models import build_tokenizer
-from support.shells import SUBMIT, call, play_branches
+from support.shells import SUBMIT, call, play_branches, play_turns
 from support.waiting import until
 
 from mt_grpo.cli import main
 from mt_grpo.data.terminal import KINDS, write_tasks
 from mt_grpo.envs.source import build_environment, check_source
 from mt_grpo.errors import ConfigError
-from mt_grpo.integrations.harbor import HarborAgents, HarborEnv, HarborTasks, shell
+from mt_grpo.integrations.harbor import HarborEnv, HarborTasks, shell
 from mt_grpo.integrations.harbor.bubblewrap import Sandbox, begin_trial, check_usable, read_machine
 from mt_grpo.integrations.harbor.containers import owner
 from mt_grpo.options.table import RunOptions
 from mt_grpo.options.values import with_env_options
 from mt_grpo.rewards import EnvReward
-from mt_grpo.rollout import RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
 from mt_grpo.trajectory import StopReason
 
 if shutil.which("bwrap") is None:
@@ -63,17 +61,7 @@ def make_task(tmp_path):
 
 @pytest.fixture
 def play():
-    """Plays a scripted conversation of a folder's first task."""
-
-    def run(folder, *turns, **options):
-        tasks = HarborTasks(HarborEnv("bubblewrap", **options), str(folder))
-        row = tasks.rows("train")[0]
-        tasks.check(tasks.rows("train"), "dataset")
-        engine = ScriptedEngine(build_tokenizer(), lambda session, turn: f"{turns[turn]}<|im_end|>")
-        requests = [RolloutRequest(row["prompt"], "0", row=row)]
-        return asyncio.run(RolloutRunner(tasks, engine).run(requests, SamplingParams(max_tokens=4000)))[0]
-
-    return run
+    return lambda folder, *turns, **options: play_turns("bubblewrap", folder, *turns, **options)[0]
 
 
 @pytest.fixture
@@ -91,11 +79,10 @@ def nothing_is_left(tmp_path, monkeypatch):
     place.rmdir()
 
 
-def test_generated_tasks_are_solved_by_their_solutions_alone(tmp_path, play):
+def test_generated_tasks_are_solved_by_their_solutions(tmp_path, play):
     for task in write_tasks(tmp_path, len(KINDS), seed=3):
         solution = (task / "solution" / "solve.sh").read_text()
         assert play(task, call(solution), SUBMIT).env_rewards == {"reward": 1.0}, task
-        assert play(task, call("true"), SUBMIT).env_rewards == {"reward": 0.0}, task
 
 
 def test_a_shell_goes_on_from_call_to_call(make_task, play):
@@ -106,15 +93,10 @@ def test_a_shell_goes_on_from_call_to_call(make_task, play):
     assert found.env_rewards == {"reward": 1.0} and found.info["verifier_log"] == "verified\n"
 
 
-@pytest.mark.parametrize(
-    ("test", "result", "rewards"),
-    [
-        ('echo \'{"reward": 0.5, "style": 1}\'', "reward.json", {"reward": 0.5, "style": 1.0}),
-        ("echo 0.25", "reward.txt", {"reward": 0.25}),
-    ],
-)
-def test_the_numbers_of_the_verifier_are_kept_by_name(make_task, play, test, result, rewards):
-    assert play(make_task(test, result=result), SUBMIT).env_rewards == rewards
+def test_the_numbers_of_the_verifier_are_kept_by_name(make_task, play):
+    task = make_task('echo \'{"reward": 0.5, "style": 1}\'', result="reward.json")
+    assert play(task, SUBMIT).env_rewards == {"reward": 0.5, "style": 1.0}
+    assert play(make_task("echo 0.25"), SUBMIT).env_rewards == {"reward": 0.25}
 
 
 @pytest.mark.parametrize(
@@ -148,29 +130,44 @@ def test_what_the_agent_left_running_is_ended_before_the_tests(make_task, play):
     assert found.turns[0].reward == 1.0 and found.env_rewards == {"reward": 0.0}
 
 
+LOOKS = {
+    "env | cut -d= -f1 | sort | tr '\\n' ' '": "HOME LANG PATH PWD SHLVL TERM _",
+    "[ $(ls -d /proc/[0-9]* | wc -l) -lt 12 ] && echo alone": "alone",
+    "mkdir -p /logs/verifier || echo 1 > /logs/verifier/reward.txt": "Read-only file system",
+    "rm -rf /app; ln -s /etc /app": "Read-only file system",
+    "ls /root/.. /home /opt /etc/shadow; ls -A /root /tmp": "cannot access '/home'",
+    "cat < /dev/tcp/127.0.0.1/22; cat /sys/class/net/eth0/address; ip route": "Connection refused",
+    "unshare --user --map-root-user id": "unshare failed",
+    "echo b > /dev/sda; echo c > /proc/sysrq-trigger; cat /etc/shadow": "No such file",
+    "kill -9 1; echo alive": "alive",
+}
+FLOOD = """perl -e 'for (1..700) {
+    defined($pid = fork) or do { $why = $!; kill 9, @begun; die $why };
+    $pid or exec "sleep", 30;
+    push @begun, $pid;
+}'"""
+LIMITS = {
+    "head -c 20000000 /dev/zero > /app/large; ls -l /app/large": "10485760",
+    "head -c 400000000 /dev/zero | tail -c 390000000 | wc -c": "memory exhausted",
+    FLOOD: "Resource temporarily unavailable",
+}
+
+
 @pytest.mark.parametrize(
-    ("command", "shown"),
+    "commands",
     [
-        ("mkdir -p /logs/verifier || echo 1 > /logs/verifier/reward.txt", "Read-only file system"),
-        ("(while :; do cp /dev/null /tests/test.sh; done) > /dev/null 2>&1 &", "[no output]"),
-        ("rm -rf /app; ln -s /etc /app", "Read-only file system"),
-        ("ls /root/.. /home /opt /etc/shadow; ls -A /root /tmp", "cannot access '/home'"),
-        ("kill -9 1; echo alive", "alive"),
-        ("[ $(ls -d /proc/[0-9]* | wc -l) -lt 12 ] && echo alone", "alone"),
-        ("for i in $(seq 700); do sleep 30 & done", "Resource temporarily unavailable"),
-        ("head -c 400000000 /dev/zero | tail -c 390000000 | wc -c", "memory exhausted"),
-        ("head -c 20000000 /dev/zero > /app/large; ls -l /app/large", "10485760"),
-        ("cat < /dev/tcp/127.0.0.1/22; cat /sys/class/net/eth0/address; ip route", ""),
-        ("unshare --user --map-root-user id", "unshare failed"),
-        ("env | cut -d= -f1 | sort | tr '\\n' ' '", "HOME LANG PATH PWD SHLVL TERM _"),
-        ("echo b > /dev/sda; echo c > /proc/sysrq-trigger; cat /etc/shadow", "No such file"),
-        ("yes '<|im_end|></result>' | head -c 100000000", "bytes left out"),
+        LOOKS,
+        LIMITS,
+        {"(while :; do cp /dev/null /tests/test.sh; done) > /dev/null 2>&1 &": "[no output]"},
+        {"yes '<|im_end|></result>' | head -c 20000000": "bytes left out"},
     ],
+    ids=["looks", "limits", "rewriter", "output"],
 )
-def test_a_sandbox_holds_what_runs_in_it(make_task, play, command, shown):
-    found = play(make_task(), call(command), SUBMIT, tool_timeout=5)
-    assert shown in found.turns[0].tool_calls[0].result
-    assert found.env_rewards == {"reward": 0.0} and len(found.turns) == 2
+def test_a_sandbox_holds_what_runs_in_it(make_task, play, commands):
+    found = play(make_task(), *map(call, commands), SUBMIT, tool_timeout=20)
+    for turn, shown in zip(found.turns, commands.values(), strict=False):
+        assert shown in turn.tool_calls[0].result
+    assert found.env_rewards == {"reward": 0.0} and len(found.turns) == len(commands) + 1
 
 
 @pytest.mark.parametrize("command", ["rm -rf /srv/app", "mkdir -p $(printf 'd/%.0s' $(seq 1100))"])
@@ -210,17 +207,10 @@ def test_branches_go_on_alone_from_the_same_shell(make_task, branch, caplog):
     assert caplog.text.count("A branch has no copy of what the agent left running") == 1
 
 
-@pytest.mark.parametrize(
-    ("command", "shown"),
-    [
-        ("for i in $(seq 700); do sleep 30 & done", "Resource temporarily unavailable"),
-        ("head -c 400000000 /dev/zero | tail -c 390000000 | wc -c", "memory exhausted"),
-        ("head -c 20000000 /dev/zero > /app/large; ls -l /app/large", "10485760"),
-    ],
-)
-def test_limits_hold_in_a_branch(make_task, branch, command, shown):
-    found = branch(make_task(), "printf hello > /app/hello.txt", "true", command)
-    assert shown in found[1].turns[1].tool_calls[0].result and found[1].env_rewards == {"reward": 1.0}
+def test_limits_hold_in_a_branch(make_task, branch):
+    found = branch(make_task(), "printf hello > /app/hello.txt", "true", "; ".join(LIMITS))
+    result = found[1].turns[1].tool_calls[0].result
+    assert all(shown in result for shown in LIMITS.values()) and found[1].env_rewards == {"reward": 1.0}
 
 
 def test_sandboxes_that_cannot_be_copied_are_refused(make_task):
@@ -274,21 +264,24 @@ def test_a_shell_that_the_agent_ended_is_begun_again(make_task, play, monkeypatc
     assert found.env_rewards == {"reward": 1.0} and found.stop_reason == StopReason.ENV_DONE
 
 
-@pytest.mark.parametrize(("test", "rewards"), [(TEST, [1.0, 1.0, None]), ("exit 1", [0.0, 0.0, 0.0])])
-def test_an_agent_that_spoiled_its_shell_is_verified(make_task, play, monkeypatch, test, rewards):
+SPOILS = "rm /tmp/.shell/command; mkfifo /tmp/.shell/command"
+
+
+@pytest.mark.parametrize(
+    ("commands", "test", "rewards"),
+    [
+        ([f"printf hello > /app/hello.txt; {SPOILS}", "echo"], TEST, [1.0, 1.0, None]),
+        ([f"{SPOILS}; kill -9 -1"], "exit 1", [0.0, 0.0, 0.0]),
+    ],
+    ids=["later", "first"],
+)
+def test_an_agent_that_spoiled_its_shell_is_verified(make_task, play, monkeypatch, commands, test, rewards):
     monkeypatch.setattr(shell, "GRACE", 1.0)
-    spoils = "printf hello > /app/hello.txt; rm /tmp/.shell/command; mkfifo /tmp/.shell/command"
-    found = play(make_task(test), call(spoils), call("echo"), SUBMIT, tool_timeout=1)
+    found = play(make_task(test), *map(call, commands), SUBMIT, tool_timeout=1)
     assert [EnvReward(key).score(found) for key in (None, "reward", "style")] == rewards
-    assert found.stop_reason == StopReason.ENV_DONE
-    assert "The shell runs no commands any more, also after" in found.turns[1].tool_calls[0].error
-    assert len(found.turns) == 2 and ("holds no numbers" in found.info["verifier_log"]) == (not rewards[0])
-
-
-def test_a_first_command_that_spoils_the_shell_is_verified_too(make_task, play, monkeypatch):
-    monkeypatch.setattr(shell, "GRACE", 1.0)
-    found = play(make_task(), call("rm /tmp/.shell/command; mkfifo /tmp/.shell/command; kill -9 -1"), tool_timeout=1)
-    assert found.env_rewards["reward"] == 0.0 and found.stop_reason == StopReason.ENV_DONE
+    assert found.stop_reason == StopReason.ENV_DONE and len(found.turns) == len(commands)
+    assert "The shell runs no commands any more, also after" in found.turns[-1].tool_calls[0].error
+    assert ("holds no numbers" in found.info["verifier_log"]) == (not rewards[0])
 
 
 def test_a_sandbox_killed_from_outside_earns_nothing(make_task, play):
@@ -411,26 +404,13 @@ def build(make_task):
     return run
 
 
-@pytest.mark.parametrize(
-    ("own", "said"),
-    [
-        ({"agent": "codex"}, "`agent: codex` is Harbor's and needs its containers: use another `sandbox`"),
-        ({"host": "10.0.0.1"}, "`host` is for Harbor's own agents, and `agent: bash` asks from no container"),
-    ],
-)
-def test_keys_of_harbors_agents_are_refused(build, own, said):
-    with pytest.raises(ConfigError, match=said):
-        build(**own)
-
-
-def test_a_key_of_a_recipe_that_is_null_is_unset(build):
+def test_keys_of_harbors_agents_are_refused(build):
+    with pytest.raises(ConfigError, match="`agent: codex` is Harbor's and needs its containers: use another `sandbox"):
+        build(agent="codex")
+    with pytest.raises(ConfigError, match="`host` is for Harbor's own agents, and `agent: bash` asks from no contai"):
+        build(host="10.0.0.1")
     unset = dict.fromkeys(("agent", "eval_tasks", "host", "verify_every", "sandbox_pool"))
     assert build(**unset).rows("eval") is None
-
-
-def test_an_agent_of_harbors_is_refused_in_scripts_too(make_task):
-    with pytest.raises(ConfigError, match="`agent: terminus-2` is Harbor's and needs its containers"):
-        HarborAgents("terminus-2", str(make_task()), sandbox="bubblewrap")
 
 
 def test_a_killed_run_leaves_nothing_after_the_next_begins(make_task, nothing_is_left):
@@ -466,10 +446,8 @@ def test_the_quickstart_trains_and_its_sandboxes_are_found(tmp_path, capsys, mon
     own = ["--output_dir", str(tmp_path / "run")]
     assert main(["doctor", recipe, *own]) == 0
     out = capsys.readouterr().out
-    assert (
-        "ok    sandbox         `bubblewrap` is here and answers\nok    sandbox         96 tasks need no image\n" in out
-    )
-    small = ["--max_steps", "2", "--per_device_train_batch_size", "8", "--num_generations", "4", "--do_eval", "false"]
+    assert "sandbox         `bubblewrap` is here and answers\nok    sandbox         96 tasks need no image\n" in out
+    small = ["--max_steps", "1", "--per_device_train_batch_size", "4", "--num_generations", "4", "--do_eval", "false"]
     assert main(["train", recipe, *own, *small]) == 0
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [row["rollouts/failed"] for row in rows if "rollouts/failed" in row] == [0.0, 0.0]
+    assert [row["rollouts/failed"] for row in rows if "rollouts/failed" in row] == [0.0]

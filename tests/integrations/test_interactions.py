@@ -235,7 +235,7 @@ def test_a_file_names_interactions(tmp_path):
         ([{"class_name": GSM8K}, {"class_name": GSM8K}], "are named 'gsm8k': give each a `name` of its own."),
         (None, "cannot be read: No such file"),
         (b"\xff", "cannot be read: it is not text"),
-        (b"a: [}", "is not YAML: "),
+        (b"a: [}", "is not valid YAML: "),
     ],
 )
 def test_a_wrong_file_is_refused_with_one_sentence(tmp_path, entries, message):

@@ -29,7 +29,7 @@ from support.conversations import user
 from support.waiting import until_true
 
 from mt_grpo.envs.protocols import TagProtocol
-from mt_grpo.integrations.openai_api import AgentSource, conversation
+from mt_grpo.integrations.openai_api import AgentSource
 from mt_grpo.trajectory import StopReason
 
 OTHER = {**LOOKUP, "function": {**LOOKUP["function"], "name": "ask"}}
@@ -232,10 +232,7 @@ def of_user(*parts):
         ({"stop": [3]}, "`stop` is neither"),
         ({"tools": [{"type": "function"}]}, "no function with a name"),
         ({"functions": [{"name": "a"}]}, "older form"),
-        ({"messages": user("Q1") * 2049}, "has 2049 messages, above 2048"),
-        ({"tools": [LOOKUP] * 129}, "has 129 tools, above 128"),
         ({"tools": [{**LOOKUP, "function": {"name": "a", "parameters": nested(200)}}]}, "brackets that are too deep"),
-        ({"stop": ["a"] * 65}, "has 65 texts, above 64"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(request_, problem):
@@ -287,18 +284,6 @@ def test_what_fits_no_context_is_refused_and_can_be_cut(asked, most):
     assert isinstance(error, openai.BadRequestError) and error.code == "context_length_exceeded"
     assert answer.choices[0].message.content == "A"
     assert trajectory.stop_reason is StopReason.ENV_DONE and len(trajectory.turns) == 1
-
-
-def test_a_huge_request_is_not_read():
-    (error, _), trajectory, _ = ask(answers, {"messages": user("word " * 2_000_000)}, {})
-    assert error.status_code == 413 and len(trajectory.turns) == 1
-
-
-def test_who_asks_too_much_at_once_is_told_to_come_again(monkeypatch):
-    monkeypatch.setattr(conversation, "MOST_REQUESTS", 0)
-    (error,), _, _ = ask(answers, {})
-    headers = error.response.headers
-    assert (error.status_code, headers["x-should-retry"], headers["retry-after"]) == (429, "true", "1")
 
 
 def test_a_clients_own_limit_of_tokens_is_no_failure():
@@ -446,7 +431,7 @@ def test_strangers_are_told_of_once_and_no_key_is_printed(caplog):
 
     async def agent(row, client):
         keys.append(client.api_key)
-        for _ in range(20):
+        for _ in range(5):
             await post(client, "guessed")
             await send(client, b"\x16\x03\x01 no HTTP\r\n\r\n")
             await send(client, request(client, body, f"no header {client.api_key}"))
@@ -456,7 +441,7 @@ def test_strangers_are_told_of_once_and_no_key_is_printed(caplog):
     for _ in range(2):
         hold(source, fails=True)
     (record,) = of_the_server(caplog)
-    assert "refused: 80 " in record.getMessage() and not any(key in caplog.text for key in keys)
+    assert "refused: 20 " in record.getMessage() and not any(key in caplog.text for key in keys)
 
 
 def test_a_damaged_body_is_the_clients_error(caplog):

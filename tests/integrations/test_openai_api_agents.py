@@ -13,6 +13,7 @@ import threading
 import time
 
 import aiohttp
+import httpx
 import openai
 import psutil
 import pytest
@@ -22,7 +23,7 @@ from support.agents import answers, check_whole, hold, reply, run_agent, web
 from support.conversations import user
 from support.waiting import until
 
-from mt_grpo.integrations.openai_api import AgentClient, Command
+from mt_grpo.integrations.openai_api import AgentClient, Command, conversation
 from mt_grpo.rollout import EngineError
 from mt_grpo.runlog.findings import Counts, find
 from mt_grpo.runlog.writer import Batch, rollout_lines
@@ -120,9 +121,9 @@ async def never_ends(row, client):
 
 
 async def never_gives_up(row, client):
-    while True:
-        with contextlib.suppress(openai.BadRequestError):
-            await reply(client, user("Q1"))
+    async with web(client) as http:
+        while True:
+            await http.post("/chat/completions", json=ASKED)
 
 
 cancelled = threading.Event()
@@ -180,23 +181,23 @@ def test_a_failing_engine_is_the_cause_whatever_the_agent_does():
 # Many requests, large ones, and those that are sent again
 
 
-def test_a_flood_of_requests_is_sampled_one_by_one_or_refused():
-    statuses = []
+def test_a_flood_of_requests_is_sampled_one_by_one_or_refused(monkeypatch):
+    monkeypatch.setattr(conversation, "MOST_REQUESTS", 16)
+    told = []
 
     async def agent(row, client):
-        headers = {"Authorization": f"Bearer {client.api_key}", "x-stainless-retry-count": "0"}
-        async with aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=0)) as http:
+        async with web(client, limits=httpx.Limits()) as http:
 
             async def ask(number):
-                body = {"messages": user(f"Q{number % 7}")}
-                async with http.post(f"{client.base_url}/chat/completions", json=body) as answer:
-                    statuses.append(answer.status)
+                body, headers = {"messages": user(f"Q{number % 7}")}, {"x-stainless-retry-count": "0"}
+                answer = await http.post("/chat/completions", json=body, headers=headers)
+                told.append((answer.status_code, answer.headers.get("retry-after")))
 
-            await asyncio.gather(*map(ask, range(400)))
+            await asyncio.gather(*map(ask, range(40)))
 
-    trajectory, runner = hold(agent, latency=0.002, context_length=100_000)
-    assert len(statuses) == 400 and set(statuses) <= {200, 429}
-    assert len(trajectory.turns) == statuses.count(200) >= 256
+    trajectory, runner = hold(agent, latency=0.02, context_length=100_000)
+    assert set(told) == {(200, None), (429, "1")} and len(told) == 40
+    assert len(trajectory.turns) == told.count((200, None)) >= 16
     assert [turn.index for turn in trajectory.turns] == list(range(len(trajectory.turns)))
     check_whole(trajectory, runner)
 
@@ -226,7 +227,7 @@ class Faulty:
 
     def __init__(self, client, web, sampling):
         self.url, self.web, self.sampling = f"{client.base_url}/chat/completions", web, sampling
-        self.messages, self.asked, self.told = user("Q1"), 0, []
+        self.messages, self.asked, self.told, self.latency = user("Q1"), 0, [], 0.02
 
     async def post(self, messages, headers, stream=False):
         body = {"messages": messages, "stream": stream}
@@ -254,9 +255,11 @@ class Faulty:
         self.asked += 1
         first, again = ({name: value.format(self.asked) for name, value in each.items()} for each in (first, again))
         self.sampling.clear()
+        self.latency = 0.02 if first else 0.2  # in which it has to be dropped
         dropped = asyncio.ensure_future(self.post(self.messages, first, stream))
         await asyncio.to_thread(self.sampling.wait, 60.0)
         dropped.cancel()
+        self.latency = 0.02
         told = {await self.post(self.messages, again, stream) for _ in range(times)}
         assert len(told) == 1 and told.pop().endswith("data: [DONE]\n\n" if stream else "}")
 
@@ -290,7 +293,7 @@ def test_no_fault_loses_a_turn_or_trains_it_twice(acts, crashes):
 
     def seconds(session, turn):
         sampling.set()
-        return 0.02
+        return faulty[0].latency
 
     async def agent(row, client):
         async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {client.api_key}"}) as web:
@@ -396,13 +399,14 @@ def test_an_agent_that_fails_says_why(agent, turns, error, monkeypatch):
 
 
 def test_refusals_after_a_turn_are_the_agents_affair_and_kept():
-    """Also where a request was never read: its path is unknown, or it is too large."""
+    """Also of a request that was never read: its path is unknown, or it is too large."""
 
     async def agent(row, client):
         await reply(client, user("Q1"))
         async with web(client) as http:
             await http.post("/embeddings", json={})
-            await http.post("/chat/completions", content=b" " * (9 << 20))
+            too_large = await http.post("/chat/completions", content=b" " * (9 << 20))
+            assert too_large.status_code == 413
             await http.get("/nothing")
             for number in range(20):
                 await http.post("/chat/completions", json={"messages": user("Q"), f"field{number}": True})
@@ -437,10 +441,10 @@ def until_gone(marker: str) -> None:
 @pytest.mark.parametrize(
     ("end", "seconds"),
     [
-        ("import time; time.sleep(600)", 5.0),
+        ("import time; time.sleep(600)", 3.0),
         ("print(1.0, flush=True)", 60.0),
         ("raise SystemExit(3)", 60.0),
-        ("while True: sys.stdout.write('x' * 10_000)", 5.0),
+        ("while True: sys.stdout.write('x' * 10_000)", 3.0),
     ],
 )
 def test_no_process_outlives_its_conversation(end, seconds, tmp_path):

@@ -294,7 +294,10 @@ def with_field(dialect: str, name: str, value):
 
 
 SCHEMA = {"type": "json_schema", "name": "a", "schema": {}}
-COULD_CHANGE = [
+REFUSED = [
+    ("chat", "messages", user("Q") * 2049),
+    ("chat", "tools", [LOOKUP] * 129),
+    ("chat", "stop", ["a"] * 65),
     *(("chat", name, {"a": 1}) for name in ("guided_json", "structured_outputs", "web_search_options", "logit_bias")),
     ("chat", "guided_json", {}),
     ("chat", "web_search_options", {}),
@@ -324,8 +327,8 @@ COULD_CHANGE = [
 ]
 
 
-@pytest.mark.parametrize(("dialect", "name", "value"), COULD_CHANGE)
-def test_what_could_change_the_answer_is_refused_by_name(dialect, name, value):
+@pytest.mark.parametrize(("dialect", "name", "value"), REFUSED)
+def test_too_much_and_what_could_change_the_answer_are_refused(dialect, name, value):
     with pytest.raises(ApiError, match=f"^`{name}` ") as error:
         read_as(dialect, with_field(dialect, name, value))
     assert (error.value.status, error.value.param) == (400, name)

@@ -18,8 +18,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.agents import Reciting, calling_tokenizer
-from support.models import CPU_RUN, build_model, build_tokenizer
-from support.shells import SUBMIT, call, play_branches
+from support.models import CPU_RUN, build_model
+from support.shells import SUBMIT, call, play_branches, play_turns
 from trl.experimental.harbor import HarborBashEnv, HarborSpec
 
 from mt_grpo import MTGRPOConfig, MTGRPOEnvTrainer
@@ -74,16 +74,7 @@ def make_task(tmp_path_factory):
 
 @pytest.fixture
 def play():
-    """Plays scripted conversations of a folder's first task at once."""
-
-    def run(folder, *turns, number=1, limits=None, **options):
-        tasks = HarborTasks(HarborEnv("podman", **options), str(folder))
-        row = tasks.rows("train")[0]
-        engine = ScriptedEngine(build_tokenizer(), lambda session, turn: f"{turns[turn]}<|im_end|>")
-        requests = [RolloutRequest(row["prompt"], str(index), row=row) for index in range(number)]
-        return asyncio.run(RolloutRunner(tasks, engine, limits).run(requests, SamplingParams(max_tokens=4000)))
-
-    return run
+    return partial(play_turns, "podman")
 
 
 @pytest.fixture

@@ -18,6 +18,15 @@ def call(command):
     return f"<tool>{json.dumps({'name': 'bash', 'args': {'command': command}})}</tool>"
 
 
+def play_turns(sandbox, folder, *turns, number=1, limits=None, **options):
+    """Plays so many conversations of a folder's first task at once, each with these turns."""
+    source = HarborTasks(HarborEnv(sandbox, **options), str(folder))
+    row = source.rows("train")[0]
+    engine = ScriptedEngine(build_tokenizer(), lambda session, turn: f"{turns[turn]}<|im_end|>")
+    requests = [RolloutRequest(row["prompt"], str(index), row=row) for index in range(number)]
+    return asyncio.run(RolloutRunner(source, engine, limits).run(requests, SamplingParams(max_tokens=4000)))
+
+
 def play_branches(sandbox, folder, first, *commands):
     """Plays a first turn, and branches that go on with commands of their own."""
     source = HarborTasks(HarborEnv(sandbox), str(folder))

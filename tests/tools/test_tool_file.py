@@ -122,15 +122,17 @@ def test_a_wrong_entry_is_refused(write, change, problem):
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        ("tools: [", "is not valid YAML"),
-        ("# \xff", "is not valid YAML: 'utf-8' codec"),
-        ("tool: []", "lists no tools"),
-        ("tools: [1]", "Tool 1 in .* is no mapping"),
+        (b"tools: [", "is not valid YAML"),
+        (b"[" * 5000, "is not valid YAML"),
+        (b"tools: 2026-99-99", "is not valid YAML: month must be"),
+        (b"\xff", "cannot be read: it is not text"),
+        (b"tool: []", "lists no tools"),
+        (b"tools: [1]", "Tool 1 in .* is no mapping"),
     ],
 )
 def test_a_wrong_file_is_refused(tmp_path, content, problem):
     path = tmp_path / "tools.yaml"
-    path.write_text(content, encoding="latin-1")
+    path.write_bytes(content)
     with pytest.raises(UserError, match=problem):
         load_tools_file(str(path))
     with pytest.raises(UserError, match="'none.yaml' .* does not exist"):

@@ -31,7 +31,7 @@ from mt_grpo.integrations.harbor.containers import (
     no_way_here,
 )
 from mt_grpo.integrations.harbor.shell import Restartable, Shell
-from mt_grpo.integrations.harbor.tasks import TASK, Tasks, task_folders, value_of_harbor
+from mt_grpo.integrations.harbor.tasks import TASK, Tasks, agent_config, check_sandbox, task_folders
 from mt_grpo.integrations.openai_api.agent import AgentClient, AgentEnv, AgentSource, protocol_of
 from mt_grpo.integrations.openai_api.conversation import Conversation
 from mt_grpo.options.table import RunOptions, Values
@@ -152,7 +152,8 @@ class HarborEnv(MultiTurnToolEnv):
             fault = "`sandbox_pool` is of containers, and `sandbox: bubblewrap` has none: leave it out"
         if fault:
             raise ConfigError(f"{fault}.")
-        self.sandbox, self.verify_every = value_of_harbor("sandbox", sandbox), verify_every
+        check_sandbox(sandbox)
+        self.sandbox, self.verify_every = sandbox, verify_every
         self.command_seconds = 60.0 if tool_timeout is None else tool_timeout
         options = {"system_prompt": SYSTEM_PROMPT, "max_steps": 30, **options}
         self._shell, self._forked = Shell(), None
@@ -375,12 +376,12 @@ class HarborAgents(Tasks, AgentSource):
     ) -> None:
         if sandbox == BUBBLEWRAP:
             raise ConfigError(f"`agent: {agent}` is Harbor's and needs its containers: use another `sandbox`.")
-        self._of_harbor = value_of_harbor("agent", agent)
+        self._of_harbor = agent_config(agent)
         from harbor.agents.installed.base import BaseInstalledAgent
 
-        self.sandbox = value_of_harbor("sandbox", sandbox)
+        check_sandbox(sandbox)
         self.inside = issubclass(self._agent_class(), BaseInstalledAgent)  # it asks from its container
-        if self.inside and host is None and self.sandbox not in ENGINES:
+        if self.inside and host is None and sandbox not in ENGINES:
             raise ConfigError(
                 f"`agent: {self.name}` works in a container of `{sandbox}`, which runs elsewhere: give the address by "
                 "which it reaches this machine as `host`."

@@ -37,7 +37,7 @@ class Tasks:
     """Folders of tasks as rows: `prompt` is a task's instruction, `task` its folder; `embedded` are our own."""
 
     def __init__(self, sandbox: str, tasks: str, eval_tasks: str | None = None) -> None:
-        self.sandbox = value_of_harbor("sandbox", sandbox)
+        self.sandbox = sandbox
         _check_usable(self.sandbox)
         if removed := remove_leftovers(self.sandbox):
             logger.warning("Removed what an earlier run left: %s", ", ".join(removed))
@@ -100,43 +100,49 @@ class Tasks:
                 read_machine(Path(task))
 
 
-def value_of_harbor(option: str, given: str | Mapping[str, Any]) -> Any:
-    """The name of a `sandbox` that Harbor has, or its configuration of an `agent`."""
-    if option == "sandbox" and given == BUBBLEWRAP:
-        return given
+def check_sandbox(name: str) -> None:
+    """Refuses a sandbox that Harbor does not have."""
+    if name != BUBBLEWRAP:
+        _check_installed()
+        from harbor.models.environment_type import EnvironmentType
+
+        _check_known("sandbox", name, [kind.value for kind in EnvironmentType])
+
+
+def agent_config(given: str | Mapping[str, Any]) -> Any:
+    """Harbor's configuration of an agent."""
+    _check_installed()
+    from harbor.models.agent.name import AgentName
+    from harbor.models.trial.config import AgentConfig
+    from pydantic import ValidationError
+
+    if not isinstance(given, (str, Mapping)):
+        raise ConfigError(f"`agent: {given}` is no agent: give a name, or options of Harbor's `AgentConfig`.")
+    options = {"name": given} if isinstance(given, str) else dict(given)
+    if unknown := options.keys() - AgentConfig.model_fields.keys():
+        raise ConfigError(f"`agent` has no option {min(unknown)!r}: it has those of Harbor's `AgentConfig`.")
+    try:
+        config = AgentConfig(**options)
+    except ValidationError as error:
+        raise ConfigError(f"`agent: {options}` is refused by Harbor: {error.errors()[0]['msg']}") from error
+    if config.name is not None and ":" not in config.name:
+        _check_known("agent", config.name, sorted(AgentName.values()))
+    return config
+
+
+def _check_installed() -> None:
+    """Refuses a machine without Harbor."""
     if importlib.util.find_spec("harbor") is None:
         raise ConfigError(
             "`env: {type: harbor}` needs Harbor, which is not installed: `pip install mt-grpo[harbor]`, with Python "
             "3.12 or later. `sandbox: bubblewrap` goes without."
         )
-    from harbor.models.agent.name import AgentName
-    from harbor.models.environment_type import EnvironmentType
-    from harbor.models.trial.config import AgentConfig
-    from pydantic import ValidationError
 
-    if option == "sandbox":
-        known = [kind.value for kind in EnvironmentType]
-        value: Any = given
-    elif not isinstance(given, (str, Mapping)):
-        raise ConfigError(f"`agent: {given}` is no agent: give a name, or options of Harbor's `AgentConfig`.")
-    else:
-        options = {"name": given} if isinstance(given, str) else dict(given)
-        try:
-            if unknown := options.keys() - AgentConfig.model_fields.keys():
-                raise ConfigError(
-                    f"`agent` has no option {sorted(unknown)[0]!r}: it has those of Harbor's `AgentConfig`."
-                )
-            config = AgentConfig(**options)
-        except ValidationError as error:
-            raise ConfigError(f"`agent: {options}` is refused by Harbor: {error.errors()[0]['msg']}") from error
-        if config.name is None or ":" in config.name:
-            return config
-        known, value = sorted(AgentName.values()), config.name
-    if value not in known:
-        raise ConfigError(
-            f"`{option}: {value}` is none of Harbor's{did_you_mean(str(value), known)}: it has {', '.join(known)}."
-        )
-    return value if option == "sandbox" else config
+
+def _check_known(option: str, name: str, known: list[str]) -> None:
+    if name not in known:
+        near = did_you_mean(name, known)
+        raise ConfigError(f"`{option}: {name}` is none of Harbor's{near}: it has {', '.join(known)}.")
 
 
 def _check_usable(sandbox: str) -> None:
