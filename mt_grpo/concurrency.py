@@ -149,6 +149,8 @@ class _Wait:
                 except queue.Empty:
                     continue
                 _settle(future, function)
+                if not future.cancelled() and isinstance(error := future.exception(), KeyboardInterrupt):
+                    raise error
         finally:
             _Wait.main = before
             self._end.cancel()
@@ -165,16 +167,13 @@ class _Wait:
 
 
 def _settle(future: ThreadFuture, function: Callable[[], object]) -> None:
+    """Gives a future what a function returns or raises, unless it is cancelled."""
     if not future.set_running_or_notify_cancel():
         return
     try:
-        result = function()
+        future.set_result(function())
     except BaseException as error:
         future.set_exception(error)
-        if isinstance(error, KeyboardInterrupt):
-            raise
-    else:
-        future.set_result(result)
 
 
 def _anywhere(function: Callable[[], T]) -> T:
@@ -304,16 +303,7 @@ class _DaemonThreads(concurrent.futures.ThreadPoolExecutor):
 
     def submit(self, function: Callable[..., object], /, *args: object, **kwargs: object) -> ThreadFuture:
         future: ThreadFuture = concurrent.futures.Future()
-        future.set_running_or_notify_cancel()
-
-        def work() -> None:
-            try:
-                result = function(*args, **kwargs)
-            except BaseException as error:
-                future.set_exception(error)
-            else:
-                future.set_result(result)
-
+        work = partial(_settle, future, partial(function, *args, **kwargs))
         threading.Thread(target=work, daemon=True, name="mt-grpo-to-thread").start()
         return future
 
@@ -565,7 +555,7 @@ class ConcurrencyLimit:
     def __init__(self, size: int) -> None:
         self.size = size
         self._free = size
-        self._waiting: deque[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = deque()
+        self._waiting: deque[asyncio.Future[None]] = deque()
         self._lock = threading.Lock()
 
     def __deepcopy__(self, memo: object) -> ConcurrencyLimit:
@@ -573,13 +563,12 @@ class ConcurrencyLimit:
         return self
 
     async def __aenter__(self) -> None:
-        loop = asyncio.get_running_loop()
         with self._lock:
             if self._free:
                 self._free -= 1
                 return
-            turn = loop.create_future()
-            self._waiting.append((loop, turn))
+            turn = asyncio.get_running_loop().create_future()
+            self._waiting.append(turn)
         try:
             with waiting():
                 await turn
@@ -595,9 +584,9 @@ class ConcurrencyLimit:
         """Wakes the next waiter, or frees the place."""
         with self._lock:
             while self._waiting:
-                loop, turn = self._waiting.popleft()
+                turn = self._waiting.popleft()
                 try:
-                    loop.call_soon_threadsafe(self._grant, turn)
+                    turn.get_loop().call_soon_threadsafe(self._grant, turn)
                     return
                 except RuntimeError:  # that loop is closed, and what waited there is gone
                     continue

@@ -32,16 +32,16 @@ class ParsedTurn:
 class CallProtocol(Protocol):
     """A convention for tool calls and final answers."""
 
-    stop: tuple[str, ...]
+    stop: tuple[str, ...] = ()
     """Strings that end a turn; they stay part of it."""
-    native_tools: bool
+    native_tools: bool = False
     """Whether the chat template itself shows the tools to the model."""
-    tags: tuple[str, ...]
+    tags: tuple[str, ...] = ()
     """Tags in its contents. If a tokenizer has tokens for them, they stay tokens in contents."""
 
     def instructions(self, tools: list[Tool]) -> str | None:
         """What the model is told in its system prompt; `None` if the chat template tells it, or it knows."""
-        ...
+        return None
 
     def parse(self, text: str, tokenizer: PreTrainedTokenizerBase, context: Sequence[int] = ()) -> ParsedTurn:
         """
@@ -89,7 +89,7 @@ def _words(message: Message) -> str:
 
 
 @call_protocol("tags")
-class TagProtocol:
+class TagProtocol(CallProtocol):
     """
     Reasoning, calls and answers between tags:
 
@@ -98,11 +98,8 @@ class TagProtocol:
         <answer>Peru</answer>                                           ends the conversation
     """
 
-    stop: tuple[str, ...] = ("</tool>", "</answer>")
-    native_tools = False
-    tags: tuple[str, ...] = tuple(
-        f"<{end}{name}>" for name in ("reasoning", "tool", "result", "answer") for end in ("", "/")
-    )
+    stop = ("</tool>", "</answer>")
+    tags = tuple(f"<{end}{name}>" for name in ("reasoning", "tool", "result", "answer") for end in ("", "/"))
     _tool = re.compile(r"<tool>(.*?)</tool>", re.DOTALL)
     _answer = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
@@ -193,18 +190,13 @@ def with_valid_text(value: object) -> Any:
 
 
 @call_protocol("native")
-class NativeProtocol:
+class NativeProtocol(CallProtocol):
     """
     Tool calls in the model's own format, rendered by its chat template and read by its tokenizer's response template.
     A turn without a call is the final answer.
     """
 
-    stop: tuple[str, ...] = ()
     native_tools = True
-    tags: tuple[str, ...] = ()
-
-    def instructions(self, tools: list[Tool]) -> str | None:
-        return None
 
     def parse(
         self,
@@ -257,15 +249,8 @@ def _begun(response_template: dict[str, Any], header: str) -> str:
     return header if re.search(pattern, header) else ""
 
 
-class PlainTextProtocol:
+class PlainTextProtocol(CallProtocol):
     """For a model without tools: all that it writes is said to the other side."""
-
-    stop: tuple[str, ...] = ()
-    native_tools = False
-    tags: tuple[str, ...] = ()
-
-    def instructions(self, tools: list[Tool]) -> str | None:
-        return None
 
     def parse(self, text: str, tokenizer: PreTrainedTokenizerBase, context: Sequence[int] = ()) -> ParsedTurn:
         return ParsedTurn({"role": "assistant", "content": text})

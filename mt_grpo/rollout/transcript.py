@@ -12,7 +12,6 @@ from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 from mt_grpo.media import Part, digest_at_hand, is_medium, is_same
-from mt_grpo.options.rules import check_history
 from mt_grpo.rollout.chat_template import THOUGHTS
 from mt_grpo.rollout.rendering import ChatRenderer
 from mt_grpo.trajectory import Message, Trajectory, Turn
@@ -38,10 +37,8 @@ class History:
     as in gpt-oss, every context has that.
     """
 
-    def __init__(self, renderer: ChatRenderer, policy: str = "keep", compact_every: int | None = None) -> None:
-        check_history(policy, compact_every)
-        self._renderer = renderer
-        self._policy = policy
+    def __init__(self, renderer: ChatRenderer, policy: str, compact_every: int | None) -> None:
+        self._renderer, self._policy = renderer, policy
         self._compact_every = compact_every if policy == "compact" else None
         self._pieces: list[tuple[str, list[int]]] = []  # the context as text, and the ids of each piece
         self._messages: list[Message] = []  # the same as messages, escaped
@@ -53,10 +50,9 @@ class History:
         twin._pieces, twin._messages, twin._shown = list(self._pieces), list(self._messages), list(self._shown)
         return twin
 
-    def begin(self, messages: list[Message], most: int | None = None) -> list[int] | None:
+    def begin(self, messages: list[Message], most: int) -> list[int] | None:
         """The first context: the prompt; `None` if it is far longer than `most` tokens."""
-        renderer = self._renderer
-        ids = renderer.prompt_ids(messages) if most is None else renderer.prompt_ids_within(messages, most)
+        ids = self._renderer.prompt_ids_within(messages, most)
         if ids is None:
             return None
         self._shown = self._renderer.shown_parts(messages)

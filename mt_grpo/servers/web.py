@@ -95,21 +95,32 @@ async def _bound(response: Any) -> None:
     encoding = response.headers.get("Content-Encoding", "identity").strip().lower()
     if encoding != "identity":
         raise library.DecodingError(f"the answer has the encoding {encoding!r}, and none was asked for")
+    says = f"the answer has more than {MAX_BYTES:,} bytes"
+    response.stream = bounded(response, MAX_BYTES, lambda: library.RemoteProtocolError(says))
+
+
+def bounded(response: Any, most: int, refuse: Callable[[], Exception], events: bool = False) -> Any:
+    """The stream of an answer of httpx or httpx2, of `most` bytes; with `events`, of each event of it."""
+    library: Any = sys.modules[type(response).__module__.partition(".")[0]]
     source = response.stream
 
     class Bounded(library.AsyncByteStream):
         async def __aiter__(self) -> AsyncIterator[bytes]:
-            left = MAX_BYTES
+            size, tail = 0, b""
             async for part in source:
-                left -= len(part)
-                if left < 0:
-                    raise library.RemoteProtocolError(f"the answer has more than {MAX_BYTES:,} bytes")
+                seen = tail + part
+                # an empty line ends an event
+                end = max(seen.rfind(b"\n\n"), seen.rfind(b"\r\n\r\n")) if events else -1
+                size = size + len(part) if end < 0 else len(seen) - end
+                if size > most:
+                    raise refuse()
+                tail = seen[-3:]
                 yield part
 
         async def aclose(self) -> None:
             await source.aclose()
 
-    response.stream = Bounded()
+    return Bounded()
 
 
 BOUNDED: Mapping[str, list[Callable[..., Any]]] = {"request": [_ask_plainly], "response": [_bound]}

@@ -16,7 +16,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -26,6 +26,7 @@ from mt_grpo.concurrency import Future, LoopThread, OnePerProcess, consume_excep
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean
 from mt_grpo.servers import expand_addresses
+from mt_grpo.servers.web import bounded
 from mt_grpo.trajectory import Arguments
 
 _TRANSPORTS = {"stdio": "stdio", "sse": "sse", "http": "http", "streamable-http": "http", "streamable_http": "http"}
@@ -474,7 +475,8 @@ class ServerSession:
         if encoding.strip().lower() != "identity":
             raise refuse(f"it answers in {encoding}, though it was asked for none")
         events = "text/event-stream" in response.headers.get("Content-Type", "")
-        response.stream = _bounded(library, response.stream, events, refuse)
+        says = f"it sent a message of more than {MOST_BYTES:,} bytes"
+        response.stream = bounded(response, MOST_BYTES, lambda: refuse(says), events)
 
     async def _failure(self, error: Exception) -> StartError:
         if isinstance(error, StartError):
@@ -501,28 +503,6 @@ class ServerSession:
             return StartError(why, number in _BUSY, number not in _BUSY and (number < 500 or number == 501))
         refused = kind in ("ConnectError", "ReadError")
         return StartError(_in_words(cause), refused, not refused and kind not in ("ConnectTimeout", "ReadTimeout"))
-
-
-def _bounded(library: Any, source: Any, events: bool, refuse: Callable[[str], Exception]) -> Any:
-    """A stream of httpx's of which each message is bounded."""
-
-    class Bounded(library.AsyncByteStream):
-        async def __aiter__(self) -> AsyncIterator[bytes]:
-            size, tail = 0, b""
-            async for part in source:
-                seen = tail + part
-                # an empty line ends an event
-                end = max(seen.rfind(b"\n\n"), seen.rfind(b"\r\n\r\n")) if events else -1
-                size = size + len(part) if end < 0 else len(seen) - end
-                if size > MOST_BYTES:
-                    raise refuse(f"it sent a message of more than {MOST_BYTES:,} bytes")
-                tail = seen[-3:]
-                yield part
-
-        async def aclose(self) -> None:
-            await source.aclose()
-
-    return Bounded()
 
 
 def _in_words(error: BaseException) -> str:
