@@ -20,7 +20,7 @@ from mt_grpo.app.evaluate import Asked, Results, SampledModel, read_prices, samp
 from mt_grpo.app.recipe import build_recipe
 from mt_grpo.app.recipe_file import CONFIG
 from mt_grpo.app.request import Request, check_new, check_writable
-from mt_grpo.credit import audit_rewards, estimate, estimate_parts, uncredited_turn_rewards
+from mt_grpo.credit import RewardBatch, audit_rewards, estimate, estimate_parts, uncredited_turn_rewards
 from mt_grpo.envs.source import tool_names
 from mt_grpo.errors import ConfigError, UserError
 from mt_grpo.rollout.policy import Again
@@ -120,38 +120,38 @@ def _batch(trainer: MTGRPOEnvTrainer) -> Batch:
 
 def _save(trainer: MTGRPOEnvTrainer, resolved: dict[str, Any], folder: str) -> None:
     """Writes these conversations, their credit, `config.yaml` and `audit.jsonl`."""
-    args, judged, records, batch = trainer.args, trainer.batch, trainer.step_log.records, _batch(trainer)
-    size = judged.group_size
-    weights = trainer.reward_weights.to(args.device)
-    rewards, _ = gather_rewards(judged.trajectories, judged.scores, weights, size, names=trainer.reward_func_names)
-    credit = estimate_parts(
-        trainer.credit_rule, rewards, turn_coef=args.turn_advantage_coef, scale_rewards=trainer.scale_rewards
-    )
+    judged, records, batch = trainer.batch, trainer.step_log.records, _batch(trainer)
+    rewards, options = _rewards(trainer)
+    credit = estimate_parts(trainer.credit_rule, rewards, **options)
     writer = RunWriter(folder)
-    about = {**records.about, "group_size": size, "group_size_eval": size}
+    about = {**records.about, "group_size": judged.group_size, "group_size_eval": judged.group_size}
     lines = [*writer.save_tokenizer(records.save_tokenizer), run_line(about, records.rewards), *writer.write(batch)]
     pairs = zip(judged.trajectories, credit.advantages.tolist(), strict=True)
     advantages = [values[: len(each.turns)] for each, values in pairs]
     writer.append([*lines, *writer.write_credit(batch, advantages, part_rows(credit, judged.trajectories))])
-    config = yaml.safe_dump(resolved, sort_keys=True)
-    Path(folder, CONFIG).write_text(config, encoding="utf-8")
+    Path(folder, CONFIG).write_text(yaml.safe_dump(resolved, sort_keys=True), encoding="utf-8")
     audit = {name: each for name, each in _audit(trainer).items() if name not in ("conversations", "failed", "advice")}
     Path(folder, "audit.jsonl").write_text(to_json({"step": 0, **audit}) + "\n", encoding="utf-8")
 
 
+def _rewards(trainer: MTGRPOEnvTrainer) -> tuple[RewardBatch, dict[str, Any]]:
+    """The rewards of the latest conversations, and the options of their credit rule."""
+    judged, weights = trainer.batch, trainer.reward_weights.to(trainer.args.device)
+    names = trainer.reward_func_names
+    rewards, _ = gather_rewards(judged.trajectories, judged.scores, weights, judged.group_size, names=names)
+    return rewards, {"turn_coef": trainer.args.turn_advantage_coef, "scale_rewards": trainer.scale_rewards}
+
+
 def _audit(trainer: MTGRPOEnvTrainer) -> dict[str, Any]:
     """What the rewards of these conversations tell apart."""
-    args, judged = trainer.args, trainer.batch
-    weights = trainer.reward_weights.to(args.device)
-    batch, _ = gather_rewards(judged.trajectories, judged.scores, weights, judged.group_size)
-    rule, options = trainer.credit_rule, {"turn_coef": args.turn_advantage_coef}
-    options["scale_rewards"] = trainer.scale_rewards
+    rule, conversations = trainer.credit_rule, trainer.batch.trajectories
+    batch, options = _rewards(trainer)
     audit = audit_rewards(batch, estimate(rule, batch, **options))
-    uncredited = uncredited_turn_rewards(rule, batch, **options)
     names = [reward["name"] for reward in trainer.step_log.records.rewards]
+    uncredited = uncredited_turn_rewards(rule, batch, **options)
     record = as_record(audit, uncredited, names, trainer.step_log.warnings.causal)
-    count, failed = len(judged.trajectories), sum(each.failed for each in judged.trajectories)
-    return {**record, "conversations": count, "failed": failed, "advice": says_uncredited(record, rule, args)}
+    count, failed = len(conversations), sum(each.failed for each in conversations)
+    return {**record, "conversations": count, "failed": failed, "advice": says_uncredited(record, rule, trainer.args)}
 
 
 _WIDTH = 80  # least columns of the table: a narrower terminal breaks its lines, where rich would cut names and numbers
@@ -163,15 +163,8 @@ def _show_audit(record: dict[str, Any], console: Console) -> None:
     title = f"audit: {groups} prompts × {record['conversations'] // groups} conversations"
     table = Table(title=Text(title, style="table.title"), box=None, padding=(0, 1, 0, 0))
     table.add_column("reward", overflow="fold")
-    for column in (
-        "applies",
-        "mean",
-        "var. in\ngroups",
-        "equal\ngroups",
-        "follows\noutcome",
-        "signs\nagree",
-        "causal",
-    ):
+    columns = ("applies", "mean", "var. in\ngroups", "equal\ngroups", "follows\noutcome", "signs\nagree", "causal")
+    for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
     for name, each in record["rewards"].items():
         table.add_row(

@@ -43,7 +43,7 @@ from mt_grpo.rewards import RewardError, RewardFunc
 from mt_grpo.rollout import RolloutError
 from mt_grpo.rollout.token_row import examine_template
 from mt_grpo.runlog import open_run
-from mt_grpo.runlog.files import to_json
+from mt_grpo.runlog.files import to_json, written_whole
 from mt_grpo.runlog.findings import Counts, find_in_run
 from mt_grpo.runlog.heartbeat import Silence
 from mt_grpo.training.checkpoint import latest_checkpoint, says_what_cannot_be_written
@@ -245,9 +245,8 @@ def summarise(measures: list[dict[str, float]]) -> dict[str, float]:
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Writes JSON so that a crash leaves the old file or the whole new one."""
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(to_json(content, indent=2) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    with written_whole(path) as partial:
+        partial.write_text(to_json(content, indent=2) + "\n", encoding="utf-8")
 
 
 def _table(before: dict[str, float], after: dict[str, float], title: str) -> Table:

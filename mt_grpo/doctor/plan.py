@@ -16,18 +16,7 @@ from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 from trl import ModelConfig, get_peft_config
 
 from mt_grpo.doctor.context import FAIL, OK, WARN, Check, Lines, RunFacts
-from mt_grpo.doctor.memory import (
-    COPIES,
-    FSDP2,
-    GB,
-    RESERVE,
-    SERVER_SHARE,
-    SPARE,
-    Load,
-    Shape,
-    Sharding,
-    four_bit,
-)
+from mt_grpo.doctor.memory import COPIES, FSDP2, GB, RESERVE, SERVER_SHARE, SPARE, Load, Shape, Sharding, four_bit
 from mt_grpo.doctor.step_time import step
 from mt_grpo.errors import ConfigError
 from mt_grpo.options.rules import check_batches

@@ -16,10 +16,7 @@ from trl import get_quantization_config
 from trl.trainer.utils import create_model_from_path, selective_log_softmax
 
 from mt_grpo.doctor.context import FAIL, OK, WARN, Lines, RunFacts
-from mt_grpo.doctor.memory import (
-    GB,
-    SPARE,
-)
+from mt_grpo.doctor.memory import GB, SPARE
 from mt_grpo.errors import ConfigError, libraries_may_refuse
 from mt_grpo.forward.model import ForwardPlan, enable_trees, score
 from mt_grpo.forward.packing import FlatTree

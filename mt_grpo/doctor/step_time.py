@@ -15,11 +15,7 @@ import torch
 
 from mt_grpo.doctor import GPU
 from mt_grpo.doctor.context import OK, WARN, Lines, NotKnown, RunFacts
-from mt_grpo.doctor.memory import (
-    MOST_ROWS,
-    SERVER_SHARE,
-    Shape,
-)
+from mt_grpo.doctor.memory import MOST_ROWS, SERVER_SHARE, Shape
 from mt_grpo.errors import ConfigError
 from mt_grpo.options.rules import check_batches
 from mt_grpo.runlog import Run

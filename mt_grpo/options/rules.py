@@ -87,15 +87,13 @@ CONFLICTS = (
     ),
     _HISTORY,
     _FACTORY,
-    _Conflict(
-        lambda o: None not in (o.env, o.environments),
-        "`env` and `environments` are both set",
-        "name a single one in `environments` too",
-    ),
-    _Conflict(
-        lambda o: None not in (o.agent, o.environments),
-        "`agent` and `environments` are both set",
-        "name a single one in `environments` too",
+    *(
+        _Conflict(
+            lambda o, name=name: None not in (vars(o)[name], o.environments),
+            f"`{name}` and `environments` are both set",
+            "name a single one in `environments` too",
+        )
+        for name in ("env", "agent")
     ),
     _Conflict(
         lambda o: o.early_stopping_patience and (o.eval_strategy == "no" or o.metric_for_best_model is None),

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, Required, get_type_hints
 
 import yaml
 from annotated_types import Ge, Gt, Le, MinLen
@@ -31,15 +31,12 @@ VERIFIERS = "verifiers:"
 _Text = Annotated[str, MinLen(1)]
 
 
-class _UserNeeds(TypedDict):
-    base_url: _Text
-    model: _Text
-    system_prompt: _Text
-
-
-class _UserOptions(_UserNeeds, total=False):
+class _UserOptions(TypedDict, total=False):
     """Keys of `simulated_user`; see `mt_grpo.envs.simulated_user`."""
 
+    base_url: Required[_Text]
+    model: Required[_Text]
+    system_prompt: Required[_Text]
     api_key_env: str
     stop_phrase: _Text
     max_turns: Annotated[int, Ge(1)]
@@ -48,13 +45,10 @@ class _UserOptions(_UserNeeds, total=False):
     request: Mapping[str, Any]
 
 
-class _TeacherNeeds(TypedDict):
-    model: _Text
-
-
-class _TeacherOptions(_TeacherNeeds, total=False):
+class _TeacherOptions(TypedDict, total=False):
     """Keys of `teacher`; see `mt_grpo.training.distillation`."""
 
+    model: Required[_Text]
     server: _Text
     sees: Annotated[list[Literal["answer", "sibling", "feedback"]], MinLen(1)]
     teacher_model_kind: Literal["base", "live", "ema"]
@@ -440,14 +434,13 @@ def with_env_options(options: Values) -> dict[str, Any]:
     written = _of_env(options, "env")
     environments = parse_mapping(written.get("environments"), "environments")
     if isinstance(environments, Mapping):
-        written["environments"] = {name: _of_named(given, name) for name, given in environments.items()}
+        written["environments"] = {
+            name: _of_env({"env": given} if "type" in given else given, f"environments: {name}")
+            if isinstance(given, Mapping)
+            else given
+            for name, given in environments.items()
+        }
     return written
-
-
-def _of_named(given: Any, name: str) -> Any:
-    if not isinstance(given, Mapping):
-        return given
-    return _of_env({"env": given} if "type" in given else given, f"environments: {name}")
 
 
 def _of_env(options: Values, key: str) -> dict[str, Any]:
