@@ -318,10 +318,8 @@ def finish_dry_run(trainer: MTGRPOEnvTrainer, resolved: dict[str, Any]) -> None:
 
 def _shown(trainer: MTGRPOEnvTrainer, row: Row) -> str:
     """What the model is shown of a row before its first turn, as text."""
-    env, of_which = (
-        env_of_prompt(source_of(trainer.env), row),
-        f" of `{COLUMN}: {row[COLUMN]}`" if COLUMN in row else "",
-    )
+    env = env_of_prompt(source_of(trainer.env), row)
+    of_which = f" of `{COLUMN}: {row[COLUMN]}`" if COLUMN in row else ""
     if env is None:
         return (
             f"mt-grpo: what the model is shown first{of_which} is known once a conversation has begun: `mt-grpo "

@@ -228,7 +228,10 @@ def read_request(arguments: list[str], command: str = "serve") -> Request:
     request.recipe |= {name: value for name, value in given.items() if value is None}
     request.values = with_env_options({**request.recipe, **given})
     _check_whole(request, schema, command)
-    os.environ.update({name: str(value) for name, value in variables.items()})
+    try:
+        os.environ.update({str(name): str(value) for name, value in variables.items()})
+    except ValueError as error:
+        raise ConfigError(f"`env` in {request.path} sets a variable that no system takes: {error}.") from error
     return request
 
 

@@ -15,7 +15,7 @@ from typing import Any, TextIO
 
 import torch
 from datasets import IterableDataset
-from transformers.utils.logging import disable_progress_bar, get_verbosity, set_verbosity, set_verbosity_error
+from transformers.utils.logging import disable_progress_bar
 
 import mt_grpo
 from mt_grpo.app.build import HIDDEN_TOOLS, env_of_prompt, first_rows, tools_not_in
@@ -40,7 +40,7 @@ from mt_grpo.servers.env_servers import ServerLost, in_words
 from mt_grpo.servers.http import RequestFailed, ServerControl
 from mt_grpo.servers.start import is_free
 from mt_grpo.tools import Tool
-from mt_grpo.tools.mcp import MCPBaseTool, McpRemote, McpTool
+from mt_grpo.tools.mcp import MCPBaseTool, McpTool
 from mt_grpo.tools.stateful import StatefulTool, ToolSession, ToolStateError
 from mt_grpo.training.columns import check_reward_columns, with_column_media
 from mt_grpo.training.model import resolve_base
@@ -84,26 +84,25 @@ def _examine(facts: RunFacts, checks: Mapping[str, Check]) -> Iterator[_Finding]
     """Runs checks: a `UserError` is a `fail`, `NotKnown` a `warn`; one that stops several is told once."""
     told: set[str] = set()
     left_out = []
+
+    def finding(name: str, status: str, what: str, mend: str = "") -> _Finding:
+        if status == FAIL and name in _OF_THIS_MACHINE and facts.elsewhere:
+            return _Finding(name, WARN, f"here, which is not the machine of the run: {what}", mend)
+        return _Finding(name, status, what, mend)
+
     for name, check in checks.items():
         try:
-            for status, what, mend in check(facts):
-                yield _placed(facts, _Finding(name, status, what, mend))
+            for line in check(facts):
+                yield finding(name, *line)
         except UserError as error:
             words = " ".join(str(error).split()).removesuffix(".")
             if words in told:
                 left_out.append(name)
                 continue
             told.add(words)
-            yield _placed(facts, _Finding(name, WARN if isinstance(error, NotKnown) else FAIL, words))
+            yield finding(name, WARN if isinstance(error, NotKnown) else FAIL, words)
     if left_out:
         yield _Finding("left out", WARN, f"not checked, for the reasons above: {', '.join(left_out)}")
-
-
-def _placed(facts: RunFacts, found: _Finding) -> _Finding:
-    """A finding about this machine; a fail is only a `warn` if the run is for another machine."""
-    if found.status != FAIL or found.check not in _OF_THIS_MACHINE or not facts.elsewhere:
-        return found
-    return _Finding(found.check, WARN, f"here, which is not the machine of the run: {found.what}", found.mend)
 
 
 def diagnose(request: Request) -> int:
@@ -135,16 +134,16 @@ def _print(findings: Iterable[_Finding], out: TextIO) -> Iterable[_Finding]:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Silences the log lines of libraries, and our own, beside the report."""
-    ours = logging.getLogger("mt_grpo")
-    level, verbosity = ours.level, get_verbosity()
     disable_progress_bar()
-    set_verbosity_error()
-    ours.setLevel(logging.ERROR)
+    loggers = [logging.getLogger(name) for name in ("mt_grpo", "transformers")]
+    levels = [each.level for each in loggers]
+    for each in loggers:
+        each.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        ours.setLevel(level)
-        set_verbosity(verbosity)
+        for each, level in zip(loggers, levels, strict=True):
+            each.setLevel(level)
 
 
 # The recipe
@@ -270,8 +269,8 @@ def _tools(facts: RunFacts) -> Lines:
         words = "the recipe names none" if environments else "those of its environments belong to a conversation"
         yield OK, f"no tool is called: {words}", ""
     for tool in offered.values():
-        remote = _remote_of(tool)
-        if remote is not None and not remote.only_reads:
+        behind = tool.base if isinstance(tool, StatefulTool) else tool
+        if isinstance(behind, McpTool | MCPBaseTool) and not behind.remote.only_reads:
             yield OK, f"{tool.name} is offered by its MCP server, and not called, since it may change something", ""
             continue
         call = ToolCall(tool.name, _made_arguments(tool.parameters, row))
@@ -294,15 +293,6 @@ def _outcome(call: ToolCall, limit: float) -> tuple[str, str, str]:
     if call.executed and call.seconds >= limit:
         return FAIL, f"{asked} did not answer in {limit:g} s", "see why it hangs, or raise `tool_timeout`"
     return WARN, f"{asked} answered with an error after {call.seconds:.2f} s: {_cut(call.error)!r}", _MADE_UP
-
-
-def _remote_of(tool: Tool) -> McpRemote | None:
-    """The tool of an MCP server behind a tool."""
-    if isinstance(tool, McpTool):
-        return tool.remote
-    if isinstance(tool, StatefulTool) and isinstance(tool.base, MCPBaseTool):
-        return tool.base.remote
-    return None
 
 
 async def _call(tool: Tool, call: ToolCall, row: Row, limit: float) -> None:

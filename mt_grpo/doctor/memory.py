@@ -7,6 +7,7 @@ optimiser a weight in float32 and two moments, 16 bytes for each parameter in al
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,7 +91,7 @@ class Shape:
             head = model.get_output_embeddings()
             layers = [layer for layer in model.modules() if isinstance(layer, nn.Linear) and layer is not head]
             linear = sum(parameter.numel() for layer in layers for parameter in layer.parameters())
-            shared_by = tuple(size for size in _SHARED_BY if _can_share(model, size))
+            shared_by = _numbers_that_share(model)
             adapter = 0
             if peft is not None:
                 with libraries_may_refuse("The adapter cannot be made"):
@@ -220,13 +221,16 @@ def _kept(text: PreTrainedConfig) -> int:
     return kept
 
 
-def _can_share(model: PreTrainedModel, size: int) -> bool:
-    try:
+def _numbers_that_share(model: PreTrainedModel) -> tuple[int, ...]:
+    """How many processes can compute rows of a model together."""
+    found = []
+    with contextlib.suppress(UnsupportedModelError):
         check_model(model)
-        check_sequence_parallel(model, size)
-    except UnsupportedModelError:
-        return False
-    return True
+        for size in _SHARED_BY:
+            with contextlib.suppress(UnsupportedModelError):
+                check_sequence_parallel(model, size)
+                found.append(size)
+    return tuple(found)
 
 
 _OFFLOADED = ("cpu", "nvme")

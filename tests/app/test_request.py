@@ -33,6 +33,7 @@ FILES = {
         "model_name_or_path: m\ndataset_name: d\nlr_scheduler_kwargs: &one {min_lr: 1e-4, power: 2}\n"
         "model_init_kwargs: {<<: *one, power: 3}\n"
     ),
+    "variable.yaml": "model_name_or_path: m\ndataset_name: d\nenv: {1: 2, a=b: 3}\n",
     "folder/inside.yaml": "",
     "no_recipes/text.txt": "",
     "latin.yaml": None,
@@ -65,6 +66,7 @@ NONE = (
     "`--dataset_name`."
 )
 REFUSED = {
+    "train variable.yaml": "`env` in variable.yaml sets a variable that no system takes: ",
     **{f"train no_yaml{n}.yaml": f"The recipe 'no_yaml{n}.yaml' is not valid YAML: " for n in range(len(NO_YAML))},
     "doctor good.yaml --gpu_memory nan": "`--gpu_memory` is nan: it takes a number from 1 on.",
     "train good.yaml --model_name_or_path ~nobody_here/m": "The model '~nobody_here/m' cannot be loaded: there is no",

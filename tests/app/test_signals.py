@@ -50,8 +50,6 @@ sys.exit(main())
         ("mt_grpo.cli", "--version"),
         ("yaml", "--version"),
         ("pyarrow", "view runs"),
-        ("tokenizers", "export runs"),
-        ("torch", f"rollout {RECIPE}"),
         ("torch", f"serve {RECIPE} --use_vllm true"),
         ("trl", f"train {RECIPE}"),
     ],

@@ -21,9 +21,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from mt_grpo.cli import main
 from mt_grpo.data import embedded
-from mt_grpo.doctor import GPU
+from mt_grpo.doctor import GPU, checks
 from mt_grpo.doctor.checks import _made_arguments
 from mt_grpo.doctor.memory import COPIES, GB, Load, Precision, Shape, Sharding, four_bit
+from mt_grpo.doctor.plan import PLAN
 from mt_grpo.doctor.step_time import _assumed_lengths, _Lengths, _server_seconds, _speed_of, _Step, recomputed
 from mt_grpo.errors import ConfigError
 from mt_grpo.tools.search import CorpusSearch, WikipediaSearch
@@ -532,7 +533,13 @@ def test_arguments_are_made_from_schema_and_row(schema, expected):
 
 def test_the_command_prints_a_line_for_each_finding(recipe, capsys, prints):
     out = prints("doctor", *recipe(max_completion_length=64, call_protocol="learnt_tags"))
-    assert "ok    processes" in out and out.splitlines()[-1] == "nothing stands in the way of this run"
+    *findings, verdict = [line for line in out.splitlines() if not line.startswith(" ")]
+    found = {line[6 : 6 + checks._WIDTH].strip(): line for line in findings}
+    assert set(found) == {*checks.CHECKS, *PLAN} - {"sandbox", "server memory"} and verdict.startswith(
+        "nothing stands"
+    )
+    assert all(line.startswith("ok ") for line in findings)
+    assert "calculator(expression='1 + 1')" in found["tools"] and "an estimate, for this CPU" in found["step"]
     assert main(["doctor", *recipe(per_device_train_batch_size=12)]) == 1
     assert "fail  rows" in (out := capsys.readouterr().out) and "1 of these must be mended" in out.splitlines()[-1]
 
