@@ -41,9 +41,7 @@ def serve_forks(requests: Iterable[tuple[str, int]], asked: Sequence[int] = ()) 
 
 def _become(arguments: list[str], log: str, environment: dict[str, str], folder: str) -> None:
     os.setsid()
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    listen()
     for number, path in ((0, os.devnull), (1, log), (2, log)):
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(file, number)
@@ -53,6 +51,13 @@ def _become(arguments: list[str], log: str, environment: dict[str, str], folder:
     os.chdir(folder)
     sys.path += [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path not in sys.path]
     run_python(arguments)
+
+
+def listen() -> None:
+    """Signals are heard as by a program in a terminal, whatever the shell that runs the tests ignores."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def run_python(arguments: list[str]) -> None:

@@ -1,15 +1,12 @@
-"""MCP servers over HTTP in processes of their own. A process that has imported the library once is forked for each."""
+"""MCP servers over HTTP in processes of their own."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
-import socket
 from multiprocessing.connection import Connection
 
-import uvicorn
-
+from support.forkserver import ForkedServer
 from support.mcp_server import MCPServer, server
 
 
@@ -49,46 +46,25 @@ def other() -> MCPServer:
     return made
 
 
-def serve(port: int, kind: str, busy: int, token: str | None, pipe: Connection) -> None:
-    listening = socket.create_server(("127.0.0.1", port))
-    app = server.sse_app() if kind == "sse" else (other() if kind == "other" else server).streamable_http_app()
-    pipe.send(listening.getsockname()[1])
-    config = uvicorn.Config(Door(app, token, busy), log_level="error", timeout_graceful_shutdown=1)
-    uvicorn.Server(config).run(sockets=[listening])
+def app(said: Connection, kind: str, busy: int, token: str | None) -> Door:
+    found = server.sse_app() if kind == "sse" else (other() if kind == "other" else server).streamable_http_app()
+    return Door(found, token, busy)
 
 
-class HttpServer:
-    """
-    A server of a kind ("http", "sse", or "other" with another tool) that can be killed, and started again at the same
-    address; it refuses the first requests if `busy`.
-    """
+class HttpServer(ForkedServer):
+    """A server of a kind ("http", "sse", or "other" with another tool); it refuses the first requests if `busy`."""
 
     def __init__(self, kind: str = "http", busy: int = 0, token: str | None = None) -> None:
-        self.kind, self.busy, self.token, self.port = kind, busy, token, 0
-        self.start()
+        self.path = "sse" if kind == "sse" else "mcp"
+        super().__init__(app, kind, busy, token)
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}/{'sse' if self.kind == 'sse' else 'mcp'}"
+        return f"{super().url}/{self.path}"
 
-    def start(self) -> None:
-        forks = multiprocessing.get_context("forkserver")
-        forks.set_forkserver_preload([__name__])
-        said, pipe = forks.Pipe()
-        about = (self.port, self.kind, self.busy, self.token, pipe)
-        self.process = forks.Process(target=serve, args=about, daemon=True)
-        self.process.start()
-        pipe.close()
-        self.port = said.recv()
-        said.close()
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.join()
+    def freeze(self) -> None:
+        os.kill(self.process.pid, signal.SIGSTOP)
 
     def restart(self) -> None:
         self.kill()
         self.start()
-
-    def freeze(self) -> None:
-        os.kill(self.process.pid, signal.SIGSTOP)

@@ -1,15 +1,15 @@
-"""OpenEnv servers in processes of their own. A process that has imported OpenEnv once is forked for each."""
+"""OpenEnv servers in processes of their own."""
 
 from __future__ import annotations
 
-import multiprocessing
-import socket
 from multiprocessing.connection import Connection
 
-import uvicorn
+from fastapi import FastAPI
 from openenv.core.env_server.http_server import create_fastapi_app
 from openenv.core.env_server.interfaces import Environment
 from openenv.core.env_server.types import Action, Observation, State
+
+from support.forkserver import ForkedServer
 
 
 class Said(Action):
@@ -49,41 +49,17 @@ class Echo(Environment):
         said.send("closed")
 
 
-def serve(port: int, room: int, kind: str, pipe: Connection) -> None:
-    """Serves `room` environments of a kind, `echo` or another; sends its port, then a word when one is closed."""
+def app(pipe: Connection, room: int, kind: str) -> FastAPI:
+    """`room` environments of a kind, `echo` or another; says a word when one is closed."""
     global said
     said = pipe
-    listening = socket.create_server(("127.0.0.1", port))
-    app = create_fastapi_app(Echo, Said if kind == "echo" else Number, Heard, max_concurrent_envs=room)
-    said.send(listening.getsockname()[1])
-    uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1)).run(sockets=[listening])
+    return create_fastapi_app(Echo, Said if kind == "echo" else Number, Heard, max_concurrent_envs=room)
 
 
 said: Connection
 """To whoever started this server."""
 
 
-class OpenEnvServer:
-    """A server that can be killed, and started again at the same address."""
-
+class OpenEnvServer(ForkedServer):
     def __init__(self, room: int = 8, kind: str = "echo") -> None:
-        self.room, self.kind, self.port = room, kind, 0
-        self.start()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    def start(self) -> None:
-        forks = multiprocessing.get_context("forkserver")
-        forks.set_forkserver_preload([__name__])
-        self.said, pipe = forks.Pipe()
-        self.process = forks.Process(target=serve, args=(self.port, self.room, self.kind, pipe), daemon=True)
-        self.process.start()
-        pipe.close()
-        self.port = self.said.recv()
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.join()
-        self.said.close()
+        super().__init__(app, room, kind)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import pytest
+
+from support.forking import listen
 
 TERMINAL = """
 import signal, sys
@@ -82,7 +83,5 @@ def _run(first: pytest.Function) -> None:
 
 def main() -> None:
     """The other process."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    listen()
     sys.exit(pytest.main(["-p", "no:cacheprovider", *sys.argv[1:]], plugins=[_Reports()]))
