@@ -12,7 +12,7 @@ import pytest
 from datasets import load_dataset
 from support.browser import serving
 from support.credited_runs import Member, write_credited
-from support.runs import EMBEDDED, copy_tokenizer, queries_of, write_conversations, write_run
+from support.runs import EMBEDDED, copy_tokenizer, queries_of, talk, write_conversations, write_run
 from support.template_matrix import look, sampled, tokenizer_of
 from tokenizers.processors import TemplateProcessing
 
@@ -22,7 +22,7 @@ from mt_grpo.errors import UserError
 from mt_grpo.rollout import RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
 from mt_grpo.runlog import Run, open_run
 from mt_grpo.runlog.export import lines
-from mt_grpo.trajectory import StopReason, Trajectory, Turn
+from mt_grpo.trajectory import StopReason, Trajectory
 
 FAMILIES = ("qwen3", "qwen3_5_think", "qwen3_8", "glm4moe", "gemma4", "gptoss", "lfm2_2_5", "llama3_1", "muse_glimmer")
 CALLS_AS_TEXT = ("llama3", "lfm2", "qwen2_5_vl")
@@ -151,12 +151,9 @@ def test_a_filter_chooses_as_on_the_page(tmp_path):
 
 def made(*turns: tuple[list[int], list[int]], reward: float = 0.0, mask: list[int] | None = None) -> Trajectory:
     """A conversation of contexts and actions."""
-    trajectory = Trajectory([{"role": "user", "content": "?"}], rewards={"outcome": {"exact_match": reward}})
-    trajectory.stop_reason = StopReason.ANSWERED
-    for index, (context, action) in enumerate(turns):
-        trajectory.tree.add_turn(context, action, [-0.5] * len(action))
-        turn = Turn(index, {"role": "assistant", "content": "x"}, num_tokens=len(action), mask=mask)
-        trajectory.turns.append(turn)
+    trajectory = talk(*((*turn, "x") for turn in turns), rewards={"outcome": {"exact_match": reward}})
+    for turn in trajectory.turns:
+        turn.mask = mask
     return trajectory
 
 

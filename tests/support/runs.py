@@ -89,6 +89,17 @@ def write_run(
     return folder
 
 
+def talk(*turns: tuple[list[int], list[int], str], **fields: Any) -> Trajectory:
+    """A conversation of turns: of each the context, what was sampled, and its words."""
+    about = {"prompt": [{"role": "user", "content": "?"}], "stop_reason": StopReason.ANSWERED}
+    made = Trajectory(**{**about, **fields})
+    for index, (context, ids, words) in enumerate(turns):
+        made.tree.add_turn(context, ids, [-0.5] * len(ids))
+        message = {"role": "assistant", "content": words}
+        made.turns.append(Turn(index, message, num_tokens=len(ids), context_length=len(context)))
+    return made
+
+
 def write_conversations(
     folder: Path,
     made: list[Trajectory],

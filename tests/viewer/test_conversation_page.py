@@ -12,11 +12,10 @@ from support import runs
 from support.browser import address_has, count, go, opened, texts
 from support.conversations import converse, template_tokenizer
 from support.credited_runs import EXAMPLE, OTHER, Member, write_credited
-from support.runs import HOSTILE, TOKENIZER, queries_of, write_conversations, write_run
+from support.runs import HOSTILE, TOKENIZER, queries_of, talk, write_conversations, write_run
 
 from mt_grpo.runlog import open_run
 from mt_grpo.runlog.files import read_notes
-from mt_grpo.trajectory import StopReason, Trajectory, Turn
 
 FIRST = "train-000000-000000-000000"
 SECOND = "train-000000-000000-000001"
@@ -81,10 +80,7 @@ def test_forks_have_lanes_and_results_stay_text(page, queries):
 
 def test_what_is_copied_has_none_of_the_pages_signs(browser, tmp_path):
     ids = [*TOKENIZER.encode("one\n\ntwo\n").ids, *range(300, 720, 7)]
-    made = Trajectory([{"role": "user", "content": "?"}], stop_reason=StopReason.ANSWERED, answer="Lima")
-    made.tree.add_turn([5, 6], ids, [-0.1] * len(ids))
-    made.turns = [Turn(0, {"role": "assistant", "content": "one"}, num_tokens=len(ids))]
-    made.rewards = {"outcome": {"exact_match": 1.0}}
+    made = talk(([5, 6], ids, "one"), answer="Lima", rewards={"outcome": {"exact_match": 1.0}})
     with opened(browser, queries_of(write_conversations(tmp_path, [made])), "trajectory") as page:
         page.wait_for_selector(".tokens i")
         assert page.evaluate(COPIED, ".tokens").startswith("one\n\ntwo\n")
@@ -132,11 +128,8 @@ ASKED = [
 
 
 def test_messages_are_read_as_they_are_meant(browser, tmp_path):
-    made = Trajectory([{"role": "user", "content": ASKED}], stop_reason=StopReason.ANSWERED, start=0.0)
-    ids = TOKENIZER.encode(WRITTEN).ids
-    made.tree.add_turn([1, 2, 3], ids, [-0.5] * len(ids))
-    message = {"role": "assistant", "content": WRITTEN}
-    made.turns.append(Turn(0, message, replies=REPLIES, num_tokens=len(ids), context_length=3))
+    made = talk(([1, 2, 3], TOKENIZER.encode(WRITTEN).ids, WRITTEN), prompt=[{"role": "user", "content": ASKED}])
+    made.turns[0].replies = REPLIES
     with opened(browser, queries_of(write_conversations(tmp_path, [made])), "trajectory") as page:
         page.wait_for_selector(".tokens")
         tokens = "".join(page.locator(".tokens span").all_text_contents()).replace("⏎", "")
@@ -161,10 +154,8 @@ def test_messages_are_read_as_they_are_meant(browser, tmp_path):
 
 def test_no_message_makes_the_page_hang_or_fail(browser, tmp_path):
     odd = f"- Cusco\r\n- Lima\r\n\r\n1. a\u2028b\n\n{'>' * 6000}\n\n{'[' * 6000}\n\n## The end\r\n"
-    made = Trajectory([{"role": "user", "content": "?"}], stop_reason=StopReason.ANSWERED)
-    made.tree.add_turn([1, 2, 3], [5, 6], [-0.5, -0.5])
-    made.turns.append(Turn(0, {"role": "assistant", "content": odd}, num_tokens=2, context_length=3))
-    with opened(browser, queries_of(write_conversations(tmp_path, [made])), "trajectory?read=1") as page:
+    folder = write_conversations(tmp_path, [talk(([1, 2, 3], [5, 6], odd))])
+    with opened(browser, queries_of(folder), "trajectory?read=1") as page:
         assert texts(page, ".to-read li") == ["Cusco", "Lima", "a\u2028b"]
         assert texts(page, ".to-read .heading") == ["The end"]
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import shutil
+from itertools import product
 from statistics import mean, stdev
 
 import numpy as np
 import pytest
 from support.credited_runs import BRANCHED, EQUAL, EXAMPLE, OTHER, WRONG, Member, write_credited
 from support.registered import keep_estimators
-from support.runs import REWARDS, index_line, queries_of, write_run
+from support.runs import REWARDS, index_line, queries_of, talk, write_run
 
 from mt_grpo.credit import advantage_estimator, reward_to_go
 from mt_grpo.errors import UserError
@@ -18,8 +19,6 @@ from mt_grpo.rollout.runner import Branching
 from mt_grpo.runlog import Batch, RunWriter, open_run
 from mt_grpo.runlog.heartbeat import Heartbeat
 from mt_grpo.runlog.index import Table
-from mt_grpo.token_tree import TokenTree
-from mt_grpo.trajectory import StopReason, Trajectory, Turn
 from mt_grpo.viewer.columns import Columns, Condition, FilterError, parse_filter
 from mt_grpo.viewer.overview import POINTS, _covered, findings, metric_curves, overview, status
 from mt_grpo.viewer.queries import Queries
@@ -100,13 +99,8 @@ def test_a_bad_filter_is_refused_in_one_sentence(queries, text, words):
 
 def test_terms_can_be_written_again():
     conditions = parse_filter('stop=length,timeout  answer="two words" "a b" word reward>=-1e-3')
-    assert conditions == [
-        Condition("stop", "=", "length,timeout"),
-        Condition("answer", "=", "two words"),
-        Condition("", "", "a b"),
-        Condition("", "", "word"),
-        Condition("reward", ">=", "-1e-3"),
-    ]
+    read = [("stop", "=", "length,timeout"), ("answer", "=", "two words"), ("", "", "a b"), ("", "", "word")]
+    assert conditions == [Condition(*each) for each in (*read, ("reward", ">=", "-1e-3"))]
     assert parse_filter(" ".join(condition.written for condition in conditions)) == conditions
 
 
@@ -166,18 +160,12 @@ def test_long_runs_have_fewer_points():
 
 
 def test_steps_and_questions_of_a_long_run_are_counted_singly():
-    rows, steps = Table(), 2 * POINTS
-    lines = [
-        index_line(f"s{step}-{member}", step=step, member=member, reward=float(step < 3 and member))
-        for step in range(steps)
-        for member in range(2)
-    ]
-    asked = [
-        index_line(f"e{group}-{member}", mode="eval", group=group, member=member)
-        for group in range(3)
-        for member in range(4)
-    ]
-    rows.add("rollout", [*lines, *asked])
+    rows, steps, lines = Table(), 2 * POINTS, []
+    for step, member in product(range(steps), range(2)):
+        lines.append(index_line(f"s{step}-{member}", step=step, member=member, reward=float(step < 3 and member)))
+    for group, member in product(range(3), range(4)):
+        lines.append(index_line(f"e{group}-{member}", mode="eval", group=group, member=member))
+    rows.add("rollout", lines)
     view = overview(Columns(rows), [], [])
     assert view["silent"] == {"steps": steps - 3, "of": steps, "most": 1.0}
     assert [point["questions"] for point in view["held_out"]] == [3]
@@ -201,14 +189,8 @@ def test_findings_name_what_is_wrong_and_lead_there(queries):
     found = findings(odd, queries.columns, {"counts": {"fixed": 3, "broken": 2}, "from": 0, "to": 12})
     said = [f"{each['strong']} {each['text']}" for each in found]
     assert said[0].startswith("2 of 5 held-out questions were right at step 0")
-    for part in (
-        "Entropy 1 → 0.001",
-        "Steps 4–5: engine and trainer",
-        "Stop reason length:",
-        "No turn has an advantage",
-        "has not risen",
-    ):
-        assert any(part in each for each in said)
+    parts = ["Entropy 1 → 0.001", "Steps 4–5: engine and trainer", "Stop reason length:", "No turn has an advantage"]
+    assert all(any(part in each for each in said) for part in (*parts, "has not risen"))
     levels = ["bad warn ok".split().index(each["level"]) for each in found]
     assert levels == sorted(levels)
     links = [each["link"] for each in found if each["link"] and each["link"]["view"] == "find"]
@@ -230,14 +212,9 @@ def test_a_finding_leads_to_those_that_it_counts():
 def test_answers_that_were_lost_are_found(tmp_path):
     queries = queries_of(write_run(tmp_path, steps=1))
     assert queries.answer("lost", {})["sessions"] == []
-    prompt = [{"role": "user", "content": "What is the capital of Peru?"}]
-    said = ({"role": "assistant", "content": f"<answer>{answer}"} for answer in ("Lima", "Paris</answer>"))
-    turns = [Turn(0, next(said), error="The answer is not closed.", num_tokens=2)]
-    turns.append(Turn(1, next(said), num_tokens=1, answer="Paris"))
-    tree = TokenTree()
-    tree.add_turn([1], [2, 3], [-0.1, -0.1])
-    tree.add_turn([1, 2, 3, 4], [5], [-0.1])
-    lost = Trajectory(prompt, turns, tree, "Paris", StopReason.ANSWERED, row={"answer": ["Lima"]}, start=0.0)
+    turns = ([1], [2, 3], "<answer>Lima"), ([1, 2, 3, 4], [5], "<answer>Paris</answer>")
+    lost = talk(*turns, answer="Paris", row={"answer": ["Lima"]}, start=0.0)
+    lost.turns[0].error, lost.turns[1].answer = "The answer is not closed.", "Paris"
     lost.rewards = {"turn": {"tool_execution": [0.0, None]}, "outcome": {"exact_match": 0.0, "format": 1.0}}
     writer, batch = RunWriter(tmp_path), Batch("train", 9, 0, 1, [0], [lost], REWARDS)
     writer.append(writer.write(batch))
@@ -299,11 +276,9 @@ def test_a_signal_is_what_the_rule_makes_of_rewards(tmp_path, rule, group, signa
 def test_groups_say_whether_they_teach(tmp_path):
     queries = queries_of(write_credited(tmp_path, [EXAMPLE, EQUAL, WRONG], "gtpo"))
     view = queries.answer("groups", {})
-    assert [(group["signal"], group["says"]) for group in view["groups"]] == [
-        (True, "2 of 8 right"),
-        (False, "all earned 2.60, all right"),
-        (False, "all earned 0.20, all wrong"),
-    ]
+    said = ["2 of 8 right", "all earned 2.60, all right", "all earned 0.20, all wrong"]
+    assert [group["says"] for group in view["groups"]] == said
+    assert [group["signal"] for group in view["groups"]] == [True, False, False]
     assert view["steps"] == {"step": [0], "groups": [3], "signal": [1]}
     rewards = [row["reward"] for row in rows_of(queries, group=0)]
     first = view["groups"][0]
