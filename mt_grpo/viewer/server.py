@@ -130,11 +130,12 @@ class _Handler(BaseHTTPRequestHandler):
         size = self.headers.get("Content-Length", "")
         if asked.path != "/api/note" or not (size.isdecimal() and len(size) < 9 and int(size) <= _MOST_POSTED):
             return self.send_error(HTTPStatus.NOT_IMPLEMENTED)
+        body = self.rfile.read(int(size))  # what is left unread would be taken for the next request
         own = _HERE.fullmatch(host) and self.headers.get("Origin") == f"http://{host}"
         if not own or self.headers.get("Content-Type") != "application/json":
             return self._send(HTTPStatus.FORBIDDEN, "text/plain", b"Notes are written by the page alone.")
         try:  # a browser may send half a character, which orjson does not take
-            posted = json.loads(self.rfile.read(int(size)))
+            posted = json.loads(body)
             wrong = misfit("note", posted)
         except (ValueError, RecursionError) as error:
             wrong = str(error)

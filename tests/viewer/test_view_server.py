@@ -72,6 +72,23 @@ def test_conversations_are_downloaded_from_the_page(server, queries):
     assert headers["Content-Disposition"] == 'attachment; filename="messages.jsonl"'
 
 
+def hidden_in_a_body(server, session):
+    """What a page of somebody else may send: a request of text, whose text is a request of our own page."""
+    note, host = b'{"star": true, "note": ""}', f"Host: 127.0.0.1:{server.server_port}"
+    own = f"POST /api/note?session={session} HTTP/1.1\r\n{host}\r\nOrigin: {server.url.rstrip('/')}\r\n"
+    own += f"Content-Type: application/json\r\nContent-Length: {len(note)}\r\n\r\n"
+    head = f"POST /api/note HTTP/1.1\r\n{host}\r\nOrigin: http://elsewhere\r\nContent-Type: text/plain\r\n"
+    return f"{head}Content-Length: {len(own) + len(note)}\r\n\r\n{own}".encode() + note
+
+
+def raw(server, sent):
+    """All that is answered to some bytes."""
+    with socket.create_connection(("127.0.0.1", server.server_port), 60) as connection:
+        connection.sendall(sent)
+        connection.shutdown(socket.SHUT_WR)
+        return b"".join(iter(lambda: connection.recv(2**16), b""))
+
+
 def test_only_the_page_itself_writes_and_only_notes(run_folder, tmp_path):
     folder = shutil.copytree(run_folder, tmp_path / "run")
     queries = queries_of(folder)
@@ -84,6 +101,7 @@ def test_only_the_page_itself_writes_and_only_notes(run_folder, tmp_path):
 
         assert [ask(server, "/", method="POST")[0], post(star, Content_Length="9" * 5000)[0]] == [501, 501]
         assert [post(star, Origin="http://elsewhere")[0], post(star, Content_Type="text/plain")[0]] == [403, 403]
+        assert raw(server, hidden_in_a_body(server, session)).count(b"HTTP/1.1 ") == 1  # of the request that has it
         wrong = [post(body)[0] for body in ([], {"star": 1, "note": ""}, {"star": True})]
         assert [*wrong, post(star, "nobody")[0]] == [400] * 4 and read_notes(folder) == {}
         assert json.loads(post(star)[2])["notes"][session]["star"]
