@@ -341,55 +341,6 @@ def test_a_result_is_text_for_the_model_and_data_for_rewards(result, text, data,
     assert ToolCall(**json.loads(json.dumps(vars(call)))) == call
 
 
-def test_a_long_result_is_cut_and_says_how_much():
-    text, listing, error, cut, whole, no_json = run(
-        made(lambda: "ab" * 1000, "text", max_result_size=10),
-        made(lambda: list(range(100)), "listing", max_result_size=6),
-        made(lambda: open("x" * 100), "error", max_result_size=9),
-        made(lambda: "x" * 10**7, "cut", max_result_size=10_000),
-        made(lambda: "x" * 10**7, "whole"),
-        made(lambda: ("seen", {(1, 2): 3}), "no_json"),
-    )
-    assert text.result == "ababababab\n[1,990 of 2,000 characters were cut off.]"
-    assert listing.result == "[0, 1,\n[384 of 390 characters were cut off.]"
-    assert error.result.startswith("Error: OSError: ") or error.result.startswith("Error: FileNotFo\n[")
-    assert cut.result[10_000:] == "\n[9,990,000 of 10,000,000 characters were cut off.]" and len(whole.result) == 10**7
-    assert no_json.error.startswith("TypeError: keys must be str") and no_json.data is None
-
-
-class Mute(Exception):
-    def __str__(self) -> str:
-        raise ValueError("no words")
-
-
-@pytest.mark.parametrize(
-    ("error", "says"),
-    [
-        (Mute(), "Mute"),
-        (KeyError("gone"), "KeyError: 'gone'"),
-        (ValueError("half a character: \ud83d"), "character: ?"),
-        (TimeoutError("the server is slow"), "TimeoutError: the server is slow"),
-        (SystemExit(3), "SystemExit: 3"),
-        (StopIteration("end"), "StopIteration"),
-        (KeyboardInterrupt(), "KeyboardInterrupt"),
-        (GeneratorExit(), "GeneratorExit"),
-        (asyncio.CancelledError(), "ancelled"),
-    ],
-    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
-)
-@pytest.mark.parametrize("is_async", [False, True])
-def test_whatever_is_raised_is_an_answer(error, says, is_async):
-    async def fails_async() -> None:
-        raise error
-
-    def fails() -> None:
-        raise error
-
-    failed, fine = run(made(fails_async if is_async else fails), made(lambda: "fine", "other"))
-    assert failed.executed and says in failed.error and failed.result == f"Error: {failed.error}"
-    assert (fine.result, fine.error) == ("fine", None)
-
-
 def test_what_sets_a_signal_handler_runs_in_the_main_thread():
     def limited():  # as with a time limit by `signal.alarm`
         signal.signal(signal.SIGUSR1, signal.signal(signal.SIGUSR1, signal.SIG_DFL))

@@ -8,7 +8,6 @@ import gc
 import json
 import logging
 import os
-import random
 import sys
 import threading
 import time
@@ -35,8 +34,6 @@ from mt_grpo.tools.mcp import mcp_tools
 from mt_grpo.tools.mcp.session import mcp_thread
 from mt_grpo.trajectory import Trajectory
 
-NUMBER = int(os.environ.get("MT_GRPO_CONVERSATIONS", 150))
-SEED = int(os.environ.get("MT_GRPO_SEED", 0))
 ROLLOUT_TIMEOUT, GRACE = 1.0, 0.3
 PATIENCE = 60.0  # for conversations that must not run out of time, on a machine that may be busy
 CONCURRENT = 64
@@ -60,116 +57,116 @@ def call(name, **arguments):
 
 
 ANSWER = "<answer>A</answer>"
+LATE_HARMS = ("hang", "swallow")
+OUT_OF_TIME = "timeout", f"took longer than {ROLLOUT_TIMEOUT:g} s."
 
 
-def of_tools(draw, expected):
-    """Calls of plain tools: one to four a turn."""
-    big = draw.random() < 0.08
-    pool = [name for name in expected if big or not name.startswith("big")]
-    wanted = [[draw.choice(pool) for _ in range(draw.randint(1, 4))] for _ in range(draw.randint(1, 3))]
-    if big:
-        wanted[-1][-1] = draw.choice(["big", "big_bytes", "big_error"])
-    reason, made = "answered", wanted
-    for index, names in enumerate(wanted):  # what comes after the end is not said
-        if ends := ({"ends", "big", "big_bytes", "big_error"} & set(names)):
-            reason, made = ("env_done" if "ends" in ends else "token_budget"), wanted[: index + 1]
-            break
+def of_tools(expected):
+    """Calls of plain tools, four a turn and two turns a conversation; what ends one, after another call."""
+    late = [name for name, (_, error) in expected.items() if error == hostile.late(name)]
+    ending = ["ends", "big", "big_bytes", "big_error"]
+    quick = [name for name in expected if name not in (*late, *ending)]
+    for begin in range(0, len(quick), 8):
+        yield calls_of([quick[begin : begin + 4], quick[begin + 4 : begin + 8]], expected)
+    yield calls_of([late[:4], late[4:] * 2], expected, "hurried_tools")  # the last one by one
+    for name in ending:
+        yield calls_of([["sync_fine"], ["async_fine", name]], expected, ends=True)
+
+
+def calls_of(names, expected, env="tools", ends=False):
+    names = [each for each in names if each]
+    reason = "answered" if not ends else "env_done" if names[-1][-1] == "ends" else "token_budget"
 
     def check(trajectory):
-        for turn, names in zip(trajectory.turns, made, strict=False):
-            for one, name in zip(turn.tool_calls, names, strict=True):
+        for turn, called in zip(trajectory.turns, names, strict=False):
+            for one, name in zip(turn.tool_calls, called, strict=True):
                 result, error = expected[name]
                 assert one.executed and one.result.startswith(result), (name, one.result[:200])
                 assert (one.error is None) == (error is None), (name, one.error)
                 assert error is None or one.error.startswith(error), (name, one.error)
                 assert one.data == ({"n": float("inf")} if name.endswith("_data") else None)
-        assert len(trajectory.turns) == len(made) + (reason == "answered")
-        assert trajectory.answer == ("A" if reason == "answered" else None)
+        assert len(trajectory.turns) == len(names) + (not ends)
+        assert trajectory.answer == (None if ends else "A")
 
-    turns = ["".join(call(name) for name in names) for names in wanted] + [ANSWER]
-    hurried = any(expected[name][1] == hostile.late(name) for names in made for name in names)
-    return Conversation(turns, {"environment": "hurried_tools" if hurried else "tools"}, reason, None, check)
+    turns = ["".join(map(call, called)) for called in names] + [ANSWER]
+    return Conversation(turns, {"environment": env}, reason, None, check)
 
 
-def of_untimed_tools(draw, expected):
+def of_untimed_tools():
     """Calls without a limit of their own end with the conversation's."""
-    name = draw.choice(["sync_hangs", "async_hangs", "async_swallows", "async_swallows_and_raises"])
+    for name in ("sync_hangs", "async_hangs", "async_swallows", "async_swallows_and_raises"):
 
-    def check(trajectory):
-        [one] = trajectory.turns[0].tool_calls
-        assert one.error == f"{name} did not finish before the conversation ended."
+        def check(trajectory, name=name):
+            [one] = trajectory.turns[0].tool_calls
+            assert one.error == f"{name} did not finish before the conversation ended."
 
-    error = f"took longer than {ROLLOUT_TIMEOUT:g} s."
-    return Conversation([call(name)], {"environment": "untimed"}, "timeout", error, check)
+        yield Conversation([call(name)], {"environment": "untimed"}, *OUT_OF_TIME, check)
 
 
-def of_states(draw, expected):
+def of_states():
     """A tool that does harm in one of its methods, between two that do none."""
-    method = draw.choice(["create", "execute", "calc_reward", "release"])
-    how = draw.choice([*HARMS, *NONSENSE] if method == "execute" else [*HARMS])
-    name = "hurried_states" if how in LATE_HARMS else "states"
-    row = {"environment": name, "tools_kwargs": {"harm": {"create_kwargs": {"harms": {method: how}}}}}
+    for method in ("create", "execute", "calc_reward", "release"):
+        for how in [*HARMS, *NONSENSE] if method == "execute" else HARMS:
 
-    def check(trajectory):
-        first, harmed = trajectory.turns[0].tool_calls
-        assert first.result == "done" and trajectory.answer == "A"
-        fails = method in ("create", "execute")
-        assert (trajectory.turns[0].reward, harmed.error is None) == ((1.0, True), (0.5, False))[fails]
-        if fails:
-            error = NONSENSE[how][1] if how in NONSENSE else HARMS[how]
-            assert error in harmed.error, harmed.error
-        scored = {"first", "last"} | ({"harm"} if method not in ("create", "calc_reward") else set())
-        assert trajectory.env_rewards.keys() == scored
+            def check(trajectory, method=method, how=how):
+                first, harmed = trajectory.turns[0].tool_calls
+                assert first.result == "done" and trajectory.answer == "A"
+                fails = method in ("create", "execute")
+                assert (trajectory.turns[0].reward, harmed.error is None) == ((1.0, True), (0.5, False))[fails]
+                if fails:
+                    error = NONSENSE[how][1] if how in NONSENSE else HARMS[how]
+                    assert error in harmed.error, harmed.error
+                scored = {"first", "last"} | ({"harm"} if method not in ("create", "calc_reward") else set())
+                assert trajectory.env_rewards.keys() == scored
 
-    return Conversation([call("first") + call("harm"), ANSWER], row, "answered", None, check)
+            name = "hurried_states" if how in LATE_HARMS else "states"
+            row = {"environment": name, "tools_kwargs": {"harm": {"create_kwargs": {"harms": {method: how}}}}}
+            yield Conversation([call("first") + call("harm"), ANSWER], row, "answered", None, check)
 
 
-def of_steps(draw, expected):
+def of_steps():
     """A `StepEnv` that does harm in one of its methods, in the event loop or in a thread."""
-    where = draw.choice(["reset", "step", "close"])
-    plain = draw.random() < 0.5
-    how = draw.choice([*VALUES.get(where, ()), *(RAISED if plain else HARMS), "hang"])
-    name = ("hurried_" if how in LATE_HARMS else "") + ("plain" if plain else "steps")
-    row = {"environment": name, "where": where, "how": how}
-    if where == "close":
 
-        def check(trajectory):
-            assert trajectory.env_rewards == {"score": 1.0} and trajectory.turns[0].reward == 0.5
+    def scored(trajectory):
+        assert trajectory.env_rewards == {"score": 1.0} and trajectory.turns[0].reward == 0.5
 
-        return Conversation(["Hi"], row, "env_done", None, check)
-    return Conversation(["Hi"], row, "env_error", VALUES[where][how][1] if how in VALUES[where] else HARMS[how])
+    for kind, harms in (("steps", HARMS), ("plain", [*RAISED, "hang"])):
+        for where in ("reset", "step", "close"):
+            values = VALUES.get(where, {})
+            for how in [*values, *harms]:
+                name = f"hurried_{kind}" if how in LATE_HARMS else kind
+                row = {"environment": name, "where": where, "how": how}
+                if where == "close":
+                    yield Conversation(["Hi"], row, "env_done", None, scored)
+                else:
+                    yield Conversation(["Hi"], row, "env_error", values[how][1] if how in values else HARMS[how])
 
 
-def of_loops(draw, expected):
+def of_loops():
     """An environment with a loop of its own."""
-    how = draw.choice([*LOOPS, *HARMS])
-    row = {"environment": "loops", "how": how}
-    if how in ("hang", "swallow"):
-        return Conversation(["Hi"], row, "timeout", f"took longer than {ROLLOUT_TIMEOUT:g} s.")
-    if how not in LOOPS:
-        return Conversation(["Hi"], row, "env_error", HARMS[how])
-    reason, error, rewards = LOOPS[how]
+    for how in [*LOOPS, *HARMS]:
+        ends = OUT_OF_TIME if how in LATE_HARMS else ("env_error", HARMS.get(how))
+        reason, error, rewards = LOOPS.get(how, (*ends, {}))
 
-    def check(trajectory):
-        assert trajectory.env_rewards == rewards
-        assert bool(trajectory.turns) == (how not in ("no_outcome", "wrong_reason", "too_long", "no_messages"))
+        def check(trajectory, how=how, rewards=rewards):
+            assert trajectory.env_rewards == rewards
+            assert bool(trajectory.turns) == (how not in ("no_outcome", "wrong_reason", "too_long", "no_messages"))
 
-    return Conversation(["Hi"], row, reason, error, check)
+        yield Conversation(["Hi"], {"environment": "loops", "how": how}, reason, error, check)
 
 
-def of_factories(draw, expected):
-    """What makes the environment does harm."""
-    kind = draw.choice(["make", "make_softly"])
-    how = draw.choice([*RAISED, "hang", *(["swallow", "cancel"] if kind == "make_softly" else ["nothing", "later"])])
-    row = {"environment": kind, "how": how}
-    if how in ("hang", "swallow", "later"):
-        return Conversation([], row, "timeout", f"took longer than {ROLLOUT_TIMEOUT:g} s.")
-    if how == "nothing":
-        return Conversation([], row, "env_error", "make made NoneType, which has no `run` and `close`")
-    return Conversation([], row, "env_error", HARMS[how])
+def of_factories():
+    """What makes the environment does harm, or makes it too late or never."""
+    for kind, others in (("make", ["hang", "nothing", "later"]), ("make_softly", ["hang", "swallow", "cancel"])):
+        for how in [*RAISED, *others]:
+            ends = OUT_OF_TIME if how in (*LATE_HARMS, "later") else ("env_error", HARMS.get(how, NO_ENV))
+            yield Conversation([], {"environment": kind, "how": how}, *ends)
 
 
-def of_others(draw, expected):
+NO_ENV = "make made NoneType, which has no `run` and `close`"
+
+
+def of_others():
     """An environment in disguise, one of no name, and arguments that cannot be copied or written level by level."""
 
     def disguised(trajectory):
@@ -178,22 +175,12 @@ def of_others(draw, expected):
     def deep(trajectory):
         assert "brackets too deep to read." in trajectory.turns[0].error
 
-    turns = [call("sync_fine", value=hostile.nested(draw.randint(101, 900))), ANSWER]
-    return draw.choice([
-        Conversation(["Hi"], {"environment": "make", "how": "disguised"}, "env_done", None, disguised),
-        Conversation(turns, {"environment": "tools"}, "answered", None, deep),
-        Conversation([], {"environment": "nobody"}, "env_error", "name one of tools, hurried_tools"),
-    ])  # fmt: skip
+    yield Conversation(["Hi"], {"environment": "make", "how": "disguised"}, "env_done", None, disguised)
+    yield Conversation([], {"environment": "nobody"}, "env_error", "name one of tools, hurried_tools")
+    for depth in (101, 900):
+        turns = [call("sync_fine", value=hostile.nested(depth)), ANSWER]
+        yield Conversation(turns, {"environment": "tools"}, "answered", None, deep)
 
-
-LATE_HARMS = ("hang", "swallow")
-KINDS = [of_tools] * 5 + [of_untimed_tools] + [of_states] * 2 + [of_steps] * 3 + [of_loops] * 2 + [of_factories]
-KINDS += [of_others] * 3
-
-LATE = [  # environments that are made too late, or never, in each run
-    Conversation([], {"environment": kind, "how": how}, "timeout", f"took longer than {ROLLOUT_TIMEOUT:g} s.")
-    for kind, how in (("make", "hang"), ("make", "later"), ("make_softly", "hang"), ("make_softly", "swallow"))
-]
 
 # What is left
 
@@ -292,7 +279,7 @@ def until_nothing_is_left(before):
 
 @pytest.mark.parametrize("keep", [False, True])
 def test_each_hostile_conversation_ends_as_it_must(keep, noise, briefly):
-    draw = random.Random(f"{SEED}/{keep}")
+    """All of them, in two halves; in one of these rewards look at the environments before they are closed."""
     tools, expected = hostile.calls()
     states = [hostile.State(name) for name in ("first", "harm", "last")]
     # what must end for its time has little of it, and everything else enough
@@ -310,8 +297,8 @@ def test_each_hostile_conversation_ends_as_it_must(keep, noise, briefly):
         "make": hostile.make,
         "make_softly": hostile.make_softly,
     }
-    number = NUMBER // 2
-    conversations = [draw.choice(KINDS)(draw, expected) for _ in range(number - len(LATE))] + LATE
+    others = (of_untimed_tools, of_states, of_steps, of_loops, of_factories, of_others)
+    conversations = [*of_tools(expected), *(one for kind in others for one in kind())][keep::2]
     run(asyncio.sleep(0))
     before = held()
     memory = psutil.Process().memory_info().rss
@@ -323,7 +310,7 @@ def test_each_hostile_conversation_ends_as_it_must(keep, noise, briefly):
         for part, timeout in zip(parts, (PATIENCE, ROLLOUT_TIMEOUT), strict=True)
     )
     trajectories, seconds, conversations = trajectories + hung, seconds + more, parts[0] + parts[1]
-    assert len(finished) == number
+    assert len(finished) == len(conversations)
     if keep:
         assert any(trajectory.environment is not None for trajectory in trajectories)
         run(close_environments(trajectories))
@@ -338,8 +325,7 @@ def test_each_hostile_conversation_ends_as_it_must(keep, noise, briefly):
     lone = sum(turn.count("sync_lone") for one in conversations for turn in one.turns)  # one after another
     bound = (3 * waves[0] + lone) * hostile.TIMEOUT + waves[1] * (ROLLOUT_TIMEOUT + GRACE) + sum(waves) * GRACE
     grown = (psutil.Process().memory_info().rss - memory) / 1e6
-    reasons = Counter(str(trajectory.stop_reason) for trajectory in trajectories)
-    print(f"\n{number} in {seconds:.1f} s, bound {bound:.1f} s, {grown:.0f} MB: {dict(reasons)}\n{noise}")
+    print(f"\n{len(conversations)} in {seconds:.1f} s, bound {bound:.1f} s, {grown:.0f} MB: {noise}")
     assert seconds < bound + PATIENCE
     assert not [line for line in noise if not line.startswith("mt_grpo")], noise
     assert sum(noise.values()) == 1 and "environments could not be closed" in str(noise), noise
@@ -372,7 +358,6 @@ def test_a_server_killed_in_mid_call_ends_calls_only(tmp_path, noise, briefly, m
     before = held()
     tools = mcp_tools(str(path), ["add", "big", "die", "fail"]) + mcp_tools(str(path), ["slow"], timeout=2.0)
     next(tool for tool in tools if tool.name == "big").max_result_size = 50
-    draw = random.Random(SEED)
     # what a call may be answered, where another conversation's may have ended the server
     ended = "McpServerGone: the MCP server 'hostile' ended"
     says = {
@@ -383,9 +368,7 @@ def test_a_server_killed_in_mid_call_ends_calls_only(tmp_path, noise, briefly, m
         call("die", words="bye"): f"Error: {ended}",
     }
 
-    def conversation():
-        said = draw.choice([*says, call("add", a=1, b=2)])
-
+    def conversation(said):
         def check(trajectory):
             [one] = trajectory.turns[0].tool_calls
             assert one.result.startswith((says[said], f"Error: {ended}")), one.result[:200]
@@ -393,12 +376,10 @@ def test_a_server_killed_in_mid_call_ends_calls_only(tmp_path, noise, briefly, m
 
         return Conversation([said, ANSWER], {}, "answered", None, check)
 
-    conversations = [conversation() for _ in range(max(12, NUMBER // 20))]
+    conversations = [conversation(said) for said in [*says, call("add", a=1, b=2)] * 2]
     env = MultiTurnToolEnv(tools, protocol="learnt_tags", tool_timeout=60.0)
-    runner, trajectories, seconds = hold(env, conversations, concurrent=3, timeout=120.0)
+    runner, trajectories, _ = hold(env, conversations, concurrent=3, timeout=120.0)
     judge(runner, trajectories, conversations)
-    killed = sum("die" in one.turns[0] for one in conversations)
-    print(f"\n{len(conversations)} in {seconds:.1f} s, {killed} calls that end the server: {noise}")
     del tools, env, runner
     until_nothing_is_left(before)
-    assert killed and all("mt_grpo.tools.mcp" in line for line in noise), noise
+    assert all("mt_grpo.tools.mcp" in line for line in noise), noise

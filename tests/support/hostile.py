@@ -54,6 +54,13 @@ def cycle():
     return value
 
 
+def graph():
+    """Of which each level has twice as many ways as the one before."""
+    value = {"children": []}
+    value["children"] += [{"parent": value}, {"parent": value}]
+    return value
+
+
 def hang():
     GATE.wait()
 
@@ -104,6 +111,7 @@ REFUSED = {
     "opaque": (Opaque, "ValueError: no words"),
     "deep": (lambda: nested(50_000), "RecursionError: maximum recursion depth exceeded"),
     "cycle": (cycle, "ValueError: Circular reference detected"),
+    "half": (lambda: throw(ValueError("half: \ud83d")), "ValueError: half: ?"),
     "keys": (lambda: {(1, 2): 3}, "TypeError: keys must be str, int, float, bool or None, not tuple"),
     "data_deep": (lambda: ("t", {"d": nested(300)}), "ValueError: the data of the result goes more than 100 levels"),
     "data_cycle": (lambda: ("t", cycle()), "ValueError: Circular reference detected"),
@@ -162,6 +170,8 @@ def calls():
     add("big", lambda: MEGABYTES, MEGABYTES)
     add("big_bytes", as_async(lambda: b"x" * 10_000_000), MEGABYTES)
     add("big_error", lambda: throw(ValueError(MEGABYTES)), error="ValueError: xxx")
+    cut = f"ValueError: {MEGABYTES[:38]}\n[9,999,962 of 10,000,012 characters were cut off.]"
+    add("cut_error", lambda: throw(ValueError(MEGABYTES)), error=cut, max_result_size=50)
     add("sync_lone", hang, error=late("sync_lone"), concurrency=1)
     return tools, expected
 
@@ -309,14 +319,25 @@ VALUES = {
     },
     "step": {
         "none": (lambda: None, "gave `None` for messages"),
+        "number": (lambda: 1.0, "a list of messages or a `Step`, as `Step(reward=1.0, done=True)`."),
+        "mapping": (lambda: {"reward": 1.0}, "a list of messages or a `Step`, as `Step(**...)`."),
+        "Gym": (lambda: ("o", 1.0, True), "or wrap an environment of Gym's in `mt_grpo.integrations.gym.GymEnv`."),
+        "half": (lambda: "a\ud800", "has half a character, '\\ud800' at place 1: leave it out"),
+        "half a part": (
+            lambda: [{"role": "user", "content": [{"type": "text", "text": "\udfff"}]}],
+            "at place 0: leave",
+        ),
         "empty": (lambda: [], "neither replied nor ended"),
         "bytes": (lambda: b"Q", "gave bytes for messages"),
         "reward": (lambda: Step("R", reward="much"), "the reward of a step is str: give a finite number."),
         "nan": (lambda: Step("R", reward=float("nan")), "the reward of a step is nan: give a finite number."),
+        "large": (lambda: Step("R", reward=10**400), "the reward of a step is inf: give a finite number."),
         "replies": (lambda: Step([3], done=True), f"A message is int, {NO_TEXT}"),
         "rewards": (lambda: Step(done=True, rewards=None), "`rewards` of the outcome is NoneType"),
         "inf": (lambda: Step(done=True, rewards={"a": float("inf")}), "the reward 'a' is inf"),
+        "word": (lambda: Step(done=True, rewards={"a": "good"}), "the reward 'a' is str: give a finite"),
         "answer": (lambda: Step(done=True, answer=3), "`answer` of the outcome is int"),
+        "graph": (lambda: Step(done=True, info=graph()), "`info` of the outcome goes more than 100 levels deep"),
         "info": (lambda: Step(done=True, info=cycle()), "`info` of the outcome goes more than 100 levels deep"),
         "opaque": (lambda: Step(done=True, info={"a": Opaque()}), NO_JSON),
         "keys": (lambda: Step(done=True, info={(1, 2): 3}), "cannot be written as JSON (TypeError: keys must be"),
