@@ -17,7 +17,6 @@ from zlib import crc32
 
 import datasets
 import httpx
-import yaml
 from datasets.exceptions import DatasetsError
 from huggingface_hub import constants
 from huggingface_hub.file_download import repo_folder_name
@@ -26,6 +25,7 @@ from mt_grpo.data.images import Rows, decoded_as, undecoded, with_own_opener
 from mt_grpo.errors import ConfigError, UserError, describe_error
 from mt_grpo.imports import FORMATS, Registry, check_name, did_you_mean, looks_like_path
 from mt_grpo.media import media_to_digests
+from mt_grpo.options.values import parse_mapping
 from mt_grpo.runlog.files import to_json
 from mt_grpo.trajectory import Message, Row
 
@@ -140,6 +140,12 @@ SEEDS = {"train": 0, "validation": 1, "test": 2}
 
 def _puzzles(task: str, split: str, config: str | None) -> list[Row]:
     """The rows of a task: `prompt`, `answer`, and what the reward `reasoning_gym_reward` needs to judge an answer."""
+    options = parse_mapping(config or {}, "dataset_config")
+    if not isinstance(options, dict):
+        raise DatasetError(
+            f"`dataset_config` is {config!r}: give the options of a task of reasoning-gym as a mapping, such as "
+            "`{size: 2000}`."
+        )
     try:
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
@@ -149,14 +155,8 @@ def _puzzles(task: str, split: str, config: str | None) -> list[Row]:
         ) from error
     _check_known("The tasks of reasoning-gym have no split", split, SEEDS, f": they have {', '.join(SEEDS)}")
     _check_known("reasoning-gym has no task", task, DATASETS)
-    options = yaml.safe_load(config) if config else {}
-    if not isinstance(options, dict):
-        raise DatasetError(
-            f"`dataset_config` is {config!r}: give the options of a task of reasoning-gym as a mapping, such as "
-            "`{size: 2000}`."
-        )
-    options["seed"] = options.get("seed", 0) * len(SEEDS) + SEEDS[split]
     try:
+        options["seed"] = options.get("seed", 0) * len(SEEDS) + SEEDS[split]
         dataset = reasoning_gym.create_dataset(task, **{"size": 500, **options})
     except Exception as error:  # whatever the task makes of its options
         raise DatasetError(f"The task {task!r} of reasoning-gym does not take its options ({error}).") from error
@@ -274,7 +274,7 @@ def between_rates(rows: Rows, file: str, low: float, high: float) -> Rows:
                 raise ValueError(f"a `rate` is {rate!r}")
             attempts[digest] += number
             passed[digest] += rate * number if number else 0
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise DatasetError(
             f"`dataset_filter` cannot read {file} ({describe_error(error)}): name a file that `mt-grpo rollout "
             "--difficulty` wrote."

@@ -184,7 +184,6 @@ def embedded_tasks(split: str) -> Path:
 
 
 def _main() -> None:
-    """Writes the tasks that the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--number", type=int, default=64)

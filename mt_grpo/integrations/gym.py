@@ -146,7 +146,6 @@ class GymEnv(StepEnv):
         return Step(shown, reward, done, info=info if done else {})
 
     async def close(self) -> None:
-        """Closes the game."""
         game, self.user_environment = self.user_environment, None
         await self._close_game(game)
 

@@ -68,7 +68,6 @@ class _Game:
             self._env = textarena.make(name, **options)
 
     def reset(self, seed: int) -> str:
-        """Begins the game of a seed."""
         with self._draws():
             self._env.reset(num_players=1 if self._opponent is None else 2, seed=seed)
         return self._seen(0)

@@ -124,7 +124,6 @@ class TRLEnv(MultiTurnToolEnv):
 
     @property
     def needed_columns(self) -> list[str]:
-        """The columns that `reset` requires."""
         parameters = inspect.signature(self.pool.first.reset).parameters.values()
         by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         return [one.name for one in parameters if one.kind in by_name and one.default is inspect.Parameter.empty]
@@ -362,7 +361,6 @@ class _InstancePool:
         return await call(self._factory, what=f"the factory of {self.name}", timeout=timeout, late=self.give)
 
     def give(self, instance: object) -> None:
-        """Makes an instance free for the next conversation."""
         self._free.append(instance)
 
     async def drop(self, instance: Any) -> None:

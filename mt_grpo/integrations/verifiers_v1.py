@@ -79,7 +79,7 @@ class TasksetEnvironment:
         found = []
         for data in (task.data for task in self._of(split)):
             answer = (data.model_extra or {}).get("answer", getattr(data, "answer", ""))
-            found.append({"prompt": _prompt(data), "answer": str(answer or "")})
+            found.append({"prompt": _messages(data.system_prompt, data.prompt or ""), "answer": str(answer or "")})
         return found
 
     def _of(self, split: str) -> list[Any]:
@@ -170,12 +170,12 @@ def _with_agents(name: str, config: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
-def _prompt(data: Any) -> list[Message]:
-    """A task's first messages, as far as its data has them."""
-    messages = [] if data.system_prompt is None else [{"role": "system", "content": data.system_prompt}]
-    if data.prompt is None or isinstance(data.prompt, str):
-        return [*messages, {"role": "user", "content": data.prompt or ""}]
-    return messages + [message_to_wire(message) for message in data.prompt]
+def _messages(system: str | None, prompt: Any) -> list[Message]:
+    """A task's first messages, of a prompt that is text, messages of verifiers', or nothing."""
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    if isinstance(prompt, str):
+        return [*messages, {"role": "user", "content": prompt}]
+    return messages + [message_to_wire(message) for message in prompt or ()]
 
 
 def _outcome(episode: Any) -> Outcome:
@@ -215,13 +215,7 @@ class ChatHarness(NullHarness):
         data: TaskData,
         tool_interception_url: str | None = None,
     ) -> ProgramResult:
-        """Runs one segment of the conversation."""
-        system, prompt = self.resolve_prompt(data)
-        messages = [] if system is None else [{"role": "system", "content": system}]
-        if isinstance(prompt, str):
-            messages.append({"role": "user", "content": prompt})
-        else:
-            messages += [message_to_wire(message) for message in prompt or []]
+        messages = _messages(*self.resolve_prompt(data))
         servers = {name: {"url": url, "timeout": self.config.tool_timeout} for name, url in mcp_urls.items()}
         async with AsyncExitStack() as stack:
             tools, dispatch, connections = await connect_mcp({"mcpServers": servers}, stack)

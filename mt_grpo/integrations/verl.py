@@ -162,15 +162,18 @@ class InteractionEnv(DialogueEnv):
 
     def find_kwargs(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """The row's `interaction_kwargs`, with `name`, without `None`: a table has all keys in every row."""
-        given = (row.get("extra_info") or {}).get("interaction_kwargs") or {}
-        name = given.get("name")
+        given: Any = row
+        for key in ("extra_info", "interaction_kwargs"):
+            given = given.get(key) if isinstance(given, Mapping) else None
+        given = {key: value for key, value in given.items() if value is not None} if isinstance(given, Mapping) else {}
+        name = str(given.get("name"))
         if name not in self.interactions:
             fault = "A row does not say who answers it: set `name` in its `extra_info.interaction_kwargs` to one of"
-            if name is not None:
+            if "name" in given:
                 near = did_you_mean(name, self.interactions)
                 fault = f"A row names the interaction {name!r}{near}: the interactions are"
             raise ConfigError(f"{fault} {', '.join(self.interactions)}.")
-        return {key: value for key, value in given.items() if value is not None}
+        return {**given, "name": name}
 
     async def run(self, policy: Policy, row: Row) -> Outcome:
         """Starts the interaction, runs the loop of `DialogueEnv`, and asks for the score."""
@@ -189,7 +192,6 @@ class InteractionEnv(DialogueEnv):
         return outcome
 
     async def respond(self, turn: Turn) -> Step:
-        """Asks the interaction for its answer."""
         said = [message for each in self.turns for message in (each.message, *each.replies)]
         messages = copy.deepcopy([*self.opening, *said])
         assert self.interaction is not None  # `run` chose it
@@ -206,7 +208,6 @@ class InteractionEnv(DialogueEnv):
         return Step(text, score, bool(done))
 
     async def close(self) -> None:
-        """Ends the interaction and releases the tools."""
         try:
             if self.interaction is not None:
                 await self._call(_bound(self.interaction.finalize_interaction, self.instance_id, self.kwargs))
@@ -336,7 +337,6 @@ _FORMAT = re.compile(r"<think>.*</think>.*\\boxed\{.*\}.*", re.DOTALL)
 
 
 def _find_grader() -> ModuleType:
-    """The module that grades answers."""
     try:
         return importlib.import_module("mathruler.grader")
     except ModuleNotFoundError as error:
@@ -450,8 +450,7 @@ class _ServedTool(BaseTool):
         super().__init__(config, tool_schema)
         self.url: str = config.get(self.url_key) or ""
         if not self.url:
-            name = next(kind.__name__ for kind in type(self).__mro__ if "url_key" in vars(kind))
-            raise ToolDefinitionError(f"The tool `{name}` has no `{self.url_key}` in its `config`.")
+            raise ToolDefinitionError(f"The tool `{type(self).__name__}` has no `{self.url_key}` in its `config`.")
 
 
 class SandboxFusionTool(_ServedTool):

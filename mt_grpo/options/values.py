@@ -137,11 +137,11 @@ def parse_mapping(value: object, key: str) -> Any:
     """What a text stands for where an option takes a mapping (JSON or YAML); other values stay as they are."""
     if not isinstance(value, str):
         return value
-    with contextlib.suppress(json.JSONDecodeError):  # YAML takes the number 1e-3 for a text
+    with contextlib.suppress(ValueError, RecursionError):  # YAML takes the number 1e-3 for a text
         return json.loads(value)
     try:
         return yaml.safe_load(value)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):
         raise ConfigError(f"`{key}` is {value!r}, which is not a JSON mapping.") from None
 
 

@@ -12,8 +12,8 @@ import datasets
 import pytest
 from huggingface_hub import constants
 
-from mt_grpo.data import DatasetError, _gsm8k_row, _triviaqa_row, as_messages, check_apart, load_rows
-from mt_grpo.errors import ConfigError
+from mt_grpo.data import DatasetError, as_messages, between_rates, check_apart, load_rows
+from mt_grpo.errors import ConfigError, UserError
 from mt_grpo.training.columns import _check_prompts
 from mt_grpo.training.model import resolve_model
 
@@ -106,13 +106,6 @@ def test_known_schemas_become_prompts_and_answers(write, ending: str, streaming:
     assert asked(name, "train", streaming=streaming) == [row["question"] for row in GSM8K]
     finals = zip([row["answer"] for row in GSM8K], ("72", "130000"), strict=True)
     assert [(row["answer"], row["final_answer"]) for row in rows] == [*finals]
-
-
-def test_the_row_functions_leave_their_input_alone() -> None:
-    trivia, math = json.loads(json.dumps(TRIVIAQA[0])), dict(GSM8K[1])
-    assert set(_triviaqa_row(trivia)) == {"prompt", "answer", "question_id"}
-    assert set(_gsm8k_row(math)) == {"prompt", "answer", "final_answer"}
-    assert (trivia, math) == (TRIVIAQA[0], GSM8K[1])
 
 
 @pytest.mark.parametrize(
@@ -259,15 +252,20 @@ def test_files_that_cannot_be_read_are_refused_with_the_reason(tmp_path: Path) -
         (False, "notes.txt", "a", "is none of the formats .jsonl, .json, .parquet, .csv"),
         (False, "broken.jsonl", '{"prompt": "a"}\n{"prompt": \n', "does not load: JSON parse error"),
         (True, "stream.jsonl", '{"prompt": \n', "does not load: JSON parse error"),
-        (
-            False,
-            "latin.csv",
-            "prompt,answer\nWo liegt Zürich?,Schweiz\n",
-            "byte: save the file in UTF-8.",
-        ),
+        (False, "latin.csv", "prompt,answer\nWo liegt Zürich?,Schweiz\n", "byte: save the file in UTF-8."),
     ):
         (tmp_path / name).write_text(content, encoding="latin-1")
         assert said in refusal(str(tmp_path / name), "train", streaming=streaming)
+    for line in (f'{{"rate": 0.5, "attempts": 1{"0" * 400}, "digest": "a"}}', "[" * 100_000):
+        (tmp_path / "difficulty.jsonl").write_text(line)
+        with pytest.raises(DatasetError, match="name a file that `mt-grpo rollout --difficulty` wrote"):
+            between_rates(datasets.Dataset.from_list([{"prompt": "a"}]), str(tmp_path / "difficulty.jsonl"), 0, 1)
+
+
+@pytest.mark.parametrize("config", ["{size: ", "size", "{size: 2026-99-99}", "[" * 1500])
+def test_options_of_a_task_that_are_no_mapping_are_refused(config: str) -> None:
+    with pytest.raises(UserError, match="`dataset_config` is "):
+        load_rows("reasoning_gym:leg_counting", "train", config=config)
 
 
 @pytest.mark.parametrize("train", ["train", "train[2:]", "train[:-1]"])
@@ -296,11 +294,8 @@ def test_slices_without_a_row_in_common_are_taken(ten, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "train", "test"),
     [
-        *(
-            (name, *splits)
-            for name in (".", "somebody/dataset")
-            for splits in (("train", "train[:20]"), ("train+validation", "validation[10:]"))
-        ),
+        (".", "train", "train[:20]"),
+        ("somebody/dataset", "train+validation", "validation[10:]"),
         ("embedded", "validation", "test[:4]"),
     ],
 )
@@ -318,14 +313,8 @@ def test_splits_that_overlap_are_refused(name: str, train: str, test: str) -> No
         ({}, "has no column 'prompt'; the nearest is 'prompts': its columns are prompts, gold"),
         ({}, "`column_mapping: {prompt: its name}`"),
         ({"streaming": True}, "has no column 'prompt'"),
-        (
-            {"column_mapping": {"prompt": "prompts", "answer": "golden"}},
-            "does not have, 'golden'; the nearest is 'gold'",
-        ),
-        (
-            {"column_mapping": {"prompts": "prompt"}},
-            "its columns are prompts, gold; write the new name first, `{prompt: prompts}`.",
-        ),
+        ({"column_mapping": {"prompt": "prompts", "answer": "golden"}}, "'golden'; the nearest is 'gold'"),
+        ({"column_mapping": {"prompts": "prompt"}}, "are prompts, gold; write the new name first, `{prompt: prompts}"),
     ],
 )
 def test_a_missing_column_is_named_with_those_there_are(write, options: dict, said: str) -> None:

@@ -377,13 +377,18 @@ def test_a_task_without_an_instruction_is_none(make_task):
             HarborTasks(HarborEnv("bubblewrap"), given)
 
 
-def test_metadata_of_several_types_is_text(tmp_path):
+def test_tasks_are_rows_with_metadata_of_one_type_each(tmp_path):
     told = {"a": "level = 1\nhours = 1", "b": "level = 'hard'\nhours = 0.5", "c": "hours = 2"}
     for task, (name, metadata) in zip(write_tasks(tmp_path / "tasks", 3), told.items(), strict=True):
         (task / "task.toml").write_text(f"[metadata]\n{metadata}\n")
+        (task / "instruction.md").write_text(f"Do {name}.\n")
         task.rename(task.parent / name)
-    rows = HarborTasks(HarborEnv("bubblewrap"), str(tmp_path / "tasks")).rows("train")
+    tasks = HarborTasks(HarborEnv("bubblewrap"), str(tmp_path / "tasks"))
+    rows = tasks.rows("train")
+    assert (rows["prompt"][:], rows["name"][:]) == (["Do a.", "Do b.", "Do c."], ["a", "b", "c"])
     assert (rows["level"][:], rows["hours"][:]) == (["1", "hard", None], [1.0, 0.5, 2.0])
+    with pytest.raises(ConfigError, match="The dataset has no column `task`: give the folder"):
+        tasks.check(rows.remove_columns("task"), "dataset")
 
 
 def test_a_machine_without_bwrap_is_refused(monkeypatch, tmp_path):

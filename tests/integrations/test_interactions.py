@@ -253,21 +253,15 @@ def config(tmp_path, **options):
     return MTGRPOConfig(str(tmp_path), use_cpu=True, bf16=False, **options)
 
 
+NAMELESS = [[{}], [row("gsm8k"), {"extra_info": {}}], [{"extra_info": "{}"}], [row(None)]]
+
+
 @pytest.mark.parametrize(
     ("env", "rows", "message"),
     [
-        (None, [{}], "A row does not say who answers it"),
-        (None, [row("gsm8k"), {"extra_info": {}}], "A row does not say who answers it"),
-        (
-            None,
-            [row("gsm8")],
-            "A row names the interaction 'gsm8'; the nearest is 'gsm8k': the interactions are gsm8k.",
-        ),
-        (
-            InteractionEnv({"plain": Plain({})}),
-            [row("gsm8k")],
-            "`interaction_config_file` is set in the arguments, and",
-        ),
+        *((None, rows, "A row does not say who answers it") for rows in NAMELESS),
+        (None, [row("gsm8")], "A row names the interaction 'gsm8'; the nearest is 'gsm8k': the interactions are gsm"),
+        (InteractionEnv({"plain": Plain({})}), [row("gsm8k")], "`interaction_config_file` is set in the arguments, a"),
     ],
 )
 def test_rows_without_an_interaction_or_two_sources_are_refused(tmp_path, env, rows, message):

@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 from base64 import b64encode
+from socket import has_ipv6
 from urllib.parse import urlsplit
 
 import openai
@@ -326,6 +327,14 @@ def test_an_answer_that_arrives_late_is_not_trained():
 
 
 # Who may ask
+
+
+@pytest.mark.skipif(not has_ipv6, reason="this machine has no IPv6")
+def test_an_address_of_ipv6_leads_to_the_policy():
+    async def agent(row, client):
+        return await post(client)
+
+    assert hold(AgentSource(agent, host="::1"))[0].env_rewards == {"reward": 200.0}
 
 
 async def post(client, key=None, base=None, session=None):

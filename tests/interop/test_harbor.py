@@ -44,7 +44,7 @@ from mt_grpo.integrations.harbor.trial import run_trial  # noqa: E402
 
 BASE = os.environ.get("MT_GRPO_BASE_IMAGE", "localhost/base:1")
 AGENTS = os.environ.get("MT_GRPO_AGENTS_IMAGE", "localhost/agents:1")
-HELLO = "printf hello > /app/hello.txt"
+HELLO, TEST = "printf hello > /app/hello.txt", "[ $(cat /app/hello.txt) = hello ] && echo 1 || echo 0"
 
 
 @pytest.fixture(scope="module")
@@ -52,9 +52,7 @@ def make_task(tmp_path_factory):
     """Writes a task whose test is a shell command that says the reward."""
     root = tmp_path_factory.mktemp("tasks")
 
-    def make(
-        name, test="[ $(cat /app/hello.txt) = hello ] && echo 1 || echo 0", extra="", image=BASE, seconds=5, memory=256
-    ):
+    def make(name, test=TEST, extra="", image=BASE, seconds=5, memory=256):
         folder = root / name / name
         for part in ("environment", "tests", "solution"):
             (folder / part).mkdir(parents=True, exist_ok=True)
@@ -96,19 +94,6 @@ def nothing_is_left():
     assert not list(Path(tempfile.gettempdir()).glob("mt-grpo-images-*/*:copy-*"))
 
 
-def test_tasks_are_rows_with_their_metadata(make_task):
-    tasks = HarborTasks(HarborEnv("podman"), str(make_task("hello")))
-    (row,) = tasks.rows("train")
-    assert (row["prompt"], row["name"], row["difficulty"]) == (
-        "Write the word hello into /app/hello.txt.",
-        "hello",
-        "easy",
-    )
-    assert tasks.rows("eval") is None
-    with pytest.raises(ConfigError, match="The dataset has no column `task`: give the folder"):
-        tasks.check(tasks.rows("train").remove_columns("task"), "dataset")
-
-
 def test_what_the_verifier_says_is_the_reward(make_task, play):
     folder = make_task("hello")
     turns = [call("cd /tmp; word=hello"), call("printf $word > /app/hello.txt; pwd"), SUBMIT]
@@ -138,9 +123,7 @@ def test_an_image_is_made_once_before_anything_else(make_task, play, capfd):
 
 def test_a_task_whose_image_cannot_be_built_is_refused(make_task):
     tasks = HarborTasks(HarborEnv("podman"), str(make_task("imageless", image="localhost/not-here:1")))
-    with pytest.raises(
-        ConfigError, match=r"The image of the task \S+/imageless cannot be built: (?s:.*)\nMend \S+Doc"
-    ):
+    with pytest.raises(ConfigError, match=r"The image of the task \S+/imageless cannot be built: (?s:.*)\nMend \S+Do"):
         tasks.check(tasks.rows("train"), "training dataset")
 
 
@@ -214,14 +197,12 @@ def test_branches_go_on_alone_in_copies_of_the_container(make_task, branch, capl
 
 
 def test_a_verifier_apart_sees_no_container_of_a_branch(make_task, branch):
-    folder = make_task("apart", "[ $(cat /app/hello.txt) = hello ] && [ ! -e /usr/new ] && echo 1 || echo 0")
+    folder = make_task("apart", f"[ ! -e /usr/new ] && {TEST}")
     path = folder / "apart" / "task.toml"
     told = path.read_text().replace("[verifier]", '[verifier]\nenvironment_mode = "separate"')
     path.write_text(f'artifacts = ["/app/hello.txt"]\n{told}')
     found = branch(folder, "touch /usr/new", HELLO, HELLO, "printf bye > /app/hello.txt")
-    assert [(each.error, each.env_rewards) for each in found] == [(None, {"reward": 1.0})] * 2 + [
-        (None, {"reward": 0.0})
-    ]
+    assert [(each.error, each.env_rewards["reward"]) for each in found] == [(None, 1.0), (None, 1.0), (None, 0.0)]
 
 
 @pytest.mark.parametrize(
@@ -231,9 +212,9 @@ def test_a_verifier_apart_sees_no_container_of_a_branch(make_task, branch):
         ("head -c 2000000000 /dev/zero > /x; stat -c %s /x; rm /x", str(100 * 2**20)),
     ],
 )
-def test_limits_hold_in_a_copied_container(make_task, branch, command, shown):
-    found = branch(make_task("bounded", extra="storage_mb = 100\n"), HELLO, "true", command)
-    assert shown in found[1].turns[1].tool_calls[0].result and found[1].env_rewards == {"reward": 1.0}
+def test_limits_hold_in_a_container_and_its_copy(make_task, branch, command, shown):
+    for each in branch(make_task("bounded", extra="storage_mb = 100\n"), HELLO, command, command):
+        assert shown in each.turns[1].tool_calls[0].result and each.env_rewards == {"reward": 1.0}
 
 
 def test_a_container_that_cannot_be_copied_leaves_no_copy(make_task, branch, monkeypatch):
@@ -256,9 +237,7 @@ def test_images_with_volumes_are_not_copied(make_task, branch, monkeypatch):
     folder = make_task("volumes")
     with (folder / "volumes" / "environment" / "Dockerfile").open("a") as dockerfile:
         dockerfile.write("VOLUME /data\n")
-    with pytest.raises(
-        ConfigError, match=r"the image of the task volumes has volumes \(/data\), which are not copied"
-    ):
+    with pytest.raises(ConfigError, match=r"the image of the task volumes has volumes \(/data\), which are not copie"):
         branch(folder, "true", "true")
     monkeypatch.setattr(HarborTasks, "unforkable", None)  # as rows of a dataset with tasks of their own
     assert "has volumes (/data), which cannot be copied" in branch(folder, "true", "true", "true")[0].error
@@ -346,12 +325,6 @@ def test_tampering_earns_nothing_and_the_run_goes_on(make_task, play, command):
 def test_what_is_in_place_of_the_tests_makes_way(make_task, play, command):
     (found,) = play(make_task("hello"), call(f"{HELLO}; {command}"), SUBMIT)
     assert found.env_rewards == {"reward": 1.0}, found.error
-
-
-def test_no_file_is_larger_than_the_tasks_storage(make_task, play):
-    folder = make_task("bounded", extra="storage_mb = 100\n")
-    (found,) = play(folder, call("head -c 2000000000 /dev/zero > /x; stat -c %s /x; rm /x"), SUBMIT)
-    assert found.turns[0].tool_calls[0].result.splitlines()[-1] == str(100 * 2**20)
 
 
 def test_sixty_four_conversations_at_once_all_end(make_task, play):
@@ -534,10 +507,7 @@ def test_an_agent_that_fails_by_any_name_is_verified(make_task):
     asked = SimpleNamespace(over=asyncio.Event(), asking=False)
     agent = AgentConfig(import_path=f"{__name__}:{Failing.__name__}")
     done = asyncio.run(run_trial("podman", str(make_task("hello") / "hello"), agent, asked))
-    assert (done.rewards, done.agent_error) == (
-        {"reward": 1.0},
-        "AgentFailedError: NotFoundError: no such model",
-    )
+    assert (done.rewards, done.agent_error) == ({"reward": 1.0}, "AgentFailedError: NotFoundError: no such model")
 
 
 def test_an_agent_that_cannot_reach_the_policy_is_no_zero(work):

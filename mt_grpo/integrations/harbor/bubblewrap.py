@@ -272,7 +272,6 @@ class Sandbox:
         )
 
     async def close(self) -> None:
-        """Ends all that runs in the sandbox."""
         process, self._process = self._process, None
         if process is not None:
             await _end(process)
@@ -287,7 +286,6 @@ class Sandbox:
             await self.drop()
 
     async def drop(self) -> None:
-        """Removes the sandbox."""
         await self.close()
         _remove(self._folder)
 

@@ -186,7 +186,6 @@ class _Image:
     context: Path | None = None
 
     def is_here(self, engine: str) -> bool:
-        """Whether the engine has it already."""
         return _ask(engine, "image", "inspect", self.name).returncode == 0
 
     def volumes(self, engine: str) -> list[str]:

@@ -57,9 +57,6 @@ class _Pool:
     @contextlib.asynccontextmanager
     async def ahead(self, tasks: Sequence[str]) -> AsyncIterator[None]:
         """In the block trials of these tasks begin, in this order; those that nobody took are dropped after it."""
-        if not self.size:
-            yield
-            return
         batch = _Batch(self.size, list(tasks), self._begin)
         self._batches.append(batch)
         filling = asyncio.ensure_future(batch.fill())
@@ -178,7 +175,6 @@ class HarborEnv(MultiTurnToolEnv):
         return step
 
     async def run(self, policy: Policy, row: Row) -> Outcome:
-        """A trial whose agent is the policy."""
         self._best = 0.0
         begun = await (self._begin if self.pool is None else self.pool.take)(row[TASK])
         return await self._hold(begun, partial(super().run, policy, row))
@@ -193,13 +189,11 @@ class HarborEnv(MultiTurnToolEnv):
 
     @property
     def unforkable(self) -> str | None:
-        """See `StepEnv.unforkable`."""
         if self.sandbox in (BUBBLEWRAP, "podman"):
             return None
         return f"`sandbox: {self.sandbox}` copies no containers: use `podman` or `bubblewrap`"
 
     async def fork(self) -> HarborEnv:
-        """See `StepEnv.fork`."""
         twin = copy.copy(self)
         twin._forked, lost = await self._container.fork()
         if lost:
@@ -285,7 +279,6 @@ class HarborTasks(Tasks, _HarborConversations):
 
     @property
     def unforkable(self) -> str | None:
-        """See `StepEnv.unforkable`."""
         tasks = task_folders(str(self._folders["train"]))
         for task in tasks:
             if (task / "environment" / "docker-compose.yaml").is_file():

@@ -247,7 +247,6 @@ class _Prepared(DockerEnvironment):
         return ""
 
     async def _main(self) -> str:
-        """The container of the task."""
         if self._container is None:
             self._container = await self._platform._resolve_service_container(MAIN_SERVICE_NAME)
         return self._container
@@ -308,7 +307,6 @@ class _PolicyAgent(BaseAgent):
         """Nothing is installed: commands come from outside."""
 
     async def run(self, instruction: str, environment: BaseEnvironment, context: AgentContext) -> None:
-        """Holds the conversation."""
         await self.talk(environment)
 
 
@@ -333,7 +331,6 @@ class BegunTrial:
             await self.trial.run()
 
     async def talk_in(self, talk: _Talk) -> Verified:
-        """A trial of the agent `POLICY`."""
         self.trial.agent.talk = talk
         return await self.finish()
 

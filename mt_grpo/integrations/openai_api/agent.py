@@ -57,11 +57,6 @@ class AgentClient:
     add_session: Callable[[str], None] = field(repr=False)
     _opened: list[AsyncOpenAI] = field(default_factory=list, repr=False)
 
-    @property
-    def host(self) -> str | None:
-        """The server's host."""
-        return urlsplit(self.base_url).hostname
-
     def openai(self, **options: Any) -> AsyncOpenAI:
         """
         An `openai.AsyncOpenAI`, closed after the conversation.
@@ -115,8 +110,8 @@ class Command:
         self.arguments = shlex.split(line)
 
     async def __call__(self, row: Mapping[str, object], client: AgentClient) -> object:
-        """Runs it for one row."""
-        hosts = ",".join(filter(None, [os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), client.host]))
+        host, others = urlsplit(client.base_url).hostname, os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
+        hosts = ",".join(filter(None, [others, host]))
         variables = {
             **{name: value for name, value in os.environ.items() if name != "ANTHROPIC_AUTH_TOKEN"},  # would go first
             "OPENAI_BASE_URL": client.base_url,
@@ -137,17 +132,11 @@ class Command:
             await process.end()
         code, (output, errors) = process.transport.get_returncode() or 0, process.output()
         if code != 0:
-            how = f"ended with exit code {code}" if code > 0 else f"was ended by {_name_of_signal(-code)}"
-            said = errors.strip()[-2000:]
+            names = {number.value: number.name for number in signal.Signals}  # a real-time signal has none
+            ended = f"was ended by {names.get(-code, f'signal {-code}')}"
+            how, said = f"ended with exit code {code}" if code > 0 else ended, errors.strip()[-2000:]
             raise CommandError(f"{self.arguments[0]} {how}{f': {said}' if said else ', and wrote nothing of why'}")
         return _result(output)
-
-
-def _name_of_signal(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # a real-time signal
-        return f"signal {number}"
 
 
 class _Process(asyncio.SubprocessProtocol):
@@ -196,7 +185,6 @@ class _Process(asyncio.SubprocessProtocol):
                 self.transport.close()
 
     def output(self) -> tuple[str, str]:
-        """Standard output and standard error."""
         return self._written[1].decode(errors="replace"), self._written[2].decode(errors="replace")
 
     def _kill(self, how: signal.Signals) -> None:
@@ -236,7 +224,6 @@ class _AgentLoop(LoopThread):
         return self._asked is None or time.monotonic() - self._asked <= _STUCK
 
     def ask(self) -> None:
-        """Asks the loop for an answer."""
         if self._asked is None:
             self._asked = time.monotonic()
             self.loop.call_soon_threadsafe(self._answer)
@@ -282,7 +269,6 @@ class AgentSource(EnvSource):
 
     @property
     def name(self) -> str:
-        """The agent's name."""
         agent = self.agent
         return agent.arguments[0] if isinstance(agent, Command) else getattr(agent, "__name__", type(agent).__name__)
 

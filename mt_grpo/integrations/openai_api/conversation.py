@@ -226,7 +226,6 @@ class Conversation:
         return self.retries.waiting > 0
 
     async def choices(self, parsed: ParsedRequest) -> list[Choice]:
-        """Samples the turns that a request asks for."""
         self.asked = True
         options = self._calls.options(parsed)
         try:

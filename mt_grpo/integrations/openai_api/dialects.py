@@ -71,7 +71,6 @@ def _count_usage(choices: Sequence[Choice]) -> dict[str, int]:
 
 
 def _event(data: Fields, kind: str | None = None) -> bytes:
-    """One server-sent event."""
     return (b"" if kind is None else b"event: %s\n" % kind.encode()) + b"data: %s\n\n" % orjson.dumps(data)
 
 

@@ -45,7 +45,6 @@ class ApiError(Exception):
 
     @property
     def body(self) -> Fields:
-        """The body of the answer."""
         kind = {401: "authentication_error", 429: "rate_limit_error"}.get(self.status)
         kind = kind or ("server_error" if self.status >= 500 else "invalid_request_error")
         error: Fields = {"message": self.message, "type": kind, "param": self.param, "code": self.code}

@@ -34,7 +34,6 @@ class _UnauthorizedAttempts:
         self.log.addFilter(self._judge)
 
     def note(self) -> None:
-        """Counts a request."""
         self._count += 1
 
     def warn(self) -> None:
@@ -97,7 +96,8 @@ class Endpoint:
         start = self._start
         try:
             _, port = await asyncio.shield(start)
-            base_url = f"http://{self.host}:{port}/{quote(session, safe='')}/v1"
+            host = f"[{self.host}]" if ":" in self.host else self.host
+            base_url = f"http://{host}:{port}/{quote(session, safe='')}/v1"
             conversation = Conversation(policy, protocol, base_url, secrets.token_urlsafe(24))
             self._conversations[session] = conversation
             self._keys[conversation.api_key] = conversation

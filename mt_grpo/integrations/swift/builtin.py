@@ -69,7 +69,6 @@ class GymScheduler(MultiTurnScheduler):
     async def on_turn_end(
         self, infer_request: RolloutInferRequest, response_choice: Choice, current_turn: int
     ) -> Returned:
-        """Takes a step of the environment."""
         env = self._envs[infer_request.uuid]
         what = f"{type(env).__name__}.step"
         observation, reward, done, info = await call(env.step, copy.deepcopy(infer_request.messages), what=what)
@@ -92,7 +91,6 @@ class GymScheduler(MultiTurnScheduler):
         return {"infer_request": infer_request}
 
     async def on_trajectory_end(self, uuid: str) -> None:
-        """Closes the environment."""
         await self._close_and_remove(uuid)
 
     async def _close_and_remove(self, uuid: str) -> None:
@@ -138,7 +136,6 @@ class OpenEnvWrapper:
         return result.observation, float(result.reward or 0.0), bool(result.done), None
 
     def close(self) -> None:
-        """Ends the connection."""
         if self._client is not None:
             self._client.__exit__(None, None, None)
             self._client = None
@@ -167,7 +164,6 @@ class OpenEnvScheduler(GymScheduler):
     async def on_turn_end(
         self, infer_request: RolloutInferRequest, response_choice: Choice, current_turn: int
     ) -> Returned:
-        """Sends the action of a response."""
         env = self._envs[infer_request.uuid]
         action = self.parse_action(response_choice.message.content)
         observation, reward, done, _ = await call(env.step, action, what="step of the OpenEnv server")
@@ -217,7 +213,6 @@ class ThinkingTipsScheduler(RetryScheduler):
     async def run(
         self, infer_request: RolloutInferRequest, request_config: RequestConfig, **kwargs: object
     ) -> list[RolloutOutput]:
-        """Runs one conversation."""
         records: list[RolloutOutput] = []
         while True:
             response = await self.infer_engine.infer_async(infer_request, request_config, **kwargs)

@@ -74,7 +74,6 @@ class SchedulerSource(EnvSource):
         return SchedulerEnv(self)
 
     async def scheduler(self, tokenizer: PreTrainedTokenizerBase) -> MultiTurnScheduler:
-        """The scheduler of the run."""
         return self._made or await call(self._make, tokenizer, what=self.__name__, timeout=self.timeout)
 
     def _make(self, tokenizer: PreTrainedTokenizerBase) -> MultiTurnScheduler:

@@ -43,15 +43,12 @@ class ORM(FunctionReward):
 
     @property
     def function(self) -> Any:  # type: ignore[override]  # subclasses need not call `__init__`
-        """The function that `FunctionReward` calls."""
         return self.__call__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The rewards of a batch."""
         raise NotImplementedError(f"{type(self).__name__} defines no `__call__`.")
 
     def arguments(self, trajectories: list[Trajectory], rows: list[Row]) -> dict[str, object]:
-        """The keyword arguments of `__call__`."""
         inputs = {trajectory.session: _records(trajectory) for trajectory in trajectories}
         last = [inputs[trajectory.session][-1] for trajectory in trajectories]
         said = [[each for each in record["messages"] if each["role"] == "assistant"] for record in last]
@@ -98,7 +95,6 @@ class Accuracy(ORM):
     """
 
     def __call__(self, completions: list[str], solution: list[object], **kwargs: object) -> list[float]:
-        """The rewards of a batch."""
         return [float(is_right(said, str(right))) for said, right in zip(completions, solution, strict=True)]
 
 
@@ -145,7 +141,6 @@ class _RewardTemplate:
         self.tokenizer = tokenizer
 
     def encode(self, inputs: Record) -> dict[str, list[int]]:
-        """The ids of one conversation."""
         return dict(self.tokenizer.apply_chat_template(inputs["messages"], return_dict=True))
 
     def data_collator(self, batch: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
@@ -175,7 +170,6 @@ class PluginReward(ORM):
         self.plugin = self.plugin_class(loaded, _RewardTemplate(tokenizer))
 
     def __call__(self, completions: list[str], messages: list[list[Message]], **kwargs: Any) -> list[float]:
-        """The rewards of a batch."""
         inputs = kwargs.pop("trajectory_inputs")
         last = [inputs[session][-1] for session in kwargs["request_id"]]
         return [float(reward) for reward in self.plugin(inputs=last, **kwargs)]
@@ -190,7 +184,6 @@ def _register_plugin(name: str, plugin: type) -> None:
 
 
 def to_device(inputs: Mapping[str, torch.Tensor], device: torch.device | str) -> dict[str, torch.Tensor]:
-    """Tensors on a device."""
     return {name: value.to(device) for name, value in inputs.items()}
 
 

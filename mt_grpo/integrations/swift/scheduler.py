@@ -14,7 +14,7 @@ import re
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -150,7 +150,6 @@ Messages = list[Message]
 
 
 def get_logger() -> logging.Logger:
-    """The logger for plugins."""
     return logging.getLogger("mt_grpo.plugins")
 
 
@@ -306,35 +305,30 @@ def _with_images(messages: list[Message], images: list[object]) -> list[Message]
     """Messages whose places show images. Images without a place come before the user's first words."""
     if not images:
         return messages
-    words = [_words_with_places(message) for message in messages]
-    places = sum(each.count(_PLACE) for each in words)
+    pieces = [_pieces(message) for message in messages]
+    places = sum(each.count(_PLACE) for each in pieces)
     if places > len(images):
         raise ValueError(f"The messages have {places} times {_PLACE}, and the request has {len(images)} images.")
     left = iter([{"type": "image", "image": image} for image in images])
     first = next((index for index, message in enumerate(messages) if message["role"] == "user"), 0)
     shown = []
-    for index, (message, said) in enumerate(zip(messages, words, strict=True)):
+    for index, (message, said) in enumerate(zip(messages, pieces, strict=True)):
         before = [next(left) for _ in range(len(images) - places)] if index == first else []
         if before or _PLACE in said:
-            content = message.get("content") or []
-            parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-            message = {**message, "content": [*before, *(_with_places(said, left) if said else parts)]}
+            parts = [next(left) if each == _PLACE else {"type": "text", "text": each} for each in said]
+            if not parts:
+                content = message.get("content") or []
+                parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+            message = {**message, "content": [*before, *parts]}
         shown.append(message)
     return shown
 
 
-def _words_with_places(message: Message) -> str:
-    """The text of a message in which images have places; what the model wrote has none."""
+def _pieces(message: Message) -> list[str]:
+    """The words and places of a message in which images have places; what the model wrote has none."""
     content = message.get("content")
-    return content if isinstance(content, str) and message["role"] != "assistant" else ""
-
-
-def _with_places(text: str, images: Iterator[Message]) -> Iterator[Message]:
-    for number, words in enumerate(text.split(_PLACE)):
-        if number:
-            yield next(images)
-        if words:
-            yield {"type": "text", "text": words}
+    text = content if isinstance(content, str) and message["role"] != "assistant" else ""
+    return [piece for piece in re.split(f"({_PLACE})", text) if piece]
 
 
 def _as_now(images: list[object], shown: list[object]) -> list[object]:
@@ -374,7 +368,6 @@ class Conversation:
         return 0.0 if self._sampling else time.monotonic() - self._since
 
     async def sample(self, request: RolloutInferRequest, config: RequestConfig) -> ChatCompletionResponse:
-        """Samples the next turn."""
         if request.images:
             look = partial(_as_now, request.images, self._shown)
             self._shown = await in_thread(look, "mt-grpo-images")
@@ -437,7 +430,6 @@ class InferEngine:
     async def infer_async(
         self, infer_request: RolloutInferRequest, request_config: RequestConfig | None = None, **kwargs: object
     ) -> ChatCompletionResponse:
-        """Samples a response."""
         config = request_config or RequestConfig()
         for option in fields(RequestConfig):
             if option.name in _OF_THE_RUN and getattr(config, option.name) != option.default:
@@ -477,7 +469,6 @@ class MultiTurnScheduler:
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The model's tokenizer."""
         return self.infer_engine.tokenizer
 
     @property
