@@ -8,9 +8,8 @@ from itertools import product
 
 import pytest
 import torch
-from support.benchmarks import REPORTS, ROOT
+from support.benchmarks import REPORTS, ROOT, steps_of
 
-from mt_grpo.concurrency import run
 from mt_grpo.credit import estimate
 from mt_grpo.trajectory import Trajectory, Turn
 
@@ -61,17 +60,9 @@ def test_the_trainers_environment_pays_the_same(bench, calls, design):
     said[1] = "search n0" if row["right"][1] != "search n0" else "search n1"
     said[3] = row["right"][3].replace("search", "tally")
 
-    async def converse():
-        await env.reset(row)
-        steps = []
-        for index, text in enumerate(said):
-            parsed = task.Calls().parse(text, None)
-            steps.append(await env.step(Turn(index, parsed.message, tool_calls=parsed.calls)))
-            if steps[-1].done:
-                break
-        return steps
-
-    steps, ending = run(converse()), design in bench.designs.ENDING
+    parsed = [task.Calls().parse(text, None) for text in said]
+    turns = (Turn(index, each.message, tool_calls=each.calls) for index, each in enumerate(parsed))
+    steps, ending = steps_of(env, row, turns), design in bench.designs.ENDING
     assert len(steps) == (4 if ending else 8) and steps[-1].done
     trajectory = Trajectory([], [Turn(index, {}) for index in range(len(steps))], info=steps[-1].info)
     made = calls(["SsST" if ending else "SsSTSSSS"], 8, steps[-1].info["luck"])

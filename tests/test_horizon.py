@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
+from support.benchmarks import steps_of
 
-from mt_grpo.concurrency import run
 from mt_grpo.rewards import load_rewards
 from mt_grpo.trajectory import Trajectory, Turn
 
@@ -20,16 +20,9 @@ def play(bench):
         env = task.environment(task.SETTINGS[setting])
         (row, *_) = task.rows(task.SETTINGS[setting], 2, seed=1)
         env.row, env.session = row, session
-
-        async def steps():
-            await env.reset(row)
-            made = []
-            for index, call in enumerate(calls or row["right"]):
-                parsed = task.Calls().parse(call, None)
-                made.append(await env.step(Turn(index, parsed.message, tool_calls=parsed.calls)))
-            return made
-
-        made = run(steps())
+        parsed = [task.Calls().parse(call, None) for call in calls or row["right"]]
+        turns = (Turn(index, each.message, tool_calls=each.calls) for index, each in enumerate(parsed))
+        made = steps_of(env, row, turns)
         return [step.reward for step in made], made
 
     return converse

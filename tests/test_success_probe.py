@@ -8,8 +8,8 @@ from math import prod
 
 import pytest
 import torch
+from support.benchmarks import steps_of
 
-from mt_grpo.concurrency import run
 from mt_grpo.credit import RewardBatch, estimate
 from mt_grpo.errors import ConfigError
 from mt_grpo.trajectory import ToolCall, Trajectory, Turn
@@ -25,16 +25,9 @@ def converse(task, wrong: set[int]) -> tuple[dict, list]:
     (row,) = task.rows(1, seed=1)
     env = task.Attempt()
     env.session, env.row = "one", row
-
-    async def steps():
-        await env.reset(row)
-        made = []
-        for turn in range(task.TURNS):
-            call = ToolCall("tally" if turn in wrong else "search", {"name": row["right"][turn].split()[1]})
-            made.append(await env.step(Turn(turn, {}, tool_calls=[call])))
-        return made
-
-    return row, run(steps())
+    tools = ["tally" if turn in wrong else "search" for turn in range(task.TURNS)]
+    calls = [ToolCall(tool, {"name": right.split()[1]}) for tool, right in zip(tools, row["right"], strict=True)]
+    return row, steps_of(env, row, (Turn(turn, {}, tool_calls=[call]) for turn, call in enumerate(calls)))
 
 
 def test_two_decisions_weigh_as_much_as_fifteen_others(task):

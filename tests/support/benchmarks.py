@@ -1,14 +1,18 @@
-"""The modules of `benchmarks/`, for tests that forget what these register."""
+"""The modules of `benchmarks/`, for tests that forget what these register, and conversations of their tasks."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from mt_grpo.concurrency import run
+from mt_grpo.envs import Step, StepEnv
+from mt_grpo.trajectory import Turn
 from support.registered import keep_estimators
 
 ROOT = Path(__file__).parents[2]
@@ -31,6 +35,21 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Benchmarks:
         if str(getattr(module, "__file__", None) or "").startswith(f"{BENCHMARKS}/"):
             monkeypatch.delitem(sys.modules, name)
     return Benchmarks()
+
+
+def steps_of(env: StepEnv, row: dict, turns: Iterable[Turn]) -> list[Step]:
+    """What an environment answers to some turns, until it ends the conversation."""
+
+    async def play() -> list[Step]:
+        await env.reset(row)
+        steps: list[Step] = []
+        for turn in turns:
+            steps.append(await env.step(turn))
+            if steps[-1].done:
+                break
+        return steps
+
+    return run(play())
 
 
 def between(page: Path, begin: str, end: str) -> str:
