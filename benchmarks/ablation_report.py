@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import cache
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
@@ -68,6 +69,7 @@ def difference(ours: Sequence[float], theirs: Sequence[float]) -> Difference:
     return Difference(mean, half, verdict)
 
 
+@cache
 def quantile(probability: float, freedom: int) -> float:
     """The quantile of Student's t above its median, by bisection of an integral over the angle atan(t / √freedom)."""
     whole = math.sqrt(math.pi) * math.gamma(freedom / 2) / math.gamma((freedom + 1) / 2)
