@@ -13,7 +13,6 @@ import pytest
 
 import mt_grpo
 
-
 HEAVY = """
 import sys, mt_grpo
 print(sorted({'torch', 'transformers', 'trl', 'numpy'} & sys.modules.keys()))
