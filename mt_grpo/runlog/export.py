@@ -23,7 +23,7 @@ from mt_grpo.errors import UserError
 from mt_grpo.imports import did_you_mean
 from mt_grpo.runlog.conversation import Said, messages_of, spans_of, words
 from mt_grpo.runlog.files import read_notes, to_json, whole, written_for_users
-from mt_grpo.runlog.findings import EQUAL, FAILED
+from mt_grpo.runlog.findings import EQUAL, FAILED, plural
 from mt_grpo.runlog.index import is_copy
 from mt_grpo.runlog.reader import Run
 from mt_grpo.runlog.schema import MODES, ROW_GROUP, Row
@@ -41,13 +41,12 @@ def export(
     """Writes a run's conversations in another form. See `FORMS`."""
     if form not in FORMS:
         raise UserError(f"The form {form!r} is unknown: give one of {', '.join(FORMS)}{did_you_mean(form, FORMS)}.")
-    rows = run.rows if rows is None else rows
-    write, name = FORMS[form]
-    if write is None or name is None:
+    rows, name = run.rows if rows is None else rows, FORMS[form]
+    if name is None:
         return _log_to_trackio(run, output, rows)
     path = run.folder / name if output is None else Path(output)
     with written_for_users(path, overwrite) as partial:
-        number = write(run, rows, partial)
+        number = _write_dataset(run, rows, partial) if form == "dataset" else _write_lines(run, form, rows, partial)
         if path.is_dir():
             _remove_data_set(path)
     return f"{number} in {path}"
@@ -59,26 +58,23 @@ def lines(run: Run, form: str, rows: Sequence[Row]) -> Iterator[str]:
         yield to_json(line) + "\n"
 
 
-def _write_lines(form: str, of: str = "conversation") -> Callable[[Run, Sequence[Row], Path], str]:
-    def write(run: Run, rows: Sequence[Row], path: Path) -> str:
-        number, sessions = 0, set[str]()
-        # half a character, which an environment may write, as the escape that JSON has for it
-        with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
-            for line in LINES[form](run, rows):
-                file.write(to_json(line) + "\n")
-                number += 1
-                sessions.add(line.get("session", ""))
-        left = left_out(rows, sessions) if form == "tokens" else ""
-        return f"{number} {of}{'s' * (number != 1)}{left}"
-
-    return write
+def _write_lines(run: Run, form: str, rows: Sequence[Row], path: Path) -> str:
+    number, sessions = 0, set[str]()
+    # half a character, which an environment may write, as the escape that JSON has for it
+    with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
+        for line in LINES[form](run, rows):
+            file.write(to_json(line) + "\n")
+            number += 1
+            sessions.add(line.get("session", ""))
+    written = plural(number, {"tokens": "sequence", "preferences": "pair"}.get(form, "conversation"))
+    return written + (left_out(rows, sessions) if form == "tokens" else "")
 
 
 def left_out(rows: Sequence[Row], sessions: Container[str]) -> str:
     """Says how many conversations are in no line of `tokens`, by the sessions of the lines."""
     number = sum(row["session"] not in sessions for row in rows)
-    conversations = f"{number} conversation{'s' * (number != 1)}"
-    return f" ({conversations} left out: {_NO_IDS}, or nothing was sampled)" if number else ""
+    left = plural(number, "conversation")
+    return f" ({left} left out: {_NO_IDS}, or nothing was sampled)" if number else ""
 
 
 _NO_IDS = "an image or a sound has no token ids of its own"
@@ -247,7 +243,7 @@ def _write_dataset(run: Run, rows: Sequence[Row], folder: Path) -> str:
     finally:
         for writer in writers.values():
             writer.close()
-    return f"{number} conversation{'s' * (number != 1)}"
+    return plural(number, "conversation")
 
 
 def _example(run: Run, row: Row, record: Row, said: Said, place: int, of: int) -> Row:
@@ -474,18 +470,18 @@ LINES: dict[str, Callable[[Run, Sequence[Row]], Iterator[Row]]] = {
 }
 """The forms that are a file of lines: what each line holds."""
 
-FORMS: dict[str, tuple[Callable[[Run, Sequence[Row], Path], str] | None, str | None]] = {
-    "messages": (_write_lines("messages"), "messages.jsonl"),
-    "sharegpt": (_write_lines("sharegpt"), "sharegpt.jsonl"),
-    "tokens": (_write_lines("tokens", "sequence"), "tokens.jsonl"),
-    "preferences": (_write_lines("preferences", "pair"), "preferences.jsonl"),
-    "dataset": (_write_dataset, "dataset"),
-    "jsonl": (_write_lines("jsonl"), "trajectories.jsonl"),
-    "openinference": (_write_lines("openinference"), "openinference.jsonl"),
-    "trackio": (None, None),
+FORMS: dict[str, str | None] = {
+    "messages": "messages.jsonl",
+    "sharegpt": "sharegpt.jsonl",
+    "tokens": "tokens.jsonl",
+    "preferences": "preferences.jsonl",
+    "dataset": "dataset",
+    "jsonl": "trajectories.jsonl",
+    "openinference": "openinference.jsonl",
+    "trackio": None,
 }
 """
-Each form: the function that writes it and says how many, and its name in the run's folder.
+Each form and its name in the run's folder:
 
 - `messages`: a line per conversation with `messages` and `tools`, as TRL's trainers take them.
 - `sharegpt`: a line per conversation with `conversations`, as LLaMA-Factory takes them.

@@ -180,7 +180,7 @@ def find_in_run(rows: Table, about: Row | None = None) -> list[Finding]:
 def _failed(counts: Counts) -> Iterator[Finding]:
     if counts.failed:
         reasons = ", ".join(reason for reason in FAILED if counts.stops[reason])
-        strong = f"{counts.failed} of {_conversations(counts.conversations)} failed ({reasons}),"
+        strong = f"{counts.failed} of {plural(counts.conversations, 'conversation')} failed ({reasons}),"
         text = f"the first with: {counts.first_failure.rstrip('.')}. Nothing is learnt from them."
         yield Finding(BAD, "failed", strong, text, f"stop={','.join(FAILED)}")
 
@@ -194,13 +194,15 @@ def _silent_rewards(rows: Table, train: np.ndarray) -> Iterator[Finding]:
 
 def _refused(counts: Counts) -> Iterator[Finding]:
     if counts.refused:
-        strong = f"Requests were refused in {counts.refused} of {_conversations(counts.held)}, which went on:"
+        strong = f"Requests were refused in {counts.refused} of {plural(counts.held, 'conversation')}, which went on:"
         yield Finding(WARN, "refused", strong, f"the first since {counts.first_refused}", "refused>0")
 
 
 def _of_policy(counts: Counts) -> Iterator[Finding]:
     if counts.too_long and counts.too_long >= _WARN_SHARE * counts.held:
-        strong = f"{counts.too_long} of {_conversations(counts.held)} had no turn, since the prompt is too long:"
+        strong = (
+            f"{counts.too_long} of {plural(counts.held, 'conversation')} had no turn, since the prompt is too long:"
+        )
         text = (
             f"{counts.first_too_long} Leave such rows out, shorten what an agent or tools show first, or raise "
             "`vllm_max_model_length` where it bounds the context."
@@ -211,10 +213,10 @@ def _of_policy(counts: Counts) -> Iterator[Finding]:
             "the policy was never asked, so there is nothing to train. An agent asks it through `client.openai()` or "
             "`client.base_url`, an environment through `policy.reply`."
         )
-        strong = f"{counts.without_turn} of {_conversations(counts.held)} ended without a turn:"
+        strong = f"{counts.without_turn} of {plural(counts.held, 'conversation')} ended without a turn:"
         yield Finding(BAD, "no turn", strong, text, "turns=0")
     elif counts.same and counts.same >= _WARN_SHARE * counts.groups:
-        strong = f"{counts.same} of {_number(counts.groups, 'group')} sampled the same tokens in all members"
+        strong = f"{counts.same} of {plural(counts.groups, 'group')} sampled the same tokens in all members"
         text = "nothing tells them apart, so nothing is learnt."
         if counts.same_right >= _WARN_SHARE * counts.same:
             strong += f", right ones in {counts.same_right}:"
@@ -227,10 +229,10 @@ def _of_policy(counts: Counts) -> Iterator[Finding]:
 
 def _of_tools(counts: Counts, about: Row) -> Iterator[Finding]:
     if counts.raised and counts.raised >= _WARN_SHARE * counts.calls:
-        strong = f"{counts.raised} of {_number(counts.calls, 'call')} raised in the code of their tool,"
+        strong = f"{counts.raised} of {plural(counts.calls, 'call')} raised in the code of their tool,"
         yield Finding(WARN, "raised", strong, f"the first: {counts.first_raised}", "errors>0")
     if counts.failed_calls and counts.failed_calls >= _WARN_SHARE * counts.calls:
-        strong = f"{counts.failed_calls} of {_number(counts.calls, 'call')} failed,"
+        strong = f"{counts.failed_calls} of {plural(counts.calls, 'call')} failed,"
         yield Finding(WARN, "failed calls", strong, f"the first with: {counts.first_failed_call}", "errors>0")
     if counts.calls or not counts.turns:
         return
@@ -238,12 +240,12 @@ def _of_tools(counts: Counts, about: Row) -> Iterator[Finding]:
     malformed = counts.malformed - sum(counts.stops[reason.value] for reason in StopReason if reason.is_truncated)
     if malformed >= _WARN_SHARE * counts.held:
         text = (
-            f"{_number(malformed, 'turn')} had neither a call nor an answer. `mt-grpo train --dry_run` prints what "
+            f"{plural(malformed, 'turn')} had neither a call nor an answer. `mt-grpo train --dry_run` prints what "
             "the model is told of calls; those that it knows are its chat template's (`call_protocol: native`)."
         )
         yield Finding(WARN, "no call", "No call of a tool could be read:", text, "errors>0")
     elif about.get("tools"):
-        strong = f"None of {_conversations(counts.held)} called a tool:"
+        strong = f"None of {plural(counts.held, 'conversation')} called a tool:"
         text = f"ask for {', '.join(about['tools'])} in `system_prompt`, or reward calls."
         yield Finding(WARN, "no call", strong, text, "calls=0")
 
@@ -254,7 +256,7 @@ def _limits(counts: Counts) -> Iterator[Finding]:
         if number and number >= _WARN_SHARE * counts.held:
             ended = "cut off" if reason.is_truncated else "ended"
             verb = "was" if number == 1 else "were"
-            strong = f"{number} of {_conversations(counts.held)} {verb} {ended} by {reason.value}:"
+            strong = f"{number} of {plural(counts.held, 'conversation')} {verb} {ended} by {reason.value}:"
             yield Finding(WARN, reason.value, strong, f"{mend}.", f"stop={reason.value}")
 
 
@@ -275,9 +277,6 @@ def why_equal(counts: Counts, about: Row | None = None) -> str:
     return "The rewards tell questions apart, and no two answers to one: they may be too coarse."
 
 
-def _conversations(number: int) -> str:
-    return _number(number, "conversation")
-
-
-def _number(number: int, what: str) -> str:
+def plural(number: int, what: str) -> str:
+    """So many of something."""
     return f"{number} {what}{'s' * (number != 1)}"

@@ -164,15 +164,22 @@ class Columns:
             there = self._contains("prompt", condition.value) | self._contains("answer", condition.value)
             return there | self._said(condition.value, "said")
         name = self.resolve(condition.name)
-        if name == TOOL:
-            return self._of_tools(condition)
-        if name in _NOTES:
-            return self._noted(name, condition)
-        if name in _TEXTS:
-            return self._is_text(name, condition)
         if name in _PER_TURN:
             return self._of_turns(name, condition)
-        return compare_numbers(condition, self.numbers(name))
+        if name not in (TOOL, *_NOTES, *_TEXTS):
+            return compare_numbers(condition, self.numbers(name))
+        is_equal = equal_text(condition)
+        if name == TOOL:
+            equal = np.zeros(self._size, bool)
+            for part in condition.value.split(","):
+                equal |= self._said(part, TOOL)
+        elif name in _NOTES:
+            equal = self._noted(name, condition.value.casefold())
+        else:
+            equal = self._where_text(name, is_equal)
+        if name == "error":  # the index has the conversation's own alone
+            equal |= self._said(condition.value, "error")
+        return equal if condition.sign == "=" else ~equal
 
     def _contains(self, name: str, text: str) -> np.ndarray:
         codes, values = self.rows.codes(name)
@@ -183,25 +190,15 @@ class Columns:
     def _said(self, text: str, column: str) -> np.ndarray:
         return np.zeros(self._size, bool) if self.said is None else self.said(text, column, self._size)
 
-    def _of_tools(self, condition: Condition) -> np.ndarray:
-        condition.check_sign(f"compare {TOOL}")
-        called = np.zeros(self._size, bool)
-        for part in condition.value.split(","):
-            called |= self._said(part, TOOL)
-        return called if condition.sign == "=" else ~called
-
-    def _noted(self, name: str, condition: Condition) -> np.ndarray:
+    def _noted(self, name: str, wanted: str) -> np.ndarray:
         """`star=1`, and `note=` with a part of the note; `note!=""` is any note."""
-        condition.check_sign(f"compare {name}")
-        wanted = condition.value.casefold()
         has = np.zeros(self._size, bool)
         for session, noted in self.notes.items():
             if (place := self.positions.get(session)) is not None:
                 text = noted["note"].casefold()
                 has[place] = noted["star"] if name == "star" else bool(text) and wanted in text
-        if wanted in (("0", "no", "false") if name == "star" else ("",)):  # those without
-            has = ~has
-        return has if condition.sign == "=" else ~has
+        without = ("0", "no", "false") if name == "star" else ("",)
+        return ~has if wanted in without else has
 
     def _of_turns(self, name: str, condition: Condition) -> np.ndarray:
         """Which rows have a turn of which a condition holds."""
@@ -215,12 +212,6 @@ class Columns:
         if name not in self._turns:
             self._turns[name] = self.rows.flat(_PER_TURN[name])
         return self._turns[name]
-
-    def _is_text(self, name: str, condition: Condition) -> np.ndarray:
-        equal = self._where_text(name, equal_text(condition))
-        if name == "error":  # the index has the conversation's own alone
-            equal |= self._said(condition.value, "error")
-        return equal if condition.sign == "=" else ~equal
 
     def _spread(self) -> np.ndarray:
         if not self._size:
@@ -278,11 +269,6 @@ class Condition:
         value = f'"{self.value}"' if not self.sign or re.search(r"\s", self.value) or not self.value else self.value
         return f"{self.name}{self.sign}{value}"
 
-    def check_sign(self, mend: str) -> None:
-        """Refuses what compares otherwise than with `=` or `!=`."""
-        if self.sign not in ("=", "!="):
-            raise FilterError(f"`{self.written}` makes no sense: {mend} with `=` or `!=`.")
-
 
 def compare_numbers(condition: Condition, values: np.ndarray) -> np.ndarray:
     """Of which numbers a condition holds: `=` and `!=` take several, between commas."""
@@ -301,7 +287,8 @@ def compare_numbers(condition: Condition, values: np.ndarray) -> np.ndarray:
 
 def equal_text(condition: Condition) -> Callable[[str], bool]:
     """Whether a text is the one that a condition names, or one of several between commas; for `!=` too."""
-    condition.check_sign(f"{condition.name} is text, compare it")
+    if condition.sign not in ("=", "!="):
+        raise FilterError(f"`{condition.written}` makes no sense: compare {condition.name} with `=` or `!=`.")
     values = {condition.value.casefold(), *(part.strip().casefold() for part in condition.value.split(","))}
     return lambda text: text.casefold() in values
 

@@ -15,7 +15,7 @@ import yaml
 
 from mt_grpo.errors import UserError
 from mt_grpo.runlog import Run, files
-from mt_grpo.runlog.findings import BAD, WARN, find_in_run
+from mt_grpo.runlog.findings import BAD, WARN, find_in_run, plural
 from mt_grpo.runlog.heartbeat import read_state
 from mt_grpo.runlog.schema import FOLDER, INDEX, Row
 from mt_grpo.trajectory import StopReason
@@ -256,7 +256,7 @@ def _bursts(view: Row, columns: Columns) -> Iterator[Row]:
         number = int(columns.where(parse_filter(asked)).sum())
         text = f"engine and trainer differ {values[run].max() / usual:.0f}× as much as usual." if usual else "differ."
         strong = f"Step {first}:" if first == last else f"Steps {first}–{last}:"
-        label = f"{number} conversation{'s' * (number != 1)}"
+        label = plural(number, "conversation")
         yield _finding(WARN, strong, text, label, view="find", q=asked, sort="-mismatch")
 
 
