@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import os
 from collections.abc import Mapping
 from string import Formatter
 from typing import TYPE_CHECKING, Any
-
-import httpx
 
 from mt_grpo.envs.env import Outcome, Policy, Step
 from mt_grpo.envs.source import Prototype, environment, source_of, tool_arguments
@@ -17,7 +14,7 @@ from mt_grpo.envs.tool_env import DialogueEnv
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean
 from mt_grpo.options.values import parse_user
-from mt_grpo.servers.web import BOUNDED, WebClient
+from mt_grpo.servers.web import BOUNDED, OpenAIEndpoint
 from mt_grpo.trajectory import Message, Row, StopReason, Turn
 
 if TYPE_CHECKING:
@@ -26,10 +23,7 @@ if TYPE_CHECKING:
 GREETING = "Hello! How can I help you?"
 """What the user is told first: the endpoint's own conversation has to begin with the other side."""
 
-_REACH_TIMEOUT = 10.0  # seconds in which the endpoint has to answer before a run begins
 _NO_KEY = "none"  # what the client sends where there is no key: it wants some text
-
-_LONGEST = 500  # characters of an endpoint's words in an error
 
 
 class SimulatedUserError(Exception):
@@ -74,11 +68,8 @@ class SimulatedUser:
         parse_user(given)
         if importlib.util.find_spec("openai") is None:
             raise ConfigError('`simulated_user` needs a library: run `pip install "mt-grpo[openai]"`.')
-        if api_key_env is not None and not os.environ.get(api_key_env, "").strip():
-            raise ConfigError(
-                f"`simulated_user: api_key_env` is {api_key_env!r}, an environment variable that is not set: set it "
-                "to the key, or leave `api_key_env` out where the endpoint needs none."
-            )
+        option = "simulated_user: api_key_env"
+        self._endpoint = OpenAIEndpoint(base_url, api_key_env, option, "The simulated user's endpoint")
         self.base_url, self.model, self.system_prompt = base_url, model, system_prompt
         self.api_key_env, self.stop_phrase, self.max_turns = api_key_env, stop_phrase, max_turns
         self.timeout, self.max_retries, self.request = timeout, max_retries, dict(request or {})
@@ -87,21 +78,8 @@ class SimulatedUser:
         self._conversations = 0
 
     def check(self) -> None:
-        """Asks the endpoint for its models; raises `ConfigError` if it cannot be reached, or refuses the key."""
-        client = WebClient({"Authorization": f"Bearer {self._key or _NO_KEY}"})
-        try:
-            status = client.ask("GET", f"{self.base_url.rstrip('/')}/models", _REACH_TIMEOUT).response.status_code
-        except httpx.HTTPError as error:
-            raise ConfigError(
-                f"The simulated user's endpoint {self.base_url} cannot be reached ({self._reason(error)}): start it, "
-                "or mend `simulated_user: base_url`."
-            ) from error
-        if status in (401, 403):  # others do not list their models
-            refused = "requests without a key" if self.api_key_env is None else f"the key in {self.api_key_env}"
-            raise ConfigError(
-                f"The simulated user's endpoint {self.base_url} refuses {refused} (status {status}): name the "
-                "environment variable that holds its key in `simulated_user: api_key_env`."
-            )
+        """Asks the endpoint for its models, which not every one lists; see `OpenAIEndpoint.ask_models`."""
+        self._endpoint.ask_models()
 
     def check_columns(self, columns: list[str]) -> None:
         """Raises `ConfigError` if the system prompt names another column than these."""
@@ -119,7 +97,7 @@ class SimulatedUser:
 
         if self._client is None:
             self._client = openai.AsyncOpenAI(
-                api_key=self._key or _NO_KEY,
+                api_key=self._endpoint.key or _NO_KEY,
                 base_url=self.base_url,
                 timeout=self.timeout,
                 max_retries=self.max_retries,
@@ -151,7 +129,7 @@ class SimulatedUser:
         except (openai.OpenAIError, TimeoutError, ValueError, RecursionError) as error:  # the last two: of its JSON
             raise SimulatedUserError(
                 f"The simulated user {self.model!r} at {self.base_url} did not answer in {attempts} attempts: "
-                f"{self._reason(error)}."
+                f"{self._endpoint.hidden(error.__cause__ or error)}."
             ) from None  # the endpoint's words may repeat the key, and records have the traceback
         try:  # the client takes any JSON, and text too
             said = answer.choices[0].message.content
@@ -175,19 +153,6 @@ class SimulatedUser:
             seen.append({"role": "user", "content": GREETING})
         other = {"user": "assistant", "assistant": "user"}
         return seen + [{**message, "role": other[message["role"]]} for message in dialogue]
-
-    @property
-    def _key(self) -> str | None:
-        """The key, without a line feed at its end, which is not allowed in a header."""
-        return None if self.api_key_env is None else os.environ[self.api_key_env].strip()
-
-    def _reason(self, error: Exception) -> str:
-        """An error's words without the key, which some endpoints repeat."""
-        cause = error.__cause__ or error
-        reason = " ".join(f"{type(cause).__name__}: {cause}".split()) if str(cause) else type(cause).__name__
-        if self._key is not None:
-            reason = reason.replace(self._key, "***")
-        return reason[:_LONGEST].rstrip(".")
 
 
 class SimulatedUserEnv(DialogueEnv):

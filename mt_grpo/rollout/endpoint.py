@@ -7,9 +7,9 @@ such a conversation is shown, filtered and exported as any other.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
-import os
 import random
 import re
 import time
@@ -27,7 +27,7 @@ from mt_grpo.errors import ConfigError, EngineError, ServerGoneError, ServerSetu
 from mt_grpo.rollout.engines import Sample, SamplingParams
 from mt_grpo.rollout.policy import ConversationPolicy
 from mt_grpo.runlog.files import whole
-from mt_grpo.servers.web import BOUNDED, WebClient, retry_after
+from mt_grpo.servers.web import BOUNDED, OpenAIEndpoint, retry_after
 from mt_grpo.trajectory import Message, StopReason, ToolCall, ToolSchema, Turn
 
 if TYPE_CHECKING:
@@ -36,13 +36,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _UNBOUNDED = 1 << 30  # tokens of the context of an endpoint that does not tell
-_REACH_SECONDS = 10.0
 _READ_SECONDS = 600.0  # seconds without a byte of an answer after which a request is made again
 _ATTEMPTS = 6  # requests for one turn of which all may fail; a refusal of too many requests is no failure
 _LONGEST_PAUSE = 60.0
 _PATIENCE = 3600.0  # seconds for which a turn may be put off by a limit of rates
 _MOST_LOST = 8  # turns in a row that got no answer after all attempts, after which the endpoint counts as gone
-_LONGEST_WORDS = 300
 _OVERFLOW = re.compile(r"context.{0,10}(length|window|size)|maximum.{0,10}(context|prompt)|too many tokens", re.I)
 _DROPPABLE = (
     *("stop", "seed", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stream_options", "stream"),
@@ -127,21 +125,14 @@ class ChatEndpoint:
     def __init__(
         self, url: str, model: str | None, tokenizer: PreTrainedTokenizerBase, api_key_env: str | None = None
     ) -> None:
-        self.url, self.tokenizer, self._key_env = url.rstrip("/"), tokenizer, api_key_env
-        if api_key_env is not None and not os.environ.get(api_key_env, "").strip():
-            raise ConfigError(f"`--api_key_env` is {api_key_env!r}, an environment variable that is not set: set it.")
-        self._key = None if api_key_env is None else os.environ[api_key_env].strip()
-        self._named = model
+        self._endpoint = OpenAIEndpoint(url, api_key_env, "--api_key_env")
+        self.url, self.tokenizer, self._named = self._endpoint.url, tokenizer, model
         self.usage: dict[str, Counter[str]] = {}
         self._http: httpx.AsyncClient | None = None
         self._opens = 0.0  # no request before that, by the clock of `time.monotonic`
         self._lost = 0
         self._without: set[str] = set()
         self._limit = "max_tokens"
-
-    @property
-    def _headers(self) -> dict[str, str]:
-        return {"Authorization": f"Bearer {self._key}"} if self._key else {}
 
     @property
     def model(self) -> str:
@@ -155,17 +146,10 @@ class ChatEndpoint:
 
     @cached_property
     def _found(self) -> tuple[str, int]:
-        model = self._named
-        try:
-            answer = WebClient(self._headers).ask("GET", f"{self.url}/models", _REACH_SECONDS)
-            status, listed = answer.response.status_code, answer.json() if answer.response.is_success else {}
-        except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-            raise ConfigError(
-                f"The endpoint {self.url} cannot be reached ({self._hidden(error)}): start it, or mend its address."
-            ) from None
-        if status in (401, 403):
-            raise ConfigError(self._says_key(status))
-        entries = listed.get("data") if isinstance(listed, dict) else None
+        model, answer, listed = self._named, self._endpoint.ask_models(), None
+        with contextlib.suppress(ValueError):
+            listed = answer.json()
+        entries = listed.get("data") if isinstance(listed, dict) and answer.response.is_success else None
         entries = entries if isinstance(entries, list) else []
         known = {str(each["id"]): each for each in entries if isinstance(each, dict) and "id" in each}
         if model is None:
@@ -175,20 +159,6 @@ class ChatEndpoint:
             model = next(iter(known))
         length = known.get(model, {}).get("max_model_len")
         return model, length if isinstance(length, int) else _UNBOUNDED
-
-    def _says_key(self, status: int) -> str:
-        refused = "requests without a key" if self._key is None else f"the key in {self._key_env}"
-        return (
-            f"The endpoint {self.url} refuses {refused} (status {status}): name the environment variable that holds "
-            "its key in `--api_key_env`."
-        )
-
-    def _hidden(self, said: object) -> str:
-        """Words without the key, which some endpoints repeat."""
-        words = " ".join(
-            f"{type(said).__name__}: {said}".split() if isinstance(said, Exception) else str(said).split()
-        )
-        return (words.replace(self._key, "***") if self._key else words)[:_LONGEST_WORDS].rstrip(".")
 
     async def complete(
         self,
@@ -207,7 +177,7 @@ class ChatEndpoint:
             try:
                 completion = await self._ask(body)
             except (_Refused, httpx.HTTPError, ValueError, RecursionError) as error:
-                said = error if isinstance(error, _Refused) else _Refused(0, self._hidden(error))
+                said = error if isinstance(error, _Refused) else _Refused(0, self._endpoint.hidden(error))
                 if said.status in (400, 413, 422):
                     bounded = self._without_what_is_unknown(said, body, bounded)
                     continue
@@ -253,12 +223,12 @@ class ChatEndpoint:
         if self._http is None:
             limits = httpx.Limits(max_connections=None)
             options: dict[str, Any] = {"limits": limits, "timeout": _READ_SECONDS, "event_hooks": BOUNDED}
-            self._http = httpx.AsyncClient(headers=self._headers, **options)
+            self._http = httpx.AsyncClient(headers=self._endpoint.headers, **options)
         completion = _Completion()
         async with self._http.stream("POST", f"{self.url}/chat/completions", json=body) as response:
             if not response.is_success:
                 await response.aread()
-                raise _Refused(response.status_code, self._hidden(_words(response)), retry_after(response))
+                raise _Refused(response.status_code, self._endpoint.hidden(_words(response)), retry_after(response))
             if "text/event-stream" in response.headers.get("Content-Type", ""):
                 async for part in _events(response):
                     self._take(completion, part)
@@ -270,18 +240,18 @@ class ChatEndpoint:
 
     def _take(self, completion: _Completion, part: Any) -> None:
         if not isinstance(part, dict):
-            raise _Refused(0, f"the answer is no completion: {self._hidden(part)}")
+            raise _Refused(0, f"the answer is no completion: {self._endpoint.hidden(part)}")
         if error := part.get("error"):  # in the middle of a stream
-            raise _Refused(0, self._hidden(error.get("message", error) if isinstance(error, dict) else error))
+            raise _Refused(0, self._endpoint.hidden(error.get("message", error) if isinstance(error, dict) else error))
         try:
             completion.add(part)
         except (AttributeError, TypeError, LookupError, OverflowError):
-            raise _Refused(0, f"the answer is no completion: {self._hidden(part)}") from None
+            raise _Refused(0, f"the answer is no completion: {self._endpoint.hidden(part)}") from None
 
     def _refuse_for_good(self, said: _Refused) -> None:
         """Ends the command where asking again would not help."""
         if said.status in (401, 403):
-            raise ServerSetupError(self._says_key(said.status)) from None
+            raise ServerSetupError(self._endpoint.refusal(said.status)) from None
         if said.status in (402, 404, 405) or "insufficient_quota" in said.words:
             kept = "what is finished is kept, and the same command goes on"
             if said.status in (404, 405):

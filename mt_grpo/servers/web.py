@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 import time
 import weakref
@@ -16,9 +17,14 @@ from typing import Any, NamedTuple
 import httpx
 
 from mt_grpo.concurrency import LoopThread, OnePerProcess
+from mt_grpo.errors import ConfigError
 
 MAX_BYTES = 32 << 20
 """Bytes of an answer, decompressed."""
+
+_REACH_SECONDS = 10.0
+"""In which an endpoint has to answer before a run begins."""
+_MOST_WORDS = 500  # characters of an endpoint's words in an error
 
 _thread = OnePerProcess(lambda: LoopThread("mt-grpo-web"))
 
@@ -138,6 +144,56 @@ class WebClient:
     def ask(self, method: str, url: str, seconds: float, **request: Any) -> _Answer:
         """See `ask`."""
         return _thread.get().wait(ask(self._http, method, url, seconds, **request))
+
+
+class OpenAIEndpoint:
+    """
+    An endpoint that speaks OpenAI's interface, and its key, which no sentence repeats. `option` names the environment
+    variable that holds it; `what` begins sentences.
+    """
+
+    def __init__(self, url: str, variable: str | None, option: str, what: str = "The endpoint") -> None:
+        self.url, self._variable, self._option = url.rstrip("/"), variable, option
+        self._what = f"{what} {self.url}"
+        if variable is not None and self.key is None:
+            raise ConfigError(
+                f"`{option}` is {variable!r}, an environment variable that is not set: set it to the key, or leave it "
+                "out where the endpoint needs none."
+            )
+
+    @property
+    def key(self) -> str | None:
+        """The key, without a line feed at its end, which is not allowed in a header."""
+        return None if self._variable is None else os.environ.get(self._variable, "").strip() or None
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.key}"} if self.key else {}
+
+    def ask_models(self) -> _Answer:
+        """Its answer about its models; raises `ConfigError` if it cannot be reached, or refuses the key."""
+        try:
+            answer = WebClient(self.headers).ask("GET", f"{self.url}/models", _REACH_SECONDS)
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+            says = f"{self._what} cannot be reached ({self.hidden(error)}): start it, or mend its address."
+            raise ConfigError(says) from None
+        if answer.response.status_code in (401, 403):
+            raise ConfigError(self.refusal(answer.response.status_code))
+        return answer
+
+    def refusal(self, status: int) -> str:
+        """What is said where it refuses the key."""
+        refused = "requests without a key" if self._variable is None else f"the key in {self._variable}"
+        return (
+            f"{self._what} refuses {refused} (status {status}): name the environment variable that holds its key in "
+            f"`{self._option}`."
+        )
+
+    def hidden(self, said: object) -> str:
+        """Words, or an error, in one line without the key, which some endpoints repeat."""
+        kind = f"{type(said).__name__}: " if isinstance(said, Exception) else ""
+        words = " ".join(f"{kind}{said}".split()).removesuffix(":")
+        return (words.replace(self.key, "***") if self.key else words)[:_MOST_WORDS].rstrip(".")
 
 
 def _close(http: httpx.AsyncClient) -> None:

@@ -411,17 +411,3 @@ def test_a_turn_has_the_step_rewards_of_its_calls(tokenizer):
 def test_a_conversation_cut_off_has_the_rewards_of_its_tools(tokenizer):
     trajectory = guess(tokenizer, max_completion_tokens=60)
     assert (trajectory.stop_reason, trajectory.env_rewards) == (StopReason.TOKEN_BUDGET, {"guess": 0.5})
-
-
-def test_a_state_that_cannot_be_made_is_told_to_the_model(tokenizer):
-    class Broken(Guess):
-        async def create(self, instance_id=None, **kwargs):
-            raise ValueError("no room")
-
-        async def release(self, instance_id, **kwargs): ...
-
-    trajectory = guess(tokenizer, Broken)
-    told = trajectory.turns[0].tool_calls[0].result
-    assert told == "Error: ToolStateError: `create` of the tool 'guess' failed: ValueError: no room."
-    assert trajectory.stop_reason is StopReason.ANSWERED
-    assert trajectory.turns[0].replies and env_reward.score(trajectory) is None

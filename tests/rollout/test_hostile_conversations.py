@@ -68,7 +68,7 @@ def of_tools(expected):
     quick = [name for name in expected if name not in (*late, *ending)]
     for begin in range(0, len(quick), 8):
         yield calls_of([quick[begin : begin + 4], quick[begin + 4 : begin + 8]], expected)
-    yield calls_of([late[:4], late[4:] * 2], expected, "hurried_tools")  # the last one by one
+    yield calls_of([[*late[:4], "sync_fine"], late[4:] * 2], expected, "hurried_tools")  # the last one by one
     for name in ending:
         yield calls_of([["sync_fine"], ["async_fine", name]], expected, ends=True)
 
@@ -84,6 +84,7 @@ def calls_of(names, expected, env="tools", ends=False):
                 assert one.executed and one.result.startswith(result), (name, one.result[:200])
                 assert (one.error is None) == (error is None), (name, one.error)
                 assert error is None or one.error.startswith(error), (name, one.error)
+                assert error != hostile.late(name) or one.seconds >= hostile.TIMEOUT
                 assert one.data == ({"n": float("inf")} if name.endswith("_data") else None)
         assert len(trajectory.turns) == len(names) + (not ends)
         assert trajectory.answer == (None if ends else "A")

@@ -228,16 +228,6 @@ def test_what_execute_returns_reaches_the_model(result, text):
     assert reward == (None if text.startswith("Error") else 0.0)
 
 
-def test_an_execute_that_raises_is_an_error_of_its_call_alone():
-    async def talk(session):
-        calls = [ToolCall(name, {"number": 1}) for name in "ab"]
-        await execute_calls(calls, session.tools, 5.0)
-        return [each.result for each in calls], session.take_reward()
-
-    told = converse(talk, Recorder("a", [], execute="raise"), Recorder("b", []))
-    assert told == (["Error: ValueError: no", "done"], 1.0)
-
-
 FAILURES = [("raise", "ValueError: no"), ("hang", "took longer than 0.05 s")]
 
 
@@ -271,26 +261,6 @@ def test_what_fails_at_the_end_is_named_and_ends_nothing(how, problem):
     assert outcome == {"a": 0.5} and first.told()[-1] == "release a"
     assert of_reward.startswith("`calc_reward` of the tool 'b' failed") and problem in of_reward
     assert of_release.startswith("`release` of the tool 'b' failed") and problem in of_release
-
-
-@pytest.mark.parametrize("error", [SystemExit, StopIteration, asyncio.CancelledError])
-@pytest.mark.parametrize("is_async", [True, False])
-def test_what_a_tool_raises_at_the_end_stays_in_it(error, is_async):
-    class Broken(BaseTool):
-        def release(self, instance_id, **kwargs):
-            raise error("out")
-
-    class AsyncBroken(BaseTool):
-        async def release(self, instance_id, **kwargs):
-            raise error("out")
-
-    async def talk(session):
-        await session.create("broken")
-        await session.release()
-        return session.failures
-
-    (failure,) = converse(talk, (AsyncBroken if is_async else Broken)({}, schema("broken")))
-    assert failure.startswith("`release` of the tool 'broken' failed: RuntimeError: ")
 
 
 def test_a_tool_that_does_not_judge_conversations_has_no_reward():
