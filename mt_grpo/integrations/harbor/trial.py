@@ -8,7 +8,7 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
 from importlib import metadata
@@ -26,7 +26,7 @@ from harbor.models.environment_type import EnvironmentType
 from harbor.models.task.config import EnvironmentConfig as EnvironmentOfTask
 from harbor.models.task.task import Task
 from harbor.models.trial.config import AgentConfig, EnvironmentConfig, TaskConfig, TrialConfig, VerifierConfig
-from harbor.models.trial.paths import EnvironmentPaths, TrialPaths
+from harbor.models.trial.paths import EnvironmentPaths
 from harbor.trial.trial import Trial
 from harbor.verifier.factory import VerifierFactory
 
@@ -89,37 +89,19 @@ class _Running(NamedTuple):
 class _Prepared(DockerEnvironment):
     """Starts from an image that is there, and adds the overlay of `write_overlay`."""
 
-    def __init__(
-        self,
-        environment_dir: Path,
-        environment_name: str,
-        session_id: str,
-        trial_paths: TrialPaths,
-        task_env_config: EnvironmentOfTask,
-        *,
-        reaches_host: bool = False,
-        copy: str | None = None,
-        extra_docker_compose: Sequence[Path] = (),
-        **options: Any,
-    ) -> None:
-        self._copy, seconds = copy, task_env_config.build_timeout_sec
-        self._image = image_of(environment_dir, copy or task_env_config.docker_image, seconds)
+    def __init__(self, *, reaches_host: bool = False, copy: str | None = None, **options: Any) -> None:
+        config: EnvironmentOfTask = options["task_env_config"]
+        self._copy, image = copy, copy or config.docker_image
+        self._image = image_of(options["environment_dir"], image, config.build_timeout_sec)
         if self._image is not None:
-            task_env_config = task_env_config.model_copy(update={"docker_image": self._image.name})
+            options["task_env_config"] = config.model_copy(update={"docker_image": self._image.name})
         self._container: str | None = None
         self._before: _Running | None = None
         self.spoilt = False  # whether the agent removed what the container begins with
-        place, storage_mb = trial_paths.trial_dir / f"{session_id}.json", task_env_config.storage_mb
-        overlay = write_overlay(place, reaches_host=reaches_host, storage_mb=storage_mb)
-        super().__init__(
-            environment_dir,
-            environment_name,
-            session_id,
-            trial_paths,
-            task_env_config,
-            extra_docker_compose=[*extra_docker_compose, overlay],
-            **options,
-        )
+        place = options["trial_paths"].trial_dir / f"{options['session_id']}.json"
+        overlay = write_overlay(place, reaches_host=reaches_host, storage_mb=config.storage_mb)
+        options["extra_docker_compose"] = [*(options.get("extra_docker_compose") or ()), overlay]
+        super().__init__(**options)
 
     async def start(self, force_build: bool) -> None:
         if self._image is not None and self._copy is None:  # which is here, and leaves no lock
@@ -162,27 +144,17 @@ class _Prepared(DockerEnvironment):
                 await asyncio.sleep(seconds)
         raise AssertionError("the last of them raises")
 
-    async def _compose_exec(
-        self,
-        command: str,
-        *,
-        service: str,
-        cwd: str | None,
-        env: dict[str, str] | None,
-        timeout_sec: int | None,
-        user: str | int | None,
-    ) -> ExecResult:
+    async def _compose_exec(self, command: str, *, service: str, **options: Any) -> ExecResult:
         """Asks the engine itself: compose takes twice as long, and leaves processes behind over podman."""
         if service != MAIN_SERVICE_NAME:
-            return await super()._compose_exec(
-                command, service=service, cwd=cwd, env=env, timeout_sec=timeout_sec, user=user
-            )
-        options = [] if cwd is None else ["--workdir", cwd]
-        options += [word for name, value in (env or {}).items() for word in ("--env", f"{name}={value}")]
+            return await super()._compose_exec(command, service=service, **options)
+        folder, variables, user = options["cwd"], options["env"] or {}, options["user"]
+        words = [] if folder is None else ["--workdir", folder]
+        words += [word for name, value in variables.items() for word in ("--env", f"{name}={value}")]
         # a name is looked up in files
-        options += [] if user is None else ["--user", "0" if user == "root" else str(user)]
-        command_line = *options, await self._main(), *self._platform.exec_shell_args(command)
-        return await self._ask("exec", *command_line, seconds=timeout_sec)
+        words += [] if user is None else ["--user", "0" if user == "root" else str(user)]
+        command_line = *words, await self._main(), *self._platform.exec_shell_args(command)
+        return await self._ask("exec", *command_line, seconds=options["timeout_sec"])
 
     async def begin_again(self) -> None:
         """Starts the container again; raises where it was ended by others than its own limit of memory."""
