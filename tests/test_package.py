@@ -18,12 +18,14 @@ import sys, mt_grpo
 print(sorted({'torch', 'transformers', 'trl', 'numpy'} & sys.modules.keys()))
 from mt_grpo import TokenTree, Trajectory
 print('torch' in sys.modules)
+import mt_grpo.data, mt_grpo.rewards, mt_grpo.tools
+print('torch' in sys.modules)
 """
 
 
-def test_the_package_its_tree_and_trajectory_load_no_torch():
+def test_the_package_trajectories_data_and_rewards_load_no_torch():
     run = subprocess.run([sys.executable, "-c", HEAVY], capture_output=True, text=True, check=True)
-    assert run.stdout == "[]\nFalse\n"
+    assert run.stdout == "[]\nFalse\nFalse\n"
 
 
 def test_every_export_is_the_object_of_its_room():
