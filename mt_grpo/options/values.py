@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Annotated, Any, Literal, Required, get_type_hints
+from typing import Annotated, Any, Literal, Required, get_origin, get_type_hints
 
 import yaml
 from annotated_types import Ge, Gt, Le, MinLen
@@ -176,7 +176,8 @@ def _validated(options: type, given: object, key: str) -> dict[str, Any]:
     except ValidationError as error:
         wrong = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")  # likely of a missing key
     known = get_type_hints(options)
-    needed = [key for key in known if key in options.__required_keys__]  # type: ignore[attr-defined]
+    hints = get_type_hints(options, include_extras=True)  # `__required_keys__` does not read what is written as text
+    needed = [name for name, hint in hints.items() if options.__total__ or get_origin(hint) is Required]  # type: ignore[attr-defined]
     name = ".".join(map(str, wrong["loc"]))
     if wrong["type"] == "extra_forbidden":
         said = f"`{key}` has an unknown key {name!r}{did_you_mean(name, known)}"
