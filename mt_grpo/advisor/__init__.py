@@ -9,7 +9,6 @@ import json
 import sys
 from collections import defaultdict
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from mt_grpo.app.interrupt import ends_at_once
@@ -79,10 +78,6 @@ class Chosen:
     step: int
     model: str
 
-    def sampling_command(self, prompts: int) -> str:
-        """The command that samples more as the run did."""
-        return _rollout_command(self.run, prompts)
-
     @property
     def groups_per_step(self) -> float:
         """Groups that the run trains on in an optimiser step; all that are taken, where it does not say."""
@@ -106,14 +101,14 @@ def _choose(run: Run, step: int | None = None, most: int | None = None, model: s
     if mode == "train" and options["branch_at"] is not None:
         raise UserError(
             f"The conversations of {run.folder} branch (`branch_at: {options['branch_at']}`), and rules can only be "
-            f"compared on conversations that do not: sample some with {_rollout_command(run, 32)}."
+            f"compared on conversations that do not: sample some with {rollout_command(run, 32)}."
         )
     if len(found) < 2:
         raise UserError(
             f"Step {step} of {run.folder} has one whole group, and directions are means over several: sample more "
-            f"with {_rollout_command(run, 32)}."
+            f"with {rollout_command(run, 32)}."
         )
-    if not _names_rewards(run.about.get("rewards")):
+    if not run.about.get("rewards"):
         raise UserError(f"{run.folder} does not say which rewards its conversations were given: nothing to compare.")
     found = found[:most]
     return Chosen(
@@ -131,8 +126,7 @@ def _read_options(run: Run) -> dict[str, Any]:
     """The options of a run that are in `_USED`."""
     path, schema = find(run.folder, CONFIG), load_schema().options
     if path is None:  # a run from Python
-        logged = run.about.get("options")
-        given = {**(logged if isinstance(logged, dict) else {}), "advantage_estimator": run.about.get("estimator")}
+        given = {**(run.about.get("options") or {}), "advantage_estimator": run.about.get("estimator")}
         where = f"the index of {run.folder}"
     else:
         given, where = read_file(str(path))[0], str(path)
@@ -144,25 +138,10 @@ def _read_options(run: Run) -> dict[str, Any]:
     return options
 
 
-def _rollout_command(run: Run, prompts: int) -> str:
+def rollout_command(run: Run, prompts: int) -> str:
     """The command that samples as the run did; a run from Python has no recipe to name."""
     recipe = "RECIPE.yaml" if find(run.folder, CONFIG) is None else run.folder / CONFIG
     return f"`mt-grpo rollout {recipe} --num_prompts {prompts} --save FOLDER`"
-
-
-def _names_rewards(rewards: Any) -> bool:
-    """Whether the index says of each reward what is used here; it may be of another program."""
-    return (
-        isinstance(rewards, list)
-        and bool(rewards)
-        and all(
-            isinstance(reward, dict)
-            and isinstance(reward.get("name"), str)
-            and reward.get("kind") in ("turn", "outcome")
-            and isinstance(reward.get("weight"), int | float)
-            for reward in rewards
-        )
-    )
 
 
 def _whole_groups(run: Run) -> dict[tuple[int, str], list[list[Row]]]:
@@ -198,10 +177,11 @@ def _model_of(run: Run, options: Values, step: int) -> str:
         return name
     checkpoint = run.folder / f"checkpoint-{step}"
     if not checkpoint.is_dir():
-        saved = sorted(int(path.name.rpartition("-")[2]) for path in run.folder.glob("checkpoint-*") if path.is_dir())
+        names = [path.name.removeprefix("checkpoint-") for path in run.folder.glob("checkpoint-*") if path.is_dir()]
+        saved = sorted(int(name) for name in names if name.isdecimal())
         there = f"has those of {', '.join(map(str, saved))}" if saved else "has none"
         raise UserError(
             f"The conversations of step {step} were sampled from weights that {run.folder} has no checkpoint of (it "
             f"{there}): choose another `--step`, or name the model with `--model_name_or_path`."
         )
-    return str(Path(checkpoint))
+    return str(checkpoint)

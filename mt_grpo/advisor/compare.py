@@ -164,22 +164,17 @@ def judge_rules(
     kept: Mapping[str, float],
     *,
     draws: int = _DRAWS,
-    seed: int = 0,
 ) -> Judgement:
     """Judges the steps of rules."""
-
     whole = truths[ALL].double()
-    weights = _weights(len(whole), draws, seed)
+    weights = _weights(len(whole), draws)
 
     def along(reward: Tensor, truth: Tensor) -> Tensor:
         return _Moments.of(reward, truth, weights).ascent(groups_per_step)
 
     rewards = {name: truth.double() for name, truth in truths.items() if name != ALL}
     return Judgement(
-        items={
-            name: _compare_rules(gradients, truth, groups_per_step, draws=draws, seed=seed)
-            for name, truth in truths.items()
-        },
+        items={name: _compare_rules(gradients, truth, groups_per_step, draws=draws) for name, truth in truths.items()},
         with_all={name: along(reward, whole) for name, reward in rewards.items()},
         with_others={name: along(reward, whole - reward) for name, reward in rewards.items()},
         kept=dict(kept),
@@ -192,10 +187,10 @@ def _below(values: Tensor, groups: int) -> bool:
 
 
 def _compare_rules(
-    gradients: Mapping[str, Tensor], reference: Tensor, groups_per_step: float, *, draws: int = _DRAWS, seed: int = 0
+    gradients: Mapping[str, Tensor], reference: Tensor, groups_per_step: float, *, draws: int = _DRAWS
 ) -> Comparison:
     """Compares the gradients of rules with that of an unbiased reference."""
-    weights = _weights(len(reference), draws, seed)
+    weights = _weights(len(reference), draws)
     truth = _Moments.of(reference.double(), reference.double(), weights)
     directions: dict[str, Direction | None] = {}
     ascents: dict[str, Tensor] = {}
@@ -213,11 +208,11 @@ def _compare_rules(
     return Comparison(directions, len(reference), ascents)
 
 
-def _weights(count: int, draws: int, seed: int) -> Tensor:
+def _weights(count: int, draws: int) -> Tensor:
     """How often each group is in the groups as they are, all ones, and in each draw, (1 + D, N)."""
     if count < 2:
         raise ValueError("Directions are means over pairs of groups, and there is one group.")
-    chosen = torch.randint(count, (draws, count), generator=torch.Generator().manual_seed(seed))
+    chosen = torch.randint(count, (draws, count), generator=torch.Generator().manual_seed(0))
     drawn = torch.zeros(draws, count, dtype=torch.double).scatter_add_(1, chosen, torch.ones(draws, count).double())
     return torch.cat([torch.ones(1, count, dtype=torch.double), drawn])
 

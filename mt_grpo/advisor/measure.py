@@ -1,6 +1,5 @@
 """
-The gradient of every turn of a run's conversations, and of every credit rule in every group. Apart from `choice`,
-since it imports torch.
+The gradient of every turn of a run's conversations, and of every credit rule in every group. It imports torch.
 """
 
 from __future__ import annotations
@@ -264,7 +263,9 @@ def compute(
         trajectory = trajectories[row]
         start = time.perf_counter()
         found[row, turn], logps = gradients.of_turn(trajectory.tree, turn, trajectory.turns[turn].mask)
-        differences[place] = (logps - _recorded(trajectory, turn)).abs()
+        nodes = (trajectory.tree.nodes[index] for index in trajectory.tree.depth_first())
+        recorded = [logprob for node in nodes if node.turn == turn for logprob in node.logprobs]
+        differences[place] = (logps - torch.tensor(recorded)).abs()
         note(f"{len(differences)} of {len(lengths)} turns")
         return time.perf_counter() - start
 
@@ -283,14 +284,6 @@ def compute(
     mismatch = _mean(differences)
     _check_mismatch(mismatch, model)
     return _Computed(found, len(lengths), time.perf_counter() - begun, mismatch)
-
-
-def _recorded(trajectory: Trajectory, turn: int) -> Tensor:
-    logprobs: list[float] = []
-    for index in trajectory.tree.depth_first():
-        if trajectory.tree.nodes[index].turn == turn:
-            logprobs += trajectory.tree.nodes[index].logprobs
-    return torch.tensor(logprobs)
 
 
 def _mean(differences: Mapping[Any, Tensor]) -> float:
@@ -397,15 +390,8 @@ def _kept_outcomes(batch: RewardBatch, rules: Mapping[str, Rule], turn_coef: flo
     if batch.outcome_streams is not None and not len(batch.outcome_streams):
         return {}
     members = torch.arange(len(batch.outcome_rewards), device=batch.outcome_rewards.device) % batch.group_size
-    made_up = (members % 2).to(batch.outcome_rewards.dtype)
-    alone = _alone(batch, torch.zeros_like(batch.turn_rewards), made_up)
-    kept = {label: outcome_at_first_turn(rule, alone, turn_coef=turn_coef) for label, rule in rules.items()}
-    return {label: share for label, share in kept.items() if share is not None}
-
-
-def _alone(batch: RewardBatch, turns: Tensor, outcomes: Tensor) -> RewardBatch:
-    """A batch with other rewards, one for turns and one for outcomes; absent where its own are."""
-    return replace(
+    turns, outcomes = torch.zeros_like(batch.turn_rewards), (members % 2).to(batch.outcome_rewards.dtype)
+    alone = replace(
         batch,
         turn_rewards=turns.masked_fill(batch.turn_rewards.isnan(), torch.nan),
         outcome_rewards=outcomes.masked_fill(batch.outcome_rewards.isnan(), torch.nan),
@@ -414,3 +400,5 @@ def _alone(batch: RewardBatch, turns: Tensor, outcomes: Tensor) -> RewardBatch:
         stream_weights=torch.ones(2, dtype=torch.double),
         names=(),
     )
+    kept = {label: outcome_at_first_turn(rule, alone, turn_coef=turn_coef) for label, rule in rules.items()}
+    return {label: share for label, share in kept.items() if share is not None}

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
-import orjson
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from mt_grpo.advisor import rollout_command
 from mt_grpo.advisor.compare import ALL, Direction, Interval
 from mt_grpo.advisor.measure import Found
 from mt_grpo.credit.rule import rule_label, sums_turns
 from mt_grpo.options.values import rule_name
-from mt_grpo.runlog import Run, files
+from mt_grpo.training.step_log.records import read_audit
 from mt_grpo.trajectory import visible
 
 _WIDTH = 110  # columns of the table, whatever the terminal has
@@ -29,14 +30,13 @@ _NOT_TOLD: dict[str, float | None] = {"value": None, "low": None, "high": None}
 def show(found: Found) -> None:
     """Prints the table, what is not in it, and the advice."""
     console = Console(soft_wrap=True, width=max(_WIDTH, Console().width))
+    say = partial(console.print, highlight=False, markup=False)
     chosen, comparison = found.chosen, found.comparison
     groups = len(chosen.rows) // chosen.group_size
-    console.print(
+    say(
         f"{groups} groups of {chosen.group_size} conversations, {chosen.mode}, step {chosen.step}; {found.turns} "
         f"turns in {found.seconds:.0f} s. Log-probs differ from the recorded ones by "
-        f"{found.mismatch:.4f} nats in the mean.",
-        highlight=False,
-        markup=False,
+        f"{found.mismatch:.4f} nats in the mean."
     )
     table = Table(box=None, padding=(0, 2, 0, 0), width=_WIDTH)
     table.add_column("rule")
@@ -52,11 +52,11 @@ def show(found: Found) -> None:
     console.print(table)
     if named := _names_of_rewards(found):
         listed = "; ".join(f"{item} is `{visible(name)}`" for item, name in named.items())
-        console.print(f"{listed[0].upper()}{listed[1:]}.", highlight=False, markup=False)
+        say(f"{listed[0].upper()}{listed[1:]}.")
     for label, why in found.left_out.items():
-        console.print(f"Not measurable here: {visible(label)}: {visible(why)}.", highlight=False, markup=False)
+        say(f"Not measurable here: {visible(label)}: {visible(why)}.")
     for line in _advice(found):
-        console.print(line, highlight=False, markup=False)
+        say(line)
 
 
 def _ordered(found: Found) -> list[str]:
@@ -99,13 +99,12 @@ def _advice(found: Found) -> list[str]:
     """What to make of a comparison, in sentences; the last one names the rule to take."""
     chosen, comparison, own = found.chosen, found.comparison, found.own
     lines = []
-    late = _depending_on_later_turns(chosen.run)
+    late = _depending_on_later_turns(found)
     if late:
-        names = ", ".join(f"`{visible(name)}`" for name in late)
         summing = [rule for rule in comparison.directions if sums_turns(rule_name(found.rules[rule]))]
         lines.append(
-            f"Turn rewards of this run depend on later turns: {names}. Rules that credit single turns are biased with "
-            f"them, those that take their sum ({', '.join(f'`{rule}`' for rule in summing)}) are not for that reason."
+            f"Turn rewards of this run depend on later turns: {_names(late)}. Rules that credit single turns are "
+            f"biased with them, those that take their sum ({_names(summing)}) are not for that reason."
         )
     if found.uncredited is not None and found.uncredited >= 0.005:
         turns = found.batch.turn_mask.sum(dim=1)[~found.batch.failed].double().mean().item()
@@ -115,7 +114,7 @@ def _advice(found: Found) -> list[str]:
         )
     judged = found.judgement
     groups = len(chosen.rows) // chosen.group_size
-    more = f"sample more ({chosen.sampling_command(64)}, then `mt-grpo credit FOLDER`)"
+    more = f"sample more ({rollout_command(chosen.run, 64)}, then `mt-grpo credit FOLDER`)"
     opposed = _names(judged.opposed)
     if opposed and ALL in judged.told:
         lines.append(f"Against the rest of the rewards goes {opposed}: that a rule does not follow it is no fault.")
@@ -156,7 +155,7 @@ def _advice(found: Found) -> list[str]:
         )
     near = [rule for rule in comparison.directions if rule not in (best, own) and not judged.behind(rule, best)]
     if near and own != best:
-        lines[-1] += f" Not shown behind it: {', '.join(f'`{rule}`' for rule in near)}."
+        lines[-1] += f" Not shown behind it: {_names(near)}."
     if judged.silent:
         lines.append(
             f"Not enough evidence on {_names(judged.silent)}: the groups do not tell its gradient, so it has no part "
@@ -203,19 +202,10 @@ def _reached(found: Found, label: str) -> str:
     return f"{what}, its steps go {_interval(share)} as far as those of the best rule there"
 
 
-def _depending_on_later_turns(run: Run) -> list[str]:
-    """Turn rewards that the run saw change when later turns were cut off; from its `audit.jsonl`."""
-    found: dict[str, None] = {}
-    for raw in (files.read(run.folder, "audit.jsonl") or b"").splitlines():
-        try:
-            line = orjson.loads(raw)
-        except orjson.JSONDecodeError:  # the last one may be half written
-            continue
-        rewards = line.get("rewards") if isinstance(line, dict) else None
-        for name, each in rewards.items() if isinstance(rewards, dict) else ():
-            if isinstance(each, dict) and each.get("causal") is False:
-                found[name] = None
-    return list(found)
+def _depending_on_later_turns(found: Found) -> list[str]:
+    """Turn rewards that the run saw change when later turns were cut off."""
+    audit = read_audit(found.chosen.run.folder) or {}
+    return [name for name, reward in audit.get("rewards", {}).items() if reward.get("causal") is False]
 
 
 def as_json(found: Found) -> dict[str, Any]:
@@ -263,6 +253,6 @@ def as_json(found: Found) -> dict[str, Any]:
             for label, each in comparison.directions.items()
         },
         "not_measurable": found.left_out,
-        "depends_on_later_turns": _depending_on_later_turns(chosen.run),
+        "depends_on_later_turns": _depending_on_later_turns(found),
         "advice": _advice(found),
     }

@@ -71,7 +71,8 @@ NOT_ITS_MODEL = "is not the one that sampled these conversations"
     ],
 )
 def test_what_cannot_be_compared_is_refused(folder, refused, arguments, config, words):
-    (folder / "checkpoint-9").mkdir()
+    for name in ("checkpoint-9", "checkpoint-best"):
+        (folder / name).mkdir()
     if config is not None:
         (folder / "config.yaml").write_text(f"{config}\n")
     said = refused("credit", *arguments.replace("RUN", str(folder)).split())

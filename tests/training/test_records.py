@@ -231,7 +231,8 @@ def test_means_are_over_the_records_that_have_a_number():
 def test_of_a_step_that_was_taken_again_the_last_record_counts(tmp_path):
     assert read_audit(tmp_path) is None
     written = [{"step": step, **record(silent=silent, a={})} for step, silent in ((1, 0.0), (2, 1.0), (2, 0.5))]
-    (tmp_path / "audit.jsonl").write_text("".join(json.dumps(line) + "\n" for line in written))
+    whole = "".join(json.dumps(line) + "\n" for line in written)
+    (tmp_path / "audit.jsonl").write_text(whole[: len(whole) // 4] + "\n" + whole)  # where a run was killed
     audit = read_audit(tmp_path)
     assert (audit["groups_without_signal"], audit["groups"]) == (0.25, 4) and "step" not in audit
 

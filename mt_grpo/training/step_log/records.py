@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import platform
 import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from math import isnan
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orjson
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor
@@ -24,7 +25,7 @@ from trl import GRPOTrainer
 from mt_grpo.credit import Audit, Credit, Uncredited, explain, rule_says, whole_rule
 from mt_grpo.envs.source import tool_names
 from mt_grpo.rewards import RewardFunc
-from mt_grpo.runlog import Batch, RunWriter
+from mt_grpo.runlog import Batch, RunWriter, files
 from mt_grpo.runlog.conversation import SpanSender
 from mt_grpo.runlog.files import to_json
 from mt_grpo.runlog.schema import VERSION, session_id, session_number
@@ -448,11 +449,11 @@ def mean_record(records: Sequence[Line]) -> Line:
     return mean
 
 
-def read_audit(folder: str | Path) -> Line | None:
+def read_audit(folder: Path) -> Line | None:
     """The mean audit of a run's `audit.jsonl`, of steps as taken last; `None` without one."""
-    path = Path(folder) / "audit.jsonl"
-    if not path.exists():
-        return None
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    by_step = {line.pop("step"): line for line in lines}
+    by_step = {}
+    for line in (files.read(folder, "audit.jsonl") or b"").splitlines():
+        with suppress(orjson.JSONDecodeError):  # a run that was killed may have left half of one
+            audit = orjson.loads(line)
+            by_step[audit.pop("step")] = audit
     return mean_record(list(by_step.values())) if by_step else None
