@@ -148,6 +148,12 @@ def did_you_mean(name: object, known: Iterable[object], cutoff: float = 0.6) -> 
     return f"; the nearest is {matches[0]!r}" if matches else ""
 
 
+def unknown_option(owner: str, option: object, known: Sequence[str]) -> str:
+    """The sentence about an option that its owner does not have."""
+    has = f"its options are {', '.join(known)}" if known else "it has none"
+    return f"{owner} has no option {option!r}{did_you_mean(option, known)}: {has}."
+
+
 def _file_of(module: str) -> str:
     """The file of a module, which may be imported under two names; its name if it has no file (a notebook)."""
     file = vars(sys.modules[module]).get("__file__") if module in sys.modules else None

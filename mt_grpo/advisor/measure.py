@@ -263,6 +263,11 @@ def compute(
         trajectory = trajectories[row]
         start = time.perf_counter()
         found[row, turn], logps = gradients.of_turn(trajectory.tree, turn, trajectory.turns[turn].mask)
+        if logps.isnan().any() or found[row, turn].isnan().any():  # below, NaN stands for what was not recorded
+            raise UserError(
+                f"The model {model!r} computes NaN for turn {turn + 1} of the conversation {trajectory.session!r}: "
+                "load it in another `dtype`, or choose a checkpoint before it broke (`--step`)."
+            )
         nodes = (trajectory.tree.nodes[index] for index in trajectory.tree.depth_first())
         recorded = [logprob for node in nodes if node.turn == turn for logprob in node.logprobs]
         differences[place] = (logps - torch.tensor(recorded)).abs()

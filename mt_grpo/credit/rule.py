@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mt_grpo.credit.batch import RewardBatch, Scale
 from mt_grpo.errors import ConfigError, UserError, defined_at, describe_error, find_fault
-from mt_grpo.imports import Registry, check_name, did_you_mean
+from mt_grpo.imports import Registry, check_name, did_you_mean, unknown_option
 from mt_grpo.options.values import rule_name
 
 
@@ -86,10 +86,7 @@ def bind_rule(rule: Rule, *, turn_coef: float | None, scale_rewards: str) -> tup
     settable = [option for option in own if option != "scale_rewards"]
     for option in options:
         if option not in own and not takes_any:
-            has = f"its options are {', '.join(settable)}" if settable else "it has none"
-            raise ConfigError(
-                f"The advantage estimator {name!r} has no option {option!r}{did_you_mean(option, settable)}: {has}."
-            )
+            raise ConfigError(unknown_option(f"The advantage estimator {name!r}", option, settable))
     _check_types(name, function, options)
     of_run = {option: value for option, value in of_run.items() if option in own or takes_any}
     for option, parameter in own.items():
@@ -127,28 +124,35 @@ def _check_types(name: str, function: AdvantageEstimator, options: dict[str, Any
         return
     try:
         parameters = inspect.signature(function, eval_str=True).parameters
-    except NameError as error:
+        hints = {option: parameters[option].annotation for option in options if option in parameters}
+        types = {
+            # in a list, since a dataclass or `TypedDict` by itself has a configuration of its own
+            option: TypeAdapter(list[hint], config=ConfigDict(arbitrary_types_allowed=True))
+            for option, hint in hints.items()
+            if hint is not inspect.Parameter.empty
+        }
+    except Exception as error:  # whatever the user's annotations raise
         raise ConfigError(
-            f"The options of the advantage estimator {name!r} cannot be checked, since its annotations name something "
-            f"that is not imported ({error}): import it."
+            f"The options of the advantage estimator {name!r} cannot be checked, since one of its annotations is no "
+            f"type, or names something that is not imported ({' '.join(describe_error(error).split())[:160]}): mend "
+            "the annotation, or import it."
         ) from error
     for option, value in options.items():
-        hint = parameters[option].annotation if option in parameters else Any
-        fault = None if hint is inspect.Parameter.empty else _fault(value, hint)
+        fault = None if option not in types else _fault(value, types[option])
         if isinstance(value, float) and math.isnan(value):
             fault = "give a number"
         if fault is not None:
+            hint = hints.get(option)
             near = did_you_mean(value, get_args(hint)) if get_origin(hint) is Literal else ""
             raise ConfigError(
                 f"The option {option!r} of the advantage estimator {name!r} is {value!r}{near}: {fault}."
             )
 
 
-def _fault(value: Any, hint: Any) -> str | None:
-    """What is wrong with a value, as YAML or JSON gives it, by its type hint; `None` where it fits."""
+def _fault(value: Any, lists: TypeAdapter[list[Any]]) -> str | None:
+    """What is wrong with a value, as YAML or JSON gives it, by the type of lists of such; `None` where it fits."""
     try:
-        # in a list, since a dataclass or `TypedDict` by itself has a configuration of its own
-        TypeAdapter(list[hint], config=ConfigDict(arbitrary_types_allowed=True)).validate_python([value], strict=True)
+        lists.validate_python([value], strict=True)
     except ValidationError as error:
         wrong = dict.fromkeys(each["msg"] for each in error.errors())
         return " or ".join(f"{words[0].lower()}{words[1:]}" for words in wrong)

@@ -9,8 +9,8 @@ from math import isfinite
 from numbers import Real
 from typing import Any, Literal, Protocol, TypeVar, cast, runtime_checkable
 
-from mt_grpo.errors import UserError
-from mt_grpo.imports import Registry, check_name, did_you_mean, import_object
+from mt_grpo.errors import UserError, describe_error
+from mt_grpo.imports import Registry, check_name, did_you_mean, import_object, unknown_option
 from mt_grpo.media import part_text
 from mt_grpo.options.rules import unknown_reward
 from mt_grpo.options.values import is_bare, parse_reward
@@ -140,7 +140,8 @@ class FunctionReward(OutcomeReward):
     def arguments(self, trajectories: list[Trajectory], rows: list[Row]) -> dict[str, object]:
         """What the function is called with, as `score_batch` is."""
         columns = {key: [row[key] for row in rows] for key in rows[0] if key not in NOT_COLUMNS}
-        environments = [_own(trajectory.environment) for trajectory in trajectories]
+        given = [trajectory.environment for trajectory in trajectories]
+        environments = [each.user_environment if isinstance(each, Adapter) else each for each in given]
         if self.takes_environments and any(environment is not None for environment in environments):
             columns["environments"] = environments
         return {
@@ -191,10 +192,7 @@ class ScoreFunction(OutcomeReward):
     @classmethod
     def fits(cls, function: Any) -> bool:
         """Whether a function is in this form."""
-        try:
-            parameters = inspect.signature(function, follow_wrapped=False).parameters
-        except (TypeError, ValueError):  # no function, or one written in C
-            return False
+        parameters = _parameters(function)
         return "ground_truth" in parameters and any(name in parameters for name in cls.SOLUTION)
 
     @staticmethod
@@ -203,17 +201,17 @@ class ScoreFunction(OutcomeReward):
         return row["ground_truth"] if "ground_truth" in row else row["reward_model"]["ground_truth"]
 
 
-def _own(environment: object) -> object:
-    """The user's own environment, where ours only stands for it."""
-    return environment.user_environment if isinstance(environment, Adapter) else environment
+def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
+    """What a function takes; nothing for what is no function, or is written in C and does not say it."""
+    try:
+        return inspect.signature(function, follow_wrapped=False).parameters
+    except (TypeError, ValueError):
+        return {}
 
 
 def _takes(function: _PlainFunction, name: str) -> bool:
-    try:
-        parameters = inspect.signature(function, follow_wrapped=False).parameters
-    except ValueError:  # a function written in C may not say what it takes
-        return False
-    return name in parameters or any(item.kind is inspect.Parameter.VAR_KEYWORD for item in parameters.values())
+    parameters = _parameters(function)
+    return name in parameters or any(item.kind is item.VAR_KEYWORD for item in parameters.values())
 
 
 async def _counted(rewards: object, number: int) -> list[float | None]:
@@ -332,10 +330,7 @@ def _check_options(value: Any, options: dict[str, Any], label: str, kind: str) -
     takes_any = any(item.kind is item.VAR_KEYWORD for item in parameters)
     for option in options:
         if option not in known and not takes_any:
-            has = f"its options are {', '.join(known)}" if known else "it has none"
-            raise RewardListError(
-                f"The {kind} reward {label!r} has no option {option!r}{did_you_mean(option, known)}: {has}."
-            )
+            raise RewardListError(unknown_option(f"The {kind} reward {label!r}", option, known))
 
 
 def _instantiate(reward_class: type[RewardFunc], options: dict[str, Any], label: str, kind: str) -> RewardFunc:
@@ -354,5 +349,5 @@ def _instantiate(reward_class: type[RewardFunc], options: dict[str, Any], label:
         how = f"with the options {options!r}" if options else "without arguments"
         mend = "" if options else f": give them with its name, as `{{name: {label}, ...}}`, or list an instance"
         raise RewardListError(
-            f"The {kind} reward {label!r} cannot be made {how} ({type(error).__name__}: {error}){mend}."
+            f"The {kind} reward {label!r} cannot be made {how} ({describe_error(error)}){mend}."
         ) from error

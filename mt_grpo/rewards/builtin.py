@@ -196,7 +196,8 @@ def _as_texts(answer: object) -> list[str]:
 def _as_text(value: object) -> str | None:
     if isinstance(value, float) and value.is_integer():
         return str(int(value))  # a table with one 0.5 makes all of its numbers fractions
-    return str(value) if isinstance(value, str | int | float) else None
+    is_missing = isinstance(value, float) and math.isnan(value)  # an empty cell of a table of numbers
+    return str(value) if isinstance(value, str | int | float) and not is_missing else None
 
 
 def _holds_answer(text: str, answers: Iterable[str]) -> bool:
@@ -263,7 +264,7 @@ def _message_format(text: str) -> float:
     """
     text = text.strip()
     blocks = _BLOCK.findall(text)
-    fields = [_count_once(text, ("reasoning",)), _count_once(text, _ACTIONS)]
+    fields = [_count_once(text, blocks, ("reasoning",)), _count_once(text, blocks, _ACTIONS)]
     tight = bool(blocks) and all(content == content.strip() for _, content in blocks)
     starts = text.startswith("<reasoning>")
     ends = text.endswith(tuple(f"</{tag}>" for tag in _ACTIONS))
@@ -277,12 +278,11 @@ def _message_xml(text: str) -> float:
     return sum(marks) / len(marks) if marks else 0.0
 
 
-def _count_once(text: str, tags: tuple[str, ...]) -> bool:
+def _count_once(text: str, blocks: list[tuple[str, str]], tags: tuple[str, ...]) -> bool:
     """Whether exactly one block of these tags is there, and no mark of them outside it."""
-    blocks = sum(tag in tags for tag, _ in _BLOCK.findall(text))
     openings = sum(text.count(f"<{tag}>") for tag in tags)
     closings = sum(text.count(f"</{tag}>") for tag in tags)
-    return blocks == openings == closings == 1
+    return sum(tag in tags for tag, _ in blocks) == openings == closings == 1
 
 
 def _mean(trajectory: Trajectory, score: Callable[[str], float]) -> float | None:
@@ -303,8 +303,9 @@ class _Gsm8kCorrectReward(ReadsAnswer, OutcomeReward):
         return float(trajectory.answer is not None and find_number(trajectory.answer) == gold)
 
     def right_answer(self, value: object) -> Decimal:
-        gold = find_number(str(value))
-        if gold is None:
+        # a float may be written with an exponent, of which a text would end with the last number
+        gold = Decimal(str(value)) if isinstance(value, float) else find_number(str(value))
+        if gold is None or not gold.is_finite():
             raise ValueError(f"the answer column holds no number: {value!r}")
         return gold
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, SupportsFloat
 
-from mt_grpo.errors import UserError, find_fault
+from mt_grpo.errors import UserError, describe_error, find_fault
 from mt_grpo.rewards.base import FunctionReward, OutcomeReward, RewardFunc, StateScore, TurnReward
 from mt_grpo.token_tree import TokenTree
 from mt_grpo.trajectory import Trajectory
@@ -114,25 +114,27 @@ def _call_on_all(func: OutcomeReward, trajectories: list[Trajectory], extra: dic
         return []
     rows = [trajectory.row for trajectory in trajectories]
     scope = f"a batch of {len(trajectories)} that begins with "
-    pending = _call(func, lambda: func.score_batch(trajectories, rows, extra), trajectories[0], scope)
 
-    async def wait() -> list[float | None]:
-        return [_number(func, value, one) for value, one in zip(await pending(), trajectories, strict=True)]
+    def numbers(values: list[object]) -> list[float | None]:
+        return [_number(func, value, one) for value, one in zip(values, trajectories, strict=True)]
 
-    return [wait]
+    return [_call(func, lambda: func.score_batch(trajectories, rows, extra), numbers, trajectories[0], scope)]
 
 
 def _call_one(func: RewardFunc, trajectory: Trajectory, *args: object) -> _Pending:
     """Calls a reward with `args` and the row; waiting for its value raises `RewardError` where it fails."""
-    pending = _call(func, lambda: func.score(*args, **trajectory.row), trajectory)
-
-    async def wait() -> float | None:
-        return _number(func, await pending(), trajectory)
-
-    return wait
+    return _call(
+        func, lambda: func.score(*args, **trajectory.row), lambda value: _number(func, value, trajectory), trajectory
+    )
 
 
-def _call(func: RewardFunc, call: Callable[[], object], trajectory: Trajectory, scope: str = "") -> _Pending:
+def _call(
+    func: RewardFunc,
+    call: Callable[[], object],
+    read: Callable[[Any], object],
+    trajectory: Trajectory,
+    scope: str = "",
+) -> _Pending:
     """Calls a reward, and returns a function that waits for its value; unlike a coroutine it need not be awaited."""
     value, failure = None, None
     try:
@@ -147,9 +149,10 @@ def _call(func: RewardFunc, call: Callable[[], object], trajectory: Trajectory, 
         try:
             if failure is not None:
                 raise failure
-            return await value if inspect.isawaitable(value) else value
+            found = await value if inspect.isawaitable(value) else value
         except Exception as error:  # likewise
             raise _failure(func, error, trajectory, scope) from error
+        return read(found)
 
     return wait
 
@@ -177,7 +180,7 @@ def _number(func: RewardFunc, value: object, trajectory: Trajectory) -> float | 
 def _failure(func: RewardFunc, error: Exception, trajectory: Trajectory, scope: str = "") -> RewardError:
     row = json.dumps(trajectory.row, default=str, ensure_ascii=False)
     row = row if len(row) <= 200 else row[:199] + "…"
-    reason = " ".join(f"{type(error).__name__}: {error}".split())
+    reason = " ".join(describe_error(error).split())
     where = find_fault(error).where
     return RewardError(
         f"The reward {func.name!r} failed with {reason} (on {scope}trajectory {trajectory.session!r}, row {row}"

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 from huggingface_hub import ModelCard, ModelCardData
 
+from mt_grpo.credit import rule_label
 from mt_grpo.imports import FORMATS, looks_like_path
 
 Row = Mapping[str, Any]
@@ -46,7 +47,7 @@ def write_card(
     tags: Iterable[str] = (),
 ) -> None:
     """Writes a model's `README.md`, from the run's index, held-out metrics after `step` steps and options."""
-    options = {**about.get("options", {}), **(options or {})}
+    options = {**(about.get("options") or {}), **(options or {})}
     base = str(options.get("model_name_or_path") or about.get("model", ""))
     data = str(options.get("dataset_name") or "")
     of_hub = "/" in base and not looks_like_path(base) and not Path(base).exists()
@@ -77,7 +78,7 @@ def write_card(
                 for each in rewards
             ],
         ),
-        f"Credit of a turn: `{_rule(about['rule'])}`. {about.get('rule_says', '')}" if "rule" in about else "",
+        f"Credit of a turn: `{rule_label(about['rule'])}`. {about.get('rule_says', '')}" if "rule" in about else "",
         "## Evaluation",
         *_evaluation(rewards, evaluations, step, options),
         "## Use",
@@ -115,7 +116,10 @@ def _environment(about: Row, options: Row) -> list[str]:
     if about.get("chat_template_kwargs"):
         lines.append(f"- Variables of the chat template: {_code(about['chat_template_kwargs'])}")
     prompt = options.get("system_prompt")
-    return ["\n".join(lines), *([f"System prompt:\n\n{textwrap.indent(prompt, '> ')}"] if prompt else [])]
+    return [
+        "\n".join(lines),
+        *([f"System prompt:\n\n{textwrap.indent(prompt, '> ', lambda line: True)}"] if prompt else []),
+    ]
 
 
 def _evaluation(rewards: Sequence[Row], rows: Sequence[Row], step: int, options: Row) -> list[str]:
@@ -124,7 +128,8 @@ def _evaluation(rewards: Sequence[Row], rows: Sequence[Row], step: int, options:
     rows = [row for row in rows if row["step"] <= step]
     best = str(options.get("metric_for_best_model") or "eval_loss") if options.get("load_best_model_at_end") else None
     best = best if best is None or best.startswith("eval_") else f"eval_{best}"
-    for prefix in sorted({key.removesuffix("reward") for row in rows for key in row if _is_mean(key)}):
+    means = {key for row in rows for key in row if key.startswith("eval_") and key.endswith("reward")}
+    for prefix in sorted(key.removesuffix("reward") for key in means if "/" not in key):
         found = {row["step"]: row for row in rows if f"{prefix}reward" in row}
         last = max(found)
         if best is not None:
@@ -145,18 +150,9 @@ def _evaluation(rewards: Sequence[Row], rows: Sequence[Row], step: int, options:
     return text or ["The run measured nothing on held-out questions."]
 
 
-def _is_mean(key: str) -> bool:
-    return key.startswith("eval_") and key.endswith("reward") and "/" not in key
-
-
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-
-
-def _rule(rule: Row) -> str:
-    rest = ", ".join(f"{name} {value}" for name, value in rule.items() if name != "name")
-    return f"{rule['name']} ({rest})" if rest else str(rule["name"])
 
 
 def _code(value: object) -> str:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
-import pickle
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -59,9 +59,6 @@ ROWS = 8  # rows at each end of a dataset by which it is known again
 _SHARDED = "global_step*", "*_fsdp_*", "optimizer_*", "optimizer.bin"
 """What DeepSpeed and FSDP leave in a checkpoint, in place of a file of the optimizer."""
 
-_UNREADABLE = (pickle.UnpicklingError, SafetensorError, RuntimeError, OSError, ValueError, KeyError, EOFError)
-"""What the readers of a checkpoint's files raise where these are damaged."""
-
 
 def _read_mapping(path: Path) -> dict[str, Any]:
     value = json.loads(path.read_text(encoding="utf-8"))
@@ -78,15 +75,6 @@ def _read_trainer_state(path: Path) -> None:
 def _read_tensors(path: Path) -> None:
     with safe_globals():  # states of random generators hold arrays
         torch.load(path, mmap=True, map_location="cpu", weights_only=True)
-
-
-_RNG = "rng_state*.pth"
-_READERS: dict[str, Callable[[Path], Any]] = {
-    TRAINER_STATE_NAME: _read_trainer_state,
-    **dict.fromkeys((OPTIMIZER_NAME, SCHEDULER_NAME, _RNG), _read_tensors),
-    **dict.fromkeys((CONFIG_NAME, ADAPTER_CONFIG_NAME, MADE_WITH), _read_mapping),
-}
-"""How to tell whether files of a checkpoint can be read, by their pattern."""
 
 
 class CheckpointError(UserError, OSError):
@@ -319,17 +307,21 @@ def load_converted(folder: Path, model: PreTrainedModel) -> bool:
 
 
 def _shapes(file: Path) -> dict[str, list[int]]:
-    try:
-        with safe_open(file, framework="pt") as tensors:
-            return {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
-    except _UNREADABLE as error:
-        raise _damaged(file, error) from None
+    with _naming_damage(file), safe_open(file, framework="pt") as tensors:
+        return {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
 
 
 def adapter_settings(folder: str | Path) -> dict[str, Any] | None:
     """What peft saved with the adapter in a folder; `None` where there is no adapter."""
     path = Path(folder) / ADAPTER_CONFIG_NAME
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    if not path.is_file():
+        return None
+    try:
+        return _read_mapping(path)
+    except ValueError as error:
+        raise ConfigError(
+            f"{path} does not describe an adapter ({error}): bring the file back, or name another model."
+        ) from None
 
 
 def find_checkpoint(wanted: str | bool | None, output_dir: str) -> str | None:
@@ -454,16 +446,10 @@ def is_whole(folder: Path) -> bool:
 def _damage(folder: Path) -> str | None:
     """What keeps the rollouts of a checkpoint from being read, in a sentence; `None` where nothing does."""
     try:
-        for file in folder.glob("rollouts-rank*.pt"):
-            _read(file, mmap=True)
-        for file in (*folder.glob("*.safetensors"), *folder.glob("*.tensors")):
-            _shapes(file)
         for pattern, read in _READERS.items():
             for file in folder.glob(pattern):
-                try:
+                with _naming_damage(file):
                     read(file)
-                except _UNREADABLE as error:
-                    raise _damaged(file, error) from None
     except ConfigError as error:
         return str(error)
     gone = _gone(folder)
@@ -488,13 +474,21 @@ def _gone(folder: Path) -> str | None:
     return states[there.index(False)].replace("*", "")
 
 
-def _damaged(path: Path, error: BaseException) -> ConfigError:
-    """The sentence about a file of a checkpoint that cannot be read, and what to resume from instead."""
-    why = " ".join(str(error).split()) or type(error).__name__
-    return ConfigError(
-        f"The checkpoint {path.parent} is damaged, its {path.name} cannot be read ({why[:120]}): "
-        f"{_instead(path.parent)}."
-    )
+@contextmanager
+def _naming_damage(file: Path) -> Iterator[None]:
+    """Refuses a file of a checkpoint that cannot be read, and says what to resume from instead."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (
+        Exception
+    ) as error:  # torch's reader trusts most of what it reads, and raises anything where that is damaged
+        why = " ".join(str(error).split()) or type(error).__name__
+        raise ConfigError(
+            f"The checkpoint {file.parent} is damaged, its {file.name} cannot be read ({why[:120]}): "
+            f"{_instead(file.parent)}."
+        ) from None
 
 
 def _instead(folder: Path) -> str:
@@ -504,13 +498,22 @@ def _instead(folder: Path) -> str:
 
 
 def _read(path: Path, map_location: Any = "cpu", **options: Any) -> dict[str, Any]:
-    try:
-        state = torch.load(path, map_location=map_location, weights_only=True, **options)
+    with _naming_damage(path):
+        state: dict[str, Any] = torch.load(path, map_location=map_location, weights_only=True, **options)
         if not isinstance(state, dict) or not isinstance(state["processes"], int):
             raise ValueError("it is of another program")
-    except _UNREADABLE as error:
-        raise _damaged(path, error) from None
     return state
+
+
+_RNG = "rng_state*.pth"
+_READERS: dict[str, Callable[[Path], Any]] = {
+    "rollouts-rank*.pt": partial(_read, mmap=True),
+    **dict.fromkeys(("*.safetensors", "*.tensors"), _shapes),
+    TRAINER_STATE_NAME: _read_trainer_state,
+    **dict.fromkeys((OPTIMIZER_NAME, SCHEDULER_NAME, _RNG), _read_tensors),
+    **dict.fromkeys((CONFIG_NAME, ADAPTER_CONFIG_NAME, MADE_WITH), _read_mapping),
+}
+"""How to tell whether files of a checkpoint can be read, by their pattern."""
 
 
 @contextmanager
@@ -524,7 +527,8 @@ def says_what_cannot_be_written(folder: Path, output_dir: str | Path) -> Iterato
         if isinstance(error, UserError) or not known:
             raise  # of training, not of writing
         why = error.strerror or error if isinstance(error, OSError) else error
-        free = shutil.disk_usage(output_dir).free / 1e9
+        there = next(path for path in (Path(output_dir), *Path(output_dir).absolute().parents) if path.exists())
+        free = shutil.disk_usage(there).free / 1e9
         whole = [each for each in reversed(_checkpoints(output_dir)) if each != folder and is_whole(each)][:1]
         last = f"go on from the last whole checkpoint (`--resume_from_checkpoint {whole[0]}`)" if whole else ""
         raise CheckpointError(

@@ -166,7 +166,7 @@ def _is_server(engine: Engine) -> bool:
 
 
 def _check_media(encoder: MediaEncoder | None, tokens: dict[int, int], engine: Engine, data: Sequence[object]) -> None:
-    every = [rows for one in data for rows in (one.values() if isinstance(one, dict) else [one])]
+    every = list(named_datasets(*data).values())
     for columns, feature, part, token, what in (
         (_IMAGE_COLUMNS, Image, {"type": "image"}, tokens.get(IMAGE), "images"),
         (_SOUND_COLUMNS, Audio, _PLACE, tokens.get(SOUND), "sounds"),
@@ -193,9 +193,9 @@ def _check_media(encoder: MediaEncoder | None, tokens: dict[int, int], engine: E
         )
 
 
-def _check_decoding(rows: Dataset | IterableDataset | None) -> None:
+def _check_decoding(rows: Rows) -> None:
     """Refuses a dataset with a column of sounds that nothing here decodes, before a row is looked at."""
-    for column, feature in ((None if rows is None else rows.features) or {}).items():
+    for column, feature in (rows.features or {}).items():
         inner = feature.feature if isinstance(feature, List) else feature
         if isinstance(inner, Audio) and inner.decode and importlib.util.find_spec("torchcodec") is None:
             raise ConfigError(
@@ -205,8 +205,8 @@ def _check_decoding(rows: Dataset | IterableDataset | None) -> None:
             )
 
 
-def _holds(rows: Dataset | IterableDataset | None, name: str, kind: type) -> bool:
-    feature = ((None if rows is None else rows.features) or {}).get(name)
+def _holds(rows: Rows, name: str, kind: type) -> bool:
+    feature = (rows.features or {}).get(name)
     return isinstance(feature, kind) or (isinstance(feature, List) and isinstance(feature.feature, kind))
 
 
@@ -263,8 +263,10 @@ def _with_prompts(data: Any, source: EnvSource, name: str) -> Any:
     """
     if isinstance(data, dict):
         return {split: _with_prompts(rows, source, f"{name} {split!r}") for split, rows in data.items()}
-    data = None if data is None else with_own_opener(data)
-    columns = None if data is None else data.column_names
+    if data is None:
+        return None
+    data = with_own_opener(data)
+    columns = data.column_names
     if not columns or "prompt" in columns:
         return data
     if not source.writes_prompts:
@@ -283,7 +285,14 @@ _BATCH_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state",
 Rows: TypeAlias = Dataset | IterableDataset
 
 
-def check_rows_suffice(args: MTGRPOConfig, dataset: Dataset | IterableDataset, dropped: int = 0) -> None:
+def named_datasets(train: Any = None, evaluated: Any = None) -> dict[str, Rows]:
+    """The datasets of a run that are there, by what sentences call them."""
+    several = evaluated if isinstance(evaluated, dict) else {"": evaluated}
+    names = {f"evaluation dataset {name!r}" if name else "evaluation dataset": rows for name, rows in several.items()}
+    return {name: rows for name, rows in {"training dataset": train, **names}.items() if rows is not None}
+
+
+def check_rows_suffice(args: MTGRPOConfig, dataset: Rows, dropped: int = 0) -> None:
     """Checks that there are rows for a step."""
     needed = args.generation_batch_size // args.num_generations
     rows = sum(1 for _ in dataset.take(needed)) if isinstance(dataset, IterableDataset) else len(dataset)
@@ -303,15 +312,12 @@ def check_reward_columns(
     eval_dataset: Rows | dict[str, Rows] | None,
 ) -> None:
     """Checks that every reward can be called with the columns of each dataset, or a stream's first row."""
-    evaluated = eval_dataset if isinstance(eval_dataset, dict) else {"": eval_dataset}
-    datasets = {"training": train_dataset, **{f"evaluation {name}".strip(): rows for name, rows in evaluated.items()}}
-    for name, dataset in datasets.items():
-        if dataset is not None:
-            columns = dataset.column_names or [column for row in dataset.take(1) for column in row]
-            for reward in rewards if columns else ():
-                _check(reward, columns, f"{name} dataset")
-                if isinstance(reward, ReadsAnswer):
-                    _check_answers(reward, dataset, columns, f"{name} dataset")
+    for name, dataset in named_datasets(train_dataset, eval_dataset).items():
+        columns = dataset.column_names or [column for row in dataset.take(1) for column in row]
+        for reward in rewards if columns else ():
+            _check(reward, columns, name)
+            if isinstance(reward, ReadsAnswer):
+                _check_answers(reward, dataset, columns, name)
 
 
 def _check(reward: RewardFunc, columns: list[str], dataset: str) -> None:
@@ -395,7 +401,9 @@ def as_datasets(train: object, evaluated: object) -> tuple[Any, Any]:
 def _as_rows(data: object, name: str) -> Any:
     if isinstance(data, dict):
         return {split: _as_rows(rows, f"{name}[{split!r}]") for split, rows in data.items()}
-    if data is None or isinstance(data, (Dataset, IterableDataset)):
+    if data is None:
+        return None
+    if isinstance(data, (Dataset, IterableDataset)):
         _check_decoding(data)
         return data
     rows = data if isinstance(data, (list, tuple)) else []
@@ -408,7 +416,7 @@ def _as_rows(data: object, name: str) -> Any:
         )
     try:
         return Dataset.from_list(with_contents_of_one_kind([dict(row) for row in rows]))
-    except (pa.ArrowException, UnicodeEncodeError) as error:
+    except (pa.ArrowException, UnicodeEncodeError, OverflowError, TypeError) as error:
         raise ConfigError(
             f"The rows of `{name}` do not make a table ({error}): give each column values of one type."
         ) from error
@@ -421,14 +429,7 @@ def _check_prompts(rows: object, name: str) -> None:
     """
     if not isinstance(rows, Dataset) or not len(rows):
         return
-    prompt = rows[0]["prompt"]
-    messages = isinstance(prompt, list) and prompt and all(isinstance(each, Mapping) for each in prompt)
-    if not isinstance(prompt, str) and not messages:
-        raise ConfigError(
-            f"The first row of `{name}` has the prompt {str(prompt)[:80]!r}: give text, or a list of messages, such "
-            'as `{"role": "user", "content": ...}`.'
-        )
     try:
-        as_messages(prompt)
+        as_messages(rows[0]["prompt"])
     except DatasetError as error:
         raise ConfigError(f"The first row of `{name}` {error}") from None

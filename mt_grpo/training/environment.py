@@ -21,14 +21,7 @@ from trl.distributed import DistributedBackend
 from mt_grpo.envs import EnvLike, EnvSource, MultiTurnToolEnv, StepEnv
 from mt_grpo.envs.env import ServedEnv
 from mt_grpo.envs.protocols import PROTOCOLS
-from mt_grpo.envs.source import (
-    COLUMN,
-    TRLFactory,
-    build_environment,
-    check_source,
-    named_tools,
-    source_of,
-)
+from mt_grpo.envs.source import COLUMN, TRLFactory, build_environment, check_source, named_tools, source_of
 from mt_grpo.errors import ConfigError, refuse_first
 from mt_grpo.imports import import_object
 from mt_grpo.options.rules import PARTNERS, check_agent, check_factory, check_partner, check_scheduler
@@ -39,7 +32,7 @@ from mt_grpo.rollout.chat_template import ChatTemplate
 from mt_grpo.rollout.engines.transformers import TransformersEngine
 from mt_grpo.rollout.media import MediaEncoder
 from mt_grpo.tools import Tool, load_tools
-from mt_grpo.training.columns import Rows
+from mt_grpo.training.columns import Rows, named_datasets
 from mt_grpo.training.config import MTGRPOConfig
 
 logger = logging.getLogger(__name__)
@@ -205,16 +198,11 @@ def check_env(
 
 
 def _check_rows(source: EnvSource, datasets: Sequence[Rows | dict[str, Rows] | None]) -> None:
-    every = [
-        (rows, name)
-        for data, name in zip(datasets, ("training dataset", "evaluation dataset"), strict=False)
-        for rows in (data.values() if isinstance(data, dict) else [data])
-        if rows is not None
-    ]
-    known = [(rows, name) for rows, name in every if isinstance(rows, Dataset)]  # rows of a stream are not known
-    for rows, name in known:
+    every = named_datasets(*datasets)
+    known = {name: rows for name, rows in every.items() if isinstance(rows, Dataset)}  # rows of a stream are not known
+    for name, rows in known.items():
         source.check(rows, name)
-    named = {one for rows, _ in known if COLUMN in rows.column_names for one in rows.unique(COLUMN)}
+    named = {one for rows in known.values() if COLUMN in rows.column_names for one in rows.unique(COLUMN)}
     unused = [name for name in source.names if name not in named]
     if unused and known and len(known) == len(every):
         logger.warning(

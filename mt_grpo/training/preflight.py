@@ -128,10 +128,11 @@ def _is_checkpoint(path: Path) -> bool:
 
 def check_folder(args: MTGRPOConfig, model: str) -> None:
     """Checks that a run can begin in its `output_dir`. This is a collective call, in which the main process looks."""
-    refusal = None
-    if args.process_index == 0:
-        refusal = _in_use(args) if _is_in_use(args) else _earlier_run(args, model)
-    _refuse_everywhere(args, refusal)
+    if args.process_index == 0 and not Path(args.output_dir).exists():  # which stays so
+        _refuse_everywhere(args, None)
+        return
+    with locked(args, model):
+        pass
 
 
 def _refuse_everywhere(args: MTGRPOConfig, sentence: str | None) -> None:
@@ -162,10 +163,9 @@ def locked(args: MTGRPOConfig, model: str | None = None) -> Iterator[None]:
         except OSError as error:
             refusal = f"`output_dir: {args.output_dir}` cannot be made or written to ({error.strerror}): name another."
         else:
-            if lock is None:
-                refusal = _in_use(args)
-            elif model is not None:
-                refusal = _earlier_run(args, model)
+            refusal = _in_use(args) if lock is None else None
+    if args.process_index == 0 and refusal is None and model is not None:
+        refusal = _earlier_run(args, model)
     if lock is not None:
         _held.add(path)
     try:
@@ -212,17 +212,6 @@ def _in_use(args: MTGRPOConfig) -> str:
         f"`output_dir: {args.output_dir}` is in use: {holder or 'another process'} is training there. Wait until it "
         "has ended, or choose another `output_dir`."
     )
-
-
-def _is_in_use(args: MTGRPOConfig) -> bool:
-    path = Path(args.output_dir, LOCK).resolve()
-    if path in _held or not path.exists():
-        return False
-    lock = _lock(path)
-    if lock is not None:
-        path.unlink(missing_ok=True)
-        lock.close()
-    return lock is None
 
 
 def _earlier_run(args: MTGRPOConfig, model: str) -> str | None:

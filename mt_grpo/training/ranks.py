@@ -70,7 +70,7 @@ def says_who_is_gone(output_dir: str) -> Iterator[None]:
         if isinstance(error, UserError) or not (isinstance(error, DistError) or "gloo" in str(error).lower()):
             raise
         # without the place in the backend's code
-        why = re.sub(r"\[/[^]]*\] *", "", str(error)).split(". ")[0].splitlines()[0][:160]
+        why = re.sub(r"\[/[^]]*\] *", "", str(error)).split(". ")[0].partition("\n")[0][:160]
         if not dist.is_initialized():
             raise ProcessGoneError(
                 f"The processes of the run do not reach each other ({why}): see that all of them run; on several "

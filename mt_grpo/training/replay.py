@@ -165,7 +165,7 @@ class Replay:
                     f"the run {self.folder} did not have: leave it out, or replay another run."
                 )
         here = _reads_as(args.teacher)
-        there = _reads_as(self._run.about.get("options", {}).get("teacher") or {})
+        there = _reads_as((self._run.about.get("options") or {}).get("teacher") or {})
         for reward in rewards:
             if isinstance(reward, (TeacherAgreement, TeacherLogRatio)) and there != here:
                 raise ConfigError(

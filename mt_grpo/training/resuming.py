@@ -49,7 +49,7 @@ from mt_grpo.training.checkpoint import (
     save_rollouts,
     says_what_cannot_be_written,
 )
-from mt_grpo.training.columns import check_rows_suffice
+from mt_grpo.training.columns import check_rows_suffice, named_datasets
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.model import check_weights, load_reference, save_reference
 from mt_grpo.training.prefetch import PrefetchQueue, SmallerSteps
@@ -250,9 +250,7 @@ class ResumableTrainer(GRPOTrainer):
     def _names_rows(self, evaluated: object = None) -> AbstractContextManager[None]:
         """Says which row has an image that cannot be shown: of what is `evaluated`, or of the trainer's rows."""
         evaluated = self.eval_dataset if evaluated is None or isinstance(evaluated, str) else evaluated
-        several = evaluated if isinstance(evaluated, dict) else {"": evaluated}
-        names = {f"evaluation dataset {name!r}" if name else "evaluation dataset": several[name] for name in several}
-        return naming_rows({**names, "training dataset": self.train_dataset})
+        return naming_rows(named_datasets(None, evaluated) | named_datasets(self.train_dataset))
 
     def describe_progress(self) -> str:
         """How far the step under way is, or the evaluation."""
@@ -471,7 +469,7 @@ class ResumableTrainer(GRPOTrainer):
             return
         folder, records = Path(self.args.output_dir), self.step_log.records
         config = folder / "config.yaml"  # which `mt-grpo train` writes
-        options = yaml.safe_load(config.read_text(encoding="utf-8")) if config.is_file() else {}
+        options = (yaml.safe_load(config.read_text(encoding="utf-8")) if config.is_file() else None) or {}
         write_card(
             folder,
             model_name or folder.resolve().name,

@@ -123,6 +123,11 @@ def command_at(host: str, port: int, args: MTGRPOConfig, model: ModelConfig) -> 
     name = resolve_model(model.model_name_or_path, model.model_revision, subfolder_of(args))
     adapter = adapter_settings(name)
     if adapter is not None:  # the server holds its base
+        if "r" not in adapter:
+            raise ConfigError(
+                f"The adapter in {name} is no LoRA adapter (`peft_type: {adapter.get('peft_type')}`), and a vLLM "
+                "server takes no other: name another model, or set `use_vllm: false`."
+            )
         model = replace(model, lora_r=adapter["r"])
     transport = transport_of(args)
     command = [
@@ -194,11 +199,11 @@ def server_dtype(args: MTGRPOConfig, model: ModelConfig) -> str:
 
 
 def _read_config(name: str, args: MTGRPOConfig, model: ModelConfig) -> PreTrainedConfig | None:
-    """The configuration of a model; `None` where there is none, since the server says what is wrong with its model."""
+    """The configuration of a model; `None` where none is known here: the server says what is wrong with its model."""
     try:
         where = source_options(args, model.model_revision)
         config: PreTrainedConfig = AutoConfig.from_pretrained(name, **where)
-    except OSError:
+    except (OSError, ValueError):
         return None
     return config
 

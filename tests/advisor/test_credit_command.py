@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pyarrow.parquet as pq
 import pytest
@@ -19,12 +20,16 @@ from support.runs import write_run
 
 from mt_grpo.advisor import _choose
 from mt_grpo.advisor.compare import ALL, judge_rules
-from mt_grpo.advisor.measure import Found, _kept_outcomes, _rules_of, _with_batch_scale, compare
+from mt_grpo.advisor.measure import Found, _kept_outcomes, _rules_of, _with_batch_scale, compare, compute
 from mt_grpo.advisor.report import _advice, as_json, show
 from mt_grpo.cli import main
 from mt_grpo.credit import RewardBatch, rule_label
+from mt_grpo.errors import UserError
+from mt_grpo.forward import SIZE
 from mt_grpo.options.values import DEFAULT_RULE
 from mt_grpo.runlog import open_run
+from mt_grpo.token_tree import TokenTree
+from mt_grpo.trajectory import Trajectory, Turn
 
 
 @pytest.fixture(scope="module")
@@ -294,6 +299,23 @@ def test_another_scale_is_named_with_its_option(found_on):
     assert _advice(found)[0].startswith("Take `leave_one_out` with `scale_rewards: batch`: of what it does worst")
     printed = as_json(found)["rules"]
     assert [printed[name]["scale_rewards"] for name in rules] == ["group", "batch"]
+
+
+BROKEN = ("gradient", "log-probs")
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_a_model_of_nan_is_not_taken_for_the_one_that_sampled(broken):
+    tree = TokenTree()
+    tree.add_turn([1, 2], [3], [-0.5])
+    trajectory = Trajectory([], [Turn(0, {}, num_tokens=1)], tree, session="train-0")
+    numbers = torch.zeros(SIZE), torch.tensor([-0.5])
+    gradient, logps = (
+        each * torch.nan if name == broken else each for name, each in zip(BROKEN, numbers, strict=True)
+    )
+    model = SimpleNamespace(of_turn=lambda *given: (gradient, logps))
+    with pytest.raises(UserError, match="'a/model' computes NaN for turn 1 of .*'train-0'"):
+        compute([trajectory], model, "a/model", print)
 
 
 def test_the_scale_of_the_batch_is_compared_too():

@@ -109,18 +109,10 @@ def test_a_rule_with_open_options_gets_all_of_them(register):
 
 
 def test_values_that_fit_their_types_are_taken(decayed):
-    for value in (
-        {"gamma": 1},
-        {"steps": None},
-        {"steps": 3},
-        {"weights": [1, 0.5]},
-        {"whole": True},
-        {"untyped": [{}]},
-        {"mode": "mean"},
-    ):
-        bind_rule({"name": "decayed", **value}, turn_coef=None, scale_rewards="group")
-    for gamma in (0, 0.5, 1):
-        bind_rule({"name": "gtpo", "gamma": gamma}, turn_coef=None, scale_rewards="group")
+    values = [{"steps": steps} for steps in (None, 3)] + [{"gamma": 1}, {"weights": [1, 0.5]}, {"whole": True}]
+    rules = [{"name": "decayed", **value} for value in (*values, {"untyped": [{}]}, {"mode": "mean"})]
+    for rule in (*rules, *({"name": "gtpo", "gamma": gamma} for gamma in (0, 0.5, 1))):
+        bind_rule(rule, turn_coef=None, scale_rewards="group")
 
 
 def test_an_option_may_be_of_a_dataclass(register):
@@ -155,6 +147,7 @@ def test_an_option_may_be_of_a_dataclass(register):
         ({"name": "bare", "gamma": 1.0}, "'bare' has no option 'gamma': it has none"),
         ({"name": "strict"}, "'strict' needs its option 'gamma': write .*name: strict, gamma: ..."),
         ({"name": "unread", "gamma": 1}, "'unread' cannot be checked.*'Missing'.*import it"),
+        ({"name": "untyped", "gamma": 1}, "'untyped' cannot be checked.*AttributeError: .*'Tenso'.*mend the annotati"),
     ],
 )
 def test_options_the_rule_does_not_take_are_refused(decayed, register, options, message):
@@ -166,6 +159,10 @@ def test_options_the_rule_does_not_take_are_refused(decayed, register, options, 
 
     @register("unread")
     def unread(batch, *, gamma: Missing = 1):  # noqa: F821
+        return batch.turn_rewards
+
+    @register("untyped")
+    def untyped(batch, *, gamma: torch.Tenso = 1):
         return batch.turn_rewards
 
     with pytest.raises(ConfigError, match=message) as caught:

@@ -327,25 +327,31 @@ def test_the_last_number_of_a_text_is_found(text, number):
     assert find_number(text) == (None if number is None else Decimal(number))
 
 
-@pytest.mark.parametrize("gold", ["He pays 2*617=<<2*617=1234>>1234\n#### 1,234", "1234", "$1,234.00", 1234, 1234.0])
-@pytest.mark.parametrize(("answer", "expected"), [("It is $1,234.", 1.0), ("1235", 0.0), ("many", 0.0), (None, 0.0)])
+GOLDS = ["He pays 2*617=<<2*617=1234>>1234\n#### 1,234", "1234", "$1,234.00", 1234, 1234.0]
+SAID = {"It is $1,234.": 1.0, "1235": 0.0, "many": 0.0, None: 0.0}
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer", "expected"),
+    [*((gold, *said) for gold in GOLDS for said in SAID.items()), (1e-5, "0.00001", 1.0), (1e20, "20", 0.0)],
+)
 def test_the_number_of_the_answer_has_to_equal_the_gold_number(gold, answer, expected):
     assert outcomes(gsm8k_correct_reward_func, Trajectory([], answer=answer, row={"answer": gold})) == [expected]
 
 
-def test_a_gold_answer_without_a_number_is_named_in_an_error():
-    with pytest.raises(RewardError, match="ValueError: the answer column holds no number: 'unknown'"):
-        outcomes(gsm8k_correct_reward_func, Trajectory([], answer="3", row={"answer": "unknown"}))
+@pytest.mark.parametrize("gold", ["unknown", math.nan])
+def test_a_gold_answer_without_a_number_is_named_in_an_error(gold):
+    with pytest.raises(RewardError, match=f"ValueError: the answer column holds no number: {gold!r}"):
+        outcomes(gsm8k_correct_reward_func, Trajectory([], answer="3", row={"answer": gold}))
 
 
-@pytest.mark.parametrize("answer", ["42", " 42 ", "$1,234.50", "-5%", "42."])
-def test_a_bare_number_is_rewarded(answer):
-    assert outcomes(gsm8k_number_reward_func, Trajectory([], answer=answer)) == [0.2]
-
-
-@pytest.mark.parametrize("answer", ["42 apples", "4 2", "3,4", "", None])
-def test_any_other_answer_is_no_bare_number(answer):
-    assert outcomes(gsm8k_number_reward_func, Trajectory([], answer=answer)) == [0.0]
+@pytest.mark.parametrize(
+    ("answers", "value"),
+    [(["42", " 42 ", "$1,234.50", "-5%", "42."], 0.2), (["42 apples", "4 2", "3,4", "", None], 0.0)],
+)
+def test_a_bare_number_is_rewarded(answers, value):
+    given = [Trajectory([], answer=answer) for answer in answers]
+    assert outcomes(gsm8k_number_reward_func, *given) == [value] * 5
 
 
 # Information gain

@@ -13,10 +13,12 @@ import torch
 from datasets import Dataset
 from transformers import TrainerCallback
 
+from mt_grpo.credit import Audit, RewardAudit, Uncredited
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.rewards import OutcomeReward, TurnReward
 from mt_grpo.rollout import ScriptedEngine
 from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
+from mt_grpo.training.step_log.records import as_record
 from support.models import CPU_RUN, build_model, lookup
 
 SEARCH = '<tool>{"name": "lookup", "args": {"query": "Lima"}}</tool>'
@@ -235,3 +237,10 @@ def trainer_builder(folder: Path, tokenizer: Any, questions: Dataset) -> Callabl
         )
 
     return build
+
+
+def audited(silent=1.0, **rewards):
+    """The record of an audit of two groups, with rewards that are all .5 but for what is given."""
+    half = dict.fromkeys(RewardAudit.__dataclass_fields__, 0.5)
+    audits = tuple(RewardAudit(**{**half, **changes}) for changes in rewards.values())
+    return as_record(Audit(2, silent, None, audits), Uncredited(None, None), list(rewards), {})

@@ -29,6 +29,7 @@ from mt_grpo.training.checkpoint import (
     is_whole,
     latest_checkpoint,
     save_rollouts,
+    says_what_cannot_be_written,
 )
 from mt_grpo.training.resuming import _hyperparameters, _take_given
 
@@ -129,6 +130,21 @@ def test_the_one_before_stays_until_the_next_is_whole(build, tmp_path, monkeypat
     assert steps_in(tmp_path) == [2]
 
 
+@pytest.mark.parametrize(("place", "value"), [(169, 40), (67, 23), (269, 71), (214, 133)])
+def test_whatever_torch_raises_of_a_state_is_damage(tmp_path, place, value):
+    """An `IndexError`, a `TypeError`, a `struct.error` and an `AssertionError`, among others."""
+    state = {"step": 1, "buffered_inputs": [{"ids": torch.ones(3)}], "processes": 1, "options": {"seed": 1}}
+    path = tmp_path / "checkpoint-1" / "rollouts-rank0.pt"
+    path.parent.mkdir()
+    torch.save(state, path)
+    data = bytearray(path.read_bytes())
+    data[data.find(b"data.pkl") + place] = value
+    path.write_bytes(data)
+    assert not is_whole(path.parent)
+    with pytest.raises(ConfigError, match=r"its rollouts-rank0\.pt cannot be read \("):
+        find_checkpoint(str(path.parent), str(tmp_path))
+
+
 class Executing:
     """Writes a file where it is unpickled."""
 
@@ -160,6 +176,13 @@ def test_a_disk_that_is_full_while_saving_is_one_sentence(build, tmp_path):
     said = "checkpoint-1 cannot be written", "GB are free there", "no whole checkpoint"
     assert all(words in str(error.value) for words in said) and "\n" not in str(error.value)
     assert not steps_in(tmp_path)
+
+
+def test_a_folder_that_is_gone_is_what_cannot_be_written(tmp_path):
+    gone = tmp_path / "unmounted" / "run"
+    with pytest.raises(CheckpointError, match="checkpoint-1 cannot be written: .*GB are free there"):
+        with says_what_cannot_be_written(gone / "checkpoint-1", gone):
+            (gone / "model").write_text("")
 
 
 SAVED = {**EACH_STEP, "learning_rate": 0.1, "max_steps": 3, "optim": "adamw_torch"}

@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import psutil
@@ -20,6 +20,7 @@ from support.marks import needs_server
 from support.models import CPU_RUN, build_model
 from support.trainers import Letters
 from support.waiting import until
+from trl import ModelConfig
 
 from mt_grpo.errors import ConfigError, ServerGoneError, WeightSyncError
 from mt_grpo.options.rules import check_batches, check_served
@@ -30,7 +31,7 @@ from mt_grpo.servers.http import Server, ServerSetupError
 from mt_grpo.servers.start import OwnServer
 from mt_grpo.training import MTGRPOConfig
 from mt_grpo.training import servers as starting
-from mt_grpo.training.servers import _start_own_server, check_own_servers, server_urls, transport_of
+from mt_grpo.training.servers import _start_own_server, check_own_servers, command_at, server_urls, transport_of
 
 COLOCATE = {"use_vllm": True, "vllm_mode": "colocate"}
 UPDATE = ["/start_weight_update", "/update_weights", "/init_weight_transfer_engine", "/finish_weight_update"]
@@ -206,6 +207,25 @@ def test_a_trainer_that_fails_leaves_no_server(served, monkeypatch):
 def test_a_model_without_a_name_is_refused(tmp_path, tokenizer):
     with pytest.raises(ConfigError, match="save it to a folder"):
         _start_own_server(config(tmp_path), build_model(tokenizer))
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "problem"),
+    [
+        (
+            "adapter_config.json",
+            '{"peft_type": "IA3", "base_model_name_or_path": "embedded"}',
+            "no LoRA .*`peft_type: I",
+        ),
+        ("adapter_config.json", "", "does not describe an adapter .Expecting value.*: bring the file back"),
+        ("adapter_config.json", "[]", "does not describe an adapter .it is no mapping.: bring"),
+        ("config.json", '{"model_type": "newer than transformers"}', None),
+    ],
+)
+def test_what_a_server_cannot_hold_is_said_before_it_starts(base, tmp_path, file, content, problem):
+    (tmp_path / "base" / file).write_text(content)
+    with nullcontext() if problem is None else pytest.raises(ConfigError, match=problem):
+        command_at("127.0.0.1", 1, config(tmp_path), ModelConfig(base))
 
 
 @pytest.mark.slow

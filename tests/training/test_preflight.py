@@ -12,7 +12,7 @@ from transformers import TrainingArguments
 from mt_grpo.cli import main
 from mt_grpo.errors import ConfigError
 from mt_grpo.training import MTGRPOConfig, preflight
-from mt_grpo.training.preflight import check_batch_sizes, check_surroundings
+from mt_grpo.training.preflight import check_batch_sizes, check_folder, check_surroundings
 
 # the others say in their names how many GPUs they are for
 SEVEN = [path for path in RECIPES if path.parent.name == "Qwen" and not path.stem.endswith("gpu")]
@@ -133,6 +133,14 @@ def test_what_the_machine_has_not_is_refused(config, no_gpu, monkeypatch, option
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError, match=message):
         check_surroundings(config(use_cpu=False, **options))
+
+
+def test_a_lock_that_cannot_be_taken_is_one_sentence(config, tmp_path):
+    args = config()
+    check_folder(args, "")
+    (tmp_path / ".lock").mkdir()
+    with pytest.raises(ConfigError, match="cannot be made or written to .Is a directory.: name another"):
+        check_folder(args, "")
 
 
 def test_a_rollout_neither_pushes_nor_reports(tmp_path, capsys):

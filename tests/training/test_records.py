@@ -11,10 +11,22 @@ from shutil import copytree
 import pytest
 import torch
 from support.forked import Forked
-from support.trainers import Answered, Calls, Letters, Never, Same, Share, batch, same, trainer_builder, weights
+from support.trainers import (
+    Answered,
+    Calls,
+    Letters,
+    Never,
+    Same,
+    Share,
+    audited,
+    batch,
+    same,
+    trainer_builder,
+    weights,
+)
 from transformers.integrations import TensorBoardCallback
 
-from mt_grpo.credit import Audit, RewardAudit, Uncredited, estimate
+from mt_grpo.credit import estimate
 from mt_grpo.runlog import RunLogError, open_run
 from mt_grpo.runlog.heartbeat import read_state
 from mt_grpo.runlog.writer import RunWriter
@@ -22,14 +34,7 @@ from mt_grpo.token_tree import TokenTree
 from mt_grpo.training.checkpoint import latest_checkpoint
 from mt_grpo.training.preflight import left_by_runs
 from mt_grpo.training.step_log import Outputs, _NumbersToTensorBoard
-from mt_grpo.training.step_log.records import (
-    _number_rows,
-    _split_number,
-    _update_rows,
-    as_record,
-    mean_record,
-    read_audit,
-)
+from mt_grpo.training.step_log.records import _number_rows, _split_number, _update_rows, mean_record, read_audit
 from mt_grpo.trajectory import Trajectory
 
 SAVES = {"save_strategy": "steps", "save_steps": 1}
@@ -175,9 +180,11 @@ def test_row_numbers_name_conversations():
     assert list(map(_split_number, numbers)) == [(70_000, 65_000, 0), (70_000, 65_000, 9_000_000)]
 
 
-def test_a_folder_that_cannot_be_written_ends_a_run(build):
-    trainer = build()
-    trainer.step_log.records.writer = RunWriter("/dev/null")
+def test_a_folder_that_cannot_be_written_ends_a_run(build, tmp_path):
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(RunLogError, match=r"metrics\.jsonl cannot be written \(Is a directory\): free space or mend"):
+        build(max_steps=1).train()
+    (trainer := build()).step_log.records.writer = RunWriter("/dev/null")
     with pytest.raises(RunLogError, match="The run's conversations cannot be written to /dev/null/rollouts"):
         trainer.train()
 
@@ -196,30 +203,27 @@ def test_a_failure_after_scoring_loses_no_conversation(build, tmp_path, monkeypa
 # The audit of rewards
 
 
-def record(silent=1.0, **rewards):
-    """Of two groups, with rewards that are all .5 but for what is given."""
-    half = dict.fromkeys(RewardAudit.__dataclass_fields__, 0.5)
-    audits = tuple(RewardAudit(**{**half, **changes}) for changes in rewards.values())
-    return as_record(Audit(2, silent, None, audits), Uncredited(None, None), list(rewards), {})
-
-
 def test_a_run_records_what_its_rewards_tell_apart(build, tmp_path):
     rewards = ((Calls(), Share(), Never()), (Letters(), Same()))
     build(rewards=rewards, advantage_estimator="reward_to_go", logging_steps=2, max_steps=3).train()
     first, last = lines(tmp_path / "audit.jsonl")
     assert (first["step"], first["groups"], last["step"], last["groups"]) == (2, 2, 3, 1)
-    audited = last["rewards"]
+    found = last["rewards"]
     causal = {"Calls": True, "Share": False, "Never": True, "Letters": None, "Same": None}
-    assert [(name, each["causal"]) for name, each in audited.items()] == list(causal.items())
-    assert audited["Letters"]["group_correlation"] == pytest.approx(1) and audited["Share"]["group_variance"] == 0.0
-    assert audited["Never"]["applies"] == 0.0 and audited["Same"]["equal_groups"] == 1.0
+    assert [(name, each["causal"]) for name, each in found.items()] == list(causal.items())
+    assert found["Letters"]["group_correlation"] == pytest.approx(1) and found["Share"]["group_variance"] == 0.0
+    assert found["Never"]["applies"] == 0.0 and found["Same"]["equal_groups"] == 1.0
     logged = lines(tmp_path / "metrics.jsonl")[0]
-    found = {name.removeprefix("credit/") for name in logged if name.startswith("credit/")}
-    assert found == {"groups_without_signal", "sign_agreement", "uncredited_at_turn", "uncredited_up_to_turn"}
+    assert {name.removeprefix("credit/") for name in logged if name.startswith("credit/")} == {
+        "groups_without_signal",
+        "sign_agreement",
+        "uncredited_at_turn",
+        "uncredited_up_to_turn",
+    }
 
 
 def test_means_are_over_the_records_that_have_a_number():
-    records = [record(silent=silent, a={"mean": silent or None}) for silent in (0.0, 0.5, 1.0)]
+    records = [audited(silent=silent, a={"mean": silent or None}) for silent in (0.0, 0.5, 1.0)]
     for each, value in zip(records, [True, None, False], strict=True):
         each["rewards"]["a"]["causal"] = value
     mean = mean_record(records)
@@ -230,7 +234,7 @@ def test_means_are_over_the_records_that_have_a_number():
 
 def test_of_a_step_that_was_taken_again_the_last_record_counts(tmp_path):
     assert read_audit(tmp_path) is None
-    written = [{"step": step, **record(silent=silent, a={})} for step, silent in ((1, 0.0), (2, 1.0), (2, 0.5))]
+    written = [{"step": step, **audited(silent=silent, a={})} for step, silent in ((1, 0.0), (2, 1.0), (2, 0.5))]
     whole = "".join(json.dumps(line) + "\n" for line in written)
     (tmp_path / "audit.jsonl").write_text(whole[: len(whole) // 4] + "\n" + whole)  # where a run was killed
     audit = read_audit(tmp_path)

@@ -87,7 +87,7 @@ def test_what_can_be_called_is_accepted(function):
     ("evaluated", "name"),
     [
         (DATA.remove_columns("answer"), "evaluation dataset"),
-        ({"easy": DATA, "hard": DATA.remove_columns("answer")}, "evaluation hard dataset"),
+        ({"easy": DATA, "hard": DATA.remove_columns("answer")}, "evaluation dataset 'hard'"),
         (IterableDataset.from_generator(lambda: iter([{"prompt": "What is Lima"}])), "evaluation dataset"),
     ],
 )
@@ -118,6 +118,7 @@ def test_the_trainer_refuses_before_it_loads_a_model(tmp_path, turns, outcomes, 
         ("exist_answer_reward_func", [{"value": "Lima", "aliases": ["a"]}, {"value": "Oslo", "aliases": []}], None),
         ("gsm8k_correct_reward_func", [3, 4], None),
         ("exact_match_reward_func", ["3", None], "2 of the training dataset: None is no answer: give text, a num"),
+        ("exact_match_reward_func", [3.0, float("nan")], "2 of the training dataset: nan is no answer"),
         ("exact_match_reward_func", [[3, None], [4]], r"1 of the training dataset: \[3, None\] is no answer"),
         ("exist_answer_reward_func", [{"gold": "3"}], "1 of the training dataset: {'gold': '3'} is no answer"),
         ("gsm8k_correct_reward_func", ["3", "none"], "2 of the training dataset: the answer column holds no num"),

@@ -246,9 +246,11 @@ def images(**columns):
 
 ROWS = {
     "words": (["capital"], "`train_dataset` is a list whose element 0 is 'capital'"),
-    "number": ([{"prompt": 3}], "first row of `train_dataset` has the prompt '3': give text, or a list of messages"),
-    "empty": ([{"prompt": []}], "first row of `train_dataset` has the prompt"),
+    "number": ([{"prompt": 3}], "first row of `train_dataset` has a prompt that is neither text nor a list of messa"),
+    "empty": ([{"prompt": []}], "first row of `train_dataset` has a prompt that is neither text nor .*: '\\[\\]'"),
     "mixed": ([{"prompt": "a"}, {"prompt": []}], "rows of `train_dataset` do not make a table"),
+    "keys": ([{"prompt": "a", 1: 2}], "rows of `train_dataset` do not make a table"),
+    "large": ([{"prompt": "a", "number": 2**70}], "rows of `train_dataset` do not make a table .*too large"),
     "several": (
         {"train": TEXTS, "test": TEXTS},
         r"several datasets \(train, test\): give one of them, as .*\['train'\]",

@@ -8,16 +8,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.trainers import Calls, Letters, Never, Same, Share, conversation, logged, member
+from support.trainers import Calls, Letters, Never, Same, Share, audited, conversation, logged, member
 
-from mt_grpo.credit import Audit, RewardAudit, RewardBatch, Uncredited
+from mt_grpo.credit import RewardBatch
 from mt_grpo.rewards import OutcomeReward, TurnReward
 from mt_grpo.rollout import EngineError
 from mt_grpo.runlog.findings import Counts
 from mt_grpo.training import MTGRPOConfig
 from mt_grpo.training.step_log import Update, metrics
 from mt_grpo.training.step_log.metrics import CUT, STILL, _says_proportions, _why_still
-from mt_grpo.training.step_log.records import as_record
 
 ONE = {"name": "reward_to_go", "scales": "one"}
 
@@ -219,13 +218,6 @@ def test_a_gradient_that_comes_back_is_not_spoken_of(build, caplog):
     for norm in [*[0.0] * (STILL - 1), 0.1, *[0.0] * (STILL - 1), None]:
         trainer.step_log.warnings.update(Update(gradient_norm=norm))
     assert not said(caplog)
-
-
-def audited(silent=1.0, **rewards):
-    """A record of rewards that are all .5 but for what is given."""
-    half = dict.fromkeys(RewardAudit.__dataclass_fields__, 0.5)
-    audits = tuple(RewardAudit(**{**half, **changes}) for changes in rewards.values())
-    return as_record(Audit(2, silent, None, audits), Uncredited(None, None), list(rewards), {})
 
 
 def ended(stop: str, **changes) -> Counts:

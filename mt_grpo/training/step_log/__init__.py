@@ -225,18 +225,17 @@ def _printed(logs: Logs) -> Logs:
     }
 
 
-class FewerProgress(ProgressCallback):
+class _Fewer(TrainerCallback):
+    def on_log(self, args: object, state: object, control: object, logs: Logs | None = None, **kwargs: object) -> None:
+        super().on_log(args, state, control, logs=_printed(logs or {}), **kwargs)
+
+
+class FewerProgress(_Fewer, ProgressCallback):
     """Prints beside a bar."""
 
-    def on_log(self, args: object, state: object, control: object, logs: Logs | None = None, **kwargs: object) -> None:
-        super().on_log(args, state, control, _printed(logs or {}), **kwargs)
 
-
-class FewerPrinter(PrinterCallback):
+class FewerPrinter(_Fewer, PrinterCallback):
     """Prints without a bar."""
-
-    def on_log(self, args: object, state: object, control: object, logs: Logs | None = None, **kwargs: object) -> None:
-        super().on_log(args, state, control, _printed(logs or {}), **kwargs)
 
 
 def print_fewer(callbacks: list[TrainerCallback]) -> None:

@@ -25,7 +25,7 @@ from trl import GRPOTrainer
 from mt_grpo.credit import Audit, Credit, Uncredited, explain, rule_says, whole_rule
 from mt_grpo.envs.source import tool_names
 from mt_grpo.rewards import RewardFunc
-from mt_grpo.runlog import Batch, RunWriter, files
+from mt_grpo.runlog import Batch, RunLogError, RunWriter, files
 from mt_grpo.runlog.conversation import SpanSender
 from mt_grpo.runlog.files import to_json
 from mt_grpo.runlog.schema import VERSION, session_id, session_number
@@ -309,10 +309,16 @@ class Records:
 
     def _append(self, name: str, record: Line) -> None:
         path = Path(self._args.output_dir, name)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        end_with_a_line(path)
-        with path.open("a", encoding="utf-8") as file:
-            file.write(to_json(record) + "\n")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            end_with_a_line(path)
+            with path.open("a", encoding="utf-8") as file:
+                file.write(to_json(record) + "\n")
+        except OSError as error:
+            raise RunLogError(
+                f"{path} cannot be written ({error.strerror or error}): free space or mend the folder, or choose "
+                "another `output_dir`."
+            ) from error
 
 
 def run_line(about: Line, rewards: Lines) -> Line:
@@ -449,10 +455,10 @@ def mean_record(records: Sequence[Line]) -> Line:
     return mean
 
 
-def read_audit(folder: Path) -> Line | None:
+def read_audit(folder: str | Path) -> Line | None:
     """The mean audit of a run's `audit.jsonl`, of steps as taken last; `None` without one."""
     by_step = {}
-    for line in (files.read(folder, "audit.jsonl") or b"").splitlines():
+    for line in (files.read(Path(folder), "audit.jsonl") or b"").splitlines():
         with suppress(orjson.JSONDecodeError):  # a run that was killed may have left half of one
             audit = orjson.loads(line)
             by_step[audit.pop("step")] = audit
