@@ -281,6 +281,10 @@ def load_rewards(
     rewards: dict[str, RewardFunc] = {}
     for entry in entries:
         reward = _load(entry, kind)
+        if not isinstance(reward.name, str):
+            raise RewardListError(
+                f"The {kind} reward {type(reward).__name__} has the `name` {reward.name!r:.80}: give it text."
+            )
         if reward.name in rewards:
             raise RewardListError(f"The {kind} reward {reward.name!r} is listed twice: give one another `name`.")
         for number in ("weight", "maximum"):

@@ -424,8 +424,8 @@ def _as_rows(data: object, name: str) -> Any:
 
 def _check_prompts(rows: object, name: str) -> None:
     """
-    Refuses a dataset whose prompts are neither text nor messages. A column has one type, so the first row tells; the
-    rows of a stream are not read.
+    Refuses a dataset whose prompts are neither text nor messages, or are not there. A column has one type, so the
+    first row tells the form; the rows of a stream are not read.
     """
     if not isinstance(rows, Dataset) or not len(rows):
         return
@@ -433,3 +433,13 @@ def _check_prompts(rows: object, name: str) -> None:
         as_messages(rows[0]["prompt"])
     except DatasetError as error:
         raise ConfigError(f"The first row of `{name}` {error}") from None
+    for start in range(0, len(rows), _PART):
+        prompts = rows.with_format("arrow", columns=["prompt"])[start : start + _PART]["prompt"]
+        if prompts.null_count:
+            raise ConfigError(
+                f"Row {start + prompts.is_null().index(True).as_py()} (counted from 0) of `{name}` has no prompt: "
+                "leave it out (`filter(lambda row: row['prompt'] is not None)`)."
+            )
+
+
+_PART = 10_000  # rows whose prompts are looked at together

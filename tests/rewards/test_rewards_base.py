@@ -428,9 +428,16 @@ def test_what_is_no_reward_of_the_kind_is_refused(kind, entries, says, monkeypat
     assert says in str(caught.value)
 
 
-@pytest.mark.parametrize(("number", "value"), [("weight", math.nan), ("weight", "1"), ("maximum", None)])
-def test_a_weight_that_is_no_number_is_refused(number, value):
-    wrong = type("Wrong", (Returns,), {number: value})(1.0)
-    with pytest.raises(RewardListError, match=f"'Wrong' has the `{number}` .*: set a finite number") as caught:
+@pytest.mark.parametrize(
+    ("field", "value", "mend"),
+    [
+        *(("weight", value, "set a finite number") for value in (math.nan, "1")),
+        ("maximum", None, "set a finite number"),
+        ("name", 3, "give it text"),
+    ],
+)
+def test_a_weight_or_a_name_of_another_kind_is_refused(field, value, mend):
+    wrong = type("Wrong", (Returns,), {field: value})(1.0)
+    with pytest.raises(RewardListError, match=f"Wrong'? has the `{field}` .*: {mend}") as caught:
         load_rewards([wrong], "outcome")
     assert isinstance(caught.value, ValueError)

@@ -249,6 +249,7 @@ ROWS = {
     "number": ([{"prompt": 3}], "first row of `train_dataset` has a prompt that is neither text nor a list of messa"),
     "empty": ([{"prompt": []}], "first row of `train_dataset` has a prompt that is neither text nor .*: '\\[\\]'"),
     "mixed": ([{"prompt": "a"}, {"prompt": []}], "rows of `train_dataset` do not make a table"),
+    "none": ([{"prompt": "a"}, {"prompt": None}], "Row 1 .counted from 0. of `train_dataset` has no prompt: leave it"),
     "keys": ([{"prompt": "a", 1: 2}], "rows of `train_dataset` do not make a table"),
     "large": ([{"prompt": "a", "number": 2**70}], "rows of `train_dataset` do not make a table .*too large"),
     "several": (
