@@ -127,7 +127,7 @@ def _check_types(name: str, function: AdvantageEstimator, options: dict[str, Any
         hints = {option: parameters[option].annotation for option in options if option in parameters}
         types = {
             # in a list, since a dataclass or `TypedDict` by itself has a configuration of its own
-            option: TypeAdapter(list[hint], config=ConfigDict(arbitrary_types_allowed=True))
+            option: TypeAdapter(list[hint], config=ConfigDict(arbitrary_types_allowed=True))  # type: ignore[valid-type]
             for option, hint in hints.items()
             if hint is not inspect.Parameter.empty
         }

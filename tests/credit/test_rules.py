@@ -348,8 +348,8 @@ WHOLE = ["mt_grpo", "grpo_mr", "leave_one_out"]
 @pytest.mark.parametrize("name", WHOLE)
 def test_the_order_of_rewards_makes_no_signal(name):
     assert not estimate(name, shuffled(10_000, 8, 0)).any()
-    for count in (1, 2, 3, 10, 100, 1000):
-        for seed in range(20 if count < 1000 else 3):
+    for count, seeds in ((1, 1), (2, 5), (3, 20), (10, 20), (100, 5), (1000, 1)):
+        for seed in range(seeds):
             for scale in SCALES:
                 assert not estimate(name, shuffled(count, 4, seed), scale_rewards=scale).any()
 
