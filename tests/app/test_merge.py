@@ -134,8 +134,10 @@ ABOUT = {
 )
 def test_a_card_has_the_numbers_of_the_model_that_was_kept(tmp_path, step, best, head):
     rows = [{"step": at, "eval_reward": reward} for at, reward in ((0, 0.1), (4, 0.9), (8, 0.5))]
-    write_card(tmp_path, "it", ABOUT, [], rows, step=step, options={"load_best_model_at_end": best}, adapter=True)
+    options = {"load_best_model_at_end": best, "system_prompt": "One.\n\nTwo."}
+    write_card(tmp_path, "it", ABOUT, [], rows, step=step, options=options, adapter=True)
     meta, text = card_of(tmp_path)
+    assert "> One.\n> \n> Two." in text  # one quotation
     assert head in text and (meta["base_model"], meta["datasets"]) == ("Qwen/Qwen3-4B", "a/questions")
     assert ("The model was kept after step 9" in text) == (step == 9 and not best)
 
