@@ -12,7 +12,7 @@ import os
 import sys
 import time
 import webbrowser
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -390,10 +390,13 @@ def _of_questions(folders: list[str]) -> tuple[dict[str, Paired], int]:
         sides.append(questions(columns, at[-1]) if at else {})
     common = [key for key in sides[0] if all(key in side for side in sides[1:])]
 
-    def of(side: Mapping[Any, tuple[str, list[float], list[float]]], place: int) -> np.ndarray:
-        return np.array([np.mean(side[key][place]) if side[key][place] else np.nan for key in common])
+    def means(found: Iterable[list[float]]) -> np.ndarray:
+        return np.array([np.mean(each) if each else np.nan for each in found])
 
-    values = {name: [of(side, place) for side in sides] for name, place in (("right", 1), ("reward", 2))}
+    values = {
+        "right": [means(side[key].right for key in common) for side in sides],
+        "reward": [means(side[key].rewards for key in common) for side in sides],
+    }
     return (_paired(values, bootstrap) if common else {}), len(common)
 
 

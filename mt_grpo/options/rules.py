@@ -87,13 +87,10 @@ CONFLICTS = (
     ),
     _HISTORY,
     _FACTORY,
-    *(
-        _Conflict(
-            lambda o, name=name: None not in (vars(o)[name], o.environments),
-            f"`{name}` and `environments` are both set",
-            "name a single one in `environments` too",
-        )
-        for name in ("env", "agent")
+    _Conflict(
+        lambda o: o.environments is not None and (o.env, o.agent) != (None, None),
+        "`{alone}` and `environments` are both set",
+        "name a single one in `environments` too",
     ),
     _Conflict(
         lambda o: o.early_stopping_patience and (o.eval_strategy == "no" or o.metric_for_best_model is None),
@@ -237,7 +234,7 @@ CONFLICTS = (
     ),
 )
 """
-Of every command. Beside the options they know `credit_rule`, `checkpointing`, `least_group`, `most_turns`,
+Of every command. Beside the options they know `alone`, `credit_rule`, `checkpointing`, `least_group`, `most_turns`,
 `teacher_server` and `teacher_gate`.
 """
 
@@ -328,6 +325,7 @@ def check_options(
     steps = options["max_env_steps"]
     teacher = parse_teacher(options["teacher"]) if options["teacher"] else {}
     derived = {
+        "alone": "agent" if options["env"] is None else "env",
         "credit_rule": rule,
         "checkpointing": _checkpointing(options, ""),
         "least_group": 2 * options["num_branches"],

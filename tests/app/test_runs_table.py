@@ -119,7 +119,7 @@ def test_steps_that_are_alike_count_for_fewer():
         ("runs a b", "takes one folder"),
         ("runs HERE --sort luck", "'luck' is none"),
         ("runs HERE --filter luck=1", "no column 'luck'"),
-        ("runs HERE --filter model<1", "compare it with `=`"),
+        ("runs HERE --filter model<1", "compare model with `=` or `!=`"),
         ("runs HERE/nowhere", "has none in it"),
         ("compare HERE/one", "two runs or more"),
         ("compare HERE/one HERE/one", "two runs or more"),
