@@ -452,7 +452,7 @@ def _files(path: Path, split: str) -> list[Path]:
     return files
 
 
-_PATIENCE = 10.0  # seconds
+_HUB_SECONDS = 10.0
 
 
 class HubUnreachable(ConfigError):
@@ -464,7 +464,7 @@ def hub_fault() -> str | None:
     if constants.HF_HUB_OFFLINE:
         return "`HF_HUB_OFFLINE` is set"
     try:
-        httpx.head(constants.ENDPOINT, timeout=_PATIENCE)
+        httpx.head(constants.ENDPOINT, timeout=_HUB_SECONDS)
     except httpx.TransportError as error:
         return f"{constants.ENDPOINT} cannot be reached ({error})"
     return None

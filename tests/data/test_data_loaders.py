@@ -9,6 +9,7 @@ from typing import Any
 import datasets
 import pytest
 from huggingface_hub import constants
+from support.conversations import user
 
 from mt_grpo.data import DatasetError, as_messages, between_rates, check_apart, load_rows
 from mt_grpo.errors import ConfigError, UserError
@@ -67,10 +68,6 @@ def write(tmp_path: Path):
         return str(path)
 
     return to
-
-
-def user(text: str) -> list[dict[str, str]]:
-    return [{"role": "user", "content": text}]
 
 
 def asked(*arguments: Any, **options: Any) -> list[str]:

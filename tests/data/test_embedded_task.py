@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import get_json_schema
 
 from mt_grpo.data.embedded import corpus, tool
 from mt_grpo.data.embedded.corpus import LABELS, SYSTEM_PROMPT, entities, passages, problems, questions
@@ -63,11 +62,6 @@ def test_ideal_queries_lead_to_the_answer_in_the_last_passage():
         if len(problem.searches) == 2:  # one would not do
             assert not problem.passages[0].endswith(f" {problem.answer[0]}.")
             assert problem.entities[-1] not in problem.searches[0]
-
-
-def test_the_tool_has_a_schema():
-    function = get_json_schema(search)["function"]
-    assert (function["name"], list(function["parameters"]["properties"])) == ("search", ["query"])
 
 
 def test_the_tokenizer_loses_nothing_and_knows_names_and_tags(tokenizer):

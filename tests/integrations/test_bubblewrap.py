@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.shells import SUBMIT, call, play_branches, play_turns
+from support.shells import HELLO, SUBMIT, TEST, call, play_branches, play_turns, write_task
 from support.waiting import until
 
 from mt_grpo.cli import main
@@ -35,26 +35,16 @@ from mt_grpo.trajectory import StopReason
 if shutil.which("bwrap") is None:
     pytest.skip("bwrap is not installed: run `make sandbox`", allow_module_level=True)
 
-TEST = '[ "$(cat /app/hello.txt)" = hello ] && echo 1 || echo 0'
-
 
 @pytest.fixture
 def make_task(tmp_path):
-    """Writes a task whose test is a shell command that says the reward."""
+    """Writes a task with the arguments of `write_task`."""
 
-    def make(test=TEST, dockerfile="FROM base\nWORKDIR /app\n", toml="", result="reward.txt"):
+    def make(*test, toml="", **options):
         folder = tmp_path / "tasks" / "hello"
         shutil.rmtree(folder, ignore_errors=True)
-        for name, text in {
-            "task.toml": f"[verifier]\ntimeout_sec = 1.0\n[environment]\nmemory_mb = 200\nstorage_mb = 10\n{toml}",
-            "instruction.md": "Write the word hello into /app/hello.txt.\n",
-            "environment/Dockerfile": dockerfile,
-            "environment/data/one.txt": "one\n",
-            "tests/test.sh": f"#!/bin/bash\necho verified\n({test}) > /logs/verifier/{result}\n",
-        }.items():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_text(text)
-        return folder
+        limits = "[verifier]\ntimeout_sec = 1.0\n[environment]\nmemory_mb = 200\nstorage_mb = 10\n"
+        return write_task(folder, f"{limits}{toml}", *test, **options)
 
     return make
 
@@ -208,7 +198,7 @@ def test_branches_go_on_alone_from_the_same_shell(make_task, branch, caplog):
 
 
 def test_limits_hold_in_a_branch(make_task, branch):
-    found = branch(make_task(), "printf hello > /app/hello.txt", "true", "; ".join(LIMITS))
+    found = branch(make_task(), HELLO, "true", "; ".join(LIMITS))
     result = found[1].turns[1].tool_calls[0].result
     assert all(shown in result for shown in LIMITS.values()) and found[1].env_rewards == {"reward": 1.0}
 
@@ -255,9 +245,7 @@ def test_a_copy_holds_nothing_that_its_sandbox_cannot_read(make_task, branch, mo
 @pytest.mark.parametrize("command", ["kill -9 -1", "kill -STOP -1"])
 def test_a_shell_that_the_agent_ended_is_begun_again(make_task, play, monkeypatch, command):
     monkeypatch.setattr(shell, "GRACE", 1.0)
-    found = play(
-        make_task(), call(f"printf hello > /app/hello.txt; {command}"), call("ls /app"), SUBMIT, tool_timeout=1
-    )
+    found = play(make_task(), call(f"{HELLO}; {command}"), call("ls /app"), SUBMIT, tool_timeout=1)
     ended, after = found.turns[0].tool_calls[0], found.turns[1].tool_calls[0]
     assert ended.result == "[The command ended the shell. It was begun again.]\n[exit code 137]"
     assert ended.data["exit_code"] == 137 and after.result == "hello.txt"
@@ -270,7 +258,7 @@ SPOILS = "rm /tmp/.shell/command; mkfifo /tmp/.shell/command"
 @pytest.mark.parametrize(
     ("commands", "test", "rewards"),
     [
-        ([f"printf hello > /app/hello.txt; {SPOILS}", "echo"], TEST, [1.0, 1.0, None]),
+        ([f"{HELLO}; {SPOILS}", "echo"], TEST, [1.0, 1.0, None]),
         ([f"{SPOILS}; kill -9 -1"], "exit 1", [0.0, 0.0, 0.0]),
     ],
     ids=["later", "first"],

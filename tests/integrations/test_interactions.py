@@ -12,15 +12,12 @@ import pytest
 import yaml
 from datasets import Dataset
 from support.conversations import play, user
-from support.models import CPU_RUN, build_model, build_tokenizer, lookup
-from support.trainers import Calls
+from support.models import build_tokenizer, lookup
 from trl.chat_template_utils import add_response_schema
 
 from mt_grpo.errors import UserError
 from mt_grpo.integrations.verl import BaseInteraction, Gsm8kInteraction, InteractionEnv, load_interactions
-from mt_grpo.rollout import ScriptedEngine
-from mt_grpo.runlog import read_trajectories
-from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
+from mt_grpo.training import MTGRPOConfig
 from mt_grpo.training.environment import check_env
 from mt_grpo.trajectory import StopReason
 
@@ -295,25 +292,3 @@ def test_the_example_of_the_page_works(tmp_path, monkeypatch):
     [trajectory], _ = play(env, ["apple", "pear"], rows)
     assert trajectory.turns[0].replies == user("Think of a fruit.") and trajectory.env_rewards == {"teacher": 0.5}
     assert trajectory.info == {"interaction": [{"tries": 2}]} and not env.interactions["teacher"].tries
-
-
-def test_training_learns_from_an_interaction(tmp_path):
-    """Two groups a step: half of each group is right at once, the other half never."""
-    tokenizer = build_tokenizer()
-    rows = [{"prompt": user(f"What is {number}"), **row("gsm8k", ground_truth=str(number))} for number in range(2)]
-
-    def script(session, turn):
-        group, member = divmod(int(session.rsplit("-", 1)[1]), 4)
-        return (str(group) if member % 2 else "9") + END
-
-    sizes = {"per_device_train_batch_size": 8, "num_generations": 4, "max_steps": 1, "max_completion_length": 200}
-    options = {**CPU_RUN, **sizes, "max_env_steps": 1, "shuffle_dataset": False}
-    args = MTGRPOConfig(str(tmp_path), **options, interaction_config_file=write(tmp_path, {"class_name": GSM8K}))
-    options = {"engine": ScriptedEngine(tokenizer, script), "processing_class": tokenizer}
-    model, dataset = build_model(tokenizer), Dataset.from_list(rows)
-    trainer = MTGRPOEnvTrainer(model, None, [Calls()], ["env_reward"], args, dataset, **options)
-    trainer.train()
-    written = list(read_trajectories(tmp_path))
-    assert sorted(line["env_rewards"]["gsm8k"] for line in written) == [0.0] * 4 + [1.0] * 4
-    assert sorted(len(line["turns"]) for line in written) == [1] * 4 + [2] * 4
-    assert not trainer.env.interactions["gsm8k"]._golds

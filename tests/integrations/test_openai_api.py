@@ -212,34 +212,34 @@ def of_user(*parts):
     return {"messages": [{"role": "user", "content": list(parts)}]}
 
 
-@pytest.mark.parametrize(
-    ("request_", "problem"),
-    [
-        ({"messages": []}, "`messages` must be a non-empty list"),
-        ({"messages": [{"role": "robot"}]}, "has no role out of"),
-        (of_user({"type": "image_url"}), "an image that is no `data:` URL"),
-        (of_user({"type": "image_url", "image_url": {"url": "data:,x"}}), "'data:,x' cannot be read: it is no base64"),
-        (of_user({"type": "input_audio"}), "has a sound that is no `input_audio` with `data`"),
-        (of_user({"type": "video"}), "has a part that is no text"),
-        ({"messages": [{"role": "user", "content": 3}]}, "is neither text nor a list of parts"),
-        ({"messages": [{"role": "assistant", "audio": {"id": "a"}}]}, "is nothing that is read: give `tool_calls`"),
-        ({"messages": [assistant("A")]}, "nothing to reply to"),
-        ({"tool_choice": "required"}, "give that tool alone"),
-        ({"tool_choice": {"function": {"name": "other"}}, "tools": [LOOKUP]}, "`tools` has lookup"),
-        ({"response_format": {"type": "json_object"}}, "did not choose"),
-        ({"n": 0}, "`n` is 0"),
-        ({"n": 1000}, "above 128"),
-        ({"top_logprobs": 3, "logprobs": True}, "of the sampled tokens only"),
-        ({"stop": [3]}, "`stop` is neither"),
-        ({"tools": [{"type": "function"}]}, "no function with a name"),
-        ({"functions": [{"name": "a"}]}, "older form"),
-        ({"tools": [{**LOOKUP, "function": {"name": "a", "parameters": nested(200)}}]}, "brackets that are too deep"),
-    ],
-)
-def test_what_cannot_be_honoured_is_refused(request_, problem):
-    (error,), trajectory, _ = ask([f"A{END}"], request_)
-    assert isinstance(error, openai.BadRequestError) and problem in error.message
-    assert not trajectory.turns and problem in trajectory.error
+REFUSED = [
+    ({"messages": []}, "`messages` must be a non-empty list"),
+    ({"messages": [{"role": "robot"}]}, "has no role out of"),
+    (of_user({"type": "image_url"}), "an image that is no `data:` URL"),
+    (of_user({"type": "image_url", "image_url": {"url": "data:,x"}}), "'data:,x' cannot be read: it is no base64"),
+    (of_user({"type": "input_audio"}), "has a sound that is no `input_audio` with `data`"),
+    (of_user({"type": "video"}), "has a part that is no text"),
+    ({"messages": [{"role": "user", "content": 3}]}, "is neither text nor a list of parts"),
+    ({"messages": [{"role": "assistant", "audio": {"id": "a"}}]}, "is nothing that is read: give `tool_calls`"),
+    ({"messages": [assistant("A")]}, "nothing to reply to"),
+    ({"tool_choice": "required"}, "give that tool alone"),
+    ({"tool_choice": {"function": {"name": "other"}}, "tools": [LOOKUP]}, "`tools` has lookup"),
+    ({"response_format": {"type": "json_object"}}, "did not choose"),
+    ({"n": 0}, "`n` is 0"),
+    ({"n": 1000}, "above 128"),
+    ({"top_logprobs": 3, "logprobs": True}, "of the sampled tokens only"),
+    ({"stop": [3]}, "`stop` is neither"),
+    ({"tools": [{"type": "function"}]}, "no function with a name"),
+    ({"functions": [{"name": "a"}]}, "older form"),
+    ({"tools": [{**LOOKUP, "function": {"name": "a", "parameters": nested(200)}}]}, "brackets that are too deep"),
+]
+
+
+def test_what_cannot_be_honoured_is_refused():
+    errors, trajectory, _ = ask([], *(asked for asked, _ in REFUSED))
+    for error, (_, problem) in zip(errors, REFUSED, strict=True):
+        assert isinstance(error, openai.BadRequestError) and problem in error.message
+    assert not trajectory.turns and REFUSED[0][1] in trajectory.error
 
 
 def test_what_the_run_decides_is_warned_of_once(caplog):

@@ -19,7 +19,7 @@ import pytest
 import torch
 from support.agents import Reciting, calling_tokenizer
 from support.models import CPU_RUN, build_model
-from support.shells import SUBMIT, call, play_branches, play_turns
+from support.shells import HELLO, SUBMIT, TEST, call, play_branches, play_turns, write_task
 from trl.experimental.harbor import HarborBashEnv, HarborSpec
 
 from mt_grpo import MTGRPOConfig, MTGRPOEnvTrainer
@@ -44,28 +44,20 @@ from mt_grpo.integrations.harbor.trial import run_trial  # noqa: E402
 
 BASE = os.environ.get("MT_GRPO_BASE_IMAGE", "localhost/base:1")
 AGENTS = os.environ.get("MT_GRPO_AGENTS_IMAGE", "localhost/agents:1")
-HELLO, TEST = "printf hello > /app/hello.txt", "[ $(cat /app/hello.txt) = hello ] && echo 1 || echo 0"
 
 
 @pytest.fixture(scope="module")
 def make_task(tmp_path_factory):
-    """Writes a task whose test is a shell command that says the reward."""
+    """Writes a folder with a task, whose test is a shell command that says the reward."""
     root = tmp_path_factory.mktemp("tasks")
 
     def make(name, test=TEST, extra="", image=BASE, seconds=5, memory=256):
-        folder = root / name / name
-        for part in ("environment", "tests", "solution"):
-            (folder / part).mkdir(parents=True, exist_ok=True)
-        (folder / "task.toml").write_text(
+        toml = (
             'version = "1.0"\n[metadata]\ndifficulty = "easy"\n[verifier]\ntimeout_sec = 20.0\n[agent]\n'
             f"timeout_sec = {seconds}\n[environment]\nbuild_timeout_sec = 300.0\ncpus = 1\n"
             f"memory_mb = {memory}\n{extra}"
         )
-        (folder / "instruction.md").write_text("Write the word hello into /app/hello.txt.\n")
-        (folder / "environment" / "Dockerfile").write_text(f"FROM {image}\nWORKDIR /app\n")
-        verify = f"#!/bin/bash\necho verified\nmkdir -p /logs/verifier\n({test}) > /logs/verifier/reward.txt\n"
-        (folder / "tests" / "test.sh").write_text(verify)
-        return root / name
+        return write_task(root / name / name, toml, test, f"FROM {image}\nWORKDIR /app\n").parent
 
     return make
 

@@ -18,6 +18,23 @@ def call(command):
     return f"<tool>{json.dumps({'name': 'bash', 'args': {'command': command}})}</tool>"
 
 
+HELLO, TEST = "printf hello > /app/hello.txt", "[ $(cat /app/hello.txt) = hello ] && echo 1 || echo 0"
+
+
+def write_task(folder, toml, test=TEST, dockerfile="FROM base\nWORKDIR /app\n", result="reward.txt"):
+    """Writes a task whose test is a shell command that says the reward."""
+    for name, text in {
+        "task.toml": toml,
+        "instruction.md": "Write the word hello into /app/hello.txt.\n",
+        "environment/Dockerfile": dockerfile,
+        "environment/data/one.txt": "one\n",
+        "tests/test.sh": f"#!/bin/bash\necho verified\nmkdir -p /logs/verifier\n({test}) > /logs/verifier/{result}\n",
+    }.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
 def play_turns(sandbox, folder, *turns, number=1, limits=None, **options):
     """Plays so many conversations of a folder's first task at once, each with these turns."""
     source = HarborTasks(HarborEnv(sandbox, **options), str(folder))

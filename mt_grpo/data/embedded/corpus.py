@@ -62,15 +62,10 @@ def entities() -> dict[str, _Entity]:
     }
 
 
-def _sentence(relation: str, subject: str, value: str) -> str:
-    """The sentence which states that `relation` of `subject` is `value`."""
-    article = "the " if relation == "currency" else ""
-    return f"The {LABELS[relation]} of {subject} is {article}{value}."
-
-
 def passage(relation: str, subject: str, value: str) -> str:
-    """One searchable passage: the subject as title, then the sentence."""
-    return f"{subject}: {_sentence(relation, subject, value)}"
+    """One searchable passage: the subject as title, then the sentence that states its `relation`."""
+    article = "the " if relation == "currency" else ""
+    return f"{subject}: The {LABELS[relation]} of {subject} is {article}{value}."
 
 
 def passages() -> list[str]:
@@ -165,11 +160,6 @@ def _root(entity: _Entity) -> str:
     return entity.name
 
 
-def _split_of(entity: _Entity) -> str:
-    """Split to which `entity` belongs, fixed by a hash of its root."""
-    return "validation" if zlib.crc32(_root(entity).encode()) % 4 == 0 else "train"
-
-
 def _pick(forms: list[Form], *names: str) -> Form:
     """A form chosen by a hash of the names, so that wordings alternate but never change between runs."""
     return forms[zlib.crc32("|".join(names).encode()) % len(forms)]
@@ -223,9 +213,9 @@ def _linked(entity: _Entity) -> Iterator[Problem]:
 
 @functools.cache
 def problems(split: Literal["train", "validation"]) -> tuple[Problem, ...]:
-    """All questions of a split with their solutions, in a fixed order.
-
-    Two-hop questions which name the entity to be found, as "Guatemala City" does, are left out.
+    """
+    All questions of a split, in a fixed order. A hash of its root decides to which split an entity belongs. Two-hop
+    questions which name the entity to be found, as "Guatemala City" does, are left out.
     """
     holders = Counter(
         (entity.family, key, entity.facts[key][0])
@@ -236,7 +226,7 @@ def problems(split: Literal["train", "validation"]) -> tuple[Problem, ...]:
     return tuple(
         problem
         for entity in entities().values()
-        if _split_of(entity) == split
+        if (zlib.crc32(_root(entity).encode()) % 4 == 0) == (split == "validation")
         for source in (_one_hop(entity), _inverse(entity, holders), _linked(entity))
         for problem in source
     )

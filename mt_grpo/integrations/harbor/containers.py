@@ -51,7 +51,7 @@ PROCESSES = 512  # most processes of a container
 LIFETIME = 24 * 3600  # seconds after which a container ends by itself, also when its run is gone
 PROJECT = "com.docker.compose.project"
 HOST = "host.docker.internal"  # the name of this machine in its containers
-PATIENCE = 60.0  # seconds that the engine may take to answer
+ENGINE_SECONDS = 60.0  # seconds that the engine may take to answer
 _DIALS = 10.0  # seconds in which a connection from a container has to be made
 
 
@@ -115,7 +115,7 @@ class _Found(NamedTuple):
 _KINDS = ("container", "network", "volume", "image")  # in the order in which they can be removed
 
 
-def _ask(engine: str, *arguments: str, seconds: float = PATIENCE) -> subprocess.CompletedProcess[str]:
+def _ask(engine: str, *arguments: str, seconds: float = ENGINE_SECONDS) -> subprocess.CompletedProcess[str]:
     command = [engine, *arguments]
     try:
         return subprocess.run(
@@ -131,7 +131,7 @@ def _ask(engine: str, *arguments: str, seconds: float = PATIENCE) -> subprocess.
         raise ConfigError(f"`{' '.join(command)}` did not answer within {seconds:g} s.") from None
 
 
-def _failure(engine: str, *arguments: str, seconds: float = PATIENCE) -> str | None:
+def _failure(engine: str, *arguments: str, seconds: float = ENGINE_SECONDS) -> str | None:
     """Why the engine cannot do something; nothing where it has done it."""
     try:
         done = _ask(engine, *arguments, seconds=seconds)

@@ -33,8 +33,8 @@ from harbor.verifier.factory import VerifierFactory
 from mt_grpo.concurrency import ConcurrencyLimit, abandon, consume_exception, in_thread
 from mt_grpo.errors import describe_error
 from mt_grpo.integrations.harbor.containers import (
+    ENGINE_SECONDS,
     OWNER,
-    PATIENCE,
     REPOSITORY,
     SHOWN_LOG,
     TaskError,
@@ -47,7 +47,7 @@ from mt_grpo.integrations.harbor.shell import GRACE
 from mt_grpo.integrations.openai_api.conversation import Conversation
 
 _DOWN_AGAIN = (2.0, 5.0, 10.0, 20.0)  # seconds between attempts to take a container down
-_LOOK = 0.5  # seconds between two looks at whether an agent works or waits, or a service is there again
+_POLL = 0.5  # seconds between two looks at whether an agent works or waits, or a service is there again
 _RUNNING = """
 for p in /proc/[0-9]*; do
     read -r s < $p/stat && set -- ${s##*) } && [ $1 != Z ] && [ $p != /proc/$$ ] && echo runs ${p#/proc/} $2
@@ -181,9 +181,9 @@ class _Prepared(DockerEnvironment):
         if not before or not await self._ended(before):
             await self.begin_again()
             with suppress(TimeoutError, HealthcheckError):  # where the agent broke a service, that is verified
-                async with asyncio.timeout(PATIENCE):
+                async with asyncio.timeout(ENGINE_SECONDS):
                     while ports and not ((now := await self._running()) and ports <= now.ports):
-                        await asyncio.sleep(_LOOK)
+                        await asyncio.sleep(_POLL)
                     await self.run_healthcheck()
         paths = EnvironmentPaths.for_os(self.task_env_config.os)
         # what the agent put in place of the numbers of the tests, and of their folder
@@ -223,7 +223,7 @@ class _Prepared(DockerEnvironment):
             self._container = await self._platform._resolve_service_container(MAIN_SERVICE_NAME)
         return self._container
 
-    async def _ask(self, *command: str, seconds: int | None = int(PATIENCE)) -> ExecResult:
+    async def _ask(self, *command: str, seconds: int | None = int(ENGINE_SECONDS)) -> ExecResult:
         process = await asyncio.create_subprocess_exec(
             *self._engine_cmd(*command),
             stdin=asyncio.subprocess.DEVNULL,
@@ -251,7 +251,7 @@ AGENT_SECONDS = 1e7  # the time that Harbor gives the agent. Sampling counts in 
 _Talk = Callable[[BaseEnvironment], Awaitable[None]]
 _STARTS = ConcurrencyLimit(max(2, os.cpu_count() or 1))
 """Containers that start at once in this process: more of them only wait for each other."""
-_PATIENCE = 1e4
+_BUILD_TIMEOUT_FACTOR = 1e4
 """By how much Harbor multiplies the time of a start, which is measured here: waiting for `_STARTS` is none of it."""
 
 
@@ -380,7 +380,7 @@ async def begin_trial(
         trials_dir=Path(folder.name),
         agent=agent,
         environment=environment,
-        environment_build_timeout_multiplier=_PATIENCE,
+        environment_build_timeout_multiplier=_BUILD_TIMEOUT_FACTOR,
     )
     trial = await Trial.create(config)
     trial.config.environment.kwargs.pop("copy", None)  # of the agent's container: that of the tests may be another
@@ -424,7 +424,7 @@ async def _work(
     try:
         while left > 0:
             begun, waits = time.monotonic(), asked.asking
-            done, _ = await asyncio.wait([working, over], timeout=_LOOK, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait([working, over], timeout=_POLL, return_when=asyncio.FIRST_COMPLETED)
             if working in done:
                 try:
                     return await working

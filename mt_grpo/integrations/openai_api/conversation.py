@@ -200,7 +200,7 @@ class _Retries:
 _FIXED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _PENALTIES = ("presence_penalty", "frequency_penalty")
 _CHARACTERS = 16  # tools and calls with more characters per token of the model's context are too long to be rendered
-_PATIENCE = 100  # number of refused requests in a row after which an agent is ended
+_MOST_REFUSED = 100  # number of refused requests in a row after which an agent is ended
 
 
 class Conversation:
@@ -314,7 +314,7 @@ class Conversation:
     def _refusal(self, ended: ConversationEnded) -> ApiError:
         """The error of a request that a limit refuses; counted, to end an agent that does not stop asking."""
         self.limit, self._refused = ended.stop_reason, self._refused + 1
-        if self._refused >= _PATIENCE:
+        if self._refused >= _MOST_REFUSED:
             self.over.set()
         return ApiError.of_end(ended)
 
