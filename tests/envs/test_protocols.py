@@ -36,22 +36,14 @@ def turn_of(*calls: ToolCall, error: str | None = None) -> Turn:
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [{"query": "Lima"}, {"query": "Perú – 東京 🙂"}, {"filter": {"where": {"a": [{"b": {}}]}}}, {}],
-    ids=["plain", "unicode", "nested braces", "empty"],
-)
-def test_a_tag_call_is_read_with_its_arguments(arguments):
-    text = f"<reasoning>why</reasoning>\n{call_text('search', **arguments)}"
-    parsed = TAGS.parse(text, None)
-    assert [(call.name, call.arguments) for call in parsed.calls] == [("search", arguments)]
-    assert parsed.message == {"role": "assistant", "content": text}
-    assert parsed.answer is None and parsed.error is None
-
-
-@pytest.mark.parametrize(
     ("text", "calls"),
     [
         ('<tool>{"name": "now"}</tool>', [("now", {})]),
+        (
+            "<reasoning>why</reasoning>\n" + call_text("search", query="Perú – 東京 🙂"),
+            [("search", {"query": "Perú – 東京 🙂"})],
+        ),
+        (call_text("find", where={"a": [{"b": {}}]}), [("find", {"where": {"a": [{"b": {}}]}})]),
         (call_text("b", x=1) + "\n" + call_text("a", x=2), [("b", {"x": 1}), ("a", {"x": 2})]),
         (f"{call_text('search', query='x')}<answer>early</answer>", [("search", {"query": "x"})]),
         # half a character becomes text that can be written
@@ -64,6 +56,7 @@ def test_a_tag_call_is_read_with_its_arguments(arguments):
 def test_all_calls_of_a_turn_are_read_before_an_answer(text, calls):
     parsed = TAGS.parse(text, None)
     assert [(call.name, call.arguments) for call in parsed.calls] == calls
+    assert parsed.message == {"role": "assistant", "content": text}
     assert parsed.answer is None and parsed.error is None
 
 
@@ -124,15 +117,10 @@ def native_call(name: str, **arguments: object) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
-def test_a_native_call_is_read(native_tokenizer):
-    parsed = NATIVE.parse(f"Let me look.\n{native_call('lookup', query='x')}", native_tokenizer)
-    assert [(call.name, call.arguments) for call in parsed.calls] == [("lookup", {"query": "x"})]
-    assert parsed.message["content"] == "Let me look." and parsed.answer is None and parsed.error is None
-
-
 def test_parallel_native_calls_keep_order_and_have_their_own_ids(native_tokenizer):
-    parsed = NATIVE.parse(f"{native_call('b', n=1)}\n{native_call('a', n=2)}", native_tokenizer)
+    parsed = NATIVE.parse(f"Let me look.\n{native_call('b', n=1)}\n{native_call('a', n=2)}", native_tokenizer)
     assert [(call.name, call.arguments) for call in parsed.calls] == [("b", {"n": 1}), ("a", {"n": 2})]
+    assert parsed.message["content"] == "Let me look." and parsed.answer is None and parsed.error is None
     assert len({call.id for call in parsed.calls}) == 2
     parsed.calls[0].result, parsed.calls[1].result = "one", "two"
     replies = NATIVE.replies(turn_of(*parsed.calls))
