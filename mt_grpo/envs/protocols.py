@@ -69,7 +69,11 @@ def call_protocol(name: str) -> Callable[[type[CallProtocol]], type[CallProtocol
 def instruct(messages: list[Message], instructions: str | None) -> list[Message]:
     """Messages with a protocol's instructions in their system message, unless they have them already."""
     before = list(takewhile(lambda message: message["role"] != "assistant", messages))
-    if not instructions or any(" ".join(instructions.split()) in _words(message) for message in before):
+    if (
+        not messages
+        or not instructions
+        or any(" ".join(instructions.split()) in _words(message) for message in before)
+    ):
         return messages
     if messages[0]["role"] not in SYSTEM_ROLES:
         return [{"role": "system", "content": instructions}, *messages]

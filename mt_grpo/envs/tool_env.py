@@ -132,7 +132,7 @@ class MultiTurnToolEnv(StepEnv):
     def start(self, prompt: str | list[Message]) -> list[Message]:
         """The messages a conversation begins with: the prompt's own, a system message, the protocol's instructions."""
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        if self.system_prompt and messages[0]["role"] not in SYSTEM_ROLES:
+        if messages and self.system_prompt and messages[0]["role"] not in SYSTEM_ROLES:
             messages.insert(0, {"role": "system", "content": self.system_prompt})
         return instruct(messages, self.protocol.instructions(list(self.tools.values())))
 

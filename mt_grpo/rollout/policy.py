@@ -249,11 +249,14 @@ class ConversationPolicy:
             if self.before_turn is not None:
                 await self.before_turn(messages)
             messages = await self.opened(messages)
-            if isinstance(stop, str) or "" in stop:
+            # what an engine cannot take would end the whole batch
+            if isinstance(stop, str) or not all(isinstance(each, str) and each for each in stop):
                 raise ValueError(
                     f"`stop` is {stop!r}, and has to be texts that end a turn: give a tuple, as `('</guess>',)`, or "
                     "leave it out."
                 )
+            if max_tokens is not None and type(max_tokens) is not int:
+                raise TypeError(f"`max_tokens` is {max_tokens!r}: give a whole number, or leave it out.")
             if protocol is None and tools:
                 protocol = _NATIVE
             self._choose_renderer(tools, protocol.tags if protocol is not None else ())

@@ -261,16 +261,23 @@ class ToolSession:
 
 def _options(row: Row) -> dict[str, dict[str, dict[str, Any]]]:
     """The arguments for tools' methods, without `None`, with which a table fills what only other rows have."""
-    options = row.get("tools_kwargs") or (row.get("extra_info") or {}).get("tools_kwargs") or {}
-    return {
-        tool: {
-            method: {name: value for name, value in arguments.items() if value is not None}
-            for method, arguments in methods.items()
-            if arguments
+    extra = row.get("extra_info")
+    options = row.get("tools_kwargs") or (extra.get("tools_kwargs") if isinstance(extra, dict) else None) or {}
+    try:
+        return {
+            tool: {
+                method: {name: value for name, value in arguments.items() if value is not None}
+                for method, arguments in methods.items()
+                if arguments
+            }
+            for tool, methods in options.items()
+            if methods
         }
-        for tool, methods in options.items()
-        if methods
-    }
+    except AttributeError:
+        raise TypeError(
+            "The row's `tools_kwargs` is no mapping of tools to their methods' arguments: write "
+            "`{tool: {create_kwargs: {name: value}}}`."
+        ) from None
 
 
 def _read(response: Any) -> Any:

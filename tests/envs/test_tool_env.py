@@ -225,6 +225,13 @@ def test_instructions_follow_a_system_message_of_parts(search_tool):
     assert len(own[0]["content"]) == 1
 
 
+@pytest.mark.parametrize("system_prompt", [None, "Yours."])
+def test_a_prompt_without_messages_is_said_to_be_one(search_tool, tokenizer, system_prompt):
+    runner = RolloutRunner(MultiTurnToolEnv([search_tool], system_prompt), ScriptedEngine(tokenizer, []))
+    [trajectory] = asyncio.run(runner.run([RolloutRequest([], "0")], SamplingParams()))
+    assert trajectory.error.startswith("ValueError: There are no messages, so there is nothing to reply to")
+
+
 @pytest.mark.parametrize("role", ["system", "user"])
 @pytest.mark.parametrize("join", [str, lambda text: text.replace(" ", "\n  "), lambda text: [IMAGE, {"text": text}]])
 def test_instructions_are_not_repeated(search_tool, role, join):

@@ -154,9 +154,10 @@ def test_a_message_that_nobody_sampled_can_be_continued():
         ([], {}, "nothing to reply to"),
         (chat("Q"), {"continue_last": True}, "needs an assistant's message"),
         (chat(assistant("A")), {"continue_last": True}, "needs an assistant's message"),
+        (chat("Q"), {"max_tokens": 2.5}, "`max_tokens` is 2.5: give a whole number"),
         *(
             (chat("Q"), {"stop": stop}, "`stop` is .* and has to be texts that end a turn")
-            for stop in ("</a>", ["", "b"])
+            for stop in ("</a>", ["", "b"], [3])
         ),
     ],
 )

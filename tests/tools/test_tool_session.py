@@ -147,6 +147,13 @@ def test_a_state_is_made_by_the_first_call_alone():
     assert first.told() == ["create b", "execute b", "execute b", "execute b", "release b"]
 
 
+@pytest.mark.parametrize("options", ["text", {"a": [1]}, {"a": {"create_kwargs": 3}}])
+def test_arguments_of_a_row_that_are_no_mapping_are_refused(options):
+    with pytest.raises(TypeError, match="The row's `tools_kwargs` is no mapping of tools to their methods' arguments"):
+        session_of(Recorder("a", []), row={"tools_kwargs": options})
+    assert session_of(Recorder("a", []), row={"extra_info": "of another kind"}).tools
+
+
 def test_tools_without_a_state_pass_through():
     plain = Tool("plain", "", {"type": "object"}, lambda: "as it is")
     assert session_of(plain, Recorder("a", [])).tools["plain"] is plain
