@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PrinterCallback,
 from mt_grpo.app.build import build_trainer
 from mt_grpo.app.recipe import Recipe
 from mt_grpo.data import embedded
-from mt_grpo.servers.http import ServerControl
+from mt_grpo.servers.http import Server
 from mt_grpo.token_tree import TokenTree
 from mt_grpo.training import token_logps
 from mt_grpo.training.trainer import MTGRPOEnvTrainer
@@ -141,7 +141,7 @@ def main() -> None:
             recipe = read(model, *options)
             port = str(recipe.training.vllm_server_port)
             with serve(recipe) as url:
-                version = ServerControl(url).get("/version")["version"]
+                version = Server(url).get("/version")["version"]
                 for temperature in temperatures:
                     recipe = read(model, *options, "--temperature", str(temperature), "--vllm_server_port", port)
                     settings = {"embeddings": embeddings, "temperature": temperature}

@@ -37,7 +37,7 @@ from mt_grpo.data.embedded.tool import search
 from mt_grpo.envs import MultiTurnToolEnv, Step
 from mt_grpo.rollout import RolloutLimits, RolloutRequest, RolloutRunner, Sample, SamplingParams, derive_seed
 from mt_grpo.rollout.engines.vllm import VLLMServerClient
-from mt_grpo.servers.http import ServerControl
+from mt_grpo.servers.http import Server
 from mt_grpo.trajectory import StopReason, Trajectory, Turn
 
 TARGET = 0.99
@@ -189,7 +189,7 @@ def main() -> None:
         build_model(folder)
         for flags in ((),) if quick else ((), ("--block-size", "32")):
             with serve(read(folder, "--vllm_max_model_length", str(LENGTH)), *flags) as url:
-                version = ServerControl(url).get("/version")["version"]
+                version = Server(url).get("/version")["version"]
                 rows.append(run([url], folder, groups, members, turns))
                 show(rows)
         if not quick:

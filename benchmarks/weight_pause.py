@@ -25,7 +25,7 @@ from server import read, serve
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from mt_grpo.rollout.engines.vllm import VLLMServerClient
-from mt_grpo.servers.http import ServerControl
+from mt_grpo.servers.http import Server
 from mt_grpo.weights.files import SafetensorsTransport
 from mt_grpo.weights.network import HttpTransport
 from mt_grpo.weights.sync import WeightSync
@@ -38,9 +38,9 @@ WARM = 2
 def pauses(kind: type[Transport], client: VLLMServerClient, model: Any, number: int) -> list[float]:
     """Seconds of so many pauses."""
     sync, found, begun = WeightSync(kind, client, lambda: model, Accelerator(cpu=True)), list[float](), 0.0
-    post = ServerControl.post
+    post = Server.post
 
-    def timed(self: ServerControl, path: str, *args: Any, **params: Any) -> Any:
+    def timed(self: Server, path: str, *args: Any, **params: Any) -> Any:
         nonlocal begun
         if path == "/sleep":
             begun = time.perf_counter()
@@ -49,12 +49,12 @@ def pauses(kind: type[Transport], client: VLLMServerClient, model: Any, number: 
             found.append(time.perf_counter() - begun)
         return answer
 
-    ServerControl.post = timed  # type: ignore[method-assign]
+    Server.post = timed  # type: ignore[method-assign]
     try:
         for step in range(WARM + number):
             sync.sync(step)
     finally:
-        ServerControl.post = post  # type: ignore[method-assign]
+        Server.post = post  # type: ignore[method-assign]
         sync.close()
     return found[-number:]
 

@@ -24,7 +24,7 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ from server import read, serve
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from mt_grpo.rollout.engines.vllm import VLLMServerClient
-from mt_grpo.servers.http import ServerControl
+from mt_grpo.servers.http import Server
 from mt_grpo.weights.files import SafetensorsTransport
 from mt_grpo.weights.sync import WeightSync
 
@@ -66,26 +66,20 @@ class Timed(WeightSync):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.source.control = self._control  # type: ignore[method-assign]
+        for server in self.client.servers:
+            server.get, server.post = self._timed(server.get), self._timed(server.post)  # type: ignore[method-assign]
 
     def _pack(self, step: int | None) -> None:
         with clock(self.times, "write"):
             super()._pack(step)
 
-    def _control(self, base_url: str) -> ServerControl:
-        sync = self
+    def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(path: str, *args: Any, **params: Any) -> Any:
+            # reading the worker's time takes as long as a short call
+            with clock(self.times, path, self.worker if path == "/update_weights" else None):
+                return call(path, *args, **params)
 
-        class Control(ServerControl):
-            def get(self, path, *read, **params):
-                with clock(sync.times, path):
-                    return super().get(path, *read, **params)
-
-            def post(self, path, *body_and_read, **params):
-                # reading the worker's time takes as long as a short call
-                with clock(sync.times, path, sync.worker if path == "/update_weights" else None):
-                    return super().post(path, *body_and_read, **params)
-
-        return Control(base_url)
+        return timed
 
 
 @contextlib.contextmanager
@@ -132,7 +126,7 @@ def run(model: Qwen3ForCausalLM, folder: str, url: str, repeats: int) -> tuple[T
     sync = Timed(SafetensorsTransport, client, lambda: model, Accelerator(cpu=True), verify_every=1 << 30)
     tensors = [parameter.detach() for parameter in model.parameters()]
     copies = [tensor.clone() for tensor in tensors]
-    control = ServerControl(url)
+    control = Server(url)
     arguments = {"method": "bounds", "args": [str(Path(folder) / "model.safetensors")]}
     try:
         for step in range(WARM + repeats):

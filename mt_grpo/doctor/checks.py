@@ -37,7 +37,7 @@ from mt_grpo.rewards import load_rewards
 from mt_grpo.rollout import ChatRenderer, TemplateError
 from mt_grpo.rollout.token_row import examine_template
 from mt_grpo.servers.env_servers import ServerLost, in_words
-from mt_grpo.servers.http import RequestFailed, ServerControl
+from mt_grpo.servers.http import RequestFailed, Server
 from mt_grpo.servers.start import is_free
 from mt_grpo.tools import Tool
 from mt_grpo.tools.mcp import MCPBaseTool, McpTool
@@ -416,7 +416,7 @@ def _server(facts: RunFacts) -> Lines:
 def _server_fault(url: str) -> str | None:
     """Why a server cannot be used, from its answer to `/health`."""
     try:
-        ServerControl(url, timeout=_SERVER_TIMEOUT).get("/health")
+        Server(url, timeout=_SERVER_TIMEOUT).get("/health")
     except RequestFailed as error:
         return str(error).removesuffix(".")
     return None

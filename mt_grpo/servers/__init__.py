@@ -12,7 +12,7 @@ from mt_grpo.errors import ConfigError
 LIMIT = 1024
 """Most addresses of one option: more are a mistyped range."""
 
-_RANGE = re.compile(r"\[(\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*)\]")
+_RANGE = re.compile(r"\[(\d{1,18}(?:-\d{1,18})?(?:,\d{1,18}(?:-\d{1,18})?)*)\]")
 _COMMA = re.compile(r",(?![^\[\]]*\])")  # not inside a range
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _NAME = re.compile(r"[\w.-]+")

@@ -31,7 +31,6 @@ from mt_grpo.servers.http import (
     POLL,
     RequestFailed,
     Server,
-    ServerControl,
     ServerSetupError,
     open_session,
     wait_for_servers,
@@ -81,7 +80,7 @@ class Owner:
         return f"{label.removesuffix(_RELEASED)}{_RELEASED}"
 
     @classmethod
-    def check(cls, server: ServerControl, run: str) -> None:
+    def check(cls, server: Server, run: str) -> None:
         """Makes sure that no other run uses a server."""
         other = cls.read(server.weight_version())
         if other is None or other.run == run or other.over:
@@ -93,22 +92,23 @@ class Owner:
         )
 
     @classmethod
-    def check_still(cls, server: ServerControl, label: str) -> None:
+    def check_still(cls, server: Server, label: str) -> None:
         """Makes sure that a server held the weights of `label` while it was sampled from."""
         version = server.weight_version()
         if version in (label, cls.released(label)):
             return
         other = cls.read(version)
         if other is None:
-            raise RequestFailed(f"The server at {server.base_url} was restarted.", True, unreachable=True)
+            raise RequestFailed(f"The server at {server.url} was restarted.", True, unreachable=True)
         raise server.sync_error(
-            f"was given the weights of another run ({other.words}) while this run sampled from it, so that these "
-            "conversations are not trained on: give each run a server of its own, on another port "
-            "(`vllm_server_port`)."
+            f"does not hold the weights that this run sent it, but others ({other.words}): another run sent them "
+            "while this run sampled from it, or a proxy answered a call that it did not pass on. These conversations "
+            "are not trained on: give each run a server of its own, on another port (`vllm_server_port`), and name "
+            "the server itself, not a proxy before it."
         )
 
     @classmethod
-    def give_back(cls, server: ServerControl, run: str) -> None:
+    def give_back(cls, server: Server, run: str) -> None:
         """Tells a server that a run is over, if the server can be reached and holds the run's weights."""
         with contextlib.suppress(RequestFailed):
             version = server.weight_version()
@@ -162,7 +162,7 @@ class VLLMServers:
         processes: int = 1,
     ) -> None:
         urls = [base_urls] if isinstance(base_urls, str) else base_urls
-        self.servers = [Server(url.rstrip("/"), api_key) for url in urls]
+        self.servers = [Server(url, api_key) for url in urls]
         self.placement = _Placement(self.servers, home)
         self.tokenizer, self.api_key = tokenizer, api_key
         self.expected_model, self.model = model, ""

@@ -32,6 +32,8 @@ _KEEP_ALIVE = 4.0
 """Seconds that an idle connection is kept: a little less than vLLM keeps it, so that it is not closed in use."""
 _PROBE = 'The 3 quick-brown foxes\n\tsaid: «naïve café» → 東京 {"x": 1.5}'
 _REPEATABLE = {408, 425, 429}
+_NO_ROUTE = 404
+"""The answer of some proxies while the server behind them starts, and that of a server without this endpoint."""
 POLL = 0.5
 """Seconds between looks at a server that is down."""
 _FIRST_TOLD = 10.0  # seconds after which a wait is told of again
@@ -43,6 +45,10 @@ DELAYS = (0.25, 0.5, 1.0)
 """Seconds before a control call is repeated."""
 
 _Read = Callable[[Any], Any]  # takes from an answer what is wanted, or raises as a lookup does
+
+
+def _whole(answer: object) -> Any:
+    return answer
 
 
 class RequestFailed(EngineError):
@@ -81,7 +87,7 @@ def _read_answer(request: str, status: int, body: bytes) -> Any:
     if status != 200:
         raise RequestFailed(
             f"{request} was answered with HTTP {status}: {_words(body)}",
-            repeat=_passes(status),
+            repeat=_passes(status) or status < 400,  # vLLM says 200 or what is wrong: someone else answered for it
             status=status,
         )
     try:
@@ -106,10 +112,16 @@ def _no_answer(request: str, error: Exception) -> RequestFailed:
 
 @dataclass(eq=False)
 class Server:
-    """One server as its clients see it."""
+    """
+    One server as its clients see it. Requests of conversations go over the connections of an event loop (`ask`).
+    Control calls (`get`, `post`) are made from plain functions, each over a connection of its own: after an error the
+    server closes it, perhaps under the next call. One that fails in a way that may pass is repeated after `DELAYS`;
+    one that nobody listens to, or that took all its time, is not.
+    """
 
     url: str
     api_key: str | None = None
+    timeout: float = 300.0
     down_since: float | None = None
     fault: str = ""
     fingerprint: str | None = None
@@ -124,7 +136,7 @@ class Server:
     images: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.key = self.api_key
+        self.url, self.key = self.url.rstrip("/"), self.api_key
 
     def renew_key(self) -> bool:
         """Looks up its key again after a refusal. Returns whether the key changed, as it does after a restart."""
@@ -149,6 +161,10 @@ class Server:
     def setup_error(self, fault: str) -> ServerSetupError:
         """The error for a server that cannot serve a run."""
         return ServerSetupError(f"The vLLM server at {self.url} {fault}")
+
+    def sync_error(self, fault: str) -> WeightSyncError:
+        """The error for a server that cannot get weights, or has others."""
+        return WeightSyncError(f"The vLLM server at {self.url} {fault}")
 
     async def exchange(
         self, http: aiohttp.ClientSession, method: str, path: str, content: bytes | None, timeout: float
@@ -271,9 +287,83 @@ class Server:
             return
         raise ServerSetupError(router_words(self.url, f"is a router before {urls}"))
 
+    def get(self, path: str, read: _Read = _whole, **params: str) -> Any:
+        """GET; what `read` finds in the answer."""
+        return self._insist("GET", path, None, params, read)
 
-def _whole(answer: object) -> Any:
-    return answer
+    def post(
+        self,
+        path: str,
+        body: dict[str, Any] | None = None,
+        read: _Read = _whole,
+        *,
+        final: str = "",
+        repeat: bool = True,
+        timeout: float = 0.0,
+        **params: str,
+    ) -> Any:
+        """POST; what `read` finds in the answer. A failure whose words have `final` in them is not repeated."""
+        return self._insist("POST", path, body, params, read, final, repeat, max(timeout, self.timeout))
+
+    def tidy_up(self, path: str, body: dict[str, Any] | None = None, **params: str) -> None:
+        """POST after a failure, perhaps of the server: its result is ignored, and it takes a few seconds at most."""
+        with contextlib.suppress(RequestFailed):
+            self._call("POST", path, body, params, _LAST_WORDS)
+
+    def weight_version(self) -> str:
+        """The weight version of the server."""
+        return str(self.get("/weight_info", itemgetter("weight_version")))
+
+    def healthy(self, repeat: bool = True) -> bool:
+        """Whether the server says so; it is asked once without `repeat`. It may answer though its engine has died."""
+        try:
+            self._insist("GET", "/health", repeat=repeat, timeout=min(self.timeout, CONNECT_TIMEOUT))
+        except RequestFailed:
+            return False
+        return True
+
+    def _insist(
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        params: dict[str, str] | None = None,
+        read: _Read = _whole,
+        final: str = "",
+        repeat: bool = True,
+        timeout: float = 0.0,
+    ) -> Any:
+        first: RequestFailed | None = None
+        for delay in (*DELAYS, None):
+            try:
+                answer = self._call(method, path, body, params, timeout or self.timeout)
+                return _found(answer, read, f"{method} {self.url}{path}")
+            except RequestFailed as error:
+                lost = isinstance(error.__cause__, (TimeoutError, aiohttp.ClientConnectorError))
+                passes = error.repeat or error.status == _NO_ROUTE
+                if lost or not repeat or not passes or (final and re.search(final, str(error))):
+                    raise
+                first = first or error  # the cause; what comes after it may be a consequence
+                if delay is None:
+                    raise (error if error.unreachable else first) from error.__cause__
+            time.sleep(delay)
+
+    def _call(
+        self, method: str, path: str, body: dict[str, Any] | None, params: dict[str, str] | None, limit: float
+    ) -> Any:
+        content = None if body is None else orjson.dumps(body)
+        target = f"{path}?{urlencode(params)}" if params else path
+        if self.key is None:
+            self.renew_key()
+
+        async def call() -> tuple[int, bytes, str | None]:
+            async with open_session() as http:
+                return await self.exchange(http, method, target, content, limit)
+
+        status, answer, _ = run(call())
+        if status == 200 and (path.endswith("_lora_adapter") or path == "/health"):  # answered in plain words
+            return answer.decode(errors="replace")
+        return _read_answer(f"{method} {self.url}{target}", status, answer)
 
 
 def _found(answer: object, read: _Read, request: str) -> Any:
@@ -296,17 +386,24 @@ async def wait_for_servers(
     """Asks servers for their health, again and again, until enough of them answer."""
     silent, told = list(servers), 0.0
     async with open_session() as http:
+
+        async def hear(server: Server) -> None:
+            try:
+                await server.ask_text(http, "/health")
+                if check is not None:
+                    await check(server)
+                silent.remove(server)
+            except RequestFailed as error:
+                server.fault = str(error)
+                # a server that has fitted before may be restarting behind a proxy
+                if error.status is not None and not (_passes(error.status) or server.context_length):
+                    raise _foreign(server.url, str(error)) from error
+
         while True:
-            for server in list(silent):
-                try:
-                    await server.ask_text(http, "/health")
-                    if check is not None:
-                        await check(server)
-                    silent.remove(server)
-                except RequestFailed as error:
-                    server.fault = str(error)
-                    if error.status is not None and not _passes(error.status):
-                        raise _foreign(server.url, str(error)) from error
+            # at the same time, since each that does not answer takes seconds
+            for failure in await asyncio.gather(*map(hear, silent), return_exceptions=True):
+                if failure is not None:
+                    raise failure
             waited = time.monotonic() - since
             if len(servers) - len(silent) >= enough or waited >= timeout:
                 return silent
@@ -330,98 +427,6 @@ def _foreign(url: str, words: str) -> ServerSetupError:
         f"What answers at {url} is no vLLM server ({words.removesuffix('.')}): give the address of one, which "
         "`mt-grpo serve` starts."
     )
-
-
-class ServerControl:
-    """
-    Calls one server's control endpoints from plain functions, each over a connection of its own: after an error the
-    server closes it, perhaps under the next call. A call that fails in a way that may pass is repeated after `DELAYS`;
-    one that nobody listens to, or that took all its time, is not.
-    """
-
-    def __init__(self, base_url: str, api_key: str | None = None, timeout: float = 300.0) -> None:
-        self.base_url = base_url.rstrip("/")
-        self._server = Server(self.base_url, api_key)
-        self._server.renew_key()
-        self._timeout = timeout
-
-    def get(self, path: str, read: _Read = _whole, **params: str) -> Any:
-        """GET; what `read` finds in the answer."""
-        return self._insist("GET", path, None, params, read)
-
-    def post(
-        self,
-        path: str,
-        body: dict[str, Any] | None = None,
-        read: _Read = _whole,
-        *,
-        final: str = "",
-        repeat: bool = True,
-        timeout: float = 0.0,
-        **params: str,
-    ) -> Any:
-        """POST; what `read` finds in the answer."""
-        return self._insist("POST", path, body, params, read, final, repeat, timeout)
-
-    def tidy_up(self, path: str, body: dict[str, Any] | None = None, **params: str) -> None:
-        """POST after a failure, perhaps of the server: its result is ignored, and it takes a few seconds at most."""
-        with contextlib.suppress(RequestFailed):
-            self._call("POST", path, body, params, _LAST_WORDS)
-
-    def weight_version(self) -> str:
-        """The weight version of the server."""
-        return str(self.get("/weight_info", itemgetter("weight_version")))
-
-    def sync_error(self, fault: str) -> WeightSyncError:
-        """The error for a server that cannot get weights, or has others."""
-        return WeightSyncError(f"The vLLM server at {self.base_url} {fault}")
-
-    def healthy(self, repeat: bool = True) -> bool:
-        """Whether the server says so; it is asked once without `repeat`. It may answer though its engine has died."""
-        control = ServerControl(self.base_url, self._server.api_key, min(self._timeout, CONNECT_TIMEOUT))
-        try:
-            control._insist("GET", "/health", None, {}, _whole, repeat=repeat)
-        except RequestFailed:
-            return False
-        return True
-
-    def _insist(
-        self,
-        method: str,
-        path: str,
-        body: dict[str, Any] | None,
-        params: dict[str, str],
-        read: _Read,
-        final: str = "",
-        repeat: bool = True,
-        timeout: float = 0.0,
-    ) -> Any:
-        first: RequestFailed | None = None
-        for delay in (*DELAYS, None):
-            try:
-                answer = self._call(method, path, body, params, max(timeout, self._timeout))
-                return _found(answer, read, f"{method} {self.base_url}{path}")
-            except RequestFailed as error:
-                lost = isinstance(error.__cause__, (TimeoutError, aiohttp.ClientConnectorError))
-                if lost or not repeat or not error.repeat or (final and re.search(final, str(error))):
-                    raise
-                first = first or error  # the cause; what comes after it may be a consequence
-                if delay is None:
-                    raise (error if error.unreachable else first) from error.__cause__
-            time.sleep(delay)
-
-    def _call(self, method: str, path: str, body: dict[str, Any] | None, params: dict[str, str], limit: float) -> Any:
-        content = None if body is None else orjson.dumps(body)
-        target = f"{path}?{urlencode(params)}" if params else path
-
-        async def call() -> tuple[int, bytes, str | None]:
-            async with open_session() as http:
-                return await self._server.exchange(http, method, target, content, limit)
-
-        status, answer, _ = run(call())
-        if status == 200 and (path.endswith("_lora_adapter") or path == "/health"):  # answered in plain words
-            return answer.decode(errors="replace")
-        return _read_answer(f"{method} {self.base_url}{target}", status, answer)
 
 
 def _words(body: bytes) -> str:

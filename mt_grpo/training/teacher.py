@@ -27,7 +27,7 @@ from mt_grpo.errors import ConfigError, libraries_may_refuse
 from mt_grpo.forward.probe import context_length
 from mt_grpo.options.values import SELF
 from mt_grpo.runlog.files import written_whole
-from mt_grpo.servers.http import RequestFailed, ServerControl
+from mt_grpo.servers.http import RequestFailed, Server
 from mt_grpo.token_tree import Sequence as Branch
 from mt_grpo.token_tree import TokenTree
 from mt_grpo.training.config import changed
@@ -159,7 +159,7 @@ class ServerTeacher:
     """
 
     def __init__(self, name: str, url: str, top: int | None = None) -> None:
-        self._server, self._top = ServerControl(url), top or 0
+        self._server, self._top = Server(url), top or 0
         self._places = ConcurrencyLimit(_AT_ONCE)
         self._asked: dict[tuple[int, ...], Task] = {}  # by what was sent, as long as its conversation is there
         try:

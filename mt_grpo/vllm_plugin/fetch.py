@@ -84,7 +84,7 @@ def _line_of(name: str, tensor: torch.Tensor) -> str:
         content = content.clone()
     digest = hashlib.blake2b(digest_size=16)
     for part in content.split(_PART):
-        digest.update(_summed(part).cpu().numpy())
+        digest.update(_summed(part).cpu().numpy().tobytes())
     return f"{name} {tensor.dtype} {tuple(tensor.shape)} {digest.hexdigest()}"
 
 

@@ -8,7 +8,7 @@ import os
 import shutil
 import socket
 import uuid
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,12 +18,12 @@ import torch
 from accelerate.utils import is_peft_model
 from peft.tuners.lora import LoraLayer
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import _TYPES, load_file, save, save_file
 from torch import nn
 from trl.distributed import DistributedBackend
 
 from mt_grpo.errors import ConfigError, WeightSyncError
-from mt_grpo.servers.http import RequestFailed, ServerControl
+from mt_grpo.servers.http import RequestFailed, Server
 from mt_grpo.vllm_plugin import BACKEND
 from mt_grpo.vllm_plugin.fetch import Checksum, own_folder
 from mt_grpo.weights.transport import Payload, Source, Transport, Update, confirm, weight_transport
@@ -32,17 +32,7 @@ _SHARED = "/dev/shm"  # where files of weights are, unless another folder is nam
 
 _Layout = list[tuple[str, torch.dtype, tuple[int, ...]]]
 
-_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.float8_e4m3fn: "F8_E4M3",
-}
+_DTYPES = {dtype: name for name, dtype in _TYPES.items()}
 _ALIGNMENT = 64  # bytes of a cache line: copies to and from places across two lines take a third longer
 _Places = dict[str, tuple[int, int, torch.dtype, tuple[int, ...]]]
 
@@ -108,30 +98,24 @@ class _WeightFile:
         self.path = self.path.replace(path)
 
     def fill(self, path: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
-        """
-        Fills it from a walk over parameters, names it `path`, and returns their checksum. The walk is always finished,
-        even if writing fails, since it is a collective one and may hold a merged adapter.
-        """
-        iterator, checksum = iter(tensors), Checksum()
-        try:
-            with ThreadPoolExecutor(1) as other:
-                for name, tensor in iterator:
-                    place = self.place(name)
-                    if (tensor.shape, tensor.dtype) != (place.shape, place.dtype):
-                        raise ValueError(
-                            f"{name} is {tuple(tensor.shape)} of {tensor.dtype}; its place has the size "
-                            f"{tuple(place.shape)} and holds {place.dtype}."
-                        )
-                    if tensor.device.type == "cpu":
-                        summed = other.submit(checksum.add, name, tensor)
-                        place.copy_(tensor)
-                        summed.result()  # the tensor may change when the walk goes on
-                    else:
-                        place.copy_(tensor)
-                        checksum.add(name, tensor)
-            self.publish(path)
-        finally:
-            deque(iterator, maxlen=0)
+        """Fills it from a walk over parameters, names it `path`, and returns their checksum."""
+        checksum = Checksum()
+        with ThreadPoolExecutor(1) as other:
+            for name, tensor in tensors:
+                place = self.place(name)
+                if (tensor.shape, tensor.dtype) != (place.shape, place.dtype):
+                    raise ValueError(
+                        f"{name} is {tuple(tensor.shape)} of {tensor.dtype}; its place has the size "
+                        f"{tuple(place.shape)} and holds {place.dtype}."
+                    )
+                if tensor.device.type == "cpu":
+                    summed = other.submit(checksum.add, name, tensor)
+                    place.copy_(tensor)
+                    summed.result()  # the tensor may change when the walk goes on
+                else:
+                    place.copy_(tensor)
+                    checksum.add(name, tensor)
+        self.publish(path)
         return checksum.hexdigest()
 
 
@@ -150,7 +134,7 @@ def make_folder(shared: str | None) -> Path:
 
 
 def check_folder(
-    server: ServerControl,
+    server: Server,
     config: dict[str, Any],
     folder: Path,
     bring: Callable[[Path], Path] = lambda file: file,
@@ -162,7 +146,7 @@ def check_folder(
             "does not load weights from files: start it with `mt-grpo serve` and this run's recipe."
         )
     nonce = folder / f"{uuid.uuid4().hex}.nonce"
-    save_file({"nonce": torch.randn(8)}, nonce)
+    nonce.write_bytes(save({"nonce": torch.randn(8)}))
     seen = bring(nonce)
     try:
         confirm(server, Checksum.of_file(nonce), seen)
@@ -192,22 +176,17 @@ class WeightFiles:
 
     def pack(self, step: int | None) -> Payload:
         """Every process: writes the weights. Only the main one knows their checksum and size."""
-        parameters = self._source.parameters
         path = self._folder / f"weights-{'proof' if step is None else f'{step:08d}'}.safetensors"
         if self._layout is None:
-            self._layout = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in parameters]
-        tensors = iter(parameters)
-        if not self._source.accelerator.is_main_process:
-            deque(tensors, maxlen=0)  # to walk over them takes all processes
-            return Payload(path, "")
-        try:
+            self._layout = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._source.parameters]
+        with self._source.walk() as walk:
+            if not self._source.accelerator.is_main_process:
+                return Payload(path, "")
             if len(self.files) < 2:
                 self.files.insert(0, _WeightFile(self._folder / f"{len(self.files)}.partial", self._layout))
             for file in self.files:
                 file.withdraw()
-            checksum = self.files[0].fill(path, tensors)
-        finally:
-            deque(tensors, maxlen=0)
+            checksum = self.files[0].fill(path, walk)
         self.files.reverse()
         return Payload(path, checksum, path.stat().st_size)
 
@@ -228,7 +207,7 @@ class SafetensorsTransport(Transport):
     def options(args: Any) -> dict[str, Any]:
         return {"folder": args.weight_sync_folder}
 
-    def prepare(self, server: ServerControl, config: dict[str, Any]) -> None:
+    def prepare(self, server: Server, config: dict[str, Any]) -> None:
         check_folder(server, config, self.folder)
 
     def pack(self, step: int | None) -> list[Payload]:
@@ -289,9 +268,7 @@ class LoraTransport(Transport):
         self._packed: Path | None = None
         self._written: Counter[int | None] = Counter()  # versions by their step, which the best model shares
 
-    @staticmethod
-    def options(args: Any) -> dict[str, Any]:
-        return {"folder": args.weight_sync_folder}
+    options = staticmethod(SafetensorsTransport.options)
 
     @staticmethod
     def server_flags(model_args: Any) -> tuple[list[str], dict[str, str]]:
@@ -300,7 +277,7 @@ class LoraTransport(Transport):
         flags = ["--enable-lora", "--max-loras", "2", "--max-lora-rank", str(rank)]
         return flags, {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
 
-    def prepare(self, server: ServerControl, config: dict[str, Any]) -> None:
+    def prepare(self, server: Server, config: dict[str, Any]) -> None:
         check_folder(server, config, self.folder)
         loads = server.get(
             "/server_info", lambda it: it["vllm_env"]["VLLM_ALLOW_RUNTIME_LORA_UPDATING"], config_format="json"
@@ -357,7 +334,7 @@ class LoraTransport(Transport):
             server.post("/update_weight_version", {"new_version": update.label})
             if self._served not in (None, path):
                 with contextlib.suppress(RequestFailed):  # a server that was restarted does not know it
-                    server.post("/v1/unload_lora_adapter", {"lora_name": self._served.name})
+                    server.post("/v1/unload_lora_adapter", {"lora_name": self._served.name}, final="cannot be found")
 
     def delivered(self) -> None:
         if self.source.accelerator.is_main_process and self._served not in (None, self._packed):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import base64
 import pickle
 import threading
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,13 +20,13 @@ from trl.generation.vllm_client import VLLMClient
 from trl.import_utils import is_vllm_available
 
 from mt_grpo.errors import ConfigError, WeightSyncError
-from mt_grpo.servers.http import RequestFailed, ServerControl, find_key
+from mt_grpo.servers.http import RequestFailed, Server, find_key
 from mt_grpo.weights.transport import Source, Transport, Update, weight_transport
 
 BUCKET = 2**28
 """Bytes that are gathered before they are sent. The server needs as much memory beside its model."""
 
-_Walk = Iterator[tuple[str, torch.Tensor]]  # names and whole tensors. A tensor may change when the walk continues.
+_Walk = Iterator[tuple[str, torch.Tensor]]  # names and whole tensors
 
 
 def _all_have_their_part(accelerator: Accelerator) -> None:
@@ -63,27 +62,25 @@ class NcclTransport(Transport):
     def options(args: Any) -> dict[str, Any]:
         return {"group_port": args.vllm_group_port}
 
-    def prepare(self, server: ServerControl, config: dict[str, Any]) -> None:
+    def prepare(self, server: Server, config: dict[str, Any]) -> None:
         client, device = self.source.client, self.source.accelerator.device
         try:
-            self.group = _NcclGroup(server.base_url, client.api_key, self._group_port, client.server_timeout, device)
+            self.group = _NcclGroup(server.url, client.api_key, self._group_port, client.server_timeout, device)
         except Exception as error:  # TRL raises it bare
             raise WeightSyncError(
-                f"No NCCL group with the vLLM server at {server.base_url} could be made ({error}): start it with "
+                f"No NCCL group with the vLLM server at {server.url} could be made ({error}): start it with "
                 "`mt-grpo serve` and this run's recipe, or choose `weight_sync: safetensors`."
             ) from error
 
     def pack(self, step: int | None) -> Iterator[_Bucket]:
-        accelerator, walk = self.source.accelerator, iter(self.source.parameters)
-        try:
+        accelerator = self.source.accelerator
+        with self.source.walk() as walk:
             while True:
                 bucket = _take_bucket(walk, accelerator.is_main_process)
                 _all_have_their_part(accelerator)  # two groups that broadcast at the same time may deadlock
                 if not bucket:
                     return
                 yield bucket
-        finally:  # gathering the rest takes all processes
-            deque(walk, maxlen=0)
 
     def deliver(self, update: Update, bucket: _Bucket) -> None:
         assert self.group is not None  # the process that sends has made it in `prepare`
@@ -128,7 +125,7 @@ def _take_bucket(walk: _Walk, keep: bool, size: int = BUCKET) -> _Bucket:
     return bucket
 
 
-def _send_bucket(server: ServerControl, group: _NcclGroup, bucket: _Bucket) -> None:
+def _send_bucket(server: Server, group: _NcclGroup, bucket: _Bucket) -> None:
     """Makes the server receive tensors during their broadcast, which ends if the server fails."""
     info = {
         "names": [name for name, _ in bucket],
@@ -203,7 +200,7 @@ class IpcTransport(Transport):
         # how the memory is mapped is pickled; the guard lets nobody but the trainer send it
         return [], {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
 
-    def prepare(self, server: ServerControl, config: dict[str, Any]) -> None:
+    def prepare(self, server: Server, config: dict[str, Any]) -> None:
         transfer = config["weight_transfer_config"]
         if transfer is None or transfer["backend"] != self.server_backend:
             raise server.sync_error(
@@ -213,16 +210,14 @@ class IpcTransport(Transport):
         server.post("/init_weight_transfer_engine", {"init_info": {"packed": True}})
 
     def pack(self, step: int | None) -> Iterator[_Packed]:
-        accelerator, walk = self.source.accelerator, iter(self.source.parameters)
-        try:
+        accelerator = self.source.accelerator
+        with self.source.walk() as walk:
             self._shared = _Shared(accelerator.device)
             while (packed := self._shared.take(walk)) is not None:
                 _all_have_their_part(accelerator)
                 handles = gather_object([packed.handles])
                 merged = {gpu: handle for of_rank in handles for gpu, handle in of_rank.items()}
                 yield replace(packed, handles=merged)
-        finally:  # gathering the rest takes all processes
-            deque(walk, maxlen=0)
 
     def deliver(self, update: Update, bucket: _Packed) -> None:
         info = {
@@ -249,7 +244,7 @@ class _Shared:
         self._handle = _exported(self._memory)
         self._next: tuple[str, torch.Tensor] | None = None
 
-    def take(self, walk: Iterator[tuple[str, torch.Tensor]]) -> _Packed | None:
+    def take(self, walk: _Walk) -> _Packed | None:
         """Packs the next tensors of a walk, as many as there is room for; `None` at its end."""
         packed, end = _Packed([], [], [], [], {}), 0
         while (item := self._next or next(walk, None)) is not None:

@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 from mt_grpo.concurrency import LoopThread
 from mt_grpo.errors import WeightSyncError
 from mt_grpo.servers import is_local
-from mt_grpo.servers.http import RequestFailed, ServerControl
+from mt_grpo.servers.http import RequestFailed, Server
 from mt_grpo.vllm_plugin.fetch import difference, time_limit
 from mt_grpo.vllm_plugin.guard import FETCH
 from mt_grpo.weights.files import WeightFiles, check_folder, make_folder
@@ -92,7 +92,7 @@ class HttpTransport(Transport):
             ) from error
         return {url: self._offer.url(address) for url, address in addresses.items()}
 
-    def prepare(self, server: ServerControl, config: dict[str, Any]) -> None:
+    def prepare(self, server: Server, config: dict[str, Any]) -> None:
         check_folder(server, config, self.folder, lambda file: self._fetched(server, file, file.stat().st_size))
 
     def pack(self, step: int | None) -> list[Payload]:
@@ -109,7 +109,7 @@ class HttpTransport(Transport):
             except (RequestFailed, WeightSyncError) as error:  # in doubt, the next one
                 if way is ways[-1]:
                     raise
-                url = update.server.base_url
+                url = update.server.url
                 logger.warning("The vLLM server at %s gets its weights in another way: %s", url, error)
 
     def ways(self, update: Update, payload: Payload, file: Path, size: int, **more: str) -> list[_Way]:
@@ -119,19 +119,19 @@ class HttpTransport(Transport):
         more["label"] = payload.checksum
         return [functools.partial(self._seen, server, one, file, size, **more) for one in those]
 
-    def _neighbour(self, server: ServerControl) -> ServerControl | None:
+    def _neighbour(self, server: Server) -> Server | None:
         """The first server that is up on the machine of another, and fetches for both; `None` if it is itself."""
-        host = _host(server.base_url)
+        host = _host(server.url)
         for one in self.source.client.servers:
-            if one.url == server.base_url:
+            if one.url == server.url:
                 return None
-            if one.up and _host(one.url) == host and self._shares.get((server.base_url, one.url), True):
-                return self.source.control(one.url)
+            if one.up and _host(one.url) == host and self._shares.get((server.url, one.url), True):
+                return one
         return None
 
-    def _seen(self, server: ServerControl, fetching: ServerControl, file: Path, size: int, **more: str) -> Path:
+    def _seen(self, server: Server, fetching: Server, file: Path, size: int, **more: str) -> Path:
         """Has one server fetch a file that another sees; its path. Containers may share an address, and no memory."""
-        path, pair = self._fetched(fetching, file, size, **more), (server.base_url, fetching.base_url)
+        path, pair = self._fetched(fetching, file, size, **more), (server.url, fetching.url)
         if fetching is not server and pair not in self._shares:
             try:
                 confirm(server, more["label"], path)
@@ -141,9 +141,9 @@ class HttpTransport(Transport):
             self._shares[pair] = True
         return path
 
-    def _fetched(self, server: ServerControl, file: Path, size: int, **more: str) -> Path:
+    def _fetched(self, server: Server, file: Path, size: int, **more: str) -> Path:
         """Has a server fetch a file; its path there. `more` are further arguments of `Fetcher.fetch`."""
-        url = f"{self._bases[server.base_url]}/{file.name}"
+        url = f"{self._bases[server.url]}/{file.name}"
         try:
             path = server.post(
                 FETCH,
@@ -189,7 +189,7 @@ class DeltaTransport(Transport):
         """Checksum of the weights that the latest change starts from; empty if all weights are to be sent."""
         self._num_syncs = 0
 
-    def prepare(self, server: ServerControl, config: dict[str, Any]) -> None:
+    def prepare(self, server: Server, config: dict[str, Any]) -> None:
         self.http.prepare(server, config)
 
     def pack(self, step: int | None) -> list[Payload]:
@@ -205,8 +205,12 @@ class DeltaTransport(Transport):
                 change = difference(older.content, newer.content)
                 if change is not None:
                     self._change = self.folder / f"change-{step:08d}"
-                    self._change.write_bytes(change.numpy().tobytes())
-                    self._base = before.checksum
+                    try:
+                        self._change.write_bytes(change.numpy().tobytes())
+                        self._base = before.checksum
+                    except OSError as error:
+                        logger.warning("All weights are sent, since what changed cannot be written: %s.", error)
+                        self._change.unlink(missing_ok=True)
         return [after]
 
     def deliver(self, update: Update, payload: Payload) -> None:
@@ -233,20 +237,24 @@ def _own_address(url: str) -> str:
     parts = urlsplit(url)
     if is_local(parts.hostname):
         return _HERE
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((parts.hostname, parts.port or 80))
-        except OSError as error:
-            raise WeightSyncError(f"There is no way from here to the vLLM server at {url}: {error}.") from error
-        address: str = probe.getsockname()[0]
-        return address
+    try:
+        found = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)
+        family, kind, *_, target = min(found, key=lambda each: each[0] != socket.AF_INET)
+        with socket.socket(family, kind) as probe:
+            probe.connect(target)
+            address: str = probe.getsockname()[0]
+    except OSError as error:
+        raise WeightSyncError(f"There is no way from here to the vLLM server at {url}: {error}.") from error
+    return f"[{address}]" if ":" in address else address
 
 
 class _FileOffer:
     """Offers a folder's files, from any byte on, to those who know a secret part of the URL."""
 
     def __init__(self, folder: Path, host: str, port: int = 0) -> None:
-        self._socket = socket.create_server((host, port), backlog=MAX_WAITING)
+        both = not host and socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        self._socket = socket.create_server((host, port), family=family, backlog=MAX_WAITING, dualstack_ipv6=both)
         self._socket.setblocking(False)
         self._port = self._socket.getsockname()[1]
         self._folder, self._secret = folder, secrets.token_urlsafe(32)
@@ -292,7 +300,7 @@ class _FileOffer:
                 oldest = next(iter(self._waiting))
                 self._waiting.pop(oldest)
                 oldest.cancel()
-            task = asyncio.ensure_future(self._answer(connection, peer[0]))
+            task = asyncio.ensure_future(self._answer(connection, peer[0].removeprefix("::ffff:")))
             self._waiting[task] = None
             task.add_done_callback(lambda ended: self._waiting.pop(ended, None))
             await asyncio.sleep(0)  # an accept does not wait while more connect, and requests would not be read

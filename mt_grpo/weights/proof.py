@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 if TYPE_CHECKING:
-    from mt_grpo.servers.http import ServerControl
+    from mt_grpo.servers.http import Server
 
 logger = logging.getLogger(__name__)
 _LENGTH = 64  # tokens of the probe sequence
@@ -48,7 +48,7 @@ def probe_ids(vocab_size: int) -> list[int]:
     return torch.randint(vocab_size, (_LENGTH,), generator=generator).tolist()
 
 
-def server_likeliest(server: ServerControl, model: str, ids: list[int], top: int) -> list[dict[int, float]]:
+def server_likeliest(server: Server, model: str, ids: list[int], top: int) -> list[dict[int, float]]:
     """
     The server's log-probs of each token of `ids` but the first, and of the `top` that are likeliest there, by token
     and in order, at temperature 1; or `RequestFailed`.
@@ -135,12 +135,12 @@ class Proof:
         """Computes what is expected of servers with weights that were changed on purpose."""
         self.expected = trainer_logprobs(self._get_model(), self._ids)
 
-    def compare(self, server: ServerControl, model: str, what: str) -> None:
+    def compare(self, server: Server, model: str, what: str) -> None:
         """Holds a server's answers, by a model of this name, against those that are expected."""
         found = server_likeliest(server, model, self._ids, 0)
         answers = [logprobs[token] for logprobs, token in zip(found, self._ids[1:], strict=True)]
         verdict = compare(answers, self.expected)
-        logger.info("Weight sync verified at %s: %.2e nats a token.", server.base_url, verdict.difference)
+        logger.info("Weight sync verified at %s: %.2e nats a token.", server.url, verdict.difference)
         if verdict.difference > self.tolerance:
             raise server.sync_error(
                 f"does not compute what the trainer computes{what}: over the same {len(self._ids)} tokens the mean "

@@ -10,6 +10,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from mt_grpo.concurrency import run as wait
 from mt_grpo.errors import ServerGoneError, WeightSyncError
 from mt_grpo.rollout.engines.vllm import VLLMServerClient
 from mt_grpo.servers.fleet import Owner
-from mt_grpo.servers.http import RequestFailed, Server, ServerControl, router_words, wait_for_servers
+from mt_grpo.servers.http import RequestFailed, Server, router_words, wait_for_servers
 from mt_grpo.weights.proof import Proof, compare
 from mt_grpo.weights.transport import Payload, Source, Transport, Update
 
@@ -49,11 +50,10 @@ class WeightSync:
         *,
         verify_every: int = 50,
         tolerance: float | None = None,
-        timeout: float = 300.0,
         **options: object,
     ) -> None:
         self.client, self.accelerator, self.verify_every = client, accelerator, verify_every
-        self.source = Source(client, get_model, accelerator, timeout)
+        self.source = Source(client, get_model, accelerator)
         self.transport = transport(self.source, **options)
         self.proof = Proof(get_model, self.source.model.config.get_text_config().vocab_size, tolerance)
         self.fleet = _Fleet(self.source, self.transport.repeatable)
@@ -96,7 +96,7 @@ class WeightSync:
         if self.asleep:
             return
 
-        def fall_asleep(server: ServerControl) -> None:
+        def fall_asleep(server: Server) -> None:
             server.post("/sleep", level="0", mode="keep")  # requests are paused before (vLLM issue 28714)
             server.post("/sleep", level=str(self.transport.sleep_level), mode="abort")
 
@@ -139,7 +139,7 @@ class WeightSync:
         it at any time, since the others may be waiting for this process in a collective.
         """
         with self._lock:
-            server = self.source.control(base_url)
+            server = next(each for each in self.client.servers if each.url == base_url)
             try:
                 self._bring_and_compare(server)
             except WeightSyncError as error:
@@ -154,7 +154,7 @@ class WeightSync:
         if self.accelerator.is_main_process and self._begun:
             for server in self.client.servers:
                 if server.up:
-                    Owner.give_back(ServerControl(server.url, self.client.api_key, _CLOSE_TIMEOUT), self.run)
+                    Owner.give_back(replace(server, timeout=_CLOSE_TIMEOUT), self.run)
         if self.fleet.end_server is not None:
             self.fleet.end_server()
 
@@ -230,12 +230,12 @@ class WeightSync:
         else:
             self._stream(step)
 
-    def _bring(self, server: ServerControl, step: int | None) -> None:
+    def _bring(self, server: Server, step: int | None) -> None:
         Owner.check(server, self.run)
         if self.transport.repeatable:
             self._deliver(server, step, self.fleet.payload)
 
-    def _deliver(self, server: ServerControl, step: int | None, payload: object) -> None:
+    def _deliver(self, server: Server, step: int | None, payload: object) -> None:
         self.transport.deliver(self._update(server, step), payload)
 
     def _stream(self, step: int | None) -> None:
@@ -248,18 +248,18 @@ class WeightSync:
 
         def begin_all() -> None:
             for server in [] if self.asleep or self.in_flight else self.client.servers:
-                if not (server.up or server.awaits_proof) and self.source.control(server.url).healthy(repeat=False):
+                if not (server.up or server.awaits_proof) and server.healthy(repeat=False):
                     server.mark_up()
             self.fleet.each(begin)
 
-        def begin(server: ServerControl) -> None:
+        def begin(server: Server) -> None:
             Owner.check(server, self.run)
             with contextlib.ExitStack() as update:
                 update.enter_context(self._update(server, step).begun())
-                updates[server.base_url] = update.pop_all()
+                updates[server.url] = update.pop_all()
 
-        def end(server: ServerControl) -> None:
-            updates.pop(server.base_url).close()
+        def end(server: Server) -> None:
+            updates.pop(server.url).close()
 
         failure: BaseException = RequestFailed("It is left out.", True)
         try:
@@ -279,24 +279,24 @@ class WeightSync:
                 with contextlib.suppress(type(failure)):
                     update.__exit__(type(failure), failure, failure.__traceback__)
 
-    def _update(self, server: ServerControl, step: int | None) -> Update:
+    def _update(self, server: Server, step: int | None) -> Update:
         return Update(server, self._label(step), bool(self.client.media_tokens))
 
     def _label(self, step: int | None) -> str:
         return Owner.label(self.run, "proof" if step is None else step)
 
-    def _bring_and_compare(self, server: ServerControl) -> None:
+    def _bring_and_compare(self, server: Server) -> None:
         self._bring(server, self.client.weight_version)
         self._compare(server)
 
-    def _compare(self, server: ServerControl, model: str | None = None) -> None:
+    def _compare(self, server: Server, model: str | None = None) -> None:
         self.proof.expected = self.proof.expected or self.proof.compute(self.source.model)
         what = "" if self.source.changed is None else ", with weights that were changed to see them arrive"
         self.proof.compare(server, self.client.model if model is None else model, what)
 
     # Servers that join
 
-    def _examine(self, server: ServerControl) -> None:
+    def _examine(self, server: Server) -> None:
         Owner.check(server, self.run)
         config = server.get("/server_info", itemgetter("vllm_config"), config_format="json")
         dtype = getattr(torch, config["model_config"]["dtype"].removeprefix("torch."))
@@ -307,24 +307,22 @@ class WeightSync:
         """Makes sure that each address leads to one server of its own, by a weight version for each."""
         labels = {url: Owner.label(self.run, f"start{number}") for number, url in enumerate(self.client.base_urls)}
 
-        def look(server: ServerControl) -> None:
+        def look(server: Server) -> None:
             for _ in range(_ROUTER_PROBES):
                 seen = server.weight_version()
                 other = next((url for url, label in labels.items() if label == seen), None)
                 if other is None:
+                    raise WeightSyncError(router_words(server.url, "is several servers in turn, as behind a router"))
+                if other != server.url:
                     raise WeightSyncError(
-                        router_words(server.base_url, "is several servers in turn, as behind a router")
-                    )
-                if other != server.base_url:
-                    raise WeightSyncError(
-                        f"{server.base_url} and {other} lead to the same vLLM server, or to a router: name each "
+                        f"{server.url} and {other} lead to the same vLLM server, or to a router: name each "
                         "server once in `vllm_server_base_url`."
                     )
 
-        def mark(server: ServerControl) -> None:
-            server.post("/update_weight_version", {"new_version": labels[server.base_url]})
+        def mark(server: Server) -> None:
+            server.post("/update_weight_version", {"new_version": labels[server.url]})
 
-        def mark_and_look(server: ServerControl) -> None:
+        def mark_and_look(server: Server) -> None:
             mark(server)
             look(server)
 
@@ -334,17 +332,17 @@ class WeightSync:
     def _prove_late(self) -> list[int]:
         """Every process: proves servers that came up late before they are used, or leaves them out."""
 
-        def examine(server: ServerControl) -> None:
+        def examine(server: Server) -> None:
             held = Owner.read(server.weight_version())
             if held is not None and held.run == self.run and held.step != "proof":
-                raise WeightSyncError(f"{server.base_url} leads to a server that this run uses already.")
+                raise WeightSyncError(f"{server.url} leads to a server that this run uses already.")
             dtype = self.source.dtype
             self._examine(server)
             if self.source.dtype != dtype:
                 wider, self.source.dtype = self.source.dtype, dtype
                 raise server.sync_error(f"holds weights in {wider}, not {dtype}.")
 
-        def prove(server: ServerControl) -> None:
+        def prove(server: Server) -> None:
             self._bring(server, None)
             self._compare(server, "" if self.fleet.payload is None else self.fleet.payload.model)
 
@@ -372,7 +370,7 @@ class WeightSync:
 
 # Calls of all servers
 
-_Action = Callable[[ServerControl], None]
+_Action = Callable[[Server], None]
 
 
 class _Report(NamedTuple):
@@ -454,7 +452,7 @@ class _Fleet:
             for number in numbers:
                 server = self._client.servers[number]
                 try:
-                    action(self._source.control(server.url))
+                    action(server)
                     done.append(number)
                 except (RequestFailed, WeightSyncError) as error:
                     server.fault = str(error)
@@ -488,11 +486,10 @@ class _Fleet:
 
     def attempt(self, server: Server, action: _Action) -> RequestFailed | WeightSyncError | None:
         """Does something with a server. One that does not answer, or whose health fails then too, is left out."""
-        control = self._source.control(server.url)
         try:
-            action(control)
+            action(server)
         except (RequestFailed, WeightSyncError) as error:
-            if (isinstance(error, RequestFailed) and error.unreachable) or not control.healthy():
+            if (isinstance(error, RequestFailed) and error.unreachable) or not server.healthy():
                 server.drop(str(error))
             return error
         return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from operator import itemgetter
@@ -25,7 +26,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 from mt_grpo.errors import UserError, WeightSyncError
 from mt_grpo.imports import Registry
 from mt_grpo.rollout.engines.vllm import VLLMServerClient
-from mt_grpo.servers.http import RequestFailed, ServerControl
+from mt_grpo.servers.http import RequestFailed, Server
 from mt_grpo.weights.proof import HALF, with_halved_weights
 
 T = TypeVar("T")
@@ -78,16 +79,12 @@ class _FullParameters(VLLMGeneration):
 class Source:
     """The trainer's weights as they are to be sent, and the servers that they are for."""
 
-    def __init__(
-        self, client: VLLMServerClient, get_model: Callable[[], nn.Module], accelerator: Accelerator, timeout: float
-    ) -> None:
+    def __init__(self, client: VLLMServerClient, get_model: Callable[[], nn.Module], accelerator: Accelerator) -> None:
         self.client, self.get_model, self.accelerator = client, get_model, accelerator
         self.dtype: torch.dtype | None = None
         """The widest dtype of the servers' weights; `None` until it is known."""
         self.changed: set[str] | None = None
         """Names of the weights that are sent halved as a proof; `None` when true weights are sent."""
-        self._timeout = timeout
-        self._parameters: _FullParameters | None = None
 
     @property
     def model(self) -> PreTrainedModel:
@@ -97,15 +94,21 @@ class Source:
     @property
     def parameters(self) -> _FullParameters:
         """What iterates over the weights, in every process to the end."""
-        if self._parameters is None:
-            self._parameters = _FullParameters(self.get_model(), self.accelerator)
-        self._parameters.model = self.get_model()
-        self._parameters.dtype, self._parameters.changed = self.dtype, self.changed
-        return self._parameters
+        parameters = _FullParameters(self.get_model(), self.accelerator)
+        parameters.dtype, parameters.changed = self.dtype, self.changed
+        return parameters
 
-    def control(self, url: str) -> ServerControl:
-        """Calls of one server."""
-        return ServerControl(url, self.client.api_key, self._timeout)
+    @contextlib.contextmanager
+    def walk(self) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
+        """
+        A walk over the weights, in every process. It is finished whatever fails, since it is a collective one and may
+        hold a merged adapter. A tensor may change when the walk continues.
+        """
+        walk = iter(self.parameters)
+        try:
+            yield walk
+        finally:
+            deque(walk, maxlen=0)
 
     def from_main(self, make: Callable[[], T]) -> T:
         """Every process: what the main one makes. If that is refused, every process raises the refusal."""
@@ -170,7 +173,7 @@ class Transport(ABC):
         """Flags and environment variables that the server needs for this transport, from TRL's `ModelConfig`."""
         return [], {}
 
-    def prepare(self, server: ServerControl, config: dict[str, Any]) -> None:  # noqa: B027
+    def prepare(self, server: Server, config: dict[str, Any]) -> None:  # noqa: B027
         """Before the first sync: makes sure that `server`, which has this configuration, can receive weights."""
 
     @abstractmethod
@@ -201,7 +204,7 @@ _VERDICT = "checksum"  # A word in the error of a worker that has other weights;
 class Update:
     """A server that gets weights, its weight version afterwards, and whether it keeps features of media."""
 
-    server: ServerControl
+    server: Server
     label: str
     media: bool
 
@@ -251,7 +254,7 @@ class Update:
             confirm(self.server, checksum)
 
 
-def _end_update(server: ServerControl, version: str | None = None) -> None:
+def _end_update(server: Server, version: str | None = None) -> None:
     """Ends an update. With a version, the server then has it."""
     try:
         server.post("/finish_weight_update", {} if version is None else {"weight_version": version}, final=_INACTIVE)
@@ -260,7 +263,7 @@ def _end_update(server: ServerControl, version: str | None = None) -> None:
             raise
 
 
-def confirm(server: ServerControl, checksum: str, path: Path | None = None) -> None:
+def confirm(server: Server, checksum: str, path: Path | None = None) -> None:
     """Asks every worker of a server whether the file at `path`, or what it loaded last, has a checksum."""
     info = {"checksum": checksum} if path is None else {"checksum": checksum, "path": str(path)}
     try:
@@ -269,5 +272,5 @@ def confirm(server: ServerControl, checksum: str, path: Path | None = None) -> N
         if error.status is None or error.status < 500:
             raise
         raise WeightSyncError(
-            f"The weights did not arrive at the vLLM server at {server.base_url} as they were sent: {error}"
+            f"The weights did not arrive at the vLLM server at {server.url} as they were sent: {error}"
         ) from error

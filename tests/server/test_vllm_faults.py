@@ -29,7 +29,7 @@ from mt_grpo.cli import main
 from mt_grpo.rollout import SamplingParams
 from mt_grpo.rollout.engines.vllm import VLLMServerClient
 from mt_grpo.runlog import read_trajectories
-from mt_grpo.servers.http import ServerControl, find_key
+from mt_grpo.servers.http import Server, find_key
 from mt_grpo.token_tree import TokenTree
 from mt_grpo.training.servers import GUARD
 
@@ -217,7 +217,7 @@ def ask(server, key: str | None, method: str, path: str, body=None, **more: str)
 @pytest.fixture
 def unharmed(undisturbed, server):
     """The server, which is as it was before."""
-    control = ServerControl(server.url)
+    control = Server(server.url)
     yield server
     assert control.get("/is_paused") == {"is_paused": False}
     assert control.get("/weight_info")["weight_version"] != "stolen"
@@ -372,7 +372,7 @@ def test_a_server_left_paused_by_a_killed_run_is_usable(undisturbed, server, pro
     run.process.kill()
     assert run.wait() == -signal.SIGKILL
     assert weight_folders(run.process.pid)
-    assert ServerControl(server.url).get("/is_paused") == {"is_paused": True}
+    assert Server(server.url).get("/is_paused") == {"is_paused": True}
     assert main(options(server.url, tmp_path / "next", "--max_steps", "1")) == 0
     assert sampled(tmp_path / "next", 0) == sampled(undisturbed.folder, 0)
     assert not weight_folders(run.process.pid)

@@ -33,7 +33,7 @@ from mt_grpo.rewards import InformationGain
 from mt_grpo.rollout import SamplingParams, ScriptedEngine
 from mt_grpo.rollout.engines.vllm import VLLMServerClient
 from mt_grpo.runlog import open_run, read_trajectories
-from mt_grpo.servers.http import RequestFailed, ServerControl, find_key
+from mt_grpo.servers.http import RequestFailed, Server, find_key
 from mt_grpo.token_tree import TokenTree
 from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer, token_logps
 from mt_grpo.weights.files import LoraTransport, SafetensorsTransport
@@ -189,7 +189,7 @@ def test_a_server_keeps_no_core_to_itself(tied):
 
 def test_cancelling_a_request_aborts_it_on_the_server(tied):
     client, contexts = tied.client(), tied.prompts(16)
-    control, sampling = ServerControl(tied.server.url), SamplingParams(max_tokens=400, temperature=2.0)
+    control, sampling = Server(tied.server.url), SamplingParams(max_tokens=400, temperature=2.0)
     finished = tied.server.metric("vllm:request_success_total")
     started, returned = 0, 0
 
@@ -275,7 +275,7 @@ def test_after_a_sync_the_server_samples_with_trained_weights(request, synced, n
         train_a_little(served.model)
         sync.sync(step)
     check_samples(served, client, 5)
-    assert ServerControl(served.server.url).get("/weight_info") == {"weight_version": f"{sync.run}:5"}
+    assert Server(served.server.url).get("/weight_info") == {"weight_version": f"{sync.run}:5"}
     train_a_little(served.model)
     with pytest.raises(WeightSyncError, match=r"is -\d+\.\d{4} on the server and -\d+\.\d{4} in the trainer"):
         sync.verify()
@@ -377,7 +377,7 @@ def test_staleness_on_a_server_changes_no_conversation(tied, synced, tmp_path):
 def test_a_failed_update_leaves_the_server_its_old_weights(tied, synced, tmp_path):
     client, sync = synced(tied)
     sync.sync(3)
-    broken, control = tmp_path / "broken.safetensors", ServerControl(tied.server.url)
+    broken, control = tmp_path / "broken.safetensors", Server(tied.server.url)
     broken.write_bytes(b"\x08\x00\x00\x00\x00\x00\x00\x00{broken}")
     for bad in (broken, tmp_path / "missing.safetensors"):
         with pytest.raises(RequestFailed, match="HTTP 500"):
@@ -449,7 +449,7 @@ def test_an_adapter_is_loaded_under_a_name_of_its_own(untied, synced, adapted):
         for parameter in adapted.parameters():
             if parameter.requires_grad:
                 parameter.data.mul_(1.5)
-    served = {entry["id"] for entry in ServerControl(untied.server.url).get("/v1/models")["data"]}
+    served = {entry["id"] for entry in Server(untied.server.url).get("/v1/models")["data"]}
     assert served == {untied.path, "adapter-00000002"}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 
 import pytest
 from support.loopback import ScriptedServer, free_port
@@ -81,6 +82,18 @@ def test_fewer_servers_than_needed_end_the_run(tokenizer, start):
 
     with pytest.raises(ServerGoneError, match=f"none did at {servers[1].url}"):
         play(client, go)
+
+
+def test_servers_that_hang_are_asked_at_the_same_time(tokenizer, start, monkeypatch):
+    """Each takes all the time that an answer may take."""
+    monkeypatch.setattr("mt_grpo.servers.http.CONNECT_TIMEOUT", 1.0)
+    over = threading.Event()
+    hanging = [start(**{"/health": lambda body: (over.wait(60) and 200, "")}) for _ in range(20)]
+    begun = time.monotonic()
+    with pytest.raises(ServerGoneError, match="No vLLM server answered for 0 s"):
+        asyncio.run(client_of(tokenizer, *hanging, server_timeout=0.1).connect())
+    over.set()
+    assert time.monotonic() - begun < 15
 
 
 # as vLLM's own router answers

@@ -142,9 +142,10 @@ Fault = Callable[[str, int, int], str | None]
 class Proxy(Loopback):
     """
     A reverse proxy between a client and a real server. What happens to a request is a function of its path, of the
-    weight updates before it, and of the requests for that path since the latest update: `500`; `garbage`, half of the
-    JSON as if it were all; `cut`, the connection is closed in the middle of the answer; `closed`, without an answer;
-    `dead`, the same to all requests from here on; `hang`, nothing until `go` is set; `None`, the server answers.
+    weight updates before it, and of the requests for that path since the latest update: `500`, or another status;
+    `garbage`, half of the JSON as if it were all; `cut`, the connection is closed in the middle of the answer;
+    `closed`, without an answer; `dead`, the same to all requests from here on; `hang`, nothing until `go` is set;
+    `None`, the server answers.
     """
 
     def __init__(self, upstream: str, fault: Fault = lambda path, updates, number: None) -> None:
@@ -159,7 +160,8 @@ class Proxy(Loopback):
         kind = self._kind(request)
         if kind == "hang":
             self.go.wait()
-        status, answer = 500, b'{"error": {"message": "made to fail"}}'
+        status = int(kind) if kind and kind.isdigit() else 500
+        answer = b"" if status == 204 else b'{"error": {"message": "made to fail"}}'
         if kind in (None, "garbage", "cut", "hang"):
             options = {"content": request.content, "headers": _headers(find_key(self._upstream))}
             options |= {"timeout": 300.0, "verify": False}

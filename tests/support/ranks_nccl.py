@@ -1,4 +1,7 @@
-"""A sync by NCCL, whose wire is scripted, from two processes with sharded weights: `ranks_nccl FOLDER FAILING`."""
+"""
+Syncs by NCCL, whose wire is scripted, from two processes with sharded weights: `ranks_nccl FOLDER`. In the middle of
+the second the server fails.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,7 @@ def take(walk, keep):
     return _take_bucket(logged(walk), keep, 16_000)
 
 
-def run(folder: str, failing: str) -> Accelerator:
+def run(folder: str) -> Accelerator:
     PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU  # accelerate shards on GPUs only
     accelerator = Accelerator(cpu=True)
     weight_transports.is_vllm_available = lambda: True
@@ -54,7 +57,7 @@ def run(folder: str, failing: str) -> Accelerator:
     tokenizer = build_tokenizer()
     url = [None]
     if accelerator.is_main_process:
-        ScriptedGroup.server = Receiver(tokenizer, None if failing == "None" else int(failing))
+        ScriptedGroup.server = Receiver(tokenizer)
         url = [ScriptedGroup.server.http.url]
     broadcast_object_list(url)
     model, mesh = build_model(tokenizer), init_device_mesh("cpu", (accelerator.num_processes,))
@@ -62,13 +65,15 @@ def run(folder: str, failing: str) -> Accelerator:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     sync = WeightSync(weight_transports.NcclTransport, VLLMServerClient(url[0], tokenizer), lambda: model, accelerator)
-    failure = None
-    try:
-        sync.sync(1)
-    except WeightSyncError as error:
-        failure = str(error)
+    sync.sync(1)
     sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
-    report = {"log": LOG, "failure": failure, "sharded": sharded}
+    report = {"log": list(LOG), "failure": None, "sharded": sharded}
+    if accelerator.is_main_process:
+        ScriptedGroup.server.failing = ScriptedGroup.server.updates + 1
+    try:
+        sync.sync(2)
+    except WeightSyncError as error:
+        report["failure"] = str(error)
     (Path(folder) / f"rank{accelerator.process_index}.json").write_text(json.dumps(report))
     accelerator.wait_for_everyone()
     sync.close()

@@ -12,8 +12,16 @@ from peft import LoraConfig, get_peft_model
 from support.replicas import Replica
 
 from mt_grpo.rollout.engines.vllm import VLLMServerClient
+from mt_grpo.servers import http
 from mt_grpo.weights.files import SafetensorsTransport
 from mt_grpo.weights.sync import WeightSync
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """Repeats are not waited for."""
+    monkeypatch.setattr(http, "DELAYS", (0.01, 0.01, 0.01))
+    monkeypatch.setattr(http, "POLL", 0.01)
 
 
 @pytest.fixture

@@ -60,13 +60,6 @@ def test_by_nccl_the_server_is_paused_while_the_weights_travel(receiver, nccl, m
     assert sync.client.weight_version == 3 and step_of(receiver.version) == "3"
 
 
-def test_by_nccl_weights_travel_in_the_type_of_the_server(receiver, nccl, model):
-    receiver.dtype = "torch.bfloat16"
-    nccl(model).sync(0)
-    sent = receiver.http.asked("/update_weights")
-    assert {dtype for body in sent for dtype in body["update_info"]["dtype_names"]} == {"bfloat16"}
-
-
 def test_by_nccl_what_goes_wrong_before_the_update_ends_the_run(receiver, nccl, model):
     """A layer without weights is seen at once; and parameters are gathered only under a pause."""
     receiver.model = build_model(receiver.tokenizer)
@@ -151,12 +144,11 @@ def test_by_nccl_the_key_goes_with_the_first_request(monkeypatch, tmp_path, repl
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("failing", [None, 3])
-def test_all_ranks_gather_a_bucket_before_any_of_it_is_sent(tmp_path, failing):
-    """Sharded weights on two ranks; a failure in the middle ends both."""
+def test_all_ranks_gather_a_bucket_before_any_of_it_is_sent(tmp_path):
+    """Sharded weights on two ranks; a failure in the middle of the next sync ends both."""
     sharded = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
     sharded |= {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_RESHARD_AFTER_FORWARD": "true"}
-    run_processes(["-m", "support.ranks_nccl", str(tmp_path), str(failing)], 2, tmp_path / "log", sharded)
+    run_processes(["-m", "support.ranks_nccl", str(tmp_path)], 2, tmp_path / "log", sharded)
     ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
     assert all(rank["sharded"] for rank in ranks)
     sends = [time for event, time in ranks[0]["log"] if event in ("send", "sent")]
@@ -165,7 +157,7 @@ def test_all_ranks_gather_a_bucket_before_any_of_it_is_sent(tmp_path, failing):
     assert len(pairs) >= 3 and len(gathers) >= 4 * len(pairs)
     assert not [time for time in gathers for begin, end in pairs if begin < time < end]
     (failure,) = {rank["failure"] for rank in ranks}
-    assert failure is None if failing is None else "HTTP 500: CUDA out of memory" in failure
+    assert "HTTP 500: CUDA out of memory" in failure
 
 
 def test_a_bucket_keeps_its_weights_while_the_walk_goes_on():

@@ -31,7 +31,7 @@ from mt_grpo.vllm_plugin.fetch import Fetcher, FetchError, apply, difference
 from mt_grpo.vllm_plugin.guard import FETCH
 from mt_grpo.weights import network
 from mt_grpo.weights.files import SafetensorsTransport
-from mt_grpo.weights.network import DeltaTransport, HttpTransport, _FileOffer
+from mt_grpo.weights.network import DeltaTransport, HttpTransport, _FileOffer, _own_address
 
 UPDATE = ["/sleep", "/start_weight_update", "/update_weights", "/init_weight_transfer_engine"]
 UPDATE += ["/finish_weight_update", "/reset_prefix_cache", "/wake_up"]
@@ -161,6 +161,26 @@ def test_in_doubt_all_weights_are_sent_again(remote, changes, model, monkeypatch
     assert "gets its weights in another way: " in caplog.text
 
 
+@pytest.mark.parametrize(("name", "words"), [("change-", "All weights are sent"), (".nonce", "No space left on")])
+def test_a_full_disk_is_told_of(remote, changes, model, monkeypatch, caplog, name, words):
+    """There is room for two files of all weights, not for what changed beside them."""
+    write = Path.write_bytes
+
+    def full(path, content):
+        if name in path.name:
+            raise OSError(28, "No space left on device", str(path))
+        return write(path, content)
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    if name == ".nonce":
+        with pytest.raises(WeightSyncError, match=words):
+            changes.sync(0)
+        return
+    learn(changes, model, 0, 1)
+    assert words in caplog.text and step_of(remote.version) == "1"
+    assert fetched(remote) == ["weights"] * 3 and changes.fleet.payload.checksum == remote.loaded
+
+
 @pytest.mark.parametrize("size", [2, 131_072, 262_150, 400_001])
 @pytest.mark.parametrize("share", [0.0, 0.02, 0.3])
 @pytest.mark.parametrize("anywhere", [False, True])
@@ -220,6 +240,18 @@ def test_an_offer_has_its_files_for_who_knows_its_secret(offer, tmp_path, path, 
     (tmp_path / ".hidden").touch()
     answer = httpx.get(f"{offer}{path}", headers={"Range": f"bytes={begin}-"})
     assert answer.status_code == status and len(answer.content) == (status == 206)
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
+@pytest.mark.parametrize("host", ["[::1]", "127.0.0.1"])
+def test_servers_of_either_protocol_fetch(tmp_path, monkeypatch, host):
+    (tmp_path / "weights").write_bytes(b"content")
+    monkeypatch.setattr(network, "is_local", lambda host: False)
+    assert _own_address(f"http://{host}:8000") == host
+    offer = _FileOffer(tmp_path, "")
+    fetch._download(f"{offer.url(host)}/weights", tmp_path / "copy", 7)
+    offer.close()
+    assert (tmp_path / "copy").read_bytes() == b"content"
 
 
 def test_a_long_way_is_told_of(offer, tmp_path, monkeypatch, caplog):

@@ -21,7 +21,7 @@ from support.replicas import Remote, step_of
 from mt_grpo.errors import ConfigError, WeightSyncError
 from mt_grpo.rollout import SamplingParams
 from mt_grpo.rollout.engines.vllm import VLLMServerClient
-from mt_grpo.servers.http import DELAYS, ServerControl
+from mt_grpo.servers.http import DELAYS, Server
 from mt_grpo.training import MTGRPOConfig
 from mt_grpo.training.environment import own_engine
 from mt_grpo.weights.files import LoraTransport, SafetensorsTransport
@@ -325,14 +325,14 @@ def test_a_server_is_resumed_though_the_pause_was_interrupted():
         said.append(path)
         raise KeyboardInterrupt
 
-    control = SimpleNamespace(base_url="", post=interrupted, tidy_up=lambda path, **params: said.append(path))
+    control = SimpleNamespace(url="", post=interrupted, tidy_up=lambda path, **params: said.append(path))
     with pytest.raises(KeyboardInterrupt), Update(control, "1", False).paused():
         pass
     assert said == ["/sleep", "/wake_up"]
 
 
 def test_control_calls_send_the_key(replicas):
-    ServerControl(replicas[0].http.url, "secret").post("/pause")
+    Server(replicas[0].http.url, "secret").post("/pause")
     assert replicas[0].http.last_headers["Authorization"] == "Bearer secret"
 
 

@@ -22,12 +22,6 @@ from mt_grpo.training import MTGRPOConfig
 from mt_grpo.training.servers import weight_sync
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    monkeypatch.setattr(http, "DELAYS", (0.01, 0.01, 0.01))
-    monkeypatch.setattr(http, "POLL", 0.01)
-
-
 @pytest.fixture
 def both(replicas, sync_of):
     """A sync to both servers, which both have the first weights."""
@@ -48,13 +42,16 @@ def has(replica, sync, step: str = "1") -> bool:
 # Calls that fail
 
 
-@pytest.mark.parametrize("fault", ["500", "garbage", "cut", "closed"])
+@pytest.mark.parametrize("fault", ["500", "404", "204", "garbage", "cut", "closed"])
 def test_one_bad_answer_of_each_control_call_ends_no_run(replicas, sync_of, fault):
-    """`cut`: the server did what it was asked, and nobody heard that it did."""
-    failed = set()
+    """
+    `cut`: the server did what it was asked, and nobody heard that it did. What says 204 or 404 at the start is no
+    server; later it is a proxy before one that is restarted.
+    """
+    failed, begun = set(), fault not in ("404", "204")
 
     def first(path, updates, number):
-        new = path not in failed
+        new = begun and path not in failed
         failed.add(path)
         return fault if new else None
 
@@ -62,6 +59,7 @@ def test_one_bad_answer_of_each_control_call_ends_no_run(replicas, sync_of, faul
     sync = sync_of(proxy.url, server_timeout=20.0)
     sync.verify_every = 1
     asyncio.run(sync.client.connect(lambda words: None))
+    begun = True
     sync.sync(0)
     failed.clear()
     sync.sync(1)
@@ -71,11 +69,15 @@ def test_one_bad_answer_of_each_control_call_ends_no_run(replicas, sync_of, faul
     proxy.stop()
 
 
-def test_a_lasting_fault_of_a_healthy_server_ends_the_run(replicas, both):
-    replicas[1].refused = "/update_weights"
-    with pytest.raises(WeightSyncError, match=f"{replicas[1].http.url}/update_weights was answered with HTTP 500: no"):
+@pytest.mark.parametrize(("status", "again"), [(500, len(http.DELAYS)), (404, len(http.DELAYS)), (403, 0)])
+def test_a_lasting_fault_of_a_healthy_server_ends_the_run(replicas, both, status, again):
+    """A refusal does not pass: the guard's, or that of a proxy with rules."""
+    script = replicas[1].answer
+    replicas[1].http._script = lambda *asked: (status, "no") if asked[1] == "/update_weights" else script(*asked)
+    words = f"{replicas[1].http.url}/update_weights was answered with HTTP {status}: no"
+    with pytest.raises(WeightSyncError, match=words):
         both.sync(1)
-    assert len(replicas[1].http.asked("/update_weights")) == 2 + 1 + len(http.DELAYS)
+    assert len(replicas[1].http.asked("/update_weights")) == 2 + 1 + again
 
 
 # Engines that die
@@ -96,8 +98,10 @@ CALLS = ["/weight_info", "/sleep", "/start_weight_update", "/update_weights", "/
 CALLS += ["/finish_weight_update", "/reset_prefix_cache", "/wake_up", "/v1/completions"]
 
 
-@pytest.mark.parametrize("path", CALLS)
-@pytest.mark.parametrize("in_flight", [False, True])
+@pytest.mark.parametrize(
+    ("path", "in_flight"),
+    [*((path, False) for path in CALLS), *((path, True) for path in ("/sleep", "/update_weights", "/v1/completions"))],
+)
 def test_an_engine_that_dies_is_left_out_and_taken_back(replicas, sync_of, path, in_flight):
     """Its process goes on to answer, with errors only."""
     sync = sync_of(*replicas, server_timeout=20.0)
@@ -116,20 +120,22 @@ def test_an_engine_that_dies_is_left_out_and_taken_back(replicas, sync_of, path,
 
 
 @pytest.mark.parametrize("path", ["/update_weights", "/finish_weight_update"])
-def test_a_run_waits_for_its_only_engine(replicas, sync_of, path):
-    """It gets the weights once more when it is back."""
+@pytest.mark.parametrize("status", [503, 404])
+def test_a_run_waits_for_its_only_engine(replicas, sync_of, path, status):
+    """It gets the weights once more when it is back. A proxy before it may know of no server meanwhile."""
     looks = []
 
     def answer(method, asked, body):
-        if replicas[0].dead and asked == "/health":
+        if replicas[0].dead and (asked == "/health" or status == 404):
             looks.append(asked)
-            replicas[0].dead = len(looks) < 3 + len(http.DELAYS)
+            replicas[0].dead = looks.count("/health") < 3 + len(http.DELAYS)
             replicas[0].dies_at, replicas[0].active = None, False
-            return 503, {}
+            return status, {}
         return replicas[0].answer(method, asked, body)
 
     replicas[0].http._script = answer
     sync = sync_of(server_timeout=20.0)
+    asyncio.run(sync.client.connect(lambda words: None))
     sync.sync(0)
     replicas[0].dies_at = path
     sync.sync(1)
@@ -243,10 +249,13 @@ def test_a_run_that_ends_gives_its_servers_back(replicas, sync_of):
 
 
 def test_weights_another_run_sends_during_rollouts_are_noticed(replicas, both, run_of_other):
+    """Or those that never arrived, though a proxy said so: nobody can tell which of the two it was."""
     both.check()
-    replicas[1].version = Owner.label(run_of_other, 7)
-    with pytest.raises(WeightSyncError, match="while this run sampled from it"):
-        both.check()
+    for run, step in ((both.run, 3), (run_of_other, 7)):
+        replicas[1].version = Owner.label(run, step)
+        words = f"others .process .*, step {step}.*while this run sampled from it, or a proxy answered a call"
+        with pytest.raises(WeightSyncError, match=words):
+            both.check()
     with pytest.raises(WeightSyncError, match="holds the weights of another run"):
         both.sync(1)
 

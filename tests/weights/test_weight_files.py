@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from support.memory import peak_memory
 
 from mt_grpo.errors import ConfigError
 from mt_grpo.vllm_plugin.fetch import Checksum
-from mt_grpo.weights.files import _WeightFile, make_folder
+from mt_grpo.weights.files import WeightFiles, _WeightFile, make_folder
+from mt_grpo.weights.transport import Source
 
 TENSORS = {
     "odd": torch.arange(3, dtype=torch.bfloat16),
@@ -142,17 +144,26 @@ def test_a_tensor_is_summed_before_the_walk_goes_on(tmp_path, path):
     assert file.fill(path, walk()) == Checksum.of_file(file.path)
 
 
-def test_a_failed_write_leaves_no_file_and_finishes_the_walk(tmp_path, path):
+def test_a_failed_write_leaves_no_file_and_finishes_the_walk(tmp_path):
+    """The first walk tells what there is, and in the second a tensor has another shape."""
     walked = []
 
-    def walk():
-        for name, tensor in TENSORS.items():
-            walked.append(name)
-            yield name, tensor if name != "flags" else torch.zeros(99)
+    class Given(Source):
+        accelerator = SimpleNamespace(is_main_process=True)
+
+        def __init__(self):
+            pass
+
+        @property
+        def parameters(self):
+            again = bool(walked)
+            for name, tensor in TENSORS.items():
+                walked.append(name)
+                yield name, torch.zeros(99) if again and name == "flags" else tensor
 
     with pytest.raises(ValueError, match="size"):
-        file_of(tmp_path).fill(path, walk())
-    assert walked == list(TENSORS) and not path.exists()
+        WeightFiles(Given(), tmp_path).pack(1)
+    assert walked == 2 * list(TENSORS) and [file.name for file in tmp_path.iterdir()] == ["0.partial"]
 
 
 def test_a_full_disk_is_an_error_that_leaves_nothing_behind(tmp_path, monkeypatch):
