@@ -24,6 +24,7 @@ import httpx
 from mt_grpo.envs.env import ConversationEnded
 from mt_grpo.envs.protocols import CallProtocol, NativeProtocol, with_valid_text
 from mt_grpo.errors import ConfigError, EngineError, ServerGoneError, ServerSetupError
+from mt_grpo.rollout.chat_template import TemplateError
 from mt_grpo.rollout.engines import Sample, SamplingParams
 from mt_grpo.rollout.policy import ConversationPolicy
 from mt_grpo.runlog.files import whole
@@ -379,11 +380,13 @@ class EndpointPolicy(ConversationPolicy):
         return message | ({"tool_calls": calls} if calls else {})
 
     def _rendered(self, message: Message) -> list[int]:
-        """The ids with which the run's template writes a message with calls behind those before it."""
-        renderer, before = self.renderer, self.renderer.escaped(list(self._said))
-        start = renderer.shown_text(before)
-        whole = renderer.shown_text([*before, *renderer.escaped([message])], header=False)
-        text = whole.removeprefix(start) if whole.startswith(start) else json.dumps(message["tool_calls"])
+        """The ids with which the run's template writes a message with calls behind those before it, or of its JSON."""
+        renderer, text = self.renderer, json.dumps(message["tool_calls"])
+        with contextlib.suppress(TemplateError):  # it refuses them
+            before = renderer.escaped(list(self._said))
+            start = renderer.shown_text(before)
+            whole = renderer.shown_text([*before, *renderer.escaped([message])], header=False)
+            text = whole.removeprefix(start) if whole.startswith(start) else text
         ids = renderer.encode(text)
         ends = [place for place, token in enumerate(ids) if token in renderer.end_ids]
         return ids[: ends[-1] + 1] if ends else [*ids, renderer.end_id]

@@ -6,6 +6,7 @@ import time
 import pytest
 from support.endpoints import refusal, streamed, whole
 from support.loopback import ScriptedServer
+from support.models import build_tokenizer
 
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.errors import ConfigError, ServerGoneError, ServerSetupError
@@ -22,7 +23,7 @@ def converse(tokenizer, monkeypatch):
     """Runs conversations with an endpoint; returns them and the engine."""
     monkeypatch.setattr(module.random, "uniform", lambda low, high: 0.01)
 
-    def run(server, number=1, protocol="learnt_tags", **limits):
+    def run(server, number=1, protocol="learnt_tags", tokenizer=tokenizer, **limits):
         engine = ChatEndpoint(f"{server.url}/v1", None, tokenizer)
         env = MultiTurnToolEnv(["calculator"], protocol=protocol, max_steps=3)
         runner = RolloutRunner(env, engine, RolloutLimits(**limits))
@@ -68,6 +69,16 @@ def test_native_calls_are_read_and_answered(endpoint, converse):
     assert last["tools"][0]["function"]["name"] == "calculator"
     assert last["messages"][-1]["tool_call_id"] == "c7"
     assert last["messages"][-2]["tool_calls"][0]["function"]["arguments"] == '{"expression": "1+1"}'
+
+
+def test_calls_that_the_template_refuses_end_one_conversation(endpoint, converse):
+    tokenizer = build_tokenizer()
+    refuses = "{% for m in messages if 'calculator' in m.tool_calls | string %}{{ raise_exception('no') }}{% endfor %}"
+    tokenizer.chat_template = refuses + tokenizer.chat_template
+    call = {"id": "c", "function": {"name": "calculator", "arguments": '{"expression": "1+1"}'}}
+    server = endpoint(lambda number, body: whole({"content": "", "tool_calls": [call]} if number < 1 else "It is 2."))
+    told, _ = converse(server, 2, "native", tokenizer)
+    assert sorted(each.stop_reason for each in told) == ["answered", "env_error"]
 
 
 def test_failures_that_may_pass_are_asked_again(endpoint, converse):
