@@ -350,6 +350,7 @@ def test_a_step_is_divided_among_what_its_conversations_did(queries):
     ("question", "asked", "words"),
     [
         ("secrets", {}, "nothing at 'secrets'"),
+        *[("find", {"sort": name}, f"not sorted by {name}:") for name in ("star", "tool", "advantage")],
         ("group", {"step": "x", "k": "0", "group": "0"}, "`step` is a whole number of up to 15 digits; 'x' is none"),
         ("group", {"step": "77", "k": "0", "group": "0"}, "no group 0 of step 77"),
         ("groups", {"step": "77"}, "There is no step 77"),
