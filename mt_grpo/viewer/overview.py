@@ -5,6 +5,7 @@ conversations. Apart from `queries`, which knows the open run; here are function
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -299,7 +300,7 @@ def status(state: Row | None, seconds: float | None, folder: Path) -> Row:
 def configured(folder: Path) -> Row:
     """What `config.yaml` says of a run that has no index yet, as fields of the index's line of kind `run`."""
     try:
-        options = yaml.safe_load(files.read(folder, CONFIG) or b"")
+        options = json.loads(files.to_json(yaml.safe_load(files.read(folder, CONFIG) or b"")))  # may hold itself
     except (yaml.YAMLError, ValueError, RecursionError):  # the page shows its text
         return {}
     found = {name: options.get(option) for name, option in _NAMED.items()} if isinstance(options, dict) else {}

@@ -147,7 +147,10 @@ def test_a_young_run_answers_all_that_is_known(tmp_path):
     assert queries.answer("run", {})["conversations"] == 24 and queries.answer("overview", {})["step"] == [0]
 
 
-@pytest.mark.parametrize("config", ["- a list", "a: [", "[" * 20_000, "!!python/object:os.system x", "x: 1\n\0"])
+ODD = ["- a list", "a: [", "[" * 20_000, "!!python/object:os.system x", "x: 1\n\0", "model_name_or_path: &a {b: *a}"]
+
+
+@pytest.mark.parametrize("config", ODD)
 def test_a_failed_run_tells_its_error_and_any_config(tmp_path, config):
     queries = queries_of(write_begun(tmp_path / "run", "no reward for row 3", config))
     view, first = queries.answer("panel", {}), queries.answer("overview", {})["findings"][0]
