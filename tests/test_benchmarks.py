@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import json
 import os
@@ -115,34 +114,6 @@ def test_a_cache_reuses_the_longest_prefix_in_whole_blocks(bench, block):
         assert prefixes.match(tokens) == shared
         prefixes.add(tokens)
         seen.append(tokens)
-
-
-class Wire:
-    def __init__(self) -> None:
-        self.written: list[bytes] = []
-        self.write, self.is_closing = self.written.append, lambda: False
-
-
-POST = b"POST /v1/completions HTTP/1.1\r\nContent-Length: 4\r\n\r\nbody"
-
-
-@pytest.mark.parametrize("size", [1, 7, len(POST) - 4, 1000])
-def test_requests_are_read_however_they_are_cut(bench, size):
-    """By the server behind the benchmarks of a client."""
-
-    async def go() -> list[bytes]:
-        wire, subject = Wire(), bench.upstream.Upstream(b"{}", 0.0, 0.0, random.Random(0))
-        subject.connection_made(wire)
-        for request in (b"GET /metrics HTTP/1.1\r\nHost: here\r\n\r\n", POST, POST):
-            for start in range(0, len(request), size):
-                subject.data_received(request[start : start + size])
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
-        return wire.written
-
-    first, *others = asyncio.run(go())
-    assert first.startswith(b"HTTP/1.1 404")
-    assert others == [b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"] * 2
 
 
 # Results

@@ -338,23 +338,20 @@ def _as_template_takes(message: Row) -> Row:
     """A message with text for a content that is null, and calls whose arguments are objects."""
     taken = {name: value for name, value in message.items() if value is not None}
     taken.setdefault("content", "")
-    if taken.get("tool_calls"):
-        taken["tool_calls"] = [_with_object(call) for call in taken["tool_calls"]]
-    else:
-        taken.pop("tool_calls", None)
+    calls = taken.pop("tool_calls", None)
+    if isinstance(calls, list) and calls:
+        taken["tool_calls"] = [_with_object(call) for call in calls if isinstance(call, dict)]
     return taken
 
 
-def _with_object(call: object) -> Any:
-    if not isinstance(call, dict):
-        return call
+def _with_object(call: Row) -> Row:
     function = call["function"] if isinstance(call.get("function"), dict) else call
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
             read = json.loads(arguments)
         except (ValueError, RecursionError):
-            return call
+            read = None
         function = {**function, "arguments": read} if isinstance(read, dict) else function
     return {"type": "function", **call, "function": function} if function is not call.get("function") else call
 
@@ -403,7 +400,7 @@ def spans_of(row: Row, record: Row, model: str | None) -> list[_Span]:
     about = {
         **session,
         "input.value": row["prompt"],
-        "output.value": record["answer"],
+        "output.value": record.get("answer"),
         "metadata": to_json({**known, "stop_reason": row["stop"], "row": record["row"]}),
     }
     spans = [_Span.of("conversation", "AGENT", begin, record["seconds"], record["error"], about)]
@@ -415,7 +412,7 @@ def spans_of(row: Row, record: Row, model: str | None) -> list[_Span]:
         start = begin if turn["start"] is None else turn["start"]
         metadata = {
             "advantage": known["advantages"] and known["advantages"][index],
-            "reward": turn["reward"],
+            "reward": turn.get("reward"),
             "fork_cause": turn.get("fork_cause"),
         }
         about = {
@@ -440,7 +437,7 @@ def spans_of(row: Row, record: Row, model: str | None) -> list[_Span]:
                 "tool.parameters": to_json(call["arguments"]),
                 "input.value": to_json(call["arguments"]),
                 "input.mime_type": "application/json",
-                "output.value": call["result"],
+                "output.value": call.get("result"),
             }
             start = end if call["start"] is None else call["start"]
             spans.append(_Span.of(call["name"], "TOOL", start, call["seconds"], call["error"], about))

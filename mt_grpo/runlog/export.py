@@ -252,7 +252,7 @@ def _example(run: Run, row: Row, record: Row, said: Said, place: int, of: int) -
         "prompt": _objects(said.messages[: said.prompt]),
         "completion": _objects(said.messages[said.prompt :]),
         "tools": _objects(said.tools) if said.tools else None,
-        "answer": None if record["answer"] is None else whole(str(record["answer"])),
+        "answer": None if record.get("answer") is None else whole(str(record["answer"])),
         "error": record["error"] and whole(record["error"]),
         "row": whole(to_json(record["row"])),
     }

@@ -157,9 +157,7 @@ class Columns:
         """Sorts rows by a column, rows without a value last, and equal ones as they were written."""
         name = self.resolve(name)
         if name in (TOOL, *_NOTES, *_PER_TURN):
-            raise FilterError(
-                f"The table is not sorted by {name}: choose a column with one value per row."
-            )
+            raise FilterError(f"The table is not sorted by {name}: choose a column with one value per row.")
         values = self.texts(name)[places].astype(float) if name in _TEXTS else self.numbers(name)[places]
         return places[np.argsort(-values if descending else values, kind="stable")]
 

@@ -160,7 +160,7 @@ def _label(turn: Row, last: bool) -> str:
         return given[:_LABEL]
     if turn["error"] is not None:
         return "malformed"
-    return "answer" if last or turn["answer"] is not None else "message"
+    return "answer" if last or turn.get("answer") is not None else "message"
 
 
 def _reply(turn: Row, after: Row | None) -> Row | None:

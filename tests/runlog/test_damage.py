@@ -84,7 +84,9 @@ def everything(folder: Path, output: Path | None = None) -> list[Any]:
     for column in (run.trajectories, run.texts):
         take(lambda column=column: list(column()))
     take(lambda: [run.column(name).tolist() for name in ("reward", "row")])
-    for form in ("jsonl", "openinference", "messages", "dataset", "tokens", "preferences") if output else ():
+    for form in (
+        ("jsonl", "openinference", "messages", "sharegpt", "dataset", "tokens", "preferences") if output else ()
+    ):
         take(exported, form)
     return found
 
@@ -103,12 +105,16 @@ def instead(place: str, make: Damage) -> Damage:
     return lambda folder: ((folder / place).unlink(), make(folder / place))
 
 
+def other(whole: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    """With other values in some fields; `...` for none."""
+    return {name: value for name, value in (whole | fields).items() if value is not ...}
+
+
 def line(kind: str, **fields: Any) -> Damage:
-    """Other values in the lines of a kind, each with the checksum that belongs to it; `...` for none."""
+    """Other values in the lines of a kind, each with the checksum that belongs to it."""
 
     def changed(each: dict[str, Any]) -> dict[str, Any]:
-        each = each | fields if each["kind"] == kind else each
-        return {name: value for name, value in each.items() if value is not ... and name != "crc"}
+        return other(each, **(fields if each["kind"] == kind else {}), crc=...)
 
     return edit(INDEX, lambda text: b"".join(written(changed(json.loads(each))) for each in text.splitlines()))
 
@@ -146,7 +152,7 @@ def replaced(found: pa.Table, name: str, values: pa.Array) -> pa.Table:
 
 def record(name: str, value: Any) -> Damage:
     def change(found: pa.Table) -> pa.Table:
-        texts = [json.dumps(json.loads(text) | {name: value}) for text in found["record"].to_pylist()]
+        texts = [json.dumps(other(json.loads(text), **{name: value})) for text in found["record"].to_pylist()]
         return replaced(found, "record", pa.array(texts))
 
     return table(change)
@@ -157,7 +163,7 @@ def turns(**fields: Any) -> Damage:
 
     def changed(text: str) -> str:
         whole = json.loads(text)
-        return json.dumps(whole | {"turns": [turn | fields for turn in whole["turns"]]})
+        return json.dumps(whole | {"turns": [other(turn, **fields) for turn in whole["turns"]]})
 
     return table(lambda found: replaced(found, "record", pa.array(map(changed, found["record"].to_pylist()))))
 
@@ -234,8 +240,12 @@ RECORDS = [
     ("prompt", [{"role": "user", "content": 7}]),
     *[("rewards", {"turn": {"tool_execution": value}}) for value in (0.5, [], ["x"])],
     *[("rewards", value) for value in ({"outcome": {"exact_match": "x"}}, {"other": 1.0})],
+    *[("answer", ...), ("stop_reason", ...)],
 ]
-MASKS = [[], [1], [1] * 999, [2] * 999, ["x"], 7]
+CALLS = [7, {}, [7], [{"function": 7, "arguments": "{"}]]
+TURNS = [("mask", value) for value in ([], [1], [1] * 999, [2] * 999, ["x"], 7)]
+TURNS += [("message", {"role": "assistant", "content": "x", "tool_calls": calls}) for calls in CALLS]
+TURNS += [("reward", ...), ("answer", ...), ("error", ...)]
 DAMAGES: dict[str, Damage] = {
     "index cut": edit(INDEX, lambda content: content[: len(content) // 2]),
     "index of another process a pipe": lambda folder: os.mkfifo(folder / "rollouts/index.rank1.jsonl"),
@@ -270,8 +280,8 @@ for _name, _value in COLUMNS:
     add(f"column {_name}", _value, column(_name, _value))
 for _value in PARTS:
     add("parts", _value, column("parts", _value, CREDIT))
-for _value in MASKS:
-    add("mask", _value, turns(mask=_value))
+for _name, _value in TURNS:
+    add(f"turn {_name}", _value, turns(**{_name: _value}))
 for _name, _value in RECORDS:
     add(f"record {_name}", _value, record(_name, _value))
 

@@ -133,7 +133,6 @@ def test_an_index_that_another_writes_is_written_later(tmp_path, run):
     assert index.read == len(run.rows) == len(SearchIndex(run, tmp_path / "words.sqlite")._documents)
 
 
-@pytest.mark.own_process
 @pytest.mark.parametrize("room", [0, 50_000])
 def test_a_full_disk_keeps_no_index_and_searches_all_the_same(tmp_path, run, room):
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))
