@@ -76,7 +76,7 @@ def build_recipe(request: Request) -> Recipe:
         if option.startswith("--"):
             refuse_unknown(option, f"The option {option!r}", parser._option_string_actions)
     parser.set_defaults_with_config(**request.recipe)
-    with libraries_may_refuse("The options do not fit together"):
+    with libraries_may_refuse("The options do not fit together", TypeError, AttributeError, OverflowError):
         script, training, model = parser.parse_args_into_dataclasses(request.arguments)
     script.column_mapping = _columns(script.column_mapping)
     script.eval_datasets = parse_eval_datasets(script.eval_datasets)
