@@ -75,6 +75,8 @@ _OF_HELD_OUT = ("dataset_test_split", "eval_datasets")
 _SET = "eval_dataset"  # the column that says of which of several `eval_datasets` a row is
 _MOST_VALUES = 30  # values of a column by which results are split
 _MILLION = 1e6
+USAGE = "{requests} requests, {prompt:,} tokens in ({cached:,} cached), {completion:,} out"
+"""What an endpoint was asked, in words."""
 
 
 class SampledModel:
@@ -524,8 +526,7 @@ def _show(line: Row, console: Console) -> None:
     add("ended by", [", ".join(f"{name} {number}" for name, number in each.items()) for each in stops])
     add("failed", [each["failed"] or None for each in models.values()])
     usages = [each["usage"] for each in models.values()]
-    says = "{requests} requests, {prompt:,} tokens in ({cached:,} cached), {completion:,} out"
-    add("endpoint", [each and says.format(**each) for each in usages])
+    add("endpoint", [each and USAGE.format(**each) for each in usages])
     add("cost", [None if each["cost"] is None else f"{each['cost']:.4f}" for each in models.values()])
     console.print(table)
     plain: dict[str, Any] = {"highlight": False, "markup": False}

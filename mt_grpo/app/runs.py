@@ -317,7 +317,8 @@ def compare(arguments: list[str]) -> int:
         }
         print(json.dumps(found, indent=1, default=str))
         return 0
-    names = _names(folders)
+    last = [Path(folder).resolve().name for folder in folders]
+    names = last if len(set(last)) == len(last) else folders
     print("Options that differ" if differing else "No option differs.")
     if differing:
         _print_table([("", *names), *((f"  {name}", *map(_short, values)) for name, values in differing.items())])
@@ -361,12 +362,6 @@ def _options(folder: Path) -> Row:
     return options
 
 
-def _names(folders: list[str]) -> list[str]:
-    """The last parts of the folders' names, or all of them where these are the same."""
-    last = [Path(folder).resolve().name for folder in folders]
-    return last if len(set(last)) == len(last) else folders
-
-
 Paired = tuple[list[float], list[Estimate]]
 """The mean of each run, and the difference of each run after the first from it."""
 
@@ -405,17 +400,16 @@ def _of_steps(folders: list[str]) -> tuple[dict[str, Paired], list[int]]:
     sides = [{row["step"]: row for row in Run.metrics_of(Path(folder)) if "loss" in row} for folder in folders]
     steps = sorted(set(sides[0]).intersection(*sides[1:]))
     steps = steps[-max(20, len(steps) // 3) :]
-    names = dict.fromkeys(name for side in sides for row in side.values() for name, _ in _numbers(row))
+    every = (
+        item for side in sides for row in side.values() for item in row.items() if item[0] not in ("step", "epoch")
+    )
+    names = dict.fromkeys(
+        name for name, value in every if isinstance(value, int | float) and not isinstance(value, bool)
+    )
     values = {
         name: [np.array([side[step].get(name, np.nan) for step in steps], float) for side in sides] for name in names
     }
     return (_paired(values, over_steps) if steps else {}), steps
-
-
-def _numbers(row: Row) -> Iterator[tuple[str, float]]:
-    for name, value in row.items():
-        if name not in ("step", "epoch") and isinstance(value, int | float) and not isinstance(value, bool):
-            yield name, value
 
 
 def _as_json(found: Mapping[str, Paired]) -> Row:

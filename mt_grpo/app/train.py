@@ -5,6 +5,7 @@ agent's measures before and after, a curve, the files, and commands to go on wit
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import re
@@ -397,8 +398,8 @@ class _RunProgress(TrainerCallback):
         self._step_log = trainer.step_log
         self._begun = time.monotonic()
         self._first_step = 0
-        self._trainer = trainer
-        self._silence = Silence(self._say_how_far)
+        tell = functools.partial(console.print, highlight=False, markup=False)
+        self._silence = Silence(lambda: tell(trainer.describe_progress()))
         self._doing = ExitStack()
 
     def begin(self) -> None:
@@ -465,9 +466,6 @@ class _RunProgress(TrainerCallback):
         line = "  ".join([f"{prefix}step {state.global_step:>{width}}/{state.max_steps}", *words, *filter(None, left)])
         self._console.print(line, highlight=False, markup=False)
         self._silence.broken()
-
-    def _say_how_far(self) -> None:
-        self._console.print(self._trainer.describe_progress(), highlight=False, markup=False)
 
     def _left(self, state: TrainerState) -> str:
         """The time that the remaining steps take, at the pace of the steps that this process did."""

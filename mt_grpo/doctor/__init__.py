@@ -24,13 +24,17 @@ class GPU(NamedTuple):
     def named(cls, name: str) -> GPU:
         """The GPU of a name, however it is written: `rtx4090`, `NVIDIA H100 80GB HBM3`."""
         found = cls.find(name)
-        if found is None:
-            names = [gpu.name for gpu in _GPUS]
-            raise ConfigError(
-                f"The GPU {name!r} is unknown{_nearest(name)}: give one of {', '.join(names)}, or its memory, "
-                "as `--gpu_memory 48`."
-            )
-        return found
+        if found is not None:
+            return found
+        # those of whose number and the given one either begins with the other, else the nearest in spelling
+        models = {gpu.name: gpu.name.lower().removeprefix("rtx-").partition("-")[0] for gpu in _GPUS}
+        words = [word for word in _words(name) if len(word) > 1]
+        near = [one for one, model in models.items() if any(w.startswith(model) or model.startswith(w) for w in words)]
+        nearest = f"; the nearest is {' or '.join(map(repr, near))}" if near else did_you_mean(name.upper(), models)
+        raise ConfigError(
+            f"The GPU {name!r} is unknown{nearest}: give one of {', '.join(models)}, or its memory, as `--gpu_memory "
+            "48`."
+        )
 
     @staticmethod
     def find(name: str) -> GPU | None:
@@ -56,14 +60,6 @@ _GPUS = (
     GPU("RTX-5090", 32, 209, 1.79),
     GPU("MI300X", 192, 1307, 5.3),
 )
-
-
-def _nearest(name: str) -> str:
-    """A clause with those of whose number and the given one either begins with the other, else nearest in spelling."""
-    models = {gpu.name: gpu.name.lower().removeprefix("rtx-").partition("-")[0] for gpu in _GPUS}
-    given = [word for word in _words(name) if len(word) > 1]
-    near = [one for one, model in models.items() if any(w.startswith(model) or model.startswith(w) for w in given)]
-    return f"; the nearest is {' or '.join(map(repr, near))}" if near else did_you_mean(name.upper(), models)
 
 
 def _words(name: str) -> set[str]:

@@ -84,9 +84,10 @@ def _examine(facts: RunFacts, checks: Mapping[str, Check]) -> Iterator[_Finding]
     """Runs checks: a `UserError` is a `fail`, `NotKnown` a `warn`; one that stops several is told once."""
     told: set[str] = set()
     left_out = []
+    states_more = facts.states_gpu and not facts.args.use_cpu and torch.cuda.device_count() < facts.processes
 
     def finding(name: str, status: str, what: str, mend: str = "") -> _Finding:
-        if status == FAIL and name in _OF_THIS_MACHINE and facts.elsewhere:
+        if status == FAIL and name in _OF_THIS_MACHINE and states_more:
             return _Finding(name, WARN, f"here, which is not the machine of the run: {what}", mend)
         return _Finding(name, status, what, mend)
 

@@ -30,6 +30,7 @@ from mt_grpo.doctor.memory import (
     COPIES,
     EIGHT_BIT,
     GB,
+    SERVER_SHARE,
     SHARING,
     USUAL,
     Load,
@@ -137,12 +138,6 @@ class RunFacts:
     def states_gpu(self) -> bool:
         """Whether the GPUs are stated, and need not be here."""
         return self.own["gpu"] is not None or self.own["gpu_memory"] is not None
-
-    @property
-    def elsewhere(self) -> bool:
-        """Whether the run is for another machine: more GPUs are stated than this one has."""
-        stated = self.states_gpu and not self.args.use_cpu
-        return stated and torch.cuda.device_count() < self.processes
 
     @_fact
     def memory(self) -> float:
@@ -366,6 +361,11 @@ class RunFacts:
     def colocated(self) -> bool:
         """Whether the servers run on the GPUs that train."""
         return colocates(self.args)
+
+    @property
+    def server_share(self) -> float:
+        """The share of a GPU's memory that a server plans with."""
+        return float(self.args.vllm_gpu_memory_utilization) if self.colocated else SERVER_SHARE
 
     @property
     def training_memory(self) -> float:

@@ -16,7 +16,7 @@ from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 from trl import ModelConfig, get_peft_config
 
 from mt_grpo.doctor.context import FAIL, OK, WARN, Check, Lines, RunFacts
-from mt_grpo.doctor.memory import COPIES, FSDP2, GB, RESERVE, SERVER_SHARE, SPARE, Load, Shape, Sharding, four_bit
+from mt_grpo.doctor.memory import COPIES, FSDP2, GB, RESERVE, SPARE, Load, Shape, Sharding, four_bit
 from mt_grpo.doctor.step_time import step
 from mt_grpo.errors import ConfigError
 from mt_grpo.options.rules import check_batches
@@ -81,7 +81,7 @@ def _serving(facts: RunFacts) -> Lines:
         yield OK, f"{shape.kv_bytes(size):,} bytes a token on the CPU: `VLLM_CPU_KVCACHE_SPACE` bounds the GB", ""
         facts.plan["server"] = {"bytes of a token": shape.kv_bytes(size)}
         return
-    tokens = shape.server_tokens(facts.memory, size, gpus, _server_share(facts))
+    tokens = shape.server_tokens(facts.memory, size, gpus, facts.server_share)
     urls = len(facts.urls)
     held, wanted = urls * tokens // facts.longest, facts.under_way
     facts.plan["server"] = {"bytes of a token": shape.kv_bytes(size), "tokens": tokens, "conversations": held}
@@ -103,17 +103,12 @@ def _serving(facts: RunFacts) -> Lines:
         yield from _sharing(facts)
 
 
-def _server_share(facts: RunFacts) -> float:
-    """The share of a GPU's memory that a server plans with."""
-    return float(facts.args.vllm_gpu_memory_utilization) if facts.colocated else SERVER_SHARE
-
-
 def _sharing(facts: RunFacts) -> Lines:
     """Whether a server that is awake fits beside what a trainer keeps while it samples."""
     load = facts.load
     ways = {sharding.name: load.parts(sharding)["states"] for sharding in facts.candidates()}
     name, kept = min(ways.items(), key=lambda item: item[1])
-    server = _server_share(facts) * facts.memory
+    server = facts.server_share * facts.memory
     needed, room = kept + RESERVE + server, facts.memory
     facts.plan["sampling"] = {"states": kept, "server": server, "available": room}
     what = (
@@ -131,7 +126,7 @@ def _sharing(facts: RunFacts) -> Lines:
 def _more_room(facts: RunFacts, gpus: int, tokens: int) -> str:
     """What gives a server room for one conversation."""
     for more in (2, 4, 8):
-        held = facts.shape.server_tokens(facts.memory, facts.served_size, more, _server_share(facts))
+        held = facts.shape.server_tokens(facts.memory, facts.served_size, more, facts.server_share)
         if more > gpus and held >= facts.longest:
             shorter = f", or conversations of {tokens} tokens at most" if tokens > facts.prompt else ""
             return f"spread the server over more GPUs (`vllm_tensor_parallel_size: {more}`){shorter}"

@@ -15,7 +15,7 @@ import torch
 
 from mt_grpo.doctor import GPU
 from mt_grpo.doctor.context import OK, WARN, Lines, NotKnown, RunFacts
-from mt_grpo.doctor.memory import MOST_ROWS, SERVER_SHARE, Shape
+from mt_grpo.doctor.memory import MOST_ROWS, Shape
 from mt_grpo.errors import ConfigError
 from mt_grpo.options.rules import check_batches
 from mt_grpo.runlog import Run
@@ -160,8 +160,8 @@ def _estimate(facts: RunFacts, lengths: _Lengths, speed: _Speed, ranks: int, ser
         size, gpus = facts.served_size, args.vllm_tensor_parallel_size
         at_once = facts.under_way / servers
         if facts.on_gpu:
-            share = facts.args.vllm_gpu_memory_utilization if facts.colocated else SERVER_SHARE
-            at_once = min(at_once, shape.server_tokens(facts.memory, size, gpus, share) / lengths.unique)
+            held = shape.server_tokens(facts.memory, size, gpus, facts.server_share)
+            at_once = min(at_once, held / lengths.unique)
         sampling = _server_seconds(shape, speed, lengths, facts.batch / servers, at_once, size, gpus)
     else:
         turns = (_REPLIES if args.max_env_steps is None else args.max_env_steps) + 1

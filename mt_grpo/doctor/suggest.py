@@ -152,14 +152,8 @@ _OF_DATA = {"embedded": "quickstart.yaml", "gsm8k": "Qwen/gsm8k.yaml", "triviaqa
 """Recipes that have an agent and rewards for data that the package knows."""
 _AGENT = (
     *("dataset_train_split", "dataset_test_split", "system_prompt", "tools", "call_protocol", "max_env_steps"),
-    *(
-        "tool_timeout",
-        "rollout_timeout",
-        "turn_reward_funcs",
-        "outcome_reward_funcs",
-        "do_eval",
-        "num_generations_eval",
-    ),
+    *("tool_timeout", "rollout_timeout", "turn_reward_funcs", "outcome_reward_funcs", "do_eval"),
+    "num_generations_eval",
 )
 _OF_TAGS = ("format_reward_func", "xml_reward_func")
 _ROWS = (16, 8, 4, 2, 1)
@@ -218,7 +212,7 @@ def _fitting(request: Request) -> tuple[dict[str, Any], str]:
         given = request.values.get("max_completion_length")
         room = max(1, facts.context - facts.prompt)
         for length in [given] if given else dict.fromkeys(min(length, room) for length in lengths):
-            longest = min(facts.context, _rounded(facts.prompt + length))
+            longest = min(facts.context, math.ceil((facts.prompt + length) / _ROUND) * _ROUND)
             stated = request.values.get("per_device_train_batch_size")
             for rows in [stated] if stated else _ROWS:
                 load = replace(facts.load, rows=rows, completion=length, context=longest)
@@ -326,7 +320,3 @@ def _whole(
         "report_to": "none",
     }
     return {**options, **given}
-
-
-def _rounded(tokens: int) -> int:
-    return math.ceil(tokens / _ROUND) * _ROUND
