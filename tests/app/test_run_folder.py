@@ -9,15 +9,15 @@ import json
 import math
 import os
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
 from datasets import IterableDataset
 from safetensors.torch import load_file
 from support.app_fixtures import SAVE
+from support.forked import Forked
 from support.trainers import Letters
+from support.waiting import until
 
 from mt_grpo.errors import ConfigError
 from mt_grpo.rewards import OutcomeReward
@@ -88,16 +88,16 @@ def test_a_checkpoint_without_batch_sizes_resumes_with_a_warning(build, tmp_path
     assert trainer.state.global_step == 2 and "does not say with which batch sizes" in caplog.text
 
 
-@pytest.mark.parametrize("max_steps", [2, 1])
-def test_a_finished_run_takes_no_further_step(build, tmp_path, caplog, max_steps):
+def test_a_finished_run_takes_no_further_step(build, tmp_path, caplog):
     whole = build(None, rewards=((), (Letters(),)), save_strategy="steps", save_steps=1)
     whole.train()
-    resumed = build(None, rewards=((), (Letters(),)), max_steps=max_steps)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert resumed.state.global_step == 2 and steps(tmp_path) == [1, 2]
-    # what is saved or measured after that is the trained model
-    assert all(map(torch.equal, whole.model.parameters(), resumed.model.parameters()))
-    assert f"is at step 2 of {max_steps}, and takes no further step" in caplog.text
+    for max_steps in (2, 1):
+        resumed = build(None, rewards=((), (Letters(),)), max_steps=max_steps)
+        resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+        assert resumed.state.global_step == 2 and steps(tmp_path) == [1, 2]
+        # what is saved or measured after that is the trained model
+        assert all(map(torch.equal, whole.model.parameters(), resumed.model.parameters()))
+        assert f"is at step 2 of {max_steps}, and takes no further step" in caplog.text
 
 
 # Another run's folder
@@ -287,12 +287,12 @@ def test_a_spoiled_run_ends_with_one_sentence_and_no_model(recipe, monkeypatch, 
 # The lock
 
 HOLDS = """
-import sys
+import sys, time
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.preflight import locked
 with locked(MTGRPOConfig(sys.argv[1], use_cpu=True, bf16=False), "a/model"):
     print("held", flush=True)
-    sys.stdin.read()
+    time.sleep(600)
 """
 
 
@@ -302,15 +302,24 @@ def args(tmp_path):
 
 
 @pytest.fixture
-def holder(args):
-    command = [sys.executable, "-c", HOLDS, args.output_dir]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout.readline() == "held\n"
-        yield process
-        process.kill()
+def hold(args, tmp_path):
+    """Starts a process that trains in the folder for ever, or ends since it is kept out; and its log."""
+
+    started, log = [], tmp_path / "log"
+    (tmp_path / "holds.py").write_text(HOLDS)
+
+    def start():
+        started.append(holder := Forked([str(tmp_path / "holds.py"), args.output_dir], log))
+        until(lambda: "held" in log.read_text() or holder.poll() is not None, seen=log.read_text)
+        return holder, log.read_text()
+
+    yield start
+    for holder in started:
+        holder.kill()
 
 
-def test_a_run_is_kept_out_until_the_one_that_trains_is_killed(build, args, holder):
+def test_a_run_is_kept_out_until_the_one_that_trains_is_killed(build, args, hold):
+    holder, _ = hold()
     trainer, said = build(output_dir=args.output_dir), f"is in use: process {holder.pid} on "
     for overwrites in (False, True):
         args.overwrite_output_dir = overwrites
@@ -331,12 +340,10 @@ def test_a_run_is_kept_out_until_the_one_that_trains_is_killed(build, args, hold
     assert LOCK not in os.listdir(args.output_dir)
 
 
-def test_a_block_within_another_keeps_the_lock_to_its_end(args):
+def test_a_block_within_another_keeps_the_lock_to_its_end(args, hold):
     with locked(args, "a/model"):
         assert os.path.exists(os.path.join(args.output_dir, LOCK))
         with locked(args):
             check_folder(args, "a/model")
-        command = [sys.executable, "-c", HOLDS, args.output_dir]
-        second = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
-        assert f"is in use: process {os.getpid()} on " in second.stderr
+        assert f"is in use: process {os.getpid()} on " in hold()[1]
     assert not os.listdir(args.output_dir)

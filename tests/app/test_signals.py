@@ -88,7 +88,6 @@ def test_a_signal_in_a_destructor_is_not_lost(launched):
     assert (ended.stderr, ended.returncode) == ("mt-grpo: ended by SIGTERM.\n", 143)
 
 
-@pytest.mark.own_process
 @pytest.mark.parametrize(
     ("raised", "status", "said"),
     [(signal.SIGQUIT, 131, "ended by SIGQUIT"), ("by a reward", 130, "interrupted by Ctrl-C")],
