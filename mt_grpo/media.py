@@ -7,7 +7,6 @@ image of Pillow's, `{"type": "video", "video": [...]}` the list of a video's fra
 from __future__ import annotations
 
 import copyreg
-import hashlib
 import io
 import os
 import struct
@@ -20,7 +19,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 from mt_grpo import sounds
-from mt_grpo.sounds import IN_CONVERSATION, IN_MESSAGE, MediumError, Sound, file_name, file_of
+from mt_grpo.sounds import IN_CONVERSATION, IN_MESSAGE, MediumError, Sound, digest_of, file_name, file_of
 
 if TYPE_CHECKING:
     from PIL.Image import Image as Picture
@@ -279,7 +278,7 @@ class _Opened:
         key = id(image)
         self.image = weakref.ref(image, lambda _: _opened.pop(key, None))
         self.file = file
-        self.digest = _pixel_digest(image) if file is None else _digest(file)
+        self.digest = _pixel_digest(image) if file is None else digest_of(file)
 
 
 _opened: dict[int, _Opened] = {}
@@ -308,7 +307,7 @@ def read_image(value: object, of_row: bool = False, known: Files | None = None) 
     if not isinstance(value, (str, os.PathLike, bytes, bytearray)):
         raise MediumError(f"{name} is no image: give an image of Pillow's, a path, or the bytes of a file.")
     file = file_of(value, name, of_row)
-    digest = "" if known is None else _digest(file)
+    digest = "" if known is None else digest_of(file)
     image = None if known is None else known.get(digest)
     if image is None:
         image = _open(file, name)
@@ -470,14 +469,7 @@ def is_same(medium: Medium, known: Medium, looks: bool = False) -> bool:
 def _pixel_digest(image: Picture) -> str:
     shape = f"{image.mode}/{image.width}x{image.height}/".encode()
     palette = image.getpalette() if image.mode == "P" else None
-    return _digest(shape + bytes(palette or b""), image.tobytes())
-
-
-def _digest(*contents: bytes) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    for content in contents:
-        digest.update(content)
-    return digest.hexdigest()
+    return digest_of(shape + bytes(palette or b""), image.tobytes())
 
 
 def to_file(medium: Medium) -> bytes:

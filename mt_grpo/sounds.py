@@ -161,7 +161,7 @@ class Sound:
         IN_MESSAGE.check([frames * channels])
         sound = cls.__new__(cls)
         sound.rate, sound.length, sound._samples, sound.file = rate, frames, None, file
-        sound.digest = hashlib.blake2b(file, digest_size=16).hexdigest()
+        sound.digest = digest_of(file)
         return sound
 
     @property
@@ -421,9 +421,15 @@ def _checked(samples: np.ndarray, rate: Any) -> Sound:
 
 
 def _digest_of(samples: np.ndarray, rate: int | None) -> str:
-    content = hashlib.blake2b(f"{rate}/".encode(), digest_size=16)
-    content.update(samples.tobytes())
-    return content.hexdigest()
+    return digest_of(f"{rate}/".encode(), samples.tobytes())
+
+
+def digest_of(*contents: bytes) -> str:
+    """A name for contents behind one another: 32 hexadecimal digits."""
+    digest = hashlib.blake2b(digest_size=16)
+    for content in contents:
+        digest.update(content)
+    return digest.hexdigest()
 
 
 def name_of(value: object) -> str | None:
@@ -435,6 +441,4 @@ def name_of(value: object) -> str | None:
     numpy = sys.modules.get("numpy")
     if numpy is None or not isinstance(value, numpy.ndarray) or value.dtype.hasobject:
         return None
-    content = hashlib.blake2b(f"{value.dtype}{value.shape}".encode(), digest_size=16)
-    content.update(value.tobytes())
-    return content.hexdigest()
+    return digest_of(f"{value.dtype}{value.shape}".encode(), value.tobytes())

@@ -97,11 +97,6 @@ class MediaEncoder:
         if marker is not None:
             self._tokens[kind], self._markers[kind] = token, marker
 
-    @property
-    def marker(self) -> str:
-        """What the chat template writes for an image."""
-        return self._markers[IMAGE]
-
     def __getitem__(self, image: int) -> EncodedMedium:
         """An image that a conversation shows, by its id."""
         return self._by_id[image]

@@ -152,15 +152,14 @@ class ChatRenderer:
     def reply_ids_within(
         self,
         replies: list[Message],
-        last_id: int,
         room: int,
         calls: Sequence[dict[str, Any]] = (),
         shown: Sequence[Part] = (),
     ) -> list[int] | None:
-        """As `reply_ids`; `None` if the replies far exceed `room` tokens: only their start is encoded then."""
+        """As `reply_ids` without a last id; `None` if they far exceed `room` tokens: only a start is encoded then."""
         called = _called(replies, calls)
         exceed = self._exceed(replies, room, lambda cut: self._reply_ids(cut, called))
-        return None if exceed else self.reply_ids(replies, last_id, calls, shown)
+        return None if exceed else self.reply_ids(replies, -1, calls, shown)
 
     def shown_parts(self, messages: Sequence[Message]) -> list[Part]:
         """Parts for the images, videos and sounds that messages show the model, for a template to count."""

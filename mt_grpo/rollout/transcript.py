@@ -66,18 +66,16 @@ class History:
         renderer, turn = self._renderer, trajectory.turns[-1]
         seen = turn.context_length + turn.num_tokens if self._policy == "keep" else 0
         calls = turn.message.get("tool_calls") or ()
-        suffix = renderer.reply_ids_within(turn.replies, -1, max(0, most - seen), calls, self._shown)
+        suffix = renderer.reply_ids_within(turn.replies, max(0, most - seen), calls, self._shown)
         if suffix is None:
             return None
         self._shown += renderer.shown_parts(turn.replies)
-        last, kept_action = action[-1] if action else -1, action  # a turn may be empty
-        appended = Context(suffix)
+        last, kept_action, whole = action[-1] if action else -1, action, None  # a turn may be empty
         if suffix[0] == last:
             suffix = suffix[1:]
-            appended = Context(suffix)
         elif last in renderer.end_ids:  # gpt-oss samples <|return|>, and reads <|end|> in the past
-            kept_action = action[:-1]
-            appended = Context(suffix, trajectory.tree.path()[:-1] + suffix)
+            kept_action, whole = action[:-1], trajectory.tree.path()[:-1] + suffix
+        appended = Context(suffix, whole)
         if self._policy == "keep":
             return appended
         self._pieces += [(renderer.escaped_text(ids), ids) for ids in (kept_action, suffix)]

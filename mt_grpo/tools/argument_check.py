@@ -189,10 +189,6 @@ def _enum(validator: object, values: list[object], instance: object, schema: obj
         yield ValidationError("it is none of the values")
 
 
-def _const(validator: object, value: object, instance: object, schema: object) -> Iterator[ValidationError]:
-    yield from _enum(validator, [value], instance, schema)
-
-
 def _as_key(value: object) -> object:
     """Equal for equal JSON values alone: 1 and 1.0, not true; numbers as text, whose hashes are safe."""
     _go_on()
@@ -239,7 +235,7 @@ _KEYWORDS = {
     "additionalProperties": _additional_properties,
     "uniqueItems": _unique_items,
     "enum": _enum,
-    "const": _const,
+    "const": lambda validator, value, instance, schema: _enum(validator, [value], instance, schema),
     "unevaluatedProperties": _few(Draft202012Validator.VALIDATORS["unevaluatedProperties"]),
     "unevaluatedItems": _few(Draft202012Validator.VALIDATORS["unevaluatedItems"]),
 }

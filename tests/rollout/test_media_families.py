@@ -21,7 +21,7 @@ from mt_grpo.forward.media import kinds, media_tokens, real_ids
 from mt_grpo.forward.model import ForwardPlan, enable_trees
 from mt_grpo.forward.packing import flatten
 from mt_grpo.forward.probe import prove_media
-from mt_grpo.media import MediumError, read_parts
+from mt_grpo.media import IMAGE, MediumError, read_parts
 from mt_grpo.rollout import RolloutRequest, RolloutRunner, SamplingParams
 from mt_grpo.rollout.engines.transformers import TransformersEngine
 from mt_grpo.rollout.media import MediaEncoder
@@ -163,7 +163,7 @@ def own_logps(processor: Any, model: Any, trajectory: Trajectory) -> Tensor:
     names = {encoder.encode(part).id: name for name, part in PARTS.items() if encoder.takes(part)}
 
     def mark(kind: str) -> str:
-        return encoder.marker if kind == "image" else getattr(processor, f"{kind}_token")
+        return encoder._markers[IMAGE] if kind == "image" else getattr(processor, f"{kind}_token")
 
     found = []
     for turn, action in enumerate(trajectory.tree.actions()):

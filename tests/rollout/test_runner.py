@@ -144,7 +144,7 @@ def test_of_a_result_that_fits_nowhere_little_is_encoded(tokenizer, monkeypatch,
 def test_what_fits_into_the_room_is_encoded_whole(tokenizer, piece, times, room):
     renderer = RolloutRunner(MultiTurnToolEnv(), ScriptedEngine(tokenizer, [])).renderer
     replies = [{"role": "user", "content": piece * times}]
-    whole, ids = renderer.reply_ids(replies, -1), renderer.reply_ids_within(replies, -1, room)
+    whole, ids = renderer.reply_ids(replies, -1), renderer.reply_ids_within(replies, room)
     assert ids == whole or (ids is None and len(whole) > room)
 
 

@@ -16,9 +16,10 @@ import shlex
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from mt_grpo.concurrency import OnePerProcess, OutOfTime, call, consume_exception, in_thread, waiting
 from mt_grpo.errors import ConfigError
@@ -51,6 +52,7 @@ from mt_grpo.trajectory import Arguments, ToolSchema
 
 __all__ = ["MCPBaseTool", "McpServer", "McpServerConfig", "McpToolError", "mcp_tools", "read_servers"]
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 ATTEMPTS = 6  # attempts to begin a session with a server that refuses it for now; they take three seconds at most
@@ -89,11 +91,7 @@ class McpServer:
     @classmethod
     def shared(cls, config: McpServerConfig) -> McpServer:
         """The server of this configuration. All callers share one, as long as any of them refers to it."""
-        with _lock.get():
-            server = _shared.get(config.key)
-            if server is None:
-                server = _shared[config.key] = cls(config)
-            return server
+        return _once(config.key, lambda: cls(config))
 
     def list_tools(self) -> list[Listed]:
         """The tools of the server, in the protocol's form (`name`, `description`, `inputSchema`); starts it."""
@@ -368,17 +366,19 @@ def _difference(these: list[Listed], those: list[Listed]) -> str | None:
 def _shared_server(config: McpServerConfig) -> McpServer | _McpPool:
     """The server of a configuration, or the pool of its several. All callers share it, as `McpServer.shared`."""
     members = config.members
-    if len(members) == 1:
-        return McpServer.shared(members[0])
+    return McpServer.shared(members[0]) if len(members) == 1 else _once(config.key, lambda: _McpPool(config))
+
+
+def _once(key: str, make: Callable[[], T]) -> T:
+    """What is known by a key; it is made where nobody has it."""
     with _lock.get():
-        pool = _pools.get(config.key)
-        if pool is None:
-            pool = _pools[config.key] = _McpPool(config)
-        return pool
+        found = _shared.get(key)
+        if found is None:
+            found = _shared[key] = make()
+        return found
 
 
-_shared: weakref.WeakValueDictionary[str, McpServer] = weakref.WeakValueDictionary()
-_pools: weakref.WeakValueDictionary[str, _McpPool] = weakref.WeakValueDictionary()
+_shared: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 _lock = OnePerProcess(threading.RLock)
 
 # Tools
