@@ -210,7 +210,8 @@ class _Game:
         url, self._url = self._url, None
         if url is not None:
             try:
-                await self._client.close()
+                with contextlib.suppress(*_connection_errors()):  # the server has ended it
+                    await self._client.close()
             finally:
                 self._pool.give(url, self._lost)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from mt_grpo.envs.source import environment
-from mt_grpo.errors import ConfigError
+from mt_grpo.errors import ConfigError, describe_error
 from mt_grpo.imports import did_you_mean
 from mt_grpo.integrations.gym import GymEnv, imported
 from mt_grpo.options.table import Values
@@ -77,7 +77,11 @@ class _Game:
         done = self._move(action)
         while not done and self._env.state.current_player_id != 0:
             assert self._opponent is not None  # else there is one player
-            done = self._move(self._opponent(self._seen(self._env.state.current_player_id)))
+            try:
+                move = self._opponent(self._seen(self._env.state.current_player_id))
+            except Exception as error:  # the user's function; the model's move is not to blame
+                raise RuntimeError(f"`opponent` raised {describe_error(error)}") from error
+            done = self._move(move)
         seen = self._seen(0)
         if not done:
             return seen, 0.0, False, {}

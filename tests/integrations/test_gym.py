@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from support.waiting import until_true
 from mt_grpo.concurrency import OutOfTime
 from mt_grpo.envs.source import check_source
 from mt_grpo.errors import ConfigError
+from mt_grpo.integrations import textarena
 from mt_grpo.integrations.gym import GymEnv
 from mt_grpo.media import read_image, to_file
 from mt_grpo.trajectory import StopReason
@@ -228,6 +231,32 @@ def test_whatever_a_game_does_ends_its_conversation_only():
     for problem, (game, _) in zip(ERRORS.values(), played, strict=True):
         assert game.stop_reason is StopReason.ENV_ERROR and game.error.startswith(problem), game.error
     assert fine.env_rewards == {"return": 1.0}
+
+
+class Duel:
+    """TextArena's form of a game for two."""
+
+    def __init__(self):
+        self.state = SimpleNamespace(current_player_id=0, observations={0: [], 1: []})
+
+    def reset(self, num_players, seed):
+        assert num_players == 2
+
+    def step(self, action):
+        self.state.current_player_id = 1 - self.state.current_player_id
+        return action == "resign", {}
+
+    def close(self):
+        return {0: -1.0}, {}
+
+
+@pytest.mark.parametrize(("reply", "reason"), [("on", StopReason.ENV_DONE), (None, StopReason.ENV_ERROR)])
+def test_the_model_is_not_blamed_for_what_an_opponent_raises(monkeypatch, reply, reason):
+    monkeypatch.setitem(sys.modules, "textarena", SimpleNamespace(make=lambda name: Duel()))
+    env = GymEnv(lambda: textarena._Game("duel", lambda seen: {"": reply or {}["move"]}[seen], {}))
+    [(game, _)] = games(env, ["on", "resign"])
+    assert (game.stop_reason, len(game.turns)) == (reason, 2 if reply else 1)
+    assert (game.error or "").startswith("" if reply else "RuntimeError: `opponent` raised KeyError: 'move'")
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ class Host:
 
     def __init__(self) -> None:
         self.open, self.faults, self.asked, self.reconnects = Counter(), {}, [], False
-        self.room = float("inf")
+        self.room, self.closing = float("inf"), None
 
     def client(self, base_url):
         client = SimpleNamespace(_ws=object())
@@ -51,6 +51,8 @@ class Host:
 
         async def close():
             self.open[base_url] -= base_url not in self.faults
+            if self.closing is not None:
+                raise self.closing
 
         client.reset, client.step, client.close = reset, step, close
         return client
@@ -154,6 +156,12 @@ def test_a_batch_of_more_than_there_is_room_for_ends(host):
     done, _ = play(host.env(), ["hello", "bye"], [{}] * 4, keep=True)
     assert not +host.open and {each.stop_reason for each in done} == {StopReason.ENV_DONE}
     asyncio.run(close_environments(done))
+
+
+def test_a_connection_that_cannot_be_closed_is_no_failure(host):
+    host.closing = ConnectionResetError("gone")
+    [done], _ = play(host.env(), ["hello", "bye"])
+    assert done.stop_reason is StopReason.ENV_DONE and done.env_rewards == {"return": 2.0}
 
 
 @pytest.mark.parametrize("how", ["dies", "begins again"])

@@ -18,6 +18,8 @@ class Begun:
 
     async def drop(self):
         self.dropped = True
+        if self.task == "stuck":
+            raise OSError("no engine")
 
 
 @pytest.fixture
@@ -73,15 +75,16 @@ def test_a_conversation_that_comes_first_begins_its_own(begin):
     asyncio.run(batch())
 
 
-def test_what_nobody_takes_is_dropped_however_the_batch_ends(begin):
+def test_what_nobody_takes_is_dropped_however_the_batch_ends(begin, caplog):
     async def batch():
-        async with _Pool(2, begin).ahead(["a", "b", "c"]):
+        async with _Pool(2, begin).ahead(["stuck", "b", "c"]):
             await settle()
             raise KeyError("ended")
 
     with pytest.raises(KeyError):
         asyncio.run(batch())
-    assert [(each.task, each.dropped) for each in begin.made] == [("a", True), ("b", True)]
+    assert [(each.task, each.dropped) for each in begin.made] == [("stuck", True), ("b", True)]
+    assert "A container that nobody took is left: OSError: no engine" in caplog.text
 
 
 def test_a_start_that_fails_ahead_is_told_to_its_conversation(begin):

@@ -19,7 +19,7 @@ from mt_grpo.envs.env import Outcome, Policy, Step, outcome_at_end
 from mt_grpo.envs.protocols import CallProtocol
 from mt_grpo.envs.source import EnvLike, EnvSource, Prototype, environment, source_of, tool_arguments
 from mt_grpo.envs.tool_env import MultiTurnToolEnv
-from mt_grpo.errors import ConfigError, refuse_first
+from mt_grpo.errors import ConfigError, describe_error, refuse_first
 from mt_grpo.integrations.harbor.containers import (
     BUBBLEWRAP,
     ENGINES,
@@ -66,7 +66,9 @@ class _Pool:
             self._batches.remove(batch)
             filling.cancel()
             await asyncio.gather(filling, return_exceptions=True)
-            await asyncio.gather(*(each.drop() for _, each in batch.begun))
+            for failure in await asyncio.gather(*(each.drop() for _, each in batch.begun), return_exceptions=True):
+                if failure is not None:
+                    logger.warning("A container that nobody took is left: %s", describe_error(failure))
 
     async def take(self, task: str) -> BegunTrial:
         """A trial of a task: the first that has begun, or another."""
