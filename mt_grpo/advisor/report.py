@@ -16,7 +16,7 @@ from mt_grpo.advisor.compare import ALL, Direction, Interval
 from mt_grpo.advisor.measure import Found
 from mt_grpo.credit.rule import rule_label, sums_turns
 from mt_grpo.options.values import rule_name
-from mt_grpo.training.step_log.records import read_audit
+from mt_grpo.training.step_log.records import read_audits
 from mt_grpo.trajectory import visible
 
 _WIDTH = 110  # columns of the table, whatever the terminal has
@@ -204,8 +204,8 @@ def _reached(found: Found, label: str) -> str:
 
 def _depending_on_later_turns(found: Found) -> list[str]:
     """Turn rewards that the run saw change when later turns were cut off."""
-    audit = read_audit(found.chosen.run.folder) or {}
-    return [name for name, reward in audit.get("rewards", {}).items() if reward.get("causal") is False]
+    rewards = [pair for audit in read_audits(found.chosen.run.folder) for pair in audit["rewards"].items()]
+    return list(dict.fromkeys(name for name, reward in rewards if reward.get("causal") is False))
 
 
 def as_json(found: Found) -> dict[str, Any]:

@@ -273,6 +273,17 @@ class _Metrics(TypedDict):
 
 
 @_strict
+class _AuditedReward(TypedDict):
+    causal: NotRequired[bool | None]  # whether a turn reward stays as it is when later turns are cut off
+
+
+@_strict
+class _Audit(TypedDict):
+    step: _Whole
+    rewards: dict[str, _AuditedReward]
+
+
+@_strict
 class _UnderWay(TypedDict):
     session: str
     prompt: str
@@ -367,6 +378,7 @@ SHAPES = {
     "file": _File,
     "run": _Run,
     "metrics": _Metrics,
+    "audit": _Audit,
     "state": _State,
     "note": _Note,
     "notes": dict[str, _Note],

@@ -236,7 +236,8 @@ def test_of_a_step_that_was_taken_again_the_last_record_counts(tmp_path):
     assert read_audit(tmp_path) is None
     written = [{"step": step, **audited(silent=silent, a={})} for step, silent in ((1, 0.0), (2, 1.0), (2, 0.5))]
     whole = "".join(json.dumps(line) + "\n" for line in written)
-    (tmp_path / "audit.jsonl").write_text(whole[: len(whole) // 4] + "\n" + whole)  # where a run was killed
+    others = [whole[: len(whole) // 4], "[]", "{}", '{"step": 1, "rewards": []}']  # one is of a run that was killed
+    (tmp_path / "audit.jsonl").write_text("\n".join([*others, whole]))
     audit = read_audit(tmp_path)
     assert (audit["groups_without_signal"], audit["groups"]) == (0.25, 4) and "step" not in audit
 

@@ -8,7 +8,6 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from math import isnan
@@ -16,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orjson
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor
@@ -455,11 +453,13 @@ def mean_record(records: Sequence[Line]) -> Line:
     return mean
 
 
+def read_audits(folder: str | Path) -> Lines:
+    """The lines of a run's `audit.jsonl`, without those that are no audits: a killed run may have left half of one."""
+    lines = (files.read(Path(folder), "audit.jsonl") or b"").splitlines()
+    return [audit for audit, wrong in (files.parse(line, "audit") for line in lines) if wrong is None]
+
+
 def read_audit(folder: str | Path) -> Line | None:
-    """The mean audit of a run's `audit.jsonl`, of steps as taken last; `None` without one."""
-    by_step = {}
-    for line in (files.read(Path(folder), "audit.jsonl") or b"").splitlines():
-        with suppress(orjson.JSONDecodeError):  # a run that was killed may have left half of one
-            audit = orjson.loads(line)
-            by_step[audit.pop("step")] = audit
+    """The mean audit of a run, of steps as taken last; `None` without one."""
+    by_step = {audit.pop("step"): audit for audit in read_audits(folder)}
     return mean_record(list(by_step.values())) if by_step else None
