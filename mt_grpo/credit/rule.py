@@ -267,8 +267,11 @@ def call_rule(
         raise CreditError(f"The advantage estimator {name!r} raised {describe_error(error)}, in {where}.") from error
     credit = returned if isinstance(returned, Credit) else Credit(returned)
     advantages = _checked(name, batch, credit.advantages)
-    if not isinstance(credit.parts, dict) or not all(isinstance(part, str) for part in credit.parts):
-        raise CreditError(f"The advantage estimator {name!r} returned parts without names: return a tensor by name.")
+    for what, named in (("parts", credit.parts), ("scales", credit.scales)):
+        if not isinstance(named, dict) or not all(isinstance(part, str) for part in named):
+            raise CreditError(
+                f"The advantage estimator {name!r} returned {what} without names: return a tensor by name."
+            )
     parts = {
         part: _widened(name, f"part {part!r}", batch, values).masked_fill(~batch.turn_mask, 0.0)
         for part, values in credit.parts.items()

@@ -351,7 +351,9 @@ def first_answer(value: object) -> str:
     first = value.get("value") if isinstance(value, dict) else value
     if isinstance(first, list):
         first = first[0] if first else None
-    return "" if first is None else str(first).strip()
+    if first is None or first != first:  # NaN, of an empty cell
+        return ""
+    return (_as_text(first) or str(first)).strip()
 
 
 class RightAnswer(ReadsAnswer):

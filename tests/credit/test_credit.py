@@ -253,6 +253,9 @@ def test_parts_that_do_not_add_up_are_refused(register, parts, message):
     register("wrong")(lambda batch: Credit(torch.tensor([[0.6, 0.2], [0.2, 0.0]]), parts))
     with pytest.raises(CreditError, match=message):
         estimate_parts("wrong", SMALL)
+    register("unnamed")(lambda batch: Credit(torch.zeros(2, 2), {}, [torch.ones(2, 2)]))
+    with pytest.raises(CreditError, match="'unnamed' returned scales without names"):
+        estimate_parts("unnamed", SMALL)
 
 
 def test_a_rule_that_raises_is_named_with_its_line(register):

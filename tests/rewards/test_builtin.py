@@ -398,6 +398,7 @@ def test_without_log_probs_it_says_who_computes_them():
     [
         (" Lima ", "Lima"),
         (42, "42"),
+        (3.0, "3"),
         (["Lima", "City of Kings"], "Lima"),
         ({"value": "Lima", "aliases": ["City of Kings"]}, "Lima"),
     ],
@@ -406,7 +407,7 @@ def test_the_first_of_several_right_answers_is_scored(value, text):
     assert InformationGain().answer_at(3, {"answer": value}) == text
 
 
-@pytest.mark.parametrize("value", [None, "", "  ", [], [None], [""], {"aliases": ["Lima"]}, {"value": ""}])
+@pytest.mark.parametrize("value", [None, math.nan, "", "  ", [], [None], [""], {"aliases": ["Lima"]}, {"value": ""}])
 def test_a_row_without_a_right_answer_is_refused(value):
     with pytest.raises(ConfigError, match="needs a right answer, and the column 'gold' of a row has"):
         InformationGain(column="gold").right_answer(value)
