@@ -59,8 +59,8 @@ def build_env(
         options["call_protocol"] = "plain"
     if args.environments is None:
         return _build(options, "env", options)
-    several = args.environments
-    assert isinstance(several, dict)  # the options have read it
+    assert isinstance(args.environments, dict)  # the options have read it
+    several = {name: {"env": given} if isinstance(given, str) else given for name, given in args.environments.items()}
     check_factory({**options, "environments": several})
     if args.tool_processes and not any(map(_names_tools, [options, *several.values()])):
         raise _no_tool(args.tool_processes)
@@ -76,9 +76,8 @@ def build_env(
     return named
 
 
-def _settings(given: Any, options: dict[str, Any], args: MTGRPOConfig) -> dict[str, Any]:
+def _settings(given: dict[str, Any], options: dict[str, Any], args: MTGRPOConfig) -> dict[str, Any]:
     """The options of one of `environments`: its own, and of the run's those that this kind of environment has."""
-    given = {"env": given} if isinstance(given, str) else given
     options = dict(options)
     if any(partner in given for partner in PARTNERS):
         options |= dict.fromkeys((*PARTNERS, "env_config"))
@@ -95,9 +94,8 @@ def _settings(given: Any, options: dict[str, Any], args: MTGRPOConfig) -> dict[s
     return options
 
 
-def _build_named(name: str, options: dict[str, Any], given: Any, args: MTGRPOConfig) -> EnvLike:
+def _build_named(name: str, options: dict[str, Any], given: dict[str, Any], args: MTGRPOConfig) -> EnvLike:
     key = f"environments: {name}"
-    given = {"env": given} if isinstance(given, str) else given
     check_scheduler(options, key)
     env = _build({**options, "key": key}, key, given)
     if isinstance(env, dict):
@@ -145,9 +143,9 @@ def _check_unused(said: Mapping[str, object], env: str) -> None:
             )
 
 
-def _names_tools(options: object) -> bool:
-    """Whether options, or one of `environments`, name tools. A path alone names none."""
-    return isinstance(options, dict) and bool(options.get("tools") or options.get("tools_config_file"))
+def _names_tools(options: dict[str, Any]) -> bool:
+    """Whether options, or one of `environments`, name tools."""
+    return bool(options.get("tools") or options.get("tools_config_file"))
 
 
 def _no_tool(processes: int) -> ConfigError:
