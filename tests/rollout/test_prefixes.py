@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from functools import cache
 
 import pytest
 import torch
@@ -135,6 +136,11 @@ async def test_rows_with_more_padding_than_tokens_are_computed_again(engine):
     assert begun[1] == long and any(places > long + 5 for places in begun[2:])
 
 
+@cache
+def shared_model():
+    return build_model(TOKENIZER).eval()
+
+
 turn = st.lists(
     st.tuples(st.sampled_from("0123"), st.integers(1, 9), st.sampled_from([0, 0, 2])),
     min_size=1,
@@ -147,7 +153,7 @@ turn = st.lists(
 @settings(max_examples=25, deadline=None)
 @in_loop
 async def test_any_conversations_sample_what_rows_alone_do(turns, budget):
-    engine = Counting(build_model(TOKENIZER).eval())
+    engine = Counting(shared_model())
     contexts = {name: WORDS[: 3 + 2 * int(name)] for name in "0123"}
     for number, asked in enumerate(turns):
         # some have lost their beginning

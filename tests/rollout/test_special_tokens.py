@@ -35,6 +35,7 @@ def chat(template: str = "qwen3") -> ChatRenderer:
     return ChatRenderer(build_tokenizer(template))
 
 
+@lru_cache
 def chat_of(template: str, *tokens: str) -> ChatRenderer:
     tokenizer = build_tokenizer()
     tokenizer.add_tokens([AddedToken(token, special=True) for token in tokens])
