@@ -25,7 +25,7 @@ def trajectory(run: Run, columns: Columns, session: str) -> Row:
     """One conversation as the page shows it."""
     whole = run.trajectory(session)
     row = columns.rows[columns.positions[session]]
-    places = _members(columns, row["mode"], row["step"], row["k"], row["group"])
+    places = _members(columns, key_of(row))
     members = _member_rows(columns.rows.at(places))
     accepted = _accepted(whole.pop("row").get("answer"))
     added, ids = {} if run.tokenizer is None else run.tokenizer.get_added_tokens_decoder(), set(whole["tokens"]["ids"])
@@ -37,7 +37,7 @@ def trajectory(run: Run, columns: Columns, session: str) -> Row:
             "mean": _mean_and_std(_rewards_that_count(members))[0],
             "sessions": [member["session"] for member in members],
             "rewards": [member["reward"] for member in members],
-            **_key(row),
+            **key_of(row),
         },
         "branch": next(member for member in members if member["session"] == session),
         "special": sorted(number for number, token in added.items() if token.special and number in ids),
@@ -45,11 +45,11 @@ def trajectory(run: Run, columns: Columns, session: str) -> Row:
     }
 
 
-def group(run: Run, columns: Columns, mode: str, step: int, k: int, number: int) -> Row:
-    """The conversations that answer one prompt, the best first."""
-    places = _members(columns, mode, step, k, number)
+def group(run: Run, columns: Columns, key: Row) -> Row:
+    """The conversations that answer one prompt, the best first. See `key_of`."""
+    places = _members(columns, key)
     if not len(places):
-        raise UserError(f"There is no group {number} of step {step} ({mode}, batch {k}).")
+        raise UserError("There is no group {group} of step {step} ({mode}, batch {k}).".format_map(key))
     wholes = [run.trajectory(row["session"]) for row in columns.rows.at(places)]
     wholes.sort(
         key=lambda whole: -np.inf if whole["index"]["reward"] is None else whole["index"]["reward"], reverse=True
@@ -57,10 +57,9 @@ def group(run: Run, columns: Columns, mode: str, step: int, k: int, number: int)
     branches = {each["session"]: each for each in _member_rows(columns.rows.at(places))}
     mean, deviation = _mean_and_std(_rewards_that_count(list(branches.values())))
     accepted = _accepted(wholes[0]["row"].get("answer"))
-    first = columns.rows[places[0]]
     at = columns.groups[places[0]]
-    of_mode = columns.is_text("mode", mode)
-    here = np.unique(columns.groups[of_mode & (columns.numbers("step") == step)])
+    of_mode = columns.is_text("mode", key["mode"])
+    here = np.unique(columns.groups[of_mode & (columns.numbers("step") == key["step"])])
     before, after = (columns.groups[of_mode & beside] for beside in (columns.groups < at, columns.groups > at))
     # turn rewards first, each kind in the order of the run
     order = [name for kind in ("turn", "outcome") for name in wholes[0]["rewards"].get(kind, {})]
@@ -68,13 +67,13 @@ def group(run: Run, columns: Columns, mode: str, step: int, k: int, number: int)
     names = sorted(found, key=lambda name: (order.index(name) if name in order else len(order), name))
     largest = {name: float(np.nanmax(columns.numbers(REWARD + name), initial=0.0)) for name in names}
     return {
-        "key": _key(first),
+        "key": key,
         "question": _question(wholes[0]["prompt"]),
         "accepted": accepted,
         "number": int(np.searchsorted(here, at)) + 1,
         "of": len(here),
-        "previous": _key_of(columns, before.max()) if len(before) else None,
-        "next": _key_of(columns, after.min()) if len(after) else None,
+        "previous": _key_at(columns, before.max()) if len(before) else None,
+        "next": _key_at(columns, after.min()) if len(after) else None,
         "rewards": [{"name": name, "short": short_name(name), "largest": largest[name]} for name in names],
         "mean": mean,
         "deviation": deviation,
@@ -105,19 +104,21 @@ def _question(prompt: list[Row]) -> str:
     return words(asked[-1]) if asked else ""
 
 
-def _members(columns: Columns, mode: str, step: int, k: int, number: int) -> np.ndarray:
-    mask = columns.numbers("step") == step
-    mask &= (columns.numbers("k") == k) & (columns.numbers("group") == number) & columns.is_text("mode", mode)
+def _members(columns: Columns, key: Row) -> np.ndarray:
+    mask = columns.is_text("mode", key["mode"])
+    for name in ("step", "k", "group"):
+        mask = mask & (columns.numbers(name) == key[name])
     places = np.flatnonzero(mask)
     return places[np.argsort(columns.numbers("member")[places], kind="stable")]
 
 
-def _key(row: Row) -> Row:
+def key_of(row: Row) -> Row:
+    """What names the group of a conversation."""
     return {name: row[name] for name in ("mode", "step", "k", "group")}
 
 
-def _key_of(columns: Columns, group: int) -> Row:
-    return _key(columns.rows[int(np.argmax(columns.groups == group))])
+def _key_at(columns: Columns, group: int) -> Row:
+    return key_of(columns.rows[int(np.argmax(columns.groups == group))])
 
 
 def _accepted(answer: object) -> list[str]:
@@ -236,7 +237,7 @@ def _group(rows: list[Row], signal: bool) -> Row:
     counted = _rewards_that_count(members)
     mean, deviation = _mean_and_std(counted)
     return {
-        "key": _key(rows[0]),
+        "key": key_of(rows[0]),
         "prompt": rows[0]["prompt"],
         "mean": mean,
         "deviation": deviation,

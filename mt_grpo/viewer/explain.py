@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -69,9 +70,25 @@ class _Member:
         scales = self.parts[name]["scales"] if name in self.parts else None
         return None if scales is None else scales[turn]
 
-    def turn_rewards(self, name: str) -> list[float]:
-        """A turn reward of each turn, not weighted; 0 where it does not apply."""
-        return [0.0 if value is None else float(value) for value in self.record["rewards"].get("turn", {})[name]]
+    @cached_property
+    def turn_rewards(self) -> dict[str, list[float]]:
+        """Weighted turn rewards of each turn by name; 0 where one does not apply."""
+        return {
+            name: [self.weights.get(name, 1.0) * float(value or 0.0) for value in values[: self.turns]]
+            for name, values in self.record["rewards"].get("turn", {}).items()
+        }
+
+    @cached_property
+    def totals(self) -> list[float]:
+        """Weighted turn rewards of each turn, summed."""
+        rows = self.turn_rewards.values()
+        return [sum(values) for values in zip(*rows, strict=True)] if rows else [0.0] * self.turns
+
+    @cached_property
+    def counting(self) -> list[bool]:
+        """Whether the rule credits turn rewards at each turn at all."""
+        parts = [name for name in self.parts if name.startswith("turn reward")]
+        return [any(self.earned(name, turn) is not None for name in parts) for turn in range(self.turns)]
 
 
 def why(run: Run, columns: Columns, session: str) -> Row:
@@ -344,12 +361,10 @@ _Splits = dict[str, _Split | None]  # of the parts of a group, by what their nam
 
 def _of_turns(member: _Member, kind: str) -> Iterator[tuple[int, int, list[float], float]]:
     """The turns at which turn rewards are credited: turn, number of turns, weighted rewards, what it is credited."""
-    rewards = member.record["rewards"].get("turn", {})
-    for name in rewards:
+    for name, weighted in member.turn_rewards.items():
         part = f"turn reward {name}{kind}"
-        if part not in member.parts and len(rewards) == 1:
+        if part not in member.parts and len(member.turn_rewards) == 1:
             part = f"turn reward{kind}"
-        weighted = [member.weights.get(name, 1.0) * value for value in member.turn_rewards(name)]
         for turn in range(member.turns):
             earned = member.earned(part, turn)
             if earned is not None and member.parts[part]["scales"] is not None:
@@ -362,7 +377,7 @@ def _moved(here: _Member, turn: int, group: list[_Member], split: _Split) -> Ite
     is `away` (this turn's own reward counts at `to`), `here` (a reward of `from` counts here, and not there), `later`
     or `earlier` (it counts at both); `amount` is weighted, `share` what counts here.
     """
-    totals, counted = _totals(here), _counting(here)
+    totals, counted = here.totals, here.counting
     factors = split.factors(turn, here.turns)
     if totals[turn] and not counted[turn]:
         to = [other for other in range(here.turns) if counted[other] and split.factors(other, here.turns)[turn]]
@@ -377,8 +392,8 @@ def _moved(here: _Member, turn: int, group: list[_Member], split: _Split) -> Ite
             yield {"kind": kind, "from": other + 1, "to": [turn + 1], "amount": amount, "share": share}
     for other in range(max(member.turns for member in group)):
         them = [member for member in group if member is not here and _is_moved(member, other, turn, split)]
-        for amount in sorted({round(_totals(each)[other], 6) for each in them}, reverse=True):
-            earned = [each for each in them if round(_totals(each)[other], 6) == amount]
+        for amount in sorted({round(each.totals[other], 6) for each in them}, reverse=True):
+            earned = [each for each in them if round(each.totals[other], 6) == amount]
             members = [{"member": each.row["member"] + 1, "session": each.row["session"]} for each in earned]
             yield {"kind": "group", "from": other + 1, "to": [turn + 1], "members": members, "amount": amount}
 
@@ -387,19 +402,6 @@ def _is_moved(member: _Member, source: int, turn: int, split: _Split) -> bool:
     """Whether a member's turn is credited with a reward of another one, which does not count there."""
     if source == turn or max(source, turn) >= member.turns:
         return False
-    counted = _counting(member)
+    counted = member.counting
     factor = split.factors(turn, member.turns)[source]
-    return bool(_totals(member)[source] and factor and counted[turn] and not counted[source])
-
-
-def _totals(member: _Member) -> list[float]:
-    """Weighted turn rewards of each turn."""
-    rewards = member.record["rewards"].get("turn", {})
-    rows = [[member.weights.get(name, 1.0) * value for value in member.turn_rewards(name)] for name in rewards]
-    return [sum(values) for values in zip(*rows, strict=True)] if rows else [0.0] * member.turns
-
-
-def _counting(member: _Member) -> list[bool]:
-    """Whether the rule credits turn rewards at each turn at all."""
-    parts = [name for name in member.parts if name.startswith("turn reward")]
-    return [any(member.earned(name, turn) is not None for name in parts) for turn in range(member.turns)]
+    return bool(member.totals[source] and factor and counted[turn] and not counted[source])

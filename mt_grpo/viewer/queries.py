@@ -224,11 +224,10 @@ class Queries:
         return self.columns.rows[next(iter(self.select("mode=train").tolist()), 0)]
 
     def _group(self, asked: Parameters) -> Row:
-        if "step" not in asked:
-            row = self._first()
-            return conversations.group(self.run, self.columns, row["mode"], row["step"], row["k"], row["group"])
-        step, k, number = (_whole(asked, name) for name in ("step", "k", "group"))
-        return conversations.group(self.run, self.columns, asked.get("mode", "train"), step, k, number)
+        if "step" in asked:
+            key = {name: _whole(asked, name) for name in ("step", "k", "group")}
+            return conversations.group(self.run, self.columns, {"mode": asked.get("mode", "train"), **key})
+        return conversations.group(self.run, self.columns, conversations.key_of(self._first()))
 
 
 def selected(run: Run, text: str) -> Sequence[Row]:
