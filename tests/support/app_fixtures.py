@@ -24,21 +24,9 @@ def model_folder(tmp_path_factory):
     return folder
 
 
-class ModelServer(Replica):
-    """Holds the model of a folder."""
-
-    folder = None
-
-    def answer(self, method, path, body):
-        if path == "/v1/models":
-            return 200, {"data": [{"id": "it", "root": str(self.folder), "max_model_len": 64}]}
-        return super().answer(method, path, body)
-
-
 @pytest.fixture
 def server(tokenizer, model_folder):
-    replica = ModelServer(tokenizer)
-    replica.folder = model_folder
+    replica = Replica(tokenizer, folder=model_folder)
     yield replica.http
     replica.http.stop()
 

@@ -17,7 +17,6 @@ from transformers import AutoTokenizer
 from mt_grpo.app.train import leave_group
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.training import servers as starting
-from support.loopback import Reply, Request, ScriptedServer
 from support.replicas import Replica
 from support.trainers import Letters, trainer_builder
 
@@ -29,35 +28,14 @@ TRAINS |= {"env": MultiTurnToolEnv(protocol="learnt_tags")}
 """What a trainer of `trainer_builder` is given that starts its servers."""
 
 
-class Recorded(ScriptedServer):
-    """Keeps the paths that it is asked, with their queries."""
-
-    def __init__(self, script, port: int) -> None:
-        self.calls: list[str] = []
-        super().__init__(script, port)
-
-    def _answer(self, request: Request) -> Reply | None:
-        self.calls.append(request.path)
-        return super()._answer(request)
-
-
 class Sleeper(Replica):
-    """A scripted server whose weights are lost in its sleep. It listens at a port and holds the model of a folder."""
-
-    def __init__(self, tokenizer, port: int, folder: str) -> None:
-        super().__init__(tokenizer)
-        self.http.stop()
-        self.folder = folder
-        self.http = Recorded(self.answer, port)
+    """A scripted server whose weights are lost in its sleep."""
 
     def answer(self, method, path, body):
-        status, answer = super().answer(method, path, body)
-        if path == "/v1/models":
-            answer["data"][0] |= {"id": self.folder, "root": self.folder}
         if path == "/sleep" and "level=2" in self.http.calls[-1]:
             for weight in self.model.parameters():
                 weight.data.zero_()
-        return status, answer
+        return super().answer(method, path, body)
 
 
 def script_servers(tokenizer, folder: str, replace: Callable[..., None] = setattr) -> list[Sleeper]:
@@ -65,7 +43,7 @@ def script_servers(tokenizer, folder: str, replace: Callable[..., None] = setatt
     servers = []
 
     def command_at(host, port, args, about):
-        servers.append(Sleeper(tokenizer, port, folder))
+        servers.append(Sleeper(tokenizer, port=port, folder=folder))
         return IDLE, {}
 
     replace(starting, "command_at", command_at)

@@ -55,5 +55,4 @@ def endpoint():
 
     yield begin
     for server in servers:
-        if not server.stopped:
-            server.stop()
+        server.stop()

@@ -64,7 +64,7 @@ class Held(Replica):
     """
 
     def __init__(self, tokenizer: Any, folder: Any, faults: bool = False, port: int = 0) -> None:
-        self.folder, self.faults = folder, faults
+        self.faults = faults
         self.hold: Callable[[str, int | None], bool] = lambda path, question: False
         """Whether a request waits: by its path, and for a completion by the number of its question."""
         self.dies: Callable[[str], bool] = lambda path: False
@@ -74,7 +74,7 @@ class Held(Replica):
         """Those that it was asked."""
         self.dead, self.lives = False, 1
         self._changed = threading.Condition()
-        super().__init__(tokenizer, port=port, max_position_embeddings=1024)
+        super().__init__(tokenizer, port=port, folder=folder, max_position_embeddings=1024)
 
     @property
     def step(self) -> str:
@@ -83,8 +83,6 @@ class Held(Replica):
 
     def answer(self, method, path, body):
         question = None
-        if path == "/v1/models":
-            return 200, {"data": [{"id": "it", "root": str(self.folder), "max_model_len": 1024}]}
         if path == "/v1/completions" and "prompt_logprobs" not in body:
             said = self.tokenizer.decode(body["prompt"])
             question = int(QUESTION.search(said)[1])

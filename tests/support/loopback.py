@@ -101,6 +101,8 @@ class ScriptedServer(Loopback):
 
     def __init__(self, script: Script, port: int = 0) -> None:
         self.requests: list[tuple[str, str, dict[str, Any]]] = []
+        self.calls: list[str] = []
+        """Their paths, with their queries."""
         self.key: str | None = None
         self.stopped = False
         self.last: Request | None = None
@@ -116,6 +118,7 @@ class ScriptedServer(Loopback):
         body = json.loads(request.content) if request.content else {}
         path = request.path.split("?")[0]
         self.requests.append((request.method, path, body))
+        self.calls.append(request.path)
         self.last = request
         answer = None if self.stopped else self._script(request.method, path, body)
         if self.key and path != "/health" and request.headers.get("Authorization") != f"Bearer {self.key}":

@@ -27,10 +27,13 @@ class Replica:
     Args:
         lost (`int`): The first so many updates break the connection.
         port (`int`): Where it listens; a free port where none is given.
+        folder (`str`): What it says that its model was loaded from.
     """
 
-    def __init__(self, tokenizer, lost: int = 0, port: int = 0, **overrides) -> None:
+    def __init__(self, tokenizer, lost: int = 0, port: int = 0, folder: object = "base", **overrides) -> None:
         self.tokenizer, self.lost, self.refused = tokenizer, lost, None
+        self.entry = {"id": str(folder), "root": str(folder)}
+        self.entry["max_model_len"] = overrides.get("max_position_embeddings", 64)
         self.model, self.version, self.updates = build_model(tokenizer, seed=9, **overrides), "default", 0
         self.dtype, self.backend, self.loaded = "torch.float32", "safetensors", "nothing"
         self.adapters: dict[str, PeftModel] = {}
@@ -78,7 +81,7 @@ class Replica:
         entries = [{"id": name, "root": adapter.folder} for name, adapter in self.adapters.items()]
         config = {"logprobs_mode": "processed_logprobs", "dtype": self.dtype}
         return 200, {
-            "/v1/models": {"data": [{"id": "base", "root": "base", "max_model_len": 64}, *entries]},
+            "/v1/models": {"data": [self.entry, *entries]},
             "/server_info": {
                 "vllm_config": {
                     "model_config": config,

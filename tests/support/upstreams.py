@@ -78,5 +78,4 @@ def start(tokenizer):
 
     yield begin
     for server in servers:
-        if not server.stopped:
-            server.stop()
+        server.stop()
