@@ -16,15 +16,13 @@ import yaml
 from datasets import Dataset
 from support.conversations import user
 from support.loopback import Loopback, Reply, ScriptedServer
-from support.models import CPU_RUN, build_model, build_tokenizer, lookup
-from support.trainers import Letters
+from support.models import build_tokenizer, lookup
 
 from mt_grpo.envs.simulated_user import GREETING, SimulatedUser, SimulatedUserEnv
 from mt_grpo.errors import UserError
 from mt_grpo.rollout import RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
-from mt_grpo.runlog import read_trajectories
 from mt_grpo.servers import web
-from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
+from mt_grpo.training import MTGRPOConfig
 from mt_grpo.training.environment import build_env, check_env
 from mt_grpo.trajectory import StopReason
 
@@ -279,34 +277,3 @@ def test_the_example_of_the_page_works(endpoint, tmp_path):
     script = ScriptedEngine(build_tokenizer(), lambda session, turn: "Yes." + END)
     [trajectory] = asyncio.run(RolloutRunner(env, script).run([RolloutRequest("Hi", "0", row)], SamplingParams()))
     assert trajectory.turns[0].replies == user("Pears!") and trajectory.stop_reason is StopReason.ENV_DONE
-
-
-def test_training_logs_what_the_user_said(endpoint, tmp_path):
-    """Two groups a step."""
-    tokenizer = build_tokenizer()
-    server = endpoint(said("Go on."))
-    partner = {"base_url": f"{server.url}/v1", "model": "user", "system_prompt": "You want {goal}.", "max_turns": 1}
-    args = MTGRPOConfig(
-        str(tmp_path),
-        **{**CPU_RUN, "per_device_train_batch_size": 8, "num_generations": 4, "max_steps": 1},
-        simulated_user=partner,
-        max_completion_length=200,
-    )
-    trainer = MTGRPOEnvTrainer(
-        build_model(tokenizer),
-        None,
-        [],
-        [Letters()],
-        args,
-        Dataset.from_list([{"prompt": user("Hi"), "goal": goal} for goal in ("pears", "apples")]),
-        engine=ScriptedEngine(tokenizer, lambda session, turn: "a" * (1 + int(session[-1]) % 3) + END),
-        processing_class=tokenizer,
-    )
-    trainer.train()
-    written = list(read_trajectories(tmp_path))
-    assert len(written) == 8
-    for line in written:
-        replies = [turn["replies"] for turn in line["turns"]]
-        assert (replies, line["stop_reason"]) == ([user("Go on."), []], "max_steps")
-    goals = {asked["messages"][0]["content"] for asked in server.asked(CHAT)}
-    assert goals == {"You want pears.", "You want apples."}
