@@ -293,12 +293,15 @@ def test_a_sandbox_killed_from_outside_earns_nothing(make_task, play):
 
 def test_files_go_where_the_dockerfile_says(make_task, play):
     folder = make_task(
-        "cat /app/data/one.txt /srv/two.txt /app/sub/one.txt | wc -l; echo $WORD >&2",
+        "cat /app/data/one.txt /app/one.txt /srv/two.txt /app/sub/one.txt | wc -l; echo $WORD >&2",
         "# a comment\nFROM base AS one\nENV WORD='a b' \\\n  OTHER=1\nWORKDIR /app\nCOPY data data\n"
-        'COPY data/one.txt /srv/two.txt\nWORKDIR sub\nCOPY data/one.txt .\nCMD ["bash"]\n',
+        'COPY data/one.txt /srv/two.txt\nCOPY data/one.txt /app\nWORKDIR sub\nCOPY data/one.txt .\nCMD ["bash"]\n',
     )
     found = play(folder, call("pwd; echo $WORD"), SUBMIT)
-    assert found.turns[0].tool_calls[0].result == "/app/sub\na b" and found.env_rewards == {"reward": 3.0}
+    assert found.turns[0].tool_calls[0].result == "/app/sub\na b" and found.env_rewards == {"reward": 4.0}
+
+
+IN_ROOT = [" /", "/one.txt /", "/one.txt /one.txt", "/one.txt /two.txt"]
 
 
 @pytest.mark.parametrize(
@@ -309,7 +312,7 @@ def test_files_go_where_the_dockerfile_says(make_task, play):
         ("FROM a\nENV PATH=/x:$PATH\n", "", "`ENV 'PATH=/x:$PATH'`, which names a variable"),
         ("FROM a\nENV AT=/srv\nWORKDIR $AT\n", "", "`WORKDIR '$AT'`, which names a variable"),
         ("FROM base\nCOPY data /etc/data\n", "", "files in /etc, which is this machine's"),
-        ("FROM base\nCOPY data /\n", "", "files in /, which is this machine's"),
+        *((f"FROM base\nCOPY data{file}\n", "", "files in /, which is this machine's") for file in IN_ROOT),
         ("FROM base\nCOPY --chown=a data /app\n", "", "`COPY --chown=a data /app` in its Dockerfile"),
         ("FROM base\n", "[environment.env]\nKEY = '${KEY}'\n", "`environment.env`"),
         ("FROM base\n", "[[steps]]\nname = 'one'\n", "`steps`"),

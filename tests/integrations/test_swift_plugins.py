@@ -6,6 +6,7 @@ import asyncio
 import re
 
 import pytest
+from datasets import Dataset
 from support.conversations import play, user
 from support.models import CPU_RUN, build_model, build_tokenizer
 from support.registered import keep
@@ -321,9 +322,13 @@ def test_options_that_contradict_each_other_are_refused(options, problem, plugin
         build_env(MTGRPOConfig(output_dir="run", external_plugins=[plugin], **CPU_RUN, **options))
 
 
-def test_what_is_no_scheduler_or_reward_is_not_registered():
+def test_what_is_no_scheduler_or_lacks_its_column_is_refused():
     with pytest.raises(ConfigError, match="no subclass of MultiTurnScheduler"):
         multi_turns["mine"] = Accuracy
+    source, rows = SchedulerSource(multi_turns["retry_scheduler"]), Dataset.from_list([{"prompt": "Q", "answer": "4"}])
+    source.check(rows.rename_column("answer", "solution"), "training dataset")
+    with pytest.raises(ConfigError, match="The scheduler RetryScheduler needs `solution`, which is no column of the"):
+        source.check(rows, "training dataset")
 
 
 def test_an_environment_among_others_may_be_a_scheduler(plugin):

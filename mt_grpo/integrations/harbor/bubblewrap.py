@@ -108,16 +108,27 @@ def read_machine(task: Path) -> _Machine:
                 if not source.is_relative_to(task.resolve() / "environment") or not source.exists():
                     raise _unmet(task, f"`COPY {word}`, which is not in its `environment`")
                 target = _absolute(workdir, words[-1])
-                copies.append((source, f"{target}/{source.name}" if many and source.is_file() else target))
+                copies.append((source, _absolute(target, source.name) if many and source.is_file() else target))
         elif instruction not in ("FROM", "CMD", "LABEL"):
             raise _unmet(task, f"`{f'{instruction} {shlex.join(words)}'.strip()[:70]}` in its Dockerfile")
     memory, storage = int(limits.get("memory_mb") or 2048), int(limits.get("storage_mb") or 10240)
     seconds = float(verifier.get("timeout_sec") or 600.0)
     machine = _Machine(tuple(copies), workdir, variables, memory, storage, seconds)
-    owned = machine.folders().intersection(_MACHINE) | {"" for _, target in copies if target == "/"}
+    owned = machine.folders().intersection(_MACHINE) | {"" for copy in copies if _is_in_root(*copy)}
     if owned:
         raise _unmet(task, f"files in /{min(owned)}, which is this machine's")
     return machine
+
+
+def _is_in_root(source: Path, target: str) -> bool:
+    """Whether a copy adds to `/` itself; a file that is copied to `/srv` goes into that folder, as far as is known."""
+    path = Path(target)
+    return (
+        target == "/"
+        or str(path.parent) == "/"
+        and source.is_file()
+        and (path.name == source.name or path.suffix != "")
+    )
 
 
 def _unmet(task: Path, what: str) -> ConfigError:

@@ -190,6 +190,7 @@ class OpenEnvScheduler(GymScheduler):
 class RetryScheduler(MultiTurnScheduler):
     """Asks the model again until its answer is that of the row's column `solution`."""
 
+    needs_columns = ("solution",)
     feedback = "That answer is not correct. Find the mistake, and answer again."
 
     def check_finished(self, infer_request: RolloutInferRequest, response_choice: Choice, current_turn: int) -> bool:

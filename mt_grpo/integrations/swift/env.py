@@ -14,7 +14,10 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from datasets import Dataset
+
 from mt_grpo.concurrency import OutOfTime, call, guarded
+from mt_grpo.data import lacks_column
 from mt_grpo.envs.env import ConversationEnded, Outcome, Policy, RecordedEnv
 from mt_grpo.envs.protocols import PROTOCOLS, PlainTextProtocol
 from mt_grpo.envs.source import EnvSource, environment
@@ -72,6 +75,11 @@ class SchedulerSource(EnvSource):
 
     async def make(self, row: Row) -> SchedulerEnv:
         return SchedulerEnv(self)
+
+    def check(self, rows: Dataset, name: str) -> None:
+        for column in self.scheduler_class.needs_columns:
+            if column not in rows.column_names:
+                raise lacks_column(f"The scheduler {self.__name__}", column, name, rows.column_names)
 
     async def scheduler(self, tokenizer: PreTrainedTokenizerBase) -> MultiTurnScheduler:
         return self._made or await call(self._make, tokenizer, what=self.__name__, timeout=self.timeout)

@@ -455,9 +455,11 @@ class MultiTurnScheduler:
 
     Attributes:
         stop (`tuple[str, ...]`): Strings that end a response, unless `request_config` has others.
+        needs_columns (`tuple[str, ...]`): Columns of the rows without which it cannot run.
     """
 
     stop: tuple[str, ...] = ()
+    needs_columns: tuple[str, ...] = ()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # files differ in whether `infer_engine` or `max_turns` is the first argument
