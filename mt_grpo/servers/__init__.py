@@ -15,6 +15,7 @@ LIMIT = 1024
 _RANGE = re.compile(r"\[(\d{1,18}(?:-\d{1,18})?(?:,\d{1,18}(?:-\d{1,18})?)*)\]")
 _COMMA = re.compile(r",(?![^\[\]]*\])")  # not inside a range
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
+_URL = re.compile(r"https?://[^\s?#]+", re.IGNORECASE)
 _NAME = re.compile(r"[\w.-]+")
 EVERYWHERE = ("0.0.0.0", "::")
 """What a server listens on to be reached at all addresses of its machine."""
@@ -88,7 +89,7 @@ def _identity(url: str, option: str) -> tuple[str, str, int, str]:
         scheme, host, port = parts.scheme, parts.hostname, parts.port
     except ValueError:
         scheme, host, port = "", None, None
-    if scheme not in ("http", "https") or not host or parts.query or parts.fragment:
+    if not _URL.fullmatch(url) or not host or port == 0:
         raise ConfigError(
             f"`{option}: {url}` is no address of a server: write it as `http://HOST:PORT`, several in a list, or as a "
             "range such as `http://node[1-4]:8000`."

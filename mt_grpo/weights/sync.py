@@ -21,7 +21,7 @@ from torch import nn
 from trl.distributed import DistributedBackend
 
 from mt_grpo.concurrency import run as wait
-from mt_grpo.errors import ServerGoneError, WeightSyncError
+from mt_grpo.errors import ServerGoneError, UserError, WeightSyncError
 from mt_grpo.rollout.engines.vllm import VLLMServerClient
 from mt_grpo.servers.fleet import Owner
 from mt_grpo.servers.http import RequestFailed, Server, router_words, wait_for_servers
@@ -384,7 +384,7 @@ class _Report(NamedTuple):
 
 def _told(failure: BaseException, rank: int) -> tuple[type[Exception], str]:
     """The kind and the words of the error that other processes raise."""
-    if isinstance(failure, (WeightSyncError, ServerGoneError)):
+    if isinstance(failure, UserError):
         return type(failure), str(failure)
     return RuntimeError, f"Process {rank} failed:\n{''.join(traceback.format_exception(failure))}"
 

@@ -34,7 +34,7 @@ NONE = "is no address of a server"
     [
         ("node1:8000", f"`urls: node1:8000` {NONE}"),
         *((given, NONE) for given in ("http://:80", "http://a:port", "http://node[a-b]:1", "http://n1:8000:8000")),
-        ("http://n1:70000", NONE),
+        *((given, NONE) for given in ("http://n1:70000", "http://n1:0", "http://n 1:8000")),
         (f"http://node[1-{'9' * 5000}]:1", NONE),
         ("http://node[3-1]:1", "runs from 3 to 1: write the smaller number first"),
         ("http://node[1-999999999999]:1", "names more than 1024 servers"),

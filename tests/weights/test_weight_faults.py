@@ -20,6 +20,7 @@ from mt_grpo.servers.fleet import Owner
 from mt_grpo.servers.http import RequestFailed, ServerSetupError
 from mt_grpo.training import MTGRPOConfig
 from mt_grpo.training.servers import weight_sync
+from mt_grpo.weights.sync import _told
 
 
 @pytest.fixture
@@ -140,6 +141,10 @@ def test_a_run_waits_for_its_only_engine(replicas, sync_of, path, status):
     replicas[0].dies_at = path
     sync.sync(1)
     assert looks and has(replicas[0], sync) and up(sync) == [True]
+
+
+def test_a_sentence_of_one_process_is_that_of_all():
+    assert _told(ServerSetupError("What answers is no server."), 0) == (ServerSetupError, "What answers is no server.")
 
 
 def test_an_engine_that_died_after_rollouts_ends_no_run(replicas, both):
