@@ -19,7 +19,7 @@ from mt_grpo.training.checkpoint import is_whole
 
 pytestmark = pytest.mark.own_process
 OPTIONS = {"script": None, "max_steps": 3, "max_turn_length": 8, "rewards": ((), (Letters(),))}
-OPTIONS |= {"eval_strategy": "steps", "eval_steps": 1, "num_generations_eval": 1}
+EVALUATES = {"eval_strategy": "steps", "eval_steps": 1, "num_generations_eval": 1}
 
 
 def signals(number=signal.SIGUSR1, times=1):
@@ -67,7 +67,7 @@ def whole(tmp_path_factory, tokenizer, questions):
         {"rewards": ((), (Asking(),))},
         asked_at("on_step_begin", 1, times=3),
         asked_at("on_pre_optimizer_step", 1),
-        asked_at("on_prediction_step", 2),
+        asked_at("on_prediction_step", 2) | EVALUATES,
         asked_at("on_save", 2) | {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1},
     ],
     ids=["rollouts", "thrice", "training", "evaluation", "saving"],
