@@ -46,6 +46,7 @@ def _become(arguments: list[str], log: str, environment: dict[str, str], folder:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(file, number)
         os.close(file)
+    sys.stdin = open(0, closefd=False)  # of the other one requests were read
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
