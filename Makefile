@@ -14,7 +14,7 @@ TRL_OLDEST := 1.15.0
 MCP_OLDEST := 1.30.0
 
 .PHONY: quickstart test covering check lint format bench browser sandbox server-cpu trl-oldest warm-start clean
-.PHONY: ablation bench-environments bench-quick interop interop-games interop-agents interop-deepspeed interop-harbor interop-trl interop-verifiers
+.PHONY: ablation bench-environments bench-quick interop interop-games interop-agents interop-deepspeed interop-device interop-harbor interop-trl interop-verifiers
 
 quickstart: $(VENV)/.installed
 	$(BIN)/mt-grpo train --config recipes/quickstart.yaml
@@ -89,6 +89,10 @@ interop-harbor:
 # DeepSpeed on two processes without a GPU, once with a real server.
 interop-deepspeed: .venv-interop/deepspeed/.installed server-cpu
 	.venv-interop/deepspeed/bin/python -m pytest tests/interop/test_deepspeed.py
+
+# What would be left behind on the CPU where a model is on a GPU, on a device that a C++ compiler makes.
+interop-device: $(VENV)/.installed
+	OTHER_DEVICE=1 $(BIN)/python -m pytest tests/interop/test_other_device.py
 
 # TRL's own tests of its trainer with ours in its place: `make interop-trl TRL=path/to/a/clone`. docs/trl.md says what
 # fails, and why.
