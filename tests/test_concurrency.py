@@ -299,7 +299,7 @@ step(swallow, 0.1)
 """
 
 
-def test_what_hangs_or_swallows_cancellation_lets_the_process_end():
+def test_what_hangs_or_is_stubborn_lets_the_process_end():
     command = [sys.executable, "-c", TERMINAL + STUBBORN]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert ended.stdout.splitlines() == [

@@ -22,9 +22,10 @@ from trl.distributed import DistributedBackend
 from trl.models import prepare_deepspeed, prepare_fsdp
 from trl.trainer.utils import create_model_from_path
 
-from mt_grpo.concurrency import ConcurrencyLimit, Task, consume_exception, in_thread, run
+from mt_grpo.concurrency import Task, consume_exception, in_thread, run
 from mt_grpo.errors import ConfigError, libraries_may_refuse
 from mt_grpo.forward.probe import context_length
+from mt_grpo.limits import ConcurrencyLimit
 from mt_grpo.options.values import SELF
 from mt_grpo.runlog.files import written_whole
 from mt_grpo.servers.http import RequestFailed, Server
