@@ -70,6 +70,7 @@ def ours(*names: str, having: str = "") -> list[str]:
 
 LAUNCHED, REPLAY = ours("train", having="--accelerate_config"), ours(*SMALL, having="--replay")
 RUN = [each for each in ours(*SMALL) if each not in (*LAUNCHED, *REPLAY)]
+RUN = list({re.sub(r"--num_prompts \d+", "", each): each for each in RUN}.values())
 TESTED_ELSEWHERE = ours(*SMALL, "serve", "doctor", "view", "eval")
 
 

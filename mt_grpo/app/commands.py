@@ -71,7 +71,11 @@ def read_accelerate_config(path: Traversable) -> dict[str, Any]:
     """What a file of accelerate's says."""
     what = f"The accelerate configuration {path}"
     no_mapping = f"{what} is no mapping of options to values: `accelerate config` makes one."
-    return read_mapping(path, what, no_mapping, no_mapping)[0]
+    content, _ = read_mapping(path, what, no_mapping, no_mapping)
+    for name in ("num_machines", "machine_rank", "num_processes", "main_process_port"):
+        if not isinstance(content.get(name), int | None):
+            raise ConfigError(f"{what} has `{name}: {content[name]}`: give a whole number.")
+    return content
 
 
 def find_accelerate_config(name: str) -> Traversable:

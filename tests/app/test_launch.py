@@ -154,6 +154,7 @@ def test_a_process_that_a_signal_ended_counts_from_128(code, status):
         ("broken.yaml", "broken.yaml is not valid YAML"),
         ("list.yaml", "list.yaml is no mapping of options to values: `accelerate config` makes one"),
         (__file__.replace("test_launch.py", ""), "is unknown"),
+        ("text.yaml", "The accelerate configuration text.yaml has `num_machines: two`: give a whole number"),
         ("latin.yaml", "The accelerate configuration latin.yaml is no text in UTF-8"),
         ("keys.yaml", "The accelerate configuration keys.yaml cannot be launched: The config file at keys.yaml had "),
         ("zero3", "zero3 takes 7 GPUs, a process each, and this machine has"),
@@ -170,6 +171,7 @@ def test_a_configuration_that_cannot_be_is_refused(recipe, value, message, tmp_p
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     Path("broken.yaml").write_text("a: [")
     Path("list.yaml").write_text("- a")
+    Path("text.yaml").write_text("num_machines: two")
     Path("latin.yaml").write_bytes(b"caf\xe9: 1")
     Path("keys.yaml").write_text("distributed_type: 'NO'\nnum_procesess: 2")
     Path("sharded.yaml").write_text("distributed_type: FSDP\nnum_processes: 2\nuse_cpu: true")
