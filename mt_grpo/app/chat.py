@@ -12,7 +12,6 @@ from rich.console import Console
 from rich.text import Text
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 from trl import get_quantization_config
-from trl.trainer.utils import create_model_from_path
 
 from mt_grpo.app.recipe import Recipe
 from mt_grpo.concurrency import in_waiting_thread, run
@@ -31,14 +30,7 @@ from mt_grpo.tools.function import cut
 from mt_grpo.training.config import MTGRPOConfig, changed
 from mt_grpo.training.environment import build_env, prepare_tokenizer
 from mt_grpo.training.forward_plan import sampling_params
-from mt_grpo.training.model import (
-    loading_options,
-    open_policy,
-    resolve_base,
-    resolve_model,
-    source_options,
-    subfolder_of,
-)
+from mt_grpo.training.model import load_policy, resolve_base, resolve_model, source_options, subfolder_of
 from mt_grpo.trajectory import Message, Row, StopReason, Trajectory, Turn, visible
 
 _LONGEST_RESULT = 2_000  # characters of a tool's result that are shown
@@ -102,11 +94,7 @@ def _environment(args: MTGRPOConfig) -> EnvSource:
 
 def _local(name: str, recipe: Recipe, args: MTGRPOConfig, tokenizer: PreTrainedTokenizerBase) -> Engine:
     """Samples from the model in this process; an adapter is put on its base."""
-    quantization = get_quantization_config(recipe.model)
-    model = open_policy(name, args, quantization, None)["model"]
-    if isinstance(model, str):
-        options = dict(loading_options(model, args) or {})
-        model = create_model_from_path(model, **options, quantization_config=quantization)
+    model = load_policy(name, args, get_quantization_config(recipe.model))
     return TransformersEngine(model.eval(), tokenizer)
 
 

@@ -6,23 +6,22 @@ import contextlib
 import gc
 import resource
 import time
-from typing import Any
 
 import psutil
 import torch
 from peft import PeftModel, get_peft_model
 from torch import Tensor, nn
 from trl import get_quantization_config
-from trl.trainer.utils import create_model_from_path, selective_log_softmax
+from trl.trainer.utils import selective_log_softmax
 
 from mt_grpo.doctor.context import FAIL, OK, WARN, Lines, RunFacts
 from mt_grpo.doctor.memory import GB, SPARE
 from mt_grpo.errors import ConfigError, libraries_may_refuse
 from mt_grpo.forward.model import ForwardPlan, enable_trees, score
 from mt_grpo.forward.packing import FlatTree
-from mt_grpo.training.checkpoint import adapter_settings
+from mt_grpo.training.config import changed
 from mt_grpo.training.forward_plan import trained_truncation
-from mt_grpo.training.model import Activations, resolve_base
+from mt_grpo.training.model import Activations, load_policy
 
 
 def probe(facts: RunFacts) -> Lines:
@@ -89,21 +88,10 @@ def _measure(facts: RunFacts, device: torch.device) -> float:
 
 
 def _open(facts: RunFacts) -> nn.Module:
-    args = facts.args
-    wanted = facts.recipe.model
-    options: dict[str, Any] = {
-        "dtype": wanted.dtype,
-        "attn_implementation": wanted.attn_implementation,
-        "device_map": None,
-        **facts.source,
-    }
-    quantization = get_quantization_config(wanted)
-    options |= {} if quantization is None else {"quantization_config": quantization}
+    args = changed(facts.args, model_init_kwargs={"device_map": None, **facts.recipe.init_options()})
     with libraries_may_refuse(f"The model {facts.name!r} cannot be loaded"):
-        model = create_model_from_path(resolve_base(facts.name), **(options | (args.model_init_kwargs or {})))
-        if adapter_settings(facts.name) is not None:
-            model = PeftModel.from_pretrained(model, facts.name, is_trainable=True)
-        elif facts.peft is not None:
+        model = load_policy(facts.name, args, get_quantization_config(facts.recipe.model))
+        if facts.peft is not None and not isinstance(model, PeftModel):
             model = get_peft_model(model, facts.peft)
     if args.gradient_checkpointing:
         model.enable_input_require_grads()

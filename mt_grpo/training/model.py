@@ -173,6 +173,15 @@ def open_policy(
     return {"model": policy, "quantization_config": None, "peft_config": None}
 
 
+def load_policy(name: str, args: MTGRPOConfig, quantization_config: object) -> Any:
+    """The policy as TRL's trainer would load it, for what needs no trainer."""
+    model = open_policy(name, args, quantization_config, None)["model"]
+    if not isinstance(model, str):
+        return model
+    options = created_with(args) | (loading_options(model, args) or {})
+    return create_model_from_path(model, **options, quantization_config=quantization_config)
+
+
 def prepare_model(model: PreTrainedModel, args: MTGRPOConfig, accelerator: Accelerator) -> None:
     """Prepares a policy for training, and refuses a run that could not be resumed, or would lose gradients."""
     if args.disable_dropout:

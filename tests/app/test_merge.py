@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shutil
@@ -61,17 +62,21 @@ def test_a_merged_adapter_computes_what_it_did_on_its_base(recipe, prints, refus
     assert not [path for path in run.iterdir() if path.name.startswith(".merged")]
 
 
-def test_code_of_a_model_runs_where_it_is_trusted(prints, refused, model_folder, tmp_path):
+def test_code_of_a_model_runs_where_it_is_trusted(prints, refused, monkeypatch, model_folder, tmp_path):
     base, run = shutil.copytree(model_folder, tmp_path / "base"), tmp_path / "run"
     adapter = LoraConfig(r=4, target_modules="all-linear")
     get_peft_model(AutoModelForCausalLM.from_pretrained(base), adapter).save_pretrained(run)
     AutoTokenizer.from_pretrained(base).save_pretrained(run)
+    (run / "config.yaml").write_text("model_name_or_path: a\ndataset_name: embedded\nuse_cpu: true\nbf16: false")
     (run / "metrics.jsonl").touch()
     bring_code(base)
     assert "cannot be merged" in (said := refused("merge", run)) and "trust_remote_code" in said
     prints("merge", run, "--trust_remote_code")
     merged = AutoModelForCausalLM.from_pretrained(run / "merged", trust_remote_code=True)
     assert type(merged).__name__ == "RemoteForCausalLM"
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    assert "trust_remote_code" in refused("chat", run / "merged")
+    prints("chat", run / "merged", "--trust_remote_code", "true")
     scored = write_run(tmp_path / "scored", steps=1, groups=2)
     named = "credit", scored, "--model_name_or_path", run / "merged"
     assert "trust_remote_code" in refused(*named)
