@@ -194,18 +194,20 @@ def train(options: str | dict, *arguments: str, length: str = "16") -> None:
     assert main(["train", recipe(options), *short, "--overwrite_output_dir", "true"]) == 0
 
 
-def test_the_example_of_a_credit_rule_trains_in_a_recipe(example, monkeypatch):
-    """With the YAML of the page, that of a built-in rule with an option too."""
+def test_the_example_of_a_credit_rule_trains_in_a_recipe(example, monkeypatch, capsys):
+    """With the YAML of the page; that of a built-in rule with an option is understood."""
     _, rule, with_parts = of_credit("python")
     keep_estimators(monkeypatch)
     Path("turn_only.py").write_text(rule + with_parts)
     *_, named, with_option = map(yaml.safe_load, of_credit("yaml"))
-    for options in (named, {**named, **with_option}):
-        train(options)
-        for name in ("summary.json", "config.yaml"):  # JSON is YAML
-            recorded = yaml.safe_load(Path("run", name).read_text())
-            assert recorded["advantage_estimator"] == options["advantage_estimator"]
-    train(options, "--advantage_estimator", "turn_only_in_parts")
+    whole = recipe(yaml.safe_dump({**named, **with_option}))
+    assert main(["train", whole, "--dry_run", "--output_dir", "run"]) == 0
+    assert with_option.items() <= yaml.safe_load(capsys.readouterr().out).items()
+    train(named)
+    for name in ("summary.json", "config.yaml"):  # JSON is YAML
+        recorded = yaml.safe_load(Path("run", name).read_text())
+        assert recorded["advantage_estimator"] == named["advantage_estimator"]
+    train(named, "--advantage_estimator", "turn_only_in_parts")
     run = open_run("run")
     turns = [turn for row in run.rows for turn in run.trajectory(row["session"])["turns"]]
     assert {part["name"] for turn in turns for part in turn["parts"]} == {"turn reward", "baseline"}
