@@ -13,6 +13,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -62,8 +63,10 @@ its module has the help of a command that takes no recipe.
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the `mt-grpo` command."""
     for stream in (sys.stdin, sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a notebook's is none
-            stream.reconfigure(errors="replace")  # a person's words in another encoding, a model's on such a terminal
+        # a notebook's is none, and one that was read from stays as it is
+        if isinstance(stream, io.TextIOWrapper):
+            with suppress(io.UnsupportedOperation):
+                stream.reconfigure(errors="replace")  # a person's words in another encoding, a model's on a terminal
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_usage(), end="")

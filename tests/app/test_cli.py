@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -214,6 +215,12 @@ def test_a_terminal_without_utf8_shows_what_it_can(tmp_path):
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert run.returncode == 1 and run.stderr.startswith("mt-grpo: The key 'max_step?' in ")
+
+
+def test_input_that_was_read_from_already_is_no_harm(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"one\ntwo\n")))
+    sys.stdin.readline()
+    assert main(["--version"]) == 0
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
