@@ -160,15 +160,10 @@ class RunWriter:
 
     def _save(self, name: str, data: bytes | pa.Buffer) -> Row:
         path = self.folder / name
-        partial = path.with_suffix(f".{self.rank}.partial")  # processes may write the same image
         with self._refusing(path):
-            try:
-                self.folder.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with written_whole(path) as partial:
                 partial.write_bytes(data)
-                partial.replace(path)
-            except BaseException:
-                partial.unlink(missing_ok=True)
-                raise
         return _file_line(name, data)
 
     @contextmanager

@@ -33,7 +33,7 @@ _RECORDS = ("metrics.jsonl", "trajectories*.jsonl", "summary.json", "learning_cu
 
 _MODEL = ("model*.safetensors", "model*.safetensors.index.json", "adapter_model*.safetensors", "adapter_config.json")
 
-_ROLLOUTS = ("index*.jsonl", "*.rank*.parquet", "*.rank*.partial")  # what a run leaves in its folder of conversations
+_ROLLOUTS = ("index*.jsonl", "*.rank*.parquet", "*.partial")  # what a run leaves in its folder of conversations
 
 LOCK = ".lock"
 """Locked by the run that trains in a folder. The system lets go of it when the process ends, however it ends."""
