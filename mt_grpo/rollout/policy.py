@@ -10,6 +10,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from numbers import Integral
 from threading import Lock
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
@@ -256,8 +257,10 @@ class ConversationPolicy:
                     f"`stop` is {stop!r}, and has to be texts that end a turn: give a tuple, as `('</guess>',)`, or "
                     "leave it out."
                 )
-            if max_tokens is not None and type(max_tokens) is not int:
-                raise TypeError(f"`max_tokens` is {max_tokens!r}: give a whole number, or leave it out.")
+            if max_tokens is not None:
+                if not isinstance(max_tokens, Integral):
+                    raise TypeError(f"`max_tokens` is {max_tokens!r}: give a whole number, or leave it out.")
+                max_tokens = int(max_tokens)  # of numpy's, which not every engine can send
             if protocol is None and tools:
                 protocol = _NATIVE
             self._choose_renderer(tools, protocol.tags if protocol is not None else ())

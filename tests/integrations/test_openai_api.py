@@ -218,6 +218,11 @@ REFUSED = [
     (of_user({"type": "image_url"}), "an image that is no `data:` URL"),
     (of_user({"type": "image_url", "image_url": {"url": "data:,x"}}), "'data:,x' cannot be read: it is no base64"),
     (of_user({"type": "input_audio"}), "has a sound that is no `input_audio` with `data`"),
+    (
+        of_user({"type": "audio_url", "audio_url": {"url": "https://example.org/a"}}),
+        "has a sound that is no `input_audio`",
+    ),
+    (of_user({"type": "audio", "audio": "/etc/passwd"}), "has a sound that is no `input_audio`"),
     (of_user({"type": "video"}), "has a part that is no text"),
     ({"messages": [{"role": "user", "content": 3}]}, "is neither text nor a list of parts"),
     ({"messages": [{"role": "assistant", "audio": {"id": "a"}}]}, "is nothing that is read: give `tool_calls`"),

@@ -225,7 +225,8 @@ def test_a_branch_stays_on_the_server_of_its_trunk():
     pool.join("4", "unknown")
     for session in "01234":
         pool.release(session)
-    assert not pool._members and not pool._server_of_group
+    assert not any((pool._members, pool._server_of_group, pool._group, pool._server))
+    assert not any(server.sessions for server in pool.servers)
 
 
 class Inherits(Count):

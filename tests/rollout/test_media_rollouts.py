@@ -20,7 +20,7 @@ from trl.chat_template_utils import add_response_schema
 
 from mt_grpo.envs import MultiTurnToolEnv, Step, StepEnv
 from mt_grpo.forward.media import media_tokens
-from mt_grpo.integrations.openai_api.request import ApiError, _read_parts
+from mt_grpo.integrations.openai_api.request import _read_parts
 from mt_grpo.integrations.trl import TRLEnv
 from mt_grpo.media import MediumError, decode, digest, media_of, media_parts, read_image, snapshot_parts, to_file
 from mt_grpo.media import read_parts as opened_parts
@@ -315,19 +315,6 @@ IMAGE_URL = f"data:image/png;base64,{base64_of(picture('green', (16, 16)))}"
 def test_a_request_shows_media_of_its_own(kind, given):
     part, text = opened_parts(_read_parts([given, {"type": "text", "text": "What?"}], "messages[0].content"))
     assert to_file(part[kind.type]) == to_file(kind.make(1)) and text == {"type": "text", "text": "What?"}
-
-
-@pytest.mark.parametrize(
-    ("part", "problem"),
-    [
-        ({"type": "input_audio", "input_audio": {}}, "has a sound that is no `input_audio` with `data`"),
-        ({"type": "audio_url", "audio_url": {"url": "https://example.org/a"}}, "has a sound that is no `input_audio`"),
-        ({"type": "audio", "audio": "/etc/passwd"}, "has a sound that is no `input_audio`"),
-    ],
-)
-def test_a_request_names_no_sound_elsewhere(part, problem):
-    with pytest.raises(ApiError, match=problem):
-        _read_parts([part], "messages[0].content")
 
 
 @both

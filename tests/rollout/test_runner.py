@@ -191,16 +191,6 @@ def test_a_derived_seed_is_the_same_on_every_machine():
 
 
 @pytest.mark.parametrize(
-    ("script", "reason", "answer"),
-    [([CALL, ANSWER], StopReason.ANSWERED, "Lima"), ([CALL] * 5, StopReason.MAX_STEPS, None)],
-)
-def test_an_answer_or_a_step_too_many_ends_the_conversation(env, tokenizer, script, reason, answer):
-    _, [trajectory] = run(env, ScriptedEngine(tokenizer, script))
-    assert (trajectory.stop_reason, trajectory.answer, trajectory.error) == (reason, answer, None)
-    assert [turn.index for turn in trajectory.turns] == list(range(len(script)))
-
-
-@pytest.mark.parametrize(
     ("limits", "reason", "length"),
     [
         ({"max_turn_tokens": 50}, StopReason.LENGTH, 50),

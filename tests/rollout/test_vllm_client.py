@@ -17,8 +17,7 @@ from mt_grpo import vllm_plugin
 from mt_grpo.concurrency import run
 from mt_grpo.errors import EngineError, ServerGoneError
 from mt_grpo.rollout import SamplingParams
-from mt_grpo.servers.fleet import _Placement
-from mt_grpo.servers.http import Server, ServerSetupError
+from mt_grpo.servers.http import ServerSetupError
 
 
 def ask(client, connect=True):
@@ -260,18 +259,6 @@ async def test_a_group_stays_on_one_server_and_groups_are_spread(tokenizer, star
             await ask_all(client, {f"{g}-{member}": [g, 1, 2, *turn] for g in range(6) for member in range(4)})
     groups = [{body["prompt"][0] for body in asked(server)} for server in servers]
     assert [len(one) for one in groups] == [3, 3] and not groups[0] & groups[1]
-
-
-def test_a_group_of_conversations_that_are_over_is_forgotten():
-    pool = _Placement([Server("http://a"), Server("http://b")])
-    for round_ in range(3):
-        sessions = {f"{round_}-{index}": [index // 4] for index in range(8)}
-        for session, context in sessions.items():
-            pool.place(session, context)
-        for session in sessions:
-            pool.release(session)
-    assert not any(server.sessions for server in pool.servers)
-    assert not pool._server_of_group and not pool._group and not pool._server
 
 
 @in_loop
