@@ -170,8 +170,13 @@ def _addresses(args: MTGRPOConfig, replicas: int | None) -> list[tuple[str, int]
     """Hosts and ports of the servers that are started here."""
     urls = expand_addresses(args.vllm_server_base_url or [], "vllm_server_base_url")
     if not urls:
-        host = args.vllm_server_host.strip("[]")
-        return [(host, args.vllm_server_port + number) for number in range(replicas or 1)]
+        host, first = args.vllm_server_host.strip("[]"), args.vllm_server_port
+        if first + (replicas or 1) > 2**16:
+            raise ConfigError(
+                f"`--replicas {replicas}` takes ports from `vllm_server_port: {first}` on, and the last one is 65535: "
+                "begin with a lower one."
+            )
+        return [(host, port) for port in range(first, first + (replicas or 1))]
     parts = [urlsplit(url) for url in urls]
     if not all(is_local(part.hostname) for part in parts):
         raise ConfigError(

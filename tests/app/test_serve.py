@@ -189,6 +189,11 @@ URLS = "--vllm_server_base_url"
             QUICKSTART[1],
             "`--replicas 3` starts more servers than `vllm_server_base_url` names, 2",
         ),
+        (
+            ["--replicas", "7", "--vllm_server_port", "65530"],
+            QUICKSTART[1],
+            "the last one is 65535: begin with a lower",
+        ),
         (["--metrics_address", "9465"], QUICKSTART[1], "one has metrics of its own, at `/metrics`"),
         (["--replicas", "2", "--metrics_address", "x"], QUICKSTART[1], "`metrics_address: x` cannot be listened at"),
         ([URLS, "http://a:1,http://b:2"], QUICKSTART[1], "start each on its own machine"),
