@@ -181,10 +181,6 @@ class Shape:
         room = gpus * (share * memory - RESERVE) - size * self.parameters
         return max(0, int(room / max(1, self.kv_bytes(size))))  # Mamba keeps nothing of a token
 
-    def shared_memory(self, size: int) -> float:
-        """Bytes of the two weight files that take turns, in elements of `size` bytes."""
-        return 2.0 * size * self.parameters
-
     def checkpoint(self, precision: Precision, sharding: Sharding) -> float:
         """Bytes of one checkpoint: weights and the optimiser's states."""
         if self.adapter:

@@ -165,7 +165,7 @@ def _shared(facts: RunFacts) -> Lines:
     if not facts.args.use_vllm or not transport_of(facts.args).keeps_files:
         return
     folder = facts.args.weight_sync_folder or "/dev/shm"
-    needed, free = facts.shape.shared_memory(facts.served_size), _free_bytes(folder)
+    needed, free = 2.0 * facts.served_size * facts.shape.parameters, _free_bytes(folder)
     facts.plan["weights"] = {"folder": folder, "bytes": needed, "free": free}
     what = f"{needed / GB:.2f} of {free / GB:.1f} GB free in {folder} for two files of weights that take turns"
     if needed > free:
