@@ -11,8 +11,8 @@ from __future__ import annotations
 import copy
 import sys
 import types
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any, Protocol
 
@@ -28,6 +28,7 @@ from transformers.models.mpt.modeling_mpt import MptAttention
 
 from mt_grpo.forward.attention import KERNELS, Chunk, Score, TreeLayout, Window, oldest
 from mt_grpo.forward.packing import cannot_pack
+from mt_grpo.forward.patching import holding
 
 _PREFIX = "tree_or_"
 _HARMLESS = ("position_ids", "cache_position", "cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k")
@@ -80,14 +81,9 @@ def _takes_all(index: object) -> bool:
     )
 
 
-@contextmanager
-def packed_row(layout: TreeLayout) -> Iterator[None]:
+def packed_row(layout: TreeLayout) -> AbstractContextManager[None]:
     """A context in which a model makes the masks of a packed row."""
-    token = _row.set(layout)
-    try:
-        yield
-    finally:
-        _row.reset(token)
+    return holding(_row, layout)
 
 
 def use_attention(model: PreTrainedModel, name: str) -> None:

@@ -12,8 +12,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -27,6 +26,7 @@ from transformers.modeling_outputs import ModelOutput
 
 from mt_grpo.errors import ConfigError
 from mt_grpo.forward.packing import cannot_pack
+from mt_grpo.forward.patching import replaced
 from mt_grpo.forward.sequence_parallel import Labels
 
 _EXCLUDED = -1e4  # nats: a probability of 0 without an infinity, whose product with 0 is not a number
@@ -383,7 +383,7 @@ def score_states(
 
     if kind.prepares:
         return around.into_head(predicting, head, score)
-    with _replaced(vars(head), "forward", score):
+    with replaced(vars(head), "forward", score):
         logps, entropies = module(predicting)
     return logps, entropies
 
@@ -432,7 +432,7 @@ class _Around:
         outputs = copy.copy(self._outputs)
         outputs.last_hidden_state = states[None]
         ids = torch.zeros(1, len(states), dtype=torch.long, device=states.device)
-        with _replaced(self._model._modules, self._backbone, _Returns(outputs, self._usual)):
+        with replaced(self._model._modules, self._backbone, _Returns(outputs, self._usual)):
             logits: Tensor = self._model._forward_without_trees(input_ids=ids, use_cache=False).logits
         return logits
 
@@ -441,7 +441,7 @@ class _Around:
 
         def transform(logits: Tensor) -> Tensor:
             # another module in its place: hooks of the layer itself must not free the weights that are in use
-            with _replaced(*self._place, _Returns(logits[None], self._module)):
+            with replaced(*self._place, _Returns(logits[None], self._module)):
                 return self(states)[0]
 
         return transform
@@ -454,7 +454,7 @@ class _Around:
             found.append(score(states))
             return states.new_zeros(1, 1, head.weight.size(0))  # whatever the rest of the forward makes of it
 
-        with _replaced(vars(head), "forward", forward):
+        with replaced(vars(head), "forward", forward):
             self(states)
         if len(found) != 1:
             raise cannot_pack(f"{type(self._model).__name__} calls its output layer {len(found)} times")
@@ -466,24 +466,10 @@ class _Around:
         seen: list[Tensor] = []
         recorder = _Returns(states.new_zeros(1, 1, 2), self._module)
         recorder.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].clone()))
-        with _replaced(*self._place, recorder):
+        with replaced(*self._place, recorder):
             self(states)
         logits = torch.linspace(-100, 100, 64, device=states.device)[None]
         return _Kind(
             prepares=len(seen) != 1 or not torch.equal(seen[0][0], states),
             transforms=not torch.equal(self.transform(states)(logits.clone()).to(logits.dtype), logits),
         )
-
-
-@contextmanager
-def _replaced(values: dict[str, Any], name: str, value: object) -> Iterator[None]:
-    missing = name not in values
-    usual = values.get(name)
-    values[name] = value
-    try:
-        yield
-    finally:
-        if missing:
-            del values[name]
-        else:
-            values[name] = usual

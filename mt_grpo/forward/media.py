@@ -19,6 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import ModelOutput, MoeModelOutputWithPast
 
 from mt_grpo.forward.packing import FlatTree, Packed, cannot_pack, flatten
+from mt_grpo.forward.patching import replaced
 from mt_grpo.media import IMAGE, SOUND, VIDEO, kind_of
 from mt_grpo.token_tree import TokenTree
 
@@ -261,21 +262,12 @@ class _Nothing(MoeModelOutputWithPast):  # type: ignore[misc]
             raise AttributeError(name)
 
 
-@contextmanager
-def _asking(decoder: PreTrainedModel, asked: list[Tensor]) -> Iterator[None]:
-    """Keeps the embeddings that a decoder is given in `asked`, and lets it compute nothing."""
+def _asking(decoder: PreTrainedModel, asked: list[Tensor]) -> AbstractContextManager[None]:
+    """A context in which a decoder computes nothing; the embeddings that it is given are kept in `asked`."""
 
     def keep(*args: object, inputs_embeds: Tensor | None = None, **kwargs: object) -> _Nothing:
         if inputs_embeds is not None:
             asked.append(inputs_embeds)
         return _Nothing(last_hidden_state=inputs_embeds)
 
-    own = vars(decoder).get("forward")
-    decoder.forward = keep
-    try:
-        yield
-    finally:
-        if own is None:
-            del decoder.forward
-        else:
-            decoder.forward = own
+    return replaced(vars(decoder), "forward", keep)

@@ -25,6 +25,7 @@ from mt_grpo.forward.interface import use_attention
 from mt_grpo.forward.media import base_model
 from mt_grpo.forward.model import DEFAULT_PLAN, ForwardPlan, Scores, score, score_turns
 from mt_grpo.forward.packing import FlatTree, flatten
+from mt_grpo.forward.patching import without_dropout
 from mt_grpo.media import SOUND, kind_of
 from mt_grpo.token_tree import TokenTree
 
@@ -206,9 +207,7 @@ def measure(
     size = min(TURN, depth // 8) if not plan.trees else None
     plan = replace(plan, trees=plan.trees or _probe_trees(vocabulary, depth), shared=True)
     turns = [int(tree.turns.max(initial=-1)) + 1 for tree in plan.all_trees[: len(plan.trees)]]
-    training = model.training
-    model.eval()  # dropout would differ between the two
-    try:
+    with without_dropout(model):  # which would differ between the two
         ours = _of_all_turns(score(model, plan), turns)
         step = rounding_step(model, mixed_precision)
         with _own_attention(base):
@@ -223,8 +222,6 @@ def measure(
                 noise = _rounding_noise(model, base, min(depth, NOISE_LENGTH), vocabulary, ours.device, step)
                 allowed = (FACTOR * noise.clamp(min=step)).clamp(max=MOST_NOISE)
                 found = torch.stack([differences.view(-1, size or len(differences)).mean(dim=1).max(), allowed])
-    finally:
-        model.train(training)
     difference, allowed = _worst_rank(found).tolist()
     return Proof(difference, allowed)
 

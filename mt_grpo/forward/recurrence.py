@@ -13,7 +13,7 @@ import inspect
 import types
 from collections import defaultdict
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import Token
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +27,7 @@ from transformers.models.mamba2 import modeling_mamba2
 from transformers.models.minimax.modeling_minimax import MiniMaxLightningAttention
 
 from mt_grpo.forward.attention import CURRENT, TreeLayout
+from mt_grpo.forward.patching import holding, replaced
 
 _SHORT = 64
 """Chains of up to this many tokens may be in one batch. Longer ones are in one batch if none is twice as long."""
@@ -173,7 +174,7 @@ def _delta_rule(along_sequence: _Function, schedule: _Schedule) -> _Function:
     ) -> tuple[Tensor, None]:
         def step(inputs: list[Tensor], state: Tensor | None, continued: bool) -> tuple[Tensor, Tensor | None]:
             query, key, value, g, beta = inputs
-            carried = {"initial_state": state, "output_final_state": continued}
+            carried: dict[str, Any] = {"initial_state": state, "output_final_state": continued}
             if query.device.type == "cpu":  # kernels have chunks of their own
                 carried["chunk_size"] = _chunk(query, 64)
             output, final = along_sequence(query, key, value, g=g, beta=beta, **options, **carried)
@@ -364,34 +365,16 @@ def over_tree(model: nn.Module, layout: TreeLayout) -> Iterator[None]:
     if layout.choose is None and not any("_forward_along_sequence" in vars(module) for module in modules):
         yield
         return
-    checkpoints = {
-        module: vars(module)["_gradient_checkpointing_func"]
-        for module in modules
-        if "_gradient_checkpointing_func" in vars(module)
-    }
-
-    def within(run: Callable[..., object]) -> Callable[..., Any]:
-        def run_within(*args: object) -> Any:
-            token = CURRENT.set(layout)
-            try:
-                return run(*args)
-            finally:
-                CURRENT.reset(token)
-
-        return run_within
+    name = "_gradient_checkpointing_func"
 
     def carrying(checkpoint: Callable[..., object]) -> Callable[..., Any]:
-        return lambda run, *args: checkpoint(within(run), *args)
+        return lambda run, *args: checkpoint(holding(CURRENT, layout)(run), *args)
 
-    token = CURRENT.set(layout)
-    try:
-        for module, checkpoint in checkpoints.items():
-            module._gradient_checkpointing_func = carrying(checkpoint)
+    with ExitStack() as stack:
+        stack.enter_context(holding(CURRENT, layout))
+        for attributes in (vars(module) for module in modules if name in vars(module)):
+            stack.enter_context(replaced(attributes, name, carrying(attributes[name])))
         yield
-    finally:
-        for module, checkpoint in checkpoints.items():
-            module._gradient_checkpointing_func = checkpoint
-        CURRENT.reset(token)
 
 
 def _forward(

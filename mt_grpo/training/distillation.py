@@ -31,7 +31,6 @@ from mt_grpo.rollout.token_row import AnswerLeaves
 from mt_grpo.token_tree import TokenTree
 from mt_grpo.training.columns import Rows
 from mt_grpo.training.config import MTGRPOConfig
-from mt_grpo.training.model import without_dropout
 from mt_grpo.training.ranks import everywhere
 from mt_grpo.training.rollout_batch import TOKENS_OF_ALL, TOP, Columns, RolloutBatch, longest_path
 from mt_grpo.training.teacher import Found, Logprobs, ServerTeacher
@@ -182,7 +181,7 @@ class Distillation:
         likeliest: list[list[Tensor]] = []
         model = trainer.teacher or trainer.model
         weights = nullcontext() if trainer.teacher_weights is None else trainer.teacher_weights.lent()
-        with trainer.alone_with_model(), weights, without_dropout(model, True), trainer.accelerator.autocast():
+        with trainer.scoring(model), weights:
             for start in range(0, len(trees), size):
                 part = trees[start : start + size]
                 # the experts of another model than the policy are others

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -42,6 +42,7 @@ from trl.trainer.utils import create_model_from_path
 
 from mt_grpo.data import check_hub, embedded
 from mt_grpo.errors import ConfigError, UserError
+from mt_grpo.forward.patching import replaced
 from mt_grpo.imports import in_home, looks_like_path
 from mt_grpo.rollout.engines import Engine, LocalEngine
 from mt_grpo.runlog.files import written_whole
@@ -214,19 +215,6 @@ def wrapped_layers(model: PreTrainedModel) -> list[str]:
     """The classes of a model's layers that FSDP shards one by one."""
     here = {type(module).__name__ for module in model.modules()}
     return [name for name in model._no_split_modules or () if name in here]
-
-
-@contextmanager
-def without_dropout(model: nn.Module, wanted: bool) -> Iterator[None]:
-    """A context in evaluation mode, if `wanted`."""
-    training = model.training
-    if wanted:
-        model.eval()
-    try:
-        yield
-    finally:
-        if wanted:
-            model.train(training)
 
 
 def save_reference(folder: Path, args: MTGRPOConfig, accelerator: Accelerator, reference: nn.Module | None) -> None:
@@ -423,17 +411,12 @@ def _layers_in_groups(model: nn.Module, size: int) -> Iterator[_Groups]:
     Within it, a forward keeps one input for each `size` layers that follow upon each other. A layer whose input is not
     just what the layer before it returned begins another group. Layers that are not checkpointed are left alone.
     """
-    groups = _Groups(size)
-    modules: Iterable[Any] = model.modules() if size > 1 else ()
-    layers = [module for module in modules if "_gradient_checkpointing_func" in vars(module)]
-    checkpoints = [layer._gradient_checkpointing_func for layer in layers]
-    try:
-        for layer, checkpoint in zip(layers, checkpoints, strict=True):
-            layer._gradient_checkpointing_func = groups.of(layer, checkpoint)
+    groups, name = _Groups(size), "_gradient_checkpointing_func"
+    with ExitStack() as stack:
+        for layer in model.modules() if size > 1 else ():
+            if name in vars(layer):
+                stack.enter_context(replaced(vars(layer), name, groups.of(layer, vars(layer)[name])))
         yield groups
-    finally:
-        for layer, checkpoint in zip(layers, checkpoints, strict=True):
-            layer._gradient_checkpointing_func = checkpoint
 
 
 class _Groups:

@@ -47,7 +47,7 @@ from mt_grpo.rollout.runner import Branching
 from mt_grpo.rollout.token_row import AnswerLeaves, answer_ids
 from mt_grpo.token_tree import TokenTree
 from mt_grpo.training.config import MTGRPOConfig
-from mt_grpo.training.model import resolve_model, source_options, without_dropout
+from mt_grpo.training.model import resolve_model, source_options
 from mt_grpo.training.ranks import everywhere, run_here
 from mt_grpo.training.rollout_batch import RolloutBatch, longest_path
 from mt_grpo.trajectory import Trajectory
@@ -439,7 +439,7 @@ class RightAnswers:
             group=trainer.forwards.plan.group,
         )
         found: list[list[list[float]]] = []
-        with trainer.alone_with_model(), without_dropout(trainer.model, True), trainer.accelerator.autocast():
+        with trainer.scoring(trainer.model):
             for start in range(0, len(rows), size):
                 part = rows[start : start + size]
                 trees = [tree for row in part for tree in row]

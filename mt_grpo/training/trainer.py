@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Coroutine, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from mt_grpo.envs.env import ServedEnv
 from mt_grpo.envs.source import TRLFactory, source_of
 from mt_grpo.errors import ConfigError
 from mt_grpo.forward.media import Media, media_tokens
+from mt_grpo.forward.patching import without_dropout
 from mt_grpo.forward.probe import context_length
 from mt_grpo.imports import did_you_mean
 from mt_grpo.options.rules import check_eval_batch
@@ -62,7 +63,6 @@ from mt_grpo.training.model import (
     prepare_model,
     processing_of,
     tokenizer_in,
-    without_dropout,
 )
 from mt_grpo.training.prefetch import STEP_FACTOR, ModelCopy, PrefetchQueue, SmallerSteps, effective_sample_size
 from mt_grpo.training.ranks import everywhere, run_here
@@ -430,7 +430,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
                 return work(on_finish=self.distillation.as_they_end(batch.trajectories.append))
             return batch.handing_over(work, take)
 
-        with without_dropout(self.model, True), self._lent_model(), sampling:
+        with without_dropout(self.model), self._lent_model(), sampling:
             if ahead is None:
                 ran = self._run_on_all_ranks(converse)
             else:
@@ -445,19 +445,22 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             return nullcontext()
         return lent_model(self.runner.engine, self.model_wrapped, self.args, self.accelerator)
 
-    def alone_with_model(self) -> AbstractContextManager[object]:
-        """A context in which the engine does not sample with the trainer's model, as while others are scored."""
+    @contextmanager
+    def scoring(self, model: nn.Module) -> Iterator[None]:
+        """A context in which a model scores a batch, and the engine does not sample with the trainer's meanwhile."""
         engine = self.runner.engine
+        alone: AbstractContextManager[object] = nullcontext()
         if isinstance(engine, TransformersEngine) and self.weight_sync is None:
-            return engine.update
-        return nullcontext()
+            alone = engine.update
+        with alone, without_dropout(model), self.accelerator.autocast():
+            yield
 
     def _prove_engine(self) -> None:
         """Before the first conversation: whether the model's own engine samples from what is trained."""
         engine = self._unproven
         if engine is not None:
             proof = self.step_log.activity.of("the proof of the engine")
-            with proof, without_dropout(self.model, True), self._lent_model():
+            with proof, without_dropout(self.model), self._lent_model():
                 self._run_on_all_ranks(lambda: prove_engine(engine, self.accelerator.mixed_precision))
             self._unproven = None
 
@@ -589,7 +592,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         inputs = self._loss_inputs
         forwards = self.forwards
         plan = forwards.plan_of_rollouts(self.batch) if inputs is None else forwards.plan_of_loss(inputs)
-        with without_dropout(model, inputs is None):
+        with without_dropout(model) if inputs is None else nullcontext():
             if forwards.trl_scores(plan):
                 logps, entropies, router_loss = super()._get_per_token_logps_and_entropies(
                     model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **kwargs
