@@ -14,8 +14,8 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -430,22 +430,20 @@ class RightAnswers:
     def _by_trainer(self, batch: RolloutBatch) -> list[list[list[float]]]:
         trainer, args, rows = self._trainer, self._trainer.args, batch.leaf_trees
         size = args.per_device_train_batch_size if batch.mode == "train" else args.per_device_eval_batch_size
-        trainer.forwards.prove(max(gather_object([longest_path(tree for row in rows for tree in row)])))
+        trees = [tree for row in rows for tree in row]
+        trainer.forwards.prove(max(gather_object([longest_path(trees)])))
         shown = {number: image.inputs for one in batch.trajectories for number, image in one.media.items()}
         plan = ForwardPlan(
+            trees,
             media={**trainer.blank, **shown},
             forward=args.forward,
             attention=args.tree_attention,
             group=trainer.forwards.plan.group,
         )
-        found: list[list[list[float]]] = []
         with trainer.scoring(trainer.model):
-            for start in range(0, len(rows), size):
-                part = rows[start : start + size]
-                trees = [tree for row in part for tree in row]
-                means = iter(_mean_logprobs(trainer.model, replace(plan, trees=trees)))
-                found += [[next(means) for _ in row] for row in part]
-        return found
+            parts = [_mean_logprobs(trainer.model, part) for part in plan.split(size * len(batch.leaves))]
+        means = chain.from_iterable(parts)
+        return [[next(means) for _ in row] for row in rows]
 
     def _by_server(self, batch: RolloutBatch) -> list[list[list[float]]]:
         engine, trajectories = self._trainer.runner.engine, batch.trajectories

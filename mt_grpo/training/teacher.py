@@ -23,7 +23,7 @@ from trl.models import prepare_deepspeed, prepare_fsdp
 from trl.trainer.utils import create_model_from_path
 
 from mt_grpo.concurrency import Task, consume_exception, in_thread, run
-from mt_grpo.errors import ConfigError, libraries_may_refuse
+from mt_grpo.errors import ConfigError, ServerGoneError, libraries_may_refuse
 from mt_grpo.forward.probe import context_length
 from mt_grpo.limits import ConcurrencyLimit
 from mt_grpo.options.values import SELF
@@ -214,7 +214,7 @@ class ServerTeacher:
         return taken
 
     def read(self, trees: Sequence[TokenTree]) -> Found:
-        """The log-probs of conversations."""
+        """The log-probs of conversations; `ServerGoneError` where the server does not give them."""
         paths = [(number, path) for number, tree in enumerate(trees) for path in _sampled(tree)]
 
         async def answers_of_all() -> list[Any]:
@@ -225,7 +225,12 @@ class ServerTeacher:
                 asked.append(self._answer(ids) if task is None or task.cancelled() else task)
             return await asyncio.gather(*asked)
 
-        answers = run(answers_of_all())
+        try:
+            answers = run(answers_of_all())
+        except RequestFailed as error:
+            raise ServerGoneError(
+                f"The teacher's server does not read a conversation: {error} Start it again, or name `model` alone."
+            ) from error
         found: Logprobs = [[[] for _ in range(tree.num_turns)] for tree in trees]
         likeliest: list[list[list[Any]]] = [[[] for _ in range(tree.num_turns)] for tree in trees]
         for (number, path), answer in zip(paths, answers, strict=True):

@@ -33,7 +33,7 @@ from trl import DistillationConfig, DistillationTrainer
 
 from mt_grpo.concurrency import run
 from mt_grpo.envs import MultiTurnToolEnv
-from mt_grpo.errors import ConfigError
+from mt_grpo.errors import ConfigError, ServerGoneError
 from mt_grpo.rewards import TeacherAgreement, TeacherLogRatio, score_cut
 from mt_grpo.runlog import read_trajectories
 from mt_grpo.servers import http
@@ -393,6 +393,12 @@ def test_a_server_teaches_as_the_model_does(teach, build, tokenizer, tmp_path, m
     tree.extend([4, 5], [], [])  # a turn that sampled nothing
     assert [list(map(len, turns)) for turns in trainer.teacher.read([tree])[0]] == [[1, 0]]
     assert server.http.asked("/v1/completions")[-1]["prompt"] == [1, 2, 3]
+    server.scores = False  # an error that keeps a checkpoint of the run
+    with pytest.raises(
+        ServerGoneError, match="not read a conversation: .* Start it again, or name `model` alone"
+    ):
+        trainer.teacher.read([tree])
+    server.scores = True
 
     options = {"distillation_coef": 1.0, "distillation_topk": 5, **STRIPS}
     where = {"model": folder}, {"model": folder, "server": server.http.url}
