@@ -11,13 +11,10 @@ from support.forests import flex_on_a_cpu, forests, make_tree
 from support.memory import peak_memory
 from support.models import build_model
 from torch.nn.attention.flex_attention import flex_attention
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from mt_grpo.errors import UnsupportedModelError
 from mt_grpo.forward import attention as kernels
 from mt_grpo.forward import token_logps
 from mt_grpo.forward.attention import BLOCK, KERNELS, PLAIN, Chunk, Score, TreeLayout
-from mt_grpo.forward.model import check_model
 from mt_grpo.forward.packing import pack
 
 CPU = torch.device("cpu")
@@ -213,21 +210,3 @@ def test_auto_takes_segments_on_a_cpu_and_flex_on_a_gpu():
     layout, gpu = TreeLayout(FORKED), torch.device("cuda")
     found = layout.attention(CPU), layout.attention(gpu), layout.attention(gpu, dropout=0.1)
     assert found == ("segment", "flex", "segment")
-
-
-TINY = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-TINY |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
-NEO = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "attention_types": [[["global"], 1]]}
-
-
-def of_kind(name, **sizes):
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **sizes))
-
-
-def test_models_whose_attention_cannot_be_given_are_refused():
-    check_model(of_kind("llama", **TINY))
-    for name, sizes in {"rwkv": {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2}, "gpt_neo": NEO}.items():
-        with pytest.raises(UnsupportedModelError, match="attention interf.*`forward: padded`"):
-            check_model(of_kind(name, **sizes))
-    with pytest.raises(UnsupportedModelError, match="of its own making.*`forward: padded`"):  # at its first forward
-        token_logps(of_kind("doge", **TINY), [make_tree([([1, 2, 3, 4, 5], [6])])])

@@ -47,11 +47,14 @@ COMPRESSED = {
 }
 BOTH_WAYS = {**SIZE, "num_attention_heads": 4, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 WRONG = {**BOTH_WAYS, "is_decoder": True, "pad_token_id": 0}  # its positions begin elsewhere
+NEO = {"vocab_size": 96, "hidden_size": 32, "num_layers": 1, "num_heads": 2, "attention_types": [[["global"], 1]]}
 CANNOT = {
-    "roberta": BOTH_WAYS,
-    "deepseek_v4": COMPRESSED,
-    "deepseek_v32": SPARSE,
-    "rwkv": {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2},
+    "roberta": (BOTH_WAYS, "has a mask that is neither causal nor a window"),
+    "deepseek_v4": (COMPRESSED, "joins its mask with another"),
+    "deepseek_v32": (SPARSE, "picks the tokens that it attends to"),
+    "rwkv": ({"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2}, "does not go through .* attention interf"),
+    "gpt_neo": (NEO, "does not go through transformers' attention interface"),
+    "doge": (TINY, "has a mask of its own making"),
 }
 WHISPER = {"vocab_size": 96, "d_model": 32, "encoder_layers": 1, "decoder_layers": 2, **TOKENS}
 WHISPER |= dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4)
@@ -91,16 +94,12 @@ def test_a_model_that_scores_trees_wrong_is_refused(coarse):
 
 
 @pytest.mark.parametrize("kind", CANNOT)
-def test_what_cannot_run_over_trees_is_refused(kind):
-    with pytest.raises(UnsupportedModelError, match="set `forward: padded`"):
-        token_logps(make(kind, **CANNOT[kind]), [deep_tree(40)])
-
-
-def test_a_model_with_sparse_attention_is_left_as_it_is():
-    model, ids = make("deepseek_v32", **{**SPARSE, "index_n_heads": 8}), torch.arange(40)[None]
+def test_what_cannot_run_over_trees_is_refused_and_left_alone(kind):
+    options, words = CANNOT[kind]
+    model, ids = make(kind, **options), torch.arange(40)[None]
     expected = model(ids).logits
-    with pytest.raises(UnsupportedModelError, match="picks the tokens that it attends to"):
-        enable_trees(model)
+    with pytest.raises(UnsupportedModelError, match=f"{words}.*set `forward: padded`"):
+        token_logps(model, [deep_tree(40)])
     assert torch.equal(model(ids).logits, expected)
 
 
