@@ -26,7 +26,6 @@ TRUNCATIONS = {
     "min_p and top_p": {"min_p": 0.3, "top_p": 0.7},
     "all": {"top_k": 20, "top_p": 0.8, "min_p": 0.05},
 }
-every_truncation = pytest.mark.parametrize("options", TRUNCATIONS.values(), ids=TRUNCATIONS)
 
 
 @settings(deadline=None)
@@ -98,7 +97,7 @@ def test_the_head_is_log_softmax_and_entropy_of_the_tokens_left(monkeypatch, ele
     torch.testing.assert_close(learnt(*ours), learnt(*expected))
 
 
-@every_truncation
+@pytest.mark.parametrize("options", TRUNCATIONS.values(), ids=TRUNCATIONS)
 def test_the_head_in_float32_is_that_in_float64(options):
     results = []
     for dtype in (torch.float32, torch.float64):
@@ -129,8 +128,11 @@ def sampled(build, tokenizer):
     return make
 
 
-@every_truncation
-@pytest.mark.parametrize("forward", ["tree", "turn_by_turn"])
+@pytest.mark.parametrize(
+    ("options", "forward"),
+    [*((options, "tree") for options in TRUNCATIONS.values()), (TRUNCATIONS["all"], "turn_by_turn")],
+    ids=str,
+)
 def test_what_the_engine_sampled_has_a_ratio_of_one(sampled, forward, options):
     trainer, batches = sampled(forward=forward, temperature=0.8, **options)
     trainer.train()

@@ -46,12 +46,12 @@ def interrupts(**kwargs):
 
 def test_without_learning_staleness_changes_no_conversation(sampled, tmp_path):
     found = []
-    for staleness in (0, 1, 2, 4):
+    for staleness in (0, 1, 4):
         trainer = sampled(str(staleness), max_staleness=staleness, learning_rate=0.0, max_steps=6)
         found.append(tokens_of(tmp_path / str(staleness)))
         assert len(found[-1]) == 24 and found[-1] == found[0]
         lags = [lag for (lag,) in logged(trainer, "staleness/max")]
-        assert lags[:3] == ([0.0, 1.0, min(2.0, staleness)] if staleness else [])
+        assert lags[:3] == {0: [], 1: [0.0, 1.0, 1.0], 4: [0.0, 1.0, 2.0]}[staleness]
         assert max(lags, default=0) <= staleness
 
 

@@ -394,9 +394,7 @@ def test_a_server_teaches_as_the_model_does(teach, build, tokenizer, tmp_path, m
     assert [list(map(len, turns)) for turns in trainer.teacher.read([tree])[0]] == [[1, 0]]
     assert server.http.asked("/v1/completions")[-1]["prompt"] == [1, 2, 3]
     server.scores = False  # an error that keeps a checkpoint of the run
-    with pytest.raises(
-        ServerGoneError, match="not read a conversation: .* Start it again, or name `model` alone"
-    ):
+    with pytest.raises(ServerGoneError, match="not read a conversation: .* Start it again, or name `model` alone"):
         trainer.teacher.read([tree])
     server.scores = True
 

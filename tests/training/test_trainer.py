@@ -77,7 +77,6 @@ def test_each_token_gets_the_advantage_of_its_turn(build):
 @pytest.mark.parametrize(
     "options",
     [
-        {},
         {"num_iterations": 2},
         {"steps_per_generation": 2, "forward": "padded"},  # the tree forward deals whole groups to micro-batches
         {"loss_type": "grpo"},
