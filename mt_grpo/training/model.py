@@ -20,6 +20,7 @@ from accelerate.utils import gather, gather_object
 from huggingface_hub import try_to_load_from_cache
 from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTuner
+from peft.utils import SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -110,8 +111,8 @@ def resolve_base(name: str) -> str:
     base = settings.get("base_model_name_or_path")
     if not base:
         raise ConfigError(
-            f"The adapter in {name!r} does not say which model it is of: name that in its {ADAPTER_CONFIG_NAME}, as "
-            "`base_model_name_or_path`."
+            f"The {ADAPTER_CONFIG_NAME} in {name!r} has no `base_model_name_or_path`: write the model there that the "
+            "adapter is of."
         )
     try:
         return resolve_model(base, settings.get("revision"))
@@ -161,8 +162,15 @@ def open_policy(
     """
     given = args.model_init_kwargs or {}
     name = resolve_model(model, given.get("revision"), subfolder_of(args)) if isinstance(model, str) else None
-    if name is None or adapter_settings(name) is None:
+    settings = None if name is None else adapter_settings(name)
+    if name is None or settings is None:
         return {"model": name or model, "quantization_config": quantization_config, "peft_config": peft_config}
+    files = SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME
+    if "peft_type" not in settings or not any(Path(name, file).exists() for file in files):
+        raise ConfigError(
+            f"The adapter in {name!r} is not whole: it needs {files[0]}, and a `peft_type` in its "
+            f"{ADAPTER_CONFIG_NAME}; bring them back, or name another model."
+        )
     if peft_config is not None and args.process_index == 0:
         logger.warning(
             "The adapter in %s is trained on as it was made; the options of an adapter have no effect.", name
