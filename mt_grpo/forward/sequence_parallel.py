@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from math import gcd
+from math import gcd, prod
 from typing import Any
 
 import numpy as np
@@ -80,13 +80,34 @@ class Share:
         copies = size // gcd(key.size(1), size)
         if copies > 1:
             key, value = key.repeat_interleave(copies, dim=1), value.repeat_interleave(copies, dim=1)
-        moved: tuple[Tensor, Tensor, Tensor] = _Move.apply(self, True, query, key, value)  # type: ignore[no-untyped-call]
-        return moved
+        query, key, value = self._move(True, query, key, value)
+        return query, key, value
 
     def to_tokens(self, output: Tensor) -> Tensor:
         """`(1, heads of this process, N, head_dim)` of all tokens to `(1, heads, n, head_dim)` of this process's."""
-        moved: tuple[Tensor, ...] = _Move.apply(self, False, output)  # type: ignore[no-untyped-call]
-        return moved[0]
+        return self._move(False, output)[0]
+
+    def _move(self, to_heads: bool, *tensors: Tensor) -> list[Tensor]:
+        """By one exchange for several tensors, so that all processes make them in one order."""
+        leaving: list[Sequence[Tensor]] = []  # per tensor and process
+        arriving: list[list[tuple[int, int, int]]] = []
+        for (rows,) in tensors:
+            heads, _, width = rows.shape
+            if to_heads:
+                heads //= self.group.size
+                leaving.append(rows.split(heads))
+                arriving.append([(heads, size, width) for size in self.sizes])
+            else:
+                leaving.append(rows.split(self.sizes, dim=1))
+                arriving.append([(heads, self.sizes[self.group.rank], width)] * self.group.size)
+        sent = [torch.cat([part.reshape(-1) for part in parts]) for parts in zip(*leaving, strict=True)]
+        shapes = [shape for of_process in zip(*arriving, strict=True) for shape in of_process]
+        sizes = [prod(shape) for shape in shapes]
+        counts = [sum(sizes[start : start + len(tensors)]) for start in range(0, len(sizes), len(tensors))]
+        pieces = _exchanged(self.group, list(map(len, sent)), counts, torch.cat(sent)).split(sizes)
+        parts = [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+        dim = 1 if to_heads else 0
+        return [torch.cat(parts[number :: len(tensors)], dim=dim)[None] for number in range(len(tensors))]
 
     def of_heads(self, values: Tensor) -> Tensor:
         """Of `(heads,)` those of this process's heads."""
@@ -112,8 +133,7 @@ class Labels:
         """Redistributes hidden states, `(m, hidden)`, from the ranks that predict labels to those that score them."""
         rank = self.group.rank
         leaving, coming = _overlaps(self.had, self.scored)[rank], _overlaps(self.scored, self.had)[rank]
-        dealt: Tensor = _Deal.apply(self.group, leaving, coming, states)  # type: ignore[no-untyped-call]
-        return dealt
+        return _exchanged(self.group, leaving, coming, states)
 
     def join(self, scores: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """All scores, `(M,)`, on every process; the gradient is that of a loss that each computes."""
@@ -137,64 +157,24 @@ def _overlaps(one: list[int], other: list[int]) -> list[list[int]]:
     ]
 
 
-class _Move(torch.autograd.Function):
-    """One all-to-all for several tensors, and one back for their gradients: all processes make them in one order."""
-
-    @staticmethod
-    def forward(ctx: Any, share: Share, to_heads: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.share, ctx.to_heads = share, to_heads
-        return _move(share, to_heads, tensors)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        return None, None, *_move(ctx.share, not ctx.to_heads, gradients)
+def _exchanged(group: SequenceGroup, leaving: list[int], coming: list[int], rows: Tensor) -> Tensor:
+    """The rows that other processes send, for those that this one sends to each; gradients go the way back."""
+    exchanged: Tensor = _Exchange.apply(group, leaving, coming, rows)  # type: ignore[no-untyped-call]
+    return exchanged
 
 
-def _move(share: Share, to_heads: bool, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    sizes, processes = share.sizes, share.group.size
-    own = sizes[share.group.rank]
-    leaving: list[list[Tensor]] = []  # per tensor and process
-    arriving: list[list[tuple[int, int, int]]] = []
-    for tensor in tensors:
-        (rows,) = tensor
-        heads, _, width = rows.shape
-        if to_heads:
-            leaving.append(list(rows.split(heads // processes)))
-            arriving.append([(heads // processes, size, width) for size in sizes])
-        else:
-            leaving.append(list(rows.split(sizes, dim=1)))
-            arriving.append([(heads, own, width)] * processes)
-    sent = [torch.cat([part.reshape(-1) for part in parts]) for parts in zip(*leaving, strict=True)]
-    shapes = list(zip(*arriving, strict=True))
-    counts = [sum(heads * tokens * width for heads, tokens, width in of_rank) for of_rank in shapes]
-    received = sent[0].new_empty(sum(counts))
-    dist.all_to_all_single(received, torch.cat(sent), counts, [len(part) for part in sent], share.group.group)
-    parts = []
-    for of_rank, flat in zip(shapes, received.split(counts), strict=True):
-        pieces = flat.split([heads * tokens * width for heads, tokens, width in of_rank])
-        parts.append([piece.view(shape) for piece, shape in zip(pieces, of_rank, strict=True)])
-    return tuple(torch.cat(of_tensor, dim=1 if to_heads else 0)[None] for of_tensor in zip(*parts, strict=True))
-
-
-class _Deal(torch.autograd.Function):
-    """Rows that are sent to other processes, and their gradients back."""
-
+class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: SequenceGroup, leaving: list[int], coming: list[int], rows: Tensor) -> Tensor:
         ctx.group, ctx.leaving, ctx.coming = group, leaving, coming
-        return _send(group, leaving, coming, rows)
+        arrived = rows.new_empty(sum(coming), *rows.shape[1:])
+        dist.all_to_all_single(arrived, rows.contiguous(), coming, leaving, group.group)
+        return arrived
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return None, None, None, _send(ctx.group, ctx.coming, ctx.leaving, gradient)
-
-
-def _send(group: SequenceGroup, leaving: list[int], coming: list[int], rows: Tensor) -> Tensor:
-    arrived = rows.new_empty(sum(coming), rows.size(1))
-    dist.all_to_all_single(arrived, rows.contiguous(), coming, leaving, group.group)
-    return arrived
+        return None, None, None, _exchanged(ctx.group, ctx.coming, ctx.leaving, gradient)
 
 
 class _Join(torch.autograd.Function):
