@@ -321,7 +321,7 @@ class Sampling(NamedTuple):
 
 
 class _Returns(nn.Module):
-    """In place of a module that has been called: it returns the same again, and so does each part of it."""
+    """Stands in for a module, and returns what that returned before; so does each part of it."""
 
     def __init__(self, outputs: ModelOutput, usual: nn.Module) -> None:
         super().__init__()
@@ -413,7 +413,7 @@ class _Kind(NamedTuple):
 
 
 class _Around:
-    """The model's own forward, with what its backbone returned."""
+    """Runs the model's own forward on what its backbone returned before."""
 
     def __init__(self, model: PreTrainedModel, outputs: ModelOutput) -> None:
         self._model, self._outputs = model, outputs

@@ -148,8 +148,8 @@ def row_inputs(model: nn.Module, ids: Tensor, images: Media) -> dict[str, Tensor
 
 class RowMedia:
     """
-    The media of a packed row, each looked at or heard once, however many branches have it: before anything runs over
-    the tree, since the towers for images and sounds have no trees.
+    Encodes the media of a packed row, each once, however many branches have it, before anything runs over the tree,
+    since the towers for images and sounds have no trees.
     """
 
     def __init__(self, backbone: PreTrainedModel, packed: Packed, images: Media, device: torch.device) -> None:

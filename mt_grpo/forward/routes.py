@@ -116,7 +116,7 @@ class _Router(TorchFunctionMode):
 
 
 class _Block:
-    """A layer's router and experts: their forward goes through a mode where a choice is seen or made."""
+    """Hooks on a layer's router and experts, by which the experts that it chooses are recorded or replaced."""
 
     def __init__(
         self, layer: int, module: nn.Module, shape: _RouteShape, choose: Callable[[int, Tensor], Tensor] | None = None

@@ -63,7 +63,7 @@ logger = logging.getLogger(__name__)
 
 class Distillation:
     """
-    What the teacher of a trainer makes of its batches. `rewards` are all, state scores too; `outcomes` those of whole
+    Has a trainer's teacher read its batches. `rewards` are all, state scores too; `outcomes` those of whole
     conversations.
 
     Raises:
@@ -121,7 +121,7 @@ class Distillation:
         return "sibling" in self._sees
 
     def as_they_end(self, take: Callable[[Trajectory], None]) -> Callable[[Trajectory], None]:
-        """`take`, for conversations that have ended; a teacher on a server that is shown no more begins to read."""
+        """`take` for each conversation that ends, which a teacher on a server begins to read if it has no hints."""
         teacher = self._trainer.teacher
         return teacher.as_they_end(take) if isinstance(teacher, ServerTeacher) and not self._sees else take
 

@@ -1,6 +1,6 @@
 """
-The model that a run trains: found by its name, with its processor and its reference, ended before a number that is not
-finite reaches a weight or a file, and what is kept of its forward for the backward.
+The model that a run trains: finding it by its name, its processor and its reference, errors for numbers that are not
+finite, and which activations are kept for the backward.
 """
 
 from __future__ import annotations

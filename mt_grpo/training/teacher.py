@@ -204,7 +204,7 @@ class ServerTeacher:
                 weakref.finalize(tree, self._asked.pop, tuple(ids), None).atexit = False
 
     def as_they_end(self, take: Callable[[Trajectory], None]) -> Callable[[Trajectory], None]:
-        """`take`, for conversations that have ended, which the teacher begins to read."""
+        """`take` for each conversation that ends, which the teacher then begins to read."""
 
         def taken(trajectory: Trajectory) -> None:
             take(trajectory)
