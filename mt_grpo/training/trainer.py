@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -83,6 +83,16 @@ Reward: TypeAlias = str | Callable[..., object] | RewardFunc | PreTrainedModel
 Rewards: TypeAlias = Reward | Sequence[Reward] | None
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _LossForward:
+    """The micro-batch whose loss TRL computes, and what the policy's forward over it gives beside that."""
+
+    inputs: Columns
+    router_loss: torch.Tensor | None = None
+    logps: torch.Tensor | None = None
+    others: torch.Tensor | None = None  # log-probs of the tokens that a teacher finds likeliest
 
 
 class MTGRPOEnvTrainer(ResumableTrainer):
@@ -229,7 +239,10 @@ class MTGRPOEnvTrainer(ResumableTrainer):
                 self.processing_class = self.callback_handler.processing_class = processing
             if processing_class is None:
                 environment.prepare_tokenizer(tokenizer_in(self.processing_class), source)
-            self._prepare_logs()
+            if args.device.type == "cpu" and not args.use_cpu and self.is_world_process_zero():
+                logger.warning("There is no GPU here: this run is on the CPU, in float32.")
+            self._earlier = preflight.left_by_runs(args.output_dir)
+            self.num_completions_to_print = 0  # TRL's own table in the terminal, instead of which there is ours
             self._prepare_models()
             self._prepare_rewards(rewards)
             self._prepare_rollouts(engine)
@@ -240,10 +253,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         self.evaluated_step: int | None = None
         self._evaluation: EvaluationRows | None = None
         self._eval_prefix = None
-        self._loss_inputs: Columns | None = None  # the micro-batch whose loss TRL's forward computes
-        self._router_loss: torch.Tensor | None = None  # the loss that balances experts in it
-        self._logps: torch.Tensor | None = None  # the policy's log-probs in it
-        self._others: torch.Tensor | None = None  # those of the tokens that a teacher finds likeliest
+        self._loss_forward: _LossForward | None = None  # while TRL computes the loss of a micro-batch
         self._failed_batches = 0
 
     @property
@@ -256,12 +266,6 @@ class MTGRPOEnvTrainer(ResumableTrainer):
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
         forward_plan.keep_outputs_exact(self.accelerator)
-
-    def _prepare_logs(self) -> None:
-        if self.args.device.type == "cpu" and not self.args.use_cpu and self.is_world_process_zero():
-            logger.warning("There is no GPU here: this run is on the CPU, in float32.")
-        self._earlier = preflight.left_by_runs(self.args.output_dir)
-        self.num_completions_to_print = 0  # TRL's own table in the terminal, instead of which there is ours
 
     def _prepare_models(self) -> None:
         prepare_model(self.model, self.args, self.accelerator)
@@ -557,22 +561,21 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         return microbatches.loss_of_group(self, model, inputs, lambda part: self._loss(model, part, *args, **kwargs))
 
     def _loss(self, model: nn.Module, inputs: Columns, *args: object, **kwargs: object) -> torch.Tensor:
-        self._loss_inputs = inputs
+        forward = self._loss_forward = _LossForward(inputs)
         try:
             with self._activations.kept(model) if self.model.training else nullcontext():
                 loss = super().compute_loss(model, inputs, *args, **kwargs)
         finally:
-            self._loss_inputs, router_loss, logps, others = None, self._router_loss, self._logps, self._others
-            self._router_loss = self._logps = self._others = None
-        if self.args.distillation_coef and logps is not None:
-            loss = loss + self.args.distillation_coef * self.distillation.loss(inputs, logps, others)
+            self._loss_forward = None
+        if self.args.distillation_coef and forward.logps is not None:
+            loss = loss + self.args.distillation_coef * self.distillation.loss(inputs, forward.logps, forward.others)
         if self.model.training:
             check_loss(loss, inputs, model, self.state.global_step)
         if "loss_factor" not in inputs:
             return loss
         factor, balance = inputs["loss_factor"], 0.0
-        if router_loss is not None:  # as TRL adds it; it counts every token, whichever rows are left out
-            balance = self.router_aux_loss_coef * router_loss / self.current_gradient_accumulation_steps
+        if forward.router_loss is not None:  # as TRL adds it; it counts every token, whichever rows are left out
+            balance = self.router_aux_loss_coef * forward.router_loss / self.current_gradient_accumulation_steps
         return (loss - balance) * factor + balance
 
     def _get_per_token_logps_and_entropies(
@@ -589,10 +592,9 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         TRL's, `(B, T)`, 0 where a token is not trained. Old and reference log-probs have no dropout. The old ones come
         first, and the right answers that rewards ask for are scored with them.
         """
-        inputs = self._loss_inputs
-        forwards = self.forwards
-        plan = forwards.plan_of_rollouts(self.batch) if inputs is None else forwards.plan_of_loss(inputs)
-        with without_dropout(model) if inputs is None else nullcontext():
+        of_loss, forwards = self._loss_forward, self.forwards
+        plan = forwards.plan_of_rollouts(self.batch) if of_loss is None else forwards.plan_of_loss(of_loss.inputs)
+        with without_dropout(model) if of_loss is None else nullcontext():
             if forwards.trl_scores(plan):
                 logps, entropies, router_loss = super()._get_per_token_logps_and_entropies(
                     model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **kwargs
@@ -604,13 +606,13 @@ class MTGRPOEnvTrainer(ResumableTrainer):
                 if plan.leaves:
                     self.batch.answer(scores.leaf_means)
                 logps, entropies, router_loss = scores.logps, scores.entropies, scores.router_loss
-                if plan.candidates:
-                    logps, self._others = logps[:, :, 0], logps[:, :, 1:]
+                if of_loss is not None and plan.candidates:
+                    logps, of_loss.others = logps[:, :, 0], logps[:, :, 1:]
                 entropies = entropies if compute_entropy else None
-        if inputs is not None:
-            self._router_loss, self._logps = router_loss, logps
+        if of_loss is not None:
+            of_loss.router_loss, of_loss.logps = router_loss, logps
             if self.model.training:
-                self.step_log.trained(inputs, logps, entropies)
+                self.step_log.trained(of_loss.inputs, logps, entropies)
         return logps, entropies, router_loss
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: object = None) -> Any:
