@@ -330,14 +330,14 @@ def test_a_replay_is_refused_a_teacher_that_does_not_fit(build, questions, tmp_p
 class TeachersServer:
     """What a vLLM server says of a prompt's tokens: a model's log-probs, unless it gives none."""
 
-    def __init__(self, folder, length=512, scores=True):
-        self.folder, self.length, self.scores = folder, length, scores
+    def __init__(self, folder, length=512, scores=True, served="id"):
+        self.folder, self.length, self.scores, self.served = folder, length, scores, served
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self.http = ScriptedServer(self.answer)
 
     def answer(self, method, path, body):
         if path == "/v1/models":
-            return 200, {"data": [{"id": "big", "root": str(self.folder), "max_model_len": self.length}]}
+            return 200, {"data": [{self.served: "big", "root": str(self.folder), "max_model_len": self.length}]}
         with torch.no_grad():
             whole = self.model(torch.tensor([body["prompt"]])).logits[0, :-1].log_softmax(dim=-1)
         rows = []
@@ -411,6 +411,7 @@ def test_a_server_teaches_as_the_model_does(teach, build, tokenizer, tmp_path, m
             build(teacher={"model": model, "server": TeachersServer(folder, **given).http.url})
 
     refused("gives no log-probs of prompts .`prompt_logprobs: 0`., as a vLLM server does: ", scores=False)
+    refused("gives no log-probs of prompts .*, as a vLLM server does: .*/v1/models", served="name")
     refused("reads 399 tokens, and a conversation may have 400 after", length=400)
     with pytest.raises(ConfigError, match="serves 'big', not '.*': name that model, or another server."):
         build(teacher={"model": other, "server": server.http.url})
