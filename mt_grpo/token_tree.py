@@ -83,6 +83,7 @@ class TokenTree:
         given, those that it sampled with their log-probabilities, and where the engine sent these tokens. A token
         keeps the route that it had. `ValueError` if `action` and `logprobs` differ in length.
         """
+        context = list(context)  # a tuple would have no prefix in common with the lists of nodes
         tip, matched = self._match(context)
         self._append(tip, context[matched:], list(action), list(logprobs))
         self._route(routes)

@@ -76,6 +76,8 @@ def test_what_is_added_as_a_turn_may_be_changed_afterwards():
     for values in (context, action, logprobs):
         values.append(9)
     assert tree.path() == [1, 2, 3] and tree.sequences()[0].logprobs == [0.0, 0.0, -0.1]
+    tree.add_turn((1, 2, 3, 4), (5,), (-0.2,))  # of any sequence
+    assert (tree.path(), tree.num_sequences, tree.tail(2)) == ([1, 2, 3, 4, 5], 1, [4, 5])
 
 
 @pytest.mark.parametrize("add", ["add_turn", "extend"])

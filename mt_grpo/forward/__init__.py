@@ -9,6 +9,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -56,7 +57,7 @@ def token_logps(
 
     Raises:
         UnsupportedModelError: If the model cannot run over packed trees and `forward` is `"tree"`.
-        ValueError: If an option is none that there is, or an action has no context.
+        ValueError: If an option or a token is none that there is, or an action has no context.
     """
     for name, value, known in (("forward", forward, FORWARDS), ("attention", attention, ("auto", *KERNELS))):
         if value not in known:
@@ -66,6 +67,14 @@ def token_logps(
     flat = [flatten(tree) for tree in trees]
     if any(tree.parent is not None and ((tree.turns >= 0) & (tree.parent < 0)).any() for tree in flat):
         raise ValueError("The first token of a tree is trained, but no token before it predicts it.")
+    vocabulary = model.config.get_text_config().vocab_size
+    for tree in flat:  # on a GPU a forward over such a token ends the process
+        unknown = (tree.tokens >= vocabulary) | (tree.tokens < 0) & ~np.isin(tree.tokens, list(images or ()))
+        if unknown.any():
+            raise ValueError(
+                f"A tree has the token {tree.tokens[unknown][0]}, and the model's are 0 to {vocabulary - 1} and those "
+                "of `images`."
+            )
     found = [[torch.empty(0)] * tree.num_turns for tree in trees]
     full = [index for index, tree in enumerate(flat) if len(tree.tokens)]
     if not full:

@@ -25,11 +25,14 @@ IDS = torch.tensor([[1, 2, 3]])
         ({"forward": "fast"}, "`forward` is 'fast'; choose one of tree, padded, turn_by_turn"),
         ({"attention": "fast"}, "`attention` is 'fast'; choose one of auto, dense, flex, segment"),
         ({"temperature": 0.0}, "`temperature` is 0.0; set a number above 0"),
+        ({}, "has the token 999, and the model's are 0 to 334"),
+        ({"images": {-7: None}}, "has the token -8, and"),
     ],
 )
-def test_options_that_there_are_not_are_refused(model, options, problem):
+def test_what_there_is_not_is_refused(model, options, problem):
+    trees = [make_tree([([1, *options.get("images", [999]), -8], [2])])]
     with pytest.raises(ValueError, match=problem):
-        token_logps(model, [], **options)
+        token_logps(model, trees, **options)
 
 
 def test_the_head_holds_no_more_logits_than_a_chunk(monkeypatch):
