@@ -10,11 +10,12 @@ from datasets import Dataset
 from peft import LoraConfig
 from support import other_device
 from support.architectures import KINDS, build_random
-from support.forests import FOREST, make_tree
+from support.forests import FOREST, flex_on_a_cpu, make_tree
 from support.hybrids import ONE_OF_EACH_KIND, build_kind
 from support.mixtures import MIXTURES, build_mixture
 from support.models import build_model, build_tokenizer
 from support.trainers import thinking, trainer_builder, weights
+from torch.nn.attention import flex_attention
 
 from mt_grpo.forward import Truncation, token_logps
 
@@ -69,6 +70,17 @@ def test_a_forest_is_scored_and_learnt(device, kind):
 )
 def test_each_way_to_score_it(device, kind, options):
     assert_alike(device, build_random(kind), **options)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_flex_attention_scores_and_learns_as_segments(device, kind, monkeypatch):
+    """Its gradient, which PyTorch has not on a CPU, by its own reference and not as it is compiled for a GPU."""
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)  # it knows its devices by name
+    model = build_random(kind)
+    expected = learnt(model, attention="segment")
+    with flex_on_a_cpu():
+        for found, right in zip(learnt(model.to(device), attention="flex"), expected, strict=True):
+            assert (found - right).norm() <= 1e-5 * right.norm()
 
 
 RUNS = {
