@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import threading
 from pathlib import Path
@@ -9,6 +10,8 @@ from pathlib import Path
 from peft import PeftModel
 from safetensors.torch import load_file
 
+from mt_grpo.rollout import SamplingParams
+from mt_grpo.rollout.engines.vllm import VLLMServerClient
 from mt_grpo.servers.fleet import Owner
 from mt_grpo.vllm_plugin.fetch import Checksum, Fetcher, FetchError
 from mt_grpo.vllm_plugin.guard import FETCH
@@ -122,6 +125,22 @@ class Replica:
 
 def step_of(version: str) -> str:
     return Owner.read(version).step
+
+
+def sampled_steps(client: VLLMServerClient, until_all_are_up: bool = False) -> set[int]:
+    """The steps whose weights six conversations are sampled with."""
+    sampling = SamplingParams(max_tokens=1)
+
+    async def go():
+        taken = [await client.generate([number, 1], sampling, str(number)) for number in range(6)]
+        while until_all_are_up and not all(server.up for server in client.servers):
+            await client.generate([1], sampling, "waits")
+        for number in range(6):
+            client.release(str(number))
+        await client.close()
+        return {each.ids[0] for each in taken}
+
+    return asyncio.run(asyncio.wait_for(go(), 60))
 
 
 class Remote(Replica):

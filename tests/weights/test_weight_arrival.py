@@ -16,7 +16,7 @@ from support.architectures import build_random
 from support.forked import run_processes
 from support.loopback import ScriptedServer
 from support.models import build_model
-from support.replicas import Remote, step_of
+from support.replicas import Remote, sampled_steps, step_of
 
 from mt_grpo.errors import ConfigError, WeightSyncError
 from mt_grpo.rollout import SamplingParams
@@ -222,19 +222,6 @@ def late(tokenizer, replicas):
     return client
 
 
-def sample(client, number: int = 6) -> set[int]:
-    """The steps whose weights some conversations are sampled with."""
-
-    async def go():
-        taken = [await client.generate([one, 1], SamplingParams(max_tokens=1), str(one)) for one in range(number)]
-        for one in range(number):
-            client.release(str(one))
-        await client.close()
-        return {one.ids[0] for one in taken}
-
-    return asyncio.run(go())
-
-
 def hear(replica, client) -> None:
     """Rollouts during which the late server is found to be up."""
     replica.http.stopped = False
@@ -263,7 +250,7 @@ def test_a_late_server_is_proved_before_it_samples(tokenizer, replicas, late, sy
     assert late.servers[1].up and [step_of(replica.version) for replica in replicas] == ["1", "1"]
     scored = replicas[1].http.asked("/v1/completions")
     assert len(scored) == 2 and all("prompt_logprobs" in body for body in scored)  # changed weights, and true ones
-    assert sample(late) == {1}
+    assert sampled_steps(late) == {1}
     assert all(len(replica.http.asked("/v1/completions")) > 2 for replica in replicas)
 
 
@@ -276,7 +263,7 @@ def test_a_late_server_that_takes_no_weights_is_left_out(tokenizer, replicas, la
     replicas[1].agrees = fault == "deaf"
     hear(replicas[1], late)
     sync.sync(1)
-    assert not late.servers[1].up and sample(late) == {1}
+    assert not late.servers[1].up and sampled_steps(late) == {1}
     assert f"The run goes on without the vLLM server at {replicas[1].http.url}" in caplog.text
 
 

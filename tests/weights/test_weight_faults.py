@@ -10,10 +10,9 @@ import pytest
 from accelerate import Accelerator
 from support.loopback import Loopback, Proxy, Reply
 from support.models import build_model
-from support.replicas import step_of
+from support.replicas import sampled_steps, step_of
 
 from mt_grpo.errors import WeightSyncError
-from mt_grpo.rollout import SamplingParams
 from mt_grpo.rollout.engines.vllm import VLLMServerClient
 from mt_grpo.servers import fleet, http
 from mt_grpo.servers.fleet import Owner
@@ -84,17 +83,6 @@ def test_a_lasting_fault_of_a_healthy_server_ends_the_run(replicas, both, status
 # Engines that die
 
 
-def sample(client, number: int = 6) -> set[int]:
-    async def go():
-        taken = [await client.generate([one, 1], SamplingParams(max_tokens=1), str(one)) for one in range(number)]
-        while not all(server.up for server in client.servers):
-            await client.generate([1], SamplingParams(max_tokens=1), "waits")
-        await client.close()
-        return {each.ids[0] for each in taken}
-
-    return asyncio.run(asyncio.wait_for(go(), 60))
-
-
 CALLS = ["/weight_info", "/sleep", "/start_weight_update", "/update_weights", "/init_weight_transfer_engine"]
 CALLS += ["/finish_weight_update", "/reset_prefix_cache", "/wake_up", "/v1/completions"]
 
@@ -116,7 +104,7 @@ def test_an_engine_that_dies_is_left_out_and_taken_back(replicas, sync_of, path,
     assert up(sync) == [True, False]
     replicas[1].dies_at, replicas[1].dead, replicas[1].active = None, False, False
     replicas[1].version = replicas[1].loaded = "default"
-    assert sample(sync.client) == {1}
+    assert sampled_steps(sync.client, until_all_are_up=True) == {1}
     assert step_of(replicas[0].version) == "1" and has(replicas[1], sync)
 
 
