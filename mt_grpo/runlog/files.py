@@ -85,6 +85,8 @@ def written_whole(path: Path) -> Iterator[Path]:
 @contextmanager
 def written_for_users(path: Path, overwrite: bool) -> Iterator[Path]:
     """As `written_whole`, with a sentence for what goes wrong. A link may lead to any file of the user's: it stays."""
+    if not path.name:  # `.` or `/`
+        raise UserError(f"{path} is a folder: name a file or another folder in it.")
     try:
         if path.is_symlink():
             raise UserError(

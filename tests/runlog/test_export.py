@@ -170,6 +170,7 @@ def test_words_that_no_file_can_hold_do_not_end_an_export(tmp_path, export):
         ("RUN", "Write `mt-grpo export RUN --to FORM`, where FORM is one of messages, sharegpt, tokens, preferences,"),
         ("RUN RUN --to jsonl", "Write `mt-grpo export RUN --to FORM`"),
         ("RUN --to jsonl --output RUN", "is there already: give another place, or `--overwrite` to replace it."),
+        ("RUN --to jsonl --output . --overwrite", ". is a folder: name a file or another folder in it."),
         ("RUN --to dataset --output RUN --overwrite", "has other files than an export writes: remove it, or give"),
         ("RUN --to jsonl --filter rewrd<1", "There is no column 'rewrd'; the nearest is 'reward'."),
         ("RUN --to jsonl --filter reward>99", "No conversation fulfils the filter 'reward>99', so that there is"),
