@@ -161,9 +161,10 @@ _LIBRARIES = {"accelerate", "datasets", "huggingface_hub", "peft", "safetensors"
 @contextlib.contextmanager
 def libraries_may_refuse(what: str, *also: type[Exception]) -> Iterator[None]:
     """Turns the errors that libraries raise about a user's input into `ConfigError`; `also` those of further kinds."""
+    kinds: tuple[type[Exception], ...] = (ValueError, OSError, ImportError, NotImplementedError, *also)
     try:
         yield
-    except (ValueError, OSError, ImportError, NotImplementedError, *also) as error:
+    except kinds as error:
         if _package_of(error) not in _LIBRARIES:
             raise
         raise ConfigError(f"{what}: {' '.join(str(error).split())}") from error
