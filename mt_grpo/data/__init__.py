@@ -403,12 +403,15 @@ def check_apart(name: str, train: str, test: str, rows: Rows | None = None) -> N
     def parts(split: str) -> list[tuple[str, int, int]]:
         """The rows of a split: where they come from, the first, and the one after the last."""
         sizes = {part.partition("[")[0]: size for part in split.split("+")}
-        found = datasets.ReadInstruction.from_spec(split).to_absolute(sizes)
+        try:
+            found = datasets.ReadInstruction.from_spec(split).to_absolute(sizes)
+        except ValueError:  # which is refused where it is read
+            return []
         return [(origin(one.splitname), one.from_ or 0, size if one.to is None else one.to) for one in found]
 
     def origin(name: str) -> str:
         if schema is _EMBEDDED:
-            return _EMBEDDED_SPLITS[name]
+            return _EMBEDDED_SPLITS.get(name, name)
         return source if Path(source).expanduser().is_file() else name
 
     if not any(

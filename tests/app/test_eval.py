@@ -162,6 +162,7 @@ def test_other_options_and_rows_are_not_mixed(endpoint, results, recipe, refused
         (["--model", "http://127.0.0.1:9/v1"], "cannot be reached"),
         (["--api_key_env", "NO_SUCH_KEY", "--model", "m@http://127.0.0.1:9/v1"], "is not set"),
         (["--dataset_test_split", "train[:4]"], "rows that are trained on"),
+        (["--dataset_test_split", "train[x"], "The split 'train[x' of the dataset"),
     ],
 )
 def test_bad_input_is_refused_before_any_work(recipe, refused, tmp_path, words, says):

@@ -283,7 +283,8 @@ def test_slices_without_a_row_in_common_are_taken(ten, tmp_path: Path) -> None:
     for name in (str(tmp_path), "somebody/dataset"):  # other sources are told apart by their splits
         check_apart(name, "train", "test")
         check_apart(name, "train+validation[:10]", "validation[10:]")
-    check_apart("embedded", "train", "test")
+    for split in ("test", "dev", "test[x"):  # a wrong one is refused where it is read
+        check_apart("embedded", "train", split)
 
 
 @pytest.mark.parametrize(
