@@ -298,6 +298,7 @@ _CONTENTS = {
     "summary.json": "the agent before and after training",
     "completions": "what `log_completions` writes",
     "checkpoint-*": "to resume from",
+    "abandoned-checkpoint-*": "left when the run went back",
     "*model*.safetensors": "the trained weights",
     "tokenizer": "to show the tokens of conversations",
     "README.md": "the model's card",
