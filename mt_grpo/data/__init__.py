@@ -370,7 +370,7 @@ def _load(source: str, split: str, config: str | None, streaming: bool) -> tuple
         if streaming and bracket:
             rows = _sliced_stream(rows, split)
         return with_own_opener(rows), next(iter(undecoded(rows)), None)  # a stream is not read, and fails, before this
-    except (DatasetsError, OSError, ValueError, StopIteration) as error:
+    except (DatasetsError, OSError, ValueError, StopIteration, RecursionError) as error:
         # How `datasets` reports JSON files without a line, and other splits without a row.
         if isinstance(error, StopIteration) or "corresponds to no data" in str(error):
             raise DatasetError(f"The split {split!r} of the dataset {source!r} is empty.") from error

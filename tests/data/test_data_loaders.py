@@ -248,6 +248,7 @@ def test_files_that_cannot_be_read_are_refused_with_the_reason(tmp_path: Path) -
         (False, "broken.jsonl", '{"prompt": "a"}\n{"prompt": \n', "does not load: JSON parse error"),
         (True, "stream.jsonl", '{"prompt": \n', "does not load: JSON parse error"),
         (False, "latin.csv", "prompt,answer\nWo liegt Zürich?,Schweiz\n", "byte: save the file in UTF-8."),
+        (False, "deep.jsonl", '{"prompt":' * 2000 + "1" + "}" * 2000, "does not load: maximum recursion depth"),
     ):
         (tmp_path / name).write_text(content, encoding="latin-1")
         assert said in refusal(str(tmp_path / name), "train", streaming=streaming)
