@@ -18,14 +18,14 @@ from accelerate.utils import gather, gather_object
 from torch import Tensor
 from trl import GRPOTrainer
 
-from mt_grpo.errors import ConfigError, refuse_first
+from mt_grpo.errors import ConfigError, describe_error, find_fault, refuse_first
 from mt_grpo.forward.media import media_tokens
 from mt_grpo.forward.model import score
 from mt_grpo.forward.packing import flatten
 from mt_grpo.forward.probe import context_length
 from mt_grpo.imports import import_object
 from mt_grpo.media import part_text
-from mt_grpo.rewards import RewardFunc, TeacherAgreement, TeacherLogRatio
+from mt_grpo.rewards import RewardError, RewardFunc, TeacherAgreement, TeacherLogRatio
 from mt_grpo.rewards.builtin import first_answer
 from mt_grpo.rollout.token_row import AnswerLeaves
 from mt_grpo.token_tree import TokenTree
@@ -467,10 +467,17 @@ def _load_gate(args: MTGRPOConfig, outcomes: Sequence[RewardFunc]) -> _Gate | No
 def _chosen(gate: Callable[[Trajectory], Sequence[bool]], trajectory: Trajectory) -> list[bool]:
     if trajectory.failed:
         return []
-    given = gate(trajectory)
-    chosen = list(given) if isinstance(given, Iterable) else []
+    try:
+        given = gate(trajectory)
+        chosen = list(given) if isinstance(given, Iterable) else []
+    except Exception as error:  # whatever the user's function raises
+        where = find_fault(error).where
+        raise RewardError(
+            f"The gate of `teacher` failed with {' '.join(describe_error(error).split())} (on trajectory "
+            f"{trajectory.session!r}{f', in {where}' if where else ''})."
+        ) from error
     if len(chosen) != len(trajectory.turns) or not all(isinstance(each, bool) for each in chosen):
-        raise ConfigError(
+        raise RewardError(
             f"The gate of `teacher` gave {given!r:.80} for a conversation of {len(trajectory.turns)} turns: return a "
             "bool for each turn."
         )

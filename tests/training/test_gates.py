@@ -11,10 +11,16 @@ from support.models import build_model
 from support.trainers import SEARCH, logged, member, thinking, trained_tokens, two_groups
 
 from mt_grpo.errors import ConfigError
+from mt_grpo.rewards import RewardError
 from mt_grpo.training.distillation import LOGPS, _explained
 
 FOUR_GROUPS = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 1, "distillation_coef": 1.0}
 GATE = "mt_gates.py:{}"
+WRONG = {
+    "short": r"gave \[True\] for a conversation of 3 turns: return a bool for each turn",
+    "whole": "gave True for a conversation of 3 turns",
+    "breaks": "failed with ZeroDivisionError: division by zero .on trajectory 'train-.*mt_gates.py, line",
+}
 
 
 @pytest.fixture
@@ -117,6 +123,7 @@ def test_a_function_chooses_turns(teach, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     lines = "def first(trajectory):\n    return [turn.index == 0 for turn in trajectory.turns]\n"
     lines += "\n\ndef short(trajectory):\n    return [True]\n\n\nnumber = 3\n"
+    lines += "\n\ndef breaks(trajectory):\n    return 1 / 0\n"
     (tmp_path / "mt_gates.py").write_text(f"{lines}\n\ndef whole(trajectory):\n    return True\n")
     options = {"per_device_train_batch_size": 4, "steps_per_generation": 2, "gradient_accumulation_steps": 2}
     trainer = teach(GATE.format("first"), **options)
@@ -125,8 +132,8 @@ def test_a_function_chooses_turns(teach, tmp_path, monkeypatch):
         assert distilled.equal(trained_tokens(inputs) & (inputs["turn_ids"] == 0)) and distilled.any()
     ungated = {name: metric for name, metric in trainer.evaluate().items() if "gated" in name}
     assert not ungated and trainer._metrics["train"]["teacher/gated"] == [10 / 18]
-    for name, given in {"short": r"\[True\]", "whole": "True"}.items():
-        with pytest.raises(ConfigError, match=f"gave {given} for a conversation of 3 turns: return a bool for each"):
+    for name, said in WRONG.items():
+        with pytest.raises(RewardError, match=f"The gate of `teacher` {said}"):
             two_groups(teach(GATE.format(name), **options))
     with pytest.raises(ConfigError, match="is no function of a trajectory: it is 3"):
         teach(GATE.format("number"), **options)
