@@ -108,7 +108,9 @@ class StoredConversation:
     def plain(self) -> Row:
         """It as `Trajectory.to_dict()` has it."""
         (record, tree), row = self.both(), self.row
-        record["session"], record["branch_of"] = row["session"], _branch_of(record, row)
+        parent = record.get("branch_of")  # of the same batch: its number in it is the last part of both names
+        record["branch_of"] = parent and f"{row['session'].rpartition('-')[0]}-{parent.rpartition('-')[2]}"
+        record["session"] = row["session"]
         whole = {**record, "tree": tree.to_dict()}
         names = [name for name in Trajectory.__dataclass_fields__ if name in whole]
         return {**{name: whole[name] for name in names}, "messages": messages_of(record)}
@@ -119,6 +121,7 @@ class StoredConversation:
         _check_lists(record, tree, credit, updates)
         nodes, laid = _layout(tree)
         ids = [token for node in laid for token in node.tokens]
+        logprobs = [node.logprobs if node.turn >= 0 else [None] * len(node.tokens) for node in laid]
         turn = [node["turn"] for node in nodes for _ in range(node["begin"], node["end"])]
         advantages = None if credit is None else credit["advantages"]
         parts = (credit or {}).get("parts") or []
@@ -135,7 +138,7 @@ class StoredConversation:
             "turn": turn,
             "parent": parents,
             "subtree_end": subtree_ends,
-            "logprobs": _without_nan([value for node in laid for value in _logprobs(node)]),
+            "logprobs": _without_nan([value for values in logprobs for value in values]),
             "trainer": [None] * len(ids),
             "entropies": [None] * len(ids),
             "advantages": [None if advantages is None or t < 0 else advantages[t] for t in turn],
@@ -202,13 +205,6 @@ def check_credit(credit: Row, turns: int) -> None:
             raise CorruptRecord("there are fewer parts of advantages than turns")
 
 
-def _branch_of(record: Row, row: Row) -> str | None:
-    """The session, as the index has it, of the conversation with which one shares its first turns."""
-    parent = record.get("branch_of")
-    # of the same batch: its number in it is the last part of both names
-    return parent and f"{row['session'].rpartition('-')[0]}-{parent.rpartition('-')[2]}"
-
-
 def messages_of(record: Row) -> list[Row]:
     """The whole conversation of a `record`."""
     return [*record["prompt"], *(part for turn in record["turns"] for part in (turn["message"], *turn["replies"]))]
@@ -239,10 +235,6 @@ def _layout(tree: TokenTree) -> tuple[list[Row], list[Node]]:
             parent = nodes[entry["parent"]]
             parent["subtree_end"] = max(parent["subtree_end"], entry["subtree_end"])
     return nodes, laid
-
-
-def _logprobs(node: Node) -> Sequence[float | None]:
-    return node.logprobs if node.turn >= 0 else [None] * len(node.tokens)
 
 
 def _ancestry(nodes: list[Row]) -> tuple[list[int], list[int]]:
