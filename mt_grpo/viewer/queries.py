@@ -85,13 +85,6 @@ class Queries:
         """Positions of the rows that a filter selects, as of the latest answer."""
         return np.flatnonzero(self.columns.where(parse_filter(text)))
 
-    def chosen(self, text: str) -> np.ndarray:
-        """As `select`, to write them; raises `BadQuestion` where there are none."""
-        places = self.select(text)
-        if not len(places):
-            raise BadQuestion(f"No conversation fulfils the filter {text!r}, so that there is nothing to write.")
-        return places
-
     def _refresh(self) -> None:
         changed, written = bool(self.run.refresh()), self._written()
         if self.columns.rows is not self.run.rows:  # the first question, or another run in the same folder
@@ -194,7 +187,7 @@ class Queries:
             raise BadQuestion(f"The form {form[:40]!r} is unknown: give one of {', '.join(LINES)}.")
         with self._lock:
             self._refresh()
-            rows = self.columns.rows.at(self.chosen(text))
+            rows = self.columns.rows.at(to_write(self.columns, text))
         return lines(self.run, form, rows)
 
     def table_rows(self, places: np.ndarray) -> list[Row]:
@@ -230,6 +223,14 @@ class Queries:
         return conversations.group(self.run, self.columns, conversations.key_of(self._first()))
 
 
+def to_write(columns: Columns, text: str) -> np.ndarray:
+    """Positions of the rows that a filter selects; raises `BadQuestion` where there are none."""
+    places = np.flatnonzero(columns.where(parse_filter(text)))
+    if not len(places):
+        raise BadQuestion(f"No conversation fulfils the filter {text!r}, so that there is nothing to write.")
+    return places
+
+
 def selected(run: Run, text: str) -> Sequence[Row]:
     """The rows of a run that a filter selects."""
     if not text.strip():
@@ -240,10 +241,7 @@ def selected(run: Run, text: str) -> Sequence[Row]:
         index = SearchIndex(run, cached(run.folder))
         index.read_all(run.rows)
         columns.said = index.where
-    rows = run.rows.at(np.flatnonzero(columns.where(parse_filter(text))))
-    if not rows:
-        raise BadQuestion(f"No conversation fulfils the filter {text!r}, so that there is nothing to write.")
-    return rows
+    return run.rows.at(to_write(columns, text))
 
 
 def searched(text: str) -> list[str]:

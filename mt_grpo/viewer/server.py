@@ -22,7 +22,7 @@ import numpy as np
 from mt_grpo.errors import UserError
 from mt_grpo.runlog.files import written_for_users
 from mt_grpo.runlog.schema import Row, misfit
-from mt_grpo.viewer.queries import Queries, as_json, searched
+from mt_grpo.viewer.queries import Queries, as_json, searched, to_write
 
 _HOST = "127.0.0.1"
 
@@ -202,7 +202,7 @@ def export(queries: Queries, path: Path, filter: str, overwrite: bool = False) -
         queries.answer("run", {})
         if searched(filter):
             queries.words.read_all(queries.run.rows)
-        places = queries.chosen(filter)
+        places = to_write(queries.columns, filter)
         if len(places) > MAX_EXPORTED:
             raise UserError(
                 f"{len(places)} conversations are too many for a file, which takes {MAX_EXPORTED}: narrow it with "
