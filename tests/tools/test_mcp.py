@@ -371,6 +371,7 @@ def test_an_entry_may_have_several_addresses(write, url, urls):
         ({"url": "u", "command": "c"}, "needs either"),
         ({"url": "u", "auth_tokn": "t"}, "unknown key 'auth_tokn'; the nearest is 'auth_token'"),
         ({"command": ["c"]}, r"a `command` that is no str: \['c'\]"),
+        ({"command": "c", "env": {"KEY": None}}, "has a `env` whose 'KEY' is null: give text, or leave it out"),
         ({"url": "u", "transport": "ssee"}, "transport 'ssee'; the nearest is 'sse'"),
         ({"url": "u", "transport": "stdio"}, "`stdio` needs a `command`"),
         ({"url": []}, "has an empty list as its `url`: give an address"),

@@ -123,6 +123,9 @@ def _server(name: str, entry: object, path: str) -> McpServerConfig:
         ):
             kind = "str or list of str" if key == "url" else _KEYS[key].__name__
             faults.append(f"a `{key}` that is no {kind}: {value!r}")
+        elif isinstance(value, dict) and None in value.values():  # it would be sent as the text `None`
+            empty = next(part for part in value if value[part] is None)
+            faults.append(f"a `{key}` whose {empty!r} is null: give text, or leave it out")
     known = {key: value for key, value in entry.items() if key in _KEYS}
     transport = known.pop("type", None)
     transport = known.pop("transport", transport)
