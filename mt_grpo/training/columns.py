@@ -49,8 +49,10 @@ def with_column_media(row: Row) -> Row:
     images, sounds = (_listed(row, columns) for columns in (_IMAGE_COLUMNS, _SOUND_COLUMNS))
     if images is None and sounds is None:
         return row
-    prompt = row["prompt"]
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    try:
+        messages = as_messages(row["prompt"])
+    except DatasetError as error:
+        raise ConfigError(f"A row of the dataset {error}") from None
     what = "sounds" if images is None else "images" if sounds is None else "images and sounds"
     try:
         messages = [
@@ -131,7 +133,10 @@ def _parts(message: Message) -> list[Any]:
 
 def _places(content: Sequence[Any]) -> list[Any]:
     """A content's parts without the empty keys of a table; those for images and sounds may be places without one."""
-    parts = [{key: value for key, value in part.items() if value is not None} for part in content]
+    parts = [
+        {key: value for key, value in part.items() if value is not None} if isinstance(part, dict) else part
+        for part in content
+    ]
     return [part if part in ({"type": "image"}, _PLACE) else read_parts([part], of_row=True)[0] for part in parts]
 
 

@@ -371,6 +371,20 @@ def test_a_row_with_a_bad_medium_is_one_sentence(prompt, column, media, problem)
         with_column_media({"prompt": [{"role": "user", "content": prompt}], column: media})
 
 
+@pytest.mark.parametrize(
+    ("prompt", "problem"),
+    [
+        (None, "a prompt that is neither text nor a list of messages: 'None'"),
+        ([{"content": "What?"}], "a prompt that is neither text nor a list of messages"),
+        ([{"role": "user"}], "a message without `content`"),
+    ],
+)
+def test_a_row_without_a_prompt_is_one_sentence(prompt, problem):
+    """Rows of a stream, and all but the first of a table, are looked at when they are asked."""
+    with pytest.raises(ConfigError, match=f"A row of the dataset has {problem}"):
+        with_column_media({"prompt": prompt, "audio": tone()})
+
+
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n%%EOF\n"
 TEXT = Value("string")
 PARTS = List({"role": TEXT, "content": List({"type": TEXT, "text": TEXT, "image": Image()})})
