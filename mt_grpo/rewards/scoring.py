@@ -150,7 +150,9 @@ def _call(
             if failure is not None:
                 raise failure
             found = await value if inspect.isawaitable(value) else value
-        except Exception as error:  # likewise
+        except (Exception, asyncio.CancelledError) as error:  # likewise
+            if isinstance(error, asyncio.CancelledError) and task.cancelling():
+                raise
             raise _failure(func, error, trajectory, scope) from error
         return read(found)
 
@@ -177,7 +179,7 @@ def _number(func: RewardFunc, value: object, trajectory: Trajectory) -> float | 
     return number
 
 
-def _failure(func: RewardFunc, error: Exception, trajectory: Trajectory, scope: str = "") -> RewardError:
+def _failure(func: RewardFunc, error: BaseException, trajectory: Trajectory, scope: str = "") -> RewardError:
     row = json.dumps(trajectory.row, default=str, ensure_ascii=False)
     row = row if len(row) <= 200 else row[:199] + "…"
     reason = " ".join(describe_error(error).split())

@@ -46,13 +46,13 @@ def with_column_media(row: Row) -> Row:
     of the first message of the user, or where the prompt has places for them, `{"type": "image"}`. Sounds do too:
     their places are `{"type": "audio"}`.
     """
+    try:
+        messages = as_messages(row.get("prompt", _NO_PROMPT))
+    except DatasetError as error:
+        raise ConfigError(f"A row of the dataset {error}") from None
     images, sounds = (_listed(row, columns) for columns in (_IMAGE_COLUMNS, _SOUND_COLUMNS))
     if images is None and sounds is None:
         return row
-    try:
-        messages = as_messages(row["prompt"])
-    except DatasetError as error:
-        raise ConfigError(f"A row of the dataset {error}") from None
     what = "sounds" if images is None else "images" if sounds is None else "images and sounds"
     try:
         messages = [

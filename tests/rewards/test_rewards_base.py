@@ -162,6 +162,16 @@ def test_async_rewards_run_concurrently():
     assert scores.turn == [[[1.0, 1.0], [1.0]]] and scores.outcome == [[1.0, 1.0]] * 3
 
 
+def test_scoring_that_is_cancelled_is_no_failure_of_a_reward():
+    waits = type("Waits", (OutcomeReward,), {"score": lambda self, trajectory, **row: asyncio.Event().wait()})
+
+    async def act():
+        await asyncio.wait_for(score_trajectories([], [waits()], [make_trajectory()]), timeout=0.01)
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(act())
+
+
 def test_whatever_reads_as_a_number_becomes_a_float():
     results = [outcomes(Returns(value))[0] for value in (True, 1, np.float32(1.0))]
     assert [(result, type(result)) for result in results] == [(1.0, float)] * 3
@@ -196,9 +206,14 @@ def raises(completions, **columns):
     raise RuntimeError("one\n  two")
 
 
+async def cancelled(completions, **columns):
+    raise asyncio.CancelledError("of a task of its own")
+
+
 @pytest.mark.parametrize(
     ("reward", "says"),
     [
+        (cancelled, r"'cancelled' failed with CancelledError: of a task of its own \(on"),
         (raises, r"'raises' failed with RuntimeError: one two \(on"),
         (NumTurns(), "'num_turns' failed with TypeError: .*'bonus'"),
         # TRL takes NaN for `None`; a mistake in a computation looks the same

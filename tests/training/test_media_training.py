@@ -381,8 +381,9 @@ def test_a_row_with_a_bad_medium_is_one_sentence(prompt, column, media, problem)
 )
 def test_a_row_without_a_prompt_is_one_sentence(prompt, problem):
     """Rows of a stream, and all but the first of a table, are looked at when they are asked."""
-    with pytest.raises(ConfigError, match=f"A row of the dataset has {problem}"):
-        with_column_media({"prompt": prompt, "audio": tone()})
+    for row in ({}, {"audio": tone()}):
+        with pytest.raises(ConfigError, match=f"A row of the dataset has {problem}"):
+            with_column_media({"prompt": prompt, **row})
 
 
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n%%EOF\n"
