@@ -31,6 +31,7 @@ LAYERS = {"gradient_checkpointing_layers": 4, "gradient_checkpointing": True}
 
 WRONG = [
     ({"scale_rewards": "groups"}, "`scale_rewards` is 'groups'; the nearest is 'group': choose one of group, batch, "),
+    ({"learning_rate": float("inf")}, "`learning_rate` is inf; set 0 or more, such as 1e-6"),
     ({"env_mask": 2}, "`env_mask` is 2; set 0 "),
     ({"num_generations": "4"}, "`num_generations` is '4'; give a number."),
     ({"generation_kwargs": {"top_k": 5}}, "`generation_kwargs` is {'top_k': 5}; it has no effect on rollouts of many"),

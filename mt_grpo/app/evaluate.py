@@ -79,6 +79,16 @@ USAGE = "{requests} requests, {prompt:,} tokens in ({cached:,} cached), {complet
 """What an endpoint was asked, in words."""
 
 
+def _endpoint(name: str) -> re.Match[str] | None:
+    """The address in a model's name, and the model there, where it names an endpoint."""
+    found = ENDPOINT.fullmatch(name)
+    try:
+        urlsplit(found["url"] if found else "").port  # noqa: B018, asked for what it raises
+    except ValueError as error:
+        raise ConfigError(f"The address {name!r} of an endpoint cannot be read ({error}): mend it.") from None
+    return found
+
+
 class SampledModel:
     """A model that has conversations, and the folder with what it said; `trained_on` are training rows."""
 
@@ -86,7 +96,7 @@ class SampledModel:
         self.name, self.folder, self.trained_on = name, folder, trained_on
         if folder.resolve() == in_home(name).resolve():
             raise ConfigError(f"`--save` would write into the model's own folder {name}: name another one.")
-        found = ENDPOINT.fullmatch(name)
+        found = _endpoint(name)
         if found and (urlsplit(found["url"]).username or urlsplit(found["url"]).query):
             raise ConfigError(
                 "The address of an endpoint has a user or a query, which would be written to disk: leave them out, "
@@ -138,7 +148,7 @@ def evaluate(request: Request) -> int:
     save = Path(own["save"] or Path("evals", Path(request.path or "evaluation").stem))
     check_writable(str(save), f"`--save {save}`")
     names = list(dict.fromkeys(own["model"] or [request.values["model_name_or_path"]]))
-    hosts = {urlsplit(found["url"]).netloc for name in names if (found := ENDPOINT.fullmatch(name))}
+    hosts = {urlsplit(found["url"]).netloc for name in names if (found := _endpoint(name))}
     if own["api_key_env"] and len(hosts) > 1:
         raise ConfigError(
             f"`--api_key_env {own['api_key_env']}` would be sent to {', '.join(sorted(hosts))}: evaluate them one "
@@ -494,8 +504,8 @@ def _write_table(path: Path, results: Sequence[Results], rows: Sequence[Row], by
                     **{f"by/{column}": _value(rows[number // each.generations].get(column)) for column in by},
                 }
             )
-    with written_whole(path) as partial:
-        pq.write_table(pa.Table.from_pylist(table), partial, compression="zstd")
+    with written_whole(path) as partial, partial.open("wb") as file:  # a path may look like an address to pyarrow
+        pq.write_table(pa.Table.from_pylist(table), file, compression="zstd")
 
 
 def _show(line: Row, console: Console) -> None:

@@ -201,6 +201,8 @@ def read_request(arguments: list[str], command: str = "serve") -> Request:
     schema = load_schema()
     request = Request(own={name: option.default for name, option in OWN_OPTIONS[command].items()})
     given = _read_command_line(list(arguments), schema, command, request)
+    if request.own.get("save"):
+        request.own["save"] = str(in_home(request.own["save"]))
     of_run = request.path is None and (given.get("replay") if command == "train" else request.own.get("again"))
     if of_run:
         request.path = _recipe_of_run(of_run, f"{command} RECIPE.yaml --{'replay' if command == 'train' else 'again'}")

@@ -428,7 +428,9 @@ OF_LIBRARIES = {
     ),
     "gradient_accumulation_steps": Option("Microbatches in one optimiser step.", TRAINING, rule=_ABOVE_ZERO),
     "learning_rate": Option(
-        "Learning rate at its highest.", TRAINING, rule=_Rule(lambda value: value >= 0, "set 0 or more, such as 1e-6")
+        "Learning rate at its highest.",
+        TRAINING,
+        rule=_Rule(lambda value: 0 <= value < math.inf, "set 0 or more, such as 1e-6"),
     ),
     "temperature": Option(
         "Sampling temperature.", TRAINING, rule=_Rule(lambda value: value >= 0, "set a number above 0, such as 1.0")

@@ -3,6 +3,7 @@
 import json
 import shutil
 import time
+from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
@@ -151,6 +152,15 @@ def test_other_options_and_rows_are_not_mixed(endpoint, results, recipe, refused
     assert "Row 0 (counted from 0) of the dataset is another" in refused("eval", *words, *again)
 
 
+@pytest.mark.parametrize(("save", "folder"), [("http://there", "http:/there"), ("~/there", "home/there")])
+def test_results_are_in_the_folder_that_is_named(endpoint, recipe, prints, monkeypatch, tmp_path, save, folder):
+    """Also where pyarrow would take its name for an address."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    prints("eval", *recipe(), "--save", save, "--model", f"{endpoint(answers).url}/v1", "--num_prompts", "1")
+    assert {"results.parquet", "results.jsonl"} <= {path.name for path in Path(folder).iterdir()}
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -158,6 +168,8 @@ def test_other_options_and_rows_are_not_mixed(endpoint, results, recipe, refused
         (["--prices", "1"], "`--prices` takes two or three numbers"),
         (["--prices", "1", "nan"], "`--prices` takes two or three numbers"),
         (["--model", "~nobody_here/model"], "there is no such folder"),
+        (["--model", "http://[::"], "The address 'http://[::' of an endpoint cannot be read (Invalid IPv6 URL)"),
+        (["--model", "m@http://127.0.0.1:99999/v1"], "cannot be read (Port out of range 0-65535)"),
         (["--model", "no/such/folder/"], "there is no such folder"),
         (["--model", "http://127.0.0.1:9/v1"], "cannot be reached"),
         (["--api_key_env", "NO_SUCH_KEY", "--model", "m@http://127.0.0.1:9/v1"], "is not set"),
