@@ -18,7 +18,7 @@ from types import SimpleNamespace
 
 import pytest
 from support.forked import Forked
-from support.loopback import Proxy, free_port
+from support.loopback import Proxy
 from support.marks import needs_server
 from support.models import build_model, build_tokenizer
 from support.servers import ROOT, START_LIMIT, RealServer, nobody_left
@@ -159,13 +159,6 @@ def test_a_full_context_ends_conversations_and_is_never_sent(undisturbed):
     reasons = [row["stop_reason"] for row in trajectories(undisturbed.folder)]
     assert "context_full" in reasons and "engine_error" not in reasons
     assert undisturbed.refused == 0
-
-
-def test_without_a_server_one_sentence_names_the_command(tmp_path, failing):
-    url = f"http://127.0.0.1:{free_port()}"
-    line = failing(options(url, tmp_path / "run", "--vllm_server_timeout", "1"))
-    assert line.startswith("mt-grpo: No vLLM server answered for 1 s")
-    assert url in line and "`mt-grpo serve --config R.yaml`" in line
 
 
 @pytest.mark.parametrize(("name", "words"), [("other", "serves"), ("model", "encodes text differently")])
