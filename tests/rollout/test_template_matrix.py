@@ -133,7 +133,7 @@ def test_most_templates_are_among_those_compared():
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_reply_ids_equal_the_full_rendering_of_every_template(name, data):
     chat = renderer(name)

@@ -114,7 +114,7 @@ def test_the_engine_is_given_exactly_the_paths_of_the_tree(template, history):
     tokenizer = build_tokenizer(template)
     tokenizer.bos_token = "<|endoftext|>"  # lfm2 writes one
     rng = random.Random(f"{template}/{history}")
-    for _ in range(14):  # 672 conversations over all templates and policies
+    for _ in range(42):  # 2,016 conversations over all templates and policies
         count = rng.randint(1, 6)
         turns = [thought(rng.randint(1, 3)) if rng.random() < 0.6 else f"A{rng.randint(1, 3)}" for _ in range(count)]
         replies = [user(f"Q{rng.randint(1, 3)}") if rng.random() < 0.7 else RESULT for _ in turns[1:]]
