@@ -83,7 +83,7 @@ def find_accelerate_config(name: str) -> Traversable:
     known = _accelerate_configs()
     if name in known:
         return known[name]
-    if not Path(name).is_file():
+    if not os.path.isfile(name):
         raise ConfigError(
             f"The accelerate configuration {name!r} is unknown{did_you_mean(name, known)}: give one of "
             f"{', '.join(known)}, or the path of a file."

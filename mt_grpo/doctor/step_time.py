@@ -5,6 +5,7 @@ How long a step of a run takes, and how many GPUs should serve. An estimate, unt
 from __future__ import annotations
 
 import math
+import os
 import statistics
 import time
 from dataclasses import dataclass, replace
@@ -107,7 +108,7 @@ def _server_seconds(
 
 def _read_run(folder: str, steps_of_a_batch: float = 1.0) -> tuple[_Lengths, float] | None:
     """Lengths and the seconds of a batch, from the metrics of a run; `None` where it has logged no step."""
-    if not Path(folder, METRICS).is_file():
+    if not os.path.isfile(Path(folder, METRICS)):
         return None
     records, names = Run.metrics_of(Path(folder)), ("turns/mean", "completions/mean_length", "tokens/unique")
     latest = _LATEST * max(1, round(steps_of_a_batch))

@@ -6,6 +6,7 @@ recipe of for a model, data and GPUs.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from mt_grpo.app.request import Request, check_writable, read_request
 from mt_grpo.doctor.context import RunFacts
 from mt_grpo.doctor.memory import COPIES, RESERVE, SPARE, Load, Sharding
 from mt_grpo.errors import ConfigError
+from mt_grpo.imports import in_home
 from mt_grpo.options.values import DEFAULT_RULE
 
 
@@ -169,8 +171,8 @@ def suggest(request: Request) -> Request:
     Raises:
         ConfigError: If the file is there, or no way is known that fits the memory.
     """
-    path = Path(request.own["suggest"])
-    if path.exists():
+    path = in_home(request.own["suggest"])
+    if os.path.exists(path):
         raise ConfigError(f"{path} is there already: give `--suggest` another file, or remove it.")
     check_writable(str(path.absolute().parent), f"`--suggest {path}`")
     options, sharding = _fitting(request)
@@ -183,6 +185,7 @@ def suggest(request: Request) -> Request:
         f"#   mt-grpo train {path}{launch}\n"
     )
     text = yaml.safe_dump(options, sort_keys=False, default_flow_style=None, width=1000, allow_unicode=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("x", encoding="utf-8") as file:
         file.write(head + text)
     written = read_request([str(path)], "doctor")

@@ -150,6 +150,7 @@ def test_a_process_that_a_signal_ended_counts_from_128(code, status):
     ("value", "message"),
     [
         ("zero4", "'zero4' is unknown; the nearest is 'zero3': give one of fsdp2, zero2, zero3, or the path of a "),
+        ("a" * 300, "is unknown: give one of fsdp2, zero2, zero3"),
         ("nowhere/zero3.yaml", "The accelerate configuration 'nowhere/zero3.yaml' is unknown"),
         ("broken.yaml", "broken.yaml is not valid YAML"),
         ("list.yaml", "list.yaml is no mapping of options to values: `accelerate config` makes one"),

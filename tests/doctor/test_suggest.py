@@ -42,7 +42,7 @@ def suggested(prints, tmp_path):
     """Asks for a recipe, which passes all checks, and reads it."""
 
     def ask(*words: object) -> dict:
-        path = tmp_path / "R.yaml"
+        path = tmp_path / "new" / "R.yaml"
         said = prints("doctor", "--dataset_name", "embedded", "--suggest", path, *map(str, words))
         assert "nothing stands in the way of this run" in said
         return yaml.safe_load(path.read_text())
