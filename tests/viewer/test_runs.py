@@ -147,7 +147,7 @@ def test_a_young_run_answers_all_that_is_known(tmp_path):
     assert queries.answer("run", {})["conversations"] == 24 and queries.answer("overview", {})["step"] == [0]
 
 
-ODD = ["- a list", "a: [", "[" * 20_000, "!!python/object:os.system x", "x: 1\n\0", "model_name_or_path: &a {b: *a}"]
+ODD = ["- a list", "a: [", "[" * 5_000, "!!python/object:os.system x", "x: 1\n\0", "model_name_or_path: &a {b: *a}"]
 
 
 @pytest.mark.parametrize("config", ODD)
