@@ -128,11 +128,8 @@ def sampled(build, tokenizer):
     return make
 
 
-@pytest.mark.parametrize(
-    ("options", "forward"),
-    [*((options, "tree") for options in TRUNCATIONS.values()), (TRUNCATIONS["all"], "turn_by_turn")],
-    ids=str,
-)
+@pytest.mark.parametrize("options", TRUNCATIONS.values(), ids=TRUNCATIONS)
+@pytest.mark.parametrize("forward", ["tree", "turn_by_turn"])
 def test_what_the_engine_sampled_has_a_ratio_of_one(sampled, forward, options):
     trainer, batches = sampled(forward=forward, temperature=0.8, **options)
     trainer.train()
