@@ -110,6 +110,8 @@ def import_object(path: str, *, what: str = "object") -> Any:
 
 def import_file(path: str) -> ModuleType:
     """Imports a Python file, so that recipes can name what it registers. Raises `ImportPathError` if that fails."""
+    if not path.endswith(".py"):  # `check_trust` takes a word without a dot for no path
+        raise ImportPathError(f"The plugin {path!r} is no Python file: write `folder/file.py`.")
     return _imported(path, f"The plugin {path!r}")
 
 

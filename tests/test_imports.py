@@ -79,6 +79,16 @@ def test_a_file_replaces_its_own_and_no_other(tmp_path, monkeypatch):
     assert THINGS["one"]() == 1
 
 
+def test_a_plugin_is_a_file_and_no_module(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run_of_a_stranger").mkdir()
+    (tmp_path / "run_of_a_stranger" / "__init__.py").touch()
+    for name in ("run_of_a_stranger", "run_of_a_stranger.plugin", "plugin.txt"):
+        with pytest.raises(ImportPathError, match=f"The plugin '{name}' is no Python file"):
+            import_file(name)
+    assert "run_of_a_stranger" not in sys.modules
+
+
 def test_what_a_cell_of_a_notebook_registers_is_replaced():
     things: Registry = Registry("thing", "mt_grpo.credit")
     for number in (1, 2):
