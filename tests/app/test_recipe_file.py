@@ -108,6 +108,12 @@ def test_a_configuration_that_names_own_code_is_not_asked_about(stranger):
     takes(config(stranger, **own))
 
 
+def test_embedded_tasks_are_not_asked_about_in_a_runs_folder(stranger, monkeypatch):
+    monkeypatch.chdir(stranger)
+    (stranger / "metrics.jsonl").touch()
+    takes(config(stranger, env={"type": "harbor", "tasks": "embedded", "eval_tasks": "embedded"}))
+
+
 @pytest.mark.parametrize("records", [True, False])
 def test_code_beside_a_strangers_run_needs_trust_confirmation(stranger, monkeypatch, records):
     """As where an archive with both was unpacked here."""
