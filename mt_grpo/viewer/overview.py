@@ -301,7 +301,8 @@ def configured(folder: Path) -> Row:
     """What `config.yaml` says of a run that has no index yet, as fields of the index's line of kind `run`."""
     try:
         options = json.loads(files.to_json(yaml.safe_load(files.read(folder, CONFIG) or b"")))  # may hold itself
-    except (yaml.YAMLError, ValueError, RecursionError):  # the page shows its text
+    # beside PyYAML's own, what it does not catch of tags, and keys that JSON has not; the page shows its text
+    except (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, RecursionError):
         return {}
     found = {name: options.get(option) for name, option in _NAMED.items()} if isinstance(options, dict) else {}
     return {name: value for name, value in found.items() if isinstance(value, str | int | dict)}

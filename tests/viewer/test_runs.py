@@ -148,6 +148,7 @@ def test_a_young_run_answers_all_that_is_known(tmp_path):
 
 
 ODD = ["- a list", "a: [", "[" * 5_000, "!!python/object:os.system x", "x: 1\n\0", "model_name_or_path: &a {b: *a}"]
+ODD += ["2026-01-01: x", "x: !!bool perhaps", "x: !!timestamp soon"]
 
 
 @pytest.mark.parametrize("config", ODD)
