@@ -18,6 +18,7 @@ from mt_grpo.integrations.swift import (
     ORM,
     Accuracy,
     MultiTurnScheduler,
+    RetryScheduler,
     SchedulerSource,
     multi_turns,
     orms,
@@ -329,6 +330,8 @@ def test_what_is_no_scheduler_or_lacks_its_column_is_refused():
     source.check(rows.rename_column("answer", "solution"), "training dataset")
     with pytest.raises(ConfigError, match="The scheduler RetryScheduler needs `solution`, which is no column of the"):
         source.check(rows, "training dataset")
+    asks_else = type("AsksElse", (RetryScheduler,), {"check_finished": lambda *_: True})
+    SchedulerSource(asks_else).check(rows, "training dataset")
 
 
 def test_an_environment_among_others_may_be_a_scheduler(plugin):

@@ -190,8 +190,13 @@ class OpenEnvScheduler(GymScheduler):
 class RetryScheduler(MultiTurnScheduler):
     """Asks the model again until its answer is that of the row's column `solution`."""
 
-    needs_columns = ("solution",)
+    needs_columns: tuple[str, ...] = ("solution",)
     feedback = "That answer is not correct. Find the mistake, and answer again."
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "check_finished" in vars(cls) and "needs_columns" not in vars(cls):  # it asks something else
+            cls.needs_columns = ()
 
     def check_finished(self, infer_request: RolloutInferRequest, response_choice: Choice, current_turn: int) -> bool:
         """Whether the answer is right, or no turn is left."""
