@@ -101,7 +101,7 @@ class TRLEnv(MultiTurnToolEnv):
         self,
         factory: Callable[[], object],
         tools: Sequence[Callable[..., Any] | str | Tool] = (),
-        *,
+        system_prompt: str | None = None,
         max_steps: int | None = None,
         protocol: str = "native",
         **options: Any,
@@ -110,7 +110,7 @@ class TRLEnv(MultiTurnToolEnv):
         self._names = [name for name in self.pool.methods if name not in _NOT_TOOLS and not name.startswith("_")]
         methods = [Tool.from_function(getattr(self.pool.first, name)) for name in self._names]
         steps = sys.maxsize if max_steps is None else max_steps
-        super().__init__([*tools, *methods], max_steps=steps, protocol=protocol, **options)
+        super().__init__([*tools, *methods], system_prompt, steps, protocol, **options)
         self.tools = {
             name: self._as_in_trl(tool, tool.function) if type(tool) in (Tool, TRLTool) else tool
             for name, tool in self.tools.items()

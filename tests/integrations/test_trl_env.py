@@ -36,6 +36,8 @@ def results(trajectory):
 
 
 def test_methods_are_tools_of_the_conversation_s_own_instance():
+    env = TRLEnv(Ledger, [], "Add.", 7)
+    assert (env.system_prompt, env.max_steps) == ("Add.", 7)
     env = TRLEnv(Ledger)
     assert sorted(env.tools) == ["add", "double", "fail"] and env.reward_name == "Ledger"
     added, failed, wrong, idle = run(env, [{"start": start} for start in (0, 10, 20, 30)], LEDGER)
