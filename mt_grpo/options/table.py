@@ -42,7 +42,7 @@ def _is_finite(value: object) -> bool:
 
 
 def _whole_from(least: int, advice: str) -> _Rule:
-    return _Rule(lambda value: value >= least and float(value).is_integer(), advice)
+    return _Rule(lambda value: value >= least and value % 1 == 0, advice)
 
 
 _ABOVE_ZERO = _Rule(lambda value: value > 0, "set a number above 0, or leave it out")
