@@ -273,12 +273,14 @@ def _message_format(text: str) -> float:
 
 def _blocks(text: str) -> Iterator[tuple[str, str]]:
     """Tags and contents. In steps of `find`: a pattern would take a minute for a message of 20,000 opening tags."""
-    place = 0
+    place, unclosed = 0, set()
     while opening := _OPENING.search(text, place):
         begin, closing = opening.end(), f"</{opening[1]}>"
-        end = text.find(closing, begin)
+        end = -1 if closing in unclosed else text.find(closing, begin)
         if end >= 0:
             yield opening[1], text[begin:end]
+        else:
+            unclosed.add(closing)  # from here on there is none either
         place = begin if end < 0 else end + len(closing)
 
 
