@@ -400,3 +400,14 @@ def test_a_model_in_the_cache_needs_no_hub(closed: Path) -> None:
         (folder / name).parent.mkdir(parents=True)
         (folder / name).write_text(content)
     assert resolve_model("some/thing") == "some/thing"
+
+
+def test_missing_prompts_are_found_in_shuffled_rows_without_reading_them(monkeypatch):
+    rows = datasets.Dataset.from_dict({"prompt": ["a", None, "b", "c"]})
+    with pytest.raises(ConfigError, match=r"Row 2 .counted from 0. of `train_dataset` has no prompt"):
+        _check_prompts(rows.select([3, 0, 1]), "train_dataset")
+    read = []
+    of = datasets.Dataset.__getitem__
+    monkeypatch.setattr(datasets.Dataset, "__getitem__", lambda self, key: read.append(key) or of(self, key))
+    _check_prompts(rows.select([3, 0, 2]), "train_dataset")
+    assert read == [0]
