@@ -138,8 +138,8 @@ class _Wait:
 
     def until_end(self, start: Callable[[], object]) -> None:
         """Starts the work and waits: its first call may come before this thread goes on."""
-        before = _Wait.main
-        if threading.current_thread() is threading.main_thread():
+        before, is_main = _Wait.main, threading.current_thread() is threading.main_thread()
+        if is_main:
             _Wait.main = self
         try:
             start()
@@ -152,7 +152,8 @@ class _Wait:
                 if not future.cancelled() and isinstance(error := future.exception(), KeyboardInterrupt):
                     raise error
         finally:
-            _Wait.main = before
+            if is_main:  # another thread's wait may outlive the main thread's
+                _Wait.main = before
             self._end.cancel()
             while not self._calls.empty():
                 self._calls.get()[0].cancel()

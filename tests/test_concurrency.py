@@ -19,7 +19,7 @@ from support.scoring import score
 from support.trainers import SEARCH as CALL
 
 from mt_grpo import concurrency
-from mt_grpo.concurrency import begin, run
+from mt_grpo.concurrency import begin, in_thread, in_waiting_thread, run
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.rewards import OutcomeReward, TurnReward
 from mt_grpo.rollout import RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
@@ -66,6 +66,24 @@ def test_a_task_that_exits_ends_neither_thread_nor_process():
 
 
 @pytest.mark.own_process
+def test_a_thread_that_waits_longer_leaves_no_wait_of_the_main_thread():
+    """What only the main thread can do is asked of it while it waits; asked later, it would be cancelled."""
+    waits, ends = threading.Event(), threading.Event()
+
+    async def long():
+        await in_thread(lambda: waits.set() or ends.wait(60), "long")
+
+    async def begun():
+        other.start()
+        assert await in_thread(lambda: waits.wait(60), "begun")
+
+    other = threading.Thread(target=lambda: run(long()))
+    run(begun())
+    ends.set()
+    other.join(60)
+    assert asyncio.run(in_waiting_thread(lambda: "called")) == "called"
+
+
 def test_a_forked_process_has_a_loop_of_its_own():
     run(asyncio.sleep(0))
     child = os.fork()
