@@ -395,8 +395,9 @@ async def wait_for_servers(
                 silent.remove(server)
             except RequestFailed as error:
                 server.fault = str(error)
-                # a server that has fitted before may be restarting behind a proxy
-                if error.status is not None and not (_passes(error.status) or server.context_length):
+                # a server that has fitted before may be restarting behind a proxy, which does not ask for keys
+                restarts = server.context_length and error.status not in (401, 403)
+                if error.status is not None and not (_passes(error.status) or restarts):
                     raise _foreign(server.url, str(error)) from error
 
         while True:

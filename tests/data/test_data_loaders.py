@@ -409,5 +409,7 @@ def test_missing_prompts_are_found_in_shuffled_rows_without_reading_them(monkeyp
     read = []
     of = datasets.Dataset.__getitem__
     monkeypatch.setattr(datasets.Dataset, "__getitem__", lambda self, key: read.append(key) or of(self, key))
-    _check_prompts(rows.select([3, 0, 2]), "train_dataset")
+    _check_prompts(rows.select([3, 0, 2]), "train_dataset")  # those that are left out are missed by nobody
+    read.clear()
+    _check_prompts(datasets.Dataset.from_dict({"prompt": ["a", "b", "c"]}).select([2, 0, 1]), "train_dataset")
     assert read == [0]
