@@ -66,7 +66,7 @@ def test_a_task_that_exits_ends_neither_thread_nor_process():
 
 
 @pytest.mark.own_process
-def test_a_thread_that_waits_longer_leaves_no_wait_of_the_main_thread():
+def test_a_wait_of_a_thread_outlives_no_main_threads_wait():
     """What only the main thread can do is asked of it while it waits; asked later, it would be cancelled."""
     waits, ends = threading.Event(), threading.Event()
 

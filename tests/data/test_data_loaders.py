@@ -402,7 +402,7 @@ def test_a_model_in_the_cache_needs_no_hub(closed: Path) -> None:
     assert resolve_model("some/thing") == "some/thing"
 
 
-def test_missing_prompts_are_found_in_shuffled_rows_without_reading_them(monkeypatch):
+def test_missing_prompts_are_found_without_reading_rows(monkeypatch):
     rows = datasets.Dataset.from_dict({"prompt": ["a", None, "b", "c"]})
     with pytest.raises(ConfigError, match=r"Row 2 .counted from 0. of `train_dataset` has no prompt"):
         _check_prompts(rows.select([3, 0, 1]), "train_dataset")
