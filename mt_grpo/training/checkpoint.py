@@ -481,9 +481,8 @@ def _naming_damage(file: Path) -> Iterator[None]:
         yield
     except ConfigError:
         raise
-    except (
-        Exception
-    ) as error:  # torch's reader trusts most of what it reads, and raises anything where that is damaged
+    # torch's reader trusts most of what it reads, and raises anything where that is damaged
+    except Exception as error:
         why = " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(
             f"The checkpoint {file.parent} is damaged, its {file.name} cannot be read ({why[:120]}): "
