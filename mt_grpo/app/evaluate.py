@@ -75,8 +75,14 @@ _OF_HELD_OUT = ("dataset_test_split", "eval_datasets")
 _SET = "eval_dataset"  # the column that says of which of several `eval_datasets` a row is
 _MOST_VALUES = 30  # values of a column by which results are split
 _MILLION = 1e6
-USAGE = "{requests} requests, {prompt:,} tokens in ({cached:,} cached), {completion:,} out"
-"""What an endpoint was asked, in words."""
+_COUNTS = ("requests", "prompt", "cached", "completion")  # of an endpoint
+
+
+def say_usage(usage: Row) -> str:
+    """What an endpoint was asked, in words."""
+    says = "{requests} requests, {prompt:,} tokens in ({cached:,} cached), {completion:,} out".format(**usage)
+    uncounted = usage.get("uncounted")
+    return f"{says}, and those of {uncounted} requests, which it did not count" if uncounted else says
 
 
 def _endpoint(name: str) -> re.Match[str] | None:
@@ -367,7 +373,7 @@ class Results:
         for line in lines_of(model.folder, b'{"kind":"evaluated"'):
             if "requests" in line and session_number(line["session"]) < number:
                 self.used[line["session"]] = line
-                used.update({name: line[name] for name in ("requests", "prompt", "cached", "completion")})
+                used.update({name: line[name] for name in (*_COUNTS, "uncounted") if name in line})
         self.usage = dict(used)
         self.prices = prices if used else None
 
@@ -380,7 +386,7 @@ class Results:
 
     def cost(self, usage: Row) -> float | None:
         """The price of tokens, where prices are given."""
-        if self.prices is None or not usage:
+        if self.prices is None or not usage or usage.get("uncounted"):
             return None
         fresh, answers, cached = self.prices
         prompt = usage["prompt"] - usage["cached"]
@@ -499,7 +505,7 @@ def _write_table(path: Path, results: Sequence[Results], rows: Sequence[Row], by
                     **{name: line[name] for name in ("turns", "calls", "seconds", "start")},
                     "tokens": sum(line["tokens"]),
                     "failed_calls": sum(line["errors"]),
-                    **{f"usage/{name}": used.get(name) for name in ("requests", "prompt", "cached", "completion")},
+                    **{f"usage/{name}": used.get(name) for name in _COUNTS},
                     "cost": each.cost(used),
                     **{f"by/{column}": _value(rows[number // each.generations].get(column)) for column in by},
                 }
@@ -536,7 +542,7 @@ def _show(line: Row, console: Console) -> None:
     add("ended by", [", ".join(f"{name} {number}" for name, number in each.items()) for each in stops])
     add("failed", [each["failed"] or None for each in models.values()])
     usages = [each["usage"] for each in models.values()]
-    add("endpoint", [each and USAGE.format(**each) for each in usages])
+    add("endpoint", [each and say_usage(each) for each in usages])
     add("cost", [None if each["cost"] is None else f"{each['cost']:.4f}" for each in models.values()])
     console.print(table)
     plain: dict[str, Any] = {"highlight": False, "markup": False}

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mt_grpo.app.evaluate import USAGE, Asked, Results, SampledModel, read_prices, sample
+from mt_grpo.app.evaluate import Asked, Results, SampledModel, read_prices, sample, say_usage
 from mt_grpo.app.recipe import build_recipe
 from mt_grpo.app.recipe_file import CONFIG
 from mt_grpo.app.request import Request, check_new, check_writable
@@ -306,7 +306,7 @@ def _say_sampled(results: Results, rows: int, passed: int, keep: str | None, con
     passes = "" if keep is None else f", {passed} pass {keep}"
     lines = [f"{len(results.lines)} conversations of {rows} rows{passes}{failed}"]
     if results.usage:
-        says, cost = USAGE.format(**results.usage), results.cost(results.usage)
+        says, cost = say_usage(results.usage), results.cost(results.usage)
         lines.append(says if cost is None else f"{says}, cost {cost:.4f}")
     if keep is not None and not passed and results.counted:
         earned = {name: grid[~np.isnan(grid)] for name, grid in results.rewards.items()}

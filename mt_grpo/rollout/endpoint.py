@@ -42,7 +42,13 @@ _ATTEMPTS = 6  # requests for one turn of which all may fail; a refusal of too m
 _LONGEST_PAUSE = 60.0
 _PATIENCE = 3600.0  # seconds for which a turn may be put off by a limit of rates
 _MOST_LOST = 8  # turns in a row that got no answer after all attempts, after which the endpoint counts as gone
-_OVERFLOW = re.compile(r"context.{0,10}(length|window|size)|maximum.{0,10}(context|prompt)|too many tokens", re.I)
+_OVERFLOW = re.compile(
+    r"context.{0,10}(length|window|size|limit)|maximum.{0,10}(context|prompt|model length|number of tokens)"
+    r"|prompt is too long|too many tokens|tokens.{0,30}must be <=",
+    re.IGNORECASE,
+)
+_CUT = ("length", "max_tokens", "model_length")
+"""Why a turn ended that has no end, in the words of OpenAI, Anthropic and Mistral."""
 _DROPPABLE = (
     *("stop", "seed", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stream_options", "stream"),
     "max_tokens",
@@ -65,30 +71,43 @@ class _Completion:
         """Takes in a whole answer, or a part of a streamed one."""
         if usage := part.get("usage"):
             cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+            cached = cached or usage.get("cached_tokens") or usage.get("prompt_cache_hit_tokens")  # Kimi's, DeepSeek's
             counts = {"prompt": usage.get("prompt_tokens"), "cached": cached}
             counts |= {"completion": usage.get("completion_tokens")}
             self.usage = {name: int(count or 0) for name, count in counts.items()}
         for choice in (part.get("choices") or [])[:1]:
             said = choice.get("delta") or choice.get("message") or {}
-            self.content += whole(said.get("content") or "")
+            parts = said.get("content") or said.get("refusal") or ""
+            for each in [{"text": parts}] if isinstance(parts, str) else parts:  # Mistral's thoughts are parts
+                self.content += whole(each.get("text") or "")
+                self.thought += "".join(whole(thought["text"]) for thought in each.get("thinking") or ())
             self.thought += whole(said.get("reasoning_content") or said.get("reasoning") or "")
             for place, call in enumerate(said.get("tool_calls") or []):
-                mine, function = self.calls[self._number(call, place)], call.get("function") or {}
+                number = self._number(call, place) if choice.get("delta") else place
+                mine, function = self.calls[number], call.get("function") or {}
                 mine["id"] = whole(str(call.get("id") or mine["id"]))
                 mine["name"] += whole(function.get("name") or "")
-                mine["arguments"] += function.get("arguments") or ""
+                arguments = function.get("arguments") or ""
+                mine["arguments"] += json.dumps(arguments) if isinstance(arguments, dict) else arguments
             self.finish_reason = choice.get("finish_reason") or self.finish_reason
             self.stopped_by = choice.get("stop_reason") or self.stopped_by
 
     def _number(self, call: dict[str, Any], place: int) -> int:
         """Which call a part belongs to. Some endpoints number all of them 0, or none, and send each whole."""
         number, name = call.get("index"), str(call.get("id") or "")
+        if isinstance(number, int) and number not in self.calls:  # whatever its id: some endpoints give all the same
+            return number
         for place_of, begun in self.calls.items():
             if name and begun["id"] == name:
                 return place_of
         if not isinstance(number, int):
             number = place if name or not self.calls else max(self.calls)
         return max(self.calls) + 1 if name and number in self.calls and self.calls[number]["id"] else number
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether it was ended by a limit of tokens."""
+        return str(self.finish_reason).lower() in _CUT
 
     def end_at(self, stop: Sequence[str]) -> bool:
         """Ends the text with the first of these strings, as an engine does; whether it has one."""
@@ -112,7 +131,7 @@ class _Refused(Exception):
 
     def __init__(self, status: int, words: str, after: float | None = None) -> None:
         super().__init__(f"status {status}: {words}" if status else words)
-        self.status, self.words, self.after = status, words, None if after is None else min(after, _PATIENCE)
+        self.status, self.words, self.after = status, words, after or None
 
 
 class ChatEndpoint:
@@ -183,6 +202,11 @@ class ChatEndpoint:
                     bounded = self._without_what_is_unknown(said, body, bounded)
                     continue
                 self._refuse_for_good(said)
+                if said.after is not None and said.after > _PATIENCE:
+                    raise ServerGoneError(
+                        f"The endpoint {self.url} wants to be asked again in {said.after:.0f} seconds ({said}); "
+                        "what is finished is kept, and the same command goes on."
+                    ) from None
                 failures += said.status != 429
                 pause = min(_LONGEST_PAUSE, 2.0 ** min(failures, 6)) * random.uniform(0.5, 1.0)
                 if said.status == 429:
@@ -235,7 +259,7 @@ class ChatEndpoint:
                     self._take(completion, part)
             else:
                 self._take(completion, json.loads(await response.aread()))
-        if completion.finish_reason is None:
+        if completion.finish_reason in (None, "error"):
             raise _Refused(0, "the answer broke off")
         return completion
 
@@ -251,11 +275,14 @@ class ChatEndpoint:
 
     def _refuse_for_good(self, said: _Refused) -> None:
         """Ends the command where asking again would not help."""
+        if said.status == 403 and re.search("flagged|moderation", said.words):
+            raise EngineError(f"The endpoint {self.url} refuses a request ({said}).") from None
         if said.status in (401, 403):
             raise ServerSetupError(self._endpoint.refusal(said.status)) from None
-        if said.status in (402, 404, 405) or "insufficient_quota" in said.words:
+        elsewhere = said.status in (404, 405) or 300 <= said.status < 400
+        if said.status == 402 or elsewhere or "insufficient_quota" in said.words:
             kept = "what is finished is kept, and the same command goes on"
-            if said.status in (404, 405):
+            if elsewhere:
                 kept = "give a model and an address that it serves"
             fault = f"The endpoint {self.url} refuses the model {self.model!r} ({said})"
             raise ServerSetupError(f"{fault}; {kept}.") from None
@@ -264,7 +291,7 @@ class ChatEndpoint:
         """Leaves out of later requests what a refusal names; whether the next one bounds its tokens."""
         names = set(re.findall(r"\w+", said.words))
         full = _OVERFLOW.search(said.words) is not None
-        if self._limit in body and full and names & {"max_tokens", "max_completion_tokens"}:
+        if self._limit in body and full:  # the prompt may fit, and what may follow not
             return False
         if full:
             raise ConversationEnded(StopReason.CONTEXT_FULL, said.words)
@@ -284,7 +311,8 @@ class ChatEndpoint:
         self._opens = max(self._opens, time.monotonic() + (pause if said.after is None else said.after))
 
     def _count(self, completion: _Completion, session: str) -> None:
-        self.usage.setdefault(session, Counter()).update({"requests": 1, **completion.usage})
+        counted = completion.usage or {"prompt": 0, "cached": 0, "completion": 0, "uncounted": 1}
+        self.usage.setdefault(session, Counter()).update({"requests": 1, **counted})
 
     async def generate(self, context: list[int], sampling: SamplingParams, session: str) -> Sample:
         """Raises `EngineError`: it takes messages, which `EndpointPolicy` has."""
@@ -302,21 +330,34 @@ class ChatEndpoint:
 
 async def _events(response: httpx.Response) -> AsyncIterator[Any]:
     """What the events of a stream hold."""
-    async for line in response.aiter_lines():
-        name, _, value = line.partition(":")
+    async for line in _lines(response):
+        name, _, value = line.decode(errors="replace").partition(":")
         if name == "data" and value.strip() not in ("", "[DONE]"):
             yield json.loads(value)
 
 
+async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
+    """Its lines; those of httpx end at characters too that JSON has as they are (U+2028)."""
+    rest = b""
+    async for part in response.aiter_bytes():
+        *lines, rest = (rest + part).split(b"\n")
+        for line in lines:
+            yield line
+    yield rest
+
+
 def _words(response: httpx.Response) -> str:
     """What a refusal says."""
+    if response.has_redirect_location:
+        return f"it redirects to {response.headers['Location']}"
     try:
         said = response.json()
     except ValueError:
         return response.text
     error = said.get("error", said.get("detail", said)) if isinstance(said, dict) else said
     if isinstance(error, dict) and "message" in error:
-        return f"{error['message']} ({', '.join(str(error[name]) for name in ('code', 'param') if error.get(name))})"
+        more = ", ".join(str(error[name]) for name in ("code", "param") if error.get(name))
+        return f"{error['message']} ({more})" if more else str(error["message"])
     return json.dumps(error)
 
 
@@ -355,14 +396,14 @@ class EndpointPolicy(ConversationPolicy):
         endpoint = self._sampler.engine
         assert isinstance(endpoint, ChatEndpoint)
         completion = self._completion = await endpoint.complete(self._said, self.renderer.tools, drawing, self.session)
-        cut = completion.end_at(drawing.stop) or completion.finish_reason == "length"
+        cut = completion.end_at(drawing.stop) or completion.is_cut
         renderer, message = self.renderer, self._message()
         if "tool_calls" in message:
             ids = await self._aside(self._said, lambda: self._rendered(message))
         else:
             escaped = renderer.special_tokens.escape({"role": "assistant", "content": completion.content})
             ids = renderer.encode(escaped["content"] or "") + ([] if cut else [renderer.end_id])
-        return Sample(ids, [float("nan")] * len(ids), "length" if completion.finish_reason == "length" else "stop")
+        return Sample(ids, [float("nan")] * len(ids), "length" if completion.is_cut else "stop")
 
     def _message(self) -> Message:
         """The assistant's message, with the calls that can be read."""
@@ -376,7 +417,9 @@ class EndpointPolicy(ConversationPolicy):
             if arguments is None or not call["name"]:
                 return message
             function = {"name": call["name"], "arguments": arguments}
-            calls.append({"id": call["id"] or f"call_{number}", "type": "function", "function": function})
+            known = {"", *(each["id"] for each in calls)}
+            name = f"call_{number}" if call["id"] in known else call["id"]
+            calls.append({"id": name, "type": "function", "function": function})
         return message | ({"tool_calls": calls} if calls else {})
 
     def _rendered(self, message: Message) -> list[int]:

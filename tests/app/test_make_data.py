@@ -184,6 +184,16 @@ def test_failures_are_told_and_sampled_again(endpoint, recipe, prints, tmp_path)
     assert len(server.asked("/v1/chat/completions")) == 5
 
 
+def test_an_endpoint_that_counts_no_tokens_has_no_cost(endpoint, recipe, prints, tmp_path):
+    answer = {"choices": [{"message": {"content": RIGHT}, "finish_reason": "stop"}]}
+    server = endpoint(lambda number, body: RIGHT if "1 of" in str(body) else (200, answer))
+    words = [*recipe(), "--num_generations", "1", "--model", f"{server.url}/v1", "--prices", "1", "2"]
+    says = prints("rollout", *words, "--save", tmp_path / "data")
+    assert "\n4 requests, 100 tokens in (40 cached), 10 out, and those of 3 requests, which it did not count\n" in says
+    says = prints("eval", *words, "--save", tmp_path / "evals")
+    assert "which it did not count" in " ".join(says.split()) and "cost" not in says
+
+
 @pytest.mark.parametrize(
     ("keys", "words", "says"),
     [

@@ -1,6 +1,7 @@
 """Turns that an OpenAI-compatible endpoint takes: its refusals, failures, streams and calls."""
 
 import asyncio
+import json
 import time
 
 import pytest
@@ -120,10 +121,31 @@ def test_fields_that_it_does_not_know_are_left_out(endpoint, converse):
     assert (told.answer, told.turns[0].text) == ("2", "<answer>2</answer>")
 
 
-def test_full_context_ends_one_conversation(endpoint, converse):
-    says = "This model's maximum context length is 100 tokens"
-    (told,), _ = converse(endpoint(lambda number, body: refusal(400, says, code="context_length_exceeded")))
-    assert (told.stop_reason, told.failed) == ("context_full", False)
+@pytest.mark.parametrize(
+    "says",
+    [
+        "This model's maximum context length is 100 tokens",
+        "prompt is too long: 215000 tokens > 200000 maximum",
+        "input length and `max_tokens` exceed context limit: 188240 + 21333 > 200000, decrease input length",
+        "The decoder prompt (length 5000) is longer than the maximum model length of 4096.",
+        "`inputs` tokens + `max_new_tokens` must be <= 4097. Given: 3000 `inputs` tokens and 2000 `max_new_tokens`",
+        "The input token count (1200000) exceeds the maximum number of tokens allowed (1048576).",
+    ],
+)
+def test_full_context_ends_one_conversation(endpoint, converse, says):
+    server = endpoint(lambda number, body: refusal(400, says))
+    (told,), engine = converse(server, max_turn_tokens=50)
+    assert (told.stop_reason, told.failed, engine._without) == ("context_full", False, set())
+    assert ["max_tokens" in body for body in server.asked("/v1/chat/completions")] == [True, False]
+
+
+def test_a_prompt_that_fits_is_asked_without_a_bound(endpoint, converse):
+    says = (
+        "maximum context length is 100 tokens. However, you requested 150 (50 in the messages, 100 in the completion)"
+    )
+    server = endpoint(lambda number, body: refusal(400, says) if "max_tokens" in body else "<answer>2</answer>")
+    (told,), _ = converse(server, max_turn_tokens=100)
+    assert told.answer == "2"
 
 
 @pytest.mark.parametrize(
@@ -133,6 +155,8 @@ def test_full_context_ends_one_conversation(endpoint, converse):
         (refusal(429, "pay", code="insufficient_quota"), ServerSetupError, "insufficient_quota"),
         (refusal(404, "no such model"), ServerSetupError, "refuses the model 'big' .* give a model and"),
         (refusal(503, "down"), ServerGoneError, "did not answer in 8 turns"),
+        (refusal(429, "a day", {"Retry-After": "86400"}), ServerGoneError, "asked again in 86400 seconds"),
+        ((308, "", {"Location": "https://b"}), ServerSetupError, "(status 308: it redirects to https://b); give a"),
     ],
 )
 def test_endpoint_that_helps_nobody_ends_the_run(endpoint, converse, answer, error, says):
@@ -147,7 +171,50 @@ def test_a_list_of_models_that_is_none_is_refused(tokenizer):
     server.stop()
 
 
+def test_a_moderated_prompt_fails_alone(endpoint, converse):
+    server = endpoint(
+        lambda number, body: refusal(403, "Your input was flagged") if number == 0 else "<answer>2</answer>"
+    )
+    told, _ = converse(server, 2)
+    assert sorted(each.stop_reason for each in told) == ["answered", "engine_error"]
+
+
 _STREAM = {"Content-Type": "text/event-stream"}
+_SAID = "<answer>2</answer>"
+_THOUGHT = {"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]}
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        (200, f'data: {{"choices": [{{"delta": {{"content": "{_SAID}\u2028"}}, "finish_reason": "stop"}}]}}', _STREAM),
+        whole({"content": [_THOUGHT, {"type": "text", "text": _SAID}]}),
+        whole({"content": None, "refusal": _SAID}),
+    ],
+    ids=["line separator", "parts", "refusal"],
+)
+def test_text_is_read_however_it_is_sent(endpoint, converse, answer):
+    (told,), _ = converse(endpoint(lambda number, body: answer))
+    assert told.answer == "2"
+
+
+@pytest.mark.parametrize("reason", ["length", "model_length", "MAX_TOKENS"])
+def test_a_turn_that_was_cut_has_no_end(endpoint, converse, tokenizer, reason):
+    (told,), _ = converse(endpoint(lambda number, body: whole("It", reason)), protocol="native")
+    assert told.tree.actions() == [tokenizer.encode("It")]
+
+
+def test_tokens_from_caches_are_counted_by_any_name():
+    found = []
+    for cached in (
+        {"prompt_tokens_details": {"cached_tokens": 4}},
+        {"cached_tokens": 4},
+        {"prompt_cache_hit_tokens": 4},
+    ):
+        answer = _Completion()
+        answer.add({"usage": {"prompt_tokens": 9, "completion_tokens": 2, **cached}})
+        found.append(answer.usage)
+    assert found == [{"prompt": 9, "cached": 4, "completion": 2}] * 3
 
 
 @pytest.mark.parametrize(
@@ -197,6 +264,24 @@ def test_key_is_sent_and_told_to_nobody(endpoint, tokenizer, monkeypatch):
     with pytest.raises(ConfigError, match="refuses the key in SOME_KEY") as raised:
         assert ChatEndpoint(f"{server.url}/v1", None, tokenizer, "SOME_KEY").model
     assert "secret" not in str(raised.value)
+
+
+def test_calls_of_one_name_are_several(endpoint, converse):
+    function = {"name": "calculator", "arguments": {"expression": "1+1"}}
+    calls = [{"id": "", "function": function}, *[{"id": "same", "function": function}] * 2]
+    for number, each in enumerate(parts := [{"index": number, **call} for number, call in enumerate(calls)]):
+        parts[number] = {"choices": [{"delta": {"tool_calls": [each]}}]}
+    streams = _Completion()
+    for part in [*parts, {"choices": [{"delta": {}, "finish_reason": "stop"}]}]:
+        streams.add(part)
+    assert [json.loads(call["arguments"]) for call in streams.calls.values()] == [{"expression": "1+1"}] * 3
+    server = endpoint(lambda number, body: whole("2." if number else {"content": "", "tool_calls": calls}))
+    (told,), _ = converse(server, protocol="native")
+    assert [(call.id, call.result) for call in told.turns[0].tool_calls] == [
+        ("call_0", "2"),
+        ("same", "2"),
+        ("call_2", "2"),
+    ]
 
 
 @pytest.mark.parametrize("numbers", [(None, None, None), (0, 0, 0), (0, 1, 1)])
