@@ -31,6 +31,9 @@ LAYERS = {"gradient_checkpointing_layers": 4, "gradient_checkpointing": True}
 
 WRONG = [
     ({"scale_rewards": "groups"}, "`scale_rewards` is 'groups'; the nearest is 'group': choose one of group, batch, "),
+    ({"importance_sampling_level": "turn"}, "`importance_sampling_level` is 'turn': choose one of token, sequence."),
+    ({"top_entropy_quantile": -0.2}, "`top_entropy_quantile` is -0.2; set a number from 0 to 1"),
+    ({"ref_model_sync_steps": 0}, "`ref_model_sync_steps` is 0; set a number above 0"),
     ({"learning_rate": float("inf")}, "`learning_rate` is inf; set 0 or more, such as 1e-6"),
     ({"env_mask": 2}, "`env_mask` is 2; set 0 "),
     ({"num_generations": "4"}, "`num_generations` is '4'; give a number."),
@@ -60,6 +63,9 @@ CONTRADICTING = [
     ({"fp16": True, "bf16": True}, "`bf16` and `fp16` are both true, and a run computes in one of them: leave one"),
     ({"max_turn_length": 513}, "`max_turn_length: 513` is above `max_completion_length: 512`, the tokens of all"),
     ({"history": "compact"}, "`history: compact` needs `compact_every`"),
+    ({"compact_every": 2}, "`compact_every: 2` has an effect with `history: compact` only: leave it out."),
+    ({"max_resample_times": 2}, "`max_resample_times: 2` has an effect with `groups_without_signal: resample` only"),
+    ({"num_branches": 2}, "`num_branches: 2` has an effect with `branch_at` only: leave it out."),
     (
         {"environments": {"a": {}}, "environment_factory": "a.b"},
         "`environment_factory` and `environments` are both set: name each factory in `environments`, as "

@@ -78,6 +78,9 @@ def build_recipe(request: Request) -> Recipe:
     parser.set_defaults_with_config(**request.recipe)
     with libraries_may_refuse("The options do not fit together", TypeError, AttributeError, OverflowError):
         script, training, model = parser.parse_args_into_dataclasses(request.arguments)
+    layers: Any = model.lora_target_modules
+    if isinstance(layers, str) and layers.isidentifier():  # TRL makes a pattern of whole paths of a single name
+        model.lora_target_modules = [layers]
     script.column_mapping = _columns(script.column_mapping)
     script.eval_datasets = parse_eval_datasets(script.eval_datasets)
     script.dataset_filter = parse_dataset_filter(script.dataset_filter)

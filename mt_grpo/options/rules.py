@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 from mt_grpo.errors import ConfigError, refuse_first
 from mt_grpo.imports import choose, did_you_mean
-from mt_grpo.options.table import OF_ENVIRONMENT, OPTIONS, Option, Values, check_values
+from mt_grpo.options.table import OF_ENVIRONMENT, OPTIONS, Option, RunOptions, Values, check_values
 from mt_grpo.options.values import (
     ALIASES,
     VERIFIERS,
@@ -86,6 +86,11 @@ CONFLICTS = (
         "lower the first, or raise the second",
     ),
     _HISTORY,
+    _Conflict(
+        lambda o: o.history != "compact" and o.compact_every is not None,
+        "<compact_every> has an effect with `history: compact` only",
+        "leave it out",
+    ),
     _FACTORY,
     _Conflict(
         lambda o: o.environments is not None and (o.env, o.agent) != (None, None),
@@ -96,6 +101,11 @@ CONFLICTS = (
         lambda o: o.early_stopping_patience and (o.eval_strategy == "no" or o.metric_for_best_model is None),
         "<early_stopping_patience> compares evaluations during training by a metric",
         "set `eval_strategy: steps` and `metric_for_best_model`, such as `reward`",
+    ),
+    _Conflict(
+        lambda o: o.groups_without_signal != "resample" and o.max_resample_times != RunOptions.max_resample_times,
+        "<max_resample_times> has an effect with `groups_without_signal: resample` only",
+        "leave it out",
     ),
     _Conflict(
         lambda o: o.groups_without_signal != "keep" and (o.entropy_coef or o.use_adaptive_entropy),
@@ -183,6 +193,11 @@ CONFLICTS = (
         lambda o: o.branch_at is None and o.credit_rule == _BRANCH_RULE,
         "`advantage_estimator: {credit_rule}` is the rule of conversations that branch",
         "set `branch_at`, or choose `reward_to_go`",
+    ),
+    _Conflict(
+        lambda o: o.branch_at is None and o.num_branches != RunOptions.num_branches,
+        "<num_branches> has an effect with `branch_at` only",
+        "leave it out",
     ),
     _Conflict(
         lambda o: o.branch_at is not None and o.num_branches < 2,

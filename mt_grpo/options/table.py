@@ -47,6 +47,7 @@ def _whole_from(least: int, advice: str) -> _Rule:
 
 _ABOVE_ZERO = _Rule(lambda value: value > 0, "set a number above 0, or leave it out")
 _NOT_BELOW_ZERO = _Rule(lambda value: value >= 0, "set 0 or more, or leave it out")
+_SHARE = _Rule(lambda value: 0 <= value <= 1, "set a number from 0 to 1, or leave it out")
 _PORT = _Rule(lambda value: 0 < value < 2**16, "set a port from 1 to 65535, or leave it out")
 _NO_EFFECT = _Rule(lambda value: not value, "it has no effect on rollouts of many turns, so leave it out", False)
 
@@ -454,7 +455,9 @@ OF_LIBRARIES = {
         "How far a ratio may fall below 1 before it is clipped.", TRAINING, rule=_NOT_BELOW_ZERO, seldom=True
     ),
     "epsilon_high": Option("How far above; unset, as `epsilon`.", TRAINING, rule=_NOT_BELOW_ZERO, seldom=True),
-    "importance_sampling_level": Option("A ratio for each token, or one of the sequence.", TRAINING, seldom=True),
+    "importance_sampling_level": Option(
+        "A ratio for each token, or one of the sequence.", TRAINING, names=("token", "sequence"), seldom=True
+    ),
     "mask_truncated_completions": Option(
         "Leave out conversations that a limit of tokens ended.", TRAINING, seldom=True
     ),
@@ -468,7 +471,7 @@ OF_LIBRARIES = {
     "min_p": Option(
         "Sample from tokens at least so likely, relative to the likeliest.",
         TRAINING,
-        rule=_Rule(lambda value: 0 <= value <= 1, "set a number from 0 to 1, or leave it out"),
+        rule=_SHARE,
         seldom=True,
     ),
     "optim": Option("Optimiser, such as adamw_torch_fused or adamw_bnb_8bit.", TRAINING, seldom=True),
@@ -541,7 +544,8 @@ OF_LIBRARIES = {
             of_numbers=False,
         )
     ),
-    "generation_batch_size": Option(rule=_ABOVE_ZERO),
+    **dict.fromkeys(("generation_batch_size", "ref_model_sync_steps"), Option(rule=_ABOVE_ZERO)),
+    "top_entropy_quantile": Option(rule=_SHARE),
     **dict.fromkeys(("delta", "max_tool_calling_iterations"), Option(rule=_NOT_BELOW_ZERO)),
     **dict.fromkeys(  # of TRL's own generation
         (

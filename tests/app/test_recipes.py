@@ -13,8 +13,11 @@ import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from jsonschema import Draft7Validator
+from peft import get_peft_model
+from support.models import build_model, build_tokenizer
 from support.recipes import RECIPES, ROOT, parse_recipe, processes_of
 from support.registered import keep, keep_estimators
+from trl import get_peft_config
 
 from mt_grpo.app import request
 from mt_grpo.app.recipe import build_schema
@@ -132,6 +135,14 @@ def test_env_is_a_class_as_text_and_variables_as_a_mapping(tmp_path, monkeypatch
 
 def test_one_name_stands_for_a_list_of_one(tmp_path):
     assert parse_recipe(write(tmp_path, tools="calculator")).training.tools == ["calculator"]
+
+
+@pytest.mark.parametrize("layers", ["q_proj", "all-linear", ".*q_proj"])
+def test_a_single_layer_of_an_adapter_is_one_by_name(tmp_path, layers):
+    """TRL makes one text of a list of one, which to peft is a pattern of whole paths."""
+    given = get_peft_config(parse_recipe(write(tmp_path, use_peft=True, lora_target_modules=[layers])).model)
+    found = get_peft_model(build_model(build_tokenizer()), given).targeted_module_names
+    assert found and (layers == "all-linear") == any("mlp" in name for name in found)
 
 
 def rule(batch, *, turn_coef: float = 1.0, gamma: float = 0.9):

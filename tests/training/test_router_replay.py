@@ -64,6 +64,16 @@ def test_a_run_trains_on_routes_and_says_how_many_differ(of_mixture):
     check_log_probs(own, batch(own))
 
 
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
+def test_a_mixture_that_asks_for_its_balance_can_be_sampled(of_mixture, mixture, name):
+    """As one does that was trained before, or with `model_init_kwargs: {output_router_logits: true}`."""
+    trainers = [of_mixture(name, router_aux_loss_coef=0.1, max_steps=2) for _ in range(2)]
+    trainers[0].model.config.output_router_logits = True
+    for trainer in trainers:
+        trainer.train()
+    assert same(*map(weights, trainers)) and trainers[0].model.config.output_router_logits
+
+
 def test_a_run_that_goes_on_without_replay_drops_its_routes(of_mixture, tmp_path):
     of_mixture("mixtral", steps_per_generation=2, **SAVES).train()
     trainer = of_mixture("mixtral", steps_per_generation=2, max_steps=2, router_replay=False, **SAVES)

@@ -178,8 +178,8 @@ def test_rewritten_histories_have_the_loss_of_a_forward_a_turn(build, history, e
     """In padded rows a trajectory whose history was rewritten has one for each of its sequences."""
     trainers = []
     for way in (BY_TURN, TREE, PADDED):
-        options = {"history": history, "compact_every": 2, "turn_advantage_coef": 0.7}
-        trainer = build(thinking, forward=way, **options)
+        options = {"history": history, "compact_every": 2 if history == "compact" else None}
+        trainer = build(thinking, forward=way, turn_advantage_coef=0.7, **options)
         trainer.env.env_mask = env_mask
         trainers.append((trainer, inputs := [batch(trainer)]))
         assert max(len(item.tree.sequences()) for item in trainer.batch.trajectories) > 1 and "parent" in inputs[0]

@@ -38,6 +38,7 @@ from transformers.generation import (
 
 from mt_grpo.errors import ConfigError
 from mt_grpo.forward.media import Media, MediumInputs, base_model, media_tokens, row_inputs
+from mt_grpo.forward.patching import replaced
 from mt_grpo.forward.probe import (
     FACTOR,
     MOST_NOISE,
@@ -237,7 +238,9 @@ class TransformersEngine:
         never = [*media_tokens(self.model.config).values()]  # no image would stand behind it
         recorder = _Recorder(batch, width, device, greedy=drawing[0] == 0, never=never)
         routes = Recorder(self.model) if self.record_routes else nullcontext()
-        with routes:
+        config = vars(self.model.config.get_text_config())
+        # `generate` of transformers fails where its configuration asks for a loss that balances experts
+        with routes, replaced(config, "output_router_logits", False):
             output = self.model.generate(
                 inputs.pop("input_ids"),
                 **inputs,
