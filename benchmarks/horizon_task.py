@@ -357,6 +357,7 @@ LENGTHS = {12: (1, 4, 12, 12), 32: (1, 4, 12, 32)}
 
 def warm_start(folder: Path, steps: int = 2500, longest: int = 12) -> None:
     """Trains the model on conversations with random calls and saves it; about a minute of one core."""
+    torch.set_num_threads(1)  # several wait for each other: on busy cores five times the work
     tokenizer = build_tokenizer()
     tokenizer.model_max_length = positions = 512 if longest == 12 else 1024
     model = build_model(tokenizer, positions=positions)
