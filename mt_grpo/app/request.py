@@ -33,8 +33,8 @@ def _flag(description: str) -> SchemaOption:
     return SchemaOption(description, ("boolean",), False, flag=True)
 
 
-def _number(description: str, least: int, default: int | None = None, kind: str = "integer") -> SchemaOption:
-    return SchemaOption(description, (kind,), default, least)
+def _number(description: str, least: int, kind: str = "integer", **more: int) -> SchemaOption:
+    return SchemaOption(description, (kind,), None, least, **more)
 
 
 def _list(description: str, kind: str = "string") -> SchemaOption:
@@ -42,6 +42,8 @@ def _list(description: str, kind: str = "string") -> SchemaOption:
 
 
 _TRUST = {"trust": _flag("Run the code and the commands that the `config.yaml` of a run names.")}
+
+_MOST = 10**6  # conversations for a row: each has a place in memory before it begins
 
 _CHECKPOINT = _number("Of a run the model after so many steps, instead of the last one.", 1)
 
@@ -63,7 +65,9 @@ OWN_OPTIONS: dict[str, dict[str, SchemaOption]] = {
     "rollout": {
         **_TRUST,
         "num_prompts": _number("Prompts to answer: 4 of the evaluation set if there is one; all to make data.", 1),
-        "num_generations": _number("Conversations for each prompt; the recipe's `num_generations` without it.", 1),
+        "num_generations": _number(
+            "Conversations for each prompt; the recipe's `num_generations` without it.", 1, maximum=_MOST
+        ),
         "audit": _flag("Run `num_generations` conversations for each prompt, and say what the rewards tell apart."),
         "save": SchemaOption("Folder for `num_generations` conversations of each prompt, as a run's."),
         "again": SchemaOption("Folder of a run, one of whose conversations is taken again, and goes on from a turn."),
@@ -78,7 +82,9 @@ OWN_OPTIONS: dict[str, dict[str, SchemaOption]] = {
     "eval": {
         **_TRUST,
         "model": _list("Models instead of the recipe's: folders, checkpoints, adapters, Hub ids, NAME@URL, or a URL."),
-        "num_generations": _number("Conversations for each row; 1, or the recipe's `num_generations_eval`.", 1),
+        "num_generations": _number(
+            "Conversations for each row; 1, or the recipe's `num_generations_eval`.", 1, maximum=_MOST
+        ),
         "num_prompts": _number("Rows to take, from the first on; all without it.", 1),
         "by": _list("Columns of the rows by whose values results are split."),
         "save": SchemaOption("Folder of the results, `evals/RECIPE` without it; what is there is not sampled again."),

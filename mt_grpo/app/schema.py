@@ -41,6 +41,7 @@ class SchemaOption:
     kinds: tuple[str, ...] = ("string",)
     default: Any = None
     minimum: int | None = None
+    maximum: int = 2**32 - 1
     items: SchemaOption | None = None
     names: tuple[Any, ...] = ()
     examples: tuple[str, ...] = ()
@@ -106,6 +107,9 @@ class SchemaOption:
         if self._takes(value):
             if self.names and value not in self.names:
                 choose(name, value, self.words)
+            numbers = value if isinstance(value, list) else [value]
+            if any(isinstance(one, int) and abs(one) > self.maximum for one in numbers):
+                raise ConfigError(f"{label} is beyond {self.maximum}: give a smaller number.")
             return
         if value is None:
             raise ConfigError(f"{label} is empty: give it {self.wanted}, or leave it out.")
