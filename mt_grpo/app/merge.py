@@ -20,9 +20,11 @@ from trl.trainer.utils import create_model_from_path
 
 from mt_grpo.app.recipe_file import CONFIG, read_file
 from mt_grpo.app.request import check_new, read_words, whole_number
+from mt_grpo.app.schema import load_schema
 from mt_grpo.errors import ConfigError, libraries_may_refuse
 from mt_grpo.imports import in_home
 from mt_grpo.options.table import Values
+from mt_grpo.options.values import parse_mapping
 from mt_grpo.runlog import Run, open_run
 from mt_grpo.training.card import write_card
 from mt_grpo.training.checkpoint import adapter_settings, find_trained
@@ -70,6 +72,7 @@ def _merge_model(run: Path, trained: Path, to: Path, trusts: bool) -> str:
     record = open_run(run, begun=True)
     config = run / CONFIG
     options = read_file(str(config))[0] if config.is_file() else {}
+    load_schema().check(options, config)
     _check_weights(trained, run)
     to.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{to.name}-", dir=to.parent))
@@ -101,7 +104,9 @@ def _write_model(trained: Path, to: Path, options: Values, trusts: bool) -> str:
                 shutil.copy(file, to / file.name)
         what = "full weights"
     else:
-        dtype = (options.get("model_init_kwargs") or {}).get("dtype") or options.get("dtype") or "auto"
+        dtype = options.get("dtype") or "auto"
+        if isinstance(loading := parse_mapping(options.get("model_init_kwargs"), "model_init_kwargs"), dict):
+            dtype = loading.get("dtype") or dtype
         name = resolve_base(str(trained))
         base = create_model_from_path(name, dtype=dtype, device_map=None, trust_remote_code=trusts)
         model = PeftModel.from_pretrained(base, str(trained)).merge_and_unload(safe_merge=True)

@@ -134,6 +134,13 @@ class Schema:
         """Whether what the schema says of an option holds for the installed libraries."""
         return self.exact or self.options[name].owner == "mt_grpo"
 
+    def check(self, values: Mapping[str, Any], file: Path) -> None:
+        """Holds what a file says of options against their types; options of another version are passed over."""
+        for name in filter(self.options.__contains__, values):
+            if values[name] is not None and self.decides(name):
+                option = self.options[name]
+                option.check(name, option.read(values[name]), f"`{name}` in {file}", in_file=True)
+
     @property
     def defaults(self) -> dict[str, Any]:
         """The values of a recipe that says nothing."""

@@ -102,7 +102,7 @@ def _environment(about: Row, options: Row) -> list[str]:
     lines = [f"- Tools: {tools}"] if "tools" in about else []
     env = options.get("env") or options.get("environment_factory") or options.get("agent")
     if env or options.get("environments"):
-        lines.append(f"- Environment: {_code(env or ', '.join(options['environments']))}")
+        lines.append(f"- Environment: {_code(env or ', '.join(map(str, options['environments'])))}")
     protocol = options.get("call_protocol")
     if protocol is not None:
         lines.append(f"- It calls tools by `call_protocol: {protocol}`: {_PROTOCOLS.get(protocol, 'its own')}")

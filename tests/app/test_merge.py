@@ -118,7 +118,13 @@ def test_a_run_that_says_little_of_itself_is_merged(prints, refused, model_folde
     text = card_of(run / "merged")[1]
     assert "Trained from a model that the run does not name" in text and "| `found` | turn | 1 | - |" in text
     assert "Credit of a turn" not in text and "Tools" not in text
-    for name, content, words in (("trainer_state.json", "[]", "is damaged"), ("config.yaml", "", "is empty")):
+    for name, content, words in (
+        ("trainer_state.json", "[]", "is damaged"),
+        ("config.yaml", "", "is empty"),
+        ("config.yaml", "system_prompt: 3", "`system_prompt` in"),
+        ("config.yaml", "call_protocol: [tags]", "is ['tags'], a list: it takes text"),
+        ("config.yaml", "environments: [1]", "`environments` in"),
+    ):
         (run / name).write_text(content)
         assert f"{name}" in (said := refused("merge", run, "--to", tmp_path / "other")) and words in said
         (run / name).unlink()
