@@ -182,6 +182,7 @@ _EMBEDDED_SPLITS: dict[str, Literal["train", "validation"]] = {
     "test": "validation",
 }
 _FILE_SPLITS = ("train", "validation", "test", "dev", "eval")  # names by which the rows of a single file may be called
+_NO_ROWS = "BatchSize must be greater than 0, got 0"
 _MOST_ROWS = 10**12  # of a split of which nobody knows how many it has
 _SLICE = re.compile(r"\[(\d*):(\d*)\]")  # rows of a stream that are counted from the first on
 
@@ -356,6 +357,10 @@ def _load(source: str, split: str, config: str | None, streaming: bool) -> tuple
             "path": FORMATS[files[0].suffix],
             "data_files": {base: [str(file) for file in files]},
         }
+        for file in files if arguments["path"] == "json" else ():  # which ends the process in `datasets`
+            with file.open("rb") as opened:
+                if opened.read(2**16).lstrip(b"\xef\xbb\xbf \t\r\n[").startswith(b"null"):
+                    raise DatasetError(f"The file {str(file)!r} begins with `null`, which is no row: remove it.")
     elif path.suffix in FORMATS or looks_like_path(source):
         raise DatasetError(f"There is no file or folder {source!r} (the current folder is {Path.cwd()}).")
     else:
@@ -370,11 +375,11 @@ def _load(source: str, split: str, config: str | None, streaming: bool) -> tuple
         if streaming and bracket:
             rows = _sliced_stream(rows, split)
         return with_own_opener(rows), next(iter(undecoded(rows)), None)  # a stream is not read, and fails, before this
-    except (DatasetsError, OSError, ValueError, StopIteration, RecursionError) as error:
-        # How `datasets` reports JSON files without a line, and other splits without a row.
-        if isinstance(error, StopIteration) or "corresponds to no data" in str(error):
-            raise DatasetError(f"The split {split!r} of the dataset {source!r} is empty.") from error
+    except (DatasetsError, OSError, ValueError, TypeError, StopIteration, RecursionError) as error:
         reason = " ".join(str(error.__cause__ or error).split()).rstrip(".")
+        # How `datasets` reports JSON files without a line, other splits without a row, and such Parquet files.
+        if isinstance(error, StopIteration) or reason.endswith(_NO_ROWS) or "corresponds to no data" in str(error):
+            raise DatasetError(f"The split {split!r} of the dataset {source!r} is empty.") from error
         if isinstance(error.__cause__ or error, UnicodeDecodeError):
             reason += ": save the file in UTF-8"
         known = "" if path.exists() else did_you_mean(source, ["embedded", *SCHEMAS])
@@ -483,10 +488,11 @@ def check_hub(what: str) -> None:
         )
 
 
-def lacks_column(what: str, column: str, dataset: str, columns: Sequence[str]) -> ConfigError:
+def lacks_column(
+    what: str, column: str, dataset: str, columns: Sequence[str], or_else: str = ", or give the parameter a default"
+) -> ConfigError:
     """The error that something takes an argument from a column that a dataset lacks."""
     return ConfigError(
         f"{what} needs `{column}`, which is no column of the {dataset}{did_you_mean(column, columns)}: its columns "
-        f"are {', '.join(columns)}; name the right one with `column_mapping: {{{column}: its name}}`, or give the "
-        "parameter a default."
+        f"are {', '.join(columns)}; name the right one with `column_mapping: {{{column}: its name}}`{or_else}."
     )

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from huggingface_hub import constants
 from support.conversations import user
@@ -209,9 +211,11 @@ def test_a_slice_that_a_stream_cannot_have_is_refused(ten, split: str, rows: int
 @STREAMING
 def test_what_is_empty_is_refused(write, tmp_path: Path, streaming: bool) -> None:
     (tmp_path / "header.csv").write_text("prompt,answer\n")
+    for path, columns in (("columns", {}), ("rows", {"prompt": []})):
+        pq.write_table(pa.table(columns), tmp_path / f"{path}.parquet")
     for name, split in (
         (write("empty.jsonl"), "train"),
-        (str(tmp_path / "header.csv"), "train"),
+        *((str(tmp_path / name), "train") for name in ("header.csv", "columns.parquet", "rows.parquet")),
         ("embedded", "train[5:5]"),
         ("embedded", "train[7:5]"),
     ):
@@ -247,6 +251,10 @@ def test_files_that_cannot_be_read_are_refused_with_the_reason(tmp_path: Path) -
         (False, "notes.txt", "a", "is none of the formats .jsonl, .json, .parquet, .csv"),
         (False, "broken.jsonl", '{"prompt": "a"}\n{"prompt": \n', "does not load: JSON parse error"),
         (True, "stream.jsonl", '{"prompt": \n', "does not load: JSON parse error"),
+        (False, "null.json", "null", "begins with `null`"),
+        (False, "first.json", '[null, {"prompt": "a"}]', "begins with `null`"),
+        (True, "null.jsonl", '\nnull\n{"prompt": "a"}', "begins with `null`, which is no row: remove it."),
+        (True, "mixed.json", '[{"prompt": "a"}, 3]', "does not load: 'int' object is not iterable"),
         (False, "latin.csv", "prompt,answer\nWo liegt Zürich?,Schweiz\n", "byte: save the file in UTF-8."),
         (False, "deep.jsonl", '{"prompt":' * 2000 + "1" + "}" * 2000, "does not load: maximum recursion depth"),
     ):

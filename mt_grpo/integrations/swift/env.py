@@ -79,7 +79,7 @@ class SchedulerSource(EnvSource):
     def check(self, rows: Dataset, name: str) -> None:
         for column in self.scheduler_class.needs_columns:
             if column not in rows.column_names:
-                raise lacks_column(f"The scheduler {self.__name__}", column, name, rows.column_names)
+                raise lacks_column(f"The scheduler {self.__name__}", column, name, rows.column_names, or_else="")
 
     async def scheduler(self, tokenizer: PreTrainedTokenizerBase) -> MultiTurnScheduler:
         return self._made or await call(self._make, tokenizer, what=self.__name__, timeout=self.timeout)
