@@ -36,6 +36,7 @@ from mt_grpo.servers.http import (
     wait_for_servers,
 )
 
+_MOST_RESTORES = 3  # times that a server is sent the same weights
 _RELEASED = ":released"
 _LABEL = re.compile(
     rf"(?P<run>(?P<host>.+)-(?P<machine>\w+\.\w+)-(?P<process>\d+)-(?P<start>\d+)-\w+):(?P<step>\w+)({_RELEASED})?"
@@ -278,6 +279,7 @@ class VLLMServers:
 
     async def _watch(self, server: Server, wire: _Connections) -> None:
         """Waits until a server answers and holds the right weights, then uses it again."""
+        restored: Counter[int | str | None] = Counter()
         while True:
             try:
                 await self._call(server, "GET", "/health", timeout=CONNECT_TIMEOUT)
@@ -294,8 +296,13 @@ class VLLMServers:
                 if self.weight_version is None or held == Owner.label(self.run, self.weight_version):
                     break
                 if self.restore is not None:
+                    if restored[self.weight_version] == _MOST_RESTORES:
+                        raise server.setup_error(
+                            f"took the weights {_MOST_RESTORES} times and still says that it has others: restart it."
+                        )
                     logger.warning("The vLLM server at %s was restarted: sending it the weights again.", server.url)
                     await asyncio.to_thread(self.restore, server.url)
+                    restored[self.weight_version] += 1
                 else:
                     server.fault = f"The server at {server.url} was restarted and waits for its weights."
             except ServerSetupError as error:  # the others serve the run

@@ -6,7 +6,7 @@ import asyncio
 import gc
 import threading
 import time
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 
 import pytest
 from support.loopback import free_port
@@ -321,6 +321,27 @@ async def test_a_server_whose_weights_cannot_be_restored_ends_the_run(tokenizer,
         await client.generate([1], SAMPLING, "a")
         with pytest.raises(RuntimeError, match="lost for good"):
             await client.generate([1], SAMPLING, "a")
+
+
+@in_loop
+async def test_weights_that_never_arrive_are_not_sent_for_ever(tokenizer, start, monkeypatch):
+    monkeypatch.setattr("mt_grpo.servers.fleet.POLL", 0.01)
+    restored = []
+    server = start(lambda number, body: completion(5, fingerprint=str(number)), version="default")
+    async with connected(tokenizer, server, weight_version=7, server_timeout=1) as client:
+        client.restore = restored.append
+        await client.generate([1], SAMPLING, "a")
+        with pytest.raises(ServerGoneError, match="took the weights 3 times and still says that it has others"):
+            await client.generate([1], SAMPLING, "a")
+    assert len(restored) == 3
+
+
+@pytest.mark.parametrize(("number", "found"), [(1, None), (99, "404: The model `adapter-7` does not exist")])
+def test_a_404_of_a_server_that_is_up_is_asked_again(tokenizer, start, number, found):
+    """Of a proxy, or before an adapter is loaded; one that lasts is named."""
+    server = start(lambda at, body: completion(5) if at >= number else UNKNOWN)
+    with nullcontext() if found is None else pytest.raises(EngineError, match=found):
+        ask(client_of(tokenizer, server, max_retries=1))
 
 
 @pytest.mark.parametrize(("held", "restarted"), [("6", False), ("7", False), ("default", True)])

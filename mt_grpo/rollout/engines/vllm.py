@@ -383,10 +383,11 @@ class VLLMServerClient(VLLMServers):
                     if name is not None and name.startswith(_OF_CONFIGURATION):  # of any process that is started so
                         restarted |= not await self._has_weights(server)
                 except RequestFailed as error:
-                    # a server that was restarted knows no adapter, and says so with a 404
-                    if (error.repeat or error.status == 404) and server.up and not await self._serves(server):
+                    # 404: of a server that was restarted and knows no adapter, or of a proxy while it starts
+                    passes = error.repeat or error.status == 404
+                    if passes and server.up and not await self._serves(server):
                         server.drop(str(error))
-                    if (server.up and not error.repeat) or failures == self.max_retries:
+                    if (server.up and not passes) or failures == self.max_retries:
                         raise
                     failures += 1
                     if server.up:
