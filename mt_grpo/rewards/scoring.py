@@ -128,6 +128,9 @@ def _call_one(func: RewardFunc, trajectory: Trajectory, *args: object) -> _Pendi
     )
 
 
+_ENDS = (KeyboardInterrupt, SystemExit, GeneratorExit)  # of the process, or of a coroutine that is closed
+
+
 def _call(
     func: RewardFunc,
     call: Callable[[], object],
@@ -139,7 +142,9 @@ def _call(
     value, failure = None, None
     try:
         value = call()
-    except Exception as error:  # whatever the user's reward raises
+    except _ENDS:
+        raise
+    except BaseException as error:  # whatever the user's reward raises
         failure = error
 
     async def wait() -> Any:
@@ -150,7 +155,9 @@ def _call(
             if failure is not None:
                 raise failure
             found = await value if inspect.isawaitable(value) else value
-        except (Exception, asyncio.CancelledError) as error:  # likewise
+        except _ENDS:
+            raise
+        except BaseException as error:  # likewise
             if isinstance(error, asyncio.CancelledError) and task.cancelling():
                 raise
             raise _failure(func, error, trajectory, scope) from error

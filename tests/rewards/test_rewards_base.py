@@ -210,9 +210,23 @@ async def cancelled(completions, **columns):
     raise asyncio.CancelledError("of a task of its own")
 
 
+class Stops(BaseException):
+    pass
+
+
+def stops(completions, **columns):
+    raise Stops("sync")
+
+
+def cancels(completions, **columns):
+    raise asyncio.CancelledError("at once")
+
+
 @pytest.mark.parametrize(
     ("reward", "says"),
     [
+        (cancels, r"'cancels' failed with CancelledError: at once \(on .*test_rewards_base.py, line \d+, in cancels"),
+        (stops, r"'stops' failed with Stops: sync \(on .*test_rewards_base.py, line \d+, in stops"),
         (cancelled, r"'cancelled' failed with CancelledError: of a task of its own \(on"),
         (raises, r"'raises' failed with RuntimeError: one two \(on"),
         (NumTurns(), "'num_turns' failed with TypeError: .*'bonus'"),
