@@ -366,6 +366,17 @@ def test_a_tool_that_others_run_or_is_shown_otherwise_is_refused(dialect, tool, 
     assert error.value.param == f"tools[0]{place}"
 
 
+def test_what_a_text_block_or_a_thread_has_beside_is_refused():
+    for message, more, place in (
+        ({"citations": [{"cited_text": "a"}]}, {}, "messages[0].content.citations"),
+        ({}, {"thread": {"type": "create", "truncation": 3}}, "thread.truncation"),
+    ):
+        block = {"type": "text", "text": "Q", "cache_control": {"type": "ephemeral"}, "citations": None, **message}
+        with pytest.raises(ApiError, match=NOT_READ) as error:
+            read_as("messages", {"messages": [{"role": "user", "content": [block]}], **more})
+        assert error.value.param == place
+
+
 def test_a_tools_fields_that_change_nothing_pass():
     same = {"strict": True, "defer_loading": False, "cache_control": {"type": "ephemeral"}, "input_examples": []}
     function = {"name": "a", "parameters": {"type": "object"}, "return": {"type": "string"}, "strict": True}

@@ -346,6 +346,8 @@ class Messages(Dialect):
         "type name description input_schema strict cache_control eager_input_streaming max_characters".split()
     )
     """Fields of a tool: those that are shown, and those that change nothing of what is."""
+    thread_fields = frozenset(("type", "previous_message_id"))
+    text_fields = frozenset(("type", "text", "cache_control"))
     reasons = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
     def __init__(self) -> None:
@@ -362,6 +364,7 @@ class Messages(Dialect):
         if body.get("system"):
             chat["messages"] = [{"role": "system", "content": body["system"]}]
         thread = body.get("thread")
+        check_tool(thread or {}, self.thread_fields, "thread")
         if thread is not None and thread.get("type") != "create":
             messages, tools = self._continued(thread, body)
             chat |= {"messages": list(messages), "tools": tools}
@@ -423,6 +426,7 @@ class Messages(Dialect):
             elif kind == "thinking":
                 thoughts.append(block.get("thinking", ""))
             elif kind == "text":
+                check_tool(block, self.text_fields, f"{place}.content")
                 texts.append(block)
             elif kind == "image":
                 source, url = block.get("source"), None

@@ -343,7 +343,7 @@ def _read_tools(body: Fields, warnings: Warnings) -> tuple[list[Fields] | None, 
 
 
 def check_tool(tool: Fields, fields: frozenset[str], place: str) -> None:
-    """Checks that all fields of a tool are known: they say what the policy is shown of it."""
+    """Checks that all fields of a tool, or of another part, are known: they say what the policy is shown of it."""
     for name, value in tool.items():
         if name not in fields and value not in (None, False, "", [], {}):
             raise invalid(f"{place}.{name}", _UNREAD)
