@@ -26,6 +26,7 @@ from mt_grpo.imports import in_home
 from mt_grpo.options.table import Values
 from mt_grpo.options.values import parse_mapping
 from mt_grpo.runlog import Run, open_run
+from mt_grpo.runlog.files import folders_made
 from mt_grpo.training.card import write_card
 from mt_grpo.training.checkpoint import adapter_settings, find_trained
 from mt_grpo.training.model import resolve_base, resolve_model
@@ -62,7 +63,8 @@ def merge(arguments: list[str]) -> int:
     trained = find_trained(run, checkpoint)
     to = in_home(given.get("--to") or str(run / "merged"))
     check_new(str(to), "--to")
-    done = _merge_model(run, trained, to, "--trust_remote_code" in given)
+    with folders_made(to.parent):
+        done = _merge_model(run, trained, to, "--trust_remote_code" in given)
     print(f"{to}: {done}")
     return 0
 
@@ -74,7 +76,6 @@ def _merge_model(run: Path, trained: Path, to: Path, trusts: bool) -> str:
     options = read_file(str(config))[0] if config.is_file() else {}
     load_schema().check(options, config)
     _check_weights(trained, run)
-    to.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{to.name}-", dir=to.parent))
     try:
         with libraries_may_refuse(f"The model in {trained} cannot be merged"):

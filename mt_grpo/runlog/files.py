@@ -8,7 +8,7 @@ import secrets
 import shutil
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +83,20 @@ def written_whole(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
+def folders_made(folder: Path) -> Iterator[None]:
+    """Makes a folder and those above it; if what follows fails, those that were not there are removed again."""
+    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        for each in missing:
+            with suppress(OSError):
+                each.rmdir()
+        raise
+
+
+@contextmanager
 def written_for_users(path: Path, overwrite: bool) -> Iterator[Path]:
     """As `written_whole`, with a sentence for what goes wrong. A link may lead to any file of the user's: it stays."""
     if not path.name:  # `.` or `/`
@@ -94,8 +108,7 @@ def written_for_users(path: Path, overwrite: bool) -> Iterator[Path]:
             )
         if path.exists() and not overwrite:
             raise UserError(f"{path} is there already: give another place, or `--overwrite` to replace it.")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with written_whole(path) as partial:
+        with folders_made(path.parent), written_whole(path) as partial:
             yield partial
     except OSError as error:
         raise UserError(f"{path} cannot be written: {_reason(error)}.") from error

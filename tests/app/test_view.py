@@ -72,7 +72,7 @@ def test_a_port_that_is_taken_is_refused(folder, refused):
         ("HERE", "is not the folder of a run"),
         ("HERE/missing", "There is no folder"),
         ("RUN --export HERE/x.html --filter rewrd<1", "no column 'rewrd'"),
-        ("RUN --export HERE/x.html --filter reward>99", "No conversation fulfils the filter"),
+        ("RUN --export HERE/a/b/x.html --filter reward>99", "No conversation fulfils the filter"),
         ("RUN --export /dev/null/x.html", "cannot be written"),
         ("RUN --export HERE/x.html", "are too many for a file, which takes 3"),
     ],
@@ -81,7 +81,7 @@ def test_what_cannot_be_shown_is_refused(folder, tmp_path, monkeypatch, refused,
     if words.startswith("are too many"):
         monkeypatch.setattr("mt_grpo.viewer.server.MAX_EXPORTED", 3)
     given = [word.replace("HERE", str(tmp_path)).replace("RUN", str(folder)) for word in arguments.split()]
-    assert words in refused("view", *given) and not (tmp_path / "x.html").exists()
+    assert words in refused("view", *given) and not any((tmp_path / name).exists() for name in ("x.html", "a"))
 
 
 def test_a_file_is_written_for_a_filter(folder, tmp_path, prints):
