@@ -20,7 +20,7 @@ from mt_grpo.forward.lm_head import Truncation
 from mt_grpo.forward.media import Media
 from mt_grpo.forward.model import FORWARDS, ForwardPlan, enable_trees, score
 from mt_grpo.forward.packing import flatten, split
-from mt_grpo.forward.probe import prove
+from mt_grpo.forward.probe import prove, table_length
 from mt_grpo.token_tree import TokenTree
 
 __all__ = ["Truncation", "token_logps"]
@@ -57,7 +57,8 @@ def token_logps(
 
     Raises:
         UnsupportedModelError: If the model cannot run over packed trees and `forward` is `"tree"`.
-        ValueError: If an option or a token is none that there is, or an action has no context.
+        ValueError: If an option or a token is none that there is, an action has no context, or a path has more tokens
+            than a table of positions.
     """
     for name, value, known in (("forward", forward, FORWARDS), ("attention", attention, ("auto", *KERNELS))):
         if value not in known:
@@ -75,6 +76,9 @@ def token_logps(
                 f"A tree has the token {tree.tokens[unknown][0]}, and the model's are 0 to {vocabulary - 1} and those "
                 "of `images`."
             )
+    deepest = max((len(path) for tree in flat for path in tree.paths()), default=0)
+    if deepest > (most := table_length(model.config)):
+        raise ValueError(f"A tree has a path of {deepest} tokens, and the model has {most} positions: shorten it.")
     found = [[torch.empty(0)] * tree.num_turns for tree in trees]
     full = [index for index, tree in enumerate(flat) if len(tree.tokens)]
     if not full:
@@ -83,7 +87,7 @@ def token_logps(
     rows = [list(range(len(full)))]
     if forward == "tree":
         enable_trees(model)
-        prove(model, max(len(path) for tree in flat for path in tree.paths()), plan)
+        prove(model, deepest, plan)
         rows = split([flat[index] for index in full], ROW_TOKENS)
     for row in rows:
         indices = [full[place] for place in row]

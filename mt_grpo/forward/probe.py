@@ -4,7 +4,8 @@ Tests that a model scores packed trees as it scores each turn alone. Both are do
 The tree has what the trees of runs have: a prompt that two trajectories share, turns early and late, a fork just
 before the end, and a trajectory that shares nothing. Its tokens are of the whole vocabulary. It is as deep as the
 longest row of the run, up to `DEEPEST` tokens, or twice as deep as a window or a chunk that the run's rows are longer
-than, since these have an effect only beyond their length. What the weights make no use of, it cannot see.
+than, since these have an effect only beyond their length. What the weights make no use of, it cannot see, nor what
+begins after `FARTHEST` tokens.
 """
 
 from __future__ import annotations
@@ -44,6 +45,9 @@ SHALLOWEST = 256
 
 DEEPEST = 4096
 """Most tokens on the longest path, but for models whose windows or chunks are larger than half of this."""
+
+FARTHEST = 2**15
+"""The largest window that is looked beyond: the model's own mask of a row of twice as many tokens takes 4 GiB."""
 
 REACHES = ("sliding_window", "attention_chunk_size", "floor_scale")
 """Names of the numbers of tokens beyond which a configuration has a layer compute otherwise, as transformers' masks
@@ -136,7 +140,7 @@ def prove_media(model: nn.Module, plan: ForwardPlan, mixed_precision: str = "no"
 def _probe_depth(config: PreTrainedConfig, length: int, known: int | None = None) -> int:
     """Depth for rows of `length` tokens: the next power of two within what the model and `known` allow."""
     reaches = [getattr(config, name, None) or 0 for name in REACHES]
-    deepest = max(DEEPEST, *(2 * reach for reach in reaches if reach < length))
+    deepest = max(DEEPEST, *(2 * reach for reach in reaches if reach < length and reach <= FARTHEST))
     depth = max(SHALLOWEST, 1 << (min(length, deepest) - 1).bit_length())
     if known is not None:
         depth = min(depth, known)
@@ -154,6 +158,12 @@ def _positions(config: PreTrainedConfig) -> int | None:
 def context_length(config: PreTrainedConfig) -> int:
     """Most tokens that a model of this configuration reads: its positions. Without any, as Mamba, it has no end."""
     return _positions(config.get_text_config()) or _ENDLESS
+
+
+def table_length(config: PreTrainedConfig) -> int:
+    """Most tokens for which a model has positions: those of a table. Rotary ones have no end."""
+    rotary = getattr(config.get_text_config(), "rope_parameters", None) is not None
+    return _ENDLESS if rotary else context_length(config)
 
 
 def _turns_by_length(model: PreTrainedModel) -> int | None:

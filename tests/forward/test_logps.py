@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from support.forests import FOREST, make_tree
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from mt_grpo.forward import _PERIOD, SIZE, TurnGradients, _Projection, token_logps
 from mt_grpo.forward import lm_head as head
@@ -33,6 +34,16 @@ def test_what_there_is_not_is_refused(model, options, problem):
     trees = [make_tree([([1, *options.get("images", [999]), -8], [2])])]
     with pytest.raises(ValueError, match=problem):
         token_logps(model, trees, **options)
+
+
+@pytest.mark.parametrize("forward", FORWARDS)
+def test_a_path_beyond_a_table_of_positions_is_refused(forward):
+    sizes = {"n_positions": 32, "n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 40}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)).eval()
+    (logps,) = token_logps(model, [make_tree([(list(range(30)), [2, 3])])], forward=forward)[0]
+    assert logps.isfinite().all()
+    with pytest.raises(ValueError, match="a path of 33 tokens, and the model has 32 positions: shorten it"):
+        token_logps(model, [make_tree([(list(range(30)), [2, 3, 4])])], forward=forward)
 
 
 def test_the_head_holds_no_more_logits_than_a_chunk(monkeypatch):

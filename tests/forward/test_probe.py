@@ -206,6 +206,7 @@ def test_the_probe_tree_forks_and_is_as_deep_as_asked():
         # a few thousand tokens for long rows, and beyond a window where rows are longer than that
         (LlamaConfig(max_position_embeddings=300_000), {100: 256, 2500: 4096, 5000: 4096, 262_144: 4096}),
         (MistralConfig(sliding_window=4096), {100: 256, 2500: 4096, 5000: 8192, 262_144: 8192}),
+        (MistralConfig(sliding_window=65_536), {262_144: 4096}),  # a mask of whose probe would fill the memory
         (Llama4TextConfig(attention_chunk_size=8192), {262_144: 16_384}),
     ],
     ids=lambda value: getattr(value, "model_type", ""),
