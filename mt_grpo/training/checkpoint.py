@@ -434,6 +434,14 @@ def set_aside(output_dir: str | Path, step: int) -> list[str]:
     return names
 
 
+def remove_abandoned(run: Path, limit: int | None) -> None:
+    """Removes the oldest of the checkpoints set aside, as long as a run has more than `limit` with those in use."""
+    aside = sorted(run.glob(f"{ABANDONED}{PREFIX_CHECKPOINT_DIR}-*"), key=lambda path: path.stat().st_mtime)
+    beyond = len(aside) + len(_checkpoints(run)) - limit if limit and limit > 0 else 0
+    for path in aside[: max(0, beyond)]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
 def is_whole(folder: Path) -> bool:
     """Whether every process had finished writing a checkpoint, and what they wrote can be read."""
     if not _path(folder, 0).exists() or _damage(folder) is not None:

@@ -45,6 +45,7 @@ from mt_grpo.training.checkpoint import (
     load_converted,
     load_rollouts,
     made_with,
+    remove_abandoned,
     resume_point,
     save_rollouts,
     says_what_cannot_be_written,
@@ -456,6 +457,7 @@ class ResumableTrainer(GRPOTrainer):
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
             rotate_checkpoints(str(folder.parent), limit, self.state.best_model_checkpoint, use_mtime=True)
+            remove_abandoned(folder.parent, limit)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         check_weights(self.model, self.accelerator, self.state.global_step)

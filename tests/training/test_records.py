@@ -346,6 +346,9 @@ def test_the_latest_checkpoint_is_of_the_run_that_went_back(build, tmp_path):
     aside = ["abandoned-checkpoint-2", "abandoned-checkpoint-2-2", "abandoned-checkpoint-3"]
     assert sorted(path.name for path in tmp_path.glob("abandoned-*")) == aside
     assert {path.name for path in left_by_runs(str(tmp_path))} >= {*aside}  # `--overwrite_output_dir` removes them
+    build(max_steps=2, save_total_limit=3, **SAVES).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    left = ["abandoned-checkpoint-2-3", "checkpoint-1", "checkpoint-2"]
+    assert sorted(path.name for path in tmp_path.glob("*checkpoint-*")) == left
 
 
 def test_a_checkpoint_of_another_folder_trims_nothing(build, tmp_path, one_step):
